@@ -1,0 +1,1 @@
+"""Prompts: reading, templates, filtering, and a stream that can be resumed."""

@@ -1,0 +1,1 @@
+"""From trajectories to gradients: packing, sharding, scoring, updating."""

@@ -1,0 +1,1 @@
+"""Graders: what a response is worth."""

@@ -1,0 +1,1 @@
+"""Sampling by an external engine, and handing it the weights."""

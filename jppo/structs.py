@@ -1,0 +1,109 @@
+"""The data types that flow through jppo, and the legend of their shapes. First in the flow; imports nothing of jppo.
+
+Letters used in every shape comment of the project:
+
+    N prompts of a step           R rows                V vocabulary        H query heads
+    G samples of a prompt         T positions in a row  D width (hidden)    K key/value heads
+    B = N * G trajectories        L layers              F width of the MLP  A width of one head
+
+The alignment rule: entry t of every [R, T] array is about emitting `targets[:, t]` after reading
+`inputs[:, :t + 1]`: its log-probability, mask and reward, and the value of the state that it left. The shift by one
+is made once, in `learner/packing.py`; no later line slices by one.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+Params = Any  # a pytree of arrays: the `params` collection of a flax module
+Array = jax.Array | np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """One question, tokenised, as it leaves `data/`."""
+
+    uid: str  # the same for all samples of one prompt; unique within a file set
+    data_source: str  # names the grader
+    messages: str | list[dict[str, str]]  # the prompt as it stood in the file: plain text or chat messages
+    ids: np.ndarray  # [P] i32, after the chat template
+    ground_truth: str
+    extra: dict[str, Any]  # further columns of the row, for graders and for the samples file
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How to sample: everything that an engine may be asked for, each field always sent."""
+
+    temperature: float  # 0.0 is greedy
+    top_p: float  # 1.0 is off
+    top_k: int  # -1 is off
+    n: int  # samples of each prompt
+    max_tokens: int  # longest response, its end token included
+    seed: int  # sample j of prompt i draws from a seed made of (seed, i, j)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trajectory:
+    """One sampled response with its prompt; n tokens in all. Made by `rollout/`."""
+
+    uid: str  # of its prompt
+    tokens: np.ndarray  # [n] i32, prompt then response
+    sampled: np.ndarray  # [n] bool, true where the policy chose the token; false for prompt and tool output
+    logprob: np.ndarray  # [n] f32, the sampler's; valid where sampled, 0 elsewhere
+    version: np.ndarray  # [n] i32, of the weights that sampled the token; -1 where not sampled
+    text: str  # the decoded response, for graders and people
+    finish: str  # 'stop' (an end token was sampled), 'length', or 'abort'
+    turns: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Reward:
+    """What a grader said of one trajectory."""
+
+    score: float
+    parts: dict[str, float]
+    error: str | None  # the grader failed: counted and shown, never a silent 0
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Packed trajectories: the only layout the learner sees. Made by `learner/packing.py`."""
+
+    inputs: Array  # [R, T] i32
+    targets: Array  # [R, T] i32
+    segment: Array  # [R, T] i32, 1.. for the trajectories of a row, 0 = empty
+    position: Array  # [R, T] i32, restarts in each segment
+    mask: Array  # [R, T] bool, the target was chosen by the policy
+    sampler_logp: Array  # [R, T] f32
+    sequence: Array  # [R, T] i32, index of the trajectory in the step's batch; -1 = empty
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """Rows with what the update needs beside them; fields as in the alignment rule."""
+
+    rows: Rows
+    logp: Array  # [R, T] f32, of the policy before this step's updates
+    ref_logp: Array  # [R, T] f32, of the frozen reference; 0 when no KL is asked for
+    value: Array  # [R, T] f32
+    advantage: Array  # [R, T] f32
+    returns: Array  # [R, T] f32
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything that training changes; with the data cursor, all that a resume needs."""
+
+    step: Array  # [] i32, PPO steps done; also the version of the policy's weights
+    policy: Params
+    policy_opt: Any
+    value: Params
+    value_opt: Any
+    kl_coef: Array  # [] f32
+    key: Array  # jax.random key; the randomness of a step is fold_in(key, step)
