@@ -1,0 +1,261 @@
+"""Hugging Face directories to parameters and back, by the table of `params.py`: the file edge."""
+
+import functools
+import json
+import os
+import pathlib
+import re
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from jppo.config import UserError
+from jppo.models import families, params, tensorfile
+from jppo.models.decoder import init_head
+from jppo.models.families import ModelConfig
+from jppo.models.params import Entry, Head
+from jppo.structs import Params
+
+Put = Callable[[tuple[str, ...], np.ndarray], jax.Array]
+
+# What a model directory holds beside its weights and config.json: copied as it is.
+_COMPANIONS = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+_BUFFERS = re.compile(r".*\.(rotary_emb\.inv_freq|masked_bias)$")  # stored by old versions of transformers
+
+
+def resolve(path: str | os.PathLike, *, weights: bool) -> pathlib.Path:
+    """The local directory of a model: `path` itself, or what the hub has under that name."""
+    directory = pathlib.Path(path).expanduser()
+    if directory.is_dir():
+        return directory
+    remedy = "give the path of a directory with config.json, the tokenizer and *.safetensors"
+    name = os.fspath(path)
+    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
+        raise UserError(f"model path {name!r} is not a directory; {remedy}")
+    import huggingface_hub  # only when a hub name was given
+
+    sought = ["config.json", *_COMPANIONS, *(["*.safetensors", tensorfile.INDEX] if weights else [])]
+    try:
+        return pathlib.Path(huggingface_hub.snapshot_download(name, allow_patterns=sought))
+    except (OSError, ValueError) as e:  # no network, no such model, no access, no valid name
+        reason = str(e).split("\n")[0]
+        raise UserError(
+            f"model {name!r} is no directory here, and {sought[0]} of a hub model of that name could not be "
+            f"fetched ({type(e).__name__}: {reason}); {remedy}"
+        ) from e
+
+
+def read_config(path: str | os.PathLike) -> tuple[dict[str, Any], ModelConfig]:
+    """The parsed config.json of a model, and ours."""
+    file = resolve(path, weights=False) / "config.json"
+    if not file.is_file():
+        raise UserError(f"{file} is missing; a model directory must hold it")
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as e:
+        raise UserError(f"{file} is no JSON: {e}") from e
+    if not isinstance(config, dict):
+        raise UserError(f"{file} must hold a JSON object, not {type(config).__name__}")
+    return config, families.from_hf(config, path=file)
+
+
+def load_params(
+    path: str | os.PathLike,
+    cfg: ModelConfig,
+    *,
+    head: Head,
+    param_dtype: Any,
+    put: Put,
+    key: jax.Array | None = None,
+) -> Params:
+    """The parameters of a checkpoint, each stacked and cast on the host, then handed to `put` for its place.
+
+    A value model takes `score.weight` where the checkpoint has it (a sequence classifier), else it draws the
+    score from `key`; the language head that it has no use for is left in the file.
+    """
+    directory = resolve(path, weights=True)
+    slots = {name: slot for name, slot in tensorfile.slots(directory).items() if not _BUFFERS.match(name)}
+    entries = params.table(cfg, head=head)
+    fresh: Params = {}
+    if head == "value" and "score.weight" not in slots:
+        if key is None:
+            raise ValueError(f"{directory} has no score.weight: a value model needs a key to draw one")
+        fresh = init_head(cfg, key, head=head, param_dtype=param_dtype)
+        entries = tuple(entry for entry in entries if entry.path[0] not in fresh)
+    if head == "value" and not cfg.tie_word_embeddings:
+        slots.pop("lm_head.weight", None)
+    slots = _one_name_each(entries, slots)
+    _check_names(directory, entries, slots)
+
+    def leaf(entry: Entry) -> jax.Array:
+        return put(entry.path, _read_stacked(entry, slots, np.dtype(param_dtype)))
+
+    placed = {
+        name: {"kernel": put((name, "kernel"), np.asarray(node["kernel"]))} for name, node in fresh.items()
+    }
+    return params.tree(entries, leaf) | placed
+
+
+def _one_name_each(
+    entries: tuple[Entry, ...], slots: dict[str, tensorfile.Slot]
+) -> dict[str, tensorfile.Slot]:
+    """A matrix that is stored under its alias, or under both names, is found under its own name."""
+    slots = dict(slots)
+    for entry in entries:
+        if entry.alias is None or entry.alias not in slots:
+            continue
+        second = slots.pop(entry.alias)
+        first = slots.setdefault(entry.hf, second)
+        if first is second:
+            continue
+        same = first.shape == second.shape and first.code == second.code
+        if not (same and _same_bits(tensorfile.read(first, entry.hf), tensorfile.read(second, entry.alias))):
+            raise UserError(
+                f"{second.file}: {entry.alias} differs from {entry.hf}, but config.json ties them; "
+                "set tie_word_embeddings to false there"
+            )
+    return slots
+
+
+def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    return np.array_equal(a.view(np.uint8), b.view(np.uint8))
+
+
+def _check_names(
+    directory: pathlib.Path, entries: tuple[Entry, ...], slots: dict[str, tensorfile.Slot]
+) -> None:
+    shapes = {name: entry.hf_shape for entry in entries for name in entry.hf_names}
+    missing, left = sorted(set(shapes) - set(slots)), sorted(set(slots) - set(shapes))
+    if missing:
+        raise UserError(f"{directory} lacks {_some(missing)}, which its config.json asks for")
+    if left:
+        raise UserError(f"{slots[left[0]].file} holds {_some(left)}, which its config.json has no place for")
+    for name, shape in shapes.items():
+        if slots[name].shape != shape:
+            found = list(slots[name].shape)
+            raise UserError(
+                f"{slots[name].file}: {name} has shape {found}, config.json asks for {list(shape)}"
+            )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more tensors" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def _read_stacked(entry: Entry, slots: dict[str, tensorfile.Slot], dtype: np.dtype) -> np.ndarray:
+    out = np.empty(entry.shape, dtype)
+    places = out if entry.stacked else out[None]
+    for i, name in enumerate(entry.hf_names):
+        places[i] = params.from_hf(entry, tensorfile.read(slots[name], name)).astype(dtype)
+    return out
+
+
+@functools.partial(jax.jit, static_argnames=("entry", "dtype"))
+def _export_layout(array: jax.Array, *, entry: Entry, dtype: np.dtype) -> jax.Array:
+    return params.to_hf(entry, array).astype(dtype)
+
+
+def hf_tensors(values: Params, cfg: ModelConfig, *, dtype: Any = None) -> Iterator[tuple[str, np.ndarray]]:
+    """A policy's tensors under HF's names, in the order of `hf_shapes`; a tied matrix once, as the embedding.
+
+    Transposed and cast to `dtype` (None: as they are) on the device, then fetched, one stacked parameter at a
+    time.
+    """
+    for entry in params.table(cfg, head="lm"):
+        array = params.get(values, entry.path)
+        cast = array.dtype if dtype is None else np.dtype(dtype)
+        host = np.asarray(_export_layout(array, entry=entry, dtype=cast))
+        yield from zip(entry.hf_names, host if entry.stacked else host[None], strict=True)
+
+
+def hf_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The names and shapes that `hf_tensors` yields, in its order."""
+    return {name: entry.hf_shape for entry in params.table(cfg, head="lm") for name in entry.hf_names}
+
+
+def save(
+    out_dir: str | os.PathLike,
+    values: Params,
+    cfg: ModelConfig,
+    *,
+    source: str | os.PathLike,
+    dtype: Any,
+    max_shard_bytes: int = 5 * 10**9,
+) -> pathlib.Path:
+    """Writes a policy as a model directory, whole or not at all; config and tokenizer are `source`'s."""
+    out, origin = pathlib.Path(out_dir), resolve(source, weights=False)
+    config, _ = read_config(origin)
+    kind = np.dtype(dtype)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    tmp = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}"
+    tmp.mkdir()
+    try:
+        stale = {"torch_dtype", "tie_word_embeddings"}  # said anew
+        config = {k: v for k, v in config.items() if k not in stale}
+        config |= {"dtype": kind.name, "tie_word_embeddings": cfg.tie_word_embeddings}
+        (tmp / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        for name in _COMPANIONS:
+            if (origin / name).is_file():
+                shutil.copyfile(origin / name, tmp / name)
+        _write_shards(tmp, hf_shapes(cfg), kind, hf_tensors(values, cfg, dtype=kind), max_shard_bytes)
+        _replace(out, tmp)
+    finally:
+        shutil.rmtree(tmp, ignore_errors=True)
+    return out
+
+
+def _replace(out: pathlib.Path, new: pathlib.Path) -> None:
+    """Puts `new` in the place of `out`; a directory that was there is removed after, not before."""
+    if not out.exists():
+        new.rename(out)
+        return
+    old = new.with_name(new.name + ".old")
+    out.rename(old)
+    new.rename(out)
+    shutil.rmtree(old)
+
+
+def _write_shards(
+    directory: pathlib.Path,
+    shapes: dict[str, tuple[int, ...]],
+    dtype: np.dtype,
+    tensors: Iterator[tuple[str, np.ndarray]],
+    max_shard_bytes: int,
+) -> None:
+    groups: list[dict[str, tuple[int, ...]]] = [{}]
+    total = filled = 0
+    for name, shape in shapes.items():
+        nbytes = dtype.itemsize * int(np.prod(shape))
+        if groups[-1] and filled + nbytes > max_shard_bytes:
+            groups.append({})
+            filled = 0
+        groups[-1][name] = shape
+        filled, total = filled + nbytes, total + nbytes
+    arrays = (array for _, array in tensors)
+    if len(groups) == 1:
+        tensorfile.write(directory / tensorfile.SINGLE, shapes, dtype, arrays)
+        return
+    weight_map: dict[str, str] = {}
+    for i, group in enumerate(groups, 1):
+        file = f"model-{i:05d}-of-{len(groups):05d}.safetensors"
+        # One tensor more is never drawn than the shard has: the iterator goes on in the next one.
+        tensorfile.write(directory / file, group, dtype, (next(arrays) for _ in group))
+        weight_map |= dict.fromkeys(group, file)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / tensorfile.INDEX).write_text(json.dumps(index, indent=2) + "\n")

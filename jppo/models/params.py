@@ -1,0 +1,165 @@
+"""The one table of parameters: our path, HF's name, shape, logical axes, layout and ties of each.
+
+Loading, saving, sharding and the export to the sampler all read it; nothing else knows a weight's name.
+Parameters of the layers are stored stacked: their first axis is the layer.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jppo.models.families import ModelConfig
+from jppo.structs import Params
+
+Head = Literal["lm", "value"]
+
+# The letters of the legend as the logical axes that sharding rules speak of.
+AXES = {
+    "L": "layers",
+    "V": "vocab",
+    "D": "embed",
+    "H": "heads",
+    "K": "kv_heads",
+    "F": "mlp",
+    "A": None,
+    "1": None,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One parameter; `letters` name the axes of ours, `hf_letters` those of HF's tensor (of one layer)."""
+
+    path: tuple[str, ...]
+    hf: str  # with {layer} where ours is stacked
+    hf_letters: tuple[str, ...]  # a word is several of our axes in one of HF's: ('HA', 'D')
+    letters: str  # of ours; first L where stacked
+    shape: tuple[int, ...]  # of ours
+    axes: tuple[str | None, ...]  # logical, of ours
+    alias: str | None  # another name under which a checkpoint may store the same matrix
+
+    @property
+    def stacked(self) -> bool:
+        """True where the first axis is the layer."""
+        return self.letters[0] == "L"
+
+    @property
+    def hf_shape(self) -> tuple[int, ...]:
+        """The shape of HF's tensor, of one layer where ours is stacked."""
+        sizes = dict(zip(self.letters, self.shape, strict=True))
+        return tuple(math.prod(sizes[letter] for letter in word) for word in self.hf_letters)
+
+    @property
+    def hf_names(self) -> tuple[str, ...]:
+        """HF's names: one a layer where ours is stacked, else one."""
+        return tuple(self.hf.format(layer=i) for i in range(self.shape[0])) if self.stacked else (self.hf,)
+
+
+def table(cfg: ModelConfig, *, head: Head) -> tuple[Entry, ...]:
+    """Every parameter of the model with this head, in the order of HF's files' layers."""
+    sizes = {
+        "L": cfg.num_layers,
+        "V": cfg.vocab_size,
+        "D": cfg.hidden_size,
+        "H": cfg.num_heads,
+        "K": cfg.num_kv_heads,
+        "F": cfg.intermediate_size,
+        "A": cfg.head_dim,
+        "1": 1,
+    }
+
+    def entry(path: str, hf: str, hf_letters: str, letters: str, alias: str | None = None) -> Entry:
+        vector = letters.lstrip("L") == "D"  # norms and biases of the residual stream
+        return Entry(
+            path=tuple(path.split("/")),
+            hf=f"model.layers.{{layer}}.{hf}" if letters[0] == "L" else hf,
+            hf_letters=tuple(hf_letters.split()),
+            letters=letters,
+            shape=tuple(sizes[letter] for letter in letters),
+            axes=tuple("norm" if vector and letter == "D" else AXES[letter] for letter in letters),
+            alias=alias,
+        )
+
+    tied = "lm_head.weight" if cfg.tie_word_embeddings else None
+    rows = [
+        entry("embed/embedding", "model.embed_tokens.weight", "V D", "VD", tied),
+        entry("layers/attn_norm/scale", "input_layernorm.weight", "D", "LD"),
+        entry("layers/attn/q/kernel", "self_attn.q_proj.weight", "HA D", "LDHA"),
+        entry("layers/attn/k/kernel", "self_attn.k_proj.weight", "KA D", "LDKA"),
+        entry("layers/attn/v/kernel", "self_attn.v_proj.weight", "KA D", "LDKA"),
+        entry("layers/attn/o/kernel", "self_attn.o_proj.weight", "D HA", "LHAD"),
+        entry("layers/mlp_norm/scale", "post_attention_layernorm.weight", "D", "LD"),
+        entry("layers/mlp/gate/kernel", "mlp.gate_proj.weight", "F D", "LDF"),
+        entry("layers/mlp/up/kernel", "mlp.up_proj.weight", "F D", "LDF"),
+        entry("layers/mlp/down/kernel", "mlp.down_proj.weight", "D F", "LFD"),
+        entry("norm/scale", "model.norm.weight", "D", "D"),
+    ]
+    if cfg.qkv_bias:
+        rows += [
+            entry("layers/attn/q/bias", "self_attn.q_proj.bias", "HA", "LHA"),
+            entry("layers/attn/k/bias", "self_attn.k_proj.bias", "KA", "LKA"),
+            entry("layers/attn/v/bias", "self_attn.v_proj.bias", "KA", "LKA"),
+        ]
+    if cfg.o_bias:
+        rows += [entry("layers/attn/o/bias", "self_attn.o_proj.bias", "D", "LD")]
+    if cfg.mlp_bias:
+        rows += [
+            entry("layers/mlp/gate/bias", "mlp.gate_proj.bias", "F", "LF"),
+            entry("layers/mlp/up/bias", "mlp.up_proj.bias", "F", "LF"),
+            entry("layers/mlp/down/bias", "mlp.down_proj.bias", "D", "LD"),
+        ]
+    if head == "value":
+        rows += [entry("score/kernel", "score.weight", "1 D", "D1")]
+    elif not cfg.tie_word_embeddings:
+        rows += [entry("lm_head/kernel", "lm_head.weight", "V D", "DV")]
+    return tuple(rows)
+
+
+def from_hf(entry: Entry, tensor: np.ndarray) -> np.ndarray:
+    """HF's tensor (of one layer) in our layout; a view."""
+    ours = entry.letters.lstrip("L")
+    theirs = "".join(entry.hf_letters)
+    sizes = dict(zip(entry.letters, entry.shape, strict=True))
+    split = tensor.reshape([sizes[letter] for letter in theirs])
+    return split.transpose([theirs.index(letter) for letter in ours])
+
+
+def to_hf(entry: Entry, array: jax.Array) -> jax.Array:
+    """Our array (all layers) in HF's layout, still stacked; pure, the inverse of `from_hf`."""
+    lead = "L" if entry.stacked else ""
+    theirs = lead + "".join(entry.hf_letters)
+    merged = entry.shape[: len(lead)] + entry.hf_shape
+    return jnp.transpose(array, [entry.letters.index(letter) for letter in theirs]).reshape(merged)
+
+
+def tree(entries: tuple[Entry, ...], leaf: Callable[[Entry], Any]) -> dict[str, Any]:
+    """The nested dict of `params` with `leaf(entry)` in each place."""
+    root: dict[str, Any] = {}
+    for entry in entries:
+        node = root
+        for key in entry.path[:-1]:
+            node = node.setdefault(key, {})
+        node[entry.path[-1]] = leaf(entry)
+    return root
+
+
+def get(params: Params, path: tuple[str, ...]) -> Any:
+    """The leaf of a nested dict at `path`."""
+    for key in path:
+        params = params[key]
+    return params
+
+
+def abstract(cfg: ModelConfig, *, head: Head, param_dtype: Any) -> dict[str, Any]:
+    """`params` as shapes and dtypes: nothing is allocated."""
+    return tree(table(cfg, head=head), lambda entry: jax.ShapeDtypeStruct(entry.shape, param_dtype))
+
+
+def logical_axes(cfg: ModelConfig, *, head: Head) -> dict[str, Any]:
+    """`params` with a tuple of logical axis names in place of each array."""
+    return tree(table(cfg, head=head), lambda entry: entry.axes)

@@ -1,0 +1,119 @@
+"""Safetensors files, read as memory maps and written one tensor at a time. Used by `hf.py`.
+
+A file is eight bytes of header length, a JSON header of dtype, shape and offsets by name, and the bytes.
+Reading it here, not through the safetensors package, gives bfloat16 without torch and errors that name the
+tensor.
+"""
+
+import dataclasses
+import json
+import pathlib
+import struct
+from collections.abc import Iterable, Mapping
+
+import jax.numpy as jnp
+import numpy as np
+
+from jppo.config import UserError
+
+DTYPES = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(jnp.bfloat16),
+}
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """Where a tensor lies in its file."""
+
+    file: pathlib.Path
+    code: str  # safetensors' name of the dtype
+    shape: tuple[int, ...]
+    offset: int  # bytes from the file's start
+
+
+def read(slot: Slot, name: str) -> np.ndarray:
+    """The tensor as a read-only memory map."""
+    if slot.code not in DTYPES:
+        raise UserError(f"{slot.file}: {name} has dtype {slot.code}; only {', '.join(DTYPES)} are weights")
+    return np.memmap(slot.file, DTYPES[slot.code], mode="r", offset=slot.offset, shape=slot.shape)
+
+
+def slots(directory: pathlib.Path) -> dict[str, Slot]:
+    """All tensors of a checkpoint directory by name, from one file or from the index of several."""
+    if (directory / SINGLE).is_file():
+        return _file_slots(directory / SINGLE)
+    index = directory / INDEX
+    if not index.is_file():
+        raise UserError(
+            f"{directory} holds neither {SINGLE} nor {INDEX}; give a directory with safetensors weights"
+        )
+    try:
+        weight_map = json.loads(index.read_text())["weight_map"]
+    except (ValueError, KeyError) as e:
+        raise UserError(f"{index} is no JSON object with a weight_map: {e}; fetch it again") from e
+    found: dict[str, Slot] = {}
+    for shard in sorted(set(weight_map.values())):
+        if not (directory / shard).is_file():
+            raise UserError(f"{index} names {shard}, which is not in {directory}; fetch the missing file")
+        found |= _file_slots(directory / shard)
+    absent = sorted(set(weight_map) - set(found))
+    if absent:
+        raise UserError(
+            f"{directory / weight_map[absent[0]]} lacks {absent[0]}, which {index.name} puts there"
+        )
+    return found
+
+
+def _file_slots(file: pathlib.Path) -> dict[str, Slot]:
+    size = file.stat().st_size
+    with file.open("rb") as f:
+        start = f.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
+        if 8 + length > size:
+            raise UserError(f"{file} is cut: {size} bytes do not hold its header; fetch it again")
+        try:
+            header = json.loads(f.read(length))
+        except ValueError as e:
+            raise UserError(f"{file} is no safetensors file: its header is no JSON ({e})") from e
+    header.pop("__metadata__", None)
+    found = {}
+    for name, item in header.items():
+        first, last = item["data_offsets"]
+        if 8 + length + last > size:
+            raise UserError(
+                f"{file} is cut: {name} ends at byte {8 + length + last} of {size}; fetch it again"
+            )
+        code, shape = item["dtype"], tuple(item["shape"])
+        if code in DTYPES and last - first != DTYPES[code].itemsize * int(np.prod(shape)):
+            raise UserError(
+                f"{file}: {name} has {last - first} bytes, which is not {code} of shape {list(shape)}"
+            )
+        found[name] = Slot(file, code, shape, 8 + length + first)
+    return found
+
+
+def write(
+    file: pathlib.Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype, tensors: Iterable[np.ndarray]
+) -> None:
+    """Writes `tensors`, which come in the order of `shapes` and have this dtype, holding one at a time."""
+    header: dict = {
+        "__metadata__": {"format": "pt"}
+    }  # transformers insists on a format; row-major is all it means
+    end = 0
+    for name, shape in shapes.items():
+        first, end = end, end + dtype.itemsize * int(np.prod(shape))
+        header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [first, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the data starts aligned
+    with file.open("wb") as f:
+        f.write(struct.pack("<Q", len(text)) + text)
+        for (name, shape), tensor in zip(shapes.items(), tensors, strict=True):
+            if tensor.shape != shape or tensor.dtype != dtype:
+                raise ValueError(f"{name} is {tensor.dtype}{tensor.shape}, announced as {dtype}{shape}")
+            f.write(np.ascontiguousarray(tensor).view(np.uint8).data)
