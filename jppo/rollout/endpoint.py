@@ -1,0 +1,69 @@
+"""One running vLLM server as the trainer sees it: its routes, and one clear error whatever goes wrong."""
+
+import contextlib
+import functools
+import ssl
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import httpx
+
+from jppo.rollout.sampler import RolloutError
+
+
+@functools.cache
+def _tls() -> ssl.SSLContext:
+    return ssl.create_default_context()  # slow to make; every client would make its own
+
+
+class Endpoint:
+    """The routes of a server; `why` adds what is known when it does not answer, such as its last lines.
+
+    Every request has a connection of its own: none is found closed after a long training step, and a pool of
+    hundreds of connections costs the client more time than the tokens cost the server.
+    """
+
+    def __init__(self, url: str, *, timeout_s: float, why: Callable[[], str]):
+        self.url = url.rstrip("/")
+        self._why = why
+        self._timeout_s = timeout_s
+        self._options: dict[str, Any] = {"timeout": timeout_s, "verify": _tls(), "trust_env": False}
+
+    def get(self, route: str) -> Any:
+        """The JSON that the route answers."""
+        with httpx.Client(**self._options) as client, self._explained(route):
+            return self._answer(client.get(self.url + route))
+
+    def post(self, route: str, body: Mapping[str, Any] | None = None) -> Any:
+        """The JSON that the route answers to `body`."""
+        with httpx.Client(**self._options) as client, self._explained(route):
+            return self._answer(client.post(self.url + route, json=body))
+
+    async def ask(self, route: str, body: Mapping[str, Any]) -> Any:
+        """As `post`, beside other requests."""
+        async with httpx.AsyncClient(**self._options) as client:
+            with self._explained(route):
+                return self._answer(await client.post(self.url + route, json=body))
+
+    def call(self, method: str, **kwargs: Any) -> list[Any]:
+        """Runs a method of the worker extension; one result from each worker."""
+        body = {"method": method, "kwargs": kwargs, "timeout": self._timeout_s}
+        return self.post("/collective_rpc", body)["results"]
+
+    @contextlib.contextmanager
+    def _explained(self, route: str) -> Iterator[None]:
+        try:
+            yield
+        except httpx.TimeoutException as e:
+            raise self._failed(f"did not answer {route} within request_timeout_s={self._timeout_s:g}") from e
+        except httpx.HTTPError as e:
+            raise self._failed(f"broke off {route} ({type(e).__name__} {e})") from e
+
+    def _answer(self, reply: httpx.Response) -> Any:
+        if reply.status_code != 200:
+            raise self._failed(f"answered {reply.url.path} with {reply.status_code}: {reply.text[:500]}")
+        return reply.json()
+
+    def _failed(self, what: str) -> RolloutError:
+        why = self._why()
+        return RolloutError(f"the vLLM server at {self.url} {what}" + (f"; {why}" if why else ""))

@@ -1,0 +1,33 @@
+"""What `train.py` asks of any rollout engine: prompts in, trajectories out, and new weights between."""
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from jppo.structs import Prompt, Sampling, Trajectory
+
+
+class RolloutError(Exception):
+    """The engine died, hung, or broke its word; the message says which. The run cannot go on with it."""
+
+
+class Sampler(Protocol):
+    """An engine that samples from the policy that it was last given."""
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int) -> list[Trajectory]:
+        """Samples `sampling.n` responses a prompt, those of one prompt side by side, by the weights `version`."""
+        ...
+
+    def load(self, tensors: Iterable[tuple[str, np.ndarray]], *, version: int) -> None:
+        """Replaces the whole model by `tensors` (HF names, a tied embedding once) and names it `version`."""
+        ...
+
+    def close(self) -> None:
+        """Ends the engine and everything that it holds; may be called twice."""
+        ...
+
+
+def sample_seed(seed: int, prompt: int, sample: int) -> int:
+    """The 31-bit seed of one sample, the same whatever is sampled beside it."""
+    return int(np.random.SeedSequence((seed, prompt, sample)).generate_state(1)[0] >> 1)
