@@ -1,0 +1,105 @@
+"""GSM8K as prompts in parquet: `python -m jppo.data.gsm8k --out DIR [--from JSONL_DIR]`.
+
+The layout is verl's, so that either project reads the other's files: the question with the recipe's suffix as
+one chat message, and what stands after `####` in the worked solution, commas removed, as the ground truth.
+"""
+
+import argparse
+import io
+import pathlib
+import re
+import tempfile
+from typing import Any
+
+import httpx
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from jppo.config import UserError, exit_on_user_error
+from jppo.data.files import Row, read_rows, text_column
+
+SUFFIX = 'Let\'s think step by step and output the final answer after "####".'
+SPLITS = ("train", "test")
+COMMIT = "3101c7d5072418e28b9008a6636bde82a006892c"
+SOURCE = f"https://raw.githubusercontent.com/openai/grade-school-math/{COMMIT}/grade_school_math/data"
+
+_ANSWER = re.compile(r"#### *(-?[0-9][0-9,]*(?:\.[0-9]+)?)\s*\Z")
+
+
+def example(row: Row, split: str) -> dict[str, Any]:
+    """One row of verl's layout from a row with `question` and `answer`."""
+    question, answer = text_column(row, "question"), text_column(row, "answer")
+    match = _ANSWER.search(answer)
+    if match is None:
+        raise UserError(
+            f"{row.place}: the answer must end with `#### <number>`; it ends with {answer[-40:]!r}"
+        )
+    return {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": f"{question} {SUFFIX}"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": match.group(1).replace(",", "")},
+        "extra_info": {"split": split, "index": row.number - 1, "question": question, "answer": answer},
+    }
+
+
+def convert(source: pathlib.Path, out: pathlib.Path) -> dict[str, int]:
+    """Write a parquet file for each split of the JSON lines in `source`; returns their row counts."""
+    for split in SPLITS:
+        if not (source / f"{split}.jsonl").is_file():
+            raise UserError(
+                f"no {source / f'{split}.jsonl'}; --from names a directory with train.jsonl and test.jsonl"
+            )
+    tables = {
+        split: pa.Table.from_pylist([example(row, split) for row in read_rows(source / f"{split}.jsonl")])
+        for split in SPLITS
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    for split, table in tables.items():
+        buffer = io.BytesIO()
+        pq.write_table(table, buffer)
+        (out / f"{split}.parquet").write_bytes(buffer.getvalue())
+    return {split: table.num_rows for split, table in tables.items()}
+
+
+def download(directory: pathlib.Path) -> None:
+    """Fetch the JSON lines of both splits from OpenAI's repository."""
+    for split in SPLITS:
+        url = f"{SOURCE}/{split}.jsonl"
+        try:
+            response = httpx.get(url, timeout=60.0, follow_redirects=True).raise_for_status()
+        except httpx.HTTPError as e:
+            raise UserError(
+                f"{url} could not be fetched ({type(e).__name__}: {e}); get train.jsonl and test.jsonl of "
+                "openai/grade-school-math on a machine with a network, and name their directory with --from"
+            ) from e
+        (directory / f"{split}.jsonl").write_bytes(response.content)
+
+
+@exit_on_user_error
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jppo.data.gsm8k",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--out", type=pathlib.Path, required=True, help="directory for train.parquet and test.parquet"
+    )
+    parser.add_argument(
+        "--from", dest="source", type=pathlib.Path, help="directory with train.jsonl and test.jsonl"
+    )
+    args = parser.parse_args()
+    if args.source is not None:
+        counts = convert(args.source, args.out)
+    else:
+        with tempfile.TemporaryDirectory() as directory:
+            download(pathlib.Path(directory))
+            counts = convert(pathlib.Path(directory), args.out)
+    for split, count in counts.items():
+        print(f"{args.out / f'{split}.parquet'}: {count} rows")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""The tokenizer of an HF directory, the tokens that end a response, and text from tokens."""
+
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+import transformers
+from huggingface_hub import constants
+
+from jppo.config import UserError
+
+FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+
+
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer in a local directory, or of a hub name."""
+    if not path:
+        raise UserError("model.path is empty; give an HF directory or a hub name")
+    local = pathlib.Path(path).expanduser()
+    if not local.is_dir():
+        return _from_hub(path)
+    # transformers makes an empty tokenizer of a directory without one.
+    if not any((local / name).is_file() for name in FILES):
+        raise UserError(f"no tokenizer.json in {local}; copy the model's tokenizer files there")
+    try:
+        return transformers.AutoTokenizer.from_pretrained(str(local))
+    except (OSError, ValueError, KeyError) as e:
+        raise UserError(f"the tokenizer in {local} cannot be read: {_first_line(e)}") from e
+
+
+def end_token_ids(path: str, tokenizer: Any) -> tuple[int, ...]:
+    """The ids that end a response, by generation_config.json, config.json and the tokenizer, each once."""
+    found: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        ids = _read_config(path, name).get("eos_token_id")
+        found += [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+    if tokenizer.eos_token_id is not None:
+        found.append(tokenizer.eos_token_id)
+    if not found:
+        raise UserError(f"{path} names no end token: set eos_token_id in generation_config.json")
+    return tuple(dict.fromkeys(found))
+
+
+def decode(tokenizer: Any, ids: Sequence[int]) -> str:
+    """The text of token ids, special tokens left out."""
+    return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def ends_with_eos(tokenizer: Any, ids: Sequence[int]) -> bool:
+    """Whether the last token is the tokenizer's end token."""
+    return tokenizer.eos_token_id is not None and ids[-1] == tokenizer.eos_token_id
+
+
+def _from_hub(name: str) -> Any:
+    if name.startswith(("/", ".", "~")) or name.count("/") != 1:
+        raise UserError(
+            f"no directory {name}; give the path of an HF directory with tokenizer.json, or a hub name"
+        )
+    try:
+        return transformers.AutoTokenizer.from_pretrained(name, local_files_only=True)  # the cache
+    except (OSError, ValueError):
+        pass
+    sought = f"tokenizer.json of {name!r} was sought: it is no local directory, nor in the cache"
+    remedy = "download the model where there is a network and give its path"
+    if constants.HF_HUB_OFFLINE:
+        raise UserError(f"{sought}, and HF_HUB_OFFLINE is set; unset it, or {remedy}")
+    try:
+        httpx.head(constants.ENDPOINT, timeout=15.0)  # transformers itself would retry for a minute
+        return transformers.AutoTokenizer.from_pretrained(name)
+    except (httpx.HTTPError, OSError, ValueError) as e:
+        raise UserError(
+            f"{sought}, and {constants.ENDPOINT} did not give it ({_first_line(e)}); {remedy}"
+        ) from e
+
+
+def _read_config(path: str, name: str) -> dict[str, Any]:
+    local = pathlib.Path(path).expanduser()
+    found = (
+        str(local / name)
+        if local.is_dir()
+        else transformers.utils.cached_file(
+            path,
+            name,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+    )
+    if found is None or not pathlib.Path(found).is_file():
+        return {}
+    return json.loads(pathlib.Path(found).read_text(encoding="utf-8"))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

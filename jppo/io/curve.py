@@ -1,0 +1,119 @@
+"""The learning curve as a small SVG, drawn without a plotting library."""
+
+import math
+import pathlib
+from collections.abc import Mapping, Sequence
+from xml.sax.saxutils import escape
+
+Points = Sequence[tuple[float, float]]  # (step, value)
+
+WIDTH, HEIGHT = 720, 420
+LEFT, RIGHT, TOP, BOTTOM = 64, 28, 72, 56
+COLOURS = ("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#64748b")
+
+
+def write_curve(
+    path: pathlib.Path, *, title: str, lines: Mapping[str, Points], dots: Mapping[str, Points]
+) -> None:
+    """Draw `lines` as lines and `dots` as marked points over steps; non-finite values are left out."""
+    series = [(name, _finite(points), name in dots) for name, points in [*lines.items(), *dots.items()]]
+    everything = [point for _, points, _ in series for point in points]
+    xs = _ticks([x for x, _ in everything], count=8, whole=True)
+    ys = _ticks([y for _, y in everything], count=6, whole=False)
+    parts = [*_frame(title, xs, ys)]
+    legend = LEFT
+    for i, (name, points, marked) in enumerate(series):
+        colour = COLOURS[i % len(COLOURS)]
+        parts += _series(points, xs, ys, colour, marked)
+        parts.append(
+            _mark(legend + 9, 52, colour) if marked else _stroke(legend, 52, legend + 18, 52, colour, 2.5)
+        )
+        parts.append(_text(legend + 24, 56, escape(name), anchor="start", size=13))
+        legend += 48 + round(7.2 * len(name))
+    path.write_text("\n".join([*parts, "</svg>\n"]), encoding="utf-8")
+
+
+def _finite(points: Points) -> list[tuple[float, float]]:
+    return [(float(x), float(y)) for x, y in points if math.isfinite(y)]
+
+
+def _ticks(values: Sequence[float], *, count: int, whole: bool) -> list[float]:
+    """Round numbers, evenly spaced, that enclose the values."""
+    low, high = (min(values), max(values)) if values else (0.0, 1.0)
+    if low >= 0 and low < high / 2:
+        low = 0.0
+    if high == low:
+        high = low + 1.0
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * m for m in (1, 2, 5, 10) if power * m >= rough * (1 - 1e-9))
+    if whole:
+        step = max(1.0, step)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [step * i for i in range(first, last + 1)]
+
+
+def _x(value: float, ticks: Sequence[float]) -> float:
+    return LEFT + (value - ticks[0]) / (ticks[-1] - ticks[0]) * (WIDTH - LEFT - RIGHT)
+
+
+def _y(value: float, ticks: Sequence[float]) -> float:
+    return HEIGHT - BOTTOM - (value - ticks[0]) / (ticks[-1] - ticks[0]) * (HEIGHT - TOP - BOTTOM)
+
+
+def _frame(title: str, xs: Sequence[float], ys: Sequence[float]) -> list[str]:
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" '
+        f'viewBox="0 0 {WIDTH} {HEIGHT}" font-family="system-ui, sans-serif">',
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
+        _text(LEFT, 30, escape(title), anchor="start", size=17, colour="#0f172a", weight=600),
+    ]
+    for y in ys:
+        parts.append(_stroke(LEFT, _y(y, ys), WIDTH - RIGHT, _y(y, ys), "#e2e8f0", 1))
+        parts.append(_text(LEFT - 10, _y(y, ys) + 4, f"{y:.6g}", anchor="end"))
+    for x in xs:
+        parts.append(_stroke(_x(x, xs), HEIGHT - BOTTOM, _x(x, xs), HEIGHT - BOTTOM + 5, "#94a3b8", 1))
+        parts.append(_text(_x(x, xs), HEIGHT - BOTTOM + 20, f"{x:.6g}"))
+    parts.append(_stroke(LEFT, HEIGHT - BOTTOM, WIDTH - RIGHT, HEIGHT - BOTTOM, "#94a3b8", 1))
+    parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 14, "step", size=13))
+    return parts
+
+
+def _series(
+    points: list[tuple[float, float]], xs: Sequence[float], ys: Sequence[float], colour: str, marked: bool
+) -> list[str]:
+    if not points:
+        return []
+    places = [(_x(x, xs), _y(y, ys)) for x, y in points]
+    joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    dash = ' stroke-dasharray="4 4" stroke-opacity="0.6"' if marked else ""
+    parts = [f'<polyline points="{joined}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>']
+    if marked:
+        parts += [_mark(x, y, colour) for x, y in places]
+        for (x, y), (_, value) in {places[0]: points[0], places[-1]: points[-1]}.items():
+            above = y - 10 if y - 10 > TOP else y + 20
+            parts.append(_text(x, above, f"{value:.3f}", size=12, colour=colour, weight=600))
+    return parts
+
+
+def _mark(x: float, y: float, colour: str) -> str:
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{colour}" stroke="#ffffff" stroke-width="1.5"/>'
+
+
+def _stroke(x1: float, y1: float, x2: float, y2: float, colour: str, width: float) -> str:
+    ends = f'x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"'
+    return f'<line {ends} stroke="{colour}" stroke-width="{width}"/>'
+
+
+def _text(
+    x: float,
+    y: float,
+    text: str,
+    *,
+    anchor: str = "middle",
+    size: int = 12,
+    colour: str = "#475569",
+    weight: int = 400,
+) -> str:
+    style = f'font-size="{size}" font-weight="{weight}" fill="{colour}" text-anchor="{anchor}"'
+    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{text}</text>'
