@@ -1,0 +1,202 @@
+"""The decoder against transformers, packed against apart, scanned against unrolled."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jppo.models import decoder, families, heads, hf, params
+
+REAL = ("stories260k", "stories260k-hd32", "tinystories-656k", "tinystories-656k-hd64")
+CFG = families.ModelConfig(
+    family="qwen2",
+    vocab_size=37,
+    hidden_size=24,
+    intermediate_size=40,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=6,
+    rope_theta=1e4,
+    rms_norm_eps=1e-6,
+    qkv_bias=True,
+    o_bias=False,
+    mlp_bias=False,
+    tie_word_embeddings=True,
+    max_position_embeddings=64,
+    initializer_range=0.3,
+)
+
+
+init = jax.jit(
+    lambda key, head: decoder.init_params(CFG, key, head=head, param_dtype=jnp.float32),
+    static_argnames="head",
+)
+
+
+def load(directory, head="lm", key=None):
+    _, cfg = hf.read_config(directory)
+    put = lambda path, x: jnp.asarray(x)  # noqa: E731
+    return cfg, hf.load_params(directory, cfg, head=head, param_dtype=jnp.float32, put=put, key=key)
+
+
+def row(tokens):
+    """One segment a row: segment and position of tokens [R, T]."""
+    return np.ones_like(tokens), np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+
+
+def logits(cfg, values, tokens, segment, position, **kw):
+    @jax.jit
+    def run(values):
+        hidden = decoder.Decoder(cfg, **kw).apply({"params": values}, tokens, segment, position)
+        return heads.logits_of(hidden, decoder.head_kernel(values, cfg))
+
+    return np.asarray(run(values))
+
+
+def reference_logits(model, tokens):
+    torch = pytest.importorskip("torch")
+    with torch.no_grad():
+        return model(torch.from_numpy(tokens).long()).logits.numpy()
+
+
+def assert_close(ours, theirs, rel=1e-4):
+    assert np.abs(ours - theirs).max() <= rel * np.abs(theirs).max()
+
+
+@pytest.mark.parametrize("name", ["qwen2-tied", "qwen2-untied", "llama-biased", "llama-tied"])
+def test_logits_and_logprobs_equal_transformers(checkpoint, rng, name):
+    torch = pytest.importorskip("torch")
+    directory, model = checkpoint(name)
+    cfg, values = load(directory)
+    tokens = rng.integers(0, cfg.vocab_size, (2, 29)).astype(np.int32)
+    targets = rng.integers(0, cfg.vocab_size, (2, 29)).astype(np.int32)
+    theirs = reference_logits(model, tokens)
+    segment, position = row(tokens)
+    assert_close(logits(cfg, values, tokens, segment, position), theirs)
+
+    hidden = decoder.Decoder(cfg).apply({"params": values}, tokens, segment, position)
+    logp, entropy = heads.logprob_entropy(
+        hidden,
+        decoder.head_kernel(values, cfg),
+        targets,
+        temperature=0.7,
+        chunk_tokens=10,
+        with_entropy=True,
+    )
+    scaled = torch.log_softmax(torch.from_numpy(theirs) / 0.7, -1)
+    assert_close(logp, np.take_along_axis(scaled.numpy(), targets[:, :, None], 2)[:, :, 0])
+    assert_close(entropy, -(scaled.exp() * scaled).sum(-1).numpy())
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_real_models_equal_transformers(shared, rng, name):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    directory = shared / "models" / name
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    cfg, values = load(directory)
+    tokens = rng.integers(3, cfg.vocab_size, (2, 70)).astype(np.int32)
+    theirs = reference_logits(model, tokens)
+    ours = logits(cfg, values, tokens, *row(tokens))
+    assert_close(ours, theirs)
+    # The text these models were trained on has low entropy; a wrongly loaded head could not predict it.
+    assert_close(jax.nn.log_softmax(ours), torch.log_softmax(torch.from_numpy(theirs), -1).numpy())
+
+
+def test_packed_and_padded_rows_equal_separate_ones(checkpoint, rng):
+    directory, model = checkpoint("qwen2-tied")
+    cfg, values = load(directory)
+    parts = [rng.integers(0, cfg.vocab_size, (1, n)).astype(np.int32) for n in (7, 1, 12)]
+    theirs = [reference_logits(model, part)[0] for part in parts]
+
+    packed = np.concatenate([*parts, np.zeros((1, 5), np.int32)], axis=1)
+    segment = np.repeat([1, 2, 3, 0], [7, 1, 12, 5]).astype(np.int32)[None]
+    position = np.concatenate([np.arange(n) for n in (7, 1, 12, 5)]).astype(np.int32)[None]
+    ours = logits(cfg, values, packed, segment, position)
+    assert_close(ours[0, :20], np.concatenate(theirs))
+
+    padded = np.zeros((3, 15), np.int32)
+    segment = np.zeros((3, 15), np.int32)
+    for i, part in enumerate(parts):
+        padded[i, : part.shape[1]] = part[0]
+        segment[i, : part.shape[1]] = 1
+    ours = logits(cfg, values, padded, segment, row(padded)[1])
+    for i, expected in enumerate(theirs):
+        assert_close(ours[i, : len(expected)], expected)
+
+
+def test_empty_rows_are_finite_and_give_no_gradient(rng):
+    values = init(jax.random.key(0), head="lm")
+    tokens = rng.integers(0, 37, (2, 8)).astype(np.int32)
+    segment = np.stack([np.ones(8), np.zeros(8)]).astype(np.int32)
+    position = row(tokens)[1]
+
+    def loss(values, rows):
+        hidden = decoder.Decoder(CFG).apply(
+            {"params": values}, *(jnp.asarray(x)[rows] for x in (tokens, segment, position))
+        )
+        return jnp.sum(jnp.where(jnp.asarray(segment)[rows, :, None] > 0, hidden, 0.0) ** 3)
+
+    both, empty, full = (jax.jit(jax.grad(loss))(values, np.array(r)) for r in ([0, 1], [1], [0]))
+    assert all(np.isfinite(g).all() for g in jax.tree.leaves(both))
+    assert all((np.asarray(g) == 0).all() for g in jax.tree.leaves(empty))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), both, full)
+
+
+@pytest.mark.parametrize(
+    "settings", [dict(scan_layers=False), dict(remat="dots"), dict(remat="full", scan_layers=False)]
+)
+def test_unrolling_and_rematerialising_change_no_number(rng, settings):
+    values = init(jax.random.key(1), head="lm")
+    tokens = rng.integers(0, 37, (2, 9)).astype(np.int32)
+
+    def loss(values, settings):
+        return jnp.mean(decoder.Decoder(CFG, **settings).apply({"params": values}, tokens, *row(tokens)) ** 3)
+
+    plain, other = (jax.jit(jax.value_and_grad(lambda v, s=s: loss(v, s)))(values) for s in ({}, settings))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), plain, other)
+
+
+def test_rematerialising_keeps_less_for_the_backward_pass(rng):
+    values = init(jax.random.key(1), head="lm")
+    tokens = rng.integers(0, 37, (2, 16)).astype(np.int32)
+
+    def saved(remat):
+        """Floats that the forward pass hands to the backward one."""
+        model = decoder.Decoder(CFG, remat=remat)
+        _, pullback = jax.eval_shape(
+            lambda p: jax.vjp(lambda p: model.apply({"params": p}, tokens, *row(tokens)), p), values
+        )
+        return sum(leaf.size for leaf in jax.tree.leaves(pullback))
+
+    assert saved("full") < saved("dots") < saved("none")
+
+
+def test_constrain_sees_every_residual_and_compute_dtype_is_kept(rng):
+    values = init(jax.random.key(2), head="value")
+    tokens = rng.integers(0, 37, (2, 5)).astype(np.int32)
+    seen = []
+
+    def constrain(x):
+        seen.append((x.shape, x.dtype))
+        return x
+
+    hidden = decoder.Decoder(CFG, dtype=jnp.bfloat16, constrain=constrain).apply(
+        {"params": values}, tokens, *row(tokens)
+    )
+    assert hidden.dtype == jnp.bfloat16
+    assert len(seen) >= 3 and set(seen) == {((2, 5, 24), jnp.dtype(jnp.bfloat16))}
+    exact = decoder.Decoder(CFG).apply({"params": values}, tokens, *row(tokens))
+    assert np.abs(np.asarray(hidden, np.float32) - exact).mean() < 0.05 * np.abs(exact).mean()
+
+
+def test_init_is_what_it_says():
+    values = init(jax.random.key(3), head="value")
+    assert (values["layers"]["attn_norm"]["scale"] == 1).all() and (values["norm"]["scale"] == 1).all()
+    assert (values["layers"]["attn"]["q"]["bias"] == 0).all()
+    for path in ("embed/embedding", "layers/mlp/down/kernel", "layers/attn/o/kernel"):
+        assert np.std(params.get(values, path.split("/"))) == pytest.approx(0.3, rel=0.1)
+    assert np.std(values["score"]["kernel"]) == pytest.approx(1 / 5, rel=0.5)
+    layers = values["layers"]["mlp"]["up"]["kernel"]
+    assert not np.array_equal(layers[0], layers[1])  # each layer draws its own

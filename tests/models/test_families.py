@@ -1,0 +1,85 @@
+"""config.json to ModelConfig: what is read, what defaults to what, and what is refused by name."""
+
+import pytest
+
+from jppo.config import UserError
+from jppo.models import families
+
+
+def test_fields_are_read(hf_config):
+    cfg = families.from_hf(hf_config("llama-biased"), path="config.json")
+    assert (cfg.family, cfg.vocab_size, cfg.hidden_size, cfg.intermediate_size) == ("llama", 71, 36, 50)
+    assert (cfg.num_layers, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim) == (2, 4, 1, 14)
+    assert (cfg.rope_theta, cfg.rms_norm_eps, cfg.max_position_embeddings) == (5e5, 1e-5, 128)
+    assert (cfg.qkv_bias, cfg.o_bias, cfg.mlp_bias, cfg.tie_word_embeddings) == (True, True, True, False)
+    qwen = families.from_hf(hf_config("qwen2-untied"), path="config.json")
+    assert (qwen.qkv_bias, qwen.o_bias, qwen.mlp_bias, qwen.head_dim) == (True, False, False, 12)
+    hash(qwen)
+
+
+def test_absent_fields_are_as_transformers_has_them(hf_config):
+    transformers = pytest.importorskip("transformers")
+    config = hf_config("llama-tied")
+    for key in (
+        "num_key_value_heads",
+        "tie_word_embeddings",
+        "rope_theta",
+        "rms_norm_eps",
+        "initializer_range",
+    ):
+        config.pop(key, None)
+    cfg = families.from_hf(config, path="config.json")
+    theirs = transformers.LlamaConfig(hidden_size=32, num_attention_heads=2)
+    assert cfg.num_kv_heads == theirs.num_key_value_heads and cfg.head_dim == theirs.head_dim
+    assert cfg.tie_word_embeddings == theirs.tie_word_embeddings and cfg.rms_norm_eps == theirs.rms_norm_eps
+    assert cfg.initializer_range == theirs.initializer_range
+    assert cfg.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert cfg.qkv_bias == theirs.attention_bias and cfg.mlp_bias == theirs.mlp_bias
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        dict(rope_theta=7e5),
+        dict(rope_theta=7e5, rope_scaling=None),
+        dict(rope_theta=7e5, rope_scaling={"type": "default"}),
+        dict(rope_parameters={"rope_theta": 7e5, "rope_type": "default"}),
+        dict(rope_parameters={"rope_theta": 700000}, rope_theta=None),
+    ],
+)
+def test_rope_theta_in_every_place_of_it(hf_config, rope):
+    assert families.from_hf(hf_config("llama-tied") | rope, path="config.json").rope_theta == 7e5
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model_type", "mamba"),
+        ("model_type", None),
+        ("hidden_act", "gelu"),
+        ("use_sliding_window", True),
+        ("pretraining_tp", 2),
+        ("quantization_config", {"bits": 4}),
+        ("attention_dropout", 0.1),
+        ("rope_scaling", {"rope_type": "llama3", "factor": 8.0}),
+        ("rope_scaling", {"type": "linear", "factor": 2.0}),
+        ("rope_parameters", {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0}),
+        ("rope_parameters", {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}),
+        ("rope_parameters", 3),
+        ("layer_types", ["full_attention", "sliding_attention"]),
+        ("hidden_size", "64"),
+        ("hidden_size", None),
+        ("vocab_size", 0),
+        ("num_hidden_layers", True),
+        ("tie_word_embeddings", 1),
+        ("num_key_value_heads", 4),
+        ("head_dim", 9),
+    ],
+)
+def test_unsupported_is_refused_by_file_field_and_value(hf_config, field, value):
+    with pytest.raises(UserError) as e:
+        families.from_hf(hf_config("qwen2-tied") | {field: value}, path="some/config.json")
+    assert "some/config.json" in str(e.value) and field in str(e.value) and "\n" not in str(e.value)
+    if value is not None:
+        shown = str(value) if not isinstance(value, dict) else next(iter(value))
+        assert shown in str(e.value)

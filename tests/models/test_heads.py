@@ -1,0 +1,113 @@
+"""Log-probs, entropy and values against plain numpy, and chunked against whole."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jppo.models import heads
+
+
+def draw(rng, R=3, T=11, D=8, V=19):
+    hidden = rng.normal(size=(R, T, D)).astype(np.float32)
+    kernel = rng.normal(size=(D, V)).astype(np.float32)
+    return hidden, kernel, rng.integers(0, V, (R, T)).astype(np.int32)
+
+
+def plain(hidden, kernel, targets, temperature):
+    z = hidden.astype(np.float64) @ kernel.astype(np.float64) / temperature
+    logp = z - z.max(-1, keepdims=True)
+    logp -= np.log(np.exp(logp).sum(-1, keepdims=True))
+    chosen = np.take_along_axis(logp, targets[:, :, None], 2)[:, :, 0]
+    return chosen, -(np.exp(logp) * logp).sum(-1)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 6, 9, 32, 33, 10_000])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_equal_to_a_plain_softmax(rng, chunk_tokens, temperature):
+    hidden, kernel, targets = draw(rng)
+    settings = dict(temperature=temperature, chunk_tokens=chunk_tokens)
+    logp, entropy = heads.logprob_entropy(hidden, kernel, targets, **settings, with_entropy=True)
+    expected = plain(hidden, kernel, targets, temperature)
+    assert logp.dtype == entropy.dtype == jnp.float32
+    np.testing.assert_allclose(logp, expected[0], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(entropy, expected[1], rtol=1e-5, atol=1e-5)
+    alone, none = heads.logprob_entropy(hidden, kernel, targets, **settings, with_entropy=False)
+    np.testing.assert_allclose(alone, logp, rtol=1e-5)
+    assert none.shape == logp.shape and (np.asarray(none) == 0).all()
+
+
+@pytest.mark.parametrize("with_entropy", [True, False])
+def test_gradient_is_that_of_the_whole(rng, with_entropy):
+    hidden, kernel, targets = draw(rng)
+    weight = rng.normal(size=targets.shape).astype(np.float32)
+
+    def loss(hidden, kernel, chunk_tokens):
+        logp, entropy = heads.logprob_entropy(
+            hidden, kernel, targets, temperature=0.8, chunk_tokens=chunk_tokens, with_entropy=with_entropy
+        )
+        return jnp.sum(weight * logp + 0.3 * weight**2 * entropy)
+
+    def whole(hidden, kernel):
+        logp = jax.nn.log_softmax(jnp.einsum("rtd,dv->rtv", hidden, kernel) / 0.8)
+        entropy = -jnp.sum(jnp.exp(logp) * logp, -1) if with_entropy else 0.0
+        chosen = jnp.take_along_axis(logp, targets[:, :, None], 2)[:, :, 0]
+        return jnp.sum(weight * chosen + 0.3 * weight**2 * entropy)
+
+    expected = jax.grad(whole, argnums=(0, 1))(hidden, kernel)
+    for chunk_tokens in (7, 1000):
+        found = jax.grad(loss, argnums=(0, 1))(hidden, kernel, chunk_tokens)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
+
+
+def test_all_logits_are_never_in_memory(rng):
+    """The compiled gradient's temporaries stay below the [R, T, V] logits that it would take at once."""
+    R, T, D, V = 2, 512, 8, 4096
+    hidden, kernel, targets = draw(rng, R, T, D, V)
+
+    def temporaries(chunk_tokens):
+        def loss(hidden, kernel):
+            return heads.logprob_entropy(
+                hidden, kernel, targets, temperature=1.0, chunk_tokens=chunk_tokens, with_entropy=True
+            )[0].sum()
+
+        compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(hidden, kernel).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    logits = 4 * R * T * V
+    assert temporaries(R * T) >= logits > 4 * temporaries(64)
+
+
+def test_bfloat16_states_have_f32_logits_and_an_f32_gradient_sum(rng):
+    hidden, kernel, targets = draw(rng, T=64)
+    rounded = np.asarray(jnp.asarray(hidden, jnp.bfloat16), np.float32)
+    near = np.asarray(jnp.asarray(kernel, jnp.bfloat16), np.float32)
+    settings = dict(temperature=1.0, chunk_tokens=12, with_entropy=True)
+
+    def run(hidden, kernel):
+        return heads.logprob_entropy(hidden, kernel, targets, **settings)
+
+    logp, entropy = run(jnp.asarray(rounded, jnp.bfloat16), kernel)
+    assert logp.dtype == entropy.dtype == jnp.float32
+    np.testing.assert_allclose(logp, plain(rounded, near, targets, 1.0)[0], rtol=1e-5, atol=1e-5)
+    found = jax.grad(lambda k: run(jnp.asarray(rounded, jnp.bfloat16), k)[0].sum())(kernel)
+    exact = jax.grad(lambda k: run(rounded, k)[0].sum())(near)
+    assert found.dtype == jnp.float32
+    assert np.abs(found - exact).max() < 0.02 * np.abs(exact).max()
+
+
+@pytest.mark.parametrize("bad", [dict(temperature=0.0), dict(chunk_tokens=0)])
+def test_impossible_settings_are_refused(rng, bad):
+    settings = dict(temperature=1.0, chunk_tokens=8, with_entropy=False) | bad
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        heads.logprob_entropy(*draw(rng), **settings)
+
+
+def test_values_are_f32_products(rng):
+    hidden = jnp.asarray(rng.normal(size=(2, 3, 5)), jnp.bfloat16)
+    kernel = rng.normal(size=(5, 1)).astype(np.float32)
+    found = heads.values(hidden, kernel)
+    assert found.dtype == jnp.float32 and found.shape == (2, 3)
+    np.testing.assert_allclose(
+        found, (np.asarray(hidden, np.float64) @ kernel)[:, :, 0], rtol=1e-5, atol=1e-6
+    )

@@ -1,0 +1,311 @@
+"""Checkpoints in and out: the identity in bits, ties, dtypes, shards, value heads and faults by name."""
+
+import json
+import shutil
+import struct
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from jppo.config import UserError
+from jppo.models import decoder, heads, hf, params, tensorfile
+
+NAMES = ("qwen2-tied", "qwen2-untied", "llama-biased", "llama-tied")
+
+
+def load(directory, head="lm", dtype=jnp.float32, key=None):
+    _, cfg = hf.read_config(directory)
+    put = lambda path, x: jnp.asarray(x)  # noqa: E731
+    return cfg, hf.load_params(directory, cfg, head=head, param_dtype=dtype, put=put, key=key)
+
+
+def stored(directory):
+    """All tensors of a directory, by the safetensors package."""
+    out = {}
+    for file in directory.glob("*.safetensors"):
+        out |= safetensors.numpy.load_file(file)
+    return out
+
+
+def rewrite(source, target, change):
+    """A copy of the checkpoint with `change(tensors)` applied."""
+    shutil.copytree(source, target)
+    tensors = stored(target)
+    change(tensors)
+    safetensors.numpy.save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def assert_same_bits(a, b):
+    assert a.keys() == b.keys()
+    for name, x in a.items():
+        assert x.dtype == b[name].dtype and x.tobytes() == b[name].tobytes(), name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_export_of_an_import_is_the_identity(checkpoint, tmp_path, name):
+    directory, _ = checkpoint(name)
+    cfg, values = load(directory)
+    original = stored(directory)
+    assert_same_bits(dict(hf.hf_tensors(values, cfg)), original)
+    assert {k: v.shape for k, v in original.items()} == hf.hf_shapes(cfg)
+    out = hf.save(tmp_path / "out", values, cfg, source=directory, dtype=jnp.float32)
+    assert_same_bits(stored(out), original)
+
+
+def test_saved_model_loads_in_transformers_without_a_complaint(checkpoint, tmp_path):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    directory, model = checkpoint("qwen2-tied")
+    cfg, values = load(directory)
+    out = hf.save(tmp_path / "deep" / "out", values, cfg, source=directory, dtype=jnp.bfloat16)
+    again, info = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    assert again.dtype == torch.bfloat16
+    for (name, a), b in zip(again.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(a, b.to(torch.bfloat16)), name
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_files_load_and_come_back(checkpoint, tmp_path, dtype):
+    directory, _ = checkpoint("qwen2-untied")
+    kind = np.dtype(getattr(jnp, dtype))
+
+    def halve(tensors):
+        for name, x in tensors.items():
+            tensors[name] = x.astype(kind)
+
+    half = rewrite(directory, tmp_path / "half", halve)
+    original = stored(half)
+    cfg, values = load(half)
+    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(values))
+    np.testing.assert_array_equal(
+        values["lm_head"]["kernel"].T, original["lm_head.weight"].astype(np.float32)
+    )
+    assert_same_bits(dict(hf.hf_tensors(values, cfg, dtype=kind)), original)
+    _, kept = load(half, dtype=kind)
+    assert_same_bits(dict(hf.hf_tensors(kept, cfg)), original)
+
+
+def test_bfloat16_model_of_transformers_loads(checkpoint, tmp_path, rng):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    directory, _ = checkpoint("qwen2-tied")
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "bf16")
+    cfg, values = load(tmp_path / "bf16")
+    tokens = rng.integers(0, cfg.vocab_size, (1, 12)).astype(np.int32)
+    with torch.no_grad():
+        theirs = model.float()(torch.from_numpy(tokens).long()).logits.numpy()
+    place = np.ones_like(tokens), np.arange(12, dtype=np.int32)[None]
+    hidden = decoder.Decoder(cfg).apply({"params": values}, tokens, *place)
+    ours = heads.logits_of(hidden, decoder.head_kernel(values, cfg))
+    assert np.abs(ours - theirs).max() <= 1e-4 * np.abs(theirs).max()
+
+
+@pytest.mark.parametrize("names", [["lm_head.weight"], ["model.embed_tokens.weight", "lm_head.weight"]])
+def test_a_tied_matrix_loads_under_either_name_or_both(checkpoint, tmp_path, names):
+    directory, _ = checkpoint("llama-tied")
+    _, expected = load(directory)
+
+    def rename(tensors):
+        matrix = tensors.pop("model.embed_tokens.weight")
+        tensors |= {name: matrix.copy() for name in names}
+
+    other = rewrite(directory, tmp_path / "other", rename)
+    for head in ("lm", "value"):
+        _, values = load(other, head=head, key=jax.random.key(0))
+        np.testing.assert_array_equal(values["embed"]["embedding"], expected["embed"]["embedding"])
+    cfg, values = load(other)
+    names = [name for name, _ in hf.hf_tensors(values, cfg)]
+    assert names.count("model.embed_tokens.weight") == 1 and "lm_head.weight" not in names
+
+
+def test_tied_names_with_different_matrices_are_refused(checkpoint, tmp_path):
+    directory, _ = checkpoint("llama-tied")
+
+    def split(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+
+    with pytest.raises(UserError, match=r"lm_head\.weight differs .*tie_word_embeddings"):
+        load(rewrite(directory, tmp_path / "other", split))
+
+
+@pytest.mark.parametrize("name", ["qwen2-tied", "qwen2-untied"])
+def test_value_model_from_a_causal_one_draws_its_score(checkpoint, name):
+    directory, _ = checkpoint(name)
+    cfg, values = load(directory, head="value", key=jax.random.key(5))
+    _, policy = load(directory)
+    assert values.keys() == {"embed", "layers", "norm", "score"}
+    jax.tree.map(np.testing.assert_array_equal, values["layers"], policy["layers"])
+    expected = decoder.init_head(cfg, jax.random.key(5), head="value", param_dtype=jnp.float32)
+    np.testing.assert_array_equal(values["score"]["kernel"], expected["score"]["kernel"])
+    with pytest.raises(ValueError, match="key"):
+        load(directory, head="value")
+
+
+def test_value_model_from_a_sequence_classifier_equals_it(checkpoint, rng):
+    torch = pytest.importorskip("torch")
+    directory, model = checkpoint("llama-biased", "AutoModelForSequenceClassification")
+    cfg, values = load(directory, head="value")
+    tokens = rng.integers(1, cfg.vocab_size, (1, 11)).astype(np.int32)
+    with torch.no_grad():
+        theirs = float(model(torch.from_numpy(tokens).long()).logits[0, 0])  # at the last token
+    place = np.ones_like(tokens), np.arange(11, dtype=np.int32)[None]
+    hidden = decoder.Decoder(cfg).apply({"params": values}, tokens, *place)
+    assert float(heads.values(hidden, values["score"]["kernel"])[0, -1]) == pytest.approx(theirs, rel=1e-4)
+    with pytest.raises(UserError, match=r"lacks lm_head\.weight"):
+        load(directory)
+
+
+def test_shards_are_written_and_read(checkpoint, tmp_path):
+    directory, model = checkpoint("qwen2-untied")
+    cfg, values = load(directory)
+    out = hf.save(tmp_path / "out", values, cfg, source=directory, dtype=jnp.float32, max_shard_bytes=20_000)
+    files = sorted(out.glob("*.safetensors"))
+    assert len(files) > 2 and not (out / "model.safetensors").exists()
+    assert all(file.stat().st_size < 20_000 + 5_000 for file in files)
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in stored(directory).values())
+    assert {out / file for file in index["weight_map"].values()} == set(files)
+    assert_same_bits(stored(out), stored(directory))
+    _, again = load(out)
+    jax.tree.map(np.testing.assert_array_equal, again, values)
+
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    _, again = load(tmp_path / "theirs")
+    jax.tree.map(np.testing.assert_array_equal, again, values)
+
+    files[1].unlink()
+    with pytest.raises(UserError, match=files[1].name):
+        load(out)
+
+
+def test_save_takes_the_tokenizer_along_and_replaces_whole(shared, tmp_path):
+    source = shared / "models" / "tinystories-656k"
+    cfg, values = load(source)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "stale").write_text("")
+    out = hf.save(tmp_path / "out", values, cfg, source=source, dtype=jnp.bfloat16)
+    held = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"}
+    assert {f.name for f in out.iterdir()} == held | {"config.json", "model.safetensors"}
+    assert (out / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    config = json.loads((out / "config.json").read_text())
+    assert config["dtype"] == "bfloat16" and "torch_dtype" not in config
+    assert [f.name for f in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_failed_save_leaves_what_was_there(checkpoint, tmp_path):
+    directory, _ = checkpoint("llama-tied")
+    cfg, values = load(directory)
+    out = hf.save(tmp_path / "out", values, cfg, source=directory, dtype=jnp.float32)
+    before = {f.name: f.read_bytes() for f in out.iterdir()}
+    values["norm"]["scale"] = values["norm"]["scale"][:-1]
+    with pytest.raises(TypeError):
+        hf.save(out, values, cfg, source=directory, dtype=jnp.float32)
+    assert {f.name: f.read_bytes() for f in out.iterdir()} == before
+    assert [f.name for f in tmp_path.iterdir()] == ["out"]
+
+
+def test_put_decides_the_place(checkpoint):
+    directory, _ = checkpoint("qwen2-untied")
+    _, cfg = hf.read_config(directory)
+    seen = {}
+
+    def put(path, x):
+        seen[path] = x.shape
+        return jax.device_put(x, jax.devices()[3])
+
+    values = hf.load_params(
+        directory, cfg, head="value", param_dtype=jnp.bfloat16, put=put, key=jax.random.key(0)
+    )
+    assert seen == {entry.path: entry.shape for entry in params.table(cfg, head="value")}
+    for x in jax.tree.leaves(values):
+        assert x.devices() == {jax.devices()[3]} and x.dtype == jnp.bfloat16
+
+
+def drop(tensors):
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+
+
+def add(tensors):
+    tensors["model.layers.9.mlp.up_proj.weight"] = np.zeros(3, np.float32)
+
+
+def reshape(tensors):
+    tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"].T.copy()
+
+
+def integers(tensors):
+    tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"].astype(
+        np.int8
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (drop, r"lacks model\.layers\.1\.mlp\.up_proj\.weight"),
+        (add, r"model\.safetensors holds model\.layers\.9\.mlp\.up_proj\.weight"),
+        (reshape, r"model\.layers\.1\.mlp\.up_proj\.weight has shape \[48, 33\].*\[33, 48\]"),
+        (integers, r"model\.layers\.1\.mlp\.up_proj\.weight has dtype I8"),
+    ],
+)
+def test_wrong_tensors_are_refused_by_name(checkpoint, tmp_path, change, message):
+    directory, _ = checkpoint("qwen2-untied")
+    with pytest.raises(UserError, match=message):
+        load(rewrite(directory, tmp_path / "other", change))
+
+
+def test_old_buffers_are_ignored(checkpoint, tmp_path):
+    directory, _ = checkpoint("qwen2-untied")
+
+    def add_buffer(tensors):
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(6, np.float32)
+
+    _, values = load(rewrite(directory, tmp_path / "other", add_buffer))
+    jax.tree.map(np.testing.assert_array_equal, values, load(directory)[1])
+
+
+@pytest.mark.parametrize("keep", [4, 100, -1])
+def test_a_cut_file_is_refused(checkpoint, tmp_path, keep):
+    directory, _ = checkpoint("llama-tied")
+    shutil.copytree(directory, tmp_path / "cut")
+    file = tmp_path / "cut" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(UserError, match=r"model\.safetensors is cut.*(header|model\.)"):
+        load(tmp_path / "cut")
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 5) + b"hello")
+    with pytest.raises(UserError, match="no safetensors file"):
+        tensorfile.slots(tmp_path)
+    with pytest.raises(UserError, match="neither"):
+        tensorfile.slots(tmp_path / "missing")
+
+
+@pytest.mark.parametrize("path", ["/no/such/model", "./runs/model", "~/nothing/here", "../x", "a/b/c"])
+def test_a_missing_directory_is_named(path):
+    with pytest.raises(UserError) as e:
+        hf.read_config(path)
+    assert path in str(e.value) and "give the path" in str(e.value)
+
+
+def test_a_hub_name_without_a_network_says_what_was_sought():
+    with pytest.raises(UserError) as e:
+        hf.read_config("some-org/some-model-7B")
+    text = str(e.value)
+    assert "some-org/some-model-7B" in text and "config.json" in text and "give the path" in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]"])
+def test_a_bad_config_file_is_named(tmp_path, text):
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match=r"config\.json"):
+        hf.read_config(tmp_path)

@@ -1,0 +1,71 @@
+"""The table of parameters against the module's own, and its layouts."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jppo.models import decoder, families, params
+
+NAMES = ("qwen2-tied", "qwen2-untied", "llama-biased", "llama-tied")
+
+
+@pytest.mark.parametrize("head", ["lm", "value"])
+@pytest.mark.parametrize("name", NAMES)
+def test_table_is_what_the_module_makes(hf_config, name, head):
+    cfg = families.from_hf(hf_config(name), path="config.json")
+    made = jax.eval_shape(
+        lambda key: decoder.init_params(cfg, key, head=head, param_dtype=jnp.bfloat16), jax.random.key(0)
+    )
+    assert made == params.abstract(cfg, head=head, param_dtype=jnp.bfloat16)
+    axes = params.logical_axes(cfg, head=head)
+    ranks = [len(names) for names in jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple))]
+    assert ranks == [leaf.ndim for leaf in jax.tree.leaves(made)]
+
+
+def test_names_are_unique_and_axes_are_the_legends(hf_config):
+    cfg = families.from_hf(hf_config("llama-biased"), path="config.json")
+    entries = params.table(cfg, head="lm")
+    names = [name for entry in entries for name in entry.hf_names]
+    assert len(set(names)) == len(names) and "model.layers.1.self_attn.o_proj.bias" in names
+    by_path = {"/".join(entry.path): entry for entry in entries}
+    assert by_path["layers/attn/q/kernel"].axes == ("layers", "embed", "heads", None)
+    assert by_path["layers/attn/k/bias"].axes == ("layers", "kv_heads", None)
+    assert by_path["layers/mlp_norm/scale"].axes == ("layers", "norm")
+    assert by_path["layers/mlp/down/kernel"].axes == ("layers", "mlp", "embed")
+    assert by_path["lm_head/kernel"].axes == ("embed", "vocab")
+    for entry in entries:  # a mesh axis may shard one axis of an array only
+        named = [axis for axis in entry.axes if axis is not None]
+        assert len(set(named)) == len(named)
+
+
+def test_heads_are_cut_out_of_hfs_rows(hf_config, rng):
+    cfg = families.from_hf(hf_config("qwen2-tied"), path="config.json")  # H 6, A 10, D 40
+    q = next(e for e in params.table(cfg, head="lm") if e.path == ("layers", "attn", "q", "kernel"))
+    o = next(e for e in params.table(cfg, head="lm") if e.path == ("layers", "attn", "o", "kernel"))
+    theirs = rng.normal(size=(60, 40))
+    assert params.from_hf(q, theirs)[7, 2, 3] == theirs[2 * 10 + 3, 7]
+    theirs = rng.normal(size=(40, 60))
+    assert params.from_hf(o, theirs)[2, 3, 7] == theirs[7, 2 * 10 + 3]
+
+
+@pytest.mark.parametrize("head", ["lm", "value"])
+def test_to_hf_inverts_from_hf(hf_config, rng, head):
+    cfg = families.from_hf(hf_config("llama-biased"), path="config.json")
+    for entry in params.table(cfg, head=head):
+        theirs = rng.normal(size=(len(entry.hf_names), *entry.hf_shape)).astype(np.float32)
+        ours = np.stack([params.from_hf(entry, x) for x in theirs])
+        assert (ours if entry.stacked else ours[0]).shape == entry.shape
+        back = params.to_hf(entry, jnp.asarray(ours if entry.stacked else ours[0]))
+        np.testing.assert_array_equal(back, theirs if entry.stacked else theirs[0])
+
+
+def test_tied_and_value_models_have_no_language_head(hf_config):
+    cfg = families.from_hf(hf_config("qwen2-untied"), path="config.json")
+    tied = dataclasses.replace(cfg, tie_word_embeddings=True)
+    tops = lambda cfg, head: {e.path[0] for e in params.table(cfg, head=head)}  # noqa: E731
+    assert tops(cfg, "lm") == {"embed", "layers", "norm", "lm_head"}
+    assert tops(tied, "lm") == {"embed", "layers", "norm"}
+    assert tops(cfg, "value") == tops(tied, "value") == {"embed", "layers", "norm", "score"}
