@@ -1,0 +1,145 @@
+"""Trajectories to rows: the one place that shifts by one, and the one that decides every shape the device sees.
+
+A mini-batch of trajectories is laid out in rows of a few lengths, and the rows are cut into micro-batches of a few
+row counts. `Plan.shapes` lists every [R, T] that can come out, so that all are compiled before they are needed.
+Numpy in, numpy out.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from jppo.structs import Rows, Trajectory
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The shapes of a run: row lengths, how many rows a micro-batch of each length has, and how rows are filled."""
+
+    lengths: tuple[int, ...]  # of rows, ascending
+    counts: tuple[tuple[int, ...], ...]  # for each length the row counts of a micro-batch, descending
+    share_rows: bool  # several trajectories in a row (segments), or one
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """Every (R, T) that `pack` can make."""
+        return [(r, t) for t, counts in zip(self.lengths, self.counts, strict=True) for r in counts]
+
+
+def make_plan(
+    kind: str,
+    *,
+    max_length: int,
+    row_lengths: int,
+    max_tokens_per_row: int,
+    tokens_per_micro: int,
+    sequences: int,
+    row_multiple: int,
+) -> Plan:
+    """The plan for mini-batches of `sequences` trajectories of up to `max_length` tokens.
+
+    kind is 'segments' (rows of `max_tokens_per_row`, shared), 'buckets' (`row_lengths` lengths, evenly spaced, one
+    trajectory a row) or 'none' (one length, one trajectory a row). Row counts are multiples of `row_multiple`, the
+    number of devices that share the rows.
+    """
+    grain = 64 if max_length >= 512 else 8
+    if kind == "segments":
+        lengths = [max_tokens_per_row]
+    else:
+        steps = 1 if kind == "none" else row_lengths
+        lengths = sorted({_up(math.ceil(max_length * i / steps), grain) for i in range(1, steps + 1)})
+    counts = []
+    for length in lengths:
+        full = max(1, tokens_per_micro // (length * row_multiple)) * row_multiple
+        full = min(full, _up(sequences, row_multiple))
+        counts.append(tuple(sorted({full, _up(math.ceil(full / 4), row_multiple)}, reverse=True)))
+    return Plan(tuple(lengths), tuple(counts), share_rows=kind == "segments")
+
+
+def _up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def pack(trajectories: Sequence[Trajectory], sequence: Sequence[int], plan: Plan) -> list[Rows]:
+    """Micro-batches that hold each trajectory once; `sequence` gives their indices in the step's batch."""
+    entries = [len(t.tokens) - 1 for t in trajectories]  # a token that nothing was read before has no entry
+    order = sorted(range(len(trajectories)), key=lambda i: -entries[i])
+    rows_of: dict[int, list[list[int]]] = {length: [] for length in plan.lengths}
+    for i in order:
+        if entries[i] > plan.lengths[-1]:
+            raise ValueError(
+                f"trajectory {trajectories[i].uid} has {len(trajectories[i].tokens)} tokens, rows {plan.lengths[-1]}"
+            )
+        length = next(t for t in plan.lengths if entries[i] <= t)
+        _place(i, rows_of[length], entries, length if plan.share_rows else 0)
+    micros = []
+    for length, counts in zip(plan.lengths, plan.counts, strict=True):
+        rows, start = rows_of[length], 0
+        while start < len(rows):
+            count = _count(len(rows) - start, counts)
+            part = rows[start : start + count]
+            micros.append(_fill(part, (count, length), trajectories, sequence))
+            start += count
+    return micros
+
+
+def _place(i: int, rows: list[list[int]], entries: list[int], room: int) -> None:
+    """First fit; room 0 opens a row for each."""
+    for row in rows if room else ():
+        if sum(entries[j] for j in row) + entries[i] <= room:
+            row.append(i)
+            return
+    rows.append([i])
+
+
+def _count(left: int, counts: tuple[int, ...]) -> int:
+    """The row count of the next micro-batch: the full one, unless smaller ones hold the rest with fewer rows."""
+    full, small = counts[0], counts[-1]
+    return full if left >= full or _up(left, small) >= full else small
+
+
+def _fill(
+    rows: list[list[int]], shape: tuple[int, int], trajectories: Sequence[Trajectory], sequence: Sequence[int]
+) -> Rows:
+    out = Rows(
+        inputs=np.zeros(shape, np.int32),
+        targets=np.zeros(shape, np.int32),
+        segment=np.zeros(shape, np.int32),
+        position=np.zeros(shape, np.int32),
+        mask=np.zeros(shape, np.bool_),
+        sampler_logp=np.zeros(shape, np.float32),
+        sequence=np.full(shape, -1, np.int32),
+    )
+    for r, row in enumerate(rows):
+        start = 0
+        for s, i in enumerate(row, 1):
+            t = trajectories[i]
+            n = len(t.tokens) - 1
+            here = (r, slice(start, start + n))
+            out.inputs[here] = t.tokens[:-1]
+            out.targets[here] = t.tokens[1:]
+            out.segment[here] = s
+            out.position[here] = np.arange(n)
+            out.mask[here] = t.sampled[1:]
+            out.sampler_logp[here] = t.logprob[1:]
+            out.sequence[here] = sequence[i]
+            start += n
+    return out
+
+
+def empty_rows(shape: tuple[int, int]) -> Rows:
+    """Rows that hold nothing: what every pass is compiled on before there is data."""
+    return _fill([], shape, (), ())
+
+
+def place_rewards(rows: Rows, scores: np.ndarray) -> np.ndarray:  # [B] -> [R, T] f32
+    """Each trajectory's score on its last sampled position, 0 elsewhere."""
+    mask, sequence = np.asarray(rows.mask), np.asarray(rows.sequence)
+    out = np.zeros(mask.shape, np.float32)
+    kept = np.flatnonzero(mask)  # a trajectory is contiguous, so its last one is where the next is another's
+    of = sequence.reshape(-1)[kept]
+    last = np.append(of[1:] != of[:-1], True)[: len(of)]
+    out.reshape(-1)[kept[last]] = np.asarray(scores, np.float32)[of[last]]
+    return out
