@@ -56,8 +56,7 @@ class Checkpoints:
         return max(self.steps(), default=None)
 
     def save(self, step: int, state: Any, meta: dict[str, Any]) -> None:
-        """Start writing `state` and `meta` (of JSON types); returns once the arrays are copied off the
-        device.
+        """Start writing `state` and `meta` (of JSON types); returns once the arrays may be donated.
 
         Waits for the save before, whose failure is raised here.
         """

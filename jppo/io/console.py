@@ -19,7 +19,7 @@ ROWS = 12  # steps that the live table shows
 COLUMNS = (
     ("reward", "critic/score/mean", ".3f"),
     ("val acc", "val/score", ".3f"),
-    ("KL", "actor/ppo_kl", ".2g"),
+    ("KL", "actor/ppo_kl", ".1e"),
     ("entropy", "actor/entropy", ".3f"),
     ("clipped", "actor/pg_clipfrac", ".3f"),
     ("vf expl", "critic/vf_explained_var", ".2f"),
@@ -127,7 +127,7 @@ class Live:
 
     def _draw(self) -> rich.console.Group:
         table = rich.table.Table(
-            box=rich.box.SIMPLE_HEAD, expand=True, pad_edge=False, header_style="bold cyan"
+            box=rich.box.SIMPLE_HEAD, expand=True, padding=(0, 0, 0, 1), header_style="bold cyan"
         )
         table.add_column("step", justify="right", style="bold")
         for heading, _, _ in COLUMNS:

@@ -90,9 +90,10 @@ def _series(
     parts = [f'<polyline points="{joined}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>']
     if marked:
         parts += [_mark(x, y, colour) for x, y in places]
-        for (x, y), (_, value) in {places[0]: points[0], places[-1]: points[-1]}.items():
+        for i, anchor in {0: "start", len(places) - 1: "end"}.items():
+            (x, y), (_, value) = places[i], points[i]
             above = y - 10 if y - 10 > TOP else y + 20
-            parts.append(_text(x, above, f"{value:.3f}", size=12, colour=colour, weight=600))
+            parts.append(_text(x, above, f"{value:.3f}", anchor=anchor, colour=colour, weight=600))
     return parts
 
 

@@ -1,0 +1,54 @@
+import json
+
+import pytest
+
+from jppo.config import UserError
+from jppo.data.sft import read_demonstrations
+
+
+def write(tmp_path, *rows):
+    path = tmp_path / "sft.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_a_response_is_its_tokens_and_the_end_token(tmp_path, characters):
+    files = write(tmp_path, {"prompt": "4+8=", "response": "12"})
+    [pair] = read_demonstrations(files, tokenizer=characters, max_length=7).demonstrations
+    assert pair.prompt.tolist() == [6, 12, 10, 13] and pair.response.tolist() == [3, 4, 1]
+
+
+def test_the_last_turn_of_a_chat_is_the_response(tmp_path, characters):
+    characters.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    )
+    chat = [{"role": "user", "content": "4+8"}, {"role": "assistant", "content": "12"}]
+    [pair] = read_demonstrations(
+        write(tmp_path, {"messages": chat}), tokenizer=characters, max_length=7
+    ).demonstrations
+    assert pair.prompt.tolist() == [6, 12, 10, 13] and pair.response.tolist() == [3, 4, 1]
+
+
+def test_overlong_pairs_are_counted(tmp_path, characters):
+    files = write(tmp_path, {"prompt": "4+8=", "response": "12"}, {"prompt": "4+8=", "response": "123"})
+    read = read_demonstrations(files, tokenizer=characters, max_length=7)
+    assert len(read.demonstrations) == 1 and read.overlong == 1
+    with pytest.raises(UserError, match="all 2 demonstrations are longer than 6"):
+        read_demonstrations(files, tokenizer=characters, max_length=6)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"prompt": "1="}, "has no 'response'"),
+        ({"response": "1"}, "has no 'prompt'"),
+        ({"prompt": "1=", "response": ""}, "response is empty"),
+        ({"messages": [{"role": "user", "content": "1"}]}, "must end with a turn of the assistant"),
+        ({"messages": [{"role": "user", "content": "1"}], "response": "2"}, "keep one of the two forms"),
+        ({"messages": "1"}, "must be text or chat messages"),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path, characters, row, said):
+    with pytest.raises(UserError, match=r"sft\.jsonl, line 1") as e:
+        read_demonstrations(write(tmp_path, row), tokenizer=characters, max_length=10)
+    assert said in str(e.value)

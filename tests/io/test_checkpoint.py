@@ -1,0 +1,176 @@
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jppo.config import UserError
+from jppo.io.checkpoint import Checkpoints, restore
+from jppo.structs import TrainState
+
+
+def sharding(shape, *spec):
+    mesh = jax.make_mesh(shape, ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    return NamedSharding(mesh, P(*spec))
+
+
+def state(step, seed=0):
+    """A train state of every kind of leaf: sharded, half precision, bool, scalar, random key, none."""
+    rng = np.random.default_rng(seed)
+    kernel = jax.device_put(rng.normal(size=(16, 8)).astype(np.float32), sharding((4, 2), "fsdp", "tensor"))
+    policy = {"params": {"layer": {"kernel": kernel}, "scale": jnp.asarray(rng.normal(size=8), jnp.bfloat16)}}
+    return TrainState(
+        step=jnp.int32(step),
+        policy=policy,
+        policy_opt=optax.adamw(1e-3).init(policy),
+        value={"flag": jnp.array([True, False]), "none": None},
+        value_opt=(),
+        kl_coef=jnp.float32(0.1),
+        key=jax.device_put(jax.random.key(seed), sharding((4, 2))),
+    )
+
+
+def equal(a, b):
+    def plain(x):
+        return jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(np.asarray(plain(x)), np.asarray(plain(y)))
+
+
+def damage(path, at=0.5):
+    """Change bytes in the largest data file of a checkpoint."""
+    file = max((p for p in path.rglob("*") if "/d/" in str(p)), key=lambda p: p.stat().st_size)
+    data = bytearray(file.read_bytes())
+    for i in range(int(len(data) * at), int(len(data) * at) + 8):
+        data[i] ^= 0x55
+    file.write_bytes(data)
+
+
+def test_a_train_state_comes_back_bit_for_bit(tmp_path):
+    saved = state(3)
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(3, saved, {"cursor": {"epoch": 1, "index": 64}})
+        restored = checkpoints.restore_latest(saved)
+    assert (restored.step, restored.meta) == (3, {"cursor": {"epoch": 1, "index": 64}})
+    equal(restored.state, saved)
+
+
+def test_restore_onto_another_sharding(tmp_path):
+    saved = state(1)
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(1, saved, {})
+    there = sharding((2, 4), "tensor")
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding((2, 4))), saved)
+    like.policy["params"]["layer"]["kernel"] = jax.ShapeDtypeStruct((16, 8), jnp.float32, sharding=there)
+    restored = restore(tmp_path / "1", like)
+    assert restored.state.policy["params"]["layer"]["kernel"].sharding == there
+    equal(restored.state, saved)
+
+
+def test_the_last_ones_are_kept(tmp_path):
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        assert checkpoints.latest() is None and checkpoints.restore_latest(state(0)) is None
+        for step in (1, 2, 3):
+            checkpoints.save(step, state(step), {})
+    assert checkpoints.steps() == [2, 3] and checkpoints.latest() == 3
+
+
+def test_arrays_may_be_donated_once_save_has_returned(tmp_path):
+    bump = jax.jit(lambda x: x + 1, donate_argnums=0)
+    big = jnp.zeros((1 << 22,))
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(1, {"x": big}, {})
+        for _ in range(5):
+            big = bump(big)
+        big.block_until_ready()
+        restored = checkpoints.restore_latest({"x": big})
+    assert float(jnp.abs(restored.state["x"]).max()) == 0.0
+
+
+@pytest.mark.parametrize("how", ["bytes", "cut", "about"])
+def test_a_damaged_checkpoint_is_skipped_and_said(tmp_path, capsys, how):
+    with Checkpoints(tmp_path, keep=3) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, {"x": jnp.asarray(np.random.default_rng(step).normal(size=4096))}, {})
+    if how == "bytes":
+        damage(tmp_path / "2")
+    elif how == "cut":
+        file = max(
+            (p for p in (tmp_path / "2").rglob("*") if "/d/" in str(p)), key=lambda p: p.stat().st_size
+        )
+        os.truncate(file, file.stat().st_size // 2)
+    else:
+        next((tmp_path / "2/about").glob("metadata")).write_text('{"step": ')
+    with Checkpoints(tmp_path, keep=3) as checkpoints:
+        restored = checkpoints.restore_latest({"x": jnp.zeros(4096)})
+        assert restored.step == 1
+        assert "2 is damaged and skipped" in capsys.readouterr().out and checkpoints.steps() == [1]
+        checkpoints.save(2, {"x": jnp.ones(4096)}, {})
+        assert checkpoints.restore_latest({"x": jnp.zeros(4096)}).step == 2
+
+
+def test_a_checkpoint_of_another_model_is_the_users_to_mend(tmp_path):
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(1, {"x": jnp.zeros(4)}, {})
+        with pytest.raises(UserError, match=r"\['x'\] was saved as .*\[4\].* now it is .*\[5\]"):
+            checkpoints.restore_latest({"x": jnp.zeros(5)})
+        with pytest.raises(UserError, match=r"\['y'\] is in the model or optimizer of this run only"):
+            checkpoints.restore_latest({"x": jnp.zeros(4), "y": jnp.zeros(1)})
+        assert checkpoints.steps() == [1]  # it is not damaged
+
+
+def test_a_missing_path_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"resume_mode=.*nowhere: no such checkpoint"):
+        restore(tmp_path / "nowhere", {})
+
+
+def test_going_on_from_an_earlier_step_discards_the_later_ones(tmp_path, capsys):
+    with Checkpoints(tmp_path, keep=5) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, {"x": jnp.zeros(1)}, {})
+        checkpoints.discard_after(1)
+        assert checkpoints.steps() == [1] and "[2, 3]" in capsys.readouterr().out
+
+
+KILLED = """
+    import os, pathlib, signal, sys, threading, time
+    import jax.numpy as jnp
+    from jppo.io.checkpoint import Checkpoints
+
+    directory = pathlib.Path(sys.argv[1])
+    checkpoints = Checkpoints(directory, keep=3)
+    checkpoints.save(1, {"x": jnp.ones(1 << 20)}, {})
+    checkpoints.wait()
+
+    def kill_when_half_written():
+        while not list(directory.glob("2.orbax-checkpoint-tmp*")):
+            time.sleep(0.0002)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=kill_when_half_written).start()
+    checkpoints.save(2, {"x": jnp.full(1 << 26, 2.0)}, {})
+    checkpoints.wait()
+"""
+
+
+def test_sigkill_in_the_middle_of_a_save_leaves_the_one_before(tmp_path):
+    killed = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)], env=os.environ, timeout=120
+    )
+    assert killed.returncode == -signal.SIGKILL
+    assert [p.name for p in tmp_path.iterdir() if "tmp" in p.name], "the save was not under way"
+    with Checkpoints(pathlib.Path(tmp_path), keep=3) as checkpoints:
+        assert checkpoints.restore_latest({"x": jnp.zeros(1 << 20)}).step == 1
+        assert not [p.name for p in tmp_path.iterdir() if "tmp" in p.name]

@@ -1,0 +1,30 @@
+import time
+
+import pytest
+
+from jppo.io.timers import Timers
+
+
+def test_stages_add_up_within_a_step_and_over_the_run():
+    timers = Timers()
+    for _ in range(2):
+        with timers("gen"):
+            time.sleep(0.02)
+    first = timers.next_step()
+    assert set(first) == {"timing_s/gen"} and 0.04 <= first["timing_s/gen"] < 0.4
+    with timers("adv"):
+        pass
+    assert set(timers.next_step()) == {"timing_s/adv"} and timers.next_step() == {}
+    assert timers.totals["gen"] == first["timing_s/gen"] and set(timers.totals) == {"gen", "adv"}
+
+
+def test_a_stage_that_raises_is_timed():
+    timers = Timers()
+    with pytest.raises(KeyError), timers("save"):
+        raise KeyError
+    assert "timing_s/save" in timers.next_step()
+
+
+def test_an_unknown_stage_is_an_error():
+    with pytest.raises(ValueError, match="rolout"), Timers()("rolout"):
+        pass

@@ -1,0 +1,90 @@
+import json
+
+import numpy as np
+import pytest
+
+from jppo.config import UserError
+from jppo.rewards.graders import GRADERS, exact, grade, graders_for, gsm8k
+from jppo.structs import Prompt
+
+
+def prompt(source, truth):
+    return Prompt("u", source, "q", np.zeros(1, np.int32), truth, {})
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "score"),
+    [
+        ("so\n#### 18", "18", 1),
+        ("#### 18.", "18", 1),  # a full stop is no part of the number
+        ("#### $18", "18", 1),
+        ("#### $1,234.50", "1234.5", 1),
+        ("#### 1,234", "1234", 1),
+        ("#### 1234", "1,234", 1),
+        ("#### 18.00", "18", 1),
+        ("#### -5", "-5", 1),
+        ("#### -$5", "-5", 1),
+        ("#### 5", "-5", 0),
+        ("#### .5", "0.5", 1),
+        ("#### 18 eggs", "18", 1),
+        ("#### 18, or so", "18", 1),
+        ("####18", "18", 1),
+        ("#### 18 #### 19", "18", 1),  # the first counts
+        ("#### 19 #### 18", "18", 0),
+        ("#### 180", "18", 0),
+        ("#### 1.2.3", "1.2", 0),
+        ("#### 18.1", "18", 0),
+        ("#### 100000000000000000001", "100000000000000000000", 0),  # exact, not as floats
+        ("The answer is 18", "18", 0),
+        ("#### eighteen", "18", 0),
+        ("####", "18", 0),
+        ("", "18", 0),
+    ],
+)
+def test_strict_gsm8k(response, truth, score):
+    reward = gsm8k(response, truth)
+    assert reward.score == score and reward.error is None and reward.parts["exact"] == score
+
+
+def test_gsm8k_tells_no_answer_from_a_wrong_one():
+    assert gsm8k("18", "18").parts["answered"] == 0.0
+    assert gsm8k("#### 17", "18").parts["answered"] == 1.0
+
+
+def test_all_reference_solutions_score_1(shared):
+    graded = 0
+    for split in ("train", "test"):
+        for line in (shared / f"data/gsm8k/{split}.jsonl").read_text().splitlines():
+            answer = json.loads(line)["answer"]
+            truth = answer.split("####")[1].strip().replace(",", "")
+            assert gsm8k(answer, truth).score == 1.0
+            graded += 1
+    assert graded == 8792
+
+
+def test_exact_ignores_white_space_around():
+    assert exact(" 132\n", "132").score == 1.0
+    assert exact("1 32", "132").score == 0.0 and exact("0132", "132").score == 0.0
+
+
+def test_each_prompt_gets_the_grader_of_its_source():
+    prompts = [prompt("openai/gsm8k", "18"), prompt("arithmetic", "18"), prompt("arithmetic", "18")]
+    rewards = grade(["#### 18", "#### 18", "18"], prompts, graders_for(p.data_source for p in prompts))
+    assert [r.score for r in rewards] == [1.0, 0.0, 1.0]
+
+
+def test_a_failing_grader_is_an_error_of_its_own_sample():
+    prompts = [prompt("gsm8k", "eighteen"), prompt("gsm8k", "18")]
+    failed, good = grade(["#### 18"] * 2, prompts, graders_for(["gsm8k"]))
+    assert failed.error == "ValueError: ground_truth='eighteen' is not a number"
+    assert failed.score == 0.0 and failed.parts == {}
+    assert good.score == 1.0 and good.error is None
+
+
+def test_a_source_without_a_grader_is_an_error_that_lists_the_known():
+    with pytest.raises(UserError) as e:
+        graders_for(["gsm8k", "my/data"])
+    assert "data_source='my/data'" in str(e.value) and all(name in str(e.value) for name in GRADERS)
+    assert graders_for(["my/data"], override="exact") == {"my/data": exact}
+    with pytest.raises(UserError, match=r"reward\.grader='nope'"):
+        graders_for(["gsm8k"], override="nope")
