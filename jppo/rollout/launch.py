@@ -2,9 +2,9 @@
 
     python -m jppo.rollout.launch PARENT_PID FOLDER COMMAND...
 
-It leads the process group that COMMAND and all its children live in. When the parent is gone, however it went,
-when COMMAND ends, or on SIGTERM, the whole group gets SIGTERM, some seconds, and SIGKILL, and FOLDER ('' for none)
-is removed. It watches from the first moment, long before vLLM has finished its imports. Standard library only.
+It leads the process group that COMMAND and all its children live in. When the parent is gone, however it
+went, when COMMAND ends, or on SIGTERM, the whole group gets SIGTERM, some seconds, and SIGKILL, and FOLDER
+('' for none) is removed. It watches from the first moment, long before vLLM has finished its imports.
 """
 
 import ctypes

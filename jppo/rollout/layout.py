@@ -1,7 +1,7 @@
 """How weights lie in a file on their way to the server: written by `weights.py`, read by `worker.py`.
 
-The file holds the tensors' bytes and nothing else; the list of `Entry` travels with the request to load it. Imported in
-the server's interpreter too, so it needs only the standard library and numpy.
+The file holds the tensors' bytes and nothing else; the list of `Entry` travels with the request to load it.
+Imported in the server's interpreter too, so it needs only the standard library and numpy.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ def write(fd: int, tensors: Iterable[tuple[str, np.ndarray]]) -> list[Entry]:
 
 
 def check(path: str, entries: Sequence[Entry], expected: Mapping[str, tuple[int, ...]]) -> mmap.mmap:
-    """Maps the file if its entries are the `expected` names and shapes and every byte arrived; else Refused."""
+    """Maps the file if its entries are the `expected` names and shapes and no byte is lost; else Refused."""
     _check_names(entries, expected)
     try:
         with open(path, "rb") as file:

@@ -16,7 +16,7 @@ class Sampler(Protocol):
     """An engine that samples from the policy that it was last given."""
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int) -> list[Trajectory]:
-        """Samples `sampling.n` responses a prompt, those of one prompt side by side, by the weights `version`."""
+        """Samples `sampling.n` responses a prompt, side by side, by the weights `version`."""
         ...
 
     def load(self, tensors: Iterable[tuple[str, np.ndarray]], *, version: int) -> None:

@@ -1,7 +1,7 @@
-"""A vLLM server of our own: its needs are checked, then it is started, waited for, and ended with the trainer.
+"""A vLLM server of our own: its needs are checked, it is started, waited for, and ended with the trainer.
 
-vLLM runs under `launch.py`, in a session of its own, so that a Ctrl-C in the terminal reaches the trainer alone and
-a trainer that is killed outright takes the server with it. Starting does not wait: the trainer compiles meanwhile.
+vLLM runs under `launch.py`, in a session of its own: a Ctrl-C in the terminal reaches the trainer alone, and
+a trainer that is killed outright takes it along. Starting does not wait: the trainer compiles meanwhile.
 """
 
 import atexit
@@ -206,7 +206,7 @@ class Server:
         self._deadline = time.monotonic() + self._timeout_s
 
     def wait_ready(self) -> None:
-        """Returns when our own process answers; RolloutError with its last lines when it ends or takes too long."""
+        """Returns when our own process answers; RolloutError with its last lines if it ends or is late."""
         while not self._answers():
             if not self.alive():
                 raise RolloutError(f"the vLLM server did not start; {self.why()}")
@@ -225,7 +225,7 @@ class Server:
         with open(self.log, "rb") as log:
             log.seek(self._log_start)
             lines = telling(log.read().decode(errors="replace"))
-        return "\n  ".join([f"{self.log} ends:", *lines])
+        return "\n  ".join([f"{self.log} says:", *(line[:300] for line in lines)])
 
     def stop(self) -> None:
         """Ends the process and all that it started; may be called twice."""
@@ -250,13 +250,25 @@ class Server:
 
 
 def telling(text: str) -> list[str]:
-    """The last lines of a log that matter: from the last errors if there are any, else simply the last."""
-    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).rstrip() for line in text.splitlines()]
+    """The lines of a log that matter: its exceptions, each once and explained, else the last lines."""
+    prefix = r"\x1b\[[0-9;]*m|^\(\w+ pid=\d+\) |^(ERROR|WARNING|INFO) [\d-]+ [\d:]+ \[[^\]]*\] "
+    lines = [_strip(prefix, line) for line in text.splitlines()]
     lines = [line for line in lines if line]
-    errors = [
-        line for line in lines if re.search(r"\b\w*(Error|Exception)\b|\bkilled\b|ended with code", line)
-    ]
-    return errors[-LOG_LINES:] if errors else lines[-LOG_LINES:]
+    told: dict[str, None] = {}  # an ordered set
+    for i, line in enumerate(lines):
+        if re.match(r"[\w.]+(Error|Exception)\b|the server's process ended", line):
+            told[line] = None
+            for more in lines[i + 1 : i + 4]:
+                if not more.startswith("  ") or more.lstrip().startswith("File "):
+                    break
+                told[more] = None
+    return (list(told) if told else lines)[-LOG_LINES:]
+
+
+def _strip(prefix: str, line: str) -> str:
+    while (shorter := re.sub(prefix, "", line)) != line:
+        line = shorter
+    return line.rstrip()
 
 
 def _interpreter(python: str) -> str:

@@ -9,6 +9,7 @@ batch cut in any way, or asked again, gives the same samples.
 
 import asyncio
 import math
+import pathlib
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -40,7 +41,7 @@ class VllmSampler:
         decode: Callable[[list[int]], str],
         close: Callable[[], None],
     ):
-        self._endpoints = endpoints
+        self.endpoints = endpoints
         self._buffers = buffers
         self._models = models
         self._max_model_len = max_model_len
@@ -49,7 +50,7 @@ class VllmSampler:
         self._close = close
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int) -> list[Trajectory]:
-        """Samples `sampling.n` responses a prompt, those of one prompt side by side, by the weights `version`."""
+        """Samples `sampling.n` responses a prompt, side by side, by the weights `version`."""
         longest = max((len(prompt.ids) for prompt in prompts), default=0)
         if longest + sampling.max_tokens > self._max_model_len:
             raise UserError(
@@ -63,20 +64,20 @@ class VllmSampler:
 
     def load(self, tensors: Iterable[tuple[str, np.ndarray]], *, version: int) -> None:
         """Replaces the whole model by `tensors` (HF names, a tied embedding once) and names it `version`."""
-        weights.publish(self._endpoints, self._buffers, tensors, version)
+        weights.publish(self.endpoints, self._buffers, tensors, version)
 
     def close(self) -> None:
         """Ends the servers that were started here and frees the weights' files; may be called twice."""
         self._close()
 
     async def _generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[dict[str, Any]]:
-        room = [asyncio.Semaphore(CONNECTIONS) for _ in self._endpoints]
+        room = [asyncio.Semaphore(CONNECTIONS) for _ in self.endpoints]
 
         async def ask(i: int, j: int) -> dict[str, Any]:
-            at = i % len(self._endpoints)
+            at = i % len(self.endpoints)
             body = self._request(prompts[i], sampling, sample_seed(sampling.seed, i, j), self._models[at])
             async with room[at]:
-                return (await self._endpoints[at].ask(GENERATE, body))["choices"][0]
+                return (await self.endpoints[at].ask(GENERATE, body))["choices"][0]
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -187,11 +188,15 @@ def start_vllm(
     request_timeout_s: float,
     publish_dir: str,
 ) -> VllmEngine:
-    """Starts the servers on `model_dir` (config and tokenizer) or attaches to those at `urls`; does not wait."""
+    """Starts the servers on `model_dir` (config, tokenizer) or attaches to those at `urls`; does not wait."""
     if urls:
         buffers = weights.Buffers(publish_dir)
         endpoints = [Endpoint(url, timeout_s=request_timeout_s, why=str) for url in urls]
         return VllmEngine(endpoints, [], buffers, lambda: how_to_start(model_dir, settings))
+    if not (pathlib.Path(model_dir) / "config.json").is_file():
+        raise UserError(
+            f"no config.json in {model_dir!r}: vLLM needs a folder with the model's config and tokenizer"
+        )
     build = check_vllm(settings.python)
     check_ports(settings.port, settings.servers)
     buffers = weights.Buffers(publish_dir)
@@ -207,16 +212,13 @@ def start_vllm(
 
 def how_to_start(model_dir: str, settings: ServerSettings) -> str:
     """The command line of a server that `rollout.urls` can attach to."""
-    build = "gpu"
-    variables = [f"{name}={value}" for name, value in environment(settings, build).items()]
-    return " ".join(
-        [
-            *variables,
-            "python -m vllm.entrypoints.openai.api_server --model",
-            model_dir,
-            *flags(settings, build),
-        ]
-    )
+
+    def command(build: str) -> str:
+        variables = " ".join(f"{name}={value}" for name, value in environment(settings, build).items())
+        options = " ".join(flags(settings, build))
+        return f"{variables} python -m vllm.entrypoints.openai.api_server --model {model_dir} {options}"
+
+    return f"start it on a GPU with `{command('gpu')}`, on a CPU with `{command('cpu')}`"
 
 
 def _inspect(endpoint: Endpoint, how: Callable[[], str]) -> tuple[str, int]:
@@ -225,15 +227,20 @@ def _inspect(endpoint: Endpoint, how: Callable[[], str]) -> tuple[str, int]:
         model = endpoint.get("/v1/models")["data"][0]["id"]
         if endpoint.get("/is_paused")["is_paused"]:
             raise UserError(
-                f"rollout.urls: the server at {endpoint.url} is paused, so requests would wait for ever;"
-                f" `curl -X POST {endpoint.url}/resume` if no other trainer is using it"
+                f"the server at {endpoint.url} is paused: requests would wait for ever; if no other trainer"
+                f" uses it, resume it with `curl -X POST {endpoint.url}/resume`"
             )
         info = endpoint.call("jppo_info")[0]
         routes = endpoint.get("/openapi.json")["paths"]
     except RolloutError as e:
-        raise UserError(f"{e}; it must be started like this: {how()}") from e
-    if info["logprobs_mode"] != "processed_logprobs" or GENERATE not in routes:
-        raise UserError(f"the server at {endpoint.url} must be started like this: {how()}")
+        raise UserError(f"{e}; {how()}") from e
+    for fit, fault in (
+        (GENERATE in routes, f"has no {GENERATE}"),
+        (info["logprobs_mode"] == "processed_logprobs", f"gives {info['logprobs_mode']}"),
+        (not (info["device"] == "cpu" and info["chunked_prefill"]), "prefills in chunks on a CPU"),
+    ):
+        if not fit:
+            raise UserError(f"the server at {endpoint.url} {fault}; {how()}")
     return model, info["max_model_len"]
 
 

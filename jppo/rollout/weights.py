@@ -2,7 +2,7 @@
 
     write the file -> every server checks it -> pause -> load -> name the version -> resume
 
-A file that any server refuses changes nothing anywhere, and the servers go on with the weights that they have.
+A file that any server refuses changes nothing anywhere: the servers go on with the weights that they have.
 Two files are written in turn: the one that a server may still be reading is never the one being written.
 """
 
@@ -26,8 +26,8 @@ T = TypeVar("T")
 class Buffers:
     """The two files. Without names in shared memory, so that the kernel frees them however the trainer ends.
 
-    A `publish_dir` is for a server that cannot see the trainer's own files, as in another container: there the
-    files have names, in `folder`, which is removed by whoever survives.
+    A `publish_dir` is for a server that cannot see the trainer's own files, as in another container: there
+    the files have names, in `folder`, which is removed by whoever survives.
     """
 
     def __init__(self, publish_dir: str):
@@ -52,8 +52,8 @@ class Buffers:
         except OSError as e:
             where = self.folder if self.folder is not None else "shared memory"
             raise UserError(
-                f"the weights cannot be written to {where}: {e}; rollout.publish_dir must name a folder with room"
-                " for them twice"
+                f"the weights cannot be written to {where}: {e}; rollout.publish_dir must name a folder with"
+                " room for them twice"
             ) from e
 
     def renew(self) -> None:
@@ -83,7 +83,7 @@ class Buffers:
 def publish(
     endpoints: Sequence[Endpoint], buffers: Buffers, tensors: Iterable[tuple[str, np.ndarray]], version: int
 ) -> None:
-    """Makes `tensors` the model of every server and names it `version`; RolloutError if one will not take it."""
+    """Makes `tensors` the model of every server, named `version`; RolloutError if one will not take it."""
     path, entries = buffers.write(tensors)
     packed = layout.pack(entries)
     with ThreadPoolExecutor(len(endpoints)) as pool:

@@ -15,10 +15,10 @@ from jppo.rollout import layout
 
 
 class WeightLoader:
-    """Mixed into vLLM's worker: `self.model_config` and `self.reload_weights` are vLLM's."""
+    """Mixed into vLLM's worker: `model_config`, `vllm_config` and `reload_weights` are vLLM's."""
 
     model_config: Any
-    scheduler_config: Any
+    vllm_config: Any
     reload_weights: Any
     _jppo_expected: tuple[dict[str, tuple[int, ...]], dict[str, list[str]]] | None = None
     _jppo_checked: tuple[int, list[layout.Entry], mmap.mmap] | None = None
@@ -30,6 +30,8 @@ class WeightLoader:
             "version": self._jppo_version,
             "logprobs_mode": str(self.model_config.logprobs_mode),
             "max_model_len": int(self.model_config.max_model_len),
+            "chunked_prefill": bool(self.vllm_config.scheduler_config.enable_chunked_prefill),
+            "device": str(self.vllm_config.device_config.device_type),
         }
 
     def jppo_check(self, *, path: str, version: int, entries: Sequence[Sequence[Any]]) -> dict[str, Any]:
@@ -57,7 +59,7 @@ class WeightLoader:
 
 
 def _expected(hf_config: Any) -> tuple[dict[str, tuple[int, ...]], dict[str, list[str]]]:
-    """HF names and shapes of the model that `config.json` describes, and further names of its tied tensors."""
+    """HF names and shapes of the model that `config.json` describes, and the other names of its tied ones."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):

@@ -1,0 +1,168 @@
+"""Checks that a vLLM server samples from the very weights that the trainer published.
+
+    python scripts/check_sync.py HF_DIR
+
+Starts vLLM on HF_DIR (config and tokenizer; random weights where it has none), publishes two random changes of
+the weights, and compares the log-probs of what the server generates with jppo's own, on prompts long enough that
+a stale prefix cache would show. Then publishes three broken sets of weights: each must be refused by name, and
+the server must go on with the old ones. Exits with 1 above --tolerance.
+"""
+
+import argparse
+import os
+import pathlib
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jppo.config import UserError
+from jppo.models import decoder, heads, hf
+from jppo.models.families import ModelConfig
+from jppo.rollout import weights
+from jppo.rollout.layout import Entry
+from jppo.rollout.sampler import RolloutError
+from jppo.rollout.server import ServerSettings
+from jppo.rollout.vllm import VllmSampler, start_vllm
+from jppo.structs import Params, Prompt, Sampling, Trajectory
+
+PROMPT_TOKENS = 300  # vLLM caches whole blocks, of 128 tokens on a CPU
+SAMPLING = Sampling(temperature=0.8, top_p=1.0, top_k=-1, n=2, max_tokens=32, seed=3)
+
+
+class CutBuffers(weights.Buffers):
+    """Loses the last byte of all that is written."""
+
+    def write(self, tensors: Iterable[tuple[str, np.ndarray]]) -> tuple[str, list[Entry]]:
+        """As the real one, then cuts."""
+        path, entries = super().write(tensors)
+        os.truncate(path, max(entry.offset + entry.nbytes for entry in entries) - 1)
+        return path, entries
+
+
+def changed(params: Params, key: jax.Array) -> Params:
+    """The parameters with noise of a third of their own size."""
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(key, len(leaves))
+    noisy = [
+        x + (0.3 * jnp.sqrt(jnp.mean(x**2)) + 0.01) * jax.random.normal(k, x.shape, x.dtype)
+        for x, k in zip(leaves, keys, strict=True)
+    ]
+    return jax.tree.unflatten(tree, noisy)
+
+
+def gap(params: Params, cfg: ModelConfig, trajectories: Sequence[Trajectory]) -> float:
+    """The largest |log-prob of the server - our own| over the sampled tokens."""
+    tokens = np.stack([t.tokens for t in trajectories])  # all of one length: nothing ends a response
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    position = np.broadcast_to(np.arange(inputs.shape[1]), inputs.shape)
+    hidden = decoder.Decoder(cfg).apply({"params": params}, inputs, np.ones_like(inputs), position)
+    logp, _ = heads.logprob_entropy(
+        hidden,
+        decoder.head_kernel(params, cfg),
+        jnp.asarray(targets),
+        temperature=SAMPLING.temperature,
+        chunk_tokens=1024,
+        with_entropy=False,
+    )
+    sampled = np.stack([t.sampled for t in trajectories])[:, 1:]
+    served = np.stack([t.logprob for t in trajectories])[:, 1:]
+    return float(np.abs(np.asarray(logp) - served)[sampled].max())
+
+
+def check(sampler: VllmSampler, base: Params, cfg: ModelConfig) -> float:
+    """Publishes, generates, compares, breaks; the largest gap seen. RolloutError if a fault is let through."""
+    rng = np.random.default_rng(0)
+    prompts = [
+        Prompt(str(i), "", "", rng.integers(3, cfg.vocab_size, PROMPT_TOKENS).astype(np.int32), "", {})
+        for i in range(4)
+    ]
+    largest = 0.0
+    params = base
+    for version in (1, 2):
+        before = params
+        params = changed(base, jax.random.key(version))
+        sampler.load(hf.hf_tensors(params, cfg), version=version)
+        trajectories = sampler.generate(prompts, SAMPLING, version=version)
+        found, stale = gap(params, cfg, trajectories), gap(before, cfg, trajectories)
+        largest = max(largest, found)
+        print(f"version {version}: largest gap {found:.2e}, to the weights before {stale:.2e}")
+
+    tensors = dict(hf.hf_tensors(changed(base, jax.random.key(3)), cfg))
+    name = list(tensors)[-1]
+    cut = CutBuffers("")
+    faults = {
+        "a tensor missing": lambda: sampler.load([t for t in tensors.items() if t[0] != name], version=3),
+        "a wrong shape": lambda: sampler.load((tensors | {name: tensors[name][:-1]}).items(), version=3),
+        "a cut file": lambda: weights.publish(sampler.endpoints, cut, tensors.items(), 3),
+    }
+    for fault, publish in faults.items():
+        try:
+            publish()
+        except RolloutError as e:
+            if name not in str(e):
+                raise
+            print(f"{fault}: {e}")
+        else:
+            raise RolloutError(f"{fault} was not refused")
+        still = gap(params, cfg, sampler.generate(prompts, SAMPLING, version=2))
+        largest = max(largest, still)
+        print(f"  the server goes on with version 2: largest gap {still:.2e}")
+    cut.close()
+    return largest
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("hf_dir")
+    parser.add_argument("--tolerance", type=float, default=1e-3)
+    parser.add_argument("--python", default="", help="the interpreter that has vLLM")
+    args = parser.parse_args()
+    _, cfg = hf.read_config(args.hf_dir)
+    settings = ServerSettings(
+        python=args.python,
+        servers=1,
+        port=0,
+        dtype="float32",
+        max_model_len=PROMPT_TOKENS + SAMPLING.max_tokens,
+        max_num_seqs=64,
+        enforce_eager=True,
+        gpu_memory_utilization=0.3,
+        kv_cache_memory_bytes=1 << 28,
+        omp_threads=1,
+        start_timeout_s=300.0,
+    )
+    with tempfile.TemporaryDirectory() as run_dir:
+        engine = start_vllm(
+            args.hf_dir, run_dir, settings=settings, urls=[], request_timeout_s=120.0, publish_dir=""
+        )
+        try:
+            if list(pathlib.Path(args.hf_dir).glob("*.safetensors")):
+                base = hf.load_params(
+                    args.hf_dir, cfg, head="lm", param_dtype=jnp.float32, put=lambda _, x: jnp.asarray(x)
+                )
+            else:
+                base = decoder.init_params(cfg, jax.random.key(0), head="lm", param_dtype=jnp.float32)
+            largest = check(engine.ready(eos_token_ids=[], decode=lambda _: ""), base, cfg)
+        finally:
+            engine.close()
+    print(f"largest difference: {largest:.2e} (tolerance {args.tolerance:.0e})")
+    if not largest <= args.tolerance:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as e:
+        print(e, file=sys.stderr)
+        sys.exit(2)
+    except RolloutError as e:
+        print(e, file=sys.stderr)
+        sys.exit(1)
