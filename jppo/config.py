@@ -4,22 +4,79 @@
 commands (`train.py`, `sft.py` ...) sees a config: they read it and pass scalars on.
 """
 
-import difflib
+import functools
 import json
 import pathlib
+import re
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import ml_collections
-from absl import app, flags
-from ml_collections import config_dict, config_flags
+from absl import flags
+from ml_collections import config_flags
 
-ADV_ESTIMATORS = ("gae",)
-KL_PENALTIES = ("kl", "k1", "low_var_kl", "k3")
-LOSS_AGG_MODES = ("token-mean",)
-LR_SCHEDULES = ("constant", "cosine")
-PACKINGS = ("auto", "segments", "buckets", "none")
-DTYPES = ("float32", "bfloat16")
+CHOICES = {
+    "model.init": ("pretrained", "random"),
+    "model.compute_dtype": ("float32", "bfloat16"),
+    "model.param_dtype": ("float32", "bfloat16"),
+    "model.remat": ("none", "dots", "full"),
+    "data.packing": ("auto", "segments", "buckets", "none"),
+    "algorithm.adv_estimator": ("gae",),
+    "algorithm.kl_penalty": ("kl", "k1", "low_var_kl", "k3"),
+    "actor.kl_loss_type": ("kl", "k1", "low_var_kl", "k3"),
+    "actor.lr_scheduler_type": ("constant", "cosine"),
+    "critic.lr_scheduler_type": ("constant", "cosine"),
+    "rollout.name": ("vllm",),
+    "rollout.dtype": ("float32", "bfloat16", "float16"),
+}
+# Lower bounds; a setting that is not here may be any number of its type.
+AT_LEAST = {
+    "model.logprob_chunk_tokens": 1,
+    "data.train_batch_size": 1,
+    "data.max_prompt_length": 1,
+    "data.max_response_length": 1,
+    "data.row_lengths": 1,
+    "algorithm.gamma": 0.0,
+    "algorithm.lam": 0.0,
+    "algorithm.kl_coef": 0.0,
+    "actor.lr": 0.0,
+    "actor.ppo_mini_batch_size": 1,
+    "actor.ppo_epochs": 1,
+    "actor.clip_ratio": 0.0,
+    "actor.kl_loss_coef": 0.0,
+    "actor.lr_warmup_steps": 0,
+    "actor.weight_decay": 0.0,
+    "critic.lr": 0.0,
+    "critic.ppo_epochs": 1,
+    "critic.cliprange_value": 0.0,
+    "critic.lr_warmup_steps": 0,
+    "critic.weight_decay": 0.0,
+    "rollout.n": 1,
+    "rollout.servers": 1,
+    "rollout.port": 0,
+    "rollout.max_num_seqs": 1,
+    "rollout.omp_threads": 1,
+    "rollout.logp_tolerance": 0.0,
+    "trainer.total_epochs": 1,
+    "trainer.max_ckpt_to_keep": 1,
+    "trainer.seed": 0,
+}
+ABOVE_ZERO = (
+    "actor.grad_clip",
+    "critic.grad_clip",
+    "rollout.temperature",
+    "rollout.start_timeout_s",
+    "rollout.request_timeout_s",
+    "rollout.gpu_memory_utilization",
+    "rollout.kv_cache_memory_bytes",
+)
+OFF_OR_POSITIVE = (  # -1 is off
+    "data.val_max_samples",
+    "trainer.total_training_steps",
+    "trainer.save_freq",
+    "trainer.test_freq",
+)
 
 
 class UserError(Exception):
@@ -84,7 +141,6 @@ def default() -> ml_collections.ConfigDict:
             use_kl_loss=False,
             kl_loss_coef=0.001,
             kl_loss_type="low_var_kl",
-            loss_agg_mode="token-mean",
             max_tokens_per_device=16384,  # of a micro-batch
             **optim,
         )
@@ -99,8 +155,6 @@ def default() -> ml_collections.ConfigDict:
             port=0,  # of the first server, the others follow; 0 takes free ones
             n=1,
             temperature=1.0,
-            top_p=1.0,
-            top_k=-1,
             dtype="float32",
             enforce_eager=True,
             max_num_seqs=256,
@@ -130,3 +184,118 @@ def default() -> ml_collections.ConfigDict:
     )
     config.mesh = c(dict(data=-1, fsdp=1, tensor=1))  # -1 takes the devices that are left
     return config.lock()
+
+
+def check(config: ml_collections.ConfigDict) -> None:
+    """UserError at the first setting, or pair of settings, that cannot be; touches no file and no device."""
+    for name, allowed in CHOICES.items():
+        if (value := _get(config, name)) not in allowed:
+            raise UserError(f"{name}={value!r} is not known; it is one of {', '.join(map(repr, allowed))}")
+    for name, least in AT_LEAST.items():
+        if not (value := _get(config, name)) >= least:
+            raise UserError(f"{name}={value} must be at least {least}")
+    for name in ABOVE_ZERO:
+        if not (value := _get(config, name)) > 0:
+            raise UserError(f"{name}={value} must be above 0")
+    for name in OFF_OR_POSITIVE:
+        if (value := _get(config, name)) != -1 and value < 1:
+            raise UserError(f"{name}={value} must be 1 or more, or -1")
+    for name in ("actor.betas", "critic.betas"):
+        value = _get(config, name)
+        if len(value) != 2 or not all(isinstance(b, float) and 0 <= b < 1 for b in value):
+            raise UserError(f"{name}={value} must be two numbers in [0, 1), such as (0.9, 0.999)")
+    for name in ("algorithm.gamma", "algorithm.lam", "rollout.gpu_memory_utilization"):
+        if (value := _get(config, name)) > 1:
+            raise UserError(f"{name}={value} must be at most 1")
+    for name in ("model.path", "data.train_files", "data.val_files", "trainer.run_dir"):
+        if not _get(config, name):
+            raise UserError(f"{name} is empty; give a path, as in --config.{name}=PATH")
+    _check_sizes(config)
+
+
+def _check_sizes(config: ml_collections.ConfigDict) -> None:
+    batch, mini = config.data.train_batch_size * config.rollout.n, config.actor.ppo_mini_batch_size
+    if batch % mini:
+        fitting = max(d for d in range(1, min(mini, batch) + 1) if batch % d == 0)
+        raise UserError(
+            f"actor.ppo_mini_batch_size={mini} must divide data.train_batch_size*rollout.n={batch}; try {fitting}"
+        )
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    for name in ("data.max_tokens_per_row", "actor.max_tokens_per_device"):
+        if (value := _get(config, name)) < longest:
+            raise UserError(
+                f"{name}={value} must hold a prompt and a response, data.max_prompt_length"
+                f"+data.max_response_length={longest}; try {longest}"
+            )
+    if config.actor.max_tokens_per_device < config.data.max_tokens_per_row and config.data.packing == "segments":
+        raise UserError(
+            f"actor.max_tokens_per_device={config.actor.max_tokens_per_device} must hold a row,"
+            f" data.max_tokens_per_row={config.data.max_tokens_per_row}; raise the one or lower the other"
+        )
+
+
+def _get(config: ml_collections.ConfigDict, name: str) -> Any:
+    section, leaf = name.split(".")
+    return config[section][leaf]
+
+
+def dump(config: ml_collections.ConfigDict) -> str:
+    """The resolved settings as JSON."""
+    return json.dumps(config.to_dict(), indent=2) + "\n"
+
+
+def parse(argv: list[str], about: str) -> tuple[ml_collections.ConfigDict, dict[str, bool]]:
+    """The config named by --config with its overrides, and the switches; a fault is a UserError of one line."""
+    values = flags.FlagValues()
+    config_flags.DEFINE_config_file("config", None, "a file with get_config()", flag_values=values)
+    flags.DEFINE_bool("dry_run", False, "print the resolved settings and stop", flag_values=values)
+    if "--help" in argv or "-h" in argv:
+        print(about)
+        sys.exit(0)
+    named = [a.split("=", 1)[1] for a in argv if a.startswith("--config=")]
+    if len(named) != 1 or not named[0]:
+        raise UserError(f"--config is given {len(named)} times; name one file, as in --config=configs/quickstart.py")
+    if not pathlib.Path(named[0].split(":")[0]).is_file():
+        raise UserError(f"--config={named[0]}: no such file; the project's own are in configs/")
+    try:
+        rest = values(["jppo", *argv])[1:]
+    except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as e:
+        raise UserError(_explain(e)) from e
+    if rest:
+        raise UserError(f"{rest[0]!r} is not understood; settings are given as --config.SECTION.NAME=VALUE")
+    return values["config"].value, {"dry_run": values["dry_run"].value}
+
+
+def _explain(error: Exception) -> str:
+    """absl's and ml_collections' complaints in one line of value, rule and remedy."""
+    text = " ".join(str(error.args[0] if error.args else error).replace("\"", "'").split())
+    unknown = re.search(r"(\w+)\W+(?:n)?Did you mean '(\w+)'", text)
+    if unknown:
+        return f"there is no setting {unknown[1]!r}; did you mean {unknown[2]!r}?"
+    if isinstance(error, AttributeError | KeyError):
+        name = re.sub(r"\W", "", text)
+        return f"there is no setting {name!r}; python -m jppo.train --help lists them all"
+    typed = re.match(r"flag (--config\.(\w+\.\w+)=.*?): ", text)
+    if typed:
+        return f"{typed[1]} must be of type {type(_get(default(), typed[2])).__name__}, as the default is"
+    return text
+
+
+def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
+    """Ends a command with exit code 2 and one line where the user can mend what is wrong."""
+
+    @functools.wraps(main)
+    def command(*args: Any, **kwargs: Any) -> None:
+        try:
+            main(*args, **kwargs)
+        except UserError as e:
+            print(f"error: {e}", file=sys.stderr)
+            sys.exit(2)
+
+    return command
+
+
+def describe(config: ml_collections.ConfigDict) -> str:
+    """All settings with their values, one a line, for --help."""
+    lines = [f"  --config.{s}.{k}={v!r}" for s, section in config.items() for k, v in section.items()]
+    return "\n".join(lines)

@@ -67,12 +67,12 @@ def make_advantage(*, gamma: float, lam: float, kl_penalty: str | None) -> Calla
     return compute
 
 
+def entropy_sum(rows: Rows, entropy: Array) -> Array:  # [] f32
+    """The entropy of the policy, summed over the tokens that it chose."""
+    return masked.masked_sum(entropy, rows.mask)
+
+
 def sampler_gap(rows: Rows, logp: Array) -> Array:  # [4] f32
     """Sum and largest |trainer - sampler| log-prob, and the extremes of exp(trainer - sampler)."""
     gap = jnp.where(rows.mask, logp - rows.sampler_logp, 0.0)
     return jnp.stack([jnp.sum(jnp.abs(gap)), jnp.max(jnp.abs(gap)), jnp.exp(jnp.min(gap)), jnp.exp(jnp.max(gap))])
-
-
-def jit_scorers(logprob: LogProb, value: Value) -> tuple[LogProb, Value]:
-    """The compiled passes; one compilation a shape of rows."""
-    return jax.jit(logprob), jax.jit(value)

@@ -7,6 +7,7 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jppo.config import UserError
 from jppo.structs import Params, Rows
 
 AXES = ("data", "fsdp", "tensor")
@@ -26,15 +27,15 @@ RULES = {
 
 
 def mesh_shape(devices: int, *, data: int, fsdp: int, tensor: int) -> tuple[int, int, int]:
-    """The sizes of the axes, one of which may be -1: all that is left. ValueError where they don't fit."""
+    """The sizes of the axes, one of which may be -1: all that is left. UserError where they do not fit."""
     sizes = [data, fsdp, tensor]
     said = f"mesh.data={data} mesh.fsdp={fsdp} mesh.tensor={tensor}"
     if sizes.count(-1) > 1 or any(s == 0 or s < -1 for s in sizes):
-        raise ValueError(f"{said}: sizes must be 1 or more, and one of them may be -1; try mesh.data=-1")
+        raise UserError(f"{said}: sizes must be 1 or more, and one of them may be -1; try mesh.data=-1")
     known = int(np.prod([s for s in sizes if s > 0]))
     filled = [devices // known if s == -1 else s for s in sizes]
     if int(np.prod(filled)) != devices:
-        raise ValueError(f"{said}: their product must be the {devices} devices there are; try mesh.data=-1")
+        raise UserError(f"{said}: their product must be the {devices} devices there are; try mesh.data=-1")
     return filled[0], filled[1], filled[2]
 
 

@@ -42,7 +42,8 @@ def make_actor_loss(
             "actor/pg_loss": mean(surrogate),
             "actor/pg_clipfrac": mean(held.astype(jnp.float32)),
             "actor/ppo_kl": mean(-delta),
-            "actor/entropy": mean(entropy),
+            "actor/ratio_max": jnp.exp(jnp.max(delta)),
+            "actor/ratio_min": jnp.exp(jnp.min(delta)),
         }
         if estimate is not None:
             penalty = mean(estimate(jnp.where(mask, logp, 0.0), jnp.where(mask, scored.ref_logp, 0.0)))

@@ -1,0 +1,71 @@
+"""The train state: made once, in its shards; everything that training changes."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+
+from jppo.learner import sharding
+from jppo.models import hf, params
+from jppo.models.decoder import init_params
+from jppo.models.families import ModelConfig
+from jppo.models.params import Head
+from jppo.structs import Params, TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """The parameters of one model as shapes and places: what is known before any is loaded."""
+
+    cfg: ModelConfig
+    head: Head
+    shapes: Params
+    shardings: Params
+
+
+def weights(cfg: ModelConfig, mesh: Mesh, *, head: Head, param_dtype: Any) -> Weights:
+    """Shapes and shardings of a model with this head, from the table of parameters."""
+    shapes = params.abstract(cfg, head=head, param_dtype=param_dtype)
+    return Weights(
+        cfg, head, shapes, sharding.param_shardings(mesh, params.logical_axes(cfg, head=head), shapes)
+    )
+
+
+def load(what: Weights, path: str, *, init: str, key: jax.Array) -> Params:
+    """The parameters in their shards: of the checkpoint at `path`, or random where init is 'random'."""
+    dtype = jax.tree.leaves(what.shapes)[0].dtype
+    if init == "random":
+        draw = functools.partial(init_params, what.cfg, head=what.head, param_dtype=dtype)
+        return jax.jit(draw, out_shardings=what.shardings)(key)
+
+    def put(name: tuple[str, ...], array: np.ndarray) -> jax.Array:
+        return jax.device_put(array, params.get(what.shardings, name))
+
+    return hf.load_params(path, what.cfg, head=what.head, param_dtype=dtype, put=put, key=key)
+
+
+def init_optimizer(tx: optax.GradientTransformation, what: Weights, values: Params) -> tuple[Any, Any]:
+    """The optimizer's state in its shards, and those shards."""
+    places = sharding.optimizer_shardings(tx, what.shapes, what.shardings)
+    return jax.jit(tx.init, out_shardings=places)(values), places
+
+
+def begin(policy: Params, policy_opt: Any, value: Params, value_opt: Any, *, kl_coef: float, seed: int) -> TrainState:
+    """The state before the first step."""
+    place = jax.tree.leaves(policy)[0].sharding
+    assert isinstance(place, NamedSharding)
+    whole = sharding.replicated(place.mesh)
+    return TrainState(
+        step=jax.device_put(jnp.int32(0), whole),
+        policy=policy,
+        policy_opt=policy_opt,
+        value=value,
+        value_opt=value_opt,
+        kl_coef=jax.device_put(jnp.float32(kl_coef), whole),
+        key=jax.device_put(jax.random.key(seed), whole),
+    )
