@@ -22,7 +22,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from jppo.config import UserError, exit_on_user_error
-from jppo.data.files import write_jsonl
+from jppo.data.files import make_directory, write_jsonl
 
 SPECIAL = ("<pad>", "<eos>")
 CHARACTERS = "0123456789+="
@@ -94,7 +94,7 @@ def make(*, seed: int, test: int, sloppy: float, demonstrations: int) -> dict[st
 
 def write_model(directory: pathlib.Path) -> None:
     """Write the starting model's config, generation config and tokenizer; no weights."""
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
     vocabulary = {token: i for i, token in enumerate([*SPECIAL, *CHARACTERS])}
     # transformers builds the tokenizer of any qwen2 model as byte-level BPE, whatever tokenizer.json says;
     # without merges that is one token a character.
@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--demonstrations", type=int, default=8, help="of each training problem")
     args = parser.parse_args()
     made = make(seed=args.seed, test=args.test, sloppy=args.sloppy, demonstrations=args.demonstrations)
-    args.out.mkdir(parents=True, exist_ok=True)
+    make_directory(args.out)
     for name, rows in made.items():
         write_jsonl(args.out / f"{name}.jsonl", rows)
         print(f"{args.out / f'{name}.jsonl'}: {len(rows)} rows")

@@ -95,6 +95,14 @@ def checked_messages(row: Row, column: str, value: Any) -> list[dict[str, str]]:
     return [{k: v for k, v in message.items() if v is not None} for message in value]
 
 
+def make_directory(path: pathlib.Path) -> None:
+    """Make the directory of `--out`, and those above it."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UserError(f"--out={path} cannot be made a directory ({e.strerror}); name another place") from e
+
+
 def write_jsonl(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
     """Write one JSON object a line, in UTF-8."""
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jppo.config import UserError, exit_on_user_error
-from jppo.data.files import Row, read_rows, text_column
+from jppo.data.files import Row, make_directory, read_rows, text_column
 
 SUFFIX = 'Let\'s think step by step and output the final answer after "####".'
 SPLITS = ("train", "test")
@@ -54,7 +54,7 @@ def convert(source: pathlib.Path, out: pathlib.Path) -> dict[str, int]:
         split: pa.Table.from_pylist([example(row, split) for row in read_rows(source / f"{split}.jsonl")])
         for split in SPLITS
     }
-    out.mkdir(parents=True, exist_ok=True)
+    make_directory(out)
     for split, table in tables.items():
         buffer = io.BytesIO()
         pq.write_table(table, buffer)
