@@ -27,7 +27,7 @@ class Restored:
     meta: dict[str, Any]
 
 
-class Damaged(Exception):
+class Damaged(UserError):
     """A checkpoint that cannot be read, or whose arrays are not what was saved."""
 
 
@@ -83,7 +83,7 @@ class Checkpoints:
                 return restore(path, like)
             except Damaged as e:
                 aside = path.with_name(f"{step}.damaged")
-                print(f"checkpoint {path} is damaged and skipped, now {aside.name}: {e}", flush=True)
+                print(f"checkpoint {step} is damaged and skipped, renamed to {aside.name}: {e}", flush=True)
                 if jax.process_index() == 0:
                     shutil.rmtree(aside, ignore_errors=True)
                     path.rename(aside)
@@ -139,7 +139,8 @@ def restore(path: pathlib.Path, like: Any) -> Restored:
         arrays = _read(reader, path.absolute(), state=ocp.args.StandardRestore(targets))["state"]
     changed = [name for name, array in arrays.items() if _checksum(array) != saved[name]["checksum"]]
     if changed:
-        raise Damaged(f"{len(changed)} arrays are not what was saved, {changed[0]} among them")
+        first = f"{len(changed)} arrays are not what was saved, {changed[0]} among them"
+        raise Damaged(f"{path} is damaged: {first}; use another")
     leaves = [_rewrap(arrays[name], saved[name]) for name in wanted]
     state = jax.tree.unflatten(jax.tree.structure(like), leaves)
     return Restored(content["step"], state, content["meta"])
@@ -161,10 +162,9 @@ def _not_orbax(record: logging.LogRecord) -> bool:
 def _read(reader: ocp.AsyncCheckpointer, path: pathlib.Path, **items: ocp.args.CheckpointArgs) -> Any:
     try:
         return reader.restore(path, args=ocp.args.Composite(**items))
-    except (
-        Exception
-    ) as e:  # orbax and tensorstore raise whatever the damage leads to, plain Exception included
-        raise Damaged(f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0][:300]}") from e
+    except Exception as e:  # orbax and tensorstore raise anything, down to a plain Exception
+        why = str(e).strip().partition("\n")[0][:200]
+        raise Damaged(f"{path} is no readable checkpoint ({type(e).__name__}: {why}); use another") from e
 
 
 def _named(tree: Any) -> list[tuple[str, Any]]:

@@ -131,6 +131,11 @@ def test_a_checkpoint_of_another_model_is_the_users_to_mend(tmp_path):
         assert checkpoints.steps() == [1]  # it is not damaged
 
 
+def test_a_path_that_is_no_checkpoint_is_named(tmp_path):
+    with pytest.raises(UserError, match="is no readable checkpoint"):
+        restore(tmp_path, {})
+
+
 def test_a_missing_path_is_named(tmp_path):
     with pytest.raises(UserError, match=r"resume_mode=.*nowhere: no such checkpoint"):
         restore(tmp_path / "nowhere", {})
