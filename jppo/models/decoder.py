@@ -190,10 +190,10 @@ def init_head(cfg: ModelConfig, key: jax.Array, *, head: Head, param_dtype: Any)
         return {"score": {"kernel": std * jax.random.normal(key, (cfg.hidden_size, 1), param_dtype)}}
     if cfg.tie_word_embeddings:
         return {}
-    shape = (cfg.hidden_size, cfg.vocab_size)
+    shape = (cfg.vocab_size, cfg.hidden_size)
     return {"lm_head": {"kernel": cfg.initializer_range * jax.random.normal(key, shape, param_dtype)}}
 
 
 def head_kernel(params: Params, cfg: ModelConfig) -> jax.Array:
-    """The matrix from hidden states to logits, [D, V]: the embedding table transposed where they are tied."""
-    return params["embed"]["embedding"].T if cfg.tie_word_embeddings else params["lm_head"]["kernel"]
+    """The matrix from hidden states to logits, [V, D]: the embedding table itself where the two are tied."""
+    return params["embed"]["embedding"] if cfg.tie_word_embeddings else params["lm_head"]["kernel"]

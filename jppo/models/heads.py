@@ -1,4 +1,7 @@
-"""From hidden states to log-probs, entropy and values; logits exist for one chunk of tokens at a time."""
+"""From hidden states to log-probs, entropy and values; logits exist for one chunk of tokens at a time.
+
+The kernel of the logits is [V, D], as an embedding table is, so that a tied one is not copied to turn it.
+"""
 
 import functools
 
@@ -16,9 +19,9 @@ def logprob_entropy(
     chunk_tokens: int,
     with_entropy: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """log p(target) and H(p) where p = softmax(hidden kernel / temperature): two of [R, T] f32.
+    """log p(target) and H(p) where p = softmax(kernel hidden / temperature): two of [R, T] f32.
 
-    hidden is [R, T, D], kernel [D, V], targets [R, T]. About `chunk_tokens` tokens at a time have logits in
+    hidden is [R, T, D], kernel [V, D], targets [R, T]. About `chunk_tokens` tokens at a time have logits in
     memory, backwards too. Chunks run along T, so that rows may be sharded. Without entropy the second is 0.
     """
     chex.assert_rank([hidden, kernel, targets], [3, 2, 2])
@@ -56,13 +59,13 @@ def _chunk(
     logp = jnp.sum(jnp.where(chosen, logits, 0.0), axis=-1) - total
     if not with_entropy:
         return logp, jnp.zeros_like(logp)
-    p = jnp.exp(logits - total[:, :, None])
-    return logp, total - jnp.sum(p * logits, axis=-1)
+    every = logits - total[:, :, None]  # of every token; large logits would cancel worse
+    return logp, -jnp.sum(jnp.exp(every) * every, axis=-1)
 
 
 def logits_of(hidden: jax.Array, kernel: jax.Array) -> jax.Array:
-    """[R, T, V] f32 logits of hidden [R, T, D]: for a few positions only."""
-    return jnp.einsum("rtd,dv->rtv", hidden, kernel.astype(hidden.dtype), preferred_element_type=jnp.float32)
+    """[R, T, V] f32 logits of hidden [R, T, D] by kernel [V, D]: for a few positions only."""
+    return jnp.einsum("rtd,vd->rtv", hidden, kernel.astype(hidden.dtype), preferred_element_type=jnp.float32)
 
 
 def values(hidden: jax.Array, kernel: jax.Array) -> jax.Array:

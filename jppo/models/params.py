@@ -116,7 +116,7 @@ def table(cfg: ModelConfig, *, head: Head) -> tuple[Entry, ...]:
     if head == "value":
         rows += [entry("score/kernel", "score.weight", "1 D", "D1")]
     elif not cfg.tie_word_embeddings:
-        rows += [entry("lm_head/kernel", "lm_head.weight", "V D", "DV")]
+        rows += [entry("lm_head/kernel", "lm_head.weight", "V D", "VD")]
     return tuple(rows)
 
 

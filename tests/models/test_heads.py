@@ -10,12 +10,12 @@ from jppo.models import heads
 
 def draw(rng, R=3, T=11, D=8, V=19):
     hidden = rng.normal(size=(R, T, D)).astype(np.float32)
-    kernel = rng.normal(size=(D, V)).astype(np.float32)
+    kernel = rng.normal(size=(V, D)).astype(np.float32)
     return hidden, kernel, rng.integers(0, V, (R, T)).astype(np.int32)
 
 
 def plain(hidden, kernel, targets, temperature):
-    z = hidden.astype(np.float64) @ kernel.astype(np.float64) / temperature
+    z = hidden.astype(np.float64) @ kernel.T.astype(np.float64) / temperature
     logp = z - z.max(-1, keepdims=True)
     logp -= np.log(np.exp(logp).sum(-1, keepdims=True))
     chosen = np.take_along_axis(logp, targets[:, :, None], 2)[:, :, 0]
@@ -49,7 +49,7 @@ def test_gradient_is_that_of_the_whole(rng, with_entropy):
         return jnp.sum(weight * logp + 0.3 * weight**2 * entropy)
 
     def whole(hidden, kernel):
-        logp = jax.nn.log_softmax(jnp.einsum("rtd,dv->rtv", hidden, kernel) / 0.8)
+        logp = jax.nn.log_softmax(jnp.einsum("rtd,vd->rtv", hidden, kernel) / 0.8)
         entropy = -jnp.sum(jnp.exp(logp) * logp, -1) if with_entropy else 0.0
         chosen = jnp.take_along_axis(logp, targets[:, :, None], 2)[:, :, 0]
         return jnp.sum(weight * chosen + 0.3 * weight**2 * entropy)

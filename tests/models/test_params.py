@@ -35,7 +35,7 @@ def test_names_are_unique_and_axes_are_the_legends(hf_config):
     assert by_path["layers/attn/k/bias"].axes == ("layers", "kv_heads", None)
     assert by_path["layers/mlp_norm/scale"].axes == ("layers", "norm")
     assert by_path["layers/mlp/down/kernel"].axes == ("layers", "mlp", "embed")
-    assert by_path["lm_head/kernel"].axes == ("embed", "vocab")
+    assert by_path["lm_head/kernel"].axes == ("vocab", "embed")
     for entry in entries:  # a mesh axis may shard one axis of an array only
         named = [axis for axis in entry.axes if axis is not None]
         assert len(set(named)) == len(named)
