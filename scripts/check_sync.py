@@ -2,10 +2,10 @@
 
     python scripts/check_sync.py HF_DIR
 
-Starts vLLM on HF_DIR (config and tokenizer; random weights where it has none), publishes two random changes of
-the weights, and compares the log-probs of what the server generates with jppo's own, on prompts long enough that
-a stale prefix cache would show. Then publishes three broken sets of weights: each must be refused by name, and
-the server must go on with the old ones. Exits with 1 above --tolerance.
+Starts vLLM on HF_DIR (config and tokenizer; random weights where it has none), publishes two random changes
+of the weights, and compares the log-probs of what the server generates with jppo's own, on prompts so long
+that a stale prefix cache would show. Then publishes three broken sets of weights: each must be refused by
+name, and the server must go on with the old ones. Exits with 1 above --tolerance.
 """
 
 import argparse
@@ -74,7 +74,7 @@ def gap(params: Params, cfg: ModelConfig, trajectories: Sequence[Trajectory]) ->
 
 
 def check(sampler: VllmSampler, base: Params, cfg: ModelConfig) -> float:
-    """Publishes, generates, compares, breaks; the largest gap seen. RolloutError if a fault is let through."""
+    """Publishes, generates, compares, breaks; the largest gap. RolloutError if a fault is let through."""
     rng = np.random.default_rng(0)
     prompts = [
         Prompt(str(i), "", "", rng.integers(3, cfg.vocab_size, PROMPT_TOKENS).astype(np.int32), "", {})

@@ -60,8 +60,11 @@ class Endpoint:
             raise self._failed(f"broke off {route} ({type(e).__name__} {e})") from e
 
     def _answer(self, reply: httpx.Response) -> Any:
-        if reply.status_code != 200:
-            raise self._failed(f"answered {reply.url.path} with {reply.status_code}: {reply.text[:500]}")
+        answered = f"answered {reply.url.path} with {reply.status_code}: {reply.text[:500]}"
+        if reply.status_code >= 500:
+            raise self._failed(answered)
+        if reply.status_code != 200:  # the request's fault: the server says all there is to say
+            raise RolloutError(f"the vLLM server at {self.url} {answered}")
         return reply.json()
 
     def _failed(self, what: str) -> RolloutError:

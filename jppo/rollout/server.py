@@ -253,7 +253,7 @@ def telling(text: str) -> list[str]:
     """The lines of a log that matter: its exceptions, each once and explained, else the last lines."""
     prefix = r"\x1b\[[0-9;]*m|^\(\w+ pid=\d+\) |^(ERROR|WARNING|INFO) [\d-]+ [\d:]+ \[[^\]]*\] "
     lines = [_strip(prefix, line) for line in text.splitlines()]
-    lines = [line for line in lines if line]
+    lines = list(dict.fromkeys(line for line in lines if line))
     told: dict[str, None] = {}  # an ordered set
     for i, line in enumerate(lines):
         if re.match(r"[\w.]+(Error|Exception)\b|the server's process ended", line):

@@ -1,0 +1,285 @@
+"""A real vLLM on tiny random models: it samples from what was published, and nothing of it is left behind."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from jppo.rollout import weights
+from jppo.rollout.sampler import RolloutError
+from jppo.rollout.vllm import start_vllm
+from jppo.structs import Prompt, Sampling
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup"),
+]
+
+VOCAB = 96
+SAMPLING = Sampling(temperature=0.7, top_p=1.0, top_k=-1, n=2, max_tokens=12, seed=11)
+GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=-1, n=1, max_tokens=12, seed=0)
+RNG = np.random.default_rng(0)
+# vLLM on a CPU caches whole blocks of 128 tokens: longer prompts show a stale prefix cache
+PROMPTS = [Prompt(str(i), "", "", RNG.integers(3, VOCAB, 300).astype(np.int32), "", {}) for i in range(4)]
+
+
+def make_model(folder: pathlib.Path, tied: bool):
+    """A random qwen2 with heads of 32 as an HF folder without weights, tokenizer included."""
+    import tokenizers
+    import transformers
+
+    config = transformers.Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        tie_word_embeddings=tied,
+        eos_token_id=2,
+        initializer_range=0.15,
+        architectures=["Qwen2ForCausalLM"],
+    )
+    config.save_pretrained(folder)
+    words = {f"w{i}": i for i in range(VOCAB)}
+    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="w2").save_pretrained(folder)
+    return config
+
+
+def random_weights(config, seed: int):
+    """Another random model of that shape, and its tensors."""
+    import torch
+    import transformers
+
+    torch.manual_seed(seed)
+    model = transformers.Qwen2ForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))  # biases and norms are not 0 and 1
+    return model, {name: p.detach().numpy() for name, p in model.named_parameters()}
+
+
+def logps(model, trajectory, temperature: float) -> np.ndarray:
+    """transformers' log-probs of the sampled tokens."""
+    import torch
+
+    tokens = torch.tensor(trajectory.tokens[None].astype(np.int64))
+    with torch.no_grad():
+        logp = torch.log_softmax(model(tokens).logits[0, :-1] / temperature, -1)
+    return logp.gather(-1, tokens[0, 1:, None])[:, 0].numpy()[trajectory.sampled[1:]]
+
+
+def gap(model, trajectories, temperature: float = SAMPLING.temperature) -> float:
+    """The largest difference to transformers."""
+    return max(float(np.abs(logps(model, t, temperature) - t.logprob[t.sampled]).max()) for t in trajectories)
+
+
+def same(a, b) -> bool:
+    """Equal to the bit."""
+    return all(
+        np.array_equal(x.tokens, y.tokens) and np.array_equal(x.logprob, y.logprob)
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def session_of(leader: int) -> list[int]:
+    """The processes of a session that are alive."""
+    found = []
+    for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rsplit(")", 1)[1].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[3]) == leader and fields[0] != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def wait_for_none(leader: int, seconds: float = 15.0) -> None:
+    deadline = time.monotonic() + seconds
+    while left := session_of(leader):
+        assert time.monotonic() < deadline, f"left behind: {left}"
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def served(request, settings, tmp_path_factory):
+    """A server, its sampler, and its model's config; version 1 is published."""
+    folder = tmp_path_factory.mktemp(request.param)
+    config = make_model(folder / "model", request.param == "tied")
+    engine = start_vllm(
+        str(folder / "model"),
+        str(folder / "run"),
+        settings=settings(max_model_len=384, max_num_seqs=64, start_timeout_s=180.0),
+        urls=[],
+        request_timeout_s=60.0,
+        publish_dir="",
+    )
+    try:
+        sampler = engine.ready(eos_token_ids=[2], decode=lambda ids: " ".join(map(str, ids)))
+        model, tensors = random_weights(config, 1)
+        with pytest.raises(RolloutError, match="missing"):  # the first publish must be whole too
+            sampler.load(list(tensors.items())[:-1], version=1)
+        sampler.load(tensors.items(), version=1)
+        yield sampler, config, model, engine
+    finally:
+        engine.close()
+
+
+def test_generated_logprobs_are_those_of_the_published_weights(served):
+    sampler, _, model, _ = served
+    trajectories = sampler.generate(PROMPTS, SAMPLING, version=1)
+    assert gap(model, trajectories) < 1e-3
+    assert [t.uid for t in trajectories] == ["0", "0", "1", "1", "2", "2", "3", "3"]
+    for prompt, t in zip(np.repeat(PROMPTS, 2), trajectories, strict=True):
+        assert np.array_equal(t.tokens[:300], prompt.ids) and not t.sampled[:300].any()
+        assert t.sampled[300:].all() and (t.version[300:] == 1).all()
+        ended = t.tokens[-1] == 2
+        assert (t.finish == "stop") == ended and (ended or len(t.tokens) == 312)
+        assert 2 not in t.tokens[300:-1]
+
+
+def test_an_end_token_is_kept_and_ends_the_response(served):
+    sampler, _, _, _ = served
+    many = Sampling(temperature=2.0, top_p=1.0, top_k=-1, n=64, max_tokens=40, seed=1)
+    ended = [t for t in sampler.generate(PROMPTS[:1], many, version=1) if t.finish == "stop"]
+    assert ended
+    assert all(t.tokens[-1] == 2 and t.sampled[-1] for t in ended)
+
+
+def test_greedy_takes_the_likeliest_token(served):
+    import torch
+
+    sampler, _, model, _ = served
+    for t in sampler.generate(PROMPTS, GREEDY, version=1):
+        with torch.no_grad():
+            logits = model(torch.tensor(t.tokens[None].astype(np.int64))).logits[0, 299:-1]
+        assert logits.argmax(-1).tolist() == t.tokens[300:].tolist()
+
+
+def test_a_seed_gives_the_same_samples_whatever_is_beside_it(served):
+    sampler, _, _, _ = served
+    first = sampler.generate(PROMPTS, SAMPLING, version=1)
+    assert same(sampler.generate(PROMPTS, SAMPLING, version=1), first)
+    assert same(sampler.generate(PROMPTS[:2], SAMPLING, version=1), first[:4])
+    other = sampler.generate(PROMPTS, Sampling(**{**vars(SAMPLING), "seed": 12}), version=1)
+    assert not same(other, first)
+    assert not same(first[::2], first[1::2])  # two samples of one prompt
+
+
+def test_a_new_publish_leaves_no_stale_cache_and_no_stale_head(served):
+    sampler, config, old, _ = served
+    sampler.generate(PROMPTS, SAMPLING, version=1)  # fills the prefix cache
+    new, tensors = random_weights(config, 2)
+    sampler.load(tensors.items(), version=2)
+    trajectories = sampler.generate(PROMPTS, SAMPLING, version=2)
+    assert gap(new, trajectories) < 1e-3
+    assert gap(old, trajectories) > 0.1  # the test can tell them apart
+    with pytest.raises(RolloutError, match="by the weights 2, not by version 1"):
+        sampler.generate(PROMPTS[:1], SAMPLING, version=1)
+    sampler.load(random_weights(config, 1)[1].items(), version=1)
+
+
+class CutBuffers(weights.Buffers):
+    """Loses the second half of what is written."""
+
+    def write(self, tensors):
+        path, entries = super().write(tensors)
+        os.truncate(path, os.path.getsize(path) // 2)
+        return path, entries
+
+
+def test_a_refused_publish_names_the_tensor_and_leaves_the_old_weights(served):
+    sampler, config, _, _ = served
+    before = sampler.generate(PROMPTS, SAMPLING, version=1)
+    tensors = random_weights(config, 3)[1]
+    name = "model.layers.1.self_attn.k_proj.weight"
+    with pytest.raises(RolloutError, match=f"{name} missing"):
+        sampler.load([item for item in tensors.items() if item[0] != name], version=2)
+    with pytest.raises(RolloutError, match=f"{name} has shape"):
+        sampler.load((tensors | {name: tensors[name][:-1]}).items(), version=2)
+    cut = CutBuffers("")
+    with pytest.raises(RolloutError, match=r"cut: model\.\S+ ends at byte"):
+        weights.publish(sampler.endpoints, cut, tensors.items(), 2)
+    cut.close()
+    assert same(sampler.generate(PROMPTS, SAMPLING, version=1), before)
+
+
+def test_attaching_by_url(served, settings):
+    sampler, _, model, _ = served
+    url = sampler.endpoints[0].url
+
+    def attach():
+        return start_vllm(
+            "model", "run", settings=settings(), urls=[url], request_timeout_s=30.0, publish_dir=""
+        ).ready(eos_token_ids=[2], decode=str)
+
+    attached = attach()
+    assert gap(model, attached.generate(PROMPTS[:1], SAMPLING, version=1)) < 1e-3
+    attached.close()  # ends nothing that it did not start
+    sampler.endpoints[0].post("/pause?mode=wait")
+    with pytest.raises(Exception, match=r"is paused.*/resume"):
+        attach()
+    sampler.endpoints[0].post("/resume")
+    # an extension that is not there is an error, not the end of the server
+    with pytest.raises(RolloutError, match="500"):
+        sampler.endpoints[0].call("jppo_no_such_method")
+    assert len(sampler.generate(PROMPTS[:1], SAMPLING, version=1)) == 2
+
+
+def test_a_killed_server_is_one_clear_error_and_leaves_no_process(served):
+    sampler, _, _, engine = served
+    leader = engine._servers[0]._process.pid
+    others = [pid for pid in session_of(leader) if pid != leader]
+    assert others
+    for pid in others:
+        os.kill(pid, signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(RolloutError, match=r"the vLLM server at http\S+ "):
+        sampler.generate(PROMPTS, SAMPLING, version=1)
+    assert time.monotonic() - started < 30
+    wait_for_none(leader)
+    sampler.close()
+
+
+TRAINER = """
+import json, sys, time
+from jppo.rollout.server import ServerSettings
+from jppo.rollout.vllm import start_vllm
+model, run, settings, wait = json.loads(sys.argv[1])
+settings = ServerSettings(**settings)
+engine = start_vllm(model, run, settings=settings, urls=[], request_timeout_s=60.0, publish_dir=run)
+print(engine._servers[0]._process.pid, flush=True)
+if wait:
+    engine.ready(eos_token_ids=[2], decode=str)
+    print("ready", flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_a_trainer_that_is_killed_takes_its_server_with_it(tmp_path, settings, ready):
+    make_model(tmp_path / "model", True)
+    (tmp_path / "run").mkdir()
+    given = vars(settings(max_model_len=384, start_timeout_s=180.0))
+    argument = json.dumps([str(tmp_path / "model"), str(tmp_path / "run"), given, ready])
+    trainer = subprocess.Popen([sys.executable, "-c", TRAINER, argument], stdout=subprocess.PIPE, text=True)
+    leader = int(trainer.stdout.readline())
+    if ready:
+        assert trainer.stdout.readline() == "ready\n"
+        assert len(session_of(leader)) > 1
+    else:
+        time.sleep(2.0)  # vLLM is among its imports
+    trainer.kill()
+    trainer.communicate()
+    wait_for_none(leader)
+    assert list((tmp_path / "run").glob("jppo-weights-*")) == []

@@ -1,0 +1,176 @@
+"""The client against fake servers: what it sends, how it reads answers, and how every fault is said."""
+
+import json
+import time
+
+import numpy as np
+import pytest
+
+from jppo.config import UserError
+from jppo.rollout.sampler import RolloutError, sample_seed
+from jppo.rollout.vllm import GENERATE, start_vllm
+from jppo.structs import Prompt, Sampling
+
+SAMPLING = Sampling(temperature=0.7, top_p=1.0, top_k=-1, n=2, max_tokens=8, seed=5)
+PROMPTS = [Prompt(f"p{i}", "", "", np.array([10 + i, 3, 4], np.int32), "", {}) for i in range(3)]
+
+
+def choice(tokens, logprobs, finish="stop", version="7"):
+    content = [{"token_id": t, "logprob": x} for t, x in zip(tokens, logprobs, strict=True)]
+    spans = [{"start": 0, "end": len(tokens), "version": version}]
+    return {
+        "token_ids": tokens,
+        "logprobs": {"content": content},
+        "finish_reason": finish,
+        "weight_versions": spans,
+    }
+
+
+def echo(body):
+    """Two tokens: the prompt's first, and one that tells the seed."""
+    tokens = [body["token_ids"][0], body["sampling_params"]["seed"] % 1000]
+    return {"choices": [choice(tokens, [-0.5, -1.25])]}
+
+
+@pytest.fixture
+def attach(fakes, settings):
+    """A maker of samplers over the fake servers."""
+    engines = []
+
+    def make(count=2, timeout_s=5.0):
+        for fake in fakes:
+            fake.answers.setdefault(GENERATE, (200, echo))
+        engines.append(
+            start_vllm(
+                "model", "run", settings=settings(), urls=[fake.url for fake in fakes[:count]],
+                request_timeout_s=timeout_s, publish_dir="",
+            )
+        )  # fmt: skip
+        return engines[-1].ready(eos_token_ids=[2, 9], decode=lambda ids: f"<{ids}>")
+
+    yield make
+    for engine in engines:
+        engine.close()
+        engine.close()
+
+
+def test_trajectories_come_prompt_by_prompt_and_sample_by_sample(attach):
+    trajectories = attach().generate(PROMPTS, SAMPLING, version=7)
+    assert [t.uid for t in trajectories] == ["p0", "p0", "p1", "p1", "p2", "p2"]
+    for k, t in enumerate(trajectories):
+        i, j = divmod(k, 2)
+        assert t.tokens.tolist() == [10 + i, 3, 4, 10 + i, sample_seed(5, i, j) % 1000]
+        assert t.sampled.tolist() == [False, False, False, True, True]
+        assert t.logprob.tolist() == [0.0, 0.0, 0.0, -0.5, -1.25]
+        assert t.version.tolist() == [-1, -1, -1, 7, 7]
+        assert t.text == f"<{t.tokens[3:].tolist()}>"
+        assert (t.finish, t.turns) == ("stop", 1)
+        assert (t.tokens.dtype, t.logprob.dtype, t.version.dtype) == (np.int32, np.float32, np.int32)
+
+
+def test_prompts_are_shared_out_and_every_field_is_sent(attach, fakes):
+    attach().generate(PROMPTS, SAMPLING, version=7)
+    asked = [[b for b, r in zip(f.bodies, f.asked, strict=True) if r == GENERATE] for f in fakes]
+    assert [sorted(b["token_ids"][0] for b in bodies) for bodies in asked] == [[10, 10, 12, 12], [11, 11]]
+    sent = asked[1][0]["sampling_params"]
+    assert sent.pop("seed") in (sample_seed(5, 1, 0), sample_seed(5, 1, 1))
+    assert sent == {
+        "n": 1, "temperature": 0.7, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
+        "presence_penalty": 0.0, "frequency_penalty": 0.0, "max_tokens": 8, "min_tokens": 0,
+        "ignore_eos": True, "stop_token_ids": [2, 9], "logprobs": 0, "detokenize": False,
+    }  # fmt: skip
+    assert asked[1][0]["model"] == "policy"
+
+
+def test_no_prompts_no_trajectories(attach):
+    assert attach().generate([], SAMPLING, version=7) == []
+
+
+def test_a_notebook_with_a_running_loop_may_generate(attach):
+    import asyncio
+
+    async def cell():
+        return attach().generate(PROMPTS[:1], SAMPLING, version=7)
+
+    assert len(asyncio.run(cell())) == 2
+
+
+@pytest.mark.parametrize(
+    "answer, said",
+    [
+        (choice([5, 2], [-1.0, -2.0], version="6"), "sampled by the weights 6, not by version 7"),
+        (choice([5, 2], [-1.0, -2.0], version="default"), "started again"),
+        (choice([5, 2], [-1.0, -2.0], finish="abort"), "'abort'"),
+        (choice([], []), "0 tokens"),
+        (choice([5, 2], [-1.0, -2.0]) | {"token_ids": [5, 2, 3]}, "3 tokens"),
+        (choice([5], [float("nan")]), "nan"),
+    ],
+)
+def test_an_answer_that_cannot_be_trained_on(attach, fakes, answer, said):
+    sampler = attach(1)
+    fakes[0].answers[GENERATE] = (200, {"choices": [answer]})
+    with pytest.raises(RolloutError, match=said):
+        sampler.generate(PROMPTS[:1], SAMPLING, version=7)
+
+
+def test_finish_length(attach, fakes):
+    fakes[0].answers[GENERATE] = (200, {"choices": [choice([5], [-1.0], finish="length")]})
+    assert attach(1).generate(PROMPTS[:1], SAMPLING, version=7)[0].finish == "length"
+
+
+def test_too_long_for_the_server_is_the_users_fault(attach):
+    long = Sampling(**{**vars(SAMPLING), "max_tokens": 62})
+    with pytest.raises(UserError, match=r"3 tokens and max_tokens=62 must fit .*max_model_len=64"):
+        attach().generate(PROMPTS, long, version=7)
+
+
+def test_a_hung_server_ends_in_one_error(attach, fakes):
+    sampler = attach(2, timeout_s=0.5)
+    del fakes[1].answers[GENERATE]
+    started = time.monotonic()
+    with pytest.raises(RolloutError, match=rf"{fakes[1].url} did not answer .* within request_timeout_s=0.5"):
+        sampler.generate(PROMPTS * 20, SAMPLING, version=7)
+    assert time.monotonic() - started < 5
+
+
+def test_a_server_that_is_gone_or_fails_ends_in_one_error(attach, fakes):
+    sampler = attach(1)
+    fakes[0].answers[GENERATE] = (500, {"error": "engine dead"})
+    with pytest.raises(RolloutError, match=r"answered /inference/v1/generate with 500.*engine dead"):
+        sampler.generate(PROMPTS, SAMPLING, version=7)
+    fakes[0]._server.server_close()
+    with pytest.raises(RolloutError, match=rf"{fakes[0].url} broke off"):
+        sampler.generate(PROMPTS, SAMPLING, version=7)
+
+
+@pytest.mark.parametrize(
+    "route, answer, said",
+    [
+        ("/is_paused", (200, {"is_paused": True}), "is paused.*curl -X POST http.*/resume"),
+        ("/is_paused", (404, {}), "404.*VLLM_SERVER_DEV_MODE=1"),
+        ("jppo_info", (500, {}), "500.*--worker-extension-cls jppo.rollout.worker.WeightLoader"),
+        ("/openapi.json", (200, {"paths": {}}), "has no /inference/v1/generate.*--enable-scale-out"),
+    ],
+)
+def test_a_server_that_is_not_fit_to_attach_to(attach, fakes, route, answer, said):
+    fakes[0].answers[route] = answer
+    with pytest.raises(UserError, match=said):
+        attach(1)
+
+
+@pytest.mark.parametrize(
+    "info, said",
+    [({"logprobs_mode": "raw_logprobs"}, "raw_logprobs"), ({"chunked_prefill": True}, "in chunks on a CPU")],
+)
+def test_a_server_with_the_wrong_settings(attach, fakes, info, said):
+    good = json.loads(json.dumps(fakes[0].answers["jppo_info"][1]["results"][0]))
+    fakes[0].answers["jppo_info"] = (200, {"results": [good | info]})
+    with pytest.raises(UserError, match=said):
+        attach(1)
+
+
+def test_no_model_is_refused_before_any_server(settings, tmp_path):
+    with pytest.raises(UserError, match=r"no config\.json"):
+        start_vllm(
+            str(tmp_path), str(tmp_path), settings=settings(), urls=[], request_timeout_s=1.0, publish_dir=""
+        )

@@ -1,0 +1,109 @@
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from jppo.config import UserError
+from jppo.rollout import weights
+from jppo.rollout.endpoint import Endpoint
+from jppo.rollout.sampler import RolloutError
+
+TENSORS = {"w": np.arange(4, dtype=np.float32)}
+SWAP = ["jppo_check", "/pause?mode=wait", "jppo_load", "/update_weight_version", "/resume"]
+
+
+@pytest.fixture
+def buffers():
+    made = weights.Buffers("")
+    yield made
+    made.close()
+
+
+def endpoints(fakes):
+    return [Endpoint(fake.url, timeout_s=5.0, why=str) for fake in fakes]
+
+
+def test_files_are_written_in_turn(buffers):
+    paths = [buffers.write(TENSORS.items())[0] for _ in range(4)]
+    assert paths[0] != paths[1] and paths[:2] == paths[2:]
+
+
+def test_another_process_reads_the_nameless_file(buffers):
+    before = set(os.listdir("/dev/shm"))
+    path, _ = buffers.write(TENSORS.items())
+    read = subprocess.run(
+        [sys.executable, "-c", f"print(open({path!r}, 'rb').read()[:16].hex())"], capture_output=True
+    )
+    assert bytes.fromhex(read.stdout.decode()) == TENSORS["w"].tobytes()
+    assert set(os.listdir("/dev/shm")) == before
+
+
+def test_a_renewed_file_is_not_the_one_that_may_still_be_read(buffers):
+    path, _ = buffers.write(TENSORS.items())
+    with open(path, "rb") as reader:
+        buffers.renew()
+        for shift in (1, 2):
+            buffers.write([("w", TENSORS["w"] + shift)])
+        assert reader.read()[:16] == TENSORS["w"].tobytes()
+
+
+def test_files_in_a_folder_have_names_and_go(tmp_path):
+    buffers = weights.Buffers(str(tmp_path))
+    path, _ = buffers.write(TENSORS.items())
+    assert pathlib.Path(path).parent.parent == tmp_path
+    buffers.renew()
+    buffers.write(TENSORS.items())
+    buffers.close()
+    buffers.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_none_is_the_users_fault(tmp_path):
+    with pytest.raises(UserError, match="publish_dir"):
+        weights.Buffers(str(tmp_path / "none"))
+
+
+def test_a_full_disk_is_the_users_fault():
+    buffers = weights.Buffers("")
+    for fd, _ in buffers._files:
+        os.close(fd)
+    buffers._files = [(os.open("/dev/full", os.O_WRONLY), ""), (os.open("/dev/full", os.O_WRONLY), "")]
+    with pytest.raises(UserError, match="room for them twice"):
+        buffers.write(TENSORS.items())
+    buffers.close()
+
+
+def test_the_order_of_a_publish(fakes, buffers):
+    weights.publish(endpoints(fakes), buffers, TENSORS.items(), 7)
+    for fake in fakes:
+        assert fake.asked == SWAP
+        assert fake.bodies[0]["kwargs"]["version"] == 7
+        assert fake.bodies[0]["kwargs"]["entries"][0][:3] == ["w", "float32", [4]]
+        assert fake.bodies[3] == {"new_version": "7"}
+
+
+def test_a_refusal_by_one_server_touches_none(fakes, buffers):
+    fakes[1].answers["jppo_check"] = (200, {"results": [{"ok": False, "error": "w has shape [4]"}]})
+    with pytest.raises(RolloutError, match=rf"{fakes[1].url} refused version 7 of the weights: w has shape"):
+        weights.publish(endpoints(fakes), buffers, TENSORS.items(), 7)
+    assert fakes[0].asked == fakes[1].asked == ["jppo_check"]
+    fakes[1].answers["jppo_check"] = fakes[0].answers["jppo_check"]
+    weights.publish(endpoints(fakes), buffers, TENSORS.items(), 7)
+    assert fakes[1].asked == ["jppo_check", *SWAP]
+
+
+def test_a_refusal_by_one_worker_of_several_counts(fakes, buffers):
+    results = [{"ok": True, "error": None}, {"ok": False, "error": "w missing"}]
+    fakes[0].answers["jppo_check"] = (200, {"results": results})
+    with pytest.raises(RolloutError, match="w missing"):
+        weights.publish(endpoints(fakes[:1]), buffers, TENSORS.items(), 1)
+
+
+def test_a_failure_in_the_swap_itself_leaves_the_server_paused(fakes, buffers):
+    fakes[0].answers["jppo_load"] = (500, {"error": "boom"})
+    with pytest.raises(RolloutError, match=r"500.*boom.*must be started again"):
+        weights.publish(endpoints(fakes[:1]), buffers, TENSORS.items(), 1)
+    assert fakes[0].asked == SWAP[:3]

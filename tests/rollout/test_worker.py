@@ -1,0 +1,97 @@
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from jppo.rollout import layout
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+
+def test_the_servers_interpreter_needs_no_jax():
+    code = (
+        "import sys, jppo.rollout.worker, jppo.rollout.launch;"
+        "assert not {'jax', 'ml_collections', 'absl', 'httpx'} & set(sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def make(tied: bool):
+    """A worker as vLLM would build it, but for the model; and the HF model's own tensors."""
+    from jppo.rollout.worker import WeightLoader
+
+    config = transformers.Qwen2Config(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, tie_word_embeddings=tied,
+    )  # fmt: skip
+
+    class Worker(WeightLoader):
+        def __init__(self):
+            self.model_config = type("ModelConfig", (), {"hf_config": config})
+            self.loaded = []
+
+        def reload_weights(self, *, weights_iterator):
+            self.loaded.append([(name, tensor.clone()) for name, tensor in weights_iterator])
+
+    model = transformers.Qwen2ForCausalLM(config)
+    return Worker(), {name: p.detach().numpy() for name, p in model.named_parameters()}
+
+
+def send(worker, path, tensors, version):
+    with open(path, "wb") as file:
+        entries = layout.write(file.fileno(), tensors)
+    return worker.jppo_check(path=str(path), version=version, entries=layout.pack(entries))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_tensor_is_loaded_and_a_tied_head_too(tmp_path, tied):
+    worker, tensors = make(tied)
+    assert ("lm_head.weight" in tensors) is not tied
+    assert send(worker, tmp_path / "w", tensors.items(), 3) == {"ok": True, "error": None}
+    assert worker.loaded == []
+    assert worker.jppo_load(version=3)["ok"]
+    loaded = dict(worker.loaded[0])
+    assert len(loaded) == len(worker.loaded[0])
+    for name, tensor in tensors.items():
+        assert np.array_equal(loaded.pop(name).numpy(), tensor)
+    if tied:
+        assert np.array_equal(loaded.pop("lm_head.weight").numpy(), tensors["model.embed_tokens.weight"])
+    assert loaded == {}
+
+
+def test_bfloat16_arrives_as_bfloat16(tmp_path):
+    import ml_dtypes
+
+    worker, tensors = make(True)
+    half = {name: tensor.astype(ml_dtypes.bfloat16) for name, tensor in tensors.items()}
+    send(worker, tmp_path / "w", half.items(), 1)
+    worker.jppo_load(version=1)
+    name, tensor = worker.loaded[0][0]
+    assert tensor.dtype == torch.bfloat16
+    assert np.array_equal(tensor.float().numpy(), half[name].astype(np.float32))
+
+
+def test_the_first_publish_must_be_whole_too(tmp_path):
+    worker, tensors = make(True)
+    del tensors["model.layers.1.self_attn.k_proj.weight"]
+    answer = send(worker, tmp_path / "w", tensors.items(), 1)
+    assert not answer["ok"] and "model.layers.1.self_attn.k_proj.weight missing" in answer["error"]
+    assert not worker.jppo_load(version=1)["ok"] and worker.loaded == []
+
+
+def test_a_tied_head_sent_by_name_is_refused(tmp_path):
+    worker, tensors = make(True)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    assert (
+        "lm_head.weight not in the served model" in send(worker, tmp_path / "w", tensors.items(), 1)["error"]
+    )
+
+
+def test_only_what_was_checked_is_loaded_and_only_once(tmp_path):
+    worker, tensors = make(True)
+    send(worker, tmp_path / "w", tensors.items(), 1)
+    assert "version 2 was not checked" in worker.jppo_load(version=2)["error"]
+    assert worker.jppo_load(version=1)["ok"]
+    assert not worker.jppo_load(version=1)["ok"]
