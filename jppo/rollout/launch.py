@@ -3,8 +3,8 @@
     python -m jppo.rollout.launch PARENT_PID FOLDER COMMAND...
 
 It leads the process group that COMMAND and all its children live in. When the parent is gone, however it
-went, when COMMAND ends, or on SIGTERM, the whole group gets SIGTERM, some seconds, and SIGKILL, and FOLDER
-('' for none) is removed. It watches from the first moment, long before vLLM has finished its imports.
+went, when COMMAND ends, or on SIGTERM, the whole group gets SIGTERM, some seconds, and SIGKILL. When the
+parent is gone, FOLDER ('' for none) goes too. It watches from the first moment, long before vLLM's imports end.
 """
 
 import ctypes
@@ -40,7 +40,7 @@ def main(parent: int, folder: str, command: list[str]) -> None:
         os.killpg(0, signal.SIGTERM)
         if child is not None:
             _wait(child, GRACE_S)
-        if folder:
+        if folder and os.getppid() != parent:  # a parent that lives may need it yet, and removes it itself
             shutil.rmtree(folder, ignore_errors=True)
         os.killpg(0, signal.SIGKILL)  # itself too
 

@@ -89,11 +89,12 @@ def launch(folder, *command, **options):
     return subprocess.Popen(line, start_new_session=True, **options)
 
 
-def test_all_die_when_the_child_ends_and_its_code_is_said(tmp_path):
+def test_all_die_when_the_child_ends_and_its_code_is_said(tmp_path, folder):
     pids = tmp_path / "pids"
-    launcher = launch("", sys.executable, "-c", CHILD, str(pids), "short", stderr=subprocess.PIPE)
+    launcher = launch(str(folder), sys.executable, "-c", CHILD, str(pids), "short", stderr=subprocess.PIPE)
     assert b"ended with code 3" in launcher.communicate(timeout=10)[1]
     wait_for(lambda: not any(map(alive, started(pids))))
+    assert folder.exists()  # the parent lives: it may start another server
 
 
 def test_sigterm_ends_all(tmp_path):

@@ -122,7 +122,7 @@ def served(request, settings, tmp_path_factory):
         settings=settings(max_model_len=384, max_num_seqs=64, start_timeout_s=180.0),
         urls=[],
         request_timeout_s=60.0,
-        publish_dir="",
+        publish_dir="" if request.param == "tied" else str(folder),
     )
     try:
         sampler = engine.ready(eos_token_ids=[2], decode=lambda ids: " ".join(map(str, ids)))
