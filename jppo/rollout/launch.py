@@ -4,7 +4,7 @@
 
 It leads the process group that COMMAND and all its children live in. When the parent is gone, however it
 went, when COMMAND ends, or on SIGTERM, the whole group gets SIGTERM, some seconds, and SIGKILL. When the
-parent is gone, FOLDER ('' for none) goes too. It watches from the first moment, long before vLLM's imports end.
+parent is gone, FOLDER ('' for none) goes too. It watches from the first moment, before vLLM's imports end.
 """
 
 import ctypes

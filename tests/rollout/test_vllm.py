@@ -125,12 +125,12 @@ def test_too_long_for_the_server_is_the_users_fault(attach):
 
 
 def test_a_hung_server_ends_in_one_error(attach, fakes):
-    sampler = attach(2, timeout_s=0.5)
+    sampler = attach(2, timeout_s=2.0)
     del fakes[1].answers[GENERATE]
     started = time.monotonic()
-    with pytest.raises(RolloutError, match=rf"{fakes[1].url} did not answer .* within request_timeout_s=0.5"):
-        sampler.generate(PROMPTS * 20, SAMPLING, version=7)
-    assert time.monotonic() - started < 5
+    with pytest.raises(RolloutError, match=rf"{fakes[1].url} did not answer .* within request_timeout_s=2"):
+        sampler.generate(PROMPTS, SAMPLING, version=7)
+    assert time.monotonic() - started < 10
 
 
 def test_a_server_that_is_gone_or_fails_ends_in_one_error(attach, fakes):
