@@ -26,6 +26,7 @@ CHOICES = {
     "algorithm.kl_penalty": ("kl", "k1", "low_var_kl", "k3"),
     "actor.kl_loss_type": ("kl", "k1", "low_var_kl", "k3"),
     "actor.lr_scheduler_type": ("constant", "cosine"),
+    "optim.lr_scheduler_type": ("constant", "cosine"),
     "critic.lr_scheduler_type": ("constant", "cosine"),
     "rollout.name": ("vllm",),
     "rollout.dtype": ("float32", "bfloat16", "float16"),
@@ -47,10 +48,13 @@ AT_LEAST = {
     "actor.kl_loss_coef": 0.0,
     "actor.lr_warmup_steps": 0,
     "actor.weight_decay": 0.0,
+    "optim.lr": 0,
     "critic.lr": 0.0,
     "critic.ppo_epochs": 1,
     "critic.cliprange_value": 0.0,
+    "optim.lr_warmup_steps": 0,
     "critic.lr_warmup_steps": 0,
+    "optim.weight_decay": 0,
     "critic.weight_decay": 0.0,
     "rollout.n": 1,
     "rollout.servers": 1,
@@ -65,6 +69,7 @@ AT_LEAST = {
 ABOVE_ZERO = (
     "actor.grad_clip",
     "critic.grad_clip",
+    "optim.grad_clip",
     "rollout.temperature",
     "rollout.start_timeout_s",
     "rollout.request_timeout_s",
@@ -76,6 +81,15 @@ OFF_OR_POSITIVE = (  # -1 is off
     "trainer.total_training_steps",
     "trainer.save_freq",
     "trainer.test_freq",
+)
+AT_MOST_ONE = ("algorithm.gamma", "algorithm.lam", "rollout.gpu_memory_utilization")
+OPTIM = ("grad_clip", "betas", "weight_decay", "lr_scheduler_type", "lr_warmup_steps", "min_lr_ratio")
+SHAPE_SETTINGS = (
+    "max_prompt_length",
+    "max_response_length",
+    "packing",
+    "row_lengths",
+    "max_tokens_per_row",
 )
 
 
@@ -145,7 +159,9 @@ def default() -> ml_collections.ConfigDict:
             **optim,
         )
     )
-    config.critic = c(dict(path="", lr=1e-5, cliprange_value=0.5, ppo_epochs=1, **optim))  # path '': the policy's
+    config.critic = c(
+        dict(path="", lr=1e-5, cliprange_value=0.5, ppo_epochs=1, **optim)
+    )  # path '': the policy's
     config.rollout = c(
         dict(
             name="vllm",
@@ -186,52 +202,78 @@ def default() -> ml_collections.ConfigDict:
     return config.lock()
 
 
+def sft_default() -> ml_collections.ConfigDict:
+    """All settings of supervised fine-tuning; sections and names as for PPO, with one optimizer in `optim`."""
+    ppo = default()
+    c = ml_collections.ConfigDict
+    config = c(dict(model=ppo.model, mesh=ppo.mesh))
+    config.data = c({k: ppo.data[k] for k in (*SHAPE_SETTINGS, "train_files", "train_batch_size", "shuffle")})
+    optim = ("lr", *OPTIM, "max_tokens_per_device")
+    config.optim = c({k: ppo.actor[k] for k in optim})
+    config.trainer = c(
+        {k: ppo.trainer[k] for k in ("run_dir", "seed", "total_epochs", "total_training_steps")}
+    )
+    return config.lock()
+
+
 def check(config: ml_collections.ConfigDict) -> None:
     """UserError at the first setting, or pair of settings, that cannot be; touches no file and no device."""
     for name, allowed in CHOICES.items():
-        if (value := _get(config, name)) not in allowed:
+        if _has(config, name) and (value := _get(config, name)) not in allowed:
             raise UserError(f"{name}={value!r} is not known; it is one of {', '.join(map(repr, allowed))}")
     for name, least in AT_LEAST.items():
-        if not (value := _get(config, name)) >= least:
+        if _has(config, name) and not (value := _get(config, name)) >= least:
             raise UserError(f"{name}={value} must be at least {least}")
     for name in ABOVE_ZERO:
-        if not (value := _get(config, name)) > 0:
+        if _has(config, name) and not (value := _get(config, name)) > 0:
             raise UserError(f"{name}={value} must be above 0")
     for name in OFF_OR_POSITIVE:
-        if (value := _get(config, name)) != -1 and value < 1:
+        if _has(config, name) and (value := _get(config, name)) != -1 and value < 1:
             raise UserError(f"{name}={value} must be 1 or more, or -1")
-    for name in ("actor.betas", "critic.betas"):
-        value = _get(config, name)
-        if len(value) != 2 or not all(isinstance(b, float) and 0 <= b < 1 for b in value):
-            raise UserError(f"{name}={value} must be two numbers in [0, 1), such as (0.9, 0.999)")
-    for name in ("algorithm.gamma", "algorithm.lam", "rollout.gpu_memory_utilization"):
-        if (value := _get(config, name)) > 1:
+    for name in ("actor.betas", "critic.betas", "optim.betas"):
+        if _has(config, name):
+            value = _get(config, name)
+            if len(value) != 2 or not all(isinstance(b, float) and 0 <= b < 1 for b in value):
+                raise UserError(f"{name}={value} must be two numbers in [0, 1), such as (0.9, 0.999)")
+    for name in AT_MOST_ONE:
+        if _has(config, name) and (value := _get(config, name)) > 1:
             raise UserError(f"{name}={value} must be at most 1")
     for name in ("model.path", "data.train_files", "data.val_files", "trainer.run_dir"):
-        if not _get(config, name):
+        if _has(config, name) and not _get(config, name):
             raise UserError(f"{name} is empty; give a path, as in --config.{name}=PATH")
-    _check_sizes(config)
+    if "rollout" in config:
+        _check_mini_batch(config)
+    _check_lengths(config)
 
 
-def _check_sizes(config: ml_collections.ConfigDict) -> None:
+def _check_mini_batch(config: ml_collections.ConfigDict) -> None:
     batch, mini = config.data.train_batch_size * config.rollout.n, config.actor.ppo_mini_batch_size
     if batch % mini:
         fitting = max(d for d in range(1, min(mini, batch) + 1) if batch % d == 0)
         raise UserError(
             f"actor.ppo_mini_batch_size={mini} must divide data.train_batch_size*rollout.n={batch}; try {fitting}"
         )
+
+
+def _check_lengths(config: ml_collections.ConfigDict) -> None:
+    section = "actor" if "actor" in config else "optim"
     longest = config.data.max_prompt_length + config.data.max_response_length
-    for name in ("data.max_tokens_per_row", "actor.max_tokens_per_device"):
+    micro, row = f"{section}.max_tokens_per_device", "data.max_tokens_per_row"
+    for name in (row, micro):
         if (value := _get(config, name)) < longest:
             raise UserError(
                 f"{name}={value} must hold a prompt and a response, data.max_prompt_length"
                 f"+data.max_response_length={longest}; try {longest}"
             )
-    if config.actor.max_tokens_per_device < config.data.max_tokens_per_row and config.data.packing == "segments":
+    if config.data.packing in ("auto", "segments") and _get(config, micro) < _get(config, row):
         raise UserError(
-            f"actor.max_tokens_per_device={config.actor.max_tokens_per_device} must hold a row,"
-            f" data.max_tokens_per_row={config.data.max_tokens_per_row}; raise the one or lower the other"
+            f"{micro}={_get(config, micro)} must hold a row, {row}={_get(config, row)}; raise the one or lower the other"
         )
+
+
+def _has(config: ml_collections.ConfigDict, name: str) -> bool:
+    section, leaf = name.split(".")
+    return section in config and leaf in config[section]
 
 
 def _get(config: ml_collections.ConfigDict, name: str) -> Any:
@@ -244,31 +286,35 @@ def dump(config: ml_collections.ConfigDict) -> str:
     return json.dumps(config.to_dict(), indent=2) + "\n"
 
 
-def parse(argv: list[str], about: str) -> tuple[ml_collections.ConfigDict, dict[str, bool]]:
+def parse(
+    argv: list[str], about: str, defaults: ml_collections.ConfigDict
+) -> tuple[ml_collections.ConfigDict, dict[str, bool]]:
     """The config named by --config with its overrides, and the switches; a fault is a UserError of one line."""
     values = flags.FlagValues()
     config_flags.DEFINE_config_file("config", None, "a file with get_config()", flag_values=values)
     flags.DEFINE_bool("dry_run", False, "print the resolved settings and stop", flag_values=values)
     if "--help" in argv or "-h" in argv:
-        print(about)
+        print(f"{about}\nSettings and their defaults:\n{describe(defaults)}")
         sys.exit(0)
     named = [a.split("=", 1)[1] for a in argv if a.startswith("--config=")]
     if len(named) != 1 or not named[0]:
-        raise UserError(f"--config is given {len(named)} times; name one file, as in --config=configs/quickstart.py")
+        raise UserError(
+            f"--config is given {len(named)} times; name one file, as in --config=configs/quickstart.py"
+        )
     if not pathlib.Path(named[0].split(":")[0]).is_file():
         raise UserError(f"--config={named[0]}: no such file; the project's own are in configs/")
     try:
         rest = values(["jppo", *argv])[1:]
     except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as e:
-        raise UserError(_explain(e)) from e
+        raise UserError(_explain(e, defaults)) from e
     if rest:
         raise UserError(f"{rest[0]!r} is not understood; settings are given as --config.SECTION.NAME=VALUE")
     return values["config"].value, {"dry_run": values["dry_run"].value}
 
 
-def _explain(error: Exception) -> str:
+def _explain(error: Exception, defaults: ml_collections.ConfigDict) -> str:
     """absl's and ml_collections' complaints in one line of value, rule and remedy."""
-    text = " ".join(str(error.args[0] if error.args else error).replace("\"", "'").split())
+    text = " ".join(str(error.args[0] if error.args else error).replace('"', "'").split())
     unknown = re.search(r"(\w+)\W+(?:n)?Did you mean '(\w+)'", text)
     if unknown:
         return f"there is no setting {unknown[1]!r}; did you mean {unknown[2]!r}?"
@@ -277,7 +323,7 @@ def _explain(error: Exception) -> str:
         return f"there is no setting {name!r}; python -m jppo.train --help lists them all"
     typed = re.match(r"flag (--config\.(\w+\.\w+)=.*?): ", text)
     if typed:
-        return f"{typed[1]} must be of type {type(_get(default(), typed[2])).__name__}, as the default is"
+        return f"{typed[1]} must be of type {type(_get(defaults, typed[2])).__name__}, as the default is"
     return text
 
 

@@ -5,7 +5,9 @@ import jax.numpy as jnp
 from jppo.structs import Array
 
 
-def clipped_policy(logp: Array, old_logp: Array, advantage: Array, *, clip_ratio: float) -> tuple[Array, Array]:
+def clipped_policy(
+    logp: Array, old_logp: Array, advantage: Array, *, clip_ratio: float
+) -> tuple[Array, Array]:
     """PPO's clipped surrogate (Schulman et al., arXiv:1707.06347), and where the clip holds.
 
         L = max(-A ρ, -A clip(ρ, 1 - ε, 1 + ε)),     ρ = exp(logp - old_logp)

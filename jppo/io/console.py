@@ -3,7 +3,7 @@
 import collections
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import rich.box
@@ -15,8 +15,10 @@ import rich.table
 
 ROWS = 12  # steps that the live table shows
 
+Columns = Sequence[tuple[str, str, str]]
+
 # Heading, metric, format. A step without the metric shows a dash.
-COLUMNS = (
+PPO_COLUMNS: Columns = (
     ("reward", "critic/score/mean", ".3f"),
     ("val acc", "val/score", ".3f"),
     ("KL", "actor/ppo_kl", ".1e"),
@@ -26,6 +28,13 @@ COLUMNS = (
     ("length", "response_length/mean", ".1f"),
     ("tok/s", "perf/throughput", ",.0f"),
     ("s/step", "timing_s/step", ".1f"),
+)
+SFT_COLUMNS: Columns = (
+    ("loss", "sft/loss", ".4f"),
+    ("grad norm", "sft/grad_norm", ".3f"),
+    ("lr", "sft/lr", ".1e"),
+    ("tok/s", "perf/throughput", ",.0f"),
+    ("s/step", "timing_s/step", ".2f"),
 )
 
 
@@ -42,9 +51,11 @@ class Screen(Protocol):
         """Stop drawing."""
 
 
-def make_screen(total_steps: int, done: int, console: rich.console.Console) -> Screen:
+def make_screen(total_steps: int, done: int, columns: Columns, console: rich.console.Console) -> Screen:
     """The screen that fits the console; `done` steps lie behind a resumed run."""
-    return Live(total_steps, done, console) if console.is_terminal else Lines(total_steps, console)
+    if console.is_terminal:
+        return Live(total_steps, done, columns, console)
+    return Lines(total_steps, columns, console)
 
 
 class Pace:
@@ -71,15 +82,18 @@ class Pace:
 class Lines:
     """One plain line a step, for logs."""
 
-    def __init__(self, total_steps: int, console: rich.console.Console) -> None:
+    def __init__(self, total_steps: int, columns: Columns, console: rich.console.Console) -> None:
         self._total = total_steps
+        self._columns = columns
         self._console = console
         self._pace = Pace(total_steps)
 
     def show(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the step."""
         shown = [
-            f"{heading} {_text(metrics, name, form)}" for heading, name, form in COLUMNS if name in metrics
+            f"{heading} {_text(metrics, name, form)}"
+            for heading, name, form in self._columns
+            if name in metrics
         ]
         self.note("  ".join([f"step {step}/{self._total}", *shown, f"ETA {self._pace.left(step)}"]))
 
@@ -94,7 +108,8 @@ class Lines:
 class Live:
     """The last steps in a table that is redrawn in place, over a progress bar."""
 
-    def __init__(self, total_steps: int, done: int, console: rich.console.Console) -> None:
+    def __init__(self, total_steps: int, done: int, columns: Columns, console: rich.console.Console) -> None:
+        self._columns = columns
         self._console = console
         self._steps: collections.deque[list[str]] = collections.deque(maxlen=ROWS)
         self._pace = Pace(total_steps)
@@ -113,7 +128,7 @@ class Live:
 
     def show(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add the step to the table and move the bar."""
-        self._steps.append([str(step), *(_text(metrics, name, form) for _, name, form in COLUMNS)])
+        self._steps.append([str(step), *(_text(metrics, name, form) for _, name, form in self._columns)])
         self._progress.update(self._task, completed=step, left=self._pace.left(step))
         self._live.update(self._draw(), refresh=True)
 
@@ -130,7 +145,7 @@ class Live:
             box=rich.box.SIMPLE_HEAD, expand=True, padding=(0, 0, 0, 1), header_style="bold cyan"
         )
         table.add_column("step", justify="right", style="bold")
-        for heading, _, _ in COLUMNS:
+        for heading, _, _ in self._columns:
             style = "green" if heading in ("reward", "val acc") else ""
             table.add_column(heading, justify="right", style=style, no_wrap=True)
         for cells in self._steps:

@@ -15,7 +15,7 @@ from typing import Any
 import rich.console
 import tensorboardX
 
-from jppo.io.console import make_screen
+from jppo.io.console import PPO_COLUMNS, Columns, make_screen
 
 FILE = "metrics.jsonl"
 
@@ -29,6 +29,7 @@ class Logger:
         *,
         total_steps: int,
         resumed_step: int | None = None,
+        columns: Columns = PPO_COLUMNS,
         console: rich.console.Console | None = None,
     ) -> None:
         """Open the files of `run_dir`; `resumed_step` is the checkpoint's, None where the run starts anew."""
@@ -40,7 +41,9 @@ class Logger:
         # purge_step makes TensorBoard forget what a killed run wrote for this step and later.
         self._board = tensorboardX.SummaryWriter(str(run_dir / "tensorboard"), purge_step=first)
         done = 0 if resumed_step is None else resumed_step
-        self._screen = make_screen(total_steps, done, rich.console.Console() if console is None else console)
+        self._screen = make_screen(
+            total_steps, done, columns, rich.console.Console() if console is None else console
+        )
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Record one step's metrics; NaN and infinities are written as null and listed by name."""

@@ -44,12 +44,13 @@ def make_plan(
     trajectory a row) or 'none' (one length, one trajectory a row). Row counts are multiples of `row_multiple`, the
     number of devices that share the rows.
     """
-    grain = 64 if max_length >= 512 else 8
+    entries = max_length - 1
+    grain = 64 if entries >= 512 else 8 if entries >= 64 else 1
     if kind == "segments":
         lengths = [max_tokens_per_row]
     else:
         steps = 1 if kind == "none" else row_lengths
-        lengths = sorted({_up(math.ceil(max_length * i / steps), grain) for i in range(1, steps + 1)})
+        lengths = sorted({_up(math.ceil(entries * i / steps), grain) for i in range(1, steps + 1)})
     counts = []
     for length in lengths:
         full = max(1, tokens_per_micro // (length * row_multiple)) * row_multiple

@@ -119,9 +119,7 @@ def advantages(
 
 
 def _advantages(passes, rows, reward, values, logp, ref_logp, kl_coef):
-    raw = batch.each(
-        lambda *micro: passes.advantage(*micro, kl_coef), rows, reward, values, logp, ref_logp
-    )
+    raw = batch.each(lambda *micro: passes.advantage(*micro, kl_coef), rows, reward, values, logp, ref_logp)
     host = jax.device_get(
         [{k: v for k, v in micro.items() if k.endswith(("moments", "sum"))} for micro in batch.flat(raw)]
     )
@@ -181,7 +179,11 @@ def _mean_metrics(history: list[tuple[list[dict[str, Any]], dict[str, Any]]], na
     """Micro-batches add up to their mini-batch, except for extremes; mini-batches are averaged."""
     minis = []
     for sums, stats in history:
-        mini = {key: float(sum(part[key] for part in sums)) for key in sums[0] if not key.endswith(("_max", "_min"))}
+        mini = {
+            key: float(sum(part[key] for part in sums))
+            for key in sums[0]
+            if not key.endswith(("_max", "_min"))
+        }
         mini |= {key: float(max(part[key] for part in sums)) for key in sums[0] if key.endswith("_max")}
         mini |= {key: float(min(part[key] for part in sums)) for key in sums[0] if key.endswith("_min")}
         minis.append(mini | {f"{name}/{key}": float(value) for key, value in stats.items()})
@@ -189,3 +191,8 @@ def _mean_metrics(history: list[tuple[list[dict[str, Any]], dict[str, Any]]], na
     out |= {key: max(mini[key] for mini in minis) for key in out if key.endswith("_max")}
     out |= {key: min(mini[key] for mini in minis) for key in out if key.endswith("_min")}
     return out
+
+
+def mean_over(sums: batch.Nested, tokens: list[Array]) -> float:
+    """The mean over the batch's tokens of what was summed by micro-batch."""
+    return float(sum(jax.device_get(batch.flat(sums))) / sum(float(n) for n in tokens))

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import chex
-import jax
 import jax.numpy as jnp
 
 from jppo.algorithms import advantage, kl, masked
@@ -75,4 +74,6 @@ def entropy_sum(rows: Rows, entropy: Array) -> Array:  # [] f32
 def sampler_gap(rows: Rows, logp: Array) -> Array:  # [4] f32
     """Sum and largest |trainer - sampler| log-prob, and the extremes of exp(trainer - sampler)."""
     gap = jnp.where(rows.mask, logp - rows.sampler_logp, 0.0)
-    return jnp.stack([jnp.sum(jnp.abs(gap)), jnp.max(jnp.abs(gap)), jnp.exp(jnp.min(gap)), jnp.exp(jnp.max(gap))])
+    return jnp.stack(
+        [jnp.sum(jnp.abs(gap)), jnp.max(jnp.abs(gap)), jnp.exp(jnp.min(gap)), jnp.exp(jnp.max(gap))]
+    )

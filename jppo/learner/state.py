@@ -55,7 +55,9 @@ def init_optimizer(tx: optax.GradientTransformation, what: Weights, values: Para
     return jax.jit(tx.init, out_shardings=places)(values), places
 
 
-def begin(policy: Params, policy_opt: Any, value: Params, value_opt: Any, *, kl_coef: float, seed: int) -> TrainState:
+def begin(
+    policy: Params, policy_opt: Any, value: Params, value_opt: Any, *, kl_coef: float, seed: int
+) -> TrainState:
     """The state before the first step."""
     place = jax.tree.leaves(policy)[0].sharding
     assert isinstance(place, NamedSharding)

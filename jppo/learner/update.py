@@ -15,14 +15,19 @@ from jppo.algorithms import kl, losses
 from jppo.algorithms.masked import masked_sum
 from jppo.learner.optim import descend
 from jppo.learner.score import LogProb, Value
-from jppo.structs import Array, Params, Scored
+from jppo.structs import Array, Params, Rows, Scored
 
 # (params, scored, tokens of the mini-batch) -> loss, sums over the mini-batch's tokens
 Loss = Callable[[Params, Scored, Array], tuple[Array, dict[str, Array]]]
 
 
 def make_actor_loss(
-    logprob: LogProb, *, clip_ratio: float, entropy_coeff: float, kl_loss_coef: float, kl_loss_type: str | None
+    logprob: LogProb,
+    *,
+    clip_ratio: float,
+    entropy_coeff: float,
+    kl_loss_coef: float,
+    kl_loss_type: str | None,
 ) -> Loss:
     """mean over tokens of: clipped surrogate - entropy_coeff H + kl_loss_coef KL(π ‖ reference)."""
     estimate = None if kl_loss_type is None else kl.ESTIMATORS[kl_loss_type]
@@ -36,7 +41,9 @@ def make_actor_loss(
 
         # A masked entry must not reach the exponential: its gradient would be 0 * inf.
         delta = jnp.where(mask, logp - scored.logp, 0.0)
-        surrogate, held = losses.clipped_policy(delta, jnp.zeros_like(delta), scored.advantage, clip_ratio=clip_ratio)
+        surrogate, held = losses.clipped_policy(
+            delta, jnp.zeros_like(delta), scored.advantage, clip_ratio=clip_ratio
+        )
         total = mean(surrogate) - entropy_coeff * mean(entropy)
         sums = {
             "actor/pg_loss": mean(surrogate),
@@ -72,11 +79,24 @@ def make_critic_loss(value: Value, *, cliprange_value: float) -> Loss:
     return loss
 
 
-def make_accumulate(loss: Loss) -> Callable[..., tuple[Params, dict[str, Array]]]:
-    """(params, gradients so far, scored, tokens) -> gradients with this micro-batch's, and its share of the sums."""
+def make_imitation_loss(logprob: LogProb) -> Callable[[Params, Rows, Array], tuple[Array, dict[str, Array]]]:
+    """mean over tokens of -log π(target): supervised fine-tuning."""
 
-    def accumulate(params: Params, grads: Params, scored: Scored, tokens: Array):
-        new, sums = jax.grad(loss, has_aux=True)(params, scored, tokens)
+    def loss(params: Params, rows: Rows, tokens: Array) -> tuple[Array, dict[str, Array]]:
+        logp, _ = logprob(params, rows)
+        total = -masked_sum(logp, rows.mask) / tokens
+        return total, {"sft/loss": total}
+
+    return loss
+
+
+def make_accumulate(
+    loss: Callable[..., tuple[Array, dict[str, Array]]],
+) -> Callable[..., tuple[Params, dict[str, Array]]]:
+    """(params, gradients so far, micro-batch, tokens) -> gradients with this micro-batch's, and its share of the sums."""
+
+    def accumulate(params: Params, grads: Params, micro: Scored | Rows, tokens: Array):
+        new, sums = jax.grad(loss, has_aux=True)(params, micro, tokens)
         return jax.tree.map(lambda a, g: a + g.astype(jnp.float32), grads, new), sums
 
     return jax.jit(accumulate, donate_argnums=1)

@@ -1,0 +1,44 @@
+"""The quickstart: PPO teaches a small model to carry, on a CPU, with a real vLLM.
+
+    make quickstart
+
+The starting model (configs/quickstart_sft.py) learned two-digit addition from a teacher who forgets the carry, so it is
+right on about four problems in ten. PPO sees only whether an answer is right. About ten minutes on two CPU cores; expected:
+greedy accuracy on 1,000 held-out problems above 0.90. The argument is the run's folder.
+"""
+
+import ml_collections
+
+from jppo import config as settings
+
+
+def get_config(arg: str = "runs/quickstart") -> ml_collections.ConfigDict:
+    """Settings for the data in `arg`/data and the starting model in `arg`/sft/hf."""
+    config = settings.default()
+    config.model.path = f"{arg}/sft/hf"
+    config.model.scan_layers = False
+
+    config.data.train_files = f"{arg}/data/train.jsonl"
+    config.data.val_files = f"{arg}/data/test.jsonl"
+    config.data.train_batch_size = 512
+    config.data.max_prompt_length = 6
+    config.data.max_response_length = 4
+    config.data.row_lengths = 1
+
+    config.algorithm.use_kl_in_reward = True
+    config.algorithm.kl_coef = 0.001
+
+    config.actor.lr = 3e-4
+    config.actor.ppo_mini_batch_size = 256
+    config.actor.weight_decay = 0.0
+    config.critic.lr = 1e-3
+    config.critic.weight_decay = 0.0
+
+    config.rollout.n = 1
+    config.rollout.kv_cache_memory_bytes = 64 * 2**20
+
+    config.trainer.run_dir = arg
+    config.trainer.total_training_steps = 80
+    config.trainer.test_freq = 20
+    config.trainer.save_freq = 20
+    return config.lock()

@@ -1,0 +1,52 @@
+"""Greedy accuracy on held-out prompts: sample, grade, count. Before, during and after training."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jppo.rewards.graders import Grader, grade
+from jppo.rollout.sampler import Sampler
+from jppo.structs import Prompt, Reward, Sampling, Trajectory
+
+
+def evaluate(
+    sampler: Sampler,
+    prompts: Sequence[Prompt],
+    graders: Mapping[str, Grader],
+    *,
+    max_tokens: int,
+    version: int,
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Metrics `val/...` of one greedy response a prompt, and the samples."""
+    greedy = Sampling(temperature=0.0, top_p=1.0, top_k=-1, n=1, max_tokens=max_tokens, seed=0)
+    trajectories = sampler.generate(prompts, greedy, version=version)
+    rewards = grade([t.text for t in trajectories], prompts, graders)
+    metrics = {"val/score": float(np.mean([r.score for r in rewards]))}
+    metrics["val/reward_errors"] = float(sum(r.error is not None for r in rewards))
+    sources = sorted({p.data_source for p in prompts})
+    for source in sources if len(sources) > 1 else ():
+        of_source = [r.score for r, p in zip(rewards, prompts, strict=True) if p.data_source == source]
+        metrics[f"val/{source}/score"] = float(np.mean(of_source))
+    metrics["val/response_length/mean"] = float(np.mean([t.sampled.sum() for t in trajectories]))
+    metrics["val/truncated"] = float(np.mean([t.finish == "length" for t in trajectories]))
+    return metrics, samples(prompts, trajectories, rewards)
+
+
+def samples(
+    prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], rewards: Sequence[Reward]
+) -> list[dict[str, Any]]:
+    """What the samples file says of each response."""
+    return [
+        {
+            "uid": p.uid,
+            "prompt": p.messages,
+            "response": t.text,
+            "ground_truth": p.ground_truth,
+            "score": r.score,
+            "parts": r.parts,
+            "error": r.error,
+            "finish": t.finish,
+        }
+        for p, t, r in zip(prompts, trajectories, rewards, strict=True)
+    ]

@@ -1,0 +1,99 @@
+"""Supervised fine-tuning: python -m jppo.sft --config=configs/quickstart_sft.py
+
+Next-token training on the responses of (prompt, response) pairs, with the model, packing and optimizer of PPO. The
+result is an HF directory, RUN_DIR/hf, to start PPO from. Settings are given as --config.SECTION.NAME=VALUE.
+"""
+
+import pathlib
+import sys
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from jppo import build
+from jppo import config as settings
+from jppo.data.sft import Demonstration, read_demonstrations
+from jppo.data.stream import Cursor, next_batch, steps_per_epoch
+from jppo.io.console import SFT_COLUMNS
+from jppo.io.metrics import Logger
+from jppo.io.timers import Timers
+from jppo.learner import batch, ppo, score, state, update
+from jppo.models import hf
+from jppo.structs import Trajectory
+
+
+def train(config: ConfigDict) -> None:
+    """Trains on all demonstrations and writes the model."""
+    c = config
+    _, cfg = hf.read_config(c.model.path)
+    tokenizer = build.read_tokenizer(c, cfg)
+    longest = c.data.max_prompt_length + c.data.max_response_length
+    demonstrations = read_demonstrations(
+        c.data.train_files, tokenizer=tokenizer, max_length=longest
+    ).demonstrations
+    per_epoch = steps_per_epoch(len(demonstrations), c.data.train_batch_size)
+    steps = c.trainer.total_training_steps
+    steps = per_epoch * c.trainer.total_epochs if steps == -1 else steps
+    mesh = build.make_mesh(c)
+    plan = build.make_plan(
+        c, mesh, tokens_per_device=c.optim.max_tokens_per_device, sequences=c.data.train_batch_size
+    )
+    what = state.weights(cfg, mesh, head="lm", param_dtype=c.model.param_dtype)
+    params = state.load(what, c.model.path, init=c.model.init, key=jax.random.key(c.trainer.seed))
+    logprob = score.make_logprob(
+        build.make_decoder(c, cfg, mesh),
+        cfg,
+        temperature=1.0,
+        chunk_tokens=c.model.logprob_chunk_tokens,
+        with_entropy=False,
+    )
+    accumulate = update.make_accumulate(update.make_imitation_loss(logprob))
+    descent, opt = build.make_descent(c.optim, "sft", 1, accumulate, what, params, steps)
+    run, cursor, timer = pathlib.Path(c.trainer.run_dir), Cursor(), Timers()
+    with Logger(run, total_steps=steps, columns=SFT_COLUMNS) as logger:
+        (run / "config.json").write_text(settings.dump(c))
+        for step in range(steps):
+            with timer("step"):
+                indices, cursor = next_batch(
+                    cursor, n=len(demonstrations), batch_size=c.data.train_batch_size, seed=c.trainer.seed,
+                    shuffle=c.data.shuffle,
+                )  # fmt: skip
+                some = [as_trajectory(demonstrations[i], str(i)) for i in indices]
+                rows, tokens = batch.make(some, mini_batch_size=len(some), plan=plan, mesh=mesh)
+                params, opt, metrics = ppo.descend(descent, params, opt, np.int32(step), rows, tokens)
+            metrics |= timer.next_step()
+            metrics["perf/throughput"] = sum(len(t.tokens) for t in some) / metrics["timing_s/step"]
+            logger.log(step + 1, metrics)
+    out = hf.save(run / "hf", params, cfg, source=c.model.path, dtype=c.model.param_dtype)
+    print(f"model             {out}")
+
+
+def as_trajectory(demonstration: Demonstration, uid: str) -> Trajectory:
+    """A demonstration in the layout of a sampled response, so that one packer serves both."""
+    before, after = len(demonstration.prompt), len(demonstration.response)
+    return Trajectory(
+        uid=uid,
+        tokens=np.concatenate([demonstration.prompt, demonstration.response]),
+        sampled=np.repeat([False, True], [before, after]),
+        logprob=np.zeros(before + after, np.float32),
+        version=np.full(before + after, -1, np.int32),
+        text="",
+        finish="stop",
+        turns=1,
+    )
+
+
+@settings.exit_on_user_error
+def main(argv: list[str] | None = None) -> None:
+    """The command line."""
+    config, switches = settings.parse(sys.argv[1:] if argv is None else argv, __doc__, settings.sft_default())
+    settings.check(config)
+    if switches["dry_run"]:
+        print(settings.dump(config), end="")
+        return
+    train(config)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,288 @@
+"""PPO training, read from top to bottom: python -m jppo.train --config=configs/gsm8k.py --config.actor.lr=5e-7
+
+Each step: sample with vLLM, grade, pack, score, estimate advantages, update critic and actor, publish the new
+weights to vLLM, log, test, save. Settings are given as --config.SECTION.NAME=VALUE; --dry_run prints them all and
+stops.
+"""
+
+import contextlib
+import dataclasses
+import pathlib
+import signal
+import sys
+from typing import Any
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from jppo import build
+from jppo import config as settings
+from jppo.build import Inputs, Learner
+from jppo.data.stream import Cursor, next_batch
+from jppo.data.tokenizer import decode
+from jppo.evaluate import evaluate, samples
+from jppo.io.checkpoint import Checkpoints, restore
+from jppo.io.curve import write_curve
+from jppo.io.metrics import Logger, read_metrics, write_samples
+from jppo.io.timers import Timers
+from jppo.learner import batch, ppo
+from jppo.models import hf
+from jppo.rewards.graders import grade
+from jppo.rollout.sampler import RolloutError, Sampler
+from jppo.structs import Reward, TrainState, Trajectory
+
+
+def train(config: ConfigDict) -> None:
+    """Runs the whole of it; the state is on disk when it returns."""
+    c = config
+    run = pathlib.Path(c.trainer.run_dir)
+    inputs = build.read_inputs(c)
+    timer = Timers()
+    with contextlib.ExitStack() as stack:
+        checkpoints = stack.enter_context(Checkpoints(run / "checkpoints", keep=c.trainer.max_ckpt_to_keep))
+        if finished(c, checkpoints, inputs.total_steps):
+            return summary(run, timer)
+        mesh = build.make_mesh(c)
+        engine = build.start_engine(c, run)  # imports and loads while JAX compiles
+        stack.callback(engine.close)
+        learner = build.make_learner(c, inputs, mesh)
+        ppo.compile_all(
+            learner.passes, learner.plan, mesh, learner.begin.policy, learner.begin.value,
+            (learner.actor.zeros, learner.critic.zeros),
+        )  # fmt: skip
+        now, cursor, resumed = resume(c, checkpoints, learner.begin)
+        logger = stack.enter_context(Logger(run, total_steps=inputs.total_steps, resumed_step=resumed))
+        (run / "config.json").write_text(settings.dump(c))
+        sampler = engine.ready(
+            eos_token_ids=inputs.end_tokens, decode=lambda ids: decode(inputs.tokenizer, ids)
+        )
+        step = int(now.step)
+        sampler.load(hf.hf_tensors(now.policy, inputs.policy), version=step)
+        logger.note(agree(c, inputs, learner, now, sampler, step))
+        if resumed is None and c.trainer.val_before_train:
+            with timer("testing"):
+                logger.log(0, validate(c, run, inputs, sampler, logger, step))
+        timer.next_step()
+        while step < inputs.total_steps:
+            with timer("step"):
+                now, cursor, metrics = ppo_step(c, inputs, learner, now, cursor, sampler, timer, run)
+                step += 1
+                with timer("update_weights"):
+                    sampler.load(hf.hf_tensors(now.policy, inputs.policy), version=step)
+            last = step == inputs.total_steps
+            if last or due(step, c.trainer.test_freq):
+                with timer("testing"):
+                    metrics |= validate(c, run, inputs, sampler, logger, step)
+            metrics |= timer.next_step()
+            metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / metrics["timing_s/step"]
+            logger.log(step, metrics)
+            if last or due(step, c.trainer.save_freq):
+                with timer("save"):
+                    checkpoints.save(step, now, {"cursor": dataclasses.asdict(cursor)})
+        with timer("save"):
+            hf.save(run / "hf", now.policy, inputs.policy, source=c.model.path, dtype=c.model.param_dtype)
+    summary(run, timer)
+
+
+def ppo_step(
+    c: ConfigDict,
+    inputs: Inputs,
+    learner: Learner,
+    now: TrainState,
+    cursor: Cursor,
+    sampler: Sampler,
+    timer: Timers,
+    run: pathlib.Path,
+) -> tuple[TrainState, Cursor, dict[str, float]]:
+    """One step of PPO, all but the publish: the next state, the next place in the data, and the metrics."""
+    version = int(now.step)
+    passes = learner.passes
+    indices, cursor = next_batch(
+        cursor, n=len(inputs.train.prompts), batch_size=c.data.train_batch_size, seed=c.trainer.seed,
+        shuffle=c.data.shuffle,
+    )  # fmt: skip
+    prompts = [inputs.train.prompts[i] for i in indices]
+    with timer("gen"):
+        trajectories = sampler.generate(prompts, build.sampling(c, version), version=version)
+    asked = [p for p in prompts for _ in range(c.rollout.n)]
+    with timer("reward"):
+        rewards = grade([t.text for t in trajectories], asked, inputs.graders)
+    rows, tokens = batch.make(
+        trajectories, mini_batch_size=c.actor.ppo_mini_batch_size, plan=learner.plan, mesh=learner.mesh
+    )
+    with timer("old_log_prob"):
+        scored = batch.each(lambda r: passes.logprob(now.policy, r), rows)
+        logp = [[pair[0] for pair in mini] for mini in scored]
+        entropy = batch.each(lambda r, pair: passes.entropy(r, pair[1]), rows, scored)
+    with timer("ref"):
+        reference = learner.reference
+        ref_logp = logp if reference is None else batch.each(lambda r: passes.logprob(reference, r)[0], rows)
+    with timer("values"):
+        values = batch.each(lambda r: passes.value(now.value, r), rows)
+    with timer("adv"):
+        scores = np.array([r.score for r in rewards], np.float32)
+        estimated, metrics = ppo.advantages(passes, rows, scores, values, logp, ref_logp, now.kl_coef)
+        metrics |= ppo.gap_metrics(batch.each(passes.gap, rows, logp), tokens)
+        metrics["actor/entropy"] = ppo.mean_over(entropy, tokens)
+    with timer("update_critic"):
+        value, value_opt, found = ppo.descend(
+            learner.critic, now.value, now.value_opt, now.step, estimated, tokens
+        )
+        metrics |= found
+    with timer("update_actor"):
+        policy, policy_opt, found = ppo.descend(
+            learner.actor, now.policy, now.policy_opt, now.step, estimated, tokens
+        )
+        metrics |= found
+    write_samples(run, version + 1, samples(asked, trajectories, rewards))
+    require_finite(version + 1, metrics)
+    now = dataclasses.replace(
+        now, step=now.step + 1, policy=policy, policy_opt=policy_opt, value=value, value_opt=value_opt
+    )
+    return now, cursor, metrics | describe(trajectories, rewards)
+
+
+def due(step: int, every: int) -> bool:
+    """Whether something that happens every so many steps happens now; -1 is never."""
+    return every > 0 and step % every == 0
+
+
+def describe(trajectories: list[Trajectory], rewards: list[Reward]) -> dict[str, float]:
+    """The metrics that need no device, under verl's names."""
+    scores = np.array([r.score for r in rewards])
+    lengths = np.array([t.sampled.sum() for t in trajectories])
+    whole = np.array([len(t.tokens) for t in trajectories])
+    failed = sum(r.error is not None for r in rewards)
+    if failed == len(rewards):
+        raise RolloutError(f"every grader of the step failed; the first said: {rewards[0].error}")
+    return {
+        "critic/score/mean": float(scores.mean()),
+        "critic/score/max": float(scores.max()),
+        "critic/score/min": float(scores.min()),
+        "reward/errors": float(failed),
+        "response_length/mean": float(lengths.mean()),
+        "response_length/max": float(lengths.max()),
+        "response_length/clip_ratio": float(np.mean([t.finish == "length" for t in trajectories])),
+        "prompt_length/mean": float((whole - lengths).mean()),
+        "perf/total_num_tokens": float(whole.sum()),
+    }
+
+
+def require_finite(step: int, metrics: dict[str, float]) -> None:
+    """Stops the run where a loss or a gradient is no number; the checkpoint before stays the last."""
+    for name in ("actor/pg_loss", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm"):
+        if not np.isfinite(metrics[name]):
+            raise RolloutError(
+                f"step {step}: {name} is {metrics[name]}; lower actor.lr or critic.lr and resume from the last checkpoint"
+            )
+
+
+def validate(
+    c: ConfigDict, run: pathlib.Path, inputs: Inputs, sampler: Sampler, logger: Logger, version: int
+) -> dict[str, float]:
+    """Greedy accuracy on the validation prompts; its samples go to the run folder, a few to the console."""
+    metrics, rows = evaluate(
+        sampler, inputs.val.prompts, inputs.graders, max_tokens=c.data.max_response_length, version=version
+    )
+    write_samples(run / "validation", version, rows)
+    for row in rows[: c.trainer.log_val_generations]:
+        mark = "right" if row["score"] == 1.0 else f"score {row['score']:g}"
+        logger.note(
+            f"  {_short(row['prompt'])} → {_short(row['response'])}   ({mark}; truth {row['ground_truth']})"
+        )
+    return metrics
+
+
+def _short(text: str | list[dict[str, str]], limit: int = 60) -> str:
+    line = " ".join((text if isinstance(text, str) else text[-1]["content"]).split())
+    return line if len(line) <= limit else "…" + line[-limit:]
+
+
+def agree(
+    c: ConfigDict, inputs: Inputs, learner: Learner, now: TrainState, sampler: Sampler, version: int
+) -> str:
+    """Proves that the sampler and the trainer have the same policy, or stops the run and says how far they differ."""
+    count = min(16, c.actor.ppo_mini_batch_size, len(inputs.train.prompts))
+    some = dataclasses.replace(build.sampling(c, version), n=1)
+    longest = sorted(inputs.train.prompts, key=lambda p: -len(p.ids))[:count]
+    drawn = sampler.generate(longest, some, version=version)
+    rows, tokens = batch.make(drawn, mini_batch_size=count, plan=learner.plan, mesh=learner.mesh)
+    logp = batch.each(lambda r: learner.passes.logprob(now.policy, r)[0], rows)
+    gap = ppo.gap_metrics(batch.each(learner.passes.gap, rows, logp), tokens)["rollout/logp_gap_max"]
+    if not gap <= c.rollout.logp_tolerance:
+        raise RolloutError(
+            f"the log-probs of the sampler and the trainer differ by up to {gap:.3g} on the same tokens, more than"
+            f" rollout.logp_tolerance={c.rollout.logp_tolerance:g}: they do not have the same policy; compare"
+            " rollout.dtype and model.compute_dtype, or raise the tolerance if bfloat16 explains the gap"
+        )
+    return f"sampler and trainer agree: largest log-prob gap {gap:.1e} on {sum(len(t.tokens) for t in drawn)} tokens"
+
+
+def finished(c: ConfigDict, checkpoints: Checkpoints, total_steps: int) -> bool:
+    """Whether the same command has already run to its end in this folder."""
+    done = checkpoints.latest()
+    whole = (pathlib.Path(c.trainer.run_dir) / "hf").is_dir()
+    return c.trainer.resume_mode == "auto" and done is not None and done >= total_steps and whole
+
+
+def resume(
+    c: ConfigDict, checkpoints: Checkpoints, begin: TrainState
+) -> tuple[TrainState, Cursor, int | None]:
+    """The state to go on from, the place in the data, and the step of the checkpoint (None: a new run)."""
+    mode = c.trainer.resume_mode
+    if mode == "disable":
+        checkpoints.discard_after(-1)
+        return begin, Cursor(), None
+    found = checkpoints.restore_latest(begin) if mode == "auto" else restore(pathlib.Path(mode), begin)
+    if found is None:
+        return begin, Cursor(), None
+    checkpoints.discard_after(found.step)
+    return found.state, Cursor(**found.meta["cursor"]), found.step
+
+
+def summary(run: pathlib.Path, timer: Timers) -> None:
+    """Says what happened: accuracy before and after, where the time went, and where everything is."""
+    lines = read_metrics(run)
+    tested = [(m["step"], m["val/score"]) for m in lines if "val/score" in m]
+    reward = [(m["step"], m["critic/score/mean"]) for m in lines if "critic/score/mean" in m]
+    write_curve(
+        run / "curve.svg",
+        title=run.name,
+        lines={"training reward": reward},
+        dots={"greedy test accuracy": tested},
+    )
+    print()
+    if tested:
+        (first, before), (final, after) = tested[0], tested[-1]
+        print(f"greedy accuracy   {before:.3f} at step {first}  →  {after:.3f} at step {final}")
+    print(f"steps             {lines[-1]['step'] if lines else 0}")
+    for stage, seconds in timer.totals().items():
+        print(f"  {stage:<15} {seconds:8.1f} s")
+    print(f"curve             {run / 'curve.svg'}")
+    print(f"samples           {run / 'samples'}, tests in {run / 'validation'}")
+    print(f"metrics           {run / 'metrics.jsonl'}, TensorBoard in {run / 'tensorboard'}")
+    print(f"model             {run / 'hf'}")
+
+
+def _terminate(number: int, _: Any) -> None:
+    raise SystemExit(128 + number)  # unwinds, so that servers stop and files close
+
+
+@settings.exit_on_user_error
+def main(argv: list[str] | None = None) -> None:
+    """The command line."""
+    config, switches = settings.parse(sys.argv[1:] if argv is None else argv, __doc__, settings.default())
+    settings.check(config)
+    if switches["dry_run"]:
+        print(settings.dump(config), end="")
+        return
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        train(config)
+    except RolloutError as e:
+        print(f"error: {e}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
