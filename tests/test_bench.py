@@ -1,0 +1,117 @@
+"""benchmarks/throughput.py: its FLOP by hand, its batch, its report, and a tiny shape for real."""
+
+import importlib.util
+import json
+import pathlib
+
+import numpy as np
+import pytest
+
+from jppo.config import UserError
+from jppo.models import families
+
+SCRIPT = pathlib.Path(__file__).parents[1] / "benchmarks" / "throughput.py"
+
+
+@pytest.fixture(scope="module")
+def bench():
+    spec = importlib.util.spec_from_file_location("throughput", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def tiny(bench):
+    """2 layers, width 8, MLP 12, 2 heads of 4, 1 key/value head, vocabulary 10."""
+    return families.from_hf(bench.hf_config(2, 8, 12, 2, 1, 10), path="here")
+
+
+def test_forward_flops_by_hand(bench, tiny):
+    # A sequence of 3 + 2 tokens. Weights of a layer: q and o 8*8, k and v 8*4, three of the MLP 8*12; 480.
+    dense = 2 * 2 * 5 * 480  # a product and a sum for each of 2 layers, 5 tokens
+    # Token t sees t keys: 1+2+3+4+5 = 15 pairs; each is a product with k and one with v, of 8 = 2 heads of 4.
+    attention = 2 * 2 * 15 * (8 + 8)
+    head = 2 * 2 * 8 * 10  # the 2 tokens of the response
+    assert bench.forward_flops(tiny, [2], prompt=3, lm_head=True) == dense + attention + head
+    assert bench.forward_flops(tiny, [2], prompt=3, lm_head=False) == dense + attention
+    assert bench.forward_flops(tiny, [2, 2], prompt=3, lm_head=False) == 2 * (dense + attention)
+
+
+def test_an_update_is_three_forward_passes_and_only_the_policy_has_a_head(bench, tiny):
+    flops = bench.stage_flops(tiny, [2, 5], prompt=3)
+    assert flops["gen"] == flops["old_log_prob"] == bench.forward_flops(tiny, [2, 5], prompt=3, lm_head=True)
+    assert flops["update_actor"] == 3 * flops["old_log_prob"]
+    assert flops["update_critic"] == flops["update_actor"] - 3 * 2 * 7 * 8 * 10
+
+
+def test_the_shapes_are_those_that_figures_elsewhere_speak_of(bench):
+    parameters = {}
+    for name, shape in bench.SHAPES.items():
+        c = families.from_hf(bench.hf_config(*shape), path=name)
+        layer = c.hidden_size * (2 * c.num_heads + 2 * c.num_kv_heads) * c.head_dim
+        layer += 3 * c.hidden_size * c.intermediate_size
+        parameters[name] = c.num_layers * layer + c.vocab_size * c.hidden_size
+        assert c.head_dim == 64 and c.tie_word_embeddings
+    assert parameters == {"S": pytest.approx(3e6, rel=0.05), "M": pytest.approx(27e6, rel=0.05)}
+    # A forward pass costs about two operations a parameter and token.
+    cfg = families.from_hf(bench.hf_config(*bench.SHAPES["M"]), path="M")
+    once = bench.forward_flops(cfg, [1], prompt=0, lm_head=True)
+    assert once == pytest.approx(2 * parameters["M"], rel=0.01)
+
+
+def test_the_batch_is_ragged_and_always_the_same(bench, tiny):
+    responses = bench.response_lengths()
+    assert responses.shape == (64,) and responses.min() >= 16 and responses.max() <= 128
+    np.testing.assert_array_equal(responses, bench.response_lengths())
+    trajectories = bench.make_batch(tiny, responses)
+    assert sum(len(t.tokens) for t in trajectories) == 64 * 64 + responses.sum() == 8772
+    assert [int(t.sampled.sum()) for t in trajectories] == responses.tolist()
+    assert all(not t.sampled[:64].any() and t.sampled[64:].all() for t in trajectories)
+    assert all(t.tokens.min() >= 1 and t.tokens.max() < 10 for t in trajectories)
+
+
+def test_settings_can_be_changed_and_are_checked(bench):
+    c = bench.make_config("model", "bfloat16", ["data.row_lengths=2", "data.packing=none"])
+    assert (c.data.row_lengths, c.data.packing) == (2, "none")
+    assert c.model.compute_dtype == c.rollout.dtype == "bfloat16"
+    for wrong in ("data.row_length=2", "data.row_lengths=two", "data.row_lengths=0", "data"):
+        with pytest.raises(UserError):
+            bench.make_config("model", "float32", [wrong])
+
+
+def test_a_machine_has_no_name_of_its_own(bench):
+    found = {"cpu": "Intel(R) Xeon(R) CPU @ 2.20GHz", "cores": 2, "device": "cpu", "devices": 1}
+    assert bench.slug(found) == "intel-xeon-cpu-2-20ghz-2-cores"
+    assert bench.slug(found | {"device": "NVIDIA H200", "devices": 8}) == "8-nvidia-h200"
+    assert set(bench.machine()) == {
+        "cpu", "cores", "memory_gib", "device", "devices", "load_average", "environment",
+    }  # fmt: skip
+
+
+def test_the_learner_is_measured_and_the_table_says_so(bench, monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(bench.SHAPES, "tiny", (1, 8, 12, 2, 1, 16))
+    command = ["--shapes=tiny", "--repeats=2", "--no-rollout", f"--out={tmp_path}"]
+    bench.main([*command, "--set", "data.row_lengths=1", "--set", "model.logprob_chunk_tokens=4096"])
+    out = capsys.readouterr().out
+    (file,) = tmp_path.iterdir()
+    assert str(file) in out and "no rollout: --no-rollout" in out
+    result = json.loads(file.read_text())
+    measured = result["shapes"]["tiny"]
+    assert list(measured["stages"]) == ["old_log_prob", "update_critic", "update_actor", "update"]
+    for stage in measured["stages"].values():
+        assert stage["tokens"] == 8772 and len(stage["seconds"]) == 2
+        median = np.median(stage["seconds"])
+        assert stage["tokens_per_s"] == pytest.approx(8772 / median)
+        assert stage["utilisation"] == pytest.approx(stage["flops"] / median / measured["matmul_flops_per_s"])
+    # 64 sequences of 64 + n tokens have 64 + n - 1 entries, in rows of 191 rounded up to 192
+    assert measured["filled"] == pytest.approx((8772 - 64) / (64 * 192))
+    assert out.count("| tiny |") == 5
+
+
+def test_a_wrong_command_is_one_line(bench, capsys):
+    for wrong in ("--shapes=S,XL", "--repeats=0"):
+        with pytest.raises(SystemExit) as e:
+            bench.main([wrong])
+        assert e.value.code == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
