@@ -109,11 +109,12 @@ def make_apply(
 
     def apply(params: Params, opt: Any, grads: Params, step: Array):
         lr = schedule(step)
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         params, opt = descend(tx, params, opt, grads, lr)
         return params, opt, {"grad_norm": norm, "lr": lr}
 
-    return jax.jit(apply, donate_argnums=(0, 1, 2), out_shardings=(*shardings, None))
+    # The gradients are not donated: nothing that comes out could take their place.
+    return jax.jit(apply, donate_argnums=(0, 1), out_shardings=(*shardings, None))
 
 
 def make_zeros(shapes: Params, shardings: Params) -> Callable[[], Params]:
