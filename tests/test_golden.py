@@ -10,7 +10,7 @@ import pytest
 from jppo.algorithms import advantage, kl, losses, masked
 from jppo.models import heads
 
-TIGHT = dict(rtol=1e-8, atol=1e-10)
+TIGHT = {"rtol": 1e-8, "atol": 1e-10}
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +76,7 @@ def test_value_loss(cases):
 
 
 def test_policy_loss_where_the_dual_clip_does_not_hold(cases):
-    """verl's bound -A c for A < 0 is not among ours: its tokens are left out of ours and added by the definition."""
+    """verl's bound -A c for A < 0 is not among ours: its tokens are added by the definition."""
     seen = 0
     for name, meta, a in cases("policy_loss/vanilla-*.npz"):
         symmetric = meta["clip_ratio_low"] == meta["clip_ratio_high"]

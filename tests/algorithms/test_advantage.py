@@ -8,7 +8,7 @@ from jppo.algorithms import advantage
 
 
 def paper(reward, value, gamma, lam):
-    """A_t = Σ_k (γλ)^k δ_{t+k},  δ_t = r_t + γ V_{t+1} - V_t, of one trajectory without gaps, term by term."""
+    """A_t = Σ_k (γλ)^k δ_{t+k},  δ_t = r_t + γ V_{t+1} - V_t, of a trajectory without gaps, term by term."""
     n = len(reward)
     following = np.append(value[1:], 0.0)
     delta = reward + gamma * following - value

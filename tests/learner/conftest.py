@@ -1,0 +1,207 @@
+"""A small random model, ragged trajectories with tool output, and one whole PPO update over them."""
+
+import dataclasses
+import functools
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import jax
+import numpy as np
+import pytest
+
+from jppo.learner import batch, optim, packing, ppo, sharding, state, update
+from jppo.models import families
+from jppo.models.decoder import Decoder, init_params
+from jppo.structs import Trajectory
+
+LONGEST = 24  # tokens of a trajectory
+
+
+def hf_config():
+    """A small qwen2, every axis of which a mesh of 2 x 2 x 2 divides; weights large, so that all matter."""
+    return dict(
+        model_type="qwen2",
+        architectures=["Qwen2ForCausalLM"],
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        rope_theta=10000.0,
+        rms_norm_eps=1e-6,
+        hidden_act="silu",
+        tie_word_embeddings=False,
+        initializer_range=0.3,
+    )
+
+
+def draw(count, seed=0):
+    """Ragged trajectories, a prompt and sampled tokens with tool output between some; and scores [B]."""
+    rng = np.random.default_rng(seed)
+    out = []
+    for i in range(count):
+        prompt, rest = int(rng.integers(1, 9)), int(rng.integers(1, LONGEST - 8))
+        n = prompt + rest
+        sampled = np.arange(n) >= prompt
+        if i % 3 == 0 and rest > 4:
+            sampled[prompt + 2 : prompt + 4] = False  # tool output
+        if i % 6 == 0:
+            sampled[-1] = False  # the tool has the last word
+        sampled[prompt] = True
+        out.append(
+            Trajectory(
+                uid=str(i),
+                tokens=rng.integers(0, 32, n).astype(np.int32),
+                sampled=sampled,
+                logprob=np.where(sampled, rng.normal(-3, 1, n), 0).astype(np.float32),
+                version=np.where(sampled, 0, -1).astype(np.int32),
+                text="",
+                finish="stop",
+                turns=1,
+            )
+        )
+    return out, rng.normal(size=count).astype(np.float32)
+
+
+STATICS = ppo.Statics(
+    temperature=0.8,
+    chunk_tokens=64,
+    gamma=0.98,
+    lam=0.9,
+    kl_penalty="kl",
+    clip_ratio=0.1,
+    entropy_coeff=0.01,
+    kl_loss_coef=0.05,
+    kl_loss_type="low_var_kl",
+    cliprange_value=0.1,
+)
+KL_COEF = 0.2
+ADAMW = optim.make_optimizer(grad_clip=0.5, betas=(0.9, 0.99), weight_decay=0.1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """A tenth of the time goes to running these small models: XLA need not try hard."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@functools.cache
+def host_weights(head, seed):
+    """The same random weights for every mesh."""
+    cfg = families.from_hf(hf_config(), path="config.json")
+    return jax.device_get(init_params(cfg, jax.random.key(seed), head=head, param_dtype=np.float32))
+
+
+@dataclasses.dataclass
+class Learner:
+    """The learner on a mesh, with the same weights on every mesh."""
+
+    mesh_shape: tuple[int, int, int] = (1, 1, 1)
+    statics: ppo.Statics = STATICS
+
+    def __post_init__(self):
+        self.hf, self.kl_coef, self.adamw = hf_config(), KL_COEF, ADAMW
+        self.cfg = families.from_hf(hf_config(), path="config.json")
+        self.mesh = sharding.make_mesh(self.mesh_shape)
+        decoder = Decoder(self.cfg, constrain=sharding.constrain_to_rows(self.mesh))
+        self.passes = ppo.make_passes(decoder, decoder, self.cfg, self.statics)
+        self.what = {
+            name: state.weights(self.cfg, self.mesh, head=head, param_dtype=np.float32)
+            for name, head in (("actor", "lm"), ("critic", "value"))
+        }
+
+        self.zeros = {name: update.make_zeros(w.shapes, w.shardings) for name, w in self.what.items()}
+        self.applies = {}
+
+    def weights(self, name, seed):
+        return jax.device_put(host_weights(self.what[name].head, seed), self.what[name].shardings)
+
+    def plan(self, kind, tokens_per_micro, sequences):
+        return packing.make_plan(
+            kind,
+            max_length=LONGEST,
+            row_lengths=2,
+            max_tokens_per_row=2 * LONGEST,
+            tokens_per_micro=tokens_per_micro,
+            sequences=sequences,
+            row_multiple=sharding.row_multiple(self.mesh),
+        )
+
+    def descent(self, name, params, *, lr, epochs, tx):
+        what = self.what[name]
+        opt, places = state.init_optimizer(tx, what, params)
+        if (name, lr, tx) not in self.applies:
+            schedule = optim.make_schedule("constant", lr=lr, warmup_steps=0, total_steps=1, min_lr_ratio=0.0)
+            self.applies[name, lr, tx] = update.make_apply(tx, schedule, shardings=(what.shardings, places))
+        how = ppo.Descent(
+            accumulate=getattr(self.passes, name),
+            apply=self.applies[name, lr, tx],
+            zeros=self.zeros[name],
+            epochs=epochs,
+            name=name,
+        )
+        return how, opt
+
+    def score(self, trajectories, scores, *, plan, mini, policy, reference, value):
+        """The stages between rollout and update, as `train.py` calls them."""
+        passes = self.passes
+        rows, tokens = batch.make(trajectories, mini_batch_size=mini, plan=plan, mesh=self.mesh)
+        logp = batch.each(lambda r: passes.logprob(policy, r)[0], rows)
+        ref_logp = batch.each(lambda r: passes.logprob(reference, r)[0], rows)
+        values = batch.each(lambda r: passes.value(value, r), rows)
+        kl_coef = jax.device_put(np.float32(KL_COEF), sharding.replicated(self.mesh))
+        scored, found = ppo.advantages(passes, rows, scores, values, logp, ref_logp, kl_coef)
+        return scored, tokens, found
+
+    def update(
+        self, trajectories, scores, *, kind="none", tokens_per_micro=10**6, mini=8, epochs=2, lr=0.1, tx=ADAMW
+    ):
+        """Parameters, metrics and scored rows after one PPO step of both models."""
+        policy, value = self.weights("actor", 0), self.weights("critic", 2)
+        scored, tokens, found = self.score(
+            trajectories,
+            scores,
+            plan=self.plan(kind, tokens_per_micro, mini),
+            mini=mini,
+            policy=policy,
+            reference=self.weights("actor", 1),
+            value=value,
+        )
+        out = {}
+        for name, params in (("actor", policy), ("critic", value)):
+            how, opt = self.descent(name, params, lr=lr, epochs=epochs, tx=tx)
+            params, _, metrics = ppo.descend(how, params, opt, np.int32(0), scored, tokens)
+            found |= metrics
+            out[name] = jax.device_get(params)
+        return out, found, scored
+
+
+@pytest.fixture(scope="session")
+def learner():
+    """mesh shape -> a learner, made once."""
+    made = {}
+
+    def make(mesh_shape=(1, 1, 1)):
+        if mesh_shape not in made:
+            made[mesh_shape] = Learner(mesh_shape)
+        return made[mesh_shape]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def drawn():
+    """count, seed -> trajectories and their scores."""
+    return draw
+
+
+@pytest.fixture
+def new_learner():
+    """The maker of learners that share nothing with other tests."""
+    return Learner

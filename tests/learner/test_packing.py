@@ -1,0 +1,157 @@
+"""Packing: the alignment rule by hand, every trajectory once, and no shape that the plan does not list."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jppo.learner import packing
+from jppo.structs import Trajectory
+
+KINDS = ("segments", "buckets", "none")
+
+
+def trajectory(tokens, sampled, uid="a"):
+    tokens, sampled = np.asarray(tokens, np.int32), np.asarray(sampled, bool)
+    logp = np.where(sampled, -tokens / 10, 0.0).astype(np.float32)
+    version = np.where(sampled, 3, -1).astype(np.int32)
+    return Trajectory(uid, tokens, sampled, logp, version, "", "stop", 1)
+
+
+def plan(kind, **over):
+    sizes = dict(
+        max_length=20, row_lengths=3, max_tokens_per_row=30, tokens_per_micro=90, sequences=12, row_multiple=1
+    )
+    return packing.make_plan(kind, **(sizes | over))
+
+
+def entries(micros):
+    """{trajectory: its entries, in order} of packed rows, each checked to stand together in one row."""
+    out = {}
+    for rows in micros:
+        for r in range(rows.inputs.shape[0]):
+            for i in set(rows.sequence[r].tolist()) - {-1}:
+                at = np.flatnonzero(rows.sequence[r] == i)
+                assert i not in out and (np.diff(at) == 1).all()
+                assert len(set(rows.segment[r, at])) == 1 and rows.segment[r, at[0]] > 0
+                names = ("inputs", "targets", "position", "mask", "sampler_logp")
+                out[i] = {name: getattr(rows, name)[r, at].tolist() for name in names}
+    return out
+
+
+def test_alignment_by_hand():
+    """Prompt 5 6, sampled 7 8, tool 9, sampled 10; then prompt 1, sampled 2. Entry t emits targets[t]."""
+    two = [
+        trajectory([5, 6, 7, 8, 9, 10], [0, 0, 1, 1, 0, 1]),
+        trajectory([1, 2], [0, 1]),
+    ]
+    (rows,) = packing.pack(
+        two, [40, 41], plan("segments", max_tokens_per_row=8, max_length=8, tokens_per_micro=8, sequences=2)
+    )
+    np.testing.assert_array_equal(rows.inputs, [[5, 6, 7, 8, 9, 1, 0, 0]])
+    np.testing.assert_array_equal(rows.targets, [[6, 7, 8, 9, 10, 2, 0, 0]])
+    np.testing.assert_array_equal(rows.mask, [[0, 1, 1, 0, 1, 1, 0, 0]])
+    np.testing.assert_array_equal(rows.segment, [[1, 1, 1, 1, 1, 2, 0, 0]])
+    np.testing.assert_array_equal(rows.position, [[0, 1, 2, 3, 4, 0, 0, 0]])
+    np.testing.assert_array_equal(rows.sequence, [[40, 40, 40, 40, 40, 41, -1, -1]])
+    np.testing.assert_allclose(rows.sampler_logp, [[0, -0.7, -0.8, 0, -1.0, -0.2, 0, 0]])
+    # The reward goes to the last sampled token of each; entry 3 emits the tool's 9 and gets none.
+    scores = np.arange(42.0)
+    np.testing.assert_array_equal(packing.place_rewards(rows, scores), [[0, 0, 0, 0, 40, 41, 0, 0]])
+
+
+def test_dtypes():
+    (rows,) = packing.pack([trajectory([1, 2], [0, 1])], [0], plan("none"))
+    kinds = {name: str(getattr(rows, name).dtype) for name in ("inputs", "mask", "sampler_logp", "segment")}
+    assert kinds == dict(inputs="int32", mask="bool", sampler_logp="float32", segment="int32")
+    assert packing.place_rewards(rows, np.array([1])).dtype == np.float32
+
+
+def ragged(lengths, seed=0):
+    """One trajectory of each length; the last token is the tool's in some."""
+    rng = np.random.default_rng(seed)
+    out = []
+    for n in lengths:
+        sampled = rng.random(n) < 0.6
+        sampled[0] = False
+        out.append(trajectory(rng.integers(1, 99, n), sampled))
+    return out
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    lengths=st.lists(st.integers(1, 20), max_size=25),
+    kind=st.sampled_from(KINDS),
+    tokens_per_micro=st.sampled_from([1, 30, 64, 100, 333, 5000]),
+    row_multiple=st.sampled_from([1, 2, 3, 8]),
+    row_lengths=st.integers(1, 4),
+)
+def test_every_trajectory_once_in_a_shape_of_the_plan(
+    lengths, kind, tokens_per_micro, row_multiple, row_lengths
+):
+    p = plan(
+        kind,
+        tokens_per_micro=tokens_per_micro,
+        row_multiple=row_multiple,
+        row_lengths=row_lengths,
+        sequences=max(1, len(lengths)),
+    )
+    some = ragged(lengths)
+    micros = packing.pack(some, range(100, 100 + len(some)), p)
+    assert {rows.inputs.shape for rows in micros} <= set(p.shapes)
+    assert len(p.shapes) <= 2 * row_lengths
+    for r, t in p.shapes:
+        assert r % row_multiple == 0
+        assert r * t <= max(tokens_per_micro, row_multiple * t)
+    found = entries(micros)
+    assert found.keys() == {100 + i for i, n in enumerate(lengths) if n > 1}
+    for i, t in enumerate(some):
+        if len(t.tokens) > 1:
+            assert found[100 + i] == dict(
+                inputs=t.tokens[:-1].tolist(),
+                targets=t.tokens[1:].tolist(),
+                position=list(range(len(t.tokens) - 1)),
+                mask=t.sampled[1:].tolist(),
+                sampler_logp=t.logprob[1:].tolist(),
+            )
+
+
+@settings(deadline=None, max_examples=60)
+@given(lengths=st.lists(st.integers(2, 20), min_size=1, max_size=20), kind=st.sampled_from(KINDS))
+def test_the_reward_is_on_the_last_sampled_token(lengths, kind):
+    some = ragged(lengths, seed=len(lengths))
+    scores = np.linspace(-1, 2, len(some)).astype(np.float32)
+    found = {}
+    for rows in packing.pack(some, range(len(some)), plan(kind, sequences=len(some))):
+        placed = packing.place_rewards(rows, scores)
+        for r, t in zip(*np.nonzero(placed), strict=True):
+            found[int(rows.sequence[r, t])] = (int(rows.position[r, t]), placed[r, t])
+    expected = {
+        i: (int(np.flatnonzero(t.sampled[1:])[-1]), scores[i])
+        for i, t in enumerate(some)
+        if t.sampled[1:].any() and scores[i] != 0
+    }
+    assert found == expected
+
+
+def test_rewards_of_empty_rows_are_0():
+    np.testing.assert_array_equal(
+        packing.place_rewards(packing.empty_rows((2, 5)), np.zeros(0)), np.zeros((2, 5))
+    )
+
+
+def test_all_ways_hold_the_same():
+    some = ragged([2, 20, 7, 7, 13, 19, 3, 4, 11, 20, 5, 2])
+    by_kind = [entries(packing.pack(some, range(len(some)), plan(kind))) for kind in KINDS]
+    assert by_kind[0] == by_kind[1] == by_kind[2]
+
+
+def test_shared_rows_waste_less():
+    some = ragged([6] * 12)
+    area = {k: sum(m.inputs.size for m in packing.pack(some, range(12), plan(k))) for k in KINDS}
+    assert area["segments"] < area["buckets"] < area["none"]
+
+
+def test_too_long_is_said_by_name():
+    with pytest.raises(ValueError, match="trajectory long has 40 tokens, rows 19"):
+        packing.pack([trajectory(np.ones(40), np.ones(40), uid="long")], [0], plan("none"))

@@ -1,0 +1,56 @@
+"""The mesh and where things lie on it."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jppo.config import UserError
+from jppo.learner import optim, packing, sharding
+
+
+@pytest.mark.parametrize(
+    "asked,expected",
+    [((-1, 1, 1), (8, 1, 1)), ((1, -1, 2), (1, 4, 2)), ((2, 2, 2), (2, 2, 2)), ((1, 8, -1), (1, 8, 1))],
+)
+def test_mesh_shape(asked, expected):
+    assert sharding.mesh_shape(8, data=asked[0], fsdp=asked[1], tensor=asked[2]) == expected
+
+
+@pytest.mark.parametrize("asked", [(3, 1, 1), (-1, 3, 1), (-1, -1, 1), (0, 1, 1), (-2, 1, 1), (-1, 16, 1)])
+def test_a_mesh_that_does_not_fit_is_said(asked):
+    data, fsdp, tensor = asked
+    with pytest.raises(
+        UserError, match=rf"mesh\.data={data} mesh\.fsdp={fsdp} mesh\.tensor={tensor}: .*; try"
+    ):
+        sharding.mesh_shape(8, data=data, fsdp=fsdp, tensor=tensor)
+
+
+def test_parameters_lie_by_the_rules_and_whole_where_an_axis_does_not_divide():
+    mesh = sharding.make_mesh((2, 2, 2))
+    axes = {"kernel": ("layers", "embed", "kv_heads", None), "odd": ("vocab", "embed"), "norm": ("norm",)}
+    shapes = {
+        "kernel": jax.ShapeDtypeStruct((3, 16, 2, 4), np.float32),
+        "odd": jax.ShapeDtypeStruct((31, 16), np.float32),
+        "norm": jax.ShapeDtypeStruct((16,), np.float32),
+    }
+    places = sharding.param_shardings(mesh, axes, shapes)
+    found = {name: place.spec for name, place in places.items()}
+    assert found == {"kernel": P(None, "fsdp", "tensor", None), "odd": P(None, "fsdp"), "norm": P(None)}
+
+
+def test_moments_lie_with_their_parameters():
+    mesh = sharding.make_mesh((1, 4, 2))
+    shapes = {"w": jax.ShapeDtypeStruct((16, 8), np.float32)}
+    places = sharding.param_shardings(mesh, {"w": ("embed", "mlp")}, shapes)
+    tx = optim.make_optimizer(grad_clip=1.0, betas=(0.9, 0.999), weight_decay=0.0)
+    adam = next(s for s in sharding.optimizer_shardings(tx, shapes, places) if hasattr(s, "mu"))
+    assert adam.mu["w"].spec == adam.nu["w"].spec == P("fsdp", "tensor")
+    assert adam.count.spec == P()
+
+
+def test_rows_are_spread_over_data_and_fsdp():
+    mesh = sharding.make_mesh((2, 2, 2))
+    assert sharding.row_multiple(mesh) == 4
+    rows = sharding.put_rows(packing.empty_rows((8, 5)), mesh)
+    assert {shard.data.shape for shard in rows.inputs.addressable_shards} == {(2, 5)}
