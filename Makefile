@@ -20,6 +20,7 @@ help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(READY)  ## make .venv, with vLLM for this machine; PYTHON=... names another interpreter
+	@echo "$(VENV) is ready"
 
 quickstart: $(RUN)/sft/hf/config.json  ## train a small model from nothing and show what happened; SEED=1 RUN=DIR
 	$(PY) -m jppo.train --config=configs/quickstart.py:$(RUN) --config.trainer.seed=$(SEED)

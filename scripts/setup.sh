@@ -46,4 +46,3 @@ from jppo.rollout.server import check_vllm
 
 exit_on_user_error(check_vllm)("")
 EOF
-echo "$venv is ready"

