@@ -1,0 +1,124 @@
+"""README.md and docs/architecture.md speak of what there is: paths, commands, settings, metrics, the tree."""
+
+import pathlib
+import re
+
+import pytest
+
+from jppo import config
+from jppo.io.timers import STAGES
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+DOCS = ("README.md", "docs/architecture.md", "benchmarks/README.md")
+SOURCES = sorted((ROOT / "jppo").rglob("*.py"))
+    r"runs/|data/|hf/|sft/|samples/|validation/|checkpoints/|tensorboard/|curve.svg|config.json|metrics.jsonl"
+)
+
+
+def text(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def quoted(name: str) -> list[str]:
+    """What stands between backticks, and the lines of code blocks without their comments."""
+    blocks = re.findall(r"```\n(.*?)```", text(name), re.S)
+    lines = [line.split("#")[0].strip() for block in blocks for line in block.splitlines()]
+    return lines + re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text(name), flags=re.S))
+
+
+@pytest.mark.parametrize("name", DOCS)
+def test_links_lead_somewhere(name):
+    for target in re.findall(r"\]\(([^)]+)\)", text(name)):
+        if target.startswith("http"):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (ROOT / name).parent / path if path else ROOT / name
+        assert file.exists(), target
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.M)
+            assert anchor in [title.lower().replace(" ", "-") for title in titles], target
+
+
+@pytest.mark.parametrize("name", DOCS)
+def test_paths_exist(name):
+    words = {word for said in quoted(name) for word in re.findall(r"[\w./-]+", said)}
+    paths = {
+        word for word in words if re.match(r"(jppo|configs|scripts|tests|docs|benchmarks)/", word)
+    } - set(tree_of_readme())
+    assert paths or name not in DOCS[:2]
+    missing = [path for path in paths if not (ROOT / path).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("name", DOCS)
+def test_commands_exist(name):
+    said = "\n".join(quoted(name))
+    targets = set(re.findall(r"^([a-z][\w-]*):", text("Makefile"), re.M))
+    assert set(re.findall(r"\bmake ([a-z][\w-]*)", said)) <= targets
+    for module in re.findall(r"python -m (jppo[\w.]*)", said):
+        assert (ROOT / (module.replace(".", "/") + ".py")).is_file(), module
+
+
+@pytest.mark.parametrize("name", DOCS)
+def test_settings_exist(name):
+    known = {
+        f"{section}.{leaf}"
+        for settings in (config.default(), config.sft_default())
+        for section, leaves in settings.items()
+        for leaf in leaves
+    }
+    sections = {setting.split(".")[0] for setting in known}
+    words = "\n".join(quoted(name))
+    for section, leaf in re.findall(r"(?<![\w/.])(?:--config\.)?(\w+)\.(\w+)", words):
+        if section in sections and leaf not in ("py", "jsonl", "parquet"):
+            assert f"{section}.{leaf}" in known
+
+
+def test_readme_names_every_setting_section():
+    for section in config.default():
+        assert f"`{section}`" in text("README.md")
+
+
+def tree_of_readme() -> list[str]:
+    """The files of the README's tree, as paths."""
+    block = re.search(r"## The tree\n\n```\n(.*?)```", text("README.md"), re.S)[1]
+    found, folders = [], []
+    for line in block.splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2
+        entry = line.split()[0]
+        folders[depth:] = [entry]
+        if not entry.endswith("/"):
+            found.append("".join(folders))
+    return found
+
+
+def test_the_tree_is_the_tree():
+    tree = tree_of_readme()
+    assert len(tree) == len(set(tree))
+    assert not [path for path in tree if not (ROOT / path).is_file()]
+    listed = [f for folder in ("jppo", "configs", "scripts") for f in (ROOT / folder).rglob("*.*")]
+    ours = {str(f.relative_to(ROOT)) for f in listed if f.suffix in (".py", ".sh")}
+    assert {path for path in ours if not path.endswith("__init__.py")} <= set(tree)
+
+
+def test_the_stages_of_a_step_are_the_timers():
+    step = re.search(r"## A step\n(.*?)\n## ", text("docs/architecture.md"), re.S)[1]
+    assert re.findall(r"^\| `(\w+)` \|", step, re.M) == [stage for stage in STAGES if stage != "step"]
+
+
+def test_every_metric_is_explained_and_every_explained_one_is_written():
+    table = re.search(r"## Metrics\n(.*?)\n## ", text("docs/architecture.md"), re.S)[1]
+    explained = {
+        name for row in re.findall(r"^\|(.*?)\|", table, re.M) for name in re.findall(r"`(.+?)`", row)
+    }
+    code = "\n".join(path.read_text(encoding="utf-8") for path in SOURCES)
+    kinds = r"actor|critic|val|reward|rollout|perf|sft|response_length|prompt_length"
+    written = set(re.findall(rf'"((?:{kinds})/[\w/]+)"', code))
+    written |= {f"{model}/{key}" for model in ("actor", "critic", "sft") for key in ("grad_norm", "lr")}
+    assert '"grad_norm": norm, "lr": lr' in code  # where these are made, under the model's name
+    assert explained == written | {"val/<data_source>/score", "timing_s/<stage>"}
+
+
+@pytest.mark.parametrize("name", DOCS)
+def test_lines_can_be_read(name):
+    assert all(len(line) <= 160 for line in text(name).splitlines())
