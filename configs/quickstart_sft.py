@@ -3,7 +3,8 @@
     python -m jppo.data.arithmetic --out runs/quickstart/data
     python -m jppo.sft --config=configs/quickstart_sft.py
 
-About 90 seconds on two CPU cores. The argument is the run's folder: --config=configs/quickstart_sft.py:runs/other
+About 90 seconds on two CPU cores. The argument is the run's folder:
+--config=configs/quickstart_sft.py:runs/other
 """
 
 import ml_collections

@@ -14,8 +14,8 @@ def gae(
 
         δ_t = r_t + γ V_{t'} - V_t,     A_t = δ_t + γ λ A_{t'},     returns_t = A_t + V_t
 
-    where t' is the next masked position of the same segment, and V_{t'} = A_{t'} = 0 behind the last one. Positions
-    outside the mask (tool output, prompt, empty) are bridged, not discounted over, and get 0.
+    where t' is the next masked position of the same segment, and V_{t'} = A_{t'} = 0 behind the last one.
+    Positions outside the mask (tool output, prompt, empty) are bridged, not discounted over, and get 0.
     """
     chex.assert_rank(reward, 2)
     chex.assert_equal_shape([reward, value, mask, segment])

@@ -1,4 +1,7 @@
-"""Estimators of KL(policy ‖ reference) from the log-probs of sampled tokens (Schulman, "Approximating KL divergence")."""
+"""Estimators of KL(policy ‖ reference) from the log-probs of sampled tokens.
+
+Schulman, "Approximating KL divergence".
+"""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Losses of the policy and the value function, per token. The learner weighs and sums them over a mini-batch."""
+"""Losses of the policy and the value function, per token; the learner weighs and sums them."""
 
 import jax.numpy as jnp
 
