@@ -11,8 +11,6 @@ from jppo.io.timers import STAGES
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DOCS = ("README.md", "docs/architecture.md", "benchmarks/README.md")
 SOURCES = sorted((ROOT / "jppo").rglob("*.py"))
-    r"runs/|data/|hf/|sft/|samples/|validation/|checkpoints/|tensorboard/|curve.svg|config.json|metrics.jsonl"
-)
 
 
 def text(name: str) -> str:
