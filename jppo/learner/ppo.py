@@ -2,11 +2,12 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jppo.algorithms import masked
 from jppo.learner import batch, packing, score, sharding, update
@@ -74,9 +75,10 @@ def make_passes(policy: Any, critic: Any, cfg: ModelConfig, statics: Statics) ->
 
 
 def compile_all(
-    passes: Passes, plan: packing.Plan, mesh: Any, policy: Params, value: Params, zeros: tuple[Any, Any]
+    passes: Passes, plan: packing.Plan, mesh: Mesh, policy: Params, value: Params, zeros: tuple[Any, Any]
 ) -> None:
     """Runs every pass once on empty rows of every shape, so that no later step compiles."""
+    kl_coef = jax.device_put(jnp.float32(0), sharding.replicated(mesh))  # placed as the state's is
     for shape in plan.shapes:
         rows = sharding.put_rows(packing.empty_rows(shape), mesh)
         logp, entropy = passes.logprob(policy, rows)
@@ -84,7 +86,7 @@ def compile_all(
         values = passes.value(value, rows)
         passes.gap(rows, logp)
         reward = jax.device_put(np.zeros(shape, np.float32), sharding.rows_sharding(mesh))
-        scored, _ = _advantages(passes, [[rows]], [[reward]], [[values]], [[logp]], [[logp]], jnp.float32(0))
+        scored, _ = _advantages(passes, [[rows]], [[reward]], [[values]], [[logp]], [[logp]], kl_coef)
         passes.actor(policy, zeros[0](), scored[0][0], jnp.float32(1))
         jax.block_until_ready(passes.critic(value, zeros[1](), scored[0][0], jnp.float32(1)))
 
@@ -100,10 +102,8 @@ def advantages(
 ) -> tuple[list[list[Scored]], dict[str, float]]:
     """Places the sequence rewards [B], estimates advantages and whitens them over the whole batch."""
 
-    def place(one: Rows) -> Array:
-        return jax.device_put(packing.place_rewards(one, scores), one.mask.sharding)
-
-    reward = [[place(one) for one in mini] for mini in rows]
+    place = cast(jax.Array, rows[0][0].inputs).sharding
+    reward = [[jax.device_put(packing.place_rewards(one, scores), place) for one in mini] for mini in rows]
     scored, found = _advantages(passes, rows, reward, values, logp, ref_logp, kl_coef)
     tokens, advantage_mean, _ = found["moments"]
     _, return_mean, return_var = found["return_moments"]
