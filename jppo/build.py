@@ -4,6 +4,7 @@ The commands call it; below it nothing sees a config.
 """
 
 import dataclasses
+import os
 import pathlib
 from typing import Any
 
@@ -41,14 +42,13 @@ class Inputs:
 
 @dataclasses.dataclass(frozen=True)
 class Learner:
-    """The compiled side of a run: the start of its state, and the passes over it."""
+    """The compiled side of a run: the passes, and what they close over."""
 
     mesh: Any
     plan: packing.Plan
     passes: ppo.Passes
     actor: ppo.Descent
     critic: ppo.Descent
-    begin: TrainState
     reference: Params | None  # None where no KL is asked for
 
 
@@ -70,6 +70,9 @@ def read_inputs(c: ConfigDict) -> Inputs:
     _, policy = hf.read_config(c.model.path)
     _, critic = hf.read_config(c.critic.path or c.model.path)
     tokenizer = read_tokenizer(c, policy)
+    if c.model.init == "pretrained":
+        hf.check_weights(c.model.path, policy, head="lm")
+        hf.check_weights(c.critic.path or c.model.path, critic, head="value")
     read = dict(
         tokenizer=tokenizer,
         max_prompt_length=c.data.max_prompt_length,
@@ -107,6 +110,14 @@ def read_tokenizer(c: ConfigDict, cfg: ModelConfig) -> Any:
             f" max_position_embeddings={cfg.max_position_embeddings}; lower one of them"
         )
     return tokenizer
+
+
+def share_gpu(c: ConfigDict) -> None:
+    """Leaves the servers' part of a GPU to them: JAX would take three quarters of it when it starts."""
+    if not c.rollout.urls:
+        os.environ.setdefault(
+            "XLA_PYTHON_CLIENT_MEM_FRACTION", f"{max(0.1, 0.92 - c.rollout.gpu_memory_utilization):.2f}"
+        )
 
 
 def start_engine(c: ConfigDict, run: pathlib.Path) -> VllmEngine:
@@ -171,7 +182,7 @@ def make_plan(c: ConfigDict, mesh: Any, *, tokens_per_device: int, sequences: in
     )
 
 
-def make_learner(c: ConfigDict, inputs: Inputs, mesh: Any) -> Learner:
+def make_learner(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[Learner, TrainState]:
     """Loads the models into their shards and closes the passes over the config's numbers."""
     a = c.actor
     key = jax.random.key(c.trainer.seed)
@@ -201,17 +212,18 @@ def make_learner(c: ConfigDict, inputs: Inputs, mesh: Any) -> Learner:
         c.critic, "critic", c.critic.ppo_epochs, passes.critic, what_value, value, inputs.total_steps
     )
     wants_reference = statics.kl_penalty is not None or statics.kl_loss_type is not None
-    return Learner(
+    learner = Learner(
         mesh=mesh,
         plan=make_plan(c, mesh, tokens_per_device=a.max_tokens_per_device, sequences=a.ppo_mini_batch_size),
         passes=passes,
         actor=actor,
         critic=critic,
-        begin=state.begin(
-            policy, policy_opt, value, value_opt, kl_coef=c.algorithm.kl_coef, seed=c.trainer.seed
-        ),
         reference=jax.tree.map(lambda x: x.copy(), policy) if wants_reference else None,
     )
+    begin = state.begin(
+        policy, policy_opt, value, value_opt, kl_coef=c.algorithm.kl_coef, seed=c.trainer.seed
+    )
+    return learner, begin
 
 
 def make_descent(

@@ -309,7 +309,7 @@ def parse(
         raise UserError(_explain(e, defaults)) from e
     if rest:
         raise UserError(f"{rest[0]!r} is not understood; settings are given as --config.SECTION.NAME=VALUE")
-    return values["config"].value, {"dry_run": values["dry_run"].value}
+    return values["config"].value, {"dry_run": bool(values["dry_run"].value)}
 
 
 def _explain(error: Exception, defaults: ml_collections.ConfigDict) -> str:

@@ -61,7 +61,7 @@ def train(config: ConfigDict) -> None:
                 )  # fmt: skip
                 some = [as_trajectory(demonstrations[i], str(i)) for i in indices]
                 rows, tokens = batch.make(some, mini_batch_size=len(some), plan=plan, mesh=mesh)
-                params, opt, metrics = ppo.descend(descent, params, opt, np.int32(step), rows, tokens)
+                params, opt, metrics = ppo.descend(descent, params, opt, np.asarray(step, np.int32), rows, tokens)
             metrics |= timer.next_step()
             metrics["perf/throughput"] = sum(len(t.tokens) for t in some) / metrics["timing_s/step"]
             logger.log(step + 1, metrics)

@@ -32,10 +32,15 @@ from jppo.rollout.sampler import RolloutError, Sampler
 from jppo.structs import Reward, TrainState, Trajectory
 
 
+class Diverged(Exception):
+    """A loss or a gradient is no number; the run cannot go on."""
+
+
 def train(config: ConfigDict) -> None:
     """Runs the whole of it; the state is on disk when it returns."""
     c = config
     run = pathlib.Path(c.trainer.run_dir)
+    build.share_gpu(c)
     inputs = build.read_inputs(c)
     timer = Timers()
     with contextlib.ExitStack() as stack:
@@ -45,12 +50,13 @@ def train(config: ConfigDict) -> None:
         mesh = build.make_mesh(c)
         engine = build.start_engine(c, run)  # imports and loads while JAX compiles
         stack.callback(engine.close)
-        learner = build.make_learner(c, inputs, mesh)
+        learner, begin = build.make_learner(c, inputs, mesh)
         ppo.compile_all(
-            learner.passes, learner.plan, mesh, learner.begin.policy, learner.begin.value,
+            learner.passes, learner.plan, mesh, begin.policy, begin.value,
             (learner.actor.zeros, learner.critic.zeros),
         )  # fmt: skip
-        now, cursor, resumed = resume(c, checkpoints, learner.begin)
+        now, cursor, resumed = resume(c, checkpoints, begin)
+        del begin  # a resumed run must not hold two states
         logger = stack.enter_context(Logger(run, total_steps=inputs.total_steps, resumed_step=resumed))
         (run / "config.json").write_text(settings.dump(c))
         sampler = engine.ready(
@@ -63,22 +69,27 @@ def train(config: ConfigDict) -> None:
             with timer("testing"):
                 logger.log(0, validate(c, run, inputs, sampler, logger, step))
         timer.next_step()
-        while step < inputs.total_steps:
-            with timer("step"):
-                now, cursor, metrics = ppo_step(c, inputs, learner, now, cursor, sampler, timer, run)
-                step += 1
-                with timer("update_weights"):
-                    sampler.load(hf.hf_tensors(now.policy, inputs.policy), version=step)
-            last = step == inputs.total_steps
-            if last or due(step, c.trainer.test_freq):
-                with timer("testing"):
-                    metrics |= validate(c, run, inputs, sampler, logger, step)
-            metrics |= timer.next_step()
-            metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / metrics["timing_s/step"]
-            logger.log(step, metrics)
-            if last or due(step, c.trainer.save_freq):
-                with timer("save"):
-                    checkpoints.save(step, now, {"cursor": dataclasses.asdict(cursor)})
+        try:
+            while step < inputs.total_steps:
+                with timer("step"):
+                    now, cursor, metrics = ppo_step(c, inputs, learner, now, cursor, sampler, timer, run)
+                    step += 1
+                    with timer("update_weights"):
+                        sampler.load(hf.hf_tensors(now.policy, inputs.policy), version=step)
+                last = step == inputs.total_steps
+                if last or due(step, c.trainer.test_freq):
+                    with timer("testing"):
+                        metrics |= validate(c, run, inputs, sampler, logger, step)
+                metrics |= timer.next_step()
+                metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / metrics["timing_s/step"]
+                logger.log(step, metrics)
+                if last or due(step, c.trainer.save_freq):
+                    with timer("save"):
+                        checkpoints.save(step, now, {"cursor": dataclasses.asdict(cursor)})
+        except RolloutError:
+            if checkpoints.latest() != step:
+                checkpoints.save(step, now, {"cursor": dataclasses.asdict(cursor)})
+            raise
         with timer("save"):
             hf.save(run / "hf", now.policy, inputs.policy, source=c.model.path, dtype=c.model.param_dtype)
     summary(run, timer)
@@ -154,7 +165,7 @@ def describe(trajectories: list[Trajectory], rewards: list[Reward]) -> dict[str,
     whole = np.array([len(t.tokens) for t in trajectories])
     failed = sum(r.error is not None for r in rewards)
     if failed == len(rewards):
-        raise RolloutError(f"every grader of the step failed; the first said: {rewards[0].error}")
+        raise Diverged(f"every grader of the step failed; the first said: {rewards[0].error}")
     return {
         "critic/score/mean": float(scores.mean()),
         "critic/score/max": float(scores.max()),
@@ -172,7 +183,7 @@ def require_finite(step: int, metrics: dict[str, float]) -> None:
     """Stops the run where a loss or a gradient is no number; the checkpoint before stays the last."""
     for name in ("actor/pg_loss", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm"):
         if not np.isfinite(metrics[name]):
-            raise RolloutError(
+            raise Diverged(
                 f"step {step}: {name} is {metrics[name]}; lower actor.lr or critic.lr and resume from the last checkpoint"
             )
 
@@ -256,7 +267,7 @@ def summary(run: pathlib.Path, timer: Timers) -> None:
         (first, before), (final, after) = tested[0], tested[-1]
         print(f"greedy accuracy   {before:.3f} at step {first}  →  {after:.3f} at step {final}")
     print(f"steps             {lines[-1]['step'] if lines else 0}")
-    for stage, seconds in timer.totals().items():
+    for stage, seconds in timer.totals.items():
         print(f"  {stage:<15} {seconds:8.1f} s")
     print(f"curve             {run / 'curve.svg'}")
     print(f"samples           {run / 'samples'}, tests in {run / 'validation'}")
@@ -279,9 +290,15 @@ def main(argv: list[str] | None = None) -> None:
     signal.signal(signal.SIGTERM, _terminate)
     try:
         train(config)
-    except RolloutError as e:
+    except (RolloutError, Diverged) as e:
         print(f"error: {e}", file=sys.stderr)
         sys.exit(1)
+    except KeyboardInterrupt:
+        print(
+            f"interrupted; the same command goes on from {config.trainer.run_dir}/checkpoints",
+            file=sys.stderr,
+        )
+        sys.exit(130)
 
 
 if __name__ == "__main__":

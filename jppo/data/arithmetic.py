@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, required=True, help="directory to write to")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--test", type=int, default=1000, help="problems to hold out")
-    parser.add_argument("--sloppy", type=float, default=0.6, help="how often the teacher forgets a carry")
+    parser.add_argument("--sloppy", type=float, default=0.65, help="how often the teacher forgets a carry")
     parser.add_argument("--demonstrations", type=int, default=8, help="of each training problem")
     args = parser.parse_args()
     made = make(seed=args.seed, test=args.test, sloppy=args.sloppy, demonstrations=args.demonstrations)

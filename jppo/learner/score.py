@@ -25,7 +25,7 @@ def make_logprob(
         return heads.logprob_entropy(
             hidden,
             decoder.head_kernel(params, cfg),
-            rows.targets,
+            jnp.asarray(rows.targets),
             temperature=temperature,
             chunk_tokens=chunk_tokens,
             with_entropy=with_entropy,

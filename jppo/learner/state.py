@@ -60,7 +60,7 @@ def begin(
 ) -> TrainState:
     """The state before the first step."""
     place = jax.tree.leaves(policy)[0].sharding
-    assert isinstance(place, NamedSharding)
+    assert isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh)
     whole = sharding.replicated(place.mesh)
     return TrainState(
         step=jax.device_put(jnp.int32(0), whole),

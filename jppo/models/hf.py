@@ -88,19 +88,12 @@ def load_params(
     A value model takes `score.weight` where the checkpoint has it (a sequence classifier), else it draws the
     score from `key`; the language head that it has no use for is left in the file.
     """
-    directory = resolve(path, weights=True)
-    slots = {name: slot for name, slot in tensorfile.slots(directory).items() if not _BUFFERS.match(name)}
-    entries = params.table(cfg, head=head)
+    entries, slots = _find(path, cfg, head)
     fresh: Params = {}
     if head == "value" and "score.weight" not in slots:
         if key is None:
-            raise ValueError(f"{directory} has no score.weight: a value model needs a key to draw one")
+            raise ValueError(f"{path} has no score.weight: a value model needs a key to draw one")
         fresh = init_head(cfg, key, head=head, param_dtype=param_dtype)
-        entries = tuple(entry for entry in entries if entry.path[0] not in fresh)
-    if head == "value" and not cfg.tie_word_embeddings:
-        slots.pop("lm_head.weight", None)
-    slots = _one_name_each(entries, slots)
-    _check_names(directory, entries, slots)
 
     def leaf(entry: Entry) -> jax.Array:
         return put(entry.path, _read_stacked(entry, slots, np.dtype(param_dtype)))
@@ -109,6 +102,27 @@ def load_params(
         name: {"kernel": put((name, "kernel"), np.asarray(node["kernel"]))} for name, node in fresh.items()
     }
     return params.tree(entries, leaf) | placed
+
+
+def check_weights(path: str | os.PathLike, cfg: ModelConfig, *, head: Head) -> None:
+    """UserError where `load_params` would find a tensor missing, left over, misshapen or cut; reads headers only."""
+    _find(path, cfg, head)
+
+
+def _find(
+    path: str | os.PathLike, cfg: ModelConfig, head: Head
+) -> tuple[tuple[Entry, ...], dict[str, tensorfile.Slot]]:
+    """The parameters that the checkpoint holds (all but a score that is yet to be drawn), and where each lies."""
+    directory = resolve(path, weights=True)
+    slots = {name: slot for name, slot in tensorfile.slots(directory).items() if not _BUFFERS.match(name)}
+    entries = params.table(cfg, head=head)
+    if head == "value" and "score.weight" not in slots:
+        entries = tuple(entry for entry in entries if entry.hf != "score.weight")
+    if head == "value" and not cfg.tie_word_embeddings:
+        slots.pop("lm_head.weight", None)
+    slots = _one_name_each(entries, slots)
+    _check_names(directory, entries, slots)
+    return entries, slots
 
 
 def _one_name_each(
