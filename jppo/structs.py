@@ -7,8 +7,8 @@ Letters used in every shape comment of the project:
     B = N * G trajectories        L layers              F width of the MLP  A width of one head
 
 The alignment rule: entry t of every [R, T] array is about emitting `targets[:, t]` after reading
-`inputs[:, :t + 1]`: its log-probability, mask and reward, and the value of the state that it left. The shift by
-one is made once, in `learner/packing.py`; no later line slices by one.
+`inputs[:, :t + 1]`: its log-probability, mask and reward, and the value of the state that it left. The shift
+by one is made once, in `learner/packing.py`; no later line slices by one.
 """
 
 import dataclasses
