@@ -2,9 +2,10 @@
 
     make quickstart
 
-The starting model (configs/quickstart_sft.py) learned two-digit addition from a teacher who forgets the carry,
-so it is right on about four problems in ten. PPO sees only whether an answer is right. About ten minutes on two
-CPU cores; expected: greedy accuracy on 1,000 held-out problems above 0.90. The argument is the run's folder.
+The starting model (configs/quickstart_sft.py) learned two-digit addition from a teacher who forgets the
+carry, so it is right on about four problems in ten. PPO sees only whether an answer is right. About ten
+minutes on two CPU cores; expected: greedy accuracy on 1,000 held-out problems above 0.90. The argument is the
+run's folder.
 """
 
 import ml_collections

@@ -21,7 +21,7 @@ def moments(x: Array, mask: Array) -> Array:  # [3] f32
 
 
 def combine(parts: list[np.ndarray]) -> tuple[float, float, float]:
-    """Count, mean, unbiased variance of the union of parts, each given by its `moments` (Chan et al. 1983)."""
+    """Count, mean, unbiased variance of a union of parts, each given by its `moments` (Chan et al. 1983)."""
     n, mean, m2 = 0.0, 0.0, 0.0
     for part in parts:
         k, part_mean, part_m2 = (float(p) for p in part)
