@@ -2,10 +2,10 @@
 
     make quickstart
 
-The starting model (configs/quickstart_sft.py) learned two-digit addition from a teacher who forgets the
-carry, so it is right on about four problems in ten. PPO sees only whether an answer is right. About ten
-minutes on two CPU cores; expected: greedy accuracy on 1,000 held-out problems above 0.90. The argument is the
-run's folder.
+The starting model (configs/quickstart_sft.py) learned two-digit addition from a teacher who forgets the carry, so that
+it is right on about four problems in ten. PPO sees only whether an answer is right. Some five minutes on two CPU cores;
+greedy accuracy on 1,000 held-out problems ends above 0.90. The argument is the run's folder:
+--config=configs/quickstart.py:runs/other
 """
 
 import ml_collections
@@ -26,20 +26,19 @@ def get_config(arg: str = "runs/quickstart") -> ml_collections.ConfigDict:
     config.data.max_response_length = 4
     config.data.row_lengths = 1
 
+    config.algorithm.lam = 0.95
     config.algorithm.use_kl_in_reward = True
     config.algorithm.kl_coef = 0.001
 
-    config.actor.lr = 3e-4
-    config.actor.ppo_mini_batch_size = 256
-    config.actor.weight_decay = 0.0
-    config.critic.lr = 1e-3
-    config.critic.weight_decay = 0.0
+    config.actor.lr = 2e-4
+    config.actor.lr_warmup_steps = 5
+    config.actor.ppo_mini_batch_size = 128
+    config.critic.lr = 3e-4
 
-    config.rollout.n = 1
     config.rollout.kv_cache_memory_bytes = 64 * 2**20
 
     config.trainer.run_dir = arg
-    config.trainer.total_training_steps = 80
+    config.trainer.total_training_steps = 60
     config.trainer.test_freq = 20
-    config.trainer.save_freq = 20
+    config.trainer.save_freq = 10
     return config.lock()

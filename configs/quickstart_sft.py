@@ -3,7 +3,7 @@
     python -m jppo.data.arithmetic --out runs/quickstart/data
     python -m jppo.sft --config=configs/quickstart_sft.py
 
-About 90 seconds on two CPU cores. The argument is the run's folder:
+About two minutes on two CPU cores. The argument is the run's folder:
 --config=configs/quickstart_sft.py:runs/other
 """
 
@@ -25,10 +25,10 @@ def get_config(arg: str = "runs/quickstart") -> ml_collections.ConfigDict:
     config.data.max_response_length = 4
     config.data.row_lengths = 1
 
-    config.optim.lr = 2e-3
+    config.optim.lr = 3e-3
     config.optim.lr_scheduler_type = "cosine"
     config.optim.lr_warmup_steps = 20
 
     config.trainer.run_dir = f"{arg}/sft"
-    config.trainer.total_training_steps = 400
+    config.trainer.total_training_steps = 600
     return config.lock()

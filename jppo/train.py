@@ -13,6 +13,7 @@ import sys
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from jppo import build
@@ -24,8 +25,8 @@ from jppo.evaluate import evaluate, samples
 from jppo.io.checkpoint import Checkpoints, restore
 from jppo.io.curve import write_curve
 from jppo.io.metrics import Logger, read_metrics, write_samples
-from jppo.io.timers import Timers
-from jppo.learner import batch, ppo
+from jppo.io.timers import STAGES, Timers
+from jppo.learner import batch, packing, ppo
 from jppo.models import hf
 from jppo.rewards.graders import grade
 from jppo.rollout.sampler import RolloutError, Sampler
@@ -46,29 +47,32 @@ def train(config: ConfigDict) -> None:
     with contextlib.ExitStack() as stack:
         checkpoints = stack.enter_context(Checkpoints(run / "checkpoints", keep=c.trainer.max_ckpt_to_keep))
         if finished(c, checkpoints, inputs.total_steps):
-            return summary(run, timer)
+            return summary(run)
         mesh = build.make_mesh(c)
-        engine = build.start_engine(c, run)  # imports and loads while JAX compiles
-        stack.callback(engine.close)
-        learner, begin = build.make_learner(c, inputs, mesh)
-        ppo.compile_all(
-            learner.passes, learner.plan, mesh, begin.policy, begin.value,
-            (learner.actor.zeros, learner.critic.zeros),
-        )  # fmt: skip
-        now, cursor, resumed = resume(c, checkpoints, begin)
-        del begin  # a resumed run must not hold two states
+        with timer("start"):
+            engine = build.start_engine(c, run)  # imports and loads while JAX compiles
+            stack.callback(engine.close)
+            learner, begin = build.make_learner(c, inputs, mesh)
+            ppo.compile_all(
+                learner.passes, learner.plan, mesh, begin.policy, begin.value,
+                (learner.actor.zeros, learner.critic.zeros),
+            )  # fmt: skip
+            now, cursor, resumed = resume(c, checkpoints, begin)
+            del begin  # a resumed run must not hold two states
+            step = int(now.step)
+            sampler = engine.ready(
+                eos_token_ids=inputs.end_tokens, decode=lambda ids: decode(inputs.tokenizer, ids)
+            )
+            sampler.load(hf.hf_tensors(now.policy, inputs.policy), version=step)
         logger = stack.enter_context(Logger(run, total_steps=inputs.total_steps, resumed_step=resumed))
         (run / "config.json").write_text(settings.dump(c))
-        sampler = engine.ready(
-            eos_token_ids=inputs.end_tokens, decode=lambda ids: decode(inputs.tokenizer, ids)
-        )
-        step = int(now.step)
-        sampler.load(hf.hf_tensors(now.policy, inputs.policy), version=step)
+        for line in introduce(inputs, mesh, learner.plan, resumed):
+            logger.note(line)
         logger.note(agree(c, inputs, learner, now, sampler, step))
         if resumed is None and c.trainer.val_before_train:
             with timer("testing"):
-                logger.log(0, validate(c, run, inputs, sampler, logger, step))
-        timer.next_step()
+                metrics = validate(c, run, inputs, sampler, logger, step)
+            logger.log(0, metrics | timer.next_step())
         try:
             while step < inputs.total_steps:
                 with timer("step"):
@@ -92,7 +96,7 @@ def train(config: ConfigDict) -> None:
             raise
         with timer("save"):
             hf.save(run / "hf", now.policy, inputs.policy, source=c.model.path, dtype=c.model.param_dtype)
-    summary(run, timer)
+    summary(run)
 
 
 def ppo_step(
@@ -251,7 +255,19 @@ def resume(
     return found.state, Cursor(**found.meta["cursor"]), found.step
 
 
-def summary(run: pathlib.Path, timer: Timers) -> None:
+def introduce(inputs: Inputs, mesh: Mesh, plan: packing.Plan, resumed: int | None) -> list[str]:
+    """What the run is about to do, for the console."""
+    left_out = inputs.train.overlong + inputs.val.overlong
+    return [
+        f"{len(inputs.train.prompts)} prompts to train on, {len(inputs.val.prompts)} to test on"
+        f" ({left_out} over-long ones left out)",
+        f"{mesh.devices.size} {mesh.devices.flat[0].platform} device(s), mesh {dict(mesh.shape)},"
+        f" rows of shape {', '.join(f'{r}x{t}' for r, t in plan.shapes)}",
+        "a new run" if resumed is None else f"going on from the checkpoint of step {resumed}",
+    ]
+
+
+def summary(run: pathlib.Path) -> None:
     """Says what happened: accuracy before and after, where the time went, and where everything is."""
     lines = read_metrics(run)
     tested = [(m["step"], m["val/score"]) for m in lines if "val/score" in m]
@@ -266,11 +282,13 @@ def summary(run: pathlib.Path, timer: Timers) -> None:
     if tested:
         (first, before), (final, after) = tested[0], tested[-1]
         print(f"greedy accuracy   {before:.3f} at step {first}  →  {after:.3f} at step {final}")
-    print(f"steps             {lines[-1]['step'] if lines else 0}")
-    for stage, seconds in timer.totals.items():
-        print(f"  {stage:<15} {seconds:8.1f} s")
+    print(f"steps             {lines[-1]['step'] if lines else 0}, seconds by stage:")
+    for stage in STAGES:
+        seconds = sum(m.get(f"timing_s/{stage}", 0.0) for m in lines)
+        if seconds:
+            print(f"  {stage:<15} {seconds:8.1f}")
     print(f"curve             {run / 'curve.svg'}")
-    print(f"samples           {run / 'samples'}, tests in {run / 'validation'}")
+    print(f"samples           {run / 'samples'}, of the tests in {run / 'validation'}")
     print(f"metrics           {run / 'metrics.jsonl'}, TensorBoard in {run / 'tensorboard'}")
     print(f"model             {run / 'hf'}")
 

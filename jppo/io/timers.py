@@ -1,10 +1,11 @@
-"""Seconds by stage, under verl's stage names."""
+"""Seconds by stage, under verl's stage names and one more, `start`."""
 
 import contextlib
 import time
 from collections.abc import Iterator
 
 STAGES = (
+    "start",  # servers, loading and compiling
     "gen",
     "reward",
     "old_log_prob",
