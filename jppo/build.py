@@ -16,7 +16,7 @@ from jppo.config import UserError
 from jppo.data.prompts import PromptSet, read_prompts
 from jppo.data.stream import steps_per_epoch
 from jppo.data.tokenizer import end_token_ids, load_tokenizer
-from jppo.learner import optim, packing, ppo, sharding, state, update
+from jppo.learner import optim, packing, ppo, score, sharding, state, update
 from jppo.models import hf
 from jppo.models.decoder import Decoder
 from jppo.models.families import ModelConfig
@@ -24,6 +24,10 @@ from jppo.rewards.graders import Grader, graders_for
 from jppo.rollout.server import ServerSettings
 from jppo.rollout.vllm import VllmEngine, start_vllm
 from jppo.structs import Params, Sampling, TrainState
+
+
+# What `algorithm.adv_estimator` chooses from.
+ESTIMATORS = {"gae": score.make_gae}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +151,10 @@ def start_engine(c: ConfigDict, run: pathlib.Path) -> VllmEngine:
     )
 
 
+# What `rollout.name` chooses from.
+ENGINES = {"vllm": start_engine}
+
+
 def make_mesh(c: ConfigDict) -> Any:
     """The devices, as the config lays them out."""
     shape = sharding.mesh_shape(len(jax.devices()), data=c.mesh.data, fsdp=c.mesh.fsdp, tensor=c.mesh.tensor)
@@ -163,6 +171,11 @@ def make_decoder(c: ConfigDict, cfg: ModelConfig, mesh: Any) -> Decoder:
         remat=c.model.remat,
         constrain=sharding.constrain_to_rows(mesh),
     )
+
+
+def chunk_tokens(c: ConfigDict, cfg: ModelConfig) -> int:
+    """How many tokens have their f32 logits in memory at a time."""
+    return max(1, c.model.logprob_chunk_bytes // (4 * cfg.vocab_size))
 
 
 def make_plan(c: ConfigDict, mesh: Any, *, tokens_per_device: int, sequences: int) -> packing.Plan:
@@ -190,7 +203,7 @@ def make_learner(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[Learner, Tra
     what_value = state.weights(inputs.critic, mesh, head="value", param_dtype=c.model.param_dtype)
     statics = ppo.Statics(
         temperature=c.rollout.temperature,
-        chunk_tokens=c.model.logprob_chunk_tokens,
+        chunk_tokens=chunk_tokens(c, inputs.policy),
         gamma=c.algorithm.gamma,
         lam=c.algorithm.lam,
         kl_penalty=c.algorithm.kl_penalty if c.algorithm.use_kl_in_reward else None,
@@ -201,7 +214,11 @@ def make_learner(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[Learner, Tra
         cliprange_value=c.critic.cliprange_value,
     )
     passes = ppo.make_passes(
-        make_decoder(c, inputs.policy, mesh), make_decoder(c, inputs.critic, mesh), inputs.policy, statics
+        make_decoder(c, inputs.policy, mesh),
+        make_decoder(c, inputs.critic, mesh),
+        inputs.policy,
+        statics,
+        estimator=ESTIMATORS[c.algorithm.adv_estimator],
     )
     policy = state.load(what, c.model.path, init=c.model.init, key=jax.random.fold_in(key, 0))
     value = state.load(

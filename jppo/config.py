@@ -33,7 +33,7 @@ CHOICES = {
 }
 # Lower bounds; a setting that is not here may be any number of its type.
 AT_LEAST = {
-    "model.logprob_chunk_tokens": 1,
+    "model.logprob_chunk_bytes": 1,
     "data.train_batch_size": 1,
     "data.max_prompt_length": 1,
     "data.max_response_length": 1,
@@ -117,7 +117,7 @@ def default() -> ml_collections.ConfigDict:
             param_dtype="float32",
             scan_layers=True,  # False compiles slower and runs faster on CPU
             remat="none",  # none, dots, full
-            logprob_chunk_tokens=1024,  # log-probs are computed for so many tokens at a time
+            logprob_chunk_bytes=2**29,  # log-probs are computed chunk by chunk: the logits of one
         )
     )
     config.data = c(
@@ -179,7 +179,7 @@ def default() -> ml_collections.ConfigDict:
             omp_threads=1,  # on a CPU
             start_timeout_s=300.0,
             request_timeout_s=600.0,
-            publish_dir="",  # '': shared memory where there is any
+            publish_dir="",  # '': nameless shared memory; a folder that both see when the server is in a container
             logp_tolerance=1e-3,  # largest |trainer - sampler| log-prob before step 1
         )
     )

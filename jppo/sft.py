@@ -45,7 +45,7 @@ def train(config: ConfigDict) -> None:
         build.make_decoder(c, cfg, mesh),
         cfg,
         temperature=1.0,
-        chunk_tokens=c.model.logprob_chunk_tokens,
+        chunk_tokens=build.chunk_tokens(c, cfg),
         with_entropy=False,
     )
     accumulate = update.make_accumulate(update.make_imitation_loss(logprob))

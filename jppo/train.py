@@ -50,7 +50,7 @@ def train(config: ConfigDict) -> None:
             return summary(run)
         mesh = build.make_mesh(c)
         with timer("start"):
-            engine = build.start_engine(c, run)  # imports and loads while JAX compiles
+            engine = build.ENGINES[c.rollout.name](c, run)  # imports and loads while JAX compiles
             stack.callback(engine.close)
             learner, begin = build.make_learner(c, inputs, mesh)
             ppo.compile_all(

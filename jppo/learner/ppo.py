@@ -45,7 +45,9 @@ class Passes:
     critic: Callable[..., tuple[Params, dict[str, Array]]]
 
 
-def make_passes(policy: Any, critic: Any, cfg: ModelConfig, statics: Statics) -> Passes:
+def make_passes(
+    policy: Any, critic: Any, cfg: ModelConfig, statics: Statics, *, estimator: Callable[..., Any]
+) -> Passes:
     """Closes the pure functions over the models and the numbers, and compiles them on first use."""
     s = statics
 
@@ -67,7 +69,7 @@ def make_passes(policy: Any, critic: Any, cfg: ModelConfig, statics: Statics) ->
         value=jax.jit(value),
         gap=jax.jit(score.sampler_gap),
         entropy=jax.jit(score.entropy_sum),
-        advantage=jax.jit(score.make_advantage(gamma=s.gamma, lam=s.lam, kl_penalty=s.kl_penalty)),
+        advantage=jax.jit(estimator(gamma=s.gamma, lam=s.lam, kl_penalty=s.kl_penalty)),
         whiten=jax.jit(masked.whiten),
         actor=update.make_accumulate(actor_loss),
         critic=update.make_accumulate(update.make_critic_loss(value, cliprange_value=s.cliprange_value)),

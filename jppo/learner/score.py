@@ -44,7 +44,7 @@ def make_value(model: Any) -> Value:
     return value
 
 
-def make_advantage(*, gamma: float, lam: float, kl_penalty: str | None) -> Callable[..., dict[str, Array]]:
+def make_gae(*, gamma: float, lam: float, kl_penalty: str | None) -> Callable[..., dict[str, Array]]:
     """Token rewards and GAE of one micro-batch, with the moments that whiten the advantage over the whole batch."""
     estimate = None if kl_penalty is None else kl.ESTIMATORS[kl_penalty]
 
