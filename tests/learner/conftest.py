@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from jppo.learner import batch, optim, packing, ppo, sharding, state, update
+from jppo.learner import batch, optim, packing, ppo, score, sharding, state, update
 from jppo.models import families
 from jppo.models.decoder import Decoder, init_params
 from jppo.structs import Trajectory
@@ -110,7 +110,7 @@ class Learner:
         self.cfg = families.from_hf(hf_config(), path="config.json")
         self.mesh = sharding.make_mesh(self.mesh_shape)
         decoder = Decoder(self.cfg, constrain=sharding.constrain_to_rows(self.mesh))
-        self.passes = ppo.make_passes(decoder, decoder, self.cfg, self.statics)
+        self.passes = ppo.make_passes(decoder, decoder, self.cfg, self.statics, estimator=score.make_gae)
         self.what = {
             name: state.weights(self.cfg, self.mesh, head=head, param_dtype=np.float32)
             for name, head in (("actor", "lm"), ("critic", "value"))

@@ -88,6 +88,6 @@ def test_eight_devices(learner, base, mesh_shape, kind, tokens_per_micro):
 
 def test_adamw_on_eight_devices(learner, base):
     data, _ = base
-    how = dict(mini=8, epochs=1, lr=1e-3)
+    how = dict(mini=8, epochs=1, lr=1e-4)  # Adam divides by the size of the gradient, and so of its rounding
     expected = learner().update(*data, **how)
     assert_same(learner((2, 2, 2)).update(*data, kind="none", tokens_per_micro=100, **how), expected)

@@ -1,0 +1,65 @@
+"""After `compile_all` and one step nothing is compiled, whatever lengths the batches have."""
+
+import contextlib
+
+import jax
+import numpy as np
+import pytest
+
+from jppo.learner import ppo, sharding
+
+EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+@contextlib.contextmanager
+def compilations():
+    """The list of what XLA compiles inside the block: one entry each."""
+    seen, listening = [], True
+
+    def listen(event, _, **about):
+        if listening and event == EVENT:
+            seen.append(about.get("fun_name", "?"))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    listening = False  # public jax has no way to take one listener away
+
+
+def test_the_count_sees_a_compilation():
+    with compilations() as seen:
+        jax.jit(lambda x: x * 3.0 + 1.0)(np.float32(2.0))
+    assert seen
+    jax.jit(lambda x: x * 3.0 + 2.0)(np.float32(2.0))
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("mesh_shape", [(1, 1, 1), (2, 2, 2)])
+def test_no_step_after_the_first_compiles(new_learner, drawn, mesh_shape):
+    ours = new_learner(mesh_shape)
+    plan = ours.plan("buckets", 23, 8)  # two shapes
+    policy, value, reference = ours.weights("actor", 0), ours.weights("critic", 2), ours.weights("actor", 1)
+    how = {}
+    how["actor"], policy_opt = ours.descent("actor", policy, lr=1e-3, epochs=1, tx=ours.adamw)
+    how["critic"], value_opt = ours.descent("critic", value, lr=1e-3, epochs=1, tx=ours.adamw)
+    zeros = (how["actor"].zeros, how["critic"].zeros)
+    ppo.compile_all(ours.passes, plan, ours.mesh, policy, value, zeros)
+    step = jax.device_put(np.int32(0), sharding.replicated(ours.mesh))
+    batches = [drawn(16, seed=seed) for seed in range(4)]
+    # The first batch has one shape only, so that the others bring shapes that no step has had.
+    shortest = min(batches[0][0], key=lambda t: len(t.tokens))
+    batches[0] = ([shortest] * 16, batches[0][1])
+    shapes = []
+    for number, (trajectories, scores) in enumerate(batches):
+        with compilations() as seen:
+            scored, tokens, _ = ours.score(
+                trajectories, scores, plan=plan, mini=8, policy=policy, reference=reference, value=value
+            )
+            value, value_opt, _ = ppo.descend(how["critic"], value, value_opt, step, scored, tokens)
+            policy, policy_opt, _ = ppo.descend(how["actor"], policy, policy_opt, step, scored, tokens)
+            step = step + 1
+        shapes.append({micro.advantage.shape for mini in scored for micro in mini})
+        if number:
+            assert not seen, f"step {number} compiled {seen}"
+    assert len(set.union(*shapes)) > len(shapes[0]), (
+        "the later batches must bring shapes that the first had not"
+    )
