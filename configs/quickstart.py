@@ -31,6 +31,7 @@ def get_config(arg: str = "runs/quickstart") -> ml_collections.ConfigDict:
     config.algorithm.kl_coef = 0.001
 
     config.actor.lr = 2e-4
+    config.actor.lr_scheduler_type = "cosine"
     config.actor.lr_warmup_steps = 5
     config.actor.ppo_mini_batch_size = 128
     config.critic.lr = 3e-4
@@ -38,7 +39,7 @@ def get_config(arg: str = "runs/quickstart") -> ml_collections.ConfigDict:
     config.rollout.kv_cache_memory_bytes = 64 * 2**20
 
     config.trainer.run_dir = arg
-    config.trainer.total_training_steps = 60
+    config.trainer.total_training_steps = 80
     config.trainer.test_freq = 20
     config.trainer.save_freq = 10
     return config.lock()
