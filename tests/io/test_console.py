@@ -3,14 +3,14 @@ import io
 import rich.console
 
 from jppo.io import console as module
-from jppo.io.console import make_screen
+from jppo.io.console import PPO_COLUMNS, make_screen
 
 METRICS = {"critic/score/mean": 0.25, "actor/entropy": float("nan"), "timing_s/step": 2.0}
 
 
 def screen(terminal, done=0):
     console = rich.console.Console(file=io.StringIO(), force_terminal=terminal, width=120)
-    return make_screen(9, done, console), console.file
+    return make_screen(9, done, PPO_COLUMNS, console), console.file
 
 
 def test_a_log_gets_one_plain_line_a_step(monkeypatch):
