@@ -2,9 +2,10 @@
 
     make quickstart
 
-The starting model (configs/quickstart_sft.py) learned two-digit addition from a teacher who forgets the carry, so that
-it is right on about four problems in ten. PPO sees only whether an answer is right. Some five minutes on two CPU cores;
-greedy accuracy on 1,000 held-out problems ends above 0.90. The argument is the run's folder:
+The starting model (configs/quickstart_sft.py) learned two-digit addition from a teacher who forgets the
+carry, so that it is right on about four problems in ten. PPO sees only whether an answer is right. Some five
+minutes on two CPU cores; greedy accuracy on 1,000 held-out problems ends above 0.90. The argument is the
+run's folder:
 --config=configs/quickstart.py:runs/other
 """
 

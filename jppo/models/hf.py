@@ -105,14 +105,14 @@ def load_params(
 
 
 def check_weights(path: str | os.PathLike, cfg: ModelConfig, *, head: Head) -> None:
-    """UserError where `load_params` would find a tensor missing, left over, misshapen or cut; reads headers only."""
+    """UserError where `load_params` would find a tensor missing, left over, misshapen or cut, by headers alone."""
     _find(path, cfg, head)
 
 
 def _find(
     path: str | os.PathLike, cfg: ModelConfig, head: Head
 ) -> tuple[tuple[Entry, ...], dict[str, tensorfile.Slot]]:
-    """The parameters that the checkpoint holds (all but a score that is yet to be drawn), and where each lies."""
+    """The parameters that the checkpoint holds (not a score yet to be drawn), and where each lies."""
     directory = resolve(path, weights=True)
     slots = {name: slot for name, slot in tensorfile.slots(directory).items() if not _BUFFERS.match(name)}
     entries = params.table(cfg, head=head)
