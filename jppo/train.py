@@ -149,7 +149,7 @@ def ppo_step(
             learner.actor, now.policy, now.policy_opt, now.step, estimated, tokens
         )
         metrics |= found
-    write_samples(run, version + 1, samples(asked, trajectories, rewards))
+    write_samples(run, f"step_{version + 1}", samples(asked, trajectories, rewards))
     require_finite(version + 1, metrics)
     now = dataclasses.replace(
         now, step=now.step + 1, policy=policy, policy_opt=policy_opt, value=value, value_opt=value_opt
@@ -199,7 +199,7 @@ def validate(
     metrics, rows = evaluate(
         sampler, inputs.val.prompts, inputs.graders, max_tokens=c.data.max_response_length, version=version
     )
-    write_samples(run / "validation", version, rows)
+    write_samples(run, f"test_{version}", rows)
     for row in rows[: c.trainer.log_val_generations]:
         mark = "right" if row["score"] == 1.0 else f"score {row['score']:g}"
         logger.note(
@@ -288,7 +288,7 @@ def summary(run: pathlib.Path) -> None:
         if seconds:
             print(f"  {stage:<15} {seconds:8.1f}")
     print(f"curve             {run / 'curve.svg'}")
-    print(f"samples           {run / 'samples'}, of the tests in {run / 'validation'}")
+    print(f"samples           {run / 'samples'}, step_N.jsonl and test_N.jsonl")
     print(f"metrics           {run / 'metrics.jsonl'}, TensorBoard in {run / 'tensorboard'}")
     print(f"model             {run / 'hf'}")
 

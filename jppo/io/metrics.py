@@ -87,9 +87,9 @@ def read_metrics(run_dir: pathlib.Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in whole.splitlines()]
 
 
-def write_samples(run_dir: pathlib.Path, step: int, rows: Sequence[Mapping[str, Any]]) -> pathlib.Path:
-    """Write samples/step_N.jsonl: prompt, response, score and its parts, one sample a line."""
-    path = run_dir / "samples" / f"step_{step}.jsonl"
+def write_samples(run_dir: pathlib.Path, name: str, rows: Sequence[Mapping[str, Any]]) -> pathlib.Path:
+    """Write samples/NAME.jsonl: prompt, response, score and its parts, one sample a line."""
+    path = run_dir / "samples" / f"{name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     _replace(path, [_jsonable(row) for row in rows])
     return path

@@ -87,7 +87,7 @@ def test_tensorboard_has_the_finite_scalars_and_forgets_what_is_done_again(tmp_p
 
 def test_samples_are_one_json_object_a_line(tmp_path):
     rows = [{"prompt": "naïve", "score": 1.0, "parts": {"exact": math.nan}}, {"prompt": [{"role": "user"}]}]
-    path = write_samples(tmp_path, 7, rows)
+    path = write_samples(tmp_path, "step_7", rows)
     assert path == tmp_path / "samples/step_7.jsonl"
     first, second = map(json.loads, path.read_text().splitlines())
     assert first == {"prompt": "naïve", "score": 1.0, "parts": {"exact": "nan"}} and second == rows[1]
