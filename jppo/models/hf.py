@@ -105,7 +105,7 @@ def load_params(
 
 
 def check_weights(path: str | os.PathLike, cfg: ModelConfig, *, head: Head) -> None:
-    """UserError where `load_params` would find a tensor missing, left over, misshapen or cut, by headers alone."""
+    """UserError where a tensor is missing, left over, misshapen or cut for `load_params`; by headers."""
     _find(path, cfg, head)
 
 
