@@ -98,9 +98,7 @@ def forward_flops(cfg: ModelConfig, responses: Sequence[int], *, prompt: int, lm
     total = 0
     for response in map(int, responses):
         n = prompt + response
-        pairs = (
-            n * (n + 1) // 2
-        )  # of a query and a key that it sees; each costs a product with k and one with v
+        pairs = n * (n + 1) // 2  # of a query and a key that it sees; each costs a product with k and one with v
         total += 2 * cfg.num_layers * (n * matrices + 2 * pairs * H * A)
         total += 2 * response * D * cfg.vocab_size if lm_head else 0
     return total
@@ -164,9 +162,7 @@ def write_model(folder: pathlib.Path, described: dict[str, Any]) -> None:
     transformers.PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="w0").save_pretrained(folder)
 
 
-def time_rollout(
-    c: ConfigDict, cfg: ModelConfig, trajectories: Sequence[Trajectory], *, repeats: int
-) -> list[float]:
+def time_rollout(c: ConfigDict, cfg: ModelConfig, trajectories: Sequence[Trajectory], *, repeats: int) -> list[float]:
     """Seconds of sampling the batch with vLLM, each response to its own length, after one warm-up."""
     prompts = [Prompt(t.uid, "", "", t.tokens[:PROMPT], "", {}) for t in trajectories]
     lengths = [int(t.sampled.sum()) for t in trajectories]
@@ -204,12 +200,16 @@ def time_learner(
     passes = learner.passes
     start = time.perf_counter()
     ppo.compile_all(
-        passes, learner.plan, mesh, now.policy, now.value, (learner.actor.zeros, learner.critic.zeros)
+        passes,
+        learner.plan,
+        mesh,
+        policy=now.policy,
+        reference=learner.reference,
+        value=now.value,
+        zeros=(learner.actor.zeros, learner.critic.zeros),
     )
     compile_s = time.perf_counter() - start
-    rows, tokens = batch.make(
-        trajectories, mini_batch_size=c.actor.ppo_mini_batch_size, plan=learner.plan, mesh=mesh
-    )
+    rows, tokens = batch.make(trajectories, mini_batch_size=c.actor.ppo_mini_batch_size, plan=learner.plan, mesh=mesh)
     scores = np.random.default_rng(2).random(len(trajectories)).astype(np.float32)
     multiply, flops = make_product(mesh, c.model.compute_dtype)
     policy, policy_opt, value, value_opt = now.policy, now.policy_opt, now.value, now.value_opt
@@ -226,9 +226,7 @@ def time_learner(
         with timer("update_critic"):
             value, value_opt, _ = ppo.descend(learner.critic, value, value_opt, now.step, estimated, tokens)
         with timer("update_actor"):
-            policy, policy_opt, _ = ppo.descend(
-                learner.actor, policy, policy_opt, now.step, estimated, tokens
-            )
+            policy, policy_opt, _ = ppo.descend(learner.actor, policy, policy_opt, now.step, estimated, tokens)
         history.append(timer.next_step())
     stages = ("old_log_prob", "update_critic", "update_actor")
     seconds = {stage: [step[f"timing_s/{stage}"] for step in history[1:]] for stage in stages}
@@ -298,9 +296,7 @@ def machine() -> dict[str, Any]:
         "memory_gib": round(memory / 2**30),
         "device": jax.devices()[0].device_kind,
         "devices": len(jax.devices()),
-        "environment": {
-            k: v for k, v in os.environ.items() if k in ("GLIBC_TUNABLES", "LD_PRELOAD", "XLA_FLAGS")
-        },
+        "environment": {k: v for k, v in os.environ.items() if k in ("GLIBC_TUNABLES", "LD_PRELOAD", "XLA_FLAGS")},
     }
 
 
@@ -370,9 +366,7 @@ def why_no_rollout(asked: bool) -> str | None:
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=",".join(SHAPES), help="of the model, separated by commas")
     parser.add_argument("--repeats", type=int, default=5, help="of each stage; the median counts")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of the products")

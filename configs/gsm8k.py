@@ -19,9 +19,7 @@ from jppo import config as settings
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
     """The recipe; it takes no argument."""
     if arg:
-        raise settings.UserError(
-            f"configs/gsm8k.py:{arg}: this config takes no argument; use --config.<key>=<value>"
-        )
+        raise settings.UserError(f"configs/gsm8k.py:{arg}: this config takes no argument; use --config.<key>=<value>")
     config = settings.default()
 
     config.model.path = "Qwen/Qwen2.5-0.5B-Instruct"
@@ -57,9 +55,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     config.rollout.n = 1
     config.rollout.temperature = 1.0
     config.rollout.dtype = "bfloat16"
-    config.rollout.logp_tolerance = (
-        0.5  # two bfloat16 engines round differently; wrong weights are off by more
-    )
+    config.rollout.logp_tolerance = 0.5  # two bfloat16 engines round differently; wrong weights are off by more
     config.rollout.enforce_eager = False
 
     config.trainer.run_dir = "runs/gsm8k"

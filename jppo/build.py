@@ -25,7 +25,6 @@ from jppo.rollout.server import ServerSettings
 from jppo.rollout.vllm import VllmEngine, start_vllm
 from jppo.structs import Params, Sampling, TrainState
 
-
 # What `algorithm.adv_estimator` chooses from.
 ESTIMATORS = {"gae": score.make_gae}
 
@@ -221,9 +220,7 @@ def make_learner(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[Learner, Tra
         estimator=ESTIMATORS[c.algorithm.adv_estimator],
     )
     policy = state.load(what, c.model.path, init=c.model.init, key=jax.random.fold_in(key, 0))
-    value = state.load(
-        what_value, c.critic.path or c.model.path, init=c.model.init, key=jax.random.fold_in(key, 1)
-    )
+    value = state.load(what_value, c.critic.path or c.model.path, init=c.model.init, key=jax.random.fold_in(key, 1))
     actor, policy_opt = make_descent(a, "actor", a.ppo_epochs, passes.actor, what, policy, inputs.total_steps)
     critic, value_opt = make_descent(
         c.critic, "critic", c.critic.ppo_epochs, passes.critic, what_value, value, inputs.total_steps
@@ -237,9 +234,7 @@ def make_learner(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[Learner, Tra
         critic=critic,
         reference=jax.tree.map(lambda x: x.copy(), policy) if wants_reference else None,
     )
-    begin = state.begin(
-        policy, policy_opt, value, value_opt, kl_coef=c.algorithm.kl_coef, seed=c.trainer.seed
-    )
+    begin = state.begin(policy, policy_opt, value, value_opt, kl_coef=c.algorithm.kl_coef, seed=c.trainer.seed)
     return learner, begin
 
 

@@ -48,13 +48,13 @@ AT_LEAST = {
     "actor.kl_loss_coef": 0.0,
     "actor.lr_warmup_steps": 0,
     "actor.weight_decay": 0.0,
-    "optim.lr": 0,
+    "optim.lr": 0.0,
     "critic.lr": 0.0,
     "critic.ppo_epochs": 1,
     "critic.cliprange_value": 0.0,
     "optim.lr_warmup_steps": 0,
     "critic.lr_warmup_steps": 0,
-    "optim.weight_decay": 0,
+    "optim.weight_decay": 0.0,
     "critic.weight_decay": 0.0,
     "rollout.n": 1,
     "rollout.servers": 1,
@@ -65,6 +65,10 @@ AT_LEAST = {
     "trainer.total_epochs": 1,
     "trainer.max_ckpt_to_keep": 1,
     "trainer.seed": 0,
+    "trainer.log_val_generations": 0,
+    "actor.min_lr_ratio": 0.0,
+    "critic.min_lr_ratio": 0.0,
+    "optim.min_lr_ratio": 0.0,
 }
 ABOVE_ZERO = (
     "actor.grad_clip",
@@ -82,7 +86,14 @@ OFF_OR_POSITIVE = (  # -1 is off
     "trainer.save_freq",
     "trainer.test_freq",
 )
-AT_MOST_ONE = ("algorithm.gamma", "algorithm.lam", "rollout.gpu_memory_utilization")
+AT_MOST_ONE = (
+    "algorithm.gamma",
+    "algorithm.lam",
+    "rollout.gpu_memory_utilization",
+    "actor.min_lr_ratio",
+    "critic.min_lr_ratio",
+    "optim.min_lr_ratio",
+)
 OPTIM = ("grad_clip", "betas", "weight_decay", "lr_scheduler_type", "lr_warmup_steps", "min_lr_ratio")
 SHAPE_SETTINGS = (
     "max_prompt_length",
@@ -159,9 +170,7 @@ def default() -> ml_collections.ConfigDict:
             **optim,
         )
     )
-    config.critic = c(
-        dict(path="", lr=1e-5, cliprange_value=0.5, ppo_epochs=1, **optim)
-    )  # path '': the policy's
+    config.critic = c(dict(path="", lr=1e-5, cliprange_value=0.5, ppo_epochs=1, **optim))  # path '': the policy's
     config.rollout = c(
         dict(
             name="vllm",
@@ -210,9 +219,7 @@ def sft_default() -> ml_collections.ConfigDict:
     config.data = c({k: ppo.data[k] for k in (*SHAPE_SETTINGS, "train_files", "train_batch_size", "shuffle")})
     optim = ("lr", *OPTIM, "max_tokens_per_device")
     config.optim = c({k: ppo.actor[k] for k in optim})
-    config.trainer = c(
-        {k: ppo.trainer[k] for k in ("run_dir", "seed", "total_epochs", "total_training_steps")}
-    )
+    config.trainer = c({k: ppo.trainer[k] for k in ("run_dir", "seed", "total_epochs", "total_training_steps")})
     return config.lock()
 
 
@@ -259,15 +266,17 @@ def _check_lengths(config: ml_collections.ConfigDict) -> None:
     section = "actor" if "actor" in config else "optim"
     longest = config.data.max_prompt_length + config.data.max_response_length
     micro, row = f"{section}.max_tokens_per_device", "data.max_tokens_per_row"
-    for name in (row, micro):
+    shared = config.data.packing in ("auto", "segments")  # 'auto' may turn out to be segments
+    for name in (row, micro) if shared else (micro,):
         if (value := _get(config, name)) < longest:
             raise UserError(
                 f"{name}={value} must hold a prompt and a response, data.max_prompt_length"
                 f"+data.max_response_length={longest}; try {longest}"
             )
-    if config.data.packing in ("auto", "segments") and _get(config, micro) < _get(config, row):
+    if shared and _get(config, micro) < _get(config, row):
         raise UserError(
-            f"{micro}={_get(config, micro)} must hold a row, {row}={_get(config, row)}; raise the one or lower the other"
+            f"{micro}={_get(config, micro)} must hold a row, {row}={_get(config, row)}; raise the one or lower"
+            " the other"
         )
 
 
@@ -291,16 +300,16 @@ def parse(
 ) -> tuple[ml_collections.ConfigDict, dict[str, bool]]:
     """The config named by --config with its overrides, and the switches; a fault is a UserError of one line."""
     values = flags.FlagValues()
-    config_flags.DEFINE_config_file("config", None, "a file with get_config()", flag_values=values)
+    config_flags.DEFINE_config_file(
+        "config", None, "a file with get_config()", flag_values=values, sys_argv=["jppo", *argv]
+    )
     flags.DEFINE_bool("dry_run", False, "print the resolved settings and stop", flag_values=values)
     if "--help" in argv or "-h" in argv:
         print(f"{about}\nSettings and their defaults:\n{describe(defaults)}")
         sys.exit(0)
     named = [a.split("=", 1)[1] for a in argv if a.startswith("--config=")]
     if len(named) != 1 or not named[0]:
-        raise UserError(
-            f"--config is given {len(named)} times; name one file, as in --config=configs/quickstart.py"
-        )
+        raise UserError(f"--config is given {len(named)} times; name one file, as in --config=configs/quickstart.py")
     if not pathlib.Path(named[0].split(":")[0]).is_file():
         raise UserError(f"--config={named[0]}: no such file; the project's own are in configs/")
     try:

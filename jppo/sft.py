@@ -29,16 +29,12 @@ def train(config: ConfigDict) -> None:
     _, cfg = hf.read_config(c.model.path)
     tokenizer = build.read_tokenizer(c, cfg)
     longest = c.data.max_prompt_length + c.data.max_response_length
-    demonstrations = read_demonstrations(
-        c.data.train_files, tokenizer=tokenizer, max_length=longest
-    ).demonstrations
+    demonstrations = read_demonstrations(c.data.train_files, tokenizer=tokenizer, max_length=longest).demonstrations
     per_epoch = steps_per_epoch(len(demonstrations), c.data.train_batch_size)
     steps = c.trainer.total_training_steps
     steps = per_epoch * c.trainer.total_epochs if steps == -1 else steps
     mesh = build.make_mesh(c)
-    plan = build.make_plan(
-        c, mesh, tokens_per_device=c.optim.max_tokens_per_device, sequences=c.data.train_batch_size
-    )
+    plan = build.make_plan(c, mesh, tokens_per_device=c.optim.max_tokens_per_device, sequences=c.data.train_batch_size)
     what = state.weights(cfg, mesh, head="lm", param_dtype=c.model.param_dtype)
     params = state.load(what, c.model.path, init=c.model.init, key=jax.random.key(c.trainer.seed))
     logprob = score.make_logprob(

@@ -54,15 +54,18 @@ def train(config: ConfigDict) -> None:
             stack.callback(engine.close)
             learner, begin = build.make_learner(c, inputs, mesh)
             ppo.compile_all(
-                learner.passes, learner.plan, mesh, begin.policy, begin.value,
-                (learner.actor.zeros, learner.critic.zeros),
-            )  # fmt: skip
+                learner.passes,
+                learner.plan,
+                mesh,
+                policy=begin.policy,
+                reference=learner.reference,
+                value=begin.value,
+                zeros=(learner.actor.zeros, learner.critic.zeros),
+            )
             now, cursor, resumed = resume(c, checkpoints, begin)
             del begin  # a resumed run must not hold two states
             step = int(now.step)
-            sampler = engine.ready(
-                eos_token_ids=inputs.end_tokens, decode=lambda ids: decode(inputs.tokenizer, ids)
-            )
+            sampler = engine.ready(eos_token_ids=inputs.end_tokens, decode=lambda ids: decode(inputs.tokenizer, ids))
             sampler.load(hf.hf_tensors(now.policy, inputs.policy), version=step)
         logger = stack.enter_context(Logger(run, total_steps=inputs.total_steps, resumed_step=resumed))
         (run / "config.json").write_text(settings.dump(c))
@@ -131,7 +134,7 @@ def ppo_step(
         entropy = batch.each(lambda r, pair: passes.entropy(r, pair[1]), rows, scored)
     with timer("ref"):
         reference = learner.reference
-        ref_logp = logp if reference is None else batch.each(lambda r: passes.logprob(reference, r)[0], rows)
+        ref_logp = logp if reference is None else batch.each(lambda r: passes.reference(reference, r)[0], rows)
     with timer("values"):
         values = batch.each(lambda r: passes.value(now.value, r), rows)
     with timer("adv"):
@@ -140,14 +143,10 @@ def ppo_step(
         metrics |= ppo.gap_metrics(batch.each(passes.gap, rows, logp), tokens)
         metrics["actor/entropy"] = ppo.mean_over(entropy, tokens)
     with timer("update_critic"):
-        value, value_opt, found = ppo.descend(
-            learner.critic, now.value, now.value_opt, now.step, estimated, tokens
-        )
+        value, value_opt, found = ppo.descend(learner.critic, now.value, now.value_opt, now.step, estimated, tokens)
         metrics |= found
     with timer("update_actor"):
-        policy, policy_opt, found = ppo.descend(
-            learner.actor, now.policy, now.policy_opt, now.step, estimated, tokens
-        )
+        policy, policy_opt, found = ppo.descend(learner.actor, now.policy, now.policy_opt, now.step, estimated, tokens)
         metrics |= found
     write_samples(run, f"step_{version + 1}", samples(asked, trajectories, rewards))
     require_finite(version + 1, metrics)
@@ -188,7 +187,7 @@ def require_finite(step: int, metrics: dict[str, float]) -> None:
     for name in ("actor/pg_loss", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm"):
         if not np.isfinite(metrics[name]):
             raise Diverged(
-                f"step {step}: {name} is {metrics[name]}; lower actor.lr or critic.lr and resume from the last checkpoint"
+                f"step {step}: {name} is {metrics[name]}; lower actor.lr or critic.lr, and resume from the checkpoint"
             )
 
 
@@ -202,9 +201,7 @@ def validate(
     write_samples(run, f"test_{version}", rows)
     for row in rows[: c.trainer.log_val_generations]:
         mark = "right" if row["score"] == 1.0 else f"score {row['score']:g}"
-        logger.note(
-            f"  {_short(row['prompt'])} → {_short(row['response'])}   ({mark}; truth {row['ground_truth']})"
-        )
+        logger.note(f"  {_short(row['prompt'])} → {_short(row['response'])}   ({mark}; truth {row['ground_truth']})")
     return metrics
 
 
@@ -213,9 +210,7 @@ def _short(text: str | list[dict[str, str]], limit: int = 60) -> str:
     return line if len(line) <= limit else "…" + line[-limit:]
 
 
-def agree(
-    c: ConfigDict, inputs: Inputs, learner: Learner, now: TrainState, sampler: Sampler, version: int
-) -> str:
+def agree(c: ConfigDict, inputs: Inputs, learner: Learner, now: TrainState, sampler: Sampler, version: int) -> str:
     """Proves that the sampler and the trainer have the same policy, or stops the run and says how far they differ."""
     count = min(16, c.actor.ppo_mini_batch_size, len(inputs.train.prompts))
     some = dataclasses.replace(build.sampling(c, version), n=1)
@@ -240,9 +235,7 @@ def finished(c: ConfigDict, checkpoints: Checkpoints, total_steps: int) -> bool:
     return c.trainer.resume_mode == "auto" and done is not None and done >= total_steps and whole
 
 
-def resume(
-    c: ConfigDict, checkpoints: Checkpoints, begin: TrainState
-) -> tuple[TrainState, Cursor, int | None]:
+def resume(c: ConfigDict, checkpoints: Checkpoints, begin: TrainState) -> tuple[TrainState, Cursor, int | None]:
     """The state to go on from, the place in the data, and the step of the checkpoint (None: a new run)."""
     mode = c.trainer.resume_mode
     if mode == "disable":

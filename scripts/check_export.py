@@ -35,9 +35,7 @@ from jppo.structs import Params, Prompt, Sampling
 Answers = list[list[int]]  # token ids of each response, the end token included
 
 
-def by_transformers(
-    hf_dir: str, prompts: Sequence[np.ndarray], *, max_tokens: int, end: Sequence[int]
-) -> Answers:
+def by_transformers(hf_dir: str, prompts: Sequence[np.ndarray], *, max_tokens: int, end: Sequence[int]) -> Answers:
     """Greedy answers of transformers' own model, read by transformers."""
     path = hf.resolve(hf_dir, weights=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
@@ -143,9 +141,7 @@ def compare(args: argparse.Namespace) -> int:
     rows = read_rows(file)[: args.n]
     messages = [prompt_of(row) for row in rows]
     prompts = [np.asarray(ids, np.int32) for ids in tokenise(messages, rows, tokenizer)]
-    params = hf.load_params(
-        args.hf_dir, cfg, head="lm", param_dtype=jnp.float32, put=lambda _, x: jnp.asarray(x)
-    )
+    params = hf.load_params(args.hf_dir, cfg, head="lm", param_dtype=jnp.float32, put=lambda _, x: jnp.asarray(x))
     how = {"max_tokens": args.max_tokens, "end": end}
     answers = {
         "transformers": by_transformers(args.hf_dir, prompts, **how),
@@ -169,9 +165,7 @@ def compare(args: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0 where all agree, 1 where they do not, 2 where the model or the prompts cannot be read."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("hf_dir")
     parser.add_argument("--prompts", type=pathlib.Path)
     parser.add_argument("--n", type=int, default=100, help="prompts, from the file's start")

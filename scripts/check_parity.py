@@ -65,19 +65,13 @@ def write_random(hf_dir: str, folder: str, seed: int) -> None:
 def compare(hf_dir: str, dtype: str, lengths: list[int], temperature: float, seed: int) -> int:
     """Prints the table of differences; 1 where one is above the tolerance."""
     _, cfg = hf.read_config(hf_dir)
-    values = hf.load_params(
-        hf_dir, cfg, head="lm", param_dtype=jnp.dtype(dtype), put=lambda path, x: jnp.asarray(x)
-    )
+    values = hf.load_params(hf_dir, cfg, head="lm", param_dtype=jnp.dtype(dtype), put=lambda path, x: jnp.asarray(x))
     torch_dtype = getattr(torch, dtype)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        hf.resolve(hf_dir, weights=True), dtype=torch_dtype
-    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(hf.resolve(hf_dir, weights=True), dtype=torch_dtype)
     rng = np.random.default_rng(seed)
     parts = [rng.integers(0, cfg.vocab_size, n).astype(np.int32) for n in lengths]
     goals = [rng.integers(0, cfg.vocab_size, n).astype(np.int32) for n in lengths]
-    theirs = [
-        reference(model.eval(), part, goal, temperature) for part, goal in zip(parts, goals, strict=True)
-    ]
+    theirs = [reference(model.eval(), part, goal, temperature) for part, goal in zip(parts, goals, strict=True)]
 
     @jax.jit
     def ours(values, tokens, goals, segment, position):
@@ -117,9 +111,7 @@ def padded(parts: list[np.ndarray]) -> tuple[np.ndarray, ...]:
     """One sequence a row: tokens, segment, position [R, T], and which entries are real."""
     longest = max(map(len, parts)) + 3
     tokens = np.stack([np.pad(part, (0, longest - len(part))) for part in parts])
-    segment = np.stack([np.repeat([1, 0], [len(part), longest - len(part)]) for part in parts]).astype(
-        np.int32
-    )
+    segment = np.stack([np.repeat([1, 0], [len(part), longest - len(part)]) for part in parts]).astype(np.int32)
     position = np.broadcast_to(np.arange(longest, dtype=np.int32), tokens.shape)
     return tokens, segment, position, segment > 0
 

@@ -117,9 +117,7 @@ def check(sampler: VllmSampler, base: Params, cfg: ModelConfig) -> float:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("hf_dir")
     parser.add_argument("--tolerance", type=float, default=1e-3)
     parser.add_argument("--python", default="", help="the interpreter that has vLLM")
@@ -139,9 +137,7 @@ def main() -> None:
         start_timeout_s=300.0,
     )
     with tempfile.TemporaryDirectory() as run_dir:
-        engine = start_vllm(
-            args.hf_dir, run_dir, settings=settings, urls=[], request_timeout_s=120.0, publish_dir=""
-        )
+        engine = start_vllm(args.hf_dir, run_dir, settings=settings, urls=[], request_timeout_s=120.0, publish_dir="")
         try:
             if list(pathlib.Path(args.hf_dir).glob("*.safetensors")):
                 base = hf.load_params(

@@ -40,9 +40,9 @@ def test_links_lead_somewhere(name):
 @pytest.mark.parametrize("name", DOCS)
 def test_paths_exist(name):
     words = {word for said in quoted(name) for word in re.findall(r"[\w./-]+", said)}
-    paths = {
-        word for word in words if re.match(r"(jppo|configs|scripts|tests|docs|benchmarks)/", word)
-    } - set(tree_of_readme())
+    paths = {word for word in words if re.match(r"(jppo|configs|scripts|tests|docs|benchmarks)/", word)} - set(
+        tree_of_readme()
+    )
     assert paths or name not in DOCS[:2]
     missing = [path for path in paths if not (ROOT / path).exists()]
     assert not missing
@@ -106,9 +106,7 @@ def test_the_stages_of_a_step_are_the_timers():
 
 def test_every_metric_is_explained_and_every_explained_one_is_written():
     table = re.search(r"## Metrics\n(.*?)\n## ", text("docs/architecture.md"), re.S)[1]
-    explained = {
-        name for row in re.findall(r"^\|(.*?)\|", table, re.M) for name in re.findall(r"`(.+?)`", row)
-    }
+    explained = {name for row in re.findall(r"^\|(.*?)\|", table, re.M) for name in re.findall(r"`(.+?)`", row)}
     code = "\n".join(path.read_text(encoding="utf-8") for path in SOURCES)
     kinds = r"actor|critic|val|reward|rollout|perf|sft|response_length|prompt_length"
     written = set(re.findall(rf'"((?:{kinds})/[\w/]+)"', code))

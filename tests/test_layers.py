@@ -152,11 +152,7 @@ def test_a_module_imports_only_what_its_place_allows(module):
 
 
 def test_the_walk_sees_the_project():
-    found = {
-        (m, i.name)
-        for m, path in FILES.items()
-        for i in imports(path.read_text(), m, path.stem == "__init__")
-    }
+    found = {(m, i.name) for m, path in FILES.items() for i in imports(path.read_text(), m, path.stem == "__init__")}
     assert ("jppo.io.checkpoint", "orbax.checkpoint") in found
     assert ("jppo.rollout.worker", "jppo.rollout.layout") in found
     assert ("configs.gsm8k", "jppo.config") in found

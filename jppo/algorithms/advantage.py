@@ -7,9 +7,7 @@ import jax.numpy as jnp
 from jppo.structs import Array
 
 
-def gae(
-    reward: Array, value: Array, mask: Array, segment: Array, *, gamma: float, lam: float
-) -> tuple[Array, Array]:
+def gae(reward: Array, value: Array, mask: Array, segment: Array, *, gamma: float, lam: float) -> tuple[Array, Array]:
     """Generalised advantage estimation on packed rows (Schulman et al., arXiv:1506.02438).
 
         δ_t = r_t + γ V_{t'} - V_t,     A_t = δ_t + γ λ A_{t'},     returns_t = A_t + V_t

@@ -5,9 +5,7 @@ import jax.numpy as jnp
 from jppo.structs import Array
 
 
-def clipped_policy(
-    logp: Array, old_logp: Array, advantage: Array, *, clip_ratio: float
-) -> tuple[Array, Array]:
+def clipped_policy(logp: Array, old_logp: Array, advantage: Array, *, clip_ratio: float) -> tuple[Array, Array]:
     """PPO's clipped surrogate (Schulman et al., arXiv:1707.06347), and where the clip holds.
 
         L = max(-A ρ, -A clip(ρ, 1 - ε, 1 + ε)),     ρ = exp(logp - old_logp)
@@ -20,9 +18,7 @@ def clipped_policy(
     return jnp.maximum(free, held), held > free
 
 
-def clipped_value(
-    value: Array, old_value: Array, returns: Array, *, cliprange_value: float
-) -> tuple[Array, Array]:
+def clipped_value(value: Array, old_value: Array, returns: Array, *, cliprange_value: float) -> tuple[Array, Array]:
     """Half the squared error, of the value or of the value clipped around the old one, whichever is larger.
 
     L = ½ max((V - R)², (clip(V, V_old - c, V_old + c) - R)²), and where the clip holds.

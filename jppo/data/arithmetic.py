@@ -73,9 +73,7 @@ def make(*, seed: int, test: int, sloppy: float, demonstrations: int) -> dict[st
     """The rows of train, test and sft: a function of the arguments alone."""
     everything = problems()
     if not 1 <= test < len(everything):
-        raise UserError(
-            f"--test={test} must be from 1 to {len(everything) - 1}, so that both sets have problems"
-        )
+        raise UserError(f"--test={test} must be from 1 to {len(everything) - 1}, so that both sets have problems")
     if not 0.0 <= sloppy <= 1.0:
         raise UserError(f"--sloppy={sloppy} is a probability: it must be from 0 to 1")
     if demonstrations < 1:

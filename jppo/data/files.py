@@ -32,9 +32,7 @@ def split_paths(files: str, setting: str) -> list[pathlib.Path]:
     """The paths of a comma-separated list; each must exist, once, with a known suffix."""
     paths = [pathlib.Path(name.strip()).expanduser() for name in files.split(",") if name.strip()]
     if not paths:
-        raise UserError(
-            f"{setting}={files!r} names no file; give one or more of {_suffixes()}, separated by commas"
-        )
+        raise UserError(f"{setting}={files!r} names no file; give one or more of {_suffixes()}, separated by commas")
     for path in paths:
         if path.suffix not in SUFFIXES:
             raise UserError(f"{setting}: {path} ends in {path.suffix!r}; data files end in {_suffixes()}")
@@ -65,9 +63,7 @@ def text_column(row: Row, column: str) -> str:
 def checked_text(row: Row, column: str, value: Any) -> str:
     """`value` itself when it is text with something in it."""
     if not isinstance(value, str):
-        raise UserError(
-            f"{row.place}: {column} is {_brief(value)}, of type {type(value).__name__}; it must be text"
-        )
+        raise UserError(f"{row.place}: {column} is {_brief(value)}, of type {type(value).__name__}; it must be text")
     if not value.strip():
         raise UserError(f"{row.place}: {column} is empty; fill it in or remove the row")
     return value
@@ -77,9 +73,7 @@ def checked_messages(row: Row, column: str, value: Any) -> list[dict[str, str]]:
     """`value` as chat messages: objects with text in `role` and `content`; null fields are left out."""
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         kind = type(value).__name__
-        raise UserError(
-            f"{row.place}: {column} is {_brief(value)}, of type {kind}; it must be text or chat messages"
-        )
+        raise UserError(f"{row.place}: {column} is {_brief(value)}, of type {kind}; it must be text or chat messages")
     if not value:
         raise UserError(f"{row.place}: {column} is empty; fill it in or remove the row")
     for message in value:
@@ -88,9 +82,7 @@ def checked_messages(row: Row, column: str, value: Any) -> list[dict[str, str]]:
                 raise UserError(f"{row.place}: a message of {column} has no {field!r}: {_brief(message)}")
         checked_text(row, f"role in {column}", message["role"])
         if not isinstance(message["content"], str):
-            raise UserError(
-                f"{row.place}: content in {column} is {_brief(message['content'])}; it must be text"
-            )
+            raise UserError(f"{row.place}: content in {column} is {_brief(message['content'])}; it must be text")
     # Parquet fills the fields that only other rows have with null.
     return [{k: v for k, v in message.items() if v is not None} for message in value]
 
@@ -140,9 +132,7 @@ def _parse(data: bytes, place: str) -> Any:
     try:
         return json.loads(data.decode("utf-8"))
     except UnicodeDecodeError as e:
-        raise UserError(
-            f"{place} is not UTF-8 ({e.reason} at byte {e.start}); convert the file to UTF-8"
-        ) from e
+        raise UserError(f"{place} is not UTF-8 ({e.reason} at byte {e.start}); convert the file to UTF-8") from e
     except (json.JSONDecodeError, RecursionError) as e:
         raise UserError(f"{place} is not JSON: {e}") from e
 
@@ -156,7 +146,5 @@ def _parquet(path: pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:
         try:
             columns = table.slice(number - 1, 1).to_pylist()[0]
         except UnicodeDecodeError as e:
-            raise UserError(
-                f"{_place(path, number)} is not UTF-8 ({e.reason}); convert the file to UTF-8"
-            ) from e
+            raise UserError(f"{_place(path, number)} is not UTF-8 ({e.reason}); convert the file to UTF-8") from e
         yield number, columns

@@ -31,9 +31,7 @@ def example(row: Row, split: str) -> dict[str, Any]:
     question, answer = text_column(row, "question"), text_column(row, "answer")
     match = _ANSWER.search(answer)
     if match is None:
-        raise UserError(
-            f"{row.place}: the answer must end with `#### <number>`; it ends with {answer[-40:]!r}"
-        )
+        raise UserError(f"{row.place}: the answer must end with `#### <number>`; it ends with {answer[-40:]!r}")
     return {
         "data_source": "openai/gsm8k",
         "prompt": [{"role": "user", "content": f"{question} {SUFFIX}"}],
@@ -47,9 +45,7 @@ def convert(source: pathlib.Path, out: pathlib.Path) -> dict[str, int]:
     """Write a parquet file for each split of the JSON lines in `source`; returns their row counts."""
     for split in SPLITS:
         if not (source / f"{split}.jsonl").is_file():
-            raise UserError(
-                f"no {source / f'{split}.jsonl'}; --from names a directory with train.jsonl and test.jsonl"
-            )
+            raise UserError(f"no {source / f'{split}.jsonl'}; --from names a directory with train.jsonl and test.jsonl")
     tables = {
         split: pa.Table.from_pylist([example(row, split) for row in read_rows(source / f"{split}.jsonl")])
         for split in SPLITS
@@ -84,12 +80,8 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--out", type=pathlib.Path, required=True, help="directory for train.parquet and test.parquet"
-    )
-    parser.add_argument(
-        "--from", dest="source", type=pathlib.Path, help="directory with train.jsonl and test.jsonl"
-    )
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="directory for train.parquet and test.parquet")
+    parser.add_argument("--from", dest="source", type=pathlib.Path, help="directory with train.jsonl and test.jsonl")
     args = parser.parse_args()
     if args.source is not None:
         counts = convert(args.source, args.out)

@@ -92,9 +92,7 @@ def tokenise(messages: list[str | list[dict[str, str]]], rows: list[Row], tokeni
                 ids[i] = tokens
     for row, tokens, is_chat in zip(rows, ids, chat, strict=True):
         if not tokens:
-            raise UserError(
-                f"{row.place}: the tokenizer makes no token of the prompt; use a tokenizer that knows it"
-            )
+            raise UserError(f"{row.place}: the tokenizer makes no token of the prompt; use a tokenizer that knows it")
         if not is_chat and ends_with_eos(tokenizer, tokens):
             raise UserError(
                 f"{row.place}: the prompt ends with the end token {tokenizer.eos_token!r}, so that there is "
@@ -129,9 +127,7 @@ def _ground_truth(row: Row) -> str:
             f"{sorted(row.columns)}"
         )
     if outer is not None and inner is not None and outer != inner:
-        raise UserError(
-            f"{row.place}: ground_truth={outer!r} and reward_model.ground_truth={inner!r}; keep one"
-        )
+        raise UserError(f"{row.place}: ground_truth={outer!r} and reward_model.ground_truth={inner!r}; keep one")
     return checked_text(row, "ground_truth", inner if outer is None else outer)
 
 

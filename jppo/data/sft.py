@@ -36,15 +36,11 @@ def read_demonstrations(
 ) -> DemonstrationSet:
     """Read, check and tokenise comma-separated `files`; pairs over `max_length` tokens are left out."""
     if tokenizer.eos_token_id is None:
-        raise UserError(
-            "the tokenizer has no end token to end responses with; set eos_token in tokenizer_config.json"
-        )
+        raise UserError("the tokenizer has no end token to end responses with; set eos_token in tokenizer_config.json")
     rows = [row for path in split_paths(files, setting) for row in read_rows(path)]
     pairs = [_pair(row) for row in rows]
     prompts = tokenise([prompt for prompt, _ in pairs], rows, tokenizer)
-    responses = tokenizer([response for _, response in pairs], add_special_tokens=False, verbose=False)[
-        "input_ids"
-    ]
+    responses = tokenizer([response for _, response in pairs], add_special_tokens=False, verbose=False)["input_ids"]
     whole = [
         Demonstration(np.asarray(prompt, np.int32), np.asarray([*response, tokenizer.eos_token_id], np.int32))
         for prompt, response in zip(prompts, responses, strict=True)
@@ -68,7 +64,5 @@ def _pair(row: Row) -> tuple[str | list[dict[str, str]], str]:
         raise UserError(f"{row.place} has 'messages' and 'prompt' or 'response'; keep one of the two forms")
     messages = checked_messages(row, "messages", row.columns["messages"])
     if len(messages) < 2 or messages[-1]["role"] != "assistant" or not messages[-1]["content"].strip():
-        raise UserError(
-            f"{row.place}: messages must end with a turn of the assistant that answers an earlier one"
-        )
+        raise UserError(f"{row.place}: messages must end with a turn of the assistant that answers an earlier one")
     return messages[:-1], messages[-1]["content"]

@@ -26,9 +26,7 @@ def steps_per_epoch(n: int, batch_size: int) -> int:
     return n // batch_size
 
 
-def next_batch(
-    cursor: Cursor, *, n: int, batch_size: int, seed: int, shuffle: bool
-) -> tuple[np.ndarray, Cursor]:
+def next_batch(cursor: Cursor, *, n: int, batch_size: int, seed: int, shuffle: bool) -> tuple[np.ndarray, Cursor]:
     """Indices of the next `batch_size` of n prompts, [N] i64, and the place after them."""
     steps_per_epoch(n, batch_size)
     if cursor.index + batch_size > n:

@@ -55,9 +55,7 @@ def ends_with_eos(tokenizer: Any, ids: Sequence[int]) -> bool:
 
 def _from_hub(name: str) -> Any:
     if name.startswith(("/", ".", "~")) or name.count("/") != 1:
-        raise UserError(
-            f"no directory {name}; give the path of an HF directory with tokenizer.json, or a hub name"
-        )
+        raise UserError(f"no directory {name}; give the path of an HF directory with tokenizer.json, or a hub name")
     try:
         return transformers.AutoTokenizer.from_pretrained(name, local_files_only=True)  # the cache
     except (OSError, ValueError):
@@ -70,9 +68,7 @@ def _from_hub(name: str) -> Any:
         httpx.head(constants.ENDPOINT, timeout=15.0)  # transformers itself would retry for a minute
         return transformers.AutoTokenizer.from_pretrained(name)
     except (httpx.HTTPError, OSError, ValueError) as e:
-        raise UserError(
-            f"{sought}, and {constants.ENDPOINT} did not give it ({_first_line(e)}); {remedy}"
-        ) from e
+        raise UserError(f"{sought}, and {constants.ENDPOINT} did not give it ({_first_line(e)}); {remedy}") from e
 
 
 def _read_config(path: str, name: str) -> dict[str, Any]:

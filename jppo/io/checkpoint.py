@@ -63,10 +63,7 @@ class Checkpoints:
         self.wait()
         named = _named(state)
         arrays = {name: _plain(leaf) for name, leaf in named}
-        table = {
-            name: _describe(leaf) | _impl(leaf) | {"checksum": _checksum(arrays[name])}
-            for name, leaf in named
-        }
+        table = {name: _describe(leaf) | _impl(leaf) | {"checksum": _checksum(arrays[name])} for name, leaf in named}
         content = {"step": step, "meta": meta, "arrays": table}
         items = ocp.args.Composite(state=ocp.args.StandardSave(arrays), about=ocp.args.JsonSave(content))
         self._writer.save(self._directory / str(step), args=items)
@@ -126,9 +123,7 @@ def restore(path: pathlib.Path, like: Any) -> Restored:
     user's error.
     """
     if not path.is_dir():
-        raise UserError(
-            f"trainer.resume_mode={path}: no such checkpoint; give auto, disable, or RUN/checkpoints/STEP"
-        )
+        raise UserError(f"trainer.resume_mode={path}: no such checkpoint; give auto, disable, or RUN/checkpoints/STEP")
     _quiet()
     wanted = dict(_named(like))
     targets = {name: _target(leaf) for name, leaf in wanted.items()}
@@ -206,9 +201,7 @@ def _check_structure(path: pathlib.Path, saved: dict[str, Any], wanted: dict[str
     for name, leaf in wanted.items():
         now, then = _describe(leaf), {key: saved[name][key] for key in ("shape", "dtype")}
         if now != then:
-            raise UserError(
-                f"{path} does not fit this run: {name} was saved as {then}, now it is {now}; {remedy}"
-            )
+            raise UserError(f"{path} does not fit this run: {name} was saved as {then}, now it is {now}; {remedy}")
 
 
 def _checksum(array: jax.Array) -> int:

@@ -90,11 +90,7 @@ class Lines:
 
     def show(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the step."""
-        shown = [
-            f"{heading} {_text(metrics, name, form)}"
-            for heading, name, form in self._columns
-            if name in metrics
-        ]
+        shown = [f"{heading} {_text(metrics, name, form)}" for heading, name, form in self._columns if name in metrics]
         self.note("  ".join([f"step {step}/{self._total}", *shown, f"ETA {self._pace.left(step)}"]))
 
     def note(self, text: str) -> None:
@@ -141,9 +137,7 @@ class Live:
         self._live.stop()
 
     def _draw(self) -> rich.console.Group:
-        table = rich.table.Table(
-            box=rich.box.SIMPLE_HEAD, expand=True, padding=(0, 0, 0, 1), header_style="bold cyan"
-        )
+        table = rich.table.Table(box=rich.box.SIMPLE_HEAD, expand=True, padding=(0, 0, 0, 1), header_style="bold cyan")
         table.add_column("step", justify="right", style="bold")
         for heading, _, _ in self._columns:
             style = "green" if heading in ("reward", "val acc") else ""

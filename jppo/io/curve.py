@@ -12,9 +12,7 @@ LEFT, RIGHT, TOP, BOTTOM = 64, 28, 72, 56
 COLOURS = ("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#64748b")
 
 
-def write_curve(
-    path: pathlib.Path, *, title: str, lines: Mapping[str, Points], dots: Mapping[str, Points]
-) -> None:
+def write_curve(path: pathlib.Path, *, title: str, lines: Mapping[str, Points], dots: Mapping[str, Points]) -> None:
     """Draw `lines` as lines and `dots` as marked points over steps; non-finite values are left out."""
     series = [(name, _finite(points), name in dots) for name, points in [*lines.items(), *dots.items()]]
     everything = [point for _, points, _ in series for point in points]
@@ -25,9 +23,7 @@ def write_curve(
     for i, (name, points, marked) in enumerate(series):
         colour = COLOURS[i % len(COLOURS)]
         parts += _series(points, xs, ys, colour, marked)
-        parts.append(
-            _mark(legend + 9, 52, colour) if marked else _stroke(legend, 52, legend + 18, 52, colour, 2.5)
-        )
+        parts.append(_mark(legend + 9, 52, colour) if marked else _stroke(legend, 52, legend + 18, 52, colour, 2.5))
         parts.append(_text(legend + 24, 56, escape(name), anchor="start", size=13))
         legend += 48 + round(7.2 * len(name))
     path.write_text("\n".join([*parts, "</svg>\n"]), encoding="utf-8")

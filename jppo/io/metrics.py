@@ -41,9 +41,7 @@ class Logger:
         # purge_step makes TensorBoard forget what a killed run wrote for this step and later.
         self._board = tensorboardX.SummaryWriter(str(run_dir / "tensorboard"), purge_step=first)
         done = 0 if resumed_step is None else resumed_step
-        self._screen = make_screen(
-            total_steps, done, columns, rich.console.Console() if console is None else console
-        )
+        self._screen = make_screen(total_steps, done, columns, rich.console.Console() if console is None else console)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Record one step's metrics; NaN and infinities are written as null and listed by name."""

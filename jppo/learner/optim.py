@@ -38,9 +38,7 @@ def make_schedule(
     return schedule
 
 
-def descend(
-    tx: optax.GradientTransformation, params: Params, opt: Any, grads: Params, lr: Array
-) -> tuple[Params, Any]:
+def descend(tx: optax.GradientTransformation, params: Params, opt: Any, grads: Params, lr: Array) -> tuple[Params, Any]:
     """One optimizer step: p - lr * direction."""
     direction, opt = tx.update(grads, opt, params)
     params = jax.tree.map(lambda p, u: (p - lr * u).astype(p.dtype), params, direction)

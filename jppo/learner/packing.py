@@ -65,34 +65,40 @@ def _up(n: int, multiple: int) -> int:
 
 def pack(trajectories: Sequence[Trajectory], sequence: Sequence[int], plan: Plan) -> list[Rows]:
     """Micro-batches that hold each trajectory once; `sequence` gives their indices in the step's batch."""
-    entries = [len(t.tokens) - 1 for t in trajectories]  # a token that nothing was read before has no entry
+    entries = [len(t.tokens) - 1 for t in trajectories]  # the first token has none: nothing was read before it
+    longest = max(range(len(entries)), key=entries.__getitem__)
+    if entries[longest] > plan.lengths[-1]:
+        raise ValueError(
+            f"trajectory {trajectories[longest].uid} has {entries[longest]} entries, a row holds {plan.lengths[-1]}"
+        )
     order = sorted(range(len(trajectories)), key=lambda i: -entries[i])
-    rows_of: dict[int, list[list[int]]] = {length: [] for length in plan.lengths}
+    of_length: dict[int, list[int]] = {length: [] for length in plan.lengths}
     for i in order:
-        if entries[i] > plan.lengths[-1]:
-            raise ValueError(
-                f"trajectory {trajectories[i].uid} has {len(trajectories[i].tokens)} tokens, rows {plan.lengths[-1]}"
-            )
-        length = next(t for t in plan.lengths if entries[i] <= t)
-        _place(i, rows_of[length], entries, length if plan.share_rows else 0)
+        of_length[next(t for t in plan.lengths if entries[i] <= t)].append(i)
     micros = []
     for length, counts in zip(plan.lengths, plan.counts, strict=True):
-        rows, start = rows_of[length], 0
+        members = of_length[length]
+        rows = _first_fit(members, entries, length) if plan.share_rows else [[i] for i in members]
+        start = 0
         while start < len(rows):
             count = _count(len(rows) - start, counts)
-            part = rows[start : start + count]
-            micros.append(_fill(part, (count, length), trajectories, sequence))
+            micros.append(_fill(rows[start : start + count], (count, length), trajectories, sequence))
             start += count
     return micros
 
 
-def _place(i: int, rows: list[list[int]], entries: list[int], room: int) -> None:
-    """First fit; room 0 opens a row for each."""
-    for row in rows if room else ():
-        if sum(entries[j] for j in row) + entries[i] <= room:
-            row.append(i)
-            return
-    rows.append([i])
+def _first_fit(members: list[int], entries: list[int], length: int) -> list[list[int]]:
+    """Rows of `length`; each member goes to the first that has room for it."""
+    rows: list[list[int]] = []
+    room: list[int] = []
+    for i in members:
+        place = next((r for r, left in enumerate(room) if left >= entries[i]), len(rows))
+        if place == len(rows):
+            rows.append([])
+            room.append(length)
+        rows[place].append(i)
+        room[place] -= entries[i]
+    return rows
 
 
 def _count(left: int, counts: tuple[int, ...]) -> int:

@@ -36,6 +36,7 @@ class Passes:
     """The compiled functions of a step; one compilation of each for every shape of rows."""
 
     logprob: score.LogProb
+    reference: score.LogProb  # without the entropy, which nobody asks of it
     value: score.Value
     gap: Callable[[Rows, Array], Array]
     entropy: Callable[[Rows, Array], Array]
@@ -66,6 +67,7 @@ def make_passes(
     )
     return Passes(
         logprob=jax.jit(logprob(with_entropy=True)),
+        reference=jax.jit(logprob(with_entropy=False)),
         value=jax.jit(value),
         gap=jax.jit(score.sampler_gap),
         entropy=jax.jit(score.entropy_sum),
@@ -77,7 +79,14 @@ def make_passes(
 
 
 def compile_all(
-    passes: Passes, plan: packing.Plan, mesh: Mesh, policy: Params, value: Params, zeros: tuple[Any, Any]
+    passes: Passes,
+    plan: packing.Plan,
+    mesh: Mesh,
+    *,
+    policy: Params,
+    reference: Params | None,
+    value: Params,
+    zeros: tuple[Callable[[], Params], Callable[[], Params]],
 ) -> None:
     """Runs every pass once on empty rows of every shape, so that no later step compiles."""
     kl_coef = jax.device_put(jnp.float32(0), sharding.replicated(mesh))  # placed as the state's is
@@ -85,6 +94,8 @@ def compile_all(
         rows = sharding.put_rows(packing.empty_rows(shape), mesh)
         logp, entropy = passes.logprob(policy, rows)
         passes.entropy(rows, entropy)
+        if reference is not None:
+            passes.reference(reference, rows)
         values = passes.value(value, rows)
         passes.gap(rows, logp)
         reward = jax.device_put(np.zeros(shape, np.float32), sharding.rows_sharding(mesh))
@@ -181,11 +192,7 @@ def _mean_metrics(history: list[tuple[list[dict[str, Any]], dict[str, Any]]], na
     """Micro-batches add up to their mini-batch, except for extremes; mini-batches are averaged."""
     minis = []
     for sums, stats in history:
-        mini = {
-            key: float(sum(part[key] for part in sums))
-            for key in sums[0]
-            if not key.endswith(("_max", "_min"))
-        }
+        mini = {key: float(sum(part[key] for part in sums)) for key in sums[0] if not key.endswith(("_max", "_min"))}
         mini |= {key: float(max(part[key] for part in sums)) for key in sums[0] if key.endswith("_max")}
         mini |= {key: float(min(part[key] for part in sums)) for key in sums[0] if key.endswith("_min")}
         minis.append(mini | {f"{name}/{key}": float(value) for key, value in stats.items()})

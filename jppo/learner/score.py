@@ -15,9 +15,7 @@ LogProb = Callable[[Params, Rows], tuple[Array, Array]]  # -> logp, entropy: [R,
 Value = Callable[[Params, Rows], Array]  # -> [R, T] f32
 
 
-def make_logprob(
-    model: Any, cfg: ModelConfig, *, temperature: float, chunk_tokens: int, with_entropy: bool
-) -> LogProb:
+def make_logprob(model: Any, cfg: ModelConfig, *, temperature: float, chunk_tokens: int, with_entropy: bool) -> LogProb:
     """log π(target) and the entropy of π at each entry, at the temperature of sampling. Differentiable."""
 
     def logprob(params: Params, rows: Rows) -> tuple[Array, Array]:
@@ -74,6 +72,4 @@ def entropy_sum(rows: Rows, entropy: Array) -> Array:  # [] f32
 def sampler_gap(rows: Rows, logp: Array) -> Array:  # [4] f32
     """Sum and largest |trainer - sampler| log-prob, and the extremes of exp(trainer - sampler)."""
     gap = jnp.where(rows.mask, logp - rows.sampler_logp, 0.0)
-    return jnp.stack(
-        [jnp.sum(jnp.abs(gap)), jnp.max(jnp.abs(gap)), jnp.exp(jnp.min(gap)), jnp.exp(jnp.max(gap))]
-    )
+    return jnp.stack([jnp.sum(jnp.abs(gap)), jnp.max(jnp.abs(gap)), jnp.exp(jnp.min(gap)), jnp.exp(jnp.max(gap))])

@@ -64,9 +64,7 @@ def optimizer_shardings(tx: optax.GradientTransformation, shapes: Params, shardi
     """The optimizer's state lies where its parameters lie; its counters everywhere."""
     whole = replicated(jax.tree.leaves(shardings)[0].mesh)
     state = jax.eval_shape(tx.init, shapes)
-    return optax.tree_utils.tree_map_params(
-        tx, lambda _, s: s, state, shardings, transform_non_params=lambda _: whole
-    )
+    return optax.tree_utils.tree_map_params(tx, lambda _, s: s, state, shardings, transform_non_params=lambda _: whole)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

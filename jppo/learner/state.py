@@ -31,9 +31,7 @@ class Weights:
 def weights(cfg: ModelConfig, mesh: Mesh, *, head: Head, param_dtype: Any) -> Weights:
     """Shapes and shardings of a model with this head, from the table of parameters."""
     shapes = params.abstract(cfg, head=head, param_dtype=param_dtype)
-    return Weights(
-        cfg, head, shapes, sharding.param_shardings(mesh, params.logical_axes(cfg, head=head), shapes)
-    )
+    return Weights(cfg, head, shapes, sharding.param_shardings(mesh, params.logical_axes(cfg, head=head), shapes))
 
 
 def load(what: Weights, path: str, *, init: str, key: jax.Array) -> Params:
@@ -55,9 +53,7 @@ def init_optimizer(tx: optax.GradientTransformation, what: Weights, values: Para
     return jax.jit(tx.init, out_shardings=places)(values), places
 
 
-def begin(
-    policy: Params, policy_opt: Any, value: Params, value_opt: Any, *, kl_coef: float, seed: int
-) -> TrainState:
+def begin(policy: Params, policy_opt: Any, value: Params, value_opt: Any, *, kl_coef: float, seed: int) -> TrainState:
     """The state before the first step."""
     place = jax.tree.leaves(policy)[0].sharding
     assert isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh)

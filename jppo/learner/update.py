@@ -41,9 +41,7 @@ def make_actor_loss(
 
         # A masked entry must not reach the exponential: its gradient would be 0 * inf.
         delta = jnp.where(mask, logp - scored.logp, 0.0)
-        surrogate, held = losses.clipped_policy(
-            delta, jnp.zeros_like(delta), scored.advantage, clip_ratio=clip_ratio
-        )
+        surrogate, held = losses.clipped_policy(delta, jnp.zeros_like(delta), scored.advantage, clip_ratio=clip_ratio)
         total = mean(surrogate) - entropy_coeff * mean(entropy)
         sums = {
             "actor/pg_loss": mean(surrogate),
@@ -93,7 +91,7 @@ def make_imitation_loss(logprob: LogProb) -> Callable[[Params, Rows, Array], tup
 def make_accumulate(
     loss: Callable[..., tuple[Array, dict[str, Array]]],
 ) -> Callable[..., tuple[Params, dict[str, Array]]]:
-    """(params, gradients so far, micro-batch, tokens) -> gradients with this micro-batch's, and its share of the sums."""
+    """(params, gradients so far, micro-batch, tokens) -> gradients with its own, and its share of the sums."""
 
     def accumulate(params: Params, grads: Params, micro: Scored | Rows, tokens: Array):
         new, sums = jax.grad(loss, has_aux=True)(params, micro, tokens)

@@ -60,9 +60,7 @@ class Project(nn.Module):
         kernel = self.param("kernel", nn.initializers.normal(self.std), self.shape, self.param_dtype)
         y = jnp.einsum(self.equation, x, kernel.astype(x.dtype))
         if self.bias is not None:
-            y += self.param("bias", nn.initializers.zeros, self.bias, self.param_dtype)[None, None].astype(
-                x.dtype
-            )
+            y += self.param("bias", nn.initializers.zeros, self.bias, self.param_dtype)[None, None].astype(x.dtype)
         return y
 
 
@@ -77,9 +75,7 @@ class Attention(nn.Module):
         cfg = self.cfg
         D, H, K, A = cfg.hidden_size, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
 
-        def project(
-            name: str, equation: str, shape: tuple[int, ...], bias: tuple[int, ...] | None
-        ) -> Project:
+        def project(name: str, equation: str, shape: tuple[int, ...], bias: tuple[int, ...] | None) -> Project:
             return Project(equation, shape, bias, cfg.initializer_range, self.param_dtype, name=name)
 
         q = project("q", "rtd,dha->rtha", (D, H, A), (H, A) if cfg.qkv_bias else None)(x)
@@ -118,9 +114,7 @@ class Layer(nn.Module):
     constrain: Callable[[jax.Array], jax.Array]
 
     @nn.compact
-    def __call__(
-        self, x: jax.Array, segment: jax.Array, cos: jax.Array, sin: jax.Array
-    ) -> tuple[jax.Array, None]:
+    def __call__(self, x: jax.Array, segment: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, None]:
         normed = RMSNorm(self.cfg, self.param_dtype, name="attn_norm")(x)
         x = x + Attention(self.cfg, self.param_dtype, name="attn")(normed, segment, cos, sin)
         normed = RMSNorm(self.cfg, self.param_dtype, name="mlp_norm")(x)

@@ -77,9 +77,7 @@ def from_hf(config: Mapping[str, Any], *, path: str | os.PathLike) -> ModelConfi
     num_kv_heads = field("num_key_value_heads", int, num_heads)
     head_dim = field("head_dim", int, hidden_size // num_heads)
     if num_heads % num_kv_heads:
-        raise UserError(
-            f"{path}: num_key_value_heads={num_kv_heads} must divide num_attention_heads={num_heads}"
-        )
+        raise UserError(f"{path}: num_key_value_heads={num_kv_heads} must divide num_attention_heads={num_heads}")
     if head_dim % 2:
         raise UserError(f"{path}: head_dim={head_dim} must be even: rotary embedding turns pairs")
     return ModelConfig(

@@ -98,9 +98,7 @@ def load_params(
     def leaf(entry: Entry) -> jax.Array:
         return put(entry.path, _read_stacked(entry, slots, np.dtype(param_dtype)))
 
-    placed = {
-        name: {"kernel": put((name, "kernel"), np.asarray(node["kernel"]))} for name, node in fresh.items()
-    }
+    placed = {name: {"kernel": put((name, "kernel"), np.asarray(node["kernel"]))} for name, node in fresh.items()}
     return params.tree(entries, leaf) | placed
 
 
@@ -125,9 +123,7 @@ def _find(
     return entries, slots
 
 
-def _one_name_each(
-    entries: tuple[Entry, ...], slots: dict[str, tensorfile.Slot]
-) -> dict[str, tensorfile.Slot]:
+def _one_name_each(entries: tuple[Entry, ...], slots: dict[str, tensorfile.Slot]) -> dict[str, tensorfile.Slot]:
     """A matrix that is stored under its alias, or under both names, is found under its own name."""
     slots = dict(slots)
     for entry in entries:
@@ -150,9 +146,7 @@ def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
     return np.array_equal(a.view(np.uint8), b.view(np.uint8))
 
 
-def _check_names(
-    directory: pathlib.Path, entries: tuple[Entry, ...], slots: dict[str, tensorfile.Slot]
-) -> None:
+def _check_names(directory: pathlib.Path, entries: tuple[Entry, ...], slots: dict[str, tensorfile.Slot]) -> None:
     shapes = {name: entry.hf_shape for entry in entries for name in entry.hf_names}
     missing, left = sorted(set(shapes) - set(slots)), sorted(set(slots) - set(shapes))
     if missing:
@@ -162,9 +156,7 @@ def _check_names(
     for name, shape in shapes.items():
         if slots[name].shape != shape:
             found = list(slots[name].shape)
-            raise UserError(
-                f"{slots[name].file}: {name} has shape {found}, config.json asks for {list(shape)}"
-            )
+            raise UserError(f"{slots[name].file}: {name} has shape {found}, config.json asks for {list(shape)}")
 
 
 def _some(names: list[str]) -> str:

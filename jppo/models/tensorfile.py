@@ -50,9 +50,7 @@ def slots(directory: pathlib.Path) -> dict[str, Slot]:
         return _file_slots(directory / SINGLE)
     index = directory / INDEX
     if not index.is_file():
-        raise UserError(
-            f"{directory} holds neither {SINGLE} nor {INDEX}; give a directory with safetensors weights"
-        )
+        raise UserError(f"{directory} holds neither {SINGLE} nor {INDEX}; give a directory with safetensors weights")
     try:
         weight_map = json.loads(index.read_text())["weight_map"]
     except (ValueError, KeyError) as e:
@@ -64,9 +62,7 @@ def slots(directory: pathlib.Path) -> dict[str, Slot]:
         found |= _file_slots(directory / shard)
     absent = sorted(set(weight_map) - set(found))
     if absent:
-        raise UserError(
-            f"{directory / weight_map[absent[0]]} lacks {absent[0]}, which {index.name} puts there"
-        )
+        raise UserError(f"{directory / weight_map[absent[0]]} lacks {absent[0]}, which {index.name} puts there")
     return found
 
 
@@ -86,14 +82,10 @@ def _file_slots(file: pathlib.Path) -> dict[str, Slot]:
     for name, item in header.items():
         first, last = item["data_offsets"]
         if 8 + length + last > size:
-            raise UserError(
-                f"{file} is cut: {name} ends at byte {8 + length + last} of {size}; fetch it again"
-            )
+            raise UserError(f"{file} is cut: {name} ends at byte {8 + length + last} of {size}; fetch it again")
         code, shape = item["dtype"], tuple(item["shape"])
         if code in DTYPES and last - first != DTYPES[code].itemsize * int(np.prod(shape)):
-            raise UserError(
-                f"{file}: {name} has {last - first} bytes, which is not {code} of shape {list(shape)}"
-            )
+            raise UserError(f"{file}: {name} has {last - first} bytes, which is not {code} of shape {list(shape)}")
         found[name] = Slot(file, code, shape, 8 + length + first)
     return found
 
@@ -102,9 +94,7 @@ def write(
     file: pathlib.Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype, tensors: Iterable[np.ndarray]
 ) -> None:
     """Writes `tensors`, which come in the order of `shapes` and have this dtype, holding one at a time."""
-    header: dict = {
-        "__metadata__": {"format": "pt"}
-    }  # transformers insists on a format; row-major is all it means
+    header: dict = {"__metadata__": {"format": "pt"}}  # transformers insists on a format; row-major is all it means
     end = 0
     for name, shape in shapes.items():
         first, end = end, end + dtype.itemsize * int(np.prod(shape))

@@ -39,9 +39,7 @@ def write(fd: int, tensors: Iterable[tuple[str, np.ndarray]]) -> list[Entry]:
     offset = 0
     for name, tensor in tensors:
         data = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
-        entry = Entry(
-            name, tensor.dtype.name, tuple(tensor.shape), offset, data.nbytes, zlib.crc32(data.data)
-        )
+        entry = Entry(name, tensor.dtype.name, tuple(tensor.shape), offset, data.nbytes, zlib.crc32(data.data))
         _write_all(fd, data.data, offset)
         entries.append(entry)
         offset += -(-data.nbytes // ALIGN) * ALIGN

@@ -71,9 +71,7 @@ class ServerSettings:
 def check_vllm(python: str) -> str:
     """What the interpreter's vLLM is built for, 'cpu' or 'gpu'; UserError when it has none that can work."""
     executable = _interpreter(python)
-    probe = subprocess.run(
-        [executable, "-c", _PROBE], capture_output=True, text=True, check=False, timeout=120
-    )
+    probe = subprocess.run([executable, "-c", _PROBE], capture_output=True, text=True, check=False, timeout=120)
     if probe.returncode != 0:
         raise UserError(f"rollout.python={executable} does not run: {probe.stderr.strip()[-300:]}")
     found = json.loads(probe.stdout)
@@ -161,9 +159,7 @@ class Server:
         folder: str | None,
     ):
         self.log = pathlib.Path(run_dir) / f"server-{index}.log"
-        self.name = (
-            f"policy-{uuid.uuid4().hex[:12]}"  # by this name the server that answers is known to be ours
-        )
+        self.name = f"policy-{uuid.uuid4().hex[:12]}"  # by this name the server that answers is known to be ours
         self._timeout_s = settings.start_timeout_s
         # Bound but not listening: vLLM can still bind it, and no one else is given it meanwhile.
         self._port = _reserve(settings.port + index if settings.port else 0)
@@ -243,7 +239,7 @@ class Server:
 
     def _answers(self) -> bool:
         try:
-            reply = httpx.get(f"{self.url}/v1/models", timeout=5.0)
+            reply = httpx.get(f"{self.url}/v1/models", timeout=5.0, trust_env=False)
         except httpx.HTTPError:
             return False
         return reply.status_code == 200 and self.name in [model["id"] for model in reply.json()["data"]]
@@ -276,9 +272,7 @@ def _interpreter(python: str) -> str:
         return sys.executable
     found = shutil.which(os.path.expanduser(python))
     if found is None:
-        raise UserError(
-            f"rollout.python={python!r} is not a program; give the path of a Python that has vLLM"
-        )
+        raise UserError(f"rollout.python={python!r} is not a program; give the path of a Python that has vLLM")
     return found
 
 

@@ -58,9 +58,7 @@ class VllmSampler:
                 f" max_model_len={self._max_model_len}; start it with more, or ask for less"
             )
         choices = _run(self._generate(prompts, sampling))
-        return [
-            self._trajectory(prompts[k // sampling.n], choice, version) for k, choice in enumerate(choices)
-        ]
+        return [self._trajectory(prompts[k // sampling.n], choice, version) for k, choice in enumerate(choices)]
 
     def load(self, tensors: Iterable[tuple[str, np.ndarray]], *, version: int) -> None:
         """Replaces the whole model by `tensors` (HF names, a tied embedding once) and names it `version`."""
@@ -119,9 +117,7 @@ class VllmSampler:
                 f"prompt {prompt.uid}: vLLM ended the response with {finish!r}: did another client pause it?"
             )
         if not tokens or len(logprob) != len(tokens) or not all(map(math.isfinite, logprob)):
-            raise RolloutError(
-                f"prompt {prompt.uid}: {len(tokens)} tokens came with the log-probs {logprob[:8]}..."
-            )
+            raise RolloutError(f"prompt {prompt.uid}: {len(tokens)} tokens came with the log-probs {logprob[:8]}...")
         spans = choice["weight_versions"]
         if found := {span["version"] for span in spans} - {str(version)}:
             raise RolloutError(
@@ -194,9 +190,7 @@ def start_vllm(
         endpoints = [Endpoint(url, timeout_s=request_timeout_s, why=str) for url in urls]
         return VllmEngine(endpoints, [], buffers, lambda: how_to_start(model_dir, settings))
     if not (pathlib.Path(model_dir) / "config.json").is_file():
-        raise UserError(
-            f"no config.json in {model_dir!r}: vLLM needs a folder with the model's config and tokenizer"
-        )
+        raise UserError(f"no config.json in {model_dir!r}: vLLM needs a folder with the model's config and tokenizer")
     build = check_vllm(settings.python)
     check_ports(settings.port, settings.servers)
     buffers = weights.Buffers(publish_dir)

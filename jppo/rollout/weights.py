@@ -34,13 +34,9 @@ class Buffers:
         self.folder: str | None = None
         if publish_dir or not hasattr(os, "memfd_create"):
             try:
-                self.folder = tempfile.mkdtemp(
-                    prefix="jppo-weights-", dir=publish_dir if publish_dir else None
-                )
+                self.folder = tempfile.mkdtemp(prefix="jppo-weights-", dir=publish_dir if publish_dir else None)
             except OSError as e:
-                raise UserError(
-                    f"rollout.publish_dir={publish_dir!r}: {e}; give a folder that can be written"
-                ) from e
+                raise UserError(f"rollout.publish_dir={publish_dir!r}: {e}; give a folder that can be written") from e
         self._files = [self._open(), self._open()]
 
     def write(self, tensors: Iterable[tuple[str, np.ndarray]]) -> tuple[str, list[layout.Entry]]:

@@ -31,9 +31,7 @@ VALUE = [
 @pytest.mark.parametrize("ratio,advantage,loss,held,slope", POLICY)
 def test_policy_table(ratio, advantage, loss, held, slope):
     def one(logp):
-        found, clipped = losses.clipped_policy(
-            logp, jnp.float32(-2.0), jnp.float32(advantage), clip_ratio=0.2
-        )
+        found, clipped = losses.clipped_policy(logp, jnp.float32(-2.0), jnp.float32(advantage), clip_ratio=0.2)
         return found, clipped
 
     (found, clipped), grad = jax.value_and_grad(one, has_aux=True)(jnp.float32(-2.0 + np.log(ratio)))

@@ -59,9 +59,7 @@ def test_a_part_without_entries_changes_nothing():
 
 def test_whitening_over_parts_is_whitening_over_their_union(poisoned):
     x, mask = poisoned
-    _, mean, var = masked.combine(
-        [np.asarray(masked.moments(x[i : i + 1], mask[i : i + 1])) for i in range(4)]
-    )
+    _, mean, var = masked.combine([np.asarray(masked.moments(x[i : i + 1], mask[i : i + 1])) for i in range(4)])
     out = masked.whiten(x, mask, mean=jnp.float32(mean), var=jnp.float32(var))
     kept = x[mask].astype(np.float64)
     expected = (kept - kept.mean()) / np.sqrt(kept.var(ddof=1) + 1e-8)

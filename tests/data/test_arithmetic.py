@@ -53,9 +53,7 @@ def test_the_seed_decides_all(made):
     assert arithmetic.make(**SETTINGS | {"seed": 2})["test"] != made["test"]
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("test", 0), ("test", 6561), ("sloppy", 1.5), ("demonstrations", 0)]
-)
+@pytest.mark.parametrize(("key", "value"), [("test", 0), ("test", 6561), ("sloppy", 1.5), ("demonstrations", 0)])
 def test_bad_arguments_are_named(key, value):
     with pytest.raises(UserError, match=f"--{key}={value}"):
         arithmetic.make(**SETTINGS | {key: value})

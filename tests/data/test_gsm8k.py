@@ -11,9 +11,7 @@ from jppo.data import gsm8k
 @pytest.mark.parametrize(("split", "count"), [("train", 7473), ("test", 1319)])
 def test_equals_verls_files_row_by_row(shared, tmp_path, split, count):
     assert gsm8k.convert(shared / "data/gsm8k", tmp_path)[split] == count
-    ours, verls = (
-        pq.read_table(d / f"{split}.parquet").to_pylist() for d in (tmp_path, shared / "data/gsm8k-verl")
-    )
+    ours, verls = (pq.read_table(d / f"{split}.parquet").to_pylist() for d in (tmp_path, shared / "data/gsm8k-verl"))
     assert ours == verls
 
 
@@ -31,9 +29,7 @@ def test_a_missing_file_is_exit_2(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as e:
         gsm8k.main()
     err = capsys.readouterr().err
-    assert (
-        e.value.code == 2 and err.startswith("error: no ") and err.count("\n") == 1 and "train.jsonl" in err
-    )
+    assert e.value.code == 2 and err.startswith("error: no ") and err.count("\n") == 1 and "train.jsonl" in err
 
 
 def test_without_a_network_the_error_names_the_files_and_the_way_out(tmp_path, monkeypatch):

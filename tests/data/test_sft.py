@@ -23,9 +23,7 @@ def test_the_last_turn_of_a_chat_is_the_response(tmp_path, characters):
         "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
     )
     chat = [{"role": "user", "content": "4+8"}, {"role": "assistant", "content": "12"}]
-    [pair] = read_demonstrations(
-        write(tmp_path, {"messages": chat}), tokenizer=characters, max_length=7
-    ).demonstrations
+    [pair] = read_demonstrations(write(tmp_path, {"messages": chat}), tokenizer=characters, max_length=7).demonstrations
     assert pair.prompt.tolist() == [6, 12, 10, 13] and pair.response.tolist() == [3, 4, 1]
 
 

@@ -107,9 +107,7 @@ def test_a_damaged_checkpoint_is_skipped_and_said(tmp_path, capsys, how):
     if how == "bytes":
         damage(tmp_path / "2")
     elif how == "cut":
-        file = max(
-            (p for p in (tmp_path / "2").rglob("*") if "/d/" in str(p)), key=lambda p: p.stat().st_size
-        )
+        file = max((p for p in (tmp_path / "2").rglob("*") if "/d/" in str(p)), key=lambda p: p.stat().st_size)
         os.truncate(file, file.stat().st_size // 2)
     else:
         next((tmp_path / "2/about").glob("metadata")).write_text('{"step": ')
@@ -171,9 +169,7 @@ KILLED = """
 
 
 def test_sigkill_in_the_middle_of_a_save_leaves_the_one_before(tmp_path):
-    killed = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)], env=os.environ, timeout=120
-    )
+    killed = subprocess.run([sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)], env=os.environ, timeout=120)
     assert killed.returncode == -signal.SIGKILL
     assert [p.name for p in tmp_path.iterdir() if "tmp" in p.name], "the save was not under way"
     with Checkpoints(pathlib.Path(tmp_path), keep=3) as checkpoints:

@@ -153,15 +153,13 @@ class Learner:
         passes = self.passes
         rows, tokens = batch.make(trajectories, mini_batch_size=mini, plan=plan, mesh=self.mesh)
         logp = batch.each(lambda r: passes.logprob(policy, r)[0], rows)
-        ref_logp = batch.each(lambda r: passes.logprob(reference, r)[0], rows)
+        ref_logp = batch.each(lambda r: passes.reference(reference, r)[0], rows)
         values = batch.each(lambda r: passes.value(value, r), rows)
         kl_coef = jax.device_put(np.float32(KL_COEF), sharding.replicated(self.mesh))
         scored, found = ppo.advantages(passes, rows, scores, values, logp, ref_logp, kl_coef)
         return scored, tokens, found
 
-    def update(
-        self, trajectories, scores, *, kind="none", tokens_per_micro=10**6, mini=8, epochs=2, lr=0.1, tx=ADAMW
-    ):
+    def update(self, trajectories, scores, *, kind="none", tokens_per_micro=10**6, mini=8, epochs=2, lr=0.1, tx=ADAMW):
         """Parameters, metrics and scored rows after one PPO step of both models."""
         policy, value = self.weights("actor", 0), self.weights("critic", 2)
         scored, tokens, found = self.score(

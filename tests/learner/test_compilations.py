@@ -42,7 +42,7 @@ def test_no_step_after_the_first_compiles(new_learner, drawn, mesh_shape):
     how["actor"], policy_opt = ours.descent("actor", policy, lr=1e-3, epochs=1, tx=ours.adamw)
     how["critic"], value_opt = ours.descent("critic", value, lr=1e-3, epochs=1, tx=ours.adamw)
     zeros = (how["actor"].zeros, how["critic"].zeros)
-    ppo.compile_all(ours.passes, plan, ours.mesh, policy, value, zeros)
+    ppo.compile_all(ours.passes, plan, ours.mesh, policy=policy, reference=policy, value=value, zeros=zeros)
     step = jax.device_put(np.int32(0), sharding.replicated(ours.mesh))
     batches = [drawn(16, seed=seed) for seed in range(4)]
     # The first batch has one shape only, so that the others bring shapes that no step has had.
@@ -60,6 +60,4 @@ def test_no_step_after_the_first_compiles(new_learner, drawn, mesh_shape):
         shapes.append({micro.advantage.shape for mini in scored for micro in mini})
         if number:
             assert not seen, f"step {number} compiled {seen}"
-    assert len(set.union(*shapes)) > len(shapes[0]), (
-        "the later batches must bring shapes that the first had not"
-    )
+    assert len(set.union(*shapes)) > len(shapes[0]), "the later batches must bring shapes that the first had not"

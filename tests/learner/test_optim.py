@@ -23,9 +23,7 @@ def test_adamw_is_torchs():
             p.grad = torch.tensor(grads[k])
         torch.nn.utils.clip_grad_norm_(theirs.values(), 0.7)
         reference.step()
-        params, opt = optim.descend(
-            tx, params, opt, {k: jnp.float32(g) for k, g in grads.items()}, jnp.float32(3e-2)
-        )
+        params, opt = optim.descend(tx, params, opt, {k: jnp.float32(g) for k, g in grads.items()}, jnp.float32(3e-2))
         for k in start:
             np.testing.assert_allclose(params[k], theirs[k].detach().numpy(), rtol=1e-4, atol=1e-5)
 

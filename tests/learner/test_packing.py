@@ -19,9 +19,7 @@ def trajectory(tokens, sampled, uid="a"):
 
 
 def plan(kind, **over):
-    sizes = dict(
-        max_length=20, row_lengths=3, max_tokens_per_row=30, tokens_per_micro=90, sequences=12, row_multiple=1
-    )
+    sizes = dict(max_length=20, row_lengths=3, max_tokens_per_row=30, tokens_per_micro=90, sequences=12, row_multiple=1)
     return packing.make_plan(kind, **(sizes | over))
 
 
@@ -86,9 +84,7 @@ def ragged(lengths, seed=0):
     row_multiple=st.sampled_from([1, 2, 3, 8]),
     row_lengths=st.integers(1, 4),
 )
-def test_every_trajectory_once_in_a_shape_of_the_plan(
-    lengths, kind, tokens_per_micro, row_multiple, row_lengths
-):
+def test_every_trajectory_once_in_a_shape_of_the_plan(lengths, kind, tokens_per_micro, row_multiple, row_lengths):
     p = plan(
         kind,
         tokens_per_micro=tokens_per_micro,
@@ -135,9 +131,7 @@ def test_the_reward_is_on_the_last_sampled_token(lengths, kind):
 
 
 def test_rewards_of_empty_rows_are_0():
-    np.testing.assert_array_equal(
-        packing.place_rewards(packing.empty_rows((2, 5)), np.zeros(0)), np.zeros((2, 5))
-    )
+    np.testing.assert_array_equal(packing.place_rewards(packing.empty_rows((2, 5)), np.zeros(0)), np.zeros((2, 5)))
 
 
 def test_all_ways_hold_the_same():

@@ -15,9 +15,7 @@ MINI, EPOCHS = 4, 2
 
 def make_torch(kind, seed, hf_config):
     extra = {"num_labels": 1, "pad_token_id": None} if "Sequence" in kind else {}
-    config = transformers.Qwen2Config(
-        **{k: v for k, v in (hf_config | extra).items() if k != "architectures"}
-    )
+    config = transformers.Qwen2Config(**{k: v for k, v in (hf_config | extra).items() if k != "architectures"})
     model = getattr(transformers, kind).from_config(config, dtype=torch.float64, attn_implementation="eager")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -78,9 +76,7 @@ class Plain:
 
     def train(self, model, lr, losses, tokens):
         """losses: a closure for each trajectory; AdamW and the clip are torch's own."""
-        optimizer = torch.optim.AdamW(
-            model.parameters(), lr=lr, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1
-        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
         norms = []
         for _ in range(EPOCHS):
             for start in range(0, len(losses), MINI):
@@ -153,7 +149,5 @@ def test_one_step_equals_plain_torch(learner, drawn, tmp_path, threads):
     for name in ("actor", "critic"):
         np.testing.assert_allclose(metrics[f"{name}/grad_norm"], norms[name], rtol=1e-3)
         expected = to_jax(name, "after")
-        apart = jax.tree.map(
-            lambda a, b: float(np.abs(np.asarray(a) - np.asarray(b)).max()), after[name], expected
-        )
+        apart = jax.tree.map(lambda a, b: float(np.abs(np.asarray(a) - np.asarray(b)).max()), after[name], expected)
         assert max(jax.tree.leaves(apart)) < 1e-5, apart

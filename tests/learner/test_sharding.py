@@ -20,9 +20,7 @@ def test_mesh_shape(asked, expected):
 @pytest.mark.parametrize("asked", [(3, 1, 1), (-1, 3, 1), (-1, -1, 1), (0, 1, 1), (-2, 1, 1), (-1, 16, 1)])
 def test_a_mesh_that_does_not_fit_is_said(asked):
     data, fsdp, tensor = asked
-    with pytest.raises(
-        UserError, match=rf"mesh\.data={data} mesh\.fsdp={fsdp} mesh\.tensor={tensor}: .*; try"
-    ):
+    with pytest.raises(UserError, match=rf"mesh\.data={data} mesh\.fsdp={fsdp} mesh\.tensor={tensor}: .*; try"):
         sharding.mesh_shape(8, data=data, fsdp=fsdp, tensor=tensor)
 
 

@@ -80,9 +80,7 @@ def torch_model(name, *, kind="AutoModelForCausalLM", seed=0):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     extra = {"num_labels": 1} if "Sequence" in kind else {}
-    settings = {
-        k: v for k, v in (config_of(name) | extra).items() if k not in ("model_type", "architectures")
-    }
+    settings = {k: v for k, v in (config_of(name) | extra).items() if k not in ("model_type", "architectures")}
     theta = settings.pop("rope_theta")
     config = transformers.AutoConfig.for_model(
         SHAPES[name]["model_type"], **settings, rope_parameters={"rope_type": "default", "rope_theta": theta}

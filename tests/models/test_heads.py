@@ -108,6 +108,4 @@ def test_values_are_f32_products(rng):
     kernel = rng.normal(size=(5, 1)).astype(np.float32)
     found = heads.values(hidden, kernel)
     assert found.dtype == jnp.float32 and found.shape == (2, 3)
-    np.testing.assert_allclose(
-        found, (np.asarray(hidden, np.float64) @ kernel)[:, :, 0], rtol=1e-5, atol=1e-6
-    )
+    np.testing.assert_allclose(found, (np.asarray(hidden, np.float64) @ kernel)[:, :, 0], rtol=1e-5, atol=1e-6)

@@ -86,8 +86,7 @@ def gap(model, trajectories, temperature: float = SAMPLING.temperature) -> float
 def same(a, b) -> bool:
     """Equal to the bit."""
     return all(
-        np.array_equal(x.tokens, y.tokens) and np.array_equal(x.logprob, y.logprob)
-        for x, y in zip(a, b, strict=True)
+        np.array_equal(x.tokens, y.tokens) and np.array_equal(x.logprob, y.logprob) for x, y in zip(a, b, strict=True)
     )
 
 

@@ -44,9 +44,7 @@ def python_of(site):
 def distribution(site, name, version):
     folder = site / f"{name}-{version}.dist-info"
     folder.mkdir(exist_ok=True)
-    (folder / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n"
-    )
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n")
     return folder
 
 
@@ -89,9 +87,7 @@ def test_check_vllm_finds_packages_that_break_its_import(site):
     package(site, "torchaudio", {"lib/_torchaudio.so": b"..libtorch_cpu.so.."})
     assert check_vllm(python_of(site)) == "cpu"
     package(site, "torchvision", {"_C.so": b"..libcudart.so.13.."})
-    with pytest.raises(
-        UserError, match=r"torchvision for CUDA beside torch 2.13.0\+cpu.*uninstall -y torchvision`"
-    ):
+    with pytest.raises(UserError, match=r"torchvision for CUDA beside torch 2.13.0\+cpu.*uninstall -y torchvision`"):
         check_vllm(python_of(site))
     package(site, "torch", {"lib/libtorch_cuda.so": b""})  # a torch for CUDA goes with it
     assert check_vllm(python_of(site)) == "cpu"
@@ -211,9 +207,7 @@ def test_a_cache_setting_of_the_environment_does_not_override(settings, tmp_path
     server = Server(0, model_dir="m", run_dir=str(tmp_path), settings=settings(), build="cpu", folder=None)
     server.stop()
     assert "VLLM_CPU_KVCACHE_SPACE" not in server._env
-    assert server._env["PYTHONPATH"].split(os.pathsep)[0] == os.path.dirname(
-        os.path.dirname(module.jppo.__file__)
-    )
+    assert server._env["PYTHONPATH"].split(os.pathsep)[0] == os.path.dirname(os.path.dirname(module.jppo.__file__))
 
 
 def test_telling_lines():

@@ -171,6 +171,4 @@ def test_a_server_with_the_wrong_settings(attach, fakes, info, said):
 
 def test_no_model_is_refused_before_any_server(settings, tmp_path):
     with pytest.raises(UserError, match=r"no config\.json"):
-        start_vllm(
-            str(tmp_path), str(tmp_path), settings=settings(), urls=[], request_timeout_s=1.0, publish_dir=""
-        )
+        start_vllm(str(tmp_path), str(tmp_path), settings=settings(), urls=[], request_timeout_s=1.0, publish_dir="")

@@ -34,9 +34,7 @@ def test_files_are_written_in_turn(buffers):
 def test_another_process_reads_the_nameless_file(buffers):
     before = set(os.listdir("/dev/shm"))
     path, _ = buffers.write(TENSORS.items())
-    read = subprocess.run(
-        [sys.executable, "-c", f"print(open({path!r}, 'rb').read()[:16].hex())"], capture_output=True
-    )
+    read = subprocess.run([sys.executable, "-c", f"print(open({path!r}, 'rb').read()[:16].hex())"], capture_output=True)
     assert bytes.fromhex(read.stdout.decode()) == TENSORS["w"].tobytes()
     assert set(os.listdir("/dev/shm")) == before
 

@@ -84,9 +84,7 @@ def test_the_first_publish_must_be_whole_too(tmp_path):
 def test_a_tied_head_sent_by_name_is_refused(tmp_path):
     worker, tensors = make(True)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
-    assert (
-        "lm_head.weight not in the served model" in send(worker, tmp_path / "w", tensors.items(), 1)["error"]
-    )
+    assert "lm_head.weight not in the served model" in send(worker, tmp_path / "w", tensors.items(), 1)["error"]
 
 
 def test_only_what_was_checked_is_loaded_and_only_once(tmp_path):
