@@ -147,5 +147,5 @@ def test_shared_rows_waste_less():
 
 
 def test_too_long_is_said_by_name():
-    with pytest.raises(ValueError, match="trajectory long has 40 tokens, rows 19"):
+    with pytest.raises(ValueError, match="trajectory long has 39 entries, a row holds 19"):
         packing.pack([trajectory(np.ones(40), np.ones(40), uid="long")], [0], plan("none"))
