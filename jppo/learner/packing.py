@@ -67,11 +67,9 @@ def pack(trajectories: Sequence[Trajectory], sequence: Sequence[int], plan: Plan
     """Micro-batches that hold each trajectory once; `sequence` gives their indices in the step's batch."""
     entries = [len(t.tokens) - 1 for t in trajectories]  # the first token has none: nothing was read before it
     order = sorted(range(len(trajectories)), key=lambda i: -entries[i])
-    for i in order[:1]:
-        if entries[i] > plan.lengths[-1]:
-            raise ValueError(
-                f"trajectory {trajectories[i].uid} has {entries[i]} entries, a row holds {plan.lengths[-1]}"
-            )
+    if order and entries[order[0]] > plan.lengths[-1]:
+        uid, length = trajectories[order[0]].uid, entries[order[0]]
+        raise ValueError(f"trajectory {uid} has {length} entries, a row holds {plan.lengths[-1]}")
     of_length: dict[int, list[int]] = {length: [] for length in plan.lengths}
     for i in order:
         of_length[next(t for t in plan.lengths if entries[i] <= t)].append(i)
