@@ -23,6 +23,7 @@ import platform
 import re
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -192,23 +193,12 @@ def time_rollout(c: ConfigDict, cfg: ModelConfig, trajectories: Sequence[Traject
 def time_learner(
     c: ConfigDict, cfg: ModelConfig, trajectories: Sequence[Trajectory], *, repeats: int
 ) -> tuple[dict[str, list[float]], dict[str, Any]]:
-    """Seconds of each stage and of a matrix product, interleaved, after one warm-up; and what was packed."""
+    """Seconds of each stage, interleaved with a matrix product, after one round that compiles; what was packed."""
     mesh = build.make_mesh(c)
     empty = PromptSet([], overlong=0)
     inputs = build.Inputs(None, (), empty, empty, {}, policy=cfg, critic=cfg, total_steps=1)
     learner, now = build.make_learner(c, inputs, mesh)
     passes = learner.passes
-    start = time.perf_counter()
-    ppo.compile_all(
-        passes,
-        learner.plan,
-        mesh,
-        policy=now.policy,
-        reference=learner.reference,
-        value=now.value,
-        zeros=(learner.actor.zeros, learner.critic.zeros),
-    )
-    compile_s = time.perf_counter() - start
     rows, tokens = batch.make(trajectories, mini_batch_size=c.actor.ppo_mini_batch_size, plan=learner.plan, mesh=mesh)
     scores = np.random.default_rng(2).random(len(trajectories)).astype(np.float32)
     multiply, flops = make_product(mesh, c.model.compute_dtype)
@@ -234,7 +224,6 @@ def time_learner(
     packed = {
         "rows": [list(shape) for shape in shapes],
         "filled": sum(len(t.tokens) - 1 for t in trajectories) / sum(r * t for r, t in shapes),
-        "compile_s": compile_s,
         "matmul_flops_per_s": statistics.median(products[1:]),
     }
     return seconds, packed
@@ -388,6 +377,7 @@ def main(argv: list[str] | None = None) -> None:
         with tempfile.TemporaryDirectory() as folder:
             c = make_config(folder, args.dtype, args.changes)
             measured[shape] = measure(shape, c, rollout=reason is None, repeats=args.repeats)
+        print(f"shape {shape} is measured", file=sys.stderr)
     result: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "machine": machine(),
