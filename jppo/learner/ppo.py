@@ -121,7 +121,7 @@ def advantages(
     tokens, advantage_mean, _ = found["moments"]
     _, return_mean, return_var = found["return_moments"]
     _, value_mean, _ = found["value_moments"]
-    explained = 1.0 - found["error_moments"][2] / (return_var + 1e-8)
+    explained = 1.0 - found["error_moments"][2] / (return_var + 1e-5)
     return scored, {
         "critic/advantages/mean": advantage_mean,
         "critic/returns/mean": return_mean,
