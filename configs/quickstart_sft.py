@@ -3,7 +3,7 @@
     python -m jppo.data.arithmetic --out runs/quickstart/data
     python -m jppo.sft --config=configs/quickstart_sft.py
 
-About two minutes on two CPU cores. The argument is the run's folder:
+Some two minutes on two CPU cores. The argument is the run's folder:
 --config=configs/quickstart_sft.py:runs/other
 """
 
@@ -26,9 +26,10 @@ def get_config(arg: str = "runs/quickstart") -> ml_collections.ConfigDict:
     config.data.row_lengths = 1
 
     config.optim.lr = 3e-3
+    config.optim.betas = (0.9, 0.95)
     config.optim.lr_scheduler_type = "cosine"
     config.optim.lr_warmup_steps = 20
 
     config.trainer.run_dir = f"{arg}/sft"
-    config.trainer.total_training_steps = 600
+    config.trainer.total_training_steps = 400
     return config.lock()
