@@ -60,16 +60,16 @@ class Entry:
         return tuple(self.hf.format(layer=i) for i in range(self.shape[0])) if self.stacked else (self.hf,)
 
 
-def table(cfg: ModelConfig, *, head: Head) -> tuple[Entry, ...]:
+def table(model: ModelConfig, *, head: Head) -> tuple[Entry, ...]:
     """Every parameter of the model with this head, in the order of HF's files' layers."""
     sizes = {
-        "L": cfg.num_layers,
-        "V": cfg.vocab_size,
-        "D": cfg.hidden_size,
-        "H": cfg.num_heads,
-        "K": cfg.num_kv_heads,
-        "F": cfg.intermediate_size,
-        "A": cfg.head_dim,
+        "L": model.num_layers,
+        "V": model.vocab_size,
+        "D": model.hidden_size,
+        "H": model.num_heads,
+        "K": model.num_kv_heads,
+        "F": model.intermediate_size,
+        "A": model.head_dim,
         "1": 1,
     }
 
@@ -85,7 +85,7 @@ def table(cfg: ModelConfig, *, head: Head) -> tuple[Entry, ...]:
             alias=alias,
         )
 
-    tied = "lm_head.weight" if cfg.tie_word_embeddings else None
+    tied = "lm_head.weight" if model.tie_word_embeddings else None
     rows = [
         entry("embed/embedding", "model.embed_tokens.weight", "V D", "VD", tied),
         entry("layers/attn_norm/scale", "input_layernorm.weight", "D", "LD"),
@@ -99,15 +99,15 @@ def table(cfg: ModelConfig, *, head: Head) -> tuple[Entry, ...]:
         entry("layers/mlp/down/kernel", "mlp.down_proj.weight", "D F", "LFD"),
         entry("norm/scale", "model.norm.weight", "D", "D"),
     ]
-    if cfg.qkv_bias:
+    if model.qkv_bias:
         rows += [
             entry("layers/attn/q/bias", "self_attn.q_proj.bias", "HA", "LHA"),
             entry("layers/attn/k/bias", "self_attn.k_proj.bias", "KA", "LKA"),
             entry("layers/attn/v/bias", "self_attn.v_proj.bias", "KA", "LKA"),
         ]
-    if cfg.o_bias:
+    if model.o_bias:
         rows += [entry("layers/attn/o/bias", "self_attn.o_proj.bias", "D", "LD")]
-    if cfg.mlp_bias:
+    if model.mlp_bias:
         rows += [
             entry("layers/mlp/gate/bias", "mlp.gate_proj.bias", "F", "LF"),
             entry("layers/mlp/up/bias", "mlp.up_proj.bias", "F", "LF"),
@@ -115,7 +115,7 @@ def table(cfg: ModelConfig, *, head: Head) -> tuple[Entry, ...]:
         ]
     if head == "value":
         rows += [entry("score/kernel", "score.weight", "1 D", "D1")]
-    elif not cfg.tie_word_embeddings:
+    elif not model.tie_word_embeddings:
         rows += [entry("lm_head/kernel", "lm_head.weight", "V D", "VD")]
     return tuple(rows)
 
@@ -155,11 +155,11 @@ def get(params: Params, path: tuple[str, ...]) -> Any:
     return params
 
 
-def abstract(cfg: ModelConfig, *, head: Head, param_dtype: Any) -> dict[str, Any]:
+def abstract(model: ModelConfig, *, head: Head, param_dtype: Any) -> dict[str, Any]:
     """`params` as shapes and dtypes: nothing is allocated."""
-    return tree(table(cfg, head=head), lambda entry: jax.ShapeDtypeStruct(entry.shape, param_dtype))
+    return tree(table(model, head=head), lambda entry: jax.ShapeDtypeStruct(entry.shape, param_dtype))
 
 
-def logical_axes(cfg: ModelConfig, *, head: Head) -> dict[str, Any]:
+def logical_axes(model: ModelConfig, *, head: Head) -> dict[str, Any]:
     """`params` with a tuple of logical axis names in place of each array."""
-    return tree(table(cfg, head=head), lambda entry: entry.axes)
+    return tree(table(model, head=head), lambda entry: entry.axes)

@@ -1,0 +1,171 @@
+"""The training command as a user runs it, with a real vLLM: trained, killed, started again; and what it refuses."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from jppo import train
+from jppo.data import arithmetic
+from jppo.structs import Reward, Trajectory
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+STEPS = 4
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup")
+
+
+def command(run, *more):
+    return [
+        sys.executable, "-m", "jppo.train", f"--config={ROOT / 'configs/quickstart.py'}:{run}",
+        "--config.data.train_batch_size=32", "--config.actor.ppo_mini_batch_size=16",
+        "--config.data.val_max_samples=8", "--config.model.scan_layers=True", "--config.trainer.test_freq=-1",
+        "--config.trainer.save_freq=1", f"--config.trainer.total_training_steps={STEPS}", *more,
+    ]  # fmt: skip
+
+
+def start(run, *more):
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}  # one device
+    return subprocess.Popen(
+        command(run, *more),
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def servers_of(run):
+    """Processes whose command line names the run's folder."""
+    found = []
+    for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:  # it has ended
+            continue
+        if str(run) in line and ("vllm" in line or "jppo.rollout.launch" in line):
+            found.append(line)
+    return found
+
+
+def until(condition, seconds, what):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} took more than {seconds} s"
+        time.sleep(0.2)
+
+
+@pytest.fixture
+def run(tmp_path, tiny_model):
+    """A run's folder with data and a starting model of random weights."""
+    folder = tmp_path / "run"
+    made = arithmetic.make(seed=1, test=64, sloppy=0.5, demonstrations=1)
+    (folder / "data").mkdir(parents=True)
+    for name in ("train", "test"):
+        (folder / f"data/{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made[name]))
+    (folder / "sft").mkdir()
+    (folder / "sft/hf").symlink_to(tiny_model)
+    return folder
+
+
+@needs_vllm
+@pytest.mark.vllm
+def test_a_killed_run_goes_on_and_leaves_no_server(run):
+    first = start(run)
+    checkpoints = run / "checkpoints"
+    until(lambda: (checkpoints / "2").is_dir() or first.poll() is not None, 300, "the second step")
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    until(lambda: not servers_of(run), 30, "the end of the killed run's server")
+    left = max(int(path.name) for path in checkpoints.iterdir() if path.name.isdecimal())
+    assert left < STEPS  # else nothing was left to do
+
+    second = start(run)
+    said, _ = second.communicate(timeout=300)
+    assert second.returncode == 0, said
+    assert f"going on from the checkpoint of step {left}" in said or left == 0
+    assert "sampler and trainer agree" in said
+    assert not servers_of(run)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [m["step"] for m in lines] == list(range(STEPS + 1))  # none missing, none twice
+    assert all(m["rollout/logp_gap_max"] < 1e-3 for m in lines[1:])
+    assert {path.name for path in (run / "hf").iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
+    uids = {
+        row["uid"]
+        for step in range(1, STEPS + 1)
+        for row in map(json.loads, (run / f"samples/step_{step}.jsonl").read_text().splitlines())
+    }
+    assert len(uids) == 32 * STEPS  # within an epoch no prompt is drawn again, also over the kill
+
+
+@needs_vllm
+def test_a_term_signal_ends_the_run_and_its_server(run):
+    process = start(run)
+    until(lambda: servers_of(run) or process.poll() is not None, 60, "the server's start")
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    until(lambda: not servers_of(run), 30, "the server's end")
+
+
+@pytest.mark.parametrize(
+    "more,said",
+    [
+        (["--config.model.path=/no/such/model"], "/no/such/model"),
+        (["--config.data.val_files=missing.jsonl"], "missing.jsonl"),
+        (["--config.actor.ppo_mini_batch_size=5"], "must divide data.train_batch_size*rollout.n=32; try 4"),
+    ],
+)
+def test_a_fault_of_the_user_is_one_line_and_code_2(run, more, said):
+    process = start(run, *more)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 2, output
+    errors = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and said in errors[0]
+    assert not (run / "server-0.log").exists()
+
+
+def trajectory(length, finish="stop"):
+    return Trajectory(
+        uid="a",
+        tokens=np.zeros(3 + length, np.int32),
+        sampled=np.repeat([False, True], [3, length]),
+        logprob=np.zeros(3 + length, np.float32),
+        version=np.zeros(3 + length, np.int32),
+        text="",
+        finish=finish,
+        turns=1,
+    )
+
+
+def test_describe_counts_responses_and_errors():
+    rewards = [Reward(1.0, {}, None), Reward(0.0, {}, "boom")]
+    found = train.describe([trajectory(2), trajectory(4, "length")], rewards)
+    assert found["critic/score/mean"] == 0.5 and found["reward/errors"] == 1.0
+    assert found["response_length/mean"] == 3.0 and found["response_length/clip_ratio"] == 0.5
+    assert found["prompt_length/mean"] == 3.0 and found["perf/total_num_tokens"] == 12.0
+
+
+def test_a_step_whose_graders_all_fail_ends_the_run():
+    with pytest.raises(train.Diverged, match="boom"):
+        train.describe([trajectory(2)], [Reward(0.0, {}, "boom")])
+
+
+def test_a_loss_that_is_no_number_ends_the_run():
+    good = {"actor/pg_loss": 0.0, "actor/grad_norm": 1.0, "critic/vf_loss": 0.1, "critic/grad_norm": 1.0}
+    train.require_finite(3, good)
+    with pytest.raises(train.Diverged, match="step 3: critic/grad_norm is nan"):
+        train.require_finite(3, good | {"critic/grad_norm": float("nan")})
+
+
+@pytest.mark.parametrize("step,every,now", [(10, 5, True), (11, 5, False), (10, -1, False), (0, 5, True)])
+def test_due(step, every, now):
+    assert train.due(step, every) is now
