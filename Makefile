@@ -5,6 +5,8 @@ SEED = 1
 RUN = runs/quickstart$(if $(filter-out 1,$(SEED)),-seed$(SEED))
 
 VENV = .venv
+# glibc gives large temporaries huge pages: a tenth to a fifth faster on a CPU. Read when a process starts.
+TUNED = GLIBC_TUNABLES=glibc.malloc.hugetlb=1
 PY = $(VENV)/bin/python
 READY = $(VENV)/.ready
 BEGAN := $(shell date +%s)
@@ -23,7 +25,7 @@ setup: $(READY)  ## make .venv, with vLLM for this machine; PYTHON=... names ano
 	@echo "$(VENV) is ready"
 
 quickstart: $(RUN)/sft/hf/config.json  ## train a small model from nothing and show what happened; SEED=1 RUN=DIR
-	$(PY) -m jppo.train --config=configs/quickstart.py:$(RUN) --config.trainer.seed=$(SEED)
+	$(TUNED) $(PY) -m jppo.train --config=configs/quickstart.py:$(RUN) --config.trainer.seed=$(SEED)
 	@echo "all together      $$(($$(date +%s) - $(BEGAN))) s, with all that had to be made first"
 
 test: $(READY)  ## run the tests, a real vLLM among them
@@ -40,7 +42,7 @@ types: $(READY)  ## check types
 	$(PY) -m mypy
 
 bench: $(READY)  ## measure tokens a second of each stage
-	$(PY) benchmarks/throughput.py
+	$(TUNED) $(PY) benchmarks/throughput.py
 
 doctor: $(READY)  ## say what of this machine would stop a training, and what to do
 	@$(PY) -m jppo.doctor
@@ -59,4 +61,4 @@ $(RUN)/data/model/generation_config.json: | $(READY)
 	$(PY) -m jppo.data.arithmetic --out $(RUN)/data --seed $(SEED)
 
 $(RUN)/sft/hf/config.json: | $(RUN)/data/model/generation_config.json
-	$(PY) -m jppo.sft --config=configs/quickstart_sft.py:$(RUN) --config.trainer.seed=$(SEED)
+	$(TUNED) $(PY) -m jppo.sft --config=configs/quickstart_sft.py:$(RUN) --config.trainer.seed=$(SEED)

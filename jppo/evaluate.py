@@ -22,15 +22,21 @@ def evaluate(
     greedy = Sampling(temperature=0.0, top_p=1.0, top_k=-1, n=1, max_tokens=max_tokens, seed=0)
     trajectories = sampler.generate(prompts, greedy, version=version)
     rewards = grade([t.text for t in trajectories], prompts, graders)
-    metrics = {"val/score": float(np.mean([r.score for r in rewards]))}
+    metrics = {"val/score": mean_score(rewards)}
     metrics["val/reward_errors"] = float(sum(r.error is not None for r in rewards))
     sources = sorted({p.data_source for p in prompts})
     for source in sources if len(sources) > 1 else ():
-        of_source = [r.score for r, p in zip(rewards, prompts, strict=True) if p.data_source == source]
-        metrics[f"val/{source}/score"] = float(np.mean(of_source))
+        of_source = [r for r, p in zip(rewards, prompts, strict=True) if p.data_source == source]
+        metrics[f"val/{source}/score"] = mean_score(of_source)
     metrics["val/response_length/mean"] = float(np.mean([t.sampled.sum() for t in trajectories]))
     metrics["val/truncated"] = float(np.mean([t.finish == "length" for t in trajectories]))
     return metrics, samples(prompts, trajectories, rewards)
+
+
+def mean_score(rewards: Sequence[Reward]) -> float:
+    """The mean over what was graded: a grader that failed is no 0; NaN where all failed."""
+    scores = [r.score for r in rewards if r.error is None]
+    return float(np.mean(scores)) if scores else float("nan")
 
 
 def samples(
@@ -43,7 +49,7 @@ def samples(
             "prompt": p.messages,
             "response": t.text,
             "ground_truth": p.ground_truth,
-            "score": r.score,
+            "score": r.score if r.error is None else None,
             "parts": r.parts,
             "error": r.error,
             "finish": t.finish,

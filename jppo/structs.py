@@ -63,9 +63,9 @@ class Trajectory:
 class Reward:
     """What a grader said of one trajectory."""
 
-    score: float
+    score: float  # NaN where the grader failed: such a sample is not trained on
     parts: dict[str, float]
-    error: str | None  # the grader failed: counted and shown, never a silent 0
+    error: str | None  # why the grader failed: counted and shown
 
 
 @jax.tree_util.register_dataclass

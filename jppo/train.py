@@ -125,6 +125,9 @@ def ppo_step(
     asked = [p for p in prompts for _ in range(c.rollout.n)]
     with timer("reward"):
         rewards = grade([t.text for t in trajectories], asked, inputs.graders)
+    write_samples(run, f"step_{version + 1}", samples(asked, trajectories, rewards))
+    metrics = describe(trajectories, rewards)
+    trajectories = [trainable(*pair) for pair in zip(trajectories, rewards, strict=True)]
     rows, tokens = batch.make(
         trajectories, mini_batch_size=c.actor.ppo_mini_batch_size, plan=learner.plan, mesh=learner.mesh
     )
@@ -139,8 +142,8 @@ def ppo_step(
         values = batch.each(lambda r: passes.value(now.value, r), rows)
     with timer("adv"):
         scores = np.array([r.score for r in rewards], np.float32)
-        estimated, metrics = ppo.advantages(passes, rows, scores, values, logp, ref_logp, now.kl_coef)
-        metrics |= ppo.gap_metrics(batch.each(passes.gap, rows, logp), tokens)
+        estimated, found = ppo.advantages(passes, rows, scores, values, logp, ref_logp, now.kl_coef)
+        metrics |= found | ppo.gap_metrics(batch.each(passes.gap, rows, logp), tokens)
         metrics["actor/entropy"] = ppo.mean_over(entropy, tokens)
     with timer("update_critic"):
         value, value_opt, found = ppo.descend(learner.critic, now.value, now.value_opt, now.step, estimated, tokens)
@@ -148,12 +151,11 @@ def ppo_step(
     with timer("update_actor"):
         policy, policy_opt, found = ppo.descend(learner.actor, now.policy, now.policy_opt, now.step, estimated, tokens)
         metrics |= found
-    write_samples(run, f"step_{version + 1}", samples(asked, trajectories, rewards))
     require_finite(version + 1, metrics)
     now = dataclasses.replace(
         now, step=now.step + 1, policy=policy, policy_opt=policy_opt, value=value, value_opt=value_opt
     )
-    return now, cursor, metrics | describe(trajectories, rewards)
+    return now, cursor, metrics
 
 
 def due(step: int, every: int) -> bool:
@@ -161,14 +163,21 @@ def due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
+def trainable(trajectory: Trajectory, reward: Reward) -> Trajectory:
+    """The trajectory as it is, or, where its grader failed, one that nothing is learned from."""
+    if reward.error is None:
+        return trajectory
+    return dataclasses.replace(trajectory, sampled=np.zeros_like(trajectory.sampled))
+
+
 def describe(trajectories: list[Trajectory], rewards: list[Reward]) -> dict[str, float]:
     """The metrics that need no device, under verl's names."""
-    scores = np.array([r.score for r in rewards])
-    lengths = np.array([t.sampled.sum() for t in trajectories])
-    whole = np.array([len(t.tokens) for t in trajectories])
     failed = sum(r.error is not None for r in rewards)
     if failed == len(rewards):
         raise Diverged(f"every grader of the step failed; the first said: {rewards[0].error}")
+    scores = np.array([r.score for r in rewards if r.error is None])
+    lengths = np.array([t.sampled.sum() for t in trajectories])
+    whole = np.array([len(t.tokens) for t in trajectories])
     return {
         "critic/score/mean": float(scores.mean()),
         "critic/score/max": float(scores.max()),
@@ -200,7 +209,7 @@ def validate(
     )
     write_samples(run, f"test_{version}", rows)
     for row in rows[: c.trainer.log_val_generations]:
-        mark = "right" if row["score"] == 1.0 else f"score {row['score']:g}"
+        mark = row["error"] if row["score"] is None else "right" if row["score"] == 1.0 else f"score {row['score']:g}"
         logger.note(f"  {_short(row['prompt'])} → {_short(row['response'])}   ({mark}; truth {row['ground_truth']})")
     return metrics
 

@@ -147,16 +147,16 @@ def trajectory(length, finish="stop"):
 
 
 def test_describe_counts_responses_and_errors():
-    rewards = [Reward(1.0, {}, None), Reward(0.0, {}, "boom")]
+    rewards = [Reward(1.0, {}, None), Reward(float("nan"), {}, "boom")]
     found = train.describe([trajectory(2), trajectory(4, "length")], rewards)
-    assert found["critic/score/mean"] == 0.5 and found["reward/errors"] == 1.0
+    assert found["critic/score/mean"] == 1.0 and found["reward/errors"] == 1.0
     assert found["response_length/mean"] == 3.0 and found["response_length/clip_ratio"] == 0.5
     assert found["prompt_length/mean"] == 3.0 and found["perf/total_num_tokens"] == 12.0
 
 
 def test_a_step_whose_graders_all_fail_ends_the_run():
     with pytest.raises(train.Diverged, match="boom"):
-        train.describe([trajectory(2)], [Reward(0.0, {}, "boom")])
+        train.describe([trajectory(2)], [Reward(float("nan"), {}, "boom")])
 
 
 def test_a_loss_that_is_no_number_ends_the_run():
@@ -169,3 +169,9 @@ def test_a_loss_that_is_no_number_ends_the_run():
 @pytest.mark.parametrize("step,every,now", [(10, 5, True), (11, 5, False), (10, -1, False), (0, 5, True)])
 def test_due(step, every, now):
     assert train.due(step, every) is now
+
+
+def test_nothing_is_learned_from_a_sample_whose_grader_failed():
+    sample = trajectory(3)
+    assert train.trainable(sample, Reward(1.0, {}, None)) is sample
+    assert not train.trainable(sample, Reward(float("nan"), {}, "boom")).sampled.any()

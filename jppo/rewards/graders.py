@@ -72,7 +72,7 @@ def _safely(grader: Grader, response: str, ground_truth: str) -> Reward:
     try:
         return grader(response, ground_truth)
     except Exception as e:  # whatever a grader raises costs its own sample only, and is reported with it
-        return Reward(score=0.0, parts={}, error=f"{type(e).__name__}: {e}")
+        return Reward(score=float("nan"), parts={}, error=f"{type(e).__name__}: {e}")
 
 
 def _number(text: str) -> decimal.Decimal | None:

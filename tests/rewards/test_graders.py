@@ -1,4 +1,5 @@
 import json
+import math
 
 import numpy as np
 import pytest
@@ -77,7 +78,7 @@ def test_a_failing_grader_is_an_error_of_its_own_sample():
     prompts = [prompt("gsm8k", "eighteen"), prompt("gsm8k", "18")]
     failed, good = grade(["#### 18"] * 2, prompts, graders_for(["gsm8k"]))
     assert failed.error == "ValueError: ground_truth='eighteen' is not a number"
-    assert failed.score == 0.0 and failed.parts == {}
+    assert math.isnan(failed.score) and failed.parts == {}  # no 0: that would be an answer judged wrong
     assert good.score == 1.0 and good.error is None
 
 
