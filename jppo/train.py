@@ -22,7 +22,7 @@ from jppo.build import Inputs, Learner
 from jppo.data.stream import Cursor, next_batch
 from jppo.data.tokenizer import decode
 from jppo.evaluate import evaluate, samples
-from jppo.io.checkpoint import Checkpoints, restore
+from jppo.io.checkpoint import Checkpoints, require, restore
 from jppo.io.curve import write_curve
 from jppo.io.metrics import Logger, read_metrics, write_samples
 from jppo.io.timers import STAGES, Timers
@@ -43,6 +43,8 @@ def train(config: ConfigDict) -> None:
     run = pathlib.Path(c.trainer.run_dir)
     build.share_gpu(c)
     inputs = build.read_inputs(c)
+    if c.trainer.resume_mode not in ("auto", "disable"):
+        require(pathlib.Path(c.trainer.resume_mode))
     timer = Timers()
     with contextlib.ExitStack() as stack:
         checkpoints = stack.enter_context(Checkpoints(run / "checkpoints", keep=c.trainer.max_ckpt_to_keep))

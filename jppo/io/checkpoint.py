@@ -116,14 +116,19 @@ class Checkpoints:
             shutil.rmtree(self._directory / str(step))
 
 
+def require(path: pathlib.Path) -> None:
+    """UserError where `path` is no checkpoint that a run could go on from."""
+    if not path.is_dir():
+        raise UserError(f"trainer.resume_mode={path}: no such checkpoint; give auto, disable, or RUN/checkpoints/STEP")
+
+
 def restore(path: pathlib.Path, like: Any) -> Restored:
     """Read the checkpoint at `path` into the structure, shapes, dtypes and shardings of `like`.
 
     `like` holds arrays or `jax.ShapeDtypeStruct`s with shardings. A checkpoint of another structure is a
     user's error.
     """
-    if not path.is_dir():
-        raise UserError(f"trainer.resume_mode={path}: no such checkpoint; give auto, disable, or RUN/checkpoints/STEP")
+    require(path)
     _quiet()
     wanted = dict(_named(like))
     targets = {name: _target(leaf) for name, leaf in wanted.items()}
