@@ -179,9 +179,8 @@ def chunk_tokens(c: ConfigDict, cfg: ModelConfig) -> int:
 
 def make_plan(c: ConfigDict, mesh: Any, *, tokens_per_device: int, sequences: int) -> packing.Plan:
     """The shapes of rows that the run will see."""
-    kind = c.data.packing
-    if kind == "auto":
-        kind = "buckets" if jax.default_backend() == "cpu" else "segments"
+    # Attention has no fused kernel for shared rows yet: their mask costs the square of a row on every backend.
+    kind = "buckets" if c.data.packing == "auto" else c.data.packing
     multiple = sharding.row_multiple(mesh)
     return packing.make_plan(
         kind,

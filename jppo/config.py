@@ -141,7 +141,7 @@ def default() -> ml_collections.ConfigDict:
             max_response_length=512,
             filter_overlong_prompts=True,  # False: an over-long prompt is an error
             shuffle=True,
-            packing="auto",  # segments on GPU and TPU, buckets on CPU
+            packing="auto",  # buckets; or segments, which pays with a fused attention only; or none
             row_lengths=4,  # buckets: how many lengths of row, each one more shape to compile
             max_tokens_per_row=4096,  # segments: the length of a row
         )
