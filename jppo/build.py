@@ -72,7 +72,7 @@ def read_inputs(c: ConfigDict) -> Inputs:
     """Everything that can be wrong with files is found here, before a device or a server is touched."""
     _, policy = hf.read_config(c.model.path)
     _, critic = hf.read_config(c.critic.path or c.model.path)
-    tokenizer = read_tokenizer(c, policy)
+    tokenizer = read_tokenizer(c, policy, critic)
     if c.model.init == "pretrained":
         hf.check_weights(c.model.path, policy, head="lm")
         hf.check_weights(c.critic.path or c.model.path, critic, head="value")
@@ -98,25 +98,33 @@ def read_inputs(c: ConfigDict) -> Inputs:
     )
 
 
-def read_tokenizer(c: ConfigDict, cfg: ModelConfig) -> Any:
-    """The model's tokenizer, once it and the lengths are seen to fit the model."""
+def read_tokenizer(c: ConfigDict, *models: ModelConfig) -> Any:
+    """The policy's tokenizer, once it and the lengths are seen to fit every model that reads its tokens."""
     tokenizer = load_tokenizer(c.model.path)
-    if len(tokenizer) > cfg.vocab_size:
-        raise UserError(
-            f"{c.model.path}: the tokenizer has {len(tokenizer)} tokens, the embedding vocab_size={cfg.vocab_size};"
-            " use the tokenizer that the model was made with"
-        )
     longest = c.data.max_prompt_length + c.data.max_response_length
-    if longest > cfg.max_position_embeddings:
-        raise UserError(
-            f"data.max_prompt_length+data.max_response_length={longest} must be within the model's"
-            f" max_position_embeddings={cfg.max_position_embeddings}; lower one of them"
-        )
+    for model in models:
+        if len(tokenizer) > model.vocab_size:
+            raise UserError(
+                f"{c.model.path}: the tokenizer has {len(tokenizer)} tokens, the embedding of a model that reads them"
+                f" vocab_size={model.vocab_size}; use the tokenizer that the model was made with"
+            )
+        if longest > model.max_position_embeddings:
+            raise UserError(
+                f"data.max_prompt_length+data.max_response_length={longest} must be within the model's"
+                f" max_position_embeddings={model.max_position_embeddings}; lower one of them"
+            )
     return tokenizer
 
 
-def share_gpu(c: ConfigDict) -> None:
-    """Leaves the servers' part of a GPU to them: JAX would take three quarters of it when it starts."""
+def exact_products(c: ConfigDict) -> None:
+    """float32 means float32: by default JAX multiplies in less on GPUs (TF32) and TPUs (bfloat16)."""
+    if c.model.compute_dtype == "float32":
+        jax.config.update("jax_default_matmul_precision", "highest")
+
+
+def prepare_jax(c: ConfigDict) -> None:
+    """Before a device is touched: exact products, and the servers' part of a GPU left to them."""
+    exact_products(c)
     if not c.rollout.urls:
         os.environ.setdefault(
             "XLA_PYTHON_CLIENT_MEM_FRACTION", f"{max(0.1, 0.92 - c.rollout.gpu_memory_utilization):.2f}"
@@ -144,7 +152,7 @@ def start_engine(c: ConfigDict, run: pathlib.Path) -> VllmEngine:
         str(hf.resolve(c.model.path, weights=False)),
         str(run),
         settings=server,
-        urls=[url for url in r.urls.split(",") if url],
+        urls=[url.strip() for url in r.urls.split(",") if url.strip()],
         request_timeout_s=r.request_timeout_s,
         publish_dir=r.publish_dir,
     )
@@ -182,11 +190,12 @@ def make_plan(c: ConfigDict, mesh: Any, *, tokens_per_device: int, sequences: in
     # Attention has no fused kernel for shared rows yet: their mask costs the square of a row on every backend.
     kind = "buckets" if c.data.packing == "auto" else c.data.packing
     multiple = sharding.row_multiple(mesh)
+    longest = c.data.max_prompt_length + c.data.max_response_length
     return packing.make_plan(
         kind,
-        max_length=c.data.max_prompt_length + c.data.max_response_length,
+        max_length=longest,
         row_lengths=c.data.row_lengths,
-        max_tokens_per_row=c.data.max_tokens_per_row,
+        max_tokens_per_row=longest if c.data.max_tokens_per_row == -1 else c.data.max_tokens_per_row,
         tokens_per_micro=tokens_per_device * multiple,
         sequences=sequences,
         row_multiple=multiple,

@@ -143,7 +143,7 @@ def default() -> ml_collections.ConfigDict:
             shuffle=True,
             packing="auto",  # buckets; or segments, which pays with a fused attention only; or none
             row_lengths=4,  # buckets: how many lengths of row, each one more shape to compile
-            max_tokens_per_row=4096,  # segments: the length of a row
+            max_tokens_per_row=-1,  # segments: the length of a row; -1: of the longest prompt and response
         )
     )
     config.algorithm = c(
@@ -249,6 +249,8 @@ def check(config: ml_collections.ConfigDict) -> None:
         if _has(config, name) and not _get(config, name):
             raise UserError(f"{name} is empty; give a path, as in --config.{name}=PATH")
     if "rollout" in config:
+        if (last := config.rollout.port + config.rollout.servers - 1) > 65535:
+            raise UserError(f"rollout.port={config.rollout.port}: the last server has port {last}, ports end at 65535")
         _check_mini_batch(config)
     _check_lengths(config)
 
@@ -266,18 +268,14 @@ def _check_lengths(config: ml_collections.ConfigDict) -> None:
     section = "actor" if "actor" in config else "optim"
     longest = config.data.max_prompt_length + config.data.max_response_length
     micro, row = f"{section}.max_tokens_per_device", "data.max_tokens_per_row"
-    shared = config.data.packing in ("auto", "segments")  # 'auto' may turn out to be segments
-    for name in (row, micro) if shared else (micro,):
-        if (value := _get(config, name)) < longest:
+    for name in (row, micro):
+        if (value := _get(config, name)) < longest and not (name == row and value == -1):
             raise UserError(
                 f"{name}={value} must hold a prompt and a response, data.max_prompt_length"
                 f"+data.max_response_length={longest}; try {longest}"
             )
-    if shared and _get(config, micro) < _get(config, row):
-        raise UserError(
-            f"{micro}={_get(config, micro)} must hold a row, {row}={_get(config, row)}; raise the one or lower"
-            " the other"
-        )
+    if _get(config, micro) < _get(config, row):
+        raise UserError(f"{micro}={_get(config, micro)} must hold a row, {row}={_get(config, row)}; raise the one")
 
 
 def _has(config: ml_collections.ConfigDict, name: str) -> bool:

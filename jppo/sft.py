@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 
 from jppo import build
 from jppo import config as settings
+from jppo.config import UserError
 from jppo.data.sft import Demonstration, read_demonstrations
 from jppo.data.stream import Cursor, next_batch, steps_per_epoch
 from jppo.io.console import SFT_COLUMNS
@@ -26,10 +27,12 @@ from jppo.structs import Trajectory
 def train(config: ConfigDict) -> None:
     """Trains on all demonstrations and writes the model."""
     c = config
+    build.exact_products(c)
     _, cfg = hf.read_config(c.model.path)
     tokenizer = build.read_tokenizer(c, cfg)
     longest = c.data.max_prompt_length + c.data.max_response_length
-    demonstrations = read_demonstrations(c.data.train_files, tokenizer=tokenizer, max_length=longest).demonstrations
+    found = read_demonstrations(c.data.train_files, tokenizer=tokenizer, max_length=longest)
+    demonstrations = found.demonstrations
     per_epoch = steps_per_epoch(len(demonstrations), c.data.train_batch_size)
     steps = c.trainer.total_training_steps
     steps = per_epoch * c.trainer.total_epochs if steps == -1 else steps
@@ -46,9 +49,10 @@ def train(config: ConfigDict) -> None:
     )
     accumulate = update.make_accumulate(update.make_imitation_loss(logprob))
     descent, opt = build.make_descent(c.optim, "sft", 1, accumulate, what, params, steps)
-    run, cursor, timer = pathlib.Path(c.trainer.run_dir), Cursor(), Timers()
+    run, cursor, timer = pathlib.Path(c.trainer.run_dir).expanduser(), Cursor(), Timers()
     with Logger(run, total_steps=steps, columns=SFT_COLUMNS) as logger:
         (run / "config.json").write_text(settings.dump(c))
+        logger.note(f"{len(demonstrations)} demonstrations ({found.overlong} over-long ones left out)")
         for step in range(steps):
             with timer("step"):
                 indices, cursor = next_batch(
@@ -58,6 +62,10 @@ def train(config: ConfigDict) -> None:
                 some = [as_trajectory(demonstrations[i], str(i)) for i in indices]
                 rows, tokens = batch.make(some, mini_batch_size=len(some), plan=plan, mesh=mesh)
                 params, opt, metrics = ppo.descend(descent, params, opt, np.asarray(step, np.int32), rows, tokens)
+            if not np.isfinite(metrics["sft/grad_norm"]):
+                raise UserError(
+                    f"step {step + 1}: sft/grad_norm is {metrics['sft/grad_norm']}; lower optim.lr={c.optim.lr}"
+                )
             metrics |= timer.next_step()
             metrics["perf/throughput"] = sum(len(t.tokens) for t in some) / metrics["timing_s/step"]
             logger.log(step + 1, metrics)

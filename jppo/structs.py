@@ -30,7 +30,7 @@ class Prompt:
     messages: str | list[dict[str, str]]  # the prompt as it stood in the file: plain text or chat messages
     ids: np.ndarray  # [P] i32, after the chat template
     ground_truth: str
-    extra: dict[str, Any]  # further columns of the row, for graders and for the samples file
+    extra: dict[str, Any]  # the row's further columns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Scored:
 
     rows: Rows
     logp: Array  # [R, T] f32, of the policy before this step's updates
-    ref_logp: Array  # [R, T] f32, of the frozen reference; 0 when no KL is asked for
+    ref_logp: Array  # [R, T] f32, of the frozen reference; logp itself when no KL is asked for
     value: Array  # [R, T] f32
     advantage: Array  # [R, T] f32
     returns: Array  # [R, T] f32

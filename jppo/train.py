@@ -40,8 +40,8 @@ class Diverged(Exception):
 def train(config: ConfigDict) -> None:
     """Runs the whole of it; the state is on disk when it returns."""
     c = config
-    run = pathlib.Path(c.trainer.run_dir)
-    build.share_gpu(c)
+    run = pathlib.Path(c.trainer.run_dir).expanduser()
+    build.prepare_jax(c)
     inputs = build.read_inputs(c)
     if c.trainer.resume_mode not in ("auto", "disable"):
         require(pathlib.Path(c.trainer.resume_mode))
@@ -78,6 +78,7 @@ def train(config: ConfigDict) -> None:
             with timer("testing"):
                 metrics = validate(c, run, inputs, sampler, logger, step)
             logger.log(0, metrics | timer.next_step())
+        logged = step
         try:
             while step < inputs.total_steps:
                 with timer("step"):
@@ -92,10 +93,14 @@ def train(config: ConfigDict) -> None:
                 metrics |= timer.next_step()
                 metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / metrics["timing_s/step"]
                 logger.log(step, metrics)
+                logged = step
                 if last or due(step, c.trainer.save_freq):
                     with timer("save"):
                         checkpoints.save(step, now, {"cursor": dataclasses.asdict(cursor)})
         except RolloutError:
+            if logged != step:  # the update was done, its publish or test was not
+                logger.log(step, metrics | timer.next_step())
+            checkpoints.wait()
             if checkpoints.latest() != step:
                 checkpoints.save(step, now, {"cursor": dataclasses.asdict(cursor)})
             raise
@@ -242,7 +247,7 @@ def agree(c: ConfigDict, inputs: Inputs, learner: Learner, now: TrainState, samp
 def finished(c: ConfigDict, checkpoints: Checkpoints, total_steps: int) -> bool:
     """Whether the same command has already run to its end in this folder."""
     done = checkpoints.latest()
-    whole = (pathlib.Path(c.trainer.run_dir) / "hf").is_dir()
+    whole = (pathlib.Path(c.trainer.run_dir).expanduser() / "hf").is_dir()
     return c.trainer.resume_mode == "auto" and done is not None and done >= total_steps and whole
 
 
@@ -256,7 +261,8 @@ def resume(c: ConfigDict, checkpoints: Checkpoints, begin: TrainState) -> tuple[
     if found is None:
         return begin, Cursor(), None
     checkpoints.discard_after(found.step)
-    return found.state, Cursor(**found.meta["cursor"]), found.step
+    # A fixed coefficient is the config's, also when it was changed between two starts.
+    return dataclasses.replace(found.state, kl_coef=begin.kl_coef), Cursor(**found.meta["cursor"]), found.step
 
 
 def introduce(inputs: Inputs, mesh: Mesh, plan: packing.Plan, resumed: int | None) -> list[str]:
@@ -274,8 +280,8 @@ def introduce(inputs: Inputs, mesh: Mesh, plan: packing.Plan, resumed: int | Non
 def summary(run: pathlib.Path) -> None:
     """Says what happened: accuracy before and after, where the time went, and where everything is."""
     lines = read_metrics(run)
-    tested = [(m["step"], m["val/score"]) for m in lines if "val/score" in m]
-    reward = [(m["step"], m["critic/score/mean"]) for m in lines if "critic/score/mean" in m]
+    tested = [(m["step"], m["val/score"]) for m in lines if m.get("val/score") is not None]
+    reward = [(m["step"], m["critic/score/mean"]) for m in lines if m.get("critic/score/mean") is not None]
     write_curve(
         run / "curve.svg",
         title=run.name,
@@ -317,7 +323,7 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(1)
     except KeyboardInterrupt:
         print(
-            f"interrupted; the same command goes on from {config.trainer.run_dir}/checkpoints",
+            f"interrupted; the same command goes on from the last of {config.trainer.run_dir}/checkpoints",
             file=sys.stderr,
         )
         sys.exit(130)

@@ -132,6 +132,7 @@ def test_rows_shorter_than_prompt_and_response(config, name):
 
 def test_a_micro_batch_that_holds_no_row(config):
     config.data.packing = "segments"
+    config.data.max_tokens_per_row = 4096
     assert "data.max_tokens_per_row=4096" in refusal(config, "actor.max_tokens_per_device", 4095)
 
 

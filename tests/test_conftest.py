@@ -38,5 +38,5 @@ def test_the_tiny_model_loads(tiny_model):
     _, cfg = hf.read_config(tiny_model)
     params = hf.load_params(tiny_model, cfg, head="lm", param_dtype="float32", put=lambda _, x: jnp.asarray(x))
     assert params["embed"]["embedding"].shape == (cfg.vocab_size, cfg.hidden_size)
-    assert np.std(params["embed"]["embedding"]) == pytest.approx(0.02, rel=0.1)  # initializer_range
+    assert np.std(params["embed"]["embedding"]) == pytest.approx(0.08, rel=0.1)  # initializer_range
     assert load_tokenizer(str(tiny_model)).encode("1+2=") == [3, 12, 4, 13]

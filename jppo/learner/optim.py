@@ -38,8 +38,13 @@ def make_schedule(
     return schedule
 
 
+def in_f32(tree: Params) -> Params:
+    """The tree in f32: moments of bf16 would stand still."""
+    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+
 def descend(tx: optax.GradientTransformation, params: Params, opt: Any, grads: Params, lr: Array) -> tuple[Params, Any]:
-    """One optimizer step: p - lr * direction."""
-    direction, opt = tx.update(grads, opt, params)
+    """One optimizer step in f32, whatever the parameters' dtype: p - lr * direction."""
+    direction, opt = tx.update(in_f32(grads), opt, in_f32(params))
     params = jax.tree.map(lambda p, u: (p - lr * u).astype(p.dtype), params, direction)
     return params, opt

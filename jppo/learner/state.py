@@ -11,6 +11,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from jppo.learner import sharding
+from jppo.learner.optim import in_f32
 from jppo.models import hf, params
 from jppo.models.decoder import init_params
 from jppo.models.families import ModelConfig
@@ -50,7 +51,7 @@ def load(what: Weights, path: str, *, init: str, key: jax.Array) -> Params:
 def init_optimizer(tx: optax.GradientTransformation, what: Weights, values: Params) -> tuple[Any, Any]:
     """The optimizer's state in its shards, and those shards."""
     places = sharding.optimizer_shardings(tx, what.shapes, what.shardings)
-    return jax.jit(tx.init, out_shardings=places)(values), places
+    return jax.jit(lambda p: tx.init(in_f32(p)), out_shardings=places)(values), places
 
 
 def begin(policy: Params, policy_opt: Any, value: Params, value_opt: Any, *, kl_coef: float, seed: int) -> TrainState:
