@@ -119,9 +119,11 @@ class VllmSampler:
         if not tokens or len(logprob) != len(tokens) or not all(map(math.isfinite, logprob)):
             raise RolloutError(f"prompt {prompt.uid}: {len(tokens)} tokens came with the log-probs {logprob[:8]}...")
         spans = choice["weight_versions"]
-        if (found := {span["version"] for span in spans}) != {str(version)}:
+        found = {span["version"] for span in spans}
+        if found != {str(version)}:
+            names = ", ".join(sorted(found)) or "unnamed"
             raise RolloutError(
-                f"prompt {prompt.uid} was sampled by the weights {', '.join(sorted(found)) or 'unnamed'}, not by version"
+                f"prompt {prompt.uid} was sampled by the weights {names}, not by version"
                 f" {version}: another trainer uses the server, or it was started again"
             )
         before, after = len(prompt.ids), len(tokens)
