@@ -121,7 +121,7 @@ def make_config(folder: str, dtype: str, changes: Sequence[str]) -> ConfigDict:
     c.data.train_files = c.data.val_files = "none: the batch is made here"
     c.data.max_prompt_length, c.data.max_response_length = PROMPT, LONGEST
     c.data.train_batch_size, c.actor.ppo_mini_batch_size = SEQUENCES, MINI_BATCH
-    build.prepare_jax(c)  # before JAX starts, as training does
+    build.share_gpu(c)  # before JAX starts, as training does
     c.model.scan_layers = jax.default_backend() != "cpu"
     for change in changes:
         name, _, text = change.partition("=")

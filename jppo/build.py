@@ -116,15 +116,8 @@ def read_tokenizer(c: ConfigDict, *models: ModelConfig) -> Any:
     return tokenizer
 
 
-def exact_products(c: ConfigDict) -> None:
-    """float32 means float32: by default JAX multiplies in less on GPUs (TF32) and TPUs (bfloat16)."""
-    if c.model.compute_dtype == "float32":
-        jax.config.update("jax_default_matmul_precision", "highest")
-
-
-def prepare_jax(c: ConfigDict) -> None:
-    """Before a device is touched: exact products, and the servers' part of a GPU left to them."""
-    exact_products(c)
+def share_gpu(c: ConfigDict) -> None:
+    """Leaves the servers' part of a GPU to them: JAX would take three quarters of it when it starts."""
     if not c.rollout.urls:
         os.environ.setdefault(
             "XLA_PYTHON_CLIENT_MEM_FRACTION", f"{max(0.1, 0.92 - c.rollout.gpu_memory_utilization):.2f}"
@@ -165,6 +158,9 @@ ENGINES = {"vllm": start_engine}
 def make_mesh(c: ConfigDict) -> Any:
     """The devices, as the config lays them out."""
     shape = sharding.mesh_shape(len(jax.devices()), data=c.mesh.data, fsdp=c.mesh.fsdp, tensor=c.mesh.tensor)
+    if c.model.compute_dtype == "float32" and jax.default_backend() != "cpu":
+        # By default a float32 product is TF32 on GPUs and bfloat16 on TPUs: not what the sampler computes.
+        jax.config.update("jax_default_matmul_precision", "highest")
     return sharding.make_mesh(shape)
 
 

@@ -27,7 +27,6 @@ from jppo.structs import Trajectory
 def train(config: ConfigDict) -> None:
     """Trains on all demonstrations and writes the model."""
     c = config
-    build.exact_products(c)
     _, cfg = hf.read_config(c.model.path)
     tokenizer = build.read_tokenizer(c, cfg)
     longest = c.data.max_prompt_length + c.data.max_response_length

@@ -41,7 +41,7 @@ def train(config: ConfigDict) -> None:
     """Runs the whole of it; the state is on disk when it returns."""
     c = config
     run = pathlib.Path(c.trainer.run_dir).expanduser()
-    build.prepare_jax(c)
+    build.share_gpu(c)
     inputs = build.read_inputs(c)
     if c.trainer.resume_mode not in ("auto", "disable"):
         require(pathlib.Path(c.trainer.resume_mode))
