@@ -22,7 +22,7 @@ STAGES = (
 
 
 class Timers:
-    """Wall-clock seconds of each stage, of the current step and of the whole run.
+    """Wall-clock seconds of each stage of the current step.
 
     JAX returns before the device is done: a stage is timed right only when its block waits for what it
     computes.
@@ -30,7 +30,6 @@ class Timers:
 
     def __init__(self) -> None:
         self._step: dict[str, float] = {}
-        self._total: dict[str, float] = {}
 
     @contextlib.contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
@@ -43,14 +42,8 @@ class Timers:
         finally:
             seconds = time.perf_counter() - start
             self._step[stage] = self._step.get(stage, 0.0) + seconds
-            self._total[stage] = self._total.get(stage, 0.0) + seconds
 
     def next_step(self) -> dict[str, float]:
         """The step's seconds as metrics `timing_s/<stage>`; the next step starts from nothing."""
         step, self._step = self._step, {}
         return {f"timing_s/{stage}": seconds for stage, seconds in step.items()}
-
-    @property
-    def totals(self) -> dict[str, float]:
-        """Seconds by stage since the timers were made."""
-        return dict(self._total)

@@ -5,7 +5,7 @@ import pytest
 from jppo.io.timers import Timers
 
 
-def test_stages_add_up_within_a_step_and_over_the_run():
+def test_stages_add_up_within_a_step():
     timers = Timers()
     for _ in range(2):
         with timers("gen"):
@@ -15,7 +15,6 @@ def test_stages_add_up_within_a_step_and_over_the_run():
     with timers("adv"):
         pass
     assert set(timers.next_step()) == {"timing_s/adv"} and timers.next_step() == {}
-    assert timers.totals["gen"] == first["timing_s/gen"] and set(timers.totals) == {"gen", "adv"}
 
 
 def test_a_stage_that_raises_is_timed():
