@@ -1,9 +1,19 @@
-"""Advantage estimators. They run on packed rows: [R, T] arrays, segments marked, masked gaps allowed."""
+"""Advantage estimators.
+
+Two kinds. By token, on packed rows [R, T]: `gae`, `reinforce_plus_plus`, `remax`. By sequence, on the batch's scores
+[B] and the groups they belong to: `grpo`, `grpo_passk`, `rloo`, `rloo_vectorized`, `reinforce_plus_plus_baseline`,
+`opo`; every token of a sequence then has its advantage. A score is the sum of a sequence's token rewards; `group` [B]
+i32 has equal numbers, below B, for the samples of one prompt.
+
+The advantages of gae, reinforce_plus_plus and reinforce_plus_plus_baseline are whitened afterwards, over all tokens of
+the batch: `masked.whiten`.
+"""
 
 import chex
 import jax
 import jax.numpy as jnp
 
+from jppo.algorithms.masked import spread
 from jppo.structs import Array
 
 
@@ -35,3 +45,77 @@ def gae(reward: Array, value: Array, mask: Array, segment: Array, *, gamma: floa
 
     advantage = jax.vmap(row)(reward, value, mask, segment)  # [R, T] f32
     return advantage, jnp.where(mask, advantage + value, 0.0)
+
+
+def reinforce_plus_plus(reward: Array, mask: Array, segment: Array, *, gamma: float) -> Array:
+    """The discounted return (REINFORCE++, Hu, arXiv:2501.03262): A_t = r_t + γ A_{t'}. GAE with V = 0 and λ = 1."""
+    return gae(reward, jnp.zeros_like(reward), mask, segment, gamma=gamma, lam=1.0)[0]
+
+
+def remax(reward: Array, baseline: Array, mask: Array, segment: Array, sequence: Array) -> Array:
+    """The return less the score of the greedy response (ReMax, Li et al., arXiv:2310.10505): A_t = Σ_{u ≥ t} r_u - b.
+
+    baseline is [B], `sequence` [R, T] counts into it.
+    """
+    return reinforce_plus_plus(reward, mask, segment, gamma=1.0) - spread(baseline, sequence, mask)
+
+
+def grpo(score: Array, group: Array, *, norm_adv_by_std: bool) -> Array:  # [B]
+    """A = (s - mean) / (std + 1e-6) within the group (GRPO, Shao et al., arXiv:2402.03300).
+
+    Without the division it is Dr. GRPO (Liu et al., arXiv:2503.20783). A group of one has mean 0 and std 1, as in verl.
+    """
+    count, mean, std = _group_moments(score, group)
+    centred = score - jnp.where(count > 1, mean, 0.0)
+    return centred / (jnp.where(count > 1, std, 1.0) + 1e-6) if norm_adv_by_std else centred
+
+
+def grpo_passk(score: Array, group: Array, *, norm_adv_by_std: bool) -> Array:  # [B]
+    """Only the best of a group learns, by its lead over the second (pass@k, Walder & Karkhanis, arXiv:2503.19595).
+
+    A = (s_1 - s_2) / (std + 1e-6) for the best, 0 for all others, also where the best are equal or a group has one.
+    """
+    count, _, std = _group_moments(score, group)
+    best = _group(jax.ops.segment_max, score, group)
+    second = _group(jax.ops.segment_max, jnp.where(score == best, -jnp.inf, score), group)
+    alone = (score == best) & (_group(jax.ops.segment_sum, (score == best).astype(score.dtype), group) == 1)
+    lead = jnp.where(alone & (count > 1), best - second, 0.0)
+    return lead / (std + 1e-6) if norm_adv_by_std else lead
+
+
+def rloo(score: Array, group: Array) -> Array:  # [B]
+    """A = s - the mean of the group's others (RLOO, Ahmadian et al., arXiv:2402.14740); s itself in a group of one."""
+    return jnp.where(_group_moments(score, group)[0] > 1, rloo_vectorized(score, group), score)
+
+
+def rloo_vectorized(score: Array, group: Array) -> Array:  # [B]
+    """A = (n s - Σ s) / (n - 1), the same as rloo; 0 in a group of one."""
+    count, mean, _ = _group_moments(score, group)
+    return (score - mean) * count / jnp.maximum(count - 1.0, 1.0)
+
+
+def reinforce_plus_plus_baseline(score: Array, group: Array) -> Array:  # [B]
+    """A = s - the group's mean (REINFORCE++-baseline, Hu, arXiv:2501.03262); a group of one has mean 0."""
+    return grpo(score, group, norm_adv_by_std=False)
+
+
+def opo(score: Array, length: Array, group: Array) -> Array:  # [B]
+    """A = s - Σ l s / Σ l over the group, l the lengths (OPO, Hao et al., arXiv:2505.23585); s in a group of one."""
+    total = _group(jax.ops.segment_sum, length, group)
+    baseline = _group(jax.ops.segment_sum, length * score, group) / jnp.maximum(total, 1.0)
+    return score - jnp.where(_group_moments(score, group)[0] > 1, baseline, 0.0)
+
+
+def _group(reduce, x: Array, group: Array) -> Array:  # [B]
+    """x reduced over each group, at each of its members."""
+    return reduce(x, group, num_segments=x.shape[0])[group]
+
+
+def _group_moments(score: Array, group: Array) -> tuple[Array, Array, Array]:  # three of [B]
+    """Count, mean and unbiased standard deviation of each group, at each of its members; the last is 0 for one."""
+    chex.assert_rank([score, group], 1)
+    chex.assert_equal_shape([score, group])
+    count = _group(jax.ops.segment_sum, jnp.ones_like(score), group)
+    mean = _group(jax.ops.segment_sum, score, group) / count
+    squares = _group(jax.ops.segment_sum, jnp.square(score - mean), group)
+    return count, mean, jnp.sqrt(squares / jnp.maximum(count - 1.0, 1.0))

@@ -1,10 +1,12 @@
-"""Estimators of KL(policy ‖ reference) from the log-probs of sampled tokens.
+"""KL(policy ‖ reference): estimators from the log-probs of sampled tokens, the exact one, and its controller.
 
-Schulman, "Approximating KL divergence".
+Schulman, "Approximating KL divergence". The expected value of k1, abs, k3 says nothing of their gradient; k2 has the
+right one. So every name may carry a `+`: its own value with the gradient of k2.
 """
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 
 from jppo.structs import Array
@@ -13,6 +15,16 @@ from jppo.structs import Array
 def k1(logp: Array, ref_logp: Array) -> Array:
     """log π(a) - log π_ref(a): unbiased, can be negative."""
     return logp - ref_logp
+
+
+def absolute(logp: Array, ref_logp: Array) -> Array:
+    """|log π(a) - log π_ref(a)|."""
+    return jnp.abs(logp - ref_logp)
+
+
+def k2(logp: Array, ref_logp: Array) -> Array:
+    """½ (log π(a) - log π_ref(a))²: biased, never negative; the expected gradient is that of the KL."""
+    return 0.5 * jnp.square(logp - ref_logp)
 
 
 def k3(logp: Array, ref_logp: Array) -> Array:
@@ -24,4 +36,31 @@ def k3(logp: Array, ref_logp: Array) -> Array:
     return jnp.clip(jnp.exp(d) - d - 1.0, -10.0, 10.0)
 
 
-ESTIMATORS: dict[str, Callable[[Array, Array], Array]] = {"kl": k1, "k1": k1, "low_var_kl": k3, "k3": k3}
+def full(logits: Array, ref_logits: Array) -> Array:  # [..., V] -> [...]
+    """Σ_a π(a) (log π(a) - log π_ref(a)) over the whole vocabulary: exact, and so is its gradient."""
+    logp, ref_logp = jax.nn.log_softmax(logits), jax.nn.log_softmax(ref_logits)
+    return jnp.sum(jnp.exp(logp) * (logp - ref_logp), axis=-1)
+
+
+def with_gradient_of_k2(value: Array, logp: Array, ref_logp: Array) -> Array:
+    """The value as it is, with the gradient of k2: what a trailing `+` means."""
+    straight = k2(logp, ref_logp)
+    return straight - jax.lax.stop_gradient(straight) + jax.lax.stop_gradient(value)
+
+
+def _plus(estimate: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
+    return lambda logp, ref_logp: with_gradient_of_k2(estimate(logp, ref_logp), logp, ref_logp)
+
+
+_BY_TOKEN = {"kl": k1, "k1": k1, "abs": absolute, "mse": k2, "k2": k2, "low_var_kl": k3, "k3": k3}
+ESTIMATORS: dict[str, Callable[[Array, Array], Array]] = _BY_TOKEN | {f"{k}+": _plus(f) for k, f in _BY_TOKEN.items()}
+EXACT = ("full", "full+")
+
+
+def adaptive(coef: Array, current_kl: Array, *, steps: int, target: float, horizon: float) -> Array:
+    """The next coefficient (Ziegler et al., arXiv:1909.08593): β (1 + clip(KL / target - 1, -0.2, 0.2) n / horizon).
+
+    `steps` is the n: the sequences that the KL was measured on.
+    """
+    error = jnp.clip(current_kl / target - 1.0, -0.2, 0.2)
+    return coef * (1.0 + error * steps / horizon)

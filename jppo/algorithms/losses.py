@@ -1,21 +1,102 @@
-"""Losses of the policy and the value function, per token; the learner weighs and sums them."""
+"""Losses of the policy and the value function, per token, and the weights that add them up.
 
+A policy loss takes log-probs now and before the update, advantages and the mask, all [R, T], and gives the loss of each
+token with two masks of where it was clipped: in the usual direction and in the other one. Entries outside the mask may
+hold anything in its inputs; what stands there in its outputs means nothing, and no gradient comes from it.
+"""
+
+import jax
 import jax.numpy as jnp
 
+from jppo.algorithms.masked import FAR, sequence_length, sequence_mean
 from jppo.structs import Array
 
+PolicyLoss = tuple[Array, Array, Array]  # loss, clipped, clipped the other way: [R, T] f32, bool, bool
+AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
-def clipped_policy(logp: Array, old_logp: Array, advantage: Array, *, clip_ratio: float) -> tuple[Array, Array]:
-    """PPO's clipped surrogate (Schulman et al., arXiv:1707.06347), and where the clip holds.
 
-        L = max(-A ρ, -A clip(ρ, 1 - ε, 1 + ε)),     ρ = exp(logp - old_logp)
+def clipped(
+    logp: Array, old_logp: Array, advantage: Array, mask: Array, segment: Array,
+    *, clip_low: float, clip_high: float, clip_c: float,
+) -> PolicyLoss:  # fmt: skip
+    """PPO's clipped surrogate (Schulman et al., arXiv:1707.06347) with a second bound (Ye et al., arXiv:1912.09729).
 
-    The log-ratio is clipped to [-20, 20] before the exponential, as in verl: its gradient there is 0.
+        L = max(-A ρ, -A clip(ρ, 1 - ε_low, 1 + ε_high)),     ρ = π / π_old,     and L ≤ -A c where A < 0
+
+    The two bounds of the clip may differ (DAPO, Yu et al., arXiv:2503.14476).
     """
-    ratio = jnp.exp(jnp.clip(logp - old_logp, -20.0, 20.0))
+    ratio = jnp.exp(_log_ratio(logp, old_logp, mask))
     free = -advantage * ratio
-    held = -advantage * jnp.clip(ratio, 1.0 - clip_ratio, 1.0 + clip_ratio)
-    return jnp.maximum(free, held), held > free
+    held = jnp.maximum(free, -advantage * jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high))
+    bound = jnp.where(advantage < 0, -advantage * clip_c, jnp.inf)
+    return jnp.minimum(held, bound), held > free, held > bound
+
+
+def gspo(
+    logp: Array, old_logp: Array, advantage: Array, mask: Array, segment: Array, *, clip_low: float, clip_high: float
+) -> PolicyLoss:
+    """The clipped surrogate with the ratio of the whole sequence (GSPO, Zheng et al., arXiv:2507.18071).
+
+    log s = mean over the sequence of log ρ; each token has s in value and its own log π in the gradient.
+    """
+    log_ratio = jnp.where(mask, logp - old_logp, 0.0)
+    whole = sequence_mean(jax.lax.stop_gradient(log_ratio), mask, segment)
+    ratio = jnp.exp(jnp.minimum(whole + log_ratio - jax.lax.stop_gradient(log_ratio), 10.0))
+    free = -advantage * ratio
+    held = -advantage * jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
+    return jnp.maximum(free, held), held > free, jnp.zeros_like(mask)
+
+
+def geo_mean(
+    logp: Array, old_logp: Array, advantage: Array, mask: Array, segment: Array, *, clip_low: float, clip_high: float
+) -> PolicyLoss:
+    """The geometric mean of the sequence's ratios, each clipped in log space (GMPO, Zhao et al., arXiv:2507.20673).
+
+        L = -mean(A) exp(mean of sgn(A) min(sgn(A) log ρ, sgn(A) clip(log ρ, -ε_low, ε_high)))
+
+    It is one number for a sequence, at each of its entries: to be averaged by seq-mean-token-mean.
+    """
+    log_ratio = jnp.where(mask, logp - old_logp, 0.0)
+    near = jnp.clip(log_ratio, -clip_low, clip_high)
+    sign = jnp.sign(advantage)
+    mean = sequence_mean(sign * jnp.minimum(sign * log_ratio, sign * near), mask, segment)
+    loss = -sequence_mean(advantage, mask, segment) * jnp.exp(jnp.clip(mean, -FAR, FAR))
+    return loss, (log_ratio != near) & (advantage > 0), (log_ratio != near) & (advantage < 0)
+
+
+def cispo(
+    logp: Array, old_logp: Array, advantage: Array, mask: Array, segment: Array, *, clip_low: float, clip_high: float
+) -> PolicyLoss:
+    """REINFORCE weighed by the clipped ratio, which has no gradient (CISPO, MiniMax, arXiv:2506.13585).
+
+    L = -A sg[clip(ρ, 1 - ε_low, 1 + ε_high)] log π
+    """
+    ratio = jax.lax.stop_gradient(jnp.exp(_log_ratio(logp, old_logp, mask)))
+    weight = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
+    return -advantage * weight * jnp.where(mask, logp, 0.0), ratio != weight, jnp.zeros_like(mask)
+
+
+def sapo(
+    logp: Array, old_logp: Array, advantage: Array, mask: Array, segment: Array, *, tau_pos: float, tau_neg: float
+) -> PolicyLoss:
+    """A soft gate in place of the clip (SAPO, Gao et al., arXiv:2511.20347); averaged by seq-mean-token-mean.
+
+    L = -A σ(τ (ρ - 1)) 4 / τ, with τ_pos where A > 0 and τ_neg elsewhere
+    """
+    ratio = jnp.exp(_log_ratio(logp, old_logp, mask))
+    tau = jnp.where(advantage > 0, tau_pos, tau_neg)
+    gate = jax.nn.sigmoid(tau * (ratio - 1.0)) * 4.0 / tau
+    return -advantage * gate, jnp.zeros_like(mask), jnp.zeros_like(mask)
+
+
+def gpg(logp: Array, old_logp: Array, advantage: Array, mask: Array, segment: Array) -> PolicyLoss:
+    """REINFORCE, whatever the old policy (GPG, Chu et al., arXiv:2504.02546): L = -A log π."""
+    return -advantage * jnp.where(mask, logp, 0.0), jnp.zeros_like(mask), jnp.zeros_like(mask)
+
+
+def _log_ratio(logp: Array, old_logp: Array, mask: Array) -> Array:
+    # A masked entry must not reach the exponential: its gradient would be 0 * inf.
+    return jnp.clip(jnp.where(mask, logp - old_logp, 0.0), -FAR, FAR)
 
 
 def clipped_value(value: Array, old_value: Array, returns: Array, *, cliprange_value: float) -> tuple[Array, Array]:
@@ -23,6 +104,33 @@ def clipped_value(value: Array, old_value: Array, returns: Array, *, cliprange_v
 
     L = ½ max((V - R)², (clip(V, V_old - c, V_old + c) - R)²), and where the clip holds.
     """
-    clipped = jnp.clip(value, old_value - cliprange_value, old_value + cliprange_value)
-    free, held = jnp.square(value - returns), jnp.square(clipped - returns)
+    near = jnp.clip(value, old_value - cliprange_value, old_value + cliprange_value)
+    free, held = jnp.square(value - returns), jnp.square(near - returns)
     return 0.5 * jnp.maximum(free, held), held > free
+
+
+def token_weights(
+    mask: Array, segment: Array, *, mode: str, tokens: Array, sequences: Array, scale: float
+) -> Array:  # [R, T]
+    """The weight of each token in the mean over a mini-batch: Σ weight · loss is what `mode` names.
+
+    token-mean                1 / tokens
+    seq-mean-token-sum        1 / sequences
+    seq-mean-token-mean       1 / (sequences · the sequence's length)
+    seq-mean-token-sum-norm   1 / (sequences · scale)      (Dr. GRPO, Liu et al., arXiv:2503.20783)
+
+    `tokens` and `sequences` count the whole mini-batch, sequences without a kept token left out, however it is cut into
+    the rows that are given here. Lengths count kept tokens.
+    """
+    dtype = jnp.result_type(tokens)
+    if mode == "token-mean":
+        weight = 1.0 / tokens
+    elif mode == "seq-mean-token-sum":
+        weight = 1.0 / sequences
+    elif mode == "seq-mean-token-mean":
+        weight = 1.0 / (sequences * jnp.maximum(sequence_length(mask, segment, dtype), 1.0))
+    elif mode == "seq-mean-token-sum-norm":
+        weight = 1.0 / (sequences * scale)
+    else:
+        raise ValueError(f"{mode=} is not known; it is one of {', '.join(AGGREGATIONS)}")
+    return jnp.where(mask, weight, 0.0)

@@ -1,10 +1,17 @@
-"""Means and moments over the entries that a mask keeps. Every function ignores the values behind a False."""
+"""Sums, means and moments over the entries that a mask keeps. Every function ignores the values behind a False.
+
+Several sequences may share a row: `segment` [R, T] says which entries belong together (0 = empty). What is one number
+for a sequence stands at each of its entries, so that everything stays [R, T] and rows may be spread over devices.
+"""
 
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jppo.structs import Array
+
+FAR = 20.0  # log-ratios are clipped to ±20 before an exponential, as in verl: large, and finite in every dtype
 
 
 def masked_sum(x: Array, mask: Array) -> Array:
@@ -38,3 +45,45 @@ def combine(parts: list[np.ndarray]) -> tuple[float, float, float]:
 def whiten(x: Array, mask: Array, *, mean: Array, var: Array) -> Array:
     """(x - mean) / √(var + 1e-8) where the mask keeps, 0 elsewhere."""
     return jnp.where(mask, (x - mean) * (var + 1e-8) ** -0.5, 0.0)
+
+
+def sequence_sum(x: Array, mask: Array, segment: Array) -> Array:  # [R, T]
+    """Σ x over the kept entries of a sequence, at each of its entries."""
+    chex.assert_equal_shape([x, mask, segment])
+    kept = jnp.where(mask, x, 0)
+    return jax.vmap(lambda x, s: jax.ops.segment_sum(x, s, num_segments=s.size + 1)[s])(kept, jnp.asarray(segment))
+
+
+def sequence_length(mask: Array, segment: Array, dtype: jnp.dtype = jnp.float32) -> Array:  # [R, T]
+    """The number of kept entries of a sequence, at each of its entries."""
+    return sequence_sum(jnp.ones(mask.shape, dtype), mask, segment)
+
+
+def sequence_mean(x: Array, mask: Array, segment: Array) -> Array:  # [R, T]
+    """The mean of x over the kept entries of a sequence, at each of its entries; 0 where none is kept."""
+    return sequence_sum(x, mask, segment) / jnp.maximum(sequence_length(mask, segment, x.dtype), 1.0)
+
+
+def sequence_max(x: Array, mask: Array, segment: Array) -> Array:  # [R, T]
+    """The largest x of the kept entries of a sequence, at each of its entries; 0 where none is kept."""
+    chex.assert_equal_shape([x, mask, segment])
+    kept = jnp.where(mask, x, -jnp.inf)
+    most = jax.vmap(lambda x, s: jax.ops.segment_max(x, s, num_segments=s.size + 1)[s])(kept, jnp.asarray(segment))
+    return jnp.where(jnp.isneginf(most), 0.0, most)
+
+
+def last_of_sequence(mask: Array, segment: Array) -> Array:  # [R, T] bool
+    """The last kept entry of each sequence."""
+    order = jnp.cumsum(mask, axis=1, dtype=jnp.float32)  # exact: rows are shorter than 2**24
+    return jnp.asarray(mask) & (order == sequence_max(order, mask, segment))
+
+
+def spread(x: Array, sequence: Array, mask: Array) -> Array:  # [B] -> [R, T]
+    """x of each entry's sequence where the mask keeps, 0 elsewhere; `sequence` [R, T] counts into x, -1 = empty."""
+    return jnp.where(mask, jnp.asarray(x)[jnp.maximum(sequence, 0)], 0.0)
+
+
+def collect(x: Array, sequence: Array, mask: Array, *, sequences: int) -> Array:  # [R, T] -> [B]
+    """Σ x over the kept entries of each of the batch's `sequences`."""
+    kept = jnp.where(mask, x, 0).reshape(-1)
+    return jax.ops.segment_sum(kept, jnp.where(mask, sequence, sequences).reshape(-1), num_segments=sequences + 1)[:-1]
