@@ -41,7 +41,8 @@ def gspo(
     """
     log_ratio = jnp.where(mask, logp - old_logp, 0.0)
     whole = sequence_mean(jax.lax.stop_gradient(log_ratio), mask, segment)
-    ratio = jnp.exp(jnp.minimum(whole + log_ratio - jax.lax.stop_gradient(log_ratio), 10.0))
+    none = log_ratio - jax.lax.stop_gradient(log_ratio)  # 0 with a gradient; first, so that it rounds nothing away
+    ratio = jnp.exp(jnp.minimum(whole + none, 10.0))
     free = -advantage * ratio
     held = -advantage * jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
     return jnp.maximum(free, held), held > free, jnp.zeros_like(mask)

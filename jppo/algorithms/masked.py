@@ -24,7 +24,8 @@ def moments(x: Array, mask: Array) -> Array:  # [3] f32
     """(n, mean, Σ (x - mean)²) of the kept entries: what `combine` needs to whiten over several arrays."""
     n = jnp.sum(mask, dtype=x.dtype)
     mean = masked_sum(x, mask) / jnp.maximum(n, 1.0)
-    return jnp.stack([n, mean, masked_sum(jnp.square(x - mean), mask)])
+    deviation = jnp.where(mask, x - mean, 0.0)  # before the square, whose gradient would be 0 * inf
+    return jnp.stack([n, mean, jnp.sum(jnp.square(deviation))])
 
 
 def combine(parts: list[np.ndarray]) -> tuple[float, float, float]:

@@ -1,14 +1,23 @@
-"""Masked moments against numpy on the kept entries; nothing behind a False is seen."""
+"""Masked sums and moments against numpy on the kept entries; nothing behind a False is seen."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jppo.algorithms import masked
 
+FEW = settings(max_examples=8, deadline=None, derandomize=True)
+SEEDS = st.integers(0, 2**16)
 POISON = [np.nan, np.inf, -np.inf, 3e38]
+# Of one sequence's kept entries: what stands at each of its entries.
+BY_SEQUENCE = {
+    "sequence_sum": lambda x: sum(x),
+    "sequence_mean": lambda x: sum(x) / max(len(x), 1),
+    "sequence_max": lambda x: max(x, default=0.0),
+}
 
 
 @pytest.fixture
@@ -19,10 +28,14 @@ def poisoned():
     return x, mask
 
 
+# Over the whole array
+
+
 def test_masked_sum_is_the_sum_of_what_is_kept(poisoned):
     x, mask = poisoned
     np.testing.assert_allclose(masked.masked_sum(x, mask), x[mask].sum(), rtol=1e-6)
     assert masked.masked_sum(x, np.zeros_like(mask)) == 0.0
+    np.testing.assert_array_equal(jax.grad(masked.masked_sum)(x, mask), mask)
 
 
 def test_masked_sum_does_not_broadcast_a_mask():
@@ -38,6 +51,7 @@ def test_moments_are_count_mean_and_squared_deviations(poisoned):
     np.testing.assert_array_equal(masked.moments(x, np.zeros_like(mask)), [0.0, 0.0, 0.0])
 
 
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(st.lists(st.lists(st.floats(-50, 50, width=32), max_size=7), min_size=1, max_size=6))
 def test_combined_moments_are_those_of_the_union(parts):
     def three(part):
@@ -71,3 +85,125 @@ def test_equal_entries_whiten_to_zero_and_stay_finite():
     x = np.full((2, 3), 0.7, np.float32)
     out = masked.whiten(x, np.ones((2, 3), bool), mean=jnp.float32(0.7), var=jnp.float32(0.0))
     np.testing.assert_array_equal(out, 0.0)
+
+
+@FEW
+@given(seed=SEEDS)
+def test_the_layout_does_not_change_what_whitens(packed, change, seed):
+    batch = packed.draw(seed)
+    before, after = packed.lay(batch), packed.lay(batch, **change)
+    (x, mask), (moved, moved_mask) = before["reward mask"], after["reward mask"]
+    found = masked.moments(moved, moved_mask)
+    np.testing.assert_allclose(found, masked.moments(x, mask), rtol=1e-12)
+    n, mean, var = masked.combine([np.asarray(found)])
+    kept = np.concatenate([s["reward"] for s in batch])
+    np.testing.assert_allclose([n, mean, var], [kept.size, kept.mean(), kept.var(ddof=1)], rtol=1e-10)
+    white = masked.whiten(moved, moved_mask, mean=mean, var=var)
+    after.same(white, [(s["reward"] - kept.mean()) / np.sqrt(kept.var(ddof=1) + 1e-8) for s in batch], rtol=1e-9)
+
+
+# By sequence
+
+
+@pytest.mark.parametrize("name", BY_SEQUENCE)
+@FEW
+@given(seed=SEEDS)
+def test_by_sequence_in_any_layout(packed, change, name, seed):
+    batch = packed.draw(seed)
+    laid = packed.lay(batch, **change)
+    found = np.asarray(getattr(masked, name)(*laid["reward mask segment"]))
+    for i, s in enumerate(batch):  # at the masked entries of the sequence too
+        here = found[laid.rows["sequence"] == i]
+        np.testing.assert_allclose(here, np.full(here.shape, BY_SEQUENCE[name](s["reward"])), rtol=1e-10, atol=1e-12)
+    lengths = np.asarray(masked.sequence_length(*laid["mask segment"]))
+    for i, s in enumerate(batch):
+        assert (lengths[laid.rows["sequence"] == i] == s["reward"].size).all()
+
+
+def test_by_sequence_by_hand():
+    """Two sequences share a row, the first with a gap; the second row has one of nothing kept, and emptiness."""
+    x = np.float32([[1.0, 9.0, -4.0, 5.0], [9.0, 9.0, 9.0, 9.0]])
+    mask = np.array([[True, False, True, True], [False, False, False, False]])
+    segment = np.int32([[1, 1, 1, 2], [1, 1, 0, 0]])
+    for name, first, second in [("sum", -3.0, 5.0), ("mean", -1.5, 5.0), ("max", 1.0, 5.0)]:
+        found = getattr(masked, f"sequence_{name}")(x, mask, segment)
+        np.testing.assert_array_equal(found, [[first] * 3 + [second], [0.0] * 4])
+    np.testing.assert_array_equal(masked.sequence_length(mask, segment), [[2, 2, 2, 1], [0] * 4])
+    np.testing.assert_array_equal(masked.last_of_sequence(mask, segment), [[False, False, True, True], [False] * 4])
+
+
+def test_a_negative_maximum_is_not_taken_for_nothing():
+    x, one = np.float32([[-3.0, -2.0]]), np.int32([[1, 1]])
+    np.testing.assert_array_equal(masked.sequence_max(x, np.array([[True, True]]), one), [[-2.0, -2.0]])
+
+
+@FEW
+@given(seed=SEEDS)
+def test_the_last_of_a_sequence_is_its_last_kept_entry(packed, change, seed):
+    batch = packed.draw(seed)
+    laid = packed.lay(batch, **change)
+    expected = [np.arange(s["reward"].size) == s["reward"].size - 1 for s in batch]
+    laid.same(masked.last_of_sequence(*laid["mask segment"]), expected)
+
+
+@FEW
+@given(seed=SEEDS)
+def test_spread_and_collect_go_between_the_batch_and_its_rows(packed, change, seed):
+    batch = packed.draw(seed)
+    laid = packed.lay(batch, **change)
+    score = np.arange(1.0, 8.0)
+    score[[s["reward"].size == 0 for s in batch]] = np.nan  # nothing of it is kept
+    found = masked.spread(score, *laid["sequence mask"])
+    laid.same(found, [np.full(s["reward"].size, x) for s, x in zip(batch, score, strict=True)])
+    total = masked.collect(*laid["reward sequence mask"], sequences=7)
+    np.testing.assert_allclose(total, [s["reward"].sum() for s in batch], rtol=1e-10, atol=1e-12)
+    lengths = [s["reward"].size for s in batch]
+    np.testing.assert_allclose(
+        masked.collect(found, *laid["sequence mask"], sequences=7), np.nan_to_num(score) * lengths, rtol=1e-12
+    )
+
+
+def test_a_sequence_that_is_in_no_row_collects_0():
+    found = masked.collect(np.float32([[2.0, 3.0]]), np.int32([[2, 2]]), np.ones((1, 2), bool), sequences=4)
+    np.testing.assert_array_equal(found, [0.0, 0.0, 5.0, 0.0])
+
+
+# Gradients, shapes, dtypes
+
+OF_ROWS = {
+    "masked_sum": lambda x, mask, segment, sequence: masked.masked_sum(x, mask),
+    "moments": lambda x, mask, segment, sequence: masked.moments(x, mask),
+    "whiten": lambda x, mask, segment, sequence: masked.whiten(x, mask, mean=x.dtype.type(0.5), var=x.dtype.type(2.0)),
+    "sequence_sum": lambda x, mask, segment, sequence: masked.sequence_sum(x, mask, segment),
+    "sequence_length": lambda x, mask, segment, sequence: masked.sequence_length(mask, segment, x.dtype),
+    "sequence_mean": lambda x, mask, segment, sequence: masked.sequence_mean(x, mask, segment),
+    "sequence_max": lambda x, mask, segment, sequence: masked.sequence_max(x, mask, segment),
+    "spread": lambda x, mask, segment, sequence: masked.spread(x[0], sequence, mask),
+    "collect": lambda x, mask, segment, sequence: masked.collect(x, sequence, mask, sequences=7),
+}
+
+
+@pytest.mark.parametrize("name", OF_ROWS)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_dtype_jit_and_vmap(packed, name, dtype):
+    one, other = (packed.lay(packed.draw(seed), dtype=dtype)["reward mask segment sequence"] for seed in (0, 1))
+    both = jax.jit(jax.vmap(OF_ROWS[name]))(*(np.stack(x) for x in zip(one, other, strict=True)))
+    alone = OF_ROWS[name](*other)
+    assert both.dtype == alone.dtype == dtype
+    np.testing.assert_allclose(both[1], alone, rtol=1e-5 if dtype == np.float32 else 1e-12)
+
+
+@pytest.mark.parametrize("name", sorted(OF_ROWS.keys() - {"spread", "sequence_length"}))
+def test_no_gradient_comes_from_behind_the_mask(packed, name):
+    with jax.enable_x64(False):
+        laid = packed.lay(packed.draw(2), dtype=np.float32)
+        x, *rest = laid["reward mask segment sequence"]
+        grad = jax.grad(lambda x: jnp.sum(jnp.where(jnp.isfinite(y := OF_ROWS[name](x, *rest)), y, 0.0)))(x)
+        np.testing.assert_array_equal(laid.rest(grad), 0.0)
+        assert np.isfinite(grad).all() and np.any(grad)
+
+
+def test_a_long_row_has_one_last_entry():
+    mask = np.ones((1, 2**17), bool)
+    found = masked.last_of_sequence(mask, np.ones(mask.shape, np.int32))
+    assert found.sum() == 1 and found[0, -1]
