@@ -1,0 +1,386 @@
+"""Compares jppo's mathematics with cases that verl computed: outputs, gradients and metrics.
+
+    python scripts/check_golden.py DIR [--verbose]
+
+A case is an .npz file anywhere under DIR: its settings in `meta` (JSON, with the name of the function as `fn`), inputs
+`in_*`, expected outputs `out_*`; a row is one sequence. Each is run twice, in float64 and in float32, and passes when
+both agree with every expected number b:
+
+    |a - b| <= tolerance * max(|b|, FLOOR * largest),     tolerance 1e-6 in float64, 1e-4 in float32
+
+where `largest` is the array's largest |b|, and for a sum or mean the sum or mean of its terms' magnitudes: what cancels
+is as exact as what it was made of, not as what is left. Advantages, returns and weights are compared where the mask
+keeps; behind it verl leaves what means nothing, and jppo must have 0. The last line is `N passed, N failed`; the exit
+code is 0 only where none failed.
+"""
+
+import argparse
+import collections
+import dataclasses
+import json
+import pathlib
+import sys
+import zipfile
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jppo.algorithms import advantage, correction, kl, losses, masked
+from jppo.config import UserError, importance_band, rejection_rules
+from jppo.models import heads
+from jppo.structs import Array
+
+TOLERANCE = {"float64": 1e-6, "float32": 1e-4}
+FLOOR = 0.01
+# Cases where verl is wrong: the path under DIR -> why. They count as failed.
+KNOWN: dict[str, str] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One file."""
+
+    name: str  # its path under DIR
+    meta: dict[str, Any]
+    inputs: dict[str, np.ndarray]  # without the in_
+    expected: dict[str, np.ndarray]  # without the out_, and the metrics of meta
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What jppo has for one expected output."""
+
+    value: Array
+    where: Array | None = None  # compared here, 0 elsewhere; None: compared everywhere
+    terms: Array | float = 0.0  # of a sum: its terms' magnitudes, added up
+
+
+# Compiled once for a shape: each has a scan, which is compiled anew for every call otherwise.
+GAE = jax.jit(advantage.gae)
+REINFORCE = jax.jit(advantage.reinforce_plus_plus)
+REMAX = jax.jit(advantage.remax)
+
+Meta = dict[str, Any]
+Inputs = dict[str, Array]
+Adapter = Callable[[Meta, Inputs], dict[str, Found]]
+
+
+def prepared(case: Case, precision: str) -> Inputs:
+    """The inputs in the precision of the run, the mask as bools; rows are sequences, numbered, of one segment each."""
+    x: Inputs = {k: v.astype(precision) if v.dtype.kind == "f" else v for k, v in case.inputs.items()}
+    if "mask" in x:
+        x["mask"] = x["mask"] > 0
+        x["segment"] = np.ones(x["mask"].shape, np.int32)
+        x["sequence"] = np.cumsum(x["segment"], axis=0, dtype=np.int32) - 1
+    return x
+
+
+def whitened(raw: Array, mask: Array) -> Array:
+    """Whitened by the moments of up to three parts, as over micro-batches."""
+    parts = np.array_split(np.arange(len(mask)), min(3, len(mask)))
+    _, mean, var = masked.combine([np.asarray(masked.moments(raw[rows], mask[rows])) for rows in parts])
+    return masked.whiten(raw, mask, mean=jnp.asarray(mean, raw.dtype), var=jnp.asarray(var, raw.dtype))
+
+
+def gae(meta: Meta, x: Inputs) -> dict[str, Found]:
+    """Advantages are whitened, returns are not."""
+    mask = x["mask"]
+    raw, returns = GAE(x["rewards"], x["values"], mask, x["segment"], gamma=meta["gamma"], lam=meta["lam"])
+    return {"advantages": Found(whitened(raw, mask), mask), "returns": Found(returns, mask)}
+
+
+def reinforce_plus_plus(meta: Meta, x: Inputs) -> dict[str, Found]:
+    """Advantages are whitened returns."""
+    mask = x["mask"]
+    returns = REINFORCE(x["rewards"], mask, x["segment"], gamma=meta["gamma"])
+    return {"advantages": Found(whitened(returns, mask), mask), "returns": Found(returns, mask)}
+
+
+def remax(meta: Meta, x: Inputs) -> dict[str, Found]:
+    """verl's returns are those before the baseline."""
+    rewards, mask, segment = x["rewards"], x["mask"], x["segment"]
+    found = REMAX(rewards, x["baselines"], mask, segment, x["sequence"])
+    returns = REINFORCE(rewards, mask, segment, gamma=1.0)
+    return {"advantages": Found(found, mask), "returns": Found(returns, mask)}
+
+
+def by_sequence(estimate: Callable[[Meta, Array, Array, Array], Array], *, whiten: bool = False) -> Adapter:
+    """For an estimator of settings, scores, lengths and groups [B]; the returns are the advantages."""
+
+    def adapter(meta: Meta, x: Inputs) -> dict[str, Found]:
+        mask, score = x["mask"], jnp.sum(x["rewards"], axis=1)
+        group = np.unique(x["index"], return_inverse=True)[1].astype(np.int32)
+        whole = estimate(meta, score, jnp.sum(mask, axis=1, dtype=score.dtype), group)
+        each = masked.spread(whole, x["sequence"], mask)
+        found = Found(whitened(each, mask) if whiten else each, mask)
+        return {"advantages": found, "returns": found}
+
+    return adapter
+
+
+def mean(each: Array, mask: Array, dtype: np.dtype) -> Found:
+    """The mean over the tokens."""
+    each, count = each.astype(dtype), jnp.sum(mask, dtype=dtype)
+    return Found(masked.masked_sum(each, mask) / count, terms=masked.masked_sum(jnp.abs(each), mask) / count)
+
+
+def total(each: Array, meta: Meta, x: Inputs, mode: str) -> tuple[Array, Array]:
+    """The sum over the tokens as `mode` weighs them, and of their magnitudes; verl's scale is the row's length."""
+    mask, factor = x["mask"], meta.get("loss_scale_factor")
+    weight = losses.token_weights(
+        mask,
+        x["segment"],
+        mode=mode,
+        tokens=jnp.sum(mask, dtype=each.dtype),
+        sequences=jnp.sum(mask.any(axis=1), dtype=each.dtype),
+        scale=mask.shape[1] if factor is None else factor,
+    )
+    return masked.masked_sum(weight * each, mask), masked.masked_sum(jnp.abs(weight * each), mask)
+
+
+def with_gradient(
+    each: Callable[[Array], tuple[Array, Any]], at: Array, meta: Meta, x: Inputs, mode: str
+) -> tuple[dict[str, Found], Any]:
+    """The sum of the first that `each` gives with its gradient, and the second."""
+
+    def loss(at: Array) -> tuple[Array, Any]:
+        value, more = each(at)
+        value, terms = total(value, meta, x, mode)
+        return value, (terms, more)
+
+    (value, (terms, more)), gradient = jax.value_and_grad(loss, has_aux=True)(at)
+    return {"loss": Found(value, terms=terms), "grad": Found(gradient)}, more
+
+
+def setting(meta: Meta, name: str) -> float:
+    """A setting of a policy loss, by jppo's name; `clip_ratio` stands in for a bound that is not given."""
+    key = name.replace("clip_", "clip_ratio_")
+    if name in ("clip_low", "clip_high") and meta.get(key) is None:
+        key = "clip_ratio"
+    return meta[key]
+
+
+def policy(loss: Callable[..., losses.PolicyLoss], *settings: str, mode: str | None = None) -> Adapter:
+    """For a policy loss with the settings it takes; without `mode` the case says how it is averaged."""
+
+    def adapter(meta: Meta, x: Inputs) -> dict[str, Found]:
+        mask, logp, old_logp = x["mask"], x["logprob"], x["old_logprob"]
+        given = {name: setting(meta, name) for name in settings}
+
+        def each(logp: Array):
+            value, *clipped = loss(logp, old_logp, x["advantages"], mask, x["segment"], **given)
+            return value * x["is_weights"] if "is_weights" in x else value, clipped
+
+        out, clipped = with_gradient(each, logp, meta, x, mode or meta["mode"])
+        # As verl's: the sequence losses count log-ratios as they are.
+        far = jnp.inf if loss in (losses.gspo, losses.geo_mean) else masked.FAR
+        kl_estimate = jnp.clip(kl.k1(old_logp, logp), -far, far)
+        return out | {
+            "actor/ppo_kl": mean(kl_estimate, mask, logp.dtype),
+            "actor/pg_clipfrac": mean(clipped[0], mask, logp.dtype),
+            "actor/pg_clipfrac_lower": mean(clipped[1], mask, logp.dtype),
+        }
+
+    return adapter
+
+
+def value_loss(meta: Meta, x: Inputs) -> dict[str, Found]:
+    """Clipped around the old values."""
+
+    def each(value: Array):
+        return losses.clipped_value(value, x["values"], x["returns"], cliprange_value=meta["cliprange_value"])
+
+    out, clipped = with_gradient(each, x["vpreds"], meta, x, meta["mode"])
+    return out | {"clipfrac": mean(clipped, x["mask"], x["vpreds"].dtype)}
+
+
+def agg_loss(meta: Meta, x: Inputs) -> dict[str, Found]:
+    """The sum of a loss that is given."""
+    return with_gradient(lambda loss: (loss, None), x["loss"], meta, x, meta["mode"])[0]
+
+
+def entropy(meta: Meta, x: Inputs) -> dict[str, Found]:
+    """From logits."""
+    return with_gradient(
+        lambda logits: (heads.entropy_of(jnp.asarray(logits)), None), x["logits"], meta, x, meta["mode"]
+    )[0]
+
+
+def kl_penalty(meta: Meta, x: Inputs) -> dict[str, Found]:
+    """The estimate of each token, and the gradient of their sum over the mask."""
+    estimate, logp, ref = kl.ESTIMATORS[meta["kind"]], x["logprob"], x["ref_logprob"]
+    gradient = jax.grad(lambda logp: masked.masked_sum(estimate(logp, ref), x["mask"]))(logp)
+    return {"kl": Found(estimate(logp, ref)), "grad": Found(gradient)}
+
+
+def adaptive_kl(meta: Meta, x: Inputs) -> dict[str, Found]:
+    """The coefficient after each of the updates."""
+    out: list[Array] = []
+    coef: Array = jnp.asarray(meta["init"], x["kl"].dtype)
+    for current, steps in zip(x["kl"], x["n_steps"], strict=True):
+        coef = kl.adaptive(coef, current, steps=int(steps), target=meta["target"], horizon=meta["horizon"])
+        out.append(coef)
+    return {"coef": Found(jnp.stack(out))}
+
+
+def is_weights(meta: Meta, x: Inputs) -> dict[str, Found]:
+    """Importance weights, bounded, and normalised where asked for."""
+    mask, segment, level = x["mask"], x["segment"], meta["level"]
+    lower, upper = importance_band(meta["threshold"])
+    raw = correction.raw_weights(x["log_ratio"], mask, segment, level=level)
+    weight = correction.bounded(raw, lower=lower, upper=upper)
+    if meta["batch_normalize"]:
+        whole, count = correction.weight_sums(weight, mask, segment, level=level)
+        weight = correction.normalized(weight, mean=whole / count)
+    return {"weights": Found(weight, mask)}
+
+
+def rejection_mask(meta: Meta, x: Inputs) -> dict[str, Found]:
+    """What is left of the mask."""
+    rules = rejection_rules(meta["rs"], meta["threshold"])
+    return {"mask": Found(correction.keep(x["log_ratio"], x["mask"], x["segment"], rules=rules))}
+
+
+ADAPTERS: dict[str, Adapter] = {
+    "gae": gae,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "remax": remax,
+    "grpo": by_sequence(lambda m, s, n, g: advantage.grpo(s, g, norm_adv_by_std=m["norm_adv_by_std"])),
+    "grpo_passk": by_sequence(lambda m, s, n, g: advantage.grpo_passk(s, g, norm_adv_by_std=m["norm_adv_by_std"])),
+    "rloo": by_sequence(lambda m, s, n, g: advantage.rloo(s, g)),
+    "rloo_vectorized": by_sequence(lambda m, s, n, g: advantage.rloo_vectorized(s, g)),
+    "reinforce_plus_plus_baseline": by_sequence(
+        lambda m, s, n, g: advantage.reinforce_plus_plus_baseline(s, g), whiten=True
+    ),
+    "opo": by_sequence(lambda m, s, n, g: advantage.opo(s, n, g)),
+    "vanilla": policy(losses.clipped, "clip_low", "clip_high", "clip_c"),
+    "gspo": policy(losses.gspo, "clip_low", "clip_high"),
+    "geo_mean": policy(losses.geo_mean, "clip_low", "clip_high", mode="seq-mean-token-mean"),
+    "cispo": policy(losses.cispo, "clip_low", "clip_high"),
+    "sapo": policy(losses.sapo, "tau_pos", "tau_neg", mode="seq-mean-token-mean"),
+    "gpg": policy(losses.gpg),
+    "value_loss": value_loss,
+    "agg_loss": agg_loss,
+    "entropy": entropy,
+    "kl_penalty": kl_penalty,
+    "adaptive_kl": adaptive_kl,
+    "is_weights": is_weights,
+    "rejection_mask": rejection_mask,
+}
+
+
+def error(found: Found, expected: np.ndarray) -> float:
+    """The largest |a - b| / max(|b|, FLOOR * largest); infinite where a is no number, or not 0 outside its mask."""
+    a, b = np.asarray(found.value, np.float64), np.asarray(expected, np.float64)
+    if a.shape != b.shape:
+        raise ValueError(f"jppo's shape is {a.shape}, not {b.shape}")
+    if found.where is not None:
+        b = np.where(found.where, b, 0.0)
+        if np.any(a[~np.asarray(found.where)] != 0):
+            return np.inf
+    largest = max(np.max(np.abs(b[np.isfinite(b)]), initial=0.0), float(found.terms))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        each = np.where(a == b, 0.0, np.abs(a - b) / np.maximum(np.abs(b), FLOOR * largest))
+    return float(np.max(np.where(np.isnan(each), np.inf, each), initial=0.0))
+
+
+def check(case: Case) -> tuple[list[str], dict[str, float]]:
+    """What is wrong with a case, one line for each, and its largest error in each precision."""
+    faults, worst = [], {}
+    for precision, tolerance in TOLERANCE.items():
+        with jax.enable_x64(precision == "float64"), jax.default_device(jax.devices("cpu")[0]):
+            try:
+                errors = {name: error(*pair) for name, pair in run(case, precision).items()}
+            except Exception as e:  # whatever one case does, the others are checked and this one is counted
+                faults.append(f"{precision}: {type(e).__name__}: {' '.join(str(e).split())}")
+                continue
+        worst[precision] = max(errors.values())
+        for name, found in errors.items():
+            if found > tolerance:
+                faults.append(f"{name}, {precision}: relative error {found:.1e}, of at most {tolerance:.0e}")
+    if case.name in KNOWN:
+        faults.append(f"verl is wrong: {KNOWN[case.name]}")
+    return faults, worst
+
+
+def run(case: Case, precision: str) -> dict[str, tuple[Found, np.ndarray]]:
+    """What jppo has for each expected output of the case, beside it."""
+    fn = case.meta.get("fn")
+    if fn not in ADAPTERS:
+        raise ValueError(f"fn={fn!r} is not known; it is one of {', '.join(ADAPTERS)}")
+    found = ADAPTERS[fn](case.meta, prepared(case, precision))
+    if unknown := case.expected.keys() - found.keys():
+        raise ValueError(f"no such output of {fn}: {', '.join(sorted(unknown))}")
+    for name in case.expected:
+        dtype = np.dtype(found[name].value.dtype)
+        if dtype.kind == "f" and dtype != precision:
+            raise TypeError(f"{name} is {dtype}")
+    return {name: (found[name], b) for name, b in case.expected.items()}
+
+
+def read(folder: str | pathlib.Path) -> list[Case]:
+    """All cases under a folder, by name."""
+    root = pathlib.Path(folder)
+    if not root.is_dir():
+        raise UserError(f"DIR={folder} must be a folder of .npz cases; give one that is there")
+    files = sorted(root.rglob("*.npz"))
+    if not files:
+        raise UserError(f"DIR={folder} must hold .npz cases, and there are none; give another")
+    return [read_case(file, file.relative_to(root).as_posix()) for file in files]
+
+
+def read_case(file: pathlib.Path, name: str) -> Case:
+    """One case, whole in memory."""
+    try:
+        with np.load(file, allow_pickle=False) as z:
+            arrays = {key: z[key] for key in z.files}
+        meta = json.loads(str(arrays["meta"]))
+        metrics = {**meta.get("metrics", {}), **{k: meta[k] for k in ("clipfrac",) if k in meta}}
+        expected = {k.removeprefix("out_"): v for k, v in arrays.items() if k.startswith("out_")}
+        expected |= {k: np.asarray(v, np.float64) for k, v in metrics.items()}
+        if not expected:
+            raise ValueError("nothing is expected in it")
+    except (OSError, EOFError, ValueError, KeyError, AttributeError, TypeError, zipfile.BadZipFile, zlib.error) as e:
+        why = " ".join(str(e).split())
+        raise UserError(
+            f"{file} must be an .npz of meta, in_* and out_* arrays, and cannot be read ({type(e).__name__}: {why});"
+            " make it again or take it away"
+        ) from e
+    inputs = {k.removeprefix("in_"): v for k, v in arrays.items() if k.startswith("in_")}
+    return Case(name, meta, inputs, expected)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0 where all cases pass, 1 where one fails, 2 where they cannot be read."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("dir", metavar="DIR", help="looked through for .npz cases")
+    parser.add_argument("--verbose", action="store_true", help="a line for each case that passes, too")
+    args = parser.parse_args(argv)
+    try:
+        cases = read(args.dir)
+    except UserError as e:
+        print(e, file=sys.stderr)
+        return 2
+    counts: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0])
+    for case in cases:
+        faults, worst = check(case)
+        counts[case.name.rpartition("/")[0] or "."][bool(faults)] += 1
+        for fault in faults:
+            print(f"FAILED {case.name}: {fault}")
+        if args.verbose and not faults:
+            print(f"passed {case.name}: {', '.join(f'{e:.1e} in {precision}' for precision, e in worst.items())}")
+    width = max(len(folder) for folder in counts)
+    print(f"{'':<{width}}  passed  failed")
+    for folder, (passed, failed) in counts.items():
+        print(f"{folder:<{width}}  {passed:>6}  {failed:>6}")
+    failed = sum(count[1] for count in counts.values())
+    print(f"{len(cases) - failed} passed, {failed} failed")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
