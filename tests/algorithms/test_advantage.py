@@ -1,124 +1,360 @@
-"""GAE against a loop written from the paper, and its special cases."""
+"""Advantages against loops written from the papers, by hand, in special cases, and in any layout."""
+
+import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from jppo.algorithms import advantage
+from jppo.algorithms import advantage, masked
+
+FEW = settings(max_examples=8, deadline=None, derandomize=True)
+SEEDS = st.integers(0, 2**16)
+SETTINGS = [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0), (0.0, 1.0), (1.0, 0.5)]
+ROWS = "reward value mask segment"
 
 
-def paper(reward, value, gamma, lam):
-    """A_t = Σ_k (γλ)^k δ_{t+k},  δ_t = r_t + γ V_{t+1} - V_t, of a trajectory without gaps, term by term."""
+@functools.cache
+def gae(gamma, lam):
+    return jax.jit(functools.partial(advantage.gae, gamma=gamma, lam=lam))
+
+
+# By token. The papers speak of one sequence without gaps.
+
+
+def paper_gae(reward, value, gamma, lam):
+    """A_t = Σ_k (γλ)^k δ_{t+k},  δ_t = r_t + γ V_{t+1} - V_t, term by term."""
     n = len(reward)
     following = np.append(value[1:], 0.0)
-    delta = reward + gamma * following - value
+    delta = [reward[t] + gamma * following[t] - value[t] for t in range(n)]
     return np.array([sum((gamma * lam) ** (k - t) * delta[k] for k in range(t, n)) for t in range(n)])
 
 
-def expected(reward, value, mask, segment, gamma, lam):
-    """Segment by segment, the masked positions closed up."""
-    out = np.zeros(reward.shape)
-    for r in range(reward.shape[0]):
+def to_go(reward, gamma):
+    n = len(reward)
+    return np.array([sum(gamma ** (k - t) * reward[k] for k in range(t, n)) for t in range(n)])
+
+
+@pytest.mark.parametrize("gamma,lam", SETTINGS)
+@FEW
+@given(seed=SEEDS)
+def test_gae_is_the_papers(packed, gamma, lam, seed):
+    batch = packed.draw(seed)
+    laid = packed.lay(batch, gaps=seed)
+    found, returns = gae(gamma, lam)(*laid[ROWS])
+    papers = [paper_gae(s["reward"], s["value"], gamma, lam) for s in batch]
+    laid.same(found, papers, rtol=1e-10, atol=1e-12)
+    laid.same(returns, [a + s["value"] for a, s in zip(papers, batch, strict=True)], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("T", [1, 263, 520])
+def test_gae_of_long_rows(T):
+    """However a row is cut to be worked on: one segment from end to end, one that changes every few tokens."""
+    rng = np.random.default_rng(T)
+    reward, value = rng.normal(size=(2, 2, T))
+    mask = rng.random((2, T)) < 0.7
+    segment = np.array([np.ones(T), 1 + np.arange(T) // 7], np.int32)
+    found, _ = gae(0.99, 0.95)(reward, value, mask, segment)
+    want = np.zeros((2, T))
+    for r in range(2):
         for s in set(segment[r]):
             at = np.flatnonzero((segment[r] == s) & mask[r])
-            out[r, at] = paper(reward[r, at], value[r, at], gamma, lam)
-    return out
+            want[r, at] = paper_gae(reward[r, at], value[r, at], 0.99, 0.95)
+    np.testing.assert_allclose(found, want, rtol=1e-10, atol=1e-12)
 
 
-@pytest.fixture
-def rows():
-    """Rows of two or three segments with gaps inside, prompts before and empty space behind."""
-    rng = np.random.default_rng(3)
-    segment = np.zeros((5, 24), np.int32)
-    for r in range(5):
-        cuts = np.sort(rng.choice(np.arange(3, 23), 3, replace=False))
-        segment[r, : cuts[0]], segment[r, cuts[0] : cuts[1]] = 1, 2
-        if r % 2:
-            segment[r, cuts[1] : cuts[2]] = 3
-    mask = (rng.random((5, 24)) < 0.6) & (segment > 0)
-    reward, value = rng.normal(size=(2, 5, 24)).astype(np.float32)
-    return reward, value, mask, segment
-
-
-@pytest.mark.parametrize("gamma,lam", [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0), (0.0, 1.0), (1.0, 0.5)])
-def test_equals_the_paper_by_segment_and_over_gaps(rows, gamma, lam):
-    reward, value, mask, segment = rows
-    found, returns = advantage.gae(*rows, gamma=gamma, lam=lam)
-    want = expected(reward, value, mask, segment, gamma, lam)
-    np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(returns, np.where(mask, want + value, 0.0), rtol=1e-5, atol=1e-5)
-    assert found.dtype == returns.dtype == np.float32
-
-
-def test_by_hand():
+def test_gae_by_hand():
     """One response of two tokens with a tool's output between them, γ = 0.5, λ = 0.5.
 
     δ_3 = 4 - 2 = 2;  δ_1 = 0 + 0.5 * 2 - 1 = 0;  A_3 = 2;  A_1 = 0 + 0.25 * 2 = 0.5.
     """
-    found, returns = advantage.gae(
-        np.array([[9.0, 0.0, 9.0, 4.0, 9.0]], np.float32),
-        np.array([[9.0, 1.0, 9.0, 2.0, 9.0]], np.float32),
+    found, returns = gae(0.5, 0.5)(
+        np.float32([[9.0, 0.0, 9.0, 4.0, 9.0]]),
+        np.float32([[9.0, 1.0, 9.0, 2.0, 9.0]]),
         np.array([[False, True, False, True, False]]),
-        np.array([[1, 1, 1, 1, 0]], np.int32),
-        gamma=0.5,
-        lam=0.5,
+        np.int32([[1, 1, 1, 1, 0]]),
     )
     np.testing.assert_array_equal(found, [[0.0, 0.5, 0.0, 2.0, 0.0]])
     np.testing.assert_array_equal(returns, [[0.0, 1.5, 0.0, 4.0, 0.0]])
 
 
-def test_lambda_0_is_the_td_error():
-    reward, value = np.random.default_rng(0).normal(size=(2, 1, 6)).astype(np.float32)
-    everywhere, one = np.ones((1, 6), bool), np.ones((1, 6), np.int32)
-    found, _ = advantage.gae(reward, value, everywhere, one, gamma=0.9, lam=0.0)
-    td = reward + 0.9 * np.append(value[:, 1:], [[0.0]], axis=1) - value
-    np.testing.assert_allclose(found, td, rtol=1e-6)
-
-
-def test_lambda_1_is_the_monte_carlo_return_less_the_value():
-    reward, value = np.random.default_rng(1).normal(size=(2, 1, 6)).astype(np.float32)
-    everywhere, one = np.ones((1, 6), bool), np.ones((1, 6), np.int32)
-    found, returns = advantage.gae(reward, value, everywhere, one, gamma=0.9, lam=1.0)
-    to_go = [sum(0.9 ** (k - t) * reward[0, k] for k in range(t, 6)) for t in range(6)]
-    np.testing.assert_allclose(returns[0], to_go, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(found[0], to_go - value[0], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("poison", [np.nan, np.inf, 1e30])
-def test_tokens_behind_the_mask_change_nothing_wherever_they_are_inserted(rows, poison):
-    reward, value, mask, segment = (np.array(x) for x in rows)
-    before, _ = advantage.gae(reward, value, mask, segment, gamma=0.97, lam=0.9)
-    rng = np.random.default_rng(7)
-    for _ in range(5):
-        at = np.sort(rng.integers(0, 25, 8))
-        neighbour = np.minimum(at, 23)  # an inserted token belongs to the segment that it is put in front of
-
-        def wide(x, fill, at=at):
-            return np.insert(x, at, fill, axis=1)
-
-        found, returns = advantage.gae(
-            wide(reward, poison),
-            wide(value, poison),
-            wide(mask, False),
-            wide(segment, segment[:, neighbour]),
-            gamma=0.97,
-            lam=0.9,
+@FEW
+@given(seed=SEEDS)
+def test_the_layout_changes_nothing(packed, change, seed):
+    batch = packed.draw(seed)
+    baseline = np.random.default_rng(seed).normal(size=7)
+    out = []
+    for laid in (packed.lay(batch), packed.lay(batch, **change)):
+        reward, value, mask, segment, sequence = laid[ROWS + " sequence"]
+        found = (
+            *gae(0.97, 0.9)(reward, value, mask, segment),
+            advantage.reinforce_plus_plus(reward, mask, segment, gamma=0.9),
+            advantage.remax(reward, baseline, mask, segment, sequence),
         )
-        real = wide(np.ones_like(mask), False)[0]
-        np.testing.assert_array_equal(np.asarray(found)[:, real], before)
-        np.testing.assert_array_equal(np.asarray(found)[:, ~real], 0.0)
-        np.testing.assert_array_equal(np.asarray(returns)[:, ~real], 0.0)
+        _, mean, var = masked.combine([np.asarray(masked.moments(found[0], mask))])
+        out.append((laid, (*found, masked.whiten(found[0], mask, mean=mean, var=var))))
+    (before, ones), (after, others) = out
+    for one, other in zip(ones, others, strict=True):
+        after.same(other, before.back(one), rtol=1e-9, atol=1e-12)
 
 
-def test_rows_do_not_see_each_other(rows):
-    order = np.array([3, 0, 4, 2, 1])
-    found = advantage.gae(*rows, gamma=0.9, lam=0.9)
-    moved = advantage.gae(*(x[order] for x in rows), gamma=0.9, lam=0.9)
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a)[order], b), found, moved)
+@FEW
+@given(seed=SEEDS)
+def test_returns_of_reinforce_plus_plus_and_remax(packed, seed):
+    batch = packed.draw(seed)
+    laid = packed.lay(batch, gaps=seed)
+    found = advantage.reinforce_plus_plus(*laid["reward mask segment"], gamma=0.9)
+    laid.same(found, [to_go(s["reward"], 0.9) for s in batch], rtol=1e-10, atol=1e-12)
+    greedy = np.random.default_rng(seed).normal(size=7)
+    found = advantage.remax(laid.rows["reward"], greedy, *laid["mask segment sequence"])
+    laid.same(
+        found, [to_go(s["reward"], 1.0) - b for s, b in zip(batch, greedy, strict=True)], rtol=1e-10, atol=1e-12
+    )
 
 
-def test_a_reward_of_low_precision_is_not_rounded_on_the_way(rows):
-    reward, value, mask, segment = rows
-    whole = np.round(reward).astype(np.int32)
-    found, _ = advantage.gae(whole, value, mask, segment, gamma=0.9, lam=0.9)
-    np.testing.assert_allclose(found, expected(whole, value, mask, segment, 0.9, 0.9), rtol=1e-5, atol=1e-5)
+@FEW
+@given(seed=SEEDS)
+def test_lambda_0_is_the_td_error_and_lambda_1_the_return_less_the_value(packed, seed):
+    batch = packed.draw(seed)
+    laid = packed.lay(batch)
+    td = [s["reward"] + 0.9 * np.append(s["value"], 0.0)[1:] - s["value"] for s in batch]
+    carlo = [to_go(s["reward"], 1.0) - s["value"] for s in batch]
+    laid.same(gae(0.9, 0.0)(*laid[ROWS])[0], td, rtol=1e-10, atol=1e-12)
+    laid.same(gae(1.0, 1.0)(*laid[ROWS])[0], carlo, rtol=1e-10, atol=1e-12)
+    for wrong in (gae(0.9, 0.1), gae(1.0, 0.99), gae(0.99, 1.0)):
+        found = np.concatenate(laid.back(wrong(*laid[ROWS])[0]))
+        assert not np.allclose(found, np.concatenate(td)) and not np.allclose(found, np.concatenate(carlo))
+
+
+def test_gae_without_values_is_reinforce_plus_plus(packed):
+    reward, value, mask, segment = packed.lay(packed.draw(0))[ROWS]
+    plain = advantage.reinforce_plus_plus(reward, mask, segment, gamma=0.9)
+    found, returns = gae(0.9, 1.0)(reward, np.zeros_like(value), mask, segment)
+    np.testing.assert_array_equal(found, plain)
+    np.testing.assert_array_equal(returns, plain)
+    assert not np.allclose(gae(0.9, 1.0)(reward, value, mask, segment)[0], plain)
+    assert not np.allclose(gae(0.9, 0.9)(reward, np.zeros_like(value), mask, segment)[0], plain)
+
+
+def test_remax_of_a_baseline_of_0_is_reinforce_plus_plus_without_discount(packed):
+    laid = packed.lay(packed.draw(1))
+    reward, mask, segment, sequence = laid["reward mask segment sequence"]
+    found = advantage.remax(reward, np.zeros(7), mask, segment, sequence)
+    np.testing.assert_array_equal(found, advantage.reinforce_plus_plus(reward, mask, segment, gamma=1.0))
+
+
+def test_a_reward_at_the_end_alone_is_every_tokens_score_less_the_greedy_one():
+    """Scores 3 and 1, greedy scores 1 and 4: as REINFORCE with a baseline."""
+    mask, segment = np.array([[False, True, True, True, True]]), np.int32([[1, 1, 1, 2, 2]])
+    found = advantage.remax(np.float32([[9, 0, 3, 0, 1]]), np.float32([1, 4]), mask, segment, segment - 1)
+    np.testing.assert_array_equal(found, [[0, 2, 2, -3, -3]])
+
+
+def test_rows_of_nothing_have_no_advantage(packed):
+    reward, value, mask, segment = packed.lay(packed.draw(2), dtype=np.float32)[ROWS]
+    for part in gae(0.9, 0.9)(reward, value, np.zeros_like(mask), segment):
+        np.testing.assert_array_equal(part, 0.0)
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e4])
+def test_gae_and_its_gradient_stay_finite(packed, scale):
+    with jax.enable_x64(False):
+        batch = [s | dict(reward=s["reward"] * scale, value=s["value"] * scale) for s in packed.draw(3)]
+        laid = packed.lay(batch, dtype=np.float32)
+        reward, value, mask, segment = laid[ROWS]
+        grads = jax.grad(lambda r, v: jnp.sum(gae(1.0, 0.95)(r, v, mask, segment)[0] ** 2), argnums=(0, 1))
+        for part in (*gae(1.0, 0.95)(reward, value, mask, segment), *grads(reward, value)):
+            assert np.isfinite(part).all() and part.dtype == np.float32
+            np.testing.assert_array_equal(laid.rest(part), 0.0)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_dtype_jit_and_vmap_by_token(packed, dtype):
+    def every(reward, value, mask, segment, sequence, baseline):
+        return (
+            *advantage.gae(reward, value, mask, segment, gamma=0.9, lam=0.9),
+            advantage.reinforce_plus_plus(reward, mask, segment, gamma=0.9),
+            advantage.remax(reward, baseline, mask, segment, sequence),
+        )
+
+    one, other = ((*packed.lay(packed.draw(s), dtype=dtype)[ROWS + " sequence"], np.ones(7, dtype)) for s in (0, 1))
+    both = jax.jit(jax.vmap(every))(*(np.stack(x) for x in zip(one, other, strict=True)))
+    for two, alone in zip(both, every(*other), strict=True):
+        assert two.dtype == alone.dtype == dtype
+        np.testing.assert_allclose(two[1], alone, rtol=1e-5 if dtype == np.float32 else 1e-12)
+
+
+def test_whole_numbers_as_rewards_are_not_rounded_on_the_way(packed):
+    laid = packed.lay(packed.draw(4), dtype=np.float32)
+    _, value, mask, segment = laid[ROWS]
+    reward = np.where(mask, np.arange(20) % 3, 0)
+    for dtype in (np.int32, np.float16):
+        found, _ = gae(0.9, 0.9)(reward.astype(dtype), value, mask, segment)
+        assert found.dtype == np.float32
+        want = [paper_gae(r, v, 0.9, 0.9) for r, v in zip(laid.back(reward), laid.back(value), strict=True)]
+        laid.same(found, want, rtol=1e-5, atol=1e-6)
+
+
+# By sequence: what the papers say of one group, its scores and lengths.
+
+
+def paper_grpo(score, length):
+    if len(score) == 1:
+        return [score[0] / (1 + 1e-6)]
+    return [(s - np.mean(score)) / (np.std(score, ddof=1) + 1e-6) for s in score]
+
+
+def paper_dr_grpo(score, length):
+    return [s - (np.mean(score) if len(score) > 1 else 0.0) for s in score]
+
+
+def paper_passk(score, length):
+    """In order of score, only the first may have something, and only if it is better than the second."""
+    order = sorted(range(len(score)), key=lambda i: -score[i])
+    out = [0.0] * len(score)
+    if len(score) > 1:
+        out[order[0]] = score[order[0]] - score[order[1]]
+    return out
+
+
+def paper_passk_std(score, length):
+    return [a / (np.std(score, ddof=1) + 1e-6) if len(score) > 1 else 0.0 for a in paper_passk(score, length)]
+
+
+def paper_rloo(score, length):
+    return [s - (np.mean(score[:i] + score[i + 1 :]) if len(score) > 1 else 0.0) for i, s in enumerate(score)]
+
+
+def paper_rloo_vectorized(score, length):
+    return paper_rloo(score, length) if len(score) > 1 else [0.0]
+
+
+def paper_opo(score, length):
+    best = sum(n * s for n, s in zip(length, score, strict=True)) / sum(length)
+    return [s - (best if len(score) > 1 else 0.0) for s in score]
+
+
+GROUPED = {
+    "grpo": (paper_grpo, lambda s, l, g: advantage.grpo(s, g, norm_adv_by_std=True)),
+    "dr_grpo": (paper_dr_grpo, lambda s, l, g: advantage.grpo(s, g, norm_adv_by_std=False)),
+    "grpo_passk": (paper_passk_std, lambda s, l, g: advantage.grpo_passk(s, g, norm_adv_by_std=True)),
+    "grpo_passk without std": (paper_passk, lambda s, l, g: advantage.grpo_passk(s, g, norm_adv_by_std=False)),
+    "rloo": (paper_rloo, lambda s, l, g: advantage.rloo(s, g)),
+    "rloo_vectorized": (paper_rloo_vectorized, lambda s, l, g: advantage.rloo_vectorized(s, g)),
+    "reinforce_plus_plus_baseline": (paper_dr_grpo, lambda s, l, g: advantage.reinforce_plus_plus_baseline(s, g)),
+    "opo": (paper_opo, lambda s, l, g: advantage.opo(s, l, g)),
+}
+
+
+def draw_groups(seed):
+    """Scores, lengths and groups of 12 samples: 1 to 12 groups with any numbers below 12, ties among the scores."""
+    rng = np.random.default_rng(seed)
+    names = rng.permutation(12)[: rng.integers(1, 13)]
+    score = np.where(rng.random(12) < 0.6, rng.choice([0.0, 0.1, 1.0], 12), rng.normal(size=12))
+    return score, rng.integers(1, 30, 12).astype(float), rng.choice(names, 12).astype(np.int32)
+
+
+def estimate(name, *x):
+    return np.asarray(GROUPED[name][1](*map(jnp.asarray, x)))
+
+
+@pytest.mark.parametrize("name", GROUPED)
+@settings(FEW, max_examples=30)
+@given(seed=SEEDS)
+def test_group_estimators_are_the_papers(name, seed):
+    score, length, group = draw_groups(seed)
+    expected = np.zeros(12)
+    for g in set(group):
+        at = np.flatnonzero(group == g)
+        expected[at] = GROUPED[name][0](list(score[at]), list(length[at]))
+    # Where all scores are equal, the loop's mean is not quite their value, and it divides the rest by 1e-6.
+    np.testing.assert_allclose(estimate(name, score, length, group), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", GROUPED)
+@FEW
+@given(seed=SEEDS)
+def test_groups_may_be_permuted_renumbered_and_joined_by_others(name, seed):
+    score, length, group = draw_groups(seed)
+    before = estimate(name, score, length, group)
+    order, names = np.random.default_rng(seed).permuted(np.tile(np.arange(12), (2, 1)), axis=1)
+    tight = dict(rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(estimate(name, score[order], length[order], group[order]), before[order], **tight)
+    renumbered = names.astype(np.int32)[group]
+    np.testing.assert_allclose(estimate(name, score, length, renumbered), before, **tight)
+    more = [np.append(x, y).astype(x.dtype) for x, y in ((score, [7, -9, 3]), (length, [1, 2, 3]), (group, [13, 13, 14]))]
+    np.testing.assert_allclose(estimate(name, *more)[:12], before, **tight)
+
+
+# A group of scores 1, 3, 5 (mean 3, std 2) and lengths 1, 1, 2; beside it one sample that scored 4.
+BY_HAND = {
+    "grpo": [-1.0, 0.0, 1.0, 4.0],
+    "dr_grpo": [-2.0, 0.0, 2.0, 4.0],
+    "grpo_passk": [0.0, 0.0, 1.0, 0.0],
+    "grpo_passk without std": [0.0, 0.0, 2.0, 0.0],
+    "rloo": [-3.0, 0.0, 3.0, 4.0],
+    "rloo_vectorized": [-3.0, 0.0, 3.0, 0.0],
+    "reinforce_plus_plus_baseline": [-2.0, 0.0, 2.0, 4.0],
+    "opo": [-2.5, -0.5, 1.5, 4.0],  # the baseline is 14 / 4
+}
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_group_estimators_by_hand(name):
+    x = np.array([1.0, 3.0, 5.0, 4.0]), np.array([1.0, 1.0, 2.0, 8.0]), np.int32([2, 2, 2, 0])
+    np.testing.assert_allclose(estimate(name, *x), BY_HAND[name], rtol=3e-6)
+
+
+def test_equal_bests_teach_nothing_in_pass_at_k():
+    x = np.array([5.0, 5.0, 1.0]), np.ones(3), np.zeros(3, np.int32)
+    np.testing.assert_array_equal(estimate("grpo_passk", *x), 0.0)
+
+
+def test_estimators_that_are_each_other():
+    score, length, _ = draw_groups(0)
+    length = length + np.arange(12)
+    group = np.repeat(np.arange(3), 4).astype(np.int32)
+    by = {name: estimate(name, score, length, group) for name in GROUPED}
+    close = functools.partial(np.allclose, rtol=1e-12, atol=1e-14)
+    assert close(by["dr_grpo"], by["reinforce_plus_plus_baseline"])
+    assert close(by["rloo"], 4 / 3 * by["dr_grpo"]) and not close(by["rloo"], by["dr_grpo"])
+    assert close(by["rloo"], by["rloo_vectorized"])
+    assert close(estimate("opo", score, np.full(12, 7.0), group), by["dr_grpo"]) and not close(by["opo"], by["dr_grpo"])
+    std = np.repeat([score[i : i + 4].std(ddof=1) for i in (0, 4, 8)], 4)
+    assert close(by["grpo"] * (std + 1e-6), by["dr_grpo"]) and not close(by["grpo"], by["dr_grpo"])
+    assert close(by["grpo_passk"] * (std + 1e-6), by["grpo_passk without std"])
+
+
+@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.parametrize("value", [0.7, 10.1, -1e4])
+def test_equal_scores_have_no_advantage(name, value):
+    """Not even that of rounding, which a division by a std of nothing would blow up."""
+    x = np.full(5, value, np.float32), np.float32([3, 1, 4, 1, 5]), np.zeros(5, np.int32)
+    np.testing.assert_allclose(estimate(name, *x), 0.0, atol=abs(value) * 1e-6 if name == "opo" else 0.0)
+
+
+@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.parametrize("scale", [1e-9, 1e4])
+def test_groups_stay_finite(name, scale):
+    with jax.enable_x64(False):
+        score, length, group = draw_groups(2)
+        for groups in (group, np.arange(12, dtype=np.int32), np.zeros(12, np.int32)):
+            for lengths in (length, np.zeros(12)):
+                found = estimate(name, (score * scale).astype(np.float32), lengths.astype(np.float32), groups)
+                assert np.isfinite(found).all() and found.dtype == np.float32
+
+
+@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_dtype_jit_and_vmap_by_sequence(name, dtype):
+    one, other = (
+        [x.astype(dtype), n.astype(dtype), np.repeat(np.arange(3), 4).astype(np.int32)]
+        for x, n, _ in map(draw_groups, (3, 4))
+    )
+    both = jax.jit(jax.vmap(GROUPED[name][1]))(*(np.stack(x) for x in zip(one, other, strict=True)))
+    alone = estimate(name, *other)
+    assert both.dtype == alone.dtype == dtype
+    np.testing.assert_allclose(both[1], alone, rtol=1e-4 if dtype == np.float32 else 1e-10, atol=1e-6)
