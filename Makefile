@@ -41,8 +41,9 @@ lint: $(READY)  ## check style and format
 types: $(READY)  ## check types
 	$(PY) -m mypy
 
-bench: $(READY)  ## measure tokens a second of each stage
+bench: $(READY)  ## measure tokens a second of each stage, and the advantages
 	$(TUNED) $(PY) benchmarks/throughput.py
+	$(TUNED) $(PY) benchmarks/gae.py
 
 doctor: $(READY)  ## say what of this machine would stop a training, and what to do
 	@$(PY) -m jppo.doctor

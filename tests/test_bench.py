@@ -1,4 +1,4 @@
-"""benchmarks/throughput.py: its FLOP by hand, its batch, its report, and a tiny shape for real."""
+"""benchmarks/: the FLOP by hand, the batches, the reports, and a tiny shape of each script for real."""
 
 import importlib.util
 import json
@@ -10,15 +10,25 @@ import pytest
 from jppo.config import UserError
 from jppo.models import families
 
-SCRIPT = pathlib.Path(__file__).parents[1] / "benchmarks" / "throughput.py"
+FOLDER = pathlib.Path(__file__).parents[1] / "benchmarks"
+
+
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="module")
 def bench():
-    spec = importlib.util.spec_from_file_location("throughput", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("throughput")
+
+
+@pytest.fixture
+def gae(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)  # where it stands when it is run
+    return script("gae")
 
 
 @pytest.fixture
@@ -113,5 +123,54 @@ def test_a_wrong_command_is_one_line(bench, capsys):
     for wrong in ("--shapes=S,XL", "--repeats=0"):
         with pytest.raises(SystemExit) as e:
             bench.main([wrong])
+        assert e.value.code == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_gae_rows_are_whole_trajectories_with_tool_output_inside(gae):
+    reward, value, mask, segment = gae.make_rows(8, 1024)
+    assert reward.dtype == value.dtype == np.float32 and mask.dtype == bool and segment.dtype == np.int32
+    assert not reward[~mask].any() and not mask[segment == 0].any()
+    for row in range(8):
+        assert (np.diff(segment[row][segment[row] > 0]) >= 0).all()  # empty space is behind all of them
+        for number in range(1, segment[row].max() + 1):
+            kept = mask[row][segment[row] == number]
+            # masked: prompt, response, tool output, response
+            assert not kept[0] and kept[-1] and np.diff(kept.astype(int)).tolist().count(1) == 2
+    for x, y in zip(gae.make_rows(8, 1024), (reward, value, mask, segment), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_gae_is_measured_and_its_forms_agree(gae, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(gae, "UNROLLS", (2,))
+    gae.main(["--shapes=8x256,2x130", "--repeats=3", f"--out={tmp_path}"])
+    out = capsys.readouterr().out
+    (file,) = tmp_path.iterdir()
+    assert str(file) in out and file.name.endswith("-gae.json")
+    result = json.loads(file.read_text())
+    for (R, T), (shape, measured) in zip([(8, 256), (2, 130)], result["shapes"].items(), strict=True):
+        assert shape == f"{R}x{T}" and measured["bytes"] == R * T * 21
+        assert out.count(f"| {shape} |") == len(measured["forms"]) == 9
+        medians = {name: np.median(form["seconds"]) for name, form in measured["forms"].items()}
+        for name, form in measured["forms"].items():
+            assert len(form["seconds"]) == 3 and min(form["seconds"]) > 0
+            assert form["of_jppo"] == pytest.approx(medians[name] / medians["jppo"])
+            assert form["of_moving_the_bytes"] == pytest.approx(medians[name] / medians["bytes moved, jax"])
+            assert ("difference" in form) != name.startswith("bytes")
+            assert form.get("difference", 0.0) < 1e-6
+        assert measured["forms"]["Python, loop over tokens"]["scaled_by"] == R / min(R, 4)
+
+
+def test_a_form_of_gae_that_is_wrong_is_not_measured(gae, monkeypatch):
+    monkeypatch.setattr(gae, "UNROLLS", ())
+    monkeypatch.setattr(gae, "by_tree", lambda a, b: b)
+    with pytest.raises(AssertionError, match="associative_scan differs from jppo"):
+        gae.measure(2, 128, repeats=1)
+
+
+def test_a_wrong_command_of_gae_is_one_line(gae, capsys):
+    for wrong in ("--shapes=256", "--shapes=0x1024", "--shapes=4x64", "--repeats=0"):
+        with pytest.raises(SystemExit) as e:
+            gae.main([wrong])
         assert e.value.code == 2
         assert len(capsys.readouterr().err.splitlines()) == 1
