@@ -14,7 +14,6 @@ import argparse
 import ast
 import dataclasses
 import datetime
-import functools
 import importlib.metadata
 import json
 import os
@@ -43,11 +42,12 @@ from jppo import config as settings
 from jppo.config import UserError
 from jppo.data.prompts import PromptSet
 from jppo.io.timers import Timers
-from jppo.learner import batch, ppo
+from jppo.learner import batch, estimate, ppo
 from jppo.models import decoder, families, hf
 from jppo.models.families import ModelConfig
 from jppo.rollout.server import check_vllm
 from jppo.structs import Prompt, Trajectory
+from jppo.train import update_models
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PROMPT, SHORTEST, LONGEST = 64, 16, 128  # tokens of a prompt and of a response
@@ -191,36 +191,32 @@ def time_rollout(c: ConfigDict, cfg: ModelConfig, trajectories: Sequence[Traject
 
 
 def time_learner(
-    c: ConfigDict, cfg: ModelConfig, trajectories: Sequence[Trajectory], *, repeats: int
+    c: ConfigDict, cfg: ModelConfig, trajectories: list[Trajectory], *, repeats: int
 ) -> tuple[dict[str, list[float]], dict[str, Any]]:
     """Seconds of each stage, interleaved with a matrix product, after one round that compiles; what was packed."""
     mesh = build.make_mesh(c)
     empty = PromptSet([], overlong=0)
-    inputs = build.Inputs(None, (), empty, empty, {}, policy=cfg, critic=cfg, total_steps=1)
+    inputs = build.Inputs(None, (), empty, empty, {}, policy=cfg, critic=cfg, reference=None, total_steps=1)
     learner, now = build.make_learner(c, inputs, mesh)
-    passes = learner.passes
-    rows, tokens = batch.make(trajectories, mini_batch_size=c.actor.ppo_mini_batch_size, plan=learner.plan, mesh=mesh)
+    rows = batch.make(trajectories, plan=learner.plan, mesh=mesh)
     scores = np.random.default_rng(2).random(len(trajectories)).astype(np.float32)
+    outcome = estimate.Outcome(score=scores, group=np.arange(len(scores), dtype=np.int32), greedy=None)
     multiply, flops = make_product(mesh, c.model.compute_dtype)
-    policy, policy_opt, value, value_opt = now.policy, now.policy_opt, now.value, now.value_opt
     timer, history, products = Timers(), [], []
     for _ in range(1 + repeats):
         start = time.perf_counter()
         multiply()
         products.append(flops / (time.perf_counter() - start))
         with timer("old_log_prob"):
-            scored = batch.each(functools.partial(passes.logprob, policy), rows)
-        logp = [[pair[0] for pair in mini] for mini in scored]
-        values = batch.each(functools.partial(passes.value, value), rows)
-        estimated, _ = ppo.advantages(passes, rows, scores, values, logp, logp, now.kl_coef)
-        with timer("update_critic"):
-            value, value_opt, _ = ppo.descend(learner.critic, value, value_opt, now.step, estimated, tokens)
-        with timer("update_actor"):
-            policy, policy_opt, _ = ppo.descend(learner.actor, policy, policy_opt, now.step, estimated, tokens)
+            scored, _ = ppo.score_rows(learner.passes, learner.recipe, rows, now.policy)
+        scored = ppo.with_values(learner.passes, scored, now.value)
+        scored, _ = estimate.advantages(learner.passes, scored, [None] * len(scored), outcome, now.kl_coef)
+        flat = batch.flatten(scored, len(trajectories))
+        now, _ = update_models(c, learner, now, flat, trajectories, timer)
         history.append(timer.next_step())
     stages = ("old_log_prob", "update_critic", "update_actor")
     seconds = {stage: [step[f"timing_s/{stage}"] for step in history[1:]] for stage in stages}
-    shapes = [micro.inputs.shape for micro in batch.flat(rows)]
+    shapes = [micro.inputs.shape for micro in rows]
     packed = {
         "rows": [list(shape) for shape in shapes],
         "filled": sum(len(t.tokens) - 1 for t in trajectories) / sum(r * t for r, t in shapes),

@@ -4,29 +4,31 @@ The commands call it; below it nothing sees a config.
 """
 
 import dataclasses
+import functools
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from jppo.config import UserError
+from jppo.algorithms import advantage, losses
+from jppo.config import UserError, importance_band, rejection_rules
 from jppo.data.prompts import PromptSet, read_prompts
 from jppo.data.stream import steps_per_epoch
 from jppo.data.tokenizer import end_token_ids, load_tokenizer
-from jppo.learner import optim, packing, ppo, score, sharding, state, update
+from jppo.learner import correct, estimate, optim, packing, ppo, sharding, state, update
+from jppo.learner.estimate import Estimator
 from jppo.models import hf
 from jppo.models.decoder import Decoder
 from jppo.models.families import ModelConfig
+from jppo.models.params import Head
 from jppo.rewards.graders import Grader, graders_for
 from jppo.rollout.server import ServerSettings
 from jppo.rollout.vllm import VllmEngine, start_vllm
-from jppo.structs import Params, Sampling, TrainState
-
-# What `algorithm.adv_estimator` chooses from.
-ESTIMATORS = {"gae": score.make_gae}
+from jppo.structs import Array, Params, Sampling, TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +41,8 @@ class Inputs:
     val: PromptSet
     graders: dict[str, Grader]
     policy: ModelConfig
-    critic: ModelConfig
+    critic: ModelConfig | None  # None where the estimator needs none
+    reference: ModelConfig | None  # None where no KL is asked for
     total_steps: int
 
 
@@ -49,10 +52,11 @@ class Learner:
 
     mesh: Any
     plan: packing.Plan
+    recipe: ppo.Recipe
     passes: ppo.Passes
     actor: ppo.Descent
-    critic: ppo.Descent
-    reference: Params | None  # None where no KL is asked for
+    critic: ppo.Descent | None
+    reference: Params | None
 
 
 def sampling(c: ConfigDict, version: int) -> Sampling:
@@ -70,12 +74,8 @@ def sampling(c: ConfigDict, version: int) -> Sampling:
 
 def read_inputs(c: ConfigDict) -> Inputs:
     """Everything that can be wrong with files is found here, before a device or a server is touched."""
-    _, policy = hf.read_config(c.model.path)
-    _, critic = hf.read_config(c.critic.path or c.model.path)
-    tokenizer = read_tokenizer(c, policy, critic)
-    if c.model.init == "pretrained":
-        hf.check_weights(c.model.path, policy, head="lm")
-        hf.check_weights(c.critic.path or c.model.path, critic, head="value")
+    policy, critic, reference = read_models(c)
+    tokenizer = read_tokenizer(c, *(model for model in (policy, critic, reference) if model is not None))
     read = dict(
         tokenizer=tokenizer,
         max_prompt_length=c.data.max_prompt_length,
@@ -94,8 +94,46 @@ def read_inputs(c: ConfigDict) -> Inputs:
         graders=graders_for(sources, override=c.reward.grader),
         policy=policy,
         critic=critic,
+        reference=reference,
         total_steps=by_epochs if c.trainer.total_training_steps == -1 else c.trainer.total_training_steps,
     )
+
+
+def read_models(c: ConfigDict) -> tuple[ModelConfig, ModelConfig | None, ModelConfig | None]:
+    """Policy, critic and reference as their directories describe them, their weights seen to be there."""
+
+    def read(path: str, head: Head) -> ModelConfig:
+        _, cfg = hf.read_config(path)
+        if c.model.init == "pretrained":
+            hf.check_weights(path, cfg, head=head)
+        return cfg
+
+    policy = read(c.model.path, "lm")
+    critic = read(critic_path(c), "value") if wants_critic(c) else None
+    if not wants_reference(c):
+        return policy, critic, None
+    reference = policy if c.ref.path == "policy" else read(c.ref.path, "lm")
+    if reference.vocab_size != policy.vocab_size:
+        raise UserError(
+            f"ref.path={c.ref.path}: a reference has the policy's vocabulary, {policy.vocab_size} tokens, and this one"
+            f" has {reference.vocab_size}; use one of the same family"
+        )
+    return policy, critic, reference
+
+
+def critic_path(c: ConfigDict) -> str:
+    """Where the critic's first weights are: the policy's, unless it has its own."""
+    return c.critic.path if c.critic.path else c.model.path
+
+
+def wants_critic(c: ConfigDict) -> bool:
+    """Whether the estimator reads values."""
+    return make_estimator(c).critic
+
+
+def wants_reference(c: ConfigDict) -> bool:
+    """Whether a KL is asked for."""
+    return c.algorithm.use_kl_in_reward or c.actor.use_kl_loss
 
 
 def read_tokenizer(c: ConfigDict, *models: ModelConfig) -> Any:
@@ -198,71 +236,185 @@ def make_plan(c: ConfigDict, mesh: Any, *, tokens_per_device: int, sequences: in
     )
 
 
+def make_estimator(c: ConfigDict) -> Estimator:
+    """What `algorithm.adv_estimator` chooses from."""
+    gamma, std = c.algorithm.gamma, c.algorithm.norm_adv_by_std_in_grpo
+    gae = functools.partial(advantage.gae, gamma=gamma, lam=c.algorithm.lam)
+
+    def twice(x: Array) -> tuple[Array, Array]:
+        return x, x  # no critic reads the returns
+
+    estimators = {
+        "gae": lambda: Estimator(
+            lambda reward, value, _, rows: gae(reward, value, rows.mask, rows.segment), whiten=True, critic=True
+        ),
+        "reinforce_plus_plus": lambda: Estimator(
+            lambda reward, _, __, rows: twice(
+                advantage.reinforce_plus_plus(reward, rows.mask, rows.segment, gamma=gamma)
+            ),
+            whiten=True,
+        ),
+        "remax": lambda: Estimator(
+            lambda reward, _, greedy, rows: twice(
+                advantage.remax(reward, greedy, rows.mask, rows.segment, rows.sequence)
+            ),
+            greedy=True,
+        ),
+        "grpo": lambda: Estimator(
+            estimate.spread, lambda score, _, group: advantage.grpo(score, group, norm_adv_by_std=std)
+        ),
+        "grpo_passk": lambda: Estimator(
+            estimate.spread, lambda score, _, group: advantage.grpo_passk(score, group, norm_adv_by_std=std)
+        ),
+        "rloo": lambda: Estimator(estimate.spread, lambda score, _, group: advantage.rloo(score, group)),
+        "rloo_vectorized": lambda: Estimator(
+            estimate.spread, lambda score, _, group: advantage.rloo_vectorized(score, group)
+        ),
+        "reinforce_plus_plus_baseline": lambda: Estimator(
+            estimate.spread,
+            lambda score, _, group: advantage.reinforce_plus_plus_baseline(score, group),
+            whiten=True,
+        ),
+        "opo": lambda: Estimator(estimate.spread, advantage.opo),
+    }
+    return estimators[c.algorithm.adv_estimator]()
+
+
+def make_policy_loss(c: ConfigDict) -> Callable[..., losses.PolicyLoss]:
+    """What `actor.loss_mode` chooses from."""
+    a = c.actor
+    low = a.clip_ratio if a.clip_ratio_low is None else a.clip_ratio_low
+    high = a.clip_ratio if a.clip_ratio_high is None else a.clip_ratio_high
+    clip = dict(clip_low=low, clip_high=high)
+    losses_by_name: dict[str, Callable[..., losses.PolicyLoss]] = {
+        "vanilla": functools.partial(losses.clipped, **clip, clip_c=a.clip_ratio_c),
+        "gspo": functools.partial(losses.gspo, **clip),
+        "geo_mean": functools.partial(losses.geo_mean, **clip),
+        "cispo": functools.partial(losses.cispo, **clip),
+        "sapo": functools.partial(losses.sapo, tau_pos=a.tau_pos, tau_neg=a.tau_neg),
+        "gpg": losses.gpg,
+    }
+    return losses_by_name[a.loss_mode]
+
+
+def make_correction(c: ConfigDict) -> correct.Correction | None:
+    """What is done about the gap between sampler and trainer."""
+    a = c.algorithm
+    if a.old_logprob != "correction":
+        return None
+    lower, upper = importance_band(a.rollout_is_threshold)
+    return correct.Correction(
+        level=None if a.rollout_is == "none" else a.rollout_is,
+        lower=lower,
+        upper=upper,
+        normalize=a.rollout_is_batch_normalize,
+        rules=rejection_rules(a.rollout_rs, a.rollout_rs_threshold),
+    )
+
+
+def make_recipe(c: ConfigDict) -> ppo.Recipe:
+    """The mathematics that the config asks for."""
+    a, v = c.actor, c.critic
+    mode = "seq-mean-token-mean" if a.loss_mode in ("sapo", "geo_mean") else a.loss_agg_mode
+    value_mode = a.loss_agg_mode if v.loss_agg_mode is None else v.loss_agg_mode
+    scale = float(c.data.max_response_length) if a.loss_scale_factor is None else a.loss_scale_factor
+    value_scale = scale if v.loss_scale_factor is None else v.loss_scale_factor
+    return ppo.Recipe(
+        estimator=make_estimator(c),
+        policy_loss=make_policy_loss(c),
+        by_sequence=a.loss_mode == "geo_mean",
+        weigh=functools.partial(losses.token_weights, mode=mode, scale=scale),
+        weigh_value=functools.partial(losses.token_weights, mode=value_mode, scale=value_scale),
+        cliprange_value=v.cliprange_value,
+        entropy_coeff=a.entropy_coeff,
+        kl_penalty=c.algorithm.kl_penalty if c.algorithm.use_kl_in_reward else None,
+        kl_loss_type=a.kl_loss_type if a.use_kl_loss else None,
+        kl_loss_coef=a.kl_loss_coef,
+        bypass=c.algorithm.old_logprob == "bypass",
+        correction=make_correction(c),
+    )
+
+
+def critic_mini_batch_size(c: ConfigDict) -> int:
+    """Sequences in an optimizer step of the critic."""
+    own = c.critic.ppo_mini_batch_size
+    return c.actor.ppo_mini_batch_size if own is None else own
+
+
 def make_learner(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[Learner, TrainState]:
     """Loads the models into their shards and closes the passes over the config's numbers."""
     a = c.actor
     key = jax.random.key(c.trainer.seed)
-    what = state.weights(inputs.policy, mesh, head="lm", param_dtype=c.model.param_dtype)
-    what_value = state.weights(inputs.critic, mesh, head="value", param_dtype=c.model.param_dtype)
-    statics = ppo.Statics(
+    recipe = make_recipe(c)
+
+    def model(cfg: ModelConfig | None) -> ppo.Model | None:
+        return None if cfg is None else (make_decoder(c, cfg, mesh), cfg)
+
+    def load(cfg: ModelConfig, path: str, head: Head, number: int) -> tuple[state.Weights, Params]:
+        what = state.weights(cfg, mesh, head=head, param_dtype=c.model.param_dtype)
+        return what, state.load(what, path, init=c.model.init, key=jax.random.fold_in(key, number))
+
+    passes = ppo.make_passes(
+        ppo.Models(
+            (make_decoder(c, inputs.policy, mesh), inputs.policy), model(inputs.critic), model(inputs.reference)
+        ),
+        recipe,
         temperature=c.rollout.temperature,
         chunk_tokens=chunk_tokens(c, inputs.policy),
-        gamma=c.algorithm.gamma,
-        lam=c.algorithm.lam,
-        kl_penalty=c.algorithm.kl_penalty if c.algorithm.use_kl_in_reward else None,
-        clip_ratio=a.clip_ratio,
-        entropy_coeff=a.entropy_coeff,
-        kl_loss_coef=a.kl_loss_coef,
-        kl_loss_type=a.kl_loss_type if a.use_kl_loss else None,
-        cliprange_value=c.critic.cliprange_value,
+        sequences=sequences_of_step(c),
     )
-    passes = ppo.make_passes(
-        make_decoder(c, inputs.policy, mesh),
-        make_decoder(c, inputs.critic, mesh),
-        inputs.policy,
-        statics,
-        estimator=ESTIMATORS[c.algorithm.adv_estimator],
+    what, policy = load(inputs.policy, c.model.path, "lm", 0)
+    actor, policy_opt = make_descent(
+        a, "actor", passes.actor, what, policy, inputs.total_steps - c.trainer.critic_warmup
     )
-    policy = state.load(what, c.model.path, init=c.model.init, key=jax.random.fold_in(key, 0))
-    value = state.load(what_value, c.critic.path or c.model.path, init=c.model.init, key=jax.random.fold_in(key, 1))
-    actor, policy_opt = make_descent(a, "actor", a.ppo_epochs, passes.actor, what, policy, inputs.total_steps)
-    critic, value_opt = make_descent(
-        c.critic, "critic", c.critic.ppo_epochs, passes.critic, what_value, value, inputs.total_steps
-    )
-    wants_reference = statics.kl_penalty is not None or statics.kl_loss_type is not None
+    value = value_opt = critic = reference = None
+    if inputs.critic is not None:
+        what, value = load(inputs.critic, critic_path(c), "value", 1)
+        critic, value_opt = make_descent(c.critic, "critic", passes.critic, what, value, inputs.total_steps)
+    if inputs.reference is not None:
+        alike = c.ref.path == "policy"
+        reference = (
+            jax.tree.map(lambda x: x.copy(), policy) if alike else load(inputs.reference, c.ref.path, "lm", 2)[1]
+        )
     learner = Learner(
         mesh=mesh,
-        plan=make_plan(c, mesh, tokens_per_device=a.max_tokens_per_device, sequences=a.ppo_mini_batch_size),
+        plan=make_plan(
+            c,
+            mesh,
+            tokens_per_device=a.max_tokens_per_device,
+            sequences=max(a.ppo_mini_batch_size, critic_mini_batch_size(c)),
+        ),
+        recipe=recipe,
         passes=passes,
         actor=actor,
         critic=critic,
-        reference=jax.tree.map(lambda x: x.copy(), policy) if wants_reference else None,
+        reference=reference,
     )
     begin = state.begin(policy, policy_opt, value, value_opt, kl_coef=c.algorithm.kl_coef, seed=c.trainer.seed)
     return learner, begin
 
 
+def sequences_of_step(c: ConfigDict) -> int:
+    """How many trajectories a step has."""
+    return c.data.train_batch_size * c.rollout.n
+
+
 def make_descent(
-    section: ConfigDict,
-    name: str,
-    epochs: int,
-    accumulate: Any,
-    what: state.Weights,
-    params: Params,
-    total_steps: int,
+    section: ConfigDict, name: str, accumulate: Any, what: state.Weights, params: Params, total_steps: int
 ) -> tuple[ppo.Descent, Any]:
     """The optimizer of one model, by its section of the config, and the optimizer's first state."""
     tx = optim.make_optimizer(
         grad_clip=section.grad_clip, betas=tuple(section.betas), weight_decay=section.weight_decay
     )
+    by_ratio = section.lr_warmup_steps == -1
     schedule = optim.make_schedule(
         section.lr_scheduler_type,
         lr=section.lr,
-        warmup_steps=section.lr_warmup_steps,
+        warmup_steps=int(section.lr_warmup_steps_ratio * total_steps) if by_ratio else section.lr_warmup_steps,
         total_steps=total_steps,
         min_lr_ratio=section.min_lr_ratio,
     )
     opt, places = state.init_optimizer(tx, what, params)
     apply = update.make_apply(tx, schedule, shardings=(what.shardings, places))
     zeros = update.make_zeros(what.shapes, what.shardings)
-    return ppo.Descent(accumulate=accumulate, apply=apply, zeros=zeros, epochs=epochs, name=name), opt
+    return ppo.Descent(accumulate=accumulate, apply=apply, zeros=zeros, name=name), opt

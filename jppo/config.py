@@ -14,17 +14,27 @@ from typing import Any
 
 import ml_collections
 from absl import flags
-from ml_collections import config_flags
+from ml_collections import config_dict, config_flags
 
+_KL = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full")
+_KL_NAMES = (*_KL, *(f"{name}+" for name in _KL))
+_AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+NEEDS_GROUPS = ("grpo", "grpo_passk", "rloo", "rloo_vectorized", "reinforce_plus_plus_baseline", "opo")
 CHOICES = {
     "model.init": ("pretrained", "random"),
     "model.compute_dtype": ("float32", "bfloat16"),
     "model.param_dtype": ("float32", "bfloat16"),
     "model.remat": ("none", "dots", "full"),
     "data.packing": ("auto", "segments", "buckets", "none"),
-    "algorithm.adv_estimator": ("gae",),
-    "algorithm.kl_penalty": ("kl", "k1", "low_var_kl", "k3"),
-    "actor.kl_loss_type": ("kl", "k1", "low_var_kl", "k3"),
+    "algorithm.adv_estimator": ("gae", "reinforce_plus_plus", "remax", *NEEDS_GROUPS),
+    "algorithm.kl_penalty": _KL_NAMES,
+    "algorithm.kl_ctrl_type": ("fixed", "adaptive"),
+    "algorithm.old_logprob": ("decoupled", "bypass", "correction"),
+    "algorithm.rollout_is": ("none", "token", "sequence"),
+    "actor.loss_mode": ("vanilla", "gspo", "geo_mean", "cispo", "sapo", "gpg"),
+    "actor.loss_agg_mode": _AGGREGATIONS,
+    "critic.loss_agg_mode": (None, *_AGGREGATIONS),
+    "actor.kl_loss_type": _KL_NAMES,
     "actor.lr_scheduler_type": ("constant", "cosine"),
     "optim.lr_scheduler_type": ("constant", "cosine"),
     "critic.lr_scheduler_type": ("constant", "cosine"),
@@ -41,19 +51,26 @@ AT_LEAST = {
     "algorithm.gamma": 0.0,
     "algorithm.lam": 0.0,
     "algorithm.kl_coef": 0.0,
+    "algorithm.horizon": 1,
     "actor.lr": 0.0,
     "actor.ppo_mini_batch_size": 1,
     "actor.ppo_epochs": 1,
     "actor.clip_ratio": 0.0,
+    "actor.clip_ratio_low": 0.0,
+    "actor.clip_ratio_high": 0.0,
     "actor.kl_loss_coef": 0.0,
-    "actor.lr_warmup_steps": 0,
+    "actor.lr_warmup_steps": -1,
     "actor.weight_decay": 0.0,
     "optim.lr": 0.0,
     "critic.lr": 0.0,
     "critic.ppo_epochs": 1,
+    "critic.ppo_mini_batch_size": 1,
     "critic.cliprange_value": 0.0,
-    "optim.lr_warmup_steps": 0,
-    "critic.lr_warmup_steps": 0,
+    "optim.lr_warmup_steps": -1,
+    "critic.lr_warmup_steps": -1,
+    "actor.lr_warmup_steps_ratio": 0.0,
+    "optim.lr_warmup_steps_ratio": 0.0,
+    "critic.lr_warmup_steps_ratio": 0.0,
     "optim.weight_decay": 0.0,
     "critic.weight_decay": 0.0,
     "rollout.n": 1,
@@ -64,6 +81,8 @@ AT_LEAST = {
     "rollout.logp_tolerance": 0.0,
     "trainer.total_epochs": 1,
     "trainer.max_ckpt_to_keep": 1,
+    "trainer.critic_warmup": 0,
+    "trainer.max_bad_steps": 1,
     "trainer.seed": 0,
     "trainer.log_val_generations": 0,
     "actor.min_lr_ratio": 0.0,
@@ -71,6 +90,11 @@ AT_LEAST = {
     "optim.min_lr_ratio": 0.0,
 }
 ABOVE_ZERO = (
+    "algorithm.target_kl",
+    "actor.tau_pos",
+    "actor.tau_neg",
+    "actor.loss_scale_factor",
+    "critic.loss_scale_factor",
     "actor.grad_clip",
     "critic.grad_clip",
     "optim.grad_clip",
@@ -93,8 +117,25 @@ AT_MOST_ONE = (
     "actor.min_lr_ratio",
     "critic.min_lr_ratio",
     "optim.min_lr_ratio",
+    "actor.lr_warmup_steps_ratio",
+    "critic.lr_warmup_steps_ratio",
+    "optim.lr_warmup_steps_ratio",
 )
-OPTIM = ("grad_clip", "betas", "weight_decay", "lr_scheduler_type", "lr_warmup_steps", "min_lr_ratio")
+OPTIM = (
+    "grad_clip",
+    "betas",
+    "weight_decay",
+    "lr_scheduler_type",
+    "lr_warmup_steps",
+    "lr_warmup_steps_ratio",
+    "min_lr_ratio",
+)
+REJECTION_RULES = tuple(
+    f"{over}_{k}"
+    for over in ("token", "seq_sum", "seq_mean", "seq_max")
+    for k in ("k1", "k2", "k3")
+    if (over, k) != ("seq_max", "k1")
+)
 SHAPE_SETTINGS = (
     "max_prompt_length",
     "max_response_length",
@@ -110,13 +151,14 @@ class UserError(Exception):
 
 def default() -> ml_collections.ConfigDict:
     """All settings of PPO training with their defaults; verl's names where they mean what verl's mean."""
-    c = ml_collections.ConfigDict
+    c, none = ml_collections.ConfigDict, config_dict.placeholder
     optim = dict(
         grad_clip=1.0,
         betas=(0.9, 0.999),
         weight_decay=0.01,
         lr_scheduler_type="constant",
-        lr_warmup_steps=0,
+        lr_warmup_steps=-1,  # -1: by the ratio
+        lr_warmup_steps_ratio=0.0,  # of all steps
         min_lr_ratio=0.0,
     )
     config = c()
@@ -149,11 +191,21 @@ def default() -> ml_collections.ConfigDict:
     config.algorithm = c(
         dict(
             adv_estimator="gae",
-            gamma=1.0,
-            lam=1.0,
+            gamma=1.0,  # read by gae and reinforce_plus_plus
+            lam=1.0,  # read by gae
+            norm_adv_by_std_in_grpo=True,  # read by grpo and grpo_passk
             use_kl_in_reward=False,
             kl_penalty="kl",
             kl_coef=0.001,
+            kl_ctrl_type="fixed",  # adaptive: kl_coef is the first one, then it follows the KL
+            target_kl=0.1,
+            horizon=10000,
+            old_logprob="decoupled",  # recomputed; bypass: the sampler's; correction: recomputed, and the gap mended
+            rollout_is="none",  # correction: importance weights by token or by sequence
+            rollout_is_threshold="2.0",  # an upper bound, or a band low_high
+            rollout_is_batch_normalize=False,
+            rollout_rs="",  # correction: rules of rejection, separated by commas, as in token_k1,seq_mean_k3
+            rollout_rs_threshold="",  # one for all rules, or one for each
         )
     )
     config.actor = c(
@@ -161,7 +213,16 @@ def default() -> ml_collections.ConfigDict:
             lr=1e-6,
             ppo_mini_batch_size=64,  # sequences
             ppo_epochs=1,
+            shuffle=False,  # draws the mini-batches anew in every epoch
+            loss_mode="vanilla",
+            loss_agg_mode="token-mean",
+            loss_scale_factor=none(float),  # of seq-mean-token-sum-norm; None: data.max_response_length
             clip_ratio=0.2,
+            clip_ratio_low=none(float),  # None: clip_ratio
+            clip_ratio_high=none(float),
+            clip_ratio_c=3.0,  # of the dual clip: the largest ratio that counts where the advantage is negative
+            tau_pos=1.0,  # of sapo
+            tau_neg=1.05,
             entropy_coeff=0.0,
             use_kl_loss=False,
             kl_loss_coef=0.001,
@@ -170,7 +231,20 @@ def default() -> ml_collections.ConfigDict:
             **optim,
         )
     )
-    config.critic = c(dict(path="", lr=1e-5, cliprange_value=0.5, ppo_epochs=1, **optim))  # path '': the policy's
+    config.critic = c(
+        dict(
+            path="",  # '': the policy's
+            lr=1e-5,
+            ppo_mini_batch_size=none(int),  # None: the actor's
+            ppo_epochs=1,
+            shuffle=False,
+            loss_agg_mode=none(str),  # None: the actor's
+            loss_scale_factor=none(float),  # None: the actor's
+            cliprange_value=0.5,
+            **optim,
+        )
+    )
+    config.ref = c(dict(path="policy"))  # policy: as the run begins; or an HF directory; '': there is no reference
     config.rollout = c(
         dict(
             name="vllm",
@@ -199,6 +273,8 @@ def default() -> ml_collections.ConfigDict:
             seed=1,
             total_epochs=1,
             total_training_steps=-1,  # -1: by epochs
+            critic_warmup=0,  # steps in which only the critic learns
+            max_bad_steps=3,  # in a row with a loss or gradient that is no number: skipped, then the run stops
             save_freq=-1,  # steps; -1 saves at the end only
             test_freq=-1,
             val_before_train=True,
@@ -229,10 +305,10 @@ def check(config: ml_collections.ConfigDict) -> None:
         if _has(config, name) and (value := _get(config, name)) not in allowed:
             raise UserError(f"{name}={value!r} is not known; it is one of {', '.join(map(repr, allowed))}")
     for name, least in AT_LEAST.items():
-        if _has(config, name) and not (value := _get(config, name)) >= least:
+        if (value := _find(config, name)) is not None and not value >= least:
             raise UserError(f"{name}={value} must be at least {least}")
     for name in ABOVE_ZERO:
-        if _has(config, name) and not (value := _get(config, name)) > 0:
+        if (value := _find(config, name)) is not None and not value > 0:
             raise UserError(f"{name}={value} must be above 0")
     for name in OFF_OR_POSITIVE:
         if _has(config, name) and (value := _get(config, name)) != -1 and value < 1:
@@ -251,17 +327,133 @@ def check(config: ml_collections.ConfigDict) -> None:
     if "rollout" in config:
         if (last := config.rollout.port + config.rollout.servers - 1) > 65535:
             raise UserError(f"rollout.port={config.rollout.port}: the last server has port {last}, ports end at 65535")
-        _check_mini_batch(config)
+        _check_mini_batch(config, "actor")
+        _check_mini_batch(config, "critic")
+        _check_estimator(config)
+        _check_losses(config)
+        _check_kl(config)
+        _check_correction(config)
+    for section in ("actor", "critic", "optim"):
+        if section in config and config[section].lr_warmup_steps >= 0 and config[section].lr_warmup_steps_ratio > 0:
+            raise UserError(
+                f"{section}.lr_warmup_steps={config[section].lr_warmup_steps} and {section}.lr_warmup_steps_ratio="
+                f"{config[section].lr_warmup_steps_ratio} both say how long the warm-up is; leave one at its default"
+            )
     _check_lengths(config)
 
 
-def _check_mini_batch(config: ml_collections.ConfigDict) -> None:
-    batch, mini = config.data.train_batch_size * config.rollout.n, config.actor.ppo_mini_batch_size
-    if batch % mini:
+def _check_mini_batch(config: ml_collections.ConfigDict, section: str) -> None:
+    batch, mini = config.data.train_batch_size * config.rollout.n, config[section].ppo_mini_batch_size
+    if mini is not None and batch % mini:
         fitting = max(d for d in range(1, min(mini, batch) + 1) if batch % d == 0)
         raise UserError(
-            f"actor.ppo_mini_batch_size={mini} must divide data.train_batch_size*rollout.n={batch}; try {fitting}"
+            f"{section}.ppo_mini_batch_size={mini} must divide data.train_batch_size*rollout.n={batch}; try {fitting}"
         )
+
+
+def _check_estimator(config: ml_collections.ConfigDict) -> None:
+    name = config.algorithm.adv_estimator
+    if name in NEEDS_GROUPS and config.rollout.n < 2:
+        raise UserError(
+            f"algorithm.adv_estimator={name!r} compares the samples of a prompt with each other, rollout.n="
+            f"{config.rollout.n} draws one; raise rollout.n, or take gae, remax or reinforce_plus_plus"
+        )
+    if name != "gae" and config.trainer.critic_warmup > 0:
+        raise UserError(
+            f"trainer.critic_warmup={config.trainer.critic_warmup} trains a critic, and algorithm.adv_estimator="
+            f"{name!r} has none; set it to 0, or take gae"
+        )
+
+
+def _check_losses(config: ml_collections.ConfigDict) -> None:
+    a = config.actor
+    if not a.clip_ratio_c > 1:
+        raise UserError(
+            f"actor.clip_ratio_c={a.clip_ratio_c} must be above 1: it bounds ratios, and 1 is no change; try 3.0"
+        )
+    if a.loss_mode in ("sapo", "geo_mean") and a.loss_agg_mode not in ("token-mean", "seq-mean-token-mean"):
+        raise UserError(
+            f"actor.loss_agg_mode={a.loss_agg_mode!r}: actor.loss_mode={a.loss_mode!r} is always averaged by"
+            " seq-mean-token-mean; set that"
+        )
+
+
+def _check_kl(config: ml_collections.ConfigDict) -> None:
+    asked = [
+        f"{switch}=True with {kind}={_get(config, kind)!r}"
+        for switch, kind in (
+            ("algorithm.use_kl_in_reward", "algorithm.kl_penalty"),
+            ("actor.use_kl_loss", "actor.kl_loss_type"),
+        )
+        if _get(config, switch)
+    ]
+    if asked and not config.ref.path:
+        raise UserError(
+            f"{' and '.join(asked)}: a KL is measured against a reference, and ref.path is empty; give a model's path,"
+            " or ref.path=policy for the policy that the run begins with"
+        )
+    if config.algorithm.kl_ctrl_type == "adaptive" and not config.algorithm.use_kl_in_reward:
+        raise UserError(
+            "algorithm.kl_ctrl_type='adaptive' steers the KL in the reward, and algorithm.use_kl_in_reward is False;"
+            " set it to True"
+        )
+
+
+def _check_correction(config: ml_collections.ConfigDict) -> None:
+    a = config.algorithm
+    importance_band(a.rollout_is_threshold)
+    rules = rejection_rules(a.rollout_rs, a.rollout_rs_threshold)
+    asked = a.rollout_is != "none" or bool(rules)
+    if asked and a.old_logprob != "correction":
+        raise UserError(
+            f"algorithm.rollout_is={a.rollout_is!r} and algorithm.rollout_rs={a.rollout_rs!r} belong to"
+            f" algorithm.old_logprob='correction', which is {a.old_logprob!r}; set it, or leave them out"
+        )
+    if a.old_logprob == "correction" and not asked:
+        raise UserError(
+            "algorithm.old_logprob='correction' corrects nothing yet; set algorithm.rollout_is to token or sequence,"
+            " or algorithm.rollout_rs to a rule such as token_k1"
+        )
+
+
+def importance_band(spec: str | float) -> tuple[float | None, float]:
+    """The bounds of importance weights: '2.0' is an upper one, '0.5_2.0' a band."""
+    return _band(spec, "algorithm.rollout_is_threshold")
+
+
+def rejection_rules(names: str, thresholds: str | float) -> tuple[tuple[str, float, float], ...]:
+    """The rules of rejection as (name, lower, upper), from names and thresholds that are separated by commas."""
+    rules = [name.strip() for name in names.split(",") if name.strip()]
+    specs = [spec.strip() for spec in str(thresholds).split(",") if spec.strip()]
+    said = f"algorithm.rollout_rs={names!r} with algorithm.rollout_rs_threshold={thresholds!r}"
+    for name in rules:
+        if name not in REJECTION_RULES:
+            raise UserError(f"{said}: {name!r} is not known; the rules are {', '.join(REJECTION_RULES)}")
+        if rules.count(name) > 1:
+            raise UserError(f"{said}: {name!r} is given twice; name it once")
+    if len(specs) != len(rules) and not (rules and len(specs) == 1):
+        raise UserError(f"{said}: give one threshold for all rules, or one for each, separated by commas")
+    out = []
+    for name, spec in zip(rules, specs * len(rules) if len(specs) == 1 else specs, strict=True):
+        lower, upper = _band(spec, f"{said}: the threshold of {name}")
+        if name.endswith("k1"):
+            out.append((name, 1.0 / upper if lower is None else lower, upper))
+        elif lower is not None:
+            raise UserError(f"{said}: {name} has an upper bound only, {spec!r} is a band; give one number")
+        else:
+            out.append((name, 0.0, upper))
+    return tuple(out)
+
+
+def _band(spec: str | float, name: str) -> tuple[float | None, float]:
+    parts = str(spec).split("_")
+    try:
+        bounds = [float(part) for part in parts]
+    except ValueError:
+        bounds = []
+    if len(bounds) not in (1, 2) or not all(0 < b < float("inf") for b in bounds) or bounds != sorted(bounds):
+        raise UserError(f"{name}={spec!r} must be a number above 0, or a band low_high such as 0.5_2.0")
+    return (None, bounds[0]) if len(bounds) == 1 else (bounds[0], bounds[1])
 
 
 def _check_lengths(config: ml_collections.ConfigDict) -> None:
@@ -276,6 +468,11 @@ def _check_lengths(config: ml_collections.ConfigDict) -> None:
             )
     if _get(config, micro) < _get(config, row):
         raise UserError(f"{micro}={_get(config, micro)} must hold a row, {row}={_get(config, row)}; raise the one")
+
+
+def _find(config: ml_collections.ConfigDict, name: str) -> Any:
+    """The setting's value; None where it is unset, or where this kind of config has no such setting."""
+    return _get(config, name) if _has(config, name) else None
 
 
 def _has(config: ml_collections.ConfigDict, name: str) -> bool:
@@ -330,7 +527,8 @@ def _explain(error: Exception, defaults: ml_collections.ConfigDict) -> str:
         return f"there is no setting {name!r}; python -m jppo.train --help lists them all"
     typed = re.match(r"flag (--config\.(\w+\.\w+)=.*?): ", text)
     if typed:
-        return f"{typed[1]} must be of type {type(_get(defaults, typed[2])).__name__}, as the default is"
+        section, leaf = typed[2].split(".")
+        return f"{typed[1]} must be of type {defaults[section].get_type(leaf).__name__}, as the default is"
     return text
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from jppo.rewards.graders import Grader, grade
-from jppo.rollout.sampler import Sampler
-from jppo.structs import Prompt, Reward, Sampling, Trajectory
+from jppo.rollout.sampler import Sampler, greedy
+from jppo.structs import Prompt, Reward, Trajectory
 
 
 def evaluate(
@@ -19,8 +19,7 @@ def evaluate(
     version: int,
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Metrics `val/...` of one greedy response a prompt, and the samples."""
-    greedy = Sampling(temperature=0.0, top_p=1.0, top_k=-1, n=1, max_tokens=max_tokens, seed=0)
-    trajectories = sampler.generate(prompts, greedy, version=version)
+    trajectories = sampler.generate(prompts, greedy(max_tokens), version=version)
     rewards = grade([t.text for t in trajectories], prompts, graders)
     metrics = {"val/score": mean_score(rewards)}
     metrics["val/reward_errors"] = float(sum(r.error is not None for r in rewards))

@@ -47,7 +47,7 @@ def train(config: ConfigDict) -> None:
         with_entropy=False,
     )
     accumulate = update.make_accumulate(update.make_imitation_loss(logprob))
-    descent, opt = build.make_descent(c.optim, "sft", 1, accumulate, what, params, steps)
+    descent, opt = build.make_descent(c.optim, "sft", accumulate, what, params, steps)
     run, cursor, timer = pathlib.Path(c.trainer.run_dir).expanduser(), Cursor(), Timers()
     with Logger(run, total_steps=steps, columns=SFT_COLUMNS) as logger:
         (run / "config.json").write_text(settings.dump(c))
@@ -59,8 +59,9 @@ def train(config: ConfigDict) -> None:
                     shuffle=c.data.shuffle,
                 )  # fmt: skip
                 some = [as_trajectory(demonstrations[i], str(i)) for i in indices]
-                rows, tokens = batch.make(some, mini_batch_size=len(some), plan=plan, mesh=mesh)
-                params, opt, metrics = ppo.descend(descent, params, opt, np.asarray(step, np.int32), rows, tokens)
+                rows = batch.make(some, plan=plan, mesh=mesh)
+                minis = [batch.Mini(rows, batch.count(rows))]
+                params, opt, metrics = ppo.descend(descent, params, opt, np.asarray(step, np.int32), minis)
             if not np.isfinite(metrics["sft/grad_norm"]):
                 raise UserError(
                     f"step {step + 1}: sft/grad_norm is {metrics['sft/grad_norm']}; lower optim.lr={c.optim.lr}"

@@ -85,14 +85,24 @@ class Rows:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Scored:
-    """Rows with what the update needs beside them; fields as in the alignment rule."""
+    """Rows with what the update needs beside them; fields as in the alignment rule. None: nobody asks for it."""
 
-    rows: Rows
-    logp: Array  # [R, T] f32, of the policy before this step's updates
-    ref_logp: Array  # [R, T] f32, of the frozen reference; logp itself when no KL is asked for
-    value: Array  # [R, T] f32
-    advantage: Array  # [R, T] f32
-    returns: Array  # [R, T] f32
+    rows: Rows  # the mask without what was rejected
+    logp: Array  # [R, T] f32, of the old policy: the trainer's before this step's updates, or the sampler's
+    ref_logp: Array | None = None  # [R, T] f32, of the frozen reference
+    value: Array | None = None  # [R, T] f32
+    weight: Array | None = None  # [R, T] f32, importance weights
+    advantage: Array | None = None  # [R, T] f32
+    returns: Array | None = None  # [R, T] f32
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """What the means over a mini-batch are divided by, however it is cut."""
+
+    tokens: Array  # [] f32, that are trained on
+    sequences: Array  # [] f32, with such a token
 
 
 @jax.tree_util.register_dataclass
@@ -103,7 +113,8 @@ class TrainState:
     step: Array  # [] i32, PPO steps done; also the version of the policy's weights
     policy: Params
     policy_opt: Any
-    value: Params
+    value: Params | None  # None where the estimator needs no critic
     value_opt: Any
     kl_coef: Array  # [] f32
+    bad_steps: Array  # [] i32, how many steps in a row had an update that was skipped
     key: Array  # jax.random key; the randomness of a step is fold_in(key, step)

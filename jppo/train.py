@@ -10,31 +10,34 @@ import dataclasses
 import pathlib
 import signal
 import sys
+from collections.abc import Iterator
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from jppo import build
 from jppo import config as settings
+from jppo.algorithms import kl
 from jppo.build import Inputs, Learner
 from jppo.data.stream import Cursor, next_batch
 from jppo.data.tokenizer import decode
 from jppo.evaluate import evaluate, samples
 from jppo.io.checkpoint import Checkpoints, require, restore
 from jppo.io.curve import write_curve
-from jppo.io.metrics import Logger, read_metrics, write_samples
+from jppo.io.metrics import Logger, read_metrics, write_arrays, write_samples
 from jppo.io.timers import STAGES, Timers
-from jppo.learner import batch, packing, ppo
+from jppo.learner import batch, correct, estimate, packing, ppo
 from jppo.models import hf
 from jppo.rewards.graders import grade
-from jppo.rollout.sampler import RolloutError, Sampler
+from jppo.rollout.sampler import RolloutError, Sampler, greedy
 from jppo.structs import Reward, TrainState, Trajectory
 
 
 class Diverged(Exception):
-    """A loss or a gradient is no number; the run cannot go on."""
+    """Losses or gradients that are no numbers, or graders that all fail; the run cannot go on."""
 
 
 def train(config: ConfigDict) -> None:
@@ -57,12 +60,14 @@ def train(config: ConfigDict) -> None:
             learner, begin = build.make_learner(c, inputs, mesh)
             ppo.compile_all(
                 learner.passes,
+                learner.recipe,
                 learner.plan,
                 mesh,
                 policy=begin.policy,
                 reference=learner.reference,
                 value=begin.value,
-                zeros=(learner.actor.zeros, learner.critic.zeros),
+                descents=[how for how in (learner.actor, learner.critic) if how is not None],
+                sequences=build.sequences_of_step(c),
             )
             now, cursor, resumed = resume(c, checkpoints, begin)
             del begin  # a resumed run must not hold two states
@@ -94,10 +99,11 @@ def train(config: ConfigDict) -> None:
                 metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / metrics["timing_s/step"]
                 logger.log(step, metrics)
                 logged = step
+                require_progress(c, run, now)
                 if last or due(step, c.trainer.save_freq):
                     with timer("save"):
                         checkpoints.save(step, now, {"cursor": dataclasses.asdict(cursor)})
-        except RolloutError:
+        except (RolloutError, Diverged):
             if logged != step:  # the update was done, its publish or test was not
                 logger.log(step, metrics | timer.next_step())
             checkpoints.wait()
@@ -129,40 +135,83 @@ def ppo_step(
     prompts = [inputs.train.prompts[i] for i in indices]
     with timer("gen"):
         trajectories = sampler.generate(prompts, build.sampling(c, version), version=version)
+        best = None
+        if learner.recipe.estimator.greedy:
+            best = sampler.generate(prompts, greedy(c.data.max_response_length), version=version)
     asked = [p for p in prompts for _ in range(c.rollout.n)]
     with timer("reward"):
         rewards = grade([t.text for t in trajectories], asked, inputs.graders)
+        baseline = None if best is None else grade([t.text for t in best], prompts, inputs.graders)
     write_samples(run, f"step_{version + 1}", samples(asked, trajectories, rewards))
     metrics = describe(trajectories, rewards)
-    trajectories = [trainable(*pair) for pair in zip(trajectories, rewards, strict=True)]
-    rows, tokens = batch.make(
-        trajectories, mini_batch_size=c.actor.ppo_mini_batch_size, plan=learner.plan, mesh=learner.mesh
-    )
+    outcome, usable = outcomes(rewards, baseline, n=c.rollout.n, compared=passes.sequences is not None)
+    trajectories = [trainable(*pair) for pair in zip(trajectories, usable, strict=True)]
+    rows = batch.make(trajectories, plan=learner.plan, mesh=learner.mesh)
     with timer("old_log_prob"):
-        scored = batch.each(lambda r: passes.logprob(now.policy, r), rows)
-        logp = [[pair[0] for pair in mini] for mini in scored]
-        entropy = batch.each(lambda r, pair: passes.entropy(r, pair[1]), rows, scored)
+        scored, found = ppo.score_rows(passes, learner.recipe, rows, now.policy)
+    metrics |= found
     with timer("ref"):
-        reference = learner.reference
-        ref_logp = logp if reference is None else batch.each(lambda r: passes.reference(reference, r)[0], rows)
+        scored, penalty = ppo.refer(passes, scored, now.policy, learner.reference)
     with timer("values"):
-        values = batch.each(lambda r: passes.value(now.value, r), rows)
+        scored = ppo.with_values(passes, scored, now.value)
     with timer("adv"):
-        scores = np.array([r.score for r in rewards], np.float32)
-        estimated, found = ppo.advantages(passes, rows, scores, values, logp, ref_logp, now.kl_coef)
-        metrics |= found | ppo.gap_metrics(batch.each(passes.gap, rows, logp), tokens)
-        metrics["actor/entropy"] = ppo.mean_over(entropy, tokens)
-    with timer("update_critic"):
-        value, value_opt, found = ppo.descend(learner.critic, now.value, now.value_opt, now.step, estimated, tokens)
-        metrics |= found
-    with timer("update_actor"):
-        policy, policy_opt, found = ppo.descend(learner.actor, now.policy, now.policy_opt, now.step, estimated, tokens)
-        metrics |= found
-    require_finite(version + 1, metrics)
-    now = dataclasses.replace(
-        now, step=now.step + 1, policy=policy, policy_opt=policy_opt, value=value, value_opt=value_opt
-    )
-    return now, cursor, metrics
+        scored, found = estimate.advantages(passes, scored, penalty, outcome, now.kl_coef)
+        metrics |= found | {"actor/reward_kl_penalty_coeff": float(now.kl_coef)}
+        flat = batch.flatten(scored, len(trajectories))
+    now, found = update_models(c, learner, now, flat, trajectories, timer)
+    metrics = found | metrics
+    bad = metrics["actor/skipped"] + metrics.get("critic/skipped", 0.0) > 0
+    if bad:
+        write_arrays(run, f"step_{version + 1}", flat.arrays)
+    kl_coef = now.kl_coef
+    if c.algorithm.kl_ctrl_type == "adaptive":
+        kl_coef = kl.adaptive(
+            now.kl_coef,
+            metrics["actor/reward_kl_penalty"],
+            steps=len(trajectories),
+            target=c.algorithm.target_kl,
+            horizon=c.algorithm.horizon,
+        )
+    bad_steps = (now.bad_steps + 1) * bad
+    metrics["trainer/bad_steps"] = float(bad_steps)
+    return dataclasses.replace(now, step=now.step + 1, kl_coef=kl_coef, bad_steps=bad_steps), cursor, metrics
+
+
+def update_models(
+    c: ConfigDict,
+    learner: Learner,
+    now: TrainState,
+    flat: batch.Flat,
+    trajectories: list[Trajectory],
+    timer: Timers,
+) -> tuple[TrainState, dict[str, float]]:
+    """Critic and actor learn from the scored batch, each in its own mini-batches and epochs."""
+
+    def minis(section: ConfigDict, size: int, number: int) -> Iterator[batch.Mini]:
+        key = jax.random.fold_in(jax.random.fold_in(now.key, now.step), number)
+        for epoch in range(section.ppo_epochs):
+            order = np.arange(len(trajectories))
+            if section.shuffle:
+                order = np.asarray(jax.random.permutation(jax.random.fold_in(key, epoch), len(trajectories)))
+            yield from batch.mini_batches(
+                flat, trajectories, order=order, mini_batch_size=size, plan=learner.plan, mesh=learner.mesh
+            )
+
+    metrics = {}
+    if learner.critic is not None:
+        with timer("update_critic"):
+            data = minis(c.critic, build.critic_mini_batch_size(c), 1)
+            value, value_opt, found = ppo.descend(learner.critic, now.value, now.value_opt, now.step, data)
+        now, metrics = dataclasses.replace(now, value=value, value_opt=value_opt), found
+    warm = now.step - c.trainer.critic_warmup  # the actor's schedule begins with its first step
+    if int(warm) >= 0:
+        with timer("update_actor"):
+            data = minis(c.actor, c.actor.ppo_mini_batch_size, 0)
+            policy, policy_opt, found = ppo.descend(
+                learner.actor, now.policy, now.policy_opt, warm, data, learner.reference
+            )
+        now, metrics = dataclasses.replace(now, policy=policy, policy_opt=policy_opt), metrics | found
+    return now, metrics
 
 
 def due(step: int, every: int) -> bool:
@@ -170,11 +219,31 @@ def due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def trainable(trajectory: Trajectory, reward: Reward) -> Trajectory:
-    """The trajectory as it is, or, where its grader failed, one that nothing is learned from."""
-    if reward.error is None:
-        return trajectory
-    return dataclasses.replace(trajectory, sampled=np.zeros_like(trajectory.sampled))
+def outcomes(
+    rewards: list[Reward], baseline: list[Reward] | None, *, n: int, compared: bool
+) -> tuple[estimate.Outcome, np.ndarray]:
+    """What the estimator is told of a batch, and which samples can be learned from [B] bool.
+
+    A sample can't be whose grader failed, nor one that has nothing to be measured by: its prompt's greedy response was
+    not graded, or, where samples are `compared`, it is the only one of its prompt that was.
+    """
+    failed = np.array([r.error is not None for r in rewards])
+    group = estimate.groups(failed, n)
+    best = None
+    usable = ~failed
+    if baseline is not None:
+        best = np.repeat(np.array([r.score for r in baseline], np.float32), n)
+        usable &= ~np.isnan(best)
+        best = np.nan_to_num(best)
+    if compared:
+        usable &= np.bincount(group, minlength=len(group))[group] > 1
+    score = np.array([r.score for r in rewards], np.float32)
+    return estimate.Outcome(score=score, group=group, greedy=best), usable
+
+
+def trainable(trajectory: Trajectory, usable: bool) -> Trajectory:
+    """The trajectory as it is, or one that nothing is learned from."""
+    return trajectory if usable else dataclasses.replace(trajectory, sampled=np.zeros_like(trajectory.sampled))
 
 
 def describe(trajectories: list[Trajectory], rewards: list[Reward]) -> dict[str, float]:
@@ -186,6 +255,7 @@ def describe(trajectories: list[Trajectory], rewards: list[Reward]) -> dict[str,
     lengths = np.array([t.sampled.sum() for t in trajectories])
     whole = np.array([len(t.tokens) for t in trajectories])
     return {
+        "reward_mean": float(scores.mean()),
         "critic/score/mean": float(scores.mean()),
         "critic/score/max": float(scores.max()),
         "critic/score/min": float(scores.min()),
@@ -198,13 +268,14 @@ def describe(trajectories: list[Trajectory], rewards: list[Reward]) -> dict[str,
     }
 
 
-def require_finite(step: int, metrics: dict[str, float]) -> None:
-    """Stops the run where a loss or a gradient is no number; the checkpoint before stays the last."""
-    for name in ("actor/pg_loss", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm"):
-        if not np.isfinite(metrics[name]):
-            raise Diverged(
-                f"step {step}: {name} is {metrics[name]}; lower actor.lr or critic.lr, and resume from the checkpoint"
-            )
+def require_progress(c: ConfigDict, run: pathlib.Path, now: TrainState) -> None:
+    """Stops the run where too many steps in a row had an update that was skipped."""
+    if int(now.bad_steps) >= c.trainer.max_bad_steps:
+        raise Diverged(
+            f"step {int(now.step)}: {int(now.bad_steps)} steps in a row had a loss or gradient that is no finite"
+            f" number (trainer.max_bad_steps={c.trainer.max_bad_steps}); their updates were skipped and their batches"
+            f" are in {run / 'bad_steps'}; lower actor.lr or critic.lr, or go on with the same command"
+        )
 
 
 def validate(
@@ -232,9 +303,9 @@ def agree(c: ConfigDict, inputs: Inputs, learner: Learner, now: TrainState, samp
     some = dataclasses.replace(build.sampling(c, version), n=1)
     longest = sorted(inputs.train.prompts, key=lambda p: -len(p.ids))[:count]
     drawn = sampler.generate(longest, some, version=version)
-    rows, tokens = batch.make(drawn, mini_batch_size=count, plan=learner.plan, mesh=learner.mesh)
-    logp = batch.each(lambda r: learner.passes.logprob(now.policy, r)[0], rows)
-    gap = ppo.gap_metrics(batch.each(learner.passes.gap, rows, logp), tokens)["rollout/logp_gap_max"]
+    rows = batch.make(drawn, plan=learner.plan, mesh=learner.mesh)
+    gaps = batch.each(lambda r: learner.passes.gap(r, learner.passes.logprob(now.policy, r)[0]), rows)
+    gap = correct.gap_metrics(gaps)["rollout/logp_gap_max"]
     if not gap <= c.rollout.logp_tolerance:
         raise RolloutError(
             f"the log-probs of the sampler and the trainer differ by up to {gap:.3g} on the same tokens, more than"
@@ -261,8 +332,10 @@ def resume(c: ConfigDict, checkpoints: Checkpoints, begin: TrainState) -> tuple[
     if found is None:
         return begin, Cursor(), None
     checkpoints.discard_after(found.step)
-    # A fixed coefficient is the config's, also when it was changed between two starts.
-    return dataclasses.replace(found.state, kl_coef=begin.kl_coef), Cursor(**found.meta["cursor"]), found.step
+    state = found.state
+    if c.algorithm.kl_ctrl_type == "fixed":  # it is the config's, also when it was changed between two starts
+        state = dataclasses.replace(state, kl_coef=begin.kl_coef)
+    return state, Cursor(**found.meta["cursor"]), found.step
 
 
 def introduce(inputs: Inputs, mesh: Mesh, plan: packing.Plan, resumed: int | None) -> list[str]:

@@ -126,6 +126,8 @@ def _group_moments(score: Array, group: Array) -> tuple[Array, Array, Array]:  #
     chex.assert_rank([score, group], 1)
     chex.assert_equal_shape([score, group])
     count = _group(jax.ops.segment_sum, jnp.ones_like(score), group)
-    mean = _group(jax.ops.segment_sum, score, group) / count
+    # Measured from the best, so that equal scores have exactly their own mean: grpo divides what is left by 1e-6.
+    best = _group(jax.ops.segment_max, score, group)
+    mean = best + _group(jax.ops.segment_sum, score - best, group) / count
     squares = _group(jax.ops.segment_sum, jnp.square(score - mean), group)
     return count, mean, jnp.sqrt(squares / jnp.maximum(count - 1.0, 1.0))

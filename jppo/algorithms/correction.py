@@ -10,14 +10,6 @@ import jax.numpy as jnp
 from jppo.algorithms.masked import FAR, masked_sum, sequence_length, sequence_max, sequence_mean, sequence_sum
 from jppo.structs import Array
 
-LEVELS = ("token", "sequence")
-# What a rejection rule may be called: a statistic of the token, or of its sequence.
-RULES = tuple(
-    f"{over}_{k}"
-    for over in ("token", "seq_sum", "seq_mean", "seq_max")
-    for k in ("k1", "k2", "k3")
-    if (over, k) != ("seq_max", "k1")
-)
 Rule = tuple[str, float, float]  # name, lower and upper bound; only the rules of k1 have a lower one
 
 
@@ -84,11 +76,6 @@ def divergence_sums(log_ratio: Array, mask: Array, segment: Array) -> dict[str, 
         "chi2_token": masked_sum(jnp.exp(2.0 * near), mask),
         "chi2_seq": jnp.sum(jnp.exp(2.0 * whole) * share),
     }
-
-
-def effective_sample_size(total: float, squares: float, count: float) -> float:
-    """(Σ w)² / (n Σ w²): 1 where all weights are equal, 1/n where one has it all."""
-    return total**2 / (count * squares) if squares > 0 else 0.0
 
 
 def importance_sums(weight: Array, mask: Array) -> dict[str, Array]:

@@ -57,7 +57,7 @@ ESTIMATORS: dict[str, Callable[[Array, Array], Array]] = _BY_TOKEN | {f"{k}+": _
 EXACT = ("full", "full+")
 
 
-def adaptive(coef: Array, current_kl: Array, *, steps: int, target: float, horizon: float) -> Array:
+def adaptive(coef: Array, current_kl: Array | float, *, steps: int, target: float, horizon: float) -> Array:
     """The next coefficient (Ziegler et al., arXiv:1909.08593): β (1 + clip(KL / target - 1, -0.2, 0.2) n / horizon).
 
     `steps` is the n: the sequences that the KL was measured on.

@@ -12,6 +12,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import rich.console
 import tensorboardX
 
@@ -90,6 +91,14 @@ def write_samples(run_dir: pathlib.Path, name: str, rows: Sequence[Mapping[str, 
     path = run_dir / "samples" / f"{name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     _replace(path, [_jsonable(row) for row in rows])
+    return path
+
+
+def write_arrays(run_dir: pathlib.Path, name: str, arrays: Mapping[str, np.ndarray]) -> pathlib.Path:
+    """Write bad_steps/NAME.npz: a batch whose update was skipped, as it was scored, for inspection."""
+    path = run_dir / "bad_steps" / f"{name}.npz"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.savez_compressed(path, **dict(arrays))  # type: ignore[arg-type]  # its stubs take each name for an option
     return path
 
 

@@ -137,14 +137,3 @@ def _fill(
 def empty_rows(shape: tuple[int, int]) -> Rows:
     """Rows that hold nothing: what every pass is compiled on before there is data."""
     return _fill([], shape, (), ())
-
-
-def place_rewards(rows: Rows, scores: np.ndarray) -> np.ndarray:  # [B] -> [R, T] f32
-    """Each trajectory's score on its last sampled position, 0 elsewhere."""
-    mask, sequence = np.asarray(rows.mask), np.asarray(rows.sequence)
-    out = np.zeros(mask.shape, np.float32)
-    kept = np.flatnonzero(mask)  # a trajectory is contiguous, so its last one is where the next is another's
-    of = sequence.reshape(-1)[kept]
-    last = np.append(of[1:] != of[:-1], True)[: len(of)]
-    out.reshape(-1)[kept[last]] = np.asarray(scores, np.float32)[of[last]]
-    return out

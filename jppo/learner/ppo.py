@@ -1,34 +1,48 @@
-"""The stages of a PPO step between rollout and publish, each over a whole batch: what `train.py` calls by name."""
+"""A run's mathematics as compiled passes over rows, and the descent of one model: what `train.py` calls by name."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, cast
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jppo.algorithms import masked
-from jppo.learner import batch, packing, score, sharding, update
+from jppo.algorithms import correction, kl, losses, masked
+from jppo.learner import batch, correct, estimate, packing, score, sharding, update
 from jppo.models.families import ModelConfig
-from jppo.structs import Array, Params, Rows, Scored
+from jppo.structs import Array, Counts, Params, Rows, Scored
+
+Model = tuple[Any, ModelConfig]  # the flax module, and what it was made from
 
 
 @dataclasses.dataclass(frozen=True)
-class Statics:
-    """The numbers that close over the compiled passes."""
+class Models:
+    """The models of a run; None where nothing asks for one."""
 
-    temperature: float
-    chunk_tokens: int
-    gamma: float
-    lam: float
-    kl_penalty: str | None  # of the KL in the reward; None: there is none
-    clip_ratio: float
-    entropy_coeff: float
-    kl_loss_coef: float
-    kl_loss_type: str | None  # of the KL in the loss; None: there is none
+    policy: Model
+    critic: Model | None
+    reference: Model | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What is computed: pure functions with their numbers bound."""
+
+    estimator: estimate.Estimator
+    policy_loss: Callable[..., losses.PolicyLoss]
+    by_sequence: bool  # the policy loss is one number for a sequence
+    weigh: update.Weigh  # tokens in the policy's loss
+    weigh_value: update.Weigh  # tokens in the critic's
     cliprange_value: float
+    entropy_coeff: float
+    kl_penalty: str | None  # of the KL in the reward; None: there is none
+    kl_loss_type: str | None  # of the KL in the loss; None: there is none
+    kl_loss_coef: float
+    bypass: bool  # the sampler's log-probs are the old ones
+    correction: correct.Correction | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,154 +50,164 @@ class Passes:
     """The compiled functions of a step; one compilation of each for every shape of rows."""
 
     logprob: score.LogProb
-    reference: score.LogProb  # without the entropy, which nobody asks of it
-    value: score.Value
-    gap: Callable[[Rows, Array], Array]
     entropy: Callable[[Rows, Array], Array]
-    advantage: Callable[..., dict[str, Array]]
-    whiten: Callable[..., Array]
-    actor: Callable[..., tuple[Params, dict[str, Array]]]
-    critic: Callable[..., tuple[Params, dict[str, Array]]]
+    gap: Callable[[Rows, Array], dict[str, Array]]
+    reference: Callable[..., tuple[Array | None, Array | None]] | None
+    value: score.Value | None
+    correct: Callable[..., tuple[Array | None, Array, dict[str, Array]]] | None
+    normalized: Callable[..., Array]
+    reward: Callable[..., tuple[Array, dict[str, Array]]]
+    sequences: Callable[[Array, Array, Array], Array] | None
+    tokens: Callable[..., dict[str, Array]]
+    finish: Callable[..., tuple[Array, dict[str, Array]]]
+    actor: Callable[..., tuple[update.Carry, dict[str, Array]]]
+    critic: Callable[..., tuple[update.Carry, dict[str, Array]]] | None
 
 
-def make_passes(
-    policy: Any, critic: Any, cfg: ModelConfig, statics: Statics, *, estimator: Callable[..., Any]
-) -> Passes:
-    """Closes the pure functions over the models and the numbers, and compiles them on first use."""
-    s = statics
+def make_passes(models: Models, recipe: Recipe, *, temperature: float, chunk_tokens: int, sequences: int) -> Passes:
+    """Closes the pure functions over models and numbers; `sequences` is how many trajectories a step has."""
+    r = recipe
 
-    def logprob(with_entropy: bool) -> score.LogProb:
-        return score.make_logprob(
-            policy, cfg, temperature=s.temperature, chunk_tokens=s.chunk_tokens, with_entropy=with_entropy
+    def logprob(model: Model, with_entropy: bool) -> score.LogProb:
+        return score.make_logprob(*model, temperature=temperature, chunk_tokens=chunk_tokens, with_entropy=with_entropy)
+
+    reference = exact = None
+    if models.reference is not None:
+        if r.kl_penalty in kl.EXACT or r.kl_loss_type in kl.EXACT:
+            exact = score.make_exact(
+                models.policy, models.reference, temperature=temperature, chunk_tokens=chunk_tokens
+            )
+        reference = score.make_reference(r.kl_penalty, r.kl_loss_type, logprob(models.reference, False), exact)
+    # Without a pass for the old log-probs the update is where the entropy is seen.
+    in_update = logprob(models.policy, with_entropy=r.entropy_coeff != 0.0 or r.bypass)
+    actor = update.make_actor_loss(
+        score.make_logprob_kl(r.kl_loss_type, in_update, exact),
+        r.policy_loss,
+        r.weigh,
+        by_sequence=r.by_sequence,
+        entropy_coeff=r.entropy_coeff,
+        kl_loss_coef=r.kl_loss_coef,
+    )
+    value = critic = None
+    if models.critic is not None:
+        value = score.make_value(models.critic[0])
+        critic = update.make_accumulate(
+            update.make_critic_loss(value, r.weigh_value, cliprange_value=r.cliprange_value)
         )
-
-    value = score.make_value(critic)
-    actor_loss = update.make_actor_loss(
-        logprob(with_entropy=s.entropy_coeff != 0.0),
-        clip_ratio=s.clip_ratio,
-        entropy_coeff=s.entropy_coeff,
-        kl_loss_coef=s.kl_loss_coef,
-        kl_loss_type=s.kl_loss_type,
-    )
+    e = r.estimator
     return Passes(
-        logprob=jax.jit(logprob(with_entropy=True)),
-        reference=jax.jit(logprob(with_entropy=False)),
-        value=jax.jit(value),
-        gap=jax.jit(score.sampler_gap),
-        entropy=jax.jit(score.entropy_sum),
-        advantage=jax.jit(estimator(gamma=s.gamma, lam=s.lam, kl_penalty=s.kl_penalty)),
-        whiten=jax.jit(masked.whiten),
-        actor=update.make_accumulate(actor_loss),
-        critic=update.make_accumulate(update.make_critic_loss(value, cliprange_value=s.cliprange_value)),
+        logprob=jax.jit(logprob(models.policy, with_entropy=True)),
+        entropy=jax.jit(lambda rows, entropy: masked.masked_sum(entropy, rows.mask)),
+        gap=jax.jit(correct.make_gap()),
+        reference=None if reference is None else jax.jit(reference),
+        value=None if value is None else jax.jit(value),
+        correct=None if r.correction is None else jax.jit(correct.make_correct(r.correction)),
+        normalized=jax.jit(correction.normalized),
+        reward=jax.jit(estimate.make_reward(sequences)),
+        sequences=None if e.sequences is None else jax.jit(e.sequences),
+        tokens=jax.jit(estimate.make_tokens(e)),
+        finish=jax.jit(functools.partial(estimate.finish, whiten=e.whiten)),
+        actor=update.make_accumulate(actor),
+        critic=critic,
     )
-
-
-def compile_all(
-    passes: Passes,
-    plan: packing.Plan,
-    mesh: Mesh,
-    *,
-    policy: Params,
-    reference: Params | None,
-    value: Params,
-    zeros: tuple[Callable[[], Params], Callable[[], Params]],
-) -> None:
-    """Runs every pass once on empty rows of every shape, so that no later step compiles."""
-    kl_coef = jax.device_put(jnp.float32(0), sharding.replicated(mesh))  # placed as the state's is
-    for shape in plan.shapes:
-        rows = sharding.put_rows(packing.empty_rows(shape), mesh)
-        logp, entropy = passes.logprob(policy, rows)
-        passes.entropy(rows, entropy)
-        if reference is not None:
-            passes.reference(reference, rows)
-        values = passes.value(value, rows)
-        passes.gap(rows, logp)
-        reward = jax.device_put(np.zeros(shape, np.float32), sharding.rows_sharding(mesh))
-        scored, _ = _advantages(passes, [[rows]], [[reward]], [[values]], [[logp]], [[logp]], kl_coef)
-        passes.actor(policy, zeros[0](), scored[0][0], jnp.float32(1))
-        jax.block_until_ready(passes.critic(value, zeros[1](), scored[0][0], jnp.float32(1)))
-
-
-def advantages(
-    passes: Passes,
-    rows: list[list[Rows]],
-    scores: np.ndarray,
-    values: batch.Nested,
-    logp: batch.Nested,
-    ref_logp: batch.Nested,
-    kl_coef: Array,
-) -> tuple[list[list[Scored]], dict[str, float]]:
-    """Places the sequence rewards [B], estimates advantages and whitens them over the whole batch."""
-
-    place = cast(jax.Array, rows[0][0].inputs).sharding
-    reward = [[jax.device_put(packing.place_rewards(one, scores), place) for one in mini] for mini in rows]
-    scored, found = _advantages(passes, rows, reward, values, logp, ref_logp, kl_coef)
-    tokens, advantage_mean, _ = found["moments"]
-    _, return_mean, return_var = found["return_moments"]
-    _, value_mean, _ = found["value_moments"]
-    explained = 1.0 - found["error_moments"][2] / (return_var + 1e-5)
-    return scored, {
-        "critic/advantages/mean": advantage_mean,
-        "critic/returns/mean": return_mean,
-        "critic/values/mean": value_mean,
-        "critic/vf_explained_var": explained,
-        "actor/reward_kl_penalty": found["kl_sum"] / max(tokens, 1.0),
-    }
-
-
-def _advantages(passes, rows, reward, values, logp, ref_logp, kl_coef):
-    raw = batch.each(lambda *micro: passes.advantage(*micro, kl_coef), rows, reward, values, logp, ref_logp)
-    host = jax.device_get(
-        [{k: v for k, v in micro.items() if k.endswith(("moments", "sum"))} for micro in batch.flat(raw)]
-    )
-    found: dict[str, Any] = {
-        name: masked.combine([micro[name] for micro in host]) for name in host[0] if name.endswith("moments")
-    }
-    found["kl_sum"] = float(sum(micro["kl_sum"] for micro in host))
-    _, mean, var = (np.float32(x) for x in found["moments"])
-
-    def scored(rows, raw, values, logp, ref_logp):
-        white = passes.whiten(raw["advantage"], rows.mask, mean=mean, var=var)
-        return Scored(rows, logp, ref_logp, values, white, raw["returns"])
-
-    return batch.each(scored, rows, raw, values, logp, ref_logp), found
-
-
-def gap_metrics(gaps: batch.Nested, tokens: list[Array]) -> dict[str, float]:
-    """How far the sampler's log-probs lie from the trainer's for the same tokens and weights."""
-    host = np.stack(jax.device_get(batch.flat(gaps)))  # [micro-batches, 4]
-    return {
-        "rollout/logp_gap_mean": float(host[:, 0].sum() / sum(float(n) for n in tokens)),
-        "rollout/logp_gap_max": float(host[:, 1].max()),
-        "rollout/ratio_min": float(host[:, 2].min()),
-        "rollout/ratio_max": float(host[:, 3].max()),
-    }
 
 
 @dataclasses.dataclass(frozen=True)
 class Descent:
     """What one model is trained by: its compiled gradient, optimizer step and accumulator."""
 
-    accumulate: Callable[..., tuple[Params, dict[str, Array]]]
+    accumulate: Callable[..., tuple[update.Carry, dict[str, Array]]]
     apply: Callable[..., tuple[Params, Any, dict[str, Array]]]
-    zeros: Callable[[], Params]
-    epochs: int
+    zeros: Callable[[], update.Carry]
     name: str  # 'actor' or 'critic', of its metrics
 
 
+def score_rows(
+    passes: Passes, recipe: Recipe, rows: Sequence[Rows], policy: Params
+) -> tuple[list[Scored], dict[str, float]]:
+    """The old log-probs, the gap to the sampler's and its correction, as the recipe says; and their metrics."""
+    if recipe.bypass:
+        return [Scored(rows=one, logp=one.sampler_logp) for one in rows], {}
+    found = batch.each(lambda one: passes.logprob(policy, one), rows)
+    scored = [Scored(rows=one, logp=logp) for one, (logp, _) in zip(rows, found, strict=True)]
+    gaps = batch.each(lambda one, pair: passes.gap(one, pair[0]), rows, found)
+    metrics = correct.gap_metrics(gaps)
+    entropy = jax.device_get(batch.each(lambda one, pair: passes.entropy(one, pair[1]), rows, found))
+    tokens = sum(float(one["tokens"]) for one in jax.device_get(gaps))
+    metrics["actor/entropy"] = float(sum(entropy)) / max(tokens, 1.0)
+    if recipe.correction is not None:
+        scored, more = correct.corrected(passes, recipe.correction, scored, gaps)
+        metrics |= more
+    return scored, metrics
+
+
+def refer(
+    passes: Passes, scored: Sequence[Scored], policy: Params, reference: Params | None
+) -> tuple[list[Scored], list[Array | None]]:
+    """The reference's log-probs where the loss wants them, and the KL of the reward where there is one."""
+    if passes.reference is None or reference is None:
+        return list(scored), [None] * len(scored)
+    run = passes.reference
+    found = batch.each(lambda one: run(reference, policy, one.rows, one.logp), scored)
+    with_reference = [dataclasses.replace(one, ref_logp=pair[0]) for one, pair in zip(scored, found, strict=True)]
+    return with_reference, [penalty for _, penalty in found]
+
+
+def compile_all(
+    passes: Passes,
+    recipe: Recipe,
+    plan: packing.Plan,
+    mesh: Mesh,
+    *,
+    policy: Params,
+    reference: Params | None,
+    value: Params | None,
+    descents: Sequence[Descent],
+    sequences: int,
+) -> None:
+    """Runs every pass once on empty rows of every shape, so that no later step compiles."""
+    kl_coef = jax.device_put(jnp.float32(0), sharding.replicated(mesh))  # placed as the state's is
+    outcome = estimate.Outcome(
+        score=np.zeros(sequences, np.float32),
+        group=np.zeros(sequences, np.int32),
+        greedy=np.zeros(sequences, np.float32),
+    )
+    counts = Counts(tokens=np.ones((), np.float32), sequences=np.ones((), np.float32))
+    place = sharding.rows_sharding(mesh)
+    for shape in plan.shapes:
+        rows = [sharding.put_rows(packing.empty_rows(shape), mesh)]
+        passes.logprob(policy, rows[0])  # also of use before the first step, whatever the recipe
+        scored, _ = score_rows(passes, recipe, rows, policy)
+        scored, penalty = refer(passes, scored, policy, reference)
+        scored = with_values(passes, scored, value)
+        scored, _ = estimate.advantages(passes, scored, penalty, outcome, kl_coef)
+        micro = jax.device_put(jax.device_get(scored[0]), place)  # as it comes from the host in a step
+        for how in descents:
+            params, further = (value, ()) if how.name == "critic" else (policy, (reference,))
+            jax.block_until_ready(how.accumulate(params, how.zeros(), micro, counts, *further))
+
+
+def with_values(passes: Passes, scored: Sequence[Scored], value: Params | None) -> list[Scored]:
+    """The critic's values of every state, where there is a critic."""
+    if passes.value is None:
+        return list(scored)
+    run = passes.value
+    found = batch.each(lambda one: run(value, one.rows), scored)
+    return [dataclasses.replace(one, value=new) for one, new in zip(scored, found, strict=True)]
+
+
 def descend(
-    how: Descent, params: Params, opt: Any, step: Array, minis: list[list[Any]], tokens: list[Array]
+    how: Descent, params: Params, opt: Any, step: Array, minis: Iterable[batch.Mini], *further: Any
 ) -> tuple[Params, Any, dict[str, float]]:
-    """One optimizer step a mini-batch and epoch, gradients accumulated over its micro-batches."""
+    """One optimizer step a mini-batch, gradients accumulated over its micro-batches."""
     history = []
-    for _ in range(how.epochs):
-        for mini, count in zip(minis, tokens, strict=True):
-            grads, sums = how.zeros(), []
-            for micro in mini:
-                grads, part = how.accumulate(params, grads, micro, count)
-                sums.append(part)
-            params, opt, stats = how.apply(params, opt, grads, step)
-            history.append((sums, stats))
+    for mini in minis:
+        carry, sums = how.zeros(), []
+        for micro in mini.micros:
+            carry, part = how.accumulate(params, carry, micro, mini.counts, *further)
+            sums.append(part)
+        params, opt, stats = how.apply(params, opt, carry, step)
+        history.append((sums, stats))
     jax.block_until_ready(params)
     return params, opt, _mean_metrics(jax.device_get(history), how.name)
 
@@ -200,8 +224,3 @@ def _mean_metrics(history: list[tuple[list[dict[str, Any]], dict[str, Any]]], na
     out |= {key: max(mini[key] for mini in minis) for key in out if key.endswith("_max")}
     out |= {key: min(mini[key] for mini in minis) for key in out if key.endswith("_min")}
     return out
-
-
-def mean_over(sums: batch.Nested, tokens: list[Array]) -> float:
-    """The mean over the batch's tokens of what was summed by micro-batch."""
-    return float(sum(jax.device_get(batch.flat(sums))) / sum(float(n) for n in tokens))

@@ -1,18 +1,22 @@
-"""Passes without gradients: log-probs, values, and the advantages of a batch of micro-batches."""
+"""Passes over rows: log-probs, values, the reference and its KL. Those of policy and critic are differentiable."""
 
 from collections.abc import Callable
 from typing import Any
 
-import chex
+import jax
 import jax.numpy as jnp
 
-from jppo.algorithms import advantage, kl, masked
+from jppo.algorithms import kl
 from jppo.models import decoder, heads
 from jppo.models.families import ModelConfig
 from jppo.structs import Array, Params, Rows
 
 LogProb = Callable[[Params, Rows], tuple[Array, Array]]  # -> logp, entropy: [R, T] f32
 Value = Callable[[Params, Rows], Array]  # -> [R, T] f32
+# (policy, reference, rows) -> logp, entropy, ref_logp, kl: [R, T] f32
+Exact = Callable[[Params, Params, Rows], tuple[Array, Array, Array, Array]]
+# (policy, reference, rows, ref_logp) -> logp, entropy, kl (None where none is asked for): [R, T] f32
+LogProbKL = Callable[[Params, Params | None, Rows, Array | None], tuple[Array, Array, Array | None]]
 
 
 def make_logprob(model: Any, cfg: ModelConfig, *, temperature: float, chunk_tokens: int, with_entropy: bool) -> LogProb:
@@ -42,34 +46,63 @@ def make_value(model: Any) -> Value:
     return value
 
 
-def make_gae(*, gamma: float, lam: float, kl_penalty: str | None) -> Callable[..., dict[str, Array]]:
-    """Token rewards and GAE of one micro-batch, with the moments that whiten the advantage over the whole batch."""
-    estimate = None if kl_penalty is None else kl.ESTIMATORS[kl_penalty]
+def make_exact(
+    policy: tuple[Any, ModelConfig], reference: tuple[Any, ModelConfig], *, temperature: float, chunk_tokens: int
+) -> Exact:
+    """Both models in one pass, and KL(π ‖ π_ref) over the whole vocabulary, a chunk of tokens at a time."""
 
-    def compute(rows: Rows, reward: Array, value: Array, logp: Array, ref_logp: Array, kl_coef: Array):
-        chex.assert_equal_shape([rows.mask, reward, value, logp, ref_logp])
-        penalty = jnp.zeros_like(logp) if estimate is None else estimate(logp, ref_logp)
-        token_reward = reward - kl_coef * penalty
-        raw, returns = advantage.gae(token_reward, value, rows.mask, rows.segment, gamma=gamma, lam=lam)
-        return {
-            "advantage": raw,
-            "returns": returns,
-            "moments": masked.moments(raw, rows.mask),
-            "return_moments": masked.moments(returns, rows.mask),
-            "error_moments": masked.moments(returns - value, rows.mask),
-            "value_moments": masked.moments(value, rows.mask),
-            "kl_sum": masked.masked_sum(penalty, rows.mask),
-        }
+    def exact(params: Params, ref_params: Params, rows: Rows) -> tuple[Array, Array, Array, Array]:
+        def state(model: tuple[Any, ModelConfig], params: Params) -> tuple[jax.Array, jax.Array]:
+            hidden = model[0].apply({"params": params}, rows.inputs, rows.segment, rows.position)
+            return hidden, decoder.head_kernel(params, model[1])
 
-    return compute
+        def body(targets: jax.Array, logits: jax.Array, ref_logits: jax.Array) -> tuple[Array, ...]:
+            logp, ref_logp = heads.logprob_of(logits, targets), heads.logprob_of(ref_logits, targets)
+            return logp, heads.entropy_of(logits), ref_logp, kl.full(logits, ref_logits)
 
+        states = [state(policy, params), jax.lax.stop_gradient(state(reference, ref_params))]
+        targets = jnp.asarray(rows.targets)
+        return heads.by_logits(body, states, targets, temperature=temperature, chunk_tokens=chunk_tokens)
 
-def entropy_sum(rows: Rows, entropy: Array) -> Array:  # [] f32
-    """The entropy of the policy, summed over the tokens that it chose."""
-    return masked.masked_sum(entropy, rows.mask)
+    return exact
 
 
-def sampler_gap(rows: Rows, logp: Array) -> Array:  # [4] f32
-    """Sum and largest |trainer - sampler| log-prob, and the extremes of exp(trainer - sampler)."""
-    gap = jnp.where(rows.mask, logp - rows.sampler_logp, 0.0)
-    return jnp.stack([jnp.sum(jnp.abs(gap)), jnp.max(jnp.abs(gap)), jnp.exp(jnp.min(gap)), jnp.exp(jnp.max(gap))])
+def make_logprob_kl(kind: str | None, logprob: LogProb, exact: Exact | None) -> LogProbKL:
+    """Log-probs and entropy with the KL to the reference that `kind` names. Differentiable in the policy."""
+
+    def sampled(params: Params, reference: Params | None, rows: Rows, ref_logp: Array | None):
+        logp, entropy = logprob(params, rows)
+        if kind is None:
+            return logp, entropy, None
+        assert ref_logp is not None
+        here = (jnp.where(rows.mask, x, 0.0) for x in (logp, ref_logp))  # no infinity from behind the mask
+        return logp, entropy, kl.ESTIMATORS[kind](*here)
+
+    def whole(params: Params, reference: Params | None, rows: Rows, ref_logp: Array | None):
+        assert exact is not None and reference is not None
+        logp, entropy, ref_logp, found = exact(params, reference, rows)
+        if kind == "full+":
+            here = (jnp.where(rows.mask, x, 0.0) for x in (logp, ref_logp))
+            found = kl.with_gradient_of_k2(found, *here)
+        return logp, entropy, found
+
+    return whole if kind in kl.EXACT else sampled
+
+
+def make_reference(
+    penalty_kind: str | None, loss_kind: str | None, reference: LogProb, exact: Exact | None
+) -> Callable[[Params, Params, Rows, Array], tuple[Array | None, Array | None]]:
+    """(reference, policy, rows, logp) -> the log-probs that a KL in the loss will want, and the KL of the reward."""
+    sampled = [kind for kind in (penalty_kind, loss_kind) if kind is not None and kind not in kl.EXACT]
+
+    def passed(ref_params: Params, params: Params, rows: Rows, logp: Array) -> tuple[Array | None, Array | None]:
+        ref_logp = reference(ref_params, rows)[0] if sampled else None
+        if penalty_kind is None:
+            return ref_logp, None
+        if penalty_kind in kl.EXACT:
+            assert exact is not None
+            return ref_logp, exact(params, ref_params, rows)[3]
+        assert ref_logp is not None
+        return ref_logp, kl.ESTIMATORS[penalty_kind](logp, ref_logp)
+
+    return passed

@@ -54,7 +54,9 @@ def init_optimizer(tx: optax.GradientTransformation, what: Weights, values: Para
     return jax.jit(lambda p: tx.init(in_f32(p)), out_shardings=places)(values), places
 
 
-def begin(policy: Params, policy_opt: Any, value: Params, value_opt: Any, *, kl_coef: float, seed: int) -> TrainState:
+def begin(
+    policy: Params, policy_opt: Any, value: Params | None, value_opt: Any, *, kl_coef: float, seed: int
+) -> TrainState:
     """The state before the first step."""
     place = jax.tree.leaves(policy)[0].sharding
     assert isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh)
@@ -66,5 +68,6 @@ def begin(policy: Params, policy_opt: Any, value: Params, value_opt: Any, *, kl_
         value=value,
         value_opt=value_opt,
         kl_coef=jax.device_put(jnp.float32(kl_coef), whole),
+        bad_steps=jax.device_put(jnp.int32(0), whole),
         key=jax.device_put(jax.random.key(seed), whole),
     )

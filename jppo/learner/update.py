@@ -1,7 +1,7 @@
 """Gradient steps: losses of a micro-batch, accumulated in f32 over a mini-batch, then one optimizer step.
 
-Loss and gradient do not depend on how a mini-batch is cut: every token is weighed by 1 / (tokens of the mini-batch),
-counted beforehand, and micro-batches are summed.
+Loss and gradient do not depend on how a mini-batch is cut: every token's weight follows from the counts of the whole
+mini-batch, taken beforehand, and micro-batches are summed.
 """
 
 from collections.abc import Callable
@@ -11,91 +11,107 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jppo.algorithms import kl, losses
-from jppo.algorithms.masked import masked_sum
+from jppo.algorithms import losses
+from jppo.algorithms.masked import FAR, masked_sum, sequence_mean
+from jppo.learner import sharding
 from jppo.learner.optim import descend
-from jppo.learner.score import LogProb, Value
-from jppo.structs import Array, Params, Rows, Scored
+from jppo.learner.score import LogProb, LogProbKL, Value
+from jppo.structs import Array, Counts, Params, Rows, Scored
 
-# (params, scored, tokens of the mini-batch) -> loss, sums over the mini-batch's tokens
-Loss = Callable[[Params, Scored, Array], tuple[Array, dict[str, Array]]]
+# (params, micro-batch, counts of the mini-batch, further arguments) -> loss, sums over the mini-batch's tokens
+Loss = Callable[..., tuple[Array, dict[str, Array]]]
+Weigh = Callable[..., Array]  # (mask, segment, tokens=, sequences=) -> the weight of each token in the loss
+Carry = tuple[Params, Array]  # the gradient and the loss of the micro-batches so far
 
 
 def make_actor_loss(
-    logprob: LogProb,
+    logprob_kl: LogProbKL,
+    policy_loss: Callable[..., losses.PolicyLoss],
+    weigh: Weigh,
     *,
-    clip_ratio: float,
+    by_sequence: bool,
     entropy_coeff: float,
     kl_loss_coef: float,
-    kl_loss_type: str | None,
 ) -> Loss:
-    """mean over tokens of: clipped surrogate - entropy_coeff H + kl_loss_coef KL(π ‖ reference)."""
-    estimate = None if kl_loss_type is None else kl.ESTIMATORS[kl_loss_type]
+    """policy loss - entropy_coeff H + kl_loss_coef KL(π ‖ reference), each summed with the same weights of tokens.
 
-    def loss(params: Params, scored: Scored, tokens: Array) -> tuple[Array, dict[str, Array]]:
-        logp, entropy = logprob(params, scored.rows)
-        mask = scored.rows.mask
+    Where the policy loss is one number for a sequence (`by_sequence`), so is its importance weight: the geometric mean.
+    """
+
+    def loss(params: Params, scored: Scored, counts: Counts, reference: Params | None):
+        logp, entropy, penalty = logprob_kl(params, reference, scored.rows, scored.ref_logp)
+        mask, segment = scored.rows.mask, scored.rows.segment
+        share = weigh(mask, segment, tokens=counts.tokens, sequences=counts.sequences)
 
         def mean(x: Array) -> Array:
-            return masked_sum(x, mask) / tokens
+            return masked_sum(x.astype(jnp.float32), mask) / counts.tokens
 
-        # A masked entry must not reach the exponential: its gradient would be 0 * inf.
+        def total(x: Array) -> Array:
+            return masked_sum(share * x, mask)
+
+        each, held, held_lower = policy_loss(logp, scored.logp, scored.advantage, mask, segment)
+        if scored.weight is not None:
+            weight = scored.weight
+            if by_sequence:
+                weight = jnp.exp(sequence_mean(jnp.log(weight + 1e-10), mask, segment))
+            each = each * weight
+        surrogate = total(each)
+        out = surrogate - entropy_coeff * total(entropy)
         delta = jnp.where(mask, logp - scored.logp, 0.0)
-        surrogate, held = losses.clipped_policy(delta, jnp.zeros_like(delta), scored.advantage, clip_ratio=clip_ratio)
-        total = mean(surrogate) - entropy_coeff * mean(entropy)
         sums = {
-            "actor/pg_loss": mean(surrogate),
-            "actor/pg_clipfrac": mean(held.astype(jnp.float32)),
+            "actor/pg_loss": surrogate,
+            "actor/pg_clipfrac": mean(held),
+            "actor/pg_clipfrac_lower": mean(held_lower),
             "actor/ppo_kl": mean(-delta),
-            "actor/ratio_max": jnp.exp(jnp.max(delta)),
-            "actor/ratio_min": jnp.exp(jnp.min(delta)),
+            "actor/ratio_max": jnp.exp(jnp.clip(jnp.max(delta), -FAR, FAR)),
+            "actor/ratio_min": jnp.exp(jnp.clip(jnp.min(delta), -FAR, FAR)),
+            "actor/entropy": mean(entropy),
         }
-        if estimate is not None:
-            penalty = mean(estimate(jnp.where(mask, logp, 0.0), jnp.where(mask, scored.ref_logp, 0.0)))
-            total += kl_loss_coef * penalty
-            sums["actor/kl_loss"] = penalty
-        return total, sums
+        if penalty is not None:
+            sums["actor/kl_loss"] = total(penalty)
+            out += kl_loss_coef * sums["actor/kl_loss"]
+        return out, sums
 
     return loss
 
 
-def make_critic_loss(value: Value, *, cliprange_value: float) -> Loss:
-    """mean over tokens of the clipped value loss."""
+def make_critic_loss(value: Value, weigh: Weigh, *, cliprange_value: float) -> Loss:
+    """The clipped value loss, summed with the weights of tokens."""
 
-    def loss(params: Params, scored: Scored, tokens: Array) -> tuple[Array, dict[str, Array]]:
-        mask = scored.rows.mask
+    def loss(params: Params, scored: Scored, counts: Counts) -> tuple[Array, dict[str, Array]]:
+        mask, segment = scored.rows.mask, scored.rows.segment
+        assert scored.value is not None and scored.returns is not None
         new = value(params, scored.rows)
         each, held = losses.clipped_value(new, scored.value, scored.returns, cliprange_value=cliprange_value)
-        total = masked_sum(each, mask) / tokens
+        out = masked_sum(each * weigh(mask, segment, tokens=counts.tokens, sequences=counts.sequences), mask)
         sums = {
-            "critic/vf_loss": total,
-            "critic/vf_clipfrac": masked_sum(held.astype(jnp.float32), mask) / tokens,
-            "critic/vpred_mean": masked_sum(new, mask) / tokens,
+            "critic/vf_loss": out,
+            "critic/vf_clipfrac": masked_sum(held.astype(jnp.float32), mask) / counts.tokens,
+            "critic/vpred_mean": masked_sum(new, mask) / counts.tokens,
         }
-        return total, sums
+        return out, sums
 
     return loss
 
 
-def make_imitation_loss(logprob: LogProb) -> Callable[[Params, Rows, Array], tuple[Array, dict[str, Array]]]:
+def make_imitation_loss(logprob: LogProb) -> Loss:
     """mean over tokens of -log π(target): supervised fine-tuning."""
 
-    def loss(params: Params, rows: Rows, tokens: Array) -> tuple[Array, dict[str, Array]]:
+    def loss(params: Params, rows: Rows, counts: Counts) -> tuple[Array, dict[str, Array]]:
         logp, _ = logprob(params, rows)
-        total = -masked_sum(logp, rows.mask) / tokens
-        return total, {"sft/loss": total}
+        out = -masked_sum(logp, rows.mask) / counts.tokens
+        return out, {"sft/loss": out}
 
     return loss
 
 
-def make_accumulate(
-    loss: Callable[..., tuple[Array, dict[str, Array]]],
-) -> Callable[..., tuple[Params, dict[str, Array]]]:
-    """(params, gradients so far, micro-batch, tokens) -> gradients with its own, and its share of the sums."""
+def make_accumulate(loss: Loss) -> Callable[..., tuple[Carry, dict[str, Array]]]:
+    """(params, carry, micro-batch, counts, ...) -> the carry with its own gradient and loss, and its share of sums."""
 
-    def accumulate(params: Params, grads: Params, micro: Scored | Rows, tokens: Array):
-        new, sums = jax.grad(loss, has_aux=True)(params, micro, tokens)
-        return jax.tree.map(lambda a, g: a + g.astype(jnp.float32), grads, new), sums
+    def accumulate(params: Params, carry: Carry, micro: Scored | Rows, counts: Counts, *further: Any):
+        (new_loss, sums), new = jax.value_and_grad(loss, has_aux=True)(params, micro, counts, *further)
+        grads, so_far = carry
+        return (jax.tree.map(lambda a, g: a + g.astype(jnp.float32), grads, new), so_far + new_loss), sums
 
     return jax.jit(accumulate, donate_argnums=1)
 
@@ -103,19 +119,29 @@ def make_accumulate(
 def make_apply(
     tx: optax.GradientTransformation, schedule: Callable[[Array], Array], *, shardings: tuple[Any, Any]
 ) -> Callable[..., tuple[Params, Any, dict[str, Array]]]:
-    """(params, optimizer state, gradients, step) -> the next two, and the gradient's norm before clipping."""
+    """(params, optimizer state, carry, step) -> the next two, the gradient's norm before clipping, the learning rate.
 
-    def apply(params: Params, opt: Any, grads: Params, step: Array):
+    A loss or a gradient that is no finite number leaves both as they are, and is said to be `skipped`.
+    """
+
+    def apply(params: Params, opt: Any, carry: Carry, step: Array):
+        grads, loss = carry
         lr = schedule(step)
         norm = optax.tree.norm(grads)
-        params, opt = descend(tx, params, opt, grads, lr)
-        return params, opt, {"grad_norm": norm, "lr": lr}
+        good = jnp.isfinite(norm) & jnp.isfinite(loss)
+        stepped = descend(tx, params, opt, grads, lr)
+        params, opt = jax.tree.map(lambda new, old: jnp.where(good, new, old), stepped, (params, opt))
+        return params, opt, {"grad_norm": norm, "lr": lr, "skipped": 1.0 - good}
 
     # The gradients are not donated: nothing that comes out could take their place.
     return jax.jit(apply, donate_argnums=(0, 1), out_shardings=(*shardings, None))
 
 
-def make_zeros(shapes: Params, shardings: Params) -> Callable[[], Params]:
+def make_zeros(shapes: Params, shardings: Params) -> Callable[[], Carry]:
     """A fresh f32 accumulator, in the parameters' shards."""
-    zeros = lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), shapes)  # noqa: E731
-    return jax.jit(zeros, out_shardings=shardings)
+    whole = sharding.replicated(jax.tree.leaves(shardings)[0].mesh)
+
+    def zeros() -> Carry:
+        return jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), shapes), jnp.float32(0)
+
+    return jax.jit(zeros, out_shardings=(shardings, whole))

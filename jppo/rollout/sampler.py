@@ -28,6 +28,11 @@ class Sampler(Protocol):
         ...
 
 
+def greedy(max_tokens: int) -> Sampling:
+    """One response a prompt, of the likeliest tokens."""
+    return Sampling(temperature=0.0, top_p=1.0, top_k=-1, n=1, max_tokens=max_tokens, seed=0)
+
+
 def sample_seed(seed: int, prompt: int, sample: int) -> int:
     """The 31-bit seed of one sample, the same whatever is sampled beside it."""
     return int(np.random.SeedSequence((seed, prompt, sample)).generate_state(1)[0] >> 1)

@@ -455,7 +455,7 @@ def test_nothing_kept_has_no_weight(mode):
 
 def test_an_unknown_mode_lists_the_known_ones():
     count = dict(tokens=jnp.float32(1), sequences=jnp.float32(1), scale=1.0)
-    with pytest.raises(ValueError, match="'mean' is not known.*token-mean, seq-mean-token-sum"):
+    with pytest.raises(ValueError, match=r"'mean' is not known.*token-mean, seq-mean-token-sum"):
         losses.token_weights(np.ones((1, 1), bool), np.ones((1, 1), np.int32), mode="mean", **count)
 
 

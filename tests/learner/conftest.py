@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import os
+import types
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -10,7 +11,8 @@ import jax
 import numpy as np
 import pytest
 
-from jppo.learner import batch, optim, packing, ppo, score, sharding, state, update
+from jppo.algorithms import advantage, losses
+from jppo.learner import batch, estimate, optim, packing, ppo, sharding, state, update
 from jppo.models import families
 from jppo.models.decoder import Decoder, init_params
 from jppo.structs import Trajectory
@@ -66,18 +68,43 @@ def draw(count, seed=0):
     return out, rng.normal(size=count).astype(np.float32)
 
 
-STATICS = ppo.Statics(
-    temperature=0.8,
-    chunk_tokens=64,
-    gamma=0.98,
-    lam=0.9,
-    kl_penalty="kl",
-    clip_ratio=0.1,
-    entropy_coeff=0.01,
-    kl_loss_coef=0.05,
-    kl_loss_type="low_var_kl",
+SETTINGS = types.SimpleNamespace(
+    temperature=0.8, gamma=0.98, lam=0.9, clip_ratio=0.1, clip_c=1.5, entropy_coeff=0.01, kl_loss_coef=0.05,
     cliprange_value=0.1,
-)
+)  # fmt: skip
+
+
+def recipe(estimator="gae", **changes):
+    """A recipe in which every term counts."""
+    s = SETTINGS
+    token_mean = functools.partial(losses.token_weights, mode="token-mean", scale=1.0)
+    gae = functools.partial(advantage.gae, gamma=s.gamma, lam=s.lam)
+    estimators = {
+        "gae": estimate.Estimator(
+            lambda reward, value, _, rows: gae(reward, value, rows.mask, rows.segment), whiten=True, critic=True
+        ),
+        "grpo": estimate.Estimator(
+            estimate.spread, lambda score, _, group: advantage.grpo(score, group, norm_adv_by_std=True)
+        ),
+    }
+    settings = dict(
+        estimator=estimators[estimator],
+        policy_loss=functools.partial(losses.clipped, clip_low=s.clip_ratio, clip_high=s.clip_ratio, clip_c=s.clip_c),
+        by_sequence=False,
+        weigh=token_mean,
+        weigh_value=token_mean,
+        cliprange_value=s.cliprange_value,
+        entropy_coeff=s.entropy_coeff,
+        kl_penalty="kl",
+        kl_loss_type="low_var_kl",
+        kl_loss_coef=s.kl_loss_coef,
+        bypass=False,
+        correction=None,
+    )
+    return ppo.Recipe(**settings | changes)
+
+
+SCORING = dict(temperature=SETTINGS.temperature, chunk_tokens=64)
 KL_COEF = 0.2
 ADAMW = optim.make_optimizer(grad_clip=0.5, betas=(0.9, 0.99), weight_decay=0.1)
 
@@ -103,14 +130,18 @@ class Learner:
     """The learner on a mesh, with the same weights on every mesh."""
 
     mesh_shape: tuple[int, int, int] = (1, 1, 1)
-    statics: ppo.Statics = STATICS
+    recipe: ppo.Recipe = dataclasses.field(default_factory=recipe)
+    sequences: int = 16  # of a step, two samples a prompt
 
     def __post_init__(self):
         self.hf, self.kl_coef, self.adamw = hf_config(), KL_COEF, ADAMW
         self.cfg = families.from_hf(hf_config(), path="config.json")
         self.mesh = sharding.make_mesh(self.mesh_shape)
-        decoder = Decoder(self.cfg, constrain=sharding.constrain_to_rows(self.mesh))
-        self.passes = ppo.make_passes(decoder, decoder, self.cfg, self.statics, estimator=score.make_gae)
+        model = (Decoder(self.cfg, constrain=sharding.constrain_to_rows(self.mesh)), self.cfg)
+        critic = model if self.recipe.estimator.critic else None
+        self.passes = ppo.make_passes(
+            ppo.Models(model, critic, model), self.recipe, **SCORING, sequences=self.sequences
+        )
         self.what = {
             name: state.weights(self.cfg, self.mesh, head=head, param_dtype=np.float32)
             for name, head in (("actor", "lm"), ("critic", "value"))
@@ -133,62 +164,66 @@ class Learner:
             row_multiple=sharding.row_multiple(self.mesh),
         )
 
-    def descent(self, name, params, *, lr, epochs, tx):
+    def descent(self, name, params, *, lr, tx):
         what = self.what[name]
         opt, places = state.init_optimizer(tx, what, params)
         if (name, lr, tx) not in self.applies:
             schedule = optim.make_schedule("constant", lr=lr, warmup_steps=0, total_steps=1, min_lr_ratio=0.0)
             self.applies[name, lr, tx] = update.make_apply(tx, schedule, shardings=(what.shardings, places))
         how = ppo.Descent(
-            accumulate=getattr(self.passes, name),
-            apply=self.applies[name, lr, tx],
-            zeros=self.zeros[name],
-            epochs=epochs,
-            name=name,
+            accumulate=getattr(self.passes, name), apply=self.applies[name, lr, tx], zeros=self.zeros[name], name=name
         )
         return how, opt
 
-    def score(self, trajectories, scores, *, plan, mini, policy, reference, value):
+    def score(self, trajectories, scores, *, plan, policy, reference, value):
         """The stages between rollout and update, as `train.py` calls them."""
-        passes = self.passes
-        rows, tokens = batch.make(trajectories, mini_batch_size=mini, plan=plan, mesh=self.mesh)
-        logp = batch.each(lambda r: passes.logprob(policy, r)[0], rows)
-        ref_logp = batch.each(lambda r: passes.reference(reference, r)[0], rows)
-        values = batch.each(lambda r: passes.value(value, r), rows)
+        rows = batch.make(trajectories, plan=plan, mesh=self.mesh)
+        scored, found = ppo.score_rows(self.passes, self.recipe, rows, policy)
+        scored, penalty = ppo.refer(self.passes, scored, policy, reference)
+        scored = ppo.with_values(self.passes, scored, value)
         kl_coef = jax.device_put(np.float32(KL_COEF), sharding.replicated(self.mesh))
-        scored, found = ppo.advantages(passes, rows, scores, values, logp, ref_logp, kl_coef)
-        return scored, tokens, found
+        group = estimate.groups(np.isnan(scores), 2)
+        outcome = estimate.Outcome(score=scores, group=group, greedy=None)
+        scored, more = estimate.advantages(self.passes, scored, penalty, outcome, kl_coef)
+        return batch.flatten(scored, len(trajectories)), found | more
 
-    def update(self, trajectories, scores, *, kind="none", tokens_per_micro=10**6, mini=8, epochs=2, lr=0.1, tx=ADAMW):
-        """Parameters, metrics and scored rows after one PPO step of both models."""
-        policy, value = self.weights("actor", 0), self.weights("critic", 2)
-        scored, tokens, found = self.score(
-            trajectories,
-            scores,
-            plan=self.plan(kind, tokens_per_micro, mini),
-            mini=mini,
-            policy=policy,
-            reference=self.weights("actor", 1),
-            value=value,
-        )
+    def minis(self, flat, trajectories, *, plan, mini, epochs=1, order=None):
+        order = np.arange(len(trajectories)) if order is None else order
+        for _ in range(epochs):
+            yield from batch.mini_batches(
+                flat, trajectories, order=order, mini_batch_size=mini, plan=plan, mesh=self.mesh
+            )
+
+    def update(
+        self, trajectories, scores, *, kind="none", tokens_per_micro=10**6, mini=8, epochs=2, lr=0.1, tx=ADAMW,
+        order=None,
+    ):  # fmt: skip
+        """Parameters, metrics and the scored batch after one PPO step of both models."""
+        policy, reference = self.weights("actor", 0), self.weights("actor", 1)
+        value = self.weights("critic", 2) if self.recipe.estimator.critic else None
+        plan = self.plan(kind, tokens_per_micro, mini)
+        flat, found = self.score(trajectories, scores, plan=plan, policy=policy, reference=reference, value=value)
         out = {}
-        for name, params in (("actor", policy), ("critic", value)):
-            how, opt = self.descent(name, params, lr=lr, epochs=epochs, tx=tx)
-            params, _, metrics = ppo.descend(how, params, opt, np.int32(0), scored, tokens)
-            found |= metrics
+        for name, params, further in (("actor", policy, (reference,)), ("critic", value, ())):
+            if params is None:
+                continue
+            how, opt = self.descent(name, params, lr=lr, tx=tx)
+            minis = self.minis(flat, trajectories, plan=plan, mini=mini, epochs=epochs, order=order)
+            params, _, metrics = ppo.descend(how, params, opt, np.int32(0), minis, *further)
+            found = metrics | found
             out[name] = jax.device_get(params)
-        return out, found, scored
+        return out, found, flat
 
 
 @pytest.fixture(scope="session")
 def learner():
-    """mesh shape -> a learner, made once."""
+    """mesh shape, name of an estimator -> a learner, made once."""
     made = {}
 
-    def make(mesh_shape=(1, 1, 1)):
-        if mesh_shape not in made:
-            made[mesh_shape] = Learner(mesh_shape)
-        return made[mesh_shape]
+    def make(mesh_shape=(1, 1, 1), estimator="gae"):
+        if (mesh_shape, estimator) not in made:
+            made[mesh_shape, estimator] = Learner(mesh_shape, recipe(estimator))
+        return made[mesh_shape, estimator]
 
     return make
 
@@ -203,3 +238,15 @@ def drawn():
 def new_learner():
     """The maker of learners that share nothing with other tests."""
     return Learner
+
+
+@pytest.fixture(scope="session")
+def make_recipe():
+    """The maker of recipes."""
+    return recipe
+
+
+@pytest.fixture(scope="session")
+def settings():
+    """The numbers of every recipe."""
+    return SETTINGS

@@ -6,8 +6,13 @@ import jax
 import numpy as np
 import pytest
 
-from jppo.learner import ppo, sharding
+from jppo.learner import correct, ppo, sharding
 
+CORRECTED = dict(
+    correction=correct.Correction("sequence", 0.5, 2.0, normalize=True, rules=(("token_k1", 0.5, 2.0),)),
+    kl_penalty="full",
+    kl_loss_type="full+",
+)
 EVENT = "/jax/core/compile/backend_compile_duration"
 
 
@@ -33,16 +38,18 @@ def test_the_count_sees_a_compilation():
     assert len(seen) == 1
 
 
-@pytest.mark.parametrize("mesh_shape", [(1, 1, 1), (2, 2, 2)])
-def test_no_step_after_the_first_compiles(new_learner, drawn, mesh_shape):
-    ours = new_learner(mesh_shape)
+@pytest.mark.parametrize("mesh_shape,changes", [((1, 1, 1), {}), ((2, 2, 2), {}), ((1, 1, 1), CORRECTED)])
+def test_no_step_after_the_first_compiles(new_learner, make_recipe, drawn, mesh_shape, changes):
+    ours = new_learner(mesh_shape, make_recipe(**changes))
     plan = ours.plan("buckets", 23, 8)  # two shapes
     policy, value, reference = ours.weights("actor", 0), ours.weights("critic", 2), ours.weights("actor", 1)
     how = {}
-    how["actor"], policy_opt = ours.descent("actor", policy, lr=1e-3, epochs=1, tx=ours.adamw)
-    how["critic"], value_opt = ours.descent("critic", value, lr=1e-3, epochs=1, tx=ours.adamw)
-    zeros = (how["actor"].zeros, how["critic"].zeros)
-    ppo.compile_all(ours.passes, plan, ours.mesh, policy=policy, reference=policy, value=value, zeros=zeros)
+    how["actor"], policy_opt = ours.descent("actor", policy, lr=1e-3, tx=ours.adamw)
+    how["critic"], value_opt = ours.descent("critic", value, lr=1e-3, tx=ours.adamw)
+    ppo.compile_all(
+        ours.passes, ours.recipe, plan, ours.mesh,
+        policy=policy, reference=policy, value=value, descents=list(how.values()), sequences=16,
+    )  # fmt: skip
     step = jax.device_put(np.int32(0), sharding.replicated(ours.mesh))
     batches = [drawn(16, seed=seed) for seed in range(4)]
     # The first batch has one shape only, so that the others bring shapes that no step has had.
@@ -51,13 +58,12 @@ def test_no_step_after_the_first_compiles(new_learner, drawn, mesh_shape):
     shapes = []
     for number, (trajectories, scores) in enumerate(batches):
         with compilations() as seen:
-            scored, tokens, _ = ours.score(
-                trajectories, scores, plan=plan, mini=8, policy=policy, reference=reference, value=value
-            )
-            value, value_opt, _ = ppo.descend(how["critic"], value, value_opt, step, scored, tokens)
-            policy, policy_opt, _ = ppo.descend(how["actor"], policy, policy_opt, step, scored, tokens)
+            flat, _ = ours.score(trajectories, scores, plan=plan, policy=policy, reference=reference, value=value)
+            minis = list(ours.minis(flat, trajectories, plan=plan, mini=8))
+            value, value_opt, _ = ppo.descend(how["critic"], value, value_opt, step, minis)
+            policy, policy_opt, _ = ppo.descend(how["actor"], policy, policy_opt, step, minis, reference)
             step = step + 1
-        shapes.append({micro.advantage.shape for mini in scored for micro in mini})
+        shapes.append({micro.advantage.shape for mini in minis for micro in mini.micros})
         if number:
             assert not seen, f"step {number} compiled {seen}"
     assert len(set.union(*shapes)) > len(shapes[0]), "the later batches must bring shapes that the first had not"

@@ -112,28 +112,6 @@ def test_every_trajectory_once_in_a_shape_of_the_plan(lengths, kind, tokens_per_
             )
 
 
-@settings(deadline=None, max_examples=60)
-@given(lengths=st.lists(st.integers(2, 20), min_size=1, max_size=20), kind=st.sampled_from(KINDS))
-def test_the_reward_is_on_the_last_sampled_token(lengths, kind):
-    some = ragged(lengths, seed=len(lengths))
-    scores = np.linspace(-1, 2, len(some)).astype(np.float32)
-    found = {}
-    for rows in packing.pack(some, range(len(some)), plan(kind, sequences=len(some))):
-        placed = packing.place_rewards(rows, scores)
-        for r, t in zip(*np.nonzero(placed), strict=True):
-            found[int(rows.sequence[r, t])] = (int(rows.position[r, t]), placed[r, t])
-    expected = {
-        i: (int(np.flatnonzero(t.sampled[1:])[-1]), scores[i])
-        for i, t in enumerate(some)
-        if t.sampled[1:].any() and scores[i] != 0
-    }
-    assert found == expected
-
-
-def test_rewards_of_empty_rows_are_0():
-    np.testing.assert_array_equal(packing.place_rewards(packing.empty_rows((2, 5)), np.zeros(0)), np.zeros((2, 5)))
-
-
 def test_all_ways_hold_the_same():
     some = ragged([2, 20, 7, 7, 13, 19, 3, 4, 11, 20, 5, 2])
     by_kind = [entries(packing.pack(some, range(len(some)), plan(kind))) for kind in KINDS]

@@ -28,8 +28,8 @@ def make_torch(kind, seed, hf_config):
 class Plain:
     """PPO as the papers and verl's documentation say it, one trajectory at a time, in float64."""
 
-    def __init__(self, statics, kl_coef):
-        self.s, self.kl_coef = statics, kl_coef
+    def __init__(self, settings, kl_coef):
+        self.s, self.kl_coef = settings, kl_coef
 
     def logits(self, policy, t):
         tokens = torch.tensor(t.tokens.astype(np.int64))[None]
@@ -66,6 +66,7 @@ class Plain:
         ratio = torch.exp(logp - old)
         low, high = 1 - self.s.clip_ratio, 1 + self.s.clip_ratio
         surrogate = -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
+        surrogate = torch.where(advantage < 0, torch.minimum(surrogate, -advantage * self.s.clip_c), surrogate)
         k3 = (torch.exp(ref - logp) - (ref - logp) - 1).clamp(-10, 10)  # as verl bounds it
         return (surrogate - self.s.entropy_coeff * entropy + self.s.kl_loss_coef * k3).sum()
 
@@ -96,8 +97,8 @@ def threads():
     torch.set_num_threads(before)
 
 
-def test_one_step_equals_plain_torch(learner, drawn, tmp_path, threads):
-    ours = learner()
+def test_one_step_equals_plain_torch(new_learner, settings, drawn, tmp_path, threads):
+    ours = new_learner(sequences=2 * MINI)
     trajectories, scores = drawn(2 * MINI, seed=4)
     theirs = {
         "actor": make_torch("AutoModelForCausalLM", 0, ours.hf),
@@ -113,17 +114,19 @@ def test_one_step_equals_plain_torch(learner, drawn, tmp_path, threads):
         return state.load(what, str(path), init="pretrained", key=jax.random.key(0))
 
     begin = {name: to_jax(name, "begin") for name in theirs}
-    scored, tokens, metrics = ours.score(
-        trajectories, scores, plan=ours.plan("segments", 48, MINI), mini=MINI,
+    plan = ours.plan("segments", 48, MINI)
+    flat, metrics = ours.score(
+        trajectories, scores, plan=plan,
         policy=begin["actor"], reference=begin["reference"], value=begin["critic"],
     )  # fmt: skip
     after = {}
-    for name in ("actor", "critic"):
-        how, opt = ours.descent(name, begin[name], lr=LR[name], epochs=EPOCHS, tx=ours.adamw)
-        after[name], _, found = ppo.descend(how, begin[name], opt, np.int32(0), scored, tokens)
+    for name, further in (("actor", (begin["reference"],)), ("critic", ())):
+        how, opt = ours.descent(name, begin[name], lr=LR[name], tx=ours.adamw)
+        minis = ours.minis(flat, trajectories, plan=plan, mini=MINI, epochs=EPOCHS)
+        after[name], _, found = ppo.descend(how, begin[name], opt, np.int32(0), minis, *further)
         metrics |= found
 
-    plain = Plain(ours.statics, ours.kl_coef)
+    plain = Plain(settings, ours.kl_coef)
     with torch.no_grad():
         old = [plain.logp(theirs["actor"], t)[0] for t in trajectories]
         ref = [plain.logp(theirs["reference"], t)[0] for t in trajectories]
