@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jppo.algorithms.masked import spread
 from jppo.structs import Array
 
-# Positions that gae turns to [time, R] at once: whole rows would leave the cache between turning and reading, which
-# takes twice as long (benchmarks/gae.py).
-BLOCK = 256
+# Positions that gae turns to [time, R] at once: whole rows would leave the cache between turning and reading, and take
+# two to three times as long (benchmarks/gae.py).
+BLOCK = 128
 
 
 def gae(reward: Array, value: Array, mask: Array, segment: Array, *, gamma: float, lam: float) -> tuple[Array, Array]:
@@ -35,25 +35,24 @@ def gae(reward: Array, value: Array, mask: Array, segment: Array, *, gamma: floa
     reward, value = reward.astype(dtype), value.astype(dtype)
     T = reward.shape[1]
     length = max(n for n in range(1, BLOCK + 1) if T % n == 0)
+    last = jnp.pad(segment[:, :-1] != segment[:, 1:], ((0, 0), (0, 1)), constant_values=True)  # of its segment
 
     # One number says all of the future: A_t = r_t - V_t + γ C_{t'}, where C_t = V_t + λ A_t.
-    def step(carry, now):  # all rows at one position
-        next_c, next_segment = carry
-        r, v, m, s = now
-        next_c = jnp.where(s == next_segment, next_c, 0.0)
+    def step(next_c, now):  # all rows at one position
+        r, v, m, end = now
+        next_c = jnp.where(end, 0.0, next_c)
         c = jnp.where(m, lam * r + (1.0 - lam) * v + gamma * lam * next_c, next_c)
-        return (c, s), jnp.where(m, r - v + gamma * next_c, 0.0)
+        return c, jnp.where(m, r - v + gamma * next_c, 0.0)
 
     def block(i, state):
-        carry, out = state
+        c, out = state
         at = T - (i + 1) * length
-        now = tuple(jax.lax.dynamic_slice_in_dim(x, at, length, axis=1).T for x in (reward, value, mask, segment))
-        carry, advantage = jax.lax.scan(step, carry, now, reverse=True)
-        return carry, jax.lax.dynamic_update_slice_in_dim(out, advantage.T, at, axis=1)
+        now = tuple(jax.lax.dynamic_slice_in_dim(x, at, length, axis=1).T for x in (reward, value, mask, last))
+        c, advantage = jax.lax.scan(step, c, now, reverse=True)
+        return c, jax.lax.dynamic_update_slice_in_dim(out, advantage.T, at, axis=1)
 
     nothing = jnp.zeros_like(reward)
-    start = (nothing[:, -1], segment[:, -1])
-    _, advantage = jax.lax.fori_loop(0, T // length, block, (start, nothing))  # [R, T] f32
+    _, advantage = jax.lax.fori_loop(0, T // length, block, (nothing[:, 0], nothing))  # [R, T] f32
     return advantage, jnp.where(mask, advantage + value, 0.0)
 
 

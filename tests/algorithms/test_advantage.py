@@ -1,6 +1,7 @@
 """Advantages against loops written from the papers, by hand, in special cases, and in any layout."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -73,6 +74,18 @@ def test_gae_of_long_rows(T):
             at = np.flatnonzero((segment[r] == s) & mask[r])
             want[r, at] = paper_gae(reward[r, at], value[r, at], 0.99, 0.95)
     np.testing.assert_allclose(found, want, rtol=1e-10, atol=1e-12)
+
+
+def test_gae_leaves_rows_on_their_devices(packed):
+    """Eight devices, one row on each, nothing sent between them."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    rows = packed.lay(packed.draw(0), shape=(8, 260))[ROWS]
+    compiled = gae(0.9, 0.9).lower(*jax.device_put(rows, spread)).compile()
+    assert not re.findall(r"all-\w+|collective-\w+|reduce-scatter", compiled.as_text())
+    for found, want in zip(compiled(*jax.device_put(rows, spread)), gae(0.9, 0.9)(*rows), strict=True):
+        assert found.sharding.is_equivalent_to(spread, 2)
+        np.testing.assert_array_equal(found, want)
 
 
 def test_gae_by_hand():
