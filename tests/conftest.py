@@ -1,5 +1,6 @@
 """Every test runs on 8 CPU devices, with JAX's strict switches on, and without a network."""
 
+import json
 import os
 import pathlib
 import re
@@ -13,10 +14,14 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch and vLLM: more only disturb each other on few cores
 
 import jax
+import numpy as np
 import pytest
 
+from jppo import build
+from jppo import config as settings
 from jppo.data import arithmetic
 from jppo.models import decoder, hf
+from jppo.structs import Trajectory
 
 jax.config.update("jax_platforms", "cpu")  # where a plugin imported jax before the lines above
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -47,3 +52,80 @@ def tiny_model(tmp_path_factory):
     _, cfg = hf.read_config(root / "source")
     values = decoder.init_params(cfg, jax.random.key(0), head="lm", param_dtype="float32")
     return hf.save(root / "hf", values, cfg, source=root / "source", dtype="float32")
+
+
+@pytest.fixture
+def config():
+    """The defaults with the paths that have none."""
+    c = settings.default()
+    c.model.path, c.data.train_files, c.data.val_files = "some/model", "train.jsonl", "val.jsonl"
+    return c
+
+
+@pytest.fixture
+def quick_compilation():
+    """XLA does not try hard, where a small model runs for a few steps only."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+class RandomEngine:
+    """An engine that answers at random, at once, and remembers what it was asked for."""
+
+    def __init__(self):
+        self.asked = []
+
+    def ready(self, *, eos_token_ids, decode):
+        self.end, self.decode = eos_token_ids[0], decode
+        return self
+
+    def generate(self, prompts, sampling, *, version):
+        rng = np.random.default_rng(sampling.seed)
+        self.asked.append(sampling)
+        out = []
+        for prompt in (p for p in prompts for _ in range(sampling.n)):
+            response = np.append(rng.integers(2, 12, rng.integers(1, sampling.max_tokens)), self.end)
+            sampled = np.repeat([False, True], [len(prompt.ids), len(response)])
+            tokens = np.concatenate([prompt.ids, response]).astype(np.int32)
+            logp = np.where(sampled, -2.0, 0.0).astype(np.float32)
+            of = np.where(sampled, version, -1).astype(np.int32)
+            out.append(Trajectory(prompt.uid, tokens, sampled, logp, of, self.decode(response[:-1]), "stop", 1))
+        return out
+
+    def load(self, tensors, *, version):
+        assert all(np.isfinite(array).all() for _, array in tensors)
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """The random engine in the place of vLLM; build's own start_engine reads the settings of the server."""
+    made = RandomEngine()
+    monkeypatch.setattr(build, "start_vllm", lambda *_, **__: made)
+    return made
+
+
+@pytest.fixture
+def small_run(config, engine, tmp_path):
+    """Two steps of the arithmetic task with a model of one layer, sampled from at random."""
+    made = arithmetic.make(seed=0, test=4, sloppy=0.5, demonstrations=1)
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made[name][:8]))
+    arithmetic.write_model(tmp_path / "model")
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    (tmp_path / "model/config.json").write_text(json.dumps(arithmetic.MODEL | shape))
+    config.model.path, config.model.init = str(tmp_path / "model"), "random"
+    config.data.train_files, config.data.val_files = (
+        str(tmp_path / "train.jsonl"),
+        str(tmp_path / "test.jsonl"),
+    )
+    config.data.train_batch_size, config.actor.ppo_mini_batch_size = 4, 4
+    config.data.max_prompt_length, config.data.max_response_length, config.data.row_lengths = 8, 6, 1
+    config.trainer.run_dir, config.rollout.logp_tolerance = str(tmp_path / "run"), 100.0
+    config.trainer.total_training_steps, config.trainer.test_freq, config.trainer.save_freq = 2, 1, 1
+    settings.check(config)
+    return config

@@ -1,30 +1,18 @@
 """Settings: rules refuse with value, rule and remedy; every setting is read; bad arguments are one line."""
 
-import json
 import os
 import pathlib
 import subprocess
 import sys
 
-import jax
 import ml_collections
-import numpy as np
 import pytest
 
-from jppo import build, train
 from jppo import config as settings
-from jppo.data import arithmetic
-from jppo.structs import Trajectory
+from jppo import train
+from jppo.config import checks, defaults
 
 ROOT = pathlib.Path(__file__).parents[1]
-
-
-@pytest.fixture
-def config():
-    """The defaults with the paths that have none."""
-    c = settings.default()
-    c.model.path, c.data.train_files, c.data.val_files = "some/model", "train.jsonl", "val.jsonl"
-    return c
 
 
 @pytest.fixture
@@ -59,44 +47,46 @@ def test_the_defaults_are_lawful(config, sft_config):
     assert config.is_locked and sft_config.is_locked
 
 
-@pytest.mark.parametrize("name", settings.CHOICES)
+@pytest.mark.parametrize("name", checks.CHOICES)
 def test_a_choice_that_is_not_known(config, sft_config, name):
     said = refusal(sft_config if name.startswith("optim") else config, name, "quik")
     assert "'quik'" in said
-    for choice in settings.CHOICES[name]:
+    for choice in checks.CHOICES[name]:
         assert repr(choice) in said
 
 
-@pytest.mark.parametrize("name,least", settings.AT_LEAST.items())
+@pytest.mark.parametrize("name,least", checks.AT_LEAST.items())
 def test_below_the_least(config, sft_config, name, least):
     c = sft_config if name.startswith("optim") else config
-    kind = type(c[name.split(".")[0]][name.split(".")[1]])
+    section, leaf = name.split(".")
+    kind = c[section].get_type(leaf)  # also of a setting that is None unless it is given
     assert refusal(c, name, kind(least - 1)) == f"{name}={kind(least - 1)} must be at least {least}"
 
 
-@pytest.mark.parametrize("name", [n for n, least in settings.AT_LEAST.items() if isinstance(least, float)])
+@pytest.mark.parametrize("name", [n for n, least in checks.AT_LEAST.items() if isinstance(least, float)])
 def test_no_number_is_refused_and_the_bound_itself_is_not(config, sft_config, name):
     c = sft_config if name.startswith("optim") else config
-    put(c, name, settings.AT_LEAST[name])
+    put(c, name, checks.AT_LEAST[name])
     settings.check(c)
     refusal(c, name, float("nan"))
 
 
-@pytest.mark.parametrize("name", settings.ABOVE_ZERO)
+@pytest.mark.parametrize("name", checks.ABOVE_ZERO)
 @pytest.mark.parametrize("value", [0, -1])
 def test_not_above_0(config, sft_config, name, value):
     c = sft_config if name.startswith("optim") else config
-    kind = type(c[name.split(".")[0]][name.split(".")[1]])
+    section, leaf = name.split(".")
+    kind = c[section].get_type(leaf)  # also of a setting that is None unless it is given
     assert refusal(c, name, kind(value)) == f"{name}={kind(value)} must be above 0"
 
 
-@pytest.mark.parametrize("name", settings.OFF_OR_POSITIVE)
+@pytest.mark.parametrize("name", checks.OFF_OR_POSITIVE)
 @pytest.mark.parametrize("value", [0, -2])
 def test_neither_off_nor_positive(config, name, value):
     assert refusal(config, name, value) == f"{name}={value} must be 1 or more, or -1"
 
 
-@pytest.mark.parametrize("name", settings.AT_MOST_ONE)
+@pytest.mark.parametrize("name", checks.AT_MOST_ONE)
 def test_above_1(config, sft_config, name):
     c = sft_config if name.startswith("optim") else config
     assert refusal(c, name, 1.01) == f"{name}=1.01 must be at most 1"
@@ -112,6 +102,75 @@ def test_an_empty_path(config, name):
     assert f"--config.{name}=PATH" in refusal(config, name, "")
 
 
+def test_what_is_none_unless_given_may_be_given(config):
+    for name in names(config):
+        section, leaf = name.split(".")
+        assert config[section][leaf] is not None or config[section].get_type(leaf) in (int, float, str), name
+    config.actor.clip_ratio_low, config.critic.ppo_mini_batch_size = 0.0, 32
+    settings.check(config)
+    assert '"clip_ratio_low": 0.0' in settings.dump(config)
+
+
+@pytest.mark.parametrize(
+    "changes,said",
+    [
+        ({"algorithm.adv_estimator": "grpo"}, ["rollout.n=1", "raise rollout.n"]),
+        ({"algorithm.adv_estimator": "rloo"}, ["rollout.n=1", "raise rollout.n"]),
+        ({"algorithm.adv_estimator": "remax", "trainer.critic_warmup": 3}, ["trainer.critic_warmup=3", "take gae"]),
+        ({"actor.clip_ratio_c": 1.0}, ["actor.clip_ratio_c=1.0", "above 1"]),
+        ({"actor.clip_ratio_c": float("nan")}, ["actor.clip_ratio_c=nan", "above 1"]),
+        (
+            {"actor.loss_mode": "sapo", "actor.loss_agg_mode": "seq-mean-token-sum"},
+            ["'seq-mean-token-sum'", "set that", "'sapo'"],
+        ),
+        (
+            {"algorithm.use_kl_in_reward": True, "actor.use_kl_loss": True, "ref.path": ""},
+            ["use_kl_in_reward=True", "use_kl_loss=True", "ref.path is empty"],
+        ),
+        (
+            {
+                "actor.use_kl_loss": True, "actor.kl_loss_type": "full", "algorithm.old_logprob": "bypass",
+                "ref.path": "",
+            },
+            ["kl_loss_type='full'", "ref.path is empty"],
+        ),
+        ({"algorithm.kl_ctrl_type": "adaptive"}, ["use_kl_in_reward is False"]),
+        ({"algorithm.rollout_is_threshold": "2_0.5"}, ["'2_0.5'", "low_high"]),
+        ({"algorithm.rollout_is_threshold": "0"}, ["'0'", "above 0"]),
+        ({"algorithm.rollout_is_threshold": "x"}, ["'x'", "above 0"]),
+        ({"algorithm.rollout_is": "token"}, ["old_logprob='correction'", "'decoupled'"]),
+        ({"algorithm.old_logprob": "correction"}, ["corrects nothing", "rollout_rs"]),
+        ({"algorithm.old_logprob": "correction", "algorithm.rollout_rs": "token_k1"}, ["give one threshold"]),
+        ({"algorithm.rollout_rs_threshold": "2"}, ["give one threshold"]),
+        (
+            {"algorithm.rollout_rs": "token_k1,seq_max_k1", "algorithm.rollout_rs_threshold": "2"},
+            ["'seq_max_k1' is not known", "token_k3"],
+        ),
+        ({"algorithm.rollout_rs": "token_k3", "algorithm.rollout_rs_threshold": "0.5_2"}, ["upper bound only"]),
+        ({"algorithm.rollout_rs": "token_k3,token_k3", "algorithm.rollout_rs_threshold": "2"}, ["twice"]),
+        ({"actor.lr_warmup_steps": 3, "actor.lr_warmup_steps_ratio": 0.1}, ["actor.lr_warmup_steps=3", "leave one"]),
+    ],
+)  # fmt: skip
+def test_settings_that_contradict_each_other(config, changes, said):
+    for name, value in changes.items():
+        put(config, name, value)
+    with pytest.raises(settings.UserError) as e:
+        settings.check(config)
+    assert "\n" not in str(e.value)
+    for part in said:
+        assert part in str(e.value)
+
+
+def test_rules_of_rejection():
+    assert settings.rejection_rules("token_k1, seq_mean_k3", "0.5_2.0,0.05") == (
+        ("token_k1", 0.5, 2.0),
+        ("seq_mean_k3", 0.0, 0.05),
+    )
+    assert settings.rejection_rules("token_k1,seq_max_k2", 4) == (("token_k1", 0.25, 4.0), ("seq_max_k2", 0.0, 4.0))
+    assert settings.rejection_rules("", "") == ()
+    assert settings.importance_band(2) == (None, 2.0) and settings.importance_band("0.5_2") == (0.5, 2.0)
+
+
 @pytest.mark.parametrize("batch,n,mini,fits", [(256, 1, 48, 32), (100, 3, 64, 60), (8, 1, 64, 8), (7, 1, 2, 1)])
 def test_a_mini_batch_that_does_not_divide(config, batch, n, mini, fits):
     config.data.train_batch_size, config.rollout.n = batch, n
@@ -120,6 +179,7 @@ def test_a_mini_batch_that_does_not_divide(config, batch, n, mini, fits):
     assert said == f"actor.ppo_mini_batch_size={mini} {rule}"
     config.actor.ppo_mini_batch_size = fits
     settings.check(config)
+    assert refusal(config, "critic.ppo_mini_batch_size", mini) == f"critic.ppo_mini_batch_size={mini} {rule}"
 
 
 @pytest.mark.parametrize("name", ["data.max_tokens_per_row", "actor.max_tokens_per_device"])
@@ -143,19 +203,19 @@ def test_sft_lengths_are_checked_by_their_own_names(sft_config):
 def test_the_tables_name_settings_that_exist():
     known = names(settings.default()) | names(settings.sft_default())
     tables = (
-        settings.CHOICES,
-        settings.AT_LEAST,
-        settings.ABOVE_ZERO,
-        settings.OFF_OR_POSITIVE,
-        settings.AT_MOST_ONE,
+        checks.CHOICES,
+        checks.AT_LEAST,
+        checks.ABOVE_ZERO,
+        checks.OFF_OR_POSITIVE,
+        checks.AT_MOST_ONE,
     )
     assert {name for table in tables for name in table} <= known
 
 
 def test_actor_and_critic_and_sft_obey_the_same_rules():
     """A rule for one optimizer is a rule for all."""
-    for table in (settings.AT_LEAST, settings.ABOVE_ZERO, settings.CHOICES):
-        for leaf in settings.OPTIM:
+    for table in (checks.AT_LEAST, checks.ABOVE_ZERO, checks.CHOICES):
+        for leaf in defaults.OPTIM:
             held = [f"{section}.{leaf}" in table for section in ("actor", "critic", "optim")]
             assert len(set(held)) == 1, f"{leaf}: {held}"
 
@@ -242,64 +302,15 @@ class Recorder:
         return value
 
 
-class RandomEngine:
-    """An engine that answers at random, at once."""
-
-    def ready(self, *, eos_token_ids, decode):
-        self.end, self.decode = eos_token_ids[0], decode
-        return self
-
-    def generate(self, prompts, sampling, *, version):
-        rng = np.random.default_rng(sampling.seed)
-        out = []
-        for prompt in (p for p in prompts for _ in range(sampling.n)):
-            response = np.append(rng.integers(2, 12, rng.integers(1, sampling.max_tokens)), self.end)
-            sampled = np.repeat([False, True], [len(prompt.ids), len(response)])
-            tokens = np.concatenate([prompt.ids, response]).astype(np.int32)
-            logp = np.where(sampled, -2.0, 0.0).astype(np.float32)
-            of = np.where(sampled, version, -1).astype(np.int32)
-            out.append(Trajectory(prompt.uid, tokens, sampled, logp, of, self.decode(response[:-1]), "stop", 1))
-        return out
-
-    def load(self, tensors, *, version):
-        assert all(np.isfinite(array).all() for _, array in tensors)
-
-    def close(self):
-        pass
-
-
-@pytest.fixture
-def small_run(config, tmp_path):
-    """Two steps of the arithmetic task with a model of one layer; every part of the algorithm is on."""
-    made = arithmetic.make(seed=0, test=4, sloppy=0.5, demonstrations=1)
-    for name in ("train", "test"):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made[name][:8]))
-    arithmetic.write_model(tmp_path / "model")
-    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
-    (tmp_path / "model/config.json").write_text(json.dumps(arithmetic.MODEL | shape))
-    config.model.path, config.model.init = str(tmp_path / "model"), "random"
-    config.data.train_files, config.data.val_files = (
-        str(tmp_path / "train.jsonl"),
-        str(tmp_path / "test.jsonl"),
-    )
-    config.data.train_batch_size, config.actor.ppo_mini_batch_size = 4, 4
-    config.data.max_prompt_length, config.data.max_response_length, config.data.row_lengths = 8, 6, 1
-    config.algorithm.use_kl_in_reward = config.actor.use_kl_loss = True
-    config.trainer.run_dir, config.rollout.logp_tolerance = str(tmp_path / "run"), 100.0
-    config.trainer.total_training_steps, config.trainer.test_freq, config.trainer.save_freq = 2, 1, 1
-    settings.check(config)
-    return config
-
-
-def test_every_setting_is_read(small_run, monkeypatch):
+def test_every_setting_is_read(small_run, quick_compilation):
     """Training as it is, but for the server; a setting with one choice is there to be named, not read."""
-    engine, seen = RandomEngine(), set()
-    monkeypatch.setattr(build, "start_vllm", lambda *_, **__: engine)  # build's own start_engine reads the settings
-    jax.config.update("jax_disable_most_optimizations", True)
-    try:
-        train.train(Recorder(small_run, seen))
-    finally:
-        jax.config.update("jax_disable_most_optimizations", False)
-    named = {name for name, allowed in settings.CHOICES.items() if len(allowed) == 1}
+    seen = set()
+    a = small_run.algorithm
+    a.use_kl_in_reward = small_run.actor.use_kl_loss = True
+    a.kl_ctrl_type, a.old_logprob, a.rollout_is, a.rollout_rs = "adaptive", "correction", "token", "token_k2"
+    a.rollout_rs_threshold = "100"
+    settings.check(small_run)
+    train.train(Recorder(small_run, seen))
+    named = {name for name, allowed in checks.CHOICES.items() if len(allowed) == 1}
     assert names(small_run) - seen - named == set()
     assert (pathlib.Path(small_run.trainer.run_dir) / "hf/model.safetensors").is_file()

@@ -41,6 +41,14 @@ def normalized(weight: Array, *, mean: Array) -> Array:
     return weight / jnp.where(mean > 1e-8, mean, 1.0)
 
 
+def geometric(weight: Array, mask: Array, segment: Array) -> Array:  # [R, T]
+    """exp(mean over the sequence of log w): the weight of a loss that is one number for a sequence.
+
+    1e-10 is added to each w, as in verl, so that a token of weight 0 does not silence its sequence.
+    """
+    return jnp.exp(sequence_mean(jnp.log(weight + 1e-10), mask, segment))
+
+
 def keep(log_ratio: Array, mask: Array, segment: Array, *, rules: tuple[Rule, ...]) -> Array:  # [R, T] bool
     """The tokens of the mask that pass every rule.
 
@@ -48,7 +56,7 @@ def keep(log_ratio: Array, mask: Array, segment: Array, *, rules: tuple[Rule, ..
     exceed the upper one. `token_` judges each token, `seq_sum_`, `seq_mean_` and `seq_max_` a whole sequence at once.
     """
     d = jnp.clip(jnp.where(mask, log_ratio, 0.0), -FAR, FAR)
-    statistics = {"k1": -d, "k2": 0.5 * jnp.square(d), "k3": jnp.exp(d) - 1.0 - d}
+    statistics = {"k1": -d, "k2": 0.5 * jnp.square(d), "k3": jnp.expm1(d) - d}
     over = {"token": lambda x, *_: x, "seq_sum": sequence_sum, "seq_mean": sequence_mean, "seq_max": sequence_max}
     kept = jnp.asarray(mask)
     for name, lower, upper in rules:
@@ -69,10 +77,10 @@ def divergence_sums(log_ratio: Array, mask: Array, segment: Array) -> dict[str, 
     d = jnp.where(mask, log_ratio, 0.0)
     near = jnp.clip(d, -FAR, FAR)
     whole = jnp.clip(sequence_sum(d, mask, segment), -FAR, FAR)
-    share = jnp.where(mask, 1.0, 0.0) / jnp.maximum(sequence_length(mask, segment), 1.0)
+    share = jnp.where(mask, 1.0, 0.0) / jnp.maximum(sequence_length(mask, segment, d.dtype), 1.0)
     return {
         "kl": masked_sum(-d, mask),
-        "k3_kl": masked_sum(jnp.exp(near) - near - 1.0, mask),
+        "k3_kl": masked_sum(jnp.expm1(near) - near, mask),
         "chi2_token": masked_sum(jnp.exp(2.0 * near), mask),
         "chi2_seq": jnp.sum(jnp.exp(2.0 * whole) * share),
     }

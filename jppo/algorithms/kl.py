@@ -18,8 +18,9 @@ def k1(logp: Array, ref_logp: Array) -> Array:
 
 
 def absolute(logp: Array, ref_logp: Array) -> Array:
-    """|log π(a) - log π_ref(a)|."""
-    return jnp.abs(logp - ref_logp)
+    """|log π(a) - log π_ref(a)|, with no gradient where the two are equal, as everywhere in a first step."""
+    d = logp - ref_logp
+    return d * jnp.sign(d)
 
 
 def k2(logp: Array, ref_logp: Array) -> Array:
@@ -33,7 +34,7 @@ def k3(logp: Array, ref_logp: Array) -> Array:
     d is clipped to [-20, 20] before the exponential, as in verl, so that a far-off reference stays finite.
     """
     d = jnp.clip(ref_logp - logp, -20.0, 20.0)
-    return jnp.clip(jnp.exp(d) - d - 1.0, -10.0, 10.0)
+    return jnp.clip(jnp.expm1(d) - d, -10.0, 10.0)
 
 
 def full(logits: Array, ref_logits: Array) -> Array:  # [..., V] -> [...]

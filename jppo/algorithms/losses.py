@@ -61,7 +61,7 @@ def geo_mean(
     near = jnp.clip(log_ratio, -clip_low, clip_high)
     sign = jnp.sign(advantage)
     mean = sequence_mean(sign * jnp.minimum(sign * log_ratio, sign * near), mask, segment)
-    loss = -sequence_mean(advantage, mask, segment) * jnp.exp(jnp.clip(mean, -FAR, FAR))
+    loss = -sequence_mean(advantage, mask, segment) * jnp.exp(jnp.minimum(mean, FAR))
     return loss, (log_ratio != near) & (advantage > 0), (log_ratio != near) & (advantage < 0)
 
 

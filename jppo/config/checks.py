@@ -1,20 +1,10 @@
-"""Settings: every default, the checks that need no device, and the command-line edge that turns faults into one line.
+"""What settings may be, alone and together: found before a file or a device is touched."""
 
-`default()` is the one place of a default. A file in `configs/` starts from it and sets what differs. Nothing below the
-commands (`train.py`, `sft.py` ...) sees a config: they read it and pass scalars on.
-"""
-
-import functools
-import json
-import pathlib
-import re
-import sys
-from collections.abc import Callable
 from typing import Any
 
 import ml_collections
-from absl import flags
-from ml_collections import config_dict, config_flags
+
+from jppo.config.errors import UserError
 
 _KL = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full")
 _KL_NAMES = (*_KL, *(f"{name}+" for name in _KL))
@@ -121,182 +111,12 @@ AT_MOST_ONE = (
     "critic.lr_warmup_steps_ratio",
     "optim.lr_warmup_steps_ratio",
 )
-OPTIM = (
-    "grad_clip",
-    "betas",
-    "weight_decay",
-    "lr_scheduler_type",
-    "lr_warmup_steps",
-    "lr_warmup_steps_ratio",
-    "min_lr_ratio",
-)
 REJECTION_RULES = tuple(
     f"{over}_{k}"
     for over in ("token", "seq_sum", "seq_mean", "seq_max")
     for k in ("k1", "k2", "k3")
     if (over, k) != ("seq_max", "k1")
 )
-SHAPE_SETTINGS = (
-    "max_prompt_length",
-    "max_response_length",
-    "packing",
-    "row_lengths",
-    "max_tokens_per_row",
-)
-
-
-class UserError(Exception):
-    """Something that the user can mend: one line of value, rule and remedy. Commands print it and exit with 2."""
-
-
-def default() -> ml_collections.ConfigDict:
-    """All settings of PPO training with their defaults; verl's names where they mean what verl's mean."""
-    c, none = ml_collections.ConfigDict, config_dict.placeholder
-    optim = dict(
-        grad_clip=1.0,
-        betas=(0.9, 0.999),
-        weight_decay=0.01,
-        lr_scheduler_type="constant",
-        lr_warmup_steps=-1,  # -1: by the ratio
-        lr_warmup_steps_ratio=0.0,  # of all steps
-        min_lr_ratio=0.0,
-    )
-    config = c()
-    config.model = c(
-        dict(
-            path="",  # an HF directory, or a hub name
-            init="pretrained",  # or 'random': only config.json and the tokenizer are read
-            compute_dtype="float32",
-            param_dtype="float32",
-            scan_layers=True,  # False compiles slower and runs faster on CPU
-            remat="none",  # none, dots, full
-            logprob_chunk_bytes=2**29,  # log-probs are computed chunk by chunk: the logits of one
-        )
-    )
-    config.data = c(
-        dict(
-            train_files="",  # parquet or jsonl, several separated by commas
-            val_files="",
-            train_batch_size=256,  # prompts a step
-            val_max_samples=-1,  # -1: all
-            max_prompt_length=1024,
-            max_response_length=512,
-            filter_overlong_prompts=True,  # False: an over-long prompt is an error
-            shuffle=True,
-            packing="auto",  # buckets; or segments, which pays with a fused attention only; or none
-            row_lengths=4,  # buckets: how many lengths of row, each one more shape to compile
-            max_tokens_per_row=-1,  # segments: the length of a row; -1: of the longest prompt and response
-        )
-    )
-    config.algorithm = c(
-        dict(
-            adv_estimator="gae",
-            gamma=1.0,  # read by gae and reinforce_plus_plus
-            lam=1.0,  # read by gae
-            norm_adv_by_std_in_grpo=True,  # read by grpo and grpo_passk
-            use_kl_in_reward=False,
-            kl_penalty="kl",
-            kl_coef=0.001,
-            kl_ctrl_type="fixed",  # adaptive: kl_coef is the first one, then it follows the KL
-            target_kl=0.1,
-            horizon=10000,
-            old_logprob="decoupled",  # recomputed; bypass: the sampler's; correction: recomputed, and the gap mended
-            rollout_is="none",  # correction: importance weights by token or by sequence
-            rollout_is_threshold="2.0",  # an upper bound, or a band low_high
-            rollout_is_batch_normalize=False,
-            rollout_rs="",  # correction: rules of rejection, separated by commas, as in token_k1,seq_mean_k3
-            rollout_rs_threshold="",  # one for all rules, or one for each
-        )
-    )
-    config.actor = c(
-        dict(
-            lr=1e-6,
-            ppo_mini_batch_size=64,  # sequences
-            ppo_epochs=1,
-            shuffle=False,  # draws the mini-batches anew in every epoch
-            loss_mode="vanilla",
-            loss_agg_mode="token-mean",
-            loss_scale_factor=none(float),  # of seq-mean-token-sum-norm; None: data.max_response_length
-            clip_ratio=0.2,
-            clip_ratio_low=none(float),  # None: clip_ratio
-            clip_ratio_high=none(float),
-            clip_ratio_c=3.0,  # of the dual clip: the largest ratio that counts where the advantage is negative
-            tau_pos=1.0,  # of sapo
-            tau_neg=1.05,
-            entropy_coeff=0.0,
-            use_kl_loss=False,
-            kl_loss_coef=0.001,
-            kl_loss_type="low_var_kl",
-            max_tokens_per_device=16384,  # of a micro-batch
-            **optim,
-        )
-    )
-    config.critic = c(
-        dict(
-            path="",  # '': the policy's
-            lr=1e-5,
-            ppo_mini_batch_size=none(int),  # None: the actor's
-            ppo_epochs=1,
-            shuffle=False,
-            loss_agg_mode=none(str),  # None: the actor's
-            loss_scale_factor=none(float),  # None: the actor's
-            cliprange_value=0.5,
-            **optim,
-        )
-    )
-    config.ref = c(dict(path="policy"))  # policy: as the run begins; or an HF directory; '': there is no reference
-    config.rollout = c(
-        dict(
-            name="vllm",
-            python="",  # the interpreter that has vLLM; '' is the trainer's own
-            urls="",  # attach to running servers, separated by commas, and start none
-            servers=1,
-            port=0,  # of the first server, the others follow; 0 takes free ones
-            n=1,
-            temperature=1.0,
-            dtype="float32",
-            enforce_eager=True,
-            max_num_seqs=256,
-            gpu_memory_utilization=0.4,  # on a GPU
-            kv_cache_memory_bytes=268435456,  # on a CPU
-            omp_threads=1,  # on a CPU
-            start_timeout_s=300.0,
-            request_timeout_s=600.0,
-            publish_dir="",  # '': nameless shared memory; a folder that both see when the server is in a container
-            logp_tolerance=1e-3,  # largest |trainer - sampler| log-prob before step 1
-        )
-    )
-    config.reward = c(dict(grader=""))  # '': chosen by each row's data_source
-    config.trainer = c(
-        dict(
-            run_dir="runs/run",
-            seed=1,
-            total_epochs=1,
-            total_training_steps=-1,  # -1: by epochs
-            critic_warmup=0,  # steps in which only the critic learns
-            max_bad_steps=3,  # in a row with a loss or gradient that is no number: skipped, then the run stops
-            save_freq=-1,  # steps; -1 saves at the end only
-            test_freq=-1,
-            val_before_train=True,
-            log_val_generations=8,  # samples shown in the console at each test
-            resume_mode="auto",  # auto, disable, or a checkpoint's path
-            max_ckpt_to_keep=2,
-        )
-    )
-    config.mesh = c(dict(data=-1, fsdp=1, tensor=1))  # -1 takes the devices that are left
-    return config.lock()
-
-
-def sft_default() -> ml_collections.ConfigDict:
-    """All settings of supervised fine-tuning; sections and names as for PPO, with one optimizer in `optim`."""
-    ppo = default()
-    c = ml_collections.ConfigDict
-    config = c(dict(model=ppo.model, mesh=ppo.mesh))
-    config.data = c({k: ppo.data[k] for k in (*SHAPE_SETTINGS, "train_files", "train_batch_size", "shuffle")})
-    optim = ("lr", *OPTIM, "max_tokens_per_device")
-    config.optim = c({k: ppo.actor[k] for k in optim})
-    config.trainer = c({k: ppo.trainer[k] for k in ("run_dir", "seed", "total_epochs", "total_training_steps")})
-    return config.lock()
 
 
 def check(config: ml_collections.ConfigDict) -> None:
@@ -483,70 +303,3 @@ def _has(config: ml_collections.ConfigDict, name: str) -> bool:
 def _get(config: ml_collections.ConfigDict, name: str) -> Any:
     section, leaf = name.split(".")
     return config[section][leaf]
-
-
-def dump(config: ml_collections.ConfigDict) -> str:
-    """The resolved settings as JSON."""
-    return json.dumps(config.to_dict(), indent=2) + "\n"
-
-
-def parse(
-    argv: list[str], about: str, defaults: ml_collections.ConfigDict
-) -> tuple[ml_collections.ConfigDict, dict[str, bool]]:
-    """The config named by --config with its overrides, and the switches; a fault is a UserError of one line."""
-    values = flags.FlagValues()
-    config_flags.DEFINE_config_file(
-        "config", None, "a file with get_config()", flag_values=values, sys_argv=["jppo", *argv]
-    )
-    flags.DEFINE_bool("dry_run", False, "print the resolved settings and stop", flag_values=values)
-    if "--help" in argv or "-h" in argv:
-        print(f"{about}\nSettings and their defaults:\n{describe(defaults)}")
-        sys.exit(0)
-    named = [a.split("=", 1)[1] for a in argv if a.startswith("--config=")]
-    if len(named) != 1 or not named[0]:
-        raise UserError(f"--config is given {len(named)} times; name one file, as in --config=configs/quickstart.py")
-    if not pathlib.Path(named[0].split(":")[0]).is_file():
-        raise UserError(f"--config={named[0]}: no such file; the project's own are in configs/")
-    try:
-        rest = values(["jppo", *argv])[1:]
-    except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as e:
-        raise UserError(_explain(e, defaults)) from e
-    if rest:
-        raise UserError(f"{rest[0]!r} is not understood; settings are given as --config.SECTION.NAME=VALUE")
-    return values["config"].value, {"dry_run": bool(values["dry_run"].value)}
-
-
-def _explain(error: Exception, defaults: ml_collections.ConfigDict) -> str:
-    """absl's and ml_collections' complaints in one line of value, rule and remedy."""
-    text = " ".join(str(error.args[0] if error.args else error).replace('"', "'").split())
-    unknown = re.search(r"(\w+)\W+(?:n)?Did you mean '(\w+)'", text)
-    if unknown:
-        return f"there is no setting {unknown[1]!r}; did you mean {unknown[2]!r}?"
-    if isinstance(error, AttributeError | KeyError):
-        name = re.sub(r"\W", "", text)
-        return f"there is no setting {name!r}; python -m jppo.train --help lists them all"
-    typed = re.match(r"flag (--config\.(\w+\.\w+)=.*?): ", text)
-    if typed:
-        section, leaf = typed[2].split(".")
-        return f"{typed[1]} must be of type {defaults[section].get_type(leaf).__name__}, as the default is"
-    return text
-
-
-def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
-    """Ends a command with exit code 2 and one line where the user can mend what is wrong."""
-
-    @functools.wraps(main)
-    def command(*args: Any, **kwargs: Any) -> None:
-        try:
-            main(*args, **kwargs)
-        except UserError as e:
-            print(f"error: {e}", file=sys.stderr)
-            sys.exit(2)
-
-    return command
-
-
-def describe(config: ml_collections.ConfigDict) -> str:
-    """All settings with their values, one a line, for --help."""
-    lines = [f"  --config.{s}.{k}={v!r}" for s, section in config.items() for k, v in section.items()]
-    return "\n".join(lines)

@@ -1,0 +1,22 @@
+"""Settings: every default, the checks that need no device, and the command-line edge that turns faults into one line.
+
+Nothing below the commands (`train.py`, `sft.py` ...) and `build.py` sees a config: they read it and pass scalars on.
+"""
+
+from jppo.config.checks import check, importance_band, rejection_rules
+from jppo.config.commandline import describe, dump, exit_on_user_error, parse
+from jppo.config.defaults import default, sft_default
+from jppo.config.errors import UserError
+
+__all__ = [
+    "UserError",
+    "check",
+    "default",
+    "describe",
+    "dump",
+    "exit_on_user_error",
+    "importance_band",
+    "parse",
+    "rejection_rules",
+    "sft_default",
+]

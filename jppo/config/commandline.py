@@ -1,0 +1,82 @@
+"""The command-line edge: --config and its overrides, and faults as one line."""
+
+import functools
+import json
+import pathlib
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import ml_collections
+from absl import flags
+from ml_collections import config_flags
+
+from jppo.config.errors import UserError
+
+
+def dump(config: ml_collections.ConfigDict) -> str:
+    """The resolved settings as JSON."""
+    return json.dumps(config.to_dict(), indent=2) + "\n"
+
+
+def parse(
+    argv: list[str], about: str, defaults: ml_collections.ConfigDict
+) -> tuple[ml_collections.ConfigDict, dict[str, bool]]:
+    """The config named by --config with its overrides, and the switches; a fault is a UserError of one line."""
+    values = flags.FlagValues()
+    config_flags.DEFINE_config_file(
+        "config", None, "a file with get_config()", flag_values=values, sys_argv=["jppo", *argv]
+    )
+    flags.DEFINE_bool("dry_run", False, "print the resolved settings and stop", flag_values=values)
+    if "--help" in argv or "-h" in argv:
+        print(f"{about}\nSettings and their defaults:\n{describe(defaults)}")
+        sys.exit(0)
+    named = [a.split("=", 1)[1] for a in argv if a.startswith("--config=")]
+    if len(named) != 1 or not named[0]:
+        raise UserError(f"--config is given {len(named)} times; name one file, as in --config=configs/quickstart.py")
+    if not pathlib.Path(named[0].split(":")[0]).is_file():
+        raise UserError(f"--config={named[0]}: no such file; the project's own are in configs/")
+    try:
+        rest = values(["jppo", *argv])[1:]
+    except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as e:
+        raise UserError(_explain(e, defaults)) from e
+    if rest:
+        raise UserError(f"{rest[0]!r} is not understood; settings are given as --config.SECTION.NAME=VALUE")
+    return values["config"].value, {"dry_run": bool(values["dry_run"].value)}
+
+
+def _explain(error: Exception, defaults: ml_collections.ConfigDict) -> str:
+    """absl's and ml_collections' complaints in one line of value, rule and remedy."""
+    text = " ".join(str(error.args[0] if error.args else error).replace('"', "'").split())
+    unknown = re.search(r"(\w+)\W+(?:n)?Did you mean '(\w+)'", text)
+    if unknown:
+        return f"there is no setting {unknown[1]!r}; did you mean {unknown[2]!r}?"
+    if isinstance(error, AttributeError | KeyError):
+        name = re.sub(r"\W", "", text)
+        return f"there is no setting {name!r}; python -m jppo.train --help lists them all"
+    typed = re.match(r"flag (--config\.(\w+\.\w+)=.*?): ", text)
+    if typed:
+        section, leaf = typed[2].split(".")
+        return f"{typed[1]} must be of type {defaults[section].get_type(leaf).__name__}, as the default is"
+    return text
+
+
+def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
+    """Ends a command with exit code 2 and one line where the user can mend what is wrong."""
+
+    @functools.wraps(main)
+    def command(*args: Any, **kwargs: Any) -> None:
+        try:
+            main(*args, **kwargs)
+        except UserError as e:
+            print(f"error: {e}", file=sys.stderr)
+            sys.exit(2)
+
+    return command
+
+
+def describe(config: ml_collections.ConfigDict) -> str:
+    """All settings with their values, one a line, for --help."""
+    lines = [f"  --config.{s}.{k}={v!r}" for s, section in config.items() for k, v in section.items()]
+    return "\n".join(lines)

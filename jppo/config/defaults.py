@@ -1,0 +1,171 @@
+"""Every setting with its default: the one place of a default. A file in `configs/` starts from here."""
+
+import ml_collections
+from ml_collections import config_dict
+
+OPTIM = (
+    "grad_clip",
+    "betas",
+    "weight_decay",
+    "lr_scheduler_type",
+    "lr_warmup_steps",
+    "lr_warmup_steps_ratio",
+    "min_lr_ratio",
+)
+SHAPE_SETTINGS = (
+    "max_prompt_length",
+    "max_response_length",
+    "packing",
+    "row_lengths",
+    "max_tokens_per_row",
+)
+
+
+def default() -> ml_collections.ConfigDict:
+    """All settings of PPO training with their defaults; verl's names where they mean what verl's mean."""
+    c, none = ml_collections.ConfigDict, config_dict.placeholder
+    optim = dict(
+        grad_clip=1.0,
+        betas=(0.9, 0.999),
+        weight_decay=0.01,
+        lr_scheduler_type="constant",
+        lr_warmup_steps=-1,  # -1: by the ratio
+        lr_warmup_steps_ratio=0.0,  # of all steps
+        min_lr_ratio=0.0,
+    )
+    config = c()
+    config.model = c(
+        dict(
+            path="",  # an HF directory, or a hub name
+            init="pretrained",  # or 'random': only config.json and the tokenizer are read
+            compute_dtype="float32",
+            param_dtype="float32",
+            scan_layers=True,  # False compiles slower and runs faster on CPU
+            remat="none",  # none, dots, full
+            logprob_chunk_bytes=2**29,  # log-probs are computed chunk by chunk: the logits of one
+        )
+    )
+    config.data = c(
+        dict(
+            train_files="",  # parquet or jsonl, several separated by commas
+            val_files="",
+            train_batch_size=256,  # prompts a step
+            val_max_samples=-1,  # -1: all
+            max_prompt_length=1024,
+            max_response_length=512,
+            filter_overlong_prompts=True,  # False: an over-long prompt is an error
+            shuffle=True,
+            packing="auto",  # buckets; or segments, which pays with a fused attention only; or none
+            row_lengths=4,  # buckets: how many lengths of row, each one more shape to compile
+            max_tokens_per_row=-1,  # segments: the length of a row; -1: of the longest prompt and response
+        )
+    )
+    config.algorithm = c(
+        dict(
+            adv_estimator="gae",
+            gamma=1.0,  # read by gae and reinforce_plus_plus
+            lam=1.0,  # read by gae
+            norm_adv_by_std_in_grpo=True,  # read by grpo and grpo_passk
+            use_kl_in_reward=False,
+            kl_penalty="kl",
+            kl_coef=0.001,
+            kl_ctrl_type="fixed",  # adaptive: kl_coef is the first one, then it follows the KL
+            target_kl=0.1,
+            horizon=10000,
+            old_logprob="decoupled",  # recomputed; bypass: the sampler's; correction: recomputed, and the gap mended
+            rollout_is="none",  # correction: importance weights by token or by sequence
+            rollout_is_threshold="2.0",  # an upper bound, or a band low_high
+            rollout_is_batch_normalize=False,
+            rollout_rs="",  # correction: rules of rejection, separated by commas, as in token_k1,seq_mean_k3
+            rollout_rs_threshold="",  # one for all rules, or one for each
+        )
+    )
+    config.actor = c(
+        dict(
+            lr=1e-6,
+            ppo_mini_batch_size=64,  # sequences
+            ppo_epochs=1,
+            shuffle=False,  # draws the mini-batches anew in every epoch
+            loss_mode="vanilla",
+            loss_agg_mode="token-mean",
+            loss_scale_factor=none(float),  # of seq-mean-token-sum-norm; None: data.max_response_length
+            clip_ratio=0.2,
+            clip_ratio_low=none(float),  # None: clip_ratio
+            clip_ratio_high=none(float),
+            clip_ratio_c=3.0,  # of the dual clip: the largest ratio that counts where the advantage is negative
+            tau_pos=1.0,  # of sapo
+            tau_neg=1.05,
+            entropy_coeff=0.0,
+            use_kl_loss=False,
+            kl_loss_coef=0.001,
+            kl_loss_type="low_var_kl",
+            max_tokens_per_device=16384,  # of a micro-batch
+            **optim,
+        )
+    )
+    config.critic = c(
+        dict(
+            path="",  # '': the policy's
+            lr=1e-5,
+            ppo_mini_batch_size=none(int),  # None: the actor's
+            ppo_epochs=1,
+            shuffle=False,
+            loss_agg_mode=none(str),  # None: the actor's
+            loss_scale_factor=none(float),  # None: the actor's
+            cliprange_value=0.5,
+            **optim,
+        )
+    )
+    config.ref = c(dict(path="policy"))  # policy: as the run begins; or an HF directory; '': there is no reference
+    config.rollout = c(
+        dict(
+            name="vllm",
+            python="",  # the interpreter that has vLLM; '' is the trainer's own
+            urls="",  # attach to running servers, separated by commas, and start none
+            servers=1,
+            port=0,  # of the first server, the others follow; 0 takes free ones
+            n=1,
+            temperature=1.0,
+            dtype="float32",
+            enforce_eager=True,
+            max_num_seqs=256,
+            gpu_memory_utilization=0.4,  # on a GPU
+            kv_cache_memory_bytes=268435456,  # on a CPU
+            omp_threads=1,  # on a CPU
+            start_timeout_s=300.0,
+            request_timeout_s=600.0,
+            publish_dir="",  # '': nameless shared memory; a folder that both see when the server is in a container
+            logp_tolerance=1e-3,  # largest |trainer - sampler| log-prob before step 1
+        )
+    )
+    config.reward = c(dict(grader=""))  # '': chosen by each row's data_source
+    config.trainer = c(
+        dict(
+            run_dir="runs/run",
+            seed=1,
+            total_epochs=1,
+            total_training_steps=-1,  # -1: by epochs
+            critic_warmup=0,  # steps in which only the critic learns
+            max_bad_steps=3,  # in a row with a loss or gradient that is no number: skipped, then the run stops
+            save_freq=-1,  # steps; -1 saves at the end only
+            test_freq=-1,
+            val_before_train=True,
+            log_val_generations=8,  # samples shown in the console at each test
+            resume_mode="auto",  # auto, disable, or a checkpoint's path
+            max_ckpt_to_keep=2,
+        )
+    )
+    config.mesh = c(dict(data=-1, fsdp=1, tensor=1))  # -1 takes the devices that are left
+    return config.lock()
+
+
+def sft_default() -> ml_collections.ConfigDict:
+    """All settings of supervised fine-tuning; sections and names as for PPO, with one optimizer in `optim`."""
+    ppo = default()
+    c = ml_collections.ConfigDict
+    config = c(dict(model=ppo.model, mesh=ppo.mesh))
+    config.data = c({k: ppo.data[k] for k in (*SHAPE_SETTINGS, "train_files", "train_batch_size", "shuffle")})
+    optim = ("lr", *OPTIM, "max_tokens_per_device")
+    config.optim = c({k: ppo.actor[k] for k in optim})
+    config.trainer = c({k: ppo.trainer[k] for k in ("run_dir", "seed", "total_epochs", "total_training_steps")})
+    return config.lock()

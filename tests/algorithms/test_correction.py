@@ -1,0 +1,257 @@
+"""Importance weights and rejection against loops over sequences, by hand, in any layout and far out."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jppo.algorithms import correction
+
+FEW = settings(max_examples=8, deadline=None, derandomize=True)
+SEEDS = st.integers(0, 2**16)
+LEVELS = ("token", "sequence")
+# Rules of which some tokens of a drawn batch pass and some do not.
+RULES = [
+    ("token_k1", 0.8, 1.3),
+    ("token_k2", 0.0, 0.05),
+    ("token_k3", 0.0, 0.05),
+    ("seq_sum_k1", 0.6, 1.5),
+    ("seq_sum_k2", 0.0, 0.3),
+    ("seq_sum_k3", 0.0, 0.3),
+    ("seq_mean_k1", 0.9, 1.15),
+    ("seq_mean_k2", 0.0, 0.08),
+    ("seq_mean_k3", 0.0, 0.08),
+    ("seq_max_k2", 0.0, 0.2),
+    ("seq_max_k3", 0.0, 0.2),
+]
+
+
+def draw(packed, seed):
+    """A batch with `d`, the log-ratio of trainer to sampler."""
+    return [s | dict(d=s["logp"] - s["old_logp"]) for s in packed.draw(seed)]
+
+
+def paper_weights(d, level):
+    """Π of the ratios for a sequence, each ratio for itself for a token."""
+    ratios = [np.exp(x) for x in d]
+    return ratios if level == "token" else [np.prod(ratios)] * len(d)
+
+
+def paper_keeps(d, rule):
+    """Of each token: whether its statistic, or its sequence's, lies within the bounds."""
+    name, lower, upper = rule
+    over, kind = name.rsplit("_", 1)
+    each = [{"k1": -x, "k2": x**2 / 2, "k3": np.exp(x) - 1 - x}[kind] for x in d]
+    if over != "token" and d.size:
+        each = [{"seq_sum": sum(each), "seq_mean": sum(each) / len(each), "seq_max": max(each)}[over]] * len(each)
+    return [np.log(lower) <= x <= np.log(upper) if kind == "k1" else x <= upper for x in each]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@FEW
+@given(seed=SEEDS)
+def test_weights_and_their_sums_by_a_loop_in_any_layout(packed, change, level, seed):
+    batch = draw(packed, seed)
+    laid = packed.lay(batch, **change)
+    d, mask, segment = laid["d mask segment"]
+    weight = correction.raw_weights(d, mask, segment, level=level)
+    papers = [paper_weights(s["d"], level) for s in batch]
+    laid.same(weight, papers, rtol=1e-10)
+    truncated = correction.bounded(weight, lower=None, upper=1.2)
+    laid.same(truncated, [[min(w, 1.2) for w in p] for p in papers], rtol=1e-10)
+    banded = correction.bounded(weight, lower=0.7, upper=1.2)
+    laid.same(banded, [[w if 0.7 <= w <= 1.2 else 0.0 for w in p] for p in papers], rtol=1e-10)
+
+    whole = [p for p in papers if p]
+    one_each = [w for p in whole for w in p] if level == "token" else [np.mean(p) for p in whole]
+    total, count = correction.weight_sums(weight, mask, segment, level=level)
+    np.testing.assert_allclose([total, count], [sum(one_each), len(one_each)], rtol=1e-10)
+    mean = correction.normalized(weight, mean=total / count)
+    np.testing.assert_allclose(correction.weight_sums(mean, mask, segment, level=level)[0] / count, 1.0, rtol=1e-10)
+    laid.same(mean, [[w / np.mean(one_each) for w in p] for p in papers], rtol=1e-10)
+
+    found = correction.importance_sums(weight, mask)
+    flat = np.concatenate(whole)
+    want = dict(weights=flat.sum(), squares=np.square(flat).sum(), is_max=flat.max(), is_min=flat.min())
+    assert found.keys() == want.keys()
+    for name, x in want.items():
+        np.testing.assert_allclose(found[name], x, rtol=1e-10)
+
+
+def test_weights_by_hand():
+    """Ratios 2 and 3 in one sequence, 1/4 alone in another: 6, 6 and 1/4 by sequence, of mean 25/8."""
+    d, mask = np.log([[2.0, 9.0, 3.0, 0.25]]), np.array([[True, False, True, True]])
+    segment = np.int32([[1, 1, 1, 2]])
+    by_token = correction.raw_weights(d, mask, segment, level="token")
+    by_sequence = correction.raw_weights(d, mask, segment, level="sequence")
+    np.testing.assert_allclose(by_token, [[2, 0, 3, 0.25]], rtol=1e-12)
+    np.testing.assert_allclose(by_sequence, [[6, 0, 6, 0.25]], rtol=1e-12)
+    np.testing.assert_allclose(correction.bounded(by_token, lower=None, upper=2.5), [[2, 0, 2.5, 0.25]], rtol=1e-12)
+    np.testing.assert_allclose(correction.bounded(by_token, lower=0.5, upper=2.5), [[2, 0, 0, 0]], rtol=1e-12)
+    np.testing.assert_allclose(correction.weight_sums(by_token, mask, segment, level="token"), [5.25, 3], rtol=1e-12)
+    sums = correction.weight_sums(by_sequence, mask, segment, level="sequence")
+    np.testing.assert_allclose(sums, [6.25, 2], rtol=1e-12)
+    np.testing.assert_allclose(
+        correction.normalized(by_sequence, mean=sums[0] / sums[1]), [[1.92, 0, 1.92, 0.08]], rtol=1e-12
+    )
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule[0])
+@FEW
+@given(seed=SEEDS)
+def test_rejection_by_a_loop_in_any_layout(packed, change, rule, seed):
+    batch = draw(packed, seed)
+    laid = packed.lay(batch, **change)
+    found = correction.keep(*laid["d mask segment"], rules=(rule,))
+    assert found.dtype == bool
+    laid.same(found, [paper_keeps(s["d"], rule) for s in batch])
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule[0])
+def test_every_rule_keeps_some_and_rejects_some(packed, rule):
+    verdicts = [kept for seed in range(5) for s in draw(packed, seed) for kept in paper_keeps(s["d"], rule)]
+    assert 0.1 < np.mean(verdicts) < 0.9
+
+
+def test_rules_in_a_chain_must_all_be_passed(packed):
+    laid = packed.lay(draw(packed, 0))
+    x = laid["d mask segment"]
+    chain = (("token_k1", 0.6, 1.6), ("seq_max_k2", 0.0, 0.6), ("seq_mean_k3", 0.0, 0.09))
+    alone = [np.asarray(correction.keep(*x, rules=(rule,))) for rule in chain]
+    np.testing.assert_array_equal(correction.keep(*x, rules=chain), np.logical_and.reduce(alone))
+    assert all(one.sum() > np.logical_and.reduce(alone).sum() for one in alone)
+
+
+def test_rejection_by_hand():
+    """Ratios 2, 1/2 and 4 in a sequence: their logs sum up to log 4; the largest k2 is ½ (log 4)² = 0.96."""
+    d, mask, segment = np.log([[2.0, 0.5, 4.0]]), np.ones((1, 3), bool), np.ones((1, 3), np.int32)
+
+    def kept(*rule):
+        return np.asarray(correction.keep(d, mask, segment, rules=(rule,)))[0].tolist()
+
+    # k1 is the log of sampler over trainer: 1/2, 2, 1/4
+    assert kept("token_k1", 0.4, 3.0) == [True, True, False]
+    assert kept("token_k1", 0.2, 1.0) == [True, False, True]
+    assert kept("seq_sum_k1", 0.2, 0.3) == [True] * 3
+    assert kept("seq_sum_k1", 0.3, 9.0) == [False] * 3
+    assert kept("seq_mean_k1", 0.6, 0.7) == [True] * 3  # 4 to the -1/3 is 0.63
+    assert kept("seq_max_k2", 0.0, 0.97) == [True] * 3
+    assert kept("seq_max_k2", 0.0, 0.95) == [False] * 3
+    assert kept("token_k3", 0.0, 1.0) == [True, True, False]  # 1 - log 2, log 2 - 1/2, 3 - log 4
+
+
+def test_what_changes_nothing(packed):
+    """Equal policies; a band of everything; a bound of nothing; a mean of 1; no rules, and rules of no bounds."""
+    laid = packed.lay(draw(packed, 1))
+    d, mask, segment = laid["d mask segment"]
+    same = [("token_k1", 0.99, 1.01), ("seq_sum_k2", 0.0, 0.0), ("seq_max_k3", 0.0, 0.0)]
+    for level in LEVELS:
+        ones = correction.raw_weights(np.where(mask, 0.0, d), mask, segment, level=level)
+        np.testing.assert_array_equal(ones, mask.astype(float))
+        weight = correction.raw_weights(d, mask, segment, level=level)
+        assert not np.allclose(weight, ones)
+        for lower in (None, 0.0):
+            np.testing.assert_array_equal(correction.bounded(weight, lower=lower, upper=np.inf), weight)
+        assert not np.allclose(correction.bounded(weight, lower=0.9, upper=np.inf), weight)
+        np.testing.assert_array_equal(correction.normalized(weight, mean=jnp.float64(1.0)), weight)
+        nothing = correction.normalized(weight, mean=jnp.float64(0.0))
+        np.testing.assert_array_equal(nothing, weight)
+    np.testing.assert_array_equal(correction.keep(np.where(mask, 0.0, d), mask, segment, rules=tuple(same)), mask)
+    assert not np.array_equal(correction.keep(d, mask, segment, rules=tuple(same)), mask)
+    free = tuple((name, 0.0, np.inf) for name, *_ in RULES)
+    for rules in ((), free):
+        np.testing.assert_array_equal(correction.keep(d, mask, segment, rules=rules), mask)
+
+
+def test_token_and_sequence_weights_are_the_same_for_single_tokens(packed):
+    d, mask, segment = packed.lay(draw(packed, 2))["d mask segment"]
+    alone = np.tile(np.arange(1, 21, dtype=np.int32), (7, 1))
+    one, other = (correction.raw_weights(d, mask, alone, level=level) for level in LEVELS)
+    np.testing.assert_array_equal(one, other)
+    assert not np.allclose(one, correction.raw_weights(d, mask, segment, level="sequence"))
+
+
+@FEW
+@given(seed=SEEDS)
+def test_divergences_by_a_loop_in_any_layout(packed, change, seed):
+    batch = draw(packed, seed)
+    found = correction.divergence_sums(*packed.lay(batch, **change)["d mask segment"])
+    each = np.concatenate([s["d"] for s in batch])
+    want = {
+        "kl": sum(-x for x in each),
+        "k3_kl": sum(np.exp(x) - x - 1 for x in each),
+        "chi2_token": sum(np.exp(x) ** 2 for x in each),
+        "chi2_seq": sum(np.prod(np.exp(s["d"])) ** 2 for s in batch if s["d"].size),
+    }
+    assert found.keys() == want.keys()
+    for name, x in want.items():
+        np.testing.assert_allclose(found[name], x, rtol=1e-11)
+
+
+# Far out, shapes and dtypes
+
+
+@jax.jit
+def everything(d, mask, segment):
+    """All that takes log-ratios, and is a number to differentiate."""
+    out = dict(correction.divergence_sums(d, mask, segment))
+    for level in LEVELS:
+        weight = correction.raw_weights(d, mask, segment, level=level)
+        banded = correction.bounded(weight, lower=0.5, upper=2.0)
+        sums = correction.weight_sums(weight, mask, segment, level=level)
+        out |= {f"{level} {name}": x for name, x in correction.importance_sums(banded, mask).items()}
+        out |= {
+            f"{level} raw": weight,
+            f"{level} banded": banded,
+            f"{level} truncated": correction.bounded(weight, lower=None, upper=2.0),
+            f"{level} sums": sums,
+            f"{level} normalized": correction.normalized(weight, mean=sums[0] / jnp.maximum(sums[1], 1.0)),
+        }
+    return out
+
+
+slopes = jax.jit(jax.jacrev(everything))
+
+
+@pytest.mark.parametrize("gap", [0.0, 100.0, -100.0, 1e4, -1e4])
+def test_outputs_and_gradients_stay_finite_far_apart(packed, gap):
+    with jax.enable_x64(False):
+        batch = draw(packed, 3)
+        for way in (lambda s: np.sign(s["reward"]), lambda s: 1.0):
+            far = [s | dict(d=s["d"] + gap * way(s)) for s in batch]
+            laid = packed.lay(far, dtype=np.float32)
+            d, mask, segment = laid["d mask segment"]
+            found, grads = everything(d, mask, segment), slopes(d, mask, segment)
+            for name, part in found.items():
+                assert np.isfinite(part).all() and part.dtype == np.float32, name
+                if part.shape == mask.shape:
+                    np.testing.assert_array_equal(laid.rest(part), 0.0)
+                assert np.isfinite(grads[name]).all(), name
+                np.testing.assert_array_equal(np.asarray(grads[name])[..., ~mask], 0.0)
+            kept = correction.keep(d, mask, segment, rules=tuple(RULES))
+            assert not laid.rest(kept).any() and (gap == 0.0 or not kept.any())
+
+
+def test_rows_without_a_kept_token(packed):
+    with jax.enable_x64(False):
+        d, mask, segment = packed.lay(draw(packed, 4), dtype=np.float32)["d mask segment"]
+        found = everything(d, np.zeros_like(mask), segment)
+        for name, part in found.items():
+            neutral = {"is_max": -np.inf, "is_min": np.inf}.get(name.split(" ")[-1], 0.0)
+            np.testing.assert_array_equal(part, np.full(part.shape, neutral))
+        assert not correction.keep(d, np.zeros_like(mask), segment, rules=(("seq_max_k2", 0.0, 9.0),)).any()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_dtype_jit_and_vmap(packed, dtype):
+    one, other = (packed.lay(draw(packed, seed), dtype=dtype)["d mask segment"] for seed in (5, 6))
+    both = jax.vmap(everything)(*(np.stack(x) for x in zip(one, other, strict=True)))
+    for name, alone in everything(*other).items():
+        assert both[name].dtype == alone.dtype == dtype, name
+        np.testing.assert_allclose(both[name][1], alone, rtol=1e-4 if dtype == np.float32 else 1e-12)
+    keep = functools.partial(correction.keep, rules=tuple(RULES[:1]))
+    np.testing.assert_array_equal(jax.vmap(keep)(*(np.stack(x) for x in zip(one, other, strict=True)))[1], keep(*other))

@@ -1,0 +1,173 @@
+"""Whole runs with every way of learning, the sampler at random: what is built, skipped, kept and said."""
+
+import contextlib
+import dataclasses
+import json
+import pathlib
+
+import numpy as np
+import pytest
+
+from jppo import build, train
+from jppo import config as settings
+from jppo.config import checks
+from jppo.io.checkpoint import Checkpoints
+from jppo.learner import ppo
+from jppo.models import hf
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+@pytest.fixture
+def learn(small_run):
+    """changes -> the metrics of a run of two steps with them."""
+
+    def learn(changes, stop=None):
+        for name, value in changes.items():
+            section, leaf = name.split(".")
+            small_run[section][leaf] = value
+        settings.check(small_run)
+        with pytest.raises(train.Diverged) if stop else contextlib.nullcontext() as e:
+            train.train(small_run)
+        assert stop is None or stop in str(e.value)
+        lines = (pathlib.Path(small_run.trainer.run_dir) / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    return learn
+
+
+def saved(config):
+    """The names of all arrays of the last checkpoint."""
+    (path,) = pathlib.Path(config.trainer.run_dir, "checkpoints").glob("2/about")
+    return json.loads(next(path.rglob("*")).read_text())["arrays"].keys()
+
+
+ESTIMATORS = ["reinforce_plus_plus", "remax", *checks.NEEDS_GROUPS]
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_no_critic_is_built_trained_or_saved_where_none_is_asked_for(learn, small_run, engine, monkeypatch, estimator):
+    loaded = []
+    load = build.state.load
+    monkeypatch.setattr(build.state, "load", lambda what, *a, **k: (loaded.append(what.head), load(what, *a, **k))[1])
+    metrics = learn({"algorithm.adv_estimator": estimator, "rollout.n": 2, "critic.path": "/no/such/model"})
+    assert loaded == ["lm"]
+    assert not any("value" in name for name in saved(small_run))
+    for line in metrics[1:]:
+        assert not {name for name in line if "vf_" in name or "critic/lr" in name or "values" in name}
+        assert np.isfinite(line["actor/pg_loss"]) and line["actor/grad_norm"] > 0
+        assert "timing_s/update_critic" not in line or line["timing_s/update_critic"] == 0
+    greedy = [s for s in engine.asked if s.temperature == 0.0]
+    assert len(greedy) == (3 if estimator != "remax" else 5), "three tests; remax asks once more in each step"
+
+
+@pytest.mark.parametrize("loss_mode", checks.CHOICES["actor.loss_mode"])
+def test_every_policy_loss_moves_the_policy(learn, small_run, loss_mode):
+    before = hf.load_params  # noqa: F841
+    metrics = learn({"actor.loss_mode": loss_mode, "actor.ppo_epochs": 2, "actor.lr": 1e-2, "actor.shuffle": True})
+    assert all(line["actor/grad_norm"] > 0 and np.isfinite(line["actor/pg_loss"]) for line in metrics[1:])
+
+
+def test_bypass_skips_the_pass_and_takes_the_samplers_log_probs(learn, monkeypatch):
+    passes = []
+    score_rows = ppo.score_rows
+
+    def counted(these, recipe, rows, policy):
+        spied = dataclasses.replace(these, logprob=lambda *a: (passes.append(1), these.logprob(*a))[1])
+        return score_rows(spied, recipe, rows, policy)
+
+    monkeypatch.setattr(ppo, "score_rows", counted)
+    metrics = learn({"algorithm.old_logprob": "bypass"})
+    assert not passes
+    assert all(abs(line["actor/ppo_kl"]) > 0.01 for line in metrics[1:]), "the sampler is far from the policy"
+    assert all("rollout/logp_gap_max" not in line and line["actor/entropy"] > 0.1 for line in metrics[1:])
+    learn({"algorithm.old_logprob": "decoupled", "trainer.resume_mode": "disable"})
+    assert passes
+
+
+CORRECTION = {
+    "algorithm.old_logprob": "correction",
+    "algorithm.rollout_is": "sequence",
+    "algorithm.rollout_is_threshold": "0.5_2.0",
+    "algorithm.rollout_is_batch_normalize": True,
+    "algorithm.rollout_rs": "token_k1",
+    "algorithm.rollout_rs_threshold": "0.8_1.25",
+}
+
+
+def test_correction_reports_what_it_did(learn):
+    for line in learn(CORRECTION)[1:]:
+        assert 0 < line["rollout_corr/rollout_rs_masked_fraction"] < 1
+        seen = line["rollout_corr/rollout_rs_seq_masked_fraction"]
+        assert line["rollout_corr/rollout_rs_masked_fraction"] <= seen <= 1
+        assert line["rollout_corr/rollout_is_mean"] <= line["rollout_corr/rollout_is_max"] <= 2.0
+        assert line["rollout_corr/rollout_is_min"] >= 0.0
+        assert 0 <= line["rollout_corr/rollout_is_eff_sample_size"] <= 1
+        assert line["rollout_corr/k3_kl"] > 0 and line["rollout_corr/chi2_token"] > -1
+
+
+@pytest.mark.parametrize("kind", ["full", "full+", "k3+"])
+@pytest.mark.parametrize("mode", ["decoupled", "bypass"])
+def test_both_kls_at_once(learn, kind, mode):
+    both = {"algorithm.use_kl_in_reward": True, "algorithm.kl_penalty": kind}
+    both |= {"actor.use_kl_loss": True, "actor.kl_loss_type": kind, "algorithm.old_logprob": mode, "actor.lr": 1e-2}
+    first, second = learn(both)[1:]
+    # The policy begins as its own reference; with the sampler's log-probs for old ones only the exact KL knows it.
+    if mode == "decoupled" or kind != "k3+":
+        assert first["actor/reward_kl_penalty"] == pytest.approx(0, abs=1e-5)
+    assert second["actor/reward_kl_penalty"] > 1e-4 and second["actor/kl_loss"] > 1e-4
+
+
+def test_a_reference_of_its_own(learn, small_run, tmp_path):
+    other = small_run.model.path
+    metrics = learn({"algorithm.use_kl_in_reward": True, "ref.path": other, "algorithm.kl_penalty": "full"})
+    assert metrics[1]["actor/reward_kl_penalty"] > 1e-3, "drawn at random from another key than the policy"
+
+
+def test_an_adaptive_coefficient_follows_the_kl_and_survives_a_resume(learn, small_run):
+    adaptive = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl_type": "adaptive", "algorithm.kl_coef": 0.5}
+    adaptive |= {"algorithm.target_kl": 0.1, "algorithm.horizon": 40, "trainer.total_training_steps": 2}
+    first, second = learn(adaptive)[1:]
+    assert first["actor/reward_kl_penalty_coeff"] == 0.5
+    # The KL of step 1 is 0: the coefficient falls by the most that it may, 0.2 of 4 sequences in 40.
+    assert second["actor/reward_kl_penalty_coeff"] == pytest.approx(0.5 * (1 - 0.2 * 4 / 40))
+    third = learn({"trainer.total_training_steps": 3})[-1]
+    error = np.clip(second["actor/reward_kl_penalty"] / 0.1 - 1, -0.2, 0.2)
+    expected = second["actor/reward_kl_penalty_coeff"] * (1 + error * 4 / 40)
+    assert third["step"] == 3 and third["actor/reward_kl_penalty_coeff"] == pytest.approx(expected)
+
+
+def test_in_the_critics_warm_up_only_the_critic_learns(learn, small_run):
+    metrics = learn({"trainer.critic_warmup": 1, "actor.lr_warmup_steps_ratio": 0.0, "actor.lr": 1e-2})
+    assert "actor/pg_loss" not in metrics[1] and metrics[1]["critic/grad_norm"] > 0
+    assert metrics[2]["actor/lr"] == pytest.approx(1e-2) and metrics[2]["actor/grad_norm"] > 0
+
+
+def test_the_critic_has_mini_batches_and_epochs_of_its_own(learn, monkeypatch):
+    steps = {"actor": 0, "critic": 0}
+    descend = ppo.descend
+
+    def counted(how, params, opt, step, minis, *further):
+        minis = list(minis)
+        steps[how.name] += len(minis)
+        return descend(how, params, opt, step, minis, *further)
+
+    monkeypatch.setattr(ppo, "descend", counted)
+    learn({"critic.ppo_mini_batch_size": 2, "critic.ppo_epochs": 3, "critic.shuffle": True, "actor.ppo_epochs": 2})
+    assert steps == {"actor": 2 * 2, "critic": 2 * 2 * 3}
+
+
+def test_a_step_that_is_no_number_is_skipped_counted_and_kept(learn, small_run):
+    """An infinite learning signal: the value loss overflows, the actor goes on."""
+    infinite = {"algorithm.kl_coef": 1e38, "algorithm.use_kl_in_reward": True, "algorithm.kl_penalty": "k2"}
+    infinite |= {"algorithm.old_logprob": "bypass", "trainer.max_bad_steps": 2, "trainer.total_training_steps": 5}
+    metrics = learn(infinite, stop="2 steps in a row had a loss or gradient that is no finite number")
+    run = pathlib.Path(small_run.trainer.run_dir)
+    assert [line["trainer/bad_steps"] for line in metrics[1:]] == [1.0, 2.0]
+    assert all(line["critic/skipped"] > 0 for line in metrics[1:])
+    assert sorted(path.name for path in (run / "bad_steps").iterdir()) == ["step_1.npz", "step_2.npz"]
+    with np.load(run / "bad_steps/step_1.npz") as kept:
+        assert kept["inputs"].shape == kept["advantage"].shape == kept["returns"].shape
+        assert not np.isfinite(kept["returns"][kept["mask"]]).all() or np.abs(kept["returns"]).max() > 1e30
+    with Checkpoints(run / "checkpoints", keep=2) as checkpoints:
+        assert checkpoints.latest() == 2
