@@ -110,5 +110,8 @@ def change(request):
 @pytest.fixture(scope="module", autouse=True)
 def float64():
     """Everything here runs in float64 unless a test says float32: what is wrong is then not taken for rounding."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)  # most of the time would go to compiling
     with jax.enable_x64(True):
         yield
+    jax.config.update("jax_disable_most_optimizations", before)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jppo.algorithms import kl
 
-FEW = settings(max_examples=20, deadline=None, derandomize=True)
+FEW = settings(max_examples=10, deadline=None, derandomize=True)
 SEEDS = st.integers(0, 2**16)
 P = np.log(np.array([0.5, 0.3, 0.15, 0.05]))
 Q = np.log(np.array([0.2, 0.4, 0.1, 0.3]))
