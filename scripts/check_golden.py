@@ -35,7 +35,7 @@ from jppo.models import heads
 from jppo.structs import Array
 
 TOLERANCE = {"float64": 1e-6, "float32": 1e-4}
-FLOOR = 0.01
+FLOOR = 0.1
 # Cases where verl is wrong: the path under DIR -> why. They count as failed.
 KNOWN: dict[str, str] = {}
 
@@ -169,11 +169,13 @@ def policy(loss: Callable[..., losses.PolicyLoss], *settings: str, mode: str | N
 
     def adapter(meta: Meta, x: Inputs) -> dict[str, Found]:
         mask, logp, old_logp = x["mask"], x["logprob"], x["old_logprob"]
-        given = {name: setting(meta, name) for name in settings}
+        given, weight = {name: setting(meta, name) for name in settings}, x.get("is_weights")
+        if weight is not None and loss is losses.geo_mean:
+            weight = correction.geometric(weight, mask, x["segment"])
 
         def each(logp: Array):
             value, *clipped = loss(logp, old_logp, x["advantages"], mask, x["segment"], **given)
-            return value * x["is_weights"] if "is_weights" in x else value, clipped
+            return value if weight is None else value * weight, clipped
 
         out, clipped = with_gradient(each, logp, meta, x, mode or meta["mode"])
         # As verl's: the sequence losses count log-ratios as they are.

@@ -106,6 +106,14 @@ def test_weights_by_hand():
     )
 
 
+def test_geometric_by_hand():
+    # Two sequences, √(4 · 1) and √(9 · 1e-10) with a masked 7 between; the last entry is empty.
+    weight = np.float64([[4.0, 1.0, 9.0, 7.0, 0.0, 5.0]])
+    mask = np.array([[True, True, True, False, True, False]])
+    found = correction.geometric(weight, mask, np.int32([[1, 1, 2, 2, 2, 0]]))
+    np.testing.assert_allclose(np.asarray(found)[mask], [2.0, 2.0, 3e-5, 3e-5], rtol=1e-6)
+
+
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule[0])
 @FEW
 @given(seed=SEEDS)

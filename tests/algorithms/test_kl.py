@@ -79,6 +79,23 @@ def test_k3_by_hand_and_never_negative():
     assert np.min(kl.k3(np.zeros_like(d), d)) >= 0.0
 
 
+def test_k3_of_policies_that_are_close():
+    """½ d² + d³/6 to the next term, where e^d - d - 1 would be all rounding."""
+    with jax.enable_x64(False):
+        d = np.float32([-1e-2, -1e-3, 1e-3, 1e-2])
+        exact = d.astype(np.float64)
+        np.testing.assert_allclose(kl.k3(np.zeros_like(d), d), exact**2 / 2 + exact**3 / 6, rtol=1e-3)
+        d = np.random.default_rng(0).normal(0, 1e-3, 1000).astype(np.float32)
+        assert np.min(kl.k3(np.zeros_like(d), d)) >= 0.0
+
+
+@pytest.mark.parametrize("name", [name for name in kl.ESTIMATORS if name not in ("kl", "k1")])
+def test_no_gradient_where_policy_and_reference_are_equal(name):
+    """As everywhere in a first step; k1 alone pushes on."""
+    logp = np.linspace(-9.0, 0.0, 7)
+    np.testing.assert_array_equal(value_and_slope(name, logp, logp)[1], 0.0)
+
+
 def test_k1_keeps_its_sign():
     np.testing.assert_array_equal(kl.k1(np.float32([-1.0, -3.0]), np.float32([-2.0, -1.0])), [1.0, -2.0])
 

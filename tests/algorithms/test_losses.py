@@ -197,6 +197,12 @@ def test_geo_mean_by_hand():
     np.testing.assert_allclose(grad, [[0.0, -1.5 * np.sqrt(2)]], rtol=1e-12, atol=1e-12)
 
 
+def test_geo_mean_of_what_has_become_next_to_impossible():
+    """A ratio of e^-30 is no number to hold: loss and slope are both -A e^-30."""
+    loss, _, _, grad = asked("geo_mean", clip_low=0.4, clip_high=0.4)(*plain([-31.0], [-1.0], [2.0]), np.ones((1, 1)))
+    np.testing.assert_allclose([loss[0, 0], grad[0, 0]], -2 * np.exp(-30.0), rtol=1e-12)
+
+
 def test_cispo_by_hand():
     """A ratio of 2 counts as 1.3 and still has a gradient, unlike PPO's."""
     x = plain([-1.0], [-1.0 - np.log(2)], [2.0])
