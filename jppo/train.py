@@ -150,17 +150,20 @@ def ppo_step(
     with timer("old_log_prob"):
         scored, found = ppo.score_rows(passes, learner.recipe, rows, now.policy)
     metrics |= found
-    with timer("ref"):
-        scored, penalty = ppo.refer(passes, scored, now.policy, learner.reference)
-    with timer("values"):
-        scored = ppo.with_values(passes, scored, now.value)
+    penalty: list[Any] = [None] * len(scored)
+    if learner.reference is not None:
+        with timer("ref"):
+            scored, penalty = ppo.refer(passes, scored, now.policy, learner.reference)
+    if learner.critic is not None:
+        with timer("values"):
+            scored = ppo.with_values(passes, scored, now.value)
     with timer("adv"):
         scored, found = estimate.advantages(passes, scored, penalty, outcome, now.kl_coef)
         metrics |= found | {"actor/reward_kl_penalty_coeff": float(now.kl_coef)}
         flat = batch.flatten(scored, len(trajectories))
     now, found = update_models(c, learner, now, flat, trajectories, timer)
     metrics = found | metrics
-    bad = metrics["actor/skipped"] + metrics.get("critic/skipped", 0.0) > 0
+    bad = metrics.get("actor/skipped", 0.0) + metrics.get("critic/skipped", 0.0) > 0
     if bad:
         write_arrays(run, f"step_{version + 1}", flat.arrays)
     kl_coef = now.kl_coef

@@ -89,7 +89,7 @@ class RandomEngine:
             response = np.append(rng.integers(2, 12, rng.integers(1, sampling.max_tokens)), self.end)
             sampled = np.repeat([False, True], [len(prompt.ids), len(response)])
             tokens = np.concatenate([prompt.ids, response]).astype(np.int32)
-            logp = np.where(sampled, -2.0, 0.0).astype(np.float32)
+            logp = np.where(sampled, rng.normal(-3.3, 0.5, len(tokens)), 0.0).astype(np.float32)
             of = np.where(sampled, version, -1).astype(np.int32)
             out.append(Trajectory(prompt.uid, tokens, sampled, logp, of, self.decode(response[:-1]), "stop", 1))
         return out

@@ -10,12 +10,18 @@ import pytest
 
 from jppo import build, train
 from jppo import config as settings
-from jppo.config import checks
 from jppo.io.checkpoint import Checkpoints
 from jppo.learner import ppo
-from jppo.models import hf
+from jppo.rewards import graders
+from jppo.structs import Reward
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+@pytest.fixture(autouse=True)
+def digits_are_worth_something(monkeypatch):
+    """Random responses are never right: this grader finds some better than others."""
+    monkeypatch.setitem(graders.GRADERS, "arithmetic", lambda text, _: Reward(int(f"0{text}"[-1]) / 9, {}, None))
 
 
 @pytest.fixture
@@ -38,14 +44,11 @@ def learn(small_run):
 
 def saved(config):
     """The names of all arrays of the last checkpoint."""
-    (path,) = pathlib.Path(config.trainer.run_dir, "checkpoints").glob("2/about")
-    return json.loads(next(path.rglob("*")).read_text())["arrays"].keys()
+    about = pathlib.Path(config.trainer.run_dir, "checkpoints/2/about/metadata")
+    return json.loads(about.read_text())["arrays"].keys()
 
 
-ESTIMATORS = ["reinforce_plus_plus", "remax", *checks.NEEDS_GROUPS]
-
-
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("estimator", ["grpo", "remax"])
 def test_no_critic_is_built_trained_or_saved_where_none_is_asked_for(learn, small_run, engine, monkeypatch, estimator):
     loaded = []
     load = build.state.load
@@ -56,16 +59,9 @@ def test_no_critic_is_built_trained_or_saved_where_none_is_asked_for(learn, smal
     for line in metrics[1:]:
         assert not {name for name in line if "vf_" in name or "critic/lr" in name or "values" in name}
         assert np.isfinite(line["actor/pg_loss"]) and line["actor/grad_norm"] > 0
-        assert "timing_s/update_critic" not in line or line["timing_s/update_critic"] == 0
+        assert "timing_s/update_critic" not in line
     greedy = [s for s in engine.asked if s.temperature == 0.0]
     assert len(greedy) == (3 if estimator != "remax" else 5), "three tests; remax asks once more in each step"
-
-
-@pytest.mark.parametrize("loss_mode", checks.CHOICES["actor.loss_mode"])
-def test_every_policy_loss_moves_the_policy(learn, small_run, loss_mode):
-    before = hf.load_params  # noqa: F841
-    metrics = learn({"actor.loss_mode": loss_mode, "actor.ppo_epochs": 2, "actor.lr": 1e-2, "actor.shuffle": True})
-    assert all(line["actor/grad_norm"] > 0 and np.isfinite(line["actor/pg_loss"]) for line in metrics[1:])
 
 
 def test_bypass_skips_the_pass_and_takes_the_samplers_log_probs(learn, monkeypatch):
@@ -79,7 +75,7 @@ def test_bypass_skips_the_pass_and_takes_the_samplers_log_probs(learn, monkeypat
     monkeypatch.setattr(ppo, "score_rows", counted)
     metrics = learn({"algorithm.old_logprob": "bypass"})
     assert not passes
-    assert all(abs(line["actor/ppo_kl"]) > 0.01 for line in metrics[1:]), "the sampler is far from the policy"
+    assert all(line["actor/ratio_max"] > 1.1 for line in metrics[1:]), "the sampler is far from the policy"
     assert all("rollout/logp_gap_max" not in line and line["actor/entropy"] > 0.1 for line in metrics[1:])
     learn({"algorithm.old_logprob": "decoupled", "trainer.resume_mode": "disable"})
     assert passes
@@ -106,8 +102,7 @@ def test_correction_reports_what_it_did(learn):
         assert line["rollout_corr/k3_kl"] > 0 and line["rollout_corr/chi2_token"] > -1
 
 
-@pytest.mark.parametrize("kind", ["full", "full+", "k3+"])
-@pytest.mark.parametrize("mode", ["decoupled", "bypass"])
+@pytest.mark.parametrize("kind,mode", [("full", "bypass"), ("k3+", "decoupled")])
 def test_both_kls_at_once(learn, kind, mode):
     both = {"algorithm.use_kl_in_reward": True, "algorithm.kl_penalty": kind}
     both |= {"actor.use_kl_loss": True, "actor.kl_loss_type": kind, "algorithm.old_logprob": mode, "actor.lr": 1e-2}

@@ -103,7 +103,8 @@ def advantages(
     rewards = batch.each(lambda r, p: passes.reward(r, score, p, kl_coef), rows, penalty)
     sums = jax.device_get([found for _, found in rewards])
     length, kl = (np.sum([one[key] for one in sums], axis=0) for key in ("length", "kl"))
-    total = (score - float(kl_coef) * kl).astype(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):  # a KL that overflows is found by the update, which is skipped
+        total = (score - float(kl_coef) * kl).astype(np.float32)
     whole = outcome.greedy
     if passes.sequences is not None:
         whole = passes.sequences(total, length.astype(np.float32), outcome.group)

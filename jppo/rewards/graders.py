@@ -5,6 +5,7 @@ answer is a score of 0; a grader that fails is an error, which is counted and sh
 """
 
 import decimal
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -70,7 +71,10 @@ def _grader(source: str, override: str) -> Grader:
 
 def _safely(grader: Grader, response: str, ground_truth: str) -> Reward:
     try:
-        return grader(response, ground_truth)
+        reward = grader(response, ground_truth)
+        if not math.isfinite(reward.score):
+            raise ValueError(f"the score is {reward.score}; it must be a finite number")
+        return reward
     except Exception as e:  # whatever a grader raises costs its own sample only, and is reported with it
         return Reward(score=float("nan"), parts={}, error=f"{type(e).__name__}: {e}")
 

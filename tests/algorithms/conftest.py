@@ -109,9 +109,12 @@ def change(request):
 
 @pytest.fixture(scope="module", autouse=True)
 def float64():
-    """Everything here runs in float64 unless a test says float32: what is wrong is then not taken for rounding."""
+    """Everything here runs in float64 unless a test says float32: what is wrong is then not taken for rounding.
+
+    Nothing here draws keys, and the check of their reuse would take jitted calls off their fast path.
+    """
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)  # most of the time would go to compiling
-    with jax.enable_x64(True):
+    with jax.enable_x64(True), jax.debug_key_reuse(False):
         yield
     jax.config.update("jax_disable_most_optimizations", before)

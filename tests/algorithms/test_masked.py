@@ -134,6 +134,12 @@ def test_by_sequence_by_hand():
     np.testing.assert_array_equal(masked.last_of_sequence(mask, segment), [[False, False, True, True], [False] * 4])
 
 
+def test_a_row_may_be_full_of_single_tokens():
+    x, every = np.float32([[3.0, -1.0, 4.0]]), np.ones((1, 3), bool)
+    for name in BY_SEQUENCE:
+        np.testing.assert_array_equal(ask[name](x, every, np.int32([[1, 2, 3]])), x)
+
+
 def test_a_negative_maximum_is_not_taken_for_nothing():
     x, one = np.float32([[-3.0, -2.0]]), np.int32([[1, 1]])
     np.testing.assert_array_equal(masked.sequence_max(x, np.array([[True, True]]), one), [[-2.0, -2.0]])
