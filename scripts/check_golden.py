@@ -87,10 +87,11 @@ def whitened(raw: Array, mask: Array) -> Array:
 
 
 def gae(meta: Meta, x: Inputs) -> dict[str, Found]:
-    """Advantages are whitened, returns are not."""
+    """Advantages are whitened; returns are not, and are a sum with the values in it."""
     mask = x["mask"]
     raw, returns = GAE(x["rewards"], x["values"], mask, x["segment"], gamma=meta["gamma"], lam=meta["lam"])
-    return {"advantages": Found(whitened(raw, mask), mask), "returns": Found(returns, mask)}
+    terms = jnp.max(jnp.abs(x["values"]), where=mask, initial=0.0)
+    return {"advantages": Found(whitened(raw, mask), mask), "returns": Found(returns, mask, terms)}
 
 
 def reinforce_plus_plus(meta: Meta, x: Inputs) -> dict[str, Found]:
