@@ -246,7 +246,7 @@ def test_outputs_and_gradients_stay_finite_far_apart(packed, gap):
                     np.testing.assert_array_equal(laid.rest(part), 0.0)
                 assert np.isfinite(grads[name]).all(), name
                 np.testing.assert_array_equal(np.asarray(grads[name])[..., ~mask], 0.0)
-            kept = correction.keep(d, mask, segment, rules=tuple(RULES))
+            kept = keep(d, mask, segment, rules=tuple(RULES))
             assert not laid.rest(kept).any() and (gap == 0.0 or not kept.any())
 
 
@@ -267,5 +267,7 @@ def test_dtype_jit_and_vmap(packed, dtype):
     for name, alone in everything(*other).items():
         assert both[name].dtype == alone.dtype == dtype, name
         np.testing.assert_allclose(both[name][1], alone, rtol=1e-4 if dtype == np.float32 else 1e-12)
-    keep = functools.partial(correction.keep, rules=tuple(RULES[:1]))
-    np.testing.assert_array_equal(jax.vmap(keep)(*(np.stack(x) for x in zip(one, other, strict=True)))[1], keep(*other))
+    judge = functools.partial(keep, rules=tuple(RULES[:1]))
+    np.testing.assert_array_equal(
+        jax.vmap(judge)(*(np.stack(x) for x in zip(one, other, strict=True)))[1], judge(*other)
+    )

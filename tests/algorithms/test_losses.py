@@ -404,6 +404,9 @@ def paper_weights(lengths, mode, scale):
     return [[each(n)] * n if n else [] for n in lengths]
 
 
+token_weights = jax.jit(losses.token_weights, static_argnames=("mode", "scale"))
+
+
 @functools.partial(jax.jit, static_argnames="mode")
 def weigh(mask, segment, tokens, *, mode):
     """Of a batch of six sequences that are not empty."""
@@ -440,7 +443,7 @@ def test_the_modes_differ_where_lengths_do_and_agree_where_they_do_not():
 
     def total(mode, loss, mask):
         count = dict(tokens=jnp.float64(mask.sum()), sequences=jnp.float64(4), scale=2.0)
-        return np.sum(losses.token_weights(mask, segment, mode=mode, **count) * loss)
+        return np.sum(token_weights(mask, segment, mode=mode, **count) * loss)
 
     loss = np.array([[1.0, 2.0, 3.0, 10.0], [4.0, 6.0, 0.0, 2.0]])
     # sequences: 1 2 3 | 10 | 4 6 | 0 2
@@ -452,7 +455,7 @@ def test_the_modes_differ_where_lengths_do_and_agree_where_they_do_not():
 @pytest.mark.parametrize("mode", losses.AGGREGATIONS)
 def test_nothing_kept_has_no_weight(mode):
     count = dict(tokens=jnp.float32(0), sequences=jnp.float32(0), scale=2.0)
-    found = losses.token_weights(np.zeros((2, 3), bool), np.ones((2, 3), np.int32), mode=mode, **count)
+    found = token_weights(np.zeros((2, 3), bool), np.ones((2, 3), np.int32), mode=mode, **count)
     np.testing.assert_array_equal(found, 0.0)
 
 
