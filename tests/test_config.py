@@ -147,6 +147,7 @@ def test_what_is_none_unless_given_may_be_given(config):
             ["'seq_max_k1' is not known", "token_k3"],
         ),
         ({"algorithm.rollout_rs": "token_k3", "algorithm.rollout_rs_threshold": "0.5_2"}, ["upper bound only"]),
+        ({"algorithm.rollout_rs": "seq_sum_k1", "algorithm.rollout_rs_threshold": "0.5"}, ["0.5 alone", "low_high"]),
         ({"algorithm.rollout_rs": "token_k3,token_k3", "algorithm.rollout_rs_threshold": "2"}, ["twice"]),
         ({"actor.lr_warmup_steps": 3, "actor.lr_warmup_steps_ratio": 0.1}, ["actor.lr_warmup_steps=3", "leave one"]),
     ],

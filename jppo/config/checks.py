@@ -257,6 +257,10 @@ def rejection_rules(names: str, thresholds: str | float) -> tuple[tuple[str, flo
     for name, spec in zip(rules, specs * len(rules) if len(specs) == 1 else specs, strict=True):
         lower, upper = _band(spec, f"{said}: the threshold of {name}")
         if name.endswith("k1"):
+            if lower is None and upper < 1:
+                raise UserError(
+                    f"{said}: {spec} alone is the band from 1/{spec} to {spec}, which is empty; give low_high"
+                )
             out.append((name, 1.0 / upper if lower is None else lower, upper))
         elif lower is not None:
             raise UserError(f"{said}: {name} has an upper bound only, {spec!r} is a band; give one number")

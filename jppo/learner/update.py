@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jppo.algorithms import losses
-from jppo.algorithms.masked import FAR, masked_sum, sequence_mean
+from jppo.algorithms import correction, losses
+from jppo.algorithms.masked import FAR, masked_sum
 from jppo.learner import sharding
 from jppo.learner.optim import descend
 from jppo.learner.score import LogProb, LogProbKL, Value
@@ -51,20 +51,17 @@ def make_actor_loss(
 
         each, held, held_lower = policy_loss(logp, scored.logp, scored.advantage, mask, segment)
         if scored.weight is not None:
-            weight = scored.weight
-            if by_sequence:
-                weight = jnp.exp(sequence_mean(jnp.log(weight + 1e-10), mask, segment))
-            each = each * weight
+            each *= correction.geometric(scored.weight, mask, segment) if by_sequence else scored.weight
         surrogate = total(each)
         out = surrogate - entropy_coeff * total(entropy)
-        delta = jnp.where(mask, logp - scored.logp, 0.0)
+        delta = jnp.clip(jnp.where(mask, logp - scored.logp, 0.0), -FAR, FAR)
         sums = {
             "actor/pg_loss": surrogate,
             "actor/pg_clipfrac": mean(held),
             "actor/pg_clipfrac_lower": mean(held_lower),
             "actor/ppo_kl": mean(-delta),
-            "actor/ratio_max": jnp.exp(jnp.clip(jnp.max(delta), -FAR, FAR)),
-            "actor/ratio_min": jnp.exp(jnp.clip(jnp.min(delta), -FAR, FAR)),
+            "actor/ratio_max": jnp.exp(jnp.max(delta)),
+            "actor/ratio_min": jnp.exp(jnp.min(delta)),
             "actor/entropy": mean(entropy),
         }
         if penalty is not None:

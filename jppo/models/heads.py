@@ -82,7 +82,7 @@ def logprob_of(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
 def entropy_of(logits: jax.Array) -> jax.Array:
     """H(p) = -Σ p log p [...] of logits [..., V]."""
-    every = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)  # of every token; large logits would cancel worse
+    every = jax.nn.log_softmax(logits)  # of every token: large logits would cancel otherwise
     return -jnp.sum(jnp.exp(every) * every, axis=-1)
 
 

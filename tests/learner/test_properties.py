@@ -1,0 +1,204 @@
+"""Advantages, losses and gradients by token do not depend on the cut, whatever is estimated, weighed or averaged.
+
+The policy is a table: its log-prob of a sampled token stands at [trajectory, how many were sampled before it]. So its
+gradient names every token, and what a cut does to any of them is seen.
+"""
+
+import dataclasses
+import functools
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from jppo import build
+from jppo import config as options
+from jppo.config import checks
+from jppo.learner import batch, estimate, packing, ppo, score, sharding, update
+from jppo.structs import Trajectory
+
+N, G, LONGEST = 6, 3, 24  # prompts, samples of each, tokens
+B = N * G
+RNG = np.random.default_rng(0)
+TABLES = {name: RNG.normal(-2, 0.4, (B, LONGEST)).astype(np.float32) for name in ("new", "old", "reference", "sampler")}
+TABLES["value"] = RNG.normal(0, 1, (B, LONGEST)).astype(np.float32)
+SCORES = RNG.normal(0, 1, B).astype(np.float32)
+LENGTHS = RNG.integers(1, 12, B)  # sampled tokens; the rest are of the prompt
+LENGTHS[:2] = 1
+KL_COEF = 0.3
+
+
+def trajectory(i, tools=()):
+    """Trajectory i with a prompt of two tokens, and one token of a tool before each sampled token in `tools`."""
+    tokens, sampled, logp = [0, 0], [False, False], [0.0, 0.0]
+    for rank in range(LENGTHS[i]):
+        for _ in range(tools.count(rank)):
+            tokens, sampled, logp = [*tokens, 0], [*sampled, False], [*logp, 0.0]
+        tokens, sampled = [*tokens, rank], [*sampled, True]
+        logp = [*logp, TABLES["sampler"][i, rank]]
+    return Trajectory(
+        uid=str(i // G),
+        tokens=np.array(tokens, np.int32),
+        sampled=np.array(sampled),
+        logprob=np.array(logp, np.float32),
+        version=np.zeros(len(tokens), np.int32),
+        text="",
+        finish="stop",
+        turns=1,
+    )
+
+
+def look_up(table, rows):
+    """What the table says of each entry, and no entropy."""
+    found = table[jnp.maximum(rows.sequence, 0), rows.targets]
+    return found, jnp.zeros_like(found)
+
+
+def recipe(**changes):
+    """What the settings ask for."""
+    c = options.default()
+    c.algorithm.gamma, c.algorithm.lam, c.actor.clip_ratio, c.rollout.n = 0.97, 0.9, 0.1, G
+    c.model.path, c.data.train_files, c.data.val_files = "m", "t", "v"
+    c.data.train_batch_size, c.actor.ppo_mini_batch_size = N, B
+    c.algorithm.use_kl_in_reward = c.actor.use_kl_loss = True
+    for name, value in changes.items():
+        section, leaf = name.split("__")
+        c[section][leaf] = value
+    options.check(c)
+    return build.make_recipe(c)
+
+
+@functools.cache
+def passes_of(made):
+    """The passes of a recipe, tables for models."""
+    passes = ppo.make_passes(
+        ppo.Models((None, None), (None, None), None), made, temperature=1.0, chunk_tokens=1, sequences=B
+    )
+    with_kl = score.make_logprob_kl(made.kl_loss_type, look_up, None)
+    loss = update.make_actor_loss(
+        with_kl, made.policy_loss, made.weigh, by_sequence=made.by_sequence, entropy_coeff=0.1, kl_loss_coef=0.2
+    )
+    value = lambda table, rows: look_up(table, rows)[0]  # noqa: E731
+    return dataclasses.replace(
+        passes,
+        logprob=jax.jit(look_up),
+        reference=jax.jit(score.make_reference(made.kl_penalty, made.kl_loss_type, look_up, None)),
+        value=jax.jit(value) if made.estimator.critic else None,
+        actor=update.make_accumulate(loss),
+        critic=update.make_accumulate(
+            update.make_critic_loss(value, made.weigh_value, cliprange_value=made.cliprange_value)
+        ),
+    )
+
+
+def learn(made, *, kind="none", tokens_per_micro=10**6, order=None, tools=None):
+    """By [trajectory, sampled token]: advantages, and the gradients of both losses; and the losses themselves."""
+    order = np.arange(B) if order is None else order
+    passes = passes_of(made)
+    tables = {name: table[order] for name, table in TABLES.items()}
+    trajectories = [trajectory(i, () if tools is None else tools[i]) for i in order]
+    plan = packing.make_plan(
+        kind, max_length=LONGEST, row_lengths=2, max_tokens_per_row=2 * LONGEST, tokens_per_micro=tokens_per_micro,
+        sequences=B, row_multiple=1,
+    )  # fmt: skip
+    mesh = sharding.make_mesh((1, 1, 1))
+    rows = batch.make(trajectories, plan=plan, mesh=mesh)
+    scored, _ = ppo.score_rows(passes, made, rows, tables["old"])
+    scored, penalty = ppo.refer(passes, scored, tables["old"], tables["reference"])
+    scored = ppo.with_values(passes, scored, tables["value"])
+    group = np.array([np.flatnonzero(order // G == i // G)[0] for i in order], np.int32)
+    outcome = estimate.Outcome(score=SCORES[order], group=group, greedy=SCORES[order] / 2)
+    scored, _ = estimate.advantages(passes, scored, penalty, outcome, np.float32(KL_COEF))
+    flat = batch.flatten(scored, B)
+    out = {"advantage": np.zeros((B, LONGEST), np.float32)}
+    kept = flat.arrays["mask"]
+    where = order[flat.arrays["sequence"][kept]], flat.arrays["targets"][kept]
+    out["advantage"][where] = flat.arrays["advantage"][kept]
+    cut = dict(order=np.random.default_rng(1).permutation(B), mini_batch_size=B, plan=plan, mesh=mesh)
+    for mini in batch.mini_batches(flat, trajectories, **cut):
+        models = [("actor", (None,))] + ([("critic", ())] if made.estimator.critic else [])
+        for name, further in models:
+            table = jnp.asarray(tables["new" if name == "actor" else "value"] * 1.1)
+            carry = (jnp.zeros_like(table), jnp.float32(0))
+            for micro in mini.micros:
+                carry, _ = getattr(passes, name)(table, carry, micro, mini.counts, *further)
+            gradient = np.zeros((B, LONGEST), np.float32)
+            gradient[order] = carry[0]
+            out |= {f"{name} gradient": gradient, f"{name} loss": np.asarray(carry[1])}
+    return out
+
+
+CORRECTED = dict(
+    algorithm__old_logprob="correction",
+    algorithm__rollout_is="sequence",
+    algorithm__rollout_is_batch_normalize=True,
+    algorithm__rollout_rs="token_k1,seq_max_k3",
+    algorithm__rollout_rs_threshold="0.4_2.5,0.5",
+)
+BANDED = CORRECTED | dict(algorithm__rollout_is="token", algorithm__rollout_is_threshold="0.7_1.5")
+# Every estimator, loss, aggregation and kind of KL stands in one of them.
+RECIPES = {
+    "gae": dict(),
+    "gae sums": dict(actor__loss_agg_mode="seq-mean-token-sum", algorithm__kl_penalty="k2"),
+    "gae banded": BANDED | dict(actor__loss_agg_mode="seq-mean-token-mean", algorithm__kl_penalty="abs"),
+    "grpo": dict(algorithm__adv_estimator="grpo", actor__loss_agg_mode="seq-mean-token-sum-norm"),
+    "passk": dict(algorithm__adv_estimator="grpo_passk", actor__loss_mode="cispo", actor__kl_loss_type="k3+"),
+    "rloo": CORRECTED | dict(algorithm__adv_estimator="rloo", actor__kl_loss_type="abs+"),
+    "rloo_vectorized": dict(algorithm__adv_estimator="rloo_vectorized", actor__loss_mode="geo_mean"),
+    "rf++": dict(algorithm__adv_estimator="reinforce_plus_plus", actor__loss_mode="sapo"),
+    "baseline": dict(algorithm__adv_estimator="reinforce_plus_plus_baseline", actor__loss_mode="gspo"),
+    "geo corrected": CORRECTED | dict(algorithm__adv_estimator="grpo", actor__loss_mode="geo_mean"),
+    "remax": BANDED | dict(algorithm__adv_estimator="remax", actor__loss_mode="gpg", algorithm__kl_penalty="mse"),
+    "opo": dict(algorithm__adv_estimator="opo", actor__kl_loss_type="k1+", algorithm__old_logprob="bypass"),
+}
+
+
+def test_every_choice_stands_in_a_recipe():
+    for name in ("algorithm.adv_estimator", "actor.loss_mode", "actor.loss_agg_mode", "algorithm.old_logprob"):
+        default = options.default()[name.split(".")[0]][name.split(".")[1]]
+        used = {changes.get(name.replace(".", "__"), default) for changes in RECIPES.values()}
+        assert used == set(checks.CHOICES[name])
+
+
+@pytest.fixture(scope="module", params=RECIPES)
+def base(request):
+    made = recipe(**RECIPES[request.param])
+    return made, learn(made)
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-6 * max(1, np.abs(value).max()), err_msg=name)
+
+
+def test_something_is_learned_from_nearly_every_token(base):
+    """Else the tests below would compare nothing with nothing."""
+    _, found = base
+    tokens = LENGTHS.sum()
+    for name in ("advantage", "actor gradient"):
+        assert np.isfinite(found[name]).all()
+        assert np.count_nonzero(found[name]) > tokens / 8, name
+
+
+@settings(deadline=None, max_examples=6, derandomize=True)
+@given(
+    kind=st.sampled_from(["none", "buckets", "segments"]),
+    tokens_per_micro=st.sampled_from([30, 100, 10**6]),
+    prompts=st.permutations(range(N)),
+    samples=st.permutations(range(G)),
+)
+def test_cut_packed_and_permuted(base, kind, tokens_per_micro, prompts, samples):
+    made, expected = base
+    order = (G * np.array(prompts)[:, None] + np.array(samples)).reshape(-1)
+    assert_same(learn(made, kind=kind, tokens_per_micro=tokens_per_micro, order=order), expected)
+
+
+@settings(deadline=None, max_examples=3, derandomize=True)
+@given(tools=st.lists(st.lists(st.integers(0, 8), max_size=4), min_size=B, max_size=B))
+def test_tokens_that_the_policy_did_not_choose_change_nothing(base, tools):
+    made, expected = base
+    assert_same(learn(made, kind="buckets", tools=tools), expected)
