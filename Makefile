@@ -41,9 +41,10 @@ lint: $(READY)  ## check style and format
 types: $(READY)  ## check types
 	$(PY) -m mypy
 
-bench: $(READY)  ## measure tokens a second of each stage, and the advantages
+bench: $(READY)  ## measure tokens a second of each stage, the advantages, the exact KL
 	$(TUNED) $(PY) benchmarks/throughput.py
 	$(TUNED) $(PY) benchmarks/gae.py
+	$(TUNED) $(PY) benchmarks/exact_kl.py
 
 doctor: $(READY)  ## say what of this machine would stop a training, and what to do
 	@$(PY) -m jppo.doctor

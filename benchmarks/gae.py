@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from throughput import ROOT, commit, machine, slug, version
+from machine import ROOT, commit, machine, slug, version
 
 from jppo import config as settings
 from jppo.algorithms import advantage

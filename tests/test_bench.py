@@ -20,14 +20,21 @@ def script(name):
     return module
 
 
+@pytest.fixture(scope="module", autouse=True)
+def beside():
+    """Scripts find each other, as when they are run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(FOLDER)
+        yield
+
+
 @pytest.fixture(scope="module")
-def bench():
+def bench(beside):
     return script("throughput")
 
 
 @pytest.fixture
-def gae(monkeypatch):
-    monkeypatch.syspath_prepend(FOLDER)  # where it stands when it is run
+def gae():
     return script("gae")
 
 
@@ -174,3 +181,20 @@ def test_a_wrong_command_of_gae_is_one_line(gae, capsys):
             gae.main([wrong])
         assert e.value.code == 2
         assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_exact_kl_holds_a_few_chunks_whatever_the_tokens_and_the_vocabulary(tmp_path, capsys):
+    exact_kl = script("exact_kl")
+    chunk = 2**16
+    argv = ["--tokens", "512", "4096", "--vocab", "1024", "4096", "--width", "4", "--chunk_bytes", str(chunk)]
+    exact_kl.main([*argv, "--repeats", "1", "--out", str(tmp_path)])
+    (path,) = tmp_path.glob("*-exact_kl.json")
+    cases = json.loads(path.read_text())["cases"]
+    assert [(case["tokens"], case["vocabulary"]) for case in cases] == [
+        (512, 1024), (4096, 1024), (512, 4096), (4096, 4096),
+    ]  # fmt: skip
+    for case in cases:
+        states = 4 * 4 * (4096 + 4096)  # of every token and word, once
+        assert chunk < case["temporaries"] < 8 * chunk + 8 * states < case["all_logits"] * 9, case
+    assert cases[3]["temporaries"] < cases[3]["all_logits"] / 50
+    assert "| 4,096 | 4,096 |" in capsys.readouterr().out

@@ -34,8 +34,8 @@ def make_gap() -> Callable[[Rows, Array], dict[str, Array]]:
             "sequences": sequences(rows.mask, rows.mask, rows.segment),
             "gap": jnp.sum(jnp.abs(difference)),
             "gap_max": jnp.max(jnp.abs(difference)),
-            "ratio_min": jnp.exp(jnp.min(difference)),
-            "ratio_max": jnp.exp(jnp.max(difference)),
+            "ratio_min": jnp.exp(jnp.maximum(jnp.min(difference), -masked.FAR)),
+            "ratio_max": jnp.exp(jnp.minimum(jnp.max(difference), masked.FAR)),
         }
 
     return gap

@@ -1,0 +1,54 @@
+"""What a benchmark ran on and what it ran: for the head of every result."""
+
+import importlib.metadata
+import os
+import pathlib
+import platform
+import re
+import subprocess
+from typing import Any
+
+import jax
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+def machine() -> dict[str, Any]:
+    """What was measured on, in words that fit any machine of the kind."""
+    cpu = platform.processor() or platform.machine()
+    info = pathlib.Path("/proc/cpuinfo")
+    if info.is_file() and (found := re.search(r"model name\s*: (.*)", info.read_text())):
+        cpu = found[1]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "memory_gib": round(memory / 2**30),
+        "device": jax.devices()[0].device_kind,
+        "devices": len(jax.devices()),
+        "environment": {k: v for k, v in os.environ.items() if k in ("GLIBC_TUNABLES", "LD_PRELOAD", "XLA_FLAGS")},
+    }
+
+
+def slug(found: dict[str, Any]) -> str:
+    """The machine in a file name: its accelerators, or its processor and cores."""
+    on_cpu = found["device"] == "cpu"
+    name = f"{found['cpu']} {found['cores']} cores" if on_cpu else f"{found['devices']} {found['device']}"
+    return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\([^)]*\)", "", name.lower())).strip("-")
+
+
+def commit() -> str | None:
+    """The commit of the checkout, with '+' where its files differ from it; None outside of git."""
+    described = subprocess.run(
+        ["git", "describe", "--always", "--exclude=*", "--dirty=+"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return described.stdout.strip() if described.returncode == 0 else None
+
+
+def version(package: str) -> str | None:
+    """The installed version, None where there is none."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

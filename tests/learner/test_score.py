@@ -1,0 +1,93 @@
+"""The passes over rows: the exact KL against a sum over the vocabulary in numpy, its gradient, what is asked for."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jppo.learner import batch, score
+from jppo.models import decoder, heads
+
+TEMPERATURE = 0.8
+
+
+@pytest.fixture
+def setting(learner, drawn):
+    """The pair of models, two sets of weights, and a micro-batch of shared rows."""
+    ours = learner()
+    trajectories, _ = drawn(8)
+    rows = batch.make(trajectories, plan=ours.plan("segments", 10**6, 8), mesh=ours.mesh)[0]
+    model = (decoder.Decoder(ours.cfg), ours.cfg)
+    return model, ours.weights("actor", 0), ours.weights("actor", 1), rows
+
+
+def log_softmax(model, params, rows):
+    """[R, T, V] in float64."""
+    module, cfg = model
+    hidden = module.apply({"params": params}, rows.inputs, rows.segment, rows.position)
+    z = np.asarray(heads.logits_of(hidden, decoder.head_kernel(params, cfg)), np.float64) / TEMPERATURE
+    z -= z.max(-1, keepdims=True)
+    return z - np.log(np.exp(z).sum(-1, keepdims=True))
+
+
+@pytest.mark.parametrize("chunk_tokens", [8, 10**6])
+def test_exact_kl_is_the_sum_over_the_vocabulary(setting, chunk_tokens):
+    model, policy, reference, rows = setting
+    exact = score.make_exact(model, model, temperature=TEMPERATURE, chunk_tokens=chunk_tokens)
+    logp, entropy, ref_logp, found = jax.jit(exact)(policy, reference, rows)
+    p, q = (log_softmax(model, params, rows) for params in (policy, reference))
+    mask = np.asarray(rows.mask)
+    expected = (np.exp(p) * (p - q)).sum(-1)
+    assert expected[mask].mean() > 0.1
+    np.testing.assert_allclose(found[mask], expected[mask], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(entropy[mask], -(np.exp(p) * p).sum(-1)[mask], rtol=1e-4, atol=1e-5)
+    for logs, values in ((p, logp), (q, ref_logp)):
+        chosen = np.take_along_axis(logs, np.asarray(rows.targets)[..., None], 2)[..., 0]
+        np.testing.assert_allclose(np.asarray(values)[mask], chosen[mask], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(jax.jit(exact)(policy, policy, rows)[3], 0, atol=1e-6)
+
+
+def test_exact_kl_is_the_mean_of_k1_over_what_the_policy_would_say(setting):
+    """The gradient too: of the exact KL, and of Σ π k1 with all of it differentiated."""
+    model, policy, reference, rows = setting
+    module, cfg = model
+    exact = score.make_exact(model, model, temperature=TEMPERATURE, chunk_tokens=16)
+
+    def mean(kl):
+        return jnp.sum(jnp.where(rows.mask, kl, 0.0)) / rows.mask.sum()
+
+    def plain(params):
+        def logs(weights):
+            hidden = module.apply({"params": weights}, rows.inputs, rows.segment, rows.position)
+            return jax.nn.log_softmax(heads.logits_of(hidden, decoder.head_kernel(weights, cfg)) / TEMPERATURE)
+
+        p = logs(params)
+        return mean(jnp.sum(jnp.exp(p) * (p - jax.lax.stop_gradient(logs(reference))), -1))
+
+    found = jax.jit(jax.grad(lambda params: mean(exact(params, reference, rows)[3])))(policy)
+    expected = jax.jit(jax.grad(plain))(policy)
+    largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(expected))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4 * largest), found, expected)
+    frozen = jax.grad(lambda ref: mean(exact(policy, ref, rows)[3]))(reference)
+    assert all((np.asarray(leaf) == 0).all() for leaf in jax.tree.leaves(frozen)), "the reference does not learn"
+
+
+@pytest.mark.parametrize(
+    "penalty,loss,ref_logp,kl",
+    [
+        ("kl", None, True, True),
+        (None, "k3", True, False),
+        ("full", None, False, True),
+        (None, "full+", False, False),
+        ("full", "k2", True, True),
+    ],
+)
+def test_the_reference_gives_what_is_asked_for_and_no_more(setting, penalty, loss, ref_logp, kl):
+    model, policy, reference, rows = setting
+    how = dict(temperature=TEMPERATURE, chunk_tokens=64)
+    exact = score.make_exact(model, model, **how)
+    logprob = score.make_logprob(*model, **how, with_entropy=False)
+    old, _ = logprob(policy, rows)
+    passed = score.make_reference(penalty, loss, logprob, exact)
+    found = passed(reference, policy, rows, old)
+    assert [x is not None for x in found] == [ref_logp, kl]
