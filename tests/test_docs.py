@@ -1,4 +1,4 @@
-"""README.md and docs/architecture.md speak of what there is: paths, commands, settings, metrics, the tree."""
+"""README.md and docs/ speak of what there is: paths, commands, settings, choices, metrics, the tree."""
 
 import pathlib
 import re
@@ -6,10 +6,11 @@ import re
 import pytest
 
 from jppo import config
+from jppo.config import checks
 from jppo.io.timers import STAGES
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-DOCS = ("README.md", "docs/architecture.md", "benchmarks/README.md")
+DOCS = ("README.md", "docs/architecture.md", "docs/algorithms.md", "benchmarks/README.md")
 SOURCES = sorted((ROOT / "jppo").rglob("*.py"))
 
 
@@ -77,6 +78,39 @@ def test_readme_names_every_setting_section():
         assert f"`{section}`" in text("README.md")
 
 
+# Settings that choose mathematics.
+ALGORITHMIC = (
+    "algorithm.adv_estimator",
+    "algorithm.kl_penalty",
+    "algorithm.kl_ctrl_type",
+    "algorithm.old_logprob",
+    "algorithm.rollout_is",
+    "actor.loss_mode",
+    "actor.loss_agg_mode",
+    "actor.kl_loss_type",
+    "actor.lr_scheduler_type",
+    "critic.loss_agg_mode",
+)
+
+
+@pytest.mark.parametrize(
+    "choices", [*(checks.CHOICES[name] for name in ALGORITHMIC), checks.REJECTION_RULES], ids=[*ALGORITHMIC, "rules"]
+)
+def test_algorithms_name_every_choice(choices):
+    assert {choice for choice in choices if choice is not None} <= set(quoted("docs/algorithms.md"))
+
+
+def test_functions_of_the_algorithms_exist():
+    found = re.findall(
+        r"`(advantage|correct|correction|estimate|heads|kl|losses|masked|ppo|score|update)\.(\w+)`",
+        text("docs/algorithms.md"),
+    )
+    assert found
+    for module, function in found:
+        file = next(path for path in SOURCES if path.stem == module)
+        assert re.search(rf"^def {function}\(", file.read_text(encoding="utf-8"), re.M), f"{module}.{function}"
+
+
 def tree_of_readme() -> list[str]:
     """The files of the README's tree, as paths."""
     block = re.search(r"## The tree\n\n```\n(.*?)```", text("README.md"), re.S)[1]
@@ -108,11 +142,16 @@ def test_every_metric_is_explained_and_every_explained_one_is_written():
     table = re.search(r"## Metrics\n(.*?)\n## ", text("docs/architecture.md"), re.S)[1]
     explained = {name for row in re.findall(r"^\|(.*?)\|", table, re.M) for name in re.findall(r"`(.+?)`", row)}
     code = "\n".join(path.read_text(encoding="utf-8") for path in SOURCES)
-    kinds = r"actor|critic|val|reward|rollout|perf|sft|response_length|prompt_length"
-    written = set(re.findall(rf'"((?:{kinds})/[\w/]+)"', code))
-    written |= {f"{model}/{key}" for model in ("actor", "critic", "sft") for key in ("grad_norm", "lr")}
-    assert '"grad_norm": norm, "lr": lr' in code  # where these are made, under the model's name
+    kinds = r"actor|critic|val|reward|rollout|rollout_corr|trainer|perf|sft|response_length|prompt_length"
+    name = rf"(?:{kinds})/[\w/]+"
+    written = set(re.findall(rf'"({name})"(?::|\] = )', code))
+    described = re.search(r"\ndef describe\(.*?\n    return \{\n(.*?)\n    \}\n", text("jppo/train.py"), re.S)[1]
+    written |= set(re.findall(r'^ +"(.+?)": ', described, re.M))  # plain names, too
+    made = re.search(r"return params, opt, \{(.*)\}", text("jppo/learner/update.py"))[1]  # under the model's name
+    written |= {f"{model}/{key}" for model in ("actor", "critic", "sft") for key in re.findall(r'"(\w+)": ', made)}
+    assert {"reward_mean", "trainer/bad_steps", "rollout_corr/kl", "sft/skipped"} <= written
     assert explained == written | {"val/<data_source>/score", "timing_s/<stage>"}
+    assert set(re.findall(rf'"({name})"', code)) <= written  # what is read, as by the console
 
 
 @pytest.mark.parametrize("name", DOCS)
