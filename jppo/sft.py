@@ -62,9 +62,10 @@ def train(config: ConfigDict) -> None:
                 rows = batch.make(some, plan=plan, mesh=mesh)
                 minis = [batch.Mini(rows, batch.count(rows))]
                 params, opt, metrics = ppo.descend(descent, params, opt, np.asarray(step, np.int32), minis)
-            if not np.isfinite(metrics["sft/grad_norm"]):
+            if metrics["sft/skipped"]:
                 raise UserError(
-                    f"step {step + 1}: sft/grad_norm is {metrics['sft/grad_norm']}; lower optim.lr={c.optim.lr}"
+                    f"step {step + 1}: sft/loss={metrics['sft/loss']} sft/grad_norm={metrics['sft/grad_norm']} must be"
+                    f" finite numbers; lower optim.lr={c.optim.lr}"
                 )
             metrics |= timer.next_step()
             metrics["perf/throughput"] = sum(len(t.tokens) for t in some) / metrics["timing_s/step"]

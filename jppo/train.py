@@ -167,7 +167,7 @@ def ppo_step(
     if bad:
         write_arrays(run, f"step_{version + 1}", flat.arrays)
     kl_coef = now.kl_coef
-    if c.algorithm.kl_ctrl_type == "adaptive":
+    if c.algorithm.kl_ctrl_type == "adaptive" and not bad:  # a KL that is no number would stay in the coefficient
         kl_coef = kl.adaptive(
             now.kl_coef,
             metrics["actor/reward_kl_penalty"],
@@ -338,6 +338,8 @@ def resume(c: ConfigDict, checkpoints: Checkpoints, begin: TrainState) -> tuple[
     state = found.state
     if c.algorithm.kl_ctrl_type == "fixed":  # it is the config's, also when it was changed between two starts
         state = dataclasses.replace(state, kl_coef=begin.kl_coef)
+    if int(state.bad_steps) >= c.trainer.max_bad_steps:  # the run had stopped; whoever goes on wants to
+        state = dataclasses.replace(state, bad_steps=begin.bad_steps)
     return state, Cursor(**found.meta["cursor"]), found.step
 
 

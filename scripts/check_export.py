@@ -67,7 +67,7 @@ def by_jppo(
         segment = (position < length[:, None]).astype(jnp.int32)
         hidden = model.apply({"params": params}, tokens, segment, position)
         last = jnp.take_along_axis(hidden, length[:, None, None] - 1, axis=1)  # [B, 1, D]
-        return jnp.argmax(heads.logits_of(last, decoder.head_kernel(params, cfg))[:, 0], axis=-1)
+        return jnp.argmax(heads.logits_of((last, decoder.head_kernel(params, cfg), cfg))[:, 0], axis=-1)
 
     answers: Answers = [[] for _ in prompts]
     for _ in range(max_tokens):
@@ -141,7 +141,7 @@ def compare(args: argparse.Namespace) -> int:
     rows = read_rows(file)[: args.n]
     messages = [prompt_of(row) for row in rows]
     prompts = [np.asarray(ids, np.int32) for ids in tokenise(messages, rows, tokenizer)]
-    params = hf.load_params(args.hf_dir, cfg, head="lm", param_dtype=jnp.float32, put=lambda _, x: jnp.asarray(x))
+    params = hf.load_params(args.hf_dir, cfg, head="lm", param_dtype=jnp.float32)
     how = {"max_tokens": args.max_tokens, "end": end}
     answers = {
         "transformers": by_transformers(args.hf_dir, prompts, **how),

@@ -65,7 +65,7 @@ def write_random(hf_dir: str, folder: str, seed: int) -> None:
 def compare(hf_dir: str, dtype: str, lengths: list[int], temperature: float, seed: int) -> int:
     """Prints the table of differences; 1 where one is above the tolerance."""
     _, cfg = hf.read_config(hf_dir)
-    values = hf.load_params(hf_dir, cfg, head="lm", param_dtype=jnp.dtype(dtype), put=lambda path, x: jnp.asarray(x))
+    values = hf.load_params(hf_dir, cfg, head="lm", param_dtype=jnp.dtype(dtype))
     torch_dtype = getattr(torch, dtype)
     model = transformers.AutoModelForCausalLM.from_pretrained(hf.resolve(hf_dir, weights=True), dtype=torch_dtype)
     rng = np.random.default_rng(seed)
@@ -79,9 +79,9 @@ def compare(hf_dir: str, dtype: str, lengths: list[int], temperature: float, see
         hidden = model.apply({"params": values}, tokens, segment, position)
         kernel = decoder.head_kernel(values, cfg)
         logp, entropy = heads.logprob_entropy(
-            hidden, kernel, goals, temperature=temperature, chunk_tokens=16, with_entropy=True
+            (hidden, kernel, cfg), goals, temperature=temperature, chunk_tokens=16, with_entropy=True
         )
-        return heads.logits_of(hidden, kernel), logp, entropy
+        return heads.logits_of((hidden, kernel, cfg)), logp, entropy
 
     worst = 0.0
     names = ("logits", "log-probs", "entropy")

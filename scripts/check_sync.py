@@ -61,8 +61,7 @@ def gap(params: Params, cfg: ModelConfig, trajectories: Sequence[Trajectory]) ->
     position = np.broadcast_to(np.arange(inputs.shape[1]), inputs.shape)
     hidden = decoder.Decoder(cfg).apply({"params": params}, inputs, np.ones_like(inputs), position)
     logp, _ = heads.logprob_entropy(
-        hidden,
-        decoder.head_kernel(params, cfg),
+        (hidden, decoder.head_kernel(params, cfg), cfg),
         jnp.asarray(targets),
         temperature=SAMPLING.temperature,
         chunk_tokens=1024,
@@ -140,9 +139,7 @@ def main() -> None:
         engine = start_vllm(args.hf_dir, run_dir, settings=settings, urls=[], request_timeout_s=120.0, publish_dir="")
         try:
             if list(pathlib.Path(args.hf_dir).glob("*.safetensors")):
-                base = hf.load_params(
-                    args.hf_dir, cfg, head="lm", param_dtype=jnp.float32, put=lambda _, x: jnp.asarray(x)
-                )
+                base = hf.load_params(args.hf_dir, cfg, head="lm", param_dtype=jnp.float32)
             else:
                 base = decoder.init_params(cfg, jax.random.key(0), head="lm", param_dtype=jnp.float32)
             largest = check(engine.ready(eos_token_ids=[], decode=lambda _: ""), base, cfg)

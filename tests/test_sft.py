@@ -32,7 +32,5 @@ def test_the_loss_falls_and_the_model_is_written(tmp_path):
     assert len(losses) == 30
     assert losses[0] > 2.0 and losses[-1] < 0.75 * losses[0]  # from ignorance to the digits' shares
     _, cfg = hf.read_config(tmp_path / "run/hf")
-    params = hf.load_params(
-        tmp_path / "run/hf", cfg, head="lm", param_dtype="float32", put=lambda _, array: jax.device_put(array)
-    )
+    params = hf.load_params(tmp_path / "run/hf", cfg, head="lm", param_dtype="float32")
     assert all(bool(jax.numpy.isfinite(x).all()) for x in jax.tree.leaves(params))

@@ -159,13 +159,6 @@ def test_a_step_whose_graders_all_fail_ends_the_run():
         train.describe([trajectory(2)], [Reward(float("nan"), {}, "boom")])
 
 
-def test_a_loss_that_is_no_number_ends_the_run():
-    good = {"actor/pg_loss": 0.0, "actor/grad_norm": 1.0, "critic/vf_loss": 0.1, "critic/grad_norm": 1.0}
-    train.require_finite(3, good)
-    with pytest.raises(train.Diverged, match="step 3: critic/grad_norm is nan"):
-        train.require_finite(3, good | {"critic/grad_norm": float("nan")})
-
-
 @pytest.mark.parametrize("step,every,now", [(10, 5, True), (11, 5, False), (10, -1, False), (0, 5, True)])
 def test_due(step, every, now):
     assert train.due(step, every) is now
@@ -173,5 +166,5 @@ def test_due(step, every, now):
 
 def test_nothing_is_learned_from_a_sample_whose_grader_failed():
     sample = trajectory(3)
-    assert train.trainable(sample, Reward(1.0, {}, None)) is sample
-    assert not train.trainable(sample, Reward(float("nan"), {}, "boom")).sampled.any()
+    assert train.trainable(sample, True) is sample
+    assert not train.trainable(sample, False).sampled.any()

@@ -80,7 +80,7 @@ def grpo(score: Array, group: Array, *, norm_adv_by_std: bool) -> Array:  # [B]
 
 
 def grpo_passk(score: Array, group: Array, *, norm_adv_by_std: bool) -> Array:  # [B]
-    """Only the best of a group learns, by its lead over the second (pass@k, Walder & Karkhanis, arXiv:2503.19595).
+    """Only the best of a group learns, by its lead over the second (pass@k, Tang et al., arXiv:2503.19595).
 
     A = (s_1 - s_2) / (std + 1e-6) for the best, 0 for all others, also where the best are equal or a group has one.
     """

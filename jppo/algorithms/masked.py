@@ -23,7 +23,9 @@ def masked_sum(x: Array, mask: Array) -> Array:
 def moments(x: Array, mask: Array) -> Array:  # [3] f32
     """(n, mean, Σ (x - mean)²) of the kept entries: what `combine` needs to whiten over several arrays."""
     n = jnp.sum(mask, dtype=x.dtype)
-    mean = masked_sum(x, mask) / jnp.maximum(n, 1.0)
+    # Measured from one of them, so that equal entries have exactly their own mean: whitening magnifies what is left.
+    some = jax.lax.stop_gradient(jnp.where(n > 0, jnp.min(jnp.where(mask, x, jnp.inf)), 0.0))
+    mean = some + masked_sum(x - some, mask) / jnp.maximum(n, 1.0)
     deviation = jnp.where(mask, x - mean, 0.0)  # before the square, whose gradient would be 0 * inf
     return jnp.stack([n, mean, jnp.sum(jnp.square(deviation))])
 

@@ -7,26 +7,32 @@ import jax
 import jax.numpy as jnp
 
 from jppo.algorithms import kl
-from jppo.models import decoder, heads
+from jppo.models import decoder, heads, lora
 from jppo.models.families import ModelConfig
-from jppo.structs import Array, Params, Rows
+from jppo.models.lora import Weights
+from jppo.structs import Array, Rows
 
-LogProb = Callable[[Params, Rows], tuple[Array, Array]]  # -> logp, entropy: [R, T] f32
-Value = Callable[[Params, Rows], Array]  # -> [R, T] f32
+LogProb = Callable[[Weights, Rows], tuple[Array, Array]]  # -> logp, entropy: [R, T] f32
+Value = Callable[[Weights, Rows], Array]  # -> [R, T] f32
 # (policy, reference, rows) -> logp, entropy, ref_logp, kl: [R, T] f32
-Exact = Callable[[Params, Params, Rows], tuple[Array, Array, Array, Array]]
+Exact = Callable[[Weights, Weights, Rows], tuple[Array, Array, Array, Array]]
 # (policy, reference, rows, ref_logp) -> logp, entropy, kl (None where none is asked for): [R, T] f32
-LogProbKL = Callable[[Params, Params | None, Rows, Array | None], tuple[Array, Array, Array | None]]
+LogProbKL = Callable[[Weights, Weights | None, Rows, Array | None], tuple[Array, Array, Array | None]]
+
+
+def _state(model: tuple[Any, ModelConfig], params: Weights, rows: Rows) -> heads.State:
+    """Hidden states of the rows, with all that makes logits of them."""
+    variables = lora.variables(params)
+    hidden = model[0].apply(variables, rows.inputs, rows.segment, rows.position)
+    return hidden, decoder.head_kernel(variables["params"], model[1]), model[1]
 
 
 def make_logprob(model: Any, cfg: ModelConfig, *, temperature: float, chunk_tokens: int, with_entropy: bool) -> LogProb:
     """log π(target) and the entropy of π at each entry, at the temperature of sampling. Differentiable."""
 
-    def logprob(params: Params, rows: Rows) -> tuple[Array, Array]:
-        hidden = model.apply({"params": params}, rows.inputs, rows.segment, rows.position)
+    def logprob(params: Weights, rows: Rows) -> tuple[Array, Array]:
         return heads.logprob_entropy(
-            hidden,
-            decoder.head_kernel(params, cfg),
+            _state((model, cfg), params, rows),
             jnp.asarray(rows.targets),
             temperature=temperature,
             chunk_tokens=chunk_tokens,
@@ -39,9 +45,10 @@ def make_logprob(model: Any, cfg: ModelConfig, *, temperature: float, chunk_toke
 def make_value(model: Any) -> Value:
     """The value of the state that each entry left. Differentiable."""
 
-    def value(params: Params, rows: Rows) -> Array:
-        hidden = model.apply({"params": params}, rows.inputs, rows.segment, rows.position)
-        return heads.values(hidden, params["score"]["kernel"])
+    def value(params: Weights, rows: Rows) -> Array:
+        variables = lora.variables(params)
+        hidden = model.apply(variables, rows.inputs, rows.segment, rows.position)
+        return heads.values(hidden, variables["params"]["score"]["kernel"])
 
     return value
 
@@ -51,16 +58,12 @@ def make_exact(
 ) -> Exact:
     """Both models in one pass, and KL(π ‖ π_ref) over the whole vocabulary, a chunk of tokens at a time."""
 
-    def exact(params: Params, ref_params: Params, rows: Rows) -> tuple[Array, Array, Array, Array]:
-        def state(model: tuple[Any, ModelConfig], params: Params) -> tuple[jax.Array, jax.Array]:
-            hidden = model[0].apply({"params": params}, rows.inputs, rows.segment, rows.position)
-            return hidden, decoder.head_kernel(params, model[1])
-
+    def exact(params: Weights, ref_params: Weights, rows: Rows) -> tuple[Array, Array, Array, Array]:
         def body(targets: jax.Array, logits: jax.Array, ref_logits: jax.Array) -> tuple[Array, ...]:
             logp, ref_logp = heads.logprob_of(logits, targets), heads.logprob_of(ref_logits, targets)
             return logp, heads.entropy_of(logits), ref_logp, kl.full(logits, ref_logits)
 
-        states = [state(policy, params), jax.lax.stop_gradient(state(reference, ref_params))]
+        states = [_state(policy, params, rows), _state(reference, jax.lax.stop_gradient(ref_params), rows)]
         targets = jnp.asarray(rows.targets)
         return heads.by_logits(body, states, targets, temperature=temperature, chunk_tokens=chunk_tokens)
 
@@ -70,7 +73,7 @@ def make_exact(
 def make_logprob_kl(kind: str | None, logprob: LogProb, exact: Exact | None) -> LogProbKL:
     """Log-probs and entropy with the KL to the reference that `kind` names. Differentiable in the policy."""
 
-    def sampled(params: Params, reference: Params | None, rows: Rows, ref_logp: Array | None):
+    def sampled(params: Weights, reference: Weights | None, rows: Rows, ref_logp: Array | None):
         logp, entropy = logprob(params, rows)
         if kind is None:
             return logp, entropy, None
@@ -78,7 +81,7 @@ def make_logprob_kl(kind: str | None, logprob: LogProb, exact: Exact | None) -> 
         here = (jnp.where(rows.mask, x, 0.0) for x in (logp, ref_logp))  # no infinity from behind the mask
         return logp, entropy, kl.ESTIMATORS[kind](*here)
 
-    def whole(params: Params, reference: Params | None, rows: Rows, ref_logp: Array | None):
+    def whole(params: Weights, reference: Weights | None, rows: Rows, ref_logp: Array | None):
         assert exact is not None and reference is not None
         logp, entropy, ref_logp, found = exact(params, reference, rows)
         if kind == "full+":
@@ -91,11 +94,11 @@ def make_logprob_kl(kind: str | None, logprob: LogProb, exact: Exact | None) -> 
 
 def make_reference(
     penalty_kind: str | None, loss_kind: str | None, reference: LogProb, exact: Exact | None
-) -> Callable[[Params, Params, Rows, Array], tuple[Array | None, Array | None]]:
+) -> Callable[[Weights, Weights, Rows, Array], tuple[Array | None, Array | None]]:
     """(reference, policy, rows, logp) -> the log-probs that a KL in the loss will want, and the KL of the reward."""
     sampled = [kind for kind in (penalty_kind, loss_kind) if kind is not None and kind not in kl.EXACT]
 
-    def passed(ref_params: Params, params: Params, rows: Rows, logp: Array) -> tuple[Array | None, Array | None]:
+    def passed(ref_params: Weights, params: Weights, rows: Rows, logp: Array) -> tuple[Array | None, Array | None]:
         ref_logp = reference(ref_params, rows)[0] if sampled else None
         if penalty_kind is None:
             return ref_logp, None

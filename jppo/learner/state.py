@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
@@ -41,11 +40,7 @@ def load(what: Weights, path: str, *, init: str, key: jax.Array) -> Params:
     if init == "random":
         draw = functools.partial(init_params, what.cfg, head=what.head, param_dtype=dtype)
         return jax.jit(draw, out_shardings=what.shardings)(key)
-
-    def put(name: tuple[str, ...], array: np.ndarray) -> jax.Array:
-        return jax.device_put(array, params.get(what.shardings, name))
-
-    return hf.load_params(path, what.cfg, head=what.head, param_dtype=dtype, put=put, key=key)
+    return hf.load_params(path, what.cfg, head=what.head, param_dtype=dtype, shardings=what.shardings, key=key)
 
 
 def init_optimizer(tx: optax.GradientTransformation, what: Weights, values: Params) -> tuple[Any, Any]:

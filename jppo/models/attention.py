@@ -1,42 +1,72 @@
-"""Causal attention inside segments, and the rotary embedding. Used by `decoder.py`."""
+"""Causal attention inside segments, and against a cache of what came before. Used by `decoder.py`."""
+
+from collections.abc import Callable
 
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
+
+# (q [R, T, H, A], k and v [R, T, K, A], segment [R, T], kind []) -> [R, T, H, A]; kind: which of the layers' windows
+Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | int], jax.Array]
+
+Windows = tuple[int | None, ...]  # of each kind of layer; None sees all
 
 
-def rotary_angles(position: jax.Array, *, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
-    """cos and sin of position * theta^(-2i/A), i < A/2: two of [R, T, A/2] f32."""
-    chex.assert_rank(position, 2)
-    # f32 as transformers and vLLM compute it, so that the angles are theirs to the last bit.
-    frequency = 1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim))  # [A/2]
-    angle = position[:, :, None].astype(jnp.float32) * frequency[None, None, :]  # [R, T, A/2]
-    return jnp.cos(angle), jnp.sin(angle)
+def make_plain(*, scale: float, softcap: float | None, windows: Windows) -> Attend:
+    """Attention by XLA alone, on any backend: it holds a row's T^2 scores."""
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, kind: jax.Array | int) -> jax.Array:
+        chex.assert_rank([q, k, v, segment], [4, 4, 4, 2])
+        here = jnp.arange(q.shape[1], dtype=jnp.int32)
+        seen = _in_window(here[None, :, None], here[None, None, :], windows, kind)  # [1, T, T]
+        seen &= segment[:, :, None] == segment[:, None, :]
+        return _softmax_mix(q, k, v, seen, scale=scale, softcap=softcap)
+
+    return attend
 
 
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Turns the pairs (x_i, x_{i + A/2}) of each head by the position's angles; x [R, T, heads, A]."""
-    cos, sin = cos[:, :, None, :], sin[:, :, None, :]  # [R, T, 1, A/2]
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
+def attend_cached(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    position: jax.Array,
+    kind: jax.Array | int,
+    *,
+    scale: float,
+    softcap: float | None,
+    windows: Windows,
+) -> jax.Array:
+    """The same for queries at `position` [R, P] over a cache: entry s of k and v [R, S, K, A] is position s."""
+    chex.assert_rank([q, k, v, position], [4, 4, 4, 2])
+    slots = jnp.arange(k.shape[1], dtype=jnp.int32)
+    seen = _in_window(position[:, :, None], slots[None, None, :], windows, kind)
+    return _softmax_mix(q, k, v, seen, scale=scale, softcap=softcap)
 
 
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array) -> jax.Array:
-    """softmax(q k^T / sqrt(A)) v over the earlier positions of the same segment: [R, T, H, A].
+def _in_window(query: jax.Array, key: jax.Array, windows: Windows, kind: jax.Array | int) -> jax.Array:
+    """Whether the query's position sees the key's."""
+    seen = key <= query
+    if all(window is None for window in windows):
+        return seen
+    far = jnp.iinfo(jnp.int32).max
+    reach = jnp.asarray([far if window is None else window for window in windows], jnp.int32)[kind]
+    return seen & (query - key < reach)
 
-    q is [R, T, H, A], k and v are [R, T, K, A], each kv head shared by H/K query heads; segment is [R, T].
-    Empty positions (segment 0) see each other, so that every position sees at least itself and all is finite.
+
+def _softmax_mix(
+    q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array, *, scale: float, softcap: float | None
+) -> jax.Array:
+    """softmax(cap(q k^T scale)) v over what is `seen` [R or 1, T, S]; each kv head is shared by H/K query heads.
+
+    Every query must see a key. Empty positions (segment 0) see each other, so that all is finite.
     """
-    chex.assert_rank([q, k, v, segment], [4, 4, 4, 2])
     R, T, H, A = q.shape
     K = k.shape[2]
     # g: the query heads that share one kv head; t: queries, s: keys.
     grouped = q.reshape(R, T, K, H // K, A)
-    scores = jnp.einsum("rtkga,rska->rkgts", grouped, k, preferred_element_type=jnp.float32) / np.sqrt(A)
-    causal = jnp.tril(jnp.ones((T, T), bool))
-    seen = causal[None] & (segment[:, :, None] == segment[:, None, :])  # [R, T, T]
+    scores = scale * jnp.einsum("rtkga,rska->rkgts", grouped, k, preferred_element_type=jnp.float32)
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
     scores = jnp.where(seen[:, None, None], scores, jnp.finfo(jnp.float32).min)
-    weight = jax.nn.softmax(scores, axis=-1).astype(v.dtype)  # [R, K, H/K, T, T]
+    weight = jax.nn.softmax(scores, axis=-1).astype(v.dtype)  # [R, K, H/K, T, S]
     return jnp.einsum("rkgts,rska->rtkga", weight, v).reshape(R, T, H, A)

@@ -4,6 +4,7 @@ The parameters of the layers are stacked, [L, ...], whether the layers are scann
 has the table of them.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -12,9 +13,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jppo.models import attention
+from jppo.models import lora
+from jppo.models.attention import Attend, attend_cached, make_plain
+from jppo.models.cache import Cache, LayerCache, extend
 from jppo.models.families import ModelConfig
 from jppo.models.params import Head
+from jppo.models.rotary import Place, Places, places, rotate
 from jppo.structs import Params
 
 Remat = Literal["none", "dots", "full"]
@@ -25,6 +29,11 @@ _POLICIES = {
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 
+_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
+
 
 def identity(x: jax.Array) -> jax.Array:
     """x."""
@@ -32,22 +41,24 @@ def identity(x: jax.Array) -> jax.Array:
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * scale, in f32."""
+    """x / sqrt(mean(x^2) + eps) * (scale + offset) over the last axis, in f32."""
 
     cfg: ModelConfig
     param_dtype: Any
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        scale = self.param("scale", nn.initializers.ones, (self.cfg.hidden_size,), self.param_dtype)
+        start = nn.initializers.constant(1.0 - self.cfg.norm_offset)
+        scale = self.param("scale", start, x.shape[-1:], self.param_dtype)
         wide = x.astype(jnp.float32)
         variance = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
         normed = wide * jax.lax.rsqrt(variance + self.cfg.rms_norm_eps)
-        return (normed * scale[None, None].astype(jnp.float32)).astype(x.dtype)
+        gain = scale.astype(jnp.float32) + self.cfg.norm_offset
+        return (normed * gain.reshape((1,) * (x.ndim - 1) + x.shape[-1:])).astype(x.dtype)
 
 
 class Project(nn.Module):
-    """einsum of x with a kernel, and a bias where the family has one."""
+    """einsum of x with a kernel, a bias where the family has one, and an adapter where there is one."""
 
     equation: str
     shape: tuple[int, ...]  # of the kernel
@@ -61,17 +72,22 @@ class Project(nn.Module):
         y = jnp.einsum(self.equation, x, kernel.astype(x.dtype))
         if self.bias is not None:
             y += self.param("bias", nn.initializers.zeros, self.bias, self.param_dtype)[None, None].astype(x.dtype)
+        if self.has_variable(lora.COLLECTION, "a"):
+            down, up = lora.equations(self.equation)
+            low = jnp.einsum(down, x, self.get_variable(lora.COLLECTION, "a").astype(x.dtype))
+            y += jnp.einsum(up, low, self.get_variable(lora.COLLECTION, "b").astype(x.dtype))
         return y
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions."""
+    """Grouped-query attention with rotary positions; against a cache where there is one."""
 
     cfg: ModelConfig
     param_dtype: Any
+    attend: Attend
 
     @nn.compact
-    def __call__(self, x: jax.Array, segment: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, place: Place, held: LayerCache | None) -> tuple[jax.Array, LayerCache | None]:
         cfg = self.cfg
         D, H, K, A = cfg.hidden_size, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
 
@@ -81,13 +97,21 @@ class Attention(nn.Module):
         q = project("q", "rtd,dha->rtha", (D, H, A), (H, A) if cfg.qkv_bias else None)(x)
         k = project("k", "rtd,dka->rtka", (D, K, A), (K, A) if cfg.qkv_bias else None)(x)
         v = project("v", "rtd,dka->rtka", (D, K, A), (K, A) if cfg.qkv_bias else None)(x)
-        q, k = attention.rotate(q, cos, sin), attention.rotate(k, cos, sin)
-        mixed = attention.attend(q, k, v, segment)  # [R, T, H, A]
-        return project("o", "rtha,had->rtd", (H, A, D), (D,) if cfg.o_bias else None)(mixed)
+        if cfg.qk_norm:
+            q = RMSNorm(cfg, self.param_dtype, name="q_norm")(q)
+            k = RMSNorm(cfg, self.param_dtype, name="k_norm")(k)
+        q, k = rotate(q, place.cos, place.sin), rotate(k, place.cos, place.sin)
+        if held is None:
+            assert place.segment is not None
+            mixed = self.attend(q, k, v, place.segment, place.kind)  # [R, T, H, A]
+        else:
+            held = extend(held, k, v, place.position)
+            mixed = attend_cached(q, held.k, held.v, place.position, place.kind, **attention_settings(cfg))
+        return project("o", "rtha,had->rtd", (H, A, D), (D,) if cfg.o_bias else None)(mixed), held
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x))."""
 
     cfg: ModelConfig
     param_dtype: Any
@@ -103,7 +127,7 @@ class MLP(nn.Module):
 
         gate = project("gate", "rtd,df->rtf", (D, F))(x)
         up = project("up", "rtd,df->rtf", (D, F))(x)
-        return project("down", "rtf,fd->rtd", (F, D))(jax.nn.silu(gate) * up)
+        return project("down", "rtf,fd->rtd", (F, D))(_ACTIVATIONS[cfg.activation](gate) * up)
 
 
 class Layer(nn.Module):
@@ -112,14 +136,21 @@ class Layer(nn.Module):
     cfg: ModelConfig
     param_dtype: Any
     constrain: Callable[[jax.Array], jax.Array]
+    attend: Attend
 
     @nn.compact
-    def __call__(self, x: jax.Array, segment: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, None]:
-        normed = RMSNorm(self.cfg, self.param_dtype, name="attn_norm")(x)
-        x = x + Attention(self.cfg, self.param_dtype, name="attn")(normed, segment, cos, sin)
-        normed = RMSNorm(self.cfg, self.param_dtype, name="mlp_norm")(x)
-        x = x + MLP(self.cfg, self.param_dtype, name="mlp")(normed)
-        return self.constrain(x), None
+    def __call__(
+        self, x: jax.Array, kind: jax.Array | int, places: Places, held: LayerCache | None = None
+    ) -> tuple[jax.Array, LayerCache | None]:
+        def norm(name: str, y: jax.Array) -> jax.Array:
+            return RMSNorm(self.cfg, self.param_dtype, name=name)(y)
+
+        attention = Attention(self.cfg, self.param_dtype, self.attend, name="attn")
+        y, held = attention(norm("attn_norm", x), places.of(kind), held)
+        x = x + (norm("attn_post_norm", y) if self.cfg.post_norms else y)
+        y = MLP(self.cfg, self.param_dtype, name="mlp")(norm("mlp_norm", x))
+        x = x + (norm("mlp_post_norm", y) if self.cfg.post_norms else y)
+        return self.constrain(x), held
 
 
 class Embed(nn.Module):
@@ -130,13 +161,16 @@ class Embed(nn.Module):
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        shape = (self.cfg.vocab_size, self.cfg.hidden_size)
+        shape = (self.cfg.padded_vocab_size, self.cfg.hidden_size)
         init = nn.initializers.normal(self.cfg.initializer_range)
         return self.param("embedding", init, shape, self.param_dtype)[tokens]  # [R, T, D]
 
 
 class Decoder(nn.Module):
-    """`apply({'params': params}, tokens, segment, position)` is the state after the last norm, [R, T, D]."""
+    """`apply({'params': params}, tokens, segment, position)` is the state after the last norm, [R, T, D].
+
+    With a collection `lora` beside `params` (`lora.py`) its adapters are part of the model.
+    """
 
     cfg: ModelConfig
     dtype: Any = jnp.float32  # of the activations and of the products
@@ -144,28 +178,77 @@ class Decoder(nn.Module):
     scan_layers: bool = True  # False unrolls: slower to compile, faster on CPU
     remat: Remat = "none"  # what the backward pass keeps of a layer: all, its products with weights, nothing
     constrain: Callable[[jax.Array], jax.Array] = identity  # on activations [R, T, D]: their sharding
+    attend: Attend | None = None  # None: by XLA alone
 
     @nn.compact
     def __call__(self, tokens: jax.Array, segment: jax.Array, position: jax.Array) -> jax.Array:
         chex.assert_rank([tokens, segment, position], 2)
         chex.assert_equal_shape([tokens, segment, position])
         cfg = self.cfg
-        x = self.constrain(Embed(cfg, self.param_dtype, name="embed")(tokens).astype(self.dtype))
-        cos, sin = attention.rotary_angles(position, head_dim=cfg.head_dim, theta=cfg.rope_theta)
+        x = self.constrain(embedded(Embed(cfg, self.param_dtype, name="embed")(tokens), cfg, self.dtype))
         layer: Any = Layer
         if self.remat != "none":
             # In a real loop XLA cannot merge the second computation with the first; unrolled it could.
             layer = nn.remat(layer, policy=_POLICIES[self.remat], prevent_cse=not self.scan_layers)
         layers = nn.scan(
             layer,
-            variable_axes={"params": 0},
+            variable_axes={"params": 0, lora.COLLECTION: 0},
             split_rngs={"params": True},
-            in_axes=nn.broadcast,
+            in_axes=(0, nn.broadcast),
             length=cfg.num_layers,
             unroll=1 if self.scan_layers else cfg.num_layers,
         )
-        x, _ = layers(cfg, self.param_dtype, self.constrain, name="layers")(x, segment, cos, sin)
+        attend = make_plain(**attention_settings(cfg)) if self.attend is None else self.attend
+        kinds = jnp.asarray(cfg.layer_kinds, jnp.int32)
+        layer_stack = layers(cfg, self.param_dtype, self.constrain, attend, name="layers")
+        x, _ = layer_stack(x, kinds, places_of(cfg, position, segment))
         return self.constrain(RMSNorm(cfg, self.param_dtype, name="norm")(x))
+
+
+def attention_settings(cfg: ModelConfig) -> dict[str, Any]:
+    """What attention has to know of a model."""
+    windows = tuple(kind.window for kind in cfg.kinds)
+    return dict(scale=cfg.query_scale, softcap=cfg.attn_softcap, windows=windows)
+
+
+def places_of(cfg: ModelConfig, position: jax.Array, segment: jax.Array | None) -> Places:
+    """Where tokens stand, for every kind of layer."""
+    return places([kind.rotary for kind in cfg.kinds], cfg.head_dim, position, segment)
+
+
+def embedded(rows: jax.Array, cfg: ModelConfig, dtype: Any) -> jax.Array:
+    """Rows of the embedding as the first layer reads them."""
+    x = rows.astype(dtype)
+    return x if cfg.embed_scale == 1.0 else x * jnp.asarray(cfg.embed_scale, dtype)  # rounded, as by transformers
+
+
+def split_layers(variables: Params, cfg: ModelConfig) -> Params:
+    """The variables with a tuple of the layers in place of their stack: once before a loop of `forward_cached`."""
+    layers = {name: part["layers"] for name, part in variables.items() if "layers" in part}
+    each = tuple(jax.tree.map(lambda x, i=i: x[i], layers) for i in range(cfg.num_layers))
+    return {"layers": each, "embed": variables["params"]["embed"], "norm": variables["params"]["norm"]}
+
+
+def forward_cached(
+    split: Params, cfg: ModelConfig, tokens: jax.Array, position: jax.Array, cache: Cache
+) -> tuple[jax.Array, Cache]:
+    """Tokens [R, P] that come at `position` after what the cache holds: their states [R, P, D], and the next cache.
+
+    A prompt is one call, each further token one. A token sees every entry up to its own position: rows whose prompts
+    are shorter are filled up with anything, which later tokens overwrite before they see it.
+    """
+    chex.assert_rank([tokens, position], 2)
+    dtype = cache[0].k.dtype
+    x = embedded(split["embed"]["embedding"][tokens], cfg, dtype)
+    where = places_of(cfg, position, None)
+    layer = Layer(cfg, dtype, identity, make_plain(**attention_settings(cfg)))
+    after: list[LayerCache] = []
+    for variables, kind, held in zip(split["layers"], cfg.layer_kinds, cache, strict=True):
+        applied: Any = layer.apply(variables, x, kind, where, held)
+        x, new = applied
+        after.append(new)
+    last: Any = RMSNorm(cfg, dtype).apply({"params": split["norm"]}, x)
+    return last, tuple(after)
 
 
 def init_params(cfg: ModelConfig, key: jax.Array, *, head: Head, param_dtype: Any) -> Params:
@@ -184,7 +267,7 @@ def init_head(cfg: ModelConfig, key: jax.Array, *, head: Head, param_dtype: Any)
         return {"score": {"kernel": std * jax.random.normal(key, (cfg.hidden_size, 1), param_dtype)}}
     if cfg.tie_word_embeddings:
         return {}
-    shape = (cfg.vocab_size, cfg.hidden_size)
+    shape = (cfg.padded_vocab_size, cfg.hidden_size)
     return {"lm_head": {"kernel": cfg.initializer_range * jax.random.normal(key, shape, param_dtype)}}
 
 

@@ -5,12 +5,21 @@ A field that changes the mathematics and is not supported is an error that names
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jppo.config import UserError
+from jppo.models.rotary import Rotary
 
 _REQUIRED = object()
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What differs between the layers of one model."""
+
+    window: int | None  # a token sees itself and the window - 1 tokens before it; None: all of them
+    rotary: Rotary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,39 +34,129 @@ class ModelConfig:
     num_heads: int  # H
     num_kv_heads: int  # K
     head_dim: int  # A
-    rope_theta: float
+    kinds: tuple[Kind, ...]  # of layers, without repeats
+    layer_kinds: tuple[int, ...]  # [L], index into kinds
     rms_norm_eps: float
+    norm_offset: float  # a norm multiplies by its scale plus this
+    qk_norm: bool  # queries and keys are normed, head by head, before they are turned
+    post_norms: bool  # what a block adds to the residual is normed too
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
+    activation: str  # of the MLP's gate
+    embed_scale: float  # on embeddings as they come in
+    query_scale: float  # on the products of queries and keys
+    attn_softcap: float | None  # c tanh(x / c) on those
+    logit_softcap: float | None  # and on the logits
     tie_word_embeddings: bool
     max_position_embeddings: int
     initializer_range: float  # standard deviation of random weights
+    padded_vocab_size: int  # rows of the embedding: V, or more so that a mesh divides them; the rest is no token
 
 
 @dataclasses.dataclass(frozen=True)
 class _Family:
     """Where a family differs: what a field is when config.json leaves it out, and what has no field."""
 
-    qkv_bias: bool | None  # None: as the field `attention_bias` says
-    o_bias: bool | None
-    mlp_bias: bool | None  # None: as the field `mlp_bias` says
-    tie_word_embeddings: bool
+    slides: Callable[["_Fields", int], bool]  # whether a layer has a sliding window, where no `layer_types` say it
+    qkv_bias: bool | None = None  # None: as the field `attention_bias` says
+    o_bias: bool | None = None
+    mlp_bias: bool | None = False  # None: as the field `mlp_bias` says
+    tie_word_embeddings: bool = False
+    head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    activation: str = "silu"
+    gemma: bool = False  # norms by 1 + scale, embeddings times sqrt(D)
+    qk_norm: bool = False
+    post_norms: bool = False
+    query_pre_attn_scalar: bool = False  # takes the place of head_dim in the scale of attention
+    attn_softcap: float | None = None
+    logit_softcap: float | None = None
+    local_theta: float | None = None  # sliding layers have frequencies of their own
+    theta: float = 10000.0
 
 
+class _Fields:
+    """The fields of one config.json, each read with its type; an error names file, field and value."""
+
+    def __init__(self, config: Mapping[str, Any], path: str):
+        self.config, self.path = config, path
+
+    def __contains__(self, key: str) -> bool:
+        return self.config.get(key) is not None  # HF writes null for "as the class has it"
+
+    def get(self, key: str, kind: type, default: Any = _REQUIRED) -> Any:
+        """The field's value, positive where it is a whole number."""
+        value = self.config.get(key)
+        if value is None:
+            if default is _REQUIRED:
+                raise UserError(f"{self.path}: {key} is missing; a model's config.json must give it")
+            return default
+        accepted = (int, float) if kind is float else kind
+        if not isinstance(value, accepted) or isinstance(value, bool) != (kind is bool):
+            raise UserError(f"{self.path}: {key}={value!r} must be of type {kind.__name__}")
+        result = kind(value)
+        if kind is int and result < 1:
+            raise UserError(f"{self.path}: {key}={value} must be positive")
+        return result
+
+    def or_null(self, key: str, kind: type, default: Any) -> Any:
+        """The same for a field in which null means that there is none, and absence the default."""
+        return self.get(key, kind, None) if key in self.config else default
+
+    def refuse(self, key: str, why: str) -> UserError:
+        """The error of a field that is not supported."""
+        return UserError(f"{self.path}: {key}={self.config.get(key)!r} {why}")
+
+
+def _never(_: _Fields, __: int) -> bool:
+    return False
+
+
+def _always(_: _Fields, __: int) -> bool:
+    return True
+
+
+def _late(fields: _Fields, layer: int) -> bool:
+    return layer >= int(fields.config.get("max_window_layers", 28))
+
+
+def _but_every(count: int) -> Callable[[_Fields, int], bool]:
+    """All but the last of each `count` layers."""
+    return lambda fields, layer: (layer + 1) % fields.get("sliding_window_pattern", int, count) != 0
+
+
+_GEMMA = _Family(_never, tie_word_embeddings=True, head_dim=256, activation="gelu_pytorch_tanh", gemma=True)
+_GEMMA2 = dataclasses.replace(
+    _GEMMA, slides=_but_every(2), post_norms=True, query_pre_attn_scalar=True, attn_softcap=50.0, logit_softcap=30.0
+)
+_GEMMA3 = dataclasses.replace(
+    _GEMMA2, slides=_but_every(6), qk_norm=True, attn_softcap=None, logit_softcap=None, theta=1e6, local_theta=1e4
+)
 FAMILIES = {
-    "qwen2": _Family(qkv_bias=True, o_bias=False, mlp_bias=False, tie_word_embeddings=False),
-    "llama": _Family(qkv_bias=None, o_bias=None, mlp_bias=None, tie_word_embeddings=False),
+    "qwen2": _Family(_late, qkv_bias=True, o_bias=False),
+    "qwen3": _Family(_late, head_dim=128, qk_norm=True),
+    "llama": _Family(_never, mlp_bias=None),
+    "mistral": _Family(_always, qkv_bias=False, o_bias=False),
+    "gemma": _GEMMA,
+    "gemma2": _GEMMA2,
+    "gemma3_text": _GEMMA3,
 }
+WINDOW = 4096  # of sliding layers, in every family, where the field is absent
 
 # Fields that change the mathematics, and the values under which they change nothing. An absent field is None.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "hidden_act": (None, "silu"),
-    "use_sliding_window": (None, False),
     "pretraining_tp": (None, 1),
     "quantization_config": (None,),
     "partial_rotary_factor": (None, 1.0),
     "attention_dropout": (None, 0.0),
+    "use_bidirectional_attention": (None, False),
+}
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+_RELATIVES = {  # what people try, and what can be said
+    "gemma3": "it reads pictures too; its text model alone is gemma3_text",
+    "mixtral": "a mixture of experts",
+    "qwen2_moe": "a mixture of experts",
+    "qwen3_moe": "a mixture of experts",
 }
 
 
@@ -65,80 +164,166 @@ def from_hf(config: Mapping[str, Any], *, path: str | os.PathLike) -> ModelConfi
     """The model that the parsed `config` describes; `path` is its file, for the errors."""
     name = config.get("model_type")
     if name not in FAMILIES:
-        raise UserError(f"{path}: model_type={name!r} is not supported; use one of {', '.join(FAMILIES)}")
-    family = FAMILIES[name]
-    _refuse_unsupported(config, path)
-
-    def field(key: str, kind: type, default: Any = _REQUIRED) -> Any:
-        return _field(config, path, key, kind, default)
-
-    attention_bias = field("attention_bias", bool, False)
-    hidden_size, num_heads = field("hidden_size", int), field("num_attention_heads", int)
-    num_kv_heads = field("num_key_value_heads", int, num_heads)
-    head_dim = field("head_dim", int, hidden_size // num_heads)
+        why = f" ({_RELATIVES[name]})" if name in _RELATIVES else ""
+        raise UserError(f"{path}: model_type={name!r} is not supported{why}; use one of {', '.join(FAMILIES)}")
+    family, fields = FAMILIES[name], _Fields(config, str(path))
+    _refuse_unsupported(fields, family)
+    attention_bias = fields.get("attention_bias", bool, False)
+    hidden_size, num_heads = fields.get("hidden_size", int), fields.get("num_attention_heads", int)
+    num_layers = fields.get("num_hidden_layers", int)
+    num_kv_heads = fields.get("num_key_value_heads", int, num_heads)
+    head_dim = fields.get("head_dim", int, hidden_size // num_heads if family.head_dim is None else family.head_dim)
     if num_heads % num_kv_heads:
-        raise UserError(f"{path}: num_key_value_heads={num_kv_heads} must divide num_attention_heads={num_heads}")
+        raise fields.refuse("num_key_value_heads", f"must divide num_attention_heads={num_heads}")
     if head_dim % 2:
         raise UserError(f"{path}: head_dim={head_dim} must be even: rotary embedding turns pairs")
+    rotary, local = _rotary(fields, family)
+    layers = [
+        Kind(window, rotary if window is None or local is None else local)
+        for window in _windows(fields, family, num_layers)
+    ]
+    kinds = tuple(dict.fromkeys(layers))
+    vocab_size = fields.get("vocab_size", int)
     return ModelConfig(
         family=name,
-        vocab_size=field("vocab_size", int),
+        vocab_size=vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=field("intermediate_size", int),
-        num_layers=field("num_hidden_layers", int),
+        intermediate_size=fields.get("intermediate_size", int),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        rope_theta=_rope_theta(config, path),
-        rms_norm_eps=field("rms_norm_eps", float, 1e-6),
+        kinds=kinds,
+        layer_kinds=tuple(kinds.index(kind) for kind in layers),
+        rms_norm_eps=fields.get("rms_norm_eps", float, 1e-6),
+        norm_offset=1.0 if family.gemma else 0.0,
+        qk_norm=family.qk_norm,
+        post_norms=family.post_norms,
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         o_bias=attention_bias if family.o_bias is None else family.o_bias,
-        mlp_bias=field("mlp_bias", bool, False) if family.mlp_bias is None else family.mlp_bias,
-        tie_word_embeddings=field("tie_word_embeddings", bool, family.tie_word_embeddings),
-        max_position_embeddings=field("max_position_embeddings", int),
-        initializer_range=field("initializer_range", float, 0.02),
+        mlp_bias=fields.get("mlp_bias", bool, False) if family.mlp_bias is None else family.mlp_bias,
+        activation=_activation(fields, family),
+        embed_scale=hidden_size**0.5 if family.gemma else 1.0,
+        query_scale=(fields.get("query_pre_attn_scalar", float, 256.0) if family.query_pre_attn_scalar else head_dim)
+        ** -0.5,
+        attn_softcap=_softcap(fields, "attn_logit_softcapping", family.attn_softcap),
+        logit_softcap=_softcap(fields, "final_logit_softcapping", family.logit_softcap),
+        tie_word_embeddings=fields.get("tie_word_embeddings", bool, family.tie_word_embeddings),
+        max_position_embeddings=_context(fields, rotary),
+        initializer_range=fields.get("initializer_range", float, 0.02),
+        padded_vocab_size=vocab_size,
     )
 
 
-def _field(config: Mapping[str, Any], path: str | os.PathLike, key: str, kind: type, default: Any) -> Any:
-    value = config.get(key)
-    if value is None:  # HF writes null for "as the class has it"
-        if default is _REQUIRED:
-            raise UserError(f"{path}: {key} is missing; a model's config.json must give it")
-        return default
-    accepted = (int, float) if kind is float else kind
-    if not isinstance(value, accepted) or isinstance(value, bool) != (kind is bool):
-        raise UserError(f"{path}: {key}={value!r} must be of type {kind.__name__}")
-    result = kind(value)
-    if kind is int and result < 1:
-        raise UserError(f"{path}: {key}={value} must be positive")
-    return result
+def pad_vocab(cfg: ModelConfig, multiple: int) -> ModelConfig:
+    """The model with so many rows of embedding that `multiple` divides them; the new ones are no tokens."""
+    return dataclasses.replace(cfg, padded_vocab_size=-(-cfg.vocab_size // multiple) * multiple)
 
 
-def _refuse_unsupported(config: Mapping[str, Any], path: str | os.PathLike) -> None:
-    for key, neutral in _NEUTRAL.items():
-        if config.get(key) not in neutral:
-            allowed = " or ".join("absent" if v is None else repr(v) for v in neutral)
-            raise UserError(
-                f"{path}: {key}={config[key]!r} changes the mathematics and is not supported; only {allowed}"
-            )
-    layer_types = config.get("layer_types")
-    if layer_types is not None and set(layer_types) != {"full_attention"}:
-        raise UserError(f"{path}: layer_types={layer_types!r} is not supported; only 'full_attention' is")
+def _refuse_unsupported(fields: _Fields, family: _Family) -> None:
+    neutral = dict(_NEUTRAL)
+    if family.attn_softcap is None:
+        neutral["attn_logit_softcapping"] = (None,)
+    if not family.post_norms:
+        neutral["final_logit_softcapping"] = (None,)
+    for key, values in neutral.items():
+        if fields.config.get(key) not in values:
+            allowed = " or ".join("absent" if v is None else repr(v) for v in values)
+            raise fields.refuse(key, f"changes the mathematics and is not supported; only {allowed}")
 
 
-def _rope_theta(config: Mapping[str, Any], path: str | os.PathLike) -> float:
-    """The base of the rotary frequencies, from either of the places where HF has kept it."""
+def _activation(fields: _Fields, family: _Family) -> str:
+    key = "hidden_activation" if family.post_norms else "hidden_act"
+    name = fields.get(key, str, family.activation)
+    if family.gemma and name == "gelu":  # old files say gelu and mean the approximation
+        name = family.activation
+    if name not in ACTIVATIONS:
+        raise fields.refuse(key, f"changes the mathematics and is not supported; only {' or '.join(ACTIVATIONS)}")
+    return name
+
+
+def _softcap(fields: _Fields, key: str, default: float | None) -> float | None:
+    cap = fields.or_null(key, float, default)
+    if cap is not None and cap <= 0:
+        raise fields.refuse(key, "must be above 0, or null for none")
+    return cap
+
+
+def _windows(fields: _Fields, family: _Family, num_layers: int) -> list[int | None]:
+    """The window of each layer, None where it sees all."""
+    window = fields.or_null("sliding_window", int, WINDOW)
+    switch = family.slides is _late  # qwen's, whose window counts only when it is switched on
+    if switch and not fields.get("use_sliding_window", bool, False):
+        window = None
+    types = fields.get("layer_types", list, None)
+    if types is None or family.slides is _always:
+        optional = switch or family.slides is _always  # no window: no layer slides
+        slides = [family.slides(fields, i) and not (optional and window is None) for i in range(num_layers)]
+    else:
+        slides = [kind == "sliding_attention" for kind in types]
+    said = ["sliding_attention" if one else "full_attention" for one in slides]
+    if types is not None and said != types:
+        raise fields.refuse("layer_types", f"must be {num_layers} of full_attention and sliding_attention, as {said}")
+    if len(said) != num_layers:
+        raise fields.refuse("layer_types", f"must have one entry for each of num_hidden_layers={num_layers}")
+    if any(slides) and (window is None or family.slides is _never):
+        raise fields.refuse("layer_types", f"is not supported with sliding_window={window}: no layer can slide")
+    return [window if one else None for one in slides]
+
+
+def _rotary(fields: _Fields, family: _Family) -> tuple[Rotary, Rotary | None]:
+    """The frequencies of full layers, and those of sliding ones where they have their own."""
+    places = {}
     for key in ("rope_scaling", "rope_parameters"):
-        rope = config.get(key)
-        if rope is None:
-            continue
-        if not isinstance(rope, Mapping):
-            raise UserError(f"{path}: {key}={rope!r} must be an object or null")
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        others = {k for k, v in rope.items() if v is not None} - {"rope_theta", "rope_type", "type"}
-        if kind != "default" or others:
-            raise UserError(f"{path}: {key}={dict(rope)!r} is not supported; only rope_type 'default' is")
-        if rope.get("rope_theta") is not None:
-            return _field(rope, f"{path}: {key}", "rope_theta", float, _REQUIRED)
-    return _field(config, path, "rope_theta", float, 10000.0)
+        places[key] = fields.config.get(key) or {}
+        if not isinstance(places[key], Mapping):
+            raise fields.refuse(key, "must be an object or null")
+    theta = fields.get("rope_theta", float, family.theta)
+    if family.local_theta is None:
+        key = "rope_scaling" if places["rope_scaling"] else "rope_parameters"  # where HF kept it before, and keeps it
+        return _stretched(fields, key, places[key], theta), None
+    local_theta = fields.get("rope_local_base_freq", float, family.local_theta)
+    both = dict(places["rope_parameters"])
+    full, local = both.pop("full_attention", None) or {}, both.pop("sliding_attention", None) or {}
+    if both:
+        raise fields.refuse("rope_parameters", "may hold full_attention and sliding_attention only")
+    return (
+        _stretched(fields, "rope_scaling", {**full, **places["rope_scaling"]}, theta),
+        _stretched(fields, "rope_parameters", local, local_theta),
+    )
+
+
+# What each supported rope_type has to say, beside its base.
+_STRETCHES = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+
+
+def _stretched(fields: _Fields, key: str, rope: Mapping[str, Any], theta: float) -> Rotary:
+    inner = _Fields(rope, f"{fields.path}: {key}={dict(rope)!r}")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    said = {k for k, v in rope.items() if v is not None} - {"rope_theta", "rope_type", "type"}
+    if rope.get("partial_rotary_factor") == 1.0:
+        said.remove("partial_rotary_factor")
+    if kind not in _STRETCHES or said - set(_STRETCHES[kind]):
+        why = "; it depends on the longest row of a batch" if kind == "dynamic" else ""
+        raise UserError(f"{fields.path}: {key}={dict(rope)!r} is not supported, only {', '.join(_STRETCHES)}{why}")
+    theta = inner.get("rope_theta", float, theta)
+    factor = 1.0 if kind == "default" else inner.get("factor", float)
+    if theta <= 0 or factor <= 0:
+        raise UserError(f"{fields.path}: {key}={dict(rope)!r}: rope_theta and factor must be above 0")
+    if kind != "llama3":
+        return Rotary(theta, factor)
+    low, high = inner.get("low_freq_factor", float), inner.get("high_freq_factor", float)
+    if not 0 < low < high:
+        raise UserError(f"{fields.path}: {key}={dict(rope)!r}: high_freq_factor must be above low_freq_factor, above 0")
+    context = inner.get("original_max_position_embeddings", int, fields.get("max_position_embeddings", int))
+    return Rotary(theta, factor, (low, high, context))
+
+
+def _context(fields: _Fields, rotary: Rotary) -> int:
+    """How many positions the model was made for."""
+    context = fields.get("max_position_embeddings", int)
+    return context if rotary.llama3 is not None else int(context * rotary.factor)

@@ -7,20 +7,19 @@ import pathlib
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jppo.config import UserError
-from jppo.models import families, params, tensorfile
+from jppo.models import families, lora, params, tensorfile
 from jppo.models.decoder import init_head
 from jppo.models.families import ModelConfig
 from jppo.models.params import Entry, Head
 from jppo.structs import Params
-
-Put = Callable[[tuple[str, ...], np.ndarray], jax.Array]
 
 # What a model directory holds beside its weights and config.json: copied as it is.
 _COMPANIONS = (
@@ -80,26 +79,27 @@ def load_params(
     *,
     head: Head,
     param_dtype: Any,
-    put: Put,
+    shardings: Params | None = None,
     key: jax.Array | None = None,
 ) -> Params:
-    """The parameters of a checkpoint, each stacked and cast on the host, then handed to `put` for its place.
+    """The parameters of a checkpoint, each tensor read from the file's map straight into its shards.
 
-    A value model takes `score.weight` where the checkpoint has it (a sequence classifier), else it draws the
-    score from `key`; the language head that it has no use for is left in the file.
+    The host holds one tensor at a time beside them. Without shardings they go to the default device. A value model
+    takes `score.weight` where the checkpoint has it (a sequence classifier), else it draws the score from `key`; the
+    language head that it has no use for is left in the file.
     """
     entries, slots = _find(path, cfg, head)
-    fresh: Params = {}
+    out = params.tree(entries, lambda entry: _read(entry, slots, param_dtype, _sharding(shardings, entry.path)))
     if head == "value" and "score.weight" not in slots:
         if key is None:
             raise ValueError(f"{path} has no score.weight: a value model needs a key to draw one")
-        fresh = init_head(cfg, key, head=head, param_dtype=param_dtype)
+        place = _sharding(shardings, ("score", "kernel"))
+        out |= jax.device_put(init_head(cfg, key, head=head, param_dtype=param_dtype), place)
+    return out
 
-    def leaf(entry: Entry) -> jax.Array:
-        return put(entry.path, _read_stacked(entry, slots, np.dtype(param_dtype)))
 
-    placed = {name: {"kernel": put((name, "kernel"), np.asarray(node["kernel"]))} for name, node in fresh.items()}
-    return params.tree(entries, leaf) | placed
+def _sharding(shardings: Params | None, path: tuple[str, ...]) -> Any:
+    return None if shardings is None else params.get(shardings, path)
 
 
 def check_weights(path: str | os.PathLike, cfg: ModelConfig, *, head: Head) -> None:
@@ -164,40 +164,76 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + more
 
 
-def _read_stacked(entry: Entry, slots: dict[str, tensorfile.Slot], dtype: np.dtype) -> np.ndarray:
-    out = np.empty(entry.shape, dtype)
-    places = out if entry.stacked else out[None]
+def _read(entry: Entry, slots: dict[str, tensorfile.Slot], dtype: Any, sharding: Any) -> jax.Array:
+    """One of our parameters, filled tensor by tensor where it will stay."""
+    out = jax.jit(functools.partial(jnp.zeros, entry.shape, dtype), out_shardings=sharding)()
     for i, name in enumerate(entry.hf_names):
-        places[i] = params.from_hf(entry, tensorfile.read(slots[name], name)).astype(dtype)
+        tensor = params.from_hf(entry, tensorfile.read(slots[name], name))
+        piece = tensor[None] if entry.stacked else tensor
+        out = _fill(out, jax.device_put(piece, _of_piece(sharding, piece.shape)), i if entry.stacked else 0)
+        out.block_until_ready()  # one tensor on the host at a time
     return out
 
 
+def _of_piece(sharding: Any, shape: tuple[int, ...]) -> Any:
+    """Where a tensor lies that will be part of a parameter: as the parameter does, where its own shape allows."""
+    if sharding is None:
+        return None
+    sizes = sharding.mesh.shape
+    spec = [
+        axis if axis is None or n % sizes[axis] == 0 else None for n, axis in zip(shape, sharding.spec, strict=False)
+    ]
+    return jax.NamedSharding(sharding.mesh, jax.P(*spec))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _fill(out: jax.Array, piece: jax.Array, first: jax.Array | int) -> jax.Array:
+    """`out` with the piece from index `first` of its first axis on."""
+    return jax.lax.dynamic_update_slice(out, piece.astype(out.dtype), (first,) + (0,) * (out.ndim - 1))
+
+
 @functools.partial(jax.jit, static_argnames=("entry", "dtype"))
-def _export_layout(array: jax.Array, *, entry: Entry, dtype: np.dtype) -> jax.Array:
-    return params.to_hf(entry, array).astype(dtype)
+def _export(
+    array: jax.Array, beside: dict[str, jax.Array] | None, layer: jax.Array | int, *, entry: Entry, dtype: np.dtype
+) -> jax.Array:
+    """HF's tensor of one layer (of a parameter that is not stacked: the whole), its adapter merged."""
+    if entry.stacked:
+        array, beside = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, layer, 1), (array, beside))
+    if beside is not None:
+        array = lora.merge(entry, array, beside)
+    tensor = params.to_hf(entry, array).astype(dtype)
+    return tensor[0] if entry.stacked else tensor
 
 
-def hf_tensors(values: Params, cfg: ModelConfig, *, dtype: Any = None) -> Iterator[tuple[str, np.ndarray]]:
-    """A policy's tensors under HF's names, in the order of `hf_shapes`; a tied matrix once, as the embedding.
+def hf_tensors(
+    model: lora.Weights, cfg: ModelConfig, *, head: Head = "lm", dtype: Any = None
+) -> Iterator[tuple[str, np.ndarray]]:
+    """A model's tensors under HF's names, in the order of `hf_shapes`; a tied matrix once, as the embedding.
 
-    Transposed and cast to `dtype` (None: as they are) on the device, then fetched, one stacked parameter at a
-    time.
+    Adapters are merged. Each is made on the device, in `dtype` (None: as it is), and fetched while the next is made.
     """
-    for entry in params.table(cfg, head="lm"):
-        array = params.get(values, entry.path)
+    last: tuple[str, jax.Array] | None = None
+    for entry in params.table(cfg, head=head):
+        array, beside = lora.parts(entry, model)
         cast = array.dtype if dtype is None else np.dtype(dtype)
-        host = np.asarray(_export_layout(array, entry=entry, dtype=cast))
-        yield from zip(entry.hf_names, host if entry.stacked else host[None], strict=True)
+        for layer, name in enumerate(entry.hf_names):
+            tensor = _export(array, beside, layer, entry=entry, dtype=cast)
+            tensor.copy_to_host_async()
+            if last is not None:
+                yield last[0], np.asarray(last[1])
+            last = name, tensor
+    if last is not None:
+        yield last[0], np.asarray(last[1])
 
 
-def hf_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
+def hf_shapes(cfg: ModelConfig, *, head: Head = "lm") -> dict[str, tuple[int, ...]]:
     """The names and shapes that `hf_tensors` yields, in its order."""
-    return {name: entry.hf_shape for entry in params.table(cfg, head="lm") for name in entry.hf_names}
+    return {name: entry.hf_shape for entry in params.table(cfg, head=head) for name in entry.hf_names}
 
 
 def save(
     out_dir: str | os.PathLike,
-    values: Params,
+    model: lora.Weights,
     cfg: ModelConfig,
     *,
     source: str | os.PathLike,
@@ -219,7 +255,7 @@ def save(
         for name in _COMPANIONS:
             if (origin / name).is_file():
                 shutil.copyfile(origin / name, tmp / name)
-        _write_shards(tmp, hf_shapes(cfg), kind, hf_tensors(values, cfg, dtype=kind), max_shard_bytes)
+        _write_shards(tmp, hf_shapes(cfg), kind, hf_tensors(model, cfg, dtype=kind), max_shard_bytes)
         _replace(out, tmp)
     finally:
         shutil.rmtree(tmp, ignore_errors=True)

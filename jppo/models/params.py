@@ -42,6 +42,7 @@ class Entry:
     shape: tuple[int, ...]  # of ours
     axes: tuple[str | None, ...]  # logical, of ours
     alias: str | None  # another name under which a checkpoint may store the same matrix
+    padding: int = 0  # rows of ours, on the first axis, that HF's has not
 
     @property
     def stacked(self) -> bool:
@@ -52,6 +53,7 @@ class Entry:
     def hf_shape(self) -> tuple[int, ...]:
         """The shape of HF's tensor, of one layer where ours is stacked."""
         sizes = dict(zip(self.letters, self.shape, strict=True))
+        sizes[self.letters[0]] -= self.padding
         return tuple(math.prod(sizes[letter] for letter in word) for word in self.hf_letters)
 
     @property
@@ -64,7 +66,7 @@ def table(model: ModelConfig, *, head: Head) -> tuple[Entry, ...]:
     """Every parameter of the model with this head, in the order of HF's files' layers."""
     sizes = {
         "L": model.num_layers,
-        "V": model.vocab_size,
+        "V": model.padded_vocab_size,
         "D": model.hidden_size,
         "H": model.num_heads,
         "K": model.num_kv_heads,
@@ -74,18 +76,21 @@ def table(model: ModelConfig, *, head: Head) -> tuple[Entry, ...]:
     }
 
     def entry(path: str, hf: str, hf_letters: str, letters: str, alias: str | None = None) -> Entry:
-        vector = letters.lstrip("L") == "D"  # norms and biases of the residual stream
+        vector = letters.lstrip("L") in ("D", "A")  # norms, and biases of the residual stream
         return Entry(
             path=tuple(path.split("/")),
             hf=f"model.layers.{{layer}}.{hf}" if letters[0] == "L" else hf,
             hf_letters=tuple(hf_letters.split()),
             letters=letters,
             shape=tuple(sizes[letter] for letter in letters),
-            axes=tuple("norm" if vector and letter == "D" else AXES[letter] for letter in letters),
+            axes=tuple("norm" if vector and letter in "DA" else AXES[letter] for letter in letters),
             alias=alias,
+            padding=model.padded_vocab_size - model.vocab_size if letters[0] == "V" else 0,
         )
 
     tied = "lm_head.weight" if model.tie_word_embeddings else None
+    # Where there is a norm on what attention adds, it has the name that the MLP's own norm has elsewhere.
+    before_mlp = "pre_feedforward_layernorm.weight" if model.post_norms else "post_attention_layernorm.weight"
     rows = [
         entry("embed/embedding", "model.embed_tokens.weight", "V D", "VD", tied),
         entry("layers/attn_norm/scale", "input_layernorm.weight", "D", "LD"),
@@ -93,12 +98,22 @@ def table(model: ModelConfig, *, head: Head) -> tuple[Entry, ...]:
         entry("layers/attn/k/kernel", "self_attn.k_proj.weight", "KA D", "LDKA"),
         entry("layers/attn/v/kernel", "self_attn.v_proj.weight", "KA D", "LDKA"),
         entry("layers/attn/o/kernel", "self_attn.o_proj.weight", "D HA", "LHAD"),
-        entry("layers/mlp_norm/scale", "post_attention_layernorm.weight", "D", "LD"),
+        entry("layers/mlp_norm/scale", before_mlp, "D", "LD"),
         entry("layers/mlp/gate/kernel", "mlp.gate_proj.weight", "F D", "LDF"),
         entry("layers/mlp/up/kernel", "mlp.up_proj.weight", "F D", "LDF"),
         entry("layers/mlp/down/kernel", "mlp.down_proj.weight", "D F", "LFD"),
         entry("norm/scale", "model.norm.weight", "D", "D"),
     ]
+    if model.post_norms:
+        rows += [
+            entry("layers/attn_post_norm/scale", "post_attention_layernorm.weight", "D", "LD"),
+            entry("layers/mlp_post_norm/scale", "post_feedforward_layernorm.weight", "D", "LD"),
+        ]
+    if model.qk_norm:
+        rows += [
+            entry("layers/attn/q_norm/scale", "self_attn.q_norm.weight", "A", "LA"),
+            entry("layers/attn/k_norm/scale", "self_attn.k_norm.weight", "A", "LA"),
+        ]
     if model.qkv_bias:
         rows += [
             entry("layers/attn/q/bias", "self_attn.q_proj.bias", "HA", "LHA"),
@@ -125,15 +140,17 @@ def from_hf(entry: Entry, tensor: np.ndarray) -> np.ndarray:
     ours = entry.letters.lstrip("L")
     theirs = "".join(entry.hf_letters)
     sizes = dict(zip(entry.letters, entry.shape, strict=True))
+    sizes[entry.letters[0]] -= entry.padding
     split = tensor.reshape([sizes[letter] for letter in theirs])
     return split.transpose([theirs.index(letter) for letter in ours])
 
 
 def to_hf(entry: Entry, array: jax.Array) -> jax.Array:
-    """Our array (all layers) in HF's layout, still stacked; pure, the inverse of `from_hf`."""
+    """Our array (some or all layers) in HF's layout, still stacked; pure, the inverse of `from_hf`."""
+    array = array[: array.shape[0] - entry.padding]  # a row that is no token is ours alone
     lead = "L" if entry.stacked else ""
     theirs = lead + "".join(entry.hf_letters)
-    merged = entry.shape[: len(lead)] + entry.hf_shape
+    merged = array.shape[: len(lead)] + entry.hf_shape
     return jnp.transpose(array, [entry.letters.index(letter) for letter in theirs]).reshape(merged)
 
 

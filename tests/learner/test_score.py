@@ -25,7 +25,7 @@ def log_softmax(model, params, rows):
     """[R, T, V] in float64."""
     module, cfg = model
     hidden = module.apply({"params": params}, rows.inputs, rows.segment, rows.position)
-    z = np.asarray(heads.logits_of(hidden, decoder.head_kernel(params, cfg)), np.float64) / TEMPERATURE
+    z = np.asarray(heads.logits_of((hidden, decoder.head_kernel(params, cfg), cfg)), np.float64) / TEMPERATURE
     z -= z.max(-1, keepdims=True)
     return z - np.log(np.exp(z).sum(-1, keepdims=True))
 
@@ -59,7 +59,7 @@ def test_exact_kl_is_the_mean_of_k1_over_what_the_policy_would_say(setting):
     def plain(params):
         def logs(weights):
             hidden = module.apply({"params": weights}, rows.inputs, rows.segment, rows.position)
-            return jax.nn.log_softmax(heads.logits_of(hidden, decoder.head_kernel(weights, cfg)) / TEMPERATURE)
+            return jax.nn.log_softmax(heads.logits_of((hidden, decoder.head_kernel(weights, cfg), cfg)) / TEMPERATURE)
 
         p = logs(params)
         return mean(jnp.sum(jnp.exp(p) * (p - jax.lax.stop_gradient(logs(reference))), -1))

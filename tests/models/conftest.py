@@ -58,21 +58,214 @@ SHAPES = {
         vocab_size=50,
         rope_theta=1e4,
     ),
+    # some frequencies stretched, some not, some between
+    "llama-llama3": dict(
+        model_type="llama",
+        tie_word_embeddings=True,
+        hidden_size=36,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        head_dim=24,
+        vocab_size=45,
+        rope_theta=5e5,
+        rope_scaling=dict(
+            rope_type="llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=32,
+        ),
+    ),
+    "llama-linear": dict(
+        model_type="llama",
+        tie_word_embeddings=False,
+        hidden_size=28,
+        intermediate_size=36,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=43,
+        rope_theta=1e4,
+        rope_scaling=dict(type="linear", factor=2.5),
+    ),
+    # the window counts from the second layer on
+    "qwen2-sliding": dict(
+        model_type="qwen2",
+        tie_word_embeddings=True,
+        hidden_size=36,
+        intermediate_size=52,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        vocab_size=59,
+        rope_theta=1e5,
+        use_sliding_window=True,
+        sliding_window=5,
+        max_window_layers=1,
+    ),
+    "qwen3-tied": dict(
+        model_type="qwen3",
+        tie_word_embeddings=True,
+        hidden_size=40,
+        intermediate_size=46,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=22,
+        vocab_size=83,
+        rope_theta=1e6,
+    ),
+    "qwen3-biased": dict(
+        model_type="qwen3",
+        tie_word_embeddings=False,
+        hidden_size=30,
+        intermediate_size=70,
+        num_hidden_layers=2,
+        num_attention_heads=5,
+        num_key_value_heads=1,
+        head_dim=8,
+        vocab_size=41,
+        attention_bias=True,
+        rope_theta=1e4,
+    ),
+    "mistral-sliding": dict(
+        model_type="mistral",
+        tie_word_embeddings=False,
+        hidden_size=40,
+        intermediate_size=58,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=14,
+        vocab_size=67,
+        sliding_window=7,
+        rope_theta=1e4,
+    ),
+    "mistral-full": dict(
+        model_type="mistral",
+        tie_word_embeddings=False,
+        hidden_size=42,
+        intermediate_size=38,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        vocab_size=47,
+        sliding_window=None,
+        rope_theta=1e6,
+    ),
+    "gemma-wide": dict(
+        model_type="gemma",
+        tie_word_embeddings=True,
+        hidden_size=36,
+        intermediate_size=50,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=18,
+        vocab_size=73,
+        hidden_act="gelu",
+        hidden_activation=None,
+        rope_theta=1e4,
+    ),
+    "gemma-even": dict(
+        model_type="gemma",
+        tie_word_embeddings=True,
+        hidden_size=32,
+        intermediate_size=31,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=10,
+        vocab_size=52,
+        hidden_act="gelu_pytorch_tanh",
+        rope_theta=1e4,
+    ),
+    # caps that bend what they cap; an odd number of layers that slide in turn
+    "gemma2-capped": dict(
+        model_type="gemma2",
+        tie_word_embeddings=True,
+        hidden_size=36,
+        intermediate_size=44,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=12,
+        vocab_size=69,
+        hidden_activation="gelu_pytorch_tanh",
+        query_pre_attn_scalar=20,
+        sliding_window=6,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+        rope_theta=1e4,
+    ),
+    "gemma2-free": dict(
+        model_type="gemma2",
+        tie_word_embeddings=True,
+        hidden_size=28,
+        intermediate_size=60,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        vocab_size=55,
+        hidden_activation="gelu_pytorch_tanh",
+        query_pre_attn_scalar=9,
+        sliding_window=64,
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+        rope_theta=1e4,
+    ),
+    # seven layers: one sees all, with frequencies of its own
+    "gemma3-long": dict(
+        model_type="gemma3_text",
+        tie_word_embeddings=True,
+        hidden_size=32,
+        intermediate_size=42,
+        num_hidden_layers=7,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=14,
+        vocab_size=77,
+        hidden_activation="gelu_pytorch_tanh",
+        query_pre_attn_scalar=14,
+        sliding_window=5,
+        rope_theta=1e6,
+        rope_local_base_freq=1e4,
+        rope_scaling=dict(rope_type="linear", factor=8.0),
+    ),
+    "gemma3-mixed": dict(
+        model_type="gemma3_text",
+        tie_word_embeddings=True,
+        hidden_size=30,
+        intermediate_size=34,
+        num_hidden_layers=3,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        head_dim=20,
+        vocab_size=48,
+        hidden_activation="gelu_pytorch_tanh",
+        query_pre_attn_scalar=30,
+        sliding_window=4,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+        final_logit_softcapping=4.0,
+        rope_theta=1e5,
+        rope_local_base_freq=2e3,
+    ),
 }
 
 
 def config_of(name):
     """The config.json of one of the shapes, as transformers 4 would write it."""
     return dict(
-        SHAPES[name],
-        architectures=["Qwen2ForCausalLM" if name.startswith("qwen2") else "LlamaForCausalLM"],
-        hidden_act="silu",
+        dict(hidden_act="silu"),
         max_position_embeddings=128,
         initializer_range=0.02,
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
-    )
+    ) | dict(SHAPES[name])
 
 
 def torch_model(name, *, kind="AutoModelForCausalLM", seed=0):
@@ -80,17 +273,16 @@ def torch_model(name, *, kind="AutoModelForCausalLM", seed=0):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     extra = {"num_labels": 1} if "Sequence" in kind else {}
-    settings = {k: v for k, v in (config_of(name) | extra).items() if k not in ("model_type", "architectures")}
-    theta = settings.pop("rope_theta")
-    config = transformers.AutoConfig.for_model(
-        SHAPES[name]["model_type"], **settings, rope_parameters={"rope_type": "default", "rope_theta": theta}
-    )
-    model = getattr(transformers, kind).from_config(config, dtype=torch.float32)
+    settings = config_of(name) | extra
+    config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
+    # eager: the one form of theirs in which every family has its soft caps
+    model = getattr(transformers, kind).from_config(config, dtype=torch.float32, attn_implementation="eager")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, p in model.named_parameters():
             draw = torch.randn(p.shape, generator=generator)
-            p.copy_(1 + 0.3 * draw if "norm" in key else 0.15 * draw)
+            offset = 0.0 if config.model_type.startswith("gemma") else 1.0  # gemma's norms add it themselves
+            p.copy_(offset + 0.3 * draw if "norm" in key else 0.15 * draw)
     return model.eval()
 
 

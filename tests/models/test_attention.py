@@ -3,34 +3,63 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from jppo.models import attention
+from jppo.models import attention, rotary
 
 
-def loop_attend(q, k, v, segment):
-    """One query at a time, f64: softmax over the earlier positions of its segment."""
-    R, T, H, A = q.shape
+def loop_attend(q, k, v, segment, *, scale, softcap=None, window=None):
+    """One query at a time, f64: softmax over the earlier positions of its segment, those within the window."""
+    R, T, H, _ = q.shape
     shared = H // k.shape[2]
     out = np.zeros(q.shape)
     for r, t, h in np.ndindex(R, T, H):
-        seen = [s for s in range(t + 1) if segment[r, s] == segment[r, t]]
-        scores = np.array([q[r, t, h] @ k[r, s, h // shared] for s in seen]) / np.sqrt(A)
+        seen = [s for s in range(t + 1) if segment[r, s] == segment[r, t] and (window is None or t - s < window)]
+        scores = scale * np.array([q[r, t, h] @ k[r, s, h // shared] for s in seen], np.float64)
+        if softcap is not None:
+            scores = softcap * np.tanh(scores / softcap)
         weight = np.exp(scores - scores.max())
         out[r, t, h] = weight / weight.sum() @ np.stack([v[r, s, h // shared] for s in seen])
     return out
 
 
-def test_attend_is_the_loop(rng):
+def plain(*, scale=0.5, softcap=None, windows=(None,)):
+    return attention.make_plain(scale=scale, softcap=softcap, windows=windows)
+
+
+@pytest.mark.parametrize("softcap", [None, 0.8])
+@pytest.mark.parametrize("window", [None, 1, 2, 3, 100])
+def test_attend_is_the_loop(rng, window, softcap):
     q = rng.normal(size=(2, 9, 6, 4)).astype(np.float32)
     k, v = rng.normal(size=(2, 2, 9, 2, 4)).astype(np.float32)
     segment = np.array([[1, 1, 1, 2, 3, 3, 3, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1, 1]], np.int32)
-    np.testing.assert_allclose(attention.attend(q, k, v, segment), loop_attend(q, k, v, segment), atol=2e-6)
+    expected = loop_attend(q, k, v, segment, scale=0.3, softcap=softcap, window=window)
+    attend = plain(scale=0.3, softcap=softcap, windows=(5, window))
+    np.testing.assert_allclose(attend(q, k, v, segment, 1), expected, atol=2e-6)
+    traced = jax.jit(attend)(q, k, v, segment, jnp.int32(1))
+    np.testing.assert_allclose(traced, expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_cache_gives_what_the_row_gives(rng, window):
+    """Queries of the last positions over a cache of all, filled beyond them with anything."""
+    q = rng.normal(size=(2, 9, 6, 4)).astype(np.float32)
+    k, v = rng.normal(size=(2, 2, 9, 2, 4)).astype(np.float32)
+    settings = dict(scale=0.3, softcap=2.0, windows=(window,))
+    whole = plain(**settings)(q, k, v, np.ones((2, 9), np.int32), 0)
+    position = np.array([[3, 4], [6, 7]], np.int32)
+    here = np.take_along_axis(q, position[:, :, None, None], 1)
+    far = np.full((2, 4, 2, 4), 1e3, np.float32)
+    found = attention.attend_cached(
+        here, np.concatenate([k, far], 1), np.concatenate([v, far], 1), position, 0, **settings
+    )
+    np.testing.assert_allclose(found, np.take_along_axis(whole, position[:, :, None, None], 1), atol=2e-6)
 
 
 def test_no_gradient_crosses_a_segment_border_or_time(rng):
     q, k, v = rng.normal(size=(3, 1, 6, 1, 4)).astype(np.float32)
     segment = jnp.array([[1, 1, 1, 2, 2, 2]])
-    grad = jax.grad(lambda k, v: attention.attend(q, k, v, segment)[0, 4].sum(), argnums=(0, 1))(k, v)
+    grad = jax.grad(lambda k, v: plain()(q, k, v, segment, 0)[0, 4].sum(), argnums=(0, 1))(k, v)
     for g in grad:
         assert (np.asarray(g)[0, [0, 1, 2, 5]] == 0).all()
     assert (np.asarray(grad[1])[0, [3, 4]] != 0).all()
@@ -42,15 +71,15 @@ def test_scores_too_large_for_bfloat16_stay_exact():
     k = jnp.asarray(np.array([10.0, 10.125]).reshape(1, 2, 1, 1) * np.ones((1, 2, 1, 4)), jnp.bfloat16)
     v = jnp.asarray(np.array([0.0, 1.0]).reshape(1, 2, 1, 1) * np.ones((1, 2, 1, 4)), jnp.bfloat16)
     gap = 4 * 10 * 0.125 / 2
-    out = attention.attend(q, k, v, jnp.ones((1, 2), jnp.int32))[0, 1, 0, 0]
+    out = plain()(q, k, v, jnp.ones((1, 2), jnp.int32), 0)[0, 1, 0, 0]
     np.testing.assert_allclose(float(out), 1 / (1 + np.exp(-gap)), atol=4e-3)
 
 
 def test_rotate_turns_each_pair_by_its_angle(rng):
     x = rng.normal(size=(1, 3, 2, 6)).astype(np.float32)
     position = np.array([[0, 5, 1]], np.int32)
-    cos, sin = attention.rotary_angles(position, head_dim=6, theta=100.0)
-    turned = np.asarray(attention.rotate(x, cos, sin))
+    cos, sin = rotary.angles(position, rotary.frequencies(rotary.Rotary(100.0), 6))
+    turned = np.asarray(rotary.rotate(x, cos, sin))
     for t, h, i in np.ndindex(3, 2, 3):
         angle = position[0, t] * 100.0 ** (-2 * i / 6)
         expected = complex(x[0, t, h, i], x[0, t, h, i + 3]) * np.exp(1j * angle)

@@ -5,26 +5,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jppo.models import decoder, families, heads, hf, params
+from jppo.models import cache, decoder, families, heads, hf, params
+from tests.models.conftest import SHAPES
 
 REAL = ("stories260k", "stories260k-hd32", "tinystories-656k", "tinystories-656k-hd64")
-CFG = families.ModelConfig(
-    family="qwen2",
-    vocab_size=37,
-    hidden_size=24,
-    intermediate_size=40,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=6,
-    rope_theta=1e4,
-    rms_norm_eps=1e-6,
-    qkv_bias=True,
-    o_bias=False,
-    mlp_bias=False,
-    tie_word_embeddings=True,
-    max_position_embeddings=64,
-    initializer_range=0.3,
+CFG = families.from_hf(
+    dict(
+        model_type="qwen2",
+        vocab_size=37,
+        hidden_size=24,
+        intermediate_size=40,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=6,
+        tie_word_embeddings=True,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+    ),
+    path="config.json",
 )
 
 
@@ -36,8 +35,7 @@ init = jax.jit(
 
 def load(directory, head="lm", key=None):
     _, cfg = hf.read_config(directory)
-    put = lambda path, x: jnp.asarray(x)  # noqa: E731
-    return cfg, hf.load_params(directory, cfg, head=head, param_dtype=jnp.float32, put=put, key=key)
+    return cfg, hf.load_params(directory, cfg, head=head, param_dtype=jnp.float32, key=key)
 
 
 def row(tokens):
@@ -49,7 +47,7 @@ def logits(cfg, values, tokens, segment, position, **kw):
     @jax.jit
     def run(values):
         hidden = decoder.Decoder(cfg, **kw).apply({"params": values}, tokens, segment, position)
-        return heads.logits_of(hidden, decoder.head_kernel(values, cfg))
+        return heads.logits_of((hidden, decoder.head_kernel(values, cfg), cfg))
 
     return np.asarray(run(values))
 
@@ -64,7 +62,7 @@ def assert_close(ours, theirs, rel=1e-4):
     assert np.abs(ours - theirs).max() <= rel * np.abs(theirs).max()
 
 
-@pytest.mark.parametrize("name", ["qwen2-tied", "qwen2-untied", "llama-biased", "llama-tied"])
+@pytest.mark.parametrize("name", SHAPES)
 def test_logits_and_logprobs_equal_transformers(checkpoint, rng, name):
     torch = pytest.importorskip("torch")
     directory, model = checkpoint(name)
@@ -72,18 +70,16 @@ def test_logits_and_logprobs_equal_transformers(checkpoint, rng, name):
     tokens = rng.integers(0, cfg.vocab_size, (2, 29)).astype(np.int32)
     targets = rng.integers(0, cfg.vocab_size, (2, 29)).astype(np.int32)
     theirs = reference_logits(model, tokens)
-    segment, position = row(tokens)
-    assert_close(logits(cfg, values, tokens, segment, position), theirs)
 
-    hidden = decoder.Decoder(cfg).apply({"params": values}, tokens, segment, position)
-    logp, entropy = heads.logprob_entropy(
-        hidden,
-        decoder.head_kernel(values, cfg),
-        targets,
-        temperature=0.7,
-        chunk_tokens=10,
-        with_entropy=True,
-    )
+    @jax.jit
+    def run(values):
+        hidden = decoder.Decoder(cfg).apply({"params": values}, tokens, *row(tokens))
+        state = hidden, decoder.head_kernel(values, cfg), cfg
+        scored = heads.logprob_entropy(state, targets, temperature=0.7, chunk_tokens=10, with_entropy=True)
+        return heads.logits_of(state), *scored
+
+    ours, logp, entropy = run(values)
+    assert_close(ours, theirs)
     scaled = torch.log_softmax(torch.from_numpy(theirs) / 0.7, -1)
     assert_close(logp, np.take_along_axis(scaled.numpy(), targets[:, :, None], 2)[:, :, 0])
     assert_close(entropy, -(scaled.exp() * scaled).sum(-1).numpy())
@@ -200,3 +196,41 @@ def test_init_is_what_it_says():
     assert np.std(values["score"]["kernel"]) == pytest.approx(1 / 5, rel=0.5)
     layers = values["layers"]["mlp"]["up"]["kernel"]
     assert not np.array_equal(layers[0], layers[1])  # each layer draws its own
+
+
+@pytest.mark.parametrize("name", ["qwen2-sliding", "gemma3-long"])
+@pytest.mark.parametrize("settings", [dict(scan_layers=False), dict(remat="full")])
+def test_layers_that_differ_may_be_unrolled_and_rematerialised(checkpoint, rng, name, settings):
+    directory, model = checkpoint(name)
+    cfg, values = load(directory)
+    tokens = rng.integers(0, cfg.vocab_size, (2, 17)).astype(np.int32)
+    assert_close(logits(cfg, values, tokens, *row(tokens), **settings), reference_logits(model, tokens))
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen2-sliding", "qwen3-biased", "llama-llama3", "mistral-sliding", "gemma2-capped", "gemma3-long"]
+)
+def test_a_cache_gives_the_logits_of_the_whole_row(checkpoint, rng, name):
+    """Prompts of two lengths in one call, then token by token, against the same rows at once."""
+    directory, _ = checkpoint(name)
+    cfg, values = load(directory)
+    tokens = rng.integers(0, cfg.vocab_size, (2, 19)).astype(np.int32)
+    expected = logits(cfg, values, tokens, *row(tokens))
+    kernel = decoder.head_kernel(values, cfg)
+    split = decoder.split_layers({"params": values}, cfg)
+
+    @jax.jit
+    def forward(held, tokens, position):
+        hidden, held = decoder.forward_cached(split, cfg, tokens, position, held)
+        return heads.logits_of((hidden, kernel, cfg)), held
+
+    lengths = np.array([11, 6])
+    prompt = np.where(np.arange(11) < lengths[:, None], tokens[:, :11], 0)
+    held = cache.empty(cfg, rows=2, length=19, dtype=jnp.float32)
+    found, held = forward(held, prompt, row(prompt)[1])
+    for i, n in enumerate(lengths):
+        assert_close(np.asarray(found)[i, :n], expected[i, :n])
+    for step in range(8):
+        at = (lengths + step)[:, None].astype(np.int32)
+        found, held = forward(held, np.take_along_axis(tokens, at, 1), at)
+        assert_close(np.asarray(found)[:, 0], expected[np.arange(2), at[:, 0]])

@@ -4,13 +4,15 @@ import pytest
 
 from jppo.config import UserError
 from jppo.models import families
+from jppo.models.rotary import Rotary
 
 
 def test_fields_are_read(hf_config):
     cfg = families.from_hf(hf_config("llama-biased"), path="config.json")
     assert (cfg.family, cfg.vocab_size, cfg.hidden_size, cfg.intermediate_size) == ("llama", 71, 36, 50)
     assert (cfg.num_layers, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim) == (2, 4, 1, 14)
-    assert (cfg.rope_theta, cfg.rms_norm_eps, cfg.max_position_embeddings) == (5e5, 1e-5, 128)
+    assert cfg.kinds == (families.Kind(None, Rotary(5e5)),) and cfg.layer_kinds == (0, 0)
+    assert (cfg.rms_norm_eps, cfg.max_position_embeddings) == (1e-5, 128)
     assert (cfg.qkv_bias, cfg.o_bias, cfg.mlp_bias, cfg.tie_word_embeddings) == (True, True, True, False)
     qwen = families.from_hf(hf_config("qwen2-untied"), path="config.json")
     assert (qwen.qkv_bias, qwen.o_bias, qwen.mlp_bias, qwen.head_dim) == (True, False, False, 12)
@@ -33,7 +35,7 @@ def test_absent_fields_are_as_transformers_has_them(hf_config):
     assert cfg.num_kv_heads == theirs.num_key_value_heads and cfg.head_dim == theirs.head_dim
     assert cfg.tie_word_embeddings == theirs.tie_word_embeddings and cfg.rms_norm_eps == theirs.rms_norm_eps
     assert cfg.initializer_range == theirs.initializer_range
-    assert cfg.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert cfg.kinds[0].rotary == Rotary(theirs.rope_parameters["rope_theta"])
     assert cfg.qkv_bias == theirs.attention_bias and cfg.mlp_bias == theirs.mlp_bias
 
 
@@ -48,7 +50,7 @@ def test_absent_fields_are_as_transformers_has_them(hf_config):
     ],
 )
 def test_rope_theta_in_every_place_of_it(hf_config, rope):
-    assert families.from_hf(hf_config("llama-tied") | rope, path="config.json").rope_theta == 7e5
+    assert families.from_hf(hf_config("llama-tied") | rope, path="config.json").kinds[0].rotary == Rotary(7e5)
 
 
 @pytest.mark.parametrize(
@@ -57,12 +59,19 @@ def test_rope_theta_in_every_place_of_it(hf_config, rope):
         ("model_type", "mamba"),
         ("model_type", None),
         ("hidden_act", "gelu"),
-        ("use_sliding_window", True),
+        ("use_bidirectional_attention", True),
+        ("final_logit_softcapping", 30.0),
+        ("attn_logit_softcapping", 50.0),
+        ("model_type", "qwen3_moe"),
+        ("model_type", "gemma3"),
         ("pretraining_tp", 2),
         ("quantization_config", {"bits": 4}),
         ("attention_dropout", 0.1),
         ("rope_scaling", {"rope_type": "llama3", "factor": 8.0}),
-        ("rope_scaling", {"type": "linear", "factor": 2.0}),
+        ("rope_scaling", {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}),
+        ("rope_scaling", {"type": "linear"}),
+        ("rope_scaling", {"type": "linear", "factor": 0.0}),
+        ("rope_scaling", {"type": "dynamic", "factor": 2.0}),
         ("rope_parameters", {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0}),
         ("rope_parameters", {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}),
         ("rope_parameters", 3),

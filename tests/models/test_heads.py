@@ -1,11 +1,30 @@
 """Log-probs, entropy and values against plain numpy, and chunked against whole."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jppo.models import heads
+from jppo.models import families, heads
+
+CFG = families.from_hf(
+    dict(
+        model_type="llama",
+        vocab_size=19,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        max_position_embeddings=8,
+    ),
+    path="config.json",
+)
+
+
+def logprob_entropy(hidden, kernel, targets, cfg=CFG, **settings):
+    return heads.logprob_entropy((hidden, kernel, cfg), targets, **settings)
 
 
 def draw(rng, R=3, T=11, D=8, V=19):
@@ -27,12 +46,12 @@ def plain(hidden, kernel, targets, temperature):
 def test_equal_to_a_plain_softmax(rng, chunk_tokens, temperature):
     hidden, kernel, targets = draw(rng)
     settings = dict(temperature=temperature, chunk_tokens=chunk_tokens)
-    logp, entropy = heads.logprob_entropy(hidden, kernel, targets, **settings, with_entropy=True)
+    logp, entropy = logprob_entropy(hidden, kernel, targets, **settings, with_entropy=True)
     expected = plain(hidden, kernel, targets, temperature)
     assert logp.dtype == entropy.dtype == jnp.float32
     np.testing.assert_allclose(logp, expected[0], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(entropy, expected[1], rtol=1e-5, atol=1e-5)
-    alone, none = heads.logprob_entropy(hidden, kernel, targets, **settings, with_entropy=False)
+    alone, none = logprob_entropy(hidden, kernel, targets, **settings, with_entropy=False)
     np.testing.assert_allclose(alone, logp, rtol=1e-5)
     assert none.shape == logp.shape and (np.asarray(none) == 0).all()
 
@@ -43,7 +62,7 @@ def test_gradient_is_that_of_the_whole(rng, with_entropy):
     weight = rng.normal(size=targets.shape).astype(np.float32)
 
     def loss(hidden, kernel, chunk_tokens):
-        logp, entropy = heads.logprob_entropy(
+        logp, entropy = logprob_entropy(
             hidden, kernel, targets, temperature=0.8, chunk_tokens=chunk_tokens, with_entropy=with_entropy
         )
         return jnp.sum(weight * logp + 0.3 * weight**2 * entropy)
@@ -65,10 +84,12 @@ def test_all_logits_are_never_in_memory(rng):
     R, T, D, V = 2, 512, 8, 4096
     hidden, kernel, targets = draw(rng, R, T, D, V)
 
+    cfg = dataclasses.replace(CFG, vocab_size=V, padded_vocab_size=V)
+
     def temporaries(chunk_tokens):
         def loss(hidden, kernel):
-            return heads.logprob_entropy(
-                hidden, kernel, targets, temperature=1.0, chunk_tokens=chunk_tokens, with_entropy=True
+            return logprob_entropy(
+                hidden, kernel, targets, cfg, temperature=1.0, chunk_tokens=chunk_tokens, with_entropy=True
             )[0].sum()
 
         compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(hidden, kernel).compile()
@@ -85,7 +106,7 @@ def test_bfloat16_states_have_f32_logits_and_an_f32_gradient_sum(rng):
     settings = dict(temperature=1.0, chunk_tokens=12, with_entropy=True)
 
     def run(hidden, kernel):
-        return heads.logprob_entropy(hidden, kernel, targets, **settings)
+        return logprob_entropy(hidden, kernel, targets, **settings)
 
     logp, entropy = run(jnp.asarray(rounded, jnp.bfloat16), kernel)
     assert logp.dtype == entropy.dtype == jnp.float32
@@ -100,7 +121,7 @@ def test_bfloat16_states_have_f32_logits_and_an_f32_gradient_sum(rng):
 def test_impossible_settings_are_refused(rng, bad):
     settings = dict(temperature=1.0, chunk_tokens=8, with_entropy=False) | bad
     with pytest.raises(ValueError, match=next(iter(bad))):
-        heads.logprob_entropy(*draw(rng), **settings)
+        logprob_entropy(*draw(rng), **settings)
 
 
 def test_values_are_f32_products(rng):
@@ -109,3 +130,31 @@ def test_values_are_f32_products(rng):
     found = heads.values(hidden, kernel)
     assert found.dtype == jnp.float32 and found.shape == (2, 3)
     np.testing.assert_allclose(found, (np.asarray(hidden, np.float64) @ kernel)[:, :, 0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("chunk_tokens", [8, 1000])
+def test_rows_of_the_kernel_that_are_no_tokens_have_no_probability(rng, chunk_tokens):
+    """What stands in them changes neither log-probs nor entropy, and gets no gradient."""
+    hidden, kernel, targets = draw(rng)
+    settings = dict(temperature=0.7, chunk_tokens=chunk_tokens, with_entropy=True)
+    wide = dataclasses.replace(CFG, padded_vocab_size=24)
+    padded = np.concatenate([kernel, 100 * rng.normal(size=(5, 8)).astype(np.float32)])
+
+    def total(kernel, cfg):
+        logp, entropy = logprob_entropy(hidden, kernel, targets, cfg, **settings)
+        return jnp.sum(logp) + 0.1 * jnp.sum(entropy), (logp, entropy)
+
+    found, grad = jax.grad(total, has_aux=True)(padded, wide)[::-1]
+    expected, plain_grad = jax.grad(total, has_aux=True)(kernel, CFG)[::-1]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, expected)
+    np.testing.assert_allclose(grad[:19], plain_grad, rtol=1e-5, atol=1e-6)
+    assert (np.asarray(grad[19:]) == 0).all()
+
+
+def test_soft_cap_comes_before_the_temperature(rng):
+    hidden, kernel, targets = draw(rng)
+    capped = dataclasses.replace(CFG, logit_softcap=3.0)
+    logp, _ = logprob_entropy(hidden, kernel, targets, capped, temperature=0.5, chunk_tokens=9, with_entropy=False)
+    logits = 3.0 * np.tanh(hidden @ kernel.T / 3.0)
+    expected = np.log(np.exp(logits / 0.5) / np.exp(logits / 0.5).sum(-1, keepdims=True))
+    np.testing.assert_allclose(logp, np.take_along_axis(expected, targets[..., None], 2)[..., 0], rtol=1e-4, atol=1e-5)

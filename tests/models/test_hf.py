@@ -11,15 +11,14 @@ import pytest
 import safetensors.numpy
 
 from jppo.config import UserError
-from jppo.models import decoder, heads, hf, params, tensorfile
-
-NAMES = ("qwen2-tied", "qwen2-untied", "llama-biased", "llama-tied")
+from jppo.learner import sharding
+from jppo.models import decoder, families, heads, hf, params, tensorfile
+from tests.models.conftest import SHAPES
 
 
 def load(directory, head="lm", dtype=jnp.float32, key=None):
     _, cfg = hf.read_config(directory)
-    put = lambda path, x: jnp.asarray(x)  # noqa: E731
-    return cfg, hf.load_params(directory, cfg, head=head, param_dtype=dtype, put=put, key=key)
+    return cfg, hf.load_params(directory, cfg, head=head, param_dtype=dtype, key=key)
 
 
 def stored(directory):
@@ -45,7 +44,7 @@ def assert_same_bits(a, b):
         assert x.dtype == b[name].dtype and x.tobytes() == b[name].tobytes(), name
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SHAPES)
 def test_export_of_an_import_is_the_identity(checkpoint, tmp_path, name):
     directory, _ = checkpoint(name)
     cfg, values = load(directory)
@@ -100,7 +99,7 @@ def test_bfloat16_model_of_transformers_loads(checkpoint, tmp_path, rng):
         theirs = model.float()(torch.from_numpy(tokens).long()).logits.numpy()
     place = np.ones_like(tokens), np.arange(12, dtype=np.int32)[None]
     hidden = decoder.Decoder(cfg).apply({"params": values}, tokens, *place)
-    ours = heads.logits_of(hidden, decoder.head_kernel(values, cfg))
+    ours = heads.logits_of((hidden, decoder.head_kernel(values, cfg), cfg))
     assert np.abs(ours - theirs).max() <= 1e-4 * np.abs(theirs).max()
 
 
@@ -208,19 +207,44 @@ def test_a_failed_save_leaves_what_was_there(checkpoint, tmp_path):
     assert [f.name for f in tmp_path.iterdir()] == ["out"]
 
 
-def test_put_decides_the_place(checkpoint):
-    directory, _ = checkpoint("qwen2-untied")
-    _, cfg = hf.read_config(directory)
-    seen = {}
+@pytest.mark.parametrize("mesh_shape", [(1, 1, 8), (1, 2, 4), (8, 1, 1)])
+@pytest.mark.parametrize("name", ["qwen2-untied", "gemma2-capped"])
+def test_shardings_decide_the_place_and_change_no_bit(checkpoint, name, mesh_shape):
+    directory, _ = checkpoint(name)
+    cfg, expected = load(directory)
+    mesh = sharding.make_mesh(mesh_shape)
+    shapes = params.abstract(cfg, head="lm", param_dtype=jnp.float32)
+    places = sharding.param_shardings(mesh, params.logical_axes(cfg, head="lm"), shapes)
+    values = hf.load_params(directory, cfg, head="lm", param_dtype=jnp.float32, shardings=places)
+    for x, place, plain in zip(*map(jax.tree.leaves, (values, places, expected)), strict=True):
+        assert x.sharding == place
+        np.testing.assert_array_equal(x, plain)
 
-    def put(path, x):
-        seen[path] = x.shape
-        return jax.device_put(x, jax.devices()[3])
 
-    values = hf.load_params(directory, cfg, head="value", param_dtype=jnp.bfloat16, put=put, key=jax.random.key(0))
-    assert seen == {entry.path: entry.shape for entry in params.table(cfg, head="value")}
-    for x in jax.tree.leaves(values):
-        assert x.devices() == {jax.devices()[3]} and x.dtype == jnp.bfloat16
+def test_rows_of_padding_are_zero_and_stay_out_of_the_file(checkpoint):
+    directory, _ = checkpoint("qwen2-untied")  # 61 tokens
+    cfg, expected = load(directory)
+    wide = families.pad_vocab(cfg, 8)
+    assert wide.padded_vocab_size == 64
+    values = hf.load_params(directory, wide, head="lm", param_dtype=jnp.float32)
+    for name in (("embed", "embedding"), ("lm_head", "kernel")):
+        assert params.get(values, name).shape == (64, 48)
+        np.testing.assert_array_equal(params.get(values, name)[:61], params.get(expected, name))
+        assert (np.asarray(params.get(values, name)[61:]) == 0).all()
+    assert_same_bits(dict(hf.hf_tensors(values, wide)), stored(directory))
+    assert hf.hf_shapes(wide) == hf.hf_shapes(cfg)
+
+
+def test_the_file_may_change_once_it_is_loaded(checkpoint, tmp_path):
+    """Nothing that was loaded is a view of the file."""
+    directory, _ = checkpoint("qwen2-tied")
+    copy = rewrite(directory, tmp_path / "copy", lambda tensors: None)
+    _, values = load(copy)
+    before = jax.tree.map(lambda x: np.array(x), values)
+    with (copy / "model.safetensors").open("r+b") as file:
+        file.seek(2000)
+        file.write(bytes(50_000))
+    jax.tree.map(np.testing.assert_array_equal, values, before)
 
 
 def drop(tensors):

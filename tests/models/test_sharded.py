@@ -39,8 +39,7 @@ def test_eight_devices_give_the_numbers_of_one(cfg, rng):
         model = decoder.Decoder(cfg, constrain=constrain)
         hidden = model.apply({"params": values}, tokens, segment, position)
         logp, entropy = heads.logprob_entropy(
-            hidden,
-            decoder.head_kernel(values, cfg),
+            (hidden, decoder.head_kernel(values, cfg), cfg),
             tokens,
             temperature=1.0,
             chunk_tokens=64,

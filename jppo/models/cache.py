@@ -1,0 +1,36 @@
+"""Keys and values of the tokens so far: what an engine keeps between one token and the next."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jppo.models.families import ModelConfig
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerCache:
+    """Of one layer; entry s of a row is its position s."""
+
+    k: jax.Array  # [R, S, K, A]
+    v: jax.Array  # [R, S, K, A]
+
+
+Cache = tuple[LayerCache, ...]  # a buffer for each layer, so that each is written in its place
+
+
+def empty(cfg: ModelConfig, *, rows: int, length: int, dtype: Any) -> Cache:
+    """Room for `length` positions of so many rows."""
+    shape = (rows, length, cfg.num_kv_heads, cfg.head_dim)
+    return tuple(LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(cfg.num_layers))
+
+
+def extend(held: LayerCache, k: jax.Array, v: jax.Array, position: jax.Array) -> LayerCache:
+    """The cache with k and v [R, P, K, A] at `position` [R, P]; what lies beyond its end is dropped."""
+    row = jnp.arange(position.shape[0], dtype=jnp.int32)[:, None]
+    return LayerCache(
+        held.k.at[row, position].set(k.astype(held.k.dtype), mode="drop"),
+        held.v.at[row, position].set(v.astype(held.v.dtype), mode="drop"),
+    )

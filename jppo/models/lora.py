@@ -1,0 +1,170 @@
+"""LoRA (Hu et al., arXiv:2106.09685): adapters beside frozen kernels, y = W x + (alpha / rank) B A x.
+
+Adapters are a collection of their own, so that the same model without it is the model before training. What learns of
+an adapted model is the tree `{'lora': adapters}`, for a critic with its `score` beside them; the rest is its base.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jppo.models import params
+from jppo.models.families import ModelConfig
+from jppo.models.params import Entry, Head
+from jppo.structs import Params
+
+COLLECTION = "lora"
+# The modules that an adapter can stand beside: peft's name, and where ours is in a layer.
+TARGETS = {
+    "q_proj": ("attn", "q"),
+    "k_proj": ("attn", "k"),
+    "v_proj": ("attn", "v"),
+    "o_proj": ("attn", "o"),
+    "gate_proj": ("mlp", "gate"),
+    "up_proj": ("mlp", "up"),
+    "down_proj": ("mlp", "down"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    """Which adapters a model has."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]  # of TARGETS
+
+    @property
+    def scale(self) -> float:
+        """What B A counts."""
+        return self.alpha / self.rank
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Adapted:
+    """A model that stays, and what is learned beside it."""
+
+    base: Params
+    learned: Params
+    scale: float = dataclasses.field(metadata=dict(static=True))
+
+
+Weights = Params | Adapted  # of a model, as the passes take it
+
+
+def variables(model: Weights) -> dict[str, Params]:
+    """The collections of the flax module: `params`, and the adapters, B times their scale, where there are any."""
+    if not isinstance(model, Adapted):
+        return {"params": model}
+    learned = dict(model.learned)
+    adapters = jax.tree_util.tree_map_with_path(
+        lambda path, x: x * model.scale if path[-1].key == "b" else x, learned.pop(COLLECTION)
+    )
+    return {"params": {**model.base, **learned}, COLLECTION: adapters}
+
+
+def equations(equation: str) -> tuple[str, str]:
+    """The einsums of A and of B beside a kernel's: of 'rtd,dha->rtha' they are 'rtd,dz->rtz' and 'rtz,zha->rtha'."""
+    ins, outs = equation.split("->")
+    x, kernel = ins.split(",")
+    inner, outer = [c for c in kernel if c not in outs], [c for c in kernel if c in outs]
+    low = "".join(c for c in x if c in outs) + "z"
+    return f"{x},{''.join(inner)}z->{low}", f"{low},z{''.join(outer)}->{outs}"
+
+
+def table(model: ModelConfig, lora: Lora, *, head: Head) -> tuple[Entry, ...]:
+    """Every parameter that learns, under peft's names."""
+    kernels = {entry.path: entry for entry in params.table(model, head=head)}
+    out = []
+    for name in lora.targets:
+        kernel = kernels["layers", *TARGETS[name], "kernel"]
+        into = _inner(kernel)
+        ours = kernel.letters[1:]
+        outer = "".join(letter for letter in ours if letter not in into)
+        out += [
+            _entry(kernel, lora, "a", "lora_A", ("r", into), f"L{into}r"),
+            _entry(kernel, lora, "b", "lora_B", (outer, "r"), f"Lr{outer}"),
+        ]
+    if head == "value":
+        score = kernels["score", "kernel"]
+        out.append(dataclasses.replace(score, hf=f"base_model.model.{score.hf}"))
+    return tuple(out)
+
+
+def _inner(kernel: Entry) -> str:
+    """The letters of a kernel that its input has: those of the second axis of HF's."""
+    return kernel.hf_letters[1]
+
+
+def _entry(kernel: Entry, lora: Lora, name: str, theirs: str, hf_letters: tuple[str, ...], letters: str) -> Entry:
+    sizes = dict(zip(kernel.letters, kernel.shape, strict=True)) | {"r": lora.rank}
+    axes = dict(zip(kernel.letters, kernel.axes, strict=True)) | {"r": None}
+    return Entry(
+        path=(COLLECTION, *kernel.path[:-1], name),
+        hf=f"base_model.model.{kernel.hf.removesuffix('.weight')}.{theirs}.weight",
+        hf_letters=hf_letters,
+        letters=letters,
+        shape=tuple(sizes[letter] for letter in letters),
+        axes=tuple(axes[letter] for letter in letters),
+        alias=None,
+    )
+
+
+def init(model: ModelConfig, lora: Lora, key: jax.Array) -> Params:
+    """Fresh adapters: A uniform within 1 / sqrt(its inputs), as peft draws it, B zero. Pure, so jit may shard them."""
+
+    def leaf(entry: Entry) -> jax.Array:
+        if entry.path[-1] == "b":
+            return jnp.zeros(entry.shape, jnp.float32)
+        bound = 1 / math.sqrt(math.prod(entry.shape[1:-1]))
+        number = [*TARGETS.values()].index((entry.path[-3], entry.path[-2]))
+        return jax.random.uniform(jax.random.fold_in(key, number), entry.shape, jnp.float32, -bound, bound)
+
+    return params.tree(table(model, lora, head="lm"), leaf)
+
+
+def parts(entry: Entry, model: Weights) -> tuple[jax.Array, dict[str, jax.Array] | None]:
+    """The parameter of `entry`, and the adapter beside it with B times its scale, or None."""
+    if not isinstance(model, Adapted):
+        return params.get(model, entry.path), None
+    known = model.learned if entry.path[0] in model.learned else model.base
+    beside = _beside(model.learned[COLLECTION], entry.path[:-1])
+    scaled = None if beside is None else {"a": beside["a"], "b": beside["b"] * model.scale}
+    return params.get(known, entry.path), scaled
+
+
+def merge(entry: Entry, kernel: jax.Array, beside: dict[str, jax.Array]) -> jax.Array:
+    """W + B A, in W's dtype: both are of `entry`, all layers of it or some."""
+    inner = _inner(entry)
+    outer = "".join(letter for letter in entry.letters[1:] if letter not in inner)
+    low = jnp.einsum(f"L{inner}r,Lr{outer}->{entry.letters}", beside["a"], beside["b"])
+    return (kernel.astype(jnp.float32) + low).astype(kernel.dtype)
+
+
+def _beside(adapters: Any, path: tuple[str, ...]) -> Any:
+    """The adapter of a module, None where it has none."""
+    for key in path:
+        adapters = adapters.get(key) if adapters is not None else None
+    return adapters
+
+
+def peft_config(lora: Lora, *, head: Head, base: str) -> dict[str, Any]:
+    """The adapter_config.json with which peft loads them."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM" if head == "lm" else "SEQ_CLS",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "target_modules": list(lora.targets),
+        "modules_to_save": ["score"] if head == "value" else None,
+    }
