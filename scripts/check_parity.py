@@ -1,9 +1,11 @@
 """Compares jppo's model with transformers': logits, log-probs, entropy, on padded and packed random tokens.
 
-    python scripts/check_parity.py HF_DIR [--dtype float32] [--random]
+    python scripts/check_parity.py HF_DIR [--dtype float32] [--random] [--greedy 300]
 
 Prints the largest difference of each, relative to transformers' largest value, and exits with 1 when one is
-above 1e-4. Needs torch. With --random only HF_DIR's config.json is read: both take the same random weights.
+above 1e-4. A classifier with one label (a reward model) is compared by its values. Needs torch. With --random only
+HF_DIR's config.json is read: both take the same random weights. With --greedy both also write so many tokens, which
+must be the same.
 """
 
 import argparse
@@ -11,6 +13,7 @@ import pathlib
 import shutil
 import sys
 import tempfile
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +22,7 @@ import torch
 import transformers
 
 from jppo.config import UserError
-from jppo.models import decoder, heads, hf
+from jppo.models import cache, decoder, heads, hf
 
 TOLERANCE = 1e-4
 
@@ -32,15 +35,16 @@ def main() -> int:
     parser.add_argument("--random", action="store_true", help="random weights in the shape of config.json")
     parser.add_argument("--lengths", default="33,7,1,64", help="of the sequences, separated by commas")
     parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--greedy", type=int, default=0, help="tokens that both write, too")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     lengths = [int(n) for n in args.lengths.split(",")]
     try:
-        if not args.random:
-            return compare(args.hf_dir, args.dtype, lengths, args.temperature, args.seed)
         with tempfile.TemporaryDirectory() as folder:
-            write_random(args.hf_dir, folder, args.seed)
-            return compare(folder, args.dtype, lengths, args.temperature, args.seed)
+            if args.random:
+                write_random(args.hf_dir, folder, args.seed)
+            directory = folder if args.random else args.hf_dir
+            return compare(directory, args.dtype, lengths, args.temperature, args.seed, args.greedy)
     except UserError as e:
         print(e, file=sys.stderr)
         return 2
@@ -53,7 +57,7 @@ def write_random(hf_dir: str, folder: str, seed: int) -> None:
     shutil.copy(file, folder)
     torch.manual_seed(seed)
     config = transformers.AutoConfig.from_pretrained(folder)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = kind_of(folder).from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for p in model.parameters():
             if p.ndim == 1:
@@ -62,21 +66,39 @@ def write_random(hf_dir: str, folder: str, seed: int) -> None:
     shutil.copy(file, pathlib.Path(folder) / "config.json")
 
 
-def compare(hf_dir: str, dtype: str, lengths: list[int], temperature: float, seed: int) -> int:
+def kind_of(hf_dir: str | pathlib.Path) -> Any:
+    """transformers' class for what the directory says it holds."""
+    architectures = hf.read_config(hf_dir)[0].get("architectures") or [""]
+    if architectures[0].endswith("ForSequenceClassification"):
+        return transformers.AutoModelForSequenceClassification
+    return transformers.AutoModelForCausalLM
+
+
+def compare(hf_dir: str, dtype: str, lengths: list[int], temperature: float, seed: int, greedy: int) -> int:
     """Prints the table of differences; 1 where one is above the tolerance."""
     _, cfg = hf.read_config(hf_dir)
-    values = hf.load_params(hf_dir, cfg, head="lm", param_dtype=jnp.dtype(dtype))
-    torch_dtype = getattr(torch, dtype)
-    model = transformers.AutoModelForCausalLM.from_pretrained(hf.resolve(hf_dir, weights=True), dtype=torch_dtype)
+    kind = kind_of(hf_dir)
+    classifier = kind is transformers.AutoModelForSequenceClassification
+    values = hf.load_params(hf_dir, cfg, head="value" if classifier else "lm", param_dtype=jnp.dtype(dtype))
+    # eager: the one form of theirs in which every family has its soft caps
+    model = kind.from_pretrained(
+        hf.resolve(hf_dir, weights=True), dtype=getattr(torch, dtype), attn_implementation="eager"
+    )
     rng = np.random.default_rng(seed)
     parts = [rng.integers(0, cfg.vocab_size, n).astype(np.int32) for n in lengths]
     goals = [rng.integers(0, cfg.vocab_size, n).astype(np.int32) for n in lengths]
-    theirs = [reference(model.eval(), part, goal, temperature) for part, goal in zip(parts, goals, strict=True)]
+    model.eval()
+    if classifier:
+        theirs = [reference_values(model, part) for part in parts]
+    else:
+        theirs = [reference(model, part, goal, temperature) for part, goal in zip(parts, goals, strict=True)]
 
     @jax.jit
     def ours(values, tokens, goals, segment, position):
         model = decoder.Decoder(cfg, dtype=jnp.dtype(dtype), param_dtype=jnp.dtype(dtype))
         hidden = model.apply({"params": values}, tokens, segment, position)
+        if classifier:
+            return (heads.values(hidden, values["score"]["kernel"]),)
         kernel = decoder.head_kernel(values, cfg)
         logp, entropy = heads.logprob_entropy(
             (hidden, kernel, cfg), goals, temperature=temperature, chunk_tokens=16, with_entropy=True
@@ -84,7 +106,7 @@ def compare(hf_dir: str, dtype: str, lengths: list[int], temperature: float, see
         return heads.logits_of((hidden, kernel, cfg)), logp, entropy
 
     worst = 0.0
-    names = ("logits", "log-probs", "entropy")
+    names = ("values",) if classifier else ("logits", "log-probs", "entropy")
     for name, layout in (("padded", padded), ("packed", packed)):
         tokens, segment, position, real = layout(parts)
         found = ours(values, tokens, layout(goals)[0], segment, position)
@@ -93,6 +115,10 @@ def compare(hf_dir: str, dtype: str, lengths: list[int], temperature: float, see
             difference = np.abs(np.asarray(x)[real] - expected).max() / np.abs(expected).max()
             print(f"{name}  {what:<9}  largest relative difference {difference:.2e}")
             worst = max(worst, float(difference)) if np.isfinite(difference) else np.inf
+    if greedy:
+        same = agreement(model, values, cfg, dtype, parts[0][:1], greedy)
+        print(f"greedy  {same} of {greedy} tokens are the same")
+        worst = worst if same == greedy else np.inf
     verdict = "ok" if worst <= TOLERANCE else "FAILED"
     print(f"{verdict}: {cfg.family} {dtype}, {worst:.2e} of at most {TOLERANCE:.0e}")
     return int(worst > TOLERANCE)
@@ -105,6 +131,39 @@ def reference(model, tokens: np.ndarray, goals: np.ndarray, temperature: float) 
     logp = torch.log_softmax(logits / temperature, -1)
     chosen = logp.gather(1, torch.from_numpy(goals)[:, None].long())[:, 0]
     return logits.numpy(), chosen.numpy(), -(logp.exp() * logp).sum(-1).numpy()
+
+
+def reference_values(model, tokens: np.ndarray) -> tuple[np.ndarray, ...]:
+    """transformers' value [T] of the state after every token: what its classifier says of every beginning."""
+    with torch.no_grad():
+        hidden = model.base_model(torch.from_numpy(tokens)[None].long()).last_hidden_state[0]
+        return (model.score(hidden)[:, 0].float().numpy(),)
+
+
+def agreement(model, values, cfg, dtype: str, prompt: np.ndarray, count: int) -> int:
+    """How many tokens both write alike after the prompt, each the likeliest: jppo by its cache."""
+    with torch.no_grad():
+        expected = model.generate(
+            torch.from_numpy(prompt)[None].long(), max_new_tokens=count, min_new_tokens=count, do_sample=False,
+            eos_token_id=None, pad_token_id=0,
+        )[0, len(prompt) :].numpy()  # fmt: skip
+    split = decoder.split_layers({"params": values}, cfg)
+
+    def step(state, _):
+        held, tokens, position = state
+        hidden, held = decoder.forward_cached(split, cfg, tokens, position, held)
+        last = hidden[:, -1:], decoder.head_kernel(values, cfg), cfg
+        token = jnp.argmax(heads.logits_of(last), axis=-1).astype(jnp.int32)  # [1, 1]
+        return (held, token, position[:, -1:] + 1), token[0, 0]
+
+    @jax.jit
+    def write(prompt):
+        held = cache.empty(cfg, rows=1, length=len(prompt) + count, dtype=jnp.dtype(dtype))
+        first, token = step((held, prompt[None], jnp.arange(len(prompt), dtype=jnp.int32)[None]), None)
+        return jnp.append(token, jax.lax.scan(step, first, length=count - 1)[1])
+
+    differ = np.flatnonzero(np.asarray(write(prompt)) != expected)
+    return int(differ[0]) if len(differ) else count
 
 
 def padded(parts: list[np.ndarray]) -> tuple[np.ndarray, ...]:

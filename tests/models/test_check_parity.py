@@ -32,6 +32,20 @@ def test_it_passes_below_its_tolerance_and_fails_above(script, checkpoint, monke
     assert capsys.readouterr().out.splitlines()[-1].startswith("FAILED")
 
 
+def test_both_write_the_same_tokens(script, checkpoint, monkeypatch, capsys):
+    directory, _ = checkpoint("gemma3-long")
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), str(directory), "--lengths=9", "--greedy=30"])
+    assert script.main() == 0
+    assert "greedy  30 of 30 tokens are the same" in capsys.readouterr().out
+
+
+def test_a_classifier_is_compared_by_its_values(script, checkpoint, monkeypatch, capsys):
+    directory, _ = checkpoint("gemma-wide", "AutoModelForSequenceClassification")
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), str(directory), "--lengths=9,3"])
+    assert script.main() == 0
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()[:-1]] == ["values", "values"]
+
+
 def test_a_missing_model_is_one_line_and_exit_2(script, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), "/no/such/model"])
     assert script.main() == 2
