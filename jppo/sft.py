@@ -19,8 +19,9 @@ from jppo.data.stream import Cursor, next_batch, steps_per_epoch
 from jppo.io.console import SFT_COLUMNS
 from jppo.io.metrics import Logger
 from jppo.io.timers import Timers
-from jppo.learner import batch, ppo, score, state, update
+from jppo.learner import batch, ppo, score, update
 from jppo.models import hf
+from jppo.models.families import pad_vocab
 from jppo.structs import Trajectory
 
 
@@ -37,8 +38,9 @@ def train(config: ConfigDict) -> None:
     steps = per_epoch * c.trainer.total_epochs if steps == -1 else steps
     mesh = build.make_mesh(c)
     plan = build.make_plan(c, mesh, tokens_per_device=c.optim.max_tokens_per_device, sequences=c.data.train_batch_size)
-    what = state.weights(cfg, mesh, head="lm", param_dtype=c.model.param_dtype)
-    params = state.load(what, c.model.path, init=c.model.init, key=jax.random.key(c.trainer.seed))
+    cfg = pad_vocab(cfg, mesh.shape["tensor"])
+    key, adapters = jax.random.key(c.trainer.seed), build.make_adapters(c)
+    trained = build.load_trained(c, mesh, cfg, c.model.path, head="lm", key=key, adapters=adapters)
     logprob = score.make_logprob(
         build.make_decoder(c, cfg, mesh),
         cfg,
@@ -47,7 +49,8 @@ def train(config: ConfigDict) -> None:
         with_entropy=False,
     )
     accumulate = update.make_accumulate(update.make_imitation_loss(logprob))
-    descent, opt = build.make_descent(c.optim, "sft", accumulate, what, params, steps)
+    descent, opt = build.make_descent(c.optim, "sft", accumulate, trained, steps)
+    learned = trained.learned
     run, cursor, timer = pathlib.Path(c.trainer.run_dir).expanduser(), Cursor(), Timers()
     with Logger(run, total_steps=steps, columns=SFT_COLUMNS) as logger:
         (run / "config.json").write_text(settings.dump(c))
@@ -61,7 +64,7 @@ def train(config: ConfigDict) -> None:
                 some = [as_trajectory(demonstrations[i], str(i)) for i in indices]
                 rows = batch.make(some, plan=plan, mesh=mesh)
                 minis = [batch.Mini(rows, batch.count(rows))]
-                params, opt, metrics = ppo.descend(descent, params, opt, np.asarray(step, np.int32), minis)
+                learned, opt, metrics = ppo.descend(descent, learned, opt, np.asarray(step, np.int32), minis)
             if metrics["sft/skipped"]:
                 raise UserError(
                     f"step {step + 1}: sft/loss={metrics['sft/loss']} sft/grad_norm={metrics['sft/grad_norm']} must be"
@@ -70,7 +73,7 @@ def train(config: ConfigDict) -> None:
             metrics |= timer.next_step()
             metrics["perf/throughput"] = sum(len(t.tokens) for t in some) / metrics["timing_s/step"]
             logger.log(step + 1, metrics)
-    out = hf.save(run / "hf", params, cfg, source=c.model.path, dtype=c.model.param_dtype)
+    out = hf.save(run / "hf", descent.model(learned), cfg, source=c.model.path, dtype=c.model.param_dtype)
     print(f"model             {out}")
 
 

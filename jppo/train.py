@@ -66,14 +66,15 @@ def train(config: ConfigDict) -> None:
                 policy=begin.policy,
                 reference=learner.reference,
                 value=begin.value,
-                descents=[how for how in (learner.actor, learner.critic) if how is not None],
+                actor=learner.actor,
+                critic=learner.critic,
                 sequences=build.sequences_of_step(c),
             )
             now, cursor, resumed = resume(c, checkpoints, begin)
             del begin  # a resumed run must not hold two states
             step = int(now.step)
             sampler = engine.ready(eos_token_ids=inputs.end_tokens, decode=lambda ids: decode(inputs.tokenizer, ids))
-            sampler.load(hf.hf_tensors(now.policy, inputs.policy), version=step)
+            sampler.load(hf.hf_tensors(learner.policy(now), learner.cfg), version=step)
         logger = stack.enter_context(Logger(run, total_steps=inputs.total_steps, resumed_step=resumed))
         (run / "config.json").write_text(settings.dump(c))
         for line in introduce(inputs, mesh, learner.plan, resumed):
@@ -90,7 +91,7 @@ def train(config: ConfigDict) -> None:
                     now, cursor, metrics = ppo_step(c, inputs, learner, now, cursor, sampler, timer, run)
                     step += 1
                     with timer("update_weights"):
-                        sampler.load(hf.hf_tensors(now.policy, inputs.policy), version=step)
+                        sampler.load(hf.hf_tensors(learner.policy(now), learner.cfg), version=step)
                 last = step == inputs.total_steps
                 if last or due(step, c.trainer.test_freq):
                     with timer("testing"):
@@ -111,7 +112,9 @@ def train(config: ConfigDict) -> None:
                 checkpoints.save(step, now, {"cursor": dataclasses.asdict(cursor)})
             raise
         with timer("save"):
-            hf.save(run / "hf", now.policy, inputs.policy, source=c.model.path, dtype=c.model.param_dtype)
+            if inputs.adapters is not None:
+                hf.save_adapter(run / "adapter", now.policy, learner.cfg, inputs.adapters, base=c.model.path)
+            hf.save(run / "hf", learner.policy(now), learner.cfg, source=c.model.path, dtype=c.model.param_dtype)
     summary(run)
 
 
@@ -127,7 +130,7 @@ def ppo_step(
 ) -> tuple[TrainState, Cursor, dict[str, float]]:
     """One step of PPO, all but the publish: the next state, the next place in the data, and the metrics."""
     version = int(now.step)
-    passes = learner.passes
+    passes, policy = learner.passes, learner.policy(now)
     indices, cursor = next_batch(
         cursor, n=len(inputs.train.prompts), batch_size=c.data.train_batch_size, seed=c.trainer.seed,
         shuffle=c.data.shuffle,
@@ -148,15 +151,15 @@ def ppo_step(
     trajectories = [trainable(*pair) for pair in zip(trajectories, usable, strict=True)]
     rows = batch.make(trajectories, plan=learner.plan, mesh=learner.mesh)
     with timer("old_log_prob"):
-        scored, found = ppo.score_rows(passes, learner.recipe, rows, now.policy)
+        scored, found = ppo.score_rows(passes, learner.recipe, rows, policy)
     metrics |= found
     penalty: list[Any] = [None] * len(scored)
     if learner.reference is not None:
         with timer("ref"):
-            scored, penalty = ppo.refer(passes, scored, now.policy, learner.reference)
+            scored, penalty = ppo.refer(passes, scored, policy, learner.reference)
     if learner.critic is not None:
         with timer("values"):
-            scored = ppo.with_values(passes, scored, now.value)
+            scored = ppo.with_values(passes, scored, learner.value(now))
     with timer("adv"):
         scored, found = estimate.advantages(passes, scored, penalty, outcome, now.kl_coef)
         metrics |= found | {"actor/reward_kl_penalty_coeff": float(now.kl_coef)}
@@ -306,8 +309,8 @@ def agree(c: ConfigDict, inputs: Inputs, learner: Learner, now: TrainState, samp
     some = dataclasses.replace(build.sampling(c, version), n=1)
     longest = sorted(inputs.train.prompts, key=lambda p: -len(p.ids))[:count]
     drawn = sampler.generate(longest, some, version=version)
-    rows = batch.make(drawn, plan=learner.plan, mesh=learner.mesh)
-    gaps = batch.each(lambda r: learner.passes.gap(r, learner.passes.logprob(now.policy, r)[0]), rows)
+    rows, policy = batch.make(drawn, plan=learner.plan, mesh=learner.mesh), learner.policy(now)
+    gaps = batch.each(lambda r: learner.passes.gap(r, learner.passes.logprob(policy, r)[0]), rows)
     gap = correct.gap_metrics(gaps)["rollout/logp_gap_max"]
     if not gap <= c.rollout.logp_tolerance:
         raise RolloutError(

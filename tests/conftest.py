@@ -105,7 +105,7 @@ class RandomEngine:
 def engine(monkeypatch):
     """The random engine in the place of vLLM; build's own start_engine reads the settings of the server."""
     made = RandomEngine()
-    monkeypatch.setattr(build, "start_vllm", lambda *_, **__: made)
+    monkeypatch.setattr(build.engine, "start_vllm", lambda *_, **__: made)
     return made
 
 

@@ -1,5 +1,6 @@
 """benchmarks/: the FLOP by hand, the batches, the reports, and a tiny shape of each script for real."""
 
+import dataclasses
 import importlib.util
 import json
 import pathlib
@@ -198,3 +199,55 @@ def test_exact_kl_holds_a_few_chunks_whatever_the_tokens_and_the_vocabulary(tmp_
         assert chunk < case["temporaries"] < 8 * chunk + 8 * states < case["all_logits"] * 9, case
     assert cases[3]["temporaries"] < cases[3]["all_logits"] / 50
     assert "| 4,096 | 4,096 |" in capsys.readouterr().out
+
+
+@pytest.fixture
+def attention():
+    return script("attention")
+
+
+def test_attention_on_a_cpu_is_xla_alone_and_the_table_says_so(attention, tmp_path, capsys):
+    attention.main(["--shapes=2x64x4x2x16", "--window=20", "--repeats=2", f"--out={tmp_path}"])
+    out = capsys.readouterr().out
+    (file,) = tmp_path.iterdir()
+    assert str(file) in out and file.name.endswith("-attention.json")
+    for name, where in (("cudnn", "gpu"), ("pallas", "gpu"), ("splash", "tpu")):
+        assert f"Left out: {name}: it runs on a {where}, and jax has cpu.\n" in out
+    result = json.loads(file.read_text())
+    assert (result["dtype"], result["window"]) == ("float32", 20)
+    assert [case["trajectories"] for case in result["cases"]] == [1, 4]
+    for case in result["cases"]:
+        (xla,) = case["kernels"].values()
+        assert len(xla["forward"]) == len(xla["both"]) == 2 and min(xla["forward"] + xla["both"]) > 0
+        assert xla["temporaries"] > 0 and xla["difference"] < 1e-6
+    assert out.count("| 2x64x4x2x16 |") == out.count("| xla |") == 2
+
+
+def test_a_kernel_of_attention_that_is_wrong_is_not_measured(attention, monkeypatch):
+    def kernels(needs, other):
+        return {"xla": attention.fused.make("xla", needs), "splash": attention.fused.make("xla", other)}, {}
+
+    how = dict(dtype="float32", window=9, repeats=1)
+    monkeypatch.setattr(attention, "attends", lambda needs: kernels(needs, needs))
+    case = attention.measure((1, 32, 2, 1, 16), 4, **how)
+    assert list(case["kernels"]) == ["xla", "splash"] and case["kernels"]["splash"]["difference"] < 1e-6
+    monkeypatch.setattr(attention, "attends", lambda needs: kernels(needs, dataclasses.replace(needs, windows=(3,))))
+    with pytest.raises(AssertionError, match="splash differs from XLA"):
+        attention.measure((1, 32, 2, 1, 16), 4, **how)
+
+
+def test_attention_that_does_not_fit_is_left_out(attention, monkeypatch):
+    def full(*_):
+        raise attention.jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr(attention, "difference", full)
+    case = attention.measure((1, 32, 2, 1, 16), 1, dtype="float32", window=None, repeats=1)
+    assert case["kernels"] == {} and case["left_out"]["xla"] == "it runs out of memory"
+
+
+def test_a_wrong_command_of_attention_is_one_line(attention, capsys):
+    for wrong in ("--shapes=2x64", "--shapes=0x64x4x2x16", "--shapes=2x64x4x3x16", "--window=0", "--repeats=0"):
+        with pytest.raises(SystemExit) as e:
+            attention.main([wrong])
+        assert e.value.code == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1

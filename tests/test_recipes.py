@@ -5,13 +5,14 @@ import dataclasses
 import json
 import pathlib
 
+import jax
 import numpy as np
 import pytest
 
-from jppo import build, train
 from jppo import config as settings
+from jppo import build, train
 from jppo.io.checkpoint import Checkpoints
-from jppo.learner import ppo
+from jppo.learner import ppo, state
 from jppo.rewards import graders
 from jppo.structs import Reward
 
@@ -51,8 +52,8 @@ def saved(config):
 @pytest.mark.parametrize("estimator", ["grpo", "remax"])
 def test_no_critic_is_built_trained_or_saved_where_none_is_asked_for(learn, small_run, engine, monkeypatch, estimator):
     loaded = []
-    load = build.state.load
-    monkeypatch.setattr(build.state, "load", lambda what, *a, **k: (loaded.append(what.head), load(what, *a, **k))[1])
+    load = state.load
+    monkeypatch.setattr(state, "load", lambda what, *a, **k: (loaded.append(what.head), load(what, *a, **k))[1])
     metrics = learn({"algorithm.adv_estimator": estimator, "rollout.n": 2, "critic.path": "/no/such/model"})
     assert loaded == ["lm"]
     assert not any("value" in name for name in saved(small_run))
@@ -166,3 +167,72 @@ def test_a_step_that_is_no_number_is_skipped_counted_and_kept(learn, small_run):
         assert not np.isfinite(kept["returns"][kept["mask"]]).all() or np.abs(kept["returns"]).max() > 1e30
     with Checkpoints(run / "checkpoints", keep=2) as checkpoints:
         assert checkpoints.latest() == 2
+
+
+ADAPTED = {"model.lora_rank": 4, "model.lora_alpha": 8, "algorithm.use_kl_in_reward": True, "algorithm.gamma": 0.9}
+
+
+def bits(params):
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(params)]
+
+
+def test_only_adapters_are_trained_kept_and_stepped(learn, small_run, monkeypatch):
+    """And the base is held once: by the policy, the critic and the reference."""
+    made = []
+    make_learner = build.make_learner
+
+    def spied(*args):
+        made.append(make_learner(*args))
+        before.extend(bits(made[0][0].actor.base.params))
+        return made[0]
+
+    before: list[bytes] = []
+    monkeypatch.setattr(build, "make_learner", spied)
+    metrics = learn(ADAPTED | {"trainer.save_freq": 2})
+    learner, begin = made[0]
+    base = learner.actor.base.params
+    assert learner.reference is base
+    assert learner.critic.base.params["layers"] is base["layers"]
+    assert before == bits(base), "the base changed"
+    assert all(line["actor/grad_norm"] > 0 and line["critic/grad_norm"] > 0 for line in metrics[1:])
+    assert metrics[1]["rollout/logp_gap_mean"] > 0
+    names = saved(small_run)
+    of_policy = {name for name in names if "policy" in name}
+    assert of_policy and all("lora" in name or "count" in name for name in of_policy), of_policy
+    of_value = {name for name in names if "value" in name}
+    assert all("lora" in name or "score" in name or "count" in name for name in of_value) and of_value
+    learned = sum(x.size for x in jax.tree.leaves(begin.policy))
+    moments = sum(x.size for x in jax.tree.leaves(begin.policy_opt) if x.ndim)
+    assert moments == 2 * learned < sum(x.size for x in jax.tree.leaves(base))
+
+
+def test_a_run_with_adapters_exports_both_and_goes_on_from_its_checkpoint(learn, small_run):
+    first = learn(ADAPTED | {"trainer.total_training_steps": 2})
+    run = pathlib.Path(small_run.trainer.run_dir)
+    assert {path.name for path in (run / "adapter").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    assert (run / "hf/model.safetensors").is_file()
+    again = learn({"trainer.total_training_steps": 3})
+    assert [line["step"] for line in again] == [0, 1, 2, 3]
+    assert again[: len(first)] == first
+
+
+def test_rank_0_is_no_adapter_to_the_bit(learn, small_run):
+    plain = learn({})
+    small_run.trainer.run_dir += "-again"
+    again = learn({"model.lora_rank": 0, "model.lora_alpha": 32, "model.target_modules": "q_proj"})
+    of_time = ("timing_s", "perf/")
+    for a, b in zip(plain, again, strict=True):
+        assert {k: v for k, v in a.items() if not k.startswith(of_time)} == {
+            k: v for k, v in b.items() if not k.startswith(of_time)
+        }
+
+
+def test_a_critic_may_have_adapters_of_its_own_or_none(learn, small_run):
+    learn({"model.lora_rank": 4, "critic.lora_rank": 0})
+    names = saved(small_run)
+    assert any("value" in name and "embed" in name for name in names)
+    small_run.trainer.run_dir += "-other"
+    learn({"model.lora_rank": 0, "critic.lora_rank": 2, "critic.lora_alpha": 4})
+    names = saved(small_run)
+    assert any("policy" in name and "embed" in name for name in names)
+    assert not any("value" in name and "embed" in name for name in names)

@@ -29,11 +29,14 @@ CHOICES = {
     "optim.lr_scheduler_type": ("constant", "cosine"),
     "critic.lr_scheduler_type": ("constant", "cosine"),
     "rollout.name": ("vllm",),
+    "rollout.lora_sync": ("merge", "adapter"),
     "rollout.dtype": ("float32", "bfloat16", "float16"),
 }
 # Lower bounds; a setting that is not here may be any number of its type.
 AT_LEAST = {
     "model.logprob_chunk_bytes": 1,
+    "model.lora_rank": 0,
+    "critic.lora_rank": 0,
     "data.train_batch_size": 1,
     "data.max_prompt_length": 1,
     "data.max_response_length": 1,
@@ -80,6 +83,8 @@ AT_LEAST = {
     "optim.min_lr_ratio": 0.0,
 }
 ABOVE_ZERO = (
+    "model.lora_alpha",
+    "critic.lora_alpha",
     "algorithm.target_kl",
     "actor.tau_pos",
     "actor.tau_neg",

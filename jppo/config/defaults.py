@@ -42,7 +42,10 @@ def default() -> ml_collections.ConfigDict:
             param_dtype="float32",
             scan_layers=True,  # False compiles slower and runs faster on CPU
             remat="none",  # none, dots, full
-            logprob_chunk_bytes=2**29,  # log-probs are computed chunk by chunk: the logits of one
+            logprob_chunk_bytes=2**27,  # log-probs are computed chunk by chunk: the logits of one
+            lora_rank=0,  # 0: all weights are trained; else only adapters of this rank
+            lora_alpha=16,
+            target_modules="all-linear",  # or some of them, by peft's names, separated by commas
         )
     )
     config.data = c(
@@ -106,6 +109,8 @@ def default() -> ml_collections.ConfigDict:
     config.critic = c(
         dict(
             path="",  # '': the policy's
+            lora_rank=none(int),  # None: the policy's
+            lora_alpha=none(int),
             lr=1e-5,
             ppo_mini_batch_size=none(int),  # None: the actor's
             ppo_epochs=1,
@@ -134,6 +139,7 @@ def default() -> ml_collections.ConfigDict:
             omp_threads=1,  # on a CPU
             start_timeout_s=300.0,
             request_timeout_s=600.0,
+            lora_sync="merge",  # of a policy with adapters: whole weights; or adapter: vLLM gets the adapters alone
             publish_dir="",  # '': nameless shared memory; a folder that both see when the server is in a container
             logp_tolerance=1e-3,  # largest |trainer - sampler| log-prob before step 1
         )

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jppo.algorithms import correction, kl, losses, masked
 from jppo.learner import batch, correct, estimate, packing, score, sharding, update
 from jppo.models.families import ModelConfig
+from jppo.models.lora import Base, Weights, join
 from jppo.structs import Array, Counts, Params, Rows, Scored
 
 Model = tuple[Any, ModelConfig]  # the flax module, and what it was made from
@@ -120,10 +121,15 @@ class Descent:
     apply: Callable[..., tuple[Params, Any, dict[str, Array]]]
     zeros: Callable[[], update.Carry]
     name: str  # 'actor' or 'critic', of its metrics
+    base: Base | None = None  # what stays of a model with adapters
+
+    def model(self, learned: Params) -> Weights:
+        """The whole model."""
+        return join(learned, self.base)
 
 
 def score_rows(
-    passes: Passes, recipe: Recipe, rows: Sequence[Rows], policy: Params
+    passes: Passes, recipe: Recipe, rows: Sequence[Rows], policy: Weights
 ) -> tuple[list[Scored], dict[str, float]]:
     """The old log-probs, the gap to the sampler's and its correction, as the recipe says; and their metrics."""
     if recipe.bypass:
@@ -142,7 +148,7 @@ def score_rows(
 
 
 def refer(
-    passes: Passes, scored: Sequence[Scored], policy: Params, reference: Params | None
+    passes: Passes, scored: Sequence[Scored], policy: Weights, reference: Weights | None
 ) -> tuple[list[Scored], list[Array | None]]:
     """The reference's log-probs where the loss wants them, and the KL of the reward where there is one."""
     if passes.reference is None or reference is None:
@@ -160,12 +166,18 @@ def compile_all(
     mesh: Mesh,
     *,
     policy: Params,
-    reference: Params | None,
+    reference: Weights | None,
     value: Params | None,
-    descents: Sequence[Descent],
+    actor: Descent,
+    critic: Descent | None,
     sequences: int,
 ) -> None:
     """Runs every pass once on empty rows of every shape, so that no later step compiles."""
+    whole = actor.model(policy)
+    judge = None if critic is None else critic.model(value)
+    descents: list[tuple[Descent, Params, tuple[Any, ...]]] = [(actor, policy, (reference,))]
+    if critic is not None:
+        descents.append((critic, value, ()))
     kl_coef = jax.device_put(jnp.float32(0), sharding.replicated(mesh))  # placed as the state's is
     outcome = estimate.Outcome(
         score=np.zeros(sequences, np.float32),
@@ -176,18 +188,17 @@ def compile_all(
     place = sharding.rows_sharding(mesh)
     for shape in plan.shapes:
         rows = [sharding.put_rows(packing.empty_rows(shape), mesh)]
-        passes.logprob(policy, rows[0])  # also of use before the first step, whatever the recipe
-        scored, _ = score_rows(passes, recipe, rows, policy)
-        scored, penalty = refer(passes, scored, policy, reference)
-        scored = with_values(passes, scored, value)
+        passes.logprob(whole, rows[0])  # also of use before the first step, whatever the recipe
+        scored, _ = score_rows(passes, recipe, rows, whole)
+        scored, penalty = refer(passes, scored, whole, reference)
+        scored = with_values(passes, scored, judge)
         scored, _ = estimate.advantages(passes, scored, penalty, outcome, kl_coef)
         micro = jax.device_put(jax.device_get(scored[0]), place)  # as it comes from the host in a step
-        for how in descents:
-            params, further = (value, ()) if how.name == "critic" else (policy, (reference,))
-            jax.block_until_ready(how.accumulate(params, how.zeros(), micro, counts, *further))
+        for how, learned, further in descents:
+            jax.block_until_ready(how.accumulate(learned, how.base, how.zeros(), micro, counts, *further))
 
 
-def with_values(passes: Passes, scored: Sequence[Scored], value: Params | None) -> list[Scored]:
+def with_values(passes: Passes, scored: Sequence[Scored], value: Weights | None) -> list[Scored]:
     """The critic's values of every state, where there is a critic."""
     if passes.value is None:
         return list(scored)
@@ -204,7 +215,7 @@ def descend(
     for mini in minis:
         carry, sums = how.zeros(), []
         for micro in mini.micros:
-            carry, part = how.accumulate(params, carry, micro, mini.counts, *further)
+            carry, part = how.accumulate(params, how.base, carry, micro, mini.counts, *further)
             sums.append(part)
         params, opt, stats = how.apply(params, opt, carry, step)
         history.append((sums, stats))

@@ -11,9 +11,10 @@ from jax.sharding import Mesh, NamedSharding
 
 from jppo.learner import sharding
 from jppo.learner.optim import in_f32
-from jppo.models import hf, params
-from jppo.models.decoder import init_params
+from jppo.models import hf, lora, params
+from jppo.models.decoder import init_head, init_params
 from jppo.models.families import ModelConfig
+from jppo.models.lora import Base, Lora
 from jppo.models.params import Head
 from jppo.structs import Params, TrainState
 
@@ -34,6 +35,14 @@ def weights(cfg: ModelConfig, mesh: Mesh, *, head: Head, param_dtype: Any) -> We
     return Weights(cfg, head, shapes, sharding.param_shardings(mesh, params.logical_axes(cfg, head=head), shapes))
 
 
+def adapters(cfg: ModelConfig, mesh: Mesh, how: Lora, *, head: Head) -> Weights:
+    """Shapes and shardings of what is learned beside such a model: adapters, and the score of a critic; in f32."""
+    entries = lora.table(cfg, how, head=head)
+    shapes = params.tree(entries, lambda entry: jax.ShapeDtypeStruct(entry.shape, jnp.float32))
+    axes = params.tree(entries, lambda entry: entry.axes)
+    return Weights(cfg, head, shapes, sharding.param_shardings(mesh, axes, shapes))
+
+
 def load(what: Weights, path: str, *, init: str, key: jax.Array) -> Params:
     """The parameters in their shards: of the checkpoint at `path`, or random where init is 'random'."""
     dtype = jax.tree.leaves(what.shapes)[0].dtype
@@ -41,6 +50,28 @@ def load(what: Weights, path: str, *, init: str, key: jax.Array) -> Params:
         draw = functools.partial(init_params, what.cfg, head=what.head, param_dtype=dtype)
         return jax.jit(draw, out_shardings=what.shardings)(key)
     return hf.load_params(path, what.cfg, head=what.head, param_dtype=dtype, shardings=what.shardings, key=key)
+
+
+def on_trunk(what: Weights, trunk: Params, *, key: jax.Array) -> Params:
+    """A critic on a policy's own trunk: the same arrays, and a score that is drawn."""
+    dtype = jax.tree.leaves(what.shapes)[0].dtype
+    score = init_head(what.cfg, key, head="value", param_dtype=dtype)["score"]
+    rest = {name: part for name, part in trunk.items() if name in what.shapes}
+    return rest | {"score": jax.device_put(score, what.shardings["score"])}
+
+
+def adapt(what: Weights, values: Params, how: Lora, *, key: jax.Array) -> tuple[Params, Base]:
+    """What is learned of a model and what stays: fresh adapters of shape `what`, and the score that a critic has."""
+
+    def learned(values: Params) -> Params:
+        fresh = lora.init(what.cfg, how, key)
+        if what.head == "value":
+            fresh["score"] = jax.tree.map(lambda x: x.astype(jnp.float32), values["score"])
+        return fresh
+
+    scores = {"score": values["score"]} if what.head == "value" else {}
+    base = {name: part for name, part in values.items() if name not in scores}
+    return jax.jit(learned, out_shardings=what.shardings)(scores), Base(base, how.scale)
 
 
 def init_optimizer(tx: optax.GradientTransformation, what: Weights, values: Params) -> tuple[Any, Any]:

@@ -16,6 +16,7 @@ from jppo.algorithms.masked import FAR, masked_sum
 from jppo.learner import sharding
 from jppo.learner.optim import descend
 from jppo.learner.score import LogProb, LogProbKL, Value
+from jppo.models.lora import Base, Weights, join
 from jppo.structs import Array, Counts, Params, Rows, Scored
 
 # (params, micro-batch, counts of the mini-batch, further arguments) -> loss, sums over the mini-batch's tokens
@@ -38,7 +39,7 @@ def make_actor_loss(
     Where the policy loss is one number for a sequence (`by_sequence`), so is its importance weight: the geometric mean.
     """
 
-    def loss(params: Params, scored: Scored, counts: Counts, reference: Params | None):
+    def loss(params: Weights, scored: Scored, counts: Counts, reference: Weights | None):
         logp, entropy, penalty = logprob_kl(params, reference, scored.rows, scored.ref_logp)
         mask, segment = scored.rows.mask, scored.rows.segment
         share = weigh(mask, segment, tokens=counts.tokens, sequences=counts.sequences)
@@ -75,7 +76,7 @@ def make_actor_loss(
 def make_critic_loss(value: Value, weigh: Weigh, *, cliprange_value: float) -> Loss:
     """The clipped value loss, summed with the weights of tokens."""
 
-    def loss(params: Params, scored: Scored, counts: Counts) -> tuple[Array, dict[str, Array]]:
+    def loss(params: Weights, scored: Scored, counts: Counts) -> tuple[Array, dict[str, Array]]:
         mask, segment = scored.rows.mask, scored.rows.segment
         assert scored.value is not None and scored.returns is not None
         new = value(params, scored.rows)
@@ -94,7 +95,7 @@ def make_critic_loss(value: Value, weigh: Weigh, *, cliprange_value: float) -> L
 def make_imitation_loss(logprob: LogProb) -> Loss:
     """mean over tokens of -log π(target): supervised fine-tuning."""
 
-    def loss(params: Params, rows: Rows, counts: Counts) -> tuple[Array, dict[str, Array]]:
+    def loss(params: Weights, rows: Rows, counts: Counts) -> tuple[Array, dict[str, Array]]:
         logp, _ = logprob(params, rows)
         out = -masked_sum(logp, rows.mask) / counts.tokens
         return out, {"sft/loss": out}
@@ -103,14 +104,22 @@ def make_imitation_loss(logprob: LogProb) -> Loss:
 
 
 def make_accumulate(loss: Loss) -> Callable[..., tuple[Carry, dict[str, Array]]]:
-    """(params, carry, micro-batch, counts, ...) -> the carry with its own gradient and loss, and its share of sums."""
+    """(learned, base, carry, micro-batch, counts, ...) -> the carry with its own gradient and loss; its sums.
 
-    def accumulate(params: Params, carry: Carry, micro: Scored | Rows, counts: Counts, *further: Any):
-        (new_loss, sums), new = jax.value_and_grad(loss, has_aux=True)(params, micro, counts, *further)
+    The gradient is by what is learned; a `base` that stays has none.
+    """
+
+    def accumulate(
+        learned: Params, base: Base | None, carry: Carry, micro: Scored | Rows, counts: Counts, *further: Any
+    ):
+        def of(learned: Params) -> tuple[Array, dict[str, Array]]:
+            return loss(join(learned, base), micro, counts, *further)
+
+        (new_loss, sums), new = jax.value_and_grad(of, has_aux=True)(learned)
         grads, so_far = carry
         return (jax.tree.map(lambda a, g: a + g.astype(jnp.float32), grads, new), so_far + new_loss), sums
 
-    return jax.jit(accumulate, donate_argnums=1)
+    return jax.jit(accumulate, donate_argnums=2)
 
 
 def make_apply(

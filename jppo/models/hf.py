@@ -1,5 +1,6 @@
 """Hugging Face directories to parameters and back, by the table of `params.py`: the file edge."""
 
+import contextlib
 import functools
 import json
 import os
@@ -244,10 +245,7 @@ def save(
     out, origin = pathlib.Path(out_dir), resolve(source, weights=False)
     config, _ = read_config(origin)
     kind = np.dtype(dtype)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    tmp = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}"
-    tmp.mkdir()
-    try:
+    with _in_place_of(out) as tmp:
         stale = {"torch_dtype", "tie_word_embeddings"}  # said anew
         config = {k: v for k, v in config.items() if k not in stale}
         config |= {"dtype": kind.name, "tie_word_embeddings": cfg.tie_word_embeddings}
@@ -256,10 +254,49 @@ def save(
             if (origin / name).is_file():
                 shutil.copyfile(origin / name, tmp / name)
         _write_shards(tmp, hf_shapes(cfg), kind, hf_tensors(model, cfg, dtype=kind), max_shard_bytes)
+    return out
+
+
+def adapter_tensors(
+    learned: Params, cfg: ModelConfig, how: lora.Lora, *, head: Head = "lm"
+) -> Iterator[tuple[str, np.ndarray]]:
+    """What is learned of a model with adapters, under peft's names."""
+    for entry in lora.table(cfg, how, head=head):
+        array = params.get(learned, entry.path)
+        for layer, name in enumerate(entry.hf_names):
+            yield name, np.asarray(_export(array, None, layer, entry=entry, dtype=np.dtype(array.dtype)))
+
+
+def save_adapter(
+    out_dir: str | os.PathLike,
+    learned: Params,
+    cfg: ModelConfig,
+    how: lora.Lora,
+    *,
+    head: Head = "lm",
+    base: str,
+) -> pathlib.Path:
+    """Writes adapters as a directory that peft and vLLM load beside the model `base`, whole or not at all."""
+    with _in_place_of(pathlib.Path(out_dir)) as tmp:
+        settings = lora.peft_config(how, head=head, base=base)
+        (tmp / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+        shapes = {name: e.hf_shape for e in lora.table(cfg, how, head=head) for name in e.hf_names}
+        arrays = (array for _, array in adapter_tensors(learned, cfg, how, head=head))
+        tensorfile.write(tmp / "adapter_model.safetensors", shapes, np.dtype(np.float32), arrays)
+    return pathlib.Path(out_dir)
+
+
+@contextlib.contextmanager
+def _in_place_of(out: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A folder to write to, which takes the place of `out` once all of it is written."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    tmp = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}"
+    tmp.mkdir()
+    try:
+        yield tmp
         _replace(out, tmp)
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
-    return out
 
 
 def _replace(out: pathlib.Path, new: pathlib.Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jppo.config import UserError
 from jppo.models import params
 from jppo.models.families import ModelConfig
 from jppo.models.params import Entry, Head
@@ -45,15 +46,28 @@ class Lora:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Adapted:
-    """A model that stays, and what is learned beside it."""
+class Base:
+    """The part of an adapted model that stays."""
 
-    base: Params
+    params: Params
+    scale: float = dataclasses.field(metadata=dict(static=True))  # what B A counts
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Adapted:
+    """A model with adapters."""
+
+    base: Base
     learned: Params
-    scale: float = dataclasses.field(metadata=dict(static=True))
 
 
 Weights = Params | Adapted  # of a model, as the passes take it
+
+
+def join(learned: Params, base: Base | None) -> Weights:
+    """The model of what is learned: all of it, or what stands beside the base."""
+    return learned if base is None else Adapted(base, learned)
 
 
 def variables(model: Weights) -> dict[str, Params]:
@@ -62,9 +76,9 @@ def variables(model: Weights) -> dict[str, Params]:
         return {"params": model}
     learned = dict(model.learned)
     adapters = jax.tree_util.tree_map_with_path(
-        lambda path, x: x * model.scale if path[-1].key == "b" else x, learned.pop(COLLECTION)
+        lambda path, x: x * model.base.scale if path[-1].key == "b" else x, learned.pop(COLLECTION)
     )
-    return {"params": {**model.base, **learned}, COLLECTION: adapters}
+    return {"params": {**model.base.params, **learned}, COLLECTION: adapters}
 
 
 def equations(equation: str) -> tuple[str, str]:
@@ -74,6 +88,20 @@ def equations(equation: str) -> tuple[str, str]:
     inner, outer = [c for c in kernel if c not in outs], [c for c in kernel if c in outs]
     low = "".join(c for c in x if c in outs) + "z"
     return f"{x},{''.join(inner)}z->{low}", f"{low},z{''.join(outer)}->{outs}"
+
+
+def parse_targets(text: str) -> tuple[str, ...]:
+    """The modules that a setting names, by peft's names and separated by commas; or all-linear: every one."""
+    if text == "all-linear":
+        return tuple(TARGETS)
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = [name for name in names if name not in TARGETS]
+    if unknown or not names:
+        raise UserError(
+            f"model.target_modules={text!r}: {', '.join(unknown) if unknown else 'nothing'} is no module that can be"
+            f" adapted; use all-linear, or some of {', '.join(TARGETS)}"
+        )
+    return tuple(name for name in TARGETS if name in names)
 
 
 def table(model: ModelConfig, lora: Lora, *, head: Head) -> tuple[Entry, ...]:
@@ -131,9 +159,9 @@ def parts(entry: Entry, model: Weights) -> tuple[jax.Array, dict[str, jax.Array]
     """The parameter of `entry`, and the adapter beside it with B times its scale, or None."""
     if not isinstance(model, Adapted):
         return params.get(model, entry.path), None
-    known = model.learned if entry.path[0] in model.learned else model.base
-    beside = _beside(model.learned[COLLECTION], entry.path[:-1])
-    scaled = None if beside is None else {"a": beside["a"], "b": beside["b"] * model.scale}
+    known = model.learned if entry.path[0] in model.learned else model.base.params
+    beside = _beside(model.learned[COLLECTION], entry.path[:-1]) if entry.path[-1] == "kernel" else None
+    scaled = None if beside is None else {"a": beside["a"], "b": beside["b"] * model.base.scale}
     return params.get(known, entry.path), scaled
 
 

@@ -48,7 +48,7 @@ def test_no_step_after_the_first_compiles(new_learner, make_recipe, drawn, mesh_
     how["critic"], value_opt = ours.descent("critic", value, lr=1e-3, tx=ours.adamw)
     ppo.compile_all(
         ours.passes, ours.recipe, plan, ours.mesh,
-        policy=policy, reference=policy, value=value, descents=list(how.values()), sequences=16,
+        policy=policy, reference=policy, value=value, actor=how["actor"], critic=how["critic"], sequences=16,
     )  # fmt: skip
     step = jax.device_put(np.int32(0), sharding.replicated(ours.mesh))
     batches = [drawn(16, seed=seed) for seed in range(4)]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jppo.learner import packing
+from jppo.learner import estimate, packing
 from jppo.structs import Trajectory
 
 KINDS = ("segments", "buckets", "none")
@@ -54,15 +54,17 @@ def test_alignment_by_hand():
     np.testing.assert_array_equal(rows.sequence, [[40, 40, 40, 40, 40, 41, -1, -1]])
     np.testing.assert_allclose(rows.sampler_logp, [[0, -0.7, -0.8, 0, -1.0, -0.2, 0, 0]])
     # The reward goes to the last sampled token of each; entry 3 emits the tool's 9 and gets none.
-    scores = np.arange(42.0)
-    np.testing.assert_array_equal(packing.place_rewards(rows, scores), [[0, 0, 0, 0, 40, 41, 0, 0]])
+    scores = np.arange(42, dtype=np.float32)
+    reward, _ = estimate.make_reward(42)(rows, scores, None, np.float32(0.0))
+    np.testing.assert_array_equal(reward, [[0, 0, 0, 0, 40, 41, 0, 0]])
 
 
 def test_dtypes():
     (rows,) = packing.pack([trajectory([1, 2], [0, 1])], [0], plan("none"))
     kinds = {name: str(getattr(rows, name).dtype) for name in ("inputs", "mask", "sampler_logp", "segment")}
     assert kinds == dict(inputs="int32", mask="bool", sampler_logp="float32", segment="int32")
-    assert packing.place_rewards(rows, np.array([1])).dtype == np.float32
+    score = np.array([1.0], np.float32)
+    assert estimate.make_reward(1)(rows, score, None, np.float32(0))[0].dtype == np.float32
 
 
 def ragged(lengths, seed=0):

@@ -1,0 +1,153 @@
+"""Adapters: against peft, merged against beside, and what they leave alone."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jppo.config import UserError
+from jppo.models import decoder, heads, hf, lora, params
+from jppo.models.lora import Lora
+
+ALL = Lora(rank=3, alpha=8, targets=tuple(lora.TARGETS))
+
+
+def adapted(directory, how, *, head="lm", seed=0):
+    """The model of a checkpoint with adapters that do something."""
+    _, cfg = hf.read_config(directory)
+    values = hf.load_params(directory, cfg, head=head, param_dtype=jnp.float32, key=jax.random.key(9))
+    learned = lora.init(cfg, how, jax.random.key(seed))
+    noise = np.random.default_rng(seed)
+    learned = jax.tree.map(lambda x: x + 0.2 * noise.normal(size=x.shape).astype(np.float32), learned)
+    if head == "value":
+        learned["score"] = values.pop("score")
+    return cfg, lora.join(learned, lora.Base(values, how.scale))
+
+
+def logits(cfg, model, tokens):
+    @jax.jit
+    def run(model):
+        variables = lora.variables(model)
+        place = jnp.ones_like(tokens), jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+        hidden = decoder.Decoder(cfg).apply(variables, tokens, *place)
+        return heads.logits_of((hidden, decoder.head_kernel(variables["params"], cfg), cfg))
+
+    return np.asarray(run(model))
+
+
+def assert_close(ours, theirs, rel=1e-4):
+    assert np.abs(ours - theirs).max() <= rel * np.abs(theirs).max()
+
+
+def test_equations():
+    assert lora.equations("rtd,dha->rtha") == ("rtd,dz->rtz", "rtz,zha->rtha")
+    assert lora.equations("rtha,had->rtd") == ("rtha,haz->rtz", "rtz,zd->rtd")
+    assert lora.equations("rtf,fd->rtd") == ("rtf,fz->rtz", "rtz,zd->rtd")
+
+
+@pytest.mark.parametrize("name", ["qwen2-tied", "llama-biased", "gemma3-long"])
+@pytest.mark.parametrize("targets", [tuple(lora.TARGETS), ("v_proj", "down_proj")])
+def test_merged_weights_are_the_adapters_beside_them(checkpoint, rng, tmp_path, name, targets):
+    directory, _ = checkpoint(name)
+    cfg, model = adapted(directory, Lora(2, 16, targets))
+    tokens = rng.integers(0, cfg.vocab_size, (2, 13)).astype(np.int32)
+    out = hf.save(tmp_path / "merged", model, cfg, source=directory, dtype=jnp.float32)
+    values = hf.load_params(out, cfg, head="lm", param_dtype=jnp.float32)
+    beside = logits(cfg, model, tokens)
+    assert_close(beside, logits(cfg, values, tokens))
+    assert np.abs(beside - logits(cfg, model.base.params, tokens)).max() > 0.1 * np.abs(beside).max()
+
+
+@pytest.mark.parametrize("name", ["qwen2-untied", "gemma2-capped"])
+def test_peft_loads_them_and_says_the_same(checkpoint, rng, tmp_path, name):
+    peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    directory, _ = checkpoint(name)
+    cfg, model = adapted(directory, ALL)
+    out = hf.save_adapter(tmp_path / "adapter", model.learned, cfg, ALL, base=str(directory))
+    base = transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
+    theirs = peft.PeftModel.from_pretrained(base, out)
+    found = {k: v for k, v in theirs.state_dict().items() if "lora_" in k}
+    assert len(found) == 2 * 7 * cfg.num_layers
+    tokens = rng.integers(0, cfg.vocab_size, (2, 11)).astype(np.int32)
+    with torch.no_grad():
+        expected = theirs(torch.from_numpy(tokens).long()).logits.numpy()
+    assert_close(logits(cfg, model, tokens), expected)
+
+
+def test_peft_loads_a_critics_with_its_score(checkpoint, tmp_path):
+    peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    directory, _ = checkpoint("qwen2-tied", "AutoModelForSequenceClassification")
+    cfg, model = adapted(directory, ALL, head="value")
+    model.learned["score"] = jax.tree.map(lambda x: x + 1.0, model.learned["score"])
+    out = hf.save_adapter(tmp_path / "adapter", model.learned, cfg, ALL, head="value", base=str(directory))
+    base = transformers.AutoModelForSequenceClassification.from_pretrained(directory)
+    theirs = peft.PeftModel.from_pretrained(base, out)
+    tokens = np.arange(2, 11, dtype=np.int32)[None]
+    variables = lora.variables(model)
+    place = jnp.ones_like(tokens), jnp.arange(9, dtype=jnp.int32)[None]
+    hidden = decoder.Decoder(cfg).apply(variables, tokens, *place)
+    ours = heads.values(hidden, variables["params"]["score"]["kernel"])[0, -1]
+    with torch.no_grad():
+        assert_close(np.asarray(ours), theirs(torch.from_numpy(tokens).long()).logits[0, 0].numpy())
+
+
+def test_fresh_adapters_change_nothing_and_are_drawn_as_peft_draws_them(checkpoint, rng):
+    directory, _ = checkpoint("llama-biased")
+    _, cfg = hf.read_config(directory)
+    values = hf.load_params(directory, cfg, head="lm", param_dtype=jnp.float32)
+    learned = lora.init(cfg, ALL, jax.random.key(0))
+    tokens = rng.integers(0, cfg.vocab_size, (1, 7)).astype(np.int32)
+    model = lora.join(learned, lora.Base(values, ALL.scale))
+    np.testing.assert_array_equal(logits(cfg, model, tokens), logits(cfg, values, tokens))
+    for module, inputs in ((("attn", "q"), 36), (("attn", "o"), 4 * 14), (("mlp", "down"), 50)):
+        a = np.asarray(params.get(learned, ("lora", "layers", *module, "a")))
+        assert a[0].size == inputs * 3 and 0.8 < np.abs(a).max() * inputs**0.5 <= 1
+        assert not np.array_equal(a[0], a[1])
+
+
+def test_the_gradient_is_by_what_is_learned(checkpoint, rng):
+    """And is that of the merged model: dL/dA = scale dL/dW B^T."""
+    directory, _ = checkpoint("qwen2-tied")
+    cfg, model = adapted(directory, ALL)
+    tokens = rng.integers(0, cfg.vocab_size, (1, 6)).astype(np.int32)
+    place = jnp.ones_like(tokens), jnp.arange(6, dtype=jnp.int32)[None]
+
+    def loss(variables):
+        return jnp.sum(decoder.Decoder(cfg).apply(variables, tokens, *place) ** 2)
+
+    grad = jax.jit(jax.grad(lambda learned: loss(lora.variables(lora.join(learned, model.base)))))(model.learned)
+    merged = {entry.path: lora.parts(entry, model) for entry in params.table(cfg, head="lm")}
+    whole = params.tree(
+        params.table(cfg, head="lm"),
+        lambda e: merged[e.path][0] if merged[e.path][1] is None else lora.merge(e, *merged[e.path]),
+    )
+    full = jax.jit(jax.grad(lambda values: loss({"params": values})))(whole)
+    at = ("layers", "attn", "q")
+    b = params.get(model.learned, ("lora", *at, "b"))
+    expected = ALL.scale * np.einsum("ldha,lrha->ldr", params.get(full, (*at, "kernel")), b)
+    assert_close(np.asarray(params.get(grad, ("lora", *at, "a"))), expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("text", ["", "q_proj,x_proj", "lm_head", "all", "q,v"])
+def test_unknown_targets_are_refused_by_name(text):
+    with pytest.raises(UserError, match="target_modules") as e:
+        lora.parse_targets(text)
+    assert "q_proj" in str(e.value) and "all-linear" in str(e.value)
+
+
+def test_targets_are_read_in_one_order():
+    assert lora.parse_targets("all-linear") == tuple(lora.TARGETS)
+    assert lora.parse_targets("v_proj, q_proj") == ("q_proj", "v_proj")
+
+
+def test_what_peft_reads(tmp_path, checkpoint):
+    directory, _ = checkpoint("llama-tied")
+    cfg, model = adapted(directory, Lora(2, 16, ("q_proj",)))
+    out = hf.save_adapter(tmp_path / "a", model.learned, cfg, Lora(2, 16, ("q_proj",)), base="some/base")
+    said = json.loads((out / "adapter_config.json").read_text())
+    assert (said["r"], said["lora_alpha"], said["target_modules"]) == (2, 16, ["q_proj"])
+    assert said["base_model_name_or_path"] == "some/base" and said["task_type"] == "CAUSAL_LM"
