@@ -54,6 +54,7 @@ def train(config: ConfigDict) -> None:
         if finished(c, checkpoints, inputs.total_steps):
             return summary(run)
         mesh = build.make_mesh(c)
+        why = build.attention_kernel(c, inputs.policy)[1]  # one that cannot be is refused before a server starts
         with timer("start"):
             engine = build.ENGINES[c.rollout.name](c, run)  # imports and loads while JAX compiles
             stack.callback(engine.close)
@@ -74,11 +75,14 @@ def train(config: ConfigDict) -> None:
             del begin  # a resumed run must not hold two states
             step = int(now.step)
             sampler = engine.ready(eos_token_ids=inputs.end_tokens, decode=lambda ids: decode(inputs.tokenizer, ids))
-            sampler.load(hf.hf_tensors(learner.policy(now), learner.cfg), version=step)
+            build.publish_base(c, learner, sampler, step)
+            build.publish(c, learner, sampler, now, inputs.adapters)
         logger = stack.enter_context(Logger(run, total_steps=inputs.total_steps, resumed_step=resumed))
         (run / "config.json").write_text(settings.dump(c))
         for line in introduce(inputs, mesh, learner.plan, resumed):
             logger.note(line)
+        if why is not None:
+            logger.note(why)
         logger.note(agree(c, inputs, learner, now, sampler, step))
         if resumed is None and c.trainer.val_before_train:
             with timer("testing"):
@@ -91,7 +95,7 @@ def train(config: ConfigDict) -> None:
                     now, cursor, metrics = ppo_step(c, inputs, learner, now, cursor, sampler, timer, run)
                     step += 1
                     with timer("update_weights"):
-                        sampler.load(hf.hf_tensors(learner.policy(now), learner.cfg), version=step)
+                        build.publish(c, learner, sampler, now, inputs.adapters)
                 last = step == inputs.total_steps
                 if last or due(step, c.trainer.test_freq):
                     with timer("testing"):

@@ -76,6 +76,7 @@ class RandomEngine:
 
     def __init__(self):
         self.asked = []
+        self.adapters, self.folder = [], None
 
     def ready(self, *, eos_token_ids, decode):
         self.end, self.decode = eos_token_ids[0], decode
@@ -93,6 +94,9 @@ class RandomEngine:
             of = np.where(sampled, version, -1).astype(np.int32)
             out.append(Trajectory(prompt.uid, tokens, sampled, logp, of, self.decode(response[:-1]), "stop", 1))
         return out
+
+    def load_adapter(self, save, *, version):
+        self.adapters.append((version, save(self.folder / f"adapter-{version}")))
 
     def load(self, tensors, *, version):
         assert all(np.isfinite(array).all() for _, array in tensors)

@@ -8,9 +8,10 @@ import pathlib
 import jax
 import numpy as np
 import pytest
+import safetensors.numpy
 
-from jppo import config as settings
 from jppo import build, train
+from jppo import config as settings
 from jppo.io.checkpoint import Checkpoints
 from jppo.learner import ppo, state
 from jppo.rewards import graders
@@ -236,3 +237,14 @@ def test_a_critic_may_have_adapters_of_its_own_or_none(learn, small_run):
     names = saved(small_run)
     assert any("policy" in name and "embed" in name for name in names)
     assert not any("value" in name and "embed" in name for name in names)
+
+
+def test_adapters_alone_are_published_where_asked_for(learn, engine, tmp_path):
+    engine.folder = tmp_path
+    learn({"model.lora_rank": 4, "rollout.lora_sync": "adapter"})
+    assert [version for version, _ in engine.adapters] == [0, 1, 2]
+    first, last = (safetensors.numpy.load_file(engine.adapters[i][1] / "adapter_model.safetensors") for i in (0, -1))
+    up = "base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"
+    assert (first[up] == 0).all() and (last[up] != 0).any()
+    kept = safetensors.numpy.load_file(pathlib.Path(tmp_path, "run/adapter/adapter_model.safetensors"))
+    assert all((last[name] == kept[name]).all() for name in kept)

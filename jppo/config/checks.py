@@ -14,6 +14,7 @@ CHOICES = {
     "model.init": ("pretrained", "random"),
     "model.compute_dtype": ("float32", "bfloat16"),
     "model.param_dtype": ("float32", "bfloat16"),
+    "model.attention": ("auto", "xla", "cudnn", "pallas", "splash"),
     "model.remat": ("none", "dots", "full"),
     "data.packing": ("auto", "segments", "buckets", "none"),
     "algorithm.adv_estimator": ("gae", "reinforce_plus_plus", "remax", *NEEDS_GROUPS),
@@ -116,6 +117,7 @@ AT_MOST_ONE = (
     "critic.lr_warmup_steps_ratio",
     "optim.lr_warmup_steps_ratio",
 )
+LARGEST_SERVED_RANK = 512  # of adapters in vLLM
 REJECTION_RULES = tuple(
     f"{over}_{k}"
     for over in ("token", "seq_sum", "seq_mean", "seq_max")
@@ -158,6 +160,7 @@ def check(config: ml_collections.ConfigDict) -> None:
         _check_losses(config)
         _check_kl(config)
         _check_correction(config)
+        _check_adapters(config)
     for section in ("actor", "critic", "optim"):
         if section in config and config[section].lr_warmup_steps >= 0 and config[section].lr_warmup_steps_ratio > 0:
             raise UserError(
@@ -238,6 +241,19 @@ def _check_correction(config: ml_collections.ConfigDict) -> None:
         raise UserError(
             "algorithm.old_logprob='correction' corrects nothing yet; set algorithm.rollout_is to token or sequence,"
             " or algorithm.rollout_rs to a rule such as token_k1"
+        )
+
+
+def _check_adapters(config: ml_collections.ConfigDict) -> None:
+    if config.rollout.lora_sync == "merge":
+        return
+    rank, said = config.model.lora_rank, f"rollout.lora_sync={config.rollout.lora_sync!r}"
+    if rank == 0:
+        raise UserError(f"{said} publishes adapters, and model.lora_rank=0 trains none; set it, or take merge")
+    if rank > LARGEST_SERVED_RANK:
+        raise UserError(
+            f"model.lora_rank={rank}: vLLM serves adapters of rank {LARGEST_SERVED_RANK} at most; lower it, or set"
+            " rollout.lora_sync=merge"
         )
 
 

@@ -42,6 +42,7 @@ def default() -> ml_collections.ConfigDict:
             param_dtype="float32",
             scan_layers=True,  # False compiles slower and runs faster on CPU
             remat="none",  # none, dots, full
+            attention="auto",  # xla; cudnn or pallas on a GPU; splash on a TPU
             logprob_chunk_bytes=2**27,  # log-probs are computed chunk by chunk: the logits of one
             lora_rank=0,  # 0: all weights are trained; else only adapters of this rank
             lora_alpha=16,
@@ -58,7 +59,7 @@ def default() -> ml_collections.ConfigDict:
             max_response_length=512,
             filter_overlong_prompts=True,  # False: an over-long prompt is an error
             shuffle=True,
-            packing="auto",  # buckets; or segments, which pays with a fused attention only; or none
+            packing="auto",  # segments on a TPU, else buckets; or none
             row_lengths=4,  # buckets: how many lengths of row, each one more shape to compile
             max_tokens_per_row=-1,  # segments: the length of a row; -1: of the longest prompt and response
         )

@@ -32,18 +32,23 @@ class Endpoint:
     def get(self, route: str) -> Any:
         """The JSON that the route answers."""
         with httpx.Client(**self._options) as client, self._explained(route):
-            return self._answer(client.get(self.url + route))
+            return self._accepted(client.get(self.url + route)).json()
 
     def post(self, route: str, body: Mapping[str, Any] | None = None) -> Any:
         """The JSON that the route answers to `body`."""
         with httpx.Client(**self._options) as client, self._explained(route):
-            return self._answer(client.post(self.url + route, json=body))
+            return self._accepted(client.post(self.url + route, json=body)).json()
+
+    def tell(self, route: str, body: Mapping[str, Any]) -> None:
+        """As `post`, to a route that answers with a sentence."""
+        with httpx.Client(**self._options) as client, self._explained(route):
+            self._accepted(client.post(self.url + route, json=body))
 
     async def ask(self, route: str, body: Mapping[str, Any]) -> Any:
         """As `post`, beside other requests."""
         async with httpx.AsyncClient(**self._options) as client:
             with self._explained(route):
-                return self._answer(await client.post(self.url + route, json=body))
+                return self._accepted(await client.post(self.url + route, json=body)).json()
 
     def call(self, method: str, **kwargs: Any) -> list[Any]:
         """Runs a method of the worker extension; one result from each worker."""
@@ -59,13 +64,13 @@ class Endpoint:
         except httpx.HTTPError as e:
             raise self._failed(f"broke off {route} ({type(e).__name__} {e})") from e
 
-    def _answer(self, reply: httpx.Response) -> Any:
+    def _accepted(self, reply: httpx.Response) -> httpx.Response:
         answered = f"answered {reply.url.path} with {reply.status_code}: {reply.text[:500]}"
         if reply.status_code >= 500:
             raise self._failed(answered)
         if reply.status_code != 200:  # the request's fault: the server says all there is to say
             raise RolloutError(f"the vLLM server at {self.url} {answered}")
-        return reply.json()
+        return reply
 
     def _failed(self, what: str) -> RolloutError:
         why = self._why()

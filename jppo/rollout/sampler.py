@@ -1,6 +1,7 @@
 """What `train.py` asks of any rollout engine: prompts in, trajectories out, and new weights between."""
 
-from collections.abc import Iterable, Sequence
+import pathlib
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -21,6 +22,10 @@ class Sampler(Protocol):
 
     def load(self, tensors: Iterable[tuple[str, np.ndarray]], *, version: int) -> None:
         """Replaces the whole model by `tensors` (HF names, a tied embedding once) and names it `version`."""
+        ...
+
+    def load_adapter(self, save: Callable[[pathlib.Path], object], *, version: int) -> None:
+        """Puts adapters beside the model that was loaded last and names both `version`; `save` writes peft's files."""
         ...
 
     def close(self) -> None:

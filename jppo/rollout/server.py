@@ -30,6 +30,7 @@ STOP_S = 15.0  # longer than the launcher takes
 POLL_S = 0.2
 EXTENSION = "jppo.rollout.worker.WeightLoader"
 LOG_LINES = 15
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM can make room for
 
 # Run in the server's interpreter; nothing of torch or vLLM is imported, which would take seconds.
 _PROBE = """
@@ -66,6 +67,7 @@ class ServerSettings:
     kv_cache_memory_bytes: int  # on a CPU
     omp_threads: int  # on a CPU
     start_timeout_s: float
+    lora_rank: int = 0  # of the adapters that it will be given; 0: it has whole weights only
 
 
 def check_vllm(python: str) -> str:
@@ -118,6 +120,10 @@ def flags(settings: ServerSettings, build: str) -> list[str]:
     ]
     if settings.enforce_eager:
         always.append("--enforce-eager")
+    if settings.lora_rank:
+        room = min(rank for rank in LORA_RANKS if rank >= settings.lora_rank)
+        # two: the next one is loaded before the last one goes
+        always += ["--enable-lora", "--max-lora-rank", str(room), "--max-loras", "2"]
     if build == "gpu":
         return [*always, "--gpu-memory-utilization", str(settings.gpu_memory_utilization)]
     return [
@@ -139,6 +145,8 @@ def environment(settings: ServerSettings, build: str) -> dict[str, str]:
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",
         "HF_HUB_OFFLINE": "1",
     }
+    if settings.lora_rank:
+        variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if build == "cpu":
         threads = str(settings.omp_threads)
         variables |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": threads}

@@ -25,6 +25,7 @@ from jppo.structs import Prompt, Sampling, Trajectory
 
 CONNECTIONS = 256  # requests under way at one server; it queues what it cannot run at once
 GENERATE = "/inference/v1/generate"
+ADAPTER = "/v1/load_lora_adapter"
 
 
 class VllmSampler:
@@ -48,6 +49,7 @@ class VllmSampler:
         self._eos_token_ids = list(eos_token_ids)
         self._decode = decode
         self._close = close
+        self._adapters = None if buffers.folder is None else weights.Adapters(buffers.folder)
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int) -> list[Trajectory]:
         """Samples `sampling.n` responses a prompt, side by side, by the weights `version`."""
@@ -63,6 +65,13 @@ class VllmSampler:
     def load(self, tensors: Iterable[tuple[str, np.ndarray]], *, version: int) -> None:
         """Replaces the whole model by `tensors` (HF names, a tied embedding once) and names it `version`."""
         weights.publish(self.endpoints, self._buffers, tensors, version)
+        if self._adapters is not None:
+            self._adapters.name = None  # they were beside another model
+
+    def load_adapter(self, save: Callable[[pathlib.Path], object], *, version: int) -> None:
+        """Puts adapters beside the model that was loaded last and names both `version`; `save` writes peft's files."""
+        assert self._adapters is not None  # start_vllm was told that there will be some
+        self._adapters.publish(self.endpoints, save, version)
 
     def close(self) -> None:
         """Ends the servers that were started here and frees the weights' files; may be called twice."""
@@ -71,9 +80,12 @@ class VllmSampler:
     async def _generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[dict[str, Any]]:
         room = [asyncio.Semaphore(CONNECTIONS) for _ in self.endpoints]
 
+        adapter = None if self._adapters is None else self._adapters.name
+
         async def ask(i: int, j: int) -> dict[str, Any]:
             at = i % len(self.endpoints)
-            body = self._request(prompts[i], sampling, sample_seed(sampling.seed, i, j), self._models[at])
+            model = self._models[at] if adapter is None else adapter
+            body = self._request(prompts[i], sampling, sample_seed(sampling.seed, i, j), model)
             async with room[at]:
                 return (await self.endpoints[at].ask(GENERATE, body))["choices"][0]
 
@@ -148,17 +160,19 @@ class VllmEngine:
         servers: Sequence[Server],
         buffers: weights.Buffers,
         how: Callable[[], str],
+        routes: Sequence[str],
     ):
         self._endpoints = endpoints
         self._servers = servers
         self._buffers = buffers
         self._how = how
+        self._routes = routes
 
     def ready(self, *, eos_token_ids: Sequence[int], decode: Callable[[list[int]], str]) -> VllmSampler:
         """Waits for the servers, checks each, and returns the sampler over all of them."""
         for server in self._servers:
             server.wait_ready()
-        served = [_inspect(endpoint, self._how) for endpoint in self._endpoints]
+        served = [_inspect(endpoint, self._how, self._routes) for endpoint in self._endpoints]
         return VllmSampler(
             self._endpoints,
             self._buffers,
@@ -187,15 +201,16 @@ def start_vllm(
     publish_dir: str,
 ) -> VllmEngine:
     """Starts the servers on `model_dir` (config, tokenizer) or attaches to those at `urls`; does not wait."""
+    routes = [GENERATE, *([ADAPTER] if settings.lora_rank else [])]
     if urls:
-        buffers = weights.Buffers(publish_dir)
+        buffers = weights.Buffers(publish_dir, named=settings.lora_rank > 0)
         endpoints = [Endpoint(url, timeout_s=request_timeout_s, why=str) for url in urls]
-        return VllmEngine(endpoints, [], buffers, lambda: how_to_start(model_dir, settings))
+        return VllmEngine(endpoints, [], buffers, lambda: how_to_start(model_dir, settings), routes)
     if not (pathlib.Path(model_dir) / "config.json").is_file():
         raise UserError(f"no config.json in {model_dir!r}: vLLM needs a folder with the model's config and tokenizer")
     build = check_vllm(settings.python)
     check_ports(settings.port, settings.servers)
-    buffers = weights.Buffers(publish_dir)
+    buffers = weights.Buffers(publish_dir, named=settings.lora_rank > 0)
     servers = [
         Server(i, model_dir=model_dir, run_dir=run_dir, settings=settings, build=build, folder=buffers.folder)
         for i in range(settings.servers)
@@ -203,7 +218,7 @@ def start_vllm(
     for server in servers:
         server.start()
     endpoints = [Endpoint(server.url, timeout_s=request_timeout_s, why=server.why) for server in servers]
-    return VllmEngine(endpoints, servers, buffers, lambda: how_to_start(model_dir, settings))
+    return VllmEngine(endpoints, servers, buffers, lambda: how_to_start(model_dir, settings), routes)
 
 
 def how_to_start(model_dir: str, settings: ServerSettings) -> str:
@@ -217,7 +232,7 @@ def how_to_start(model_dir: str, settings: ServerSettings) -> str:
     return f"start it on a GPU with `{command('gpu')}`, on a CPU with `{command('cpu')}`"
 
 
-def _inspect(endpoint: Endpoint, how: Callable[[], str]) -> tuple[str, int]:
+def _inspect(endpoint: Endpoint, how: Callable[[], str], needed: Sequence[str]) -> tuple[str, int]:
     """The served model's name and length, once the server is seen to be fit for training."""
     try:
         model = endpoint.get("/v1/models")["data"][0]["id"]
@@ -231,7 +246,7 @@ def _inspect(endpoint: Endpoint, how: Callable[[], str]) -> tuple[str, int]:
     except RolloutError as e:
         raise UserError(f"{e}; {how()}") from e
     for fit, fault in (
-        (GENERATE in routes, f"has no {GENERATE}"),
+        *((route in routes, f"has no {route}") for route in needed),
         (info["logprobs_mode"] == "processed_logprobs", f"gives {info['logprobs_mode']}"),
         (not (info["device"] == "cpu" and info["chunked_prefill"]), "prefills in chunks on a CPU"),
     ):

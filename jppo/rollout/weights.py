@@ -7,8 +7,10 @@ Two files are written in turn: the one that a server may still be reading is nev
 """
 
 import os
+import pathlib
 import shutil
 import tempfile
+import uuid
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -21,17 +23,21 @@ from jppo.rollout.endpoint import Endpoint
 from jppo.rollout.sampler import RolloutError
 
 T = TypeVar("T")
+SHARED_MEMORY = "/dev/shm"
 
 
 class Buffers:
     """The two files. Without names in shared memory, so that the kernel frees them however the trainer ends.
 
     A `publish_dir` is for a server that cannot see the trainer's own files, as in another container: there
-    the files have names, in `folder`, which is removed by whoever survives.
+    the files have names, in `folder`, which is removed by whoever survives. Adapters, which vLLM itself reads from a
+    path, need one too (`named`).
     """
 
-    def __init__(self, publish_dir: str):
+    def __init__(self, publish_dir: str, *, named: bool = False):
         self.folder: str | None = None
+        if named and not publish_dir and os.path.isdir(SHARED_MEMORY):
+            publish_dir = SHARED_MEMORY
         if publish_dir or not hasattr(os, "memfd_create"):
             try:
                 self.folder = tempfile.mkdtemp(prefix="jppo-weights-", dir=publish_dir if publish_dir else None)
@@ -100,6 +106,40 @@ def publish(
             buffers.renew()
             raise RolloutError(f"{e}; its weights are in doubt: the server must be started again") from e
         everywhere(lambda e: e.post("/resume"))
+
+
+class Adapters:
+    """The adapters that the servers have, beside the model that was published last.
+
+    Each version has a path and a name of its own: what a server was given under a name stays what it was.
+    """
+
+    def __init__(self, folder: str):
+        self._folder = pathlib.Path(folder)
+        self._run = uuid.uuid4().hex[:8]  # an attached server may still have those of another run
+        self.name: str | None = None  # of the last one; requests ask for it
+
+    def publish(self, endpoints: Sequence[Endpoint], save: Callable[[pathlib.Path], object], version: int) -> None:
+        """Hands the adapters that `save` writes to every server; the ones before are forgotten."""
+        old, name = self.name, f"adapter-{self._run}-{version}"
+        path = self._folder / name
+        try:
+            save(path)
+        except OSError as e:
+            raise UserError(
+                f"the adapters cannot be written to {path}: {e}; rollout.publish_dir must name a folder with room"
+            ) from e
+        with ThreadPoolExecutor(len(endpoints)) as pool:
+
+            def everywhere(route: str, body: dict[str, str]) -> None:
+                list(pool.map(lambda e: e.tell(route, body), endpoints))
+
+            everywhere("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
+            everywhere("/update_weight_version", {"new_version": str(version)})
+            self.name = name
+            if old is not None:
+                everywhere("/v1/unload_lora_adapter", {"lora_name": old})
+                shutil.rmtree(self._folder / old, ignore_errors=True)
 
 
 def _accept(endpoint: Endpoint, method: str, **kwargs: Any) -> None:

@@ -105,3 +105,54 @@ def test_a_failure_in_the_swap_itself_leaves_the_server_paused(fakes, buffers):
     with pytest.raises(RolloutError, match=r"500.*boom.*must be started again"):
         weights.publish(endpoints(fakes[:1]), buffers, TENSORS.items(), 1)
     assert fakes[0].asked == SWAP[:3]
+
+
+ADAPTER_ROUTES = ["/v1/load_lora_adapter", "/update_weight_version"]
+
+
+def write_adapter(path):
+    path.mkdir()
+    (path / "adapter_config.json").write_text("{}")
+
+
+@pytest.fixture
+def with_adapters(fakes):
+    for fake in fakes:
+        fake.answers |= dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), (200, "Success"))
+    return fakes
+
+
+def test_every_server_gets_each_version_of_the_adapters_under_its_own_name(with_adapters, tmp_path):
+    adapters = weights.Adapters(str(tmp_path))
+    adapters.publish(endpoints(with_adapters), write_adapter, 3)
+    first = adapters.name
+    assert [path.name for path in tmp_path.iterdir()] == [first]
+    adapters.publish(endpoints(with_adapters), write_adapter, 4)
+    for fake in with_adapters:
+        assert fake.asked == [*ADAPTER_ROUTES, *ADAPTER_ROUTES, "/v1/unload_lora_adapter"]
+        assert fake.bodies[0] == {"lora_name": first, "lora_path": str(tmp_path / first)}
+        assert fake.bodies[1] == {"new_version": "3"} and fake.bodies[-1] == {"lora_name": first}
+    assert adapters.name != first and [path.name for path in tmp_path.iterdir()] == [adapters.name]
+
+
+def test_adapters_that_a_server_refuses_are_not_asked_for(with_adapters, tmp_path):
+    adapters = weights.Adapters(str(tmp_path))
+    adapters.publish(endpoints(with_adapters), write_adapter, 1)
+    last = adapters.name
+    with_adapters[-1].answers["/v1/load_lora_adapter"] = (400, {"error": "rank 99 is too large"})
+    with pytest.raises(RolloutError, match="rank 99"):
+        adapters.publish(endpoints(with_adapters), write_adapter, 2)
+    assert adapters.name == last
+
+
+def test_adapters_that_cannot_be_written_are_an_error_of_the_folder(with_adapters, tmp_path):
+    adapters = weights.Adapters(str(tmp_path / "gone"))
+    with pytest.raises(UserError, match="publish_dir"):
+        adapters.publish(endpoints(with_adapters), write_adapter, 1)
+
+
+def test_buffers_for_adapters_have_a_folder():
+    buffers = weights.Buffers("", named=True)
+    assert buffers.folder is not None and os.path.isdir(buffers.folder)
+    buffers.close()
+    assert not os.path.exists(buffers.folder)

@@ -1,0 +1,245 @@
+"""Attention by the fused kernels that JAX ships, which hold no row's T^2 scores, and the choice among them.
+
+`choose` names the kernel, `make` makes it, behind the signature of `attention.Attend`:
+
+    xla     any device        all that there is; it holds the scores
+    cudnn   NVIDIA's GPUs     rows of one trajectory, bfloat16 or float16, sliding windows
+    pallas  GPUs, by Triton   shared rows, float32 too
+    splash  TPUs              shared rows, float32 too, sliding windows, soft cap
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from jppo.config import UserError
+from jppo.models.attention import Attend, Windows, make_plain
+
+NAMES = ("auto", "xla", "cudnn", "pallas", "splash")
+
+_BACKENDS = {"cudnn": "gpu", "pallas": "gpu", "splash": "tpu"}
+_AUTO = {"gpu": ("cudnn", "pallas"), "tpu": ("splash",)}  # the first that can
+
+_TILE = 128  # lengths are made multiples of it
+
+# The axes of the mesh over which rows and heads are spread.
+_ROWS, _HEADS = ("data", "fsdp"), "tensor"
+
+# (q, k, v, segment) -> [R, T, H, A], for layers of one window
+_Kernel = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Needs:
+    """What a model and its rows ask of attention."""
+
+    scale: float
+    softcap: float | None
+    windows: Windows
+    head_dim: int
+    dtype: Any  # of queries, keys and values
+    one_segment: bool  # every row holds one trajectory from its first position on, then nothing
+    longest: int | None = None  # no trajectory has more tokens: a window that reaches as far is none
+
+    @property
+    def reach(self) -> Windows:
+        """The windows, without those that leave nothing out."""
+        far = math.inf if self.longest is None else self.longest
+        return tuple(None if window is None or window >= far else window for window in self.windows)
+
+
+def capability() -> tuple[int, int]:
+    """The compute capability of the first GPU; (0, 0) where it is none of NVIDIA's."""
+    found = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(jax.local_devices()[0], "compute_capability", "")))
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def choose(
+    name: str, needs: Needs, *, backend: str, gpu: tuple[int, int] | None = None, setting: str = "model.attention"
+) -> tuple[str, str | None]:
+    """The kernel that `name` stands for on `backend` (as jax.default_backend() calls it), and why none is fused.
+
+    A kernel asked for by name that cannot do what is needed is a UserError; 'auto' takes what can, and says in a
+    sentence why that is XLA where a fused kernel could have been. `gpu` is its compute capability; None looks.
+    """
+    if name not in NAMES:
+        raise UserError(f"{setting}={name!r} must be one of {', '.join(NAMES)}")
+
+    def reason(kernel: str) -> str | None:
+        if backend != _BACKENDS[kernel]:
+            return f"it runs on a {_BACKENDS[kernel]}, and jax has {backend}"
+        found = (gpu or capability()) if backend == "gpu" else None
+        return _lacks(kernel, needs, found)
+
+    if name == "auto":
+        reasons = {kernel: reason(kernel) for kernel in _AUTO.get(backend, ())}
+        able = [kernel for kernel, why in reasons.items() if why is None]
+        if able or not reasons:
+            return (able[0] if able else "xla"), None
+        said = "; ".join(f"{kernel}: {why}" for kernel, why in reasons.items())
+        return "xla", f"no fused attention, so the scores of whole rows are held in memory ({said})"
+    if name != "xla" and (why := reason(name)) is not None:
+        raise UserError(f"{setting}={name}: {why}; use {setting}=auto")
+    return name, None
+
+
+def make(kernel: str, needs: Needs, *, mesh: Mesh | None = None, interpret: bool = False) -> Attend:
+    """Attention by one of the kernels, rows and heads spread over the mesh; one that lacks something is a UserError.
+
+    Where tensor divides neither the key/value nor the query heads, each of its devices computes all of them.
+    `interpret` runs a kernel on any device, slowly: as its own program, and cudnn's as the same call to XLA.
+    """
+    if kernel == "xla":
+        return make_plain(scale=needs.scale, softcap=needs.softcap, windows=needs.reach)
+    if (why := _lacks(kernel, needs, None)) is not None:
+        raise UserError(f"attention by {kernel}: {why}; use xla")
+    makers = {"cudnn": _cudnn, "pallas": _pallas, "splash": _splash}
+    of_window = functools.partial(makers[kernel], needs, interpret=interpret)
+    windows = tuple(dict.fromkeys(needs.reach))
+    kernels = [_spread(_tiled(of_window(window)), mesh) for window in windows]
+    which = tuple(windows.index(window) for window in needs.reach)  # of each kind
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, kind: jax.Array | int) -> jax.Array:
+        chex.assert_rank([q, k, v, segment], [4, 4, 4, 2])
+        if len(kernels) == 1:
+            return kernels[0](q, k, v, segment)
+        return jax.lax.switch(jnp.asarray(which, jnp.int32)[kind], kernels, q, k, v, segment)
+
+    return attend
+
+
+def _lacks(kernel: str, needs: Needs, gpu: tuple[int, int] | None) -> str | None:
+    """Why a kernel cannot do what is needed; None where it can. `gpu` None: on any that can."""
+    dtype, A = jnp.dtype(needs.dtype), needs.head_dim
+    window = next((window for window in needs.reach if window is not None), None)
+    if gpu is not None and gpu < (8, 0):
+        has = "none" if gpu == (0, 0) else f"{gpu[0]}.{gpu[1]}"
+        return f"it needs a GPU of compute capability 8.0 or more, and this one has {has}"
+    if kernel != "splash" and needs.softcap is not None:
+        return f"it has no soft cap, and the model caps its scores at {needs.softcap:g}"
+    if kernel == "cudnn":
+        widest = 128 if gpu is not None and gpu < (9, 0) else 256
+        if not needs.one_segment:
+            return "it takes rows of one trajectory each, and data.packing=segments shares them"
+        if dtype not in (jnp.bfloat16, jnp.float16):
+            return f"it computes in bfloat16 or float16, and the model in {dtype}"
+        if A % 8 or widest < A:
+            return f"it takes heads of a multiple of 8 up to {widest}, and the model's head_dim is {A}"
+    if kernel == "pallas":
+        if window is not None:
+            return f"it has no sliding window, and the model has one of {window} tokens"
+        if not 16 <= A <= 256:
+            return f"it takes heads of 16 to 256, and the model's head_dim is {A}"
+    return None
+
+
+def _cudnn(needs: Needs, window: int | None, *, interpret: bool) -> _Kernel:
+    """By causality alone: what is behind a row's trajectory is seen by no token of it."""
+
+    def kernel(q: jax.Array, k: jax.Array, v: jax.Array, _: jax.Array) -> jax.Array:
+        return jax.nn.dot_product_attention(
+            q,
+            k,
+            v,
+            scale=needs.scale,
+            is_causal=True,
+            local_window_size=None if window is None else (window - 1, 0),  # before a token and after it
+            implementation="xla" if interpret else "cudnn",
+        )
+
+    return kernel
+
+
+def _pallas(needs: Needs, window: int | None, *, interpret: bool) -> _Kernel:
+    from jax.experimental.pallas.ops.gpu import attention as triton
+
+    assert window is None and needs.softcap is None
+    blocks = triton.BlockSizes(**_triton_blocks(needs.head_dim, jnp.dtype(needs.dtype).itemsize))
+
+    def kernel(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array) -> jax.Array:
+        shared = q.shape[2] // k.shape[2]
+        k, v = (jnp.repeat(x, shared, axis=2) for x in (k, v))  # it has as many key/value heads as query heads
+        return triton.mha(q, k, v, segment, needs.scale, causal=True, block_sizes=blocks, interpret=interpret)
+
+    return kernel
+
+
+def _triton_blocks(head_dim: int, itemsize: int) -> dict[str, Any]:
+    """How many queries and keys lie in a GPU's shared memory at a time: 96 KiB of it, which every such GPU has.
+
+    Forward holds its queries, and its keys and values twice, as the next are loaded beside them; backward 6 blocks.
+    """
+    row = itemsize * 2 ** math.ceil(math.log2(head_dim))
+    room = 96 * 2**10 // row
+    q, k = next((q, k) for q, k in ((128, 128), (128, 64), (64, 32), (32, 16)) if q + 4 * k <= room)
+    back = 32 if room >= 6 * 32 else 16
+    backward = dict.fromkeys(("block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), back)
+    return dict(block_q=q, block_k=k, **backward)
+
+
+def _splash(needs: Needs, window: int | None, *, interpret: bool) -> _Kernel:
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    row = jnp.dtype(needs.dtype).itemsize * needs.head_dim
+
+    def kernel(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array) -> jax.Array:
+        T, H = q.shape[1:3]
+        square = (T, T)
+        mask = splash.CausalMask(square) if window is None else splash.LocalMask(square, (window - 1, 0), offset=0)
+        # Larger is faster, and wide heads of 512 would not fit beside each other in a core's memory.
+        block = next(size for size in (512, 256, 128) if T % size == 0 and size * row <= 2**18)
+        names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
+        blocks: dict[str, Any] = {f"block_{name}": block for name in names}
+        mixed = splash.make_splash_mha_single_device(
+            splash.MultiHeadMask([mask] * H),
+            block_sizes=splash.BlockSizes(**blocks),
+            attn_logits_soft_cap=needs.softcap,
+            interpret=interpret,
+        )
+        scaled = (needs.scale * q.astype(jnp.float32)).astype(q.dtype)  # it has no scale of its own
+        heads_first = (x.swapaxes(1, 2) for x in (scaled, k, v))
+        return jax.vmap(mixed)(*heads_first, splash.SegmentIds(segment, segment)).swapaxes(1, 2)
+
+    return kernel
+
+
+def _tiled(kernel: _Kernel) -> _Kernel:
+    """The same for any T: empty positions fill the last tile.
+
+    Of cuDNN too: its gradients at lengths that are none of a tile's multiples have been NaN more than once.
+    """
+
+    def tiled(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array) -> jax.Array:
+        T = q.shape[1]
+        behind = -T % _TILE
+        if behind == 0:
+            return kernel(q, k, v, segment)
+        q, k, v = (jnp.pad(x, ((0, 0), (0, behind), (0, 0), (0, 0))) for x in (q, k, v))
+        return kernel(q, k, v, jnp.pad(segment, ((0, 0), (0, behind))))[:, :T]
+
+    return tiled
+
+
+def _spread(kernel: _Kernel, mesh: Mesh | None) -> _Kernel:
+    """The same on each device with its rows and heads: XLA cannot divide a kernel, and would run it whole on each."""
+    if mesh is None or mesh.size == 1:
+        return kernel
+
+    def spread(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array) -> jax.Array:
+        H, K, tensor = q.shape[2], k.shape[2], mesh.shape[_HEADS]
+        if K % tensor and H % tensor == 0:
+            k, v = (jnp.repeat(x, H // K, axis=2) for x in (k, v))
+        rows, wide = PartitionSpec(_ROWS), PartitionSpec(_ROWS, None, None if H % tensor else _HEADS)
+        # Kernels do not say over which axes their results differ, so it cannot be checked.
+        on_each = jax.shard_map(kernel, mesh=mesh, in_specs=(wide, wide, wide, rows), out_specs=wide, check_vma=False)
+        return on_each(q, k, v, segment)
+
+    return spread

@@ -1,0 +1,292 @@
+"""Fused attention: each kernel against XLA's, interpreted; what each compiles to; which is chosen; the errors."""
+
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from jppo.config import UserError
+from jppo.models import decoder, families, fused
+from jppo.models.fused import Needs
+
+CLOSE = {"float32": 1e-5, "bfloat16": 1e-2}  # of the norm
+
+
+def needs(**changes):
+    kinds = dict(scale=0.3, softcap=None, windows=(None,), head_dim=16, dtype="float32", one_segment=False)
+    return Needs(**kinds | changes)
+
+
+def batch(rng, asked, *, R=2, T=300, H=4, K=2, longest=130):
+    """q, k, v and segments: shared rows with an empty end, or one trajectory a row."""
+    q, k, v = (rng.normal(size=(R, T, heads, asked.head_dim)) for heads in (H, K, K))
+    segment = np.zeros((R, T), np.int32)
+    for r in range(R):
+        if asked.one_segment:
+            segment[r, : T - 45 * r] = 1
+        else:
+            edges = [0, 20 + r, 20 + r + longest, min(T, 55 + r + longest)]
+            for number, (start, end) in enumerate(itertools.pairwise(edges), 1):
+                segment[r, start:end] = number
+    return *(jnp.asarray(x, asked.dtype) for x in (q, k, v)), jnp.asarray(segment)
+
+
+def gradients(attend, weight, kind):
+    """(q, k, v, segment) -> attention of layers of that kind, and the gradients of its weighted sum."""
+
+    def loss(q, k, v, segment, kind):
+        out = attend(q, k, v, segment, kind)
+        return jnp.sum(weight * out.astype(jnp.float32)), out
+
+    both = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))
+
+    def run(q, k, v, segment):
+        grads, out = both(q, k, v, segment, jnp.int32(kind))
+        assert out.dtype == q.dtype and out.shape == q.shape
+        return [np.asarray(x, np.float64) for x in (out, *grads)]
+
+    return run
+
+
+def assert_agree(rng, kernel, asked, *, kind=0, mesh=None, exact=None, **shape):
+    q, k, v, segment = batch(rng, asked, **shape)
+    full = (np.asarray(segment) > 0)[..., None, None]
+    weight = jnp.asarray(full * rng.normal(size=q.shape), jnp.float32)
+    attend = fused.make(kernel, asked, mesh=mesh, interpret=True)
+    found = gradients(attend, weight, kind)(q, k, v, segment)
+    plain = fused.make("xla", asked if exact is None else exact)
+    expected = gradients(plain, weight, kind)(*(x.astype(jnp.float32) for x in (q, k, v)), segment)
+    assert all(np.isfinite(x).all() for x in found)
+    found[0], expected[0] = found[0] * full, expected[0] * full  # nobody reads what is in empty positions
+    for name, x, y in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
+        error = np.linalg.norm(x - y) / np.linalg.norm(y)
+        assert error < CLOSE[asked.dtype], f"{name}: {error}"
+
+
+@pytest.mark.parametrize(
+    "kernel, changes, kind",
+    [
+        ("pallas", dict(), 0),
+        ("pallas", dict(dtype="bfloat16", head_dim=20), 0),
+        ("splash", dict(), 0),
+        ("splash", dict(dtype="bfloat16", softcap=2.0), 0),
+        ("splash", dict(softcap=1.0, windows=(3,)), 0),
+        ("splash", dict(windows=(None, 140)), 0),
+        ("splash", dict(windows=(140, None, 60)), 2),
+        ("cudnn", dict(dtype="bfloat16", one_segment=True), 0),
+        ("cudnn", dict(dtype="bfloat16", one_segment=True, windows=(None, 3)), 0),
+        ("cudnn", dict(dtype="bfloat16", one_segment=True, windows=(None, 3)), 1),
+    ],
+)
+def test_a_kernel_gives_what_xla_gives(rng, kernel, changes, kind):
+    assert_agree(rng, kernel, needs(**changes), kind=kind)
+
+
+@pytest.mark.parametrize("kernel, heads", [("pallas", (3, 3)), ("splash", (3, 1)), ("splash", (2, 2))])
+def test_any_number_of_heads_shares_keys(rng, kernel, heads):
+    H, K = heads
+    assert_agree(rng, kernel, needs(), T=128, H=H, K=K, longest=50)
+
+
+def test_a_window_as_long_as_the_longest_trajectory_is_none(rng):
+    assert needs(windows=(None, 50), longest=51).reach == needs(windows=(None, 50)).reach == (None, 50)
+    asked = needs(windows=(None, 50), longest=50)
+    assert asked.reach == (None, None)
+    assert_agree(rng, "pallas", asked, kind=1, T=128, longest=50, exact=needs(windows=(None, 50)))
+
+
+# 4 query and 2 key/value heads: tensor divides both, only the query heads, and none.
+@pytest.mark.parametrize(
+    "kernel, shape",
+    [("pallas", (2, 2, 2)), ("splash", (1, 4, 2)), ("splash", (2, 1, 4)), ("cudnn", (2, 1, 4)), ("pallas", (1, 1, 8))],
+)
+def test_a_mesh_changes_nothing(rng, kernel, shape):
+    mesh = jax.make_mesh(shape, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    changes = {
+        "pallas": dict(),
+        "splash": dict(windows=(None, 30)),
+        "cudnn": dict(dtype="bfloat16", one_segment=True, windows=(None, 30)),
+    }
+    assert_agree(rng, kernel, needs(**changes[kernel]), kind=-1, mesh=mesh, R=4, T=128, longest=50)
+
+
+def test_a_whole_model_with_two_kinds_of_layers(hf_config, rng, quick_compilation):
+    cfg = families.from_hf(hf_config("gemma2-capped"), path="config.json")
+    asked = Needs(
+        **decoder.attention_settings(cfg), head_dim=cfg.head_dim, dtype="float32", one_segment=False, longest=70
+    )
+    assert len(set(asked.reach)) == 2 and asked.softcap is not None
+    values = jax.jit(lambda key: decoder.init_params(cfg, key, head="lm", param_dtype=jnp.float32))(jax.random.key(0))
+    tokens = rng.integers(0, cfg.vocab_size, (2, 100)).astype(np.int32)
+    segment = np.repeat([[1, 2, 0], [1, 2, 3]], [70, 20, 10], axis=1).astype(np.int32)
+    position = np.concatenate([np.arange(n, dtype=np.int32) for n in (70, 20, 10)]) * np.ones_like(tokens)
+
+    def states_and_gradient(attend):
+        model = decoder.Decoder(cfg, remat="full", attend=attend)
+
+        def loss(values):
+            states = model.apply({"params": values}, tokens, segment, position)
+            return jnp.mean(jnp.square(states)), states
+
+        return jax.jit(jax.grad(loss, has_aux=True))(values)
+
+    found = states_and_gradient(fused.make("splash", asked, interpret=True))
+    expected = states_and_gradient(None)
+    np.testing.assert_allclose(found[1], expected[1], atol=1e-4)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-6), found[0], expected[0])
+
+
+def program(kernel, asked, platform, *, mesh=None, T=384):
+    """What a device of the platform would be given for the gradients: none is needed to write it."""
+    dtype, A = jnp.dtype(asked.dtype), asked.head_dim
+    q, k = (jax.ShapeDtypeStruct((4, T, heads, A), dtype) for heads in (4, 2))
+    segment = jax.ShapeDtypeStruct((4, T), jnp.int32)
+    attend = fused.make(kernel, asked, mesh=mesh)
+
+    def loss(q, k, v, segment, kind):
+        return jnp.sum(attend(q, k, v, segment, kind).astype(jnp.float32))
+
+    traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(q, k, k, segment, jax.ShapeDtypeStruct((), jnp.int32))
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert f"{T}x{T}x" not in text, "holds the scores of a row"
+    return text
+
+
+def test_xla_alone_holds_the_scores():
+    with pytest.raises(AssertionError, match="holds the scores of a row"):
+        program("xla", needs(), "cuda")
+
+
+@pytest.fixture
+def cudnn(monkeypatch):
+    """As if there were a cuDNN."""
+    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000)
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_cudnn_is_asked_for_what_is_needed(cudnn, spread):
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3) if spread else None
+    asked = needs(dtype="bfloat16", head_dim=128, one_segment=True, windows=(None, 50))
+    text = program("cudnn", asked, "cuda", mesh=mesh)
+    settings = [
+        re.findall(pattern, text.replace("\\22", ""))
+        for pattern in (r"__cudnn\$\w+", r"mask_type: (\w+)", r"fmha_scale: ([\d.]+)", r"sliding_window_length: (\d+)")
+    ]
+    calls, masks, scales, windows = (set(found) for found in settings)
+    assert calls == {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
+    assert (masks, scales, windows) == ({"CAUSAL"}, {"0.3"}, {"0", "50"})  # 0 is none
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("head_dim", [16, 80, 128, 256])
+def test_the_pallas_kernels_are_valid_triton(dtype, head_dim):
+    with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
+        text = program("pallas", needs(dtype=dtype, head_dim=head_dim), "cuda")
+    assert len(re.findall(r"custom_call @__gpu\$xla\.gpu\.triton", text)) == 3  # forward and two of the gradient
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("head_dim", [64, 80, 256])
+def test_the_splash_kernels_are_valid_mosaic(dtype, head_dim):
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    asked = needs(dtype=dtype, head_dim=head_dim, softcap=50.0, windows=(None, 60))
+    with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
+        text = program("splash", asked, "tpu", mesh=mesh)
+    assert len(re.findall(r"custom_call @tpu_custom_call", text)) >= 2 * 3  # of both windows
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("head_dim", [16, 64, 96, 128, 256])
+def test_blocks_fit_in_shared_memory_and_divide_a_tile(head_dim, itemsize):
+    blocks = fused._triton_blocks(head_dim, itemsize)
+    row = itemsize * {96: 128}.get(head_dim, head_dim)  # heads are filled up to a power of two
+    assert (blocks["block_q"] + 4 * blocks["block_k"]) * row <= 99 * 1024
+    assert 6 * blocks["block_q_dq"] * row <= 99 * 1024
+    assert all(128 % size == 0 and size >= 16 for size in blocks.values())
+
+
+MISTRAL = dict(dtype="bfloat16", head_dim=128, windows=(4096,))
+GEMMA2 = dict(dtype="bfloat16", head_dim=256, windows=(4096, None), softcap=50.0)
+ROW = dict(dtype="bfloat16", head_dim=128, one_segment=True)
+
+
+@pytest.mark.parametrize(
+    "backend, gpu, changes, expected",
+    [
+        ("cpu", None, ROW, "xla"),
+        ("gpu", (9, 0), ROW, "cudnn"),
+        ("gpu", (8, 0), ROW, "cudnn"),
+        ("gpu", (7, 5), ROW, "xla"),
+        ("gpu", (0, 0), ROW, "xla"),
+        ("gpu", (9, 0), ROW | dict(dtype="float16"), "cudnn"),
+        ("gpu", (9, 0), ROW | dict(dtype="float32"), "pallas"),
+        ("gpu", (9, 0), ROW | dict(one_segment=False), "pallas"),
+        ("gpu", (9, 0), ROW | dict(head_dim=100), "pallas"),
+        ("gpu", (9, 0), ROW | dict(head_dim=256), "cudnn"),
+        ("gpu", (8, 9), ROW | dict(head_dim=256), "pallas"),
+        ("gpu", (9, 0), ROW | dict(head_dim=264), "xla"),
+        ("gpu", (9, 0), MISTRAL | dict(one_segment=True), "cudnn"),
+        ("gpu", (9, 0), MISTRAL, "xla"),
+        ("gpu", (9, 0), MISTRAL | dict(longest=4096), "pallas"),
+        ("gpu", (9, 0), GEMMA2 | dict(one_segment=True), "xla"),
+        ("tpu", None, ROW, "splash"),
+        ("tpu", None, MISTRAL, "splash"),
+        ("tpu", None, GEMMA2 | dict(dtype="float32"), "splash"),
+    ],
+)
+def test_auto_takes_the_kernel_that_can(backend, gpu, changes, expected):
+    kernel, why = fused.choose("auto", needs(**changes), backend=backend, gpu=gpu)
+    assert kernel == expected
+    assert (why is not None) == (backend == "gpu" and expected == "xla")
+    assert fused.choose("xla", needs(**changes), backend=backend) == ("xla", None)
+    if expected != "xla":
+        assert fused.choose(expected, needs(**changes), backend=backend, gpu=gpu) == (expected, None)
+    fused.make(kernel, needs(**changes))
+
+
+def test_auto_says_why_nothing_is_fused():
+    _, why = fused.choose("auto", needs(**GEMMA2), backend="gpu", gpu=(9, 0))
+    cap = "it has no soft cap, and the model caps its scores at 50"
+    assert why == f"no fused attention, so the scores of whole rows are held in memory (cudnn: {cap}; pallas: {cap})"
+
+
+@pytest.mark.parametrize(
+    "name, backend, gpu, changes, said",
+    [
+        ("flash", "gpu", (9, 0), {}, "'flash' must be one of auto, xla, cudnn, pallas, splash"),
+        ("cudnn", "cpu", None, {}, "it runs on a gpu, and jax has cpu"),
+        ("pallas", "tpu", None, {}, "it runs on a gpu, and jax has tpu"),
+        ("splash", "gpu", (9, 0), {}, "it runs on a tpu, and jax has gpu"),
+        ("cudnn", "gpu", (7, 5), ROW, "compute capability 8.0 or more, and this one has 7.5"),
+        ("pallas", "gpu", (0, 0), ROW, "compute capability 8.0 or more, and this one has none"),
+        ("cudnn", "gpu", (9, 0), ROW | dict(one_segment=False), "data.packing=segments"),
+        ("cudnn", "gpu", (9, 0), ROW | dict(dtype="float32"), "bfloat16 or float16, and the model in float32"),
+        ("cudnn", "gpu", (9, 0), ROW | dict(head_dim=100), "up to 256, and the model's head_dim is 100"),
+        ("cudnn", "gpu", (8, 6), ROW | dict(head_dim=192), "up to 128, and the model's head_dim is 192"),
+        ("cudnn", "gpu", (9, 0), GEMMA2, "no soft cap, and the model caps its scores at 50"),
+        ("pallas", "gpu", (9, 0), GEMMA2, "no soft cap, and the model caps its scores at 50"),
+        ("pallas", "gpu", (9, 0), MISTRAL, "no sliding window, and the model has one of 4096 tokens"),
+        ("pallas", "gpu", (9, 0), ROW | dict(head_dim=8), "heads of 16 to 256, and the model's head_dim is 8"),
+    ],
+)
+def test_a_kernel_asked_for_by_name_must_be_able(name, backend, gpu, changes, said):
+    with pytest.raises(UserError) as e:
+        fused.choose(name, needs(**changes), backend=backend, gpu=gpu)
+    message = str(e.value)
+    assert message.startswith("model.attention=") and said in message and "\n" not in message
+    assert name == "flash" or message.endswith("; use model.attention=auto")
+
+
+def test_no_kernel_is_made_that_would_leave_something_out():
+    for kernel, changes in (("pallas", MISTRAL), ("pallas", GEMMA2), ("cudnn", dict(one_segment=True))):
+        with pytest.raises(UserError, match=f"attention by {kernel}: .*; use xla"):
+            fused.make(kernel, needs(**changes))
+
+
+def test_this_machine_has_no_gpu():
+    assert fused.capability() == (0, 0)
+    assert fused.choose("auto", needs(), backend=jax.default_backend()) == ("xla", None)
