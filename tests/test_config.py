@@ -149,6 +149,8 @@ def test_what_is_none_unless_given_may_be_given(config):
         ({"algorithm.rollout_rs": "token_k3", "algorithm.rollout_rs_threshold": "0.5_2"}, ["upper bound only"]),
         ({"algorithm.rollout_rs": "seq_sum_k1", "algorithm.rollout_rs_threshold": "0.5"}, ["0.5 alone", "low_high"]),
         ({"algorithm.rollout_rs": "token_k3,token_k3", "algorithm.rollout_rs_threshold": "2"}, ["twice"]),
+        ({"rollout.lora_sync": "adapter"}, ["rollout.lora_sync='adapter'", "model.lora_rank=0", "take merge"]),
+        ({"rollout.lora_sync": "adapter", "model.lora_rank": 513}, ["model.lora_rank=513", "512 at most"]),
         ({"actor.lr_warmup_steps": 3, "actor.lr_warmup_steps_ratio": 0.1}, ["actor.lr_warmup_steps=3", "leave one"]),
     ],
 )  # fmt: skip

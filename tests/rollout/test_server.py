@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from jppo.config import UserError
+from jppo.config import UserError, checks
 from jppo.rollout import server as module
 from jppo.rollout.sampler import RolloutError
 from jppo.rollout.server import Server, check_ports, check_vllm, environment, flags, telling
@@ -231,3 +231,14 @@ the server's process ended with code 1
         "the server's process ended with code 1",
     ]
     assert telling("\n".join(map(str, range(40)))) == [str(i) for i in range(25, 40)]
+
+
+def test_room_for_adapters(settings):
+    """vLLM makes room in steps; its largest is what a config may ask for."""
+    assert module.LORA_RANKS[-1] == checks.LARGEST_SERVED_RANK
+    for rank, room in ((1, "1"), (2, "8"), (16, "16"), (17, "32"), (512, "512")):
+        said = flags(settings(lora_rank=rank), "cpu")
+        assert said[said.index("--max-lora-rank") + 1] == room and "--enable-lora" in said
+        assert environment(settings(lora_rank=rank), "cpu")["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    assert "--enable-lora" not in flags(settings(), "cpu")
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in environment(settings(), "cpu")
