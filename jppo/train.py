@@ -26,9 +26,9 @@ from jppo.data.stream import Cursor, next_batch
 from jppo.data.tokenizer import decode
 from jppo.evaluate import evaluate, samples
 from jppo.io.checkpoint import Checkpoints, require, restore
-from jppo.io.curve import write_curve
-from jppo.io.metrics import Logger, read_metrics, write_arrays, write_samples
-from jppo.io.timers import STAGES, Timers
+from jppo.io.metrics import Logger, write_arrays, write_samples
+from jppo.io.summary import summary
+from jppo.io.timers import Timers
 from jppo.learner import batch, correct, estimate, packing, ppo
 from jppo.models import hf
 from jppo.rewards.graders import grade
@@ -360,32 +360,6 @@ def introduce(inputs: Inputs, mesh: Mesh, plan: packing.Plan, resumed: int | Non
         f" rows of shape {', '.join(f'{r}x{t}' for r, t in plan.shapes)}",
         "a new run" if resumed is None else f"going on from the checkpoint of step {resumed}",
     ]
-
-
-def summary(run: pathlib.Path) -> None:
-    """Says what happened: accuracy before and after, where the time went, and where everything is."""
-    lines = read_metrics(run)
-    tested = [(m["step"], m["val/score"]) for m in lines if m.get("val/score") is not None]
-    reward = [(m["step"], m["critic/score/mean"]) for m in lines if m.get("critic/score/mean") is not None]
-    write_curve(
-        run / "curve.svg",
-        title=run.name,
-        lines={"training reward": reward},
-        dots={"greedy test accuracy": tested},
-    )
-    print()
-    if tested:
-        (first, before), (final, after) = tested[0], tested[-1]
-        print(f"greedy accuracy   {before:.3f} at step {first}  →  {after:.3f} at step {final}")
-    print(f"steps             {lines[-1]['step'] if lines else 0}, seconds by stage:")
-    for stage in STAGES:
-        seconds = sum(m.get(f"timing_s/{stage}", 0.0) for m in lines)
-        if seconds:
-            print(f"  {stage:<15} {seconds:8.1f}")
-    print(f"curve             {run / 'curve.svg'}")
-    print(f"samples           {run / 'samples'}, step_N.jsonl and test_N.jsonl")
-    print(f"metrics           {run / 'metrics.jsonl'}, TensorBoard in {run / 'tensorboard'}")
-    print(f"model             {run / 'hf'}")
 
 
 def _terminate(number: int, _: Any) -> None:

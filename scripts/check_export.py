@@ -38,7 +38,9 @@ Answers = list[list[int]]  # token ids of each response, the end token included
 def by_transformers(hf_dir: str, prompts: Sequence[np.ndarray], *, max_tokens: int, end: Sequence[int]) -> Answers:
     """Greedy answers of transformers' own model, read by transformers."""
     path = hf.resolve(hf_dir, weights=True)
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     # In place of the directory's own: a repetition penalty there would be no greedy decoding.
     model.generation_config = transformers.GenerationConfig(
         do_sample=False, max_new_tokens=max_tokens, eos_token_id=list(end), pad_token_id=end[0]

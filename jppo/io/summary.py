@@ -1,0 +1,33 @@
+"""The end of a run, on the console: what happened, where the time went, where everything is."""
+
+import pathlib
+
+from jppo.io.curve import write_curve
+from jppo.io.metrics import read_metrics
+from jppo.io.timers import STAGES
+
+
+def summary(run: pathlib.Path) -> None:
+    """Says what happened: accuracy before and after, where the time went, and where everything is."""
+    lines = read_metrics(run)
+    tested = [(m["step"], m["val/score"]) for m in lines if m.get("val/score") is not None]
+    reward = [(m["step"], m["critic/score/mean"]) for m in lines if m.get("critic/score/mean") is not None]
+    write_curve(
+        run / "curve.svg",
+        title=run.name,
+        lines={"training reward": reward},
+        dots={"greedy test accuracy": tested},
+    )
+    print()
+    if tested:
+        (first, before), (final, after) = tested[0], tested[-1]
+        print(f"greedy accuracy   {before:.3f} at step {first}  →  {after:.3f} at step {final}")
+    print(f"steps             {lines[-1]['step'] if lines else 0}, seconds by stage:")
+    for stage in STAGES:
+        seconds = sum(m.get(f"timing_s/{stage}", 0.0) for m in lines)
+        if seconds:
+            print(f"  {stage:<15} {seconds:8.1f}")
+    print(f"curve             {run / 'curve.svg'}")
+    print(f"samples           {run / 'samples'}, step_N.jsonl and test_N.jsonl")
+    print(f"metrics           {run / 'metrics.jsonl'}, TensorBoard in {run / 'tensorboard'}")
+    print(f"model             {run / 'hf'}")
