@@ -1,5 +1,6 @@
 """Settings: rules refuse with value, rule and remedy; every setting is read; bad arguments are one line."""
 
+import functools
 import os
 import pathlib
 import subprocess
@@ -10,7 +11,7 @@ import pytest
 
 from jppo import config as settings
 from jppo import train
-from jppo.config import checks, defaults
+from jppo.config import checks, commandline, defaults
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -22,13 +23,19 @@ def sft_config():
     return c
 
 
+def section_of(config, name):
+    """The section that holds a setting, and what it is called there."""
+    *sections, leaf = name.split(".")
+    return functools.reduce(lambda node, part: node[part], sections, config), leaf
+
+
 def put(config, name, value):
-    section, leaf = name.split(".")
-    config[section][leaf] = value
+    section, leaf = section_of(config, name)
+    section[leaf] = value
 
 
 def names(config):
-    return {f"{s}.{leaf}" for s, section in config.items() for leaf in section}
+    return set(commandline.settings(config))
 
 
 def refusal(config, name, value):
@@ -58,8 +65,8 @@ def test_a_choice_that_is_not_known(config, sft_config, name):
 @pytest.mark.parametrize("name,least", checks.AT_LEAST.items())
 def test_below_the_least(config, sft_config, name, least):
     c = sft_config if name.startswith("optim") else config
-    section, leaf = name.split(".")
-    kind = c[section].get_type(leaf)  # also of a setting that is None unless it is given
+    section, leaf = section_of(c, name)
+    kind = section.get_type(leaf)  # also of a setting that is None unless it is given
     assert refusal(c, name, kind(least - 1)) == f"{name}={kind(least - 1)} must be at least {least}"
 
 
@@ -75,8 +82,8 @@ def test_no_number_is_refused_and_the_bound_itself_is_not(config, sft_config, na
 @pytest.mark.parametrize("value", [0, -1])
 def test_not_above_0(config, sft_config, name, value):
     c = sft_config if name.startswith("optim") else config
-    section, leaf = name.split(".")
-    kind = c[section].get_type(leaf)  # also of a setting that is None unless it is given
+    section, leaf = section_of(c, name)
+    kind = section.get_type(leaf)  # also of a setting that is None unless it is given
     assert refusal(c, name, kind(value)) == f"{name}={kind(value)} must be above 0"
 
 
@@ -104,8 +111,8 @@ def test_an_empty_path(config, name):
 
 def test_what_is_none_unless_given_may_be_given(config):
     for name in names(config):
-        section, leaf = name.split(".")
-        assert config[section][leaf] is not None or config[section].get_type(leaf) in (int, float, str), name
+        section, leaf = section_of(config, name)
+        assert section[leaf] is not None or section.get_type(leaf) in (int, float, str), name
     config.actor.clip_ratio_low, config.critic.ppo_mini_batch_size = 0.0, 32
     settings.check(config)
     assert '"clip_ratio_low": 0.0' in settings.dump(config)

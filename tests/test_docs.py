@@ -6,7 +6,7 @@ import re
 import pytest
 
 from jppo import config
-from jppo.config import checks
+from jppo.config import checks, commandline
 from jppo.io.timers import STAGES
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -60,12 +60,8 @@ def test_commands_exist(name):
 
 @pytest.mark.parametrize("name", DOCS)
 def test_settings_exist(name):
-    known = {
-        f"{section}.{leaf}"
-        for settings in (config.default(), config.sft_default())
-        for section, leaves in settings.items()
-        for leaf in leaves
-    }
+    known = {n for c in (config.default(), config.sft_default()) for n in commandline.settings(c)}
+    known |= {setting.rsplit(".", 1)[0] for setting in known if setting.count(".") > 1}  # a section within one
     sections = {setting.split(".")[0] for setting in known}
     words = "\n".join(quoted(name))
     for section, leaf in re.findall(r"(?<![\w/.])(?:--config\.)?(\w+)\.(\w+)", words):

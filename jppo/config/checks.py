@@ -320,11 +320,15 @@ def _find(config: ml_collections.ConfigDict, name: str) -> Any:
     return _get(config, name) if _has(config, name) else None
 
 
-def _has(config: ml_collections.ConfigDict, name: str) -> bool:
-    section, leaf = name.split(".")
-    return section in config and leaf in config[section]
+def _has(config: Any, name: str) -> bool:
+    for part in name.split("."):
+        if not isinstance(config, ml_collections.ConfigDict) or part not in config:
+            return False
+        config = config[part]
+    return True
 
 
-def _get(config: ml_collections.ConfigDict, name: str) -> Any:
-    section, leaf = name.split(".")
-    return config[section][leaf]
+def _get(config: Any, name: str) -> Any:
+    for part in name.split("."):
+        config = config[part]
+    return config

@@ -55,10 +55,11 @@ def _explain(error: Exception, defaults: ml_collections.ConfigDict) -> str:
     if isinstance(error, AttributeError | KeyError):
         name = re.sub(r"\W", "", text)
         return f"there is no setting {name!r}; python -m jppo.train --help lists them all"
-    typed = re.match(r"flag (--config\.(\w+\.\w+)=.*?): ", text)
+    typed = re.match(r"flag (--config\.([\w.]+)=.*?): ", text)
     if typed:
-        section, leaf = typed[2].split(".")
-        return f"{typed[1]} must be of type {defaults[section].get_type(leaf).__name__}, as the default is"
+        *sections, leaf = typed[2].split(".")
+        section = functools.reduce(lambda node, name: node[name], sections, defaults)
+        return f"{typed[1]} must be of type {section.get_type(leaf).__name__}, as the default is"
     return text
 
 
@@ -78,5 +79,15 @@ def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
 
 def describe(config: ml_collections.ConfigDict) -> str:
     """All settings with their values, one a line, for --help."""
-    lines = [f"  --config.{s}.{k}={v!r}" for s, section in config.items() for k, v in section.items()]
-    return "\n".join(lines)
+    return "\n".join(f"  --config.{name}={value!r}" for name, value in settings(config).items())
+
+
+def settings(config: ml_collections.ConfigDict, prefix: str = "") -> dict[str, Any]:
+    """Every setting by its dotted name."""
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, ml_collections.ConfigDict):
+            found |= settings(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found

@@ -145,7 +145,47 @@ def default() -> ml_collections.ConfigDict:
             logp_tolerance=1e-3,  # largest |trainer - sampler| log-prob before step 1
         )
     )
-    config.reward = c(dict(grader=""))  # '': chosen by each row's data_source
+    config.reward = c(
+        dict(
+            grader="",  # a rule for all rows; '': chosen by each row's data_source
+            function="",  # 'path.py:name': compute_score(data_source, solution_str, ground_truth, extra_info)
+            weights="",  # of the parts, as in 'rule_score=1,judge_score=0.5'; '': each of those there are counts 1
+            workers=2,  # processes that run functions and the graders that may hang
+            timeout_s=10.0,  # for one sample by one grader
+            memory_bytes=2**31,  # of one such process
+            allow_code=False,  # graders that run what a response says
+            score_on_error=none(float),  # of a sample whose grader failed; None: it is not learned from
+            overlong_buffer_tokens=0,  # length_score: 0 up to this far from the end, then down to -1 at the end
+            format_regex="",  # format_score: 1 where a response matches as a whole
+            judge=c(
+                dict(
+                    api_type="",  # openai, dashscope, gemini or claude; '': there is no judge
+                    model="",
+                    base_url="",  # '': the provider's own
+                    preset="",  # math, code, dialogue or safety
+                    system_prompt="",  # '': the preset's
+                    scoring_prompt="",  # with {prompt}, {response} and {ground_truth}; '': the preset's
+                    max_score=10.0,  # what the judge is told is the best; scores are divided by it
+                    temperature=0.0,
+                    max_tokens=512,
+                    concurrency=32,
+                    retries=4,
+                    timeout_s=60.0,
+                    cache_dir="",  # '': none
+                )
+            ),
+            model=c(
+                dict(
+                    path="",  # a sequence classifier with one label; '': there is no reward model
+                    engine="auto",  # jax for the families that jppo knows, else transformers
+                    batch_size=32,
+                    max_length=2048,  # tokens that it reads; of longer texts the end
+                    normalize=False,  # by the running mean and deviation of all scores so far
+                    clip=none(float),  # of the score, on both sides
+                )
+            ),
+        )
+    )
     config.trainer = c(
         dict(
             run_dir="runs/run",

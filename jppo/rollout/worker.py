@@ -6,7 +6,7 @@ A refusal is a value (`ok: False` with the reason), never an exception: an excep
 """
 
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ class WeightLoader:
     model_config: Any
     vllm_config: Any
     reload_weights: Any
+    get_model: Any
     _jppo_expected: tuple[dict[str, tuple[int, ...]], dict[str, list[str]]] | None = None
     _jppo_checked: tuple[int, list[layout.Entry], mmap.mmap] | None = None
     _jppo_version: int | None = None
@@ -53,7 +54,8 @@ class WeightLoader:
         _, entries, data = self._jppo_checked
         assert self._jppo_expected is not None  # jppo_check came first
         self._jppo_checked = None
-        self.reload_weights(weights_iterator=_stream(entries, data, self._jppo_expected[1]))
+        modules = {name for name, _ in self.get_model().named_modules(remove_duplicate=False)}
+        self.reload_weights(weights_iterator=_stream(entries, data, self._jppo_expected[1], modules))
         self._jppo_version = version
         return {"ok": True, "error": None}
 
@@ -77,12 +79,14 @@ def _expected(hf_config: Any) -> tuple[dict[str, tuple[int, ...]], dict[str, lis
 
 
 def _stream(
-    entries: Sequence[layout.Entry], data: mmap.mmap, tied: dict[str, list[str]]
+    entries: Sequence[layout.Entry], data: mmap.mmap, tied: dict[str, list[str]], modules: Container[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     for entry in entries:
         dtype = getattr(torch, entry.dtype)
         count = entry.nbytes // dtype.itemsize
         tensor = torch.frombuffer(data, dtype=dtype, count=count, offset=entry.offset).reshape(entry.shape)
-        # vLLM keeps a tied head stale unless its own name comes too
-        for name in (entry.name, *tied.get(entry.name, ())):
-            yield name, tensor
+        yield entry.name, tensor
+        # vLLM keeps a tied head stale unless its own name comes too; some models have no head of their own there
+        for name in tied.get(entry.name, ()):
+            if name.rpartition(".")[0] in modules:
+                yield name, tensor

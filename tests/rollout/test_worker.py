@@ -18,7 +18,7 @@ def test_the_servers_interpreter_needs_no_jax():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def make(tied: bool):
+def make(tied: bool, head: bool = True):
     """A worker as vLLM would build it, but for the model; and the HF model's own tensors."""
     from jppo.rollout.worker import WeightLoader
 
@@ -31,6 +31,9 @@ def make(tied: bool):
         def __init__(self):
             self.model_config = type("ModelConfig", (), {"hf_config": config})
             self.loaded = []
+
+        def get_model(self):
+            return model if head else model.model  # which has no module lm_head
 
         def reload_weights(self, *, weights_iterator):
             self.loaded.append([(name, tensor.clone()) for name, tensor in weights_iterator])
@@ -59,6 +62,13 @@ def test_every_tensor_is_loaded_and_a_tied_head_too(tmp_path, tied):
     if tied:
         assert np.array_equal(loaded.pop("lm_head.weight").numpy(), tensors["model.embed_tokens.weight"])
     assert loaded == {}
+
+
+def test_a_tied_head_that_the_server_has_not_is_not_loaded(tmp_path):
+    worker, tensors = make(tied=True, head=False)
+    send(worker, tmp_path / "w", tensors.items(), 1)
+    assert worker.jppo_load(version=1)["ok"]
+    assert {name for name, _ in worker.loaded[0]} == set(tensors)
 
 
 def test_bfloat16_arrives_as_bfloat16(tmp_path):
