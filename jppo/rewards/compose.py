@@ -1,0 +1,161 @@
+"""One reward from several parts: rules, a user's function, a judge, a reward model, each with its weight.
+
+Samples are handed in as they are generated, so that slow parts work while the rest is still being sampled:
+
+    grading = panel.begin()
+    grading.submit(number, sample)      # from any thread, in any order
+    rewards = grading.collect()         # [B], in the order of the numbers
+"""
+
+import dataclasses
+import math
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from jppo.config import UserError
+from jppo.rewards.parts import Part, Sample
+from jppo.structs import Reward
+
+OFF = "off"  # a part that is not asked about a source
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """What each part counts, for all data sources and for some of them; None: it is not asked."""
+
+    general: Mapping[str, float | None]
+    of_source: Mapping[tuple[str, str], float | None]  # by (data source, part)
+
+    def of(self, source: str) -> dict[str, float]:
+        """The parts that score a source, and what they count there."""
+        found = {part: self.of_source.get((source, part), weight) for part, weight in self.general.items()}
+        return {part: weight for part, weight in found.items() if weight is not None}
+
+
+def parse_weights(text: str, parts: Sequence[str], *, optional: Sequence[str] = ()) -> Weights:
+    """The weights that a setting names: 'judge_score=0.5', 'SOURCE:judge_score=off', separated by commas.
+
+    An empty text weighs every part 1. Otherwise every part must be named, but for those that are `optional`.
+    """
+    if not text.strip():
+        return Weights(dict.fromkeys(parts, 1.0), {})
+    general: dict[str, float | None] = {}
+    of_source: dict[tuple[str, str], float | None] = {}
+    for item in (item.strip() for item in text.split(",") if item.strip()):
+        name, equals, value = item.partition("=")
+        source, colon, part = name.rpartition(":")
+        said = f"reward.weights={text!r}: {item!r}"
+        if not equals or part not in parts:
+            raise UserError(
+                f"{said} must be PART=NUMBER or SOURCE:PART=NUMBER, and the parts of this run are {', '.join(parts)}"
+            )
+        place = (source, part) if colon else part
+        if place in of_source or place in general:
+            raise UserError(f"{said} says the same twice; leave one")
+        if colon:
+            of_source[source, part] = _weight(value, said)
+        else:
+            general[part] = _weight(value, said)
+    absent = [part for part in parts if part not in general]
+    for part in absent:
+        if part not in optional and not any(p == part for _, p in of_source):
+            raise UserError(
+                f"reward.weights={text!r} says nothing of {part}, which is configured; give it a weight (0 scores and"
+                " logs it only)"
+            )
+    return Weights({part: general.get(part) for part in parts}, of_source)
+
+
+def _weight(value: str, said: str) -> float | None:
+    if value.strip() == OFF:
+        return None
+    try:
+        weight = float(value)
+    except ValueError:
+        weight = math.nan
+    if not math.isfinite(weight):
+        raise UserError(f"{said} must end with a number, or with {OFF}")
+    return weight
+
+
+class Panel:
+    """All parts of a run's reward."""
+
+    def __init__(self, parts: Mapping[str, Part], weights: Weights, *, score_on_error: float | None):
+        self.parts = parts
+        self.weights = weights
+        self.score_on_error = score_on_error
+
+    def begin(self) -> "Grading":
+        """A batch that is about to come."""
+        return Grading(self)
+
+    def grade(self, samples: Iterable[Sample]) -> list[Reward]:
+        """The rewards of samples that are all there."""
+        grading = self.begin()
+        for number, sample in enumerate(samples):
+            grading.submit(number, sample)
+        return grading.collect()
+
+    def metrics(self) -> dict[str, float]:
+        """What the parts count beside their scores, since they were last asked."""
+        found: dict[str, float] = {}
+        for part in self.parts.values():
+            found |= getattr(part, "metrics", dict)()
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """What a part must remember when the run goes on elsewhere."""
+        return {name: part.state() for name, part in self.parts.items() if hasattr(part, "state")}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state`."""
+        for name, remembered in state.items():
+            if name in self.parts and hasattr(self.parts[name], "load"):
+                self.parts[name].load(remembered)  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """Ends what the parts have started."""
+        for part in self.parts.values():
+            part.close()
+
+
+class Grading:
+    """The samples of one batch on their way to their rewards."""
+
+    def __init__(self, panel: Panel):
+        self._panel = panel
+        self._waiting: dict[int, dict[str, tuple[float, Future[Reward]]]] = {}
+        self._lock = threading.Lock()
+
+    def submit(self, number: int, sample: Sample) -> None:
+        """Hands a sample to every part that scores its source."""
+        weights = self._panel.weights.of(sample.prompt.data_source)
+        futures = {name: (weight, self._panel.parts[name].submit(sample)) for name, weight in weights.items()}
+        with self._lock:
+            if number in self._waiting:
+                raise ValueError(f"sample {number} was handed in twice")
+            self._waiting[number] = futures
+
+    def collect(self) -> list[Reward]:
+        """Waits for all, and adds them up: [B] in the order of their numbers."""
+        for part in self._panel.parts.values():
+            part.flush()
+        return [
+            compose({name: (weight, future.result()) for name, (weight, future) in futures.items()}, self._panel)
+            for _, futures in sorted(self._waiting.items())
+        ]
+
+
+def compose(found: Mapping[str, tuple[float, Reward]], panel: Panel) -> Reward:
+    """Σ weight · score over the parts, each part's score beside it; an error of one is the sample's error."""
+    parts = {name: reward.score for name, (_, reward) in found.items()}
+    for name, (_, reward) in found.items():
+        parts |= {key if len(found) == 1 else f"{name}/{key}": value for key, value in reward.parts.items()}
+    errors = [f"{name}: {reward.error}" for name, (_, reward) in found.items() if reward.error is not None]
+    if errors:
+        score = math.nan if panel.score_on_error is None else panel.score_on_error
+        return Reward(score, {key: value for key, value in parts.items() if math.isfinite(value)}, "; ".join(errors))
+    return Reward(math.fsum(weight * reward.score for weight, reward in found.values()), parts, None)
