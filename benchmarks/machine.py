@@ -30,6 +30,12 @@ def machine() -> dict[str, Any]:
     }
 
 
+def title(found: dict[str, Any]) -> str:
+    """The machine in a line: its processor and cores, or its accelerators."""
+    on_cpu = found["device"] == "cpu"
+    return f"{found['cpu']}, {found['cores']} cores" if on_cpu else f"{found['devices']} × {found['device']}"
+
+
 def slug(found: dict[str, Any]) -> str:
     """The machine in a file name: its accelerators, or its processor and cores."""
     on_cpu = found["device"] == "cpu"

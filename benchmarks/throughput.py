@@ -11,7 +11,6 @@ Writes OUT/<date>-<machine>.json and prints a table.
 """
 
 import argparse
-import ast
 import dataclasses
 import datetime
 import json
@@ -27,15 +26,25 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import tokenizers
 import transformers
-from jax.sharding import NamedSharding, PartitionSpec
-from machine import ROOT, commit, machine, slug, version
+from machine import ROOT, commit, machine, slug, title, version
 from ml_collections import ConfigDict
+from work import (
+    PROMPT,
+    SHAPES,
+    Lengths,
+    base_config,
+    change,
+    forward_flops,
+    hf_config,
+    make_batch,
+    make_product,
+    response_lengths,
+)
 
-from jppo import build
+from jppo import assemble
 from jppo import config as settings
 from jppo.config import UserError
 from jppo.data.prompts import PromptSet
@@ -47,12 +56,6 @@ from jppo.rollout.server import check_vllm
 from jppo.structs import Prompt, Trajectory
 from jppo.train import update_models
 
-PROMPT, SHORTEST, LONGEST = 64, 16, 128  # tokens of a prompt and of a response
-SEQUENCES, MINI_BATCH = 64, 32
-
-# layers, width, width of the MLP, query heads, key/value heads, vocabulary
-SHAPES = {"S": (4, 256, 704, 4, 2, 512), "M": (8, 512, 1408, 8, 2, 8192)}
-
 # The stages by their timer in a step, and what the tables call them.
 STAGES = {
     "gen": "rollout",
@@ -62,47 +65,7 @@ STAGES = {
 }
 
 
-def hf_config(layers: int, width: int, mlp: int, heads: int, kv_heads: int, vocab: int) -> dict[str, Any]:
-    """The config.json of a tied qwen2 of that shape."""
-    return {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "num_hidden_layers": layers,
-        "hidden_size": width,
-        "intermediate_size": mlp,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": vocab,
-        "tie_word_embeddings": True,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 4096,
-        "initializer_range": 0.02,
-        "eos_token_id": 0,
-    }
-
-
-def response_lengths() -> np.ndarray:
-    """The ragged batch, always the same: [SEQUENCES] i64."""
-    return np.random.default_rng(0).integers(SHORTEST, LONGEST + 1, SEQUENCES)
-
-
-def forward_flops(cfg: ModelConfig, responses: Sequence[int], *, prompt: int, lm_head: bool) -> int:
-    """FLOP of one forward pass over whole sequences: real tokens, the causal half of attention, the language
-    head on the tokens of the response only; a multiplication and an addition are two."""
-    D, H, K, A, F = cfg.hidden_size, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.intermediate_size
-    matrices = D * H * A + 2 * D * K * A + H * A * D + 3 * D * F  # of a layer
-    total = 0
-    for response in map(int, responses):
-        n = prompt + response
-        pairs = n * (n + 1) // 2  # of a query and a key that it sees; each costs a product with k and one with v
-        total += 2 * cfg.num_layers * (n * matrices + 2 * pairs * H * A)
-        total += 2 * response * D * cfg.vocab_size if lm_head else 0
-    return total
-
-
-def stage_flops(cfg: ModelConfig, responses: Sequence[int], *, prompt: int) -> dict[str, int]:
+def stage_flops(cfg: ModelConfig, responses: Lengths, *, prompt: int) -> dict[str, int]:
     """FLOP of each stage over the batch; an update is a forward pass and a backward one, which costs two."""
     policy = forward_flops(cfg, responses, prompt=prompt, lm_head=True)
     critic = forward_flops(cfg, responses, prompt=prompt, lm_head=False)
@@ -111,45 +74,10 @@ def stage_flops(cfg: ModelConfig, responses: Sequence[int], *, prompt: int) -> d
 
 def make_config(folder: str, dtype: str, changes: Sequence[str]) -> ConfigDict:
     """The defaults of training, for this batch; `changes` are SECTION.NAME=VALUE."""
-    c = settings.default()
-    c.model.path = folder
-    c.model.init = "random"
-    c.model.compute_dtype = c.rollout.dtype = dtype
-    c.data.train_files = c.data.val_files = "none: the batch is made here"
-    c.data.max_prompt_length, c.data.max_response_length = PROMPT, LONGEST
-    c.data.train_batch_size, c.actor.ppo_mini_batch_size = SEQUENCES, MINI_BATCH
-    build.share_gpu(c)  # before JAX starts, as training does
+    c = base_config(folder, dtype)
+    assemble.share_gpu(c)  # before JAX starts, as training does
     c.model.scan_layers = jax.default_backend() != "cpu"
-    for change in changes:
-        name, _, text = change.partition("=")
-        try:
-            value = ast.literal_eval(text)
-        except (SyntaxError, ValueError):
-            value = text
-        try:
-            c.update_from_flattened_dict({name: value})
-        except (AttributeError, KeyError, TypeError, ValueError) as e:
-            raise UserError(f"--set {change}: {e}") from e
-    settings.check(c)
-    return c
-
-
-def make_batch(cfg: ModelConfig, responses: Sequence[int]) -> list[Trajectory]:
-    """Trajectories of random tokens."""
-    rng = np.random.default_rng(1)
-    return [
-        Trajectory(
-            uid=str(i),
-            tokens=rng.integers(1, cfg.vocab_size, PROMPT + n).astype(np.int32),
-            sampled=np.repeat([False, True], [PROMPT, n]),
-            logprob=np.zeros(PROMPT + n, np.float32),
-            version=np.repeat([-1, 0], [PROMPT, n]).astype(np.int32),
-            text="",
-            finish="length",
-            turns=1,
-        )
-        for i, n in enumerate(responses)
-    ]
+    return change(c, changes)
 
 
 def write_model(folder: pathlib.Path, described: dict[str, Any]) -> None:
@@ -164,9 +92,9 @@ def time_rollout(c: ConfigDict, cfg: ModelConfig, trajectories: Sequence[Traject
     """Seconds of sampling the batch with vLLM, each response to its own length, after one warm-up."""
     prompts = [Prompt(t.uid, "", "", t.tokens[:PROMPT], "", {}) for t in trajectories]
     lengths = [int(t.sampled.sum()) for t in trajectories]
-    sampling = dataclasses.replace(build.sampling(c, 0), n=1)
+    sampling = dataclasses.replace(assemble.sampling(c, 0), n=1)
     with tempfile.TemporaryDirectory() as run:
-        engine = build.start_engine(c, pathlib.Path(run))
+        engine = assemble.ENGINES[c.rollout.name](c, pathlib.Path(run))
         try:
             sampler = engine.ready(eos_token_ids=(), decode=lambda _: "")
             params = decoder.init_params(cfg, jax.random.key(0), head="lm", param_dtype=c.model.param_dtype)
@@ -191,10 +119,11 @@ def time_learner(
     c: ConfigDict, cfg: ModelConfig, trajectories: list[Trajectory], *, repeats: int
 ) -> tuple[dict[str, list[float]], dict[str, Any]]:
     """Seconds of each stage, interleaved with a matrix product, after one round that compiles; what was packed."""
-    mesh = build.make_mesh(c)
+    mesh = assemble.make_mesh(c)
     empty = PromptSet([], overlong=0)
-    inputs = build.Inputs(None, (), empty, empty, {}, policy=cfg, critic=cfg, reference=None, total_steps=1)
-    learner, now = build.make_learner(c, inputs, mesh)
+    models: dict[str, Any] = dict(policy=cfg, critic=cfg, reference=None, adapters=None, critic_adapters=None)
+    inputs = assemble.Inputs(None, (), empty, empty, {}, **models, total_steps=1)
+    learner, now = assemble.make_learner(c, inputs, mesh)
     rows = batch.make(trajectories, plan=learner.plan, mesh=mesh)
     scores = np.random.default_rng(2).random(len(trajectories)).astype(np.float32)
     outcome = estimate.Outcome(score=scores, group=np.arange(len(scores), dtype=np.int32), greedy=None)
@@ -220,17 +149,6 @@ def time_learner(
         "matmul_flops_per_s": statistics.median(products[1:]),
     }
     return seconds, packed
-
-
-def make_product(mesh: Any, dtype: str) -> tuple[Any, int]:
-    """A large square matrix product over all devices, compiled, and its FLOP."""
-    n = 2048 if jax.default_backend() == "cpu" else 8192
-    split = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-    whole = NamedSharding(mesh, PartitionSpec())
-    draw = jax.random.normal(jax.random.key(0), (n, n), jnp.dtype(dtype))
-    a, b = jax.device_put(draw, split), jax.device_put(draw, whole)
-    multiply = jax.jit(jnp.dot, out_shardings=split)
-    return lambda: jax.block_until_ready(multiply(a, b)), 2 * n**3
 
 
 def measure(shape: str, c: ConfigDict, *, rollout: bool, repeats: int) -> dict[str, Any]:
@@ -267,12 +185,9 @@ def measure(shape: str, c: ConfigDict, *, rollout: bool, repeats: int) -> dict[s
 
 def table(result: dict[str, Any]) -> str:
     """The result as markdown."""
-    where = result["machine"]
-    on = f"{where['cpu']}, {where['cores']} cores"
-    if where["device"] != "cpu":
-        on = f"{where['devices']} × {where['device']}"
     lines = [
-        f"{on}; {result['dtype']}; jax {result['jax']}, vLLM {result['vllm'] or 'not installed'};"
+        f"{title(result['machine'])}; {result['dtype']};"
+        f" jax {result['jax']}, vLLM {result['vllm'] or 'not installed'};"
         f" commit {result['commit']}; load average before {result['load_average']:.1f}",
         "",
         "| shape | stage | tokens/s | GFLOP/s | of the matmul rate | seconds |",

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from jppo import build
+from jppo import assemble
 from jppo import config as settings
 from jppo.config import UserError
 from jppo.data.sft import Demonstration, read_demonstrations
@@ -29,27 +29,35 @@ def train(config: ConfigDict) -> None:
     """Trains on all demonstrations and writes the model."""
     c = config
     _, cfg = hf.read_config(c.model.path)
-    tokenizer = build.read_tokenizer(c, cfg)
+    tokenizer = assemble.read_tokenizer(c, cfg)
     longest = c.data.max_prompt_length + c.data.max_response_length
-    found = read_demonstrations(c.data.train_files, tokenizer=tokenizer, max_length=longest)
+    found = read_demonstrations(
+        c.data.train_files,
+        tokenizer=tokenizer,
+        max_length=longest,
+        system_prompt=c.data.system_prompt,
+        custom_cls=c.data.custom_cls,
+    )
     demonstrations = found.demonstrations
     per_epoch = steps_per_epoch(len(demonstrations), c.data.train_batch_size)
     steps = c.trainer.total_training_steps
     steps = per_epoch * c.trainer.total_epochs if steps == -1 else steps
-    mesh = build.make_mesh(c)
-    plan = build.make_plan(c, mesh, tokens_per_device=c.optim.max_tokens_per_device, sequences=c.data.train_batch_size)
+    mesh = assemble.make_mesh(c)
+    plan = assemble.make_plan(
+        c, mesh, tokens_per_device=c.optim.max_tokens_per_device, sequences=c.data.train_batch_size
+    )
     cfg = pad_vocab(cfg, mesh.shape["tensor"])
-    key, adapters = jax.random.key(c.trainer.seed), build.make_adapters(c)
-    trained = build.load_trained(c, mesh, cfg, c.model.path, head="lm", key=key, adapters=adapters)
+    key, adapters = jax.random.key(c.trainer.seed), assemble.make_adapters(c)
+    trained = assemble.load_trained(c, mesh, cfg, c.model.path, head="lm", key=key, adapters=adapters)
     logprob = score.make_logprob(
-        build.make_decoder(c, cfg, mesh),
+        assemble.make_decoder(c, cfg, mesh),
         cfg,
         temperature=1.0,
-        chunk_tokens=build.chunk_tokens(c, cfg),
+        chunk_tokens=assemble.chunk_tokens(c, cfg),
         with_entropy=False,
     )
     accumulate = update.make_accumulate(update.make_imitation_loss(logprob))
-    descent, opt = build.make_descent(c.optim, "sft", accumulate, trained, steps)
+    descent, opt = assemble.make_descent(c.optim, "sft", accumulate, trained, steps)
     learned = trained.learned
     run, cursor, timer = pathlib.Path(c.trainer.run_dir).expanduser(), Cursor(), Timers()
     with Logger(run, total_steps=steps, columns=SFT_COLUMNS) as logger:

@@ -27,7 +27,7 @@ class Prompt:
 
     uid: str  # the same for all samples of one prompt; unique within a file set
     data_source: str  # names the grader
-    messages: str | list[dict[str, str]]  # the prompt as it stood in the file: plain text or chat messages
+    messages: str | list[dict[str, str]]  # text or chat messages, with the system prompt of the settings
     ids: np.ndarray  # [P] i32, after the chat template
     ground_truth: str
     extra: dict[str, Any]  # the row's further columns

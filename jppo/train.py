@@ -18,20 +18,20 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from jppo import build
+from jppo import assemble
 from jppo import config as settings
 from jppo.algorithms import kl
-from jppo.build import Inputs, Learner
+from jppo.assemble import Inputs, Learner
 from jppo.data.stream import Cursor, next_batch
 from jppo.data.tokenizer import decode
-from jppo.evaluate import evaluate, samples
+from jppo.evaluate import evaluate, sample, samples
 from jppo.io.checkpoint import Checkpoints, require, restore
 from jppo.io.metrics import Logger, write_arrays, write_samples
 from jppo.io.summary import summary
 from jppo.io.timers import Timers
 from jppo.learner import batch, correct, estimate, packing, ppo
 from jppo.models import hf
-from jppo.rewards.graders import grade
+from jppo.rewards.compose import Panel
 from jppo.rollout.sampler import RolloutError, Sampler, greedy
 from jppo.structs import Reward, TrainState, Trajectory
 
@@ -44,8 +44,8 @@ def train(config: ConfigDict) -> None:
     """Runs the whole of it; the state is on disk when it returns."""
     c = config
     run = pathlib.Path(c.trainer.run_dir).expanduser()
-    build.share_gpu(c)
-    inputs = build.read_inputs(c)
+    assemble.share_gpu(c)
+    inputs = assemble.read_inputs(c)
     if c.trainer.resume_mode not in ("auto", "disable"):
         require(pathlib.Path(c.trainer.resume_mode))
     timer = Timers()
@@ -53,12 +53,14 @@ def train(config: ConfigDict) -> None:
         checkpoints = stack.enter_context(Checkpoints(run / "checkpoints", keep=c.trainer.max_ckpt_to_keep))
         if finished(c, checkpoints, inputs.total_steps):
             return summary(run)
-        mesh = build.make_mesh(c)
-        why = build.attention_kernel(c, inputs.policy)[1]  # one that cannot be is refused before a server starts
+        mesh = assemble.make_mesh(c)
+        panel = assemble.make_panel(c, inputs, mesh)
+        stack.callback(panel.close)
+        why = assemble.attention_kernel(c, inputs.policy)[1]  # one that cannot be is refused before a server starts
         with timer("start"):
-            engine = build.ENGINES[c.rollout.name](c, run)  # imports and loads while JAX compiles
+            engine = assemble.ENGINES[c.rollout.name](c, run)  # imports and loads while JAX compiles
             stack.callback(engine.close)
-            learner, begin = build.make_learner(c, inputs, mesh)
+            learner, begin = assemble.make_learner(c, inputs, mesh)
             ppo.compile_all(
                 learner.passes,
                 learner.recipe,
@@ -69,14 +71,15 @@ def train(config: ConfigDict) -> None:
                 value=begin.value,
                 actor=learner.actor,
                 critic=learner.critic,
-                sequences=build.sequences_of_step(c),
+                sequences=assemble.sequences_of_step(c),
             )
-            now, cursor, resumed = resume(c, checkpoints, begin)
+            now, cursor, resumed = resume(c, checkpoints, begin, panel)
             del begin  # a resumed run must not hold two states
             step = int(now.step)
             sampler = engine.ready(eos_token_ids=inputs.end_tokens, decode=lambda ids: decode(inputs.tokenizer, ids))
-            build.publish_base(c, learner, sampler, step)
-            build.publish(c, learner, sampler, now, inputs.adapters)
+            assemble.publish_base(c, learner, sampler, step)
+            assemble.publish(c, learner, sampler, now, inputs.adapters)
+            panel.ready()
         logger = stack.enter_context(Logger(run, total_steps=inputs.total_steps, resumed_step=resumed))
         (run / "config.json").write_text(settings.dump(c))
         for line in introduce(inputs, mesh, learner.plan, resumed):
@@ -86,20 +89,20 @@ def train(config: ConfigDict) -> None:
         logger.note(agree(c, inputs, learner, now, sampler, step))
         if resumed is None and c.trainer.val_before_train:
             with timer("testing"):
-                metrics = validate(c, run, inputs, sampler, logger, step)
+                metrics = validate(c, run, inputs, sampler, panel, logger, step)
             logger.log(0, metrics | timer.next_step())
         logged = step
         try:
             while step < inputs.total_steps:
                 with timer("step"):
-                    now, cursor, metrics = ppo_step(c, inputs, learner, now, cursor, sampler, timer, run)
+                    now, cursor, metrics = ppo_step(c, inputs, learner, now, cursor, sampler, panel, timer, run)
                     step += 1
                     with timer("update_weights"):
-                        build.publish(c, learner, sampler, now, inputs.adapters)
+                        assemble.publish(c, learner, sampler, now, inputs.adapters)
                 last = step == inputs.total_steps
                 if last or due(step, c.trainer.test_freq):
                     with timer("testing"):
-                        metrics |= validate(c, run, inputs, sampler, logger, step)
+                        metrics |= validate(c, run, inputs, sampler, panel, logger, step)
                 metrics |= timer.next_step()
                 metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / metrics["timing_s/step"]
                 logger.log(step, metrics)
@@ -107,13 +110,13 @@ def train(config: ConfigDict) -> None:
                 require_progress(c, run, now)
                 if last or due(step, c.trainer.save_freq):
                     with timer("save"):
-                        checkpoints.save(step, now, {"cursor": dataclasses.asdict(cursor)})
+                        checkpoints.save(step, now, kept(cursor, panel))
         except (RolloutError, Diverged):
             if logged != step:  # the update was done, its publish or test was not
                 logger.log(step, metrics | timer.next_step())
             checkpoints.wait()
             if checkpoints.latest() != step:
-                checkpoints.save(step, now, {"cursor": dataclasses.asdict(cursor)})
+                checkpoints.save(step, now, kept(cursor, panel))
             raise
         with timer("save"):
             if inputs.adapters is not None:
@@ -129,6 +132,7 @@ def ppo_step(
     now: TrainState,
     cursor: Cursor,
     sampler: Sampler,
+    panel: Panel,
     timer: Timers,
     run: pathlib.Path,
 ) -> tuple[TrainState, Cursor, dict[str, float]]:
@@ -137,20 +141,20 @@ def ppo_step(
     passes, policy = learner.passes, learner.policy(now)
     indices, cursor = next_batch(
         cursor, n=len(inputs.train.prompts), batch_size=c.data.train_batch_size, seed=c.trainer.seed,
-        shuffle=c.data.shuffle,
+        shuffle=c.data.shuffle, parts=inputs.train.parts,
     )  # fmt: skip
     prompts = [inputs.train.prompts[i] for i in indices]
     with timer("gen"):
-        trajectories = sampler.generate(prompts, build.sampling(c, version), version=version)
+        trajectories, grading = sample(sampler, prompts, panel, assemble.sampling(c, version), version=version)
         best = None
         if learner.recipe.estimator.greedy:
-            best = sampler.generate(prompts, greedy(c.data.max_response_length), version=version)
+            best = sample(sampler, prompts, panel, greedy(c.data.max_response_length), version=version)[1]
     asked = [p for p in prompts for _ in range(c.rollout.n)]
     with timer("reward"):
-        rewards = grade([t.text for t in trajectories], asked, inputs.graders)
-        baseline = None if best is None else grade([t.text for t in best], prompts, inputs.graders)
+        rewards = grading.collect()  # what is left of it: it began with the first response
+        baseline = None if best is None else best.collect()
     write_samples(run, f"step_{version + 1}", samples(asked, trajectories, rewards))
-    metrics = describe(trajectories, rewards)
+    metrics = describe(trajectories, rewards) | panel.metrics()
     outcome, usable = outcomes(rewards, baseline, n=c.rollout.n, compared=passes.sequences is not None)
     trajectories = [trainable(*pair) for pair in zip(trajectories, usable, strict=True)]
     rows = batch.make(trajectories, plan=learner.plan, mesh=learner.mesh)
@@ -210,7 +214,7 @@ def update_models(
     metrics = {}
     if learner.critic is not None:
         with timer("update_critic"):
-            data = minis(c.critic, build.critic_mini_batch_size(c), 1)
+            data = minis(c.critic, assemble.critic_mini_batch_size(c), 1)
             value, value_opt, found = ppo.descend(learner.critic, now.value, now.value_opt, now.step, data)
         now, metrics = dataclasses.replace(now, value=value, value_opt=value_opt), found
     warm = now.step - c.trainer.critic_warmup  # the actor's schedule begins with its first step
@@ -237,7 +241,7 @@ def outcomes(
     A sample can't be whose grader failed, nor one that has nothing to be measured by: its prompt's greedy response was
     not graded, or, where samples are `compared`, it is the only one of its prompt that was.
     """
-    failed = np.array([r.error is not None for r in rewards])
+    failed = np.isnan([r.score for r in rewards])
     group = estimate.groups(failed, n)
     best = None
     usable = ~failed
@@ -261,7 +265,7 @@ def describe(trajectories: list[Trajectory], rewards: list[Reward]) -> dict[str,
     failed = sum(r.error is not None for r in rewards)
     if failed == len(rewards):
         raise Diverged(f"every grader of the step failed; the first said: {rewards[0].error}")
-    scores = np.array([r.score for r in rewards if r.error is None])
+    scores = np.array([r.score for r in rewards if not np.isnan(r.score)])
     lengths = np.array([t.sampled.sum() for t in trajectories])
     whole = np.array([len(t.tokens) for t in trajectories])
     return {
@@ -275,7 +279,16 @@ def describe(trajectories: list[Trajectory], rewards: list[Reward]) -> dict[str,
         "response_length/clip_ratio": float(np.mean([t.finish == "length" for t in trajectories])),
         "prompt_length/mean": float((whole - lengths).mean()),
         "perf/total_num_tokens": float(whole.sum()),
-    }
+    } | part_means(rewards)
+
+
+def part_means(rewards: list[Reward]) -> dict[str, float]:
+    """The mean of every part of the reward, over the samples that have it."""
+    found: dict[str, list[float]] = {}
+    for reward in rewards:
+        for name, value in reward.parts.items():
+            found.setdefault(f"reward/{name}/mean", []).append(value)
+    return {name: float(np.mean(values)) for name, values in found.items()}
 
 
 def require_progress(c: ConfigDict, run: pathlib.Path, now: TrainState) -> None:
@@ -289,11 +302,16 @@ def require_progress(c: ConfigDict, run: pathlib.Path, now: TrainState) -> None:
 
 
 def validate(
-    c: ConfigDict, run: pathlib.Path, inputs: Inputs, sampler: Sampler, logger: Logger, version: int
+    c: ConfigDict, run: pathlib.Path, inputs: Inputs, sampler: Sampler, panel: Panel, logger: Logger, version: int
 ) -> dict[str, float]:
     """Greedy accuracy on the validation prompts; its samples go to the run folder, a few to the console."""
     metrics, rows = evaluate(
-        sampler, inputs.val.prompts, inputs.graders, max_tokens=c.data.max_response_length, version=version
+        sampler,
+        inputs.val.prompts,
+        panel.testing(),
+        max_tokens=c.data.max_response_length,
+        version=version,
+        batch_size=c.data.val_batch_size,
     )
     write_samples(run, f"test_{version}", rows)
     for row in rows[: c.trainer.log_val_generations]:
@@ -310,7 +328,7 @@ def _short(text: str | list[dict[str, str]], limit: int = 60) -> str:
 def agree(c: ConfigDict, inputs: Inputs, learner: Learner, now: TrainState, sampler: Sampler, version: int) -> str:
     """Proves that the sampler and the trainer have the same policy, or stops the run and says how far they differ."""
     count = min(16, c.actor.ppo_mini_batch_size, len(inputs.train.prompts))
-    some = dataclasses.replace(build.sampling(c, version), n=1)
+    some = dataclasses.replace(assemble.sampling(c, version), n=1)
     longest = sorted(inputs.train.prompts, key=lambda p: -len(p.ids))[:count]
     drawn = sampler.generate(longest, some, version=version)
     rows, policy = batch.make(drawn, plan=learner.plan, mesh=learner.mesh), learner.policy(now)
@@ -332,7 +350,14 @@ def finished(c: ConfigDict, checkpoints: Checkpoints, total_steps: int) -> bool:
     return c.trainer.resume_mode == "auto" and done is not None and done >= total_steps and whole
 
 
-def resume(c: ConfigDict, checkpoints: Checkpoints, begin: TrainState) -> tuple[TrainState, Cursor, int | None]:
+def kept(cursor: Cursor, panel: Panel) -> dict[str, Any]:
+    """What a checkpoint keeps beside the train state."""
+    return {"cursor": dataclasses.asdict(cursor), "reward": panel.state()}
+
+
+def resume(
+    c: ConfigDict, checkpoints: Checkpoints, begin: TrainState, panel: Panel
+) -> tuple[TrainState, Cursor, int | None]:
     """The state to go on from, the place in the data, and the step of the checkpoint (None: a new run)."""
     mode = c.trainer.resume_mode
     if mode == "disable":
@@ -347,15 +372,17 @@ def resume(c: ConfigDict, checkpoints: Checkpoints, begin: TrainState) -> tuple[
         state = dataclasses.replace(state, kl_coef=begin.kl_coef)
     if int(state.bad_steps) >= c.trainer.max_bad_steps:  # the run had stopped; whoever goes on wants to
         state = dataclasses.replace(state, bad_steps=begin.bad_steps)
+    panel.load(found.meta.get("reward", {}))
     return state, Cursor(**found.meta["cursor"]), found.step
 
 
 def introduce(inputs: Inputs, mesh: Mesh, plan: packing.Plan, resumed: int | None) -> list[str]:
     """What the run is about to do, for the console."""
+    cut = inputs.train.truncated + inputs.val.truncated
     left_out = inputs.train.overlong + inputs.val.overlong
     return [
         f"{len(inputs.train.prompts)} prompts to train on, {len(inputs.val.prompts)} to test on"
-        f" ({left_out} over-long ones left out)",
+        f" ({left_out} over-long ones left out, {cut} cut)",
         f"{mesh.devices.size} {mesh.devices.flat[0].platform} device(s), mesh {dict(mesh.shape)},"
         f" rows of shape {', '.join(f'{r}x{t}' for r, t in plan.shapes)}",
         "a new run" if resumed is None else f"going on from the checkpoint of step {resumed}",

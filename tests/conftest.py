@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import pytest
 
-from jppo import build
+from jppo import assemble
 from jppo import config as settings
 from jppo.data import arithmetic
 from jppo.models import decoder, hf
@@ -82,7 +82,7 @@ class RandomEngine:
         self.end, self.decode = eos_token_ids[0], decode
         return self
 
-    def generate(self, prompts, sampling, *, version):
+    def generate(self, prompts, sampling, *, version, done=None):
         rng = np.random.default_rng(sampling.seed)
         self.asked.append(sampling)
         out = []
@@ -93,6 +93,8 @@ class RandomEngine:
             logp = np.where(sampled, rng.normal(-3.3, 0.5, len(tokens)), 0.0).astype(np.float32)
             of = np.where(sampled, version, -1).astype(np.int32)
             out.append(Trajectory(prompt.uid, tokens, sampled, logp, of, self.decode(response[:-1]), "stop", 1))
+            if done is not None:
+                done(len(out) - 1, out[-1])
         return out
 
     def load_adapter(self, save, *, version):
@@ -107,9 +109,9 @@ class RandomEngine:
 
 @pytest.fixture
 def engine(monkeypatch):
-    """The random engine in the place of vLLM; build's own start_engine reads the settings of the server."""
+    """The random engine in the place of vLLM; assemble's own start_engine reads the settings of the server."""
     made = RandomEngine()
-    monkeypatch.setattr(build.engine, "start_vllm", lambda *_, **__: made)
+    monkeypatch.setattr(assemble.engine, "start_vllm", lambda *_, **__: made)
     return made
 
 

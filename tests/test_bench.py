@@ -8,8 +8,9 @@ import pathlib
 import numpy as np
 import pytest
 
+from jppo import assemble
 from jppo.config import UserError
-from jppo.models import families
+from jppo.models import families, lora
 
 FOLDER = pathlib.Path(__file__).parents[1] / "benchmarks"
 
@@ -61,6 +62,18 @@ def test_an_update_is_three_forward_passes_and_only_the_policy_has_a_head(bench,
     assert flops["gen"] == flops["old_log_prob"] == bench.forward_flops(tiny, [2, 5], prompt=3, lm_head=True)
     assert flops["update_actor"] == 3 * flops["old_log_prob"]
     assert flops["update_critic"] == flops["update_actor"] - 3 * 2 * 7 * 8 * 10
+
+
+def test_an_update_of_adapters_has_no_gradient_of_the_kernels_that_stay(bench, tiny):
+    # As above; the last two terms of an update of all weights, in whose place the gradient of the adapters stands.
+    dense, attention, head = 2 * 2 * 5 * 480, 2 * 2 * 15 * (8 + 8), 2 * 2 * 8 * 10
+    # Rank 2, A and B: q and o 8*2 + 2*8, k and v 8*2 + 2*4, gate and up 8*2 + 2*12, down 12*2 + 2*8; 232 a layer.
+    adapters = 2 * 2 * 5 * 232
+    how = lora.Lora(2, 16.0, lora.parse_targets("all-linear"))
+    found = script("work").lora_update_flops(tiny, how, [2], prompt=3)
+    assert found == 2 * dense + 3 * attention + 2 * head + 3 * adapters
+    only_q = dataclasses.replace(how, targets=("q_proj",))
+    assert found - script("work").lora_update_flops(tiny, only_q, [2], prompt=3) == 3 * 2 * 2 * 5 * (232 - 32)
 
 
 def test_the_shapes_are_those_that_figures_elsewhere_speak_of(bench):
@@ -249,5 +262,102 @@ def test_a_wrong_command_of_attention_is_one_line(attention, capsys):
     for wrong in ("--shapes=2x64", "--shapes=0x64x4x2x16", "--shapes=2x64x4x3x16", "--window=0", "--repeats=0"):
         with pytest.raises(SystemExit) as e:
             attention.main([wrong])
+        assert e.value.code == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.fixture
+def models(monkeypatch):
+    """The script with one model of one layer, and a vocabulary test of its trunk: 512 tokens, 4,096 words or 64."""
+    models = script("models")
+    small = models.hf_config(1, 8, 12, 2, 1, 16)
+    for name, value in dict(MODELS={"tiny": small}, QWEN=small | {"vocab_size": 4096}, LENGTHS=(64,)).items():
+        monkeypatch.setattr(models, name, value)
+    monkeypatch.setattr(models, "TOKENS", 512)
+    monkeypatch.setattr(models, "SMALL", 64)
+    return models
+
+
+def test_a_part_of_the_batch_is_whole_sequences(models):
+    responses = np.asarray([16, 40, 70])  # of 80, 104, 134 tokens with their prompts
+    for tokens, sequences in ((None, 3), (318, 3), (317, 2), (184, 2), (183, 1), (80, 1), (1, 1)):
+        assert models.some(responses, tokens).tolist() == responses[:sequences].tolist()
+
+
+@pytest.mark.usefixtures("quick_compilation")
+def test_models_are_measured_and_their_memory_adds_up(models, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(models, "vocabulary", lambda *_: dict(
+        tokens=1, vocabularies=[2, 1], logprob_chunk_bytes=1, logits=1, cases=[], worst=1.0))  # fmt: skip
+    models.main(["--models=tiny", "--repeats=1", "--tokens=1200", "--set=data.row_lengths=1", f"--out={tmp_path}"])
+    out = capsys.readouterr().out
+    (file,) = tmp_path.iterdir()
+    assert str(file) in out and file.name.endswith("-models-tiny.json") and out.count("| tiny |") == 4
+    measured = json.loads(file.read_text())["models"]["tiny"]
+    assert measured["left_out"] == {}
+    passes = measured["passes"]
+    assert list(passes) == ["forward", "log-probs", "LoRA update, rank 16", "update"]
+    lengths = 64 + models.response_lengths()
+    tokens = max(n for n in np.cumsum(lengths) if n <= 1200)
+    # Embedding 16*8; q 8*8 and k, v 8*4 with biases; o 8*8, MLP 3*8*12, two norms; the last norm. All on each device.
+    weights = 4 * (16 * 8 + 72 + 2 * 36 + 64 + 288 + 16 + 8)
+    # Rank 16, A and B: q and o 8 + 8, k and v 8 + 4, gate and up 8 + 12, down 12 + 8.
+    adapters = 4 * 16 * (2 * 16 + 2 * 12 + 3 * 20)
+    for name, learned, held in (("LoRA update, rank 16", adapters, weights + adapters), ("update", weights, weights)):
+        x = passes[name]
+        # Adam has two moments and counts its steps, the accumulator the loss beside the gradients.
+        assert (x["weights"], x["optimizer"], x["gradients"]) == (held, 2 * learned + 4, learned + 4)
+        assert [one["program"] for one in x["programs"]] == ["gradient", "optimizer step"]
+    for name, x in passes.items():
+        assert x["tokens"] == tokens and len(x["seconds"]) == 1 and x["device_peak"] is None
+        assert x["tokens_per_s"] == pytest.approx(tokens / x["seconds"][0])
+        assert x["utilisation"] == pytest.approx(x["flops"] / x["seconds"][0] / x["matmul_flops_per_s"])
+        assert x["temporaries"] == max(one["temporaries"] for one in x["programs"]) > 0
+        beside = max(one["temporaries"] + one["results"] for one in x["programs"])
+        assert x["peak"] == x["weights"] + x["optimizer"] + x["gradients"] + beside
+        if name in ("forward", "log-probs"):
+            assert x["weights"] == weights and x["optimizer"] == x["gradients"] == 0
+
+
+def test_what_does_not_fit_is_left_out_and_said(models, monkeypatch, capsys):
+    c = models.make_config("tiny", "float32", [])
+    monkeypatch.setattr(models, "room", lambda: 2**30)
+    models.check_room(9 * 2**26)
+    with pytest.raises(models.TooLarge, match=r"it takes 1\.0 GiB more, and 1\.0 are free"):
+        models.check_room(2**30)
+    monkeypatch.setattr(models, "room", lambda: 1000)
+    measured = models.measure("tiny", c, tokens=100, repeats=1)
+    assert measured["passes"] == {} and len(measured["left_out"]) == 4
+    assert "tiny: update left out" in capsys.readouterr().err
+
+
+def test_a_vocabulary_costs_no_memory_and_where_it_does_the_test_fails(models, tmp_path, capsys):
+    command = ["--models=", f"--out={tmp_path}", "--set"]
+    models.main([*command, "model.logprob_chunk_bytes=65536"])
+    (file,) = tmp_path.glob("*-models.json")
+    found = json.loads(file.read_text())["vocabulary"]
+    assert found["vocabularies"] == [4096, 64] and found["logits"] == 4 * 512 * 4096
+    ((large, small),) = (case["temporaries"] for case in found["cases"])
+    assert found["worst"] == large / small < 1.5
+    assert "| 8x64 |" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as e:
+        models.main([*command, "model.logprob_chunk_bytes=1000000000"])
+    assert "the vocabulary test failed" in e.value.code
+
+
+def test_models_by_default_have_the_numbers_they_are_known_by():
+    models = script("models")
+    assert list(models.MODELS) == ["S", "M", "q05"]
+    cfg = families.from_hf(models.QWEN, path="q05")
+    assert (cfg.head_dim, cfg.qkv_bias, cfg.tie_word_embeddings) == (64, True, True)
+    c = models.make_config("q05", "float32", [])
+    what = models.state.weights(cfg, assemble.make_mesh(c), head="lm", param_dtype="float32")
+    assert models.size(models.abstract(what.shapes, what.shardings)) == 4 * 494_032_768  # as its card counts them
+    assert c.model.scan_layers and not models.make_config("M", "float32", []).model.scan_layers
+
+
+def test_a_wrong_command_of_models_is_one_line(models, capsys):
+    for wrong in ("--models=tiny,XL", "--repeats=0", "--tokens=0", "--set=model.remat=some"):
+        with pytest.raises(SystemExit) as e:
+            models.main(["--models=tiny", wrong])
         assert e.value.code == 2
         assert len(capsys.readouterr().err.splitlines()) == 1

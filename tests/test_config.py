@@ -11,7 +11,10 @@ import pytest
 
 from jppo import config as settings
 from jppo import train
+from jppo.assemble import reward
 from jppo.config import checks, commandline, defaults
+from jppo.learner import sharding
+from jppo.rewards.model import Classifier
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -307,12 +310,30 @@ class Recorder:
     def __getattr__(self, name):
         value = getattr(self._config, name)
         if isinstance(value, ml_collections.ConfigDict):
-            return Recorder(value, self._seen, f"{name}.")
+            return Recorder(value, self._seen, f"{self._prefix}{name}.")
         self._seen.add(self._prefix + name)
         return value
 
 
-def test_every_setting_is_read(small_run, quick_compilation):
+def read_by_parts(config, seen, monkeypatch):
+    """What the parts of the reward read that need a server or a model: they are made, not run."""
+    recorder = Recorder(config, seen)
+    config.reward.judge.api_type, config.reward.judge.model, config.reward.judge.preset = "openai", "m", "math"
+    config.reward.judge.base_url = "http://127.0.0.1:9/v1"
+    reward.make_judge(recorder).close()
+    for name in ("JaxRewardModel", "TransformersRewardModel", "VllmRewardModel", "Texts"):
+        monkeypatch.setattr(reward, name, lambda *_, **__: None)
+    for name in ("load_tokenizer", "check_vllm"):
+        monkeypatch.setattr(reward, name, lambda _: None)
+    what = Classifier(path="", directory=config.model.path, model_type="qwen2", pad_token_id=0)
+    monkeypatch.setattr(reward, "read_classifier", lambda *_, **__: what)
+    mesh = sharding.make_mesh((8, 1, 1))
+    for engine in ("jax", "transformers", "vllm"):
+        config.reward.model.engine = engine
+        reward.make_reward_model(recorder, mesh, pathlib.Path(config.trainer.run_dir)).testing()
+
+
+def test_every_setting_is_read(small_run, quick_compilation, monkeypatch):
     """Training as it is, but for the server; a setting with one choice is there to be named, not read."""
     seen = set()
     a = small_run.algorithm
@@ -321,6 +342,7 @@ def test_every_setting_is_read(small_run, quick_compilation):
     a.rollout_rs_threshold = "100"
     settings.check(small_run)
     train.train(Recorder(small_run, seen))
+    read_by_parts(small_run, seen, monkeypatch)
     named = {name for name, allowed in checks.CHOICES.items() if len(allowed) == 1}
     assert names(small_run) - seen - named == set()
     assert (pathlib.Path(small_run.trainer.run_dir) / "hf/model.safetensors").is_file()

@@ -15,24 +15,29 @@ LAYERS = (
     ("structs", "config"),
     ("algorithms", "models"),
     ("learner", "data", "rewards", "rollout", "io"),
-    ("build", "evaluate", "export", "doctor", "report", "sweep"),
+    ("assemble", "evaluate", "export", "doctor", "report", "sweep"),
     ("train", "sft", "reward_model"),
 )
 LAYER = {place: i for i, row in enumerate(LAYERS) for place in row}
+# Commands that stand beside what they look at: they may import what the other commands of their layer may.
+COMMANDS_BELOW = ("jppo.data.check", "jppo.rewards.check")
 
-COMMANDS = tuple(f"jppo.{place}" for row in LAYERS[3:] for place in row)
+COMMANDS = (*(f"jppo.{place}" for row in LAYERS[3:] for place in row), *COMMANDS_BELOW)
 # Packages that few may import: a module, or all modules below a package.
 ONLY_IN = {
     "vllm": ("jppo.rollout.worker",),
-    "torch": ("jppo.rollout.worker",),
-    "transformers": ("jppo.data.tokenizer", "jppo.rollout.worker"),
+    "torch": ("jppo.rollout.worker", "jppo.rewards.model_worker"),
+    "transformers": ("jppo.data.tokenizer", "jppo.rollout.worker", "jppo.rewards.model_worker"),
     "tensorflow": ("jppo.data",),
+    "openai": ("jppo.rewards.judge_door",),
+    "anthropic": ("jppo.rewards.judge_door",),
+    "math_verify": ("jppo.rewards.rules",),
     "tensorflow_datasets": ("jppo.data",),
     "orbax": ("jppo.io.checkpoint",),
     "ml_collections": ("configs", "jppo.config", *COMMANDS),
 }
 # TensorFlow can take the GPU when it is imported; vLLM and transformers cost seconds.
-ONLY_IN_FUNCTIONS = {"vllm", "tensorflow", "tensorflow_datasets"}
+ONLY_IN_FUNCTIONS = {"vllm", "tensorflow", "tensorflow_datasets", "openai", "anthropic", "math_verify"}
 
 # All that a module may import of what is not jppo.
 PURE = {"collections", "dataclasses", "functools", "math", "typing", "jax", "chex", "numpy"}
@@ -42,16 +47,18 @@ NO_MORE_THAN = {
     # what runs in vLLM's process, whose environment may have no more of jppo's dependencies
     "jppo.rollout.worker": {*sys.stdlib_module_names, "numpy", "torch", "transformers", "vllm"},
     "jppo.rollout.layout": {*sys.stdlib_module_names, "numpy"},
+    "jppo.rewards.model_worker": {*sys.stdlib_module_names, "torch", "transformers"},
     "jppo.rollout.launch": {*sys.stdlib_module_names},
 }
 # Imported along with the worker, so they import nothing.
-BARE = ("jppo", "jppo.rollout")
+BARE = ("jppo", "jppo.rollout", "jppo.rewards")
 # All that a module may import of jppo.
 OF_JPPO = {
     "jppo.algorithms": ("jppo.structs", "jppo.algorithms"),
     "configs": ("jppo.config",),
     "jppo.rollout.worker": ("jppo.rollout.layout",),
     "jppo.rollout.layout": (),
+    "jppo.rewards.model_worker": (),
     "jppo.rollout.launch": (),
 }
 # Below the commands nothing sees a config: this is what may be taken from jppo.config.
@@ -108,6 +115,10 @@ def violations(source: str, module: str, is_package: bool = False) -> list[str]:
 
 def against_jppo(module: str, found: Import) -> Iterator[str]:
     place, target = ([*name.split("."), ""][1] for name in (module, found.name))
+    if module in COMMANDS_BELOW:
+        place = "train"
+    elif any(within(found.name, command) for command in COMMANDS_BELOW):
+        yield f"{found.name} is a command"
     if module in BARE:
         yield f"{module} must import nothing"
     # What is no place is a name of the root package, such as its version.
@@ -170,9 +181,9 @@ def test_the_walk_sees_the_project():
         ("jppo.rollout.vllm", "from jppo.data.files import Row", "layer 2 may import only"),
         ("jppo.rollout.vllm", "from ..data import files", "layer 2 may import only"),
         ("jppo.learner.ppo", "def f():\n    from jppo import train", "layer 2 may import only"),
-        ("jppo.learner.ppo", "from jppo import build", "layer 2 may import only"),
-        ("jppo.evaluate", "from jppo import build", "layer 3 may import only"),
-        ("jppo.train", "from jppo import build, sft", "layer 4 may import only"),
+        ("jppo.learner.ppo", "from jppo import assemble", "layer 2 may import only"),
+        ("jppo.evaluate", "from jppo import assemble", "layer 3 may import only"),
+        ("jppo.train", "from jppo import assemble, sft", "layer 4 may import only"),
         ("jppo.train", "from jppo.evaluate import evaluate", None),
         ("jppo.learner.ppo", "from . import packing", None),
         ("jppo.learner.ppo", "from jppo.config import UserError", None),
@@ -197,13 +208,13 @@ def test_the_walk_sees_the_project():
         ("jppo.io.metrics", "def f():\n    import tensorflow", "only jppo.data may"),
         ("jppo.io.metrics", "import orbax.checkpoint as ocp", "only jppo.io.checkpoint may"),
         ("jppo.models.hf", "from transformers import AutoConfig", "only jppo.data.tokenizer"),
-        ("jppo.data.prompts", "import torch", "only jppo.rollout.worker may"),
+        ("jppo.data.prompts", "import torch", "only jppo.rollout.worker, jppo.rewards.model_worker may"),
         (
             "jppo.data.prompts",
             "import importlib\nimportlib.import_module('torch')",
             "only jppo.rollout.worker",
         ),
-        ("configs.gsm8k", "from jppo import build", "configs may import of jppo only jppo.config"),
+        ("configs.gsm8k", "from jppo import assemble", "configs may import of jppo only jppo.config"),
         ("configs.gsm8k", "import jax", "configs may import nothing of the kind"),
         ("jppo", "import jax", "jppo must import nothing"),
         ("jppo.rollout", "from jppo.rollout.vllm import start_vllm", "jppo.rollout must import nothing"),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jppo import build, train
+from jppo import assemble, train
 from jppo import config as settings
 from jppo.io.checkpoint import Checkpoints
 from jppo.learner import ppo, state
@@ -180,7 +180,7 @@ def bits(params):
 def test_only_adapters_are_trained_kept_and_stepped(learn, small_run, monkeypatch):
     """And the base is held once: by the policy, the critic and the reference."""
     made = []
-    make_learner = build.make_learner
+    make_learner = assemble.make_learner
 
     def spied(*args):
         made.append(make_learner(*args))
@@ -188,7 +188,7 @@ def test_only_adapters_are_trained_kept_and_stepped(learn, small_run, monkeypatc
         return made[0]
 
     before: list[bytes] = []
-    monkeypatch.setattr(build, "make_learner", spied)
+    monkeypatch.setattr(assemble, "make_learner", spied)
     metrics = learn(ADAPTED | {"trainer.save_freq": 2})
     learner, begin = made[0]
     base = learner.actor.base.params

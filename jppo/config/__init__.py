@@ -1,6 +1,6 @@
 """Settings: every default, the checks that need no device, and the command-line edge that turns faults into one line.
 
-Nothing below the commands (`train.py`, `sft.py` ...) and `build.py` sees a config: they read it and pass scalars on.
+Nothing below the commands (`train.py`, `sft.py` ...) and `assemble.py` sees a config: they read it and pass scalars on.
 """
 
 from jppo.config.checks import check, importance_band, rejection_rules

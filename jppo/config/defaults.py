@@ -51,13 +51,18 @@ def default() -> ml_collections.ConfigDict:
     )
     config.data = c(
         dict(
-            train_files="",  # parquet or jsonl, several separated by commas
+            train_files="",  # parquet, jsonl, json or tfds:NAME/SPLIT@DIR; several separated by commas
             val_files="",
+            custom_cls="",  # 'path.py:Class': reads the entries of train_files and val_files, Class(entry, tokenizer=)
+            mix="",  # 'a=0.7,b=0.3': weights of files, by stem, or of data sources; '': all prompts alike
             train_batch_size=256,  # prompts a step
+            val_batch_size=-1,  # prompts asked at once in a test; -1: all
             val_max_samples=-1,  # -1: all
+            system_prompt="",  # put before chat messages that have no system message; '': none
             max_prompt_length=1024,
             max_response_length=512,
-            filter_overlong_prompts=True,  # False: an over-long prompt is an error
+            filter_overlong_prompts=True,  # leaves over-long prompts out
+            truncation="error",  # of over-long prompts that are not left out; or cut them: left, right, middle
             shuffle=True,
             packing="auto",  # segments on a TPU, else buckets; or none
             row_lengths=4,  # buckets: how many lengths of row, each one more shape to compile
@@ -177,7 +182,12 @@ def default() -> ml_collections.ConfigDict:
             model=c(
                 dict(
                     path="",  # a sequence classifier with one label; '': there is no reward model
-                    engine="auto",  # jax for the families that jppo knows, else transformers
+                    engine="auto",  # jax for the families that jppo knows, else transformers; or vllm
+                    python="",  # the interpreter that has torch or vLLM, where one is needed; '' is the trainer's own
+                    device="cpu",  # of transformers, such as cuda:1
+                    dtype="float32",
+                    threads=1,  # of transformers and vLLM on a CPU
+                    gpu_memory_utilization=0.2,  # of vLLM on a GPU
                     batch_size=32,
                     max_length=2048,  # tokens that it reads; of longer texts the end
                     normalize=False,  # by the running mean and deviation of all scores so far
@@ -211,7 +221,12 @@ def sft_default() -> ml_collections.ConfigDict:
     ppo = default()
     c = ml_collections.ConfigDict
     config = c(dict(model=ppo.model, mesh=ppo.mesh))
-    config.data = c({k: ppo.data[k] for k in (*SHAPE_SETTINGS, "train_files", "train_batch_size", "shuffle")})
+    config.data = c(
+        {
+            k: ppo.data[k]
+            for k in (*SHAPE_SETTINGS, "train_files", "train_batch_size", "shuffle", "system_prompt", "custom_cls")
+        }
+    )
     optim = ("lr", *OPTIM, "max_tokens_per_device")
     config.optim = c({k: ppo.actor[k] for k in optim})
     config.trainer = c({k: ppo.trainer[k] for k in ("run_dir", "seed", "total_epochs", "total_training_steps")})

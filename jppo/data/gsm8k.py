@@ -1,4 +1,7 @@
-"""GSM8K as prompts in parquet: `python -m jppo.data.gsm8k --out DIR [--from JSONL_DIR]`.
+"""GSM8K as prompts: `python -m jppo.data.gsm8k --out DIR [--from JSONL_DIR] [--tfds]`.
+
+Written are DIR/train.parquet and DIR/test.parquet, or, with --tfds, a data set of tensorflow-datasets, to be read as
+tfds:gsm8k/train@DIR and tfds:gsm8k/test@DIR.
 
 The layout is verl's, so that either project reads the other's files: the question with the recipe's suffix as
 one chat message, and what stands after `####` in the worked solution, commas removed, as the ground truth.
@@ -16,7 +19,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jppo.config import UserError, exit_on_user_error
-from jppo.data.files import Row, make_directory, read_rows, text_column
+from jppo.data import gsm8k_tfds
+from jppo.data.files import make_directory, read_rows
+from jppo.data.rows import Row, text_column
 
 SUFFIX = 'Let\'s think step by step and output the final answer after "####".'
 SPLITS = ("train", "test")
@@ -41,21 +46,26 @@ def example(row: Row, split: str) -> dict[str, Any]:
     }
 
 
-def convert(source: pathlib.Path, out: pathlib.Path) -> dict[str, int]:
-    """Write a parquet file for each split of the JSON lines in `source`; returns their row counts."""
+def examples(source: pathlib.Path) -> dict[str, list[dict[str, Any]]]:
+    """The rows of each split, from the JSON lines in `source`."""
     for split in SPLITS:
         if not (source / f"{split}.jsonl").is_file():
             raise UserError(f"no {source / f'{split}.jsonl'}; --from names a directory with train.jsonl and test.jsonl")
-    tables = {
-        split: pa.Table.from_pylist([example(row, split) for row in read_rows(source / f"{split}.jsonl")])
-        for split in SPLITS
-    }
+    return {split: [example(row, split) for row in read_rows(source / f"{split}.jsonl")] for split in SPLITS}
+
+
+def convert(source: pathlib.Path, out: pathlib.Path, *, tfds: bool = False) -> dict[str, int]:
+    """Write each split of the JSON lines in `source`, as parquet or with tfds; what was written, with row counts."""
+    splits = examples(source)
     make_directory(out)
-    for split, table in tables.items():
+    if tfds:
+        gsm8k_tfds.build(splits, out)
+        return {f"tfds:{gsm8k_tfds.NAME}/{split}@{out}": len(rows) for split, rows in splits.items()}
+    for split, rows in splits.items():
         buffer = io.BytesIO()
-        pq.write_table(table, buffer)
+        pq.write_table(pa.Table.from_pylist(rows), buffer)
         (out / f"{split}.parquet").write_bytes(buffer.getvalue())
-    return {split: table.num_rows for split, table in tables.items()}
+    return {str(out / f"{split}.parquet"): len(rows) for split, rows in splits.items()}
 
 
 def download(directory: pathlib.Path) -> None:
@@ -80,17 +90,18 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--out", type=pathlib.Path, required=True, help="directory for train.parquet and test.parquet")
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="directory to write to")
     parser.add_argument("--from", dest="source", type=pathlib.Path, help="directory with train.jsonl and test.jsonl")
+    parser.add_argument("--tfds", action="store_true", help="write a data set of tensorflow-datasets")
     args = parser.parse_args()
     if args.source is not None:
-        counts = convert(args.source, args.out)
+        counts = convert(args.source, args.out, tfds=args.tfds)
     else:
         with tempfile.TemporaryDirectory() as directory:
             download(pathlib.Path(directory))
-            counts = convert(pathlib.Path(directory), args.out)
-    for split, count in counts.items():
-        print(f"{args.out / f'{split}.parquet'}: {count} rows")
+            counts = convert(pathlib.Path(directory), args.out, tfds=args.tfds)
+    for written, count in counts.items():
+        print(f"{written}: {count} rows")
 
 
 if __name__ == "__main__":

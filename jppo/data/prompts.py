@@ -1,33 +1,42 @@
-"""Prompts from files: read, rendered by the chat template, tokenised, the over-long ones left out.
+"""Prompts from rows: checked, rendered by the chat template, tokenised, the over-long ones left out or cut.
 
-Files of rows go in, `Prompt`s come out; the rollout takes them from here. Two schemas are read: the plain one
-(`prompt`, `ground_truth`, `data_source`) and verl's (`reward_model.ground_truth` in place of `ground_truth`).
-A prompt is text, which is tokenised as it stands with the special tokens that the tokenizer adds by itself
-(bos where it has one), or chat messages, which the chat template turns into text that holds all its special
-tokens already.
+Rows go in (`sources.py` says from where), `Prompt`s come out; the rollout takes them from here. Two schemas are read:
+the plain one (`prompt`, `ground_truth`, `data_source`) and verl's (`reward_model.ground_truth` in place of
+`ground_truth`); a source has one of them. A prompt is text, which is tokenised as it stands with the special tokens
+that the tokenizer adds by itself (bos where it has one), or chat messages, which the chat template turns into text
+that holds all its special tokens already. What else a row has is handed to graders in `Prompt.extra`, verl's
+`extra_info` among it.
 """
 
 import dataclasses
-import pathlib
+import sys
 from typing import Any
 
-import jinja2
 import numpy as np
+from rich import console, progress
 
 from jppo.config import UserError
-from jppo.data.files import Row, checked_messages, checked_text, read_rows, split_paths, text_column
+from jppo.data.rows import Row, checked_messages, checked_text, text_column
+from jppo.data.sources import read_sources
+from jppo.data.stream import Part, mix_parts, parse_mix
+from jppo.data.template import make_renderer
 from jppo.data.tokenizer import ends_with_eos
 from jppo.structs import Prompt
 
+Messages = str | list[dict[str, str]]
+SHOWN_FROM = 10_000  # rows that take long enough for a progress bar
+_BLOCK = 2_000  # rows that are rendered, and then tokenised by the tokenizer's threads, at once
 _READ = ("prompt", "data_source", "ground_truth", "reward_model")
 
 
 @dataclasses.dataclass(frozen=True)
 class PromptSet:
-    """The prompts of a set of files, in file order."""
+    """The prompts of a set of sources, in the order of the setting and of their rows."""
 
     prompts: list[Prompt]
     overlong: int  # rows that were left out because their prompt is too long
+    truncated: int = 0  # prompts that were cut because they are too long
+    parts: tuple[Part, ...] = ()  # which prompts are of which source
 
 
 def read_prompts(
@@ -36,39 +45,46 @@ def read_prompts(
     tokenizer: Any,
     max_prompt_length: int,
     filter_overlong: bool,
+    truncation: str = "error",
+    system_prompt: str = "",
+    custom_cls: str = "",
     max_samples: int = -1,
     setting: str = "data.train_files",
 ) -> PromptSet:
-    """Read, check and tokenise the first `max_samples` rows (-1: all) of comma-separated `files`."""
+    """Read, check and tokenise the first `max_samples` rows (-1: all) of comma-separated sources."""
     if max_samples != -1 and max_samples < 1:
         raise UserError(f"data.val_max_samples={max_samples} must be -1 (all rows) or 1 or more")
-    paths = split_paths(files, setting)
-    rows = [row for path in paths for row in read_rows(path)]
-    if max_samples != -1:
-        rows = rows[:max_samples]
-    messages = [prompt_of(row) for row in rows]
+    if filter_overlong and truncation != "error":
+        raise UserError(
+            f"data.truncation={truncation!r} cuts over-long prompts, and data.filter_overlong_prompts=True leaves them "
+            "out; set the one to error or the other to False"
+        )
+    sources = read_sources(files, setting, custom_cls=custom_cls, tokenizer=tokenizer)
+    numbered = [(source, row) for source in sources for row in source.rows]
+    numbered = numbered if max_samples == -1 else numbered[:max_samples]
+    rows = [row for _, row in numbered]
+    messages = [with_system_prompt(prompt_of(row), system_prompt, row) for row in rows]
+    for source in sources:
+        check_one_schema(source.rows)
     ids = tokenise(messages, rows, tokenizer)
-    names = _names(paths)
-    prompts = []
-    for row, message, tokens in zip(rows, messages, ids, strict=True):
-        if len(tokens) <= max_prompt_length:
-            prompts.append(_prompt(row, message, tokens, names[row.path]))
-        elif not filter_overlong:
-            raise UserError(
-                f"{row.place}: the prompt has {len(tokens)} tokens, more than data.max_prompt_length="
-                f"{max_prompt_length}; raise it, or set data.filter_overlong_prompts=True to leave such "
-                "rows out"
-            )
+    prompts, members, truncated = [], {source.name: [] for source in sources}, 0  # type: ignore[var-annotated]
+    for (source, row), message, tokens in zip(numbered, messages, ids, strict=True):
+        if len(tokens) > max_prompt_length:
+            if filter_overlong:
+                continue
+            tokens, truncated = truncate(tokens, max_prompt_length, truncation, row), truncated + 1
+        members[source.name].append(len(prompts))
+        prompts.append(make_prompt(row, message, tokens, source.name))
     if not prompts:
         raise UserError(
-            f"{setting}={files}: all {len(rows)} prompts are longer than "
-            f"data.max_prompt_length={max_prompt_length} "
+            f"{setting}={files}: all {len(rows)} prompts are longer than data.max_prompt_length={max_prompt_length} "
             f"tokens (the shortest has {min(map(len, ids))}); raise it"
         )
-    return PromptSet(prompts, overlong=len(rows) - len(prompts))
+    parts = tuple(Part(name, np.array(indices, np.int64)) for name, indices in members.items())
+    return PromptSet(prompts, overlong=len(rows) - len(prompts), truncated=truncated, parts=parts)
 
 
-def prompt_of(row: Row) -> str | list[dict[str, str]]:
+def prompt_of(row: Row) -> Messages:
     """The row's `prompt`, text or chat messages, checked."""
     value = row.columns.get("prompt")
     if value is None or isinstance(value, str):
@@ -76,12 +92,78 @@ def prompt_of(row: Row) -> str | list[dict[str, str]]:
     return checked_messages(row, "prompt", value)
 
 
-def tokenise(messages: list[str | list[dict[str, str]]], rows: list[Row], tokenizer: Any) -> list[list[int]]:
+def check_one_schema(rows: list[Row]) -> None:
+    """UserError where the rows of a source do not all have the schema of its first."""
+
+    def schema(row: Row) -> dict[str, str]:
+        verls = row.columns.get("ground_truth") is None and row.columns.get("reward_model") is not None
+        return {
+            "prompt": "text" if isinstance(row.columns.get("prompt"), str) else "chat messages",
+            "answer": "reward_model.ground_truth" if verls else "ground_truth",
+        }
+
+    first = schema(rows[0])
+    for row in rows:
+        for what, form in schema(row).items():
+            lacks = row.columns.get("prompt" if what == "prompt" else form.partition(".")[0]) is None
+            if form != first[what] and not lacks:  # what is lacking is said of the row itself
+                raise UserError(
+                    f"{row.place}: the {what} is in the form of {form}, and that of {rows[0].unit} {rows[0].number} in"
+                    f" the form of {first[what]}; a source has one form: make two files of it"
+                )
+
+
+def with_system_prompt(prompt: Messages, system_prompt: str, row: Row) -> Messages:
+    """The prompt with `system_prompt` ('': none) before it, unless it has a system message of its own."""
+    if not system_prompt:
+        return prompt
+    if isinstance(prompt, str):
+        raise UserError(
+            f"{row.place}: the prompt is text, which has no place for data.system_prompt; make it chat messages, or"
+            " leave data.system_prompt empty"
+        )
+    if any(message["role"] == "system" for message in prompt):
+        return prompt
+    return [{"role": "system", "content": system_prompt}, *prompt]
+
+
+def truncate(tokens: list[int], length: int, truncation: str, row: Row) -> list[int]:
+    """`length` tokens of an over-long prompt: left cuts its beginning, right its end, middle what lies between."""
+    if truncation == "left":
+        return tokens[-length:]
+    if truncation == "right":
+        return tokens[:length]
+    if truncation == "middle":
+        return tokens[: length // 2] + tokens[length // 2 - length :]
+    raise UserError(
+        f"{row.place}: the prompt has {len(tokens)} tokens, more than data.max_prompt_length={length}; raise it, set "
+        "data.filter_overlong_prompts=True to leave such rows out, or cut them by data.truncation"
+    )
+
+
+def tokenise(messages: list[Messages], rows: list[Row], tokenizer: Any) -> list[list[int]]:
     """Token ids of prompts; `rows` are where they stand, for errors."""
-    if not messages:
-        return []
+    render = make_renderer(tokenizer)
+    ids: list[list[int]] = []
+    terminal = console.Console(stderr=True)
+    shown = len(messages) > SHOWN_FROM and sys.stderr.isatty()
+    columns = (
+        "tokenising prompts",
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    with progress.Progress(*columns, console=terminal, disable=not shown, transient=True) as bar:
+        task = bar.add_task("", total=len(messages))
+        for start in range(0, len(messages), _BLOCK):
+            ids += _tokenise(messages[start : start + _BLOCK], rows[start : start + _BLOCK], tokenizer, render)
+            bar.update(task, completed=len(ids))
+    return ids
+
+
+def _tokenise(messages: list[Messages], rows: list[Row], tokenizer: Any, render: Any) -> list[list[int]]:
     chat = [not isinstance(message, str) for message in messages]
-    texts = [_render(m, row, tokenizer) if c else m for m, c, row in zip(messages, chat, rows, strict=True)]
+    texts = [render(m, row) if c else m for m, c, row in zip(messages, chat, rows, strict=True)]
     ids: list[list[int]] = [[] for _ in texts]
     for is_chat in (False, True):
         indices = [i for i, c in enumerate(chat) if c == is_chat]
@@ -95,26 +177,14 @@ def tokenise(messages: list[str | list[dict[str, str]]], rows: list[Row], tokeni
             raise UserError(f"{row.place}: the tokenizer makes no token of the prompt; use a tokenizer that knows it")
         if not is_chat and ends_with_eos(tokenizer, tokens):
             raise UserError(
-                f"{row.place}: the prompt ends with the end token {tokenizer.eos_token!r}, so that there is "
-                "nothing "
+                f"{row.place}: the prompt ends with the end token {tokenizer.eos_token!r}, so that there is nothing "
                 "to answer; remove it from the text, or set add_eos_token to false in tokenizer_config.json"
             )
     return ids
 
 
-def _render(messages: Any, row: Row, tokenizer: Any) -> str:
-    if tokenizer.chat_template is None:
-        raise UserError(
-            f"{row.place}: the prompt is chat messages, but the tokenizer has no chat template; give one in "
-            "tokenizer_config.json or chat_template.jinja, or prompts as text"
-        )
-    try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    except jinja2.TemplateError as e:
-        raise UserError(f"{row.place}: the chat template refuses the prompt: {e}") from e
-
-
-def _ground_truth(row: Row) -> str:
+def ground_truth(row: Row) -> str:
+    """The row's answer, in either schema."""
     nested = row.columns.get("reward_model")
     if nested is not None and not isinstance(nested, dict):
         raise UserError(f"{row.place}: reward_model is of type {type(nested).__name__}; it must be an object")
@@ -122,27 +192,36 @@ def _ground_truth(row: Row) -> str:
     outer = row.columns.get("ground_truth")
     if outer is None and inner is None:
         raise UserError(
-            f"{row.place} has no answer: neither 'ground_truth' nor 'reward_model.ground_truth' among its "
-            "columns "
-            f"{sorted(row.columns)}"
+            f"{row.place} has no answer: neither 'ground_truth' nor 'reward_model.ground_truth' among its columns "
+            f"{', '.join(map(str, row.columns))}"
         )
     if outer is not None and inner is not None and outer != inner:
         raise UserError(f"{row.place}: ground_truth={outer!r} and reward_model.ground_truth={inner!r}; keep one")
     return checked_text(row, "ground_truth", inner if outer is None else outer)
 
 
-def _prompt(row: Row, messages: str | list[dict[str, str]], ids: list[int], name: str) -> Prompt:
+def make_prompt(row: Row, messages: Messages, ids: list[int], name: str) -> Prompt:
+    """The prompt of a row of the source `name`."""
+    extra = {column: value for column, value in row.columns.items() if column not in _READ}
+    if extra.get("extra_info") is None:
+        extra.pop("extra_info", None)
+    elif not isinstance(extra["extra_info"], dict):
+        kind = type(extra["extra_info"]).__name__
+        raise UserError(f"{row.place}: extra_info is of type {kind}; it must be an object")
     return Prompt(
         uid=f"{name}:{row.number}",
         data_source=text_column(row, "data_source"),
         messages=messages,
         ids=np.asarray(ids, np.int32),
-        ground_truth=_ground_truth(row),
-        extra={column: value for column, value in row.columns.items() if column not in _READ},
+        ground_truth=ground_truth(row),
+        extra=extra,
     )
 
 
-def _names(paths: list[pathlib.Path]) -> dict[pathlib.Path, str]:
-    """What uids call each file: its stem, or the whole path where two stems are alike."""
-    stems = [path.stem for path in paths]
-    return {path: path.stem if stems.count(path.stem) == 1 else str(path) for path in paths}
+def mixture(prompts: PromptSet, mix: str, *, batch_size: int) -> PromptSet:
+    """The same prompts, to be drawn by the weights of data.mix ('': as one)."""
+    weights = parse_mix(mix)
+    if not weights:
+        return prompts
+    data_sources = [prompt.data_source for prompt in prompts.prompts]
+    return dataclasses.replace(prompts, parts=mix_parts(weights, prompts.parts, data_sources, batch_size=batch_size))

@@ -1,4 +1,4 @@
-"""Demonstrations from files: (prompt, response) pairs as token ids, for supervised fine-tuning.
+"""Demonstrations from rows: (prompt, response) pairs as token ids, for supervised fine-tuning.
 
 Rows hold `prompt` (text or chat messages) and `response`, or `messages`, a chat whose last turn is the
 assistant's and is the response. Prompts are tokenised exactly as for PPO; a response is its text's tokens and
@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from jppo.config import UserError
-from jppo.data.files import Row, checked_messages, read_rows, split_paths, text_column
-from jppo.data.prompts import prompt_of, tokenise
+from jppo.data.prompts import Messages, prompt_of, tokenise, with_system_prompt
+from jppo.data.rows import Row, checked_messages, text_column
+from jppo.data.sources import read_sources
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,13 +33,20 @@ class DemonstrationSet:
 
 
 def read_demonstrations(
-    files: str, *, tokenizer: Any, max_length: int, setting: str = "data.train_files"
+    files: str,
+    *,
+    tokenizer: Any,
+    max_length: int,
+    system_prompt: str = "",
+    custom_cls: str = "",
+    setting: str = "data.train_files",
 ) -> DemonstrationSet:
-    """Read, check and tokenise comma-separated `files`; pairs over `max_length` tokens are left out."""
+    """Read, check and tokenise comma-separated sources; pairs over `max_length` tokens are left out."""
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no end token to end responses with; set eos_token in tokenizer_config.json")
-    rows = [row for path in split_paths(files, setting) for row in read_rows(path)]
-    pairs = [_pair(row) for row in rows]
+    sources = read_sources(files, setting, custom_cls=custom_cls, tokenizer=tokenizer)
+    rows = [row for source in sources for row in source.rows]
+    pairs = [_pair(row, system_prompt) for row in rows]
     prompts = tokenise([prompt for prompt, _ in pairs], rows, tokenizer)
     responses = tokenizer([response for _, response in pairs], add_special_tokens=False, verbose=False)["input_ids"]
     whole = [
@@ -49,20 +57,18 @@ def read_demonstrations(
     if not fitting:
         shortest = min(len(d.prompt) + len(d.response) for d in whole)
         raise UserError(
-            f"{setting}={files}: all {len(rows)} demonstrations are longer than {max_length} tokens, prompt "
-            "and "
-            f"response together (the shortest has {shortest}); raise data.max_prompt_length or "
-            "max_response_length"
+            f"{setting}={files}: all {len(rows)} demonstrations are longer than {max_length} tokens, prompt and "
+            f"response together (the shortest has {shortest}); raise data.max_prompt_length or max_response_length"
         )
     return DemonstrationSet(fitting, overlong=len(rows) - len(fitting))
 
 
-def _pair(row: Row) -> tuple[str | list[dict[str, str]], str]:
+def _pair(row: Row, system_prompt: str) -> tuple[Messages, str]:
     if "messages" not in row.columns:
-        return prompt_of(row), text_column(row, "response")
+        return with_system_prompt(prompt_of(row), system_prompt, row), text_column(row, "response")
     if "prompt" in row.columns or "response" in row.columns:
         raise UserError(f"{row.place} has 'messages' and 'prompt' or 'response'; keep one of the two forms")
     messages = checked_messages(row, "messages", row.columns["messages"])
     if len(messages) < 2 or messages[-1]["role"] != "assistant" or not messages[-1]["content"].strip():
         raise UserError(f"{row.place}: messages must end with a turn of the assistant that answers an earlier one")
-    return messages[:-1], messages[-1]["content"]
+    return with_system_prompt(messages[:-1], system_prompt, row), messages[-1]["content"]

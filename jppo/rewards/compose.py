@@ -99,6 +99,16 @@ class Panel:
             grading.submit(number, sample)
         return grading.collect()
 
+    def ready(self) -> None:
+        """Waits for what the parts have started."""
+        for part in self.parts.values():
+            getattr(part, "ready", lambda: None)()
+
+    def testing(self) -> "Panel":
+        """The same panel for held-out samples: nothing that a part learns from what it sees changes by them."""
+        parts = {name: getattr(part, "testing", lambda part=part: part)() for name, part in self.parts.items()}
+        return Panel(parts, self.weights, score_on_error=self.score_on_error)
+
     def metrics(self) -> dict[str, float]:
         """What the parts count beside their scores, since they were last asked."""
         found: dict[str, float] = {}

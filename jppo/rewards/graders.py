@@ -1,55 +1,103 @@
-"""Rule graders and the table that gives each data source its own. After the rollout, before packing.
+"""The table that gives each data source its rule, and the part of the reward that applies it.
 
-A grader takes a response and the row's ground truth and says what the response is worth. A wrong or missing
-answer is a score of 0; a grader that fails is an error, which is counted and shown and never passes for a 0.
+After the rollout, before packing. A grader takes a response and the row's ground truth and says what the response
+is worth. A wrong or missing answer is a score of 0; a grader that fails is an error, which is counted and shown
+and never passes for a 0.
 """
 
-import decimal
-import math
-import re
+import functools
+import math as numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 
 from jppo.config import UserError
+from jppo.rewards import code as programs
+from jppo.rewards import rules
+from jppo.rewards.parts import Sample, failed
+from jppo.rewards.pool import Pool, Target, plain, ready
 from jppo.structs import Prompt, Reward
 
 Grader = Callable[[str, str], Reward]  # (response, ground truth) -> reward
 
-_GSM8K_ANSWER = re.compile(r"####[ \t]*([-+]?\$?[-+]?[0-9.,]*[0-9][0-9.,]*)")
+
+def _grader_of(rule: rules.Rule) -> Grader:
+    @functools.wraps(rule)
+    def grader(response: str, ground_truth: str) -> Reward:
+        return Reward(*rule(response, ground_truth), error=None)
+
+    return grader
 
 
-def gsm8k(response: str, ground_truth: str) -> Reward:
-    """1 when the number after the first `####` equals the truth: strict, as in the recipe.
-
-    Thousands commas, a dollar sign and a full stop at the end are no part of the number. Numbers are compared
-    as numbers, exactly: 18.0 is 18.
-    """
-    truth = _number(ground_truth)
-    if truth is None:
-        raise ValueError(f"ground_truth={ground_truth!r} is not a number")
-    match = _GSM8K_ANSWER.search(response)
-    answer = None if match is None else _number(match.group(1))
-    score = float(answer is not None and answer == truth)
-    return Reward(score, {"exact": score, "answered": float(answer is not None)}, error=None)
-
-
-def exact(response: str, ground_truth: str) -> Reward:
-    """1 when the response is the truth, but for white space around it."""
-    score = float(response.strip() == ground_truth.strip())
-    return Reward(score, {"exact": score}, error=None)
-
+gsm8k = _grader_of(rules.gsm8k)
+gsm8k_flexible = _grader_of(rules.gsm8k_flexible)
+exact = _grader_of(rules.exact)
+choice = _grader_of(rules.choice)
+choice_strict = _grader_of(rules.choice_strict)
+math = _grader_of(rules.math)
+code = _grader_of(functools.partial(programs.code, time_s=8.0, memory_bytes=2**31))
 
 # Which data source gets which grader; `reward.grader` names one of these keys to overrule it for all rows.
 GRADERS: dict[str, Grader] = {
     "openai/gsm8k": gsm8k,
     "gsm8k": gsm8k,
+    "gsm8k_flexible": gsm8k_flexible,
     "arithmetic": exact,
     "exact": exact,
+    "math": math,
+    "lighteval/MATH": math,
+    "DigitalLearningGmbH/MATH-lighteval": math,
+    "HuggingFaceH4/MATH-500": math,
+    "aqua": choice,
+    "deepmind/aqua_rat": choice,
+    "choice": choice,
+    "choice_strict": choice_strict,
+    "code": code,
 }
+RUNS_CODE = (code,)  # only where reward.allow_code says so
+_MAY_HANG = (math, code)  # these run in the pool; the others in the trainer's own thread
+_OF_THE_DEADLINE = 0.8  # what a program may take of reward.timeout_s: one that never ends is wrong, and no error
 
 
-def graders_for(data_sources: Iterable[str], *, override: str = "") -> dict[str, Grader]:
+class RulePart:
+    """The rules of the data sources, as a part of the reward. The pool is closed with it."""
+
+    def __init__(self, data_sources: Iterable[str], *, override: str = "", allow_code: bool = False, pool: Pool):
+        self._graders = graders_for(data_sources, override=override, allow_code=allow_code)
+        self._targets = {source: self._target(grader, pool) for source, grader in self._graders.items()}
+        self._pool = pool
+        for target in {target for target in self._targets.values() if target is not None}:
+            ready(pool, target, f"the rule {target[-1] if target[0] == 'rule' else target[0]!r}")
+
+    @staticmethod
+    def _target(grader: Grader, pool: Pool) -> Target | None:
+        if grader is code:
+            return ("code", str(_OF_THE_DEADLINE * pool.timeout_s), str(pool.memory_bytes))
+        return ("rule", "math") if grader in _MAY_HANG else None
+
+    def submit(self, sample: Sample) -> Future[Reward]:
+        """The reward at once where the rule is quick, else from the pool."""
+        source = sample.prompt.data_source
+        target = self._targets.get(source)
+        if target is not None:
+            return self._pool.submit(target, plain(sample))
+        future: Future[Reward] = Future()
+        if source in self._graders:
+            future.set_result(_safely(self._graders[source], sample.text, sample.prompt.ground_truth))
+        else:
+            future.set_result(failed(f"data_source={source!r} was not among the sources when the run began"))
+        return future
+
+    def flush(self) -> None:
+        """Nothing waits."""
+
+    def close(self) -> None:
+        """Ends the pool's processes."""
+        self._pool.close()
+
+
+def graders_for(data_sources: Iterable[str], *, override: str = "", allow_code: bool = False) -> dict[str, Grader]:
     """The grader of each data source, found before training starts; one that has none is an error."""
-    return {source: _grader(source, override) for source in sorted(set(data_sources))}
+    return {source: _grader(source, override, allow_code) for source in sorted(set(data_sources))}
 
 
 def grade(responses: Sequence[str], prompts: Sequence[Prompt], graders: Mapping[str, Grader]) -> list[Reward]:
@@ -58,13 +106,17 @@ def grade(responses: Sequence[str], prompts: Sequence[Prompt], graders: Mapping[
     return [_safely(graders[prompt.data_source], response, prompt.ground_truth) for response, prompt in pairs]
 
 
-def _grader(source: str, override: str) -> Grader:
+def _grader(source: str, override: str, allow_code: bool) -> Grader:
     name, setting = (override, "reward.grader") if override else (source, "data_source")
     if name not in GRADERS:
         raise UserError(
             f"{setting}={name!r} has no grader; known are {', '.join(GRADERS)}; rename the source in the "
-            "data file, "
-            "or choose one with reward.grader"
+            "data file, or choose one with reward.grader"
+        )
+    if GRADERS[name] in RUNS_CODE and not allow_code:
+        raise UserError(
+            f"{setting}={name!r} runs the programs that responses hold, with this user's rights; if that is what you "
+            "want, set reward.allow_code=True"
         )
     return GRADERS[name]
 
@@ -72,17 +124,8 @@ def _grader(source: str, override: str) -> Grader:
 def _safely(grader: Grader, response: str, ground_truth: str) -> Reward:
     try:
         reward = grader(response, ground_truth)
-        if not math.isfinite(reward.score):
+        if not numbers.isfinite(reward.score):
             raise ValueError(f"the score is {reward.score}; it must be a finite number")
         return reward
     except Exception as e:  # whatever a grader raises costs its own sample only, and is reported with it
-        return Reward(score=float("nan"), parts={}, error=f"{type(e).__name__}: {e}")
-
-
-def _number(text: str) -> decimal.Decimal | None:
-    """The number that is written, or None for things like 1.2.3."""
-    try:
-        number = decimal.Decimal(text.replace(",", "").replace("$", "").strip().rstrip("."))
-    except decimal.InvalidOperation:
-        return None
-    return number if number.is_finite() else None
+        return failed(f"{type(e).__name__}: {e}")

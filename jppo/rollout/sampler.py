@@ -8,6 +8,8 @@ import numpy as np
 
 from jppo.structs import Prompt, Sampling, Trajectory
 
+Done = Callable[[int, Trajectory], None]
+
 
 class RolloutError(Exception):
     """The engine died, hung, or broke its word; the message says which. The run cannot go on with it."""
@@ -16,8 +18,13 @@ class RolloutError(Exception):
 class Sampler(Protocol):
     """An engine that samples from the policy that it was last given."""
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int) -> list[Trajectory]:
-        """Samples `sampling.n` responses a prompt, side by side, by the weights `version`."""
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, done: Done | None = None
+    ) -> list[Trajectory]:
+        """Samples `sampling.n` responses a prompt, side by side, by the weights `version`.
+
+        Each is handed to `done` with its number as soon as it is there, in any order and from any thread.
+        """
         ...
 
     def load(self, tensors: Iterable[tuple[str, np.ndarray]], *, version: int) -> None:

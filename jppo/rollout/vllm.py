@@ -19,7 +19,7 @@ import numpy as np
 from jppo.config import UserError
 from jppo.rollout import weights
 from jppo.rollout.endpoint import Endpoint
-from jppo.rollout.sampler import RolloutError, sample_seed
+from jppo.rollout.sampler import Done, RolloutError, sample_seed
 from jppo.rollout.server import Server, ServerSettings, check_ports, check_vllm, environment, flags
 from jppo.structs import Prompt, Sampling, Trajectory
 
@@ -51,16 +51,17 @@ class VllmSampler:
         self._close = close
         self._adapters = None if buffers.folder is None else weights.Adapters(buffers.folder)
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int) -> list[Trajectory]:
-        """Samples `sampling.n` responses a prompt, side by side, by the weights `version`."""
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, done: Done | None = None
+    ) -> list[Trajectory]:
+        """Samples `sampling.n` responses a prompt, side by side, by the weights `version`; `done` gets each at once."""
         longest = max((len(prompt.ids) for prompt in prompts), default=0)
         if longest + sampling.max_tokens > self._max_model_len:
             raise UserError(
                 f"a prompt of {longest} tokens and max_tokens={sampling.max_tokens} must fit the server's"
                 f" max_model_len={self._max_model_len}; start it with more, or ask for less"
             )
-        choices = _run(self._generate(prompts, sampling))
-        return [self._trajectory(prompts[k // sampling.n], choice, version) for k, choice in enumerate(choices)]
+        return _run(self._generate(prompts, sampling, version, done))
 
     def load(self, tensors: Iterable[tuple[str, np.ndarray]], *, version: int) -> None:
         """Replaces the whole model by `tensors` (HF names, a tied embedding once) and names it `version`."""
@@ -77,17 +78,23 @@ class VllmSampler:
         """Ends the servers that were started here and frees the weights' files; may be called twice."""
         self._close()
 
-    async def _generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[dict[str, Any]]:
+    async def _generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, version: int, done: Done | None
+    ) -> list[Trajectory]:
         room = [asyncio.Semaphore(CONNECTIONS) for _ in self.endpoints]
 
         adapter = None if self._adapters is None else self._adapters.name
 
-        async def ask(i: int, j: int) -> dict[str, Any]:
+        async def ask(i: int, j: int) -> Trajectory:
             at = i % len(self.endpoints)
             model = self._models[at] if adapter is None else adapter
             body = self._request(prompts[i], sampling, sample_seed(sampling.seed, i, j), model)
             async with room[at]:
-                return (await self.endpoints[at].ask(GENERATE, body))["choices"][0]
+                choice = (await self.endpoints[at].ask(GENERATE, body))["choices"][0]
+            trajectory = self._trajectory(prompts[i], choice, version)
+            if done is not None:
+                done(i * sampling.n + j, trajectory)
+            return trajectory
 
         try:
             async with asyncio.TaskGroup() as group:

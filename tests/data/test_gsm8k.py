@@ -1,4 +1,7 @@
 import json
+import pathlib
+import subprocess
+import sys
 
 import httpx
 import pyarrow.parquet as pq
@@ -6,13 +9,70 @@ import pytest
 
 from jppo.config import UserError
 from jppo.data import gsm8k
+from jppo.data.prompts import read_prompts
+from jppo.data.tokenizer import load_tokenizer
+
+SHARED = pathlib.Path(__file__).resolve().parents[3] / "shared"
 
 
 @pytest.mark.parametrize(("split", "count"), [("train", 7473), ("test", 1319)])
 def test_equals_verls_files_row_by_row(shared, tmp_path, split, count):
-    assert gsm8k.convert(shared / "data/gsm8k", tmp_path)[split] == count
+    assert gsm8k.convert(shared / "data/gsm8k", tmp_path)[str(tmp_path / f"{split}.parquet")] == count
     ours, verls = (pq.read_table(d / f"{split}.parquet").to_pylist() for d in (tmp_path, shared / "data/gsm8k-verl"))
     assert ours == verls
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """GSM8K as tensorflow-datasets has it, built from the JSON lines beside the checkout."""
+    pytest.importorskip("tensorflow_datasets")
+    if not SHARED.is_dir():
+        pytest.skip(f"no {SHARED}: real data are not beside this checkout")
+    out = tmp_path_factory.mktemp("gsm8k")
+    counts = gsm8k.convert(SHARED / "data/gsm8k", out, tfds=True)
+    assert counts == {f"tfds:gsm8k/train@{out}": 7473, f"tfds:gsm8k/test@{out}": 1319}
+    return out
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_tfds_and_verls_files_give_the_same_prompts_and_answers(shared, prepared, split):
+    tokenizer = load_tokenizer(str(shared / "tokenizers/qwen2.5"))
+    ours, verls = (
+        read_prompts(files, tokenizer=tokenizer, max_prompt_length=1024, filter_overlong=True).prompts
+        for files in (f"tfds:gsm8k/{split}@{prepared}", str(shared / f"data/gsm8k-verl/{split}.parquet"))
+    )
+    assert len(ours) == len(verls) == {"train": 7473, "test": 1319}[split]
+    for a, b in zip(ours, verls, strict=True):
+        assert (a.ids == b.ids).all() and a.uid.split(":")[1] == b.uid.split(":")[1]
+        assert (a.messages, a.ground_truth, a.data_source, a.extra) == (
+            b.messages, b.ground_truth, b.data_source, b.extra,
+        )  # fmt: skip
+    if split == "train":
+        lengths = [len(p.ids) for p in ours]
+        assert (min(lengths), max(lengths)) == (56, 256) and round(sum(lengths) / len(lengths), 1) == 103.6
+
+
+def test_tfds_is_built_and_read_without_tensorflow(tmp_path):
+    pytest.importorskip("tensorflow_datasets")
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps({"question": "é", "answer": "a\n#### 1,234"}))
+    code = f"""
+import sys
+from jppo.data import gsm8k, sources
+sys.argv = ["gsm8k", "--out", {str(tmp_path / "out")!r}, "--from", {str(tmp_path)!r}, "--tfds"]
+gsm8k.main()
+gsm8k.main()  # in place of what was there
+[source] = sources.read_sources("tfds:gsm8k/test@{tmp_path / "out"}", "data.val_files")
+[row] = source.rows
+print(source.name, row.columns["extra_info"], row.columns["reward_model"]["ground_truth"], row.place)
+assert "tensorflow" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    *_, built, last = done.stdout.splitlines()
+    assert built == f"tfds:gsm8k/test@{tmp_path / 'out'}: 1 rows"
+    assert last.startswith("gsm8k/test {'answer': 'a\\n#### 1,234', 'index': 0, 'question': 'é', 'split': 'test'} 1234")
+    assert last.endswith(f"tfds:gsm8k/test@{tmp_path / 'out'}, row 1")
 
 
 def test_a_bad_answer_is_named_and_nothing_is_written(tmp_path):

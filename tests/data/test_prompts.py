@@ -6,10 +6,17 @@ import pyarrow.parquet as pq
 import pytest
 
 from jppo.config import UserError
+from jppo.data import prompts
 from jppo.data.prompts import read_prompts
 from jppo.data.tokenizer import load_tokenizer
 
 GOOD = {"prompt": "1+2=", "ground_truth": "3", "data_source": "arithmetic"}
+
+
+def without(column):
+    return {k: v for k, v in GOOD.items() if k != column}
+
+
 TEMPLATE = (
     "{% for m in messages %}"
     "{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}{{ m.content }}"
@@ -87,10 +94,6 @@ def test_max_samples_takes_the_first_rows(tmp_path, characters):
         read(files, characters, max_samples=0)
 
 
-def without(column):
-    return {k: v for k, v in GOOD.items() if k != column}
-
-
 @pytest.mark.parametrize(
     ("row", "said"),
     [
@@ -107,10 +110,17 @@ def without(column):
         (GOOD | {"reward_model": "rule"}, "must be an object"),
         (without("data_source"), "has no 'data_source'"),
         (GOOD | {"prompt": "1+2=<eos>"}, "ends with the end token"),
-        (GOOD | {"prompt": [{"role": "user", "content": "1"}]}, "no chat template"),
+        (GOOD | {"prompt": [{"role": "user", "content": "1"}]}, "in the form of chat messages, and that of line 1"),
+        ({"reward_model": {"ground_truth": "3"}} | without("ground_truth"), "in the form of reward_model.ground_truth"),
+        (GOOD | {"prompt": "1\ud83d="}, "half of a surrogate pair"),
+        (GOOD | {"prompt": [{"role": "user", "content": "\udc00"}]}, "half of a surrogate pair"),
+        (GOOD | {"extra_info": "x"}, "extra_info is of type str; it must be an object"),
         (["not an object"], "must be a JSON object"),
         (b'{"prompt": ', "is not JSON"),
         (b'{"prompt": "caf\xe9"}', "is not UTF-8"),
+        ('{"prompt": "1"}'.encode("utf-16"), "is not UTF-8"),
+        (b'{"prompt": ' + b"7" * 5000 + b"}", "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
     ],
 )
 def test_a_bad_row_is_named_by_file_and_line(tmp_path, characters, row, said):
@@ -146,6 +156,77 @@ def test_bad_files_are_named(tmp_path, characters):
     }.items():
         with pytest.raises(UserError, match=said):
             read(files, characters)
+
+
+def test_chat_messages_need_a_template(tmp_path, characters):
+    files = write(tmp_path, GOOD | {"prompt": [{"role": "user", "content": "1"}]})
+    with pytest.raises(UserError, match=r"line 1: .* the tokenizer has no chat template"):
+        read(files, characters)
+
+
+@pytest.mark.parametrize(
+    ("truncation", "tokens"),  # of 1 2 3 4 5 6 7, which are 3 4 5 6 7 8 9 to the tokenizer
+    [("left", [5, 6, 7, 8, 9]), ("right", [3, 4, 5, 6, 7]), ("middle", [3, 4, 7, 8, 9])],
+)
+def test_an_overlong_prompt_is_cut_as_verl_does(tmp_path, characters, truncation, tokens):
+    files = write(tmp_path, GOOD | {"prompt": "1234567"}, GOOD)
+    cut = read(files, characters, length=5, keep=False, truncation=truncation)
+    assert [p.ids.tolist() for p in cut.prompts] == [tokens, [3, 12, 4, 13]]
+    assert (cut.overlong, cut.truncated) == (0, 1)
+    with pytest.raises(UserError, match=f"data.truncation='{truncation}' .* set the one to error"):
+        read(files, characters, length=5, truncation=truncation)
+
+
+def test_the_system_prompt_is_put_before_messages_that_have_none(tmp_path, characters):
+    characters.chat_template = (
+        "{% for m in messages %}{{ '+' if m.role == 'system' else '=' }}{{ m.content }}{% endfor %}"
+    )
+    own = [{"role": "system", "content": "9"}, {"role": "user", "content": "1"}]
+    files = write(tmp_path, *(GOOD | {"prompt": messages} for messages in (own[1:], own)))
+    with_one, with_own = read(files, characters, system_prompt="42").prompts
+    assert characters.decode(with_one.ids) == "+42=1" and characters.decode(with_own.ids) == "+9=1"
+    assert with_one.messages == [{"role": "system", "content": "42"}, own[1]] and with_own.messages == own
+    assert [characters.decode(p.ids) for p in read(files, characters).prompts] == ["=1", "+9=1"]
+    with pytest.raises(UserError, match=r"line 1: the prompt is text.* data.system_prompt; make it chat messages"):
+        read(write(tmp_path, GOOD), characters, system_prompt="42")
+
+
+def test_what_data_say_is_never_code(tmp_path, characters):
+    characters.chat_template = TEMPLATE
+    spelt = "{{ 7 * 7 }}{% raise %}__import__('os')"
+    rows = [{**GOOD, "prompt": [{"role": "user", "content": spelt}], "ground_truth": spelt}]
+    seen = []
+    characters.apply_chat_template = spy(characters.apply_chat_template, seen)
+    [prompt] = read(write(tmp_path, *rows), characters).prompts
+    assert seen == [spelt + "="] and prompt.ground_truth == spelt
+
+
+def spy(function, seen):
+    def wrapped(*args, **kw):
+        seen.append(function(*args, **kw))
+        return seen[-1]
+
+    return wrapped
+
+
+def test_many_rows_are_tokenised_in_blocks_that_change_nothing(tmp_path, characters, monkeypatch):
+    rows = [GOOD | {"prompt": f"{i}="} for i in range(25)]
+    whole = read(write(tmp_path, *rows), characters)
+    monkeypatch.setattr(prompts, "_BLOCK", 4)
+    monkeypatch.setattr(prompts, "SHOWN_FROM", 10)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    for a, b in zip(read(write(tmp_path, *rows), characters).prompts, whole.prompts, strict=True):
+        assert a.ids.tolist() == b.ids.tolist() and a.uid == b.uid
+
+
+def test_parts_say_which_prompts_are_of_which_source(tmp_path, characters):
+    b = write(tmp_path, GOOD, GOOD | {"prompt": "11111="}, GOOD, name="b.jsonl")
+    a = write(tmp_path, GOOD, name="a.jsonl")
+    found = read(f"{b},{a}", characters, length=4)
+    assert [(p.name, p.indices.tolist(), p.weight) for p in found.parts] == [("b", [0, 1], None), ("a", [2], None)]
+    mixed = prompts.mixture(found, "a=1,b=3", batch_size=2)
+    assert [(p.name, p.indices.tolist(), p.weight) for p in mixed.parts] == [("a", [2], 0.25), ("b", [0, 1], 0.75)]
+    assert prompts.mixture(found, "", batch_size=2) is found
 
 
 def test_gsm8k_prompts_have_the_published_lengths(shared):

@@ -1,8 +1,11 @@
+import dataclasses
+import json
+
 import numpy as np
 import pytest
 
 from jppo.config import UserError
-from jppo.data.stream import Cursor, next_batch, steps_per_epoch
+from jppo.data.stream import Cursor, Part, mix_parts, next_batch, parse_mix, steps_per_epoch
 
 
 def draw(cursor, steps, **kw):
@@ -47,3 +50,111 @@ def test_epochs_and_seeds_shuffle_differently():
 def test_a_batch_must_fit(batch_size):
     with pytest.raises(UserError, match=f"train_batch_size={batch_size} .* 10"):
         next_batch(Cursor(), n=10, batch_size=batch_size, seed=0, shuffle=True)
+
+
+def part(name, first, n, weight=None):
+    return Part(name, np.arange(first, first + n), weight)
+
+
+def through_json(cursor):
+    return Cursor(**json.loads(json.dumps(dataclasses.asdict(cursor))))
+
+
+MIXED = (part("a", 0, 30, 0.7), part("b", 30, 50, 0.2), part("c", 80, 20, 0.1))
+
+
+def test_a_mixed_batch_has_of_each_source_as_its_weight_says():
+    kw = {"n": 100, "batch_size": 16, "seed": 1, "shuffle": True, "parts": MIXED}
+    batches, cursor = draw(Cursor(), 200, **kw)
+    counts = np.stack([[np.isin(batch, p.indices).sum() for p in MIXED] for batch in batches])
+    for i, p in enumerate(MIXED):  # 11.2, 3.2 and 1.6 of 16
+        assert set(counts[:, i]) == {int(p.weight * 16), int(p.weight * 16) + 1}
+        assert counts[:, i].mean() == pytest.approx(p.weight * 16, abs=0.1)
+    assert all(len(set(batch)) == 16 for batch in batches)
+    assert (cursor.epoch, cursor.index) == (33, 32)  # 6 batches are an epoch of 100 prompts
+    assert len({tuple(np.isin(batch, MIXED[0].indices)) for batch in batches}) > 100  # no source stands always first
+
+
+def test_each_mixed_source_is_passed_over_before_it_comes_again():
+    kw = {"n": 100, "batch_size": 10, "seed": 1, "shuffle": True, "parts": MIXED}
+    batches, _ = draw(Cursor(), 40, **kw)
+    b = [i for batch in batches for i in sorted(batch) if 30 <= i < 80]  # 2 a batch, 50 of them
+    assert sorted(b[:50]) == list(range(30, 80)) and len(b) == 80
+    other, _ = draw(Cursor(), 40, **(kw | {"seed": 2}))
+    assert (batches != other).any()
+    plain, _ = draw(Cursor(), 3, **(kw | {"shuffle": False}))
+    assert [i for batch in plain for i in sorted(batch) if 30 <= i < 80] == [30, 31, 32, 33, 34, 35]
+
+
+@pytest.mark.parametrize("parts", [MIXED, tuple(part(p.name, p.indices[0], len(p.indices)) for p in MIXED), ()])
+@pytest.mark.parametrize("at", [1, 17, 33])
+def test_resume_is_exact_with_several_sources(parts, at):
+    kw = {"n": 100, "batch_size": 16, "seed": 3, "shuffle": True, "parts": parts}
+    whole, _ = draw(Cursor(), 40, **kw)
+    first, cursor = draw(Cursor(), at, **kw)
+    rest, _ = draw(through_json(cursor), 40 - at, **kw)
+    np.testing.assert_array_equal(whole, np.concatenate([first, rest]))
+
+
+@pytest.mark.parametrize("mix", [{"a": 1.0, "b": 3.0}, {}])
+def test_the_order_of_the_files_is_no_part_of_the_place(mix):
+    """Prompt 7 of a stands elsewhere in the set when b is read first; it is drawn at the same time."""
+    names = np.array([f"a{i}" for i in range(20)] + [f"b{i}" for i in range(40)])
+    forth = (np.arange(60), (part("a", 0, 20), part("b", 20, 40)))
+    back = (np.roll(np.arange(60), -20), (part("b", 0, 40), part("a", 40, 20)))
+
+    def drawn(cursor, steps, order, parts):
+        sources = [names[i][0] for i in order]
+        weights = {name: weight / 4 for name, weight in mix.items()}
+        parts = mix_parts(weights, parts, sources, batch_size=8) if mix else parts
+        batches, cursor = draw(cursor, steps, n=60, batch_size=8, seed=1, shuffle=True, parts=parts)
+        return names[order][batches].tolist(), through_json(cursor)
+
+    whole, _ = drawn(Cursor(), 30, *forth)
+    got, cursor = drawn(Cursor(), 10, *forth)
+    for steps, setting in ((9, back), (11, forth)):
+        more, cursor = drawn(cursor, steps, *setting)
+        got += more
+    assert got == whole
+
+
+def test_unshuffled_is_the_settings_order_of_files():
+    parts = (part("b", 0, 4), part("a", 4, 4))
+    batches, _ = draw(Cursor(), 2, n=8, batch_size=4, seed=1, shuffle=False, parts=parts)
+    assert batches.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_the_place_in_other_sources_is_refused():
+    kw = {"n": 100, "batch_size": 10, "seed": 1, "shuffle": True}
+    _, cursor = draw(Cursor(), 2, parts=MIXED, **kw)
+    with pytest.raises(UserError, match=r"data.mix names 2 sources, and the checkpoint has the places of 3"):
+        next_batch(cursor, parts=(part("a", 0, 50, 0.5), part("b", 50, 50, 0.5)), **kw)
+    unmixed, _ = next_batch(cursor, parts=(), **kw)
+    assert len(unmixed) == 10  # mixing may be turned off
+
+
+def test_weights_are_scaled():
+    assert parse_mix("a=7, openai/gsm8k = 3") == {"a": 0.7, "openai/gsm8k": 0.3}
+    assert parse_mix("") == {}
+
+
+@pytest.mark.parametrize("mix", ["a", "a=", "=1", "a=0", "a=-1", "a=nan", "a=inf", "a=b"])
+def test_a_weight_that_is_none(mix):
+    with pytest.raises(UserError, match=r"data.mix=.* must be a file's stem or a data source, =, and a number above 0"):
+        parse_mix(mix)
+
+
+def test_weights_that_do_not_fit_the_prompts():
+    parts, sources = (part("a", 0, 4), part("b", 4, 4)), ["x"] * 6 + ["y"] * 2
+    by_source = mix_parts({"x": 0.5, "y": 0.5}, parts, sources, batch_size=4)
+    assert [p.indices.tolist() for p in by_source] == [[0, 1, 2, 3, 4, 5], [6, 7]]
+    for weights, batch_size, said in (
+        ({"a": 1.0}, 2, "gives no weight to a prompt of 'b' whose data_source is 'x'"),
+        ({"a": 0.5, "b": 0.25, "x": 0.25}, 2, "gives two weights to a prompt of 'a'"),
+        ({"a": 0.5, "b": 0.4, "z": 0.1}, 2, "up to 1 prompts of 'z', which has 0"),
+        ({"a": 0.75, "b": 0.25}, 8, "up to 6 prompts of 'a', which has 4"),
+    ):
+        with pytest.raises(UserError, match=said):
+            mix_parts(weights, parts, sources, batch_size=batch_size)
+    with pytest.raises(UserError, match="'a' twice"):
+        parse_mix("a=1,a=2")

@@ -35,6 +35,7 @@ def state(step, seed=0):
         value={"flag": jnp.array([True, False]), "none": None},
         value_opt=(),
         kl_coef=jnp.float32(0.1),
+        bad_steps=jnp.int32(2),
         key=jax.device_put(jax.random.key(seed), sharding((4, 2))),
     )
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from jppo import build
+from jppo import assemble
 from jppo import config as options
 from jppo.config import checks
 from jppo.learner import batch, estimate, packing, ppo, score, sharding, update
@@ -68,7 +68,7 @@ def recipe(**changes):
         section, leaf = name.split("__")
         c[section][leaf] = value
     options.check(c)
-    return build.make_recipe(c)
+    return assemble.make_recipe(c)
 
 
 @functools.cache

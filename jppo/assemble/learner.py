@@ -1,0 +1,232 @@
+"""The compiled side of a run: mesh, models in their shards, passes, optimizers."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from jppo.assemble.inputs import Inputs, critic_path
+from jppo.assemble.recipe import make_recipe
+from jppo.learner import optim, packing, ppo, sharding, state, update
+from jppo.models import fused
+from jppo.models.decoder import Decoder, attention_settings
+from jppo.models.families import ModelConfig, pad_vocab
+from jppo.models.lora import Base, Lora, Weights
+from jppo.models.params import Head
+from jppo.structs import Params, TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Learner:
+    """The compiled side of a run: the passes, and what they close over."""
+
+    mesh: Any
+    cfg: ModelConfig  # of the policy, its vocabulary as wide as the mesh needs it
+    plan: packing.Plan
+    recipe: ppo.Recipe
+    passes: ppo.Passes
+    actor: ppo.Descent
+    critic: ppo.Descent | None
+    reference: Params | None
+
+    def policy(self, now: TrainState) -> Weights:
+        """The whole policy."""
+        return self.actor.model(now.policy)
+
+    def value(self, now: TrainState) -> Weights | None:
+        """The whole critic."""
+        return None if self.critic is None else self.critic.model(now.value)
+
+
+def make_mesh(c: ConfigDict) -> Any:
+    """The devices, as the config lays them out."""
+    shape = sharding.mesh_shape(len(jax.devices()), data=c.mesh.data, fsdp=c.mesh.fsdp, tensor=c.mesh.tensor)
+    if c.model.compute_dtype == "float32" and jax.default_backend() != "cpu":
+        # By default a float32 product is TF32 on GPUs and bfloat16 on TPUs: not what the sampler computes.
+        jax.config.update("jax_default_matmul_precision", "highest")
+    return sharding.make_mesh(shape)
+
+
+def attention_kernel(c: ConfigDict, cfg: ModelConfig) -> tuple[str, str | None, fused.Needs]:
+    """The kernel of attention, why `auto` takes a slower one where it does, and what the model asks of it."""
+    needs = fused.Needs(
+        **attention_settings(cfg),
+        head_dim=cfg.head_dim,
+        dtype=c.model.compute_dtype,
+        one_segment=packing_kind(c) != "segments",
+        longest=c.data.max_prompt_length + c.data.max_response_length,
+    )
+    return *fused.choose(c.model.attention, needs, backend=jax.default_backend()), needs
+
+
+def make_decoder(c: ConfigDict, cfg: ModelConfig, mesh: Any) -> Decoder:
+    """The transformer of `cfg`, its activations spread over the mesh as the rows are."""
+    kernel, _, needs = attention_kernel(c, cfg)
+    return Decoder(
+        cfg,
+        attend=fused.make(kernel, needs, mesh=mesh),
+        dtype=c.model.compute_dtype,
+        param_dtype=c.model.param_dtype,
+        scan_layers=c.model.scan_layers,
+        remat=c.model.remat,
+        constrain=sharding.constrain_to_rows(mesh),
+    )
+
+
+def chunk_tokens(c: ConfigDict, cfg: ModelConfig) -> int:
+    """How many tokens have their f32 logits in memory at a time."""
+    return max(1, c.model.logprob_chunk_bytes // (4 * cfg.vocab_size))
+
+
+def packing_kind(c: ConfigDict) -> str:
+    """How rows are packed. Shared rows pay with a fused kernel for segments: else their mask costs a row's square."""
+    if c.data.packing != "auto":
+        return c.data.packing
+    return "segments" if jax.default_backend() == "tpu" and c.model.attention in ("auto", "splash") else "buckets"
+
+
+def make_plan(c: ConfigDict, mesh: Any, *, tokens_per_device: int, sequences: int) -> packing.Plan:
+    """The shapes of rows that the run will see."""
+    multiple = sharding.row_multiple(mesh)
+    longest = c.data.max_prompt_length + c.data.max_response_length
+    return packing.make_plan(
+        packing_kind(c),
+        max_length=longest,
+        row_lengths=c.data.row_lengths,
+        max_tokens_per_row=longest if c.data.max_tokens_per_row == -1 else c.data.max_tokens_per_row,
+        tokens_per_micro=tokens_per_device * multiple,
+        sequences=sequences,
+        row_multiple=multiple,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """One model of a run as it is loaded: what of it is learned, and what stays."""
+
+    what: state.Weights  # the shapes and places of what is learned
+    learned: Params
+    base: Base | None  # None: all is learned
+
+
+def load_trained(
+    c: ConfigDict,
+    mesh: Any,
+    cfg: ModelConfig,
+    path: str,
+    *,
+    head: Head,
+    key: jax.Array,
+    adapters: Lora | None,
+    trunk: Params | None = None,
+) -> Trained:
+    """The model at `path` in its shards, ready to be trained; a critic may stand on a `trunk` that is loaded already.
+
+    What is not read from files, or not there, is drawn from `key`.
+    """
+    what = state.weights(cfg, mesh, head=head, param_dtype=c.model.param_dtype)
+    values = (
+        state.load(what, path, init=c.model.init, key=key) if trunk is None else state.on_trunk(what, trunk, key=key)
+    )
+    if adapters is None:
+        return Trained(what, values, None)
+    what = state.adapters(cfg, mesh, adapters, head=head)
+    learned, base = state.adapt(what, values, adapters, key=key)
+    return Trained(what, learned, base)
+
+
+def make_learner(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[Learner, TrainState]:
+    """Loads the models into their shards and closes the passes over the config's numbers."""
+    a, path = c.actor, c.model.path
+
+    def keys(number: int) -> jax.Array:
+        return jax.random.fold_in(jax.random.key(c.trainer.seed), number)
+
+    def fit(cfg: ModelConfig) -> ModelConfig:
+        return pad_vocab(cfg, mesh.shape["tensor"])
+
+    def model(cfg: ModelConfig | None) -> ppo.Model | None:
+        return None if cfg is None else (make_decoder(c, fit(cfg), mesh), fit(cfg))
+
+    recipe, cfg = make_recipe(c), fit(inputs.policy)
+    passes = ppo.make_passes(
+        ppo.Models((make_decoder(c, cfg, mesh), cfg), model(inputs.critic), model(inputs.reference)),
+        recipe,
+        temperature=c.rollout.temperature,
+        chunk_tokens=chunk_tokens(c, cfg),
+        sequences=sequences_of_step(c),
+    )
+    policy = load_trained(c, mesh, cfg, path, head="lm", key=keys(0), adapters=inputs.adapters)
+    actor, policy_opt = make_descent(a, "actor", passes.actor, policy, inputs.total_steps - c.trainer.critic_warmup)
+    value = value_opt = critic = reference = None
+    if inputs.critic is not None:
+        both = policy.base is not None and inputs.critic_adapters is not None
+        shared = both and critic_path(c) == path  # what neither of them changes is held once
+        trained = load_trained(
+            c,
+            mesh,
+            fit(inputs.critic),
+            critic_path(c),
+            head="value",
+            key=keys(1),
+            adapters=inputs.critic_adapters,
+            trunk=policy.base.params if shared and policy.base is not None else None,
+        )
+        value = trained.learned
+        critic, value_opt = make_descent(c.critic, "critic", passes.critic, trained, inputs.total_steps)
+    if inputs.reference is not None and c.ref.path != "policy":
+        other = load_trained(c, mesh, fit(inputs.reference), c.ref.path, head="lm", key=keys(2), adapters=None)
+        reference = other.learned
+    elif inputs.reference is not None:
+        # With adapters the policy as the run began is their base, which is there already.
+        reference = jax.tree.map(lambda x: x.copy(), policy.learned) if policy.base is None else policy.base.params
+    learner = Learner(
+        mesh=mesh,
+        cfg=cfg,
+        plan=make_plan(
+            c,
+            mesh,
+            tokens_per_device=a.max_tokens_per_device,
+            sequences=max(a.ppo_mini_batch_size, critic_mini_batch_size(c)),
+        ),
+        recipe=recipe,
+        passes=passes,
+        actor=actor,
+        critic=critic,
+        reference=reference,
+    )
+    begin = state.begin(policy.learned, policy_opt, value, value_opt, kl_coef=c.algorithm.kl_coef, seed=c.trainer.seed)
+    return learner, begin
+
+
+def critic_mini_batch_size(c: ConfigDict) -> int:
+    """Sequences in an optimizer step of the critic."""
+    own = c.critic.ppo_mini_batch_size
+    return c.actor.ppo_mini_batch_size if own is None else own
+
+
+def sequences_of_step(c: ConfigDict) -> int:
+    """How many trajectories a step has."""
+    return c.data.train_batch_size * c.rollout.n
+
+
+def make_descent(
+    section: ConfigDict, name: str, accumulate: Any, trained: Trained, total_steps: int
+) -> tuple[ppo.Descent, Any]:
+    """The optimizer of one model, by its section of the config, and the optimizer's first state."""
+    tx = optim.make_optimizer(
+        grad_clip=section.grad_clip, betas=tuple(section.betas), weight_decay=section.weight_decay
+    )
+    by_ratio = section.lr_warmup_steps == -1
+    schedule = optim.make_schedule(
+        section.lr_scheduler_type,
+        lr=section.lr,
+        warmup_steps=int(section.lr_warmup_steps_ratio * total_steps) if by_ratio else section.lr_warmup_steps,
+        total_steps=total_steps,
+        min_lr_ratio=section.min_lr_ratio,
+    )
+    opt, places = state.init_optimizer(tx, trained.what, trained.learned)
+    apply = update.make_apply(tx, schedule, shardings=(trained.what.shardings, places))
+    zeros = update.make_zeros(trained.what.shapes, trained.what.shardings)
+    return ppo.Descent(accumulate=accumulate, apply=apply, zeros=zeros, name=name, base=trained.base), opt

@@ -1,0 +1,186 @@
+"""Looks at data before they are trained on: `python -m jppo.data.check FILES [--tokenizer DIR] [--val FILES]`.
+
+FILES are comma-separated or several, as in data.train_files. Said of them: rows and columns, the data sources and
+what grades them, how long the prompts are, duplicates, rows without an answer, prompts that are in both sets, and
+the first prompt as the model will read it. Exit code 0 with a line OK or WARN for each; 2 where the data cannot be
+read or training would refuse them.
+"""
+
+import argparse
+import collections
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jppo.config import UserError, exit_on_user_error
+from jppo.data.prompts import Messages, check_one_schema, ground_truth, prompt_of, tokenise, with_system_prompt
+from jppo.data.rows import Row, text_column
+from jppo.data.sources import Source, read_sources
+from jppo.data.tokenizer import load_tokenizer
+
+BINS = 10
+BAR = 40  # characters of the longest bar
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    good: bool
+    about: str
+    found: str
+
+    def __str__(self) -> str:
+        return f"{'OK' if self.good else 'WARN':<5} {self.about:<11} {self.found}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Looked:
+    """One set of data, read and checked row by row."""
+
+    sources: list[Source]
+    rows: list[Row]
+    prompts: list[Messages]
+    ids: list[list[int]] | None  # None without a tokenizer
+
+
+def look(files: str, setting: str, *, tokenizer: Any, system_prompt: str, custom_cls: str) -> Looked:
+    """Read a set; what training would refuse is refused here in the same words."""
+    sources = read_sources(files, setting, custom_cls=custom_cls, tokenizer=tokenizer)
+    rows = [row for source in sources for row in source.rows]
+    prompts = [with_system_prompt(prompt_of(row), system_prompt, row) for row in rows]
+    for source in sources:
+        check_one_schema(source.rows)
+    return Looked(sources, rows, prompts, None if tokenizer is None else tokenise(prompts, rows, tokenizer))
+
+
+def findings(seen: Looked, *, max_prompt_length: int | None, graders: dict[str, str]) -> list[Finding]:
+    """What there is to say of one set; `graders` names what grades each known data source."""
+    out = []
+    for source in seen.sources:
+        columns = collections.Counter(column for row in source.rows for column in row.columns)
+        partly = [column for column, count in columns.items() if count < len(source.rows)]
+        said = f"{source.name}: {len(source.rows)}; columns {', '.join(map(str, columns))}"
+        out.append(Finding(not partly, "rows", f"{said}; not every row has {', '.join(partly)}" if partly else said))
+    for name, count in collections.Counter(text_column(row, "data_source") for row in seen.rows).most_common():
+        grader = f"graded by {graders[name]}" if name in graders else "no grader: set reward.grader or reward.function"
+        out.append(Finding(name in graders, "source", f"{name}: {count} rows, {grader}"))
+    empty = [row for row in seen.rows if not _has_answer(row)]
+    out.append(_counted("answers", "without an answer", empty, len(seen.rows)))
+    first: dict[str, Row] = {}
+    again = [
+        row
+        for row, key in zip(seen.rows, map(_key, seen.prompts), strict=True)
+        if first.setdefault(key, row) is not row
+    ]
+    out.append(_counted("duplicates", "with the prompt of an earlier row", again, len(seen.rows)))
+    if seen.ids is not None and max_prompt_length is not None:
+        long = [row for row, ids in zip(seen.rows, seen.ids, strict=True) if len(ids) > max_prompt_length]
+        out.append(
+            _counted("over-long", f"with a prompt of more than {max_prompt_length} tokens", long, len(seen.rows))
+        )
+    return out
+
+
+def overlap(train: Looked, val: Looked) -> Finding:
+    """Rows of the second set whose prompt is in the first."""
+    known = set(map(_key, train.prompts))
+    both = [row for row, prompt in zip(val.rows, val.prompts, strict=True) if _key(prompt) in known]
+    return _counted("overlap", "of the test set with a prompt of the training set", both, len(val.rows))
+
+
+def lengths(seen: Looked) -> tuple[np.ndarray, str]:
+    """How long each prompt is [n] i64, and in what."""
+    if seen.ids is not None:
+        return np.array([len(ids) for ids in seen.ids]), "tokens"
+    texts = (p if isinstance(p, str) else "".join(message["content"] for message in p) for p in seen.prompts)
+    return np.array([len(text) for text in texts]), "characters"
+
+
+def histogram(values: np.ndarray) -> list[str]:
+    """Bars of how many values lie where, one line each."""
+    low, high = int(values.min()), int(values.max())
+    step = max(1, -(-(high - low + 1) // BINS))  # whole numbers, so that bins are alike
+    counts = np.bincount((values - low) // step)
+    wide = len(str(high + step))
+    lines = []
+    for i, n in enumerate(map(int, counts)):
+        first = low + i * step
+        bar = "#" * -(-n * BAR // int(counts.max()))
+        lines.append(f"      {first:>{wide}} to {first + step - 1:>{wide}}  {bar} {n}")
+    return lines
+
+
+def report(seen: Looked, found: Sequence[Finding], title: str, tokenizer: Any) -> list[str]:
+    """The lines that are printed of one set."""
+    values, unit = lengths(seen)
+    said = f"{values.min()} to {values.max()} {unit}, mean {values.mean():.1f}"
+    shown = seen.prompts[0] if seen.ids is None else tokenizer.decode(seen.ids[0])
+    note = "" if seen.ids is not None else ", as it stands: give --tokenizer to see it as the model will"
+    text = shown if isinstance(shown, str) else "\n".join(f"[{m['role']}] {m['content']}" for m in shown)
+    return [
+        f"{title}: {len(seen.rows)} rows",
+        *map(str, found),
+        str(Finding(True, "lengths", said)),
+        *histogram(values),
+        f"      the first prompt{note}",
+        *(f"      | {line}" for line in text.split("\n")),
+    ]
+
+
+def _counted(about: str, what: str, rows: list[Row], of: int) -> Finding:
+    said = f"{len(rows)} of {of} rows {what}"
+    return Finding(not rows, about, f"{said}, the first is {rows[0].place}" if rows else said)
+
+
+def _has_answer(row: Row) -> bool:
+    nested = row.columns.get("reward_model")
+    answers = [row.columns.get("ground_truth"), nested.get("ground_truth") if isinstance(nested, dict) else None]
+    if all(answer is None or (isinstance(answer, str) and not answer.strip()) for answer in answers):
+        return False
+    ground_truth(row)  # what is there must be of the right kind
+    return True
+
+
+def _key(prompt: Messages) -> str:
+    return prompt if isinstance(prompt, str) else repr([(m["role"], m["content"]) for m in prompt])
+
+
+def _graders() -> dict[str, str]:
+    from jppo.rewards.graders import GRADERS  # a command may look beyond data/
+
+    return {source: getattr(grader, "__name__", source) for source, grader in GRADERS.items()}
+
+
+@exit_on_user_error
+def main(argv: list[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jppo.data.check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", nargs="+", help="parquet, jsonl, json or tfds:NAME/SPLIT@DIR")
+    parser.add_argument("--val", default="", help="the test set, in the same forms, separated by commas")
+    parser.add_argument(
+        "--tokenizer", default="", help="the model's HF directory; without it lengths are in characters"
+    )
+    parser.add_argument("--max-prompt-length", type=int, help="tokens; counts the prompts that are longer")
+    parser.add_argument("--system-prompt", default="", help="as data.system_prompt")
+    parser.add_argument("--custom-cls", default="", help="as data.custom_cls")
+    args = parser.parse_args(argv)
+    if args.max_prompt_length is not None and not args.tokenizer:
+        raise UserError(f"--max-prompt-length={args.max_prompt_length} is in tokens; give --tokenizer to count them")
+    tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
+    read = dict(tokenizer=tokenizer, system_prompt=args.system_prompt, custom_cls=args.custom_cls)
+    said = dict(max_prompt_length=args.max_prompt_length, graders=_graders())
+    train = look(",".join(args.files), "FILES", **read)
+    val = look(args.val, "--val", **read) if args.val else None
+    lines = report(train, findings(train, **said), "training set", tokenizer)
+    if val is not None:
+        lines += report(val, [*findings(val, **said), overlap(train, val)], "test set", tokenizer)
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""One row of data with its place for errors, and the checks of what its columns hold. Read by every other stage."""
+
+import dataclasses
+from typing import Any
+
+from jppo.config import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One row of a source; `number` counts from 1 and is the line number in JSON lines."""
+
+    source: str  # a file's path, or what else errors call it
+    number: int
+    columns: dict[str, Any]
+    unit: str = "row"
+
+    @property
+    def place(self) -> str:
+        """Where the row stands, for error messages."""
+        return f"{self.source}, {self.unit} {self.number}"
+
+
+def text_column(row: Row, column: str) -> str:
+    """The text in `column`; missing, empty or not text is an error that names file and row."""
+    if column not in row.columns or row.columns[column] is None:
+        raise UserError(f"{row.place} has no {column!r}; its columns are {', '.join(map(str, row.columns))}")
+    return checked_text(row, column, row.columns[column])
+
+
+def checked_text(row: Row, column: str, value: Any) -> str:
+    """`value` itself when it is text with something in it."""
+    if not isinstance(value, str):
+        raise UserError(f"{row.place}: {column} is {brief(value)}, of type {type(value).__name__}; it must be text")
+    if not value.strip():
+        raise UserError(f"{row.place}: {column} is empty; fill it in or remove the row")
+    _check_characters(row, column, value)
+    return value
+
+
+def checked_messages(row: Row, column: str, value: Any) -> list[dict[str, str]]:
+    """`value` as chat messages: objects with text in `role` and `content`; null fields are left out."""
+    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+        kind = type(value).__name__
+        raise UserError(f"{row.place}: {column} is {brief(value)}, of type {kind}; it must be text or chat messages")
+    if not value:
+        raise UserError(f"{row.place}: {column} is empty; fill it in or remove the row")
+    for message in value:
+        for field in ("role", "content"):
+            if message.get(field) is None:
+                raise UserError(f"{row.place}: a message of {column} has no {field!r}: {brief(message)}")
+        checked_text(row, f"role in {column}", message["role"])
+        if not isinstance(message["content"], str):
+            raise UserError(f"{row.place}: content in {column} is {brief(message['content'])}; it must be text")
+        _check_characters(row, f"content in {column}", message["content"])
+    # Parquet fills the fields that only other rows have with null.
+    return [{k: v for k, v in message.items() if v is not None} for message in value]
+
+
+def brief(value: Any) -> str:
+    """A value as errors show it, in one short line."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _check_characters(row: Row, column: str, value: str) -> None:
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as e:  # JSON can spell half of a surrogate pair, which no tokenizer takes
+        raise UserError(
+            f"{row.place}: {column} has {value[e.start]!r}, half of a surrogate pair, at character {e.start + 1}; "
+            "write the whole character"
+        ) from e

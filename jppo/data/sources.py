@@ -1,0 +1,105 @@
+"""Where rows come from: files, prepared data sets of tensorflow-datasets, or a class of the user's own.
+
+A setting such as data.train_files lists sources, separated by commas: PATH.parquet, PATH.jsonl, PATH.json, or
+tfds:NAME/SPLIT[@DIR]. With data.custom_cls=PATH.py:CLASS each entry of the list, whatever it is, is given to the
+class: CLASS(entry, tokenizer=tokenizer) must be an iterable of rows, which are dicts of the same columns that a
+file has. What data say is never run as code; the class is, as the user's own.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import pathlib
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from jppo.config import UserError
+from jppo.data import tfds
+from jppo.data.files import SUFFIXES, read_rows
+from jppo.data.rows import Row, brief
+
+FORMS = f"{', '.join(SUFFIXES)} or {tfds.PREFIX}NAME/SPLIT"
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """The rows of one entry of a list of sources."""
+
+    name: str  # a file's stem or NAME/SPLIT; the whole entry where that would not be unique
+    rows: list[Row]
+
+
+def read_sources(entries: str, setting: str, *, custom_cls: str = "", tokenizer: Any = None) -> list[Source]:
+    """The rows of all sources in a comma-separated list, in its order."""
+    listed = [entry.strip() for entry in entries.split(",") if entry.strip()]
+    if not listed:
+        raise UserError(f"{setting}={entries!r} names no file; give one or more of {FORMS}, separated by commas")
+    for i, entry in enumerate(listed):
+        if entry in listed[:i]:
+            raise UserError(f"{setting} lists {entry} twice; a source may be read once")
+    if custom_cls:
+        rows_of = functools.partial(_custom_rows, _custom_class(custom_cls), custom_cls, tokenizer)
+        readers = [(functools.partial(rows_of, entry), pathlib.PurePath(entry).stem) for entry in listed]
+    else:
+        readers = [_reader(entry, setting) for entry in listed]  # all are seen to be there before one is read
+    short = [name for _, name in readers]
+    names = [name if short.count(name) == 1 else entry for name, entry in zip(short, listed, strict=True)]
+    return [Source(name, read()) for name, (read, _) in zip(names, readers, strict=True)]
+
+
+def _reader(entry: str, setting: str) -> tuple[functools.partial[list[Row]], str]:
+    """How to read an entry, once it is seen to be there, and its short name."""
+    if entry.startswith(tfds.PREFIX):
+        spec = tfds.parse(entry, setting)
+        return functools.partial(tfds.read_rows, spec), f"{spec.name}/{spec.split}"
+    path = pathlib.Path(entry).expanduser()
+    if path.suffix not in SUFFIXES:
+        raise UserError(f"{setting}: {path} ends in {path.suffix!r}; data sources are {FORMS}")
+    if not path.is_file():
+        raise UserError(f"{setting}: no file {path}; give the path of a {', '.join(SUFFIXES)} file")
+    return functools.partial(read_rows, path), path.stem
+
+
+def _custom_class(spec: str) -> Callable[..., Any]:
+    file, colon, name = spec.rpartition(":")
+    path = pathlib.Path(file).expanduser()
+    if not colon or path.suffix != ".py" or not name:
+        raise UserError(
+            f"data.custom_cls={spec!r} must be the path of a Python file, a colon and a class: data.py:Rows"
+        )
+    if not path.is_file():
+        raise UserError(f"data.custom_cls={spec}: no file {path}; give the path of a Python file")
+    described = importlib.util.spec_from_file_location(f"_custom_data_{path.stem}", path)
+    assert described is not None and described.loader is not None
+    module = sys.modules[described.name] = importlib.util.module_from_spec(described)
+    try:
+        described.loader.exec_module(module)
+    except Exception as e:  # a user's file may raise anything
+        raise UserError(f"data.custom_cls={spec}: {path} cannot be run ({_said(e)}); mend the file") from e
+    cls = getattr(module, name, None)
+    if not callable(cls):
+        raise UserError(f"data.custom_cls={spec}: {path} defines no class {name!r}; name one of the file's own")
+    return cls
+
+
+def _custom_rows(cls: Callable[..., Iterable[Any]], spec: str, tokenizer: Any, entry: str) -> list[Row]:
+    where = f"data.custom_cls={spec} of {entry!r}"
+    rows: list[Row] = []
+    try:
+        for number, columns in enumerate(cls(entry, tokenizer=tokenizer), start=1):
+            if not isinstance(columns, dict):
+                raise UserError(f"{where}, row {number} is {brief(columns)}; each row must be a dict of columns")
+            rows.append(Row(where, number, columns))
+    except UserError:
+        raise
+    except Exception as e:  # and so may its class
+        after = f"after row {len(rows)}" if rows else "before the first row"
+        raise UserError(f"{where} failed {after} ({_said(e)}); mend the class") from e
+    if not rows:
+        raise UserError(f"{where} has no rows; at least one is needed")
+    return rows
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

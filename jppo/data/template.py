@@ -1,0 +1,64 @@
+"""Chat messages as the text that the model reads, by the tokenizer's own chat template.
+
+transformers renders templates in a sandbox, with names that the template does not define as empty text. Here such a
+name is an error where it would be printed, looped over or computed with: it stands for text that the model was
+trained with and would not get. A template may still ask whether there is one. What messages say is never rendered.
+"""
+
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+from jinja2 import meta
+
+from jppo.config import UserError
+from jppo.data.rows import Row
+
+# What transformers gives to every template; special tokens that a tokenizer does not have are empty there.
+_GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now")
+_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_ITS_OWN_TAGS = re.compile(r"{%[-+]?\s*(?:end)?generation\s*[-+]?%}")
+
+
+class _Unknown(jinja2.Undefined):
+    """Not defined and false where a template asks; an error where it is used."""
+
+    __slots__ = ()
+    __str__ = __iter__ = __len__ = jinja2.Undefined._fail_with_undefined_error
+
+
+def unknown_names(template: str) -> dict[str, Any]:
+    """The names that a chat template reads and nobody gives, to be passed to it; a fault in it is a UserError."""
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        read = meta.find_undeclared_variables(environment.parse(_ITS_OWN_TAGS.sub("", template)))
+    except jinja2.TemplateSyntaxError as e:
+        raise UserError(f"the chat template is no template: line {e.lineno}: {e.message}; mend it") from e
+    return {name: _Unknown(name=name) for name in sorted(read - {*_GIVEN, *_TOKENS, *environment.globals})}
+
+
+def make_renderer(tokenizer: Any) -> Any:
+    """A function (messages, row) -> text with the start of the assistant's turn; `row` is the place for errors."""
+    if tokenizer.chat_template is None:
+        return _no_template
+    template = tokenizer.get_chat_template()
+    taken = {*inspect.signature(tokenizer.apply_chat_template).parameters, *tokenizer.special_tokens_map}
+    unknown = {name: value for name, value in unknown_names(template).items() if name not in taken}
+
+    def render(messages: Sequence[Mapping[str, str]], row: Row) -> str:
+        try:
+            return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **unknown)
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as e:
+            said = str(e).strip().partition("\n")[0]
+            raise UserError(f"{row.place}: the chat template refuses the prompt: {said}") from e
+
+    return render
+
+
+def _no_template(messages: Any, row: Row) -> str:
+    raise UserError(
+        f"{row.place}: the prompt is chat messages, but the tokenizer has no chat template; give one in "
+        "tokenizer_config.json or chat_template.jinja, or prompts as text"
+    )

@@ -1,0 +1,134 @@
+"""Grades the data's own solutions before any training: python -m jppo.rewards.check --config=configs/gsm8k.py
+
+For the first rows of each data source, what the data calls right and what is right of another row are graded by the
+run's own reward. A source whose truth earns no more than a wrong answer fails the check: with such a reward there is
+nothing to learn. Exit code 1 where one fails. Settings are given as --config.SECTION.NAME=VALUE.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+
+from ml_collections import ConfigDict
+
+from jppo import assemble
+from jppo import config as settings
+from jppo.rewards.compose import Panel
+from jppo.rewards.parts import Sample
+from jppo.structs import Prompt, Reward
+
+ROWS = 8  # of each source
+# Where a row may keep a worked solution beside its ground truth: verl's data sets have the first.
+SOLUTIONS = ("answer", "solution", "rationale", "response")
+# How a ground truth is written where there is no solution: the forms that the rules read, tried in turn.
+FORMS = ("#### {}", "\\boxed{{{}}}", "The answer is {}.", "{}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What the reward says of one source."""
+
+    source: str
+    rows: int
+    truth: float  # mean score of right answers
+    wrong: float  # and of those of other rows
+    errors: list[str]
+    example: str  # a right answer, as it was graded
+
+    @property
+    def good(self) -> bool:
+        """Whether there is something to learn."""
+        return not self.errors and self.truth > self.wrong
+
+
+def check(panel: Panel, prompts: Sequence[Prompt], *, rows: int = ROWS) -> list[Finding]:
+    """A finding for each data source, from its first rows."""
+    sources = sorted({prompt.data_source for prompt in prompts})
+    return [_source(panel, [p for p in prompts if p.data_source == source][: max(rows, 2)]) for source in sources]
+
+
+def solutions(prompt: Prompt) -> list[str]:
+    """Texts that ought to be right: the worked solution first, then the ground truth in the forms that rules read."""
+    places = [prompt.extra, prompt.extra.get("extra_info") or {}]
+    worked = [place[name] for place in places for name in SOLUTIONS if isinstance(place.get(name), str)]
+    return worked + [form.format(prompt.ground_truth) for form in FORMS]
+
+
+def _source(panel: Panel, prompts: list[Prompt]) -> Finding:
+    """Takes the form of solution that earns most: how a response must look is the rule's own affair."""
+    forms = [solutions(prompt) for prompt in prompts]
+    tried = [_grade(panel, prompts, [texts[min(i, len(texts) - 1)] for texts in forms]) for i in range(len(forms[0]))]
+    means = [_mean(rewards) for rewards in tried]
+    best = max(range(len(means)), key=lambda i: means[i])
+    chosen = [texts[min(best, len(texts) - 1)] for texts in forms]
+    others = [_other(i, prompts) for i in range(len(prompts))]
+    wrong = _grade(panel, prompts, [None if j is None else chosen[j] for j in others])
+    errors = [r.error for r in (*tried[best], *wrong) if r.error is not None]
+    return Finding(
+        source=prompts[0].data_source,
+        rows=len(prompts),
+        truth=means[best],
+        wrong=_mean(wrong),
+        errors=errors,
+        example=chosen[0],
+    )
+
+
+def _other(i: int, prompts: list[Prompt]) -> int | None:
+    """A row of the source that has another truth; None where all have the same."""
+    different = [j for j, p in enumerate(prompts) if p.ground_truth != prompts[i].ground_truth]
+    return different[0] if different else None
+
+
+def _grade(panel: Panel, prompts: Sequence[Prompt], texts: Sequence[str | None]) -> list[Reward]:
+    said = ["" if text is None else text for text in texts]  # no other truth: an empty answer is wrong
+    return panel.grade(Sample(p, text, len(text.split()), "stop") for p, text in zip(prompts, said, strict=True))
+
+
+def _mean(rewards: Sequence[Reward]) -> float:
+    scores = [r.score for r in rewards if r.error is None]
+    return sum(scores) / len(scores) if scores else float("-inf")
+
+
+def report(findings: Sequence[Finding]) -> str:
+    """A line for each source, and what to do where one fails."""
+    lines = []
+    for f in findings:
+        lines.append(
+            f"{'OK  ' if f.good else 'FAIL'} {f.source}: right answers earn {f.truth:.3g}, others' {f.wrong:.3g}"
+            f" ({f.rows} rows)"
+        )
+        if f.errors:
+            lines.append(f"     {len(f.errors)} could not be graded; the first: {f.errors[0]}")
+        elif not f.good:
+            lines.append(
+                f"     the reward does not tell a right answer from a wrong one; it was given {f.example[-80:]!r};"
+                " look at data_source, ground_truth and reward.*"
+            )
+    return "\n".join(lines)
+
+
+def run(c: ConfigDict) -> bool:
+    """Prints the report; False where a source fails."""
+    inputs = assemble.read_inputs(c)
+    panel = assemble.make_panel(c, inputs, assemble.make_mesh(c))
+    try:
+        panel.ready()
+        findings = check(panel, inputs.train.prompts)
+    finally:
+        panel.close()
+    print(report(findings))
+    return all(f.good for f in findings)
+
+
+@settings.exit_on_user_error
+def main(argv: list[str] | None = None) -> None:
+    """The command line."""
+    config, _ = settings.parse(sys.argv[1:] if argv is None else argv, __doc__, settings.default())
+    settings.check(config)
+    if not run(config):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Users' reward functions, `reward.function='path.py:name'`: checked before training, run in worker processes.
+
+    compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float or {"score": float, ...}
+    compute_score(data_sources, solution_strs, ground_truths, extra_infos) -> list of those
+
+The second form is known by its parameters' names; it gets all samples that came before `flush` at once.
+"""
+
+import functools
+import pathlib
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+from jppo.config import UserError
+from jppo.rewards.parts import Sample
+from jppo.rewards.pool import Pool, Target, plain, ready
+from jppo.structs import Reward
+
+
+class FunctionPart:
+    """A user's function as a part of the reward. The file is read once, now; the pool is closed with the part.
+
+    Wrong files and functions are UserErrors here. In training, whatever goes wrong is an error of its own sample,
+    and of all samples of its batch in the second form.
+    """
+
+    def __init__(self, function: str, *, pool: Pool):
+        target = _target(function)
+        self.batch = ready(pool, target, f"reward.function={function!r}")
+        self._target, self._pool = target, pool
+        self._waiting: list[tuple[dict[str, Any], Future[Reward]]] = []
+        self._lock = threading.Lock()
+
+    def submit(self, sample: Sample) -> Future[Reward]:
+        """Hands the sample to a worker, or keeps it for the batch."""
+        if not self.batch:
+            return self._pool.submit(self._target, plain(sample))
+        future: Future[Reward] = Future()
+        with self._lock:
+            self._waiting.append((plain(sample), future))
+        return future
+
+    def flush(self) -> None:
+        """Hands the samples that wait to one worker, as one batch."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+        scored = self._pool.submit_batch(self._target, [sample for sample, _ in waiting])
+        for inner, (_, future) in zip(scored, waiting, strict=True):
+            inner.add_done_callback(functools.partial(_pass_on, future))
+
+    def close(self) -> None:
+        """Ends the pool's processes; samples that still wait become errors."""
+        self._pool.close()
+        self.flush()
+
+
+def _pass_on(future: Future[Reward], scored: Future[Reward]) -> None:
+    future.set_result(scored.result())
+
+
+def _target(function: str) -> Target:
+    file, colon, name = function.rpartition(":")
+    if not (colon and file and name):
+        raise UserError(f"reward.function={function!r} must be 'path.py:name', as in 'rewards/mine.py:compute_score'")
+    path = pathlib.Path(file).expanduser().resolve()
+    try:
+        source = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as e:
+        why = "there is no such file" if isinstance(e, FileNotFoundError) else f"the file cannot be read: {e}"
+        raise UserError(f"reward.function={function!r}: {why} ({path}); give the path of a Python file") from e
+    return ("function", str(path), name, source)

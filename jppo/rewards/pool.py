@@ -1,0 +1,279 @@
+"""A pool of worker processes for whatever scores samples and may hang, crash, print, fork or eat memory.
+
+Parts submit samples and get futures. Each worker has a thread here that feeds it one job at a time and watches
+the clock. A worker that overruns, dies or runs out of memory is killed with all its children and replaced; the
+job that it had is an error, no other is lost or run twice.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import pickle
+import queue
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from jppo.config import UserError
+from jppo.rewards.parts import Sample, failed
+from jppo.rewards.worker import LENGTH
+from jppo.structs import Reward
+
+Target = tuple[str, ...]  # as in targets.py
+
+START_TIMEOUT_S = 120.0  # for a worker to start and import what a target needs
+_TICK_S = 0.05  # how soon a death that leaves the pipe open is seen, and close()
+_ROOT = str(pathlib.Path(__file__).resolve().parents[2])
+
+
+class NotReady(Exception):
+    """A target that no worker can make ready: the file is broken, a package is missing."""
+
+
+class _Lost(Exception):
+    """The worker did not answer; says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    target: Target
+    samples: list[dict[str, Any]] | None  # None: only make the target ready
+    futures: list[Future[Any]]
+
+
+def plain(sample: Sample) -> dict[str, Any]:
+    """A sample as workers read it."""
+    prompt = sample.prompt
+    extra = prompt.extra.get("extra_info", prompt.extra)  # verl's column, else all further columns
+    return {"data_source": prompt.data_source, "text": sample.text, "truth": prompt.ground_truth, "extra": extra}
+
+
+class Pool:
+    """`workers` processes; they start when the first job comes.
+
+    A sample may take `timeout_s`; many in one job may take as much each, together. `memory_bytes` bounds the
+    address space of every process, which is more than it uses. What jobs print goes to `log`, or nowhere.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        *,
+        timeout_s: float,
+        memory_bytes: int,
+        log: pathlib.Path | None = None,
+        start_timeout_s: float = START_TIMEOUT_S,
+    ):
+        self.timeout_s, self.memory_bytes = timeout_s, memory_bytes
+        self._workers, self._log, self._start_timeout_s = workers, log, start_timeout_s
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+
+    def submit(self, target: Target, sample: Mapping[str, Any]) -> Future[Reward]:
+        """The reward of one sample, when it comes; the future never raises."""
+        return self.submit_batch(target, [sample])[0]
+
+    def submit_batch(self, target: Target, samples: Sequence[Mapping[str, Any]]) -> list[Future[Reward]]:
+        """As `submit`, for samples that one worker is to see all at once."""
+        futures: list[Future[Reward]] = [_future() for _ in samples]
+        if samples:
+            self._put(_Job(target, [dict(sample) for sample in samples], futures))
+        return futures
+
+    def prepare(self, target: Target) -> bool:
+        """Waits until a worker has made the target ready; True where it wants whole batches. Raises NotReady."""
+        future: Future[bool] = _future()
+        self._put(_Job(target, None, [future]))
+        return future.result()
+
+    def close(self) -> None:
+        """Ends all processes; what is not done yet becomes an error. May be called twice."""
+        with self._lock:
+            self._closed.set()
+            threads = list(self._threads)
+        for _ in threads:
+            self._jobs.put(None)
+        for thread in threads:
+            thread.join()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                job = self._jobs.get_nowait()
+                if job is not None:
+                    _fail(job, "the pool was closed")
+
+    def _put(self, job: _Job) -> None:
+        with self._lock:
+            if not self._closed.is_set():
+                while len(self._threads) < self._workers:
+                    self._threads.append(threading.Thread(target=self._serve, name="jppo-reward", daemon=True))
+                    self._threads[-1].start()
+                self._jobs.put(job)
+                return
+        _fail(job, "the pool was closed")
+
+    def _serve(self) -> None:
+        worker: _Worker | None = None
+        try:
+            while (job := self._jobs.get()) is not None:
+                if self._closed.is_set():
+                    _fail(job, "the pool was closed")
+                    continue
+                if worker is not None and not worker.alive():  # it ended between two jobs
+                    worker.kill()
+                    worker = None
+                try:
+                    if worker is None:
+                        worker = _Worker(self.memory_bytes, self._log, self._closed)
+                    worker = self._run(worker, job)
+                except Exception as e:  # such as samples that cannot be pickled, or no process to be had
+                    if worker is not None:
+                        worker.kill()
+                        worker = None
+                    _fail(job, str(e) if isinstance(e, _Lost) else f"{type(e).__name__}: {e}")
+        finally:
+            if worker is not None:
+                worker.kill()
+
+    def _run(self, worker: "_Worker", job: _Job) -> "_Worker | None":
+        """Runs a job and answers its futures; returns the worker if it can go on."""
+        ready = worker.ready.get(job.target)
+        if ready is None:
+            ready = worker.ask({"target": job.target, "samples": None}, self._start_timeout_s)
+            if "error" not in ready and "memory" not in ready:
+                worker.ready[job.target] = ready
+        reply = ready
+        if job.samples is not None and job.target in worker.ready:
+            reply = worker.ask({"target": job.target, "samples": job.samples}, self.timeout_s * len(job.samples))
+        if "memory" in reply or "error" in reply:
+            _fail(job, reply["error"] if "error" in reply else _memory(self.memory_bytes))
+        elif job.samples is None:
+            job.futures[0].set_result(reply["batch"])
+        else:
+            for future, answer in zip(job.futures, reply["answers"], strict=True):
+                future.set_result(Reward(**answer))
+        if reply.get("retire"):
+            worker.kill()
+            return None
+        return worker
+
+
+def ready(pool: Pool, target: Target, what: str) -> bool:
+    """Has a worker make the target ready; True where it wants batches. What it cannot is a UserError."""
+    try:
+        return pool.prepare(target)
+    except NotReady as e:
+        more = "; raise reward.memory_bytes if it needs more" if _looks_like_memory(str(e)) else ""
+        raise UserError(f"{what}: {e}{more}") from e
+
+
+def _looks_like_memory(reason: str) -> bool:
+    signs = ("memory", "failed to map", "allocate", "signal 6", "signal 11")
+    return any(sign in reason for sign in signs)
+
+
+class _Worker:
+    """One worker process with its guard, and the two pipes to it; used by one thread."""
+
+    def __init__(self, memory_bytes: int, log: pathlib.Path | None, closed: threading.Event):
+        path = os.pathsep.join([_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
+        one = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # every thread more takes address space
+        with open(log or os.devnull, "ab") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "jppo.rewards.worker", str(os.getpid()), str(memory_bytes)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=one | os.environ | {"PYTHONPATH": path},
+                start_new_session=True,
+                bufsize=0,
+            )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._in, self._out = self._process.stdin, self._process.stdout
+        self._closed = closed
+        self._seen = select.poll()
+        self._seen.register(self._out, select.POLLIN)
+        self.ready: dict[Target, dict[str, Any]] = {}
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """What the worker answers; raises _Lost where it does not."""
+        body = pickle.dumps(request)
+        deadline = time.monotonic() + timeout_s
+        try:
+            left = memoryview(LENGTH.pack(len(body)) + body)
+            while left:
+                left = left[self._in.write(left) :]
+        except BrokenPipeError:
+            raise _Lost(self._ending()) from None
+        (length,) = LENGTH.unpack(self._read(LENGTH.size, deadline, timeout_s))
+        return json.loads(self._read(length, deadline, timeout_s))
+
+    def _read(self, count: int, deadline: float, timeout_s: float) -> bytes:
+        got = bytearray()
+        while len(got) < count:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise _Lost(f"it took longer than {timeout_s:g} s")
+            if self._closed.is_set():
+                raise _Lost("the pool was closed")
+            if self._seen.poll(1000 * min(left, _TICK_S)):
+                chunk = os.read(self._out.fileno(), min(count - len(got), 2**20))
+                if not chunk:
+                    raise _Lost(self._ending())
+                got += chunk
+            elif not self.alive() and not self._seen.poll(0):
+                raise _Lost(self._ending())
+        return bytes(got)
+
+    def _ending(self) -> str:
+        try:
+            code = self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            return "the process closed its pipe"
+        if code < 0:
+            return f"the process was ended by signal {-code} ({signal.Signals(-code).name})"
+        return f"the process ended with exit code {code}"
+
+    def kill(self) -> None:
+        """Ends the worker with all that it started: the guard sees to it."""
+        self._process.terminate()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._in.close()
+        self._out.close()
+
+
+def _future() -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()  # nobody can cancel what a thread here will answer
+    return future
+
+
+def _memory(memory_bytes: int) -> str:
+    return f"it used more than {memory_bytes / 2**20:g} MiB of memory"
+
+
+def _fail(job: _Job, why: str) -> None:
+    for future in job.futures:
+        if future.done():
+            continue
+        if job.samples is None:
+            future.set_exception(NotReady(why))
+        else:
+            future.set_result(failed(why))

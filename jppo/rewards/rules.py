@@ -1,0 +1,164 @@
+"""The rules: pure functions of a response and the row's ground truth. `graders.py` says which source gets which.
+
+They run in the trainer and in the worker processes, so that only the standard library is imported here.
+A wrong or missing answer is 0; what cannot be judged raises, and whoever called makes that sample's error of it.
+"""
+
+import decimal
+import logging
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class Verdict(NamedTuple):
+    """What a rule says."""
+
+    score: float
+    parts: dict[str, float]
+
+
+Rule = Callable[[str, str], Verdict]  # (response, ground truth) -> verdict
+
+_NUMBER = r"[-+]?\$?[-+]?[0-9.,]*[0-9][0-9.,]*"
+_GSM8K_ANSWER = re.compile(rf"####[ \t]*({_NUMBER})")
+# A minus right after a digit, a letter or a bracket is an operator: the last number of 10-4 is 4.
+_ANY_NUMBER = re.compile(r"(?:(?<![\w)\]}])-)?(?:\$-?)?(?:\.?[0-9])[0-9.,]*")
+
+# How options are stated. Lower case only where nothing but an option can stand: (b), #### b, \boxed{b}.
+# Every repetition is bounded or has one reading: a response may be thousands of spaces.
+_LETTER = r"[*_ ]{0,4}(?:\(\s?([A-Ea-e])\s?\)|([A-E])(?![A-Za-z0-9'^/]|\s?[=+^]|\*\w))"
+_STATED = re.compile(
+    "|".join(
+        (
+            rf"\b(?i:answer|ans|option|choice)\b\W{{0,4}}(?i:(?:is|be|will be|would be|must be)\b)?[\s:*]{{0,4}}"
+            rf"(?i:option|choice)?{_LETTER}",
+            r"(?<![A-Za-z0-9])([A-E])\)?[*_]{0,2} is (?:the )?(?:correct|right)\b",
+            r"####[ \t]*\(?([A-Ea-e])\)?(?![A-Za-z0-9])",
+            r"\\boxed\s*\{(?:\s|\\(?:text|textbf|mathrm|mathbf)\b|[{(])*([A-Ea-e])[\s})]*\}",
+            r"^[ \t]*[*_]{0,3}\(?([A-E])[.)]?\)?[*_]{0,3}\.?[ \t]*$",
+        )
+    ),
+    re.MULTILINE,
+)
+_CHOICE_STRICT = re.compile(r"####[ \t]*\(?([A-Ea-e])\)?(?![A-Za-z0-9])")
+
+
+def gsm8k(response: str, ground_truth: str) -> Verdict:
+    """1 when the number after the first `####` equals the truth: strict, as in the recipe.
+
+    Thousands commas, a dollar sign and a full stop at the end are no part of the number. Numbers are compared
+    as numbers, exactly: 18.0 is 18.
+    """
+    match = _GSM8K_ANSWER.search(response)
+    return _number_verdict(None if match is None else match.group(1), ground_truth)
+
+
+def gsm8k_flexible(response: str, ground_truth: str) -> Verdict:
+    """1 when the last number in the response equals the truth, wherever it stands; numbers as in `gsm8k`.
+
+    Only what is written counts: of 1/2 the last number is 2, and of 5% it is 5.
+    """
+    found = _ANY_NUMBER.findall(response)
+    return _number_verdict(found[-1] if found else None, ground_truth)
+
+
+def exact(response: str, ground_truth: str) -> Verdict:
+    """1 when the response is the truth, but for white space around it."""
+    score = float(response.strip() == ground_truth.strip())
+    return Verdict(score, {"exact": score})
+
+
+def choice(response: str, ground_truth: str) -> Verdict:
+    r"""1 when the option that is stated last is the truth, a letter from A to E.
+
+    Stated is what follows `answer`, `option` or `choice` ('the answer is (B)', 'Ans: B'), 'B is correct',
+    `#### B`, `\boxed{B}`, and a letter that has a line to itself ('B', '(B)', '**B.**').
+    """
+    found = list(_STATED.finditer(response))
+    letter = next(group for group in found[-1].groups() if group) if found else None
+    return _letter_verdict(letter, ground_truth)
+
+
+def choice_strict(response: str, ground_truth: str) -> Verdict:
+    """1 when the letter after the first `####` is the truth, a letter from A to E."""
+    match = _CHOICE_STRICT.search(response)
+    return _letter_verdict(None if match is None else match.group(1), ground_truth)
+
+
+def math(response: str, ground_truth: str) -> Verdict:
+    r"""1 when the last `\boxed{}` of the response equals the truth as mathematics, by math-verify.
+
+    The truth may be boxed or not. Equal is 1/2 and 0.5, or (x+1)^2 and x^2+2x+1. Without a box that closes, the
+    score is 0. May take long, or much memory, for some formulas: `graders.py` has it run in the pool.
+    """
+    truth = boxed(ground_truth) if r"\boxed" in ground_truth else ground_truth.strip().strip("$")
+    if not truth:
+        raise ValueError(f"ground_truth={ground_truth!r} has no answer in it")
+    answer = boxed(response)
+    if not answer:
+        return Verdict(0.0, {"exact": 0.0, "answered": 0.0})
+    same = "".join(answer.split()) == "".join(truth.split()) or _equal(truth, answer)
+    return Verdict(float(same), {"exact": float(same), "answered": 1.0})
+
+
+def boxed(text: str) -> str | None:
+    r"""What stands in the last `\boxed{...}`, however deep its braces; None without one that closes."""
+    start = text.rfind(r"\boxed")
+    opening = re.compile(r"\\boxed\s*\{").match(text, start) if start >= 0 else None
+    if opening is None:
+        return None
+    depth, escaped = 1, False
+    for i in range(opening.end(), len(text)):
+        c = text[i]
+        if escaped:
+            escaped = False
+        elif c == "\\":
+            escaped = True
+        elif c in "{}":
+            depth += 1 if c == "{" else -1
+            if depth == 0:
+                return text[opening.end() : i].strip()
+    return None
+
+
+def _equal(truth: str, answer: str) -> bool:
+    import math_verify  # half a second of sympy
+
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+    config = [math_verify.LatexExtractionConfig(boxed_match_priority=0)]
+
+    def parsed(text: str) -> list:
+        # math-verify's own time limit is a signal, which only the main thread can have: the pool has a deadline
+        return math_verify.parse(rf"\boxed{{{text}}}", extraction_config=config, parsing_timeout=None)
+
+    of_truth = parsed(truth)
+    if not of_truth:
+        raise ValueError(f"ground_truth={truth!r} cannot be read as mathematics")
+    return bool(math_verify.verify(of_truth, parsed(answer), timeout_seconds=None))
+
+
+def _letter_verdict(letter: str | None, ground_truth: str) -> Verdict:
+    truth = ground_truth.strip().upper()
+    if truth not in ("A", "B", "C", "D", "E"):
+        raise ValueError(f"ground_truth={ground_truth!r} is not a letter from A to E")
+    score = float(letter is not None and letter.upper() == truth)
+    return Verdict(score, {"exact": score, "answered": float(letter is not None)})
+
+
+def _number_verdict(answer: str | None, ground_truth: str) -> Verdict:
+    truth = _number(ground_truth)
+    if truth is None:
+        raise ValueError(f"ground_truth={ground_truth!r} is not a number")
+    number = None if answer is None else _number(answer)
+    score = float(number is not None and number == truth)
+    return Verdict(score, {"exact": score, "answered": float(number is not None)})
+
+
+def _number(text: str) -> decimal.Decimal | None:
+    """The number that is written, or None for things like 1.2.3."""
+    try:
+        number = decimal.Decimal(text.replace(",", "").replace("$", "").strip().rstrip("."))
+    except decimal.InvalidOperation:
+        return None
+    return number if number.is_finite() else None

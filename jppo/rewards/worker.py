@@ -1,0 +1,162 @@
+"""A process that runs what may hang, crash, print, fork or eat memory: `pool.py` starts it.
+
+    python -m jppo.rewards.worker PARENT_PID MEMORY_BYTES
+
+It is two processes. The worker runs jobs: requests come pickled over stdin, answers go as JSON over stdout, each
+with its length in front; what the jobs themselves print goes where stderr goes. The guard waits beside it. When
+the worker or the trainer ends, or on SIGTERM, the guard kills every process below itself, also those that have
+left the worker's group, and ends as the worker did. Standard library only: neither jax nor the trainer.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import pathlib
+import pickle
+import resource
+import select
+import signal
+import struct
+import sys
+import time
+from typing import Any, BinaryIO
+
+from jppo.rewards import targets
+
+LENGTH = struct.Struct(">Q")
+POLL_S = 0.5  # how soon the guard sees that the trainer is gone
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def main(parent: int, memory_bytes: int) -> None:
+    """Guards a worker until it ends, or must; never returns."""
+    requests, replies = os.dup(0), os.dup(1)  # these two no child inherits across exec
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(2, 1)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(OSError):  # where memory ends, the kernel takes a worker before the trainer
+        pathlib.Path("/proc/self/oom_score_adj").write_text("500")
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    guard = os.getpid()
+    worker = os.fork()
+    if worker == 0:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != guard:
+            os._exit(1)
+        os.close(woken)
+        os.close(wake)
+        os.setsid()
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+        _work(requests, replies)
+    os.close(requests)
+    os.close(replies)
+    status = _watch(worker, parent, woken, wake)
+    _kill_below(worker)
+    code = 0 if status is None else os.waitstatus_to_exitcode(status)
+    if code < 0:
+        with contextlib.suppress(OSError):  # SIGKILL has no handler to be taken away
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(guard, -code)
+    os._exit(code)
+
+
+def _watch(worker: int, parent: int, woken: int, wake: int) -> int | None:
+    """The status that the worker ended with; None when it has to be ended."""
+    stop = []
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
+    while not stop and os.getppid() == parent:
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)  # also orphans of the worker
+                if pid == worker:
+                    return status
+                if pid == 0:
+                    break
+        if select.select([woken], [], [], POLL_S)[0]:
+            os.read(woken, 4096)
+    return None
+
+
+def _kill_below(worker: int) -> None:
+    """Kills what descends from this process, until nothing is left; orphans come to it, for it is their reaper."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(worker, signal.SIGKILL)
+    end = time.monotonic() + 5
+    while time.monotonic() < end:
+        for child in _children():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(child, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.005)
+
+
+def _children() -> list[int]:
+    found, me = [], os.getpid()
+    for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError):
+            fields = stat.read_text().rpartition(")")[2].split()  # state, ppid, ...
+            if int(fields[1]) == me:
+                found.append(int(stat.parent.name))
+    return found
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _work(requests: int, replies: int) -> None:
+    me = os.getpid()
+    ready: dict[tuple[str, ...], targets.Prepared] = {}
+    with os.fdopen(requests, "rb") as stream:
+        while (request := _receive(stream)) is not None:
+            reply = _reply(request, ready)
+            if os.getpid() != me:  # a fork made by the job came back here: only the first may answer
+                os._exit(0)
+            _send(replies, reply)
+            if reply.get("retire"):
+                break
+    os._exit(0)
+
+
+def _reply(request: dict[str, Any], ready: dict[tuple[str, ...], targets.Prepared]) -> dict[str, Any]:
+    try:
+        target = tuple(request["target"])
+        if request["samples"] is None:
+            ready[target] = targets.prepare(target)
+            return {"batch": ready[target].batch}
+        return {"answers": ready[target].call(request["samples"])}
+    except MemoryError:
+        return {"memory": True, "retire": True}  # what filled it may still be held
+    except ValueError as e:
+        return {"error": str(e) if request["samples"] is None else targets.explain(e)}
+    except BaseException as e:  # exit() and whatever else a job raises costs its own sample
+        return {"error": targets.explain(e)}
+
+
+def _receive(stream: BinaryIO) -> dict[str, Any] | None:
+    head = stream.read(LENGTH.size)
+    if len(head) < LENGTH.size:  # the trainer is gone
+        return None
+    return pickle.loads(stream.read(*LENGTH.unpack(head)))
+
+
+def _send(replies: int, reply: dict[str, Any]) -> None:
+    body = json.dumps(reply).encode()
+    left = memoryview(LENGTH.pack(len(body)) + body)
+    while left:
+        left = left[os.write(replies, left) :]
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,163 @@
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from jppo.config import UserError
+from jppo.data import tfds
+from jppo.data.prompts import read_prompts
+from jppo.data.sources import read_sources
+
+CLASSES = """
+import dataclasses
+
+@dataclasses.dataclass
+class Sums:
+    limit: "str"
+    tokenizer: object
+    def __iter__(self):
+        for i in range(1, int(self.limit) + 1):
+            yield {"prompt": f"{i}+{i}=", "ground_truth": str(2 * i), "data_source": "arithmetic", "level": i}
+
+def Failing(entry, tokenizer):
+    yield {"prompt": "1"}
+    raise KeyError("no such column")
+
+Strings = lambda entry, tokenizer: ["a"]
+Empty = lambda entry, tokenizer: []
+Refusing = lambda entry: []
+NotOne = 7
+"""
+
+
+@pytest.fixture
+def classes(tmp_path):
+    (tmp_path / "mine.py").write_text(CLASSES)
+    return str(tmp_path / "mine.py")
+
+
+def test_rows_by_a_class_of_the_users_own(classes, characters):
+    found = read_prompts(
+        "2,3",
+        tokenizer=characters,
+        max_prompt_length=9,
+        filter_overlong=True,
+        custom_cls=f"{classes}:Sums",
+    )
+    assert [p.uid for p in found.prompts] == ["2:1", "2:2", "3:1", "3:2", "3:3"]
+    assert [p.messages for p in found.prompts[:2]] == ["1+1=", "2+2="] and found.prompts[1].extra == {"level": 2}
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("{}:Failing", r"mine\.py:Failing of 'x' failed after row 1 \(KeyError: 'no such column'\)"),
+        ("{}:Strings", r"mine\.py:Strings of 'x', row 1 is 'a'; each row must be a dict"),
+        ("{}:Empty", r"mine\.py:Empty of 'x' has no rows"),
+        ("{}:Refusing", r"failed before the first row \(TypeError: .*unexpected keyword argument 'tokenizer'"),
+        ("{}:NotOne", "defines no class 'NotOne'"),
+        ("{}:Other", "defines no class 'Other'"),
+        ("{}x:Other", "must be the path of a Python file, a colon and a class"),
+        ("{}", "must be the path of a Python file, a colon and a class"),
+        ("/none/a.py:B", "no file /none/a.py"),
+    ],
+)
+def test_a_class_that_does_not_do_is_named(classes, spec, said):
+    with pytest.raises(UserError, match=said) as e:
+        read_sources("x", "data.train_files", custom_cls=spec.format(classes))
+    assert "\n" not in str(e.value)
+
+
+def test_a_row_of_a_class_is_named(classes, characters):
+    with pytest.raises(UserError, match=r"mine\.py:Sums of '1', row 1: the prompt is text"):
+        read_prompts(
+            "1", tokenizer=characters, max_prompt_length=9, filter_overlong=True, custom_cls=f"{classes}:Sums",
+            system_prompt="9",
+        )  # fmt: skip
+
+
+def test_a_file_of_classes_that_cannot_be_run(tmp_path):
+    (tmp_path / "bad.py").write_text("1 +")
+    with pytest.raises(UserError, match=r"bad\.py cannot be run \(SyntaxError"):
+        read_sources("x", "data.train_files", custom_cls=f"{tmp_path / 'bad.py'}:A")
+
+
+@pytest.mark.parametrize("entry", ["tfds:gsm8k", "tfds:/train", "tfds:gsm8k/", "tfds:gsm8k/train@"])
+def test_a_split_that_is_not_spelt_out(entry):
+    with pytest.raises(UserError, match=r"data.val_files: .* must be tfds:NAME/SPLIT or tfds:NAME/SPLIT@DIR"):
+        read_sources(entry, "data.val_files")
+
+
+def test_what_a_split_is_made_of():
+    assert tfds.parse("tfds:gsm8k/main:1.0.0/train[:10%]@/d/e", "")[1:] == ("gsm8k/main:1.0.0", "train[:10%]", "/d/e")
+    assert tfds.parse("tfds:gsm8k/test", "")[1:] == ("gsm8k", "test", None)
+
+
+def test_without_tensorflow_datasets_the_error_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
+    with pytest.raises(UserError, match=r"pip install 'jppo\[tfds\]'"):
+        read_sources("tfds:gsm8k/train", "data.train_files")
+
+
+def test_what_is_not_prepared_is_one_line(tmp_path):
+    pytest.importorskip("tensorflow_datasets")
+    with pytest.raises(UserError, match=r"tfds:nonesuch/train@.* cannot be read .* must have been prepared") as e:
+        read_sources(f"tfds:nonesuch/train@{tmp_path}", "data.train_files")
+    assert "\n" not in str(e.value)
+
+
+def test_features_become_the_types_of_json(tmp_path):
+    store = pytest.importorskip("tensorflow_datasets")
+    f = store.features
+    features = {
+        "turns": f.Sequence({"role": f.Text(), "content": f.Text()}),
+        "words": f.Sequence(f.Text()),
+        "level": np.int64,
+        "nested": {"share": np.float32, "good": np.bool_},
+        "raw": f.Tensor(shape=(2,), dtype=np.int32),
+    }
+    row = {
+        "turns": [{"role": "user", "content": "é"}, {"role": "assistant", "content": ""}],
+        "words": ["a", "b"],
+        "level": 3,
+        "nested": {"share": 0.5, "good": True},
+        "raw": [1, 2],
+    }
+
+    with store.core.registered.skip_registration():
+
+        class Builder(store.core.GeneratorBasedBuilder):
+            name = "many_types"
+            VERSION = store.core.Version("1.0.0")
+
+            def _info(self):
+                return store.core.DatasetInfo(builder=self, features=f.FeaturesDict(features), disable_shuffling=True)
+
+            def _split_generators(self, dl_manager):
+                return {"train": self._generate_examples()}
+
+            def _generate_examples(self):
+                yield from enumerate([row, row | {"turns": [], "words": []}])
+
+    Builder.code_path = None
+    Builder(data_dir=str(tmp_path), file_format="array_record").download_and_prepare()
+    [source] = read_sources(f"tfds:many_types/train@{tmp_path}", "data.train_files")
+    assert [r.columns for r in source.rows] == [row, row | {"turns": [], "words": []}]
+    [one] = read_sources(f"tfds:many_types/train[1:]@{tmp_path}", "data.train_files")
+    assert len(one.rows) == 1 and one.rows[0].number == 1
+
+
+def test_tensorflow_gets_no_gpu(monkeypatch):
+    asked = []
+    config = types.SimpleNamespace(set_visible_devices=lambda *args: asked.append(args))
+    monkeypatch.setitem(sys.modules, "tensorflow", types.SimpleNamespace(config=config))
+    tfds._hide_gpus(tfds.parse("tfds:a/b", ""))
+    assert asked == [([], "GPU")]
+
+    def late(*_):
+        raise RuntimeError("Visible devices cannot be modified after being initialized")
+
+    config.set_visible_devices = late
+    with pytest.raises(UserError, match="TensorFlow has taken the GPU already"):
+        tfds._hide_gpus(tfds.parse("tfds:a/b", ""))

@@ -1,0 +1,103 @@
+"""Programs in responses: right, wrong and harmful ones, each in a real child process."""
+
+import json
+import os
+import time
+
+import pytest
+
+from jppo.rewards import code as programs
+from jppo.rewards.code import code, read_tests
+
+SUMS = json.dumps([{"input": "1 2\n", "output": "3\n"}, {"input": "3 4", "output": "7"}])
+RIGHT = "def f(x):\n    return x + 1\n"
+ASSERTS = "assert f(1) == 2\nassert f(2) == 3"
+
+
+def score(program, truth=ASSERTS, *, time_s=8.0):
+    return code(f"So:\n```python\n{program}\n```\nDone.", truth, time_s=time_s, memory_bytes=2**29).score
+
+
+@pytest.mark.parametrize(
+    ("program", "truth", "wanted"),
+    [
+        ("print(sum(map(int, input().split())))", SUMS, 1),
+        ("a, b = map(int, input().split())\nprint(a + b, end='  ')\nexit()", SUMS, 1),
+        ("print(3)", SUMS, 0),
+        ("print(sum(map(int, input().split())))\n1 / 0", SUMS, 0),
+        (RIGHT, ASSERTS, 1),
+        (RIGHT, json.dumps(ASSERTS.splitlines()), 1),
+        ("def f(x): return 2", ASSERTS, 0),
+        ("def f(", ASSERTS, 0),
+        ("import os\nos._exit(0)", ASSERTS, 0),  # ends well, but before the asserts
+        ("exit()", ASSERTS, 0),
+        ("import threading\nt = threading.Thread(target=print)\nt.start()\nt.join()\n" + RIGHT, ASSERTS, 1),
+        ("open('here', 'w').write('1')\nimport os\nos.remove('here')\n" + RIGHT, ASSERTS, 1),
+        ("import numpy\n" + RIGHT, ASSERTS, 1),
+    ],
+)
+def test_programs_are_worth_what_their_tests_say(program, truth, wanted):
+    assert score(program, truth) == wanted
+
+
+def test_the_last_block_counts_and_without_one_there_is_no_answer():
+    two = f"```python\n{RIGHT}```\nor\n```python\ndef f(x): return 0\n```"
+    assert code(two, ASSERTS, time_s=4, memory_bytes=2**29).score == 0.0
+    assert code(RIGHT, ASSERTS, time_s=4, memory_bytes=2**29) == (0.0, {"exact": 0.0, "answered": 0.0})
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        "bomb = [0] * 10**9",
+        "import socket\nsocket.socket()",
+        "import _socket\n_socket.socket()",
+        "import urllib.request\nurllib.request.urlopen('http://127.0.0.1')",
+        "import os\nos.fork()",
+        "import subprocess\nsubprocess.run(['true'])",
+        "open({elsewhere!r}, 'w')",
+        "import os\nos.open({elsewhere!r}, os.O_CREAT)",
+        "import os\nos.mkdir({elsewhere!r})",
+        "import os\nos.symlink('/tmp', 'way')\nopen('way/' + {elsewhere!r}[5:], 'w')",
+        "import os\nos.remove({keep!r})",
+        "while True: print('x' * 10**6)",  # more than a file may hold
+    ],
+)
+def test_harm_is_stopped_and_is_no_right_answer(harm, tmp_path):
+    elsewhere, keep = tmp_path / "made", tmp_path / "keep"
+    keep.write_text("1")
+    assert score(harm.format(elsewhere=str(elsewhere), keep=str(keep)) + "\n" + RIGHT) == 0.0
+    assert not elsewhere.exists() and keep.exists()
+
+
+def test_a_loop_without_end_is_wrong_and_leaves_nothing_running():
+    begun = time.monotonic()
+    assert score("import time\nwhile True: time.sleep(4711.25)", time_s=1.0) == 0.0
+    assert score("while True: pass", SUMS, time_s=1.0) == 0.0
+    assert time.monotonic() - begun < 5
+
+
+def test_many_tests_that_do_not_end_in_time_are_an_error_and_no_zero():
+    many = json.dumps([{"input": "", "output": "1"}] * 9)
+    with pytest.raises(TimeoutError, match=r"9 tests .* raise reward\.timeout_s"):
+        score("import time\ntime.sleep(0.4)\nprint(1)", many, time_s=1.2)
+
+
+@pytest.mark.parametrize("truth", ["", "42", "[", "[]", "{}", '["assert 1", 2]', '[{"input": "1"}]'])
+def test_a_truth_without_tests_is_an_error(truth):
+    with pytest.raises(ValueError, match="ground_truth="):
+        read_tests(truth)
+
+
+def test_a_program_sees_neither_the_environment_nor_its_arguments(monkeypatch):
+    monkeypatch.setitem(os.environ, "SOME_API_KEY", "secret")
+    probe = "import os, sys\nassert 'SOME_API_KEY' not in os.environ and len(sys.argv) == 1\n"
+    assert score(probe + RIGHT) == 1.0
+
+
+@pytest.mark.parametrize(
+    "harm", ["import socket\nsocket.socket()", "import os\nos.fork()", "while True: pass", "b = [0] * 10**9"]
+)
+def test_harm_is_stopped_where_unshare_is_not_permitted(harm, monkeypatch):
+    monkeypatch.setattr(programs, "_own_network", lambda: ())
+    assert score(f"{harm}\n{RIGHT}", time_s=2.0) == 0.0 and score(RIGHT) == 1.0

@@ -1,0 +1,164 @@
+"""The rules by tables worked out by hand, and by the reference answers of real data."""
+
+import json
+import time
+
+import pytest
+
+from jppo.rewards import rules
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "strict", "flexible"),
+    [
+        ("#### 18", "18", 1, 1),
+        ("it is 18", "18", 0, 1),  # only the strict rule asks for ####
+        ("#### 18 #### 19", "18", 1, 0),  # the first after ####, the last of all
+        ("#### 19, no: 18", "18", 0, 1),
+        ("#### 18\nIn 3 steps.", "18", 1, 0),
+        ("so she has $1,234.50.", "1234.5", 0, 1),
+        ("10-4", "4", 0, 1),  # a minus between numbers is no sign
+        ("x = -4", "-4", 0, 1),
+        ("-$4", "-4", 0, 1),
+        ("about .5", "0.5", 0, 1),
+        ("5...", "5", 0, 1),
+        ("version 1.2.3", "3", 0, 0),
+        ("eighteen", "18", 0, 0),
+        ("", "18", 0, 0),
+    ],
+)
+def test_strict_and_flexible_gsm8k(response, truth, strict, flexible):
+    assert rules.gsm8k(response, truth).score == strict
+    assert rules.gsm8k_flexible(response, truth).score == flexible
+
+
+def test_all_reference_solutions_of_gsm8k_score_1_by_both_rules(shared):
+    graded = 0
+    for split in ("train", "test"):
+        for line in (shared / f"data/gsm8k/{split}.jsonl").read_text().splitlines():
+            answer = json.loads(line)["answer"]
+            truth = answer.split("####")[1].strip()
+            assert rules.gsm8k(answer, truth).score == 1.0
+            assert rules.gsm8k_flexible(answer, truth).score == 1.0
+            assert rules.gsm8k(answer, truth + "1").score == 0.0
+            graded += 1
+    assert graded == 8792
+
+
+@pytest.mark.parametrize(
+    ("response", "letter"),
+    [
+        ("#### C", "C"),
+        ("#### (c)", "C"),
+        ("The answer is (B).", "B"),
+        ("the answer is b", None),  # may be an article's neighbour: lower case counts in brackets only
+        ("the answer is (b)", "B"),
+        ("The answer is B: 42", "B"),
+        ("Answer: B. 42", "B"),
+        ("**Answer:** C", "C"),
+        ("The correct choice is **(C) 42**", "C"),
+        ("Option D", "D"),
+        ("ANS:A", "A"),
+        ("so the answer will be option E", "E"),
+        ("Thus, C is the correct answer", "C"),
+        (r"so \boxed{D}", "D"),
+        (r"so $\boxed{\textbf{(D)}}$", "D"),
+        ("let me see\n(E)\n", "E"),
+        ("**B.**", "B"),
+        ("answer is A\nno, the answer is B", "B"),  # the last counts
+        ("#### A\nThe answer is (C)", "C"),
+        ("Final answer:\n\nB", "B"),
+        ("The answer is Apple", None),
+        ("The answer is E = mc^2", None),
+        ("A) 4\nB) 5", None),  # the options themselves, said again
+        ("it is 5", None),
+        ("", None),
+    ],
+)
+def test_the_option_that_is_stated_last(response, letter):
+    for truth in "ABCDE":
+        verdict = rules.choice(response, truth)
+        assert verdict.score == (truth == letter) and verdict.parts["answered"] == (letter is not None)
+
+
+def test_strict_choice_reads_only_what_follows_the_mark():
+    assert rules.choice_strict("#### B\nthe answer is C", "B").score == 1.0
+    assert rules.choice_strict("the answer is (B)", "B").score == 0.0
+    assert rules.choice_strict("#### Because", "B").score == 0.0
+
+
+def test_all_rows_of_aqua(shared):
+    rows = [
+        json.loads(line)
+        for split in ("dev", "test")
+        for line in (shared / f"data/aqua/{split}.json").read_text().splitlines()
+    ]
+    assert len(rows) == 508
+    stated = agreed = 0.0
+    for row in rows:
+        right, wrong = row["correct"], "BCDEA"["ABCDE".index(row["correct"])]
+        for form in ("\nThe answer is ({}).", "\n#### {}", "\n\\boxed{{{}}}", "\n{}"):
+            assert rules.choice(row["rationale"] + form.format(right), right).score == 1.0
+            assert rules.choice(row["rationale"] + form.format(wrong), right).score == 0.0
+        verdict = rules.choice(row["rationale"], right)  # as people wrote it: most name their letter
+        stated, agreed = stated + verdict.parts["answered"], agreed + verdict.score
+    assert stated > 0.9 * len(rows) and agreed > 0.99 * stated
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "score"),
+    [
+        ("0.5", "1/2", 1),
+        (r"\frac12", "0.5", 1),
+        (r"\frac{\frac{1}{2}}{3}", "1/6", 1),
+        (r"\dfrac{3}{4}", r"$\frac{3}{4}$", 1),
+        (r"2\sqrt2", r"\sqrt{8}", 1),
+        (r"\{2,1\}", r"\{1,2\}", 1),  # sets have no order
+        ("(2,1)", "(1,2)", 0),  # points have
+        ("(1, 2)", "(1,2)", 1),
+        ("[1,2]", "[1,2)", 0),
+        ("(x+1)^2", "x^2+2x+1", 1),
+        ("1,234", "1234", 1),
+        (r"50\%", "0.5", 1),
+        ("x=5", "5", 1),
+        (r"\text{Evelyn}", r"\text{Evelyn}", 1),
+        ("7", r"The sum is \boxed{7}.", 1),
+        ("0.3333", r"\frac{1}{3}", 0),
+        (r"\frac{", "3", 0),
+        (r"\foo{\bar", "3", 0),
+        ("}{", "3", 0),
+        ("", "3", 0),
+    ],
+)
+def test_answers_are_compared_as_mathematics(answer, truth, score):
+    assert rules.math(rf"So it is \boxed{{{answer}}}.", truth).score == score
+
+
+def test_only_the_last_box_counts():
+    assert rules.boxed(r"\boxed{1} or \boxed{\frac{1}{\sqrt{2}}} it is") == r"\frac{1}{\sqrt{2}}"
+    assert rules.boxed(r"\boxed{\{1,2\}}") == r"\{1,2\}"
+    assert rules.boxed(r"\boxed{1} or \boxed{2") is None and rules.boxed("1") is None
+    assert rules.math("it is 5", "5") == (0.0, {"exact": 0.0, "answered": 0.0})
+    with pytest.raises(ValueError, match="has no answer"):
+        rules.math(r"\boxed{1}", r"\boxed{}")
+
+
+@pytest.mark.parametrize("rule", [rules.gsm8k, rules.gsm8k_flexible, rules.choice, rules.choice_strict])
+def test_a_truth_that_is_none_is_no_zero(rule):
+    with pytest.raises(ValueError, match="ground_truth='eighteen'"):
+        rule("#### 18", "eighteen")
+
+
+@pytest.mark.parametrize(
+    "unit", ["answer ", "answer" + " " * 50, "#### ", "\\boxed{\\text  ", "1.", "*", " ", "\n ", "(("]
+)
+def test_no_text_takes_the_quick_rules_long(unit):
+    text, begun = unit * (30_000 // len(unit)), time.perf_counter()
+    for rule, truth in (
+        (rules.gsm8k, "1"),
+        (rules.gsm8k_flexible, "1"),
+        (rules.choice, "A"),
+        (rules.choice_strict, "A"),
+    ):
+        rule(text, truth)
+    assert time.perf_counter() - begun < 2

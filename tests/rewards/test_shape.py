@@ -1,0 +1,24 @@
+import numpy as np
+import pytest
+
+from jppo.config import UserError
+from jppo.rewards.parts import Sample
+from jppo.rewards.shape import OverlongPart, overlong
+from jppo.structs import Prompt
+
+
+# L = 100 and b = 20: nothing up to 80, then one twentieth a token
+@pytest.mark.parametrize(
+    ("length", "score"), [(0, 0), (79, 0), (80, 0), (81, -0.05), (90, -0.5), (99, -0.95), (100, -1)]
+)
+def test_the_last_tokens_before_the_end_cost_more_and_more(length, score):
+    assert overlong(length, max_response_length=100, buffer_tokens=20) == pytest.approx(score)
+    part = OverlongPart(max_response_length=100, buffer_tokens=20)
+    reward = part.submit(Sample(Prompt("u", "s", "q", np.zeros(1, np.int32), "", {}), "", length, "stop")).result(0)
+    assert reward.score == pytest.approx(score) and reward.error is None and reward.parts == {}
+
+
+@pytest.mark.parametrize("buffer", [0, -1, 101])
+def test_a_buffer_must_fit(buffer):
+    with pytest.raises(UserError, match=r"reward\.overlong_buffer_tokens"):
+        OverlongPart(max_response_length=100, buffer_tokens=buffer)
