@@ -325,7 +325,7 @@ def read_by_parts(config, seen, monkeypatch):
         monkeypatch.setattr(reward, name, lambda *_, **__: None)
     for name in ("load_tokenizer", "check_vllm"):
         monkeypatch.setattr(reward, name, lambda _: None)
-    what = Classifier(path="", directory=config.model.path, model_type="qwen2", pad_token_id=0)
+    what = Classifier(path="", directory=config.model.path, model_type="qwen2", vocab_size=9, pad_token_id=0)
     monkeypatch.setattr(reward, "read_classifier", lambda *_, **__: what)
     mesh = sharding.make_mesh((8, 1, 1))
     for engine in ("jax", "transformers", "vllm"):

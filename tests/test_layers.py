@@ -48,6 +48,11 @@ NO_MORE_THAN = {
     "jppo.rollout.worker": {*sys.stdlib_module_names, "numpy", "torch", "transformers", "vllm"},
     "jppo.rollout.layout": {*sys.stdlib_module_names, "numpy"},
     "jppo.rewards.model_worker": {*sys.stdlib_module_names, "torch", "transformers"},
+    # what runs in the processes of the pool
+    "jppo.rewards.worker": {*sys.stdlib_module_names},
+    "jppo.rewards.targets": {*sys.stdlib_module_names},
+    "jppo.rewards.code": {*sys.stdlib_module_names},
+    "jppo.rewards.rules": {*sys.stdlib_module_names, "math_verify"},
     "jppo.rollout.launch": {*sys.stdlib_module_names},
 }
 # Imported along with the worker, so they import nothing.
@@ -59,6 +64,10 @@ OF_JPPO = {
     "jppo.rollout.worker": ("jppo.rollout.layout",),
     "jppo.rollout.layout": (),
     "jppo.rewards.model_worker": (),
+    "jppo.rewards.worker": ("jppo.rewards.targets",),
+    "jppo.rewards.targets": ("jppo.rewards.code", "jppo.rewards.rules"),
+    "jppo.rewards.code": ("jppo.rewards.rules",),
+    "jppo.rewards.rules": (),
     "jppo.rollout.launch": (),
 }
 # Below the commands nothing sees a config: this is what may be taken from jppo.config.

@@ -1,5 +1,6 @@
 """The reward as the settings ask for it: which parts there are, what they count, where they run."""
 
+import functools
 import pathlib
 
 import jax
@@ -47,7 +48,8 @@ def make_panel(c: ConfigDict, inputs: Inputs, mesh: jax.sharding.Mesh) -> Panel:
         if not parts:
             raise UserError(f"reward.weights={r.weights!r} leaves data_source={source!r} without any part; give it one")
 
-    def pool() -> Pool:
+    @functools.cache
+    def pool() -> Pool:  # one for all parts, closed with any of them
         log.mkdir(parents=True, exist_ok=True)
         return Pool(r.workers, timeout_s=r.timeout_s, memory_bytes=r.memory_bytes, log=log / "reward.log")
 
