@@ -2,15 +2,26 @@
 
 import pathlib
 import re
+import sys
 
 import pytest
 
 from jppo import config
 from jppo.config import checks, commandline
+from jppo.data.sources import read_sources
 from jppo.io.timers import STAGES
+from jppo.rewards import graders, judge_door, judge_prompts, targets
+from jppo.rewards.judge import JudgePart
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-DOCS = ("README.md", "docs/architecture.md", "docs/algorithms.md", "benchmarks/README.md")
+DOCS = (
+    "README.md",
+    "docs/architecture.md",
+    "docs/algorithms.md",
+    "docs/data.md",
+    "docs/rewards.md",
+    "benchmarks/README.md",
+)
 SOURCES = sorted((ROOT / "jppo").rglob("*.py"))
 
 
@@ -65,7 +76,7 @@ def test_settings_exist(name):
     sections = {setting.split(".")[0] for setting in known}
     words = "\n".join(quoted(name))
     for section, leaf in re.findall(r"(?<![\w/.])(?:--config\.)?(\w+)\.(\w+)", words):
-        if section in sections and leaf not in ("py", "jsonl", "parquet"):
+        if section in sections and leaf not in ("py", "jsonl", "parquet", "log", "md"):
             assert f"{section}.{leaf}" in known
 
 
@@ -134,20 +145,104 @@ def test_the_stages_of_a_step_are_the_timers():
     assert re.findall(r"^\| `(\w+)` \|", step, re.M) == [stage for stage in STAGES if stage != "step"]
 
 
+# Names that are made at run time: as the code has them, and as they are explained.
+DYNAMIC = {
+    "val/{source}/score": "val/<data_source>/score",
+    "reward/{name}/mean": "reward/<part>/mean",
+    "timing_s/{stage}": "timing_s/<stage>",
+}
+
+
+class NoDoor:
+    """A way to a judge that nobody takes."""
+
+    async def close(self) -> None:
+        pass
+
+
+def judge_metrics() -> set[str]:
+    """What a judge counts."""
+    rubric = judge_prompts.make_rubric("math", system_prompt="", scoring_prompt="", max_score=10.0)
+    part = JudgePart(NoDoor(), rubric, concurrency=1, retries=0)
+    try:
+        return set(part.metrics())
+    finally:
+        part.close()
+
+
 def test_every_metric_is_explained_and_every_explained_one_is_written():
     table = re.search(r"## Metrics\n(.*?)\n## ", text("docs/architecture.md"), re.S)[1]
     explained = {name for row in re.findall(r"^\|(.*?)\|", table, re.M) for name in re.findall(r"`(.+?)`", row)}
     code = "\n".join(path.read_text(encoding="utf-8") for path in SOURCES)
-    kinds = r"actor|critic|val|reward|rollout|rollout_corr|trainer|perf|sft|response_length|prompt_length"
+    kinds = r"actor|critic|val|reward|judge|rollout|rollout_corr|trainer|perf|sft|response_length|prompt_length"
     name = rf"(?:{kinds})/[\w/]+"
     written = set(re.findall(rf'"({name})"(?::|\] = )', code))
-    described = re.search(r"\ndef describe\(.*?\n    return \{\n(.*?)\n    \}\n", text("jppo/train.py"), re.S)[1]
+    described, rest = re.search(
+        r"\ndef describe\(.*?\n    return \{\n(.*?)\n    \}(.*?)\n\n", text("jppo/train.py"), re.S
+    ).groups()
+    assert rest == " | part_means(rewards)"  # whose names are dynamic
     written |= set(re.findall(r'^ +"(.+?)": ', described, re.M))  # plain names, too
     made = re.search(r"return params, opt, \{(.*)\}", text("jppo/learner/update.py"))[1]  # under the model's name
     written |= {f"{model}/{key}" for model in ("actor", "critic", "sft") for key in re.findall(r'"(\w+)": ', made)}
-    assert {"reward_mean", "trainer/bad_steps", "rollout_corr/kl", "sft/skipped"} <= written
-    assert explained == written | {"val/<data_source>/score", "timing_s/<stage>"}
+    assert {"reward_mean", "trainer/bad_steps", "rollout_corr/kl", "sft/skipped", "reward/rm_cut"} <= written
+    assert set(re.findall(rf'f"((?:{kinds}|timing_s)/[^" ]*\{{[^" ]*)"', code)) == {*DYNAMIC, "judge/{name}"}
+    assert explained == written | judge_metrics() | set(DYNAMIC.values())
     assert set(re.findall(rf'"({name})"', code)) <= written  # what is read, as by the console
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        set(graders.GRADERS),
+        set(judge_door.PROVIDERS),
+        {key for provider in judge_door.PROVIDERS.values() for key in provider.keys},
+        {provider.base_url.rstrip("/") for provider in judge_door.PROVIDERS.values()},
+        set(judge_prompts.PRESETS),
+        set(checks.CHOICES["reward.judge.api_type"]) - {""},
+        set(checks.CHOICES["reward.judge.preset"]) - {""},
+        set(checks.CHOICES["reward.model.engine"]),
+        set(re.findall(r'"(\w+_score)"', text("jppo/assemble/reward.py"))) | {"rule_score"},
+    ],
+    ids=["rules", "doors", "keys", "addresses", "prompts", "judges", "presets", "engines", "parts"],
+)
+def test_rewards_name_every_choice(names):
+    assert len(names) > 2
+    assert names <= {said.rstrip("/") for said in quoted("docs/rewards.md")}
+
+
+def test_every_setting_of_rewards_and_data_is_explained():
+    def named(*pages: str) -> set[str]:
+        return {word for page in pages for said in quoted(page) for word in re.findall(r"[\w.]+\w", said)}
+
+    known = commandline.settings(config.default())
+    of_rewards = {name for name in known if name.startswith("reward.")}
+    of_data = {name for name in known if name.startswith("data.")}
+    assert len(of_rewards) > 30 and len(of_data) > 15
+    assert not of_rewards - named("docs/rewards.md")
+    assert not of_data - named("docs/data.md", "docs/architecture.md")
+
+
+def test_data_name_every_way_to_cut():
+    assert set(checks.CHOICES["data.truncation"]) <= set(quoted("docs/data.md"))
+
+
+def test_the_functions_that_are_shown_score(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "path", list(sys.path))  # which grows by the folder of the file
+    shown = re.findall(r"```\n(def compute_score.*?)```", text("docs/rewards.md"), re.S)
+    sample = {"data_source": "mine", "text": " four ", "truth": "four", "extra": {}}
+    found = [targets.prepare(("function", str(tmp_path / "mine.py"), "compute_score", source)) for source in shown]
+    assert [function.batch for function in found] == [False, True]
+    for function in found:
+        right, wrong = function.call([sample, {**sample, "truth": "five"}])
+        assert (right["score"], wrong["score"], right["error"]) == (1.0, 0.0, None)
+
+
+def test_the_class_that_is_shown_gives_rows(tmp_path):
+    file = tmp_path / "sums.py"
+    file.write_text(re.search(r"```\n(class Sums.*?)```", text("docs/data.md"), re.S)[1], encoding="utf-8")
+    (source,) = read_sources("3", "data.train_files", custom_cls=f"{file}:Sums", tokenizer=None)
+    columns = [row.columns for row in source.rows]
+    assert columns[2] == {"prompt": "2+2=", "ground_truth": "4", "data_source": "exact"} and len(columns) == 3
 
 
 @pytest.mark.parametrize("name", DOCS)
