@@ -1,5 +1,6 @@
 """Greedy accuracy on held-out prompts: sample, grade, count. Before, during and after training."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,7 +55,7 @@ def sample(
 
 def mean_score(rewards: Sequence[Reward]) -> float:
     """The mean over what was graded: a grader that failed is no 0; NaN where all failed."""
-    scores = [r.score for r in rewards if r.error is None]
+    scores = [r.score for r in rewards if not math.isnan(r.score)]
     return float(np.mean(scores)) if scores else float("nan")
 
 
@@ -68,7 +69,7 @@ def samples(
             "prompt": p.messages,
             "response": t.text,
             "ground_truth": p.ground_truth,
-            "score": r.score if r.error is None else None,
+            "score": None if math.isnan(r.score) else r.score,
             "parts": r.parts,
             "error": r.error,
             "finish": t.finish,

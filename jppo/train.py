@@ -315,7 +315,7 @@ def validate(
     )
     write_samples(run, f"test_{version}", rows)
     for row in rows[: c.trainer.log_val_generations]:
-        mark = row["error"] if row["score"] is None else "right" if row["score"] == 1.0 else f"score {row['score']:g}"
+        mark = row["error"] if row["score"] is None else f"score {row['score']:g}"
         logger.note(f"  {_short(row['prompt'])} → {_short(row['response'])}   ({mark}; truth {row['ground_truth']})")
     return metrics
 

@@ -44,6 +44,12 @@ def make_panel(c: ConfigDict, inputs: Inputs, mesh: jax.sharding.Mesh) -> Panel:
     names = [name for name, there in asked.items() if there]
     weights = parse_weights(r.weights, names, optional=[RULES])
     used = {source: weights.of(source) for source in inputs.sources}
+    for source, part in weights.of_source:
+        if source not in used:
+            raise UserError(
+                f"reward.weights={r.weights!r}: no row has data_source={source!r}, for which it weighs {part}; the"
+                f" sources are {', '.join(used)}"
+            )
     for source, parts in used.items():
         if not parts:
             raise UserError(f"reward.weights={r.weights!r} leaves data_source={source!r} without any part; give it one")

@@ -57,13 +57,16 @@ def solutions(prompt: Prompt) -> list[str]:
 def _source(panel: Panel, prompts: list[Prompt]) -> Finding:
     """Takes the form of solution that earns most: how a response must look is the rule's own affair."""
     forms = [solutions(prompt) for prompt in prompts]
-    tried = [_grade(panel, prompts, [texts[min(i, len(texts) - 1)] for texts in forms]) for i in range(len(forms[0]))]
-    means = [_mean(rewards) for rewards in tried]
-    best = max(range(len(means)), key=lambda i: means[i])
-    chosen = [texts[min(best, len(texts) - 1)] for texts in forms]
     others = [_other(i, prompts) for i in range(len(prompts))]
-    wrong = _grade(panel, prompts, [None if j is None else chosen[j] for j in others])
-    errors = [r.error for r in (*tried[best], *wrong) if r.error is not None]
+    rights = [[texts[min(i, len(texts) - 1)] for texts in forms] for i in range(len(forms[0]))]
+    wrongs = [[None if j is None else right[j] for j in others] for right in rights]
+    # All at once: a part that normalises what it sees gives all of them the same scale.
+    found = iter(_grade(panel, list(prompts) * 2 * len(rights), [text for texts in rights + wrongs for text in texts]))
+    graded = [[next(found) for _ in prompts] for _ in range(2 * len(rights))]
+    means = [_mean(rewards) for rewards in graded[: len(rights)]]
+    best = max(range(len(means)), key=lambda i: means[i])
+    chosen, wrong = rights[best], graded[len(rights) + best]
+    errors = [r.error for r in (*graded[best], *wrong) if r.error is not None]
     return Finding(
         source=prompts[0].data_source,
         rows=len(prompts),
@@ -124,8 +127,11 @@ def run(c: ConfigDict) -> bool:
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     """The command line."""
-    config, _ = settings.parse(sys.argv[1:] if argv is None else argv, __doc__, settings.default())
+    config, switches = settings.parse(sys.argv[1:] if argv is None else argv, __doc__, settings.default())
     settings.check(config)
+    if switches["dry_run"]:
+        print(settings.dump(config), end="")
+        return
     if not run(config):
         sys.exit(1)
 

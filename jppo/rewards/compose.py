@@ -163,7 +163,7 @@ def compose(found: Mapping[str, tuple[float, Reward]], panel: Panel) -> Reward:
     """Σ weight · score over the parts, each part's score beside it; an error of one is the sample's error."""
     parts = {name: reward.score for name, (_, reward) in found.items()}
     for name, (_, reward) in found.items():
-        parts |= {key if len(found) == 1 else f"{name}/{key}": value for key, value in reward.parts.items()}
+        parts |= {f"{name}/{key}": value for key, value in reward.parts.items()}
     errors = [f"{name}: {reward.error}" for name, (_, reward) in found.items() if reward.error is not None]
     if errors:
         score = math.nan if panel.score_on_error is None else panel.score_on_error

@@ -21,7 +21,7 @@ Grader = Callable[[str, str], Reward]  # (response, ground truth) -> reward
 
 
 def _grader_of(rule: rules.Rule) -> Grader:
-    @functools.wraps(rule)
+    @functools.wraps(getattr(rule, "func", rule))
     def grader(response: str, ground_truth: str) -> Reward:
         return Reward(*rule(response, ground_truth), error=None)
 

@@ -67,6 +67,11 @@ class JaxRewardModel:
         groups = [kept[i : i + self._count] for i in range(0, len(kept), self._count)]
         return [score for group in groups for score in self._batch(group)]
 
+    def wait_ready(self) -> None:
+        """Compiles every length of row, so that no step of a training does."""
+        for length in self._lengths:
+            self._batch([[0] * length])
+
     def close(self) -> None:
         """Lets go of the weights: an array lives as long as what refers to it."""
         self._params = None

@@ -123,7 +123,10 @@ def boxed(text: str) -> str | None:
 
 
 def _equal(truth: str, answer: str) -> bool:
-    import math_verify  # half a second of sympy
+    try:
+        import math_verify  # half a second of sympy
+    except ImportError as e:
+        raise ImportError("the package math-verify is not installed; run `pip install 'jppo[math]'`") from e
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     config = [math_verify.LatexExtractionConfig(boxed_match_priority=0)]

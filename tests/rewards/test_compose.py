@@ -51,7 +51,7 @@ def test_a_reward_is_the_weighted_sum_and_keeps_every_part():
     assert found.score == 2 * 1.0 - 0.5 * 0.25 and found.error is None
     assert found.parts == {"rule": 1.0, "judge": 0.25, "rule/raw": 10.0, "judge/raw": 2.5}
     [alone] = panel({"rule": Table({"x": 0.5})}).grade([sample("x")])
-    assert alone.score == 0.5 and alone.parts == {"rule": 0.5, "raw": 5.0}
+    assert alone.score == 0.5 and alone.parts == {"rule": 0.5, "rule/raw": 5.0}
 
 
 def test_sources_have_weights_of_their_own_and_may_leave_a_part_out():
@@ -60,7 +60,7 @@ def test_sources_have_weights_of_their_own_and_may_leave_a_part_out():
         [sample("x", "a"), sample("y", "b")]
     )
     assert [r.score for r in found] == [2.0, 3.0]
-    assert judge.asked == ["x"] and found[1].parts == {"rule": 1.0, "raw": 10.0}
+    assert judge.asked == ["x"] and found[1].parts == {"rule": 1.0, "rule/raw": 10.0}
 
 
 def test_a_weight_of_0_scores_and_counts_nothing():
