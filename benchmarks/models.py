@@ -1,0 +1,503 @@
+"""The models themselves: tokens a second, FLOP utilisation and memory of each pass; what a vocabulary costs.
+
+    python benchmarks/models.py                                 # shapes S and M, and Qwen2.5-0.5B
+    python benchmarks/models.py --models S --dtype bfloat16 --set model.remat=full
+    python benchmarks/models.py --models=                       # the vocabulary test alone
+
+Each model has random weights and goes through the passes of training: hidden states; log-probs, without entropy; an
+update of adapters and one of all weights, by the clipped loss, the optimizer's steps with it. The batch is that of
+throughput.py, of which --tokens takes a part; tokens are real ones, and a large matrix product in between sets the
+scale. Memory is XLA's account of the compiled programs, and the peak that the device reports, where it does. What would
+not fit is left out.
+
+The vocabulary test compiles the log-prob pass over 4,096 tokens for the trunk of Qwen2.5-0.5B with its own vocabulary
+and with one of 1,024, and runs neither. Where the temporaries are 1.5 times as large or more, the exit code is 1.
+Writes OUT/<date>-<machine>-models-<models>.json and prints tables.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import functools
+import json
+import math
+import os
+import pathlib
+import platform
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from machine import ROOT, commit, machine, slug, title, version
+from ml_collections import ConfigDict
+from work import (
+    PROMPT,
+    SHAPES,
+    base_config,
+    change,
+    forward_flops,
+    hf_config,
+    lora_update_flops,
+    make_batch,
+    make_product,
+    response_lengths,
+)
+
+from jppo import assemble
+from jppo import config as settings
+from jppo.assemble.learner import Trained
+from jppo.config import UserError
+from jppo.learner import batch, packing, ppo, score, sharding, state, update
+from jppo.models import families, lora
+from jppo.models.families import ModelConfig, pad_vocab
+from jppo.models.lora import Lora
+from jppo.structs import Array, Params, Rows, Scored, Trajectory
+
+QWEN: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "num_hidden_layers": 24,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "max_position_embeddings": 32768,
+    "initializer_range": 0.02,
+}
+MODELS = {name: hf_config(*shape) for name, shape in SHAPES.items()} | {"q05": QWEN}
+CPU_TOKENS = {"q05": 1024}  # of the batch, so that a CPU takes a minute or two; the others have all of it
+CPU_SCANS = {"q05"}  # unrolled, XLA copies the weights of every layer on a CPU; the small ones are faster so
+RANK = 16  # of the adapters
+
+# The vocabulary test: tokens, the lengths of the rows they stand in, the other vocabulary, the least ratio that fails.
+TOKENS, LENGTHS, SMALL, LIMIT = 4096, (128, 256, 512, 1024), 1024, 1.5
+
+Account = dict[str, Any]  # of one compiled program, in bytes on one device
+
+
+class TooLarge(Exception):
+    """Something does not fit into memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """One model on the devices, its batch, and the matrix product that sets the scale."""
+
+    c: ConfigDict
+    mesh: Any
+    cfg: ModelConfig
+    trained: Trained  # an update of all weights uses them up
+    responses: np.ndarray  # tokens of each
+    trajectories: list[Trajectory]
+    plan: packing.Plan
+    mini_batch: int
+    rows: list[Rows]
+    logprob: Any  # compiled
+    multiply: Callable[[], Any]
+    product_flops: int
+    repeats: int
+
+
+def make_config(name: str, dtype: str, changes: Sequence[str]) -> ConfigDict:
+    """The defaults of training, for the model and the batch; `changes` are SECTION.NAME=VALUE."""
+    c = base_config("none: the weights are random", dtype)
+    c.model.scan_layers = jax.default_backend() != "cpu" or name in CPU_SCANS
+    return change(c, changes)
+
+
+def some(responses: np.ndarray, tokens: int | None) -> np.ndarray:
+    """The first sequences of the batch that have so many tokens together, or fewer; one at least. None: all."""
+    if tokens is None:
+        return responses
+    return responses[: max(1, int(np.searchsorted(np.cumsum(PROMPT + responses), tokens, side="right")))]
+
+
+def make_subject(name: str, c: ConfigDict, *, tokens: int | None, repeats: int) -> Subject:
+    """The model with random weights, and the part of the batch."""
+    mesh = assemble.make_mesh(c)
+    cfg = pad_vocab(families.from_hf(MODELS[name], path=name), mesh.shape["tensor"])
+    what = state.weights(cfg, mesh, head="lm", param_dtype=c.model.param_dtype)
+    check_room(size(abstract(what.shapes, what.shardings)))
+    key = jax.random.key(c.trainer.seed)
+    responses = some(response_lengths(), tokens)
+    trajectories = make_batch(cfg, responses)
+    mini_batch = min(c.actor.ppo_mini_batch_size, len(trajectories))
+    plan = assemble.make_plan(c, mesh, tokens_per_device=c.actor.max_tokens_per_device, sequences=mini_batch)
+    multiply, product_flops = make_product(mesh, c.model.compute_dtype)
+    return Subject(
+        c=c,
+        mesh=mesh,
+        cfg=cfg,
+        trained=assemble.load_trained(c, mesh, cfg, c.model.path, head="lm", key=key, adapters=None),
+        responses=responses,
+        trajectories=trajectories,
+        plan=plan,
+        mini_batch=mini_batch,
+        rows=batch.make(trajectories, plan=plan, mesh=mesh),
+        logprob=jax.jit(make_logprob(c, cfg, mesh)),
+        multiply=multiply,
+        product_flops=product_flops,
+        repeats=repeats,
+    )
+
+
+def make_logprob(c: ConfigDict, cfg: ModelConfig, mesh: Any) -> score.LogProb:
+    """The log-prob pass of such a model, as in training; without entropy."""
+    return score.make_logprob(
+        assemble.make_decoder(c, cfg, mesh),
+        cfg,
+        temperature=c.rollout.temperature,
+        chunk_tokens=assemble.chunk_tokens(c, cfg),
+        with_entropy=False,
+    )
+
+
+def make_minis(s: Subject) -> list[batch.Mini]:
+    """The mini-batches of an update: the batch with its own log-probs, and random advantages."""
+    rng = np.random.default_rng(2)
+    found = batch.each(functools.partial(s.logprob, s.trained.learned), s.rows)
+    scored = [
+        Scored(rows=rows, logp=logp, advantage=rng.normal(size=logp.shape).astype(np.float32))
+        for rows, (logp, _) in zip(s.rows, found, strict=True)
+    ]
+    flat = batch.flatten(scored, len(s.trajectories))
+    return list(
+        batch.mini_batches(
+            flat,
+            s.trajectories,
+            order=np.arange(len(s.trajectories)),
+            mini_batch_size=s.mini_batch,
+            plan=s.plan,
+            mesh=s.mesh,
+        )
+    )
+
+
+def make_accumulate(s: Subject) -> Callable[..., Any]:
+    """The gradient of the clipped loss, compiled."""
+    recipe = assemble.make_recipe(s.c)
+    loss = update.make_actor_loss(
+        score.make_logprob_kl(None, make_logprob(s.c, s.cfg, s.mesh), None),
+        recipe.policy_loss,
+        recipe.weigh,
+        by_sequence=recipe.by_sequence,
+        entropy_coeff=0.0,
+        kl_loss_coef=0.0,
+    )
+    return update.make_accumulate(loss)
+
+
+def forward(s: Subject) -> dict[str, Any]:
+    """The pass to the last hidden states."""
+    decoder = assemble.make_decoder(s.c, s.cfg, s.mesh)
+
+    def hidden(params: Params, rows: Rows) -> Array:
+        states: Any = decoder.apply(lora.variables(params), rows.inputs, rows.segment, rows.position)
+        return states
+
+    return _over_rows(s, jax.jit(hidden), lm_head=False)
+
+
+def logprobs(s: Subject) -> dict[str, Any]:
+    """The pass to the log-probs."""
+    return _over_rows(s, s.logprob, lm_head=True)
+
+
+def _over_rows(s: Subject, fn: Any, *, lm_head: bool) -> dict[str, Any]:
+    weights = s.trained.learned
+    programs = [account("pass", fn, weights, rows) for rows in _of_each_shape(s.rows).values()]
+    results = sum(one["results"] for one in programs)
+    check_room(results + max(one["temporaries"] for one in programs))
+    flops = forward_flops(s.cfg, s.responses, prompt=PROMPT, lm_head=lm_head)
+    measured = timed(s, lambda: batch.each(lambda rows: fn(weights, rows), s.rows), flops)
+    return measured | memory(programs, weights=size(weights))
+
+
+def updated(s: Subject, how: Lora | None) -> dict[str, Any]:
+    """An update over the batch, of all weights, or of the adapters `how` says: gradients and optimizer steps."""
+    minis, accumulate = make_minis(s), make_accumulate(s)
+    trained, flops = s.trained, 3 * forward_flops(s.cfg, s.responses, prompt=PROMPT, lm_head=True)
+    if how is not None:
+        what = state.adapters(s.cfg, s.mesh, how, head="lm")
+        key = jax.random.key(s.c.trainer.seed)
+        trained = Trained(what, *state.adapt(what, s.trained.learned, how, key=key))
+        flops = lora_update_flops(s.cfg, how, s.responses, prompt=PROMPT)
+    wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), trained.what.shapes)
+    carry = (
+        abstract(wide, trained.what.shardings),
+        jax.ShapeDtypeStruct((), jnp.float32, sharding=sharding.replicated(s.mesh)),
+    )
+    gradients = size(carry)
+    programs = [
+        account("gradient", accumulate, trained.learned, trained.base, carry, micro, minis[0].counts, None)
+        for micro in _of_each_shape([micro for mini in minis for micro in mini.micros]).values()
+    ]
+    # The accumulator and Adam's two moments, all in f32, are not there yet.
+    check_room(3 * gradients + max(one["results"] + one["temporaries"] for one in programs))
+    descent, opt = assemble.make_descent(s.c.actor, "actor", accumulate, trained, total_steps=1)
+    step = np.zeros((), np.int32)
+    programs.append(account("optimizer step", descent.apply, trained.learned, opt, descent.zeros(), step))
+    check_room(gradients + programs[-1]["results"] + programs[-1]["temporaries"])
+    weights, optimizer = size((trained.learned, trained.base)), size(opt)
+    now = [trained.learned, opt]
+
+    def run() -> None:
+        now[:] = ppo.descend(descent, *now, step, minis, None)[:2]
+
+    del opt
+    measured = timed(s, run, flops)
+    return measured | memory(programs, weights=weights, optimizer=optimizer, gradients=gradients)
+
+
+def _of_each_shape(micros: Sequence[Any]) -> dict[tuple[int, ...], Any]:
+    """One micro-batch of each shape."""
+    return {jax.tree.leaves(micro)[0].shape: micro for micro in micros}
+
+
+def timed(s: Subject, call: Callable[[], Any], flops: int) -> dict[str, Any]:
+    """Seconds of the call, a matrix product before each, after a round that compiles; and the peak, where it rose."""
+    before = device_peak()
+    seconds: list[float] = []
+    products: list[float] = []
+    for _ in range(1 + s.repeats):
+        for fn, into in ((s.multiply, products), (call, seconds)):
+            start = time.perf_counter()
+            fn()
+            into.append(time.perf_counter() - start)
+    after = device_peak()
+    median, rate = statistics.median(seconds[1:]), s.product_flops / statistics.median(products[1:])
+    tokens = sum(len(t.tokens) for t in s.trajectories)
+    return {
+        "tokens": tokens,
+        "seconds": seconds[1:],
+        "tokens_per_s": tokens / median,
+        "flops": flops,
+        "flops_per_s": flops / median,
+        "matmul_flops_per_s": rate,
+        "utilisation": flops / median / rate,
+        "device_peak": after if after is not None and before is not None and after > before else None,
+    }
+
+
+def abstract(shapes: Any, places: Any) -> Any:
+    """What XLA has to know of arrays to compile for them."""
+    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, places)
+
+
+def size(tree: Any) -> int:
+    """Bytes of the arrays on one device."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def account(name: str, fn: Any, *args: Any) -> Account:
+    """XLA's account of the program that `fn` is for such arguments; a call with them compiles nothing more."""
+    found: Any = fn.lower(*args).compile().memory_analysis()
+    return {
+        "program": name,
+        "arguments": found.argument_size_in_bytes,
+        "results": found.output_size_in_bytes - found.alias_size_in_bytes,  # that take no argument's place
+        "temporaries": found.temp_size_in_bytes,
+    }
+
+
+def memory(programs: list[Account], *, weights: int, optimizer: int = 0, gradients: int = 0) -> dict[str, Any]:
+    """What a pass holds and, in the largest of its programs, sets aside; the peak is all of that and the results."""
+    peak = max(one["results"] + one["temporaries"] for one in programs) + weights + optimizer + gradients
+    return {
+        "weights": weights,
+        "optimizer": optimizer,
+        "gradients": gradients,
+        "temporaries": max(one["temporaries"] for one in programs),
+        "peak": peak,
+        "programs": programs,
+    }
+
+
+def room() -> int | None:
+    """Bytes that are free on a device; None where nobody says."""
+    stats = jax.local_devices()[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    info = pathlib.Path("/proc/meminfo")
+    found = re.search(r"MemAvailable:\s*(\d+) kB", info.read_text()) if info.is_file() else None
+    return None if found is None else 1024 * int(found[1]) // jax.local_device_count()
+
+
+def check_room(needed: int) -> None:
+    """TooLarge where it would leave less than a tenth of what is free."""
+    free = room()
+    if free is not None and needed > 0.9 * free:
+        raise TooLarge(f"it takes {needed / 2**30:.1f} GiB more, and {free / 2**30:.1f} are free")
+
+
+def device_peak() -> int | None:
+    """The most bytes that the device has held since the start, by its own word."""
+    stats = jax.local_devices()[0].memory_stats()
+    return stats.get("peak_bytes_in_use") if stats else None
+
+
+def measure(name: str, c: ConfigDict, *, tokens: int | None, repeats: int) -> dict[str, Any]:
+    """Every pass of one model, the smaller ones first; why one is left out."""
+    adapters = Lora(RANK, c.model.lora_alpha, lora.parse_targets(c.model.target_modules))
+    passes: dict[str, Callable[[Subject], dict[str, Any]]] = {
+        "forward": forward,
+        "log-probs": logprobs,
+        f"LoRA update, rank {RANK}": functools.partial(updated, how=adapters),
+        "update": functools.partial(updated, how=None),
+    }
+    out: dict[str, Any] = {"passes": {}, "left_out": {}}
+    subject = None
+    for what, run in passes.items():
+        try:
+            if subject is None:
+                subject = make_subject(name, c, tokens=tokens, repeats=repeats)
+                shapes = [rows.inputs.shape for rows in subject.rows]
+                out["sequences"], out["rows"] = len(subject.trajectories), [list(shape) for shape in shapes]
+                real = sum(len(t.tokens) - 1 for t in subject.trajectories)
+                out["filled"] = real / sum(R * T for R, T in shapes)
+            out["passes"][what] = run(subject)
+        except TooLarge as e:
+            out["left_out"][what] = str(e)
+        except jax.errors.JaxRuntimeError as e:
+            if "RESOURCE_EXHAUSTED" not in str(e):
+                raise
+            out["left_out"][what] = "it ran out of memory"
+        print(f"{name}: {what} {'left out' if what in out['left_out'] else 'measured'}", file=sys.stderr)
+    return out
+
+
+def vocabulary(dtype: str, changes: Sequence[str]) -> dict[str, Any]:
+    """Temporaries of the log-prob pass over so many tokens with a large vocabulary and a small one; compiled only."""
+    c = base_config("none: there are no weights", dtype)
+    c.data.max_prompt_length = c.data.max_response_length = max(LENGTHS) // 2
+    change(c, changes)
+    mesh, cases = assemble.make_mesh(c), []
+    for T in LENGTHS:
+        shape = TOKENS // T, T
+        if shape[0] % sharding.row_multiple(mesh):
+            continue
+        temporaries = []
+        for vocab in (QWEN["vocab_size"], SMALL):
+            cfg = pad_vocab(families.from_hf(QWEN | {"vocab_size": vocab}, path="q05"), mesh.shape["tensor"])
+            what = state.weights(cfg, mesh, head="lm", param_dtype=c.model.param_dtype)
+            empty = packing.empty_rows(shape)
+            rows = abstract(empty, jax.tree.map(lambda _: sharding.rows_sharding(mesh), empty))
+            fn = jax.jit(make_logprob(c, cfg, mesh))
+            one = account("log-probs", fn, abstract(what.shapes, what.shardings), rows)
+            temporaries.append(one["temporaries"])
+        cases.append({"rows": shape, "temporaries": temporaries, "ratio": temporaries[0] / temporaries[1]})
+    if not cases:
+        raise UserError(f"the vocabulary test has {TOKENS} tokens, and rows of {LENGTHS} do not go into the mesh")
+    return {
+        "tokens": TOKENS,
+        "vocabularies": [QWEN["vocab_size"], SMALL],
+        "logprob_chunk_bytes": c.model.logprob_chunk_bytes,
+        "scan_layers": c.model.scan_layers,
+        "logits": 4 * TOKENS * QWEN["vocab_size"],  # of all tokens, f32
+        "cases": cases,
+        "worst": max(case["ratio"] for case in cases),
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as markdown."""
+    mib, models = 2**20, result["models"]
+    lines = [
+        f"{title(result['machine'])}; {result['dtype']}; jax {result['jax']}; commit {result['commit']};"
+        f" {result['date']}; load average before {result['load_average']:.1f}"
+    ]
+    if models:
+        said = any(x["device_peak"] is not None for m in models.values() for x in m["passes"].values())
+        lines += [
+            "",
+            "| model | pass | tokens | tokens/s | GFLOP/s | of the matmul rate | weights, MiB | optimizer | gradients"
+            f" | temporaries | peak |{' device peak |' if said else ''}",
+            f"|---|---|{'---:|' * (10 if said else 9)}",
+        ]
+    for name, measured in models.items():
+        for what, x in measured["passes"].items():
+            sizes = [x[part] for part in ("weights", "optimizer", "gradients", "temporaries", "peak")]
+            cells = [
+                f"{x['tokens']:,}",
+                f"{x['tokens_per_s']:,.0f}",
+                f"{x['flops_per_s'] / 1e9:,.0f}",
+                f"{x['utilisation']:.0%}",
+                *(f"{part / mib:,.0f}" if part else "" for part in sizes),
+                *(["" if x["device_peak"] is None else f"{x['device_peak'] / mib:,.0f}"] if said else []),
+            ]
+            lines.append(f"| {name} | {what} | {' | '.join(cells)} |")
+    left_out = [(name, *each) for name, m in models.items() for each in m["left_out"].items()]
+    lines += ["", *(f"Left out: {what} of {name}: {why}." for name, what, why in left_out), ""] if left_out else [""]
+    v = result["vocabulary"]
+    large, small = v["vocabularies"]
+    lines += [
+        f"Log-probs of {v['tokens']:,} tokens, trunk of Qwen2.5-0.5B, chunks of {v['logprob_chunk_bytes'] / mib:g} MiB;"
+        f" all logits at once {v['logits'] / mib:,.0f} MiB:",
+        "",
+        f"| rows | temporaries at {large:,} words, MiB | at {small:,}, MiB | ratio |",
+        "|---|---:|---:|---:|",
+    ]
+    for case in v["cases"]:
+        sizes = [f"{x / mib:,.0f}" for x in case["temporaries"]]
+        lines.append(f"| {'x'.join(map(str, case['rows']))} | {' | '.join(sizes)} | {case['ratio']:.2f} |")
+    return "\n".join(lines)
+
+
+@settings.exit_on_user_error
+def main(argv: list[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--models", default=",".join(MODELS), help="separated by commas; none: the vocabulary test alone"
+    )
+    parser.add_argument("--repeats", type=int, default=3, help="of each pass; the median counts")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of the products")
+    parser.add_argument("--tokens", type=int, help="of the batch, at most; by default all, and of q05 1,024 on a CPU")
+    parser.add_argument("--set", dest="changes", action="append", default=[], metavar="SECTION.NAME=VALUE")
+    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
+    args = parser.parse_args(argv)
+    names = args.models.split(",") if args.models else []
+    if unknown := [name for name in names if name not in MODELS]:
+        raise UserError(f"--models={args.models}: {unknown[0]!r} is not one of {', '.join(MODELS)}")
+    for name, value in (("repeats", args.repeats), ("tokens", 1 if args.tokens is None else args.tokens)):
+        if value < 1:
+            raise UserError(f"--{name}={value} must be 1 or more")
+    load, at = os.getloadavg()[0], commit()  # before the run: it is what runs, and what ran beside it
+    by_default = CPU_TOKENS if jax.default_backend() == "cpu" else {}
+    models = {}
+    for name in names:
+        tokens = by_default.get(name) if args.tokens is None else args.tokens
+        models[name] = measure(name, make_config(name, args.dtype, args.changes), tokens=tokens, repeats=args.repeats)
+    result: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "machine": machine(),
+        "load_average": load,
+        "commit": at,
+        "python": platform.python_version(),
+        "jax": version("jax"),
+        "dtype": args.dtype,
+        "changes": args.changes,
+        "models": models,
+        "vocabulary": vocabulary(args.dtype, args.changes),
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    out = args.out / f"{'-'.join([result['date'], slug(result['machine']), 'models', *names])}.json"
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"\n{table(result)}\n\n{out}")
+    if (worst := result["vocabulary"]["worst"]) >= LIMIT:
+        sys.exit(f"the vocabulary test failed: {worst:.2f} times the temporaries, and the limit is {LIMIT}")
+
+
+if __name__ == "__main__":
+    main()
