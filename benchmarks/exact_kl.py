@@ -24,20 +24,30 @@ import numpy as np
 from machine import ROOT, commit, machine, slug, version
 
 from jppo.algorithms import kl
-from jppo.models import heads
+from jppo.models import families, heads
 
 ROWS = 4  # the tokens stand in as many rows
 
 
-def make_gradient(chunk_tokens: int) -> Any:
+def model(vocab: int) -> families.ModelConfig:
+    """A model of which the logits only matter: no soft cap, no padding."""
+    shape = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=1)
+    return families.from_hf(
+        dict(model_type="llama", vocab_size=vocab, max_position_embeddings=1, **shape), path="exact_kl.py"
+    )
+
+
+def make_gradient(chunk_tokens: int, vocab: int) -> Any:
     """The gradient of the mean exact KL in the policy's hidden states and kernel, compiled."""
+
+    cfg = model(vocab)
 
     def loss(states: tuple[jax.Array, jax.Array], reference: tuple[jax.Array, jax.Array], targets: jax.Array):
         def body(_: jax.Array, logits: jax.Array, ref_logits: jax.Array) -> jax.Array:
             return kl.full(logits, ref_logits)
 
         how = dict(temperature=1.0, chunk_tokens=chunk_tokens)
-        return jnp.mean(heads.by_logits(body, [states, reference], targets, **how))
+        return jnp.mean(heads.by_logits(body, [(*states, cfg), (*reference, cfg)], targets, **how))
 
     return jax.jit(jax.grad(loss))
 
@@ -47,7 +57,7 @@ def measure(tokens: int, vocab: int, *, width: int, chunk_bytes: int, repeats: i
     shapes = (ROWS, tokens // ROWS, width), (vocab, width)
     states = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
     targets = jax.ShapeDtypeStruct(shapes[0][:2], jnp.int32)
-    compiled = make_gradient(max(1, chunk_bytes // (4 * vocab))).lower(states, states, targets).compile()
+    compiled = make_gradient(max(1, chunk_bytes // (4 * vocab)), vocab).lower(states, states, targets).compile()
     temporaries = compiled.memory_analysis().temp_size_in_bytes
     seconds = []
     rng = np.random.default_rng(0)

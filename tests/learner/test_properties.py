@@ -124,7 +124,7 @@ def learn(made, *, kind="none", tokens_per_micro=10**6, order=None, tools=None):
             table = jnp.asarray(tables["new" if name == "actor" else "value"] * 1.1)
             carry = (jnp.zeros_like(table), jnp.float32(0))
             for micro in mini.micros:
-                carry, _ = getattr(passes, name)(table, carry, micro, mini.counts, *further)
+                carry, _ = getattr(passes, name)(table, None, carry, micro, mini.counts, *further)
             gradient = np.zeros((B, LONGEST), np.float32)
             gradient[order] = carry[0]
             out |= {f"{name} gradient": gradient, f"{name} loss": np.asarray(carry[1])}
