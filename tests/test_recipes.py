@@ -248,3 +248,16 @@ def test_adapters_alone_are_published_where_asked_for(learn, engine, tmp_path):
     assert (first[up] == 0).all() and (last[up] != 0).any()
     kept = safetensors.numpy.load_file(pathlib.Path(tmp_path, "run/adapter/adapter_model.safetensors"))
     assert all((last[name] == kept[name]).all() for name in kept)
+
+
+def test_mixed_sources_are_drawn_by_weight_and_gone_on_with(learn, small_run, tmp_path):
+    """Three prompts of four from one file, in every step, also after a resume in the middle of an epoch."""
+    rows = (tmp_path / "train.jsonl").read_text().splitlines()
+    (tmp_path / "other.jsonl").write_text("\n".join(reversed(rows)))
+    small_run.data.train_files = f"{tmp_path / 'train.jsonl'},{tmp_path / 'other.jsonl'}"
+    learn({"data.mix": "train=0.75,other=0.25", "data.val_batch_size": 3})
+    learn({"trainer.total_training_steps": 4})
+    for step in (1, 2, 3, 4):
+        samples = (pathlib.Path(small_run.trainer.run_dir) / f"samples/step_{step}.jsonl").read_text().splitlines()
+        files = sorted(json.loads(line)["uid"].split(":")[0] for line in samples)
+        assert files == ["other", "train", "train", "train"]
