@@ -261,3 +261,12 @@ def test_mixed_sources_are_drawn_by_weight_and_gone_on_with(learn, small_run, tm
         samples = (pathlib.Path(small_run.trainer.run_dir) / f"samples/step_{step}.jsonl").read_text().splitlines()
         files = sorted(json.loads(line)["uid"].split(":")[0] for line in samples)
         assert files == ["other", "train", "train", "train"]
+
+
+def test_the_entropy_is_left_out_where_nobody_wants_it(learn, small_run):
+    with_it = learn({})
+    small_run.trainer.run_dir += "-without"
+    without = learn({"actor.calculate_entropy": False})
+    assert with_it[1]["actor/entropy"] > 0 and "actor/entropy" not in without[1]
+    for name in ("actor/pg_loss", "actor/grad_norm", "critic/vf_loss"):
+        assert without[2][name] == pytest.approx(with_it[2][name], rel=1e-4, abs=1e-6)

@@ -103,6 +103,7 @@ def make_recipe(c: ConfigDict) -> ppo.Recipe:
         weigh_value=functools.partial(losses.token_weights, mode=value_mode, scale=value_scale),
         cliprange_value=v.cliprange_value,
         entropy_coeff=a.entropy_coeff,
+        entropy_metric=a.calculate_entropy,
         kl_penalty=c.algorithm.kl_penalty if c.algorithm.use_kl_in_reward else None,
         kl_loss_type=a.kl_loss_type if a.use_kl_loss else None,
         kl_loss_coef=a.kl_loss_coef,

@@ -105,6 +105,7 @@ def default() -> ml_collections.ConfigDict:
             tau_pos=1.0,  # of sapo
             tau_neg=1.05,
             entropy_coeff=0.0,
+            calculate_entropy=True,  # as a metric; False spares the old log-probs the whole vocabulary's second pass
             use_kl_loss=False,
             kl_loss_coef=0.001,
             kl_loss_type="low_var_kl",

@@ -44,6 +44,7 @@ class Recipe:
     kl_loss_coef: float
     bypass: bool  # the sampler's log-probs are the old ones
     correction: correct.Correction | None
+    entropy_metric: bool = True  # False: the entropy is computed only where the loss has it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,13 +81,15 @@ def make_passes(models: Models, recipe: Recipe, *, temperature: float, chunk_tok
             )
         reference = score.make_reference(r.kl_penalty, r.kl_loss_type, logprob(models.reference, False), exact)
     # Without a pass for the old log-probs the update is where the entropy is seen.
-    in_update = logprob(models.policy, with_entropy=r.entropy_coeff != 0.0 or r.bypass)
+    with_entropy = r.entropy_coeff != 0.0 or (r.bypass and r.entropy_metric)
+    in_update = logprob(models.policy, with_entropy=with_entropy)
     actor = update.make_actor_loss(
         score.make_logprob_kl(r.kl_loss_type, in_update, exact),
         r.policy_loss,
         r.weigh,
         by_sequence=r.by_sequence,
         entropy_coeff=r.entropy_coeff,
+        entropy_metric=with_entropy,
         kl_loss_coef=r.kl_loss_coef,
     )
     value = critic = None
@@ -97,7 +100,7 @@ def make_passes(models: Models, recipe: Recipe, *, temperature: float, chunk_tok
         )
     e = r.estimator
     return Passes(
-        logprob=jax.jit(logprob(models.policy, with_entropy=True)),
+        logprob=jax.jit(logprob(models.policy, with_entropy=r.entropy_metric)),
         entropy=jax.jit(lambda rows, entropy: masked.masked_sum(entropy, rows.mask)),
         gap=jax.jit(correct.make_gap()),
         reference=None if reference is None else jax.jit(reference),
@@ -138,9 +141,10 @@ def score_rows(
     scored = [Scored(rows=one, logp=logp) for one, (logp, _) in zip(rows, found, strict=True)]
     gaps = batch.each(lambda one, pair: passes.gap(one, pair[0]), rows, found)
     metrics = correct.gap_metrics(gaps)
-    entropy = jax.device_get(batch.each(lambda one, pair: passes.entropy(one, pair[1]), rows, found))
-    tokens = sum(float(one["tokens"]) for one in jax.device_get(gaps))
-    metrics["actor/entropy"] = float(sum(entropy)) / max(tokens, 1.0)
+    if recipe.entropy_metric:
+        entropy = jax.device_get(batch.each(lambda one, pair: passes.entropy(one, pair[1]), rows, found))
+        tokens = sum(float(one["tokens"]) for one in jax.device_get(gaps))
+        metrics["actor/entropy"] = float(sum(entropy)) / max(tokens, 1.0)
     if recipe.correction is not None:
         scored, more = correct.corrected(passes, recipe.correction, scored, gaps)
         metrics |= more

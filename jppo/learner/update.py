@@ -32,6 +32,7 @@ def make_actor_loss(
     *,
     by_sequence: bool,
     entropy_coeff: float,
+    entropy_metric: bool = True,
     kl_loss_coef: float,
 ) -> Loss:
     """policy loss - entropy_coeff H + kl_loss_coef KL(π ‖ reference), each summed with the same weights of tokens.
@@ -63,8 +64,9 @@ def make_actor_loss(
             "actor/ppo_kl": mean(-delta),
             "actor/ratio_max": jnp.exp(jnp.max(delta)),
             "actor/ratio_min": jnp.exp(jnp.min(delta)),
-            "actor/entropy": mean(entropy),
         }
+        if entropy_metric:
+            sums["actor/entropy"] = mean(entropy)
         if penalty is not None:
             sums["actor/kl_loss"] = total(penalty)
             out += kl_loss_coef * sums["actor/kl_loss"]
