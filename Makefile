@@ -41,8 +41,10 @@ lint: $(READY)  ## check style and format
 types: $(READY)  ## check types
 	$(PY) -m mypy
 
-bench: $(READY)  ## measure tokens a second of each stage, the advantages, the exact KL
+bench: $(READY)  ## measure the stages of a step, the models alone, attention, the advantages, the exact KL
 	$(TUNED) $(PY) benchmarks/throughput.py
+	$(TUNED) $(PY) benchmarks/models.py
+	$(TUNED) $(PY) benchmarks/attention.py
 	$(TUNED) $(PY) benchmarks/gae.py
 	$(TUNED) $(PY) benchmarks/exact_kl.py
 
