@@ -7,7 +7,7 @@ and never passes for a 0.
 
 import functools
 import math as numbers
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
 from jppo.config import UserError
@@ -15,7 +15,7 @@ from jppo.rewards import code as programs
 from jppo.rewards import rules
 from jppo.rewards.parts import Sample, failed
 from jppo.rewards.pool import Pool, Target, plain, ready
-from jppo.structs import Prompt, Reward
+from jppo.structs import Reward
 
 Grader = Callable[[str, str], Reward]  # (response, ground truth) -> reward
 
@@ -98,12 +98,6 @@ class RulePart:
 def graders_for(data_sources: Iterable[str], *, override: str = "", allow_code: bool = False) -> dict[str, Grader]:
     """The grader of each data source, found before training starts; one that has none is an error."""
     return {source: _grader(source, override, allow_code) for source in sorted(set(data_sources))}
-
-
-def grade(responses: Sequence[str], prompts: Sequence[Prompt], graders: Mapping[str, Grader]) -> list[Reward]:
-    """The reward of each response to the prompt beside it, [B]."""
-    pairs = zip(responses, prompts, strict=True)
-    return [_safely(graders[prompt.data_source], response, prompt.ground_truth) for response, prompt in pairs]
 
 
 def _grader(source: str, override: str, allow_code: bool) -> Grader:

@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 
 from jppo.config import UserError
-from jppo.rewards.graders import GRADERS, exact, grade, graders_for, gsm8k
+from jppo.rewards.graders import GRADERS, RulePart, exact, graders_for, gsm8k
+from jppo.rewards.parts import Sample
+from jppo.rewards.pool import Pool
 from jppo.structs import Prompt
 
 
@@ -68,15 +70,24 @@ def test_exact_ignores_white_space_around():
     assert exact("1 32", "132").score == 0.0 and exact("0132", "132").score == 0.0
 
 
+def grade(texts, prompts):
+    """By the part of a reward that applies the rules; the quick ones need no process of the pool."""
+    pool = Pool(1, timeout_s=5.0, memory_bytes=2**31)
+    part = RulePart([p.data_source for p in prompts], pool=pool)
+    futures = [part.submit(Sample(p, t, len(t), "stop")) for t, p in zip(texts, prompts, strict=True)]
+    part.close()
+    return [future.result() for future in futures]
+
+
 def test_each_prompt_gets_the_grader_of_its_source():
     prompts = [prompt("openai/gsm8k", "18"), prompt("arithmetic", "18"), prompt("arithmetic", "18")]
-    rewards = grade(["#### 18", "#### 18", "18"], prompts, graders_for(p.data_source for p in prompts))
+    rewards = grade(["#### 18", "#### 18", "18"], prompts)
     assert [r.score for r in rewards] == [1.0, 0.0, 1.0]
 
 
 def test_a_failing_grader_is_an_error_of_its_own_sample():
     prompts = [prompt("gsm8k", "eighteen"), prompt("gsm8k", "18")]
-    failed, good = grade(["#### 18"] * 2, prompts, graders_for(["gsm8k"]))
+    failed, good = grade(["#### 18"] * 2, prompts)
     assert failed.error == "ValueError: ground_truth='eighteen' is not a number"
     assert math.isnan(failed.score) and failed.parts == {}  # no 0: that would be an answer judged wrong
     assert good.score == 1.0 and good.error is None
