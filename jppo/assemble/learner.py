@@ -159,7 +159,7 @@ def make_learner(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[Learner, Tra
     )
     policy = load_trained(c, mesh, cfg, path, head="lm", key=keys(0), adapters=inputs.adapters)
     actor, policy_opt = make_descent(a, "actor", passes.actor, policy, inputs.total_steps - c.trainer.critic_warmup)
-    value = value_opt = critic = reference = None
+    value = value_opt = critic = None
     if inputs.critic is not None:
         both = policy.base is not None and inputs.critic_adapters is not None
         shared = both and critic_path(c) == path  # what neither of them changes is held once
@@ -175,12 +175,6 @@ def make_learner(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[Learner, Tra
         )
         value = trained.learned
         critic, value_opt = make_descent(c.critic, "critic", passes.critic, trained, inputs.total_steps)
-    if inputs.reference is not None and c.ref.path != "policy":
-        other = load_trained(c, mesh, fit(inputs.reference), c.ref.path, head="lm", key=keys(2), adapters=None)
-        reference = other.learned
-    elif inputs.reference is not None:
-        # With adapters the policy as the run began is their base, which is there already.
-        reference = jax.tree.map(lambda x: x.copy(), policy.learned) if policy.base is None else policy.base.params
     learner = Learner(
         mesh=mesh,
         cfg=cfg,
@@ -194,10 +188,19 @@ def make_learner(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[Learner, Tra
         passes=passes,
         actor=actor,
         critic=critic,
-        reference=reference,
+        reference=None if inputs.reference is None else make_reference(c, mesh, fit(inputs.reference), policy, keys(2)),
     )
     begin = state.begin(policy.learned, policy_opt, value, value_opt, kl_coef=c.algorithm.kl_coef, seed=c.trainer.seed)
     return learner, begin
+
+
+def make_reference(c: ConfigDict, mesh: Any, cfg: ModelConfig, policy: Trained, key: jax.Array) -> Params:
+    """The frozen model that a KL is measured against: its own, or the policy as the run begins."""
+    if c.ref.path != "policy":
+        return load_trained(c, mesh, cfg, c.ref.path, head="lm", key=key, adapters=None).learned
+    if policy.base is not None:  # with adapters that is their base, which is there already
+        return policy.base.params
+    return jax.tree.map(lambda x: x.copy(), policy.learned)
 
 
 def critic_mini_batch_size(c: ConfigDict) -> int:
