@@ -155,8 +155,9 @@ def ppo_step(
         baseline = None if best is None else best.collect()
     write_samples(run, f"step_{version + 1}", samples(asked, trajectories, rewards))
     metrics = describe(trajectories, rewards) | panel.metrics()
-    outcome, usable = outcomes(rewards, baseline, n=c.rollout.n, compared=passes.sequences is not None)
-    trajectories = [trainable(*pair) for pair in zip(trajectories, usable, strict=True)]
+    compared = passes.sequences is not None
+    outcome, usable = estimate.outcomes(rewards, baseline, n=c.rollout.n, compared=compared)
+    trajectories = [estimate.trainable(*pair) for pair in zip(trajectories, usable, strict=True)]
     rows = batch.make(trajectories, plan=learner.plan, mesh=learner.mesh)
     with timer("old_log_prob"):
         scored, found = ppo.score_rows(passes, learner.recipe, rows, policy)
@@ -177,18 +178,22 @@ def ppo_step(
     bad = metrics.get("actor/skipped", 0.0) + metrics.get("critic/skipped", 0.0) > 0
     if bad:
         write_arrays(run, f"step_{version + 1}", flat.arrays)
+    now = advance(c, now, metrics, bad=bad)
+    return now, cursor, metrics | {"trainer/bad_steps": float(now.bad_steps)}
+
+
+def advance(c: ConfigDict, now: TrainState, metrics: dict[str, float], *, bad: bool) -> TrainState:
+    """The state after a step: its number, how many steps in a row were bad, the coefficient of the KL in the reward."""
     kl_coef = now.kl_coef
     if c.algorithm.kl_ctrl_type == "adaptive" and not bad:  # a KL that is no number would stay in the coefficient
         kl_coef = kl.adaptive(
             now.kl_coef,
             metrics["actor/reward_kl_penalty"],
-            steps=len(trajectories),
+            steps=assemble.sequences_of_step(c),
             target=c.algorithm.target_kl,
             horizon=c.algorithm.horizon,
         )
-    bad_steps = (now.bad_steps + 1) * bad
-    metrics["trainer/bad_steps"] = float(bad_steps)
-    return dataclasses.replace(now, step=now.step + 1, kl_coef=kl_coef, bad_steps=bad_steps), cursor, metrics
+    return dataclasses.replace(now, step=now.step + 1, kl_coef=kl_coef, bad_steps=(now.bad_steps + 1) * bad)
 
 
 def update_models(
@@ -231,33 +236,6 @@ def update_models(
 def due(step: int, every: int) -> bool:
     """Whether something that happens every so many steps happens now; -1 is never."""
     return every > 0 and step % every == 0
-
-
-def outcomes(
-    rewards: list[Reward], baseline: list[Reward] | None, *, n: int, compared: bool
-) -> tuple[estimate.Outcome, np.ndarray]:
-    """What the estimator is told of a batch, and which samples can be learned from [B] bool.
-
-    A sample can't be whose grader failed, nor one that has nothing to be measured by: its prompt's greedy response was
-    not graded, or, where samples are `compared`, it is the only one of its prompt that was.
-    """
-    failed = np.isnan([r.score for r in rewards])
-    group = estimate.groups(failed, n)
-    best = None
-    usable = ~failed
-    if baseline is not None:
-        best = np.repeat(np.array([r.score for r in baseline], np.float32), n)
-        usable &= ~np.isnan(best)
-        best = np.nan_to_num(best)
-    if compared:
-        usable &= np.bincount(group, minlength=len(group))[group] > 1
-    score = np.array([r.score for r in rewards], np.float32)
-    return estimate.Outcome(score=score, group=group, greedy=best), usable
-
-
-def trainable(trajectory: Trajectory, usable: bool) -> Trajectory:
-    """The trajectory as it is, or one that nothing is learned from."""
-    return trajectory if usable else dataclasses.replace(trajectory, sampled=np.zeros_like(trajectory.sampled))
 
 
 def describe(trajectories: list[Trajectory], rewards: list[Reward]) -> dict[str, float]:

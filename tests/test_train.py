@@ -14,6 +14,7 @@ import pytest
 
 from jppo import train
 from jppo.data import arithmetic
+from jppo.learner import estimate
 from jppo.structs import Reward, Trajectory
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -166,5 +167,5 @@ def test_due(step, every, now):
 
 def test_nothing_is_learned_from_a_sample_whose_grader_failed():
     sample = trajectory(3)
-    assert train.trainable(sample, True) is sample
-    assert not train.trainable(sample, False).sampled.any()
+    assert estimate.trainable(sample, True) is sample
+    assert not estimate.trainable(sample, False).sampled.any()

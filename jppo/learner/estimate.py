@@ -10,7 +10,7 @@ import numpy as np
 
 from jppo.algorithms import masked
 from jppo.learner import batch
-from jppo.structs import Array, Rows, Scored
+from jppo.structs import Array, Reward, Rows, Scored, Trajectory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +49,33 @@ def groups(failed: np.ndarray, n: int) -> np.ndarray:  # [B] bool -> [B] i32
     index = np.arange(len(failed)).reshape(-1, n)
     first = np.where(failed.reshape(-1, n), len(failed), index).min(1, keepdims=True)
     return np.where(failed, index.reshape(-1), np.repeat(first, n)).astype(np.int32)
+
+
+def outcomes(
+    rewards: list[Reward], baseline: list[Reward] | None, *, n: int, compared: bool
+) -> tuple[Outcome, np.ndarray]:
+    """What the estimator is told of a batch, and which samples can be learned from [B] bool.
+
+    A sample can't be whose grader failed, nor one that has nothing to be measured by: its prompt's greedy response was
+    not graded, or, where samples are `compared`, it is the only one of its prompt that was.
+    """
+    failed = np.isnan([r.score for r in rewards])
+    group = groups(failed, n)
+    best = None
+    usable = ~failed
+    if baseline is not None:
+        best = np.repeat(np.array([r.score for r in baseline], np.float32), n)
+        usable &= ~np.isnan(best)
+        best = np.nan_to_num(best)
+    if compared:
+        usable &= np.bincount(group, minlength=len(group))[group] > 1
+    score = np.array([r.score for r in rewards], np.float32)
+    return Outcome(score=score, group=group, greedy=best), usable
+
+
+def trainable(trajectory: Trajectory, usable: bool) -> Trajectory:
+    """The trajectory as it is, or one that nothing is learned from."""
+    return trajectory if usable else dataclasses.replace(trajectory, sampled=np.zeros_like(trajectory.sampled))
 
 
 def make_reward(sequences: int) -> Callable[..., tuple[Array, dict[str, Array]]]:
