@@ -27,6 +27,7 @@ jax.config.update("jax_platforms", "cpu")  # where a plugin imported jax before 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_debug_key_reuse", True)
 
+MAPS = pathlib.Path("/proc/self/maps")
 SHARED = pathlib.Path(__file__).resolve().parents[2] / "shared"
 
 
@@ -34,6 +35,14 @@ def pytest_sessionstart():
     found = jax.devices()
     if [d.platform for d in found] != ["cpu"] * 8:
         pytest.exit(f"tests need 8 CPU devices, jax has {found}: something used it before conftest.py", 3)
+
+
+@pytest.fixture(autouse=True)
+def room_for_programs():
+    """Forgets compiled programs before XLA crashes: each has maps of memory, and Linux allows a process 65,530."""
+    yield
+    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > 20_000:
+        jax.clear_caches()
 
 
 @pytest.fixture
