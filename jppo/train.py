@@ -7,8 +7,8 @@ stops.
 
 import contextlib
 import dataclasses
+import math
 import pathlib
-import signal
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -21,14 +21,15 @@ from ml_collections import ConfigDict
 from jppo import assemble
 from jppo import config as settings
 from jppo.algorithms import kl
-from jppo.assemble import Inputs, Learner
+from jppo.assemble import Begun, Inputs, Learner
 from jppo.data.stream import Cursor, next_batch
 from jppo.data.tokenizer import decode
 from jppo.evaluate import evaluate, sample, samples
-from jppo.io.checkpoint import Checkpoints, require, restore
+from jppo.io.checkpoint import Checkpoints, require
 from jppo.io.metrics import Logger, write_arrays, write_samples
 from jppo.io.summary import summary
 from jppo.io.timers import Timers
+from jppo.io.watch import Stopped, Watch, leave
 from jppo.learner import batch, correct, estimate, packing, ppo
 from jppo.models import hf
 from jppo.rewards.compose import Panel
@@ -38,6 +39,10 @@ from jppo.structs import Reward, TrainState, Trajectory
 
 class Diverged(Exception):
     """Losses or gradients that are no numbers, or graders that all fail; the run cannot go on."""
+
+
+class Unwritten(Exception):
+    """There is no room for the trained model; the last checkpoint has it."""
 
 
 def train(config: ConfigDict) -> None:
@@ -50,8 +55,16 @@ def train(config: ConfigDict) -> None:
         require(pathlib.Path(c.trainer.resume_mode))
     timer = Timers()
     with contextlib.ExitStack() as stack:
+        watch = stack.enter_context(
+            Watch(
+                timer,
+                stage_timeout_s=c.trainer.stage_timeout_s,
+                stop_timeout_s=c.trainer.stop_timeout_s,
+                stacks=run / "stacks.txt",
+            )
+        )
         checkpoints = stack.enter_context(Checkpoints(run / "checkpoints", keep=c.trainer.max_ckpt_to_keep))
-        if finished(c, checkpoints, inputs.total_steps):
+        if assemble.finished(c, checkpoints, inputs.total_steps):
             return summary(run)
         mesh = assemble.make_mesh(c)
         panel = assemble.make_panel(c, inputs, mesh)
@@ -73,56 +86,106 @@ def train(config: ConfigDict) -> None:
                 critic=learner.critic,
                 sequences=assemble.sequences_of_step(c),
             )
-            now, cursor, resumed = resume(c, checkpoints, begin, panel)
+            origin = assemble.origin(c, inputs, learner)
+            begun = assemble.resume(c, checkpoints, learner, begin, panel, origin)
+            now, step = begun.state, int(begun.state.step)
             del begin  # a resumed run must not hold two states
-            step = int(now.step)
             sampler = engine.ready(eos_token_ids=inputs.end_tokens, decode=lambda ids: decode(inputs.tokenizer, ids))
             assemble.publish_base(c, learner, sampler, step)
             assemble.publish(c, learner, sampler, now, inputs.adapters)
             panel.ready()
-        logger = stack.enter_context(Logger(run, total_steps=inputs.total_steps, resumed_step=resumed))
+        logged = begun.step if begun.step is None or begun.pending is None else begun.step - 1
+        logger = stack.enter_context(Logger(run, total_steps=inputs.total_steps, resumed_step=logged))
         (run / "config.json").write_text(settings.dump(c))
-        for line in introduce(inputs, mesh, learner.plan, resumed):
+        for line in (*introduce(inputs, mesh, learner.plan, begun.step), *begun.said):
             logger.note(line)
         if why is not None:
             logger.note(why)
         logger.note(agree(c, inputs, learner, now, sampler, step))
-        if resumed is None and c.trainer.val_before_train:
+        if begun.step is None and c.trainer.val_before_train:
             with timer("testing"):
                 metrics = validate(c, run, inputs, sampler, panel, logger, step)
             logger.log(0, metrics | timer.next_step())
-        logged = step
-        try:
-            while step < inputs.total_steps:
+        now = learn(c, run, inputs, learner, begun, origin, sampler, panel, checkpoints, logger, timer, watch)
+        with timer("save"):
+            export(c, run, inputs, learner, now)
+    summary(run)
+
+
+def learn(
+    c: ConfigDict,
+    run: pathlib.Path,
+    inputs: Inputs,
+    learner: Learner,
+    begun: Begun,
+    origin: dict[str, Any],
+    sampler: Sampler,
+    panel: Panel,
+    checkpoints: Checkpoints,
+    logger: Logger,
+    timer: Timers,
+    watch: Watch,
+) -> TrainState:
+    """All steps that are left, each logged once, whatever ends the run; the last state."""
+    now, cursor, pending = begun.state, begun.cursor, begun.pending
+    step, place = int(now.step), assemble.kept(cursor, panel)
+
+    def save(metrics: dict[str, float], **more: Any) -> None:
+        best = metrics.get(c.trainer.best_metric, math.nan)
+        assemble.save(
+            c,
+            checkpoints,
+            learner,
+            now,
+            origin | place | more,
+            score=best if math.isfinite(best) else None,
+            export=lambda path: write_model(c, path, learner, now),
+        )
+
+    try:
+        while pending is not None or step < inputs.total_steps:
+            if pending is None:  # else a step is done, but not yet tested and logged
                 with timer("step"):
-                    now, cursor, metrics = ppo_step(c, inputs, learner, now, cursor, sampler, panel, timer, run)
-                    step += 1
+                    now, cursor, pending = ppo_step(c, inputs, learner, now, cursor, sampler, panel, timer, run)
+                    step, place = step + 1, assemble.kept(cursor, panel)
+                    watch.check()
                     with timer("update_weights"):
                         assemble.publish(c, learner, sampler, now, inputs.adapters)
-                last = step == inputs.total_steps
-                if last or due(step, c.trainer.test_freq):
-                    with timer("testing"):
-                        metrics |= validate(c, run, inputs, sampler, panel, logger, step)
-                metrics |= timer.next_step()
-                metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / metrics["timing_s/step"]
-                logger.log(step, metrics)
-                logged = step
-                require_progress(c, run, now)
-                if last or due(step, c.trainer.save_freq):
-                    with timer("save"):
-                        checkpoints.save(step, now, kept(cursor, panel))
-        except (RolloutError, Diverged):
-            if logged != step:  # the update was done, its publish or test was not
-                logger.log(step, metrics | timer.next_step())
-            checkpoints.wait()
-            if checkpoints.latest() != step:
-                checkpoints.save(step, now, kept(cursor, panel))
-            raise
-        with timer("save"):
-            if inputs.adapters is not None:
-                hf.save_adapter(run / "adapter", now.policy, learner.cfg, inputs.adapters, base=c.model.path)
-            hf.save(run / "hf", learner.policy(now), learner.cfg, source=c.model.path, dtype=c.model.param_dtype)
-    summary(run)
+            last = step == inputs.total_steps
+            if last or due(step, c.trainer.test_freq):
+                with timer("testing"):
+                    pending |= validate(c, run, inputs, sampler, panel, logger, step)
+            pending |= timer.next_step()
+            pending["perf/throughput"] = pending["perf/total_num_tokens"] / pending["timing_s/step"]
+            logger.log(step, pending)
+            metrics, pending = pending, None
+            require_progress(c, run, now)
+            if last or due(step, c.trainer.save_freq):
+                with timer("save"):
+                    save(metrics)
+            watch.check()
+    except (RolloutError, Diverged, Stopped):
+        checkpoints.wait()
+        if checkpoints.latest() != step:
+            with timer("save"):
+                save({}, pending=None if pending is None else pending | timer.next_step())
+        raise
+    return now
+
+
+def write_model(c: ConfigDict, path: pathlib.Path, learner: Learner, now: TrainState) -> None:
+    """The policy as a model directory."""
+    hf.save(path, learner.policy(now), learner.cfg, source=c.model.path, dtype=c.model.param_dtype)
+
+
+def export(c: ConfigDict, run: pathlib.Path, inputs: Inputs, learner: Learner, now: TrainState) -> None:
+    """What the run leaves for others: the policy, and its adapters where it has some."""
+    try:
+        if inputs.adapters is not None:
+            hf.save_adapter(run / "adapter", now.policy, learner.cfg, inputs.adapters, base=c.model.path)
+        write_model(c, run / "hf", learner, now)
+    except OSError as e:
+        raise Unwritten(f"the model cannot be written to {run}: {e}; make room, and give the same command again") from e
 
 
 def ppo_step(
@@ -321,39 +384,6 @@ def agree(c: ConfigDict, inputs: Inputs, learner: Learner, now: TrainState, samp
     return f"sampler and trainer agree: largest log-prob gap {gap:.1e} on {sum(len(t.tokens) for t in drawn)} tokens"
 
 
-def finished(c: ConfigDict, checkpoints: Checkpoints, total_steps: int) -> bool:
-    """Whether the same command has already run to its end in this folder."""
-    done = checkpoints.latest()
-    whole = (pathlib.Path(c.trainer.run_dir).expanduser() / "hf").is_dir()
-    return c.trainer.resume_mode == "auto" and done is not None and done >= total_steps and whole
-
-
-def kept(cursor: Cursor, panel: Panel) -> dict[str, Any]:
-    """What a checkpoint keeps beside the train state."""
-    return {"cursor": dataclasses.asdict(cursor), "reward": panel.state()}
-
-
-def resume(
-    c: ConfigDict, checkpoints: Checkpoints, begin: TrainState, panel: Panel
-) -> tuple[TrainState, Cursor, int | None]:
-    """The state to go on from, the place in the data, and the step of the checkpoint (None: a new run)."""
-    mode = c.trainer.resume_mode
-    if mode == "disable":
-        checkpoints.discard_after(-1)
-        return begin, Cursor(), None
-    found = checkpoints.restore_latest(begin) if mode == "auto" else restore(pathlib.Path(mode), begin)
-    if found is None:
-        return begin, Cursor(), None
-    checkpoints.discard_after(found.step)
-    state = found.state
-    if c.algorithm.kl_ctrl_type == "fixed":  # it is the config's, also when it was changed between two starts
-        state = dataclasses.replace(state, kl_coef=begin.kl_coef)
-    if int(state.bad_steps) >= c.trainer.max_bad_steps:  # the run had stopped; whoever goes on wants to
-        state = dataclasses.replace(state, bad_steps=begin.bad_steps)
-    panel.load(found.meta.get("reward", {}))
-    return state, Cursor(**found.meta["cursor"]), found.step
-
-
 def introduce(inputs: Inputs, mesh: Mesh, plan: packing.Plan, resumed: int | None) -> list[str]:
     """What the run is about to do, for the console."""
     cut = inputs.train.truncated + inputs.val.truncated
@@ -367,10 +397,6 @@ def introduce(inputs: Inputs, mesh: Mesh, plan: packing.Plan, resumed: int | Non
     ]
 
 
-def _terminate(number: int, _: Any) -> None:
-    raise SystemExit(128 + number)  # unwinds, so that servers stop and files close
-
-
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     """The command line."""
@@ -379,17 +405,17 @@ def main(argv: list[str] | None = None) -> None:
     if switches["dry_run"]:
         print(settings.dump(config), end="")
         return
-    signal.signal(signal.SIGTERM, _terminate)
+    goes_on = f"the same command goes on from the last of {config.trainer.run_dir}/checkpoints"
     try:
         train(config)
-    except (RolloutError, Diverged) as e:
+    except (RolloutError, Diverged, Unwritten) as e:
         print(f"error: {e}", file=sys.stderr)
         sys.exit(1)
+    except Stopped as e:
+        print(f"{e.why}; {goes_on}", file=sys.stderr, flush=True)
+        leave(e.status, within_s=config.trainer.stop_timeout_s)
     except KeyboardInterrupt:
-        print(
-            f"interrupted; the same command goes on from the last of {config.trainer.run_dir}/checkpoints",
-            file=sys.stderr,
-        )
+        print(f"interrupted; {goes_on}", file=sys.stderr)
         sys.exit(130)
 
 

@@ -19,15 +19,19 @@ from jppo.assemble.learner import (
     sequences_of_step,
 )
 from jppo.assemble.recipe import make_recipe
+from jppo.assemble.resume import Begun, finished, kept, origin, resume, save
 from jppo.assemble.reward import make_panel
 
 __all__ = [
     "ENGINES",
+    "Begun",
     "Inputs",
     "Learner",
     "attention_kernel",
     "chunk_tokens",
     "critic_mini_batch_size",
+    "finished",
+    "kept",
     "load_trained",
     "make_adapters",
     "make_decoder",
@@ -37,11 +41,14 @@ __all__ = [
     "make_panel",
     "make_plan",
     "make_recipe",
+    "origin",
     "publish",
     "publish_base",
     "read_inputs",
     "read_tokenizer",
+    "resume",
     "sampling",
+    "save",
     "sequences_of_step",
     "share_gpu",
 ]

@@ -38,6 +38,26 @@ class Learner:
         """The whole critic."""
         return None if self.critic is None else self.critic.model(now.value)
 
+    def portable(self, now: TrainState) -> TrainState:
+        """The state as it is on any mesh."""
+        return dataclasses.replace(
+            now, **{name: state.portable(getattr(now, name), spare) for name, spare in self._spare().items()}
+        )
+
+    def placed(self, now: TrainState, like: TrainState) -> TrainState:
+        """The state on this mesh, as `like` is, from its portable form."""
+        fields = {
+            name: state.placed(getattr(now, name), spare, getattr(like, name)) for name, spare in self._spare().items()
+        }
+        return dataclasses.replace(now, **fields)
+
+    def _spare(self) -> dict[str, Any]:
+        """Rows that are there for the mesh alone, by field of the train state; {} where there are none."""
+        found = dict(zip(("policy", "policy_opt"), self.actor.spare, strict=True))
+        if self.critic is not None:
+            found |= dict(zip(("value", "value_opt"), self.critic.spare, strict=True))
+        return {name: spare for name, spare in found.items() if any(jax.tree.leaves(spare))}
+
 
 def make_mesh(c: ConfigDict) -> Any:
     """The devices, as the config lays them out."""
@@ -232,4 +252,5 @@ def make_descent(
     opt, places = state.init_optimizer(tx, trained.what, trained.learned)
     apply = update.make_apply(tx, schedule, shardings=(trained.what.shardings, places))
     zeros = update.make_zeros(trained.what.shapes, trained.what.shardings)
-    return ppo.Descent(accumulate=accumulate, apply=apply, zeros=zeros, name=name, base=trained.base), opt
+    spare = trained.what.spare, state.spare_of_optimizer(tx, trained.what)
+    return ppo.Descent(accumulate, apply, zeros, name=name, base=trained.base, spare=spare), opt

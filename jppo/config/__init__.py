@@ -3,7 +3,7 @@
 Nothing below the commands (`train.py`, `sft.py` ...) and `assemble.py` sees a config: they read it and pass scalars on.
 """
 
-from jppo.config.checks import check, importance_band, rejection_rules
+from jppo.config.checks import check, importance_band, rejection_rules, save_contents
 from jppo.config.commandline import describe, dump, exit_on_user_error, parse
 from jppo.config.defaults import default, sft_default
 from jppo.config.errors import UserError
@@ -18,5 +18,6 @@ __all__ = [
     "importance_band",
     "parse",
     "rejection_rules",
+    "save_contents",
     "sft_default",
 ]

@@ -114,6 +114,8 @@ ABOVE_ZERO = (
     "actor.grad_clip",
     "critic.grad_clip",
     "optim.grad_clip",
+    "trainer.stage_timeout_s",
+    "trainer.stop_timeout_s",
     "rollout.temperature",
     "rollout.start_timeout_s",
     "rollout.request_timeout_s",
@@ -138,6 +140,7 @@ AT_MOST_ONE = (
     "critic.lr_warmup_steps_ratio",
     "optim.lr_warmup_steps_ratio",
 )
+SAVE_CONTENTS = ("model", "optimizer", "extra", "hf_model")  # extra: keys, counters, coefficients, places
 LARGEST_SERVED_RANK = 512  # of adapters in vLLM
 REJECTION_RULES = tuple(
     f"{over}_{k}"
@@ -182,6 +185,7 @@ def check(config: ml_collections.ConfigDict) -> None:
         _check_kl(config)
         _check_correction(config)
         _check_adapters(config)
+        save_contents(config.trainer.save_contents)
     for section in ("actor", "critic", "optim"):
         if section in config and config[section].lr_warmup_steps >= 0 and config[section].lr_warmup_steps_ratio > 0:
             raise UserError(
@@ -276,6 +280,19 @@ def _check_adapters(config: ml_collections.ConfigDict) -> None:
             f"model.lora_rank={rank}: vLLM serves adapters of rank {LARGEST_SERVED_RANK} at most; lower it, or set"
             " rollout.lora_sync=merge"
         )
+
+
+def save_contents(names: str) -> tuple[str, ...]:
+    """What a checkpoint holds, from names that are separated by commas."""
+    found = tuple(name.strip() for name in names.split(",") if name.strip())
+    said = f"trainer.save_contents={names!r}"
+    for name in found:
+        if name not in SAVE_CONTENTS:
+            raise UserError(f"{said}: {name!r} is not known; give some of {', '.join(SAVE_CONTENTS)}")
+    for name in ("model", "extra"):
+        if name not in found:
+            raise UserError(f"{said}: without {name} no run could go on from a checkpoint; add it")
+    return found
 
 
 def importance_band(spec: str | float) -> tuple[float | None, float]:

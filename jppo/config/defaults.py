@@ -210,7 +210,11 @@ def default() -> ml_collections.ConfigDict:
             val_before_train=True,
             log_val_generations=8,  # samples shown in the console at each test
             resume_mode="auto",  # auto, disable, or a checkpoint's path
-            max_ckpt_to_keep=2,
+            max_ckpt_to_keep=2,  # the last ones; the best is kept besides
+            best_metric="val/score",  # of the saved checkpoints the best has most of it; '': none is kept for that
+            save_contents="model,optimizer,extra",  # or less, or hf_model too: checkpoints/STEP/hf
+            stage_timeout_s=3600.0,  # a stage that takes longer is stuck: the run ends with a checkpoint
+            stop_timeout_s=120.0,  # for the end of a run, SIGTERM's too; then it is ended by force
         )
     )
     config.mesh = c(dict(data=-1, fsdp=1, tensor=1))  # -1 takes the devices that are left

@@ -2,13 +2,17 @@
 
 A checkpoint is a directory named after its step. It has that name only once it is complete, so that a kill in
 the middle of a save leaves the one before. Each array's checksum is kept with it and compared when it is
-read: storage that changed a bit is found, and the checkpoint before is used instead.
+read: storage that changed a bit is found, and the checkpoint before is used instead. A save that fails, as on a full
+disk, is said and costs that checkpoint only.
 """
 
 import dataclasses
+import json
 import logging
+import os
 import pathlib
 import shutil
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +20,9 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from jppo.config import UserError
+
+BEST = "best.json"
+EXPORT = ".hf-tmp"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +32,7 @@ class Restored:
     step: int
     state: Any  # as `like`, with its shardings
     meta: dict[str, Any]
+    missing: tuple[str, ...] = ()  # of the optional parts of the state those that were not saved: they are `like`'s
 
 
 class Damaged(UserError):
@@ -35,7 +43,7 @@ class Checkpoints:
     """The checkpoints of one run; use it as a context manager."""
 
     def __init__(self, directory: pathlib.Path, *, keep: int) -> None:
-        """Write to `directory`, of which the last `keep` complete checkpoints are kept."""
+        """Write to `directory`, of which the last `keep` complete checkpoints are kept, and the best."""
         if keep < 1:
             raise UserError(f"trainer.max_ckpt_to_keep={keep} must be 1 or more")
         _quiet()
@@ -43,9 +51,9 @@ class Checkpoints:
         self._directory.mkdir(parents=True, exist_ok=True)
         self._keep = keep
         self._writer = _checkpointer()
+        self._writing: _Save | None = None
         if jax.process_index() == 0:
-            for unfinished in self._directory.glob("*.orbax-checkpoint-tmp*"):
-                shutil.rmtree(unfinished)
+            self._sweep()
 
     def steps(self) -> list[int]:
         """The steps of the complete checkpoints, in order."""
@@ -55,20 +63,46 @@ class Checkpoints:
         """The step of the last complete checkpoint; None where there is none."""
         return max(self.steps(), default=None)
 
-    def save(self, step: int, state: Any, meta: dict[str, Any]) -> None:
+    def best(self) -> dict[str, Any] | None:
+        """`step`, `metric` and `value` of the best complete checkpoint; None where none was compared."""
+        path = self._directory / BEST
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            return found if found["step"] in self.steps() else None
+        except (OSError, ValueError, KeyError, TypeError):  # there is none, or a kill cut it off
+            return None
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        meta: dict[str, Any],
+        *,
+        score: tuple[str, float] | None = None,
+        export: Callable[[pathlib.Path], object] | None = None,
+    ) -> None:
         """Start writing `state` and `meta` (of JSON types); returns once the arrays may be donated.
 
-        Waits for the save before, whose failure is raised here.
+        Waits for the save before. `score`, a metric and its value, is what the best checkpoint has most of; `export`
+        writes a model directory, which becomes `<step>/hf`.
         """
         self.wait()
         named = _named(state)
         arrays = {name: _plain(leaf) for name, leaf in named}
-        table = {name: _describe(leaf) | _impl(leaf) | {"checksum": _checksum(arrays[name])} for name, leaf in named}
+        table = {name: _describe(leaf) | _impl(leaf) | {"checksum": checksum(arrays[name])} for name, leaf in named}
         content = {"step": step, "meta": meta, "arrays": table}
         items = ocp.args.Composite(state=ocp.args.StandardSave(arrays), about=ocp.args.JsonSave(content))
-        self._writer.save(self._directory / str(step), args=items)
+        self._writing = _Save(step, score, None if export is None else self._directory / f"{step}{EXPORT}")
+        try:
+            if export is not None:
+                export(self._directory / f"{step}{EXPORT}")
+            self._writer.save(self._directory / str(step), args=items)
+        except Exception as e:  # orbax and tensorstore raise anything, down to a plain Exception
+            self._failed(e)
 
-    def restore_latest(self, like: Any) -> Restored | None:
+    def restore_latest(
+        self, like: Any, *, fits: Callable[[dict[str, Any]], None] | None = None, optional: Sequence[str] = ()
+    ) -> Restored | None:
         """The last checkpoint that is whole, as `restore` reads it; None where there is none.
 
         A damaged one is renamed to `<step>.damaged` and reported, and the one before is read.
@@ -77,7 +111,7 @@ class Checkpoints:
         for step in reversed(self.steps()):
             path = self._directory / str(step)
             try:
-                return restore(path, like)
+                return restore(path, like, fits=fits, optional=optional)
             except Damaged as e:
                 aside = path.with_name(f"{step}.damaged")
                 print(f"checkpoint {step} is damaged and skipped, renamed to {aside.name}: {e}", flush=True)
@@ -95,10 +129,14 @@ class Checkpoints:
             self._remove(later)
 
     def wait(self) -> None:
-        """Return when the last save is on disk; then remove the checkpoints that are too many."""
-        self._writer.wait_until_finished()
-        if jax.process_index() == 0:
-            self._remove(self.steps()[: -self._keep])
+        """Return when the last save is on disk, or has failed; then remove the checkpoints that are too many."""
+        try:
+            self._writer.wait_until_finished()
+            if self._writing is not None and jax.process_index() == 0:
+                self._finish(self._writing)
+        except Exception as e:  # as above
+            self._failed(e)
+        self._writing = None
 
     def close(self) -> None:
         """Finish the last save and stop."""
@@ -111,9 +149,51 @@ class Checkpoints:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _finish(self, save: "_Save") -> None:
+        path = self._directory / str(save.step)
+        if save.export is not None:
+            save.export.rename(path / "hf")
+        best = self.best()
+        if save.score is not None:
+            metric, value = save.score
+            if best is None or best["metric"] != metric or value >= best["value"]:
+                best = {"step": save.step, "metric": metric, "value": value}
+                new = self._directory / f"{BEST}.new"
+                new.write_text(json.dumps(best), encoding="utf-8")
+                os.replace(new, self._directory / BEST)
+        kept = set(self.steps()[-self._keep :]) | ({best["step"]} if best is not None else set())
+        self._remove([step for step in self.steps() if step not in kept])
+
+    def _failed(self, error: Exception) -> None:
+        """Says that a save came to nothing, and frees what there is of it."""
+        step, self._writing = "?" if self._writing is None else self._writing.step, None
+        why = str(error).strip().partition("\n")[0][:200]
+        last = self.latest()
+        print(
+            f"checkpoint {step} could not be written to {self._directory} ({type(error).__name__}: {why}); the run goes"
+            f" on, and {'there is no checkpoint yet' if last is None else f'the last one is {last}'}; make room there",
+            flush=True,
+        )
+        if jax.process_index() == 0:
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Removes what a save that was broken off has left."""
+        for unfinished in (*self._directory.glob("*.orbax-checkpoint-tmp*"), *self._directory.glob(f"*{EXPORT}")):
+            shutil.rmtree(unfinished, ignore_errors=True)
+
     def _remove(self, steps: list[int]) -> None:
         for step in steps:
             shutil.rmtree(self._directory / str(step))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Save:
+    """What is being written."""
+
+    step: int
+    score: tuple[str, float] | None
+    export: pathlib.Path | None
 
 
 def require(path: pathlib.Path) -> None:
@@ -122,28 +202,44 @@ def require(path: pathlib.Path) -> None:
         raise UserError(f"trainer.resume_mode={path}: no such checkpoint; give auto, disable, or RUN/checkpoints/STEP")
 
 
-def restore(path: pathlib.Path, like: Any) -> Restored:
+def restore(
+    path: pathlib.Path,
+    like: Any,
+    *,
+    fits: Callable[[dict[str, Any]], None] | None = None,
+    optional: Sequence[str] = (),
+) -> Restored:
     """Read the checkpoint at `path` into the structure, shapes, dtypes and shardings of `like`.
 
-    `like` holds arrays or `jax.ShapeDtypeStruct`s with shardings. A checkpoint of another structure is a
-    user's error.
+    `like` holds arrays or `jax.ShapeDtypeStruct`s with shardings; its `optional` fields hold arrays, which stay
+    where the checkpoint has nothing for the field. `fits` sees the meta first and raises what speaks against it. A
+    checkpoint of another structure is a user's error.
     """
     require(path)
     _quiet()
-    wanted = dict(_named(like))
-    targets = {name: _target(leaf) for name, leaf in wanted.items()}
     with _checkpointer() as reader:
         content = _read(reader, path.absolute(), about=ocp.args.JsonRestore())["about"]
+        if fits is not None:
+            fits(content["meta"])
         saved = content["arrays"]
+        missing = tuple(field for field in optional if not any(_of_field(name, field) for name in saved))
+        whole = dict(_named(like))
+        wanted = {name: leaf for name, leaf in whole.items() if not any(_of_field(name, field) for field in missing)}
         _check_structure(path, saved, wanted)
+        targets = {name: _target(leaf) for name, leaf in wanted.items()}
         arrays = _read(reader, path.absolute(), state=ocp.args.StandardRestore(targets))["state"]
-    changed = [name for name, array in arrays.items() if _checksum(array) != saved[name]["checksum"]]
+    changed = [name for name, array in arrays.items() if checksum(array) != saved[name]["checksum"]]
     if changed:
         first = f"{len(changed)} arrays are not what was saved, {changed[0]} among them"
         raise Damaged(f"{path} is damaged: {first}; use another")
-    leaves = [_rewrap(arrays[name], saved[name]) for name in wanted]
+    leaves = [_rewrap(arrays[name], saved[name]) if name in wanted else leaf for name, leaf in whole.items()]
     state = jax.tree.unflatten(jax.tree.structure(like), leaves)
-    return Restored(content["step"], state, content["meta"])
+    present = tuple(field for field in missing if any(_of_field(name, field) for name in whole))
+    return Restored(content["step"], state, content["meta"], present)
+
+
+def _of_field(name: str, field: str) -> bool:
+    return name == f".{field}" or name.startswith((f".{field}.", f".{field}["))
 
 
 def _checkpointer() -> ocp.AsyncCheckpointer:
@@ -209,7 +305,7 @@ def _check_structure(path: pathlib.Path, saved: dict[str, Any], wanted: dict[str
             raise UserError(f"{path} does not fit this run: {name} was saved as {then}, now it is {now}; {remedy}")
 
 
-def _checksum(array: jax.Array) -> int:
+def checksum(array: jax.Array) -> int:
     """The sum of the array's bits, word by word, modulo 2^32: the same for any sharding."""
     if array.sharding.memory_kind == "pinned_host":
         array = jax.device_put(array, array.sharding.with_memory_kind("device"))

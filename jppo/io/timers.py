@@ -30,18 +30,27 @@ class Timers:
 
     def __init__(self) -> None:
         self._step: dict[str, float] = {}
+        self._running: list[str] = []
+        self._since = time.perf_counter()  # a stage began or ended
 
     @contextlib.contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
         """Add the time that the block takes to `stage`, also when it raises."""
         if stage not in STAGES:
             raise ValueError(f"stage {stage!r} is not one of {', '.join(STAGES)}")
-        start = time.perf_counter()
+        start = self._since = time.perf_counter()
+        self._running.append(stage)
         try:
             yield
         finally:
-            seconds = time.perf_counter() - start
-            self._step[stage] = self._step.get(stage, 0.0) + seconds
+            self._since = time.perf_counter()
+            self._running.pop()
+            self._step[stage] = self._step.get(stage, 0.0) + self._since - start
+
+    def stage(self) -> tuple[str, float]:
+        """The innermost stage under way and for how many seconds, or since a stage within it ended; of any thread."""
+        inner = self._running[-1:]
+        return inner[0] if inner else "none", time.perf_counter() - self._since
 
     def next_step(self) -> dict[str, float]:
         """The step's seconds as metrics `timing_s/<stage>`; the next step starts from nothing."""

@@ -125,6 +125,7 @@ class Descent:
     zeros: Callable[[], update.Carry]
     name: str  # 'actor' or 'critic', of its metrics
     base: Base | None = None  # what stays of a model with adapters
+    spare: tuple[Any, Any] = ((), ())  # of what is learned and of the optimizer: rows for the mesh alone
 
     def model(self, learned: Params) -> Weights:
         """The whole model."""

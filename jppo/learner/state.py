@@ -27,20 +27,24 @@ class Weights:
     head: Head
     shapes: Params
     shardings: Params
+    spare: Params  # rows of the first axis that are there for the mesh alone
 
 
 def weights(cfg: ModelConfig, mesh: Mesh, *, head: Head, param_dtype: Any) -> Weights:
     """Shapes and shardings of a model with this head, from the table of parameters."""
-    shapes = params.abstract(cfg, head=head, param_dtype=param_dtype)
-    return Weights(cfg, head, shapes, sharding.param_shardings(mesh, params.logical_axes(cfg, head=head), shapes))
+    entries = params.table(cfg, head=head)
+    return _weights(cfg, mesh, entries, head=head, dtype=param_dtype)
 
 
 def adapters(cfg: ModelConfig, mesh: Mesh, how: Lora, *, head: Head) -> Weights:
     """Shapes and shardings of what is learned beside such a model: adapters, and the score of a critic; in f32."""
-    entries = lora.table(cfg, how, head=head)
-    shapes = params.tree(entries, lambda entry: jax.ShapeDtypeStruct(entry.shape, jnp.float32))
-    axes = params.tree(entries, lambda entry: entry.axes)
-    return Weights(cfg, head, shapes, sharding.param_shardings(mesh, axes, shapes))
+    return _weights(cfg, mesh, lora.table(cfg, how, head=head), head=head, dtype=jnp.float32)
+
+
+def _weights(cfg: ModelConfig, mesh: Mesh, entries: tuple[params.Entry, ...], *, head: Head, dtype: Any) -> Weights:
+    shapes = params.tree(entries, lambda entry: jax.ShapeDtypeStruct(entry.shape, dtype))
+    places = sharding.param_shardings(mesh, params.tree(entries, lambda entry: entry.axes), shapes)
+    return Weights(cfg, head, shapes, places, params.tree(entries, lambda entry: entry.padding))
 
 
 def load(what: Weights, path: str, *, init: str, key: jax.Array) -> Params:
@@ -78,6 +82,26 @@ def init_optimizer(tx: optax.GradientTransformation, what: Weights, values: Para
     """The optimizer's state in its shards, and those shards."""
     places = sharding.optimizer_shardings(tx, what.shapes, what.shardings)
     return jax.jit(lambda p: tx.init(in_f32(p)), out_shardings=places)(values), places
+
+
+def spare_of_optimizer(tx: optax.GradientTransformation, what: Weights) -> Any:
+    """`what.spare` for the optimizer's state."""
+    shapes = jax.eval_shape(tx.init, what.shapes)
+    return optax.tree_utils.tree_map_params(tx, lambda _, n: n, shapes, what.spare, transform_non_params=lambda _: 0)
+
+
+def portable(tree: Any, spare: Any) -> Any:
+    """The arrays without the rows that are there for the mesh alone: the same on any."""
+    return jax.tree.map(lambda x, n: x[: x.shape[0] - n] if n else x, tree, spare)
+
+
+def placed(tree: Any, spare: Any, like: Any) -> Any:
+    """The inverse of `portable`: such rows are zeros, and each array lies where that of `like` lies."""
+
+    def place(x: jax.Array, n: int, like: jax.Array) -> jax.Array:
+        return jax.device_put(jnp.pad(x, [(0, n)] + [(0, 0)] * (x.ndim - 1)), like.sharding) if n else x
+
+    return jax.tree.map(place, tree, spare, like)
 
 
 def begin(

@@ -1,3 +1,4 @@
+import dataclasses
 import os
 import pathlib
 import signal
@@ -176,3 +177,95 @@ def test_sigkill_in_the_middle_of_a_save_leaves_the_one_before(tmp_path):
     with Checkpoints(pathlib.Path(tmp_path), keep=3) as checkpoints:
         assert checkpoints.restore_latest({"x": jnp.zeros(1 << 20)}).step == 1
         assert not [p.name for p in tmp_path.iterdir() if "tmp" in p.name]
+
+
+def test_the_best_is_kept_beside_the_last_ones(tmp_path):
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        for step, value in ((1, 0.2), (2, 0.9), (3, 0.5)):
+            checkpoints.save(step, state(step), {}, score=("val/score", value))
+        checkpoints.save(4, state(4), {})  # no test was made at this one
+        checkpoints.wait()
+        assert checkpoints.steps() == [2, 4]
+        assert checkpoints.best() == {"step": 2, "metric": "val/score", "value": 0.9}
+    with Checkpoints(tmp_path, keep=1) as checkpoints:  # also when the run goes on
+        checkpoints.save(5, state(5), {}, score=("val/score", 0.9))  # of equals the later
+        checkpoints.wait()
+        assert checkpoints.steps() == [5] and checkpoints.best()["step"] == 5
+        checkpoints.save(6, state(6), {}, score=("val/other", 0.1))  # of another metric: not to be compared
+        checkpoints.wait()
+        assert checkpoints.best() == {"step": 6, "metric": "val/other", "value": 0.1}
+        checkpoints.discard_after(5)
+        assert checkpoints.best() is None
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"step": "x"}'])
+def test_a_cut_note_of_the_best_is_as_none(tmp_path, text):
+    (tmp_path / "best.json").write_text(text)
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        assert checkpoints.best() is None
+
+
+def test_a_model_directory_comes_with_the_checkpoint_or_not_at_all(tmp_path):
+    def export(path):
+        path.mkdir()
+        (path / "config.json").write_text("{}")
+
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(1, state(1), {}, export=export)
+        checkpoints.wait()
+        assert (tmp_path / "1/hf/config.json").is_file()
+        restored = checkpoints.restore_latest(state(0))
+        equal(restored.state, state(1))
+    (tmp_path / "2.hf-tmp").mkdir()  # as a kill leaves it
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        assert checkpoints.steps() == [1] and not list(tmp_path.glob("*.hf-tmp"))
+
+
+def test_a_state_without_its_optimizer(tmp_path):
+    saved = state(1)
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(1, dataclasses.replace(saved, policy_opt=None), {})
+        other = state(5, seed=3)
+        with pytest.raises(UserError, match=r"policy_opt"):  # as ever, where it is not optional
+            checkpoints.restore_latest(other)
+        restored = checkpoints.restore_latest(other, optional=("policy_opt", "value_opt"))
+    assert restored.missing == ("policy_opt",)
+    equal(restored.state, dataclasses.replace(saved, policy_opt=other.policy_opt))
+
+
+def test_what_speaks_against_a_checkpoint_is_heard_before_its_arrays(tmp_path):
+    def refuse(meta):
+        raise UserError(f"not with {meta['seed']}")
+
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(1, state(1), {"seed": 7})
+        with pytest.raises(UserError, match="not with 7"):
+            checkpoints.restore_latest({"other": jnp.zeros(3)}, fits=refuse)
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="mounting a small disk needs root on Linux")
+def test_a_full_disk_costs_that_checkpoint_only(tmp_path, capsys):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.decode().strip()}")
+    try:
+        with Checkpoints(disk, keep=2) as checkpoints:
+            checkpoints.save(1, state(1), {})
+            checkpoints.wait()
+            free = os.statvfs(disk)
+            filler = disk / "filler"
+            filler.write_bytes(bytes(free.f_bavail * free.f_frsize - 8192))
+            checkpoints.save(2, state(2), {})
+            checkpoints.wait()
+            said = capsys.readouterr().out
+            assert "checkpoint 2 could not be written" in said and "the last one is 1" in said
+            assert checkpoints.steps() == [1] and not list(disk.glob("*tmp*"))
+            equal(checkpoints.restore_latest(state(0)).state, state(1))
+            filler.unlink()
+            checkpoints.save(3, state(3), {})  # there is room again
+            checkpoints.wait()
+            assert checkpoints.steps() == [1, 3]
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)

@@ -1,0 +1,180 @@
+"""Going on from a checkpoint: what it keeps beside the train state, and whether this run may go on from it."""
+
+import dataclasses
+import importlib.metadata
+import pathlib
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from jppo import config as settings
+from jppo.assemble.inputs import Inputs
+from jppo.assemble.learner import Learner
+from jppo.config import UserError, commandline
+from jppo.data.prompts import PromptSet
+from jppo.data.stream import Cursor
+from jppo.io.checkpoint import Checkpoints, checksum, restore
+from jppo.rewards.compose import Panel
+from jppo.structs import TrainState
+
+# The place in the data means nothing under another value of these.
+FIXED = ("trainer.seed", "data.shuffle")
+# Where and how a run is started anew is no change of it.
+PASSING = ("trainer.run_dir", "trainer.resume_mode")
+PACKAGES = ("jppo", "jax", "jaxlib", "flax", "optax")
+OPTIMIZERS = ("policy_opt", "value_opt")
+
+
+@dataclasses.dataclass(frozen=True)
+class Begun:
+    """Where a run begins."""
+
+    state: TrainState
+    cursor: Cursor
+    step: int | None = None  # of the checkpoint; None: a new run
+    pending: dict[str, float] | None = None  # metrics of its last step, which is not logged yet
+    said: tuple[str, ...] = ()  # what is to be told
+
+
+def origin(c: ConfigDict, inputs: Inputs, learner: Learner) -> dict[str, Any]:
+    """What a run is, for those who go on from its checkpoints: settings, versions, data, weights that stay."""
+    devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
+    return {
+        "config": {name: list(v) if isinstance(v, tuple) else v for name, v in commandline.settings(c).items()},
+        "versions": {name: importlib.metadata.version(name) for name in PACKAGES} | {"devices": devices},
+        "data": data_checksums(inputs.train),
+        "frozen": frozen_checksums(learner),
+    }
+
+
+def data_checksums(train: PromptSet) -> dict[str, int]:
+    """A checksum of the tokens and the truths of each source, in their order."""
+    out = {}
+    for part in train.parts:
+        prompts = [train.prompts[i] for i in part.indices]
+        tokens = zlib.crc32(np.concatenate([p.ids for p in prompts]).tobytes() if prompts else b"")
+        lengths = zlib.crc32(np.array([len(p.ids) for p in prompts], np.int64).tobytes(), tokens)
+        out[part.name] = zlib.crc32("\0".join(p.ground_truth for p in prompts).encode(), lengths)
+    return out
+
+
+def frozen_checksums(learner: Learner) -> dict[str, int]:
+    """A checksum of the weights that are read from files at every start: the reference, the bases of adapters."""
+    found = {
+        "ref.path": learner.reference,
+        "model.path": None if learner.actor.base is None else learner.actor.base.params,
+        "critic.path": None if learner.critic is None or learner.critic.base is None else learner.critic.base.params,
+    }
+    return {
+        name: sum(checksum(leaf) for leaf in jax.tree.leaves(tree)) % 2**32
+        for name, tree in found.items()
+        if tree is not None
+    }
+
+
+def kept(cursor: Cursor, panel: Panel) -> dict[str, Any]:
+    """What changes beside the train state, of JSON types."""
+    return {"cursor": dataclasses.asdict(cursor), "reward": panel.state()}
+
+
+def save(
+    c: ConfigDict,
+    checkpoints: Checkpoints,
+    learner: Learner,
+    now: TrainState,
+    meta: dict[str, Any],
+    *,
+    score: float | None,
+    export: Callable[[pathlib.Path], object],
+) -> None:
+    """Writes a checkpoint as `trainer.save_contents` asks for it; `score` is that of `trainer.best_metric`."""
+    contents = settings.save_contents(c.trainer.save_contents)
+    whole = learner.portable(now)
+    if "optimizer" not in contents:
+        whole = dataclasses.replace(whole, policy_opt=None, value_opt=None)
+    checkpoints.save(
+        int(now.step),
+        whole,
+        meta,
+        score=None if score is None else (c.trainer.best_metric, score),
+        export=export if "hf_model" in contents else None,
+    )
+
+
+def resume(
+    c: ConfigDict, checkpoints: Checkpoints, learner: Learner, begin: TrainState, panel: Panel, now: dict[str, Any]
+) -> Begun:
+    """The state to go on from, in place of `begin`; `now` is the `origin` of this run."""
+    mode = c.trainer.resume_mode
+    if mode == "disable":
+        checkpoints.discard_after(-1)
+        return Begun(begin, Cursor())
+    like = learner.portable(begin)
+    checked: dict[str, Any] = {"fits": lambda meta: require_fit(meta, now), "optional": OPTIMIZERS}
+    if mode == "auto":
+        found = checkpoints.restore_latest(like, **checked)
+    else:
+        found = restore(pathlib.Path(mode), like, **checked)
+    if found is None:
+        return Begun(begin, Cursor())
+    checkpoints.discard_after(found.step)
+    state = learner.placed(found.state, begin)
+    if c.algorithm.kl_ctrl_type == "fixed":  # it is the config's, also when it was changed between two starts
+        state = dataclasses.replace(state, kl_coef=begin.kl_coef)
+    if int(state.bad_steps) >= c.trainer.max_bad_steps:  # the run had stopped; whoever goes on wants to
+        state = dataclasses.replace(state, bad_steps=begin.bad_steps)
+    panel.load(found.meta.get("reward", {}))
+    said = (*differences(found.meta, now), *_of_optimizers(found.missing))
+    return Begun(state, Cursor(**found.meta["cursor"]), found.step, found.meta.get("pending"), said)
+
+
+def require_fit(then: dict[str, Any], now: dict[str, Any]) -> None:
+    """UserError where a run `now` can't go on from a checkpoint that a run `then` wrote."""
+    remedy = "give the old value, or begin anew with another trainer.run_dir or trainer.resume_mode=disable"
+    before = then.get("config", {})
+    for name in FIXED:
+        if name in before and before[name] != now["config"][name]:
+            raise UserError(
+                f"{name}={now['config'][name]!r} was {before[name]!r} when the checkpoint was written, whose place in"
+                f" the data belongs to it; {remedy}"
+            )
+    for about, what in (("data", "data.train_files"), ("frozen", "")):
+        old, new = then.get(about), now[about]
+        if old is None or old == new:
+            continue
+        name = next(name for name in (*old, *new) if old.get(name) != new.get(name))
+        change = "is gone" if name not in new else "is new" if name not in old else "has changed"
+        said = f"{what}: source {name!r} {change}" if what else f"{name}: what stays of its weights {change}"
+        raise UserError(f"{said} since the checkpoint was written; {remedy}")
+
+
+def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """One line for the settings that differ from the checkpoint's, one for the versions."""
+    out = []
+    for about, said in (("config", "settings"), ("versions", "versions")):
+        old, new = then.get(about, now[about]), now[about]
+        changed = [
+            f"{name} {old.get(name)!r} → {new.get(name)!r}"
+            for name in dict.fromkeys((*old, *new))
+            if old.get(name) != new.get(name) and name not in PASSING
+        ]
+        if changed:
+            out.append(f"{said} that differ from the checkpoint's: {', '.join(changed)}")
+    return out
+
+
+def _of_optimizers(missing: Sequence[str]) -> list[str]:
+    if not missing:
+        return []
+    return ["the checkpoint has no state of the optimizers (trainer.save_contents): they begin anew"]
+
+
+def finished(c: ConfigDict, checkpoints: Checkpoints, total_steps: int) -> bool:
+    """Whether the same command has already run to its end in this folder."""
+    done = checkpoints.latest()
+    whole = (pathlib.Path(c.trainer.run_dir).expanduser() / "hf").is_dir()
+    return c.trainer.resume_mode == "auto" and done is not None and done >= total_steps and whole

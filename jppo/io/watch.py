@@ -1,0 +1,118 @@
+"""Ends a run in good time: when it is asked to stop, and when a stage does not end.
+
+A signal raises `Stopped` at once in a stage that only waits, whose work is done again by whoever goes on; in any
+other the step is finished first. Whoever catches it saves. What has not ended `stop_timeout_s` later is ended by
+force, and the last checkpoint stands.
+"""
+
+import faulthandler
+import os
+import pathlib
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+from jppo.io.timers import Timers
+
+WAITING = ("start", "gen", "reward", "testing")
+POLL_S = 0.2
+EXIT_CODES = {signal.SIGTERM: 0, signal.SIGINT: 130}  # pre-emption is no fault; Ctrl-C ends with the shell's code
+STUCK = 1  # the exit code of a run that did not go on
+
+
+class Stopped(SystemExit):  # of the kind that asyncio passes on
+    """The run was asked to stop, or is stuck: `status` is the process's exit code, `why` the sentence."""
+
+    def __init__(self, status: int, why: str) -> None:
+        """Keep both."""
+        super().__init__(status)
+        self.status = status
+        self.why = why
+
+
+class Watch:
+    """Watches over one run; use it as a context manager, around all that the run does."""
+
+    def __init__(self, timer: Timers, *, stage_timeout_s: float, stop_timeout_s: float, stacks: pathlib.Path) -> None:
+        """A stage may take `stage_timeout_s`, an end `stop_timeout_s`; `stacks` is where a stuck run's are written."""
+        self._timer = timer
+        self._stage_timeout_s = stage_timeout_s
+        self._stop_timeout_s = stop_timeout_s
+        self._stacks = stacks
+        self._asked: Stopped | None = None
+        self._last_moment = float("inf")
+        self._over = threading.Event()
+        self._handlers: dict[int, Any] = {}
+
+    def check(self) -> None:
+        """Raises what was asked for; to be called between steps, where the state is whole."""
+        if self._asked is not None:
+            raise self._asked
+
+    def __enter__(self) -> "Watch":
+        if threading.current_thread() is threading.main_thread():  # no other may have handlers
+            self._main = threading.get_ident()
+            for number in (*EXIT_CODES, signal.SIGUSR1):
+                self._handlers[number] = signal.signal(number, self._signal)
+        self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def _signal(self, number: int, _: Any) -> None:
+        if number == signal.SIGINT and self._asked is not None:
+            raise KeyboardInterrupt  # the second Ctrl-C waits for nothing
+        if number in EXIT_CODES:
+            self._ask(Stopped(EXIT_CODES[signal.Signals(number)], f"stopped by {signal.Signals(number).name}"))
+        if self._asked is not None and self._timer.stage()[0] in WAITING:
+            raise self._asked
+
+    def _ask(self, stopped: Stopped) -> None:
+        if self._asked is None:
+            self._asked = stopped
+            self._last_moment = time.monotonic() + self._stop_timeout_s
+
+    def _look(self) -> None:
+        while not self._over.wait(POLL_S):
+            stage, seconds = self._timer.stage()
+            if self._asked is None and seconds > self._stage_timeout_s:
+                self._report(stage, seconds)
+                self._ask(Stopped(STUCK, f"stuck in stage {stage}"))
+                if self._handlers:
+                    signal.pthread_kill(self._main, signal.SIGUSR1)  # wakes it from a wait
+            if time.monotonic() > self._last_moment:
+                _say(
+                    f"the run did not end within trainer.stop_timeout_s={self._stop_timeout_s:g} in stage {stage}; it"
+                    " is ended by force, and the last checkpoint stands"
+                )
+                os._exit(STUCK)
+
+    def _report(self, stage: str, seconds: float) -> None:
+        self._stacks.parent.mkdir(parents=True, exist_ok=True)
+        with self._stacks.open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}: stage {stage} for {seconds:.0f} s\n")
+            file.flush()
+            faulthandler.dump_traceback(file)
+        _say(
+            f"stage {stage} has not ended for {seconds:.0f} s, trainer.stage_timeout_s={self._stage_timeout_s:g}; what"
+            f" every thread was doing is in {self._stacks}; the run is being ended with a checkpoint"
+        )
+
+
+def leave(code: int, *, within_s: float) -> None:
+    """Ends the process with `code`, by force where threads that hang would keep it."""
+    threads = threading.Timer(within_s, os._exit, (code,))
+    threads.daemon = True
+    threads.start()
+    sys.exit(code)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
