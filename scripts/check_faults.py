@@ -1,0 +1,416 @@
+"""Breaks runs in the ways that a long one meets, and checks that nothing is lost by it.
+
+    python scripts/check_faults.py [--moments 20] [--only NAME ...] [--out DIR]
+
+A small task is trained for six steps undisturbed: a critic, an adaptive KL in the reward, a normalised reward model
+beside the rules. Then the same run is broken, and the same command given until it ends. Metrics, samples and the
+exported weights must be those of the undisturbed run to the bit. Prints a table; exits with 1 where something was lost.
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from jppo.data import arithmetic
+from jppo.models import decoder, hf, params
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+STEPS = 6
+LAYERS = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+SETTINGS = {
+    "model.init": "random",
+    "data.train_batch_size": 16,
+    "data.row_lengths": 1,
+    "actor.ppo_mini_batch_size": 8,
+    "actor.shuffle": True,
+    "algorithm.kl_ctrl_type": "adaptive",
+    "algorithm.target_kl": 0.01,
+    "algorithm.horizon": 100,
+    "rollout.logp_tolerance": 1e-2,
+    "reward.workers": 1,
+    "reward.model.normalize": True,
+    "reward.weights": "rule_score=1,rm_score=0.1",
+    "trainer.total_training_steps": STEPS,
+    "trainer.test_freq": 2,
+    "trainer.save_freq": 1,
+    "trainer.log_val_generations": 0,
+}
+STARTS = 4  # of one run at most, each of which may take so many seconds:
+LIMIT_S = 400.0
+# What a program does to itself, once: STEP is the step that is under way, steps count from 1.
+DRIVER = """
+import os, pathlib, signal, sys, threading, time
+from jppo import train
+mark = pathlib.Path({mark!r})
+def die():
+    mark.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+if not mark.exists():
+{patch}
+train.main(sys.argv[1:])
+"""
+IN_GENERATION = """
+    sample = train.sample
+    def broken(*a, version, **k):
+        if version == 3:
+            threading.Timer(0.005, die).start()
+        return sample(*a, version=version, **k)
+    train.sample = broken
+"""
+BETWEEN_UPDATES = """
+    descend = train.ppo.descend
+    def broken(how, params, opt, step, *rest):
+        if how.name == "actor" and int(step) == 3:
+            die()
+        return descend(how, params, opt, step, *rest)
+    train.ppo.descend = broken
+"""
+IN_A_SAVE = """
+    save = train.Checkpoints.save
+    def broken(self, step, *a, **k):
+        save(self, step, *a, **k)  # returns while it is being written
+        if step == 4:
+            die()
+    train.Checkpoints.save = broken
+"""
+NAN_GRADIENT = """
+    update = train.update_models
+    def broken(c, learner, now, flat, *rest):
+        if int(now.step) == 3:
+            mark.touch()
+            flat.arrays["advantage"] = flat.arrays["advantage"] * float("nan")
+        return update(c, learner, now, flat, *rest)
+    train.update_models = broken
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    fault: str
+    happened: str
+    starts: int
+    kept: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Lab:
+    """The task and what it comes to undisturbed."""
+
+    folder: pathlib.Path
+    settings: dict[str, Any]
+    expected: dict[str, Any]
+    seconds: float  # of the undisturbed run
+
+
+def make_task(folder: pathlib.Path) -> dict[str, Any]:
+    """Data, a policy's directory and a reward model's in `folder`; their settings."""
+    made = arithmetic.make(seed=0, test=8, sloppy=0.5, demonstrations=1)
+    (folder / "data").mkdir(parents=True)
+    for name in ("train", "test"):
+        lines = "".join(json.dumps(row) + "\n" for row in made[name][:64])
+        (folder / f"data/{name}.jsonl").write_text(lines)
+    for name, more in (("model", {}), ("judge", {"architectures": ["Qwen2ForSequenceClassification"]})):
+        arithmetic.write_model(folder / name)
+        config = arithmetic.MODEL | LAYERS | more | ({"id2label": {"0": "score"}} if more else {})
+        (folder / name / "config.json").write_text(json.dumps(config))
+    _, cfg = hf.read_config(folder / "judge")
+    values = decoder.init_params(cfg, jax.random.key(7), head="value", param_dtype="float32")
+    tensors = {}
+    for entry in params.table(cfg, head="value"):
+        array = np.asarray(params.to_hf(entry, params.get(values, entry.path)))
+        tensors |= dict(zip(entry.hf_names, array if entry.stacked else [array], strict=True))
+    save_file({name: np.ascontiguousarray(x) for name, x in tensors.items()}, folder / "judge/model.safetensors")
+    return SETTINGS | {
+        "model.path": str(folder / "model"),
+        "data.train_files": str(folder / "data/train.jsonl"),
+        "data.val_files": str(folder / "data/test.jsonl"),
+        "reward.model.path": str(folder / "judge"),
+    }
+
+
+def start(
+    settings: dict[str, Any], run: pathlib.Path, *, patch: str = "", more: Sequence[str] = ()
+) -> subprocess.Popen[str]:
+    """The training command as a user gives it, or broken by a `patch` until that has happened."""
+    mark = run.parent / f"{run.name}.happened"
+    program = ["-c", DRIVER.format(mark=str(mark), patch=patch)] if patch else ["-m", "jppo.train"]
+    given = [f"--config.{name}={value}" for name, value in (settings | {"trainer.run_dir": run}).items()]
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {
+        "JAX_COMPILATION_CACHE_DIR": str(run.parent / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    return subprocess.Popen(
+        [sys.executable, *program, f"--config={ROOT / 'configs/quickstart.py'}:{run}", *given, *more],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def to_the_end(settings: dict[str, Any], run: pathlib.Path, **how: Any) -> tuple[int, str]:
+    """Gives the command until it ends well: how many starts that took, and all that was said."""
+    said = ""
+    for number in range(1, STARTS + 1):
+        process = start(settings, run, **how)
+        said += process.communicate(timeout=LIMIT_S)[0]
+        if process.returncode == 0 and (run / "hf").is_dir():
+            return number, said
+    raise SystemExit(f"{run} did not end in {STARTS} starts; the last lines:\n{said[-3000:]}")
+
+
+def outcome(run: pathlib.Path) -> dict[str, Any]:
+    """What a run came to, without how long it took: metrics, samples, weights."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    metrics = [{k: v for k, v in line.items() if not k.startswith(("timing_s/", "perf/"))} for line in lines]
+    files = [*(run / "samples").glob("*.jsonl"), *(run / "hf").glob("*.safetensors")]
+    hashes = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    return {"metrics": metrics, "files": hashes}
+
+
+def difference(found: dict[str, Any], expected: dict[str, Any]) -> str:
+    """Where two outcomes differ first; '' where they do not."""
+    steps = [line["step"] for line in found["metrics"]]
+    if steps != [line["step"] for line in expected["metrics"]]:
+        return f"the steps of metrics.jsonl are {steps}"
+    for one, other in zip(found["metrics"], expected["metrics"], strict=True):
+        for name in sorted(one.keys() | other.keys()):
+            if one.get(name) != other.get(name):
+                return f"step {one['step']}: {name} is {one.get(name)}, undisturbed {other.get(name)}"
+    for name in sorted(found["files"].keys() | expected["files"].keys()):
+        if found["files"].get(name) != expected["files"].get(name):
+            return f"{name} differs"
+    return ""
+
+
+def verdict(lab: Lab, fault: str, run: pathlib.Path, starts: int, happened: str) -> Row:
+    """The row of a run that must have come to the same."""
+    lost = difference(outcome(run), lab.expected)
+    return Row(fault, happened + (f"; LOST: {lost}" if lost else "; all the same"), starts, not lost)
+
+
+def telling(said: str, *words: str) -> str:
+    """The first line of the output with one of the words."""
+    found = next((line for line in said.splitlines() if any(word in line for word in words)), "")
+    return found.strip()[:160]
+
+
+def killed_at_random(lab: Lab, *, moments: int, seed: int) -> Iterator[Row]:
+    """kill -9 of the trainer, somewhere between its start and its end."""
+    rng = random.Random(seed)
+    for number in range(moments):
+        run, after = lab.folder / f"killed-{number}", rng.uniform(0.0, lab.seconds)
+        process = start(lab.settings, run)
+        time.sleep(after)
+        over = process.poll() is not None
+        process.kill()
+        process.wait()
+        steps = [int(p.name) for p in (run / "checkpoints").glob("*") if p.name.isdecimal()]
+        starts, _ = to_the_end(lab.settings, run)
+        happened = "it had ended" if over else f"went on from checkpoint {max(steps)}" if steps else "began anew"
+        yield verdict(lab, f"kill -9 after {after:.1f} s", run, starts + 1, happened)
+
+
+def broken_inside(lab: Lab) -> Iterator[Row]:
+    """kill -9 in the worst moments."""
+    for fault, patch in (
+        ("kill -9 in generation", IN_GENERATION),
+        ("kill -9 between critic and actor update", BETWEEN_UPDATES),
+        ("kill -9 in a save", IN_A_SAVE),
+    ):
+        run = lab.folder / fault.replace(" ", "-")
+        starts, said = to_the_end(lab.settings, run, patch=patch)
+        yield verdict(lab, fault, run, starts, telling(said, "going on from"))
+
+
+def stopped_by_term(lab: Lab) -> Iterator[Row]:
+    """SIGTERM in mid-run."""
+    run = lab.folder / "term"
+    process = start(lab.settings, run)
+    wait_until(lambda: (run / "checkpoints/2").is_dir(), process)
+    process.terminate()
+    began = time.monotonic()
+    process.communicate(timeout=LIMIT_S)
+    took, code = time.monotonic() - began, process.returncode
+    starts, _ = to_the_end(lab.settings, run)
+    row = verdict(lab, "SIGTERM", run, starts + 1, f"exit code {code} after {took:.1f} s")
+    yield dataclasses.replace(row, kept=row.kept and code == 0)
+
+
+def cut_checkpoint(lab: Lab) -> Iterator[Row]:
+    """The last checkpoint's largest file loses its second half."""
+    run = lab.folder / "cut"
+    process = start(lab.settings, run)
+    wait_until(lambda: (run / "checkpoints/3").is_dir(), process)
+    process.kill()
+    process.wait()
+    last = max((p for p in (run / "checkpoints").iterdir() if p.name.isdecimal()), key=lambda p: int(p.name))
+    file = max((p for p in last.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    os.truncate(file, file.stat().st_size // 2)
+    starts, said = to_the_end(lab.settings, run)
+    yield verdict(lab, "a truncated checkpoint file", run, starts + 1, telling(said, "is damaged and skipped"))
+
+
+def full_disk(lab: Lab) -> Iterator[Row]:
+    """The run's disk is full from the second checkpoint on, until the command is given again."""
+    disk = lab.folder / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        yield Row("a full disk", f"not tried: {mounted.stderr.decode().strip()}", 0, True)
+        return
+    try:
+        run, filler = disk / "run", disk / "filler"
+        process = start(lab.settings, run)
+        wait_until(lambda: (run / "checkpoints/2").is_dir(), process)
+        with filler.open("wb") as file:
+            try:
+                while True:
+                    file.write(bytes(1 << 16))
+                    file.flush()
+            except OSError:
+                pass
+        said = process.communicate(timeout=LIMIT_S)[0]
+        code = process.returncode
+        filler.unlink()
+        starts, _ = to_the_end(lab.settings, run)
+        happened = f"{telling(said, 'could not be written')}; the end: exit code {code}"
+        yield verdict(lab, "a full disk", run, starts + 1, happened)
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def nan_gradient(lab: Lab) -> Iterator[Row]:
+    """All advantages of step 4 are NaN."""
+    run = lab.folder / "nan"
+    starts, _ = to_the_end(lab.settings, run, patch=NAN_GRADIENT)
+    lines = outcome(run)["metrics"]
+    skipped = [line["step"] for line in lines if line.get("actor/skipped")]
+    finite = all(np.isfinite(x).all() for x in load_file(run / "hf/model.safetensors").values())
+    same = lines[:4] == lab.expected["metrics"][:4] and [line["step"] for line in lines] == list(range(STEPS + 1))
+    kept = skipped == [4] and finite and same and (run / "bad_steps/step_4.npz").is_file()
+    happened = f"updates skipped in step {skipped}, its batch kept, weights finite: {finite}; the run went on"
+    yield Row("a NaN gradient", happened, starts, kept)
+
+
+def hung_server(lab: Lab, servers: dict[str, Any]) -> Iterator[Row]:
+    """A vLLM server is stopped (SIGSTOP) while it generates; one run with vLLM undisturbed comes first."""
+    settings = lab.settings | servers
+    calm = lab.folder / "vllm"
+    to_the_end(settings, calm)
+    lab = dataclasses.replace(lab, settings=settings, expected=outcome(calm))
+    yield from killed_with_vllm(lab)
+    run = lab.folder / "hung"
+    process = start(lab.settings, run)
+    wait_until(lambda: (run / "checkpoints/2").is_dir(), process)
+    for pid in servers_of(run):
+        os.kill(pid, signal.SIGSTOP)
+    said = process.communicate(timeout=LIMIT_S)[0]
+    code = process.returncode
+    left = servers_of(run)
+    starts, _ = to_the_end(lab.settings, run)
+    happened = f"{telling(said, 'error:')}; exit code {code}, {len(left)} servers left"
+    row = verdict(lab, "a hung vLLM server", run, starts + 1, happened)
+    yield dataclasses.replace(row, kept=row.kept and code == 1 and not left)
+
+
+def killed_with_vllm(lab: Lab) -> Iterator[Row]:
+    """kill -9 of the trainer with vLLM as the engine."""
+    run = lab.folder / "killed-vllm"
+    process = start(lab.settings, run)
+    wait_until(lambda: (run / "checkpoints/3").is_dir(), process)
+    process.kill()
+    process.wait()
+    starts, said = to_the_end(lab.settings, run)
+    yield verdict(lab, "kill -9 after step 3, vLLM", run, starts + 1, telling(said, "going on from"))
+
+
+def servers_of(run: pathlib.Path) -> list[int]:
+    """The vLLM processes of the run."""
+    found = []
+    for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            environment = (path.parent / "environ").read_bytes().decode(errors="replace")
+        except OSError:  # it has ended
+            continue
+        ours = str(run) in line or str(run) in environment
+        if ours and ("vllm" in line.lower()) and "jppo.rollout.launch" not in line:
+            found.append(int(path.parent.name))
+    return found
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    """Returns when the condition holds; an error where the process ends before."""
+    end = time.monotonic() + LIMIT_S
+    while not condition():
+        if process.poll() is not None or time.monotonic() > end:
+            process.kill()
+            raise SystemExit(f"the run ended or took too long:\n{process.communicate()[0][-3000:]}")
+        time.sleep(0.02)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows in Markdown."""
+    lines = ["| fault | what happened | starts | nothing lost |", "|---|---|---:|---|"]
+    lines += [f"| {r.fault} | {r.happened} | {r.starts} | {'yes' if r.kept else '**no**'} |" for r in rows]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--moments", type=int, default=20, help="random moments of kill -9")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="*", help="some of the faults")
+    parser.add_argument("--out", help="a folder to keep the runs in; else a temporary one")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = pathlib.Path(args.out if args.out else temporary).resolve()
+        settings = make_task(folder) | {"rollout.name": "inprocess"}
+        calm = folder / "undisturbed"
+        to_the_end(settings, folder / "first")  # fills the cache of compiled programs
+        began = time.monotonic()
+        to_the_end(settings, calm)
+        lab = Lab(folder, settings, outcome(calm), time.monotonic() - began)
+        print(f"undisturbed: {STEPS} steps in {lab.seconds:.0f} s; again: ", end="")
+        print(difference(outcome(folder / "first"), lab.expected) or "the same to the bit", flush=True)
+        faults: dict[str, Callable[[], Iterator[Row]]] = {
+            "random": lambda: killed_at_random(lab, moments=args.moments, seed=args.seed),
+            "inside": lambda: broken_inside(lab),
+            "term": lambda: stopped_by_term(lab),
+            "cut": lambda: cut_checkpoint(lab),
+            "disk": lambda: full_disk(lab),
+            "nan": lambda: nan_gradient(lab),
+            "vllm": lambda: hung_server(lab, {"rollout.name": "vllm", "rollout.request_timeout_s": 15.0}),
+        }
+        rows = []
+        for name in args.only or faults:
+            for row in faults[name]():
+                rows.append(row)
+                print(f"{'ok  ' if row.kept else 'LOST'} {row.fault}: {row.happened}", flush=True)
+        print(f"\n{table(rows)}")
+    sys.exit(0 if all(row.kept for row in rows) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""Going on from a checkpoint: to the bit, on other devices, with other settings; and what is refused."""
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from jppo import assemble, train
+from jppo import config as settings
+from jppo.config import UserError
+from jppo.io.metrics import read_metrics
+from jppo.io.watch import Stopped
+from jppo.rollout.sampler import RolloutError
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+def again(config, **changes):
+    """The config of the same command, given once more with these settings."""
+    c = config.copy_and_resolve_references()
+    for name, value in changes.items():
+        section, leaf = name.split("__")
+        c[section][leaf] = value
+    settings.check(c)
+    return c
+
+
+def untimed(run):
+    return [
+        {k: v for k, v in line.items() if not k.startswith(("timing_s/", "perf/"))}
+        for line in read_metrics(pathlib.Path(run))
+    ]
+
+
+def weights(run):
+    return (pathlib.Path(run) / "hf/model.safetensors").read_bytes()
+
+
+@pytest.fixture
+def whole(small_run, quick_compilation, tmp_path):
+    """A run of two steps that nothing disturbed: its config."""
+    train.train(small_run)
+    return small_run
+
+
+def broken_off(config, run, monkeypatch, *, in_call_of, at, error):
+    """The same run in another folder, which ends by an error in the call number `at` of a function of train.py."""
+    c = again(config, trainer__run_dir=str(run))
+    real, calls = getattr(train, in_call_of), []
+
+    def failing(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == at:
+            raise error
+        return real(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, in_call_of, failing)
+        with pytest.raises(type(error)):
+            train.train(c)
+    assert len(calls) == at
+    return c
+
+
+@pytest.mark.parametrize(
+    "function,at,error",
+    [
+        ("update_models", 2, Stopped(0, "asked")),  # in the second step: it is done again
+        ("validate", 2, Stopped(0, "asked")),  # in the test after the first step: the step stays done, the test is made
+        ("validate", 3, RolloutError("the server died")),  # in the test after the last
+    ],
+)
+def test_whatever_ends_a_run_each_step_counts_once(whole, monkeypatch, tmp_path, function, at, error):
+    c = broken_off(whole, tmp_path / "other", monkeypatch, in_call_of=function, at=at, error=error)
+    train.train(c)
+    assert untimed(c.trainer.run_dir) == untimed(whole.trainer.run_dir)
+    assert weights(c.trainer.run_dir) == weights(whole.trainer.run_dir)
+
+
+def test_a_change_of_the_settings_is_told(whole, capsys):
+    train.train(again(whole, trainer__total_training_steps=3, actor__lr=1e-3))
+    said = capsys.readouterr().out
+    assert (
+        "settings that differ from the checkpoint's: actor.lr 1e-06 → 0.001, trainer.total_training_steps 2 → 3" in said
+    )
+    assert [m["step"] for m in untimed(whole.trainer.run_dir)] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("name,value", [("trainer__seed", 7), ("data__shuffle", False)])
+def test_what_the_place_in_the_data_hangs_on_may_not_change(whole, name, value):
+    with pytest.raises(UserError, match=rf"{name.replace('__', '.')}=.* was .* when the checkpoint was written"):
+        train.train(again(whole, trainer__total_training_steps=3, **{name: value}))
+
+
+def test_other_data_are_refused(whole):
+    file = pathlib.Path(whole.data.train_files)
+    lines = file.read_text().splitlines()
+    row = json.loads(lines[0])
+    file.write_text("\n".join([json.dumps(row | {"ground_truth": row["ground_truth"] + "1"}), *lines[1:]]) + "\n")
+    with pytest.raises(UserError, match=r"data.train_files: source 'train' has changed since the checkpoint"):
+        train.train(again(whole, trainer__total_training_steps=3))
+    train.train(again(whole, trainer__total_training_steps=3, trainer__resume_mode="disable"))  # as the line says
+
+
+def test_the_weights_that_stay_must_be_the_same(small_run, quick_compilation):
+    small_run.algorithm.use_kl_in_reward = True
+    train.train(small_run)
+    with pytest.raises(UserError, match=r"ref.path: what stays of its weights has changed"):
+        folder = pathlib.Path(small_run.trainer.run_dir)
+        other = again(small_run, trainer__total_training_steps=3)
+        other.model.init, other.model.path = "pretrained", str(folder / "hf")  # the trained one is no reference
+        train.train(other)
+
+
+def test_without_the_optimizers_they_begin_anew(small_run, quick_compilation, capsys):
+    small_run.trainer.save_contents = "model,extra,hf_model"
+    train.train(small_run)
+    last = pathlib.Path(small_run.trainer.run_dir) / "checkpoints/2"
+    names = json.loads((last / "about/metadata").read_text())["arrays"]
+    assert any(".policy[" in name for name in names) and not any("_opt" in name for name in names)
+    assert (last / "hf/model.safetensors").read_bytes() == weights(small_run.trainer.run_dir)
+    train.train(again(small_run, trainer__total_training_steps=3))
+    assert "no state of the optimizers (trainer.save_contents): they begin anew" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("contents,said", [("model", "without extra"), ("model,extra,all", "'all' is not known")])
+def test_contents_that_cannot_be(config, contents, said):
+    config.trainer.save_contents = contents
+    with pytest.raises(UserError, match=said):
+        settings.check(config)
+
+
+def test_a_state_is_the_same_on_any_mesh(config, small_run):
+    """The vocabulary of the small model is odd: over tensor=2 it gets a row that is no token."""
+    small_run.mesh.tensor, small_run.mesh.fsdp = 2, 4
+    inputs = assemble.read_inputs(small_run)
+    learner, begin = assemble.make_learner(small_run, inputs, assemble.make_mesh(small_run))
+    vocabulary = inputs.policy.vocab_size
+    assert learner.cfg.padded_vocab_size == vocabulary + vocabulary % 2
+    small = learner.portable(begin)
+    for tree in (small.policy, small.policy_opt, small.value, small.value_opt):
+        embeddings = [x for path, x in jax.tree.leaves_with_path(tree) if "'embedding'" in jax.tree_util.keystr(path)]
+        assert embeddings and all(x.shape[0] == vocabulary for x in embeddings)
+    there = learner.placed(small, begin)
+    for one, other in zip(jax.tree.leaves(there), jax.tree.leaves(begin), strict=True):
+        assert one.sharding == other.sharding and one.shape == other.shape
+    again = learner.portable(there)
+    for one, other in zip(jax.tree.leaves(again.policy_opt), jax.tree.leaves(small.policy_opt), strict=True):
+        np.testing.assert_array_equal(one, other)
+    for one, other in zip(jax.tree.leaves(again.policy), jax.tree.leaves(small.policy), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def by_command(small_run, run, devices, *more):
+    """The training command over so many devices, with the engine in the process."""
+    c = small_run
+    given = [
+        f"--config={ROOT / 'configs/quickstart.py'}:{run}",
+        "--config.rollout.name=inprocess",
+        *(f"--config.{name}={c[name.split('.')[0]][name.split('.')[1]]}" for name in (
+            "model.path", "model.init", "data.train_files", "data.val_files", "data.train_batch_size",
+            "data.max_prompt_length", "data.max_response_length", "data.row_lengths", "actor.ppo_mini_batch_size",
+        )),
+        "--config.algorithm.kl_ctrl_type=adaptive", "--config.trainer.test_freq=2", "--config.trainer.save_freq=1",
+        "--config.trainer.max_ckpt_to_keep=9", "--config.trainer.total_training_steps=4", *more,
+    ]  # fmt: skip
+    environment = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    done = subprocess.run(
+        [sys.executable, "-m", "jppo.train", *given], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_one_devices_checkpoint_goes_on_over_eight(small_run, tmp_path):
+    one, eight = tmp_path / "one", tmp_path / "eight"
+    by_command(small_run, one, 1)
+    eight.mkdir()
+    (eight / "checkpoints").mkdir()
+    shutil.copytree(one / "checkpoints/2", eight / "checkpoints/2")
+    shutil.copy(one / "metrics.jsonl", eight)
+    said = by_command(small_run, eight, 8, "--config.mesh.fsdp=4", "--config.mesh.tensor=2")
+    assert "going on from the checkpoint of step 2" in said
+    assert "mesh.fsdp 1 → 4" in said and "devices '1 x cpu' → '8 x cpu'" in said
+    alone, spread = untimed(one), untimed(eight)
+    assert [m["step"] for m in spread] == [0, 1, 2, 3, 4] and spread[:3] == alone[:3]
+    for a, b in zip(alone[3:], spread[3:], strict=True):
+        assert a.keys() == b.keys()
+        for name in a:
+            np.testing.assert_allclose(b[name], a[name], rtol=1e-4, atol=1e-5, err_msg=f"step {a['step']} {name}")
