@@ -30,7 +30,7 @@ CHOICES = {
     "actor.lr_scheduler_type": ("constant", "cosine"),
     "optim.lr_scheduler_type": ("constant", "cosine"),
     "critic.lr_scheduler_type": ("constant", "cosine"),
-    "rollout.name": ("vllm",),
+    "rollout.name": ("vllm", "inprocess"),
     "reward.judge.api_type": ("", "openai", "dashscope", "gemini", "claude"),
     "reward.judge.preset": ("", "math", "code", "dialogue", "safety"),
     "reward.model.engine": ("auto", "jax", "transformers", "vllm"),
