@@ -160,6 +160,24 @@ def test_what_is_none_unless_given_may_be_given(config):
         ({"algorithm.rollout_rs": "seq_sum_k1", "algorithm.rollout_rs_threshold": "0.5"}, ["0.5 alone", "low_high"]),
         ({"algorithm.rollout_rs": "token_k3,token_k3", "algorithm.rollout_rs_threshold": "2"}, ["twice"]),
         ({"rollout.lora_sync": "adapter"}, ["rollout.lora_sync='adapter'", "model.lora_rank=0", "take merge"]),
+        *(
+            ({"rollout.name": "inprocess", name: value}, [f"{name}={value!r}", "starts none", f"leave it at {usual!r}"])
+            for name, value, usual in (
+                ("rollout.python", "/other/python", ""),
+                ("rollout.urls", "http://127.0.0.1:8000", ""),
+                ("rollout.servers", 2, 1),
+                ("rollout.port", 8000, 0),
+                ("rollout.publish_dir", "/shared", ""),
+                ("rollout.gpu_memory_utilization", 0.5, 0.4),
+                ("rollout.omp_threads", 2, 1),
+                ("rollout.start_timeout_s", 1.0, 300.0),
+                ("rollout.request_timeout_s", 1.0, 600.0),
+            )
+        ),
+        (
+            {"rollout.name": "inprocess", "rollout.lora_sync": "adapter", "model.lora_rank": 2},
+            ["rollout.lora_sync='adapter'", "rollout.name='inprocess'", "take rollout.lora_sync=merge"],
+        ),
         ({"rollout.lora_sync": "adapter", "model.lora_rank": 513}, ["model.lora_rank=513", "512 at most"]),
         ({"actor.lr_warmup_steps": 3, "actor.lr_warmup_steps_ratio": 0.1}, ["actor.lr_warmup_steps=3", "leave one"]),
     ],

@@ -3,14 +3,20 @@
 import functools
 import os
 import pathlib
+from collections.abc import Callable
 
+import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from jppo.assemble.learner import Learner
-from jppo.models import hf
+from jppo.assemble.learner import Learner, make_mesh, sequences_of_step
+from jppo.config import UserError
+from jppo.learner import sharding
+from jppo.models import cache, hf
+from jppo.models.families import pad_vocab
 from jppo.models.lora import Lora
-from jppo.rollout.sampler import Sampler
+from jppo.rollout.inprocess import InprocessEngine, InprocessSampler, InprocessSettings
+from jppo.rollout.sampler import Served
 from jppo.rollout.server import ServerSettings
 from jppo.rollout.vllm import VllmEngine, start_vllm
 from jppo.structs import Sampling, TrainState
@@ -31,7 +37,7 @@ def sampling(c: ConfigDict, version: int) -> Sampling:
 
 def share_gpu(c: ConfigDict) -> None:
     """Leaves the servers' part of a GPU to them: JAX would take three quarters of it when it starts."""
-    if not c.rollout.urls:
+    if c.rollout.name == "vllm" and not c.rollout.urls:
         os.environ.setdefault(
             "XLA_PYTHON_CLIENT_MEM_FRACTION", f"{max(0.1, 0.92 - c.rollout.gpu_memory_utilization):.2f}"
         )
@@ -65,9 +71,42 @@ def start_engine(c: ConfigDict, run: pathlib.Path) -> VllmEngine:
     )
 
 
-def publish(c: ConfigDict, learner: Learner, sampler: Sampler, now: TrainState, adapters: Lora | None) -> None:
+def start_inprocess(c: ConfigDict, run: pathlib.Path) -> InprocessEngine:
+    """The trainer's own devices as the engine; nothing is started."""
+    mesh, r = make_mesh(c), c.rollout
+    _, cfg = hf.read_config(c.model.path)
+    longest, share = c.data.max_prompt_length + c.data.max_response_length, sharding.row_multiple(mesh)
+    rows = min(r.max_num_seqs, -(-sequences_of_step(c) // share) * share)
+    if jax.default_backend() == "cpu":
+        rows = min(rows, r.kv_cache_memory_bytes // cache.row_bytes(cfg, length=longest, dtype=r.dtype))
+    if rows < share:
+        raise UserError(
+            f"rollout.max_num_seqs={r.max_num_seqs} rows of {longest} tokens, within rollout.kv_cache_memory_bytes="
+            f"{r.kv_cache_memory_bytes} on a CPU, must be at least {share}, one for each device that shares them; raise"
+            " what is too low"
+        )
+    return InprocessEngine(
+        InprocessSettings(
+            cfg=pad_vocab(cfg, mesh.shape["tensor"]),
+            rows=rows // share * share,
+            row_multiple=share,
+            max_prompt_length=c.data.max_prompt_length,
+            max_model_len=longest,
+            dtype=r.dtype,
+            by_row=sharding.rows_sharding(mesh),
+            of_cache=sharding.cache_sharding(mesh, cfg.num_kv_heads),
+        )
+    )
+
+
+def publish(
+    c: ConfigDict, learner: Learner, sampler: Served | InprocessSampler, now: TrainState, adapters: Lora | None
+) -> None:
     """Makes the policy what the engine samples from: whole, or its adapters beside the base that the engine has."""
     version = int(now.step)
+    if isinstance(sampler, InprocessSampler):
+        sampler.hold(learner.policy(now), version=version)
+        return
     if adapters is None or c.rollout.lora_sync == "merge":
         sampler.load(hf.hf_tensors(learner.policy(now), learner.cfg), version=version)
         return
@@ -75,12 +114,15 @@ def publish(c: ConfigDict, learner: Learner, sampler: Sampler, now: TrainState, 
     sampler.load_adapter(save, version=version)
 
 
-def publish_base(c: ConfigDict, learner: Learner, sampler: Sampler, version: int) -> None:
+def publish_base(c: ConfigDict, learner: Learner, sampler: Served | InprocessSampler, version: int) -> None:
     """Gives the engine what stays of the policy, where it will get the adapters alone."""
     base = learner.actor.base
-    if base is not None and c.rollout.lora_sync == "adapter":
+    if base is not None and not isinstance(sampler, InprocessSampler) and c.rollout.lora_sync == "adapter":
         sampler.load(hf.hf_tensors(base.params, learner.cfg), version=version)
 
 
 # What `rollout.name` chooses from.
-ENGINES = {"vllm": start_engine}
+ENGINES: dict[str, Callable[[ConfigDict, pathlib.Path], VllmEngine | InprocessEngine]] = {
+    "vllm": start_engine,
+    "inprocess": start_inprocess,
+}

@@ -4,6 +4,7 @@ from typing import Any
 
 import ml_collections
 
+from jppo.config.defaults import default
 from jppo.config.errors import UserError
 
 _KL = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full")
@@ -30,7 +31,7 @@ CHOICES = {
     "actor.lr_scheduler_type": ("constant", "cosine"),
     "optim.lr_scheduler_type": ("constant", "cosine"),
     "critic.lr_scheduler_type": ("constant", "cosine"),
-    "rollout.name": ("vllm",),
+    "rollout.name": ("vllm", "inprocess"),
     "reward.judge.api_type": ("", "openai", "dashscope", "gemini", "claude"),
     "reward.judge.preset": ("", "math", "code", "dialogue", "safety"),
     "reward.model.engine": ("auto", "jax", "transformers", "vllm"),
@@ -141,6 +142,18 @@ AT_MOST_ONE = (
     "optim.lr_warmup_steps_ratio",
 )
 SAVE_CONTENTS = ("model", "optimizer", "extra", "hf_model")  # extra: keys, counters, coefficients, places
+# Settings of a server; what the trainer's own engine has no use for.
+OF_SERVERS = (
+    "rollout.python",
+    "rollout.urls",
+    "rollout.servers",
+    "rollout.port",
+    "rollout.publish_dir",
+    "rollout.gpu_memory_utilization",
+    "rollout.omp_threads",
+    "rollout.start_timeout_s",
+    "rollout.request_timeout_s",
+)
 LARGEST_SERVED_RANK = 512  # of adapters in vLLM
 REJECTION_RULES = tuple(
     f"{over}_{k}"
@@ -184,6 +197,7 @@ def check(config: ml_collections.ConfigDict) -> None:
         _check_losses(config)
         _check_kl(config)
         _check_correction(config)
+        _check_engine(config)
         _check_adapters(config)
         save_contents(config.trainer.save_contents)
     for section in ("actor", "critic", "optim"):
@@ -266,6 +280,23 @@ def _check_correction(config: ml_collections.ConfigDict) -> None:
         raise UserError(
             "algorithm.old_logprob='correction' corrects nothing yet; set algorithm.rollout_is to token or sequence,"
             " or algorithm.rollout_rs to a rule such as token_k1"
+        )
+
+
+def _check_engine(config: ml_collections.ConfigDict) -> None:
+    if config.rollout.name != "inprocess":
+        return
+    usual = default()
+    for name in OF_SERVERS:
+        if (value := _get(config, name)) != (was := _get(usual, name)):
+            raise UserError(
+                f"{name}={value!r} is of vLLM's servers, and rollout.name='inprocess' starts none; leave it at {was!r},"
+                " or take rollout.name=vllm"
+            )
+    if config.rollout.lora_sync == "adapter":
+        raise UserError(
+            "rollout.lora_sync='adapter' hands adapters to a server, and rollout.name='inprocess' samples from the"
+            " trainer's own; take rollout.lora_sync=merge, or rollout.name=vllm"
         )
 
 

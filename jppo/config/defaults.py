@@ -131,7 +131,7 @@ def default() -> ml_collections.ConfigDict:
     config.ref = c(dict(path="policy"))  # policy: as the run begins; or an HF directory; '': there is no reference
     config.rollout = c(
         dict(
-            name="vllm",
+            name="vllm",  # or inprocess: the trainer samples by itself, on its own devices
             python="",  # the interpreter that has vLLM; '' is the trainer's own
             urls="",  # attach to running servers, separated by commas, and start none
             servers=1,
@@ -140,9 +140,9 @@ def default() -> ml_collections.ConfigDict:
             temperature=1.0,
             dtype="float32",
             enforce_eager=True,
-            max_num_seqs=256,
+            max_num_seqs=256,  # responses under way at once, of each server
             gpu_memory_utilization=0.4,  # on a GPU
-            kv_cache_memory_bytes=268435456,  # on a CPU
+            kv_cache_memory_bytes=268435456,  # on a CPU: of the keys and values of the responses under way
             omp_threads=1,  # on a CPU
             start_timeout_s=300.0,
             request_timeout_s=600.0,

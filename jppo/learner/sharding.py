@@ -77,6 +77,12 @@ def rows_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, ROWS)
 
 
+def cache_sharding(mesh: Mesh, kv_heads: int) -> NamedSharding:
+    """Keys and values [R, T, K, A] lie where their rows are, and their heads where those of the parameters are."""
+    axis = RULES["kv_heads"]
+    return NamedSharding(mesh, PartitionSpec(*ROWS, None, axis if axis and kv_heads % mesh.shape[axis] == 0 else None))
+
+
 def put_rows(rows: Rows, mesh: Mesh) -> Rows:
     """A micro-batch on its devices."""
     return jax.device_put(rows, rows_sharding(mesh))

@@ -27,6 +27,11 @@ def empty(cfg: ModelConfig, *, rows: int, length: int, dtype: Any) -> Cache:
     return tuple(LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(cfg.num_layers))
 
 
+def row_bytes(cfg: ModelConfig, *, length: int, dtype: Any) -> int:
+    """The memory of `length` positions of one row."""
+    return 2 * cfg.num_layers * length * cfg.num_kv_heads * cfg.head_dim * jnp.dtype(dtype).itemsize
+
+
 def extend(held: LayerCache, k: jax.Array, v: jax.Array, position: jax.Array) -> LayerCache:
     """The cache with k and v [R, P, K, A] at `position` [R, P]; what lies beyond its end is dropped."""
     row = jnp.arange(position.shape[0], dtype=jnp.int32)[:, None]

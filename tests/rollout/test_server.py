@@ -60,6 +60,7 @@ def test_check_vllm_says_how_to_install_it(site):
         check_vllm(python_of(site))
     assert f"vLLM is not installed for {python_of(site)}" in str(caught.value)
     assert "-m pip install 'jppo[vllm]'" in str(caught.value) and "make setup" in str(caught.value)
+    assert "rollout.name=inprocess" in str(caught.value)
 
 
 def test_check_vllm_of_no_interpreter(tmp_path):

@@ -1,0 +1,199 @@
+"""Sampling token by token over a cache: rows that are filled with prompts and carried on together. Pure.
+
+    fill(...)       prompts go into rows that are free
+    advance(...)    every row that is live gets its next tokens, one a turn, until enough rows are free
+
+A token is drawn with a key made of its row's seed and of its position alone: it does not depend on what is sampled
+beside it, in which row, or when. `jppo/rollout/inprocess.py` decides what goes where.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from jppo.models import cache, decoder, heads, lora
+from jppo.models.cache import Cache, LayerCache
+from jppo.models.families import ModelConfig
+from jppo.models.lora import Weights
+from jppo.structs import Params
+
+Constrain = Callable[[jax.Array], jax.Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """Rows under way; T is the longest prompt and response. A row is live while `last < until`, else free."""
+
+    cache: Cache  # of every token before the last one; T - 1 positions
+    tokens: jax.Array  # [R, T] i32, prompt and response
+    logprob: jax.Array  # [R, T] f32, of the tokens that were sampled
+    last: jax.Array  # [R] i32, the position of the last token so far
+    until: jax.Array  # [R] i32, the position of the last token that there may be
+    seed: jax.Array  # [R] u32
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """How tokens are chosen; the fields of `Sampling`."""
+
+    temperature: jax.Array  # [] f32
+    top_p: jax.Array  # [] f32
+    top_k: jax.Array  # [] i32
+
+
+def empty(cfg: ModelConfig, *, rows: int, length: int, dtype: Any) -> Slots:
+    """Free rows for `length` tokens each."""
+    counts = jnp.zeros((rows,), jnp.int32)
+    return Slots(
+        cache=cache.empty(cfg, rows=rows, length=max(1, length - 1), dtype=dtype),
+        tokens=jnp.zeros((rows, length), jnp.int32),
+        logprob=jnp.zeros((rows, length), jnp.float32),
+        last=counts,
+        until=counts,
+        seed=counts.astype(jnp.uint32),
+    )
+
+
+def prepare(model: Weights, cfg: ModelConfig, *, dtype: Any) -> Params:
+    """The model as `fill` and `advance` take it: layer by layer, in the dtype of its products; norms as they are."""
+    variables = lora.variables(model)
+    head = {} if cfg.tie_word_embeddings else {"lm_head": variables["params"]["lm_head"]}
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: x if path[-1].key == "scale" else x.astype(dtype), decoder.split_layers(variables, cfg) | head
+    )
+
+
+def fill(
+    model: Params,
+    cfg: ModelConfig,
+    slots: Slots,
+    prompts: jax.Array,
+    source: jax.Array,
+    length: jax.Array,
+    until: jax.Array,
+    seed: jax.Array,
+    *,
+    constrain: Constrain = decoder.identity,
+) -> Slots:
+    """Puts prompt `source` [R] of `prompts` [N, P] into each row, -1: the row stays what it is.
+
+    A prompt's length [R] may be below P: what fills it up is overwritten before it is seen. Its last token is left to
+    `advance`, which samples after it as after any other.
+    """
+    chex.assert_rank([prompts, source, length, until, seed], [2, 1, 1, 1, 1])
+    N, P = prompts.shape
+    new = source >= 0
+    which = jnp.maximum(source, 0)
+
+    def put(old: jax.Array, made: jax.Array) -> jax.Array:  # made [N, P', ...] into old [R, T, ...]
+        width = made.shape[1]
+        here = new.reshape(-1, *[1] * (old.ndim - 1))
+        return old.at[:, :width].set(jnp.where(here, made[which].astype(old.dtype), old[:, :width]))
+
+    held = slots.cache
+    if P > 1:
+        fresh = cache.empty(cfg, rows=N, length=P - 1, dtype=held[0].k.dtype)
+        position = jnp.broadcast_to(jnp.arange(P - 1, dtype=jnp.int32)[None], (N, P - 1))
+        _, made = decoder.forward_cached(model, cfg, prompts[:, :-1], position, fresh, constrain=constrain)
+        held = tuple(LayerCache(put(a.k, b.k), put(a.v, b.v)) for a, b in zip(held, made, strict=True))
+    return Slots(
+        cache=held,
+        tokens=put(slots.tokens, prompts),
+        logprob=slots.logprob,
+        last=jnp.where(new, length - 1, slots.last),
+        until=jnp.where(new, until, slots.until),
+        seed=jnp.where(new, seed, slots.seed),
+    )
+
+
+def advance(
+    model: Params,
+    cfg: ModelConfig,
+    slots: Slots,
+    choice: Choice,
+    enough: jax.Array,
+    *,
+    ends: tuple[int, ...],
+    turns: int,
+    cut: bool,
+    constrain: Constrain = decoder.identity,
+) -> Slots:
+    """Gives every live row a token a turn; stops after `turns`, or when `enough` [] rows are free.
+
+    A row is free after one of the tokens `ends`, or at its `until`. `cut`: top_p and top_k are to be heeded.
+    """
+    kernel = decoder.head_kernel(model, cfg)
+    row = jnp.arange(slots.last.shape[0], dtype=jnp.int32)
+
+    def going(state: tuple[jax.Array, Slots]) -> jax.Array:
+        turn, now = state
+        return (turn < turns) & (jnp.sum(now.last >= now.until) < enough)
+
+    def take(state: tuple[jax.Array, Slots]) -> tuple[jax.Array, Slots]:
+        turn, now = state
+        live = now.last < now.until
+        token = jnp.take_along_axis(now.tokens, now.last[:, None], axis=1)
+        hidden, held = decoder.forward_cached(model, cfg, token, now.last[:, None], now.cache, constrain=constrain)
+        logits = heads.logits_of((hidden, kernel, cfg))[:, 0]
+        new, logp = choose(logits, now.seed, now.last + 1, choice, cut=cut)
+        last = jnp.where(live, now.last + 1, now.last)
+        at = jnp.where(live, last, now.tokens.shape[1])  # beyond the end: dropped
+        ended = live & jnp.any(new[:, None] == jnp.asarray(ends, jnp.int32)[None], axis=1)
+        return turn + 1, Slots(
+            cache=held,
+            tokens=now.tokens.at[row, at].set(new, mode="drop"),
+            logprob=now.logprob.at[row, at].set(logp, mode="drop"),
+            last=last,
+            until=jnp.where(ended, last, now.until),
+            seed=now.seed,
+        )
+
+    return jax.lax.while_loop(going, take, (jnp.int32(0), slots))[1]
+
+
+def choose(
+    logits: jax.Array, seed: jax.Array, position: jax.Array, choice: Choice, *, cut: bool
+) -> tuple[jax.Array, jax.Array]:
+    """A token for each row of logits [R, V], and its log-prob in the distribution that it is drawn from.
+
+    That is softmax(logits / temperature), renormalised over what top_k and top_p leave. Temperature 0 takes the
+    likeliest token; its log-prob is that of softmax(logits), as vLLM gives it.
+    """
+    chex.assert_rank([logits, seed, position], [2, 1, 1])
+    greedy = choice.temperature == 0.0
+    logits = logits / jnp.where(greedy, 1.0, choice.temperature)
+    if cut:
+        logits = jnp.where(greedy, logits, likeliest(logits, choice.top_k, choice.top_p))
+
+    def draw(seed: jax.Array, position: jax.Array, logits: jax.Array) -> jax.Array:
+        return jax.random.categorical(jax.random.fold_in(jax.random.key(seed), position), logits)
+
+    token = jax.lax.cond(
+        greedy,
+        lambda: jnp.argmax(logits, axis=-1).astype(jnp.int32),
+        lambda: jax.vmap(draw)(seed, position, logits).astype(jnp.int32),
+    )
+    return token, heads.logprob_of(logits, token)
+
+
+def likeliest(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+    """The logits [R, V] of the top_k likeliest tokens, and of these the fewest that have top_p; the others' no token's.
+
+    top_k below 1 and top_p of 1 are off. Tokens that are as likely as the last one that stays, stay too.
+    """
+    V = logits.shape[-1]
+    falling = -jnp.sort(-logits, axis=-1)
+    k = jnp.clip(jnp.where(top_k < 1, V, top_k), 1, V)
+    stay = falling >= falling[:, k - 1][:, None]
+    share = jax.nn.softmax(jnp.where(stay, falling, heads.NO_TOKEN), axis=-1)
+    before = jnp.cumsum(share, axis=-1) - share
+    rank = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    stay &= (before < top_p) | (top_p >= 1.0) | (rank == 0)
+    least = jnp.min(jnp.where(stay, falling, jnp.inf), axis=-1)
+    return jnp.where(logits >= least[:, None], logits, heads.NO_TOKEN)

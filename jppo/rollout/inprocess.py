@@ -1,0 +1,271 @@
+"""Rollouts by the trainer itself behind the `Sampler` protocol: its devices, its mesh, its own parameters.
+
+    sampler = InprocessEngine(...).ready(...)    has no weights yet
+    sampler.hold(policy, ...)                    what it samples from: the trainer's arrays; compiles at the first call
+
+A fixed number of rows is carried on together (`jppo/models/generate.py`); one that is done takes the next sample that
+waits. Between two turns to the device that are long enough to keep it busy, the host hands out what is done.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jppo.config import UserError
+from jppo.models import generate
+from jppo.models.families import ModelConfig
+from jppo.models.generate import Choice, Slots
+from jppo.models.lora import Weights
+from jppo.rollout.sampler import Done, RolloutError, sample_seed
+from jppo.structs import Params, Prompt, Sampling, Trajectory
+
+TURNS = 32  # tokens of a row between two looks of the host
+FREE = 8  # while samples wait, a turn ends when one row in so many is free
+FILL_TOKENS = 4096  # about so many tokens of prompts are read at once on each device
+SHORTEST = 32  # prompts are padded to the longest, a half of it, a quarter ... down to this
+
+
+@dataclasses.dataclass(frozen=True)
+class InprocessSettings:
+    """What is sampled from, and in which shapes."""
+
+    cfg: ModelConfig  # its vocabulary as wide as the mesh needs it
+    rows: int  # that are carried on together
+    row_multiple: int  # how many devices share them
+    max_prompt_length: int
+    max_model_len: int  # prompt and response together
+    dtype: str  # of products and cache
+    by_row: NamedSharding  # of what is [R, ...]
+    of_cache: NamedSharding  # of keys and values [R, T, K, A]
+
+    @property
+    def prompt_shapes(self) -> list[tuple[int, int]]:
+        """The shapes of the prompts that are read at once, by rising length."""
+        lengths = [self.max_prompt_length]
+        while lengths[-1] // 2 >= SHORTEST:
+            lengths.append(-(-lengths[-1] // 2))
+        m = self.row_multiple
+        most = -(-self.rows // m) * m
+        return [(min(most, max(1, FILL_TOKENS // length) * m), length) for length in reversed(lengths)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """The compiled functions; one compilation of each for every shape of prompts."""
+
+    empty: Callable[[], Slots]
+    prepare: Callable[[Weights], Params]
+    fill: Callable[..., Slots]
+    advance: Callable[..., Slots]  # (model, slots, choice, enough)
+    advance_cut: Callable[..., Slots]  # the same with top_k and top_p
+
+
+def make_programs(s: InprocessSettings, ends: Sequence[int]) -> Programs:
+    """Closes the pure functions over model and shapes."""
+    empty = functools.partial(generate.empty, s.cfg, rows=s.rows, length=s.max_model_len, dtype=s.dtype)
+    # Keys and values have four axes. Rows lie alike before and after every program, or XLA would compile anew.
+    places = jax.tree.map(lambda x: s.of_cache if x.ndim == 4 else s.by_row, jax.eval_shape(empty))
+
+    def constrain(x: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, s.by_row)
+
+    def fill(model: Params, slots: Slots, *new: Any) -> Slots:
+        return generate.fill(model, s.cfg, slots, *new, constrain=constrain)
+
+    def advance(model: Params, slots: Slots, choice: Choice, enough: Any, *, cut: bool) -> Slots:
+        return generate.advance(
+            model, s.cfg, slots, choice, enough, ends=tuple(ends), turns=TURNS, cut=cut, constrain=constrain
+        )
+
+    in_place = functools.partial(jax.jit, donate_argnums=1, out_shardings=places)
+    return Programs(
+        empty=jax.jit(empty, out_shardings=places),
+        prepare=jax.jit(functools.partial(generate.prepare, cfg=s.cfg, dtype=s.dtype)),
+        fill=in_place(fill),
+        advance=in_place(functools.partial(advance, cut=False)),
+        advance_cut=in_place(functools.partial(advance, cut=True)),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class InprocessEngine:
+    """What `train.py` starts and ends."""
+
+    settings: InprocessSettings
+
+    def ready(self, *, eos_token_ids: Sequence[int], decode: Callable[[list[int]], str]) -> "InprocessSampler":
+        """The sampler, before it has weights."""
+        return InprocessSampler(self.settings, eos_token_ids=eos_token_ids, decode=decode)
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One sample that is asked for."""
+
+    number: int  # among those of the call
+    prompt: Prompt
+    seed: int
+
+
+class InprocessSampler:
+    """The Sampler over the trainer's own parameters."""
+
+    def __init__(
+        self, settings: InprocessSettings, *, eos_token_ids: Sequence[int], decode: Callable[[list[int]], str]
+    ):
+        self.settings = settings
+        self._ends = frozenset(eos_token_ids)
+        self._decode = decode
+        self._programs = make_programs(settings, eos_token_ids)
+        self._compiled = False
+        self._held: tuple[int, Weights] | None = None
+
+    def hold(self, policy: Weights, *, version: int) -> None:
+        """Samples from these parameters from now on, and names them `version`; until the caller gives them away."""
+        self._held = version, policy
+        if not self._compiled:
+            self._compile(self._programs.prepare(policy))
+            self._compiled = True
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, done: Done | None = None
+    ) -> list[Trajectory]:
+        """Samples `sampling.n` responses a prompt, side by side, by the weights `version`; `done` gets each at once."""
+        self._check(prompts, sampling)
+        policy = self._policy(version)
+        requests = [
+            Request(i * sampling.n + j, prompt, sample_seed(sampling.seed, i, j))
+            for i, prompt in enumerate(prompts)
+            for j in range(sampling.n)
+        ]
+        out: dict[int, Trajectory] = {}
+        for request, tokens, logprob in self._run(self._programs.prepare(policy), requests, sampling):
+            out[request.number] = self._trajectory(request.prompt, tokens, logprob, version)
+            if done is not None:
+                done(request.number, out[request.number])
+        return [out[number] for number in range(len(requests))]
+
+    def close(self) -> None:
+        """Lets go of the weights; may be called twice."""
+        self._held = None
+
+    def _check(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
+        s = self.settings
+        for prompt in prompts:
+            n = len(prompt.ids)
+            if not 1 <= n <= s.max_prompt_length or n + sampling.max_tokens > s.max_model_len:
+                raise UserError(
+                    f"prompt {prompt.uid}: {n} tokens must be 1 to data.max_prompt_length={s.max_prompt_length}, and"
+                    f" with max_tokens={sampling.max_tokens} fit the engine's {s.max_model_len}; cut the prompt, or"
+                    " ask for less"
+                )
+        if sampling.max_tokens < 1 or sampling.temperature < 0 or not 0 < sampling.top_p <= 1:
+            raise UserError(
+                f"max_tokens={sampling.max_tokens} must be at least 1, temperature={sampling.temperature} at least 0,"
+                f" top_p={sampling.top_p} above 0 and at most 1"
+            )
+
+    def _policy(self, version: int) -> Weights:
+        if self._held is None or self._held[0] != version:
+            has = "none" if self._held is None else f"version {self._held[0]}"
+            raise RolloutError(f"version {version} of the weights was asked for, and the sampler holds {has}")
+        policy = self._held[1]
+        if any(x.is_deleted() for x in jax.tree.leaves(policy)):
+            raise RolloutError(f"version {version} of the weights is gone: it was learned from, and no other published")
+        return policy
+
+    def _compile(self, model: Params) -> None:
+        """Runs every program on free rows, so that no later call compiles."""
+        slots, choice = self._programs.empty(), _choice(1.0, 1.0, -1)
+        for shape in self.settings.prompt_shapes:
+            slots = self._programs.fill(model, slots, *self._filling([], [], shape, 0))
+        jax.block_until_ready(self._programs.advance(model, slots, choice, np.int32(self.settings.rows)))
+
+    def _run(self, model: Params, requests: Sequence[Request], sampling: Sampling) -> Any:
+        """Yields each request with its tokens and their log-probs [n], as soon as it is done."""
+        s = self.settings
+        advance = self._programs.advance
+        if sampling.top_p < 1.0 or 1 <= sampling.top_k < s.cfg.vocab_size:
+            advance = self._programs.advance_cut
+        choice = _choice(sampling.temperature, sampling.top_p, sampling.top_k)
+        # The longest first, so that prompts read together are alike; samples of one stay together, to be read once.
+        waiting = sorted(requests, key=lambda r: (-len(r.prompt.ids), r.number))
+        slots, under_way = self._programs.empty(), dict[int, Request]()
+        ready: list[tuple[Request, np.ndarray, np.ndarray]] = []
+        while waiting or under_way:
+            free = [row for row in range(s.rows) if row not in under_way]
+            while waiting and free:
+                slots, taken = self._fill(model, slots, waiting, free, sampling.max_tokens)
+                under_way |= dict(zip(free, taken, strict=False))
+                waiting, free = waiting[len(taken) :], free[len(taken) :]
+            enough = max(1, s.rows // FREE) if waiting else s.rows
+            slots = advance(model, slots, choice, np.int32(enough))
+            yield from ready  # while the device works
+            tokens, logprob, last, until = jax.device_get((slots.tokens, slots.logprob, slots.last, slots.until))
+            ready = []
+            for row in [row for row in under_way if last[row] >= until[row]]:
+                request = under_way.pop(row)
+                here = slice(len(request.prompt.ids), last[row] + 1)
+                ready.append((request, tokens[row, here], logprob[row, here]))
+        yield from ready
+
+    def _fill(
+        self, model: Params, slots: Slots, waiting: Sequence[Request], free: Sequence[int], max_tokens: int
+    ) -> tuple[Slots, Sequence[Request]]:
+        """Puts the first of those that wait into free rows, as many as can be read at once; says which."""
+        count, length = next(shape for shape in self.settings.prompt_shapes if shape[1] >= len(waiting[0].prompt.ids))
+        prompts: dict[int, int] = {}  # by identity: where each stands among those that are read
+        taken = list(
+            itertools.takewhile(lambda r: prompts.setdefault(id(r.prompt), len(prompts)) < count, waiting[: len(free)])
+        )
+        new = self._filling(taken, free, (count, length), max_tokens)
+        return self._programs.fill(model, slots, *new), taken
+
+    def _filling(
+        self, taken: Sequence[Request], free: Sequence[int], shape: tuple[int, int], max_tokens: int
+    ) -> tuple[np.ndarray, ...]:
+        """What `generate.fill` takes beside the rows: prompts, source, length, until and seed."""
+        rows = self.settings.rows
+        prompts = np.zeros(shape, np.int32)
+        source, length, until = np.full(rows, -1, np.int32), np.ones(rows, np.int32), np.zeros(rows, np.int32)
+        seed = np.zeros(rows, np.uint32)
+        places: dict[int, int] = {}
+        for row, request in zip(free, taken, strict=False):
+            ids = request.prompt.ids
+            place = places.setdefault(id(request.prompt), len(places))
+            prompts[place, : len(ids)] = ids
+            source[row], length[row], seed[row] = place, len(ids), request.seed
+            until[row] = len(ids) - 1 + max_tokens
+        return prompts, source, length, until, seed
+
+    def _trajectory(self, prompt: Prompt, tokens: np.ndarray, logprob: np.ndarray, version: int) -> Trajectory:
+        if not np.isfinite(logprob).all():
+            raise RolloutError(
+                f"prompt {prompt.uid}: its tokens have the log-probs {logprob[:8]}...: the weights of version"
+                f" {version} give no finite numbers"
+            )
+        before, after = len(prompt.ids), len(tokens)
+        return Trajectory(
+            uid=prompt.uid,
+            tokens=np.concatenate([prompt.ids, tokens]).astype(np.int32),
+            sampled=np.repeat([False, True], [before, after]),
+            logprob=np.concatenate([np.zeros(before), logprob]).astype(np.float32),
+            version=np.repeat([-1, version], [before, after]).astype(np.int32),
+            text=self._decode(tokens.tolist()),
+            finish="stop" if int(tokens[-1]) in self._ends else "length",
+            turns=1,
+        )
+
+
+def _choice(temperature: float, top_p: float, top_k: int) -> Choice:
+    numbers: list[Any] = [np.float32(temperature), np.float32(top_p), np.int32(top_k)]
+    return Choice(*numbers)

@@ -1,0 +1,83 @@
+"""How a token is chosen: against the rule written as a loop, and against frequencies."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jppo.models import generate, heads
+from jppo.models.generate import Choice
+
+
+def choice(temperature=1.0, top_p=1.0, top_k=-1):
+    return Choice(np.float32(temperature), np.float32(top_p), np.int32(top_k))
+
+
+def left(logits, top_k, top_p):
+    """The distribution over what stays: the top_k likeliest, then the fewest of these with top_p of their mass."""
+    order = sorted(range(len(logits)), key=lambda i: -logits[i])
+    order = order[:top_k] if top_k > 0 else order
+    weight = {i: np.exp(np.float64(logits[i])) for i in order}
+    kept, mass = [], 0.0
+    for i in order:
+        if mass >= top_p and top_p < 1:
+            break
+        kept.append(i)
+        mass += weight[i] / sum(weight.values())
+    total = sum(weight[i] for i in kept)
+    return np.array([weight[i] / total if i in kept else 0.0 for i in range(len(logits))])
+
+
+@pytest.mark.parametrize("top_k,top_p", [(-1, 1.0), (0, 0.9), (3, 1.0), (5, 0.6), (1, 0.5), (99, 1e-6), (4, 0.999)])
+def test_top_k_and_top_p_leave_what_the_rule_says(top_k, top_p):
+    logits = np.random.default_rng(0).normal(0, 2, (6, 11)).astype(np.float32)
+    found = jax.nn.softmax(generate.likeliest(jnp.asarray(logits), np.int32(top_k), np.float32(top_p)), axis=-1)
+    np.testing.assert_allclose(found, [left(row, top_k, top_p) for row in logits], atol=1e-6)
+
+
+def test_nothing_is_cut_from_a_flat_tail_where_both_are_off():
+    logits = jnp.concatenate([jnp.zeros((1, 1)), jnp.full((1, 200_000), -30.0)], axis=1)
+    assert np.array_equal(generate.likeliest(logits, np.int32(-1), np.float32(1.0)), logits)
+
+
+@pytest.mark.parametrize("temperature,top_p,top_k", [(1.0, 1.0, -1), (0.5, 1.0, -1), (2.0, 0.8, 4)])
+def test_tokens_come_as_often_as_their_log_probs_say(temperature, top_p, top_k):
+    logits = np.random.default_rng(1).normal(0, 1.5, 7).astype(np.float32)
+    count = 20_000
+    rows = jnp.broadcast_to(jnp.asarray(logits)[None], (count, 7))
+    seeds, position = jnp.arange(count, dtype=jnp.uint32), jnp.full(count, 3, jnp.int32)
+    token, logp = generate.choose(rows, seeds, position, choice(temperature, top_p, top_k), cut=top_k > 0)
+    expected = left(logits / temperature, top_k, top_p)
+    np.testing.assert_allclose(np.bincount(token, minlength=7) / count, expected, atol=0.012)  # three deviations
+    np.testing.assert_allclose(np.exp(logp), expected[np.asarray(token)], rtol=1e-5)
+
+
+def test_greedy_takes_the_likeliest_whatever_else_is_asked_and_gives_its_plain_log_prob():
+    logits = np.random.default_rng(2).normal(0, 1, (5, 9)).astype(np.float32)
+    token, logp = generate.choose(
+        jnp.asarray(logits), jnp.zeros(5, jnp.uint32), jnp.zeros(5, jnp.int32), choice(0.0, 0.3, 1), cut=True
+    )
+    assert np.array_equal(token, logits.argmax(1))
+    np.testing.assert_allclose(logp, jax.nn.log_softmax(logits)[np.arange(5), logits.argmax(1)], rtol=1e-6)
+
+
+def test_a_draw_depends_on_seed_and_position_alone():
+    logits = jnp.asarray(np.random.default_rng(3).normal(0, 1, (64, 13)), jnp.float32)
+    seeds, position = jnp.arange(64, dtype=jnp.uint32), jnp.arange(64, dtype=jnp.int32) % 5
+    token, _ = generate.choose(logits, seeds, position, choice(), cut=False)
+    order = np.random.default_rng(4).permutation(64)[:40]
+    fewer, _ = generate.choose(logits[order], seeds[order], position[order], choice(), cut=False)
+    assert np.array_equal(fewer, token[order])
+    for changed in ((seeds + 1, position), (seeds, position + 1)):
+        assert not np.array_equal(generate.choose(logits, *changed, choice(), cut=False)[0], token)
+
+
+@pytest.mark.parametrize("temperature", [0.01, 1.0, 100.0])
+def test_what_is_no_token_is_never_drawn(temperature):
+    """Also where all tokens are as unlikely as can be."""
+    logits = jnp.full((500, 8), -1e4).at[:, 5:].set(heads.NO_TOKEN)
+    seeds = jnp.arange(500, dtype=jnp.uint32)
+    for cut in (False, True):
+        drawn = choice(temperature, 0.9 if cut else 1.0, 7 if cut else -1)
+        token, logp = generate.choose(logits, seeds, jnp.zeros(500, jnp.int32), drawn, cut=cut)
+        assert int(token.max()) == 4 and np.isfinite(logp).all()

@@ -1,0 +1,333 @@
+"""The trainer's own engine against a loop without a cache, against the scorer, and inside a training."""
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jppo import train
+from jppo.config import UserError
+from jppo.learner import batch, packing, score, sharding, state
+from jppo.models import decoder, families, heads, lora
+from jppo.models.decoder import Decoder
+from jppo.rollout.inprocess import InprocessEngine, InprocessSettings
+from jppo.rollout.sampler import RolloutError, greedy, sample_seed
+from jppo.structs import Prompt, Sampling
+from tests.learner.test_compilations import compilations
+from tests.models.conftest import SHAPES, config_of
+
+PROMPT, RESPONSE, LONGEST = 9, 12, 21
+ENDS = (3, 11)
+NAME = "qwen3-tied"
+SAMPLING = Sampling(temperature=0.8, top_p=1.0, top_k=-1, n=2, max_tokens=RESPONSE, seed=5)
+
+
+@pytest.fixture(autouse=True)
+def quick(quick_compilation):
+    """XLA need not try hard for models of this size."""
+
+
+def model_of(name, mesh_shape=(1, 1, 1)):
+    """A random model on a mesh, the same on every mesh, with weights that matter; rows that are no token shout."""
+    mesh = sharding.make_mesh(mesh_shape)
+    plain = families.from_hf(config_of(name) | {"initializer_range": 0.2}, path="config.json")
+    cfg = families.pad_vocab(plain, mesh.shape["tensor"])
+    values = jax.device_get(decoder.init_params(plain, jax.random.key(1), head="lm", param_dtype=np.float32))
+    more = cfg.padded_vocab_size - cfg.vocab_size
+    for at in ("embed", "lm_head"):
+        values |= {at: {k: np.pad(x, ((0, more), (0, 0)), constant_values=9.0) for k, x in values.get(at, {}).items()}}
+    values = {k: part for k, part in values.items() if part}
+    what = state.weights(cfg, mesh, head="lm", param_dtype=np.float32)
+    return cfg, mesh, jax.device_put(values, what.shardings)
+
+
+def engine_of(cfg, mesh, rows, ends=ENDS):
+    """A sampler without weights."""
+    settings = InprocessSettings(
+        cfg=cfg,
+        rows=rows,
+        row_multiple=sharding.row_multiple(mesh),
+        max_prompt_length=PROMPT,
+        max_model_len=LONGEST,
+        dtype="float32",
+        by_row=sharding.rows_sharding(mesh),
+        of_cache=sharding.cache_sharding(mesh, cfg.num_kv_heads),
+    )
+    return InprocessEngine(settings).ready(eos_token_ids=ends, decode=lambda ids: " ".join(map(str, ids)))
+
+
+@pytest.fixture(scope="module")
+def made():
+    """rows, mesh shape -> a sampler that holds version 7 of one model; made once."""
+    found = {}
+
+    def make(rows=4, mesh_shape=(1, 1, 1)):
+        if (rows, mesh_shape) not in found:
+            cfg, mesh, values = model_of(NAME, mesh_shape)
+            sampler = engine_of(cfg, mesh, rows)
+            sampler.hold(values, version=7)
+            found[rows, mesh_shape] = sampler, cfg, values
+        return found[rows, mesh_shape]
+
+    return make
+
+
+def ask(count, seed=0, vocab=40):
+    """Prompts of 1 to PROMPT tokens."""
+    rng = np.random.default_rng(seed)
+    lengths = [1, PROMPT, *rng.integers(1, PROMPT + 1, count)][:count]
+    return [Prompt(f"p{i}", "", "", rng.integers(0, vocab, n).astype(np.int32), "", {}) for i, n in enumerate(lengths)]
+
+
+def by_a_loop(cfg, values, prompts, sampling, ends=ENDS):
+    """Every response, by whole forward passes over all rows and the key of each sample and position."""
+    model = Decoder(cfg)
+    B = len(prompts) * sampling.n
+    tokens = np.zeros((B, LONGEST), np.int32)
+    asked = [p for p in prompts for _ in range(sampling.n)]
+    keys = [jax.random.key(sample_seed(sampling.seed, b // sampling.n, b % sampling.n)) for b in range(B)]
+    for b, prompt in enumerate(asked):
+        tokens[b, : len(prompt.ids)] = prompt.ids
+    position = np.broadcast_to(np.arange(LONGEST, dtype=np.int32), tokens.shape)
+
+    @jax.jit
+    def forward(tokens):
+        hidden = model.apply({"params": values}, tokens, jnp.ones_like(tokens), position)
+        return heads.logits_of((hidden, decoder.head_kernel(values, cfg), cfg))
+
+    out = [[] for _ in asked]
+    for _ in range(sampling.max_tokens):
+        logits = np.asarray(forward(tokens))[:, :, : cfg.vocab_size]
+        for b, prompt in enumerate(asked):
+            if out[b] and out[b][-1] in ends:
+                continue
+            at = len(prompt.ids) + len(out[b])
+            if sampling.temperature == 0:
+                token = int(np.argmax(logits[b, at - 1]))
+            else:
+                key = jax.random.fold_in(keys[b], at)
+                token = int(jax.random.categorical(key, logits[b, at - 1] / np.float32(sampling.temperature)))
+            out[b].append(token)
+            if at < LONGEST:
+                tokens[b, at] = token
+    return out
+
+
+def responses(trajectories):
+    return [t.tokens[t.sampled].tolist() for t in trajectories]
+
+
+@pytest.mark.parametrize("sampling", [SAMPLING, greedy(RESPONSE)], ids=["seeded", "greedy"])
+def test_the_tokens_are_those_of_a_loop_without_a_cache(made, sampling):
+    """More samples than rows, prompts of one token and of the longest, responses of all lengths, two end tokens."""
+    sampler, cfg, values = made()
+    prompts, heard = ask(9), []
+    found = sampler.generate(prompts, sampling, version=7, done=lambda number, t: heard.append((number, t)))
+    assert responses(found) == by_a_loop(cfg, values, prompts, sampling)
+    assert sorted(number for number, _ in heard) == list(range(9 * sampling.n))
+    assert all(found[number] is t for number, t in heard)
+    if sampling is SAMPLING:
+        last = {t.tokens[-1] for t in found if t.finish == "stop"}
+        assert last == set(ENDS) and {t.finish for t in found} == {"stop", "length"}
+    for b, t in enumerate(found):
+        prompt, n = prompts[b // sampling.n], len(prompts[b // sampling.n].ids)
+        assert t.uid == prompt.uid and np.array_equal(t.tokens[:n], prompt.ids) and t.turns == 1
+        assert np.array_equal(t.sampled, np.arange(len(t.tokens)) >= n)
+        assert np.array_equal(t.version, np.where(t.sampled, 7, -1)) and (t.logprob[:n] == 0).all()
+        assert t.text == " ".join(map(str, t.tokens[n:].tolist()))
+        assert (t.finish == "stop") == (t.tokens[-1] in ENDS)
+        assert len(t.tokens) - n == RESPONSE or t.finish == "stop"
+        assert not set(t.tokens[n:-1].tolist()) & set(ENDS)
+        assert [t.tokens.dtype, t.logprob.dtype, t.version.dtype, t.sampled.dtype] == [
+            np.int32, np.float32, np.int32, np.bool_,
+        ]  # fmt: skip
+
+
+def test_a_sample_is_the_same_in_any_row_and_beside_any_other(made):
+    prompts = ask(7)
+    expected = responses(made(rows=4)[0].generate(prompts, SAMPLING, version=7))
+    for rows in (1, 5, 32):  # of which n is more, or less
+        assert responses(made(rows=rows)[0].generate(prompts, SAMPLING, version=7)) == expected
+    # others beside it, which are read and end at other times
+    others = [prompts[0], *ask(5, seed=9)[1:], prompts[6 - 1]]
+    found = responses(made(rows=4)[0].generate(others[:1] + others[1:5] + [prompts[5]], SAMPLING, version=7))
+    assert found[:2] == expected[:2] and found[10:12] == expected[10:12]
+    turned = prompts[::-1]
+    plain = greedy(RESPONSE)
+    one, other = (responses(made()[0].generate(p, plain, version=7)) for p in (prompts, turned))
+    assert one == other[::-1]
+    assert expected != responses(made()[0].generate(prompts, Sampling(0.8, 1.0, -1, 2, RESPONSE, seed=6), version=7))
+
+
+def test_samples_that_wait_in_another_order_are_the_same(made, monkeypatch):
+    sampler, _, _ = made()
+    run = type(sampler)._run
+    expected = responses(sampler.generate(ask(6), SAMPLING, version=7))
+
+    def backwards(self, model, requests, sampling):
+        return run(self, model, requests[::-1], sampling)
+
+    monkeypatch.setattr(type(sampler), "_run", backwards)
+    assert responses(sampler.generate(ask(6), SAMPLING, version=7)) == expected
+
+
+@pytest.mark.parametrize("top_p,top_k", [(0.7, -1), (1.0, 3)])
+def test_what_top_p_and_top_k_cut_is_not_sampled(made, top_p, top_k):
+    sampler, cfg, values = made()
+    sampling = Sampling(0.8, top_p, top_k, 2, RESPONSE, 1)
+    for t in sampler.generate(ask(4), sampling, version=7):
+        tokens, n = t.tokens[None], len(t.tokens)
+        hidden = Decoder(cfg).apply(
+            {"params": values}, tokens, np.ones_like(tokens), np.arange(n, dtype=np.int32)[None]
+        )
+        logits = np.asarray(heads.logits_of((hidden, decoder.head_kernel(values, cfg), cfg)))[0] / 0.8
+        for at in np.flatnonzero(t.sampled):
+            falling = np.sort(np.exp(logits[at - 1]))[::-1].astype(np.float64)
+            most = top_k if top_k > 0 else 1 + int(np.sum(np.cumsum(falling) / falling.sum() < top_p))
+            mine = np.exp(np.float64(logits[at - 1, t.tokens[at]]))
+            assert mine >= falling[most - 1] * (1 - 1e-5)
+            assert t.logprob[at] == pytest.approx(np.log(mine / falling[:most].sum()), abs=1e-4)
+
+
+def scored(cfg, mesh, weights, trajectories, temperature):
+    """The trainer's log-probs of the sampled tokens, end to end in the trajectories' order."""
+    plan = packing.make_plan(
+        "none", max_length=LONGEST, row_lengths=1, max_tokens_per_row=-1, tokens_per_micro=10**6,
+        sequences=len(trajectories), row_multiple=sharding.row_multiple(mesh),
+    )  # fmt: skip
+    logprob = score.make_logprob(Decoder(cfg), cfg, temperature=temperature, chunk_tokens=64, with_entropy=False)
+    found = {}
+    for rows in batch.make(trajectories, plan=plan, mesh=mesh):
+        logp = np.asarray(jax.jit(logprob)(weights, rows)[0])
+        mask, sequence = np.asarray(rows.mask), np.asarray(rows.sequence)
+        found |= {b: logp[(sequence == b) & mask] for b in range(len(trajectories)) if (sequence == b).any()}
+    return np.concatenate([found[b] for b in range(len(trajectories))])
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_log_probs_are_the_scorers(name):
+    cfg, mesh, values = model_of(name)
+    sampler = engine_of(cfg, mesh, rows=4)
+    sampler.hold(values, version=0)
+    found = sampler.generate(ask(5), Sampling(0.7, 1.0, -1, 1, RESPONSE, 0), version=0)
+    mine = np.concatenate([t.logprob[t.sampled] for t in found])
+    assert np.std(mine) > 0.1  # a model for which tokens differ
+    np.testing.assert_allclose(mine, scored(cfg, mesh, values, found, 0.7), atol=1e-5)
+
+
+def test_a_policy_with_adapters_samples_as_it_is_scored():
+    cfg, mesh, values = model_of(NAME)
+    how = lora.Lora(rank=2, alpha=8.0, targets=("q_proj", "down_proj"))
+    learned = jax.tree.map(lambda x: x + 0.3, lora.init(cfg, how, jax.random.key(2)))
+    adapted = lora.join(learned, lora.Base(values, how.scale))
+    sampler = engine_of(cfg, mesh, rows=4)
+    sampler.hold(adapted, version=0)
+    found = sampler.generate(ask(5), SAMPLING, version=0)
+    mine = np.concatenate([t.logprob[t.sampled] for t in found])
+    np.testing.assert_allclose(mine, scored(cfg, mesh, adapted, found, 0.8), atol=1e-5)
+    assert np.abs(mine - scored(cfg, mesh, values, found, 0.8)).max() > 0.1
+
+
+@pytest.mark.parametrize("sampling", [SAMPLING, greedy(RESPONSE)], ids=["seeded", "greedy"])
+def test_eight_devices_sample_what_one_does(made, sampling):
+    """The vocabulary of 83 has a row more there, which is no token."""
+    sampler, cfg, _ = made(rows=8, mesh_shape=(1, 4, 2))
+    assert cfg.padded_vocab_size == 84
+    found = responses(sampler.generate(ask(9), sampling, version=7))
+    assert found == responses(made()[0].generate(ask(9), sampling, version=7))
+    assert max(map(max, found)) < 83
+
+
+def test_rows_and_parameters_lie_in_their_shards(made):
+    sampler, _, values = made(rows=8, mesh_shape=(1, 4, 2))
+    slots = sampler._programs.empty()
+    assert {x.sharding.shard_shape(x.shape)[0] for x in jax.tree.leaves(slots)} == {2}
+    assert slots.cache[0].k.sharding.shard_shape(slots.cache[0].k.shape)[2] == 1  # of two heads
+    split = sampler._programs.prepare(values)
+    for layer in split["layers"]:
+        up = layer["params"]["mlp"]["up"]["kernel"]
+        assert up.addressable_shards[0].data.size * 8 == up.size
+
+
+def test_no_later_call_compiles():
+    cfg, mesh, values = model_of(NAME, (2, 2, 2))
+    sampler = engine_of(cfg, mesh, rows=8)
+    sampler.hold(values, version=0)
+    sampler.generate(ask(3), SAMPLING, version=0)
+    sampler.hold(jax.tree.map(lambda x: jax.device_put(x * 1, x.sharding), values), version=1)
+    with compilations() as seen:
+        sampler.generate(ask(30, seed=1), Sampling(1.3, 1.0, -1, 3, 4, 1), version=1)
+        sampler.generate(ask(2, seed=2), greedy(1), version=1)
+    assert not seen
+
+
+def test_long_prompts_have_a_few_shapes():
+    cfg, mesh, _ = model_of(NAME)
+    rows = sharding.rows_sharding(mesh)
+
+    def shapes(longest, rows_at_once, multiple=1):
+        return InprocessSettings(
+            cfg, rows_at_once, multiple, longest, longest + 10, "float32", rows, rows
+        ).prompt_shapes
+
+    assert shapes(1024, 256) == [(128, 32), (64, 64), (32, 128), (16, 256), (8, 512), (4, 1024)]
+    assert shapes(100, 24, 8) == [(24, 50), (24, 100)]
+    assert shapes(1, 4) == [(4, 1)] and shapes(9000, 16, 4)[-1] == (4, 9000)
+
+
+def test_edges(made):
+    sampler, cfg, values = made()
+    assert sampler.generate([], SAMPLING, version=7) == []
+    many = Sampling(0.8, 1.0, -1, 7, 1, 0)  # more samples of a prompt than rows, of one token
+    found = sampler.generate(ask(2), many, version=7)
+    assert responses(found) == by_a_loop(cfg, values, ask(2), many)
+    assert {len(r) for r in responses(found)} == {1}
+    for prompt, tokens in ((0, 1), (PROMPT + 1, 1), (PROMPT, RESPONSE + 1)):
+        ids = np.zeros(prompt, np.int32)
+        with pytest.raises(UserError, match=f"prompt long: {prompt} tokens must be 1 to .*max_tokens={tokens}"):
+            sampler.generate([Prompt("long", "", "", ids, "", {})], greedy(tokens), version=7)
+    with pytest.raises(UserError, match="max_tokens=0"):
+        sampler.generate(ask(1), greedy(0), version=7)
+
+
+def test_only_the_version_that_is_held_is_sampled_from():
+    cfg, mesh, values = model_of(NAME)
+    sampler = engine_of(cfg, mesh, rows=4)
+    with pytest.raises(RolloutError, match="version 0 of the weights was asked for, and the sampler holds none"):
+        sampler.generate(ask(1), greedy(2), version=0)
+    sampler.hold(values, version=1)
+    with pytest.raises(RolloutError, match="sampler holds version 1"):
+        sampler.generate(ask(1), greedy(2), version=2)
+    first = responses(sampler.generate(ask(3), SAMPLING, version=1))
+    other = jax.tree.map(lambda x: x * 0.5, values)
+    sampler.hold(other, version=2)
+    assert responses(sampler.generate(ask(3), SAMPLING, version=2)) != first
+    jax.jit(lambda x: jax.tree.map(lambda y: y + 1, x), donate_argnums=0)(other)
+    with pytest.raises(RolloutError, match="version 2 of the weights is gone"):
+        sampler.generate(ask(1), greedy(2), version=2)
+    sampler.hold(jax.tree.map(lambda x: x * np.float32("nan"), values), version=3)
+    with pytest.raises(RolloutError, match="version 3 give no finite numbers"):
+        sampler.generate(ask(1), greedy(2), version=3)
+    sampler.close()
+    sampler.close()
+    with pytest.raises(RolloutError, match="holds none"):
+        sampler.generate(ask(1), greedy(2), version=3)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_training_samples_from_what_it_learned(small_run, engine, rank):
+    small_run.rollout.name, small_run.rollout.logp_tolerance = "inprocess", 1e-4  # which train.agree holds it to
+    small_run.model.lora_rank, small_run.actor.lr, small_run.rollout.n = rank, 1e-2, 2
+    small_run.mesh.fsdp, small_run.mesh.tensor = 2, 2
+    train.train(small_run)
+    assert not engine.asked  # the other engine was not there
+    run = pathlib.Path(small_run.trainer.run_dir)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [m["step"] for m in lines] == [0, 1, 2]
+    assert all(m["rollout/logp_gap_max"] < 1e-4 for m in lines[1:])
+    assert lines[1]["actor/ppo_kl"] != 0 or lines[2]["actor/grad_norm"] > 0
+    texts = [[json.loads(x)["response"] for x in (run / f"samples/step_{i}.jsonl").open()] for i in (1, 2)]
+    assert len(texts[0]) == 8 and texts[0] != texts[1]
