@@ -27,9 +27,10 @@ from jppo.data.tokenizer import decode
 from jppo.evaluate import evaluate, sample, samples
 from jppo.io.checkpoint import Checkpoints, require, restore
 from jppo.io.metrics import Logger, write_arrays, write_samples
+from jppo.io.profile import Profiler
 from jppo.io.summary import summary
 from jppo.io.timers import Timers
-from jppo.learner import batch, correct, estimate, packing, ppo
+from jppo.learner import batch, correct, devices, estimate, packing, ppo
 from jppo.models import hf
 from jppo.rewards.compose import Panel
 from jppo.rollout.sampler import RolloutError, Sampler, greedy
@@ -48,6 +49,7 @@ def train(config: ConfigDict) -> None:
     inputs = assemble.read_inputs(c)
     if c.trainer.resume_mode not in ("auto", "disable"):
         require(pathlib.Path(c.trainer.resume_mode))
+    profile = make_profiler(c, run, inputs.total_steps)
     timer = Timers()
     with contextlib.ExitStack() as stack:
         checkpoints = stack.enter_context(Checkpoints(run / "checkpoints", keep=c.trainer.max_ckpt_to_keep))
@@ -86,6 +88,8 @@ def train(config: ConfigDict) -> None:
             logger.note(line)
         if why is not None:
             logger.note(why)
+        for line in [assemble.introduce_peak(c, mesh), *profile.introduce(step)]:
+            logger.note(line)
         logger.note(agree(c, inputs, learner, now, sampler, step))
         if resumed is None and c.trainer.val_before_train:
             with timer("testing"):
@@ -94,7 +98,7 @@ def train(config: ConfigDict) -> None:
         logged = step
         try:
             while step < inputs.total_steps:
-                with timer("step"):
+                with profile(step + 1), timer("step"):
                     now, cursor, metrics = ppo_step(c, inputs, learner, now, cursor, sampler, panel, timer, run)
                     step += 1
                     with timer("update_weights"):
@@ -105,6 +109,7 @@ def train(config: ConfigDict) -> None:
                         metrics |= validate(c, run, inputs, sampler, panel, logger, step)
                 metrics |= timer.next_step()
                 metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / metrics["timing_s/step"]
+                metrics |= devices.memory()
                 logger.log(step, metrics)
                 logged = step
                 require_progress(c, run, now)
@@ -179,6 +184,7 @@ def ppo_step(
     if bad:
         write_arrays(run, f"step_{version + 1}", flat.arrays)
     now = advance(c, now, metrics, bad=bad)
+    metrics |= assemble.utilisation(c, inputs, learner.mesh, trajectories, timer.so_far())
     return now, cursor, metrics | {"trainer/bad_steps": float(now.bad_steps)}
 
 
@@ -231,6 +237,13 @@ def update_models(
             )
         now, metrics = dataclasses.replace(now, policy=policy, policy_opt=policy_opt), metrics | found
     return now, metrics
+
+
+def make_profiler(c: ConfigDict, run: pathlib.Path, total_steps: int) -> Profiler:
+    """The profiler for the steps that the settings name, all of them steps of this run."""
+    steps = settings.parse_steps(c.trainer.profile_steps, "trainer.profile_steps")
+    settings.check_within(steps, total_steps, f"trainer.profile_steps={c.trainer.profile_steps!r}")
+    return Profiler(run / "profile", steps)
 
 
 def due(step: int, every: int) -> bool:

@@ -18,6 +18,7 @@ from jppo.assemble.learner import (
     make_plan,
     sequences_of_step,
 )
+from jppo.assemble.peak import introduce_peak, utilisation
 from jppo.assemble.recipe import make_recipe
 from jppo.assemble.reward import make_panel
 
@@ -28,6 +29,7 @@ __all__ = [
     "attention_kernel",
     "chunk_tokens",
     "critic_mini_batch_size",
+    "introduce_peak",
     "load_trained",
     "make_adapters",
     "make_decoder",
@@ -44,4 +46,5 @@ __all__ = [
     "sampling",
     "sequences_of_step",
     "share_gpu",
+    "utilisation",
 ]

@@ -5,6 +5,7 @@ from typing import Any
 import ml_collections
 
 from jppo.config.errors import UserError
+from jppo.config.steps import parse_steps
 
 _KL = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full")
 _KL_NAMES = (*_KL, *(f"{name}+" for name in _KL))
@@ -182,6 +183,7 @@ def check(config: ml_collections.ConfigDict) -> None:
         _check_kl(config)
         _check_correction(config)
         _check_adapters(config)
+        parse_steps(config.trainer.profile_steps, "trainer.profile_steps")
     for section in ("actor", "critic", "optim"):
         if section in config and config[section].lr_warmup_steps >= 0 and config[section].lr_warmup_steps_ratio > 0:
             raise UserError(

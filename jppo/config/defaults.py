@@ -211,6 +211,7 @@ def default() -> ml_collections.ConfigDict:
             log_val_generations=8,  # samples shown in the console at each test
             resume_mode="auto",  # auto, disable, or a checkpoint's path
             max_ckpt_to_keep=2,
+            profile_steps="",  # '3', '3,5' or '2-4': steps of which JAX's profiler writes a trace; '': none
         )
     )
     config.mesh = c(dict(data=-1, fsdp=1, tensor=1))  # -1 takes the devices that are left

@@ -1,8 +1,10 @@
-"""Seconds by stage, under verl's stage names and one more, `start`."""
+"""Seconds by stage, under verl's stage names and one more, `start`; in a profiler's trace a stage has its name."""
 
 import contextlib
 import time
 from collections.abc import Iterator
+
+import jax
 
 STAGES = (
     "start",  # servers, loading and compiling
@@ -38,10 +40,15 @@ class Timers:
             raise ValueError(f"stage {stage!r} is not one of {', '.join(STAGES)}")
         start = time.perf_counter()
         try:
-            yield
+            with jax.profiler.TraceAnnotation(stage):
+                yield
         finally:
             seconds = time.perf_counter() - start
             self._step[stage] = self._step.get(stage, 0.0) + seconds
+
+    def so_far(self) -> dict[str, float]:
+        """The seconds of each stage of the current step that has ended."""
+        return dict(self._step)
 
     def next_step(self) -> dict[str, float]:
         """The step's seconds as metrics `timing_s/<stage>`; the next step starts from nothing."""
