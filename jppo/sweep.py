@@ -5,6 +5,8 @@ differ: add(**{'actor.lr': 1e-5, 'trainer.seed': 2}). Each run is a `python -m j
 whose name is made of these settings, under --out. A run that fails leaves the others alone; --resume skips what is
 finished and goes on with the rest. After each run sweep.md and sweep.csv have the table of all of them, the best
 first. --config.SECTION.NAME=VALUE changes a setting in every run.
+
+Exit code 0 where all runs have finished, 1 where one has failed.
 """
 
 import argparse
@@ -69,7 +71,8 @@ def sweep(runs: Sequence[Run], out: pathlib.Path, command: Command, *, jobs: int
     say(f"\n{table.markdown(found, metric)}\ntable             {out / 'sweep.md'}, {out / 'sweep.csv'}")
     if all(row.last is None for row in found):
         known = table.metric_names([run.folder for run in runs])
-        say(f"no run has the metric {metric!r}; --metric takes one of {', '.join(known) if known else 'none so far'}")
+        others = f"--metric takes one of {', '.join(known)}" if known else "there are no metrics yet"
+        say(f"no run has the metric {metric!r}; {others}")
     return all(states[run.name].status == "finished" for run in runs)
 
 
