@@ -45,7 +45,6 @@ from work import (
     hf_config,
     lora_update_flops,
     make_batch,
-    make_product,
     response_lengths,
 )
 
@@ -53,7 +52,7 @@ from jppo import assemble
 from jppo import config as settings
 from jppo.assemble.learner import Trained
 from jppo.config import UserError
-from jppo.learner import batch, packing, ppo, score, sharding, state, update
+from jppo.learner import batch, devices, packing, ppo, score, sharding, state, update
 from jppo.models import families, lora
 from jppo.models.families import ModelConfig, pad_vocab
 from jppo.models.lora import Lora
@@ -134,7 +133,7 @@ def make_subject(name: str, c: ConfigDict, *, tokens: int | None, repeats: int) 
     trajectories = make_batch(cfg, responses)
     mini_batch = min(c.actor.ppo_mini_batch_size, len(trajectories))
     plan = assemble.make_plan(c, mesh, tokens_per_device=c.actor.max_tokens_per_device, sequences=mini_batch)
-    multiply, product_flops = make_product(mesh, c.model.compute_dtype)
+    multiply, product_flops = devices.make_product(mesh, c.model.compute_dtype)
     return Subject(
         c=c,
         mesh=mesh,
@@ -267,7 +266,7 @@ def _of_each_shape(micros: Sequence[Any]) -> dict[tuple[int, ...], Any]:
 
 def timed(s: Subject, call: Callable[[], Any], flops: int) -> dict[str, Any]:
     """Seconds of the call, a matrix product before each, after a round that compiles; and the peak, where it rose."""
-    before = device_peak()
+    before = devices.device_peak()
     seconds: list[float] = []
     products: list[float] = []
     for _ in range(1 + s.repeats):
@@ -275,7 +274,7 @@ def timed(s: Subject, call: Callable[[], Any], flops: int) -> dict[str, Any]:
             start = time.perf_counter()
             fn()
             into.append(time.perf_counter() - start)
-    after = device_peak()
+    after = devices.device_peak()
     median, rate = statistics.median(seconds[1:]), s.product_flops / statistics.median(products[1:])
     tokens = sum(len(t.tokens) for t in s.trajectories)
     return {
@@ -339,12 +338,6 @@ def check_room(needed: int) -> None:
     free = room()
     if free is not None and needed > 0.9 * free:
         raise TooLarge(f"it takes {needed / 2**30:.1f} GiB more, and {free / 2**30:.1f} are free")
-
-
-def device_peak() -> int | None:
-    """The most bytes that the device has held since the start, by its own word."""
-    stats = jax.local_devices()[0].memory_stats()
-    return stats.get("peak_bytes_in_use") if stats else None
 
 
 def measure(name: str, c: ConfigDict, *, tokens: int | None, repeats: int) -> dict[str, Any]:

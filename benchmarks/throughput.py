@@ -40,7 +40,6 @@ from work import (
     forward_flops,
     hf_config,
     make_batch,
-    make_product,
     response_lengths,
 )
 
@@ -49,7 +48,7 @@ from jppo import config as settings
 from jppo.config import UserError
 from jppo.data.prompts import PromptSet
 from jppo.io.timers import Timers
-from jppo.learner import batch, estimate, ppo
+from jppo.learner import batch, devices, estimate, ppo
 from jppo.models import decoder, families, hf
 from jppo.models.families import ModelConfig
 from jppo.rollout.server import check_vllm
@@ -127,7 +126,7 @@ def time_learner(
     rows = batch.make(trajectories, plan=learner.plan, mesh=mesh)
     scores = np.random.default_rng(2).random(len(trajectories)).astype(np.float32)
     outcome = estimate.Outcome(score=scores, group=np.arange(len(scores), dtype=np.int32), greedy=None)
-    multiply, flops = make_product(mesh, c.model.compute_dtype)
+    multiply, flops = devices.make_product(mesh, c.model.compute_dtype)
     timer, history, products = Timers(), [], []
     for _ in range(1 + repeats):
         start = time.perf_counter()

@@ -1,19 +1,15 @@
-"""The work that is measured: models of two shapes, one ragged batch, its FLOP, and the product that sets the scale."""
+"""The work that is measured: models of two shapes, one ragged batch, and its FLOP."""
 
 import ast
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from jppo import config as settings
 from jppo.config import UserError
-from jppo.models import lora
+from jppo.models import cost
 from jppo.models.families import ModelConfig
 from jppo.models.lora import Lora
 from jppo.structs import Trajectory
@@ -71,44 +67,20 @@ def make_batch(cfg: ModelConfig, responses: Lengths) -> list[Trajectory]:
     ]
 
 
-def attention_flops(cfg: ModelConfig, responses: Lengths, *, prompt: int) -> int:
-    """FLOP of the products of queries, keys and values in one forward pass: the causal half."""
-    lengths = [prompt + int(response) for response in responses]
-    pairs = sum(n * (n + 1) // 2 for n in lengths)  # of a query and a key that it sees: a product with k, one with v
-    return 2 * cfg.num_layers * 2 * pairs * cfg.num_heads * cfg.head_dim
+def whole(responses: Lengths, *, prompt: int) -> list[int]:
+    """The tokens of each sequence."""
+    return [prompt + int(response) for response in responses]
 
 
 def forward_flops(cfg: ModelConfig, responses: Lengths, *, prompt: int, lm_head: bool) -> int:
-    """FLOP of one forward pass over whole sequences: real tokens, the causal half of attention, the language
-    head on the tokens of the response only; a multiplication and an addition are two."""
-    D, H, K, A, F = cfg.hidden_size, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.intermediate_size
-    matrices = D * H * A + 2 * D * K * A + H * A * D + 3 * D * F  # of a layer
+    """FLOP of one forward pass over whole sequences, the language head on the tokens of the response only."""
     generated = sum(map(int, responses))
-    tokens = prompt * len(responses) + generated
-    head = 2 * generated * D * cfg.vocab_size if lm_head else 0
-    return 2 * cfg.num_layers * tokens * matrices + attention_flops(cfg, responses, prompt=prompt) + head
+    return cost.forward(cfg, whole(responses, prompt=prompt), head_tokens=generated if lm_head else 0)
 
 
 def lora_update_flops(cfg: ModelConfig, how: Lora, responses: Lengths, *, prompt: int) -> int:
-    """FLOP of an update of adapters alone: the kernels that stay have a gradient in their input and none of their own.
-
-    That is two forward passes, a third of attention, whose factors all have gradients, and three of the adapters.
-    """
-    tokens = prompt * len(responses) + sum(map(int, responses))
-    adapters = 2 * tokens * sum(math.prod(entry.shape) for entry in lora.table(cfg, how, head="lm"))
-    forward = forward_flops(cfg, responses, prompt=prompt, lm_head=True)
-    return 2 * forward + attention_flops(cfg, responses, prompt=prompt) + 3 * adapters
-
-
-def make_product(mesh: Any, dtype: str) -> tuple[Callable[[], Any], int]:
-    """A large square matrix product over all devices, compiled, and its FLOP."""
-    n = 2048 if jax.default_backend() == "cpu" else 8192
-    split = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-    whole = NamedSharding(mesh, PartitionSpec())
-    draw = jax.random.normal(jax.random.key(0), (n, n), jnp.dtype(dtype))
-    a, b = jax.device_put(draw, split), jax.device_put(draw, whole)
-    multiply = jax.jit(jnp.dot, out_shardings=split)
-    return lambda: jax.block_until_ready(multiply(a, b)), 2 * n**3
+    """FLOP of an update of adapters alone."""
+    return cost.update(cfg, whole(responses, prompt=prompt), head_tokens=sum(map(int, responses)), how=how)
 
 
 def base_config(path: str, dtype: str) -> ConfigDict:

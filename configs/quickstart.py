@@ -7,6 +7,10 @@ carry, so that it is right on about four problems in ten. PPO sees only whether 
 minutes on two CPU cores; greedy accuracy on 1,000 held-out problems ends above 0.90. The argument is the
 run's folder:
 --config=configs/quickstart.py:runs/other
+
+    python -m jppo.sweep --config=configs/quickstart.py
+
+trains it with three learning rates, once `make quickstart` has made data and model.
 """
 
 import ml_collections
@@ -44,3 +48,9 @@ def get_config(arg: str = "runs/quickstart") -> ml_collections.ConfigDict:
     config.trainer.test_freq = 20
     config.trainer.save_freq = 10
     return config.lock()
+
+
+def sweep(add) -> None:
+    """Half the learning rate, the rate itself, and twice as much."""
+    for lr in (1e-4, 2e-4, 4e-4):
+        add(**{"actor.lr": lr})

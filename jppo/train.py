@@ -7,7 +7,6 @@ stops.
 
 import contextlib
 import dataclasses
-import math
 import pathlib
 import sys
 from collections.abc import Iterator
@@ -21,16 +20,17 @@ from ml_collections import ConfigDict
 from jppo import assemble
 from jppo import config as settings
 from jppo.algorithms import kl
-from jppo.assemble import Begun, Inputs, Learner
+from jppo.assemble import Begun, Inputs, Learner, Source
 from jppo.data.stream import Cursor, next_batch
 from jppo.data.tokenizer import decode
 from jppo.evaluate import evaluate, sample, samples
 from jppo.io.checkpoint import Checkpoints, require
 from jppo.io.metrics import Logger, write_arrays, write_samples
+from jppo.io.profile import Profiler
 from jppo.io.summary import summary
 from jppo.io.timers import Timers
 from jppo.io.watch import Stopped, Watch, leave
-from jppo.learner import batch, correct, estimate, packing, ppo
+from jppo.learner import batch, correct, devices, estimate, packing, ppo
 from jppo.models import hf
 from jppo.rewards.compose import Panel
 from jppo.rollout.sampler import RolloutError, Sampler, greedy
@@ -53,6 +53,7 @@ def train(config: ConfigDict) -> None:
     inputs = assemble.read_inputs(c)
     if c.trainer.resume_mode not in ("auto", "disable"):
         require(pathlib.Path(c.trainer.resume_mode))
+    profile = make_profiler(c, run, inputs.total_steps)
     timer = Timers()
     with contextlib.ExitStack() as stack:
         watch = stack.enter_context(
@@ -96,128 +97,126 @@ def train(config: ConfigDict) -> None:
             panel.ready()
         logged = begun.step if begun.step is None or begun.pending is None else begun.step - 1
         logger = stack.enter_context(Logger(run, total_steps=inputs.total_steps, resumed_step=logged))
+        parts = Run(c, run, inputs, learner, sampler, panel, checkpoints, logger, timer, profile, watch, origin)
         (run / "config.json").write_text(settings.dump(c))
         for line in (*introduce(inputs, mesh, learner.plan, begun.step), *begun.said):
             logger.note(line)
         if why is not None:
             logger.note(why)
+        for line in [assemble.introduce_peak(c, mesh), *profile.introduce(step)]:
+            logger.note(line)
         logger.note(agree(c, inputs, learner, now, sampler, step))
         if begun.step is None and c.trainer.val_before_train:
             with timer("testing"):
-                metrics = validate(c, run, inputs, sampler, panel, logger, step)
+                metrics = validate(parts, step)
             logger.log(0, metrics | timer.next_step())
-        now = learn(c, run, inputs, learner, begun, origin, sampler, panel, checkpoints, logger, timer, watch)
+        now = learn(parts, begun)
         with timer("save"):
-            export(c, run, inputs, learner, now)
+            export(parts, now)
     summary(run)
 
 
-def learn(
-    c: ConfigDict,
-    run: pathlib.Path,
-    inputs: Inputs,
-    learner: Learner,
-    begun: Begun,
-    origin: dict[str, Any],
-    sampler: Sampler,
-    panel: Panel,
-    checkpoints: Checkpoints,
-    logger: Logger,
-    timer: Timers,
-    watch: Watch,
-) -> TrainState:
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """The parts of a run, once all of them are there."""
+
+    c: ConfigDict
+    folder: pathlib.Path
+    inputs: Inputs
+    learner: Learner
+    sampler: Source
+    panel: Panel
+    checkpoints: Checkpoints
+    logger: Logger
+    timer: Timers
+    profile: Profiler
+    watch: Watch
+    origin: dict[str, Any]  # what it is, for those who go on from its checkpoints
+
+
+def learn(run: Run, begun: Begun) -> TrainState:
     """All steps that are left, each logged once, whatever ends the run; the last state."""
+    c, timer, checkpoints = run.c, run.timer, run.checkpoints
     now, cursor, pending = begun.state, begun.cursor, begun.pending
-    step, place = int(now.step), assemble.kept(cursor, panel)
+    step, place = int(now.step), assemble.kept(cursor, run.panel)
 
     def save(metrics: dict[str, float], **more: Any) -> None:
-        best = metrics.get(c.trainer.best_metric, math.nan)
-        assemble.save(
-            c,
-            checkpoints,
-            learner,
-            now,
-            origin | place | more,
-            score=best if math.isfinite(best) else None,
-            export=lambda path: write_model(c, path, learner, now),
-        )
+        score = metrics.get(c.trainer.best_metric)
+        meta = run.origin | place | more
+        with timer("save"):
+            assemble.save(
+                c, checkpoints, run.learner, now, meta, score=score, export=lambda p: write_model(run, p, now)
+            )
 
     try:
-        while pending is not None or step < inputs.total_steps:
+        while pending is not None or step < run.inputs.total_steps:
             if pending is None:  # else a step is done, but not yet tested and logged
-                with timer("step"):
-                    now, cursor, pending = ppo_step(c, inputs, learner, now, cursor, sampler, panel, timer, run)
-                    step, place = step + 1, assemble.kept(cursor, panel)
-                    watch.check()
+                with run.profile(step + 1), timer("step"):
+                    now, cursor, pending = ppo_step(run, now, cursor)
+                    step, place = step + 1, assemble.kept(cursor, run.panel)
+                    run.watch.check()
                     with timer("update_weights"):
-                        assemble.publish(c, learner, sampler, now, inputs.adapters)
-            last = step == inputs.total_steps
+                        assemble.publish(c, run.learner, run.sampler, now, run.inputs.adapters)
+            last = step == run.inputs.total_steps
             if last or due(step, c.trainer.test_freq):
                 with timer("testing"):
-                    pending |= validate(c, run, inputs, sampler, panel, logger, step)
-            pending |= timer.next_step()
+                    pending |= validate(run, step)
+            pending |= timer.next_step() | devices.memory()
             pending["perf/throughput"] = pending["perf/total_num_tokens"] / pending["timing_s/step"]
-            logger.log(step, pending)
+            run.logger.log(step, pending)
             metrics, pending = pending, None
-            require_progress(c, run, now)
+            require_progress(run, now)
             if last or due(step, c.trainer.save_freq):
-                with timer("save"):
-                    save(metrics)
-            watch.check()
+                save(metrics)
+            run.watch.check()
     except (RolloutError, Diverged, Stopped):
         checkpoints.wait()
         if checkpoints.latest() != step:
-            with timer("save"):
-                save({}, pending=None if pending is None else pending | timer.next_step())
+            save({}, pending=None if pending is None else pending | timer.next_step())
         raise
     return now
 
 
-def write_model(c: ConfigDict, path: pathlib.Path, learner: Learner, now: TrainState) -> None:
+def write_model(run: Run, path: pathlib.Path, now: TrainState) -> None:
     """The policy as a model directory."""
+    c, learner = run.c, run.learner
     hf.save(path, learner.policy(now), learner.cfg, source=c.model.path, dtype=c.model.param_dtype)
 
 
-def export(c: ConfigDict, run: pathlib.Path, inputs: Inputs, learner: Learner, now: TrainState) -> None:
+def export(run: Run, now: TrainState) -> None:
     """What the run leaves for others: the policy, and its adapters where it has some."""
+    adapters, cfg = run.inputs.adapters, run.learner.cfg
     try:
-        if inputs.adapters is not None:
-            hf.save_adapter(run / "adapter", now.policy, learner.cfg, inputs.adapters, base=c.model.path)
-        write_model(c, run / "hf", learner, now)
+        if adapters is not None:
+            hf.save_adapter(run.folder / "adapter", now.policy, cfg, adapters, base=run.c.model.path)
+        write_model(run, run.folder / "hf", now)
     except OSError as e:
-        raise Unwritten(f"the model cannot be written to {run}: {e}; make room, and give the same command again") from e
+        remedy = "make room, and give the same command again"
+        raise Unwritten(f"the model cannot be written to {run.folder}: {e}; {remedy}") from e
 
 
-def ppo_step(
-    c: ConfigDict,
-    inputs: Inputs,
-    learner: Learner,
-    now: TrainState,
-    cursor: Cursor,
-    sampler: Sampler,
-    panel: Panel,
-    timer: Timers,
-    run: pathlib.Path,
-) -> tuple[TrainState, Cursor, dict[str, float]]:
+def ppo_step(run: Run, now: TrainState, cursor: Cursor) -> tuple[TrainState, Cursor, dict[str, float]]:
     """One step of PPO, all but the publish: the next state, the next place in the data, and the metrics."""
+    c, learner, timer, data = run.c, run.learner, run.timer, run.inputs.train
     version = int(now.step)
     passes, policy = learner.passes, learner.policy(now)
     indices, cursor = next_batch(
-        cursor, n=len(inputs.train.prompts), batch_size=c.data.train_batch_size, seed=c.trainer.seed,
-        shuffle=c.data.shuffle, parts=inputs.train.parts,
+        cursor, n=len(data.prompts), batch_size=c.data.train_batch_size, seed=c.trainer.seed,
+        shuffle=c.data.shuffle, parts=data.parts,
     )  # fmt: skip
-    prompts = [inputs.train.prompts[i] for i in indices]
+    prompts = [data.prompts[i] for i in indices]
     with timer("gen"):
-        trajectories, grading = sample(sampler, prompts, panel, assemble.sampling(c, version), version=version)
+        drawn = assemble.sampling(c, version)
+        trajectories, grading = sample(run.sampler, prompts, run.panel, drawn, version=version)
         best = None
         if learner.recipe.estimator.greedy:
-            best = sample(sampler, prompts, panel, greedy(c.data.max_response_length), version=version)[1]
+            best = sample(run.sampler, prompts, run.panel, greedy(c.data.max_response_length), version=version)[1]
     asked = [p for p in prompts for _ in range(c.rollout.n)]
     with timer("reward"):
         rewards = grading.collect()  # what is left of it: it began with the first response
         baseline = None if best is None else best.collect()
-    write_samples(run, f"step_{version + 1}", samples(asked, trajectories, rewards))
-    metrics = describe(trajectories, rewards) | panel.metrics()
+    write_samples(run.folder, f"step_{version + 1}", samples(asked, trajectories, rewards))
+    metrics = describe(trajectories, rewards) | run.panel.metrics()
     compared = passes.sequences is not None
     outcome, usable = estimate.outcomes(rewards, baseline, n=c.rollout.n, compared=compared)
     trajectories = [estimate.trainable(*pair) for pair in zip(trajectories, usable, strict=True)]
@@ -236,12 +235,13 @@ def ppo_step(
         scored, found = estimate.advantages(passes, scored, penalty, outcome, now.kl_coef)
         metrics |= found | {"actor/reward_kl_penalty_coeff": float(now.kl_coef)}
         flat = batch.flatten(scored, len(trajectories))
-    now, found = update_models(c, learner, now, flat, trajectories, timer)
+    now, found = update_models(run, now, flat, trajectories)
     metrics = found | metrics
     bad = metrics.get("actor/skipped", 0.0) + metrics.get("critic/skipped", 0.0) > 0
     if bad:
-        write_arrays(run, f"step_{version + 1}", flat.arrays)
+        write_arrays(run.folder, f"step_{version + 1}", flat.arrays)
     now = advance(c, now, metrics, bad=bad)
+    metrics |= assemble.utilisation(c, run.inputs, learner.mesh, trajectories, timer.so_far())
     return now, cursor, metrics | {"trainer/bad_steps": float(now.bad_steps)}
 
 
@@ -260,14 +260,10 @@ def advance(c: ConfigDict, now: TrainState, metrics: dict[str, float], *, bad: b
 
 
 def update_models(
-    c: ConfigDict,
-    learner: Learner,
-    now: TrainState,
-    flat: batch.Flat,
-    trajectories: list[Trajectory],
-    timer: Timers,
+    run: Run, now: TrainState, flat: batch.Flat, trajectories: list[Trajectory]
 ) -> tuple[TrainState, dict[str, float]]:
     """Critic and actor learn from the scored batch, each in its own mini-batches and epochs."""
+    c, learner, timer = run.c, run.learner, run.timer
 
     def minis(section: ConfigDict, size: int, number: int) -> Iterator[batch.Mini]:
         key = jax.random.fold_in(jax.random.fold_in(now.key, now.step), number)
@@ -294,6 +290,13 @@ def update_models(
             )
         now, metrics = dataclasses.replace(now, policy=policy, policy_opt=policy_opt), metrics | found
     return now, metrics
+
+
+def make_profiler(c: ConfigDict, run: pathlib.Path, total_steps: int) -> Profiler:
+    """The profiler for the steps that the settings name, all of them steps of this run."""
+    steps = settings.parse_steps(c.trainer.profile_steps, "trainer.profile_steps")
+    settings.check_within(steps, total_steps, f"trainer.profile_steps={c.trainer.profile_steps!r}")
+    return Profiler(run / "profile", steps)
 
 
 def due(step: int, every: int) -> bool:
@@ -332,32 +335,33 @@ def part_means(rewards: list[Reward]) -> dict[str, float]:
     return {name: float(np.mean(values)) for name, values in found.items()}
 
 
-def require_progress(c: ConfigDict, run: pathlib.Path, now: TrainState) -> None:
+def require_progress(run: Run, now: TrainState) -> None:
     """Stops the run where too many steps in a row had an update that was skipped."""
-    if int(now.bad_steps) >= c.trainer.max_bad_steps:
+    most = run.c.trainer.max_bad_steps
+    if int(now.bad_steps) >= most:
         raise Diverged(
             f"step {int(now.step)}: {int(now.bad_steps)} steps in a row had a loss or gradient that is no finite"
-            f" number (trainer.max_bad_steps={c.trainer.max_bad_steps}); their updates were skipped and their batches"
-            f" are in {run / 'bad_steps'}; lower actor.lr or critic.lr, or go on with the same command"
+            f" number (trainer.max_bad_steps={most}); their updates were skipped and their batches"
+            f" are in {run.folder / 'bad_steps'}; lower actor.lr or critic.lr, or go on with the same command"
         )
 
 
-def validate(
-    c: ConfigDict, run: pathlib.Path, inputs: Inputs, sampler: Sampler, panel: Panel, logger: Logger, version: int
-) -> dict[str, float]:
+def validate(run: Run, version: int) -> dict[str, float]:
     """Greedy accuracy on the validation prompts; its samples go to the run folder, a few to the console."""
+    c = run.c
     metrics, rows = evaluate(
-        sampler,
-        inputs.val.prompts,
-        panel.testing(),
+        run.sampler,
+        run.inputs.val.prompts,
+        run.panel.testing(),
         max_tokens=c.data.max_response_length,
         version=version,
         batch_size=c.data.val_batch_size,
     )
-    write_samples(run, f"test_{version}", rows)
+    write_samples(run.folder, f"test_{version}", rows)
     for row in rows[: c.trainer.log_val_generations]:
         mark = row["error"] if row["score"] is None else f"score {row['score']:g}"
-        logger.note(f"  {_short(row['prompt'])} → {_short(row['response'])}   ({mark}; truth {row['ground_truth']})")
+        line = f"  {_short(row['prompt'])} → {_short(row['response'])}   ({mark}; truth {row['ground_truth']})"
+        run.logger.note(line)
     return metrics
 
 

@@ -15,8 +15,8 @@ LAYERS = (
     ("structs", "config"),
     ("algorithms", "models"),
     ("learner", "data", "rewards", "rollout", "io"),
-    ("assemble", "evaluate", "export", "doctor", "report", "sweep"),
-    ("train", "sft", "reward_model"),
+    ("assemble", "evaluate", "export", "doctor", "report"),
+    ("train", "sft", "reward_model", "sweep"),
 )
 LAYER = {place: i for i, row in enumerate(LAYERS) for place in row}
 # Commands that stand beside what they look at: they may import what the other commands of their layer may.

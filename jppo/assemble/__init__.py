@@ -3,7 +3,7 @@
 The commands call it; below it nothing sees a config.
 """
 
-from jppo.assemble.engine import ENGINES, publish, publish_base, sampling, share_gpu
+from jppo.assemble.engine import ENGINES, Source, publish, publish_base, sampling, share_gpu
 from jppo.assemble.inputs import Inputs, make_adapters, read_inputs, read_tokenizer
 from jppo.assemble.learner import (
     Learner,
@@ -18,6 +18,7 @@ from jppo.assemble.learner import (
     make_plan,
     sequences_of_step,
 )
+from jppo.assemble.peak import introduce_peak, utilisation
 from jppo.assemble.recipe import make_recipe
 from jppo.assemble.resume import Begun, finished, kept, origin, resume, save
 from jppo.assemble.reward import make_panel
@@ -27,10 +28,12 @@ __all__ = [
     "Begun",
     "Inputs",
     "Learner",
+    "Source",
     "attention_kernel",
     "chunk_tokens",
     "critic_mini_batch_size",
     "finished",
+    "introduce_peak",
     "kept",
     "load_trained",
     "make_adapters",
@@ -51,4 +54,5 @@ __all__ = [
     "save",
     "sequences_of_step",
     "share_gpu",
+    "utilisation",
 ]

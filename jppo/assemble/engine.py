@@ -21,6 +21,8 @@ from jppo.rollout.server import ServerSettings
 from jppo.rollout.vllm import VllmEngine, start_vllm
 from jppo.structs import Sampling, TrainState
 
+Source = Served | InprocessSampler  # of samples
+
 
 def sampling(c: ConfigDict, version: int) -> Sampling:
     """How this step's responses are drawn; each step has seeds of its own."""
@@ -99,9 +101,7 @@ def start_inprocess(c: ConfigDict, run: pathlib.Path) -> InprocessEngine:
     )
 
 
-def publish(
-    c: ConfigDict, learner: Learner, sampler: Served | InprocessSampler, now: TrainState, adapters: Lora | None
-) -> None:
+def publish(c: ConfigDict, learner: Learner, sampler: Source, now: TrainState, adapters: Lora | None) -> None:
     """Makes the policy what the engine samples from: whole, or its adapters beside the base that the engine has."""
     version = int(now.step)
     if isinstance(sampler, InprocessSampler):
@@ -114,7 +114,7 @@ def publish(
     sampler.load_adapter(save, version=version)
 
 
-def publish_base(c: ConfigDict, learner: Learner, sampler: Served | InprocessSampler, version: int) -> None:
+def publish_base(c: ConfigDict, learner: Learner, sampler: Source, version: int) -> None:
     """Gives the engine what stays of the policy, where it will get the adapters alone."""
     base = learner.actor.base
     if base is not None and not isinstance(sampler, InprocessSampler) and c.rollout.lora_sync == "adapter":

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.metadata
+import math
 import pathlib
 import zlib
 from collections.abc import Callable, Sequence
@@ -91,7 +92,7 @@ def save(
     score: float | None,
     export: Callable[[pathlib.Path], object],
 ) -> None:
-    """Writes a checkpoint as `trainer.save_contents` asks for it; `score` is that of `trainer.best_metric`."""
+    """Writes a checkpoint as `trainer.save_contents` asks for it; `score` is `trainer.best_metric`, where known."""
     contents = settings.save_contents(c.trainer.save_contents)
     whole = learner.portable(now)
     if "optimizer" not in contents:
@@ -100,7 +101,7 @@ def save(
         int(now.step),
         whole,
         meta,
-        score=None if score is None else (c.trainer.best_metric, score),
+        score=(c.trainer.best_metric, score) if score is not None and math.isfinite(score) else None,
         export=export if "hf_model" in contents else None,
     )
 

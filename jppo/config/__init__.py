@@ -7,16 +7,19 @@ from jppo.config.checks import check, importance_band, rejection_rules, save_con
 from jppo.config.commandline import describe, dump, exit_on_user_error, parse
 from jppo.config.defaults import default, sft_default
 from jppo.config.errors import UserError
+from jppo.config.steps import check_within, parse_steps
 
 __all__ = [
     "UserError",
     "check",
+    "check_within",
     "default",
     "describe",
     "dump",
     "exit_on_user_error",
     "importance_band",
     "parse",
+    "parse_steps",
     "rejection_rules",
     "save_contents",
     "sft_default",

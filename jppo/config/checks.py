@@ -6,6 +6,7 @@ import ml_collections
 
 from jppo.config.defaults import default
 from jppo.config.errors import UserError
+from jppo.config.steps import parse_steps
 
 _KL = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full")
 _KL_NAMES = (*_KL, *(f"{name}+" for name in _KL))
@@ -200,6 +201,7 @@ def check(config: ml_collections.ConfigDict) -> None:
         _check_engine(config)
         _check_adapters(config)
         save_contents(config.trainer.save_contents)
+        parse_steps(config.trainer.profile_steps, "trainer.profile_steps")
     for section in ("actor", "critic", "optim"):
         if section in config and config[section].lr_warmup_steps >= 0 and config[section].lr_warmup_steps_ratio > 0:
             raise UserError(

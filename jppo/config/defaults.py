@@ -215,6 +215,7 @@ def default() -> ml_collections.ConfigDict:
             save_contents="model,optimizer,extra",  # or less, or hf_model too: checkpoints/STEP/hf
             stage_timeout_s=3600.0,  # a stage that takes longer is stuck: the run ends with a checkpoint
             stop_timeout_s=120.0,  # for the end of a run, SIGTERM's too; then it is ended by force
+            profile_steps="",  # '3', '3,5' or '2-4': steps of which JAX's profiler writes a trace; '': none
         )
     )
     config.mesh = c(dict(data=-1, fsdp=1, tensor=1))  # -1 takes the devices that are left

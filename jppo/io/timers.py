@@ -1,8 +1,10 @@
-"""Seconds by stage, under verl's stage names and one more, `start`."""
+"""Seconds by stage, under verl's stage names and one more, `start`; in a profiler's trace a stage has its name."""
 
 import contextlib
 import time
 from collections.abc import Iterator
+
+import jax
 
 STAGES = (
     "start",  # servers, loading and compiling
@@ -41,7 +43,8 @@ class Timers:
         start = self._since = time.perf_counter()
         self._running.append(stage)
         try:
-            yield
+            with jax.profiler.TraceAnnotation(stage):
+                yield
         finally:
             self._since = time.perf_counter()
             self._running.pop()
@@ -51,6 +54,10 @@ class Timers:
         """The innermost stage under way and for how many seconds, or since a stage within it ended; of any thread."""
         inner = self._running[-1:]
         return inner[0] if inner else "none", time.perf_counter() - self._since
+
+    def so_far(self) -> dict[str, float]:
+        """The seconds of each stage of the current step that has ended."""
+        return dict(self._step)
 
     def next_step(self) -> dict[str, float]:
         """The step's seconds as metrics `timing_s/<stage>`; the next step starts from nothing."""

@@ -28,7 +28,7 @@ def main(parent: int, folder: str, command: list[str]) -> None:
     signal.signal(signal.SIGTERM, _stop)
     child = None
     try:
-        child = subprocess.Popen(command, preexec_fn=_die_with_launcher)
+        child = subprocess.Popen(command, preexec_fn=die_with_parent)
         while os.getppid() == parent and child.poll() is None:
             time.sleep(POLL_S)
     except _Stop:
@@ -55,8 +55,8 @@ def _wait(child: subprocess.Popen, seconds: float) -> None:
         time.sleep(0.05)
 
 
-def _die_with_launcher() -> None:
-    # Linux: should someone kill the launcher itself, its child gets SIGTERM.
+def die_with_parent() -> None:
+    """For the child, before its program: on Linux it gets SIGTERM when the process that starts it is killed."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)

@@ -1,0 +1,115 @@
+"""Peaks: the maker's where the device is known, else measured; and the shares of them that a step reaches."""
+
+import pathlib
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from jppo import assemble
+from jppo.assemble import peak
+from jppo.learner import devices, sharding
+from jppo.models import cost, families
+from jppo.models.lora import Lora
+
+CFG = families.from_hf(
+    {
+        "model_type": "qwen2", "num_hidden_layers": 2, "hidden_size": 8, "intermediate_size": 12,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 10, "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-6, "rope_theta": 1e4, "hidden_act": "silu",
+    },
+    path="here",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "kind,bfloat16,float32",
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4e12, 67e12),
+        ("NVIDIA H100 PCIe", 756e12, 51e12),
+        ("NVIDIA H200", 989.4e12, 67e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12, 19.5e12),
+        ("NVIDIA L4", 121e12, 30.3e12),
+        ("NVIDIA L40S", 362e12, 91.6e12),
+        ("Tesla V100-SXM2-16GB", None, 15.7e12),
+        ("TPU v5 lite", 197e12, 32.8e12),
+        ("TPU v5", 459e12, 76.5e12),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None, None),
+        ("NVIDIA H20", None, None),
+        ("cpu", None, None),
+    ],
+)
+def test_a_device_is_known_by_its_kind_and_the_dtype_counts(kind, bfloat16, float32):
+    for dtype, rate in (("bfloat16", bfloat16), ("float32", float32)):
+        assert devices.known_peak(kind, dtype) == (None if rate is None else pytest.approx(rate))
+
+
+def test_a_longer_name_stands_before_its_beginning():
+    names = list(devices.PEAKS)
+    for i, name in enumerate(names):
+        assert not [later for later in names[i + 1 :] if later.startswith(name)]
+
+
+def test_what_is_not_known_is_measured_once(monkeypatch):
+    mesh, made = sharding.make_mesh((8, 1, 1)), []
+    make_product = devices.make_product
+
+    def spied(*args):
+        made.append(make_product(*args))
+        return made[0]
+
+    devices.find_peak.cache_clear()
+    monkeypatch.setattr(devices, "make_product", spied)
+    found = devices.find_peak(mesh, "float32")
+    assert found.flops_per_s > 1e8 and "measured, float32" in found.source
+    assert devices.find_peak(mesh, "float32") is found and len(made) == 1
+    assert made[0][1] == 2 * 2048**3
+
+
+def test_a_known_device_is_not_measured(monkeypatch):
+    known = types.SimpleNamespace(device_kind="NVIDIA H200")
+    mesh = types.SimpleNamespace(devices=np.asarray([known] * 4))
+    monkeypatch.setattr(devices, "make_product", None)
+    found = devices.find_peak.__wrapped__(mesh, "bfloat16")
+    assert found == devices.Peak(pytest.approx(4 * 989.4e12), "the maker's for 4 x NVIDIA H200, bfloat16")
+
+
+def test_a_product_goes_over_any_number_of_devices():
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:3]).reshape(3, 1, 1), ("data", "fsdp", "tensor"))
+    multiply, flops = devices.make_product(mesh, "float32")
+    assert multiply().shape == (2049, 2048) and flops == 2 * 2049 * 2048**2
+
+
+def test_memory_is_what_is_said(monkeypatch):
+    found = devices.memory()
+    assert set(found) == {"perf/cpu_memory_used_gb"}
+    status = pathlib.Path("/proc/self/status").read_text()
+    here = int(status.split("VmRSS:")[1].split()[0]) / 2**20
+    assert found["perf/cpu_memory_used_gb"] == pytest.approx(here, rel=0.05)
+    peaks = [types.SimpleNamespace(memory_stats=lambda n=n: {"peak_bytes_in_use": n}) for n in (2**30, 3 * 2**30)]
+    monkeypatch.setattr(devices.jax, "local_devices", lambda: peaks)
+    assert devices.memory()["perf/max_memory_allocated_gb"] == 3.0
+
+
+def some(length, sampled):
+    """All of a trajectory that is asked for here."""
+    return types.SimpleNamespace(tokens=np.zeros(length), sampled=np.arange(length) >= length - sampled)
+
+
+def test_shares_are_of_the_stages_that_took_place(config, monkeypatch):
+    config.actor.ppo_epochs, config.critic.ppo_epochs = 2, 3
+    both = [some(5, 2), some(9, 4)]
+    inputs = types.SimpleNamespace(policy=CFG, critic=CFG, adapters=None, critic_adapters=Lora(2, 1.0, ("q_proj",)))
+    monkeypatch.setattr(peak, "find_peak", lambda *_: devices.Peak(1e6, ""))
+    seconds = {"update_actor": 0.5, "update_critic": 0.25, "old_log_prob": 0.125, "gen": 9.0}
+    found = assemble.utilisation(config, inputs, None, both, seconds)
+    assert found == {
+        "perf/mfu/actor": 2 * cost.update(CFG, [5, 9], head_tokens=6) / 0.5 / 1e6,
+        "perf/mfu/critic": 3 * cost.update(CFG, [5, 9], head_tokens=0, how=inputs.critic_adapters) / 0.25 / 1e6,
+        "perf/mfu/actor_infer": cost.forward(CFG, [5, 9], head_tokens=6) / 0.125 / 1e6,
+    }
+    assert list(assemble.utilisation(config, inputs, None, both, {"update_critic": 1.0})) == ["perf/mfu/critic"]
+    config.algorithm.old_logprob = "bypass"
+    alone = types.SimpleNamespace(**vars(inputs) | {"critic": None})
+    assert list(assemble.utilisation(config, alone, None, both, seconds)) == ["perf/mfu/actor"]

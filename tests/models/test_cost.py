@@ -1,0 +1,54 @@
+"""The FLOP of a pass, counted product by product; what batches, windows and adapters add up to."""
+
+import numpy as np
+import pytest
+
+from jppo.models import cost, families, lora
+
+SHAPE = {
+    "num_hidden_layers": 2, "hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "vocab_size": 10, "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+QWEN = families.from_hf(SHAPE | {"model_type": "qwen2", "rope_theta": 1e4, "hidden_act": "silu"}, path="here")
+SLIDING = families.from_hf(
+    SHAPE | {"model_type": "mistral", "sliding_window": 3, "head_dim": 4, "rope_theta": 1e4, "hidden_act": "silu"},
+    path="here",
+)
+
+
+def counted(cfg, length, head_tokens):
+    """The same by looking at each product of one sequence: 2 m n k of [m, k] by [k, n], and pairs one by one."""
+    D, H, K, A, F, V = 8, 2, 1, 4, 12, 10
+    products = [(length, H * A, D), *2 * [(length, K * A, D)], (length, D, H * A), *3 * [(length, F, D)]]
+    layer = sum(2 * m * n * k for m, n, k in products)
+    total = 2 * head_tokens * V * D
+    for kind in cfg.layer_kinds:
+        window = cfg.kinds[kind].window
+        seen = [(q, k) for q in range(length) for k in range(q + 1) if window is None or q - k < window]
+        total += layer + len(seen) * H * 2 * (2 * A)
+    return total
+
+
+@pytest.mark.parametrize("cfg", [QWEN, SLIDING], ids=["causal", "window"])
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 9])
+def test_a_forward_pass_is_the_sum_of_its_products(cfg, length):
+    assert cost.forward(cfg, [length], head_tokens=1) == counted(cfg, length, 1)
+
+
+def test_a_window_saves_and_sequences_add_up():
+    assert cost.attention(SLIDING, [9]) < cost.attention(QWEN, [9])
+    assert cost.attention(SLIDING, [3]) == cost.attention(QWEN, [3])
+    both = cost.forward(QWEN, [4, 9], head_tokens=5)
+    assert both == cost.forward(QWEN, [4], head_tokens=2) + cost.forward(QWEN, [9], head_tokens=3)
+    assert cost.forward(QWEN, np.asarray([4, 9]), head_tokens=5) == both
+
+
+def test_an_update_of_all_weights_is_three_forward_passes_and_one_of_adapters_less():
+    how = lora.Lora(2, 16.0, ("q_proj", "down_proj"))
+    # A and B of q: 8*2 + 2*8, of down: 12*2 + 2*8; 2 layers, 4 tokens, a product and a sum.
+    beside = 2 * 2 * 4 * (32 + 40)
+    plain = cost.forward(QWEN, [4], head_tokens=3)
+    assert cost.forward(QWEN, [4], head_tokens=3, how=how) == plain + beside
+    assert cost.update(QWEN, [4], head_tokens=3) == 3 * plain
+    kernels = plain - cost.attention(QWEN, [4])
+    assert cost.update(QWEN, [4], head_tokens=3, how=how) == 2 * kernels + 3 * cost.attention(QWEN, [4]) + 3 * beside
