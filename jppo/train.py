@@ -18,13 +18,12 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from jppo import assemble
+from jppo import assemble, validation
 from jppo import config as settings
 from jppo.algorithms import kl
 from jppo.assemble import Inputs, Learner
 from jppo.data.stream import Cursor, next_batch
 from jppo.data.tokenizer import decode
-from jppo.evaluate import evaluate, sample, samples
 from jppo.io.checkpoint import Checkpoints, require, restore
 from jppo.io.metrics import Logger, write_arrays, write_samples
 from jppo.io.summary import summary
@@ -34,6 +33,7 @@ from jppo.models import hf
 from jppo.rewards.compose import Panel
 from jppo.rollout.sampler import RolloutError, Sampler, greedy
 from jppo.structs import Reward, TrainState, Trajectory
+from jppo.validation import sample, samples
 
 
 class Diverged(Exception):
@@ -50,7 +50,11 @@ def train(config: ConfigDict) -> None:
         require(pathlib.Path(c.trainer.resume_mode))
     timer = Timers()
     with contextlib.ExitStack() as stack:
-        checkpoints = stack.enter_context(Checkpoints(run / "checkpoints", keep=c.trainer.max_ckpt_to_keep))
+        only_look = c.trainer.val_only
+        checkpoints = stack.enter_context(
+            Checkpoints(run / "checkpoints", keep=c.trainer.max_ckpt_to_keep, read_only=only_look)
+        )
+        run = run / "val_only" if only_look else run  # what a run has written stays as it is
         if finished(c, checkpoints, inputs.total_steps):
             return summary(run)
         mesh = assemble.make_mesh(c)
@@ -61,18 +65,19 @@ def train(config: ConfigDict) -> None:
             engine = assemble.ENGINES[c.rollout.name](c, run)  # imports and loads while JAX compiles
             stack.callback(engine.close)
             learner, begin = assemble.make_learner(c, inputs, mesh)
-            ppo.compile_all(
-                learner.passes,
-                learner.recipe,
-                learner.plan,
-                mesh,
-                policy=begin.policy,
-                reference=learner.reference,
-                value=begin.value,
-                actor=learner.actor,
-                critic=learner.critic,
-                sequences=assemble.sequences_of_step(c),
-            )
+            if not only_look:
+                ppo.compile_all(
+                    learner.passes,
+                    learner.recipe,
+                    learner.plan,
+                    mesh,
+                    policy=begin.policy,
+                    reference=learner.reference,
+                    value=begin.value,
+                    actor=learner.actor,
+                    critic=learner.critic,
+                    sequences=assemble.sequences_of_step(c),
+                )
             now, cursor, resumed = resume(c, checkpoints, begin, panel)
             del begin  # a resumed run must not hold two states
             step = int(now.step)
@@ -80,17 +85,20 @@ def train(config: ConfigDict) -> None:
             assemble.publish_base(c, learner, sampler, step)
             assemble.publish(c, learner, sampler, now, inputs.adapters)
             panel.ready()
-        logger = stack.enter_context(Logger(run, total_steps=inputs.total_steps, resumed_step=resumed))
+        before = step - 1 if only_look and step > 0 else resumed  # the lines of looks at earlier steps stay
+        logger = stack.enter_context(Logger(run, total_steps=inputs.total_steps, resumed_step=before))
         (run / "config.json").write_text(settings.dump(c))
         for line in introduce(inputs, mesh, learner.plan, resumed):
             logger.note(line)
         if why is not None:
             logger.note(why)
         logger.note(agree(c, inputs, learner, now, sampler, step))
-        if resumed is None and c.trainer.val_before_train:
+        if only_look or (resumed is None and c.trainer.val_before_train):
             with timer("testing"):
                 metrics = validate(c, run, inputs, sampler, panel, logger, step)
-            logger.log(0, metrics | timer.next_step())
+            logger.log(step, metrics | timer.next_step())
+        if only_look:
+            return logger.note(f"nothing was trained; the samples and metrics of this test are in {run}")
         logged = step
         try:
             while step < inputs.total_steps:
@@ -282,25 +290,21 @@ def require_progress(c: ConfigDict, run: pathlib.Path, now: TrainState) -> None:
 def validate(
     c: ConfigDict, run: pathlib.Path, inputs: Inputs, sampler: Sampler, panel: Panel, logger: Logger, version: int
 ) -> dict[str, float]:
-    """Greedy accuracy on the validation prompts; its samples go to the run folder, a few to the console."""
-    metrics, rows = evaluate(
+    """The test on the validation prompts; its samples go to the run folder, a few to the console and the loggers."""
+    tested = validation.evaluate(
         sampler,
         inputs.val.prompts,
         panel.testing(),
-        max_tokens=c.data.max_response_length,
+        sampling=assemble.val_sampling(c),
         version=version,
         batch_size=c.data.val_batch_size,
     )
-    write_samples(run, f"test_{version}", rows)
-    for row in rows[: c.trainer.log_val_generations]:
-        mark = row["error"] if row["score"] is None else f"score {row['score']:g}"
-        logger.note(f"  {_short(row['prompt'])} → {_short(row['response'])}   ({mark}; truth {row['ground_truth']})")
-    return metrics
-
-
-def _short(text: str | list[dict[str, str]], limit: int = 60) -> str:
-    line = " ".join((text if isinstance(text, str) else text[-1]["content"]).split())
-    return line if len(line) <= limit else "…" + line[-limit:]
+    write_samples(run, f"test_{version}", validation.rows(tested))
+    some = validation.shown(tested, c.trainer.log_val_generations)
+    for row in some:
+        logger.note(validation.line(row))
+    logger.generations(version, some)
+    return validation.metrics(tested)
 
 
 def agree(c: ConfigDict, inputs: Inputs, learner: Learner, now: TrainState, sampler: Sampler, version: int) -> str:
@@ -325,7 +329,8 @@ def finished(c: ConfigDict, checkpoints: Checkpoints, total_steps: int) -> bool:
     """Whether the same command has already run to its end in this folder."""
     done = checkpoints.latest()
     whole = (pathlib.Path(c.trainer.run_dir).expanduser() / "hf").is_dir()
-    return c.trainer.resume_mode == "auto" and done is not None and done >= total_steps and whole
+    asked = c.trainer.resume_mode == "auto" and not c.trainer.val_only
+    return asked and done is not None and done >= total_steps and whole
 
 
 def kept(cursor: Cursor, panel: Panel) -> dict[str, Any]:

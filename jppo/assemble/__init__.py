@@ -3,7 +3,7 @@
 The commands call it; below it nothing sees a config.
 """
 
-from jppo.assemble.engine import ENGINES, publish, publish_base, sampling, share_gpu
+from jppo.assemble.engine import ENGINES, publish, publish_base, sampling, share_gpu, val_sampling
 from jppo.assemble.inputs import Inputs, make_adapters, read_inputs, read_tokenizer
 from jppo.assemble.learner import (
     Learner,
@@ -44,4 +44,5 @@ __all__ = [
     "sampling",
     "sequences_of_step",
     "share_gpu",
+    "val_sampling",
 ]

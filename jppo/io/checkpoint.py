@@ -34,21 +34,25 @@ class Damaged(UserError):
 class Checkpoints:
     """The checkpoints of one run; use it as a context manager."""
 
-    def __init__(self, directory: pathlib.Path, *, keep: int) -> None:
-        """Write to `directory`, of which the last `keep` complete checkpoints are kept."""
+    def __init__(self, directory: pathlib.Path, *, keep: int, read_only: bool = False) -> None:
+        """Write to `directory`, of which the last `keep` complete checkpoints are kept; `read_only` changes nothing."""
         if keep < 1:
             raise UserError(f"trainer.max_ckpt_to_keep={keep} must be 1 or more")
         _quiet()
         self._directory = directory.absolute()
-        self._directory.mkdir(parents=True, exist_ok=True)
-        self._keep = keep
+        self._keep, self._read_only = keep, read_only
         self._writer = _checkpointer()
+        if read_only:
+            return
+        self._directory.mkdir(parents=True, exist_ok=True)
         if jax.process_index() == 0:
             for unfinished in self._directory.glob("*.orbax-checkpoint-tmp*"):
                 shutil.rmtree(unfinished)
 
     def steps(self) -> list[int]:
         """The steps of the complete checkpoints, in order."""
+        if not self._directory.is_dir():
+            return []
         return sorted(int(path.name) for path in self._directory.iterdir() if path.name.isdecimal())
 
     def latest(self) -> int | None:
@@ -71,7 +75,7 @@ class Checkpoints:
     def restore_latest(self, like: Any) -> Restored | None:
         """The last checkpoint that is whole, as `restore` reads it; None where there is none.
 
-        A damaged one is renamed to `<step>.damaged` and reported, and the one before is read.
+        A damaged one is reported, and unless nothing may be changed renamed to `<step>.damaged`; the one before is read.
         """
         self.wait()
         for step in reversed(self.steps()):
@@ -80,8 +84,9 @@ class Checkpoints:
                 return restore(path, like)
             except Damaged as e:
                 aside = path.with_name(f"{step}.damaged")
-                print(f"checkpoint {step} is damaged and skipped, renamed to {aside.name}: {e}", flush=True)
-                if jax.process_index() == 0:
+                renamed = "" if self._read_only else f", renamed to {aside.name}"
+                print(f"checkpoint {step} is damaged and skipped{renamed}: {e}", flush=True)
+                if jax.process_index() == 0 and not self._read_only:
                     shutil.rmtree(aside, ignore_errors=True)
                     path.rename(aside)
         return None
@@ -89,7 +94,7 @@ class Checkpoints:
     def discard_after(self, step: int) -> None:
         """Delete the checkpoints after `step`, for a run that goes on from there, or anew from -1."""
         self.wait()
-        later = [s for s in self.steps() if s > step]
+        later = [] if self._read_only else [s for s in self.steps() if s > step]
         if later and jax.process_index() == 0:
             print(f"checkpoints {later} of an earlier run in {self._directory} are removed", flush=True)
             self._remove(later)
@@ -97,7 +102,7 @@ class Checkpoints:
     def wait(self) -> None:
         """Return when the last save is on disk; then remove the checkpoints that are too many."""
         self._writer.wait_until_finished()
-        if jax.process_index() == 0:
+        if jax.process_index() == 0 and not self._read_only:
             self._remove(self.steps()[: -self._keep])
 
     def close(self) -> None:

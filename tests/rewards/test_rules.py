@@ -138,7 +138,7 @@ def test_only_the_last_box_counts():
     assert rules.boxed(r"\boxed{1} or \boxed{\frac{1}{\sqrt{2}}} it is") == r"\frac{1}{\sqrt{2}}"
     assert rules.boxed(r"\boxed{\{1,2\}}") == r"\{1,2\}"
     assert rules.boxed(r"\boxed{1} or \boxed{2") is None and rules.boxed("1") is None
-    assert rules.math("it is 5", "5") == (0.0, {"exact": 0.0, "answered": 0.0})
+    assert rules.math("it is 5", "5") == (0.0, {"exact": 0.0, "answered": 0.0}, "")
     with pytest.raises(ValueError, match="has no answer"):
         rules.math(r"\boxed{1}", r"\boxed{}")
 
