@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,21 +32,31 @@ def evaluate(
     sampling: Sampling,
     version: int,
     batch_size: int = -1,
+    watch: Callable[[], None] = lambda: None,
 ) -> Tested:
-    """`sampling.n` responses to each prompt, graded; `batch_size` prompts at once (-1: all)."""
+    """`sampling.n` responses to each prompt, graded; `batch_size` prompts at once (-1: all).
+
+    `watch` is called after each response, from any thread.
+    """
     size = max(1, len(prompts)) if batch_size == -1 else batch_size
     trajectories, rewards = [], []
     for first in range(0, len(prompts), size):
         some = prompts[first : first + size]
         own = dataclasses.replace(sampling, seed=sampling.seed + first)  # else each batch would draw the same numbers
-        drawn, grading = sample(sampler, some, panel, own, version=version)
+        drawn, grading = sample(sampler, some, panel, own, version=version, watch=watch)
         trajectories += drawn
         rewards += grading.collect()
     return Tested(prompts, sampling.n, trajectories, rewards)
 
 
 def sample(
-    sampler: Sampler, prompts: Sequence[Prompt], panel: Panel, sampling: Sampling, *, version: int
+    sampler: Sampler,
+    prompts: Sequence[Prompt],
+    panel: Panel,
+    sampling: Sampling,
+    *,
+    version: int,
+    watch: Callable[[], None] = lambda: None,
 ) -> tuple[list[Trajectory], Grading]:
     """Responses to the prompts; their rewards have been on their way since each of them was there."""
     grading = panel.begin()
@@ -54,6 +64,7 @@ def sample(
     def done(number: int, t: Trajectory) -> None:
         one = Sample(prompts[number // sampling.n], t.text, int(t.sampled.sum()), t.finish)
         grading.submit(number, one)
+        watch()
 
     return sampler.generate(prompts, sampling, version=version, done=done), grading
 

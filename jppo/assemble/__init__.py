@@ -4,7 +4,7 @@ The commands call it; below it nothing sees a config.
 """
 
 from jppo.assemble.engine import ENGINES, publish, publish_base, sampling, share_gpu, val_sampling
-from jppo.assemble.inputs import Inputs, make_adapters, read_inputs, read_tokenizer
+from jppo.assemble.inputs import Inputs, make_adapters, read_inputs, read_test, read_tokenizer
 from jppo.assemble.learner import (
     Learner,
     attention_kernel,
@@ -40,6 +40,7 @@ __all__ = [
     "publish",
     "publish_base",
     "read_inputs",
+    "read_test",
     "read_tokenizer",
     "sampling",
     "sequences_of_step",

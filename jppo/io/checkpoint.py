@@ -75,7 +75,8 @@ class Checkpoints:
     def restore_latest(self, like: Any) -> Restored | None:
         """The last checkpoint that is whole, as `restore` reads it; None where there is none.
 
-        A damaged one is reported, and unless nothing may be changed renamed to `<step>.damaged`; the one before is read.
+        A damaged one is reported and, unless nothing may be changed, renamed to `<step>.damaged`; the one before is
+        read.
         """
         self.wait()
         for step in reversed(self.steps()):
