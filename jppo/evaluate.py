@@ -67,6 +67,7 @@ def evaluate(c: ConfigDict, console: rich.console.Console) -> bool:
         stack.callback(panel.close)
         engine = assemble.ENGINES[c.rollout.name](c, out)
         stack.callback(engine.close)
+        out.mkdir(parents=True, exist_ok=True)
         (out / "config.json").write_text(settings.dump(c))
         console.print(introduce(c, inputs), markup=False, highlight=False, soft_wrap=True)
         sampler = engine.ready(eos_token_ids=inputs.end_tokens, decode=lambda ids: decode(inputs.tokenizer, ids))

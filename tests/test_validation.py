@@ -136,11 +136,13 @@ def test_a_source_in_which_nobody_looks_for_answers_has_no_majority():
 
 
 def test_batches_of_prompts_draw_different_numbers_and_keep_the_order():
-    engine = Answers(["1", "2"])
+    engine, seen = Answers(["1", "2"]), []
     prompts = [prompt("exact", str(i)) for i in (1, 2, 1, 2)]
     tested = validation.evaluate(
-        engine, prompts, rules(["exact"]), sampling=dataclasses.replace(greedy(3), seed=9), version=1, batch_size=2
-    )
+        engine, prompts, rules(["exact"]), sampling=dataclasses.replace(greedy(3), seed=9), version=1, batch_size=2,
+        watch=lambda: seen.append(1),
+    )  # fmt: skip
+    assert len(seen) == 4
     assert [r.score for r in tested.rewards] == [1.0] * 4
     assert [sampling.seed for sampling, _ in engine.asked] == [9, 11]
 
