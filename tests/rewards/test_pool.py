@@ -188,7 +188,8 @@ def score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
     assert not kwargs
     said = None if solution_str == "abc" else [solution_str, 1]
     return {"score": helper_beside.HALF, "pred": said, "length": len(solution_str),
-            "right": solution_str == ground_truth, "index": extra_info["index"], "source": data_source, "nan": float("nan")}
+            "right": solution_str == ground_truth, "index": extra_info["index"],
+            "source": data_source, "nan": float("nan")}
 """
     (tmp_path / "helper_beside.py").write_text("HALF = 0.5\n")
     part = function(tmp_path, source, shared_pool, "score")
