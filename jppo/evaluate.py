@@ -1,78 +1,229 @@
-"""Greedy accuracy on held-out prompts: sample, grade, count. Before, during and after training."""
+"""Tests a model: python -m jppo.evaluate --model=DIR --data=FILE[,FILE] [--n=8 --temperature=0.6] [--out=DIR]
 
+Any Hugging Face directory of a family that jppo knows, or a hub's name, answers the prompts of the files by vLLM, and
+the graders of their data sources score the answers. A table is printed; settings, samples and summary go to --out.
+Other settings are those of a training, from --config=FILE and as --config.SECTION.NAME=VALUE; --dry_run prints them
+all and stops.
+"""
+
+import argparse
+import contextlib
+import json
 import math
-from collections.abc import Sequence
+import pathlib
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
+import rich.box
+import rich.console
+import rich.progress
+import rich.table
+from ml_collections import ConfigDict
 
-from jppo.rewards.compose import Grading, Panel
-from jppo.rewards.parts import Sample
-from jppo.rollout.sampler import Sampler, greedy
-from jppo.structs import Prompt, Reward, Sampling, Trajectory
+from jppo import assemble, statistics, validation
+from jppo import config as settings
+from jppo.assemble import Inputs
+from jppo.config import UserError
+from jppo.data.tokenizer import decode
+from jppo.io.metrics import write_samples
+from jppo.models import hf
+from jppo.rollout.sampler import RolloutError
+from jppo.validation import Tested
 
+# The short name of a setting, and what it says in --help.
+SHORT = {
+    "model": ("model.path", "a Hugging Face directory, or a hub's name"),
+    "data": ("data.val_files", "files of prompts, separated by commas"),
+    "n": ("rollout.val_kwargs.n", "responses to a prompt"),
+    "temperature": ("rollout.val_kwargs.temperature", "0.0 is greedy"),
+    "top_p": ("rollout.val_kwargs.top_p", ""),
+    "top_k": ("rollout.val_kwargs.top_k", "-1 is off"),
+    "max_prompt_length": ("data.max_prompt_length", "tokens; longer prompts are left out, and counted"),
+    "max_response_length": ("data.max_response_length", "tokens"),
+    "limit": ("data.val_max_samples", "the first so many prompts; -1: all"),
+    "grader": ("reward.grader", "a rule for all prompts, whatever their data_source"),
+    "function": ("reward.function", "your own, FILE.py:NAME, in place of the rules"),
+    "seed": ("trainer.seed", ""),
+    "engine": ("rollout.name", ""),
+    "dtype": ("rollout.dtype", "of the engine: float32, bfloat16 or float16"),
+}
+OUT = "runs/evaluate"
+KINDS = ("pass", "maj", "best", "worst")  # in the table, where there are several responses to a prompt
 
-def evaluate(
-    sampler: Sampler,
-    prompts: Sequence[Prompt],
-    panel: Panel,
-    *,
-    max_tokens: int,
-    version: int,
-    batch_size: int = -1,
-) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Metrics `val/...` of one greedy response a prompt, and the samples; `batch_size` prompts at once (-1: all)."""
-    size = max(1, len(prompts)) if batch_size == -1 else batch_size
-    trajectories, rewards = [], []
-    for first in range(0, len(prompts), size):
-        some = prompts[first : first + size]
-        drawn, grading = sample(sampler, some, panel, greedy(max_tokens), version=version)
-        trajectories += drawn
-        rewards += grading.collect()
-    metrics = {"val/score": mean_score(rewards)}
-    metrics["val/reward_errors"] = float(sum(r.error is not None for r in rewards))
-    sources = sorted({p.data_source for p in prompts})
-    for source in sources if len(sources) > 1 else ():
-        of_source = [r for r, p in zip(rewards, prompts, strict=True) if p.data_source == source]
-        metrics[f"val/{source}/score"] = mean_score(of_source)
-    metrics["val/response_length/mean"] = float(np.mean([t.sampled.sum() for t in trajectories]))
-    metrics["val/truncated"] = float(np.mean([t.finish == "length" for t in trajectories]))
-    return metrics, samples(prompts, trajectories, rewards)
-
-
-def sample(
-    sampler: Sampler, prompts: Sequence[Prompt], panel: Panel, sampling: Sampling, *, version: int
-) -> tuple[list[Trajectory], Grading]:
-    """Responses to the prompts; their rewards have been on their way since each of them was there."""
-    grading = panel.begin()
-
-    def done(number: int, t: Trajectory) -> None:
-        one = Sample(prompts[number // sampling.n], t.text, int(t.sampled.sum()), t.finish)
-        grading.submit(number, one)
-
-    return sampler.generate(prompts, sampling, version=version, done=done), grading
+Summaries = Mapping[str, Mapping[str, statistics.Estimate]]
 
 
-def mean_score(rewards: Sequence[Reward]) -> float:
-    """The mean over what was graded: a grader that failed is no 0; NaN where all failed."""
-    scores = [r.score for r in rewards if not math.isnan(r.score)]
-    return float(np.mean(scores)) if scores else float("nan")
+def evaluate(c: ConfigDict, console: rich.console.Console) -> bool:
+    """Tests the model, prints the table and writes the files; False where nothing could be graded."""
+    began, out = time.monotonic(), pathlib.Path(c.trainer.run_dir).expanduser()
+    assemble.share_gpu(c)
+    inputs = assemble.read_test(c)
+    sampling = assemble.val_sampling(c)
+    with contextlib.ExitStack() as stack:
+        panel = assemble.make_panel(c, inputs, assemble.make_mesh(c))
+        stack.callback(panel.close)
+        engine = assemble.ENGINES[c.rollout.name](c, out)
+        stack.callback(engine.close)
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "config.json").write_text(settings.dump(c))
+        console.print(introduce(c, inputs), markup=False, highlight=False, soft_wrap=True)
+        sampler = engine.ready(eos_token_ids=inputs.end_tokens, decode=lambda ids: decode(inputs.tokenizer, ids))
+        sampler.load(hf.stored_tensors(c.model.path, inputs.policy), version=0)
+        panel.ready()
+        watch = stack.enter_context(watched(len(inputs.val.prompts) * sampling.n))
+        tested = validation.evaluate(
+            sampler,
+            inputs.val.prompts,
+            panel.testing(),
+            sampling=sampling,
+            version=0,
+            batch_size=c.data.val_batch_size,
+            watch=watch,
+        )
+    rows = write_samples(out, "test", validation.rows(tested))
+    found = summary(c, inputs, tested) | {"seconds": round(time.monotonic() - began, 1)}
+    (out / "summary.json").write_text(json.dumps(found, indent=2, allow_nan=False) + "\n")
+    for row in validation.shown(tested, c.trainer.log_val_generations):
+        console.print(validation.line(row), markup=False, highlight=False, soft_wrap=True)
+    console.print(table(validation.summaries(tested), sampling.n))
+    for line in notes(found):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    console.print(f"samples {rows}, summary {out / 'summary.json'}", markup=False, highlight=False, soft_wrap=True)
+    return found["metrics"]["val/score"] is not None
 
 
-def samples(
-    prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], rewards: Sequence[Reward]
-) -> list[dict[str, Any]]:
-    """What the samples file says of each response."""
-    return [
-        {
-            "uid": p.uid,
-            "prompt": p.messages,
-            "response": t.text,
-            "ground_truth": p.ground_truth,
-            "score": None if math.isnan(r.score) else r.score,
-            "parts": r.parts,
-            "error": r.error,
-            "finish": t.finish,
-        }
-        for p, t, r in zip(prompts, trajectories, rewards, strict=True)
+def introduce(c: ConfigDict, inputs: Inputs) -> str:
+    """What is about to be done."""
+    how, val = c.rollout.val_kwargs, inputs.val
+    drawn = "greedily" if how.temperature == 0.0 else f"at temperature {how.temperature:g}"
+    return (
+        f"{c.model.path}: {len(val.prompts)} prompts of {c.data.val_files}, {how.n} answers each, {drawn}"
+        f" ({val.overlong} over-long prompts left out, {val.truncated} cut; data.max_prompt_length="
+        f"{c.data.max_prompt_length})"
+    )
+
+
+@contextlib.contextmanager
+def watched(total: int) -> Iterator[Callable[[], None]]:
+    """A bar of the responses that are there, on a terminal; its step."""
+    terminal = rich.console.Console(stderr=True)
+    columns = (
+        "sampling",
+        rich.progress.BarColumn(),
+        rich.progress.MofNCompleteColumn(),
+        rich.progress.TimeRemainingColumn(),
+    )
+    shown = terminal.is_terminal
+    with rich.progress.Progress(*columns, console=terminal, disable=not shown, transient=True) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda: bar.advance(task)
+
+
+def summary(c: ConfigDict, inputs: Inputs, tested: Tested) -> dict[str, Any]:
+    """What summary.json says; a number that there is none of is null."""
+    metrics = validation.metrics(tested)
+    return {
+        "model": c.model.path,
+        "data": c.data.val_files,
+        "sampling": c.rollout.val_kwargs.to_dict() | {"max_tokens": c.data.max_response_length, "seed": c.trainer.seed},
+        "prompts": len(inputs.val.prompts),
+        "overlong": inputs.val.overlong,
+        "truncated": inputs.val.truncated,
+        "first_error": next((r.error for r in tested.rewards if r.error is not None), None),
+        "metrics": {name: value if math.isfinite(value) else None for name, value in metrics.items()},
+    }
+
+
+def table(summaries: Summaries, n: int) -> rich.table.Table:
+    """A row for each source, and with several responses for each k: mean ± standard error."""
+    drawn = rich.table.Table(box=rich.box.SIMPLE_HEAD, header_style="bold")
+    ks = [1, *statistics.ladder(n)]
+    kinds = [kind for kind in KINDS if any(f"{kind}@{n}" in summary for summary in summaries.values())] if n > 1 else []
+    for heading in ("source", "prompts", "score", *(["k"] if kinds else []), *(f"{kind}@k" for kind in kinds)):
+        drawn.add_column(heading, justify="left" if heading == "source" else "right", no_wrap=True)
+    several = len(summaries) > 2
+    for source in sorted(summaries) if several else [name for name in summaries if name]:
+        of = summaries[source]
+        for k in ks if kinds else ks[:1]:
+            first = [rich.markup.escape(source or "all"), str(of["score"].prompts), _estimate(of["score"])]
+            cells = [_estimate(of.get(f"{kind}@{k}")) for kind in kinds]
+            drawn.add_row(*(first if k == 1 else [""] * 3), *([str(k), *cells] if kinds else []))
+    return drawn
+
+
+def _estimate(found: statistics.Estimate | None) -> str:
+    if found is None or math.isnan(found.mean):
+        return "" if found is None else "none"
+    return f"{found.mean:.4f}" + ("" if math.isnan(found.se) else f" ± {found.se:.4f}")
+
+
+def notes(found: Mapping[str, Any]) -> Iterator[str]:
+    """What else is to be known of the numbers."""
+    metrics = found["metrics"]
+    if errors := int(metrics["val/reward_errors"]):
+        yield f"{errors} responses could not be graded and are in no number; the first: {found['first_error']}"
+    if metrics["val/truncated"]:
+        yield f"{metrics['val/truncated']:.1%} of the responses were cut at data.max_response_length"
+
+
+def read_settings(argv: list[str]) -> tuple[ConfigDict, bool]:
+    """The settings that the command line asks for, checked, and whether they are only to be shown."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jppo.evaluate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    for name, (setting, about) in SHORT.items():
+        parser.add_argument(f"--{name}", metavar="", help=f"{setting}{about and f': {about}'}")
+    parser.add_argument("--out", metavar="", default=OUT, help=f"the folder of the files, {OUT} unless given")
+    given, rest = parser.parse_known_args(argv)
+    short = [
+        f"--config.{setting}={value}"
+        for name, (setting, _) in SHORT.items()
+        if (value := getattr(given, name)) is not None
     ]
+    c, switches = settings.parse([*rest, *short], __doc__, settings.default(), needs_file=False)
+    with c.unlocked():
+        c.trainer.run_dir = given.out  # a file's is that of a training
+        c.rollout.lora_sync = "merge"  # a directory's weights are whole
+    for name in ("model", "data"):
+        setting = SHORT[name][0]
+        section, _, leaf = setting.partition(".")
+        if not c[section][leaf]:
+            raise UserError(f"--{name} is not given; it is {setting}, {SHORT[name][1]}")
+    settings.check(c, training=False)
+    return c, switches["dry_run"]
+
+
+def _terminate(number: int, _: Any) -> None:
+    raise SystemExit(128 + number)  # unwinds, so that servers stop
+
+
+@settings.exit_on_user_error
+def main(argv: list[str] | None = None) -> None:
+    """The command line."""
+    c, only_shown = read_settings(sys.argv[1:] if argv is None else argv)
+    if only_shown:
+        print(settings.dump(c), end="")
+        return
+    signal.signal(signal.SIGTERM, _terminate)
+    console = rich.console.Console()
+    console = console if console.is_terminal else rich.console.Console(width=160)
+    try:
+        graded = evaluate(c, console)
+    except RolloutError as e:
+        print(f"error: {e}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    if not graded:
+        print("error: no response could be graded; look at the reason above", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

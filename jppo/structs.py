@@ -66,6 +66,7 @@ class Reward:
     score: float  # NaN where the grader failed: such a sample is not trained on
     parts: dict[str, float]
     error: str | None  # why the grader failed: counted and shown
+    answer: str | None = None  # what it compared, for majorities ('': it found none); None: it looks for no answer
 
 
 @jax.tree_util.register_dataclass

@@ -17,13 +17,12 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from jppo import assemble
+from jppo import assemble, validation
 from jppo import config as settings
 from jppo.algorithms import kl
 from jppo.assemble import Begun, Inputs, Learner, Source
 from jppo.data.stream import Cursor, next_batch
 from jppo.data.tokenizer import decode
-from jppo.evaluate import evaluate, sample, samples
 from jppo.io.checkpoint import Checkpoints, require
 from jppo.io.metrics import Logger, write_arrays, write_samples
 from jppo.io.profile import Profiler
@@ -35,6 +34,7 @@ from jppo.models import hf
 from jppo.rewards.compose import Panel
 from jppo.rollout.sampler import RolloutError, Sampler, greedy
 from jppo.structs import Reward, TrainState, Trajectory
+from jppo.validation import sample, samples
 
 
 class Diverged(Exception):
@@ -64,7 +64,11 @@ def train(config: ConfigDict) -> None:
                 stacks=run / "stacks.txt",
             )
         )
-        checkpoints = stack.enter_context(Checkpoints(run / "checkpoints", keep=c.trainer.max_ckpt_to_keep))
+        only_look = c.trainer.val_only
+        checkpoints = stack.enter_context(
+            Checkpoints(run / "checkpoints", keep=c.trainer.max_ckpt_to_keep, read_only=only_look)
+        )
+        run = run / "val_only" if only_look else run  # what a run has written stays as it is
         if assemble.finished(c, checkpoints, inputs.total_steps):
             return summary(run)
         mesh = assemble.make_mesh(c)
@@ -75,18 +79,19 @@ def train(config: ConfigDict) -> None:
             engine = assemble.ENGINES[c.rollout.name](c, run)  # imports and loads while JAX compiles
             stack.callback(engine.close)
             learner, begin = assemble.make_learner(c, inputs, mesh)
-            ppo.compile_all(
-                learner.passes,
-                learner.recipe,
-                learner.plan,
-                mesh,
-                policy=begin.policy,
-                reference=learner.reference,
-                value=begin.value,
-                actor=learner.actor,
-                critic=learner.critic,
-                sequences=assemble.sequences_of_step(c),
-            )
+            if not only_look:
+                ppo.compile_all(
+                    learner.passes,
+                    learner.recipe,
+                    learner.plan,
+                    mesh,
+                    policy=begin.policy,
+                    reference=learner.reference,
+                    value=begin.value,
+                    actor=learner.actor,
+                    critic=learner.critic,
+                    sequences=assemble.sequences_of_step(c),
+                )
             origin = assemble.origin(c, inputs, learner)
             begun = assemble.resume(c, checkpoints, learner, begin, panel, origin)
             now, step = begun.state, int(begun.state.step)
@@ -95,7 +100,9 @@ def train(config: ConfigDict) -> None:
             assemble.publish_base(c, learner, sampler, step)
             assemble.publish(c, learner, sampler, now, inputs.adapters)
             panel.ready()
-        logged = begun.step if begun.step is None or begun.pending is None else begun.step - 1
+        logged = begun.step
+        if begun.step is not None and (begun.pending is not None or only_look):
+            logged = begun.step - 1  # its line is written now
         logger = stack.enter_context(Logger(run, total_steps=inputs.total_steps, resumed_step=logged))
         parts = Run(c, run, inputs, learner, sampler, panel, checkpoints, logger, timer, profile, watch, origin)
         (run / "config.json").write_text(settings.dump(c))
@@ -106,10 +113,12 @@ def train(config: ConfigDict) -> None:
         for line in [assemble.introduce_peak(c, mesh), *profile.introduce(step)]:
             logger.note(line)
         logger.note(agree(c, inputs, learner, now, sampler, step))
-        if begun.step is None and c.trainer.val_before_train:
+        if only_look or (begun.step is None and c.trainer.val_before_train):
             with timer("testing"):
                 metrics = validate(parts, step)
-            logger.log(0, metrics | timer.next_step())
+            logger.log(step, metrics | timer.next_step())
+        if only_look:
+            return logger.note(f"nothing was trained; the samples and metrics of this test are in {run}")
         now = learn(parts, begun)
         with timer("save"):
             export(parts, now)
@@ -347,27 +356,22 @@ def require_progress(run: Run, now: TrainState) -> None:
 
 
 def validate(run: Run, version: int) -> dict[str, float]:
-    """Greedy accuracy on the validation prompts; its samples go to the run folder, a few to the console."""
+    """The test on the validation prompts; its samples go to the run folder, a few to the console and the loggers."""
     c = run.c
-    metrics, rows = evaluate(
+    tested = validation.evaluate(
         run.sampler,
         run.inputs.val.prompts,
         run.panel.testing(),
-        max_tokens=c.data.max_response_length,
+        sampling=assemble.val_sampling(c),
         version=version,
         batch_size=c.data.val_batch_size,
     )
-    write_samples(run.folder, f"test_{version}", rows)
-    for row in rows[: c.trainer.log_val_generations]:
-        mark = row["error"] if row["score"] is None else f"score {row['score']:g}"
-        line = f"  {_short(row['prompt'])} → {_short(row['response'])}   ({mark}; truth {row['ground_truth']})"
-        run.logger.note(line)
-    return metrics
-
-
-def _short(text: str | list[dict[str, str]], limit: int = 60) -> str:
-    line = " ".join((text if isinstance(text, str) else text[-1]["content"]).split())
-    return line if len(line) <= limit else "…" + line[-limit:]
+    write_samples(run.folder, f"test_{version}", validation.rows(tested))
+    some = validation.shown(tested, c.trainer.log_val_generations)
+    for row in some:
+        run.logger.note(validation.line(row))
+    run.logger.generations(version, some)
+    return validation.metrics(tested)
 
 
 def agree(c: ConfigDict, inputs: Inputs, learner: Learner, now: TrainState, sampler: Sampler, version: int) -> str:

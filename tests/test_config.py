@@ -159,6 +159,7 @@ def test_what_is_none_unless_given_may_be_given(config):
         ({"algorithm.rollout_rs": "token_k3", "algorithm.rollout_rs_threshold": "0.5_2"}, ["upper bound only"]),
         ({"algorithm.rollout_rs": "seq_sum_k1", "algorithm.rollout_rs_threshold": "0.5"}, ["0.5 alone", "low_high"]),
         ({"algorithm.rollout_rs": "token_k3,token_k3", "algorithm.rollout_rs_threshold": "2"}, ["twice"]),
+        ({"rollout.val_kwargs.n": 2}, ["rollout.val_kwargs.n=2", "temperature=0.0", "raise the temperature"]),
         ({"rollout.lora_sync": "adapter"}, ["rollout.lora_sync='adapter'", "model.lora_rank=0", "take merge"]),
         *(
             ({"rollout.name": "inprocess", name: value}, [f"{name}={value!r}", "starts none", f"leave it at {usual!r}"])
@@ -190,6 +191,26 @@ def test_settings_that_contradict_each_other(config, changes, said):
     assert "\n" not in str(e.value)
     for part in said:
         assert part in str(e.value)
+
+
+def test_a_test_alone_needs_no_training_set_and_no_batch_that_divides(config):
+    config.data.train_files, config.actor.ppo_mini_batch_size, config.actor.max_tokens_per_device = "", 7, 1
+    settings.check(config, training=False)
+    config.rollout.val_kwargs.n = 3
+    with pytest.raises(settings.UserError, match=r"temperature=0\.0"):
+        settings.check(config, training=False)
+
+
+def test_a_command_may_do_without_a_file():
+    c, _ = settings.parse(["--config.actor.lr=0.5"], "about", settings.default(), needs_file=False)
+    assert c.actor.lr == 0.5 and c.is_locked and settings.default().actor.lr != 0.5
+    for argument, said in (
+        ("--config.actr.lr=1", "'actr'"),
+        ("--config.trainer.seed=x", "type int"),
+        ("--config=", "name one file"),
+    ):
+        with pytest.raises(settings.UserError, match=said):
+            settings.parse([argument], "about", settings.default(), needs_file=False)
 
 
 def test_rules_of_rejection():

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from jppo import config
+from jppo import config, evaluate, statistics
 from jppo.config import checks, commandline
 from jppo.data.sources import read_sources
 from jppo.io.timers import STAGES
@@ -20,6 +20,7 @@ DOCS = (
     "docs/algorithms.md",
     "docs/data.md",
     "docs/rewards.md",
+    "docs/evaluation.md",
     "benchmarks/README.md",
 )
 SOURCES = sorted((ROOT / "jppo").rglob("*.py"))
@@ -147,10 +148,18 @@ def test_the_stages_of_a_step_are_the_timers():
 
 # Names that are made at run time: as the code has them, and as they are explained.
 DYNAMIC = {
-    "val/{source}/score": "val/<data_source>/score",
+    "val/{statistic}_se": "val/<statistic>_se",
+    "val/{source}/{statistic}": "val/<data_source>/<statistic>",
+    "val/{source}/{statistic}_se": "val/<data_source>/<statistic>_se",
     "reward/{name}/mean": "reward/<part>/mean",
     "timing_s/{stage}": "timing_s/<stage>",
 }
+
+
+def metrics_of_a_test() -> set[str]:
+    """What a test counts over several responses to a prompt."""
+    found = statistics.summarise([statistics.Samples([1.0, 0.0], ["a", "b"])], 2)
+    return {"val/" + re.sub(r"@\d+", "@<k>", name) for name in found}
 
 
 class NoDoor:
@@ -184,8 +193,11 @@ def test_every_metric_is_explained_and_every_explained_one_is_written():
     written |= set(re.findall(r'^ +"(.+?)": ', described, re.M))  # plain names, too
     made = re.search(r"return params, opt, \{(.*)\}", text("jppo/learner/update.py"))[1]  # under the model's name
     written |= {f"{model}/{key}" for model in ("actor", "critic", "sft") for key in re.findall(r'"(\w+)": ', made)}
+    written |= metrics_of_a_test()
     assert {"reward_mean", "trainer/bad_steps", "rollout_corr/kl", "sft/skipped", "reward/rm_cut"} <= written
-    assert set(re.findall(rf'f"((?:{kinds}|timing_s)/[^" ]*\{{[^" ]*)"', code)) == {*DYNAMIC, "judge/{name}"}
+    assert set(re.findall(rf'f"((?:{kinds}|timing_s)/[^" ]*\{{[^" ]*)"', code)) == {
+        *DYNAMIC, "judge/{name}", "val/{statistic}",
+    }  # fmt: skip
     assert explained == written | judge_metrics() | set(DYNAMIC.values())
     assert set(re.findall(rf'"({name})"', code)) <= written  # what is read, as by the console
 
@@ -220,6 +232,15 @@ def test_every_setting_of_rewards_and_data_is_explained():
     assert len(of_rewards) > 30 and len(of_data) > 15
     assert not of_rewards - named("docs/rewards.md")
     assert not of_data - named("docs/data.md", "docs/architecture.md")
+
+
+def test_every_setting_and_short_name_of_a_test_is_explained():
+    said = {word for part in quoted("docs/evaluation.md") for word in re.findall(r"[\w.]+\w|n\b", part)}
+    known = commandline.settings(config.default())
+    of_tests = {name for name in known if "val_" in name or name == "trainer.test_freq"} - {"data.val_files"}
+    assert len(of_tests) > 8 and not of_tests - said
+    assert not {setting for setting, _ in evaluate.SHORT.values()} - said
+    assert {f"--{name}" for name in (*evaluate.SHORT, "out")} <= set(quoted("docs/evaluation.md"))
 
 
 def test_data_name_every_way_to_cut():

@@ -13,10 +13,10 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 # A place may import the places of the rows above its own.
 LAYERS = (
     ("structs", "config"),
-    ("algorithms", "models"),
+    ("algorithms", "models", "statistics"),
     ("learner", "data", "rewards", "rollout", "io"),
-    ("assemble", "evaluate", "export", "doctor", "report"),
-    ("train", "sft", "reward_model", "sweep"),
+    ("assemble", "validation", "export", "doctor", "report"),
+    ("train", "sft", "reward_model", "evaluate", "sweep"),
 )
 LAYER = {place: i for i, row in enumerate(LAYERS) for place in row}
 # Commands that stand beside what they look at: they may import what the other commands of their layer may.
@@ -43,6 +43,7 @@ ONLY_IN_FUNCTIONS = {"vllm", "tensorflow", "tensorflow_datasets", "openai", "ant
 PURE = {"collections", "dataclasses", "functools", "math", "typing", "jax", "chex", "numpy"}
 NO_MORE_THAN = {
     "jppo.algorithms": PURE,
+    "jppo.statistics": PURE - {"jax", "chex"},
     "configs": {"ml_collections"},
     # what runs in vLLM's process, whose environment may have no more of jppo's dependencies
     "jppo.rollout.worker": {*sys.stdlib_module_names, "numpy", "torch", "transformers", "vllm"},
@@ -60,6 +61,7 @@ BARE = ("jppo", "jppo.rollout", "jppo.rewards")
 # All that a module may import of jppo.
 OF_JPPO = {
     "jppo.algorithms": ("jppo.structs", "jppo.algorithms"),
+    "jppo.statistics": (),
     "configs": ("jppo.config",),
     "jppo.rollout.worker": ("jppo.rollout.layout",),
     "jppo.rollout.layout": (),
@@ -191,9 +193,13 @@ def test_the_walk_sees_the_project():
         ("jppo.rollout.vllm", "from ..data import files", "layer 2 may import only"),
         ("jppo.learner.ppo", "def f():\n    from jppo import train", "layer 2 may import only"),
         ("jppo.learner.ppo", "from jppo import assemble", "layer 2 may import only"),
-        ("jppo.evaluate", "from jppo import assemble", "layer 3 may import only"),
+        ("jppo.validation", "from jppo import assemble", "layer 3 may import only"),
+        ("jppo.evaluate", "from jppo import assemble, validation", None),
+        ("jppo.statistics", "import jax", "may import nothing of the kind"),
+        ("jppo.validation", "from jppo import statistics", None),
         ("jppo.train", "from jppo import assemble, sft", "layer 4 may import only"),
-        ("jppo.train", "from jppo.evaluate import evaluate", None),
+        ("jppo.train", "from jppo.evaluate import evaluate", "layer 4 may import only"),
+        ("jppo.train", "from jppo.validation import evaluate", None),
         ("jppo.learner.ppo", "from . import packing", None),
         ("jppo.learner.ppo", "from jppo.config import UserError", None),
         ("jppo.learner.ppo", "from jppo.config import default", "nothing sees a config"),

@@ -3,8 +3,8 @@
 The commands call it; below it nothing sees a config.
 """
 
-from jppo.assemble.engine import ENGINES, Source, publish, publish_base, sampling, share_gpu
-from jppo.assemble.inputs import Inputs, make_adapters, read_inputs, read_tokenizer
+from jppo.assemble.engine import ENGINES, Source, publish, publish_base, sampling, share_gpu, val_sampling
+from jppo.assemble.inputs import Inputs, make_adapters, read_inputs, read_test, read_tokenizer
 from jppo.assemble.learner import (
     Learner,
     attention_kernel,
@@ -48,6 +48,7 @@ __all__ = [
     "publish",
     "publish_base",
     "read_inputs",
+    "read_test",
     "read_tokenizer",
     "resume",
     "sampling",
@@ -55,4 +56,5 @@ __all__ = [
     "sequences_of_step",
     "share_gpu",
     "utilisation",
+    "val_sampling",
 ]

@@ -37,6 +37,19 @@ def sampling(c: ConfigDict, version: int) -> Sampling:
     )
 
 
+def val_sampling(c: ConfigDict) -> Sampling:
+    """How a test's responses are drawn; every test of a run has the same seeds, so that they can be compared."""
+    how = c.rollout.val_kwargs
+    return Sampling(
+        temperature=how.temperature,
+        top_p=how.top_p,
+        top_k=how.top_k,
+        n=how.n,
+        max_tokens=c.data.max_response_length,
+        seed=int(np.random.SeedSequence(c.trainer.seed).generate_state(1)[0]),
+    )
+
+
 def share_gpu(c: ConfigDict) -> None:
     """Leaves the servers' part of a GPU to them: JAX would take three quarters of it when it starts."""
     if c.rollout.name == "vllm" and not c.rollout.urls:

@@ -37,16 +37,10 @@ def read_inputs(c: ConfigDict) -> Inputs:
     """Everything that can be wrong with files is found here, before a device or a server is touched."""
     policy, critic, reference = read_models(c)
     tokenizer = read_tokenizer(c, *(model for model in (policy, critic, reference) if model is not None))
-    read = dict(
-        tokenizer=tokenizer,
-        max_prompt_length=c.data.max_prompt_length,
-        filter_overlong=c.data.filter_overlong_prompts,
-        truncation=c.data.truncation,
-        system_prompt=c.data.system_prompt,
-        custom_cls=c.data.custom_cls,
+    train = mixture(
+        read_prompts(c.data.train_files, **_reading(c, tokenizer)), c.data.mix, batch_size=c.data.train_batch_size
     )
-    train = mixture(read_prompts(c.data.train_files, **read), c.data.mix, batch_size=c.data.train_batch_size)
-    val = read_prompts(c.data.val_files, max_samples=c.data.val_max_samples, setting="data.val_files", **read)
+    val = read_val(c, tokenizer)
     sources = {p.data_source for p in (*train.prompts, *val.prompts)}
     per_epoch = steps_per_epoch(len(train.prompts), c.data.train_batch_size)
     by_epochs = per_epoch * c.trainer.total_epochs
@@ -62,6 +56,49 @@ def read_inputs(c: ConfigDict) -> Inputs:
         adapters=make_adapters(c),
         critic_adapters=make_critic_adapters(c) if critic is not None else None,
         total_steps=by_epochs if c.trainer.total_training_steps == -1 else c.trainer.total_training_steps,
+    )
+
+
+def read_test(c: ConfigDict) -> Inputs:
+    """What a test needs of it: the policy, with weights, and the test set; there is nothing to train on."""
+    _, policy = hf.read_config(c.model.path)
+    hf.check_weights(c.model.path, policy, head="lm")
+    tokenizer = read_tokenizer(c, policy)
+    val = read_val(c, tokenizer)
+    return Inputs(
+        tokenizer=tokenizer,
+        end_tokens=end_token_ids(c.model.path, tokenizer),
+        train=PromptSet([], overlong=0),
+        val=val,
+        sources=tuple(sorted({p.data_source for p in val.prompts})),
+        policy=policy,
+        critic=None,
+        reference=None,
+        adapters=None,
+        critic_adapters=None,
+        total_steps=0,
+    )
+
+
+def read_val(c: ConfigDict, tokenizer: Any) -> PromptSet:
+    """The prompts of a test."""
+    return read_prompts(
+        c.data.val_files,
+        max_samples=c.data.val_max_samples,
+        setting="data.val_files",
+        **_reading(c, tokenizer),
+    )
+
+
+def _reading(c: ConfigDict, tokenizer: Any) -> dict[str, Any]:
+    """How the prompts of both sets are read."""
+    return dict(
+        tokenizer=tokenizer,
+        max_prompt_length=c.data.max_prompt_length,
+        filter_overlong=c.data.filter_overlong_prompts,
+        truncation=c.data.truncation,
+        system_prompt=c.data.system_prompt,
+        custom_cls=c.data.custom_cls,
     )
 
 

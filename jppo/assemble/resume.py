@@ -178,4 +178,5 @@ def finished(c: ConfigDict, checkpoints: Checkpoints, total_steps: int) -> bool:
     """Whether the same command has already run to its end in this folder."""
     done = checkpoints.latest()
     whole = (pathlib.Path(c.trainer.run_dir).expanduser() / "hf").is_dir()
-    return c.trainer.resume_mode == "auto" and done is not None and done >= total_steps and whole
+    asked = c.trainer.resume_mode == "auto" and not c.trainer.val_only
+    return asked and done is not None and done >= total_steps and whole

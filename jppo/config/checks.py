@@ -80,6 +80,8 @@ AT_LEAST = {
     "rollout.max_num_seqs": 1,
     "rollout.omp_threads": 1,
     "rollout.logp_tolerance": 0.0,
+    "rollout.val_kwargs.temperature": 0.0,
+    "rollout.val_kwargs.n": 1,
     "reward.workers": 1,
     "reward.memory_bytes": 2**28,
     "reward.overlong_buffer_tokens": 0,
@@ -119,6 +121,7 @@ ABOVE_ZERO = (
     "trainer.stage_timeout_s",
     "trainer.stop_timeout_s",
     "rollout.temperature",
+    "rollout.val_kwargs.top_p",
     "rollout.start_timeout_s",
     "rollout.request_timeout_s",
     "rollout.gpu_memory_utilization",
@@ -127,6 +130,7 @@ ABOVE_ZERO = (
 OFF_OR_POSITIVE = (  # -1 is off
     "data.val_max_samples",
     "data.val_batch_size",
+    "rollout.val_kwargs.top_k",
     "trainer.total_training_steps",
     "trainer.save_freq",
     "trainer.test_freq",
@@ -134,6 +138,7 @@ OFF_OR_POSITIVE = (  # -1 is off
 AT_MOST_ONE = (
     "algorithm.gamma",
     "algorithm.lam",
+    "rollout.val_kwargs.top_p",
     "rollout.gpu_memory_utilization",
     "actor.min_lr_ratio",
     "critic.min_lr_ratio",
@@ -164,8 +169,11 @@ REJECTION_RULES = tuple(
 )
 
 
-def check(config: ml_collections.ConfigDict) -> None:
-    """UserError at the first setting, or pair of settings, that cannot be; touches no file and no device."""
+def check(config: ml_collections.ConfigDict, *, training: bool = True) -> None:
+    """UserError at the first setting, or pair of settings, that cannot be; touches no file and no device.
+
+    Where nothing is trained, what only training reads is seen one by one, not together.
+    """
     for name, allowed in CHOICES.items():
         if _has(config, name) and (value := _get(config, name)) not in allowed:
             raise UserError(f"{name}={value!r} is not known; it is one of {', '.join(map(repr, allowed))}")
@@ -186,12 +194,19 @@ def check(config: ml_collections.ConfigDict) -> None:
     for name in AT_MOST_ONE:
         if _has(config, name) and (value := _get(config, name)) > 1:
             raise UserError(f"{name}={value} must be at most 1")
-    for name in ("model.path", "data.train_files", "data.val_files", "trainer.run_dir"):
+    for name in ("model.path", *(("data.train_files",) if training else ()), "data.val_files", "trainer.run_dir"):
         if _has(config, name) and not _get(config, name):
             raise UserError(f"{name} is empty; give a path, as in --config.{name}=PATH")
     if "rollout" in config:
         if (last := config.rollout.port + config.rollout.servers - 1) > 65535:
             raise UserError(f"rollout.port={config.rollout.port}: the last server has port {last}, ports end at 65535")
+        _check_test(config)
+    if training:
+        _check_training(config)
+
+
+def _check_training(config: ml_collections.ConfigDict) -> None:
+    if "rollout" in config:
         _check_mini_batch(config, "actor")
         _check_mini_batch(config, "critic")
         _check_estimator(config)
@@ -209,6 +224,15 @@ def check(config: ml_collections.ConfigDict) -> None:
                 f"{config[section].lr_warmup_steps_ratio} both say how long the warm-up is; leave one at its default"
             )
     _check_lengths(config)
+
+
+def _check_test(config: ml_collections.ConfigDict) -> None:
+    how = config.rollout.val_kwargs
+    if how.n > 1 and how.temperature == 0.0:
+        raise UserError(
+            f"rollout.val_kwargs.n={how.n}: at rollout.val_kwargs.temperature=0.0 all responses to a prompt are the"
+            " same; raise the temperature, or set n to 1"
+        )
 
 
 def _check_mini_batch(config: ml_collections.ConfigDict, section: str) -> None:

@@ -21,23 +21,30 @@ def dump(config: ml_collections.ConfigDict) -> str:
 
 
 def parse(
-    argv: list[str], about: str, defaults: ml_collections.ConfigDict
+    argv: list[str], about: str, defaults: ml_collections.ConfigDict, *, needs_file: bool = True
 ) -> tuple[ml_collections.ConfigDict, dict[str, bool]]:
-    """The config named by --config with its overrides, and the switches; a fault is a UserError of one line."""
+    """The config named by --config with its overrides, and the switches; a fault is a UserError of one line.
+
+    Unless it `needs_file`, a command starts from the defaults where none is named.
+    """
     values = flags.FlagValues()
-    config_flags.DEFINE_config_file(
-        "config", None, "a file with get_config()", flag_values=values, sys_argv=["jppo", *argv]
-    )
+    named = [a.split("=", 1)[1] for a in argv if a.startswith("--config=")]
+    from_file = needs_file or bool(named)
+    if from_file:
+        config_flags.DEFINE_config_file(
+            "config", None, "a file with get_config()", flag_values=values, sys_argv=["jppo", *argv]
+        )
     flags.DEFINE_bool("dry_run", False, "print the resolved settings and stop", flag_values=values)
     if "--help" in argv or "-h" in argv:
         print(f"{about}\nSettings and their defaults:\n{describe(defaults)}")
         sys.exit(0)
-    named = [a.split("=", 1)[1] for a in argv if a.startswith("--config=")]
-    if len(named) != 1 or not named[0]:
+    if from_file and (len(named) != 1 or not named[0]):
         raise UserError(f"--config is given {len(named)} times; name one file, as in --config=configs/quickstart.py")
-    if not pathlib.Path(named[0].split(":")[0]).is_file():
+    if from_file and not pathlib.Path(named[0].split(":")[0]).is_file():
         raise UserError(f"--config={named[0]}: no such file; the project's own are in configs/")
     try:
+        if not from_file:  # reads the overrides at once
+            config_flags.DEFINE_config_dict("config", defaults, flag_values=values, sys_argv=["jppo", *argv])
         rest = values(["jppo", *argv])[1:]
     except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as e:
         raise UserError(_explain(e, defaults)) from e

@@ -149,6 +149,14 @@ def default() -> ml_collections.ConfigDict:
             lora_sync="merge",  # of a policy with adapters: whole weights; or adapter: vLLM gets the adapters alone
             publish_dir="",  # '': nameless shared memory; a folder that both see when the server is in a container
             logp_tolerance=1e-3,  # largest |trainer - sampler| log-prob before step 1
+            val_kwargs=c(
+                dict(
+                    temperature=0.0,  # of a test; 0.0 is greedy
+                    top_p=1.0,
+                    top_k=-1,  # -1: all tokens
+                    n=1,  # responses to a prompt
+                )
+            ),
         )
     )
     config.reward = c(
@@ -208,7 +216,8 @@ def default() -> ml_collections.ConfigDict:
             save_freq=-1,  # steps; -1 saves at the end only
             test_freq=-1,
             val_before_train=True,
-            log_val_generations=8,  # samples shown in the console at each test
+            val_only=False,  # tests the policy that a start would have, in RUN_DIR/val_only, and stops
+            log_val_generations=8,  # prompts whose response is shown at each test, in the console and by the loggers
             resume_mode="auto",  # auto, disable, or a checkpoint's path
             max_ckpt_to_keep=2,  # the last ones; the best is kept besides
             best_metric="val/score",  # of the saved checkpoints the best has most of it; '': none is kept for that

@@ -42,21 +42,28 @@ class Damaged(UserError):
 class Checkpoints:
     """The checkpoints of one run; use it as a context manager."""
 
-    def __init__(self, directory: pathlib.Path, *, keep: int) -> None:
-        """Write to `directory`, of which the last `keep` complete checkpoints are kept, and the best."""
+    def __init__(self, directory: pathlib.Path, *, keep: int, read_only: bool = False) -> None:
+        """Write to `directory`, of which the last `keep` complete checkpoints are kept, and the best.
+
+        `read_only` changes nothing there.
+        """
         if keep < 1:
             raise UserError(f"trainer.max_ckpt_to_keep={keep} must be 1 or more")
         _quiet()
         self._directory = directory.absolute()
-        self._directory.mkdir(parents=True, exist_ok=True)
-        self._keep = keep
+        self._keep, self._read_only = keep, read_only
         self._writer = _checkpointer()
         self._writing: _Save | None = None
+        if read_only:
+            return
+        self._directory.mkdir(parents=True, exist_ok=True)
         if jax.process_index() == 0:
             self._sweep()
 
     def steps(self) -> list[int]:
         """The steps of the complete checkpoints, in order."""
+        if not self._directory.is_dir():
+            return []
         return sorted(int(path.name) for path in self._directory.iterdir() if path.name.isdecimal())
 
     def latest(self) -> int | None:
@@ -105,7 +112,8 @@ class Checkpoints:
     ) -> Restored | None:
         """The last checkpoint that is whole, as `restore` reads it; None where there is none.
 
-        A damaged one is renamed to `<step>.damaged` and reported, and the one before is read.
+        A damaged one is reported and, unless nothing may be changed, renamed to `<step>.damaged`; the one before is
+        read.
         """
         self.wait()
         for step in reversed(self.steps()):
@@ -114,8 +122,9 @@ class Checkpoints:
                 return restore(path, like, fits=fits, optional=optional)
             except Damaged as e:
                 aside = path.with_name(f"{step}.damaged")
-                print(f"checkpoint {step} is damaged and skipped, renamed to {aside.name}: {e}", flush=True)
-                if jax.process_index() == 0:
+                renamed = "" if self._read_only else f", renamed to {aside.name}"
+                print(f"checkpoint {step} is damaged and skipped{renamed}: {e}", flush=True)
+                if jax.process_index() == 0 and not self._read_only:
                     shutil.rmtree(aside, ignore_errors=True)
                     path.rename(aside)
         return None
@@ -123,7 +132,7 @@ class Checkpoints:
     def discard_after(self, step: int) -> None:
         """Delete the checkpoints after `step`, for a run that goes on from there, or anew from -1."""
         self.wait()
-        later = [s for s in self.steps() if s > step]
+        later = [] if self._read_only else [s for s in self.steps() if s > step]
         if later and jax.process_index() == 0:
             print(f"checkpoints {later} of an earlier run in {self._directory} are removed", flush=True)
             self._remove(later)

@@ -5,10 +5,12 @@ run goes on from a checkpoint, so that no step stands in it twice. Log a step be
 run loses none.
 """
 
+import html
 import json
 import math
 import os
 import pathlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -60,6 +62,11 @@ class Logger:
         self._board.flush()
         self._screen.show(int(step), values)
 
+    def generations(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Show some samples of the test of a step, rows as in its file, where text can be shown."""
+        if rows:
+            self._board.add_text("val_generations", _markdown(rows), step)
+
     def note(self, text: str) -> None:
         """Say something between the steps."""
         self._screen.note(text)
@@ -107,6 +114,19 @@ def _replace(path: pathlib.Path, lines: Sequence[Mapping[str, Any]]) -> None:
     text = "".join(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n" for line in lines)
     new.write_text(text, encoding="utf-8")
     os.replace(new, path)
+
+
+def _markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table of samples; nothing in them is taken for Markdown or HTML."""
+
+    def cell(value: Any) -> str:
+        text = "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        marked = re.sub(r"([\\`*_{}\[\]()#+.!|~$-])", r"\\\1", text)
+        return html.escape(marked, quote=False).replace("\n", "<br>").replace("\r", "")
+
+    columns = ("prompt", "response", "ground_truth", "score", "error")
+    lines = [columns, ["---"] * len(columns), *([cell(row[name]) for name in columns] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _number(name: str, value: Any) -> int | float:

@@ -8,7 +8,7 @@ from jppo.io.timers import STAGES
 
 
 def summary(run: pathlib.Path) -> None:
-    """Says what happened: accuracy before and after, where the time went, and where everything is."""
+    """Says what happened: test score before and after, where the time went, and where everything is."""
     lines = read_metrics(run)
     tested = [(m["step"], m["val/score"]) for m in lines if m.get("val/score") is not None]
     reward = [(m["step"], m["critic/score/mean"]) for m in lines if m.get("critic/score/mean") is not None]
@@ -16,12 +16,12 @@ def summary(run: pathlib.Path) -> None:
         run / "curve.svg",
         title=run.name,
         lines={"training reward": reward},
-        dots={"greedy test accuracy": tested},
+        dots={"test score": tested},
     )
     print()
     if tested:
         (first, before), (final, after) = tested[0], tested[-1]
-        print(f"greedy accuracy   {before:.3f} at step {first}  →  {after:.3f} at step {final}")
+        print(f"test score        {before:.3f} at step {first}  →  {after:.3f} at step {final}")
     print(f"steps             {lines[-1]['step'] if lines else 0}, seconds by stage:")
     for stage in STAGES:
         seconds = sum(m.get(f"timing_s/{stage}", 0.0) for m in lines)

@@ -227,6 +227,15 @@ def hf_tensors(
         yield last[0], np.asarray(last[1])
 
 
+def stored_tensors(path: str | os.PathLike, cfg: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
+    """A checkpoint's tensors as `hf_tensors` would yield them, straight from its files: no device is touched."""
+    entries, slots = _find(path, cfg, "lm")
+    for entry in entries:
+        for name in entry.hf_names:
+            tensor = tensorfile.read(slots[name], name)
+            yield name, tensor.astype(np.float32) if tensor.dtype == np.float64 else tensor
+
+
 def hf_shapes(cfg: ModelConfig, *, head: Head = "lm") -> dict[str, tuple[int, ...]]:
     """The names and shapes that `hf_tensors` yields, in its order."""
     return {name: entry.hf_shape for entry in params.table(cfg, head=head) for name in entry.hf_names}

@@ -160,12 +160,18 @@ class Grading:
 
 
 def compose(found: Mapping[str, tuple[float, Reward]], panel: Panel) -> Reward:
-    """Σ weight · score over the parts, each part's score beside it; an error of one is the sample's error."""
+    """Σ weight · score over the parts, each part's score beside it; an error of one is the sample's error.
+
+    The answer is that of the rule or the user's function, whichever there is.
+    """
     parts = {name: reward.score for name, (_, reward) in found.items()}
     for name, (_, reward) in found.items():
         parts |= {f"{name}/{key}": value for key, value in reward.parts.items()}
+    answer = next((reward.answer for _, reward in found.values() if reward.answer is not None), None)
     errors = [f"{name}: {reward.error}" for name, (_, reward) in found.items() if reward.error is not None]
     if errors:
         score = math.nan if panel.score_on_error is None else panel.score_on_error
-        return Reward(score, {key: value for key, value in parts.items() if math.isfinite(value)}, "; ".join(errors))
-    return Reward(math.fsum(weight * reward.score for weight, reward in found.values()), parts, None)
+        return Reward(
+            score, {key: value for key, value in parts.items() if math.isfinite(value)}, "; ".join(errors), answer
+        )
+    return Reward(math.fsum(weight * reward.score for weight, reward in found.values()), parts, None, answer)

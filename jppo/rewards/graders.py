@@ -23,7 +23,8 @@ Grader = Callable[[str, str], Reward]  # (response, ground truth) -> reward
 def _grader_of(rule: rules.Rule) -> Grader:
     @functools.wraps(getattr(rule, "func", rule))
     def grader(response: str, ground_truth: str) -> Reward:
-        return Reward(*rule(response, ground_truth), error=None)
+        verdict = rule(response, ground_truth)
+        return Reward(verdict.score, verdict.parts, error=None, answer=verdict.answer)
 
     return grader
 

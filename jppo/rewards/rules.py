@@ -16,6 +16,7 @@ class Verdict(NamedTuple):
 
     score: float
     parts: dict[str, float]
+    answer: str | None = None  # in the one form of all that are equal, '' where there is none; None: not looked for
 
 
 Rule = Callable[[str, str], Verdict]  # (response, ground truth) -> verdict
@@ -66,7 +67,7 @@ def gsm8k_flexible(response: str, ground_truth: str) -> Verdict:
 def exact(response: str, ground_truth: str) -> Verdict:
     """1 when the response is the truth, but for white space around it."""
     score = float(response.strip() == ground_truth.strip())
-    return Verdict(score, {"exact": score})
+    return Verdict(score, {"exact": score}, response.strip())
 
 
 def choice(response: str, ground_truth: str) -> Verdict:
@@ -97,9 +98,10 @@ def math(response: str, ground_truth: str) -> Verdict:
         raise ValueError(f"ground_truth={ground_truth!r} has no answer in it")
     answer = boxed(response)
     if not answer:
-        return Verdict(0.0, {"exact": 0.0, "answered": 0.0})
-    same = "".join(answer.split()) == "".join(truth.split()) or _equal(truth, answer)
-    return Verdict(float(same), {"exact": float(same), "answered": 1.0})
+        return Verdict(0.0, {"exact": 0.0, "answered": 0.0}, "")
+    plain = "".join(answer.split())
+    same = plain == "".join(truth.split()) or _equal(truth, answer)
+    return Verdict(float(same), {"exact": float(same), "answered": 1.0}, plain)
 
 
 def boxed(text: str) -> str | None:
@@ -145,8 +147,9 @@ def _letter_verdict(letter: str | None, ground_truth: str) -> Verdict:
     truth = ground_truth.strip().upper()
     if truth not in ("A", "B", "C", "D", "E"):
         raise ValueError(f"ground_truth={ground_truth!r} is not a letter from A to E")
-    score = float(letter is not None and letter.upper() == truth)
-    return Verdict(score, {"exact": score, "answered": float(letter is not None)})
+    stated = "" if letter is None else letter.upper()
+    score = float(stated == truth)
+    return Verdict(score, {"exact": score, "answered": float(letter is not None)}, stated)
 
 
 def _number_verdict(answer: str | None, ground_truth: str) -> Verdict:
@@ -155,7 +158,15 @@ def _number_verdict(answer: str | None, ground_truth: str) -> Verdict:
         raise ValueError(f"ground_truth={ground_truth!r} is not a number")
     number = None if answer is None else _number(answer)
     score = float(number is not None and number == truth)
-    return Verdict(score, {"exact": score, "answered": float(number is not None)})
+    return Verdict(
+        score, {"exact": score, "answered": float(number is not None)}, "" if number is None else _one_form(number)
+    )
+
+
+def _one_form(number: decimal.Decimal) -> str:
+    """The same text for 18, 18.0 and 018; no digit is rounded."""
+    whole, _, rest = f"{abs(number) if number == 0 else number:f}".partition(".")
+    return f"{whole}.{rest.rstrip('0')}".rstrip(".")
 
 
 def _number(text: str) -> decimal.Decimal | None:

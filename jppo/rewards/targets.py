@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from jppo.rewards import code, rules
 
-Answer = dict[str, Any]  # score, parts and error as in Reward
+Answer = dict[str, Any]  # score, parts, error and, where there is one, answer as in Reward
 Sample = dict[str, Any]  # data_source, text, truth, extra
 
 SINGLE = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -59,13 +59,15 @@ def explain(e: BaseException) -> str:
 def answer_of(result: Any) -> Answer:
     """What a user's function returned, as an answer: a number, or a dict with a score and further numbers.
 
-    Entries of the dict that are no finite numbers are no parts and are left out.
+    Entries of the dict that are no finite numbers are no parts and are left out. `pred`, verl's name for what was
+    compared with the truth, is also the answer, as text.
     """
     if isinstance(result, dict):
         if "score" not in result:
             return failed(f"the function returned a dict without 'score'; it has {sorted(map(str, result))[:20]}")
         parts = {str(k): _finite(v) for k, v in result.items() if k != "score"}
-        return _checked(result["score"], {k: v for k, v in parts.items() if v is not None})
+        checked = _checked(result["score"], {k: v for k, v in parts.items() if v is not None})
+        return checked | ({"answer": _text(result["pred"])} if "pred" in result else {})
     return _checked(result, {})
 
 
@@ -75,6 +77,14 @@ def _checked(score: Any, parts: dict[str, float]) -> Answer:
         shown = repr(score)[:100]
         return failed(f"the function returned the score {shown}; it must be a finite number")
     return {"score": number, "parts": parts, "error": None}
+
+
+def _text(value: Any) -> str:
+    """A prediction as text; None is none."""
+    try:
+        return "" if value is None else str(value).strip()
+    except Exception:  # whatever a foreign __str__ raises
+        return ""
 
 
 def _finite(value: Any) -> float | None:
@@ -91,7 +101,7 @@ def _finite(value: Any) -> float | None:
 def _each(score: Callable[[Sample], rules.Verdict]) -> Prepared:
     def call(samples: Sequence[Sample]) -> list[Answer]:
         verdicts = [score(sample) for sample in samples]
-        return [{"score": v.score, "parts": v.parts, "error": None} for v in verdicts]
+        return [{"score": v.score, "parts": v.parts, "error": None, "answer": v.answer} for v in verdicts]
 
     return Prepared(call, batch=False)
 

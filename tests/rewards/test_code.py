@@ -43,7 +43,7 @@ def test_programs_are_worth_what_their_tests_say(program, truth, wanted):
 def test_the_last_block_counts_and_without_one_there_is_no_answer():
     two = f"```python\n{RIGHT}```\nor\n```python\ndef f(x): return 0\n```"
     assert code(two, ASSERTS, time_s=4, memory_bytes=2**29).score == 0.0
-    assert code(RIGHT, ASSERTS, time_s=4, memory_bytes=2**29) == (0.0, {"exact": 0.0, "answered": 0.0})
+    assert code(RIGHT, ASSERTS, time_s=4, memory_bytes=2**29) == (0.0, {"exact": 0.0, "answered": 0.0}, None)
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,14 @@ def test_sources_have_weights_of_their_own_and_may_leave_a_part_out():
     assert judge.asked == ["x"] and found[1].parts == {"rule": 1.0, "rule/raw": 10.0}
 
 
+def test_the_answer_is_that_of_the_part_that_looks_for_one():
+    rule, judge = Table({"x": Reward(1.0, {}, None, "7")}), Table({"x": 0.5})
+    assert panel({"judge": judge, "rule": rule}).grade([sample("x")])[0].answer == "7"
+    assert panel({"judge": judge}).grade([sample("x")])[0].answer is None
+    failing = Table({"x": Reward(float("nan"), {}, "down")})
+    assert panel({"rule": rule, "judge": failing}).grade([sample("x")])[0].answer == "7"
+
+
 def test_a_weight_of_0_scores_and_counts_nothing():
     [found] = panel({"rule": Table({"x": 1.0}), "judge": Table({"x": 0.5})}, "rule=1,judge=0").grade([sample("x")])
     assert found.score == 1.0 and found.parts["judge"] == 0.5

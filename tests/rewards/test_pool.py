@@ -186,8 +186,10 @@ import helper_beside
 
 def score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
     assert not kwargs
-    return {"score": helper_beside.HALF, "length": len(solution_str), "right": solution_str == ground_truth,
-            "index": extra_info["index"], "source": data_source, "nan": float("nan")}
+    said = None if solution_str == "abc" else [solution_str, 1]
+    return {"score": helper_beside.HALF, "pred": said, "length": len(solution_str),
+            "right": solution_str == ground_truth, "index": extra_info["index"],
+            "source": data_source, "nan": float("nan")}
 """
     (tmp_path / "helper_beside.py").write_text("HALF = 0.5\n")
     part = function(tmp_path, source, shared_pool, "score")
@@ -195,6 +197,7 @@ def score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
     assert one.score == 0.5 and one.parts == {"length": 3.0, "right": 1.0, "index": 7.0}  # texts and NaN are none
     column = part.submit(sample("abc", "abc", extra_info={"index": 8}, other=1)).result(20)
     assert column.parts["index"] == 8.0
+    assert one.answer == "" and part.submit(sample("d", "d", index=1)).result(20).answer == "['d', 1]"
 
 
 BATCH = """

@@ -138,9 +138,26 @@ def test_only_the_last_box_counts():
     assert rules.boxed(r"\boxed{1} or \boxed{\frac{1}{\sqrt{2}}} it is") == r"\frac{1}{\sqrt{2}}"
     assert rules.boxed(r"\boxed{\{1,2\}}") == r"\{1,2\}"
     assert rules.boxed(r"\boxed{1} or \boxed{2") is None and rules.boxed("1") is None
-    assert rules.math("it is 5", "5") == (0.0, {"exact": 0.0, "answered": 0.0})
+    assert rules.math("it is 5", "5") == (0.0, {"exact": 0.0, "answered": 0.0}, "")
     with pytest.raises(ValueError, match="has no answer"):
         rules.math(r"\boxed{1}", r"\boxed{}")
+
+
+@pytest.mark.parametrize(
+    ("rule", "truth", "responses", "answers"),
+    [
+        (rules.gsm8k, "1", ["#### 18", "#### 18.00", "####$18.", "#### 0018", "#### 1,800", "18"],
+         ["18", "18", "18", "18", "1800", ""]),
+        (rules.gsm8k_flexible, "1", ["-0.50", "-.5", "0", "-0.0", "1.2.3"], ["-0.5", "-0.5", "0", "0", ""]),
+        (rules.gsm8k, "1", [f"#### {'9' * 40}.10"], [f"{'9' * 40}.1"]),  # no digit is rounded
+        (rules.choice, "A", ["#### b", "the answer is (B)", "none"], ["B", "B", ""]),
+        (rules.choice_strict, "A", ["#### e", "B"], ["E", ""]),
+        (rules.exact, "x", [" a b\n", "a b", ""], ["a b", "a b", ""]),
+        (rules.math, "x", [r"\boxed{ x }", r"\boxed{x} or \boxed{x}", "x"], ["x", "x", ""]),
+    ],
+)  # fmt: skip
+def test_answers_that_are_equal_have_one_form(rule, truth, responses, answers):
+    assert [rule(response, truth).answer for response in responses] == answers
 
 
 @pytest.mark.parametrize("rule", [rules.gsm8k, rules.gsm8k_flexible, rules.choice, rules.choice_strict])

@@ -1,0 +1,139 @@
+"""A test on held-out prompts: sample, grade, count. Before, during and after training, and by `evaluate.py`."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jppo import statistics
+from jppo.rewards.compose import Grading, Panel
+from jppo.rewards.parts import Sample
+from jppo.rollout.sampler import Sampler
+from jppo.structs import Prompt, Reward, Sampling, Trajectory
+
+
+@dataclasses.dataclass(frozen=True)
+class Tested:
+    """The responses to a set of prompts, n of each beside each other, with their rewards."""
+
+    prompts: Sequence[Prompt]
+    n: int
+    trajectories: list[Trajectory]
+    rewards: list[Reward]
+
+
+def evaluate(
+    sampler: Sampler,
+    prompts: Sequence[Prompt],
+    panel: Panel,
+    *,
+    sampling: Sampling,
+    version: int,
+    batch_size: int = -1,
+    watch: Callable[[], None] = lambda: None,
+) -> Tested:
+    """`sampling.n` responses to each prompt, graded; `batch_size` prompts at once (-1: all).
+
+    `watch` is called after each response, from any thread.
+    """
+    size = max(1, len(prompts)) if batch_size == -1 else batch_size
+    trajectories, rewards = [], []
+    for first in range(0, len(prompts), size):
+        some = prompts[first : first + size]
+        own = dataclasses.replace(sampling, seed=sampling.seed + first)  # else each batch would draw the same numbers
+        drawn, grading = sample(sampler, some, panel, own, version=version, watch=watch)
+        trajectories += drawn
+        rewards += grading.collect()
+    return Tested(prompts, sampling.n, trajectories, rewards)
+
+
+def sample(
+    sampler: Sampler,
+    prompts: Sequence[Prompt],
+    panel: Panel,
+    sampling: Sampling,
+    *,
+    version: int,
+    watch: Callable[[], None] = lambda: None,
+) -> tuple[list[Trajectory], Grading]:
+    """Responses to the prompts; their rewards have been on their way since each of them was there."""
+    grading = panel.begin()
+
+    def done(number: int, t: Trajectory) -> None:
+        one = Sample(prompts[number // sampling.n], t.text, int(t.sampled.sum()), t.finish)
+        grading.submit(number, one)
+        watch()
+
+    return sampler.generate(prompts, sampling, version=version, done=done), grading
+
+
+def summaries(tested: Tested) -> dict[str, dict[str, statistics.Estimate]]:
+    """The statistics over all prompts, under '', and of each data source. What failed to be graded is left out."""
+    of_source: dict[str, list[statistics.Samples]] = {"": []}
+    for i, prompt in enumerate(tested.prompts):
+        graded = [r for r in tested.rewards[i * tested.n : (i + 1) * tested.n] if r.error is None]
+        one = statistics.Samples([r.score for r in graded], [r.answer for r in graded])
+        of_source[""].append(one)
+        of_source.setdefault(prompt.data_source, []).append(one)
+    return {source: statistics.summarise(of_source[source], tested.n) for source in sorted(of_source)}
+
+
+def metrics(tested: Tested) -> dict[str, float]:
+    """The metrics `val/...`: of all prompts, and of each data source where there are several."""
+    found: dict[str, float] = {}
+    by_source = summaries(tested)
+    for source, summary in by_source.items():
+        for statistic, (mean, se, asked) in summary.items():
+            errors = [se] if asked > 1 else []  # of one prompt it is not known
+            if not source:
+                found |= {f"val/{statistic}": mean} | {f"val/{statistic}_se": se for se in errors}
+            elif len(by_source) > 2:
+                found |= {f"val/{source}/{statistic}": mean} | {f"val/{source}/{statistic}_se": se for se in errors}
+    found["val/reward_errors"] = float(sum(r.error is not None for r in tested.rewards))
+    found["val/response_length/mean"] = float(np.mean([t.sampled.sum() for t in tested.trajectories]))
+    found["val/truncated"] = float(np.mean([t.finish == "length" for t in tested.trajectories]))
+    return found
+
+
+def rows(tested: Tested) -> list[dict[str, Any]]:
+    """What the samples file says of each response."""
+    asked = [prompt for prompt in tested.prompts for _ in range(tested.n)]
+    return samples(asked, tested.trajectories, tested.rewards)
+
+
+def samples(
+    prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], rewards: Sequence[Reward]
+) -> list[dict[str, Any]]:
+    """What the samples file says of responses, each with its prompt."""
+    return [
+        {
+            "uid": p.uid,
+            "prompt": p.messages,
+            "response": t.text,
+            "ground_truth": p.ground_truth,
+            "answer": r.answer,
+            "score": None if math.isnan(r.score) else r.score,
+            "parts": r.parts,
+            "error": r.error,
+            "finish": t.finish,
+        }
+        for p, t, r in zip(prompts, trajectories, rewards, strict=True)
+    ]
+
+
+def shown(tested: Tested, count: int) -> list[dict[str, Any]]:
+    """The rows of the first response to each of the first `count` prompts: the same prompts at every test."""
+    return rows(tested)[:: tested.n][:count]
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row for the console."""
+    mark = row["error"] if row["score"] is None else f"score {row['score']:g}"
+    return f"  {_short(row['prompt'])} → {_short(row['response'])}   ({mark}; truth {row['ground_truth']})"
+
+
+def _short(text: str | list[dict[str, str]], limit: int = 60) -> str:
+    one = " ".join((text if isinstance(text, str) else text[-1]["content"]).split())
+    return one if len(one) <= limit else "…" + one[-limit:]
