@@ -31,6 +31,7 @@ from jppo.io.summary import summary
 from jppo.io.timers import Timers
 from jppo.learner import batch, correct, estimate, packing, ppo
 from jppo.models import hf
+from jppo.report import report_line
 from jppo.rewards.compose import Panel
 from jppo.rollout.sampler import RolloutError, Sampler, greedy
 from jppo.structs import Reward, TrainState, Trajectory
@@ -52,7 +53,7 @@ def train(config: ConfigDict) -> None:
     with contextlib.ExitStack() as stack:
         checkpoints = stack.enter_context(Checkpoints(run / "checkpoints", keep=c.trainer.max_ckpt_to_keep))
         if finished(c, checkpoints, inputs.total_steps):
-            return summary(run)
+            return summary(run, report_line(run))
         mesh = assemble.make_mesh(c)
         panel = assemble.make_panel(c, inputs, mesh)
         stack.callback(panel.close)
@@ -122,7 +123,7 @@ def train(config: ConfigDict) -> None:
             if inputs.adapters is not None:
                 hf.save_adapter(run / "adapter", now.policy, learner.cfg, inputs.adapters, base=c.model.path)
             hf.save(run / "hf", learner.policy(now), learner.cfg, source=c.model.path, dtype=c.model.param_dtype)
-    summary(run)
+    summary(run, report_line(run))
 
 
 def ppo_step(

@@ -44,6 +44,8 @@ class Page:
 
     def open(self, path: pathlib.Path, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
         """Opens a file at this size, with the pixels of a phone where it is narrow, and waits until it is drawn."""
+        self.errors.clear()
+        self.requests.clear()
         phone = width < 600
         self._call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1 + phone, mobile=phone

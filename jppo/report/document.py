@@ -12,7 +12,7 @@ from jppo.config import commandline
 from jppo.report import samples, series
 from jppo.report.folder import Folder, distinct_names, read_folder
 
-BUDGET = 14_000_000  # characters of packed samples in a page, of all runs together
+BUDGET = 10_000_000  # characters of packed samples in a page, of all runs together
 CURVES = 4_000  # points of a metric, of all runs together
 
 
@@ -53,7 +53,7 @@ def describe(folder: Folder, name: str, points: int = series.POINTS) -> dict[str
         "total": total,
         "finished": folder.exported and bool(lines) and (total is None or step >= total),
         "written": None if folder.written is None else _time(folder.written),
-        "seconds": round(sum(series.total(lines, f"timing_s/{s}") for s in ("step", *series.OUTSIDE)), 1),
+        "seconds": round(sum(series.total(lines, f"timing_s/{stage}") for stage in ("step", *series.OUTSIDE)), 1),
         "tokens": series.total(lines, "perf/total_num_tokens"),
         "best": max(tested, key=lambda point: point[1]) if tested else None,
         "last": tested[-1] if tested else None,
@@ -77,9 +77,9 @@ def group_warnings(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for row in rows:
         name = str(row.get("name", "warning"))
-        one = found.setdefault(name, {"name": name, "count": 0, "first": row.get("step"), "last": None})
-        one["count"] += 1
-        one["last"] = row.get("step")
+        step = series.number(row.get("step"))
+        one = found.setdefault(name, {"name": name, "count": 0, "first": step, "last": None})
+        one |= {"count": one["count"] + 1, "last": step}
         one |= {key: str(row[key]) for key in ("found", "remedy") if row.get(key) is not None}
     return list(found.values())
 

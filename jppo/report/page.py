@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jppo.report.document import BUDGET, make_document
-from jppo.report.samples import pack
+from jppo.report.samples import compact, pack
 
 NAME = "report.html"
 SCRIPTS = ("shared.js", "plot.js", "curves.js", "stages.js", "scores.js", "samples.js", "settings.js", "main.js")
@@ -25,6 +25,15 @@ def write_report(run_dirs: Sequence[pathlib.Path], out: pathlib.Path, budget: in
     return out
 
 
+def report_line(run: pathlib.Path) -> str:
+    """Writes the page of a run that has ended and says where it is; a page that fails does not fail the run."""
+    try:
+        return str(write_report([run], run / NAME))
+    except Exception as e:
+        why = " ".join(f"{type(e).__name__}: {e}".split())
+        return f"not written ({why[:200]}); python -m jppo.report {run} tries again"
+
+
 def make_page(document: Mapping[str, Any]) -> str:
     """The page. Data goes in as base64 alone: no text of a sample can be taken for HTML.
 
@@ -38,7 +47,7 @@ def make_page(document: Mapping[str, Any]) -> str:
     parts = {
         "title": html.escape(", ".join(run["name"] for run in runs)),
         "style": _file("page.css"),
-        "data": "\n".join([_data("data", pack({**document, "runs": runs})), *texts]),
+        "data": "\n".join([_data("data", pack(compact({**document, "runs": runs}))), *texts]),
         "script": "\n".join(_file(name) for name in SCRIPTS),
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _file("page.html"))

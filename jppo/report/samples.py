@@ -12,11 +12,11 @@ import numpy as np
 from jppo.report.folder import SampleFile, read_rows
 from jppo.report.series import number
 
-FILES = {"step": 200, "test": 100}  # files of a run that are read at most, evenly spread
+FILES = {"step": 150, "test": 50}  # files of a run that are read at most, evenly spread
 LEVELS = 12  # up to as many different scores are told apart; more are binned
 BINS = 20
 TEXT = 20_000  # characters of a text that are kept
-RATIO = 8  # texts that compress better than that are cut a little early
+RATIO = 6.0  # how much smaller packed texts are thought to be, until some are
 
 
 def read_samples(files: Sequence[SampleFile], budget: int, notes: list[str]) -> list[dict[str, Any]]:
@@ -25,10 +25,10 @@ def read_samples(files: Sequence[SampleFile], budget: int, notes: list[str]) -> 
     `budget` is in characters of packed text, for all of them together.
     """
     chosen = [f for kind, most in FILES.items() for f in spread([f for f in files if f.kind == kind], most)]
-    entries = []
+    entries, ratio = [], RATIO
     for i, file in enumerate(chosen):
         rows = read_rows(file.path, notes, "no samples of it")
-        kept, packed = fit(rows, budget // (len(chosen) - i))
+        kept, packed, ratio = fit(rows, budget // (len(chosen) - i), ratio)
         budget -= len(packed)
         scores = [score(row) for row in rows]
         entries.append(
@@ -48,33 +48,38 @@ def told(files: Sequence[SampleFile], entries: Sequence[Mapping[str, Any]]) -> s
     )
 
 
-def fit(rows: Sequence[Mapping[str, Any]], budget: int) -> tuple[int, str]:
-    """How many rows were kept, and they packed in at most `budget` characters: all, or some evenly spread.
+def fit(rows: Sequence[Mapping[str, Any]], budget: int, ratio: float = RATIO) -> tuple[int, str, float]:
+    """How many rows were kept, they packed in at most `budget` characters, and how much smaller that made them.
 
-    The samples of one prompt stay together.
+    All are kept, or those of some prompts, evenly spread. `ratio` is the guess by which the first try is made.
     """
-    groups: list[list[dict[str, Any]]] = []
+    groups: list[list[str]] = []
+    before = None
     for row in rows:
-        row = cut(row)
-        if groups and row.get("uid") is not None and groups[-1][0].get("uid") == row["uid"]:
-            groups[-1].append(row)
-        else:
-            groups.append([row])
-    size = sum(len(json.dumps(group)) for group in groups)
-    count = len(groups) if size <= budget * RATIO else int(len(groups) * budget * RATIO / size)
+        if not groups or before is None or row.get("uid") != before:
+            groups.append([])
+        groups[-1].append(compact(cut(row)))
+        before = row.get("uid")
+    size = sum(len(text) for group in groups for text in group)
+    count = len(groups) if size <= budget * ratio else int(len(groups) * budget * ratio / size)
     while count:
-        kept = [row for group in spread(groups, count) for row in group]
-        packed = pack(kept)
+        kept = [text for group in spread(groups, count) for text in group]
+        text = f"[{','.join(kept)}]"
+        packed = pack(text)
         if len(packed) <= budget:
-            return len(kept), packed
-        count = min(count - 1, int(count * budget / len(packed)))
-    return 0, ""
+            return len(kept), packed, len(text) / len(packed)
+        count = min(count - 1, int(0.95 * count * budget / len(packed)))
+    return 0, "", ratio
 
 
-def pack(value: Any) -> str:
-    """JSON, deflated, in base64: what the page's `unpack` reads."""
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
-    return base64.b64encode(zlib.compress(text.encode(), 6)).decode()
+def compact(value: Any) -> str:
+    """The value as JSON, in ASCII and without spaces."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
+def pack(text: str) -> str:
+    """The text deflated and in base64: what the page's `unpack` reads."""
+    return base64.b64encode(zlib.compress(text.encode("ascii"))).decode()
 
 
 def cut(value: Any) -> Any:

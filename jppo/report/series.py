@@ -53,7 +53,7 @@ def stage_times(lines: Lines, bars: int = BARS) -> dict[str, Any]:
     known = [stage for stage in STAGES if stage in found and stage != "step"]
     inside = [s for s in known if s not in OUTSIDE] + sorted(found - {*STAGES})
     names = [s for s in known if s == "start"] + inside + [s for s in known if s in ("testing", "save")]
-    seconds = {s: np.array([number(line.get(f"timing_s/{s}")) or 0.0 for line in lines]) for s in [*names, "step"]}
+    seconds = {s: _seconds(lines, s) for s in [*names, "step"]}
     if "step" in found:
         rest = seconds["step"] - sum((seconds[s] for s in inside), np.zeros(len(lines)))
         names = [*names, "other"]
@@ -105,13 +105,17 @@ def short(values: np.ndarray) -> list[float | None]:
 def _columns(lines: Lines) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     found: dict[str, tuple[list[int], list[float]]] = {}
     for line in lines:
+        step = line["step"]
         for name, value in line.items():
-            if name == "step" or not (value is None or isinstance(value, int | float)):
-                continue
-            steps, values = found.setdefault(name, ([], []))
-            steps.append(line["step"])
-            finite = number(value)
-            values.append(math.nan if finite is None else finite)
+            if not isinstance(value, float):
+                if name == "step" or isinstance(value, bool) or not (value is None or isinstance(value, int)):
+                    continue
+                value = number(value)
+                value = math.nan if value is None else value
+            if name not in found:
+                found[name] = ([], [])
+            found[name][0].append(step)
+            found[name][1].append(value)
     return {name: (np.array(s, dtype=np.int64), np.array(v)) for name, (s, v) in found.items()}
 
 
@@ -119,3 +123,7 @@ def _starts(steps: np.ndarray, width: int) -> np.ndarray:
     """Where each bucket that has a step begins."""
     bucket = (steps - steps[0]) // width
     return np.flatnonzero(np.diff(bucket, prepend=-1))
+
+
+def _seconds(lines: Lines, stage: str) -> np.ndarray:
+    return np.array([number(line.get(f"timing_s/{stage}")) or 0.0 for line in lines])

@@ -1,6 +1,6 @@
 // The curves: first those that say whether a training goes well, then every metric by its group.
 
-// `health` is where a metric usually lies when all is well; `fixed` what the axis always shows.
+// `health` is where a metric usually lies when all is well; `fixed` what is drawn.
 const MAIN = [
   { title: "Validation score", metrics: ["val/score"], dots: true },
   { title: "Training reward", metrics: ["critic/score/mean"] },
@@ -8,7 +8,7 @@ const MAIN = [
   { title: "Clip fraction", metrics: ["actor/pg_clipfrac"], health: [0.1, 0.3] },
   { title: "Entropy", metrics: ["actor/entropy"] },
   { title: "Probability ratio, extremes", metrics: ["actor/ratio_max", "actor/ratio_min"], health: [0.8, 1.2] },
-  { title: "Explained variance of the values", metrics: ["critic/vf_explained_var"], fixed: [0, 1] },
+  { title: "Explained variance of the values", metrics: ["critic/vf_explained_var"], fixed: [-1, 1] },
   { title: "KL to the reference", metrics: ["actor/reward_kl_penalty", "actor/kl_loss"] },
   { title: "Response length", metrics: ["response_length/mean"] },
   { title: "Log-prob gap to the sampler", metrics: ["rollout/logp_gap_mean", "rollout/logp_gap_max"], log: true },
@@ -28,14 +28,17 @@ const charts = [];
 function linesOf(runs, metrics, more = {}) {
   const several = runs.length > 1;
   const present = metrics.filter((name) => runs.some((run) => run.curves.series[name]));
-  return runs.flatMap((run, i) => present.flatMap((name, m) => {
+  const tails = present.map((name) => name.split("/").slice(1).join("/") || name);
+  const short = new Set(tails).size === present.length ? tails : present;
+  return present.flatMap((name, m) => runs.flatMap((run, i) => {
     const series = run.curves.series[name];
     if (!series) return [];
     const error = Object.keys(run.curves.series).find((n) => n.startsWith(name) && ERROR.test(n.slice(name.length)));
     return [{
       ...more, run: i, axis: run.curves.axes[series.axis], mean: series.mean, low: series.low, high: series.high,
       colour: several || m === 0 ? runColour(i) : runColour(m), dash: several ? DASHES[m] : null,
-      label: [several ? run.name : null, present.length > 1 ? name.split("/").slice(1).join("/") : null].filter(Boolean).join(" ") || run.name,
+      label: `${run.name} ${name}`, group: several && present.length > 1 ? short[m] : null,
+      name: several ? (present.length > 1 ? null : run.name) : present.length > 1 ? short[m] : null,
       odd: run.curves.odd[name], error: error && run.curves.series[error].mean.length === series.mean.length ? run.curves.series[error].mean : null,
     }];
   }));
@@ -44,7 +47,7 @@ function linesOf(runs, metrics, more = {}) {
 function addChart(runs, into, { title, metrics, health, dots, ...more }) {
   const lines = linesOf(runs, metrics, { dots });
   if (!lines.length) return;
-  const range = health ? ` · usual range ${health[0]} to ${health[1]}` : "";
+  const range = health ? ` · usual range ${health[0]} to ${health[1]}` : more.fixed ? ` · drawn from ${more.fixed[0]} to ${more.fixed[1]}` : "";
   const named = metrics.filter((name) => runs.some((run) => run.curves.series[name])).join(", ");
   const chart = makeChart({ title, about: title === named ? "" : named + range, lines, health, open: openSamples, ...more });
   chart.names = `${title} ${named}`.toLowerCase();
@@ -61,10 +64,12 @@ function pointAt(step) {
 
 function drawCurves(runs) {
   runs.forEach((_, i) => view.shown.add(i));
+  const ends = runs.flatMap((run) => run.curves.axes).flatMap((axis) => [axis.steps[0], middle(axis, axis.steps.length - 1)]);
+  if (ends.length) [view.first, view.last] = [Math.min(...ends), Math.max(...ends)];
+  if (view.first === view.last) view.last += 1;
   for (const wanted of MAIN) addChart(runs, byId("main-curves"), wanted);
   const names = [...new Set(runs.flatMap((run) => Object.keys(run.curves.series)))].sort();
-  const groups = Map.groupBy ? Map.groupBy(names, groupOf) : grouped(names);
-  const folds = [...groups].map(([group, members]) => addGroup(runs, group, members));
+  const folds = [...grouped(names)].map(([group, members]) => addGroup(runs, group, members));
   byId("more-curves").append(...folds);
   if (!names.length) byId("main-curves").append(element("p", { class: "soft" }, "There are no metrics."));
   const buckets = Math.max(1, ...runs.flatMap((run) => run.curves.axes.map((axis) => axis.width)));
@@ -73,11 +78,13 @@ function drawCurves(runs) {
   listenToControls(runs, folds);
 }
 
-const groupOf = (name) => (name.includes("/") ? name.split("/")[0] : "other");
-
+// The names by what stands before their first slash; those without one come last.
 function grouped(names) {
   const groups = new Map();
-  for (const name of names) groups.set(groupOf(name), [...(groups.get(groupOf(name)) ?? []), name]);
+  for (const name of [...names.filter((n) => n.includes("/")), ...names.filter((n) => !n.includes("/"))]) {
+    const group = name.includes("/") ? name.split("/")[0] : "other";
+    groups.set(group, [...(groups.get(group) ?? []), name]);
+  }
   return groups;
 }
 

@@ -27,11 +27,12 @@ function tiles(run) {
 const short = (count) => (count >= 1e9 ? `${said(count / 1e9)} B` : count >= 1e6 ? `${said(count / 1e6)} M` : whole(count));
 
 function runTable(runs) {
-  const heads = ["run", "state", "best validation", "last validation", "time", "tokens"].map((name) => element("th", { scope: "col" }, name));
+  const names = ["best validation", "last validation", "time", "tokens"];
+  const heads = ["run", "state", ...names].map((name) => element("th", { scope: "col" }, name));
+  const score = (one) => (one ? [element("b", {}, said(one[1])), element("span", { class: "soft" }, ` at ${whole(one[0])}`)] : "–");
   const rows = runs.map((run, i) => element("tr", {},
     element("th", { scope: "row" }, dot(runColour(i)), run.name), element("td", {}, ...stateOf(run)),
-    ...[run.best, run.last].map((one) => element("td", {}, one ? [element("b", {}, said(one[1])), element("span", { class: "soft" }, ` at ${whole(one[0])}`)] : "–")),
-    element("td", {}, duration(run.seconds)), element("td", {}, short(run.tokens))));
+    [score(run.best), score(run.last), duration(run.seconds), short(run.tokens)].map((value, k) => element("td", { "data-name": names[k] }, value))));
   return element("div", { class: "scroll runs" }, element("table", {}, element("thead", {}, element("tr", {}, heads)), element("tbody", {}, rows)));
 }
 
@@ -40,7 +41,7 @@ function drawWarnings(runs) {
   const found = runs.flatMap((run, i) => {
     const of = runs.length > 1 ? [dot(runColour(i)), `${run.name}: `] : [];
     const warned = run.warnings.map((one) => {
-      const when = one.count === 1 ? `at step ${said(one.first)}` : `${whole(one.count)} times, at steps ${said(one.first)} to ${said(one.last)}`;
+      const when = one.first === null || one.last === null ? "" : one.count === 1 ? `at step ${whole(one.first)}` : `${whole(one.count)} times, from step ${whole(one.first)} to ${whole(one.last)}`;
       return element("div", { class: "alert" }, element("p", {}, of, element("b", {}, one.name), ` ${when}`),
         one.found ? element("p", {}, one.found) : null, one.remedy ? element("p", {}, element("b", {}, "Remedy: "), one.remedy) : null);
     });

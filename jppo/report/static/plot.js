@@ -1,7 +1,7 @@
 // One chart of curves over the steps, as SVG. What it shows at a step stands above it, so that nothing is hidden.
 
 const HEIGHT = 176, LEFT = 48, RIGHT = 10, TOP = 8, BOTTOM = 20;
-const view = { smooth: 0, log: false, shown: new Set(), at: null };
+const view = { smooth: 0, log: false, shown: new Set(), at: null, first: 0, last: 1 };
 
 // Round numbers within low and high, about `count` of them.
 function ticks(low, high, count) {
@@ -9,7 +9,7 @@ function ticks(low, high, count) {
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = power * [1, 2, 5, 10].find((m) => power * m >= rough * (1 - 1e-9));
   const found = [];
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(i * step);
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(i * step || 0);
   return found;
 }
 
@@ -46,6 +46,9 @@ function nearest(axis, step) {
 
 const middle = (axis, i) => axis.steps[i] + (axis.width - 1) / 2;
 
+// The steps that are written under a chart of this width.
+const stepTicks = (first, last, width) => ticks(first, last, Math.max(4, Math.floor(width / 80))).filter(Number.isInteger);
+
 // The limits of what is drawn: all of it, from 0 where that is near, never a line alone.
 function limits(lines, log, fixed) {
   let low = Infinity, high = -Infinity;
@@ -60,14 +63,16 @@ function limits(lines, log, fixed) {
   }
   if (low > high) return log ? [0.1, 1] : [0, 1];
   if (log) return low === high ? [low / 2, high * 2] : [low / 1.1, high * 1.1];
-  if (fixed) return [Math.min(low, fixed[0]), Math.max(high, fixed[1])];
+  if (fixed) return fixed;
   if (low === high) return low === 0 ? [0, 1] : [low - Math.abs(low) / 2, high + Math.abs(high) / 2];
   const room = (high - low) * 0.06;
   return [low >= 0 && low < high / 2 ? 0 : low - room, high + room];
 }
 
-// A card with a chart. `lines`: {run, label, colour, axis, mean, low, high, error, dots, dash, odd}.
-// `open(run, step)` is called where somebody wants to see a step itself.
+// A card with a chart. `lines`: {run, label, name, group, colour, axis, mean, low, high, error, dots, dash, odd}; over the
+// chart a value has the name of its line, and those of a group stand together.
+// `fixed` is the range that is drawn; what lies outside is drawn at its edge. `open(run, step)` is called where somebody
+// wants to see a step itself.
 function makeChart({ title, about, lines, health, fixed, log, open }) {
   const readout = element("div", { class: "readout" });
   const at = element("span", { class: "at" });
@@ -83,14 +88,12 @@ function makeChart({ title, about, lines, health, fixed, log, open }) {
   function draw(width) {
     const shown = visible();
     const isLog = view.log || log === true;
-    const ends = shown.flatMap((line) => [line.axis.steps[0], middle(line.axis, line.axis.steps.length - 1)]);
-    let [first, last] = [Math.min(...ends), Math.max(...ends)];
-    if (!(last > first)) [first, last] = Number.isFinite(first) ? [first - 1, first + 1] : [0, 1];
+    const { first, last } = view;
     const [low, high] = limits(shown, isLog, fixed);
-    const scaled = isLog ? Math.log10 : (v) => v;
+    const scaled = isLog ? Math.log10 : (v) => Math.min(Math.max(v, low), high);
     const x = (step) => LEFT + ((step - first) / (last - first)) * (width - LEFT - RIGHT);
     const y = (v) => HEIGHT - BOTTOM - ((scaled(v) - scaled(low)) / (scaled(high) - scaled(low))) * (HEIGHT - TOP - BOTTOM);
-    place = { x, step: (px) => first + ((px - LEFT) / (width - LEFT - RIGHT)) * (last - first), width, first, last };
+    place = { x, step: (px) => first + ((px - LEFT) / (width - LEFT - RIGHT)) * (last - first) };
     const picture = svg("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, height: HEIGHT, role: "img", "aria-label": describe(shown) });
     if (health) picture.append(...band(health, low, high, y, width));
     for (const value of isLog ? logTicks(low, high) : ticks(low, high, 4)) {
@@ -98,11 +101,11 @@ function makeChart({ title, about, lines, health, fixed, log, open }) {
         svg("line", { class: "gridline", x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value) }),
         svg("text", { x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, said(Number(value.toPrecision(6)))));
     }
-    for (const step of ticks(first, last, Math.max(2, Math.floor(width / 90))).filter(Number.isInteger)) {
-      picture.append(svg("text", { x: x(step), y: HEIGHT - 5, "text-anchor": step === last && x(step) > width - 24 ? "end" : "middle" }, whole(step)));
+    for (const step of stepTicks(first, last, width)) {
+      picture.append(svg("text", { x: x(step), y: HEIGHT - 5, "text-anchor": x(step) > width - 20 ? "end" : "middle" }, whole(step)));
     }
     picture.append(svg("line", { class: "axis", x1: LEFT, x2: width - RIGHT, y1: HEIGHT - BOTTOM, y2: HEIGHT - BOTTOM }));
-    for (const line of shown) picture.append(...curve(line, x, y, isLog, (v) => v >= low && v <= high));
+    for (const line of shown) picture.append(...curve(line, x, y, isLog));
     cross = svg("line", { class: "cross", y1: TOP, y2: HEIGHT - BOTTOM });
     picture.append(cross);
     plot.replaceChildren(picture);
@@ -113,20 +116,22 @@ function makeChart({ title, about, lines, health, fixed, log, open }) {
   function read() {
     const shown = visible();
     at.textContent = view.at === null ? "" : `step ${whole(view.at)}`;
-    readout.replaceChildren(...shown.map((line) => {
-      const i = view.at === null ? line.mean.length - 1 : nearest(line.axis, view.at);
-      const covers = line.axis.steps[i] <= view.at && view.at < line.axis.steps[i] + line.axis.width;
-      let text = said(line.mean[i]);
-      if (line.error && line.error[i] !== null && line.error[i] !== undefined) text += ` ± ${said(line.error[i])}`;
-      if (line.low && line.low[i] !== line.high[i]) text += ` (${said(line.low[i])} to ${said(line.high[i])})`;
-      const where = view.at !== null && !covers ? element("span", { class: "soft" }, ` at ${whole(line.axis.steps[i])}`) : null;
-      const name = lines.length > 1 ? `${line.label} ` : null;
-      return element("span", {}, dot(line.colour), name, element("b", {}, text), where);
-    }));
+    const groups = new Map();
+    for (const line of shown) groups.set(line.group, [...(groups.get(line.group) ?? []), valueOf(line)]);
+    readout.replaceChildren(...[...groups].map(([group, values]) => element("div", {}, group ? element("span", { class: "soft" }, group) : null, values)));
     if (!cross || !place) return;
-    const inside = view.at !== null && view.at >= place.first && view.at <= place.last;
-    cross.style.visibility = inside ? "visible" : "hidden";
-    if (inside) for (const end of ["x1", "x2"]) cross.setAttribute(end, place.x(view.at));
+    cross.style.visibility = view.at === null ? "hidden" : "visible";
+    if (view.at !== null) for (const end of ["x1", "x2"]) cross.setAttribute(end, place.x(view.at));
+  }
+
+  function valueOf(line) {
+    const i = view.at === null ? line.mean.length - 1 : nearest(line.axis, view.at);
+    const covers = line.axis.steps[i] <= view.at && view.at < line.axis.steps[i] + line.axis.width;
+    let text = said(line.mean[i]);
+    if (line.error && line.error[i] !== null && line.error[i] !== undefined) text += ` ± ${said(line.error[i])}`;
+    const range = line.low && line.low[i] !== line.high[i] ? ` ${said(line.low[i])} to ${said(line.high[i])}` : "";
+    const where = view.at !== null && !covers ? ` at ${whole(line.axis.steps[i])}` : "";
+    return element("span", {}, dot(line.colour), line.name ? `${line.name} ` : null, element("b", {}, text), element("span", { class: "soft" }, range + where));
   }
 
   const redraw = drawn(plot, draw);
@@ -134,7 +139,7 @@ function makeChart({ title, about, lines, health, fixed, log, open }) {
     if (!place) return;
     const box = plot.getBoundingClientRect();
     const step = Math.round(place.step(event.clientX - box.left));
-    pointAt(Math.min(Math.max(step, Math.ceil(place.first)), Math.floor(place.last)));
+    pointAt(Math.min(Math.max(step, Math.ceil(view.first)), Math.floor(view.last)));
   };
   const openHere = () => { if (view.at !== null && visible().length) open(visible()[0].run, view.at); };
   plot.addEventListener("pointermove", point);
@@ -162,7 +167,7 @@ function band([from, to], low, high, y, width) {
 }
 
 // A curve: extremes or standard error behind it, the raw values faintly where it is smoothed, and what is no number.
-function curve(line, x, y, isLog, inside) {
+function curve(line, x, y, isLog) {
   const { axis } = line;
   const ok = (v) => v !== null && v !== undefined && (!isLog || v > 0);
   const px = (i) => x(middle(axis, i)).toFixed(1);
@@ -191,7 +196,7 @@ function curve(line, x, y, isLog, inside) {
   if (view.smooth > 0 && !line.dots) found.push(line.low ? null : stroke("raw", line.mean), stroke("curve", smoothed(line.mean, view.smooth)));
   else found.push(stroke("curve", line.mean));
   if (line.dots || axis.steps.length < 3) {
-    line.mean.forEach((v, i) => { if (ok(v) && inside(v)) found.push(svg("circle", { cx: px(i), cy: y(v), r: 3.2, style: `fill:${line.colour}` })); });
+    line.mean.forEach((v, i) => { if (ok(v)) found.push(svg("circle", { cx: px(i), cy: y(v), r: 3.2, style: `fill:${line.colour}` })); });
   }
   for (const step of line.odd?.steps ?? []) {
     const [cx, base] = [x(step), HEIGHT - BOTTOM];

@@ -152,13 +152,15 @@ function sampleCard({ row, entry, k }, words, named) {
   const score = scoreOf(row);
   const parts = row.parts && typeof row.parts === "object" ? Object.entries(row.parts) : [];
   const others = Object.entries(row).filter(([key]) => !KNOWN.includes(key));
+  const brief = ["string", "number"].includes(typeof row.ground_truth) && /^.{1,40}$/.test(textOf(row.ground_truth));
   const facts = element("div", { class: "facts" },
     score === null ? element("span", { class: "score bad" }, "no score") : element("span", { class: "score" }, `score ${said(score)}`),
+    brief ? element("span", {}, "truth ", element("b", {}, textOf(row.ground_truth))) : null,
     parts.map(([name, value]) => element("span", { class: "chip" }, `${name} ${typeof value === "number" ? said(value) : textOf(value)}`)),
     row.finish === undefined ? null : element("span", { class: row.finish === "stop" ? "soft" : "bad" }, `ended by ${textOf(row.finish)}`),
     element("span", { class: "soft" }, [named ? entryName(entry) : null, row.uid === undefined ? `no. ${k + 1}` : textOf(row.uid)].filter(Boolean).join(" · ")));
   const texts = element("div", { class: "texts" }, block("Prompt", row.prompt, words), block("Response", row.response, words),
-    row.ground_truth === undefined ? null : block("Truth", row.ground_truth, ""),
+    brief || textOf(row.ground_truth) === "" ? null : block("Truth", row.ground_truth, ""),
     row.error ? block("Error", row.error, "", "bad") : null,
     others.length ? block("Further fields", others.map(([key, value]) => `${key}: ${textOf(value)}`).join("\n"), "") : null);
   return element("article", { class: "card sample" }, facts, texts);

@@ -26,19 +26,19 @@ function scoreCard(run, number, levels, named) {
   drawn(plot, (width) => {
     const wide = (width - LEFT - RIGHT) / at.length, tall = (height - TOP - BOTTOM) / rows;
     const y = (row) => height - BOTTOM - (row + 1) * tall;
-    const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `share of each score over the steps of ${run.name}` });
+    const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, "shape-rendering": "crispEdges", role: "img", "aria-label": `share of each score over the steps of ${run.name}` });
     at.forEach((_, k) => {
       [...(failed ? [ungraded[k]] : []), ...counts[k]].forEach((count, row) => {
         if (!count) return;
         const colour = failed && row === 0 ? "var(--bad)" : "var(--heat)";
-        picture.append(svg("rect", { x: LEFT + k * wide, y: y(row), width: wide + 0.3, height: tall + 0.3, style: `fill:${colour};fill-opacity:${((count / total(k)) ** SHADES).toFixed(3)}` }));
+        picture.append(svg("rect", { x: LEFT + k * wide, y: y(row), width: wide, height: tall, style: `fill:${colour};fill-opacity:${((count / total(k)) ** SHADES).toFixed(3)}` }));
       });
     });
     const every = Math.ceil(rows / 8);
     const labels = [...(failed ? ["failed"] : []), ...(levels.values ? names : levels.edges.slice(0, -1).map(said))];
     labels.forEach((label, row) => { if (row % every === 0) picture.append(svg("text", { x: LEFT - 6, y: y(row) + (levels.values ? tall / 2 : tall) + 4, "text-anchor": "end" }, label)); });
-    const jump = Math.ceil(at.length / Math.max(2, Math.floor(width / 90)));
-    at.forEach((step, k) => { if (k % jump === 0) picture.append(svg("text", { x: LEFT + (k + 0.5) * wide, y: height - 5, "text-anchor": "middle" }, whole(step))); });
+    const marked = new Set(stepTicks(at[0], at[at.length - 1], width).map((step) => nearest({ steps: at, width: 1 }, step)));
+    at.forEach((step, k) => { if (marked.has(k)) picture.append(svg("text", { x: LEFT + (k + 0.5) * wide, y: height - 5, "text-anchor": "middle" }, whole(step))); });
     picture.append(svg("rect", { x: LEFT, y: TOP, width: width - LEFT - RIGHT, height: height - TOP - BOTTOM, class: "axis", fill: "none" }));
     plot.replaceChildren(picture);
     plot.onpointermove = plot.onpointerdown = (event) => {
@@ -59,5 +59,5 @@ function scoreCard(run, number, levels, named) {
   });
   read();
   const title = named ? [dot(runColour(number)), run.name] : kind === "test" ? "Scores of the tests" : "Scores of the training's samples";
-  return element("article", { class: "card" }, element("h3", {}, title), readout, plot);
+  return element("article", { class: "card" }, element("h3", {}, title), element("div", { class: "metric" }, "the darker, the larger a share of the step's samples"), readout, plot);
 }

@@ -36,7 +36,7 @@ async function unpack(id) {
 function said(value) {
   if (value === null || value === undefined) return "–";
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(2).replace("e+", "e");
+  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return Number(value.toPrecision(3)).toExponential().replace("e+", "e");
   if (size >= 1000) return value.toLocaleString("en-US", { maximumFractionDigits: 0 });
   return String(Number(value.toPrecision(4)));
 }

@@ -1,6 +1,5 @@
 // Where the time went: stacked bars over the steps, and a table of totals.
 
-const BAR_HEIGHT = 200;
 const STAGES = ["start", "gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "update_weights", "testing", "save", "other"];
 
 // A stage's colour is the same in every report; a stage that the page does not know takes one in turn.
@@ -17,7 +16,7 @@ function drawStages(runs) {
   const sums = runs.map((run) => run.stages.steps.map((_, k) => Object.values(run.stages.bars).reduce((all, bar) => all + bar[k], 0)));
   const highest = Math.max(...sums.flat(), 1e-9);
   const charts = runs.map((run, i) => stageChart(run, i, names, highest, runs.length > 1));
-  into.append(element("div", { class: "side" }, charts.filter(Boolean)), stageTable(runs, names));
+  into.append(element("div", { class: runs.length > 1 ? null : "times" }, element("div", { class: "side" }, charts.filter(Boolean)), stageTable(runs, names)));
 }
 
 function stageChart(run, number, names, highest, named) {
@@ -35,9 +34,10 @@ function stageChart(run, number, names, highest, named) {
   };
   const span = firsts[firsts.length - 1] + wide - firsts[0];
   drawn(plot, (width) => {
+    const height = named || width < 600 ? 200 : 340; // beside the table, or above it
     const x = (step) => LEFT + ((step - firsts[0]) / span) * (width - LEFT - RIGHT);
-    const y = (v) => BAR_HEIGHT - BOTTOM - (v / highest) * (BAR_HEIGHT - TOP - BOTTOM);
-    const picture = svg("svg", { viewBox: `0 0 ${width} ${BAR_HEIGHT}`, height: BAR_HEIGHT, role: "img", "aria-label": `seconds a step of ${run.name}, by stage` });
+    const y = (v) => height - BOTTOM - (v / highest) * (height - TOP - BOTTOM);
+    const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `seconds a step of ${run.name}, by stage` });
     for (const value of ticks(0, highest, 4)) {
       picture.append(svg("line", { class: "gridline", x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value) }),
         svg("text", { x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, `${said(value)} s`));
@@ -52,8 +52,8 @@ function stageChart(run, number, names, highest, named) {
         base += value;
       }
     });
-    for (const step of ticks(firsts[0], firsts[0] + span - 1, Math.max(2, Math.floor(width / 90))).filter(Number.isInteger)) {
-      picture.append(svg("text", { x: x(step) + (x(step + wide) - x(step)) / 2, y: BAR_HEIGHT - 5, "text-anchor": "middle" }, whole(step)));
+    for (const step of stepTicks(firsts[0], firsts[0] + span - 1, width)) {
+      picture.append(svg("text", { x: x(step) + (x(step + wide) - x(step)) / 2, y: height - 5, "text-anchor": "middle" }, whole(step)));
     }
     plot.replaceChildren(picture);
     plot.onpointermove = plot.onpointerdown = (event) => {
@@ -84,6 +84,6 @@ function stageTable(runs, names) {
       return value === undefined ? [element("td", {}, "–"), element("td")] : [element("td", {}, value.toFixed(1)), element("td", { class: "soft" }, percent(value / (all[r] || 1)))];
     })));
   rows.push(element("tr", {}, element("th", { scope: "row" }, "together"), all.flatMap((sum) => [element("td", {}, element("b", {}, sum.toFixed(1))), element("td", { class: "soft" }, duration(sum))])));
-  return element("div", { class: "scroll wide" }, element("table", {},
+  return element("div", { class: "scroll card" }, element("table", {},
     element("thead", {}, element("tr", {}, element("th", { scope: "col" }, "stage"), head)), element("tbody", {}, rows)));
 }
