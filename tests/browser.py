@@ -21,7 +21,9 @@ FLAGS = (
     *("--disable-background-networking", "--disable-component-update", "--remote-debugging-pipe"),
 )
 # The browser reads from descriptor 3 and writes to 4.
-PIPED = "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
+PIPED = (
+    "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
+)
 
 
 def find() -> str | None:

@@ -17,9 +17,7 @@ def main(argv: list[str] | None = None) -> None:
     about, _, more = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(prog="python -m jppo.report", description=f"{about} {more}")
     parser.add_argument("run_dirs", nargs="+", type=pathlib.Path, metavar="RUN_DIR", help="the folder of a run")
-    parser.add_argument(
-        "--out", type=pathlib.Path, help=f"the page (RUN_DIR/{NAME} for one run, ./{NAME} for several)"
-    )
+    parser.add_argument("--out", type=pathlib.Path, help=f"the page (RUN_DIR/{NAME} for one run, ./{NAME} for several)")
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
     out = args.out
     if out is None:

@@ -1,4 +1,4 @@
-"""A run's folder as the report reads it: what is there, and in words what is not. A run may have been killed anywhere."""
+"""A run's folder as the report reads it: what is there, and in words what is not. A kill may have cut any file."""
 
 import dataclasses
 import json

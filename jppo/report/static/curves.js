@@ -73,7 +73,7 @@ function drawCurves(runs) {
   byId("more-curves").append(...folds);
   if (!names.length) byId("main-curves").append(element("p", { class: "soft" }, "There are no metrics."));
   const buckets = Math.max(1, ...runs.flatMap((run) => run.curves.axes.map((axis) => axis.width)));
-  byId("curve-hint").textContent = "Point at a chart, or use the arrow keys on it, to read every chart at that step; a double click or Enter leads to the step's samples."
+  byId("curve-hint").textContent = !names.length ? "" : "Point at a chart, or use the arrow keys on it, to read every chart at that step; a double click or Enter leads to the step's samples."
     + (buckets > 1 ? ` A curve is the mean of up to ${buckets} steps, its shade the least and the greatest of them.` : "");
   listenToControls(runs, folds);
 }

@@ -4,12 +4,13 @@ function drawTop(doc) {
   const [run] = doc.runs, several = doc.runs.length > 1;
   byId("top").append(element("h1", {}, several ? `${doc.runs.length} runs side by side` : run.name));
   if (several) byId("top").append(runTable(doc.runs));
-  else byId("top").append(element("p", { class: "soft" }, ...stateOf(run), run.written ? ` · last step logged ${run.written}` : null), tiles(run));
+  else byId("top").append(element("p", { class: "soft" }, ...stateOf(run), run.written && run.step ? ` · last step logged ${run.written}` : null), tiles(run));
 }
 
 const stateOf = (run) => {
   const far = run.total === null ? `step ${whole(run.step)}` : `step ${whole(run.step)} of ${whole(run.total)}`;
-  return [run.finished ? element("span", { class: "good" }, "finished") : element("span", { class: "bad" }, "not finished"), `, ${far}`];
+  const all = run.total !== null && run.step >= run.total;
+  return [run.finished ? element("span", { class: "good" }, "finished") : element("span", { class: "bad" }, all ? "no model in hf/" : "not finished"), `, ${far}`];
 };
 
 function tiles(run) {

@@ -1,6 +1,7 @@
 // One chart of curves over the steps, as SVG. What it shows at a step stands above it, so that nothing is hidden.
 
 const HEIGHT = 176, LEFT = 48, RIGHT = 10, TOP = 8, BOTTOM = 20;
+const DOTS = 40; // so many points can be told apart
 const view = { smooth: 0, log: false, shown: new Set(), at: null, first: 0, last: 1 };
 
 // Round numbers within low and high, about `count` of them.
@@ -49,6 +50,12 @@ const middle = (axis, i) => axis.steps[i] + (axis.width - 1) / 2;
 // The steps that are written under a chart of this width.
 const stepTicks = (first, last, width) => ticks(first, last, Math.max(4, Math.floor(width / 80))).filter(Number.isInteger);
 
+// A step under a chart; one at the right edge ends there.
+function stepLabel(x, height, step, width) {
+  const edge = x > width - 26;
+  return svg("text", { x: edge ? width - 2 : x, y: height - 5, "text-anchor": edge ? "end" : "middle" }, whole(step));
+}
+
 // The limits of what is drawn: all of it, from 0 where that is near, never a line alone.
 function limits(lines, log, fixed) {
   let low = Infinity, high = -Infinity;
@@ -90,7 +97,7 @@ function makeChart({ title, about, lines, health, fixed, log, open }) {
     const isLog = view.log || log === true;
     const { first, last } = view;
     const [low, high] = limits(shown, isLog, fixed);
-    const scaled = isLog ? Math.log10 : (v) => Math.min(Math.max(v, low), high);
+    const scaled = (v) => (isLog ? Math.log10(Math.max(v, low)) : Math.min(Math.max(v, low), high));
     const x = (step) => LEFT + ((step - first) / (last - first)) * (width - LEFT - RIGHT);
     const y = (v) => HEIGHT - BOTTOM - ((scaled(v) - scaled(low)) / (scaled(high) - scaled(low))) * (HEIGHT - TOP - BOTTOM);
     place = { x, step: (px) => first + ((px - LEFT) / (width - LEFT - RIGHT)) * (last - first) };
@@ -101,9 +108,7 @@ function makeChart({ title, about, lines, health, fixed, log, open }) {
         svg("line", { class: "gridline", x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value) }),
         svg("text", { x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, said(Number(value.toPrecision(6)))));
     }
-    for (const step of stepTicks(first, last, width)) {
-      picture.append(svg("text", { x: x(step), y: HEIGHT - 5, "text-anchor": x(step) > width - 20 ? "end" : "middle" }, whole(step)));
-    }
+    for (const step of stepTicks(first, last, width)) picture.append(stepLabel(x(step), HEIGHT, step, width));
     picture.append(svg("line", { class: "axis", x1: LEFT, x2: width - RIGHT, y1: HEIGHT - BOTTOM, y2: HEIGHT - BOTTOM }));
     for (const line of shown) picture.append(...curve(line, x, y, isLog));
     cross = svg("line", { class: "cross", y1: TOP, y2: HEIGHT - BOTTOM });
@@ -181,10 +186,10 @@ function curve(line, x, y, isLog) {
     return text;
   };
   const area = (low, high) => {
-    const at = low.map((v, i) => i).filter((i) => ok(low[i]) && ok(high[i]));
+    const at = low.map((v, i) => i).filter((i) => low[i] !== null && ok(high[i])); // a lower end that no log has is at the bottom
     if (at.length < 2) return null;
     const there = at.map((i) => `${px(i)} ${y(high[i]).toFixed(1)}`), back = at.reverse().map((i) => `${px(i)} ${y(low[i]).toFixed(1)}`);
-    return svg("path", { class: "envelope", d: `M${there.join("L")}L${back.join("L")}Z`, style: `fill:${line.colour}` });
+    return svg("path", { class: "envelope", d: `M${there.join("L")}L${back.join("L")}Z`, style: `fill:${line.colour};stroke:${line.colour}` });
   };
   const found = [];
   const stroke = (kind, values) => svg("path", { class: kind, d: path(values), style: `stroke:${line.colour}`, "stroke-dasharray": line.dash });
@@ -195,7 +200,7 @@ function curve(line, x, y, isLog) {
   }
   if (view.smooth > 0 && !line.dots) found.push(line.low ? null : stroke("raw", line.mean), stroke("curve", smoothed(line.mean, view.smooth)));
   else found.push(stroke("curve", line.mean));
-  if (line.dots || axis.steps.length < 3) {
+  if ((line.dots && axis.steps.length <= DOTS) || axis.steps.length < 3) {
     line.mean.forEach((v, i) => { if (ok(v)) found.push(svg("circle", { cx: px(i), cy: y(v), r: 3.2, style: `fill:${line.colour}` })); });
   }
   for (const step of line.odd?.steps ?? []) {

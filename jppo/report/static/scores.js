@@ -37,8 +37,9 @@ function scoreCard(run, number, levels, named) {
     const every = Math.ceil(rows / 8);
     const labels = [...(failed ? ["failed"] : []), ...(levels.values ? names : levels.edges.slice(0, -1).map(said))];
     labels.forEach((label, row) => { if (row % every === 0) picture.append(svg("text", { x: LEFT - 6, y: y(row) + (levels.values ? tall / 2 : tall) + 4, "text-anchor": "end" }, label)); });
-    const marked = new Set(stepTicks(at[0], at[at.length - 1], width).map((step) => nearest({ steps: at, width: 1 }, step)));
-    at.forEach((step, k) => { if (marked.has(k)) picture.append(svg("text", { x: LEFT + (k + 0.5) * wide, y: height - 5, "text-anchor": "middle" }, whole(step))); });
+    for (const step of stepTicks(at[0], at[at.length - 1], width)) {
+      picture.append(stepLabel(LEFT + (nearest({ steps: at, width: 1 }, step) + 0.5) * wide, height, step, width));
+    }
     picture.append(svg("rect", { x: LEFT, y: TOP, width: width - LEFT - RIGHT, height: height - TOP - BOTTOM, class: "axis", fill: "none" }));
     plot.replaceChildren(picture);
     plot.onpointermove = plot.onpointerdown = (event) => {

@@ -5,6 +5,8 @@ const STAGES = ["start", "gen", "reward", "old_log_prob", "ref", "values", "adv"
 // A stage's colour is the same in every report; a stage that the page does not know takes one in turn.
 const stageColour = (name, i) => `var(--stage-${STAGES.includes(name) ? STAGES.indexOf(name) : 1 + (i % 11)})`;
 
+const seconds = (value) => (value >= 1000 ? whole(value) : value.toFixed(1));
+
 function drawStages(runs) {
   const into = byId("time-list");
   const names = [...new Set(runs.flatMap((run) => run.stages.names))];
@@ -53,7 +55,7 @@ function stageChart(run, number, names, highest, named) {
       }
     });
     for (const step of stepTicks(firsts[0], firsts[0] + span - 1, width)) {
-      picture.append(svg("text", { x: x(step) + (x(step + wide) - x(step)) / 2, y: height - 5, "text-anchor": "middle" }, whole(step)));
+      picture.append(stepLabel(x(step + wide / 2), height, step, width));
     }
     plot.replaceChildren(picture);
     plot.onpointermove = plot.onpointerdown = (event) => {
@@ -81,9 +83,9 @@ function stageTable(runs, names) {
     element("th", { scope: "row" }, element("span", { class: "swatch", style: `background:${stageColour(name, i)}` }), name),
     runs.flatMap((run, r) => {
       const value = run.stages.totals[name];
-      return value === undefined ? [element("td", {}, "–"), element("td")] : [element("td", {}, value.toFixed(1)), element("td", { class: "soft" }, percent(value / (all[r] || 1)))];
+      return value === undefined ? [element("td", {}, "–"), element("td")] : [element("td", {}, seconds(value)), element("td", { class: "soft" }, percent(value / (all[r] || 1)))];
     })));
-  rows.push(element("tr", {}, element("th", { scope: "row" }, "together"), all.flatMap((sum) => [element("td", {}, element("b", {}, sum.toFixed(1))), element("td", { class: "soft" }, duration(sum))])));
+  rows.push(element("tr", {}, element("th", { scope: "row" }, "together"), all.flatMap((sum) => [element("td", {}, element("b", {}, seconds(sum))), element("td", { class: "soft" }, duration(sum))])));
   return element("div", { class: "scroll card" }, element("table", {},
     element("thead", {}, element("tr", {}, element("th", { scope: "col" }, "stage"), head)), element("tbody", {}, rows)));
 }
