@@ -433,9 +433,8 @@ def test_values_are_read_by_mouse_and_keys(tab, tmp_path):
     )
     tab.open(file)
     tab.wait("document.querySelectorAll('#main-curves svg').length === 2")
-    place = tab.ask(
-        "(({left, top, width}) => [left, top, width])(document.querySelector('#main-curves .plot').getBoundingClientRect())"
-    )
+    box = "document.querySelector('#main-curves .plot').getBoundingClientRect()"
+    place = tab.ask(f"(({{left, top, width}}) => [left, top, width])({box})")
     tab.mouse("mouseMoved", place[0] + 48 + (place[2] - 58) * 4 / 9, place[1] + 60)  # step 5 of 1 to 10
     readouts = "[...document.querySelectorAll('#main-curves .readout')].map((node) => node.textContent)"
     assert tab.ask(readouts) == ["0.5", "15"]  # the other chart, too
