@@ -16,7 +16,7 @@ unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PIP_TARGET PIP_PREFIX PIP_USER PIP_RE
 
 .DEFAULT_GOAL = help
 .DELETE_ON_ERROR:
-.PHONY: help setup quickstart test test-all lint types bench doctor clean
+.PHONY: help setup quickstart test test-all lint types bench doctor pictures clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,6 +50,9 @@ bench: $(READY)  ## measure the stages of a step, the models alone, attention, t
 
 doctor: $(READY)  ## say what of this machine would stop a training, and what to do
 	@$(PY) -m jppo.doctor
+
+pictures: $(READY)  ## photograph the report of a run for docs/, by a headless Chromium; RUN=DIR
+	JPPO_PICTURES_OF=$(RUN) $(PY) -m pytest tests/test_report.py -k pictures
 
 clean:  ## remove caches and builds; .venv and runs stay
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .jax_cache

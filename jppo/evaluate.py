@@ -29,7 +29,6 @@ from jppo.assemble import Inputs
 from jppo.config import UserError
 from jppo.data.tokenizer import decode
 from jppo.io.metrics import write_samples
-from jppo.models import hf
 from jppo.rollout.sampler import RolloutError
 from jppo.validation import Tested
 
@@ -71,7 +70,7 @@ def evaluate(c: ConfigDict, console: rich.console.Console) -> bool:
         (out / "config.json").write_text(settings.dump(c))
         console.print(introduce(c, inputs), markup=False, highlight=False, soft_wrap=True)
         sampler = engine.ready(eos_token_ids=inputs.end_tokens, decode=lambda ids: decode(inputs.tokenizer, ids))
-        sampler.load(hf.stored_tensors(c.model.path, inputs.policy), version=0)
+        assemble.publish_stored(c, sampler, inputs.policy)
         panel.ready()
         watch = stack.enter_context(watched(len(inputs.val.prompts) * sampling.n))
         tested = validation.evaluate(

@@ -31,6 +31,7 @@ from jppo.io.timers import Timers
 from jppo.io.watch import Stopped, Watch, leave
 from jppo.learner import batch, correct, devices, estimate, packing, ppo
 from jppo.models import hf
+from jppo.report import report_line
 from jppo.rewards.compose import Panel
 from jppo.rollout.sampler import RolloutError, Sampler, greedy
 from jppo.structs import Reward, TrainState, Trajectory
@@ -70,7 +71,7 @@ def train(config: ConfigDict) -> None:
         )
         run = run / "val_only" if only_look else run  # what a run has written stays as it is
         if assemble.finished(c, checkpoints, inputs.total_steps):
-            return summary(run)
+            return summary(run, report_line(run))
         mesh = assemble.make_mesh(c)
         panel = assemble.make_panel(c, inputs, mesh)
         stack.callback(panel.close)
@@ -122,7 +123,7 @@ def train(config: ConfigDict) -> None:
         now = learn(parts, begun)
         with timer("save"):
             export(parts, now)
-    summary(run)
+    summary(run, report_line(run))
 
 
 @dataclasses.dataclass(frozen=True)

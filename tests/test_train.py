@@ -98,6 +98,7 @@ def test_a_killed_run_goes_on_and_leaves_no_server(run):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [m["step"] for m in lines] == list(range(STEPS + 1))  # none missing, none twice
     assert all(m["rollout/logp_gap_max"] < 1e-3 for m in lines[1:])
+    assert f"report            {run / 'report.html'}" in said and (run / "report.html").is_file()
     assert {path.name for path in (run / "hf").iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
     uids = {
         row["uid"]

@@ -3,7 +3,16 @@
 The commands call it; below it nothing sees a config.
 """
 
-from jppo.assemble.engine import ENGINES, Source, publish, publish_base, sampling, share_gpu, val_sampling
+from jppo.assemble.engine import (
+    ENGINES,
+    Source,
+    publish,
+    publish_base,
+    publish_stored,
+    sampling,
+    share_gpu,
+    val_sampling,
+)
 from jppo.assemble.inputs import Inputs, make_adapters, read_inputs, read_test, read_tokenizer
 from jppo.assemble.learner import (
     Learner,
@@ -47,6 +56,7 @@ __all__ = [
     "origin",
     "publish",
     "publish_base",
+    "publish_stored",
     "read_inputs",
     "read_test",
     "read_tokenizer",

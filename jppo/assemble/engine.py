@@ -11,9 +11,9 @@ from ml_collections import ConfigDict
 
 from jppo.assemble.learner import Learner, make_mesh, sequences_of_step
 from jppo.config import UserError
-from jppo.learner import sharding
+from jppo.learner import sharding, state
 from jppo.models import cache, hf
-from jppo.models.families import pad_vocab
+from jppo.models.families import ModelConfig, pad_vocab
 from jppo.models.lora import Lora
 from jppo.rollout.inprocess import InprocessEngine, InprocessSampler, InprocessSettings
 from jppo.rollout.sampler import Served
@@ -132,6 +132,18 @@ def publish_base(c: ConfigDict, learner: Learner, sampler: Source, version: int)
     base = learner.actor.base
     if base is not None and not isinstance(sampler, InprocessSampler) and c.rollout.lora_sync == "adapter":
         sampler.load(hf.hf_tensors(base.params, learner.cfg), version=version)
+
+
+def publish_stored(c: ConfigDict, sampler: Source, cfg: ModelConfig) -> None:
+    """Makes the model that is stored at `model.path` what the engine samples from, as version 0."""
+    if isinstance(sampler, InprocessSampler):
+        mesh = make_mesh(c)
+        cfg = pad_vocab(cfg, mesh.shape["tensor"])
+        what = state.weights(cfg, mesh, head="lm", param_dtype=c.model.param_dtype)
+        values = state.load(what, c.model.path, init="pretrained", key=jax.random.key(c.trainer.seed))
+        sampler.hold(values, version=0)
+    else:
+        sampler.load(hf.stored_tensors(c.model.path, cfg), version=0)
 
 
 # What `rollout.name` chooses from.

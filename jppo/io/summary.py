@@ -7,8 +7,8 @@ from jppo.io.metrics import read_metrics
 from jppo.io.timers import STAGES
 
 
-def summary(run: pathlib.Path) -> None:
-    """Says what happened: test score before and after, where the time went, and where everything is."""
+def summary(run: pathlib.Path, report: str) -> None:
+    """Says what happened: test score before and after, where the time went, where everything is, the report too."""
     lines = read_metrics(run)
     tested = [(m["step"], m["val/score"]) for m in lines if m.get("val/score") is not None]
     reward = [(m["step"], m["critic/score/mean"]) for m in lines if m.get("critic/score/mean") is not None]
@@ -28,6 +28,7 @@ def summary(run: pathlib.Path) -> None:
         if seconds:
             print(f"  {stage:<15} {seconds:8.1f}")
     print(f"curve             {run / 'curve.svg'}")
+    print(f"report            {report}")
     print(f"samples           {run / 'samples'}, step_N.jsonl and test_N.jsonl")
     print(f"metrics           {run / 'metrics.jsonl'}, TensorBoard in {run / 'tensorboard'}")
     print(f"model             {run / 'hf'}")

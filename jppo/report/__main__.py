@@ -1,0 +1,32 @@
+"""Writes one HTML page about one run or several: python -m jppo.report runs/quickstart [RUN_DIR ...] [--out FILE]
+
+The page opens from the disk and asks for nothing else: curves, stage times, scores, samples, settings, warnings.
+"""
+
+import argparse
+import pathlib
+import sys
+
+from jppo.config import UserError, exit_on_user_error
+from jppo.report.page import NAME, write_report
+
+
+@exit_on_user_error
+def main(argv: list[str] | None = None) -> None:
+    """The command line."""
+    about, _, more = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(prog="python -m jppo.report", description=f"{about} {more}")
+    parser.add_argument("run_dirs", nargs="+", type=pathlib.Path, metavar="RUN_DIR", help="the folder of a run")
+    parser.add_argument("--out", type=pathlib.Path, help=f"the page (RUN_DIR/{NAME} for one run, ./{NAME} for several)")
+    args = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    out = args.out
+    if out is None:
+        out = (args.run_dirs[0] if len(args.run_dirs) == 1 else pathlib.Path()) / NAME
+    try:
+        print(write_report(args.run_dirs, out))
+    except OSError as e:
+        raise UserError(f"{e.filename or out}: {e.strerror}; name another file by --out") from e
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""All that the report says, as one JSON document made from runs' folders; the page only draws it."""
+
+import datetime
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jppo
+from jppo import config
+from jppo.config import commandline
+from jppo.report import samples, series
+from jppo.report.folder import Folder, distinct_names, read_folder
+
+BUDGET = 10_000_000  # characters of packed samples in a page, of all runs together
+CURVES = 4_000  # points of a metric, of all runs together
+
+
+def make_document(run_dirs: Sequence[pathlib.Path], budget: int = BUDGET) -> dict[str, Any]:
+    """The document: what is common to the runs, and under `runs` what each says of itself."""
+    folders = [read_folder(path) for path in run_dirs]
+    read = [samples.read_samples(f.samples, budget // len(folders), f.notes) for f in folders]
+    graded = [s for entries in read for e in entries for s in e["scores"] if s is not None]
+    rows = samples.levels(graded)
+    names = distinct_names([f.path for f in folders])
+    return {
+        "made": _time(datetime.datetime.now().timestamp()),
+        "jppo": jppo.__version__,
+        "levels": rows,
+        "settings": settings([f.settings for f in folders]),
+        "runs": [
+            describe(folder, name, points=min(series.POINTS, CURVES // len(folders)))
+            | {
+                "scores": samples.histogram(entries, rows),
+                "samples": [{k: v for k, v in e.items() if k != "scores"} for e in entries],
+                "left_out": samples.told(folder.samples, entries),
+            }
+            for folder, name, entries in zip(folders, names, read, strict=True)
+        ],
+    }
+
+
+def describe(folder: Folder, name: str, points: int = series.POINTS) -> dict[str, Any]:
+    """A run without its samples."""
+    lines = folder.lines
+    tested = series.points_of(lines, "val/score")
+    step = lines[-1]["step"] if lines else 0
+    total = planned_steps(folder.settings)
+    return {
+        "name": name,
+        "path": str(folder.path),
+        "step": step,
+        "total": total,
+        "finished": folder.exported and bool(lines) and (total is None or step >= total),
+        "written": None if folder.written is None else _time(folder.written),
+        "seconds": round(sum(series.total(lines, f"timing_s/{stage}") for stage in ("step", *series.OUTSIDE)), 1),
+        "tokens": series.total(lines, "perf/total_num_tokens"),
+        "best": max(tested, key=lambda point: point[1]) if tested else None,
+        "last": tested[-1] if tested else None,
+        "versions": folder.versions,
+        "notes": folder.notes,
+        "warnings": group_warnings(folder.warnings),
+        "curves": series.curves(lines, points),
+        "stages": series.stage_times(lines),
+    }
+
+
+def planned_steps(found: Mapping[str, Any] | None) -> int | None:
+    """How many steps the settings ask for; None where they count epochs, or are not known."""
+    trainer = (found or {}).get("trainer")
+    steps = trainer.get("total_training_steps") if isinstance(trainer, Mapping) else None
+    return steps if isinstance(steps, int) and steps > 0 else None
+
+
+def group_warnings(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A warning that came at several steps once: how often, from when to when, and what it said last."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        name = str(row.get("name", "warning"))
+        step = series.number(row.get("step"))
+        one = found.setdefault(name, {"name": name, "count": 0, "first": step, "last": None})
+        one |= {"count": one["count"] + 1, "last": step}
+        one |= {key: str(row[key]) for key in ("found", "remedy") if row.get(key) is not None}
+    return list(found.values())
+
+
+def settings(found: Sequence[Mapping[str, Any] | None]) -> list[dict[str, Any]]:
+    """Every setting of the runs, with its default: as JSON, None where there is none.
+
+    `differs`: from the default in the only run, or between the runs.
+    """
+    flat = [{} if one is None else flatten(one) for one in found]
+    tuned = all(one is None or "rollout" not in one for one in found)  # by jppo.sft, which samples nothing
+    defaults = config.sft_default() if tuned else config.default()
+    usual = {name: json.dumps(value) for name, value in commandline.settings(defaults).items()}
+    rows = []
+    for name in dict.fromkeys(name for one in flat for name in one):
+        values = [one.get(name) for one in flat]
+        compared = {value for value, one in zip(values, flat, strict=True) if one}
+        differs = len(compared | ({usual.get(name)} if len(flat) == 1 else set())) > 1
+        rows.append({"name": name, "default": usual.get(name), "values": values, "differs": differs})
+    return rows
+
+
+def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Every setting by its dotted name, as JSON."""
+    found: dict[str, str] = {}
+    for name, inner in value.items():
+        if isinstance(inner, Mapping) and inner:
+            found |= flatten(inner, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = json.dumps(inner)
+    return found
+
+
+def _time(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")

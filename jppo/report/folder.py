@@ -1,0 +1,138 @@
+"""A run's folder as the report reads it: what is there, and in words what is not. A kill may have cut any file."""
+
+import dataclasses
+import json
+import pathlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from jppo.config import UserError
+from jppo.io import metrics
+
+SERVER_HEAD = 65_536  # bytes of a server's log in which it names its version
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleFile:
+    """One file of samples/: of a step's training, or of the test after it."""
+
+    kind: str  # 'step' or 'test'
+    step: int
+    path: pathlib.Path
+
+
+@dataclasses.dataclass(frozen=True)
+class Folder:
+    """What a run left on the disk, but for the samples themselves."""
+
+    path: pathlib.Path
+    settings: dict[str, Any] | None  # None: no config.json that can be read
+    lines: list[dict[str, Any]]  # of metrics.jsonl, by step
+    warnings: list[dict[str, Any]]
+    samples: list[SampleFile]  # by kind and step
+    exported: bool  # hf/ is written last
+    written: float | None  # when the last line of metrics was, in seconds since 1970
+    versions: dict[str, str]
+    notes: list[str]  # what is missing or cannot be read
+
+
+def read_folder(path: pathlib.Path) -> Folder:
+    """Everything but the samples; a path that is no run is a UserError."""
+    if not path.is_dir():
+        raise UserError(f"{path}: no such folder; name a run's folder, as runs/quickstart is one")
+    if not any((path / name).exists() for name in ("config.json", metrics.FILE, "samples")):
+        raise UserError(f"{path} is no run: it has none of config.json, {metrics.FILE} and samples/")
+    notes: list[str] = []
+    found = read_rows(path / metrics.FILE, notes, "no curves and no times")
+    lines = {m["step"]: m for m in found if isinstance(m.get("step"), int)}  # of a step that stands twice, the last
+    if len(lines) < len(found):
+        notes.append(f"{metrics.FILE}: {len(found) - len(lines)} lines have no step of their own and are left out")
+    file = path / metrics.FILE
+    return Folder(
+        path=path,
+        settings=_settings(path / "config.json", notes),
+        lines=[lines[step] for step in sorted(lines)],
+        warnings=read_rows(path / "warnings.jsonl", notes, None),
+        samples=_sample_files(path / "samples", notes),
+        exported=(path / "hf").is_dir(),
+        written=file.stat().st_mtime if file.is_file() else None,
+        versions=_versions(path),
+        notes=notes,
+    )
+
+
+def read_rows(path: pathlib.Path, notes: list[str], without: str | None) -> list[dict[str, Any]]:
+    """The objects of a jsonl file; lines that are none are counted in `notes`.
+
+    `without` says what the report lacks where there is no such file; None: it need not be there.
+    """
+    if not path.is_file():
+        if without is not None:
+            notes.append(f"no {path.name}: {without}")
+        return []
+    rows, broken = [], 0
+    # A newline ends a line and nothing else does: texts may hold the other characters that splitlines knows.
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if isinstance(row, dict):
+            rows.append(row)
+        else:
+            broken += 1
+    if broken:
+        notes.append(f"{path.name}: {broken} of {broken + len(rows)} lines cannot be read and are left out")
+    elif not rows and without is not None:
+        notes.append(f"{path.name} is empty: {without}")
+    return rows
+
+
+def distinct_names(paths: Sequence[pathlib.Path]) -> list[str]:
+    """The last part of each path, and as many before it as tell it from the others."""
+    parts = [path.expanduser().resolve().parts for path in paths]
+    depth = [1] * len(parts)
+    while True:
+        names = ["/".join(p[-d:]) for p, d in zip(parts, depth, strict=True)]
+        twice = [i for i, name in enumerate(names) if names.count(name) > 1 and depth[i] < len(parts[i])]
+        if not twice:
+            return names
+        depth = [d + (i in twice) for i, d in enumerate(depth)]
+
+
+def _settings(path: pathlib.Path, notes: list[str]) -> dict[str, Any] | None:
+    if not path.is_file():
+        notes.append("no config.json: no settings, and how far the run was to go is not known")
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    except (ValueError, RecursionError):
+        found = None
+    if isinstance(found, dict):
+        return found
+    notes.append("config.json cannot be read: no settings, and how far the run was to go is not known")
+    return None
+
+
+def _sample_files(folder: pathlib.Path, notes: list[str]) -> list[SampleFile]:
+    found = []
+    for path in folder.glob("*.jsonl"):
+        match = re.fullmatch(r"(step|test)_(\d+)\.jsonl", path.name)
+        if match:
+            found.append(SampleFile(match[1], int(match[2]), path))
+    if not found:
+        notes.append("no samples/step_N.jsonl or test_N.jsonl: no samples and no distribution of scores")
+    return sorted(found, key=lambda f: (f.kind, f.step))
+
+
+def _versions(run: pathlib.Path) -> dict[str, str]:
+    log = run / "server-0.log"
+    if not log.is_file():
+        return {}
+    with log.open("rb") as file:
+        head = file.read(SERVER_HEAD).decode("utf-8", errors="replace")
+    found = re.search(r"\bversion v?(\d+\.\d[\w.+-]*)", head)
+    return {"vLLM": found[1]} if found else {}

@@ -1,0 +1,61 @@
+"""The document in its page: HTML, style, scripts and data in one file that asks for nothing else."""
+
+import html
+import importlib.resources
+import os
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jppo.report.document import BUDGET, make_document
+from jppo.report.samples import compact, pack
+
+NAME = "report.html"
+SCRIPTS = ("shared.js", "plot.js", "curves.js", "stages.js", "scores.js", "samples.js", "settings.js", "main.js")
+
+
+def write_report(run_dirs: Sequence[pathlib.Path], out: pathlib.Path, budget: int = BUDGET) -> pathlib.Path:
+    """Writes the page about these runs and returns its path; whoever reads it meanwhile sees the one before."""
+    text = make_page(make_document(run_dirs, budget))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    new = out.with_name(out.name + ".new")
+    new.write_text(text, encoding="utf-8", errors="replace")
+    os.replace(new, out)
+    return out
+
+
+def report_line(run: pathlib.Path) -> str:
+    """Writes the page of a run that has ended and says where it is; a page that fails does not fail the run."""
+    try:
+        return str(write_report([run], run / NAME))
+    except Exception as e:
+        why = " ".join(f"{type(e).__name__}: {e}".split())
+        return f"not written ({why[:200]}); python -m jppo.report {run} tries again"
+
+
+def make_page(document: Mapping[str, Any]) -> str:
+    """The page. Data goes in as base64 alone: no text of a sample can be taken for HTML.
+
+    The samples of each step are packed by themselves, and unpacked once somebody looks at them.
+    """
+    runs, texts = [], []
+    for i, run in enumerate(document["runs"]):
+        entries = [{k: v for k, v in e.items() if k != "packed"} for e in run["samples"]]
+        runs.append({**run, "samples": entries})
+        texts += [_data(f"samples-{i}-{e['kind']}-{e['step']}", e["packed"]) for e in run["samples"]]
+    parts = {
+        "title": html.escape(", ".join(run["name"] for run in runs)),
+        "style": _file("page.css"),
+        "data": "\n".join([_data("data", pack(compact({**document, "runs": runs}))), *texts]),
+        "script": "\n".join(_file(name) for name in SCRIPTS),
+    }
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _file("page.html"))
+
+
+def _data(name: str, packed: str) -> str:
+    return f'<script type="text/plain" id="{name}">{packed}</script>'
+
+
+def _file(name: str) -> str:
+    return (importlib.resources.files("jppo.report") / "static" / name).read_text(encoding="utf-8")
