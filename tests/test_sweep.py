@@ -377,6 +377,7 @@ def test_a_wrong_command_is_one_line(asked, tmp_path, capsys):
 
 
 @pytest.mark.vllm
+@pytest.mark.timeout(1200)
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup")
 def test_two_real_runs(tmp_path, tiny_model):
     made = arithmetic.make(seed=1, test=8, sloppy=0.5, demonstrations=1)
@@ -395,7 +396,7 @@ def test_two_real_runs(tmp_path, tiny_model):
     command = [sys.executable, "-m", "jppo.sweep", f"--config={tmp_path / 'two.py'}", f"--out={tmp_path / 'out'}"]
     command += [f"--config.{name}={value}" for name, value in given.items()]
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}  # one device
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1100)
     assert done.returncode == 0, done.stdout + done.stderr
     with (tmp_path / "out/sweep.csv").open(newline="") as f:
         read = list(csv.DictReader(f))
