@@ -248,6 +248,8 @@ def test_runs_go_one_after_the_other_or_side_by_side(go, tmp_path, capsys):
     assert "[3/3] trainer.seed=2: finished after" in said
     assert said.index("| trainer.seed=2 | 2 | 0.5 |") < said.index("| trainer.seed=0 | 0 | 0.0 |")
     assert statuses(go.out) == {"0": "finished", "1": "finished", "2": "finished"}
+    page = (go.out / "report.html").read_text()
+    assert f"report            {go.out / 'report.html'}" in said and "trainer.seed=2" in page
     log = (go.out / "trainer.seed=0/train.log").read_text()
     assert log.startswith("$ ") and "\nhello\n" in log
     go.out.rename(tmp_path / "before")
