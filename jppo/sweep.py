@@ -4,7 +4,7 @@ A config file may have a `sweep(add)` beside its get_config; it calls add once f
 differ: add(**{'actor.lr': 1e-5, 'trainer.seed': 2}). Each run is a `python -m jppo.train` with a folder of its own,
 whose name is made of these settings, under --out. A run that fails leaves the others alone; --resume skips what is
 finished and goes on with the rest. After each run sweep.md and sweep.csv have the table of all of them, the best
-first. --config.SECTION.NAME=VALUE changes a setting in every run.
+first, and at the end report.html is about them all. --config.SECTION.NAME=VALUE changes a setting in every run.
 
 Exit code 0 where all runs have finished, 1 where one has failed.
 """
@@ -25,6 +25,8 @@ from jppo import config as settings
 from jppo.config import UserError
 from jppo.config.plan import Run, check_apart, differing, plan
 from jppo.io import record, table
+from jppo.io.metrics import FILE as METRICS
+from jppo.report import write_report
 from jppo.rollout.launch import die_with_parent
 
 GRACE_S = 30.0  # for a run to end its servers and to close its files
@@ -69,6 +71,8 @@ def sweep(runs: Sequence[Run], out: pathlib.Path, command: Command, *, jobs: int
         found = rows()
         table.write_table(out, found, metric)
     say(f"\n{table.markdown(found, metric)}\ntable             {out / 'sweep.md'}, {out / 'sweep.csv'}")
+    if begun := [run.folder for run in runs if (run.folder / METRICS).is_file()]:
+        say(f"report            {write_report(begun, out / 'report.html')}")
     if all(row.last is None for row in found):
         known = table.metric_names([run.folder for run in runs])
         others = f"--metric takes one of {', '.join(known)}" if known else "there are no metrics yet"

@@ -248,6 +248,8 @@ def test_runs_go_one_after_the_other_or_side_by_side(go, tmp_path, capsys):
     assert "[3/3] trainer.seed=2: finished after" in said
     assert said.index("| trainer.seed=2 | 2 | 0.5 |") < said.index("| trainer.seed=0 | 0 | 0.0 |")
     assert statuses(go.out) == {"0": "finished", "1": "finished", "2": "finished"}
+    page = (go.out / "report.html").read_text()
+    assert f"report            {go.out / 'report.html'}" in said and "trainer.seed=2" in page
     log = (go.out / "trainer.seed=0/train.log").read_text()
     assert log.startswith("$ ") and "\nhello\n" in log
     go.out.rename(tmp_path / "before")
@@ -377,6 +379,7 @@ def test_a_wrong_command_is_one_line(asked, tmp_path, capsys):
 
 
 @pytest.mark.vllm
+@pytest.mark.timeout(1200)
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup")
 def test_two_real_runs(tmp_path, tiny_model):
     made = arithmetic.make(seed=1, test=8, sloppy=0.5, demonstrations=1)
@@ -395,7 +398,7 @@ def test_two_real_runs(tmp_path, tiny_model):
     command = [sys.executable, "-m", "jppo.sweep", f"--config={tmp_path / 'two.py'}", f"--out={tmp_path / 'out'}"]
     command += [f"--config.{name}={value}" for name, value in given.items()]
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}  # one device
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1100)
     assert done.returncode == 0, done.stdout + done.stderr
     with (tmp_path / "out/sweep.csv").open(newline="") as f:
         read = list(csv.DictReader(f))
