@@ -265,7 +265,9 @@ def test_what_a_run_says_of_itself(tmp_path):
 
 
 def test_what_is_cut_or_missing_is_said(tmp_path):
-    run = write_run(tmp_path / "run", [{"step": 1, "a": 1.0}, {"step": 2, "a": 2.0}, {"step": 2, "a": 3.0}, {"no": 1}])
+    run = write_run(
+        tmp_path / "run", [{"step": 1, "a": 1.0}, {"step": 2, "a": 2.0}, {"step": 2, "a": 3.0}, {"step": 10**30}]
+    )
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "a')
     (run / "config.json").write_text('{"cut')

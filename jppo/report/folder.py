@@ -45,7 +45,7 @@ def read_folder(path: pathlib.Path) -> Folder:
         raise UserError(f"{path} is no run: it has none of config.json, {metrics.FILE} and samples/")
     notes: list[str] = []
     found = read_rows(path / metrics.FILE, notes, "no curves and no times")
-    lines = {m["step"]: m for m in found if isinstance(m.get("step"), int)}  # of a step that stands twice, the last
+    lines = {m["step"]: m for m in found if _is_step(m.get("step"))}  # of a step that stands twice, the last
     if len(lines) < len(found):
         notes.append(f"{metrics.FILE}: {len(found) - len(lines)} lines have no step of their own and are left out")
     file = path / metrics.FILE
@@ -101,6 +101,10 @@ def distinct_names(paths: Sequence[pathlib.Path]) -> list[str]:
         if not twice:
             return names
         depth = [d + (i in twice) for i, d in enumerate(depth)]
+
+
+def _is_step(value: Any) -> bool:
+    return isinstance(value, int) and 0 <= value < 2**53  # more than which no page can count
 
 
 def _settings(path: pathlib.Path, notes: list[str]) -> dict[str, Any] | None:
