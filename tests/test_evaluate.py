@@ -167,6 +167,7 @@ def test_an_engine_that_fails_is_one_line_and_code_1(command, engine, capsys):
         ("--grader=none", "reward.grader='none'"),
         ("--function=none.py:f", "no such file"),
         ("--max_response_length=100000", "max_position_embeddings"),
+        (f"--out={__file__}/x", "cannot be made"),
         ("--config.actr.lr=1", "there is no setting 'actr'"),
         ("--config=missing.py", "--config=missing.py: no such file"),
         ("--speed=3", "speed"),
