@@ -207,7 +207,7 @@ def test_a_real_vllm_answers_by_the_directorys_weights(tmp_path):
             "--max_prompt_length=6", "--max_response_length=5", f"--out={tmp_path / 'out'}",
             "--config.rollout.kv_cache_memory_bytes=67108864",
         ],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300,
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     lines = (tmp_path / "out/samples/test.jsonl").read_text().splitlines()
