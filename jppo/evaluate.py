@@ -61,12 +61,15 @@ def evaluate(c: ConfigDict, console: rich.console.Console) -> bool:
     assemble.share_gpu(c)
     inputs = assemble.read_test(c)
     sampling = assemble.val_sampling(c)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UserError(f"--out={out} cannot be made: {e.strerror}; give a folder that can be written") from e
     with contextlib.ExitStack() as stack:
         panel = assemble.make_panel(c, inputs, assemble.make_mesh(c))
         stack.callback(panel.close)
         engine = assemble.ENGINES[c.rollout.name](c, out)
         stack.callback(engine.close)
-        out.mkdir(parents=True, exist_ok=True)
         (out / "config.json").write_text(settings.dump(c))
         console.print(introduce(c, inputs), markup=False, highlight=False, soft_wrap=True)
         sampler = engine.ready(eos_token_ids=inputs.end_tokens, decode=lambda ids: decode(inputs.tokenizer, ids))

@@ -167,6 +167,7 @@ def test_an_engine_that_fails_is_one_line_and_code_1(command, engine, capsys):
         ("--grader=none", "reward.grader='none'"),
         ("--function=none.py:f", "no such file"),
         ("--max_response_length=100000", "max_position_embeddings"),
+        (f"--out={__file__}/x", "cannot be made"),
         ("--config.actr.lr=1", "there is no setting 'actr'"),
         ("--config=missing.py", "--config=missing.py: no such file"),
         ("--speed=3", "speed"),
@@ -206,7 +207,7 @@ def test_a_real_vllm_answers_by_the_directorys_weights(tmp_path):
             "--max_prompt_length=6", "--max_response_length=5", f"--out={tmp_path / 'out'}",
             "--config.rollout.kv_cache_memory_bytes=67108864",
         ],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300,
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     lines = (tmp_path / "out/samples/test.jsonl").read_text().splitlines()
