@@ -26,7 +26,7 @@ from jppo.data.stream import Cursor, next_batch
 from jppo.data.tokenizer import decode
 from jppo.evaluate import evaluate, sample, samples
 from jppo.io.checkpoint import Checkpoints, require, restore
-from jppo.io.metrics import Logger, write_arrays, write_samples
+from jppo.io.metrics import Logger
 from jppo.io.summary import summary
 from jppo.io.timers import Timers
 from jppo.learner import batch, correct, estimate, packing, ppo
@@ -44,6 +44,7 @@ def train(config: ConfigDict) -> None:
     """Runs the whole of it; the state is on disk when it returns."""
     c = config
     run = pathlib.Path(c.trainer.run_dir).expanduser()
+    assemble.require_loggers(c)
     assemble.share_gpu(c)
     inputs = assemble.read_inputs(c)
     if c.trainer.resume_mode not in ("auto", "disable"):
@@ -80,7 +81,8 @@ def train(config: ConfigDict) -> None:
             assemble.publish_base(c, learner, sampler, step)
             assemble.publish(c, learner, sampler, now, inputs.adapters)
             panel.ready()
-        logger = stack.enter_context(Logger(run, total_steps=inputs.total_steps, resumed_step=resumed))
+        logger = assemble.make_logger(c, run, total_steps=inputs.total_steps, resumed_step=resumed)
+        stack.enter_context(logger)
         (run / "config.json").write_text(settings.dump(c))
         for line in introduce(inputs, mesh, learner.plan, resumed):
             logger.note(line)
@@ -89,20 +91,20 @@ def train(config: ConfigDict) -> None:
         logger.note(agree(c, inputs, learner, now, sampler, step))
         if resumed is None and c.trainer.val_before_train:
             with timer("testing"):
-                metrics = validate(c, run, inputs, sampler, panel, logger, step)
+                metrics = validate(c, inputs, sampler, panel, logger, step)
             logger.log(0, metrics | timer.next_step())
         logged = step
         try:
             while step < inputs.total_steps:
                 with timer("step"):
-                    now, cursor, metrics = ppo_step(c, inputs, learner, now, cursor, sampler, panel, timer, run)
+                    now, cursor, metrics = ppo_step(c, inputs, learner, now, cursor, sampler, panel, timer, logger)
                     step += 1
                     with timer("update_weights"):
                         assemble.publish(c, learner, sampler, now, inputs.adapters)
                 last = step == inputs.total_steps
                 if last or due(step, c.trainer.test_freq):
                     with timer("testing"):
-                        metrics |= validate(c, run, inputs, sampler, panel, logger, step)
+                        metrics |= validate(c, inputs, sampler, panel, logger, step)
                 metrics |= timer.next_step()
                 metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / metrics["timing_s/step"]
                 logger.log(step, metrics)
@@ -134,7 +136,7 @@ def ppo_step(
     sampler: Sampler,
     panel: Panel,
     timer: Timers,
-    run: pathlib.Path,
+    logger: Logger,
 ) -> tuple[TrainState, Cursor, dict[str, float]]:
     """One step of PPO, all but the publish: the next state, the next place in the data, and the metrics."""
     version = int(now.step)
@@ -153,7 +155,7 @@ def ppo_step(
     with timer("reward"):
         rewards = grading.collect()  # what is left of it: it began with the first response
         baseline = None if best is None else best.collect()
-    write_samples(run, f"step_{version + 1}", samples(asked, trajectories, rewards))
+    logger.samples(f"step_{version + 1}", samples(asked, trajectories, rewards))
     metrics = describe(trajectories, rewards) | panel.metrics()
     compared = passes.sequences is not None
     outcome, usable = estimate.outcomes(rewards, baseline, n=c.rollout.n, compared=compared)
@@ -177,7 +179,7 @@ def ppo_step(
     metrics = found | metrics
     bad = metrics.get("actor/skipped", 0.0) + metrics.get("critic/skipped", 0.0) > 0
     if bad:
-        write_arrays(run, f"step_{version + 1}", flat.arrays)
+        logger.arrays(f"step_{version + 1}", flat.arrays)
     now = advance(c, now, metrics, bad=bad)
     return now, cursor, metrics | {"trainer/bad_steps": float(now.bad_steps)}
 
@@ -280,7 +282,7 @@ def require_progress(c: ConfigDict, run: pathlib.Path, now: TrainState) -> None:
 
 
 def validate(
-    c: ConfigDict, run: pathlib.Path, inputs: Inputs, sampler: Sampler, panel: Panel, logger: Logger, version: int
+    c: ConfigDict, inputs: Inputs, sampler: Sampler, panel: Panel, logger: Logger, version: int
 ) -> dict[str, float]:
     """Greedy accuracy on the validation prompts; its samples go to the run folder, a few to the console."""
     metrics, rows = evaluate(
@@ -291,8 +293,10 @@ def validate(
         version=version,
         batch_size=c.data.val_batch_size,
     )
-    write_samples(run, f"test_{version}", rows)
-    for row in rows[: c.trainer.log_val_generations]:
+    logger.samples(f"test_{version}", rows)
+    shown = rows[: c.trainer.log_val_generations]
+    logger.generations(version, shown)
+    for row in shown:
         mark = row["error"] if row["score"] is None else f"score {row['score']:g}"
         logger.note(f"  {_short(row['prompt'])} → {_short(row['response'])}   ({mark}; truth {row['ground_truth']})")
     return metrics

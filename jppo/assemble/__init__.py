@@ -18,6 +18,7 @@ from jppo.assemble.learner import (
     make_plan,
     sequences_of_step,
 )
+from jppo.assemble.logger import make_logger, require_loggers
 from jppo.assemble.recipe import make_recipe
 from jppo.assemble.reward import make_panel
 
@@ -33,6 +34,7 @@ __all__ = [
     "make_decoder",
     "make_descent",
     "make_learner",
+    "make_logger",
     "make_mesh",
     "make_panel",
     "make_plan",
@@ -41,6 +43,7 @@ __all__ = [
     "publish_base",
     "read_inputs",
     "read_tokenizer",
+    "require_loggers",
     "sampling",
     "sequences_of_step",
     "share_gpu",

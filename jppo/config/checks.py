@@ -138,6 +138,7 @@ AT_MOST_ONE = (
     "critic.lr_warmup_steps_ratio",
     "optim.lr_warmup_steps_ratio",
 )
+LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow")
 LARGEST_SERVED_RANK = 512  # of adapters in vLLM
 REJECTION_RULES = tuple(
     f"{over}_{k}"
@@ -172,6 +173,7 @@ def check(config: ml_collections.ConfigDict) -> None:
     for name in ("model.path", "data.train_files", "data.val_files", "trainer.run_dir"):
         if _has(config, name) and not _get(config, name):
             raise UserError(f"{name} is empty; give a path, as in --config.{name}=PATH")
+    loggers(config.trainer.logger)
     if "rollout" in config:
         if (last := config.rollout.port + config.rollout.servers - 1) > 65535:
             raise UserError(f"rollout.port={config.rollout.port}: the last server has port {last}, ports end at 65535")
@@ -276,6 +278,22 @@ def _check_adapters(config: ml_collections.ConfigDict) -> None:
             f"model.lora_rank={rank}: vLLM serves adapters of rank {LARGEST_SERVED_RANK} at most; lower it, or set"
             " rollout.lora_sync=merge"
         )
+
+
+def loggers(names: str) -> tuple[str, ...]:
+    """Where metrics go, from names that are separated by commas."""
+    found = tuple(name.strip() for name in names.split(",") if name.strip())
+    for name in found:
+        if name not in LOGGERS:
+            raise UserError(f"trainer.logger={names!r}: {name!r} is not known; the names are {', '.join(LOGGERS)}")
+        if found.count(name) > 1:
+            raise UserError(f"trainer.logger={names!r}: {name!r} is given twice; name it once")
+    if "jsonl" not in found:
+        raise UserError(
+            f"trainer.logger={names!r} has no jsonl: metrics.jsonl is what a resumed run and its summary read; try"
+            f" {','.join((*found, 'jsonl'))!r}"
+        )
+    return found
 
 
 def importance_band(spec: str | float) -> tuple[float | None, float]:
