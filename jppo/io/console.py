@@ -4,6 +4,7 @@ Green is within the range of `health.py`, yellow and red are outside; where ther
 """
 
 import collections
+import contextlib
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -60,6 +61,15 @@ class Screen(Protocol):
 
     def close(self) -> None:
         """Stop drawing."""
+
+
+class Terminal(rich.console.Console):
+    """Standard output; where whoever read it has gone, what follows is dropped, and the run goes on."""
+
+    def on_broken_pipe(self) -> None:
+        """rich makes the console quiet, which is meant, and ends the program, which is not."""
+        with contextlib.suppress(SystemExit):
+            super().on_broken_pipe()
 
 
 def make_screen(total_steps: int, done: int, columns: Columns, console: rich.console.Console) -> Screen:

@@ -22,7 +22,7 @@ import rich.console
 
 from jppo.io import to_mlflow, to_wandb
 from jppo.io.appending import Appender, cut_lines, read_lines
-from jppo.io.console import PPO_COLUMNS, Columns, make_screen
+from jppo.io.console import PPO_COLUMNS, Columns, Terminal, make_screen
 from jppo.io.diagnosis import Diagnosis, Finding
 from jppo.io.sinks import About, Rows, Sink
 from jppo.io.tensorboard import Board
@@ -81,7 +81,7 @@ class Logger:
             for row in kept:  # what it missed, if anything
                 self._safely(name, functools.partial(sink.log, row["step"], _metrics_of(row)))
         if "console" in places:
-            self._screen = make_screen(total_steps, max(done, 0), columns, console or rich.console.Console())
+            self._screen = make_screen(total_steps, max(done, 0), columns, console or Terminal())
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Record one step's metrics, and warn of what they show for the first time."""
@@ -147,7 +147,7 @@ class Logger:
 
     def _say(self, text: str, style: str = "") -> None:
         if self._screen is not None:
-            with contextlib.suppress(OSError):  # whoever read it has gone
+            with contextlib.suppress(OSError):  # a log on a full disk: there is nowhere to say so
                 self._screen.note(text, style)
 
 
