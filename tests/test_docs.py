@@ -9,6 +9,7 @@ import pytest
 from jppo import config
 from jppo.config import checks, commandline
 from jppo.data.sources import read_sources
+from jppo.io import diagnosis, health, metrics
 from jppo.io.timers import STAGES
 from jppo.rewards import graders, judge_door, judge_prompts, targets
 from jppo.rewards.judge import JudgePart
@@ -20,6 +21,7 @@ DOCS = (
     "docs/algorithms.md",
     "docs/data.md",
     "docs/rewards.md",
+    "docs/monitoring.md",
     "benchmarks/README.md",
 )
 SOURCES = sorted((ROOT / "jppo").rglob("*.py"))
@@ -153,6 +155,10 @@ DYNAMIC = {
 }
 
 
+# What the console and the diagnosis read where a run has it.
+MEMORY = {"perf/max_memory_allocated_gb", "perf/cpu_memory_used_gb"}
+
+
 class NoDoor:
     """A way to a judge that nobody takes."""
 
@@ -187,7 +193,7 @@ def test_every_metric_is_explained_and_every_explained_one_is_written():
     assert {"reward_mean", "trainer/bad_steps", "rollout_corr/kl", "sft/skipped", "reward/rm_cut"} <= written
     assert set(re.findall(rf'f"((?:{kinds}|timing_s)/[^" ]*\{{[^" ]*)"', code)) == {*DYNAMIC, "judge/{name}"}
     assert explained == written | judge_metrics() | set(DYNAMIC.values())
-    assert set(re.findall(rf'"({name})"', code)) <= written  # what is read, as by the console
+    assert set(re.findall(rf'"({name})"', code)) <= written | MEMORY  # what is read, as by the console
 
 
 @pytest.mark.parametrize(
@@ -220,6 +226,20 @@ def test_every_setting_of_rewards_and_data_is_explained():
     assert len(of_rewards) > 30 and len(of_data) > 15
     assert not of_rewards - named("docs/rewards.md")
     assert not of_data - named("docs/data.md", "docs/architecture.md")
+
+
+def test_every_warning_and_every_range_is_explained():
+    page = text("docs/monitoring.md")
+    table = page[page.index("## Warnings") :]
+    rows = re.findall(r"^\| `(\w+)` \| .+ \|\n\| \| (.+) \|$", table, re.M)
+    assert {name: remedy.replace("`", "") for name, remedy in rows} == {n: r for n, (_, r) in diagnosis.RULES.items()}
+    for name, r in health.RANGES.items():
+        assert f"| `{name}` | {r.low:g} to {r.high:g} |" in page
+
+
+def test_monitoring_names_every_logger():
+    assert set(checks.LOGGERS) <= set(quoted("docs/monitoring.md"))
+    assert set(checks.LOGGERS) == {"console", "jsonl", "tensorboard", *metrics.REMOTE}
 
 
 def test_data_name_every_way_to_cut():

@@ -37,6 +37,10 @@ SLOW_AFTER = 5  # times that the stage was seen before
 # Of a step, from its metrics.
 SCORE_SPREAD = "largest minus smallest score"
 ADVANTAGE_SPREAD = "largest minus smallest advantage"
+SPREADS = {
+    SCORE_SPREAD: ("critic/score/max", "critic/score/min"),
+    ADVANTAGE_SPREAD: ("critic/advantages/max", "critic/advantages/min"),
+}
 ERRORS, RESPONSES = "reward/errors", "responses"
 MEMORY = "perf/cpu_memory_used_gb"
 TIMED = tuple(f"timing_s/{stage}" for stage in STAGES if stage not in ("start", "step"))
@@ -93,9 +97,9 @@ class Past:
 def _observed(metrics: Mapping[str, float | None]) -> dict[str, float]:
     """The numbers of a step that rules read, and those that follow from them."""
     out = {name: value for name in READ if (value := metrics.get(name)) is not None and math.isfinite(value)}
-    for spread, kind in ((SCORE_SPREAD, "critic/score"), (ADVANTAGE_SPREAD, "critic/advantages")):
-        if f"{kind}/max" in out and f"{kind}/min" in out:
-            out[spread] = out[f"{kind}/max"] - out[f"{kind}/min"]
+    for spread, (most, least) in SPREADS.items():
+        if most in out and least in out:
+            out[spread] = out[most] - out[least]
     tokens = out.get("prompt_length/mean", 0.0) + out.get("response_length/mean", 0.0)
     if tokens > 0 and "perf/total_num_tokens" in out:
         out[RESPONSES] = out["perf/total_num_tokens"] / tokens
@@ -103,12 +107,9 @@ def _observed(metrics: Mapping[str, float | None]) -> dict[str, float]:
 
 
 READ = (
-    "critic/score/max",
-    "critic/score/min",
+    *(name for pair in SPREADS.values() for name in pair),
     "critic/score/mean",
-    "critic/advantages/max",
-    "critic/advantages/min",
-    "reward/errors",
+    ERRORS,
     "perf/total_num_tokens",
     "prompt_length/mean",
     "response_length/mean",
@@ -235,13 +236,13 @@ def slow_stage(past: Past) -> str | None:
 RULES: Mapping[str, tuple[Callable[[Past], str | None], str]] = {
     "equal_rewards": (
         equal_rewards,
-        "look at samples/: if all are right the task is learned, else look at the reward with python -m"
-        " jppo.rewards.check, or raise rollout.n or rollout.temperature",
+        "if all are right in samples/ the task is learned, else try python -m jppo.rewards.check, or raise rollout.n or"
+        " rollout.temperature",
     ),
     "reward_errors": (
         reward_errors,
-        "the field error in samples/ says why; raise reward.timeout_s, reward.memory_bytes or reward.judge.retries, or"
-        " mend the grader",
+        "mend what the field error in samples/ says, or raise reward.timeout_s, reward.memory_bytes or"
+        " reward.judge.retries",
     ),
     "kl_out_of_range": (
         kl_out_of_range,
@@ -249,36 +250,33 @@ RULES: Mapping[str, tuple[Callable[[Past], str | None], str]] = {
     ),
     "ratio_out_of_range": (
         ratio_out_of_range,
-        "lower actor.lr or actor.ppo_epochs; with algorithm.old_logprob=bypass take correction or decoupled",
+        "lower actor.lr or actor.ppo_epochs; in place of algorithm.old_logprob=bypass take correction",
     ),
     "entropy_collapse": (
         entropy_collapse,
-        "raise actor.entropy_coeff or rollout.temperature, lower actor.lr, or hold the policy near the reference with"
-        " actor.use_kl_loss=True",
+        "raise actor.entropy_coeff or rollout.temperature, lower actor.lr, or set actor.use_kl_loss=True",
     ),
     "value_loss_not_falling": (
         value_loss_not_falling,
-        "raise critic.lr, critic.ppo_epochs or critic.cliprange_value, or let the critic begin alone with"
-        " trainer.critic_warmup",
+        "raise critic.lr, critic.ppo_epochs or critic.cliprange_value, or set trainer.critic_warmup",
     ),
     "all_truncated": (
         all_truncated,
-        "raise data.max_response_length; if samples/ show finished answers that go on, the model does not write its"
-        " end token: fine-tune it, or give its chat template",
+        "raise data.max_response_length; if answers in samples/ end and go on, teach the model its end token"
+        " (jppo.sft)",
     ),
     "sampler_gap_growing": (
         sampler_gap_growing,
-        "set rollout.dtype and model.compute_dtype alike, or correct the gap with algorithm.old_logprob=correction",
+        "set rollout.dtype and model.compute_dtype alike, or algorithm.old_logprob=correction",
     ),
     "host_memory_growing": (
         host_memory_growing,
-        "look for what the reward's function or a grader keeps; checkpoints go on: set trainer.save_freq, and start"
-        " the same command again before the memory is full",
+        "see what reward.function or a grader keeps; with trainer.save_freq a run that is ended goes on by the same"
+        " command",
     ),
     "slow_stage": (
         slow_stage,
-        "see what else ran on the machine; if it comes again, look at server-0.log for gen, at reward.timeout_s for"
-        " reward, at the disk for save",
+        "see what else ran on the machine; for gen see server-0.log, for reward reward.timeout_s, for save the disk",
     ),
 }
 

@@ -1,9 +1,12 @@
 """TensorBoard's event files. Records are framed here and not by a writer's thread, which a full disk would end."""
 
 import contextlib
+import html
+import json
 import math
 import os
 import pathlib
+import re
 import socket
 import struct
 import time
@@ -36,9 +39,9 @@ class Board:
         self._write(Event(summary=merged), step)
 
     def generations(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Samples, as the text of the step."""
-        text = "\n\n".join(f"    {row['prompt']} → {row['response']}   ({row['score']})" for row in rows)
-        self._write(Event(summary=summary.text("generations", text)), step)
+        """Samples, as a table in the text of the step."""
+        if rows:
+            self._write(Event(summary=summary.text("val_generations", _markdown(rows))), step)
 
     def warn(self, finding: Finding) -> None:
         """A warning, as text."""
@@ -55,3 +58,16 @@ class Board:
         head = struct.pack("<Q", len(data))
         checks = [struct.pack("<I", record_writer.masked_crc32c(part)) for part in (head, data)]
         self._file.append(head + checks[0] + data + checks[1])
+
+
+def _markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table of samples; nothing in them is taken for Markdown or HTML."""
+
+    def cell(value: Any) -> str:
+        text = "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        marked = re.sub(r"([\\`*_{}\[\]()#+.!|~$-])", r"\\\1", text)
+        return html.escape(marked, quote=False).replace("\n", "<br>").replace("\r", "")
+
+    columns = ("prompt", "response", "ground_truth", "score", "error")
+    lines = [columns, ["---"] * len(columns), *([cell(row[name]) for name in columns] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

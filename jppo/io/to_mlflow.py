@@ -77,7 +77,7 @@ class MLflow:
 
     def generations(self, step: int, rows: Rows) -> None:
         """A file of samples."""
-        if self._sent.new(step):
+        if rows and self._sent.new(step):
             shown = [{name: cell(row.get(name)) for name in COLUMNS} for row in rows]
             self._client.log_dict(self._id, {"rows": shown}, f"generations/step_{step}.json")
 

@@ -61,7 +61,7 @@ class Wandb:
 
     def generations(self, step: int, rows: Rows) -> None:
         """A table of samples, in the step that the next metrics are of."""
-        if self._sent.new(step):
+        if rows and self._sent.new(step):
             data = [[cell(row.get(name)) for name in COLUMNS] for row in rows]
             self._run.log({"generations": self._table(columns=list(COLUMNS), data=data)}, step=step, commit=False)
 

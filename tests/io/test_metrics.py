@@ -102,6 +102,19 @@ def test_tensorboard_has_the_finite_scalars_and_forgets_what_is_done_again(tmp_p
     assert [e.step for e in read if e.HasField("session_log")] == [3]
 
 
+def test_tensorboard_shows_samples_as_they_are(tmp_path):
+    row = {"prompt": "a|b\n<i>*1*</i>", "response": "\\boxed{2}", "ground_truth": "3", "score": None, "error": "e_e"}
+    with logger(tmp_path) as log:
+        log.generations(4, [row | {"prompt": [{"role": "user", "content": "x"}], "score": 0.5, "error": None}, row])
+        log.generations(5, [])
+    [path] = (tmp_path / "tensorboard").iterdir()
+    [(step, text)] = [(e.step, v.tensor.string_val[0].decode()) for e in events(path) for v in e.summary.value]
+    head, rule, first, second = text.splitlines()
+    assert step == 4 and head == "| prompt | response | ground_truth | score | error |" and rule.count("---") == 5
+    assert first.endswith(r"| \\boxed\{2\} | 3 | 0\.5 |  |") and '"content": "x"' in first
+    assert second == r"| a\|b<br>&lt;i&gt;\*1\*&lt;/i&gt; | \\boxed\{2\} | 3 |  | e\_e |"
+
+
 EQUAL = {"critic/score/mean": 0.0, "critic/score/max": 0.0, "critic/score/min": 0.0}
 
 
