@@ -2,8 +2,9 @@
 
 import pathlib
 
+from jppo.io.appending import read_lines
 from jppo.io.curve import write_curve
-from jppo.io.metrics import read_metrics
+from jppo.io.metrics import WARNINGS, read_metrics
 from jppo.io.timers import STAGES
 
 
@@ -29,5 +30,8 @@ def summary(run: pathlib.Path) -> None:
             print(f"  {stage:<15} {seconds:8.1f}")
     print(f"curve             {run / 'curve.svg'}")
     print(f"samples           {run / 'samples'}, step_N.jsonl and test_N.jsonl")
-    print(f"metrics           {run / 'metrics.jsonl'}, TensorBoard in {run / 'tensorboard'}")
+    board = f", TensorBoard in {run / 'tensorboard'}" if (run / "tensorboard").is_dir() else ""
+    print(f"metrics           {run / 'metrics.jsonl'}{board}")
+    if warned := read_lines(run / WARNINGS):
+        print(f"warnings          {', '.join(w['name'] for w in warned)}: {run / WARNINGS} has the remedies")
     print(f"model             {run / 'hf'}")
