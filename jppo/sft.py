@@ -17,7 +17,6 @@ from jppo.config import UserError
 from jppo.data.sft import Demonstration, read_demonstrations
 from jppo.data.stream import Cursor, next_batch, steps_per_epoch
 from jppo.io.console import SFT_COLUMNS
-from jppo.io.metrics import Logger
 from jppo.io.timers import Timers
 from jppo.learner import batch, ppo, score, update
 from jppo.models import hf
@@ -28,6 +27,7 @@ from jppo.structs import Trajectory
 def train(config: ConfigDict) -> None:
     """Trains on all demonstrations and writes the model."""
     c = config
+    assemble.require_loggers(c)
     _, cfg = hf.read_config(c.model.path)
     tokenizer = assemble.read_tokenizer(c, cfg)
     longest = c.data.max_prompt_length + c.data.max_response_length
@@ -60,7 +60,7 @@ def train(config: ConfigDict) -> None:
     descent, opt = assemble.make_descent(c.optim, "sft", accumulate, trained, steps)
     learned = trained.learned
     run, cursor, timer = pathlib.Path(c.trainer.run_dir).expanduser(), Cursor(), Timers()
-    with Logger(run, total_steps=steps, columns=SFT_COLUMNS) as logger:
+    with assemble.make_logger(c, run, total_steps=steps, columns=SFT_COLUMNS) as logger:
         (run / "config.json").write_text(settings.dump(c))
         logger.note(f"{len(demonstrations)} demonstrations ({found.overlong} over-long ones left out)")
         for step in range(steps):

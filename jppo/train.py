@@ -24,7 +24,7 @@ from jppo.assemble import Begun, Inputs, Learner, Source
 from jppo.data.stream import Cursor, next_batch
 from jppo.data.tokenizer import decode
 from jppo.io.checkpoint import Checkpoints, require
-from jppo.io.metrics import Logger, write_arrays, write_samples
+from jppo.io.metrics import Logger
 from jppo.io.profile import Profiler
 from jppo.io.summary import summary
 from jppo.io.timers import Timers
@@ -50,6 +50,7 @@ def train(config: ConfigDict) -> None:
     """Runs the whole of it; the state is on disk when it returns."""
     c = config
     run = pathlib.Path(c.trainer.run_dir).expanduser()
+    assemble.require_loggers(c)
     assemble.share_gpu(c)
     inputs = assemble.read_inputs(c)
     if c.trainer.resume_mode not in ("auto", "disable"):
@@ -104,7 +105,8 @@ def train(config: ConfigDict) -> None:
         logged = begun.step
         if begun.step is not None and (begun.pending is not None or only_look):
             logged = begun.step - 1  # its line is written now
-        logger = stack.enter_context(Logger(run, total_steps=inputs.total_steps, resumed_step=logged))
+        logger = assemble.make_logger(c, run, total_steps=inputs.total_steps, resumed_step=logged)
+        stack.enter_context(logger)
         parts = Run(c, run, inputs, learner, sampler, panel, checkpoints, logger, timer, profile, watch, origin)
         (run / "config.json").write_text(settings.dump(c))
         for line in (*introduce(inputs, mesh, learner.plan, begun.step), *begun.said):
@@ -225,7 +227,7 @@ def ppo_step(run: Run, now: TrainState, cursor: Cursor) -> tuple[TrainState, Cur
     with timer("reward"):
         rewards = grading.collect()  # what is left of it: it began with the first response
         baseline = None if best is None else best.collect()
-    write_samples(run.folder, f"step_{version + 1}", samples(asked, trajectories, rewards))
+    run.logger.samples(f"step_{version + 1}", samples(asked, trajectories, rewards))
     metrics = describe(trajectories, rewards) | run.panel.metrics()
     compared = passes.sequences is not None
     outcome, usable = estimate.outcomes(rewards, baseline, n=c.rollout.n, compared=compared)
@@ -249,7 +251,7 @@ def ppo_step(run: Run, now: TrainState, cursor: Cursor) -> tuple[TrainState, Cur
     metrics = found | metrics
     bad = metrics.get("actor/skipped", 0.0) + metrics.get("critic/skipped", 0.0) > 0
     if bad:
-        write_arrays(run.folder, f"step_{version + 1}", flat.arrays)
+        run.logger.arrays(f"step_{version + 1}", flat.arrays)
     now = advance(c, now, metrics, bad=bad)
     metrics |= assemble.utilisation(c, run.inputs, learner.mesh, trajectories, timer.so_far())
     return now, cursor, metrics | {"trainer/bad_steps": float(now.bad_steps)}
@@ -367,7 +369,7 @@ def validate(run: Run, version: int) -> dict[str, float]:
         version=version,
         batch_size=c.data.val_batch_size,
     )
-    write_samples(run.folder, f"test_{version}", validation.rows(tested))
+    run.logger.samples(f"test_{version}", validation.rows(tested))
     some = validation.shown(tested, c.trainer.log_val_generations)
     for row in some:
         run.logger.note(validation.line(row))

@@ -323,6 +323,25 @@ def test_a_config_that_is_not_there():
         settings.parse([], "about", settings.default())
 
 
+@pytest.mark.parametrize(
+    "names, said",
+    [
+        ("console", "has no jsonl: .* try 'console,jsonl'"),
+        ("", "try 'jsonl'"),
+        ("jsonl,tensorbord", "'tensorbord' is not known; the names are console, jsonl"),
+        ("jsonl, jsonl", "'jsonl' is given twice"),
+    ],
+)
+def test_loggers_that_cannot_be(config, names, said):
+    config.trainer.logger = names
+    with pytest.raises(settings.UserError, match=said):
+        settings.check(config)
+
+
+def test_loggers_are_names_with_or_without_blanks():
+    assert settings.loggers(" jsonl, console,wandb,") == ("jsonl", "console", "wandb")
+
+
 def run(*argv):
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     return subprocess.run(

@@ -9,6 +9,7 @@ import pytest
 from jppo import config, evaluate, statistics
 from jppo.config import checks, commandline
 from jppo.data.sources import read_sources
+from jppo.io import diagnosis, health, metrics
 from jppo.io.timers import STAGES
 from jppo.rewards import graders, judge_door, judge_prompts, targets
 from jppo.rewards.judge import JudgePart
@@ -21,6 +22,7 @@ DOCS = (
     "docs/data.md",
     "docs/rewards.md",
     "docs/evaluation.md",
+    "docs/monitoring.md",
     "benchmarks/README.md",
 )
 SOURCES = sorted((ROOT / "jppo").rglob("*.py"))
@@ -242,6 +244,20 @@ def test_every_setting_and_short_name_of_a_test_is_explained():
     assert len(of_tests) > 8 and not of_tests - said
     assert not {setting for setting, _ in evaluate.SHORT.values()} - said
     assert {f"--{name}" for name in (*evaluate.SHORT, "out")} <= set(quoted("docs/evaluation.md"))
+
+
+def test_every_warning_and_every_range_is_explained():
+    page = text("docs/monitoring.md")
+    table = page[page.index("## Warnings") :]
+    rows = re.findall(r"^\| `(\w+)` \| .+ \|\n\| \| (.+) \|$", table, re.M)
+    assert {name: remedy.replace("`", "") for name, remedy in rows} == {n: r for n, (_, r) in diagnosis.RULES.items()}
+    for name, r in health.RANGES.items():
+        assert f"| `{name}` | {r.low:g} to {r.high:g} |" in page
+
+
+def test_monitoring_names_every_logger():
+    assert set(checks.LOGGERS) <= set(quoted("docs/monitoring.md"))
+    assert set(checks.LOGGERS) == {"console", "jsonl", "tensorboard", *metrics.REMOTE}
 
 
 def test_data_name_every_way_to_cut():

@@ -33,11 +33,22 @@ ONLY_IN = {
     "anthropic": ("jppo.rewards.judge_door",),
     "math_verify": ("jppo.rewards.rules",),
     "tensorflow_datasets": ("jppo.data",),
+    "wandb": ("jppo.io.to_wandb",),
+    "mlflow": ("jppo.io.to_mlflow",),
     "orbax": ("jppo.io.checkpoint",),
     "ml_collections": ("configs", "jppo.config", *COMMANDS),
 }
 # TensorFlow can take the GPU when it is imported; vLLM and transformers cost seconds.
-ONLY_IN_FUNCTIONS = {"vllm", "tensorflow", "tensorflow_datasets", "openai", "anthropic", "math_verify"}
+ONLY_IN_FUNCTIONS = {
+    "vllm",
+    "tensorflow",
+    "tensorflow_datasets",
+    "openai",
+    "anthropic",
+    "math_verify",
+    "wandb",
+    "mlflow",
+}
 
 # All that a module may import of what is not jppo.
 PURE = {"collections", "dataclasses", "functools", "math", "typing", "jax", "chex", "numpy"}
@@ -222,6 +233,8 @@ def test_the_walk_sees_the_project():
         ("jppo.data.tfds", "def f():\n    import tensorflow_datasets as tfds", None),
         ("jppo.io.metrics", "def f():\n    import tensorflow", "only jppo.data may"),
         ("jppo.io.metrics", "import orbax.checkpoint as ocp", "only jppo.io.checkpoint may"),
+        ("jppo.io.metrics", "def f():\n    import wandb", "only jppo.io.to_wandb may"),
+        ("jppo.io.to_mlflow", "import mlflow", "only inside the function"),
         ("jppo.models.hf", "from transformers import AutoConfig", "only jppo.data.tokenizer"),
         ("jppo.data.prompts", "import torch", "only jppo.rollout.worker, jppo.rewards.model_worker may"),
         (

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import json
 import pathlib
 
@@ -270,3 +271,24 @@ def test_the_entropy_is_left_out_where_nobody_wants_it(learn, small_run):
     assert with_it[1]["actor/entropy"] > 0 and "actor/entropy" not in without[1]
     for name in ("actor/pg_loss", "actor/grad_norm", "critic/vf_loss"):
         assert without[2][name] == pytest.approx(with_it[2][name], rel=1e-4, abs=1e-6)
+
+
+def test_a_reward_that_says_nothing_is_warned_of_once_and_a_full_disk_ends_no_run(learn, small_run, monkeypatch, capfd):
+    monkeypatch.setitem(graders.GRADERS, "arithmetic", lambda text, _: Reward(0.0, {}, None))
+    write = pathlib.Path.write_text
+
+    def full(path, *a, **k):
+        if path.parent.name == "samples":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, *a, **k)
+
+    monkeypatch.setattr(pathlib.Path, "write_text", full)
+    metrics = learn({"trainer.total_training_steps": 4, "trainer.test_freq": -1})
+    assert [line["step"] for line in metrics] == [0, 1, 2, 3, 4]
+    run = pathlib.Path(small_run.trainer.run_dir)
+    [found] = map(json.loads, (run / "warnings.jsonl").read_text().splitlines())
+    assert (found["step"], found["name"]) == (3, "equal_rewards")
+    said = capfd.readouterr().out
+    assert said.count("warning: equal_rewards: all responses of 3 steps") == 1
+    assert said.count("warning: samples fails: OSError: [Errno 28]") == 1
+    assert all(0.5 < line["actor/ratio_mean"] < 2 for line in metrics[1:])

@@ -27,6 +27,7 @@ from jppo.assemble.learner import (
     make_plan,
     sequences_of_step,
 )
+from jppo.assemble.logger import make_logger, require_loggers
 from jppo.assemble.peak import introduce_peak, utilisation
 from jppo.assemble.recipe import make_recipe
 from jppo.assemble.resume import Begun, finished, kept, origin, resume, save
@@ -49,6 +50,7 @@ __all__ = [
     "make_decoder",
     "make_descent",
     "make_learner",
+    "make_logger",
     "make_mesh",
     "make_panel",
     "make_plan",
@@ -60,6 +62,7 @@ __all__ = [
     "read_inputs",
     "read_test",
     "read_tokenizer",
+    "require_loggers",
     "resume",
     "sampling",
     "save",

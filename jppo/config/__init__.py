@@ -3,7 +3,7 @@
 Nothing below the commands (`train.py`, `sft.py` ...) and `assemble.py` sees a config: they read it and pass scalars on.
 """
 
-from jppo.config.checks import check, importance_band, rejection_rules, save_contents
+from jppo.config.checks import check, importance_band, loggers, rejection_rules, save_contents
 from jppo.config.commandline import describe, dump, exit_on_user_error, parse
 from jppo.config.defaults import default, sft_default
 from jppo.config.errors import UserError
@@ -18,6 +18,7 @@ __all__ = [
     "dump",
     "exit_on_user_error",
     "importance_band",
+    "loggers",
     "parse",
     "parse_steps",
     "rejection_rules",

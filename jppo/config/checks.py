@@ -160,6 +160,7 @@ OF_SERVERS = (
     "rollout.start_timeout_s",
     "rollout.request_timeout_s",
 )
+LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow")
 LARGEST_SERVED_RANK = 512  # of adapters in vLLM
 REJECTION_RULES = tuple(
     f"{over}_{k}"
@@ -197,6 +198,7 @@ def check(config: ml_collections.ConfigDict, *, training: bool = True) -> None:
     for name in ("model.path", *(("data.train_files",) if training else ()), "data.val_files", "trainer.run_dir"):
         if _has(config, name) and not _get(config, name):
             raise UserError(f"{name} is empty; give a path, as in --config.{name}=PATH")
+    loggers(config.trainer.logger)
     if "rollout" in config:
         if (last := config.rollout.port + config.rollout.servers - 1) > 65535:
             raise UserError(f"rollout.port={config.rollout.port}: the last server has port {last}, ports end at 65535")
@@ -349,6 +351,22 @@ def save_contents(names: str) -> tuple[str, ...]:
     for name in ("model", "extra"):
         if name not in found:
             raise UserError(f"{said}: without {name} no run could go on from a checkpoint; add it")
+    return found
+
+
+def loggers(names: str) -> tuple[str, ...]:
+    """Where metrics go, from names that are separated by commas."""
+    found = tuple(name.strip() for name in names.split(",") if name.strip())
+    for name in found:
+        if name not in LOGGERS:
+            raise UserError(f"trainer.logger={names!r}: {name!r} is not known; the names are {', '.join(LOGGERS)}")
+        if found.count(name) > 1:
+            raise UserError(f"trainer.logger={names!r}: {name!r} is given twice; name it once")
+    if "jsonl" not in found:
+        raise UserError(
+            f"trainer.logger={names!r} has no jsonl: metrics.jsonl is what a resumed run and its summary read; try"
+            f" {','.join((*found, 'jsonl'))!r}"
+        )
     return found
 
 

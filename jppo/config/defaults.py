@@ -208,6 +208,9 @@ def default() -> ml_collections.ConfigDict:
     config.trainer = c(
         dict(
             run_dir="runs/run",
+            logger="console,jsonl,tensorboard",  # where metrics go, separated by commas; also wandb, mlflow
+            project_name="jppo",  # in wandb and mlflow
+            experiment_name="",  # in wandb and mlflow; '': the name of run_dir
             seed=1,
             total_epochs=1,
             total_training_steps=-1,  # -1: by epochs
@@ -244,5 +247,8 @@ def sft_default() -> ml_collections.ConfigDict:
     )
     optim = ("lr", *OPTIM, "max_tokens_per_device")
     config.optim = c({k: ppo.actor[k] for k in optim})
-    config.trainer = c({k: ppo.trainer[k] for k in ("run_dir", "seed", "total_epochs", "total_training_steps")})
+    logged = ("logger", "project_name", "experiment_name")
+    config.trainer = c(
+        {k: ppo.trainer[k] for k in ("run_dir", *logged, "seed", "total_epochs", "total_training_steps")}
+    )
     return config.lock()

@@ -1,6 +1,10 @@
-"""The console of a run: a live table with a progress bar on a terminal, one plain line a step elsewhere."""
+"""The console of a run: a live table with a progress bar on a terminal, one plain line a step elsewhere.
+
+Green is within the range of `health.py`, yellow and red are outside; where there is no colour, a ! stands behind.
+"""
 
 import collections
+import contextlib
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -9,9 +13,12 @@ from typing import Protocol
 import rich.box
 import rich.console
 import rich.live
-import rich.markup
 import rich.progress
 import rich.table
+import rich.text
+
+from jppo.io import health
+from jppo.io.timers import STAGES
 
 ROWS = 12  # steps that the live table shows
 
@@ -19,11 +26,12 @@ Columns = Sequence[tuple[str, str, str]]
 
 # Heading, metric, format. A step without the metric shows a dash.
 PPO_COLUMNS: Columns = (
-    ("reward", "critic/score/mean", ".3f"),
+    ("reward", health.REWARD, ".3f"),
     ("val acc", "val/score", ".3f"),
     ("KL", "actor/ppo_kl", ".1e"),
     ("entropy", "actor/entropy", ".3f"),
     ("clipped", "actor/pg_clipfrac", ".3f"),
+    ("ratio", "actor/ratio_mean", ".3f"),
     ("vf expl", "critic/vf_explained_var", ".2f"),
     ("length", "response_length/mean", ".1f"),
     ("tok/s", "perf/throughput", ",.0f"),
@@ -36,6 +44,10 @@ SFT_COLUMNS: Columns = (
     ("tok/s", "perf/throughput", ",.0f"),
     ("s/step", "timing_s/step", ".2f"),
 )
+LEFT_OUT_FIRST = ("s/step", "ratio", "val acc")  # of a table that is too wide; the stages' line has the first
+STAGE_NAMES = {"old_log_prob": "logp", "update_critic": "critic", "update_actor": "actor", "update_weights": "publish"}
+MEMORY = {"device": "perf/max_memory_allocated_gb", "host": "perf/cpu_memory_used_gb"}
+COLOURS: Mapping[health.Verdict, str] = {"good": "green", "weak": "yellow", "bad": "bold red"}
 
 
 class Screen(Protocol):
@@ -44,16 +56,25 @@ class Screen(Protocol):
     def show(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show one step."""
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, style: str = "") -> None:
         """Say something between the steps."""
 
     def close(self) -> None:
         """Stop drawing."""
 
 
+class Terminal(rich.console.Console):
+    """Standard output; where whoever read it has gone, what follows is dropped, and the run goes on."""
+
+    def on_broken_pipe(self) -> None:
+        """rich makes the console quiet, which is meant, and ends the program, which is not."""
+        with contextlib.suppress(SystemExit):
+            super().on_broken_pipe()
+
+
 def make_screen(total_steps: int, done: int, columns: Columns, console: rich.console.Console) -> Screen:
     """The screen that fits the console; `done` steps lie behind a resumed run."""
-    if console.is_terminal:
+    if console.is_terminal and not console.is_dumb_terminal:
         return Live(total_steps, done, columns, console)
     return Lines(total_steps, columns, console)
 
@@ -79,6 +100,19 @@ class Pace:
         return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
 
+class Rewards:
+    """The rewards of the last steps, which a step's health depends on."""
+
+    def __init__(self) -> None:
+        self._last: collections.deque[float] = collections.deque(maxlen=health.TREND_STEPS)
+
+    def verdicts(self, metrics: Mapping[str, float]) -> dict[str, health.Verdict]:
+        """The verdicts of the next step."""
+        if health.REWARD in metrics:
+            self._last.append(metrics[health.REWARD])
+        return health.verdicts(metrics, tuple(self._last))
+
+
 class Lines:
     """One plain line a step, for logs."""
 
@@ -87,13 +121,21 @@ class Lines:
         self._columns = columns
         self._console = console
         self._pace = Pace(total_steps)
+        self._rewards = Rewards()
 
     def show(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the step."""
-        shown = [f"{heading} {_text(metrics, name, form)}" for heading, name, form in self._columns if name in metrics]
-        self.note("  ".join([f"step {step}/{self._total}", *shown, f"ETA {self._pace.left(step)}"]))
+        verdicts = self._rewards.verdicts(metrics)
+        shown = [
+            f"{heading} {_text(metrics, name, form)}{_mark(verdicts.get(name))}"
+            for heading, name, form in self._columns
+            if name in metrics
+        ]
+        stages = _stages(metrics)
+        further = [*([f"({' '.join(stages)})"] if stages else []), *_memory(metrics), f"ETA {self._pace.left(step)}"]
+        self.note("  ".join([f"step {step}/{self._total}", *shown, *further]))
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, style: str = "") -> None:
         """Print the text."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
@@ -107,8 +149,10 @@ class Live:
     def __init__(self, total_steps: int, done: int, columns: Columns, console: rich.console.Console) -> None:
         self._columns = columns
         self._console = console
-        self._steps: collections.deque[list[str]] = collections.deque(maxlen=ROWS)
+        self._steps: collections.deque[tuple[int, dict[str, rich.text.Text]]] = collections.deque(maxlen=ROWS)
+        self._below = ""
         self._pace = Pace(total_steps)
+        self._rewards = Rewards()
         self._progress = rich.progress.Progress(
             rich.progress.TextColumn("[bold]step {task.completed:.0f}/{task.total:.0f}"),
             rich.progress.BarColumn(bar_width=None),
@@ -124,27 +168,49 @@ class Live:
 
     def show(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add the step to the table and move the bar."""
-        self._steps.append([str(step), *(_text(metrics, name, form) for _, name, form in self._columns)])
+        verdicts = self._rewards.verdicts(metrics)
+        cells = {}
+        for heading, name, form in self._columns:
+            verdict = verdicts.get(name)
+            mark = _mark(verdict) if self._console.no_color else ""
+            cells[heading] = rich.text.Text(
+                _text(metrics, name, form) + mark, style="" if verdict is None else COLOURS[verdict]
+            )
+        self._steps.append((step, cells))
+        whole = [f"step {metrics['timing_s/step']:.1f} s:"] if "timing_s/step" in metrics else []
+        self._below = "  ".join([*whole, *_stages(metrics), *_memory(metrics)])
         self._progress.update(self._task, completed=step, left=self._pace.left(step))
         self._live.update(self._draw(), refresh=True)
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, style: str = "") -> None:
         """Print the text above the table."""
-        self._console.print(rich.markup.escape(text), highlight=False)
+        self._console.print(rich.text.Text(text, style=style))
 
     def close(self) -> None:
         """Leave the last table on the screen."""
         self._live.stop()
 
     def _draw(self) -> rich.console.Group:
-        table = rich.table.Table(box=rich.box.SIMPLE_HEAD, expand=True, padding=(0, 0, 0, 1), header_style="bold cyan")
-        table.add_column("step", justify="right", style="bold")
-        for heading, _, _ in self._columns:
-            style = "green" if heading in ("reward", "val acc") else ""
-            table.add_column(heading, justify="right", style=style, no_wrap=True)
-        for cells in self._steps:
-            table.add_row(*cells)
-        return rich.console.Group(table, self._progress)
+        table = rich.table.Table(
+            box=rich.box.SIMPLE_HEAD, show_edge=False, expand=True, padding=0, header_style="bold cyan"
+        )
+        headings = self._fitting()
+        for heading in ("step", *headings):
+            table.add_column(heading, justify="right", style="bold" if heading == "step" else "", no_wrap=True)
+        for step, cells in self._steps:
+            table.add_row(str(step), *(cells[heading] for heading in headings))
+        below = rich.text.Text(self._below, style="dim")
+        return rich.console.Group(table, *([below] if self._below else []), self._progress)
+
+    def _fitting(self) -> list[str]:
+        """The headings that the console has room for."""
+        headings = [heading for heading, _, _ in self._columns]
+        width = {h: 1 + max(len(h), *(len(cells[h]) for _, cells in self._steps), 0) for h in headings}
+        steps = max(len("step"), *(len(str(step)) for step, _ in self._steps), 0)
+        for heading in LEFT_OUT_FIRST:
+            if steps + sum(width[h] for h in headings) > self._console.width and heading in headings:
+                headings.remove(heading)
+        return headings
 
 
 def _text(metrics: Mapping[str, float], name: str, form: str) -> str:
@@ -152,3 +218,18 @@ def _text(metrics: Mapping[str, float], name: str, form: str) -> str:
         return "-"
     value = metrics[name]
     return format(value, form) if math.isfinite(value) else str(value)
+
+
+def _mark(verdict: health.Verdict | None) -> str:
+    return "" if verdict in (None, "good") else "!"
+
+
+def _stages(metrics: Mapping[str, float]) -> list[str]:
+    """The stages of the step with their seconds, but for those that took next to none."""
+    seconds = {stage: metrics.get(f"timing_s/{stage}", 0.0) for stage in STAGES if stage != "step"}
+    return [f"{STAGE_NAMES.get(stage, stage)} {took:.1f}" for stage, took in seconds.items() if took >= 0.05]
+
+
+def _memory(metrics: Mapping[str, float]) -> list[str]:
+    """The memory in use, of what is known."""
+    return [f"{where} {metrics[name]:.1f} GB" for where, name in MEMORY.items() if name in metrics]

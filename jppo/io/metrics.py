@@ -1,26 +1,49 @@
-"""What a run says of itself: a line of metrics.jsonl a step, TensorBoard files, the console, and samples.
+"""What a run says of itself: a line of metrics.jsonl a step, the console, TensorBoard and others, warnings, samples.
 
-Last stage of a step. metrics.jsonl is the truth: flushed at every step, cut back to the resumed step when a
+Last stage of a step. metrics.jsonl is the truth: written at every step, cut back to the resumed step when a
 run goes on from a checkpoint, so that no step stands in it twice. Log a step before saving it, and a killed
-run loses none.
+run loses none. A place that fails in mid-run, as where the disk is full, is said to fail once; the run goes on.
 """
 
-import html
+import contextlib
+import dataclasses
+import functools
 import json
 import math
+import operator
 import os
 import pathlib
-import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import rich.console
-import tensorboardX
 
-from jppo.io.console import PPO_COLUMNS, Columns, make_screen
+from jppo.io import to_mlflow, to_wandb
+from jppo.io.appending import Appender, cut_lines, read_lines
+from jppo.io.console import PPO_COLUMNS, Columns, Terminal, make_screen
+from jppo.io.diagnosis import Diagnosis, Finding
+from jppo.io.sinks import About, Rows, Sink
+from jppo.io.tensorboard import Board
 
-FILE = "metrics.jsonl"
+
+class Remote(NamedTuple):
+    """A place outside the run's folder."""
+
+    require: Callable[[], None]  # UserError where it cannot be used
+    make: Callable[..., Sink]  # (run_dir, about, resumed=)
+
+
+FILE, WARNINGS = "metrics.jsonl", "warnings.jsonl"
+DEFAULT = ("console", "jsonl", "tensorboard")
+REMOTE = {
+    "wandb": Remote(to_wandb.require, to_wandb.Wandb),
+    "mlflow": Remote(to_mlflow.require, to_mlflow.MLflow),
+}
+# What becomes of what a place could not take: it waits in memory, but for these.
+LATER = "what it could not take waits in memory"
+LOST = {"samples": "that file is left out", "bad_steps": "that file is left out", "wandb": "it is left out there"}
 
 
 class Logger:
@@ -34,48 +57,64 @@ class Logger:
         resumed_step: int | None = None,
         columns: Columns = PPO_COLUMNS,
         console: rich.console.Console | None = None,
+        places: Sequence[str] = DEFAULT,
+        about: About | None = None,
     ) -> None:
         """Open the files of `run_dir`; `resumed_step` is the checkpoint's, None where the run starts anew."""
         run_dir.mkdir(parents=True, exist_ok=True)
-        kept = [] if resumed_step is None else [m for m in read_metrics(run_dir) if m["step"] <= resumed_step]
-        _replace(run_dir / FILE, kept)
-        self._file = (run_dir / FILE).open("a", encoding="utf-8")
-        first = 0 if resumed_step is None else resumed_step + 1
-        # purge_step makes TensorBoard forget what a killed run wrote for this step and later.
-        self._board = tensorboardX.SummaryWriter(str(run_dir / "tensorboard"), purge_step=first)
-        done = 0 if resumed_step is None else resumed_step
-        self._screen = make_screen(total_steps, done, columns, rich.console.Console() if console is None else console)
+        self._run_dir = run_dir
+        done = -1 if resumed_step is None else resumed_step
+        kept = cut_lines(run_dir / FILE, lambda row: row["step"] <= done)
+        told = cut_lines(run_dir / WARNINGS, lambda row: row["step"] <= done)
+        self._diagnosis = Diagnosis(row["name"] for row in told)
+        for row in kept:
+            self._diagnosis.recall(_metrics_of(row))
+        self._failed: set[str] = set()
+        self._mended: set[str] = set()
+        self._screen = None
+        self._sinks: dict[str, Sink] = {"jsonl": JsonLines(run_dir)}
+        if "tensorboard" in places:
+            self._sinks["tensorboard"] = Board(run_dir / "tensorboard", first=done + 1)
+        for name in (name for name in REMOTE if name in places):
+            sink = REMOTE[name].make(run_dir, about or About(), resumed=resumed_step is not None)
+            self._sinks[name] = sink
+            for row in kept:  # what it missed, if anything
+                self._safely(name, functools.partial(sink.log, row["step"], _metrics_of(row)))
+        if "console" in places:
+            self._screen = make_screen(total_steps, max(done, 0), columns, console or Terminal())
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Record one step's metrics; NaN and infinities are written as null and listed by name."""
+        """Record one step's metrics, and warn of what they show for the first time."""
         values = {name: _number(name, value) for name, value in metrics.items()}
-        odd = {name: str(value) for name, value in values.items() if not math.isfinite(value)}
-        line: dict[str, Any] = {"step": int(step)}
-        line |= {name: None if name in odd else value for name, value in values.items()}
-        if odd:
-            line["nonfinite"] = odd
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
-        for name, value in values.items():
-            if name not in odd:
-                self._board.add_scalar(name, value, step)
-        self._board.flush()
-        self._screen.show(int(step), values)
+        self._each(operator.methodcaller("log", int(step), values))
+        if self._screen is not None:
+            self._safely("console", functools.partial(self._screen.show, int(step), values))
+        for finding in self._diagnosis.feed(int(step), values):
+            self._each(operator.methodcaller("warn", finding))
+            self._warn(f"warning: {finding.name}: {finding.found}; {finding.remedy}")
 
-    def generations(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Show some samples of the test of a step, rows as in its file, where text can be shown."""
-        if rows:
-            self._board.add_text("val_generations", _markdown(rows), step)
+    def generations(self, step: int, rows: Rows) -> None:
+        """Record some samples of a step, before its metrics."""
+        self._each(operator.methodcaller("generations", int(step), rows))
+
+    def samples(self, name: str, rows: Rows) -> None:
+        """Write samples/NAME.jsonl."""
+        self._safely("samples", lambda: write_samples(self._run_dir, name, rows))
+
+    def arrays(self, name: str, arrays: Mapping[str, np.ndarray]) -> None:
+        """Write bad_steps/NAME.npz."""
+        self._safely("bad_steps", lambda: write_arrays(self._run_dir, name, arrays))
 
     def note(self, text: str) -> None:
         """Say something between the steps."""
-        self._screen.note(text)
+        self._say(text)
 
     def close(self) -> None:
         """Close the files and leave the console as it is."""
-        self._screen.close()
-        self._file.close()
-        self._board.close()
+        for name, sink in self._sinks.items():
+            self._safely(name, sink.close, again=True)
+        if self._screen is not None:
+            self._screen.close()
 
     def __enter__(self) -> "Logger":
         return self
@@ -83,50 +122,105 @@ class Logger:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _each(self, act: Callable[[Sink], object]) -> None:
+        for name, sink in self._sinks.items():
+            self._safely(name, functools.partial(act, sink))
+
+    def _safely(self, name: str, act: Callable[[], object], *, again: bool = False) -> None:
+        """Whatever a place raises, a training of days is worth more: said once, and at the end where it lasts."""
+        try:
+            act()
+        except Exception as e:
+            if name not in self._failed or again:
+                fate = "it is not complete" if again else f"{LOST.get(name, LATER)}, the run goes on"
+                self._warn(f"warning: {name} fails: {type(e).__name__}: {e}; {fate}")
+            self._failed.add(name)
+        else:
+            if name in self._failed - self._mended and name not in LOST:
+                self._mended.add(name)
+                self.note(f"{name} works again, and has what it could not take")
+
+    def _warn(self, text: str) -> None:
+        self._say(text, "yellow")
+        if self._screen is None:
+            print(text, file=sys.stderr)
+
+    def _say(self, text: str, style: str = "") -> None:
+        if self._screen is not None:
+            with contextlib.suppress(OSError):  # a log on a full disk: there is nowhere to say so
+                self._screen.note(text, style)
+
+
+class JsonLines:
+    """metrics.jsonl and warnings.jsonl: a line a step, a line a warning."""
+
+    def __init__(self, run_dir: pathlib.Path) -> None:
+        self._metrics, self._warnings = Appender(run_dir / FILE), Appender(run_dir / WARNINGS)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A step; NaN and infinities are written as null and listed by name."""
+        odd = {name: str(value) for name, value in metrics.items() if not math.isfinite(value)}
+        line: dict[str, Any] = {"step": step}
+        line |= {name: None if name in odd else value for name, value in metrics.items()}
+        if odd:
+            line["nonfinite"] = odd
+        self._metrics.append(_line(line))
+
+    def generations(self, step: int, rows: Rows) -> None:
+        """They have files of their own."""
+
+    def warn(self, finding: Finding) -> None:
+        """A warning."""
+        self._warnings.append(_line(dataclasses.asdict(finding)))
+
+    def close(self) -> None:
+        """Write what waits."""
+        try:
+            self._metrics.close()
+        finally:
+            self._warnings.close()
+
 
 def read_metrics(run_dir: pathlib.Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics.jsonl, but for a last one that a kill cut off; [] where there is none."""
-    path = run_dir / FILE
-    if not path.exists():
-        return []
-    whole = path.read_text(encoding="utf-8").rpartition("\n")[0]
-    return [json.loads(line) for line in whole.splitlines()]
+    return read_lines(run_dir / FILE)
 
 
-def write_samples(run_dir: pathlib.Path, name: str, rows: Sequence[Mapping[str, Any]]) -> pathlib.Path:
+def write_samples(run_dir: pathlib.Path, name: str, rows: Rows) -> pathlib.Path:
     """Write samples/NAME.jsonl: prompt, response, score and its parts, one sample a line."""
-    path = run_dir / "samples" / f"{name}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _replace(path, [_jsonable(row) for row in rows])
-    return path
+    text = "".join(json.dumps(_jsonable(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+    return _whole(run_dir / "samples" / f"{name}.jsonl", lambda path: path.write_text(text, encoding="utf-8"))
 
 
 def write_arrays(run_dir: pathlib.Path, name: str, arrays: Mapping[str, np.ndarray]) -> pathlib.Path:
     """Write bad_steps/NAME.npz: a batch whose update was skipped, as it was scored, for inspection."""
-    path = run_dir / "bad_steps" / f"{name}.npz"
+
+    def write(path: pathlib.Path) -> None:
+        with path.open("wb") as file:
+            np.savez_compressed(file, **dict(arrays))  # type: ignore[arg-type]  # its stubs take a name for an option
+
+    return _whole(run_dir / "bad_steps" / f"{name}.npz", write)
+
+
+def _whole(path: pathlib.Path, write: Callable[[pathlib.Path], object]) -> pathlib.Path:
+    """Write a file that is there as a whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(path, **dict(arrays))  # type: ignore[arg-type]  # its stubs take each name for an option
+    new = path.with_name(path.name + ".new")
+    try:
+        write(new)
+        os.replace(new, path)
+    finally:
+        new.unlink(missing_ok=True)  # a half would take the room that others wait for
     return path
 
 
-def _replace(path: pathlib.Path, lines: Sequence[Mapping[str, Any]]) -> None:
-    new = path.with_name(path.name + ".new")
-    text = "".join(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n" for line in lines)
-    new.write_text(text, encoding="utf-8")
-    os.replace(new, path)
+def _line(row: Mapping[str, Any]) -> bytes:
+    return (json.dumps(row, allow_nan=False) + "\n").encode()
 
 
-def _markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A table of samples; nothing in them is taken for Markdown or HTML."""
-
-    def cell(value: Any) -> str:
-        text = "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        marked = re.sub(r"([\\`*_{}\[\]()#+.!|~$-])", r"\\\1", text)
-        return html.escape(marked, quote=False).replace("\n", "<br>").replace("\r", "")
-
-    columns = ("prompt", "response", "ground_truth", "score", "error")
-    lines = [columns, ["---"] * len(columns), *([cell(row[name]) for name in columns] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def _metrics_of(row: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics of a line that are finite numbers."""
+    return {name: value for name, value in row.items() if name != "step" and isinstance(value, int | float)}
 
 
 def _number(name: str, value: Any) -> int | float:

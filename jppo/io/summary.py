@@ -2,8 +2,9 @@
 
 import pathlib
 
+from jppo.io.appending import read_lines
 from jppo.io.curve import write_curve
-from jppo.io.metrics import read_metrics
+from jppo.io.metrics import WARNINGS, read_metrics
 from jppo.io.timers import STAGES
 
 
@@ -30,5 +31,8 @@ def summary(run: pathlib.Path, report: str) -> None:
     print(f"curve             {run / 'curve.svg'}")
     print(f"report            {report}")
     print(f"samples           {run / 'samples'}, step_N.jsonl and test_N.jsonl")
-    print(f"metrics           {run / 'metrics.jsonl'}, TensorBoard in {run / 'tensorboard'}")
+    board = f", TensorBoard in {run / 'tensorboard'}" if (run / "tensorboard").is_dir() else ""
+    print(f"metrics           {run / 'metrics.jsonl'}{board}")
+    if warned := read_lines(run / WARNINGS):
+        print(f"warnings          {', '.join(w['name'] for w in warned)}: {run / WARNINGS} has the remedies")
     print(f"model             {run / 'hf'}")

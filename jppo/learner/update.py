@@ -62,6 +62,7 @@ def make_actor_loss(
             "actor/pg_clipfrac": mean(held),
             "actor/pg_clipfrac_lower": mean(held_lower),
             "actor/ppo_kl": mean(-delta),
+            "actor/ratio_mean": mean(jnp.exp(delta)),
             "actor/ratio_max": jnp.exp(jnp.max(delta)),
             "actor/ratio_min": jnp.exp(jnp.min(delta)),
         }

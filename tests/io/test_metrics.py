@@ -1,7 +1,12 @@
+import errno
 import io
 import json
 import math
+import os
+import pathlib
 import struct
+import subprocess
+import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +14,7 @@ import pytest
 import rich.console
 from tensorboardX.proto.event_pb2 import Event
 
+from jppo.io import metrics as module
 from jppo.io.metrics import Logger, read_metrics, write_samples
 
 
@@ -67,6 +73,17 @@ def test_a_new_run_starts_its_file_anew(tmp_path):
     assert [m["a"] for m in read_metrics(tmp_path)] == [2]
 
 
+def test_a_resume_cuts_the_file_in_place(tmp_path):
+    with logger(tmp_path) as log:
+        for step in (1, 2, 3):
+            log.log(step, {"a": step})
+    before = (tmp_path / "metrics.jsonl").stat().st_ino
+    with logger(tmp_path, resumed_step=1):
+        pass
+    assert [m["step"] for m in read_metrics(tmp_path)] == [1]
+    assert (tmp_path / "metrics.jsonl").stat().st_ino == before  # a new file would need room
+
+
 def events(path):
     data, at = path.read_bytes(), 0
     while at < len(data):  # length u64, its crc u32, the event, its crc u32
@@ -96,6 +113,153 @@ def test_tensorboard_shows_samples_as_they_are(tmp_path):
     assert step == 4 and head == "| prompt | response | ground_truth | score | error |" and rule.count("---") == 5
     assert first.endswith(r"| \\boxed\{2\} | 3 | 0\.5 |  |") and '"content": "x"' in first
     assert second == r"| a\|b<br>&lt;i&gt;\*1\*&lt;/i&gt; | \\boxed\{2\} | 3 |  | e\_e |"
+
+
+EQUAL = {"critic/score/mean": 0.0, "critic/score/max": 0.0, "critic/score/min": 0.0}
+
+
+def warnings_of(run):
+    return [json.loads(line) for line in (run / "warnings.jsonl").read_text().splitlines()]
+
+
+def test_a_warning_is_in_the_file_the_console_and_tensorboard_once(tmp_path):
+    out = console()
+    with Logger(tmp_path, total_steps=9, console=out) as log:
+        for step in range(1, 7):
+            log.log(step, EQUAL)
+    [line] = warnings_of(tmp_path)
+    assert line["step"] == 3 and line["name"] == "equal_rewards" and set(line) == {"step", "name", "found", "remedy"}
+    said = out.file.getvalue()
+    assert said.count("warning: equal_rewards") == 1 and line["found"] in said and line["remedy"] in said
+    [path] = (tmp_path / "tensorboard").iterdir()
+    texts = [(e.step, v.tag) for e in events(path) for v in e.summary.value if v.HasField("tensor")]
+    assert texts == [(3, "warnings/equal_rewards/text_summary")]
+
+
+@pytest.mark.parametrize("resumed, told", [(2, [3]), (4, [3]), (None, [])])
+def test_a_warning_is_told_once_in_a_run_that_is_resumed(tmp_path, resumed, told):
+    with logger(tmp_path) as log:
+        for step in range(1, 6):
+            log.log(step, EQUAL)
+    with logger(tmp_path, resumed_step=resumed) as log:
+        log.log(3 if resumed is None else resumed + 1, EQUAL)
+    assert [w["step"] for w in warnings_of(tmp_path)] == told
+
+
+def test_places_that_are_not_asked_for_are_not_there(tmp_path, capsys):
+    with Logger(tmp_path, total_steps=5, places=("jsonl",)) as log:
+        log.note("nobody reads this")
+        for step in range(1, 5):
+            log.log(step, EQUAL)
+    assert not (tmp_path / "tensorboard").exists()
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("warning: equal_rewards")  # which is never silent
+
+
+def full(*_, **__):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+GONE = """
+import pathlib, sys
+from jppo.io.metrics import Logger
+with Logger(pathlib.Path(sys.argv[1]), total_steps=5) as log:
+    sys.stdin.read()
+    log.note("a note")
+    log.log(1, {"a": 1})
+print("the end")
+"""
+
+
+def test_a_reader_of_the_console_that_has_gone_does_not_end_the_run(tmp_path):
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, "-c", GONE, tmp_path], stdin=pipe, stdout=pipe, stderr=pipe)
+    process.stdout.close()
+    process.stdin.close()
+    assert process.stderr.read() == b"" and process.wait() == 0
+    assert [m["step"] for m in read_metrics(tmp_path)] == [1]
+
+
+def test_a_log_on_a_full_disk_does_not_end_the_run(tmp_path):
+    class Log(io.StringIO):
+        write = full
+
+    with Logger(tmp_path, total_steps=5, console=rich.console.Console(file=Log())) as log:
+        log.note("a note")
+        log.log(1, {"a": 1})
+    assert [m["step"] for m in read_metrics(tmp_path)] == [1]
+
+
+def test_a_full_disk_is_told_once_and_loses_no_metric(tmp_path, monkeypatch):
+    out, write = console(), os.pwrite
+    with Logger(tmp_path, total_steps=9, console=out) as log:
+        log.log(1, {"a": 1})
+        monkeypatch.setattr(os, "pwrite", full)
+        for step in (2, 3, 4):
+            log.log(step, {"a": step})
+        assert [m["step"] for m in read_metrics(tmp_path)] == [1]
+        monkeypatch.setattr(os, "pwrite", write)
+        log.log(5, {"a": 5})
+        assert [m["step"] for m in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
+    said = out.file.getvalue()
+    for name in ("jsonl", "tensorboard"):
+        assert said.count(f"warning: {name} fails: OSError: [Errno 28] No space left on device") == 1
+        assert said.count(f"{name} works again") == 1
+    [path] = (tmp_path / "tensorboard").iterdir()
+    assert [e.step for e in events(path) if e.summary.value] == [1, 2, 3, 4, 5]
+
+
+def test_a_disk_that_stays_full_is_told_at_the_end(tmp_path, monkeypatch):
+    out = console()
+    with Logger(tmp_path, total_steps=9, console=out) as log:
+        monkeypatch.setattr(os, "pwrite", full)
+        log.log(1, {"a": 1})
+    assert out.file.getvalue().count("jsonl fails") == 2 and "it is not complete" in out.file.getvalue()
+
+
+def test_samples_and_bad_steps_that_find_no_room_leave_no_half(tmp_path, monkeypatch):
+    out = console()
+    with Logger(tmp_path, total_steps=9, console=out) as log:
+        log.samples("step_1", [{"prompt": "1+1="}])
+        monkeypatch.setattr(pathlib.Path, "write_text", full)
+        monkeypatch.setattr(module.np, "savez_compressed", full)
+        for step in (2, 3):
+            log.samples(f"step_{step}", [{"prompt": "1+1="}])
+            log.arrays(f"step_{step}", {"a": np.zeros(3)})
+    assert [path.name for path in (tmp_path / "samples").iterdir()] == ["step_1.jsonl"]
+    assert list((tmp_path / "bad_steps").iterdir()) == []
+    assert [out.file.getvalue().count(f"warning: {name} fails") for name in ("samples", "bad_steps")] == [1, 1]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A real file system of 64 KiB."""
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "small", tmp_path]).returncode:
+        pytest.skip("only root can mount a small disk")
+    yield tmp_path
+    subprocess.run(["umount", "-l", tmp_path], check=True)
+
+
+def test_a_real_disk_that_is_full_and_is_cleared(small_disk):
+    out = console()
+    with Logger(small_disk, total_steps=9, console=out) as log:
+        log.log(1, {"a": 1})
+        ballast = small_disk / "ballast"
+        with ballast.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
+            while True:
+                file.write(bytes(4096))
+        for step in range(2, 200):
+            log.log(step, {f"metric/{i}": step / 7 for i in range(5)})
+            log.samples(f"step_{step}", [{"prompt": "1+1=" * 100}])
+        held = (small_disk / "metrics.jsonl").read_bytes()
+        assert held.endswith(b"}\n") and len(read_metrics(small_disk)) < 199
+        ballast.unlink()
+        log.log(200, {"a": 200})
+    assert [m["step"] for m in read_metrics(small_disk)] == list(range(1, 201))
+    assert not list(small_disk.rglob("*.new"))
+    [path] = (small_disk / "tensorboard").iterdir()
+    assert {e.step for e in events(path) if e.summary.value} <= set(range(1, 201))
+    assert all(out.file.getvalue().count(f"warning: {n} fails") == 1 for n in ("jsonl", "samples"))
 
 
 def test_samples_are_one_json_object_a_line(tmp_path):
