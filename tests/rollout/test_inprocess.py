@@ -1,5 +1,6 @@
 """The trainer's own engine against a loop without a cache, against the scorer, and inside a training."""
 
+import functools
 import json
 import pathlib
 
@@ -11,7 +12,7 @@ import pytest
 from jppo import train
 from jppo.config import UserError
 from jppo.learner import batch, packing, score, sharding, state
-from jppo.models import decoder, families, heads, lora
+from jppo.models import decoder, families, heads, lora, params
 from jppo.models.decoder import Decoder
 from jppo.rollout.inprocess import InprocessEngine, InprocessSettings
 from jppo.rollout.sampler import RolloutError, greedy, sample_seed
@@ -20,7 +21,7 @@ from tests.learner.test_compilations import compilations
 from tests.models.conftest import SHAPES, config_of
 
 PROMPT, RESPONSE, LONGEST = 9, 12, 21
-ENDS = (3, 11)
+ENDS = (3, 11, 20, 41, 60)
 NAME = "qwen3-tied"
 SAMPLING = Sampling(temperature=0.8, top_p=1.0, top_k=-1, n=2, max_tokens=RESPONSE, seed=5)
 
@@ -33,13 +34,16 @@ def quick(quick_compilation):
 def model_of(name, mesh_shape=(1, 1, 1)):
     """A random model on a mesh, the same on every mesh, with weights that matter; rows that are no token shout."""
     mesh = sharding.make_mesh(mesh_shape)
-    plain = families.from_hf(config_of(name) | {"initializer_range": 0.2}, path="config.json")
-    cfg = families.pad_vocab(plain, mesh.shape["tensor"])
-    values = jax.device_get(decoder.init_params(plain, jax.random.key(1), head="lm", param_dtype=np.float32))
-    more = cfg.padded_vocab_size - cfg.vocab_size
-    for at in ("embed", "lm_head"):
-        values |= {at: {k: np.pad(x, ((0, more), (0, 0)), constant_values=9.0) for k, x in values.get(at, {}).items()}}
-    values = {k: part for k, part in values.items() if part}
+    cfg = families.pad_vocab(families.from_hf(config_of(name), path="config.json"), mesh.shape["tensor"])
+    rng = np.random.default_rng(1)
+
+    def draw(entry):
+        spare = [(0, entry.padding)] + [(0, 0)] * (len(entry.shape) - 1)
+        shape = (entry.shape[0] - entry.padding, *entry.shape[1:])
+        norm = 1.0 - cfg.norm_offset if entry.path[-1] == "scale" else 0.0
+        return np.pad(norm + 0.2 * rng.normal(size=shape), spare, constant_values=9.0).astype(np.float32)
+
+    values = params.tree(params.table(cfg, head="lm"), draw)
     what = state.weights(cfg, mesh, head="lm", param_dtype=np.float32)
     return cfg, mesh, jax.device_put(values, what.shardings)
 
@@ -82,25 +86,25 @@ def ask(count, seed=0, vocab=40):
     return [Prompt(f"p{i}", "", "", rng.integers(0, vocab, n).astype(np.int32), "", {}) for i, n in enumerate(lengths)]
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def whole(cfg, values, tokens):
+    """Logits [20, LONGEST, V] by one pass without a cache."""
+    position = jnp.broadcast_to(jnp.arange(LONGEST, dtype=jnp.int32)[None], tokens.shape)
+    hidden = Decoder(cfg).apply({"params": values}, tokens, jnp.ones_like(tokens), position)
+    return heads.logits_of((hidden, decoder.head_kernel(values, cfg), cfg))[:, :, : cfg.vocab_size]
+
+
 def by_a_loop(cfg, values, prompts, sampling, ends=ENDS):
     """Every response, by whole forward passes over all rows and the key of each sample and position."""
-    model = Decoder(cfg)
     B = len(prompts) * sampling.n
-    tokens = np.zeros((B, LONGEST), np.int32)
+    tokens = np.zeros((20, LONGEST), np.int32)
     asked = [p for p in prompts for _ in range(sampling.n)]
     keys = [jax.random.key(sample_seed(sampling.seed, b // sampling.n, b % sampling.n)) for b in range(B)]
     for b, prompt in enumerate(asked):
         tokens[b, : len(prompt.ids)] = prompt.ids
-    position = np.broadcast_to(np.arange(LONGEST, dtype=np.int32), tokens.shape)
-
-    @jax.jit
-    def forward(tokens):
-        hidden = model.apply({"params": values}, tokens, jnp.ones_like(tokens), position)
-        return heads.logits_of((hidden, decoder.head_kernel(values, cfg), cfg))
-
     out = [[] for _ in asked]
     for _ in range(sampling.max_tokens):
-        logits = np.asarray(forward(tokens))[:, :, : cfg.vocab_size]
+        logits = np.asarray(whole(cfg, values, tokens))
         for b, prompt in enumerate(asked):
             if out[b] and out[b][-1] in ends:
                 continue
@@ -122,7 +126,7 @@ def responses(trajectories):
 
 @pytest.mark.parametrize("sampling", [SAMPLING, greedy(RESPONSE)], ids=["seeded", "greedy"])
 def test_the_tokens_are_those_of_a_loop_without_a_cache(made, sampling):
-    """More samples than rows, prompts of one token and of the longest, responses of all lengths, two end tokens."""
+    """More samples than rows, prompts of one token and of the longest, responses of all lengths, several end tokens."""
     sampler, cfg, values = made()
     prompts, heard = ask(9), []
     found = sampler.generate(prompts, sampling, version=7, done=lambda number, t: heard.append((number, t)))
@@ -131,7 +135,7 @@ def test_the_tokens_are_those_of_a_loop_without_a_cache(made, sampling):
     assert all(found[number] is t for number, t in heard)
     if sampling is SAMPLING:
         last = {t.tokens[-1] for t in found if t.finish == "stop"}
-        assert last == set(ENDS) and {t.finish for t in found} == {"stop", "length"}
+        assert len(last) > 1 and {t.finish for t in found} == {"stop", "length"}
     for b, t in enumerate(found):
         prompt, n = prompts[b // sampling.n], len(prompts[b // sampling.n].ids)
         assert t.uid == prompt.uid and np.array_equal(t.tokens[:n], prompt.ids) and t.turns == 1
@@ -149,15 +153,12 @@ def test_the_tokens_are_those_of_a_loop_without_a_cache(made, sampling):
 def test_a_sample_is_the_same_in_any_row_and_beside_any_other(made):
     prompts = ask(7)
     expected = responses(made(rows=4)[0].generate(prompts, SAMPLING, version=7))
-    for rows in (1, 5, 32):  # of which n is more, or less
-        assert responses(made(rows=rows)[0].generate(prompts, SAMPLING, version=7)) == expected
-    # others beside it, which are read and end at other times
-    others = [prompts[0], *ask(5, seed=9)[1:], prompts[6 - 1]]
-    found = responses(made(rows=4)[0].generate(others[:1] + others[1:5] + [prompts[5]], SAMPLING, version=7))
-    assert found[:2] == expected[:2] and found[10:12] == expected[10:12]
-    turned = prompts[::-1]
-    plain = greedy(RESPONSE)
-    one, other = (responses(made()[0].generate(p, plain, version=7)) for p in (prompts, turned))
+    assert responses(made(rows=1)[0].generate(prompts, SAMPLING, version=7)) == expected
+    # others beside two of them, which are read and end at other times
+    others = [prompts[0], *ask(5, seed=9)[1:], prompts[5]]
+    found = responses(made()[0].generate(others, SAMPLING, version=7))
+    assert found[:2] == expected[:2] and found[10:] == expected[10:12] and found != expected[:12]
+    one, other = (responses(made()[0].generate(p, greedy(RESPONSE), version=7)) for p in (prompts, prompts[::-1]))
     assert one == other[::-1]
     assert expected != responses(made()[0].generate(prompts, Sampling(0.8, 1.0, -1, 2, RESPONSE, seed=6), version=7))
 
@@ -178,12 +179,10 @@ def test_samples_that_wait_in_another_order_are_the_same(made, monkeypatch):
 def test_what_top_p_and_top_k_cut_is_not_sampled(made, top_p, top_k):
     sampler, cfg, values = made()
     sampling = Sampling(0.8, top_p, top_k, 2, RESPONSE, 1)
-    for t in sampler.generate(ask(4), sampling, version=7):
-        tokens, n = t.tokens[None], len(t.tokens)
-        hidden = Decoder(cfg).apply(
-            {"params": values}, tokens, np.ones_like(tokens), np.arange(n, dtype=np.int32)[None]
-        )
-        logits = np.asarray(heads.logits_of((hidden, decoder.head_kernel(values, cfg), cfg)))[0] / 0.8
+    found, tokens = sampler.generate(ask(4), sampling, version=7), np.zeros((20, LONGEST), np.int32)
+    for b, t in enumerate(found):
+        tokens[b, : len(t.tokens)] = t.tokens
+    for t, logits in zip(found, np.asarray(whole(cfg, values, tokens)) / 0.8, strict=False):
         for at in np.flatnonzero(t.sampled):
             falling = np.sort(np.exp(logits[at - 1]))[::-1].astype(np.float64)
             most = top_k if top_k > 0 else 1 + int(np.sum(np.cumsum(falling) / falling.sum() < top_p))
@@ -221,7 +220,8 @@ def test_log_probs_are_the_scorers(name):
 def test_a_policy_with_adapters_samples_as_it_is_scored():
     cfg, mesh, values = model_of(NAME)
     how = lora.Lora(rank=2, alpha=8.0, targets=("q_proj", "down_proj"))
-    learned = jax.tree.map(lambda x: x + 0.3, lora.init(cfg, how, jax.random.key(2)))
+    entries, rng = lora.table(cfg, how, head="lm"), np.random.default_rng(2)
+    learned = params.tree(entries, lambda entry: jnp.asarray(rng.normal(0, 0.3, entry.shape), jnp.float32))
     adapted = lora.join(learned, lora.Base(values, how.scale))
     sampler = engine_of(cfg, mesh, rows=4)
     sampler.hold(adapted, version=0)
@@ -252,15 +252,14 @@ def test_rows_and_parameters_lie_in_their_shards(made):
         assert up.addressable_shards[0].data.size * 8 == up.size
 
 
-def test_no_later_call_compiles():
-    cfg, mesh, values = model_of(NAME, (2, 2, 2))
-    sampler = engine_of(cfg, mesh, rows=8)
-    sampler.hold(values, version=0)
-    sampler.generate(ask(3), SAMPLING, version=0)
-    sampler.hold(jax.tree.map(lambda x: jax.device_put(x * 1, x.sharding), values), version=1)
+def test_no_later_call_compiles(made):
+    sampler, _, values = made(rows=8, mesh_shape=(1, 4, 2))
+    sampler.generate(ask(3), SAMPLING, version=7)
+    other = jax.device_put(jax.device_get(values), jax.tree.map(lambda x: x.sharding, values))
     with compilations() as seen:
-        sampler.generate(ask(30, seed=1), Sampling(1.3, 1.0, -1, 3, 4, 1), version=1)
-        sampler.generate(ask(2, seed=2), greedy(1), version=1)
+        sampler.hold(other, version=7)
+        sampler.generate(ask(30, seed=1), Sampling(1.3, 1.0, -1, 3, 4, 1), version=7)
+        sampler.generate(ask(2, seed=2), greedy(1), version=7)
     assert not seen
 
 
@@ -293,11 +292,8 @@ def test_edges(made):
         sampler.generate(ask(1), greedy(0), version=7)
 
 
-def test_only_the_version_that_is_held_is_sampled_from():
-    cfg, mesh, values = model_of(NAME)
-    sampler = engine_of(cfg, mesh, rows=4)
-    with pytest.raises(RolloutError, match="version 0 of the weights was asked for, and the sampler holds none"):
-        sampler.generate(ask(1), greedy(2), version=0)
+def test_only_the_version_that_is_held_is_sampled_from(made):
+    sampler, _, values = made()
     sampler.hold(values, version=1)
     with pytest.raises(RolloutError, match="sampler holds version 1"):
         sampler.generate(ask(1), greedy(2), version=2)
@@ -313,14 +309,14 @@ def test_only_the_version_that_is_held_is_sampled_from():
         sampler.generate(ask(1), greedy(2), version=3)
     sampler.close()
     sampler.close()
-    with pytest.raises(RolloutError, match="holds none"):
+    with pytest.raises(RolloutError, match="version 3 of the weights was asked for, and the sampler holds none"):
         sampler.generate(ask(1), greedy(2), version=3)
+    sampler.hold(values, version=7)
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-def test_a_training_samples_from_what_it_learned(small_run, engine, rank):
+def test_a_training_samples_from_what_it_learned(small_run, engine):
     small_run.rollout.name, small_run.rollout.logp_tolerance = "inprocess", 1e-4  # which train.agree holds it to
-    small_run.model.lora_rank, small_run.actor.lr, small_run.rollout.n = rank, 1e-2, 2
+    small_run.actor.lr, small_run.rollout.n = 1e-2, 2
     small_run.mesh.fsdp, small_run.mesh.tensor = 2, 2
     train.train(small_run)
     assert not engine.asked  # the other engine was not there
@@ -328,6 +324,5 @@ def test_a_training_samples_from_what_it_learned(small_run, engine, rank):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [m["step"] for m in lines] == [0, 1, 2]
     assert all(m["rollout/logp_gap_max"] < 1e-4 for m in lines[1:])
-    assert lines[1]["actor/ppo_kl"] != 0 or lines[2]["actor/grad_norm"] > 0
     texts = [[json.loads(x)["response"] for x in (run / f"samples/step_{i}.jsonl").open()] for i in (1, 2)]
     assert len(texts[0]) == 8 and texts[0] != texts[1]
