@@ -1,8 +1,8 @@
 """PPO training, read from top to bottom: python -m jppo.train --config=configs/gsm8k.py --config.actor.lr=5e-7
 
 Each step: sample with vLLM, grade, pack, score, estimate advantages, update critic and actor, publish the new
-weights to vLLM, log, test, save. Settings are given as --config.SECTION.NAME=VALUE; --dry_run prints them all and
-stops.
+weights to vLLM, log, test, save. Settings are given as --config.SECTION.NAME=VALUE; --dry_run prints them all, with
+what the run would be and the memory that it would take, and stops.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from jppo.io.checkpoint import Checkpoints, require, restore
 from jppo.io.metrics import Logger, write_arrays, write_samples
 from jppo.io.summary import summary
 from jppo.io.timers import Timers
-from jppo.learner import batch, correct, estimate, packing, ppo
+from jppo.learner import batch, estimate, packing, ppo
 from jppo.models import hf
 from jppo.rewards.compose import Panel
 from jppo.rollout.sampler import RolloutError, Sampler, greedy
@@ -86,7 +86,7 @@ def train(config: ConfigDict) -> None:
             logger.note(line)
         if why is not None:
             logger.note(why)
-        logger.note(agree(c, inputs, learner, now, sampler, step))
+        logger.note(assemble.agree(c, inputs, learner, now, sampler, step))
         if resumed is None and c.trainer.val_before_train:
             with timer("testing"):
                 metrics = validate(c, run, inputs, sampler, panel, logger, step)
@@ -303,24 +303,6 @@ def _short(text: str | list[dict[str, str]], limit: int = 60) -> str:
     return line if len(line) <= limit else "…" + line[-limit:]
 
 
-def agree(c: ConfigDict, inputs: Inputs, learner: Learner, now: TrainState, sampler: Sampler, version: int) -> str:
-    """Proves that the sampler and the trainer have the same policy, or stops the run and says how far they differ."""
-    count = min(16, c.actor.ppo_mini_batch_size, len(inputs.train.prompts))
-    some = dataclasses.replace(assemble.sampling(c, version), n=1)
-    longest = sorted(inputs.train.prompts, key=lambda p: -len(p.ids))[:count]
-    drawn = sampler.generate(longest, some, version=version)
-    rows, policy = batch.make(drawn, plan=learner.plan, mesh=learner.mesh), learner.policy(now)
-    gaps = batch.each(lambda r: learner.passes.gap(r, learner.passes.logprob(policy, r)[0]), rows)
-    gap = correct.gap_metrics(gaps)["rollout/logp_gap_max"]
-    if not gap <= c.rollout.logp_tolerance:
-        raise RolloutError(
-            f"the log-probs of the sampler and the trainer differ by up to {gap:.3g} on the same tokens, more than"
-            f" rollout.logp_tolerance={c.rollout.logp_tolerance:g}: they do not have the same policy; compare"
-            " rollout.dtype and model.compute_dtype, or raise the tolerance if bfloat16 explains the gap"
-        )
-    return f"sampler and trainer agree: largest log-prob gap {gap:.1e} on {sum(len(t.tokens) for t in drawn)} tokens"
-
-
 def finished(c: ConfigDict, checkpoints: Checkpoints, total_steps: int) -> bool:
     """Whether the same command has already run to its end in this folder."""
     done = checkpoints.latest()
@@ -377,7 +359,8 @@ def main(argv: list[str] | None = None) -> None:
     config, switches = settings.parse(sys.argv[1:] if argv is None else argv, __doc__, settings.default())
     settings.check(config)
     if switches["dry_run"]:
-        print(settings.dump(config), end="")
+        print(settings.dump(config), flush=True)
+        print(assemble.dry_run(config), end="")
         return
     signal.signal(signal.SIGTERM, _terminate)
     try:

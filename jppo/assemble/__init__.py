@@ -3,8 +3,9 @@
 The commands call it; below it nothing sees a config.
 """
 
+from jppo.assemble.agreement import agree
 from jppo.assemble.engine import ENGINES, publish, publish_base, sampling, share_gpu
-from jppo.assemble.inputs import Inputs, make_adapters, read_inputs, read_tokenizer
+from jppo.assemble.inputs import Inputs, make_adapters, read_inputs, read_models, read_tokenizer
 from jppo.assemble.learner import (
     Learner,
     attention_kernel,
@@ -16,8 +17,10 @@ from jppo.assemble.learner import (
     make_learner,
     make_mesh,
     make_plan,
+    plan_of_run,
     sequences_of_step,
 )
+from jppo.assemble.preview import dry_run
 from jppo.assemble.recipe import make_recipe
 from jppo.assemble.reward import make_panel
 
@@ -25,9 +28,11 @@ __all__ = [
     "ENGINES",
     "Inputs",
     "Learner",
+    "agree",
     "attention_kernel",
     "chunk_tokens",
     "critic_mini_batch_size",
+    "dry_run",
     "load_trained",
     "make_adapters",
     "make_decoder",
@@ -37,9 +42,11 @@ __all__ = [
     "make_panel",
     "make_plan",
     "make_recipe",
+    "plan_of_run",
     "publish",
     "publish_base",
     "read_inputs",
+    "read_models",
     "read_tokenizer",
     "sampling",
     "sequences_of_step",
