@@ -70,7 +70,7 @@ def make_inputs(c: ConfigDict, described: dict[str, Any]) -> assemble.Inputs:
         sources=(),
         policy=cfg,
         critic=cfg if assemble.make_recipe(c).estimator.critic else None,
-        reference=cfg,
+        reference=cfg if c.algorithm.use_kl_in_reward else None,
         adapters=assemble.make_adapters(c),
         critic_adapters=assemble.make_adapters(c),
         total_steps=1,

@@ -3,8 +3,10 @@
 import dataclasses
 import json
 import math
+from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 
 from jppo import assemble, sft, train
@@ -15,8 +17,36 @@ from jppo.learner import packing, ppo
 from jppo.models import decoder
 
 
-def compiled(c, inputs, mesh):
-    """A learner that has run every pass on empty rows, and its first state."""
+def held(tree):
+    """Bytes on the first device."""
+    return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize("changes", [{}, {"model.lora_rank": 2, "algorithm.use_kl_in_reward": True}])
+def test_parts_are_the_arrays_of_a_run(small_run, quick_compilation, changes):
+    c = small_run
+    c.update_from_flattened_dict({"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, **changes})
+    inputs, mesh = assemble.read_inputs(c), assemble.make_mesh(c)
+    _, found, (room,) = preview.look(c, inputs, mesh)
+    learner, now = assemble.make_learner(c, inputs, mesh)
+    parts = found.parts
+    assert parts["policy"] == held((now.policy, learner.actor.base))
+    assert parts["policy's optimizer"] == held(now.policy_opt)
+    assert parts["critic"] == held(now.value) and parts["critic's optimizer"] == held(now.value_opt)
+    assert "reference" not in parts  # no KL is asked for, or it is the base
+    gradients = {moment.name: moment.gradients for moment in found.moments}
+    assert gradients["actor gradient"] == held(learner.actor.zeros())
+    assert gradients["critic gradient"] == held(learner.critic.zeros())
+    learned = (now.policy, now.policy_opt, now.value, now.value_opt)
+    assert memory.stored(c, inputs, mesh) == sum(x.nbytes for x in jax.tree.leaves(learned))
+    assert found.peak == sum(parts.values()) + found.worst.gradients + found.worst.temporaries
+    assert room.parts["policy"] == 8 * parts["policy"]  # the processor's devices are the machine
+
+
+def test_programs_are_those_that_a_run_compiles(small_run, quick_compilation):
+    c, counted = small_run, 0
+    inputs, mesh = assemble.read_inputs(c), assemble.make_mesh(c)
+    lines, _ = preview.sizes(c, inputs, mesh)
     learner, now = assemble.make_learner(c, inputs, mesh)
     ppo.compile_all(
         learner.passes,
@@ -30,38 +60,11 @@ def compiled(c, inputs, mesh):
         critic=learner.critic,
         sequences=assemble.sequences_of_step(c),
     )
-    return learner, now
-
-
-def held(tree):
-    """Bytes on the first device."""
-    return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
-
-
-@pytest.mark.parametrize("changes", [{}, {"model.lora_rank": 2, "algorithm.use_kl_in_reward": True}])
-def test_parts_and_programs_are_those_of_a_run(small_run, quick_compilation, changes):
-    c = small_run
-    c.update_from_flattened_dict({"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, **changes})
-    inputs, mesh = assemble.read_inputs(c), assemble.make_mesh(c)
-    lines, found, rooms = preview.look(c, inputs, mesh)
-    learner, now = compiled(c, inputs, mesh)
-    parts = found.parts
-    base = held(learner.actor.base)
-    assert parts["policy"] == held(now.policy) + base and parts["policy's optimizer"] == held(now.policy_opt)
-    assert parts["critic"] == held(now.value) and parts["critic's optimizer"] == held(now.value_opt)
-    assert "reference" not in parts  # no KL is asked for, or it is the base
-    gradients = {moment.name: moment.gradients for moment in found.moments}
-    assert gradients["actor gradient"] == held(learner.actor.zeros())
-    assert gradients["critic gradient"] == held(learner.critic.zeros())
-    assert memory.stored(c, inputs, mesh) == sum(
-        x.nbytes for x in jax.tree.leaves((now.policy, now.policy_opt, now.value, now.value_opt))
-    )
-    assert found.peak == sum(parts.values()) + found.worst.gradients + found.worst.temporaries
-    called = [getattr(learner.passes, f.name) for f in dataclasses.fields(learner.passes)]
-    by_shape = sum(fn._cache_size() for fn in called if fn is not None and fn is not learner.passes.sequences)
-    assert f"to compile       {by_shape + 4} programs for {len(learner.plan.shapes)} shape(s)" in lines
-    (room,) = rooms  # the processor's devices are the machine
-    assert room.parts["policy"] == 8 * parts["policy"]
+    for field in dataclasses.fields(learner.passes):
+        if (fn := getattr(learner.passes, field.name)) is not None:
+            counted += fn._cache_size()
+    # the optimizers' steps and empty sums of gradients are beside the passes
+    assert f"to compile       {counted + 4} programs for {len(learner.plan.shapes)} shape(s)" in lines
 
 
 @pytest.mark.parametrize(
@@ -91,6 +94,42 @@ def test_full_length_batches_are_cut_as_the_packer_cuts_them(small_run):
 def test_room_is_ok_tight_or_too_little(has, verdict):
     room = preview.Room("here", {"a": 600, "b": 300}, has)
     assert (room.needs, room.verdict) == (900, verdict)
+
+
+ESTIMATE = memory.Estimate(
+    {"policy": 600, "batch": 0}, (memory.Moment("values", 0, 500), memory.Moment("actor gradient", 300, 250))
+)
+
+
+def test_the_peak_is_at_the_worst_moment():
+    assert ESTIMATE.worst.name == "actor gradient" and ESTIMATE.peak == 600 + 300 + 250
+
+
+@pytest.mark.parametrize("platform, count", [("cpu", 1), ("cpu", 2), ("gpu", 2)])
+def test_devices_of_a_processor_share_the_host(monkeypatch, platform, count):
+    devices = [SimpleNamespace(platform=platform, process_index=0, device_kind="H") for _ in range(count)]
+    mesh = SimpleNamespace(devices=np.array(devices, object))
+    monkeypatch.setattr(memory, "resident", lambda: 50)
+    monkeypatch.setattr(memory, "host_room", lambda: 1000)
+    monkeypatch.setattr(memory, "device_room", lambda: 1200)
+    found = preview.rooms(ESTIMATE, mesh, host={"vLLM: cache": 7})
+    if platform == "cpu":
+        assert [(room.needs, room.has) for room in found] == [(count * 1150 + 57, 1050)]
+    else:
+        assert [(room.needs, room.has, room.verdict) for room in found] == [(1150, 1200, "WARN"), (57, 1050, "OK")]
+    text = preview.report(["steps 3"], ESTIMATE, found)
+    assert text.startswith("steps 3\n\n") and "\n  sum of gradients " in text and "batch" not in text
+
+
+def test_a_gpu_has_a_share_for_its_server(small_run, monkeypatch):
+    inputs = assemble.read_inputs(small_run)
+    assert preview.of_vllm(small_run, inputs) is None  # on a CPU it is the host's
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(memory, "device_room", lambda: 52 * 2**30)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.52")
+    room = preview.of_vllm(small_run, inputs)
+    assert room.has == pytest.approx(40 * 2**30) and set(room.parts) == {"weights"}
+    assert set(preview.host_parts(small_run, inputs)) == {"published weights"}
 
 
 def test_what_a_server_holds(tiny_model):

@@ -19,7 +19,6 @@ from jppo.assemble.inputs import Inputs, read_inputs
 from jppo.assemble.learner import critic_mini_batch_size, make_mesh, make_passes, plan_of_run, sequences_of_step
 from jppo.assemble.memory import Estimate
 from jppo.learner import packing, ppo
-from jppo.rollout.server import check_vllm
 from jppo.structs import Prompt, Trajectory
 
 MIB = 2**20
@@ -143,16 +142,12 @@ def rooms(found: Estimate, mesh: Any, *, host: dict[str, int]) -> list[Room]:
 
 def host_parts(c: ConfigDict, inputs: Inputs) -> dict[str, int]:
     """What a PPO run holds on the host beside the trainer: the published weights, and a vLLM on a CPU."""
-    r = c.rollout
-    if r.urls or (c.model.lora_rank and r.lora_sync == "adapter"):
-        vllm_only = 0
-    else:
-        vllm_only = 2 * memory.served(inputs.policy, c.model.param_dtype)  # two files, written in turn
-    parts = {"published weights": vllm_only} if vllm_only else {}
-    if not r.urls and check_vllm(r.python) == "cpu":
-        weights = memory.served(inputs.policy, r.dtype)
+    r, parts = c.rollout, {}
+    if not r.publish_dir:  # two files in shared memory, written in turn
+        parts["published weights"] = 2 * memory.served(inputs.policy, c.model.param_dtype)
+    if not r.urls and jax.default_backend() == "cpu":
         parts |= {
-            "vLLM: weights": r.servers * weights,
+            "vLLM: weights": r.servers * memory.served(inputs.policy, r.dtype),
             "vLLM: cache": r.servers * r.kv_cache_memory_bytes,
             "vLLM: its program": r.servers * memory.PROGRAM,
         }
