@@ -126,11 +126,12 @@ def dry_run(c: ConfigDict) -> str:
     opt, moments = memory.learning("sft", task.accumulate, c.optim, trained, rows, mini_batches=1)
     longest = sorted((as_trajectory(one, "") for one in task.demonstrations), key=lambda t: -len(t.tokens))[:count]
     packed = packing.pack(longest, range(len(longest)), plan)
+    batch_bytes = [memory.size(memory.rows_of(one.inputs.shape, mesh)) for one in packed]
     found = memory.Estimate(
         {
             "model": memory.size((trained.learned, trained.base)),
             "its optimizer": memory.size(opt),
-            "batch": sum(memory.size(memory.rows_of(one.inputs.shape, mesh)) for one in packed),
+            "batch": sum(batch_bytes),
         },
         tuple(moments),
     )

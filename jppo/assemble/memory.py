@@ -97,11 +97,11 @@ def sketch(c: ConfigDict, mesh: Any, cfg: ModelConfig, *, head: Head, adapters: 
     return Trained(what, state.abstract(what), Base(stays, adapters.scale))
 
 
-def rows_of(shape: tuple[int, int], mesh: Any) -> Rows:
+def rows_of(shape: tuple[int, ...], mesh: Any) -> Rows:
     """Rows of that shape, as shapes."""
     place = sharding.rows_sharding(mesh)
     found: Rows = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), packing.empty_rows(shape)
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), packing.empty_rows((shape[0], shape[1]))
     )
     return found
 
@@ -132,7 +132,8 @@ def learning(
         trained.what.shapes,
         trained.what.shardings,
     )
-    carry, counts = (wide, scalar), Counts(*(jax.ShapeDtypeStruct((), jnp.float32) for _ in range(2)))
+    number: Any = jax.ShapeDtypeStruct((), jnp.float32)
+    carry, counts = (wide, scalar), Counts(tokens=number, sequences=number)
     gradients, learned = size(carry), trained.learned
     moments = [
         account(f"{name} gradient", gradients, accumulate, learned, trained.base, carry, micro, counts, *further)
@@ -206,7 +207,7 @@ def _reference(c: ConfigDict, inputs: Inputs, mesh: Any, policy: Trained) -> tup
 
 def _scored(recipe: ppo.Recipe, rows: Rows, with_critic: bool) -> Scored:
     """A micro-batch of an update, with the fields that the recipe gives it."""
-    f32 = jax.ShapeDtypeStruct(rows.inputs.shape, jnp.float32, sharding=rows.inputs.sharding)
+    f32 = _like(rows)
     weighed = recipe.correction is not None and recipe.correction.level is not None
     return Scored(
         rows=rows,
@@ -219,6 +220,12 @@ def _scored(recipe: ppo.Recipe, rows: Rows, with_critic: bool) -> Scored:
     )
 
 
+def _like(rows: Rows) -> Any:
+    """An f32 array in the layout of the rows."""
+    inputs: Any = rows.inputs
+    return jax.ShapeDtypeStruct(inputs.shape, jnp.float32, sharding=inputs.sharding)
+
+
 def _scoring(
     passes: ppo.Passes, policy: Trained, reference: Params | None, critic: Trained | None, rows: Sequence[Rows]
 ) -> Iterator[Moment]:
@@ -227,8 +234,7 @@ def _scoring(
     for one in rows:
         yield account("log-probs", 0, passes.logprob, actor, one)
         if passes.reference is not None:
-            logp = jax.ShapeDtypeStruct(one.inputs.shape, jnp.float32, sharding=one.inputs.sharding)
-            yield account("reference", 0, passes.reference, reference, actor, one, logp)
+            yield account("reference", 0, passes.reference, reference, actor, one, _like(one))
         if passes.value is not None and critic is not None:
             yield account("values", 0, passes.value, ppo.join(critic.learned, critic.base), one)
 

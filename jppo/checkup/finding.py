@@ -48,16 +48,16 @@ class _TimeIsUp(BaseException):
 
 def examine(checks: Sequence[Check], *, failed: Iterable[str] = ()) -> Iterator[Finding]:
     """The findings of each check; one that raises has failed, in its own line. `failed` are those before."""
-    bad = set(failed)
+    cause = {name: name for name in failed}  # of what failed or was skipped: the check that failed first
     for check in checks:
-        unmet = [name for name in check.needs if name in bad]
-        if unmet:
-            bad.add(check.about)
-            yield Finding(check.about, "WARN", f"skipped: because of {unmet[0]}", f"mend {unmet[0]} first")
+        unmet = next((cause[name] for name in check.needs if name in cause), None)
+        if unmet is not None:
+            cause[check.about] = unmet
+            yield Finding(check.about, "WARN", f"skipped: because of {unmet}")
             continue
         for finding in _findings(check):
             if finding.verdict == "FAIL":
-                bad.add(check.about)
+                cause[check.about] = check.about
             yield finding
 
 

@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -84,7 +85,7 @@ def ours(directory: str, cfg: ModelConfig, ids: np.ndarray) -> np.ndarray:
     @jax.jit
     def logp(values: Params, inputs: jax.Array, targets: jax.Array) -> jax.Array:
         segment, position = jnp.ones_like(inputs), jnp.arange(inputs.shape[1], dtype=jnp.int32)[None]
-        hidden = model.apply({"params": values}, inputs, segment, position)
+        hidden: Any = model.apply({"params": values}, inputs, segment, position)
         return heads.logprob_of(heads.logits_of((hidden, decoder.head_kernel(values, cfg), cfg)), targets)
 
     with jax.default_matmul_precision("highest"):

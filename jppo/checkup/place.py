@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 import jppo
 from jppo import config as settings
 from jppo.assemble.preview import Room
-from jppo.checkup.finding import GIB, Finding
+from jppo.checkup.finding import GIB, Finding, Verdict
 from jppo.rollout.server import check_ports
 
 DAY_S = 86_400
@@ -62,7 +62,7 @@ def disk(folder: pathlib.Path, *, checkpoint: int, keep: int, export: int) -> It
         f" {needs / GIB:.1f}"
     )
     remedy = "make room, name another disk by trainer.run_dir, or lower trainer.max_ckpt_to_keep"
-    verdict = "FAIL" if free < needs else "WARN" if free < 1.5 * needs else "OK"
+    verdict: Verdict = "FAIL" if free < needs else "WARN" if free < 1.5 * needs else "OK"
     yield Finding("disk", verdict, said, "" if verdict == "OK" else remedy)
 
 
@@ -100,8 +100,8 @@ def ports(c: ConfigDict) -> Iterator[Finding]:
         yield Finding("server ports", "OK", "none: rollout.urls names servers that run already")
         return
     check_ports(c.rollout.port, c.rollout.servers)
-    last = c.rollout.port + c.rollout.servers - 1
-    yield Finding("server ports", "OK", f"{c.rollout.port} to {last} are free" if c.rollout.port else "free ones")
+    asked = ", ".join(str(c.rollout.port + i) for i in range(c.rollout.servers))
+    yield Finding("server ports", "OK", f"{asked} can be used" if c.rollout.port else "free ones are taken")
 
 
 def clock(now: float, *, newest: float) -> Iterator[Finding]:

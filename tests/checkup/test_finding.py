@@ -35,8 +35,8 @@ def test_an_error_is_a_failure_and_the_others_are_looked_at():
     assert found == [
         Finding("first", "OK", "so far so good"),
         Finding("model", "FAIL", "a=1 must be 2", "set it to 2"),
-        Finding("data", "WARN", "skipped: because of model", "mend model first"),
-        Finding("reward", "WARN", "skipped: because of data", "mend data first"),
+        Finding("data", "WARN", "skipped: because of model"),
+        Finding("reward", "WARN", "skipped: because of model"),  # not of data, which only waits as well
         Finding("fine", "OK", "as it should be"),
     ]
 

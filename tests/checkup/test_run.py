@@ -78,7 +78,7 @@ def test_a_server_that_does_not_come_and_a_gap(small_run, quick_compilation, unm
     monkeypatch.setattr(engine, "ready", ready)
     found = {one.about: one for one in all_of(small_run, server=True)}
     assert found["server"].verdict == "FAIL" and "did not start" in found["server"].found
-    assert found["publish"].found == "skipped: because of server"
+    assert found["log-probs"].found == "skipped: because of server"
 
 
 def as_file(c, tmp_path):
