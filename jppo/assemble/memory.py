@@ -35,7 +35,9 @@ from jppo.models.params import Head
 from jppo.structs import Counts, Params, Rows, Scored
 
 MANY = 1.1  # a shape of rows with so many times the tokens of the longest rows is compiled, too
-PROGRAM = 12 * 2**27  # a vLLM on a CPU beside its weights and cache: Python, torch, what it compiles
+# Measured on a CPU, beside weights and arrays: what a vLLM takes in its two processes, and by how much a trainer's
+# process grows once its programs run (their code, threads, what XLA's kernels set aside for themselves).
+PROGRAM, RUNTIME = 12 * 2**27, 3 * 2**26
 
 
 @dataclasses.dataclass(frozen=True)
