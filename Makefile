@@ -48,8 +48,8 @@ bench: $(READY)  ## measure the stages of a step, the models alone, attention, t
 	$(TUNED) $(PY) benchmarks/gae.py
 	$(TUNED) $(PY) benchmarks/exact_kl.py
 
-doctor: $(READY)  ## say what of this machine would stop a training, and what to do
-	@$(PY) -m jppo.doctor
+doctor: $(READY)  ## say what of this machine, and of a run by CONFIG=FILE, would stop a training; ARGS=...
+	@$(PY) -m jppo.doctor $(if $(CONFIG),--config=$(CONFIG)) $(ARGS)
 
 pictures: $(READY)  ## photograph the report of a run for docs/, by a headless Chromium; RUN=DIR
 	JPPO_PICTURES_OF=$(RUN) $(PY) -m pytest tests/test_report.py -k pictures

@@ -1,12 +1,19 @@
 """Is this environment fit to train? `python -m jppo.doctor` says what is wrong and what to do.
 
-Comes before everything else: starts no server, trains nothing. Exit code 1 where something must be mended.
+    python -m jppo.doctor                                       # the machine alone; --python=FILE has the server's vLLM
+    python -m jppo.doctor --config=configs/gsm8k.py --config.model.path=DIR
+
+Without a config: starts no server, trains nothing. With one, and its overrides as for jppo.train, also whether that run
+would go: its folder, models, data, reward, memory, disk; a server is started, gets the weights, and must agree with the
+trainer, unless there is --no_server. Nothing is trained, and the run's folder stays as it is. Exit code 1 where
+something must be mended, 2 where the settings themselves cannot be.
 """
 
 import argparse
-import dataclasses
+import contextlib
 import http.server
 import importlib.metadata
+import itertools
 import json
 import os
 import pathlib
@@ -16,23 +23,25 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Literal
 
 import httpx
 import rich.console
-import rich.table
-import rich.text
+from ml_collections import ConfigDict
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from jppo import assemble
+from jppo import config as settings
+from jppo.assemble import preview
+from jppo.assemble.memory import available_memory
+from jppo.checkup import run
+from jppo.checkup.finding import GIB, Finding, check_room, examine, report
 from jppo.config import UserError
 from jppo.rollout.server import HOST, check_vllm
 
-GIB = 2**30
 MEMORY = 3 * GIB  # a small trainer and its vLLM on a CPU
 SHARED_MEMORY = GIB  # vLLM's processes talk through it
 DISK_WARN, DISK_FAIL = 10 * GIB, GIB
-STYLE = {"OK": "green", "WARN": "yellow", "FAIL": "bold red"}
 
 # In a process of its own: a broken jaxlib ends the process, and a device may be slow or taken.
 _DEVICES = """
@@ -41,16 +50,6 @@ print(json.dumps([jax.default_backend(), [d.device_kind for d in jax.devices()]]
 """
 DEVICES_TIMEOUT_S = 120
 LOOPBACK_TIMEOUT_S = 5.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """One line of the report."""
-
-    about: str
-    verdict: Literal["OK", "WARN", "FAIL"]
-    found: str
-    remedy: str = ""
 
 
 def check_python(version: str, wanted: str) -> Finding:
@@ -118,13 +117,6 @@ def check_server(python: str, has_gpu: bool) -> Finding:
     return Finding("vLLM", "OK", f"built for the {build.upper()}")
 
 
-def check_room(about: str, free: int, *, warn: int, fail: int, remedy: str) -> Finding:
-    """Bytes that are free against what a run needs."""
-    verdict: Literal["OK", "WARN", "FAIL"] = "FAIL" if free < fail else "WARN" if free < warn else "OK"
-    found = f"{free / GIB:.1f} GiB free"
-    return Finding(about, verdict, found, "" if verdict == "OK" else remedy)
-
-
 def check_loopback() -> Finding:
     """The trainer's way to its servers: a request to a free port of this host, past any proxy."""
     try:
@@ -147,20 +139,8 @@ class _Answer(http.server.BaseHTTPRequestHandler):
         """Keeps the request out of the report."""
 
 
-def available_memory(proc: pathlib.Path, cgroup: pathlib.Path) -> int | None:
-    """Bytes that may still be taken, by the machine and by its container; None where neither says."""
-    rooms = []
-    if (meminfo := proc / "meminfo").is_file():
-        lines = dict(line.split(":") for line in meminfo.read_text().splitlines())
-        rooms.append(int(lines["MemAvailable"].split()[0]) * 1024)
-    limit, used = cgroup / "memory.max", cgroup / "memory.current"
-    if limit.is_file() and used.is_file() and (most := limit.read_text().strip()) != "max":
-        rooms.append(int(most) - int(used.read_text()))
-    return min(rooms, default=None)
-
-
-def findings(python: str) -> Iterator[Finding]:
-    """Everything that is looked at, in the order of the report; `python` is the server's interpreter."""
+def environment(python: str | None) -> Iterator[Finding]:
+    """Programs and devices; `python` is the server's interpreter, None where no server will be started."""
     try:
         metadata = importlib.metadata.distribution("jppo")
     except importlib.metadata.PackageNotFoundError:
@@ -170,7 +150,13 @@ def findings(python: str) -> Iterator[Finding]:
         yield from check_packages(metadata.requires or (), _version)
     has_gpu = _has_gpu()
     yield check_devices(has_gpu)
-    yield check_server(python, has_gpu)
+    if python is not None:
+        yield check_server(python, has_gpu)
+
+
+def findings(python: str) -> Iterator[Finding]:
+    """Everything that is looked at without a config, in the order of the report."""
+    yield from environment(python)
     free = available_memory(pathlib.Path("/proc"), pathlib.Path("/sys/fs/cgroup"))
     if free is not None:
         remedy = "end other programs, or give the container more"
@@ -184,22 +170,40 @@ def findings(python: str) -> Iterator[Finding]:
     yield check_loopback()
 
 
-def report(found: Iterable[Finding], console: rich.console.Console) -> int:
-    """Prints the table and what it comes to; the exit code."""
-    table = rich.table.Table.grid(padding=(0, 2))
-    failed = 0
-    for finding in found:
-        verdict = rich.text.Text(finding.verdict, STYLE[finding.verdict])
-        told = f"{finding.found}\n→ {finding.remedy}" if finding.remedy else finding.found
-        table.add_row(verdict, rich.text.Text(finding.about), rich.text.Text(told, overflow="fold"))
-        failed += finding.verdict == "FAIL"
-    console.print(table)
-    console.print(f"{failed} to be mended before a training" if failed else "fit to train")
-    return 1 if failed else 0
+def of_run(c: ConfigDict, *, server: bool) -> Iterator[Finding]:
+    """Everything that is looked at for a run by these settings."""
+    assemble.share_gpu(c)
+    preview.take_little()
+    failed = []
+    for finding in itertools.chain(environment(None if c.rollout.urls else c.rollout.python), [check_loopback()]):
+        failed += [finding.about] if finding.verdict == "FAIL" else []
+        yield finding
+    with contextlib.ExitStack() as stack:
+        yield from examine(run.checks(c, stack, server=server), failed=failed)
 
 
+def read_run(argv: list[str]) -> tuple[ConfigDict, bool]:
+    """The settings that --config and its overrides give, and whether a server is to be started."""
+    rest = [word for word in argv if word != "--no_server"]
+    if [word for word in rest if word.split("=")[0] == "--python"]:
+        raise UserError("--python is for a look without settings; with --config give --config.rollout.python=FILE")
+    c, _ = settings.parse(rest, __doc__ or "", settings.default())
+    if "rollout" not in c:
+        raise UserError(
+            "--config is one of jppo.sft, and the doctor looks at those of jppo.train; python -m jppo.sft --dry_run"
+            " looks at it"
+        )
+    settings.check(c)
+    return c, len(rest) == len(argv)
+
+
+@settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     """The command line."""
+    argv = sys.argv[1:] if argv is None else argv
+    if any(word.startswith("--config") for word in argv):
+        c, server = read_run(argv)
+        sys.exit(report(of_run(c, server=server), rich.console.Console()))
     parser = argparse.ArgumentParser(
         prog="python -m jppo.doctor",
         description=__doc__,

@@ -1,11 +1,14 @@
 """Supervised fine-tuning: python -m jppo.sft --config=configs/quickstart_sft.py
 
 Next-token training on the responses of (prompt, response) pairs, with the model, packing and optimizer of PPO. The
-result is an HF directory, RUN_DIR/hf, to start PPO from. Settings are given as --config.SECTION.NAME=VALUE.
+result is an HF directory, RUN_DIR/hf, to start PPO from. Settings are given as --config.SECTION.NAME=VALUE; --dry_run
+prints them, with what the run would be and the memory that it would take, and stops.
 """
 
+import dataclasses
 import pathlib
 import sys
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,21 +16,35 @@ from ml_collections import ConfigDict
 
 from jppo import assemble
 from jppo import config as settings
+from jppo.assemble import memory, preview
 from jppo.config import UserError
 from jppo.data.sft import Demonstration, read_demonstrations
 from jppo.data.stream import Cursor, next_batch, steps_per_epoch
 from jppo.io.console import SFT_COLUMNS
 from jppo.io.timers import Timers
-from jppo.learner import batch, ppo, score, update
+from jppo.learner import batch, packing, ppo, score, update
 from jppo.models import hf
-from jppo.models.families import pad_vocab
+from jppo.models.families import ModelConfig, pad_vocab
+from jppo.models.lora import Lora
 from jppo.structs import Trajectory
 
 
-def train(config: ConfigDict) -> None:
-    """Trains on all demonstrations and writes the model."""
-    c = config
-    assemble.require_loggers(c)
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What a run reads and closes over before it loads the model."""
+
+    demonstrations: list[Demonstration]
+    overlong: int  # that were left out
+    steps: int
+    mesh: Any
+    plan: packing.Plan
+    cfg: ModelConfig
+    adapters: Lora | None
+    accumulate: Any  # the gradient, compiled
+
+
+def prepare(c: ConfigDict) -> Task:
+    """Reads the demonstrations, and the model as its directory describes it."""
     _, cfg = hf.read_config(c.model.path)
     tokenizer = assemble.read_tokenizer(c, cfg)
     longest = c.data.max_prompt_length + c.data.max_response_length
@@ -38,17 +55,10 @@ def train(config: ConfigDict) -> None:
         system_prompt=c.data.system_prompt,
         custom_cls=c.data.custom_cls,
     )
-    demonstrations = found.demonstrations
-    per_epoch = steps_per_epoch(len(demonstrations), c.data.train_batch_size)
+    per_epoch = steps_per_epoch(len(found.demonstrations), c.data.train_batch_size)
     steps = c.trainer.total_training_steps
-    steps = per_epoch * c.trainer.total_epochs if steps == -1 else steps
     mesh = assemble.make_mesh(c)
-    plan = assemble.make_plan(
-        c, mesh, tokens_per_device=c.optim.max_tokens_per_device, sequences=c.data.train_batch_size
-    )
     cfg = pad_vocab(cfg, mesh.shape["tensor"])
-    key, adapters = jax.random.key(c.trainer.seed), assemble.make_adapters(c)
-    trained = assemble.load_trained(c, mesh, cfg, c.model.path, head="lm", key=key, adapters=adapters)
     logprob = score.make_logprob(
         assemble.make_decoder(c, cfg, mesh),
         cfg,
@@ -56,13 +66,34 @@ def train(config: ConfigDict) -> None:
         chunk_tokens=assemble.chunk_tokens(c, cfg),
         with_entropy=False,
     )
-    accumulate = update.make_accumulate(update.make_imitation_loss(logprob))
-    descent, opt = assemble.make_descent(c.optim, "sft", accumulate, trained, steps)
+    return Task(
+        demonstrations=found.demonstrations,
+        overlong=found.overlong,
+        steps=per_epoch * c.trainer.total_epochs if steps == -1 else steps,
+        mesh=mesh,
+        plan=assemble.make_plan(
+            c, mesh, tokens_per_device=c.optim.max_tokens_per_device, sequences=c.data.train_batch_size
+        ),
+        cfg=cfg,
+        adapters=assemble.make_adapters(c),
+        accumulate=update.make_accumulate(update.make_imitation_loss(logprob)),
+    )
+
+
+def train(config: ConfigDict) -> None:
+    """Trains on all demonstrations and writes the model."""
+    c = config
+    assemble.require_loggers(c)
+    task = prepare(c)
+    demonstrations, plan, mesh, cfg, steps = task.demonstrations, task.plan, task.mesh, task.cfg, task.steps
+    key = jax.random.key(c.trainer.seed)
+    trained = assemble.load_trained(c, mesh, cfg, c.model.path, head="lm", key=key, adapters=task.adapters)
+    descent, opt = assemble.make_descent(c.optim, "sft", task.accumulate, trained, steps)
     learned = trained.learned
     run, cursor, timer = pathlib.Path(c.trainer.run_dir).expanduser(), Cursor(), Timers()
     with assemble.make_logger(c, run, total_steps=steps, columns=SFT_COLUMNS) as logger:
         (run / "config.json").write_text(settings.dump(c))
-        logger.note(f"{len(demonstrations)} demonstrations ({found.overlong} over-long ones left out)")
+        logger.note(f"{len(demonstrations)} demonstrations ({task.overlong} over-long ones left out)")
         for step in range(steps):
             with timer("step"):
                 indices, cursor = next_batch(
@@ -83,6 +114,35 @@ def train(config: ConfigDict) -> None:
             logger.log(step + 1, metrics)
     out = hf.save(run / "hf", descent.model(learned), cfg, source=c.model.path, dtype=c.model.param_dtype)
     print(f"model             {out}")
+
+
+def dry_run(c: ConfigDict) -> str:
+    """What a run by these settings would be; no weight is read."""
+    preview.take_little()
+    task = prepare(c)
+    plan, mesh, count = task.plan, task.mesh, c.data.train_batch_size
+    trained = memory.sketch(c, mesh, task.cfg, head="lm", adapters=task.adapters)
+    rows = [memory.rows_of(shape, mesh) for shape in memory.largest(plan)]
+    opt, moments = memory.learning("sft", task.accumulate, c.optim, trained, rows, mini_batches=1)
+    longest = sorted((as_trajectory(one, "") for one in task.demonstrations), key=lambda t: -len(t.tokens))[:count]
+    packed = packing.pack(longest, range(len(longest)), plan)
+    batch_bytes = [memory.size(memory.rows_of(one.inputs.shape, mesh)) for one in packed]
+    found = memory.Estimate(
+        {
+            "model": memory.size((trained.learned, trained.base)),
+            "its optimizer": memory.size(opt),
+            "batch": sum(batch_bytes),
+        },
+        tuple(moments),
+    )
+    lines = [
+        f"demonstrations   {len(task.demonstrations):,} ({task.overlong} over-long ones left out)",
+        f"steps            {task.steps:,}, each of {count:,} demonstrations, one optimizer step",
+        f"rows             {preview.shapes(plan)}",
+        f"                 up to {len(packed)} micro-batches a step",
+        f"to compile       {len(plan.shapes) + 2} programs for {len(plan.shapes)} shape(s)",
+    ]
+    return preview.report(lines, found, preview.rooms(found, mesh, host={}))
 
 
 def as_trajectory(demonstration: Demonstration, uid: str) -> Trajectory:
@@ -106,7 +166,8 @@ def main(argv: list[str] | None = None) -> None:
     config, switches = settings.parse(sys.argv[1:] if argv is None else argv, __doc__, settings.sft_default())
     settings.check(config)
     if switches["dry_run"]:
-        print(settings.dump(config), end="")
+        print(settings.dump(config), flush=True)
+        print(dry_run(config), end="")
         return
     train(config)
 

@@ -1,8 +1,8 @@
 """PPO training, read from top to bottom: python -m jppo.train --config=configs/gsm8k.py --config.actor.lr=5e-7
 
 Each step: sample with vLLM, grade, pack, score, estimate advantages, update critic and actor, publish the new
-weights to vLLM, log, test, save. Settings are given as --config.SECTION.NAME=VALUE; --dry_run prints them all and
-stops.
+weights to vLLM, log, test, save. Settings are given as --config.SECTION.NAME=VALUE; --dry_run prints them all, with
+what the run would be and the memory that it would take, and stops.
 """
 
 import contextlib
@@ -29,11 +29,11 @@ from jppo.io.profile import Profiler
 from jppo.io.summary import summary
 from jppo.io.timers import Timers
 from jppo.io.watch import Stopped, Watch, leave
-from jppo.learner import batch, correct, devices, estimate, packing, ppo
+from jppo.learner import batch, devices, estimate, packing, ppo
 from jppo.models import hf
 from jppo.report import report_line
 from jppo.rewards.compose import Panel
-from jppo.rollout.sampler import RolloutError, Sampler, greedy
+from jppo.rollout.sampler import RolloutError, greedy
 from jppo.structs import Reward, TrainState, Trajectory
 from jppo.validation import sample, samples
 
@@ -115,7 +115,7 @@ def train(config: ConfigDict) -> None:
             logger.note(why)
         for line in [assemble.introduce_peak(c, mesh), *profile.introduce(step)]:
             logger.note(line)
-        logger.note(agree(c, inputs, learner, now, sampler, step))
+        logger.note(assemble.agree(c, inputs, learner, now, sampler, step))
         if only_look or (begun.step is None and c.trainer.val_before_train):
             with timer("testing"):
                 metrics = validate(parts, step)
@@ -377,24 +377,6 @@ def validate(run: Run, version: int) -> dict[str, float]:
     return validation.metrics(tested)
 
 
-def agree(c: ConfigDict, inputs: Inputs, learner: Learner, now: TrainState, sampler: Sampler, version: int) -> str:
-    """Proves that the sampler and the trainer have the same policy, or stops the run and says how far they differ."""
-    count = min(16, c.actor.ppo_mini_batch_size, len(inputs.train.prompts))
-    some = dataclasses.replace(assemble.sampling(c, version), n=1)
-    longest = sorted(inputs.train.prompts, key=lambda p: -len(p.ids))[:count]
-    drawn = sampler.generate(longest, some, version=version)
-    rows, policy = batch.make(drawn, plan=learner.plan, mesh=learner.mesh), learner.policy(now)
-    gaps = batch.each(lambda r: learner.passes.gap(r, learner.passes.logprob(policy, r)[0]), rows)
-    gap = correct.gap_metrics(gaps)["rollout/logp_gap_max"]
-    if not gap <= c.rollout.logp_tolerance:
-        raise RolloutError(
-            f"the log-probs of the sampler and the trainer differ by up to {gap:.3g} on the same tokens, more than"
-            f" rollout.logp_tolerance={c.rollout.logp_tolerance:g}: they do not have the same policy; compare"
-            " rollout.dtype and model.compute_dtype, or raise the tolerance if bfloat16 explains the gap"
-        )
-    return f"sampler and trainer agree: largest log-prob gap {gap:.1e} on {sum(len(t.tokens) for t in drawn)} tokens"
-
-
 def introduce(inputs: Inputs, mesh: Mesh, plan: packing.Plan, resumed: int | None) -> list[str]:
     """What the run is about to do, for the console."""
     cut = inputs.train.truncated + inputs.val.truncated
@@ -414,7 +396,8 @@ def main(argv: list[str] | None = None) -> None:
     config, switches = settings.parse(sys.argv[1:] if argv is None else argv, __doc__, settings.default())
     settings.check(config)
     if switches["dry_run"]:
-        print(settings.dump(config), end="")
+        print(settings.dump(config), flush=True)
+        print(assemble.dry_run(config), end="")
         return
     goes_on = f"the same command goes on from the last of {config.trainer.run_dir}/checkpoints"
     try:

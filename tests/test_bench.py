@@ -361,3 +361,17 @@ def test_a_wrong_command_of_models_is_one_line(models, capsys):
             models.main(["--models=tiny", wrong])
         assert e.value.code == 2
         assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_memory_is_compared_as_a_whole_and_without_the_program(beside, monkeypatch, quick_compilation):
+    memory = script("memory")
+    monkeypatch.setitem(memory.MODELS, "tiny", memory.MODELS["S"] | {"hidden_size": 32, "intermediate_size": 32})
+    changes = ["data.row_lengths=1", "model.scan_layers=True"]
+    found = memory.measure("tiny", layers=1, tokens=500, changes=changes)
+    said = found | {"estimate": 300, "program": 1000, "resident_peak": 1400, "device_peak": None}
+    assert memory.compared(said) == {"arrays": (300, 400), "process": (1300, 1400)}
+    assert memory.compared(said | {"device_peak": 200}) == {"device": (300, 200)}
+    assert found["estimate"] >= memory.memory.RUNTIME + 8 * sum(found["parts"].values())  # 8 devices
+    assert found["resident_peak"] > found["program"] > 2**27
+    at = {"machine": memory.machine(), "jax": "0", "commit": "c", "date": "d", "load_average": 0.0}
+    assert "| tiny | arrays | 0 | 0 | 0.75 |" in memory.table(at | {"models": {"tiny": said}})

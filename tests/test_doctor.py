@@ -118,8 +118,8 @@ def test_the_report_shows_the_remedy_and_fails_only_on_a_failure(verdict, code, 
     found = [Finding("JAX", "OK", "8 x [cpu]"), Finding("disk", verdict, "0 GiB free", "make [more] room")]
     assert doctor.report(found, console) == code
     lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
-    assert lines[0] == "OK    JAX   8 x [cpu]"
-    assert lines[1:3] == [f"{verdict}  disk  0 GiB free", " " * 12 + "→ make [more] room"]
+    assert lines[0] == "OK    JAX             8 x [cpu]"
+    assert lines[1:3] == [f"{verdict}  disk            0 GiB free", " " * 22 + "→ make [more] room"]
     assert lines[-1].startswith(last)
 
 

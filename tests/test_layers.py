@@ -15,19 +15,26 @@ LAYERS = (
     ("structs", "config"),
     ("algorithms", "models", "statistics"),
     ("learner", "data", "rewards", "rollout", "io"),
-    ("assemble", "validation", "export", "doctor", "report"),
+    ("assemble", "validation", "export", "report"),
     ("train", "sft", "reward_model", "evaluate", "sweep"),
+    ("checkup",),
+    ("doctor",),
 )
 LAYER = {place: i for i, row in enumerate(LAYERS) for place in row}
-# Commands that stand beside what they look at: they may import what the other commands of their layer may.
+# Commands that stand beside what they look at: they have the layer of the training commands.
 COMMANDS_BELOW = ("jppo.data.check", "jppo.rewards.check")
 
 COMMANDS = (*(f"jppo.{place}" for row in LAYERS[3:] for place in row), *COMMANDS_BELOW)
 # Packages that few may import: a module, or all modules below a package.
 ONLY_IN = {
     "vllm": ("jppo.rollout.worker",),
-    "torch": ("jppo.rollout.worker", "jppo.rewards.model_worker"),
-    "transformers": ("jppo.data.tokenizer", "jppo.rollout.worker", "jppo.rewards.model_worker"),
+    "torch": ("jppo.rollout.worker", "jppo.rewards.model_worker", "jppo.checkup.parity_worker"),
+    "transformers": (
+        "jppo.data.tokenizer",
+        "jppo.rollout.worker",
+        "jppo.rewards.model_worker",
+        "jppo.checkup.parity_worker",
+    ),
     "tensorflow": ("jppo.data",),
     "openai": ("jppo.rewards.judge_door",),
     "anthropic": ("jppo.rewards.judge_door",),
@@ -60,6 +67,7 @@ NO_MORE_THAN = {
     "jppo.rollout.worker": {*sys.stdlib_module_names, "numpy", "torch", "transformers", "vllm"},
     "jppo.rollout.layout": {*sys.stdlib_module_names, "numpy"},
     "jppo.rewards.model_worker": {*sys.stdlib_module_names, "torch", "transformers"},
+    "jppo.checkup.parity_worker": {*sys.stdlib_module_names, "torch", "transformers"},
     # what runs in the processes of the pool
     "jppo.rewards.worker": {*sys.stdlib_module_names},
     "jppo.rewards.targets": {*sys.stdlib_module_names},
@@ -68,7 +76,7 @@ NO_MORE_THAN = {
     "jppo.rollout.launch": {*sys.stdlib_module_names},
 }
 # Imported along with the worker, so they import nothing.
-BARE = ("jppo", "jppo.rollout", "jppo.rewards")
+BARE = ("jppo", "jppo.rollout", "jppo.rewards", "jppo.checkup")
 # All that a module may import of jppo.
 OF_JPPO = {
     "jppo.algorithms": ("jppo.structs", "jppo.algorithms"),
@@ -77,6 +85,7 @@ OF_JPPO = {
     "jppo.rollout.worker": ("jppo.rollout.layout",),
     "jppo.rollout.layout": (),
     "jppo.rewards.model_worker": (),
+    "jppo.checkup.parity_worker": (),
     "jppo.rewards.worker": ("jppo.rewards.targets",),
     "jppo.rewards.targets": ("jppo.rewards.code", "jppo.rewards.rules"),
     "jppo.rewards.code": ("jppo.rewards.rules",),
@@ -139,7 +148,7 @@ def against_jppo(module: str, found: Import) -> Iterator[str]:
     place, target = ([*name.split("."), ""][1] for name in (module, found.name))
     if module in COMMANDS_BELOW:
         place = "train"
-    elif any(within(found.name, command) for command in COMMANDS_BELOW):
+    elif any(within(found.name, command) for command in COMMANDS_BELOW) and LAYER.get(place, 0) <= LAYER["train"]:
         yield f"{found.name} is a command"
     if module in BARE:
         yield f"{module} must import nothing"
@@ -211,6 +220,9 @@ def test_the_walk_sees_the_project():
         ("jppo.train", "from jppo import assemble, sft", "layer 4 may import only"),
         ("jppo.train", "from jppo.evaluate import evaluate", "layer 4 may import only"),
         ("jppo.train", "from jppo.validation import evaluate", None),
+        ("jppo.train", "from jppo.data import check", "jppo.data.check is a command"),
+        ("jppo.train", "from jppo import doctor", "layer 4 may import only"),
+        ("jppo.checkup.reading", "from jppo.data import check", None),
         ("jppo.learner.ppo", "from . import packing", None),
         ("jppo.learner.ppo", "from jppo.config import UserError", None),
         ("jppo.learner.ppo", "from jppo.config import default", "nothing sees a config"),
@@ -236,7 +248,7 @@ def test_the_walk_sees_the_project():
         ("jppo.io.metrics", "def f():\n    import wandb", "only jppo.io.to_wandb may"),
         ("jppo.io.to_mlflow", "import mlflow", "only inside the function"),
         ("jppo.models.hf", "from transformers import AutoConfig", "only jppo.data.tokenizer"),
-        ("jppo.data.prompts", "import torch", "only jppo.rollout.worker, jppo.rewards.model_worker may"),
+        ("jppo.data.prompts", "import torch", "jppo.rewards.model_worker, jppo.checkup.parity_worker may"),
         (
             "jppo.data.prompts",
             "import importlib\nimportlib.import_module('torch')",

@@ -3,6 +3,7 @@
 The commands call it; below it nothing sees a config.
 """
 
+from jppo.assemble.agreement import agree
 from jppo.assemble.engine import (
     ENGINES,
     Source,
@@ -13,7 +14,7 @@ from jppo.assemble.engine import (
     share_gpu,
     val_sampling,
 )
-from jppo.assemble.inputs import Inputs, make_adapters, read_inputs, read_test, read_tokenizer
+from jppo.assemble.inputs import Inputs, make_adapters, read_inputs, read_models, read_test, read_tokenizer
 from jppo.assemble.learner import (
     Learner,
     attention_kernel,
@@ -25,10 +26,12 @@ from jppo.assemble.learner import (
     make_learner,
     make_mesh,
     make_plan,
+    plan_of_run,
     sequences_of_step,
 )
 from jppo.assemble.logger import make_logger, require_loggers
 from jppo.assemble.peak import introduce_peak, utilisation
+from jppo.assemble.preview import dry_run
 from jppo.assemble.recipe import make_recipe
 from jppo.assemble.resume import Begun, finished, kept, origin, resume, save
 from jppo.assemble.reward import make_panel
@@ -39,9 +42,11 @@ __all__ = [
     "Inputs",
     "Learner",
     "Source",
+    "agree",
     "attention_kernel",
     "chunk_tokens",
     "critic_mini_batch_size",
+    "dry_run",
     "finished",
     "introduce_peak",
     "kept",
@@ -56,10 +61,12 @@ __all__ = [
     "make_plan",
     "make_recipe",
     "origin",
+    "plan_of_run",
     "publish",
     "publish_base",
     "publish_stored",
     "read_inputs",
+    "read_models",
     "read_test",
     "read_tokenizer",
     "require_loggers",

@@ -156,6 +156,38 @@ def load_trained(
     return Trained(what, learned, base)
 
 
+def plan_of_run(c: ConfigDict, mesh: Any) -> packing.Plan:
+    """The shapes of rows of a PPO run."""
+    sequences = max(c.actor.ppo_mini_batch_size, critic_mini_batch_size(c))
+    return make_plan(c, mesh, tokens_per_device=c.actor.max_tokens_per_device, sequences=sequences)
+
+
+def make_passes(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[ppo.Recipe, ppo.Passes]:
+    """The passes closed over the config's numbers; nothing is loaded or compiled yet."""
+
+    def model(cfg: ModelConfig) -> ppo.Model:
+        cfg = pad_vocab(cfg, mesh.shape["tensor"])
+        return make_decoder(c, cfg, mesh), cfg
+
+    policy = model(inputs.policy)
+    critic = None if inputs.critic is None else model(inputs.critic)
+    reference = None if inputs.reference is None else model(inputs.reference)
+    recipe = make_recipe(c)
+    passes = ppo.make_passes(
+        ppo.Models(policy, critic, reference),
+        recipe,
+        temperature=c.rollout.temperature,
+        chunk_tokens=chunk_tokens(c, policy[1]),
+        sequences=sequences_of_step(c),
+    )
+    return recipe, passes
+
+
+def shares_trunk(c: ConfigDict, inputs: Inputs) -> bool:
+    """Whether the critic stands on the policy's own base: what neither of them changes is held once."""
+    return inputs.adapters is not None and inputs.critic_adapters is not None and critic_path(c) == c.model.path
+
+
 def make_learner(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[Learner, TrainState]:
     """Loads the models into their shards and closes the passes over the config's numbers."""
     a, path = c.actor, c.model.path
@@ -166,23 +198,13 @@ def make_learner(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[Learner, Tra
     def fit(cfg: ModelConfig) -> ModelConfig:
         return pad_vocab(cfg, mesh.shape["tensor"])
 
-    def model(cfg: ModelConfig | None) -> ppo.Model | None:
-        return None if cfg is None else (make_decoder(c, fit(cfg), mesh), fit(cfg))
-
-    recipe, cfg = make_recipe(c), fit(inputs.policy)
-    passes = ppo.make_passes(
-        ppo.Models((make_decoder(c, cfg, mesh), cfg), model(inputs.critic), model(inputs.reference)),
-        recipe,
-        temperature=c.rollout.temperature,
-        chunk_tokens=chunk_tokens(c, cfg),
-        sequences=sequences_of_step(c),
-    )
+    cfg = fit(inputs.policy)
+    recipe, passes = make_passes(c, inputs, mesh)
     policy = load_trained(c, mesh, cfg, path, head="lm", key=keys(0), adapters=inputs.adapters)
     actor, policy_opt = make_descent(a, "actor", passes.actor, policy, inputs.total_steps - c.trainer.critic_warmup)
     value = value_opt = critic = None
     if inputs.critic is not None:
-        both = policy.base is not None and inputs.critic_adapters is not None
-        shared = both and critic_path(c) == path  # what neither of them changes is held once
+        shared = shares_trunk(c, inputs)
         trained = load_trained(
             c,
             mesh,
@@ -198,12 +220,7 @@ def make_learner(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[Learner, Tra
     learner = Learner(
         mesh=mesh,
         cfg=cfg,
-        plan=make_plan(
-            c,
-            mesh,
-            tokens_per_device=a.max_tokens_per_device,
-            sequences=max(a.ppo_mini_batch_size, critic_mini_batch_size(c)),
-        ),
+        plan=plan_of_run(c, mesh),
         recipe=recipe,
         passes=passes,
         actor=actor,
@@ -238,9 +255,23 @@ def make_descent(
     section: ConfigDict, name: str, accumulate: Any, trained: Trained, total_steps: int
 ) -> tuple[ppo.Descent, Any]:
     """The optimizer of one model, by its section of the config, and the optimizer's first state."""
-    tx = optim.make_optimizer(
+    tx = make_optimizer(section)
+    opt, places = state.init_optimizer(tx, trained.what, trained.learned)
+    apply = make_apply(section, tx, trained.what, places, total_steps)
+    zeros = update.make_zeros(trained.what.shapes, trained.what.shardings)
+    spare = trained.what.spare, state.spare_of_optimizer(tx, trained.what)
+    return ppo.Descent(accumulate, apply, zeros, name=name, base=trained.base, spare=spare), opt
+
+
+def make_optimizer(section: ConfigDict) -> Any:
+    """The optimizer that a section of the config asks for."""
+    return optim.make_optimizer(
         grad_clip=section.grad_clip, betas=tuple(section.betas), weight_decay=section.weight_decay
     )
+
+
+def make_apply(section: ConfigDict, tx: Any, what: state.Weights, places: Any, total_steps: int) -> Any:
+    """The optimizer's step by its schedule, compiled; its state lies in `places`."""
     by_ratio = section.lr_warmup_steps == -1
     schedule = optim.make_schedule(
         section.lr_scheduler_type,
@@ -249,8 +280,4 @@ def make_descent(
         total_steps=total_steps,
         min_lr_ratio=section.min_lr_ratio,
     )
-    opt, places = state.init_optimizer(tx, trained.what, trained.learned)
-    apply = update.make_apply(tx, schedule, shardings=(trained.what.shardings, places))
-    zeros = update.make_zeros(trained.what.shapes, trained.what.shardings)
-    spare = trained.what.spare, state.spare_of_optimizer(tx, trained.what)
-    return ppo.Descent(accumulate, apply, zeros, name=name, base=trained.base, spare=spare), opt
+    return update.make_apply(tx, schedule, shardings=(what.shardings, places))

@@ -47,6 +47,21 @@ def _weights(cfg: ModelConfig, mesh: Mesh, entries: tuple[params.Entry, ...], *,
     return Weights(cfg, head, shapes, places, params.tree(entries, lambda entry: entry.padding))
 
 
+def abstract(what: Weights) -> Params:
+    """The parameters as what XLA has to know of them; nothing is allocated."""
+    return _placed(what.shapes, what.shardings)
+
+
+def abstract_optimizer(tx: optax.GradientTransformation, what: Weights) -> tuple[Any, Any]:
+    """The optimizer's state likewise, and its shards."""
+    places = sharding.optimizer_shardings(tx, what.shapes, what.shardings)
+    return _placed(jax.eval_shape(lambda p: tx.init(in_f32(p)), what.shapes), places), places
+
+
+def _placed(shapes: Any, places: Any) -> Any:
+    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, places)
+
+
 def load(what: Weights, path: str, *, init: str, key: jax.Array) -> Params:
     """The parameters in their shards: of the checkpoint at `path`, or random where init is 'random'."""
     dtype = jax.tree.leaves(what.shapes)[0].dtype

@@ -1,0 +1,222 @@
+"""The memory estimate of `--dry_run` against what a step really takes: estimate, measured peak, ratio.
+
+    python benchmarks/memory.py                                   # shapes S and M, PPO with a critic and a reference
+    python benchmarks/memory.py --models q05 --tokens 1024 --set algorithm.adv_estimator=reinforce_plus_plus
+    python benchmarks/memory.py --models q05 --layers 4           # a q05 that is less deep
+
+Each model has random weights and goes through the start and two steps of training as `jppo.train` does them, without
+vLLM: every pass on empty rows of every shape, then log-probs, the reference's, values, advantages and both updates, on
+the batch of throughput.py, of which --tokens takes a part. Each runs in a process of its own, twice: the first compiles
+into a cache, so that no compiler's memory is in what the second one measures. On a CPU that is the peak of its resident
+memory: above what it had before any array was made, and as a whole, with the program itself on both sides. On an
+accelerator it is the peak that the device reports.
+Exit code 1 where an estimate is off by more than 20%.
+"""
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from machine import ROOT, commit, machine, slug, title, version
+from ml_collections import ConfigDict
+from models import CPU_SCANS, MODELS, device_peak, some
+from work import SEQUENCES, base_config, change, make_batch, response_lengths
+
+from jppo import assemble
+from jppo.assemble import memory
+from jppo.config import UserError
+from jppo.data.prompts import PromptSet
+from jppo.io.timers import Timers
+from jppo.learner import batch, estimate, ppo
+from jppo.models import families
+from jppo.structs import Trajectory
+from jppo.train import update_models
+
+LIMIT = 0.2  # how far off an estimate may be
+STATUS, CLEAR = pathlib.Path("/proc/self/status"), pathlib.Path("/proc/self/clear_refs")
+# glibc gives large blocks back when they are freed, whatever their size was before.
+TRUE_PEAK = {"MALLOC_MMAP_THRESHOLD_": str(2**17)}
+
+
+def make_config(name: str, sequences: int, changes: Sequence[str]) -> ConfigDict:
+    """The defaults of training with a KL in the reward, for the model and so many sequences of the batch."""
+    c = base_config("none: the weights are random", "float32")
+    c.model.scan_layers = jax.default_backend() != "cpu" or name in CPU_SCANS
+    c.data.train_batch_size = sequences
+    c.actor.ppo_mini_batch_size = min(c.actor.ppo_mini_batch_size, sequences)
+    c.algorithm.use_kl_in_reward = True
+    return change(c, changes)
+
+
+def make_inputs(c: ConfigDict, described: dict[str, Any]) -> assemble.Inputs:
+    """What a run would have read, without files."""
+    cfg = families.from_hf(described, path="memory.py")
+    return assemble.Inputs(
+        tokenizer=None,
+        end_tokens=(),
+        train=PromptSet([], overlong=0),
+        val=PromptSet([], overlong=0),
+        sources=(),
+        policy=cfg,
+        critic=cfg if assemble.make_recipe(c).estimator.critic else None,
+        reference=cfg if c.algorithm.use_kl_in_reward else None,
+        adapters=assemble.make_adapters(c),
+        critic_adapters=assemble.make_adapters(c),
+        total_steps=1,
+    )
+
+
+def step(c: ConfigDict, learner: Any, now: Any, trajectories: list[Trajectory]) -> Any:
+    """All of a step that a device sees."""
+    policy = learner.policy(now)
+    rows = batch.make(trajectories, plan=learner.plan, mesh=learner.mesh)
+    scores = np.random.default_rng(2).random(len(trajectories)).astype(np.float32)
+    outcome = estimate.Outcome(score=scores, group=np.arange(len(scores), dtype=np.int32), greedy=None)
+    scored, _ = ppo.score_rows(learner.passes, learner.recipe, rows, policy)
+    scored, penalty = ppo.refer(learner.passes, scored, policy, learner.reference)
+    if learner.critic is not None:
+        scored = ppo.with_values(learner.passes, scored, learner.value(now))
+    scored, _ = estimate.advantages(learner.passes, scored, penalty, outcome, now.kl_coef)
+    flat = batch.flatten(scored, len(trajectories))
+    return update_models(c, learner, now, flat, trajectories, Timers())[0]
+
+
+def status(field: str) -> int | None:
+    """Bytes of a line of this process's status; None where there is none."""
+    lines = STATUS.read_text().splitlines() if STATUS.is_file() else []
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{field}:")), None)
+
+
+def measure(name: str, *, layers: int, tokens: int | None, changes: Sequence[str]) -> dict[str, Any]:
+    """The estimate, then two steps; in a process of its own."""
+    described = MODELS[name] | ({"num_hidden_layers": layers} if layers else {})
+    responses = some(response_lengths()[:SEQUENCES], tokens)
+    c = make_config(name, len(responses), changes)
+    mesh, inputs = assemble.make_mesh(c), make_inputs(c, described)
+    trajectories = make_batch(inputs.policy, responses)
+    plan = assemble.plan_of_run(c, mesh)
+    entries = sum(r * t for r, t in (rows.inputs.shape for rows in batch.make(trajectories, plan=plan, mesh=mesh)))
+    found = memory.estimate(c, inputs, mesh, entries=entries)
+    program = status("VmRSS")
+    if CLEAR.is_file():
+        with contextlib.suppress(OSError):
+            CLEAR.write_text("5")  # the peak begins anew
+    learner, now = assemble.make_learner(c, inputs, mesh)
+    ppo.compile_all(
+        learner.passes,
+        learner.recipe,
+        learner.plan,
+        mesh,
+        policy=now.policy,
+        reference=learner.reference,
+        value=now.value,
+        actor=learner.actor,
+        critic=learner.critic,
+        sequences=len(trajectories),
+    )
+    for _ in range(2):
+        now = step(c, learner, now, trajectories)
+    jax.block_until_ready(now)
+    devices = jax.local_device_count()
+    return {
+        "parts": found.parts,
+        "moments": {m.name: [m.gradients, m.temporaries] for m in found.moments},
+        "estimate": found.peak if jax.default_backend() != "cpu" else found.peak * devices + memory.RUNTIME,
+        "program": program,
+        "device_peak": device_peak(),
+        "resident_peak": status("VmHWM"),
+        "rows": [list(shape) for shape in plan.shapes],
+    }
+
+
+def in_process(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """`measure` in processes of their own: one that compiles, one that counts."""
+    command = [sys.executable, __file__, "--measure", name, "--layers", str(args.layers)]
+    command += [] if args.tokens is None else ["--tokens", str(args.tokens)]
+    command += [part for change in args.changes for part in ("--set", change)]
+    with tempfile.TemporaryDirectory() as cache:
+        keep = {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        for _ in range(2):
+            done = subprocess.run(
+                command, env=os.environ | TRUE_PEAK | keep, stdout=subprocess.PIPE, text=True, check=True
+            )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def compared(x: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """Estimate and measured peak: of the device, or of the process without and with the program itself."""
+    if x["device_peak"] is not None:
+        return {"device": (x["estimate"], x["device_peak"])}
+    if x["program"] is None or x["resident_peak"] is None:
+        raise UserError("memory.py reads /proc/self/status, which this machine has not; run it on Linux")
+    whole = (x["estimate"] + x["program"], x["resident_peak"])
+    return {"arrays": (x["estimate"], x["resident_peak"] - x["program"]), "process": whole}
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as markdown."""
+    mib = 2**20
+    lines = [
+        f"{title(result['machine'])}; jax {result['jax']}; commit {result['commit']}; {result['date']}; load average"
+        f" before {result['load_average']:.1f}",
+        "",
+        "| model | of | estimate, MiB | measured peak, MiB | ratio |",
+        "|---|---|---:|---:|---:|",
+    ]
+    for name, x in result["models"].items():
+        for of, (said, found) in compared(x).items():
+            lines.append(f"| {name} | {of} | {said / mib:,.0f} | {found / mib:,.0f} | {said / found:.2f} |")
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="S,M", help=f"of {', '.join(MODELS)}, separated by commas")
+    parser.add_argument("--layers", type=int, default=0, help="of every model; 0: its own")
+    parser.add_argument("--tokens", type=int, help="of the batch, at most; by default all")
+    parser.add_argument("--set", dest="changes", action="append", default=[], metavar="SECTION.NAME=VALUE")
+    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--measure", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.measure:
+        print(json.dumps(measure(args.measure, layers=args.layers, tokens=args.tokens, changes=args.changes)))
+        return
+    names = args.models.split(",")
+    if unknown := [name for name in names if name not in MODELS]:
+        sys.exit(f"--models={args.models}: {unknown[0]!r} is not one of {', '.join(MODELS)}")
+    load, at = os.getloadavg()[0], commit()
+    result: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "machine": machine(),
+        "load_average": load,
+        "commit": at,
+        "python": platform.python_version(),
+        "jax": version("jax"),
+        "layers": args.layers,
+        "tokens": args.tokens,
+        "changes": args.changes,
+        "models": {name: in_process(name, args) for name in names},
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    out = args.out / f"{'-'.join([result['date'], slug(result['machine']), 'memory', *names])}.json"
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"{table(result)}\n\n{out}")
+    ratios = [said / found for x in result["models"].values() for said, found in compared(x).values()]
+    if max(abs(ratio - 1) for ratio in ratios) > LIMIT:
+        sys.exit(f"an estimate is off by more than {LIMIT:.0%}")
+
+
+if __name__ == "__main__":
+    main()

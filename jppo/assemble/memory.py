@@ -1,0 +1,275 @@
+"""What a run will hold in memory, before any weight is read: by part and device, and on the host.
+
+Parameters, optimizers and sums of gradients follow from the table of parameters and the mesh. What a pass sets aside is
+XLA's own account: each is compiled, for the largest shape of rows, on arguments that are shapes alone. The most that
+is held is at one of a few moments: a gradient, an optimizer's step, or a scoring pass.
+"""
+
+import dataclasses
+import math
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import ConfigDict
+
+from jppo.assemble.inputs import Inputs
+from jppo.assemble.learner import (
+    Trained,
+    critic_mini_batch_size,
+    make_apply,
+    make_optimizer,
+    make_passes,
+    plan_of_run,
+    sequences_of_step,
+    shares_trunk,
+)
+from jppo.learner import packing, ppo, sharding, state
+from jppo.models import hf
+from jppo.models.families import ModelConfig, pad_vocab
+from jppo.models.lora import Base, Lora
+from jppo.models.params import Head
+from jppo.structs import Counts, Params, Rows, Scored
+
+MANY = 1.1  # a shape of rows with so many times the tokens of the longest rows is compiled, too
+# Measured on a CPU, beside weights and arrays: what a vLLM takes in its two processes, and by how much a trainer's
+# process grows once its programs run (their code, threads, what XLA's kernels set aside for themselves).
+PROGRAM, RUNTIME = 12 * 2**27, 3 * 2**26
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """A program at work: all on one device, in bytes."""
+
+    name: str
+    gradients: int  # the f32 sums that are there
+    temporaries: int  # XLA's account, with results that take no argument's place
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """The bytes of a run on one device: what is always there, and what its programs need beside it."""
+
+    parts: dict[str, int]
+    moments: tuple[Moment, ...]
+
+    @property
+    def worst(self) -> Moment:
+        """The moment that needs most."""
+        return max(self.moments, key=lambda moment: moment.gradients + moment.temporaries)
+
+    @property
+    def peak(self) -> int:
+        """The most that is held at once."""
+        return sum(self.parts.values()) + self.worst.gradients + self.worst.temporaries
+
+
+def size(tree: Any) -> int:
+    """Bytes of the arrays on one device."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * _itemsize(x) for x in jax.tree.leaves(tree))
+
+
+def whole(tree: Any) -> int:
+    """Bytes of the arrays, each counted once, wherever they lie."""
+    return sum(math.prod(x.shape) * _itemsize(x) for x in jax.tree.leaves(tree))
+
+
+def _itemsize(x: Any) -> int:
+    return int(np.dtype(x.dtype).itemsize)
+
+
+def account(name: str, gradients: int, fn: Any, *args: Any) -> Moment:
+    """What the program that `fn` is for such arguments sets aside, by XLA's account of it."""
+    found: Any = fn.lower(*args).compile().memory_analysis()
+    results = found.output_size_in_bytes - found.alias_size_in_bytes
+    return Moment(name, gradients, found.temp_size_in_bytes + max(results, 0))
+
+
+def sketch(c: ConfigDict, mesh: Any, cfg: ModelConfig, *, head: Head, adapters: Lora | None) -> Trained:
+    """`load_trained` with shapes in the place of arrays."""
+    all_of_it = state.weights(cfg, mesh, head=head, param_dtype=c.model.param_dtype)
+    values = state.abstract(all_of_it)
+    if adapters is None:
+        return Trained(all_of_it, values, None)
+    what = state.adapters(cfg, mesh, adapters, head=head)
+    stays = {name: part for name, part in values.items() if head == "lm" or name != "score"}
+    return Trained(what, state.abstract(what), Base(stays, adapters.scale))
+
+
+def rows_of(shape: tuple[int, ...], mesh: Any) -> Rows:
+    """Rows of that shape, as shapes."""
+    place = sharding.rows_sharding(mesh)
+    found: Rows = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), packing.empty_rows((shape[0], shape[1]))
+    )
+    return found
+
+
+def largest(plan: packing.Plan) -> list[tuple[int, int]]:
+    """The shapes of rows that may need most: the one with most pairs of tokens, and one with many more tokens."""
+    by_pairs = max(plan.shapes, key=lambda shape: shape[0] * shape[1] ** 2)
+    by_tokens = max(plan.shapes, key=math.prod)
+    return [by_pairs, *([by_tokens] if math.prod(by_tokens) > MANY * math.prod(by_pairs) else [])]
+
+
+def learning(
+    name: str,
+    accumulate: Any,
+    section: ConfigDict,
+    trained: Trained,
+    micros: Sequence[Any],
+    *further: Any,
+    mini_batches: int,
+) -> tuple[Any, list[Moment]]:
+    """The optimizer's state of one model, and the moments of its update; `micros` are micro-batches as shapes."""
+    tx = make_optimizer(section)
+    opt, places = state.abstract_optimizer(tx, trained.what)
+    mesh = jax.tree.leaves(trained.what.shardings)[0].mesh
+    scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=sharding.replicated(mesh))
+    wide = jax.tree.map(
+        lambda x, at: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=at),
+        trained.what.shapes,
+        trained.what.shardings,
+    )
+    number: Any = jax.ShapeDtypeStruct((), jnp.float32)
+    carry, counts = (wide, scalar), Counts(tokens=number, sequences=number)
+    gradients, learned = size(carry), trained.learned
+    moments = [
+        account(f"{name} gradient", gradients, accumulate, learned, trained.base, carry, micro, counts, *further)
+        for micro in micros
+    ]
+    apply = make_apply(section, tx, trained.what, places, 1)
+    step = jax.ShapeDtypeStruct((), jnp.int32)
+    # The next mini-batch has its sum of gradients before this one's is given up.
+    held = min(mini_batches, 2) * gradients
+    moments.append(account(f"{name} step", held, apply, learned, opt, carry, step))
+    return opt, moments
+
+
+def estimate(c: ConfigDict, inputs: Inputs, mesh: Any, *, entries: int) -> Estimate:
+    """The memory of a PPO run whose step has rows of `entries` entries in all, padding included."""
+
+    def fit(cfg: ModelConfig) -> ModelConfig:
+        return pad_vocab(cfg, mesh.shape["tensor"])
+
+    recipe, passes = make_passes(c, inputs, mesh)
+    policy = sketch(c, mesh, fit(inputs.policy), head="lm", adapters=inputs.adapters)
+    critic = None
+    if inputs.critic is not None:
+        critic = sketch(c, mesh, fit(inputs.critic), head="value", adapters=inputs.critic_adapters)
+    reference, own_reference = _reference(c, inputs, mesh, policy)
+    rows = [rows_of(shape, mesh) for shape in largest(plan_of_run(c, mesh))]
+    scored = [_scored(recipe, one, critic is not None) for one in rows]
+    moments = list(_scoring(passes, policy, reference, critic, rows))
+    minis = sequences_of_step(c) // c.actor.ppo_mini_batch_size * c.actor.ppo_epochs
+    policy_opt, found = learning("actor", passes.actor, c.actor, policy, scored, reference, mini_batches=minis)
+    moments += found
+    parts = {"policy": size((policy.learned, policy.base)), "policy's optimizer": size(policy_opt)}
+    if critic is not None:
+        minis = sequences_of_step(c) // critic_mini_batch_size(c) * c.critic.ppo_epochs
+        critic_opt, found = learning("critic", passes.critic, c.critic, critic, scored, mini_batches=minis)
+        moments += found
+        base = None if shares_trunk(c, inputs) else critic.base
+        parts |= {"critic": size((critic.learned, base)), "critic's optimizer": size(critic_opt)}
+    if own_reference:
+        parts["reference"] = size(reference)
+    # The batch in the rows of scoring, and once more in those of a mini-batch; the latter is at most as large.
+    parts["batch"] = (size(scored[0]) // math.prod(rows[0].inputs.shape) + 1) * 2 * entries
+    return Estimate(parts, tuple(moments))
+
+
+def stored(c: ConfigDict, inputs: Inputs, mesh: Any) -> int:
+    """Bytes of a checkpoint: what is learned, and the optimizers."""
+    heads: list[tuple[ModelConfig | None, Head, Lora | None, ConfigDict]] = [
+        (inputs.policy, "lm", inputs.adapters, c.actor),
+        (inputs.critic, "value", inputs.critic_adapters, c.critic),
+    ]
+    total = 0
+    for cfg, head, adapters, section in heads:
+        if cfg is None:
+            continue
+        trained = sketch(c, mesh, pad_vocab(cfg, mesh.shape["tensor"]), head=head, adapters=adapters)
+        opt, _ = state.abstract_optimizer(make_optimizer(section), trained.what)
+        total += whole((trained.learned, opt))
+    return total
+
+
+def _reference(c: ConfigDict, inputs: Inputs, mesh: Any, policy: Trained) -> tuple[Params | None, bool]:
+    """The reference as shapes, and whether it takes memory of its own: the policy's base is there already."""
+    if inputs.reference is None:
+        return None, False
+    if c.ref.path == "policy" and policy.base is not None:
+        return policy.base.params, False
+    cfg = pad_vocab(inputs.reference, mesh.shape["tensor"])
+    return sketch(c, mesh, cfg, head="lm", adapters=None).learned, True
+
+
+def _scored(recipe: ppo.Recipe, rows: Rows, with_critic: bool) -> Scored:
+    """A micro-batch of an update, with the fields that the recipe gives it."""
+    f32 = _like(rows)
+    weighed = recipe.correction is not None and recipe.correction.level is not None
+    return Scored(
+        rows=rows,
+        logp=f32,
+        ref_logp=f32 if recipe.kl_loss_type is not None else None,
+        value=f32 if with_critic else None,
+        weight=f32 if weighed else None,
+        advantage=f32,
+        returns=f32,
+    )
+
+
+def _like(rows: Rows) -> Any:
+    """An f32 array in the layout of the rows."""
+    inputs: Any = rows.inputs
+    return jax.ShapeDtypeStruct(inputs.shape, jnp.float32, sharding=inputs.sharding)
+
+
+def _scoring(
+    passes: ppo.Passes, policy: Trained, reference: Params | None, critic: Trained | None, rows: Sequence[Rows]
+) -> Iterator[Moment]:
+    """The passes without gradients."""
+    actor = ppo.join(policy.learned, policy.base)
+    for one in rows:
+        yield account("log-probs", 0, passes.logprob, actor, one)
+        if passes.reference is not None:
+            yield account("reference", 0, passes.reference, reference, actor, one, _like(one))
+        if passes.value is not None and critic is not None:
+            yield account("values", 0, passes.value, ppo.join(critic.learned, critic.base), one)
+
+
+def served(cfg: ModelConfig, dtype: str) -> int:
+    """Bytes of the policy's tensors as a server holds them, or as a file of them has them."""
+    return sum(math.prod(shape) for shape in hf.hf_shapes(cfg).values()) * int(jnp.dtype(dtype).itemsize)
+
+
+def device_room() -> int | None:
+    """Bytes that JAX may use of a device, by its own word; None on a CPU."""
+    stats = jax.local_devices()[0].memory_stats()
+    return stats.get("bytes_limit") if stats else None
+
+
+def resident(status: pathlib.Path = pathlib.Path("/proc/self/status")) -> int | None:
+    """Bytes of memory that this process has taken; None where nobody says."""
+    lines = status.read_text().splitlines() if status.is_file() else []
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmRSS:")), None)
+
+
+def available_memory(proc: pathlib.Path, cgroup: pathlib.Path) -> int | None:
+    """Bytes that may still be taken, by the machine and by its container; None where neither says."""
+    rooms = []
+    if (meminfo := proc / "meminfo").is_file():
+        lines = dict(line.split(":") for line in meminfo.read_text().splitlines())
+        rooms.append(int(lines["MemAvailable"].split()[0]) * 1024)
+    limit, used = cgroup / "memory.max", cgroup / "memory.current"
+    if limit.is_file() and used.is_file() and (most := limit.read_text().strip()) != "max":
+        rooms.append(int(most) - int(used.read_text()))
+    return min(rooms, default=None)
+
+
+def host_room() -> int | None:
+    """Bytes that may still be taken on this machine."""
+    return available_memory(pathlib.Path("/proc"), pathlib.Path("/sys/fs/cgroup"))

@@ -1,0 +1,1 @@
+"""What would stop a run by given settings: each check by itself, for `jppo.doctor`."""

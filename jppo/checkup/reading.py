@@ -1,0 +1,89 @@
+"""What a run reads: models, tokenizer, data, and whether its reward knows right from wrong."""
+
+import contextlib
+from collections.abc import Iterator
+
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from jppo import assemble
+from jppo.assemble import memory
+from jppo.assemble.inputs import critic_path
+from jppo.checkup.finding import Finding
+from jppo.data import check as data_check
+from jppo.data.tokenizer import end_token_ids
+from jppo.rewards import check as reward_check
+from jppo.rewards.graders import GRADERS
+
+SHORT = 200  # characters of an error
+
+
+def models(c: ConfigDict) -> Iterator[Finding]:
+    """Every model's directory, and that its weights are all there, by their headers."""
+    policy, critic, reference = assemble.read_models(c)
+    random = ", random weights" if c.model.init == "random" else ""
+    said = [f"{c.model.path}: {policy.family}, {memory.served(policy, 'float32') / 4e6:,.0f}M parameters{random}"]
+    if critic is not None and critic_path(c) != c.model.path:
+        said.append(f"critic {critic_path(c)}")
+    if reference is not None and c.ref.path != "policy":
+        said.append(f"reference {c.ref.path}")
+    yield Finding("model files", "OK", "; ".join(said))
+
+
+def tokenizer(c: ConfigDict) -> Iterator[Finding]:
+    """The tokenizer against every model that reads its tokens, the tokens that end a response, the template."""
+    found = assemble.read_tokenizer(c, *(model for model in assemble.read_models(c) if model is not None))
+    ends = " ".join(map(str, found.convert_ids_to_tokens(end_token_ids(c.model.path, found))))
+    template = "a chat template" if found.chat_template else "no chat template: prompts must be text"
+    yield Finding("tokenizer", "OK", f"{len(found):,} tokens, a response ends with {ends}, {template}")
+
+
+def data(c: ConfigDict, inputs: assemble.Inputs) -> Iterator[Finding]:
+    """Both sets as `jppo.data.check` sees them, and what training would make of them."""
+    read = dict(tokenizer=inputs.tokenizer, system_prompt=c.data.system_prompt, custom_cls=c.data.custom_cls)
+    graders = dict.fromkeys(inputs.sources if _graded_anyway(c) else GRADERS, "rule")
+    train = data_check.look(c.data.train_files, "data.train_files", **read)
+    val = data_check.look(c.data.val_files, "data.val_files", **read)
+    for title, seen, kept in (("train data", train, inputs.train), ("test data", val, inputs.val)):
+        lengths, _ = data_check.lengths(seen)
+        yield Finding(
+            title,
+            "OK",
+            f"{len(kept.prompts):,} of {len(seen.rows):,} rows; prompts of {lengths.min()} to {lengths.max()} tokens"
+            f" (data.max_prompt_length={c.data.max_prompt_length}); {kept.overlong} left out, {kept.truncated} cut",
+        )
+        for one in data_check.findings(seen, max_prompt_length=c.data.max_prompt_length, graders=graders):
+            if not one.good:
+                yield Finding(title, "WARN", f"{one.about}: {one.found}", _remedy(one.about))
+    both = data_check.overlap(train, val)
+    if not both.good:
+        yield Finding("test data", "WARN", f"{both.about}: {both.found}", "leave them out of one of the sets")
+
+
+def _graded_anyway(c: ConfigDict) -> bool:
+    return bool(c.reward.function or c.reward.grader or c.reward.judge.api_type or c.reward.model.path)
+
+
+def _remedy(about: str) -> str:
+    return {
+        "rows": "give every row the same columns",
+        "source": "name a rule by data_source, or set reward.grader or reward.function",
+        "answers": "give them a ground_truth, or leave them out",
+        "duplicates": "leave them out, unless they are meant to count more",
+        "over-long": "raise data.max_prompt_length, or see data.filter_overlong_prompts and data.truncation",
+    }[about]
+
+
+def reward(c: ConfigDict, inputs: assemble.Inputs, mesh: Mesh) -> Iterator[Finding]:
+    """Whether right answers earn more than wrong ones, by the run's own reward."""
+    with contextlib.ExitStack() as stack:
+        panel = assemble.make_panel(c, inputs, mesh)
+        stack.callback(panel.close)
+        panel.ready()
+        found = reward_check.check(panel, inputs.train.prompts)
+    for one in found:
+        said = f"{one.source}: right answers earn {one.truth:.3g}, others' {one.wrong:.3g} ({one.rows} rows)"
+        if one.errors:
+            said += f"; {len(one.errors)} could not be graded, the first: {one.errors[0][:SHORT]}"
+        remedy = "look at data_source, ground_truth and reward.*: python -m jppo.rewards.check says more"
+        yield Finding("reward", "OK" if one.good else "FAIL", said, "" if one.good else remedy)

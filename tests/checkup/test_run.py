@@ -1,0 +1,144 @@
+"""All checks of a run together, and the command; once with a real vLLM."""
+
+import contextlib
+import importlib.util
+import json
+import re
+
+import pytest
+
+from jppo import assemble, doctor
+from jppo import config as settings
+from jppo.assemble import memory
+from jppo.assemble.preview import Room
+from jppo.checkup import run
+from jppo.checkup.finding import GIB, examine
+from jppo.rollout.sampler import RolloutError
+
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup")
+
+
+@pytest.fixture(autouse=True)
+def ample(monkeypatch):
+    """A machine with room, whatever else it runs."""
+    monkeypatch.setattr(memory, "host_room", lambda: 2**40)
+
+
+@pytest.fixture
+def unmeasured(monkeypatch):
+    """No estimate of memory, which takes a compiler's time."""
+    monkeypatch.setattr(run.preview, "look", lambda *_: ([], None, [Room("here", {"all": 1}, 2)]))
+
+
+def all_of(c, *, server):
+    with contextlib.ExitStack() as stack:
+        return list(examine(run.checks(c, stack, server=server)))
+
+
+def test_a_small_run_is_fit_and_its_folder_is_left_alone(small_run, quick_compilation, tmp_path):
+    found = all_of(small_run, server=True)
+    assert {one.verdict for one in found} <= {"OK", "WARN"}, found
+    for about in ("clock", "permission", "model files", "tokenizer", "train data", "test data", "reward", "parity"):
+        assert about in [one.about for one in found]
+    last = [one.about for one in found][-6:]
+    assert last == ["memory", "publish room", "disk", "server", "publish", "log-probs"]
+    assert "sampler and trainer agree" in found[-1].found
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_depends_on_a_fault_is_skipped_and_the_rest_is_looked_at(small_run, tmp_path):
+    (tmp_path / "model/config.json").unlink()
+    (tmp_path / "file").write_text("")
+    small_run.trainer.run_dir = str(tmp_path / "file/run")
+    found = {one.about: one for one in all_of(small_run, server=True)}
+    assert {about for about, one in found.items() if one.verdict == "FAIL"} == {"permission", "model files"}
+    skipped = {about for about, one in found.items() if one.found.startswith("skipped: because")}
+    assert skipped == {
+        *("tokenizer", "data", "reward", "parity", "memory", "publish room", "disk"),
+        *("server", "publish", "log-probs"),
+    }
+    assert found["clock"].verdict == "OK"
+
+
+def test_too_little_memory_keeps_the_server_from_being_started(small_run, quick_compilation, monkeypatch):
+    monkeypatch.setattr(memory, "host_room", lambda: -GIB)
+    found = {one.about: one for one in all_of(small_run, server=True)}
+    assert found["memory"].verdict == "FAIL" and "model.remat" in found["memory"].remedy
+    assert found["server"].found == "skipped: because of memory"
+
+
+def test_a_server_that_does_not_come_and_a_gap(small_run, quick_compilation, unmeasured, engine, monkeypatch):
+    small_run.rollout.logp_tolerance = 1e-9
+    found = all_of(small_run, server=True)
+    assert (found[-1].about, found[-1].verdict) == ("log-probs", "FAIL") and "logp_tolerance" in found[-1].found
+
+    def ready(**_):
+        raise RolloutError("the vLLM server did not start")
+
+    monkeypatch.setattr(engine, "ready", ready)
+    found = {one.about: one for one in all_of(small_run, server=True)}
+    assert found["server"].verdict == "FAIL" and "did not start" in found["server"].found
+    assert found["log-probs"].found == "skipped: because of server"
+
+
+def as_file(c, tmp_path):
+    """A config file of those settings."""
+    (tmp_path / "settings.json").write_text(settings.dump(c))
+    file = tmp_path / "settings.py"
+    file.write_text(
+        "import json, pathlib\n"
+        "from jppo import config as settings\n"
+        "def get_config(arg=''):\n"
+        "    c = settings.default()\n"
+        f"    said = json.loads(pathlib.Path({str(tmp_path / 'settings.json')!r}).read_text())\n"
+        "    for section in said:\n"
+        "        for name, value in said[section].items():\n"
+        "            if not isinstance(value, dict) and value is not None:\n"
+        "                c[section][name] = tuple(value) if isinstance(value, list) else value\n"
+        "    return c.lock()\n"
+    )
+    return f"--config={file}"
+
+
+def test_the_command_ends_with_1_on_a_failure_and_2_on_settings(small_run, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(doctor, "environment", lambda python: [])
+    file = as_file(small_run, tmp_path)
+    with pytest.raises(SystemExit) as e:
+        doctor.main([file, "--no_server", "--config.data.train_files=none.jsonl"])
+    out = capsys.readouterr().out
+    assert e.value.code == 1 and re.search(r"^FAIL +data +.*none\.jsonl", out, re.M), out
+    assert "1 to be mended" in out and not re.search(r"^\w+ +server  ", out, re.M)
+    for argument, said in (
+        ("--config.actor.ppo_mini_batch_size=3", "must divide"),
+        ("--python=x", "rollout.python"),
+        ("--config.actor.lrr=1", "there is no setting"),
+    ):
+        with pytest.raises(SystemExit) as e:
+            doctor.main([file, argument])
+        err = capsys.readouterr().err
+        assert e.value.code == 2 and said in err and err.count("\n") == 1
+
+
+def test_a_config_of_fine_tuning_is_refused(tmp_path, capsys):
+    file = tmp_path / "tune.py"
+    file.write_text("from jppo import config\ndef get_config(arg=''):\n    return config.sft_default()\n")
+    with pytest.raises(SystemExit) as e:
+        doctor.main([f"--config={file}"])
+    assert e.value.code == 2 and "jppo.sft" in capsys.readouterr().err
+
+
+@pytest.mark.vllm
+@needs_vllm
+def test_a_real_server_is_started_gets_the_weights_and_agrees(
+    small_run, quick_compilation, unmeasured, tiny_model, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(assemble.engine, "start_vllm", START_VLLM)
+    small_run.model.path, small_run.model.init = str(tiny_model), "pretrained"
+    small_run.rollout.logp_tolerance, small_run.rollout.kv_cache_memory_bytes = 1e-3, 2**26
+    found = {one.about: one for one in all_of(small_run, server=True)}
+    assert [found[about].verdict for about in ("server", "publish", "log-probs")] == ["OK"] * 3, found
+    assert json.loads((tiny_model / "config.json").read_text())
+    assert not (tmp_path / "run").exists()
+
+
+START_VLLM = assemble.engine.start_vllm  # before a fixture puts another in its place

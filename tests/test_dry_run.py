@@ -1,0 +1,197 @@
+"""--dry_run: settings, sizes and memory of a run, before any weight is read; against runs that are made."""
+
+import dataclasses
+import json
+import math
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from jppo import assemble, sft, train
+from jppo import config as settings
+from jppo.assemble import memory, preview
+from jppo.config import UserError
+from jppo.learner import packing, ppo
+from jppo.models import decoder
+
+
+def held(tree):
+    """Bytes on the first device."""
+    return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize("changes", [{}, {"model.lora_rank": 2, "algorithm.use_kl_in_reward": True}])
+def test_parts_are_the_arrays_of_a_run(small_run, quick_compilation, changes):
+    c = small_run
+    c.update_from_flattened_dict({"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, **changes})
+    inputs, mesh = assemble.read_inputs(c), assemble.make_mesh(c)
+    _, found, (room,) = preview.look(c, inputs, mesh)
+    learner, now = assemble.make_learner(c, inputs, mesh)
+    parts = found.parts
+    assert parts["policy"] == held((now.policy, learner.actor.base))
+    assert parts["policy's optimizer"] == held(now.policy_opt)
+    assert parts["critic"] == held(now.value) and parts["critic's optimizer"] == held(now.value_opt)
+    assert "reference" not in parts  # no KL is asked for, or it is the base
+    gradients = {moment.name: moment.gradients for moment in found.moments}
+    assert gradients["actor gradient"] == held(learner.actor.zeros())
+    assert gradients["critic gradient"] == held(learner.critic.zeros())
+    learned = (now.policy, now.policy_opt, now.value, now.value_opt)
+    assert memory.stored(c, inputs, mesh) == sum(x.nbytes for x in jax.tree.leaves(learned))
+    assert found.peak == sum(parts.values()) + found.worst.gradients + found.worst.temporaries
+    assert room.parts["policy"] == 8 * parts["policy"]  # the processor's devices are the machine
+
+
+def test_programs_are_those_that_a_run_compiles(small_run, quick_compilation):
+    c, counted = small_run, 0
+    inputs, mesh = assemble.read_inputs(c), assemble.make_mesh(c)
+    lines, _ = preview.sizes(c, inputs, mesh)
+    learner, now = assemble.make_learner(c, inputs, mesh)
+    ppo.compile_all(
+        learner.passes,
+        learner.recipe,
+        learner.plan,
+        mesh,
+        policy=now.policy,
+        reference=learner.reference,
+        value=now.value,
+        actor=learner.actor,
+        critic=learner.critic,
+        sequences=assemble.sequences_of_step(c),
+    )
+    for field in dataclasses.fields(learner.passes):
+        if (fn := getattr(learner.passes, field.name)) is not None:
+            counted += fn._cache_size()
+    # the optimizers' steps and empty sums of gradients are beside the passes
+    assert f"to compile       {counted + 4} programs for {len(learner.plan.shapes)} shape(s)" in lines
+
+
+@pytest.mark.parametrize(
+    "shapes, expected",
+    [
+        (((16, 64), (8, 128)), [(8, 128)]),  # as many tokens, more pairs
+        (((3, 4500), (1, 9000)), [(1, 9000), (3, 4500)]),
+    ],
+)
+def test_the_largest_shapes_by_pairs_and_by_tokens(shapes, expected):
+    plan = packing.Plan(tuple(t for _, t in shapes), tuple((r,) for r, _ in shapes), share_rows=False)
+    assert memory.largest(plan) == expected
+
+
+def test_full_length_batches_are_cut_as_the_packer_cuts_them(small_run):
+    inputs, mesh = assemble.read_inputs(small_run), assemble.make_mesh(small_run)
+    step = preview.full_length(inputs.train.prompts, 12, 6)
+    assert [len(t.tokens) for t in step[:8]] == [len(p.ids) + 6 for p in inputs.train.prompts]
+    # 12 samples in minis of 4; the packer has rows for 8 devices, so that each mini is one micro-batch
+    plan = assemble.plan_of_run(small_run, mesh)
+    assert preview.descents(step, plan, epochs=3, size=4) == preview.Descents(3, 3, 4, 1)
+    narrow = packing.Plan((13,), ((2, 1),), share_rows=False)
+    assert preview.descents(step, narrow, epochs=1, size=5) == preview.Descents(1, 3, 5, 3)  # 2 + 2 + 1 rows
+
+
+@pytest.mark.parametrize("has, verdict", [(None, "OK"), (1000, "OK"), (999, "WARN"), (900, "WARN"), (899, "FAIL")])
+def test_room_is_ok_tight_or_too_little(has, verdict):
+    room = preview.Room("here", {"a": 600, "b": 300}, has)
+    assert (room.needs, room.verdict) == (900, verdict)
+
+
+ESTIMATE = memory.Estimate(
+    {"policy": 600, "batch": 0}, (memory.Moment("values", 0, 500), memory.Moment("actor gradient", 300, 250))
+)
+
+
+def test_the_peak_is_at_the_worst_moment():
+    assert ESTIMATE.worst.name == "actor gradient" and ESTIMATE.peak == 600 + 300 + 250
+
+
+@pytest.mark.parametrize("platform, count", [("cpu", 1), ("cpu", 2), ("gpu", 2)])
+def test_devices_of_a_processor_share_the_host(monkeypatch, platform, count):
+    devices = [SimpleNamespace(platform=platform, process_index=0, device_kind="H") for _ in range(count)]
+    mesh = SimpleNamespace(devices=np.array(devices, object))
+    monkeypatch.setattr(memory, "resident", lambda: 50)
+    monkeypatch.setattr(memory, "host_room", lambda: 1000)
+    monkeypatch.setattr(memory, "device_room", lambda: 1200)
+    found = preview.rooms(ESTIMATE, mesh, host={"vLLM: cache": 7})
+    if platform == "cpu":
+        assert [(room.needs, room.has) for room in found] == [(count * 1150 + 57 + memory.RUNTIME, 1050)]
+    else:
+        assert [(room.needs, room.has, room.verdict) for room in found] == [(1150, 1200, "WARN"), (57, 1050, "OK")]
+    text = preview.report(["steps 3"], ESTIMATE, found)
+    assert text.startswith("steps 3\n\n") and "\n  sum of gradients " in text and "batch" not in text
+
+
+def test_a_gpu_has_a_share_for_its_server(small_run, monkeypatch):
+    inputs = assemble.read_inputs(small_run)
+    assert preview.of_vllm(small_run, inputs) is None  # on a CPU it is the host's
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(memory, "device_room", lambda: 52 * 2**30)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.52")
+    room = preview.of_vllm(small_run, inputs)
+    assert room.has == pytest.approx(40 * 2**30) and set(room.parts) == {"weights"}
+    assert set(preview.host_parts(small_run, inputs)) == {"published weights"}
+
+
+def test_what_a_server_holds(tiny_model):
+    from jppo.models import hf
+
+    _, cfg = hf.read_config(tiny_model)
+    values = decoder.init_params(cfg, jax.random.key(0), head="lm", param_dtype="float32")
+    count = sum(math.prod(x.shape) for x in jax.tree.leaves(values))
+    assert memory.served(cfg, "float32") == 4 * count and memory.served(cfg, "bfloat16") == 2 * count
+
+
+def test_memory_of_this_process_is_read(tmp_path):
+    (tmp_path / "status").write_text("Name:\tpython\nVmHWM:\t  900 kB\nVmRSS:\t  512 kB\n")
+    assert memory.resident(tmp_path / "status") == 512 * 1024
+    assert memory.resident(tmp_path / "none") is None
+
+
+def command(main, monkeypatch, c, **switches):
+    """Runs a command's main with the config in place of a file."""
+    monkeypatch.setattr(settings, "parse", lambda *_: (c, {"dry_run": True} | switches))
+    main([])
+
+
+def test_the_command_prints_settings_sizes_and_memory_and_starts_nothing(
+    small_run, quick_compilation, monkeypatch, capsys, tmp_path
+):
+    small_run.algorithm.use_kl_in_reward = True
+    command(train.main, monkeypatch, small_run)
+    out = capsys.readouterr().out
+    said, end = json.JSONDecoder().raw_decode(out)
+    assert said == json.loads(settings.dump(small_run))
+    report = out[end:]
+    assert "steps            2, each of 4 prompts x 1 = 4 samples" in report
+    assert "actor            1 epoch(s) x 1 mini-batches of 4 = 1 optimizer steps a step; up to 1 micro" in report
+    for part in ("policy's optimizer", "critic", "reference", "sum of gradients", "vLLM: cache", "published weights"):
+        assert f"\n  {part} " in report, part
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_model_is_one_line_after_the_settings(small_run, monkeypatch, capsys):
+    small_run.model.path = "/no/such/model"
+    with pytest.raises(SystemExit) as e:
+        command(train.main, monkeypatch, small_run)
+    said = capsys.readouterr()
+    assert e.value.code == 2 and json.loads(said.out)["model"]["path"] == "/no/such/model"
+    assert said.err.startswith("error: ") and said.err.count("\n") == 1
+
+
+def test_fine_tuning_has_its_own(small_run, quick_compilation, monkeypatch, capsys, tmp_path):
+    c = settings.sft_default()
+    c.model = small_run.model
+    rows = [{"prompt": "12+34=", "response": "46"}, {"prompt": "1+2=", "response": "3"}]
+    (tmp_path / "demonstrations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    c.data.train_files = str(tmp_path / "demonstrations.jsonl")
+    c.data.train_batch_size, c.data.max_prompt_length, c.data.max_response_length = 2, 8, 6
+    c.trainer.run_dir, c.trainer.total_epochs = str(tmp_path / "run"), 5
+    settings.check(c)
+    command(sft.main, monkeypatch, c)
+    out = capsys.readouterr().out
+    report = out[json.JSONDecoder().raw_decode(out)[1] :]
+    assert "demonstrations   2 (0 over-long" in report and "steps            5, each of 2" in report
+    assert "its optimizer" in report and "temporaries: sft" in report and "vLLM" not in report
+    c.data.train_files = "none.jsonl"
+    with pytest.raises(UserError, match=r"none\.jsonl"):
+        sft.dry_run(c)
