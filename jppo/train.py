@@ -7,6 +7,7 @@ what the run would be and the memory that it would take, and stops.
 
 import contextlib
 import dataclasses
+import errno
 import pathlib
 import sys
 from collections.abc import Iterator
@@ -58,14 +59,8 @@ def train(config: ConfigDict) -> None:
     profile = make_profiler(c, run, inputs.total_steps)
     timer = Timers()
     with contextlib.ExitStack() as stack:
-        watch = stack.enter_context(
-            Watch(
-                timer,
-                stage_timeout_s=c.trainer.stage_timeout_s,
-                stop_timeout_s=c.trainer.stop_timeout_s,
-                stacks=run / "stacks.txt",
-            )
-        )
+        limits = dict(stage_timeout_s=c.trainer.stage_timeout_s, stop_timeout_s=c.trainer.stop_timeout_s)
+        watch = stack.enter_context(Watch(timer, stacks=run / "stacks.txt", **limits))
         only_look = c.trainer.val_only
         checkpoints = stack.enter_context(
             Checkpoints(run / "checkpoints", keep=c.trainer.max_ckpt_to_keep, read_only=only_look)
@@ -82,18 +77,7 @@ def train(config: ConfigDict) -> None:
             stack.callback(engine.close)
             learner, begin = assemble.make_learner(c, inputs, mesh)
             if not only_look:
-                ppo.compile_all(
-                    learner.passes,
-                    learner.recipe,
-                    learner.plan,
-                    mesh,
-                    policy=begin.policy,
-                    reference=learner.reference,
-                    value=begin.value,
-                    actor=learner.actor,
-                    critic=learner.critic,
-                    sequences=assemble.sequences_of_step(c),
-                )
+                assemble.compile_passes(c, learner, begin)
             origin = assemble.origin(c, inputs, learner)
             begun = assemble.resume(c, checkpoints, learner, begin, panel, origin)
             now, step = begun.state, int(begun.state.step)
@@ -109,11 +93,13 @@ def train(config: ConfigDict) -> None:
         stack.enter_context(logger)
         parts = Run(c, run, inputs, learner, sampler, panel, checkpoints, logger, timer, profile, watch, origin)
         (run / "config.json").write_text(settings.dump(c))
-        for line in (*introduce(inputs, mesh, learner.plan, begun.step), *begun.said):
-            logger.note(line)
-        if why is not None:
-            logger.note(why)
-        for line in [assemble.introduce_peak(c, mesh), *profile.introduce(step)]:
+        opening = [
+            *introduce(inputs, mesh, learner.plan, begun.step),
+            *begun.said,
+            why,
+            assemble.introduce_peak(c, mesh),
+        ]
+        for line in (*filter(None, opening), *profile.introduce(step)):
             logger.note(line)
         logger.note(assemble.agree(c, inputs, learner, now, sampler, step))
         if only_look or (begun.step is None and c.trainer.val_before_train):
@@ -404,6 +390,11 @@ def main(argv: list[str] | None = None) -> None:
         train(config)
     except (RolloutError, Diverged, Unwritten) as e:
         print(f"error: {e}", file=sys.stderr)
+        sys.exit(1)
+    except OSError as e:
+        if e.errno != errno.ENOSPC:
+            raise
+        print(f"error: {e}: make room in {config.trainer.run_dir}, and {goes_on}", file=sys.stderr)
         sys.exit(1)
     except Stopped as e:
         print(f"{e.why}; {goes_on}", file=sys.stderr, flush=True)

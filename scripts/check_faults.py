@@ -43,6 +43,7 @@ SETTINGS = {
     "algorithm.horizon": 100,
     "rollout.logp_tolerance": 1e-2,
     "reward.workers": 1,
+    "reward.model.max_length": 16,
     "reward.model.normalize": True,
     "reward.weights": "rule_score=1,rm_score=0.1",
     "trainer.total_training_steps": STEPS,

@@ -231,6 +231,22 @@ def make_learner(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[Learner, Tra
     return learner, begin
 
 
+def compile_passes(c: ConfigDict, learner: Learner, begin: TrainState) -> None:
+    """Compiles all that a step runs, so that no later one has to."""
+    ppo.compile_all(
+        learner.passes,
+        learner.recipe,
+        learner.plan,
+        learner.mesh,
+        policy=begin.policy,
+        reference=learner.reference,
+        value=begin.value,
+        actor=learner.actor,
+        critic=learner.critic,
+        sequences=sequences_of_step(c),
+    )
+
+
 def make_reference(c: ConfigDict, mesh: Any, cfg: ModelConfig, policy: Trained, key: jax.Array) -> Params:
     """The frozen model that a KL is measured against: its own, or the policy as the run begins."""
     if c.ref.path != "policy":
