@@ -134,6 +134,7 @@ def dry_run(c: ConfigDict) -> str:
             "batch": sum(batch_bytes),
         },
         tuple(moments),
+        memory.runtime(c, task.cfg, plan, passes=0, gradients=1),
     )
     lines = [
         f"demonstrations   {len(task.demonstrations):,} ({task.overlong} over-long ones left out)",

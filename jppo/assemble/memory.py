@@ -36,8 +36,8 @@ from jppo.structs import Counts, Params, Rows, Scored
 
 MANY = 1.1  # a shape of rows with so many times the tokens of the longest rows is compiled, too
 # Measured on a CPU, beside weights and arrays: what a vLLM takes in its two processes, and by how much a trainer's
-# process grows once its programs run (their code, threads, what XLA's kernels set aside for themselves).
-PROGRAM, RUNTIME = 12 * 2**27, 3 * 2**26
+# process grows once its programs run, at all and for each layer of a forward pass that stands in one of them.
+PROGRAM, RUNTIME, LAYER = 12 * 2**27, 2**26, 7 * 2**18
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +55,7 @@ class Estimate:
 
     parts: dict[str, int]
     moments: tuple[Moment, ...]
+    runtime: int  # by which a process grows whose devices are the processor's, whatever their number
 
     @property
     def worst(self) -> Moment:
@@ -178,7 +179,24 @@ def estimate(c: ConfigDict, inputs: Inputs, mesh: Any, *, entries: int) -> Estim
         parts["reference"] = size(reference)
     # The batch in the rows of scoring, and once more in those of a mini-batch; the latter is at most as large.
     parts["batch"] = (size(scored[0]) // math.prod(rows[0].inputs.shape) + 1) * 2 * entries
-    return Estimate(parts, tuple(moments))
+    scoring = (passes.logprob, passes.reference, passes.value)
+    return Estimate(
+        parts,
+        tuple(moments),
+        runtime(
+            c,
+            inputs.policy,
+            plan_of_run(c, mesh),
+            passes=sum(one is not None for one in scoring),
+            gradients=1 if critic is None else 2,
+        ),
+    )
+
+
+def runtime(c: ConfigDict, cfg: ModelConfig, plan: packing.Plan, *, passes: int, gradients: int) -> int:
+    """What programs take at work on a CPU beside their arrays: a gradient is three passes, scanned layers are one."""
+    layers = 1 if c.model.scan_layers else cfg.num_layers
+    return RUNTIME + LAYER * layers * (passes + 3 * gradients) * len(plan.shapes)
 
 
 def stored(c: ConfigDict, inputs: Inputs, mesh: Any) -> int:

@@ -131,7 +131,7 @@ def rooms(found: Estimate, mesh: Any, *, host: dict[str, int]) -> list[Room]:
     program = {"the trainer's program": taken} if taken is not None else {}
     room = None if free is None or taken is None else free + taken
     if device.platform == "cpu":
-        program["its compiled programs at work"] = memory.RUNTIME
+        program["its compiled programs at work"] = found.runtime
         here = {about: count * bytes_ for about, bytes_ in parts.items()}
         where = "this machine" if count == 1 else f"this machine, its {count} devices together"
         return [Room(where, here | program | host, room)]
