@@ -113,18 +113,7 @@ def measure(name: str, *, layers: int, tokens: int | None, changes: Sequence[str
         with contextlib.suppress(OSError):
             CLEAR.write_text("5")  # the peak begins anew
     learner, now = assemble.make_learner(c, inputs, mesh)
-    ppo.compile_all(
-        learner.passes,
-        learner.recipe,
-        learner.plan,
-        mesh,
-        policy=now.policy,
-        reference=learner.reference,
-        value=now.value,
-        actor=learner.actor,
-        critic=learner.critic,
-        sequences=len(trajectories),
-    )
+    assemble.compile_passes(c, learner, now)
     for _ in range(2):
         now = step(c, learner, now, trajectories)
     jax.block_until_ready(now)

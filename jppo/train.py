@@ -233,7 +233,7 @@ def ppo_step(run: Run, now: TrainState, cursor: Cursor) -> tuple[TrainState, Cur
         scored, found = estimate.advantages(passes, scored, penalty, outcome, now.kl_coef)
         metrics |= found | {"actor/reward_kl_penalty_coeff": float(now.kl_coef)}
         flat = batch.flatten(scored, len(trajectories))
-    now, found = update_models(run, now, flat, trajectories)
+    now, found = update_models(c, learner, now, flat, trajectories, timer)
     metrics = found | metrics
     bad = metrics.get("actor/skipped", 0.0) + metrics.get("critic/skipped", 0.0) > 0
     if bad:
@@ -258,10 +258,14 @@ def advance(c: ConfigDict, now: TrainState, metrics: dict[str, float], *, bad: b
 
 
 def update_models(
-    run: Run, now: TrainState, flat: batch.Flat, trajectories: list[Trajectory]
+    c: ConfigDict,
+    learner: Learner,
+    now: TrainState,
+    flat: batch.Flat,
+    trajectories: list[Trajectory],
+    timer: Timers,
 ) -> tuple[TrainState, dict[str, float]]:
     """Critic and actor learn from the scored batch, each in its own mini-batches and epochs."""
-    c, learner, timer = run.c, run.learner, run.timer
 
     def minis(section: ConfigDict, size: int, number: int) -> Iterator[batch.Mini]:
         key = jax.random.fold_in(jax.random.fold_in(now.key, now.step), number)

@@ -109,7 +109,7 @@ def test_the_peak_is_at_the_worst_moment():
 def test_devices_of_a_processor_share_the_host(monkeypatch, platform, count):
     devices = [SimpleNamespace(platform=platform, process_index=0, device_kind="H") for _ in range(count)]
     mesh = SimpleNamespace(devices=np.array(devices, object))
-    monkeypatch.setattr(memory, "resident", lambda: 50)
+    monkeypatch.setattr("jppo.learner.devices.resident", lambda: 50)
     monkeypatch.setattr(memory, "host_room", lambda: 1000)
     monkeypatch.setattr(memory, "device_room", lambda: 1200)
     found = preview.rooms(ESTIMATE, mesh, host={"vLLM: cache": 7})
@@ -148,12 +148,6 @@ def test_what_a_server_holds(tiny_model):
     values = decoder.init_params(cfg, jax.random.key(0), head="lm", param_dtype="float32")
     count = sum(math.prod(x.shape) for x in jax.tree.leaves(values))
     assert memory.served(cfg, "float32") == 4 * count and memory.served(cfg, "bfloat16") == 2 * count
-
-
-def test_memory_of_this_process_is_read(tmp_path):
-    (tmp_path / "status").write_text("Name:\tpython\nVmHWM:\t  900 kB\nVmRSS:\t  512 kB\n")
-    assert memory.resident(tmp_path / "status") == 512 * 1024
-    assert memory.resident(tmp_path / "none") is None
 
 
 def command(main, monkeypatch, c, **switches):

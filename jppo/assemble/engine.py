@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from jppo.assemble.learner import Learner, make_mesh, sequences_of_step
@@ -88,7 +89,12 @@ def start_engine(c: ConfigDict, run: pathlib.Path) -> VllmEngine:
 
 def start_inprocess(c: ConfigDict, run: pathlib.Path) -> InprocessEngine:
     """The trainer's own devices as the engine; nothing is started."""
-    mesh, r = make_mesh(c), c.rollout
+    return InprocessEngine(inprocess_settings(c, make_mesh(c)))
+
+
+def inprocess_settings(c: ConfigDict, mesh: Mesh) -> InprocessSettings:
+    """How much that engine does at once, and where it lies."""
+    r = c.rollout
     _, cfg = hf.read_config(c.model.path)
     longest, share = c.data.max_prompt_length + c.data.max_response_length, sharding.row_multiple(mesh)
     rows = min(r.max_num_seqs, -(-sequences_of_step(c) // share) * share)
@@ -100,17 +106,15 @@ def start_inprocess(c: ConfigDict, run: pathlib.Path) -> InprocessEngine:
             f"{r.kv_cache_memory_bytes} on a CPU, must be at least {share}, one for each device that shares them; raise"
             " what is too low"
         )
-    return InprocessEngine(
-        InprocessSettings(
-            cfg=pad_vocab(cfg, mesh.shape["tensor"]),
-            rows=rows // share * share,
-            row_multiple=share,
-            max_prompt_length=c.data.max_prompt_length,
-            max_model_len=longest,
-            dtype=r.dtype,
-            by_row=sharding.rows_sharding(mesh),
-            of_cache=sharding.cache_sharding(mesh, cfg.num_kv_heads),
-        )
+    return InprocessSettings(
+        cfg=pad_vocab(cfg, mesh.shape["tensor"]),
+        rows=rows // share * share,
+        row_multiple=share,
+        max_prompt_length=c.data.max_prompt_length,
+        max_model_len=longest,
+        dtype=r.dtype,
+        by_row=sharding.rows_sharding(mesh),
+        of_cache=sharding.cache_sharding(mesh, cfg.num_kv_heads),
     )
 
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
+from jppo.assemble.engine import inprocess_settings
 from jppo.assemble.inputs import Inputs
 from jppo.assemble.learner import (
     Trained,
@@ -28,7 +29,7 @@ from jppo.assemble.learner import (
     shares_trunk,
 )
 from jppo.learner import packing, ppo, sharding, state
-from jppo.models import hf
+from jppo.models import cache, hf
 from jppo.models.families import ModelConfig, pad_vocab
 from jppo.models.lora import Base, Lora
 from jppo.models.params import Head
@@ -165,6 +166,8 @@ def estimate(c: ConfigDict, inputs: Inputs, mesh: Any, *, entries: int) -> Estim
     rows = [rows_of(shape, mesh) for shape in largest(plan_of_run(c, mesh))]
     scored = [_scored(recipe, one, critic is not None) for one in rows]
     moments = list(_scoring(passes, policy, reference, critic, rows))
+    if c.rollout.name == "inprocess":
+        moments.append(_sampling(c, mesh))
     minis = sequences_of_step(c) // c.actor.ppo_mini_batch_size * c.actor.ppo_epochs
     policy_opt, found = learning("actor", passes.actor, c.actor, policy, scored, reference, mini_batches=minis)
     moments += found
@@ -197,6 +200,14 @@ def runtime(c: ConfigDict, cfg: ModelConfig, plan: packing.Plan, *, passes: int,
     """What programs take at work on a CPU beside their arrays: a gradient is three passes, scanned layers are one."""
     layers = 1 if c.model.scan_layers else cfg.num_layers
     return RUNTIME + LAYER * layers * (passes + 3 * gradients) * len(plan.shapes)
+
+
+def _sampling(c: ConfigDict, mesh: Any) -> Moment:
+    """The trainer's own engine at work: keys and values, and the weights as it reads them."""
+    s = inprocess_settings(c, mesh)
+    row = cache.row_bytes(s.cfg, length=s.max_model_len, dtype=s.dtype)
+    weights = state.abstract(state.weights(s.cfg, mesh, head="lm", param_dtype=s.dtype))
+    return Moment("sampling", 0, s.rows // s.row_multiple * row + size(weights))
 
 
 def stored(c: ConfigDict, inputs: Inputs, mesh: Any) -> int:
@@ -268,12 +279,6 @@ def device_room() -> int | None:
     """Bytes that JAX may use of a device, by its own word; None on a CPU."""
     stats = jax.local_devices()[0].memory_stats()
     return stats.get("bytes_limit") if stats else None
-
-
-def resident(status: pathlib.Path = pathlib.Path("/proc/self/status")) -> int | None:
-    """Bytes of memory that this process has taken; None where nobody says."""
-    lines = status.read_text().splitlines() if status.is_file() else []
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmRSS:")), None)
 
 
 def available_memory(proc: pathlib.Path, cgroup: pathlib.Path) -> int | None:

@@ -18,7 +18,7 @@ from jppo.assemble.engine import share_gpu
 from jppo.assemble.inputs import Inputs, read_inputs
 from jppo.assemble.learner import critic_mini_batch_size, make_mesh, make_passes, plan_of_run, sequences_of_step
 from jppo.assemble.memory import Estimate
-from jppo.learner import packing, ppo
+from jppo.learner import devices, packing, ppo
 from jppo.structs import Prompt, Trajectory
 
 MIB = 2**20
@@ -126,7 +126,7 @@ def rooms(found: Estimate, mesh: Any, *, host: dict[str, int]) -> list[Room]:
     worst = found.worst
     parts = found.parts | {"sum of gradients": worst.gradients, f"temporaries: {worst.name}": worst.temporaries}
     parts = {about: count for about, count in parts.items() if count}
-    device, taken, free = mesh.devices.flat[0], memory.resident(), memory.host_room()
+    device, taken, free = mesh.devices.flat[0], devices.resident(), memory.host_room()
     count = sum(d.process_index == device.process_index for d in mesh.devices.flat)
     program = {"the trainer's program": taken} if taken is not None else {}
     room = None if free is None or taken is None else free + taken
@@ -143,7 +143,9 @@ def rooms(found: Estimate, mesh: Any, *, host: dict[str, int]) -> list[Room]:
 
 def host_parts(c: ConfigDict, inputs: Inputs) -> dict[str, int]:
     """What a PPO run holds on the host beside the trainer: the published weights, and a vLLM on a CPU."""
-    r, parts = c.rollout, {}
+    r, parts = c.rollout, dict[str, int]()
+    if r.name == "inprocess":
+        return parts
     if not r.publish_dir:  # two files in shared memory, written in turn
         parts["published weights"] = 2 * memory.served(inputs.policy, c.model.param_dtype)
     if not r.urls and jax.default_backend() == "cpu":
@@ -159,7 +161,7 @@ def of_vllm(c: ConfigDict, inputs: Inputs) -> Room | None:
     """vLLM's share of a GPU; None where it has none."""
     limit = memory.device_room()
     share = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
-    if c.rollout.urls or limit is None or share is None or jax.default_backend() != "gpu":
+    if c.rollout.name != "vllm" or c.rollout.urls or limit is None or share is None or jax.default_backend() != "gpu":
         return None
     weights = memory.served(inputs.policy, c.rollout.dtype)
     has = int(c.rollout.gpu_memory_utilization * limit / float(share))
