@@ -31,7 +31,7 @@ from jppo.models import decoder, hf, params
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 STEPS = 6
-LAYERS = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+SHAPE = {"num_hidden_layers": 1}
 SETTINGS = {
     "model.init": "random",
     "data.train_batch_size": 16,
@@ -129,7 +129,7 @@ def make_task(folder: pathlib.Path) -> dict[str, Any]:
         (folder / f"data/{name}.jsonl").write_text(lines)
     for name, more in (("model", {}), ("judge", {"architectures": ["Qwen2ForSequenceClassification"]})):
         arithmetic.write_model(folder / name)
-        config = arithmetic.MODEL | LAYERS | more | ({"id2label": {"0": "score"}} if more else {})
+        config = arithmetic.MODEL | SHAPE | more | ({"id2label": {"0": "score"}} if more else {})
         (folder / name / "config.json").write_text(json.dumps(config))
     _, cfg = hf.read_config(folder / "judge")
     values = decoder.init_params(cfg, jax.random.key(7), head="value", param_dtype="float32")

@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import re
+import tempfile
 
 os.environ["XLA_FLAGS"] = (
     re.sub(r"--xla_force_host_platform_device_count=\S*", "", os.environ.get("XLA_FLAGS", ""))
@@ -12,6 +13,11 @@ os.environ["XLA_FLAGS"] = (
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch and vLLM: more only disturb each other on few cores
+# Programs that several tests compile, also those that they start as commands, are compiled once.
+COMPILED = tempfile.TemporaryDirectory(prefix="jppo-tests-")
+os.environ["JAX_COMPILATION_CACHE_DIR"] = COMPILED.name
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import jax
 import numpy as np
