@@ -101,7 +101,7 @@ def ports(c: ConfigDict) -> Iterator[Finding]:
         return
     check_ports(c.rollout.port, c.rollout.servers)
     asked = ", ".join(str(c.rollout.port + i) for i in range(c.rollout.servers))
-    yield Finding("server ports", "OK", f"{asked} can be used" if c.rollout.port else "free ones are taken")
+    yield Finding("server ports", "OK", f"{asked} can be used" if c.rollout.port else "any that is free")
 
 
 def clock(now: float, *, newest: float) -> Iterator[Finding]:
