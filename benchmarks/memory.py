@@ -30,7 +30,7 @@ import jax
 import numpy as np
 from machine import ROOT, commit, machine, slug, title, version
 from ml_collections import ConfigDict
-from models import CPU_SCANS, MODELS, device_peak, some
+from models import CPU_SCANS, MODELS, some
 from work import SEQUENCES, base_config, change, make_batch, response_lengths
 
 from jppo import assemble
@@ -39,6 +39,7 @@ from jppo.config import UserError
 from jppo.data.prompts import PromptSet
 from jppo.io.timers import Timers
 from jppo.learner import batch, estimate, ppo
+from jppo.learner.devices import device_peak
 from jppo.models import families
 from jppo.structs import Trajectory
 from jppo.train import update_models
