@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import tempfile
 
 os.environ["XLA_FLAGS"] = (
@@ -14,8 +15,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch and vLLM: more only disturb each other on few cores
 # Programs that several tests compile, also those that they start as commands, are compiled once.
-COMPILED = tempfile.TemporaryDirectory(prefix="jppo-tests-")
-os.environ["JAX_COMPILATION_CACHE_DIR"] = COMPILED.name
+os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jppo-tests-")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
@@ -41,6 +41,10 @@ def pytest_sessionstart():
     found = jax.devices()
     if [d.platform for d in found] != ["cpu"] * 8:
         pytest.exit(f"tests need 8 CPU devices, jax has {found}: something used it before conftest.py", 3)
+
+
+def pytest_unconfigure():
+    shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)
