@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from jppo import config, evaluate, statistics
-from jppo.config import checks, commandline
+from jppo.config import checks, commandline, texts
 from jppo.data.sources import read_sources
 from jppo.io import diagnosis, health, metrics
 from jppo.io.timers import STAGES
@@ -105,7 +105,7 @@ ALGORITHMIC = (
 
 
 @pytest.mark.parametrize(
-    "choices", [*(checks.CHOICES[name] for name in ALGORITHMIC), checks.REJECTION_RULES], ids=[*ALGORITHMIC, "rules"]
+    "choices", [*(checks.CHOICES[name] for name in ALGORITHMIC), texts.REJECTION_RULES], ids=[*ALGORITHMIC, "rules"]
 )
 def test_algorithms_name_every_choice(choices):
     assert {choice for choice in choices if choice is not None} <= set(quoted("docs/algorithms.md"))
@@ -256,8 +256,8 @@ def test_every_warning_and_every_range_is_explained():
 
 
 def test_monitoring_names_every_logger():
-    assert set(checks.LOGGERS) <= set(quoted("docs/monitoring.md"))
-    assert set(checks.LOGGERS) == {"console", "jsonl", "tensorboard", *metrics.REMOTE}
+    assert set(texts.LOGGERS) <= set(quoted("docs/monitoring.md"))
+    assert set(texts.LOGGERS) == {"console", "jsonl", "tensorboard", *metrics.REMOTE}
 
 
 def test_data_name_every_way_to_cut():

@@ -3,11 +3,12 @@
 Nothing below the commands (`train.py`, `sft.py` ...) and `assemble.py` sees a config: they read it and pass scalars on.
 """
 
-from jppo.config.checks import check, importance_band, loggers, rejection_rules, save_contents
+from jppo.config.checks import check
 from jppo.config.commandline import describe, dump, exit_on_user_error, parse
 from jppo.config.defaults import default, sft_default
 from jppo.config.errors import UserError
 from jppo.config.steps import check_within, parse_steps
+from jppo.config.texts import importance_band, loggers, rejection_rules, save_contents
 
 __all__ = [
     "UserError",

@@ -1,0 +1,85 @@
+"""Settings that are lists or bands, written as one text."""
+
+from jppo.config.errors import UserError
+
+SAVE_CONTENTS = ("model", "optimizer", "extra", "hf_model")  # extra: keys, counters, coefficients, places
+LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow")
+REJECTION_RULES = tuple(
+    f"{over}_{k}"
+    for over in ("token", "seq_sum", "seq_mean", "seq_max")
+    for k in ("k1", "k2", "k3")
+    if (over, k) != ("seq_max", "k1")
+)
+
+
+def save_contents(names: str) -> tuple[str, ...]:
+    """What a checkpoint holds, from names that are separated by commas."""
+    found = tuple(name.strip() for name in names.split(",") if name.strip())
+    said = f"trainer.save_contents={names!r}"
+    for name in found:
+        if name not in SAVE_CONTENTS:
+            raise UserError(f"{said}: {name!r} is not known; give some of {', '.join(SAVE_CONTENTS)}")
+    for name in ("model", "extra"):
+        if name not in found:
+            raise UserError(f"{said}: without {name} no run could go on from a checkpoint; add it")
+    return found
+
+
+def loggers(names: str) -> tuple[str, ...]:
+    """Where metrics go, from names that are separated by commas."""
+    found = tuple(name.strip() for name in names.split(",") if name.strip())
+    for name in found:
+        if name not in LOGGERS:
+            raise UserError(f"trainer.logger={names!r}: {name!r} is not known; the names are {', '.join(LOGGERS)}")
+        if found.count(name) > 1:
+            raise UserError(f"trainer.logger={names!r}: {name!r} is given twice; name it once")
+    if "jsonl" not in found:
+        raise UserError(
+            f"trainer.logger={names!r} has no jsonl: metrics.jsonl is what a resumed run and its summary read; try"
+            f" {','.join((*found, 'jsonl'))!r}"
+        )
+    return found
+
+
+def importance_band(spec: str | float) -> tuple[float | None, float]:
+    """The bounds of importance weights: '2.0' is an upper one, '0.5_2.0' a band."""
+    return _band(spec, "algorithm.rollout_is_threshold")
+
+
+def rejection_rules(names: str, thresholds: str | float) -> tuple[tuple[str, float, float], ...]:
+    """The rules of rejection as (name, lower, upper), from names and thresholds that are separated by commas."""
+    rules = [name.strip() for name in names.split(",") if name.strip()]
+    specs = [spec.strip() for spec in str(thresholds).split(",") if spec.strip()]
+    said = f"algorithm.rollout_rs={names!r} with algorithm.rollout_rs_threshold={thresholds!r}"
+    for name in rules:
+        if name not in REJECTION_RULES:
+            raise UserError(f"{said}: {name!r} is not known; the rules are {', '.join(REJECTION_RULES)}")
+        if rules.count(name) > 1:
+            raise UserError(f"{said}: {name!r} is given twice; name it once")
+    if len(specs) != len(rules) and not (rules and len(specs) == 1):
+        raise UserError(f"{said}: give one threshold for all rules, or one for each, separated by commas")
+    out = []
+    for name, spec in zip(rules, specs * len(rules) if len(specs) == 1 else specs, strict=True):
+        lower, upper = _band(spec, f"{said}: the threshold of {name}")
+        if name.endswith("k1"):
+            if lower is None and upper < 1:
+                raise UserError(
+                    f"{said}: {spec} alone is the band from 1/{spec} to {spec}, which is empty; give low_high"
+                )
+            out.append((name, 1.0 / upper if lower is None else lower, upper))
+        elif lower is not None:
+            raise UserError(f"{said}: {name} has an upper bound only, {spec!r} is a band; give one number")
+        else:
+            out.append((name, 0.0, upper))
+    return tuple(out)
+
+
+def _band(spec: str | float, name: str) -> tuple[float | None, float]:
+    parts = str(spec).split("_")
+    try:
+        bounds = [float(part) for part in parts]
+    except ValueError:
+        bounds = []
+    if len(bounds) not in (1, 2) or not all(0 < b < float("inf") for b in bounds) or bounds != sorted(bounds):
+        raise UserError(f"{name}={spec!r} must be a number above 0, or a band low_high such as 0.5_2.0")
+    return (None, bounds[0]) if len(bounds) == 1 else (bounds[0], bounds[1])
