@@ -323,11 +323,11 @@ def hung_server(lab: Lab, servers: dict[str, Any]) -> Iterator[Row]:
     run = lab.folder / "hung"
     process = start(lab.settings, run)
     wait_until(lambda: (run / "checkpoints/2").is_dir(), process)
-    for pid in servers_of(run):
+    for pid in servers_of(lab.folder):
         os.kill(pid, signal.SIGSTOP)
     said = process.communicate(timeout=LIMIT_S)[0]
     code = process.returncode
-    left = servers_of(run)
+    left = servers_of(lab.folder)
     starts, _ = to_the_end(lab.settings, run)
     happened = f"{telling(said, 'error:')}; exit code {code}, {len(left)} servers left"
     row = verdict(lab, "a hung vLLM server", run, starts + 1, happened)
@@ -345,17 +345,16 @@ def killed_with_vllm(lab: Lab) -> Iterator[Row]:
     yield verdict(lab, "kill -9 after step 3, vLLM", run, starts + 1, telling(said, "going on from"))
 
 
-def servers_of(run: pathlib.Path) -> list[int]:
-    """The vLLM processes of the run."""
+def servers_of(folder: pathlib.Path) -> list[int]:
+    """The vLLM servers of the models in the folder."""
     found = []
     for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            environment = (path.parent / "environ").read_bytes().decode(errors="replace")
+            words = path.read_bytes().decode(errors="replace").split("\0")
         except OSError:  # it has ended
             continue
-        ours = str(run) in line or str(run) in environment
-        if ours and ("vllm" in line.lower()) and "jppo.rollout.launch" not in line:
+        serves = "vllm.entrypoints.openai.api_server" in words and "jppo.rollout.launch" not in words
+        if serves and any(word.startswith(str(folder)) for word in words):
             found.append(int(path.parent.name))
     return found
 
