@@ -98,6 +98,20 @@ NAN_GRADIENT = """
         return update(c, learner, now, flat, *rest)
     train.update_models = broken
 """
+STUCK_STAGE = """
+    sample = train.sample
+    def broken(*a, version, **k):
+        if version == 3:
+            mark.touch()
+            time.sleep(600)
+        return sample(*a, version=version, **k)
+    train.sample = broken
+"""
+WORST_MOMENTS = {
+    "kill -9 in generation": IN_GENERATION,
+    "kill -9 between critic and actor update": BETWEEN_UPDATES,
+    "kill -9 in a save": IN_A_SAVE,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,16 +245,34 @@ def killed_at_random(lab: Lab, *, moments: int, seed: int) -> Iterator[Row]:
         yield verdict(lab, f"kill -9 after {after:.1f} s", run, starts + 1, happened)
 
 
-def broken_inside(lab: Lab) -> Iterator[Row]:
+def broken_inside(lab: Lab, patches: dict[str, str] | None = None) -> Iterator[Row]:
     """kill -9 in the worst moments."""
-    for fault, patch in (
-        ("kill -9 in generation", IN_GENERATION),
-        ("kill -9 between critic and actor update", BETWEEN_UPDATES),
-        ("kill -9 in a save", IN_A_SAVE),
-    ):
+    for fault, patch in (WORST_MOMENTS if patches is None else patches).items():
         run = lab.folder / fault.replace(" ", "-")
         starts, said = to_the_end(lab.settings, run, patch=patch)
         yield verdict(lab, fault, run, starts, telling(said, "going on from"))
+
+
+def killed_after_three(lab: Lab, name: str = "kill -9 after step 3") -> Iterator[Row]:
+    """kill -9 once half of the steps are done and saved."""
+    run = lab.folder / name.replace(" ", "-").replace(",", "")
+    process = start(lab.settings, run)
+    wait_until(lambda: (run / "checkpoints/3").is_dir(), process)
+    process.kill()
+    process.wait()
+    starts, said = to_the_end(lab.settings, run)
+    yield verdict(lab, name, run, starts + 1, telling(said, "going on from"))
+
+
+def stuck_stage(lab: Lab) -> Iterator[Row]:
+    """The generation of step 4 does not end."""
+    run = lab.folder / "stuck"
+    process = start(lab.settings, run, patch=STUCK_STAGE, more=["--config.trainer.stage_timeout_s=20"])
+    said = process.communicate(timeout=LIMIT_S)[0]
+    code, stacks = process.returncode, run / "stacks.txt"
+    starts, _ = to_the_end(lab.settings, run)
+    row = verdict(lab, "a stage that hangs", run, starts + 1, f"{telling(said, 'has not ended')}; exit code {code}")
+    yield dataclasses.replace(row, kept=row.kept and code == 1 and "in broken" in stacks.read_text())
 
 
 def stopped_by_term(lab: Lab) -> Iterator[Row]:
@@ -313,13 +345,13 @@ def nan_gradient(lab: Lab) -> Iterator[Row]:
     yield Row("a NaN gradient", happened, starts, kept)
 
 
-def hung_server(lab: Lab, servers: dict[str, Any]) -> Iterator[Row]:
-    """A vLLM server is stopped (SIGSTOP) while it generates; one run with vLLM undisturbed comes first."""
-    settings = lab.settings | servers
+def with_vllm(lab: Lab) -> Iterator[Row]:
+    """The trainer is killed, and a server is stopped (SIGSTOP), with vLLM as the engine."""
+    settings = lab.settings | {"rollout.name": "vllm", "rollout.request_timeout_s": 15.0}
     calm = lab.folder / "vllm"
     to_the_end(settings, calm)
     lab = dataclasses.replace(lab, settings=settings, expected=outcome(calm))
-    yield from killed_with_vllm(lab)
+    yield from killed_after_three(lab, "kill -9 after step 3, vLLM")
     run = lab.folder / "hung"
     process = start(lab.settings, run)
     wait_until(lambda: (run / "checkpoints/2").is_dir(), process)
@@ -332,17 +364,6 @@ def hung_server(lab: Lab, servers: dict[str, Any]) -> Iterator[Row]:
     happened = f"{telling(said, 'error:')}; exit code {code}, {len(left)} servers left"
     row = verdict(lab, "a hung vLLM server", run, starts + 1, happened)
     yield dataclasses.replace(row, kept=row.kept and code == 1 and not left)
-
-
-def killed_with_vllm(lab: Lab) -> Iterator[Row]:
-    """kill -9 of the trainer with vLLM as the engine."""
-    run = lab.folder / "killed-vllm"
-    process = start(lab.settings, run)
-    wait_until(lambda: (run / "checkpoints/3").is_dir(), process)
-    process.kill()
-    process.wait()
-    starts, said = to_the_end(lab.settings, run)
-    yield verdict(lab, "kill -9 after step 3, vLLM", run, starts + 1, telling(said, "going on from"))
 
 
 def servers_of(folder: pathlib.Path) -> list[int]:
@@ -401,7 +422,8 @@ def main() -> None:
             "cut": lambda: cut_checkpoint(lab),
             "disk": lambda: full_disk(lab),
             "nan": lambda: nan_gradient(lab),
-            "vllm": lambda: hung_server(lab, {"rollout.name": "vllm", "rollout.request_timeout_s": 15.0}),
+            "stuck": lambda: stuck_stage(lab),
+            "vllm": lambda: with_vllm(lab),
         }
         rows = []
         for name in args.only or faults:

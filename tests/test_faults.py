@@ -1,0 +1,77 @@
+"""Runs that are broken off go on to the bit: the pieces of scripts/check_faults.py, with real processes and kills."""
+
+import importlib.util
+import pathlib
+import sys
+
+import pytest
+
+SCRIPT = pathlib.Path(__file__).parents[1] / "scripts" / "check_faults.py"
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup")
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("check_faults", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["check_faults"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def lab(script, tmp_path_factory):
+    """The task, run for six steps with the engine in the process."""
+    folder = tmp_path_factory.mktemp("faults") / "lab"
+    settings = script.make_task(folder) | {"rollout.name": "inprocess"}
+    script.to_the_end(settings, folder / "undisturbed")
+    return script.Lab(folder, settings, script.outcome(folder / "undisturbed"), seconds=10.0)
+
+
+def test_the_run_has_what_makes_it_hard(lab):
+    """A critic, a coefficient that moves, scores that are normalised: else going on to the bit would be easy."""
+    lines = lab.expected["metrics"]
+    assert [line["step"] for line in lines] == list(range(7))
+    coefficients = [line["actor/reward_kl_penalty_coeff"] for line in lines[1:]]
+    assert len(set(coefficients)) == 6
+    assert all(line["critic/grad_norm"] > 0 and line["actor/grad_norm"] > 0 for line in lines[1:])
+    assert all(line["reward/rm_score/rm_raw/mean"] != line["reward/rm_score/mean"] for line in lines[1:])
+    assert "model.safetensors" in lab.expected["files"]
+
+
+def test_a_difference_is_seen(script, lab):
+    changed = {"metrics": [dict(line) for line in lab.expected["metrics"]], "files": dict(lab.expected["files"])}
+    assert script.difference(changed, lab.expected) == ""
+    changed["metrics"][3]["actor/pg_loss"] += 1e-7
+    assert script.difference(changed, lab.expected).startswith("step 3: actor/pg_loss is")
+    changed["metrics"].pop(3)
+    assert "steps of metrics.jsonl" in script.difference(changed, lab.expected)
+    other = lab.expected | {"files": lab.expected["files"] | {"model.safetensors": "0"}}
+    assert script.difference(other, lab.expected) == "model.safetensors differs"
+
+
+def test_killed_after_three_steps_it_goes_on_to_the_bit(script, lab):
+    (row,) = script.killed_after_three(lab)
+    assert row.kept, row.happened
+    assert "going on from the checkpoint of step 3" in row.happened
+
+
+def test_killed_between_the_updates_of_critic_and_actor(script, lab):
+    (row,) = script.broken_inside(lab, {"kill -9 between critic and actor update": script.BETWEEN_UPDATES})
+    assert row.kept, row.happened
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["broken_inside", "stopped_by_term", "cut_checkpoint", "nan_gradient", "stuck_stage"])
+def test_nothing_is_lost(script, lab, fault, tmp_path):
+    rows = list(getattr(script, fault)(script.dataclasses.replace(lab, folder=tmp_path)))
+    assert rows and all(row.kept for row in rows), rows
+
+
+@needs_vllm
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_with_a_vllm_too(script, lab):
+    rows = list(script.with_vllm(lab))
+    assert {row.fault for row in rows} == {"kill -9 after step 3, vLLM", "a hung vLLM server"}
+    assert all(row.kept for row in rows), rows
