@@ -160,6 +160,9 @@ def test_what_is_none_unless_given_may_be_given(config):
         ({"algorithm.rollout_rs": "seq_sum_k1", "algorithm.rollout_rs_threshold": "0.5"}, ["0.5 alone", "low_high"]),
         ({"algorithm.rollout_rs": "token_k3,token_k3", "algorithm.rollout_rs_threshold": "2"}, ["twice"]),
         ({"rollout.val_kwargs.n": 2}, ["rollout.val_kwargs.n=2", "temperature=0.0", "raise the temperature"]),
+        ({"reward.judge.model": "m"}, ["reward.judge.model='m'", "reward.judge.api_type is empty", "leave it"]),
+        ({"reward.model.normalize": True}, ["reward.model.normalize=True", "reward.model.path is empty"]),
+        ({"reward.function": "f.py:f", "reward.grader": "gsm8k"}, ["reward.grader='gsm8k'", "'f.py:f'"]),
         ({"rollout.lora_sync": "adapter"}, ["rollout.lora_sync='adapter'", "model.lora_rank=0", "take merge"]),
         *(
             ({"rollout.name": "inprocess", name: value}, [f"{name}={value!r}", "starts none", f"leave it at {usual!r}"])

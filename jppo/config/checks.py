@@ -196,6 +196,7 @@ def check(config: ml_collections.ConfigDict, *, training: bool = True) -> None:
         if (last := config.rollout.port + config.rollout.servers - 1) > 65535:
             raise UserError(f"rollout.port={config.rollout.port}: the last server has port {last}, ports end at 65535")
         _check_test(config)
+        _check_unread(config)
     if training:
         _check_training(config)
 
@@ -319,6 +320,22 @@ def _check_engine(config: ml_collections.ConfigDict) -> None:
             "rollout.lora_sync='adapter' hands adapters to a server, and rollout.name='inprocess' samples from the"
             " trainer's own; take rollout.lora_sync=merge, or rollout.name=vllm"
         )
+
+
+def _check_unread(config: ml_collections.ConfigDict) -> None:
+    """What nobody reads was meant for something that is not asked for."""
+    r, usual = config.reward, default().reward
+    unread = [
+        (f"reward.{part}.{leaf}", r[part][leaf], usual[part][leaf], f"reward.{part}.{switch} is empty")
+        for part, switch in (("judge", "api_type"), ("model", "path"))
+        if not r[part][switch]
+        for leaf in r[part]
+    ]
+    if r.function:
+        unread.append(("reward.grader", r.grader, usual.grader, f"reward.function={r.function!r} grades in its place"))
+    for name, value, was, why in unread:
+        if value != was:
+            raise UserError(f"{name}={value!r} is read by nobody: {why}; mend that, or leave it at {was!r}")
 
 
 def _check_adapters(config: ml_collections.ConfigDict) -> None:
