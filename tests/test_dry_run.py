@@ -13,7 +13,7 @@ from jppo import assemble, sft, train
 from jppo import config as settings
 from jppo.assemble import memory, preview
 from jppo.config import UserError
-from jppo.learner import packing, ppo
+from jppo.learner import packing
 from jppo.models import decoder
 
 
@@ -48,18 +48,8 @@ def test_programs_are_those_that_a_run_compiles(small_run, quick_compilation):
     inputs, mesh = assemble.read_inputs(c), assemble.make_mesh(c)
     lines, _ = preview.sizes(c, inputs, mesh)
     learner, now = assemble.make_learner(c, inputs, mesh)
-    ppo.compile_all(
-        learner.passes,
-        learner.recipe,
-        learner.plan,
-        mesh,
-        policy=now.policy,
-        reference=learner.reference,
-        value=now.value,
-        actor=learner.actor,
-        critic=learner.critic,
-        sequences=assemble.sequences_of_step(c),
-    )
+    jax.clear_caches()  # some passes are functions that other learners have compiled, too
+    assemble.compile_passes(c, learner, now)
     for field in dataclasses.fields(learner.passes):
         if (fn := getattr(learner.passes, field.name)) is not None:
             counted += fn._cache_size()
