@@ -175,7 +175,8 @@ def of_run(c: ConfigDict, *, server: bool) -> Iterator[Finding]:
     assemble.share_gpu(c)
     preview.take_little()
     failed = []
-    for finding in itertools.chain(environment(None if c.rollout.urls else c.rollout.python), [check_loopback()]):
+    starts = c.rollout.name == "vllm" and not c.rollout.urls
+    for finding in itertools.chain(environment(c.rollout.python if starts else None), [check_loopback()]):
         failed += [finding.about] if finding.verdict == "FAIL" else []
         yield finding
     with contextlib.ExitStack() as stack:

@@ -43,18 +43,19 @@ def checks(c: ConfigDict, stack: contextlib.ExitStack, *, server: bool) -> list[
         weights = memory.served(inputs().policy, c.model.param_dtype)
         return place.shared_memory(c.rollout.publish_dir, adapters=adapters, weights=weights)
 
+    served = c.rollout.name != "inprocess"  # by somebody who listens at a port and reads weights from a file
     return [
         Check("clock", lambda: place.clock(time.time(), newest=place.package_time())),
         Check("run folder", lambda: place.folder(c)),
         Check("permission", lambda: place.writable("permission", run)),
-        Check("server ports", lambda: place.ports(c)),
+        *([Check("server ports", lambda: place.ports(c))] if served else []),
         Check("model files", lambda: reading.models(c), limit_s=FETCH_S),
         Check("tokenizer", lambda: reading.tokenizer(c), needs=("model files",)),
         Check("data", lambda: reading.data(c, inputs()), needs=("tokenizer",), limit_s=READ_S),
         Check("reward", lambda: reading.reward(elsewhere, inputs(), mesh()), needs=("data",), limit_s=READ_S),
         Check("parity", lambda: parity.check(c), needs=("model files",), limit_s=2 * parity.LIMIT_S),
         Check("memory", room, needs=("data",), limit_s=COMPILE_S),
-        Check("publish room", publish_room, needs=("data",)),
+        *([Check("publish room", publish_room, needs=("data",))] if served else []),
         Check("disk", disk, needs=("data",)),
         *(with_server(elsewhere, inputs, mesh, scratch, stack) if server else ()),
     ]
@@ -79,7 +80,10 @@ def with_server(
     def start() -> Iterator[Finding]:
         begin = time.monotonic()
         sampler()
-        what = "servers of rollout.urls answer" if c.rollout.urls else f"{c.rollout.servers} started"
+        if c.rollout.name == "inprocess":
+            what = "the trainer's own"
+        else:
+            what = "servers of rollout.urls answer" if c.rollout.urls else f"{c.rollout.servers} started"
         yield Finding("server", "OK", f"{what}, ready after {time.monotonic() - begin:.0f} s")
 
     def publish() -> Iterator[Finding]:

@@ -12,7 +12,7 @@ from jppo import config as settings
 from jppo.assemble import memory
 from jppo.assemble.preview import Room
 from jppo.checkup import run
-from jppo.checkup.finding import GIB, examine
+from jppo.checkup.finding import GIB, Finding, examine
 from jppo.rollout.sampler import RolloutError
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup")
@@ -142,3 +142,13 @@ def test_a_real_server_is_started_gets_the_weights_and_agrees(
 
 
 START_VLLM = assemble.engine.start_vllm  # before a fixture puts another in its place
+
+
+def test_the_trainers_own_engine_needs_no_server(small_run, unmeasured, monkeypatch):
+    """No vLLM, no port and no room for published weights is looked at; what is looked at says so."""
+    monkeypatch.setattr(doctor, "check_server", lambda *_: pytest.fail("no vLLM is asked for"))
+    monkeypatch.setattr(doctor, "check_devices", lambda *_: Finding("JAX", "OK", "8 x cpu"))
+    small_run.rollout.name = "inprocess"
+    found = {f.about: f for f in doctor.of_run(small_run, server=False)}
+    assert not {"vLLM", "server ports", "publish room"} & found.keys()
+    assert {"model files", "memory", "disk", "reward"} <= found.keys()
