@@ -22,7 +22,7 @@ from jppo.models import generate
 from jppo.models.families import ModelConfig
 from jppo.models.generate import Choice, Slots
 from jppo.models.lora import Weights
-from jppo.rollout.sampler import Done, RolloutError, sample_seed
+from jppo.rollout.sampler import Done, RolloutError, respond, sample_seed
 from jppo.structs import Params, Prompt, Sampling, Trajectory
 
 TURNS = 32  # tokens of a row between two looks of the host
@@ -253,17 +253,9 @@ class InprocessSampler:
                 f"prompt {prompt.uid}: its tokens have the log-probs {logprob[:8]}...: the weights of version"
                 f" {version} give no finite numbers"
             )
-        before, after = len(prompt.ids), len(tokens)
-        return Trajectory(
-            uid=prompt.uid,
-            tokens=np.concatenate([prompt.ids, tokens]).astype(np.int32),
-            sampled=np.repeat([False, True], [before, after]),
-            logprob=np.concatenate([np.zeros(before), logprob]).astype(np.float32),
-            version=np.repeat([-1, version], [before, after]).astype(np.int32),
-            text=self._decode(tokens.tolist()),
-            finish="stop" if int(tokens[-1]) in self._ends else "length",
-            turns=1,
-        )
+        finish = "stop" if int(tokens[-1]) in self._ends else "length"
+        ids = tokens.tolist()
+        return respond(prompt, ids, logprob.tolist(), version=version, text=self._decode(ids), finish=finish)
 
 
 def _choice(temperature: float, top_p: float, top_k: int) -> Choice:

@@ -44,6 +44,23 @@ class Served(Sampler, Protocol):
         ...
 
 
+def respond(
+    prompt: Prompt, tokens: Sequence[int], logprob: Sequence[float], *, version: int, text: str, finish: str
+) -> Trajectory:
+    """A prompt with one response to it, of one version."""
+    before, after = len(prompt.ids), len(tokens)
+    return Trajectory(
+        uid=prompt.uid,
+        tokens=np.concatenate([prompt.ids, tokens]).astype(np.int32),
+        sampled=np.repeat([False, True], [before, after]),
+        logprob=np.concatenate([np.zeros(before), logprob]).astype(np.float32),
+        version=np.repeat([-1, version], [before, after]).astype(np.int32),
+        text=text,
+        finish=finish,
+        turns=1,
+    )
+
+
 def greedy(max_tokens: int) -> Sampling:
     """One response a prompt, of the likeliest tokens."""
     return Sampling(temperature=0.0, top_p=1.0, top_k=-1, n=1, max_tokens=max_tokens, seed=0)

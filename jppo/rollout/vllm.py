@@ -19,7 +19,7 @@ import numpy as np
 from jppo.config import UserError
 from jppo.rollout import weights
 from jppo.rollout.endpoint import Endpoint
-from jppo.rollout.sampler import Done, RolloutError, sample_seed
+from jppo.rollout.sampler import Done, RolloutError, respond, sample_seed
 from jppo.rollout.server import Server, ServerSettings, check_ports, check_vllm, environment, flags
 from jppo.structs import Prompt, Sampling, Trajectory
 
@@ -145,17 +145,7 @@ class VllmSampler:
                 f"prompt {prompt.uid} was sampled by the weights {names}, not by version"
                 f" {version}: another trainer uses the server, or it was started again"
             )
-        before, after = len(prompt.ids), len(tokens)
-        return Trajectory(
-            uid=prompt.uid,
-            tokens=np.concatenate([prompt.ids, tokens]).astype(np.int32),
-            sampled=np.repeat([False, True], [before, after]),
-            logprob=np.concatenate([np.zeros(before), logprob]).astype(np.float32),
-            version=np.repeat([-1, version], [before, after]).astype(np.int32),
-            text=self._decode(tokens),
-            finish=finish,
-            turns=1,
-        )
+        return respond(prompt, tokens, logprob, version=version, text=self._decode(tokens), finish=finish)
 
 
 class VllmEngine:
