@@ -22,7 +22,7 @@ from jppo.models import generate
 from jppo.models.families import ModelConfig
 from jppo.models.generate import Choice, Slots
 from jppo.models.lora import Weights
-from jppo.rollout.sampler import Done, RolloutError, respond, sample_seed
+from jppo.rollout.sampler import Answer, Done, RolloutError, respond, sample_seed
 from jppo.structs import Params, Prompt, Sampling, Trajectory
 
 TURNS = 32  # tokens of a row between two looks of the host
@@ -254,8 +254,8 @@ class InprocessSampler:
                 f" {version} give no finite numbers"
             )
         finish = "stop" if int(tokens[-1]) in self._ends else "length"
-        ids = tokens.tolist()
-        return respond(prompt, ids, logprob.tolist(), version=version, text=self._decode(ids), finish=finish)
+        answer = Answer(tokens.tolist(), logprob.tolist(), [version] * len(tokens), finish)
+        return respond(prompt, answer, text=self._decode(answer.tokens))
 
 
 def _choice(temperature: float, top_p: float, top_k: int) -> Choice:

@@ -1,7 +1,12 @@
-"""What `train.py` asks of any rollout engine: prompts in, trajectories out, and new weights between."""
+"""What `train.py` asks of any rollout engine: prompts in, trajectories out, and new weights between.
 
+An engine answers tokens with tokens (`Ask`); a `Talk` makes a whole trajectory of such answers: `one_turn` here, or a
+conversation with tools. So each conversation is written once and runs on every engine.
+"""
+
+import dataclasses
 import pathlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -13,6 +18,37 @@ Done = Callable[[int, Trajectory], None]
 
 class RolloutError(Exception):
     """The engine died, hung, or broke its word; the message says which. The run cannot go on with it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What the policy said after some tokens; at least one token."""
+
+    tokens: list[int]
+    logprob: list[float]  # each token's, in the distribution that it was drawn from
+    version: list[int]  # of the weights that sampled each
+    finish: str  # 'stop' (an end token or text was sampled; it is kept) or 'length'
+
+
+class Ask(Protocol):
+    """An engine as a conversation sees it."""
+
+    async def __call__(self, ids: Sequence[int], *, sampling: Sampling, seed: int, near: Hashable) -> Answer:
+        """One answer to `ids` of up to `sampling.max_tokens` tokens; `sampling.n` and its seed are not read.
+
+        What has the same `near` begins alike: its answers come from one server where that is no slower.
+        """
+        ...
+
+
+class Talk(Protocol):
+    """How a prompt becomes a trajectory."""
+
+    async def __call__(
+        self, ask: Ask, prompt: Prompt, *, sampling: Sampling, seed: int, near: Hashable
+    ) -> Trajectory:
+        """`seed` is that of the sample; further answers draw from seeds made of it."""
+        ...
 
 
 class Sampler(Protocol):
@@ -44,19 +80,27 @@ class Served(Sampler, Protocol):
         ...
 
 
-def respond(
-    prompt: Prompt, tokens: Sequence[int], logprob: Sequence[float], *, version: int, text: str, finish: str
-) -> Trajectory:
-    """A prompt with one response to it, of one version."""
-    before, after = len(prompt.ids), len(tokens)
+def one_turn(decode: Callable[[list[int]], str]) -> Talk:
+    """The talk that asks once."""
+
+    async def talk(ask: Ask, prompt: Prompt, *, sampling: Sampling, seed: int, near: Hashable) -> Trajectory:
+        answer = await ask(prompt.ids.tolist(), sampling=sampling, seed=seed, near=near)
+        return respond(prompt, answer, text=decode(answer.tokens))
+
+    return talk
+
+
+def respond(prompt: Prompt, answer: Answer, *, text: str) -> Trajectory:
+    """A prompt with one answer to it."""
+    before, after = len(prompt.ids), len(answer.tokens)
     return Trajectory(
         uid=prompt.uid,
-        tokens=np.concatenate([prompt.ids, tokens]).astype(np.int32),
+        tokens=np.concatenate([prompt.ids, answer.tokens]).astype(np.int32),
         sampled=np.repeat([False, True], [before, after]),
-        logprob=np.concatenate([np.zeros(before), logprob]).astype(np.float32),
-        version=np.repeat([-1, version], [before, after]).astype(np.int32),
+        logprob=np.concatenate([np.zeros(before), answer.logprob]).astype(np.float32),
+        version=np.concatenate([np.full(before, -1), answer.version]).astype(np.int32),
         text=text,
-        finish=finish,
+        finish=answer.finish,
         turns=1,
     )
 

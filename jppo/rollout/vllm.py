@@ -19,7 +19,7 @@ import numpy as np
 from jppo.config import UserError
 from jppo.rollout import weights
 from jppo.rollout.endpoint import Endpoint
-from jppo.rollout.sampler import Done, RolloutError, respond, sample_seed
+from jppo.rollout.sampler import Answer, Done, RolloutError, respond, sample_seed
 from jppo.rollout.server import Server, ServerSettings, check_ports, check_vllm, environment, flags
 from jppo.structs import Prompt, Sampling, Trajectory
 
@@ -145,7 +145,8 @@ class VllmSampler:
                 f"prompt {prompt.uid} was sampled by the weights {names}, not by version"
                 f" {version}: another trainer uses the server, or it was started again"
             )
-        return respond(prompt, tokens, logprob, version=version, text=self._decode(tokens), finish=finish)
+        answer = Answer(tokens, logprob, [version] * len(tokens), finish)
+        return respond(prompt, answer, text=self._decode(tokens))
 
 
 class VllmEngine:
