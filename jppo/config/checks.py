@@ -80,6 +80,8 @@ AT_LEAST = {
     "rollout.port": 0,
     "rollout.max_num_seqs": 1,
     "rollout.omp_threads": 1,
+    "rollout.tensor_model_parallel_size": 1,
+    "rollout.max_restarts": 0,
     "rollout.logp_tolerance": 0.0,
     "rollout.val_kwargs.temperature": 0.0,
     "rollout.val_kwargs.n": 1,
@@ -125,6 +127,7 @@ ABOVE_ZERO = (
     "rollout.val_kwargs.top_p",
     "rollout.start_timeout_s",
     "rollout.request_timeout_s",
+    "rollout.health_timeout_s",
     "rollout.gpu_memory_utilization",
     "rollout.kv_cache_memory_bytes",
 )
@@ -157,8 +160,13 @@ OF_SERVERS = (
     "rollout.publish_dir",
     "rollout.gpu_memory_utilization",
     "rollout.omp_threads",
+    "rollout.tensor_model_parallel_size",
+    "rollout.devices",
+    "rollout.engine_args",
     "rollout.start_timeout_s",
     "rollout.request_timeout_s",
+    "rollout.health_timeout_s",
+    "rollout.max_restarts",
 )
 LARGEST_SERVED_RANK = 512  # of adapters in vLLM
 
