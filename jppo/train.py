@@ -22,7 +22,7 @@ from jppo import assemble, validation
 from jppo import config as settings
 from jppo.algorithms import kl
 from jppo.assemble import Begun, Inputs, Learner, Source
-from jppo.data.stream import Cursor, next_batch
+from jppo.data.stream import Cursor
 from jppo.data.tokenizer import decode
 from jppo.io.checkpoint import Checkpoints, require
 from jppo.io.metrics import Logger
@@ -34,9 +34,10 @@ from jppo.learner import batch, devices, estimate, packing, ppo
 from jppo.models import hf
 from jppo.report import report_line
 from jppo.rewards.compose import Panel
-from jppo.rollout.sampler import RolloutError, greedy
+from jppo.rollout.sampler import RolloutError
 from jppo.structs import Reward, TrainState, Trajectory
-from jppo.validation import sample, samples
+from jppo.supply import Supply
+from jppo.validation import samples
 
 
 class Diverged(Exception):
@@ -91,7 +92,8 @@ def train(config: ConfigDict) -> None:
             logged = begun.step - 1  # its line is written now
         logger = assemble.make_logger(c, run, total_steps=inputs.total_steps, resumed_step=logged)
         stack.enter_context(logger)
-        parts = Run(c, run, inputs, learner, sampler, panel, checkpoints, logger, timer, profile, watch, origin)
+        supply = assemble.make_supply(c, inputs, learner, sampler, panel, begun.cursor)
+        parts = Run(c, run, inputs, learner, sampler, supply, panel, checkpoints, logger, timer, profile, watch, origin)
         (run / "config.json").write_text(settings.dump(c))
         opening = [
             *introduce(inputs, mesh, learner.plan, begun.step),
@@ -123,6 +125,7 @@ class Run:
     inputs: Inputs
     learner: Learner
     sampler: Source
+    supply: Supply
     panel: Panel
     checkpoints: Checkpoints
     logger: Logger
@@ -135,12 +138,14 @@ class Run:
 def learn(run: Run, begun: Begun) -> TrainState:
     """All steps that are left, each logged once, whatever ends the run; the last state."""
     c, timer, checkpoints = run.c, run.timer, run.checkpoints
-    now, cursor, pending = begun.state, begun.cursor, begun.pending
-    step, place = int(now.step), assemble.kept(cursor, run.panel)
+    now, pending = begun.state, begun.pending
+    step, place = int(now.step), assemble.kept(begun.cursor, run.panel)
+    if kept := run.supply.load(begun.queue):
+        run.logger.note(f"{kept} samples that the checkpoint has of the next steps are not drawn again")
 
     def save(metrics: dict[str, float], **more: Any) -> None:
         score = metrics.get(c.trainer.best_metric)
-        meta = run.origin | place | more
+        meta = run.origin | place | {"queue": run.supply.state()} | more
         with timer("save"):
             assemble.save(
                 c, checkpoints, run.learner, now, meta, score=score, export=lambda p: write_model(run, p, now)
@@ -150,9 +155,13 @@ def learn(run: Run, begun: Begun) -> TrainState:
         while pending is not None or step < run.inputs.total_steps:
             if pending is None:  # else a step is done, but not yet tested and logged
                 with run.profile(step + 1), timer("step"):
-                    now, cursor, pending = ppo_step(run, now, cursor)
+                    now, cursor, pending = ppo_step(run, now)
+                    run.supply.forget(step)
                     step, place = step + 1, assemble.kept(cursor, run.panel)
                     run.watch.check()
+                    if c.rollout.on_update == "wait":
+                        with timer("gen"):
+                            run.supply.settle()
                     with timer("update_weights"):
                         assemble.publish(c, run.learner, run.sampler, now, run.inputs.adapters)
             last = step == run.inputs.total_steps
@@ -193,30 +202,23 @@ def export(run: Run, now: TrainState) -> None:
         raise Unwritten(f"the model cannot be written to {run.folder}: {e}; {remedy}") from e
 
 
-def ppo_step(run: Run, now: TrainState, cursor: Cursor) -> tuple[TrainState, Cursor, dict[str, float]]:
+def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, float]]:
     """One step of PPO, all but the publish: the next state, the next place in the data, and the metrics."""
-    c, learner, timer, data = run.c, run.learner, run.timer, run.inputs.train
+    c, learner, timer = run.c, run.learner, run.timer
     version = int(now.step)
     passes, policy = learner.passes, learner.policy(now)
-    indices, cursor = next_batch(
-        cursor, n=len(data.prompts), batch_size=c.data.train_batch_size, seed=c.trainer.seed,
-        shuffle=c.data.shuffle, parts=data.parts,
-    )  # fmt: skip
-    prompts = [data.prompts[i] for i in indices]
     with timer("gen"):
-        drawn = assemble.sampling(c, version)
-        trajectories, grading = sample(run.sampler, prompts, run.panel, drawn, version=version)
-        best = None
-        if learner.recipe.estimator.greedy:
-            best = sample(run.sampler, prompts, run.panel, greedy(c.data.max_response_length), version=version)[1]
-    asked = [p for p in prompts for _ in range(c.rollout.n)]
+        drawn = run.supply.take(version)
+    trajectories = drawn.trajectories
+    asked = [p for p in drawn.prompts for _ in range(c.rollout.n)]
     with timer("reward"):
-        rewards = grading.collect()  # what is left of it: it began with the first response
-        baseline = None if best is None else best.collect()
+        rewards, baseline = drawn.grade()  # what is left of it: it began with the first response
     run.logger.samples(f"step_{version + 1}", samples(asked, trajectories, rewards))
     metrics = describe(trajectories, rewards) | run.panel.metrics() | run.sampler.metrics()
     compared = passes.sequences is not None
     outcome, usable = estimate.outcomes(rewards, baseline, n=c.rollout.n, compared=compared)
+    usable, found = assemble.fresh(c, drawn, version, usable)
+    metrics |= found
     trajectories = [estimate.trainable(*pair) for pair in zip(trajectories, usable, strict=True)]
     rows = batch.make(trajectories, plan=learner.plan, mesh=learner.mesh)
     with timer("old_log_prob"):
@@ -240,7 +242,7 @@ def ppo_step(run: Run, now: TrainState, cursor: Cursor) -> tuple[TrainState, Cur
         run.logger.arrays(f"step_{version + 1}", flat.arrays)
     now = advance(c, now, metrics, bad=bad)
     metrics |= assemble.utilisation(c, run.inputs, learner.mesh, trajectories, timer.so_far())
-    return now, cursor, metrics | {"trainer/bad_steps": float(now.bad_steps)}
+    return now, drawn.after, metrics | {"trainer/bad_steps": float(now.bad_steps)}
 
 
 def advance(c: ConfigDict, now: TrainState, metrics: dict[str, float], *, bad: bool) -> TrainState:

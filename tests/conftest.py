@@ -6,6 +6,7 @@ import pathlib
 import re
 import shutil
 import tempfile
+from concurrent.futures import Future
 
 os.environ["XLA_FLAGS"] = (
     re.sub(r"--xla_force_host_platform_device_count=\S*", "", os.environ.get("XLA_FLAGS", ""))
@@ -116,10 +117,21 @@ class RandomEngine:
                 done(len(out) - 1, out[-1])
         return out
 
-    def load_adapter(self, save, *, version):
+    def start(self, prompts, sampling, *, done=None, only=None):
+        future = Future()
+        wanted = range(len(prompts) * sampling.n) if only is None else only
+        everything = self.generate(prompts, sampling, version=self.version)
+        for number in wanted:
+            done(number, everything[number])
+        future.set_result([everything[number] for number in wanted])
+        return future
+
+    def load_adapter(self, save, *, version, mode="wait"):
+        self.version = version
         self.adapters.append((version, save(self.folder / f"adapter-{version}")))
 
-    def load(self, tensors, *, version):
+    def load(self, tensors, *, version, mode="wait"):
+        self.version = version
         assert all(np.isfinite(array).all() for _, array in tensors)
 
     def metrics(self):

@@ -15,7 +15,8 @@ LAYERS = (
     ("structs", "config"),
     ("algorithms", "models", "statistics"),
     ("learner", "data", "rewards", "rollout", "io"),
-    ("assemble", "validation", "export", "report"),
+    ("validation", "supply"),
+    ("assemble", "export", "report"),
     ("train", "sft", "reward_model", "evaluate", "sweep"),
     ("checkup",),
     ("doctor",),
@@ -24,7 +25,7 @@ LAYER = {place: i for i, row in enumerate(LAYERS) for place in row}
 # Commands that stand beside what they look at: they have the layer of the training commands.
 COMMANDS_BELOW = ("jppo.data.check", "jppo.rewards.check")
 
-COMMANDS = (*(f"jppo.{place}" for row in LAYERS[3:] for place in row), *COMMANDS_BELOW)
+COMMANDS = (*(f"jppo.{place}" for row in LAYERS[4:] for place in row), *COMMANDS_BELOW)
 # Packages that few may import: a module, or all modules below a package.
 ONLY_IN = {
     "vllm": ("jppo.rollout.worker",),
@@ -213,15 +214,15 @@ def test_the_walk_sees_the_project():
         ("jppo.rollout.vllm", "from ..data import files", "layer 2 may import only"),
         ("jppo.learner.ppo", "def f():\n    from jppo import train", "layer 2 may import only"),
         ("jppo.learner.ppo", "from jppo import assemble", "layer 2 may import only"),
-        ("jppo.validation", "from jppo import assemble", "layer 3 may import only"),
+        ("jppo.validation", "from jppo import assemble", "layer 4 may import only"),
         ("jppo.evaluate", "from jppo import assemble, validation", None),
         ("jppo.statistics", "import jax", "may import nothing of the kind"),
         ("jppo.validation", "from jppo import statistics", None),
-        ("jppo.train", "from jppo import assemble, sft", "layer 4 may import only"),
-        ("jppo.train", "from jppo.evaluate import evaluate", "layer 4 may import only"),
+        ("jppo.train", "from jppo import assemble, sft", "layer 5 may import only"),
+        ("jppo.train", "from jppo.evaluate import evaluate", "layer 5 may import only"),
         ("jppo.train", "from jppo.validation import evaluate", None),
         ("jppo.train", "from jppo.data import check", "jppo.data.check is a command"),
-        ("jppo.train", "from jppo import doctor", "layer 4 may import only"),
+        ("jppo.train", "from jppo import doctor", "layer 5 may import only"),
         ("jppo.checkup.reading", "from jppo.data import check", None),
         ("jppo.learner.ppo", "from . import packing", None),
         ("jppo.learner.ppo", "from jppo.config import UserError", None),

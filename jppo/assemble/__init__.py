@@ -4,6 +4,7 @@ The commands call it; below it nothing sees a config.
 """
 
 from jppo.assemble.agreement import agree
+from jppo.assemble.ahead import fresh, make_supply
 from jppo.assemble.engine import (
     ENGINES,
     Source,
@@ -50,6 +51,7 @@ __all__ = [
     "critic_mini_batch_size",
     "dry_run",
     "finished",
+    "fresh",
     "introduce_peak",
     "kept",
     "load_trained",
@@ -62,6 +64,7 @@ __all__ = [
     "make_panel",
     "make_plan",
     "make_recipe",
+    "make_supply",
     "origin",
     "plan_of_run",
     "publish",

@@ -128,15 +128,15 @@ def inprocess_settings(c: ConfigDict, mesh: Mesh) -> InprocessSettings:
 
 def publish(c: ConfigDict, learner: Learner, sampler: Source, now: TrainState, adapters: Lora | None) -> None:
     """Makes the policy what the engine samples from: whole, or its adapters beside the base that the engine has."""
-    version = int(now.step)
+    version, mode = int(now.step), c.rollout.on_update
     if isinstance(sampler, InprocessSampler):
         sampler.hold(learner.policy(now), version=version)
         return
     if adapters is None or c.rollout.lora_sync == "merge":
-        sampler.load(hf.hf_tensors(learner.policy(now), learner.cfg), version=version)
+        sampler.load(hf.hf_tensors(learner.policy(now), learner.cfg), version=version, mode=mode)
         return
     save = functools.partial(hf.save_adapter, learned=now.policy, cfg=learner.cfg, how=adapters, base=c.model.path)
-    sampler.load_adapter(save, version=version)
+    sampler.load_adapter(save, version=version, mode=mode)
 
 
 def publish_base(c: ConfigDict, learner: Learner, sampler: Source, version: int) -> None:

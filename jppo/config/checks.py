@@ -34,6 +34,8 @@ CHOICES = {
     "optim.lr_scheduler_type": ("constant", "cosine"),
     "critic.lr_scheduler_type": ("constant", "cosine"),
     "rollout.name": ("vllm", "inprocess"),
+    "rollout.mode": ("sync", "async"),
+    "rollout.on_update": ("wait", "abort", "keep"),
     "reward.judge.api_type": ("", "openai", "dashscope", "gemini", "claude"),
     "reward.judge.preset": ("", "math", "code", "dialogue", "safety"),
     "reward.model.engine": ("auto", "jax", "transformers", "vllm"),
@@ -76,6 +78,7 @@ AT_LEAST = {
     "optim.weight_decay": 0.0,
     "critic.weight_decay": 0.0,
     "rollout.n": 1,
+    "rollout.max_staleness": 0,
     "rollout.servers": 1,
     "rollout.port": 0,
     "rollout.max_num_seqs": 1,
@@ -218,6 +221,7 @@ def _check_training(config: ml_collections.ConfigDict) -> None:
         _check_kl(config)
         _check_correction(config)
         _check_engine(config)
+        _check_mode(config)
         _check_adapters(config)
         save_contents(config.trainer.save_contents)
         parse_steps(config.trainer.profile_steps, "trainer.profile_steps")
@@ -327,6 +331,33 @@ def _check_engine(config: ml_collections.ConfigDict) -> None:
         raise UserError(
             "rollout.lora_sync='adapter' hands adapters to a server, and rollout.name='inprocess' samples from the"
             " trainer's own; take rollout.lora_sync=merge, or rollout.name=vllm"
+        )
+
+
+def _check_mode(config: ml_collections.ConfigDict) -> None:
+    r, usual = config.rollout, default().rollout
+    if r.mode == "sync":
+        for name in ("max_staleness", "on_update", "partial"):
+            if r[name] != usual[name]:
+                raise UserError(
+                    f"rollout.{name}={r[name]!r} is of asynchronous training, and rollout.mode='sync'; set it to async,"
+                    f" or leave the other at {usual[name]!r}"
+                )
+        return
+    if r.name == "inprocess" and (r.on_update != "wait" or r.partial):
+        raise UserError(
+            f"rollout.on_update={r.on_update!r} with rollout.partial={r.partial}: rollout.name='inprocess' samples"
+            " between the updates, so that none meets a response under way; leave them at 'wait' and False"
+        )
+    if r.partial and r.on_update == "wait":
+        raise UserError(
+            "rollout.partial=True lets responses go on over updates, and rollout.on_update='wait' waits for their end;"
+            " take abort or keep"
+        )
+    if r.partial and r.max_staleness < 2:
+        raise UserError(
+            f"rollout.partial=True with rollout.max_staleness={r.max_staleness}: a response that goes on in the next"
+            " step is two updates old; set it to 2 or more"
         )
 
 

@@ -136,6 +136,10 @@ def default() -> ml_collections.ConfigDict:
             urls="",  # attach to running servers, separated by commas, and start none
             servers=1,
             port=0,  # of the first server, the others follow; 0 takes free ones
+            mode="sync",  # or async: the next steps' samples are drawn while the trainer learns
+            max_staleness=1,  # async: by how many updates a sample's weights may be older than the policy that learns
+            on_update="wait",  # async, of what is under way: wait for it, abort it to go on anew, keep it
+            partial=False,  # async: responses that take long go on in the next steps
             n=1,
             temperature=1.0,
             dtype="float32",

@@ -11,7 +11,8 @@ import asyncio
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -133,13 +134,40 @@ class InprocessSampler:
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, done: Done | None = None
     ) -> list[Trajectory]:
         """Samples `sampling.n` responses a prompt, side by side, by the weights `version`; `done` gets each at once."""
+        return self._generate(prompts, sampling, version, done, None)
+
+    def start(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        done: Done | None = None,
+        only: Collection[int] | None = None,
+    ) -> Future[list[Trajectory]]:
+        """As `generate`, by the weights that it has; the devices are the trainer's, so that it is done at once.
+
+        `only`: the numbers of the samples that are wanted; None: all.
+        """
+        future: Future[list[Trajectory]] = Future()
+        version = -1 if self._held is None else self._held[0]
+        future.set_result(self._generate(prompts, sampling, version, done, only))
+        return future
+
+    def _generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        version: int,
+        done: Done | None,
+        only: Collection[int] | None,
+    ) -> list[Trajectory]:
         self._check(prompts, sampling)
         model = self._programs.prepare(self._policy(version))
 
         async def generate() -> list[Trajectory]:
             turns = Turns(self.settings, self._programs, model, self._ends, version)
             answering = asyncio.ensure_future(turns.answer_all())
-            talking = asyncio.ensure_future(talks.converse(turns.ask, self._talk, prompts, sampling, done))
+            talking = asyncio.ensure_future(talks.converse(turns.ask, self._talk, prompts, sampling, done, only))
             try:
                 await asyncio.wait([answering, talking], return_when=asyncio.FIRST_COMPLETED)
                 if answering.done():  # which ends by failing only

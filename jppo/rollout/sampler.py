@@ -6,8 +6,9 @@ An engine answers tokens with tokens (`Ask`); a `Talk` makes a whole trajectory 
 
 import dataclasses
 import pathlib
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -61,6 +62,20 @@ class Sampler(Protocol):
         """
         ...
 
+    def start(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        done: Done | None = None,
+        only: Collection[int] | None = None,
+    ) -> Future[Any]:
+        """As `generate`, by the weights that there are as each token is sampled; need not wait.
+
+        `only`: the numbers of the samples that are wanted; None: all.
+        """
+        ...
+
     def metrics(self) -> dict[str, float]:
         """What the engine counts beside its samples, since it was last asked."""
         ...
@@ -73,11 +88,15 @@ class Sampler(Protocol):
 class Served(Sampler, Protocol):
     """One that has a model of its own, in another process."""
 
-    def load(self, tensors: Iterable[tuple[str, np.ndarray]], *, version: int) -> None:
-        """Replaces the whole model by `tensors` (HF names, a tied embedding once) and names it `version`."""
+    def load(self, tensors: Iterable[tuple[str, np.ndarray]], *, version: int, mode: str = "wait") -> None:
+        """Replaces the whole model by `tensors` (HF names, a tied embedding once) and names it `version`.
+
+        `mode` says what becomes of responses under way: wait for their end, abort them, to go on by the new weights,
+        or keep them as they are, which does the same without reading them anew.
+        """
         ...
 
-    def load_adapter(self, save: Callable[[pathlib.Path], object], *, version: int) -> None:
+    def load_adapter(self, save: Callable[[pathlib.Path], object], *, version: int, mode: str = "wait") -> None:
         """Puts adapters beside the model that was loaded last and names both `version`; `save` writes peft's files."""
         ...
 

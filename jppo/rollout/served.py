@@ -2,7 +2,7 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -70,10 +70,18 @@ class ServedSampler:
             raise
 
     def start(
-        self, prompts: Sequence[Prompt], sampling: Sampling, *, done: Done | None = None
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        done: Done | None = None,
+        only: Collection[int] | None = None,
     ) -> Future[list[Trajectory]]:
-        """As `generate`, by the weights that there are as each token is sampled; does not wait."""
-        return self.fleet.start(talks.converse(self.fleet.ask, self._talk, prompts, sampling, done))
+        """As `generate`, by the weights that there are as each token is sampled; does not wait.
+
+        `only`: the numbers of the samples that are wanted; None: all.
+        """
+        return self.fleet.start(talks.converse(self.fleet.ask, self._talk, prompts, sampling, done, only))
 
     def load(self, tensors: Iterable[tuple[str, np.ndarray]], *, version: int, mode: str = "wait") -> None:
         """Replaces the whole model by `tensors` (HF names, a tied embedding once) and names it `version`."""

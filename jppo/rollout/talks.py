@@ -1,7 +1,7 @@
 """Conversations with an engine: many at once on one event loop, each of them a `Talk` that ends as a trajectory."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Hashable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -39,20 +39,30 @@ def respond(prompt: Prompt, answer: Answer, *, text: str) -> Trajectory:
 
 
 async def converse(
-    ask: Ask, talk: Talk, prompts: Sequence[Prompt], sampling: Sampling, done: Done | None
+    ask: Ask,
+    talk: Talk,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    done: Done | None,
+    only: Collection[int] | None = None,
 ) -> list[Trajectory]:
-    """`sampling.n` talks about each prompt, side by side; the first that fails ends all."""
+    """`sampling.n` talks about each prompt, side by side; the first that fails ends all.
 
-    async def hold(i: int, j: int) -> Trajectory:
+    `only`: the numbers of those that are wanted; None: all.
+    """
+    wanted = range(len(prompts) * sampling.n) if only is None else sorted(only)
+
+    async def hold(number: int) -> Trajectory:
+        i, j = divmod(number, sampling.n)
         seed = sample_seed(sampling.seed, i, j)
         trajectory = await talk(ask, prompts[i], sampling=sampling, seed=seed, near=i)
         if done is not None:
-            done(i * sampling.n + j, trajectory)
+            done(number, trajectory)
         return trajectory
 
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(hold(i, j)) for i in range(len(prompts)) for j in range(sampling.n)]
+            tasks = [group.create_task(hold(number)) for number in wanted]
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None  # the first; the others were cancelled or are like it
     return [task.result() for task in tasks]

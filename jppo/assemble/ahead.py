@@ -1,0 +1,60 @@
+"""Samples that are drawn ahead: how far, and which of them are too old to learn from."""
+
+import functools
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from jppo.assemble.engine import Source, sampling
+from jppo.assemble.inputs import Inputs
+from jppo.assemble.learner import Learner
+from jppo.data.stream import Cursor
+from jppo.rewards.compose import Panel
+from jppo.rollout.sampler import RolloutError
+from jppo.supply import Drawn, How, Supply, ages
+
+
+def staleness(c: ConfigDict) -> int:
+    """By how many updates a sample may be older than the policy that learns from it."""
+    return c.rollout.max_staleness if c.rollout.mode == "async" else 0
+
+
+def make_supply(
+    c: ConfigDict, inputs: Inputs, learner: Learner, sampler: Source, panel: Panel, cursor: Cursor
+) -> Supply:
+    """The samples of a run, from `cursor` on."""
+    how = How(
+        batch_size=c.data.train_batch_size,
+        n=c.rollout.n,
+        seed=c.trainer.seed,
+        shuffle=c.data.shuffle,
+        total_steps=inputs.total_steps,
+        staleness=staleness(c),
+        partial=c.rollout.partial,
+        greedy=learner.recipe.estimator.greedy,
+        draw=functools.partial(sampling, c),
+    )
+    return Supply(how, inputs.train, sampler, panel, cursor)
+
+
+def fresh(c: ConfigDict, drawn: Drawn, step: int, usable: np.ndarray) -> tuple[np.ndarray, dict[str, float]]:
+    """Which of the usable samples [B] bool are not too old, and how old they are.
+
+    A correction of the log-probs takes the old ones too: it weighs them by what has changed.
+    """
+    age, most = ages(drawn.trajectories, step), staleness(c)
+    if most == 0:
+        if age.any():
+            old = drawn.trajectories[int(np.argmax(age))]
+            raise RolloutError(
+                f"prompt {old.uid} was sampled by the weights {step - int(age.max())}, not by version {step}"
+            )
+        return usable, {}
+    dropped = usable & (age > most) if c.algorithm.old_logprob != "correction" else np.zeros_like(usable)
+    return usable & ~dropped, {
+        "rollout/staleness_mean": float(age.mean()),
+        "rollout/staleness_max": float(age.max()),
+        "rollout/stale_dropped": float(dropped.sum()),
+        "rollout/sampling_s": drawn.sampling_s,
+        "rollout/hidden": max(0.0, 1.0 - drawn.waited_s / drawn.sampling_s) if drawn.sampling_s > 0 else 0.0,
+    }

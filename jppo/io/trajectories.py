@@ -1,0 +1,44 @@
+"""Trajectories as one text, for a checkpoint's meta: their arrays compressed, the rest as JSON."""
+
+import base64
+import dataclasses
+import io
+import json
+from collections.abc import Sequence
+
+import numpy as np
+
+from jppo.structs import Trajectory
+
+ARRAYS = ("tokens", "sampled", "logprob", "version")
+
+
+def pack(trajectories: Sequence[Trajectory]) -> str:
+    """All of them, to the bit."""
+    rest = [
+        {field.name: getattr(t, field.name) for field in dataclasses.fields(t) if field.name not in ARRAYS}
+        for t in trajectories
+    ]
+    arrays = {
+        name: np.concatenate([np.zeros(0, _empty(name)), *(getattr(t, name) for t in trajectories)]).astype(
+            _empty(name)
+        )
+        for name in ARRAYS
+    }
+    lengths = np.array([len(t.tokens) for t in trajectories], np.int64)
+    file = io.BytesIO()
+    np.savez_compressed(file, rest=np.frombuffer(json.dumps(rest).encode(), np.uint8), lengths=lengths, **arrays)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def unpack(text: str) -> list[Trajectory]:
+    """The inverse of `pack`."""
+    with np.load(io.BytesIO(base64.b64decode(text))) as file:
+        rest = json.loads(file["rest"].tobytes())
+        borders = np.cumsum(file["lengths"])[:-1]
+        arrays = {name: np.split(file[name], borders) for name in ARRAYS}
+    return [Trajectory(**one, **{name: arrays[name][i] for name in ARRAYS}) for i, one in enumerate(rest)]  # type: ignore[arg-type]
+
+
+def _empty(name: str) -> type:
+    return {"tokens": np.int32, "sampled": np.bool_, "logprob": np.float32, "version": np.int32}[name]
