@@ -208,7 +208,8 @@ def ppo_step(run: Run, now: TrainState, cursor: Cursor) -> tuple[TrainState, Cur
         trajectories, grading = sample(run.sampler, prompts, run.panel, drawn, version=version)
         best = None
         if learner.recipe.estimator.greedy:
-            best = sample(run.sampler, prompts, run.panel, greedy(c.data.max_response_length), version=version)[1]
+            likeliest = greedy(drawn.max_tokens, stop=drawn.stop, ignore_eos=drawn.ignore_eos)
+            best = sample(run.sampler, prompts, run.panel, likeliest, version=version)[1]
     asked = [p for p in prompts for _ in range(c.rollout.n)]
     with timer("reward"):
         rewards = grading.collect()  # what is left of it: it began with the first response

@@ -22,7 +22,8 @@ from jppo.models import generate
 from jppo.models.families import ModelConfig
 from jppo.models.generate import Choice, Slots
 from jppo.models.lora import Weights
-from jppo.rollout.sampler import Answer, Done, RolloutError, respond, sample_seed
+from jppo.rollout.sampler import Answer, Done, RolloutError, greedy, respond, sample_seed
+from jppo.rollout.stops import cut_at
 from jppo.structs import Params, Prompt, Sampling, Trajectory
 
 TURNS = 32  # tokens of a row between two looks of the host
@@ -43,6 +44,7 @@ class InprocessSettings:
     dtype: str  # of products and cache
     by_row: NamedSharding  # of what is [R, ...]
     of_cache: NamedSharding  # of keys and values [R, T, K, A]
+    cut: bool  # top_p, top_k or min_p will be asked for: compiled with the rest, else where they are first asked for
 
     @property
     def prompt_shapes(self) -> list[tuple[int, int]]:
@@ -63,7 +65,7 @@ class Programs:
     prepare: Callable[[Weights], Params]
     fill: Callable[..., Slots]
     advance: Callable[..., Slots]  # (model, slots, choice, enough)
-    advance_cut: Callable[..., Slots]  # the same with top_k and top_p
+    advance_cut: Callable[..., Slots]  # the same with top_p, top_k and min_p
 
 
 def make_programs(s: InprocessSettings, ends: Sequence[int]) -> Programs:
@@ -148,8 +150,8 @@ class InprocessSampler:
             for j in range(sampling.n)
         ]
         out: dict[int, Trajectory] = {}
-        for request, tokens, logprob in self._run(self._programs.prepare(policy), requests, sampling):
-            out[request.number] = self._trajectory(request.prompt, tokens, logprob, version)
+        for request, tokens, logprob, finish in self._run(self._programs.prepare(policy), requests, sampling):
+            out[request.number] = self._trajectory(request.prompt, tokens, logprob, version, finish)
             if done is not None:
                 done(request.number, out[request.number])
         return [out[number] for number in range(len(requests))]
@@ -168,10 +170,11 @@ class InprocessSampler:
                     f" with max_tokens={sampling.max_tokens} fit the engine's {s.max_model_len}; cut the prompt, or"
                     " ask for less"
                 )
-        if sampling.max_tokens < 1 or sampling.temperature < 0 or not 0 < sampling.top_p <= 1:
+        how = sampling
+        if how.max_tokens < 1 or how.temperature < 0 or not 0 < how.top_p <= 1 or not 0 <= how.min_p < 1:
             raise UserError(
-                f"max_tokens={sampling.max_tokens} must be at least 1, temperature={sampling.temperature} at least 0,"
-                f" top_p={sampling.top_p} above 0 and at most 1"
+                f"max_tokens={how.max_tokens} must be at least 1, temperature={how.temperature} at least 0, top_p="
+                f"{how.top_p} above 0 and at most 1, min_p={how.min_p} at least 0 and below 1"
             )
 
     def _policy(self, version: int) -> Weights:
@@ -185,22 +188,25 @@ class InprocessSampler:
 
     def _compile(self, model: Params) -> None:
         """Runs every program on free rows, so that no later call compiles."""
-        slots, choice = self._programs.empty(), _choice(1.0, 1.0, -1)
+        slots, choice = self._programs.empty(), _choice(greedy(1))
         for shape in self.settings.prompt_shapes:
             slots = self._programs.fill(model, slots, *self._filling([], [], shape, 0))
-        jax.block_until_ready(self._programs.advance(model, slots, choice, np.int32(self.settings.rows)))
+        rows = np.int32(self.settings.rows)
+        for advance in (self._programs.advance, *([self._programs.advance_cut] if self.settings.cut else [])):
+            slots = advance(model, slots, choice, rows)
+        jax.block_until_ready(slots)
 
     def _run(self, model: Params, requests: Sequence[Request], sampling: Sampling) -> Any:
-        """Yields each request with its tokens and their log-probs [n], as soon as it is done."""
+        """Yields each request with its tokens, their log-probs [n] and why it ended, as soon as it is done."""
         s = self.settings
         advance = self._programs.advance
-        if sampling.top_p < 1.0 or 1 <= sampling.top_k < s.cfg.vocab_size:
+        if sampling.top_p < 1.0 or 1 <= sampling.top_k < s.cfg.vocab_size or sampling.min_p > 0.0:
             advance = self._programs.advance_cut
-        choice = _choice(sampling.temperature, sampling.top_p, sampling.top_k)
+        choice = _choice(sampling)
         # The longest first, so that prompts read together are alike; samples of one stay together, to be read once.
         waiting = sorted(requests, key=lambda r: (-len(r.prompt.ids), r.number))
         slots, under_way = self._programs.empty(), dict[int, Request]()
-        ready: list[tuple[Request, np.ndarray, np.ndarray]] = []
+        ready: list[tuple[Request, np.ndarray, np.ndarray, str]] = []
         while waiting or under_way:
             free = [row for row in range(s.rows) if row not in under_way]
             while waiting and free:
@@ -211,11 +217,19 @@ class InprocessSampler:
             slots = advance(model, slots, choice, np.int32(enough))
             yield from ready  # while the device works
             tokens, logprob, last, until = jax.device_get((slots.tokens, slots.logprob, slots.last, slots.until))
-            ready = []
-            for row in [row for row in under_way if last[row] >= until[row]]:
-                request = under_way.pop(row)
-                here = slice(len(request.prompt.ids), last[row] + 1)
-                ready.append((request, tokens[row, here], logprob[row, here]))
+            ready, until = [], until.copy()
+            for row, request in list(under_way.items()):
+                begin, end = len(request.prompt.ids), int(last[row]) + 1
+                length = cut_at(tokens[row, begin:end].tolist(), self._decode, sampling.stop, new=TURNS)
+                if length is None and end <= until[row]:
+                    continue
+                here = slice(begin, end if length is None else begin + length)
+                by_id = not sampling.ignore_eos and int(tokens[row, here.stop - 1]) in self._ends
+                finish = "stop" if by_id or length is not None else "length"
+                ready.append((under_way.pop(row), tokens[row, here], logprob[row, here], finish))
+                until[row] = last[row]
+            if sampling.stop:  # a row that its text has ended does not know of it
+                slots = dataclasses.replace(slots, until=jax.device_put(until, s.by_row))
         yield from ready
 
     def _fill(
@@ -247,17 +261,24 @@ class InprocessSampler:
             until[row] = len(ids) - 1 + max_tokens
         return prompts, source, length, until, seed
 
-    def _trajectory(self, prompt: Prompt, tokens: np.ndarray, logprob: np.ndarray, version: int) -> Trajectory:
+    def _trajectory(
+        self, prompt: Prompt, tokens: np.ndarray, logprob: np.ndarray, version: int, finish: str
+    ) -> Trajectory:
         if not np.isfinite(logprob).all():
             raise RolloutError(
                 f"prompt {prompt.uid}: its tokens have the log-probs {logprob[:8]}...: the weights of version"
                 f" {version} give no finite numbers"
             )
-        finish = "stop" if int(tokens[-1]) in self._ends else "length"
         answer = Answer(tokens.tolist(), logprob.tolist(), [version] * len(tokens), finish)
         return respond(prompt, answer, text=self._decode(answer.tokens))
 
 
-def _choice(temperature: float, top_p: float, top_k: int) -> Choice:
-    numbers: list[Any] = [np.float32(temperature), np.float32(top_p), np.int32(top_k)]
-    return Choice(*numbers)
+def _choice(how: Sampling) -> Choice:
+    fields: dict[str, Any] = dict(
+        temperature=np.float32(how.temperature),
+        top_p=np.float32(how.top_p),
+        top_k=np.int32(how.top_k),
+        min_p=np.float32(how.min_p),
+        ignore_eos=np.bool_(how.ignore_eos),
+    )
+    return Choice(**fields)

@@ -44,9 +44,7 @@ class Ask(Protocol):
 class Talk(Protocol):
     """How a prompt becomes a trajectory."""
 
-    async def __call__(
-        self, ask: Ask, prompt: Prompt, *, sampling: Sampling, seed: int, near: Hashable
-    ) -> Trajectory:
+    async def __call__(self, ask: Ask, prompt: Prompt, *, sampling: Sampling, seed: int, near: Hashable) -> Trajectory:
         """`seed` is that of the sample; further answers draw from seeds made of it."""
         ...
 
@@ -105,9 +103,19 @@ def respond(prompt: Prompt, answer: Answer, *, text: str) -> Trajectory:
     )
 
 
-def greedy(max_tokens: int) -> Sampling:
+def greedy(max_tokens: int, *, stop: tuple[str, ...] = (), ignore_eos: bool = False) -> Sampling:
     """One response a prompt, of the likeliest tokens."""
-    return Sampling(temperature=0.0, top_p=1.0, top_k=-1, n=1, max_tokens=max_tokens, seed=0)
+    return Sampling(
+        temperature=0.0,
+        top_p=1.0,
+        top_k=-1,
+        min_p=0.0,
+        n=1,
+        max_tokens=max_tokens,
+        stop=stop,
+        ignore_eos=ignore_eos,
+        seed=0,
+    )
 
 
 def sample_seed(seed: int, prompt: int, sample: int) -> int:

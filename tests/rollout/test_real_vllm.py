@@ -1,5 +1,6 @@
 """A real vLLM on tiny random models: it samples from what was published, and nothing of it is left behind."""
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -13,9 +14,9 @@ import numpy as np
 import pytest
 
 from jppo.rollout import weights
-from jppo.rollout.sampler import RolloutError
+from jppo.rollout.sampler import RolloutError, greedy
 from jppo.rollout.vllm import start_vllm
-from jppo.structs import Prompt, Sampling
+from jppo.structs import Prompt
 
 pytestmark = [
     pytest.mark.vllm,
@@ -23,8 +24,8 @@ pytestmark = [
 ]
 
 VOCAB = 96
-SAMPLING = Sampling(temperature=0.7, top_p=1.0, top_k=-1, n=2, max_tokens=12, seed=11)
-GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=-1, n=1, max_tokens=12, seed=0)
+GREEDY = greedy(12)
+SAMPLING = dataclasses.replace(GREEDY, temperature=0.7, n=2, seed=11)
 RNG = np.random.default_rng(0)
 # vLLM on a CPU caches whole blocks of 128 tokens: longer prompts show a stale prefix cache
 PROMPTS = [Prompt(str(i), "", "", RNG.integers(3, VOCAB, 300).astype(np.int32), "", {}) for i in range(4)]
@@ -149,7 +150,7 @@ def test_generated_logprobs_are_those_of_the_published_weights(served):
 
 def test_an_end_token_is_kept_and_ends_the_response(served):
     sampler, _, _, _ = served
-    many = Sampling(temperature=2.0, top_p=1.0, top_k=-1, n=64, max_tokens=40, seed=1)
+    many = dataclasses.replace(GREEDY, temperature=2.0, n=64, max_tokens=40, seed=1)
     ended = [t for t in sampler.generate(PROMPTS[:1], many, version=1) if t.finish == "stop"]
     assert ended
     assert all(t.tokens[-1] == 2 and t.sampled[-1] for t in ended)
@@ -170,7 +171,7 @@ def test_a_seed_gives_the_same_samples_whatever_is_beside_it(served):
     first = sampler.generate(PROMPTS, SAMPLING, version=1)
     assert same(sampler.generate(PROMPTS, SAMPLING, version=1), first)
     assert same(sampler.generate(PROMPTS[:2], SAMPLING, version=1), first[:4])
-    other = sampler.generate(PROMPTS, Sampling(**{**vars(SAMPLING), "seed": 12}), version=1)
+    other = sampler.generate(PROMPTS, dataclasses.replace(SAMPLING, seed=12), version=1)
     assert not same(other, first)
     assert not same(first[::2], first[1::2])  # two samples of one prompt
 
