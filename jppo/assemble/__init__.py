@@ -14,6 +14,7 @@ from jppo.assemble.engine import (
     share_gpu,
     val_sampling,
 )
+from jppo.assemble.forewarn import describe_sampling, forewarn
 from jppo.assemble.inputs import Inputs, make_adapters, read_inputs, read_models, read_test, read_tokenizer
 from jppo.assemble.learner import (
     Learner,
@@ -48,8 +49,10 @@ __all__ = [
     "chunk_tokens",
     "compile_passes",
     "critic_mini_batch_size",
+    "describe_sampling",
     "dry_run",
     "finished",
+    "forewarn",
     "introduce_peak",
     "kept",
     "load_trained",

@@ -36,7 +36,7 @@ def check_sampling(config: ml_collections.ConfigDict, *, training: bool) -> None
 def cuts(how: ml_collections.ConfigDict) -> dict[str, float]:
     """The settings of a section that take tokens out of the distribution, where they do."""
     usual = default().rollout
-    return {name: how[name] for name in CUTS if how[name] != usual[name]}
+    return {name: value for name in CUTS if (value := getattr(how, name)) != usual[name]}
 
 
 def _check_test(how: ml_collections.ConfigDict) -> None:

@@ -355,6 +355,7 @@ def test_only_the_version_that_is_held_is_sampled_from(made):
 
 def test_a_training_samples_from_what_it_learned(small_run, engine):
     small_run.rollout.name, small_run.rollout.logp_tolerance = "inprocess", 1e-4  # which train.agree holds it to
+    small_run.rollout.temperature, small_run.actor.use_kl_loss, small_run.actor.ppo_mini_batch_size = 0.6, True, 8
     small_run.actor.lr, small_run.rollout.n = 1e-2, 2
     small_run.mesh.fsdp, small_run.mesh.tensor = 2, 2
     train.train(small_run)
@@ -363,5 +364,8 @@ def test_a_training_samples_from_what_it_learned(small_run, engine):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [m["step"] for m in lines] == [0, 1, 2]
     assert all(m["rollout/logp_gap_max"] < 1e-4 for m in lines[1:])
+    # one temperature for all: before the first update old, new and reference are the same, and the ratio is 1
+    assert all(abs(lines[1][name]) < 1e-5 for name in ("actor/ppo_kl", "actor/kl_loss"))
+    assert abs(lines[1]["actor/ratio_mean"] - 1) < 1e-5 and lines[2]["actor/kl_loss"] > 1e-4
     texts = [[json.loads(x)["response"] for x in (run / f"samples/step_{i}.jsonl").open()] for i in (1, 2)]
     assert len(texts[0]) == 8 and texts[0] != texts[1]
