@@ -7,9 +7,10 @@ from jppo.rollout.stops import SPOILED, cut_at
 
 
 def first(tokens, decode, stop):
-    """The rule, by decoding everything after every token."""
+    """The rule, by decoding everything after every token that completes a character."""
     for n in range(1, len(tokens) + 1):
-        if any(one in decode(tokens[:n]) for one in stop):
+        text = decode(tokens[:n])
+        if not text.endswith("\ufffd") and any(one in text for one in stop):
             return n
     return None
 
@@ -54,6 +55,18 @@ def test_half_characters_and_spaces_left_out_spoil_nothing(every, stop):
         tokens = list((" " * shift + text).encode())
         expected = first(tokens, of_bytes, stop)
         assert expected is not None and by_looks(tokens, of_bytes, stop, every) == expected
+
+
+def test_a_token_that_ends_within_a_character_says_nothing_yet():
+    pieces = (b"no", b": \xe6", b"\xbc", b"\xa2", b"!", b": \xff", b"\xff")
+
+    def decode(ids):
+        return b"".join(pieces[i] for i in ids).decode("utf-8", errors="replace")
+
+    for every in (1, 2, 5):
+        assert by_looks([0, 1, 2, 3, 4], decode, (": ",), every) == 4  # as vLLM, which holds back what may yet change
+        assert by_looks([0, 1, 2], decode, (": ",), every) is None
+        assert by_looks([0] * 40 + [5] + [6] * 40 + [4], decode, (": ",), every) == 82  # however long that takes
 
 
 def test_only_a_piece_of_a_long_text_is_decoded():
