@@ -40,6 +40,7 @@ SHORT = {
     "temperature": ("rollout.val_kwargs.temperature", "0.0 is greedy"),
     "top_p": ("rollout.val_kwargs.top_p", ""),
     "top_k": ("rollout.val_kwargs.top_k", "-1 is off"),
+    "min_p": ("rollout.val_kwargs.min_p", "of the likeliest token's probability; 0.0 is off"),
     "max_prompt_length": ("data.max_prompt_length", "tokens; longer prompts are left out, and counted"),
     "max_response_length": ("data.max_response_length", "tokens"),
     "limit": ("data.val_max_samples", "the first so many prompts; -1: all"),
@@ -130,7 +131,9 @@ def summary(c: ConfigDict, inputs: Inputs, tested: Tested) -> dict[str, Any]:
     return {
         "model": c.model.path,
         "data": c.data.val_files,
-        "sampling": c.rollout.val_kwargs.to_dict() | {"max_tokens": c.data.max_response_length, "seed": c.trainer.seed},
+        "sampling": c.rollout.val_kwargs.to_dict()
+        | {"stop": c.rollout.stop, "ignore_eos": c.rollout.ignore_eos}
+        | {"max_tokens": c.data.max_response_length, "seed": c.trainer.seed},
         "prompts": len(inputs.val.prompts),
         "overlong": inputs.val.overlong,
         "truncated": inputs.val.truncated,

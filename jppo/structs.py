@@ -40,8 +40,11 @@ class Sampling:
     temperature: float  # 0.0 is greedy
     top_p: float  # 1.0 is off
     top_k: int  # -1 is off
+    min_p: float  # of the likeliest token's probability; 0.0 is off
     n: int  # samples of each prompt
     max_tokens: int  # longest response, its end token included
+    stop: tuple[str, ...]  # texts that end a response and stay in it
+    ignore_eos: bool  # end tokens end no response
     seed: int  # sample j of prompt i draws from a seed made of (seed, i, j)
 
 
@@ -55,7 +58,7 @@ class Trajectory:
     logprob: np.ndarray  # [n] f32, the sampler's; valid where sampled, 0 elsewhere
     version: np.ndarray  # [n] i32, of the weights that sampled the token; -1 where not sampled
     text: str  # the decoded response, for graders and people
-    finish: str  # 'stop' (an end token was sampled), 'length', or 'abort'
+    finish: str  # 'stop' (an end token or a stop text was sampled), 'length', or 'abort'
     turns: int
 
 

@@ -201,7 +201,8 @@ class Supply:
         how = self._how
         prompts = [self._train.prompts[i] for i in indices]
         drawn = how.draw(step)
-        ways = [drawn, greedy(drawn.max_tokens)] if how.greedy else [drawn]
+        best = greedy(drawn.max_tokens, stop=drawn.stop, ignore_eos=drawn.ignore_eos)
+        ways = [drawn, best] if how.greedy else [drawn]
         asked = Asked(step, version, indices, after, [], set(range(len(indices))))
         self._queue.append(asked)
         for way, there in zip(ways, found, strict=False):

@@ -103,6 +103,8 @@ def train(config: ConfigDict) -> None:
         ]
         for line in (*filter(None, opening), *profile.introduce(step)):
             logger.note(line)
+        for finding in assemble.forewarn(c, step):
+            logger.warn(finding)
         logger.note(assemble.agree(c, inputs, learner, now, sampler, step))
         if only_look or (begun.step is None and c.trainer.val_before_train):
             with timer("testing"):

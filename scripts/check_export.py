@@ -27,11 +27,11 @@ from jppo.data.prompts import prompt_of, tokenise
 from jppo.data.tokenizer import decode, end_token_ids, load_tokenizer
 from jppo.models import decoder, heads, hf
 from jppo.models.families import ModelConfig
-from jppo.rollout.sampler import RolloutError
+from jppo.rollout.sampler import RolloutError, greedy
 from jppo.rollout.served import Limits
 from jppo.rollout.vllm import start_vllm
 from jppo.rollout.vllm_start import ServerSettings
-from jppo.structs import Params, Prompt, Sampling
+from jppo.structs import Params, Prompt
 
 Answers = list[list[int]]  # token ids of each response, the end token included
 
@@ -105,7 +105,6 @@ def by_vllm(
         start_timeout_s=300.0,
     )
     asked = [Prompt(str(i), "", "", ids, "", {}) for i, ids in enumerate(prompts)]
-    greedy = Sampling(temperature=0.0, top_p=1.0, top_k=-1, n=1, max_tokens=args.max_tokens, seed=0)
     with tempfile.TemporaryDirectory() as run_dir:
         engine = start_vllm(
             str(hf.resolve(args.hf_dir, weights=False)),
@@ -118,7 +117,7 @@ def by_vllm(
         try:
             sampler = engine.ready(eos_token_ids=end, decode=lambda _: "")
             sampler.load(hf.hf_tensors(params, cfg), version=1)
-            drawn = sampler.generate(asked, greedy, version=1)
+            drawn = sampler.generate(asked, greedy(args.max_tokens), version=1)
         finally:
             engine.close()
     return [t.tokens[t.sampled].tolist() for t in drawn]

@@ -9,6 +9,7 @@ name, and the server must go on with the old ones. Exits with 1 above --toleranc
 """
 
 import argparse
+import dataclasses
 import os
 import pathlib
 import sys
@@ -24,14 +25,14 @@ from jppo.models import decoder, heads, hf
 from jppo.models.families import ModelConfig
 from jppo.rollout import weights
 from jppo.rollout.layout import Entry
-from jppo.rollout.sampler import RolloutError
+from jppo.rollout.sampler import RolloutError, greedy
 from jppo.rollout.served import Limits, ServedSampler
 from jppo.rollout.vllm import start_vllm
 from jppo.rollout.vllm_start import ServerSettings
-from jppo.structs import Params, Prompt, Sampling, Trajectory
+from jppo.structs import Params, Prompt, Trajectory
 
 PROMPT_TOKENS = 300  # vLLM caches whole blocks, of 128 tokens on a CPU
-SAMPLING = Sampling(temperature=0.8, top_p=1.0, top_k=-1, n=2, max_tokens=32, seed=3)
+SAMPLING = dataclasses.replace(greedy(32), temperature=0.8, n=2, seed=3)
 
 
 class CutBuffers(weights.Buffers):

@@ -159,6 +159,21 @@ def test_what_is_none_unless_given_may_be_given(config):
         ({"algorithm.rollout_rs": "token_k3", "algorithm.rollout_rs_threshold": "0.5_2"}, ["upper bound only"]),
         ({"algorithm.rollout_rs": "seq_sum_k1", "algorithm.rollout_rs_threshold": "0.5"}, ["0.5 alone", "low_high"]),
         ({"algorithm.rollout_rs": "token_k3,token_k3", "algorithm.rollout_rs_threshold": "2"}, ["twice"]),
+        ({"rollout.temperature": 0.0}, ["rollout.temperature=0.0", "above 0", "try 1.0"]),
+        ({"rollout.temperature": 0.0, "rollout.n": 4}, ["rollout.temperature=0.0", "all the same"]),
+        ({"rollout.temperature": 0.005}, ["rollout.temperature=0.005", "from 0.01 to 2.0", "rollout.name=inprocess"]),
+        ({"rollout.temperature": 2.5}, ["rollout.temperature=2.5", "from 0.01 to 2.0"]),
+        ({"rollout.val_kwargs.temperature": 3.0}, ["rollout.val_kwargs.temperature=3.0", "from 0.01 to 2.0"]),
+        ({"rollout.min_p": 1.0}, ["rollout.min_p=1.0", "below 1", "try 0.05"]),
+        ({"rollout.val_kwargs.min_p": 1.0}, ["rollout.val_kwargs.min_p=1.0", "below 1"]),
+        *(
+            ({f"rollout.val_kwargs.{name}": value}, [f"rollout.val_kwargs.{name}={value}", "raise the temperature"])
+            for name, value in (("top_p", 0.9), ("top_k", 5), ("min_p", 0.1))
+        ),
+        ({"rollout.stop": "a,,b"}, ["rollout.stop='a,,b'", "empty", r"write \, for a comma"]),
+        ({"rollout.stop": "a,b,a"}, ["rollout.stop='a,b,a'", "'a' is given twice"]),
+        ({"rollout.stop": "x\n\\boxed"}, [r"rollout.stop='x\n\boxed'", "here comes b", r"write \\ for a backslash"]),
+        ({"rollout.stop": "end\\"}, ["here comes none"]),
         ({"rollout.val_kwargs.n": 2}, ["rollout.val_kwargs.n=2", "temperature=0.0", "raise the temperature"]),
         ({"reward.judge.model": "m"}, ["reward.judge.model='m'", "reward.judge.api_type is empty", "leave it"]),
         ({"reward.model.normalize": True}, ["reward.model.normalize=True", "reward.model.path is empty"]),
@@ -214,6 +229,33 @@ def test_a_command_may_do_without_a_file():
     ):
         with pytest.raises(settings.UserError, match=said):
             settings.parse([argument], "about", settings.default(), needs_file=False)
+
+
+@pytest.mark.parametrize(
+    "written, texts",
+    [
+        ("", ()),
+        ("</answer>", ("</answer>",)),
+        (r"\n\n, User:", ("\n\n", " User:")),
+        (r"a\,b,\t,\\n,\r", ("a,b", "\t", r"\n", "\r")),
+        ("line\nbreak", ("line\nbreak",)),
+        (r"\,", (",",)),
+    ],
+)
+def test_stop_texts(config, parse, written, texts):
+    assert settings.stop_texts(written) == texts
+    c, _ = parse(f"--config.rollout.stop={written}")
+    assert c.rollout.stop == written
+    settings.check(c)
+
+
+def test_temperatures_that_vllm_has_not_are_the_trainers_own(config):
+    config.rollout.name, config.rollout.temperature, config.rollout.val_kwargs.temperature = "inprocess", 0.005, 2.5
+    settings.check(config)
+    config.rollout.temperature = 0.0
+    with pytest.raises(settings.UserError, match=r"rollout\.temperature=0\.0"):
+        settings.check(config)
+    settings.check(config, training=False)
 
 
 def test_rules_of_rejection():

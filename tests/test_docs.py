@@ -23,6 +23,7 @@ DOCS = (
     "docs/rewards.md",
     "docs/evaluation.md",
     "docs/monitoring.md",
+    "docs/rollout.md",
     "benchmarks/README.md",
 )
 SOURCES = sorted((ROOT / "jppo").rglob("*.py"))

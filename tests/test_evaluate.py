@@ -85,7 +85,14 @@ def test_the_engine_gets_the_directorys_own_weights_and_is_asked_as_told(command
     loaded = {}
     engine.load = lambda tensors, *, version: loaded.update({name: np.array(x) for name, x in tensors})
     summary, rows = command(
-        "--top_p=0.9", "--temperature=0.5", "--top_k=7", "--seed=3", "--limit=2", "--dtype=bfloat16"
+        "--top_p=0.9",
+        "--temperature=0.5",
+        "--top_k=7",
+        "--min_p=0.05",
+        r"--config.rollout.stop=\n,</a>",
+        "--seed=3",
+        "--limit=2",
+        "--dtype=bfloat16",
     )
     stored = safetensors.numpy.load_file(tiny_model / "model.safetensors")
     assert loaded.keys() == stored.keys()
@@ -93,10 +100,14 @@ def test_the_engine_gets_the_directorys_own_weights_and_is_asked_as_told(command
         np.testing.assert_array_equal(loaded[name], array)
     [asked] = engine.asked
     assert (asked.temperature, asked.top_p, asked.top_k, asked.n, asked.max_tokens) == (0.5, 0.9, 7, 1, 3)
+    assert (asked.min_p, asked.stop, asked.ignore_eos) == (0.05, ("\n", "</a>"), False)
     assert len(rows) == summary["prompts"] == 2 and "val/pass@1" not in summary["metrics"]
     written = json.loads((tmp_path / "out/config.json").read_text())
     assert written["rollout"]["dtype"] == "bfloat16" and written["trainer"]["seed"] == 3
-    assert summary["sampling"] == {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "n": 1, "max_tokens": 3, "seed": 3}
+    assert summary["sampling"] == {
+        "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.05, "n": 1, "stop": r"\n,</a>", "ignore_eos": False,
+        "max_tokens": 3, "seed": 3,
+    }  # fmt: skip
 
 
 @pytest.mark.usefixtures("engine")

@@ -15,6 +15,7 @@ from jppo.assemble.engine import (
     share_gpu,
     val_sampling,
 )
+from jppo.assemble.forewarn import describe_sampling, forewarn
 from jppo.assemble.inputs import Inputs, make_adapters, read_inputs, read_models, read_test, read_tokenizer
 from jppo.assemble.learner import (
     Learner,
@@ -49,8 +50,10 @@ __all__ = [
     "chunk_tokens",
     "compile_passes",
     "critic_mini_batch_size",
+    "describe_sampling",
     "dry_run",
     "finished",
+    "forewarn",
     "fresh",
     "introduce_peak",
     "kept",

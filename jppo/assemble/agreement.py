@@ -15,7 +15,8 @@ from jppo.structs import TrainState
 def agree(c: ConfigDict, inputs: Inputs, learner: Learner, now: TrainState, sampler: Sampler, version: int) -> str:
     """Proves that the sampler and the trainer have the same policy, or stops the run and says how far they differ."""
     count = min(16, c.actor.ppo_mini_batch_size, len(inputs.train.prompts))
-    some = dataclasses.replace(sampling(c, version), n=1)
+    # Of the whole distribution: where it is cut, the sampler's log-probs are of what is left, the trainer's never are.
+    some = dataclasses.replace(sampling(c, version), n=1, top_p=1.0, top_k=-1, min_p=0.0)
     longest = sorted(inputs.train.prompts, key=lambda p: -len(p.ids))[:count]
     drawn = sampler.generate(longest, some, version=version)
     rows, policy = batch.make(drawn, plan=learner.plan, mesh=learner.mesh), learner.policy(now)

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from jppo import config as settings
 from jppo.assemble.learner import Learner, make_mesh, sequences_of_step
 from jppo.config import UserError
 from jppo.learner import sharding, state
@@ -29,12 +30,16 @@ Source = Served | InprocessSampler  # of samples
 def sampling(c: ConfigDict, version: int) -> Sampling:
     """How this step's responses are drawn; each step has seeds of its own."""
     seed = int(np.random.SeedSequence([c.trainer.seed, version]).generate_state(1)[0])
+    r = c.rollout
     return Sampling(
-        temperature=c.rollout.temperature,
-        top_p=1.0,
-        top_k=-1,
-        n=c.rollout.n,
+        temperature=r.temperature,
+        top_p=r.top_p,
+        top_k=r.top_k,
+        min_p=r.min_p,
+        n=r.n,
         max_tokens=c.data.max_response_length,
+        stop=settings.stop_texts(r.stop),
+        ignore_eos=r.ignore_eos,
         seed=seed,
     )
 
@@ -46,8 +51,11 @@ def val_sampling(c: ConfigDict) -> Sampling:
         temperature=how.temperature,
         top_p=how.top_p,
         top_k=how.top_k,
+        min_p=how.min_p,
         n=how.n,
         max_tokens=c.data.max_response_length,
+        stop=settings.stop_texts(c.rollout.stop),
+        ignore_eos=c.rollout.ignore_eos,
         seed=int(np.random.SeedSequence(c.trainer.seed).generate_state(1)[0]),
     )
 
@@ -123,6 +131,7 @@ def inprocess_settings(c: ConfigDict, mesh: Mesh) -> InprocessSettings:
         dtype=r.dtype,
         by_row=sharding.rows_sharding(mesh),
         of_cache=sharding.cache_sharding(mesh, cfg.num_kv_heads),
+        cut=bool(settings.cuts(r) or settings.cuts(r.val_kwargs)),
     )
 
 

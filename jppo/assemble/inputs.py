@@ -6,10 +6,10 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jppo.assemble.recipe import make_estimator
-from jppo.config import UserError
+from jppo.config import UserError, stop_texts
 from jppo.data.prompts import PromptSet, mixture, read_prompts
 from jppo.data.stream import steps_per_epoch
-from jppo.data.tokenizer import end_token_ids, load_tokenizer
+from jppo.data.tokenizer import check_stop_texts, end_token_ids, load_tokenizer
 from jppo.models import hf, lora
 from jppo.models.families import ModelConfig
 from jppo.models.lora import Lora
@@ -37,6 +37,7 @@ def read_inputs(c: ConfigDict) -> Inputs:
     """Everything that can be wrong with files is found here, before a device or a server is touched."""
     policy, critic, reference = read_models(c)
     tokenizer = read_tokenizer(c, *(model for model in (policy, critic, reference) if model is not None))
+    check_stop_texts(tokenizer, stop_texts(c.rollout.stop))
     train = mixture(
         read_prompts(c.data.train_files, **_reading(c, tokenizer)), c.data.mix, batch_size=c.data.train_batch_size
     )
@@ -64,6 +65,7 @@ def read_test(c: ConfigDict) -> Inputs:
     _, policy = hf.read_config(c.model.path)
     hf.check_weights(c.model.path, policy, head="lm")
     tokenizer = read_tokenizer(c, policy)
+    check_stop_texts(tokenizer, stop_texts(c.rollout.stop))
     val = read_val(c, tokenizer)
     return Inputs(
         tokenizer=tokenizer,

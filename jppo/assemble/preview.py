@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 
 from jppo.assemble import memory
 from jppo.assemble.engine import share_gpu
+from jppo.assemble.forewarn import describe_sampling, forewarn
 from jppo.assemble.inputs import Inputs, read_inputs
 from jppo.assemble.learner import critic_mini_batch_size, make_mesh, make_passes, plan_of_run, sequences_of_step
 from jppo.assemble.memory import Estimate
@@ -109,6 +110,8 @@ def sizes(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[list[str], int]:
         )
     packed = packing.pack(step, range(per_step), plan)
     lines += [
+        f"sampling         {describe_sampling(c)}",
+        *(f"                 warning: {one.found}; {one.remedy}" for one in forewarn(c)),
         f"rows             {shapes(plan)}",
         f"                 {len(packed)} micro-batches a scoring pass, where all responses are as long as they may be",
         f"to compile       {count} programs for {len(plan.shapes)} shape(s)",

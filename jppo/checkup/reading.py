@@ -1,4 +1,4 @@
-"""What a run reads: models, tokenizer, data, and whether its reward knows right from wrong."""
+"""What a run reads: models, tokenizer, data, how it samples, and whether its reward knows right from wrong."""
 
 import contextlib
 from collections.abc import Iterator
@@ -34,8 +34,16 @@ def tokenizer(c: ConfigDict) -> Iterator[Finding]:
     """The tokenizer against every model that reads its tokens, the tokens that end a response, the template."""
     found = assemble.read_tokenizer(c, *(model for model in assemble.read_models(c) if model is not None))
     ends = " ".join(map(str, found.convert_ids_to_tokens(end_token_ids(c.model.path, found))))
+    ends = f"end tokens {ends} are ignored" if c.rollout.ignore_eos else f"a response ends with {ends}"
     template = "a chat template" if found.chat_template else "no chat template: prompts must be text"
-    yield Finding("tokenizer", "OK", f"{len(found):,} tokens, a response ends with {ends}, {template}")
+    yield Finding("tokenizer", "OK", f"{len(found):,} tokens, {ends}, {template}")
+
+
+def sampling(c: ConfigDict) -> Iterator[Finding]:
+    """How responses are drawn, and whether the trainer learns from what was drawn."""
+    yield Finding("sampling", "OK", assemble.describe_sampling(c))
+    for one in assemble.forewarn(c):
+        yield Finding("sampling", "WARN", one.found, one.remedy)
 
 
 def data(c: ConfigDict, inputs: assemble.Inputs) -> Iterator[Finding]:

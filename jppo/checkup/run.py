@@ -51,6 +51,7 @@ def checks(c: ConfigDict, stack: contextlib.ExitStack, *, server: bool) -> list[
         *([Check("server ports", lambda: place.ports(c))] if served else []),
         Check("model files", lambda: reading.models(c), limit_s=FETCH_S),
         Check("tokenizer", lambda: reading.tokenizer(c), needs=("model files",)),
+        Check("sampling", lambda: reading.sampling(c)),
         Check("data", lambda: reading.data(c, inputs()), needs=("tokenizer",), limit_s=READ_S),
         Check("reward", lambda: reading.reward(elsewhere, inputs(), mesh()), needs=("data",), limit_s=READ_S),
         Check("parity", lambda: parity.check(c), needs=("model files",), limit_s=2 * parity.LIMIT_S),

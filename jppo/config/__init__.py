@@ -6,14 +6,16 @@ Nothing below the commands (`train.py`, `sft.py` ...) and `assemble.py` sees a c
 from jppo.config.checks import check
 from jppo.config.commandline import describe, dump, exit_on_user_error, parse
 from jppo.config.defaults import default, sft_default
+from jppo.config.draws import cuts
 from jppo.config.errors import UserError
 from jppo.config.steps import check_within, parse_steps
-from jppo.config.texts import importance_band, loggers, rejection_rules, save_contents
+from jppo.config.texts import importance_band, loggers, rejection_rules, save_contents, stop_texts
 
 __all__ = [
     "UserError",
     "check",
     "check_within",
+    "cuts",
     "default",
     "describe",
     "dump",
@@ -25,4 +27,5 @@ __all__ = [
     "rejection_rules",
     "save_contents",
     "sft_default",
+    "stop_texts",
 ]

@@ -5,6 +5,7 @@ from typing import Any
 import ml_collections
 
 from jppo.config.defaults import default
+from jppo.config.draws import check_sampling
 from jppo.config.errors import UserError
 from jppo.config.steps import parse_steps
 from jppo.config.texts import importance_band, loggers, rejection_rules, save_contents
@@ -86,6 +87,8 @@ AT_LEAST = {
     "rollout.tensor_model_parallel_size": 1,
     "rollout.max_restarts": 0,
     "rollout.logp_tolerance": 0.0,
+    "rollout.min_p": 0.0,
+    "rollout.val_kwargs.min_p": 0.0,
     "rollout.val_kwargs.temperature": 0.0,
     "rollout.val_kwargs.n": 1,
     "reward.workers": 1,
@@ -126,7 +129,7 @@ ABOVE_ZERO = (
     "optim.grad_clip",
     "trainer.stage_timeout_s",
     "trainer.stop_timeout_s",
-    "rollout.temperature",
+    "rollout.top_p",
     "rollout.val_kwargs.top_p",
     "rollout.start_timeout_s",
     "rollout.request_timeout_s",
@@ -137,6 +140,7 @@ ABOVE_ZERO = (
 OFF_OR_POSITIVE = (  # -1 is off
     "data.val_max_samples",
     "data.val_batch_size",
+    "rollout.top_k",
     "rollout.val_kwargs.top_k",
     "trainer.total_training_steps",
     "trainer.save_freq",
@@ -145,6 +149,7 @@ OFF_OR_POSITIVE = (  # -1 is off
 AT_MOST_ONE = (
     "algorithm.gamma",
     "algorithm.lam",
+    "rollout.top_p",
     "rollout.val_kwargs.top_p",
     "rollout.gpu_memory_utilization",
     "actor.min_lr_ratio",
@@ -206,7 +211,7 @@ def check(config: ml_collections.ConfigDict, *, training: bool = True) -> None:
     if "rollout" in config:
         if (last := config.rollout.port + config.rollout.servers - 1) > 65535:
             raise UserError(f"rollout.port={config.rollout.port}: the last server has port {last}, ports end at 65535")
-        _check_test(config)
+        check_sampling(config, training=training)
         _check_unread(config)
     if training:
         _check_training(config)
@@ -232,15 +237,6 @@ def _check_training(config: ml_collections.ConfigDict) -> None:
                 f"{config[section].lr_warmup_steps_ratio} both say how long the warm-up is; leave one at its default"
             )
     _check_lengths(config)
-
-
-def _check_test(config: ml_collections.ConfigDict) -> None:
-    how = config.rollout.val_kwargs
-    if how.n > 1 and how.temperature == 0.0:
-        raise UserError(
-            f"rollout.val_kwargs.n={how.n}: at rollout.val_kwargs.temperature=0.0 all responses to a prompt are the"
-            " same; raise the temperature, or set n to 1"
-        )
 
 
 def _check_mini_batch(config: ml_collections.ConfigDict, section: str) -> None:

@@ -142,6 +142,11 @@ def default() -> ml_collections.ConfigDict:
             partial=False,  # async: responses that take long go on in the next steps
             n=1,
             temperature=1.0,
+            top_p=1.0,  # 1.0, -1 and 0.0 are off; what these cut, the trainer does not
+            top_k=-1,
+            min_p=0.0,
+            stop="",  # texts that end a response, separated by commas; \n, \t, \r, \, and \\ are characters of a text
+            ignore_eos=False,  # only stop texts and the length end a response
             dtype="float32",
             enforce_eager=True,
             max_num_seqs=256,  # responses under way at once, of each server
@@ -163,6 +168,7 @@ def default() -> ml_collections.ConfigDict:
                     temperature=0.0,  # of a test; 0.0 is greedy
                     top_p=1.0,
                     top_k=-1,  # -1: all tokens
+                    min_p=0.0,
                     n=1,  # responses to a prompt
                 )
             ),

@@ -10,6 +10,7 @@ REJECTION_RULES = tuple(
     for k in ("k1", "k2", "k3")
     if (over, k) != ("seq_max", "k1")
 )
+ESCAPES = {"n": "\n", "t": "\t", "r": "\r", ",": ",", "\\": "\\"}
 
 
 def save_contents(names: str) -> tuple[str, ...]:
@@ -39,6 +40,35 @@ def loggers(names: str) -> tuple[str, ...]:
             f" {','.join((*found, 'jsonl'))!r}"
         )
     return found
+
+
+def stop_texts(texts: str) -> tuple[str, ...]:
+    """The texts that end a response, separated by commas, with their spaces; a backslash begins one of `ESCAPES`."""
+    shown = texts.replace("\n", r"\n")
+    said = f"rollout.stop='{shown}'"  # as it was written: repr would double its backslashes
+    found, characters = [""], iter(texts)
+    for character in characters:
+        if character == ",":
+            found.append("")
+        elif character != "\\":
+            found[-1] += character
+        elif (after := next(characters, "")) in ESCAPES:
+            found[-1] += ESCAPES[after]
+        else:
+            raise UserError(
+                rf"{said}: a backslash begins one of \n, \t, \r, \, and \\, and here comes {after or 'none'}; write \\"
+                " for a backslash"
+            )
+    if found == [""]:
+        return ()
+    for text in found:
+        if not text:
+            raise UserError(
+                rf"{said}: an empty text would end every response; leave a comma out, or write \, for a comma"
+            )
+        if found.count(text) > 1:
+            raise UserError(f"{said}: {text!r} is given twice; name it once")
+    return tuple(found)
 
 
 def importance_band(spec: str | float) -> tuple[float | None, float]:

@@ -48,6 +48,17 @@ def decode(tokenizer: Any, ids: Sequence[int]) -> str:
     return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
+def check_stop_texts(tokenizer: Any, texts: Sequence[str]) -> None:
+    """UserError where a text can never be found in a response, because it holds a special token."""
+    for text in texts:
+        special = next((token for token in tokenizer.all_special_tokens if token in text), None)
+        if special is not None:
+            raise UserError(
+                f"rollout.stop: {text!r} holds the special token {special}, which a response's text leaves out; add its"
+                " id to eos_token_id of the model's generation_config.json, or leave it out"
+            )
+
+
 def ends_with_eos(tokenizer: Any, ids: Sequence[int]) -> bool:
     """Whether the last token is the tokenizer's end token."""
     return tokenizer.eos_token_id is not None and ids[-1] == tokenizer.eos_token_id

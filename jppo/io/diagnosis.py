@@ -290,6 +290,13 @@ class Diagnosis:
         self._past = Past()
         self._steps = 0
 
+    def once(self, finding: Finding) -> list[Finding]:
+        """What somebody else has found, unless it was told before."""
+        if finding.name in self._told:
+            return []
+        self._told.add(finding.name)
+        return [finding]
+
     def recall(self, metrics: Mapping[str, float | None]) -> None:
         """A step from before the resume: remembered, nothing is said. Memory was another process's."""
         self._past.add({name: value for name, value in metrics.items() if name != MEMORY})
@@ -302,6 +309,5 @@ class Diagnosis:
         out = []
         for name, (rule, remedy) in RULES.items():
             if name not in self._told and (found := rule(self._past)) is not None:
-                self._told.add(name)
-                out.append(Finding(step, name, found, remedy))
+                out += self.once(Finding(step, name, found, remedy))
         return out

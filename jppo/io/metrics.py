@@ -89,9 +89,7 @@ class Logger:
         self._each(operator.methodcaller("log", int(step), values))
         if self._screen is not None:
             self._safely("console", functools.partial(self._screen.show, int(step), values))
-        for finding in self._diagnosis.feed(int(step), values):
-            self._each(operator.methodcaller("warn", finding))
-            self._warn(f"warning: {finding.name}: {finding.found}; {finding.remedy}")
+        self._tell(self._diagnosis.feed(int(step), values))
 
     def generations(self, step: int, rows: Rows) -> None:
         """Record some samples of a step, before its metrics."""
@@ -109,6 +107,10 @@ class Logger:
         """Say something between the steps."""
         self._say(text)
 
+    def warn(self, finding: Finding) -> None:
+        """Warn of what shows before any step; once a run."""
+        self._tell(self._diagnosis.once(finding))
+
     def close(self) -> None:
         """Close the files and leave the console as it is."""
         for name, sink in self._sinks.items():
@@ -121,6 +123,11 @@ class Logger:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _tell(self, findings: Sequence[Finding]) -> None:
+        for finding in findings:
+            self._each(operator.methodcaller("warn", finding))
+            self._warn(f"warning: {finding.name}: {finding.found}; {finding.remedy}")
 
     def _each(self, act: Callable[[Sink], object]) -> None:
         for name, sink in self._sinks.items():

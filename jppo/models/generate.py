@@ -40,11 +40,13 @@ class Slots:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """How tokens are chosen; the fields of `Sampling`."""
+    """How tokens are chosen, and whether they end a row; the fields of `Sampling`."""
 
     temperature: jax.Array  # [] f32
     top_p: jax.Array  # [] f32
     top_k: jax.Array  # [] i32
+    min_p: jax.Array  # [] f32
+    ignore_eos: jax.Array  # [] bool
 
 
 def empty(cfg: ModelConfig, *, rows: int, length: int, dtype: Any) -> Slots:
@@ -126,7 +128,8 @@ def advance(
 ) -> Slots:
     """Gives every live row a token a turn; stops after `turns`, or when `enough` [] rows are free.
 
-    A row is free after one of the tokens `ends`, or at its `until`. `cut`: top_p and top_k are to be heeded.
+    A row is free after one of the tokens `ends`, unless these are ignored, or at its `until`. `cut`: top_p, top_k and
+    min_p are to be heeded.
     """
     kernel = decoder.head_kernel(model, cfg)
     row = jnp.arange(slots.last.shape[0], dtype=jnp.int32)
@@ -144,7 +147,8 @@ def advance(
         new, logp = choose(logits, now.seed, now.last + 1, choice, cut=cut)
         last = jnp.where(live, now.last + 1, now.last)
         at = jnp.where(live, last, now.tokens.shape[1])  # beyond the end: dropped
-        ended = live & jnp.any(new[:, None] == jnp.asarray(ends, jnp.int32)[None], axis=1)
+        end = jnp.any(new[:, None] == jnp.asarray(ends, jnp.int32)[None], axis=1)
+        ended = live & end & ~choice.ignore_eos
         return turn + 1, Slots(
             cache=held,
             tokens=now.tokens.at[row, at].set(new, mode="drop"),
@@ -162,14 +166,14 @@ def choose(
 ) -> tuple[jax.Array, jax.Array]:
     """A token for each row of logits [R, V], and its log-prob in the distribution that it is drawn from.
 
-    That is softmax(logits / temperature), renormalised over what top_k and top_p leave. Temperature 0 takes the
+    That is softmax(logits / temperature), renormalised over what min_p, top_k and top_p leave. Temperature 0 takes the
     likeliest token; its log-prob is that of softmax(logits), as vLLM gives it.
     """
     chex.assert_rank([logits, seed, position], [2, 1, 1])
     greedy = choice.temperature == 0.0
     logits = logits / jnp.where(greedy, 1.0, choice.temperature)
     if cut:
-        logits = jnp.where(greedy, logits, likeliest(logits, choice.top_k, choice.top_p))
+        logits = jnp.where(greedy, logits, likeliest(logits, choice.top_k, choice.top_p, choice.min_p))
 
     def draw(seed: jax.Array, position: jax.Array, logits: jax.Array) -> jax.Array:
         return jax.random.categorical(jax.random.fold_in(jax.random.key(seed), position), logits)
@@ -182,15 +186,17 @@ def choose(
     return token, heads.logprob_of(logits, token)
 
 
-def likeliest(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """The logits [R, V] of the top_k likeliest tokens, and of these the fewest that have top_p; the others' no token's.
+def likeliest(logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
+    """The logits [R, V] of the tokens that stay; the others' no token's. In vLLM's order:
 
-    top_k below 1 and top_p of 1 are off. Tokens that are as likely as the last one that stays, stay too.
+    those at least min_p times as likely as the likeliest, of these the top_k likeliest, and of these the fewest that
+    have top_p of what they have together. A min_p of 0, top_k below 1 and top_p of 1 are off. Tokens that are as likely
+    as the last one that stays, stay too.
     """
     V = logits.shape[-1]
     falling = -jnp.sort(-logits, axis=-1)
     k = jnp.clip(jnp.where(top_k < 1, V, top_k), 1, V)
-    stay = falling >= falling[:, k - 1][:, None]
+    stay = (falling >= falling[:, :1] + jnp.log(min_p)) & (falling >= falling[:, k - 1][:, None])
     share = jax.nn.softmax(jnp.where(stay, falling, heads.NO_TOKEN), axis=-1)
     before = jnp.cumsum(share, axis=-1) - share
     rank = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)

@@ -25,7 +25,8 @@ from jppo.models.families import ModelConfig
 from jppo.models.generate import Choice, Slots
 from jppo.models.lora import Weights
 from jppo.rollout import talks
-from jppo.rollout.sampler import Answer, Done, RolloutError, Talk
+from jppo.rollout.sampler import Answer, Done, RolloutError, Talk, greedy
+from jppo.rollout.stops import cut_at
 from jppo.structs import Params, Prompt, Sampling, Trajectory
 
 TURNS = 32  # tokens of a row between two looks of the host
@@ -46,6 +47,7 @@ class InprocessSettings:
     dtype: str  # of products and cache
     by_row: NamedSharding  # of what is [R, ...]
     of_cache: NamedSharding  # of keys and values [R, T, K, A]
+    cut: bool  # top_p, top_k or min_p will be asked for: compiled with the rest, else where they are first asked for
 
     @property
     def prompt_shapes(self) -> list[tuple[int, int]]:
@@ -66,7 +68,7 @@ class Programs:
     prepare: Callable[[Weights], Params]
     fill: Callable[..., Slots]
     advance: Callable[..., Slots]  # (model, slots, choice, enough)
-    advance_cut: Callable[..., Slots]  # the same with top_k and top_p
+    advance_cut: Callable[..., Slots]  # the same with top_p, top_k and min_p
 
 
 def make_programs(s: InprocessSettings, ends: Sequence[int]) -> Programs:
@@ -106,7 +108,9 @@ class InprocessEngine:
         self, *, eos_token_ids: Sequence[int], decode: Callable[[list[int]], str], talk: Talk | None = None
     ) -> "InprocessSampler":
         """The sampler, before it has weights; `talk` None asks once."""
-        return InprocessSampler(self.settings, eos_token_ids=eos_token_ids, talk=talk or talks.one_turn(decode))
+        return InprocessSampler(
+            self.settings, eos_token_ids=eos_token_ids, decode=decode, talk=talk or talks.one_turn(decode)
+        )
 
     def close(self) -> None:
         """There is nothing to end."""
@@ -115,8 +119,16 @@ class InprocessEngine:
 class InprocessSampler:
     """The Sampler over the trainer's own parameters."""
 
-    def __init__(self, settings: InprocessSettings, *, eos_token_ids: Sequence[int], talk: Talk):
+    def __init__(
+        self,
+        settings: InprocessSettings,
+        *,
+        eos_token_ids: Sequence[int],
+        decode: Callable[[list[int]], str],
+        talk: Talk,
+    ):
         self.settings = settings
+        self._decode = decode
         self._ends = frozenset(eos_token_ids)
         self._talk = talk
         self._programs = make_programs(settings, eos_token_ids)
@@ -127,7 +139,7 @@ class InprocessSampler:
         """Samples from these parameters from now on, and names them `version`; until the caller gives them away."""
         self._held = version, policy
         if not self._compiled:
-            Turns(self.settings, self._programs, self._programs.prepare(policy), self._ends, version).compile()
+            self._turns(self._programs.prepare(policy), version).compile()
             self._compiled = True
 
     def generate(
@@ -165,7 +177,7 @@ class InprocessSampler:
         model = self._programs.prepare(self._policy(version))
 
         async def generate() -> list[Trajectory]:
-            turns = Turns(self.settings, self._programs, model, self._ends, version)
+            turns = self._turns(model, version)
             answering = asyncio.ensure_future(turns.answer_all())
             talking = asyncio.ensure_future(talks.converse(turns.ask, self._talk, prompts, sampling, done, only))
             try:
@@ -188,6 +200,9 @@ class InprocessSampler:
         """Lets go of the weights; may be called twice."""
         self._held = None
 
+    def _turns(self, model: Params, version: int) -> "Turns":
+        return Turns(self.settings, self._programs, model, self._ends, self._decode, version)
+
     def _check(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
         s = self.settings
         for prompt in prompts:
@@ -198,10 +213,11 @@ class InprocessSampler:
                     f" with max_tokens={sampling.max_tokens} fit the engine's {s.max_model_len}; cut the prompt, or"
                     " ask for less"
                 )
-        if sampling.max_tokens < 1 or sampling.temperature < 0 or not 0 < sampling.top_p <= 1:
+        how = sampling
+        if how.max_tokens < 1 or how.temperature < 0 or not 0 < how.top_p <= 1 or not 0 <= how.min_p < 1:
             raise UserError(
-                f"max_tokens={sampling.max_tokens} must be at least 1, temperature={sampling.temperature} at least 0,"
-                f" top_p={sampling.top_p} above 0 and at most 1"
+                f"max_tokens={how.max_tokens} must be at least 1, temperature={how.temperature} at least 0, top_p="
+                f"{how.top_p} above 0 and at most 1, min_p={how.min_p} at least 0 and below 1"
             )
 
     def _policy(self, version: int) -> Weights:
@@ -234,12 +250,19 @@ class Turns:
     """The answers to all who ask, row by row, by one version of the weights."""
 
     def __init__(
-        self, settings: InprocessSettings, programs: Programs, model: Params, ends: frozenset[int], version: int
+        self,
+        settings: InprocessSettings,
+        programs: Programs,
+        model: Params,
+        ends: frozenset[int],
+        decode: Callable[[list[int]], str],
+        version: int,
     ):
         self.settings = settings
         self._programs = programs
         self._model = model
         self._ends = ends
+        self._decode = decode
         self._version = version
         self._waiting: list[Request] = []
         self._came = asyncio.Event()
@@ -255,10 +278,13 @@ class Turns:
 
     def compile(self) -> None:
         """Runs every program on free rows, so that no later call compiles."""
-        slots, choice = self._programs.empty(), _choice(1.0, 1.0, -1)
+        slots, choice = self._programs.empty(), _choice(greedy(1))
         for shape in self.settings.prompt_shapes:
             slots = self._programs.fill(self._model, slots, *self._filling([], [], shape))
-        jax.block_until_ready(self._programs.advance(self._model, slots, choice, np.int32(self.settings.rows)))
+        rows = np.int32(self.settings.rows)
+        for advance in (self._programs.advance, *([self._programs.advance_cut] if self.settings.cut else [])):
+            slots = advance(self._model, slots, choice, rows)
+        jax.block_until_ready(slots)
 
     async def answer_all(self) -> None:
         """Answers whoever asks, until it is cancelled."""
@@ -270,7 +296,7 @@ class Turns:
                 while not self._waiting:
                     await self._came.wait()
             await asyncio.sleep(0)  # those who were answered, or begin, ask now
-            first = next(iter(under_way.values())) if under_way else self._waiting[0]
+            sampling = (next(iter(under_way.values())) if under_way else self._waiting[0]).sampling
             # The longest first, so that prompts read together are alike; samples of one stay together, to be read once.
             waiting = sorted(self._waiting, key=lambda r: (-len(r.ids), r.number))
             free = [row for row in range(s.rows) if row not in under_way]
@@ -280,21 +306,30 @@ class Turns:
                 waiting, free = waiting[len(taken) :], free[len(taken) :]
             self._waiting = waiting
             enough = max(1, s.rows // FREE) if waiting else s.rows
-            slots = self._advance(slots, first.sampling, enough)
+            slots = self._advance(slots, sampling, enough)
             looked_at = (slots.tokens, slots.logprob, slots.last, slots.until)
             tokens, logprob, last, until = await asyncio.to_thread(jax.device_get, looked_at)
-            for row in [row for row in under_way if last[row] >= until[row]]:
-                request = under_way.pop(row)
-                here = slice(len(request.ids), last[row] + 1)
+            until = until.copy()
+            for row, request in list(under_way.items()):
+                begin, end = len(request.ids), int(last[row]) + 1
+                length = cut_at(tokens[row, begin:end].tolist(), self._decode, sampling.stop, new=TURNS)
+                if length is None and end <= until[row]:
+                    continue
+                here = slice(begin, end if length is None else begin + length)
+                by_id = not sampling.ignore_eos and int(tokens[row, here.stop - 1]) in self._ends
+                finish = "stop" if by_id or length is not None else "length"
                 if not request.answer.done():  # who asked may have gone
-                    request.answer.set_result(self._answer(tokens[row, here], logprob[row, here]))
+                    request.answer.set_result(self._answer(tokens[row, here], logprob[row, here], finish))
+                del under_way[row]
+                until[row] = last[row]
+            if sampling.stop:  # a row that its text has ended does not know of it
+                slots = dataclasses.replace(slots, until=jax.device_put(until, s.by_row))
 
     def _advance(self, slots: Slots, sampling: Sampling, enough: int) -> Slots:
-        choice = _choice(sampling.temperature, sampling.top_p, sampling.top_k)
         advance = self._programs.advance
-        if sampling.top_p < 1.0 or 1 <= sampling.top_k < self.settings.cfg.vocab_size:
+        if sampling.top_p < 1.0 or 1 <= sampling.top_k < self.settings.cfg.vocab_size or sampling.min_p > 0.0:
             advance = self._programs.advance_cut
-        return advance(self._model, slots, choice, np.int32(enough))
+        return advance(self._model, slots, _choice(sampling), np.int32(enough))
 
     def _fill(self, slots: Slots, waiting: Sequence[Request], free: Sequence[int]) -> tuple[Slots, Sequence[Request]]:
         """Puts the first of those that wait into free rows, as many as can be read at once; says which."""
@@ -320,16 +355,21 @@ class Turns:
             until[row] = len(ids) - 1 + request.sampling.max_tokens
         return prompts, source, length, until, seed
 
-    def _answer(self, tokens: np.ndarray, logprob: np.ndarray) -> Answer:
+    def _answer(self, tokens: np.ndarray, logprob: np.ndarray, finish: str) -> Answer:
         if not np.isfinite(logprob).all():
             raise RolloutError(
                 f"an answer has tokens with the log-probs {logprob[:8]}...: the weights of version {self._version} give"
                 " no finite numbers"
             )
-        finish = "stop" if int(tokens[-1]) in self._ends else "length"
         return Answer(tokens.tolist(), logprob.tolist(), [self._version] * len(tokens), finish)
 
 
-def _choice(temperature: float, top_p: float, top_k: int) -> Choice:
-    numbers: list[Any] = [np.float32(temperature), np.float32(top_p), np.int32(top_k)]
-    return Choice(*numbers)
+def _choice(how: Sampling) -> Choice:
+    fields: dict[str, Any] = dict(
+        temperature=np.float32(how.temperature),
+        top_p=np.float32(how.top_p),
+        top_k=np.int32(how.top_k),
+        min_p=np.float32(how.min_p),
+        ignore_eos=np.bool_(how.ignore_eos),
+    )
+    return Choice(**fields)

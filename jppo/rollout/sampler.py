@@ -101,9 +101,19 @@ class Served(Sampler, Protocol):
         ...
 
 
-def greedy(max_tokens: int) -> Sampling:
+def greedy(max_tokens: int, *, stop: tuple[str, ...] = (), ignore_eos: bool = False) -> Sampling:
     """One response a prompt, of the likeliest tokens."""
-    return Sampling(temperature=0.0, top_p=1.0, top_k=-1, n=1, max_tokens=max_tokens, seed=0)
+    return Sampling(
+        temperature=0.0,
+        top_p=1.0,
+        top_k=-1,
+        min_p=0.0,
+        n=1,
+        max_tokens=max_tokens,
+        stop=stop,
+        ignore_eos=ignore_eos,
+        seed=0,
+    )
 
 
 def sample_seed(seed: int, prompt: int, sample: int) -> int:

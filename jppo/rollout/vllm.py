@@ -45,17 +45,21 @@ class Vllm:
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p,
                 "top_k": sampling.top_k,
-                "min_p": 0.0,
+                "min_p": sampling.min_p,
                 "repetition_penalty": 1.0,
                 "presence_penalty": 0.0,
                 "frequency_penalty": 0.0,
                 "max_tokens": sampling.max_tokens,
                 "min_tokens": 0,
-                # the trainer alone says what ends a response
+                # the trainer alone says what ends a response: by ids and texts, not by the server's own end token
                 "ignore_eos": True,
-                "stop_token_ids": list(self.eos_token_ids),
+                "stop_token_ids": [] if sampling.ignore_eos else list(self.eos_token_ids),
+                "stop": list(sampling.stop),
+                "include_stop_str_in_output": True,
+                "detokenize": bool(sampling.stop),  # texts are looked for only in what is decoded
+                "skip_special_tokens": True,  # as in a trajectory's text
+                "spaces_between_special_tokens": True,
                 "logprobs": 0,  # of the sampled token only
-                "detokenize": False,
             },
         }
 

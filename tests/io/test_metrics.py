@@ -15,6 +15,7 @@ import rich.console
 from tensorboardX.proto.event_pb2 import Event
 
 from jppo.io import metrics as module
+from jppo.io.diagnosis import Finding
 from jppo.io.metrics import Logger, read_metrics, write_samples
 
 
@@ -144,6 +145,14 @@ def test_a_warning_is_told_once_in_a_run_that_is_resumed(tmp_path, resumed, told
     with logger(tmp_path, resumed_step=resumed) as log:
         log.log(3 if resumed is None else resumed + 1, EQUAL)
     assert [w["step"] for w in warnings_of(tmp_path)] == told
+
+
+def test_a_warning_from_outside_is_told_once_in_a_run_that_is_resumed(tmp_path):
+    for resumed in (None, 4):
+        with logger(tmp_path, resumed_step=resumed) as log:
+            for step in (4, 5):
+                log.warn(Finding(step, "sampling_cut", "cut", "mend"))
+    assert warnings_of(tmp_path) == [{"step": 4, "name": "sampling_cut", "found": "cut", "remedy": "mend"}]
 
 
 def test_places_that_are_not_asked_for_are_not_there(tmp_path, capsys):

@@ -9,13 +9,14 @@ from jppo.models import generate, heads
 from jppo.models.generate import Choice
 
 
-def choice(temperature=1.0, top_p=1.0, top_k=-1):
-    return Choice(np.float32(temperature), np.float32(top_p), np.int32(top_k))
+def choice(temperature=1.0, top_p=1.0, top_k=-1, min_p=0.0):
+    return Choice(np.float32(temperature), np.float32(top_p), np.int32(top_k), np.float32(min_p), np.False_)
 
 
-def left(logits, top_k, top_p):
-    """The distribution over what stays: the top_k likeliest, then the fewest of these with top_p of their mass."""
+def left(logits, top_k, top_p, min_p=0.0):
+    """The distribution over what stays: min_p of the likeliest, the top_k, the fewest of these with top_p of them."""
     order = sorted(range(len(logits)), key=lambda i: -logits[i])
+    order = [i for i in order if np.exp(np.float64(logits[i]) - logits[order[0]]) >= min_p]
     order = order[:top_k] if top_k > 0 else order
     weight = {i: np.exp(np.float64(logits[i])) for i in order}
     kept, mass = [], 0.0
@@ -28,26 +29,37 @@ def left(logits, top_k, top_p):
     return np.array([weight[i] / total if i in kept else 0.0 for i in range(len(logits))])
 
 
+@pytest.mark.parametrize("min_p", [0.0, 0.1, 0.99])
 @pytest.mark.parametrize("top_k,top_p", [(-1, 1.0), (0, 0.9), (3, 1.0), (5, 0.6), (1, 0.5), (99, 1e-6), (4, 0.999)])
-def test_top_k_and_top_p_leave_what_the_rule_says(top_k, top_p):
+def test_what_is_left_is_what_the_rule_says(top_k, top_p, min_p):
     logits = np.random.default_rng(0).normal(0, 2, (6, 11)).astype(np.float32)
-    found = jax.nn.softmax(generate.likeliest(jnp.asarray(logits), np.int32(top_k), np.float32(top_p)), axis=-1)
-    np.testing.assert_allclose(found, [left(row, top_k, top_p) for row in logits], atol=1e-6)
+    numbers = np.int32(top_k), np.float32(top_p), np.float32(min_p)
+    found = jax.nn.softmax(generate.likeliest(jnp.asarray(logits), *numbers), axis=-1)
+    np.testing.assert_allclose(found, [left(row, top_k, top_p, min_p) for row in logits], atol=1e-6)
+
+
+def test_top_p_is_a_share_of_what_min_p_leaves():
+    """Of 0.5, 0.2, 0.2, 0.1 a min_p of 0.3 leaves 0.5, 0.2, 0.2; half of these 0.9 is the first alone."""
+    logits = jnp.log(jnp.array([[0.5, 0.2, 0.2, 0.1]]))
+    found = [generate.likeliest(logits, np.int32(-1), np.float32(0.54), np.float32(m))[0] for m in (0.0, 0.3)]
+    assert [int((row > heads.NO_TOKEN).sum()) for row in found] == [3, 1]  # 0.54 of 1.0 needs a second, and its equal
 
 
 def test_nothing_is_cut_from_a_flat_tail_where_both_are_off():
     logits = jnp.concatenate([jnp.zeros((1, 1)), jnp.full((1, 200_000), -30.0)], axis=1)
-    assert np.array_equal(generate.likeliest(logits, np.int32(-1), np.float32(1.0)), logits)
+    assert np.array_equal(generate.likeliest(logits, np.int32(-1), np.float32(1.0), np.float32(0.0)), logits)
 
 
-@pytest.mark.parametrize("temperature,top_p,top_k", [(1.0, 1.0, -1), (0.5, 1.0, -1), (2.0, 0.8, 4)])
-def test_tokens_come_as_often_as_their_log_probs_say(temperature, top_p, top_k):
+@pytest.mark.parametrize(
+    "temperature,top_p,top_k,min_p", [(1.0, 1.0, -1, 0.0), (0.5, 1.0, -1, 0.0), (2.0, 0.8, 4, 0.0), (1.5, 0.9, 5, 0.3)]
+)
+def test_tokens_come_as_often_as_their_log_probs_say(temperature, top_p, top_k, min_p):
     logits = np.random.default_rng(1).normal(0, 1.5, 7).astype(np.float32)
     count = 20_000
     rows = jnp.broadcast_to(jnp.asarray(logits)[None], (count, 7))
     seeds, position = jnp.arange(count, dtype=jnp.uint32), jnp.full(count, 3, jnp.int32)
-    token, logp = generate.choose(rows, seeds, position, choice(temperature, top_p, top_k), cut=top_k > 0)
-    expected = left(logits / temperature, top_k, top_p)
+    token, logp = generate.choose(rows, seeds, position, choice(temperature, top_p, top_k, min_p), cut=top_k > 0)
+    expected = left(logits / temperature, top_k, top_p, min_p)
     np.testing.assert_allclose(np.bincount(token, minlength=7) / count, expected, atol=0.012)  # three deviations
     np.testing.assert_allclose(np.exp(logp), expected[np.asarray(token)], rtol=1e-5)
 
@@ -55,7 +67,7 @@ def test_tokens_come_as_often_as_their_log_probs_say(temperature, top_p, top_k):
 def test_greedy_takes_the_likeliest_whatever_else_is_asked_and_gives_its_plain_log_prob():
     logits = np.random.default_rng(2).normal(0, 1, (5, 9)).astype(np.float32)
     token, logp = generate.choose(
-        jnp.asarray(logits), jnp.zeros(5, jnp.uint32), jnp.zeros(5, jnp.int32), choice(0.0, 0.3, 1), cut=True
+        jnp.asarray(logits), jnp.zeros(5, jnp.uint32), jnp.zeros(5, jnp.int32), choice(0.0, 0.3, 1, 0.5), cut=True
     )
     assert np.array_equal(token, logits.argmax(1))
     np.testing.assert_allclose(logp, jax.nn.log_softmax(logits)[np.arange(5), logits.argmax(1)], rtol=1e-6)
@@ -78,6 +90,6 @@ def test_what_is_no_token_is_never_drawn(temperature):
     logits = jnp.full((500, 8), -1e4).at[:, 5:].set(heads.NO_TOKEN)
     seeds = jnp.arange(500, dtype=jnp.uint32)
     for cut in (False, True):
-        drawn = choice(temperature, 0.9 if cut else 1.0, 7 if cut else -1)
+        drawn = choice(temperature, 0.9 if cut else 1.0, 7 if cut else -1, 0.1 if cut else 0.0)
         token, logp = generate.choose(logits, seeds, jnp.zeros(500, jnp.int32), drawn, cut=cut)
         assert int(token.max()) == 4 and np.isfinite(logp).all()

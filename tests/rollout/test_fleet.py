@@ -1,6 +1,7 @@
 """Several servers as one, against fakes that fail in every way; real ones are killed in test_real_vllm.py."""
 
 import asyncio
+import dataclasses
 import threading
 import time
 
@@ -8,13 +9,13 @@ import numpy as np
 import pytest
 
 from jppo.rollout import fleet as module
-from jppo.rollout.sampler import RolloutError, sample_seed
+from jppo.rollout.sampler import RolloutError, greedy, sample_seed
 from jppo.rollout.served import Limits
 from jppo.rollout.vllm import GENERATE, start_vllm
-from jppo.structs import Prompt, Sampling
+from jppo.structs import Prompt
 from tests.rollout.test_vllm import choice
 
-SAMPLING = Sampling(temperature=0.7, top_p=1.0, top_k=-1, n=2, max_tokens=8, seed=5)
+SAMPLING = dataclasses.replace(greedy(8), temperature=0.7, n=2, seed=5)
 PROMPTS = [Prompt(f"p{i}", "", "", np.array([10 + i, 3, 4], np.int32), "", {}) for i in range(6)]
 TENSORS = {"w": np.arange(4, dtype=np.float32)}
 SWAP = ["jppo_check", "/pause?mode=wait", "jppo_load", "/update_weight_version", "/resume"]

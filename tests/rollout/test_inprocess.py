@@ -16,17 +16,17 @@ from jppo.config import UserError
 from jppo.learner import batch, packing, score, sharding, state
 from jppo.models import decoder, families, heads, lora, params
 from jppo.models.decoder import Decoder
-from jppo.rollout import talks
+from jppo.rollout import inprocess, talks
 from jppo.rollout.inprocess import InprocessEngine, InprocessSampler, InprocessSettings
 from jppo.rollout.sampler import RolloutError, greedy, sample_seed
-from jppo.structs import Prompt, Sampling
+from jppo.structs import Prompt
 from tests.learner.test_compilations import compilations
 from tests.models.conftest import SHAPES, config_of
 
 PROMPT, RESPONSE, LONGEST = 9, 12, 21
 ENDS = (3, 11, 20, 41, 60)
 NAME = "qwen3-tied"
-SAMPLING = Sampling(temperature=0.8, top_p=1.0, top_k=-1, n=2, max_tokens=RESPONSE, seed=5)
+SAMPLING = dataclasses.replace(greedy(RESPONSE), temperature=0.8, n=2, seed=5)
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,7 @@ def model_of(name, mesh_shape=(1, 1, 1)):
     return cfg, mesh, jax.device_put(values, what.shardings)
 
 
-def engine_of(cfg, mesh, rows, ends=ENDS):
+def engine_of(cfg, mesh, rows, ends=ENDS, cut=False):
     """A sampler without weights."""
     settings = InprocessSettings(
         cfg=cfg,
@@ -62,8 +62,14 @@ def engine_of(cfg, mesh, rows, ends=ENDS):
         dtype="float32",
         by_row=sharding.rows_sharding(mesh),
         of_cache=sharding.cache_sharding(mesh, cfg.num_kv_heads),
+        cut=cut,
     )
-    return InprocessEngine(settings).ready(eos_token_ids=ends, decode=lambda ids: " ".join(map(str, ids)))
+    return InprocessEngine(settings).ready(eos_token_ids=ends, decode=spell)
+
+
+def spell(ids):
+    """The text of tokens in these tests."""
+    return " ".join(map(str, ids))
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +105,7 @@ def whole(cfg, values, tokens):
 
 def by_a_loop(cfg, values, prompts, sampling, ends=ENDS):
     """Every response, by whole forward passes over all rows and the key of each sample and position."""
+    ends = () if sampling.ignore_eos else ends
     B = len(prompts) * sampling.n
     tokens = np.zeros((20, LONGEST), np.int32)
     asked = [p for p in prompts for _ in range(sampling.n)]
@@ -109,7 +116,7 @@ def by_a_loop(cfg, values, prompts, sampling, ends=ENDS):
     for _ in range(sampling.max_tokens):
         logits = np.asarray(whole(cfg, values, tokens))
         for b, prompt in enumerate(asked):
-            if out[b] and out[b][-1] in ends:
+            if out[b] and (out[b][-1] in ends or any(text in spell(out[b]) for text in sampling.stop)):
                 continue
             at = len(prompt.ids) + len(out[b])
             if sampling.temperature == 0:
@@ -163,7 +170,7 @@ def test_a_sample_is_the_same_in_any_row_and_beside_any_other(made):
     assert found[:2] == expected[:2] and found[10:] == expected[10:12] and found != expected[:12]
     one, other = (responses(made()[0].generate(p, greedy(RESPONSE), version=7)) for p in (prompts, prompts[::-1]))
     assert one == other[::-1]
-    assert expected != responses(made()[0].generate(prompts, Sampling(0.8, 1.0, -1, 2, RESPONSE, seed=6), version=7))
+    assert expected != responses(made()[0].generate(prompts, dataclasses.replace(SAMPLING, seed=6), version=7))
 
 
 def test_samples_that_are_asked_for_in_another_order_are_the_same(made):
@@ -176,7 +183,7 @@ def test_samples_that_are_asked_for_in_another_order_are_the_same(made):
             await asyncio.sleep(0.001)
         return await talks.one_turn(str)(ask, prompt, **how)
 
-    later = InprocessSampler(sampler.settings, eos_token_ids=ENDS, talk=late)
+    later = InprocessSampler(sampler.settings, eos_token_ids=ENDS, decode=str, talk=late)
     later.hold(made()[2], version=7)
     assert responses(later.generate(prompts, SAMPLING, version=7)) == expected
 
@@ -193,7 +200,7 @@ def test_a_talk_may_ask_again(made):
         second = await ask(more, sampling=dataclasses.replace(sampling, max_tokens=4), seed=seed, near=near)
         return talks.respond(dataclasses.replace(prompt, ids=np.array(more)), second, text="")
 
-    talking = InprocessSampler(sampler.settings, eos_token_ids=(), talk=twice)
+    talking = InprocessSampler(sampler.settings, eos_token_ids=(), decode=str, talk=twice)
     talking.hold(values, version=7)
     [found] = talking.generate([prompt], greedy(RESPONSE), version=7)
     [first] = by_a_loop(cfg, values, [prompt], greedy(3), ends=())
@@ -208,26 +215,53 @@ def test_a_talk_that_fails_ends_the_call(made):
         await ask(prompt.ids.tolist(), **how)
         raise KeyError(prompt.uid)
 
-    sampler = InprocessSampler(made()[0].settings, eos_token_ids=ENDS, talk=failing)
+    sampler = InprocessSampler(made()[0].settings, eos_token_ids=ENDS, decode=str, talk=failing)
     sampler.hold(made()[2], version=7)
     with pytest.raises(KeyError):
         sampler.generate(ask(4), SAMPLING, version=7)
 
 
-@pytest.mark.parametrize("top_p,top_k", [(0.7, -1), (1.0, 3)])
-def test_what_top_p_and_top_k_cut_is_not_sampled(made, top_p, top_k):
+@pytest.mark.parametrize("top_p,top_k,min_p", [(0.7, -1, 0.0), (1.0, 3, 0.0), (1.0, -1, 0.2)])
+def test_what_is_cut_is_not_sampled(made, top_p, top_k, min_p):
     sampler, cfg, values = made()
-    sampling = Sampling(0.8, top_p, top_k, 2, RESPONSE, 1)
+    sampling = dataclasses.replace(SAMPLING, top_p=top_p, top_k=top_k, min_p=min_p, seed=1)
     found, tokens = sampler.generate(ask(4), sampling, version=7), np.zeros((20, LONGEST), np.int32)
     for b, t in enumerate(found):
         tokens[b, : len(t.tokens)] = t.tokens
     for t, logits in zip(found, np.asarray(whole(cfg, values, tokens)) / 0.8, strict=False):
         for at in np.flatnonzero(t.sampled):
             falling = np.sort(np.exp(logits[at - 1]))[::-1].astype(np.float64)
-            most = top_k if top_k > 0 else 1 + int(np.sum(np.cumsum(falling) / falling.sum() < top_p))
+            most = top_k if top_k > 0 else 1 + int(np.sum(np.cumsum(falling)[:-1] / falling.sum() < top_p))
+            most = int(np.sum(falling >= min_p * falling[0])) if min_p else most
             mine = np.exp(np.float64(logits[at - 1, t.tokens[at]]))
             assert mine >= falling[most - 1] * (1 - 1e-5)
             assert t.logprob[at] == pytest.approx(np.log(mine / falling[:most].sum()), abs=1e-4)
+
+
+@pytest.mark.parametrize("turns", [2, 32])
+def test_stop_texts_end_a_response_where_the_text_first_holds_one(monkeypatch, turns):
+    """However seldom the host looks; across tokens too, beside end tokens and where these are ignored."""
+    monkeypatch.setattr(inprocess, "TURNS", turns)
+    cfg, mesh, values = model_of(NAME)
+    sampler = engine_of(cfg, mesh, rows=4)
+    sampler.hold(values, version=7)
+    for changes in ({}, {"ignore_eos": True}, {"temperature": 0.0}):
+        sampling = dataclasses.replace(SAMPLING, stop=("7 1", "77", " 5 "), n=3, **changes)
+        found, why = sampler.generate(ask(6), sampling, version=7), set()
+        assert responses(found) == by_a_loop(cfg, values, ask(6), sampling)
+        for t in found:
+            tokens = t.tokens[t.sampled].tolist()
+            assert t.text == spell(tokens)
+            stopped = any(text in t.text for text in sampling.stop)
+            ended = tokens[-1] in ENDS and not sampling.ignore_eos
+            assert t.finish == ("stop" if stopped or ended else "length")
+            assert t.finish == "stop" or len(tokens) == RESPONSE
+            why.add((stopped, ended))
+        if not changes:
+            assert why == {(True, False), (False, True), (False, False)}
+        if sampling.ignore_eos:
+            assert why == {(True, False), (False, False)}
+            assert any(set(t.tokens[t.sampled].tolist()) & set(ENDS) for t in found)
 
 
 def scored(cfg, mesh, weights, trajectories, temperature):
@@ -250,7 +284,7 @@ def test_log_probs_are_the_scorers(name):
     cfg, mesh, values = model_of(name)
     sampler = engine_of(cfg, mesh, rows=4)
     sampler.hold(values, version=0)
-    found = sampler.generate(ask(5), Sampling(0.7, 1.0, -1, 1, RESPONSE, 0), version=0)
+    found = sampler.generate(ask(5), dataclasses.replace(SAMPLING, temperature=0.7, n=1), version=0)
     mine = np.concatenate([t.logprob[t.sampled] for t in found])
     assert np.std(mine) > 0.1  # a model for which tokens differ
     np.testing.assert_allclose(mine, scored(cfg, mesh, values, found, 0.7), atol=1e-5)
@@ -292,13 +326,16 @@ def test_rows_and_parameters_lie_in_their_shards(made):
 
 
 def test_no_later_call_compiles(made):
-    sampler, _, values = made(rows=8, mesh_shape=(1, 4, 2))
-    sampler.generate(ask(3), SAMPLING, version=7)
+    cfg, mesh, values = model_of(NAME, (1, 4, 2))
+    sampler = engine_of(cfg, mesh, rows=8, cut=True)
+    sampler.hold(values, version=7)
     other = jax.device_put(jax.device_get(values), jax.tree.map(lambda x: x.sharding, values))
     with compilations() as seen:
         sampler.hold(other, version=7)
-        sampler.generate(ask(30, seed=1), Sampling(1.3, 1.0, -1, 3, 4, 1), version=7)
+        sampler.generate(ask(30, seed=1), dataclasses.replace(SAMPLING, temperature=1.3, n=3, max_tokens=4), version=7)
         sampler.generate(ask(2, seed=2), greedy(1), version=7)
+        cut = dataclasses.replace(SAMPLING, top_p=0.9, top_k=7, min_p=0.01, stop=("7 1", "5"), ignore_eos=True)
+        sampler.generate(ask(12), cut, version=7)
     assert not seen
 
 
@@ -308,7 +345,7 @@ def test_long_prompts_have_a_few_shapes():
 
     def shapes(longest, rows_at_once, multiple=1):
         return InprocessSettings(
-            cfg, rows_at_once, multiple, longest, longest + 10, "float32", rows, rows
+            cfg, rows_at_once, multiple, longest, longest + 10, "float32", rows, rows, False
         ).prompt_shapes
 
     assert shapes(1024, 256) == [(128, 32), (64, 64), (32, 128), (16, 256), (8, 512), (4, 1024)]
@@ -319,7 +356,7 @@ def test_long_prompts_have_a_few_shapes():
 def test_edges(made):
     sampler, cfg, values = made()
     assert sampler.generate([], SAMPLING, version=7) == []
-    many = Sampling(0.8, 1.0, -1, 7, 1, 0)  # more samples of a prompt than rows, of one token
+    many = dataclasses.replace(SAMPLING, n=7, max_tokens=1)  # more samples of a prompt than rows, of one token
     found = sampler.generate(ask(2), many, version=7)
     assert responses(found) == by_a_loop(cfg, values, ask(2), many)
     assert {len(r) for r in responses(found)} == {1}
@@ -355,6 +392,7 @@ def test_only_the_version_that_is_held_is_sampled_from(made):
 
 def test_a_training_samples_from_what_it_learned(small_run, engine):
     small_run.rollout.name, small_run.rollout.logp_tolerance = "inprocess", 1e-4  # which train.agree holds it to
+    small_run.rollout.temperature, small_run.actor.use_kl_loss, small_run.actor.ppo_mini_batch_size = 0.6, True, 8
     small_run.actor.lr, small_run.rollout.n = 1e-2, 2
     small_run.mesh.fsdp, small_run.mesh.tensor = 2, 2
     train.train(small_run)
@@ -363,5 +401,8 @@ def test_a_training_samples_from_what_it_learned(small_run, engine):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [m["step"] for m in lines] == [0, 1, 2]
     assert all(m["rollout/logp_gap_max"] < 1e-4 for m in lines[1:])
+    # one temperature for all: before the first update old, new and reference are the same, and the ratio is 1
+    assert all(abs(lines[1][name]) < 1e-5 for name in ("actor/ppo_kl", "actor/kl_loss"))
+    assert abs(lines[1]["actor/ratio_mean"] - 1) < 1e-5 and lines[2]["actor/kl_loss"] > 1e-4
     texts = [[json.loads(x)["response"] for x in (run / f"samples/step_{i}.jsonl").open()] for i in (1, 2)]
     assert len(texts[0]) == 8 and texts[0] != texts[1]

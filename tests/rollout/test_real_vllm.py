@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from jppo.rollout import weights
-from jppo.rollout.sampler import RolloutError
+from jppo.rollout.sampler import RolloutError, greedy
 from jppo.rollout.served import Limits
 from jppo.rollout.vllm import start_vllm
-from jppo.structs import Prompt, Sampling
+from jppo.structs import Prompt
 
 pytestmark = [
     pytest.mark.vllm,
@@ -27,8 +27,8 @@ pytestmark = [
 
 VOCAB = 96
 LIMITS = Limits(request_timeout_s=60.0, health_timeout_s=5.0, max_restarts=1)
-SAMPLING = Sampling(temperature=0.7, top_p=1.0, top_k=-1, n=2, max_tokens=12, seed=11)
-GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=-1, n=1, max_tokens=12, seed=0)
+GREEDY = greedy(12)
+SAMPLING = dataclasses.replace(GREEDY, temperature=0.7, n=2, seed=11)
 RNG = np.random.default_rng(0)
 # vLLM on a CPU caches whole blocks of 128 tokens: longer prompts show a stale prefix cache
 PROMPTS = [Prompt(str(i), "", "", RNG.integers(3, VOCAB, 300).astype(np.int32), "", {}) for i in range(4)]
@@ -153,7 +153,7 @@ def test_generated_logprobs_are_those_of_the_published_weights(served):
 
 def test_an_end_token_is_kept_and_ends_the_response(served):
     sampler, _, _, _ = served
-    many = Sampling(temperature=2.0, top_p=1.0, top_k=-1, n=64, max_tokens=40, seed=1)
+    many = dataclasses.replace(GREEDY, temperature=2.0, n=64, max_tokens=40, seed=1)
     ended = [t for t in sampler.generate(PROMPTS[:1], many, version=1) if t.finish == "stop"]
     assert ended
     assert all(t.tokens[-1] == 2 and t.sampled[-1] for t in ended)
@@ -174,9 +174,74 @@ def test_a_seed_gives_the_same_samples_whatever_is_beside_it(served):
     first = sampler.generate(PROMPTS, SAMPLING, version=1)
     assert same(sampler.generate(PROMPTS, SAMPLING, version=1), first)
     assert same(sampler.generate(PROMPTS[:2], SAMPLING, version=1), first[:4])
-    other = sampler.generate(PROMPTS, Sampling(**{**vars(SAMPLING), "seed": 12}), version=1)
+    other = sampler.generate(PROMPTS, dataclasses.replace(SAMPLING, seed=12), version=1)
     assert not same(other, first)
     assert not same(first[::2], first[1::2])  # two samples of one prompt
+
+
+def left(logits, how) -> np.ndarray:
+    """The distribution that is drawn from, in the order temperature, min_p, top_k, top_p; in float64."""
+    p = np.exp((z := logits.astype(np.float64) / how.temperature) - z.max())
+    p[p < how.min_p] = 0.0
+    order = np.argsort(-p, kind="stable")
+    p[order[how.top_k :]] *= how.top_k < 1
+    before = np.cumsum(p[order] / p.sum()) - p[order] / p.sum()
+    p[order[before >= how.top_p]] = 0.0
+    return p / p.sum()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"temperature": 0.01},
+        {"temperature": 2.0},
+        {"top_p": 0.6},
+        {"top_k": 3},
+        {"min_p": 0.2},
+        {"temperature": 1.6, "top_p": 0.8, "top_k": 12, "min_p": 0.05},
+    ],
+)
+def test_log_probs_are_those_of_the_distribution_that_sampled(served, changes):
+    import torch
+
+    sampler, _, model, _ = served
+    how = dataclasses.replace(SAMPLING, n=8, ignore_eos=True, **changes)
+    found = sampler.generate(PROMPTS, how, version=1)
+    assert {(int(t.sampled.sum()), t.finish) for t in found} == {(12, "length")}  # end tokens were ignored
+    cut = rarest = 0.0
+    for t in found:
+        with torch.no_grad():
+            logits = model(torch.tensor(t.tokens[None].astype(np.int64))).logits[0].numpy()
+        for at in np.flatnonzero(t.sampled):
+            p = left(logits[at - 1], how)
+            np.testing.assert_allclose(t.logprob[at], np.log(p[t.tokens[at]]), atol=1e-3 / how.temperature)
+            cut, rarest = max(cut, float(np.mean(p == 0))), min(rarest, float(t.logprob[at]))
+    assert how.temperature == 0.01 or (rarest < -0.5 and (cut > 0.3) == any(n != "temperature" for n in changes))
+
+
+def test_stop_texts_end_a_response_and_stay_in_it(served):
+    """With all else that can be asked for: the same again, and the first tokens of what goes on without them."""
+    sampler, _, _, _ = served
+    stop = ("w7", "5w1", "w33w")  # a word's beginning, two words' middle, and a word with the next one's beginning
+    free = dataclasses.replace(SAMPLING, n=24, top_p=0.9, top_k=40, min_p=0.01, ignore_eos=True)
+    whole = sampler.generate(PROMPTS, free, version=1)
+    how = dataclasses.replace(free, stop=stop)
+    found = sampler.generate(PROMPTS, how, version=1)
+    assert same(sampler.generate(PROMPTS, how, version=1), found)
+    ended = set()
+    for t, w in zip(found, whole, strict=True):
+        words = ["" if i == 2 else f"w{i}" for i in w.tokens[w.sampled]]  # 2 is special, which no text shows
+        texts = ["".join(words[: n + 1]) for n in range(12)]
+        first = next((n + 1 for n, text in enumerate(texts) if any(s in text for s in stop)), None)
+        assert int(t.sampled.sum()) == (first or 12) and t.finish == ("stop" if first else "length")
+        assert np.array_equal(t.tokens, w.tokens[: len(t.tokens)])
+        np.testing.assert_allclose(t.logprob, w.logprob[: len(t.logprob)], atol=1e-5)
+        ended.add(next((s for s in stop if first and s in texts[first - 1]), None))
+    assert ended == {None, *stop}
+    beside = dataclasses.replace(how, ignore_eos=False, n=64, max_tokens=40)
+    last = {int(t.tokens[-1]) == 2 for t in sampler.generate(PROMPTS, beside, version=1) if t.finish == "stop"}
+    assert last == {True, False}  # end tokens and texts, side by side
 
 
 def test_a_new_publish_leaves_no_stale_cache_and_no_stale_head(served):

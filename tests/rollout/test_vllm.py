@@ -1,17 +1,18 @@
 """The client against fake servers: what it sends, how it reads answers, and how every fault is said."""
 
+import dataclasses
 import json
 
 import numpy as np
 import pytest
 
 from jppo.config import UserError
-from jppo.rollout.sampler import RolloutError, sample_seed
+from jppo.rollout.sampler import RolloutError, greedy, sample_seed
 from jppo.rollout.served import Limits
 from jppo.rollout.vllm import GENERATE, start_vllm
-from jppo.structs import Prompt, Sampling
+from jppo.structs import Prompt
 
-SAMPLING = Sampling(temperature=0.7, top_p=1.0, top_k=-1, n=2, max_tokens=8, seed=5)
+SAMPLING = dataclasses.replace(greedy(8), temperature=0.7, n=2, seed=5)
 PROMPTS = [Prompt(f"p{i}", "", "", np.array([10 + i, 3, 4], np.int32), "", {}) for i in range(3)]
 
 
@@ -79,9 +80,19 @@ def test_prompts_are_shared_out_and_every_field_is_sent(attach, fakes):
     assert sent == {
         "n": 1, "temperature": 0.7, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
         "presence_penalty": 0.0, "frequency_penalty": 0.0, "max_tokens": 8, "min_tokens": 0,
-        "ignore_eos": True, "stop_token_ids": [2, 9], "logprobs": 0, "detokenize": False,
+        "ignore_eos": True, "stop_token_ids": [2, 9], "stop": [], "include_stop_str_in_output": True,
+        "detokenize": False, "skip_special_tokens": True, "spaces_between_special_tokens": True, "logprobs": 0,
     }  # fmt: skip
     assert asked[1][0]["model"] == "policy"
+
+
+def test_what_ends_a_response_and_what_is_cut_are_sent_as_asked(attach, fakes):
+    how = dataclasses.replace(SAMPLING, n=1, top_p=0.9, top_k=5, min_p=0.1, stop=("</a>", "\n,"), ignore_eos=True)
+    attach(1).generate(PROMPTS[:1], how, version=7)
+    sent = fakes[0].bodies[-1]["sampling_params"]
+    assert (sent["top_p"], sent["top_k"], sent["min_p"], sent["stop"]) == (0.9, 5, 0.1, ["</a>", "\n,"])
+    # with texts to be found tokens must be decoded; where end tokens are ignored none is among those that stop
+    assert (sent["detokenize"], sent["ignore_eos"], sent["stop_token_ids"]) == (True, True, [])
 
 
 def test_no_prompts_no_trajectories(attach):
@@ -121,7 +132,7 @@ def test_finish_length(attach, fakes):
 
 
 def test_too_long_for_the_server_is_the_users_fault(attach):
-    long = Sampling(**{**vars(SAMPLING), "max_tokens": 62})
+    long = dataclasses.replace(SAMPLING, max_tokens=62)
     with pytest.raises(UserError, match=r"3 tokens and max_tokens=62 must fit .*max_model_len=64"):
         attach().generate(PROMPTS, long, version=7)
 

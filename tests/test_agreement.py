@@ -1,0 +1,93 @@
+"""Before the first step: the proof that sampler and trainer have one policy, and the warning where samples are cut."""
+
+import json
+import pathlib
+
+import pytest
+
+from jppo import assemble, train
+from jppo import config as settings
+from jppo.checkup import reading
+from jppo.config import UserError
+from jppo.learner import batch, correct
+from jppo.rollout.sampler import RolloutError
+
+CUT = {"rollout.top_p": 0.7, "rollout.top_k": 5, "rollout.min_p": 0.1}
+WEIGHED = {"algorithm.old_logprob": "correction", "algorithm.rollout_is": "token"}
+
+
+def test_sampler_and_trainer_agree_whatever_is_cut_and_at_the_temperature_of_sampling(small_run, quick_compilation):
+    c, file = small_run, pathlib.Path(small_run.model.path) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"initializer_range": 0.3}))  # some tokens are likelier
+    c.update_from_flattened_dict(CUT | {"rollout.name": "inprocess", "rollout.temperature": 0.5})
+    c.rollout.logp_tolerance = 1e-4
+    settings.check(c)
+    inputs, mesh = assemble.read_inputs(c), assemble.make_mesh(c)
+    learner, now = assemble.make_learner(c, inputs, mesh)
+    engine = assemble.ENGINES["inprocess"](c, file.parent)
+    sampler = engine.ready(eos_token_ids=inputs.end_tokens, decode=str)
+    assemble.publish(c, learner, sampler, now, None)
+    assert "agree" in assemble.agree(c, inputs, learner, now, sampler, 0)
+    # what the run then samples is cut: by the same comparison it would not agree
+    drawn = sampler.generate(inputs.train.prompts, assemble.sampling(c, 0), version=0)
+    rows, policy = batch.make(drawn, plan=learner.plan, mesh=learner.mesh), learner.policy(now)
+    gaps = batch.each(lambda r: learner.passes.gap(r, learner.passes.logprob(policy, r)[0]), rows)
+    assert correct.gap_metrics(gaps)["rollout/logp_gap_max"] > 0.1
+    c.rollout.temperature = 0.6  # the compiled passes have 0.5
+    with pytest.raises(RolloutError, match="differ by up to"):
+        assemble.agree(c, inputs, learner, now, sampler, 0)
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({}, None),
+        ({"rollout.val_kwargs.top_p": 0.9, "rollout.val_kwargs.temperature": 1.0}, None),
+        ({"rollout.top_p": 0.9}, "rollout.top_p=0.9"),
+        ({"rollout.top_k": 20, "algorithm.old_logprob": "bypass"}, "rollout.top_k=20"),
+        ({**CUT, "rollout.top_k": -1}, "rollout.top_p=0.7, rollout.min_p=0.1"),
+        ({**CUT, **WEIGHED}, None),
+        (
+            {
+                **CUT, **WEIGHED, "algorithm.rollout_is": "none", "algorithm.rollout_rs": "token_k1",
+                "algorithm.rollout_rs_threshold": "2",
+            },
+            "rollout.top_p=0.7, rollout.top_k=5, rollout.min_p=0.1",  # what is rejected is not undone
+        ),
+    ],
+)  # fmt: skip
+def test_a_run_that_learns_from_a_cut_policy_is_warned(config, changes, said):
+    config.update_from_flattened_dict(changes)
+    settings.check(config)
+    found = assemble.forewarn(config, 3)
+    assert [one.found.split(":")[0] for one in found] == ([] if said is None else [said])
+    for one in found:
+        assert one.step == 3 and "algorithm.rollout_is=token" in one.remedy
+    assert [one.verdict for one in reading.sampling(config)] == ["OK", *(["WARN"] if said else [])]
+
+
+def test_it_is_said_at_the_start_and_by_dry_run(small_run, engine, quick_compilation, capsys):
+    c = small_run
+    c.rollout.top_p, c.rollout.stop, c.rollout.ignore_eos, c.trainer.val_before_train = 0.5, r"#\n", True, False
+    c.algorithm.adv_estimator = "remax"
+    c.trainer.total_training_steps = 1
+    train.train(c)
+    [row] = map(json.loads, (pathlib.Path(c.trainer.run_dir) / "warnings.jsonl").read_text().splitlines())
+    assert (row["step"], row["name"]) == (0, "sampling_cut") and "rollout.top_p=0.5" in row["found"]
+    said = capsys.readouterr()
+    assert (said.out + said.err).count("warning: sampling_cut: rollout.top_p=0.5") == 1
+    for asked in engine.asked:  # to train, to compare with, to test: one end for all
+        assert (asked.stop, asked.ignore_eos) == (("#\n",), True)
+    assert {asked.temperature for asked in engine.asked} == {0.0, 1.0}
+    assert {asked.top_p for asked in engine.asked if asked.n == 1 and asked.temperature} == {0.5, 1.0}
+    text = assemble.dry_run(c)
+    assert r"sampling         temperature 1, top_p 0.5; a response ends with '#\n' or 6 tokens" in text
+    assert "warning: rollout.top_p=0.5: responses are drawn from a part" in text
+
+
+def test_a_stop_text_that_no_response_can_hold_is_refused(small_run, tmp_path):
+    tokenizer = assemble.read_inputs(small_run).tokenizer
+    special = tokenizer.eos_token
+    small_run.rollout.stop = f"a,b{special}"
+    with pytest.raises(UserError, match=r"'b.*' holds the special token .*generation_config\.json"):
+        assemble.read_inputs(small_run)
