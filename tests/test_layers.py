@@ -214,7 +214,7 @@ def test_the_walk_sees_the_project():
         ("jppo.rollout.vllm", "from ..data import files", "layer 2 may import only"),
         ("jppo.learner.ppo", "def f():\n    from jppo import train", "layer 2 may import only"),
         ("jppo.learner.ppo", "from jppo import assemble", "layer 2 may import only"),
-        ("jppo.validation", "from jppo import assemble", "layer 4 may import only"),
+        ("jppo.validation", "from jppo import assemble", "layer 3 may import only"),
         ("jppo.evaluate", "from jppo import assemble, validation", None),
         ("jppo.statistics", "import jax", "may import nothing of the kind"),
         ("jppo.validation", "from jppo import statistics", None),
