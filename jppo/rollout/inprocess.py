@@ -7,10 +7,11 @@ A fixed number of rows is carried on together (`jppo/models/generate.py`); one t
 waits. Between two turns to the device that are long enough to keep it busy, the host hands out what is done.
 """
 
+import asyncio
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +23,8 @@ from jppo.models import generate
 from jppo.models.families import ModelConfig
 from jppo.models.generate import Choice, Slots
 from jppo.models.lora import Weights
-from jppo.rollout.sampler import Answer, Done, RolloutError, respond, sample_seed
+from jppo.rollout import talks
+from jppo.rollout.sampler import Answer, Done, RolloutError, Talk
 from jppo.structs import Params, Prompt, Sampling, Trajectory
 
 TURNS = 32  # tokens of a row between two looks of the host
@@ -99,32 +101,23 @@ class InprocessEngine:
 
     settings: InprocessSettings
 
-    def ready(self, *, eos_token_ids: Sequence[int], decode: Callable[[list[int]], str]) -> "InprocessSampler":
-        """The sampler, before it has weights."""
-        return InprocessSampler(self.settings, eos_token_ids=eos_token_ids, decode=decode)
+    def ready(
+        self, *, eos_token_ids: Sequence[int], decode: Callable[[list[int]], str], talk: Talk | None = None
+    ) -> "InprocessSampler":
+        """The sampler, before it has weights; `talk` None asks once."""
+        return InprocessSampler(self.settings, eos_token_ids=eos_token_ids, talk=talk or talks.one_turn(decode))
 
     def close(self) -> None:
         """There is nothing to end."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """One sample that is asked for."""
-
-    number: int  # among those of the call
-    prompt: Prompt
-    seed: int
-
-
 class InprocessSampler:
     """The Sampler over the trainer's own parameters."""
 
-    def __init__(
-        self, settings: InprocessSettings, *, eos_token_ids: Sequence[int], decode: Callable[[list[int]], str]
-    ):
+    def __init__(self, settings: InprocessSettings, *, eos_token_ids: Sequence[int], talk: Talk):
         self.settings = settings
         self._ends = frozenset(eos_token_ids)
-        self._decode = decode
+        self._talk = talk
         self._programs = make_programs(settings, eos_token_ids)
         self._compiled = False
         self._held: tuple[int, Weights] | None = None
@@ -133,7 +126,7 @@ class InprocessSampler:
         """Samples from these parameters from now on, and names them `version`; until the caller gives them away."""
         self._held = version, policy
         if not self._compiled:
-            self._compile(self._programs.prepare(policy))
+            Turns(self.settings, self._programs, self._programs.prepare(policy), self._ends, version).compile()
             self._compiled = True
 
     def generate(
@@ -141,18 +134,23 @@ class InprocessSampler:
     ) -> list[Trajectory]:
         """Samples `sampling.n` responses a prompt, side by side, by the weights `version`; `done` gets each at once."""
         self._check(prompts, sampling)
-        policy = self._policy(version)
-        requests = [
-            Request(i * sampling.n + j, prompt, sample_seed(sampling.seed, i, j))
-            for i, prompt in enumerate(prompts)
-            for j in range(sampling.n)
-        ]
-        out: dict[int, Trajectory] = {}
-        for request, tokens, logprob in self._run(self._programs.prepare(policy), requests, sampling):
-            out[request.number] = self._trajectory(request.prompt, tokens, logprob, version)
-            if done is not None:
-                done(request.number, out[request.number])
-        return [out[number] for number in range(len(requests))]
+        model = self._programs.prepare(self._policy(version))
+
+        async def generate() -> list[Trajectory]:
+            turns = Turns(self.settings, self._programs, model, self._ends, version)
+            answering = asyncio.ensure_future(turns.answer_all())
+            talking = asyncio.ensure_future(talks.converse(turns.ask, self._talk, prompts, sampling, done))
+            try:
+                await asyncio.wait([answering, talking], return_when=asyncio.FIRST_COMPLETED)
+                if answering.done():  # which ends by failing only
+                    answering.result()
+                return await talking
+            finally:
+                answering.cancel()
+                talking.cancel()
+                await asyncio.gather(answering, talking, return_exceptions=True)
+
+        return talks.run(generate())
 
     def close(self) -> None:
         """Lets go of the weights; may be called twice."""
@@ -183,79 +181,121 @@ class InprocessSampler:
             raise RolloutError(f"version {version} of the weights is gone: it was learned from, and no other published")
         return policy
 
-    def _compile(self, model: Params) -> None:
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One answer that is waited for."""
+
+    number: int  # in the order in which they came
+    ids: np.ndarray
+    sampling: Sampling
+    seed: int
+    answer: asyncio.Future[Answer]
+
+    @property
+    def beginning(self) -> bytes:
+        """What those that begin alike have in common: they are read once."""
+        return self.ids.tobytes()
+
+
+class Turns:
+    """The answers to all who ask, row by row, by one version of the weights."""
+
+    def __init__(
+        self, settings: InprocessSettings, programs: Programs, model: Params, ends: frozenset[int], version: int
+    ):
+        self.settings = settings
+        self._programs = programs
+        self._model = model
+        self._ends = ends
+        self._version = version
+        self._waiting: list[Request] = []
+        self._came = asyncio.Event()
+        self._asked = 0
+
+    async def ask(self, ids: Sequence[int], *, sampling: Sampling, seed: int, near: Hashable) -> Answer:
+        """One answer to `ids`; waits for a row."""
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._waiting.append(Request(self._asked, np.asarray(ids, np.int32), sampling, seed, answer))
+        self._asked += 1
+        self._came.set()
+        return await answer
+
+    def compile(self) -> None:
         """Runs every program on free rows, so that no later call compiles."""
         slots, choice = self._programs.empty(), _choice(1.0, 1.0, -1)
         for shape in self.settings.prompt_shapes:
-            slots = self._programs.fill(model, slots, *self._filling([], [], shape, 0))
-        jax.block_until_ready(self._programs.advance(model, slots, choice, np.int32(self.settings.rows)))
+            slots = self._programs.fill(self._model, slots, *self._filling([], [], shape))
+        jax.block_until_ready(self._programs.advance(self._model, slots, choice, np.int32(self.settings.rows)))
 
-    def _run(self, model: Params, requests: Sequence[Request], sampling: Sampling) -> Any:
-        """Yields each request with its tokens and their log-probs [n], as soon as it is done."""
+    async def answer_all(self) -> None:
+        """Answers whoever asks, until it is cancelled."""
         s = self.settings
-        advance = self._programs.advance
-        if sampling.top_p < 1.0 or 1 <= sampling.top_k < s.cfg.vocab_size:
-            advance = self._programs.advance_cut
-        choice = _choice(sampling.temperature, sampling.top_p, sampling.top_k)
-        # The longest first, so that prompts read together are alike; samples of one stay together, to be read once.
-        waiting = sorted(requests, key=lambda r: (-len(r.prompt.ids), r.number))
         slots, under_way = self._programs.empty(), dict[int, Request]()
-        ready: list[tuple[Request, np.ndarray, np.ndarray]] = []
-        while waiting or under_way:
+        while True:
+            if not under_way:
+                self._came.clear()
+                while not self._waiting:
+                    await self._came.wait()
+            await asyncio.sleep(0)  # those who were answered, or begin, ask now
+            first = next(iter(under_way.values())) if under_way else self._waiting[0]
+            # The longest first, so that prompts read together are alike; samples of one stay together, to be read once.
+            waiting = sorted(self._waiting, key=lambda r: (-len(r.ids), r.number))
             free = [row for row in range(s.rows) if row not in under_way]
             while waiting and free:
-                slots, taken = self._fill(model, slots, waiting, free, sampling.max_tokens)
+                slots, taken = self._fill(slots, waiting, free)
                 under_way |= dict(zip(free, taken, strict=False))
                 waiting, free = waiting[len(taken) :], free[len(taken) :]
+            self._waiting = waiting
             enough = max(1, s.rows // FREE) if waiting else s.rows
-            slots = advance(model, slots, choice, np.int32(enough))
-            yield from ready  # while the device works
-            tokens, logprob, last, until = jax.device_get((slots.tokens, slots.logprob, slots.last, slots.until))
-            ready = []
+            slots = self._advance(slots, first.sampling, enough)
+            looked_at = (slots.tokens, slots.logprob, slots.last, slots.until)
+            tokens, logprob, last, until = await asyncio.to_thread(jax.device_get, looked_at)
             for row in [row for row in under_way if last[row] >= until[row]]:
                 request = under_way.pop(row)
-                here = slice(len(request.prompt.ids), last[row] + 1)
-                ready.append((request, tokens[row, here], logprob[row, here]))
-        yield from ready
+                here = slice(len(request.ids), last[row] + 1)
+                if not request.answer.done():  # who asked may have gone
+                    request.answer.set_result(self._answer(tokens[row, here], logprob[row, here]))
 
-    def _fill(
-        self, model: Params, slots: Slots, waiting: Sequence[Request], free: Sequence[int], max_tokens: int
-    ) -> tuple[Slots, Sequence[Request]]:
+    def _advance(self, slots: Slots, sampling: Sampling, enough: int) -> Slots:
+        choice = _choice(sampling.temperature, sampling.top_p, sampling.top_k)
+        advance = self._programs.advance
+        if sampling.top_p < 1.0 or 1 <= sampling.top_k < self.settings.cfg.vocab_size:
+            advance = self._programs.advance_cut
+        return advance(self._model, slots, choice, np.int32(enough))
+
+    def _fill(self, slots: Slots, waiting: Sequence[Request], free: Sequence[int]) -> tuple[Slots, Sequence[Request]]:
         """Puts the first of those that wait into free rows, as many as can be read at once; says which."""
-        count, length = next(shape for shape in self.settings.prompt_shapes if shape[1] >= len(waiting[0].prompt.ids))
-        prompts: dict[int, int] = {}  # by identity: where each stands among those that are read
+        count, length = next(shape for shape in self.settings.prompt_shapes if shape[1] >= len(waiting[0].ids))
+        read: dict[bytes, int] = {}
         taken = list(
-            itertools.takewhile(lambda r: prompts.setdefault(id(r.prompt), len(prompts)) < count, waiting[: len(free)])
+            itertools.takewhile(lambda r: read.setdefault(r.beginning, len(read)) < count, waiting[: len(free)])
         )
-        new = self._filling(taken, free, (count, length), max_tokens)
-        return self._programs.fill(model, slots, *new), taken
+        return self._programs.fill(self._model, slots, *self._filling(taken, free, (count, length))), taken
 
-    def _filling(
-        self, taken: Sequence[Request], free: Sequence[int], shape: tuple[int, int], max_tokens: int
-    ) -> tuple[np.ndarray, ...]:
+    def _filling(self, taken: Sequence[Request], free: Sequence[int], shape: tuple[int, int]) -> tuple[np.ndarray, ...]:
         """What `generate.fill` takes beside the rows: prompts, source, length, until and seed."""
         rows = self.settings.rows
         prompts = np.zeros(shape, np.int32)
         source, length, until = np.full(rows, -1, np.int32), np.ones(rows, np.int32), np.zeros(rows, np.int32)
         seed = np.zeros(rows, np.uint32)
-        places: dict[int, int] = {}
+        places: dict[bytes, int] = {}
         for row, request in zip(free, taken, strict=False):
-            ids = request.prompt.ids
-            place = places.setdefault(id(request.prompt), len(places))
+            ids = request.ids
+            place = places.setdefault(request.beginning, len(places))
             prompts[place, : len(ids)] = ids
             source[row], length[row], seed[row] = place, len(ids), request.seed
-            until[row] = len(ids) - 1 + max_tokens
+            until[row] = len(ids) - 1 + request.sampling.max_tokens
         return prompts, source, length, until, seed
 
-    def _trajectory(self, prompt: Prompt, tokens: np.ndarray, logprob: np.ndarray, version: int) -> Trajectory:
+    def _answer(self, tokens: np.ndarray, logprob: np.ndarray) -> Answer:
         if not np.isfinite(logprob).all():
             raise RolloutError(
-                f"prompt {prompt.uid}: its tokens have the log-probs {logprob[:8]}...: the weights of version"
-                f" {version} give no finite numbers"
+                f"an answer has tokens with the log-probs {logprob[:8]}...: the weights of version {self._version} give"
+                " no finite numbers"
             )
         finish = "stop" if int(tokens[-1]) in self._ends else "length"
-        answer = Answer(tokens.tolist(), logprob.tolist(), [version] * len(tokens), finish)
-        return respond(prompt, answer, text=self._decode(answer.tokens))
+        return Answer(tokens.tolist(), logprob.tolist(), [self._version] * len(tokens), finish)
 
 
 def _choice(temperature: float, top_p: float, top_k: int) -> Choice:

@@ -1,12 +1,12 @@
 """What `train.py` asks of any rollout engine: prompts in, trajectories out, and new weights between.
 
-An engine answers tokens with tokens (`Ask`); a `Talk` makes a whole trajectory of such answers: `one_turn` here, or a
-conversation with tools. So each conversation is written once and runs on every engine.
+An engine answers tokens with tokens (`Ask`); a `Talk` makes a whole trajectory of such answers: one turn
+(`talks.py`), or a conversation with tools. So each conversation is written once and runs on every engine.
 """
 
 import dataclasses
 import pathlib
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -44,9 +44,7 @@ class Ask(Protocol):
 class Talk(Protocol):
     """How a prompt becomes a trajectory."""
 
-    async def __call__(
-        self, ask: Ask, prompt: Prompt, *, sampling: Sampling, seed: int, near: Hashable
-    ) -> Trajectory:
+    async def __call__(self, ask: Ask, prompt: Prompt, *, sampling: Sampling, seed: int, near: Hashable) -> Trajectory:
         """`seed` is that of the sample; further answers draw from seeds made of it."""
         ...
 
@@ -78,31 +76,6 @@ class Served(Sampler, Protocol):
     def load_adapter(self, save: Callable[[pathlib.Path], object], *, version: int) -> None:
         """Puts adapters beside the model that was loaded last and names both `version`; `save` writes peft's files."""
         ...
-
-
-def one_turn(decode: Callable[[list[int]], str]) -> Talk:
-    """The talk that asks once."""
-
-    async def talk(ask: Ask, prompt: Prompt, *, sampling: Sampling, seed: int, near: Hashable) -> Trajectory:
-        answer = await ask(prompt.ids.tolist(), sampling=sampling, seed=seed, near=near)
-        return respond(prompt, answer, text=decode(answer.tokens))
-
-    return talk
-
-
-def respond(prompt: Prompt, answer: Answer, *, text: str) -> Trajectory:
-    """A prompt with one answer to it."""
-    before, after = len(prompt.ids), len(answer.tokens)
-    return Trajectory(
-        uid=prompt.uid,
-        tokens=np.concatenate([prompt.ids, answer.tokens]).astype(np.int32),
-        sampled=np.repeat([False, True], [before, after]),
-        logprob=np.concatenate([np.zeros(before), answer.logprob]).astype(np.float32),
-        version=np.concatenate([np.full(before, -1), answer.version]).astype(np.int32),
-        text=text,
-        finish=answer.finish,
-        turns=1,
-    )
 
 
 def greedy(max_tokens: int) -> Sampling:

@@ -19,8 +19,9 @@ import numpy as np
 from jppo.config import UserError
 from jppo.rollout import weights
 from jppo.rollout.endpoint import Endpoint
-from jppo.rollout.sampler import Answer, Done, RolloutError, respond, sample_seed
+from jppo.rollout.sampler import Answer, Done, RolloutError, sample_seed
 from jppo.rollout.server import Server, ServerSettings, check_ports, check_vllm, environment, flags
+from jppo.rollout.talks import respond
 from jppo.structs import Prompt, Sampling, Trajectory
 
 CONNECTIONS = 256  # requests under way at one server; it queues what it cannot run at once

@@ -1,5 +1,7 @@
 """The trainer's own engine against a loop without a cache, against the scorer, and inside a training."""
 
+import asyncio
+import dataclasses
 import functools
 import json
 import pathlib
@@ -14,7 +16,8 @@ from jppo.config import UserError
 from jppo.learner import batch, packing, score, sharding, state
 from jppo.models import decoder, families, heads, lora, params
 from jppo.models.decoder import Decoder
-from jppo.rollout.inprocess import InprocessEngine, InprocessSettings
+from jppo.rollout import talks
+from jppo.rollout.inprocess import InprocessEngine, InprocessSampler, InprocessSettings
 from jppo.rollout.sampler import RolloutError, greedy, sample_seed
 from jppo.structs import Prompt, Sampling
 from tests.learner.test_compilations import compilations
@@ -163,16 +166,52 @@ def test_a_sample_is_the_same_in_any_row_and_beside_any_other(made):
     assert expected != responses(made()[0].generate(prompts, Sampling(0.8, 1.0, -1, 2, RESPONSE, seed=6), version=7))
 
 
-def test_samples_that_wait_in_another_order_are_the_same(made, monkeypatch):
+def test_samples_that_are_asked_for_in_another_order_are_the_same(made):
     sampler, _, _ = made()
-    run = type(sampler)._run
-    expected = responses(sampler.generate(ask(6), SAMPLING, version=7))
+    prompts = ask(6)
+    expected = responses(sampler.generate(prompts, SAMPLING, version=7))
 
-    def backwards(self, model, requests, sampling):
-        return run(self, model, requests[::-1], sampling)
+    async def late(ask, prompt, **how):
+        for _ in range(10 - len(prompt.ids)):
+            await asyncio.sleep(0.001)
+        return await talks.one_turn(str)(ask, prompt, **how)
 
-    monkeypatch.setattr(type(sampler), "_run", backwards)
-    assert responses(sampler.generate(ask(6), SAMPLING, version=7)) == expected
+    later = InprocessSampler(sampler.settings, eos_token_ids=ENDS, talk=late)
+    later.hold(made()[2], version=7)
+    assert responses(later.generate(prompts, SAMPLING, version=7)) == expected
+
+
+def test_a_talk_may_ask_again(made):
+    sampler, cfg, values = made()
+    [prompt] = ask(1)
+
+    async def twice(ask, prompt, *, sampling, seed, near):
+        first = await ask(
+            prompt.ids.tolist(), sampling=dataclasses.replace(sampling, max_tokens=3), seed=seed, near=near
+        )
+        more = [*prompt.ids.tolist(), *first.tokens, 5]
+        second = await ask(more, sampling=dataclasses.replace(sampling, max_tokens=4), seed=seed, near=near)
+        return talks.respond(dataclasses.replace(prompt, ids=np.array(more)), second, text="")
+
+    talking = InprocessSampler(sampler.settings, eos_token_ids=(), talk=twice)
+    talking.hold(values, version=7)
+    [found] = talking.generate([prompt], greedy(RESPONSE), version=7)
+    [first] = by_a_loop(cfg, values, [prompt], greedy(3), ends=())
+    [second] = by_a_loop(
+        cfg, values, [dataclasses.replace(prompt, ids=np.array([*prompt.ids, *first, 5]))], greedy(4), ends=()
+    )
+    assert found.tokens.tolist() == [*prompt.ids, *first, 5, *second]
+
+
+def test_a_talk_that_fails_ends_the_call(made):
+    async def failing(ask, prompt, **how):
+        await ask(prompt.ids.tolist(), **how)
+        raise KeyError(prompt.uid)
+
+    sampler = InprocessSampler(made()[0].settings, eos_token_ids=ENDS, talk=failing)
+    sampler.hold(made()[2], version=7)
+    with pytest.raises(KeyError):
+        sampler.generate(ask(4), SAMPLING, version=7)
 
 
 @pytest.mark.parametrize("top_p,top_k", [(0.7, -1), (1.0, 3)])

@@ -1,0 +1,68 @@
+"""Conversations with an engine: many at once on one event loop, each of them a `Talk` that ends as a trajectory."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+
+from jppo.rollout.sampler import Answer, Ask, Done, Talk, sample_seed
+from jppo.structs import Prompt, Sampling, Trajectory
+
+T = TypeVar("T")
+
+
+def one_turn(decode: Callable[[list[int]], str]) -> Talk:
+    """The talk that asks once."""
+
+    async def talk(ask: Ask, prompt: Prompt, *, sampling: Sampling, seed: int, near: Hashable) -> Trajectory:
+        answer = await ask(prompt.ids.tolist(), sampling=sampling, seed=seed, near=near)
+        return respond(prompt, answer, text=decode(answer.tokens))
+
+    return talk
+
+
+def respond(prompt: Prompt, answer: Answer, *, text: str) -> Trajectory:
+    """A prompt with one answer to it."""
+    before, after = len(prompt.ids), len(answer.tokens)
+    return Trajectory(
+        uid=prompt.uid,
+        tokens=np.concatenate([prompt.ids, answer.tokens]).astype(np.int32),
+        sampled=np.repeat([False, True], [before, after]),
+        logprob=np.concatenate([np.zeros(before), answer.logprob]).astype(np.float32),
+        version=np.concatenate([np.full(before, -1), answer.version]).astype(np.int32),
+        text=text,
+        finish=answer.finish,
+        turns=1,
+    )
+
+
+async def converse(
+    ask: Ask, talk: Talk, prompts: Sequence[Prompt], sampling: Sampling, done: Done | None
+) -> list[Trajectory]:
+    """`sampling.n` talks about each prompt, side by side; the first that fails ends all."""
+
+    async def hold(i: int, j: int) -> Trajectory:
+        seed = sample_seed(sampling.seed, i, j)
+        trajectory = await talk(ask, prompts[i], sampling=sampling, seed=seed, near=i)
+        if done is not None:
+            done(i * sampling.n + j, trajectory)
+        return trajectory
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(hold(i, j)) for i in range(len(prompts)) for j in range(sampling.n)]
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None  # the first; the others were cancelled or are like it
+    return [task.result() for task in tasks]
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """Runs `work` to its end, on an event loop of its own."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1) as pool:  # a notebook has a loop of its own already
+        return pool.submit(asyncio.run, work).result()
