@@ -15,6 +15,7 @@ LAYERS = (
     ("structs", "config"),
     ("algorithms", "models", "statistics"),
     ("learner", "data", "rewards", "rollout", "io"),
+    ("agent",),
     ("assemble", "validation", "export", "report"),
     ("train", "sft", "reward_model", "evaluate", "sweep"),
     ("checkup",),
@@ -24,7 +25,7 @@ LAYER = {place: i for i, row in enumerate(LAYERS) for place in row}
 # Commands that stand beside what they look at: they have the layer of the training commands.
 COMMANDS_BELOW = ("jppo.data.check", "jppo.rewards.check")
 
-COMMANDS = (*(f"jppo.{place}" for row in LAYERS[3:] for place in row), *COMMANDS_BELOW)
+COMMANDS = (*(f"jppo.{place}" for row in LAYERS[4:] for place in row), *COMMANDS_BELOW)
 # Packages that few may import: a module, or all modules below a package.
 ONLY_IN = {
     "vllm": ("jppo.rollout.worker",),
@@ -95,7 +96,7 @@ OF_JPPO = {
 # Below the commands nothing sees a config: this is what may be taken from jppo.config.
 OF_CONFIG = ("jppo.config.UserError", "jppo.config.exit_on_user_error")
 # Files, engines and metrics deal in tokens and arrays; an engine that is a model itself is the exception.
-NO_MODEL = ("jppo.data", "jppo.io", "jppo.rollout")
+NO_MODEL = ("jppo.data", "jppo.io", "jppo.rollout", "jppo.agent")
 BUT = ("jppo.rollout.inprocess",)
 
 
@@ -155,7 +156,7 @@ def against_jppo(module: str, found: Import) -> Iterator[str]:
     # What is no place is a name of the root package, such as its version.
     if place in LAYER and target in LAYER and target != place and LAYER[target] >= LAYER[place]:
         yield f"layer {LAYER[place]} may import only the layers above it"
-    if LAYER.get(place) in (1, 2) and target == "config" and found.name not in OF_CONFIG:
+    if LAYER.get(place) in (1, 2, 3) and target == "config" and found.name not in OF_CONFIG:
         yield "below the commands nothing sees a config"
     if any(within(module, p) for p in NO_MODEL) and module not in BUT and LAYER.get(target) == 1:
         yield f"jppo.{place} has nothing to do with models"
@@ -213,17 +214,21 @@ def test_the_walk_sees_the_project():
         ("jppo.rollout.vllm", "from ..data import files", "layer 2 may import only"),
         ("jppo.learner.ppo", "def f():\n    from jppo import train", "layer 2 may import only"),
         ("jppo.learner.ppo", "from jppo import assemble", "layer 2 may import only"),
-        ("jppo.validation", "from jppo import assemble", "layer 3 may import only"),
+        ("jppo.validation", "from jppo import assemble", "layer 4 may import only"),
         ("jppo.evaluate", "from jppo import assemble, validation", None),
         ("jppo.statistics", "import jax", "may import nothing of the kind"),
         ("jppo.validation", "from jppo import statistics", None),
-        ("jppo.train", "from jppo import assemble, sft", "layer 4 may import only"),
-        ("jppo.train", "from jppo.evaluate import evaluate", "layer 4 may import only"),
+        ("jppo.train", "from jppo import assemble, sft", "layer 5 may import only"),
+        ("jppo.train", "from jppo.evaluate import evaluate", "layer 5 may import only"),
         ("jppo.train", "from jppo.validation import evaluate", None),
         ("jppo.train", "from jppo.data import check", "jppo.data.check is a command"),
-        ("jppo.train", "from jppo import doctor", "layer 4 may import only"),
+        ("jppo.train", "from jppo import doctor", "layer 5 may import only"),
         ("jppo.checkup.reading", "from jppo.data import check", None),
         ("jppo.learner.ppo", "from . import packing", None),
+        ("jppo.agent.talk", "from jppo.rollout.sampler import Talk", None),
+        ("jppo.rollout.vllm", "from jppo.agent import talk", "layer 2 may import only"),
+        ("jppo.agent.talk", "from jppo.assemble import speaking", "layer 3 may import only"),
+        ("jppo.agent.talk", "from jppo import config", "nothing sees a config"),
         ("jppo.learner.ppo", "from jppo.config import UserError", None),
         ("jppo.learner.ppo", "from jppo.config import default", "nothing sees a config"),
         ("jppo.learner.ppo", "from jppo import config as settings", "nothing sees a config"),

@@ -1,4 +1,4 @@
-"""The tokens between two turns of the policy: what a tool, a user or an environment says, and the start of the next turn.
+"""The tokens between two turns of the policy: what a tool, a user or an environment says, and the next turn's start.
 
 Sampled tokens stay as they were sampled: nothing of them is decoded and encoded again. What is put behind them is the
 difference of two renderings of the chat template, one of a made-up conversation up to a turn of the assistant and one

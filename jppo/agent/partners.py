@@ -9,8 +9,8 @@
     async def reset(self, prompt) -> text                                 # '': nothing to begin with
     async def step(self, text) -> (text, reward, done)
 
-Plain functions do as well; they run in a thread each. What they raise, or return of another form, ends the conversation,
-whose response then has no reward.
+Plain functions do as well; they run in a thread each. What they raise, or return of another form, ends the
+conversation, whose response then has no reward.
 """
 
 import dataclasses
@@ -114,5 +114,5 @@ def _reply(text: Any, done: Any, score: Any, method: str) -> Reply:
     except (TypeError, ValueError):
         number = math.nan
     if not isinstance(text, str) or isinstance(score, str) or not math.isfinite(number):
-        raise PartnerError(f"{method} returned the text {str(text)[:40]!r} and the score {score!r}; it must be a finite number")
+        raise PartnerError(f"{method} returned {str(text)[:40]!r} and {score!r}; they must be text and a finite number")
     return Reply(text, bool(done), number)

@@ -1,9 +1,10 @@
 """A conversation as a `Talk`: the policy speaks, tools or a partner answer, and it speaks again.
 
 The trajectory is the prompt, what was sampled and what was put between, token by token; nothing is encoded twice. What
-the policy did not choose has `sampled` False, no log-prob and no version. A turn with calls is answered by the tools, any
-other by the partner, where there is one; without an answer the conversation ends, as it does when no more turns are
-allowed or the response has no room for the answer and one token more.
+the policy did not choose has `sampled` False, no log-prob and no version. A turn with calls is answered by the tools,
+any other by the partner, where there is one; without an answer the conversation ends, as it does when no more turns
+are allowed or the response has no room for the answer and one token more. Calls of the last turn are not made; its text
+still goes to the partner, who scores it.
 """
 
 import dataclasses
@@ -52,14 +53,18 @@ class _Record:
 
 
 @dataclasses.dataclass
-class _Tally:
-    """What went on so far between the turns."""
+class _State:
+    """Where a conversation is."""
 
+    prompt: Prompt
+    messages: list[dict[str, str]]
+    memory: dict[str, Any] = dataclasses.field(default_factory=dict)
+    respond: Respond | None = None
     turns: int = 0
     heard: int = 0
     calls: int = 0
-    errors: int = 0
-    seconds: float = 0.0
+    call_errors: int = 0
+    call_s: float = 0.0
     score: float = 0.0
     fault: str | None = None
 
@@ -77,79 +82,84 @@ def make_talk(
 ) -> Talk:
     """Closes over the parts of a run: `decode` leaves special tokens out, `spell` does not."""
 
-    def said(tokens: list[int]) -> str:
-        return spell(tokens[:-1] if tokens[-1] in ends else tokens)
+    async def start(state: _State) -> str:
+        if begin is None:
+            return ""
+        try:
+            first, state.respond = await begin(Context(state.prompt, {}, state.memory))
+        except PartnerError as e:
+            first, state.fault = "", str(e)
+        return first
 
-    async def answered(
-        text: str, messages: list[dict[str, str]], prompt: Prompt, memory: dict[str, Any], respond: Respond | None, t: _Tally
-    ) -> list[dict[str, str]]:
-        """What is said to the policy after its turn; nothing where the conversation ends."""
+    async def heard(state: _State, tokens: list[int]) -> list[dict[str, str]]:
+        """What is said to the policy after these tokens; nothing where the conversation ends."""
+        text = spell(tokens[:-1] if tokens[-1] in ends else tokens)
+        state.messages.append({"role": "assistant", "content": text})
+        last = state.turns == turns.assistant or state.heard == turns.user
         if found := parse(text, toolbox.schemas) if toolbox.schemas else []:
-            told = await toolbox.call(found, prompt, memory)
-            t.calls, t.errors, t.seconds = t.calls + len(found), t.errors + told.errors, t.seconds + told.seconds
+            if last:
+                return []
+            told = await toolbox.call(found, state.prompt, state.memory)
+            state.calls += len(found)
+            state.call_errors += told.errors
+            state.call_s += told.seconds
             return told.messages
-        if respond is None:
+        if state.respond is None:
             return []
         try:
-            reply = await respond(messages)
+            reply = await state.respond(state.messages)
         except PartnerError as e:
-            t.fault = str(e)
+            state.fault = str(e)
             return []
-        t.score += reply.score
-        return [] if reply.done else [{"role": "user", "content": reply.text}]
+        state.score += reply.score
+        return [] if reply.done or last else [{"role": "user", "content": reply.text}]
 
     async def talk(ask: Ask, prompt: Prompt, *, sampling: Sampling, seed: int, near: Hashable) -> Trajectory:
-        ids, memory, t = prompt.ids.tolist(), dict[str, Any](), _Tally()
-        before, first, respond = len(ids), "", None
-        if begin is not None:
-            try:
-                first, respond = await begin(Context(prompt, {}, memory))
-            except PartnerError as e:
-                t.fault = str(e)
-        record = _Record(opening(chat, prompt, ids, first, sampling.max_tokens))
-        messages = [*_as_messages(prompt), *([{"role": "user", "content": first}] if first else [])]
+        state = _State(prompt, _as_messages(prompt))
+        first = await start(state)
+        state.messages += [{"role": "user", "content": first}] if first else []
+        room = len(prompt.ids) + sampling.max_tokens
+        record = _Record(opening(chat, prompt, first, room))
+        begun = len(record.ids)
         while True:
-            left = before + sampling.max_tokens - len(record.ids)
-            own = seed if t.turns == 0 else sample_seed(seed, t.turns, 0)
-            answer = await ask(record.ids, sampling=dataclasses.replace(sampling, max_tokens=left), seed=own, near=near)
+            own = dataclasses.replace(sampling, max_tokens=room - len(record.ids))
+            drawn_by = seed if state.turns == 0 else sample_seed(seed, state.turns, 0)
+            answer = await ask(record.ids, sampling=own, seed=drawn_by, near=near)
             record.say(answer)
-            t.turns, finish = t.turns + 1, answer.finish
-            if finish != "stop" or t.turns == turns.assistant or t.heard == turns.user:
+            state.turns, finish = state.turns + 1, answer.finish
+            new = await heard(state, answer.tokens) if finish == "stop" else []
+            if not new:
                 break
-            text = said(answer.tokens)
-            messages.append({"role": "assistant", "content": text})
-            heard = await answered(text, messages, prompt, memory, respond, t)
-            if not heard:
-                break
-            new = chat.between(heard, answer.tokens[-1])
-            if len(record.ids) + len(new) >= before + sampling.max_tokens:
+            ids = chat.between(new, answer.tokens[-1])
+            if len(record.ids) + len(ids) >= room:
                 finish = "length"
                 break
-            record.hear(new)
-            messages += heard
-            t.heard += 1
+            record.hear(ids)
+            state.messages += new
+            state.heard += 1
         return Trajectory(
             uid=prompt.uid,
             tokens=np.asarray(record.ids, np.int32),
             sampled=np.asarray(record.sampled),
             logprob=np.asarray(record.logprob, np.float32),
             version=np.asarray(record.version, np.int32),
-            text=decode(record.ids[before:]),
+            text=decode(record.ids[begun:]),
             finish=finish,
-            turns=t.turns,
-            exchange=Exchange(t.calls, t.errors, t.seconds, t.score, t.fault),
+            turns=state.turns,
+            exchange=Exchange(state.calls, state.call_errors, state.call_s, state.score, state.fault),
         )
 
     return talk
 
 
-def opening(chat: Chat, prompt: Prompt, ids: list[int], first: str, room: int) -> list[int]:
-    """The prompt with the first text of an environment, which takes its room from the response's."""
+def opening(chat: Chat, prompt: Prompt, first: str, room: int) -> list[int]:
+    """The prompt with the first text of an environment, within `room` tokens with the response."""
+    ids = prompt.ids.tolist()
     whole = chat.opening(prompt.messages, ids, first) if first else ids
-    if len(whole) >= len(ids) + room:
+    if len(whole) >= room:
         raise UserError(
-            f"prompt {prompt.uid}: what the environment says first leaves no room for a response: {len(whole)} tokens"
-            f" with the prompt's {len(ids)}, and data.max_response_length={room}; raise it, or say less"
+            f"prompt {prompt.uid}: what the environment says first makes {len(whole)} tokens of its {len(ids)}, and the"
+            f" response ends at {room}; raise data.max_response_length, or have it say less"
         )
     return whole
 

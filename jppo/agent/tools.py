@@ -75,17 +75,17 @@ class Told:
 class Toolbox:
     """The tools of a run."""
 
-    def __init__(self, tools: Sequence[Tool], limits: Limits):
+    def __init__(self, tools: Sequence[Tool], limits: Limits, beside: Beside):
         self.schemas = [tool.schema for tool in tools]
         self._tools = {tool.schema["function"]["name"]: tool for tool in tools}
         self._limits = limits
-        self._beside = Beside()
+        self._beside = beside
 
     async def call(self, found: Sequence[Found], prompt: Prompt, memory: dict[str, Any]) -> Told:
         """Makes the calls, side by side; every one has an answer. Calls above the limit are not made."""
         most = self._limits.parallel
         answers = list(await asyncio.gather(*(self._one(one, prompt, memory) for one in found[:most])))
-        if surplus := len(found) - most:
+        if (surplus := len(found) - most) > 0:
             why = f"error: {surplus} calls were not made, only {most} may be made at once"
             answers.append(({"role": "tool", "name": "error", "content": self._cut(why)}, surplus, 0.0))
         return Told(
@@ -124,7 +124,6 @@ class Toolbox:
         """Ends what the tools have started; may be called twice."""
         for tool in self._tools.values():
             getattr(tool, "close", lambda: None)()
-        self._beside.close()
 
 
 def of_row(prompt: Prompt, name: str) -> Mapping[str, Any]:
@@ -198,7 +197,9 @@ def _from_yaml(file: pathlib.Path, where: str) -> list[Tool]:
 def _made(one: Mapping[str, Any], where: str) -> Tool:
     name, config, schema = one.get("class_name"), one.get("config") or {}, one.get("tool_schema")
     if unknown := set(one) - {"class_name", "config", "tool_schema"}:
-        raise UserError(f"{where}: {min(map(str, unknown))!r} is not known; an entry has class_name, config, tool_schema")
+        raise UserError(
+            f"{where}: {min(map(str, unknown))!r} is not known; an entry has class_name, config, tool_schema"
+        )
     if not isinstance(name, str) or not isinstance(config, dict) or not isinstance(schema, dict | None):
         raise UserError(f"{where}: an entry is class_name (text), config and tool_schema (objects); one is {dict(one)}")
     if name not in SHIPPED and ":" not in name:
@@ -225,5 +226,7 @@ def _checked_name(tool: Any, where: str) -> str:
             " {'name': ..., 'description': ..., 'parameters': ...}}; give it `schema`, or tool_schema in the file"
         )
     if not callable(tool):
-        raise UserError(f"{where}: the tool {name!r} cannot be called; give it `async def __call__(arguments, context)`")
+        raise UserError(
+            f"{where}: the tool {name!r} cannot be called; give it `async def __call__(arguments, context)`"
+        )
     return name

@@ -14,7 +14,15 @@ from jppo.assemble.engine import (
     share_gpu,
     val_sampling,
 )
-from jppo.assemble.inputs import Inputs, make_adapters, read_inputs, read_models, read_test, read_tokenizer
+from jppo.assemble.inputs import (
+    Inputs,
+    make_adapters,
+    read_inputs,
+    read_models,
+    read_test,
+    read_tokenizer,
+    speaking,
+)
 from jppo.assemble.learner import (
     Learner,
     attention_kernel,
@@ -77,6 +85,7 @@ __all__ = [
     "save",
     "sequences_of_step",
     "share_gpu",
+    "speaking",
     "utilisation",
     "val_sampling",
 ]

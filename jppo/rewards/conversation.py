@@ -1,0 +1,24 @@
+"""The part that hands out what was scored while the response came about: by an environment, or a simulated user."""
+
+from concurrent.futures import Future
+
+from jppo.rewards.parts import Sample, failed
+from jppo.structs import Reward
+
+
+class ConversationPart:
+    """The sum of what was given turn by turn; an error where whoever gives it has failed."""
+
+    def submit(self, sample: Sample) -> Future[Reward]:
+        """The score, at once."""
+        future: Future[Reward] = Future()
+        assert sample.exchange is not None
+        fault = sample.exchange.fault
+        future.set_result(Reward(sample.exchange.score, {}, error=None) if fault is None else failed(fault))
+        return future
+
+    def flush(self) -> None:
+        """Nothing waits."""
+
+    def close(self) -> None:
+        """There is nothing to end."""
