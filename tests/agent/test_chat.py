@@ -13,7 +13,10 @@ KEEPS = (
 )
 COUNTS = "{{ messages | length }}{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}"
 LAST_ONLY = "{{ messages[-1].content }}"
-REFUSES = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{{ m.content }}{% endfor %}"
+REFUSES = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{{ m.content }}"
+    "{% endfor %}"
+)
 SCHEMA = {"type": "function", "function": {"name": "oven", "parameters": {}}}
 
 
