@@ -51,7 +51,7 @@ from jppo.io.timers import Timers
 from jppo.learner import batch, devices, estimate, ppo
 from jppo.models import decoder, families, hf
 from jppo.models.families import ModelConfig
-from jppo.rollout.server import check_vllm
+from jppo.rollout.vllm_start import check_vllm
 from jppo.structs import Prompt, Trajectory
 from jppo.train import update_models
 

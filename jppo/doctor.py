@@ -37,7 +37,8 @@ from jppo.assemble.memory import available_memory
 from jppo.checkup import run
 from jppo.checkup.finding import GIB, Finding, check_room, examine, report
 from jppo.config import UserError
-from jppo.rollout.server import HOST, check_vllm
+from jppo.rollout.server import HOST
+from jppo.rollout.vllm_start import check_vllm
 
 MEMORY = 3 * GIB  # a small trainer and its vLLM on a CPU
 SHARED_MEMORY = GIB  # vLLM's processes talk through it

@@ -216,7 +216,8 @@ def ppo_step(run: Run, now: TrainState, cursor: Cursor) -> tuple[TrainState, Cur
         rewards = grading.collect()  # what is left of it: it began with the first response
         baseline = None if best is None else best.collect()
     run.logger.samples(f"step_{version + 1}", samples(asked, trajectories, rewards))
-    metrics = describe(trajectories, rewards) | counts.metrics(trajectories) | run.panel.metrics()
+    metrics = describe(trajectories, rewards) | counts.metrics(trajectories)
+    metrics |= run.panel.metrics() | run.sampler.metrics()
     compared = passes.sequences is not None
     outcome, usable = estimate.outcomes(rewards, baseline, n=c.rollout.n, compared=compared)
     trajectories = [estimate.trainable(*pair) for pair in zip(trajectories, usable, strict=True)]

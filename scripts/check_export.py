@@ -28,8 +28,9 @@ from jppo.data.tokenizer import decode, end_token_ids, load_tokenizer
 from jppo.models import decoder, heads, hf
 from jppo.models.families import ModelConfig
 from jppo.rollout.sampler import RolloutError
-from jppo.rollout.server import ServerSettings
+from jppo.rollout.served import Limits
 from jppo.rollout.vllm import start_vllm
+from jppo.rollout.vllm_start import ServerSettings
 from jppo.structs import Params, Prompt, Sampling
 
 Answers = list[list[int]]  # token ids of each response, the end token included
@@ -111,7 +112,7 @@ def by_vllm(
             run_dir,
             settings=settings,
             urls=[],
-            request_timeout_s=600.0,
+            limits=Limits(request_timeout_s=600.0, health_timeout_s=60.0, max_restarts=0),
             publish_dir="",
         )
         try:

@@ -25,8 +25,9 @@ from jppo.models.families import ModelConfig
 from jppo.rollout import weights
 from jppo.rollout.layout import Entry
 from jppo.rollout.sampler import RolloutError
-from jppo.rollout.server import ServerSettings
-from jppo.rollout.vllm import VllmSampler, start_vllm
+from jppo.rollout.served import Limits, ServedSampler
+from jppo.rollout.vllm import start_vllm
+from jppo.rollout.vllm_start import ServerSettings
 from jppo.structs import Params, Prompt, Sampling, Trajectory
 
 PROMPT_TOKENS = 300  # vLLM caches whole blocks, of 128 tokens on a CPU
@@ -72,7 +73,7 @@ def gap(params: Params, cfg: ModelConfig, trajectories: Sequence[Trajectory]) ->
     return float(np.abs(np.asarray(logp) - served)[sampled].max())
 
 
-def check(sampler: VllmSampler, base: Params, cfg: ModelConfig) -> float:
+def check(sampler: ServedSampler, base: Params, cfg: ModelConfig) -> float:
     """Publishes, generates, compares, breaks; the largest gap. RolloutError if a fault is let through."""
     rng = np.random.default_rng(0)
     prompts = [
@@ -96,7 +97,7 @@ def check(sampler: VllmSampler, base: Params, cfg: ModelConfig) -> float:
     faults = {
         "a tensor missing": lambda: sampler.load([t for t in tensors.items() if t[0] != name], version=3),
         "a wrong shape": lambda: sampler.load((tensors | {name: tensors[name][:-1]}).items(), version=3),
-        "a cut file": lambda: weights.publish(sampler.endpoints, cut, tensors.items(), 3),
+        "a cut file": lambda: sampler.fleet.deliver(weights.Publisher(cut).whole(tensors.items(), 3)),
     }
     for fault, publish in faults.items():
         try:
@@ -136,7 +137,8 @@ def main() -> None:
         start_timeout_s=300.0,
     )
     with tempfile.TemporaryDirectory() as run_dir:
-        engine = start_vllm(args.hf_dir, run_dir, settings=settings, urls=[], request_timeout_s=120.0, publish_dir="")
+        limits = Limits(request_timeout_s=120.0, health_timeout_s=60.0, max_restarts=0)
+        engine = start_vllm(args.hf_dir, run_dir, settings=settings, urls=[], limits=limits, publish_dir="")
         try:
             if list(pathlib.Path(args.hf_dir).glob("*.safetensors")):
                 base = hf.load_params(args.hf_dir, cfg, head="lm", param_dtype=jnp.float32)

@@ -97,7 +97,7 @@ class RandomEngine:
         self.asked = []
         self.adapters, self.folder = [], None
 
-    def ready(self, *, eos_token_ids, decode):
+    def ready(self, *, eos_token_ids, decode, talk=None):
         self.end, self.decode = eos_token_ids[0], decode
         return self
 
@@ -121,6 +121,9 @@ class RandomEngine:
 
     def load(self, tensors, *, version):
         assert all(np.isfinite(array).all() for _, array in tensors)
+
+    def metrics(self):
+        return {}
 
     def close(self):
         pass

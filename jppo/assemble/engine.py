@@ -18,8 +18,9 @@ from jppo.models.families import ModelConfig, pad_vocab
 from jppo.models.lora import Lora
 from jppo.rollout.inprocess import InprocessEngine, InprocessSampler, InprocessSettings
 from jppo.rollout.sampler import Served
-from jppo.rollout.server import ServerSettings
-from jppo.rollout.vllm import VllmEngine, start_vllm
+from jppo.rollout.served import Engine, Limits
+from jppo.rollout.vllm import start_vllm
+from jppo.rollout.vllm_start import ServerSettings
 from jppo.structs import Sampling, TrainState
 
 Source = Served | InprocessSampler  # of samples
@@ -59,7 +60,7 @@ def share_gpu(c: ConfigDict) -> None:
         )
 
 
-def start_engine(c: ConfigDict, run: pathlib.Path) -> VllmEngine:
+def start_engine(c: ConfigDict, run: pathlib.Path) -> Engine:
     """vLLM on its way to being ready, or attached to."""
     r = c.rollout
     run.mkdir(parents=True, exist_ok=True)
@@ -75,6 +76,9 @@ def start_engine(c: ConfigDict, run: pathlib.Path) -> VllmEngine:
         kv_cache_memory_bytes=r.kv_cache_memory_bytes,
         omp_threads=r.omp_threads,
         start_timeout_s=r.start_timeout_s,
+        tensor_model_parallel_size=r.tensor_model_parallel_size,
+        devices=tuple(device.strip() for device in r.devices.split(",") if device.strip()),
+        engine_args=r.engine_args,
         lora_rank=c.model.lora_rank if r.lora_sync == "adapter" else 0,
     )
     return start_vllm(
@@ -82,7 +86,11 @@ def start_engine(c: ConfigDict, run: pathlib.Path) -> VllmEngine:
         str(run),
         settings=server,
         urls=[url.strip() for url in r.urls.split(",") if url.strip()],
-        request_timeout_s=r.request_timeout_s,
+        limits=Limits(
+            request_timeout_s=r.request_timeout_s,
+            health_timeout_s=r.health_timeout_s,
+            max_restarts=r.max_restarts,
+        ),
         publish_dir=r.publish_dir,
     )
 
@@ -151,7 +159,7 @@ def publish_stored(c: ConfigDict, sampler: Source, cfg: ModelConfig) -> None:
 
 
 # What `rollout.name` chooses from.
-ENGINES: dict[str, Callable[[ConfigDict, pathlib.Path], VllmEngine | InprocessEngine]] = {
+ENGINES: dict[str, Callable[[ConfigDict, pathlib.Path], Engine | InprocessEngine]] = {
     "vllm": start_engine,
     "inprocess": start_inprocess,
 }

@@ -26,7 +26,7 @@ from jppo.rewards.model_vllm import VllmRewardModel
 from jppo.rewards.parts import Part
 from jppo.rewards.pool import Pool
 from jppo.rewards.shape import FormatPart, OverlongPart
-from jppo.rollout.server import check_vllm
+from jppo.rollout.vllm_start import check_vllm
 
 RULES = "rule_score"
 

@@ -83,6 +83,8 @@ AT_LEAST = {
     "rollout.port": 0,
     "rollout.max_num_seqs": 1,
     "rollout.omp_threads": 1,
+    "rollout.tensor_model_parallel_size": 1,
+    "rollout.max_restarts": 0,
     "rollout.logp_tolerance": 0.0,
     "rollout.multi_turn.max_parallel_calls": 1,
     "rollout.multi_turn.max_tool_response_length": 1,
@@ -131,6 +133,7 @@ ABOVE_ZERO = (
     "rollout.start_timeout_s",
     "rollout.request_timeout_s",
     "rollout.multi_turn.tool_timeout_s",
+    "rollout.health_timeout_s",
     "rollout.gpu_memory_utilization",
     "rollout.kv_cache_memory_bytes",
 )
@@ -165,8 +168,13 @@ OF_SERVERS = (
     "rollout.publish_dir",
     "rollout.gpu_memory_utilization",
     "rollout.omp_threads",
+    "rollout.tensor_model_parallel_size",
+    "rollout.devices",
+    "rollout.engine_args",
     "rollout.start_timeout_s",
     "rollout.request_timeout_s",
+    "rollout.health_timeout_s",
+    "rollout.max_restarts",
 )
 LARGEST_SERVED_RANK = 512  # of adapters in vLLM
 

@@ -144,8 +144,13 @@ def default() -> ml_collections.ConfigDict:
             gpu_memory_utilization=0.4,  # on a GPU
             kv_cache_memory_bytes=268435456,  # on a CPU: of the keys and values of the responses under way
             omp_threads=1,  # on a CPU
+            tensor_model_parallel_size=1,  # GPUs of one server
+            devices="",  # the GPUs of the servers, as in CUDA_VISIBLE_DEVICES; '': all that there are
+            engine_args="",  # more options of vLLM's own, as on a command line
             start_timeout_s=300.0,
             request_timeout_s=600.0,
+            health_timeout_s=60.0,  # a server that says no word for so long hangs
+            max_restarts=5,  # of servers that break, in all; then the run ends with a checkpoint
             lora_sync="merge",  # of a policy with adapters: whole weights; or adapter: vLLM gets the adapters alone
             publish_dir="",  # '': nameless shared memory; a folder that both see when the server is in a container
             logp_tolerance=1e-3,  # largest |trainer - sampler| log-prob before step 1

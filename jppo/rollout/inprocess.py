@@ -152,6 +152,10 @@ class InprocessSampler:
 
         return talks.run(generate())
 
+    def metrics(self) -> dict[str, float]:
+        """There is nothing that breaks."""
+        return {}
+
     def close(self) -> None:
         """Lets go of the weights; may be called twice."""
         self._held = None

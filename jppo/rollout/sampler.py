@@ -61,6 +61,10 @@ class Sampler(Protocol):
         """
         ...
 
+    def metrics(self) -> dict[str, float]:
+        """What the engine counts beside its samples, since it was last asked."""
+        ...
+
     def close(self) -> None:
         """Ends the engine and everything that it holds; may be called twice."""
         ...

@@ -1,28 +1,28 @@
-"""Publishing: a whole new policy handed to every server, or to none. Called by `vllm.py` after each update.
+"""Publishing to vLLM: a whole new policy handed to every server, or to none, after each update.
 
-    write the file -> every server checks it -> pause -> load -> name the version -> resume
+    write the file -> every server checks it (offer) -> pause -> load and name the version (take) -> resume
 
-A file that any server refuses changes nothing anywhere: the servers go on with the weights that they have.
+`fleet.py` goes through the steps. A file that any server refuses changes nothing anywhere: the servers go on with
+the weights that they have.
 Two files are written in turn: the one that a server may still be reading is never the one being written.
 """
 
+import dataclasses
 import os
 import pathlib
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 
 from jppo.config import UserError
 from jppo.rollout import layout
-from jppo.rollout.endpoint import Endpoint
+from jppo.rollout.endpoint import Endpoint, ServerFault
 from jppo.rollout.sampler import RolloutError
 
-T = TypeVar("T")
 SHARED_MEMORY = "/dev/shm"
 
 
@@ -82,68 +82,101 @@ class Buffers:
             os.unlink(file[1])
 
 
-def publish(
-    endpoints: Sequence[Endpoint], buffers: Buffers, tensors: Iterable[tuple[str, np.ndarray]], version: int
-) -> None:
-    """Makes `tensors` the model of every server, named `version`; RolloutError if one will not take it."""
-    path, entries = buffers.write(tensors)
-    packed = layout.pack(entries)
-    with ThreadPoolExecutor(len(endpoints)) as pool:
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """A whole policy in one of the two files, as `fleet.py` hands it to each server."""
 
-        def everywhere(do: Callable[[Endpoint], T]) -> list[T]:
-            return list(pool.map(do, endpoints))
+    path: str
+    entries: list[list[Any]]
+    version: int
+    model: None = None
+    whole: bool = True
 
-        try:
-            everywhere(lambda e: _accept(e, "jppo_check", path=path, version=version, entries=packed))
-            everywhere(lambda e: e.post("/pause?mode=wait"))  # also drops the prefix cache
-        except RolloutError:
-            buffers.renew()
-            raise
-        try:
-            everywhere(lambda e: _accept(e, "jppo_load", version=version))
-            everywhere(lambda e: e.post("/update_weight_version", {"new_version": str(version)}))
-        except RolloutError as e:
-            buffers.renew()
-            raise RolloutError(f"{e}; its weights are in doubt: the server must be started again") from e
-        everywhere(lambda e: e.post("/resume"))
+    def offer(self, endpoint: Endpoint) -> None:
+        """The server compares the file with its model; it goes on with the weights that it has."""
+        _accept(endpoint, "jppo_check", path=self.path, version=self.version, entries=self.entries)
+
+    def take(self, endpoint: Endpoint) -> None:
+        """The server loads it."""
+        _accept(endpoint, "jppo_load", version=self.version)
+        endpoint.post("/update_weight_version", {"new_version": str(self.version)})
 
 
-class Adapters:
-    """The adapters that the servers have, beside the model that was published last.
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """Adapters beside the policy that was delivered before.
 
     Each version has a path and a name of its own: what a server was given under a name stays what it was.
     """
 
-    def __init__(self, folder: str):
-        self._folder = pathlib.Path(folder)
-        self._run = uuid.uuid4().hex[:8]  # an attached server may still have those of another run
-        self.name: str | None = None  # of the last one; requests ask for it
+    path: pathlib.Path
+    version: int
+    before: str | None  # the adapters that these replace
+    whole: bool = False
 
-    def publish(self, endpoints: Sequence[Endpoint], save: Callable[[pathlib.Path], object], version: int) -> None:
-        """Hands the adapters that `save` writes to every server; the ones before are forgotten."""
-        old, name = self.name, f"adapter-{self._run}-{version}"
-        path = self._folder / name
+    @property
+    def model(self) -> str:
+        """Requests ask for it."""
+        return self.path.name
+
+    def offer(self, endpoint: Endpoint) -> None:
+        """The server reads them, and asks nothing of them yet."""
+        endpoint.tell("/v1/load_lora_adapter", {"lora_name": self.model, "lora_path": str(self.path)})
+
+    def take(self, endpoint: Endpoint) -> None:
+        """The server forgets those before."""
+        endpoint.post("/update_weight_version", {"new_version": str(self.version)})
+        if self.before is not None and self.before in _served(endpoint):  # one that was started again has none
+            endpoint.tell("/v1/unload_lora_adapter", {"lora_name": self.before})
+
+
+class Publisher:
+    """What the servers are given: files that they read."""
+
+    def __init__(self, buffers: Buffers):
+        self._buffers = buffers
+        self._run = uuid.uuid4().hex[:8]  # an attached server may still have the adapters of another run
+        self._adapter: pathlib.Path | None = None
+
+    def whole(self, tensors: Iterable[tuple[str, np.ndarray]], version: int) -> Whole:
+        """A whole policy, written."""
+        self._adapter = None  # it was beside another model
+        path, entries = self._buffers.write(tensors)
+        return Whole(path, layout.pack(entries), version)
+
+    def adapter(self, save: Callable[[pathlib.Path], object], version: int) -> Adapter:
+        """Adapters, written by `save`; those before the last go."""
+        assert self._buffers.folder is not None  # Buffers was told that there will be some
+        path = pathlib.Path(self._buffers.folder) / f"adapter-{self._run}-{version}"
         try:
             save(path)
         except OSError as e:
             raise UserError(
                 f"the adapters cannot be written to {path}: {e}; rollout.publish_dir must name a folder with room"
             ) from e
-        with ThreadPoolExecutor(len(endpoints)) as pool:
+        last, self._adapter = self._adapter, path
+        return Adapter(path, version, None if last is None else last.name)
 
-            def everywhere(route: str, body: dict[str, str]) -> None:
-                list(pool.map(lambda e: e.tell(route, body), endpoints))
+    def refused(self) -> None:
+        """The file written last is given up: a server may still be reading it."""
+        self._buffers.renew()
 
-            everywhere("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
-            everywhere("/update_weight_version", {"new_version": str(version)})
-            self.name = name
-            if old is not None:
-                everywhere("/v1/unload_lora_adapter", {"lora_name": old})
-                shutil.rmtree(self._folder / old, ignore_errors=True)
+    def close(self) -> None:
+        """Frees the files."""
+        self._buffers.close()
+
+
+def _served(endpoint: Endpoint) -> list[str]:
+    try:
+        return [model["id"] for model in endpoint.get("/v1/models")["data"]]
+    except (KeyError, TypeError) as e:
+        raise ServerFault(f"the server at {endpoint.url} answered /v1/models with no list of models") from e
 
 
 def _accept(endpoint: Endpoint, method: str, **kwargs: Any) -> None:
     for result in endpoint.call(method, **kwargs):
+        if not isinstance(result, dict) or "ok" not in result:
+            raise ServerFault(f"the server at {endpoint.url} answered {method} with {str(result)[:300]}")
         if not result["ok"]:
             raise RolloutError(
                 f"the vLLM server at {endpoint.url} refused version {kwargs['version']} of the weights:"

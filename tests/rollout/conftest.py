@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from jppo.rollout.server import ServerSettings
+from jppo.rollout.vllm_start import ServerSettings
 
 
 class FakeServer:
@@ -19,8 +19,11 @@ class FakeServer:
         self.answers: dict[str, tuple[int, object]] = {
             "/v1/models": (200, {"data": [{"id": "policy"}]}),
             "/is_paused": (200, {"is_paused": False}),
+            "/health": (200, None),
+            "/weight_info": (200, {"weight_version": "default"}),
             "/openapi.json": (200, {"paths": {"/inference/v1/generate": {}}}),
             "/pause?mode=wait": (200, {}),
+            "/pause?mode=abort": (200, {}),
             "/resume": (200, {}),
             "/update_weight_version": (200, {}),
             "jppo_info": (200, {"results": [dict(INFO)]}),
@@ -35,7 +38,7 @@ class FakeServer:
                 self.reply({})
 
             def do_POST(self):
-                self.reply(json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"null"))
+                self.reply(json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"null"))
 
             def reply(self, body):
                 route = body["method"] if self.path == "/collective_rpc" else self.path
@@ -45,7 +48,10 @@ class FakeServer:
                     fake.hang.wait(30)
                     return
                 status, answer = fake.answers[route]
-                data = json.dumps(answer(body) if callable(answer) else answer).encode()
+                try:
+                    data = json.dumps(answer(body) if callable(answer) else answer).encode()
+                except ConnectionAbortedError:  # an answer that breaks off before it begins
+                    return
                 with contextlib.suppress(BrokenPipeError):  # the client gave up, as it should after a failure
                     self.send_response(status)
                     self.send_header("Content-Length", str(len(data)))

@@ -1,5 +1,6 @@
 """A real vLLM on tiny random models: it samples from what was published, and nothing of it is left behind."""
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -7,6 +8,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -14,6 +16,7 @@ import pytest
 
 from jppo.rollout import weights
 from jppo.rollout.sampler import RolloutError
+from jppo.rollout.served import Limits
 from jppo.rollout.vllm import start_vllm
 from jppo.structs import Prompt, Sampling
 
@@ -23,6 +26,7 @@ pytestmark = [
 ]
 
 VOCAB = 96
+LIMITS = Limits(request_timeout_s=60.0, health_timeout_s=5.0, max_restarts=1)
 SAMPLING = Sampling(temperature=0.7, top_p=1.0, top_k=-1, n=2, max_tokens=12, seed=11)
 GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=-1, n=1, max_tokens=12, seed=0)
 RNG = np.random.default_rng(0)
@@ -120,7 +124,7 @@ def served(request, settings, tmp_path_factory):
         str(folder / "run"),
         settings=settings(max_model_len=384, max_num_seqs=64, start_timeout_s=180.0),
         urls=[],
-        request_timeout_s=60.0,
+        limits=LIMITS,
         publish_dir="" if request.param == "tied" else str(folder),
     )
     try:
@@ -183,7 +187,7 @@ def test_a_new_publish_leaves_no_stale_cache_and_no_stale_head(served):
     trajectories = sampler.generate(PROMPTS, SAMPLING, version=2)
     assert gap(new, trajectories) < 1e-3
     assert gap(old, trajectories) > 0.1  # the test can tell them apart
-    with pytest.raises(RolloutError, match="by the weights 2, not by version 1"):
+    with pytest.raises(RolloutError, match="version 1 of the weights was asked for, and the servers have version 2"):
         sampler.generate(PROMPTS[:1], SAMPLING, version=1)
     sampler.load(random_weights(config, 1)[1].items(), version=1)
 
@@ -208,56 +212,69 @@ def test_a_refused_publish_names_the_tensor_and_leaves_the_old_weights(served):
         sampler.load((tensors | {name: tensors[name][:-1]}).items(), version=2)
     cut = CutBuffers("")
     with pytest.raises(RolloutError, match=r"cut: model\.\S+ ends at byte"):
-        weights.publish(sampler.endpoints, cut, tensors.items(), 2)
+        sampler.fleet.deliver(weights.Publisher(cut).whole(tensors.items(), 2))
     cut.close()
     assert same(sampler.generate(PROMPTS, SAMPLING, version=1), before)
 
 
 def test_attaching_by_url(served, settings):
-    sampler, _, model, _ = served
-    url = sampler.endpoints[0].url
+    sampler, config, model, _ = served
+    url = sampler.fleet.members[0].endpoint.url
 
     def attach():
-        return start_vllm(
-            "model", "run", settings=settings(), urls=[url], request_timeout_s=30.0, publish_dir=""
-        ).ready(eos_token_ids=[2], decode=str)
+        return start_vllm("model", "run", settings=settings(), urls=[url], limits=LIMITS, publish_dir="").ready(
+            eos_token_ids=[2], decode=str
+        )
 
     attached = attach()
+    attached.load(random_weights(config, 1)[1].items(), version=1)
     assert gap(model, attached.generate(PROMPTS[:1], SAMPLING, version=1)) < 1e-3
     attached.close()  # ends nothing that it did not start
-    sampler.endpoints[0].post("/pause?mode=wait")
+    sampler.fleet.members[0].endpoint.post("/pause?mode=wait")
     with pytest.raises(Exception, match=r"is paused.*/resume"):
         attach()
-    sampler.endpoints[0].post("/resume")
+    sampler.fleet.members[0].endpoint.post("/resume")
     # an extension that is not there is an error, not the end of the server
     with pytest.raises(RolloutError, match="500"):
-        sampler.endpoints[0].call("jppo_no_such_method")
+        sampler.fleet.members[0].endpoint.call("jppo_no_such_method")
     assert len(sampler.generate(PROMPTS[:1], SAMPLING, version=1)) == 2
 
 
-def test_a_killed_server_is_one_clear_error_and_leaves_no_process(served):
-    sampler, _, _, engine = served
-    leader = engine._servers[0]._process.pid
+def test_a_broken_server_is_started_again_and_nothing_is_lost(served):
+    """Killed where its embedding is tied, hung where it is not, in the middle of a rollout."""
+    sampler, config, _, engine = served
+    long = dataclasses.replace(SAMPLING, n=16, max_tokens=80)
+    before = sampler.generate(PROMPTS, long, version=1)
+    leader = engine.servers[0].pid
     others = [pid for pid in session_of(leader) if pid != leader]
     assert others
+    first = threading.Event()
+    future = sampler.start(PROMPTS, long, done=lambda *_: first.set())
+    assert first.wait(60)
     for pid in others:
-        os.kill(pid, signal.SIGKILL)
-    started = time.monotonic()
-    with pytest.raises(RolloutError, match=r"the vLLM server at http\S+ "):
-        sampler.generate(PROMPTS, SAMPLING, version=1)
-    assert time.monotonic() - started < 30
+        os.kill(pid, signal.SIGKILL if config.tie_word_embeddings else signal.SIGSTOP)
+    assert same(future.result(120), before)
+    assert sampler.metrics()["rollout/restarts"] == 1
     wait_for_none(leader)
+    # a second time is once too often
+    leader = engine.servers[0].pid
+    for pid in session_of(leader):
+        os.kill(pid, signal.SIGKILL)
+    with pytest.raises(RolloutError, match=r"not started again: rollout\.max_restarts=1"):
+        sampler.generate(PROMPTS, SAMPLING, version=1)
     sampler.close()
+    wait_for_none(leader)
 
 
 TRAINER = """
 import json, sys, time
-from jppo.rollout.server import ServerSettings
+from jppo.rollout.served import Limits
 from jppo.rollout.vllm import start_vllm
+from jppo.rollout.vllm_start import ServerSettings
 model, run, settings, wait = json.loads(sys.argv[1])
 settings = ServerSettings(**settings)
-engine = start_vllm(model, run, settings=settings, urls=[], request_timeout_s=60.0, publish_dir=run)
-print(engine._servers[0]._process.pid, flush=True)
+engine = start_vllm(model, run, settings=settings, urls=[], limits=Limits(60.0, 60.0, 0), publish_dir=run)
+print(engine.servers[0].pid, flush=True)
 if wait:
     engine.ready(eos_token_ids=[2], decode=str)
     print("ready", flush=True)

@@ -1,4 +1,5 @@
 import os
+import pathlib
 import socket
 import subprocess
 import sys
@@ -6,10 +7,11 @@ import time
 
 import pytest
 
+import jppo
 from jppo.config import UserError, checks
-from jppo.rollout import server as module
 from jppo.rollout.sampler import RolloutError
-from jppo.rollout.server import Server, check_ports, check_vllm, environment, flags, telling
+from jppo.rollout.server import Server, check_ports, telling
+from jppo.rollout.vllm_start import LORA_RANKS, check_vllm, environment, flags, program
 
 # What `python -m vllm.entrypoints.openai.api_server` does in an interpreter made for these tests.
 FAKE_VLLM = """
@@ -24,7 +26,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
-time.sleep(100 if os.environ.get("FAKE") == "sleeps" else 0)
+time.sleep({"sleeps": 100, "waits": 0.5}.get(os.environ.get("FAKE"), 0))
 http.server.HTTPServer(("127.0.0.1", int(given["--port"])), Handler).serve_forever()
 """
 
@@ -133,12 +135,14 @@ def fake_vllm(site, settings, tmp_path, monkeypatch):
         monkeypatch.setenv("FAKE", fake)
         made.append(
             Server(
-                len(made),
-                model_dir="model",
-                run_dir=str(tmp_path / "run"),
-                settings=settings(python=python_of(site), **changes),
-                build="cpu",
-                folder=None,
+                program(
+                    len(made),
+                    model_dir="model",
+                    run_dir=str(tmp_path / "run"),
+                    settings=settings(python=python_of(site), **changes),
+                    build="cpu",
+                    folder=None,
+                )
             )
         )
         made[-1].start()
@@ -192,23 +196,81 @@ def test_the_log_of_an_earlier_run_stays_and_is_not_quoted(fake_vllm, tmp_path):
     assert "yesterday" not in str(caught.value) and "yesterday" in server.log.read_text()
 
 
-def test_several_servers_share_out_the_gpus(site, settings, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "servers, each, named, expected",
+    [
+        (3, 1, "", ["4", "5", "4"]),
+        (2, 2, "0,1,2,3", ["0,1", "2,3"]),
+        (1, 1, "7", ["7"]),
+        (1, 1, "", ["4,5"]),  # as it was
+    ],
+)
+def test_servers_share_out_the_gpus(settings, tmp_path, monkeypatch, servers, each, named, expected):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    many = settings(servers=3, python=python_of(site))
-    devices = []
-    for i in range(3):
-        server = Server(i, model_dir="m", run_dir=str(tmp_path), settings=many, build="gpu", folder=None)
-        devices.append(server._env["CUDA_VISIBLE_DEVICES"])
-        server.stop()
-    assert devices == ["4", "5", "4"]
+    devices = tuple(named.split(",")) if named else ()
+    many = settings(servers=servers, tensor_model_parallel_size=each, devices=devices)
+    found = [
+        program(i, model_dir="m", run_dir=str(tmp_path), settings=many, build="gpu", folder=None)
+        for i in range(servers)
+    ]
+    assert [p.env["CUDA_VISIBLE_DEVICES"] for p in found] == expected
+    command = found[0].command(80, "name")
+    assert command[command.index("--tensor-parallel-size") + 1] == str(each)
+
+
+def test_further_options_reach_the_server_and_ours_do_not_change(settings):
+    given = flags(settings(engine_args="--block-size 16 --kv-cache-dtype=fp8"), "cpu")
+    assert given[-3:] == ["--block-size", "16", "--kv-cache-dtype=fp8"]
+    for wrong, said in [
+        ("--dtype half", "set by rollout.dtype"),
+        ("--load_format=auto", "set by jppo"),
+        ("16", "begin"),
+    ]:
+        with pytest.raises(UserError, match=said):
+            flags(settings(engine_args=wrong), "cpu")
 
 
 def test_a_cache_setting_of_the_environment_does_not_override(settings, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
-    server = Server(0, model_dir="m", run_dir=str(tmp_path), settings=settings(), build="cpu", folder=None)
+    env = program(0, model_dir="m", run_dir=str(tmp_path), settings=settings(), build="cpu", folder=None).env
+    assert "VLLM_CPU_KVCACHE_SPACE" not in env
+    assert env["PYTHONPATH"].split(os.pathsep)[0] == str(pathlib.Path(jppo.__file__).parents[1])
+
+
+def test_a_server_starts_again_on_its_port(fake_vllm):
+    server = fake_vllm()
+    server.wait_ready()
+    url = server.url
+    server.restart()
+    server.wait_ready()
+    assert server.alive() and server.url == url
     server.stop()
-    assert "VLLM_CPU_KVCACHE_SPACE" not in server._env
-    assert server._env["PYTHONPATH"].split(os.pathsep)[0] == os.path.dirname(os.path.dirname(module.jppo.__file__))
+    with pytest.raises(RolloutError, match="was ended"):
+        server.restart()
+    assert not server.alive()
+
+
+def test_a_port_that_is_stolen_meanwhile_is_given_up(fake_vllm):
+    server = fake_vllm()
+    server.wait_ready()
+    url = server.url
+    server._kill()
+    with socket.socket() as thief:
+        thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        thief.bind(("127.0.0.1", int(url.rsplit(":", 1)[1])))
+        thief.listen()
+        server.restart()
+        server.wait_ready()
+        assert server.url != url
+    # between the moment at which it is chosen and that at which the server takes it
+    late = fake_vllm("waits")
+    with socket.socket() as thief:
+        thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        thief.bind(("127.0.0.1", int(late.url.rsplit(":", 1)[1])))
+        thief.listen()
+        url = late.url
+        late.wait_ready()
+        assert late.url != url
 
 
 def test_telling_lines():
@@ -236,7 +298,7 @@ the server's process ended with code 1
 
 def test_room_for_adapters(settings):
     """vLLM makes room in steps; its largest is what a config may ask for."""
-    assert module.LORA_RANKS[-1] == checks.LARGEST_SERVED_RANK
+    assert LORA_RANKS[-1] == checks.LARGEST_SERVED_RANK
     for rank, room in ((1, "1"), (2, "8"), (16, "16"), (17, "32"), (512, "512")):
         said = flags(settings(lora_rank=rank), "cpu")
         assert said[said.index("--max-lora-rank") + 1] == room and "--enable-lora" in said

@@ -1,0 +1,453 @@
+"""Several servers as one: who is asked, who is broken, who is started again, and that all have the same weights.
+
+A request goes to the server that has those which begin alike, unless another has less to do. One that fails is asked
+again with its own seed, so nothing is lost and nothing is counted twice. A server that fails is looked at, and if it
+is broken it is started again, gets the weights that the others have, and takes its share; they go on meanwhile.
+
+All waiting is done on one event loop in a thread of its own, also between the steps of the training: a server that
+dies then is started again while the trainer learns.
+"""
+
+import asyncio
+import collections
+import dataclasses
+import functools
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Hashable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
+
+from jppo.config import UserError
+from jppo.rollout.endpoint import Endpoint, ServerFault
+from jppo.rollout.sampler import Answer, RolloutError, sample_seed
+from jppo.rollout.server import Server
+from jppo.structs import Sampling
+
+T = TypeVar("T")
+CONNECTIONS = 256  # requests under way at one server; it queues what it cannot run at once
+SLACK = 32  # so many more than another may a server have under way and still get what begins alike
+TRIES = 5  # of one request, before the run ends
+PROBE_S = 2.0  # between two looks at a server's health
+POLL_S = 0.5
+
+
+class Cut(ServerFault):
+    """The server was given up while the request was under way: not the request's fault."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What a server answers to one request; `finish` may be 'abort': an update of the weights cut it."""
+
+    tokens: list[int]
+    logprob: list[float]
+    version: list[str]  # of each token, as the server names the weights
+    finish: str
+
+
+class Dialect(Protocol):
+    """How one kind of server is spoken to. What it does not answer as agreed is a ServerFault."""
+
+    @property
+    def how(self) -> str:
+        """How to start one that is fit for training."""
+        ...
+
+    def request(self, ids: Sequence[int], sampling: Sampling, seed: int, model: str) -> tuple[str, dict[str, Any]]:
+        """The route and the body that ask for one answer."""
+        ...
+
+    def part(self, reply: Any) -> Part:
+        """What the reply says."""
+        ...
+
+    def inspect(self, endpoint: Endpoint) -> tuple[str, int]:
+        """The served model's name and length; UserError if the server is not fit for training."""
+        ...
+
+    def paused(self, endpoint: Endpoint) -> bool:
+        """Whether requests would wait."""
+        ...
+
+    def version(self, endpoint: Endpoint) -> int | None:
+        """The weights that it has; None: none of ours."""
+        ...
+
+    def pause(self, endpoint: Endpoint, mode: str) -> None:
+        """Lets no token be sampled; `mode` says what becomes of those under way: wait, abort or keep."""
+        ...
+
+    def resume(self, endpoint: Endpoint) -> None:
+        """The end of a pause; caches of the old weights are gone."""
+        ...
+
+
+class Delivery(Protocol):
+    """Weights on their way to the servers; can be handed over as often as needed."""
+
+    @property
+    def version(self) -> int:
+        """What they are named."""
+        ...
+
+    @property
+    def model(self) -> str | None:
+        """What requests ask for when they are there; None: the server's own name."""
+        ...
+
+    @property
+    def whole(self) -> bool:
+        """Whether they are the whole model; else something beside what was delivered before."""
+        ...
+
+    def offer(self, endpoint: Endpoint) -> None:
+        """Shows them to a server, which changes nothing yet; RolloutError if it refuses."""
+        ...
+
+    def take(self, endpoint: Endpoint) -> None:
+        """Makes them what it samples from."""
+        ...
+
+
+@dataclasses.dataclass(eq=False)
+class Member:
+    """One server."""
+
+    endpoint: Endpoint
+    server: Server | None  # None: attached to
+    model: str
+    max_model_len: int
+    up: bool = True
+    mending: bool = False
+    under_way: int = 0
+    requests: set[asyncio.Task[Any]] = dataclasses.field(default_factory=set)
+
+
+class Fleet:
+    """The servers of a run."""
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        dialect: Dialect,
+        *,
+        max_restarts: int,
+        health_timeout_s: float,
+        start_timeout_s: float,
+    ):
+        self.members = members
+        self.version: int | None = None
+        self.restarts = 0
+        self.asked_again = 0
+        self._dialect = dialect
+        self._max_restarts = max_restarts
+        self._health_timeout_s = health_timeout_s
+        self._start_timeout_s = start_timeout_s
+        self._delivered: tuple[Delivery, ...] = ()
+        self._updates = 0
+        self._updating = False  # new requests wait here, not at the servers
+        self._weights = threading.RLock()  # held while weights go to servers
+        self._fatal: Exception | None = None
+        self._closed = False
+        self._waiting: collections.deque[asyncio.Future[None]] = collections.deque()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._pool = ThreadPoolExecutor(2 * len(members) + 1, thread_name_prefix="jppo-fleet")
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="jppo-fleet", daemon=True)
+        self._thread.start()
+        self._soon(self._watch)
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Runs `work`, which may `ask`, on the fleet's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    async def ask(self, ids: Sequence[int], *, sampling: Sampling, seed: int, near: Hashable) -> Answer:
+        """One answer, by whichever server; see `sampler.Ask`."""
+        longest = min(member.max_model_len for member in self.members)
+        if len(ids) + sampling.max_tokens > longest:
+            raise UserError(
+                f"a prompt of {len(ids)} tokens and max_tokens={sampling.max_tokens} must fit the server's"
+                f" max_model_len={longest}; start it with more, or ask for less"
+            )
+        tokens: list[int] = []
+        logprob: list[float] = []
+        version: list[int] = []
+        failures = 0
+        while True:
+            rest = dataclasses.replace(sampling, max_tokens=sampling.max_tokens - len(tokens))
+            own = seed if not tokens else sample_seed(seed, 0, len(tokens))
+            updates = self._updates
+            try:
+                part = await self._ask_one([*ids, *tokens], rest, own, near, sure=failures > 0)
+                tokens, logprob = tokens + part.tokens, logprob + part.logprob
+                version += map(int, part.version)
+                if part.finish != "abort":
+                    return Answer(tokens, logprob, version, part.finish)
+                if len(tokens) == sampling.max_tokens:
+                    return Answer(tokens, logprob, version, "length")
+                if self._updates == updates and not self._updating:
+                    raise ServerFault("a response ended with 'abort' without an update: did another client pause it?")
+            except Cut:
+                self.asked_again += 1
+            except ServerFault as e:
+                failures += 1
+                self.asked_again += 1
+                if failures == TRIES:
+                    raise RolloutError(f"a request failed {TRIES} times; the last time: {e}") from e
+
+    def deliver(self, delivery: Delivery, *, mode: str = "wait") -> None:
+        """Makes `delivery` what every server samples from; RolloutError if one that works refuses it.
+
+        Those that break on the way are started again and get it then.
+        """
+        self._require_one()
+        with self._weights:
+            taking = [member for member in self.members if member.up]
+            taking = self._each(taking, delivery.offer)
+            self._updating = True
+            try:
+                taking = self._each(taking, lambda endpoint: self._dialect.pause(endpoint, mode))
+                taking = self._each(taking, delivery.take)
+                self._delivered = (delivery,) if delivery.whole else (*self._delivered[:1], delivery)
+                self.version = delivery.version
+                self._updates += 1
+                self._each(taking, self._dialect.resume)
+            finally:
+                self._updating = False
+                self._loop.call_soon_threadsafe(lambda: self._wake(len(self._waiting)))
+
+    def close(self) -> None:
+        """Ends the servers that were started here; may be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        servers = [member.server for member in self.members if member.server is not None]
+        if servers:
+            with ThreadPoolExecutor(len(servers)) as pool:
+                list(pool.map(Server.stop, servers))
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    # On the loop.
+
+    async def _ask_one(self, ids: Sequence[int], sampling: Sampling, seed: int, near: Hashable, *, sure: bool) -> Part:
+        member = await self._place(near)
+        try:
+            oldest = self.version
+            route, body = self._dialect.request(ids, sampling, seed, self._model(member))
+            request = asyncio.ensure_future(member.endpoint.ask(route, body))
+            member.requests.add(request)
+            try:
+                part = self._dialect.part(await request)
+            except asyncio.CancelledError:
+                if request.cancelled() and not asyncio.current_task().cancelling():  # type: ignore[union-attr]
+                    raise Cut(f"the server at {member.endpoint.url} was given up") from None
+                request.cancel()
+                raise
+            finally:
+                member.requests.discard(request)
+            self._require_versions(part, oldest, member)
+            return part
+        except ServerFault as e:
+            self._suspect(member, e, sure=sure)
+            raise
+        finally:
+            member.under_way -= 1
+            self._wake(1)
+
+    async def _place(self, near: Hashable) -> Member:
+        """A server with room; counted as asked."""
+        while True:
+            if self._fatal is not None:
+                raise self._fatal
+            up = [member for member in self.members if member.up]
+            if up and not self._updating:
+                least = min(up, key=lambda member: member.under_way)
+                home = self.members[hash(near) % len(self.members)]
+                chosen = home if home.up and home.under_way <= least.under_way + SLACK else least
+                if chosen.under_way < CONNECTIONS:
+                    chosen.under_way += 1
+                    return chosen
+            turn: asyncio.Future[None] = self._loop.create_future()
+            self._waiting.append(turn)
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if not turn.cancelled():
+                    self._wake(1)  # whose turn it was has gone
+                raise
+
+    def _wake(self, count: int) -> None:
+        while count and self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                count -= 1
+
+    def _model(self, member: Member) -> str:
+        given = self._delivered[-1].model if self._delivered else None
+        return member.model if given is None else given
+
+    def _require_versions(self, part: Part, oldest: int | None, member: Member) -> None:
+        known = {str(v) for v in range(oldest or 0, (self.version or 0) + 1)}
+        if strange := sorted(set(part.version) - known):
+            raise ServerFault(
+                f"the server at {member.endpoint.url} sampled by the weights {', '.join(strange)}, not by version"
+                f" {self.version}: another trainer uses it, or it was started again"
+            )
+
+    def _suspect(self, member: Member, fault: ServerFault, *, sure: bool) -> None:
+        """Has a server looked at that failed; `sure`: it is broken, whatever it says."""
+        if not member.mending and not self._closed:
+            member.mending = True
+            task = self._loop.create_task(self._mend(member, fault, sure=sure))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _mend(self, member: Member, fault: RolloutError, *, sure: bool) -> None:
+        try:
+            if not sure and not await self._in_pool(self._broken, member):
+                return
+            member.up = False
+            for request in member.requests:
+                request.cancel()
+            while not self._closed:
+                if self.restarts >= self._max_restarts:
+                    said = f"it is not started again: rollout.max_restarts={self._max_restarts}"
+                    self._fail(RolloutError(f"{fault}; {said}"))
+                    return
+                self._say(f"{fault}; it is {'waited for' if member.server is None else 'started again'}")
+                self.restarts += 1
+                began = time.monotonic()
+                try:
+                    await self._in_pool(self._revive, member)
+                    self._say(f"the server at {member.endpoint.url} is back after {time.monotonic() - began:.1f} s")
+                    return
+                except RolloutError as e:
+                    fault = e
+                    if member.server is None:
+                        self._give_up(member, e)
+                        return
+        except Exception as e:  # of the settings, or ours: nobody else waits for this task
+            self._fail(e)
+        finally:
+            member.mending = False
+            self._wake(len(self._waiting))
+
+    def _give_up(self, member: Member, why: RolloutError) -> None:
+        """A server that was attached to and does not come back; the others go on without it."""
+        if not any(other.up or other.mending for other in self.members if other is not member):
+            self._fail(RolloutError(f"{why}; it was the last server"))
+        else:
+            self._say(f"{why}; the others go on without it")
+
+    def _fail(self, why: Exception) -> None:
+        self._fatal = self._fatal or why
+        for member in self.members:
+            for request in member.requests:
+                request.cancel()
+
+    async def _watch(self) -> None:
+        """Looks at the servers' health for as long as the fleet lives."""
+        while True:
+            await asyncio.sleep(PROBE_S)
+            await asyncio.gather(*(self._probe(member) for member in self.members if member.up and not member.mending))
+
+    async def _probe(self, member: Member) -> None:
+        try:
+            if member.server is not None and not member.server.alive():
+                raise ServerFault(f"the vLLM server at {member.endpoint.url} has ended; {member.server.why()}")
+            await member.endpoint.within(self._health_timeout_s).look("/health")
+        except ServerFault as e:
+            self._suspect(member, e, sure=True)
+        except Exception as e:  # as in `_mend`
+            self._fail(e)
+            self._wake(len(self._waiting))
+
+    async def _in_pool(self, do: Callable[..., T], *args: Any) -> T:
+        return await self._loop.run_in_executor(self._pool, do, *args)
+
+    async def _end(self) -> None:
+        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # In any thread.
+
+    def _soon(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._loop.call_soon_threadsafe(lambda: self._tasks.add(self._loop.create_task(work())))
+
+    def _broken(self, member: Member) -> bool:
+        """Whether a server that failed is more than out of breath."""
+        if member.server is not None and not member.server.alive():
+            return True
+        endpoint = member.endpoint.within(self._health_timeout_s)
+        try:
+            with self._weights:  # no update is under way
+                return self._dialect.paused(endpoint) or self._dialect.version(endpoint) != self.version
+        except RolloutError:
+            return True
+
+    def _revive(self, member: Member) -> None:
+        """Starts the server again, or waits for one that is not ours, and gives it what the others have."""
+        if member.server is None:
+            self._wait_for(member)
+        else:
+            member.server.restart()
+            member.server.wait_ready()
+            member.endpoint.url = member.server.url
+            member.model, member.max_model_len = self._dialect.inspect(member.endpoint)
+        with self._weights:
+            for delivery in self._delivered:
+                delivery.offer(member.endpoint)
+                self._dialect.pause(member.endpoint, "abort")
+                delivery.take(member.endpoint)
+                self._dialect.resume(member.endpoint)
+            member.up = True
+
+    def _wait_for(self, member: Member) -> None:
+        deadline = time.monotonic() + self._start_timeout_s
+        while not self._closed:
+            try:
+                member.model, member.max_model_len = self._dialect.inspect(member.endpoint)
+                return
+            except RolloutError as e:
+                if time.monotonic() > deadline:
+                    said = f"did not come back within rollout.start_timeout_s={self._start_timeout_s:g}"
+                    raise RolloutError(f"the server at {member.endpoint.url} {said}; {e}") from e
+            time.sleep(POLL_S)
+
+    def _require_one(self) -> None:
+        """Returns when there is a server that works."""
+        while not any(member.up for member in self.members):
+            if self._fatal is not None:
+                raise self._fatal
+            time.sleep(POLL_S / 10)
+        if self._fatal is not None:
+            raise self._fatal
+
+    def _each(self, members: Sequence[Member], do: Callable[[Endpoint], None]) -> list[Member]:
+        """Does it at all of them side by side; those that broke are sent to be mended and left out."""
+        futures = {self._pool.submit(do, member.endpoint): member for member in members}
+        good, refused = [], []
+        for future, member in futures.items():
+            try:
+                future.result()
+                good.append(member)
+            except ServerFault as e:
+                member.up = False
+                self._loop.call_soon_threadsafe(functools.partial(self._suspect, member, e, sure=True))
+            except RolloutError as e:
+                refused.append(e)
+        if refused:
+            raise refused[0]
+        return good
+
+    def _say(self, line: str) -> None:
+        print(f"rollout: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,176 @@
+"""The `Sampler` over servers, whatever their kind: `vllm.py` and `sglang.py` say how each is spoken to."""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+import numpy as np
+
+from jppo.config import UserError
+from jppo.rollout import talks
+from jppo.rollout.endpoint import Endpoint
+from jppo.rollout.fleet import Delivery, Dialect, Fleet, Member
+from jppo.rollout.sampler import Done, RolloutError, Talk
+from jppo.rollout.server import Server
+from jppo.structs import Prompt, Sampling, Trajectory
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """How long a server may take, and how often one is started again; the fields mean what `rollout`'s mean."""
+
+    request_timeout_s: float
+    health_timeout_s: float
+    max_restarts: int
+
+
+class Publisher(Protocol):
+    """Writes weights to where the servers read them."""
+
+    def whole(self, tensors: Iterable[tuple[str, np.ndarray]], version: int) -> Delivery:
+        """A whole policy."""
+        ...
+
+    def adapter(self, save: Callable[[pathlib.Path], object], version: int) -> Delivery:
+        """Adapters beside the policy that was written last."""
+        ...
+
+    def refused(self) -> None:
+        """What was written last is given up."""
+        ...
+
+    def close(self) -> None:
+        """Frees the room."""
+        ...
+
+
+class ServedSampler:
+    """The Sampler over a fleet."""
+
+    def __init__(self, fleet: Fleet, talk: Talk, publisher: Publisher):
+        self.fleet = fleet
+        self._talk = talk
+        self._publisher = publisher
+        self._told = (0, 0)
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, done: Done | None = None
+    ) -> list[Trajectory]:
+        """Samples `sampling.n` responses a prompt, side by side, by the weights `version`; `done` gets each at once."""
+        if version != self.fleet.version:
+            has = "none" if self.fleet.version is None else f"version {self.fleet.version}"
+            raise RolloutError(f"version {version} of the weights was asked for, and the servers have {has}")
+        future = self.start(prompts, sampling, done=done)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def start(
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, done: Done | None = None
+    ) -> Future[list[Trajectory]]:
+        """As `generate`, by the weights that there are as each token is sampled; does not wait."""
+        return self.fleet.start(talks.converse(self.fleet.ask, self._talk, prompts, sampling, done))
+
+    def load(self, tensors: Iterable[tuple[str, np.ndarray]], *, version: int, mode: str = "wait") -> None:
+        """Replaces the whole model by `tensors` (HF names, a tied embedding once) and names it `version`."""
+        self._deliver(self._publisher.whole(tensors, version), mode)
+
+    def load_adapter(self, save: Callable[[pathlib.Path], object], *, version: int, mode: str = "wait") -> None:
+        """Puts adapters beside the model that was loaded last and names both `version`; `save` writes peft's files."""
+        self._deliver(self._publisher.adapter(save, version), mode)
+
+    def metrics(self) -> dict[str, float]:
+        """What went wrong and was mended since this was last asked."""
+        now, before = (self.fleet.restarts, self.fleet.asked_again), self._told
+        self._told = now
+        return {"rollout/restarts": float(now[0] - before[0]), "rollout/asked_again": float(now[1] - before[1])}
+
+    def close(self) -> None:
+        """Ends the servers that were started here and frees the weights' room; may be called twice."""
+        self.fleet.close()
+        self._publisher.close()
+
+    def _deliver(self, delivery: Delivery, mode: str) -> None:
+        try:
+            self.fleet.deliver(delivery, mode=mode)
+        except RolloutError:
+            self._publisher.refused()
+            raise
+
+
+class Engine:
+    """Servers on their way to being ready."""
+
+    def __init__(
+        self,
+        servers: Sequence[Server],
+        urls: Sequence[str],
+        publisher: Publisher,
+        speak: Callable[[Sequence[int]], Dialect],
+        limits: Limits,
+        *,
+        start_timeout_s: float,
+    ):
+        self.servers = servers
+        self._urls = urls
+        self._publisher = publisher
+        self._speak = speak
+        self._limits = limits
+        self._start_timeout_s = start_timeout_s
+        self._sampler: ServedSampler | None = None
+        for server in servers:
+            server.start()
+
+    def ready(
+        self, *, eos_token_ids: Sequence[int], decode: Callable[[list[int]], str], talk: Talk | None = None
+    ) -> ServedSampler:
+        """Waits for the servers, checks each, and returns the sampler over all; `talk` None asks once."""
+        limits = self._limits
+        for started in self.servers:
+            started.wait_ready()
+        dialect = self._speak(eos_token_ids)
+        members = []
+        own: list[tuple[Server | None, str]] = [(server, server.url) for server in self.servers]
+        attached: list[tuple[Server | None, str]] = [(None, url) for url in self._urls]
+        for server, url in own or attached:
+            endpoint = Endpoint(url, timeout_s=limits.request_timeout_s, why=str if server is None else server.why)
+            if server is None:
+                _require_awake(endpoint, dialect)
+            try:
+                members.append(Member(endpoint, server, *dialect.inspect(endpoint)))
+            except RolloutError as e:
+                raise UserError(f"{e}; {dialect.how}") from e
+        fleet = Fleet(
+            members,
+            dialect,
+            max_restarts=limits.max_restarts,
+            health_timeout_s=limits.health_timeout_s,
+            start_timeout_s=self._start_timeout_s,
+        )
+        self._sampler = ServedSampler(fleet, talk or talks.one_turn(decode), self._publisher)
+        return self._sampler
+
+    def close(self) -> None:
+        """Ends what was started here; may be called twice."""
+        if self._sampler is not None:
+            self._sampler.close()
+            return
+        for server in self.servers:
+            server.stop()
+        self._publisher.close()
+
+
+def _require_awake(endpoint: Endpoint, dialect: Dialect) -> None:
+    try:
+        paused = dialect.paused(endpoint)
+    except RolloutError as e:
+        raise UserError(f"{e}; {dialect.how}") from e
+    if paused:
+        raise UserError(
+            f"the server at {endpoint.url} is paused: requests would wait for ever; if no other trainer"
+            f" uses it, resume it with `curl -X POST {endpoint.url}/resume`"
+        )

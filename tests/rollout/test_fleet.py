@@ -1,0 +1,345 @@
+"""Several servers as one, against fakes that fail in every way; real ones are killed in test_real_vllm.py."""
+
+import asyncio
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from jppo.rollout import fleet as module
+from jppo.rollout.sampler import RolloutError, sample_seed
+from jppo.rollout.served import Limits
+from jppo.rollout.vllm import GENERATE, start_vllm
+from jppo.structs import Prompt, Sampling
+from tests.rollout.test_vllm import choice
+
+SAMPLING = Sampling(temperature=0.7, top_p=1.0, top_k=-1, n=2, max_tokens=8, seed=5)
+PROMPTS = [Prompt(f"p{i}", "", "", np.array([10 + i, 3, 4], np.int32), "", {}) for i in range(6)]
+TENSORS = {"w": np.arange(4, dtype=np.float32)}
+SWAP = ["jppo_check", "/pause?mode=wait", "jppo_load", "/update_weight_version", "/resume"]
+REVIVED = ["jppo_check", "/pause?mode=abort", "jppo_load", "/update_weight_version", "/resume"]
+LORA = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+
+
+def serve(fake, version="default"):
+    """A fake that knows which weights it has, and answers with two tokens: the prompt's first, and the seed's."""
+    fake.version = version
+
+    def named(body):
+        fake.version = body["new_version"]
+        return {}
+
+    def answer(body):
+        tokens = [body["token_ids"][0], body["sampling_params"]["seed"] % 1000]
+        return {"choices": [choice(tokens, [-0.5, -1.25], version=fake.version)]}
+
+    fake.answers["/update_weight_version"] = (200, named)
+    fake.answers["/weight_info"] = (200, lambda _: {"weight_version": fake.version})
+    fake.answers[GENERATE] = (200, answer)
+    return fake
+
+
+@pytest.fixture
+def made(fakes, settings, monkeypatch):
+    """A maker of samplers over two fakes that version 7 was published to."""
+    monkeypatch.setattr(module, "POLL_S", 0.05)
+    monkeypatch.setattr(module, "PROBE_S", 0.05)
+    engines = []
+
+    def make(count=2, timeout_s=20.0, health_s=5.0, start_s=20.0, restarts=3, lora_rank=0):
+        for fake in fakes:
+            serve(fake)
+        if lora_rank:
+            for fake in fakes:
+                fake.answers |= dict.fromkeys(LORA, (200, "Success"))
+                fake.answers["/openapi.json"] = (200, {"paths": {GENERATE: {}, LORA[0]: {}}})
+        engines.append(
+            start_vllm(
+                "model",
+                "run",
+                settings=settings(start_timeout_s=start_s, lora_rank=lora_rank),
+                urls=[fake.url for fake in fakes[:count]],
+                limits=Limits(timeout_s, health_s, restarts),
+                publish_dir="",
+            )
+        )
+        sampler = engines[-1].ready(eos_token_ids=[2], decode=str)
+        sampler.load(TENSORS.items(), version=7)
+        for fake in fakes:
+            fake.asked.clear(), fake.bodies.clear()
+        return sampler
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def whole(trajectories, prompts=PROMPTS):
+    """Whether every sample of every prompt is there once, drawn from its own seed."""
+    found = [(t.uid, t.tokens[-2:].tolist()) for t in trajectories]
+    return found == [
+        (p.uid, [p.ids[0], sample_seed(5, i, j) % 1000]) for i, p in enumerate(prompts) for j in range(SAMPLING.n)
+    ]
+
+
+def asked(fake, routes):
+    return [route for route in fake.asked if route in routes]
+
+
+def until(true, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def failing(fake, times, answer=(500, {"error": "engine dead"})):
+    """The fake's own answer after so many others."""
+    left, (_, good), lock = [times], fake.answers[GENERATE], threading.Lock()
+
+    def reply(body):
+        with lock:
+            left[0] -= 1
+            bad = left[0] >= 0
+        if bad:
+            if answer[0] != 200:
+                raise ConnectionAbortedError
+            return answer[1]
+        return good(body)
+
+    fake.answers[GENERATE] = (200, reply)
+
+
+def test_the_order_of_a_publish(made, fakes):
+    made().load(TENSORS.items(), version=8)
+    for fake in fakes:
+        assert asked(fake, SWAP) == SWAP
+        [checked] = [b for b in fake.bodies if b and b.get("method") == "jppo_check"]
+        assert checked["kwargs"]["version"] == 8 and checked["kwargs"]["entries"][0][:3] == ["w", "float32", [4]]
+        assert fake.version == "8"
+
+
+def test_a_refusal_by_one_server_touches_none(made, fakes):
+    sampler = made()
+    good = fakes[1].answers["jppo_check"]
+    fakes[1].answers["jppo_check"] = (200, {"results": [{"ok": False, "error": "w has shape [4]"}]})
+    with pytest.raises(RolloutError, match=rf"{fakes[1].url} refused version 8 of the weights: w has shape"):
+        sampler.load(TENSORS.items(), version=8)
+    assert [asked(fake, SWAP) for fake in fakes] == [["jppo_check"], ["jppo_check"]]
+    assert whole(sampler.generate(PROMPTS, SAMPLING, version=7))
+    fakes[1].answers["jppo_check"] = good
+    sampler.load(TENSORS.items(), version=8)
+    assert whole(sampler.generate(PROMPTS, SAMPLING, version=8))
+
+
+def test_a_refusal_by_one_worker_of_several_counts(made, fakes):
+    sampler = made(1)
+    results = [{"ok": True, "error": None}, {"ok": False, "error": "w missing"}]
+    fakes[0].answers["jppo_check"] = (200, {"results": results})
+    with pytest.raises(RolloutError, match="w missing"):
+        sampler.load(TENSORS.items(), version=8)
+
+
+@pytest.mark.parametrize("route", ["jppo_check", "/pause?mode=wait", "jppo_load", "/update_weight_version", "/resume"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_server_that_breaks_in_a_publish_gets_it_afterwards(made, fakes, route, count):
+    sampler = made(count)
+    good = fakes[0].answers[route]
+
+    def once(body):
+        fakes[0].answers[route] = good
+        raise ConnectionAbortedError
+
+    fakes[0].answers[route] = (200, once)
+    sampler.load(TENSORS.items(), version=8)
+    assert whole(sampler.generate(PROMPTS, SAMPLING, version=8))
+    until(lambda: asked(fakes[0], SWAP + REVIVED)[-5:] == REVIVED and fakes[0].version == "8")
+    until(lambda: all(member.up for member in sampler.fleet.members))
+    assert sampler.metrics()["rollout/restarts"] == 1 and sampler.metrics()["rollout/restarts"] == 0
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        (500, {}),
+        (200, "garbage"),
+        (200, {"choices": []}),
+        (200, {"choices": [choice([5, 2], [-1.0, float("nan")])]}),
+        (200, {"choices": [choice([5, 2], [-1.0, -2.0], version="6")]}),
+    ],
+)
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_fails_is_asked_again_with_its_own_seed(made, fakes, answer, count):
+    sampler = made(count)
+    failing(fakes[0], 3, answer)
+    assert whole(sampler.generate(PROMPTS, SAMPLING, version=7))
+    assert sampler.metrics()["rollout/asked_again"] >= 3
+
+
+def test_a_server_that_lost_its_weights_gets_them_again(made, fakes):
+    sampler = made()
+    serve(fakes[1])  # as a new process would be
+    assert whole(sampler.generate(PROMPTS, SAMPLING, version=7))
+    until(lambda: asked(fakes[1], REVIVED) == REVIVED)
+    assert fakes[1].version == "7" and asked(fakes[0], REVIVED) == []
+
+
+def test_a_hung_server_is_found_by_its_health_and_others_do_its_work(made, fakes):
+    sampler = made(timeout_s=60.0, health_s=0.3, start_s=1.0)
+    for route in (GENERATE, "/health", "/v1/models"):
+        del fakes[1].answers[route]
+    began = time.monotonic()
+    assert whole(sampler.generate(PROMPTS, SAMPLING, version=7))
+    assert time.monotonic() - began < 20
+
+
+def test_the_last_server_that_is_gone_ends_the_run(made, fakes):
+    sampler = made(1, timeout_s=1.0, start_s=0.5)
+    fakes[0]._server.shutdown()
+    fakes[0]._server.server_close()
+    with pytest.raises(RolloutError, match=rf"{fakes[0].url} did not come back within rollout\.start_timeout_s=0\.5"):
+        sampler.generate(PROMPTS, SAMPLING, version=7)
+    with pytest.raises(RolloutError, match="did not come back"):
+        sampler.load(TENSORS.items(), version=8)
+
+
+def test_no_restart_is_allowed(made, fakes):
+    sampler = made(1, restarts=0)
+    failing(fakes[0], 10**6)
+    with pytest.raises(RolloutError, match=r"broke off.*not started again: rollout\.max_restarts=0"):
+        sampler.generate(PROMPTS, SAMPLING, version=7)
+
+
+def test_what_begins_alike_goes_to_one_server_unless_it_is_busy(made, fakes, monkeypatch):
+    sampler = made()
+    sampler.generate(PROMPTS, SAMPLING, version=7)
+    firsts = [sorted(b["token_ids"][0] for b in fake.bodies if b and "token_ids" in b) for fake in fakes]
+    assert firsts == [[10, 10, 12, 12, 14, 14], [11, 11, 13, 13, 15, 15]]
+    monkeypatch.setattr(module, "SLACK", 1)
+    held, (_, good) = threading.Event(), fakes[0].answers[GENERATE]
+    fakes[0].answers[GENERATE] = (200, lambda body: held.wait(20) and good(body))
+    future = sampler.start([PROMPTS[0]] * 12, SAMPLING)
+    until(lambda: len(asked(fakes[1], [GENERATE])) > 12)
+    held.set()
+    assert len(future.result()) == 24
+
+
+def test_no_more_are_under_way_than_a_server_has_room_for(made, fakes, monkeypatch):
+    sampler = made(1)
+    monkeypatch.setattr(module, "CONNECTIONS", 3)
+    now, most, lock, (_, good) = [0], [0], threading.Lock(), fakes[0].answers[GENERATE]
+
+    def slow(body):
+        with lock:
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+        time.sleep(0.02)
+        with lock:
+            now[0] -= 1
+        return good(body)
+
+    fakes[0].answers[GENERATE] = (200, slow)
+    assert whole(sampler.generate(PROMPTS, SAMPLING, version=7))
+    assert most[0] <= 3
+
+
+def test_a_response_that_an_update_cuts_goes_on_by_the_new_weights(made, fakes):
+    sampler = made(1)
+    cut, (_, good) = threading.Event(), fakes[0].answers[GENERATE]
+
+    def aborted(body):
+        assert cut.wait(10)
+        return {"choices": [choice([77], [-3.0], finish="abort", version="7")]}
+
+    fakes[0].answers[GENERATE] = (200, aborted)
+    future = sampler.start(PROMPTS[:1], SAMPLING)
+    until(lambda: len(asked(fakes[0], [GENERATE])) == 2)
+
+    def pause(_):
+        fakes[0].answers[GENERATE] = (200, good)
+        cut.set()
+        time.sleep(0.1)
+        return {}
+
+    fakes[0].answers["/pause?mode=abort"] = (200, pause)
+    sampler.load(TENSORS.items(), version=8, mode="abort")
+    for j, t in enumerate(future.result()):
+        seed = sample_seed(sample_seed(5, 0, j), 0, 1)
+        assert t.tokens.tolist() == [10, 3, 4, 77, 10, seed % 1000]
+        assert t.version.tolist() == [-1, -1, -1, 7, 8, 8] and t.finish == "stop"
+        assert t.logprob.tolist() == [0, 0, 0, -3.0, -0.5, -1.25]
+    rest = [b for b in fakes[0].bodies if b and b.get("token_ids") == [10, 3, 4, 77]]
+    assert [b["sampling_params"]["max_tokens"] for b in rest] == [7, 7]
+
+
+def test_spans_of_two_versions_are_told_apart(made, fakes):
+    sampler = made(1)
+    spans = [{"start": 0, "end": 1, "version": "7"}, {"start": 1, "end": 3, "version": "8"}]
+    answer = choice([5, 6, 2], [-1.0, -1.0, -1.0]) | {"weight_versions": spans}
+    loaded = threading.Event()
+    fakes[0].answers[GENERATE] = (200, lambda _: loaded.wait(10) and {"choices": [answer]})
+    future = sampler.start(PROMPTS[:1], SAMPLING)
+    until(lambda: len(asked(fakes[0], [GENERATE])) == 2)
+    fakes[0].answers["/pause?mode=keep"] = (200, {})
+    sampler.load(TENSORS.items(), version=8, mode="keep")
+    loaded.set()
+    assert [t.version.tolist()[3:] for t in future.result()] == [[7, 8, 8]] * 2
+
+
+def write_adapter(path):
+    path.mkdir()
+    (path / "adapter_config.json").write_text("{}")
+
+
+def test_adapters_are_delivered_under_their_own_names_and_again_to_one_that_broke(made, fakes):
+    sampler = made(lora_rank=2)
+    sampler.load_adapter(write_adapter, version=8)
+    sampler.load_adapter(write_adapter, version=9)
+    routes = [*LORA, "/update_weight_version", "/pause?mode=wait", "/resume"]
+    once = [LORA[0], "/pause?mode=wait", "/update_weight_version"]
+    first, second = [b["lora_name"] for b in fakes[0].bodies if b and "lora_path" in b]
+    assert first != second
+    for fake in fakes:
+        assert asked(fake, routes) == [*once, "/resume", *once, "/resume"]
+        fake.answers["/v1/models"] = (200, {"data": [{"id": "policy"}, {"id": second}]})
+    assert whole(sampler.generate(PROMPTS, SAMPLING, version=9))
+    assert {b["model"] for fake in fakes for b in fake.bodies if b and "token_ids" in b} == {second}
+    sampler.load_adapter(write_adapter, version=10)
+    assert [b for b in fakes[0].bodies if b and b.get("lora_name") == second][-1] == {"lora_name": second}
+    fakes[1].asked.clear()
+    serve(fakes[1])
+    assert whole(sampler.generate(PROMPTS, SAMPLING, version=10))
+    until(lambda: fakes[1].version == "10")
+    assert asked(fakes[1], ["jppo_load", LORA[0]]) == ["jppo_load", LORA[0]]
+    # a whole policy replaces both
+    sampler.load(TENSORS.items(), version=11)
+    sampler.generate(PROMPTS[:1], SAMPLING, version=11)
+    assert [b["model"] for b in fakes[0].bodies if b and "token_ids" in b][-1] == "policy"
+
+
+def test_adapters_that_a_server_refuses_are_not_asked_for(made, fakes):
+    sampler = made(lora_rank=2)
+    fakes[1].answers[LORA[0]] = (400, {"error": "rank 99 is too large"})
+    with pytest.raises(RolloutError, match="rank 99"):
+        sampler.load_adapter(write_adapter, version=8)
+    sampler.generate(PROMPTS, SAMPLING, version=7)
+    assert {b["model"] for fake in fakes for b in fake.bodies if b and "token_ids" in b} == {"policy"}
+
+
+def test_a_call_that_is_interrupted_leaves_nothing_under_way(made, fakes):
+    sampler = made()
+    for fake in fakes:
+        del fake.answers[GENERATE]
+    future = sampler.start(PROMPTS, SAMPLING)
+    until(lambda: sum(member.under_way for member in sampler.fleet.members) == 12)
+    future.cancel()
+    until(lambda: sum(member.under_way for member in sampler.fleet.members) == 0)
+
+
+def test_a_closed_fleet_leaves_no_thread(made):
+    sampler = made()
+    sampler.close()
+    sampler.close()
+    assert not [t for t in threading.enumerate() if t.name == "jppo-fleet"]
+    assert not asyncio.all_tasks(asyncio.new_event_loop())
