@@ -58,7 +58,7 @@ def test_every_token_has_its_log_prob_and_version_and_what_was_given_has_none(pl
 def test_tokens_that_no_text_encodes_to_stay_as_they_were_sampled(hermes):
     letters = [hermes.tokenizer.convert_tokens_to_ids(c) for c in "It is".replace(" ", "Ġ")]
     first = [*letters, *hermes.encode(CALL), hermes.tokenizer.eos_token_id]
-    t, ask = hermes.hold(first, "408.")
+    _, ask = hermes.hold(first, "408.")
     assert letters != hermes.encode("It is")
     assert ask.asked[1][: len(ask.asked[0]) + len(first)] == ask.asked[0] + first
 
@@ -270,7 +270,7 @@ def users(tmp_path):
 
 def test_a_simulated_user_answers_until_it_is_content(hermes, users):
     hermes.begin = make_interaction(f"{users}User", beside=hermes.beside, timeout_s=5)
-    t, ask = hermes.hold("407", "409", "408")
+    t, _ = hermes.hold("407", "409", "408")
     messages = [
         {"role": "user", "content": "What is 12*34?"},
         {"role": "assistant", "content": "407"},

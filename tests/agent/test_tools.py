@@ -155,9 +155,11 @@ def test_python_runs_programs_in_processes_with_limits(beside, tmp_path):
 
 def test_calls_that_wait_for_a_slot_are_not_late(beside):
     class One:
-        schema = {"type": "function", "function": {"name": "one", "parameters": {}}}
         concurrency = 1
         at_once = most = 0
+
+        def __init__(self):
+            self.schema = {"type": "function", "function": {"name": "one", "parameters": {}}}
 
         async def __call__(self, arguments, context):
             self.at_once += 1
