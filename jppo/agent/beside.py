@@ -19,7 +19,7 @@ class Beside:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()
         # Whoever waits for a slot waits on the callers' loop, and an engine may have one after the other.
-        self._slots: tuple[asyncio.AbstractEventLoop | None, dict[int, asyncio.Semaphore]] = (None, {})
+        self._slots: dict[tuple[asyncio.AbstractEventLoop, int], asyncio.Semaphore] = {}
 
     async def run(self, what: Callable[..., Any], *arguments: Any, timeout_s: float, slots: int | None = None) -> Any:
         """What the callable returns, or raises; TimeoutError after `timeout_s`.
@@ -28,10 +28,12 @@ class Beside:
         """
         if slots is None:
             return await self._run(what, arguments, timeout_s)
-        here = asyncio.get_running_loop()
-        if self._slots[0] is not here:
-            self._slots = here, {}
-        async with self._slots[1].setdefault(id(what), asyncio.Semaphore(slots)):
+        key = asyncio.get_running_loop(), id(what)
+        if key not in self._slots:
+            self._slots = {k: s for k, s in self._slots.items() if not k[0].is_closed()} | {
+                key: asyncio.Semaphore(slots)
+            }
+        async with self._slots[key]:
             return await self._run(what, arguments, timeout_s)
 
     async def _run(self, what: Callable[..., Any], arguments: tuple[Any, ...], timeout_s: float) -> Any:

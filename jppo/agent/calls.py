@@ -17,7 +17,6 @@ Schema = Mapping[str, Any]  # {"type": "function", "function": {"name", "descrip
 
 _TAGGED = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)</parameter>", re.DOTALL)
 _ANGLED = re.compile(r"<<(.*?)(>>|\Z)", re.DOTALL)
 
 
@@ -69,13 +68,16 @@ def qwen3_coder(text: str, schemas: Sequence[Schema]) -> list[Found]:
             return Fault("a call is <function=NAME><parameter=KEY>VALUE</parameter></function>")
         name = match[1].strip()
         types = {key: how.get("type") for key, how in _parameters(name, schemas).items() if isinstance(how, dict)}
-        try:
-            arguments = {
-                key.strip(): _typed(value.removeprefix("\n").removesuffix("\n"), types.get(key.strip()))
-                for key, value in _PARAMETER.findall(match[2])
-            }
-        except (ValueError, RecursionError) as e:
-            return Fault(f"a value for {name} is not of its type: {e}")
+        arguments: dict[str, Any] = {}
+        for part in match[2].split("<parameter=")[1:]:
+            key, _, rest = part.partition(">")
+            value, end, _ = rest.partition("</parameter>")
+            if not end:
+                return Fault(f"the parameter {key.strip()[:40]!r} has no </parameter>")
+            try:
+                arguments[key.strip()] = _typed(value.removeprefix("\n").removesuffix("\n"), types.get(key.strip()))
+            except (ValueError, RecursionError) as e:
+                return Fault(f"{key.strip()} is not of its type: {e}")
         return _known(Call(name, arguments), schemas)
 
     return _tagged(text, one)

@@ -54,7 +54,8 @@ def test_qwen3_coder_takes_types_from_the_schema():
     )
     assert qwen3_coder(text, BOTH) == [Call("add", {"a": 12, "b": 1.5, "note": "12\nlines", "more": [1, 2]})]
     [found] = qwen3_coder(text.replace("\n12\n<", "\ntwelve\n<"), BOTH)
-    assert isinstance(found, Fault) and found.why.startswith("a value for add is not of its type")
+    assert isinstance(found, Fault) and found.why.startswith("a is not of its type")
+    assert qwen3_coder(text.replace("</parameter>", "", 1), BOTH) == [Fault("the parameter 'a' has no </parameter>")]
     assert isinstance(qwen3_coder("<tool_call>add(1)</tool_call>", BOTH)[0], Fault)
     assert qwen3_coder("<tool_call><function=ask></function></tool_call>", BOTH) == [Fault("ask needs 'what'")]
 
