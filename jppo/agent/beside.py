@@ -30,9 +30,8 @@ class Beside:
             return await self._run(what, arguments, timeout_s)
         key = asyncio.get_running_loop(), id(what)
         if key not in self._slots:
-            self._slots = {k: s for k, s in self._slots.items() if not k[0].is_closed()} | {
-                key: asyncio.Semaphore(slots)
-            }
+            self._slots = {k: s for k, s in self._slots.items() if not k[0].is_closed()}
+            self._slots[key] = asyncio.Semaphore(slots)
         async with self._slots[key]:
             return await self._run(what, arguments, timeout_s)
 

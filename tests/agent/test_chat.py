@@ -1,11 +1,13 @@
 """Chat templates that keep what was said, and those that do not."""
 
 import copy
+import json
 
 import pytest
 
 from jppo.agent import chat
 from jppo.config import UserError
+from jppo.data.prompts import read_prompts
 
 KEEPS = (
     "{% for m in messages %}{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n{% endif %}"
@@ -58,3 +60,16 @@ def test_qwen_renders_what_follows_a_turn(hermes):
     assert hermes.tokenizer.decode(made.between(user, end)) == expected
     assert hermes.tokenizer.decode(made.between(user, other)) == f"<|im_end|>{expected}"
     assert made.opening("text", [1, 2], "more") == [1, 2, *hermes.encode("more")]
+
+
+def test_prompts_tell_the_model_of_its_tools(hermes, tmp_path):
+    messages = [{"role": "user", "content": "What is 12*34?"}]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"prompt": messages, "ground_truth": "408", "data_source": "exact"}))
+    schemas = [tool.schema for tool in hermes.tools]
+    read = dict(tokenizer=hermes.tokenizer, max_prompt_length=500, filter_overlong=True)
+    [prompt] = read_prompts(str(file), tools=schemas, **read).prompts
+    text = hermes.tokenizer.apply_chat_template(messages, tools=schemas, add_generation_prompt=True, tokenize=False)
+    assert prompt.ids.tolist() == hermes.encode(text) and '"name": "calculator"' in text
+    [without] = read_prompts(str(file), **read).prompts
+    assert len(without.ids) < len(prompt.ids)

@@ -164,14 +164,14 @@ def test_calls_that_wait_for_a_slot_are_not_late(beside):
         async def __call__(self, arguments, context):
             self.at_once += 1
             self.most = max(self.most, self.at_once)
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.1)
             self.at_once -= 1
             return "done"
 
     tool = One()
-    said, told = ask(tool, *[{}] * 6, beside=beside, timeout_s=0.2)
+    said, told = ask(tool, *[{}] * 6, beside=beside, timeout_s=0.5)
     assert said == ["done"] * 6 and told.errors == 0 and tool.most == 1
-    assert ask(tool, *[{}] * 6, beside=beside, timeout_s=0.2)[0] == said  # on the loop of another step
+    assert ask(tool, *[{}] * 6, beside=beside, timeout_s=0.5)[0] == said  # on the loop of another step
 
 
 def test_what_hangs_ends_with_the_run():
