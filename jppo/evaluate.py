@@ -27,7 +27,6 @@ from jppo import assemble, statistics, validation
 from jppo import config as settings
 from jppo.assemble import Inputs
 from jppo.config import UserError
-from jppo.data.tokenizer import decode
 from jppo.io.metrics import write_samples
 from jppo.rollout.sampler import RolloutError
 from jppo.validation import Tested
@@ -67,13 +66,15 @@ def evaluate(c: ConfigDict, console: rich.console.Console) -> bool:
     except OSError as e:
         raise UserError(f"--out={out} cannot be made: {e.strerror}; give a folder that can be written") from e
     with contextlib.ExitStack() as stack:
+        if inputs.agent is not None:
+            stack.callback(inputs.agent.close)
         panel = assemble.make_panel(c, inputs, assemble.make_mesh(c))
         stack.callback(panel.close)
         engine = assemble.ENGINES[c.rollout.name](c, out)
         stack.callback(engine.close)
         (out / "config.json").write_text(settings.dump(c))
         console.print(introduce(c, inputs), markup=False, highlight=False, soft_wrap=True)
-        sampler = engine.ready(eos_token_ids=inputs.end_tokens, decode=lambda ids: decode(inputs.tokenizer, ids))
+        sampler = engine.ready(**assemble.speaking(inputs))
         assemble.publish_stored(c, sampler, inputs.policy)
         panel.ready()
         watch = stack.enter_context(watched(len(inputs.val.prompts) * sampling.n))

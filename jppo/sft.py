@@ -152,7 +152,7 @@ def as_trajectory(demonstration: Demonstration, uid: str) -> Trajectory:
     return Trajectory(
         uid=uid,
         tokens=np.concatenate([demonstration.prompt, demonstration.response]),
-        sampled=np.repeat([False, True], [before, after]),
+        sampled=np.concatenate([np.zeros(before, bool), demonstration.learn]),
         logprob=np.zeros(before + after, np.float32),
         version=np.full(before + after, -1, np.int32),
         text="",

@@ -49,6 +49,17 @@ class Sampling:
 
 
 @dataclasses.dataclass(frozen=True)
+class Exchange:
+    """What went on between the turns of a conversation. Made by `agent/`."""
+
+    calls: int  # of tools
+    call_errors: int  # of these: malformed, of no tool there is, or failed; the model was told each
+    call_s: float  # seconds that all of them took
+    score: float  # what environment or simulated user gave, added up
+    fault: str | None  # why it failed: such a response has no reward
+
+
+@dataclasses.dataclass(frozen=True)
 class Trajectory:
     """One sampled response with its prompt; n tokens in all. Made by `rollout/`."""
 
@@ -57,9 +68,12 @@ class Trajectory:
     sampled: np.ndarray  # [n] bool, true where the policy chose the token; false for prompt and tool output
     logprob: np.ndarray  # [n] f32, the sampler's; valid where sampled, 0 elsewhere
     version: np.ndarray  # [n] i32, of the weights that sampled the token; -1 where not sampled
-    text: str  # the decoded response, for graders and people
-    finish: str  # 'stop' (an end token or a stop text was sampled), 'length', or 'abort'
-    turns: int
+    text: str  # the decoded response, for graders and people; tool output in it too
+    finish: (
+        str  # 'stop' (an end token or a stop text was sampled), 'length', or 'abort'; of a conversation its last turn's
+    )
+    turns: int  # of the policy
+    exchange: Exchange | None = None  # None: the policy spoke alone
 
 
 @dataclasses.dataclass(frozen=True)

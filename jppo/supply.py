@@ -72,7 +72,8 @@ class Draws:
 
     def done(self, number: int, t: Trajectory) -> None:
         """A response is there; its grading begins."""
-        self.grading.submit(number, Sample(self._prompts[number // self._n], t.text, int(t.sampled.sum()), t.finish))
+        prompt = self._prompts[number // self._n]
+        self.grading.submit(number, Sample(prompt, t.text, len(t.tokens) - len(prompt.ids), t.finish, t.exchange))
         with self._changed:
             self.found[number] = t
             self.ended = time.monotonic()

@@ -20,10 +20,10 @@ from ml_collections import ConfigDict
 
 from jppo import assemble, validation
 from jppo import config as settings
+from jppo.agent import counts
 from jppo.algorithms import kl
 from jppo.assemble import Begun, Inputs, Learner, Source
 from jppo.data.stream import Cursor
-from jppo.data.tokenizer import decode
 from jppo.io.checkpoint import Checkpoints, require
 from jppo.io.metrics import Logger
 from jppo.io.profile import Profiler
@@ -69,6 +69,8 @@ def train(config: ConfigDict) -> None:
         run = run / "val_only" if only_look else run  # what a run has written stays as it is
         if assemble.finished(c, checkpoints, inputs.total_steps):
             return summary(run, report_line(run))
+        if inputs.agent is not None:
+            stack.callback(inputs.agent.close)
         mesh = assemble.make_mesh(c)
         panel = assemble.make_panel(c, inputs, mesh)
         stack.callback(panel.close)
@@ -83,7 +85,7 @@ def train(config: ConfigDict) -> None:
             begun = assemble.resume(c, checkpoints, learner, begin, panel, origin)
             now, step = begun.state, int(begun.state.step)
             del begin  # a resumed run must not hold two states
-            sampler = engine.ready(eos_token_ids=inputs.end_tokens, decode=lambda ids: decode(inputs.tokenizer, ids))
+            sampler = engine.ready(**assemble.speaking(inputs))
             assemble.publish_base(c, learner, sampler, step)
             assemble.publish(c, learner, sampler, now, inputs.adapters)
             panel.ready()
@@ -216,7 +218,8 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
     with timer("reward"):
         rewards, baseline = drawn.grade()  # what is left of it: it began with the first response
     run.logger.samples(f"step_{version + 1}", samples(asked, trajectories, rewards))
-    metrics = describe(trajectories, rewards) | run.panel.metrics() | run.sampler.metrics()
+    metrics = describe(trajectories, rewards) | counts.metrics(trajectories)
+    metrics |= run.panel.metrics() | run.sampler.metrics()
     compared = passes.sequences is not None
     outcome, usable = estimate.outcomes(rewards, baseline, n=c.rollout.n, compared=compared)
     usable, found = assemble.fresh(c, drawn, version, usable)
@@ -318,6 +321,7 @@ def describe(trajectories: list[Trajectory], rewards: list[Reward]) -> dict[str,
     scores = np.array([r.score for r in rewards if not np.isnan(r.score)])
     lengths = np.array([t.sampled.sum() for t in trajectories])
     whole = np.array([len(t.tokens) for t in trajectories])
+    prompts = np.array([np.argmax(t.sampled) for t in trajectories])
     return {
         "reward_mean": float(scores.mean()),
         "critic/score/mean": float(scores.mean()),
@@ -327,7 +331,7 @@ def describe(trajectories: list[Trajectory], rewards: list[Reward]) -> dict[str,
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
         "response_length/clip_ratio": float(np.mean([t.finish == "length" for t in trajectories])),
-        "prompt_length/mean": float((whole - lengths).mean()),
+        "prompt_length/mean": float(prompts.mean()),
         "perf/total_num_tokens": float(whole.sum()),
     } | part_means(rewards)
 

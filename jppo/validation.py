@@ -62,7 +62,8 @@ def sample(
     grading = panel.begin()
 
     def done(number: int, t: Trajectory) -> None:
-        one = Sample(prompts[number // sampling.n], t.text, int(t.sampled.sum()), t.finish)
+        prompt = prompts[number // sampling.n]
+        one = Sample(prompt, t.text, len(t.tokens) - len(prompt.ids), t.finish, t.exchange)
         grading.submit(number, one)
         watch()
 

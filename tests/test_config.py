@@ -11,7 +11,7 @@ import pytest
 
 from jppo import config as settings
 from jppo import train
-from jppo.assemble import reward
+from jppo.assemble import agent, reward
 from jppo.config import checks, commandline, defaults
 from jppo.learner import sharding
 from jppo.rewards.model import Classifier
@@ -419,7 +419,7 @@ class Recorder:
 
 
 def read_by_parts(config, seen, monkeypatch):
-    """What the parts of the reward read that need a server or a model: they are made, not run."""
+    """What the parts read that need a server, a model or tools: they are made, not run."""
     recorder = Recorder(config, seen)
     config.reward.judge.api_type, config.reward.judge.model, config.reward.judge.preset = "openai", "m", "math"
     config.reward.judge.base_url = "http://127.0.0.1:9/v1"
@@ -434,6 +434,9 @@ def read_by_parts(config, seen, monkeypatch):
     for engine in ("jax", "transformers", "vllm"):
         config.reward.model.engine = engine
         reward.make_reward_model(recorder, mesh, pathlib.Path(config.trainer.run_dir)).testing()
+    talks = config.rollout.multi_turn
+    talks.enable, talks.format, talks.tool_config_path = True, "plain", str(ROOT / "configs/agent_calculator.yaml")
+    agent.make_agent(recorder, None, ()).close()
 
 
 def test_every_setting_is_read(small_run, quick_compilation, monkeypatch):

@@ -1,18 +1,22 @@
 """README.md and docs/ speak of what there is: paths, commands, settings, choices, metrics, the tree."""
 
+import asyncio
 import pathlib
 import re
 import sys
 
+import numpy as np
 import pytest
 
 from jppo import config, evaluate, statistics
+from jppo.agent import tools
 from jppo.config import checks, commandline, texts
 from jppo.data.sources import read_sources
 from jppo.io import diagnosis, health, metrics
 from jppo.io.timers import STAGES
 from jppo.rewards import graders, judge_door, judge_prompts, targets
 from jppo.rewards.judge import JudgePart
+from jppo.structs import Prompt
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DOCS = (
@@ -21,6 +25,7 @@ DOCS = (
     "docs/algorithms.md",
     "docs/data.md",
     "docs/rewards.md",
+    "docs/agents.md",
     "docs/evaluation.md",
     "docs/monitoring.md",
     "docs/rollout.md",
@@ -187,7 +192,7 @@ def test_every_metric_is_explained_and_every_explained_one_is_written():
     table = re.search(r"## Metrics\n(.*?)\n## ", text("docs/architecture.md"), re.S)[1]
     explained = {name for row in re.findall(r"^\|(.*?)\|", table, re.M) for name in re.findall(r"`(.+?)`", row)}
     code = "\n".join(path.read_text(encoding="utf-8") for path in SOURCES)
-    kinds = r"actor|critic|val|reward|judge|rollout|rollout_corr|trainer|perf|sft|response_length|prompt_length"
+    kinds = r"agent|actor|critic|val|reward|judge|rollout|rollout_corr|trainer|perf|sft|response_length|prompt_length"
     name = rf"(?:{kinds})/[\w/]+"
     written = set(re.findall(rf'"({name})"(?::|\] = )', code))
     described, rest = re.search(
@@ -259,6 +264,27 @@ def test_every_warning_and_every_range_is_explained():
 def test_monitoring_names_every_logger():
     assert set(texts.LOGGERS) <= set(quoted("docs/monitoring.md"))
     assert set(texts.LOGGERS) == {"console", "jsonl", "tensorboard", *metrics.REMOTE}
+
+
+def test_every_setting_and_tool_of_agents_is_explained():
+    said = {word for part in quoted("docs/agents.md") for word in re.findall(r"[\w.]+\w", part)}
+    of_agents = {name for name in commandline.settings(config.default()) if ".multi_turn." in name}
+    assert len(of_agents) > 10 and not of_agents - said
+    assert set(tools.SHIPPED) | set(checks.CHOICES["rollout.multi_turn.format"]) <= said
+
+
+def test_the_classes_of_agents_that_are_shown_work():
+    shown = {}
+    for source in re.findall(r"```\n(class .*?)```", text("docs/agents.md"), re.S):
+        exec(source, shown)
+    prompt = Prompt("p", "s", "q", np.array([1]), "2", {})
+    context, weather = tools.Context(prompt, {"temperature": 20}, {}), shown["Weather"](unit="celsius")
+    assert asyncio.run(weather({"place": "Rome"}, context)) == "Rome: 20 celsius, question 1"
+    said = [{"role": "assistant", "content": "please"}]
+    assert asyncio.run(shown["Polite"]().respond(said, context)) == ("thank you", True, 1.0)
+    world = shown["Countdown"]()
+    assert world.reset(prompt) == "2 left" and world.step("go") == ("1 left", 1.0, False)
+    assert world.step("no") == ("0 left", 0.0, True)
 
 
 def test_data_name_every_way_to_cut():

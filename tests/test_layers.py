@@ -15,7 +15,7 @@ LAYERS = (
     ("structs", "config"),
     ("algorithms", "models", "statistics"),
     ("learner", "data", "rewards", "rollout", "io"),
-    ("validation", "supply"),
+    ("agent", "validation", "supply"),
     ("assemble", "export", "report"),
     ("train", "sft", "reward_model", "evaluate", "sweep"),
     ("checkup",),
@@ -96,7 +96,7 @@ OF_JPPO = {
 # Below the commands nothing sees a config: this is what may be taken from jppo.config.
 OF_CONFIG = ("jppo.config.UserError", "jppo.config.exit_on_user_error")
 # Files, engines and metrics deal in tokens and arrays; an engine that is a model itself is the exception.
-NO_MODEL = ("jppo.data", "jppo.io", "jppo.rollout")
+NO_MODEL = ("jppo.data", "jppo.io", "jppo.rollout", "jppo.agent")
 BUT = ("jppo.rollout.inprocess",)
 
 
@@ -156,7 +156,7 @@ def against_jppo(module: str, found: Import) -> Iterator[str]:
     # What is no place is a name of the root package, such as its version.
     if place in LAYER and target in LAYER and target != place and LAYER[target] >= LAYER[place]:
         yield f"layer {LAYER[place]} may import only the layers above it"
-    if LAYER.get(place) in (1, 2) and target == "config" and found.name not in OF_CONFIG:
+    if LAYER.get(place) in (1, 2, 3) and target == "config" and found.name not in OF_CONFIG:
         yield "below the commands nothing sees a config"
     if any(within(module, p) for p in NO_MODEL) and module not in BUT and LAYER.get(target) == 1:
         yield f"jppo.{place} has nothing to do with models"
@@ -225,6 +225,10 @@ def test_the_walk_sees_the_project():
         ("jppo.train", "from jppo import doctor", "layer 5 may import only"),
         ("jppo.checkup.reading", "from jppo.data import check", None),
         ("jppo.learner.ppo", "from . import packing", None),
+        ("jppo.agent.talk", "from jppo.rollout.sampler import Talk", None),
+        ("jppo.rollout.vllm", "from jppo.agent import talk", "layer 2 may import only"),
+        ("jppo.agent.talk", "from jppo.assemble import speaking", "layer 3 may import only"),
+        ("jppo.agent.talk", "from jppo import config", "nothing sees a config"),
         ("jppo.learner.ppo", "from jppo.config import UserError", None),
         ("jppo.learner.ppo", "from jppo.config import default", "nothing sees a config"),
         ("jppo.learner.ppo", "from jppo import config as settings", "nothing sees a config"),

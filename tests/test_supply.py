@@ -15,7 +15,7 @@ from jppo.data.stream import Cursor, Part, next_batch
 from jppo.io import trajectories
 from jppo.rewards.compose import Grading
 from jppo.rollout.sampler import RolloutError, greedy
-from jppo.structs import Prompt, Reward, Trajectory
+from jppo.structs import Exchange, Prompt, Reward, Trajectory
 from jppo.supply import How, Supply, ages
 
 PROMPTS = [Prompt(f"p{i}", "", "", np.array([i], np.int32), "", {}) for i in range(12)]
@@ -248,6 +248,7 @@ def test_trajectories_go_through_text_to_the_bit():
         for i in range(3)
     ]
     made = [dataclasses.replace(t, logprob=rng.normal(size=3).astype(np.float32), text="é\n") for t in made]
+    made[1] = dataclasses.replace(made[1], exchange=Exchange(2, 1, 0.5, 1.0, None))
     for there, back in zip(made, trajectories.unpack(trajectories.pack(made)), strict=True):
         for field in dataclasses.fields(Trajectory):
             a, b = getattr(there, field.name), getattr(back, field.name)

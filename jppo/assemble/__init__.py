@@ -16,7 +16,15 @@ from jppo.assemble.engine import (
     val_sampling,
 )
 from jppo.assemble.forewarn import describe_sampling, forewarn
-from jppo.assemble.inputs import Inputs, make_adapters, read_inputs, read_models, read_test, read_tokenizer
+from jppo.assemble.inputs import (
+    Inputs,
+    make_adapters,
+    read_inputs,
+    read_models,
+    read_test,
+    read_tokenizer,
+    speaking,
+)
 from jppo.assemble.learner import (
     Learner,
     attention_kernel,
@@ -83,6 +91,7 @@ __all__ = [
     "save",
     "sequences_of_step",
     "share_gpu",
+    "speaking",
     "utilisation",
     "val_sampling",
 ]

@@ -126,7 +126,7 @@ def inprocess_settings(c: ConfigDict, mesh: Mesh) -> InprocessSettings:
         cfg=pad_vocab(cfg, mesh.shape["tensor"]),
         rows=rows // share * share,
         row_multiple=share,
-        max_prompt_length=c.data.max_prompt_length,
+        max_prompt_length=longest - 1 if r.multi_turn.enable else c.data.max_prompt_length,  # of what is read at once
         max_model_len=longest,
         dtype=r.dtype,
         by_row=sharding.rows_sharding(mesh),

@@ -5,11 +5,12 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from jppo.assemble.agent import Agent, make_agent
 from jppo.assemble.recipe import make_estimator
 from jppo.config import UserError, stop_texts
 from jppo.data.prompts import PromptSet, mixture, read_prompts
 from jppo.data.stream import steps_per_epoch
-from jppo.data.tokenizer import check_stop_texts, end_token_ids, load_tokenizer
+from jppo.data.tokenizer import check_stop_texts, decode, end_token_ids, load_tokenizer
 from jppo.models import hf, lora
 from jppo.models.families import ModelConfig
 from jppo.models.lora import Lora
@@ -30,6 +31,7 @@ class Inputs:
     reference: ModelConfig | None  # None where no KL is asked for
     adapters: Lora | None  # of the policy; None: all its weights are trained
     critic_adapters: Lora | None
+    agent: Agent | None  # None: the policy is asked once
     total_steps: int
 
 
@@ -38,16 +40,20 @@ def read_inputs(c: ConfigDict) -> Inputs:
     policy, critic, reference = read_models(c)
     tokenizer = read_tokenizer(c, *(model for model in (policy, critic, reference) if model is not None))
     check_stop_texts(tokenizer, stop_texts(c.rollout.stop))
+    end_tokens = end_token_ids(c.model.path, tokenizer)
+    agent = make_agent(c, tokenizer, end_tokens)
     train = mixture(
-        read_prompts(c.data.train_files, **_reading(c, tokenizer)), c.data.mix, batch_size=c.data.train_batch_size
+        read_prompts(c.data.train_files, **_reading(c, tokenizer, agent)),
+        c.data.mix,
+        batch_size=c.data.train_batch_size,
     )
-    val = read_val(c, tokenizer)
+    val = read_val(c, tokenizer, agent)
     sources = {p.data_source for p in (*train.prompts, *val.prompts)}
     per_epoch = steps_per_epoch(len(train.prompts), c.data.train_batch_size)
     by_epochs = per_epoch * c.trainer.total_epochs
     return Inputs(
         tokenizer=tokenizer,
-        end_tokens=end_token_ids(c.model.path, tokenizer),
+        end_tokens=end_tokens,
         train=train,
         val=val,
         sources=tuple(sorted(sources)),
@@ -56,6 +62,7 @@ def read_inputs(c: ConfigDict) -> Inputs:
         reference=reference,
         adapters=make_adapters(c),
         critic_adapters=make_critic_adapters(c) if critic is not None else None,
+        agent=agent,
         total_steps=by_epochs if c.trainer.total_training_steps == -1 else c.trainer.total_training_steps,
     )
 
@@ -66,10 +73,12 @@ def read_test(c: ConfigDict) -> Inputs:
     hf.check_weights(c.model.path, policy, head="lm")
     tokenizer = read_tokenizer(c, policy)
     check_stop_texts(tokenizer, stop_texts(c.rollout.stop))
-    val = read_val(c, tokenizer)
+    end_tokens = end_token_ids(c.model.path, tokenizer)
+    agent = make_agent(c, tokenizer, end_tokens)
+    val = read_val(c, tokenizer, agent)
     return Inputs(
         tokenizer=tokenizer,
-        end_tokens=end_token_ids(c.model.path, tokenizer),
+        end_tokens=end_tokens,
         train=PromptSet([], overlong=0),
         val=val,
         sources=tuple(sorted({p.data_source for p in val.prompts})),
@@ -78,21 +87,28 @@ def read_test(c: ConfigDict) -> Inputs:
         reference=None,
         adapters=None,
         critic_adapters=None,
+        agent=agent,
         total_steps=0,
     )
 
 
-def read_val(c: ConfigDict, tokenizer: Any) -> PromptSet:
+def read_val(c: ConfigDict, tokenizer: Any, agent: Agent | None = None) -> PromptSet:
     """The prompts of a test."""
     return read_prompts(
         c.data.val_files,
         max_samples=c.data.val_max_samples,
         setting="data.val_files",
-        **_reading(c, tokenizer),
+        **_reading(c, tokenizer, agent),
     )
 
 
-def _reading(c: ConfigDict, tokenizer: Any) -> dict[str, Any]:
+def speaking(inputs: Inputs) -> dict[str, Any]:
+    """What an engine is told of the answers that are wanted: where they end, their text, and who asks for them."""
+    said = dict(eos_token_ids=inputs.end_tokens, decode=lambda ids: decode(inputs.tokenizer, ids))
+    return said if inputs.agent is None else said | {"talk": inputs.agent.talk}
+
+
+def _reading(c: ConfigDict, tokenizer: Any, agent: Agent | None) -> dict[str, Any]:
     """How the prompts of both sets are read."""
     return dict(
         tokenizer=tokenizer,
@@ -101,6 +117,7 @@ def _reading(c: ConfigDict, tokenizer: Any) -> dict[str, Any]:
         truncation=c.data.truncation,
         system_prompt=c.data.system_prompt,
         custom_cls=c.data.custom_cls,
+        tools=() if agent is None else agent.schemas,
     )
 
 

@@ -13,6 +13,7 @@ from jppo.learner import sharding, state
 from jppo.models import fused, hf
 from jppo.models.decoder import attention_settings
 from jppo.rewards.compose import Panel, parse_weights
+from jppo.rewards.conversation import ConversationPart
 from jppo.rewards.function import FunctionPart
 from jppo.rewards.graders import RulePart
 from jppo.rewards.judge import JudgePart
@@ -32,14 +33,16 @@ RULES = "rule_score"
 
 def make_panel(c: ConfigDict, inputs: Inputs, mesh: jax.sharding.Mesh) -> Panel:
     """Every part that is configured, the processes of some started; what they need that is not there is a UserError."""
-    r, log = c.reward, pathlib.Path(c.trainer.run_dir).expanduser()
+    r, log, talk = c.reward, pathlib.Path(c.trainer.run_dir).expanduser(), c.rollout.multi_turn
     asked = {
-        RULES: not r.function,  # a user's function takes the rules' place
+        RULES: not r.function and (bool(r.grader) or not talk.environment),  # these take the rules' place
         "function_score": bool(r.function),
         "judge_score": bool(r.judge.api_type),
         "rm_score": bool(r.model.path),
         "length_score": r.overlong_buffer_tokens > 0,
         "format_score": bool(r.format_regex),
+        "environment_score": bool(talk.environment),
+        "interaction_score": bool(talk.interaction),
     }
     names = [name for name, there in asked.items() if there]
     weights = parse_weights(r.weights, names, optional=[RULES])
@@ -72,6 +75,8 @@ def make_panel(c: ConfigDict, inputs: Inputs, mesh: jax.sharding.Mesh) -> Panel:
             max_response_length=c.data.max_response_length, buffer_tokens=r.overlong_buffer_tokens
         ),
         "format_score": lambda: FormatPart(r.format_regex, pool=pool()),
+        "environment_score": ConversationPart,
+        "interaction_score": ConversationPart,
     }
     wanted = [name for name in names if any(name in parts for parts in used.values())]
     made: dict[str, Part] = {}

@@ -69,7 +69,8 @@ def data(c: ConfigDict, inputs: assemble.Inputs) -> Iterator[Finding]:
 
 
 def _graded_anyway(c: ConfigDict) -> bool:
-    return bool(c.reward.function or c.reward.grader or c.reward.judge.api_type or c.reward.model.path)
+    r, talk = c.reward, c.rollout.multi_turn
+    return bool(r.function or r.grader or r.judge.api_type or r.model.path or talk.environment)
 
 
 def _remedy(about: str) -> str:
@@ -84,6 +85,9 @@ def _remedy(about: str) -> str:
 
 def reward(c: ConfigDict, inputs: assemble.Inputs, mesh: Mesh) -> Iterator[Finding]:
     """Whether right answers earn more than wrong ones, by the run's own reward."""
+    if c.rollout.multi_turn.environment:
+        yield Finding("reward", "OK", "an environment gives it: the data have no right answers to try it with")
+        return
     with contextlib.ExitStack() as stack:
         panel = assemble.make_panel(c, inputs, mesh)
         stack.callback(panel.close)

@@ -14,7 +14,6 @@ from jppo import assemble
 from jppo.assemble import memory, preview
 from jppo.checkup import parity, place, reading
 from jppo.checkup.finding import Check, Finding
-from jppo.data.tokenizer import decode
 from jppo.structs import TrainState
 
 COMPILE_S, READ_S, PUBLISH_S, FETCH_S = 900.0, 600.0, 900.0, 3600.0
@@ -72,7 +71,9 @@ def with_server(
         engine = assemble.ENGINES[c.rollout.name](c, scratch)
         stack.callback(engine.close)
         read = inputs()
-        return engine.ready(eos_token_ids=read.end_tokens, decode=lambda ids: decode(read.tokenizer, ids))
+        if read.agent is not None:
+            stack.callback(read.agent.close)
+        return engine.ready(**assemble.speaking(read))
 
     @functools.cache
     def learner() -> tuple[assemble.Learner, TrainState]:

@@ -7,6 +7,7 @@ import ml_collections
 from jppo.config.defaults import default
 from jppo.config.draws import check_sampling
 from jppo.config.errors import UserError
+from jppo.config.multi_turn import check_multi_turn
 from jppo.config.steps import parse_steps
 from jppo.config.texts import importance_band, loggers, rejection_rules, save_contents
 
@@ -37,6 +38,8 @@ CHOICES = {
     "rollout.name": ("vllm", "inprocess"),
     "rollout.mode": ("sync", "async"),
     "rollout.on_update": ("wait", "abort", "keep"),
+    "rollout.multi_turn.format": ("hermes", "qwen3", "qwen3_coder", "plain"),
+    "rollout.multi_turn.tool_response_truncate_side": ("left", "middle", "right"),
     "reward.judge.api_type": ("", "openai", "dashscope", "gemini", "claude"),
     "reward.judge.preset": ("", "math", "code", "dialogue", "safety"),
     "reward.model.engine": ("auto", "jax", "transformers", "vllm"),
@@ -89,6 +92,8 @@ AT_LEAST = {
     "rollout.logp_tolerance": 0.0,
     "rollout.min_p": 0.0,
     "rollout.val_kwargs.min_p": 0.0,
+    "rollout.multi_turn.max_parallel_calls": 1,
+    "rollout.multi_turn.max_tool_response_length": 1,
     "rollout.val_kwargs.temperature": 0.0,
     "rollout.val_kwargs.n": 1,
     "reward.workers": 1,
@@ -133,11 +138,14 @@ ABOVE_ZERO = (
     "rollout.val_kwargs.top_p",
     "rollout.start_timeout_s",
     "rollout.request_timeout_s",
+    "rollout.multi_turn.tool_timeout_s",
     "rollout.health_timeout_s",
     "rollout.gpu_memory_utilization",
     "rollout.kv_cache_memory_bytes",
 )
 OFF_OR_POSITIVE = (  # -1 is off
+    "rollout.multi_turn.max_assistant_turns",
+    "rollout.multi_turn.max_user_turns",
     "data.val_max_samples",
     "data.val_batch_size",
     "rollout.top_k",
@@ -213,6 +221,7 @@ def check(config: ml_collections.ConfigDict, *, training: bool = True) -> None:
             raise UserError(f"rollout.port={config.rollout.port}: the last server has port {last}, ports end at 65535")
         check_sampling(config, training=training)
         _check_unread(config)
+        check_multi_turn(config.rollout.multi_turn)
     if training:
         _check_training(config)
 

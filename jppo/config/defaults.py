@@ -163,6 +163,22 @@ def default() -> ml_collections.ConfigDict:
             lora_sync="merge",  # of a policy with adapters: whole weights; or adapter: vLLM gets the adapters alone
             publish_dir="",  # '': nameless shared memory; a folder that both see when the server is in a container
             logp_tolerance=1e-3,  # largest |trainer - sampler| log-prob before step 1
+            multi_turn=c(
+                dict(
+                    enable=False,
+                    max_assistant_turns=-1,  # -1: until the response is full
+                    max_user_turns=-1,  # of tools, users and environments
+                    max_parallel_calls=1,  # of one turn
+                    max_tool_response_length=256,  # characters
+                    tool_response_truncate_side="middle",  # left, middle, right: what is cut of a longer one
+                    tool_config_path="",  # YAML, or Python with tools()
+                    tool_timeout_s=10.0,  # for one call, and one answer of a user or an environment
+                    format="hermes",  # of calls; or qwen3, qwen3_coder; plain: for models without a chat template
+                    interaction="",  # 'path.py:Class': a simulated user
+                    environment="",  # 'path.py:Class': its reward is the response's
+                    allow_code=False,  # tools that run what the model writes
+                )
+            ),
             val_kwargs=c(
                 dict(
                     temperature=0.0,  # of a test; 0.0 is greedy

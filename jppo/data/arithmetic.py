@@ -90,10 +90,10 @@ def make(*, seed: int, test: int, sloppy: float, demonstrations: int) -> dict[st
     return {"train": [_row(a, b) for a, b in rest], "test": [_row(a, b) for a, b in held_out], "sft": sft}
 
 
-def write_model(directory: pathlib.Path) -> None:
-    """Write the starting model's config, generation config and tokenizer; no weights."""
+def write_model(directory: pathlib.Path, characters: str = CHARACTERS) -> None:
+    """Write the starting model's config, generation config and tokenizer of these characters; no weights."""
     make_directory(directory)
-    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *CHARACTERS])}
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *characters])}
     # transformers builds the tokenizer of any qwen2 model as byte-level BPE, whatever tokenizer.json says;
     # without merges that is one token a character.
     tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, merges=[]))

@@ -10,6 +10,7 @@ that holds all its special tokens already. What else a row has is handed to grad
 
 import dataclasses
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,9 +50,13 @@ def read_prompts(
     system_prompt: str = "",
     custom_cls: str = "",
     max_samples: int = -1,
+    tools: Sequence[Mapping[str, Any]] = (),
     setting: str = "data.train_files",
 ) -> PromptSet:
-    """Read, check and tokenise the first `max_samples` rows (-1: all) of comma-separated sources."""
+    """Read, check and tokenise the first `max_samples` rows (-1: all) of comma-separated sources.
+
+    Chat templates tell the model of `tools`, by their schemas.
+    """
     if max_samples != -1 and max_samples < 1:
         raise UserError(f"data.val_max_samples={max_samples} must be -1 (all rows) or 1 or more")
     if filter_overlong and truncation != "error":
@@ -66,7 +71,7 @@ def read_prompts(
     messages = [with_system_prompt(prompt_of(row), system_prompt, row) for row in rows]
     for source in sources:
         check_one_schema(source.rows)
-    ids = tokenise(messages, rows, tokenizer)
+    ids = tokenise(messages, rows, tokenizer, tools)
     prompts, members, truncated = [], {source.name: [] for source in sources}, 0  # type: ignore[var-annotated]
     for (source, row), message, tokens in zip(numbered, messages, ids, strict=True):
         if len(tokens) > max_prompt_length:
@@ -141,9 +146,11 @@ def truncate(tokens: list[int], length: int, truncation: str, row: Row) -> list[
     )
 
 
-def tokenise(messages: list[Messages], rows: list[Row], tokenizer: Any) -> list[list[int]]:
+def tokenise(
+    messages: list[Messages], rows: list[Row], tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()
+) -> list[list[int]]:
     """Token ids of prompts; `rows` are where they stand, for errors."""
-    render = make_renderer(tokenizer)
+    render = make_renderer(tokenizer, tools)
     ids: list[list[int]] = []
     terminal = console.Console(stderr=True)
     shown = len(messages) > SHOWN_FROM and sys.stderr.isatty()

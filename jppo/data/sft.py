@@ -2,7 +2,8 @@
 
 Rows hold `prompt` (text or chat messages) and `response`, or `messages`, a chat whose last turn is the
 assistant's and is the response. Prompts are tokenised exactly as for PPO; a response is its text's tokens and
-then the end token.
+then the end token. A response of several turns is a list of {text, learn}: what is learned from is a turn of the
+assistant, with an end token behind it; the rest, such as what a tool said, is read only.
 """
 
 import dataclasses
@@ -12,7 +13,7 @@ import numpy as np
 
 from jppo.config import UserError
 from jppo.data.prompts import Messages, prompt_of, tokenise, with_system_prompt
-from jppo.data.rows import Row, checked_messages, text_column
+from jppo.data.rows import Row, brief, checked_messages, checked_text, text_column
 from jppo.data.sources import read_sources
 
 
@@ -22,6 +23,7 @@ class Demonstration:
 
     prompt: np.ndarray  # [P] i32
     response: np.ndarray  # [n] i32, its end token included
+    learn: np.ndarray  # [n] bool, whether the token is to be imitated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,11 +50,18 @@ def read_demonstrations(
     rows = [row for source in sources for row in source.rows]
     pairs = [_pair(row, system_prompt) for row in rows]
     prompts = tokenise([prompt for prompt, _ in pairs], rows, tokenizer)
-    responses = tokenizer([response for _, response in pairs], add_special_tokens=False, verbose=False)["input_ids"]
-    whole = [
-        Demonstration(np.asarray(prompt, np.int32), np.asarray([*response, tokenizer.eos_token_id], np.int32))
-        for prompt, response in zip(prompts, responses, strict=True)
-    ]
+    texts = [text for _, segments in pairs for text, _ in segments]
+    ids = iter(tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"])
+    whole = []
+    for prompt, (_, segments) in zip(prompts, pairs, strict=True):
+        parts = [(next(ids) + [tokenizer.eos_token_id] * learn, learn) for _, learn in segments]
+        whole.append(
+            Demonstration(
+                np.asarray(prompt, np.int32),
+                np.concatenate([np.asarray(part, np.int32) for part, _ in parts]),
+                np.repeat([learn for _, learn in parts], [len(part) for part, _ in parts]),
+            )
+        )
     fitting = [d for d in whole if len(d.prompt) + len(d.response) <= max_length]
     if not fitting:
         shortest = min(len(d.prompt) + len(d.response) for d in whole)
@@ -63,12 +72,26 @@ def read_demonstrations(
     return DemonstrationSet(fitting, overlong=len(rows) - len(fitting))
 
 
-def _pair(row: Row, system_prompt: str) -> tuple[Messages, str]:
+def _pair(row: Row, system_prompt: str) -> tuple[Messages, list[tuple[str, bool]]]:
+    """The prompt, and the response as texts that are learned from or not."""
     if "messages" not in row.columns:
-        return with_system_prompt(prompt_of(row), system_prompt, row), text_column(row, "response")
+        return with_system_prompt(prompt_of(row), system_prompt, row), _segments(row)
     if "prompt" in row.columns or "response" in row.columns:
         raise UserError(f"{row.place} has 'messages' and 'prompt' or 'response'; keep one of the two forms")
     messages = checked_messages(row, "messages", row.columns["messages"])
     if len(messages) < 2 or messages[-1]["role"] != "assistant" or not messages[-1]["content"].strip():
         raise UserError(f"{row.place}: messages must end with a turn of the assistant that answers an earlier one")
-    return with_system_prompt(messages[:-1], system_prompt, row), messages[-1]["content"]
+    return with_system_prompt(messages[:-1], system_prompt, row), [(messages[-1]["content"], True)]
+
+
+def _segments(row: Row) -> list[tuple[str, bool]]:
+    value = row.columns.get("response")
+    if not isinstance(value, list):
+        return [(text_column(row, "response"), True)]
+    for one in value:
+        if not isinstance(one, dict) or set(one) != {"text", "learn"} or not isinstance(one["learn"], bool):
+            raise UserError(f"{row.place}: {brief(one)} in response must be {{text, learn}}, learn true or false")
+        checked_text(row, "text in response", one["text"])
+    if not value or not value[-1]["learn"]:
+        raise UserError(f"{row.place}: response must end with a text that is learned from; add learn: true to it")
+    return [(one["text"], one["learn"]) for one in value]

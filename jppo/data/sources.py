@@ -8,9 +8,7 @@ file has. What data say is never run as code; the class is, as the user's own.
 
 import dataclasses
 import functools
-import importlib.util
 import pathlib
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,6 +16,7 @@ from jppo.config import UserError
 from jppo.data import tfds
 from jppo.data.files import SUFFIXES, read_rows
 from jppo.data.rows import Row, brief
+from jppo.data.userfile import said, user_class
 
 FORMS = f"{', '.join(SUFFIXES)} or {tfds.PREFIX}NAME/SPLIT"
 
@@ -39,7 +38,7 @@ def read_sources(entries: str, setting: str, *, custom_cls: str = "", tokenizer:
         if entry in listed[:i]:
             raise UserError(f"{setting} lists {entry} twice; a source may be read once")
     if custom_cls:
-        rows_of = functools.partial(_custom_rows, _custom_class(custom_cls), custom_cls, tokenizer)
+        rows_of = functools.partial(_custom_rows, user_class(custom_cls, "data.custom_cls"), custom_cls, tokenizer)
         readers = [(functools.partial(rows_of, entry), pathlib.PurePath(entry).stem) for entry in listed]
     else:
         readers = [_reader(entry, setting) for entry in listed]  # all are seen to be there before one is read
@@ -61,28 +60,6 @@ def _reader(entry: str, setting: str) -> tuple[functools.partial[list[Row]], str
     return functools.partial(read_rows, path), path.stem
 
 
-def _custom_class(spec: str) -> Callable[..., Any]:
-    file, colon, name = spec.rpartition(":")
-    path = pathlib.Path(file).expanduser()
-    if not colon or path.suffix != ".py" or not name:
-        raise UserError(
-            f"data.custom_cls={spec!r} must be the path of a Python file, a colon and a class: data.py:Rows"
-        )
-    if not path.is_file():
-        raise UserError(f"data.custom_cls={spec}: no file {path}; give the path of a Python file")
-    described = importlib.util.spec_from_file_location(f"_custom_data_{path.stem}", path)
-    assert described is not None and described.loader is not None
-    module = sys.modules[described.name] = importlib.util.module_from_spec(described)
-    try:
-        described.loader.exec_module(module)
-    except Exception as e:  # a user's file may raise anything
-        raise UserError(f"data.custom_cls={spec}: {path} cannot be run ({_said(e)}); mend the file") from e
-    cls = getattr(module, name, None)
-    if not callable(cls):
-        raise UserError(f"data.custom_cls={spec}: {path} defines no class {name!r}; name one of the file's own")
-    return cls
-
-
 def _custom_rows(cls: Callable[..., Iterable[Any]], spec: str, tokenizer: Any, entry: str) -> list[Row]:
     where = f"data.custom_cls={spec} of {entry!r}"
     rows: list[Row] = []
@@ -95,11 +72,7 @@ def _custom_rows(cls: Callable[..., Iterable[Any]], spec: str, tokenizer: Any, e
         raise
     except Exception as e:  # and so may its class
         after = f"after row {len(rows)}" if rows else "before the first row"
-        raise UserError(f"{where} failed {after} ({_said(e)}); mend the class") from e
+        raise UserError(f"{where} failed {after} ({said(e)}); mend the class") from e
     if not rows:
         raise UserError(f"{where} has no rows; at least one is needed")
     return rows
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -39,17 +39,24 @@ def unknown_names(template: str) -> dict[str, Any]:
     return {name: _Unknown(name=name) for name in sorted(read - {*_GIVEN, *_TOKENS, *environment.globals})}
 
 
-def make_renderer(tokenizer: Any) -> Any:
-    """A function (messages, row) -> text with the start of the assistant's turn; `row` is the place for errors."""
+def make_renderer(tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()) -> Any:
+    """A function (messages, row) -> text with the start of the assistant's turn, unless it is not to be `opened`.
+
+    `row` is the place for errors; `tools` are schemas that the template tells the model of.
+    """
     if tokenizer.chat_template is None:
         return _no_template
     template = tokenizer.get_chat_template()
     taken = {*inspect.signature(tokenizer.apply_chat_template).parameters, *tokenizer.special_tokens_map}
     unknown = {name: value for name, value in unknown_names(template).items() if name not in taken}
 
-    def render(messages: Sequence[Mapping[str, str]], row: Row) -> str:
+    told = [dict(tool) for tool in tools] or None
+
+    def render(messages: Sequence[Mapping[str, str]], row: Row, opened: bool = True) -> str:
         try:
-            return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **unknown)
+            return tokenizer.apply_chat_template(
+                messages, tools=told, add_generation_prompt=opened, tokenize=False, **unknown
+            )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as e:
             said = str(e).strip().partition("\n")[0]
             raise UserError(f"{row.place}: the chat template refuses the prompt: {said}") from e
@@ -57,7 +64,7 @@ def make_renderer(tokenizer: Any) -> Any:
     return render
 
 
-def _no_template(messages: Any, row: Row) -> str:
+def _no_template(messages: Any, row: Row, opened: bool = True) -> str:
     raise UserError(
         f"{row.place}: the prompt is chat messages, but the tokenizer has no chat template; give one in "
         "tokenizer_config.json or chat_template.jinja, or prompts as text"

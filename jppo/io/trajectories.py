@@ -8,17 +8,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jppo.structs import Trajectory
+from jppo.structs import Exchange, Trajectory
 
 ARRAYS = ("tokens", "sampled", "logprob", "version")
 
 
 def pack(trajectories: Sequence[Trajectory]) -> str:
     """All of them, to the bit."""
-    rest = [
-        {field.name: getattr(t, field.name) for field in dataclasses.fields(t) if field.name not in ARRAYS}
-        for t in trajectories
-    ]
+    rest = [{name: value for name, value in dataclasses.asdict(t).items() if name not in ARRAYS} for t in trajectories]
     arrays = {
         name: np.concatenate([np.zeros(0, _empty(name)), *(getattr(t, name) for t in trajectories)]).astype(
             _empty(name)
@@ -37,6 +34,8 @@ def unpack(text: str) -> list[Trajectory]:
         rest = json.loads(file["rest"].tobytes())
         borders = np.cumsum(file["lengths"])[:-1]
         arrays = {name: np.split(file[name], borders) for name in ARRAYS}
+    for one in rest:
+        one["exchange"] = None if one["exchange"] is None else Exchange(**one["exchange"])
     return [Trajectory(**one, **{name: arrays[name][i] for name in ARRAYS}) for i, one in enumerate(rest)]  # type: ignore[arg-type]
 
 

@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 
 from jppo import assemble
 from jppo import config as settings
+from jppo.config import UserError
 from jppo.rewards.compose import Panel
 from jppo.rewards.parts import Sample
 from jppo.structs import Prompt, Reward
@@ -113,6 +114,11 @@ def report(findings: Sequence[Finding]) -> str:
 
 def run(c: ConfigDict) -> bool:
     """Prints the report; False where a source fails."""
+    if world := c.rollout.multi_turn.environment:
+        raise UserError(
+            f"rollout.multi_turn.environment={world!r} rewards the turns of a conversation, and the data have no right"
+            " answers to try it with; look at the samples of a short run"
+        )
     inputs = assemble.read_inputs(c)
     panel = assemble.make_panel(c, inputs, assemble.make_mesh(c))
     try:

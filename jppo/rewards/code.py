@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from typing import IO
 
 from jppo.rewards.rules import Verdict
 
@@ -146,12 +147,36 @@ def _passes(program: str, tests: Tests, folder: str, time_s: float, memory_bytes
     return True
 
 
+def run_program(program: str, *, time_s: float, memory_bytes: int) -> str:
+    """What a program prints and, of one that fails, the last line that it says of that."""
+    folder = tempfile.mkdtemp(prefix="jppo-code-")
+    try:
+        pathlib.Path(folder, "program.py").write_text(program, encoding="utf-8", errors="replace")
+        with tempfile.TemporaryFile() as errors:
+            status, printed = _status("", "stdin", os.path.realpath(folder), time_s, memory_bytes, errors=errors)
+            errors.seek(max(0, errors.tell() - 2000))
+            said = errors.read().decode("utf-8", "replace").strip().rpartition("\n")[2]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if status is None:
+        return f"{printed}error: the program took longer than {time_s:g} s"
+    return printed if status == 0 else f"{printed}error: {said or f'exit code {status}'}"
+
+
 def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
 def _run(stdin: str, mode: str, folder: str, time_s: float, memory_bytes: int) -> str | None:
     """What the program prints; None where it fails or does not end in time."""
+    status, printed = _status(stdin, mode, folder, time_s, memory_bytes, errors=subprocess.DEVNULL)
+    return printed if status == 0 else None
+
+
+def _status(
+    stdin: str, mode: str, folder: str, time_s: float, memory_bytes: int, *, errors: int | IO[bytes]
+) -> tuple[int | None, str]:
+    """The program's exit status, None where it does not end in time, and what it prints."""
     limits = [memory_bytes, int(time_s) + 2, FILE_BYTES, _processes_of_user() + NEW_PROCESSES]
     command = [*_own_network(), sys.executable, "-I", "-B", "-c", _CHILD, folder, *map(str, limits), mode]
     environment = {"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "PYTHONUTF8": "1"}
@@ -163,7 +188,7 @@ def _run(stdin: str, mode: str, folder: str, time_s: float, memory_bytes: int) -
             command,
             stdin=given,
             stdout=printed,
-            stderr=subprocess.DEVNULL,
+            stderr=errors,
             cwd=folder,
             env=environment,
             start_new_session=True,
@@ -175,7 +200,7 @@ def _run(stdin: str, mode: str, folder: str, time_s: float, memory_bytes: int) -
         finally:
             _kill(child)
         printed.seek(0)
-        return printed.read(FILE_BYTES).decode("utf-8", "replace") if ended == 0 else None
+        return ended, printed.read(FILE_BYTES).decode("utf-8", "replace")
 
 
 def _kill(child: subprocess.Popen) -> None:

@@ -32,6 +32,7 @@ def _grader_of(rule: rules.Rule) -> Grader:
 gsm8k = _grader_of(rules.gsm8k)
 gsm8k_flexible = _grader_of(rules.gsm8k_flexible)
 exact = _grader_of(rules.exact)
+behind_tools = _grader_of(rules.behind_tools)
 choice = _grader_of(rules.choice)
 choice_strict = _grader_of(rules.choice_strict)
 math = _grader_of(rules.math)
@@ -44,6 +45,7 @@ GRADERS: dict[str, Grader] = {
     "gsm8k_flexible": gsm8k_flexible,
     "arithmetic": exact,
     "exact": exact,
+    "multiplication": behind_tools,
     "math": math,
     "lighteval/MATH": math,
     "DigitalLearningGmbH/MATH-lighteval": math,

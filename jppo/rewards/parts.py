@@ -4,7 +4,7 @@ import dataclasses
 from concurrent.futures import Future
 from typing import Protocol
 
-from jppo.structs import Prompt, Reward
+from jppo.structs import Exchange, Prompt, Reward
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,8 +13,9 @@ class Sample:
 
     prompt: Prompt
     text: str  # the response
-    length: int  # its tokens
+    length: int  # its tokens, those of tools among them
     finish: str  # as in Trajectory
+    exchange: Exchange | None = None  # as in Trajectory
 
 
 class Part(Protocol):

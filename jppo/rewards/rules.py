@@ -70,6 +70,11 @@ def exact(response: str, ground_truth: str) -> Verdict:
     return Verdict(score, {"exact": score}, response.strip())
 
 
+def behind_tools(response: str, ground_truth: str) -> Verdict:
+    """1 when what stands behind the last `]]`, where a tool's answer ends in the plain format, is the truth."""
+    return exact(response.rpartition("]]")[2], ground_truth)
+
+
 def choice(response: str, ground_truth: str) -> Verdict:
     r"""1 when the option that is stated last is the truth, a letter from A to E.
 

@@ -37,7 +37,7 @@ def prepare(target: Sequence[str]) -> Prepared:
     """Makes a target ready; raises ValueError with a sentence for people where that cannot be."""
     kind, *rest = target
     makers: dict[str, Callable[..., Prepared]]
-    makers = {"rule": _rule, "code": _code, "format": _format, "function": _function}
+    makers = {"rule": _rule, "code": _code, "program": _program, "format": _format, "function": _function}
     return makers[kind](*rest)
 
 
@@ -116,6 +116,16 @@ def _rule(name: str) -> Prepared:
 def _code(time_s: str, memory_bytes: str) -> Prepared:
     rule = functools.partial(code.code, time_s=float(time_s), memory_bytes=int(memory_bytes))
     return _each(lambda sample: rule(sample["text"], sample["truth"]))
+
+
+def _program(time_s: str, memory_bytes: str) -> Prepared:
+    """Runs the text of a sample; what it prints is the answer, and nothing is scored."""
+
+    def run(sample: Sample) -> rules.Verdict:
+        printed = code.run_program(sample["text"], time_s=float(time_s), memory_bytes=int(memory_bytes))
+        return rules.Verdict(0.0, {}, printed)
+
+    return _each(run)
 
 
 def _format(pattern: str) -> Prepared:

@@ -1,0 +1,1 @@
+"""Conversations of several turns: tools, simulated users, environments."""

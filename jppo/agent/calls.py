@@ -1,0 +1,137 @@
+"""Calls of tools as a model writes them, read from the text of one turn. One function a format, pure.
+
+What looks like a call and is none becomes a `Fault`, whose sentence the model is told in the place of an answer.
+
+    hermes, qwen3   <tool_call>{"name": "NAME", "arguments": {"KEY": VALUE}}</tool_call>
+    qwen3_coder     <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>
+    plain           <<NAME ARGUMENTS>>, for models without a chat template
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+Schema = Mapping[str, Any]  # {"type": "function", "function": {"name", "description", "parameters"}}
+
+_TAGGED = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
+_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
+_ANGLED = re.compile(r"<<(.*?)(>>|\Z)", re.DOTALL)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A tool by its name, and what it is to be given."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """What was meant as a call and can't be made; says why."""
+
+    why: str
+
+
+Found = Call | Fault
+Parser = Callable[[str, Sequence[Schema]], list[Found]]
+
+
+def hermes(text: str, schemas: Sequence[Schema]) -> list[Found]:
+    """Calls as JSON between tags, in their order."""
+
+    def one(body: str) -> Found:
+        try:
+            said = json.loads(body)
+        except (ValueError, RecursionError) as e:
+            return Fault(f"the call is no JSON: {e}")
+        if not isinstance(said, dict) or not isinstance(said.get("name"), str):
+            return Fault('a call is {"name": ..., "arguments": {...}}')
+        arguments = said.get("arguments", {})
+        if isinstance(arguments, str):  # OpenAI's form: JSON within JSON
+            return _known(_from_json(said["name"], arguments), schemas)
+        if not isinstance(arguments, dict):
+            return Fault(f"the arguments of {said['name']} are no JSON object")
+        return _known(Call(said["name"], arguments), schemas)
+
+    return _tagged(text, one)
+
+
+def qwen3_coder(text: str, schemas: Sequence[Schema]) -> list[Found]:
+    """Calls as tags for the function and each parameter; the schema says which values are no text."""
+
+    def one(body: str) -> Found:
+        match = _FUNCTION.fullmatch(body)
+        if match is None:
+            return Fault("a call is <function=NAME><parameter=KEY>VALUE</parameter></function>")
+        name = match[1].strip()
+        types = {key: how.get("type") for key, how in _parameters(name, schemas).items() if isinstance(how, dict)}
+        arguments: dict[str, Any] = {}
+        for part in match[2].split("<parameter=")[1:]:
+            key, _, rest = part.partition(">")
+            value, end, _ = rest.partition("</parameter>")
+            if not end:
+                return Fault(f"the parameter {key.strip()[:40]!r} has no </parameter>")
+            try:
+                arguments[key.strip()] = _typed(value.removeprefix("\n").removesuffix("\n"), types.get(key.strip()))
+            except (ValueError, RecursionError) as e:
+                return Fault(f"{key.strip()} is not of its type: {e}")
+        return _known(Call(name, arguments), schemas)
+
+    return _tagged(text, one)
+
+
+def plain(text: str, schemas: Sequence[Schema]) -> list[Found]:
+    """Calls between angles. A lone tool needs no name, a lone parameter no JSON."""
+    names = [schema["function"]["name"] for schema in schemas]
+
+    def one(body: str) -> Found:
+        name, _, rest = body.strip().partition(" ")
+        if name not in names:
+            if len(names) != 1:
+                return Fault(f"there is no tool {name!r}; there are {', '.join(names)}")
+            name, rest = names[0], body
+        rest, keys = rest.strip(), list(_parameters(name, schemas))
+        if len(keys) == 1 and not rest.startswith("{"):
+            return Call(name, {keys[0]: rest})
+        return _known(_from_json(name, rest or "{}"), schemas)
+
+    return [one(body) if end else Fault("the call has no end") for body, end in _ANGLED.findall(text)]
+
+
+def _tagged(text: str, one: Callable[[str], Found]) -> list[Found]:
+    return [one(body) if end else Fault("the call has no </tool_call>") for body, end in _TAGGED.findall(text)]
+
+
+def _from_json(name: str, text: str) -> Found:
+    try:
+        arguments = json.loads(text)
+    except (ValueError, RecursionError) as e:
+        return Fault(f"the arguments of {name} are no JSON: {e}")
+    return Call(name, arguments) if isinstance(arguments, dict) else Fault(f"the arguments of {name} are no object")
+
+
+def _known(found: Found, schemas: Sequence[Schema]) -> Found:
+    """The call, where there is such a tool and it has what the tool requires."""
+    if isinstance(found, Fault):
+        return found
+    of_name = {schema["function"]["name"]: schema["function"] for schema in schemas}
+    if found.name not in of_name:
+        return Fault(f"there is no tool {found.name!r}; there are {', '.join(of_name)}")
+    required = of_name[found.name].get("parameters", {}).get("required", [])
+    lacking = [key for key in required if key not in found.arguments]
+    return Fault(f"{found.name} needs {', '.join(map(repr, lacking))}") if lacking else found
+
+
+def _parameters(name: str, schemas: Sequence[Schema]) -> Mapping[str, Any]:
+    of_name = {schema["function"]["name"]: schema["function"] for schema in schemas}
+    return of_name.get(name, {}).get("parameters", {}).get("properties", {})
+
+
+def _typed(value: str, kind: Any) -> Any:
+    return value if kind in (None, "string") else json.loads(value.strip())
+
+
+PARSERS: dict[str, Parser] = {"hermes": hermes, "qwen3": hermes, "qwen3_coder": qwen3_coder, "plain": plain}

@@ -1,0 +1,36 @@
+"""An environment to begin with: the policy guesses a number, and is told whether it is larger or smaller.
+
+    --config.rollout.multi_turn.enable=True --config.rollout.multi_turn.environment=jppo/agent/guessing.py:Guessing
+
+A row's `ground_truth` is the number. A guess is the last number of a turn; the right one is worth 1, less a tenth for
+every guess before it, and none after the tenth.
+"""
+
+import re
+
+from jppo.structs import Prompt
+
+GUESSES = 10
+
+
+class Guessing:
+    """One game."""
+
+    def __init__(self) -> None:
+        self.number, self.guesses = 0, 0
+
+    async def reset(self, prompt: Prompt) -> str:
+        """Thinks of the row's number."""
+        self.number = int(prompt.ground_truth)
+        return "I think of a number. Guess it."
+
+    async def step(self, text: str) -> tuple[str, float, bool]:
+        """What is said to a guess, what it is worth, and whether the game is over."""
+        self.guesses += 1
+        found = re.findall(r"\d+", text)
+        if found and int(found[-1][:20]) == self.number:
+            return "That is it.", 1.0 - (self.guesses - 1) / GUESSES, True
+        over = self.guesses == GUESSES
+        if not found:
+            return "I see no number.", 0.0, over
+        return "larger" if self.number > int(found[-1][:20]) else "smaller", 0.0, over

@@ -1,0 +1,118 @@
+"""Who answers the policy when it calls no tool: a simulated user, or an environment. Both are users' classes.
+
+`rollout.multi_turn.interaction='path.py:Class'`, made once a run:
+
+    async def respond(self, messages, context) -> (text, done, score)     # score: a number, or None
+
+`rollout.multi_turn.environment='path.py:Class'`, made for every conversation:
+
+    async def reset(self, prompt) -> text                                 # '': nothing to begin with
+    async def step(self, text) -> (text, reward, done)
+
+Plain functions do as well; they run in a thread each. What they raise, or return of another form, ends the
+conversation, whose response then has no reward.
+"""
+
+import dataclasses
+import math
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from jppo.agent.beside import Beside
+from jppo.agent.tools import Context
+from jppo.config import UserError
+from jppo.data.userfile import said, user_class
+
+
+@dataclasses.dataclass(frozen=True)
+class Reply:
+    """What is said to the policy after its turn."""
+
+    text: str
+    done: bool  # the conversation ends, and the text is for nobody
+    score: float
+
+
+class PartnerError(Exception):
+    """A user's class failed; says how."""
+
+
+Respond = Callable[[list[dict[str, str]]], Awaitable[Reply]]  # all that was said so far, the policy's turn last
+Begin = Callable[[Context], Awaitable[tuple[str, Respond]]]  # the first text of a conversation, and who goes on
+
+
+def make_interaction(spec: str, *, beside: Beside, timeout_s: float) -> Begin:
+    """The simulated user of a run."""
+    user = _made(spec, "rollout.multi_turn.interaction", ("respond",))()
+
+    async def begin(context: Context) -> tuple[str, Respond]:
+        async def respond(messages: list[dict[str, str]]) -> Reply:
+            found = await _asked(beside, user.respond, messages, context, timeout_s=timeout_s)
+            text, done, score = _three(found, "respond", "(text, done, score)")
+            return _reply(text, done, 0.0 if score is None else score, "respond")
+
+        return "", respond
+
+    return begin
+
+
+def make_environment(spec: str, *, beside: Beside, timeout_s: float) -> Begin:
+    """A fresh environment for every conversation of a run."""
+    cls = _made(spec, "rollout.multi_turn.environment", ("reset", "step"))
+
+    async def begin(context: Context) -> tuple[str, Respond]:
+        try:
+            world = cls()
+        except Exception as e:
+            raise PartnerError(f"{spec} cannot be made: {said(e)}") from e
+
+        async def respond(messages: list[dict[str, str]]) -> Reply:
+            found = await _asked(beside, world.step, messages[-1]["content"], timeout_s=timeout_s)
+            text, reward, done = _three(found, "step", "(text, reward, done)")
+            return _reply(text, done, reward, "step")
+
+        first = await _asked(beside, world.reset, context.prompt, timeout_s=timeout_s)
+        if not isinstance(first, str):
+            raise PartnerError(f"reset returned {type(first).__name__}; it must be text")
+        return first, respond
+
+    return begin
+
+
+def _made(spec: str, setting: str, methods: tuple[str, ...]) -> Callable[[], Any]:
+    """The class, once it is seen that it can be made and has its methods."""
+    cls = user_class(spec, setting)
+    try:
+        one = cls()
+    except Exception as e:
+        raise UserError(f"{setting}={spec}: the class cannot be made without arguments ({said(e)}); mend it") from e
+    for method in methods:
+        if not callable(getattr(one, method, None)):
+            raise UserError(f"{setting}={spec}: the class has no method {method!r}; give it one")
+    return cls
+
+
+async def _asked(beside: Beside, method: Callable[..., Any], *arguments: Any, timeout_s: float) -> Any:
+    name = getattr(method, "__name__", "it")
+    try:
+        return await beside.run(method, *arguments, timeout_s=timeout_s)
+    except TimeoutError as e:
+        raise PartnerError(f"{name} took longer than {timeout_s:g} s") from e
+    except Exception as e:  # a user's class may raise anything
+        raise PartnerError(f"{name} raised {said(e)}") from e
+
+
+def _three(found: Any, method: str, form: str) -> tuple[Any, Any, Any]:
+    if not isinstance(found, tuple | list) or len(found) != 3:
+        raise PartnerError(f"{method} returned {type(found).__name__}; it must be {form}")
+    return found[0], found[1], found[2]
+
+
+def _reply(text: Any, done: Any, score: Any, method: str) -> Reply:
+    try:
+        number = float(score)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not isinstance(text, str) or isinstance(score, str) or not math.isfinite(number):
+        raise PartnerError(f"{method} returned {str(text)[:40]!r} and {score!r}; they must be text and a finite number")
+    return Reply(text, bool(done), number)

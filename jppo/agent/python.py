@@ -1,0 +1,52 @@
+"""Python for the model: each program runs in the processes, and under the limits, of the grader of programs.
+
+What `jppo/rewards/code.py` says of these limits holds: they are no sandbox against an adversary.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from jppo.config import UserError
+from jppo.rewards.pool import Pool, Target
+
+_MORE_S = 5.0  # for the process around the program
+
+
+class Python:
+    """The tool. `workers` programs run at once; more calls wait, which is not counted against them."""
+
+    def __init__(self, *, timeout_s: float = 5.0, memory_bytes: int = 2**30, workers: int = 2) -> None:
+        if not (timeout_s > 0 and memory_bytes >= 2**26 and workers >= 1):
+            raise UserError(
+                f"the tool python: timeout_s={timeout_s} must be above 0, memory_bytes={memory_bytes} at least {2**26},"
+                f" workers={workers} at least 1"
+            )
+        self.concurrency = workers
+        self._pool = Pool(workers, timeout_s=timeout_s + _MORE_S, memory_bytes=max(memory_bytes, 2**30))
+        self._target: Target = ("program", str(timeout_s), str(memory_bytes))
+        self.schema: Mapping[str, Any] = {
+            "type": "function",
+            "function": {
+                "name": "python",
+                "description": "Runs a Python program and returns what it prints.",
+                "parameters": {
+                    "type": "object",
+                    "properties": {"code": {"type": "string", "description": "the program; print what is to be seen"}},
+                    "required": ["code"],
+                },
+            },
+        }
+
+    async def __call__(self, arguments: Mapping[str, Any], context: Any) -> str:
+        """What the program prints, and the last line of its error."""
+        sample = {"data_source": "", "text": str(arguments["code"]), "truth": "", "extra": None}
+        ran = await asyncio.wrap_future(self._pool.submit(self._target, sample))
+        if ran.error is not None:
+            raise RuntimeError(ran.error)
+        assert ran.answer is not None
+        return ran.answer
+
+    def close(self) -> None:
+        """Ends the processes."""
+        self._pool.close()

@@ -1,0 +1,23 @@
+"""A simulated user to begin with: says that an answer is wrong, and lets the policy try again.
+
+    --config.rollout.multi_turn.enable=True --config.rollout.multi_turn.interaction=jppo/agent/second_try.py:SecondTry
+
+An answer is right where its last number is the row's `ground_truth`: 1 at the first try, a half at the second.
+"""
+
+import re
+from typing import Any
+
+WORTH = (1.0, 0.5)  # of a right answer, by tries
+
+
+class SecondTry:
+    """The user, one for the whole run: what belongs to a conversation is in its context."""
+
+    async def respond(self, messages: list[dict[str, str]], context: Any) -> tuple[str, bool, float | None]:
+        """What is said to the last turn, whether that ends the conversation, and what the turn is worth."""
+        tries = sum(message["role"] == "assistant" for message in messages)
+        numbers = re.findall(r"-?\d+(?:\.\d+)?", messages[-1]["content"].replace(",", ""))
+        if numbers and numbers[-1] == context.prompt.ground_truth.strip():
+            return "That is right.", True, WORTH[tries - 1]
+        return "That is wrong. Look at it again.", tries == len(WORTH), None

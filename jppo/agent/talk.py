@@ -1,0 +1,169 @@
+"""A conversation as a `Talk`: the policy speaks, tools or a partner answer, and it speaks again.
+
+The trajectory is the prompt, what was sampled and what was put between, token by token; nothing is encoded twice. What
+the policy did not choose has `sampled` False, no log-prob and no version. A turn with calls is answered by the tools,
+any other by the partner, where there is one; without an answer the conversation ends, as it does when no more turns
+are allowed or the response has no room for the answer and one token more. Calls of the last turn are not made; its text
+still goes to the partner, who scores it.
+"""
+
+import dataclasses
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import numpy as np
+
+from jppo.agent.calls import Parser
+from jppo.agent.chat import Chat
+from jppo.agent.partners import Begin, PartnerError, Respond
+from jppo.agent.tools import Context, Toolbox
+from jppo.config import UserError
+from jppo.rollout.sampler import Answer, Ask, Talk, sample_seed
+from jppo.structs import Exchange, Prompt, Sampling, Trajectory
+
+
+@dataclasses.dataclass(frozen=True)
+class Turns:
+    """How often each side may speak; -1: as often as the response has room for."""
+
+    assistant: int
+    user: int  # tools, users and environments
+
+
+class _Record:
+    """A trajectory that grows."""
+
+    def __init__(self, prompt: list[int]):
+        self.ids = prompt
+        self.sampled = [False] * len(prompt)
+        self.logprob = [0.0] * len(prompt)
+        self.version = [-1] * len(prompt)
+
+    def say(self, answer: Answer) -> None:
+        self.ids = self.ids + answer.tokens  # a list of its own: an engine may still hold the one that it was given
+        self.sampled += [True] * len(answer.tokens)
+        self.logprob += answer.logprob
+        self.version += answer.version
+
+    def hear(self, ids: list[int]) -> None:
+        self.ids = self.ids + ids
+        self.sampled += [False] * len(ids)
+        self.logprob += [0.0] * len(ids)
+        self.version += [-1] * len(ids)
+
+
+@dataclasses.dataclass
+class _State:
+    """Where a conversation is."""
+
+    prompt: Prompt
+    messages: list[dict[str, str]]
+    memory: dict[str, Any] = dataclasses.field(default_factory=dict)
+    respond: Respond | None = None
+    turns: int = 0
+    heard: int = 0
+    calls: int = 0
+    call_errors: int = 0
+    call_s: float = 0.0
+    score: float = 0.0
+    fault: str | None = None
+
+
+def make_talk(
+    chat: Chat,
+    parse: Parser,
+    toolbox: Toolbox,
+    begin: Begin | None,
+    *,
+    turns: Turns,
+    decode: Callable[[list[int]], str],
+    spell: Callable[[list[int]], str],
+    ends: tuple[int, ...],
+) -> Talk:
+    """Closes over the parts of a run: `decode` leaves special tokens out, `spell` does not."""
+
+    async def start(state: _State) -> str:
+        if begin is None:
+            return ""
+        try:
+            first, state.respond = await begin(Context(state.prompt, {}, state.memory))
+        except PartnerError as e:
+            first, state.fault = "", str(e)
+        return first
+
+    async def heard(state: _State, tokens: list[int]) -> list[dict[str, str]]:
+        """What is said to the policy after these tokens; nothing where the conversation ends."""
+        text = spell(tokens[:-1] if tokens[-1] in ends else tokens)
+        state.messages.append({"role": "assistant", "content": text})
+        last = state.turns == turns.assistant or state.heard == turns.user
+        if found := parse(text, toolbox.schemas) if toolbox.schemas else []:
+            if last:
+                return []
+            told = await toolbox.call(found, state.prompt, state.memory)
+            state.calls += len(found)
+            state.call_errors += told.errors
+            state.call_s += told.seconds
+            return told.messages
+        if state.respond is None:
+            return []
+        try:
+            reply = await state.respond(state.messages)
+        except PartnerError as e:
+            state.fault = str(e)
+            return []
+        state.score += reply.score
+        return [] if reply.done or last else [{"role": "user", "content": reply.text}]
+
+    async def talk(ask: Ask, prompt: Prompt, *, sampling: Sampling, seed: int, near: Hashable) -> Trajectory:
+        state = _State(prompt, _as_messages(prompt))
+        first = await start(state)
+        state.messages += [{"role": "user", "content": first}] if first else []
+        room = len(prompt.ids) + sampling.max_tokens
+        record = _Record(opening(chat, prompt, first, room))
+        begun = len(record.ids)
+        while True:
+            own = dataclasses.replace(sampling, max_tokens=room - len(record.ids))
+            drawn_by = seed if state.turns == 0 else sample_seed(seed, state.turns, 0)
+            answer = await ask(record.ids, sampling=own, seed=drawn_by, near=near)
+            record.say(answer)
+            state.turns, finish = state.turns + 1, answer.finish
+            new = await heard(state, answer.tokens) if finish == "stop" else []
+            if not new:
+                break
+            ids = chat.between(new, answer.tokens[-1])
+            if len(record.ids) + len(ids) >= room:
+                finish = "length"
+                break
+            record.hear(ids)
+            state.messages += new
+            state.heard += 1
+        return Trajectory(
+            uid=prompt.uid,
+            tokens=np.asarray(record.ids, np.int32),
+            sampled=np.asarray(record.sampled),
+            logprob=np.asarray(record.logprob, np.float32),
+            version=np.asarray(record.version, np.int32),
+            text=decode(record.ids[begun:]),
+            finish=finish,
+            turns=state.turns,
+            exchange=Exchange(state.calls, state.call_errors, state.call_s, state.score, state.fault),
+        )
+
+    return talk
+
+
+def opening(chat: Chat, prompt: Prompt, first: str, room: int) -> list[int]:
+    """The prompt with the first text of an environment, within `room` tokens with the response."""
+    ids = prompt.ids.tolist()
+    whole = chat.opening(prompt.messages, ids, first) if first else ids
+    if len(whole) >= room:
+        raise UserError(
+            f"prompt {prompt.uid}: what the environment says first makes {len(whole)} tokens of its {len(ids)}, and the"
+            f" response ends at {room}; raise data.max_response_length, or have it say less"
+        )
+    return whole
+
+
+def _as_messages(prompt: Prompt) -> list[dict[str, str]]:
+    said = prompt.messages
+    return [{"role": "user", "content": said}] if isinstance(said, str) else [dict(m) for m in said]

@@ -1,0 +1,232 @@
+"""Tools: what one is, how a file names them, and how their calls are made so that each fault costs its own call.
+
+`rollout.multi_turn.tool_config_path` is a YAML file
+
+    tools:
+      - class_name: calculator            # calculator, python or search, or PATH.py:CLASS
+        config: {}                        # what the class is made with
+        tool_schema: {}                   # in OpenAI's form; left out: the class's own `schema`
+
+or a Python file with a function `tools()` that returns tools.
+"""
+
+import asyncio
+import dataclasses
+import pathlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import yaml
+
+from jppo.agent.beside import Beside
+from jppo.agent.calculator import Calculator
+from jppo.agent.calls import Call, Fault, Found, Schema
+from jppo.agent.python import Python
+from jppo.agent.search import Search
+from jppo.config import UserError
+from jppo.data.userfile import said, user_class, user_module
+from jppo.structs import Prompt
+
+SHIPPED: dict[str, Callable[..., Any]] = {"calculator": Calculator, "python": Python, "search": Search}
+SETTING = "rollout.multi_turn.tool_config_path"
+SIDES = ("left", "middle", "right")
+_CUT = "..."
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What a tool, a user or an environment knows of the conversation that it is in."""
+
+    prompt: Prompt
+    given: Mapping[str, Any]  # for a tool: the row's extra_info.tools_kwargs[NAME]
+    memory: dict[str, Any]  # to keep things in until the conversation ends
+
+
+class Tool(Protocol):
+    """One tool, made once a run. `close()` is called at its end, where there is one."""
+
+    schema: Schema
+
+    async def __call__(self, arguments: Mapping[str, Any], context: Context) -> Any:
+        """What the model is told, as text; whatever it raises is told too. A plain function runs in a thread."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What a call may take, and say."""
+
+    parallel: int  # calls of one turn
+    characters: int  # of an answer
+    side: str  # that is cut off a longer one
+    timeout_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Told:
+    """What the tools answered to the calls of one turn."""
+
+    messages: list[dict[str, str]]
+    errors: int
+    seconds: float  # of all calls, added up
+
+
+class Toolbox:
+    """The tools of a run."""
+
+    def __init__(self, tools: Sequence[Tool], limits: Limits, beside: Beside):
+        self.schemas = [tool.schema for tool in tools]
+        self._tools = {tool.schema["function"]["name"]: tool for tool in tools}
+        self._limits = limits
+        self._beside = beside
+
+    async def call(self, found: Sequence[Found], prompt: Prompt, memory: dict[str, Any]) -> Told:
+        """Makes the calls, side by side; every one has an answer. Calls above the limit are not made."""
+        most = self._limits.parallel
+        answers = list(await asyncio.gather(*(self._one(one, prompt, memory) for one in found[:most])))
+        if (surplus := len(found) - most) > 0:
+            why = f"error: {surplus} calls were not made, only {most} may be made at once"
+            answers.append(({"role": "tool", "name": "error", "content": self._cut(why)}, surplus, 0.0))
+        return Told(
+            [message for message, _, _ in answers],
+            errors=sum(errors for _, errors, _ in answers),
+            seconds=sum(seconds for _, _, seconds in answers),
+        )
+
+    async def _one(self, found: Found, prompt: Prompt, memory: dict[str, Any]) -> tuple[dict[str, str], int, float]:
+        began = time.monotonic()
+        name, text, failed = "error", "", True
+        if isinstance(found, Fault):
+            text = f"error: {found.why}"
+        else:
+            name = found.name
+            try:
+                text, failed = await self._answer(found, prompt, memory), False
+            except TimeoutError:
+                text = f"error: {name} took longer than {self._limits.timeout_s:g} s"
+            except Exception as e:  # a tool may raise anything
+                text = f"error: {said(e)}"
+        message = {"role": "tool", "name": name, "content": self._cut(text)}
+        return message, int(failed), time.monotonic() - began
+
+    async def _answer(self, call: Call, prompt: Prompt, memory: dict[str, Any]) -> str:
+        context = Context(prompt, of_row(prompt, call.name), memory)
+        tool = self._tools[call.name]
+        slots = getattr(tool, "concurrency", None)
+        return str(await self._beside.run(tool, call.arguments, context, timeout_s=self._limits.timeout_s, slots=slots))
+
+    def _cut(self, text: str) -> str:
+        text = text.encode("utf-8", "replace").decode("utf-8")  # half a surrogate pair is no text for a tokenizer
+        return cut(text, self._limits.characters, self._limits.side)
+
+    def close(self) -> None:
+        """Ends what the tools have started; may be called twice."""
+        for tool in self._tools.values():
+            getattr(tool, "close", lambda: None)()
+
+
+def of_row(prompt: Prompt, name: str) -> Mapping[str, Any]:
+    """What a row says for one tool: verl's extra_info.tools_kwargs[NAME]."""
+    of_tools = (prompt.extra.get("extra_info") or {}).get("tools_kwargs")
+    found = of_tools.get(name) if isinstance(of_tools, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
+
+
+def cut(text: str, length: int, side: str) -> str:
+    """At most `length` characters of the text: left, middle or right of it is left out, three dots in its place."""
+    if len(text) <= length:
+        return text
+    dots = _CUT if length > len(_CUT) else ""
+    keep = length - len(dots)
+    if side == "left":
+        return dots + text[len(text) - keep :]
+    if side == "right":
+        return text[:keep] + dots
+    first = -(-keep // 2)
+    return text[:first] + dots + text[len(text) - (keep - first) :]
+
+
+def read_tools(path: str, *, allow_code: bool) -> list[Tool]:
+    """The tools that a YAML or Python file names; '' names none. Whatever is wrong with them is a UserError."""
+    if not path:
+        return []
+    file, where = pathlib.Path(path).expanduser(), f"{SETTING}={path}"
+    tools = _from_python(file, where) if file.suffix == ".py" else _from_yaml(file, where)
+    if not tools:
+        raise UserError(f"{where} names no tool; name one, or leave the setting empty")
+    names = [_checked_name(tool, where) for tool in tools]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"{where} has two tools of the name {name!r}; rename one in its tool_schema")
+    for tool in tools:
+        if isinstance(tool, Python) and not allow_code:
+            raise UserError(
+                f"{where}: the tool python runs what the model writes; allow it by rollout.multi_turn.allow_code=True,"
+                " in a container where you do not trust the model"
+            )
+    return tools
+
+
+def _from_python(file: pathlib.Path, where: str) -> list[Tool]:
+    make = getattr(user_module(file, where), "tools", None)
+    if not callable(make):
+        raise UserError(f"{where}: the file has no function tools(); give it one that returns a list of tools")
+    try:
+        return list(make())
+    except UserError:
+        raise
+    except Exception as e:
+        raise UserError(f"{where}: tools() failed ({said(e)}); mend the file") from e
+
+
+def _from_yaml(file: pathlib.Path, where: str) -> list[Tool]:
+    try:
+        read = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        why = "there is no such file" if isinstance(e, FileNotFoundError) else f"it cannot be read: {e}"
+        raise UserError(f"{where}: {why}; give a YAML or Python file") from e
+    except yaml.YAMLError as e:
+        raise UserError(f"{where} is no YAML: {' '.join(str(e).split())}; mend it") from e
+    listed = read.get("tools") if isinstance(read, dict) else None
+    if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
+        raise UserError(f"{where} must have a list `tools` of objects with class_name, config and tool_schema")
+    return [_made(one, where) for one in listed]
+
+
+def _made(one: Mapping[str, Any], where: str) -> Tool:
+    name, config, schema = one.get("class_name"), one.get("config") or {}, one.get("tool_schema")
+    if unknown := set(one) - {"class_name", "config", "tool_schema"}:
+        raise UserError(
+            f"{where}: {min(map(str, unknown))!r} is not known; an entry has class_name, config, tool_schema"
+        )
+    if not isinstance(name, str) or not isinstance(config, dict) or not isinstance(schema, dict | None):
+        raise UserError(f"{where}: an entry is class_name (text), config and tool_schema (objects); one is {dict(one)}")
+    if name not in SHIPPED and ":" not in name:
+        raise UserError(f"{where}: class_name {name!r} is not known; it is {', '.join(SHIPPED)}, or PATH.py:CLASS")
+    cls = SHIPPED[name] if name in SHIPPED else user_class(name, f"{where}: class_name")
+    try:
+        tool = cls(**config)
+        if schema is not None:
+            tool.schema = schema
+    except UserError:
+        raise
+    except Exception as e:
+        raise UserError(f"{where}: {name} cannot be made of config={config} ({said(e)}); mend one of the two") from e
+    return tool
+
+
+def _checked_name(tool: Any, where: str) -> str:
+    schema = getattr(tool, "schema", None)
+    function = schema.get("function") if isinstance(schema, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or not name or any(c.isspace() for c in name):
+        raise UserError(
+            f"{where}: the tool {type(tool).__name__} has no schema in OpenAI's form, {{'type': 'function', 'function':"
+            " {'name': ..., 'description': ..., 'parameters': ...}}; give it `schema`, or tool_schema in the file"
+        )
+    if not callable(tool):
+        raise UserError(
+            f"{where}: the tool {name!r} cannot be called; give it `async def __call__(arguments, context)`"
+        )
+    return name

@@ -1,0 +1,69 @@
+"""Conversations as `rollout.multi_turn` asks for them: tools, partner and chat, and the talk over them."""
+
+import dataclasses
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from jppo.agent import chat, partners
+from jppo.agent.beside import Beside
+from jppo.agent.calls import PARSERS, Schema
+from jppo.agent.talk import Turns, make_talk
+from jppo.agent.tools import Limits, Toolbox, read_tools
+from jppo.data.tokenizer import decode
+from jppo.rollout.sampler import Talk
+
+
+@dataclasses.dataclass(frozen=True)
+class Agent:
+    """What a run of conversations has beside its policy."""
+
+    talk: Talk
+    schemas: list[Schema]  # that the chat template tells the model of
+    toolbox: Toolbox
+    beside: Beside
+
+    def close(self) -> None:
+        """Ends what tools and partners have started; may be called twice."""
+        self.toolbox.close()
+        self.beside.close()
+
+
+def make_agent(c: ConfigDict, tokenizer: Any, ends: tuple[int, ...]) -> Agent | None:
+    """The agent of a run, everything seen to be there; None where the policy is asked once."""
+    m = c.rollout.multi_turn
+    if not m.enable:
+        return None
+    beside = Beside()
+    limits = Limits(
+        parallel=m.max_parallel_calls,
+        characters=m.max_tool_response_length,
+        side=m.tool_response_truncate_side,
+        timeout_s=m.tool_timeout_s,
+    )
+    toolbox = Toolbox(read_tools(m.tool_config_path, allow_code=m.allow_code), limits, beside)
+    begin = None
+    if m.interaction:
+        begin = partners.make_interaction(m.interaction, beside=beside, timeout_s=m.tool_timeout_s)
+    if m.environment:
+        begin = partners.make_environment(m.environment, beside=beside, timeout_s=m.tool_timeout_s)
+    if m.format == "plain":
+        between, told = chat.plain(tokenizer), []
+    else:
+        roles = [*(["tool"] if toolbox.schemas else []), *(["user"] if begin is not None else [])]
+        between, told = chat.templated(tokenizer, toolbox.schemas, roles=roles, name=m.format), toolbox.schemas
+
+    def spell(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    talk = make_talk(
+        between,
+        PARSERS[m.format],
+        toolbox,
+        begin,
+        turns=Turns(assistant=m.max_assistant_turns, user=m.max_user_turns),
+        decode=lambda ids: decode(tokenizer, ids),
+        spell=spell,
+        ends=ends,
+    )
+    return Agent(talk, told, toolbox, beside)

@@ -1,0 +1,117 @@
+"""A policy that says what it is told to, and conversations with it."""
+
+import asyncio
+import functools
+
+import numpy as np
+import pytest
+
+from jppo.agent import chat
+from jppo.agent.beside import Beside
+from jppo.agent.calculator import Calculator
+from jppo.agent.calls import PARSERS
+from jppo.agent.talk import Turns, make_talk
+from jppo.agent.tools import Limits, Toolbox
+from jppo.data import multiplication
+from jppo.data.template import make_renderer
+from jppo.data.tokenizer import decode, load_tokenizer
+from jppo.rollout.sampler import Answer
+from jppo.structs import Prompt, Sampling
+
+
+class Scripted:
+    """An engine that gives prepared answers, one a turn, and remembers what it was asked."""
+
+    def __init__(self, answers, finish="stop"):
+        self.answers, self.finish = answers, finish
+        self.asked, self.room, self.seeds = [], [], []
+
+    async def __call__(self, ids, *, sampling, seed, near):
+        said = self.answers[len(self.asked)]
+        self.asked.append(list(ids))
+        self.room.append(sampling.max_tokens)
+        self.seeds.append(seed)
+        await asyncio.sleep(0)
+        tokens, turn = said[: sampling.max_tokens], len(self.asked)
+        logprob = [-turn - i / 100 for i in range(len(tokens))]
+        return Answer(tokens, logprob, [7] * len(tokens), self.finish if tokens == said else "length")
+
+
+class Hall:
+    """Where conversations are held: a tokenizer, tools or a partner, and what each side says."""
+
+    def __init__(self, tokenizer, format):
+        self.tokenizer, self.format, self.beside = tokenizer, format, Beside()
+        self.tools, self.begin = [Calculator()], None
+        self.limits = dict(parallel=2, characters=60, side="middle", timeout_s=0.5)
+        self.turns = Turns(-1, -1)
+        self.roles = ("tool", "user")
+
+    def encode(self, text):
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def prompt(self, said="What is 12*34?", **extra):
+        messages = said if self.format == "plain" else [{"role": "user", "content": said}]
+        ids = self.encode(said)
+        if self.format != "plain":
+            ids = self.encode(make_renderer(self.tokenizer, [t.schema for t in self.tools])(messages, None))
+        return Prompt("p:1", "exact", messages, np.array(ids, np.int32), "408", extra)
+
+    def talk(self):
+        toolbox = Toolbox(self.tools, Limits(**self.limits), self.beside)
+        if self.format == "plain":
+            between = chat.plain(self.tokenizer)
+        else:
+            between = chat.templated(self.tokenizer, toolbox.schemas, roles=self.roles, name=self.format)
+        return make_talk(
+            between,
+            PARSERS[self.format],
+            toolbox,
+            self.begin,
+            turns=self.turns,
+            decode=lambda ids: decode(self.tokenizer, ids),
+            spell=self.tokenizer.decode,
+            ends=(self.tokenizer.eos_token_id,),
+        )
+
+    def policy(self, *said, finish="stop"):
+        """One that says these texts, each with its end token, or tokens."""
+        end = [self.tokenizer.eos_token_id]
+        return Scripted([self.encode(s) + end if isinstance(s, str) else s for s in said], finish)
+
+    def hold(self, *said, room=400, prompt=None, finish="stop"):
+        """One conversation with such a policy."""
+        ask = self.policy(*said, finish=finish)
+        sampling = Sampling(1.0, 1.0, -1, 1, room, 0)
+        prompt = self.prompt() if prompt is None else prompt
+        return asyncio.run(self.talk()(ask, prompt, sampling=sampling, seed=5, near=0)), ask
+
+
+@functools.cache
+def tokenizer_of(directory):
+    """Read once for all tests: that of Qwen2.5 takes seconds."""
+    return load_tokenizer(str(directory))
+
+
+@pytest.fixture
+def hermes(shared):
+    """With the real tokenizer of Qwen2.5 and its chat template."""
+    hall = Hall(tokenizer_of(shared / "tokenizers/qwen2.5"), "hermes")
+    yield hall
+    hall.beside.close()
+
+
+@pytest.fixture(scope="session")
+def characters(tmp_path_factory):
+    """The character tokenizer of the multiplication task."""
+    directory = tmp_path_factory.mktemp("characters")
+    multiplication.write_model(directory)
+    return tokenizer_of(directory)
+
+
+@pytest.fixture
+def plain(characters):
+    """With that tokenizer, and no template."""
+    hall = Hall(characters, "plain")
+    yield hall
+    hall.beside.close()

@@ -1,0 +1,79 @@
+"""Calls as models write them."""
+
+import pytest
+
+from jppo.agent.calls import Call, Fault, hermes, plain, qwen3_coder
+
+
+def schema(name, required=(), **types):
+    parameters = {"properties": {key: {"type": kind} for key, kind in types.items()}, "required": list(required)}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+ADD = schema("add", ["a"], a="integer", b="number", note="string", more="array")
+ASK = schema("ask", ["what"], what="string")
+BOTH = [ADD, ASK]
+
+
+@pytest.mark.parametrize("text", ["", "no call here", 'a < b << 3 and {"name": "ask"}', "tool_call"])
+def test_text_without_calls_has_none(text):
+    assert hermes(text, BOTH) == [] and qwen3_coder(text, BOTH) == []
+    assert plain(text.replace("<<", "<"), BOTH) == []
+
+
+@pytest.mark.parametrize(
+    "body,found",
+    [
+        ('{"name": "ask", "arguments": {"what": "é\\n</x>"}}', Call("ask", {"what": "é\n</x>"})),
+        ('\n{"name":"add","arguments":"{\\"a\\": 1}"}\n', Call("add", {"a": 1})),
+        ('{"name": "add", "arguments": "[1]"}', Fault("the arguments of add are no object")),
+        ('{"name": "add", "arguments": [1]}', Fault("the arguments of add are no JSON object")),
+        ('{"name": "add"}', Fault("add needs 'a'")),
+        ('{"name": 3}', Fault('a call is {"name": ..., "arguments": {...}}')),
+        ("[]", Fault('a call is {"name": ..., "arguments": {...}}')),
+        ('{"name": "sub", "arguments": {}}', Fault("there is no tool 'sub'; there are add, ask")),
+    ],
+)
+def test_hermes(body, found):
+    text = f"I call.<tool_call>{body}</tool_call>"
+    assert hermes(text, BOTH) == [found]
+    assert hermes(text + text, BOTH) == [found, found]
+
+
+@pytest.mark.parametrize("body", ["{" * 5000, "[" * 100_000, '{"a": 1e999', "\x00", "NaN"])
+def test_no_text_is_too_odd_for_hermes(body):
+    [found] = hermes(f"<tool_call>{body}</tool_call>", BOTH)
+    assert isinstance(found, Fault)
+    assert isinstance(hermes(f"<tool_call>{body}", BOTH)[0], Fault)
+
+
+def test_qwen3_coder_takes_types_from_the_schema():
+    text = (
+        "<tool_call>\n<function=add>\n<parameter=a>\n12\n</parameter>\n<parameter=b>\n1.5\n</parameter>\n"
+        "<parameter=note>\n12\nlines\n</parameter>\n<parameter=more>\n[1, 2]\n</parameter>\n</function>\n</tool_call>"
+    )
+    assert qwen3_coder(text, BOTH) == [Call("add", {"a": 12, "b": 1.5, "note": "12\nlines", "more": [1, 2]})]
+    [found] = qwen3_coder(text.replace("\n12\n<", "\ntwelve\n<"), BOTH)
+    assert isinstance(found, Fault) and found.why.startswith("a is not of its type")
+    assert qwen3_coder(text.replace("</parameter>", "", 1), BOTH) == [Fault("the parameter 'a' has no </parameter>")]
+    assert isinstance(qwen3_coder("<tool_call>add(1)</tool_call>", BOTH)[0], Fault)
+    assert qwen3_coder("<tool_call><function=ask></function></tool_call>", BOTH) == [Fault("ask needs 'what'")]
+
+
+@pytest.mark.parametrize(
+    "text,schemas,found",
+    [
+        ("<<1+1>>", [ASK], [Call("ask", {"what": "1+1"})]),
+        ("<<ask 1 + 1>>", [ASK], [Call("ask", {"what": "1 + 1"})]),
+        ("<<ask why>> or <<ask how>>", BOTH, [Call("ask", {"what": "why"}), Call("ask", {"what": "how"})]),
+        ('<<add {"a": 1}>>', BOTH, [Call("add", {"a": 1})]),
+        ('<<ask {"what": "{}"}>>', BOTH, [Call("ask", {"what": "{}"})]),
+        ("<<add 1>>", BOTH, [Fault("the arguments of add are no object")]),
+        ("<<add>>", BOTH, [Fault("add needs 'a'")]),
+        ("<<1+1>>", BOTH, [Fault("there is no tool '1+1'; there are add, ask")]),
+        ("<<1+1", [ASK], [Fault("the call has no end")]),
+        ("<<>>", [ASK], [Call("ask", {"what": ""})]),
+    ],
+)
+def test_plain(text, schemas, found):
+    assert plain(text, schemas) == found

@@ -1,0 +1,103 @@
+"""Whole runs with conversations, by the trainer's own sampling."""
+
+import json
+import pathlib
+
+import jax
+import pytest
+
+from jppo import config as settings
+from jppo import evaluate, train
+from jppo.config import UserError
+from jppo.data import arithmetic, multiplication
+from jppo.models import decoder, hf
+
+WORLD = '''
+class World:
+    """Pays a tenth for every turn, and never ends."""
+    def reset(self, prompt):
+        assert prompt.ground_truth.isdigit()
+        return "12"
+    async def step(self, text):
+        return "34", 0.1, False
+'''
+
+
+@pytest.fixture
+def agent_run(small_run, tmp_path):
+    """Two steps of multiplication with a model of one layer, sampled from in the trainer."""
+    c = small_run
+    made = multiplication.make(seed=0, train=8, test=8)
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made[name]))
+    multiplication.write_model(tmp_path / "model")
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    (tmp_path / "model/config.json").write_text(json.dumps(arithmetic.MODEL | shape))
+    c.data.max_prompt_length, c.data.max_response_length = 10, 40
+    c.rollout.name, c.rollout.logp_tolerance = "inprocess", 1e-3
+    c.rollout.multi_turn.enable, c.rollout.multi_turn.format = True, "plain"
+    c.trainer.test_freq = c.trainer.save_freq = -1
+    c.trainer.val_before_train = False
+    (tmp_path / "world.py").write_text(WORLD)
+    return c
+
+
+def metrics_of(c):
+    lines = (pathlib.Path(c.trainer.run_dir) / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_an_environment_trains_the_policy(agent_run, tmp_path, quick_compilation):
+    c = agent_run
+    c.rollout.multi_turn.environment = f"{tmp_path / 'world.py'}:World"
+    settings.check(c)
+    train.train(c)  # its first act is to see that sampler and trainer agree on whole conversations
+    first, second = metrics_of(c)
+    assert second["agent/turns/max"] >= 2 and second["agent/given_tokens/mean"] > 0 and first["agent/faults"] == 0
+    assert set(first) >= {"reward/environment_score/mean", "agent/turns/mean"} and "reward/rule_score/mean" not in first
+    for step in (first, second):  # a turn that is cut by the length of the response is not paid
+        paid = [0.1 * (step["agent/turns/mean"] - step["response_length/clip_ratio"]), 0.1 * step["agent/turns/mean"]]
+        assert paid[0] - 1e-6 <= step["reward/environment_score/mean"] <= paid[1] + 1e-6
+    assert second["prompt_length/mean"] == 10 + 2  # with what the environment says first
+
+
+def test_a_model_is_tested_with_its_tools(agent_run, tiny_multiplier, tmp_path, capsys):
+    c = agent_run
+    (tmp_path / "tools.yaml").write_text("tools:\n- class_name: calculator\n")
+    argv = [
+        f"--model={tiny_multiplier}", f"--data={c.data.val_files}", f"--out={tmp_path / 'out'}",
+        "--max_prompt_length=10", "--max_response_length=40", "--config.rollout.name=inprocess",
+        "--config.rollout.multi_turn.enable=True", "--config.rollout.multi_turn.format=plain",
+        f"--config.rollout.multi_turn.tool_config_path={tmp_path / 'tools.yaml'}",
+    ]  # fmt: skip
+    evaluate.main(argv)
+    assert json.loads((tmp_path / "out/summary.json").read_text())["metrics"]["val/score"] == 0.0
+
+
+@pytest.fixture
+def tiny_multiplier(agent_run, tmp_path):
+    """The random model of such a run, with weights."""
+    _, cfg = hf.read_config(agent_run.model.path)
+    values = decoder.init_params(cfg, jax.random.key(0), head="lm", param_dtype="float32")
+    return hf.save(tmp_path / "multiplier", values, cfg, source=agent_run.model.path, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    "changes,said",
+    [
+        ({}, "nobody answers the policy"),
+        ({"enable": False}, "multi_turn.format='plain' is read by nobody"),
+        ({"interaction": "a.py:A", "environment": "b.py:B"}, "would both answer"),
+        ({"interaction": "a.py:A", "max_parallel_calls": 2}, "tool_config_path is empty"),
+        ({"tool_config_path": "x", "max_user_turns": 0}, "max_user_turns=0 must be 1 or more, or -1"),
+        ({"tool_config_path": "x", "format": "xml"}, "format='xml' is not known"),
+        ({"tool_config_path": "x", "tool_timeout_s": 0.0}, "tool_timeout_s=0.0 must be above 0"),
+        ({"tool_config_path": "x", "tool_response_truncate_side": "top"}, "'top' is not known"),
+    ],
+)
+def test_settings_that_cannot_be_are_one_line(agent_run, changes, said):
+    for name, value in changes.items():
+        agent_run.rollout.multi_turn[name] = value
+    with pytest.raises(UserError) as e:
+        settings.check(agent_run)
+    assert said in str(e.value) and "\n" not in str(e.value)
