@@ -446,6 +446,7 @@ def test_every_setting_is_read(small_run, quick_compilation, monkeypatch):
     a.use_kl_in_reward = small_run.actor.use_kl_loss = True
     a.kl_ctrl_type, a.old_logprob, a.rollout_is, a.rollout_rs = "adaptive", "correction", "token", "token_k2"
     a.rollout_rs_threshold = "100"
+    small_run.rollout.mode = "async"
     settings.check(small_run)
     train.train(Recorder(small_run, seen))
     read_by_parts(small_run, seen, monkeypatch)

@@ -1,6 +1,7 @@
 """A policy that says what it is told to, and conversations with it."""
 
 import asyncio
+import dataclasses
 import functools
 
 import numpy as np
@@ -15,8 +16,8 @@ from jppo.agent.tools import Limits, Toolbox
 from jppo.data import multiplication
 from jppo.data.template import make_renderer
 from jppo.data.tokenizer import decode, load_tokenizer
-from jppo.rollout.sampler import Answer
-from jppo.structs import Prompt, Sampling
+from jppo.rollout.sampler import Answer, greedy
+from jppo.structs import Prompt
 
 
 class Scripted:
@@ -82,7 +83,7 @@ class Hall:
     def hold(self, *said, room=400, prompt=None, finish="stop"):
         """One conversation with such a policy."""
         ask = self.policy(*said, finish=finish)
-        sampling = Sampling(1.0, 1.0, -1, 1, room, 0)
+        sampling = dataclasses.replace(greedy(room), temperature=1.0)
         prompt = self.prompt() if prompt is None else prompt
         return asyncio.run(self.talk()(ask, prompt, sampling=sampling, seed=5, near=0)), ask
 

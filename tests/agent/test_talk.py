@@ -1,6 +1,7 @@
 """Conversations, held with a policy that says what it is told to."""
 
 import asyncio
+import dataclasses
 import time
 
 import numpy as np
@@ -9,7 +10,8 @@ import pytest
 from jppo.agent.partners import make_environment, make_interaction
 from jppo.agent.talk import Turns
 from jppo.config import UserError
-from jppo.structs import Exchange, Sampling
+from jppo.rollout.sampler import greedy
+from jppo.structs import Exchange
 
 SCHEMA = {"type": "function", "function": {"name": "slow", "parameters": {"properties": {"x": {"type": "string"}}}}}
 
@@ -190,7 +192,7 @@ def test_a_tool_that_blocks_does_not_hold_up_the_others(plain):
             return "1"
 
     plain.tools = [Blocks()]
-    talk, prompt, sampling = plain.talk(), plain.prompt("12*34="), Sampling(1.0, 1.0, -1, 1, 100, 0)
+    talk, prompt, sampling = plain.talk(), plain.prompt("12*34="), dataclasses.replace(greedy(100), temperature=1.0)
 
     def one():
         return talk(plain.policy("<<1>>", "1"), prompt, sampling=sampling, seed=1, near=0)
