@@ -66,12 +66,12 @@ if not mark.exists():
 train.main(sys.argv[1:])
 """
 IN_GENERATION = """
-    sample = train.sample
-    def broken(*a, version, **k):
-        if version == 3:
+    take = train.Supply.take
+    def broken(self, step):
+        if step == 3:
             threading.Timer(0.005, die).start()
-        return sample(*a, version=version, **k)
-    train.sample = broken
+        return take(self, step)
+    train.Supply.take = broken
 """
 BETWEEN_UPDATES = """
     descend = train.ppo.descend
@@ -99,13 +99,13 @@ NAN_GRADIENT = """
     train.update_models = broken
 """
 STUCK_STAGE = """
-    sample = train.sample
-    def broken(*a, version, **k):
-        if version == 3:
+    take = train.Supply.take
+    def broken(self, step):
+        if step == 3:
             mark.touch()
             time.sleep(600)
-        return sample(*a, version=version, **k)
-    train.sample = broken
+        return take(self, step)
+    train.Supply.take = broken
 """
 WORST_MOMENTS = {
     "kill -9 in generation": IN_GENERATION,
@@ -346,23 +346,23 @@ def nan_gradient(lab: Lab) -> Iterator[Row]:
 
 
 def with_vllm(lab: Lab) -> Iterator[Row]:
-    """The trainer is killed, and a server is stopped (SIGSTOP), with vLLM as the engine."""
-    settings = lab.settings | {"rollout.name": "vllm", "rollout.request_timeout_s": 15.0}
+    """The trainer is killed, with vLLM as the engine; and the engine, so often that the run gives up."""
+    settings = lab.settings | {"rollout.name": "vllm"}
     calm = lab.folder / "vllm"
     to_the_end(settings, calm)
     lab = dataclasses.replace(lab, settings=settings, expected=outcome(calm))
     yield from killed_after_three(lab, "kill -9 after step 3, vLLM")
-    run = lab.folder / "hung"
-    process = start(lab.settings, run)
+    run = lab.folder / "given-up"
+    process = start(lab.settings, run, more=["--config.rollout.max_restarts=0"])
     wait_until(lambda: (run / "checkpoints/2").is_dir(), process)
     for pid in servers_of(lab.folder):
-        os.kill(pid, signal.SIGSTOP)
+        os.kill(pid, signal.SIGKILL)
     said = process.communicate(timeout=LIMIT_S)[0]
     code = process.returncode
     left = servers_of(lab.folder)
     starts, _ = to_the_end(lab.settings, run)
     happened = f"{telling(said, 'error:')}; exit code {code}, {len(left)} servers left"
-    row = verdict(lab, "a hung vLLM server", run, starts + 1, happened)
+    row = verdict(lab, "kill -9 of vLLM with rollout.max_restarts=0", run, starts + 1, happened)
     yield dataclasses.replace(row, kept=row.kept and code == 1 and not left)
 
 

@@ -157,7 +157,8 @@ def environment(settings: ServerSettings, build: str) -> dict[str, str]:
         variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if build == "cpu":
         threads = str(settings.omp_threads)
-        variables |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": threads}
+        one_process = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # is ready sooner, and smaller
+        variables |= {"VLLM_ENABLE_V1_MULTIPROCESSING": one_process, "OMP_NUM_THREADS": threads}
     return variables
 
 

@@ -1,0 +1,329 @@
+"""Breaks the servers of a run in every way, at every time, and checks that nothing comes of it.
+
+    python scripts/check_rollouts.py [--out DIR]
+
+A small task is trained twice with two vLLM servers on the CPU: undisturbed, and with one fault a step. A fault strikes
+while the step's samples are drawn, while the weights are published, or between the two. Metrics, samples and the exported
+weights must be those of the undisturbed run to the bit. Prints a table; exits with 1 where something was lost. Some
+fifteen minutes on two cores; a full disk needs the right to mount one.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import http.client
+import http.server
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import check_faults
+
+from jppo import train
+from jppo.rollout import weights
+from jppo.rollout.fleet import Fleet, Member
+
+MOMENTS = ("generation", "publish", "between")
+SETTINGS = {
+    "rollout.name": "vllm",
+    "rollout.servers": 2,
+    "rollout.n": 2,
+    "rollout.max_restarts": 1000,
+    "rollout.health_timeout_s": 4.0,
+    "rollout.request_timeout_s": 60.0,
+    "actor.ppo_mini_batch_size": 16,
+    "trainer.test_freq": -1,
+    "trainer.save_freq": -1,
+    "trainer.val_before_train": False,
+}
+SENT = 5  # a fault of the generation strikes when so many requests are under way
+
+
+def processes(member: Member) -> dict[int, str]:
+    """The server's processes but for the launcher, with their command lines."""
+    found, leader = {}, member.server.pid
+    for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(stat.read_text().rsplit(")", 1)[1].split()[3]) == leader and int(stat.parent.name) != leader:
+                found[int(stat.parent.name)] = (stat.parent / "cmdline").read_bytes().decode(errors="replace")
+    return found
+
+
+def signal_all(member: Member, number: int, *, engine: bool | None = None) -> None:
+    """Sends a signal to the server's processes; `engine`: to that one alone, or to the others."""
+    for pid, command in processes(member).items():
+        if engine is None or engine == command.startswith("VLLM::EngineCore"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+def kill_api(members: list[Member], _: "Tools") -> None:
+    """kill -9 of the process that answers."""
+    signal_all(members[0], signal.SIGKILL, engine=False)
+
+
+def kill_engine(members: list[Member], _: "Tools") -> None:
+    """kill -9 of the process that samples."""
+    signal_all(members[0], signal.SIGKILL, engine=True)
+
+
+def kill_one(members: list[Member], _: "Tools") -> None:
+    """kill -9 of one of the two servers, launcher and all."""
+    os.killpg(members[0].server.pid, signal.SIGKILL)
+
+
+def kill_both(members: list[Member], _: "Tools") -> None:
+    """kill -9 of both."""
+    for member in members:
+        os.killpg(member.server.pid, signal.SIGKILL)
+
+
+def stop(members: list[Member], _: "Tools") -> None:
+    """SIGSTOP: it accepts connections and says nothing."""
+    signal_all(members[1], signal.SIGSTOP)
+
+
+def steal_port(members: list[Member], tools: "Tools") -> None:
+    """It is killed, and another program takes its port before it is started again."""
+    port = int(members[0].endpoint.url.rpartition(":")[2])
+    os.killpg(members[0].server.pid, signal.SIGKILL)
+    thief = socket.socket()
+    thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    deadline = time.monotonic() + 5.0
+    while time.monotonic() < deadline:
+        try:
+            thief.bind(("127.0.0.1", port))
+            break
+        except OSError:
+            time.sleep(0.01)
+    thief.listen()
+    tools.held.append(thief)
+
+
+def full_disk(_: list[Member], tools: "Tools") -> None:
+    """Where the weights are written there is no room any more."""
+    with contextlib.suppress(OSError), (tools.disk / "filler").open("wb") as file:
+        while True:
+            file.write(bytes(1 << 14))
+            file.flush()
+
+
+def garbage(members: list[Member], tools: "Tools") -> None:
+    """A proxy answers three requests with something else."""
+    replies = [(200, b"<html>"), (200, b'{"choices": [{}]}'), (502, b"bad gateway")]
+    tools.through_proxy(members[1], lambda _: replies.pop() if replies else None)
+
+
+def cut(members: list[Member], tools: "Tools") -> None:
+    """A proxy hands the load of the weights on and breaks off before the answer."""
+    left = [1]
+
+    def breaks(body: bytes) -> tuple[int, bytes] | None:
+        if b"jppo_load" in body and left:
+            left.pop()
+            return -1, b""
+        return None
+
+    tools.through_proxy(members[0], breaks)
+
+
+FAULTS: dict[str, tuple[Callable[[list[Member], "Tools"], None], tuple[str, ...]]] = {
+    "kill -9 of the API process": (kill_api, MOMENTS),
+    "kill -9 of the engine process": (kill_engine, MOMENTS),
+    "kill -9 of one of two servers": (kill_one, MOMENTS),
+    "kill -9 of both servers": (kill_both, MOMENTS),
+    "SIGSTOP of a server": (stop, MOMENTS),
+    "a port stolen": (steal_port, MOMENTS),
+    "no room for the weights": (full_disk, MOMENTS),
+    "garbage through a proxy": (garbage, MOMENTS),
+    "a publish cut in the middle": (cut, ("between",)),  # strikes in the publish that follows
+}
+PLAN = [(fault, moment) for fault, (_, moments) in FAULTS.items() for moment in moments]
+
+
+@dataclasses.dataclass
+class Tools:
+    """What faults need beside the servers."""
+
+    disk: pathlib.Path
+    held: list[Any] = dataclasses.field(default_factory=list)
+
+    def through_proxy(self, member: Member, answer: Callable[[bytes], tuple[int, bytes] | None]) -> None:
+        """Puts a proxy before the server; `answer` may reply in its place, -1: break off once it has replied."""
+        target = member.endpoint.url.removeprefix("http://")
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.pass_on(b"")
+
+            def do_POST(self) -> None:
+                self.pass_on(self.rfile.read(int(self.headers.get("Content-Length") or 0)))
+
+            def pass_on(self, body: bytes) -> None:
+                own = answer(body) if body else None
+                status, data = own if own is not None else (0, b"")
+                if status <= 0:
+                    upstream = http.client.HTTPConnection(target, timeout=60)
+                    headers = {"Content-Type": self.headers.get("Content-Type") or "application/json"}
+                    upstream.request(self.command, self.path, body or None, headers)
+                    reply = upstream.getresponse()
+                    data, broken = reply.read(), status == -1
+                    status = reply.status
+                    if broken:
+                        self.close_connection = True
+                        return
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    self.send_response(status)
+                    self.send_header("Content-Length", str(len(data)))
+                    self.end_headers()
+                    self.wfile.write(data)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        proxy = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=proxy.serve_forever, daemon=True).start()
+        self.held.append(proxy)
+        member.endpoint.url = f"http://127.0.0.1:{proxy.server_port}"
+
+    def end(self, fleet: Fleet) -> None:
+        """The fault is over: ports are given back, the disk has room, proxies go."""
+        for member in fleet.members:
+            if member.up and not member.mending:
+                member.endpoint.url = member.server.url
+        for one in self.held:
+            one.close() if isinstance(one, socket.socket) else one.shutdown()
+        self.held.clear()
+        (self.disk / "filler").unlink(missing_ok=True)
+
+
+def break_servers(plan: list[tuple[str, str]], disk: pathlib.Path) -> None:
+    """Has a fault of the plan strike in each step of the training that follows in this process."""
+    tools = Tools(disk)
+    fleet: list[Fleet] = []
+    armed: dict[str, Callable[[list[Member], Tools], None]] = {}
+    sent = [0]
+
+    def strike(moment: str) -> None:
+        if moment in armed:
+            armed.pop(moment)(list(fleet[0].members), tools)
+
+    def ready(member: Member) -> bool:
+        return member.up and not member.mending
+
+    ask_one, take, whole, whole_take = Fleet._ask_one, train.Supply.take, weights.Publisher.whole, weights.Whole.take
+
+    async def broken_ask_one(self: Fleet, *args: Any, **how: Any) -> Any:
+        sent[0] += 1
+        if sent[0] == SENT:
+            strike("generation")
+        return await ask_one(self, *args, **how)
+
+    def broken_take(self: Any, step: int) -> Any:
+        fleet[:] = [self._sampler.fleet]
+        while not all(ready(member) for member in fleet[0].members):  # of the step before: one fault at a time
+            time.sleep(0.1)
+        tools.end(fleet[0])
+        armed.clear()
+        sent[0] = 0
+        fault, moment = plan[step]
+        armed[moment] = FAULTS[fault][0]
+        print(f"fault in step {step + 1}: {fault}, {moment}", flush=True)
+        return take(self, step)
+
+    def broken_whole(self: Any, tensors: Any, version: int) -> Any:
+        strike("between")
+        if armed.get("publish") is full_disk:  # it must be full before they are written
+            strike("publish")
+        return whole(self, tensors, version)
+
+    def broken_whole_take(self: Any, endpoint: Any) -> None:
+        strike("publish")
+        whole_take(self, endpoint)
+
+    Fleet._ask_one, train.Supply.take = broken_ask_one, broken_take  # type: ignore[method-assign]
+    weights.Publisher.whole, weights.Whole.take = broken_whole, broken_whole_take  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def small_disk(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A disk that can be filled."""
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(folder)], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def run(settings: dict[str, Any], folder: pathlib.Path, *more: str) -> str:
+    """One training in a process of its own; what it said."""
+    given = [f"--config.{name}={value}" for name, value in (settings | {"trainer.run_dir": folder}).items()]
+    config = f"--config={check_faults.ROOT / 'configs/quickstart.py'}:{folder}"
+    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # an engine process to kill
+    command = [sys.executable, __file__, "--inside", json.dumps(more), config, *given]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    (folder / "said.txt").write_text(done.stdout)
+    if done.returncode:
+        raise SystemExit(f"the run ended with code {done.returncode}; its last lines:\n{done.stdout[-4000:]}")
+    return done.stdout
+
+
+def lines(folder: pathlib.Path) -> dict[int, dict[str, Any]]:
+    """The metrics of each step but for seconds and what counts the faults."""
+    return {
+        line["step"]: {k: v for k, v in line.items() if k not in ("rollout/restarts", "rollout/asked_again")}
+        for line in check_faults.outcome(folder)["metrics"]
+    }
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=pathlib.Path, help="where the runs are kept")
+    parser.add_argument("--only", nargs="*", default=list(FAULTS), choices=list(FAULTS), metavar="FAULT")
+    args = parser.parse_args()
+    plan = [pair for pair in PLAN if pair[0] in args.only]
+    with contextlib.ExitStack() as stack:
+        out = args.out or pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        out.mkdir(parents=True, exist_ok=True)
+        disk = stack.enter_context(small_disk(out.absolute() / "disk"))
+        settings = check_faults.make_task(out / "task") | SETTINGS
+        settings |= {"trainer.total_training_steps": len(plan), "rollout.publish_dir": str(disk)}
+        run(settings, out / "calm")
+        said = run(settings, out / "broken", json.dumps(plan), str(disk))
+        calm, broken = lines(out / "calm"), lines(out / "broken")
+        counted = {line["step"]: line for line in check_faults.outcome(out / "broken")["metrics"]}
+        rows = []
+        for step, (fault, moment) in enumerate(plan, 1):
+            samples = [(out / name / f"samples/step_{step}.jsonl").read_bytes() for name in ("calm", "broken")]
+            happened = said.partition(f"fault in step {step}:")[2].partition("fault in step")[0]
+            told = happened.count("started again")
+            again = counted[step]["rollout/asked_again"]
+            rows.append((fault, moment, told, again, samples[0] == samples[1] and calm[step] == broken[step]))
+        same = check_faults.outcome(out / "calm")["files"] == check_faults.outcome(out / "broken")["files"]
+    print("| fault | when | servers started again | requests asked again | samples and metrics the same |")
+    print("|---|---|---:|---:|---|")
+    for fault, moment, told, again, kept in rows:
+        print(f"| {fault} | {moment} | {told} | {again:.0f} | {'yes' if kept else '**no**'} |")
+    print(f"all samples and the exported weights are {'the same to the bit' if same else 'NOT the same'}")
+    sys.exit(0 if same and all(row[-1] for row in rows) else 1)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--inside"]:
+        inside = json.loads(sys.argv[2])
+        if inside:
+            break_servers([tuple(pair) for pair in json.loads(inside[0])], pathlib.Path(inside[1]))
+        train.main(sys.argv[3:])
+    else:
+        main()
