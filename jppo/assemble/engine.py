@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
@@ -84,6 +85,8 @@ def start_engine(c: ConfigDict, run: pathlib.Path) -> VllmEngine:
         urls=[url.strip() for url in r.urls.split(",") if url.strip()],
         request_timeout_s=r.request_timeout_s,
         publish_dir=r.publish_dir,
+        publish_via=r.publish_via,
+        publish_host=r.publish_host,
     )
 
 
@@ -118,6 +121,15 @@ def inprocess_settings(c: ConfigDict, mesh: Mesh) -> InprocessSettings:
     )
 
 
+def published_dtype(c: ConfigDict) -> str:
+    """What the weights are handed over in: the policy's, or the servers' where that has fewer bytes.
+
+    Rounded on the device as vLLM would round them, to the nearest and on a tie to the even one: the same bits, sooner.
+    """
+    ours, theirs = c.model.param_dtype, c.rollout.dtype
+    return theirs if jnp.dtype(theirs).itemsize < jnp.dtype(ours).itemsize else ours
+
+
 def publish(c: ConfigDict, learner: Learner, sampler: Source, now: TrainState, adapters: Lora | None) -> None:
     """Makes the policy what the engine samples from: whole, or its adapters beside the base that the engine has."""
     version = int(now.step)
@@ -125,7 +137,8 @@ def publish(c: ConfigDict, learner: Learner, sampler: Source, now: TrainState, a
         sampler.hold(learner.policy(now), version=version)
         return
     if adapters is None or c.rollout.lora_sync == "merge":
-        sampler.load(hf.hf_tensors(learner.policy(now), learner.cfg), version=version)
+        tensors = hf.hf_tensors(learner.policy(now), learner.cfg, dtype=published_dtype(c))
+        sampler.load(tensors, version=version)
         return
     save = functools.partial(hf.save_adapter, learned=now.policy, cfg=learner.cfg, how=adapters, base=c.model.path)
     sampler.load_adapter(save, version=version)
@@ -135,7 +148,7 @@ def publish_base(c: ConfigDict, learner: Learner, sampler: Source, version: int)
     """Gives the engine what stays of the policy, where it will get the adapters alone."""
     base = learner.actor.base
     if base is not None and not isinstance(sampler, InprocessSampler) and c.rollout.lora_sync == "adapter":
-        sampler.load(hf.hf_tensors(base.params, learner.cfg), version=version)
+        sampler.load(hf.hf_tensors(base.params, learner.cfg, dtype=published_dtype(c)), version=version)
 
 
 def publish_stored(c: ConfigDict, sampler: Source, cfg: ModelConfig) -> None:

@@ -66,11 +66,10 @@ def disk(folder: pathlib.Path, *, checkpoint: int, keep: int, export: int) -> It
     yield Finding("disk", verdict, said, "" if verdict == "OK" else remedy)
 
 
-def shared_memory(publish_dir: str, *, adapters: bool, weights: int) -> Iterator[Finding]:
+def shared_memory(folder: str, *, weights: int) -> Iterator[Finding]:
     """Where weights are handed over: files in a folder, or memory without a name, which counts as memory."""
-    folder = publish_dir if publish_dir else "/dev/shm" if adapters else ""
     if not folder:
-        said = f"two copies of the weights, {2 * weights / GIB:.2f} GiB, as nameless files: part of the memory above"
+        said = f"one copy of the weights, {weights / GIB:.2f} GiB, in a nameless file: part of the memory above"
         yield Finding("publish room", "OK", said)
         return
     if not os.path.isdir(folder):
@@ -78,8 +77,8 @@ def shared_memory(publish_dir: str, *, adapters: bool, weights: int) -> Iterator
         yield Finding("publish room", "FAIL", f"{folder} is no folder", remedy)
         return
     free = shutil.disk_usage(folder).free
-    said = f"{folder} has {free / GIB:.2f} GiB free for two copies of the weights, {2 * weights / GIB:.2f}"
-    enough = free >= 2 * weights
+    said = f"{folder} has {free / GIB:.2f} GiB free for one copy of the weights, {weights / GIB:.2f}"
+    enough = free >= weights
     remedy = "empty it, or give the container more (docker run --shm-size)"
     yield Finding("publish room", "OK" if enough else "FAIL", said, "" if enough else remedy)
 

@@ -147,6 +147,8 @@ def default() -> ml_collections.ConfigDict:
             start_timeout_s=300.0,
             request_timeout_s=600.0,
             lora_sync="merge",  # of a policy with adapters: whole weights; or adapter: vLLM gets the adapters alone
+            publish_via="file",  # on this machine; tcp: servers on others pull the weights from the trainer
+            publish_host="",  # of tcp: the trainer's address as the servers see it; '' is 127.0.0.1
             publish_dir="",  # '': nameless shared memory; a folder that both see when the server is in a container
             logp_tolerance=1e-3,  # largest |trainer - sampler| log-prob before step 1
             val_kwargs=c(

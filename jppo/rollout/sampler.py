@@ -44,9 +44,7 @@ class Ask(Protocol):
 class Talk(Protocol):
     """How a prompt becomes a trajectory."""
 
-    async def __call__(
-        self, ask: Ask, prompt: Prompt, *, sampling: Sampling, seed: int, near: Hashable
-    ) -> Trajectory:
+    async def __call__(self, ask: Ask, prompt: Prompt, *, sampling: Sampling, seed: int, near: Hashable) -> Trajectory:
         """`seed` is that of the sample; further answers draw from seeds made of it."""
         ...
 

@@ -8,8 +8,10 @@ batch cut in any way, or asked again, gives the same samples.
 """
 
 import asyncio
+import functools
 import math
 import pathlib
+import tempfile
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,6 +20,7 @@ import numpy as np
 
 from jppo.config import UserError
 from jppo.rollout import weights
+from jppo.rollout.buffers import Buffers, make_buffers
 from jppo.rollout.endpoint import Endpoint
 from jppo.rollout.sampler import Answer, Done, RolloutError, respond, sample_seed
 from jppo.rollout.server import Server, ServerSettings, check_ports, check_vllm, environment, flags
@@ -34,7 +37,7 @@ class VllmSampler:
     def __init__(
         self,
         endpoints: Sequence[Endpoint],
-        buffers: weights.Buffers,
+        buffers: Buffers,
         *,
         models: Sequence[str],
         max_model_len: int,
@@ -156,21 +159,23 @@ class VllmEngine:
         self,
         endpoints: Sequence[Endpoint],
         servers: Sequence[Server],
-        buffers: weights.Buffers,
+        buffers: Buffers,
         how: Callable[[], str],
         routes: Sequence[str],
+        dtype: str,
     ):
         self._endpoints = endpoints
         self._servers = servers
         self._buffers = buffers
         self._how = how
         self._routes = routes
+        self._dtype = dtype
 
     def ready(self, *, eos_token_ids: Sequence[int], decode: Callable[[list[int]], str]) -> VllmSampler:
         """Waits for the servers, checks each, and returns the sampler over all of them."""
         for server in self._servers:
             server.wait_ready()
-        served = [_inspect(endpoint, self._how, self._routes) for endpoint in self._endpoints]
+        served = [_inspect(endpoint, self._how, self._routes, self._dtype) for endpoint in self._endpoints]
         return VllmSampler(
             self._endpoints,
             self._buffers,
@@ -197,18 +202,30 @@ def start_vllm(
     urls: Sequence[str],
     request_timeout_s: float,
     publish_dir: str,
+    publish_via: str = "file",
+    publish_host: str = "",
 ) -> VllmEngine:
     """Starts the servers on `model_dir` (config, tokenizer) or attaches to those at `urls`; does not wait."""
     routes = [GENERATE, *([ADAPTER] if settings.lora_rank else [])]
+    see_our_files = not urls or publish_via == "tcp"
+    make = functools.partial(
+        make_buffers,
+        publish_dir,
+        named=settings.lora_rank > 0,
+        spare=[run_dir, tempfile.gettempdir()] if see_our_files else [],
+        publish_via=publish_via,
+        publish_host=publish_host,
+        timeout_s=request_timeout_s,
+    )
     if urls:
-        buffers = weights.Buffers(publish_dir, named=settings.lora_rank > 0)
+        buffers = make()
         endpoints = [Endpoint(url, timeout_s=request_timeout_s, why=str) for url in urls]
-        return VllmEngine(endpoints, [], buffers, lambda: how_to_start(model_dir, settings), routes)
+        return VllmEngine(endpoints, [], buffers, lambda: how_to_start(model_dir, settings), routes, settings.dtype)
     if not (pathlib.Path(model_dir) / "config.json").is_file():
         raise UserError(f"no config.json in {model_dir!r}: vLLM needs a folder with the model's config and tokenizer")
     build = check_vllm(settings.python)
     check_ports(settings.port, settings.servers)
-    buffers = weights.Buffers(publish_dir, named=settings.lora_rank > 0)
+    buffers = make()
     servers = [
         Server(i, model_dir=model_dir, run_dir=run_dir, settings=settings, build=build, folder=buffers.folder)
         for i in range(settings.servers)
@@ -216,7 +233,7 @@ def start_vllm(
     for server in servers:
         server.start()
     endpoints = [Endpoint(server.url, timeout_s=request_timeout_s, why=server.why) for server in servers]
-    return VllmEngine(endpoints, servers, buffers, lambda: how_to_start(model_dir, settings), routes)
+    return VllmEngine(endpoints, servers, buffers, lambda: how_to_start(model_dir, settings), routes, settings.dtype)
 
 
 def how_to_start(model_dir: str, settings: ServerSettings) -> str:
@@ -230,7 +247,7 @@ def how_to_start(model_dir: str, settings: ServerSettings) -> str:
     return f"start it on a GPU with `{command('gpu')}`, on a CPU with `{command('cpu')}`"
 
 
-def _inspect(endpoint: Endpoint, how: Callable[[], str], needed: Sequence[str]) -> tuple[str, int]:
+def _inspect(endpoint: Endpoint, how: Callable[[], str], needed: Sequence[str], dtype: str) -> tuple[str, int]:
     """The served model's name and length, once the server is seen to be fit for training."""
     try:
         model = endpoint.get("/v1/models")["data"][0]["id"]
@@ -245,6 +262,7 @@ def _inspect(endpoint: Endpoint, how: Callable[[], str], needed: Sequence[str]) 
         raise UserError(f"{e}; {how()}") from e
     for fit, fault in (
         *((route in routes, f"has no {route}") for route in needed),
+        (info["dtype"] == dtype, f"computes in {info['dtype']}, rollout.dtype is {dtype}"),
         (info["logprobs_mode"] == "processed_logprobs", f"gives {info['logprobs_mode']}"),
         (not (info["device"] == "cpu" and info["chunked_prefill"]), "prefills in chunks on a CPU"),
     ):

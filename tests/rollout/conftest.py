@@ -71,6 +71,7 @@ INFO = {
     "max_model_len": 64,
     "chunked_prefill": False,
     "device": "cpu",
+    "dtype": "float32",
 }
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from jppo.rollout import weights
+from jppo.rollout.buffers import Buffers
 from jppo.rollout.sampler import RolloutError
 from jppo.rollout.vllm import start_vllm
 from jppo.structs import Prompt, Sampling
@@ -188,13 +189,13 @@ def test_a_new_publish_leaves_no_stale_cache_and_no_stale_head(served):
     sampler.load(random_weights(config, 1)[1].items(), version=1)
 
 
-class CutBuffers(weights.Buffers):
+class CutBuffers(Buffers):
     """Loses the second half of what is written."""
 
     def write(self, tensors):
-        path, entries = super().write(tensors)
-        os.truncate(path, os.path.getsize(path) // 2)
-        return path, entries
+        parcel = super().write(tensors)
+        os.truncate(parcel.path, os.path.getsize(parcel.path) // 2)
+        return parcel
 
 
 def test_a_refused_publish_names_the_tensor_and_leaves_the_old_weights(served):

@@ -1,13 +1,9 @@
-import os
-import pathlib
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
 from jppo.config import UserError
 from jppo.rollout import weights
+from jppo.rollout.buffers import Buffers
 from jppo.rollout.endpoint import Endpoint
 from jppo.rollout.sampler import RolloutError
 
@@ -17,61 +13,13 @@ SWAP = ["jppo_check", "/pause?mode=wait", "jppo_load", "/update_weight_version",
 
 @pytest.fixture
 def buffers():
-    made = weights.Buffers("")
+    made = Buffers("")
     yield made
     made.close()
 
 
 def endpoints(fakes):
     return [Endpoint(fake.url, timeout_s=5.0, why=str) for fake in fakes]
-
-
-def test_files_are_written_in_turn(buffers):
-    paths = [buffers.write(TENSORS.items())[0] for _ in range(4)]
-    assert paths[0] != paths[1] and paths[:2] == paths[2:]
-
-
-def test_another_process_reads_the_nameless_file(buffers):
-    before = set(os.listdir("/dev/shm"))
-    path, _ = buffers.write(TENSORS.items())
-    read = subprocess.run([sys.executable, "-c", f"print(open({path!r}, 'rb').read()[:16].hex())"], capture_output=True)
-    assert bytes.fromhex(read.stdout.decode()) == TENSORS["w"].tobytes()
-    assert set(os.listdir("/dev/shm")) == before
-
-
-def test_a_renewed_file_is_not_the_one_that_may_still_be_read(buffers):
-    path, _ = buffers.write(TENSORS.items())
-    with open(path, "rb") as reader:
-        buffers.renew()
-        for shift in (1, 2):
-            buffers.write([("w", TENSORS["w"] + shift)])
-        assert reader.read()[:16] == TENSORS["w"].tobytes()
-
-
-def test_files_in_a_folder_have_names_and_go(tmp_path):
-    buffers = weights.Buffers(str(tmp_path))
-    path, _ = buffers.write(TENSORS.items())
-    assert pathlib.Path(path).parent.parent == tmp_path
-    buffers.renew()
-    buffers.write(TENSORS.items())
-    buffers.close()
-    buffers.close()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_that_is_none_is_the_users_fault(tmp_path):
-    with pytest.raises(UserError, match="publish_dir"):
-        weights.Buffers(str(tmp_path / "none"))
-
-
-def test_a_full_disk_is_the_users_fault():
-    buffers = weights.Buffers("")
-    for fd, _ in buffers._files:
-        os.close(fd)
-    buffers._files = [(os.open("/dev/full", os.O_WRONLY), ""), (os.open("/dev/full", os.O_WRONLY), "")]
-    with pytest.raises(UserError, match="room for them twice"):
-        buffers.write(TENSORS.items())
-    buffers.close()
 
 
 def test_the_order_of_a_publish(fakes, buffers):
@@ -91,6 +39,22 @@ def test_a_refusal_by_one_server_touches_none(fakes, buffers):
     fakes[1].answers["jppo_check"] = fakes[0].answers["jppo_check"]
     weights.publish(endpoints(fakes), buffers, TENSORS.items(), 7)
     assert fakes[1].asked == ["jppo_check", *SWAP]
+
+
+def test_a_file_is_written_again_once_every_server_has_loaded_it(fakes, buffers):
+    def publish(version):
+        weights.publish(endpoints(fakes), buffers, TENSORS.items(), version)
+        return fakes[0].bodies[-len(SWAP)]["kwargs"]["path"]
+
+    publish(1)
+    fakes[1].answers["jppo_load"] = (500, {"error": "boom"})
+    with open(fakes[0].bodies[0]["kwargs"]["path"], "rb") as kept:  # by a server that hangs
+        with pytest.raises(RolloutError):
+            weights.publish(endpoints(fakes), buffers, [("w", TENSORS["w"] + 1)], 2)
+        fakes[1].answers["jppo_load"] = fakes[0].answers["jppo_load"]
+        weights.publish(endpoints(fakes), buffers, [("w", TENSORS["w"] + 2)], 3)
+        assert kept.read()[:16] == (TENSORS["w"] + 1).tobytes()
+    assert publish(4) == publish(5)
 
 
 def test_a_refusal_by_one_worker_of_several_counts(fakes, buffers):
@@ -149,10 +113,3 @@ def test_adapters_that_cannot_be_written_are_an_error_of_the_folder(with_adapter
     adapters = weights.Adapters(str(tmp_path / "gone"))
     with pytest.raises(UserError, match="publish_dir"):
         adapters.publish(endpoints(with_adapters), write_adapter, 1)
-
-
-def test_buffers_for_adapters_have_a_folder():
-    buffers = weights.Buffers("", named=True)
-    assert buffers.folder is not None and os.path.isdir(buffers.folder)
-    buffers.close()
-    assert not os.path.exists(buffers.folder)
