@@ -172,7 +172,6 @@ def test_what_is_none_unless_given_may_be_given(config):
                 ("rollout.servers", 2, 1),
                 ("rollout.port", 8000, 0),
                 ("rollout.publish_via", "tcp", "file"),
-                ("rollout.publish_host", "10.0.0.1", ""),
                 ("rollout.publish_dir", "/shared", ""),
                 ("rollout.gpu_memory_utilization", 0.5, 0.4),
                 ("rollout.omp_threads", 2, 1),

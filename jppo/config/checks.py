@@ -156,7 +156,6 @@ OF_SERVERS = (
     "rollout.servers",
     "rollout.port",
     "rollout.publish_via",
-    "rollout.publish_host",
     "rollout.publish_dir",
     "rollout.gpu_memory_utilization",
     "rollout.omp_threads",
@@ -345,8 +344,8 @@ def _check_unread(config: ml_collections.ConfigDict) -> None:
 def _check_publish(r: ml_collections.ConfigDict) -> None:
     if r.publish_via == "file" and r.publish_host:
         raise UserError(
-            f"rollout.publish_host={r.publish_host!r} is read for rollout.publish_via=tcp only, and that is 'file'; set it,"
-            " or leave the host empty"
+            f"rollout.publish_host={r.publish_host!r} is read for rollout.publish_via=tcp only, and that is 'file'; set"
+            " it, or leave the host empty"
         )
     if r.publish_host in ("0.0.0.0", "::"):
         raise UserError(

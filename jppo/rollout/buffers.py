@@ -65,7 +65,7 @@ def make_buffers(
 class Buffers:
     """The file. Without a name, in shared memory, so that the kernel frees it however the trainer ends.
 
-    With a `publish_dir` it has one there, for a server that cannot see the trainer's own files, as in another container.
+    With a `publish_dir` it has one there, for servers that cannot see the trainer's own files, as in a container.
     Adapters, which vLLM itself reads by path, need a folder too (`named`). `folder` is removed by whoever survives.
     Where there is no room, a file without a name in one of the `spare` folders takes its place: only servers that see
     the trainer's own files can read it, or those that a `sender` gives the bytes to.

@@ -236,6 +236,36 @@ def test_attaching_by_url(served, settings):
     assert len(sampler.generate(PROMPTS[:1], SAMPLING, version=1)) == 2
 
 
+def test_a_server_on_another_machine_pulls_its_weights(served, settings, monkeypatch):
+    first, config, old, _ = served
+    attached = start_vllm(
+        "model", "run", settings=settings(), urls=[first.endpoints[0].url], request_timeout_s=30.0, publish_dir="",
+        publish_via="tcp",
+    ).ready(eos_token_ids=[2], decode=str)  # fmt: skip
+    try:
+        new, tensors = random_weights(config, 4)
+        attached.load(tensors.items(), version=4)
+        found = attached.generate(PROMPTS, SAMPLING, version=4)
+        assert gap(new, found) < 1e-3 and gap(old, found) > 0.1
+        attached.load(random_weights(config, 1)[1].items(), version=1)
+        write = attached._buffers.write
+
+        def write_and_break(sent):
+            parcel = write(sent)
+            with open(parcel.path, "r+b") as file:
+                file.write(b"broken")
+            return parcel
+
+        monkeypatch.setattr(attached._buffers, "write", write_and_break)
+        with pytest.raises(
+            RolloutError, match=r"refused version 5 .* model\.embed_tokens\.weight has another checksum"
+        ):
+            attached.load(tensors.items(), version=5)
+    finally:
+        attached.close()
+    assert gap(old, first.generate(PROMPTS, SAMPLING, version=1)) < 1e-3
+
+
 def test_a_killed_server_is_one_clear_error_and_leaves_no_process(served):
     sampler, _, _, engine = served
     leader = engine._servers[0]._process.pid
