@@ -20,6 +20,7 @@ DOCS = (
     "docs/architecture.md",
     "docs/algorithms.md",
     "docs/data.md",
+    "docs/rollout.md",
     "docs/rewards.md",
     "docs/evaluation.md",
     "docs/monitoring.md",

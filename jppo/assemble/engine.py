@@ -60,11 +60,10 @@ def share_gpu(c: ConfigDict) -> None:
         )
 
 
-def start_engine(c: ConfigDict, run: pathlib.Path) -> VllmEngine:
-    """vLLM on its way to being ready, or attached to."""
+def server_settings(c: ConfigDict) -> ServerSettings:
+    """How each server is run."""
     r = c.rollout
-    run.mkdir(parents=True, exist_ok=True)
-    server = ServerSettings(
+    return ServerSettings(
         python=r.python,
         servers=r.servers,
         port=r.port,
@@ -78,10 +77,16 @@ def start_engine(c: ConfigDict, run: pathlib.Path) -> VllmEngine:
         start_timeout_s=r.start_timeout_s,
         lora_rank=c.model.lora_rank if r.lora_sync == "adapter" else 0,
     )
+
+
+def start_engine(c: ConfigDict, run: pathlib.Path) -> VllmEngine:
+    """vLLM on its way to being ready, or attached to."""
+    r = c.rollout
+    run.mkdir(parents=True, exist_ok=True)
     return start_vllm(
         str(hf.resolve(c.model.path, weights=False)),
         str(run),
-        settings=server,
+        settings=server_settings(c),
         urls=[url.strip() for url in r.urls.split(",") if url.strip()],
         request_timeout_s=r.request_timeout_s,
         publish_dir=r.publish_dir,
