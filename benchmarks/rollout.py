@@ -198,16 +198,13 @@ def publishing(c: ConfigDict, cfg: ModelConfig, params: Params, sampler: VllmSam
         for number in range(1, 2 + repeats):
             note("copy", timed(lambda: [None for _ in tensors()])[0])
             note("write", timed(functools.partial(file.write, list(tensors())))[0])
-            file.release()
             took, parcel = timed(lambda: file.write(tensors()))
             note("both", took)
             for name, took in publish(sampler, parcel, number).items():
                 note(name, took)
-            file.release()
         for number in range(2 + repeats, 3 + 2 * repeats):
             parcel = socket.write(tensors())
             note("verify over TCP", publish(sampler, parcel, number)["verify"])
-            socket.release()
     size = layout.size(parcel.entries)
     return {
         "bytes": size,

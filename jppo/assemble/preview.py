@@ -146,8 +146,8 @@ def host_parts(c: ConfigDict, inputs: Inputs) -> dict[str, int]:
     r, parts = c.rollout, dict[str, int]()
     if r.name == "inprocess":
         return parts
-    if not r.publish_dir:  # a file in shared memory
-        parts["published weights"] = memory.served(inputs.policy, published_dtype(c))
+    if not r.publish_dir:  # two files in shared memory, written in turn
+        parts["published weights"] = 2 * memory.served(inputs.policy, published_dtype(c))
     if not r.urls and jax.default_backend() == "cpu":
         parts |= {
             "vLLM: weights": r.servers * memory.served(inputs.policy, r.dtype),

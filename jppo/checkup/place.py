@@ -69,7 +69,7 @@ def disk(folder: pathlib.Path, *, checkpoint: int, keep: int, export: int) -> It
 def shared_memory(folder: str, *, weights: int) -> Iterator[Finding]:
     """Where weights are handed over: files in a folder, or memory without a name, which counts as memory."""
     if not folder:
-        said = f"one copy of the weights, {weights / GIB:.2f} GiB, in a nameless file: part of the memory above"
+        said = f"two copies of the weights, {2 * weights / GIB:.2f} GiB, as nameless files: part of the memory above"
         yield Finding("publish room", "OK", said)
         return
     if not os.path.isdir(folder):
@@ -77,8 +77,8 @@ def shared_memory(folder: str, *, weights: int) -> Iterator[Finding]:
         yield Finding("publish room", "FAIL", f"{folder} is no folder", remedy)
         return
     free = shutil.disk_usage(folder).free
-    said = f"{folder} has {free / GIB:.2f} GiB free for one copy of the weights, {weights / GIB:.2f}"
-    enough = free >= weights
+    said = f"{folder} has {free / GIB:.2f} GiB free for two copies of the weights, {2 * weights / GIB:.2f}"
+    enough = free >= 2 * weights
     remedy = "empty it, or give the container more (docker run --shm-size)"
     yield Finding("publish room", "OK" if enough else "FAIL", said, "" if enough else remedy)
 

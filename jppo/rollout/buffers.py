@@ -1,8 +1,6 @@
-"""Where published weights lie on the trainer's side: the one copy of them that the host holds.
+"""Where published weights lie on the trainer's side, until every server has them.
 
-    buffers.write(tensors) -> Parcel -> the servers check and load it -> buffers.release()
-
-What was released is written again, in place; what was not may still be read, and is left to its readers.
+Two files are written in turn: the one that a server may still be reading is never the one being written.
 """
 
 import dataclasses
@@ -63,11 +61,11 @@ def make_buffers(
 
 
 class Buffers:
-    """The file. Without a name, in shared memory, so that the kernel frees it however the trainer ends.
+    """The two files. Without names in shared memory, so that the kernel frees them however the trainer ends.
 
-    With a `publish_dir` it has one there, for servers that cannot see the trainer's own files, as in a container.
+    With a `publish_dir` they have names there, for servers that cannot see the trainer's own files, as in a container.
     Adapters, which vLLM itself reads by path, need a folder too (`named`). `folder` is removed by whoever survives.
-    Where there is no room, a file without a name in one of the `spare` folders takes its place: only servers that see
+    Where there is no room, a file without a name in one of the `spare` folders takes a place: only servers that see
     the trainer's own files can read it, or those that a `sender` gives the bytes to.
     """
 
@@ -82,8 +80,7 @@ class Buffers:
         self._in_folder = bool(publish_dir) or not hasattr(os, "memfd_create")
         self._spare = [] if not hasattr(os, "memfd_create") else list(spare)
         self._sender = sender
-        self._file: _File | None = None
-        self._free = False
+        self._files: list[_File] = []  # the one written last is the first
         self.folder: str | None = None
         if named and not publish_dir and os.path.isdir(SHARED_MEMORY):
             publish_dir = SHARED_MEMORY
@@ -94,34 +91,35 @@ class Buffers:
                 raise UserError(f"rollout.publish_dir={publish_dir!r}: {e}; give a folder that can be written") from e
 
     def write(self, tensors: Iterable[tuple[str, np.ndarray]]) -> Parcel:
-        """Writes a whole model, into the file of the last one where that was released."""
-        if self._file is None or not self._free:
-            self._put_away()
-            self._file = self._open()
-        self._free = False
-        place = self._file.place
+        """Writes a whole model into the file that was not written last."""
+        file = self._files.pop() if len(self._files) == 2 else self._open()
+        self._files.insert(0, file)
+        if self._sender is not None:
+            self._sender.withdraw(file.fd)
         try:
-            entries = layout.write(self._file.fd, tensors, elsewhere=self._elsewhere)
+            entries = layout.write(file.fd, tensors, elsewhere=self._elsewhere)
         except OSError as e:
             raise UserError(
-                f"the weights cannot be written to {place}: {e}; rollout.publish_dir must name a folder with"
-                " room for them"
+                f"the weights cannot be written to {file.place}: {e}; rollout.publish_dir must name a folder with"
+                " room for them twice"
             ) from e
-        if self._file.place != place:
-            said = f"no room for the weights in {place}: they are handed over in {self._file.place} from now on"
+        now = self._files[0]
+        if now is not file:
+            said = f"no room for the weights in {file.place}: they are handed over in {now.place} from now on"
             print(said, file=sys.stderr, flush=True)
-        address = None if self._sender is None else self._sender.offer(self._file.fd, entries)
-        return Parcel(entries, self._file.path, address)
+        address = None if self._sender is None else self._sender.offer(now.fd, entries)
+        return Parcel(entries, now.path, address)
 
-    def release(self) -> None:
-        """Every server has loaded what was written last: nobody reads the file any more."""
-        self._free = True
+    def renew(self) -> None:
+        """Gives up the file written last: a server may still be reading it."""
+        self._put_away(self._files.pop(0))
 
     def close(self) -> None:
         """Frees all of it; may be called twice."""
         if self._sender is not None:
             self._sender.close()
-        self._put_away()
+        while self._files:
+            self._put_away(self._files.pop())
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -131,27 +129,26 @@ class Buffers:
             return _File(*tempfile.mkstemp(dir=self.folder), place=self.folder, named=True)
         return _nameless(os.memfd_create("jppo-weights"), "shared memory")
 
-    def _put_away(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            os.close(file.fd)
-            if file.named:
-                os.unlink(file.path)
+    def _put_away(self, file: _File) -> None:
+        if self._sender is not None:
+            self._sender.withdraw(file.fd)
+        os.close(file.fd)
+        if file.named:
+            os.unlink(file.path)
 
     def _elsewhere(self, done: int, why: OSError) -> int:
-        """A file in the next spare folder with the first `done` bytes of this one, in its place."""
-        assert self._file is not None  # it is being written
-        while self._spare:
-            folder = self._spare.pop(0)
+        """A file in the next spare folder with the first `done` bytes of the one that is written, in its place."""
+        place = self._files[0].place
+        left = self._spare[self._spare.index(place) + 1 :] if place in self._spare else self._spare
+        for folder in left:
             try:
                 with tempfile.TemporaryFile(dir=folder, prefix="jppo-weights-") as opened:
-                    _copy(self._file.fd, opened.fileno(), done)
+                    _copy(self._files[0].fd, opened.fileno(), done)
                     fresh = _nameless(os.dup(opened.fileno()), folder)
             except OSError:
                 continue
-            self._put_away()
-            self._file = fresh
-            self._in_folder = False
+            self._put_away(self._files[0])
+            self._files[0] = fresh
             return fresh.fd
         raise why
 

@@ -1,13 +1,16 @@
 """One running vLLM server as the trainer sees it: its routes, and one clear error whatever goes wrong."""
 
+import asyncio
 import contextlib
 import functools
+import json
 import ssl
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import httpx
 
+from jppo.rollout import exchange
 from jppo.rollout.sampler import RolloutError
 
 
@@ -46,9 +49,12 @@ class Endpoint:
 
     async def ask(self, route: str, body: Mapping[str, Any]) -> Any:
         """As `post`, beside other requests."""
-        async with httpx.AsyncClient(**self._options) as client:
-            with self._explained(route):
-                return self._accepted(await client.post(self.url + route, json=body)).json()
+        url = self.url + route
+        with self._explained(route):
+            async with asyncio.timeout(self._timeout_s):
+                status, content = await exchange.post(url, json.dumps(body).encode(), tls=_tls())
+        reply = httpx.Response(status, content=content, request=httpx.Request("POST", url))
+        return self._accepted(reply).json()
 
     def call(self, method: str, **kwargs: Any) -> list[Any]:
         """Runs a method of the worker extension; one result from each worker."""
@@ -59,9 +65,9 @@ class Endpoint:
     def _explained(self, route: str) -> Iterator[None]:
         try:
             yield
-        except httpx.TimeoutException as e:
+        except (httpx.TimeoutException, TimeoutError) as e:
             raise self._failed(f"did not answer {route} within request_timeout_s={self._timeout_s:g}") from e
-        except httpx.HTTPError as e:
+        except (httpx.HTTPError, OSError, exchange.Broken) as e:
             raise self._failed(f"broke off {route} ({type(e).__name__} {e})") from e
 
     def _accepted(self, reply: httpx.Response) -> httpx.Response:

@@ -42,40 +42,53 @@ class Address:
     timeout_s: float  # for all of them
 
 
+@dataclasses.dataclass(frozen=True)
+class _Offer:
+    token: str
+    fd: int
+    entries: Sequence[Entry]
+    under_way: set[socket.socket]
+
+
 class Sender:
-    """Listens at `host`, and gives the file that was offered last to whoever has its token, to several at once."""
+    """Listens at `host`, and gives a file that is offered to whoever has its token, to several at once."""
 
     def __init__(self, host: str, *, timeout_s: float):
         family, _, _, _, at = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         self._listening = socket.create_server(at[:2], family=family, backlog=BACKLOG)
-        self._host = host
+        self._host, self._port = host, self._listening.getsockname()[1]
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._offer: tuple[str, int, Sequence[Entry]] | None = None
-        self._under_way: set[socket.socket] = set()
+        self._offers: list[_Offer] = []
         threading.Thread(target=self._listen, name="weights", daemon=True).start()
 
     def offer(self, fd: int, entries: Sequence[Entry]) -> Address:
-        """Gives this file from now on, and ends what is still given of the one before."""
-        token = secrets.token_hex(TOKEN_BYTES // 2)
-        self._replace((token, os.dup(fd), entries))
-        return Address(self._host, self._listening.getsockname()[1], token, self._timeout_s)
+        """Gives this file from now on, until it is withdrawn."""
+        offer = _Offer(secrets.token_hex(TOKEN_BYTES // 2), fd, entries, set())
+        with self._lock:
+            self._offers.append(offer)
+        return Address(self._host, self._port, offer.token, self._timeout_s)
+
+    def withdraw(self, fd: int) -> None:
+        """Ends what is still given of this file: it is about to be written again, or closed."""
+        with self._lock:
+            for offer in [offer for offer in self._offers if offer.fd == fd]:
+                self._end(offer)
 
     def close(self) -> None:
         """Gives nothing more; may be called twice."""
         with contextlib.suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits there
         self._listening.close()
-        self._replace(None)
-
-    def _replace(self, offer: tuple[str, int, Sequence[Entry]] | None) -> None:
         with self._lock:
-            if self._offer is not None:
-                os.close(self._offer[1])
-            self._offer = offer
-            for connection in self._under_way:
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+            for offer in list(self._offers):
+                self._end(offer)
+
+    def _end(self, offer: _Offer) -> None:
+        self._offers.remove(offer)
+        for connection in offer.under_way:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def _listen(self) -> None:
         while True:
@@ -93,22 +106,24 @@ class Sender:
             token = bytearray(TOKEN_BYTES)
             _fill(connection, memoryview(token), time.monotonic() + HELLO_S)
             with self._lock:
-                if self._offer is None or not hmac.compare_digest(bytes(token), self._offer[0].encode()):
-                    connection.sendall(NO)
-                    return
-                fd, entries = os.dup(self._offer[1]), self._offer[2]
-                self._under_way.add(connection)
+                known = [offer for offer in self._offers if hmac.compare_digest(bytes(token), offer.token.encode())]
+                if known:
+                    fd = os.dup(known[0].fd)  # it may be closed meanwhile
+                    known[0].under_way.add(connection)
+            if not known:
+                connection.sendall(NO)
+                return
             try:
                 with open(fd, "rb") as file:
                     connection.settimeout(self._timeout_s)
                     connection.sendall(YES)
-                    for entry in entries:
+                    for entry in known[0].entries:
                         connection.sendall(HEADER.pack(entry.nbytes, entry.crc32))
                         if entry.nbytes:
                             connection.sendfile(file, entry.offset, entry.nbytes)
             finally:
                 with self._lock:
-                    self._under_way.discard(connection)
+                    known[0].under_way.discard(connection)
 
 
 def receive(address: Address, entries: Sequence[Entry]) -> mmap.mmap:

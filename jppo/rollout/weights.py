@@ -32,14 +32,18 @@ def publish(
         def everywhere(do: Callable[[Endpoint], T]) -> list[T]:
             return list(pool.map(do, endpoints))
 
-        everywhere(lambda e: _accept(e, "jppo_check", version=version, **parcel.check_args()))
-        everywhere(lambda e: e.post("/pause?mode=wait"))  # also drops the prefix cache
+        try:
+            everywhere(lambda e: _accept(e, "jppo_check", version=version, **parcel.check_args()))
+            everywhere(lambda e: e.post("/pause?mode=wait"))  # also drops the prefix cache
+        except RolloutError:
+            buffers.renew()
+            raise
         try:
             everywhere(lambda e: _accept(e, "jppo_load", version=version))
             everywhere(lambda e: e.post("/update_weight_version", {"new_version": str(version)}))
         except RolloutError as e:
+            buffers.renew()
             raise RolloutError(f"{e}; its weights are in doubt: the server must be started again") from e
-        buffers.release()
         everywhere(lambda e: e.post("/resume"))
 
 

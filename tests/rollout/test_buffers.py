@@ -28,19 +28,25 @@ def in_another_process(path):
     return bytes.fromhex(read.stdout.decode())
 
 
-def test_a_released_file_is_written_again_and_no_other(buffers):
-    first = buffers.write(TENSORS.items())
-    other = buffers.write(TENSORS.items())  # the first may still be read
-    buffers.release()
-    assert buffers.write(TENSORS.items()).path == other.path
-    assert first.check_args().keys() == {"entries", "path"}
+def test_files_are_written_in_turn_and_the_second_is_not_there_before(buffers):
+    memfds = [len(os.listdir("/proc/self/fd"))]
+    paths = []
+    for _ in range(4):
+        paths.append(buffers.write(TENSORS.items()).path)
+        memfds.append(len(os.listdir("/proc/self/fd")))
+    assert paths[0] != paths[1] and paths[:2] == paths[2:]
+    assert [n - memfds[0] for n in memfds] == [0, 1, 2, 2, 2]
 
 
-def test_what_may_still_be_read_stays_what_it_was(buffers):
-    with open(buffers.write(TENSORS.items()).path, "rb") as reader:
-        for shift in (1, 2):
-            buffers.write([("w0", TENSORS["w0"] + shift)])
-        assert reader.read()[:2000] == TENSORS["w0"].tobytes()
+def test_a_renewed_file_is_not_the_one_that_may_still_be_read(buffers):
+    kept = buffers.write(TENSORS.items())
+    with open(buffers.write([("w0", TENSORS["w0"] + 1)]).path, "rb") as reader:
+        buffers.renew()
+        buffers.write([("w0", TENSORS["w0"] + 2)])
+        layout.check(kept.path, kept.entries, SHAPES)  # the last good one is still there
+        buffers.write([("w0", TENSORS["w0"] + 3)])
+        assert reader.read()[:2000] == (TENSORS["w0"] + 1).tobytes()
+    assert kept.check_args().keys() == {"entries", "path"}
 
 
 def test_another_process_reads_the_nameless_file(buffers):
@@ -52,7 +58,9 @@ def test_another_process_reads_the_nameless_file(buffers):
 def test_files_in_a_folder_have_names_and_go(tmp_path):
     buffers = Buffers(str(tmp_path))
     paths = [pathlib.Path(buffers.write(TENSORS.items()).path) for _ in range(2)]
-    assert [path.exists() for path in paths] == [False, True] and paths[1].parent.parent == tmp_path
+    assert all(path.parent.parent == tmp_path for path in paths)
+    buffers.renew()
+    assert [path.exists() for path in paths] == [True, False]
     buffers.close()
     buffers.close()
     assert list(tmp_path.iterdir()) == []
@@ -96,14 +104,13 @@ def test_where_there_is_no_room_another_folder_takes_all_of_it(little_room, fold
     little_room.append(str(spare))
     buffers = Buffers(str(publish) if folder else "", spare=[str(tmp_path / "none"), str(full), str(spare)])
     parcels = []
-    for _ in range(2):
+    for _ in range(4):
         parcels.append(buffers.write(iter(TENSORS.items())))
         layout.check(parcels[-1].path, parcels[-1].entries, SHAPES)
         assert in_another_process(parcels[-1].path)[2048:4048] == TENSORS["w1"].tobytes()
-        buffers.release()
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and f"they are handed over in {spare} from now on" in said
-    assert parcels[0].path == parcels[1].path
+    assert said.count("\n") == said.count(f"they are handed over in {spare} from now on") == 2  # of each file
+    assert [parcel.path for parcel in parcels[:2]] == [parcel.path for parcel in parcels[2:]]
     assert all(list(path.rglob("*")) == [] for path in (full, spare))
     buffers.close()
     assert list(publish.iterdir()) == []

@@ -78,11 +78,25 @@ def test_a_wrong_token_gets_no_byte_of_them(sender, written):
 
 
 def test_a_token_is_of_one_publish(sender, written):
-    first = sender.offer(*written)
-    second = sender.offer(*written)
+    fd, entries = written
+    first = sender.offer(fd, entries)
+    sender.withdraw(fd)
+    second = sender.offer(fd, entries)
     assert first.token != second.token and len(first.token) == transfer.TOKEN_BYTES
-    assert "does not take the token" in refusal(first, written[1])
-    assert transfer.receive(second, written[1])
+    assert "does not take the token" in refusal(first, entries)
+    assert transfer.receive(second, entries)
+
+
+def test_the_last_one_can_still_be_had_beside_the_next(sender, written):
+    """A server that was started again gets what the others have, while the next one is offered to them."""
+    fd = os.memfd_create("next")
+    entries = layout.write(fd, [("a", TENSORS["a"] + 1)])
+    first, second = sender.offer(*written), sender.offer(fd, entries)
+    assert arrived(transfer.receive(first, written[1]), written[1]) == SENT
+    assert arrived(transfer.receive(second, entries), entries) == {"a": (TENSORS["a"] + 1).tobytes()}
+    sender.withdraw(fd)
+    os.close(fd)
+    assert arrived(transfer.receive(first, written[1]), written[1]) == SENT
 
 
 def test_bytes_that_are_not_what_was_written_are_refused(sender, written):
@@ -152,13 +166,12 @@ def test_a_trainer_that_drips_is_refused_in_time(written):
     over.set()
 
 
-def test_a_new_publish_ends_what_is_still_given_of_the_last_one(sender, written):
-    """Its file is about to be written again."""
+def test_a_file_that_is_about_to_be_written_again_is_given_no_longer(sender, written):
     address = sender.offer(*written)
     with socket.create_connection((address.host, address.port), timeout=5) as slow:
         slow.sendall(address.token.encode())
         assert slow.recv(1) == transfer.YES
-        sender.offer(*written)
+        sender.withdraw(written[0])
         rest = 0
         while more := slow.recv(1 << 16):
             rest += len(more)

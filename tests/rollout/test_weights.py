@@ -41,22 +41,6 @@ def test_a_refusal_by_one_server_touches_none(fakes, buffers):
     assert fakes[1].asked == ["jppo_check", *SWAP]
 
 
-def test_a_file_is_written_again_once_every_server_has_loaded_it(fakes, buffers):
-    def publish(version):
-        weights.publish(endpoints(fakes), buffers, TENSORS.items(), version)
-        return fakes[0].bodies[-len(SWAP)]["kwargs"]["path"]
-
-    publish(1)
-    fakes[1].answers["jppo_load"] = (500, {"error": "boom"})
-    with open(fakes[0].bodies[0]["kwargs"]["path"], "rb") as kept:  # by a server that hangs
-        with pytest.raises(RolloutError):
-            weights.publish(endpoints(fakes), buffers, [("w", TENSORS["w"] + 1)], 2)
-        fakes[1].answers["jppo_load"] = fakes[0].answers["jppo_load"]
-        weights.publish(endpoints(fakes), buffers, [("w", TENSORS["w"] + 2)], 3)
-        assert kept.read()[:16] == (TENSORS["w"] + 1).tobytes()
-    assert publish(4) == publish(5)
-
-
 def test_a_refusal_by_one_worker_of_several_counts(fakes, buffers):
     results = [{"ok": True, "error": None}, {"ok": False, "error": "w missing"}]
     fakes[0].answers["jppo_check"] = (200, {"results": results})
