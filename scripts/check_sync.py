@@ -23,8 +23,8 @@ import numpy as np
 from jppo.config import UserError
 from jppo.models import decoder, heads, hf
 from jppo.models.families import ModelConfig
-from jppo.rollout import weights
-from jppo.rollout.layout import Entry
+from jppo.rollout import layout, weights
+from jppo.rollout.buffers import Buffers, Parcel
 from jppo.rollout.sampler import RolloutError, greedy
 from jppo.rollout.served import Limits, ServedSampler
 from jppo.rollout.vllm import start_vllm
@@ -35,14 +35,14 @@ PROMPT_TOKENS = 300  # vLLM caches whole blocks, of 128 tokens on a CPU
 SAMPLING = dataclasses.replace(greedy(32), temperature=0.8, n=2, seed=3)
 
 
-class CutBuffers(weights.Buffers):
+class CutBuffers(Buffers):
     """Loses the last byte of all that is written."""
 
-    def write(self, tensors: Iterable[tuple[str, np.ndarray]]) -> tuple[str, list[Entry]]:
+    def write(self, tensors: Iterable[tuple[str, np.ndarray]]) -> Parcel:
         """As the real one, then cuts."""
-        path, entries = super().write(tensors)
-        os.truncate(path, max(entry.offset + entry.nbytes for entry in entries) - 1)
-        return path, entries
+        parcel = super().write(tensors)
+        os.truncate(parcel.path, layout.size(parcel.entries) - 1)
+        return parcel
 
 
 def changed(params: Params, key: jax.Array) -> Params:

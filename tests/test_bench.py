@@ -375,3 +375,45 @@ def test_memory_is_compared_as_a_whole_and_without_the_program(beside, monkeypat
     assert found["resident_peak"] > found["program"] > 2**27
     at = {"machine": memory.machine(), "jax": "0", "commit": "c", "date": "d", "load_average": 0.0}
     assert "| tiny | arrays | 0 | 0 | 0.75 |" in memory.table(at | {"models": {"tiny": said}})
+
+
+@pytest.fixture
+def rollout():
+    return script("rollout")
+
+
+def test_one_post_asks_for_what_the_requests_ask_for(rollout):
+    how = {
+        "n": 1,
+        "seed": 5,
+        "temperature": 0.5,
+        "max_tokens": 9,
+        "ignore_eos": True,
+        "logprobs": 0,
+        "detokenize": False,
+    }
+    bodies = [{"model": "m", "token_ids": [i, i + 1], "sampling_params": how | {"seed": i}} for i in (3, 4)]
+    body = rollout.as_one_post(bodies)
+    assert body.pop("prompt") == [[3, 4], [4, 5]] and body.pop("return_token_ids")
+    assert body == {"model": "m", "seed": 3, "temperature": 0.5, "max_tokens": 9, "ignore_eos": True, "logprobs": 0}
+
+
+def test_the_rollout_benchmark_says_what_was_asked_and_what_differs(rollout):
+    ways = {name: {"seconds": [2.0 * k, k, 3.0 * k], "tokens_per_s": 500.0 / k, "ratio": float(k)} for name, k in
+            (("vLLM's engine", 1), ("jppo", 2))}  # fmt: skip
+    measured = {
+        "sampling": {"requests": 4, "tokens": 1000, "same_tokens": False, "ways": ways},
+        "publishing": {"bytes": 2 * 10**9, "dtype": "float32", "parts": {"load": {"seconds": [3.0], "s_per_gb": 1.5}}},
+    }
+    at = {"machine": rollout.machine(), "jax": "0", "vllm": "0", "commit": "c", "dtype": "float32"}
+    said = rollout.table(at | {"load_average": 0.1, "load_after": 0.2, "models": {"S": measured}})
+    assert "| jppo | 250 | 4.000 | 2.000 |" in said and "**other tokens** without a server" in said
+    assert "| S | 2.000 | load | 3.0000 | 1.500 |" in said
+
+
+def test_a_wrong_command_of_the_rollout_benchmark_is_one_line(rollout, capsys):
+    for wrong in ("--models=XL", "--repeats=0", "--models=S --sample=q05"):
+        with pytest.raises(SystemExit) as e:
+            rollout.main(wrong.split())
+        assert e.value.code == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1

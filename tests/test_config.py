@@ -186,6 +186,7 @@ def test_what_is_none_unless_given_may_be_given(config):
                 ("rollout.urls", "http://127.0.0.1:8000", ""),
                 ("rollout.servers", 2, 1),
                 ("rollout.port", 8000, 0),
+                ("rollout.publish_via", "tcp", "file"),
                 ("rollout.publish_dir", "/shared", ""),
                 ("rollout.gpu_memory_utilization", 0.5, 0.4),
                 ("rollout.omp_threads", 2, 1),
@@ -196,6 +197,15 @@ def test_what_is_none_unless_given_may_be_given(config):
         (
             {"rollout.name": "inprocess", "rollout.lora_sync": "adapter", "model.lora_rank": 2},
             ["rollout.lora_sync='adapter'", "rollout.name='inprocess'", "take rollout.lora_sync=merge"],
+        ),
+        ({"rollout.publish_host": "10.0.0.1"}, ["rollout.publish_host='10.0.0.1'", "rollout.publish_via=tcp"]),
+        (
+            {"rollout.publish_via": "tcp", "rollout.publish_host": "0.0.0.0"},
+            ["rollout.publish_host='0.0.0.0'", "the trainer's own"],
+        ),
+        (
+            {"rollout.publish_via": "tcp", "rollout.lora_sync": "adapter", "model.lora_rank": 2},
+            ["rollout.publish_via='tcp'", "rollout.publish_dir", "take merge"],
         ),
         ({"rollout.lora_sync": "adapter", "model.lora_rank": 513}, ["model.lora_rank=513", "512 at most"]),
         ({"actor.lr_warmup_steps": 3, "actor.lr_warmup_steps_ratio": 0.1}, ["actor.lr_warmup_steps=3", "leave one"]),

@@ -24,6 +24,7 @@ DOCS = (
     "docs/architecture.md",
     "docs/algorithms.md",
     "docs/data.md",
+    "docs/rollout.md",
     "docs/rewards.md",
     "docs/agents.md",
     "docs/evaluation.md",

@@ -67,6 +67,7 @@ NO_MORE_THAN = {
     # what runs in vLLM's process, whose environment may have no more of jppo's dependencies
     "jppo.rollout.worker": {*sys.stdlib_module_names, "numpy", "torch", "transformers", "vllm"},
     "jppo.rollout.layout": {*sys.stdlib_module_names, "numpy"},
+    "jppo.rollout.transfer": {*sys.stdlib_module_names},
     "jppo.rewards.model_worker": {*sys.stdlib_module_names, "torch", "transformers"},
     "jppo.checkup.parity_worker": {*sys.stdlib_module_names, "torch", "transformers"},
     # what runs in the processes of the pool
@@ -83,7 +84,8 @@ OF_JPPO = {
     "jppo.algorithms": ("jppo.structs", "jppo.algorithms"),
     "jppo.statistics": (),
     "configs": ("jppo.config",),
-    "jppo.rollout.worker": ("jppo.rollout.layout",),
+    "jppo.rollout.worker": ("jppo.rollout.layout", "jppo.rollout.transfer"),
+    "jppo.rollout.transfer": ("jppo.rollout.layout",),
     "jppo.rollout.layout": (),
     "jppo.rewards.model_worker": (),
     "jppo.checkup.parity_worker": (),

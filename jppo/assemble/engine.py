@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
@@ -68,11 +69,10 @@ def share_gpu(c: ConfigDict) -> None:
         )
 
 
-def start_engine(c: ConfigDict, run: pathlib.Path) -> Engine:
-    """vLLM on its way to being ready, or attached to."""
+def server_settings(c: ConfigDict) -> ServerSettings:
+    """How each server is run."""
     r = c.rollout
-    run.mkdir(parents=True, exist_ok=True)
-    server = ServerSettings(
+    return ServerSettings(
         python=r.python,
         servers=r.servers,
         port=r.port,
@@ -89,10 +89,16 @@ def start_engine(c: ConfigDict, run: pathlib.Path) -> Engine:
         engine_args=r.engine_args,
         lora_rank=c.model.lora_rank if r.lora_sync == "adapter" else 0,
     )
+
+
+def start_engine(c: ConfigDict, run: pathlib.Path) -> Engine:
+    """vLLM on its way to being ready, or attached to."""
+    r = c.rollout
+    run.mkdir(parents=True, exist_ok=True)
     return start_vllm(
         str(hf.resolve(c.model.path, weights=False)),
         str(run),
-        settings=server,
+        settings=server_settings(c),
         urls=[url.strip() for url in r.urls.split(",") if url.strip()],
         limits=Limits(
             request_timeout_s=r.request_timeout_s,
@@ -100,6 +106,8 @@ def start_engine(c: ConfigDict, run: pathlib.Path) -> Engine:
             max_restarts=r.max_restarts,
         ),
         publish_dir=r.publish_dir,
+        publish_via=r.publish_via,
+        publish_host=r.publish_host,
     )
 
 
@@ -135,6 +143,15 @@ def inprocess_settings(c: ConfigDict, mesh: Mesh) -> InprocessSettings:
     )
 
 
+def published_dtype(c: ConfigDict) -> str:
+    """What the weights are handed over in: the policy's, or the servers' where that has fewer bytes.
+
+    Rounded on the device as vLLM would round them, to the nearest and on a tie to the even one: the same bits, sooner.
+    """
+    ours, theirs = c.model.param_dtype, c.rollout.dtype
+    return theirs if jnp.dtype(theirs).itemsize < jnp.dtype(ours).itemsize else ours
+
+
 def publish(c: ConfigDict, learner: Learner, sampler: Source, now: TrainState, adapters: Lora | None) -> None:
     """Makes the policy what the engine samples from: whole, or its adapters beside the base that the engine has."""
     version, mode = int(now.step), c.rollout.on_update
@@ -142,7 +159,8 @@ def publish(c: ConfigDict, learner: Learner, sampler: Source, now: TrainState, a
         sampler.hold(learner.policy(now), version=version)
         return
     if adapters is None or c.rollout.lora_sync == "merge":
-        sampler.load(hf.hf_tensors(learner.policy(now), learner.cfg), version=version, mode=mode)
+        tensors = hf.hf_tensors(learner.policy(now), learner.cfg, dtype=published_dtype(c))
+        sampler.load(tensors, version=version, mode=mode)
         return
     save = functools.partial(hf.save_adapter, learned=now.policy, cfg=learner.cfg, how=adapters, base=c.model.path)
     sampler.load_adapter(save, version=version, mode=mode)
@@ -152,7 +170,7 @@ def publish_base(c: ConfigDict, learner: Learner, sampler: Source, version: int)
     """Gives the engine what stays of the policy, where it will get the adapters alone."""
     base = learner.actor.base
     if base is not None and not isinstance(sampler, InprocessSampler) and c.rollout.lora_sync == "adapter":
-        sampler.load(hf.hf_tensors(base.params, learner.cfg), version=version)
+        sampler.load(hf.hf_tensors(base.params, learner.cfg, dtype=published_dtype(c)), version=version)
 
 
 def publish_stored(c: ConfigDict, sampler: Source, cfg: ModelConfig) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jppo.assemble import memory
-from jppo.assemble.engine import share_gpu
+from jppo.assemble.engine import published_dtype, share_gpu
 from jppo.assemble.forewarn import describe_sampling, forewarn
 from jppo.assemble.inputs import Inputs, read_inputs
 from jppo.assemble.learner import critic_mini_batch_size, make_mesh, make_passes, plan_of_run, sequences_of_step
@@ -150,7 +150,7 @@ def host_parts(c: ConfigDict, inputs: Inputs) -> dict[str, int]:
     if r.name == "inprocess":
         return parts
     if not r.publish_dir:  # two files in shared memory, written in turn
-        parts["published weights"] = 2 * memory.served(inputs.policy, c.model.param_dtype)
+        parts["published weights"] = 2 * memory.served(inputs.policy, published_dtype(c))
     if not r.urls and jax.default_backend() == "cpu":
         parts |= {
             "vLLM: weights": r.servers * memory.served(inputs.policy, r.dtype),

@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 
 from jppo import assemble
 from jppo.assemble import memory, preview
+from jppo.assemble.engine import published_dtype
 from jppo.checkup import parity, place, reading
 from jppo.checkup.finding import Check, Finding
 from jppo.structs import TrainState
@@ -38,9 +39,8 @@ def checks(c: ConfigDict, stack: contextlib.ExitStack, *, server: bool) -> list[
         return place.disk(run, checkpoint=stored(), keep=c.trainer.max_ckpt_to_keep, export=export)
 
     def publish_room() -> Iterator[Finding]:
-        adapters = c.model.lora_rank > 0 and c.rollout.lora_sync == "adapter"
-        weights = memory.served(inputs().policy, c.model.param_dtype)
-        return place.shared_memory(c.rollout.publish_dir, adapters=adapters, weights=weights)
+        weights = memory.served(inputs().policy, published_dtype(c))
+        return place.shared_memory(c.rollout.publish_dir, weights=weights)
 
     served = c.rollout.name != "inprocess"  # by somebody who listens at a port and reads weights from a file
     return [

@@ -45,6 +45,7 @@ CHOICES = {
     "reward.model.engine": ("auto", "jax", "transformers", "vllm"),
     "reward.model.dtype": ("float32", "bfloat16"),
     "rollout.lora_sync": ("merge", "adapter"),
+    "rollout.publish_via": ("file", "tcp"),
     "rollout.dtype": ("float32", "bfloat16", "float16"),
 }
 # Lower bounds; a setting that is not here may be any number of its type.
@@ -173,6 +174,7 @@ OF_SERVERS = (
     "rollout.urls",
     "rollout.servers",
     "rollout.port",
+    "rollout.publish_via",
     "rollout.publish_dir",
     "rollout.gpu_memory_utilization",
     "rollout.omp_threads",
@@ -222,6 +224,7 @@ def check(config: ml_collections.ConfigDict, *, training: bool = True) -> None:
         check_sampling(config, training=training)
         _check_unread(config)
         check_multi_turn(config.rollout.multi_turn)
+        _check_publish(config.rollout)
     if training:
         _check_training(config)
 
@@ -380,6 +383,23 @@ def _check_unread(config: ml_collections.ConfigDict) -> None:
     for name, value, was, why in unread:
         if value != was:
             raise UserError(f"{name}={value!r} is read by nobody: {why}; mend that, or leave it at {was!r}")
+
+
+def _check_publish(r: ml_collections.ConfigDict) -> None:
+    if r.publish_via == "file" and r.publish_host:
+        raise UserError(
+            f"rollout.publish_host={r.publish_host!r} is read for rollout.publish_via=tcp only, and that is 'file'; set"
+            " it, or leave the host empty"
+        )
+    if r.publish_host in ("0.0.0.0", "::"):
+        raise UserError(
+            f"rollout.publish_host={r.publish_host!r} is no address that a server could ask; give the trainer's own"
+        )
+    if r.publish_via == "tcp" and r.lora_sync == "adapter" and not r.publish_dir:
+        raise UserError(
+            "rollout.publish_via='tcp' hands over whole weights, and rollout.lora_sync='adapter' adapters in a folder;"
+            " name one that trainer and servers share by rollout.publish_dir, or take merge"
+        )
 
 
 def _check_adapters(config: ml_collections.ConfigDict) -> None:

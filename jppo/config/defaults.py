@@ -161,6 +161,8 @@ def default() -> ml_collections.ConfigDict:
             health_timeout_s=60.0,  # a server that says no word for so long hangs
             max_restarts=5,  # of servers that break, in all; then the run ends with a checkpoint
             lora_sync="merge",  # of a policy with adapters: whole weights; or adapter: vLLM gets the adapters alone
+            publish_via="file",  # on this machine; tcp: servers on others pull the weights from the trainer
+            publish_host="",  # of tcp: the trainer's address as the servers see it; '' is 127.0.0.1
             publish_dir="",  # '': nameless shared memory; a folder that both see when the server is in a container
             logp_tolerance=1e-3,  # largest |trainer - sampler| log-prob before step 1
             multi_turn=c(

@@ -8,6 +8,7 @@ import pathlib
 import re
 import shutil
 import uuid
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,6 +36,7 @@ _COMPANIONS = (
     "chat_template.jinja",
     "chat_template.json",
 )
+AHEAD = 1 << 26  # bytes of tensors that are fetched from the device while others are used
 _BUFFERS = re.compile(r".*\.(rotary_emb\.inv_freq|masked_bias)$")  # stored by old versions of transformers
 
 
@@ -211,20 +213,41 @@ def hf_tensors(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """A model's tensors under HF's names, in the order of `hf_shapes`; a tied matrix once, as the embedding.
 
-    Adapters are merged. Each is made on the device, in `dtype` (None: as it is), and fetched while the next is made.
+    Adapters are merged. Each is made on the device, in `dtype` (None: as it is), and fetched while the ones before it
+    are used: `AHEAD` bytes, or the largest tensor and one more, are on their way at a time.
     """
-    last: tuple[str, jax.Array] | None = None
+    coming: deque[tuple[str, jax.Array]] = deque()
+    for name, tensor in _on_device(model, cfg, head, dtype):
+        tensor.copy_to_host_async()
+        coming.append((name, tensor))
+        del tensor  # else it would be kept until the next one is made
+        while len(coming) > 2 and sum(array.nbytes for _, array in coming) > AHEAD:
+            yield _fetched(*coming.popleft())
+    while coming:
+        yield _fetched(*coming.popleft())
+
+
+def _fetched(name: str, tensor: jax.Array) -> tuple[str, np.ndarray]:
+    return name, np.asarray(tensor)
+
+
+def _on_device(model: lora.Weights, cfg: ModelConfig, head: Head, dtype: Any) -> Iterator[tuple[str, jax.Array]]:
+    """HF's tensors where they are made; what lies as HF has it already is not copied."""
     for entry in params.table(cfg, head=head):
         array, beside = lora.parts(entry, model)
         cast = array.dtype if dtype is None else np.dtype(dtype)
+        alike = entry.letters == "".join(entry.hf_letters) and array.shape == entry.hf_shape
+        if alike and beside is None and array.dtype == cast:
+            yield entry.hf, _apart(array)
+            continue
         for layer, name in enumerate(entry.hf_names):
-            tensor = _export(array, beside, layer, entry=entry, dtype=cast)
-            tensor.copy_to_host_async()
-            if last is not None:
-                yield last[0], np.asarray(last[1])
-            last = name, tensor
-    if last is not None:
-        yield last[0], np.asarray(last[1])
+            yield name, _export(array, beside, layer, entry=entry, dtype=cast)
+
+
+def _apart(array: jax.Array) -> jax.Array:
+    """The same array as another object: an array keeps what was fetched of it, and this one will not live long."""
+    shards = [shard.data for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
 
 
 def stored_tensors(path: str | os.PathLike, cfg: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:

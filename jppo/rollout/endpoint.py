@@ -1,5 +1,6 @@
 """One running server as the trainer sees it: its routes, and one clear error whatever goes wrong."""
 
+import asyncio
 import contextlib
 import copy
 import functools
@@ -10,6 +11,7 @@ from typing import Any
 
 import httpx
 
+from jppo.rollout import exchange
 from jppo.rollout.sampler import RolloutError
 
 
@@ -59,9 +61,11 @@ class Endpoint:
 
     async def ask(self, route: str, body: Mapping[str, Any]) -> Any:
         """As `post`, beside other requests."""
-        async with httpx.AsyncClient(**self._options) as client:
-            with self._explained(route):
-                return self._json(await client.post(self.url + route, json=body))
+        url = self.url + route
+        with self._explained(route):
+            async with asyncio.timeout(self._timeout_s):
+                status, content = await exchange.post(url, json.dumps(body).encode(), tls=_tls())
+        return self._json(httpx.Response(status, content=content, request=httpx.Request("POST", url)))
 
     async def look(self, route: str) -> None:
         """Returns when the route answers with 200."""
@@ -81,9 +85,9 @@ class Endpoint:
     def _explained(self, route: str) -> Iterator[None]:
         try:
             yield
-        except httpx.TimeoutException as e:
+        except (httpx.TimeoutException, TimeoutError) as e:
             raise self._failed(f"did not answer {route} within {self._timeout_s:g} s") from e
-        except httpx.HTTPError as e:
+        except (httpx.HTTPError, OSError, exchange.Broken) as e:
             raise self._failed(f"broke off {route} ({type(e).__name__} {e})") from e
 
     def _json(self, reply: httpx.Response) -> Any:

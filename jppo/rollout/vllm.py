@@ -10,11 +10,13 @@ batch cut in any way, or asked again, gives the same samples. `fleet.py` says wh
 import dataclasses
 import math
 import pathlib
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
 from jppo.config import UserError
 from jppo.rollout import vllm_start, weights
+from jppo.rollout.buffers import make_buffers
 from jppo.rollout.endpoint import Endpoint, ServerFault
 from jppo.rollout.fleet import Part
 from jppo.rollout.served import Engine, Limits
@@ -33,6 +35,7 @@ class Vllm:
     eos_token_ids: Sequence[int]
     how: str  # to start one that is fit
     needed: Sequence[str]  # routes
+    dtype: str  # that it computes in, and that the weights are rounded to
 
     def request(self, ids: Sequence[int], sampling: Sampling, seed: int, model: str) -> tuple[str, dict[str, Any]]:
         """Every field is sent: what is not would be the server's own default."""
@@ -88,12 +91,13 @@ class Vllm:
             model = endpoint.get("/v1/models")["data"][0]["id"]
             info = endpoint.call("jppo_info")[0]
             routes = endpoint.get("/openapi.json")["paths"]
-            found = [info[name] for name in ("logprobs_mode", "device", "chunked_prefill", "max_model_len")]
+            found = [info[name] for name in ("logprobs_mode", "device", "chunked_prefill", "max_model_len", "dtype")]
         except (KeyError, IndexError, TypeError) as e:
             raise ServerFault(f"the server at {endpoint.url} does not answer as vLLM would: no {e}") from e
-        mode, device, chunked, length = found
+        mode, device, chunked, length, dtype = found
         for fit, fault in (
             *((route in routes, f"has no {route}") for route in self.needed),
+            (dtype == self.dtype, f"computes in {dtype}, rollout.dtype is {self.dtype}"),
             (mode == "processed_logprobs", f"gives {mode}"),
             (not (device == "cpu" and chunked), "prefills in chunks on a CPU"),
         ):
@@ -131,12 +135,14 @@ def start_vllm(
     urls: Sequence[str],
     limits: Limits,
     publish_dir: str,
+    publish_via: str = "file",
+    publish_host: str = "",
 ) -> Engine:
     """Starts the servers on `model_dir` (config, tokenizer) or attaches to those at `urls`; does not wait."""
     routes = [GENERATE, *([ADAPTER] if settings.lora_rank else [])]
 
     def speak(eos_token_ids: Sequence[int]) -> Vllm:
-        return Vllm(eos_token_ids, how_to_start(model_dir, settings), routes)
+        return Vllm(eos_token_ids, how_to_start(model_dir, settings), routes, settings.dtype)
 
     servers: list[Server] = []
     build = "gpu"
@@ -147,7 +153,15 @@ def start_vllm(
             )
         build = vllm_start.check_vllm(settings.python)
         check_ports(settings.port, settings.servers)
-    buffers = weights.Buffers(publish_dir, named=settings.lora_rank > 0)
+    see_our_files = not urls or publish_via == "tcp"
+    buffers = make_buffers(
+        publish_dir,
+        named=settings.lora_rank > 0,
+        spare=[run_dir, tempfile.gettempdir()] if see_our_files else [],
+        publish_via=publish_via,
+        publish_host=publish_host,
+        timeout_s=limits.request_timeout_s,
+    )
     for i in range(0 if urls else settings.servers):
         program = vllm_start.program(
             i, model_dir=model_dir, run_dir=run_dir, settings=settings, build=build, folder=buffers.folder

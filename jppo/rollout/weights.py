@@ -4,97 +4,35 @@
 
 `fleet.py` goes through the steps. A file that any server refuses changes nothing anywhere: the servers go on with
 the weights that they have.
-Two files are written in turn: the one that a server may still be reading is never the one being written.
 """
 
 import dataclasses
-import os
 import pathlib
 import shutil
-import tempfile
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from jppo.config import UserError
-from jppo.rollout import layout
+from jppo.rollout.buffers import Buffers
 from jppo.rollout.endpoint import Endpoint, ServerFault
 from jppo.rollout.sampler import RolloutError
-
-SHARED_MEMORY = "/dev/shm"
-
-
-class Buffers:
-    """The two files. Without names in shared memory, so that the kernel frees them however the trainer ends.
-
-    A `publish_dir` is for a server that cannot see the trainer's own files, as in another container: there
-    the files have names, in `folder`, which is removed by whoever survives. Adapters, which vLLM itself reads from a
-    path, need one too (`named`).
-    """
-
-    def __init__(self, publish_dir: str, *, named: bool = False):
-        self.folder: str | None = None
-        if named and not publish_dir and os.path.isdir(SHARED_MEMORY):
-            publish_dir = SHARED_MEMORY
-        if publish_dir or not hasattr(os, "memfd_create"):
-            try:
-                self.folder = tempfile.mkdtemp(prefix="jppo-weights-", dir=publish_dir if publish_dir else None)
-            except OSError as e:
-                raise UserError(f"rollout.publish_dir={publish_dir!r}: {e}; give a folder that can be written") from e
-        self._files = [self._open(), self._open()]
-
-    def write(self, tensors: Iterable[tuple[str, np.ndarray]]) -> tuple[str, list[layout.Entry]]:
-        """Writes into the file that was not written last; returns its path and what lies in it."""
-        self._files.reverse()
-        fd, path = self._files[0]
-        try:
-            return path, layout.write(fd, tensors)
-        except OSError as e:
-            where = self.folder if self.folder is not None else "shared memory"
-            raise UserError(
-                f"the weights cannot be written to {where}: {e}; rollout.publish_dir must name a folder with"
-                " room for them twice"
-            ) from e
-
-    def renew(self) -> None:
-        """Gives up the file written last: a server may still be reading it."""
-        self._close(self._files[0])
-        self._files[0] = self._open()
-
-    def close(self) -> None:
-        """Frees both."""
-        while self._files:
-            self._close(self._files.pop())
-        if self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
-
-    def _open(self) -> tuple[int, str]:
-        if self.folder is not None:
-            return tempfile.mkstemp(dir=self.folder)
-        fd = os.memfd_create("jppo-weights")
-        return fd, f"/proc/{os.getpid()}/fd/{fd}"
-
-    def _close(self, file: tuple[int, str]) -> None:
-        os.close(file[0])
-        if self.folder is not None:
-            os.unlink(file[1])
 
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
     """A whole policy in one of the two files, as `fleet.py` hands it to each server."""
 
-    path: str
-    entries: list[list[Any]]
+    where: Mapping[str, Any]  # what it is and where a server finds it
     version: int
     model: None = None
     whole: bool = True
 
     def offer(self, endpoint: Endpoint) -> None:
         """The server compares the file with its model; it goes on with the weights that it has."""
-        _accept(endpoint, "jppo_check", path=self.path, version=self.version, entries=self.entries)
+        _accept(endpoint, "jppo_check", version=self.version, **self.where)
 
     def take(self, endpoint: Endpoint) -> None:
         """The server loads it."""
@@ -136,13 +74,12 @@ class Publisher:
     def __init__(self, buffers: Buffers):
         self._buffers = buffers
         self._run = uuid.uuid4().hex[:8]  # an attached server may still have the adapters of another run
-        self._adapter: pathlib.Path | None = None
+        self._adapters: list[pathlib.Path] = []  # the last ones, beside the model that was written last
 
     def whole(self, tensors: Iterable[tuple[str, np.ndarray]], version: int) -> Whole:
         """A whole policy, written."""
-        self._adapter = None  # it was beside another model
-        path, entries = self._buffers.write(tensors)
-        return Whole(path, layout.pack(entries), version)
+        self._forget(0)  # they were beside another model
+        return Whole(self._buffers.write(tensors).check_args(), version)
 
     def adapter(self, save: Callable[[pathlib.Path], object], version: int) -> Adapter:
         """Adapters, written by `save`; those before the last go."""
@@ -154,8 +91,10 @@ class Publisher:
             raise UserError(
                 f"the adapters cannot be written to {path}: {e}; rollout.publish_dir must name a folder with room"
             ) from e
-        last, self._adapter = self._adapter, path
-        return Adapter(path, version, None if last is None else last.name)
+        self._forget(1)
+        last = self._adapters[-1].name if self._adapters else None
+        self._adapters.append(path)
+        return Adapter(path, version, last)
 
     def refused(self) -> None:
         """The file written last is given up: a server may still be reading it."""
@@ -164,6 +103,10 @@ class Publisher:
     def close(self) -> None:
         """Frees the files."""
         self._buffers.close()
+
+    def _forget(self, kept: int) -> None:
+        while len(self._adapters) > kept:
+            shutil.rmtree(self._adapters.pop(0), ignore_errors=True)
 
 
 def _served(endpoint: Endpoint) -> list[str]:

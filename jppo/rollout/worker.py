@@ -6,12 +6,12 @@ A refusal is a value (`ok: False` with the reason), never an exception: an excep
 """
 
 import mmap
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from jppo.rollout import layout
+from jppo.rollout import layout, transfer
 
 
 class WeightLoader:
@@ -33,15 +33,29 @@ class WeightLoader:
             "max_model_len": int(self.model_config.max_model_len),
             "chunked_prefill": bool(self.vllm_config.scheduler_config.enable_chunked_prefill),
             "device": str(self.vllm_config.device_config.device_type),
+            "dtype": str(self.model_config.dtype).removeprefix("torch."),
         }
 
-    def jppo_check(self, *, path: str, version: int, entries: Sequence[Sequence[Any]]) -> dict[str, Any]:
-        """Maps the file and compares it with the model; the model goes on with its old weights."""
+    def jppo_check(
+        self,
+        *,
+        version: int,
+        entries: Sequence[Sequence[Any]],
+        path: str | None = None,
+        address: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Maps the file at `path`, or gets it from `address`, and compares it with the model, which stays as it is."""
         if self._jppo_expected is None:
             self._jppo_expected = _expected(self.model_config.hf_config)
-        unpacked = layout.unpack(entries)
+        self._jppo_checked = None  # an older one is not wanted any more
+        unpacked, expected = layout.unpack(entries), self._jppo_expected[0]
         try:
-            data = layout.check(path, unpacked, self._jppo_expected[0])
+            if path is not None:
+                data = layout.check(path, unpacked, expected)
+            else:
+                assert address is not None  # a publish has one of the two
+                layout.check_names(unpacked, expected)
+                data = transfer.receive(transfer.Address(**address), unpacked)
         except layout.Refused as e:
             return {"ok": False, "error": str(e)}
         self._jppo_checked = (version, unpacked, data)

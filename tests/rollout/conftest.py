@@ -77,6 +77,7 @@ INFO = {
     "max_model_len": 64,
     "chunked_prefill": False,
     "device": "cpu",
+    "dtype": "float32",
 }
 
 

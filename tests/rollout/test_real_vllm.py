@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from jppo.rollout import weights
+from jppo.rollout.buffers import Buffers
 from jppo.rollout.sampler import RolloutError, greedy
 from jppo.rollout.served import Limits
 from jppo.rollout.vllm import start_vllm
@@ -257,13 +258,13 @@ def test_a_new_publish_leaves_no_stale_cache_and_no_stale_head(served):
     sampler.load(random_weights(config, 1)[1].items(), version=1)
 
 
-class CutBuffers(weights.Buffers):
+class CutBuffers(Buffers):
     """Loses the second half of what is written."""
 
     def write(self, tensors):
-        path, entries = super().write(tensors)
-        os.truncate(path, os.path.getsize(path) // 2)
-        return path, entries
+        parcel = super().write(tensors)
+        os.truncate(parcel.path, os.path.getsize(parcel.path) // 2)
+        return parcel
 
 
 def test_a_refused_publish_names_the_tensor_and_leaves_the_old_weights(served):
@@ -303,6 +304,36 @@ def test_attaching_by_url(served, settings):
     with pytest.raises(RolloutError, match="500"):
         sampler.fleet.members[0].endpoint.call("jppo_no_such_method")
     assert len(sampler.generate(PROMPTS[:1], SAMPLING, version=1)) == 2
+
+
+def test_a_server_on_another_machine_pulls_its_weights(served, settings, monkeypatch):
+    first, config, old, _ = served
+    attached = start_vllm(
+        "model", "run", settings=settings(), urls=[first.fleet.members[0].endpoint.url], limits=LIMITS, publish_dir="",
+        publish_via="tcp",
+    ).ready(eos_token_ids=[2], decode=str)  # fmt: skip
+    try:
+        new, tensors = random_weights(config, 4)
+        attached.load(tensors.items(), version=4)
+        found = attached.generate(PROMPTS, SAMPLING, version=4)
+        assert gap(new, found) < 1e-3 and gap(old, found) > 0.1
+        attached.load(random_weights(config, 1)[1].items(), version=1)
+        write = Buffers.write
+
+        def write_and_break(self, sent):
+            parcel = write(self, sent)
+            with open(parcel.path, "r+b") as file:
+                file.write(b"broken")
+            return parcel
+
+        monkeypatch.setattr(Buffers, "write", write_and_break)
+        with pytest.raises(
+            RolloutError, match=r"refused version 5 .* model\.embed_tokens\.weight has another checksum"
+        ):
+            attached.load(tensors.items(), version=5)
+    finally:
+        attached.close()
+    assert gap(old, first.generate(PROMPTS, SAMPLING, version=1)) < 1e-3
 
 
 def test_a_broken_server_is_started_again_and_nothing_is_lost(served):

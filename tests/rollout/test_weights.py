@@ -1,74 +1,47 @@
-import os
+"""What vLLM servers are given; the order of it is in test_fleet.py, the files in test_buffers.py."""
+
 import pathlib
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from jppo.config import UserError
-from jppo.rollout import weights
+from jppo.rollout.buffers import Buffers
+from jppo.rollout.weights import Publisher
 
 TENSORS = {"w": np.arange(4, dtype=np.float32)}
 
 
 @pytest.fixture
-def buffers():
-    made = weights.Buffers("")
+def buffers(tmp_path):
+    made = Buffers(str(tmp_path), named=True)
     yield made
     made.close()
 
 
-def test_files_are_written_in_turn(buffers):
-    paths = [buffers.write(TENSORS.items())[0] for _ in range(4)]
-    assert paths[0] != paths[1] and paths[:2] == paths[2:]
+def save(path):
+    path.mkdir()
+    (path / "adapter_config.json").write_text("{}")
 
 
-def test_another_process_reads_the_nameless_file(buffers):
-    before = set(os.listdir("/dev/shm"))
-    path, _ = buffers.write(TENSORS.items())
-    read = subprocess.run([sys.executable, "-c", f"print(open({path!r}, 'rb').read()[:16].hex())"], capture_output=True)
-    assert bytes.fromhex(read.stdout.decode()) == TENSORS["w"].tobytes()
-    assert set(os.listdir("/dev/shm")) == before
+def adapters_in(buffers):
+    return sorted(path.name for path in pathlib.Path(buffers.folder).glob("adapter-*"))
 
 
-def test_a_renewed_file_is_not_the_one_that_may_still_be_read(buffers):
-    path, _ = buffers.write(TENSORS.items())
-    with open(path, "rb") as reader:
-        buffers.renew()
-        for shift in (1, 2):
-            buffers.write([("w", TENSORS["w"] + shift)])
-        assert reader.read()[:16] == TENSORS["w"].tobytes()
+def test_the_last_two_adapters_are_kept_until_a_whole_policy_comes(buffers):
+    publisher = Publisher(buffers)
+    publisher.whole(TENSORS.items(), 1)
+    made = [publisher.adapter(save, version) for version in (1, 2, 3)]
+    assert [one.before for one in made] == [None, made[0].model, made[1].model]
+    assert len({one.model for one in made}) == 3 and not any(one.whole for one in made)
+    assert adapters_in(buffers) == sorted(one.model for one in made[1:])
+    whole = publisher.whole(TENSORS.items(), 4)
+    assert whole.whole and whole.model is None and adapters_in(buffers) == []
 
 
-def test_files_in_a_folder_have_names_and_go(tmp_path):
-    buffers = weights.Buffers(str(tmp_path))
-    path, _ = buffers.write(TENSORS.items())
-    assert pathlib.Path(path).parent.parent == tmp_path
-    buffers.renew()
-    buffers.write(TENSORS.items())
-    buffers.close()
-    buffers.close()
-    assert list(tmp_path.iterdir()) == []
+def test_adapters_that_cannot_be_written_are_an_error_of_the_folder(buffers):
+    def full(path):
+        raise OSError("No space left on device")
 
-
-def test_a_folder_that_is_none_is_the_users_fault(tmp_path):
-    with pytest.raises(UserError, match="publish_dir"):
-        weights.Buffers(str(tmp_path / "none"))
-
-
-def test_a_full_disk_is_the_users_fault():
-    buffers = weights.Buffers("")
-    for fd, _ in buffers._files:
-        os.close(fd)
-    buffers._files = [(os.open("/dev/full", os.O_WRONLY), ""), (os.open("/dev/full", os.O_WRONLY), "")]
-    with pytest.raises(UserError, match="room for them twice"):
-        buffers.write(TENSORS.items())
-    buffers.close()
-
-
-def test_buffers_for_adapters_have_a_folder():
-    buffers = weights.Buffers("", named=True)
-    assert buffers.folder is not None and os.path.isdir(buffers.folder)
-    buffers.close()
-    assert not os.path.exists(buffers.folder)
+    with pytest.raises(UserError, match="publish_dir must name a folder with room"):
+        Publisher(buffers).adapter(full, 1)

@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 
@@ -5,6 +6,7 @@ import numpy as np
 import pytest
 
 from jppo.rollout import layout
+from jppo.rollout.buffers import make_buffers
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -102,4 +104,26 @@ def test_only_what_was_checked_is_loaded_and_only_once(tmp_path):
     send(worker, tmp_path / "w", tensors.items(), 1)
     assert "version 2 was not checked" in worker.jppo_load(version=2)["error"]
     assert worker.jppo_load(version=1)["ok"]
+    assert not worker.jppo_load(version=1)["ok"]
+
+
+def test_weights_from_another_machine_are_pulled_and_loaded(tmp_path):
+    worker, tensors = make(True)
+    buffers = make_buffers("", named=False, spare=[], publish_via="tcp", publish_host="", timeout_s=20.0)
+    told = json.loads(json.dumps(buffers.write(tensors.items()).check_args()))
+    assert worker.jppo_check(version=4, **told) == {"ok": True, "error": None}
+    assert worker.jppo_load(version=4)["ok"]
+    loaded = dict(worker.loaded[0])
+    assert all(np.array_equal(loaded[name].numpy(), tensor) for name, tensor in tensors.items())
+    told["address"]["token"] = "0" * 32
+    answer = worker.jppo_check(version=5, **told)
+    assert not answer["ok"] and "does not take the token" in answer["error"]
+    assert "was not checked" in worker.jppo_load(version=5)["error"] and len(worker.loaded) == 1
+    buffers.close()
+
+
+def test_a_refused_publish_takes_the_one_before_it_away(tmp_path):
+    worker, tensors = make(True)
+    send(worker, tmp_path / "w", tensors.items(), 1)
+    send(worker, tmp_path / "x", list(tensors.items())[1:], 2)
     assert not worker.jppo_load(version=1)["ok"]

