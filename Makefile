@@ -2,12 +2,15 @@
 
 PYTHON = python3
 SEED = 1
+JOBS = 2
 RUN = runs/quickstart$(if $(filter-out 1,$(SEED)),-seed$(SEED))
 
 VENV = .venv
 # glibc gives large temporaries huge pages: a tenth to a fifth faster on a CPU. Read when a process starts.
 TUNED = GLIBC_TUNABLES=glibc.malloc.hugetlb=1
 PY = $(VENV)/bin/python
+# A file's tests stay together: they share what was made and compiled for them.
+SPREAD = -n $(JOBS) --dist loadfile
 READY = $(VENV)/.ready
 BEGAN := $(shell date +%s)
 
@@ -28,11 +31,11 @@ quickstart: $(RUN)/sft/hf/config.json  ## train a small model from nothing and s
 	$(TUNED) $(PY) -m jppo.train --config=configs/quickstart.py:$(RUN) --config.trainer.seed=$(SEED)
 	@echo "all together      $$(($$(date +%s) - $(BEGAN))) s, with all that had to be made first"
 
-test: $(READY)  ## run the tests, a real vLLM among them
-	$(PY) -m pytest -m "not slow"
+test: $(READY)  ## run the tests, a real vLLM among them; JOBS=2 processes at a time
+	$(PY) -m pytest $(SPREAD) -m "not slow"
 
 test-all: $(READY)  ## run the tests that take minutes too
-	$(PY) -m pytest
+	$(PY) -m pytest $(SPREAD)
 
 lint: $(READY)  ## check style and format
 	$(PY) -m ruff check .

@@ -15,8 +15,13 @@ os.environ["XLA_FLAGS"] = (
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch and vLLM: more only disturb each other on few cores
-# Programs that several tests compile, also those that they start as commands, are compiled once.
-os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jppo-tests-")
+# Programs that several tests compile, also those that they start as commands, are compiled once, whichever of the
+# processes of `pytest -n` needs them.
+os.environ["JAX_COMPILATION_CACHE_DIR"] = (
+    os.environ["JAX_COMPILATION_CACHE_DIR"]
+    if "PYTEST_XDIST_WORKER" in os.environ
+    else tempfile.mkdtemp(prefix="jppo-tests-")
+)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
@@ -45,7 +50,8 @@ def pytest_sessionstart():
 
 
 def pytest_unconfigure():
-    shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)
@@ -82,9 +88,9 @@ def config():
     return c
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def quick_compilation():
-    """XLA does not try hard, where a small model runs for a few steps only."""
+    """XLA does not try hard: small models run a few times only. Commands that tests start compile as a user's do."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield

@@ -404,14 +404,11 @@ def run(*argv):
     )
 
 
-@pytest.mark.parametrize(
-    "argument,said", [("--config.actor.lrr=1", "lrr"), ("--config.actor.clip_ratio=-0.1", "at least 0.0")]
-)
-def test_the_command_ends_with_2_and_one_line(argument, said):
-    done = run("--config=configs/quickstart.py", argument)
+def test_the_command_ends_with_2_and_one_line():
+    done = run("--config=configs/quickstart.py", "--config.actor.clip_ratio=-0.1")
     assert done.returncode == 2 and done.stdout == ""
     (line,) = done.stderr.strip().splitlines()
-    assert line.startswith("error: ") and said in line
+    assert line.startswith("error: ") and "at least 0.0" in line
 
 
 class Recorder:

@@ -24,8 +24,10 @@ def lab(script, tmp_path_factory):
     """The task, run for six steps with the engine in the process."""
     folder = tmp_path_factory.mktemp("faults") / "lab"
     settings = script.make_task(folder) | {"rollout.name": "inprocess"}
-    script.to_the_end(settings, folder / "undisturbed")
-    return script.Lab(folder, settings, script.outcome(folder / "undisturbed"), seconds=10.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # of all runs: they must agree to the bit
+        script.to_the_end(settings, folder / "undisturbed")
+        yield script.Lab(folder, settings, script.outcome(folder / "undisturbed"), seconds=10.0)
 
 
 def test_the_run_has_what_makes_it_hard(lab):

@@ -2,6 +2,7 @@
 
 import ast
 import pathlib
+import subprocess
 import sys
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -44,6 +45,7 @@ ONLY_IN = {
     "wandb": ("jppo.io.to_wandb",),
     "mlflow": ("jppo.io.to_mlflow",),
     "orbax": ("jppo.io.checkpoint",),
+    "tensorboardX": ("jppo.io.tensorboard",),
     "ml_collections": ("configs", "jppo.config", *COMMANDS),
 }
 # TensorFlow can take the GPU when it is imported; vLLM and transformers cost seconds.
@@ -194,6 +196,14 @@ FILES = dict(sources())
 def test_a_module_imports_only_what_its_place_allows(module):
     path = FILES[module]
     assert violations(path.read_text(), module, path.name == "__init__.py") == []
+
+
+def test_a_command_loads_what_takes_seconds_only_where_it_needs_it():
+    """A wrong setting is said in the time that JAX takes: what others import of these counts too."""
+    code = "import sys, jppo.train, jppo.sft, jppo.evaluate, jppo.sweep, jppo.doctor; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.split())
+    assert "jppo.doctor" in loaded and not loaded & {"torch", "transformers", "tensorboardX", "vllm", "wandb", "mlflow"}
 
 
 def test_the_walk_sees_the_project():

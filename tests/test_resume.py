@@ -170,7 +170,10 @@ def by_command(small_run, run, devices, *more):
         "--config.algorithm.kl_ctrl_type=adaptive", "--config.trainer.test_freq=2", "--config.trainer.save_freq=1",
         "--config.trainer.max_ckpt_to_keep=9", "--config.trainer.total_training_steps=4", *more,
     ]  # fmt: skip
-    environment = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    environment = os.environ | {
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    }
     done = subprocess.run(
         [sys.executable, "-m", "jppo.train", *given], cwd=ROOT, env=environment, capture_output=True, text=True
     )

@@ -1,7 +1,6 @@
 """Sweeps: the runs that a file asks for, side by side, ended and gone on with; the table; and two real runs."""
 
 import csv
-import importlib.util
 import json
 import os
 import pathlib
@@ -378,18 +377,16 @@ def test_a_wrong_command_is_one_line(asked, tmp_path, capsys):
         assert e.value.code == 2 and len(capsys.readouterr().err.splitlines()) == 1
 
 
-@pytest.mark.vllm
-@pytest.mark.timeout(1200)
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup")
 def test_two_real_runs(tmp_path, tiny_model):
     made = arithmetic.make(seed=1, test=8, sloppy=0.5, demonstrations=1)
     for name in ("train", "test"):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made[name]))
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made[name][:16]))
     given = {
         "model.path": tiny_model,
         "data.train_files": tmp_path / "train.jsonl", "data.val_files": tmp_path / "test.jsonl",
         "data.train_batch_size": 16, "actor.ppo_mini_batch_size": 16, "model.scan_layers": True,
-        "trainer.total_training_steps": 1,
+        "trainer.total_training_steps": 1, "rollout.name": "inprocess",
+        "algorithm.adv_estimator": "grpo", "rollout.n": 2, "algorithm.use_kl_in_reward": False,  # little to compile
     }  # fmt: skip
     (tmp_path / "two.py").write_text(
         (ROOT / "configs/quickstart.py").read_text().split("\ndef sweep(")[0]
@@ -398,7 +395,8 @@ def test_two_real_runs(tmp_path, tiny_model):
     command = [sys.executable, "-m", "jppo.sweep", f"--config={tmp_path / 'two.py'}", f"--out={tmp_path / 'out'}"]
     command += [f"--config.{name}={value}" for name, value in given.items()]
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}  # one device
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1100)
+    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     with (tmp_path / "out/sweep.csv").open(newline="") as f:
         read = list(csv.DictReader(f))

@@ -126,12 +126,11 @@ def test_a_term_signal_ends_the_run_and_its_server(run):
         (["--config.actor.ppo_mini_batch_size=5"], "must divide data.train_batch_size*rollout.n=32; try 4"),
     ],
 )
-def test_a_fault_of_the_user_is_one_line_and_code_2(run, more, said):
-    process = start(run, *more)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 2, output
-    errors = [line for line in output.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and said in errors[0]
+def test_a_fault_of_the_user_is_one_line_and_code_2(run, more, said, capsys):
+    with pytest.raises(SystemExit) as e:
+        train.main(command(run, *more)[3:])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert e.value.code == 2 and line.startswith("error: ") and said in line
     assert not (run / "server-0.log").exists()
 
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import httpx
-import transformers
 from huggingface_hub import constants
 
 from jppo.config import UserError
@@ -25,7 +24,7 @@ def load_tokenizer(path: str) -> Any:
     if not any((local / name).is_file() for name in FILES):
         raise UserError(f"no tokenizer.json in {local}; copy the model's tokenizer files there")
     try:
-        return transformers.AutoTokenizer.from_pretrained(str(local))
+        return _read_tokenizer(str(local))
     except (OSError, ValueError, KeyError) as e:
         raise UserError(f"the tokenizer in {local} cannot be read: {_first_line(e)}") from e
 
@@ -64,11 +63,17 @@ def ends_with_eos(tokenizer: Any, ids: Sequence[int]) -> bool:
     return tokenizer.eos_token_id is not None and ids[-1] == tokenizer.eos_token_id
 
 
+def _read_tokenizer(source: str, **how: Any) -> Any:
+    import transformers  # takes seconds, for which a command that reads none need not wait
+
+    return transformers.AutoTokenizer.from_pretrained(source, **how)
+
+
 def _from_hub(name: str) -> Any:
     if name.startswith(("/", ".", "~")) or name.count("/") != 1:
         raise UserError(f"no directory {name}; give the path of an HF directory with tokenizer.json, or a hub name")
     try:
-        return transformers.AutoTokenizer.from_pretrained(name, local_files_only=True)  # the cache
+        return _read_tokenizer(name, local_files_only=True)  # the cache
     except (OSError, ValueError):
         pass
     sought = f"tokenizer.json of {name!r} was sought: it is no local directory, nor in the cache"
@@ -77,12 +82,14 @@ def _from_hub(name: str) -> Any:
         raise UserError(f"{sought}, and HF_HUB_OFFLINE is set; unset it, or {remedy}")
     try:
         httpx.head(constants.ENDPOINT, timeout=15.0)  # transformers itself would retry for a minute
-        return transformers.AutoTokenizer.from_pretrained(name)
+        return _read_tokenizer(name)
     except (httpx.HTTPError, OSError, ValueError) as e:
         raise UserError(f"{sought}, and {constants.ENDPOINT} did not give it ({_first_line(e)}); {remedy}") from e
 
 
 def _read_config(path: str, name: str) -> dict[str, Any]:
+    import transformers
+
     local = pathlib.Path(path).expanduser()
     found = (
         str(local / name)

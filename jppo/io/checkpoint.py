@@ -23,6 +23,7 @@ from jppo.config import UserError
 
 BEST = "best.json"
 EXPORT = ".hf-tmp"
+LARGE = 2**26  # bytes of an array that all devices should share in copying
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +99,8 @@ class Checkpoints:
         arrays = {name: _plain(leaf) for name, leaf in named}
         table = {name: _describe(leaf) | _impl(leaf) | {"checksum": checksum(arrays[name])} for name, leaf in named}
         content = {"step": step, "meta": meta, "arrays": table}
-        items = ocp.args.Composite(state=ocp.args.StandardSave(arrays), about=ocp.args.JsonSave(content))
+        copies = {name: _one_copy(array) for name, array in arrays.items()}
+        items = ocp.args.Composite(state=ocp.args.StandardSave(copies), about=ocp.args.JsonSave(content))
         self._writing = _Save(step, score, None if export is None else self._directory / f"{step}{EXPORT}")
         try:
             if export is not None:
@@ -283,6 +285,15 @@ def _is_key(leaf: Any) -> bool:
 def _plain(leaf: Any) -> jax.Array:
     """The leaf as numbers: random keys are stored as their data."""
     return jax.random.key_data(leaf) if _is_key(leaf) else jnp.asarray(leaf)
+
+
+def _one_copy(array: jax.Array) -> jax.Array:
+    """A small array that every device holds whole, as one of them holds it; others as they are.
+
+    Orbax lets each device copy a part of such an array, which takes a program for each shape and device.
+    """
+    small = array.is_fully_addressable and array.is_fully_replicated and array.nbytes < LARGE
+    return array.addressable_data(0) if small else array
 
 
 def _rewrap(array: jax.Array, saved: dict[str, Any]) -> jax.Array:

@@ -25,7 +25,6 @@ from jppo.io.appending import Appender, cut_lines, read_lines
 from jppo.io.console import PPO_COLUMNS, Columns, Terminal, make_screen
 from jppo.io.diagnosis import Diagnosis, Finding
 from jppo.io.sinks import About, Rows, Sink
-from jppo.io.tensorboard import Board
 
 
 class Remote(NamedTuple):
@@ -74,6 +73,8 @@ class Logger:
         self._screen = None
         self._sinks: dict[str, Sink] = {"jsonl": JsonLines(run_dir)}
         if "tensorboard" in places:
+            from jppo.io.tensorboard import Board  # tensorboardX imports torch where there is one, which takes seconds
+
             self._sinks["tensorboard"] = Board(run_dir / "tensorboard", first=done + 1)
         for name in (name for name in REMOTE if name in places):
             sink = REMOTE[name].make(run_dir, about or About(), resumed=resumed_step is not None)

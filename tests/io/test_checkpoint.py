@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jppo.config import UserError
+from jppo.io import checkpoint
 from jppo.io.checkpoint import Checkpoints, restore
 from jppo.structs import TrainState
 
@@ -67,6 +68,18 @@ def test_a_train_state_comes_back_bit_for_bit(tmp_path):
         restored = checkpoints.restore_latest(saved)
     assert (restored.step, restored.meta) == (3, {"cursor": {"epoch": 1, "index": 64}})
     equal(restored.state, saved)
+
+
+@pytest.mark.parametrize("large,cut", [(checkpoint.LARGE, False), (0, True)])
+def test_only_large_arrays_that_all_devices_hold_are_cut_by_programs(tmp_path, monkeypatch, caplog, large, cut):
+    monkeypatch.setattr(checkpoint, "LARGE", large)
+    array = np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)
+    saved = dataclasses.replace(state(1), value={"held": jax.device_put(array, sharding((8, 1)))})
+    jax.clear_caches()
+    with Checkpoints(tmp_path, keep=1) as checkpoints, jax.log_compiles():
+        checkpoints.save(1, saved, {})
+    assert ("slice" in caplog.text) == cut and "_sum_of_bits" in caplog.text
+    equal(restore(tmp_path / "1", saved).state, saved)
 
 
 def test_restore_onto_another_sharding(tmp_path):

@@ -29,6 +29,7 @@ SCORES = RNG.normal(0, 1, B).astype(np.float32)
 LENGTHS = RNG.integers(1, 12, B)  # sampled tokens; the rest are of the prompt
 LENGTHS[:2] = 1
 KL_COEF = 0.3
+FEW = 100  # tokens of a micro-batch; the same wherever rows are cut by length, so that the shapes are few
 
 
 def trajectory(i, tools=()):
@@ -184,16 +185,11 @@ def test_something_is_learned_from_nearly_every_token(base):
         assert np.count_nonzero(found[name]) > tokens / 8, name
 
 
-@settings(deadline=None, max_examples=6, derandomize=True)
-@given(
-    kind=st.sampled_from(["none", "buckets", "segments"]),
-    tokens_per_micro=st.sampled_from([30, 100, 10**6]),
-    prompts=st.permutations(range(N)),
-    samples=st.permutations(range(G)),
-)
-def test_cut_packed_and_permuted(base, kind, tokens_per_micro, prompts, samples):
+@pytest.mark.parametrize("kind,tokens_per_micro", [("none", 30), ("buckets", FEW), ("segments", 10**6)])
+def test_cut_packed_and_permuted(base, kind, tokens_per_micro):
     made, expected = base
-    order = (G * np.array(prompts)[:, None] + np.array(samples)).reshape(-1)
+    rng = np.random.default_rng(tokens_per_micro)
+    order = (G * rng.permutation(N)[:, None] + rng.permutation(G)).reshape(-1)
     assert_same(learn(made, kind=kind, tokens_per_micro=tokens_per_micro, order=order), expected)
 
 
@@ -201,4 +197,4 @@ def test_cut_packed_and_permuted(base, kind, tokens_per_micro, prompts, samples)
 @given(tools=st.lists(st.lists(st.integers(0, 8), max_size=4), min_size=B, max_size=B))
 def test_tokens_that_the_policy_did_not_choose_change_nothing(base, tools):
     made, expected = base
-    assert_same(learn(made, kind="buckets", tools=tools), expected)
+    assert_same(learn(made, kind="buckets", tokens_per_micro=FEW, tools=tools), expected)

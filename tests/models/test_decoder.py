@@ -33,6 +33,11 @@ init = jax.jit(
 )
 
 
+@pytest.fixture(autouse=True)
+def quick_compilation():
+    """Not here: the model is compiled as it is for a user."""
+
+
 def load(directory, head="lm", key=None):
     _, cfg = hf.read_config(directory)
     return cfg, hf.load_params(directory, cfg, head=head, param_dtype=jnp.float32, key=key)
