@@ -39,9 +39,9 @@ def checks(c: ConfigDict, stack: contextlib.ExitStack, *, server: bool) -> list[
         return place.disk(run, checkpoint=stored(), keep=c.trainer.max_ckpt_to_keep, export=export)
 
     def publish_room() -> Iterator[Finding]:
-        adapters = c.model.lora_rank > 0 and c.rollout.lora_sync == "adapter"
+        named = c.rollout.name == "sglang" or (c.model.lora_rank > 0 and c.rollout.lora_sync == "adapter")
         weights = memory.served(inputs().policy, c.model.param_dtype)
-        return place.shared_memory(c.rollout.publish_dir, adapters=adapters, weights=weights)
+        return place.shared_memory(c.rollout.publish_dir, named=named, weights=weights)
 
     served = c.rollout.name != "inprocess"  # by somebody who listens at a port and reads weights from a file
     return [
@@ -101,7 +101,7 @@ def with_server(
 
     limit_s = c.rollout.start_timeout_s + PUBLISH_S
     return [
-        Check("server", start, needs=("vLLM", "data", "server ports", "memory"), limit_s=limit_s),
+        Check("server", start, needs=("vLLM", "SGLang", "data", "server ports", "memory"), limit_s=limit_s),
         Check("publish", publish, needs=("server",), limit_s=PUBLISH_S),
         Check("log-probs", agree, needs=("publish",), limit_s=PUBLISH_S),
     ]

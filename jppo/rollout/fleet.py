@@ -55,6 +55,11 @@ class Dialect(Protocol):
         """How to start one that is fit for training."""
         ...
 
+    @property
+    def wake(self) -> str:
+        """The route that ends a pause, as `curl -X POST` asks for it."""
+        ...
+
     def request(self, ids: Sequence[int], sampling: Sampling, seed: int, model: str) -> tuple[str, dict[str, Any]]:
         """The route and the body that ask for one answer."""
         ...
@@ -208,6 +213,8 @@ class Fleet:
             taking = self._each(taking, delivery.offer)
             self._updating = True
             try:
+                if mode == "wait":
+                    self.start(self._drained(taking)).result()
                 taking = self._each(taking, lambda endpoint: self._dialect.pause(endpoint, mode))
                 taking = self._each(taking, delivery.take)
                 self._delivered = (delivery,) if delivery.whole else (*self._delivered[:1], delivery)
@@ -281,6 +288,11 @@ class Fleet:
                 if not turn.cancelled():
                     self._wake(1)  # whose turn it was has gone
                 raise
+
+    async def _drained(self, members: Sequence[Member]) -> None:
+        """Returns when nothing is under way at them."""
+        while any(member.under_way for member in members):
+            await asyncio.sleep(POLL_S / 10)
 
     def _wake(self, count: int) -> None:
         while count and self._waiting:
@@ -361,7 +373,7 @@ class Fleet:
     async def _probe(self, member: Member) -> None:
         try:
             if member.server is not None and not member.server.alive():
-                raise ServerFault(f"the vLLM server at {member.endpoint.url} has ended; {member.server.why()}")
+                raise ServerFault(f"the server at {member.endpoint.url} has ended; {member.server.why()}")
             await member.endpoint.within(self._health_timeout_s).look("/health")
         except ServerFault as e:
             self._suspect(member, e, sure=True)

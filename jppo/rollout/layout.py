@@ -33,16 +33,16 @@ class Refused(Exception):
     """The file or its list of entries is not the model that was asked for; nothing was touched."""
 
 
-def write(fd: int, tensors: Iterable[tuple[str, np.ndarray]]) -> list[Entry]:
-    """Writes `tensors` one after another from the start of the file and returns where each lies."""
+def write(fd: int, tensors: Iterable[tuple[str, np.ndarray]], *, start: int = 0, align: int = ALIGN) -> list[Entry]:
+    """Writes `tensors` one after another from byte `start` of the file and returns where each lies."""
     entries = []
-    offset = 0
+    offset = start
     for name, tensor in tensors:
         data = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
         entry = Entry(name, tensor.dtype.name, tuple(tensor.shape), offset, data.nbytes, zlib.crc32(data.data))
         _write_all(fd, data.data, offset)
         entries.append(entry)
-        offset += -(-data.nbytes // ALIGN) * ALIGN
+        offset += -(-data.nbytes // align) * align
     os.ftruncate(fd, offset)
     return entries
 

@@ -33,6 +33,7 @@ class Vllm:
     eos_token_ids: Sequence[int]
     how: str  # to start one that is fit
     needed: Sequence[str]  # routes
+    wake: str = "/resume"
 
     def request(self, ids: Sequence[int], sampling: Sampling, seed: int, model: str) -> tuple[str, dict[str, Any]]:
         """Every field is sent: what is not would be the server's own default."""

@@ -39,10 +39,7 @@ class Buffers:
         if named and not publish_dir and os.path.isdir(SHARED_MEMORY):
             publish_dir = SHARED_MEMORY
         if publish_dir or not hasattr(os, "memfd_create"):
-            try:
-                self.folder = tempfile.mkdtemp(prefix="jppo-weights-", dir=publish_dir if publish_dir else None)
-            except OSError as e:
-                raise UserError(f"rollout.publish_dir={publish_dir!r}: {e}; give a folder that can be written") from e
+            self.folder = make_folder(publish_dir)
         self._files = [self._open(), self._open()]
 
     def write(self, tensors: Iterable[tuple[str, np.ndarray]]) -> tuple[str, list[layout.Entry]]:
@@ -80,6 +77,14 @@ class Buffers:
         os.close(file[0])
         if self.folder is not None:
             os.unlink(file[1])
+
+
+def make_folder(publish_dir: str) -> str:
+    """A folder of our own in `publish_dir`; '' is where temporary files go."""
+    try:
+        return tempfile.mkdtemp(prefix="jppo-weights-", dir=publish_dir if publish_dir else None)
+    except OSError as e:
+        raise UserError(f"rollout.publish_dir={publish_dir!r}: {e}; give a folder that can be written") from e
 
 
 @dataclasses.dataclass(frozen=True)
