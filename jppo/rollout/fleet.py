@@ -64,8 +64,8 @@ class Dialect(Protocol):
         """The route and the body that ask for one answer."""
         ...
 
-    def part(self, reply: Any) -> Part:
-        """What the reply says."""
+    def part(self, reply: Any, sampling: Sampling) -> Part:
+        """What the reply to a request with this `sampling` says."""
         ...
 
     def inspect(self, endpoint: Endpoint) -> tuple[str, int]:
@@ -250,7 +250,7 @@ class Fleet:
             request = asyncio.ensure_future(member.endpoint.ask(route, body))
             member.requests.add(request)
             try:
-                part = self._dialect.part(await request)
+                part = self._dialect.part(await request, sampling)
             except asyncio.CancelledError:
                 if request.cancelled() and not asyncio.current_task().cancelling():  # type: ignore[union-attr]
                     raise Cut(f"the server at {member.endpoint.url} was given up") from None

@@ -61,7 +61,7 @@ class Sglang:
             "stream": False,
         }
 
-    def part(self, reply: Any) -> Part:
+    def part(self, reply: Any, sampling: Sampling) -> Part:
         """The tokens, each with its log-prob, all of one version of the weights."""
         try:
             meta = reply["meta_info"]
@@ -70,14 +70,18 @@ class Sglang:
             said = meta.get("output_token_logprobs", []) if finish == "abort" else meta["output_token_logprobs"]
             tokens, logprob = [int(each[1]) for each in said], [float(each[0]) for each in said]
             version = [str(meta["weight_version"])] * len(tokens) if tokens else []
+            text = str(reply.get("text", ""))
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as e:
             raise ServerFault(f"SGLang's answer has no {e}: {str(reply)[:200]}") from e
         if finish not in ("stop", "length", "abort") or not (tokens or finish == "abort"):
             raise ServerFault(f"SGLang ended a response of {len(tokens)} tokens with {finish!r}")
         if not all(map(math.isfinite, logprob)):
             raise ServerFault(f"SGLang gave the log-probs {logprob[:8]}...")
-        if finish == "stop" and isinstance(matched, int):
-            self._require_end(matched, tokens)
+        if finish == "stop":
+            self._require_end(matched, tokens, sampling)
+        ends = not sampling.ignore_eos and tokens[-1:] and tokens[-1] in self.eos_token_ids
+        if finish == "length" and (ends or any(stop in text for stop in sampling.stop)):
+            finish = "stop"  # SGLang looks at the length first
         return Part(tokens, logprob, version, finish)
 
     def inspect(self, endpoint: Endpoint) -> tuple[str, int]:
@@ -118,9 +122,11 @@ class Sglang:
         """The end of a pause."""
         endpoint.post("/continue_generation", {})
 
-    def _require_end(self, matched: int, tokens: Sequence[int]) -> None:
-        if tokens[-1] != matched:
-            raise ServerFault(f"SGLang ended a response at token {matched} and left it out: {tokens[-8:]}")
+    def _require_end(self, matched: Any, tokens: Sequence[int], sampling: Sampling) -> None:
+        if matched in sampling.stop:
+            return
+        if not isinstance(matched, int) or tokens[-1] != matched:
+            raise ServerFault(f"SGLang ended a response at {matched!r}, and its last tokens are {tokens[-8:]}")
         if matched not in self.eos_token_ids:
             raise UserError(
                 f"SGLang ended a response at token {matched}, which ends none for jppo; add it to eos_token_id in the"

@@ -64,7 +64,7 @@ class Vllm:
             },
         }
 
-    def part(self, reply: Any) -> Part:
+    def part(self, reply: Any, sampling: Sampling) -> Part:
         """The tokens, each with its log-prob and the version of the weights."""
         try:
             choice = reply["choices"][0]
