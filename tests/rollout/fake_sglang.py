@@ -8,6 +8,7 @@ with --enable-deterministic-inference, a server that was started with dummy weig
 """
 
 import argparse
+import contextlib
 import http.server
 import json
 import os
@@ -238,10 +239,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        try:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.wfile.write(data)
-        except (BrokenPipeError, ConnectionResetError):
-            pass
 
     def log_message(self, *args):
         pass

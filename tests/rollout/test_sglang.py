@@ -33,7 +33,10 @@ PROMPTS = [Prompt(f"p{i}", "", "", np.array([3, i], np.int32), "", {}) for i in 
 
 def weights(seed):
     rng = np.random.default_rng(seed)
-    return {EMBED: rng.normal(size=(VOCAB, WIDTH)).astype(np.float32), HEAD: rng.normal(size=(VOCAB, WIDTH)).astype("f")}
+    return {
+        EMBED: rng.normal(size=(VOCAB, WIDTH)).astype(np.float32),
+        HEAD: rng.normal(size=(VOCAB, WIDTH)).astype("f"),
+    }
 
 
 def log_probs(tensors, last, temperature):
@@ -311,12 +314,14 @@ def test_what_sglang_cannot_do_is_refused(config, name, value, said):
 def test_a_training(small_run, python, quick_compilation):
     small_run.rollout.name, small_run.rollout.python = "sglang", python
     small_run.trainer.test_freq, small_run.trainer.save_freq = -1, -1
-    small_run.trainer.val_before_train, small_run.algorithm.adv_estimator = False, "reinforce_plus_plus"
     check(small_run)
     train.train(small_run)
     run = pathlib.Path(small_run.trainer.run_dir)
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert sum("reward_mean" in step for step in steps) == 2
-    loads = [json.loads(line.partition(" ")[2]) for line in (run / "server-0.log").read_text().splitlines()
-             if line.startswith(folders.LOAD)]
+    loads = [
+        json.loads(line.partition(" ")[2])
+        for line in (run / "server-0.log").read_text().splitlines()
+        if line.startswith(folders.LOAD)
+    ]
     assert [body["weight_version"] for body in loads] == ["0", "1", "2"]
