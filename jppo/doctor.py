@@ -38,6 +38,7 @@ from jppo.checkup import run
 from jppo.checkup.finding import GIB, Finding, check_room, examine, report
 from jppo.config import UserError
 from jppo.rollout.server import HOST
+from jppo.rollout.sglang_start import check_sglang
 from jppo.rollout.vllm_start import check_vllm
 
 MEMORY = 3 * GIB  # a small trainer and its vLLM on a CPU
@@ -118,6 +119,20 @@ def check_server(python: str, has_gpu: bool) -> Finding:
     return Finding("vLLM", "OK", f"built for the {build.upper()}")
 
 
+def check_sglang_server(python: str, has_gpu: bool) -> Finding:
+    """The SGLang of the interpreter that will run the server."""
+    try:
+        version = check_sglang(python)
+    except UserError as e:
+        return Finding("SGLang", "FAIL", "cannot be used", str(e))
+    except subprocess.TimeoutExpired as e:
+        return Finding("SGLang", "FAIL", f"no answer in {e.timeout:.0f} s", "run it again on a quieter machine")
+    if not has_gpu:
+        remedy = "take rollout.name=vllm or inprocess on a machine without a GPU"
+        return Finding("SGLang", "WARN", f"{version} is for GPUs, and nvidia-smi finds none", remedy)
+    return Finding("SGLang", "OK", version)
+
+
 def check_loopback() -> Finding:
     """The trainer's way to its servers: a request to a free port of this host, past any proxy."""
     try:
@@ -140,8 +155,8 @@ class _Answer(http.server.BaseHTTPRequestHandler):
         """Keeps the request out of the report."""
 
 
-def environment(python: str | None) -> Iterator[Finding]:
-    """Programs and devices; `python` is the server's interpreter, None where no server will be started."""
+def environment(python: str | None, engine: str = "vllm") -> Iterator[Finding]:
+    """Programs and devices; `python` is the interpreter of `engine`, None where no server will be started."""
     try:
         metadata = importlib.metadata.distribution("jppo")
     except importlib.metadata.PackageNotFoundError:
@@ -152,7 +167,7 @@ def environment(python: str | None) -> Iterator[Finding]:
     has_gpu = _has_gpu()
     yield check_devices(has_gpu)
     if python is not None:
-        yield check_server(python, has_gpu)
+        yield (check_sglang_server if engine == "sglang" else check_server)(python, has_gpu)
 
 
 def findings(python: str) -> Iterator[Finding]:
@@ -176,8 +191,9 @@ def of_run(c: ConfigDict, *, server: bool) -> Iterator[Finding]:
     assemble.share_gpu(c)
     preview.take_little()
     failed = []
-    starts = c.rollout.name == "vllm" and not c.rollout.urls
-    for finding in itertools.chain(environment(c.rollout.python if starts else None), [check_loopback()]):
+    engine = c.rollout.name
+    starts = engine != "inprocess" and not c.rollout.urls
+    for finding in itertools.chain(environment(c.rollout.python if starts else None, engine), [check_loopback()]):
         failed += [finding.about] if finding.verdict == "FAIL" else []
         yield finding
     with contextlib.ExitStack() as stack:

@@ -130,3 +130,14 @@ def test_the_command_ends_with_1_where_something_must_be_mended():
     for about in ("Python", "packages", "JAX", "vLLM", "disk", "ports"):
         assert re.search(rf"^(OK|WARN|FAIL) +{about}\b", done.stdout, re.MULTILINE), about
     assert "rollout.python='no-such-python' is not a program" in " ".join(done.stdout.split())
+
+
+def test_sglang_is_asked_of_the_interpreter_that_is_named(tmp_path, monkeypatch):
+    without = doctor.check_sglang_server("", has_gpu=True)
+    assert without.verdict == "FAIL" and "SGLang is not installed" in without.remedy
+    monkeypatch.setattr(doctor, "check_sglang", lambda python: "0.5.9")
+    assert doctor.check_sglang_server("", has_gpu=True) == Finding("SGLang", "OK", "0.5.9")
+    assert doctor.check_sglang_server("", has_gpu=False).verdict == "WARN"
+    monkeypatch.setattr(doctor, "check_server", lambda *_: pytest.fail("no vLLM is asked for"))
+    monkeypatch.setattr(doctor, "check_devices", lambda _: Finding("JAX", "OK", "8 x cpu (cpu)"))
+    assert list(doctor.environment("", "sglang"))[-1].about == "SGLang"

@@ -122,11 +122,11 @@ def test_programs_of_unrolled_layers_take_more(config):
 
 def test_a_gpu_has_a_share_for_its_server(small_run, monkeypatch):
     inputs = assemble.read_inputs(small_run)
-    assert preview.of_vllm(small_run, inputs) is None  # on a CPU it is the host's
+    assert preview.of_servers(small_run, inputs) is None  # on a CPU it is the host's
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(memory, "device_room", lambda: 52 * 2**30)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.52")
-    room = preview.of_vllm(small_run, inputs)
+    room = preview.of_servers(small_run, inputs)
     assert room.has == pytest.approx(40 * 2**30) and set(room.parts) == {"weights"}
     assert set(preview.host_parts(small_run, inputs)) == {"published weights"}
 

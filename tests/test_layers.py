@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 # A place may import the places of the rows above its own.
 LAYERS = (
-    ("structs", "config"),
+    ("structs", "config", "tensorheader"),
     ("algorithms", "models", "statistics"),
     ("learner", "data", "rewards", "rollout", "io"),
     ("agent", "validation", "supply"),

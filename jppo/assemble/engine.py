@@ -21,6 +21,7 @@ from jppo.models.lora import Lora
 from jppo.rollout.inprocess import InprocessEngine, InprocessSampler, InprocessSettings
 from jppo.rollout.sampler import Served
 from jppo.rollout.served import Engine, Limits
+from jppo.rollout.sglang import start_sglang
 from jppo.rollout.vllm import start_vllm
 from jppo.rollout.vllm_start import ServerSettings
 from jppo.structs import Sampling, TrainState
@@ -63,7 +64,7 @@ def val_sampling(c: ConfigDict) -> Sampling:
 
 def share_gpu(c: ConfigDict) -> None:
     """Leaves the servers' part of a GPU to them: JAX would take three quarters of it when it starts."""
-    if c.rollout.name == "vllm" and not c.rollout.urls:
+    if c.rollout.name != "inprocess" and not c.rollout.urls:
         os.environ.setdefault(
             "XLA_PYTHON_CLIENT_MEM_FRACTION", f"{max(0.1, 0.92 - c.rollout.gpu_memory_utilization):.2f}"
         )
@@ -92,10 +93,13 @@ def server_settings(c: ConfigDict) -> ServerSettings:
 
 
 def start_engine(c: ConfigDict, run: pathlib.Path) -> Engine:
-    """vLLM on its way to being ready, or attached to."""
+    """Servers on their way to being ready, or attached to."""
     r = c.rollout
     run.mkdir(parents=True, exist_ok=True)
-    return start_vllm(
+    start: Callable[..., Engine] = start_sglang
+    if r.name == "vllm":
+        start = functools.partial(start_vllm, publish_via=r.publish_via, publish_host=r.publish_host)
+    return start(
         str(hf.resolve(c.model.path, weights=False)),
         str(run),
         settings=server_settings(c),
@@ -106,8 +110,6 @@ def start_engine(c: ConfigDict, run: pathlib.Path) -> Engine:
             max_restarts=r.max_restarts,
         ),
         publish_dir=r.publish_dir,
-        publish_via=r.publish_via,
-        publish_host=r.publish_host,
     )
 
 
@@ -188,5 +190,6 @@ def publish_stored(c: ConfigDict, sampler: Source, cfg: ModelConfig) -> None:
 # What `rollout.name` chooses from.
 ENGINES: dict[str, Callable[[ConfigDict, pathlib.Path], Engine | InprocessEngine]] = {
     "vllm": start_engine,
+    "sglang": start_engine,
     "inprocess": start_inprocess,
 }

@@ -151,7 +151,7 @@ def host_parts(c: ConfigDict, inputs: Inputs) -> dict[str, int]:
         return parts
     if not r.publish_dir:  # two files in shared memory, written in turn
         parts["published weights"] = 2 * memory.served(inputs.policy, published_dtype(c))
-    if not r.urls and jax.default_backend() == "cpu":
+    if r.name == "vllm" and not r.urls and jax.default_backend() == "cpu":  # SGLang's are on a GPU
         parts |= {
             "vLLM: weights": r.servers * memory.served(inputs.policy, r.dtype),
             "vLLM: cache": r.servers * r.kv_cache_memory_bytes,
@@ -160,15 +160,16 @@ def host_parts(c: ConfigDict, inputs: Inputs) -> dict[str, int]:
     return parts
 
 
-def of_vllm(c: ConfigDict, inputs: Inputs) -> Room | None:
-    """vLLM's share of a GPU; None where it has none."""
+def of_servers(c: ConfigDict, inputs: Inputs) -> Room | None:
+    """The servers' share of a GPU; None where they have none."""
     limit = memory.device_room()
     share = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
-    if c.rollout.name != "vllm" or c.rollout.urls or limit is None or share is None or jax.default_backend() != "gpu":
+    name = {"vllm": "vLLM", "sglang": "SGLang"}.get(c.rollout.name)
+    if name is None or c.rollout.urls or limit is None or share is None or jax.default_backend() != "gpu":
         return None
     weights = memory.served(inputs.policy, c.rollout.dtype)
     has = int(c.rollout.gpu_memory_utilization * limit / float(share))
-    return Room(f"vLLM's share of a GPU, {c.rollout.gpu_memory_utilization:.0%}", {"weights": weights}, has)
+    return Room(f"{name}'s share of a GPU, {c.rollout.gpu_memory_utilization:.0%}", {"weights": weights}, has)
 
 
 def table(room: Room) -> list[str]:
@@ -194,7 +195,7 @@ def look(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[list[str], Estimate,
     """Everything of a PPO run: its sizes as lines, the estimate, and what is needed where."""
     lines, entries = sizes(c, inputs, mesh)
     found = memory.estimate(c, inputs, mesh, entries=entries)
-    share = of_vllm(c, inputs)
+    share = of_servers(c, inputs)
     places = rooms(found, mesh, host=host_parts(c, inputs)) + ([share] if share is not None else [])
     return lines, found, places
 

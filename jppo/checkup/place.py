@@ -66,8 +66,9 @@ def disk(folder: pathlib.Path, *, checkpoint: int, keep: int, export: int) -> It
     yield Finding("disk", verdict, said, "" if verdict == "OK" else remedy)
 
 
-def shared_memory(folder: str, *, weights: int) -> Iterator[Finding]:
+def shared_memory(publish_dir: str, *, named: bool, weights: int) -> Iterator[Finding]:
     """Where weights are handed over: files in a folder, or memory without a name, which counts as memory."""
+    folder = publish_dir if publish_dir else "/dev/shm" if named else ""
     if not folder:
         said = f"two copies of the weights, {2 * weights / GIB:.2f} GiB, as nameless files: part of the memory above"
         yield Finding("publish room", "OK", said)

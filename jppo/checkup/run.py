@@ -40,7 +40,7 @@ def checks(c: ConfigDict, stack: contextlib.ExitStack, *, server: bool) -> list[
 
     def publish_room() -> Iterator[Finding]:
         weights = memory.served(inputs().policy, published_dtype(c))
-        return place.shared_memory(c.rollout.publish_dir, weights=weights)
+        return place.shared_memory(c.rollout.publish_dir, named=c.rollout.name == "sglang", weights=weights)
 
     served = c.rollout.name != "inprocess"  # by somebody who listens at a port and reads weights from a file
     return [
@@ -102,7 +102,7 @@ def with_server(
 
     limit_s = c.rollout.start_timeout_s + PUBLISH_S
     return [
-        Check("server", start, needs=("vLLM", "data", "server ports", "memory"), limit_s=limit_s),
+        Check("server", start, needs=("vLLM", "SGLang", "data", "server ports", "memory"), limit_s=limit_s),
         Check("publish", publish, needs=("server",), limit_s=PUBLISH_S),
         Check("log-probs", agree, needs=("publish",), limit_s=PUBLISH_S),
     ]

@@ -35,7 +35,7 @@ CHOICES = {
     "actor.lr_scheduler_type": ("constant", "cosine"),
     "optim.lr_scheduler_type": ("constant", "cosine"),
     "critic.lr_scheduler_type": ("constant", "cosine"),
-    "rollout.name": ("vllm", "inprocess"),
+    "rollout.name": ("vllm", "sglang", "inprocess"),
     "rollout.mode": ("sync", "async"),
     "rollout.on_update": ("wait", "abort", "keep"),
     "rollout.multi_turn.format": ("hermes", "qwen3", "qwen3_coder", "plain"),
@@ -326,19 +326,35 @@ def _check_correction(config: ml_collections.ConfigDict) -> None:
 
 
 def _check_engine(config: ml_collections.ConfigDict) -> None:
+    if config.rollout.name == "sglang":
+        _check_sglang(config)
     if config.rollout.name != "inprocess":
         return
     usual = default()
     for name in OF_SERVERS:
         if (value := _get(config, name)) != (was := _get(usual, name)):
             raise UserError(
-                f"{name}={value!r} is of vLLM's servers, and rollout.name='inprocess' starts none; leave it at {was!r},"
+                f"{name}={value!r} is of servers, and rollout.name='inprocess' starts none; leave it at {was!r},"
                 " or take rollout.name=vllm"
             )
     if config.rollout.lora_sync == "adapter":
         raise UserError(
             "rollout.lora_sync='adapter' hands adapters to a server, and rollout.name='inprocess' samples from the"
             " trainer's own; take rollout.lora_sync=merge, or rollout.name=vllm"
+        )
+
+
+def _check_sglang(config: ml_collections.ConfigDict) -> None:
+    r = config.rollout
+    if r.lora_sync == "adapter":
+        raise UserError(
+            "rollout.lora_sync='adapter' is for rollout.name=vllm; rollout.name='sglang' is given whole weights: take"
+            " rollout.lora_sync=merge"
+        )
+    if r.on_update == "keep":
+        raise UserError(
+            "rollout.on_update='keep' is for rollout.name=vllm; rollout.name='sglang' names one version of the weights"
+            " for a whole response, so that none may be kept over an update: take wait or abort"
         )
 
 
@@ -386,6 +402,11 @@ def _check_unread(config: ml_collections.ConfigDict) -> None:
 
 
 def _check_publish(r: ml_collections.ConfigDict) -> None:
+    if r.publish_via == "tcp" and r.name == "sglang":
+        raise UserError(
+            "rollout.publish_via='tcp' is of vLLM's workers, and rollout.name='sglang' reads directories; take file, and"
+            " a rollout.publish_dir that trainer and servers share"
+        )
     if r.publish_via == "file" and r.publish_host:
         raise UserError(
             f"rollout.publish_host={r.publish_host!r} is read for rollout.publish_via=tcp only, and that is 'file'; set"

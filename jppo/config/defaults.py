@@ -131,8 +131,8 @@ def default() -> ml_collections.ConfigDict:
     config.ref = c(dict(path="policy"))  # policy: as the run begins; or an HF directory; '': there is no reference
     config.rollout = c(
         dict(
-            name="vllm",  # or inprocess: the trainer samples by itself, on its own devices
-            python="",  # the interpreter that has vLLM; '' is the trainer's own
+            name="vllm",  # or sglang; or inprocess: the trainer samples by itself, on its own devices
+            python="",  # the interpreter that has vLLM or SGLang; '' is the trainer's own
             urls="",  # attach to running servers, separated by commas, and start none
             servers=1,
             port=0,  # of the first server, the others follow; 0 takes free ones
@@ -155,7 +155,7 @@ def default() -> ml_collections.ConfigDict:
             omp_threads=1,  # on a CPU
             tensor_model_parallel_size=1,  # GPUs of one server
             devices="",  # the GPUs of the servers, as in CUDA_VISIBLE_DEVICES; '': all that there are
-            engine_args="",  # more options of vLLM's own, as on a command line
+            engine_args="",  # more options of the server's own, as on a command line
             start_timeout_s=300.0,
             request_timeout_s=600.0,
             health_timeout_s=60.0,  # a server that says no word for so long hangs

@@ -23,6 +23,12 @@ def check_sampling(config: ml_collections.ConfigDict, *, training: bool) -> None
             " have no probability to learn from; try 1.0 (a test is greedy by rollout.val_kwargs.temperature=0.0)"
         )
     _check_test(how)
+    if training and r.name == "sglang":
+        for name, value in cuts(r).items():
+            raise UserError(
+                f"rollout.{name}={value}: rollout.name='sglang' gives log-probs of the whole distribution, not of what"
+                f" is left of it to draw from; leave {name} out, or take rollout.name=vllm"
+            )
     if r.name == "vllm":
         asked = [("rollout.temperature", r.temperature)] if training else []
         for name, value in (*asked, ("rollout.val_kwargs.temperature", how.temperature)):

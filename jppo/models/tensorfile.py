@@ -14,15 +14,10 @@ from collections.abc import Iterable, Mapping
 import jax.numpy as jnp
 import numpy as np
 
+from jppo import tensorheader
 from jppo.config import UserError
 
-DTYPES = {
-    "F64": np.dtype(np.float64),
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(jnp.bfloat16),
-}
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
+DTYPES = {code: jnp.dtype(name) for name, code in tensorheader.CODES.items()}
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
@@ -94,15 +89,10 @@ def write(
     file: pathlib.Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype, tensors: Iterable[np.ndarray]
 ) -> None:
     """Writes `tensors`, which come in the order of `shapes` and have this dtype, holding one at a time."""
-    header: dict = {"__metadata__": {"format": "pt"}}  # transformers insists on a format; row-major is all it means
-    end = 0
-    for name, shape in shapes.items():
-        first, end = end, end + dtype.itemsize * int(np.prod(shape))
-        header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [first, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the data starts aligned
+    sizes = {name: dtype.itemsize * int(np.prod(shape)) for name, shape in shapes.items()}
+    head = tensorheader.head((name, dtype.name, shape, sizes[name]) for name, shape in shapes.items())
     with file.open("wb") as f:
-        f.write(struct.pack("<Q", len(text)) + text)
+        f.write(head)
         for (name, shape), tensor in zip(shapes.items(), tensors, strict=True):
             if tensor.shape != shape or tensor.dtype != dtype:
                 raise ValueError(f"{name} is {tensor.dtype}{tensor.shape}, announced as {dtype}{shape}")

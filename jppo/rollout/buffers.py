@@ -43,6 +43,14 @@ class _File:
     named: bool
 
 
+def make_folder(publish_dir: str) -> str:
+    """A folder of our own in `publish_dir`; '' is where temporary files go."""
+    try:
+        return tempfile.mkdtemp(prefix="jppo-weights-", dir=publish_dir if publish_dir else None)
+    except OSError as e:
+        raise UserError(f"rollout.publish_dir={publish_dir!r}: {e}; give a folder that can be written") from e
+
+
 def make_buffers(
     publish_dir: str, *, named: bool, spare: Sequence[str], publish_via: str, publish_host: str, timeout_s: float
 ) -> "Buffers":
@@ -85,10 +93,7 @@ class Buffers:
         if named and not publish_dir and os.path.isdir(SHARED_MEMORY):
             publish_dir = SHARED_MEMORY
         if named or self._in_folder:
-            try:
-                self.folder = tempfile.mkdtemp(prefix="jppo-weights-", dir=publish_dir if publish_dir else None)
-            except OSError as e:
-                raise UserError(f"rollout.publish_dir={publish_dir!r}: {e}; give a folder that can be written") from e
+            self.folder = make_folder(publish_dir)
 
     def write(self, tensors: Iterable[tuple[str, np.ndarray]]) -> Parcel:
         """Writes a whole model into the file that was not written last."""

@@ -73,6 +73,11 @@ class Endpoint:
             with self._explained(route):
                 self._accepted(await client.get(self.url + route))
 
+    def see(self, route: str) -> None:
+        """As `look`, waited for."""
+        with httpx.Client(**self._options) as client, self._explained(route):
+            self._accepted(client.get(self.url + route))
+
     def call(self, method: str, **kwargs: Any) -> list[Any]:
         """Runs a method of the worker extension; one result from each worker."""
         body = {"method": method, "kwargs": kwargs, "timeout": self._timeout_s}

@@ -55,12 +55,17 @@ class Dialect(Protocol):
         """How to start one that is fit for training."""
         ...
 
+    @property
+    def wake(self) -> str:
+        """The route that ends a pause, as `curl -X POST` asks for it."""
+        ...
+
     def request(self, ids: Sequence[int], sampling: Sampling, seed: int, model: str) -> tuple[str, dict[str, Any]]:
         """The route and the body that ask for one answer."""
         ...
 
-    def part(self, reply: Any) -> Part:
-        """What the reply says."""
+    def part(self, reply: Any, sampling: Sampling) -> Part:
+        """What the reply to a request with this `sampling` says."""
         ...
 
     def inspect(self, endpoint: Endpoint) -> tuple[str, int]:
@@ -208,6 +213,8 @@ class Fleet:
             taking = self._each(taking, delivery.offer)
             self._updating = True
             try:
+                if mode == "wait":
+                    self.start(self._drained(taking)).result()
                 taking = self._each(taking, lambda endpoint: self._dialect.pause(endpoint, mode))
                 taking = self._each(taking, delivery.take)
                 self._delivered = (delivery,) if delivery.whole else (*self._delivered[:1], delivery)
@@ -243,7 +250,7 @@ class Fleet:
             request = asyncio.ensure_future(member.endpoint.ask(route, body))
             member.requests.add(request)
             try:
-                part = self._dialect.part(await request)
+                part = self._dialect.part(await request, sampling)
             except asyncio.CancelledError:
                 if request.cancelled() and not asyncio.current_task().cancelling():  # type: ignore[union-attr]
                     raise Cut(f"the server at {member.endpoint.url} was given up") from None
@@ -281,6 +288,11 @@ class Fleet:
                 if not turn.cancelled():
                     self._wake(1)  # whose turn it was has gone
                 raise
+
+    async def _drained(self, members: Sequence[Member]) -> None:
+        """Returns when nothing is under way at them."""
+        while any(member.under_way for member in members):
+            await asyncio.sleep(POLL_S / 10)
 
     def _wake(self, count: int) -> None:
         while count and self._waiting:
@@ -361,7 +373,7 @@ class Fleet:
     async def _probe(self, member: Member) -> None:
         try:
             if member.server is not None and not member.server.alive():
-                raise ServerFault(f"the vLLM server at {member.endpoint.url} has ended; {member.server.why()}")
+                raise ServerFault(f"the server at {member.endpoint.url} has ended; {member.server.why()}")
             await member.endpoint.within(self._health_timeout_s).look("/health")
         except ServerFault as e:
             self._suspect(member, e, sure=True)

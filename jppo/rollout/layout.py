@@ -41,16 +41,21 @@ class Refused(Exception):
 
 
 def write(
-    fd: int, tensors: Iterable[tuple[str, np.ndarray]], *, elsewhere: Callable[[int, OSError], int] | None = None
+    fd: int,
+    tensors: Iterable[tuple[str, np.ndarray]],
+    *,
+    start: int = 0,
+    align: int = ALIGN,
+    elsewhere: Callable[[int, OSError], int] | None = None,
 ) -> list[Entry]:
-    """Writes `tensors` one after another from the start of the file and returns where each lies.
+    """Writes `tensors` one after another from byte `start` of the file and returns where each lies.
 
     Threads write while the next tensors are made; only `UNDER_WAY` bytes of them, or the largest one, wait here. Where
     there is no room, `elsewhere(done, why)` gives another file with the first `done` bytes, in which the rest goes on.
     """
     entries: list[Entry] = []
     waiting: deque[tuple[Entry, memoryview, Future[int]]] = deque()
-    offset = 0
+    offset = start
     with ThreadPoolExecutor(THREADS) as pool:
 
         def begin(entry: Entry, data: memoryview) -> None:
@@ -75,7 +80,7 @@ def write(
         for name, tensor in tensors:
             data = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data
             begin(Entry(name, tensor.dtype.name, tuple(tensor.shape), offset, data.nbytes, 0), data)
-            offset += -(-data.nbytes // ALIGN) * ALIGN
+            offset += -(-data.nbytes // align) * align
             while len(waiting) > 1 and sum(entry.nbytes for entry, _, _ in waiting) > UNDER_WAY:
                 settle()
         while waiting:

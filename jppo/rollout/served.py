@@ -180,5 +180,5 @@ def _require_awake(endpoint: Endpoint, dialect: Dialect) -> None:
     if paused:
         raise UserError(
             f"the server at {endpoint.url} is paused: requests would wait for ever; if no other trainer"
-            f" uses it, resume it with `curl -X POST {endpoint.url}/resume`"
+            f" uses it, resume it with `curl -X POST {endpoint.url}{dialect.wake}`"
         )

@@ -206,7 +206,7 @@ def interpreter(python: str) -> str:
         return sys.executable
     found = shutil.which(os.path.expanduser(python))
     if found is None:
-        raise UserError(f"rollout.python={python!r} is not a program; give the path of a Python that has vLLM")
+        raise UserError(f"rollout.python={python!r} is not a program; give the path of a Python that has the engine")
     return found
 
 

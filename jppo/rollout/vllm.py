@@ -36,6 +36,7 @@ class Vllm:
     how: str  # to start one that is fit
     needed: Sequence[str]  # routes
     dtype: str  # that it computes in, and that the weights are rounded to
+    wake: str = "/resume"
 
     def request(self, ids: Sequence[int], sampling: Sampling, seed: int, model: str) -> tuple[str, dict[str, Any]]:
         """Every field is sent: what is not would be the server's own default."""
@@ -66,7 +67,7 @@ class Vllm:
             },
         }
 
-    def part(self, reply: Any) -> Part:
+    def part(self, reply: Any, sampling: Sampling) -> Part:
         """The tokens, each with its log-prob and the version of the weights."""
         try:
             choice = reply["choices"][0]

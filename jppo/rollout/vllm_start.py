@@ -5,7 +5,9 @@ import json
 import os
 import pathlib
 import shlex
+import shutil
 import subprocess
+from collections.abc import Mapping
 
 import jppo
 from jppo.config import UserError
@@ -67,7 +69,7 @@ class ServerSettings:
     start_timeout_s: float
     tensor_model_parallel_size: int = 1  # GPUs of one server
     devices: tuple[str, ...] = ()  # the GPUs of all servers; (): those that are visible
-    engine_args: str = ""  # more of vLLM's own options, as on a command line
+    engine_args: str = ""  # more of the engine's own options, as on a command line
     lora_rank: int = 0  # of the adapters that it will be given; 0: it has whole weights only
 
 
@@ -127,7 +129,7 @@ def flags(settings: ServerSettings, build: str) -> list[str]:
     ]
 
 
-def engine_args(text: str) -> list[str]:
+def engine_args(text: str, ours: Mapping[str, str] = OURS) -> list[str]:
     """The words of `rollout.engine_args`; UserError for an option that is jppo's to set."""
     try:
         words = shlex.split(text)
@@ -135,8 +137,8 @@ def engine_args(text: str) -> list[str]:
         raise UserError(f"rollout.engine_args={text!r}: {e}; write it as on a command line") from e
     for word in words:
         name = word.partition("=")[0].replace("_", "-")
-        if name in OURS:
-            raise UserError(f"rollout.engine_args={text!r}: {name} is set by {OURS[name]}; leave it out")
+        if name in ours:
+            raise UserError(f"rollout.engine_args={text!r}: {name} is set by {ours[name]}; leave it out")
     if words and not words[0].startswith("--"):
         raise UserError(f"rollout.engine_args={text!r} must begin with an option, as in '--seed 1 --block-size 16'")
     return words
@@ -202,6 +204,8 @@ def devices(index: int, settings: ServerSettings) -> dict[str, str]:
 def _visible() -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
+        if shutil.which("nvidia-smi") is None:
+            raise UserError("without nvidia-smi nobody knows which GPUs there are; name them by rollout.devices")
         query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
         visible = ",".join(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split())
     return visible.split(",")

@@ -45,12 +45,12 @@ def test_disk_must_hold_one_checkpoint_more_than_are_kept(monkeypatch, tmp_path,
 
 
 def test_two_copies_of_the_weights_must_fit_where_they_are_handed_over(monkeypatch, tmp_path):
-    nameless = only(place.shared_memory("", weights=GIB))
+    nameless = only(place.shared_memory("", named=False, weights=GIB))
     assert nameless.verdict == "OK" and "2.00 GiB" in nameless.found
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=3 * GIB))
-    assert only(place.shared_memory(str(tmp_path), weights=GIB)).verdict == "OK"
-    assert only(place.shared_memory(str(tmp_path), weights=2 * GIB)).verdict == "FAIL"
-    missing = only(place.shared_memory(str(tmp_path / "none"), weights=1))
+    assert only(place.shared_memory(str(tmp_path), named=False, weights=GIB)).verdict == "OK"
+    assert only(place.shared_memory(str(tmp_path), named=False, weights=2 * GIB)).verdict == "FAIL"
+    missing = only(place.shared_memory(str(tmp_path / "none"), named=False, weights=1))
     assert missing.verdict == "FAIL" and "is no folder" in missing.found
 
 

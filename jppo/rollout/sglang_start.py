@@ -1,0 +1,92 @@
+"""What an SGLang server needs, and how it is started for training: `sglang.py` speaks to it once it runs."""
+
+import os
+import pathlib
+import subprocess
+
+from jppo.config import UserError
+from jppo.rollout.server import HOST, Program, interpreter
+from jppo.rollout.vllm_start import ServerSettings, devices, engine_args
+
+ROOM = 2  # tokens of its context that SGLang never fills
+
+# Options that engine_args may not set, and what does.
+OURS = {
+    **dict.fromkeys(("--model-path", "--model", "--served-model-name", "--host", "--load-format"), "jppo"),
+    **dict.fromkeys(("--enable-deterministic-inference", "--weight-version", "--skip-tokenizer-init"), "jppo"),
+    "--port": "rollout.port",
+    "--dtype": "rollout.dtype",
+    "--context-length": "data.max_prompt_length and data.max_response_length",
+    "--max-running-requests": "rollout.max_num_seqs",
+    "--disable-cuda-graph": "rollout.enforce_eager",
+    "--mem-fraction-static": "rollout.gpu_memory_utilization",
+    **dict.fromkeys(("--tp-size", "--tensor-parallel-size", "--tp"), "rollout.tensor_model_parallel_size"),
+}
+
+# Run in the server's interpreter; SGLang itself is not imported, which would take seconds.
+_PROBE = """
+import importlib.metadata, importlib.util
+print(importlib.metadata.version("sglang") if importlib.util.find_spec("sglang") else "")
+"""
+
+
+def check_sglang(python: str) -> str:
+    """The version of the interpreter's SGLang; UserError when it has none."""
+    executable = interpreter(python)
+    probe = subprocess.run([executable, "-c", _PROBE], capture_output=True, text=True, check=False, timeout=120)
+    if probe.returncode != 0:
+        raise UserError(f"rollout.python={executable} does not run: {probe.stderr.strip()[-300:]}")
+    if not probe.stdout.strip():
+        raise UserError(
+            f"SGLang is not installed for {executable}; run `{executable} -m pip install sglang`, in an environment of"
+            " its own, or name an interpreter that has it by rollout.python"
+        )
+    return probe.stdout.strip()
+
+
+def flags(settings: ServerSettings) -> list[str]:
+    """What SGLang must be told so that its tokens, log-probs and weights are the trainer's."""
+    always = [
+        "--enable-deterministic-inference",  # only then is a request's seed heeded
+        *("--load-format", "dummy"),  # the trainer is the only source of weights
+        *("--dtype", settings.dtype),
+        *("--context-length", str(settings.max_model_len + ROOM)),
+        *("--max-running-requests", str(settings.max_num_seqs)),
+        *("--mem-fraction-static", str(settings.gpu_memory_utilization)),
+        *("--tp-size", str(settings.tensor_model_parallel_size)),
+    ]
+    if settings.enforce_eager:
+        always.append("--disable-cuda-graph")
+    return [*always, *engine_args(settings.engine_args, OURS)]
+
+
+def environment() -> dict[str, str]:
+    """What SGLang's environment must hold beside the trainer's own."""
+    return {
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # else a paused server is not healthy
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # by the tokens of ROOM, which are never there
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def program(index: int, *, model_dir: str, run_dir: str, settings: ServerSettings, folder: str) -> Program:
+    """The SGLang process number `index` of a run."""
+    executable = interpreter(settings.python)
+
+    def command(port: int, name: str) -> list[str]:
+        return [
+            *(executable, "-m", "sglang.launch_server", "--model-path", model_dir),
+            *("--host", HOST, "--port", str(port), "--served-model-name", name),
+            *flags(settings),
+        ]
+
+    env = {**os.environ, **environment(), **devices(index, settings)}
+    env.pop("SGLANG_RETURN_ORIGINAL_LOGPROB", None)  # log-probs are of the temperature that was drawn at
+    return Program(
+        command=command,
+        env=env,
+        log=pathlib.Path(run_dir) / f"server-{index}.log",
+        port=settings.port + index if settings.port else 0,
+        folder=folder,
+        start_timeout_s=settings.start_timeout_s,
+    )

@@ -1,0 +1,23 @@
+"""The head of a safetensors file: eight bytes of length, and JSON of dtype, shape and place by name. Pure.
+
+The tensors' bytes follow it without a gap. `models/tensorfile.py` writes and reads such files as checkpoints,
+`rollout/folders.py` writes them for a server.
+"""
+
+import json
+import struct
+from collections.abc import Iterable
+
+CODES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # numpy's name to safetensors'
+
+
+def head(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], *, room: int = 0) -> bytes:
+    """The head, of `room` bytes or more, of a file of tensors: each a name, a dtype, a shape and a count of bytes."""
+    items: dict = {"__metadata__": {"format": "pt"}}  # transformers insists on a format; row-major is all it means
+    end = 0
+    for name, dtype, shape, count in tensors:
+        first, end = end, end + count
+        items[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [first, end]}
+    text = json.dumps(items, separators=(",", ":")).encode()
+    text += b" " * max(-len(text) % 8, room - 8 - len(text))  # the data starts aligned
+    return struct.pack("<Q", len(text)) + text
