@@ -35,7 +35,7 @@ def weights(seed):
     rng = np.random.default_rng(seed)
     return {
         EMBED: rng.normal(size=(VOCAB, WIDTH)).astype(np.float32),
-        HEAD: rng.normal(size=(VOCAB, WIDTH)).astype("f"),
+        HEAD: rng.normal(size=(VOCAB, WIDTH)).astype(np.float32),
     }
 
 
@@ -226,7 +226,7 @@ def test_a_directory_that_the_server_cannot_read_is_an_error_with_its_words(star
     sampler.load(weights(1).items(), version=1)
     path = pathlib.Path(sampler._publisher.whole(weights(2).items(), 2).path)
     (path / folders.FILE).write_bytes(b"")
-    with pytest.raises(RolloutError, match="answered /update_weights_from_disk with 400.*Failed to update weights"):
+    with pytest.raises(RolloutError, match=r"answered /update_weights_from_disk with 400.*Failed to update weights"):
         sampler.fleet.deliver(folders.Directory(path, 2))
 
 
@@ -240,14 +240,16 @@ def test_a_server_is_attached_to_when_it_is_fit(start):
     assert len(sampler.generate(PROMPTS, SAMPLING, version=1)) == 12
     endpoint = Endpoint(url, timeout_s=5.0, why=str)
     endpoint.post("/pause_generation", {"mode": "in_place"})
-    with pytest.raises(UserError, match="is paused.*curl -X POST .*/continue_generation -H 'Content-Type: application"):
+    with pytest.raises(
+        UserError, match=r"is paused.*curl -X POST .*/continue_generation -H 'Content-Type: application"
+    ):
         start(urls=[url])
     endpoint.post("/continue_generation", {})
-    with pytest.raises(RolloutError, match="unknown: .*'temprature'"):  # the stand-in sees misspelt fields
+    with pytest.raises(RolloutError, match=r"unknown: .*'temprature'"):  # the stand-in sees misspelt fields
         endpoint.post(GENERATE, {"input_ids": [1], "sampling_params": {"temprature": 1.0}})
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
-        with pytest.raises(UserError, match="broke off /model_info.*start it with `SGLANG_.*sglang.launch_server"):
+        with pytest.raises(UserError, match=r"broke off /model_info.*start it with `SGLANG_.*sglang.launch_server"):
             start(urls=[f"http://127.0.0.1:{closed.getsockname()[1]}"])
 
 
@@ -313,15 +315,16 @@ def test_what_sglang_cannot_do_is_refused(config, name, value, said):
 
 def test_a_training(small_run, python, quick_compilation):
     small_run.rollout.name, small_run.rollout.python = "sglang", python
-    small_run.trainer.test_freq, small_run.trainer.save_freq = -1, -1
+    small_run.trainer.test_freq, small_run.trainer.save_freq, small_run.trainer.total_training_steps = -1, -1, 1
+    small_run.algorithm.adv_estimator = "reinforce_plus_plus"  # without a critic, which is quicker
     check(small_run)
     train.train(small_run)
     run = pathlib.Path(small_run.trainer.run_dir)
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert sum("reward_mean" in step for step in steps) == 2
+    assert sum("reward_mean" in step for step in steps) == 1
     loads = [
         json.loads(line.partition(" ")[2])
         for line in (run / "server-0.log").read_text().splitlines()
         if line.startswith(folders.LOAD)
     ]
-    assert [body["weight_version"] for body in loads] == ["0", "1", "2"]
+    assert [body["weight_version"] for body in loads] == ["0", "1"]
