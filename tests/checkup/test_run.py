@@ -101,7 +101,7 @@ def as_file(c, tmp_path):
 
 
 def test_the_command_ends_with_1_on_a_failure_and_2_on_settings(small_run, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(doctor, "environment", lambda python: [])
+    monkeypatch.setattr(doctor, "environment", lambda python, engine: [])
     file = as_file(small_run, tmp_path)
     with pytest.raises(SystemExit) as e:
         doctor.main([file, "--no_server", "--config.data.train_files=none.jsonl"])
