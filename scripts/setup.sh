@@ -42,7 +42,7 @@ fi
 
 "$python" - <<'EOF'
 from jppo.config import exit_on_user_error
-from jppo.rollout.server import check_vllm
+from jppo.rollout.vllm_start import check_vllm
 
 exit_on_user_error(check_vllm)("")
 EOF

@@ -404,7 +404,7 @@ def _check_unread(config: ml_collections.ConfigDict) -> None:
 def _check_publish(r: ml_collections.ConfigDict) -> None:
     if r.publish_via == "tcp" and r.name == "sglang":
         raise UserError(
-            "rollout.publish_via='tcp' is of vLLM's workers, and rollout.name='sglang' reads directories; take file, and"
+            "rollout.publish_via='tcp' is of vLLM's workers, and rollout.name='sglang' reads directories; take file and"
             " a rollout.publish_dir that trainer and servers share"
         )
     if r.publish_via == "file" and r.publish_host:
