@@ -140,6 +140,9 @@ class RandomEngine:
         self.version = version
         assert all(np.isfinite(array).all() for _, array in tensors)
 
+    def rest(self):
+        pass
+
     def metrics(self):
         return {}
 

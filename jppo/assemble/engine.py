@@ -63,7 +63,13 @@ def val_sampling(c: ConfigDict) -> Sampling:
 
 
 def share_gpu(c: ConfigDict) -> None:
-    """Leaves the servers' part of a GPU to them: JAX would take three quarters of it when it starts."""
+    """Leaves the servers' part of a GPU to them: JAX would take three quarters of it when it starts.
+
+    Beside servers that sleep it gives each array's memory back at once, so that they find it when they wake.
+    """
+    if c.rollout.name != "inprocess" and c.rollout.sleep_level:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
+        return
     if c.rollout.name != "inprocess" and not c.rollout.urls:
         os.environ.setdefault(
             "XLA_PYTHON_CLIENT_MEM_FRACTION", f"{max(0.1, 0.92 - c.rollout.gpu_memory_utilization):.2f}"
@@ -88,6 +94,7 @@ def server_settings(c: ConfigDict) -> ServerSettings:
         tensor_model_parallel_size=r.tensor_model_parallel_size,
         devices=tuple(device.strip() for device in r.devices.split(",") if device.strip()),
         engine_args=r.engine_args,
+        sleeps=r.sleep_level > 0,
         lora_rank=c.model.lora_rank if r.lora_sync == "adapter" else 0,
     )
 
@@ -108,6 +115,7 @@ def start_engine(c: ConfigDict, run: pathlib.Path) -> Engine:
             request_timeout_s=r.request_timeout_s,
             health_timeout_s=r.health_timeout_s,
             max_restarts=r.max_restarts,
+            sleep_level=r.sleep_level,
         ),
         publish_dir=r.publish_dir,
     )

@@ -38,6 +38,7 @@ CHOICES = {
     "rollout.name": ("vllm", "sglang", "inprocess"),
     "rollout.mode": ("sync", "async"),
     "rollout.on_update": ("wait", "abort", "keep"),
+    "rollout.sleep_level": (0, 1, 2),
     "rollout.multi_turn.format": ("hermes", "qwen3", "qwen3_coder", "plain"),
     "rollout.multi_turn.tool_response_truncate_side": ("left", "middle", "right"),
     "reward.judge.api_type": ("", "openai", "dashscope", "gemini", "claude"),
@@ -181,6 +182,7 @@ OF_SERVERS = (
     "rollout.tensor_model_parallel_size",
     "rollout.devices",
     "rollout.engine_args",
+    "rollout.sleep_level",
     "rollout.start_timeout_s",
     "rollout.request_timeout_s",
     "rollout.health_timeout_s",
@@ -368,6 +370,11 @@ def _check_mode(config: ml_collections.ConfigDict) -> None:
                     f" or leave the other at {usual[name]!r}"
                 )
         return
+    if r.sleep_level:
+        raise UserError(
+            f"rollout.sleep_level={r.sleep_level} puts the servers to sleep while the trainer learns, when"
+            " rollout.mode='async' has them sample; set one of them back"
+        )
     if r.name == "inprocess" and (r.on_update != "wait" or r.partial):
         raise UserError(
             f"rollout.on_update={r.on_update!r} with rollout.partial={r.partial}: rollout.name='inprocess' samples"
@@ -424,6 +431,11 @@ def _check_publish(r: ml_collections.ConfigDict) -> None:
 
 
 def _check_adapters(config: ml_collections.ConfigDict) -> None:
+    if config.rollout.sleep_level and config.rollout.lora_sync == "adapter":
+        raise UserError(
+            f"rollout.sleep_level={config.rollout.sleep_level} needs whole weights after each step, and"
+            " rollout.lora_sync='adapter' sends adapters alone; take merge, or set the level to 0"
+        )
     if config.rollout.lora_sync == "merge":
         return
     rank, said = config.model.lora_rank, f"rollout.lora_sync={config.rollout.lora_sync!r}"

@@ -149,6 +149,7 @@ def default() -> ml_collections.ConfigDict:
             ignore_eos=False,  # only stop texts and the length end a response
             dtype="float32",
             enforce_eager=True,
+            sleep_level=0,  # on the trainer's own GPU: servers give memory back while it learns; 1, 2
             max_num_seqs=256,  # responses under way at once, of each server
             gpu_memory_utilization=0.4,  # on a GPU
             kv_cache_memory_bytes=268435456,  # on a CPU: of the keys and values of the responses under way

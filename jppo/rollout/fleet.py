@@ -88,6 +88,14 @@ class Dialect(Protocol):
         """The end of a pause; caches of the old weights are gone."""
         ...
 
+    def lie_down(self, endpoint: Endpoint, level: int) -> None:
+        """Gives its device's memory back; nothing is under way. Level 1 keeps the weights elsewhere, 2 does not."""
+        ...
+
+    def get_up(self, endpoint: Endpoint, what: str) -> None:
+        """Takes the memory of 'weights' or of the 'kv_cache' again."""
+        ...
+
 
 class Delivery(Protocol):
     """Weights on their way to the servers; can be handed over as often as needed."""
@@ -126,6 +134,7 @@ class Member:
     max_model_len: int
     up: bool = True
     mending: bool = False
+    asleep: bool = False
     under_way: int = 0
     requests: set[asyncio.Task[Any]] = dataclasses.field(default_factory=set)
 
@@ -213,10 +222,13 @@ class Fleet:
             taking = self._each(taking, delivery.offer)
             self._updating = True
             try:
+                taking = self._get_up(taking, "weights")
                 if mode == "wait":
                     self.start(self._drained(taking)).result()
                 taking = self._each(taking, lambda endpoint: self._dialect.pause(endpoint, mode))
-                taking = self._each(taking, delivery.take)
+                taking = self._get_up(self._each(taking, delivery.take), "kv_cache")
+                for member in taking:
+                    member.asleep = False
                 self._delivered = (delivery,) if delivery.whole else (*self._delivered[:1], delivery)
                 self.version = delivery.version
                 self._updates += 1
@@ -224,6 +236,17 @@ class Fleet:
             finally:
                 self._updating = False
                 self._loop.call_soon_threadsafe(lambda: self._wake(len(self._waiting)))
+
+    def rest(self, level: int) -> None:
+        """Has the servers give their devices' memory back until the next whole delivery; nothing may be under way."""
+        with self._weights:
+            self._updating = True
+            resting = self._each(
+                [member for member in self.members if member.up],
+                lambda endpoint: self._dialect.lie_down(endpoint, level),
+            )
+            for member in resting:
+                member.asleep = True
 
     def close(self) -> None:
         """Ends the servers that were started here; may be called twice."""
@@ -416,6 +439,7 @@ class Fleet:
             member.endpoint.url = member.server.url
             member.model, member.max_model_len = self._dialect.inspect(member.endpoint)
         with self._weights:
+            member.asleep = False
             for delivery in self._delivered:
                 delivery.offer(member.endpoint)
                 self._dialect.pause(member.endpoint, "abort")
@@ -443,6 +467,11 @@ class Fleet:
             time.sleep(POLL_S / 10)
         if self._fatal is not None:
             raise self._fatal
+
+    def _get_up(self, members: Sequence[Member], what: str) -> list[Member]:
+        asleep = [member for member in members if member.asleep]
+        awake = [member for member in members if not member.asleep]
+        return [*awake, *self._each(asleep, lambda endpoint: self._dialect.get_up(endpoint, what))]
 
     def _each(self, members: Sequence[Member], do: Callable[[Endpoint], None]) -> list[Member]:
         """Does it at all of them side by side; those that broke are sent to be mended and left out."""

@@ -192,6 +192,9 @@ class InprocessSampler:
 
         return talks.run(generate())
 
+    def rest(self) -> None:
+        """It has no memory between two calls."""
+
     def metrics(self) -> dict[str, float]:
         """There is nothing that breaks."""
         return {}

@@ -76,6 +76,10 @@ class Sampler(Protocol):
         """
         ...
 
+    def rest(self) -> None:
+        """Nothing will be asked before the next weights come."""
+        ...
+
     def metrics(self) -> dict[str, float]:
         """What the engine counts beside its samples, since it was last asked."""
         ...

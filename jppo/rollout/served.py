@@ -24,6 +24,7 @@ class Limits:
     request_timeout_s: float
     health_timeout_s: float
     max_restarts: int
+    sleep_level: int = 0
 
 
 class Publisher(Protocol):
@@ -49,8 +50,9 @@ class Publisher(Protocol):
 class ServedSampler:
     """The Sampler over a fleet."""
 
-    def __init__(self, fleet: Fleet, talk: Talk, publisher: Publisher):
+    def __init__(self, fleet: Fleet, talk: Talk, publisher: Publisher, *, sleep_level: int):
         self.fleet = fleet
+        self._sleep_level = sleep_level
         self._talk = talk
         self._publisher = publisher
         self._told = (0, 0)
@@ -90,6 +92,11 @@ class ServedSampler:
     def load_adapter(self, save: Callable[[pathlib.Path], object], *, version: int, mode: str = "wait") -> None:
         """Puts adapters beside the model that was loaded last and names both `version`; `save` writes peft's files."""
         self._deliver(self._publisher.adapter(save, version), mode)
+
+    def rest(self) -> None:
+        """There is nothing to sample before the next weights: the servers' memory is free until then."""
+        if self._sleep_level:
+            self.fleet.rest(self._sleep_level)
 
     def metrics(self) -> dict[str, float]:
         """What went wrong and was mended since this was last asked."""
@@ -159,7 +166,9 @@ class Engine:
             health_timeout_s=limits.health_timeout_s,
             start_timeout_s=self._start_timeout_s,
         )
-        self._sampler = ServedSampler(fleet, talk or talks.one_turn(decode), self._publisher)
+        self._sampler = ServedSampler(
+            fleet, talk or talks.one_turn(decode), self._publisher, sleep_level=limits.sleep_level
+        )
         return self._sampler
 
     def close(self) -> None:

@@ -122,6 +122,15 @@ class Sglang:
         """The end of a pause."""
         endpoint.post("/continue_generation", {})
 
+    def lie_down(self, endpoint: Endpoint, level: int) -> None:
+        """Both levels drop the weights: new ones come before the next answer. Only a paused SGLang lies down."""
+        endpoint.post("/pause_generation", {"mode": "abort"})
+        endpoint.tell("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
+
+    def get_up(self, endpoint: Endpoint, what: str) -> None:
+        """The memory is there again, its content is not."""
+        endpoint.tell("/resume_memory_occupation", {"tags": [what]})
+
     def _require_end(self, matched: Any, tokens: Sequence[int], sampling: Sampling) -> None:
         if matched in sampling.stop:
             return

@@ -15,6 +15,7 @@ OURS = {
     **dict.fromkeys(("--model-path", "--model", "--served-model-name", "--host", "--load-format"), "jppo"),
     **dict.fromkeys(("--enable-deterministic-inference", "--weight-version", "--skip-tokenizer-init"), "jppo"),
     "--port": "rollout.port",
+    "--enable-memory-saver": "rollout.sleep_level",
     "--dtype": "rollout.dtype",
     "--context-length": "data.max_prompt_length and data.max_response_length",
     "--max-running-requests": "rollout.max_num_seqs",
@@ -57,6 +58,8 @@ def flags(settings: ServerSettings) -> list[str]:
     ]
     if settings.enforce_eager:
         always.append("--disable-cuda-graph")
+    if settings.sleeps:
+        always.append("--enable-memory-saver")
     return [*always, *engine_args(settings.engine_args, OURS)]
 
 

@@ -127,6 +127,14 @@ class Vllm:
         """The end of a pause."""
         endpoint.post("/resume")
 
+    def lie_down(self, endpoint: Endpoint, level: int) -> None:
+        """Level 1 keeps the weights in the host's memory, level 2 drops them."""
+        endpoint.post(f"/sleep?level={level}&mode=wait")
+
+    def get_up(self, endpoint: Endpoint, what: str) -> None:
+        """Weights first: the cache comes when they have been loaded."""
+        endpoint.post(f"/wake_up?tags={what}")
+
 
 def start_vllm(
     model_dir: str,

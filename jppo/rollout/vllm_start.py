@@ -22,6 +22,7 @@ OURS = {
     **dict.fromkeys(("--worker-extension-cls", "--logprobs-mode", "--generation-config", "--enable-scale-out"), "jppo"),
     **dict.fromkeys(("--enable-chunked-prefill", "--no-enable-chunked-prefill"), "jppo"),
     "--port": "rollout.port",
+    "--enable-sleep-mode": "rollout.sleep_level",
     "--dtype": "rollout.dtype",
     "--max-model-len": "data.max_prompt_length and data.max_response_length",
     "--max-num-seqs": "rollout.max_num_seqs",
@@ -70,6 +71,7 @@ class ServerSettings:
     tensor_model_parallel_size: int = 1  # GPUs of one server
     devices: tuple[str, ...] = ()  # the GPUs of all servers; (): those that are visible
     engine_args: str = ""  # more of the engine's own options, as on a command line
+    sleeps: bool = False  # gives its GPU memory back while the trainer learns
     lora_rank: int = 0  # of the adapters that it will be given; 0: it has whole weights only
 
 
@@ -118,6 +120,10 @@ def flags(settings: ServerSettings, build: str) -> list[str]:
         always += ["--enable-lora", "--max-lora-rank", str(room), "--max-loras", "2"]
     always += ["--tensor-parallel-size", str(settings.tensor_model_parallel_size)]
     more = engine_args(settings.engine_args)
+    if settings.sleeps and build == "cpu":
+        raise UserError("rollout.sleep_level gives a GPU's memory back, and this vLLM is for the CPU; set it to 0")
+    if settings.sleeps:
+        always.append("--enable-sleep-mode")
     if build == "gpu":
         return [*always, "--gpu-memory-utilization", str(settings.gpu_memory_utilization), *more]
     return [

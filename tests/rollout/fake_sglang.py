@@ -34,6 +34,8 @@ FIELDS = {
     },
     "/pause_generation": {"mode"},
     "/continue_generation": {"torch_empty_cache"},
+    "/release_memory_occupation": {"tags"},
+    "/resume_memory_occupation": {"tags"},
 }
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 PRINTING = threading.Lock()
@@ -47,7 +49,7 @@ def options():
     for name in ("port", "context-length", "max-running-requests", "tp-size"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--mem-fraction-static", type=float, required=True)
-    for name in ("enable-deterministic-inference", "disable-cuda-graph"):
+    for name in ("enable-deterministic-inference", "disable-cuda-graph", "enable-memory-saver"):
         parser.add_argument(f"--{name}", action="store_true")
     return parser.parse_args()
 
@@ -79,6 +81,7 @@ class Engine:
         self.args, self.version, self.model = args, "default", {}
         self.path = args.model_path
         self.changed = threading.Condition()
+        self.gone = set()
         self.paused, self.running, self.aborts, self.sampled = False, 0, 0, 0.0
         file = pathlib.Path(args.model_path) / "tokenizer.json"
         vocab = json.loads(file.read_text())["model"]["vocab"] if file.is_file() else {}
@@ -93,6 +96,8 @@ class Engine:
             new = {name: rng.normal(size=array.shape) for name, array in self.model.items()}
         else:
             new = tensors_of(body["model_path"])
+        if "weights" in self.gone:
+            raise ValueError("the memory of the weights was released")
         for name, array in new.items():
             if name in self.model and array.shape != self.model[name].shape:
                 raise ValueError(f"{name}: size mismatch")
@@ -110,7 +115,7 @@ class Engine:
         room = self.args.context_length - 1 - len(ids) - 1
         most = min(how["max_new_tokens"], room)
         with self.changed:
-            self.changed.wait_for(lambda: not self.paused)
+            self.changed.wait_for(lambda: not self.paused and not self.gone)
             self.running += 1
             aborts = self.aborts
         tokens, said, finish = [], [], None
@@ -179,6 +184,13 @@ class Engine:
             self.paused = False
             self.changed.notify_all()
 
+    def release(self, tags):
+        if self.running or not self.args.enable_memory_saver:
+            raise ValueError("release_memory_occupation: the server is not idle, or --enable-memory-saver is off")
+        self.gone |= set(tags)
+        if "weights" in tags:
+            self.model = {name: np.full(array.shape, np.nan) for name, array in self.model.items()}
+
     def healthy(self):
         asked = time.monotonic()
         while time.monotonic() < asked + 0.5:  # for SGLang's 20 seconds
@@ -227,7 +239,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.path == "/continue_generation":
             engine.resume()
             return self.answer(200, {"message": "Generation continued successfully.", "status": "ok"})
+        if self.path == "/resume_memory_occupation":
+            engine.gone -= set(body["tags"])
+            return self.answer(200, None)
         try:
+            if self.path == "/release_memory_occupation":
+                engine.release(body["tags"])
+                return self.answer(200, None)
             engine.load(body)
         except (OSError, ValueError, KeyError, struct.error) as e:
             return self.answer(400, {"success": False, "message": f"Failed to update weights: {e}"})

@@ -134,6 +134,39 @@ def test_a_refusal_by_one_server_touches_none(made, fakes):
     assert whole(sampler.generate(PROMPTS, SAMPLING, version=8))
 
 
+SLEEP = ("/sleep?level=2&mode=wait", "/wake_up?tags=weights", "/wake_up?tags=kv_cache")
+
+
+def test_servers_that_sleep_wake_for_the_next_weights(made, fakes):
+    sampler = made()
+    for fake in fakes:
+        fake.answers |= dict.fromkeys(SLEEP, (200, {}))
+    sampler.fleet.rest(2)
+    sampler.load(TENSORS.items(), version=8)
+    assert whole(sampler.generate(PROMPTS, SAMPLING, version=8))
+    for fake in fakes:
+        check, pause, load, name, resume = SWAP
+        order = [SLEEP[0], check, SLEEP[1], pause, load, name, SLEEP[2], resume]
+        assert asked(fake, [*SLEEP, *SWAP]) == order
+    sampler.load(TENSORS.items(), version=9)
+    assert asked(fakes[0], SLEEP) == list(SLEEP), "one that is awake is not woken"
+
+
+def test_a_server_that_breaks_in_its_sleep_is_awake_when_it_is_back(made, fakes):
+    sampler = made()
+    for fake in fakes:
+        fake.answers |= dict.fromkeys(SLEEP, (200, {}))
+    sampler.fleet.rest(2)
+    fakes[0].answers["/health"] = (503, None)
+    until(lambda: not sampler.fleet.members[0].up)
+    serve(fakes[0])
+    fakes[0].answers["/health"] = (200, None)
+    until(lambda: sampler.fleet.members[0].up)
+    sampler.load(TENSORS.items(), version=8)
+    assert whole(sampler.generate(PROMPTS, SAMPLING, version=8))
+    assert asked(fakes[0], SLEEP) == [SLEEP[0]] and asked(fakes[1], SLEEP) == list(SLEEP)
+
+
 def test_a_refusal_by_one_worker_of_several_counts(made, fakes):
     sampler = made(1)
     results = [{"ok": True, "error": None}, {"ok": False, "error": "w missing"}]

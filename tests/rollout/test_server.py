@@ -230,6 +230,13 @@ def test_further_options_reach_the_server_and_ours_do_not_change(settings):
             flags(settings(engine_args=wrong), "cpu")
 
 
+def test_only_a_server_on_a_gpu_can_sleep(settings):
+    assert "--enable-sleep-mode" in flags(settings(sleeps=True), "gpu")
+    assert "--enable-sleep-mode" not in flags(settings(), "gpu")
+    with pytest.raises(UserError, match=r"rollout\.sleep_level gives a GPU's memory back"):
+        flags(settings(sleeps=True), "cpu")
+
+
 def test_a_cache_setting_of_the_environment_does_not_override(settings, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
     env = program(0, model_dir="m", run_dir=str(tmp_path), settings=settings(), build="cpu", folder=None).env

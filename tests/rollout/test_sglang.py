@@ -122,6 +122,24 @@ def test_samples_are_of_the_published_weights_and_their_log_probs_exact(start, t
     assert not pathlib.Path(loaded[0]).parent.exists()
 
 
+def test_a_server_that_sleeps_wakes_with_the_next_weights(start, tmp_path):
+    sampler = start(sleeps=True)
+    sampler.load(weights(1).items(), version=1)
+    expected = facts(sampler.generate(PROMPTS, SAMPLING, version=1))
+    sampler.rest()  # which no level asks for
+    assert not any("memory" in route for route, _ in posted(tmp_path))
+    sampler.fleet.rest(2)
+    sampler.load(weights(1).items(), version=1)
+    assert facts(sampler.generate(PROMPTS, SAMPLING, version=1)) == expected
+    routes = [(route, body.get("tags")) for route, body in posted(tmp_path) if "memory" in route or "update" in route]
+    assert routes[1:] == [
+        ("/release_memory_occupation", ["kv_cache", "weights"]),
+        ("/resume_memory_occupation", ["weights"]),
+        ("/update_weights_from_disk", None),
+        ("/resume_memory_occupation", ["kv_cache"]),
+    ]
+
+
 def test_bfloat16_and_a_greedy_answer(start):
     import ml_dtypes
 
