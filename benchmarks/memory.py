@@ -74,6 +74,7 @@ def make_inputs(c: ConfigDict, described: dict[str, Any]) -> assemble.Inputs:
         reference=cfg if c.algorithm.use_kl_in_reward else None,
         adapters=assemble.make_adapters(c),
         critic_adapters=assemble.make_adapters(c),
+        agent=None,
         total_steps=1,
     )
 

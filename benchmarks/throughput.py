@@ -121,7 +121,7 @@ def time_learner(
     mesh = assemble.make_mesh(c)
     empty = PromptSet([], overlong=0)
     models: dict[str, Any] = dict(policy=cfg, critic=cfg, reference=None, adapters=None, critic_adapters=None)
-    inputs = assemble.Inputs(None, (), empty, empty, (), **models, total_steps=1)
+    inputs = assemble.Inputs(None, (), empty, empty, (), **models, agent=None, total_steps=1)
     learner, now = assemble.make_learner(c, inputs, mesh)
     rows = batch.make(trajectories, plan=learner.plan, mesh=mesh)
     scores = np.random.default_rng(2).random(len(trajectories)).astype(np.float32)

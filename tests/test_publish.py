@@ -18,10 +18,10 @@ class Served:
     def __init__(self):
         self.loaded, self.adapters = [], []
 
-    def load(self, tensors, *, version):
+    def load(self, tensors, *, version, mode="wait"):
         self.loaded.append(dict(tensors))
 
-    def load_adapter(self, save, *, version):
+    def load_adapter(self, save, *, version, mode="wait"):
         self.adapters.append(version)
 
 

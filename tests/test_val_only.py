@@ -19,7 +19,7 @@ def look(small_run, engine):
 
     def look():
         loaded = {}
-        engine.load = lambda tensors, *, version: loaded.update({name: np.array(x) for name, x in tensors})
+        engine.load = lambda tensors, *, version, mode: loaded.update({name: np.array(x) for name, x in tensors})
         small_run.trainer.val_only = True
         settings.check(small_run)
         train.train(small_run)

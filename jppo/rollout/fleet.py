@@ -295,11 +295,11 @@ class Fleet:
         while True:
             if self._fatal is not None:
                 raise self._fatal
-            up = [member for member in self.members if member.up]
-            if up and not self._updating:
-                least = min(up, key=lambda member: member.under_way)
+            fit = [member for member in self.members if member.up and not member.mending]
+            if fit and not self._updating:
+                least = min(fit, key=lambda member: member.under_way)
                 home = self.members[hash(near) % len(self.members)]
-                chosen = home if home.up and home.under_way <= least.under_way + SLACK else least
+                chosen = home if home in fit and home.under_way <= least.under_way + SLACK else least
                 if chosen.under_way < CONNECTIONS:
                     chosen.under_way += 1
                     return chosen
