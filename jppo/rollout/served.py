@@ -10,8 +10,9 @@ import numpy as np
 
 from jppo.config import UserError
 from jppo.rollout import talks
+from jppo.rollout.dialect import Delivery, Dialect
 from jppo.rollout.endpoint import Endpoint
-from jppo.rollout.fleet import Delivery, Dialect, Fleet, Member
+from jppo.rollout.fleet import Fleet, Member
 from jppo.rollout.sampler import Done, RolloutError, Talk
 from jppo.rollout.server import Server
 from jppo.structs import Prompt, Sampling, Trajectory

@@ -12,8 +12,8 @@ from typing import Any
 
 from jppo.config import UserError
 from jppo.rollout import folders, sglang_start
+from jppo.rollout.dialect import Part
 from jppo.rollout.endpoint import Endpoint, ServerFault
-from jppo.rollout.fleet import Part
 from jppo.rollout.served import Engine, Limits
 from jppo.rollout.server import Server, check_ports
 from jppo.rollout.vllm_start import ServerSettings
