@@ -58,7 +58,7 @@ def pytest_unconfigure():
 def room_for_programs():
     """Forgets compiled programs before XLA crashes: each has maps of memory, and Linux allows a process 65,530."""
     yield
-    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > 40_000:
+    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > 20_000:
         jax.clear_caches()
 
 
