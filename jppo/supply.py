@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from jppo.config import UserError
 from jppo.data.prompts import PromptSet
 from jppo.data.stream import Cursor, next_batch
 from jppo.io import trajectories
@@ -160,6 +161,7 @@ class Supply:
             mine = [group for groups in self._taken.values() for a, group in groups if a is asked]
             out.append(
                 {
+                    **self._kind(),
                     "step": asked.step,
                     "version": asked.version,
                     "indices": asked.indices.tolist(),
@@ -175,6 +177,7 @@ class Supply:
         """The inverse of `state`: what is missing is asked for again. Returns how many samples were kept."""
         kept = 0
         for one in state:
+            self._require_kind(one)
             found = [
                 dict(zip(numbers, trajectories.unpack(packed), strict=True))
                 for numbers, packed in zip(one["numbers"], one["found"], strict=True)
@@ -185,6 +188,20 @@ class Supply:
             kept += sum(map(len, found))
             self._cursor = after
         return kept
+
+    def _kind(self) -> dict[str, Any]:
+        """What the numbers of kept samples mean."""
+        return {"data.train_batch_size": self._how.batch_size, "rollout.n": self._how.n, "greedy": self._how.greedy}
+
+    def _require_kind(self, one: dict[str, Any]) -> None:
+        for name, now in self._kind().items():
+            if one[name] != now:
+                what = "algorithm.adv_estimator draws greedy responses" if name == "greedy" else name
+                raise UserError(
+                    f"{what}={now!r} was {one[name]!r} when the checkpoint was written, whose samples of the next steps"
+                    " were drawn so; give the old value, or begin anew with another trainer.run_dir or"
+                    " trainer.resume_mode=disable"
+                )
 
     def _ask_through(self, last: int, version: int) -> None:
         how = self._how

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jppo import assemble, train
+from jppo.config import UserError
 from jppo.data.prompts import PromptSet
 from jppo.data.stream import Cursor, Part, next_batch
 from jppo.io import trajectories
@@ -233,6 +234,23 @@ def test_a_queue_is_kept_and_only_what_is_missing_is_asked_for_again(forgotten):
             assert drawn.trajectories[1].version.tolist() == [-1, 0, 0]  # kept
             assert drawn.trajectories[0].version.tolist() == [-1, 1, 1]
         resumed.forget(step)
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"n": 4, "draw": lambda step: dataclasses.replace(greedy(4), n=4)}, r"rollout\.n=4 was 2 when"),
+        ({"batch_size": 3}, r"data\.train_batch_size=3 was 2 when"),
+        ({"greedy": True}, r"greedy responses=True was False when"),
+    ],
+)
+def test_a_queue_that_was_drawn_otherwise_is_refused(changes, said):
+    it = supply(Slow())
+    it.take(0)
+    it.forget(0)
+    state = json.loads(json.dumps(it.state()))
+    with pytest.raises(UserError, match=said):
+        supply(Slow(), **changes).load(state)
 
 
 def test_synchronous_training_keeps_no_queue():
