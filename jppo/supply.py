@@ -25,7 +25,7 @@ from jppo.data.prompts import PromptSet
 from jppo.data.stream import Cursor, next_batch
 from jppo.io import trajectories
 from jppo.rewards.compose import Grading, Panel
-from jppo.rewards.parts import Sample
+from jppo.rewards.parts import sample_of
 from jppo.rollout.sampler import Sampler, greedy
 from jppo.structs import Prompt, Reward, Sampling, Trajectory
 
@@ -73,8 +73,7 @@ class Draws:
 
     def done(self, number: int, t: Trajectory) -> None:
         """A response is there; its grading begins."""
-        prompt = self._prompts[number // self._n]
-        self.grading.submit(number, Sample(prompt, t.text, len(t.tokens) - len(prompt.ids), t.finish, t.exchange))
+        self.grading.submit(number, sample_of(self._prompts[number // self._n], t))
         with self._changed:
             self.found[number] = t
             self.ended = time.monotonic()

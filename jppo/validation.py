@@ -9,7 +9,7 @@ import numpy as np
 
 from jppo import statistics
 from jppo.rewards.compose import Grading, Panel
-from jppo.rewards.parts import Sample
+from jppo.rewards.parts import sample_of
 from jppo.rollout.sampler import Sampler
 from jppo.structs import Prompt, Reward, Sampling, Trajectory
 
@@ -62,9 +62,7 @@ def sample(
     grading = panel.begin()
 
     def done(number: int, t: Trajectory) -> None:
-        prompt = prompts[number // sampling.n]
-        one = Sample(prompt, t.text, len(t.tokens) - len(prompt.ids), t.finish, t.exchange)
-        grading.submit(number, one)
+        grading.submit(number, sample_of(prompts[number // sampling.n], t))
         watch()
 
     return sampler.generate(prompts, sampling, version=version, done=done), grading

@@ -4,7 +4,7 @@ import dataclasses
 from concurrent.futures import Future
 from typing import Protocol
 
-from jppo.structs import Exchange, Prompt, Reward
+from jppo.structs import Exchange, Prompt, Reward, Trajectory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,6 +16,11 @@ class Sample:
     length: int  # its tokens, those of tools among them
     finish: str  # as in Trajectory
     exchange: Exchange | None = None  # as in Trajectory
+
+
+def sample_of(prompt: Prompt, t: Trajectory) -> Sample:
+    """A trajectory as it is scored."""
+    return Sample(prompt, t.text, len(t.tokens) - len(prompt.ids), t.finish, t.exchange)
 
 
 class Part(Protocol):
