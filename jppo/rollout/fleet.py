@@ -23,7 +23,7 @@ from jppo.config import UserError
 from jppo.rollout.dialect import Delivery, Dialect, Part
 from jppo.rollout.endpoint import Endpoint, ServerFault
 from jppo.rollout.sampler import Answer, RolloutError, sample_seed
-from jppo.rollout.server import Server
+from jppo.rollout.server import Server, stop_all
 from jppo.structs import Sampling
 
 T = TypeVar("T")
@@ -167,10 +167,7 @@ class Fleet:
         if self._closed:
             return
         self._closed = True
-        servers = [member.server for member in self.members if member.server is not None]
-        if servers:
-            with ThreadPoolExecutor(len(servers)) as pool:
-                list(pool.map(Server.stop, servers))
+        stop_all([member.server for member in self.members if member.server is not None])
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

@@ -14,7 +14,7 @@ from jppo.rollout.dialect import Delivery, Dialect
 from jppo.rollout.endpoint import Endpoint
 from jppo.rollout.fleet import Fleet, Member
 from jppo.rollout.sampler import Done, RolloutError, Talk
-from jppo.rollout.server import Server
+from jppo.rollout.server import Server, stop_all
 from jppo.structs import Prompt, Sampling, Trajectory
 
 
@@ -177,8 +177,7 @@ class Engine:
         if self._sampler is not None:
             self._sampler.close()
             return
-        for server in self.servers:
-            server.stop()
+        stop_all(self.servers)
         self._publisher.close()
 
 

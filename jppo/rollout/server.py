@@ -18,7 +18,8 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 
@@ -177,6 +178,13 @@ class Server:
             return self.name in [model["id"] for model in served]
         except (httpx.HTTPError, ValueError, KeyError, TypeError):  # or another program, on a port that it stole
             return False
+
+
+def stop_all(servers: Sequence[Server]) -> None:
+    """Ends all of them, for good, side by side."""
+    if servers:
+        with ThreadPoolExecutor(len(servers)) as pool:
+            list(pool.map(Server.stop, servers))
 
 
 def telling(text: str) -> list[str]:
