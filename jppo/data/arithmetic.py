@@ -15,6 +15,7 @@ fine-tuning).
 import argparse
 import json
 import pathlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -116,6 +117,16 @@ def write_model(directory: pathlib.Path, characters: str = CHARACTERS) -> None:
     _write_json(directory / "generation_config.json", {"eos_token_id": EOS, "pad_token_id": PAD})
 
 
+def write(out: pathlib.Path, made: Mapping[str, Sequence[Mapping[str, Any]]], characters: str = CHARACTERS) -> None:
+    """Write the rows of each set and the starting model, and say so."""
+    make_directory(out)
+    for name, rows in made.items():
+        write_jsonl(out / f"{name}.jsonl", rows)
+        print(f"{out / f'{name}.jsonl'}: {len(rows)} rows")
+    write_model(out / "model", characters)
+    print(f"{out / 'model'}: config and tokenizer")
+
+
 @exit_on_user_error
 def main() -> None:
     """The command line."""
@@ -131,12 +142,7 @@ def main() -> None:
     parser.add_argument("--demonstrations", type=int, default=8, help="of each training problem")
     args = parser.parse_args()
     made = make(seed=args.seed, test=args.test, sloppy=args.sloppy, demonstrations=args.demonstrations)
-    make_directory(args.out)
-    for name, rows in made.items():
-        write_jsonl(args.out / f"{name}.jsonl", rows)
-        print(f"{args.out / f'{name}.jsonl'}: {len(rows)} rows")
-    write_model(args.out / "model")
-    print(f"{args.out / 'model'}: config and tokenizer")
+    write(args.out, made)
 
 
 def _row(a: int, b: int) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 import json
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -33,7 +33,7 @@ def make_directory(path: pathlib.Path) -> None:
         raise UserError(f"--out={path} cannot be made a directory ({e.strerror}); name another place") from e
 
 
-def write_jsonl(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
+def write_jsonl(path: pathlib.Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write one JSON object a line, in UTF-8."""
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 

@@ -22,7 +22,6 @@ import numpy as np
 
 from jppo.config import UserError, exit_on_user_error
 from jppo.data import arithmetic
-from jppo.data.files import make_directory, write_jsonl
 
 DIGITS = 4
 CHARACTERS = "0123456789*=<>[]ero"  # the last three spell what is left of an error
@@ -94,12 +93,7 @@ def main() -> None:
     parser.add_argument("--test", type=int, default=500, help="problems to hold out")
     args = parser.parse_args()
     made = make(seed=args.seed, train=args.train, test=args.test)
-    make_directory(args.out)
-    for name, rows in made.items():
-        write_jsonl(args.out / f"{name}.jsonl", rows)
-        print(f"{args.out / f'{name}.jsonl'}: {len(rows)} rows")
-    write_model(args.out / "model")
-    print(f"{args.out / 'model'}: config and tokenizer")
+    arithmetic.write(args.out, made, CHARACTERS)
 
 
 def _row(a: int, b: int) -> dict[str, str]:
