@@ -187,6 +187,8 @@ def program(
     env.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would override the setting
     if build == "gpu":
         env |= devices(index, settings)
+    elif settings.devices:
+        raise UserError("rollout.devices names GPUs, and this vLLM is for the CPU; leave it empty")
     return Program(
         command=command,
         env=env,

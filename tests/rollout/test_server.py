@@ -8,7 +8,7 @@ import time
 import pytest
 
 import jppo
-from jppo.config import UserError, checks
+from jppo.config import UserError, engines
 from jppo.rollout.sampler import RolloutError
 from jppo.rollout.server import Server, check_ports, telling
 from jppo.rollout.vllm_start import LORA_RANKS, check_vllm, environment, flags, program
@@ -237,6 +237,11 @@ def test_only_a_server_on_a_gpu_can_sleep(settings):
         flags(settings(sleeps=True), "cpu")
 
 
+def test_a_vllm_for_the_cpu_has_no_use_for_gpus(settings, tmp_path):
+    with pytest.raises(UserError, match=r"rollout\.devices names GPUs"):
+        program(0, model_dir="m", run_dir=str(tmp_path), settings=settings(devices=("0",)), build="cpu", folder=None)
+
+
 def test_a_cache_setting_of_the_environment_does_not_override(settings, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
     env = program(0, model_dir="m", run_dir=str(tmp_path), settings=settings(), build="cpu", folder=None).env
@@ -257,25 +262,35 @@ def test_a_server_starts_again_on_its_port(fake_vllm):
     assert not server.alive()
 
 
+def thief(url):
+    """Somebody else who listens at the address."""
+    taken = socket.socket()
+    taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    deadline = time.monotonic() + 5
+    while True:
+        try:
+            taken.bind(("127.0.0.1", int(url.rsplit(":", 1)[1])))
+            break
+        except OSError:  # a program that was killed lets go of its port a moment later
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    taken.listen()
+    return taken
+
+
 def test_a_port_that_is_stolen_meanwhile_is_given_up(fake_vllm):
     server = fake_vllm()
     server.wait_ready()
     url = server.url
     server._kill()
-    with socket.socket() as thief:
-        thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        thief.bind(("127.0.0.1", int(url.rsplit(":", 1)[1])))
-        thief.listen()
+    with thief(url):
         server.restart()
         server.wait_ready()
         assert server.url != url
     # between the moment at which it is chosen and that at which the server takes it
     late = fake_vllm("waits")
-    with socket.socket() as thief:
-        thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        thief.bind(("127.0.0.1", int(late.url.rsplit(":", 1)[1])))
-        thief.listen()
-        url = late.url
+    url = late.url
+    with thief(url):
         late.wait_ready()
         assert late.url != url
 
@@ -305,7 +320,7 @@ the server's process ended with code 1
 
 def test_room_for_adapters(settings):
     """vLLM makes room in steps; its largest is what a config may ask for."""
-    assert LORA_RANKS[-1] == checks.LARGEST_SERVED_RANK
+    assert LORA_RANKS[-1] == engines.LARGEST_SERVED_RANK
     for rank, room in ((1, "1"), (2, "8"), (16, "16"), (17, "32"), (512, "512")):
         said = flags(settings(lora_rank=rank), "cpu")
         assert said[said.index("--max-lora-rank") + 1] == room and "--enable-lora" in said
