@@ -13,6 +13,9 @@ import numpy as np
 
 from jppo.structs import Rows, Trajectory
 
+# What a micro-batch costs beside its rows, in tokens: its gradients are read and written once more to be added up.
+MICRO_TOKENS = 64
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -66,26 +69,44 @@ def _up(n: int, multiple: int) -> int:
 def pack(trajectories: Sequence[Trajectory], sequence: Sequence[int], plan: Plan) -> list[Rows]:
     """Micro-batches that hold each trajectory once; `sequence` gives their indices in the step's batch."""
     entries = [len(t.tokens) - 1 for t in trajectories]  # the first token has none: nothing was read before it
-    order = sorted(range(len(trajectories)), key=lambda i: -entries[i])
+    order = sorted((i for i, n in enumerate(entries) if n), key=lambda i: -entries[i])
     if order and entries[order[0]] > plan.lengths[-1]:
         uid, length = trajectories[order[0]].uid, entries[order[0]]
         raise ValueError(f"trajectory {uid} has {length} entries, a row holds {plan.lengths[-1]}")
-    of_length: dict[int, list[int]] = {length: [] for length in plan.lengths}
-    for i in order:
-        of_length[next(t for t in plan.lengths if entries[i] <= t)].append(i)
-    micros = []
-    for length, counts in zip(plan.lengths, plan.counts, strict=True):
-        members = of_length[length]
-        rows = _first_fit(members, entries, length) if plan.share_rows else [[i] for i in members]
-        start = 0
-        while start < len(rows):
-            count = _count(len(rows) - start, counts)
-            micros.append(_fill(rows[start : start + count], (count, length), trajectories, sequence))
-            start += count
+    if plan.share_rows:
+        rows = _first_fit(order, entries, plan.lengths[-1])
+        shapes = cut([plan.lengths[-1]] * len(rows), plan.shapes)
+        rows = _evened(rows, sum(r for r, _ in shapes), entries, plan.lengths[-1])
+    else:
+        rows = [[i] for i in order]
+        shapes = cut([entries[i] for i in order], plan.shapes)
+    micros, start = [], 0
+    for shape in shapes:
+        micros.append(_fill(rows[start : start + shape[0]], shape, trajectories, sequence))
+        start += shape[0]
     return micros
 
 
-def _first_fit(members: list[int], entries: list[int], length: int) -> list[list[int]]:
+def cut(lengths: Sequence[int], shapes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The shapes [R, T] of micro-batches that take rows of such lengths, which fall, in turn and at the least cost.
+
+    A micro-batch costs its R T tokens, and `MICRO_TOKENS` of its own.
+    """
+    least: list[int] = [0] * (len(lengths) + 1)  # to take the rows from here on
+    taken: list[tuple[int, int]] = [(0, 0)] * len(lengths)
+    for i in reversed(range(len(lengths))):
+        fitting = [
+            (r * t + MICRO_TOKENS + least[min(i + r, len(lengths))], (r, t)) for r, t in shapes if t >= lengths[i]
+        ]
+        least[i], taken[i] = min(fitting)
+    out, i = [], 0
+    while i < len(lengths):
+        out.append(taken[i])
+        i += taken[i][0]
+    return out
+
+
+def _first_fit(members: Sequence[int], entries: Sequence[int], length: int) -> list[list[int]]:
     """Rows of `length`; each member goes to the first that has room for it."""
     rows: list[list[int]] = []
     room: list[int] = []
@@ -99,10 +120,22 @@ def _first_fit(members: list[int], entries: list[int], length: int) -> list[list
     return rows
 
 
-def _count(left: int, counts: tuple[int, ...]) -> int:
-    """The row count of the next micro-batch: the full one, unless smaller ones hold the rest with fewer rows."""
-    full, small = counts[0], counts[-1]
-    return full if left >= full or _up(left, small) >= full else small
+def _evened(rows: list[list[int]], count: int, entries: Sequence[int], length: int) -> list[list[int]]:
+    """The members spread over `count` rows, which are there anyway: each to the row with the least attention so far.
+
+    So that devices which share the rows have about as much to do. Where that does not fit, the rows as they are.
+    """
+    out: list[list[int]] = [[] for _ in range(count)]
+    room, scores = [length] * count, [0] * count
+    for i in sorted((i for row in rows for i in row), key=lambda i: -entries[i]):
+        fitting = [r for r in range(count) if room[r] >= entries[i]]
+        if not fitting:
+            return rows
+        r = min(fitting, key=lambda r: (scores[r], -room[r]))
+        out[r].append(i)
+        room[r] -= entries[i]
+        scores[r] += entries[i] ** 2
+    return out
 
 
 def _fill(

@@ -122,10 +122,45 @@ def test_all_ways_hold_the_same():
 
 def test_shared_rows_waste_less():
     some = ragged([6] * 12)
-    area = {k: sum(m.inputs.size for m in packing.pack(some, range(12), plan(k))) for k in KINDS}
+    plans = {k: plan(k, tokens_per_micro=60) for k in KINDS}
+    area = {k: sum(m.inputs.size for m in packing.pack(some, range(12), p)) for k, p in plans.items()}
     assert area["segments"] < area["buckets"] < area["none"]
 
 
 def test_too_long_is_said_by_name():
     with pytest.raises(ValueError, match="trajectory long has 39 entries, a row holds 19"):
         packing.pack([trajectory(np.ones(40), np.ones(40), uid="long")], [0], plan("none"))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=6),
+    shapes=st.sets(st.tuples(st.integers(1, 3), st.integers(1, 12)), max_size=4),
+)
+def test_no_other_cut_costs_less(lengths, shapes):
+    """Against all there are, written down by recursion."""
+    lengths, shapes = sorted(lengths, reverse=True), sorted(shapes | {(2, 12)})
+
+    def every(left):
+        if not left:
+            yield ()
+            return
+        for r, t in shapes:
+            if t >= left[0]:
+                yield from (((r, t), *rest) for rest in every(left[r:]))
+
+    def cost(cut):
+        return sum(r * t + packing.MICRO_TOKENS for r, t in cut)
+
+    assert cost(packing.cut(lengths, shapes)) == min(cost(one) for one in every(lengths))
+
+
+def test_rows_that_are_shared_have_as_much_attention():
+    """Twelve rows' worth in a micro-batch of 16: what attention costs is spread over all of them, and so over devices."""
+    lengths = np.random.default_rng(1).integers(10, 60, 20)
+    p = plan("segments", max_length=64, max_tokens_per_row=64, tokens_per_micro=64 * 16, sequences=20, row_multiple=16)
+    (rows,) = packing.pack(ragged(lengths), range(20), p)
+    scores = [sum(int((row == i).sum()) ** 2 for i in set(row.tolist()) - {-1}) for row in rows.sequence]
+    largest = int(max(lengths) - 1) ** 2
+    assert rows.inputs.shape == (16, 64)
+    assert max(scores) <= largest + sum(scores) / 16  # the bound of the rule: largest first to the least
