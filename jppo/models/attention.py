@@ -1,6 +1,7 @@
 """Causal attention inside segments, and against a cache of what came before. Used by `decoder.py`."""
 
 from collections.abc import Callable
+from typing import Any
 
 import chex
 import jax
@@ -11,18 +12,102 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | int],
 
 Windows = tuple[int | None, ...]  # of each kind of layer; None sees all
 
+SMALLEST_BLOCK, LARGEST_BLOCK = 64, 1024  # of queries
+UNSEEN = -1e30  # the score of a key that is not seen
+
 
 def make_plain(*, scale: float, softcap: float | None, windows: Windows) -> Attend:
-    """Attention by XLA alone, on any backend: it holds a row's T^2 scores."""
+    """Attention by XLA alone, on any backend. It holds the scores of one block of queries, forwards and backwards.
 
+    Backwards they are made again, from what the softmax of each query was divided by.
+    """
+
+    def scores(
+        q: jax.Array, k: jax.Array, segment: jax.Array, kind: jax.Array | int, block: slice
+    ) -> tuple[jax.Array, jax.Array]:
+        """The scores of a block's queries q [R, K, G, B, A] over the keys up to its end, and which of them are seen."""
+        R, K, G, B, A = q.shape
+        found = _dot("rkqa,rksa->rkqs", q.reshape(R, K, G * B, A), k[:, :, : block.stop]).reshape(R, K, G, B, -1)
+        query, key = (jnp.arange(n, dtype=jnp.int32) for n in (block.stop, block.stop))
+        seen = _in_window(query[None, block, None], key[None, None, :], windows, kind)
+        seen &= segment[:, block, None] == segment[:, None, : block.stop]
+        capped = scale * found if softcap is None else softcap * jnp.tanh(scale * found / softcap)
+        return capped, seen[:, None, None]
+
+    def forward(
+        q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, kind: jax.Array | int
+    ) -> tuple[jax.Array, Any]:
+        queries, keys, vals = _by_head(q, k.shape[2]), _by_head(k)[:, :, 0], _by_head(v)[:, :, 0]
+        mixed, logs = [], []
+        for block in blocks(q.shape[1]):
+            found, seen = scores(queries[:, :, :, block], keys, segment, kind, block)
+            found = jnp.where(seen, found, UNSEEN)
+            top = jnp.max(found, axis=-1, keepdims=True)
+            weight = jnp.exp(found - top)
+            total = jnp.sum(weight, axis=-1, keepdims=True)
+            R, K, G, B, S = weight.shape
+            out = _dot("rkqs,rksa->rkqa", weight.astype(v.dtype).reshape(R, K, G * B, S), vals[:, :, :S])
+            mixed.append(out.reshape(R, K, G, B, -1) / total)
+            logs.append(top + jnp.log(total))
+        whole = _by_token(jnp.concatenate(mixed, axis=3)).astype(q.dtype)
+        return whole, (q, k, v, segment, kind, whole, jnp.concatenate(logs, axis=3))
+
+    def backward(held: Any, given: jax.Array) -> tuple[Any, ...]:
+        q, k, v, segment, kind, whole, logs = held
+        T, K = q.shape[1], k.shape[2]
+        queries, keys, vals = _by_head(q, K), _by_head(k)[:, :, 0], _by_head(v)[:, :, 0]
+        each = _by_head(given, K)
+        level = jnp.sum(each.astype(logs.dtype) * _by_head(whole, K).astype(logs.dtype), axis=-1, keepdims=True)
+        by_q = []
+        by_k, by_v = jnp.zeros(keys.shape, logs.dtype), jnp.zeros(vals.shape, logs.dtype)
+        for block in blocks(T):
+            found, seen = scores(queries[:, :, :, block], keys, segment, kind, block)
+            R, _, G, B, S = found.shape
+            weight = jnp.where(seen, jnp.exp(found - logs[:, :, :, block]), 0.0)
+            flat, here = (x[:, :, :, block].reshape(R, K, G * B, -1) for x in (each, queries))
+            pull = _dot("rkqa,rksa->rkqs", flat, vals[:, :, :S]).reshape(weight.shape)
+            by_score = weight * (pull - level[:, :, :, block])
+            if softcap is not None:
+                by_score *= 1.0 - jnp.square(found / softcap)
+            by_score = (scale * by_score).astype(q.dtype).reshape(R, K, G * B, S)
+            by_q.append(_dot("rkqs,rksa->rkqa", by_score, keys[:, :, :S]).reshape(R, K, G, B, -1))
+            by_k = by_k.at[:, :, :S].add(_dot("rkqs,rkqa->rksa", by_score, here))
+            weight = weight.astype(v.dtype).reshape(by_score.shape)
+            by_v = by_v.at[:, :, :S].add(_dot("rkqs,rkqa->rksa", weight, flat))
+        of_q = _by_token(jnp.concatenate(by_q, axis=3)).astype(q.dtype)
+        of_k, of_v = (_by_token(x[:, :, None]).astype(k.dtype) for x in (by_k, by_v))
+        return of_q, of_k, of_v, None, None
+
+    @jax.custom_vjp
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, kind: jax.Array | int) -> jax.Array:
         chex.assert_rank([q, k, v, segment], [4, 4, 4, 2])
-        here = jnp.arange(q.shape[1], dtype=jnp.int32)
-        seen = _in_window(here[None, :, None], here[None, None, :], windows, kind)  # [1, T, T]
-        seen &= segment[:, :, None] == segment[:, None, :]
-        return _softmax_mix(q, k, v, seen, scale=scale, softcap=softcap)
+        return forward(q, k, v, segment, kind)[0]
 
+    attend.defvjp(forward, backward)
     return attend
+
+
+def blocks(length: int) -> list[slice]:
+    """The blocks of queries in a row: a quarter of it each, which halves what is computed for later keys."""
+    size = min(max(-(-length // (4 * 8)) * 8, SMALLEST_BLOCK), LARGEST_BLOCK)
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def _by_head(x: jax.Array, kv_heads: int | None = None) -> jax.Array:
+    """[R, T, H, A] as [R, K, H/K, T, A]."""
+    R, T, H, A = x.shape
+    K = H if kv_heads is None else kv_heads
+    return x.reshape(R, T, K, H // K, A).transpose(0, 2, 3, 1, 4)
+
+
+def _by_token(x: jax.Array) -> jax.Array:
+    """The inverse of `_by_head`."""
+    R, K, G, T, A = x.shape
+    return x.transpose(0, 3, 1, 2, 4).reshape(R, T, K * G, A)
+
+
+def _dot(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(equation, a, b, preferred_element_type=jnp.promote_types(a.dtype, jnp.float32))
 
 
 def attend_cached(

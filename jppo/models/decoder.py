@@ -18,14 +18,15 @@ from jppo.models.attention import Attend, attend_cached, make_plain
 from jppo.models.cache import Cache, LayerCache, extend
 from jppo.models.families import ModelConfig
 from jppo.models.params import Head
+from jppo.models.product import NAME, product
 from jppo.models.rotary import Place, Places, places, rotate
 from jppo.structs import Params
 
 Remat = Literal["none", "dots", "full"]
 
 _POLICIES = {
-    # Keeps the products with weights and computes attention scores again.
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    # Keeps the products with weights, in the activations' dtype, and computes all else again.
+    "dots": jax.checkpoint_policies.save_only_these_names(NAME),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 
@@ -69,13 +70,14 @@ class Project(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         kernel = self.param("kernel", nn.initializers.normal(self.std), self.shape, self.param_dtype)
-        y = jnp.einsum(self.equation, x, kernel.astype(x.dtype))
+        y = product(self.equation, x, kernel)
         if self.bias is not None:
             y += self.param("bias", nn.initializers.zeros, self.bias, self.param_dtype)[None, None].astype(x.dtype)
         if self.has_variable(lora.COLLECTION, "a"):
             down, up = lora.equations(self.equation)
-            low = jnp.einsum(down, x, self.get_variable(lora.COLLECTION, "a").astype(x.dtype))
-            y += jnp.einsum(up, low, self.get_variable(lora.COLLECTION, "b").astype(x.dtype))
+            y += product(
+                up, product(down, x, self.get_variable(lora.COLLECTION, "a")), self.get_variable(lora.COLLECTION, "b")
+            )
         return y
 
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jppo.models.families import ModelConfig
+from jppo.models.product import product
 
 # The logit of what is no token: its probability is 0, and its share of the entropy too.
 NO_TOKEN = -1e30
@@ -98,7 +99,7 @@ def logits_of(state: State) -> jax.Array:
     """[R, T, V] logits, f32 at least: for a few positions only."""
     hidden, kernel, cfg = state
     dtype = jnp.promote_types(hidden.dtype, jnp.float32)
-    logits = jnp.einsum("rtd,vd->rtv", hidden, kernel.astype(hidden.dtype), preferred_element_type=dtype)
+    logits = product("rtd,vd->rtv", hidden, kernel, dtype)
     if cfg.logit_softcap is not None:
         logits = cfg.logit_softcap * jnp.tanh(logits / cfg.logit_softcap)
     if cfg.padded_vocab_size == cfg.vocab_size:

@@ -156,7 +156,7 @@ def test_no_other_cut_costs_less(lengths, shapes):
 
 
 def test_rows_that_are_shared_have_as_much_attention():
-    """Twelve rows' worth in a micro-batch of 16: what attention costs is spread over all of them, and so over devices."""
+    """Twelve rows' worth in a micro-batch of 16: what attention costs is spread over all of them."""
     lengths = np.random.default_rng(1).integers(10, 60, 20)
     p = plan("segments", max_length=64, max_tokens_per_row=64, tokens_per_micro=64 * 16, sequences=20, row_multiple=16)
     (rows,) = packing.pack(ragged(lengths), range(20), p)

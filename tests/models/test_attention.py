@@ -27,17 +27,48 @@ def plain(*, scale=0.5, softcap=None, windows=(None,)):
     return attention.make_plain(scale=scale, softcap=softcap, windows=windows)
 
 
+@pytest.mark.parametrize("block", [2, 5, 64])
 @pytest.mark.parametrize("softcap", [None, 0.8])
-@pytest.mark.parametrize("window", [None, 1, 2, 3, 100])
-def test_attend_is_the_loop(rng, window, softcap):
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+def test_attend_is_the_loop(rng, monkeypatch, window, softcap, block):
+    monkeypatch.setattr(attention, "SMALLEST_BLOCK", block)
+    monkeypatch.setattr(attention, "LARGEST_BLOCK", block)
     q = rng.normal(size=(2, 9, 6, 4)).astype(np.float32)
     k, v = rng.normal(size=(2, 2, 9, 2, 4)).astype(np.float32)
     segment = np.array([[1, 1, 1, 2, 3, 3, 3, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1, 1]], np.int32)
     expected = loop_attend(q, k, v, segment, scale=0.3, softcap=softcap, window=window)
     attend = plain(scale=0.3, softcap=softcap, windows=(5, window))
-    np.testing.assert_allclose(attend(q, k, v, segment, 1), expected, atol=2e-6)
+    np.testing.assert_allclose(jax.jit(attend, static_argnums=4)(q, k, v, segment, 1), expected, atol=2e-6)
     traced = jax.jit(attend)(q, k, v, segment, jnp.int32(1))
     np.testing.assert_allclose(traced, expected, atol=2e-6)
+    # The gradient along a random direction is what the loop's differences say.
+    given, *along = (rng.normal(size=x.shape) for x in (q, q, k, v))
+    near = [
+        np.sum(given * loop_attend(*(x + h * d for x, d in zip((q, k, v), along, strict=True)), segment, **how))
+        for how in [dict(scale=0.3, softcap=softcap, window=window)]
+        for h in (1e-5, -1e-5)
+    ]
+    grads = jax.jit(jax.grad(lambda q, k, v: jnp.sum(given * attend(q, k, v, segment, 1)), (0, 1, 2)))(q, k, v)
+    found = sum(np.sum(g.astype(np.float64) * d) for g, d in zip(map(np.asarray, grads), along, strict=True))
+    assert found == pytest.approx((near[0] - near[1]) / 2e-5, rel=1e-4, abs=1e-4)
+
+
+def test_blocks_are_all_of_the_row():
+    for length in (1, 63, 64, 65, 200, 4095, 9000):
+        found = attention.blocks(length)
+        assert [i for b in found for i in range(b.start, b.stop)] == list(range(length))
+        assert max(b.stop - b.start for b in found) <= max(64, min(1024, length / 4 + 8))
+
+
+def test_backwards_it_holds_the_scores_of_one_block():
+    """What is kept from the forward pass does not grow with the square of the row."""
+
+    def kept(length):
+        q, k = jnp.ones((1, length, 2, 4)), jnp.ones((1, length, 1, 4))
+        _, pull = jax.vjp(lambda q, k: plain()(q, k, k, jnp.ones((1, length), jnp.int32), 0), q, k)
+        return sum(x.nbytes for x in jax.tree.leaves(pull))
+
+    assert kept(512) < 2.5 * kept(256)
 
 
 @pytest.mark.parametrize("window", [None, 3])

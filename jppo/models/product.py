@@ -1,0 +1,50 @@
+"""Products of activations with parameters, for any dtype of either: `product`.
+
+Autodiff alone would multiply a bfloat16 operand with an f32 cotangent, which XLA does in f32 at a fraction of the
+speed, and would round a parameter's gradient to the activations' dtype before it is summed.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+NAME = "product"  # by which a remat policy keeps what comes out
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
+def _product(equation: str, x: jax.Array, kernel: jax.Array, dtype: Any) -> jax.Array:
+    return _einsum(equation, x, kernel.astype(x.dtype), dtype)
+
+
+def product(equation: str, x: jax.Array, kernel: jax.Array, dtype: Any = None) -> jax.Array:
+    """einsum of x and the kernel, which is cast to x's dtype, in `dtype`, or that of x where it is None.
+
+    Backwards the cotangent is cast to x's dtype too, and the kernel's gradient is summed in f32 and comes in its own.
+    """
+    return checkpoint_name(_product(equation, x, kernel, x.dtype if dtype is None else dtype), NAME)
+
+
+def _forward(equation: str, x: jax.Array, kernel: jax.Array, dtype: Any) -> tuple[jax.Array, Any]:
+    return _product(equation, x, kernel, dtype), (x, kernel)
+
+
+def _backward(equation: str, dtype: Any, held: Any, given: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, kernel = held
+    inputs, out = equation.split("->")
+    left, right = inputs.split(",")
+    given = given.astype(x.dtype)
+    by_x = _einsum(f"{out},{right}->{left}", given, kernel.astype(x.dtype), x.dtype)
+    return by_x, _einsum(f"{left},{out}->{right}", x, given, kernel.dtype)
+
+
+_product.defvjp(_forward, _backward)
+
+
+def _einsum(equation: str, a: jax.Array, b: jax.Array, dtype: Any) -> jax.Array:
+    # XLA's CPU backend has products of bfloat16 for f32 results only. An accelerator sums in f32 whatever comes out.
+    cpu = jax.default_backend() == "cpu"
+    wide = jnp.promote_types(a.dtype, jnp.float32) if cpu else dtype
+    return jnp.einsum(equation, a, b, preferred_element_type=wide).astype(dtype)
