@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
+from jppo.assemble import host
 from jppo.assemble.inputs import Inputs, critic_path
 from jppo.assemble.recipe import make_recipe
 from jppo.learner import optim, packing, ppo, sharding, state, update
@@ -60,7 +61,9 @@ class Learner:
 
 
 def make_mesh(c: ConfigDict) -> Any:
-    """The devices, as the config lays them out."""
+    """The devices, as the config lays them out, on a machine that is ready for them."""
+    host.keep_programs(c.trainer.compile_cache)
+    host.keep_memory()
     shape = sharding.mesh_shape(len(jax.devices()), data=c.mesh.data, fsdp=c.mesh.fsdp, tensor=c.mesh.tensor)
     if c.model.compute_dtype == "float32" and jax.default_backend() != "cpu":
         # By default a float32 product is TF32 on GPUs and bfloat16 on TPUs: not what the sampler computes.

@@ -242,6 +242,7 @@ def default() -> ml_collections.ConfigDict:
     config.trainer = c(
         dict(
             run_dir="runs/run",
+            compile_cache="~/.cache/jppo",  # programs that XLA compiled, for later runs; '': none are kept
             logger="console,jsonl,tensorboard",  # where metrics go, separated by commas; also wandb, mlflow
             project_name="jppo",  # in wandb and mlflow
             experiment_name="",  # in wandb and mlflow; '': the name of run_dir
@@ -283,6 +284,9 @@ def sft_default() -> ml_collections.ConfigDict:
     config.optim = c({k: ppo.actor[k] for k in optim})
     logged = ("logger", "project_name", "experiment_name")
     config.trainer = c(
-        {k: ppo.trainer[k] for k in ("run_dir", *logged, "seed", "total_epochs", "total_training_steps")}
+        {
+            k: ppo.trainer[k]
+            for k in ("run_dir", "compile_cache", *logged, "seed", "total_epochs", "total_training_steps")
+        }
     )
     return config.lock()

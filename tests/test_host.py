@@ -1,0 +1,65 @@
+"""What is asked of the machine: programs that a second process finds, memory that is not given back."""
+
+import subprocess
+import sys
+
+import pytest
+
+COMPILE = """
+import jax, jax.numpy as jnp
+from jppo.assemble import host
+host.keep_programs({folder!r})
+found = []
+jax.monitoring.register_event_listener(lambda event, **_: found.append(event))
+jax.jit(lambda x: jax.lax.fori_loop(0, 9, lambda i, y: jnp.sin(y @ y), x))(jnp.ones((64, 64)))
+print(found.count("/jax/compilation_cache/cache_hits"))
+"""
+
+FAULTS = """
+import resource
+import numpy as np
+from jppo.assemble import host
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(4):
+        np.empty(2**25, np.uint8).fill(1)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+before, said, after = faults(), host.keep_memory(), (faults(), faults())[1]
+print(before, said, after)
+"""
+
+
+def run(code, **env):
+    base = {"PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", code], env=base | env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_a_second_process_finds_what_the_first_compiled(tmp_path):
+    folder = tmp_path / "kept"
+    code = COMPILE.format(folder=str(folder)).replace("found = []", "found = []; QUICK")
+    quick = "jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)"
+    assert run(code.replace("QUICK", quick)) == ["0"]
+    assert any(folder.iterdir())
+    assert int(run(code.replace("QUICK", quick))[0]) >= 1
+
+
+def test_the_environment_names_another_folder_and_nothing_is_kept_in_none(tmp_path):
+    show = (
+        "import jax; from jppo.assemble import host; host.keep_programs({!r});"
+        " print(jax.config.jax_compilation_cache_dir)"
+    )
+    assert run(show.format("mine"), JAX_COMPILATION_CACHE_DIR="theirs") == ["theirs"]
+    assert run(show.format("")) == ["None"]
+    assert run(show.format("~/mine"), HOME="/home/me") == ["/home/me/mine"]
+
+
+def test_memory_that_is_given_back_stays():
+    """Four times 32 MiB, whose pages the system would have to clear anew each time."""
+    before, said, after = run(FAULTS)
+    if said == "False":
+        pytest.skip("the memory of this system is not glibc's")
+    assert int(before) > 60 and int(after) < int(before) / 20  # huge pages are 16 of each 32 MiB
