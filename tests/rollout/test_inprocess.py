@@ -56,11 +56,11 @@ def engine_of(cfg, mesh, rows, ends=ENDS, cut=False):
     settings = InprocessSettings(
         cfg=cfg,
         rows=rows,
-        row_multiple=sharding.row_multiple(mesh),
+        row_multiple=sharding.whole_row_multiple(mesh),
         max_prompt_length=PROMPT,
         max_model_len=LONGEST,
         dtype="float32",
-        by_row=sharding.rows_sharding(mesh),
+        by_row=sharding.whole_rows_sharding(mesh),
         of_cache=sharding.cache_sharding(mesh, cfg.num_kv_heads),
         cut=cut,
     )
@@ -341,7 +341,7 @@ def test_no_later_call_compiles(made):
 
 def test_long_prompts_have_a_few_shapes():
     cfg, mesh, _ = model_of(NAME)
-    rows = sharding.rows_sharding(mesh)
+    rows = sharding.whole_rows_sharding(mesh)
 
     def shapes(longest, rows_at_once, multiple=1):
         return InprocessSettings(
