@@ -4,8 +4,16 @@ import math
 
 from jax.sharding import Mesh
 
+from jppo.assemble.inputs import Inputs
 from jppo.config import UserError
 from jppo.models.families import ModelConfig
+
+
+def require_models_fit(inputs: Inputs, mesh: Mesh) -> None:
+    """`require_fit` for every model that a run trains or measures against, before a server is started."""
+    for cfg in (inputs.policy, inputs.critic, inputs.reference):
+        if cfg is not None:
+            require_fit(cfg, mesh)
 
 
 def require_fit(cfg: ModelConfig, mesh: Mesh) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from jppo.assemble.inputs import Inputs, critic_path
 from jppo.assemble.fit import require_fit
+from jppo.assemble.inputs import Inputs, critic_path
 from jppo.assemble.recipe import make_recipe
 from jppo.learner import optim, packing, ppo, sharding, state, update
 from jppo.models import fused, spread

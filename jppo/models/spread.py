@@ -1,7 +1,7 @@
 """Attention on a mesh. Everywhere else a device has some positions of a row, and attention needs all of them.
 
-For it positions are exchanged for heads, and back afterwards (Ulysses, Jacobs et al., arXiv:2309.14509): a device has all
-positions of its share of the heads. Heads are spread over `tensor` already, so that the exchange goes on within it.
+For it positions are exchanged for heads, and back afterwards (Ulysses, Jacobs et al., arXiv:2309.14509): a device has
+all positions of its share of the heads. What `tensor` has spread already it goes on to divide.
 """
 
 import dataclasses
@@ -48,9 +48,7 @@ def exchanged(attend: Attend, mesh: Mesh) -> Attend:
     def keep(x: jax.Array, *spec: str | tuple[str, ...] | None) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(ROWS, *spec)))
 
-    def over_mesh(
-        q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, kind: jax.Array | int
-    ) -> jax.Array:
+    def over_mesh(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, kind: jax.Array | int) -> jax.Array:
         H = q.shape[2]
         if H % parts:  # whoever reads settings refuses it
             return attend(q, k, v, segment, kind)

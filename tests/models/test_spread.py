@@ -94,7 +94,7 @@ def test_q_k_v_and_what_comes_of_them_are_all_that_is_exchanged(scan_layers):
         assert {math.prod(shape) for shape in exchanged} == {2 * T * 12 // 4}  # rows, positions and width of one head
         # The rest of what moves between devices is a kernel's [D, heads, A], or a segment's number for each position.
         others = {shape for shape, kind in attention if kind != "all-to-all"}
-        assert others and all(len(shape) == 3 and T not in shape or shape == (2, T) for shape in others)
+        assert others and all((len(shape) == 3 and T not in shape) or shape == (2, T) for shape in others)
 
 
 def test_keys_are_repeated_no_more_than_is_needed():
