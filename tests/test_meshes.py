@@ -34,8 +34,8 @@ def test_what_divides_fits(sizes):
         (dict(tensor=2, sequence=4), {}, "mesh.sequence=4 must divide the 2 attention heads of the qwen2 model that are"
          " left by mesh.tensor=2; 1, 2 would"),
         (dict(fsdp=3), {}, "mesh.fsdp=3 must divide the width of 128 of the qwen2 model; 1, 2, 4, 8, 16, 32, 64 would"),
-        (dict(fsdp=2, sequence=4), dict(hidden_size=12), "mesh.fsdp=2 times mesh.sequence=4 must divide the width of 12 of"
-         " the qwen2 model; 1, 2, 3, 4, 6, 12 would"),
+        (dict(fsdp=2, sequence=4), dict(hidden_size=12), "mesh.fsdp=2 times mesh.sequence=4 must divide the width of 12"
+         " of the qwen2 model; 1, 2, 3, 4, 6, 12 would"),
     ],
 )  # fmt: skip
 def test_what_does_not_is_refused_with_what_would(sizes, changes, said):

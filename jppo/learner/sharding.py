@@ -47,7 +47,7 @@ def mesh_shape(devices: int, *, data: int, fsdp: int, tensor: int, sequence: int
 
 
 def make_mesh(shape: tuple[int, ...]) -> Mesh:
-    """A mesh by the sizes of AXES, the last ones 1 where left out; XLA places what the shardings of inputs leave open."""
+    """A mesh by the sizes of AXES, the last 1 where left out; XLA places what the shardings of inputs leave open."""
     sizes = dict.fromkeys(AXES, 1) | dict(zip(AXES, shape, strict=False))
     near = tuple(sizes[axis] for axis in _NEAR_LAST)
     return jax.make_mesh(near, _NEAR_LAST, axis_types=(AxisType.Auto,) * len(AXES))
