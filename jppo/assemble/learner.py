@@ -62,7 +62,9 @@ class Learner:
 
 def make_mesh(c: ConfigDict) -> Any:
     """The devices, as the config lays them out."""
-    shape = sharding.mesh_shape(len(jax.devices()), **c.mesh)
+    shape = sharding.mesh_shape(
+        len(jax.devices()), data=c.mesh.data, fsdp=c.mesh.fsdp, tensor=c.mesh.tensor, sequence=c.mesh.sequence
+    )
     if c.model.compute_dtype == "float32" and jax.default_backend() != "cpu":
         # By default a float32 product is TF32 on GPUs and bfloat16 on TPUs: not what the sampler computes.
         jax.config.update("jax_default_matmul_precision", "highest")
