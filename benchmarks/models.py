@@ -159,6 +159,7 @@ def make_logprob(c: ConfigDict, cfg: ModelConfig, mesh: Any) -> score.LogProb:
         temperature=c.rollout.temperature,
         chunk_tokens=assemble.chunk_tokens(c, cfg),
         with_entropy=False,
+        mesh=mesh,
     )
 
 

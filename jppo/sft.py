@@ -65,6 +65,7 @@ def prepare(c: ConfigDict) -> Task:
         temperature=1.0,
         chunk_tokens=assemble.chunk_tokens(c, cfg),
         with_entropy=False,
+        mesh=mesh,
     )
     return Task(
         demonstrations=found.demonstrations,

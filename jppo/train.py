@@ -72,6 +72,7 @@ def train(config: ConfigDict) -> None:
         if inputs.agent is not None:
             stack.callback(inputs.agent.close)
         mesh = assemble.make_mesh(c)
+        assemble.require_models_fit(inputs, mesh)
         panel = assemble.make_panel(c, inputs, mesh)
         stack.callback(panel.close)
         why = assemble.attention_kernel(c, inputs.policy)[1]  # one that cannot be is refused before a server starts

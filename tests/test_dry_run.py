@@ -22,7 +22,14 @@ def held(tree):
     return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
 
 
-@pytest.mark.parametrize("changes", [{}, {"model.lora_rank": 2, "algorithm.use_kl_in_reward": True}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"model.lora_rank": 2, "algorithm.use_kl_in_reward": True},
+        {"mesh.data": 1, "mesh.sequence": 2, "model.lora_rank": 2, "critic.lora_rank": 0},
+    ],
+)
 def test_parts_are_the_arrays_of_a_run(small_run, quick_compilation, changes):
     c = small_run
     c.update_from_flattened_dict({"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, **changes})

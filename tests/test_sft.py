@@ -23,7 +23,7 @@ def test_the_loss_falls_and_the_model_is_written(tmp_path):
     config.data.max_prompt_length = 6
     config.data.max_response_length = 4
     config.data.row_lengths = 1
-    config.optim.lr = 3e-3
+    config.optim.lr, config.mesh.sequence = 3e-3, 2
     config.trainer.run_dir = str(tmp_path / "run")
     config.trainer.total_training_steps = 30
     settings.check(config)

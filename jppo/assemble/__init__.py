@@ -15,6 +15,7 @@ from jppo.assemble.engine import (
     share_gpu,
     val_sampling,
 )
+from jppo.assemble.fit import require_models_fit
 from jppo.assemble.forewarn import describe_sampling, forewarn
 from jppo.assemble.inputs import (
     Inputs,
@@ -86,6 +87,7 @@ __all__ = [
     "read_test",
     "read_tokenizer",
     "require_loggers",
+    "require_models_fit",
     "resume",
     "sampling",
     "save",

@@ -130,7 +130,7 @@ def inprocess_settings(c: ConfigDict, mesh: Mesh) -> InprocessSettings:
     """How much that engine does at once, and where it lies."""
     r = c.rollout
     _, cfg = hf.read_config(c.model.path)
-    longest, share = c.data.max_prompt_length + c.data.max_response_length, sharding.row_multiple(mesh)
+    longest, share = c.data.max_prompt_length + c.data.max_response_length, sharding.whole_row_multiple(mesh)
     rows = min(r.max_num_seqs, -(-sequences_of_step(c) // share) * share)
     if jax.default_backend() == "cpu":
         rows = min(rows, r.kv_cache_memory_bytes // cache.row_bytes(cfg, length=longest, dtype=r.dtype))
@@ -147,7 +147,7 @@ def inprocess_settings(c: ConfigDict, mesh: Mesh) -> InprocessSettings:
         max_prompt_length=longest - 1 if r.multi_turn.enable else c.data.max_prompt_length,  # of what is read at once
         max_model_len=longest,
         dtype=r.dtype,
-        by_row=sharding.rows_sharding(mesh),
+        by_row=sharding.whole_rows_sharding(mesh),
         of_cache=sharding.cache_sharding(mesh, cfg.num_kv_heads),
         cut=bool(settings.cuts(r) or settings.cuts(r.val_kwargs)),
     )

@@ -7,10 +7,11 @@ import jax
 from ml_collections import ConfigDict
 
 from jppo.assemble import host
+from jppo.assemble.fit import require_fit
 from jppo.assemble.inputs import Inputs, critic_path
 from jppo.assemble.recipe import make_recipe
 from jppo.learner import optim, packing, ppo, sharding, state, update
-from jppo.models import fused
+from jppo.models import fused, spread
 from jppo.models.decoder import Decoder, attention_settings
 from jppo.models.families import ModelConfig, pad_vocab
 from jppo.models.lora import Base, Lora, Weights
@@ -64,7 +65,9 @@ def make_mesh(c: ConfigDict) -> Any:
     """The devices, as the config lays them out, on a machine that is ready for them."""
     host.keep_programs(c.trainer.compile_cache)
     host.keep_memory()
-    shape = sharding.mesh_shape(len(jax.devices()), data=c.mesh.data, fsdp=c.mesh.fsdp, tensor=c.mesh.tensor)
+    shape = sharding.mesh_shape(
+        len(jax.devices()), data=c.mesh.data, fsdp=c.mesh.fsdp, tensor=c.mesh.tensor, sequence=c.mesh.sequence
+    )
     if c.model.compute_dtype == "float32" and jax.default_backend() != "cpu":
         # By default a float32 product is TF32 on GPUs and bfloat16 on TPUs: not what the sampler computes.
         jax.config.update("jax_default_matmul_precision", "highest")
@@ -85,10 +88,11 @@ def attention_kernel(c: ConfigDict, cfg: ModelConfig) -> tuple[str, str | None, 
 
 def make_decoder(c: ConfigDict, cfg: ModelConfig, mesh: Any) -> Decoder:
     """The transformer of `cfg`, its activations spread over the mesh as the rows are."""
+    require_fit(cfg, mesh)
     kernel, _, needs = attention_kernel(c, cfg)
     return Decoder(
         cfg,
-        attend=fused.make(kernel, needs, mesh=mesh),
+        attend=spread.exchanged(fused.make(kernel, needs, mesh=mesh), mesh),
         dtype=c.model.compute_dtype,
         param_dtype=c.model.param_dtype,
         scan_layers=c.model.scan_layers,
@@ -111,16 +115,17 @@ def packing_kind(c: ConfigDict) -> str:
 
 def make_plan(c: ConfigDict, mesh: Any, *, tokens_per_device: int, sequences: int) -> packing.Plan:
     """The shapes of rows that the run will see."""
-    multiple = sharding.row_multiple(mesh)
+    multiple, length_multiple = sharding.row_multiple(mesh), sharding.length_multiple(mesh)
     longest = c.data.max_prompt_length + c.data.max_response_length
     return packing.make_plan(
         packing_kind(c),
         max_length=longest,
         row_lengths=c.data.row_lengths,
         max_tokens_per_row=longest if c.data.max_tokens_per_row == -1 else c.data.max_tokens_per_row,
-        tokens_per_micro=tokens_per_device * multiple,
+        tokens_per_micro=tokens_per_device * multiple * length_multiple,
         sequences=sequences,
         row_multiple=multiple,
+        length_multiple=length_multiple,
     )
 
 
@@ -182,6 +187,7 @@ def make_passes(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[ppo.Recipe, p
         temperature=c.rollout.temperature,
         chunk_tokens=chunk_tokens(c, policy[1]),
         sequences=sequences_of_step(c),
+        mesh=mesh,
     )
     return recipe, passes
 

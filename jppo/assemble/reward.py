@@ -10,7 +10,7 @@ from jppo.assemble.inputs import Inputs
 from jppo.config import UserError
 from jppo.data.tokenizer import load_tokenizer
 from jppo.learner import sharding, state
-from jppo.models import fused, hf
+from jppo.models import fused, hf, spread
 from jppo.models.decoder import attention_settings
 from jppo.rewards.compose import Panel, parse_weights
 from jppo.rewards.conversation import ConversationPart
@@ -131,8 +131,8 @@ def _by_jax(c: ConfigDict, what: Classifier, mesh: jax.sharding.Mesh, log: pathl
         max_length=m.max_length,
         dtype=m.dtype,
         shardings=state.weights(cfg, mesh, head="value", param_dtype=m.dtype).shardings,
-        rows=sharding.rows_sharding(mesh),
-        attend=fused.make(kernel, needs, mesh=mesh),
+        rows=sharding.whole_rows_sharding(mesh),
+        attend=fused.make(kernel, needs, mesh=mesh, split=spread.WHOLE),
     )
 
 

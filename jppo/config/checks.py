@@ -326,13 +326,16 @@ def _check_lengths(config: ml_collections.ConfigDict) -> None:
     section = "actor" if "actor" in config else "optim"
     longest = config.data.max_prompt_length + config.data.max_response_length
     micro, row = f"{section}.max_tokens_per_device", "data.max_tokens_per_row"
-    for name in (row, micro):
-        if (value := _get(config, name)) < longest and not (name == row and value == -1):
+    # So many devices have a row together; where they are those that are left, none is looked at yet.
+    share = {-1: longest}.get(config.mesh.sequence, max(1, config.mesh.sequence))
+    for name, parts in ((row, 1), (micro, share)):
+        if (value := _get(config, name)) * parts < longest and not (name == row and value == -1):
+            shared = f", on mesh.sequence={parts} devices each" if 1 < parts < longest else ""
             raise UserError(
                 f"{name}={value} must hold a prompt and a response, data.max_prompt_length"
-                f"+data.max_response_length={longest}; try {longest}"
+                f"+data.max_response_length={longest}{shared}; try {-(-longest // parts)}"
             )
-    if _get(config, micro) < _get(config, row):
+    if _get(config, micro) * share < _get(config, row):
         raise UserError(f"{micro}={_get(config, micro)} must hold a row, {row}={_get(config, row)}; raise the one")
 
 

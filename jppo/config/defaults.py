@@ -265,7 +265,7 @@ def default() -> ml_collections.ConfigDict:
             profile_steps="",  # '3', '3,5' or '2-4': steps of which JAX's profiler writes a trace; '': none
         )
     )
-    config.mesh = c(dict(data=-1, fsdp=1, tensor=1))  # -1 takes the devices that are left
+    config.mesh = c(dict(data=-1, fsdp=1, tensor=1, sequence=1))  # -1 takes the devices that are left
     return config.lock()
 
 

@@ -40,12 +40,14 @@ def make_plan(
     tokens_per_micro: int,
     sequences: int,
     row_multiple: int,
+    length_multiple: int = 1,
 ) -> Plan:
     """The plan for mini-batches of `sequences` trajectories of up to `max_length` tokens.
 
     kind is 'segments' (rows of `max_tokens_per_row`, shared), 'buckets' (`row_lengths` lengths, evenly spaced, one
     trajectory a row) or 'none' (one length, one trajectory a row). Row counts are multiples of `row_multiple`, the
-    number of devices that share the rows.
+    number of devices that share the rows, lengths are rounded up to multiples of `length_multiple`, of those that share
+    a row's positions.
     """
     entries = max_length - 1
     grain = 64 if entries >= 512 else 8 if entries >= 64 else 1
@@ -54,6 +56,7 @@ def make_plan(
     else:
         steps = 1 if kind == "none" else row_lengths
         lengths = sorted({_up(math.ceil(entries * i / steps), grain) for i in range(1, steps + 1)})
+    lengths = sorted({_up(length, length_multiple) for length in lengths})
     counts = []
     for length in lengths:
         full = max(1, tokens_per_micro // (length * row_multiple)) * row_multiple

@@ -66,19 +66,25 @@ class Passes:
     critic: Callable[..., tuple[update.Carry, dict[str, Array]]] | None
 
 
-def make_passes(models: Models, recipe: Recipe, *, temperature: float, chunk_tokens: int, sequences: int) -> Passes:
+def make_passes(
+    models: Models, recipe: Recipe, *, temperature: float, chunk_tokens: int, sequences: int, mesh: Mesh | None = None
+) -> Passes:
     """Closes the pure functions over models and numbers; `sequences` is how many trajectories a step has."""
     r = recipe
+    heads = dict[str, Any](temperature=temperature, chunk_tokens=chunk_tokens, mesh=mesh)
+    together = sharding.join_positions(mesh)
 
     def logprob(model: Model, with_entropy: bool) -> score.LogProb:
-        return score.make_logprob(*model, temperature=temperature, chunk_tokens=chunk_tokens, with_entropy=with_entropy)
+        return score.make_logprob(*model, **heads, with_entropy=with_entropy)
+
+    def along(fn: Callable[..., Any]) -> Any:
+        """What walks along rows, compiled."""
+        return jax.jit(functools.wraps(fn)(lambda *args: fn(*together(args))))
 
     reference = exact = None
     if models.reference is not None:
         if r.kl_penalty in kl.EXACT or r.kl_loss_type in kl.EXACT:
-            exact = score.make_exact(
-                models.policy, models.reference, temperature=temperature, chunk_tokens=chunk_tokens
-            )
+            exact = score.make_exact(models.policy, models.reference, **heads)
         reference = score.make_reference(r.kl_penalty, r.kl_loss_type, logprob(models.reference, False), exact)
     # Without a pass for the old log-probs the update is where the entropy is seen.
     with_entropy = r.entropy_coeff != 0.0 or (r.bypass and r.entropy_metric)
@@ -102,14 +108,14 @@ def make_passes(models: Models, recipe: Recipe, *, temperature: float, chunk_tok
     return Passes(
         logprob=jax.jit(logprob(models.policy, with_entropy=r.entropy_metric)),
         entropy=jax.jit(lambda rows, entropy: masked.masked_sum(entropy, rows.mask)),
-        gap=jax.jit(correct.make_gap()),
+        gap=along(correct.make_gap()),
         reference=None if reference is None else jax.jit(reference),
         value=None if value is None else jax.jit(value),
-        correct=None if r.correction is None else jax.jit(correct.make_correct(r.correction)),
+        correct=None if r.correction is None else along(correct.make_correct(r.correction)),
         normalized=jax.jit(correction.normalized),
-        reward=jax.jit(estimate.make_reward(sequences)),
+        reward=along(estimate.make_reward(sequences)),
         sequences=None if e.sequences is None else jax.jit(e.sequences),
-        tokens=jax.jit(estimate.make_tokens(e)),
+        tokens=along(estimate.make_tokens(e)),
         finish=jax.jit(functools.partial(estimate.finish, whiten=e.whiten)),
         actor=update.make_accumulate(actor),
         critic=critic,

@@ -5,8 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jppo.algorithms import kl
+from jppo.learner.sharding import fold_positions
 from jppo.models import decoder, heads, lora
 from jppo.models.families import ModelConfig
 from jppo.models.lora import Weights
@@ -27,17 +29,28 @@ def _state(model: tuple[Any, ModelConfig], params: Weights, rows: Rows) -> heads
     return hidden, decoder.head_kernel(variables["params"], model[1]), model[1]
 
 
-def make_logprob(model: Any, cfg: ModelConfig, *, temperature: float, chunk_tokens: int, with_entropy: bool) -> LogProb:
+def make_logprob(
+    model: Any,
+    cfg: ModelConfig,
+    *,
+    temperature: float,
+    chunk_tokens: int,
+    with_entropy: bool,
+    mesh: Mesh | None = None,
+) -> LogProb:
     """log π(target) and the entropy of π at each entry, at the temperature of sampling. Differentiable."""
+    fold, unfold = fold_positions(mesh)
 
     def logprob(params: Weights, rows: Rows) -> tuple[Array, Array]:
-        return heads.logprob_entropy(
-            _state((model, cfg), params, rows),
-            jnp.asarray(rows.targets),
+        hidden, kernel, _ = _state((model, cfg), params, rows)
+        found = heads.logprob_entropy(
+            (fold(hidden), kernel, cfg),
+            fold(jnp.asarray(rows.targets)),
             temperature=temperature,
             chunk_tokens=chunk_tokens,
             with_entropy=with_entropy,
         )
+        return unfold(found[0]), unfold(found[1])
 
     return logprob
 
@@ -54,9 +67,15 @@ def make_value(model: Any) -> Value:
 
 
 def make_exact(
-    policy: tuple[Any, ModelConfig], reference: tuple[Any, ModelConfig], *, temperature: float, chunk_tokens: int
+    policy: tuple[Any, ModelConfig],
+    reference: tuple[Any, ModelConfig],
+    *,
+    temperature: float,
+    chunk_tokens: int,
+    mesh: Mesh | None = None,
 ) -> Exact:
     """Both models in one pass, and KL(π ‖ π_ref) over the whole vocabulary, a chunk of tokens at a time."""
+    fold, unfold = fold_positions(mesh)
 
     def exact(params: Weights, ref_params: Weights, rows: Rows) -> tuple[Array, Array, Array, Array]:
         def body(targets: jax.Array, logits: jax.Array, ref_logits: jax.Array) -> tuple[Array, ...]:
@@ -64,8 +83,10 @@ def make_exact(
             return logp, heads.entropy_of(logits), ref_logp, kl.full(logits, ref_logits)
 
         states = [_state(policy, params, rows), _state(reference, jax.lax.stop_gradient(ref_params), rows)]
-        targets = jnp.asarray(rows.targets)
-        return heads.by_logits(body, states, targets, temperature=temperature, chunk_tokens=chunk_tokens)
+        folded = [(fold(hidden), kernel, cfg) for hidden, kernel, cfg in states]
+        targets = fold(jnp.asarray(rows.targets))
+        found = heads.by_logits(body, folded, targets, temperature=temperature, chunk_tokens=chunk_tokens)
+        return jax.tree.map(unfold, found)
 
     return exact
 

@@ -1,60 +1,89 @@
 """The mesh, and the one table of rules from logical axes to mesh axes."""
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jppo.config import UserError
+from jppo.models.spread import POSITIONS, WHOLE
+from jppo.models.spread import ROWS as ROW_AXES
 from jppo.structs import Params, Rows
 
-AXES = ("data", "fsdp", "tensor")
-ROWS = PartitionSpec(("data", "fsdp"))  # the batch
+AXES = ("data", "fsdp", "tensor", "sequence")
+_NEAR_LAST = ("data", "fsdp", "sequence", "tensor")  # devices beside each other are those that exchange most
+ROWS = PartitionSpec(ROW_AXES, POSITIONS)  # the batch [R, T, ...]
+WHOLE_ROWS = PartitionSpec(WHOLE.rows)  # rows whose positions stay together
 
-# Logical axis of a parameter -> mesh axis. An axis that a dimension doesn't divide by leaves it whole.
-RULES = {
-    "vocab": "tensor",
-    "embed": "fsdp",
-    "heads": "tensor",
-    "kv_heads": "tensor",
-    "mlp": "tensor",
-    "layers": None,
-    "norm": None,
-    None: None,
+# Logical axis of a parameter -> mesh axes. An axis that a dimension doesn't divide by leaves it whole.
+RULES: dict[str | None, tuple[str, ...]] = {
+    "vocab": ("tensor",),
+    "embed": ("fsdp", "sequence"),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "mlp": ("tensor",),
+    "layers": (),
+    "norm": (),
+    None: (),
 }
 
 
-def mesh_shape(devices: int, *, data: int, fsdp: int, tensor: int) -> tuple[int, int, int]:
+def mesh_shape(devices: int, *, data: int, fsdp: int, tensor: int, sequence: int = 1) -> tuple[int, int, int, int]:
     """The sizes of the axes, one of which may be -1: all that is left. UserError where they do not fit."""
-    sizes = [data, fsdp, tensor]
-    said = f"mesh.data={data} mesh.fsdp={fsdp} mesh.tensor={tensor}"
+    sizes = [data, fsdp, tensor, sequence]
+    said = " ".join(f"mesh.{axis}={size}" for axis, size in zip(AXES, sizes, strict=True))
     if sizes.count(-1) > 1 or any(s == 0 or s < -1 for s in sizes):
         raise UserError(f"{said}: sizes must be 1 or more, and one of them may be -1; try mesh.data=-1")
     known = int(np.prod([s for s in sizes if s > 0]))
     filled = [devices // known if s == -1 else s for s in sizes]
     if int(np.prod(filled)) != devices:
         raise UserError(f"{said}: their product must be the {devices} devices there are; try mesh.data=-1")
-    return filled[0], filled[1], filled[2]
+    return filled[0], filled[1], filled[2], filled[3]
 
 
-def make_mesh(shape: tuple[int, int, int]) -> Mesh:
-    """A mesh of all devices, with XLA placing what the shardings of inputs leave open."""
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+def make_mesh(shape: tuple[int, ...]) -> Mesh:
+    """A mesh by the sizes of AXES, the last 1 where left out; XLA places what the shardings of inputs leave open."""
+    sizes = dict.fromkeys(AXES, 1) | dict(zip(AXES, shape, strict=False))
+    near = tuple(sizes[axis] for axis in _NEAR_LAST)
+    return jax.make_mesh(near, _NEAR_LAST, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def row_multiple(mesh: Mesh) -> int:
-    """Row counts must be multiples of it."""
-    return mesh.shape["data"] * mesh.shape["fsdp"]
+    """Row counts of a batch must be multiples of it."""
+    return _parts(mesh, ROW_AXES)
+
+
+def length_multiple(mesh: Mesh) -> int:
+    """Row lengths of a batch must be multiples of it."""
+    return mesh.shape[POSITIONS]
+
+
+def whole_row_multiple(mesh: Mesh) -> int:
+    """Row counts where positions stay together must be multiples of it."""
+    return _parts(mesh, WHOLE.rows)
+
+
+def _dividing(mesh: Mesh, axes: tuple[str, ...], size: int) -> tuple[str, ...] | None:
+    """The axes, without the last ones if they are too many for the size; None where none is left."""
+    while axes and size % _parts(mesh, axes):
+        axes = axes[:-1]
+    return axes or None
+
+
+def _parts(mesh: Mesh, axes: tuple[str, ...]) -> int:
+    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def param_shardings(mesh: Mesh, axes: Params, shapes: Params) -> Params:
     """A NamedSharding for each parameter, from its logical axes (a tuple of names) by RULES."""
 
     def sharding(names: tuple[str | None, ...], leaf: Any) -> NamedSharding:
-        rules = [RULES[name] for name in names]
-        spec = [r if r and d % mesh.shape[r] == 0 else None for r, d in zip(rules, leaf.shape, strict=True)]
+        spec = [_dividing(mesh, RULES[name], size) for name, size in zip(names, leaf.shape, strict=True)]
         return NamedSharding(mesh, PartitionSpec(*spec))
 
     return jax.tree.map(sharding, axes, shapes, is_leaf=lambda x: isinstance(x, tuple))
@@ -73,14 +102,18 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def rows_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows are spread over data and fsdp."""
+    """Rows [R, T, ...] are spread over data and fsdp, their positions over sequence."""
     return NamedSharding(mesh, ROWS)
+
+
+def whole_rows_sharding(mesh: Mesh) -> NamedSharding:
+    """Rows [R, ...] that no device has a part of only are spread over sequence, too."""
+    return NamedSharding(mesh, WHOLE_ROWS)
 
 
 def cache_sharding(mesh: Mesh, kv_heads: int) -> NamedSharding:
     """Keys and values [R, T, K, A] lie where their rows are, and their heads where those of the parameters are."""
-    axis = RULES["kv_heads"]
-    return NamedSharding(mesh, PartitionSpec(*ROWS, None, axis if axis and kv_heads % mesh.shape[axis] == 0 else None))
+    return NamedSharding(mesh, PartitionSpec(*WHOLE_ROWS, None, _dividing(mesh, RULES["kv_heads"], kv_heads)))
 
 
 def put_rows(rows: Rows, mesh: Mesh) -> Rows:
@@ -88,7 +121,38 @@ def put_rows(rows: Rows, mesh: Mesh) -> Rows:
     return jax.device_put(rows, rows_sharding(mesh))
 
 
-def constrain_to_rows(mesh: Mesh) -> Any:
+def constrain_to_rows(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
     """The function that keeps activations [R, T, D] spread as the rows are."""
     sharding = rows_sharding(mesh)
     return lambda x: jax.lax.with_sharding_constraint(x, sharding)
+
+
+def join_positions(mesh: Mesh | None) -> Callable[[Any], Any]:
+    """The function that puts the positions of each [R, T] together, for what walks along them."""
+    if mesh is None or mesh.shape[POSITIONS] == 1:
+        return lambda tree: tree
+    rows = NamedSharding(mesh, PartitionSpec(ROW_AXES))
+    return lambda tree: jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, rows) if x.ndim == 2 else x, tree)
+
+
+def fold_positions(mesh: Mesh | None) -> tuple[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]]:
+    """[R, T, ...] as rows of what one device has of each, [sR, T/s, ...], and back: nothing moves.
+
+    For what goes through T in chunks and asks of a position nothing but its own: every device then has a part of each.
+    """
+    if mesh is None or mesh.shape[POSITIONS] == 1:
+        return (lambda x: x), (lambda x: x)
+    s = mesh.shape[POSITIONS]
+    apart, together = NamedSharding(mesh, PartitionSpec((POSITIONS, *ROW_AXES))), NamedSharding(mesh, ROWS)
+
+    def fold(x: jax.Array) -> jax.Array:
+        R, T, *rest = x.shape
+        split = jnp.moveaxis(x.reshape(R, s, T // s, *rest), 1, 0)  # [s, R, T/s, ...]
+        return jax.lax.with_sharding_constraint(split.reshape(s * R, T // s, *rest), apart)
+
+    def unfold(x: jax.Array) -> jax.Array:
+        rows, part, *rest = x.shape
+        joined = jnp.moveaxis(x.reshape(s, rows // s, part, *rest), 0, 1)
+        return jax.lax.with_sharding_constraint(joined.reshape(rows // s, s * part, *rest), together)
+
+    return fold, unfold

@@ -22,6 +22,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jppo.config import UserError
 from jppo.models.attention import Attend, Windows, make_plain
+from jppo.models.spread import EXCHANGED, Split, repeated
 
 NAMES = ("auto", "xla", "cudnn", "pallas", "splash")
 
@@ -29,9 +30,6 @@ _BACKENDS = {"cudnn": "gpu", "pallas": "gpu", "splash": "tpu"}
 _AUTO = {"gpu": ("cudnn", "pallas"), "tpu": ("splash",)}  # the first that can
 
 _TILE = 128  # lengths are made multiples of it
-
-# The axes of the mesh over which rows and heads are spread.
-_ROWS, _HEADS = ("data", "fsdp"), "tensor"
 
 # (q, k, v, segment) -> [R, T, H, A], for layers of one window
 _Kernel = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
@@ -91,10 +89,12 @@ def choose(
     return name, None
 
 
-def make(kernel: str, needs: Needs, *, mesh: Mesh | None = None, interpret: bool = False) -> Attend:
+def make(
+    kernel: str, needs: Needs, *, mesh: Mesh | None = None, split: Split = EXCHANGED, interpret: bool = False
+) -> Attend:
     """Attention by one of the kernels, rows and heads spread over the mesh; one that lacks something is a UserError.
 
-    Where tensor divides neither the key/value nor the query heads, each of its devices computes all of them.
+    Where the devices that share heads do not divide the query heads, each of them computes all.
     `interpret` runs a kernel on any device, slowly: as its own program, and cudnn's as the same call to XLA.
     """
     if kernel == "xla":
@@ -104,7 +104,7 @@ def make(kernel: str, needs: Needs, *, mesh: Mesh | None = None, interpret: bool
     makers = {"cudnn": _cudnn, "pallas": _pallas, "splash": _splash}
     of_window = functools.partial(makers[kernel], needs, interpret=interpret)
     windows = tuple(dict.fromkeys(needs.reach))
-    kernels = [_spread(_tiled(of_window(window)), mesh) for window in windows]
+    kernels = [_spread(_tiled(of_window(window)), mesh, split) for window in windows]
     which = tuple(windows.index(window) for window in needs.reach)  # of each kind
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, kind: jax.Array | int) -> jax.Array:
@@ -228,16 +228,16 @@ def _tiled(kernel: _Kernel) -> _Kernel:
     return tiled
 
 
-def _spread(kernel: _Kernel, mesh: Mesh | None) -> _Kernel:
+def _spread(kernel: _Kernel, mesh: Mesh | None, split: Split) -> _Kernel:
     """The same on each device with its rows and heads: XLA cannot divide a kernel, and would run it whole on each."""
     if mesh is None or mesh.size == 1:
         return kernel
+    parts = split.parts(mesh)
 
     def spread(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array) -> jax.Array:
-        H, K, tensor = q.shape[2], k.shape[2], mesh.shape[_HEADS]
-        if K % tensor and H % tensor == 0:
-            k, v = (jnp.repeat(x, H // K, axis=2) for x in (k, v))
-        rows, wide = PartitionSpec(_ROWS), PartitionSpec(_ROWS, None, None if H % tensor else _HEADS)
+        H = q.shape[2]
+        k, v = repeated(k, H, parts), repeated(v, H, parts)
+        rows, wide = PartitionSpec(split.rows), PartitionSpec(split.rows, None, None if H % parts else split.heads)
         # Kernels do not say over which axes their results differ, so it cannot be checked.
         on_each = jax.shard_map(kernel, mesh=mesh, in_specs=(wide, wide, wide, rows), out_specs=wide, check_vma=False)
         return on_each(q, k, v, segment)

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import math
 import os
 import pathlib
 import re
@@ -172,6 +173,8 @@ def _read(entry: Entry, slots: dict[str, tensorfile.Slot], dtype: Any, sharding:
     out = jax.jit(functools.partial(jnp.zeros, entry.shape, dtype), out_shardings=sharding)()
     for i, name in enumerate(entry.hf_names):
         tensor = params.from_hf(entry, tensorfile.read(slots[name], name))
+        if entry.padding and sharding is not None:  # else no mesh divides it, and each device would get all of it
+            tensor = np.pad(tensor, [(0, entry.padding)] + [(0, 0)] * (tensor.ndim - 1))
         piece = tensor[None] if entry.stacked else tensor
         out = _fill(out, jax.device_put(piece, _of_piece(sharding, piece.shape)), i if entry.stacked else 0)
         out.block_until_ready()  # one tensor on the host at a time
@@ -182,11 +185,15 @@ def _of_piece(sharding: Any, shape: tuple[int, ...]) -> Any:
     """Where a tensor lies that will be part of a parameter: as the parameter does, where its own shape allows."""
     if sharding is None:
         return None
-    sizes = sharding.mesh.shape
     spec = [
-        axis if axis is None or n % sizes[axis] == 0 else None for n, axis in zip(shape, sharding.spec, strict=False)
+        None if axes is None or n % _parts(sharding, axes) else axes
+        for n, axes in zip(shape, sharding.spec, strict=False)
     ]
     return jax.NamedSharding(sharding.mesh, jax.P(*spec))
+
+
+def _parts(sharding: Any, axes: str | tuple[str, ...]) -> int:
+    return math.prod(sharding.mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes))
 
 
 @functools.partial(jax.jit, donate_argnums=0)

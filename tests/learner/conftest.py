@@ -13,8 +13,9 @@ import pytest
 
 from jppo.algorithms import advantage, losses
 from jppo.learner import batch, estimate, optim, packing, ppo, sharding, state, update
-from jppo.models import families
-from jppo.models.decoder import Decoder, init_params
+from jppo.models import families, spread
+from jppo.models.attention import make_plain
+from jppo.models.decoder import Decoder, attention_settings, init_params
 from jppo.structs import Trajectory
 
 LONGEST = 24  # tokens of a trajectory
@@ -129,18 +130,26 @@ def host_weights(head, seed):
 class Learner:
     """The learner on a mesh, with the same weights on every mesh."""
 
-    mesh_shape: tuple[int, int, int] = (1, 1, 1)
+    mesh_shape: tuple[int, ...] = (1, 1, 1, 1)  # data, fsdp, tensor, sequence; what is left out is 1
     recipe: ppo.Recipe = dataclasses.field(default_factory=recipe)
     sequences: int = 16  # of a step, two samples a prompt
+    remat: str = "none"
 
     def __post_init__(self):
         self.hf, self.kl_coef, self.adamw = hf_config(), KL_COEF, ADAMW
         self.cfg = families.from_hf(hf_config(), path="config.json")
         self.mesh = sharding.make_mesh(self.mesh_shape)
-        model = (Decoder(self.cfg, constrain=sharding.constrain_to_rows(self.mesh)), self.cfg)
+        plain = make_plain(**attention_settings(self.cfg))
+        decoder = Decoder(
+            self.cfg,
+            constrain=sharding.constrain_to_rows(self.mesh),
+            attend=spread.exchanged(plain, self.mesh),
+            remat=self.remat,
+        )
+        model = (decoder, self.cfg)
         critic = model if self.recipe.estimator.critic else None
         self.passes = ppo.make_passes(
-            ppo.Models(model, critic, model), self.recipe, **SCORING, sequences=self.sequences
+            ppo.Models(model, critic, model), self.recipe, **SCORING, sequences=self.sequences, mesh=self.mesh
         )
         self.what = {
             name: state.weights(self.cfg, self.mesh, head=head, param_dtype=np.float32)
@@ -162,6 +171,7 @@ class Learner:
             tokens_per_micro=tokens_per_micro,
             sequences=sequences,
             row_multiple=sharding.row_multiple(self.mesh),
+            length_multiple=sharding.length_multiple(self.mesh),
         )
 
     def descent(self, name, params, *, lr, tx):
@@ -217,13 +227,14 @@ class Learner:
 
 @pytest.fixture(scope="session")
 def learner():
-    """mesh shape, name of an estimator -> a learner, made once."""
+    """mesh shape, name of an estimator, remat -> a learner, made once."""
     made = {}
 
-    def make(mesh_shape=(1, 1, 1), estimator="gae"):
-        if (mesh_shape, estimator) not in made:
-            made[mesh_shape, estimator] = Learner(mesh_shape, recipe(estimator))
-        return made[mesh_shape, estimator]
+    def make(mesh_shape=(1, 1, 1, 1), estimator="gae", remat="none"):
+        how = mesh_shape, estimator, remat
+        if how not in made:
+            made[how] = Learner(mesh_shape, recipe(estimator), remat=remat)
+        return made[how]
 
     return make
 

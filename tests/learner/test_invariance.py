@@ -86,20 +86,39 @@ def test_mini_batches_in_another_order_of_the_same_members(learner, base):
     assert_same(learner(estimator=estimator).update(*data, kind="buckets", order=order, **START), expected)
 
 
+# data, fsdp, tensor, sequence: each alone, and products of them, on 2, 4 and 8 devices
 @pytest.mark.parametrize(
-    "mesh_shape,kind,tokens_per_micro",
+    "mesh_shape,kind,tokens_per_micro,remat",
     [
-        ((2, 1, 1), "buckets", 48),
-        ((2, 2, 1), "segments", 48),
-        ((8, 1, 1), "segments", 10**6),
-        ((1, 8, 1), "buckets", 10**6),
-        ((2, 2, 2), "none", 100),
+        ((2, 2, 1, 1), "segments", 48, "none"),
+        ((1, 1, 1, 2), "buckets", 24, "none"),
+        ((1, 2, 2, 2), "none", 100, "none"),
+        ((2, 1, 1, 4), "segments", 10**6, "full"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ((2, 1, 1, 1), "buckets", 48, "none"),
+                ((1, 2, 1, 1), "segments", 10**6, "full"),
+                ((1, 1, 2, 1), "none", 100, "full"),
+                ((1, 1, 4, 1), "segments", 48, "none"),  # more than there are key/value heads
+                ((1, 1, 1, 4), "none", 10**6, "full"),
+                ((1, 1, 2, 2), "segments", 48, "full"),
+                ((1, 2, 1, 2), "buckets", 48, "none"),
+                ((2, 1, 1, 2), "none", 100, "none"),
+                ((8, 1, 1, 1), "segments", 10**6, "none"),
+                ((1, 8, 1, 1), "buckets", 10**6, "none"),
+                ((2, 2, 2, 1), "none", 100, "none"),
+                ((2, 2, 1, 2), "segments", 48, "full"),
+                ((2, 1, 2, 2), "buckets", 10**6, "full"),
+            ]
+        ),
     ],
 )
-def test_devices(learner, base, mesh_shape, kind, tokens_per_micro):
+def test_devices(learner, base, mesh_shape, kind, tokens_per_micro, remat):
     estimator, data, expected = base
-    found = learner(mesh_shape, estimator).update(*data, kind=kind, tokens_per_micro=tokens_per_micro, **START)
-    assert_same(found, expected)
+    ours = learner(mesh_shape, estimator, remat)
+    assert ours.mesh.size == np.prod(mesh_shape)
+    assert_same(ours.update(*data, kind=kind, tokens_per_micro=tokens_per_micro, **START), expected)
 
 
 def test_adamw_on_eight_devices(learner, base):

@@ -11,17 +11,27 @@ from jppo.learner import optim, packing, sharding
 
 @pytest.mark.parametrize(
     "asked,expected",
-    [((-1, 1, 1), (8, 1, 1)), ((1, -1, 2), (1, 4, 2)), ((2, 2, 2), (2, 2, 2)), ((1, 8, -1), (1, 8, 1))],
+    [
+        ((-1, 1, 1, 1), (8, 1, 1, 1)),
+        ((1, -1, 2, 1), (1, 4, 2, 1)),
+        ((2, 2, 2, 1), (2, 2, 2, 1)),
+        ((1, 8, -1, 1), (1, 8, 1, 1)),
+        ((-1, 1, 1, 4), (2, 1, 1, 4)),
+        ((1, 2, 1, -1), (1, 2, 1, 4)),
+    ],
 )
 def test_mesh_shape(asked, expected):
-    assert sharding.mesh_shape(8, data=asked[0], fsdp=asked[1], tensor=asked[2]) == expected
+    assert sharding.mesh_shape(8, **dict(zip(sharding.AXES, asked, strict=True))) == expected
 
 
-@pytest.mark.parametrize("asked", [(3, 1, 1), (-1, 3, 1), (-1, -1, 1), (0, 1, 1), (-2, 1, 1), (-1, 16, 1)])
+@pytest.mark.parametrize(
+    "asked", [(3, 1, 1, 1), (-1, 3, 1, 1), (-1, -1, 1, 1), (0, 1, 1, 1), (-2, 1, 1, 1), (-1, 16, 1, 1), (-1, 1, 1, 0)]
+)
 def test_a_mesh_that_does_not_fit_is_said(asked):
-    data, fsdp, tensor = asked
-    with pytest.raises(UserError, match=rf"mesh\.data={data} mesh\.fsdp={fsdp} mesh\.tensor={tensor}: .*; try"):
-        sharding.mesh_shape(8, data=data, fsdp=fsdp, tensor=tensor)
+    data, fsdp, tensor, sequence = asked
+    said = rf"mesh\.data={data} mesh\.fsdp={fsdp} mesh\.tensor={tensor} mesh\.sequence={sequence}: .*; try"
+    with pytest.raises(UserError, match=said):
+        sharding.mesh_shape(8, data=data, fsdp=fsdp, tensor=tensor, sequence=sequence)
 
 
 def test_parameters_lie_by_the_rules_and_whole_where_an_axis_does_not_divide():
@@ -34,7 +44,8 @@ def test_parameters_lie_by_the_rules_and_whole_where_an_axis_does_not_divide():
     }
     places = sharding.param_shardings(mesh, axes, shapes)
     found = {name: place.spec for name, place in places.items()}
-    assert found == {"kernel": P(None, "fsdp", "tensor", None), "odd": P(None, "fsdp"), "norm": P(None)}
+    width = ("fsdp", "sequence")
+    assert found == {"kernel": P(None, width, "tensor", None), "odd": P(None, width), "norm": P(None)}
 
 
 def test_moments_lie_with_their_parameters():
@@ -43,7 +54,7 @@ def test_moments_lie_with_their_parameters():
     places = sharding.param_shardings(mesh, {"w": ("embed", "mlp")}, shapes)
     tx = optim.make_optimizer(grad_clip=1.0, betas=(0.9, 0.999), weight_decay=0.0)
     adam = next(s for s in sharding.optimizer_shardings(tx, shapes, places) if hasattr(s, "mu"))
-    assert adam.mu["w"].spec == adam.nu["w"].spec == P("fsdp", "tensor")
+    assert adam.mu["w"].spec == adam.nu["w"].spec == P(("fsdp", "sequence"), "tensor")
     assert adam.count.spec == P()
 
 

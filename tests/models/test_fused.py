@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 
 from jppo.config import UserError
+from jppo.learner.sharding import make_mesh
 from jppo.models import decoder, families, fused
 from jppo.models.fused import Needs
 
@@ -102,10 +102,18 @@ def test_a_window_as_long_as_the_longest_trajectory_is_none(rng):
 # 4 query and 2 key/value heads: tensor divides both, only the query heads, and none.
 @pytest.mark.parametrize(
     "kernel, shape",
-    [("pallas", (2, 2, 2)), ("splash", (1, 4, 2)), ("splash", (2, 1, 4)), ("cudnn", (2, 1, 4)), ("pallas", (1, 1, 8))],
+    [
+        ("pallas", (2, 2, 2)),
+        ("splash", (1, 4, 2)),
+        ("splash", (2, 1, 4)),
+        ("cudnn", (2, 1, 4)),
+        ("pallas", (1, 1, 8)),
+        ("splash", (2, 1, 2, 2)),
+        ("pallas", (1, 2, 1, 4)),
+    ],
 )
 def test_a_mesh_changes_nothing(rng, kernel, shape):
-    mesh = jax.make_mesh(shape, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    mesh = make_mesh(shape)
     changes = {
         "pallas": dict(),
         "splash": dict(windows=(None, 30)),
@@ -169,7 +177,7 @@ def cudnn(monkeypatch):
 
 @pytest.mark.parametrize("spread", [False, True])
 def test_cudnn_is_asked_for_what_is_needed(cudnn, spread):
-    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3) if spread else None
+    mesh = make_mesh((2, 2, 2)) if spread else None
     asked = needs(dtype="bfloat16", head_dim=128, one_segment=True, windows=(None, 50))
     text = program("cudnn", asked, "cuda", mesh=mesh)
     settings = [
@@ -192,7 +200,7 @@ def test_the_pallas_kernels_are_valid_triton(dtype, head_dim):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("head_dim", [64, 80, 256])
 def test_the_splash_kernels_are_valid_mosaic(dtype, head_dim):
-    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    mesh = make_mesh((2, 2, 2))
     asked = needs(dtype=dtype, head_dim=head_dim, softcap=50.0, windows=(None, 60))
     with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
         text = program("splash", asked, "tpu", mesh=mesh)

@@ -11,7 +11,7 @@ import pytest
 import safetensors.numpy
 
 from jppo.config import UserError
-from jppo.learner import sharding
+from jppo.learner import sharding, state
 from jppo.models import decoder, families, heads, hf, params, tensorfile
 from tests.models.conftest import SHAPES
 
@@ -207,7 +207,7 @@ def test_a_failed_save_leaves_what_was_there(checkpoint, tmp_path):
     assert [f.name for f in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize("mesh_shape", [(1, 1, 8), (1, 2, 4), (8, 1, 1)])
+@pytest.mark.parametrize("mesh_shape", [(1, 1, 8), (1, 2, 4), (8, 1, 1), (1, 2, 1, 4)])
 @pytest.mark.parametrize("name", ["qwen2-untied", "gemma2-capped"])
 def test_shardings_decide_the_place_and_change_no_bit(checkpoint, name, mesh_shape):
     directory, _ = checkpoint(name)
@@ -219,6 +219,24 @@ def test_shardings_decide_the_place_and_change_no_bit(checkpoint, name, mesh_sha
     for x, place, plain in zip(*map(jax.tree.leaves, (values, places, expected)), strict=True):
         assert x.sharding == place
         np.testing.assert_array_equal(x, plain)
+
+
+def test_no_device_has_a_whole_matrix_at_any_time(checkpoint, monkeypatch):
+    """Tensors come from the file into their shards, those too that have rows for the mesh alone."""
+    directory, _ = checkpoint("qwen2-untied")  # 61 tokens
+    cfg = families.pad_vocab(hf.read_config(directory)[1], 8)
+    seen, fill = [], hf._fill
+
+    def spied(out, piece, first):
+        seen.extend((x, x.addressable_shards[0].data.nbytes) for x in (out, piece))
+        return fill(out, piece, first)
+
+    monkeypatch.setattr(hf, "_fill", spied)
+    what = state.weights(cfg, sharding.make_mesh((1, 2, 2, 2)), head="lm", param_dtype=jnp.float32)
+    hf.load_params(directory, cfg, head="lm", param_dtype=jnp.float32, shardings=what.shardings)
+    matrices = [(x, here) for x, here in seen if 48 in x.shape and x.size > 2 * 48]  # all but norms and biases
+    assert {x.shape for x, _ in matrices} >= {(64, 48), (2, 48, 4, 12), (1, 48, 4, 12), (2, 33, 48), (1, 33, 48)}
+    assert all(here * (4 if 33 in x.shape else 8) == x.nbytes for x, here in matrices)  # tensor divides no 33
 
 
 def test_rows_of_padding_are_zero_and_stay_out_of_the_file(checkpoint):

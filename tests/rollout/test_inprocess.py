@@ -56,11 +56,11 @@ def engine_of(cfg, mesh, rows, ends=ENDS, cut=False):
     settings = InprocessSettings(
         cfg=cfg,
         rows=rows,
-        row_multiple=sharding.row_multiple(mesh),
+        row_multiple=sharding.whole_row_multiple(mesh),
         max_prompt_length=PROMPT,
         max_model_len=LONGEST,
         dtype="float32",
-        by_row=sharding.rows_sharding(mesh),
+        by_row=sharding.whole_rows_sharding(mesh),
         of_cache=sharding.cache_sharding(mesh, cfg.num_kv_heads),
         cut=cut,
     )
@@ -341,7 +341,7 @@ def test_no_later_call_compiles(made):
 
 def test_long_prompts_have_a_few_shapes():
     cfg, mesh, _ = model_of(NAME)
-    rows = sharding.rows_sharding(mesh)
+    rows = sharding.whole_rows_sharding(mesh)
 
     def shapes(longest, rows_at_once, multiple=1):
         return InprocessSettings(
@@ -394,7 +394,7 @@ def test_a_training_samples_from_what_it_learned(small_run, engine):
     small_run.rollout.name, small_run.rollout.logp_tolerance = "inprocess", 1e-4  # which train.agree holds it to
     small_run.rollout.temperature, small_run.actor.use_kl_loss, small_run.actor.ppo_mini_batch_size = 0.6, True, 8
     small_run.actor.lr, small_run.rollout.n = 1e-2, 2
-    small_run.mesh.fsdp, small_run.mesh.tensor = 2, 2
+    small_run.mesh.data, small_run.mesh.fsdp, small_run.mesh.tensor, small_run.mesh.sequence = 1, 2, 2, 2
     train.train(small_run)
     assert not engine.asked  # the other engine was not there
     run = pathlib.Path(small_run.trainer.run_dir)

@@ -1,0 +1,52 @@
+"""The train state is made where it will lie: no device has a whole parameter while it is made."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jppo.learner import optim, sharding, state
+from jppo.models import families
+from jppo.models.decoder import init_params
+
+SHAPE = dict(
+    model_type="qwen2", num_hidden_layers=4, hidden_size=128, intermediate_size=256, num_attention_heads=4,
+    num_key_value_heads=2, vocab_size=2001, max_position_embeddings=64, rms_norm_eps=1e-6, rope_theta=1e4,
+    hidden_act="silu",
+)  # fmt: skip
+
+
+def nbytes(tree):
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def on_each(tree):
+    """The bytes on every device."""
+    return {sum(x.addressable_shards[i].data.nbytes for x in jax.tree.leaves(tree)) for i in range(len(jax.devices()))}
+
+
+@pytest.mark.parametrize("mesh_shape", [(1, 8, 1, 1), (1, 2, 2, 2)])
+@pytest.mark.parametrize("head", ["lm", "value"])
+def test_random_weights_and_moments_are_drawn_in_their_shards(mesh_shape, head):
+    mesh = sharding.make_mesh(mesh_shape)
+    cfg = families.pad_vocab(families.from_hf(SHAPE, path="here"), mesh.shape["tensor"])
+    what = state.weights(cfg, mesh, head=head, param_dtype=jnp.float32)
+    whole, largest = nbytes(what.shapes), max(map(nbytes, jax.tree.leaves(what.shapes)))
+
+    values = state.load(what, "no/path", init="random", key=jax.random.key(0))
+    (here,) = on_each(values)
+    assert whole / 8 <= here < 1.1 * whole / 8  # norms, and key/value heads of biases, are small
+    draw = functools.partial(init_params, cfg, head=head, param_dtype=jnp.float32)
+    made = jax.jit(draw, out_shardings=what.shardings).lower(jax.random.key(0)).compile().memory_analysis()
+    assert made.output_size_in_bytes + made.temp_size_in_bytes < 2.5 * whole / 8 and made.temp_size_in_bytes < largest
+
+    tx = optim.make_optimizer(grad_clip=1.0, betas=(0.9, 0.999), weight_decay=0.0)
+    opt, places = state.init_optimizer(tx, what, values)
+    (moments,) = on_each(opt)
+    assert 2 * here <= moments < 2.01 * here
+    made = jax.jit(lambda p: tx.init(optim.in_f32(p)), out_shardings=places).lower(values).compile().memory_analysis()
+    assert made.temp_size_in_bytes < largest / 8
+    assert all((np.asarray(x.addressable_shards[0].data) == 0).all() for x in jax.tree.leaves(opt))

@@ -1,0 +1,72 @@
+"""Meshes that do not suit a model, or a row, are refused with what would; commands know all four axes."""
+
+import dataclasses
+import types
+
+import pytest
+
+from jppo import assemble, train
+from jppo import config as settings
+from jppo.assemble import fit
+from jppo.config import UserError
+from jppo.models import families
+from tests.learner.test_state import SHAPE
+
+CFG = families.from_hf(SHAPE, path="here")  # 4 heads, 2 of keys and values, width 128, MLP 256
+
+
+def mesh(fsdp=1, tensor=1, sequence=1):
+    return types.SimpleNamespace(shape=dict(data=1, fsdp=fsdp, tensor=tensor, sequence=sequence))
+
+
+@pytest.mark.parametrize("sizes", [{}, dict(tensor=4), dict(sequence=4), dict(fsdp=32, tensor=2, sequence=2)])
+def test_what_divides_fits(sizes):
+    fit.require_fit(CFG, mesh(**sizes))
+
+
+@pytest.mark.parametrize(
+    "sizes, changes, said",
+    [
+        (dict(tensor=3), {}, "mesh.tensor=3 must divide the 4 attention heads and the MLP's width of 256 of the qwen2"
+         " model; 1, 2, 4 would"),
+        (dict(tensor=4), dict(intermediate_size=258), "the MLP's width of 258 of the qwen2 model; 1, 2 would"),
+        (dict(sequence=8), {}, "mesh.sequence=8 must divide the 4 attention heads of the qwen2 model; 1, 2, 4 would"),
+        (dict(tensor=2, sequence=4), {}, "mesh.sequence=4 must divide the 2 attention heads of the qwen2 model that are"
+         " left by mesh.tensor=2; 1, 2 would"),
+        (dict(fsdp=3), {}, "mesh.fsdp=3 must divide the width of 128 of the qwen2 model; 1, 2, 4, 8, 16, 32, 64 would"),
+        (dict(fsdp=2, sequence=4), dict(hidden_size=12), "mesh.fsdp=2 times mesh.sequence=4 must divide the width of 12"
+         " of the qwen2 model; 1, 2, 3, 4, 6, 12 would"),
+    ],
+)  # fmt: skip
+def test_what_does_not_is_refused_with_what_would(sizes, changes, said):
+    with pytest.raises(UserError) as e:
+        fit.require_fit(dataclasses.replace(CFG, **changes), mesh(**sizes))
+    assert str(e.value).endswith(said) and "\n" not in str(e.value)
+
+
+def test_a_run_is_refused_before_a_server_starts(small_run, monkeypatch):
+    monkeypatch.setattr(assemble.engine, "start_vllm", lambda *_, **__: pytest.fail("a server was started"))
+    small_run.mesh.data, small_run.mesh.sequence = 1, 8
+    for command in (train.train, assemble.dry_run):
+        with pytest.raises(UserError, match=r"mesh\.sequence=8 must divide the \d attention heads"):
+            command(small_run)
+
+
+def test_a_device_need_not_hold_what_several_share(small_run):
+    longest = small_run.data.max_prompt_length + small_run.data.max_response_length
+    small_run.actor.max_tokens_per_device = longest // 2 - 1
+    with pytest.raises(UserError, match=f"=14; try {longest}"):
+        settings.check(small_run)
+    small_run.mesh.sequence = 2
+    with pytest.raises(UserError, match=r"on mesh\.sequence=2 devices each; try 7"):
+        settings.check(small_run)
+    small_run.actor.max_tokens_per_device = longest // 2
+    settings.check(small_run)
+
+
+def test_rows_are_cut_evenly_and_a_device_has_its_tokens(small_run):
+    c = small_run
+    c.mesh.data, c.mesh.fsdp, c.mesh.sequence = 1, 2, 4
+    c.actor.max_tokens_per_device = 8
+    plan = assemble.plan_of_run(c, assemble.make_mesh(c))
+    assert plan.shapes == [(4, 16), (2, 16)]  # 13 entries, rounded up; 2 rows on each two of four devices
