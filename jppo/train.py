@@ -22,7 +22,7 @@ from jppo import assemble, validation
 from jppo import config as settings
 from jppo.agent import counts
 from jppo.algorithms import kl
-from jppo.assemble import Begun, Inputs, Learner, Source
+from jppo.assemble import Begun, Inputs, Learner, Source, waiting
 from jppo.data.stream import Cursor
 from jppo.io.checkpoint import Checkpoints, require
 from jppo.io.metrics import Logger
@@ -101,6 +101,7 @@ def train(config: ConfigDict) -> None:
             *introduce(inputs, mesh, learner.plan, begun.step),
             *begun.said,
             why,
+            waiting.introduce(c, inputs),
             assemble.introduce_peak(c, mesh),
         ]
         for line in (*filter(None, opening), *profile.introduce(step)):
@@ -233,7 +234,7 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
     penalty: list[Any] = [None] * len(scored)
     if learner.reference is not None:
         with timer("ref"):
-            scored, penalty = ppo.refer(passes, scored, policy, learner.reference)
+            scored, penalty = ppo.refer(passes, learner.recipe, scored, policy, learner.reference)
     if learner.critic is not None:
         with timer("values"):
             scored = ppo.with_values(passes, scored, learner.value(now))
@@ -296,7 +297,7 @@ def update_models(
         with timer("update_actor"):
             data = minis(c.actor, c.actor.ppo_mini_batch_size, 0)
             policy, policy_opt, found = ppo.descend(
-                learner.actor, now.policy, now.policy_opt, warm, data, learner.reference
+                learner.actor, now.policy, now.policy_opt, warm, data, learner.recipe.in_loss(learner.reference)
             )
         now, metrics = dataclasses.replace(now, policy=policy, policy_opt=policy_opt), metrics | found
     return now, metrics
