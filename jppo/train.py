@@ -84,6 +84,8 @@ def train(config: ConfigDict) -> None:
             origin = assemble.origin(c, inputs, learner)
             begun = assemble.resume(c, checkpoints, learner, begin, panel, origin)
             now, step = begun.state, int(begun.state.step)
+            if not only_look:
+                rehearse(c, now)
             del begin  # a resumed run must not hold two states
             sampler = engine.ready(**assemble.speaking(inputs))
             assemble.publish_base(c, learner, sampler, step)
@@ -277,11 +279,8 @@ def update_models(
     """Critic and actor learn from the scored batch, each in its own mini-batches and epochs."""
 
     def minis(section: ConfigDict, size: int, number: int) -> Iterator[batch.Mini]:
-        key = jax.random.fold_in(jax.random.fold_in(now.key, now.step), number)
         for epoch in range(section.ppo_epochs):
-            order = np.arange(len(trajectories))
-            if section.shuffle:
-                order = np.asarray(jax.random.permutation(jax.random.fold_in(key, epoch), len(trajectories)))
+            order = order_of(section, now, number, epoch, len(trajectories))
             yield from batch.mini_batches(
                 flat, trajectories, order=order, mini_batch_size=size, plan=learner.plan, mesh=learner.mesh
             )
@@ -301,6 +300,23 @@ def update_models(
             )
         now, metrics = dataclasses.replace(now, policy=policy, policy_opt=policy_opt), metrics | found
     return now, metrics
+
+
+def order_of(section: ConfigDict, now: TrainState, number: int, epoch: int, count: int) -> np.ndarray:
+    """The order in which a model's update takes the step's trajectories in an epoch."""
+    if not section.shuffle:
+        return np.arange(count)
+    key = jax.random.fold_in(jax.random.fold_in(now.key, now.step), number)
+    return np.asarray(jax.random.permutation(jax.random.fold_in(key, epoch), count))
+
+
+def rehearse(c: ConfigDict, now: TrainState) -> None:
+    """The little that a step computes beside its passes, so that it is compiled as they are."""
+    for bad in (True, False):
+        advance(c, now, {"actor/reward_kl_penalty": 0.0}, bad=bad)
+    for section in (c.actor, c.critic):
+        order_of(section, now, 0, 0, assemble.sequences_of_step(c))
+    jax.block_until_ready(now.step - c.trainer.critic_warmup)
 
 
 def make_profiler(c: ConfigDict, run: pathlib.Path, total_steps: int) -> Profiler:
