@@ -40,7 +40,7 @@ def require_host(c: ConfigDict) -> None:
 
 
 def introduce(c: ConfigDict, inputs: Inputs | None) -> str | None:
-    """What waits where, as a line; None where nothing does. `inputs`: of PPO, which may have no critic, no reference."""
+    """What waits where, as a line; None where nothing does. `inputs` of PPO say what there is."""
     parts = asked(c)
     if inputs is not None and inputs.critic is None:
         parts = [part for part in parts if not part.startswith("critic")]
