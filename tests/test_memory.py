@@ -43,7 +43,7 @@ def outcome(c):
 
 def test_a_run_whose_models_wait_on_the_host_is_the_same_to_the_bit(small_run, tmp_path, capsys, monkeypatch):
     small_run.algorithm.use_kl_in_reward = True
-    small_run.trainer.total_training_steps = 2
+    small_run.trainer.total_training_steps = 3
     plain = changed(small_run, tmp_path / "plain")
     train.train(plain)
     waiting = changed(small_run, tmp_path / "waiting", **OFFLOAD)
@@ -55,10 +55,10 @@ def test_a_run_whose_models_wait_on_the_host_is_the_same_to_the_bit(small_run, t
         return real(c, checkpoints, learner, now, meta, **more)
 
     monkeypatch.setattr(train.assemble, "save", look)
-    one = changed(waiting, waiting.trainer.run_dir, **{"trainer.total_training_steps": 1})
-    train.train(one)
-    train.train(waiting)  # goes on from the checkpoint
-    assert kinds == [[{"pinned_host"}] * 5] * 2
+    for steps in (1, 2):
+        train.train(changed(waiting, waiting.trainer.run_dir, **{"trainer.total_training_steps": steps}))
+    train.train(changed(plain, waiting.trainer.run_dir))  # goes on from the same checkpoints
+    assert kinds == [[{"pinned_host"}] * 5] * 2 + [[{"device"}] * 5]
     said = capsys.readouterr().out
     assert "waiting in pinned_host memory between their uses: policy, policy's optimizer, critic" in said
     assert outcome(waiting) == outcome(plain)

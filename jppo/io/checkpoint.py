@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from jppo.config import UserError
-from jppo.models import offload
 
 BEST = "best.json"
 EXPORT = ".hf-tmp"
@@ -328,7 +327,9 @@ def _check_structure(path: pathlib.Path, saved: dict[str, Any], wanted: dict[str
 
 def checksum(array: jax.Array) -> int:
     """The sum of the array's bits, word by word, modulo 2^32: the same for any sharding."""
-    return int(_sum_of_bits(offload.to_device(array)))
+    if "host" in (array.sharding.memory_kind or ""):
+        array = jax.device_put(array, array.sharding.with_memory_kind("device"))
+    return int(_sum_of_bits(array))
 
 
 @jax.jit
