@@ -86,7 +86,7 @@ def step(c: ConfigDict, learner: Any, now: Any, trajectories: list[Trajectory]) 
     scores = np.random.default_rng(2).random(len(trajectories)).astype(np.float32)
     outcome = estimate.Outcome(score=scores, group=np.arange(len(scores), dtype=np.int32), greedy=None)
     scored, _ = ppo.score_rows(learner.passes, learner.recipe, rows, policy)
-    scored, penalty = ppo.refer(learner.passes, scored, policy, learner.reference)
+    scored, penalty = ppo.refer(learner.passes, learner.recipe, scored, policy, learner.reference)
     if learner.critic is not None:
         scored = ppo.with_values(learner.passes, scored, learner.value(now))
     scored, _ = estimate.advantages(learner.passes, scored, penalty, outcome, now.kl_coef)

@@ -16,13 +16,13 @@ from ml_collections import ConfigDict
 
 from jppo import assemble
 from jppo import config as settings
-from jppo.assemble import memory, preview
+from jppo.assemble import memory, preview, waiting
 from jppo.config import UserError
 from jppo.data.sft import Demonstration, read_demonstrations
 from jppo.data.stream import Cursor, next_batch, steps_per_epoch
 from jppo.io.console import SFT_COLUMNS
 from jppo.io.timers import Timers
-from jppo.learner import batch, packing, ppo, score, update
+from jppo.learner import batch, packing, ppo, score, sharding, update
 from jppo.models import hf
 from jppo.models.families import ModelConfig, pad_vocab
 from jppo.models.lora import Lora
@@ -95,6 +95,8 @@ def train(config: ConfigDict) -> None:
     with assemble.make_logger(c, run, total_steps=steps, columns=SFT_COLUMNS) as logger:
         (run / "config.json").write_text(settings.dump(c))
         logger.note(f"{len(demonstrations)} demonstrations ({task.overlong} over-long ones left out)")
+        if (said := waiting.introduce(c, None)) is not None:
+            logger.note(said)
         for step in range(steps):
             with timer("step"):
                 indices, cursor = next_batch(
@@ -102,8 +104,8 @@ def train(config: ConfigDict) -> None:
                     shuffle=c.data.shuffle,
                 )  # fmt: skip
                 some = [as_trajectory(demonstrations[i], str(i)) for i in indices]
-                rows = batch.make(some, plan=plan, mesh=mesh)
-                minis = [batch.Mini(rows, batch.count(rows))]
+                rows = packing.pack(some, range(len(some)), plan)
+                minis = [batch.Mini(rows, batch.count(rows), sharding.rows_sharding(mesh))]
                 learned, opt, metrics = ppo.descend(descent, learned, opt, np.asarray(step, np.int32), minis)
             if metrics["sft/skipped"]:
                 raise UserError(
@@ -124,18 +126,17 @@ def dry_run(c: ConfigDict) -> str:
     plan, mesh, count = task.plan, task.mesh, c.data.train_batch_size
     trained = memory.sketch(c, mesh, task.cfg, head="lm", adapters=task.adapters)
     rows = [memory.rows_of(shape, mesh) for shape in memory.largest(plan)]
-    opt, moments = memory.learning("sft", task.accumulate, c.optim, trained, rows, mini_batches=1)
+    opt, moments = memory.learning("sft", task.accumulate, c.optim, trained, rows)
     longest = sorted((as_trajectory(one, "") for one in task.demonstrations), key=lambda t: -len(t.tokens))[:count]
     packed = packing.pack(longest, range(len(longest)), plan)
     batch_bytes = [memory.size(memory.rows_of(one.inputs.shape, mesh)) for one in packed]
+    optimizer = {"its optimizer": memory.size(opt)}
+    there, away = (optimizer, {}) if not c.optim.optimizer_offload else ({}, optimizer)
     found = memory.Estimate(
-        {
-            "model": memory.size((trained.learned, trained.base)),
-            "its optimizer": memory.size(opt),
-            "batch": sum(batch_bytes),
-        },
+        {"model": memory.size((trained.learned, trained.base)), **there, "batch": 2 * max(batch_bytes)},
         tuple(moments),
         memory.runtime(c, task.cfg, plan, passes=0, gradients=1),
+        away,
     )
     lines = [
         f"demonstrations   {len(task.demonstrations):,} ({task.overlong} over-long ones left out)",

@@ -22,7 +22,7 @@ from jppo import assemble, validation
 from jppo import config as settings
 from jppo.agent import counts
 from jppo.algorithms import kl
-from jppo.assemble import Begun, Inputs, Learner, Source
+from jppo.assemble import Begun, Inputs, Learner, Source, waiting
 from jppo.data.stream import Cursor
 from jppo.io.checkpoint import Checkpoints, require
 from jppo.io.metrics import Logger
@@ -85,6 +85,8 @@ def train(config: ConfigDict) -> None:
             origin = assemble.origin(c, inputs, learner)
             begun = assemble.resume(c, checkpoints, learner, begin, panel, origin)
             now, step = begun.state, int(begun.state.step)
+            if not only_look:
+                rehearse(c, now)
             del begin  # a resumed run must not hold two states
             sampler = engine.ready(**assemble.speaking(inputs))
             assemble.publish_base(c, learner, sampler, step)
@@ -102,6 +104,7 @@ def train(config: ConfigDict) -> None:
             *introduce(inputs, mesh, learner.plan, begun.step),
             *begun.said,
             why,
+            waiting.introduce(c, inputs),
             assemble.introduce_peak(c, mesh),
         ]
         for line in (*filter(None, opening), *profile.introduce(step)):
@@ -234,7 +237,7 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
     penalty: list[Any] = [None] * len(scored)
     if learner.reference is not None:
         with timer("ref"):
-            scored, penalty = ppo.refer(passes, scored, policy, learner.reference)
+            scored, penalty = ppo.refer(passes, learner.recipe, scored, policy, learner.reference)
     if learner.critic is not None:
         with timer("values"):
             scored = ppo.with_values(passes, scored, learner.value(now))
@@ -277,11 +280,8 @@ def update_models(
     """Critic and actor learn from the scored batch, each in its own mini-batches and epochs."""
 
     def minis(section: ConfigDict, size: int, number: int) -> Iterator[batch.Mini]:
-        key = jax.random.fold_in(jax.random.fold_in(now.key, now.step), number)
         for epoch in range(section.ppo_epochs):
-            order = np.arange(len(trajectories))
-            if section.shuffle:
-                order = np.asarray(jax.random.permutation(jax.random.fold_in(key, epoch), len(trajectories)))
+            order = order_of(section, now, number, epoch, len(trajectories))
             yield from batch.mini_batches(
                 flat, trajectories, order=order, mini_batch_size=size, plan=learner.plan, mesh=learner.mesh
             )
@@ -297,10 +297,27 @@ def update_models(
         with timer("update_actor"):
             data = minis(c.actor, c.actor.ppo_mini_batch_size, 0)
             policy, policy_opt, found = ppo.descend(
-                learner.actor, now.policy, now.policy_opt, warm, data, learner.reference
+                learner.actor, now.policy, now.policy_opt, warm, data, learner.recipe.in_loss(learner.reference)
             )
         now, metrics = dataclasses.replace(now, policy=policy, policy_opt=policy_opt), metrics | found
     return now, metrics
+
+
+def order_of(section: ConfigDict, now: TrainState, number: int, epoch: int, count: int) -> np.ndarray:
+    """The order in which a model's update takes the step's trajectories in an epoch."""
+    if not section.shuffle:
+        return np.arange(count)
+    key = jax.random.fold_in(jax.random.fold_in(now.key, now.step), number)
+    return np.asarray(jax.random.permutation(jax.random.fold_in(key, epoch), count))
+
+
+def rehearse(c: ConfigDict, now: TrainState) -> None:
+    """The little that a step computes beside its passes, so that it is compiled as they are."""
+    for bad in (True, False):
+        advance(c, now, {"actor/reward_kl_penalty": 0.0}, bad=bad)
+    for section in (c.actor, c.critic):
+        order_of(section, now, 0, 0, assemble.sequences_of_step(c))
+    jax.block_until_ready(now.step - c.trainer.critic_warmup)
 
 
 def make_profiler(c: ConfigDict, run: pathlib.Path, total_steps: int) -> Profiler:

@@ -212,6 +212,12 @@ def test_what_is_none_unless_given_may_be_given(config):
         ),
         ({"rollout.lora_sync": "adapter", "model.lora_rank": 513}, ["model.lora_rank=513", "512 at most"]),
         ({"actor.lr_warmup_steps": 3, "actor.lr_warmup_steps_ratio": 0.1}, ["actor.lr_warmup_steps=3", "leave one"]),
+        ({"critic.master_dtype": "bfloat16"}, ["critic.master_dtype='bfloat16'", "set model.param_dtype=bfloat16"]),
+        (
+            {"actor.master_dtype": "bfloat16", "model.param_dtype": "bfloat16", "model.lora_rank": 2},
+            ["actor.master_dtype='bfloat16'", "adapters of rank 2 are float32"],
+        ),
+        ({"ref.param_offload": True, "model.lora_rank": 2}, ["ref.param_offload=True", "actor.param_offload"]),
     ],
 )  # fmt: skip
 def test_settings_that_contradict_each_other(config, changes, said):

@@ -289,6 +289,14 @@ def test_the_classes_of_agents_that_are_shown_work():
     assert world.step("no") == ("0 left", 0.0, True)
 
 
+def test_every_setting_of_memory_is_explained():
+    said = {word for part in quoted("docs/scaling.md") for word in re.findall(r"[\w.]+\w", part)}
+    leaves = ("_offload", ".master_dtype", ".moments_dtype")
+    known = {**commandline.settings(config.default()), **commandline.settings(config.sft_default())}
+    of_memory = {name for name in known if name.endswith(leaves)}
+    assert len(of_memory) > 8 and not of_memory - said
+
+
 def test_data_name_every_way_to_cut():
     assert set(checks.CHOICES["data.truncation"]) <= set(quoted("docs/data.md"))
 

@@ -8,6 +8,7 @@ from jppo.assemble.engine import sampling
 from jppo.assemble.inputs import Inputs
 from jppo.assemble.learner import Learner
 from jppo.learner import batch, correct
+from jppo.models import offload
 from jppo.rollout.sampler import RolloutError, Sampler
 from jppo.structs import TrainState
 
@@ -19,7 +20,7 @@ def agree(c: ConfigDict, inputs: Inputs, learner: Learner, now: TrainState, samp
     some = dataclasses.replace(sampling(c, version), n=1, top_p=1.0, top_k=-1, min_p=0.0)
     longest = sorted(inputs.train.prompts, key=lambda p: -len(p.ids))[:count]
     drawn = sampler.generate(longest, some, version=version)
-    rows, policy = batch.make(drawn, plan=learner.plan, mesh=learner.mesh), learner.policy(now)
+    rows, policy = batch.make(drawn, plan=learner.plan, mesh=learner.mesh), offload.to_device(learner.policy(now))
     gaps = batch.each(lambda r: learner.passes.gap(r, learner.passes.logprob(policy, r)[0]), rows)
     gap = correct.gap_metrics(gaps)["rollout/logp_gap_max"]
     if not gap <= c.rollout.logp_tolerance:

@@ -4,14 +4,15 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from jppo.assemble import host
+from jppo.assemble import host, waiting
 from jppo.assemble.fit import require_fit
 from jppo.assemble.inputs import Inputs, critic_path
 from jppo.assemble.recipe import make_recipe
 from jppo.learner import optim, packing, ppo, sharding, state, update
-from jppo.models import fused, spread
+from jppo.models import fused, offload, spread
 from jppo.models.decoder import Decoder, attention_settings
 from jppo.models.families import ModelConfig, pad_vocab
 from jppo.models.lora import Base, Lora, Weights
@@ -63,6 +64,7 @@ class Learner:
 
 def make_mesh(c: ConfigDict) -> Any:
     """The devices, as the config lays them out, on a machine that is ready for them."""
+    waiting.require_host(c)
     host.keep_programs(c.trainer.compile_cache)
     host.keep_memory()
     shape = sharding.mesh_shape(
@@ -164,6 +166,14 @@ def load_trained(
     return Trained(what, learned, base)
 
 
+def wait(trained: Trained, offloaded: bool, *, shared: bool = False) -> Trained:
+    """The model between its uses: where it was, or on the host; a base that is `shared` lies where its owner has it."""
+    if not offloaded:
+        return trained
+    base = trained.base if shared else offload.to_host(trained.base)
+    return dataclasses.replace(trained, learned=offload.to_host(trained.learned), base=base)
+
+
 def plan_of_run(c: ConfigDict, mesh: Any) -> packing.Plan:
     """The shapes of rows of a PPO run."""
     sequences = max(c.actor.ppo_mini_batch_size, critic_mini_batch_size(c))
@@ -210,6 +220,7 @@ def make_learner(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[Learner, Tra
     cfg = fit(inputs.policy)
     recipe, passes = make_passes(c, inputs, mesh)
     policy = load_trained(c, mesh, cfg, path, head="lm", key=keys(0), adapters=inputs.adapters)
+    policy = wait(policy, a.param_offload)
     actor, policy_opt = make_descent(a, "actor", passes.actor, policy, inputs.total_steps - c.trainer.critic_warmup)
     value = value_opt = critic = None
     if inputs.critic is not None:
@@ -224,6 +235,7 @@ def make_learner(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[Learner, Tra
             adapters=inputs.critic_adapters,
             trunk=policy.base.params if shared and policy.base is not None else None,
         )
+        trained = wait(trained, c.critic.param_offload, shared=shared)
         value = trained.learned
         critic, value_opt = make_descent(c.critic, "critic", passes.critic, trained, inputs.total_steps)
     learner = Learner(
@@ -247,9 +259,8 @@ def compile_passes(c: ConfigDict, learner: Learner, begin: TrainState) -> None:
         learner.recipe,
         learner.plan,
         learner.mesh,
-        policy=begin.policy,
+        now=begin,
         reference=learner.reference,
-        value=begin.value,
         actor=learner.actor,
         critic=learner.critic,
         sequences=sequences_of_step(c),
@@ -259,10 +270,16 @@ def compile_passes(c: ConfigDict, learner: Learner, begin: TrainState) -> None:
 def make_reference(c: ConfigDict, mesh: Any, cfg: ModelConfig, policy: Trained, key: jax.Array) -> Params:
     """The frozen model that a KL is measured against: its own, or the policy as the run begins."""
     if c.ref.path != "policy":
-        return load_trained(c, mesh, cfg, c.ref.path, head="lm", key=key, adapters=None).learned
+        trained = load_trained(c, mesh, cfg, c.ref.path, head="lm", key=key, adapters=None)
+        return wait(trained, c.ref.param_offload).learned
     if policy.base is not None:  # with adapters that is their base, which is there already
         return policy.base.params
-    return jax.tree.map(lambda x: x.copy(), policy.learned)
+
+    def apart(x: jax.Array) -> jax.Array:
+        copy = offload.to_device(x).copy()
+        return offload.to_host(copy) if c.ref.param_offload else copy
+
+    return jax.tree.map(apart, policy.learned)
 
 
 def critic_mini_batch_size(c: ConfigDict) -> int:
@@ -280,18 +297,24 @@ def make_descent(
     section: ConfigDict, name: str, accumulate: Any, trained: Trained, total_steps: int
 ) -> tuple[ppo.Descent, Any]:
     """The optimizer of one model, by its section of the config, and the optimizer's first state."""
-    tx = make_optimizer(section)
+    tx = make_optimizer(section, trained.what)
     opt, places = state.init_optimizer(tx, trained.what, trained.learned)
     apply = make_apply(section, tx, trained.what, places, total_steps)
     zeros = update.make_zeros(trained.what.shapes, trained.what.shardings)
     spare = trained.what.spare, state.spare_of_optimizer(tx, trained.what)
+    opt = offload.to_host(opt) if section.optimizer_offload else opt
     return ppo.Descent(accumulate, apply, zeros, name=name, base=trained.base, spare=spare), opt
 
 
-def make_optimizer(section: ConfigDict) -> Any:
-    """The optimizer that a section of the config asks for."""
+def make_optimizer(section: ConfigDict, what: state.Weights) -> Any:
+    """The optimizer that a section of the config asks for, of such parameters."""
+    narrow = any(x.dtype != jnp.float32 for x in jax.tree.leaves(what.shapes))
     return optim.make_optimizer(
-        grad_clip=section.grad_clip, betas=tuple(section.betas), weight_decay=section.weight_decay
+        grad_clip=section.grad_clip,
+        betas=tuple(section.betas),
+        weight_decay=section.weight_decay,
+        moments_dtype=section.moments_dtype,
+        master=narrow and section.master_dtype == "float32",
     )
 
 

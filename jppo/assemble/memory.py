@@ -16,16 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
+from jppo.assemble import waiting
 from jppo.assemble.engine import inprocess_settings
 from jppo.assemble.inputs import Inputs
 from jppo.assemble.learner import (
     Trained,
-    critic_mini_batch_size,
     make_apply,
     make_optimizer,
     make_passes,
     plan_of_run,
-    sequences_of_step,
     shares_trunk,
 )
 from jppo.learner import packing, ppo, sharding, state
@@ -48,6 +47,12 @@ class Moment:
     name: str
     gradients: int  # the f32 sums that are there
     temporaries: int  # XLA's account, with results that take no argument's place
+    brought: int = 0  # what waits on the host and is there for it
+
+    @property
+    def needs(self) -> int:
+        """All of it."""
+        return self.gradients + self.temporaries + self.brought
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,16 +62,17 @@ class Estimate:
     parts: dict[str, int]
     moments: tuple[Moment, ...]
     runtime: int  # by which a process grows whose devices are the processor's, whatever their number
+    host: dict[str, int] = dataclasses.field(default_factory=dict)  # what waits on the host for this device
 
     @property
     def worst(self) -> Moment:
         """The moment that needs most."""
-        return max(self.moments, key=lambda moment: moment.gradients + moment.temporaries)
+        return max(self.moments, key=lambda moment: moment.needs)
 
     @property
     def peak(self) -> int:
         """The most that is held at once."""
-        return sum(self.parts.values()) + self.worst.gradients + self.worst.temporaries
+        return sum(self.parts.values()) + self.worst.needs
 
 
 def size(tree: Any) -> int:
@@ -83,11 +89,11 @@ def _itemsize(x: Any) -> int:
     return int(np.dtype(x.dtype).itemsize)
 
 
-def account(name: str, gradients: int, fn: Any, *args: Any) -> Moment:
+def account(name: str, gradients: int, fn: Any, *args: Any, brought: int = 0) -> Moment:
     """What the program that `fn` is for such arguments sets aside, by XLA's account of it."""
     found: Any = fn.lower(*args).compile().memory_analysis()
     results = found.output_size_in_bytes - found.alias_size_in_bytes
-    return Moment(name, gradients, found.temp_size_in_bytes + max(results, 0))
+    return Moment(name, gradients, found.temp_size_in_bytes + max(results, 0), brought)
 
 
 def sketch(c: ConfigDict, mesh: Any, cfg: ModelConfig, *, head: Head, adapters: Lora | None) -> Trained:
@@ -124,10 +130,13 @@ def learning(
     trained: Trained,
     micros: Sequence[Any],
     *further: Any,
-    mini_batches: int,
+    brought: int = 0,
 ) -> tuple[Any, list[Moment]]:
-    """The optimizer's state of one model, and the moments of its update; `micros` are micro-batches as shapes."""
-    tx = make_optimizer(section)
+    """The optimizer's state of one model, and the moments of its update; `micros` are micro-batches as shapes.
+
+    `brought` is what comes from the host for all of the update; the optimizer comes for its step.
+    """
+    tx = make_optimizer(section, trained.what)
     opt, places = state.abstract_optimizer(tx, trained.what)
     mesh = jax.tree.leaves(trained.what.shardings)[0].mesh
     scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=sharding.replicated(mesh))
@@ -139,15 +148,15 @@ def learning(
     number: Any = jax.ShapeDtypeStruct((), jnp.float32)
     carry, counts = (wide, scalar), Counts(tokens=number, sequences=number)
     gradients, learned = size(carry), trained.learned
+    models = learned, trained.base, carry
     moments = [
-        account(f"{name} gradient", gradients, accumulate, learned, trained.base, carry, micro, counts, *further)
+        account(f"{name} gradient", gradients, accumulate, *models, micro, counts, *further, brought=brought)
         for micro in micros
     ]
     apply = make_apply(section, tx, trained.what, places, 1)
     step = jax.ShapeDtypeStruct((), jnp.int32)
-    # The next mini-batch has its sum of gradients before this one's is given up.
-    held = min(mini_batches, 2) * gradients
-    moments.append(account(f"{name} step", held, apply, learned, opt, carry, step))
+    here = brought + (size(opt) if section.optimizer_offload else 0)
+    moments.append(account(f"{name} step", gradients, apply, learned, opt, carry, step, brought=here))
     return opt, moments
 
 
@@ -165,23 +174,33 @@ def estimate(c: ConfigDict, inputs: Inputs, mesh: Any, *, entries: int) -> Estim
     reference, own_reference = _reference(c, inputs, mesh, policy)
     rows = [rows_of(shape, mesh) for shape in largest(plan_of_run(c, mesh))]
     scored = [_scored(recipe, one, critic is not None) for one in rows]
-    moments = list(_scoring(passes, policy, reference, critic, rows))
+    coming = waiting.brought(
+        c,
+        recipe,
+        size,
+        policy=policy,
+        critic=critic,
+        reference=reference,
+        shared_trunk=shares_trunk(c, inputs),
+        own_reference=own_reference,
+    )
+    moments = list(_scoring(recipe, passes, policy, reference, critic, rows, coming))
     if c.rollout.name == "inprocess":
-        moments.append(_sampling(c, mesh))
-    minis = sequences_of_step(c) // c.actor.ppo_mini_batch_size * c.actor.ppo_epochs
-    policy_opt, found = learning("actor", passes.actor, c.actor, policy, scored, reference, mini_batches=minis)
+        moments.append(dataclasses.replace(_sampling(c, mesh), brought=coming.logprob))
+    judge = recipe.in_loss(reference)
+    policy_opt, found = learning("actor", passes.actor, c.actor, policy, scored, judge, brought=coming.actor)
     moments += found
     parts = {"policy": size((policy.learned, policy.base)), "policy's optimizer": size(policy_opt)}
     if critic is not None:
-        minis = sequences_of_step(c) // critic_mini_batch_size(c) * c.critic.ppo_epochs
-        critic_opt, found = learning("critic", passes.critic, c.critic, critic, scored, mini_batches=minis)
+        critic_opt, found = learning("critic", passes.critic, c.critic, critic, scored, brought=coming.critic)
         moments += found
         base = None if shares_trunk(c, inputs) else critic.base
         parts |= {"critic": size((critic.learned, base)), "critic's optimizer": size(critic_opt)}
     if own_reference:
         parts["reference"] = size(reference)
-    # The batch in the rows of scoring, and once more in those of a mini-batch; the latter is at most as large.
-    parts["batch"] = (size(scored[0]) // math.prod(rows[0].inputs.shape) + 1) * 2 * entries
+    host = {name: parts.pop(name) for name in waiting.asked(c) if name in parts}
+    # The batch in the rows of scoring, and two micro-batches of an update: one at work, one on its way.
+    parts["batch"] = (size(scored[0]) // math.prod(rows[0].inputs.shape) + 1) * entries + 2 * max(map(size, scored))
     scoring = (passes.logprob, passes.reference, passes.value)
     return Estimate(
         parts,
@@ -193,6 +212,7 @@ def estimate(c: ConfigDict, inputs: Inputs, mesh: Any, *, entries: int) -> Estim
             passes=sum(one is not None for one in scoring),
             gradients=1 if critic is None else 2,
         ),
+        host,
     )
 
 
@@ -221,7 +241,7 @@ def stored(c: ConfigDict, inputs: Inputs, mesh: Any) -> int:
         if cfg is None:
             continue
         trained = sketch(c, mesh, pad_vocab(cfg, mesh.shape["tensor"]), head=head, adapters=adapters)
-        opt, _ = state.abstract_optimizer(make_optimizer(section), trained.what)
+        opt, _ = state.abstract_optimizer(make_optimizer(section, trained.what), trained.what)
         total += whole((trained.learned, opt))
     return total
 
@@ -258,16 +278,24 @@ def _like(rows: Rows) -> Any:
 
 
 def _scoring(
-    passes: ppo.Passes, policy: Trained, reference: Params | None, critic: Trained | None, rows: Sequence[Rows]
+    recipe: ppo.Recipe,
+    passes: ppo.Passes,
+    policy: Trained,
+    reference: Params | None,
+    critic: Trained | None,
+    rows: Sequence[Rows],
+    coming: waiting.Brought,
 ) -> Iterator[Moment]:
     """The passes without gradients."""
     actor = ppo.join(policy.learned, policy.base)
     for one in rows:
-        yield account("log-probs", 0, passes.logprob, actor, one)
+        yield account("log-probs", 0, passes.logprob, actor, one, brought=coming.logprob)
         if passes.reference is not None:
-            yield account("reference", 0, passes.reference, reference, actor, one, _like(one))
+            models = reference, recipe.in_reward(actor)
+            yield account("reference", 0, passes.reference, *models, one, _like(one), brought=coming.reference)
         if passes.value is not None and critic is not None:
-            yield account("values", 0, passes.value, ppo.join(critic.learned, critic.base), one)
+            judge = ppo.join(critic.learned, critic.base)
+            yield account("values", 0, passes.value, judge, one, brought=coming.values)
 
 
 def served(cfg: ModelConfig, dtype: str) -> int:

@@ -128,11 +128,13 @@ def rooms(found: Estimate, mesh: Any, *, host: dict[str, int]) -> list[Room]:
     """The devices' memory and the host's; those of a CPU are the same."""
     worst = found.worst
     parts = found.parts | {"sum of gradients": worst.gradients, f"temporaries: {worst.name}": worst.temporaries}
+    parts["brought from the host for it"] = worst.brought
     parts = {about: count for about, count in parts.items() if count}
     device, taken, free = mesh.devices.flat[0], devices.resident(), memory.host_room()
     count = sum(d.process_index == device.process_index for d in mesh.devices.flat)
     program = {"the trainer's program": taken} if taken is not None else {}
     room = None if free is None or taken is None else free + taken
+    host = {f"{about}, waiting": count * bytes_ for about, bytes_ in found.host.items()} | host
     if device.platform == "cpu":
         program["its compiled programs at work"] = found.runtime
         here = {about: count * bytes_ for about, bytes_ in parts.items()}

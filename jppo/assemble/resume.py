@@ -19,6 +19,7 @@ from jppo.config import UserError, commandline
 from jppo.data.prompts import PromptSet
 from jppo.data.stream import Cursor
 from jppo.io.checkpoint import Checkpoints, checksum, restore
+from jppo.learner import optim
 from jppo.rewards.compose import Panel
 from jppo.structs import TrainState
 
@@ -125,6 +126,12 @@ def resume(
         return Begun(begin, Cursor())
     checkpoints.discard_after(found.step)
     state = learner.placed(found.state, begin)
+    if found.missing:  # what their first state was made of was the model before
+        state = dataclasses.replace(
+            state,
+            policy_opt=optim.begun_anew(state.policy_opt, state.policy),
+            value_opt=optim.begun_anew(state.value_opt, state.value),
+        )
     if c.algorithm.kl_ctrl_type == "fixed":  # it is the config's, also when it was changed between two starts
         state = dataclasses.replace(state, kl_coef=begin.kl_coef)
     if int(state.bad_steps) >= c.trainer.max_bad_steps:  # the run had stopped; whoever goes on wants to

@@ -8,6 +8,7 @@ from jppo.config.defaults import default
 from jppo.config.draws import check_sampling
 from jppo.config.engines import check_engine, check_publish
 from jppo.config.errors import UserError
+from jppo.config.memory import check_memory
 from jppo.config.multi_turn import check_multi_turn
 from jppo.config.steps import parse_steps
 from jppo.config.texts import importance_band, loggers, rejection_rules, save_contents
@@ -36,6 +37,12 @@ CHOICES = {
     "actor.lr_scheduler_type": ("constant", "cosine"),
     "optim.lr_scheduler_type": ("constant", "cosine"),
     "critic.lr_scheduler_type": ("constant", "cosine"),
+    "actor.master_dtype": ("float32", "bfloat16"),
+    "optim.master_dtype": ("float32", "bfloat16"),
+    "critic.master_dtype": ("float32", "bfloat16"),
+    "actor.moments_dtype": ("float32", "bfloat16"),
+    "optim.moments_dtype": ("float32", "bfloat16"),
+    "critic.moments_dtype": ("float32", "bfloat16"),
     "rollout.name": ("vllm", "sglang", "inprocess"),
     "rollout.mode": ("sync", "async"),
     "rollout.on_update": ("wait", "abort", "keep"),
@@ -230,6 +237,7 @@ def _check_training(config: ml_collections.ConfigDict) -> None:
                 f"{config[section].lr_warmup_steps_ratio} both say how long the warm-up is; leave one at its default"
             )
     _check_lengths(config)
+    check_memory(config)
 
 
 def _check_mini_batch(config: ml_collections.ConfigDict, section: str) -> None:

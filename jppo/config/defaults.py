@@ -11,6 +11,9 @@ OPTIM = (
     "lr_warmup_steps",
     "lr_warmup_steps_ratio",
     "min_lr_ratio",
+    "master_dtype",
+    "moments_dtype",
+    "optimizer_offload",
 )
 SHAPE_SETTINGS = (
     "max_prompt_length",
@@ -32,6 +35,9 @@ def default() -> ml_collections.ConfigDict:
         lr_warmup_steps=-1,  # -1: by the ratio
         lr_warmup_steps_ratio=0.0,  # of all steps
         min_lr_ratio=0.0,
+        master_dtype="float32",  # what is stepped; float32 beside parameters of bfloat16 is a copy of them
+        moments_dtype="float32",  # or bfloat16: Adam's two means
+        optimizer_offload=False,  # on the host but for the optimizer's steps
     )
     config = c()
     config.model = c(
@@ -110,6 +116,7 @@ def default() -> ml_collections.ConfigDict:
             kl_loss_coef=0.001,
             kl_loss_type="low_var_kl",
             max_tokens_per_device=16384,  # of a micro-batch
+            param_offload=False,  # on the host between its uses
             **optim,
         )
     )
@@ -125,10 +132,16 @@ def default() -> ml_collections.ConfigDict:
             loss_agg_mode=none(str),  # None: the actor's
             loss_scale_factor=none(float),  # None: the actor's
             cliprange_value=0.5,
+            param_offload=False,
             **optim,
         )
     )
-    config.ref = c(dict(path="policy"))  # policy: as the run begins; or an HF directory; '': there is no reference
+    config.ref = c(
+        dict(
+            path="policy",  # as the run begins; or an HF directory; '': there is no reference
+            param_offload=False,
+        )
+    )
     config.rollout = c(
         dict(
             name="vllm",  # or sglang; or inprocess: the trainer samples by itself, on its own devices

@@ -327,7 +327,7 @@ def _check_structure(path: pathlib.Path, saved: dict[str, Any], wanted: dict[str
 
 def checksum(array: jax.Array) -> int:
     """The sum of the array's bits, word by word, modulo 2^32: the same for any sharding."""
-    if array.sharding.memory_kind == "pinned_host":
+    if "host" in (array.sharding.memory_kind or ""):
         array = jax.device_put(array, array.sharding.with_memory_kind("device"))
     return int(_sum_of_bits(array))
 

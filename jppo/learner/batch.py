@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jppo.learner import packing, sharding
 from jppo.structs import Counts, Rows, Scored, Trajectory
@@ -30,10 +30,11 @@ def each(fn: Callable[..., Any], *micros: Sequence[Any]) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Mini:
-    """The data of one optimizer step: micro-batches on their devices, and what their losses are divided by."""
+    """The data of one optimizer step: micro-batches on the host, and what their losses are divided by."""
 
     micros: list[Any]
     counts: Counts
+    place: NamedSharding  # of the rows, on their devices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +76,7 @@ def mini_batches(
     plan: packing.Plan,
     mesh: Mesh,
 ) -> Iterator[Mini]:
-    """The scored batch cut into mini-batches of trajectories in that order, each packed, on its devices."""
+    """The scored batch cut into mini-batches of trajectories in that order, each packed, on the host."""
     place = sharding.rows_sharding(mesh)
     for begin in range(0, len(order), mini_batch_size):
         part = order[begin : begin + mini_batch_size].tolist()
@@ -86,7 +87,7 @@ def mini_batches(
             fields: dict[str, Any] = {name: flat.at(name, rows) for name in _FIELDS}
             micros.append(Scored(rows=dataclasses.replace(rows, mask=mask), **fields))
         counts = count([micro.rows for micro in micros])
-        yield Mini([jax.device_put(micro, place) for micro in micros], counts)
+        yield Mini(micros, counts, place)
 
 
 def count(rows: Sequence[Rows]) -> Counts:

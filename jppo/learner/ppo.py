@@ -12,9 +12,10 @@ from jax.sharding import Mesh
 
 from jppo.algorithms import correction, kl, losses, masked
 from jppo.learner import batch, correct, estimate, packing, score, sharding, update
+from jppo.models import offload
 from jppo.models.families import ModelConfig
 from jppo.models.lora import Base, Weights, join
-from jppo.structs import Array, Counts, Params, Rows, Scored
+from jppo.structs import Array, Counts, Params, Rows, Scored, TrainState
 
 Model = tuple[Any, ModelConfig]  # the flax module, and what it was made from
 
@@ -45,6 +46,14 @@ class Recipe:
     bypass: bool  # the sampler's log-probs are the old ones
     correction: correct.Correction | None
     entropy_metric: bool = True  # False: the entropy is computed only where the loss has it
+
+    def in_reward(self, policy: Weights) -> Weights | None:
+        """The policy where the pass of the reference reads it: for an exact KL."""
+        return policy if self.kl_penalty in kl.EXACT else None
+
+    def in_loss(self, reference: Weights | None) -> Weights | None:
+        """The reference where the policy's loss reads it: for an exact KL."""
+        return reference if self.kl_loss_type in kl.EXACT else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +136,7 @@ class Descent:
     """What one model is trained by: its compiled gradient, optimizer step and accumulator."""
 
     accumulate: Callable[..., tuple[update.Carry, dict[str, Array]]]
-    apply: Callable[..., tuple[Params, Any, dict[str, Array]]]
+    apply: jax.stages.Wrapped
     zeros: Callable[[], update.Carry]
     name: str  # 'actor' or 'critic', of its metrics
     base: Base | None = None  # what stays of a model with adapters
@@ -144,6 +153,7 @@ def score_rows(
     """The old log-probs, the gap to the sampler's and its correction, as the recipe says; and their metrics."""
     if recipe.bypass:
         return [Scored(rows=one, logp=one.sampler_logp) for one in rows], {}
+    policy = offload.to_device(policy)
     found = batch.each(lambda one: passes.logprob(policy, one), rows)
     scored = [Scored(rows=one, logp=logp) for one, (logp, _) in zip(rows, found, strict=True)]
     gaps = batch.each(lambda one, pair: passes.gap(one, pair[0]), rows, found)
@@ -159,13 +169,14 @@ def score_rows(
 
 
 def refer(
-    passes: Passes, scored: Sequence[Scored], policy: Weights, reference: Weights | None
+    passes: Passes, recipe: Recipe, scored: Sequence[Scored], policy: Weights, reference: Weights | None
 ) -> tuple[list[Scored], list[Array | None]]:
     """The reference's log-probs where the loss wants them, and the KL of the reward where there is one."""
     if passes.reference is None or reference is None:
         return list(scored), [None] * len(scored)
     run = passes.reference
-    found = batch.each(lambda one: run(reference, policy, one.rows, one.logp), scored)
+    models = offload.to_device((reference, recipe.in_reward(policy)))
+    found = batch.each(lambda one: run(*models, one.rows, one.logp), scored)
     with_reference = [dataclasses.replace(one, ref_logp=pair[0]) for one, pair in zip(scored, found, strict=True)]
     return with_reference, [penalty for _, penalty in found]
 
@@ -176,19 +187,20 @@ def compile_all(
     plan: packing.Plan,
     mesh: Mesh,
     *,
-    policy: Params,
+    now: TrainState,
     reference: Weights | None,
-    value: Params | None,
     actor: Descent,
     critic: Descent | None,
     sequences: int,
 ) -> None:
-    """Runs every pass once on empty rows of every shape, so that no later step compiles."""
-    whole = actor.model(policy)
-    judge = None if critic is None else critic.model(value)
-    descents: list[tuple[Descent, Params, tuple[Any, ...]]] = [(actor, policy, (reference,))]
+    """Runs every pass once on empty rows of every shape, so that no later step compiles; nothing is learned."""
+    whole = actor.model(now.policy)
+    judge = None if critic is None else critic.model(now.value)
+    descents: list[tuple[Descent, Params, Any, tuple[Any, ...]]] = [
+        (actor, now.policy, now.policy_opt, (recipe.in_loss(reference),))
+    ]
     if critic is not None:
-        descents.append((critic, value, ()))
+        descents.append((critic, now.value, now.value_opt, ()))
     kl_coef = jax.device_put(jnp.float32(0), sharding.replicated(mesh))  # placed as the state's is
     outcome = estimate.Outcome(
         score=np.zeros(sequences, np.float32),
@@ -199,21 +211,24 @@ def compile_all(
     place = sharding.rows_sharding(mesh)
     for shape in plan.shapes:
         rows = [sharding.put_rows(packing.empty_rows(shape), mesh)]
-        passes.logprob(whole, rows[0])  # also of use before the first step, whatever the recipe
+        passes.logprob(offload.to_device(whole), rows[0])  # also of use before the first step, whatever the recipe
         scored, _ = score_rows(passes, recipe, rows, whole)
-        scored, penalty = refer(passes, scored, whole, reference)
+        scored, penalty = refer(passes, recipe, scored, whole, reference)
         scored = with_values(passes, scored, judge)
         scored, _ = estimate.advantages(passes, scored, penalty, outcome, kl_coef)
         micro = jax.device_put(jax.device_get(scored[0]), place)  # as it comes from the host in a step
-        for how, learned, further in descents:
-            jax.block_until_ready(how.accumulate(learned, how.base, how.zeros(), micro, counts, *further))
+        for how, learned, _, further in descents:
+            models = offload.to_device((learned, how.base, further))
+            jax.block_until_ready(how.accumulate(*models[:2], how.zeros(), micro, counts, *models[2]))
+    for how, learned, opt, _ in descents:
+        how.apply.lower(*offload.shapes((learned, opt)), how.zeros(), now.step).compile()
 
 
 def with_values(passes: Passes, scored: Sequence[Scored], value: Weights | None) -> list[Scored]:
     """The critic's values of every state, where there is a critic."""
     if passes.value is None:
         return list(scored)
-    run = passes.value
+    run, value = passes.value, offload.to_device(value)
     found = batch.each(lambda one: run(value, one.rows), scored)
     return [dataclasses.replace(one, value=new) for one, new in zip(scored, found, strict=True)]
 
@@ -221,16 +236,25 @@ def with_values(passes: Passes, scored: Sequence[Scored], value: Weights | None)
 def descend(
     how: Descent, params: Params, opt: Any, step: Array, minis: Iterable[batch.Mini], *further: Any
 ) -> tuple[Params, Any, dict[str, float]]:
-    """One optimizer step a mini-batch, gradients accumulated over its micro-batches."""
-    history = []
+    """One optimizer step a mini-batch, gradients accumulated over its micro-batches.
+
+    What waits on the host is on the devices while it is used: the models for all of it, the optimizer for its steps.
+    """
+    before, history = params, []
+    base, further = offload.to_device((how.base, further))
+    params = offload.take(params)
     for mini in minis:
-        carry, sums = how.zeros(), []
+        carry, sums = how.zeros(), list[Any]()
         for micro in mini.micros:
-            carry, part = how.accumulate(params, how.base, carry, micro, mini.counts, *further)
+            rows = jax.device_put(micro, mini.place)
+            carry, part = how.accumulate(params, base, carry, rows, mini.counts, *further)
+            jax.block_until_ready(sums[-1:])  # else the rows of all of them would be there at once
             sums.append(part)
-        params, opt, stats = how.apply(params, opt, carry, step)
-        history.append((sums, stats))
-    jax.block_until_ready(params)
+        params, stepped, stats = how.apply(params, offload.take(opt), carry, step)
+        opt = offload.put_back(stepped, opt)
+        history.append((sums, jax.block_until_ready(stats)))
+        del carry, stepped  # before there are others
+    params = jax.block_until_ready(offload.put_back(params, before))
     return params, opt, _mean_metrics(jax.device_get(history), how.name)
 
 

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jppo.learner import sharding
 from jppo.learner.optim import in_f32
-from jppo.models import hf, lora, params
+from jppo.models import hf, lora, offload, params
 from jppo.models.decoder import init_head, init_params
 from jppo.models.families import ModelConfig
 from jppo.models.lora import Base, Lora
@@ -96,7 +96,7 @@ def adapt(what: Weights, values: Params, how: Lora, *, key: jax.Array) -> tuple[
 def init_optimizer(tx: optax.GradientTransformation, what: Weights, values: Params) -> tuple[Any, Any]:
     """The optimizer's state in its shards, and those shards."""
     places = sharding.optimizer_shardings(tx, what.shapes, what.shardings)
-    return jax.jit(lambda p: tx.init(in_f32(p)), out_shardings=places)(values), places
+    return jax.jit(lambda p: tx.init(in_f32(p)), out_shardings=places)(offload.to_device(values)), places
 
 
 def spare_of_optimizer(tx: optax.GradientTransformation, what: Weights) -> Any:
@@ -107,7 +107,7 @@ def spare_of_optimizer(tx: optax.GradientTransformation, what: Weights) -> Any:
 
 def portable(tree: Any, spare: Any) -> Any:
     """The arrays without the rows that are there for the mesh alone: the same on any."""
-    return jax.tree.map(lambda x, n: x[: x.shape[0] - n] if n else x, tree, spare)
+    return jax.tree.map(lambda x, n: offload.to_device(x)[: x.shape[0] - n] if n else x, tree, spare)
 
 
 def placed(tree: Any, spare: Any, like: Any) -> Any:

@@ -127,7 +127,7 @@ def make_accumulate(loss: Loss) -> Callable[..., tuple[Carry, dict[str, Array]]]
 
 def make_apply(
     tx: optax.GradientTransformation, schedule: Callable[[Array], Array], *, shardings: tuple[Any, Any]
-) -> Callable[..., tuple[Params, Any, dict[str, Array]]]:
+) -> jax.stages.Wrapped:
     """(params, optimizer state, carry, step) -> the next two, the gradient's norm before clipping, the learning rate.
 
     A loss or a gradient that is no finite number leaves both as they are, and is said to be `skipped`.
@@ -138,11 +138,10 @@ def make_apply(
         lr = schedule(step)
         norm = optax.tree.norm(grads)
         good = jnp.isfinite(norm) & jnp.isfinite(loss)
-        stepped = descend(tx, params, opt, grads, lr)
-        params, opt = jax.tree.map(lambda new, old: jnp.where(good, new, old), stepped, (params, opt))
+        params, opt = descend(tx, params, opt, grads, lr, good)
         return params, opt, {"grad_norm": norm, "lr": lr, "skipped": 1.0 - good}
 
-    # The gradients are not donated: nothing that comes out could take their place.
+    # The gradients are not donated: what came out in their place would be copied, not computed there.
     return jax.jit(apply, donate_argnums=(0, 1), out_shardings=(*shardings, None))
 
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jppo.config import UserError
-from jppo.models import families, lora, params, tensorfile
+from jppo.models import families, lora, offload, params, tensorfile
 from jppo.models.decoder import init_head
 from jppo.models.families import ModelConfig
 from jppo.models.params import Entry, Head
@@ -301,7 +301,7 @@ def adapter_tensors(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """What is learned of a model with adapters, under peft's names."""
     for entry in lora.table(cfg, how, head=head):
-        array = params.get(learned, entry.path)
+        array = offload.to_device(params.get(learned, entry.path))
         for layer, name in enumerate(entry.hf_names):
             yield name, np.asarray(_export(array, None, layer, entry=entry, dtype=np.dtype(array.dtype)))
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jppo.config import UserError
-from jppo.models import params
+from jppo.models import offload, params
 from jppo.models.families import ModelConfig
 from jppo.models.params import Entry, Head
 from jppo.structs import Params
@@ -156,13 +156,14 @@ def init(model: ModelConfig, lora: Lora, key: jax.Array) -> Params:
 
 
 def parts(entry: Entry, model: Weights) -> tuple[jax.Array, dict[str, jax.Array] | None]:
-    """The parameter of `entry`, and the adapter beside it with B times its scale, or None."""
+    """The parameter of `entry` on its devices, and the adapter beside it with B times its scale, or None."""
     if not isinstance(model, Adapted):
-        return params.get(model, entry.path), None
+        return offload.to_device(params.get(model, entry.path)), None
     known = model.learned if entry.path[0] in model.learned else model.base.params
     beside = _beside(model.learned[COLLECTION], entry.path[:-1]) if entry.path[-1] == "kernel" else None
+    beside = offload.to_device(beside)
     scaled = None if beside is None else {"a": beside["a"], "b": beside["b"] * model.base.scale}
-    return params.get(known, entry.path), scaled
+    return offload.to_device(params.get(known, entry.path)), scaled
 
 
 def merge(entry: Entry, kernel: jax.Array, beside: dict[str, jax.Array]) -> jax.Array:

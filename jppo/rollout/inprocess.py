@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jppo.config import UserError
-from jppo.models import generate
+from jppo.models import generate, offload
 from jppo.models.families import ModelConfig
 from jppo.models.generate import Choice, Slots
 from jppo.models.lora import Weights
@@ -139,7 +139,7 @@ class InprocessSampler:
         """Samples from these parameters from now on, and names them `version`; until the caller gives them away."""
         self._held = version, policy
         if not self._compiled:
-            self._turns(self._programs.prepare(policy), version).compile()
+            self._turns(self._programs.prepare(offload.to_device(policy)), version).compile()
             self._compiled = True
 
     def generate(
@@ -174,7 +174,7 @@ class InprocessSampler:
         only: Collection[int] | None,
     ) -> list[Trajectory]:
         self._check(prompts, sampling)
-        model = self._programs.prepare(self._policy(version))
+        model = self._programs.prepare(offload.to_device(self._policy(version)))
 
         async def generate() -> list[Trajectory]:
             turns = self._turns(model, version)

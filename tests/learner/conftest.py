@@ -189,7 +189,7 @@ class Learner:
         """The stages between rollout and update, as `train.py` calls them."""
         rows = batch.make(trajectories, plan=plan, mesh=self.mesh)
         scored, found = ppo.score_rows(self.passes, self.recipe, rows, policy)
-        scored, penalty = ppo.refer(self.passes, scored, policy, reference)
+        scored, penalty = ppo.refer(self.passes, self.recipe, scored, policy, reference)
         scored = ppo.with_values(self.passes, scored, value)
         kl_coef = jax.device_put(np.float32(KL_COEF), sharding.replicated(self.mesh))
         group = estimate.groups(np.isnan(scores), 2)

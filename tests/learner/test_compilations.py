@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jppo.learner import correct, ppo, sharding
+from jppo.learner import correct, ppo, sharding, state
 
 CORRECTED = dict(
     correction=correct.Correction("sequence", 0.5, 2.0, normalize=True, rules=(("token_k1", 0.5, 2.0),)),
@@ -46,24 +46,26 @@ def test_no_step_after_the_first_compiles(new_learner, make_recipe, drawn, mesh_
     how = {}
     how["actor"], policy_opt = ours.descent("actor", policy, lr=1e-3, tx=ours.adamw)
     how["critic"], value_opt = ours.descent("critic", value, lr=1e-3, tx=ours.adamw)
+    now = state.begin(policy, policy_opt, value, value_opt, kl_coef=0.0, seed=0)
     ppo.compile_all(
         ours.passes, ours.recipe, plan, ours.mesh,
-        policy=policy, reference=policy, value=value, actor=how["actor"], critic=how["critic"], sequences=16,
+        now=now, reference=reference, actor=how["actor"], critic=how["critic"], sequences=16,
     )  # fmt: skip
     step = jax.device_put(np.int32(0), sharding.replicated(ours.mesh))
     batches = [drawn(16, seed=seed) for seed in range(4)]
     # The first batch has one shape only, so that the others bring shapes that no step has had.
     shortest = min(batches[0][0], key=lambda t: len(t.tokens))
     batches[0] = ([shortest] * 16, batches[0][1])
-    shapes = []
+    shapes, judge = [], ours.recipe.in_loss(reference)
     for number, (trajectories, scores) in enumerate(batches):
         with compilations() as seen:
             flat, _ = ours.score(trajectories, scores, plan=plan, policy=policy, reference=reference, value=value)
             minis = list(ours.minis(flat, trajectories, plan=plan, mini=8))
             value, value_opt, _ = ppo.descend(how["critic"], value, value_opt, step, minis)
-            policy, policy_opt, _ = ppo.descend(how["actor"], policy, policy_opt, step, minis, reference)
+            policy, policy_opt, _ = ppo.descend(how["actor"], policy, policy_opt, step, minis, judge)
             step = step + 1
         shapes.append({micro.advantage.shape for mini in minis for micro in mini.micros})
         if number:
             assert not seen, f"step {number} compiled {seen}"
+        assert "jit(apply)" not in seen
     assert len(set.union(*shapes)) > len(shapes[0]), "the later batches must bring shapes that the first had not"
