@@ -16,6 +16,7 @@ from jppo.assemble.engine import (
     val_sampling,
 )
 from jppo.assemble.forewarn import describe_sampling, forewarn
+from jppo.assemble.hosts import join_hosts, own_folder, require_alike, require_shareable, summed
 from jppo.assemble.inputs import (
     Inputs,
     make_adapters,
@@ -64,6 +65,7 @@ __all__ = [
     "forewarn",
     "fresh",
     "introduce_peak",
+    "join_hosts",
     "kept",
     "load_trained",
     "make_adapters",
@@ -77,6 +79,7 @@ __all__ = [
     "make_recipe",
     "make_supply",
     "origin",
+    "own_folder",
     "plan_of_run",
     "publish",
     "publish_base",
@@ -85,13 +88,16 @@ __all__ = [
     "read_models",
     "read_test",
     "read_tokenizer",
+    "require_alike",
     "require_loggers",
+    "require_shareable",
     "resume",
     "sampling",
     "save",
     "sequences_of_step",
     "share_gpu",
     "speaking",
+    "summed",
     "utilisation",
     "val_sampling",
 ]

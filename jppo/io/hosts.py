@@ -181,6 +181,7 @@ class Hosts:
             self._over.wait(self._timeout_s + 2 * POLL_S)  # within which it is known who is lost, and this host ends
         traceback.print_exception(error)
         self._put(f"gone/{self.rank}", _short(error))
+        time.sleep(2 * POLL_S)  # the store is gone with host 0; within this the others have heard
         sys.stderr.flush()
         os._exit(130 if isinstance(error, KeyboardInterrupt) else LOST)
 

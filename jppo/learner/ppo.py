@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from jppo.algorithms import correction, kl, losses, masked
 from jppo.learner import batch, correct, estimate, packing, score, sharding, update
+from jppo.models import placing
 from jppo.models.families import ModelConfig
 from jppo.models.lora import Base, Weights, join
 from jppo.structs import Array, Counts, Params, Rows, Scored
@@ -183,7 +184,7 @@ def compile_all(
     descents: list[tuple[Descent, Params, tuple[Any, ...]]] = [(actor, policy, (reference,))]
     if critic is not None:
         descents.append((critic, value, ()))
-    kl_coef = jax.device_put(jnp.float32(0), sharding.replicated(mesh))  # placed as the state's is
+    kl_coef = placing.put(jnp.float32(0), sharding.replicated(mesh))  # placed as the state's is
     outcome = estimate.Outcome(
         score=np.zeros(sequences, np.float32),
         group=np.zeros(sequences, np.int32),
@@ -198,7 +199,7 @@ def compile_all(
         scored, penalty = refer(passes, scored, whole, reference)
         scored = with_values(passes, scored, judge)
         scored, _ = estimate.advantages(passes, scored, penalty, outcome, kl_coef)
-        micro = jax.device_put(jax.device_get(scored[0]), place)  # as it comes from the host in a step
+        micro = placing.put(placing.fetch(scored[0]), place)  # as it comes from the host in a step
         for how, learned, further in descents:
             jax.block_until_ready(how.accumulate(learned, how.base, how.zeros(), micro, counts, *further))
 

@@ -8,6 +8,7 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jppo.config import UserError
+from jppo.models import placing
 from jppo.structs import Params, Rows
 
 AXES = ("data", "fsdp", "tensor")
@@ -42,6 +43,11 @@ def mesh_shape(devices: int, *, data: int, fsdp: int, tensor: int) -> tuple[int,
 def make_mesh(shape: tuple[int, int, int]) -> Mesh:
     """A mesh of all devices, with XLA placing what the shardings of inputs leave open."""
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def own_part(mesh: Mesh) -> Mesh:
+    """The part of the mesh that is this host's devices: all of it where there is one host."""
+    return mesh.local_mesh if mesh.is_multi_process else mesh
 
 
 def row_multiple(mesh: Mesh) -> int:
@@ -85,7 +91,8 @@ def cache_sharding(mesh: Mesh, kv_heads: int) -> NamedSharding:
 
 def put_rows(rows: Rows, mesh: Mesh) -> Rows:
     """A micro-batch on its devices."""
-    return jax.device_put(rows, rows_sharding(mesh))
+    placed: Rows = placing.put(rows, rows_sharding(mesh))
+    return placed
 
 
 def constrain_to_rows(mesh: Mesh) -> Any:
