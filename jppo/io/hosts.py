@@ -30,6 +30,7 @@ POLL_S = 0.5
 INLINE = 2**16  # bytes that go by the store; more go by a collective, which is faster
 CHUNK = 2**20  # bytes of each host in one collective, which is so compiled once
 BY_LOSS = ("Gloo", "NCCL", "UNAVAILABLE", "ABORTED")  # what a collective says whose other side is gone
+GOES_ON = "what was saved stands, and the same command goes on from there"
 LOST = 1  # the exit code of a host whose run another one ended by force
 
 
@@ -124,7 +125,7 @@ class Hosts:
 
     def leave(self, status: int, why: str) -> None:
         """Ends this process at once; nothing that waits for another host is waited for."""
-        print(f"error: {why}; the last checkpoint stands, the same command goes on from it", file=sys.stderr)
+        print(f"error: {why}; {GOES_ON}", file=sys.stderr)
         sys.stderr.flush()
         sys.stdout.flush()
         os._exit(status)
@@ -181,7 +182,8 @@ class Hosts:
             self._over.wait(self._timeout_s + 2 * POLL_S)  # within which it is known who is lost, and this host ends
         traceback.print_exception(error)
         self._put(f"gone/{self.rank}", _short(error))
-        time.sleep(2 * POLL_S)  # the store is gone with host 0; within this the others have heard
+        if self.first:
+            time.sleep(2 * POLL_S)  # the store is gone with it; within this the others have heard
         sys.stderr.flush()
         os._exit(130 if isinstance(error, KeyboardInterrupt) else LOST)
 

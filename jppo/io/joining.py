@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from jppo.config import UserError
-from jppo.io.hosts import ALONE, LOST, Hosts
+from jppo.io.hosts import ALONE, GOES_ON, LOST, Hosts
 
 POLL_S = 0.5
 # What says that JAX's own detection will find several processes.
@@ -212,8 +212,7 @@ class _Aborting:
                 return  # a crash like any other
             except OSError:
                 self._status = LOST
-                self._why = "host 0 is lost, which coordinates the run; the last checkpoint stands, the same command"
-                self._why += " goes on from it"
+                self._why = f"host 0 is lost, which coordinates the run; {GOES_ON}"
             except ValueError:  # only the main thread may set a handler; its own abort goes on anyway
                 return
         _end(self._status, self._why)

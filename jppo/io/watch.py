@@ -99,8 +99,8 @@ class Watch:
                     self._hosts.tell(self._asked)
             if time.monotonic() > self._last_moment:
                 _say(
-                    f"the run did not end within trainer.stop_timeout_s={self._stop_timeout_s:g} in stage {stage}; it"
-                    " is ended by force, and the last checkpoint stands"
+                    f"the run did not end within trainer.stop_timeout_s={self._stop_timeout_s:g} in stage {stage}"
+                    f" ({self._asked.why if self._asked else ''}); it is ended by force, and the last checkpoint stands"
                 )
                 os._exit(STUCK)
 
