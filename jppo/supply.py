@@ -306,7 +306,8 @@ def _merged(states: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
         return states[0]
     out = []
     for of_hosts in zip(*states, strict=True):
-        numbers = [sum(lists, []) for lists in zip(*(one["numbers"] for one in of_hosts), strict=True)]
+        lists = zip(*(one["numbers"] for one in of_hosts), strict=True)
+        numbers = [[number for some in of_all for number in some] for of_all in lists]
         texts = zip(*(one["found"] for one in of_hosts), strict=True)
         found = [trajectories.pack([t for text in some for t in trajectories.unpack(text)]) for some in texts]
         out.append(of_hosts[0] | {"numbers": numbers, "found": found})

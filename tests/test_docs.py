@@ -30,6 +30,7 @@ DOCS = (
     "docs/evaluation.md",
     "docs/monitoring.md",
     "docs/rollout.md",
+    "docs/scaling.md",
     "benchmarks/README.md",
 )
 SOURCES = sorted((ROOT / "jppo").rglob("*.py"))

@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from jppo import assemble, train
 from jppo import config as settings
-from jppo import train
-from jppo.config import commandline
+from jppo.assemble.engine import own_urls
+from jppo.config import UserError, commandline
+from jppo.io.hosts import Hosts
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 STEPS = 3
@@ -41,7 +43,7 @@ def in_folder(config, folder):
 
 
 def launch(config, count=2, how="whole"):
-    """The run as `count` processes of one device each, by the script that users have; the exit code and what was said."""
+    """The run as `count` processes of one device each, by the script that users have: the exit code, what was said."""
     usual, mine = commandline.settings(settings.default()), commandline.settings(config)
     lines = [f"    c.{name} = {value!r}" for name, value in mine.items() if value != usual[name]]
     file = pathlib.Path(config.trainer.run_dir).with_suffix(".py")
@@ -89,7 +91,7 @@ def test_two_hosts_are_one_process_and_go_on_as_each_other(run_of_groups, tmp_pa
     code, said = launch(broken, how="kill@1")
     assert code == 1 and "error: host 1 is lost: no sign of it within trainer.host_timeout_s=15" in said, said
     assert_equal_runs(tmp_path / "broken", reference, steps=2)
-    assert sorted(p.name for p in (tmp_path / "broken/checkpoints").iterdir())[0] == "1"
+    assert (tmp_path / "broken/checkpoints/1").is_dir()
     train.train(broken)
     assert_equal_runs(tmp_path / "broken", reference)
 
@@ -134,22 +136,14 @@ def test_what_ends_one_host_ends_all(run_of_groups, tmp_path, how, code, said, s
 
 
 def test_hosts_must_agree_on_what_cannot_be_shared(config):
-    from jppo import assemble
-    from jppo.config import UserError
-    from jppo.io.hosts import Hosts
-
     config.rollout.mode, config.rollout.partial = "async", True
-    with pytest.raises(UserError, match="rollout.partial=True takes .* trainer.nnodes=2"):
+    with pytest.raises(UserError, match=r"rollout.partial=True takes .* trainer.nnodes=2"):
         assemble.require_shareable(config, Hosts(0, 2))
 
 
 def test_servers_that_are_named_are_shared_out():
-    from jppo.assemble.engine import own_urls
-    from jppo.config import UserError
-    from jppo.io.hosts import Hosts
-
     urls = ["a", "b", "c", "d", "e"]
     assert [own_urls(Hosts(rank, 2), urls) for rank in (0, 1)] == [["a", "b"], ["c", "d", "e"]]
     assert own_urls(Hosts(1, 2), []) == []
-    with pytest.raises(UserError, match="rollout.urls names 1 .* each of 2 hosts"):
+    with pytest.raises(UserError, match=r"rollout.urls names 1 .* each of 2 hosts"):
         own_urls(Hosts(0, 2), ["a"])

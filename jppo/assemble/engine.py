@@ -197,9 +197,7 @@ def publish_base(c: ConfigDict, learner: Learner, sampler: Source, version: int,
     """Gives the engine what stays of the policy, where it will get the adapters alone."""
     base = learner.actor.base
     if base is not None and not isinstance(sampler, InprocessSampler) and c.rollout.lora_sync == "adapter":
-        _load(
-            sampler, hf.hf_tensors(base.params, learner.cfg, dtype=published_dtype(c)), hosts, version=version
-        )
+        _load(sampler, hf.hf_tensors(base.params, learner.cfg, dtype=published_dtype(c)), hosts, version=version)
 
 
 def _load(sampler: Served, tensors: Iterator[tuple[str, np.ndarray]], hosts: Hosts, **how: Any) -> None:

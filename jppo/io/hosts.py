@@ -67,7 +67,8 @@ class Hosts:
         self.count = count
         self.working = count == 1  # a stop may break off what is done now
         self._store = store
-        self._faults = {fault.__name__: fault for fault in (UserError, *faults)}
+        known: tuple[type[Exception], ...] = (UserError, *faults)
+        self._faults = {fault.__name__: fault for fault in known}
         self._timeout_s = timeout_s
         self._end_timeout_s = end_timeout_s
         self._turn = 0
@@ -143,7 +144,7 @@ class Hosts:
             self.tell(error)
         text = "" if error is not None else json.dumps(value, default=float)
         data = text.encode()
-        said = {"error": None if error is None else _described(error), "bytes": len(data)}
+        said: dict[str, Any] = {"error": None if error is None else _described(error), "bytes": len(data)}
         if len(data) <= INLINE:
             said["text"] = text
         self._put(f"said/{self._turn}/{self.rank}", json.dumps(said))

@@ -102,7 +102,7 @@ def join(
     state = distributed.global_state
     if state.num_processes != place.count:
         _end(2, f"trainer.nnodes={place.count}, and the launcher started {state.num_processes} processes; mend one")
-    aborting.explain(state.coordinator_address)
+    aborting.explain(str(state.coordinator_address))
     return Hosts(
         state.process_id,
         place.count,

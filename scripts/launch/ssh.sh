@@ -22,9 +22,9 @@ for rank in "${!hosts[@]}"; do
     printf -v line '%q ' cd "$PWD"
     printf -v line '%s&& exec env %q %q %q %q ' "$line" \
         "NNODES=${#hosts[@]}" "NODE_RANK=$rank" "MASTER_ADDR=$address" "MASTER_PORT=$port"
-    printf -v line '%s%q ' "$line" "$@"
+    printf -v command '%q ' "$@"
     # With a terminal of its own (-tt) the process ends when the connection does.
-    ${SSH:-ssh -tt -o BatchMode=yes} "${hosts[$rank]}" "$line" </dev/null &
+    ${SSH:-ssh -tt -o BatchMode=yes} "${hosts[$rank]}" "$line$command" </dev/null &
     pids+=($!)
 done
 trap 'kill -TERM "${pids[@]}" 2>/dev/null || true' TERM INT

@@ -145,7 +145,7 @@ def signing(store, rank, left, **limits):
 def test_a_host_that_gives_no_sign_is_lost_and_one_that_does_is_not(monkeypatch):
     monkeypatch.setattr(module, "POLL_S", 0.02)
     store, left = Store(), []
-    (first, waiting), (second, _) = (signing(store, rank, left, timeout_s=0.5) for rank in (0, 1))
+    (_, waiting), (second, _) = (signing(store, rank, left, timeout_s=0.5) for rank in (0, 1))
     time.sleep(1.0)
     assert left == []
     second._over.set()
