@@ -24,6 +24,7 @@ from jppo.config import UserError
 from jppo.data.prompts import PromptSet
 from jppo.data.stream import Cursor, next_batch
 from jppo.io import trajectories
+from jppo.io.hosts import ALONE, Hosts
 from jppo.rewards.compose import Grading, Panel
 from jppo.rewards.parts import sample_of
 from jppo.rollout.sampler import Sampler, greedy
@@ -108,8 +109,12 @@ class Asked:
 class Supply:
     """The samples of a run."""
 
-    def __init__(self, how: How, train: PromptSet, sampler: Sampler, panel: Panel, cursor: Cursor):
+    def __init__(
+        self, how: How, train: PromptSet, sampler: Sampler, panel: Panel, cursor: Cursor, hosts: Hosts = ALONE
+    ):
         self._how = how
+        self._hosts = hosts
+        self._groups = hosts.share(how.batch_size)  # of a step's prompts those that are drawn here
         self._train = train
         self._sampler = sampler
         self._panel = panel
@@ -121,6 +126,9 @@ class Supply:
 
     def take(self, step: int) -> Drawn:
         """The samples that `step` learns from; the weights `step` are what the sampler has now."""
+        return self._drawn(*self._hosts.together(lambda: self._take(step)))
+
+    def _take(self, step: int) -> tuple[list[tuple[Asked, int]], float]:
         how = self._how
         ahead = min(how.staleness, 1) if how.partial else how.staleness
         last = min(step + ahead, how.total_steps - 1)
@@ -135,13 +143,15 @@ class Supply:
             asked.left.discard(group)
         self._taken[step] = groups
         self._ask_through(last, step)
-        return self._drawn(groups, waited)
+        return groups, waited
 
     def settle(self) -> None:
         """Waits until nothing is under way."""
         began = time.monotonic()
-        self._wait_for(
-            lambda: all(self._has(asked, g) for asked in self._queue for g in range(len(asked.indices))) or None
+        self._hosts.together(
+            lambda: self._wait_for(
+                lambda: all(self._has(asked, g) for asked in self._queue for g in range(len(asked.indices))) or None
+            )
         )
         self._settling_s += time.monotonic() - began
 
@@ -170,7 +180,7 @@ class Supply:
                     "found": [trajectories.pack([t for _, t in sorted(draws.found.items())]) for draws in asked.draws],
                 }
             )
-        return out
+        return _merged(self._hosts.gather(lambda: out))
 
     def load(self, state: Sequence[dict[str, Any]]) -> int:
         """The inverse of `state`: what is missing is asked for again. Returns how many samples were kept."""
@@ -225,9 +235,10 @@ class Supply:
         for way, there in zip(ways, found, strict=False):
             draws = Draws(prompts, way.n, self._panel, self._changed)
             asked.draws.append(draws)
-            for number, trajectory in there.items():
-                draws.done(number, trajectory)
-            missing = [number for number in range(len(prompts) * way.n) if number not in there]
+            own = range(self._groups.start * way.n, self._groups.stop * way.n)
+            for number in (number for number in own if number in there):
+                draws.done(number, there[number])
+            missing = [number for number in own if number not in there]
             draws.future = self._sampler.start(prompts, way, done=draws.done, only=missing)
         return asked
 
@@ -246,9 +257,8 @@ class Supply:
         rest = [pair for pair in there if pair not in due]
         return sorted([*due, *rest[: how.batch_size - len(due)]], key=lambda pair: (pair[0].step, pair[1]))
 
-    @staticmethod
-    def _has(asked: Asked, group: int) -> bool:
-        return all(draws.has(group) for draws in asked.draws)
+    def _has(self, asked: Asked, group: int) -> bool:
+        return group not in self._groups or all(draws.has(group) for draws in asked.draws)
 
     def _wait_for(self, found: Callable[[], Any]) -> Any:
         with self._changed:
@@ -260,16 +270,26 @@ class Supply:
         return what
 
     def _drawn(self, groups: list[tuple[Asked, int]], waited: float) -> Drawn:
-        samples, best = ([(a.draws[i], g) for a, g in groups if i < len(a.draws)] for i in (0, 1))
-        used = [draws for draws, _ in samples + best]
+        own = [(a, g) for a, g in groups if g in self._groups]
+        samples, best = ([(a.draws[i], g) for a, g in own if i < len(a.draws)] for i in (0, 1))
+        used = [draws for a, _ in groups for draws in a.draws]
+        found = [draws.found[number] for draws, group in samples for number in draws.numbers(group)]
         return Drawn(
             prompts=[self._train.prompts[asked.indices[group]] for asked, group in groups],
-            trajectories=[draws.found[number] for draws, group in samples for number in draws.numbers(group)],
+            trajectories=trajectories.of_all(self._hosts, found),
             after=max((asked for asked, _ in groups), key=lambda asked: asked.step).after,
             waited_s=waited,
             sampling_s=max(draws.ended for draws in used) - min(draws.began for draws in used),
-            grade=lambda: (_rewards(samples), _rewards(best) if best else None),
+            grade=lambda: self._grade(samples, best),
         )
+
+    def _grade(
+        self, samples: Sequence[tuple[Draws, int]], best: Sequence[tuple[Draws, int]]
+    ) -> tuple[list[Reward], list[Reward] | None]:
+        rewards = trajectories.rewards_of_all(self._hosts, lambda: _rewards(samples))
+        if not self._how.greedy:
+            return rewards, None
+        return rewards, trajectories.rewards_of_all(self._hosts, lambda: _rewards(best))
 
 
 def _rewards(groups: Sequence[tuple[Draws, int]]) -> list[Reward]:
@@ -278,6 +298,20 @@ def _rewards(groups: Sequence[tuple[Draws, int]]) -> list[Reward]:
     for draws, group in groups:
         wanted.setdefault(id(draws), (draws, []))[1].extend(draws.numbers(group))
     return [reward for draws, numbers in wanted.values() for reward in draws.grading.collect(numbers)]
+
+
+def _merged(states: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """What all hosts have of the same steps, as one."""
+    if len(states) == 1:
+        return states[0]
+    out = []
+    for of_hosts in zip(*states, strict=True):
+        lists = zip(*(one["numbers"] for one in of_hosts), strict=True)
+        numbers = [[number for some in of_all for number in some] for of_all in lists]
+        texts = zip(*(one["found"] for one in of_hosts), strict=True)
+        found = [trajectories.pack([t for text in some for t in trajectories.unpack(text)]) for some in texts]
+        out.append(of_hosts[0] | {"numbers": numbers, "found": found})
+    return out
 
 
 def ages(found: Sequence[Trajectory], step: int) -> np.ndarray:

@@ -25,7 +25,8 @@ from jppo.algorithms import kl
 from jppo.assemble import Begun, Inputs, Learner, Source, waiting
 from jppo.data.stream import Cursor
 from jppo.io.checkpoint import Checkpoints, require
-from jppo.io.metrics import Logger
+from jppo.io.hosts import Elsewhere, Hosts
+from jppo.io.metrics import Logger, Silent
 from jppo.io.profile import Profiler
 from jppo.io.summary import summary
 from jppo.io.timers import Timers
@@ -50,34 +51,41 @@ class Unwritten(Exception):
 
 def train(config: ConfigDict) -> None:
     """Runs the whole of it; the state is on disk when it returns."""
+    with assemble.join_hosts(config, (RolloutError, Diverged, Unwritten)) as hosts:
+        train_on(hosts, config)
+
+
+def train_on(hosts: Hosts, config: ConfigDict) -> None:
+    """The same on each of the hosts, which are there."""
     c = config
     run = pathlib.Path(c.trainer.run_dir).expanduser()
-    assemble.require_loggers(c)
-    assemble.share_gpu(c)
-    inputs = assemble.read_inputs(c)
-    if c.trainer.resume_mode not in ("auto", "disable"):
-        require(pathlib.Path(c.trainer.resume_mode))
-    profile = make_profiler(c, run, inputs.total_steps)
+    assemble.require_shareable(c, hosts)
+    inputs = hosts.together(lambda: read(c))
+    assemble.require_alike(c, hosts, inputs)
+    own = assemble.own_folder(hosts, run)
+    profile = make_profiler(c, own, inputs.total_steps)
     timer = Timers()
     with contextlib.ExitStack() as stack:
         limits = dict(stage_timeout_s=c.trainer.stage_timeout_s, stop_timeout_s=c.trainer.stop_timeout_s)
-        watch = stack.enter_context(Watch(timer, stacks=run / "stacks.txt", **limits))
+        watch = stack.enter_context(Watch(timer, stacks=own / "stacks.txt", hosts=hosts, **limits))
         only_look = c.trainer.val_only
         checkpoints = stack.enter_context(
             Checkpoints(run / "checkpoints", keep=c.trainer.max_ckpt_to_keep, read_only=only_look)
         )
+        hosts.together(lambda: None)  # the folder of the checkpoints is there, and what was broken off is gone
         run = run / "val_only" if only_look else run  # what a run has written stays as it is
         if assemble.finished(c, checkpoints, inputs.total_steps):
-            return summary(run, report_line(run))
+            return summarise(hosts, run)
         if inputs.agent is not None:
             stack.callback(inputs.agent.close)
         mesh = assemble.make_mesh(c)
         assemble.require_models_fit(inputs, mesh)
-        panel = assemble.make_panel(c, inputs, mesh)
+        panel = hosts.together(lambda: assemble.make_panel(c, inputs, mesh, hosts))
         stack.callback(panel.close)
         why = assemble.attention_kernel(c, inputs.policy)[1]  # one that cannot be is refused before a server starts
         with timer("start"):
-            engine = assemble.ENGINES[c.rollout.name](c, run)  # imports and loads while JAX compiles
+            # It imports and loads while JAX compiles.
+            engine = hosts.together(lambda: assemble.ENGINES[c.rollout.name](c, own, hosts))
             stack.callback(engine.close)
             learner, begin = assemble.make_learner(c, inputs, mesh)
             if not only_look:
@@ -88,18 +96,21 @@ def train(config: ConfigDict) -> None:
             if not only_look:
                 rehearse(c, now)
             del begin  # a resumed run must not hold two states
-            sampler = engine.ready(**assemble.speaking(inputs))
-            assemble.publish_base(c, learner, sampler, step)
-            assemble.publish(c, learner, sampler, now, inputs.adapters)
-            panel.ready()
+            sampler = hosts.together(lambda: engine.ready(**assemble.speaking(inputs)))
+            assemble.publish_base(c, learner, sampler, step, hosts)
+            assemble.publish(c, learner, sampler, now, inputs.adapters, hosts)
+            hosts.together(panel.ready)
         logged = begun.step
         if begun.step is not None and (begun.pending is not None or only_look):
             logged = begun.step - 1  # its line is written now
-        logger = assemble.make_logger(c, run, total_steps=inputs.total_steps, resumed_step=logged)
+        logger = assemble.make_logger(c, run, hosts, total_steps=inputs.total_steps, resumed_step=logged)
         stack.enter_context(logger)
-        supply = assemble.make_supply(c, inputs, learner, sampler, panel, begun.cursor)
-        parts = Run(c, run, inputs, learner, sampler, supply, panel, checkpoints, logger, timer, profile, watch, origin)
-        (run / "config.json").write_text(settings.dump(c))
+        supply = assemble.make_supply(c, inputs, learner, sampler, panel, begun.cursor, hosts)
+        parts = Run(
+            c, run, hosts, inputs, learner, sampler, supply, panel, checkpoints, logger, timer, profile, watch, origin
+        )
+        if hosts.first:
+            (run / "config.json").write_text(settings.dump(c))
         opening = [
             *introduce(inputs, mesh, learner.plan, begun.step),
             *begun.said,
@@ -111,7 +122,7 @@ def train(config: ConfigDict) -> None:
             logger.note(line)
         for finding in assemble.forewarn(c, step):
             logger.warn(finding)
-        logger.note(assemble.agree(c, inputs, learner, now, sampler, step))
+        logger.note(assemble.agree(c, inputs, learner, now, sampler, step, hosts))
         if only_look or (begun.step is None and c.trainer.val_before_train):
             with timer("testing"):
                 metrics = validate(parts, step)
@@ -120,8 +131,24 @@ def train(config: ConfigDict) -> None:
             return logger.note(f"nothing was trained; the samples and metrics of this test are in {run}")
         now = learn(parts, begun)
         with timer("save"):
-            export(parts, now)
-    summary(run, report_line(run))
+            hosts.together(lambda: export(parts, now))
+    summarise(hosts, run)
+
+
+def read(c: ConfigDict) -> Inputs:
+    """What a host reads before it touches a device."""
+    assemble.require_loggers(c)
+    assemble.share_gpu(c)
+    inputs = assemble.read_inputs(c)
+    if c.trainer.resume_mode not in ("auto", "disable"):
+        require(pathlib.Path(c.trainer.resume_mode))
+    return inputs
+
+
+def summarise(hosts: Hosts, run: pathlib.Path) -> None:
+    """What a finished run says; one host speaks."""
+    if hosts.first:
+        summary(run, report_line(run))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,13 +157,14 @@ class Run:
 
     c: ConfigDict
     folder: pathlib.Path
+    hosts: Hosts
     inputs: Inputs
     learner: Learner
     sampler: Source
     supply: Supply
     panel: Panel
     checkpoints: Checkpoints
-    logger: Logger
+    logger: Logger | Silent
     timer: Timers
     profile: Profiler
     watch: Watch
@@ -148,7 +176,7 @@ def learn(run: Run, begun: Begun) -> TrainState:
     c, timer, checkpoints = run.c, run.timer, run.checkpoints
     now, pending = begun.state, begun.pending
     step, place = int(now.step), assemble.kept(begun.cursor, run.panel)
-    if kept := run.supply.load(begun.queue):
+    if kept := run.hosts.together(lambda: run.supply.load(begun.queue)):
         run.logger.note(f"{kept} samples that the checkpoint has of the next steps are not drawn again")
 
     def save(metrics: dict[str, float], **more: Any) -> None:
@@ -171,7 +199,7 @@ def learn(run: Run, begun: Begun) -> TrainState:
                         with timer("gen"):
                             run.supply.settle()
                     with timer("update_weights"):
-                        assemble.publish(c, run.learner, run.sampler, now, run.inputs.adapters)
+                        assemble.publish(c, run.learner, run.sampler, now, run.inputs.adapters, run.hosts)
             last = step == run.inputs.total_steps
             if last or due(step, c.trainer.test_freq):
                 with timer("testing"):
@@ -186,7 +214,7 @@ def learn(run: Run, begun: Begun) -> TrainState:
             run.watch.check()
     except (RolloutError, Diverged, Stopped):
         checkpoints.wait()
-        if checkpoints.latest() != step:
+        if run.hosts.gather(checkpoints.latest)[0] != step:
             save({}, pending=None if pending is None else pending | timer.next_step())
         raise
     return now
@@ -195,7 +223,8 @@ def learn(run: Run, begun: Begun) -> TrainState:
 def write_model(run: Run, path: pathlib.Path, now: TrainState) -> None:
     """The policy as a model directory."""
     c, learner = run.c, run.learner
-    hf.save(path, learner.policy(now), learner.cfg, source=c.model.path, dtype=c.model.param_dtype)
+    dtype, write = c.model.param_dtype, run.hosts.first
+    hf.save(path, learner.policy(now), learner.cfg, source=c.model.path, dtype=dtype, write=write)
 
 
 def export(run: Run, now: TrainState) -> None:
@@ -203,7 +232,8 @@ def export(run: Run, now: TrainState) -> None:
     adapters, cfg = run.inputs.adapters, run.learner.cfg
     try:
         if adapters is not None:
-            hf.save_adapter(run.folder / "adapter", now.policy, cfg, adapters, base=run.c.model.path)
+            path, write = run.folder / "adapter", run.hosts.first
+            hf.save_adapter(path, now.policy, cfg, adapters, base=run.c.model.path, write=write)
         write_model(run, run.folder / "hf", now)
     except OSError as e:
         remedy = "make room, and give the same command again"
@@ -224,7 +254,7 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
         rewards, baseline = drawn.grade()  # what is left of it: it began with the first response
     run.logger.samples(f"step_{version + 1}", samples(asked, trajectories, rewards))
     metrics = describe(trajectories, rewards) | counts.metrics(trajectories)
-    metrics |= run.panel.metrics() | run.sampler.metrics()
+    metrics |= assemble.summed(run.hosts, run.panel.metrics() | run.sampler.metrics())
     compared = passes.sequences is not None
     outcome, usable = estimate.outcomes(rewards, baseline, n=c.rollout.n, compared=compared)
     usable, found = assemble.fresh(c, drawn, version, usable)
@@ -385,6 +415,7 @@ def validate(run: Run, version: int) -> dict[str, float]:
         sampling=assemble.val_sampling(c),
         version=version,
         batch_size=c.data.val_batch_size,
+        hosts=run.hosts,
     )
     run.logger.samples(f"test_{version}", validation.rows(tested))
     some = validation.shown(tested, c.trainer.log_val_generations)
@@ -419,7 +450,7 @@ def main(argv: list[str] | None = None) -> None:
     goes_on = f"the same command goes on from the last of {config.trainer.run_dir}/checkpoints"
     try:
         train(config)
-    except (RolloutError, Diverged, Unwritten) as e:
+    except (RolloutError, Diverged, Unwritten, Elsewhere) as e:
         print(f"error: {e}", file=sys.stderr)
         sys.exit(1)
     except OSError as e:

@@ -1,6 +1,7 @@
 """A test on held-out prompts: sample, grade, count. Before, during and after training, and by `evaluate.py`."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from jppo import statistics
+from jppo.io import trajectories as of_hosts
+from jppo.io.hosts import ALONE, Hosts
 from jppo.rewards.compose import Grading, Panel
 from jppo.rewards.parts import sample_of
 from jppo.rollout.sampler import Sampler
@@ -33,8 +36,9 @@ def evaluate(
     version: int,
     batch_size: int = -1,
     watch: Callable[[], None] = lambda: None,
+    hosts: Hosts = ALONE,
 ) -> Tested:
-    """`sampling.n` responses to each prompt, graded; `batch_size` prompts at once (-1: all).
+    """`sampling.n` responses to each prompt, graded; `batch_size` prompts at once (-1: all), shared among the hosts.
 
     `watch` is called after each response, from any thread.
     """
@@ -42,10 +46,11 @@ def evaluate(
     trajectories, rewards = [], []
     for first in range(0, len(prompts), size):
         some = prompts[first : first + size]
-        own = dataclasses.replace(sampling, seed=sampling.seed + first)  # else each batch would draw the same numbers
-        drawn, grading = sample(sampler, some, panel, own, version=version, watch=watch)
-        trajectories += drawn
-        rewards += grading.collect()
+        how = dataclasses.replace(sampling, seed=sampling.seed + first)  # else each batch would draw the same numbers
+        draw = functools.partial(sample, sampler, some, panel, how, version=version, watch=watch, hosts=hosts)
+        drawn, grading = hosts.together(draw)
+        trajectories += of_hosts.of_all(hosts, drawn)
+        rewards += of_hosts.rewards_of_all(hosts, grading.collect)
     return Tested(prompts, sampling.n, trajectories, rewards)
 
 
@@ -57,15 +62,25 @@ def sample(
     *,
     version: int,
     watch: Callable[[], None] = lambda: None,
+    hosts: Hosts = ALONE,
 ) -> tuple[list[Trajectory], Grading]:
-    """Responses to the prompts; their rewards have been on their way since each of them was there."""
+    """This host's responses to the prompts; their rewards have been on their way since each of them was there."""
     grading = panel.begin()
 
     def done(number: int, t: Trajectory) -> None:
         grading.submit(number, sample_of(prompts[number // sampling.n], t))
         watch()
 
-    return sampler.generate(prompts, sampling, version=version, done=done), grading
+    if hosts.count == 1:
+        return sampler.generate(prompts, sampling, version=version, done=done), grading
+    share = hosts.share(len(prompts))
+    only = range(share.start * sampling.n, share.stop * sampling.n)
+    future = sampler.start(prompts, sampling, done=done, only=only)  # each by the seed of its place among all
+    try:
+        return future.result(), grading
+    except BaseException:
+        future.cancel()
+        raise
 
 
 def summaries(tested: Tested) -> dict[str, dict[str, statistics.Estimate]]:

@@ -17,6 +17,7 @@ from jppo.assemble.engine import (
 )
 from jppo.assemble.fit import require_models_fit
 from jppo.assemble.forewarn import describe_sampling, forewarn
+from jppo.assemble.hosts import join_hosts, own_folder, require_alike, require_shareable, summed
 from jppo.assemble.inputs import (
     Inputs,
     make_adapters,
@@ -65,6 +66,7 @@ __all__ = [
     "forewarn",
     "fresh",
     "introduce_peak",
+    "join_hosts",
     "kept",
     "load_trained",
     "make_adapters",
@@ -78,6 +80,7 @@ __all__ = [
     "make_recipe",
     "make_supply",
     "origin",
+    "own_folder",
     "plan_of_run",
     "publish",
     "publish_base",
@@ -86,14 +89,17 @@ __all__ = [
     "read_models",
     "read_test",
     "read_tokenizer",
+    "require_alike",
     "require_loggers",
     "require_models_fit",
+    "require_shareable",
     "resume",
     "sampling",
     "save",
     "sequences_of_step",
     "share_gpu",
     "speaking",
+    "summed",
     "utilisation",
     "val_sampling",
 ]

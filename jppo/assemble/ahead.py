@@ -9,6 +9,7 @@ from jppo.assemble.engine import Source, sampling
 from jppo.assemble.inputs import Inputs
 from jppo.assemble.learner import Learner
 from jppo.data.stream import Cursor
+from jppo.io.hosts import ALONE, Hosts
 from jppo.rewards.compose import Panel
 from jppo.rollout.sampler import RolloutError
 from jppo.supply import Drawn, How, Supply, ages
@@ -20,7 +21,13 @@ def staleness(c: ConfigDict) -> int:
 
 
 def make_supply(
-    c: ConfigDict, inputs: Inputs, learner: Learner, sampler: Source, panel: Panel, cursor: Cursor
+    c: ConfigDict,
+    inputs: Inputs,
+    learner: Learner,
+    sampler: Source,
+    panel: Panel,
+    cursor: Cursor,
+    hosts: Hosts = ALONE,
 ) -> Supply:
     """The samples of a run, from `cursor` on."""
     how = How(
@@ -34,7 +41,7 @@ def make_supply(
         greedy=learner.recipe.estimator.greedy,
         draw=functools.partial(sampling, c),
     )
-    return Supply(how, inputs.train, sampler, panel, cursor)
+    return Supply(how, inputs.train, sampler, panel, cursor, hosts)
 
 
 def fresh(c: ConfigDict, drawn: Drawn, step: int, usable: np.ndarray) -> tuple[np.ndarray, dict[str, float]]:

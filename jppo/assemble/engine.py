@@ -3,7 +3,8 @@
 import functools
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,9 @@ from ml_collections import ConfigDict
 from jppo import config as settings
 from jppo.assemble.learner import Learner, make_mesh, sequences_of_step
 from jppo.config import UserError
+from jppo.io.hosts import ALONE, Hosts
 from jppo.learner import sharding, state
-from jppo.models import cache, hf
+from jppo.models import cache, hf, placing
 from jppo.models.families import ModelConfig, pad_vocab
 from jppo.models.lora import Lora
 from jppo.rollout.inprocess import InprocessEngine, InprocessSampler, InprocessSettings
@@ -99,8 +101,8 @@ def server_settings(c: ConfigDict) -> ServerSettings:
     )
 
 
-def start_engine(c: ConfigDict, run: pathlib.Path) -> Engine:
-    """Servers on their way to being ready, or attached to."""
+def start_engine(c: ConfigDict, run: pathlib.Path, hosts: Hosts = ALONE) -> Engine:
+    """This host's servers on their way to being ready, or attached to."""
     r = c.rollout
     run.mkdir(parents=True, exist_ok=True)
     start: Callable[..., Engine] = start_sglang
@@ -110,7 +112,7 @@ def start_engine(c: ConfigDict, run: pathlib.Path) -> Engine:
         str(hf.resolve(c.model.path, weights=False)),
         str(run),
         settings=server_settings(c),
-        urls=[url.strip() for url in r.urls.split(",") if url.strip()],
+        urls=own_urls(hosts, [url.strip() for url in r.urls.split(",") if url.strip()]),
         limits=Limits(
             request_timeout_s=r.request_timeout_s,
             health_timeout_s=r.health_timeout_s,
@@ -121,8 +123,8 @@ def start_engine(c: ConfigDict, run: pathlib.Path) -> Engine:
     )
 
 
-def start_inprocess(c: ConfigDict, run: pathlib.Path) -> InprocessEngine:
-    """The trainer's own devices as the engine; nothing is started."""
+def start_inprocess(c: ConfigDict, run: pathlib.Path, hosts: Hosts = ALONE) -> InprocessEngine:
+    """This host's own devices as the engine; nothing is started."""
     return InprocessEngine(inprocess_settings(c, make_mesh(c)))
 
 
@@ -130,6 +132,7 @@ def inprocess_settings(c: ConfigDict, mesh: Mesh) -> InprocessSettings:
     """How much that engine does at once, and where it lies."""
     r = c.rollout
     _, cfg = hf.read_config(c.model.path)
+    width, mesh = mesh.shape["tensor"], sharding.own_part(mesh)
     longest, share = c.data.max_prompt_length + c.data.max_response_length, sharding.whole_row_multiple(mesh)
     rows = min(r.max_num_seqs, -(-sequences_of_step(c) // share) * share)
     if jax.default_backend() == "cpu":
@@ -141,7 +144,7 @@ def inprocess_settings(c: ConfigDict, mesh: Mesh) -> InprocessSettings:
             " what is too low"
         )
     return InprocessSettings(
-        cfg=pad_vocab(cfg, mesh.shape["tensor"]),
+        cfg=pad_vocab(cfg, width),
         rows=rows // share * share,
         row_multiple=share,
         max_prompt_length=longest - 1 if r.multi_turn.enable else c.data.max_prompt_length,  # of what is read at once
@@ -153,6 +156,17 @@ def inprocess_settings(c: ConfigDict, mesh: Mesh) -> InprocessSettings:
     )
 
 
+def own_urls(hosts: Hosts, urls: list[str]) -> list[str]:
+    """Of the servers that the settings name those of this host."""
+    if urls and len(urls) < hosts.count:
+        raise UserError(
+            f"rollout.urls names {len(urls)} server(s), and each of {hosts.count} hosts needs one; name more, or start"
+            " them here by leaving it empty"
+        )
+    share = hosts.share(len(urls))
+    return urls[share.start : share.stop]
+
+
 def published_dtype(c: ConfigDict) -> str:
     """What the weights are handed over in: the policy's, or the servers' where that has fewer bytes.
 
@@ -162,25 +176,38 @@ def published_dtype(c: ConfigDict) -> str:
     return theirs if jnp.dtype(theirs).itemsize < jnp.dtype(ours).itemsize else ours
 
 
-def publish(c: ConfigDict, learner: Learner, sampler: Source, now: TrainState, adapters: Lora | None) -> None:
+def publish(
+    c: ConfigDict, learner: Learner, sampler: Source, now: TrainState, adapters: Lora | None, hosts: Hosts = ALONE
+) -> None:
     """Makes the policy what the engine samples from: whole, or its adapters beside the base that the engine has."""
     version, mode = int(now.step), c.rollout.on_update
     if isinstance(sampler, InprocessSampler):
-        sampler.hold(learner.policy(now), version=version)
+        policy, own = learner.policy(now), sharding.own_part(learner.mesh)
+        sampler.hold(policy if own is learner.mesh else placing.local(policy, own), version=version)
         return
     if adapters is None or c.rollout.lora_sync == "merge":
         tensors = hf.hf_tensors(learner.policy(now), learner.cfg, dtype=published_dtype(c))
-        sampler.load(tensors, version=version, mode=mode)
+        _load(sampler, tensors, hosts, version=version, mode=mode)
         return
     save = functools.partial(hf.save_adapter, learned=now.policy, cfg=learner.cfg, how=adapters, base=c.model.path)
-    sampler.load_adapter(save, version=version, mode=mode)
+    hosts.together(lambda: sampler.load_adapter(save, version=version, mode=mode))
 
 
-def publish_base(c: ConfigDict, learner: Learner, sampler: Source, version: int) -> None:
+def publish_base(c: ConfigDict, learner: Learner, sampler: Source, version: int, hosts: Hosts = ALONE) -> None:
     """Gives the engine what stays of the policy, where it will get the adapters alone."""
     base = learner.actor.base
     if base is not None and not isinstance(sampler, InprocessSampler) and c.rollout.lora_sync == "adapter":
-        sampler.load(hf.hf_tensors(base.params, learner.cfg, dtype=published_dtype(c)), version=version)
+        _load(sampler, hf.hf_tensors(base.params, learner.cfg, dtype=published_dtype(c)), hosts, version=version)
+
+
+def _load(sampler: Served, tensors: Iterator[tuple[str, np.ndarray]], hosts: Hosts, **how: Any) -> None:
+    """Every host gives its own servers the whole, and takes part in what the others fetch, also where it failed."""
+
+    def load() -> None:
+        with hf.fetched_by_all(tensors):
+            sampler.load(tensors, **how)
+
+    hosts.together(load)
 
 
 def publish_stored(c: ConfigDict, sampler: Source, cfg: ModelConfig) -> None:
@@ -196,7 +223,7 @@ def publish_stored(c: ConfigDict, sampler: Source, cfg: ModelConfig) -> None:
 
 
 # What `rollout.name` chooses from.
-ENGINES: dict[str, Callable[[ConfigDict, pathlib.Path], Engine | InprocessEngine]] = {
+ENGINES: dict[str, Callable[..., Engine | InprocessEngine]] = {
     "vllm": start_engine,
     "sglang": start_engine,
     "inprocess": start_inprocess,

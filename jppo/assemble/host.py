@@ -15,7 +15,7 @@ def keep_programs(folder: str) -> None:
 
     A folder that the environment names by JAX_COMPILATION_CACHE_DIR goes first.
     """
-    if folder and not jax.config.jax_compilation_cache_dir:
+    if folder and not jax.config.read("jax_compilation_cache_dir"):
         jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(folder).expanduser()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 

@@ -7,7 +7,8 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jppo import config as settings
-from jppo.io.metrics import REMOTE, Logger
+from jppo.io.hosts import ALONE, Hosts
+from jppo.io.metrics import REMOTE, Logger, Silent
 from jppo.io.sinks import About
 
 
@@ -18,7 +19,9 @@ def require_loggers(c: ConfigDict) -> None:
             REMOTE[name].require()
 
 
-def make_logger(c: ConfigDict, run: pathlib.Path, **kw: Any) -> Logger:
-    """The logger of a run; further arguments are the Logger's."""
+def make_logger(c: ConfigDict, run: pathlib.Path, hosts: Hosts = ALONE, **kw: Any) -> Logger | Silent:
+    """The logger of a run; further arguments are the Logger's. Of several hosts the first writes and speaks."""
+    if not hosts.first:
+        return Silent()
     about = About(c.trainer.project_name, c.trainer.experiment_name, json.loads(settings.dump(c)))
     return Logger(run, places=settings.loggers(c.trainer.logger), about=about, **kw)

@@ -26,7 +26,13 @@ from jppo.structs import TrainState
 # The place in the data means nothing under another value of these.
 FIXED = ("trainer.seed", "data.shuffle")
 # Where and how a run is started anew is no change of it.
-PASSING = ("trainer.run_dir", "trainer.resume_mode")
+PASSING = (
+    "trainer.run_dir",
+    "trainer.resume_mode",
+    "trainer.nnodes",
+    "trainer.node_rank",
+    "trainer.coordinator_address",
+)
 PACKAGES = ("jppo", "jax", "jaxlib", "flax", "optax")
 OPTIMIZERS = ("policy_opt", "value_opt")
 

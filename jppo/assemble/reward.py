@@ -6,9 +6,11 @@ import pathlib
 import jax
 from ml_collections import ConfigDict
 
+from jppo.assemble.hosts import own_folder
 from jppo.assemble.inputs import Inputs
 from jppo.config import UserError
 from jppo.data.tokenizer import load_tokenizer
+from jppo.io.hosts import ALONE, Hosts
 from jppo.learner import sharding, state
 from jppo.models import fused, hf, spread
 from jppo.models.decoder import attention_settings
@@ -31,9 +33,14 @@ from jppo.rollout.vllm_start import check_vllm
 RULES = "rule_score"
 
 
-def make_panel(c: ConfigDict, inputs: Inputs, mesh: jax.sharding.Mesh) -> Panel:
-    """Every part that is configured, the processes of some started; what they need that is not there is a UserError."""
-    r, log, talk = c.reward, pathlib.Path(c.trainer.run_dir).expanduser(), c.rollout.multi_turn
+def make_panel(c: ConfigDict, inputs: Inputs, mesh: jax.sharding.Mesh, hosts: Hosts = ALONE) -> Panel:
+    """Every part that is configured, the processes of some started; what they need that is not there is a UserError.
+
+    A host grades its own samples: of the mesh it takes its own part.
+    """
+    mesh = sharding.own_part(mesh)
+    r, talk = c.reward, c.rollout.multi_turn
+    log = own_folder(hosts, pathlib.Path(c.trainer.run_dir).expanduser())
     asked = {
         RULES: not r.function and (bool(r.grader) or not talk.environment),  # these take the rules' place
         "function_score": bool(r.function),

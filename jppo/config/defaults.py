@@ -275,6 +275,11 @@ def default() -> ml_collections.ConfigDict:
             save_contents="model,optimizer,extra",  # or less, or hf_model too: checkpoints/STEP/hf
             stage_timeout_s=3600.0,  # a stage that takes longer is stuck: the run ends with a checkpoint
             stop_timeout_s=120.0,  # for the end of a run, SIGTERM's too; then it is ended by force
+            nnodes=-1,  # hosts of this run, one process on each; -1: what the launcher says, 1 where there is none
+            node_rank=-1,  # of this host, from 0; -1: the launcher's
+            coordinator_address="",  # HOST:PORT of host 0, the same on all; '': the launcher's
+            join_timeout_s=300.0,  # until all hosts are there
+            host_timeout_s=60.0,  # a host that gives no sign for so long is lost: the others end
             profile_steps="",  # '3', '3,5' or '2-4': steps of which JAX's profiler writes a trace; '': none
         )
     )

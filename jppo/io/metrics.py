@@ -159,6 +159,34 @@ class Logger:
                 self._screen.note(text, style)
 
 
+class Silent:
+    """The logger of a host that leaves writing and speaking to another one."""
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Nothing."""
+
+    def generations(self, step: int, rows: Rows) -> None:
+        """Nothing."""
+
+    def samples(self, name: str, rows: Rows) -> None:
+        """Nothing."""
+
+    def arrays(self, name: str, arrays: Mapping[str, np.ndarray]) -> None:
+        """Nothing."""
+
+    def note(self, text: str) -> None:
+        """Nothing."""
+
+    def warn(self, finding: Finding) -> None:
+        """Nothing."""
+
+    def __enter__(self) -> "Silent":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing."""
+
+
 class JsonLines:
     """metrics.jsonl and warnings.jsonl: a line a step, a line a warning."""
 

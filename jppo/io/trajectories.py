@@ -1,14 +1,15 @@
-"""Trajectories as one text, for a checkpoint's meta: their arrays compressed, the rest as JSON."""
+"""Trajectories as one text, for a checkpoint and for other hosts: their arrays compressed, the rest as JSON."""
 
 import base64
 import dataclasses
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jppo.structs import Exchange, Trajectory
+from jppo.io.hosts import Hosts
+from jppo.structs import Exchange, Reward, Trajectory
 
 ARRAYS = ("tokens", "sampled", "logprob", "version")
 
@@ -37,6 +38,20 @@ def unpack(text: str) -> list[Trajectory]:
     for one in rest:
         one["exchange"] = None if one["exchange"] is None else Exchange(**one["exchange"])
     return [Trajectory(**one, **{name: arrays[name][i] for name in ARRAYS}) for i, one in enumerate(rest)]  # type: ignore[arg-type]
+
+
+def of_all(hosts: Hosts, own: list[Trajectory]) -> list[Trajectory]:
+    """Those of all hosts, in their order."""
+    if hosts.count == 1:
+        return own
+    return [t for text in hosts.gather(lambda: pack(own)) for t in unpack(text)]
+
+
+def rewards_of_all(hosts: Hosts, own: Callable[[], list[Reward]]) -> list[Reward]:
+    """The same of rewards, which are waited for."""
+    if hosts.count == 1:
+        return own()
+    return [Reward(**one) for some in hosts.gather(lambda: [dataclasses.asdict(r) for r in own()]) for one in some]
 
 
 def _empty(name: str) -> type:

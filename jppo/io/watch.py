@@ -14,6 +14,7 @@ import threading
 import time
 from typing import Any
 
+from jppo.io.hosts import ALONE, Hosts, Stopped
 from jppo.io.timers import Timers
 
 WAITING = ("start", "gen", "reward", "testing")
@@ -22,22 +23,21 @@ EXIT_CODES = {signal.SIGTERM: 0, signal.SIGINT: 130}  # pre-emption is no fault;
 STUCK = 1  # the exit code of a run that did not go on
 
 
-class Stopped(SystemExit):  # of the kind that asyncio passes on
-    """The run was asked to stop, or is stuck: `status` is the process's exit code, `why` the sentence."""
-
-    def __init__(self, status: int, why: str) -> None:
-        """Keep both."""
-        super().__init__(status)
-        self.status = status
-        self.why = why
-
-
 class Watch:
     """Watches over one run; use it as a context manager, around all that the run does."""
 
-    def __init__(self, timer: Timers, *, stage_timeout_s: float, stop_timeout_s: float, stacks: pathlib.Path) -> None:
+    def __init__(
+        self,
+        timer: Timers,
+        *,
+        stage_timeout_s: float,
+        stop_timeout_s: float,
+        stacks: pathlib.Path,
+        hosts: Hosts = ALONE,
+    ) -> None:
         """A stage may take `stage_timeout_s`, an end `stop_timeout_s`; `stacks` is where a stuck run's are written."""
         self._timer = timer
+        self._hosts = hosts
         self._stage_timeout_s = stage_timeout_s
         self._stop_timeout_s = stop_timeout_s
         self._stacks = stacks
@@ -47,7 +47,10 @@ class Watch:
         self._handlers: dict[int, Any] = {}
 
     def check(self) -> None:
-        """Raises what was asked for; to be called between steps, where the state is whole."""
+        """Raises what was asked for, of any host; to be called between steps, where the state is whole."""
+        self._hosts.together(self._raise)
+
+    def _raise(self) -> None:
         if self._asked is not None:
             raise self._asked
 
@@ -71,7 +74,7 @@ class Watch:
             raise KeyboardInterrupt  # the second Ctrl-C waits for nothing
         if number in EXIT_CODES:
             self._ask(Stopped(EXIT_CODES[signal.Signals(number)], f"stopped by {signal.Signals(number).name}"))
-        if self._asked is not None and self._timer.stage()[0] in WAITING:
+        if self._asked is not None and self._timer.stage()[0] in WAITING and self._hosts.working:
             raise self._asked
 
     def _ask(self, stopped: Stopped) -> None:
@@ -80,17 +83,24 @@ class Watch:
             self._last_moment = time.monotonic() + self._stop_timeout_s
 
     def _look(self) -> None:
+        told = False
         while not self._over.wait(POLL_S):
             stage, seconds = self._timer.stage()
-            if self._asked is None and seconds > self._stage_timeout_s:
-                self._report(stage, seconds)
-                self._ask(Stopped(STUCK, f"stuck in stage {stage}"))
+            heard = self._hosts.heard()
+            if self._asked is None and (heard is not None or seconds > self._stage_timeout_s):
+                if heard is None:
+                    self._report(stage, seconds)
+                self._ask(heard or Stopped(STUCK, f"stuck in stage {stage}"))
                 if self._handlers:
                     signal.pthread_kill(self._main, signal.SIGUSR1)  # wakes it from a wait
+            if self._asked is not None and not told:
+                told = True
+                if not self._asked.heard:
+                    self._hosts.tell(self._asked)
             if time.monotonic() > self._last_moment:
                 _say(
-                    f"the run did not end within trainer.stop_timeout_s={self._stop_timeout_s:g} in stage {stage}; it"
-                    " is ended by force, and the last checkpoint stands"
+                    f"the run did not end within trainer.stop_timeout_s={self._stop_timeout_s:g} in stage {stage}"
+                    f" ({self._asked.why if self._asked else ''}); it is ended by force, and the last checkpoint stands"
                 )
                 os._exit(STUCK)
 

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jppo.learner import packing, sharding
+from jppo.models import placing
 from jppo.structs import Counts, Rows, Scored, Trajectory
 
 _FIELDS = [f.name for f in dataclasses.fields(Scored) if f.name != "rows"]
@@ -56,7 +57,7 @@ class Flat:
 def flatten(scored: Sequence[Scored], sequences: int) -> Flat:
     """The scored batch, fetched from its devices."""
     host: list[dict[str, Any]] = []
-    for one in jax.device_get(list(scored)):
+    for one in placing.fetch(list(scored)):
         fields = {name: getattr(one, name) for name in _FIELDS}
         rows = {f.name: getattr(one.rows, f.name) for f in dataclasses.fields(one.rows)}
         host.append({k: v.reshape(-1) for k, v in (rows | fields).items() if v is not None})

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from jppo.algorithms import correction, kl, losses, masked
 from jppo.learner import batch, correct, estimate, packing, score, sharding, update
-from jppo.models import offload
+from jppo.models import offload, placing
 from jppo.models.families import ModelConfig
 from jppo.models.lora import Base, Weights, join
 from jppo.structs import Array, Counts, Params, Rows, Scored, TrainState
@@ -201,7 +201,7 @@ def compile_all(
     ]
     if critic is not None:
         descents.append((critic, now.value, now.value_opt, ()))
-    kl_coef = jax.device_put(jnp.float32(0), sharding.replicated(mesh))  # placed as the state's is
+    kl_coef = placing.put(jnp.float32(0), sharding.replicated(mesh))  # placed as the state's is
     outcome = estimate.Outcome(
         score=np.zeros(sequences, np.float32),
         group=np.zeros(sequences, np.int32),
@@ -216,7 +216,7 @@ def compile_all(
         scored, penalty = refer(passes, recipe, scored, whole, reference)
         scored = with_values(passes, scored, judge)
         scored, _ = estimate.advantages(passes, scored, penalty, outcome, kl_coef)
-        micro = jax.device_put(jax.device_get(scored[0]), place)  # as it comes from the host in a step
+        micro = placing.put(placing.fetch(scored[0]), place)  # as it comes from the host in a step
         for how, learned, _, further in descents:
             models = offload.to_device((learned, how.base, further))
             jax.block_until_ready(how.accumulate(*models[:2], how.zeros(), micro, counts, *models[2]))
@@ -246,7 +246,7 @@ def descend(
     for mini in minis:
         carry, sums = how.zeros(), list[Any]()
         for micro in mini.micros:
-            rows = jax.device_put(micro, mini.place)
+            rows = placing.put(micro, mini.place)
             carry, part = how.accumulate(params, base, carry, rows, mini.counts, *further)
             jax.block_until_ready(sums[-1:])  # else the rows of all of them would be there at once
             sums.append(part)

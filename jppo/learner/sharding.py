@@ -11,6 +11,7 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jppo.config import UserError
+from jppo.models import placing
 from jppo.models.spread import POSITIONS, WHOLE
 from jppo.models.spread import ROWS as ROW_AXES
 from jppo.structs import Params, Rows
@@ -51,6 +52,11 @@ def make_mesh(shape: tuple[int, ...]) -> Mesh:
     sizes = dict.fromkeys(AXES, 1) | dict(zip(AXES, shape, strict=False))
     near = tuple(sizes[axis] for axis in _NEAR_LAST)
     return jax.make_mesh(near, _NEAR_LAST, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def own_part(mesh: Mesh) -> Mesh:
+    """The part of the mesh that is this host's devices: all of it where there is one host."""
+    return mesh.local_mesh if mesh.is_multi_process else mesh
 
 
 def row_multiple(mesh: Mesh) -> int:
@@ -118,7 +124,8 @@ def cache_sharding(mesh: Mesh, kv_heads: int) -> NamedSharding:
 
 def put_rows(rows: Rows, mesh: Mesh) -> Rows:
     """A micro-batch on its devices."""
-    return jax.device_put(rows, rows_sharding(mesh))
+    placed: Rows = placing.put(rows, rows_sharding(mesh))
+    return placed
 
 
 def constrain_to_rows(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jppo.learner import sharding
 from jppo.learner.optim import in_f32
-from jppo.models import hf, lora, offload, params
+from jppo.models import hf, lora, offload, params, placing
 from jppo.models.decoder import init_head, init_params
 from jppo.models.families import ModelConfig
 from jppo.models.lora import Base, Lora
@@ -76,7 +76,7 @@ def on_trunk(what: Weights, trunk: Params, *, key: jax.Array) -> Params:
     dtype = jax.tree.leaves(what.shapes)[0].dtype
     score = init_head(what.cfg, key, head="value", param_dtype=dtype)["score"]
     rest = {name: part for name, part in trunk.items() if name in what.shapes}
-    return rest | {"score": jax.device_put(score, what.shardings["score"])}
+    return rest | {"score": placing.put(score, what.shardings["score"])}
 
 
 def adapt(what: Weights, values: Params, how: Lora, *, key: jax.Array) -> tuple[Params, Base]:
@@ -127,12 +127,12 @@ def begin(
     assert isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh)
     whole = sharding.replicated(place.mesh)
     return TrainState(
-        step=jax.device_put(jnp.int32(0), whole),
+        step=placing.put(jnp.int32(0), whole),
         policy=policy,
         policy_opt=policy_opt,
         value=value,
         value_opt=value_opt,
-        kl_coef=jax.device_put(jnp.float32(kl_coef), whole),
-        bad_steps=jax.device_put(jnp.int32(0), whole),
-        key=jax.device_put(jax.random.key(seed), whole),
+        kl_coef=placing.put(jnp.float32(kl_coef), whole),
+        bad_steps=placing.put(jnp.int32(0), whole),
+        key=placing.put(jax.random.key(seed), whole),
     )

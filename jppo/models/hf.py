@@ -11,19 +11,20 @@ import shutil
 import uuid
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jppo.config import UserError
-from jppo.models import families, lora, offload, params, tensorfile
+from jppo.models import families, lora, offload, params, placing, tensorfile
 from jppo.models.decoder import init_head
 from jppo.models.families import ModelConfig
 from jppo.models.params import Entry, Head
 from jppo.structs import Params
 
+T = TypeVar("T")
 # What a model directory holds beside its weights and config.json: copied as it is.
 _COMPANIONS = (
     "generation_config.json",
@@ -98,7 +99,7 @@ def load_params(
         if key is None:
             raise ValueError(f"{path} has no score.weight: a value model needs a key to draw one")
         place = _sharding(shardings, ("score", "kernel"))
-        out |= jax.device_put(init_head(cfg, key, head=head, param_dtype=param_dtype), place)
+        out |= placing.put(init_head(cfg, key, head=head, param_dtype=param_dtype), place)
     return out
 
 
@@ -176,7 +177,7 @@ def _read(entry: Entry, slots: dict[str, tensorfile.Slot], dtype: Any, sharding:
         if entry.padding and sharding is not None:  # else no mesh divides it, and each device would get all of it
             tensor = np.pad(tensor, [(0, entry.padding)] + [(0, 0)] * (tensor.ndim - 1))
         piece = tensor[None] if entry.stacked else tensor
-        out = _fill(out, jax.device_put(piece, _of_piece(sharding, piece.shape)), i if entry.stacked else 0)
+        out = _fill(out, placing.put(piece, _of_piece(sharding, piece.shape)), i if entry.stacked else 0)
         out.block_until_ready()  # one tensor on the host at a time
     return out
 
@@ -225,6 +226,7 @@ def hf_tensors(
     """
     coming: deque[tuple[str, jax.Array]] = deque()
     for name, tensor in _on_device(model, cfg, head, dtype):
+        tensor = placing.whole(tensor)
         tensor.copy_to_host_async()
         coming.append((name, tensor))
         del tensor  # else it would be kept until the next one is made
@@ -279,11 +281,39 @@ def save(
     source: str | os.PathLike,
     dtype: Any,
     max_shard_bytes: int = 5 * 10**9,
+    write: bool = True,
 ) -> pathlib.Path:
-    """Writes a policy as a model directory, whole or not at all; config and tokenizer are `source`'s."""
-    out, origin = pathlib.Path(out_dir), resolve(source, weights=False)
+    """Writes a policy as a model directory, whole or not at all; config and tokenizer are `source`'s.
+
+    Not where `write` is False: such a host takes part in fetching what another one writes.
+    """
+    out, kind = pathlib.Path(out_dir), np.dtype(dtype)
+    with fetched_by_all(hf_tensors(model, cfg, dtype=kind)) as tensors:
+        if write:
+            _save(out, tensors, cfg, source, kind, max_shard_bytes)
+    return out
+
+
+@contextlib.contextmanager
+def fetched_by_all(tensors: Iterator[T]) -> Iterator[Iterator[T]]:
+    """Goes on to the end where other hosts take part, whatever the block leaves or raises: they would wait."""
+    try:
+        yield tensors
+    finally:
+        if jax.process_count() > 1:
+            deque(tensors, maxlen=0)
+
+
+def _save(
+    out: pathlib.Path,
+    tensors: Iterator[tuple[str, np.ndarray]],
+    cfg: ModelConfig,
+    source: str | os.PathLike,
+    kind: np.dtype,
+    max_shard_bytes: int,
+) -> None:
+    origin = resolve(source, weights=False)
     config, _ = read_config(origin)
-    kind = np.dtype(dtype)
     with _in_place_of(out) as tmp:
         stale = {"torch_dtype", "tie_word_embeddings"}  # said anew
         config = {k: v for k, v in config.items() if k not in stale}
@@ -292,8 +322,7 @@ def save(
         for name in _COMPANIONS:
             if (origin / name).is_file():
                 shutil.copyfile(origin / name, tmp / name)
-        _write_shards(tmp, hf_shapes(cfg), kind, hf_tensors(model, cfg, dtype=kind), max_shard_bytes)
-    return out
+        _write_shards(tmp, hf_shapes(cfg), kind, tensors, max_shard_bytes)
 
 
 def adapter_tensors(
@@ -303,7 +332,7 @@ def adapter_tensors(
     for entry in lora.table(cfg, how, head=head):
         array = offload.to_device(params.get(learned, entry.path))
         for layer, name in enumerate(entry.hf_names):
-            yield name, np.asarray(_export(array, None, layer, entry=entry, dtype=np.dtype(array.dtype)))
+            yield name, placing.fetch(_export(array, None, layer, entry=entry, dtype=np.dtype(array.dtype)))
 
 
 def save_adapter(
@@ -314,14 +343,20 @@ def save_adapter(
     *,
     head: Head = "lm",
     base: str,
+    write: bool = True,
 ) -> pathlib.Path:
-    """Writes adapters as a directory that peft and vLLM load beside the model `base`, whole or not at all."""
-    with _in_place_of(pathlib.Path(out_dir)) as tmp:
-        settings = lora.peft_config(how, head=head, base=base)
-        (tmp / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-        shapes = {name: e.hf_shape for e in lora.table(cfg, how, head=head) for name in e.hf_names}
-        arrays = (array for _, array in adapter_tensors(learned, cfg, how, head=head))
-        tensorfile.write(tmp / "adapter_model.safetensors", shapes, np.dtype(np.float32), arrays)
+    """Writes adapters as a directory that peft and vLLM load beside the model `base`, whole or not at all.
+
+    `write` as in `save`.
+    """
+    arrays = (array for _, array in adapter_tensors(learned, cfg, how, head=head))
+    with fetched_by_all(arrays):
+        if write:
+            with _in_place_of(pathlib.Path(out_dir)) as tmp:
+                settings = lora.peft_config(how, head=head, base=base)
+                (tmp / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+                shapes = {name: e.hf_shape for e in lora.table(cfg, how, head=head) for name in e.hf_names}
+                tensorfile.write(tmp / "adapter_model.safetensors", shapes, np.dtype(np.float32), arrays)
     return pathlib.Path(out_dir)
 
 

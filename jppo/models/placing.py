@@ -1,0 +1,54 @@
+"""Arrays to their devices and back, also where some of the devices are other hosts'.
+
+There every host holds the same values, gives its own devices their part, and takes part when they are fetched.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+
+def put(tree: Any, sharding: Any) -> Any:
+    """Values that every host has, on the devices."""
+    if sharding is None or sharding.is_fully_addressable:
+        return jax.device_put(tree, sharding)
+
+    def place(x: Any) -> jax.Array:
+        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(place(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+        values = np.asarray(x)
+        return jax.make_array_from_callback(values.shape, sharding, lambda part: values[part])
+
+    return jax.tree.map(place, tree)
+
+
+def whole(array: jax.Array) -> jax.Array:
+    """The array so that this host has all of it."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return array
+    assert isinstance(array.sharding, NamedSharding)
+    return _everywhere(array.sharding.mesh)(array)
+
+
+def fetch(tree: Any) -> Any:
+    """The values on the host."""
+    return jax.device_get(jax.tree.map(lambda x: whole(x) if isinstance(x, jax.Array) else x, tree))
+
+
+def local(tree: Any, mesh: Mesh) -> Any:
+    """A copy of the arrays on `mesh`, this host's part of theirs; one of them is whole on each device at a time."""
+
+    def copy(x: jax.Array) -> jax.Array:
+        assert isinstance(x.sharding, NamedSharding)
+        at = NamedSharding(mesh, x.sharding.spec)
+        return jax.block_until_ready(jax.device_put(whole(x).addressable_data(0), at))
+
+    return jax.tree.map(copy, tree)
+
+
+@functools.cache
+def _everywhere(mesh: Any) -> Any:
+    return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))

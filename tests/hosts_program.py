@@ -1,0 +1,47 @@
+"""A training as one of several hosts, which may be told to break: python hosts_program.py HOW ARGUMENTS-OF-TRAIN
+
+HOW is 'whole', or WHAT@HOST: what host number HOST does in its third step, or at its start.
+"""
+
+import os
+import signal
+import sys
+
+from jppo import assemble, train
+from jppo.config import UserError
+from jppo.rollout.sampler import RolloutError
+from jppo.supply import Supply
+
+what, _, host = sys.argv[1].partition("@")
+take, ask, read = Supply.take, Supply._take, assemble.read_inputs
+
+
+def taking(supply, step):
+    """In the trainer's thread, but in no agreement."""
+    if step == 2:
+        if what == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "crash":
+            raise KeyError("nobody expects this")
+        if what == "terminate":
+            os.kill(os.getpid(), signal.SIGTERM)
+    return take(supply, step)
+
+
+def asking(supply, step):
+    """Where the host is by itself."""
+    if step == 2 and what == "rollout":
+        raise RolloutError("the server is gone for good")
+    return ask(supply, step)
+
+
+def reading(c):
+    """Before anything is started."""
+    if what == "user":
+        raise UserError("this host has no such file")
+    return read(c)
+
+
+if what != "whole" and os.environ["NODE_RANK"] == host:
+    Supply.take, Supply._take, assemble.read_inputs = taking, asking, reading
+train.main(sys.argv[2:])

@@ -1,0 +1,149 @@
+"""Several processes on this machine as the hosts of one run: equal to one process, and ended together."""
+
+import json
+import math
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jppo import assemble, train
+from jppo import config as settings
+from jppo.assemble.engine import own_urls
+from jppo.config import UserError, commandline
+from jppo.io.hosts import Hosts
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+STEPS = 3
+
+
+@pytest.fixture
+def run_of_groups(small_run):
+    """Three steps of groups of two, sampled by the trainer."""
+    c = small_run
+    c.rollout.name, c.rollout.logp_tolerance, c.rollout.n = "inprocess", 1e-3, 2
+    c.algorithm.adv_estimator, c.actor.lr = "grpo", 1e-3
+    c.reward.format_regex = ".*1.*"  # rewards that differ, of a model that knows nothing
+    c.trainer.total_training_steps, c.trainer.max_ckpt_to_keep = STEPS, STEPS
+    c.trainer.host_timeout_s, c.trainer.stop_timeout_s, c.trainer.logger = 15.0, 60.0, "console,jsonl"
+    settings.check(c)
+    return c
+
+
+def in_folder(config, folder):
+    """The same run in another folder."""
+    c = config.copy_and_resolve_references()
+    c.trainer.run_dir = str(folder)
+    return c
+
+
+def launch(config, count=2, how="whole"):
+    """The run as `count` processes of one device each, by the script that users have: the exit code, what was said."""
+    usual, mine = commandline.settings(settings.default()), commandline.settings(config)
+    lines = [f"    c.{name} = {value!r}" for name, value in mine.items() if value != usual[name]]
+    file = pathlib.Path(config.trainer.run_dir).with_suffix(".py")
+    text = ["from jppo.config import default", "", "", "def get_config():", "    c = default()", *lines, "    return c"]
+    file.write_text("\n".join(text) + "\n")
+    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": ""}
+    command = [sys.executable, "tests/hosts_program.py", how, f"--config={file}"]
+    done = subprocess.run(
+        ["scripts/launch/local.sh", str(count), *command],
+        cwd=ROOT, env=env, timeout=500, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    return done.returncode, done.stdout
+
+
+def metrics(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    own = ("timing_s/", "perf/", "step", "rollout_corr/", "rollout/")  # of the machine, or rounding and nothing else
+    return {one["step"]: {k: v for k, v in one.items() if not k.startswith(own)} for one in lines}
+
+
+def assert_equal_runs(folder, reference, steps=STEPS):
+    """The same samples, metrics and weights."""
+    for n in range(1, steps + 1):
+        for name in (f"step_{n}.jsonl", f"test_{n}.jsonl"):
+            assert (folder / "samples" / name).read_text() == (reference / "samples" / name).read_text(), name
+    ours, theirs = metrics(folder), metrics(reference)
+    assert len({row["critic/score/mean"] for row in theirs.values() if "critic/score/mean" in row}) > 1
+    for n in range(1, steps + 1):
+        assert ours[n].keys() == theirs[n].keys()
+        for name, value in theirs[n].items():
+            assert math.isclose(ours[n][name], value, rel_tol=1e-4, abs_tol=1e-5), (n, name, ours[n][name], value)
+    if steps == STEPS:
+        ours, theirs = (load_file(path / "hf/model.safetensors") for path in (folder, reference))
+        assert ours.keys() == theirs.keys()
+        for name, array in theirs.items():
+            np.testing.assert_allclose(ours[name], array, atol=1e-5, rtol=0, err_msg=name)
+
+
+def test_two_hosts_are_one_process_and_go_on_as_each_other(run_of_groups, tmp_path):
+    reference = pathlib.Path(run_of_groups.trainer.run_dir)
+    train.train(run_of_groups)
+
+    # From nothing as two hosts, one of which is killed when two steps are done; one process goes on from there.
+    broken = in_folder(run_of_groups, tmp_path / "broken")
+    code, said = launch(broken, how="kill@1")
+    assert code == 1 and "error: host 1 is lost: no sign of it within trainer.host_timeout_s=15" in said, said
+    assert_equal_runs(tmp_path / "broken", reference, steps=2)
+    assert (tmp_path / "broken/checkpoints/1").is_dir()
+    train.train(broken)
+    assert_equal_runs(tmp_path / "broken", reference)
+
+    # Two hosts go on from what one process has saved after its first step.
+    shutil.copytree(reference, tmp_path / "continued")
+    for gone in ("checkpoints/2", "checkpoints/3", "hf"):
+        shutil.rmtree(tmp_path / "continued" / gone)
+    code, said = launch(in_folder(run_of_groups, tmp_path / "continued"))
+    assert code == 0 and "going on from the checkpoint of step 1" in said, said
+    assert said.count("step 2/3") == 1  # one speaks
+    assert_equal_runs(tmp_path / "continued", reference)
+
+
+@pytest.mark.slow
+def test_four_hosts_with_critic_and_draws_ahead_are_one_process(run_of_groups, tmp_path):
+    c = run_of_groups
+    c.algorithm.adv_estimator, c.rollout.mode, c.rollout.max_staleness = "gae", "async", 1
+    c.mesh.fsdp = 4
+    reference = pathlib.Path(c.trainer.run_dir)
+    train.train(c)
+    code, said = launch(in_folder(c, tmp_path / "four"), count=4)
+    assert code == 0, said
+    assert_equal_runs(tmp_path / "four", reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "how, code, said, saved",
+    [
+        ("kill@0", 137, "error: host 0 is lost, which coordinates the run", None),
+        ("crash@1", 1, "error: host 1 has ended by an error of its own: 'nobody expects this'", None),
+        ("rollout@1", 1, "error: host 1: the server is gone for good", 2),
+        ("terminate@1", 0, "host 1: stopped by SIGTERM", 3),
+        ("user@1", 2, "error: host 1: this host has no such file", None),
+    ],
+)
+def test_what_ends_one_host_ends_all(run_of_groups, tmp_path, how, code, said, saved):
+    found, out = launch(in_folder(run_of_groups, tmp_path / "broken"), how=how)
+    assert found == code and said in out, out
+    if saved is not None:
+        assert (tmp_path / "broken/checkpoints" / str(saved)).is_dir()
+
+
+def test_hosts_must_agree_on_what_cannot_be_shared(config):
+    config.rollout.mode, config.rollout.partial = "async", True
+    with pytest.raises(UserError, match=r"rollout.partial=True takes .* trainer.nnodes=2"):
+        assemble.require_shareable(config, Hosts(0, 2))
+
+
+def test_servers_that_are_named_are_shared_out():
+    urls = ["a", "b", "c", "d", "e"]
+    assert [own_urls(Hosts(rank, 2), urls) for rank in (0, 1)] == [["a", "b"], ["c", "d", "e"]]
+    assert own_urls(Hosts(1, 2), []) == []
+    with pytest.raises(UserError, match=r"rollout.urls names 1 .* each of 2 hosts"):
+        own_urls(Hosts(0, 2), ["a"])

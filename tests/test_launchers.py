@@ -1,0 +1,97 @@
+"""scripts/launch/: what each process is told, with stand-ins for ssh and SLURM."""
+
+import os
+import pathlib
+import subprocess
+
+import pytest
+
+LAUNCH = pathlib.Path(__file__).resolve().parents[1] / "scripts/launch"
+TOLD = 'echo "$NODE_RANK/$NNODES $MASTER_ADDR:$MASTER_PORT $*"'
+SAY = ["bash", "-c", TOLD, "_", "two words", "$HOME"]
+
+
+def run(*command, cwd=None, **env):
+    done = subprocess.run(
+        list(map(str, command)), cwd=cwd, env=os.environ | env, capture_output=True, text=True, timeout=60
+    )
+    return done.returncode, sorted(done.stdout.splitlines()), done.stderr
+
+
+def test_local_starts_as_many_as_asked_for_on_one_port():
+    code, said, _ = run(LAUNCH / "local.sh", 3, *SAY, PORT="1234")
+    assert code == 0
+    assert said == [f"{rank}/3 127.0.0.1:1234 two words $HOME" for rank in range(3)]
+
+
+def test_local_ends_with_the_code_of_one_that_failed():
+    assert run(LAUNCH / "local.sh", 3, "bash", "-c", "exit $((NODE_RANK * 2))")[0] == 2
+
+
+def test_local_passes_a_signal_on_and_waits(tmp_path):
+    waiting = f"trap 'echo asked; exit 0' TERM; touch {tmp_path}/$NODE_RANK; while true; do sleep 0.05; done"
+    process = subprocess.Popen([LAUNCH / "local.sh", "2", "bash", "-c", waiting], stdout=subprocess.PIPE, text=True)
+    while len(list(tmp_path.iterdir())) < 2:
+        assert process.poll() is None
+    process.terminate()
+    assert process.communicate(timeout=30)[0].split() == ["asked", "asked"]
+    assert process.returncode == 0
+
+
+@pytest.fixture
+def stand_ins(tmp_path):
+    """A `ssh` that is a shell here, and SLURM's commands."""
+    for name, text in {
+        "ssh": 'host=$1; shift; echo "on $host"; cd /; exec sh -c "$*"',
+        "scontrol": "echo node-a; echo node-b",
+        "srun": 'while [[ $1 == --* ]]; do shift; done; for n in 0 1; do SLURM_NODEID=$n "$@" & done; wait',
+    }.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    return tmp_path
+
+
+def test_ssh_gives_each_host_its_number_in_the_same_folder(stand_ins):
+    code, said, _ = run(LAUNCH / "ssh.sh", "me@node-a,node-b", *SAY, SSH=str(stand_ins / "ssh"))
+    assert code == 0
+    assert said == [
+        "0/2 node-a:29500 two words $HOME",
+        "1/2 node-a:29500 two words $HOME",
+        "on me@node-a",
+        "on node-b",
+    ]
+    (stand_ins / "a b").mkdir()
+    _, said, _ = run(LAUNCH / "ssh.sh", "node-a", "pwd", cwd=stand_ins / "a b", SSH=str(stand_ins / "ssh"))
+    assert said == [str(stand_ins / "a b"), "on node-a"]
+
+
+def test_ssh_ends_with_the_code_of_a_host_that_failed(stand_ins):
+    assert run(LAUNCH / "ssh.sh", "a,b", "bash", "-c", "exit 3", SSH=str(stand_ins / "ssh"))[0] == 3
+
+
+def test_slurm_takes_the_nodes_of_the_job(stand_ins):
+    env = {"PATH": f"{stand_ins}:{os.environ['PATH']}", "SLURM_NNODES": "2", "SLURM_JOB_ID": "20007"}
+    code, said, _ = run("bash", LAUNCH / "slurm.sbatch", *SAY, SLURM_JOB_NODELIST="node-[a-b]", **env)
+    assert code == 0
+    assert said == [f"{rank}/2 node-a:20007 two words $HOME" for rank in range(2)]
+
+
+@pytest.mark.parametrize("command", [["local.sh"], ["local.sh", "two", "true"], ["ssh.sh", "a"], ["slurm.sbatch"]])
+def test_a_command_that_is_cut_short_is_one_line(command):
+    code, said, error = run("bash", LAUNCH / command[0], *command[1:])
+    assert (code, said) == (2, []) and error.startswith("error: ") and error.count("\n") == 1
+
+
+def test_kubernetes_numbers_its_pods_alike_everywhere():
+    yaml = pytest.importorskip("yaml")
+    service, job = yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    env = {one["name"]: one for one in pod["containers"][0]["env"]}
+    assert spec["completionMode"] == "Indexed"  # by which pods are called NAME-0, NAME-1 ...
+    assert spec["completions"] == spec["parallelism"] == int(env["NNODES"]["value"])
+    assert "job-completion-index" in env["NODE_RANK"]["valueFrom"]["fieldRef"]["fieldPath"]
+    assert env["MASTER_ADDR"]["value"] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+    assert pod["subdomain"] == service["metadata"]["name"] and service["spec"]["clusterIP"] == "None"
+    labels = spec["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"].items() <= labels.items()
+    assert env["MASTER_PORT"]["value"].isdecimal()
