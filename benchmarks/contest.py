@@ -3,11 +3,12 @@
     make bench-peers                                                # makes the peers' environments first
     python benchmarks/contest.py --shapes S --dtypes float32 --peers torch,trl
 
-Every contestant is a process of its own, in an environment of its own (`benchmarks/peers/`): jppo and each peer, in each
-precision, a torch with the default allocator and with jemalloc where that is found. All get one model, written by
-jppo's exporter, and one ragged batch; before anything is measured their mean log-probs must agree with jppo's to 1e-4
-in float32. Then they run in turn, --repeats rounds of every stage, one at a time. A ratio is the median over the rounds
-of the peer's seconds by jppo's in the same round. Tokens are real ones, never padding, the same for all.
+Every contestant is a process of its own, in an environment of its own (`benchmarks/peers/`): jppo and each peer, in
+each precision, what uses torch with the default allocator and, where that is found, with jemalloc. All get one model,
+written by jppo's exporter, and one ragged batch; before anything is measured their mean log-probs must agree with
+jppo's to 1e-4 in float32. Then they run in turn, --repeats rounds of every stage, one at a time. A ratio is the median
+over the rounds of the peer's seconds by jppo's in the same round. Tokens are real ones, never padding. All of it runs on
+the processor, also where there is an accelerator.
 Writes OUT/<date>-<machine>-peers.json and prints tables.
 """
 
@@ -60,14 +61,16 @@ def contestants(
 ) -> dict[str, Contestant]:
     """Who runs: by name the peer, the precision, the allocator and the interpreter."""
     found: dict[str, Contestant] = {}
+    more = {"default": {}} | ({"jemalloc": {"LD_PRELOAD": jemalloc}} if jemalloc else {})
     for peer in ("jppo", *peers):
         python = pathlib.Path(sys.executable) if peer == "jppo" else envs / peer / "bin" / "python"
         if not python.exists():
             raise UserError(f"--peers: {peer} has no environment at {python.parents[1]}: make bench-peers makes it")
         for dtype in dtypes:
-            for allocator in ("default", *(["jemalloc"] if jemalloc and peer in OF_TORCH else [])):
-                name = f"{peer} {dtype}{' jemalloc' if allocator == 'jemalloc' else ''}"
-                found[name] = {"peer": peer, "dtype": dtype, "allocator": allocator, "python": str(python)}
+            for allocator, env in more.items() if peer in OF_TORCH else [("default", {})]:
+                name = f"{peer} {dtype}{'' if allocator == 'default' else f' {allocator}'}"
+                who = {"peer": peer, "dtype": dtype, "allocator": allocator}
+                found[name] = who | {"python": str(python), "env": env}
     return found
 
 
@@ -110,12 +113,11 @@ class Ended(Exception):
 class Worker:
     """One contestant's process: asked by lines."""
 
-    def __init__(self, who: Contestant, folder: pathlib.Path, jemalloc: str | None):
-        env = os.environ | ({"LD_PRELOAD": str(jemalloc)} if who["allocator"] == "jemalloc" else {})
-        if who["peer"] != "jppo":
-            env = {k: v for k, v in env.items() if k not in ("PYTHONPATH", "GLIBC_TUNABLES")}
+    def __init__(self, who: Contestant, folder: pathlib.Path):
+        ours = () if who["peer"] == "jppo" else ("PYTHONPATH", "GLIBC_TUNABLES")
+        env = {k: v for k, v in os.environ.items() if k not in ours} | {"JAX_PLATFORMS": "cpu"} | who["env"]
         command = [who["python"], str(PEERS / f"peer_{who['peer']}.py"), str(folder), "--dtype", who["dtype"]]
-        self.said = tempfile.TemporaryFile("w+")
+        self.said = tempfile.TemporaryFile("w+")  # noqa: SIM115
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.said, text=True)
         self.process = subprocess.Popen(command, env=env, **pipes)
 
@@ -142,13 +144,13 @@ class Worker:
 
 @contextlib.contextmanager
 def workers(
-    entered: dict[str, Contestant], folder: pathlib.Path, jemalloc: str | None
+    entered: dict[str, Contestant], folder: pathlib.Path
 ) -> Iterator[tuple[dict[str, Worker], dict[str, Any], dict[str, str]]]:
     """All that make ready, one after the other; what each said, and why others are left out."""
     with contextlib.ExitStack() as stack:
         able, said, left_out = {}, {}, {}
         for name, who in entered.items():
-            worker = Worker(who, folder, jemalloc)
+            worker = Worker(who, folder)
             stack.callback(worker.close)
             try:
                 said[name] = worker.answer()
@@ -162,28 +164,33 @@ def workers(
         yield able, said, left_out
 
 
-def measure(shape: str, entered: dict[str, Contestant], jemalloc: str | None, args: argparse.Namespace) -> Any:
+def agree(entered: dict[str, Contestant], said: dict[str, Any]) -> None:
+    """Raises where a float32 contestant's mean log-prob is not the first's: it would do other work."""
+    first = next(name for name in said if entered[name]["dtype"] == "float32")
+    for name, x in said.items():
+        apart = abs(x["logp"] - said[first]["logp"])
+        if entered[name]["dtype"] == "float32" and not apart <= CLOSE:
+            raise RuntimeError(f"the mean log-prob of {name} is {apart:.1e} from that of {first}: it is other work")
+
+
+def measure(shape: str, entered: dict[str, Contestant], *, changes: Sequence[str], repeats: int) -> Any:
     """Every contestant on one shape, in turn."""
     with tempfile.TemporaryDirectory() as place:
         folder = pathlib.Path(place)
-        out = write_work(folder, shape, args.changes)
-        with workers(entered, folder, jemalloc) as (able, said, left_out):
-            reference = next(x["logp"] for name, x in said.items() if name.startswith("jppo"))
-            for name, x in said.items():
-                apart = abs(x["logp"] - reference)
-                if entered[name]["dtype"] == "float32" and apart > CLOSE:
-                    raise RuntimeError(f"the mean log-prob of {name} is {apart:.1e} from jppo's: it is other work")
+        out = write_work(folder, shape, changes)
+        with workers(entered, folder) as (able, said, left_out):
+            if any(entered[name]["dtype"] == "float32" for name in said):
+                agree(entered, said)
+            told = ("peer", "dtype", "allocator")
             results: dict[str, Any] = {
-                name: entered[name] | {"said": said[name], "seconds": {}, "checks": {}} for name in able
+                name: {k: entered[name][k] for k in told} | {"said": said[name], "seconds": {}, "checks": {}}
+                for name in able
             }
-            for number in range(args.repeats):
+            for number in range(repeats):
                 for stage in ("logprobs", "update"):
                     for name in able:
-                        if stage in said[name]["stages"]:
-                            note(results[name], stage, able[name].go(stage))
-                print(f"shape {shape}: round {number + 1} of {args.repeats}", file=sys.stderr)
-    for x in results.values():
-        x.pop("python")
+                        note(results[name], stage, able[name].go(stage))
+                print(f"shape {shape}: round {number + 1} of {repeats}", file=sys.stderr)
     return out | {"contestants": results, "left_out": left_out}
 
 
@@ -273,6 +280,7 @@ def main(argv: list[str] | None = None) -> None:
     peers = chosen("--peers", args.peers, KNOWN)
     if args.repeats < 1:
         raise UserError(f"--repeats={args.repeats} must be 1 or more")
+    jax.config.update("jax_platforms", "cpu")
     load, at = os.getloadavg()[0], commit()  # before the run: it is what runs, and what ran beside it
     jemalloc = find_jemalloc(args.envs)
     entered = contestants(peers, dtypes, args.envs, jemalloc)
@@ -283,7 +291,7 @@ def main(argv: list[str] | None = None) -> None:
         "commit": at,
         "jemalloc": jemalloc is not None,
         "changes": args.changes,
-        "shapes": {shape: measure(shape, entered, jemalloc, args) for shape in shapes},
+        "shapes": {shape: measure(shape, entered, changes=args.changes, repeats=args.repeats) for shape in shapes},
     }
     args.out.mkdir(parents=True, exist_ok=True)
     out = args.out / f"{result['date']}-{slug(result['machine'])}-peers.json"

@@ -5,19 +5,19 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # after the worker's folder, which is there
 
-import jax  # noqa: E402
-import numpy as np  # noqa: E402
-from machine import version  # noqa: E402
-from work import base_config, change  # noqa: E402
-from worker import Parts, Stage, Work, serve, timed  # noqa: E402
+import jax
+import numpy as np
+from machine import version
+from work import base_config, change
+from worker import Parts, Stage, Work, serve, timed
 
-from jppo import assemble  # noqa: E402
-from jppo.data.prompts import PromptSet  # noqa: E402
-from jppo.io.timers import Timers  # noqa: E402
-from jppo.learner import batch, ppo  # noqa: E402
-from jppo.models import hf  # noqa: E402
-from jppo.structs import Scored, Trajectory  # noqa: E402
-from jppo.train import update_models  # noqa: E402
+from jppo import assemble
+from jppo.data.prompts import PromptSet
+from jppo.io.timers import Timers
+from jppo.learner import batch, ppo
+from jppo.models import hf
+from jppo.structs import Scored, Trajectory
+from jppo.train import update_models
 
 
 def make_trajectories(work: Work) -> list[Trajectory]:

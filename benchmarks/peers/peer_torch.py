@@ -1,8 +1,8 @@
 """transformers and torch: what one writes with them, by the losses of PPO as verl has them.
 
-Rows are padded to the longest that may be, the attention mask says what is real, attention is torch's SDPA, the language
-head is applied to the positions of the response alone, bfloat16 is autocast over weights in float32. A mini-batch is
-cut into micro-batches of the size that is the fastest here.
+Rows are padded to the longest that may be, the attention mask says what is real, attention is torch's SDPA, the
+language head is applied to the positions of the response alone, bfloat16 is autocast over weights in float32. A
+mini-batch is cut into micro-batches of the size that is the fastest here.
 """
 
 import os

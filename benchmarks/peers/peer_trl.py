@@ -1,8 +1,8 @@
 """TRL: the log-probs, the loss and the optimizer of its GRPOTrainer, on batches that are given.
 
 TRL has no trainer with a critic, so that the critic's update is left out. Called are, of the trainer that a user would
-make: `_get_per_token_logps_and_entropies` for log-probs (without the entropy), and for an update `compute_loss`, with its
-loss `dapo` (a mean over the tokens), then accelerate's backward pass and clipping, and the optimizer that
+make: `_get_per_token_logps_and_entropies` for log-probs, without the entropy, and for an update `compute_loss`, with
+its loss `dapo` (a mean over the tokens), then accelerate's backward pass and clipping, and the optimizer that
 `create_optimizer` makes. The loss takes the entropy, too, as it always does. What samples and grades is not called.
 """
 

@@ -1,9 +1,9 @@
 """tunix: the log-probs, the losses and the train steps of its PPO, on batches that are given.
 
 Called are `tunix.rl.common.compute_per_token_logps` for log-probs, and for an update the compiled train step of
-`tunix.rl.trainer.Trainer` with the losses that its PPOLearner takes (`ppo_policy_loss_fn`, `ppo_value_loss_fn`), both on
-padded rows, the head on every position as tunix has it. What samples and grades is not called. In a mini-batch that is cut, its
-MultiSteps takes the mean of the micro-batches' means.
+`tunix.rl.trainer.Trainer` with the losses that its PPOLearner takes (`ppo_policy_loss_fn`, `ppo_value_loss_fn`), all
+on padded rows, the head on every position, as tunix has it. What samples and grades is not called. Of a mini-batch that
+is cut, its MultiSteps takes the mean of the micro-batches' means.
 """
 
 import functools
@@ -61,7 +61,8 @@ def make_critic(actor: nnx.Module) -> nnx.Module:
 @functools.cache
 def mesh() -> jax.sharding.Mesh:
     """One device, under the names of tunix's axes."""
-    return jax.make_mesh((1, 1), ("fsdp", "tp"), devices=jax.devices()[:1])
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    return jax.make_mesh((1, 1), ("fsdp", "tp"), devices=jax.devices()[:1], axis_types=auto)
 
 
 def make_step(model: nnx.Module, work: Work, micro: int, loss, further: dict):
