@@ -7,8 +7,8 @@ Every contestant is a process of its own, in an environment of its own (`benchma
 each precision, what uses torch with the default allocator and, where that is found, with jemalloc. All get one model,
 written by jppo's exporter, and one ragged batch; before anything is measured their mean log-probs must agree with
 jppo's to 1e-4 in float32. Then they run in turn, --repeats rounds of every stage, one at a time. A ratio is the median
-over the rounds of the peer's seconds by jppo's in the same round. Tokens are real ones, never padding. All of it runs on
-the processor, also where there is an accelerator.
+over the rounds of the peer's seconds by jppo's in the same round. Tokens are real ones, never padding. All of it runs
+on the processor, also where there is an accelerator.
 Writes OUT/<date>-<machine>-peers.json and prints tables.
 """
 

@@ -3,10 +3,10 @@
     python benchmarks/quickstart.py                                # after `make quickstart`, or what it makes first
     python benchmarks/quickstart.py --learn float32,bfloat16       # the whole quickstart in each, minutes apiece
 
-A real run of configs/quickstart.py with a real vLLM, in a folder of its own, of --steps steps without tests and saves, the
-last --profiled of them traced by JAX's profiler. Generation is the `gen` stage; the seconds of matrix products are those
-in which a product, or a fusion that has one, runs on any thread, by the trace. A trace makes a step slower, so that both are
-shares of the traced steps. With --learn, the last test scores of whole runs are compared instead.
+A real run of configs/quickstart.py with a real vLLM, in a folder of its own, of --steps steps without tests and saves,
+the last --profiled of them traced by JAX's profiler. Generation is the `gen` stage; the seconds of matrix products are
+those in which a product, or a fusion that has one, runs on any thread, by the trace. A trace makes a step slower, so
+that both are shares of the traced steps. With --learn, the test scores of whole runs are compared instead.
 Writes OUT/<date>-<machine>-quickstart.json and prints a table.
 """
 
