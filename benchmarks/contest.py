@@ -92,11 +92,8 @@ def write_work(folder: pathlib.Path, shape: str, changes: Sequence[str]) -> dict
     value = np.zeros((len(tokens), LONGEST), np.float32)
     np.savez(folder / "batch.npz", tokens=tokens, responses=responses, value=value, **drawn)
     c = base_config("", "float32")
-    own: dict[str, Any] = {"actor": {"lr": LEARNING_RATE, "calculate_entropy": False}, "critic": {"lr": LEARNING_RATE}}
-    for said in changes:
-        name, _, text = said.partition("=")
-        section, _, leaf = name.partition(".")
-        own.setdefault(section, {})[leaf] = text
+    own = [f"{part}.lr={LEARNING_RATE}" for part in ("actor", "critic")]
+    own += ["actor.calculate_entropy=False", *changes]
     how = {name: c.actor[name] for name in ("clip_ratio", "clip_ratio_c", "grad_clip", "betas", "weight_decay")}
     how |= {"lr": LEARNING_RATE, "cliprange_value": c.critic.cliprange_value, "jppo": own}
     (folder / "work.json").write_text(json.dumps({"prompt": PROMPT, "mini_batch": MINI_BATCH, "how": how}))
@@ -124,8 +121,9 @@ class Worker:
     def answer(self) -> dict[str, Any]:
         line = self.process.stdout.readline()
         if not line:
+            code = self.process.wait()
             self.said.seek(0)
-            raise Ended(self.said.read().strip()[-2000:])
+            raise Ended(f"{self.said.read().strip()[-2000:]}\nexit code {code}".strip())
         return json.loads(line)
 
     def go(self, stage: str) -> dict[str, Any]:
@@ -157,7 +155,7 @@ def workers(
             except Ended as e:
                 if who["peer"] == "jppo":
                     raise
-                left_out[name] = str(e).splitlines()[-1]
+                left_out[name] = "; ".join(str(e).splitlines()[-2:])
                 continue
             able[name] = worker
             print(f"{name} is ready", file=sys.stderr)

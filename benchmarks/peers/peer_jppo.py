@@ -41,8 +41,7 @@ def entries(given: np.ndarray, sequence: np.ndarray, position: np.ndarray, work:
 def begin(work: Work) -> tuple[dict, dict[str, Stage]]:
     """Both models, every program compiled."""
     c = base_config(work.model, work.dtype)
-    changes = [f"{part}.{name}={value!r}" for part, of in work.how["jppo"].items() for name, value in of.items()]
-    c = change(c, ["model.init=pretrained", f"model.scan_layers={jax.default_backend() != 'cpu'}", *changes])
+    c = change(c, ["model.init=pretrained", f"model.scan_layers={jax.default_backend() != 'cpu'}", *work.how["jppo"]])
     mesh, empty = assemble.make_mesh(c), PromptSet([], overlong=0)
     _, cfg = hf.read_config(work.model)
     models = dict(policy=cfg, critic=cfg, reference=None, adapters=None, critic_adapters=None)
