@@ -3,6 +3,9 @@
 PYTHON = python3
 SEED = 1
 JOBS = 2
+PEERS = torch trl tunix
+COMMA = ,
+SPACE = $(COMMA:,=) $(COMMA:,=)
 RUN = runs/quickstart$(if $(filter-out 1,$(SEED)),-seed$(SEED))
 
 VENV = .venv
@@ -19,7 +22,7 @@ unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PIP_TARGET PIP_PREFIX PIP_USER PIP_RE
 
 .DEFAULT_GOAL = help
 .DELETE_ON_ERROR:
-.PHONY: help setup quickstart test test-all lint types bench doctor pictures clean
+.PHONY: help setup quickstart test test-all lint types bench bench-peers doctor pictures clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,12 +47,12 @@ lint: $(READY)  ## check style and format
 types: $(READY)  ## check types
 	$(PY) -m mypy
 
-bench: $(READY)  ## measure the stages of a step, the models alone, attention, the advantages, the exact KL
-	$(TUNED) $(PY) benchmarks/throughput.py
-	$(TUNED) $(PY) benchmarks/models.py
-	$(TUNED) $(PY) benchmarks/attention.py
-	$(TUNED) $(PY) benchmarks/gae.py
-	$(TUNED) $(PY) benchmarks/exact_kl.py
+bench: $(RUN)/sft/hf/config.json  ## measure all that is in benchmarks/, with tables; ARGS=...
+	$(TUNED) $(PY) benchmarks/together.py $(ARGS)
+
+bench-peers: $(READY)  ## measure jppo beside torch with transformers, TRL and tunix; PEERS=... ARGS=...
+	@benchmarks/peers/setup.sh $(PYTHON) $(PEERS)
+	$(TUNED) $(PY) benchmarks/contest.py --peers $(subst $(SPACE),$(COMMA),$(PEERS)) $(ARGS)
 
 doctor: $(READY)  ## say what of this machine, and of a run by CONFIG=FILE, would stop a training; ARGS=...
 	@$(PY) -m jppo.doctor $(if $(CONFIG),--config=$(CONFIG)) $(ARGS)

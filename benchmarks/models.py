@@ -74,7 +74,21 @@ QWEN: dict[str, Any] = {
     "max_position_embeddings": 32768,
     "initializer_range": 0.02,
 }
+WIDER = {  # the same family's larger models; their heads are 128 wide
+    "q15": {"num_hidden_layers": 28, "hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12},
+    "q7": {
+        "num_hidden_layers": 28,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+        "tie_word_embeddings": False,
+    },
+}
 MODELS = {name: hf_config(*shape) for name, shape in SHAPES.items()} | {"q05": QWEN}
+MODELS |= {name: QWEN | more for name, more in WIDER.items()} | {"tiny": hf_config(2, 64, 128, 4, 2, 512)}
+BY_DEFAULT = ("S", "M", "q05")
 CPU_TOKENS = {"q05": 1024}  # of the batch, so that a CPU takes a minute or two; the others have all of it
 CPU_SCANS = {"q05"}  # unrolled, XLA copies the weights of every layer on a CPU; the small ones are faster so
 RANK = 16  # of the adapters
@@ -98,6 +112,7 @@ class Subject:
     cfg: ModelConfig
     trained: Trained  # an update of all weights uses them up
     responses: np.ndarray  # tokens of each
+    prompt: int  # tokens of it
     trajectories: list[Trajectory]
     plan: packing.Plan
     mini_batch: int
@@ -122,15 +137,14 @@ def some(responses: np.ndarray, tokens: int | None) -> np.ndarray:
     return responses[: max(1, int(np.searchsorted(np.cumsum(PROMPT + responses), tokens, side="right")))]
 
 
-def make_subject(name: str, c: ConfigDict, *, tokens: int | None, repeats: int) -> Subject:
-    """The model with random weights, and the part of the batch."""
+def make_subject(name: str, c: ConfigDict, responses: np.ndarray, *, prompt: int, repeats: int) -> Subject:
+    """The model with random weights, and the batch."""
     mesh = assemble.make_mesh(c)
     cfg = pad_vocab(families.from_hf(MODELS[name], path=name), mesh.shape["tensor"])
     what = state.weights(cfg, mesh, head="lm", param_dtype=c.model.param_dtype)
     check_room(size(abstract(what.shapes, what.shardings)))
     key = jax.random.key(c.trainer.seed)
-    responses = some(response_lengths(), tokens)
-    trajectories = make_batch(cfg, responses)
+    trajectories = make_batch(cfg, responses, prompt=prompt)
     mini_batch = min(c.actor.ppo_mini_batch_size, len(trajectories))
     plan = assemble.make_plan(c, mesh, tokens_per_device=c.actor.max_tokens_per_device, sequences=mini_batch)
     multiply, product_flops = devices.make_product(mesh, c.model.compute_dtype)
@@ -140,6 +154,7 @@ def make_subject(name: str, c: ConfigDict, *, tokens: int | None, repeats: int) 
         cfg=cfg,
         trained=assemble.load_trained(c, mesh, cfg, c.model.path, head="lm", key=key, adapters=None),
         responses=responses,
+        prompt=prompt,
         trajectories=trajectories,
         plan=plan,
         mini_batch=mini_batch,
@@ -219,7 +234,7 @@ def _over_rows(s: Subject, fn: Any, *, lm_head: bool) -> dict[str, Any]:
     programs = [account("pass", fn, weights, rows) for rows in _of_each_shape(s.rows).values()]
     results = sum(one["results"] for one in programs)
     check_room(results + max(one["temporaries"] for one in programs))
-    flops = forward_flops(s.cfg, s.responses, prompt=PROMPT, lm_head=lm_head)
+    flops = forward_flops(s.cfg, s.responses, prompt=s.prompt, lm_head=lm_head)
     measured = timed(s, lambda: batch.each(lambda rows: fn(weights, rows), s.rows), flops)
     return measured | memory(programs, weights=size(weights))
 
@@ -227,12 +242,12 @@ def _over_rows(s: Subject, fn: Any, *, lm_head: bool) -> dict[str, Any]:
 def updated(s: Subject, how: Lora | None) -> dict[str, Any]:
     """An update over the batch, of all weights, or of the adapters `how` says: gradients and optimizer steps."""
     minis, accumulate = make_minis(s), make_accumulate(s)
-    trained, flops = s.trained, 3 * forward_flops(s.cfg, s.responses, prompt=PROMPT, lm_head=True)
+    trained, flops = s.trained, 3 * forward_flops(s.cfg, s.responses, prompt=s.prompt, lm_head=True)
     if how is not None:
         what = state.adapters(s.cfg, s.mesh, how, head="lm")
         key = jax.random.key(s.c.trainer.seed)
         trained = Trained(what, *state.adapt(what, s.trained.learned, how, key=key))
-        flops = lora_update_flops(s.cfg, how, s.responses, prompt=PROMPT)
+        flops = lora_update_flops(s.cfg, how, s.responses, prompt=s.prompt)
     wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), trained.what.shapes)
     carry = (
         abstract(wide, trained.what.shardings),
@@ -341,7 +356,7 @@ def check_room(needed: int) -> None:
         raise TooLarge(f"it takes {needed / 2**30:.1f} GiB more, and {free / 2**30:.1f} are free")
 
 
-def measure(name: str, c: ConfigDict, *, tokens: int | None, repeats: int) -> dict[str, Any]:
+def measure(name: str, c: ConfigDict, responses: np.ndarray, *, prompt: int = PROMPT, repeats: int) -> dict[str, Any]:
     """Every pass of one model, the smaller ones first; why one is left out."""
     adapters = Lora(RANK, c.model.lora_alpha, lora.parse_targets(c.model.target_modules))
     passes: dict[str, Callable[[Subject], dict[str, Any]]] = {
@@ -355,7 +370,7 @@ def measure(name: str, c: ConfigDict, *, tokens: int | None, repeats: int) -> di
     for what, run in passes.items():
         try:
             if subject is None:
-                subject = make_subject(name, c, tokens=tokens, repeats=repeats)
+                subject = make_subject(name, c, responses, prompt=prompt, repeats=repeats)
                 shapes = [rows.inputs.shape for rows in subject.rows]
                 out["sequences"], out["rows"] = len(subject.trajectories), [list(shape) for shape in shapes]
                 real = sum(len(t.tokens) - 1 for t in subject.trajectories)
@@ -453,7 +468,7 @@ def main(argv: list[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--models", default=",".join(MODELS), help="separated by commas; none: the vocabulary test alone"
+        "--models", default=",".join(BY_DEFAULT), help="separated by commas; none: the vocabulary test alone"
     )
     parser.add_argument("--repeats", type=int, default=3, help="of each pass; the median counts")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of the products")
@@ -472,7 +487,8 @@ def main(argv: list[str] | None = None) -> None:
     models = {}
     for name in names:
         tokens = by_default.get(name) if args.tokens is None else args.tokens
-        models[name] = measure(name, make_config(name, args.dtype, args.changes), tokens=tokens, repeats=args.repeats)
+        c, responses = make_config(name, args.dtype, args.changes), some(response_lengths(), tokens)
+        models[name] = measure(name, c, responses, repeats=args.repeats)
     result: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "machine": machine(),

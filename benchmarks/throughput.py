@@ -3,14 +3,16 @@
     python benchmarks/throughput.py                 # shapes S and M, a real vLLM where it is installed
     python benchmarks/throughput.py --shapes S --no-rollout --dtype bfloat16 --set data.row_lengths=8
 
-The stages are those of `jppo.train`, called as it calls them, on a random model and one ragged batch: 64
-sequences with prompts of 64 tokens and responses of 16 to 128, mini-batches of 32, one epoch. Tokens are real
+The stages are those of `jppo.train`, called as it calls them in whole steps, on a random model and one ragged batch: 64
+sequences with prompts of 64 tokens and responses of 16 to 128, mini-batches of 32, one epoch. What vLLM samples has the
+lengths of the batch, and the batch is what is learned from. Tokens are real
 ones, never padding; FLOP are what the real tokens need (`forward_flops`); the peak is the rate of a large
 matrix product in the same run and dtype. Compilation is left out, and each figure is the median of --repeats.
 Writes OUT/<date>-<machine>.json and prints a table.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -49,18 +51,21 @@ from jppo.config import UserError
 from jppo.data.prompts import PromptSet
 from jppo.io.timers import Timers
 from jppo.learner import batch, devices, estimate, ppo
-from jppo.models import decoder, families, hf
+from jppo.models import families
 from jppo.models.families import ModelConfig
 from jppo.rollout.vllm_start import check_vllm
-from jppo.structs import Prompt, Trajectory
+from jppo.structs import Prompt, TrainState, Trajectory
 from jppo.train import update_models
 
 # The stages by their timer in a step, and what the tables call them.
 STAGES = {
     "gen": "rollout",
     "old_log_prob": "log-probs",
+    "values": "values",
     "update_critic": "critic update",
     "update_actor": "actor update",
+    "update_weights": "publish",
+    "step": "whole step",
 }
 
 
@@ -68,7 +73,9 @@ def stage_flops(cfg: ModelConfig, responses: Lengths, *, prompt: int) -> dict[st
     """FLOP of each stage over the batch; an update is a forward pass and a backward one, which costs two."""
     policy = forward_flops(cfg, responses, prompt=prompt, lm_head=True)
     critic = forward_flops(cfg, responses, prompt=prompt, lm_head=False)
-    return {"gen": policy, "old_log_prob": policy, "update_critic": 3 * critic, "update_actor": 3 * policy}
+    flops = {"gen": policy, "old_log_prob": policy, "values": critic}
+    flops |= {"update_critic": 3 * critic, "update_actor": 3 * policy}
+    return flops | {"update_weights": 0, "step": sum(flops.values())}
 
 
 def make_config(folder: str, dtype: str, changes: Sequence[str]) -> ConfigDict:
@@ -87,61 +94,82 @@ def write_model(folder: pathlib.Path, described: dict[str, Any]) -> None:
     transformers.PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="w0").save_pretrained(folder)
 
 
-def time_rollout(c: ConfigDict, cfg: ModelConfig, trajectories: Sequence[Trajectory], *, repeats: int) -> list[float]:
-    """Seconds of sampling the batch with vLLM, each response to its own length, after one warm-up."""
+def draw(c: ConfigDict, sampler: Any, trajectories: Sequence[Trajectory], *, version: int) -> None:
+    """Samples the batch with vLLM, each response to its own length."""
     prompts = [Prompt(t.uid, "", "", t.tokens[:PROMPT], "", {}) for t in trajectories]
     lengths = [int(t.sampled.sum()) for t in trajectories]
     sampling = dataclasses.replace(assemble.sampling(c, 0), n=1)
-    with tempfile.TemporaryDirectory() as run:
-        engine = assemble.ENGINES[c.rollout.name](c, pathlib.Path(run))
-        try:
-            sampler = engine.ready(eos_token_ids=(), decode=lambda _: "")
-            params = decoder.init_params(cfg, jax.random.key(0), head="lm", param_dtype=c.model.param_dtype)
-            sampler.load(hf.hf_tensors(params, cfg), version=0)
 
-            def ask(prompt: Prompt, length: int) -> list[Trajectory]:
-                return sampler.generate([prompt], dataclasses.replace(sampling, max_tokens=length), version=0)
+    def ask(prompt: Prompt, length: int) -> list[Trajectory]:
+        return sampler.generate([prompt], dataclasses.replace(sampling, max_tokens=length), version=version)
 
-            timer, seconds = Timers(), []
-            with ThreadPoolExecutor(len(prompts)) as pool:
-                for _ in range(1 + repeats):
-                    with timer("gen"):
-                        drawn = list(pool.map(ask, prompts, lengths))
-                    seconds.append(timer.next_step()["timing_s/gen"])
-            assert [int(t.sampled.sum()) for (t,) in drawn] == lengths
-        finally:
-            engine.close()
-    return seconds[1:]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        drawn = list(pool.map(ask, prompts, lengths))
+    assert [int(t.sampled.sum()) for (t,) in drawn] == lengths
 
 
-def time_learner(
-    c: ConfigDict, cfg: ModelConfig, trajectories: list[Trajectory], *, repeats: int
+def step(
+    c: ConfigDict,
+    learner: assemble.Learner,
+    now: TrainState,
+    trajectories: list[Trajectory],
+    sampler: Any,
+    timer: Timers,
+) -> TrainState:
+    """A step as `jppo.train` takes it, but for grading, which random scores stand in for; without a sampler, less."""
+    scores = np.random.default_rng(2).random(len(trajectories)).astype(np.float32)
+    outcome = estimate.Outcome(score=scores, group=np.arange(len(scores), dtype=np.int32), greedy=None)
+    passes, policy = learner.passes, learner.policy(now)
+    with timer("step"):
+        if sampler is not None:
+            with timer("gen"):
+                draw(c, sampler, trajectories, version=int(now.step))
+        rows = batch.make(trajectories, plan=learner.plan, mesh=learner.mesh)
+        with timer("old_log_prob"):
+            scored, _ = ppo.score_rows(passes, learner.recipe, rows, policy)
+        with timer("values"):
+            scored = ppo.with_values(passes, scored, now.value)
+        with timer("adv"):
+            scored, _ = estimate.advantages(passes, scored, [None] * len(scored), outcome, now.kl_coef)
+            flat = batch.flatten(scored, len(trajectories))
+        now, _ = update_models(c, learner, now, flat, trajectories, timer)
+        now = dataclasses.replace(now, step=now.step + 1)
+        if sampler is not None:
+            with timer("update_weights"):
+                assemble.publish(c, learner, sampler, now, None)
+    return now
+
+
+def time_stages(
+    c: ConfigDict, cfg: ModelConfig, trajectories: list[Trajectory], *, rollout: bool, repeats: int
 ) -> tuple[dict[str, list[float]], dict[str, Any]]:
-    """Seconds of each stage, interleaved with a matrix product, after one round that compiles; what was packed."""
+    """Seconds of each stage of whole steps, a matrix product before each, after one that compiles; what was packed."""
     mesh = assemble.make_mesh(c)
     empty = PromptSet([], overlong=0)
     models: dict[str, Any] = dict(policy=cfg, critic=cfg, reference=None, adapters=None, critic_adapters=None)
     inputs = assemble.Inputs(None, (), empty, empty, (), **models, agent=None, total_steps=1)
-    learner, now = assemble.make_learner(c, inputs, mesh)
-    rows = batch.make(trajectories, plan=learner.plan, mesh=mesh)
-    scores = np.random.default_rng(2).random(len(trajectories)).astype(np.float32)
-    outcome = estimate.Outcome(score=scores, group=np.arange(len(scores), dtype=np.int32), greedy=None)
     multiply, flops = devices.make_product(mesh, c.model.compute_dtype)
     timer, history, products = Timers(), [], []
-    for _ in range(1 + repeats):
-        start = time.perf_counter()
-        multiply()
-        products.append(flops / (time.perf_counter() - start))
-        with timer("old_log_prob"):
-            scored, _ = ppo.score_rows(learner.passes, learner.recipe, rows, now.policy)
-        scored = ppo.with_values(learner.passes, scored, now.value)
-        scored, _ = estimate.advantages(learner.passes, scored, [None] * len(scored), outcome, now.kl_coef)
-        flat = batch.flatten(scored, len(trajectories))
-        now, _ = update_models(c, learner, now, flat, trajectories, timer)
-        history.append(timer.next_step())
-    stages = ("old_log_prob", "update_critic", "update_actor")
-    seconds = {stage: [step[f"timing_s/{stage}"] for step in history[1:]] for stage in stages}
-    shapes = [micro.inputs.shape for micro in rows]
+    with contextlib.ExitStack() as stack:
+        sampler = None
+        if rollout:
+            run = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            engine = assemble.ENGINES[c.rollout.name](c, run)
+            stack.callback(engine.close)
+        learner, now = assemble.make_learner(c, inputs, mesh)
+        if rollout:
+            sampler = engine.ready(eos_token_ids=(), decode=lambda _: "")
+            assemble.publish(c, learner, sampler, now, None)
+        timer.next_step()
+        for _ in range(1 + repeats):
+            start = time.perf_counter()
+            multiply()
+            products.append(flops / (time.perf_counter() - start))
+            now = step(c, learner, now, trajectories, sampler, timer)
+            history.append(timer.next_step())
+    stages = [name for name in STAGES if f"timing_s/{name}" in history[-1] and (rollout or name != "step")]
+    seconds = {stage: [one[f"timing_s/{stage}"] for one in history[1:]] for stage in stages}
+    shapes = [micro.inputs.shape for micro in batch.make(trajectories, plan=learner.plan, mesh=mesh)]
     packed = {
         "rows": [list(shape) for shape in shapes],
         "filled": sum(len(t.tokens) - 1 for t in trajectories) / sum(r * t for r, t in shapes),
@@ -156,12 +184,9 @@ def measure(shape: str, c: ConfigDict, *, rollout: bool, repeats: int) -> dict[s
     cfg = families.from_hf(described, path=f"shape {shape}")
     responses = response_lengths()
     trajectories = make_batch(cfg, responses)
-    seconds: dict[str, list[float]] = {}
     if rollout:
         write_model(pathlib.Path(c.model.path), described)
-        seconds["gen"] = time_rollout(c, cfg, trajectories, repeats=repeats)
-    learned, packed = time_learner(c, cfg, trajectories, repeats=repeats)
-    seconds |= learned
+    seconds, packed = time_stages(c, cfg, trajectories, rollout=rollout, repeats=repeats)
     tokens = {stage: sum(len(t.tokens) for t in trajectories) for stage in STAGES}
     tokens["gen"] = int(sum(responses))  # the tokens that were generated
     flops = stage_flops(cfg, responses, prompt=PROMPT)
@@ -195,12 +220,8 @@ def table(result: dict[str, Any]) -> str:
     names = STAGES | {"update": "PPO update (both)"}
     for shape, measured in result["shapes"].items():
         for stage, x in measured["stages"].items():
-            cells = (
-                f"{x['tokens_per_s']:,.0f}",
-                f"{x['flops_per_s'] / 1e9:,.1f}",
-                f"{x['utilisation']:.0%}",
-                f"{statistics.median(x['seconds']):.3f}",
-            )
+            rates = (f"{x['tokens_per_s']:,.0f}", f"{x['flops_per_s'] / 1e9:,.1f}", f"{x['utilisation']:.0%}")
+            cells = (*(rates if x["flops"] else ("", "", "")), f"{statistics.median(x['seconds']):.3f}")
             lines.append(f"| {shape} | {names[stage]} | {' | '.join(cells)} |")
         rate = f"{measured['matmul_flops_per_s'] / 1e9:,.0f}"
         lines.append(f"| {shape} | matrix product | | {rate} | 100% | |")

@@ -49,16 +49,16 @@ def response_lengths() -> np.ndarray:
     return np.random.default_rng(0).integers(SHORTEST, LONGEST + 1, SEQUENCES)
 
 
-def make_batch(cfg: ModelConfig, responses: Lengths) -> list[Trajectory]:
+def make_batch(cfg: ModelConfig, responses: Lengths, *, prompt: int = PROMPT) -> list[Trajectory]:
     """Trajectories of random tokens."""
     rng = np.random.default_rng(1)
     return [
         Trajectory(
             uid=str(i),
-            tokens=rng.integers(1, cfg.vocab_size, PROMPT + n).astype(np.int32),
-            sampled=np.repeat([False, True], [PROMPT, n]),
-            logprob=np.zeros(PROMPT + n, np.float32),
-            version=np.repeat([-1, 0], [PROMPT, n]).astype(np.int32),
+            tokens=rng.integers(1, cfg.vocab_size, prompt + n).astype(np.int32),
+            sampled=np.repeat([False, True], [prompt, n]),
+            logprob=np.zeros(prompt + n, np.float32),
+            version=np.repeat([-1, 0], [prompt, n]).astype(np.int32),
             text="",
             finish="length",
             turns=1,

@@ -1,6 +1,7 @@
 """benchmarks/: the FLOP by hand, the batches, the reports, and a tiny shape of each script for real."""
 
 import dataclasses
+import gzip
 import importlib.util
 import json
 import pathlib
@@ -61,7 +62,9 @@ def test_an_update_is_three_forward_passes_and_only_the_policy_has_a_head(bench,
     flops = bench.stage_flops(tiny, [2, 5], prompt=3)
     assert flops["gen"] == flops["old_log_prob"] == bench.forward_flops(tiny, [2, 5], prompt=3, lm_head=True)
     assert flops["update_actor"] == 3 * flops["old_log_prob"]
-    assert flops["update_critic"] == flops["update_actor"] - 3 * 2 * 7 * 8 * 10
+    assert flops["update_critic"] == flops["update_actor"] - 3 * 2 * 7 * 8 * 10 == 3 * flops["values"]
+    stages = ("gen", "old_log_prob", "values", "update_critic", "update_actor")
+    assert flops["step"] == sum(flops[stage] for stage in stages) and flops["update_weights"] == 0
 
 
 def test_an_update_of_adapters_has_no_gradient_of_the_kernels_that_stay(bench, tiny):
@@ -129,7 +132,7 @@ def test_the_learner_is_measured_and_the_table_says_so(bench, monkeypatch, tmp_p
     assert str(file) in out and "no rollout: --no-rollout" in out
     result = json.loads(file.read_text())
     measured = result["shapes"]["tiny"]
-    assert list(measured["stages"]) == ["old_log_prob", "update_critic", "update_actor", "update"]
+    assert list(measured["stages"]) == ["old_log_prob", "values", "update_critic", "update_actor", "update"]
     for stage in measured["stages"].values():
         assert stage["tokens"] == 8772 and len(stage["seconds"]) == 1
         median = np.median(stage["seconds"])
@@ -137,7 +140,7 @@ def test_the_learner_is_measured_and_the_table_says_so(bench, monkeypatch, tmp_p
         assert stage["utilisation"] == pytest.approx(stage["flops"] / median / measured["matmul_flops_per_s"])
     # 64 sequences of 64 + n tokens have 64 + n - 1 entries, in rows of 191 rounded up to 192
     assert measured["filled"] == pytest.approx((8772 - 64) / (64 * 192))
-    assert out.count("| tiny |") == 5
+    assert out.count("| tiny |") == 6
 
 
 def test_a_wrong_command_is_one_line(bench, capsys):
@@ -325,7 +328,7 @@ def test_what_does_not_fit_is_left_out_and_said(models, monkeypatch, capsys):
     with pytest.raises(models.TooLarge, match=r"it takes 1\.0 GiB more, and 1\.0 are free"):
         models.check_room(2**30)
     monkeypatch.setattr(models, "room", lambda: 1000)
-    measured = models.measure("tiny", c, tokens=100, repeats=1)
+    measured = models.measure("tiny", c, np.asarray([36]), repeats=1)
     assert measured["passes"] == {} and len(measured["left_out"]) == 4
     assert "tiny: update left out" in capsys.readouterr().err
 
@@ -346,7 +349,14 @@ def test_a_vocabulary_costs_no_memory_and_where_it_does_the_test_fails(models, t
 
 def test_models_by_default_have_the_numbers_they_are_known_by():
     models = script("models")
-    assert list(models.MODELS) == ["S", "M", "q05"]
+    assert models.BY_DEFAULT == ("S", "M", "q05")
+    parameters = {}
+    for name in ("q15", "q7"):
+        cfg = families.from_hf(models.MODELS[name], path=name)
+        what = models.state.weights(cfg, assemble.make_mesh(models.make_config(name, "float32", [])), head="lm",
+                                    param_dtype="float32")  # fmt: skip
+        parameters[name] = sum(x.size for x in models.jax.tree.leaves(what.shapes))
+    assert parameters == {"q15": 1_543_714_304, "q7": 7_615_616_512}  # as their cards count them
     cfg = families.from_hf(models.QWEN, path="q05")
     assert (cfg.head_dim, cfg.qkv_bias, cfg.tie_word_embeddings) == (64, True, True)
     c = models.make_config("q05", "float32", [])
@@ -417,3 +427,192 @@ def test_a_wrong_command_of_the_rollout_benchmark_is_one_line(rollout, capsys):
             rollout.main(wrong.split())
         assert e.value.code == 2
         assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.fixture
+def contest():
+    return script("contest")
+
+
+def entered(peer, dtype, logprobs, update, allocator="default"):
+    """A contestant with the seconds of its rounds."""
+    seconds = {"logprobs": logprobs} | ({"update": update} if update else {})
+    return {"peer": peer, "dtype": dtype, "allocator": allocator, "seconds": seconds}
+
+
+def test_a_ratio_is_of_the_same_round_and_against_the_peer_that_comes_nearest(contest):
+    everyone = {
+        "jppo float32": entered("jppo", "float32", [1.0, 4.0, 1.0], [2.0, 2.0, 2.0]),
+        "jppo bfloat16": entered("jppo", "bfloat16", [0.5, 0.5, 0.5], [3.0, 3.0, 3.0]),
+        "torch float32": entered("torch", "float32", [3.0, 8.0, 3.0], [5.0, 6.0, 7.0]),
+        "torch float32 jemalloc": entered("torch", "float32", [2.0, 9.0, 2.0], [5.0, 5.0, 50.0], "jemalloc"),
+        "trl bfloat16": entered("trl", "bfloat16", [1.0, 1.0, 1.0], None),
+    }
+    found = contest.ratios({"contestants": everyone})
+    assert found["float32"]["logprobs"] == {"jppo": "jppo float32", "peer": "torch float32 jemalloc", "ratio": 2.0}
+    assert found["float32"]["update"] == {"jppo": "jppo float32", "peer": "torch float32 jemalloc", "ratio": 2.5}
+    assert found["bfloat16"] == {"logprobs": {"jppo": "jppo bfloat16", "peer": "trl bfloat16", "ratio": 2.0}}
+    assert found["best"]["logprobs"]["ratio"] == 2.0 and found["best"]["update"]["jppo"] == "jppo float32"
+    shapes = {"S": {"tokens": 100, "flops": dict.fromkeys(("logprobs", "update"), 10**9), "contestants": everyone,
+                    "left_out": {"tunix float32": "ImportError"}}}  # fmt: skip
+    at = {"machine": contest.machine(), "commit": "c", "date": "d", "load_average": 0.0, "shapes": shapes}
+    said = contest.table(at)
+    assert "| S | torch float32 | logprobs | 33 | 0 | 3.000 |" in said
+    assert "| S | update | jppo float32 | torch float32 jemalloc | 2.50 | 2.5, met |" in said
+    assert "| S | logprobs | jppo float32 | torch float32 jemalloc | 2.00 | 2.2, missed |" in said
+    assert "| S | logprobs | jppo bfloat16 (its best) | trl bfloat16 | 2.00 | 1.25, met |" in said
+    assert said.endswith("Left out at S: tunix float32: ImportError")
+
+
+@pytest.fixture
+def small_contest(contest, monkeypatch):
+    monkeypatch.setitem(contest.SHAPES, "tiny", (1, 8, 12, 2, 1, 16))
+    monkeypatch.setenv("XLA_FLAGS", "")  # one device
+    return contest
+
+
+def test_contestants_are_given_the_same_batch_and_jppo_answers(small_contest, tmp_path):
+    about = small_contest.write_work(tmp_path, "tiny", ["data.row_lengths=1"])
+    assert about["tokens"] == 8772 and about["flops"]["update"] == about["flops"]["actor"] + about["flops"]["critic"]
+    batch = np.load(tmp_path / "batch.npz")
+    assert batch["tokens"].shape == (64, 192) and (batch["tokens"] > 0).sum() == 8772
+    env = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    who = {"peer": "jppo", "dtype": "float32", "python": small_contest.sys.executable, "env": env}
+    broken = {"torch float32": who | {"peer": "torch", "python": "/bin/false"}}
+    with small_contest.workers({"jppo float32": who} | broken, tmp_path) as (able, said, left_out):
+        assert list(able) == ["jppo float32"] and left_out == {"torch float32": "exit code 1"}
+        result = {"seconds": {}, "checks": {}}
+        for stage in ("logprobs", "update", "update"):
+            small_contest.note(result, stage, able["jppo float32"].go(stage))
+    assert {part: len(x) for part, x in result["seconds"].items()} == dict(logprobs=1, actor=2, critic=2, update=2)
+    assert result["seconds"]["update"][1] == result["seconds"]["actor"][1] + result["seconds"]["critic"][1]
+    # A random model knows little of 16 words; the clipped loss of an advantage of mean 0 is near 0.
+    assert said["jppo float32"]["logp"] == pytest.approx(-np.log(16), abs=0.1)
+    assert abs(result["checks"]["update"][0]) < 0.1 and result["checks"]["logprobs"][0] == pytest.approx(
+        said["jppo float32"]["logp"], abs=1e-3
+    )
+
+
+def test_a_contestant_that_does_other_work_is_not_measured(contest):
+    both = {name: {"dtype": dtype} for name, dtype in (("a", "float32"), ("b", "float32"), ("c", "bfloat16"))}
+    contest.agree(both, {"a": {"logp": -2.0}, "b": {"logp": -2.00009}, "c": {"logp": -2.5}})
+    for wrong in (-2.0002, float("nan")):
+        with pytest.raises(RuntimeError, match="log-prob of b"):
+            contest.agree(both, {"a": {"logp": -2.0}, "b": {"logp": wrong}, "c": {"logp": -2.0}})
+
+
+def test_a_wrong_command_of_the_contest_is_one_line(contest, capsys, tmp_path):
+    for wrong in ("--shapes=XL", "--dtypes=int8", "--peers=verl", "--repeats=0", f"--envs={tmp_path}"):
+        with pytest.raises(SystemExit) as e:
+            contest.main(["--shapes=S", wrong])
+        assert e.value.code == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_how_far_rates_are_apart():
+    scale = script("scale")
+
+    def case(tokens, flops, seconds):
+        return {"tokens": tokens, "flops": {"update": flops, "logprobs": flops}, "seconds": {"update": seconds}}
+
+    cases = {"1 x": case(100, 50, [1.0, 9.0, 1.0]), "4 x": case(400, 200, [5.0]), "16 x": case(1600, 900, [15.0])}
+    assert scale.worst("batch", cases, "update") == pytest.approx(1 - 80 / 100)  # a faster one is no fault
+    assert scale.worst("lengths", cases, "update") == pytest.approx(0.2)  # 50, 40 and 60 FLOP a second
+
+
+@pytest.mark.usefixtures("quick_compilation")
+def test_growth_is_measured_and_the_table_says_so(monkeypatch, tmp_path, capsys):
+    scale = script("scale")
+    for name, value in dict(TIMES=(1,), LENGTHS=(16,), TOKENS=64).items():
+        monkeypatch.setattr(scale, name, value)
+    monkeypatch.setitem(scale.SHAPES, "S", (1, 8, 12, 2, 1, 16))
+    settings = ("--set=data.row_lengths=1", "--set=model.scan_layers=True")
+    scale.main(["--parts=lengths", "--repeats=2", *settings, f"--out={tmp_path}"])
+    out = capsys.readouterr().out
+    (file,) = tmp_path.glob("*-scale.json")
+    (case,) = json.loads(file.read_text())["parts"]["lengths"].values()
+    assert case["tokens"] == 64 and len(case["seconds"]["update"]) == 2
+    # An update of both models is three passes of each, of which one has the head, on the 8 tokens of each response.
+    assert case["flops"]["update"] == 6 * case["flops"]["logprobs"] - 3 * 2 * 4 * 8 * 8 * 16
+    assert out.count("| lengths | ") == 2 + 2 and "| lengths | update | 0% | 15%, met |" in out
+
+
+def test_products_that_overlap_count_once(tmp_path):
+    quickstart = script("quickstart")
+    assert quickstart.covered([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.0, 1.5)]) == 4.0
+    events = [
+        {"ph": "X", "name": "ynn_fusion.3", "ts": 0, "dur": 2e6, "tid": 1},
+        {"ph": "X", "name": "dot.7", "ts": 1e6, "dur": 2e6, "tid": 2},
+        {"ph": "X", "name": "SlinkyThreadPool::Await", "ts": 0, "dur": 9e6, "tid": 3},
+        {"ph": "M", "name": "dot"},
+    ]
+    file = tmp_path / "a.trace.json.gz"
+    file.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+    assert quickstart.product_seconds(file) == 3.0
+    step = {"step": 10.0, "stages": {"gen": 5.0}, "products": 3.0}
+    split = {"steps": [step, step | {"products": 1.0}, step], "untraced": []}
+    at = {"machine": script("throughput").machine(), "jax": "0", "vllm": "0", "commit": "c", "date": "d"}
+    said = quickstart.table(at | {"load_average": 0.0, "split": split, "learned": {}})
+    assert "| generation | 5.000 | 50% |" in said and "products: 80%; goal 70%, met." in said
+
+
+def test_a_product_is_found_in_the_trace_of_one(tmp_path):
+    """The names of events are XLA's; if they change, the share of products would be 0."""
+    quickstart = script("quickstart")
+    jax = script("throughput").jax
+    multiply = jax.jit(lambda a, b: jax.numpy.tanh(a @ b))
+    a = jax.numpy.ones((256, 256))
+    jax.block_until_ready(multiply(a, a))
+    with jax.profiler.trace(tmp_path):
+        jax.block_until_ready(multiply(a, a))
+    (file,) = tmp_path.rglob("*.trace.json.gz")
+    assert 0 < quickstart.product_seconds(file) < 5
+
+
+def test_a_wrong_command_of_the_quickstart_benchmark_is_one_line(capsys, tmp_path):
+    quickstart = script("quickstart")
+    for wrong in ("--learn=float8", "--profiled=0", "--steps=3 --profiled=3", f"--run={tmp_path}"):
+        with pytest.raises(SystemExit) as e:
+            quickstart.main(wrong.split())
+        assert e.value.code == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_scripts_run_together_into_one_file_and_one_page(monkeypatch, tmp_path, capsys):
+    together = script("together")
+    small = ("--tokens=64", "--vocab=64", "--width=4", "--chunk_bytes=65536", "--repeats=1")
+    monkeypatch.setitem(together.SCRIPTS, "exact_kl", small)
+    with pytest.raises(SystemExit) as e:
+        together.main(["--only=exact_kl,gae", "--args", "gae=--no-such-option", f"--out={tmp_path}"])
+    assert e.value.code == "failed: gae"
+    (file,) = tmp_path.glob("*.json")
+    found = json.loads(file.read_text())["scripts"]
+    assert found["exact_kl"]["exit_code"] == 0 and found["exact_kl"]["result"]["cases"][0]["tokens"] == 64
+    assert found["gae"] == {"exit_code": 2, "result": None}
+    page = file.with_suffix(".md").read_text()
+    assert page.startswith("## exact_kl\n") and "| 64 | 64 |" in page
+    assert page.endswith("## gae\n\n**It ended with exit code 2.**\n") and page in capsys.readouterr().out
+    for wrong in ("--only=gae,nothing", "--args=gae", "--args=nothing=--x"):
+        with pytest.raises(SystemExit) as e:
+            together.main([wrong])
+        assert e.value.code == 2 and len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.usefixtures("quick_compilation")
+def test_a_model_for_a_gpu_is_measured_on_a_cpu_and_the_table_says_how_far_it_is(monkeypatch, capsys):
+    gpu = script("gpu")
+    monkeypatch.setitem(gpu.MODELS, "tiny", script("work").hf_config(1, 8, 12, 2, 1, 16))
+    x = gpu.one("tiny", sequences=2, length=32, repeats=1, changes=["data.row_lengths=1"])
+    assert list(x["passes"]) == ["forward", "log-probs", "LoRA update, rank 16", "update"] and x["left_out"] == {}
+    assert all(p["tokens"] == 64 for p in x["passes"].values()) and x["peak_flops_per_s"] is None
+    update = x["passes"]["update"] | {"flops": 5 * 10**14, "seconds": [1.0], "device_peak": 2**30}
+    known = x | {"passes": {"update": update}, "peak_flops_per_s": 10**15}
+    at = {"machine": x["machine"], "jax": "0", "commit": "c", "date": "d", "sequences": 2, "length": 32}
+    said = gpu.table(at | {"models": {"q7": known, "q05": known | {"failed": "exit code 1", "passes": {}}}})
+    assert "| q7 | update |" in said and "| 500.00 | 50.0% |" in said and "| 1.0 | 45%, met |" in said
+    assert "every pass of q05 failed: exit code 1." in said
+    capsys.readouterr()
+    for wrong in ("--models=XL", "--length=1"):
+        with pytest.raises(SystemExit) as e:
+            gpu.main([wrong])
+        assert e.value.code == 2 and len(capsys.readouterr().err.splitlines()) == 1

