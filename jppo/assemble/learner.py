@@ -314,7 +314,7 @@ def make_optimizer(section: ConfigDict, what: state.Weights) -> Any:
         betas=tuple(section.betas),
         weight_decay=section.weight_decay,
         moments_dtype=section.moments_dtype,
-        master=narrow and section.master_dtype == "float32",
+        master=section.master_dtype == "float32" and narrow,
     )
 
 

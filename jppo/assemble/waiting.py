@@ -24,7 +24,8 @@ SETTINGS = {
 
 def asked(c: ConfigDict) -> list[str]:
     """The parts that are to wait, as SETTINGS names them."""
-    return [part for part, (section, leaf) in SETTINGS.items() if section in c and c[section][leaf]]
+    there = {part: getattr(c, section, None) for part, (section, _) in SETTINGS.items()}
+    return [part for part, (_, leaf) in SETTINGS.items() if there[part] is not None and getattr(there[part], leaf)]
 
 
 def require_host(c: ConfigDict) -> None:
