@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from jppo.assemble import host, waiting
+from jppo.assemble import machine, waiting
 from jppo.assemble.fit import require_fit
 from jppo.assemble.inputs import Inputs, critic_path
 from jppo.assemble.recipe import make_recipe
@@ -65,8 +65,8 @@ class Learner:
 def make_mesh(c: ConfigDict) -> Any:
     """The devices, as the config lays them out, on a machine that is ready for them."""
     waiting.require_host(c)
-    host.keep_programs(c.trainer.compile_cache)
-    host.keep_memory()
+    machine.keep_programs(c.trainer.compile_cache)
+    machine.keep_memory()
     shape = sharding.mesh_shape(
         len(jax.devices()), data=c.mesh.data, fsdp=c.mesh.fsdp, tensor=c.mesh.tensor, sequence=c.mesh.sequence
     )

@@ -7,8 +7,8 @@ import pytest
 
 COMPILE = """
 import jax, jax.numpy as jnp
-from jppo.assemble import host
-host.keep_programs({folder!r})
+from jppo.assemble import machine
+machine.keep_programs({folder!r})
 found = []
 jax.monitoring.register_event_listener(lambda event, **_: found.append(event))
 jax.jit(lambda x: jax.lax.fori_loop(0, 9, lambda i, y: jnp.sin(y @ y), x))(jnp.ones((64, 64)))
@@ -18,7 +18,7 @@ print(found.count("/jax/compilation_cache/cache_hits"))
 FAULTS = """
 import resource
 import numpy as np
-from jppo.assemble import host
+from jppo.assemble import machine
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -26,7 +26,7 @@ def faults():
         np.empty(2**25, np.uint8).fill(1)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-before, said, after = faults(), host.keep_memory(), (faults(), faults())[1]
+before, said, after = faults(), machine.keep_memory(), (faults(), faults())[1]
 print(before, said, after)
 """
 
@@ -49,7 +49,7 @@ def test_a_second_process_finds_what_the_first_compiled(tmp_path):
 
 def test_the_environment_names_another_folder_and_nothing_is_kept_in_none(tmp_path):
     show = (
-        "import jax; from jppo.assemble import host; host.keep_programs({!r});"
+        "import jax; from jppo.assemble import machine; machine.keep_programs({!r});"
         " print(jax.config.jax_compilation_cache_dir)"
     )
     assert run(show.format("mine"), JAX_COMPILATION_CACHE_DIR="theirs") == ["theirs"]
