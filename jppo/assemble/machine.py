@@ -1,6 +1,7 @@
 """What a process asks of its machine before anything is compiled: programs that are kept, and memory that is."""
 
 import ctypes
+import os
 import pathlib
 import sys
 
@@ -15,7 +16,7 @@ def keep_programs(folder: str) -> None:
 
     A folder that the environment names by JAX_COMPILATION_CACHE_DIR goes first.
     """
-    if folder and not jax.config.read("jax_compilation_cache_dir"):
+    if folder and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(folder).expanduser()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 

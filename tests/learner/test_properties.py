@@ -108,7 +108,7 @@ def learn(made, *, kind="none", tokens_per_micro=10**6, order=None, tools=None):
     mesh = sharding.make_mesh((1, 1, 1))
     rows = batch.make(trajectories, plan=plan, mesh=mesh)
     scored, _ = ppo.score_rows(passes, made, rows, tables["old"])
-    scored, penalty = ppo.refer(passes, scored, tables["old"], tables["reference"])
+    scored, penalty = ppo.refer(passes, made, scored, tables["old"], tables["reference"])
     scored = ppo.with_values(passes, scored, tables["value"])
     group = np.array([np.flatnonzero(order // G == i // G)[0] for i in order], np.int32)
     outcome = estimate.Outcome(score=SCORES[order], group=group, greedy=SCORES[order] / 2)
