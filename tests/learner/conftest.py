@@ -227,14 +227,13 @@ class Learner:
 
 @pytest.fixture(scope="session")
 def learner():
-    """mesh shape, name of an estimator, remat -> a learner, made once."""
+    """mesh shape, name of an estimator -> a learner, made once."""
     made = {}
 
-    def make(mesh_shape=(1, 1, 1, 1), estimator="gae", remat="none"):
-        how = mesh_shape, estimator, remat
-        if how not in made:
-            made[how] = Learner(mesh_shape, recipe(estimator), remat=remat)
-        return made[how]
+    def make(mesh_shape=(1, 1, 1, 1), estimator="gae"):
+        if (mesh_shape, estimator) not in made:
+            made[mesh_shape, estimator] = Learner(mesh_shape, recipe(estimator))
+        return made[mesh_shape, estimator]
 
     return make
 

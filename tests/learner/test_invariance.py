@@ -114,9 +114,9 @@ def test_mini_batches_in_another_order_of_the_same_members(learner, base):
         ),
     ],
 )
-def test_devices(learner, base, mesh_shape, kind, tokens_per_micro, remat):
+def test_devices(new_learner, make_recipe, base, mesh_shape, kind, tokens_per_micro, remat):
     estimator, data, expected = base
-    ours = learner(mesh_shape, estimator, remat)
+    ours = new_learner(mesh_shape, make_recipe(estimator), remat=remat)  # a dozen of them would fill the memory
     assert ours.mesh.size == np.prod(mesh_shape)
     assert_same(ours.update(*data, kind=kind, tokens_per_micro=tokens_per_micro, **START), expected)
 
