@@ -1,6 +1,6 @@
 """PPO training, read from top to bottom: python -m jppo.train --config=configs/gsm8k.py --config.actor.lr=5e-7
 
-Each step: sample with vLLM, grade, pack, score, estimate advantages, update critic and actor, publish the new
+Each step: sample with vLLM, grade, pack, score, estimate advantages, update actor and critic, publish the new
 weights to vLLM, log, test, save. Settings are given as --config.SECTION.NAME=VALUE; --dry_run prints them all, with
 what the run would be and the memory that it would take, and stops.
 """
@@ -10,7 +10,7 @@ import dataclasses
 import errno
 import pathlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from jppo import config as settings
 from jppo.agent import counts
 from jppo.algorithms import kl
 from jppo.assemble import Begun, Inputs, Learner, Source, waiting
+from jppo.assemble.handover import Handover
 from jppo.data.stream import Cursor
 from jppo.io.checkpoint import Checkpoints, require
 from jppo.io.hosts import Elsewhere, Hosts
@@ -106,9 +107,14 @@ def train_on(hosts: Hosts, config: ConfigDict) -> None:
         logger = assemble.make_logger(c, run, hosts, total_steps=inputs.total_steps, resumed_step=logged)
         stack.enter_context(logger)
         supply = assemble.make_supply(c, inputs, learner, sampler, panel, begun.cursor, hosts)
-        parts = Run(
-            c, run, hosts, inputs, learner, sampler, supply, panel, checkpoints, logger, timer, profile, watch, origin
+        handover = stack.enter_context(
+            Handover(
+                lambda now: assemble.publish(c, learner, sampler, now, inputs.adapters, hosts),
+                early=learner.critic is not None and assemble.may_overlap(c, hosts),
+            )
         )
+        made = (learner, sampler, supply, panel, handover)
+        parts = Run(c, run, hosts, inputs, *made, checkpoints, logger, timer, profile, watch, origin)
         if hosts.first:
             (run / "config.json").write_text(settings.dump(c))
         opening = [
@@ -163,6 +169,7 @@ class Run:
     sampler: Source
     supply: Supply
     panel: Panel
+    handover: Handover
     checkpoints: Checkpoints
     logger: Logger | Silent
     timer: Timers
@@ -199,7 +206,7 @@ def learn(run: Run, begun: Begun) -> TrainState:
                         with timer("gen"):
                             run.supply.settle()
                     with timer("update_weights"):
-                        assemble.publish(c, run.learner, run.sampler, now, run.inputs.adapters, run.hosts)
+                        run.handover.finish(now)
             last = step == run.inputs.total_steps
             if last or due(step, c.trainer.test_freq):
                 with timer("testing"):
@@ -275,7 +282,7 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
         scored, found = estimate.advantages(passes, scored, penalty, outcome, now.kl_coef)
         metrics |= found | {"actor/reward_kl_penalty_coeff": float(now.kl_coef)}
         flat = batch.flatten(scored, len(trajectories))
-    now, found = update_models(c, learner, now, flat, trajectories, timer)
+    now, found = update_models(c, learner, now, flat, trajectories, timer, run.handover.begin)
     metrics = found | metrics
     bad = metrics.get("actor/skipped", 0.0) + metrics.get("critic/skipped", 0.0) > 0
     if bad:
@@ -306,8 +313,12 @@ def update_models(
     flat: batch.Flat,
     trajectories: list[Trajectory],
     timer: Timers,
+    between: Callable[[TrainState], None] = lambda _: None,
 ) -> tuple[TrainState, dict[str, float]]:
-    """Critic and actor learn from the scored batch, each in its own mini-batches and epochs."""
+    """Actor and critic learn from the scored batch, each in its own mini-batches and epochs.
+
+    Between the two updates `between` sees the step's state, whose policy is what it will be.
+    """
 
     def minis(section: ConfigDict, size: int, number: int) -> Iterator[batch.Mini]:
         for epoch in range(section.ppo_epochs):
@@ -317,11 +328,6 @@ def update_models(
             )
 
     metrics = {}
-    if learner.critic is not None:
-        with timer("update_critic"):
-            data = minis(c.critic, assemble.critic_mini_batch_size(c), 1)
-            value, value_opt, found = ppo.descend(learner.critic, now.value, now.value_opt, now.step, data)
-        now, metrics = dataclasses.replace(now, value=value, value_opt=value_opt), found
     warm = now.step - c.trainer.critic_warmup  # the actor's schedule begins with its first step
     if int(warm) >= 0:
         with timer("update_actor"):
@@ -329,7 +335,13 @@ def update_models(
             policy, policy_opt, found = ppo.descend(
                 learner.actor, now.policy, now.policy_opt, warm, data, learner.recipe.in_loss(learner.reference)
             )
-        now, metrics = dataclasses.replace(now, policy=policy, policy_opt=policy_opt), metrics | found
+        now, metrics = dataclasses.replace(now, policy=policy, policy_opt=policy_opt), found
+    if learner.critic is not None:
+        between(dataclasses.replace(now, step=now.step + 1))
+        with timer("update_critic"):
+            data = minis(c.critic, assemble.critic_mini_batch_size(c), 1)
+            value, value_opt, found = ppo.descend(learner.critic, now.value, now.value_opt, now.step, data)
+        now, metrics = dataclasses.replace(now, value=value, value_opt=value_opt), found | metrics
     return now, metrics
 
 

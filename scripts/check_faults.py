@@ -76,7 +76,7 @@ IN_GENERATION = """
 BETWEEN_UPDATES = """
     descend = train.ppo.descend
     def broken(how, params, opt, step, *rest):
-        if how.name == "actor" and int(step) == 3:
+        if how.name == "critic" and int(step) == 3:
             die()
         return descend(how, params, opt, step, *rest)
     train.ppo.descend = broken
@@ -109,7 +109,7 @@ STUCK_STAGE = """
 """
 WORST_MOMENTS = {
     "kill -9 in generation": IN_GENERATION,
-    "kill -9 between critic and actor update": BETWEEN_UPDATES,
+    "kill -9 between actor and critic update": BETWEEN_UPDATES,
     "kill -9 in a save": IN_A_SAVE,
 }
 

@@ -58,8 +58,8 @@ def test_killed_after_three_steps_it_goes_on_to_the_bit(script, lab):
     assert "going on from the checkpoint of step 3" in row.happened
 
 
-def test_killed_between_the_updates_of_critic_and_actor(script, lab):
-    (row,) = script.broken_inside(lab, {"kill -9 between critic and actor update": script.BETWEEN_UPDATES})
+def test_killed_between_the_updates_of_actor_and_critic(script, lab):
+    (row,) = script.broken_inside(lab, {"kill -9 between actor and critic update": script.BETWEEN_UPDATES})
     assert row.kept, row.happened
 
 

@@ -17,6 +17,7 @@ from jppo.assemble.engine import (
 )
 from jppo.assemble.fit import require_models_fit
 from jppo.assemble.forewarn import describe_sampling, forewarn
+from jppo.assemble.handover import may_overlap
 from jppo.assemble.hosts import join_hosts, own_folder, require_alike, require_shareable, summed
 from jppo.assemble.inputs import (
     Inputs,
@@ -79,6 +80,7 @@ __all__ = [
     "make_plan",
     "make_recipe",
     "make_supply",
+    "may_overlap",
     "origin",
     "own_folder",
     "plan_of_run",
