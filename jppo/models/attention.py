@@ -1,5 +1,6 @@
 """Causal attention inside segments, and against a cache of what came before. Used by `decoder.py`."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,70 +22,100 @@ def make_plain(*, scale: float, softcap: float | None, windows: Windows) -> Atte
 
     Backwards they are made again, from what the softmax of each query was divided by.
     """
-
-    def scores(
-        q: jax.Array, k: jax.Array, segment: jax.Array, kind: jax.Array | int, block: slice
-    ) -> tuple[jax.Array, jax.Array]:
-        """The scores of a block's queries q [R, K, G, B, A] over the keys up to its end, and which of them are seen."""
-        R, K, G, B, A = q.shape
-        found = _dot("rkqa,rksa->rkqs", q.reshape(R, K, G * B, A), k[:, :, : block.stop]).reshape(R, K, G, B, -1)
-        query, key = (jnp.arange(n, dtype=jnp.int32) for n in (block.stop, block.stop))
-        seen = _in_window(query[None, block, None], key[None, None, :], windows, kind)
-        seen &= segment[:, block, None] == segment[:, None, : block.stop]
-        capped = scale * found if softcap is None else softcap * jnp.tanh(scale * found / softcap)
-        return capped, seen[:, None, None]
-
-    def forward(
-        q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, kind: jax.Array | int
-    ) -> tuple[jax.Array, Any]:
-        queries, keys, vals = _by_head(q, k.shape[2]), _by_head(k)[:, :, 0], _by_head(v)[:, :, 0]
-        mixed, logs = [], []
-        for block in blocks(q.shape[1]):
-            found, seen = scores(queries[:, :, :, block], keys, segment, kind, block)
-            found = jnp.where(seen, found, UNSEEN)
-            top = jnp.max(found, axis=-1, keepdims=True)
-            weight = jnp.exp(found - top)
-            total = jnp.sum(weight, axis=-1, keepdims=True)
-            R, K, G, B, S = weight.shape
-            out = _dot("rkqs,rksa->rkqa", weight.astype(v.dtype).reshape(R, K, G * B, S), vals[:, :, :S])
-            mixed.append(out.reshape(R, K, G, B, -1) / total)
-            logs.append(top + jnp.log(total))
-        whole = _by_token(jnp.concatenate(mixed, axis=3)).astype(q.dtype)
-        return whole, (q, k, v, segment, kind, whole, jnp.concatenate(logs, axis=3))
-
-    def backward(held: Any, given: jax.Array) -> tuple[Any, ...]:
-        q, k, v, segment, kind, whole, logs = held
-        T, K = q.shape[1], k.shape[2]
-        queries, keys, vals = _by_head(q, K), _by_head(k)[:, :, 0], _by_head(v)[:, :, 0]
-        each = _by_head(given, K)
-        level = jnp.sum(each.astype(logs.dtype) * _by_head(whole, K).astype(logs.dtype), axis=-1, keepdims=True)
-        by_q = []
-        by_k, by_v = jnp.zeros(keys.shape, logs.dtype), jnp.zeros(vals.shape, logs.dtype)
-        for block in blocks(T):
-            found, seen = scores(queries[:, :, :, block], keys, segment, kind, block)
-            R, _, G, B, S = found.shape
-            weight = jnp.where(seen, jnp.exp(found - logs[:, :, :, block]), 0.0)
-            flat, here = (x[:, :, :, block].reshape(R, K, G * B, -1) for x in (each, queries))
-            pull = _dot("rkqa,rksa->rkqs", flat, vals[:, :, :S]).reshape(weight.shape)
-            by_score = weight * (pull - level[:, :, :, block])
-            if softcap is not None:
-                by_score *= 1.0 - jnp.square(found / softcap)
-            by_score = (scale * by_score).astype(q.dtype).reshape(R, K, G * B, S)
-            by_q.append(_dot("rkqs,rksa->rkqa", by_score, keys[:, :, :S]).reshape(R, K, G, B, -1))
-            by_k = by_k.at[:, :, :S].add(_dot("rkqs,rkqa->rksa", by_score, here))
-            weight = weight.astype(v.dtype).reshape(by_score.shape)
-            by_v = by_v.at[:, :, :S].add(_dot("rkqs,rkqa->rksa", weight, flat))
-        of_q = _by_token(jnp.concatenate(by_q, axis=3)).astype(q.dtype)
-        of_k, of_v = (_by_token(x[:, :, None]).astype(k.dtype) for x in (by_k, by_v))
-        return of_q, of_k, of_v, None, None
+    look = functools.partial(_scores, scale=scale, softcap=softcap, windows=windows)
 
     @jax.custom_vjp
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, kind: jax.Array | int) -> jax.Array:
         chex.assert_rank([q, k, v, segment], [4, 4, 4, 2])
-        return forward(q, k, v, segment, kind)[0]
+        return _forward(look, q, k, v, segment, kind)[0]
 
-    attend.defvjp(forward, backward)
+    attend.defvjp(
+        functools.partial(_forward, look),
+        functools.partial(_backward, look, scale=scale, softcap=softcap),
+    )
     return attend
+
+
+def _scores(
+    q: jax.Array,
+    k: jax.Array,
+    segment: jax.Array,
+    kind: jax.Array | int,
+    block: slice,
+    *,
+    scale: float,
+    softcap: float | None,
+    windows: Windows,
+) -> tuple[jax.Array, jax.Array]:
+    """The scores of a block's queries of [R, K, G, T, A] over the keys up to its end, and which of them are seen."""
+    queries = q[:, :, :, block]
+    R, K, G, B, A = queries.shape
+    found = scale * _dot("rkqa,rksa->rkqs", queries.reshape(R, K, G * B, A), k[:, :, : block.stop])
+    found = found.reshape(R, K, G, B, block.stop)
+    here = jnp.arange(block.stop, dtype=jnp.int32)
+    seen = _in_window(here[None, block, None], here[None, None, :], windows, kind)
+    seen &= segment[:, block, None] == segment[:, None, : block.stop]
+    return found if softcap is None else softcap * jnp.tanh(found / softcap), seen[:, None, None]
+
+
+def _forward(
+    look: Callable[..., tuple[jax.Array, jax.Array]],
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment: jax.Array,
+    kind: jax.Array | int,
+) -> tuple[jax.Array, Any]:
+    """softmax(scores) v, and what `_backward` needs: log Σ exp(scores) of each query among it."""
+    queries, keys, vals = _by_head(q, k.shape[2]), _by_head(k)[:, :, 0], _by_head(v)[:, :, 0]
+    mixed, logs = [], []
+    for block in blocks(q.shape[1]):
+        found, seen = look(queries, keys, segment, kind, block)
+        R, K, G, B, S = found.shape
+        found = jnp.where(seen, found, UNSEEN)
+        top = jnp.max(found, axis=-1, keepdims=True)
+        weight = jnp.exp(found - top)
+        total = jnp.sum(weight, axis=-1, keepdims=True)
+        out = _dot("rkqs,rksa->rkqa", weight.astype(v.dtype).reshape(R, K, G * B, S), vals[:, :, :S])
+        mixed.append(out.reshape(R, K, G, B, -1) / total)
+        logs.append(top + jnp.log(total))
+    whole = _by_token(jnp.concatenate(mixed, axis=3)).astype(q.dtype)
+    return whole, (q, k, v, segment, kind, whole, jnp.concatenate(logs, axis=3))
+
+
+def _backward(
+    look: Callable[..., tuple[jax.Array, jax.Array]],
+    held: Any,
+    given: jax.Array,
+    *,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Any, ...]:
+    """The gradients of q, k and v: with w the softmax, that of a score is w (given·v - given·whole)."""
+    q, k, v, segment, kind, whole, logs = held
+    K = k.shape[2]
+    queries, keys, vals = _by_head(q, K), _by_head(k)[:, :, 0], _by_head(v)[:, :, 0]
+    each = _by_head(given, K)
+    level = jnp.sum(each.astype(logs.dtype) * _by_head(whole, K).astype(logs.dtype), axis=-1, keepdims=True)
+    by_q = []
+    by_k, by_v = jnp.zeros(keys.shape, logs.dtype), jnp.zeros(vals.shape, logs.dtype)
+    for block in blocks(q.shape[1]):
+        found, seen = look(queries, keys, segment, kind, block)
+        R, _, G, B, S = found.shape
+        here, flat = (x[:, :, :, block].reshape(R, K, G * B, -1) for x in (queries, each))
+        weight = jnp.where(seen, jnp.exp(found - logs[:, :, :, block]), 0.0)
+        pull = _dot("rkqa,rksa->rkqs", flat, vals[:, :, :S]).reshape(weight.shape)
+        by_score = scale * weight * (pull - level[:, :, :, block])
+        if softcap is not None:
+            by_score *= 1.0 - jnp.square(found / softcap)
+        by_score = by_score.astype(q.dtype).reshape(R, K, G * B, S)
+        by_q.append(_dot("rkqs,rksa->rkqa", by_score, keys[:, :, :S]).reshape(R, K, G, B, -1))
+        by_k = by_k.at[:, :, :S].add(_dot("rkqs,rkqa->rksa", by_score, here))
+        weight = weight.astype(v.dtype).reshape(by_score.shape)
+        by_v = by_v.at[:, :, :S].add(_dot("rkqs,rkqa->rksa", weight, flat))
+    of_q = _by_token(jnp.concatenate(by_q, axis=3)).astype(q.dtype)
+    of_k, of_v = (_by_token(x[:, :, None]).astype(k.dtype) for x in (by_k, by_v))
+    return of_q, of_k, of_v, None, None
 
 
 def blocks(length: int) -> list[slice]:

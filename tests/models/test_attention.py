@@ -27,30 +27,44 @@ def plain(*, scale=0.5, softcap=None, windows=(None,)):
     return attention.make_plain(scale=scale, softcap=softcap, windows=windows)
 
 
-@pytest.mark.parametrize("block", [2, 5, 64])
-@pytest.mark.parametrize("softcap", [None, 0.8])
-@pytest.mark.parametrize("window", [None, 1, 3, 100])
-def test_attend_is_the_loop(rng, monkeypatch, window, softcap, block):
-    monkeypatch.setattr(attention, "SMALLEST_BLOCK", block)
-    monkeypatch.setattr(attention, "LARGEST_BLOCK", block)
+@pytest.fixture
+def rows(rng):
+    """q, k, v and the segments of two rows."""
     q = rng.normal(size=(2, 9, 6, 4)).astype(np.float32)
     k, v = rng.normal(size=(2, 2, 9, 2, 4)).astype(np.float32)
-    segment = np.array([[1, 1, 1, 2, 3, 3, 3, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1, 1]], np.int32)
-    expected = loop_attend(q, k, v, segment, scale=0.3, softcap=softcap, window=window)
-    attend = plain(scale=0.3, softcap=softcap, windows=(5, window))
-    np.testing.assert_allclose(jax.jit(attend, static_argnums=4)(q, k, v, segment, 1), expected, atol=2e-6)
-    traced = jax.jit(attend)(q, k, v, segment, jnp.int32(1))
-    np.testing.assert_allclose(traced, expected, atol=2e-6)
-    # The gradient along a random direction is what the loop's differences say.
-    given, *along = (rng.normal(size=x.shape) for x in (q, q, k, v))
-    near = [
-        np.sum(given * loop_attend(*(x + h * d for x, d in zip((q, k, v), along, strict=True)), segment, **how))
-        for how in [dict(scale=0.3, softcap=softcap, window=window)]
-        for h in (1e-5, -1e-5)
-    ]
-    grads = jax.jit(jax.grad(lambda q, k, v: jnp.sum(given * attend(q, k, v, segment, 1)), (0, 1, 2)))(q, k, v)
-    found = sum(np.sum(g.astype(np.float64) * d) for g, d in zip(map(np.asarray, grads), along, strict=True))
-    assert found == pytest.approx((near[0] - near[1]) / 2e-5, rel=1e-4, abs=1e-4)
+    return (q, k, v), np.array([[1, 1, 1, 2, 3, 3, 3, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1, 1]], np.int32)
+
+
+@pytest.fixture(params=[2, 64])
+def block(request, monkeypatch):
+    """How many queries are looked at together: five blocks, or one."""
+    monkeypatch.setattr(attention, "SMALLEST_BLOCK", request.param)
+    monkeypatch.setattr(attention, "LARGEST_BLOCK", request.param)
+
+
+@pytest.mark.parametrize("softcap", [None, 0.8])
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+def test_attend_is_the_loop(rows, block, window, softcap):
+    inputs, segment = rows
+    expected = loop_attend(*inputs, segment, scale=0.3, softcap=softcap, window=window)
+    attend = jax.jit(plain(scale=0.3, softcap=softcap, windows=(5, window)))
+    np.testing.assert_allclose(attend(*inputs, segment, jnp.int32(1)), expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("window,softcap", [(None, None), (3, 0.8)])
+def test_its_gradient_is_the_loops(rng, rows, block, window, softcap):
+    """Along a random direction, against differences of the loop in f64."""
+    inputs, segment = rows
+    given, *along = (rng.normal(size=x.shape) for x in (inputs[0], *inputs))
+
+    def near(h):
+        moved = (x + h * d for x, d in zip(inputs, along, strict=True))
+        return np.sum(given * loop_attend(*moved, segment, scale=0.3, softcap=softcap, window=window))
+
+    attend = plain(scale=0.3, softcap=softcap, windows=(window,))
+    grads = jax.jit(jax.grad(lambda *qkv: jnp.sum(given * attend(*qkv, segment, 0)), (0, 1, 2)))(*inputs)
+    found = sum(np.sum(np.asarray(g, np.float64) * d) for g, d in zip(grads, along, strict=True))
+    assert found == pytest.approx((near(1e-5) - near(-1e-5)) / 2e-5, rel=1e-4, abs=1e-4)
 
 
 def test_blocks_are_all_of_the_row():
