@@ -17,7 +17,6 @@ import jppo
 from jppo import __main__ as listing
 from jppo import config as settings
 from jppo.config import commandline, shipped
-from jppo.data import arithmetic
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 # Started by jppo itself, in processes of their own.
@@ -137,17 +136,26 @@ def test_the_wheel_holds_all_that_is_no_test(unpacked):
     assert (about / "licenses/LICENSE").read_text() == (ROOT / "LICENSE").read_text()
 
 
-def test_an_installed_jppo_finds_its_configs_anywhere(unpacked, tmp_path):
-    arithmetic.write(tmp_path / "run/data", arithmetic.make(seed=1, test=4, sloppy=0.5, demonstrations=1))
-    words = ["--config=jppo://quickstart:run", "--config.model.path=run/data/model", "--dry_run"]
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["jppo.train", "--help"], "--config.actor.lr=1e-06"),
+        (["jppo.sweep", "--config=jppo://quickstart", "--print"], "run_dir=runs/sweep-quickstart/actor.lr=0.0001"),
+        (["jppo"], "python -m jppo.train"),
+    ],
+)
+def test_an_installed_jppo_finds_its_configs_anywhere(unpacked, tmp_path, words, said):
     env = os.environ | {"PYTHONPATH": str(unpacked)}
-    code = "import sys, jppo, jppo.train; print(jppo.__file__); jppo.train.main(sys.argv[1:])"
-    command = [sys.executable, "-c", code, *words, "--config.model.init=random"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*PYTHON, *words], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    where, _, rest = done.stdout.partition("\n")
-    assert pathlib.Path(where) == unpacked / "jppo/__init__.py"
-    assert '"train_files": "run/data/train.jsonl"' in rest and "steps" in rest
+    assert said in done.stdout
+
+
+def test_a_run_by_a_shipped_config_gets_as_far_as_its_model(unpacked, tmp_path):
+    env = os.environ | {"PYTHONPATH": str(unpacked)}
+    command = [*PYTHON, "jppo.train", "--config=jppo://quickstart:here"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and "here/sft/hf" in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_the_calculator_of_an_installed_jppo_is_there(unpacked, tmp_path):

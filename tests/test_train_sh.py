@@ -167,7 +167,7 @@ def test_an_option_goes_before_the_environment_and_so_does_a_setting(folder):
 
 
 def test_a_judge_takes_the_place_of_the_rules(folder):
-    system, scoring = "You're \"strict\"; say $HOME, `ls` \\ and\nno more, a=b.", "Q: {prompt} A: {response} * ?"
+    system, scoring = 'You\'re "strict"; say $HOME, `ls` \\ and\nno more, a=b.', "Q: {prompt} A: {response} * ?"
     prompts = ["--rm_system_prompt", system, f"--rm_scoring_prompt={scoring}"]
     found, named = resolved(folder, *JUDGE[:-2], *prompts)
     wanted = {

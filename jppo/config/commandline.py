@@ -43,7 +43,7 @@ def parse(
     if from_file and (len(named) != 1 or not named[0]):
         raise UserError(f"--config is given {len(named)} times; name one file, as in --config=configs/quickstart.py")
     if from_file and not pathlib.Path(named[0].split(":")[0]).is_file():
-        raise UserError(f"--config={named[0]}: no such file; jppo's own are {shipped.SCHEME}{{{','.join(shipped.names())}}}")
+        raise UserError(f"--config={named[0]}: no such file; jppo's own are {shipped.SCHEME}NAME, as jppo://gsm8k is")
     try:
         if not from_file:  # reads the overrides at once
             config_flags.DEFINE_config_dict("config", defaults, flag_values=values, sys_argv=["jppo", *argv])
