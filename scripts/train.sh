@@ -223,7 +223,7 @@ environment=()
 gpus=${chosen[mesh.data]-}
 if [[ -n $gpus ]]; then
     ((10#$gpus >= 1)) || fail "${said_by[mesh.data]}=$gpus must be 1 or more; JAX_PLATFORMS=cpu trains without a GPU"
-    if [[ -n ${CUDA_VISIBLE_DEVICES-} ]]; then
+    if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
         IFS=, read -r -a there <<<"$CUDA_VISIBLE_DEVICES"
         ((${#there[@]} >= 10#$gpus)) ||
             fail "${said_by[mesh.data]}=$gpus, and CUDA_VISIBLE_DEVICES=$CUDA_VISIBLE_DEVICES names ${#there[@]}; mend one"

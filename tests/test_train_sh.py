@@ -279,6 +279,7 @@ def test_what_cannot_be_is_one_line(folder, words, complaint):
     [
         ({"KL_COEF": "much"}, "KL_COEF=much is no number"),
         ({"N_GPUS": "2", "CUDA_VISIBLE_DEVICES": "3"}, "CUDA_VISIBLE_DEVICES=3 names 1"),
+        ({"N_GPUS": "1", "CUDA_VISIBLE_DEVICES": ""}, "CUDA_VISIBLE_DEVICES= names 0"),
         ({"MODEL_PATH": "./no"}, "MODEL_PATH=./no: no such folder"),
         ({"PYTHON": "/no/python"}, "PYTHON=/no/python cannot be run"),
     ],
