@@ -39,7 +39,7 @@ def get_config(arg: str = "runs/agent") -> ml_collections.ConfigDict:
 
     config.rollout.name = "inprocess"
     config.rollout.multi_turn.enable = True
-    config.rollout.multi_turn.tool_config_path = "configs/agent_calculator.yaml"
+    config.rollout.multi_turn.tool_config_path = __file__.removesuffix(".py") + ".yaml"
     config.rollout.multi_turn.format = "plain"
     config.rollout.multi_turn.max_assistant_turns = 2
     config.rollout.multi_turn.max_tool_response_length = 12

@@ -32,6 +32,7 @@ DOCS = (
     "docs/rollout.md",
     "docs/scaling.md",
     "benchmarks/README.md",
+    "CONTRIBUTING.md",
 )
 SOURCES = sorted((ROOT / "jppo").rglob("*.py"))
 

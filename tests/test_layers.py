@@ -20,7 +20,7 @@ LAYERS = (
     ("assemble", "export", "report"),
     ("train", "sft", "reward_model", "evaluate", "sweep"),
     ("checkup",),
-    ("doctor",),
+    ("doctor", "__main__"),
 )
 LAYER = {place: i for i, row in enumerate(LAYERS) for place in row}
 # Commands that stand beside what they look at: they have the layer of the training commands.

@@ -12,6 +12,7 @@ import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
+from jppo.config import shipped
 from jppo.config.errors import UserError
 
 
@@ -28,6 +29,7 @@ def parse(
     Unless it `needs_file`, a command starts from the defaults where none is named.
     """
     values = flags.FlagValues()
+    argv = [shipped.locate(word) for word in argv]
     named = [a.split("=", 1)[1] for a in argv if a.startswith("--config=")]
     from_file = needs_file or bool(named)
     if from_file:
@@ -41,7 +43,7 @@ def parse(
     if from_file and (len(named) != 1 or not named[0]):
         raise UserError(f"--config is given {len(named)} times; name one file, as in --config=configs/quickstart.py")
     if from_file and not pathlib.Path(named[0].split(":")[0]).is_file():
-        raise UserError(f"--config={named[0]}: no such file; the project's own are in configs/")
+        raise UserError(f"--config={named[0]}: no such file; jppo's own are {shipped.SCHEME}NAME, as jppo://gsm8k is")
     try:
         if not from_file:  # reads the overrides at once
             config_flags.DEFINE_config_dict("config", defaults, flag_values=values, sys_argv=["jppo", *argv])

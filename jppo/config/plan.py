@@ -9,7 +9,7 @@ import runpy
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jppo.config import checks, commandline
+from jppo.config import checks, commandline, shipped
 from jppo.config.defaults import default
 from jppo.config.errors import UserError
 
@@ -39,7 +39,7 @@ def plan(argv: Sequence[str], out: pathlib.Path | None) -> tuple[list[Run], path
         raise UserError("--dry_run starts nothing, and a sweep starts runs; --print shows them")
     if "rollout" not in config:
         raise UserError("--config is not of jppo.train, which a sweep runs; name a file that begins with default()")
-    file = next(a for a in argv if a.startswith("--config=")).split("=", 1)[1].split(":")[0]
+    file = next(shipped.locate(a) for a in argv if a.startswith("--config=")).split("=", 1)[1].split(":")[0]
     if out is None:
         out = pathlib.Path("runs") / f"sweep-{pathlib.Path(file).stem}"
     known, given = commandline.settings(config), {a[len("--config.") :].split("=")[0] for a in argv}
