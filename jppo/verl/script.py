@@ -125,15 +125,13 @@ class _Reader:
         return words
 
     def word(self, end: str) -> list[str]:
-        """One word with its quotes taken off; of a list its entries."""
-        out, begun, quoted = [""], self.line(), False
+        """One word with its quotes taken off; of a list its entries; none of "$@" and what else is empty."""
+        out, begun = [""], self.line()
         while self.at < len(self.text):
             character = self.text[self.at]
             if character == "'":
-                quoted = True
                 out[-1] += self._until("'", begun)
             elif character == '"':
-                quoted = True
                 self._double(out, begun)
             elif character == "\\":
                 self.at += 2
@@ -147,7 +145,7 @@ class _Reader:
             else:
                 out[-1] += character
                 self.at += 1
-        return [word for word in out if word or quoted]
+        return [word for word in out if word]
 
     def _until(self, quote: str, begun: int) -> str:
         close = self.text.find(quote, self.at + 1)
@@ -192,6 +190,8 @@ class _Reader:
             out[-1] += self._value(match[1], match[0])
         elif match := re.match(r"\$\((?:[^()]|\([^()]*\))*\)", rest):
             out[-1] += f"{UNREAD}{match[0]}{UNREAD}"
+        elif rest.startswith("$("):
+            raise UserError(f"{self.name}:{self.line()}: $( has no end")
         else:
             out[-1] += "$"
             self.at += 1

@@ -83,6 +83,10 @@ def _read(words: Iterable[str]) -> tuple[dict[str, Any], dict[str, str], list[Li
                 values[now], said[now] = value, f"{key}={text}" if name == key.lstrip("+") else f"{name}={value}"
     _interpolate(values)
     for key, value in values.items():
+        name = find(key)
+        numeric = name is not None and isinstance(name.default, int | float) and not isinstance(name.default, bool)
+        if numeric and UNREAD not in str(value) and not isinstance(value, int | float | None):
+            raise UserError(f"{said[key]}: it must be a number, as verl's own {name.default} is")
         if UNREAD in str(value):
             raise UserError(
                 f"{_shown(said[key])}: nothing of the script is run, and this is not said in it; set the variable in"
@@ -147,7 +151,7 @@ def _notes(values: dict[str, Any], look: Any) -> Iterable[str]:
     if absent := [setting for setting in PATHS if setting not in given]:
         yield f"{', '.join(absent)}: not given; those of configs/gsm8k.py are taken"
     if look("algorithm.adv_estimator") == "gae" and "critic.model.path" not in values:
-        yield "critic.model.path is not given; the critic begins as the policy, not as verl's ~/models/deepseek-llm-7b-chat"
+        yield "critic.model.path is not given; the critic begins as the policy, not as verl's own default"
     if "algorithm.kl_ctrl.kl_coef" in values and not look("algorithm.use_kl_in_reward"):
         yield (
             "algorithm.kl_ctrl.kl_coef is read only with algorithm.use_kl_in_reward=True, which verl 0.9.1 leaves at"
