@@ -83,10 +83,10 @@ def _read(words: Iterable[str]) -> tuple[dict[str, Any], dict[str, str], list[Li
                 values[now], said[now] = value, f"{key}={text}" if name == key.lstrip("+") else f"{name}={value}"
     _interpolate(values)
     for key, value in values.items():
-        name = find(key)
-        numeric = name is not None and isinstance(name.default, int | float) and not isinstance(name.default, bool)
+        usual = row.default if (row := find(key)) else None
+        numeric = isinstance(usual, int | float) and not isinstance(usual, bool)
         if numeric and UNREAD not in str(value) and not isinstance(value, int | float | None):
-            raise UserError(f"{said[key]}: it must be a number, as verl's own {name.default} is")
+            raise UserError(f"{said[key]}: it must be a number, as verl's own {usual} is")
         if UNREAD in str(value):
             raise UserError(
                 f"{_shown(said[key])}: nothing of the script is run, and this is not said in it; set the variable in"
