@@ -262,7 +262,7 @@ python3 -m verl.trainer.main_ppo "${LIST[@]}" x.c=$C x.d='$A' x.e="a\\"b" x.f=a\
         "x.g=11",
         "x.h=[1,2]",
     )
-    assert found.notes[0].startswith("run.sh:5: 'if' is not followed")
+    assert len(found.notes) == 1 and found.notes[0].startswith("run.sh:5: 'if' is not followed")
 
 
 @pytest.mark.parametrize(

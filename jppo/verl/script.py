@@ -22,6 +22,7 @@ _CONTROL = (
     "function",
     "select",
 )
+_ENDS = ("then", "fi", "do", "done", "esac")
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.S)
 _MAIN = re.compile(r"(^|[./])main_(ppo|dapo|\w*ppo\w*)(\.py)?$")
 _OTHER = re.compile(r"(^|[./])(fsdp_sft_trainer|sft_trainer\w*|main_generation|main_eval)(\.py)?$")
@@ -51,7 +52,8 @@ def read_script(text: str, name: str, environment: Mapping[str, str]) -> Script:
         while words and words[0] in ("export", "declare", "local", "readonly", "env", "nohup"):
             words = words[1:]
         if words and words[0] in _CONTROL:
-            notes.append(f"{name}:{line}: {words[0]!r} is not followed: what it guards is read as if it held")
+            if words[0] not in _ENDS:
+                notes.append(f"{name}:{line}: {words[0]!r} is not followed: what it guards is read as if it held")
             words = words[1:] if words[0] in ("then", "do", "else") else []
         while words and (match := _ASSIGNED.fullmatch(words[0])):
             shell.values[match[1]] = (shell.values.get(match[1], "") if match[2] else "") + match[3]
