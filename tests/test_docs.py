@@ -31,6 +31,7 @@ DOCS = (
     "docs/monitoring.md",
     "docs/rollout.md",
     "docs/scaling.md",
+    "docs/verl.md",
     "benchmarks/README.md",
     "CONTRIBUTING.md",
 )
@@ -82,7 +83,7 @@ def test_commands_exist(name):
         assert place.with_suffix(".py").is_file() or (place / "__main__.py").is_file(), module
 
 
-@pytest.mark.parametrize("name", DOCS)
+@pytest.mark.parametrize("name", [name for name in DOCS if name != "docs/verl.md"])  # which is about verl's settings
 def test_settings_exist(name):
     known = {n for c in (config.default(), config.sft_default()) for n in commandline.settings(c)}
     known |= {setting.rsplit(".", 1)[0] for setting in known if setting.count(".") > 1}  # a section within one

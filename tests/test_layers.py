@@ -17,8 +17,8 @@ LAYERS = (
     ("algorithms", "models", "statistics"),
     ("learner", "data", "rewards", "rollout", "io"),
     ("agent", "validation", "supply"),
-    ("assemble", "export", "report"),
-    ("train", "sft", "reward_model", "evaluate", "sweep"),
+    ("assemble", "export", "report", "verl"),
+    ("train", "sft", "reward_model", "evaluate", "sweep", "from_verl"),
     ("checkup",),
     ("doctor", "__main__"),
 )

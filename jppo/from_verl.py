@@ -1,0 +1,110 @@
+"""A command line of verl's as one of jppo's: python -m jppo.from_verl run_qwen2-7b.sh
+
+    python -m jppo.from_verl run_qwen2-7b.sh actor_rollout_ref.rollout.n=8 > run.sh
+    python -m jppo.from_verl algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=5 data.train_batch_size=256
+
+It reads a shell script that starts verl.trainer.main_ppo, a file of overrides, or overrides themselves; those behind a
+file count more, as its "$@" would. Nothing of a script is run: variables are those that it or the environment sets. The
+command is printed, checked as a run would check it, and below it, as comments, what became of every override. Exit code
+2 where jppo refuses the settings. docs/verl.md has the table of names, --names prints it.
+"""
+
+import os
+import pathlib
+import shlex
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from jppo import config as settings
+from jppo.config import UserError, commandline
+from jppo.verl import page
+from jppo.verl.script import read_script
+from jppo.verl.translate import PATHS, Translation, translate
+
+BASE = "configs/gsm8k.py"
+KINDS = {
+    "same": "jppo's settings",
+    "needless": "no meaning in jppo",
+    "missing": "not supported",
+    "unknown": "unknown",
+}
+
+
+def overrides_of(argv: list[str]) -> tuple[list[str], tuple[str, ...]]:
+    """verl's overrides that a command line of this command names, and what of a script was not followed."""
+    if not argv:
+        raise UserError(
+            "nothing is given; name a script of verl's or its overrides, as in python -m jppo.from_verl run.sh"
+        )
+    if "=" in argv[0]:
+        return argv, ()
+    path = pathlib.Path(argv[0]).expanduser()
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        why = e.strerror if isinstance(e, OSError) else "it is no text"
+        raise UserError(f"{argv[0]}: {why}; give a shell script that starts verl, or overrides KEY=VALUE") from e
+    script = read_script(text, argv[0], {"PWD": os.getcwd(), **os.environ})
+    return [*script.words, *argv[1:]], script.notes
+
+
+def arguments(found: Translation) -> list[str]:
+    """The overrides of jppo.train: what was asked for, and what differs from jppo's defaults or from the base."""
+    file = pathlib.Path(__file__).resolve().parents[1] / BASE
+    base = commandline.settings(settings.parse([f"--config={file}"], "", settings.default())[0])
+    usual = commandline.settings(settings.default())
+    asked = {**usual, **{name: base[name] for name in PATHS}, **found.settings}
+    kept = [name for name in usual if name in found.given or asked[name] != base[name] or asked[name] != usual[name]]
+    kept = [name for name in kept if name not in PATHS or name in found.given]
+    out = [f"--config.{name}={asked[name]}" for name in kept]
+    config, _ = settings.parse([f"--config={file}", *out], "", settings.default())
+    settings.check(config)
+    return out
+
+
+def command(changes: list[str]) -> str:
+    """The command, a setting a line."""
+    return " \\\n    ".join([f"python -m jppo.train --config={BASE}", *map(shlex.quote, changes)])
+
+
+def account(found: Translation, notes: tuple[str, ...]) -> Iterator[str]:
+    """What became of each override, as comments of a shell."""
+    for kind, title in KINDS.items():
+        lines = [line for line in found.lines if line.kind == kind]
+        if lines:
+            yield f"\n{title} ({len(lines)}):"
+        for line in lines:
+            yield f"  {line.said}{' -> ' if kind == 'same' else ': '}{line.why}"
+    if all_notes := (*notes, *found.notes):
+        yield "\nto know:"
+        yield from (f"  {note}" for note in all_notes)
+
+
+def commented(lines: Iterator[str]) -> str:
+    """Each of them as a comment."""
+    return "\n".join(f"# {part}".rstrip() if part else "" for line in lines for part in line.split("\n"))
+
+
+@settings.exit_on_user_error
+def main(argv: list[str] | None = None) -> Any:
+    """The command line."""
+    argv = sys.argv[1:] if argv is None else argv
+    if "--help" in argv or "-h" in argv:
+        print(__doc__)
+        return
+    if argv == ["--names"]:
+        print(page.names(), end="")
+        return
+    words, notes = overrides_of(argv)
+    found = translate(words)
+    try:
+        print(command(arguments(found)))
+    except UserError as e:
+        print(commented(account(found, notes)))
+        raise UserError(f"jppo refuses the settings: {e}; give verl's key with another value behind the file") from e
+    print(commented(account(found, notes)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""The one table of verl's names, whose defaults are those of verl 0.9.1. A `*` in a key stands for anything.
+
+`docs/verl.md` is this table. A key may match several rows: the first counts.
+"""
+
+import fnmatch
+
+from jppo.verl.name import Name
+from jppo.verl.of_learning import ACTOR, ALGORITHM, CRITIC, DATA
+from jppo.verl.of_running import MODEL, REF, REWARD, ROLLOUT, TRAINER
+
+_A = "actor_rollout_ref.actor"
+TABLE: tuple[Name, ...] = (*DATA, *MODEL, *ACTOR, *CRITIC, *REF, *ROLLOUT, *ALGORITHM, *REWARD, *TRAINER)
+
+# What older versions of verl call the same thing, or what is said in two places; the beginning of a key is enough.
+OLDER = {
+    "actor_rollout_ref.actor.grad_clip": "actor_rollout_ref.actor.optim.clip_grad",
+    "actor_rollout_ref.actor.optim.grad_clip": "actor_rollout_ref.actor.optim.clip_grad",
+    "actor_rollout_ref.actor.optim.warmup_style": "actor_rollout_ref.actor.optim.lr_scheduler_type",
+    "actor_rollout_ref.actor.entropy_coef": "actor_rollout_ref.actor.entropy_coeff",
+    "actor_rollout_ref.actor.use_rmpad": "actor_rollout_ref.model.use_rmpad",
+    f"{_A}.fsdp_config.ulysses_sequence_parallel_size": f"{_A}.ulysses_sequence_parallel_size",
+    "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype": "actor_rollout_ref.actor.fsdp_config.dtype",
+    "actor_rollout_ref.actor.megatron.context_parallel_size": "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
+    "actor_rollout_ref.actor.megatron.param_offload": "actor_rollout_ref.actor.fsdp_config.param_offload",
+    "actor_rollout_ref.actor.megatron.optimizer_offload": "actor_rollout_ref.actor.fsdp_config.optimizer_offload",
+    "actor_rollout_ref.actor.megatron.grad_offload": "actor_rollout_ref.actor.fsdp_config.grad_offload",
+    "actor_rollout_ref.ref.megatron.param_offload": "actor_rollout_ref.ref.fsdp_config.param_offload",
+    "actor_rollout_ref.rollout.multi_turn.max_turns": "actor_rollout_ref.rollout.multi_turn.max_assistant_turns",
+    "critic.grad_clip": "critic.optim.clip_grad",
+    "critic.optim.grad_clip": "critic.optim.clip_grad",
+    "critic.optim.warmup_style": "critic.optim.lr_scheduler_type",
+    "critic.model.fsdp_config.": "critic.fsdp.",
+    "critic.megatron.param_offload": "critic.fsdp.param_offload",
+    "critic.megatron.optimizer_offload": "critic.fsdp.optimizer_offload",
+    "custom_reward_function.overlong_buffer.": "reward.reward_kwargs.overlong_buffer_cfg.",
+    "custom_reward_function.": "reward.custom_reward_function.",
+    "reward_model.overlong_buffer.": "reward.reward_kwargs.overlong_buffer_cfg.",
+    "reward_model.reward_kwargs.": "reward.reward_kwargs.",
+    "reward_model.reward_manager": "reward.reward_manager.name",
+    "reward_model.num_workers": "reward.num_workers",
+    "reward_model.sandbox_fusion.": "reward.sandbox_fusion.",
+    "reward_model.launch_reward_fn_async": "reward_model.launch_reward_fn_async",
+    "reward_model.model.path": "reward.reward_model.model_path",
+    "reward_model.model.input_tokenizer": "reward.reward_model.input_tokenizer",
+    "reward_model.": "reward.reward_model.",
+    "sandbox_fusion.": "reward.sandbox_fusion.",
+    "algorithm.kl_ctrl.kl_coeff": "algorithm.kl_ctrl.kl_coef",
+}
+
+
+def today(key: str) -> str:
+    """The key as verl 0.9.1 spells it."""
+    for old, new in OLDER.items():
+        if key == old or (old.endswith(".") and key.startswith(old)):
+            return new + key[len(old) :]
+    return key
+
+
+def find(key: str) -> Name | None:
+    """The row of a key, as verl 0.9.1 spells it."""
+    return next((name for name in TABLE if fnmatch.fnmatchcase(key, name.key)), None)

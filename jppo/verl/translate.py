@@ -1,0 +1,167 @@
+"""verl's overrides to jppo's settings, with what became of each of them."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from jppo.config.errors import UserError
+from jppo.verl.name import Name
+from jppo.verl.names import TABLE, find, today
+from jppo.verl.overrides import flat, read_value
+from jppo.verl.script import UNREAD
+from jppo.verl.values import CONVERSIONS, FOLLOWING, Moot, Unfit
+
+PATHS = ("model.path", "data.train_files", "data.val_files")  # settings that the base gives where verl's line does not
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """What became of one override."""
+
+    said: str  # KEY=VALUE, as it was given
+    kind: str  # same, needless, missing or unknown
+    why: str  # of same: jppo's SETTING=VALUE
+
+
+@dataclasses.dataclass(frozen=True)
+class Translation:
+    """jppo's settings, and the account of verl's."""
+
+    settings: dict[str, Any]
+    given: frozenset[str]  # those of them that the overrides ask for; the others are verl's defaults
+    lines: tuple[Line, ...]
+    notes: tuple[str, ...]
+
+
+def translate(words: Iterable[str]) -> Translation:
+    """Of several overrides of one key the last counts, as in Hydra."""
+    values, said, lines = _read(words)
+
+    def look(key: str) -> Any:
+        if key in values:
+            return values[key]
+        name = find(key)
+        default = name.default if name and name.key == key else None
+        return look(default[1:]) if isinstance(default, str) and default.startswith("=") else default
+
+    settings: dict[str, Any] = {}
+    for name in TABLE:
+        if name.default is not None and name.key not in values and not _of_no_critic(name.key, look):
+            with contextlib.suppress(Moot, Unfit):
+                settings[name.setting] = CONVERSIONS[name.convert](look(name.key), look)
+    for setting, (follow, _) in FOLLOWING.items():
+        if (value := follow(look)) is not None:
+            settings[setting] = value
+    given = set()
+    for key, value in values.items():
+        line, setting, converted = _account(key, value, said[key], look)
+        lines.append(line)
+        if setting:
+            settings[setting] = converted
+            given.add(setting)
+    return Translation(settings, frozenset(given), tuple(lines), tuple(_notes(values, look)))
+
+
+def _read(words: Iterable[str]) -> tuple[dict[str, Any], dict[str, str], list[Line]]:
+    """Values and spellings by verl's keys of today, and the words that are no override."""
+    values: dict[str, Any] = {}
+    said: dict[str, str] = {}
+    lines = []
+    for word in words:
+        key, equals, text = word.partition("=")
+        if word.startswith("-"):
+            lines.append(
+                Line(_shown(word), "missing", "verl's YAML files are not read; give their settings as overrides")
+            )
+        elif word.startswith("~") or not equals or not key.strip("+"):
+            lines.append(Line(_shown(word), "unknown", "it is no KEY=VALUE"))
+        else:
+            for name, value in flat(key.lstrip("+"), read_value(text)).items():
+                now = today(name)
+                values.pop(now, None)  # in the order of what counts
+                values[now], said[now] = value, f"{key}={text}" if name == key.lstrip("+") else f"{name}={value}"
+    _interpolate(values)
+    for key, value in values.items():
+        usual = row.default if (row := find(key)) else None
+        numeric = isinstance(usual, int | float) and not isinstance(usual, bool)
+        if numeric and UNREAD not in str(value) and not isinstance(value, int | float | None):
+            raise UserError(f"{said[key]}: it must be a number, as verl's own {usual} is")
+        if UNREAD in str(value):
+            raise UserError(
+                f"{_shown(said[key])}: nothing of the script is run, and this is not said in it; set the variable in"
+                f" the environment, or give {key}=VALUE behind the file"
+            )
+    return values, said, lines
+
+
+def _interpolate(values: dict[str, Any]) -> None:
+    """${KEY}, where another key's value is all of it."""
+    for key, value in values.items():
+        named = value.strip(UNREAD) if isinstance(value, str) else ""
+        if named.startswith("${") and named.endswith("}") and (other := today(named[2:-1])) != key and other in values:
+            values[key] = values[other]
+
+
+def _account(key: str, value: Any, said: str, look: Any) -> tuple[Line, str, Any]:
+    """The line of an override, and the setting with its value where there is one."""
+    name = find(key)
+    if name is None:
+        return Line(said, "unknown", "no name of verl's that jppo knows of; it is left out"), "", None
+    if _of_no_critic(key, look):
+        return (
+            Line(said, "needless", f"algorithm.adv_estimator={look('algorithm.adv_estimator')} has no critic"),
+            "",
+            None,
+        )
+    if name.kind == "missing" and value in name.off:
+        return Line(said, "needless", "it asks for nothing"), "", None
+    if name.kind != "same":
+        return Line(said, name.kind, name.why), "", None
+    return _convert(name, value, said, look)
+
+
+def _convert(name: Name, value: Any, said: str, look: Any) -> tuple[Line, str, Any]:
+    try:
+        converted = CONVERSIONS[name.convert](value, look)
+    except Moot as e:
+        return Line(said, "needless", str(e)), "", None
+    except Unfit as e:
+        return Line(said, "missing", str(e)), "", None
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as e:
+        raise UserError(f"{said}: a value of this kind has no meaning in verl; it stands for {name.setting}") from e
+    why = f"{name.setting}={converted}"
+    if name.convert == "loggers" and (
+        left := [one for one in str(value).strip("[]").split(",") if _no_logger(one, converted)]
+    ):
+        why += f" (not supported: {', '.join(one.strip(chr(39) + ' ') for one in left)})"
+    return Line(said, "same", why), name.setting, converted
+
+
+def _no_logger(name: str, kept: str) -> bool:
+    return name.strip("' ") not in (*kept.split(","), "file")
+
+
+def _of_no_critic(key: str, look: Any) -> bool:
+    return key.startswith("critic.") and look("algorithm.adv_estimator") != "gae"
+
+
+def _notes(values: dict[str, Any], look: Any) -> Iterable[str]:
+    given = {name.setting for key in values if (name := find(key))}
+    if absent := [setting for setting in PATHS if setting not in given]:
+        yield f"{', '.join(absent)}: not given; those of configs/gsm8k.py are taken"
+    if look("algorithm.adv_estimator") == "gae" and "critic.model.path" not in values:
+        yield "critic.model.path is not given; the critic begins as the policy, not as verl's own default"
+    if "algorithm.kl_ctrl.kl_coef" in values and not look("algorithm.use_kl_in_reward"):
+        yield (
+            "algorithm.kl_ctrl.kl_coef is read only with algorithm.use_kl_in_reward=True, which verl 0.9.1 leaves at"
+            " False; verl before 0.3 always had the KL in the reward"
+        )
+    a = "actor_rollout_ref.actor.clip_ratio"
+    if a in values and (look(f"{a}_low"), look(f"{a}_high")) != (values[a], values[a]):
+        low, high = look(f"{a}_low"), look(f"{a}_high")
+        yield f"{a}={values[a]} clips nothing in verl: clip_ratio_low={low} and clip_ratio_high={high} do"
+
+
+def _shown(text: str) -> str:
+    return text.replace(UNREAD, "")

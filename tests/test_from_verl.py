@@ -1,0 +1,335 @@
+"""verl's command lines become jppo's: every key is accounted for, and what is printed passes jppo's own check."""
+
+import pathlib
+import re
+import shlex
+
+import pytest
+
+from jppo import config as settings
+from jppo import from_verl
+from jppo.config import commandline
+from jppo.verl import names, page
+from jppo.verl.overrides import read_value
+from jppo.verl.script import read_script
+from tests.verl_scripts import SCRIPTS
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.chdir(ROOT)
+
+
+def said(capsys, *argv: str) -> tuple[dict, str]:
+    """The settings of the command that is printed, read back and checked as a run does, and all that is printed."""
+    from_verl.main(list(argv))
+    out = capsys.readouterr().out
+    words = shlex.split(out.partition("\n\n#")[0].replace("\\\n", ""))
+    assert words[:3] == ["python", "-m", "jppo.train"]
+    config, _ = settings.parse(words[3:], "", settings.default())
+    settings.check(config)
+    return commandline.settings(config), out
+
+
+def refusal(capsys, *argv: str) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        from_verl.main(list(argv))
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1
+    return error
+
+
+# What each must come to, by hand from the script, verl's documentation of its defaults and jppo's of its settings.
+EXPECTED = {
+    "quickstart": {
+        "data.train_files": "/home/me/data/gsm8k/train.parquet",
+        "actor.ppo_mini_batch_size": 64,
+        "actor.max_tokens_per_device": 4 * 1024,
+        "actor.entropy_coeff": 0.0,
+        "algorithm.use_kl_in_reward": False,
+        "critic.path": "",
+        "critic.lr": 1e-5,
+        "rollout.servers": 1,
+        "data.filter_overlong_prompts": False,
+        "trainer.logger": "console,jsonl",
+        "trainer.run_dir": "runs/gsm8k",
+        "model.compute_dtype": "bfloat16",
+    },
+    "ppo qwen2-7b": {
+        "data.train_files": "/home/me/data/gsm8k/train.parquet,/home/me/data/math/train.parquet",
+        "actor.max_tokens_per_device": 16 * 1536,
+        "model.remat": "full",
+        "rollout.servers": 2,
+        "trainer.run_dir": "runs/qwen2_7b_function_rm",
+        "trainer.logger": "console,wandb,jsonl",
+    },
+    "ppo deepseek7b": {
+        "actor.max_tokens_per_device": 64 // 8 * 1024,
+        "ref.param_offload": True,
+        "data.val_batch_size": 1312,
+        "algorithm.use_kl_in_reward": False,
+    },
+    "ppo with a reward model": {
+        "reward.model.path": "sfairXC/FsfairX-LLaMA3-RM-v0.1",
+        "reward.weights": "rm_score=1",
+        "reward.model.batch_size": 32,
+        "reward.model.max_length": 1536,
+        "reward.model.dtype": "bfloat16",
+        "actor.use_kl_loss": True,
+        "actor.kl_loss_coef": 0.01,
+        "actor.lr_warmup_steps_ratio": 0.1,
+        "critic.lr_warmup_steps_ratio": 0.05,
+    },
+    "grpo qwen2-7b": {
+        "rollout.n": 5,
+        "actor.ppo_mini_batch_size": 256 * 5,
+        "algorithm.norm_adv_by_std_in_grpo": False,
+        "actor.loss_agg_mode": "seq-mean-token-sum-norm",
+        "actor.kl_loss_type": "low_var_kl",
+        "rollout.sleep_level": 2,
+    },
+    "32b on four nodes": {
+        "trainer.nnodes": 4,
+        "rollout.servers": 2,
+        "model.remat": "none",
+        "algorithm.use_kl_in_reward": True,
+        "algorithm.kl_coef": 0.0001,
+        "mesh.fsdp": -1,
+        "mesh.data": 1,
+    },
+    "dapo 32b": {
+        "model.path": "/home/me/verl/models/Qwen2.5-32B",
+        "actor.clip_ratio_low": 0.2,
+        "actor.clip_ratio_high": 0.28,
+        "actor.clip_ratio_c": 10.0,
+        "actor.max_tokens_per_device": 22 * 1024,
+        "actor.ppo_mini_batch_size": 32 * 16,
+        "actor.lr_warmup_steps": 10,
+        "actor.param_offload": True,
+        "mesh.sequence": 8,
+        "reward.overlong_buffer_tokens": 4096,
+        "reward.weights": "rule_score=1,length_score=1",
+        "rollout.val_kwargs.temperature": 1.0,
+        "rollout.val_kwargs.top_p": 0.7,
+        "trainer.nnodes": 16,
+        "data.truncation": "left",
+    },
+    "72b by sglang": {
+        "rollout.name": "sglang",
+        "rollout.servers": 1,
+        "mesh.fsdp": 16,
+        "mesh.data": -1,
+        "trainer.run_dir": "/ckpts/72b",
+        "data.train_batch_size": 1024,
+        "trainer.total_epochs": 30,
+    },
+    "lora": {
+        "model.lora_rank": 64,
+        "model.lora_alpha": 32,
+        "model.target_modules": "q_proj,v_proj",
+        "ref.param_offload": False,
+        "data.shuffle": False,
+    },
+    "multi-turn": {
+        "rollout.name": "sglang",
+        "rollout.mode": "sync",
+        "rollout.multi_turn.enable": True,
+        "rollout.multi_turn.max_assistant_turns": 5,
+        "rollout.multi_turn.tool_config_path": f"{ROOT}/config/gsm8k_tool_config.yaml",
+    },
+    "rloo": {"algorithm.adv_estimator": "rloo", "algorithm.use_kl_in_reward": True, "rollout.n": 5},
+    "remax": {"algorithm.adv_estimator": "remax", "actor.max_tokens_per_device": 30000},
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_of_verls_is_a_command_of_jppos(name, tmp_path, capsys):
+    script = tmp_path / "run.sh"
+    script.write_text(SCRIPTS[name])
+    config, out = said(capsys, str(script))
+    assert {key: config[key] for key in EXPECTED[name]} == EXPECTED[name]
+    keys = set(
+        re.findall(
+            r"(?<![\w.$/])((?:data|algorithm|actor_rollout_ref|critic|reward_model|trainer)\.[\w.]+)=", SCRIPTS[name]
+        )
+    )
+    assert len(keys) > 8
+    comments = out.partition("\n\n#")[2]
+    assert not [key for key in keys if not re.search(rf"#   \+?{re.escape(key)}=", comments)]
+    assert "# unknown" not in out
+
+
+def test_what_becomes_of_each_key_is_said(tmp_path, capsys):
+    script = tmp_path / "run.sh"
+    script.write_text(SCRIPTS["dapo 32b"])
+    _, out = said(capsys, str(script), "actor_rollout_ref.actor.no_such=3")
+    sections = dict(re.findall(r"# ([\w' ]+) \(\d+\):\n((?:#   .*\n?)+)", out))
+    assert "use_dynamic_bsz=True: packing does it" in sections["no meaning in jppo"]
+    assert "algorithm.filter_groups.enable=True" in sections["not supported"]
+    assert "data.gen_batch_size=1536" in sections["not supported"]
+    assert "actor_rollout_ref.actor.no_such=3" in sections["unknown"]
+    assert "reward_model.overlong_buffer.len=4096 -> reward.overlong_buffer_tokens=4096" in sections["jppo's settings"]
+
+
+def test_verls_defaults_are_in_the_command(capsys):
+    """The base has other values of these, or jppo: those of verl 0.9.1's ppo_trainer.yaml."""
+    config, out = said(capsys, "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2")
+    verl = {
+        "data.train_batch_size": 1024,
+        "data.max_prompt_length": 512,
+        "data.max_response_length": 512,
+        "data.filter_overlong_prompts": False,
+        "actor.ppo_mini_batch_size": 256 * 2,
+        "actor.entropy_coeff": 0.0,
+        "actor.clip_ratio_low": 0.2,
+        "actor.clip_ratio_high": 0.2,
+        "algorithm.use_kl_in_reward": False,
+        "rollout.dtype": "bfloat16",
+        "trainer.total_epochs": 30,
+        "actor.use_kl_loss": False,
+        "actor.loss_agg_mode": "token-mean",
+        "algorithm.norm_adv_by_std_in_grpo": True,
+        "rollout.temperature": 1.0,
+        "rollout.val_kwargs.temperature": 0.0,
+    }
+    assert {key: config[key] for key in verl} == verl
+    assert "model.path, data.train_files, data.val_files: not given" in out
+
+
+def test_nothing_of_the_base_is_left_where_verl_says_otherwise(capsys):
+    base, _ = settings.parse([f"--config={from_verl.BASE}"], "", settings.default())
+    usual, base = commandline.settings(settings.default()), commandline.settings(base)
+    config, _ = said(capsys, "actor_rollout_ref.rollout.dtype=float32", "algorithm.kl_ctrl.kl_coef=0.5")
+    assert base["rollout.logp_tolerance"] != usual["rollout.logp_tolerance"] == config["rollout.logp_tolerance"]
+    assert config["algorithm.kl_coef"] == 0.5
+
+
+@pytest.mark.parametrize(
+    "given, setting, value",
+    [
+        ("trainer.critic_warmup=10", "trainer.critic_warmup", 9),
+        ("trainer.total_training_steps=null", "trainer.total_training_steps", -1),
+        ("actor_rollout_ref.actor.clip_ratio_low=null", "actor.clip_ratio_low", None),
+        ("critic.model.path=other/model", "critic.path", "other/model"),
+        ("actor_rollout_ref.actor.ppo_epochs=3", "critic.ppo_epochs", 3),
+        ("actor_rollout_ref.actor.optim.betas=[0.9,0.95]", "actor.betas", (0.9, 0.95)),
+        ("actor_rollout_ref.rollout.top_k=0", "rollout.top_k", -1),
+        ("actor_rollout_ref.rollout.free_cache_engine=False", "rollout.sleep_level", 0),
+        ("custom_reward_function.path=mine.py", "reward.function", "mine.py:compute_score"),
+        ("+trainer.val_before_train=false", "trainer.val_before_train", False),
+        ("actor_rollout_ref.actor.checkpoint.save_contents=[model,extra]", "trainer.save_contents", "model,extra"),
+        ("algorithm.rollout_correction.bypass_mode=True", "algorithm.old_logprob", "bypass"),
+        ("algorithm.rollout_correction.rollout_is=token", "algorithm.old_logprob", "correction"),
+        ("actor_rollout_ref.actor.fsdp_config={param_offload: true}", "actor.param_offload", True),
+        ("data.train_batch_size=${actor_rollout_ref.actor.ppo_mini_batch_size}", "data.train_batch_size", 1024),
+    ],
+)
+def test_a_value_is_what_it_means(given, setting, value, capsys):
+    extra = ["actor_rollout_ref.actor.ppo_mini_batch_size=1024"] if "${" in given else []
+    config, _ = said(capsys, given, *extra)
+    assert config[setting] == value
+
+
+def test_what_is_given_behind_a_file_counts_more(tmp_path, capsys):
+    script = tmp_path / "run.sh"
+    script.write_text(SCRIPTS["rloo"])
+    config, _ = said(capsys, str(script), "actor_rollout_ref.rollout.n=2", "trainer.save_freq=7")
+    assert (config["rollout.n"], config["actor.ppo_mini_batch_size"], config["trainer.save_freq"]) == (2, 512, 7)
+
+
+def test_words_are_those_of_the_shell():
+    script = """
+A=1; export B="two words"  # not A=2
+C=${D:-${A}0}
+LIST=(x.a=$A "x.b=$B")
+if true; then
+  A=5
+fi
+python3 -m verl.trainer.main_ppo "${LIST[@]}" x.c=$C x.d='$A' x.e="a\\"b" x.f=a\\ b x.g=$((A + 2 * 3)) \\
+    x.h=[1,'2'] ${NONE:+z} "$@" > out.txt 2>&1
+"""
+    found = read_script(script, "run.sh", {})
+    assert found.words[:8] == (
+        "x.a=1",
+        "x.b=two words",
+        "x.c=10",
+        "x.d=$A",
+        'x.e=a"b',
+        "x.f=a b",
+        "x.g=11",
+        "x.h=[1,2]",
+    )
+    assert len(found.notes) == 1 and found.notes[0].startswith("run.sh:5: 'if' is not followed")
+
+
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        ("null", None), ("None", None), ("True", True), ("false", False), ("3", 3), ("-1", -1), ("1e-6", 1e-6),
+        ("0.", 0.0), ("'3'", "3"), ("[a,'b,c',[1, 2]]", ["a", "b,c", [1, 2]]),
+        ("{a: 1, b: {c: x}}", {"a": 1, "b": {"c": "x"}}),
+        ("[]", []), ("Qwen/Qwen2-7B", "Qwen/Qwen2-7B"), ("1e", "1e"),
+    ],
+)  # fmt: skip
+def test_values_are_those_of_hydra(text, value):
+    assert read_value(text) == value and type(read_value(text)) is type(value)
+
+
+@pytest.mark.parametrize(
+    "script, complaint",
+    [
+        ("", "there is no command of verl's in it"),
+        ("echo hello\n", "there is no command of verl's in it"),
+        ("python3 -m verl.trainer.main_ppo 'a.b=1\n", "' has no end"),
+        ("python3 -m verl.trainer.main_ppo data.seed=$((1 +\n", "has no end"),
+        ("python3 -m verl.trainer.main_ppo a.b=1\npython3 -m verl.trainer.main_ppo a.b=2\n", "each start verl"),
+        ("torchrun -m verl.trainer.fsdp_sft_trainer a.b=1\n", "is no PPO of verl's"),
+        (
+            "python3 -m verl.trainer.main_ppo trainer.experiment_name=$(date +%s)\n",
+            "$(date +%s): nothing of the script",
+        ),
+        ("python3 -m verl.trainer.main_ppo data.train_files=$NO_SUCH_VARIABLE\n", "$NO_SUCH_VARIABLE: nothing"),
+        ("python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=many\n", "actor_rollout_ref.rollout.n=many"),
+    ],
+)
+def test_a_script_that_cannot_be_read_is_one_line(script, complaint, tmp_path, capsys):
+    file = tmp_path / "run.sh"
+    file.write_text(script)
+    assert complaint in refusal(capsys, str(file))
+
+
+def test_what_jppo_refuses_is_said_in_its_own_words(capsys):
+    error = refusal(capsys, "algorithm.adv_estimator=grpo")
+    assert "algorithm.adv_estimator='grpo' compares the samples of a prompt" in error
+    assert "algorithm.adv_estimator='gdpo' is not known" in refusal(capsys, "algorithm.adv_estimator=gdpo")
+    assert "must be of type bool" in refusal(capsys, "data.shuffle=perhaps")
+    assert "it must be a number" in refusal(capsys, "trainer.total_epochs=soon")
+    assert "no such file" in refusal(capsys, "/no/such/run.sh").lower()
+    assert "nothing is given" in refusal(capsys)
+
+
+def test_help_shows_an_example(capsys):
+    from_verl.main(["--help"])
+    assert "python -m jppo.from_verl run_qwen2-7b.sh" in capsys.readouterr().out
+
+
+def test_every_row_of_the_table_can_be_met():
+    known = commandline.settings(settings.default())
+    for name in names.TABLE:
+        found = names.find(name.key)
+        assert found is not None and (found is name or "*" in name.key or found.key == name.key), name.key
+        assert (name.kind == "same") == bool(name.setting) and (not name.setting or name.setting in known), name.key
+        assert name.kind == "same" or name.why, name.key
+    keys = [name.key for name in names.TABLE]
+    assert len(keys) == len(set(keys))
+    assert all(names.today(new) == new and (new.endswith(".") or names.find(new)) for new in names.OLDER.values())
+
+
+def test_the_page_is_the_table(capsys):
+    from_verl.main(["--names"])
+    printed = capsys.readouterr().out
+    assert printed == page.names()
+    assert (ROOT / "docs/verl.md").read_text(encoding="utf-8").endswith(printed)
