@@ -11,6 +11,7 @@ COMMANDS = {
     "jppo.sweep": "several trainings, side by side",
     "jppo.report": "one page about one run or several",
     "jppo.doctor": "what would stop a training, of the machine or of a run",
+    "jppo.from_verl": "a script of verl's as a command of jppo",
     "jppo.data.check": "a look at data",
     "jppo.data.gsm8k": "makes GSM8K's files",
     "jppo.data.arithmetic": "makes the quickstart's task",

@@ -43,10 +43,13 @@ def test_a_command_says_what_it_does(command, monkeypatch, capsys):
     package = (ROOT / command.replace(".", "/")).is_dir()
     module = importlib.import_module(f"{command}.__main__" if package else command)
     monkeypatch.setattr(sys, "argv", [command, "--help"])
-    with pytest.raises(SystemExit) as done:
+    code = 0
+    try:
         module.main()
+    except SystemExit as e:
+        code = e.code
     said = capsys.readouterr().out
-    assert done.value.code in (None, 0) and f"python -m {command}" in said and "--" in said
+    assert code in (None, 0) and f"python -m {command}" in said and "--" in said
 
 
 def test_jppo_lists_them():
