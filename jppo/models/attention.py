@@ -66,7 +66,7 @@ def _forward(
     segment: jax.Array,
     kind: jax.Array | int,
 ) -> tuple[jax.Array, Any]:
-    """softmax(scores) v, and what `_backward` needs: log Σ exp(scores) of each query among it."""
+    """softmax(scores) v, and what `_backward` needs: the arguments, and log Σ exp(scores) of each query."""
     queries, keys, vals = _by_head(q, k.shape[2]), _by_head(k)[:, :, 0], _by_head(v)[:, :, 0]
     mixed, logs = [], []
     for block in blocks(q.shape[1]):
@@ -80,7 +80,7 @@ def _forward(
         mixed.append(out.reshape(R, K, G, B, -1) / total)
         logs.append(top + jnp.log(total))
     whole = _by_token(jnp.concatenate(mixed, axis=3)).astype(q.dtype)
-    return whole, (q, k, v, segment, kind, whole, jnp.concatenate(logs, axis=3))
+    return whole, (q, k, v, segment, kind, jnp.concatenate(logs, axis=3))
 
 
 def _backward(
@@ -91,12 +91,11 @@ def _backward(
     scale: float,
     softcap: float | None,
 ) -> tuple[Any, ...]:
-    """The gradients of q, k and v: with w the softmax, that of a score is w (given·v - given·whole)."""
-    q, k, v, segment, kind, whole, logs = held
+    """The gradients of q, k and v: with w the softmax, that of a score is w (given·v - Σ w given·v)."""
+    q, k, v, segment, kind, logs = held
     K = k.shape[2]
     queries, keys, vals = _by_head(q, K), _by_head(k)[:, :, 0], _by_head(v)[:, :, 0]
     each = _by_head(given, K)
-    level = jnp.sum(each.astype(logs.dtype) * _by_head(whole, K).astype(logs.dtype), axis=-1, keepdims=True)
     by_q = []
     by_k, by_v = jnp.zeros(keys.shape, logs.dtype), jnp.zeros(vals.shape, logs.dtype)
     for block in blocks(q.shape[1]):
@@ -105,7 +104,7 @@ def _backward(
         here, flat = (x[:, :, :, block].reshape(R, K, G * B, -1) for x in (queries, each))
         weight = jnp.where(seen, jnp.exp(found - logs[:, :, :, block]), 0.0)
         pull = _dot("rkqa,rksa->rkqs", flat, vals[:, :, :S]).reshape(weight.shape)
-        by_score = scale * weight * (pull - level[:, :, :, block])
+        by_score = scale * weight * (pull - jnp.sum(weight * pull, axis=-1, keepdims=True))
         if softcap is not None:
             by_score *= 1.0 - jnp.square(found / softcap)
         by_score = by_score.astype(q.dtype).reshape(R, K, G * B, S)

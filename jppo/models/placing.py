@@ -12,7 +12,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
 def put(tree: Any, sharding: Any) -> Any:
-    """Values that every host has, on the devices."""
+    """Values that every host has, on the devices: all by one sharding, or each by its own of a tree like theirs."""
+    if sharding is not None and not isinstance(sharding, jax.sharding.Sharding):
+        return jax.tree.map(put, tree, sharding)
     if sharding is None or sharding.is_fully_addressable:
         return jax.device_put(tree, sharding)
 
