@@ -157,7 +157,7 @@ def test_devices_without_such_memory_are_refused_before_anything_starts(small_ru
 
 
 def test_no_step_of_ten_compiles(small_run, tmp_path, monkeypatch):
-    how = {"data.row_lengths": 2, "actor.max_tokens_per_device": 14, "actor.shuffle": True}
+    how = {"data.row_lengths": 3, "rollout.n": 8, "actor.max_tokens_per_device": 14, "actor.shuffle": True}
     kl = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl_type": "adaptive"}
     length = {"trainer.total_training_steps": 10, "trainer.save_freq": -1, "trainer.test_freq": -1}
     c = changed(small_run, tmp_path / "run", **how, **kl, **length, **OFFLOAD)
