@@ -5,7 +5,7 @@
 A small task is trained twice with two vLLM servers on the CPU: undisturbed, and with one fault a step. A fault strikes
 while the step's samples are drawn, while the weights are published, or between the two. Metrics, samples and the
 exported weights must be those of the undisturbed run to the bit. Prints a table; exits with 1 where something was lost.
-Some fifteen minutes on two cores; it mounts a small disk to fill it, which only root may.
+Some twenty minutes on two cores; it mounts a small disk to fill it, which only root may.
 """
 
 import argparse
