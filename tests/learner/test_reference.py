@@ -99,7 +99,8 @@ def threads():
 
 def test_one_step_equals_plain_torch(new_learner, settings, drawn, tmp_path, threads):
     ours = new_learner(sequences=2 * MINI)
-    trajectories, scores = drawn(2 * MINI, seed=4)
+    # By seed 4 one gradient is 4e-8, as small as its rounding in f32 and as Adam's epsilon: its step may be anything.
+    trajectories, scores = drawn(2 * MINI, seed=5)
     theirs = {
         "actor": make_torch("AutoModelForCausalLM", 0, ours.hf),
         "reference": make_torch("AutoModelForCausalLM", 1, ours.hf),
@@ -152,7 +153,5 @@ def test_one_step_equals_plain_torch(new_learner, settings, drawn, tmp_path, thr
     for name in ("actor", "critic"):
         np.testing.assert_allclose(metrics[f"{name}/grad_norm"], norms[name], rtol=1e-3)
         expected = to_jax(name, "after")
-        apart = jax.tree.map(lambda a, b: np.abs(np.asarray(a) - np.asarray(b)).ravel(), after[name], expected)
-        each = np.concatenate(jax.tree.leaves(apart))
-        # Adam divides a gradient by its size: of one that is nearly 0 both have the rounding only.
-        assert np.quantile(each, 0.999) < 1e-5 and each.max() < LR[name] / 5, jax.tree.map(np.max, apart)
+        apart = jax.tree.map(lambda a, b: float(np.abs(np.asarray(a) - np.asarray(b)).max()), after[name], expected)
+        assert max(jax.tree.leaves(apart)) < 1e-5, apart
