@@ -170,7 +170,7 @@ class Faults:
 @pytest.mark.parametrize("api_type", DOORS)
 def test_every_sample_ends_with_its_score_or_with_an_error(serve, api_type):
     faults = Faults()
-    server, part = serve(faults, api_type, timeout_s=2.0, concurrency=16, retries=3)
+    server, part = serve(faults, api_type, timeout_s=4.0, concurrency=16, retries=3)
     futures = {}
 
     def submit(indices):
@@ -192,9 +192,7 @@ def test_every_sample_ends_with_its_score_or_with_an_error(serve, api_type):
     assert server.peak <= 16
     counts = part.metrics()
     assert counts["judge/errors"] == len(lost)
-    assert counts["judge/requests"] == 256 + counts["judge/retries"]
-    # On a busy machine one or two may time out before the server has read them.
-    assert 0 <= counts["judge/requests"] - len(server.bodies) <= 2
+    assert counts["judge/requests"] == len(server.bodies) == 256 + counts["judge/retries"]
     scored = [i for i in range(256) if i not in lost or faults.kind(i) == "no score"]
     assert counts["judge/prompt_tokens"] == 5 * len(scored) and counts["judge/completion_tokens"] == 3 * len(scored)
     assert set(part.metrics().values()) == {0.0}  # since the last call
