@@ -1,7 +1,7 @@
 """Tokens a second of the heavy stages of a step, with the FLOP utilisation beside them.
 
     python benchmarks/throughput.py                 # shapes S and M, a real vLLM where it is installed
-    python benchmarks/throughput.py --shapes S --no-rollout --dtype bfloat16 --set data.row_lengths=8
+    python benchmarks/throughput.py --shapes S --no-rollout --dtype bfloat16 --set data.row_lengths=4
 
 The stages are those of `jppo.train`, called as it calls them in whole steps, on a random model and one ragged batch: 64
 sequences with prompts of 64 tokens and responses of 16 to 128, mini-batches of 32, one epoch. What vLLM samples has the
