@@ -16,10 +16,8 @@ import ml_collections
 from jppo import config as settings
 
 
-def get_config(arg: str = "") -> ml_collections.ConfigDict:
-    """The recipe; it takes no argument."""
-    if arg:
-        raise settings.UserError(f"configs/gsm8k.py:{arg}: this config takes no argument; use --config.<key>=<value>")
+def get_config() -> ml_collections.ConfigDict:
+    """The recipe."""
     config = settings.default()
 
     config.model.path = "Qwen/Qwen2.5-0.5B-Instruct"

@@ -51,4 +51,4 @@ def test_the_recipe_to_the_number():
 
 def test_an_argument_is_refused():
     with pytest.raises(settings.UserError, match="takes no argument"):
-        load().get_config("big")
+        settings.parse(["--config=configs/gsm8k.py:big"], "", settings.default())

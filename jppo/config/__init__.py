@@ -8,6 +8,7 @@ from jppo.config.commandline import describe, dump, exit_on_user_error, parse
 from jppo.config.defaults import default, sft_default
 from jppo.config.draws import cuts
 from jppo.config.errors import UserError
+from jppo.config.shipped import recipe
 from jppo.config.steps import check_within, parse_steps
 from jppo.config.texts import importance_band, loggers, rejection_rules, save_contents, stop_texts
 
@@ -24,6 +25,7 @@ __all__ = [
     "loggers",
     "parse",
     "parse_steps",
+    "recipe",
     "rejection_rules",
     "save_contents",
     "sft_default",

@@ -64,6 +64,10 @@ def _explain(error: Exception, defaults: ml_collections.ConfigDict) -> str:
     if isinstance(error, AttributeError | KeyError):
         name = re.sub(r"\W", "", text)
         return f"there is no setting {name!r}; python -m jppo.train --help lists them all"
+    if re.search(r"get_config\(\) takes 0 positional arguments", text):
+        return (
+            "--config=FILE:ARGUMENT: this config takes no argument; settings are given as --config.SECTION.NAME=VALUE"
+        )
     typed = re.match(r"flag (--config\.([\w.]+)=.*?): ", text)
     if typed:
         *sections, leaf = typed[2].split(".")

@@ -1,6 +1,9 @@
 """The configs that come with jppo, wherever it is installed: --config=jppo://quickstart is configs/quickstart.py."""
 
 import pathlib
+import runpy
+
+import ml_collections
 
 from jppo.config.errors import UserError
 
@@ -22,3 +25,9 @@ def locate(word: str) -> str:
     if name not in names():
         raise UserError(f"{word}: jppo has no config {name!r}; it has {', '.join(names())}")
     return f"{flag}{FOLDER / name}.py{colon}{argument}"
+
+
+def recipe(name: str, argument: str = "") -> ml_collections.ConfigDict:
+    """The settings of configs/NAME.py, for a config that is the same but for a few."""
+    get_config = runpy.run_path(str(FOLDER / f"{name}.py"))["get_config"]
+    return get_config(argument) if argument else get_config()

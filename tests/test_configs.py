@@ -1,0 +1,78 @@
+"""Every config that comes with jppo passes --dry_run, with stand-ins that have the shapes of the models it names."""
+
+import json
+import pathlib
+import re
+import shutil
+
+import pytest
+
+from jppo import sft, train
+from jppo.config import shipped
+from jppo.data import arithmetic, multiplication
+
+QWEN = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "rope_theta": 1e6, "rms_norm_eps": 1e-6}
+QWEN |= {"hidden_act": "silu", "max_position_embeddings": 32768, "initializer_range": 0.02}
+GEMMA = {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "rms_norm_eps": 1e-6, "head_dim": 256}
+GEMMA |= {"hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 8192, "query_pre_attn_scalar": 256}
+GEMMA |= {"sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+GEMMA |= {"initializer_range": 0.02, "rope_theta": 1e4}
+# Of the published models: width, MLP, layers, heads, key/value heads, vocabulary, tied; and their parameters.
+SHAPES = {
+    "Qwen/Qwen2.5-0.5B-Instruct": (QWEN, (896, 4864, 24, 14, 2, 151936, True), 494_032_768),
+    "Qwen/Qwen2.5-3B-Instruct": (QWEN, (2048, 11008, 36, 16, 2, 151936, True), 3_085_938_688),
+    "Qwen/Qwen2.5-7B-Instruct": (QWEN, (3584, 18944, 28, 28, 4, 152064, False), 7_615_616_512),
+    "Qwen/Qwen2-7B-Instruct": (QWEN, (3584, 18944, 28, 28, 4, 152064, False), 7_615_616_512),
+    "Qwen/Qwen2.5-32B-Instruct": (QWEN, (5120, 27648, 64, 40, 8, 152064, False), 32_763_876_352),
+    "google/gemma-2-2b-it": (GEMMA, (2304, 9216, 26, 8, 4, 256000, True), 2_614_341_888),
+}
+FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+RECIPES = ("gsm8k", "gsm8k_7b", "gsm8k_gemma", "math_grpo", "judge", "lora", "async", "multi_host", "long_context")
+OWN = ("quickstart", "quickstart_sft", "agent_calculator", "agent_calculator_sft")  # that make what they need
+
+
+def test_every_config_is_tried_here():
+    assert set(RECIPES) | set(OWN) == set(shipped.names())
+
+
+def write_stand_in(path: pathlib.Path, family, shape, tokenizer: pathlib.Path) -> None:
+    """A model directory without weights."""
+    path.mkdir()
+    *sizes, vocab, tied = shape
+    described = family | dict(zip(FIELDS, sizes, strict=True), vocab_size=vocab, tie_word_embeddings=tied)
+    (path / "config.json").write_text(json.dumps(described | {"eos_token_id": 1, "torch_dtype": "bfloat16"}))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tokenizer / name, path)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_passes_a_dry_run(name, tiny_model, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    config = shipped.recipe(name)
+    family, shape, parameters = SHAPES[config.model.path]
+    write_stand_in(tmp_path / "model", family, shape, tiny_model)
+    rows = [{"prompt": f"{i % 90 + 10}+11=", "ground_truth": "1", "data_source": "gsm8k"} for i in range(1024)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    here = {"model.path": "model", "data.train_files": "data.jsonl", "data.val_files": "data.jsonl"}
+    words = [f"--config.{key}={tmp_path / value}" for key, value in here.items()]
+    train.main(
+        [f"--config=jppo://{name}", *words, "--config.model.init=random", "--config.trainer.nnodes=1", "--dry_run"]
+    )
+    out = capsys.readouterr().out
+    [held] = re.findall(r"^  policy +([\d,]+)$", out, flags=re.M)
+    copies = 8 if config.mesh.data == -1 else 1
+    width = 2 if config.model.param_dtype == "bfloat16" else 4
+    expected = copies * parameters * width / 2**20
+    assert 0.999 * expected < float(held.replace(",", "")) < 1.1 * expected  # adapters are the rest
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_what_makes_its_own_model_passes_a_dry_run(name, tiny_model, tmp_path, capsys):
+    task = multiplication if name.startswith("agent") else arithmetic
+    task.main(["--out", str(tmp_path / "data")])
+    shutil.copytree(tiny_model if task is arithmetic else tmp_path / "data" / "model", tmp_path / "sft" / "hf")
+    command = sft if name.endswith("_sft") else train
+    command.main([f"--config=jppo://{name}:{tmp_path}", "--dry_run"])
+    out = capsys.readouterr().out
+    assert json.loads(out[: out.index("\n}\n") + 3])["trainer"]["run_dir"].startswith(str(tmp_path))
+    assert "to compile" in out
