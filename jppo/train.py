@@ -30,7 +30,7 @@ from jppo.io.hosts import Elsewhere, Hosts
 from jppo.io.metrics import Logger, Silent
 from jppo.io.profile import Profiler
 from jppo.io.summary import summary
-from jppo.io.timers import Timers
+from jppo.io.timers import Laps, Timers
 from jppo.io.watch import Stopped, Watch, leave
 from jppo.learner import batch, devices, estimate, packing, ppo
 from jppo.models import hf
@@ -85,22 +85,29 @@ def train_on(hosts: Hosts, config: ConfigDict) -> None:
         stack.callback(panel.close)
         why = assemble.attention_kernel(c, inputs.policy)[1]  # one that cannot be is refused before a server starts
         with timer("start"):
+            laps = Laps()
             # It imports and loads while JAX compiles.
             engine = hosts.together(lambda: assemble.ENGINES[c.rollout.name](c, own, hosts))
             stack.callback(engine.close)
             learner, begin = assemble.make_learner(c, inputs, mesh)
+            laps("models")
             if not only_look:
                 assemble.compile_passes(c, learner, begin)
+                laps("compilation")
             origin = assemble.origin(c, inputs, learner)
             begun = assemble.resume(c, checkpoints, learner, begin, panel, origin)
             now, step = begun.state, int(begun.state.step)
             if not only_look:
                 rehearse(c, now)
             del begin  # a resumed run must not hold two states
+            laps("checkpoint")
             sampler = hosts.together(lambda: engine.ready(**assemble.speaking(inputs)))
+            laps("waiting for the sampler")
             assemble.publish_base(c, learner, sampler, step, hosts)
             assemble.publish(c, learner, sampler, now, inputs.adapters, hosts)
+            laps("publish")
             hosts.together(panel.ready)
+            laps("graders")
         logged = begun.step
         if begun.step is not None and (begun.pending is not None or only_look):
             logged = begun.step - 1  # its line is written now
@@ -123,6 +130,7 @@ def train_on(hosts: Hosts, config: ConfigDict) -> None:
             why,
             waiting.introduce(c, inputs),
             assemble.introduce_peak(c, mesh),
+            f"seconds of the start: {laps}",
         ]
         for line in (*filter(None, opening), *profile.introduce(step)):
             logger.note(line)

@@ -63,3 +63,20 @@ class Timers:
         """The step's seconds as metrics `timing_s/<stage>`; the next step starts from nothing."""
         step, self._step = self._step, {}
         return {f"timing_s/{stage}": seconds for stage, seconds in step.items()}
+
+
+class Laps:
+    """What one stage spends its seconds on, one part after the other."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+        self._parts: list[str] = []
+
+    def __call__(self, part: str) -> None:
+        """The seconds since the lap before were this part's."""
+        now = time.perf_counter()
+        self._parts.append(f"{part} {now - self._last:.1f}")
+        self._last = now
+
+    def __str__(self) -> str:
+        return ", ".join(self._parts)

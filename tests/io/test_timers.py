@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from jppo.io.timers import Timers
+from jppo.io.timers import Laps, Timers
 
 
 def test_stages_add_up_within_a_step():
@@ -27,3 +27,12 @@ def test_a_stage_that_raises_is_timed():
 def test_an_unknown_stage_is_an_error():
     with pytest.raises(ValueError, match="rolout"), Timers()("rolout"):
         pass
+
+
+def test_laps_share_out_the_seconds(monkeypatch):
+    clock = iter([10.0, 12.5, 12.5, 20.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    laps = Laps()
+    for part in ("models", "compilation", "publish"):
+        laps(part)
+    assert str(laps) == "models 2.5, compilation 0.0, publish 7.5"
