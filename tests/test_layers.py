@@ -17,8 +17,8 @@ LAYERS = (
     ("algorithms", "models", "statistics"),
     ("learner", "data", "rewards", "rollout", "io"),
     ("agent", "validation", "supply"),
-    ("assemble", "export", "report", "verl"),
-    ("train", "sft", "reward_model", "evaluate", "sweep", "from_verl"),
+    ("assemble", "report", "verl"),
+    ("train", "sft", "reward_model", "evaluate", "sweep", "from_verl", "export", "chat"),
     ("checkup",),
     ("doctor", "__main__"),
 )
