@@ -7,7 +7,6 @@ import pathlib
 import shutil
 import threading
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -43,10 +42,11 @@ def full(small_run, made):
 
 
 @pytest.fixture
-def adapted(small_run, made, tiny_model):
-    """A run that learned adapters beside a model with weights."""
+def adapted(full, small_run, made):
+    """A run that learned adapters beside the model of the other."""
     if "adapted" not in made:
-        small_run.model.path, small_run.model.init = str(tiny_model), "pretrained"
+        small_run.model.path, small_run.model.init = str(full / "hf"), "pretrained"
+        small_run.trainer.run_dir += "-adapted"  # the folder of one test may have both
         small_run.model.lora_rank, small_run.actor.lr = 4, 1e-1
         settings.check(small_run)
         train.train(small_run)
@@ -124,7 +124,7 @@ def test_the_card_says_what_the_run_did(full, tmp_path):
     assert "test score" in curve and ">adder<" in curve and curve.count("<circle") == 2 + 1  # two tests and the legend
 
 
-def test_adapters_alone_and_merged_are_one_model(adapted, tiny_model, tmp_path):
+def test_adapters_alone_and_merged_are_one_model(adapted, full, tmp_path):
     import peft
 
     export.main([str(adapted), "--out", str(tmp_path / "adapter")])
@@ -133,7 +133,7 @@ def test_adapters_alone_and_merged_are_one_model(adapted, tiny_model, tmp_path):
         not list((tmp_path / "adapter").glob("model*"))
         and "LoRA adapters" in (tmp_path / "adapter/README.md").read_text()
     )
-    base = transformers.AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    base = transformers.AutoModelForCausalLM.from_pretrained(full / "hf", dtype=torch.float32)
     before = logits(base)
     applied = logits(peft.PeftModel.from_pretrained(base, tmp_path / "adapter"))
     merged = by_transformers(tmp_path / "merged")
@@ -153,11 +153,11 @@ def test_a_run_without_checkpoints_has_its_last_model(adapted, tmp_path):
     assert "after step 2." in (tmp_path / "merged/README.md").read_text()
 
 
-def test_a_fine_tuned_model_is_exported(tiny_model, tmp_path):
+def test_a_fine_tuned_model_is_exported(full, tmp_path):
     (tmp_path / "sft.jsonl").write_text('{"prompt": "1+2=", "response": "3"}\n' * 4)
     c = settings.sft_default()
     c.model.path, c.data.train_files, c.trainer.run_dir = (
-        str(tiny_model),
+        str(full / "hf"),
         str(tmp_path / "sft.jsonl"),
         str(tmp_path / "run"),
     )
@@ -198,26 +198,28 @@ def test_what_cannot_be_exported_is_one_line(full, tmp_path, capsys):
 def test_a_checkpoint_that_is_cut_or_damaged_is_not_exported(full, tmp_path, capsys):
     broken, half = tmp_path / "checkpoints/1", tmp_path / "checkpoints/2"
     shutil.copytree(full / "checkpoints/1", broken)
-    damage(broken)
+    for at in np.linspace(0.01, 0.99, 99):
+        damage(broken, at)
     shutil.copytree(full / "checkpoints/2", half)
     shutil.rmtree(half / "about")
     out = tmp_path / "out"
     assert "no readable checkpoint" in refused(capsys, tmp_path, "--out", out)  # the newest is not passed over
-    assert "checkpoints/1 is" in refused(capsys, broken, "--out", out)
+    said = refused(capsys, broken, "--out", out)
+    assert str(broken) in said and ("damaged" in said or "no readable" in said)
     unfinished = tmp_path / "checkpoints/3.orbax-checkpoint-tmp"
     unfinished.mkdir()
     assert "no readable checkpoint" in refused(capsys, unfinished, "--out", out)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoints"]
 
 
-def test_a_base_that_is_gone_or_another_is_said(adapted, full, tmp_path, capsys, monkeypatch):
+def test_a_base_that_is_gone_or_another_is_said(adapted, tiny_model, tmp_path, capsys):
     step, out = adapted / "checkpoints/2", tmp_path / "out"
     gone = refused(capsys, step, "--base", tmp_path / "gone", "--out", out)
     assert "is not a directory" in gone and "--base DIR" in gone
     assert "not those that the adapters learned beside" in refused(
         capsys, step, "--merge_lora", "--base", adapted / "hf", "--out", out
     )
-    assert "does not fit" in refused(capsys, step, "--base", full / "hf", "--out", out)
+    assert "does not fit" in refused(capsys, step, "--base", tiny_model, "--out", out)
     assert "add --merge_lora" in refused(capsys, step, "--dtype", "bfloat16", "--out", out)
     assert not out.exists()
 
