@@ -27,9 +27,9 @@ from jppo.learner import sharding, state
 from jppo.models import hf
 from jppo.models.families import ModelConfig
 from jppo.rollout.inprocess import InprocessSettings, make_programs
-from jppo.rollout.sampler import RolloutError, sample_seed
+from jppo.rollout.sampler import RolloutError, greedy, sample_seed
 from jppo.rollout.stream import stream
-from jppo.structs import Params, Sampling
+from jppo.structs import Params
 
 DTYPES = ("float32", "bfloat16", "float16")
 CONTEXT = 4096  # tokens; every one of a model's own costs time and memory
@@ -79,8 +79,9 @@ def load(args: argparse.Namespace) -> Model:
     seed = secrets.randbits(31) if args.seed is None else args.seed
 
     def answer(ids: Sequence[int], turn: int) -> Iterator[list[int]]:
-        drawn = dict(temperature=args.temperature, top_p=args.top_p, top_k=-1, min_p=0.0, n=1, max_tokens=longest)
-        sampling = Sampling(**drawn, stop=(), ignore_eos=False, seed=sample_seed(seed, turn, 0))
+        sampling = dataclasses.replace(
+            greedy(longest), temperature=args.temperature, top_p=args.top_p, seed=sample_seed(seed, turn, 0)
+        )
         return stream(programs, how, model, ids, sampling)
 
     return Model(

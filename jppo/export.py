@@ -18,8 +18,9 @@ from jppo.config import UserError, exit_on_user_error
 from jppo.io import hub
 from jppo.io.card import CURVE, card
 from jppo.io.curve import learning, write_curve
-from jppo.io.metrics import read_metrics
+from jppo.io.metrics import FILE
 from jppo.models import hf
+from jppo.report.folder import read_rows
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -43,21 +44,25 @@ def export(args: argparse.Namespace) -> list[str]:
             for file in sorted((tmp / "model").iterdir()):
                 file.rename(tmp / file.name)
             (tmp / "model").rmdir()
-            describe(tmp, found, run, name=args.out.absolute().name)
+            notes = describe(tmp, found, run, name=args.out.absolute().name)
     except OSError as e:
         raise UserError(
             f"--out={args.out} cannot be written: {e.strerror or e}; name another folder, or make room"
         ) from e
     said = [f"from              {place}", f"{found.kind:<17} {args.out}, {found.dtype}"]
+    said += [f"the card lacks    {note}" for note in notes]
     if args.push:
         said.append(f"pushed to         {hub.push(args.out, args.push)}")
     return said
 
 
-def describe(out: pathlib.Path, found: Trained, run: pathlib.Path | None, *, name: str) -> None:
-    """Writes the model card and the run's curve up to the step."""
-    lines = [] if run is None else read_metrics(run)
-    lines = [line for line in lines if found.step is None or line["step"] <= found.step]
+def describe(out: pathlib.Path, found: Trained, run: pathlib.Path | None, *, name: str) -> list[str]:
+    """Writes the model card and the run's curve up to the step; what the card could not have, and why."""
+    notes: list[str] = [] if found.settings else ["settings: there is no config.json that can be read"]
+    if run is None:
+        notes.append("scores and curve: the checkpoint lies in no run's folder")
+    rows = [] if run is None else read_rows(run / FILE, notes, "no scores and no curve")
+    lines = [m for m in rows if isinstance(m.get("step"), int) and (found.step is None or m["step"] <= found.step)]
     if lines:
         write_curve(out / CURVE, title=name, **learning(lines))
     text = card(
@@ -71,6 +76,7 @@ def describe(out: pathlib.Path, found: Trained, run: pathlib.Path | None, *, nam
         exported_by=__version__,
     )
     (out / "README.md").write_text(text, encoding="utf-8")
+    return notes
 
 
 def require_free(out: pathlib.Path) -> None:

@@ -212,6 +212,21 @@ def test_a_checkpoint_that_is_cut_or_damaged_is_not_exported(full, tmp_path, cap
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoints"]
 
 
+def test_what_the_card_lacks_is_said(full, tmp_path, capsys):
+    alone, run = tmp_path / "alone", tmp_path / "run"
+    shutil.copytree(full / "checkpoints/2", alone)
+    export.main([str(alone), "--out", str(tmp_path / "a")])
+    assert "scores and curve: the checkpoint lies in no run's folder" in capsys.readouterr().out
+    assert "| `actor.lr` | 0.01 |" in (tmp_path / "a/README.md").read_text() and not (tmp_path / "a/curve.svg").exists()
+    shutil.copytree(full / "hf", run / "hf")
+    (run / "config.json").write_text('{"model": {')
+    (run / "metrics.jsonl").write_text('{"step": 1, "val/score": 0.25}\n{"st\n7\n')
+    export.main([str(run), "--out", str(tmp_path / "b")])
+    said = capsys.readouterr().out
+    assert "no config.json that can be read" in said and "2 of 3 lines cannot be read" in said
+    assert "| `val/score` | 0.2500 | 0.2500 |" in (tmp_path / "b/README.md").read_text()
+
+
 def test_a_base_that_is_gone_or_another_is_said(adapted, tiny_model, tmp_path, capsys):
     step, out = adapted / "checkpoints/2", tmp_path / "out"
     gone = refused(capsys, step, "--base", tmp_path / "gone", "--out", out)

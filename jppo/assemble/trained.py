@@ -106,7 +106,7 @@ def of_checkpoint(path: pathlib.Path, *, base: str | None, merge: bool, dtype: s
 
     found = restore_field(path, "policy", like)
     cfg, how, settings = read["cfg"], read["how"], read["settings"]
-    about = dict(step=found.step, settings=settings, versions=found.meta.get("versions", {}))
+    about: dict[str, Any] = dict(step=found.step, settings=settings, versions=found.meta.get("versions", {}))
     if how is not None and not merge:
 
         def write_adapter(out: pathlib.Path) -> None:
@@ -127,7 +127,7 @@ def of_checkpoint(path: pathlib.Path, *, base: str | None, merge: bool, dtype: s
 
 def of_folder(run: pathlib.Path, *, merge: bool, dtype: str | None) -> Trained:
     """What a run without checkpoints has: hf/, or its adapter/ where that is wanted; `dtype` None: as it is there."""
-    about = dict(step=None, settings=_settings(run / "config.json"), versions={})
+    about: dict[str, Any] = dict(step=None, settings=_settings(run / "config.json"), versions={})
     if (run / "adapter").is_dir() and not merge:
         return Trained("adapter", dtype="float32", write=lambda out: shutil.copytree(run / "adapter", out), **about)
     config, cfg = hf.read_config(run / "hf")
