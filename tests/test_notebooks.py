@@ -41,7 +41,7 @@ def test_the_file_is_a_notebook_of_no_machine(name):
     text = (FOLDER / f"{name}.ipynb").read_text(encoding="utf-8")
     nbformat.validate(json.loads(text))
     assert not re.findall(r"/(?:tmp|work|home|root|usr|mnt)/", text)
-    assert max(map(len, (line for cell in read(name).cells for line in cell.source.splitlines()))) <= 140
+    assert max(map(len, (line for cell in read(name).cells for line in cell.source.splitlines()))) <= 120
 
 
 @pytest.mark.parametrize("name", ON_CPU)
