@@ -5,6 +5,7 @@ import json
 import shutil
 import sys
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -67,7 +68,7 @@ def test_a_stream_has_the_tokens_of_the_engine(tiny_model):
         eos_token_ids=model.ends, decode=model.decode
     )
     sampler.hold(chat.read_weights(str(tiny_model), model.cfg, "float32"), version=0)
-    (one,) = sampler.generate([Prompt("a", "", "", ids, "", {})], drawn, version=0)
+    (one,) = sampler.generate([Prompt("a", "", "", np.asarray(ids, np.int32), "", {})], drawn, version=0)
     assert [token for piece in streamed for token in piece] == one.tokens[one.sampled].tolist()
 
 
