@@ -8,6 +8,8 @@ COMMANDS = {
     "jppo.train": "PPO",
     "jppo.sft": "supervised fine-tuning",
     "jppo.evaluate": "tests a model",
+    "jppo.export": "what a run has trained, as a directory for others",
+    "jppo.chat": "talks to a model",
     "jppo.sweep": "several trainings, side by side",
     "jppo.report": "one page about one run or several",
     "jppo.doctor": "what would stop a training, of the machine or of a run",

@@ -28,6 +28,7 @@ DOCS = (
     "docs/rewards.md",
     "docs/agents.md",
     "docs/evaluation.md",
+    "docs/serving.md",
     "docs/monitoring.md",
     "docs/rollout.md",
     "docs/scaling.md",

@@ -18,7 +18,7 @@ from jppo.assemble.learner import Learner
 from jppo.config import UserError, commandline
 from jppo.data.prompts import PromptSet
 from jppo.data.stream import Cursor
-from jppo.io.checkpoint import Checkpoints, checksum, restore
+from jppo.io.checkpoint import Checkpoints, checksum_of_all, restore
 from jppo.learner import optim
 from jppo.rewards.compose import Panel
 from jppo.structs import TrainState
@@ -78,11 +78,7 @@ def frozen_checksums(learner: Learner) -> dict[str, int]:
         "model.path": None if learner.actor.base is None else learner.actor.base.params,
         "critic.path": None if learner.critic is None or learner.critic.base is None else learner.critic.base.params,
     }
-    return {
-        name: sum(checksum(leaf) for leaf in jax.tree.leaves(tree)) % 2**32
-        for name, tree in found.items()
-        if tree is not None
-    }
+    return {name: checksum_of_all(tree) for name, tree in found.items() if tree is not None}
 
 
 def kept(cursor: Cursor, panel: Panel) -> dict[str, Any]:

@@ -239,14 +239,38 @@ def restore(
         _check_structure(path, saved, wanted)
         targets = {name: _target(leaf) for name, leaf in wanted.items()}
         arrays = _read(reader, path.absolute(), state=ocp.args.StandardRestore(targets))["state"]
-    changed = [name for name, array in arrays.items() if checksum(array) != saved[name]["checksum"]]
-    if changed:
-        first = f"{len(changed)} arrays are not what was saved, {changed[0]} among them"
-        raise Damaged(f"{path} is damaged: {first}; use another")
+    _check_sums(path, arrays, saved)
     leaves = [_rewrap(arrays[name], saved[name]) if name in wanted else leaf for name, leaf in whole.items()]
     state = jax.tree.unflatten(jax.tree.structure(like), leaves)
     present = tuple(field for field in missing if any(_of_field(name, field) for name in whole))
     return Restored(content["step"], state, content["meta"], present)
+
+
+def restore_field(path: pathlib.Path, field: str, like: Callable[[dict[str, Any]], Any]) -> Restored:
+    """One field of the state alone, without reading the others, as the structure that `like` makes of the meta."""
+    _quiet()
+    with _checkpointer() as reader:
+        content = _read(reader, path.absolute(), about=ocp.args.JsonRestore())["about"]
+        tree = like(content["meta"])
+        wanted = {f".{field}{name}": leaf for name, leaf in _named(tree)}
+        saved = {name: item for name, item in content["arrays"].items() if _of_field(name, field)}
+        _check_structure(path, saved, wanted)
+        targets = {name: _target(leaf) for name, leaf in wanted.items()}
+        how = ocp.args.PyTreeRestore(
+            targets, restore_args=ocp.checkpoint_utils.construct_restore_args(targets), partial_restore=True
+        )
+        arrays = _read(reader, path.absolute(), state=how)["state"]
+    _check_sums(path, arrays, saved)
+    return Restored(
+        content["step"], jax.tree.unflatten(jax.tree.structure(tree), [arrays[n] for n in wanted]), content["meta"]
+    )
+
+
+def _check_sums(path: pathlib.Path, arrays: dict[str, jax.Array], saved: dict[str, Any]) -> None:
+    changed = [name for name, array in arrays.items() if checksum(array) != saved[name]["checksum"]]
+    if changed:
+        first = f"{len(changed)} arrays are not what was saved, {changed[0]} among them"
+        raise Damaged(f"{path} is damaged: {first}; use another")
 
 
 def _of_field(name: str, field: str) -> bool:
@@ -330,6 +354,11 @@ def checksum(array: jax.Array) -> int:
     if "host" in (array.sharding.memory_kind or ""):
         array = jax.device_put(array, array.sharding.with_memory_kind("device"))
     return int(_sum_of_bits(array))
+
+
+def checksum_of_all(tree: Any) -> int:
+    """One checksum of all arrays of a tree."""
+    return sum(checksum(leaf) for leaf in jax.tree.leaves(tree)) % 2**32
 
 
 @jax.jit

@@ -3,6 +3,7 @@
 import math
 import pathlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 from xml.sax.saxutils import escape
 
 Points = Sequence[tuple[float, float]]  # (step, value)
@@ -27,6 +28,17 @@ def write_curve(path: pathlib.Path, *, title: str, lines: Mapping[str, Points], 
         parts.append(_text(legend + 24, 56, escape(name), anchor="start", size=13))
         legend += 48 + round(7.2 * len(name))
     path.write_text("\n".join([*parts, "</svg>\n"]), encoding="utf-8")
+
+
+def learning(lines: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Points]]:
+    """What a run's curve shows of its lines of metrics: `lines` and `dots` of `write_curve`."""
+
+    def of(metric: str) -> Points:
+        return [(m["step"], m[metric]) for m in lines if m.get(metric) is not None]
+
+    if loss := of("sft/loss"):
+        return {"lines": {"loss": loss}, "dots": {}}
+    return {"lines": {"training reward": of("critic/score/mean")}, "dots": {"test score": of("val/score")}}
 
 
 def _finite(points: Points) -> list[tuple[float, float]]:

@@ -3,7 +3,7 @@
 import pathlib
 
 from jppo.io.appending import read_lines
-from jppo.io.curve import write_curve
+from jppo.io.curve import learning, write_curve
 from jppo.io.metrics import WARNINGS, read_metrics
 from jppo.io.timers import STAGES
 
@@ -11,16 +11,10 @@ from jppo.io.timers import STAGES
 def summary(run: pathlib.Path, report: str) -> None:
     """Says what happened: test score before and after, where the time went, where everything is, the report too."""
     lines = read_metrics(run)
-    tested = [(m["step"], m["val/score"]) for m in lines if m.get("val/score") is not None]
-    reward = [(m["step"], m["critic/score/mean"]) for m in lines if m.get("critic/score/mean") is not None]
-    write_curve(
-        run / "curve.svg",
-        title=run.name,
-        lines={"training reward": reward},
-        dots={"test score": tested},
-    )
+    drawn = learning(lines)
+    write_curve(run / "curve.svg", title=run.name, **drawn)
     print()
-    if tested:
+    if tested := drawn["dots"].get("test score"):
         (first, before), (final, after) = tested[0], tested[-1]
         print(f"test score        {before:.3f} at step {first}  →  {after:.3f} at step {final}")
     print(f"steps             {lines[-1]['step'] if lines else 0}, seconds by stage:")

@@ -314,7 +314,7 @@ def _save(
 ) -> None:
     origin = resolve(source, weights=False)
     config, _ = read_config(origin)
-    with _in_place_of(out) as tmp:
+    with in_place_of(out) as tmp:
         stale = {"torch_dtype", "tie_word_embeddings"}  # said anew
         config = {k: v for k, v in config.items() if k not in stale}
         config |= {"dtype": kind.name, "tie_word_embeddings": cfg.tie_word_embeddings}
@@ -352,7 +352,7 @@ def save_adapter(
     arrays = (array for _, array in adapter_tensors(learned, cfg, how, head=head))
     with fetched_by_all(arrays):
         if write:
-            with _in_place_of(pathlib.Path(out_dir)) as tmp:
+            with in_place_of(pathlib.Path(out_dir)) as tmp:
                 settings = lora.peft_config(how, head=head, base=base)
                 (tmp / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n")
                 shapes = {name: e.hf_shape for e in lora.table(cfg, how, head=head) for name in e.hf_names}
@@ -361,7 +361,7 @@ def save_adapter(
 
 
 @contextlib.contextmanager
-def _in_place_of(out: pathlib.Path) -> Iterator[pathlib.Path]:
+def in_place_of(out: pathlib.Path) -> Iterator[pathlib.Path]:
     """A folder to write to, which takes the place of `out` once all of it is written."""
     out.parent.mkdir(parents=True, exist_ok=True)
     tmp = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}"

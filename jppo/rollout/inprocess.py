@@ -70,9 +70,14 @@ class Programs:
     advance: Callable[..., Slots]  # (model, slots, choice, enough)
     advance_cut: Callable[..., Slots]  # the same with top_p, top_k and min_p
 
+    def advancing(self, sampling: Sampling, vocab_size: int) -> Callable[..., Slots]:
+        """That of the two which so much asks for."""
+        cut = sampling.top_p < 1.0 or 1 <= sampling.top_k < vocab_size or sampling.min_p > 0.0
+        return self.advance_cut if cut else self.advance
 
-def make_programs(s: InprocessSettings, ends: Sequence[int]) -> Programs:
-    """Closes the pure functions over model and shapes."""
+
+def make_programs(s: InprocessSettings, ends: Sequence[int], *, turns: int = TURNS) -> Programs:
+    """Closes the pure functions over model and shapes; `turns` is how many tokens of a row come at a time."""
     empty = functools.partial(generate.empty, s.cfg, rows=s.rows, length=s.max_model_len, dtype=s.dtype)
     # Keys and values have four axes. Rows lie alike before and after every program, or XLA would compile anew.
     places = jax.tree.map(lambda x: s.of_cache if x.ndim == 4 else s.by_row, jax.eval_shape(empty))
@@ -85,7 +90,7 @@ def make_programs(s: InprocessSettings, ends: Sequence[int]) -> Programs:
 
     def advance(model: Params, slots: Slots, choice: Choice, enough: Any, *, cut: bool) -> Slots:
         return generate.advance(
-            model, s.cfg, slots, choice, enough, ends=tuple(ends), turns=TURNS, cut=cut, constrain=constrain
+            model, s.cfg, slots, choice, enough, ends=tuple(ends), turns=turns, cut=cut, constrain=constrain
         )
 
     in_place = functools.partial(jax.jit, donate_argnums=1, out_shardings=places)
@@ -281,7 +286,7 @@ class Turns:
 
     def compile(self) -> None:
         """Runs every program on free rows, so that no later call compiles."""
-        slots, choice = self._programs.empty(), _choice(greedy(1))
+        slots, choice = self._programs.empty(), choice_of(greedy(1))
         for shape in self.settings.prompt_shapes:
             slots = self._programs.fill(self._model, slots, *self._filling([], [], shape))
         rows = np.int32(self.settings.rows)
@@ -329,10 +334,8 @@ class Turns:
                 slots = dataclasses.replace(slots, until=jax.device_put(until, s.by_row))
 
     def _advance(self, slots: Slots, sampling: Sampling, enough: int) -> Slots:
-        advance = self._programs.advance
-        if sampling.top_p < 1.0 or 1 <= sampling.top_k < self.settings.cfg.vocab_size or sampling.min_p > 0.0:
-            advance = self._programs.advance_cut
-        return advance(self._model, slots, _choice(sampling), np.int32(enough))
+        advance = self._programs.advancing(sampling, self.settings.cfg.vocab_size)
+        return advance(self._model, slots, choice_of(sampling), np.int32(enough))
 
     def _fill(self, slots: Slots, waiting: Sequence[Request], free: Sequence[int]) -> tuple[Slots, Sequence[Request]]:
         """Puts the first of those that wait into free rows, as many as can be read at once; says which."""
@@ -367,7 +370,8 @@ class Turns:
         return Answer(tokens.tolist(), logprob.tolist(), [self._version] * len(tokens), finish)
 
 
-def _choice(how: Sampling) -> Choice:
+def choice_of(how: Sampling) -> Choice:
+    """How tokens are chosen, as the programs take it."""
     fields: dict[str, Any] = dict(
         temperature=np.float32(how.temperature),
         top_p=np.float32(how.top_p),

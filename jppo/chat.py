@@ -1,0 +1,274 @@
+"""Talks to a model in the terminal: python -m jppo.chat MODEL_DIR [--system TEXT] [--temperature 0.7]
+
+MODEL_DIR is a Hugging Face directory of a family that jppo knows, as python -m jppo.export writes one, or a hub's name.
+It is spoken to by its tokenizer's chat template; without one, or with --raw, each line is continued by itself. A pipe
+is read line by line, each a turn. /reset forgets what was said, /exit ends, /help says so; Ctrl-C ends an answer.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import math
+import os
+import pathlib
+import secrets
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from jppo.agent.dialogue import Message, fitting, pieces
+from jppo.config import UserError, exit_on_user_error
+from jppo.data.prompts import tokenise
+from jppo.data.rows import Row, checked_text
+from jppo.data.tokenizer import decode, end_token_ids, load_tokenizer
+from jppo.learner import sharding, state
+from jppo.models import hf
+from jppo.models.families import ModelConfig
+from jppo.rollout.inprocess import InprocessSettings, make_programs
+from jppo.rollout.sampler import RolloutError, greedy, sample_seed
+from jppo.rollout.stream import stream
+from jppo.structs import Params
+
+DTYPES = ("float32", "bfloat16", "float16")
+CONTEXT = 4096  # tokens; every one of a model's own costs time and memory
+LONGEST = 256  # tokens of an answer
+AT_ONCE = 4  # tokens between two looks
+PLACE = Row("the conversation", 1, {}, "line")
+HELP = "/reset forgets what was said, /exit ends, Ctrl-C ends an answer"
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model that can be asked."""
+
+    encode: Callable[[str | Sequence[Message]], list[int]]
+    decode: Callable[[list[int]], str]
+    answer: Callable[[Sequence[int], int], Iterator[list[int]]]  # (ids, number of the turn) -> tokens as they come
+    ends: tuple[int, ...]  # tokens after which it is done
+    room: int  # tokens of what is said, beside an answer
+    longest: int  # tokens of an answer
+    templated: bool
+    cfg: ModelConfig
+
+
+def load(args: argparse.Namespace) -> Model:
+    """Reads the model and closes its programs over it; they compile when they are first used."""
+    if (pathlib.Path(args.model) / "adapter_config.json").is_file():
+        raise UserError(f"{args.model} has adapters alone; export the run with --merge_lora, and name that directory")
+    _, cfg = hf.read_config(args.model)
+    hf.check_weights(args.model, cfg, head="lm")
+    tokenizer = load_tokenizer(args.model)
+    ends = end_token_ids(args.model, tokenizer)
+    templated = tokenizer.chat_template is not None and not args.raw
+    if args.system is not None and not templated:
+        raise UserError("--system: this model is not spoken to in messages; give the text before each line instead")
+    own = cfg.max_position_embeddings
+    context = min(own, CONTEXT) if args.context is None else args.context
+    longest = min(LONGEST, context // 2) if args.max_tokens is None else args.max_tokens
+    if not 2 <= context <= own:
+        raise UserError(f"--context={context} must be from 2 to the {own} tokens that the model knows")
+    if not 1 <= longest < context:
+        raise UserError(
+            f"--max_tokens={longest} must be from 1 to {context - 1}, which the context of {context} leaves"
+        )
+    how = engine_settings(cfg, args.dtype, context, context - longest)
+    programs = make_programs(how, ends, turns=AT_ONCE)
+    model = programs.prepare(read_weights(args.model, cfg, args.dtype))
+    seed = secrets.randbits(31) if args.seed is None else args.seed
+
+    def answer(ids: Sequence[int], turn: int) -> Iterator[list[int]]:
+        sampling = dataclasses.replace(
+            greedy(longest), temperature=args.temperature, top_p=args.top_p, seed=sample_seed(seed, turn, 0)
+        )
+        return stream(programs, how, model, ids, sampling)
+
+    return Model(
+        encode=lambda said: tokenise([said if isinstance(said, str) else list(said)], [PLACE], tokenizer)[0],
+        decode=lambda ids: decode(tokenizer, ids),
+        answer=answer,
+        ends=ends,
+        room=context - longest,
+        longest=longest,
+        templated=templated,
+        cfg=cfg,
+    )
+
+
+def engine_settings(cfg: ModelConfig, dtype: str, context: int, longest_prompt: int) -> InprocessSettings:
+    """The trainer's own engine for one reader: one row, on one device."""
+    mesh = sharding.make_mesh((1,))
+    return InprocessSettings(
+        cfg=cfg,
+        rows=1,
+        row_multiple=1,
+        max_prompt_length=longest_prompt,
+        max_model_len=context,
+        dtype=dtype,
+        by_row=sharding.whole_rows_sharding(mesh),
+        of_cache=sharding.cache_sharding(mesh, cfg.num_kv_heads),
+        cut=False,  # nothing is compiled before it is asked for
+    )
+
+
+def read_weights(path: str, cfg: ModelConfig, dtype: str) -> Params:
+    """The parameters on that device."""
+    what = state.weights(cfg, sharding.make_mesh((1,)), head="lm", param_dtype=dtype)
+    return state.load(what, path, init="pretrained", key=jax.random.key(0))
+
+
+class Conversation:
+    """What was said so far, and what is said next."""
+
+    def __init__(self, model: Model, *, system: str | None) -> None:
+        self._model, self._turn = model, 0
+        self._head: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        self._said: list[Message] = list(self._head)
+
+    def reset(self) -> None:
+        """Forgets all but the system message."""
+        self._said = list(self._head)
+
+    def say(self, text: str, *, show: Callable[[str], Any], tell: Callable[[str], Any]) -> None:
+        """Gives `show` the answer as it comes, and `tell` what else there is to know; keeps both if it may."""
+        model, self._turn = self._model, self._turn + 1
+        checked_text(PLACE, "what was said", text)
+        if model.templated:
+            said, ids = fitting([*self._said, {"role": "user", "content": text}], model.encode, model.room)
+            if gone := len(self._said) + 1 - len(said):
+                tell(f"the context is full: the oldest {gone} messages are forgotten")
+        else:
+            said, ids = [], model.encode(text)
+            if len(ids) > model.room:
+                raise UserError(
+                    f"the text is {len(ids)} tokens, and {model.room} fit beside an answer; give less of it"
+                )
+        heard, last = "", model.ends[0]
+
+        def spoken() -> Iterator[list[int]]:
+            nonlocal last
+            for new in model.answer(ids, self._turn):
+                last = new[-1]
+                yield new[:-1] if last in model.ends else new
+
+        try:
+            for piece in pieces(spoken(), model.decode, before=() if model.templated else ids):
+                heard += piece
+                show(piece)
+            if last not in model.ends:
+                tell(f"cut at {model.longest} tokens: --max_tokens")
+        except KeyboardInterrupt:
+            tell("stopped")
+            raise
+        finally:
+            if model.templated:
+                self._said = [*said, {"role": "assistant", "content": heard}]
+
+
+def show(piece: str) -> None:
+    """Writes a piece of an answer at once."""
+    print(piece, end="", flush=True)
+
+
+def tell(line: str) -> None:
+    """Says something that is no answer."""
+    print(f"[{line}]", file=sys.stderr, flush=True)
+
+
+def ask_once(conversation: Conversation, text: str) -> None:
+    """One answer, and a newline after it."""
+    conversation.say(text, show=show, tell=tell)
+    print(flush=True)
+
+
+def converse(conversation: Conversation, lines: Iterator[str], *, terminal: bool) -> None:
+    """A turn for each line; on a terminal what is wrong with one of them is said, and the next one is waited for."""
+    for line in lines:
+        text = line.strip()
+        if text == "/exit":
+            return
+        if text == "/reset":
+            conversation.reset()
+        elif text == "/help":
+            tell(HELP)
+        elif text:
+            try:
+                ask_once(conversation, text)
+            except UserError as e:
+                if not terminal:
+                    raise
+                tell(str(e))
+            except KeyboardInterrupt:
+                if not terminal:
+                    raise
+                print(flush=True)
+
+
+def typed() -> Iterator[str]:
+    """Lines from a terminal, until its end or Ctrl-C at the prompt."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  lines can be edited
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        while True:
+            yield input("> ")
+    print(flush=True)
+
+
+def piped() -> Iterator[str]:
+    """Lines from a pipe or a file."""
+    try:
+        yield from sys.stdin
+    except UnicodeDecodeError as e:
+        raise UserError(f"what is piped in is no UTF-8: byte {e.start} of a block of it; convert it") from e
+
+
+def read_arguments(argv: list[str]) -> argparse.Namespace:
+    """The command line's words, their numbers checked."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jppo.chat", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", metavar="MODEL_DIR")
+    parser.add_argument("--prompt", metavar="TEXT", help="answer this once and exit")
+    parser.add_argument("--system", metavar="TEXT", help="a system message before all others")
+    parser.add_argument("--raw", action="store_true", help="continue text, whatever chat template there is")
+    parser.add_argument("--temperature", type=float, default=0.7, help="0.0 is greedy; 0.7 unless given")
+    parser.add_argument("--top_p", type=float, default=1.0, help="1.0, unless given, is off")
+    parser.add_argument("--max_tokens", type=int, help=f"of an answer; {LONGEST}, or half the context, unless given")
+    parser.add_argument("--context", type=int, help=f"tokens; the model's own, at most {CONTEXT}, unless given")
+    parser.add_argument("--seed", type=int, help="of what is drawn; another one each time unless given")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the products; float32 unless given")
+    args = parser.parse_args(argv)
+    if not 0 <= args.temperature < math.inf or not 0 < args.top_p <= 1:
+        raise UserError(
+            f"--temperature={args.temperature} must be 0 or more, --top_p={args.top_p} above 0 and at most 1"
+        )
+    if args.seed is not None and args.seed < 0:
+        raise UserError(f"--seed={args.seed} must be 0 or more")
+    return args
+
+
+@exit_on_user_error
+def main(argv: list[str] | None = None) -> None:
+    """The command line."""
+    args = read_arguments(sys.argv[1:] if argv is None else argv)
+    try:
+        conversation = Conversation(load(args), system=args.system)
+        if args.prompt is not None:
+            ask_once(conversation, args.prompt)
+        elif sys.stdin.isatty():
+            tell(HELP)
+            converse(conversation, typed(), terminal=True)
+        else:
+            converse(conversation, piped(), terminal=False)
+    except RolloutError as e:
+        print(f"error: {e}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # who read along has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+if __name__ == "__main__":
+    main()

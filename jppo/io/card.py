@@ -1,0 +1,159 @@
+"""A model card: what a model was made of, how, and how far it came, as the README.md of its directory. Pure."""
+
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# The settings that say what a run did, where it has them; what is empty or off is left out.
+OF_PPO = (
+    "algorithm.adv_estimator",
+    "algorithm.gamma",
+    "algorithm.lam",
+    "algorithm.use_kl_in_reward",
+    "algorithm.kl_coef",
+    "algorithm.kl_ctrl_type",
+    "actor.lr",
+    "actor.lr_scheduler_type",
+    "actor.loss_mode",
+    "actor.loss_agg_mode",
+    "actor.clip_ratio",
+    "actor.ppo_mini_batch_size",
+    "actor.ppo_epochs",
+    "actor.entropy_coeff",
+    "actor.use_kl_loss",
+    "actor.kl_loss_coef",
+    "critic.lr",
+    "rollout.n",
+    "rollout.temperature",
+    "rollout.top_p",
+    "reward.grader",
+    "reward.function",
+)
+OF_SFT = ("optim.lr", "optim.lr_scheduler_type", "optim.betas", "optim.weight_decay")
+OF_BOTH = (
+    "data.train_batch_size",
+    "data.max_prompt_length",
+    "data.max_response_length",
+    "data.mix",
+    "data.system_prompt",
+    "model.init",
+    "model.lora_rank",
+    "model.lora_alpha",
+    "model.target_modules",
+    "trainer.seed",
+)
+ONLY_WITH = {  # a setting that says something where another is on
+    "algorithm.kl_coef": "algorithm.use_kl_in_reward",
+    "algorithm.kl_ctrl_type": "algorithm.use_kl_in_reward",
+    "actor.kl_loss_coef": "actor.use_kl_loss",
+    "model.lora_rank": "model.lora_rank",
+    "model.lora_alpha": "model.lora_rank",
+    "model.target_modules": "model.lora_rank",
+}
+ONLY_GAE = ("algorithm.gamma", "algorithm.lam", "critic.lr")  # say something where there is a critic
+OFF: tuple[Any, ...] = (None, "", False, [], ())
+CURVE = "curve.svg"
+
+Lines = Sequence[Mapping[str, Any]]
+
+
+def card(
+    *,
+    name: str,
+    kind: str,
+    dtype: str,
+    step: int | None,
+    settings: Mapping[str, Any],
+    versions: Mapping[str, str],
+    lines: Lines,
+    exported_by: str,
+) -> str:
+    """The card as Markdown; `kind` is 'model' or 'adapter', `lines` those of metrics.jsonl up to the step."""
+    by_ppo = not any(setting.startswith("optim.") for setting in settings)
+    how = "PPO" if by_ppo else "supervised fine-tuning"
+    base = str(settings.get("model.path", ""))
+    what = "LoRA adapters, to be loaded beside their base" if kind == "adapter" else f"weights in {dtype}"
+    reached = step if step is not None else lines[-1]["step"] if lines else None
+    after = "" if reached is None else f" after step {reached}"
+    parts = [
+        _front(base, kind, "reinforcement-learning" if by_ppo else "sft"),
+        f"# {name}",
+        f"{what[0].upper()}{what[1:]}, trained by {how} with jppo{after}.",
+        _facts(base, settings, versions, exported_by),
+    ]
+    if scores := _scores(lines):
+        parts += ["## Scores", scores]
+    if lines:
+        parts.append(f"![the run's curve]({CURVE})")
+    if rows := _settings(settings, OF_PPO if by_ppo else OF_SFT):
+        parts += ["## Settings", rows]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _front(base: str, kind: str, tag: str) -> str:
+    """What the hub reads of a card."""
+    hub_name = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", base) and not pathlib.Path(base).is_dir()
+    lines = [
+        "---",
+        f"library_name: {'peft' if kind == 'adapter' else 'transformers'}",
+        "pipeline_tag: text-generation",
+        *([f"base_model: {base}"] if hub_name else []),
+        f"tags: [jppo, {tag}]",
+        "---",
+    ]
+    return "\n".join(lines)
+
+
+def _facts(base: str, settings: Mapping[str, Any], versions: Mapping[str, str], exported_by: str) -> str:
+    files = {about: _files(str(settings.get(f"data.{key}") or "")) for about, key in _DATA.items()}
+    trained_by = ", ".join(f"{package} {version}" for package, version in versions.items())
+    facts = {"base model": _shown(base)} | files | {"trained by": trained_by, "exported by": f"jppo {exported_by}"}
+    return "\n".join(f"- {about}: {_plain(value)}" for about, value in facts.items() if value)
+
+
+_DATA = {"training data": "train_files", "test data": "val_files"}
+
+
+def _files(names: str) -> str:
+    return ", ".join(_shown(name.strip()) for name in names.split(",") if name.strip())
+
+
+def _shown(path: str) -> str:
+    """A path as others may see it: of one on this machine alone its last part."""
+    return pathlib.PurePath(path).name if path.startswith(("/", "~")) else path
+
+
+def _scores(lines: Lines) -> str:
+    """The first test and the last, metric by metric."""
+    tested = [line for line in lines if line.get("val/score") is not None]
+    if not tested:
+        return ""
+    first, last = tested[0], tested[-1]
+    names = [n for n in last if re.fullmatch(r"val/(.+/)?(score|(pass|maj|best|mean)@\d+)", n)]
+    rows = [f"| `{n}` | {_number(first.get(n))} | {_number(last.get(n))} |" for n in names]
+    head = f"| test | after step {first['step']} | after step {last['step']} |"
+    return "\n".join([head, "|---|---:|---:|", *rows])
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def _settings(settings: Mapping[str, Any], names: Sequence[str]) -> str:
+    rows = []
+    for name in (*names, *OF_BOTH):
+        value = settings.get(name)
+        if any(value is off or (value == off and type(value) is type(off)) for off in OFF):
+            continue
+        if name in ONLY_WITH and not settings.get(ONLY_WITH[name]):
+            continue
+        if name in ONLY_GAE and settings.get("algorithm.adv_estimator") != "gae":
+            continue
+        rows.append(f"| `{name}` | {_plain(_files(value) if name == 'reward.function' else value)} |")
+    return "\n".join(["| setting | value |", "|---|---|", *rows]) if rows else ""
+
+
+def _plain(value: Any) -> str:
+    """A value within a table or a list: on one line, nothing in it Markdown."""
+    return re.sub(r"([|`*_<\[\]])", r"\\\1", " ".join(str(value).split()))
