@@ -21,10 +21,12 @@ def get_config() -> ml_collections.ConfigDict:
     config = settings.recipe("gsm8k")
 
     config.model.path = "google/gemma-2-2b-it"
+    config.model.remat = "full"
 
     config.data.train_batch_size = 512
 
     config.actor.ppo_mini_batch_size = 128
+    config.actor.max_tokens_per_device = 8192
     config.ref.param_offload = True
 
     config.mesh.data = 1
