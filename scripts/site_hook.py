@@ -30,7 +30,7 @@ def on_files(files: Files, config) -> Files:
     for page in [file for file in files if file.is_documentation_page()]:
         source = source_of(page.src_uri)
         for target in targets((ROOT / source).read_text(encoding="utf-8"), source):
-            if place(target) == target and files.get_file_from_path(target) is None:
+            if files.get_file_from_path(target) is None:
                 content = (ROOT / target).read_bytes()
                 files.append(File.generated(config, target, content=content, inclusion=InclusionLevel.NOT_IN_NAV))
     return files
