@@ -47,9 +47,9 @@ lint: $(READY)  ## check style and format
 types: $(READY)  ## check types
 	$(PY) -m mypy
 
-docs: $(READY)  ## make a site of docs/ in site/; it opens from the disk
-	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs -q build
-	@echo "site/index.html is ready"
+docs: $(READY)  ## make a site of docs/ in site/
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
+	@echo "site/index.html is ready; with its search: $(PY) -m http.server -d site"
 
 bench: $(RUN)/sft/hf/config.json  ## measure all that is in benchmarks/, with tables; ARGS=...
 	$(TUNED) $(PY) benchmarks/together.py $(ARGS)
