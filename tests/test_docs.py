@@ -58,7 +58,7 @@ def quoted(name: str) -> list[str]:
 
 @pytest.mark.parametrize("name", DOCS)
 def test_links_lead_somewhere(name):
-    for target in re.findall(r"\]\(([^)]+)\)", text(name)):
+    for target in re.findall(r"\]\(([^)]+)\)", re.sub(r"^```.*?^```", "", text(name), flags=re.S | re.M)):
         if target.startswith("http"):
             continue
         path, _, anchor = target.partition("#")
@@ -76,8 +76,9 @@ def test_paths_exist(name):
         tree_of_readme()
     )
     assert paths or name not in DOCS[:2]
+    made = re.findall(r"`([\w/]+\.py)`[^`]*```python\n", text(name))  # by who follows the page
     missing = [path for path in paths if not (ROOT / path).exists()]
-    assert not missing
+    assert not set(missing) - set(made)
 
 
 @pytest.mark.parametrize("name", DOCS)

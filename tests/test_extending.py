@@ -41,8 +41,9 @@ def changed(before: str, diff: str) -> str:
     lines = diff.splitlines()
     old = "".join(f"{line[1:]}\n" for line in lines if line[:1] != "+")
     new = "".join(f"{line[1:]}\n" for line in lines if line[:1] != "-")
-    assert old.strip() and before.count(f"\n{old}") == 1, f"this must be there once, and is not:\n{old}"
-    return before.replace(f"\n{old}", f"\n{new}")
+    place = re.compile(f"^{re.escape(old)}", re.M)
+    assert old.strip() and len(place.findall(before)) == 1, f"this must be there once, and is not:\n{old}"
+    return place.sub(lambda _: new, before)
 
 
 @pytest.fixture(scope="module")

@@ -66,7 +66,7 @@ def default() -> ml_collections.ConfigDict:
             mix="",  # 'a=0.7,b=0.3': weights of files, by stem, or of data sources; '': all prompts alike
             train_batch_size=256,  # prompts a step
             val_batch_size=-1,  # prompts asked at once in a test; -1: all
-            val_max_samples=-1,  # of the tests, the first ones; -1: all
+            val_max_samples=-1,  # prompts of a test, the first so many; -1: all
             system_prompt="",  # put before chat messages that have no system message; '': none
             max_prompt_length=1024,  # tokens
             max_response_length=512,  # tokens; one that gets there is cut
