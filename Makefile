@@ -22,7 +22,7 @@ unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PIP_TARGET PIP_PREFIX PIP_USER PIP_RE
 
 .DEFAULT_GOAL = help
 .DELETE_ON_ERROR:
-.PHONY: help setup quickstart test test-all lint types bench bench-peers doctor pictures clean
+.PHONY: help setup quickstart test test-all lint types docs bench bench-peers doctor pictures clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,6 +47,10 @@ lint: $(READY)  ## check style and format
 types: $(READY)  ## check types
 	$(PY) -m mypy
 
+docs: $(READY)  ## make a site of docs/ in site/
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
+	@echo "site/index.html is ready; with its search: $(PY) -m http.server -d site"
+
 bench: $(RUN)/sft/hf/config.json  ## measure all that is in benchmarks/, with tables; ARGS=...
 	$(TUNED) $(PY) benchmarks/together.py $(ARGS)
 
@@ -61,7 +65,7 @@ pictures: $(READY)  ## photograph the report of a run for docs/, by a headless C
 	JPPO_PICTURES_OF=$(RUN) $(PY) -m pytest tests/test_report.py -k pictures
 
 clean:  ## remove caches and builds; .venv and runs stay
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .jax_cache
+	rm -rf build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .jax_cache
 	find . -path ./$(VENV) -prune -o -path ./runs -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 # Written last: a setup that was interrupted is done again.

@@ -1,5 +1,7 @@
 """Tests a model: python -m jppo.evaluate --model=DIR --data=FILE[,FILE] [--n=8 --temperature=0.6] [--out=DIR]
 
+    python -m jppo.evaluate --model=runs/quickstart/hf --data=runs/quickstart/data/test.jsonl --max_response_length=4
+
 Any Hugging Face directory of a family that jppo knows, or a hub's name, answers the prompts of the files by vLLM, and
 the graders of their data sources score the answers. A table is printed; settings, samples and summary go to --out.
 Other settings are those of a training, from --config=FILE and as --config.SECTION.NAME=VALUE; --dry_run prints them

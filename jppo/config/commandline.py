@@ -14,6 +14,9 @@ from ml_collections import config_flags
 
 from jppo.config import shipped
 from jppo.config.errors import UserError
+from jppo.config.meanings import meanings
+
+MEANINGS_AT = 52  # the column where they begin in --help, but behind what is longer
 
 
 def dump(config: ml_collections.ConfigDict) -> str:
@@ -91,8 +94,10 @@ def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
 
 
 def describe(config: ml_collections.ConfigDict) -> str:
-    """All settings with their values, one a line, for --help."""
-    return "\n".join(f"  --config.{name}={value!r}" for name, value in settings(config).items())
+    """All settings with their values and meanings, one a line, for --help."""
+    said = settings(config)
+    shown = {name: f"--config.{name}={said[name]!r}" for name in meanings() if name in said}
+    return "\n".join(f"  {one:<{MEANINGS_AT}}  {meanings()[name]}" for name, one in shown.items())
 
 
 def settings(config: ml_collections.ConfigDict, prefix: str = "") -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""Every setting with its default: the one place of a default. A file in `configs/` starts from here."""
+"""Every setting with its default and, behind it, what it means: the one place of both.
+
+A file in `configs/` starts from here; --help and docs/configuration.md show the comments (`meanings.py`).
+"""
 
 import ml_collections
 from ml_collections import config_dict
@@ -28,168 +31,168 @@ def default() -> ml_collections.ConfigDict:
     """All settings of PPO training with their defaults; verl's names where they mean what verl's mean."""
     c, none = ml_collections.ConfigDict, config_dict.placeholder
     optim = dict(
-        grad_clip=1.0,
-        betas=(0.9, 0.999),
-        weight_decay=0.01,
-        lr_scheduler_type="constant",
-        lr_warmup_steps=-1,  # -1: by the ratio
-        lr_warmup_steps_ratio=0.0,  # of all steps
-        min_lr_ratio=0.0,
-        master_dtype="float32",  # what is stepped; float32 beside parameters of bfloat16 is a copy of them
-        moments_dtype="float32",  # or bfloat16: Adam's two means
-        optimizer_offload=False,  # on the host but for the optimizer's steps
+        grad_clip=1.0,  # largest norm of a gradient; a longer one is scaled down to it
+        betas=(0.9, 0.999),  # of Adam's means of the gradient and of its square
+        weight_decay=0.01,  # AdamW's: in a step each weight shrinks by this times the learning rate
+        lr_scheduler_type="constant",  # of the learning rate, after its warm-up
+        lr_warmup_steps=-1,  # steps in which the learning rate rises from 0; -1: by the ratio
+        lr_warmup_steps_ratio=0.0,  # the same as a share of all steps
+        min_lr_ratio=0.0,  # of cosine: the last learning rate as a share of the first
+        master_dtype="float32",  # of what is stepped; float32 beside parameters of bfloat16 is a copy of them
+        moments_dtype="float32",  # of Adam's two means
+        optimizer_offload=False,  # the optimizer is on the host but for its steps
     )
     config = c()
     config.model = c(
         dict(
             path="",  # an HF directory, or a hub name
-            init="pretrained",  # or 'random': only config.json and the tokenizer are read
-            compute_dtype="float32",
-            param_dtype="float32",
+            init="pretrained",  # random: only config.json and the tokenizer are read, weights are drawn
+            compute_dtype="float32",  # of products with parameters; their sums, log-probs and losses are float32
+            param_dtype="float32",  # of the parameters
             scan_layers=True,  # False compiles slower and runs faster on CPU
-            remat="none",  # none, dots, full
-            attention="auto",  # xla; cudnn or pallas on a GPU; splash on a TPU
-            logprob_chunk_bytes=2**27,  # log-probs are computed chunk by chunk: the logits of one
-            lora_rank=0,  # 0: all weights are trained; else only adapters of this rank
-            lora_alpha=16,
-            target_modules="all-linear",  # or some of them, by peft's names, separated by commas
+            remat="none",  # what the backward pass computes anew: nothing, all but products, whole layers
+            attention="auto",  # the kernel; auto: the one that fits the devices; cudnn, pallas: GPUs; splash: TPUs
+            logprob_chunk_bytes=2**27,  # log-probs are computed chunk by chunk: of the logits of one
+            lora_rank=0,  # of adapters, which alone are trained; 0: there are none, all weights are
+            lora_alpha=16,  # adapters are scaled by this over their rank
+            target_modules="all-linear",  # what has adapters: all, or some by peft's names, separated by commas
         )
     )
     config.data = c(
         dict(
             train_files="",  # parquet, jsonl, json or tfds:NAME/SPLIT@DIR; several separated by commas
-            val_files="",
+            val_files="",  # the test's, in the same forms
             custom_cls="",  # 'path.py:Class': reads the entries of train_files and val_files, Class(entry, tokenizer=)
             mix="",  # 'a=0.7,b=0.3': weights of files, by stem, or of data sources; '': all prompts alike
             train_batch_size=256,  # prompts a step
             val_batch_size=-1,  # prompts asked at once in a test; -1: all
-            val_max_samples=-1,  # -1: all
+            val_max_samples=-1,  # prompts of a test, the first so many; -1: all
             system_prompt="",  # put before chat messages that have no system message; '': none
-            max_prompt_length=1024,
-            max_response_length=512,
+            max_prompt_length=1024,  # tokens
+            max_response_length=512,  # tokens; one that gets there is cut
             filter_overlong_prompts=True,  # leaves over-long prompts out
-            truncation="error",  # of over-long prompts that are not left out; or cut them: left, right, middle
-            shuffle=True,
-            packing="auto",  # segments on a TPU, else buckets; or none
+            truncation="error",  # of over-long prompts that are not left out: an error, or which part is cut away
+            shuffle=True,  # draws prompts in another order in every epoch; False: as the files have them
+            packing="auto",  # how rows are filled: auto is segments on a TPU, else buckets
             row_lengths=4,  # buckets: how many lengths of row, each one more shape to compile
             max_tokens_per_row=-1,  # segments: the length of a row; -1: of the longest prompt and response
         )
     )
     config.algorithm = c(
         dict(
-            adv_estimator="gae",
-            gamma=1.0,  # read by gae and reinforce_plus_plus
-            lam=1.0,  # read by gae
-            norm_adv_by_std_in_grpo=True,  # read by grpo and grpo_passk
-            use_kl_in_reward=False,
-            kl_penalty="kl",
-            kl_coef=0.001,
+            adv_estimator="gae",  # gae has a critic; what compares the responses to a prompt needs rollout.n above 1
+            gamma=1.0,  # discount; read by gae and reinforce_plus_plus
+            lam=1.0,  # gae's λ
+            norm_adv_by_std_in_grpo=True,  # divides by the group's deviation; read by grpo and grpo_passk
+            use_kl_in_reward=False,  # takes the KL to the reference off the rewards of the tokens
+            kl_penalty="kl",  # the estimator of that KL
+            kl_coef=0.001,  # its coefficient
             kl_ctrl_type="fixed",  # adaptive: kl_coef is the first one, then it follows the KL
-            target_kl=0.1,
-            horizon=10000,
-            old_logprob="decoupled",  # recomputed; bypass: the sampler's; correction: recomputed, and the gap mended
+            target_kl=0.1,  # adaptive: the KL that is aimed at
+            horizon=10000,  # adaptive: responses over which the coefficient follows; the larger the slower
+            old_logprob="decoupled",  # decoupled: recomputed; bypass: the sampler's; correction: recomputed, gap mended
             rollout_is="none",  # correction: importance weights by token or by sequence
             rollout_is_threshold="2.0",  # an upper bound, or a band low_high
-            rollout_is_batch_normalize=False,
+            rollout_is_batch_normalize=False,  # correction: divides the weights by their mean over the batch
             rollout_rs="",  # correction: rules of rejection, separated by commas, as in token_k1,seq_mean_k3
             rollout_rs_threshold="",  # one for all rules, or one for each
         )
     )
     config.actor = c(
         dict(
-            lr=1e-6,
-            ppo_mini_batch_size=64,  # sequences
-            ppo_epochs=1,
+            lr=1e-6,  # learning rate
+            ppo_mini_batch_size=64,  # responses of one optimizer step
+            ppo_epochs=1,  # passes over a step's batch
             shuffle=False,  # draws the mini-batches anew in every epoch
-            loss_mode="vanilla",
-            loss_agg_mode="token-mean",
+            loss_mode="vanilla",  # vanilla is PPO; see docs/algorithms.md
+            loss_agg_mode="token-mean",  # how the losses of tokens are averaged
             loss_scale_factor=none(float),  # of seq-mean-token-sum-norm; None: data.max_response_length
-            clip_ratio=0.2,
-            clip_ratio_low=none(float),  # None: clip_ratio
-            clip_ratio_high=none(float),
+            clip_ratio=0.2,  # how far new over old probability may move from 1 before its gradient ends
+            clip_ratio_low=none(float),  # the same downwards; None: clip_ratio
+            clip_ratio_high=none(float),  # the same upwards; None: clip_ratio
             clip_ratio_c=3.0,  # of the dual clip: the largest ratio that counts where the advantage is negative
-            tau_pos=1.0,  # of sapo
-            tau_neg=1.05,
-            entropy_coeff=0.0,
+            tau_pos=1.0,  # of sapo, where the advantage is positive
+            tau_neg=1.05,  # of sapo, where it is negative
+            entropy_coeff=0.0,  # of the policy's entropy, which the loss rewards
             calculate_entropy=True,  # as a metric; False spares the old log-probs the whole vocabulary's second pass
-            use_kl_loss=False,
-            kl_loss_coef=0.001,
-            kl_loss_type="low_var_kl",
-            max_tokens_per_device=16384,  # of a micro-batch
-            param_offload=False,  # on the host between its uses
+            use_kl_loss=False,  # adds the KL to the reference to the loss
+            kl_loss_coef=0.001,  # its coefficient
+            kl_loss_type="low_var_kl",  # the estimator of that KL
+            max_tokens_per_device=16384,  # tokens of a micro-batch on one device: what memory follows, and no result
+            param_offload=False,  # parameters are on the host between their uses
             **optim,
         )
     )
     config.critic = c(
         dict(
-            path="",  # '': the policy's
-            lora_rank=none(int),  # None: the policy's
-            lora_alpha=none(int),
-            lr=1e-5,
-            ppo_mini_batch_size=none(int),  # None: the actor's
-            ppo_epochs=1,
-            shuffle=False,
-            loss_agg_mode=none(str),  # None: the actor's
-            loss_scale_factor=none(float),  # None: the actor's
-            cliprange_value=0.5,
-            param_offload=False,
+            path="",  # the model that the critic begins with; '': the policy's
+            lora_rank=none(int),  # of the critic's adapters; None: the policy's
+            lora_alpha=none(int),  # as model.lora_alpha; None: the policy's
+            lr=1e-5,  # learning rate
+            ppo_mini_batch_size=none(int),  # responses of one optimizer step; None: the actor's
+            ppo_epochs=1,  # passes over a step's batch
+            shuffle=False,  # draws the mini-batches anew in every epoch
+            loss_agg_mode=none(str),  # how the losses of tokens are averaged; None: the actor's
+            loss_scale_factor=none(float),  # of seq-mean-token-sum-norm; None: the actor's
+            cliprange_value=0.5,  # how far a value may move from the old one before its gradient ends
+            param_offload=False,  # parameters are on the host between their uses
             **optim,
         )
     )
     config.ref = c(
         dict(
-            path="policy",  # as the run begins; or an HF directory; '': there is no reference
-            param_offload=False,
+            path="policy",  # policy: the one that the run begins with; or an HF directory; '': there is no reference
+            param_offload=False,  # parameters are on the host between their uses
         )
     )
     config.rollout = c(
         dict(
-            name="vllm",  # or sglang; or inprocess: the trainer samples by itself, on its own devices
+            name="vllm",  # vllm and sglang are servers; inprocess: the trainer samples by itself, on its own devices
             python="",  # the interpreter that has vLLM or SGLang; '' is the trainer's own
             urls="",  # attach to running servers, separated by commas, and start none
-            servers=1,
+            servers=1,  # how many are started
             port=0,  # of the first server, the others follow; 0 takes free ones
-            mode="sync",  # or async: the next steps' samples are drawn while the trainer learns
+            mode="sync",  # async: the next steps' samples are drawn while the trainer learns
             max_staleness=1,  # async: by how many updates a sample's weights may be older than the policy that learns
             on_update="wait",  # async, of what is under way: wait for it, abort it to go on anew, keep it
             partial=False,  # async: responses that take long go on in the next steps
-            n=1,
-            temperature=1.0,
-            top_p=1.0,  # 1.0, -1 and 0.0 are off; what these cut, the trainer does not
-            top_k=-1,
-            min_p=0.0,
+            n=1,  # responses to a prompt
+            temperature=1.0,  # of training; log-probs are taken at it, too
+            top_p=1.0,  # of training; 1.0 is off; what this and the next two cut away, the trainer does not
+            top_k=-1,  # of training; -1 is off
+            min_p=0.0,  # of training; 0.0 is off
             stop="",  # texts that end a response, separated by commas; \n, \t, \r, \, and \\ are characters of a text
             ignore_eos=False,  # only stop texts and the length end a response
-            dtype="float32",
-            enforce_eager=True,
-            sleep_level=0,  # on the trainer's own GPU: servers give memory back while it learns; 1, 2
+            dtype="float32",  # of the engine's weights and products
+            enforce_eager=True,  # vLLM captures no graphs: it starts sooner and samples slower on a GPU
+            sleep_level=0,  # on the trainer's own GPU: servers give memory back while it learns; 0: they do not
             max_num_seqs=256,  # responses under way at once, of each server
-            gpu_memory_utilization=0.4,  # on a GPU
+            gpu_memory_utilization=0.4,  # share of a GPU's memory that a server takes
             kv_cache_memory_bytes=268435456,  # on a CPU: of the keys and values of the responses under way
-            omp_threads=1,  # on a CPU
+            omp_threads=1,  # of a server on a CPU
             tensor_model_parallel_size=1,  # GPUs of one server
             devices="",  # the GPUs of the servers, as in CUDA_VISIBLE_DEVICES; '': all that there are
             engine_args="",  # more options of the server's own, as on a command line
-            start_timeout_s=300.0,
-            request_timeout_s=600.0,
+            start_timeout_s=300.0,  # until a server is ready
+            request_timeout_s=600.0,  # for one response
             health_timeout_s=60.0,  # a server that says no word for so long hangs
             max_restarts=5,  # of servers that break, in all; then the run ends with a checkpoint
-            lora_sync="merge",  # of a policy with adapters: whole weights; or adapter: vLLM gets the adapters alone
-            publish_via="file",  # on this machine; tcp: servers on others pull the weights from the trainer
+            lora_sync="merge",  # of adapters: merge publishes whole weights, adapter the adapters alone (vLLM)
+            publish_via="file",  # file: on this machine; tcp: servers on others pull the weights from the trainer
             publish_host="",  # of tcp: the trainer's address as the servers see it; '' is 127.0.0.1
             publish_dir="",  # '': nameless shared memory; a folder that both see when the server is in a container
             logp_tolerance=1e-3,  # largest |trainer - sampler| log-prob before step 1
             multi_turn=c(
                 dict(
-                    enable=False,
-                    max_assistant_turns=-1,  # -1: until the response is full
-                    max_user_turns=-1,  # of tools, users and environments
-                    max_parallel_calls=1,  # of one turn
-                    max_tool_response_length=256,  # characters
-                    tool_response_truncate_side="middle",  # left, middle, right: what is cut of a longer one
-                    tool_config_path="",  # YAML, or Python with tools()
+                    enable=False,  # conversations of several turns, with tools, a simulated user or an environment
+                    max_assistant_turns=-1,  # the policy's; -1: until the response is full
+                    max_user_turns=-1,  # of tools, users and environments; -1: any number
+                    max_parallel_calls=1,  # calls of one turn that are answered
+                    max_tool_response_length=256,  # characters of an answer
+                    tool_response_truncate_side="middle",  # what is cut of a longer one
+                    tool_config_path="",  # the tools: YAML, or Python with tools()
                     tool_timeout_s=10.0,  # for one call, and one answer of a user or an environment
-                    format="hermes",  # of calls; or qwen3, qwen3_coder; plain: for models without a chat template
+                    format="hermes",  # of calls; plain: for models without a chat template
                     interaction="",  # 'path.py:Class': a simulated user
                     environment="",  # 'path.py:Class': its reward is the response's
                     allow_code=False,  # tools that run what the model writes
@@ -198,10 +201,10 @@ def default() -> ml_collections.ConfigDict:
             val_kwargs=c(
                 dict(
                     temperature=0.0,  # of a test; 0.0 is greedy
-                    top_p=1.0,
-                    top_k=-1,  # -1: all tokens
-                    min_p=0.0,
-                    n=1,  # responses to a prompt
+                    top_p=1.0,  # of a test; 1.0 is off
+                    top_k=-1,  # of a test; -1 is off
+                    min_p=0.0,  # of a test; 0.0 is off
+                    n=1,  # of a test: responses to a prompt
                 )
             ),
         )
@@ -220,31 +223,31 @@ def default() -> ml_collections.ConfigDict:
             format_regex="",  # format_score: 1 where a response matches as a whole
             judge=c(
                 dict(
-                    api_type="",  # openai, dashscope, gemini or claude; '': there is no judge
-                    model="",
-                    base_url="",  # '': the provider's own
-                    preset="",  # math, code, dialogue or safety
-                    system_prompt="",  # '': the preset's
-                    scoring_prompt="",  # with {prompt}, {response} and {ground_truth}; '': the preset's
+                    api_type="",  # the provider; '': there is no judge
+                    model="",  # the judge's name at its provider
+                    base_url="",  # its address; '': the provider's own
+                    preset="",  # prompts that come with jppo; '': those of the next two
+                    system_prompt="",  # what the judge is; '': the preset's
+                    scoring_prompt="",  # the question, with {prompt}, {response} and {ground_truth}; '': the preset's
                     max_score=10.0,  # what the judge is told is the best; scores are divided by it
-                    temperature=0.0,
-                    max_tokens=512,
-                    concurrency=32,
-                    retries=4,
-                    timeout_s=60.0,
-                    cache_dir="",  # '': none
+                    temperature=0.0,  # of the judge's answers
+                    max_tokens=512,  # of one answer
+                    concurrency=32,  # requests under way at once
+                    retries=4,  # of a request that failed
+                    timeout_s=60.0,  # for one request
+                    cache_dir="",  # keeps scores for later runs; '': none are kept
                 )
             ),
             model=c(
                 dict(
                     path="",  # a sequence classifier with one label; '': there is no reward model
-                    engine="auto",  # jax for the families that jppo knows, else transformers; or vllm
+                    engine="auto",  # auto: jax for the families that jppo knows, else transformers
                     python="",  # the interpreter that has torch or vLLM, where one is needed; '' is the trainer's own
                     device="cpu",  # of transformers, such as cuda:1
-                    dtype="float32",
+                    dtype="float32",  # of its weights and products
                     threads=1,  # of transformers and vLLM on a CPU
                     gpu_memory_utilization=0.2,  # of vLLM on a GPU
-                    batch_size=32,
+                    batch_size=32,  # texts that are scored at once
                     max_length=2048,  # tokens that it reads; of longer texts the end
                     normalize=False,  # by the running mean and deviation of all scores so far
                     clip=none(float),  # of the score, on both sides
@@ -254,22 +257,22 @@ def default() -> ml_collections.ConfigDict:
     )
     config.trainer = c(
         dict(
-            run_dir="runs/run",
+            run_dir="runs/run",  # the folder of all that the run writes
             compile_cache="~/.cache/jppo",  # programs that XLA compiled, for later runs; '': none are kept
             logger="console,jsonl,tensorboard",  # where metrics go, separated by commas; also wandb, mlflow
             project_name="jppo",  # in wandb and mlflow
             experiment_name="",  # in wandb and mlflow; '': the name of run_dir
-            seed=1,
-            total_epochs=1,
-            total_training_steps=-1,  # -1: by epochs
+            seed=1,  # of everything that is drawn
+            total_epochs=1,  # passes over the prompts
+            total_training_steps=-1,  # of the run, all starts together; -1: by epochs
             critic_warmup=0,  # steps in which only the critic learns
             max_bad_steps=3,  # in a row with a loss or gradient that is no number: skipped, then the run stops
-            save_freq=-1,  # steps; -1 saves at the end only
-            test_freq=-1,
-            val_before_train=True,
+            save_freq=-1,  # steps from one checkpoint to the next; -1: at the end only
+            test_freq=-1,  # steps from one test to the next; -1: none between the first and the last
+            val_before_train=True,  # tests before the first step too
             val_only=False,  # tests the policy that a start would have, in RUN_DIR/val_only, and stops
             log_val_generations=8,  # prompts whose response is shown at each test, in the console and by the loggers
-            resume_mode="auto",  # auto, disable, or a checkpoint's path
+            resume_mode="auto",  # auto: from the last checkpoint of run_dir; disable: anew; or a checkpoint's path
             max_ckpt_to_keep=2,  # the last ones; the best is kept besides
             best_metric="val/score",  # of the saved checkpoints the best has most of it; '': none is kept for that
             save_contents="model,optimizer,extra",  # or less, or hf_model too: checkpoints/STEP/hf
@@ -283,7 +286,14 @@ def default() -> ml_collections.ConfigDict:
             profile_steps="",  # '3', '3,5' or '2-4': steps of which JAX's profiler writes a trace; '': none
         )
     )
-    config.mesh = c(dict(data=-1, fsdp=1, tensor=1, sequence=1))  # -1 takes the devices that are left
+    config.mesh = c(
+        dict(
+            data=-1,  # devices that share the rows; -1, here or below: those that are left
+            fsdp=1,  # devices that share the rows, and the width of the parameters
+            tensor=1,  # devices that share heads, MLP and vocabulary
+            sequence=1,  # devices that share the positions of a row
+        )
+    )
     return config.lock()
 
 

@@ -1,4 +1,4 @@
-"""The quickstart's task, made from nothing: `python -m jppo.data.arithmetic --out DIR --seed 1`.
+"""The quickstart's task, made from nothing: `python -m jppo.data.arithmetic --out data/addition --seed 1`.
 
 The task is to add two numbers of two digits, none of them zero: 81 * 81 = 6,561 problems such as `47+85=`, of
 which 1,000 are held out. The starting model learns it from a sloppy teacher, who forgets the carry from the
@@ -136,7 +136,7 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--out", type=pathlib.Path, required=True, help="directory to write to")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=1, help="of all that is drawn")
     parser.add_argument("--test", type=int, default=1000, help="problems to hold out")
     parser.add_argument("--sloppy", type=float, default=0.65, help="how often the teacher forgets a carry")
     parser.add_argument("--demonstrations", type=int, default=8, help="of each training problem")

@@ -1,5 +1,7 @@
 """Looks at data before they are trained on: `python -m jppo.data.check FILES [--tokenizer DIR] [--val FILES]`.
 
+    python -m jppo.data.check data/gsm8k/train.parquet --val data/gsm8k/test.parquet
+
 FILES are comma-separated or several, as in data.train_files. Said of them: rows and columns, the data sources and
 what grades them, how long the prompts are, duplicates, rows without an answer, prompts that are in both sets, and
 the first prompt as the model will read it. Exit code 0 with a line OK or WARN for each; 2 where the data cannot be

@@ -1,7 +1,7 @@
-"""GSM8K as prompts: `python -m jppo.data.gsm8k --out DIR [--from JSONL_DIR] [--tfds]`.
+"""GSM8K as prompts: `python -m jppo.data.gsm8k --out data/gsm8k`.
 
-Written are DIR/train.parquet and DIR/test.parquet, or, with --tfds, a data set of tensorflow-datasets, to be read as
-tfds:gsm8k/train@DIR and tfds:gsm8k/test@DIR.
+Written are train.parquet and test.parquet in that folder, or, with --tfds, a data set of tensorflow-datasets, to be
+read as tfds:gsm8k/train@data/gsm8k and tfds:gsm8k/test@data/gsm8k.
 
 The layout is verl's, so that either project reads the other's files: the question with the recipe's suffix as
 one chat message, and what stands after `####` in the worked solution, commas removed, as the ground truth.

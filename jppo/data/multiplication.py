@@ -1,4 +1,4 @@
-"""A task that needs its tool, made from nothing: `python -m jppo.data.multiplication --out DIR --seed 1`.
+"""A task that needs its tool, made from nothing: `python -m jppo.data.multiplication --out data/product --seed 1`.
 
 The task is to multiply two numbers of four digits, none of them zero: 43 million problems such as `1234*5678=`,
 which a small model can't work out. It has a calculator, which it calls in the plain format of `jppo/agent/calls.py`:
@@ -88,7 +88,7 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--out", type=pathlib.Path, required=True, help="directory to write to")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=1, help="of all that is drawn")
     parser.add_argument("--train", type=int, default=40_000, help="problems to train on")
     parser.add_argument("--test", type=int, default=500, help="problems to hold out")
     args = parser.parse_args()

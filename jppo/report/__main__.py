@@ -14,8 +14,9 @@ from jppo.report.page import NAME, write_report
 @exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     """The command line."""
-    about, _, more = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(prog="python -m jppo.report", description=f"{about} {more}")
+    parser = argparse.ArgumentParser(
+        prog="python -m jppo.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run_dirs", nargs="+", type=pathlib.Path, metavar="RUN_DIR", help="the folder of a run")
     parser.add_argument("--out", type=pathlib.Path, help=f"the page (RUN_DIR/{NAME} for one run, ./{NAME} for several)")
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)

@@ -1,0 +1,80 @@
+"""What mkdocs.yml asks for beside docs/: README.md as the first page, and links that are right in both places.
+
+The pages link to each other, to README.md and to files of the repository as a code host shows them. Here such a link
+becomes one within the site: to the page that the file is, or to a copy of the file.
+"""
+
+import pathlib
+import posixpath
+import re
+
+from mkdocs.structure.files import File, Files, InclusionLevel
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+# Files outside docs/ that are pages, and the page that each is.
+PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "benchmarks/README.md": "benchmarks.md",
+}
+# A link's or a picture's target, in Markdown or in HTML.
+TARGET = re.compile(r"""(\]\(|<(?:img|a)\b[^>]*?\b(?:src|href)=")([^)"#\s]*)(#[^)"\s]*)?(?=[)"])""", re.S)
+FENCE = re.compile(r"^(```.*?^```)$", re.S | re.M)
+
+
+def on_files(files: Files, config) -> Files:
+    """Adds those pages, and copies of what the pages link to."""
+    for page in PAGES.values():
+        files.append(File.generated(config, page, content=""))  # read in on_page_read_source
+    for page in [file for file in files if file.is_documentation_page()]:
+        source = source_of(page.src_uri)
+        for target in targets((ROOT / source).read_text(encoding="utf-8"), source):
+            if files.get_file_from_path(target) is None:
+                content = (ROOT / target).read_bytes()
+                files.append(File.generated(config, target, content=content, inclusion=InclusionLevel.NOT_IN_NAV))
+    return files
+
+
+def on_page_read_source(page, config) -> str | None:
+    """The text of a page that stands elsewhere."""
+    source = source_of(page.file.src_uri)
+    return None if source.startswith("docs/") else (ROOT / source).read_text(encoding="utf-8")
+
+
+def on_page_markdown(markdown: str, page, config, files) -> str:
+    """The links of a page as they are in the site."""
+    here = page.file.src_uri
+    source = source_of(here)
+
+    def rewritten(match: re.Match) -> str:
+        before, target, anchor = match[1], match[2], match[3] or ""
+        if not target or "://" in target or target.startswith("mailto:"):
+            return match[0]
+        there = posixpath.relpath(place(resolve(target, source)), posixpath.dirname(here) or ".")
+        return f"{before}{there}{anchor}"
+
+    parts = FENCE.split(markdown)  # every other one is code
+    return "".join(part if i % 2 else TARGET.sub(rewritten, part) for i, part in enumerate(parts))
+
+
+def source_of(page: str) -> str:
+    """The file in the repository that a page of the site is."""
+    return next((source for source, name in PAGES.items() if name == page), f"docs/{page}")
+
+
+def place(source: str) -> str:
+    """Where a file of the repository is in the site."""
+    return PAGES.get(source, source.removeprefix("docs/"))
+
+
+def resolve(target: str, source: str) -> str:
+    """The file in the repository that a link in `source` names."""
+    return posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
+
+
+def targets(text: str, source: str) -> set[str]:
+    """The files of the repository outside docs/ that a page links to, but for other pages."""
+    prose = FENCE.sub("", text)
+    found = {resolve(match[2], source) for match in TARGET.finditer(prose) if match[2] and "://" not in match[2]}
+    return {name for name in found if not name.startswith("docs/") and name not in PAGES and (ROOT / name).is_file()}

@@ -1,0 +1,111 @@
+"""The site of docs/: it builds without a warning, its links lead somewhere, and it asks the network for nothing."""
+
+import html.parser
+import os
+import pathlib
+import subprocess
+import sys
+import urllib.parse
+
+import pytest
+import yaml
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+LOADED = {"link": "href", "script": "src", "img": "src", "source": "src", "iframe": "src"}
+
+
+class Page(html.parser.HTMLParser):
+    """What a page links to, what it loads, and its anchors."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.links: set[str] = set()
+        self.loaded: set[str] = set()
+        self.anchors: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        found = dict(attrs)
+        self.anchors |= {found[key] for key in ("id", "name") if found.get(key)}
+        if tag == "a" and found.get("href"):
+            self.links.add(found["href"])
+        if found.get(LOADED.get(tag, "")) and found.get("rel") not in ("canonical", "next", "prev"):
+            self.loaded.add(found[LOADED[tag]])
+
+
+def build(folder: pathlib.Path, *more: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder), *more]
+    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The pages of the site by their files."""
+    folder = tmp_path_factory.mktemp("site") / "site"
+    done = build(folder)
+    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
+    pages = {path: Page(path.read_text(encoding="utf-8")) for path in folder.rglob("*.html")}
+    assert len(pages) > 18
+    return folder, pages
+
+
+def local(target: str, page: pathlib.Path) -> tuple[pathlib.Path, str] | None:
+    """The file in the site and the anchor that a link in a page names; None where it leads elsewhere."""
+    parts = urllib.parse.urlsplit(target)
+    if parts.scheme or parts.netloc:
+        return None
+    path = urllib.parse.unquote(parts.path)
+    return (page.parent / path).resolve() if path else page, urllib.parse.unquote(parts.fragment)
+
+
+def test_every_link_and_anchor_leads_somewhere(site):
+    folder, pages = site
+    checked, broken = 0, []
+    for file, page in pages.items():
+        if file.name == "404.html":  # which stands at no place: its links are those of a root
+            continue
+        for target in page.links | page.loaded:
+            if (found := local(target, file)) is None:
+                continue
+            there, anchor = found
+            there = there / "index.html" if there.is_dir() else there
+            checked += 1
+            if not there.is_file() or (anchor and there in pages and anchor not in pages[there].anchors):
+                broken.append(f"{file.relative_to(folder)}: {target}")
+    assert checked > 500 and not broken
+
+
+def test_it_loads_nothing_from_elsewhere(site):
+    folder, pages = site
+    elsewhere = {target for page in pages.values() for target in page.loaded if "//" in target}
+    assert not elsewhere
+    sheets = "".join(file.read_text(encoding="utf-8") for file in folder.rglob("*.css"))
+    assert "@import" not in sheets and "url(http" not in sheets and "url(//" not in sheets
+
+
+def test_the_first_page_is_the_readme_and_files_outside_docs_are_there(site):
+    folder, pages = site
+    assert {"on-your-machine", "the-tree"} <= pages[folder / "index.html"].anchors
+    assert (folder / "LICENSE").read_text(encoding="utf-8").lstrip().startswith("Apache License")
+    assert "a-release" in pages[folder / "contributing.html"].anchors
+    assert not list(folder.rglob("*.py"))  # no source of the project is linked to, and none is copied
+
+
+def test_every_page_is_in_the_navigation():
+    named = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    said = {
+        page for entry in named for pages in entry.values() for page in ([pages] if isinstance(pages, str) else pages)
+    }
+    pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    assert pages <= said, "name it under nav in mkdocs.yml"
+
+
+def test_a_broken_link_fails_the_build(tmp_path):
+    settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/index.md").write_text("# A\n\n[gone](gone.md), [no anchor](#nowhere)\n", encoding="utf-8")
+    kept = settings[: settings.index("nav:")].replace("hooks: [scripts/site_hook.py]\n", "")
+    (tmp_path / "mkdocs.yml").write_text(kept, encoding="utf-8")
+    done = build(tmp_path / "site", "--config-file", str(tmp_path / "mkdocs.yml"))
+    assert done.returncode == 1 and "gone.md" in done.stderr and "#nowhere" in done.stderr
