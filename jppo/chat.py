@@ -1,4 +1,4 @@
-"""Talks to a model in the terminal: python -m jppo.chat MODEL_DIR [--system TEXT] [--temperature 0.7]
+"""Talks to a model in the terminal: python -m jppo.chat runs/quickstart/hf --temperature 0
 
 MODEL_DIR is a Hugging Face directory of a family that jppo knows, as python -m jppo.export writes one, or a hub's name.
 It is spoken to by its tokenizer's chat template; without one, or with --raw, each line is continued by itself. A pipe

@@ -1,4 +1,6 @@
-"""Writes what a run has trained for others: python -m jppo.export RUN_DIR --out DIR
+"""Writes what a run has trained for others: python -m jppo.export runs/quickstart --out adder
+
+    python -m jppo.export RUN_DIR|CHECKPOINT --out DIR [--best] [--step N] [--merge_lora] [--dtype bfloat16]
 
 RUN_DIR is a run's folder, of which the newest checkpoint is taken, or RUN_DIR/checkpoints/STEP. DIR is a Hugging Face
 directory, which transformers, vLLM and python -m jppo.chat load as it is, with a model card; of a run with LoRA it has

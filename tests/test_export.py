@@ -17,7 +17,6 @@ from huggingface_hub import constants
 from jppo import __version__, export, sft, train
 from jppo import config as settings
 from jppo.models import decoder, heads, hf
-from tests.io.test_checkpoint import damage
 
 TOKENS = np.array([[3, 5, 12, 7, 2, 13]])  # '13+50=' by the quickstart's tokenizer
 
@@ -198,8 +197,8 @@ def test_what_cannot_be_exported_is_one_line(full, tmp_path, capsys):
 def test_a_checkpoint_that_is_cut_or_damaged_is_not_exported(full, tmp_path, capsys):
     broken, half = tmp_path / "checkpoints/1", tmp_path / "checkpoints/2"
     shutil.copytree(full / "checkpoints/1", broken)
-    for at in np.linspace(0.01, 0.99, 99):
-        damage(broken, at)
+    for file in (p for p in broken.rglob("*") if "/d/" in str(p)):
+        file.write_bytes(bytes(byte ^ 0x55 for byte in file.read_bytes()))
     shutil.copytree(full / "checkpoints/2", half)
     shutil.rmtree(half / "about")
     out = tmp_path / "out"
@@ -268,6 +267,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
             files = json.loads(body)["files"]
             self.answer({"files": [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files]})
         else:
+            print("BODY",self.path,body[:300],flush=True)
             lines = [json.loads(line) for line in body.splitlines()]
             sent = [line["value"] for line in lines if line["key"] == "file"]
             self.server.sent = {f["path"]: base64.b64decode(f["content"]) for f in sent}

@@ -3,9 +3,9 @@
 import pathlib
 import re
 
-import httpx
 import huggingface_hub
 from huggingface_hub import constants
+from huggingface_hub.errors import HTTPError  # of the library that it asks by, whichever that is
 
 from jppo.config import UserError
 
@@ -33,7 +33,7 @@ def push(folder: pathlib.Path, name: str) -> str:
                 f"--push={name}: it holds {there[0]} and {len(there) - 1} more already; name another, or empty it"
             )
         hub.upload_folder(folder_path=folder, repo_id=name, commit_message="Exported by jppo")
-    except (httpx.HTTPError, OSError, ValueError) as e:
+    except (HTTPError, OSError, ValueError) as e:
         why = str(e).strip().partition("\n")[0]
         raise UserError(f"--push={name}: {constants.ENDPOINT} did not take it ({why}); it is all in {folder}") from e
     return f"{constants.ENDPOINT}/{name}"
