@@ -55,6 +55,7 @@ def test_a_recipe_passes_a_dry_run(name, tiny_model, tmp_path, capsys, monkeypat
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     here = {"model.path": "model", "data.train_files": "data.jsonl", "data.val_files": "data.jsonl"}
     words = [f"--config.{key}={tmp_path / value}" for key, value in here.items()]
+    words.append("--config.data.row_lengths=1")  # a quarter of the programs to compile, the largest among them
     train.main(
         [f"--config=jppo://{name}", *words, "--config.model.init=random", "--config.trainer.nnodes=1", "--dry_run"]
     )
