@@ -1,0 +1,111 @@
+"""Story openings to go on from, and short stories to learn from: `python -m jppo.data.stories --out DIR`
+
+Written are train.jsonl and test.jsonl: openings such as `Once upon a time, there was a little girl named Lily`, without
+their full stop, so that the story must go on. Their ground truth is a word, `--word`, that a story should mention:
+the rule `mentions` counts a story right that does, in singular or plural.
+
+With `--samples FILE`, a samples file of a test or a training of these openings, demo.jsonl is written instead: a
+(prompt, response) pair for each sample that its model ended by itself within the limit it was sampled with, to be
+fine-tuned on. What a model wrote out as the mark of its end, as in `<|end_story|>`, is cut off.
+"""
+
+import argparse
+import itertools
+import pathlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jppo.config import UserError, exit_on_user_error
+from jppo.data.files import make_directory, read_rows, write_jsonl
+from jppo.data.rows import Row, text_column
+
+GIRLS = ("Lily", "Sue", "Mia", "Anna", "Lucy", "Sara", "Amy", "Emma", "Jane", "Molly")
+BOYS = ("Tim", "Tom", "Max", "Ben", "Sam", "Jack", "Bob", "Leo", "John", "Billy")
+OPENINGS = (
+    "Once upon a time, there was a little {child} named {name}",
+    "Once upon a time, a {child} named {name} lived in a",
+    "Once upon a time, there was a {child} named {name} who",
+    "One day, {name} went to the",
+    "One day, {name} and {whose} mom went to",
+    "One day, a little {child} named {name} was",
+    "One sunny day, {name} was playing in the",
+    "{name} was a happy {child} who liked to",
+    "{name} and {whose} dad were",
+    "{name} had a big",
+    "{name} was sad because",
+    "{name} wanted to find",
+    "In the morning, {name} saw",
+    "{name} loved to play with",
+    "{name} and {whose} friend were",
+    "There was a little {child} named {name} who had",
+)
+_MARK = re.compile(r"\s*<\|[^|<>]*\|>\s*$")
+
+
+def openings() -> list[str]:
+    """Every opening with every child."""
+    children = [(name, "girl", "her") for name in GIRLS] + [(name, "boy", "his") for name in BOYS]
+    return [
+        opening.format(name=name, child=child, whose=whose)
+        for opening, (name, child, whose) in itertools.product(OPENINGS, children)
+    ]
+
+
+def make(*, seed: int, test: int, word: str) -> dict[str, list[dict[str, str]]]:
+    """The rows of train and test: a function of the arguments alone."""
+    everything = openings()
+    if not 1 <= test < len(everything):
+        raise UserError(f"--test={test} must be from 1 to {len(everything) - 1}, so that both sets have openings")
+    if not re.fullmatch(r"[A-Za-z]+", word):
+        raise UserError(f"--word={word!r} must be one word of letters")
+    order = np.random.default_rng(seed).permutation(len(everything))
+    rows = [{"prompt": everything[i], "ground_truth": word, "data_source": "mentions"} for i in order]
+    return {"train": rows[test:], "test": rows[:test]}
+
+
+def demonstrations(samples: Sequence[Row]) -> list[dict[str, Any]]:
+    """The samples that were ended by their model, as pairs for fine-tuning."""
+    found = []
+    for row in samples:
+        if row.columns.get("finish") is None:
+            raise UserError(f"{row.place} has no 'finish'; give a file of samples/, as a test or a training writes it")
+        story = _MARK.sub("", row.columns.get("response") or "")
+        if row.columns["finish"] == "stop" and story.strip():
+            found.append({"prompt": row.columns.get("prompt") or text_column(row, "prompt"), "response": story})
+    if not found:
+        raise UserError(
+            f"{samples[0].source}: none of {len(samples)} samples was ended by its model; raise"
+            " data.max_response_length of the sampling"
+        )
+    return found
+
+
+@exit_on_user_error
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jppo.data.stories",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="directory to write to")
+    parser.add_argument("--samples", type=pathlib.Path, help="samples to make demonstrations of")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--test", type=int, default=64, help="openings to hold out")
+    parser.add_argument("--word", default="flower", help="what a story should mention")
+    args = parser.parse_args(argv)
+    if args.samples is None:
+        made: dict[str, list[dict[str, Any]]] = dict(make(seed=args.seed, test=args.test, word=args.word))
+    else:
+        made = {"demo": demonstrations(read_rows(args.samples))}
+    make_directory(args.out)
+    for name, rows in made.items():
+        write_jsonl(args.out / f"{name}.jsonl", rows)
+        print(f"{args.out / f'{name}.jsonl'}: {len(rows)} rows")
+
+
+if __name__ == "__main__":
+    main()
