@@ -28,7 +28,7 @@ def pairs(samples: Sequence[Row], *, seed: int) -> list[list[dict[str, Any]]]:
             raise UserError(
                 f"{row.place} has no {missing[0]!r}; give a file of samples/, as a test or a training writes it"
             )
-        if row.columns["score"] is not None and row.columns["response"].strip():
+        if row.columns["score"] is not None and (row.columns["response"] or "").strip():
             of_prompt.setdefault(row.columns["uid"], []).append(row)
     rng = np.random.default_rng(seed)
     found = [_of_one([group[i] for i in rng.permutation(len(group))]) for group in of_prompt.values()]

@@ -1,8 +1,9 @@
 """Story openings to go on from, and short stories to learn from: `python -m jppo.data.stories --out DIR`
 
-Written are train.jsonl and test.jsonl: openings such as `Once upon a time, there was a little girl named Lily`, without
-their full stop, so that the story must go on. Their ground truth is a word, `--word`, that a story should mention:
-the rule `mentions` counts a story right that does, in singular or plural.
+Written are train.jsonl and test.jsonl: openings such as `Once upon a time, there was a little girl named Lily`, which
+end in a name and without a full stop, so that the story must go on, whatever the tokenizer makes of words. Their
+ground truth is a word, `--word`, that a story should mention: the rule `mentions` counts a story right that does, in
+singular or plural.
 
 With `--samples FILE`, a samples file of a test or a training of these openings, demo.jsonl is written instead: a
 (prompt, response) pair for each sample that its model ended by itself within the limit it was sampled with, to be
@@ -24,33 +25,17 @@ from jppo.data.rows import Row, text_column
 
 GIRLS = ("Lily", "Sue", "Mia", "Anna", "Lucy", "Sara", "Amy", "Emma", "Jane", "Molly")
 BOYS = ("Tim", "Tom", "Max", "Ben", "Sam", "Jack", "Bob", "Leo", "John", "Billy")
-OPENINGS = (
-    "Once upon a time, there was a little {child} named {name}",
-    "Once upon a time, a {child} named {name} lived in a",
-    "Once upon a time, there was a {child} named {name} who",
-    "One day, {name} went to the",
-    "One day, {name} and {whose} mom went to",
-    "One day, a little {child} named {name} was",
-    "One sunny day, {name} was playing in the",
-    "{name} was a happy {child} who liked to",
-    "{name} and {whose} dad were",
-    "{name} had a big",
-    "{name} was sad because",
-    "{name} wanted to find",
-    "In the morning, {name} saw",
-    "{name} loved to play with",
-    "{name} and {whose} friend were",
-    "There was a little {child} named {name} who had",
-)
+KINDS = ("little", "happy", "kind", "shy", "brave", "clever", "sad", "funny")
+BEGINNINGS = ("Once upon a time, there was a", "One day, there was a")
 _MARK = re.compile(r"\s*<\|[^|<>]*\|>\s*$")
 
 
 def openings() -> list[str]:
-    """Every opening with every child."""
-    children = [(name, "girl", "her") for name in GIRLS] + [(name, "boy", "his") for name in BOYS]
+    """Every beginning with every child."""
+    children = [("girl", name) for name in GIRLS] + [("boy", name) for name in BOYS]
     return [
-        opening.format(name=name, child=child, whose=whose)
-        for opening, (name, child, whose) in itertools.product(OPENINGS, children)
+        f"{beginning} {kind} {child} named {name}"
+        for beginning, kind, (child, name) in itertools.product(BEGINNINGS, KINDS, children)
     ]
 
 
@@ -95,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--samples", type=pathlib.Path, help="samples to make demonstrations of")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--test", type=int, default=64, help="openings to hold out")
-    parser.add_argument("--word", default="flower", help="what a story should mention")
+    parser.add_argument("--word", default="cat", help="what a story should mention")
     args = parser.parse_args(argv)
     if args.samples is None:
         made: dict[str, list[dict[str, Any]]] = dict(make(seed=args.seed, test=args.test, word=args.word))

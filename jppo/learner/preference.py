@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jppo.algorithms.masked import masked_sum
+from jppo.algorithms import masked
 from jppo.algorithms.preference import bradley_terry
 from jppo.learner import sharding
 from jppo.learner.score import Value
@@ -29,8 +29,7 @@ def make_scores(value: Value, *, mesh: Mesh) -> Callable[[Params, Base | None, R
 
     def scores(learned: Params, base: Base | None, rows: Rows, so_far: Array) -> Array:
         found = value(join(learned, base), rows)
-        place = jnp.where(rows.mask, rows.sequence, so_far.shape[0])  # behind the end: left out
-        return jnp.asarray(so_far).at[place].add(found, mode="drop")
+        return so_far + masked.collect(found, rows.sequence, rows.mask, sequences=so_far.shape[0])
 
     return jax.jit(scores, out_shardings=sharding.replicated(mesh))
 
@@ -59,6 +58,6 @@ def make_pulled(value: Value) -> Loss:
     """Σ g r over the sequences of the rows, for the slopes g [B]: its gradient is theirs in the loss of the pairs."""
 
     def loss(params: Weights, rows: Rows, counts: Counts, slope: Array) -> tuple[Array, dict[str, Array]]:
-        return masked_sum(value(params, rows) * slope[jnp.maximum(rows.sequence, 0)], rows.mask), {}
+        return masked.masked_sum(value(params, rows) * slope[jnp.maximum(rows.sequence, 0)], rows.mask), {}
 
     return loss
