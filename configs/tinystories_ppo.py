@@ -32,16 +32,17 @@ def get_config(arg: str = "runs/tinystories") -> ml_collections.ConfigDict:
     config.algorithm.lam = 0.95
     config.algorithm.use_kl_in_reward = True
     config.algorithm.kl_penalty = "full"
-    config.algorithm.kl_coef = 0.05
+    config.algorithm.kl_coef = 0.3
     config.algorithm.kl_ctrl_type = "adaptive"
     config.algorithm.target_kl = 0.05  # a token: at most 6.4 nats for a story of 128
-    config.algorithm.horizon = 1000
+    config.algorithm.horizon = 200  # stories: the coefficient must move within some tens of steps
 
-    config.actor.lr = 2e-4
+    config.actor.lr = 3e-4
     config.actor.lr_scheduler_type = "cosine"
     config.actor.lr_warmup_steps = 5
     config.actor.ppo_mini_batch_size = 32
     config.actor.weight_decay = 0.0
+    config.critic.path = f"{arg}/rm/hf"
     config.critic.lr = 5e-4
     config.critic.weight_decay = 0.0
 
@@ -50,6 +51,6 @@ def get_config(arg: str = "runs/tinystories") -> ml_collections.ConfigDict:
     config.rollout.val_kwargs.n = 4
 
     config.trainer.run_dir = f"{arg}/ppo"
-    config.trainer.total_training_steps = 60
+    config.trainer.total_training_steps = 40
     config.trainer.test_freq = 20
     return config.lock()

@@ -97,10 +97,7 @@ def test_loss_and_gradient_are_torchs_however_the_batch_is_cut(config, kind, tok
     c = config
     c.data.packing, c.data.max_tokens_per_row, c.data.row_lengths = kind, 13 if kind == "buckets" else 16, 3
     c.optim.max_tokens_per_device, c.loss.margin_column, c.loss.center_rewards_coefficient = tokens, "gap", 0.1
-    c.mesh.data, c.mesh.fsdp = 1, 8 if tokens == 8192 else 1
-    with c.unlocked():
-        c.mesh.tensor = 1 if tokens == 8192 else 4
-        c.mesh.sequence = 1 if tokens == 8192 else 2
+    c.mesh.fsdp, c.mesh.tensor, c.mesh.sequence = (8, 1, 1) if tokens == 8192 else (1, 2, 2)
     task = reward_model.prepare(c)
     cfg, pairs = task.cfg, task.pairs.pairs[:12]
     trained = assemble.load_trained(

@@ -1,7 +1,6 @@
 """configs/rlhf.py and its reward model's, on small stand-ins for the model and the data: every setting is read."""
 
 import json
-import shutil
 
 import jax
 import pytest
@@ -18,11 +17,14 @@ TEMPLATE = (
 
 
 @pytest.fixture
-def small(tmp_path, tiny_model):
+def small(tmp_path):
     """A chat model of the quickstart's tokens with random weights, and the same as a reward model."""
     source = tmp_path / "source"
-    shutil.copytree(tiny_model, source)
-    (source / "config.json").write_text(json.dumps(arithmetic.MODEL | {"max_position_embeddings": 2048}))
+    arithmetic.write_model(source)
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "max_position_embeddings": 2048}
+    (source / "config.json").write_text(json.dumps(arithmetic.MODEL | shape))
+    said = json.loads((source / "tokenizer_config.json").read_text())
+    (source / "tokenizer_config.json").write_text(json.dumps(said | {"model_max_length": 2048}))
     (source / "chat_template.jinja").write_text(TEMPLATE)
     _, cfg = hf.read_config(source)
     for head, name in (("lm", "chat"), ("value", "run/reward_model/hf")):
