@@ -31,6 +31,6 @@ def get_config(arg: str = "runs/tinystories") -> ml_collections.ConfigDict:
     config.optim.lr_warmup_steps = 10
 
     config.trainer.run_dir = f"{arg}/rm"
-    config.trainer.total_training_steps = 200
+    config.trainer.total_training_steps = 100
     config.trainer.test_freq = 20
     return config.lock()

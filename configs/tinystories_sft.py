@@ -27,5 +27,5 @@ def get_config(arg: str = "runs/tinystories") -> ml_collections.ConfigDict:
     config.optim.lr_warmup_steps = 5
 
     config.trainer.run_dir = f"{arg}/sft"
-    config.trainer.total_training_steps = 100
+    config.trainer.total_training_steps = 50
     return config.lock()

@@ -129,10 +129,10 @@ def train(config: ConfigDict) -> None:
                 )  # fmt: skip
                 some = [pairs[i] for i in indices]
                 rows = pack(some, task.plan)
-                (_, metrics), slope = task.slope(scored(task, descent, learned, rows, len(some)), margins(some))
+                (_, judged), slope = task.slope(scored(task, descent, learned, rows, len(some)), margins(some))
                 minis = [batch.Mini(rows, batch.count(rows), sharding.rows_sharding(mesh))]
                 learned, opt, found = ppo.descend(descent, learned, opt, np.asarray(step, np.int32), minis, slope)
-            metrics = {name: float(value) for name, value in metrics.items()} | found
+            metrics = {name: float(value) for name, value in judged.items()} | found
             if metrics["rm/skipped"]:
                 raise UserError(
                     f"step {step + 1}: rm/loss={metrics['rm/loss']} rm/grad_norm={metrics['rm/grad_norm']} must be"

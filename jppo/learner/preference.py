@@ -58,6 +58,6 @@ def make_pulled(value: Value) -> Loss:
     """Σ g r over the sequences of the rows, for the slopes g [B]: its gradient is theirs in the loss of the pairs."""
 
     def loss(params: Weights, rows: Rows, counts: Counts, slope: Array) -> tuple[Array, dict[str, Array]]:
-        return masked.masked_sum(value(params, rows) * slope[jnp.maximum(rows.sequence, 0)], rows.mask), {}
+        return masked.masked_sum(value(params, rows) * masked.spread(slope, rows.sequence, rows.mask), rows.mask), {}
 
     return loss
