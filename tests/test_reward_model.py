@@ -7,10 +7,11 @@ import pathlib
 import jax
 import numpy as np
 import pytest
+from test_config import Recorder
 
 from jppo import assemble, reward_model
 from jppo import config as settings
-from jppo.config import UserError
+from jppo.config import UserError, commandline
 from jppo.data import arithmetic
 from jppo.io.metrics import read_metrics
 from jppo.learner import batch, packing, sharding
@@ -53,11 +54,17 @@ def config(tmp_path):
 
 
 @pytest.fixture
-def trained(config):
+def seen():
+    """The settings that a training has read."""
+    return set()
+
+
+@pytest.fixture
+def trained(config, seen):
     """The folder of a training that has learned its preference."""
     config.trainer.total_training_steps, config.trainer.test_freq, config.mesh.sequence = 60, 30, 2
     config.loss.center_rewards_coefficient = 0.01
-    reward_model.train(config)
+    reward_model.train(Recorder(config, seen))
     return pathlib.Path(config.trainer.run_dir)
 
 
@@ -72,7 +79,8 @@ def theirs(path):
     return model.eval(), transformers.AutoTokenizer.from_pretrained(path)
 
 
-def test_it_learns_and_transformers_gives_the_same_scores(trained):
+def test_it_learns_and_transformers_gives_the_same_scores(trained, config, seen):
+    assert set(commandline.settings(config)) - seen == set()  # no setting is dead
     found = read_metrics(trained)
     assert [m["step"] for m in found if "rm/val_accuracy" in m] == [30, 60]
     assert abs(found[0]["rm/accuracy"] - 0.5) < 0.25 and found[-1]["rm/val_accuracy"] > 0.9

@@ -315,7 +315,7 @@ def reward_model_default() -> ml_collections.ConfigDict:
     """All settings of a reward model's training: those of fine-tuning, held-out pairs and the loss of pairs."""
     ppo, config = default(), sft_default()
     with config.unlocked():
-        del config.data.learn_turns
+        del config.data.learn_turns, config.model.logprob_chunk_bytes  # of texts that are not imitated
         config.data.val_files = ppo.data.val_files
         config.trainer.test_freq = ppo.trainer.test_freq
         config.loss = ml_collections.ConfigDict(
