@@ -67,15 +67,15 @@ def prepare(c: ConfigDict) -> Task:
     )
     pairs = read_pairs(c.data.train_files, **reading)
     held_out = read_pairs(c.data.val_files, **reading, setting="data.val_files")
+    by_epochs = steps_per_epoch(len(pairs.pairs), c.data.train_batch_size) * c.trainer.total_epochs
     steps = c.trainer.total_training_steps
-    per_epoch = steps_per_epoch(len(pairs.pairs), c.data.train_batch_size)
     mesh = assemble.make_mesh(c)
     cfg = pad_vocab(cfg, mesh.shape["tensor"])
     value = score.make_value(assemble.make_decoder(c, cfg, mesh))
     return Task(
         pairs=pairs,
         held_out=held_out,
-        steps=per_epoch * c.trainer.total_epochs if steps == -1 else steps,
+        steps=by_epochs if steps == -1 else steps,
         mesh=mesh,
         plan=assemble.make_plan(
             c,

@@ -197,8 +197,6 @@ def test_a_config_of_another_command_is_one_line(capsys):
 
 def test_adapters_are_merged_into_what_is_written(config):
     config.trainer.total_training_steps, config.model.lora_rank = 2, 2
-    with config.unlocked():
-        config.model.init = "random"
     reward_model.train(config)
     _, cfg = hf.read_config(config.trainer.run_dir + "/hf")
     hf.check_weights(config.trainer.run_dir + "/hf", cfg, head="value")

@@ -110,7 +110,8 @@ def make_whole_chat(tokenizer: Any) -> Callable[[Messages, Row], tuple[Messages,
     def whole_chat(messages: Messages, row: Row) -> tuple[Messages, Segments]:
         assert not isinstance(messages, str)
         answers = [i for i, message in enumerate(messages) if i and message["role"] == "assistant"]
-        first = next(i for i in answers if any(message["role"] != "system" for message in messages[:i]))
+        asked = (i for i in answers if any(message["role"] != "system" for message in messages[:i]))
+        first = next(asked, answers[-1])  # a greeting is read only
         text, done = render(messages, row, opened=False), 0
         segments: Segments = []
         for i in (i for i in answers if i >= first):
