@@ -5,7 +5,7 @@
 The files hold pairs as docs/rewards.md describes them: `prompt` with `chosen` and `rejected`, or these two alone as
 whole chats. It starts from the chat model that is to be trained, so that the two have one tokenizer.
 
-Hardware: one GPU of 80 GB. Memory, by --dry_run on a CPU, an estimate: MEMORY_RM. Not run here on a GPU: time and
+Hardware: one GPU of 80 GB. Not run here on a GPU: time and
 accuracy are not known. The argument is the run's folder: --config=configs/rlhf_reward_model.py:runs/other
 """
 
