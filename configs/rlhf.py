@@ -8,10 +8,10 @@ chat messages with a `data_source` and any text as `ground_truth`, which nobody 
 --config.data.val_files=FILE` for other files. The critic starts from the reward model, whose scores are what it has to
 foretell. A run of a few stages on a small model, with all of its numbers, is docs/examples/tinystories.md.
 
-Hardware: one GPU of 80 GB, shared by the trainer, the reward model and vLLM. Not run here on a GPU: time and result are not known. What to expect is that
-`reward/rm_score/mean` rises while `actor/reward_kl_penalty` stays near `algorithm.target_kl`; where the reward rises
-and the answers in samples/ get worse, the target is too high for this reward model. The argument is the run's folder,
-in which the reward model is: --config=configs/rlhf.py:runs/other
+Hardware: one GPU of 80 GB, shared by the trainer, the reward model and vLLM. Not run here on a GPU: time and result
+are not known. What to expect is that `reward/rm_score/mean` rises while `actor/reward_kl_penalty` stays near
+`algorithm.target_kl`; where the reward rises and the answers in samples/ get worse, the target is too high for this
+reward model. The argument is the run's folder, in which the reward model is: --config=configs/rlhf.py:runs/other
 """
 
 import ml_collections
