@@ -6,7 +6,7 @@
 The policy is Qwen2.5-0.5B-Instruct, or yours: `--config.model.path=DIR` in both commands. data/rlhf/ holds prompts,
 chat messages with a `data_source` and any text as `ground_truth`, which nobody reads: `--config.data.train_files=FILE
 --config.data.val_files=FILE` for other files. The critic starts from the reward model, whose scores are what it has to
-foretell. A run of a few stages on a small model, with all of its numbers, is docs/examples/tinystories.md.
+foretell. All stages on a small model are docs/examples/tinystories.md.
 
 Hardware: one GPU of 80 GB, shared by the trainer, the reward model and vLLM. Not run here on a GPU: time and result
 are not known. What to expect is that `reward/rm_score/mean` rises while `actor/reward_kl_penalty` stays near

@@ -3,8 +3,8 @@
     python -m jppo.train --config=configs/tinystories_ppo.py
 
 The policy starts from the fine-tuned model and is held near it by a KL in the reward, whose coefficient follows the
-KL. The true rule is logged beside the reward and not learned from. docs/examples/tinystories.md has the stages before,
-times and results. The argument is the run's folder: --config=configs/tinystories_ppo.py:runs/other
+KL. The true rule is logged beside the reward and not learned from. docs/examples/tinystories.md has the stages before.
+The argument is the run's folder: --config=configs/tinystories_ppo.py:runs/other
 """
 
 import ml_collections
