@@ -5,9 +5,9 @@ import json
 import pathlib
 
 import jax
+import ml_collections
 import numpy as np
 import pytest
-from test_config import Recorder
 
 from jppo import assemble, reward_model
 from jppo import config as settings
@@ -51,6 +51,20 @@ def config(tmp_path):
     c.optim.lr = 3e-3
     settings.check(c)
     return c
+
+
+class Recorder:
+    """A config that remembers what was read of it."""
+
+    def __init__(self, config, seen, prefix=""):
+        self._config, self._seen, self._prefix = config, seen, prefix
+
+    def __getattr__(self, name):
+        value = getattr(self._config, name)
+        if isinstance(value, ml_collections.ConfigDict):
+            return Recorder(value, self._seen, f"{self._prefix}{name}.")
+        self._seen.add(self._prefix + name)
+        return value
 
 
 @pytest.fixture
