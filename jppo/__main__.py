@@ -7,6 +7,7 @@ from jppo import __version__
 COMMANDS = {
     "jppo.train": "PPO",
     "jppo.sft": "supervised fine-tuning",
+    "jppo.reward_model": "a reward model from preferences",
     "jppo.evaluate": "tests a model",
     "jppo.export": "what a run has trained, as a directory for others",
     "jppo.chat": "talks to a model",
@@ -18,6 +19,8 @@ COMMANDS = {
     "jppo.data.gsm8k": "makes GSM8K's files",
     "jppo.data.arithmetic": "makes the quickstart's task",
     "jppo.data.multiplication": "makes a task that needs its tool",
+    "jppo.data.stories": "makes the story example's openings and demonstrations",
+    "jppo.data.pairs": "preferences from samples that have scores",
     "jppo.rewards.check": "does the reward know right from wrong",
 }
 

@@ -208,8 +208,8 @@ def read_run(argv: list[str]) -> tuple[ConfigDict, bool]:
     c, _ = settings.parse(rest, __doc__ or "", settings.default())
     if "rollout" not in c:
         raise UserError(
-            "--config is one of jppo.sft, and the doctor looks at those of jppo.train; python -m jppo.sft --dry_run"
-            " looks at it"
+            "--config is one of jppo.sft or jppo.reward_model, and the doctor looks at those of jppo.train; their own"
+            " --dry_run looks at it"
         )
     settings.check(c)
     return c, len(rest) == len(argv)

@@ -54,6 +54,7 @@ def prepare(c: ConfigDict) -> Task:
         max_length=longest,
         system_prompt=c.data.system_prompt,
         custom_cls=c.data.custom_cls,
+        learn_turns=c.data.learn_turns,
     )
     per_epoch = steps_per_epoch(len(found.demonstrations), c.data.train_batch_size)
     steps = c.trainer.total_training_steps

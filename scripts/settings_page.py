@@ -30,8 +30,8 @@ SECTIONS = {
 HEAD = """\
 # Configuration
 
-Every setting of `jppo.train` and `jppo.sft`: type, default, meaning, what it may be, and verl's name where it has one.
-A file in `configs/` sets some of them, the command line the rest:
+Every setting of `jppo.train`, `jppo.sft` and `jppo.reward_model`: type, default, meaning, what it may be, and verl's
+name where it has one. A file in `configs/` sets some of them, the command line the rest:
 
 ```
 python -m jppo.train --config=configs/gsm8k.py --config.actor.lr=5e-7 --config.rollout.n=4
@@ -48,6 +48,13 @@ TAIL = """
 `python -m jppo.sft` has these settings of the sections above, with the same meanings and defaults, and one optimizer,
 `optim`, in place of `actor` and `critic`:
 """
+PAIRS = """
+## Of reward models
+
+`python -m jppo.reward_model` has the settings of fine-tuning but {without};
+`data.val_files` and `trainer.test_freq` as `jppo.train` has them; and
+
+"""
 
 
 def page() -> str:
@@ -57,13 +64,20 @@ def page() -> str:
     parts = [HEAD]
     for section, (about, where) in SECTIONS.items():
         parts.append(f"\n## {section}\n\n{about[0].upper()}{about[1:]}; see {where}.\n\n")
-        parts += [item(name, ppo[name], verls) for name in meanings() if name.split(".")[0] == section]
+        parts += [item(name, ppo[name], verls) for name in meanings() if name in ppo and name.split(".")[0] == section]
     parts.append(TAIL)
     same = [name for name in meanings() if name in sft and name in ppo]
     for section in dict.fromkeys(name.split(".")[0] for name in same):
         said = ", ".join(f"`{name}`" for name in same if name.split(".")[0] == section)
         parts.append(f"\n{wrapped(said, '- ')}")
-    parts += ["\n\n### optim\n\n", *(item(name, sft[name], {}) for name in meanings() if name not in ppo)]
+    parts += [
+        "\n\n### its own\n\n",
+        *(item(name, sft[name], {}) for name in meanings() if name in sft and name not in ppo),
+    ]
+    pairs = commandline.settings(config.reward_model_default())
+    without = " and ".join(f"`{name}`" for name in sft if name not in pairs)
+    parts.append(PAIRS.format(without=without))
+    parts += [item(name, pairs[name], {}) for name in meanings() if name in pairs and name not in {*sft, *ppo}]
     return "".join(parts)
 
 
@@ -78,7 +92,8 @@ def item(name: str, value: Any, verls: dict[str, str]) -> str:
 
 def of_type(name: str) -> str:
     """The type that a value must have."""
-    node = config.default() if name.split(".")[0] != "optim" else config.sft_default()
+    every = (config.default(), config.sft_default(), config.reward_model_default())
+    node = next(one for one in every if name in commandline.settings(one))
     *sections, leaf = name.split(".")
     for section in sections:
         node = node[section]

@@ -26,6 +26,18 @@ def sft_config():
     return c
 
 
+@pytest.fixture
+def rm_config():
+    c = settings.reward_model_default()
+    c.model.path, c.data.train_files, c.data.val_files = "some/model", "train.jsonl", "val.jsonl"
+    return c
+
+
+def having(name, *configs):
+    """The first config that has the setting."""
+    return next(c for c in configs if name in names(c))
+
+
 def section_of(config, name):
     """The section that holds a setting, and what it is called there."""
     *sections, leaf = name.split(".")
@@ -51,15 +63,15 @@ def refusal(config, name, value):
     return said
 
 
-def test_the_defaults_are_lawful(config, sft_config):
-    settings.check(config)
-    settings.check(sft_config)
-    assert config.is_locked and sft_config.is_locked
+def test_the_defaults_are_lawful(config, sft_config, rm_config):
+    for c in (config, sft_config, rm_config):
+        settings.check(c)
+        assert c.is_locked
 
 
 @pytest.mark.parametrize("name", checks.CHOICES)
-def test_a_choice_that_is_not_known(config, sft_config, name):
-    c = sft_config if name.startswith("optim") else config
+def test_a_choice_that_is_not_known(config, sft_config, rm_config, name):
+    c = having(name, config, sft_config, rm_config)
     section, leaf = section_of(c, name)
     strange = {str: "quik", int: 77}[section.get_type(leaf)]
     said = refusal(c, name, strange)
@@ -69,16 +81,16 @@ def test_a_choice_that_is_not_known(config, sft_config, name):
 
 
 @pytest.mark.parametrize("name,least", checks.AT_LEAST.items())
-def test_below_the_least(config, sft_config, name, least):
-    c = sft_config if name.startswith("optim") else config
+def test_below_the_least(config, sft_config, rm_config, name, least):
+    c = having(name, config, sft_config, rm_config)
     section, leaf = section_of(c, name)
     kind = section.get_type(leaf)  # also of a setting that is None unless it is given
     assert refusal(c, name, kind(least - 1)) == f"{name}={kind(least - 1)} must be at least {least}"
 
 
 @pytest.mark.parametrize("name", [n for n, least in checks.AT_LEAST.items() if isinstance(least, float)])
-def test_no_number_is_refused_and_the_bound_itself_is_not(config, sft_config, name):
-    c = sft_config if name.startswith("optim") else config
+def test_no_number_is_refused_and_the_bound_itself_is_not(config, sft_config, rm_config, name):
+    c = having(name, config, sft_config, rm_config)
     put(c, name, checks.AT_LEAST[name])
     settings.check(c)
     refusal(c, name, float("nan"))
@@ -86,8 +98,8 @@ def test_no_number_is_refused_and_the_bound_itself_is_not(config, sft_config, na
 
 @pytest.mark.parametrize("name", checks.ABOVE_ZERO)
 @pytest.mark.parametrize("value", [0, -1])
-def test_not_above_0(config, sft_config, name, value):
-    c = sft_config if name.startswith("optim") else config
+def test_not_above_0(config, sft_config, rm_config, name, value):
+    c = having(name, config, sft_config, rm_config)
     section, leaf = section_of(c, name)
     kind = section.get_type(leaf)  # also of a setting that is None unless it is given
     assert refusal(c, name, kind(value)) == f"{name}={kind(value)} must be above 0"
@@ -100,8 +112,8 @@ def test_neither_off_nor_positive(config, name, value):
 
 
 @pytest.mark.parametrize("name", checks.AT_MOST_ONE)
-def test_above_1(config, sft_config, name):
-    c = sft_config if name.startswith("optim") else config
+def test_above_1(config, sft_config, rm_config, name):
+    c = having(name, config, sft_config, rm_config)
     assert refusal(c, name, 1.01) == f"{name}=1.01 must be at most 1"
 
 
@@ -317,7 +329,7 @@ def test_sft_lengths_are_checked_by_their_own_names(sft_config):
 
 
 def test_the_tables_name_settings_that_exist():
-    known = names(settings.default()) | names(settings.sft_default())
+    known = names(settings.default()) | names(settings.sft_default()) | names(settings.reward_model_default())
     tables = (
         checks.CHOICES,
         checks.AT_LEAST,

@@ -39,6 +39,7 @@ DOCS = (
     "docs/checkpoints.md",
     "docs/metrics.md",
     "docs/extending.md",
+    "docs/examples/tinystories.md",
     "benchmarks/README.md",
     "CONTRIBUTING.md",
 )
@@ -94,7 +95,11 @@ def test_commands_exist(name):
 
 @pytest.mark.parametrize("name", [name for name in DOCS if name not in ABOUT_VERL])
 def test_settings_exist(name):
-    known = {n for c in (config.default(), config.sft_default()) for n in commandline.settings(c)}
+    known = {
+        n
+        for c in (config.default(), config.sft_default(), config.reward_model_default())
+        for n in commandline.settings(c)
+    }
     known |= {setting.rsplit(".", 1)[0] for setting in known if setting.count(".") > 1}  # a section within one
     sections = {setting.split(".")[0] for setting in known}
     words = "\n".join(quoted(name))
@@ -205,7 +210,9 @@ def test_every_metric_is_explained_and_every_explained_one_is_written():
     table = re.search(r"## The table\n(.*?)\n## ", text("docs/metrics.md"), re.S)[1]
     explained = {name for row in re.findall(r"^\|(.*?)\|", table, re.M) for name in re.findall(r"`(.+?)`", row)}
     code = "\n".join(path.read_text(encoding="utf-8") for path in SOURCES)
-    kinds = r"agent|actor|critic|val|reward|judge|rollout|rollout_corr|trainer|perf|sft|response_length|prompt_length"
+    kinds = (
+        r"agent|actor|critic|val|reward|judge|rollout|rollout_corr|trainer|perf|sft|rm|response_length|prompt_length"
+    )
     name = rf"(?:{kinds})/[\w/]+"
     written = set(re.findall(rf'"({name})"(?::|\] = )', code))
     described, rest = re.search(
@@ -214,7 +221,9 @@ def test_every_metric_is_explained_and_every_explained_one_is_written():
     assert rest == " | part_means(rewards)"  # whose names are dynamic
     written |= set(re.findall(r'^ +"(.+?)": ', described, re.M))  # plain names, too
     made = re.search(r"return params, opt, \{(.*)\}", text("jppo/learner/update.py"))[1]  # under the model's name
-    written |= {f"{model}/{key}" for model in ("actor", "critic", "sft") for key in re.findall(r'"(\w+)": ', made)}
+    written |= {
+        f"{model}/{key}" for model in ("actor", "critic", "sft", "rm") for key in re.findall(r'"(\w+)": ', made)
+    }
     written |= metrics_of_a_test()
     assert {"reward_mean", "trainer/bad_steps", "rollout_corr/kl", "sft/skipped", "reward/rm_cut"} <= written
     assert set(re.findall(rf'f"((?:{kinds}|timing_s)/[^" ]*\{{[^" ]*)"', code)) == {
@@ -248,8 +257,9 @@ def test_every_setting_of_rewards_and_data_is_explained():
     def named(*pages: str) -> set[str]:
         return {word for page in pages for said in quoted(page) for word in re.findall(r"[\w.]+\w", said)}
 
-    known = commandline.settings(config.default())
-    of_rewards = {name for name in known if name.startswith("reward.")}
+    every = (config.default(), config.sft_default(), config.reward_model_default())
+    known = {name for c in every for name in commandline.settings(c)}
+    of_rewards = {name for name in known if name.startswith(("reward.", "loss."))}
     of_data = {name for name in known if name.startswith("data.")}
     assert len(of_rewards) > 30 and len(of_data) > 15
     assert not of_rewards - named("docs/rewards.md")

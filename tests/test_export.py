@@ -267,7 +267,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
             files = json.loads(body)["files"]
             self.answer({"files": [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files]})
         else:
-            print("BODY",self.path,body[:300],flush=True)
+            print("BODY", self.path, body[:300], flush=True)
             lines = [json.loads(line) for line in body.splitlines()]
             sent = [line["value"] for line in lines if line["key"] == "file"]
             self.server.sent = {f["path"]: base64.b64decode(f["content"]) for f in sent}

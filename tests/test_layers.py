@@ -200,7 +200,7 @@ def test_a_module_imports_only_what_its_place_allows(module):
 
 def test_a_command_loads_what_takes_seconds_only_where_it_needs_it():
     """A wrong setting is said in the time that JAX takes: what others import of these counts too."""
-    commands = "jppo.train, jppo.sft, jppo.evaluate, jppo.export, jppo.chat, jppo.sweep, jppo.doctor"
+    commands = "jppo.train, jppo.sft, jppo.reward_model, jppo.evaluate, jppo.export, jppo.chat, jppo.sweep, jppo.doctor"
     code = f"import sys, {commands}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     loaded = set(done.stdout.split())

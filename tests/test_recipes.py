@@ -119,7 +119,9 @@ def test_both_kls_at_once(learn, kind, mode):
 def test_a_reference_of_its_own(learn, small_run, tmp_path):
     other = small_run.model.path
     metrics = learn({"algorithm.use_kl_in_reward": True, "ref.path": other, "algorithm.kl_penalty": "full"})
-    assert metrics[1]["actor/reward_kl_penalty"] > 1e-3, "drawn at random from another key than the policy"
+    a_token, a_response = (metrics[1][f"actor/reward_kl_penalty{what}"] for what in ("", "_seq"))
+    assert a_token > 1e-3, "drawn at random from another key than the policy"
+    assert a_token < a_response < 6 * a_token  # responses have up to 6 tokens, and the exact KL is nowhere below 0
 
 
 def test_an_adaptive_coefficient_follows_the_kl_and_survives_a_resume(learn, small_run):

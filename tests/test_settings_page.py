@@ -11,7 +11,8 @@ from jppo.config.meanings import meanings
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/configuration.md"
-SETTINGS = {**commandline.settings(config.sft_default()), **commandline.settings(config.default())}
+DEFAULTS = (config.reward_model_default(), config.sft_default(), config.default())
+SETTINGS = {name: value for one in DEFAULTS for name, value in commandline.settings(one).items()}
 
 
 def items() -> dict[str, str]:
@@ -53,7 +54,7 @@ def test_the_page_has_every_setting_with_its_default_and_choices():
 
 
 def test_help_says_what_every_setting_means():
-    for defaults in (config.default(), config.sft_default()):
+    for defaults in DEFAULTS:
         lines = config.describe(defaults).splitlines()
         assert len(lines) == len(commandline.settings(defaults))
         assert all(re.fullmatch(r"  --config\.[\w.]+=.*\S  +\S.{3,}", line) for line in lines)

@@ -115,10 +115,10 @@ def packing_kind(c: ConfigDict) -> str:
     return "segments" if jax.default_backend() == "tpu" and c.model.attention in ("auto", "splash") else "buckets"
 
 
-def make_plan(c: ConfigDict, mesh: Any, *, tokens_per_device: int, sequences: int) -> packing.Plan:
-    """The shapes of rows that the run will see."""
+def make_plan(c: ConfigDict, mesh: Any, *, tokens_per_device: int, sequences: int, more: int = 0) -> packing.Plan:
+    """The shapes of rows that the run will see; `more`: tokens of a sequence beside prompt and response."""
     multiple, length_multiple = sharding.row_multiple(mesh), sharding.length_multiple(mesh)
-    longest = c.data.max_prompt_length + c.data.max_response_length
+    longest = c.data.max_prompt_length + c.data.max_response_length + more
     return packing.make_plan(
         packing_kind(c),
         max_length=longest,

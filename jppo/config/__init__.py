@@ -5,7 +5,7 @@ Nothing below the commands (`train.py`, `sft.py` ...) and `assemble.py` sees a c
 
 from jppo.config.checks import check
 from jppo.config.commandline import describe, dump, exit_on_user_error, parse
-from jppo.config.defaults import default, sft_default
+from jppo.config.defaults import default, reward_model_default, sft_default
 from jppo.config.draws import cuts
 from jppo.config.errors import UserError
 from jppo.config.shipped import recipe
@@ -27,6 +27,7 @@ __all__ = [
     "parse_steps",
     "recipe",
     "rejection_rules",
+    "reward_model_default",
     "save_contents",
     "sft_default",
     "stop_texts",

@@ -24,6 +24,7 @@ CHOICES = {
     "model.attention": ("auto", "xla", "cudnn", "pallas", "splash"),
     "model.remat": ("none", "dots", "full"),
     "data.truncation": ("error", "left", "right", "middle"),
+    "data.learn_turns": ("last", "all"),
     "data.packing": ("auto", "segments", "buckets", "none"),
     "algorithm.adv_estimator": ("gae", "reinforce_plus_plus", "remax", *NEEDS_GROUPS),
     "algorithm.kl_penalty": _KL_NAMES,
@@ -126,6 +127,8 @@ AT_LEAST = {
     "actor.min_lr_ratio": 0.0,
     "critic.min_lr_ratio": 0.0,
     "optim.min_lr_ratio": 0.0,
+    "loss.margin": 0.0,
+    "loss.center_rewards_coefficient": 0.0,
 }
 ABOVE_ZERO = (
     "reward.timeout_s",
@@ -240,6 +243,11 @@ def _check_training(config: ml_collections.ConfigDict) -> None:
                 f"{section}.lr_warmup_steps={config[section].lr_warmup_steps} and {section}.lr_warmup_steps_ratio="
                 f"{config[section].lr_warmup_steps_ratio} both say how long the warm-up is; leave one at its default"
             )
+    if "loss" in config and config.loss.margin and config.loss.margin_column:
+        raise UserError(
+            f"loss.margin={config.loss.margin} and loss.margin_column={config.loss.margin_column!r} both say by how"
+            " much a chosen response is to be better; leave one at its default"
+        )
     _check_lengths(config)
     check_memory(config)
 

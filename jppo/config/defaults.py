@@ -308,6 +308,7 @@ def sft_default() -> ml_collections.ConfigDict:
             for k in (*SHAPE_SETTINGS, "train_files", "train_batch_size", "shuffle", "system_prompt", "custom_cls")
         }
     )
+    config.data.learn_turns = "last"  # of chats in `messages`; all: every turn of the assistant
     optim = ("lr", *OPTIM, "max_tokens_per_device")
     config.optim = c({k: ppo.actor[k] for k in optim})
     logged = ("logger", "project_name", "experiment_name")
@@ -317,4 +318,21 @@ def sft_default() -> ml_collections.ConfigDict:
             for k in ("run_dir", "compile_cache", *logged, "seed", "total_epochs", "total_training_steps")
         }
     )
+    return config.lock()
+
+
+def reward_model_default() -> ml_collections.ConfigDict:
+    """All settings of a reward model's training: those of fine-tuning, held-out pairs and the loss of pairs."""
+    ppo, config = default(), sft_default()
+    with config.unlocked():
+        del config.data.learn_turns, config.model.logprob_chunk_bytes  # of texts that are not imitated
+        config.data.val_files = ppo.data.val_files
+        config.trainer.test_freq = ppo.trainer.test_freq
+        config.loss = ml_collections.ConfigDict(
+            dict(
+                margin=0.0,  # by which the chosen response is to be scored higher
+                margin_column="",  # the column of the rows that has each pair's own; '': all have loss.margin
+                center_rewards_coefficient=0.0,  # of (r_chosen + r_rejected)^2, which holds scores around 0
+            )
+        )
     return config.lock()

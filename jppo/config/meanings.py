@@ -29,7 +29,21 @@ def meanings() -> dict[str, str]:
             found |= {name: comments.get(line, "") for name, line in _settings(node.value, f"{target.attr}.", shared)}
     actor = {name.removeprefix("actor."): meaning for name, meaning in found.items() if name.startswith("actor.")}
     optim = ("lr", *defaults.OPTIM, "max_tokens_per_device")
-    return {**found, **{f"optim.{leaf}": actor[leaf] for leaf in optim}}
+    found |= {f"optim.{leaf}": actor[leaf] for leaf in optim}
+    return found | {name: comments.get(line, "") for name, line in _further(ast.parse(source))}
+
+
+def _further(source: ast.Module) -> Iterator[tuple[str, int]]:
+    """The settings that fine-tuning and reward models have beside those of PPO, each with its line."""
+    others = [n for n in source.body if isinstance(n, ast.FunctionDef) and n.name != "default"]
+    for node in (n for function in others for n in ast.walk(function) if isinstance(n, ast.Assign)):
+        section, _, name = ast.unparse(node.targets[0]).partition(".")
+        if section != "config" or not name:
+            continue
+        if isinstance(node.value, ast.Constant):
+            yield name, node.lineno
+        elif isinstance(node.value, ast.Call) and node.value.args and isinstance(node.value.args[0], ast.Call):
+            yield from _settings(node.value, f"{name}.", {})
 
 
 def _settings(call: ast.Call, prefix: str, shared: dict[str, ast.Call]) -> Iterator[tuple[str, int]]:

@@ -3,10 +3,12 @@
 Rows hold `prompt` (text or chat messages) and `response`, or `messages`, a chat whose last turn is the
 assistant's and is the response. Prompts are tokenised exactly as for PPO; a response is its text's tokens and
 then the end token. A response of several turns is a list of {text, learn}: what is learned from is a turn of the
-assistant, with an end token behind it; the rest, such as what a tool said, is read only.
+assistant, with an end token behind it; the rest, such as what a tool said, is read only. Of a chat every turn of the
+assistant that answers an earlier one can be learned from: then the chat template says what stands between them.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,9 @@ from jppo.config import UserError
 from jppo.data.prompts import Messages, prompt_of, tokenise, with_system_prompt
 from jppo.data.rows import Row, brief, checked_messages, checked_text, text_column
 from jppo.data.sources import read_sources
+from jppo.data.template import make_renderer
+
+Segments = list[tuple[str, bool]]  # texts that are learned from, with an end token behind each, or not
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,14 +46,19 @@ def read_demonstrations(
     max_length: int,
     system_prompt: str = "",
     custom_cls: str = "",
+    learn_turns: str = "last",
     setting: str = "data.train_files",
 ) -> DemonstrationSet:
-    """Read, check and tokenise comma-separated sources; pairs over `max_length` tokens are left out."""
+    """Read, check and tokenise comma-separated sources; pairs over `max_length` tokens are left out.
+
+    `learn_turns`: of chats the last turn is learned from, or all of the assistant's.
+    """
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no end token to end responses with; set eos_token in tokenizer_config.json")
     sources = read_sources(files, setting, custom_cls=custom_cls, tokenizer=tokenizer)
     rows = [row for source in sources for row in source.rows]
-    pairs = [_pair(row, system_prompt) for row in rows]
+    whole_chat = make_whole_chat(tokenizer) if learn_turns == "all" else None
+    pairs = [_pair(row, system_prompt, whole_chat) for row in rows]
     prompts = tokenise([prompt for prompt, _ in pairs], rows, tokenizer)
     texts = [text for _, segments in pairs for text, _ in segments]
     ids = iter(tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"])
@@ -72,7 +82,9 @@ def read_demonstrations(
     return DemonstrationSet(fitting, overlong=len(rows) - len(fitting))
 
 
-def _pair(row: Row, system_prompt: str) -> tuple[Messages, list[tuple[str, bool]]]:
+def _pair(
+    row: Row, system_prompt: str, whole_chat: Callable[[Messages, Row], tuple[Messages, Segments]] | None
+) -> tuple[Messages, Segments]:
     """The prompt, and the response as texts that are learned from or not."""
     if "messages" not in row.columns:
         return with_system_prompt(prompt_of(row), system_prompt, row), _segments(row)
@@ -81,10 +93,46 @@ def _pair(row: Row, system_prompt: str) -> tuple[Messages, list[tuple[str, bool]
     messages = checked_messages(row, "messages", row.columns["messages"])
     if len(messages) < 2 or messages[-1]["role"] != "assistant" or not messages[-1]["content"].strip():
         raise UserError(f"{row.place}: messages must end with a turn of the assistant that answers an earlier one")
+    if whole_chat is not None:
+        return whole_chat(with_system_prompt(messages, system_prompt, row), row)
     return with_system_prompt(messages[:-1], system_prompt, row), [(messages[-1]["content"], True)]
 
 
-def _segments(row: Row) -> list[tuple[str, bool]]:
+def make_whole_chat(tokenizer: Any) -> Callable[[Messages, Row], tuple[Messages, Segments]]:
+    """(messages, row) -> what stands before the first answer, and all that follows as segments.
+
+    A turn reaches from where the template would have the assistant begin, after the messages before it, to the first
+    end token after that. It must be found in the text of the whole chat: there are templates that leave out of earlier
+    turns what they keep of the last one.
+    """
+    render, end = make_renderer(tokenizer), tokenizer.eos_token
+
+    def whole_chat(messages: Messages, row: Row) -> tuple[Messages, Segments]:
+        assert not isinstance(messages, str)
+        answers = [i for i, message in enumerate(messages) if i and message["role"] == "assistant"]
+        asked = (i for i in answers if any(message["role"] != "system" for message in messages[:i]))
+        first = next(asked, answers[-1])  # a greeting is read only
+        text, done = render(messages, row, opened=False), 0
+        segments: Segments = []
+        for i in (i for i in answers if i >= first):
+            before = render(messages[:i], row)
+            stop = text.find(end, len(before))
+            turn = text[len(before) : stop]
+            if not text.startswith(before) or stop == -1 or turn.strip() != messages[i]["content"].strip():
+                raise UserError(
+                    f"{row.place}: the chat template does not keep message {i + 1} of the chat as it is, with the end"
+                    f" token {end!r} behind it; set data.learn_turns=last, or mend the template or eos_token in"
+                    " tokenizer_config.json"
+                )
+            segments += [(text[done : len(before)], False)] if i > first else []
+            segments.append((turn, True))
+            done = stop + len(end)
+        return messages[:first], segments
+
+    return whole_chat
+
+
+def _segments(row: Row) -> Segments:
     value = row.columns.get("response")
     if not isinstance(value, list):
         return [(text_column(row, "response"), True)]

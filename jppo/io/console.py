@@ -44,6 +44,16 @@ SFT_COLUMNS: Columns = (
     ("tok/s", "perf/throughput", ",.0f"),
     ("s/step", "timing_s/step", ".2f"),
 )
+REWARD_MODEL_COLUMNS: Columns = (
+    ("loss", "rm/loss", ".4f"),
+    ("accuracy", "rm/accuracy", ".3f"),
+    ("held out", "rm/val_accuracy", ".3f"),
+    ("margin", "rm/margin", ".2f"),
+    ("grad norm", "rm/grad_norm", ".3f"),
+    ("lr", "rm/lr", ".1e"),
+    ("tok/s", "perf/throughput", ",.0f"),
+    ("s/step", "timing_s/step", ".2f"),
+)
 LEFT_OUT_FIRST = ("s/step", "ratio", "val acc")  # of a table that is too wide; the stages' line has the first
 STAGE_NAMES = {"old_log_prob": "logp", "update_critic": "critic", "update_actor": "actor", "update_weights": "publish"}
 MEMORY = {"device": "perf/max_memory_allocated_gb", "host": "perf/cpu_memory_used_gb"}

@@ -163,6 +163,7 @@ def _metrics(
         "critic/advantages/max": float(max(one["max"] for one in stats)),
         "critic/advantages/min": float(min(one["min"] for one in stats)),
         "actor/reward_kl_penalty": float(np.mean(kl[kept] / length[kept])) if kept.any() else 0.0,
+        "actor/reward_kl_penalty_seq": float(np.mean(kl[kept])) if kept.any() else 0.0,
     }
     if "value_moments" in moments:
         out["critic/returns/mean"] = moments["return_moments"][1]

@@ -10,7 +10,7 @@ import re
 import shutil
 import uuid
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -280,18 +280,38 @@ def save(
     *,
     source: str | os.PathLike,
     dtype: Any,
+    head: Head = "lm",
+    changes: Mapping[str, Any] | None = None,
     max_shard_bytes: int = 5 * 10**9,
     write: bool = True,
 ) -> pathlib.Path:
-    """Writes a policy as a model directory, whole or not at all; config and tokenizer are `source`'s.
+    """Writes a model directory, whole or not at all; config, but for `changes`, and tokenizer are `source`'s.
 
     Not where `write` is False: such a host takes part in fetching what another one writes.
     """
     out, kind = pathlib.Path(out_dir), np.dtype(dtype)
-    with fetched_by_all(hf_tensors(model, cfg, dtype=kind)) as tensors:
+    with fetched_by_all(hf_tensors(model, cfg, head=head, dtype=kind)) as tensors:
         if write:
-            _save(out, tensors, cfg, source, kind, max_shard_bytes)
+            _save(out, tensors, cfg, source, kind, head, changes or {}, max_shard_bytes)
     return out
+
+
+def classifier_changes(path: str | os.PathLike, *, pad_token_id: int | None) -> dict[str, Any]:
+    """What config.json says of a sequence classifier with one label that was made from the model at `path`.
+
+    transformers scores several texts at once only where it knows what they are filled up with.
+    """
+    config, _ = read_config(path)
+    named = {"gemma3_text": "Gemma3TextForCausalLM"}.get(config["model_type"])  # whose classifier has the longer name
+    names = [named] if named else config.get("architectures") or []
+    said: dict[str, Any] = {
+        "architectures": [re.sub("ForCausalLM$", "ForSequenceClassification", name) for name in names],
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+    }
+    if config.get("pad_token_id") is None and pad_token_id is not None:
+        said["pad_token_id"] = pad_token_id
+    return said
 
 
 @contextlib.contextmanager
@@ -310,6 +330,8 @@ def _save(
     cfg: ModelConfig,
     source: str | os.PathLike,
     kind: np.dtype,
+    head: Head,
+    changes: Mapping[str, Any],
     max_shard_bytes: int,
 ) -> None:
     origin = resolve(source, weights=False)
@@ -317,12 +339,12 @@ def _save(
     with in_place_of(out) as tmp:
         stale = {"torch_dtype", "tie_word_embeddings"}  # said anew
         config = {k: v for k, v in config.items() if k not in stale}
-        config |= {"dtype": kind.name, "tie_word_embeddings": cfg.tie_word_embeddings}
+        config |= {"dtype": kind.name, "tie_word_embeddings": cfg.tie_word_embeddings, **changes}
         (tmp / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         for name in _COMPANIONS:
             if (origin / name).is_file():
                 shutil.copyfile(origin / name, tmp / name)
-        _write_shards(tmp, hf_shapes(cfg), kind, tensors, max_shard_bytes)
+        _write_shards(tmp, hf_shapes(cfg, head=head), kind, tensors, max_shard_bytes)
 
 
 def adapter_tensors(

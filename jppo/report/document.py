@@ -90,8 +90,9 @@ def settings(found: Sequence[Mapping[str, Any] | None]) -> list[dict[str, Any]]:
     `differs`: from the default in the only run, or between the runs.
     """
     flat = [{} if one is None else flatten(one) for one in found]
-    tuned = all(one is None or "rollout" not in one for one in found)  # by jppo.sft, which samples nothing
-    defaults = config.sft_default() if tuned else config.default()
+    kinds = {"rollout" if "rollout" in one else "loss" if "loss" in one else "" for one in found if one is not None}
+    by_kind = {"rollout": config.default, "loss": config.reward_model_default, "": config.sft_default}
+    defaults = by_kind[max(kinds, default="")]()  # 'rollout', of PPO, is the last of them
     usual = {name: json.dumps(value) for name, value in commandline.settings(defaults).items()}
     rows = []
     for name in dict.fromkeys(name for one in flat for name in one):

@@ -35,6 +35,7 @@ exact = _grader_of(rules.exact)
 behind_tools = _grader_of(rules.behind_tools)
 choice = _grader_of(rules.choice)
 choice_strict = _grader_of(rules.choice_strict)
+mentions = _grader_of(rules.mentions)
 math = _grader_of(rules.math)
 code = _grader_of(functools.partial(programs.code, time_s=8.0, memory_bytes=2**31))
 
@@ -54,6 +55,7 @@ GRADERS: dict[str, Grader] = {
     "deepmind/aqua_rat": choice,
     "choice": choice,
     "choice_strict": choice_strict,
+    "mentions": mentions,
     "code": code,
 }
 RUNS_CODE = (code,)  # only where reward.allow_code says so

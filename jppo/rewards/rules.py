@@ -75,6 +75,11 @@ def behind_tools(response: str, ground_truth: str) -> Verdict:
     return exact(response.rpartition("]]")[2], ground_truth)
 
 
+def mentions(response: str, ground_truth: str) -> Verdict:
+    """1 when the truth, a word, stands in the response, in singular or plural, in small letters or capitals."""
+    return Verdict(float(re.search(rf"\b{re.escape(ground_truth)}s?\b", response, re.IGNORECASE) is not None), {})
+
+
 def choice(response: str, ground_truth: str) -> Verdict:
     r"""1 when the option that is stated last is the truth, a letter from A to E.
 

@@ -50,7 +50,13 @@ def test_the_update_is_no_small_thing(learner, base):
     assert min(jax.tree.leaves(change)) > 1e-4
     assert ("critic" in params) == (estimator == "gae")
     critic = ("critic/vf_clipfrac",) if estimator == "gae" else ()
-    for name in ("actor/pg_clipfrac", *critic, "actor/kl_loss", "actor/reward_kl_penalty"):
+    for name in (
+        "actor/pg_clipfrac",
+        *critic,
+        "actor/kl_loss",
+        "actor/reward_kl_penalty",
+        "actor/reward_kl_penalty_seq",
+    ):
         assert abs(metrics[name]) > 0.01, name
 
 

@@ -19,6 +19,8 @@ const MAIN = [
   { title: "Loss", metrics: ["sft/loss"] },
   { title: "Gradient norm", metrics: ["sft/grad_norm"] },
   { title: "Learning rate", metrics: ["sft/lr"] },
+  { title: "Loss of pairs", metrics: ["rm/loss", "rm/val_loss"] },
+  { title: "Accuracy on pairs", metrics: ["rm/accuracy", "rm/val_accuracy"] },
 ];
 const DASHES = [null, "5 3", "2 3"];
 const ERROR = /^[_/](se|sem|stderr|std_err|std_error|standard_error)$/;

@@ -1,0 +1,39 @@
+"""The reward model of configs/rlhf.py, from pairs of answers of which people preferred one.
+
+    python -m jppo.reward_model --config=configs/rlhf_reward_model.py
+
+The files hold pairs as docs/rewards.md describes them: `prompt` with `chosen` and `rejected`, or these two alone as
+whole chats. It starts from the chat model that is to be trained, so that the two have one tokenizer.
+
+Hardware: one GPU of 80 GB. Not run here on a GPU: time and
+accuracy are not known. The argument is the run's folder: --config=configs/rlhf_reward_model.py:runs/other
+"""
+
+import ml_collections
+
+from jppo import config as settings
+
+
+def get_config(arg: str = "runs/rlhf") -> ml_collections.ConfigDict:
+    """Settings for the pairs in data/rlhf; the reward model goes to `arg`/reward_model/hf."""
+    config = settings.reward_model_default()
+    config.model.path = "Qwen/Qwen2.5-0.5B-Instruct"
+    config.model.compute_dtype = "bfloat16"
+    config.model.remat = "dots"
+
+    config.data.train_files = "data/rlhf/pairs_train.jsonl"
+    config.data.val_files = "data/rlhf/pairs_test.jsonl"
+    config.data.train_batch_size = 64
+    config.data.max_prompt_length = 512
+    config.data.max_response_length = 512
+
+    config.loss.center_rewards_coefficient = 0.01
+
+    config.optim.lr = 1e-5
+    config.optim.lr_scheduler_type = "cosine"
+    config.optim.lr_warmup_steps_ratio = 0.03
+
+    config.trainer.run_dir = f"{arg}/reward_model"
+    config.trainer.total_epochs = 1
+    config.trainer.test_freq = 50
+    return config.lock()

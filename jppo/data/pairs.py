@@ -1,0 +1,86 @@
+"""Preferences from scored samples: `python -m jppo.data.pairs --samples=runs/judged/samples/test.jsonl --out=pairs`
+
+A samples file is what a test (`samples/test.jsonl` of `jppo.evaluate` with several responses to a prompt) or a training
+(`samples/step_N.jsonl`) writes. Of the responses to one prompt those with a higher score are each set against one with
+a lower score, no response twice: whoever gave the scores, a rule, a function or a judge, is who prefers. Prompts whose
+responses are all alike in score give no pair, and responses without a score are left out. Written are train.jsonl and
+test.jsonl; a prompt's pairs are all in one of them.
+"""
+
+import argparse
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jppo.config import UserError, exit_on_user_error
+from jppo.data.files import make_directory, read_rows, write_jsonl
+from jppo.data.rows import Row
+
+
+def pairs(samples: Sequence[Row], *, seed: int) -> list[list[dict[str, Any]]]:
+    """The pairs of each prompt that has any, in the order of the file."""
+    of_prompt: dict[str, list[Row]] = {}
+    for row in samples:
+        missing = [name for name in ("uid", "prompt", "response", "score") if name not in row.columns]
+        if missing:
+            raise UserError(
+                f"{row.place} has no {missing[0]!r}; give a file of samples/, as a test or a training writes it"
+            )
+        if row.columns["score"] is not None and (row.columns["response"] or "").strip():
+            of_prompt.setdefault(row.columns["uid"], []).append(row)
+    rng = np.random.default_rng(seed)
+    found = [_of_one([group[i] for i in rng.permutation(len(group))]) for group in of_prompt.values()]
+    return [group for group in found if group]
+
+
+def _of_one(shuffled: Sequence[Row]) -> list[dict[str, Any]]:
+    """The best against the worst, the second best against the second worst, and so on while there is a difference."""
+    order = sorted(shuffled, key=lambda row: -row.columns["score"])
+    halves = zip(order, reversed(order), strict=True)
+    different = [(a.columns, b.columns) for a, b in halves if a.columns["score"] > b.columns["score"]]
+    return [
+        {
+            "prompt": better["prompt"],
+            "chosen": better["response"],
+            "rejected": worse["response"],
+            "margin": better["score"] - worse["score"],
+        }
+        for better, worse in different
+    ]
+
+
+@exit_on_user_error
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jppo.data.pairs",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--samples", type=pathlib.Path, required=True, help="a samples file with scores")
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="directory to write to")
+    parser.add_argument("--test", type=float, default=0.1, help="share of the prompts whose pairs are held out")
+    parser.add_argument("--seed", type=int, default=1, help="of all that is drawn")
+    args = parser.parse_args(argv)
+    if not 0 < args.test < 1:
+        raise UserError(f"--test={args.test} is a share: it must be between 0 and 1")
+    found = pairs(read_rows(args.samples), seed=args.seed)
+    held_out = round(args.test * len(found))
+    if not 1 <= held_out < len(found):
+        raise UserError(
+            f"{args.samples}: {len(found)} prompts have responses of different scores, and --test={args.test} of them"
+            " must leave some on both sides; sample more responses to a prompt"
+        )
+    order = np.random.default_rng(args.seed).permutation(len(found))
+    made = {"train": order[held_out:], "test": order[:held_out]}
+    make_directory(args.out)
+    for name, which in made.items():
+        rows = [pair for i in which for pair in found[i]]
+        write_jsonl(args.out / f"{name}.jsonl", rows)
+        print(f"{args.out / f'{name}.jsonl'}: {len(rows)} pairs of {len(which)} prompts")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Preferences from rows: pairs of texts as token ids, of which the first was preferred, for a reward model.
+
+Rows hold `prompt` (text or chat messages) with `chosen` and `rejected`, which are text, or messages that go on after
+the prompt's; or the two alone as whole chats, whose last turn is the assistant's. A `prompt` beside whole chats must be
+how they begin. What is read of a half is what a reward model reads of a response, so that tokens are made by the
+`encode` that it is read with.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from jppo.config import UserError
+from jppo.data.prompts import Messages, prompt_of, with_system_prompt
+from jppo.data.rows import Row, brief, checked_messages, text_column
+from jppo.data.sources import read_sources
+
+Encode = Callable[[Messages, str], list[int]]  # prompt and response -> the tokens of both
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """Two responses, each with its prompt."""
+
+    chosen: np.ndarray  # [n] i32
+    rejected: np.ndarray  # [m] i32
+    margin: float  # by which the chosen one should be scored higher before all is well
+
+
+@dataclasses.dataclass(frozen=True)
+class PairSet:
+    """The pairs of a set of files, in file order."""
+
+    pairs: list[Pair]
+    overlong: int  # pairs that were left out because one half is too long
+    alike: int  # pairs that were left out because both halves are the same: they prefer nothing
+
+
+def read_pairs(
+    files: str,
+    *,
+    encode: Encode,
+    max_length: int,
+    margin: float = 0.0,
+    margin_column: str = "",
+    system_prompt: str = "",
+    custom_cls: str = "",
+    tokenizer: Any = None,
+    setting: str = "data.train_files",
+) -> PairSet:
+    """Read, check and tokenise comma-separated sources; `margin_column` names the column of margins ('': `margin`)."""
+    sources = read_sources(files, setting, custom_cls=custom_cls, tokenizer=tokenizer)
+    pairs, overlong, alike = [], 0, 0
+    for row in (row for source in sources for row in source.rows):
+        chosen, rejected = (_tokens(row, half, encode) for half in _halves(row, system_prompt))
+        pair = Pair(chosen, rejected, _margin(row, margin_column) if margin_column else margin)
+        if np.array_equal(chosen, rejected):
+            alike += 1
+        elif max(len(chosen), len(rejected)) > max_length:
+            overlong += 1
+        else:
+            pairs.append(pair)
+    if not pairs:
+        raise UserError(
+            f"{setting}={files}: no pair is left: {overlong} are longer than {max_length} tokens, prompt and response"
+            f" together, and {alike} have equal halves; raise data.max_prompt_length or data.max_response_length, or"
+            " look at the data"
+        )
+    return PairSet(pairs, overlong, alike)
+
+
+def _halves(row: Row, system_prompt: str) -> list[tuple[Messages, str]]:
+    """Prompt and response of the chosen and of the rejected half."""
+    for column in ("chosen", "rejected"):
+        if row.columns.get(column) is None:
+            raise UserError(f"{row.place} has no {column!r}; its columns are {', '.join(map(str, row.columns))}")
+    prompt = None if row.columns.get("prompt") is None else prompt_of(row)
+    halves = [_half(row, column, prompt) for column in ("chosen", "rejected")]
+    return [(with_system_prompt(before, system_prompt, row), response) for before, response in halves]
+
+
+def _half(row: Row, column: str, prompt: Messages | None) -> tuple[Messages, str]:
+    value = row.columns[column]
+    if not isinstance(value, list):
+        response = text_column(row, column)
+        return (prompt_of(row) if prompt is None else prompt), response  # without one: an error that says so
+    turns = checked_messages(row, column, value)
+    if turns[-1]["role"] != "assistant" or not turns[-1]["content"].strip():
+        raise UserError(f"{row.place}: {column} must end with a turn of the assistant that says something")
+    asked = [turn["content"] for turn in turns if turn["role"] == "user"]
+    if prompt is None or asked:
+        begins = prompt in (None, asked[0] if asked else None) or turns[: len(prompt or [])] == prompt
+        if not begins:
+            raise UserError(
+                f"{row.place}: {column} is a whole chat that does not begin with prompt; leave the prompt out of one"
+            )
+        before: Messages = turns[:-1]
+    elif isinstance(prompt, str):
+        raise UserError(f"{row.place}: prompt is text and {column} chat messages; make both the one or the other")
+    else:
+        before = [*prompt, *turns[:-1]]
+    if not before:
+        raise UserError(f"{row.place}: {column} answers nothing; put the turns before it there, or into 'prompt'")
+    return before, turns[-1]["content"]
+
+
+def _tokens(row: Row, half: tuple[Messages, str], encode: Encode) -> np.ndarray:
+    try:
+        return np.asarray(encode(*half), np.int32)
+    except Exception as e:  # a chat template raises what it likes
+        said = str(e).strip().partition("\n")[0]
+        raise UserError(f"{row.place}: the tokenizer or its chat template refuses a half of the pair: {said}") from e
+
+
+def _margin(row: Row, column: str) -> float:
+    if row.columns.get(column) is None:
+        raise UserError(
+            f"{row.place} has no {column!r}, which loss.margin_column names; its columns are "
+            f"{', '.join(map(str, row.columns))}"
+        )
+    value = row.columns[column]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise UserError(f"{row.place}: {column} is {brief(value)}; a margin must be a finite number")
+    return float(value)

@@ -1,0 +1,96 @@
+"""Story openings to go on from, short stories to learn from: `python -m jppo.data.stories --out=runs/tinystories/data`
+
+Written are train.jsonl and test.jsonl: openings such as `Once upon a time, there was a little girl named Lily`, which
+end in a name and without a full stop, so that the story must go on, whatever the tokenizer makes of words. Their
+ground truth is a word, `--word`, that a story should mention: the rule `mentions` counts a story right that does, in
+singular or plural.
+
+With `--samples FILE`, a samples file of a test or a training of these openings, demo.jsonl is written instead: a
+(prompt, response) pair for each sample that its model ended by itself within the limit it was sampled with, to be
+fine-tuned on. What a model wrote out as the mark of its end, as in `<|end_story|>`, is cut off.
+"""
+
+import argparse
+import itertools
+import pathlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jppo.config import UserError, exit_on_user_error
+from jppo.data.files import make_directory, read_rows, write_jsonl
+from jppo.data.rows import Row, text_column
+
+GIRLS = ("Lily", "Sue", "Mia", "Anna", "Lucy", "Sara", "Amy", "Emma", "Jane", "Molly")
+BOYS = ("Tim", "Tom", "Max", "Ben", "Sam", "Jack", "Bob", "Leo", "John", "Billy")
+KINDS = ("little", "happy", "kind", "shy", "brave", "clever", "sad", "funny")
+BEGINNINGS = ("Once upon a time, there was a", "One day, there was a")
+_MARK = re.compile(r"\s*<\|[^|<>]*\|>\s*$")
+
+
+def openings() -> list[str]:
+    """Every beginning with every child."""
+    children = [("girl", name) for name in GIRLS] + [("boy", name) for name in BOYS]
+    return [
+        f"{beginning} {kind} {child} named {name}"
+        for beginning, kind, (child, name) in itertools.product(BEGINNINGS, KINDS, children)
+    ]
+
+
+def make(*, seed: int, test: int, word: str) -> dict[str, list[dict[str, str]]]:
+    """The rows of train and test: a function of the arguments alone."""
+    everything = openings()
+    if not 1 <= test < len(everything):
+        raise UserError(f"--test={test} must be from 1 to {len(everything) - 1}, so that both sets have openings")
+    if not re.fullmatch(r"[A-Za-z]+", word):
+        raise UserError(f"--word={word!r} must be one word of letters")
+    order = np.random.default_rng(seed).permutation(len(everything))
+    rows = [{"prompt": everything[i], "ground_truth": word, "data_source": "mentions"} for i in order]
+    return {"train": rows[test:], "test": rows[:test]}
+
+
+def demonstrations(samples: Sequence[Row]) -> list[dict[str, Any]]:
+    """The samples that were ended by their model, as pairs for fine-tuning."""
+    found = []
+    for row in samples:
+        if row.columns.get("finish") is None:
+            raise UserError(f"{row.place} has no 'finish'; give a file of samples/, as a test or a training writes it")
+        story = _MARK.sub("", row.columns.get("response") or "")
+        if row.columns["finish"] == "stop" and story.strip():
+            found.append({"prompt": row.columns.get("prompt") or text_column(row, "prompt"), "response": story})
+    if not found:
+        raise UserError(
+            f"{samples[0].source}: none of {len(samples)} samples was ended by its model; raise"
+            " data.max_response_length of the sampling"
+        )
+    return found
+
+
+@exit_on_user_error
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jppo.data.stories",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="directory to write to")
+    parser.add_argument("--samples", type=pathlib.Path, help="samples to make demonstrations of")
+    parser.add_argument("--seed", type=int, default=1, help="of all that is drawn")
+    parser.add_argument("--test", type=int, default=64, help="openings to hold out")
+    parser.add_argument("--word", default="cat", help="what a story should mention")
+    args = parser.parse_args(argv)
+    if args.samples is None:
+        made: dict[str, list[dict[str, Any]]] = dict(make(seed=args.seed, test=args.test, word=args.word))
+    else:
+        made = {"demo": demonstrations(read_rows(args.samples))}
+    make_directory(args.out)
+    for name, rows in made.items():
+        write_jsonl(args.out / f"{name}.jsonl", rows)
+        print(f"{args.out / f'{name}.jsonl'}: {len(rows)} rows")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""The gradient of a loss of pairs whose halves lie anywhere in a batch, in two passes over its rows.
+
+The loss of a pair wants both of its scores, and the packer puts each half where it fits. So all scores come first,
+without a gradient; then the loss and its slope by every score, g = dL/dr; then, micro-batch by micro-batch, the
+gradient of Σ g r with g held fixed, which by the chain rule is that of L. However the batch is cut, loss and gradient
+are the same, and rows are packed as for any other training; the price is one more forward pass.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jppo.algorithms import masked
+from jppo.algorithms.preference import bradley_terry
+from jppo.learner import sharding
+from jppo.learner.score import Value
+from jppo.learner.update import Loss
+from jppo.models.lora import Base, Weights, join
+from jppo.structs import Array, Counts, Params, Rows
+
+
+def make_scores(value: Value, *, mesh: Mesh) -> Callable[[Params, Base | None, Rows, Array], Array]:
+    """(learned, base, rows, scores [B]) -> the scores, those of the sequences in these rows added.
+
+    A sequence's score is the value at its one entry in the mask, its last.
+    """
+
+    def scores(learned: Params, base: Base | None, rows: Rows, so_far: Array) -> Array:
+        found = value(join(learned, base), rows)
+        return so_far + masked.collect(found, rows.sequence, rows.mask, sequences=so_far.shape[0])
+
+    return jax.jit(scores, out_shardings=sharding.replicated(mesh))
+
+
+def make_slope(*, center: float) -> Callable[[Array, Array], tuple[tuple[Array, dict[str, Array]], Array]]:
+    """(scores [2N], margin [N]) -> (the mean loss of the pairs, metrics), its slope by each score [2N].
+
+    Scores are those of the N chosen halves, then of the N rejected ones in the same order.
+    """
+
+    def loss(scores: Array, margin: Array) -> tuple[Array, dict[str, Array]]:
+        chosen, rejected = scores[: margin.shape[0]], scores[margin.shape[0] :]
+        out = jnp.mean(bradley_terry(chosen, rejected, margin, center=center))
+        return out, {
+            "rm/loss": out,
+            "rm/accuracy": jnp.mean((chosen > rejected).astype(jnp.float32)),
+            "rm/margin": jnp.mean(chosen - rejected),
+            "rm/chosen": jnp.mean(chosen),
+            "rm/rejected": jnp.mean(rejected),
+        }
+
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))
+
+
+def make_pulled(value: Value) -> Loss:
+    """Σ g r over the sequences of the rows, for the slopes g [B]: its gradient is theirs in the loss of the pairs."""
+
+    def loss(params: Weights, rows: Rows, counts: Counts, slope: Array) -> tuple[Array, dict[str, Array]]:
+        return masked.masked_sum(value(params, rows) * masked.spread(slope, rows.sequence, rows.mask), rows.mask), {}
+
+    return loss

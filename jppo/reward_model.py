@@ -1,0 +1,260 @@
+"""Training of a reward model: python -m jppo.reward_model --config=configs/tinystories_reward_model.py
+
+Learns from pairs of responses, of which one was preferred, to score the preferred one higher, with the packing and
+optimizer of PPO and a model whose head is one number, read at the last token. The result is an HF directory,
+RUN_DIR/hf, a sequence classifier with one label: reward.model.path of a PPO run. Settings are given as
+--config.SECTION.NAME=VALUE; --dry_run prints them, with what the run would be and the memory that it would take, and
+stops.
+"""
+
+import dataclasses
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from jppo import assemble
+from jppo import config as settings
+from jppo.assemble import memory, preview, waiting
+from jppo.config import UserError
+from jppo.data.preferences import Encode, Pair, PairSet, read_pairs
+from jppo.data.stream import Cursor, next_batch, steps_per_epoch
+from jppo.io.console import REWARD_MODEL_COLUMNS
+from jppo.io.timers import Timers
+from jppo.learner import batch, packing, ppo, preference, score, sharding, update
+from jppo.models import hf, offload, placing
+from jppo.models.families import ModelConfig, pad_vocab
+from jppo.models.lora import Lora
+from jppo.rewards.model import Texts, without_padding
+from jppo.rewards.parts import Sample
+from jppo.structs import Array, Prompt, Rows, Trajectory
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What a run reads and closes over before it loads the model."""
+
+    pairs: PairSet
+    held_out: PairSet
+    steps: int
+    mesh: Any
+    plan: packing.Plan
+    cfg: ModelConfig
+    changes: dict[str, Any]  # of config.json, by which the result is a classifier's
+    adapters: Lora | None
+    scores: Callable[..., Array]  # the first pass, compiled
+    slope: Callable[..., Any]
+    accumulate: Any  # the second: the gradient
+
+
+def prepare(c: ConfigDict) -> Task:
+    """Reads the pairs, and the model as its directory describes it."""
+    described, cfg = hf.read_config(c.model.path)
+    tokenizer = assemble.read_tokenizer(c, cfg)
+    changes = hf.classifier_changes(c.model.path, pad_token_id=tokenizer.pad_token_id)
+    reading = dict[str, Any](
+        encode=make_encode(tokenizer, (described | changes).get("pad_token_id")),
+        max_length=c.data.max_prompt_length + c.data.max_response_length,
+        margin=c.loss.margin,
+        margin_column=c.loss.margin_column,
+        system_prompt=c.data.system_prompt,
+        custom_cls=c.data.custom_cls,
+        tokenizer=tokenizer,
+    )
+    pairs = read_pairs(c.data.train_files, **reading)
+    held_out = read_pairs(c.data.val_files, **reading, setting="data.val_files")
+    by_epochs = steps_per_epoch(len(pairs.pairs), c.data.train_batch_size) * c.trainer.total_epochs
+    steps = c.trainer.total_training_steps
+    mesh = assemble.make_mesh(c)
+    cfg = pad_vocab(cfg, mesh.shape["tensor"])
+    value = score.make_value(assemble.make_decoder(c, cfg, mesh))
+    return Task(
+        pairs=pairs,
+        held_out=held_out,
+        steps=by_epochs if steps == -1 else steps,
+        mesh=mesh,
+        plan=assemble.make_plan(
+            c,
+            mesh,
+            tokens_per_device=c.optim.max_tokens_per_device,
+            sequences=2 * c.data.train_batch_size,
+            more=1,  # of `as_trajectory`
+        ),
+        cfg=cfg,
+        changes=changes,
+        adapters=assemble.make_adapters(c),
+        scores=preference.make_scores(value, mesh=mesh),
+        slope=preference.make_slope(center=c.loss.center_rewards_coefficient),
+        accumulate=update.make_accumulate(preference.make_pulled(value)),
+    )
+
+
+def make_encode(tokenizer: Any, pad_token_id: int | None) -> Encode:
+    """The tokens of prompt and response as the reward model of a PPO run reads them; none is cut."""
+    texts = Texts(tokenizer, max_length=sys.maxsize)
+    nothing = np.zeros(0, np.int32)
+
+    def encode(messages: str | list[dict[str, str]], response: str) -> list[int]:
+        ids, _ = texts.read(Sample(Prompt("", "", messages, nothing, "", {}), response, 0, "stop"))
+        return without_padding(ids, pad_token_id)
+
+    return encode
+
+
+def train(config: ConfigDict) -> None:
+    """Trains on all pairs, tests on those held out, and writes the model."""
+    c = config
+    assemble.require_loggers(c)
+    task = prepare(c)
+    pairs, mesh = task.pairs.pairs, task.mesh
+    key = jax.random.key(c.trainer.seed)
+    trained = assemble.load_trained(c, mesh, task.cfg, c.model.path, head="value", key=key, adapters=task.adapters)
+    descent, opt = assemble.make_descent(c.optim, "rm", task.accumulate, trained, task.steps)
+    learned = trained.learned
+    run, cursor, timer = pathlib.Path(c.trainer.run_dir).expanduser(), Cursor(), Timers()
+    with assemble.make_logger(c, run, total_steps=task.steps, columns=REWARD_MODEL_COLUMNS) as logger:
+        (run / "config.json").write_text(settings.dump(c))
+        logger.note(f"pairs             {counted(task.pairs)}; held out {counted(task.held_out)}")
+        if (said := waiting.introduce(c, None)) is not None:
+            logger.note(said)
+        for step in range(task.steps):
+            with timer("step"):
+                indices, cursor = next_batch(
+                    cursor, n=len(pairs), batch_size=c.data.train_batch_size, seed=c.trainer.seed,
+                    shuffle=c.data.shuffle,
+                )  # fmt: skip
+                some = [pairs[i] for i in indices]
+                rows = pack(some, task.plan)
+                (_, judged), slope = task.slope(scored(task, descent, learned, rows, len(some)), margins(some))
+                minis = [batch.Mini(rows, batch.count(rows), sharding.rows_sharding(mesh))]
+                learned, opt, found = ppo.descend(descent, learned, opt, np.asarray(step, np.int32), minis, slope)
+            metrics = {name: float(value) for name, value in judged.items()} | found
+            if metrics["rm/skipped"]:
+                raise UserError(
+                    f"step {step + 1}: rm/loss={metrics['rm/loss']} rm/grad_norm={metrics['rm/grad_norm']} must be"
+                    f" finite numbers; lower optim.lr={c.optim.lr}"
+                )
+            if step + 1 == task.steps or (c.trainer.test_freq != -1 and (step + 1) % c.trainer.test_freq == 0):
+                with timer("testing"):
+                    metrics |= test(c, task, descent, learned)
+            metrics |= timer.next_step()
+            tokens = sum(len(pair.chosen) + len(pair.rejected) for pair in some)
+            metrics["perf/throughput"] = tokens / metrics["timing_s/step"]
+            logger.log(step + 1, metrics)
+    out = hf.save(
+        run / "hf", descent.model(learned), task.cfg, source=c.model.path, dtype=c.model.param_dtype, head="value",
+        changes=task.changes,
+    )  # fmt: skip
+    print(f"held-out accuracy {metrics['rm/val_accuracy']:.4f} on {len(task.held_out.pairs)} pairs")
+    print(f"model             {out}")
+
+
+def scored(task: Task, descent: ppo.Descent, learned: Any, rows: Sequence[Rows], pairs: int) -> Array:
+    """The scores of a batch of pairs, [2N] f32: of the chosen halves, then of the rejected."""
+    base, params = offload.to_device((descent.base, learned))
+    whole, place = sharding.replicated(task.mesh), sharding.rows_sharding(task.mesh)
+    found = placing.put(np.zeros(2 * pairs, np.float32), whole)
+    for one in rows:
+        found = task.scores(params, base, placing.put(one, place), found)
+    return found
+
+
+def test(c: ConfigDict, task: Task, descent: ppo.Descent, learned: Any) -> dict[str, float]:
+    """Loss and accuracy on the pairs that are held out."""
+    pairs, size = task.held_out.pairs, c.data.train_batch_size
+    sums = {"rm/loss": 0.0, "rm/accuracy": 0.0}
+    for first in range(0, len(pairs), size):
+        some = pairs[first : first + size]
+        (_, found), _ = task.slope(scored(task, descent, learned, pack(some, task.plan), len(some)), margins(some))
+        sums = {name: so_far + len(some) * float(found[name]) for name, so_far in sums.items()}
+    return {"rm/val_loss": sums["rm/loss"] / len(pairs), "rm/val_accuracy": sums["rm/accuracy"] / len(pairs)}
+
+
+def dry_run(c: ConfigDict) -> str:
+    """What a run by these settings would be; no weight is read."""
+    preview.take_little()
+    task = prepare(c)
+    plan, mesh, count = task.plan, task.mesh, c.data.train_batch_size
+    trained = memory.sketch(c, mesh, task.cfg, head="value", adapters=task.adapters)
+    rows = [memory.rows_of(shape, mesh) for shape in memory.largest(plan)]
+    scores = jax.ShapeDtypeStruct((2 * count,), np.float32, sharding=sharding.replicated(mesh))
+    opt, moments = memory.learning("rm", task.accumulate, c.optim, trained, rows, scores)
+    moments += [memory.account("scores", 0, task.scores, trained.learned, trained.base, one, scores) for one in rows]
+    longest = sorted(task.pairs.pairs, key=lambda pair: -len(pair.chosen) - len(pair.rejected))[:count]
+    packed = pack(longest, plan)
+    batch_bytes = [memory.size(memory.rows_of(one.inputs.shape, mesh)) for one in packed]
+    optimizer = {"its optimizer": memory.size(opt)}
+    there, away = (optimizer, {}) if not c.optim.optimizer_offload else ({}, optimizer)
+    found = memory.Estimate(
+        {"model": memory.size((trained.learned, trained.base)), **there, "batch": 2 * max(batch_bytes)},
+        tuple(moments),
+        memory.runtime(c, task.cfg, plan, passes=1, gradients=1),
+        away,
+    )
+    lines = [
+        f"pairs            {counted(task.pairs)}",
+        f"held out         {counted(task.held_out)}",
+        f"steps            {task.steps:,}, each of {count:,} pairs, one optimizer step",
+        f"rows             {preview.shapes(plan)}",
+        f"                 up to {len(packed)} micro-batches a step, each read twice",
+        f"to compile       {2 * len(plan.shapes) + 3} programs for {len(plan.shapes)} shape(s)",
+    ]
+    return preview.report(lines, found, preview.rooms(found, mesh, host={}))
+
+
+def counted(found: PairSet) -> str:
+    """How many pairs there are, and what was left out."""
+    return f"{len(found.pairs):,} ({found.overlong} over-long ones and {found.alike} with equal halves left out)"
+
+
+def margins(pairs: Sequence[Pair]) -> np.ndarray:
+    """[N] f32."""
+    return np.array([pair.margin for pair in pairs], np.float32)
+
+
+def pack(pairs: Sequence[Pair], plan: packing.Plan) -> list[Rows]:
+    """Rows that hold both halves of each pair, wherever they fit: of N pairs sequence i is chosen, N + i rejected."""
+    halves = [as_trajectory(ids) for ids in (*(p.chosen for p in pairs), *(p.rejected for p in pairs))]
+    return packing.pack(halves, range(len(halves)), plan)
+
+
+def as_trajectory(ids: np.ndarray) -> Trajectory:
+    """A text in the layout of a sampled response, so that one packer serves both.
+
+    The packer reads all tokens but the last, which is there to be guessed. A score is of all of them: one more is put
+    behind, of which nothing is read but its place, the one entry in the mask.
+    """
+    count = len(ids) + 1
+    return Trajectory(
+        uid="",
+        tokens=np.append(ids, 0).astype(np.int32),
+        sampled=np.arange(count) == count - 1,
+        logprob=np.zeros(count, np.float32),
+        version=np.full(count, -1, np.int32),
+        text="",
+        finish="stop",
+        turns=1,
+    )
+
+
+@settings.exit_on_user_error
+def main(argv: list[str] | None = None) -> None:
+    """The command line."""
+    argv = sys.argv[1:] if argv is None else argv
+    config, switches = settings.parse(argv, __doc__ or "", settings.reward_model_default())
+    if "loss" not in config:
+        raise UserError("--config is of another command; one for jppo.reward_model starts from reward_model_default()")
+    settings.check(config)
+    if switches["dry_run"]:
+        print(settings.dump(config), flush=True)
+        print(dry_run(config), end="")
+        return
+    train(config)
+
+
+if __name__ == "__main__":
+    main()

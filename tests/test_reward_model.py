@@ -1,0 +1,216 @@
+"""A reward model as a command: its gradient is torch's, it learns, and what it writes is a classifier."""
+
+import dataclasses
+import json
+import pathlib
+
+import jax
+import ml_collections
+import numpy as np
+import pytest
+
+from jppo import assemble, reward_model
+from jppo import config as settings
+from jppo.config import UserError, commandline
+from jppo.data import arithmetic
+from jppo.io.metrics import read_metrics
+from jppo.learner import batch, packing, sharding
+from jppo.models import hf
+from jppo.rewards.model import Texts, choose_engine, read_classifier
+from jppo.rewards.model_jax import JaxRewardModel
+
+SHAPE = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "pad_token_id": None}
+
+
+def rows(count, seed):
+    """Pairs of which the one with a 7 is preferred, more so with two of them; prompts and responses of any length."""
+    rng, found = np.random.default_rng(seed), []
+    for _ in range(count):
+        prompt = "".join(rng.choice(list("0123456789+"), rng.integers(1, 5))) + "="
+        halves = ["".join(rng.choice(list("012345689"), rng.integers(2, 7))) for _ in range(2)]
+        place = rng.integers(len(halves[0]))
+        found.append({"prompt": prompt, "chosen": halves[0][:place] + "7" + halves[0][place + 1 :]})
+        found[-1] |= {"rejected": halves[1], "gap": float(rng.integers(3)) / 2}
+    return found
+
+
+@pytest.fixture
+def config(tmp_path):
+    """A training in seconds, with the quickstart's tokenizer."""
+    arithmetic.write_model(tmp_path / "model")
+    (tmp_path / "model/config.json").write_text(json.dumps(arithmetic.MODEL | SHAPE))
+    for name, count in (("train", 512), ("test", 100)):
+        text = "".join(json.dumps(row) + "\n" for row in rows(count, seed=count))
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    c = settings.reward_model_default()
+    c.model.path, c.model.init = str(tmp_path / "model"), "random"
+    c.data.train_files, c.data.val_files = str(tmp_path / "train.jsonl"), str(tmp_path / "test.jsonl")
+    c.data.train_batch_size, c.data.row_lengths = 64, 1
+    c.data.max_prompt_length, c.data.max_response_length = 6, 6
+    c.trainer.run_dir, c.trainer.logger = str(tmp_path / "run"), "jsonl"
+    c.optim.lr = 3e-3
+    settings.check(c)
+    return c
+
+
+class Recorder:
+    """A config that remembers what was read of it."""
+
+    def __init__(self, config, seen, prefix=""):
+        self._config, self._seen, self._prefix = config, seen, prefix
+
+    def __getattr__(self, name):
+        value = getattr(self._config, name)
+        if isinstance(value, ml_collections.ConfigDict):
+            return Recorder(value, self._seen, f"{self._prefix}{name}.")
+        self._seen.add(self._prefix + name)
+        return value
+
+
+@pytest.fixture
+def seen():
+    """The settings that a training has read."""
+    return set()
+
+
+@pytest.fixture
+def trained(config, seen):
+    """The folder of a training that has learned its preference."""
+    config.trainer.total_training_steps, config.trainer.test_freq, config.mesh.sequence = 60, 30, 2
+    config.loss.center_rewards_coefficient = 0.01
+    reward_model.train(Recorder(config, seen))
+    return pathlib.Path(config.trainer.run_dir)
+
+
+def theirs(path):
+    """The directory as transformers has it, with all of its weights."""
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    model, info = transformers.AutoModelForSequenceClassification.from_pretrained(
+        path, dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(info.values()), info
+    return model.eval(), transformers.AutoTokenizer.from_pretrained(path)
+
+
+def test_it_learns_and_transformers_gives_the_same_scores(trained, config, seen):
+    assert set(commandline.settings(config)) - seen == set()  # no setting is dead
+    found = read_metrics(trained)
+    assert [m["step"] for m in found if "rm/val_accuracy" in m] == [30, 60]
+    assert abs(found[0]["rm/accuracy"] - 0.5) < 0.25 and found[-1]["rm/val_accuracy"] > 0.9
+    assert found[-1]["rm/loss"] < 0.5 * found[0]["rm/loss"] and found[-1]["rm/chosen"] > found[-1]["rm/rejected"]
+    model, tokenizer = theirs(trained / "hf")
+    assert type(model).__name__ == "Qwen2ForSequenceClassification" and model.config.num_labels == 1
+    assert model.config.pad_token_id == 0  # the tokenizer's: the model that it was made from names none
+    what = read_classifier(str(trained / "hf"), tokenizer=tokenizer, max_length=16)
+    assert choose_engine("auto", what.model_type) == "jax"
+    texts = ["1+2=7", "1+2=33333", "=5", "9+9+9=12745"]
+    ids = [tokenizer(text)["input_ids"] for text in texts]
+    filled = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
+    expected = model(**filled).logits[:, 0].tolist()
+    np.testing.assert_allclose(JaxRewardModel(what, batch_size=3, max_length=16).score(ids), expected, atol=2e-5)
+    assert min(expected[0], expected[3]) > max(expected[1], expected[2])
+
+
+@pytest.mark.parametrize("kind", ["buckets", "segments"])
+@pytest.mark.parametrize("tokens", [8192, 16])
+def test_loss_and_gradient_are_torchs_however_the_batch_is_cut(config, kind, tokens):
+    torch = pytest.importorskip("torch")
+    c = config
+    c.data.packing, c.data.max_tokens_per_row, c.data.row_lengths = kind, 13 if kind == "buckets" else 16, 3
+    c.optim.max_tokens_per_device, c.loss.margin_column, c.loss.center_rewards_coefficient = tokens, "gap", 0.1
+    c.mesh.fsdp, c.mesh.tensor, c.mesh.sequence = (8, 1, 1) if tokens == 8192 else (1, 2, 2)
+    task = reward_model.prepare(c)
+    cfg, pairs = task.cfg, task.pairs.pairs[:12]
+    trained = assemble.load_trained(
+        c, task.mesh, cfg, c.model.path, head="value", key=jax.random.key(3), adapters=task.adapters
+    )
+    descent, _ = assemble.make_descent(c.optim, "rm", task.accumulate, trained, 1)
+    path = hf.save(c.trainer.run_dir, trained.learned, cfg, source=c.model.path, dtype="float32", head="value",
+                   changes=task.changes)  # fmt: skip
+    micros = reward_model.pack(pairs, task.plan)
+    assert len(micros) > 2 or tokens == 8192
+    slopes = task.slope(
+        reward_model.scored(task, descent, trained.learned, micros, len(pairs)), reward_model.margins(pairs)
+    )
+    carry = descent.zeros()
+    mini = batch.Mini(micros, batch.count(micros), sharding.rows_sharding(task.mesh))
+    for micro in mini.micros:
+        rows = jax.device_put(micro, mini.place)
+        carry, _ = task.accumulate(trained.learned, None, carry, rows, mini.counts, slopes[1])
+    ours = dict(hf.hf_tensors(carry[0], cfg, head="value"))
+
+    model, _ = theirs(path)
+    halves = [
+        torch.stack([model(torch.tensor(getattr(pair, half))[None].long()).logits[0, 0] for pair in pairs])
+        for half in ("chosen", "rejected")
+    ]
+    gap = halves[0] - halves[1] - torch.tensor([pair.margin for pair in pairs])
+    expected = (torch.log(1 + torch.exp(-gap)) + 0.1 * (halves[0] + halves[1]) ** 2).mean()
+    expected.backward()
+    (loss, metrics), _ = slopes
+    assert float(loss) == pytest.approx(expected.item(), rel=1e-5)
+    assert float(metrics["rm/accuracy"]) == float((halves[0] > halves[1]).float().mean())
+    assert float(metrics["rm/margin"]) == pytest.approx((halves[0] - halves[1]).mean().item(), abs=1e-5)
+    gradients = {name: tensor.grad for name, tensor in model.named_parameters()}
+    assert gradients.keys() == ours.keys()
+    for name, gradient in gradients.items():
+        np.testing.assert_allclose(ours[name], gradient.numpy(), atol=2e-5, err_msg=name)
+    assert max(float(g.abs().max()) for g in gradients.values()) > 0.05
+
+
+def test_a_text_is_read_to_its_end_and_packed_once(config):
+    plan = packing.Plan((6,), ((4,),), share_rows=False)
+    pair = dataclasses.make_dataclass("P", ("chosen", "rejected"))(np.array([5, 6, 7]), np.array([5, 8]))
+    [made] = reward_model.pack([pair], plan)
+    assert made.inputs[:2].tolist() == [[5, 6, 7, 0, 0, 0], [5, 8, 0, 0, 0, 0]]
+    assert made.mask[:2].tolist() == [[False, False, True] + [False] * 3, [False, True] + [False] * 4]
+    assert made.sequence[made.mask].tolist() == [0, 1]
+
+
+def test_encode_is_what_a_reward_model_of_a_run_reads(config, tiny_model):
+    from jppo.data.tokenizer import load_tokenizer
+    from jppo.rewards.parts import Sample
+    from jppo.structs import Prompt
+
+    encode = reward_model.make_encode(load_tokenizer(str(tiny_model)), 0)
+    texts = Texts(load_tokenizer(str(tiny_model)), max_length=99)
+    sample = Sample(Prompt("u", "s", "1+2=", np.array([1]), "3", {}), "3", 1, "stop")
+    assert encode("1+2=", "3") == texts.read(sample)[0] == [3, 12, 4, 13, 5]
+
+
+def test_a_dry_run_says_what_it_would_be(config, quick_compilation):
+    config.trainer.total_epochs = 3
+    said = reward_model.dry_run(config)
+    assert "pairs            512 (0 over-long ones and 0 with equal halves left out)" in said
+    assert "held out         100 (" in said and "steps            24, each of 64 pairs" in said
+    assert "its optimizer" in said and "temporaries: rm" in said and "\n  scores " in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"data.val_files": ""}, "data.val_files is empty"),
+        ({"loss.margin": 0.5, "loss.margin_column": "gap"}, "both say by how much"),
+        ({"loss.margin": -1.0}, "loss.margin=-1.0 must be at least 0.0"),
+        ({"loss.center_rewards_coefficient": -0.1}, "must be at least 0.0"),
+        ({"trainer.test_freq": 0}, "trainer.test_freq=0 must be 1 or more, or -1"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(config, changes, complaint):
+    config.update_from_flattened_dict(changes)
+    with pytest.raises(UserError, match=complaint):
+        settings.check(config)
+
+
+def test_a_config_of_another_command_is_one_line(capsys):
+    with pytest.raises(SystemExit) as e:
+        reward_model.main(["--config=configs/quickstart_sft.py"])
+    assert e.value.code == 2 and "--config is of another command" in capsys.readouterr().err
+
+
+def test_adapters_are_merged_into_what_is_written(config):
+    config.trainer.total_training_steps, config.model.lora_rank = 2, 2
+    reward_model.train(config)
+    _, cfg = hf.read_config(config.trainer.run_dir + "/hf")
+    hf.check_weights(config.trainer.run_dir + "/hf", cfg, head="value")

@@ -1,0 +1,76 @@
+"""configs/rlhf.py and its reward model's, on small stand-ins for the model and the data: every setting is read."""
+
+import json
+
+import jax
+import pytest
+
+from jppo import assemble, reward_model
+from jppo import config as settings
+from jppo.data import arithmetic
+from jppo.models import decoder, hf
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}={% endif %}"
+)
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A chat model of the quickstart's tokens with random weights, and the same as a reward model."""
+    source = tmp_path / "source"
+    arithmetic.write_model(source)
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "max_position_embeddings": 2048}
+    (source / "config.json").write_text(json.dumps(arithmetic.MODEL | shape))
+    said = json.loads((source / "tokenizer_config.json").read_text())
+    (source / "tokenizer_config.json").write_text(json.dumps(said | {"model_max_length": 2048}))
+    (source / "chat_template.jinja").write_text(TEMPLATE)
+    _, cfg = hf.read_config(source)
+    for head, name in (("lm", "chat"), ("value", "run/reward_model/hf")):
+        values = decoder.init_params(cfg, jax.random.key(0), head=head, param_dtype="float32")
+        hf.save(tmp_path / name, values, cfg, source=source, dtype="float32", head=head)
+    return tmp_path
+
+
+def lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def parsed(name, small, defaults, **files):
+    argv = [f"--config=configs/{name}.py:{small / 'run'}", f"--config.model.path={small / 'chat'}"]
+    c, _ = settings.parse([*argv, *(f"--config.data.{k}={v}" for k, v in files.items())], "", defaults)
+    settings.check(c)
+    return c
+
+
+def test_ppo_against_a_reward_model(small, quick_compilation):
+    prompt = {"prompt": [{"role": "user", "content": "1+2"}], "data_source": "chat", "ground_truth": "-"}
+    files = {k: lines(small / f"{k}.jsonl", [prompt] * 256) for k in ("train_files", "val_files")}
+    c = parsed("rlhf", small, settings.default(), **files)
+    said = assemble.dry_run(c)
+    assert "reference " in said and "critic " in said and "steps            1, each of 256" in said
+    panel = assemble.make_panel(c, assemble.read_inputs(c), assemble.make_mesh(c))
+    panel.close()
+    assert c.algorithm.kl_ctrl_type == "adaptive" and c.algorithm.use_kl_in_reward
+
+
+def test_its_reward_model(small, quick_compilation):
+    turns = [{"role": "user", "content": "1+2"}]
+    pair = {k: [*turns, {"role": "assistant", "content": v}] for k, v in (("chosen", "3"), ("rejected", "4"))}
+    files = {k: lines(small / f"{k}.jsonl", [pair] * 64) for k in ("train_files", "val_files")}
+    c = parsed("rlhf_reward_model", small, settings.reward_model_default(), **files)
+    said = reward_model.dry_run(c)
+    assert "pairs            64 (0 over-long" in said and "steps            1, each of 64 pairs" in said
+
+
+@pytest.mark.parametrize("name", ["tinystories_sft", "tinystories_reward_model", "tinystories_ppo"])
+def test_the_stages_of_the_example_find_each_other(name):
+    c, _ = settings.parse([f"--config=configs/{name}.py:here"], "", settings.default())
+    with c.unlocked():
+        c.model.path = c.model.path or "given"
+    settings.check(c)
+    assert c.trainer.run_dir == {"tinystories_sft": "here/sft", "tinystories_reward_model": "here/rm"}.get(
+        name, "here/ppo"
+    )
