@@ -28,7 +28,8 @@ SHAPES = {
     "google/gemma-2-2b-it": (GEMMA, (2304, 9216, 26, 8, 4, 256000, True), 2_614_341_888),
 }
 FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-QUICK, SLOW = (
+QUICK = ("gsm8k", "gsm8k_7b", "math_grpo", "lora")
+SLOW = ("gsm8k_gemma", "judge", "async", "multi_host", "long_context")
     ("gsm8k", "gsm8k_7b", "math_grpo", "lora"),
     ("gsm8k_gemma", "judge", "async", "multi_host", "long_context"),
 )
