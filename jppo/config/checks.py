@@ -24,7 +24,7 @@ CHOICES = {
     "model.attention": ("auto", "xla", "cudnn", "pallas", "splash"),
     "model.remat": ("none", "dots", "full"),
     "data.truncation": ("error", "left", "right", "middle"),
-    "data.packing": ("auto", "segments", "buckets", "none"),
+    "data.packing": ("auto", "segments", "buckets", "prefix", "none"),
     "algorithm.adv_estimator": ("gae", "reinforce_plus_plus", "remax", *NEEDS_GROUPS),
     "algorithm.kl_penalty": _KL_NAMES,
     "algorithm.kl_ctrl_type": ("fixed", "adaptive"),
@@ -240,6 +240,7 @@ def _check_training(config: ml_collections.ConfigDict) -> None:
                 f"{section}.lr_warmup_steps={config[section].lr_warmup_steps} and {section}.lr_warmup_steps_ratio="
                 f"{config[section].lr_warmup_steps_ratio} both say how long the warm-up is; leave one at its default"
             )
+    _check_packing(config)
     _check_lengths(config)
     check_memory(config)
 
@@ -332,6 +333,14 @@ def _check_unread(config: ml_collections.ConfigDict) -> None:
     for name, value, was, why in unread:
         if value != was:
             raise UserError(f"{name}={value!r} is read by nobody: {why}; mend that, or leave it at {was!r}")
+
+
+def _check_packing(config: ml_collections.ConfigDict) -> None:
+    if config.data.packing == "prefix" and (_find(config, "rollout.n") or 1) < 2:
+        raise UserError(
+            "data.packing='prefix' has a prompt once for its samples, and here each has one; raise rollout.n in PPO, or"
+            " take buckets"
+        )
 
 
 def _check_lengths(config: ml_collections.ConfigDict) -> None:

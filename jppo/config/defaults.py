@@ -70,9 +70,9 @@ def default() -> ml_collections.ConfigDict:
             filter_overlong_prompts=True,  # leaves over-long prompts out
             truncation="error",  # of over-long prompts that are not left out; or cut them: left, right, middle
             shuffle=True,
-            packing="auto",  # segments on a TPU, else buckets; or none
-            row_lengths=4,  # buckets: how many lengths of row, each one more shape to compile
-            max_tokens_per_row=-1,  # segments: the length of a row; -1: of the longest prompt and response
+            packing="auto",  # segments on a TPU, else buckets; or none, or prefix: a prompt once for its samples
+            row_lengths=4,  # buckets, prefix: how many lengths of row, each one more shape to compile
+            max_tokens_per_row=-1,  # segments, prefix: the longest row; -1: of the longest prompt and response, or more
         )
     )
     config.algorithm = c(

@@ -17,12 +17,15 @@ SMALLEST_BLOCK, LARGEST_BLOCK = 64, 1024  # of queries
 UNSEEN = -1e30  # the score of a key that is not seen
 
 
-def make_plain(*, scale: float, softcap: float | None, windows: Windows) -> Attend:
+def make_plain(*, scale: float, softcap: float | None, windows: Windows, shared_prompts: bool = False) -> Attend:
     """Attention by XLA alone, on any backend. It holds the scores of one block of queries, forwards and backwards.
 
-    Backwards they are made again, from what the softmax of each query was divided by.
+    Backwards they are made again, from what the softmax of each query was divided by. With `shared_prompts` a segment
+    below 0 is a prompt that the segments behind it see beside themselves, as far as the next such; windows, which count
+    positions of a row, are none then.
     """
-    look = functools.partial(_scores, scale=scale, softcap=softcap, windows=windows)
+    assert not shared_prompts or all(window is None for window in windows)
+    look = functools.partial(_scores, scale=scale, softcap=softcap, windows=windows, shared_prompts=shared_prompts)
 
     @jax.custom_vjp
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, kind: jax.Array | int) -> jax.Array:
@@ -46,6 +49,7 @@ def _scores(
     scale: float,
     softcap: float | None,
     windows: Windows,
+    shared_prompts: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """The scores of a block's queries of [R, K, G, T, A] over the keys up to its end, and which of them are seen."""
     queries = q[:, :, :, block]
@@ -54,7 +58,10 @@ def _scores(
     found = found.reshape(R, K, G, B, block.stop)
     here = jnp.arange(block.stop, dtype=jnp.int32)
     seen = _in_window(here[None, block, None], here[None, None, :], windows, kind)
-    seen &= segment[:, block, None] == segment[:, None, : block.stop]
+    same = segment[:, block, None] == segment[:, None, : block.stop]
+    if shared_prompts:
+        same |= prompts(segment)[:, block, None] == segment[:, None, : block.stop]
+    seen &= same
     return found if softcap is None else softcap * jnp.tanh(found / softcap), seen[:, None, None]
 
 
@@ -115,6 +122,12 @@ def _backward(
     of_q = _by_token(jnp.concatenate(by_q, axis=3)).astype(q.dtype)
     of_k, of_v = (_by_token(x[:, :, None]).astype(k.dtype) for x in (by_k, by_v))
     return of_q, of_k, of_v, None, None
+
+
+def prompts(segment: jax.Array) -> jax.Array:  # [R, T]
+    """The segment of the prompt before each position, numbered -1, -2 and on in a row; where none is, the own one."""
+    latest = jax.lax.cummin(jnp.minimum(segment, 0), axis=1)
+    return jnp.where(latest < 0, latest, segment)
 
 
 def blocks(length: int) -> list[slice]:

@@ -13,6 +13,10 @@ from jppo.models import lora
 from jppo.models.families import ModelConfig
 from jppo.models.lora import Lora
 
+# Of a row's pairs, those that attention in four blocks of queries computes; and how much longer a FLOP of theirs takes
+# than one of a product with weights: scores are exponentiated, and are written and read between their two products.
+COMPUTED, SLOWER = 5 / 8, 3.0
+
 
 def attention(cfg: ModelConfig, lengths: Sequence[int]) -> int:
     """FLOP of the products of queries, keys and values in a forward pass: of keys in the window that came before."""
@@ -24,6 +28,13 @@ def _pairs(length: int, window: int | None) -> int:
     """The keys that the queries of one sequence see, each itself and what lies before it in the window."""
     near = length if window is None else min(length, window)
     return near * (near + 1) // 2 + (length - near) * near
+
+
+def even_row(cfg: ModelConfig) -> float:
+    """The length of rows in which attention by XLA takes as long as all that goes token by token, padding included."""
+    by_token = forward(cfg, [1], head_tokens=1) - attention(cfg, [1])
+    by_pair = 2 * 2 * cfg.num_layers * cfg.num_heads * cfg.head_dim
+    return by_token / (by_pair * COMPUTED * SLOWER)
 
 
 def adapters(cfg: ModelConfig, how: Lora, lengths: Sequence[int]) -> int:

@@ -134,12 +134,13 @@ class Learner:
     recipe: ppo.Recipe = dataclasses.field(default_factory=recipe)
     sequences: int = 16  # of a step, two samples a prompt
     remat: str = "none"
+    shared_prompts: bool = False
 
     def __post_init__(self):
         self.hf, self.kl_coef, self.adamw = hf_config(), KL_COEF, ADAMW
         self.cfg = families.from_hf(hf_config(), path="config.json")
         self.mesh = sharding.make_mesh(self.mesh_shape)
-        plain = make_plain(**attention_settings(self.cfg))
+        plain = make_plain(**attention_settings(self.cfg), shared_prompts=self.shared_prompts)
         decoder = Decoder(
             self.cfg,
             constrain=sharding.constrain_to_rows(self.mesh),

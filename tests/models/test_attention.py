@@ -67,6 +67,36 @@ def test_its_gradient_is_the_loops(rng, rows, block, window, softcap):
     assert found == pytest.approx((near(1e-5) - near(-1e-5)) / 2e-5, rel=1e-4, abs=1e-4)
 
 
+def test_a_shared_prompt_is_to_each_segment_what_its_own_would_be(rng, block):
+    """A row [1 | prompt of 3, 2, 3 | prompt of 2, 4 | empty] against a row for each; gradients add up at prompts."""
+    segment = np.array([[1, 1, -1, -1, -1, 2, 2, 2, 3, 3, -2, -2, 4, 0]], np.int32)
+    wholes = [[0, 1], [2, 3, 4, 5, 6, 7], [2, 3, 4, 8, 9], [10, 11, 12]]
+    own = [[0, 1], [5, 6, 7], [8, 9], [12]]
+    q, k, v = (rng.normal(size=(1, 14, h, 4)).astype(np.float32) for h in (6, 2, 2))
+    given = rng.normal(size=q.shape).astype(np.float32)
+    here = np.concatenate(own)
+    attend = attention.make_plain(scale=0.3, softcap=0.8, windows=(None,), shared_prompts=True)
+
+    def shared(q, k, v):
+        out = attend(q, k, v, segment, 0)
+        return jnp.sum((given * out)[:, here]), out
+
+    def apart(q, k, v):
+        total = 0.0
+        for whole, its in zip(wholes, own, strict=True):
+            at, one = np.array(whole), np.ones((1, len(whole)), np.int32)
+            out = plain(scale=0.3, softcap=0.8)(q[:, at], k[:, at], v[:, at], one, 0)
+            total += jnp.sum(given[:, np.array(its)] * out[:, -len(its) :])
+        return total
+
+    (_, found), grads = jax.jit(jax.value_and_grad(shared, (0, 1, 2), has_aux=True))(q, k, v)
+    for whole, its in zip(wholes, own, strict=True):
+        one = loop_attend(*(x[:, whole] for x in (q, k, v)), np.ones((1, len(whole))), scale=0.3, softcap=0.8)
+        np.testing.assert_allclose(found[:, its], one[:, -len(its) :], atol=2e-6)
+    assert np.isfinite(found).all()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), grads, jax.grad(apart, (0, 1, 2))(q, k, v))
+
+
 def test_blocks_are_all_of_the_row():
     for length in (1, 63, 64, 65, 200, 4095, 9000):
         found = attention.blocks(length)
