@@ -11,7 +11,7 @@ from jppo.assemble import machine, waiting
 from jppo.assemble.fit import require_fit
 from jppo.assemble.inputs import Inputs, critic_path
 from jppo.assemble.recipe import make_recipe
-from jppo.assemble.rows import packing_kind, plan_of_run, sequences_of_step
+from jppo.assemble.rows import packing_kind, plan_of_run, sequences_of_step, shared_prompts
 from jppo.learner import optim, packing, ppo, sharding, state, update
 from jppo.models import fused, offload, spread
 from jppo.models.decoder import Decoder, attention_settings
@@ -84,7 +84,7 @@ def attention_kernel(c: ConfigDict, cfg: ModelConfig) -> tuple[str, str | None, 
         head_dim=cfg.head_dim,
         dtype=c.model.compute_dtype,
         one_segment=packing_kind(c) in ("buckets", "none"),
-        shared_prompts=packing_kind(c) == "prefix",
+        shared=shared_prompts(c),
         longest=c.data.max_prompt_length + c.data.max_response_length,
     )
     return *fused.choose(c.model.attention, needs, backend=jax.default_backend()), needs

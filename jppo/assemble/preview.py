@@ -122,7 +122,7 @@ def sizes(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[list[str], int]:
 
 def shapes(plan: packing.Plan) -> str:
     """The shapes of rows, with how they are filled."""
-    shared = " (shared rows, a prompt once in each)" if plan.share_prompts else " (shared rows)"
+    shared = " (shared rows)" if plan.prices is None else " (a prompt once for its samples)"
     return f"{', '.join(f'{r}x{t}' for r, t in plan.shapes)}{shared if plan.share_rows else ''}"
 
 

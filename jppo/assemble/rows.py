@@ -1,13 +1,12 @@
 """How a run packs its rows: the kind, and the shapes that it will see."""
 
-import math
 from typing import Any
 
 import jax
 from ml_collections import ConfigDict
 
 from jppo.learner import packing, prefix, sharding
-from jppo.models import cost
+from jppo.models import attention, cost
 from jppo.models.families import ModelConfig
 
 
@@ -18,40 +17,44 @@ def packing_kind(c: ConfigDict) -> str:
     return "segments" if jax.default_backend() == "tpu" and c.model.attention in ("auto", "splash") else "buckets"
 
 
+def shared_prompts(c: ConfigDict) -> tuple[int, int] | None:
+    """The longest prompt and response where prompts are there once for several responses."""
+    return (c.data.max_prompt_length, c.data.max_response_length) if packing_kind(c) == "prefix" else None
+
+
 def make_plan(
-    c: ConfigDict, mesh: Any, *, tokens_per_device: int, sequences: int, even: float = math.inf
+    c: ConfigDict, mesh: Any, *, tokens_per_device: int, sequences: int, policy: ModelConfig | None = None
 ) -> packing.Plan:
-    """The shapes of rows that the run will see; `even`, for prompts that are shared, as in `packing.Plan`."""
+    """The shapes of rows that the run will see; where prompts are shared, what they cost the policy decides."""
     multiple, length_multiple = sharding.row_multiple(mesh), sharding.length_multiple(mesh)
+    row, of_device, shared = c.data.max_tokens_per_row, tokens_per_device * length_multiple, shared_prompts(c)
+    how = dict[str, Any]()
+    if shared is not None and policy is not None:
+        if row == -1:
+            row = min(of_device, prefix.longest_row(*shared, samples=c.rollout.n))
+
+        def price(length: int) -> float:
+            return cost.price(policy, attention.computed(length, shared) / length)
+
+        how = dict(price=price, longest_sample=c.data.max_response_length)
     longest = c.data.max_prompt_length + c.data.max_response_length
-    kind, row, of_device = packing_kind(c), c.data.max_tokens_per_row, tokens_per_device * length_multiple
-    if row == -1:
-        row = min(_longest_row(c, even), of_device) if kind == "prefix" else longest
     return packing.make_plan(
-        kind,
+        packing_kind(c),
         max_length=longest,
         row_lengths=c.data.row_lengths,
-        max_tokens_per_row=row,
+        max_tokens_per_row=longest if row == -1 else row,
         tokens_per_micro=of_device * multiple,
         sequences=sequences,
         row_multiple=multiple,
         length_multiple=length_multiple,
-        even=even,
-    )
-
-
-def _longest_row(c: ConfigDict, even: float) -> int:
-    d = c.data
-    return prefix.longest_row(
-        prompt=d.max_prompt_length, response=d.max_response_length, samples=c.rollout.n, even=even
+        **how,
     )
 
 
 def plan_of_run(c: ConfigDict, mesh: Any, policy: ModelConfig) -> packing.Plan:
     """The shapes of rows of a PPO run."""
     sequences = max(c.actor.ppo_mini_batch_size, critic_mini_batch_size(c))
-    how = dict[str, Any](tokens_per_device=c.actor.max_tokens_per_device, sequences=sequences)
-    return make_plan(c, mesh, **how, even=cost.even_row(policy))
+    return make_plan(c, mesh, tokens_per_device=c.actor.max_tokens_per_device, sequences=sequences, policy=policy)
 
 
 def critic_mini_batch_size(c: ConfigDict) -> int:

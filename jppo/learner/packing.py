@@ -7,7 +7,8 @@ Numpy in, numpy out.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
@@ -26,8 +27,9 @@ class Plan:
     lengths: tuple[int, ...]  # of rows, ascending
     counts: tuple[tuple[int, ...], ...]  # for each length the row counts of a micro-batch, descending
     share_rows: bool  # several trajectories in a row (segments), or one
-    share_prompts: bool = False  # and the prompt of those that have the same one in a row is there once
-    even: float = math.inf  # the length of rows whose attention costs as much as all else in them
+    # What a token costs in a row of each length, where a row may have a prompt once for several of its samples.
+    prices: tuple[float, ...] | None = None
+    longest_sample: int = 0  # entries of a sample that may stand behind others
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
@@ -45,15 +47,16 @@ def make_plan(
     sequences: int,
     row_multiple: int,
     length_multiple: int = 1,
-    even: float = math.inf,
+    longest_sample: int = 0,
+    price: Callable[[int], float] = lambda _: 1.0,
 ) -> Plan:
     """The plan for mini-batches of `sequences` trajectories of up to `max_length` tokens.
 
     kind is 'segments' (rows of `max_tokens_per_row`, shared), 'buckets' (`row_lengths` lengths, evenly spaced, one
     trajectory a row), 'none' (one length, one trajectory a row) or 'prefix' (rows of up to `max_tokens_per_row`, of
-    `row_lengths` lengths, evenly spaced, shared by samples with one copy of their prompt; `even` as in `Plan`). Row
-    counts are multiples of `row_multiple`, the number of devices that share the rows, lengths are rounded up to
-    multiples of `length_multiple`, of those that share a row's positions.
+    `row_lengths` lengths, evenly spaced, shared by samples of one prompt; `price` says what a token costs in a row of
+    some length, `longest_sample` as in `Plan`). Row counts are multiples of `row_multiple`, the number of devices that
+    share the rows, lengths are rounded up to multiples of `length_multiple`, of those that share a row's positions.
     """
     entries = max_tokens_per_row if kind == "prefix" else max_length - 1
     grain = 64 if entries >= 512 else 8 if entries >= 64 else 1
@@ -66,10 +69,15 @@ def make_plan(
     counts = []
     for length in lengths:
         full = max(1, tokens_per_micro // (length * row_multiple)) * row_multiple
-        full = min(full, _up(sequences, row_multiple))
-        counts.append(tuple(sorted({full, _up(math.ceil(full / 4), row_multiple)}, reverse=True)))
+        # Of longer rows, which several samples share, there are fewer, and one that is empty is more of a loss.
+        rows, parts = (
+            (math.ceil(sequences * max_length / length), (1, 4, 16)) if kind == "prefix" else (sequences, (1, 4))
+        )
+        full = min(full, _up(min(rows, sequences), row_multiple))
+        counts.append(tuple(sorted({_up(math.ceil(full / part), row_multiple) for part in parts}, reverse=True)))
     if kind == "prefix":
-        return Plan(tuple(lengths), tuple(counts), share_rows=True, share_prompts=True, even=even)
+        prices = tuple(price(length) for length in lengths)
+        return Plan(tuple(lengths), tuple(counts), share_rows=True, prices=prices, longest_sample=longest_sample)
     return Plan(tuple(lengths), tuple(counts), share_rows=kind == "segments")
 
 
@@ -84,7 +92,7 @@ def pack(trajectories: Sequence[Trajectory], sequence: Sequence[int], plan: Plan
     if order and entries[order[0]] > plan.lengths[-1]:
         uid, length = trajectories[order[0]].uid, entries[order[0]]
         raise ValueError(f"trajectory {uid} has {length} entries, a row holds {plan.lengths[-1]}")
-    if plan.share_prompts:
+    if plan.prices is not None:
         rows, shapes = _with_prompts(trajectories, order, entries, plan)
     else:
         rows, shapes = _whole(order, entries, plan)
@@ -110,35 +118,39 @@ def _whole(order: Sequence[int], entries: Sequence[int], plan: Plan) -> tuple[li
 def _with_prompts(
     trajectories: Sequence[Trajectory], order: Sequence[int], entries: Sequence[int], plan: Plan
 ) -> tuple[list[list[Part]], list[tuple[int, int]]]:
-    """Rows in which prompts stand once for their samples, or of one trajectory each; what costs least, and its shapes.
+    """Rows of a prompt with samples of it, or of one trajectory each; what costs least, and its shapes.
 
-    Full rows have fewer copies of prompts and more pairs of tokens.
+    Long rows have fewer copies of prompts, and tokens that cost more.
     """
-    parts, longest = prefix.parts_of(trajectories, entries), entries[order[0]] if order else 0
-    ways = [prefix.fill(parts, entries, length) for length in plan.lengths if length >= longest]
+    groups, longest = prefix.groups(trajectories, entries, plan.longest_sample), entries[order[0]] if order else 0
+    prices = dict(zip(plan.lengths, plan.prices or (), strict=True))
+    ways = [prefix.split(groups, entries, length) for length in plan.lengths if length >= longest]
     found = []
-    for rows in (*ways, [[Part(0, (i,), entries[i])] for i in order]):
-        shapes = cut([sum(part.size for part in row) for row in rows], plan.shapes, plan.even)
-        found.append((rows, shapes))
-    return min(found, key=lambda one: sum(_cost(shape, plan.even) for shape in one[1]))
+    for parts in (*ways, [Part(0, (i,), entries[i]) for i in order]):
+        shapes = cut([part.size for part in parts], plan.shapes, prices)
+        found.append(([[part] for part in parts], shapes))
+    return min(found, key=lambda one: sum(_cost(shape, prices) for shape in one[1]))
 
 
-def _cost(shape: tuple[int, int], even: float) -> float:
+def _cost(shape: tuple[int, int], prices: Mapping[int, float]) -> float:
     """What a micro-batch costs, in tokens."""
     r, t = shape
-    return r * t * (1 + t / even) + MICRO_TOKENS
+    return r * t * prices.get(t, 1.0) + MICRO_TOKENS
 
 
-def cut(lengths: Sequence[int], shapes: Sequence[tuple[int, int]], even: float = math.inf) -> list[tuple[int, int]]:
+def cut(
+    lengths: Sequence[int], shapes: Sequence[tuple[int, int]], prices: Mapping[int, float] = MappingProxyType({})
+) -> list[tuple[int, int]]:
     """The shapes [R, T] of micro-batches that take rows of such lengths, which fall, in turn and at the least cost.
 
-    A micro-batch costs its R T tokens, and `MICRO_TOKENS` of its own; attention counts where `even` (`Plan`) says how.
+    A micro-batch costs its R T tokens, and `MICRO_TOKENS` of its own; `prices` are those of a token by the row's
+    length, 1 unless said.
     """
     least: list[float] = [0] * (len(lengths) + 1)  # to take the rows from here on
     taken: list[tuple[int, int]] = [(0, 0)] * len(lengths)
     for i in reversed(range(len(lengths))):
         fitting = [
-            (_cost((r, t), even) + least[min(i + r, len(lengths))], (r, t)) for r, t in shapes if t >= lengths[i]
+            (_cost((r, t), prices) + least[min(i + r, len(lengths))], (r, t)) for r, t in shapes if t >= lengths[i]
         ]
         least[i], taken[i] = min(fitting)
     out, i = [], 0
@@ -179,13 +191,13 @@ def _fill(
         sequence=np.full(shape, -1, np.int32),
     )
     for r, row in enumerate(rows):
-        start, segment, prompt = 0, 0, 0
+        start, segment = 0, 0
         for part in row:
             a = part.shared
             if a:
-                tokens, here, prompt = trajectories[part.members[0]].tokens, (r, slice(start, start + a)), prompt - 1
+                tokens, here = trajectories[part.members[0]].tokens, (r, slice(start, start + a))
                 out.inputs[here], out.targets[here] = tokens[:a], tokens[1 : a + 1]
-                out.segment[here], out.position[here] = prompt, np.arange(a)
+                out.segment[here], out.position[here] = -1, np.arange(a)
                 start += a
             for i in part.members:
                 t, segment = trajectories[i], segment + 1

@@ -1,17 +1,18 @@
 """Rows in which a prompt stands once, before the samples that share it. Used by `packing.py`, which writes them down.
 
 What samples of one prompt share are its entries but the last: each begins with the prompt's last token, so that its
-first response token is emitted inside its own segment. A prompt goes with as many of its samples as its row has room
-for, and again where others of them are.
+first response token is emitted inside its own segment. A row has one prompt, with as many of its samples as it has room
+for; others of them are in further rows, with the prompt again.
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from jppo.structs import Trajectory
+
+COPIES = 8  # so many times its prompt is the longest row: the prompt is an eighth of it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,8 +24,11 @@ class Part:
     size: int  # entries in all
 
 
-def parts_of(trajectories: Sequence[Trajectory], entries: Sequence[int]) -> list[Part]:
-    """The trajectories that have entries, each with the others of its prompt."""
+def groups(trajectories: Sequence[Trajectory], entries: Sequence[int], longest: int) -> list[Part]:
+    """The trajectories that have entries, each with the others of its prompt.
+
+    Where one of them has more than `longest` entries of its own, each is alone.
+    """
     by_prompt: dict[str, list[int]] = {}
     for i, t in enumerate(trajectories):
         if entries[i]:
@@ -32,7 +36,8 @@ def parts_of(trajectories: Sequence[Trajectory], entries: Sequence[int]) -> list
     parts = []
     for members in by_prompt.values():
         shared = shared_entries([trajectories[i] for i in members])
-        parts += [_part(shared, some, entries) for some in ([members] if shared else [[i] for i in members])]
+        together = shared and max(entries[i] for i in members) - shared <= longest
+        parts += [_part(shared, some, entries) for some in ([members] if together else [[i] for i in members])]
     return parts
 
 
@@ -57,23 +62,14 @@ def _part(shared: int, members: Sequence[int], entries: Sequence[int]) -> Part:
     return Part(shared if len(members) > 1 else 0, tuple(members), shared + own)
 
 
-def fill(parts: Sequence[Part], entries: Sequence[int], capacity: int) -> list[list[Part]]:
-    """Rows of at most `capacity` entries, the fullest first: first fit by falling size, after larger parts are split.
-
-    No trajectory has more `entries`. Trajectories that are alone begin a row: what follows a prompt would see it.
-    """
-    fitting: list[Part] = []
-    for part in parts:
-        if part.size <= capacity:
-            fitting.append(part)
-            continue
-        members = sorted(part.members, key=lambda i: -entries[i])
-        bins = first_fit([entries[i] - part.shared for i in members], capacity - part.shared)
-        fitting += [_part(part.shared, [members[i] for i in one], entries) for one in bins]
-    fitting.sort(key=lambda part: -part.size)
-    rows = [[fitting[i] for i in one] for one in first_fit([part.size for part in fitting], capacity)]
-    rows = [sorted(row, key=lambda part: part.shared > 0) for row in rows]
-    return sorted(rows, key=lambda row: -sum(part.size for part in row))
+def split(groups: Sequence[Part], entries: Sequence[int], capacity: int) -> list[Part]:
+    """Parts of at most `capacity` entries, the largest first: first fit by falling size. No trajectory has more."""
+    parts: list[Part] = []
+    for group in groups:
+        members = sorted(group.members, key=lambda i: -entries[i])
+        bins = first_fit([entries[i] - group.shared for i in members], capacity - group.shared)
+        parts += [_part(group.shared, [members[i] for i in one], entries) for one in bins]
+    return sorted(parts, key=lambda part: -part.size)
 
 
 def first_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
@@ -89,12 +85,6 @@ def first_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     return bins
 
 
-def longest_row(*, prompt: int, response: int, samples: int, even: float) -> int:
-    """The length beyond which rows of such prompts and responses only cost more.
-
-    A row of a prompt P and x more entries costs (P + x)(1 + (P + x) / E), where attention costs as much as all else in
-    a row of E = `even` tokens. By each of the x that is least at x² = P (P + E). A row holds the longest trajectory,
-    and needs to hold no more than all samples.
-    """
-    best = prompt + math.sqrt(prompt * (prompt + even))
-    return min(prompt + samples * response, max(prompt + response, math.ceil(best)))
+def longest_row(prompt: int, response: int, *, samples: int) -> int:
+    """The length of rows beyond which little is left to save: all samples of a prompt, or `COPIES` times the prompt."""
+    return min(prompt + samples * response, max(prompt + response, COPIES * prompt))

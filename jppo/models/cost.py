@@ -13,9 +13,9 @@ from jppo.models import lora
 from jppo.models.families import ModelConfig
 from jppo.models.lora import Lora
 
-# Of a row's pairs, those that attention in four blocks of queries computes; and how much longer a FLOP of theirs takes
-# than one of a product with weights: scores are exponentiated, and are written and read between their two products.
-COMPUTED, SLOWER = 5 / 8, 3.0
+# How much longer a FLOP of attention by XLA takes than one of a product with weights: scores are exponentiated, and
+# written and read between their two products. Measured on a CPU.
+SLOWER = 2.5
 
 
 def attention(cfg: ModelConfig, lengths: Sequence[int]) -> int:
@@ -30,11 +30,11 @@ def _pairs(length: int, window: int | None) -> int:
     return near * (near + 1) // 2 + (length - near) * near
 
 
-def even_row(cfg: ModelConfig) -> float:
-    """The length of rows in which attention by XLA takes as long as all that goes token by token, padding included."""
+def price(cfg: ModelConfig, keys: float) -> float:
+    """How much longer a token takes with attention by XLA over so many keys, padding included, than without."""
     by_token = forward(cfg, [1], head_tokens=1) - attention(cfg, [1])
-    by_pair = 2 * 2 * cfg.num_layers * cfg.num_heads * cfg.head_dim
-    return by_token / (by_pair * COMPUTED * SLOWER)
+    by_key = 2 * 2 * cfg.num_layers * cfg.num_heads * cfg.head_dim
+    return 1.0 + SLOWER * keys * by_key / by_token
 
 
 def adapters(cfg: ModelConfig, how: Lora, lengths: Sequence[int]) -> int:

@@ -13,27 +13,35 @@ from tests.learner.test_packing import trajectory
 
 
 def plan(**over):
-    sizes = dict(max_length=20, row_lengths=3, max_tokens_per_row=40, tokens_per_micro=90, sequences=12, row_multiple=1)
+    sizes = dict(
+        max_length=20,
+        row_lengths=3,
+        max_tokens_per_row=40,
+        tokens_per_micro=90,
+        sequences=12,
+        row_multiple=1,
+        longest_sample=20,
+    )
     return packing.make_plan("prefix", **(sizes | over))
 
 
 def test_alignment_by_hand():
-    """Prompt 5 6 7 with samples 8 9 and 8 (tool's 3) 4; prompt 1 with one sample. 7 is read in each of the samples."""
+    """Prompt 5 6 7 with samples 8 9 and 8 (tool's 3) 4, in each of which 7 is read; prompt 1 with one sample."""
     some = [
         trajectory([5, 6, 7, 8, 9], [0, 0, 0, 1, 1], "a"),
         trajectory([1, 2], [0, 1], "b"),
         trajectory([5, 6, 7, 8, 3, 4], [0, 0, 0, 1, 0, 1], "a"),
     ]
     (rows,) = packing.pack(
-        some, [40, 41, 42], plan(max_length=8, max_tokens_per_row=9, row_lengths=1, tokens_per_micro=9, sequences=1)
+        some, [40, 41, 42], plan(max_length=8, max_tokens_per_row=8, row_lengths=1, tokens_per_micro=16, sequences=2)
     )
-    np.testing.assert_array_equal(rows.inputs, [[1, 5, 6, 7, 8, 7, 8, 3, 0]])
-    np.testing.assert_array_equal(rows.targets, [[2, 6, 7, 8, 9, 8, 3, 4, 0]])
-    np.testing.assert_array_equal(rows.mask, [[1, 0, 0, 1, 1, 1, 0, 1, 0]])
-    np.testing.assert_array_equal(rows.segment, [[1, -1, -1, 2, 2, 3, 3, 3, 0]])
-    np.testing.assert_array_equal(rows.position, [[0, 0, 1, 2, 3, 2, 3, 4, 0]])
-    np.testing.assert_array_equal(rows.sequence, [[41, -1, -1, 40, 40, 42, 42, 42, -1]])
-    np.testing.assert_allclose(rows.sampler_logp, [[-0.2, 0, 0, -0.8, -0.9, -0.8, 0, -0.4, 0]])
+    np.testing.assert_array_equal(rows.inputs, [[5, 6, 7, 8, 3, 7, 8, 0], [1, 0, 0, 0, 0, 0, 0, 0]])
+    np.testing.assert_array_equal(rows.targets, [[6, 7, 8, 3, 4, 8, 9, 0], [2, 0, 0, 0, 0, 0, 0, 0]])
+    np.testing.assert_array_equal(rows.mask, [[0, 0, 1, 0, 1, 1, 1, 0], [1, 0, 0, 0, 0, 0, 0, 0]])
+    np.testing.assert_array_equal(rows.segment, [[-1, -1, 1, 1, 1, 2, 2, 0], [1, 0, 0, 0, 0, 0, 0, 0]])
+    np.testing.assert_array_equal(rows.position, [[0, 1, 2, 3, 4, 2, 3, 0], [0, 0, 0, 0, 0, 0, 0, 0]])
+    np.testing.assert_array_equal(rows.sequence, [[-1, -1, 42, 42, 42, 40, 40, -1], [41, -1, -1, -1, -1, -1, -1, -1]])
+    np.testing.assert_allclose(rows.sampler_logp[0], [0, 0, -0.8, 0, -0.4, -0.8, -0.9, 0])
 
 
 @pytest.mark.parametrize(
@@ -72,18 +80,14 @@ def read_back(micros):
     names, out = ("inputs", "targets", "position", "mask", "sampler_logp"), {}
     for rows in micros:
         for r, numbers in enumerate(rows.sequence):
+            (prompt,) = np.nonzero(rows.segment[r] == -1)
+            assert prompt.tolist() == list(range(len(prompt)))
             for i in set(numbers.tolist()) - {-1}:
                 at = np.flatnonzero(numbers == i)
                 assert i not in out and (np.diff(at) == 1).all()
                 assert len(set(rows.segment[r, at])) == 1 and rows.segment[r, at[0]] > 0
-                begins = int(rows.position[r, at[0]])
-                if begins:  # behind the latest prompt of the row
-                    (prompts,) = np.nonzero(rows.segment[r, : at[0]] < 0)
-                    (same,) = np.nonzero(rows.segment[r] == rows.segment[r, prompts[-1]])
-                    assert len(same) == begins and (np.diff(same) == 1).all()
-                    at = np.concatenate([same, at])
-                else:
-                    assert not (rows.segment[r, : at[0]] < 0).any()  # it would be seen
+                assert rows.position[r, at[0]] == len(prompt)
+                at = np.concatenate([prompt, at])
                 out[i] = {name: getattr(rows, name)[r, at].tolist() for name in names}
     return out
 
@@ -96,18 +100,23 @@ def read_back(micros):
     tokens_per_micro=st.sampled_from([1, 64, 333, 5000]),
     row_multiple=st.sampled_from([1, 2, 8]),
     row_lengths=st.integers(1, 4),
-    even=st.sampled_from([1.0, 30.0, 1e9]),
+    dear=st.sampled_from([0.0, 0.02, 1.0]),
+    longest_sample=st.sampled_from([6, 20]),
 )
 def test_every_trajectory_once_in_a_shape_of_the_plan(
-    sizes, seed, row, tokens_per_micro, row_multiple, row_lengths, even
+    sizes, seed, row, tokens_per_micro, row_multiple, row_lengths, dear, longest_sample
 ):
     some = grouped(sizes, np.random.default_rng(seed))
-    how = dict(tokens_per_micro=tokens_per_micro, row_multiple=row_multiple, row_lengths=row_lengths, even=even)
+    how = dict(tokens_per_micro=tokens_per_micro, row_multiple=row_multiple, row_lengths=row_lengths)
+    how |= dict(longest_sample=longest_sample, price=lambda length: 1 + dear * length)
     p = plan(max_tokens_per_row=row, sequences=max(1, len(some)), **how)
     micros = packing.pack(some, range(100, 100 + len(some)), p)
     assert {rows.inputs.shape for rows in micros} <= set(p.shapes)
     assert all(r % row_multiple == 0 for r, _ in p.shapes)
     found = read_back(micros)
+    for rows in micros:
+        own = [np.sum((rows.sequence == i) & (rows.segment[:, :1] == -1)) for i in range(100, 100 + len(some))]
+        assert max(own, default=0) <= longest_sample
     assert found.keys() == set(range(100, 100 + len(some)))
     for i, t in enumerate(some, 100):
         assert found[i] == dict(
@@ -127,10 +136,11 @@ def samples_of(prompt, response, count):
 def test_a_prompt_is_stored_once_where_that_costs_less():
     """A prompt of 10 and six responses of 60: 9 + 6 * 60 entries against 6 * 69; with dear pairs a row for each."""
     some, sizes = samples_of(10, 60, 6), dict(max_length=70, max_tokens_per_row=370, tokens_per_micro=480, sequences=6)
+    sizes["longest_sample"] = 60
     (cheap,) = packing.pack(some, range(6), plan(row_lengths=5, **sizes))
     assert cheap.inputs.shape == (1, 376)
     assert (cheap.segment < 0).sum() == 9 and (cheap.sequence >= 0).sum() == 6 * 60
-    dear = packing.pack(some, range(6), plan(row_lengths=5, even=1.0, **sizes))
+    dear = packing.pack(some, range(6), plan(row_lengths=5, price=lambda length: length, **sizes))
     assert all(rows.inputs.shape[1] == 80 and (rows.segment >= 0).all() for rows in dear)
 
 
@@ -142,15 +152,11 @@ def test_a_prompt_whose_samples_need_several_rows_is_in_each():
 
 
 @pytest.mark.parametrize(
-    "prompt, response, samples, even", [(64, 128, 8, 700.0), (256, 128, 8, 700.0), (30, 9, 4, 50.0)]
+    "prompt, response, samples, expected",
+    [(64, 128, 3, 64 + 3 * 128), (64, 128, 16, 512), (10, 300, 16, 310), (100, 300, 1, 400)],
 )
-def test_the_longest_row_is_where_an_entry_costs_least(prompt, response, samples, even):
-    def cost(row):
-        return row * (1 + row / even) / (row - prompt)
-
-    lengths = range(prompt + response, prompt + samples * response + 1)
-    found = prefix.longest_row(prompt=prompt, response=response, samples=samples, even=even)
-    assert abs(found - min(lengths, key=cost)) <= 1
+def test_the_longest_row_holds_all_samples_or_many_times_their_prompt(prompt, response, samples, expected):
+    assert prefix.longest_row(prompt, response, samples=samples) == expected
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +188,7 @@ def base(request, learner, shared):
 def test_the_update_is_that_of_whole_rows(new_learner, make_recipe, shared, base, tokens_per_micro, shuffled):
     """Log-probs, values, advantages, losses, gradients; with mini-batches that have only some samples of a prompt."""
     estimator, expected = base
-    ours = new_learner(recipe=make_recipe(estimator), shared_prompts=True)
+    ours = new_learner(recipe=make_recipe(estimator), shared=(8, 23))
     p = ours.plan("prefix", tokens_per_micro, 8)
     rows = [one for start in (0, 8) for one in packing.pack(shared[0][start : start + 8], range(8), p)]
     assert sum((one.segment < 0).any(axis=1).sum() for one in rows) >= 2
@@ -202,5 +208,5 @@ def test_the_update_is_that_of_whole_rows(new_learner, make_recipe, shared, base
 )
 def test_devices(new_learner, make_recipe, shared, base, mesh_shape):
     estimator, expected = base
-    ours = new_learner(mesh_shape, make_recipe(estimator), shared_prompts=True)
+    ours = new_learner(mesh_shape, make_recipe(estimator), shared=(8, 23))
     assert_same(ours.update(*shared, kind="prefix", tokens_per_micro=100, **START), expected)

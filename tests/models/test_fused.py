@@ -221,7 +221,7 @@ def test_blocks_fit_in_shared_memory_and_divide_a_tile(head_dim, itemsize):
 MISTRAL = dict(dtype="bfloat16", head_dim=128, windows=(4096,))
 GEMMA2 = dict(dtype="bfloat16", head_dim=256, windows=(4096, None), softcap=50.0)
 ROW = dict(dtype="bfloat16", head_dim=128, one_segment=True)
-SHARED = ROW | dict(one_segment=False, shared_prompts=True)
+SHARED = ROW | dict(one_segment=False, shared=(64, 32))
 
 
 @pytest.mark.parametrize(
@@ -297,8 +297,8 @@ def test_a_kernel_asked_for_by_name_must_be_able(name, backend, gpu, changes, sa
 
 def test_windows_that_count_a_row_are_none_of_shared_prompts():
     with pytest.raises(UserError, match=r"sliding window of 4096 tokens.* use data\.packing=buckets"):
-        fused.choose("auto", needs(**MISTRAL | dict(shared_prompts=True, longest=8192)), backend="cpu")
-    assert fused.choose("auto", needs(**MISTRAL | dict(shared_prompts=True, longest=4096)), backend="cpu")[0] == "xla"
+        fused.choose("auto", needs(**MISTRAL | dict(shared=(8000, 192), longest=8192)), backend="cpu")
+    assert fused.choose("auto", needs(**MISTRAL | dict(shared=(4000, 96), longest=4096)), backend="cpu")[0] == "xla"
 
 
 def test_no_kernel_is_made_that_would_leave_something_out():
