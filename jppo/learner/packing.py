@@ -66,14 +66,13 @@ def make_plan(
         steps = 1 if kind == "none" else row_lengths
         lengths = sorted({_up(math.ceil(entries * i / steps), grain) for i in range(1, steps + 1)})
     lengths = sorted({_up(length, length_multiple) for length in lengths})
+    # Of longer rows, which several samples share, there are fewer, and one that is empty is more of a loss.
+    parts = (1, 4, 16) if kind == "prefix" else (1, 4)
     counts = []
     for length in lengths:
+        rows = min(sequences, math.ceil(sequences * max_length / length)) if kind == "prefix" else sequences
         full = max(1, tokens_per_micro // (length * row_multiple)) * row_multiple
-        # Of longer rows, which several samples share, there are fewer, and one that is empty is more of a loss.
-        rows, parts = (
-            (math.ceil(sequences * max_length / length), (1, 4, 16)) if kind == "prefix" else (sequences, (1, 4))
-        )
-        full = min(full, _up(min(rows, sequences), row_multiple))
+        full = min(full, _up(rows, row_multiple))
         counts.append(tuple(sorted({_up(math.ceil(full / part), row_multiple) for part in parts}, reverse=True)))
     if kind == "prefix":
         prices = tuple(price(length) for length in lengths)
