@@ -160,19 +160,21 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     load, at = os.getloadavg()[0], commit()
     how = dict(sequences=args.sequences, repeats=args.repeats)
-    measured = [measure(args.shape, case, samples=n, **how) for case in args.cases for n in args.samples]
-    result = {
+    result: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "machine": machine(),
         "commit": at,
         "load_average": load,
         "jax": version("jax"),
         "sequences": args.sequences,
-        "measured": measured,
+        "measured": [],
     }
     args.out.mkdir(parents=True, exist_ok=True)
     out = args.out / f"{result['date']}-{slug(result['machine'])}-prefix.json"
-    out.write_text(json.dumps(result, indent=1) + "\n")
+    for case in args.cases:
+        for n in args.samples:
+            result["measured"].append(measure(args.shape, case, samples=n, **how))
+            out.write_text(json.dumps(result, indent=1) + "\n")  # what is there stays, whatever becomes of the rest
     print(f"{table(result)}\n\n{out}")
 
 
