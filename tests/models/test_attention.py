@@ -111,9 +111,8 @@ def test_blocks_are_all_of_the_row(shared):
             assert len(set(keys)) == len(keys) and set(range(block.start, block.stop)) <= set(keys)
             prompt, sample = shared or (0, length)
             if block.stop > prompt + sample:  # of a sample: the prompt, and as far back as it may begin
-                assert (
-                    set(range(prompt)) <= set(keys) and min(set(keys) - set(range(prompt))) <= block.start - sample + 1
-                )
+                begins = max(prompt, block.start - sample + 1)
+                assert {*range(prompt), *range(begins, block.stop)} <= set(keys)
             else:
                 assert keys == list(range(block.stop))
             pairs += len(keys) * (block.stop - block.start)
