@@ -140,11 +140,12 @@ def blocks(length: int, shared: tuple[int, int] | None = None) -> list[tuple[sli
     """
     longest = length if shared is None else min(length, sum(shared))
     size = min(max(-(-longest // (4 * 8)) * 8, SMALLEST_BLOCK), LARGEST_BLOCK)
-    found = []
+    found: list[tuple[slice, Spans]] = []
     for start in range(0, length, size):
         block = slice(start, min(start + size, length))
-        apart = shared is not None and start > sum(shared)
-        spans = (slice(shared[0]), slice(start - shared[1], block.stop)) if shared and apart else (slice(block.stop),)
+        spans: Spans = (slice(block.stop),)
+        if shared is not None and start > sum(shared):
+            spans = (slice(shared[0]), slice(start - shared[1], block.stop))
         found.append((block, spans))
     return found
 
