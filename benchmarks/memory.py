@@ -107,7 +107,7 @@ def measure(name: str, *, layers: int, tokens: int | None, changes: Sequence[str
     c = make_config(name, len(responses), changes)
     mesh, inputs = assemble.make_mesh(c), make_inputs(c, described)
     trajectories = make_batch(inputs.policy, responses)
-    plan = assemble.plan_of_run(c, mesh)
+    plan = assemble.plan_of_run(c, mesh, inputs.policy)
     entries = sum(r * t for r, t in (rows.inputs.shape for rows in batch.make(trajectories, plan=plan, mesh=mesh)))
     found = memory.estimate(c, inputs, mesh, entries=entries)
     program = status("VmRSS")

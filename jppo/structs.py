@@ -93,11 +93,11 @@ class Rows:
 
     inputs: Array  # [R, T] i32
     targets: Array  # [R, T] i32
-    segment: Array  # [R, T] i32, 1.. for the trajectories of a row, 0 = empty
-    position: Array  # [R, T] i32, restarts in each segment
+    segment: Array  # [R, T] i32, 1.. for the trajectories of a row, 0 = empty; -1 = a prompt that all behind it share
+    position: Array  # [R, T] i32, of the token in its trajectory
     mask: Array  # [R, T] bool, the target was chosen by the policy
     sampler_logp: Array  # [R, T] f32
-    sequence: Array  # [R, T] i32, index of the trajectory in the step's batch; -1 = empty
+    sequence: Array  # [R, T] i32, index of the trajectory in the step's batch; -1 = empty, or a shared prompt
 
 
 @jax.tree_util.register_dataclass

@@ -324,6 +324,13 @@ def test_a_micro_batch_that_holds_no_row(config):
     assert "data.max_tokens_per_row=4096" in refusal(config, "actor.max_tokens_per_device", 4095)
 
 
+def test_a_prompt_of_one_sample_is_shared_by_none(config, sft_config):
+    for c in (config, sft_config):
+        assert "raise rollout.n" in refusal(c, "data.packing", "prefix")
+    config.rollout.n = 2
+    settings.check(config)
+
+
 def test_sft_lengths_are_checked_by_their_own_names(sft_config):
     assert "try 1536" in refusal(sft_config, "optim.max_tokens_per_device", 1000)
 

@@ -68,5 +68,5 @@ def test_rows_are_cut_evenly_and_a_device_has_its_tokens(small_run):
     c = small_run
     c.mesh.data, c.mesh.fsdp, c.mesh.sequence = 1, 2, 4
     c.actor.max_tokens_per_device = 8
-    plan = assemble.plan_of_run(c, assemble.make_mesh(c))
+    plan = assemble.plan_of_run(c, assemble.make_mesh(c), assemble.read_inputs(c).policy)
     assert plan.shapes == [(4, 16), (2, 16)]  # 13 entries, rounded up; 2 rows on each two of four devices

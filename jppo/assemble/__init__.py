@@ -33,15 +33,11 @@ from jppo.assemble.learner import (
     attention_kernel,
     chunk_tokens,
     compile_passes,
-    critic_mini_batch_size,
     load_trained,
     make_decoder,
     make_descent,
     make_learner,
     make_mesh,
-    make_plan,
-    plan_of_run,
-    sequences_of_step,
 )
 from jppo.assemble.logger import make_logger, require_loggers
 from jppo.assemble.peak import introduce_peak, utilisation
@@ -49,6 +45,7 @@ from jppo.assemble.preview import dry_run
 from jppo.assemble.recipe import make_recipe
 from jppo.assemble.resume import Begun, finished, kept, origin, resume, save
 from jppo.assemble.reward import make_panel
+from jppo.assemble.rows import critic_mini_batch_size, make_plan, plan_of_run, sequences_of_step
 
 __all__ = [
     "ENGINES",

@@ -13,7 +13,8 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from jppo import config as settings
-from jppo.assemble.learner import Learner, make_mesh, sequences_of_step
+from jppo.assemble.learner import Learner, make_mesh
+from jppo.assemble.rows import sequences_of_step
 from jppo.config import UserError
 from jppo.io.hosts import ALONE, Hosts
 from jppo.learner import sharding, state

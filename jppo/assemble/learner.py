@@ -11,6 +11,7 @@ from jppo.assemble import machine, waiting
 from jppo.assemble.fit import require_fit
 from jppo.assemble.inputs import Inputs, critic_path
 from jppo.assemble.recipe import make_recipe
+from jppo.assemble.rows import packing_kind, plan_of_run, sequences_of_step, shared_prompts
 from jppo.learner import optim, packing, ppo, sharding, state, update
 from jppo.models import fused, offload, spread
 from jppo.models.decoder import Decoder, attention_settings
@@ -82,7 +83,8 @@ def attention_kernel(c: ConfigDict, cfg: ModelConfig) -> tuple[str, str | None, 
         **attention_settings(cfg),
         head_dim=cfg.head_dim,
         dtype=c.model.compute_dtype,
-        one_segment=packing_kind(c) != "segments",
+        one_segment=packing_kind(c) in ("buckets", "none"),
+        shared=shared_prompts(c),
         longest=c.data.max_prompt_length + c.data.max_response_length,
     )
     return *fused.choose(c.model.attention, needs, backend=jax.default_backend()), needs
@@ -106,29 +108,6 @@ def make_decoder(c: ConfigDict, cfg: ModelConfig, mesh: Any) -> Decoder:
 def chunk_tokens(c: ConfigDict, cfg: ModelConfig) -> int:
     """How many tokens have their f32 logits in memory at a time."""
     return max(1, c.model.logprob_chunk_bytes // (4 * cfg.vocab_size))
-
-
-def packing_kind(c: ConfigDict) -> str:
-    """How rows are packed. Shared rows pay with a fused kernel for segments: else their mask costs a row's square."""
-    if c.data.packing != "auto":
-        return c.data.packing
-    return "segments" if jax.default_backend() == "tpu" and c.model.attention in ("auto", "splash") else "buckets"
-
-
-def make_plan(c: ConfigDict, mesh: Any, *, tokens_per_device: int, sequences: int, more: int = 0) -> packing.Plan:
-    """The shapes of rows that the run will see; `more`: tokens of a sequence beside prompt and response."""
-    multiple, length_multiple = sharding.row_multiple(mesh), sharding.length_multiple(mesh)
-    longest = c.data.max_prompt_length + c.data.max_response_length + more
-    return packing.make_plan(
-        packing_kind(c),
-        max_length=longest,
-        row_lengths=c.data.row_lengths,
-        max_tokens_per_row=longest if c.data.max_tokens_per_row == -1 else c.data.max_tokens_per_row,
-        tokens_per_micro=tokens_per_device * multiple * length_multiple,
-        sequences=sequences,
-        row_multiple=multiple,
-        length_multiple=length_multiple,
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,12 +151,6 @@ def wait(trained: Trained, offloaded: bool, *, shared: bool = False) -> Trained:
         return trained
     base = trained.base if shared else offload.to_host(trained.base)
     return dataclasses.replace(trained, learned=offload.to_host(trained.learned), base=base)
-
-
-def plan_of_run(c: ConfigDict, mesh: Any) -> packing.Plan:
-    """The shapes of rows of a PPO run."""
-    sequences = max(c.actor.ppo_mini_batch_size, critic_mini_batch_size(c))
-    return make_plan(c, mesh, tokens_per_device=c.actor.max_tokens_per_device, sequences=sequences)
 
 
 def make_passes(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[ppo.Recipe, ppo.Passes]:
@@ -241,7 +214,7 @@ def make_learner(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[Learner, Tra
     learner = Learner(
         mesh=mesh,
         cfg=cfg,
-        plan=plan_of_run(c, mesh),
+        plan=plan_of_run(c, mesh, inputs.policy),
         recipe=recipe,
         passes=passes,
         actor=actor,
@@ -280,17 +253,6 @@ def make_reference(c: ConfigDict, mesh: Any, cfg: ModelConfig, policy: Trained, 
         return offload.to_host(copy) if c.ref.param_offload else copy
 
     return jax.tree.map(apart, policy.learned)
-
-
-def critic_mini_batch_size(c: ConfigDict) -> int:
-    """Sequences in an optimizer step of the critic."""
-    own = c.critic.ppo_mini_batch_size
-    return c.actor.ppo_mini_batch_size if own is None else own
-
-
-def sequences_of_step(c: ConfigDict) -> int:
-    """How many trajectories a step has."""
-    return c.data.train_batch_size * c.rollout.n
 
 
 def make_descent(

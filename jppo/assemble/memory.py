@@ -24,9 +24,9 @@ from jppo.assemble.learner import (
     make_apply,
     make_optimizer,
     make_passes,
-    plan_of_run,
     shares_trunk,
 )
+from jppo.assemble.rows import plan_of_run
 from jppo.learner import packing, ppo, sharding, state
 from jppo.models import cache, hf
 from jppo.models.families import ModelConfig, pad_vocab
@@ -172,7 +172,7 @@ def estimate(c: ConfigDict, inputs: Inputs, mesh: Any, *, entries: int) -> Estim
     if inputs.critic is not None:
         critic = sketch(c, mesh, fit(inputs.critic), head="value", adapters=inputs.critic_adapters)
     reference, own_reference = _reference(c, inputs, mesh, policy)
-    rows = [rows_of(shape, mesh) for shape in largest(plan_of_run(c, mesh))]
+    rows = [rows_of(shape, mesh) for shape in largest(plan_of_run(c, mesh, inputs.policy))]
     scored = [_scored(recipe, one, critic is not None) for one in rows]
     coming = waiting.brought(
         c,
@@ -208,7 +208,7 @@ def estimate(c: ConfigDict, inputs: Inputs, mesh: Any, *, entries: int) -> Estim
         runtime(
             c,
             inputs.policy,
-            plan_of_run(c, mesh),
+            plan_of_run(c, mesh, inputs.policy),
             passes=sum(one is not None for one in scoring),
             gradients=1 if critic is None else 2,
         ),

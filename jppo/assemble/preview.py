@@ -17,8 +17,9 @@ from jppo.assemble import memory
 from jppo.assemble.engine import published_dtype, share_gpu
 from jppo.assemble.forewarn import describe_sampling, forewarn
 from jppo.assemble.inputs import Inputs, read_inputs
-from jppo.assemble.learner import critic_mini_batch_size, make_mesh, make_passes, plan_of_run, sequences_of_step
+from jppo.assemble.learner import make_mesh, make_passes
 from jppo.assemble.memory import Estimate
+from jppo.assemble.rows import critic_mini_batch_size, plan_of_run, sequences_of_step
 from jppo.learner import devices, packing, ppo
 from jppo.structs import Prompt, Trajectory
 
@@ -60,14 +61,14 @@ class Descents:
     micro_batches: int  # of a mini-batch, at most: with all responses as long as they may be
 
 
-def full_length(prompts: Sequence[Prompt], count: int, response: int) -> list[Trajectory]:
-    """The first `count` samples of an epoch, each with a response as long as it may be."""
-    lengths = [len(prompts[i % len(prompts)].ids) + response for i in range(count)]
-    empty = {n: np.zeros(n, np.int32) for n in set(lengths)}
-    return [
-        Trajectory(str(i), empty[n], empty[n] > 0, empty[n].astype(np.float32), empty[n], "", "length", 1)
-        for i, n in enumerate(lengths)
-    ]
+def full_length(prompts: Sequence[Prompt], count: int, response: int, *, samples: int = 1) -> list[Trajectory]:
+    """The first `count` trajectories of an epoch, each with a response as long as it may be."""
+    out = []
+    for i in range(count):
+        prompt = len(prompts[i // samples % len(prompts)].ids)
+        empty, sampled = np.zeros(prompt + response, np.int32), np.arange(prompt + response) >= prompt
+        out.append(Trajectory(str(i // samples), empty, sampled, empty.astype(np.float32), empty, "", "length", 1))
+    return out
 
 
 def descents(trajectories: Sequence[Trajectory], plan: packing.Plan, *, epochs: int, size: int) -> Descents:
@@ -89,9 +90,9 @@ def programs(passes: ppo.Passes, recipe: ppo.Recipe, plan: packing.Plan, models:
 
 def sizes(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[list[str], int]:
     """The derived sizes of a PPO run as lines, and the entries of a step's rows, padding included."""
-    plan, per_step = plan_of_run(c, mesh), sequences_of_step(c)
+    plan, per_step = plan_of_run(c, mesh, inputs.policy), sequences_of_step(c)
     prompts = inputs.train.prompts
-    step = full_length(prompts, per_step, c.data.max_response_length)
+    step = full_length(prompts, per_step, c.data.max_response_length, samples=c.rollout.n)
     recipe, passes = make_passes(c, inputs, mesh)
     models = {"actor": (c.actor, c.actor.ppo_mini_batch_size)}
     if inputs.critic is not None:
@@ -121,7 +122,8 @@ def sizes(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[list[str], int]:
 
 def shapes(plan: packing.Plan) -> str:
     """The shapes of rows, with how they are filled."""
-    return f"{', '.join(f'{r}x{t}' for r, t in plan.shapes)}{' (shared rows)' if plan.share_rows else ''}"
+    shared = " (shared rows)" if plan.prices is None else " (a prompt once for its samples)"
+    return f"{', '.join(f'{r}x{t}' for r, t in plan.shapes)}{shared if plan.share_rows else ''}"
 
 
 def rooms(found: Estimate, mesh: Any, *, host: dict[str, int]) -> list[Room]:

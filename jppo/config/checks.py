@@ -25,7 +25,7 @@ CHOICES = {
     "model.remat": ("none", "dots", "full"),
     "data.truncation": ("error", "left", "right", "middle"),
     "data.learn_turns": ("last", "all"),
-    "data.packing": ("auto", "segments", "buckets", "none"),
+    "data.packing": ("auto", "segments", "buckets", "prefix", "none"),
     "algorithm.adv_estimator": ("gae", "reinforce_plus_plus", "remax", *NEEDS_GROUPS),
     "algorithm.kl_penalty": _KL_NAMES,
     "algorithm.kl_ctrl_type": ("fixed", "adaptive"),
@@ -248,6 +248,7 @@ def _check_training(config: ml_collections.ConfigDict) -> None:
             f"loss.margin={config.loss.margin} and loss.margin_column={config.loss.margin_column!r} both say by how"
             " much a chosen response is to be better; leave one at its default"
         )
+    _check_packing(config)
     _check_lengths(config)
     check_memory(config)
 
@@ -340,6 +341,14 @@ def _check_unread(config: ml_collections.ConfigDict) -> None:
     for name, value, was, why in unread:
         if value != was:
             raise UserError(f"{name}={value!r} is read by nobody: {why}; mend that, or leave it at {was!r}")
+
+
+def _check_packing(config: ml_collections.ConfigDict) -> None:
+    if config.data.packing == "prefix" and (_find(config, "rollout.n") or 1) < 2:
+        raise UserError(
+            "data.packing='prefix' has a prompt once for its samples, and here each has one; raise rollout.n in PPO, or"
+            " take buckets"
+        )
 
 
 def _check_lengths(config: ml_collections.ConfigDict) -> None:

@@ -73,9 +73,9 @@ def default() -> ml_collections.ConfigDict:
             filter_overlong_prompts=True,  # leaves over-long prompts out
             truncation="error",  # of over-long prompts that are not left out: an error, or which part is cut away
             shuffle=True,  # draws prompts in another order in every epoch; False: as the files have them
-            packing="auto",  # how rows are filled: auto is segments on a TPU, else buckets
-            row_lengths=4,  # buckets: how many lengths of row, each one more shape to compile
-            max_tokens_per_row=-1,  # segments: the length of a row; -1: of the longest prompt and response
+            packing="auto",  # how rows are filled: auto is segments on a TPU, else buckets; prefix: a prompt once
+            row_lengths=4,  # buckets, prefix: how many lengths of row, each one more shape to compile
+            max_tokens_per_row=-1,  # segments, prefix: the longest row; -1: of the longest prompt and response, or more
         )
     )
     config.algorithm = c(

@@ -40,7 +40,10 @@ class Mini:
 
 @dataclasses.dataclass(frozen=True)
 class Flat:
-    """A scored batch on the host: every array end to end, and where each trajectory begins in it."""
+    """A scored batch on the host: every array end to end, and where each trajectory begins in it.
+
+    A prompt that several share stands elsewhere, so that what such a place has for it means nothing: it is never read.
+    """
 
     arrays: dict[str, np.ndarray]
     start: np.ndarray  # [B]
@@ -62,9 +65,9 @@ def flatten(scored: Sequence[Scored], sequences: int) -> Flat:
         rows = {f.name: getattr(one.rows, f.name) for f in dataclasses.fields(one.rows)}
         host.append({k: v.reshape(-1) for k, v in (rows | fields).items() if v is not None})
     arrays = {name: np.concatenate([one[name] for one in host]) for name in host[0]}
-    first = np.flatnonzero((arrays["sequence"] >= 0) & (arrays["position"] == 0))
+    there = np.flatnonzero(arrays["sequence"] >= 0)
     start = np.zeros(sequences, np.int64)
-    start[arrays["sequence"][first]] = first
+    start[arrays["sequence"][there]] = there - arrays["position"][there]
     return Flat(arrays, start)
 
 
@@ -86,7 +89,7 @@ def mini_batches(
             mask = flat.at("mask", rows)
             assert mask is not None
             fields: dict[str, Any] = {name: flat.at(name, rows) for name in _FIELDS}
-            micros.append(Scored(rows=dataclasses.replace(rows, mask=mask), **fields))
+            micros.append(Scored(rows=dataclasses.replace(rows, mask=mask & rows.mask), **fields))
         counts = count([micro.rows for micro in micros])
         yield Mini(micros, counts, place)
 

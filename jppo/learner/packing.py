@@ -7,10 +7,13 @@ Numpy in, numpy out.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
+from jppo.learner import prefix
+from jppo.learner.prefix import Part
 from jppo.structs import Rows, Trajectory
 
 # What a micro-batch costs beside its rows, in tokens: its gradients are read and written once more to be added up.
@@ -24,6 +27,9 @@ class Plan:
     lengths: tuple[int, ...]  # of rows, ascending
     counts: tuple[tuple[int, ...], ...]  # for each length the row counts of a micro-batch, descending
     share_rows: bool  # several trajectories in a row (segments), or one
+    # What a token costs in a row of each length, where a row may have a prompt once for several of its samples.
+    prices: tuple[float, ...] | None = None
+    longest_sample: int = 0  # entries of a sample that may stand behind others
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
@@ -41,15 +47,18 @@ def make_plan(
     sequences: int,
     row_multiple: int,
     length_multiple: int = 1,
+    longest_sample: int = 0,
+    price: Callable[[int], float] = lambda _: 1.0,
 ) -> Plan:
     """The plan for mini-batches of `sequences` trajectories of up to `max_length` tokens.
 
     kind is 'segments' (rows of `max_tokens_per_row`, shared), 'buckets' (`row_lengths` lengths, evenly spaced, one
-    trajectory a row) or 'none' (one length, one trajectory a row). Row counts are multiples of `row_multiple`, the
-    number of devices that share the rows, lengths are rounded up to multiples of `length_multiple`, of those that share
-    a row's positions.
+    trajectory a row), 'none' (one length, one trajectory a row) or 'prefix' (rows of up to `max_tokens_per_row`, of
+    `row_lengths` lengths, evenly spaced, shared by samples of one prompt; `price` says what a token costs in a row of
+    some length, `longest_sample` as in `Plan`). Row counts are multiples of `row_multiple`, the number of devices that
+    share the rows, lengths are rounded up to multiples of `length_multiple`, of those that share a row's positions.
     """
-    entries = max_length - 1
+    entries = max_tokens_per_row if kind == "prefix" else max_length - 1
     grain = 64 if entries >= 512 else 8 if entries >= 64 else 1
     if kind == "segments":
         lengths = [max_tokens_per_row]
@@ -57,11 +66,17 @@ def make_plan(
         steps = 1 if kind == "none" else row_lengths
         lengths = sorted({_up(math.ceil(entries * i / steps), grain) for i in range(1, steps + 1)})
     lengths = sorted({_up(length, length_multiple) for length in lengths})
+    # Of longer rows, which several samples share, there are fewer, and one that is empty is more of a loss.
+    parts = (1, 4, 16) if kind == "prefix" else (1, 4)
     counts = []
     for length in lengths:
+        rows = min(sequences, math.ceil(sequences * max_length / length)) if kind == "prefix" else sequences
         full = max(1, tokens_per_micro // (length * row_multiple)) * row_multiple
-        full = min(full, _up(sequences, row_multiple))
-        counts.append(tuple(sorted({full, _up(math.ceil(full / 4), row_multiple)}, reverse=True)))
+        full = min(full, _up(rows, row_multiple))
+        counts.append(tuple(sorted({_up(math.ceil(full / part), row_multiple) for part in parts}, reverse=True)))
+    if kind == "prefix":
+        prices = tuple(price(length) for length in lengths)
+        return Plan(tuple(lengths), tuple(counts), share_rows=True, prices=prices, longest_sample=longest_sample)
     return Plan(tuple(lengths), tuple(counts), share_rows=kind == "segments")
 
 
@@ -76,13 +91,10 @@ def pack(trajectories: Sequence[Trajectory], sequence: Sequence[int], plan: Plan
     if order and entries[order[0]] > plan.lengths[-1]:
         uid, length = trajectories[order[0]].uid, entries[order[0]]
         raise ValueError(f"trajectory {uid} has {length} entries, a row holds {plan.lengths[-1]}")
-    if plan.share_rows:
-        rows = _first_fit(order, entries, plan.lengths[-1])
-        shapes = cut([plan.lengths[-1]] * len(rows), plan.shapes)
-        rows = _evened(rows, sum(r for r, _ in shapes), entries, plan.lengths[-1])
+    if plan.prices is not None:
+        rows, shapes = _with_prompts(trajectories, order, entries, plan)
     else:
-        rows = [[i] for i in order]
-        shapes = cut([entries[i] for i in order], plan.shapes)
+        rows, shapes = _whole(order, entries, plan)
     micros, start = [], 0
     for shape in shapes:
         micros.append(_fill(rows[start : start + shape[0]], shape, trajectories, sequence))
@@ -90,16 +102,54 @@ def pack(trajectories: Sequence[Trajectory], sequence: Sequence[int], plan: Plan
     return micros
 
 
-def cut(lengths: Sequence[int], shapes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def _whole(order: Sequence[int], entries: Sequence[int], plan: Plan) -> tuple[list[list[Part]], list[tuple[int, int]]]:
+    """Rows of whole trajectories, and the shapes of the micro-batches that take them in turn."""
+    if plan.share_rows:
+        rows = [[order[i] for i in row] for row in prefix.first_fit([entries[i] for i in order], plan.lengths[-1])]
+        shapes = cut([plan.lengths[-1]] * len(rows), plan.shapes)
+        rows = _evened(rows, sum(r for r, _ in shapes), entries, plan.lengths[-1])
+    else:
+        rows = [[i] for i in order]
+        shapes = cut([entries[i] for i in order], plan.shapes)
+    return [[Part(0, (i,), entries[i]) for i in row] for row in rows], shapes
+
+
+def _with_prompts(
+    trajectories: Sequence[Trajectory], order: Sequence[int], entries: Sequence[int], plan: Plan
+) -> tuple[list[list[Part]], list[tuple[int, int]]]:
+    """Rows of a prompt with samples of it, or of one trajectory each; what costs least, and its shapes.
+
+    Long rows have fewer copies of prompts, and tokens that cost more.
+    """
+    groups, longest = prefix.groups(trajectories, entries, plan.longest_sample), entries[order[0]] if order else 0
+    prices = dict(zip(plan.lengths, plan.prices or (), strict=True))
+    ways = [prefix.split(groups, entries, length) for length in plan.lengths if length >= longest]
+    found = []
+    for parts in (*ways, [Part(0, (i,), entries[i]) for i in order]):
+        shapes = cut([part.size for part in parts], plan.shapes, prices)
+        found.append(([[part] for part in parts], shapes))
+    return min(found, key=lambda one: sum(_cost(shape, prices) for shape in one[1]))
+
+
+def _cost(shape: tuple[int, int], prices: Mapping[int, float]) -> float:
+    """What a micro-batch costs, in tokens."""
+    r, t = shape
+    return r * t * prices.get(t, 1.0) + MICRO_TOKENS
+
+
+def cut(
+    lengths: Sequence[int], shapes: Sequence[tuple[int, int]], prices: Mapping[int, float] = MappingProxyType({})
+) -> list[tuple[int, int]]:
     """The shapes [R, T] of micro-batches that take rows of such lengths, which fall, in turn and at the least cost.
 
-    A micro-batch costs its R T tokens, and `MICRO_TOKENS` of its own.
+    A micro-batch costs its R T tokens, and `MICRO_TOKENS` of its own; `prices` are those of a token by the row's
+    length, 1 unless said.
     """
-    least: list[int] = [0] * (len(lengths) + 1)  # to take the rows from here on
+    least: list[float] = [0] * (len(lengths) + 1)  # to take the rows from here on
     taken: list[tuple[int, int]] = [(0, 0)] * len(lengths)
     for i in reversed(range(len(lengths))):
         fitting = [
-            (r * t + MICRO_TOKENS + least[min(i + r, len(lengths))], (r, t)) for r, t in shapes if t >= lengths[i]
+            (_cost((r, t), prices) + least[min(i + r, len(lengths))], (r, t)) for r, t in shapes if t >= lengths[i]
         ]
         least[i], taken[i] = min(fitting)
     out, i = [], 0
@@ -107,20 +157,6 @@ def cut(lengths: Sequence[int], shapes: Sequence[tuple[int, int]]) -> list[tuple
         out.append(taken[i])
         i += taken[i][0]
     return out
-
-
-def _first_fit(members: Sequence[int], entries: Sequence[int], length: int) -> list[list[int]]:
-    """Rows of `length`; each member goes to the first that has room for it."""
-    rows: list[list[int]] = []
-    room: list[int] = []
-    for i in members:
-        place = next((r for r, left in enumerate(room) if left >= entries[i]), len(rows))
-        if place == len(rows):
-            rows.append([])
-            room.append(length)
-        rows[place].append(i)
-        room[place] -= entries[i]
-    return rows
 
 
 def _evened(rows: list[list[int]], count: int, entries: Sequence[int], length: int) -> list[list[int]]:
@@ -142,7 +178,7 @@ def _evened(rows: list[list[int]], count: int, entries: Sequence[int], length: i
 
 
 def _fill(
-    rows: list[list[int]], shape: tuple[int, int], trajectories: Sequence[Trajectory], sequence: Sequence[int]
+    rows: list[list[Part]], shape: tuple[int, int], trajectories: Sequence[Trajectory], sequence: Sequence[int]
 ) -> Rows:
     out = Rows(
         inputs=np.zeros(shape, np.int32),
@@ -154,19 +190,26 @@ def _fill(
         sequence=np.full(shape, -1, np.int32),
     )
     for r, row in enumerate(rows):
-        start = 0
-        for s, i in enumerate(row, 1):
-            t = trajectories[i]
-            n = len(t.tokens) - 1
-            here = (r, slice(start, start + n))
-            out.inputs[here] = t.tokens[:-1]
-            out.targets[here] = t.tokens[1:]
-            out.segment[here] = s
-            out.position[here] = np.arange(n)
-            out.mask[here] = t.sampled[1:]
-            out.sampler_logp[here] = t.logprob[1:]
-            out.sequence[here] = sequence[i]
-            start += n
+        start, segment = 0, 0
+        for part in row:
+            a = part.shared
+            if a:
+                tokens, here = trajectories[part.members[0]].tokens, (r, slice(start, start + a))
+                out.inputs[here], out.targets[here] = tokens[:a], tokens[1 : a + 1]
+                out.segment[here], out.position[here] = -1, np.arange(a)
+                start += a
+            for i in part.members:
+                t, segment = trajectories[i], segment + 1
+                n = len(t.tokens) - 1
+                here = (r, slice(start, start + n - a))
+                out.inputs[here] = t.tokens[a:-1]
+                out.targets[here] = t.tokens[a + 1 :]
+                out.segment[here] = segment
+                out.position[here] = np.arange(a, n)
+                out.mask[here] = t.sampled[a + 1 :]
+                out.sampler_logp[here] = t.logprob[a + 1 :]
+                out.sequence[here] = sequence[i]
+                start += n - a
     return out
 
 

@@ -13,25 +13,33 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | int],
 
 Windows = tuple[int | None, ...]  # of each kind of layer; None sees all
 
+Spans = tuple[slice, ...]  # of keys
+
 SMALLEST_BLOCK, LARGEST_BLOCK = 64, 1024  # of queries
 UNSEEN = -1e30  # the score of a key that is not seen
 
 
-def make_plain(*, scale: float, softcap: float | None, windows: Windows) -> Attend:
+def make_plain(
+    *, scale: float, softcap: float | None, windows: Windows, shared: tuple[int, int] | None = None
+) -> Attend:
     """Attention by XLA alone, on any backend. It holds the scores of one block of queries, forwards and backwards.
 
-    Backwards they are made again, from what the softmax of each query was divided by.
+    Backwards they are made again, from what the softmax of each query was divided by. Where prompts are `shared`, the
+    segment -1 is a prompt that all behind it in its row see, beside their own segments: it ends before position
+    `shared[0]`, and segments that end behind the sum of the two are no longer than `shared[1]`. What no query of a
+    block can see is not computed. Windows, which count positions of a row, are none then.
     """
-    look = functools.partial(_scores, scale=scale, softcap=softcap, windows=windows)
+    assert shared is None or all(window is None for window in windows)
+    look = functools.partial(_scores, scale=scale, softcap=softcap, windows=windows, shared_prompts=shared is not None)
 
     @jax.custom_vjp
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, kind: jax.Array | int) -> jax.Array:
         chex.assert_rank([q, k, v, segment], [4, 4, 4, 2])
-        return _forward(look, q, k, v, segment, kind)[0]
+        return _forward(look, shared, q, k, v, segment, kind)[0]
 
     attend.defvjp(
-        functools.partial(_forward, look),
-        functools.partial(_backward, look, scale=scale, softcap=softcap),
+        functools.partial(_forward, look, shared),
+        functools.partial(_backward, look, shared, scale=scale, softcap=softcap),
     )
     return attend
 
@@ -42,24 +50,30 @@ def _scores(
     segment: jax.Array,
     kind: jax.Array | int,
     block: slice,
+    spans: Spans,
     *,
     scale: float,
     softcap: float | None,
     windows: Windows,
+    shared_prompts: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """The scores of a block's queries of [R, K, G, T, A] over the keys up to its end, and which of them are seen."""
+    """The scores of a block's queries of [R, K, G, T, A] over the keys in `spans`, and which of them are seen."""
     queries = q[:, :, :, block]
     R, K, G, B, A = queries.shape
-    found = scale * _dot("rkqa,rksa->rkqs", queries.reshape(R, K, G * B, A), k[:, :, : block.stop])
-    found = found.reshape(R, K, G, B, block.stop)
-    here = jnp.arange(block.stop, dtype=jnp.int32)
-    seen = _in_window(here[None, block, None], here[None, None, :], windows, kind)
-    seen &= segment[:, block, None] == segment[:, None, : block.stop]
+    keys = _take(k, spans, 2)
+    found = scale * _dot("rkqa,rksa->rkqs", queries.reshape(R, K, G * B, A), keys)
+    found = found.reshape(R, K, G, B, keys.shape[2])
+    here = jnp.arange(q.shape[3], dtype=jnp.int32)
+    seen = _in_window(here[None, block, None], _take(here, spans, 0)[None, None, :], windows, kind)
+    of_key = _take(segment, spans, 1)[:, None]
+    same = segment[:, block, None] == of_key
+    seen &= same | (of_key < 0) if shared_prompts else same
     return found if softcap is None else softcap * jnp.tanh(found / softcap), seen[:, None, None]
 
 
 def _forward(
     look: Callable[..., tuple[jax.Array, jax.Array]],
+    shared: tuple[int, int] | None,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -69,14 +83,14 @@ def _forward(
     """softmax(scores) v, and what `_backward` needs: the arguments, and log Σ exp(scores) of each query."""
     queries, keys, vals = _by_head(q, k.shape[2]), _by_head(k)[:, :, 0], _by_head(v)[:, :, 0]
     mixed, logs = [], []
-    for block in blocks(q.shape[1]):
-        found, seen = look(queries, keys, segment, kind, block)
+    for block, spans in blocks(q.shape[1], shared):
+        found, seen = look(queries, keys, segment, kind, block, spans)
         R, K, G, B, S = found.shape
         found = jnp.where(seen, found, UNSEEN)
         top = jnp.max(found, axis=-1, keepdims=True)
         weight = jnp.exp(found - top)
         total = jnp.sum(weight, axis=-1, keepdims=True)
-        out = _dot("rkqs,rksa->rkqa", weight.astype(v.dtype).reshape(R, K, G * B, S), vals[:, :, :S])
+        out = _dot("rkqs,rksa->rkqa", weight.astype(v.dtype).reshape(R, K, G * B, S), _take(vals, spans, 2))
         mixed.append(out.reshape(R, K, G, B, -1) / total)
         logs.append(top + jnp.log(total))
     whole = _by_token(jnp.concatenate(mixed, axis=3)).astype(q.dtype)
@@ -85,6 +99,7 @@ def _forward(
 
 def _backward(
     look: Callable[..., tuple[jax.Array, jax.Array]],
+    shared: tuple[int, int] | None,
     held: Any,
     given: jax.Array,
     *,
@@ -98,29 +113,62 @@ def _backward(
     each = _by_head(given, K)
     by_q = []
     by_k, by_v = jnp.zeros(keys.shape, logs.dtype), jnp.zeros(vals.shape, logs.dtype)
-    for block in blocks(q.shape[1]):
-        found, seen = look(queries, keys, segment, kind, block)
+    for block, spans in blocks(q.shape[1], shared):
+        found, seen = look(queries, keys, segment, kind, block, spans)
         R, _, G, B, S = found.shape
         here, flat = (x[:, :, :, block].reshape(R, K, G * B, -1) for x in (queries, each))
         weight = jnp.where(seen, jnp.exp(found - logs[:, :, :, block]), 0.0)
-        pull = _dot("rkqa,rksa->rkqs", flat, vals[:, :, :S]).reshape(weight.shape)
+        pull = _dot("rkqa,rksa->rkqs", flat, _take(vals, spans, 2)).reshape(weight.shape)
         by_score = scale * weight * (pull - jnp.sum(weight * pull, axis=-1, keepdims=True))
         if softcap is not None:
             by_score *= 1.0 - jnp.square(found / softcap)
         by_score = by_score.astype(q.dtype).reshape(R, K, G * B, S)
-        by_q.append(_dot("rkqs,rksa->rkqa", by_score, keys[:, :, :S]).reshape(R, K, G, B, -1))
-        by_k = by_k.at[:, :, :S].add(_dot("rkqs,rkqa->rksa", by_score, here))
+        by_q.append(_dot("rkqs,rksa->rkqa", by_score, _take(keys, spans, 2)).reshape(R, K, G, B, -1))
+        by_k = _add(by_k, spans, _dot("rkqs,rkqa->rksa", by_score, here))
         weight = weight.astype(v.dtype).reshape(by_score.shape)
-        by_v = by_v.at[:, :, :S].add(_dot("rkqs,rkqa->rksa", weight, flat))
+        by_v = _add(by_v, spans, _dot("rkqs,rkqa->rksa", weight, flat))
     of_q = _by_token(jnp.concatenate(by_q, axis=3)).astype(q.dtype)
     of_k, of_v = (_by_token(x[:, :, None]).astype(k.dtype) for x in (by_k, by_v))
     return of_q, of_k, of_v, None, None
 
 
-def blocks(length: int) -> list[slice]:
-    """The blocks of queries in a row: a quarter of it each, which halves what is computed for later keys."""
-    size = min(max(-(-length // (4 * 8)) * 8, SMALLEST_BLOCK), LARGEST_BLOCK)
-    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+def blocks(length: int, shared: tuple[int, int] | None = None) -> list[tuple[slice, Spans]]:
+    """The blocks of queries in a row, each with where its keys may be.
+
+    A block is a quarter of a row, which halves what is computed for later keys; or of the longest prompt and sample,
+    where these are shorter: behind them its keys are the prompt's, and those that a sample has room for.
+    """
+    longest = length if shared is None else min(length, sum(shared))
+    size = min(max(-(-longest // (4 * 8)) * 8, SMALLEST_BLOCK), LARGEST_BLOCK)
+    found: list[tuple[slice, Spans]] = []
+    for start in range(0, length, size):
+        block = slice(start, min(start + size, length))
+        spans: Spans = (slice(block.stop),)
+        if shared is not None and start > sum(shared):
+            spans = (slice(shared[0]), slice(start - shared[1], block.stop))
+        found.append((block, spans))
+    return found
+
+
+def computed(length: int, shared: tuple[int, int] | None = None) -> int:
+    """The pairs of a query and a key whose scores are computed in a row."""
+    each = blocks(length, shared)
+    return sum((block.stop - block.start) * len(range(length)[span]) for block, spans in each for span in spans)
+
+
+def _take(x: jax.Array, spans: Spans, axis: int) -> jax.Array:
+    parts = [jax.lax.slice_in_dim(x, *span.indices(x.shape[axis])[:2], axis=axis) for span in spans]
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=axis)
+
+
+def _add(total: jax.Array, spans: Spans, found: jax.Array) -> jax.Array:
+    """The total [R, K, S, A] with what was found for the keys in `spans`."""
+    start = 0
+    for span in spans:
+        stop = start + len(range(total.shape[2])[span])
+        total = total.at[:, :, span].add(found[:, :, start:stop])
+        start = stop
+    return total
 
 
 def _by_head(x: jax.Array, kv_heads: int | None = None) -> jax.Array:

@@ -13,6 +13,10 @@ from jppo.models import lora
 from jppo.models.families import ModelConfig
 from jppo.models.lora import Lora
 
+# How much longer a FLOP of attention by XLA takes than one of a product with weights: scores are exponentiated, and
+# written and read between their two products. Measured on a CPU.
+SLOWER = 2.5
+
 
 def attention(cfg: ModelConfig, lengths: Sequence[int]) -> int:
     """FLOP of the products of queries, keys and values in a forward pass: of keys in the window that came before."""
@@ -24,6 +28,13 @@ def _pairs(length: int, window: int | None) -> int:
     """The keys that the queries of one sequence see, each itself and what lies before it in the window."""
     near = length if window is None else min(length, window)
     return near * (near + 1) // 2 + (length - near) * near
+
+
+def price(cfg: ModelConfig, keys: float) -> float:
+    """How much longer a token takes with attention by XLA over so many keys, padding included, than without."""
+    by_token = forward(cfg, [1], head_tokens=1) - attention(cfg, [1])
+    by_key = 2 * 2 * cfg.num_layers * cfg.num_heads * cfg.head_dim
+    return 1.0 + SLOWER * keys * by_key / by_token
 
 
 def adapters(cfg: ModelConfig, how: Lora, lengths: Sequence[int]) -> int:

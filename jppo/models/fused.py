@@ -2,7 +2,7 @@
 
 `choose` names the kernel, `make` makes it, behind the signature of `attention.Attend`:
 
-    xla     any device        all that there is; it holds the scores
+    xla     any device        all that there is, prompts that segments share too; it holds the scores
     cudnn   NVIDIA's GPUs     rows of one trajectory, bfloat16 or float16, sliding windows
     pallas  GPUs, by Triton   shared rows, float32 too
     splash  TPUs              shared rows, float32 too, sliding windows, soft cap
@@ -46,6 +46,7 @@ class Needs:
     dtype: Any  # of queries, keys and values
     one_segment: bool  # every row holds one trajectory from its first position on, then nothing
     longest: int | None = None  # no trajectory has more tokens: a window that reaches as far is none
+    shared: tuple[int, int] | None = None  # rows with prompts that several segments see, as in `attention.make_plain`
 
     @property
     def reach(self) -> Windows:
@@ -70,6 +71,11 @@ def choose(
     """
     if name not in NAMES:
         raise UserError(f"{setting}={name!r} must be one of {', '.join(NAMES)}")
+    if needs.shared is not None and (window := _window(needs)) is not None:
+        raise UserError(
+            f"data.packing=prefix: the model has a sliding window of {window} tokens, less than a prompt and a response"
+            f" may have ({needs.longest}), and it would count those of other samples; use data.packing=buckets"
+        )
 
     def reason(kernel: str) -> str | None:
         if backend != _BACKENDS[kernel]:
@@ -98,7 +104,7 @@ def make(
     `interpret` runs a kernel on any device, slowly: as its own program, and cudnn's as the same call to XLA.
     """
     if kernel == "xla":
-        return make_plain(scale=needs.scale, softcap=needs.softcap, windows=needs.reach)
+        return make_plain(scale=needs.scale, softcap=needs.softcap, windows=needs.reach, shared=needs.shared)
     if (why := _lacks(kernel, needs, None)) is not None:
         raise UserError(f"attention by {kernel}: {why}; use xla")
     makers = {"cudnn": _cudnn, "pallas": _pallas, "splash": _splash}
@@ -116,10 +122,17 @@ def make(
     return attend
 
 
+def _window(needs: Needs) -> int | None:
+    """The first window that leaves something out."""
+    return next((window for window in needs.reach if window is not None), None)
+
+
 def _lacks(kernel: str, needs: Needs, gpu: tuple[int, int] | None) -> str | None:
     """Why a kernel cannot do what is needed; None where it can. `gpu` None: on any that can."""
     dtype, A = jnp.dtype(needs.dtype), needs.head_dim
-    window = next((window for window in needs.reach if window is not None), None)
+    window = _window(needs)
+    if needs.shared is not None:
+        return "it lets a token see its own segment alone, and data.packing=prefix has prompts that several see"
     if gpu is not None and gpu < (8, 0):
         has = "none" if gpu == (0, 0) else f"{gpu[0]}.{gpu[1]}"
         return f"it needs a GPU of compute capability 8.0 or more, and this one has {has}"

@@ -125,6 +125,12 @@ ACTOR = (
     same(f"{_A}.ppo_epochs", "actor.ppo_epochs", 1),
     same(f"{_A}.shuffle", "actor.shuffle", False),
     same(
+        f"{_A}.use_prefix_grouper",
+        "data.packing",
+        convert="shared_prompts",
+        why="True is prefix, where rollout.n is above 1",
+    ),
+    same(
         f"{_A}.clip_ratio",
         "actor.clip_ratio",
         0.2,
@@ -197,7 +203,6 @@ ACTOR = (
     *missing("set loss_agg_mode; True is token-mean", f"{_A}.use_token_level_loss", off=(True,)),
     *missing("nothing is quantised in training", f"{_A}.qat*", f"{_A}.fsdp_config.qat*"),
     *missing("not a metric of jppo's", f"{_A}.calculate_sum_pi_squared"),
-    *missing("prompts of a group are computed for each response", f"{_A}.use_prefix_grouper"),
     *missing(
         "there is no pipeline and no expert axis; mesh.tensor and mesh.fsdp share a model out", f"{_A}.megatron.*"
     ),

@@ -174,6 +174,7 @@ CONVERSIONS: dict[str, Callable[[Any, Look], Any]] = {
     "or_none": lambda value, _: off_or(value, "none"),
     "pair": lambda value, _: tuple(float(b) for b in value),
     "dtype": lambda value, _: _DTYPES.get(value, value),
+    "shared_prompts": lambda value, look: "prefix" if need(value, look(f"{R}.n") > 1, "rollout.n=1") else "auto",
     "remat": lambda value, _: "full" if value else "none",
     "sleep": lambda value, _: 2 if value else 0,
     "times_n": lambda value, look: need(value, True, "") * look(f"{R}.n"),

@@ -134,12 +134,13 @@ class Learner:
     recipe: ppo.Recipe = dataclasses.field(default_factory=recipe)
     sequences: int = 16  # of a step, two samples a prompt
     remat: str = "none"
+    shared: tuple[int, int] | None = None  # prompts: the longest, and the longest response
 
     def __post_init__(self):
         self.hf, self.kl_coef, self.adamw = hf_config(), KL_COEF, ADAMW
         self.cfg = families.from_hf(hf_config(), path="config.json")
         self.mesh = sharding.make_mesh(self.mesh_shape)
-        plain = make_plain(**attention_settings(self.cfg))
+        plain = make_plain(**attention_settings(self.cfg), shared=self.shared)
         decoder = Decoder(
             self.cfg,
             constrain=sharding.constrain_to_rows(self.mesh),
@@ -172,6 +173,7 @@ class Learner:
             sequences=sequences,
             row_multiple=sharding.row_multiple(self.mesh),
             length_multiple=sharding.length_multiple(self.mesh),
+            longest_sample=0 if self.shared is None else self.shared[1],
         )
 
     def descent(self, name, params, *, lr, tx):

@@ -67,11 +67,56 @@ def test_its_gradient_is_the_loops(rng, rows, block, window, softcap):
     assert found == pytest.approx((near(1e-5) - near(-1e-5)) / 2e-5, rel=1e-4, abs=1e-4)
 
 
-def test_blocks_are_all_of_the_row():
+def test_a_shared_prompt_is_to_each_segment_what_its_own_would_be(rng, block):
+    """A row [prompt of 3, 2, 4, 1, 3 | empty] against a row for each; gradients add up at the prompt.
+
+    Prompts may have 3 and samples 4 positions, so that with small blocks the last samples' keys are in two places.
+    """
+    segment = np.array([[-1, -1, -1, 1, 1, 2, 2, 2, 2, 3, 4, 4, 4, 0]], np.int32)
+    wholes = [[0, 1, 2, 3, 4], [0, 1, 2, 5, 6, 7, 8], [0, 1, 2, 9], [0, 1, 2, 10, 11, 12]]
+    q, k, v = (rng.normal(size=(1, 14, h, 4)).astype(np.float32) for h in (6, 2, 2))
+    given = rng.normal(size=q.shape).astype(np.float32)
+    attend = attention.make_plain(scale=0.3, softcap=0.8, windows=(None,), shared=(3, 4))
+
+    def together(q, k, v):
+        out = attend(q, k, v, segment, 0)
+        return jnp.sum((given * out)[:, 3:13]), out
+
+    def apart(q, k, v):
+        total = 0.0
+        for whole in wholes:
+            at, one = np.array(whole), np.ones((1, len(whole)), np.int32)
+            out = plain(scale=0.3, softcap=0.8)(q[:, at], k[:, at], v[:, at], one, 0)
+            total += jnp.sum(given[:, at[3:]] * out[:, 3:])
+        return total
+
+    (_, found), grads = jax.jit(jax.value_and_grad(together, (0, 1, 2), has_aux=True))(q, k, v)
+    for whole in wholes:
+        one = loop_attend(*(x[:, whole] for x in (q, k, v)), np.ones((1, len(whole))), scale=0.3, softcap=0.8)
+        np.testing.assert_allclose(found[:, whole], one, atol=2e-6)
+    assert np.isfinite(found).all()
+    expected = jax.jit(jax.grad(apart, (0, 1, 2)))(q, k, v)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), grads, expected)
+
+
+@pytest.mark.parametrize("shared", [None, (64, 32), (200, 300), (1000, 4000)])
+def test_blocks_are_all_of_the_row(shared):
     for length in (1, 63, 64, 65, 200, 4095, 9000):
-        found = attention.blocks(length)
-        assert [i for b in found for i in range(b.start, b.stop)] == list(range(length))
-        assert max(b.stop - b.start for b in found) <= max(64, min(1024, length / 4 + 8))
+        found = attention.blocks(length, shared)
+        assert [i for b, _ in found for i in range(b.start, b.stop)] == list(range(length))
+        assert max(b.stop - b.start for b, _ in found) <= max(64, min(1024, length / 4 + 8))
+        pairs = 0
+        for block, spans in found:
+            keys = [i for span in spans for i in range(length)[span]]
+            assert len(set(keys)) == len(keys) and set(range(block.start, block.stop)) <= set(keys)
+            prompt, sample = shared or (0, length)
+            if block.stop > prompt + sample:  # of a sample: the prompt, and as far back as it may begin
+                begins = max(prompt, block.start - sample + 1)
+                assert {*range(prompt), *range(begins, block.stop)} <= set(keys)
+            else:
+                assert keys == list(range(block.stop))
+            pairs += len(keys) * (block.stop - block.start)
+        assert attention.computed(length, shared) == pairs
 
 
 def test_backwards_it_holds_the_scores_of_one_block():

@@ -221,6 +221,7 @@ def test_blocks_fit_in_shared_memory_and_divide_a_tile(head_dim, itemsize):
 MISTRAL = dict(dtype="bfloat16", head_dim=128, windows=(4096,))
 GEMMA2 = dict(dtype="bfloat16", head_dim=256, windows=(4096, None), softcap=50.0)
 ROW = dict(dtype="bfloat16", head_dim=128, one_segment=True)
+SHARED = ROW | dict(one_segment=False, shared=(64, 32))
 
 
 @pytest.mark.parametrize(
@@ -234,6 +235,7 @@ ROW = dict(dtype="bfloat16", head_dim=128, one_segment=True)
         ("gpu", (9, 0), ROW | dict(dtype="float16"), "cudnn"),
         ("gpu", (9, 0), ROW | dict(dtype="float32"), "pallas"),
         ("gpu", (9, 0), ROW | dict(one_segment=False), "pallas"),
+        ("gpu", (9, 0), SHARED, "xla"),
         ("gpu", (9, 0), ROW | dict(head_dim=100), "pallas"),
         ("gpu", (9, 0), ROW | dict(head_dim=256), "cudnn"),
         ("gpu", (8, 9), ROW | dict(head_dim=256), "pallas"),
@@ -273,6 +275,9 @@ def test_auto_says_why_nothing_is_fused():
         ("cudnn", "gpu", (7, 5), ROW, "compute capability 8.0 or more, and this one has 7.5"),
         ("pallas", "gpu", (0, 0), ROW, "compute capability 8.0 or more, and this one has none"),
         ("cudnn", "gpu", (9, 0), ROW | dict(one_segment=False), "data.packing=segments"),
+        ("cudnn", "gpu", (9, 0), SHARED, "data.packing=prefix has prompts that several see"),
+        ("pallas", "gpu", (9, 0), SHARED, "data.packing=prefix has prompts that several see"),
+        ("splash", "tpu", None, SHARED, "data.packing=prefix has prompts that several see"),
         ("cudnn", "gpu", (9, 0), ROW | dict(dtype="float32"), "bfloat16 or float16, and the model in float32"),
         ("cudnn", "gpu", (9, 0), ROW | dict(head_dim=100), "up to 256, and the model's head_dim is 100"),
         ("cudnn", "gpu", (8, 6), ROW | dict(head_dim=192), "up to 128, and the model's head_dim is 192"),
@@ -288,6 +293,12 @@ def test_a_kernel_asked_for_by_name_must_be_able(name, backend, gpu, changes, sa
     message = str(e.value)
     assert message.startswith("model.attention=") and said in message and "\n" not in message
     assert name == "flash" or message.endswith("; use model.attention=auto")
+
+
+def test_windows_that_count_a_row_are_none_of_shared_prompts():
+    with pytest.raises(UserError, match=r"sliding window of 4096 tokens.* use data\.packing=buckets"):
+        fused.choose("auto", needs(**MISTRAL | dict(shared=(8000, 192), longest=8192)), backend="cpu")
+    assert fused.choose("auto", needs(**MISTRAL | dict(shared=(4000, 96), longest=4096)), backend="cpu")[0] == "xla"
 
 
 def test_no_kernel_is_made_that_would_leave_something_out():

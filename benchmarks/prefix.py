@@ -1,0 +1,182 @@
+"""Rows that have a prompt once for its samples, `data.packing=prefix`, beside a row for each sample, `buckets`.
+
+    python benchmarks/prefix.py                                   # shape S, three kinds of lengths, 4 and 8 samples
+    python benchmarks/prefix.py --samples 8 --cases 256:16-128    # prompts of 256 tokens, responses of 16 to 128
+
+Log-probs and the actor's update of one mini-batch of --sequences trajectories, called as a step calls them, packing
+included. Both packings see the same trajectories and take turns; the first turn of each, which compiles, is left out.
+Writes OUT/<date>-<machine>-prefix.json.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import json
+import os
+import pathlib
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from machine import ROOT, commit, machine, slug, title, version
+from ml_collections import ConfigDict
+from work import SHAPES, base_config, hf_config, make_batch
+
+from jppo import assemble
+from jppo import config as settings
+from jppo.data.prompts import PromptSet
+from jppo.io.timers import Timers
+from jppo.learner import batch, estimate, ppo
+from jppo.models import families
+from jppo.models.families import ModelConfig
+from jppo.structs import Trajectory
+from jppo.train import update_models
+
+CASES = ("64:16-128", "256:16-128", "104:56-500")  # prompt:shortest-longest response; the last has GSM8K's means
+STAGES = {"old_log_prob": "log-probs", "update_actor": "actor update"}
+PACKINGS = ("buckets", "prefix")
+Lengths = tuple[int, int, int]  # of a prompt, of the shortest and of the longest response
+
+
+def parse(case: str) -> Lengths:
+    """'64:16-128' as numbers."""
+    prompt, responses = case.split(":")
+    shortest, longest = responses.split("-")
+    return int(prompt), int(shortest), int(longest)
+
+
+def make_samples(cfg: ModelConfig, lengths: Lengths, *, samples: int, sequences: int) -> list[Trajectory]:
+    """Ragged responses, `samples` in turn to one prompt."""
+    prompt, shortest, longest = lengths
+    responses = np.random.default_rng(0).integers(shortest, longest + 1, sequences)
+    drawn = make_batch(cfg, responses, prompt=prompt)
+    firsts = [drawn[i - i % samples] for i in range(sequences)]
+    return [
+        dataclasses.replace(t, uid=first.uid, tokens=np.concatenate([first.tokens[:prompt], t.tokens[prompt:]]))
+        for t, first in zip(drawn, firsts, strict=True)
+    ]
+
+
+def make_config(packing: str, lengths: Lengths, *, samples: int, sequences: int) -> ConfigDict:
+    """The settings of such a batch: samples compared with each other, no critic."""
+    c = base_config("random", "float32")
+    c.model.scan_layers = jax.default_backend() != "cpu"
+    c.data.max_prompt_length, c.data.max_response_length = lengths[0], lengths[2]
+    c.data.train_batch_size, c.rollout.n, c.actor.ppo_mini_batch_size = sequences // samples, samples, sequences
+    c.algorithm.adv_estimator, c.data.packing = "grpo", packing
+    settings.check(c)
+    return c
+
+
+def make_turn(
+    c: ConfigDict, cfg: ModelConfig, trajectories: list[Trajectory]
+) -> tuple[Callable[[], dict[str, tuple[float, float]]], dict[str, Any]]:
+    """A function that runs both stages and gives the wall and the process seconds of each; and how rows are filled."""
+    mesh, empty = assemble.make_mesh(c), PromptSet([], overlong=0)
+    models: dict[str, Any] = dict(policy=cfg, critic=None, reference=None, adapters=None, critic_adapters=None)
+    inputs = assemble.Inputs(None, (), empty, empty, (), **models, agent=None, total_steps=1)
+    learner, now = assemble.make_learner(c, inputs, mesh)
+    scores = np.random.default_rng(2).random(len(trajectories)).astype(np.float32)
+    group = estimate.groups(np.isnan(scores), c.rollout.n)
+    outcome, state = estimate.Outcome(score=scores, group=group, greedy=None), [now]
+
+    def turn() -> dict[str, tuple[float, float]]:
+        now = state[0]
+        begin = time.perf_counter(), time.process_time()
+        rows = batch.make(trajectories, plan=learner.plan, mesh=mesh)
+        scored, _ = ppo.score_rows(learner.passes, learner.recipe, rows, learner.policy(now))
+        found = {"old_log_prob": since(begin)}
+        scored, _ = estimate.advantages(learner.passes, scored, [None] * len(scored), outcome, now.kl_coef)
+        flat = batch.flatten(scored, len(trajectories))
+        begin = time.perf_counter(), time.process_time()
+        state[0], _ = update_models(c, learner, now, flat, trajectories, Timers())
+        return found | {"update_actor": since(begin)}
+
+    shapes = [rows.inputs.shape for rows in batch.make(trajectories, plan=learner.plan, mesh=mesh)]
+    return turn, {"rows": [list(shape) for shape in shapes], "entries": sum(r * t for r, t in shapes)}
+
+
+def since(begin: tuple[float, float]) -> tuple[float, float]:
+    """Seconds by the clock and of this process since then."""
+    return time.perf_counter() - begin[0], time.process_time() - begin[1]
+
+
+def measure(shape: str, case: str, *, samples: int, sequences: int, repeats: int) -> dict[str, Any]:
+    """Both packings in turn on one batch."""
+    cfg, lengths = families.from_hf(hf_config(*SHAPES[shape]), path=f"shape {shape}"), parse(case)
+    trajectories = make_samples(cfg, lengths, samples=samples, sequences=sequences)
+    how = dict(samples=samples, sequences=sequences)
+    made = {packing: make_turn(make_config(packing, lengths, **how), cfg, trajectories) for packing in PACKINGS}
+    for turn, _ in made.values():
+        turn()
+    turns = [{packing: turn() for packing, (turn, _) in made.items()} for _ in range(repeats)]
+    found = {
+        packing: about
+        | {
+            stage: {kind: [one[packing][stage][i] for one in turns] for i, kind in enumerate(("wall", "process"))}
+            for stage in STAGES
+        }
+        for packing, (_, about) in made.items()
+    }
+    tokens = sum(len(t.tokens) - 1 for t in trajectories)
+    return {"shape": shape, "case": case, "samples": samples, "tokens": tokens, "packings": found}
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as markdown."""
+    lines = [
+        f"{title(result['machine'])}; float32; jax {result['jax']}; {result['sequences']} trajectories; commit"
+        f" {result['commit']}; load average before {result['load_average']:.1f}",
+        "",
+        "| prompt:responses | samples | entries, buckets and prefix | stage | wall s | | | process s | | |",
+        "|---|---:|---|---|---:|---:|---:|---:|---:|---:|",
+        "| | | | | buckets | prefix | ratio | buckets | prefix | ratio |",
+    ]
+    for x in result["measured"]:
+        a, b = (x["packings"][packing] for packing in PACKINGS)
+        for stage, name in STAGES.items():
+            cells = []
+            for kind in ("wall", "process"):
+                before, after = (statistics.median(one[stage][kind]) for one in (a, b))
+                cells += [f"{before:.2f}", f"{after:.2f}", f"{before / after:.2f}"]
+            entries = f"{a['entries']:,}, {b['entries']:,}"
+            lines.append(f"| {x['case']} | {x['samples']} | {entries} | {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+@settings.exit_on_user_error
+def main(argv: list[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="S", choices=list(SHAPES), help="of the model")
+    parser.add_argument("--cases", nargs="+", default=list(CASES), metavar="PROMPT:SHORTEST-LONGEST")
+    parser.add_argument("--samples", type=int, nargs="+", default=[4, 8], help="of a prompt")
+    parser.add_argument("--sequences", type=int, default=32, help="trajectories in all, a multiple of the samples")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
+    args = parser.parse_args(argv)
+    load, at = os.getloadavg()[0], commit()
+    how = dict(sequences=args.sequences, repeats=args.repeats)
+    result: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "machine": machine(),
+        "commit": at,
+        "load_average": load,
+        "jax": version("jax"),
+        "sequences": args.sequences,
+        "measured": [],
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    out = args.out / f"{result['date']}-{slug(result['machine'])}-prefix.json"
+    for case in args.cases:
+        for n in args.samples:
+            result["measured"].append(measure(args.shape, case, samples=n, **how))
+            out.write_text(json.dumps(result, indent=1) + "\n")  # what is there stays, whatever becomes of the rest
+    print(f"{table(result)}\n\n{out}")
+
+
+if __name__ == "__main__":
+    main()
