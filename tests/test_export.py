@@ -297,8 +297,8 @@ def hub(monkeypatch):
 def test_a_push_sends_every_file_to_a_private_repository(full, hub, tmp_path, capsys):
     export.main([str(full), "--out", str(tmp_path / "out"), "--push", "me/adder"])
     assert capsys.readouterr().out.endswith(f"pushed to         {constants.ENDPOINT}/me/adder\n")
-    assert hub.made["name"] == "adder"
-    assert hub.made.get("visibility") == "private" or hub.made.get("private") is True  # as versions of the client say it
+    assert hub.made["name"] == "adder"  # and private, in the words of either version of the client
+    assert hub.made.get("visibility") == "private" or hub.made.get("private") is True
     assert {token for _, token in hub.asked} == {"Bearer hf_secret"}
     assert hub.sent == {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
 
