@@ -150,7 +150,7 @@ def _settings(settings: Mapping[str, Any], names: Sequence[str]) -> str:
             continue
         if name in ONLY_GAE and settings.get("algorithm.adv_estimator") != "gae":
             continue
-        rows.append(f"| `{name}` | {_plain(_files(value) if name == 'reward.function' else value)} |")
+        rows.append(f"| `{name}` | {_plain(_files(str(value)) if name == 'reward.function' else value)} |")
     return "\n".join(["| setting | value |", "|---|---|", *rows]) if rows else ""
 
 
