@@ -228,7 +228,7 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m jppo.chat", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", metavar="MODEL_DIR", help="a Hugging Face directory")
+    parser.add_argument("model", metavar="MODEL_DIR", help="a Hugging Face directory, or a hub's name")
     parser.add_argument("--prompt", metavar="TEXT", help="answer this once and exit")
     parser.add_argument("--system", metavar="TEXT", help="a system message before all others")
     parser.add_argument("--raw", action="store_true", help="continue text, whatever chat template there is")

@@ -97,7 +97,7 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m jppo.export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("path", type=pathlib.Path, metavar="RUN_DIR|CHECKPOINT", help="what has it")
+    parser.add_argument("path", type=pathlib.Path, metavar="RUN_DIR|CHECKPOINT", help="what is exported")
     parser.add_argument("--out", type=pathlib.Path, required=True, metavar="DIR", help="a folder that is not there yet")
     parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step, not the newest")
     parser.add_argument("--best", action="store_true", help="the checkpoint that checkpoints/best.json names")
