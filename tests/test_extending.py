@@ -86,7 +86,7 @@ def test_what_the_page_says_works(copy):
     assert set(others) == {"python scripts/settings_page.py > docs/configuration.md"} and len(tests) == 6
     for command in others:
         run(["bash", "-c", command.replace("python", sys.executable, 1)], folder)
-    said = run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests], folder)
+    said = run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *tests], folder)
     assert " passed" in said and "skipped" not in said
     families = "from jppo.models import families; print(families.FAMILIES['seed_oss'].qkv_bias)"
     assert run([sys.executable, "-c", families], folder) == "True\n"

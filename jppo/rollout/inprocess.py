@@ -76,7 +76,7 @@ class Programs:
         return self.advance_cut if cut else self.advance
 
 
-def make_programs(s: InprocessSettings, ends: Sequence[int], *, turns: int = TURNS) -> Programs:
+def make_programs(s: InprocessSettings, ends: Sequence[int], *, turns: int) -> Programs:
     """Closes the pure functions over model and shapes; `turns` is how many tokens of a row come at a time."""
     empty = functools.partial(generate.empty, s.cfg, rows=s.rows, length=s.max_model_len, dtype=s.dtype)
     # Keys and values have four axes. Rows lie alike before and after every program, or XLA would compile anew.
@@ -136,7 +136,7 @@ class InprocessSampler:
         self._decode = decode
         self._ends = frozenset(eos_token_ids)
         self._talk = talk
-        self._programs = make_programs(settings, eos_token_ids)
+        self._programs = make_programs(settings, eos_token_ids, turns=TURNS)
         self._compiled = False
         self._held: tuple[int, Weights] | None = None
 
