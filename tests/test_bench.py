@@ -219,7 +219,7 @@ def test_exact_kl_holds_a_few_chunks_whatever_the_tokens_and_the_vocabulary(tmp_
 
 def test_shared_prompts_are_measured_beside_a_row_for_each_sample(tmp_path, capsys):
     prefix = script("prefix")
-    small = ["--samples", "4", "--cases", "120:8-16", "--sequences", "8", "--repeats", "1", "--out", str(tmp_path)]
+    small = ["--samples", "4", "--cases", "120:8-16", "--sequences", "32", "--repeats", "1", "--out", str(tmp_path)]
     prefix.main(small)
     (path,) = tmp_path.glob("*-prefix.json")
     (case,) = json.loads(path.read_text())["measured"]
