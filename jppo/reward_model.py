@@ -186,15 +186,9 @@ def dry_run(c: ConfigDict) -> str:
     moments += [memory.account("scores", 0, task.scores, trained.learned, trained.base, one, scores) for one in rows]
     longest = sorted(task.pairs.pairs, key=lambda pair: -len(pair.chosen) - len(pair.rejected))[:count]
     packed = pack(longest, plan)
-    batch_bytes = [memory.size(memory.rows_of(one.inputs.shape, mesh)) for one in packed]
-    optimizer = {"its optimizer": memory.size(opt)}
-    there, away = (optimizer, {}) if not c.optim.optimizer_offload else ({}, optimizer)
-    found = memory.Estimate(
-        {"model": memory.size((trained.learned, trained.base)), **there, "batch": 2 * max(batch_bytes)},
-        tuple(moments),
-        memory.runtime(c, task.cfg, plan, passes=1, gradients=1),
-        away,
-    )
+    parts, away = memory.of_one_model(c, trained, opt, [memory.rows_of(one.inputs.shape, mesh) for one in packed])
+    runtime = memory.runtime(c, task.cfg, plan, passes=1, gradients=1)
+    found = memory.Estimate(parts, tuple(moments), runtime, away)
     lines = [
         f"pairs            {counted(task.pairs)}",
         f"held out         {counted(task.held_out)}",

@@ -130,15 +130,9 @@ def dry_run(c: ConfigDict) -> str:
     opt, moments = memory.learning("sft", task.accumulate, c.optim, trained, rows)
     longest = sorted((as_trajectory(one, "") for one in task.demonstrations), key=lambda t: -len(t.tokens))[:count]
     packed = packing.pack(longest, range(len(longest)), plan)
-    batch_bytes = [memory.size(memory.rows_of(one.inputs.shape, mesh)) for one in packed]
-    optimizer = {"its optimizer": memory.size(opt)}
-    there, away = (optimizer, {}) if not c.optim.optimizer_offload else ({}, optimizer)
-    found = memory.Estimate(
-        {"model": memory.size((trained.learned, trained.base)), **there, "batch": 2 * max(batch_bytes)},
-        tuple(moments),
-        memory.runtime(c, task.cfg, plan, passes=0, gradients=1),
-        away,
-    )
+    parts, away = memory.of_one_model(c, trained, opt, [memory.rows_of(one.inputs.shape, mesh) for one in packed])
+    runtime = memory.runtime(c, task.cfg, plan, passes=0, gradients=1)
+    found = memory.Estimate(parts, tuple(moments), runtime, away)
     lines = [
         f"demonstrations   {len(task.demonstrations):,} ({task.overlong} over-long ones left out)",
         f"steps            {task.steps:,}, each of {count:,} demonstrations, one optimizer step",

@@ -230,6 +230,16 @@ def _sampling(c: ConfigDict, mesh: Any) -> Moment:
     return Moment("sampling", 0, s.rows // s.row_multiple * row + size(weights))
 
 
+def of_one_model(
+    c: ConfigDict, trained: Trained, opt: Any, batch: Sequence[Rows]
+) -> tuple[dict[str, int], dict[str, int]]:
+    """What a run that trains one model holds throughout, and what of it waits on the host."""
+    optimizer = {"its optimizer": size(opt)}
+    there, away = (optimizer, {}) if not c.optim.optimizer_offload else ({}, optimizer)
+    model = size((trained.learned, trained.base))
+    return {"model": model, **there, "batch": 2 * max(size(rows) for rows in batch)}, away
+
+
 def stored(c: ConfigDict, inputs: Inputs, mesh: Any) -> int:
     """Bytes of a checkpoint: what is learned, and the optimizers."""
     heads: list[tuple[ModelConfig | None, Head, Lora | None, ConfigDict]] = [

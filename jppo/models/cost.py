@@ -14,7 +14,7 @@ from jppo.models.families import ModelConfig
 from jppo.models.lora import Lora
 
 # How much longer a FLOP of attention by XLA takes than one of a product with weights: scores are exponentiated, and
-# written and read between their two products. Measured on a CPU.
+# written and read between their two products. Roughly, from one run on a CPU that was busy.
 SLOWER = 2.5
 
 
