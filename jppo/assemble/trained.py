@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from jppo.config import UserError
+from jppo.config import UserError, by_name
 from jppo.io.checkpoint import Checkpoints, checksum_of_all, restore_field
 from jppo.learner import sharding, state
 from jppo.models import hf, lora, tensorfile
@@ -171,11 +171,4 @@ def _settings(file: pathlib.Path) -> Settings:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return _flat(found) if isinstance(found, dict) else {}
-
-
-def _flat(settings: Settings, prefix: str = "") -> Settings:
-    out: Settings = {}
-    for name, value in settings.items():
-        out |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return out
+    return by_name(found) if isinstance(found, dict) else {}

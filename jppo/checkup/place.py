@@ -7,7 +7,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -156,16 +155,9 @@ def _steps(checkpoints: pathlib.Path) -> list[int]:
 def differences(file: pathlib.Path, c: ConfigDict) -> list[str]:
     """The settings of a run's config.json that are not those of `c`, as name=theirs."""
     try:
-        theirs = _flat(json.loads(file.read_text()))
+        theirs = settings.by_name(json.loads(file.read_text()))
     except (OSError, ValueError) as e:
         return [f"{file.name} cannot be read ({e})"]
-    ours = _flat(json.loads(settings.dump(c)))
+    ours = settings.by_name(json.loads(settings.dump(c)))
     names = dict.fromkeys([*ours, *theirs])
     return [f"{name}={theirs.get(name)}" for name in names if theirs.get(name) != ours.get(name)]
-
-
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return found

@@ -5,6 +5,7 @@ Nothing below the commands (`train.py`, `sft.py` ...) and `assemble.py` sees a c
 
 from jppo.config.checks import check
 from jppo.config.commandline import describe, dump, exit_on_user_error, parse
+from jppo.config.commandline import settings as by_name
 from jppo.config.defaults import default, reward_model_default, sft_default
 from jppo.config.draws import cuts
 from jppo.config.errors import UserError
@@ -14,6 +15,7 @@ from jppo.config.texts import importance_band, loggers, rejection_rules, save_co
 
 __all__ = [
     "UserError",
+    "by_name",
     "check",
     "check_within",
     "cuts",

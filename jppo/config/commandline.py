@@ -100,11 +100,11 @@ def describe(config: ml_collections.ConfigDict) -> str:
     return "\n".join(f"  {one:<{MEANINGS_AT}}  {meanings()[name]}" for name, one in shown.items())
 
 
-def settings(config: ml_collections.ConfigDict, prefix: str = "") -> dict[str, Any]:
-    """Every setting by its dotted name."""
+def settings(config: ml_collections.ConfigDict | dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Every setting by its dotted name, of a config or of what a config.json holds."""
     found: dict[str, Any] = {}
     for name, value in config.items():
-        if isinstance(value, ml_collections.ConfigDict):
+        if isinstance(value, ml_collections.ConfigDict | dict):
             found |= settings(value, f"{prefix}{name}.")
         else:
             found[f"{prefix}{name}"] = value
