@@ -85,7 +85,7 @@ def default() -> ml_collections.ConfigDict:
             lam=1.0,  # gae's λ
             norm_adv_by_std_in_grpo=True,  # divides by the group's deviation; read by grpo and grpo_passk
             use_kl_in_reward=False,  # takes the KL to the reference off the rewards of the tokens
-            kl_penalty="kl",  # the estimator of that KL
+            kl_penalty="kl",  # the estimator of that KL; full holds weakly in a reward
             kl_coef=0.001,  # its coefficient
             kl_ctrl_type="fixed",  # adaptive: kl_coef is the first one, then it follows the KL
             target_kl=0.1,  # adaptive: the KL that is aimed at
