@@ -26,11 +26,11 @@ def get_config(arg: str = "runs/tinystories") -> ml_collections.ConfigDict:
 
     config.loss.center_rewards_coefficient = 0.01
 
-    config.optim.lr = 5e-4
+    config.optim.lr = 1e-3
     config.optim.lr_scheduler_type = "cosine"
-    config.optim.lr_warmup_steps = 10
+    config.optim.lr_warmup_steps = 20
 
     config.trainer.run_dir = f"{arg}/rm"
-    config.trainer.total_training_steps = 100
-    config.trainer.test_freq = 20
+    config.trainer.total_training_steps = 150
+    config.trainer.test_freq = 50
     return config.lock()
