@@ -27,7 +27,7 @@ Columns = Sequence[tuple[str, str, str]]
 # Heading, metric, format. A step without the metric shows a dash.
 PPO_COLUMNS: Columns = (
     ("reward", health.REWARD, ".3f"),
-    ("val acc", "val/score", ".3f"),
+    ("test", "val/score", ".3f"),
     ("KL", "actor/ppo_kl", ".1e"),
     ("entropy", "actor/entropy", ".3f"),
     ("clipped", "actor/pg_clipfrac", ".3f"),
@@ -54,7 +54,7 @@ REWARD_MODEL_COLUMNS: Columns = (
     ("tok/s", "perf/throughput", ",.0f"),
     ("s/step", "timing_s/step", ".2f"),
 )
-LEFT_OUT_FIRST = ("s/step", "ratio", "val acc")  # of a table that is too wide; the stages' line has the first
+LEFT_OUT_FIRST = ("s/step", "ratio", "test")  # of a table that is too wide; the stages' line has the first
 STAGE_NAMES = {"old_log_prob": "logp", "update_critic": "critic", "update_actor": "actor", "update_weights": "publish"}
 MEMORY = {"device": "perf/max_memory_allocated_gb", "host": "perf/cpu_memory_used_gb"}
 COLOURS: Mapping[health.Verdict, str] = {"good": "green", "weak": "yellow", "bad": "bold red"}

@@ -112,18 +112,18 @@ class Logger:
         """Warn of what shows before any step; once a run."""
         self._tell(self._diagnosis.once(finding))
 
-    def close(self) -> None:
-        """Close the files and leave the console as it is."""
+    def close(self, *, failed: bool = False) -> None:
+        """Close the files and leave the console as it is; places outside learn whether the run has failed."""
         for name, sink in self._sinks.items():
-            self._safely(name, sink.close, again=True)
+            self._safely(name, functools.partial(sink.close, failed=failed), again=True)
         if self._screen is not None:
             self._screen.close()
 
     def __enter__(self) -> "Logger":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(failed=kind is not None)
 
     def _tell(self, findings: Sequence[Finding]) -> None:
         for finding in findings:
@@ -209,7 +209,7 @@ class JsonLines:
         """A warning."""
         self._warnings.append(_line(dataclasses.asdict(finding)))
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         """Write what waits."""
         try:
             self._metrics.close()

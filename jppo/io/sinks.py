@@ -26,8 +26,8 @@ class Sink(Protocol):
     def warn(self, finding: Finding) -> None:
         """Record a warning."""
 
-    def close(self) -> None:
-        """Write what is left."""
+    def close(self, *, failed: bool) -> None:
+        """Write what is left, of a run that has reached its end or, `failed`, has not."""
 
 
 @dataclasses.dataclass(frozen=True)

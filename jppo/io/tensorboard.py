@@ -48,7 +48,7 @@ class Board:
         said = f"{finding.found}; {finding.remedy}"
         self._write(Event(summary=summary.text(f"warnings/{finding.name}", said)), finding.step)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         """Write what waits."""
         self._file.close()
 

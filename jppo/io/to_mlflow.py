@@ -86,6 +86,6 @@ class MLflow:
         said = f"step {finding.step}: {finding.found}; {finding.remedy}"
         self._client.set_tag(self._id, f"warnings.{finding.name}", said)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         """The run is over."""
-        self._client.set_terminated(self._id)
+        self._client.set_terminated(self._id, status="FAILED" if failed else "FINISHED")

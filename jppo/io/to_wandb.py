@@ -69,6 +69,6 @@ class Wandb:
         """A line of the run's summary."""
         self._run.summary[f"warnings/{finding.name}"] = f"step {finding.step}: {finding.found}; {finding.remedy}"
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         """Send what is left, for some time."""
-        self._run.finish()
+        self._run.finish(exit_code=int(failed))

@@ -25,7 +25,7 @@ def test_a_log_gets_one_plain_line_a_step(monkeypatch):
     assert out.getvalue().splitlines() == [
         "step 1/9  reward 0.250  entropy nan  s/step 2.0  ETA -:--:--",
         "a [note]",
-        "step 2/9  val acc 0.500  ETA 0:01:10",  # 7 more steps of 10 s
+        "step 2/9  test 0.500  ETA 0:01:10",  # 7 more steps of 10 s
     ]
 
 

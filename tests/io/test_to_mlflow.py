@@ -52,6 +52,19 @@ def test_metrics_and_samples_are_there_and_a_resume_goes_on(tmp_path, client):
     assert {f.path for f in client().list_artifacts(about["id"])} == {"config.json", "generations"}
 
 
+def test_a_run_that_breaks_off_has_failed_there_until_it_goes_on(tmp_path, client):
+    run = tmp_path / "run"
+    with pytest.raises(RuntimeError), logger(run) as log:
+        log.log(1, {"a": 1})
+        raise RuntimeError("the engine died")
+    run_id = json.loads((run / "mlflow.json").read_text())["id"]
+    assert client().get_run(run_id).info.status == "FAILED"
+    with logger(run, resumed=1) as log:
+        assert client().get_run(run_id).info.status == "RUNNING"
+        log.log(2, {"a": 2})
+    assert client().get_run(run_id).info.status == "FINISHED"
+
+
 def test_what_a_server_did_not_take_is_sent_when_it_does(tmp_path, client, monkeypatch, capsys):
     with logger(tmp_path / "run") as log:
         mine = log._sinks["mlflow"]._client

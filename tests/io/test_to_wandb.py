@@ -1,5 +1,6 @@
 """wandb offline, read back from its own files by a reader of this test's."""
 
+import contextlib
 import json
 import pathlib
 import struct
@@ -91,6 +92,18 @@ def test_offline_the_metrics_and_samples_are_in_wandbs_files(tmp_path):
     assert steps[1] == {"critic/score/mean": 0.25} and steps[0]["val/score"] == 0.5
     [table] = run.glob("wandb/offline-run-*/files/media/table/generations_0_*.json")
     assert json.loads(table.read_text())["data"] == [["1+1=", "2", "2", None, None, None]]
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("the engine died"), KeyboardInterrupt()])
+def test_a_run_that_breaks_off_has_failed_there(tmp_path, error):
+    run = tmp_path / "run"
+    with contextlib.suppress(RuntimeError, KeyboardInterrupt), logger(run) as log:
+        log.log(1, {"a": 1})
+        if error is not None:
+            raise error
+    wandb.teardown()
+    [path] = run.glob("wandb/offline-run-*/*.wandb")
+    assert [r.exit.exit_code for r in records(path) if r.HasField("exit")] == [0 if error is None else 1]
 
 
 def test_a_resume_goes_on_with_the_same_run_and_no_step_is_lost_or_doubled(tmp_path):
