@@ -31,7 +31,7 @@ def get_config(arg: str = "runs/tinystories") -> ml_collections.ConfigDict:
 
     config.algorithm.lam = 0.95
     config.algorithm.use_kl_in_reward = True
-    config.algorithm.kl_coef = 0.2  # a nat against a reward model that tells a cat by about four
+    config.algorithm.kl_coef = 0.15  # a nat against a reward model that tells a cat by about four
 
     config.actor.lr = 5e-4
     config.actor.lr_scheduler_type = "cosine"
