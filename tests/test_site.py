@@ -1,16 +1,22 @@
 """The site of docs/: it builds without a warning, its links lead somewhere, and it asks the network for nothing."""
 
+import ast
 import html.parser
 import os
 import pathlib
+import re
 import subprocess
 import sys
+import textwrap
 import urllib.parse
 
 import pytest
 import yaml
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+import reference  # noqa: E402
+
 LOADED = {"link": "href", "script": "src", "img": "src", "source": "src", "iframe": "src"}
 
 
@@ -74,6 +80,46 @@ def test_every_link_and_anchor_leads_somewhere(site):
             if not there.is_file() or (anchor and there in pages and anchor not in pages[there].anchors):
                 broken.append(f"{file.relative_to(folder)}: {target}")
     assert checked > 500 and not broken
+
+
+def test_every_public_function_and_class_is_there(site):
+    folder, pages = site
+    named = 0
+    for path in sorted((ROOT / "jppo").rglob("*.py")):
+        if path.name in ("__init__.py", "__main__.py"):
+            continue
+        code = re.sub(r'""".*?"""', "", path.read_text(encoding="utf-8"), flags=re.S)
+        public = re.findall(r"^(?:async def|def|class) ([a-zA-Z]\w*)", code, re.M)
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        page = pages[folder / "reference" / f"{module.split('.')[-2]}.html"]
+        assert {module, *(f"{module}.{name}" for name in public)} <= page.anchors
+        named += len(public)
+    assert named > 500
+
+
+def test_a_function_is_shown_without_its_body_and_a_class_with_its_fields():
+    source = """
+        @dataclasses.dataclass
+        class Cut:
+            \"\"\"Where it ends.\"\"\"
+
+            at: int  # in tokens
+
+            def __init__(self, at: int) -> None:
+                self.at = at
+
+            async def wait(
+                self, seconds: float
+            ) -> None:
+                \"\"\"Until then.\"\"\"
+                await sleep(seconds)
+
+            def _own(self) -> None:
+                pass
+        """
+    lines = textwrap.dedent(source).strip().splitlines()
+    [node] = ast.parse("\n".join(lines)).body
+    assert list(reference.outline(node, lines)) == [*lines[:5], "", lines[6], "", *lines[9:13]]
 
 
 def test_it_loads_nothing_from_elsewhere(site):

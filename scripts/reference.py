@@ -1,0 +1,75 @@
+"""The pages of the site on the code: every public function and class, as the source has it, without its body.
+
+A page is a package. scripts/site_hook.py adds them to the site; nothing of jppo is imported.
+"""
+
+import ast
+import html
+import pathlib
+from collections.abc import Iterator
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+FOLDER = "reference"  # of the site
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def pages() -> dict[str, str]:
+    """The text of each page by its place in the site."""
+    packages = sorted({path.parent for path in modules(ROOT / "jppo")})
+    return {f"{FOLDER}/{package.name}.md": page(package) for package in packages}
+
+
+def page(package: pathlib.Path) -> str:
+    """The modules of a package, one behind the other."""
+    parts = [f"# {dotted(package)}\n"]
+    init = ast.parse((package / "__init__.py").read_text(encoding="utf-8"))
+    if said := ast.get_docstring(init):
+        parts.append(prose(said))
+    for path in modules(package):
+        if path.parent == package:
+            parts += module(path)
+    return "\n".join(parts)
+
+
+def module(path: pathlib.Path) -> Iterator[str]:
+    """A module: what it says of itself, and what is public in it."""
+    source, name = path.read_text(encoding="utf-8"), dotted(path)
+    tree, lines = ast.parse(source), source.splitlines()
+    yield f"## {name} {{ #{name} }}\n"
+    if said := ast.get_docstring(tree):
+        yield prose(said)
+    for node in tree.body:
+        if isinstance(node, Function | ast.ClassDef) and not node.name.startswith("_"):
+            yield f"### {node.name} {{ #{name}.{node.name} }}\n"
+            yield "```python\n" + "\n".join(outline(node, lines)) + "\n```\n"
+
+
+def outline(node: Function | ast.ClassDef, lines: list[str]) -> Iterator[str]:
+    """The lines of a function to the end of its docstring; of a class its fields too, and its public methods."""
+    said = node.body[0] if ast.get_docstring(node) is not None else None
+    first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+    yield from lines[first - 1 : node.body[0].lineno - 1 if said is None else said.end_lineno]
+    if isinstance(node, ast.ClassDef):
+        fields = [part for part in node.body if isinstance(part, ast.AnnAssign | ast.Assign)]
+        yield from [""] * (bool(fields) and said is not None)
+        for part in node.body:
+            if part in fields:
+                yield from lines[part.lineno - 1 : part.end_lineno]
+            elif isinstance(part, Function) and (part.name == "__init__" or not part.name.startswith("_")):
+                yield ""
+                yield from outline(part, lines)
+
+
+def prose(text: str) -> str:
+    """What is written for readers of the source, with the line breaks that it has there."""
+    return f'<pre class="said">{html.escape(text)}</pre>\n'
+
+
+def modules(package: pathlib.Path) -> list[pathlib.Path]:
+    """The modules of a package and of those within."""
+    return [path for path in sorted(package.rglob("*.py")) if path.name not in ("__init__.py", "__main__.py")]
+
+
+def dotted(path: pathlib.Path) -> str:
+    """Its name to Python."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
