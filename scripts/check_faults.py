@@ -267,7 +267,8 @@ def killed_after_three(lab: Lab, name: str = "kill -9 after step 3") -> Iterator
 def stuck_stage(lab: Lab) -> Iterator[Row]:
     """The generation of step 4 does not end."""
     run = lab.folder / "stuck"
-    process = start(lab.settings, run, patch=STUCK_STAGE, more=["--config.trainer.stage_timeout_s=20"])
+    limit = "--config.trainer.stage_timeout_s=90"  # the start is a stage, too, which a busy machine takes long for
+    process = start(lab.settings, run, patch=STUCK_STAGE, more=[limit])
     said = process.communicate(timeout=LIMIT_S)[0]
     code, stacks = process.returncode, run / "stacks.txt"
     starts, _ = to_the_end(lab.settings, run)
