@@ -7,14 +7,11 @@ becomes one within the site: to the page that the file is, or to a copy of the f
 import pathlib
 import posixpath
 import re
-import sys
 
+import reference  # beside this file, where mkdocs looks
 from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
-import reference  # noqa: E402
-
 # Files outside docs/ that are pages, and the page that each is.
 PAGES = {
     "README.md": "index.md",
@@ -37,15 +34,15 @@ def on_files(files: Files, config) -> Files:
             if files.get_file_from_path(target) is None:
                 content = (ROOT / target).read_bytes()
                 files.append(File.generated(config, target, content=content, inclusion=InclusionLevel.NOT_IN_NAV))
-    for page, text in reference.pages().items():
-        files.append(File.generated(config, page, content=text))
+    for name, text in reference.pages().items():
+        files.append(File.generated(config, name, content=text))
     return files
 
 
 def on_page_read_source(page, config) -> str | None:
     """The text of a page that stands elsewhere."""
     source = source_of(page.file.src_uri)
-    return None if source not in PAGES else (ROOT / source).read_text(encoding="utf-8")
+    return (ROOT / source).read_text(encoding="utf-8") if source in PAGES else None
 
 
 def on_page_markdown(markdown: str, page, config, files) -> str:

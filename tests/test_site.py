@@ -2,6 +2,7 @@
 
 import ast
 import html.parser
+import importlib.util
 import os
 import pathlib
 import re
@@ -14,9 +15,6 @@ import pytest
 import yaml
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
-import reference  # noqa: E402
-
 LOADED = {"link": "href", "script": "src", "img": "src", "source": "src", "iframe": "src"}
 
 
@@ -97,7 +95,15 @@ def test_every_public_function_and_class_is_there(site):
     assert named > 500
 
 
-def test_a_function_is_shown_without_its_body_and_a_class_with_its_fields():
+@pytest.fixture(scope="module")
+def reference():
+    spec = importlib.util.spec_from_file_location("reference", ROOT / "scripts/reference.py")
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def test_a_function_is_shown_without_its_body_and_a_class_with_its_fields(reference):
     source = """
         @dataclasses.dataclass
         class Cut:
@@ -138,12 +144,12 @@ def test_the_first_page_is_the_readme_and_files_outside_docs_are_there(site):
     assert not list(folder.rglob("*.py"))  # no source of the project is linked to, and none is copied
 
 
-def test_every_page_is_in_the_navigation():
+def test_every_page_is_in_the_navigation(reference):
     named = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
     said = {
         page for entry in named for pages in entry.values() for page in ([pages] if isinstance(pages, str) else pages)
     }
-    pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")} | set(reference.pages())
     assert pages <= said, "name it under nav in mkdocs.yml"
 
 
