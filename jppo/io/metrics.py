@@ -112,7 +112,7 @@ class Logger:
         """Warn of what shows before any step; once a run."""
         self._tell(self._diagnosis.once(finding))
 
-    def close(self, *, failed: bool = False) -> None:
+    def close(self, *, failed: bool) -> None:
         """Close the files and leave the console as it is; places outside learn whether the run has failed."""
         for name, sink in self._sinks.items():
             self._safely(name, functools.partial(sink.close, failed=failed), again=True)
