@@ -44,7 +44,13 @@ _product.defvjp(_forward, _backward)
 
 
 def _einsum(equation: str, a: jax.Array, b: jax.Array, dtype: Any) -> jax.Array:
-    # XLA's CPU backend has products of bfloat16 for f32 results only. An accelerator sums in f32 whatever comes out.
-    cpu = jax.default_backend() == "cpu"
-    wide = jnp.promote_types(a.dtype, jnp.float32) if cpu else dtype
-    return jnp.einsum(equation, a, b, preferred_element_type=wide).astype(dtype)
+    def direct(a: jax.Array, b: jax.Array) -> jax.Array:  # an accelerator sums in f32 whatever the result's dtype
+        return jnp.einsum(equation, a, b, preferred_element_type=dtype)
+
+    def wide(a: jax.Array, b: jax.Array) -> jax.Array:  # XLA's CPU backend has products of bfloat16 for f32 results only
+        summed = jnp.promote_types(a.dtype, jnp.float32)
+        return jnp.einsum(equation, a, b, preferred_element_type=summed).astype(dtype)
+
+    if jnp.promote_types(a.dtype, jnp.float32) == dtype:
+        return direct(a, b)
+    return jax.lax.platform_dependent(a, b, cpu=wide, default=direct)
