@@ -16,7 +16,7 @@ NAME = "product"  # by which a remat policy keeps what comes out
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
 def _product(equation: str, x: jax.Array, kernel: jax.Array, dtype: Any) -> jax.Array:
-    return _einsum(equation, x, kernel.astype(x.dtype), dtype)
+    return einsum(equation, x, kernel.astype(x.dtype), dtype)
 
 
 def product(equation: str, x: jax.Array, kernel: jax.Array, dtype: Any = None) -> jax.Array:
@@ -36,14 +36,16 @@ def _backward(equation: str, dtype: Any, held: Any, given: jax.Array) -> tuple[j
     inputs, out = equation.split("->")
     left, right = inputs.split(",")
     given = given.astype(x.dtype)
-    by_x = _einsum(f"{out},{right}->{left}", given, kernel.astype(x.dtype), x.dtype)
-    return by_x, _einsum(f"{left},{out}->{right}", x, given, kernel.dtype)
+    by_x = einsum(f"{out},{right}->{left}", given, kernel.astype(x.dtype), x.dtype)
+    return by_x, einsum(f"{left},{out}->{right}", x, given, kernel.dtype)
 
 
 _product.defvjp(_forward, _backward)
 
 
-def _einsum(equation: str, a: jax.Array, b: jax.Array, dtype: Any) -> jax.Array:
+def einsum(equation: str, a: jax.Array, b: jax.Array, dtype: Any) -> jax.Array:
+    """The product of two operands of one dtype, summed in f32 and returned in `dtype`."""
+
     def direct(a: jax.Array, b: jax.Array) -> jax.Array:  # an accelerator sums in f32 whatever the result's dtype
         return jnp.einsum(equation, a, b, preferred_element_type=dtype)
 
