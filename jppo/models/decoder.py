@@ -13,9 +13,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jppo.models import lora
+from jppo.models import embedding, lora
 from jppo.models.attention import Attend, attend_cached, make_plain
 from jppo.models.cache import Cache, LayerCache, extend
+from jppo.models.embedding import Lookup
 from jppo.models.families import ModelConfig
 from jppo.models.params import Head
 from jppo.models.product import NAME, product
@@ -160,12 +161,15 @@ class Embed(nn.Module):
 
     cfg: ModelConfig
     param_dtype: Any
+    dtype: Any
+    lookup: Lookup
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         shape = (self.cfg.padded_vocab_size, self.cfg.hidden_size)
         init = nn.initializers.normal(self.cfg.initializer_range)
-        return self.param("embedding", init, shape, self.param_dtype)[tokens]  # [R, T, D]
+        table = self.param("embedding", init, shape, self.param_dtype)
+        return self.lookup(table, tokens, self.dtype)  # [R, T, D]
 
 
 class Decoder(nn.Module):
@@ -181,13 +185,15 @@ class Decoder(nn.Module):
     remat: Remat = "none"  # what the backward pass keeps of a layer: all, its products with weights, nothing
     constrain: Callable[[jax.Array], jax.Array] = identity  # on activations [R, T, D]: their sharding
     attend: Attend | None = None  # None: by XLA alone
+    lookup: Lookup = embedding.lookup  # of token embeddings
 
     @nn.compact
     def __call__(self, tokens: jax.Array, segment: jax.Array, position: jax.Array) -> jax.Array:
         chex.assert_rank([tokens, segment, position], 2)
         chex.assert_equal_shape([tokens, segment, position])
         cfg = self.cfg
-        x = self.constrain(embedded(Embed(cfg, self.param_dtype, name="embed")(tokens), cfg, self.dtype))
+        embed = Embed(cfg, self.param_dtype, self.dtype, self.lookup, name="embed")
+        x = self.constrain(embedded(embed(tokens), cfg, self.dtype))
         layer: Any = Layer
         if self.remat != "none":
             # In a real loop XLA cannot merge the second computation with the first; unrolled it could.
