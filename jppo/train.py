@@ -295,14 +295,21 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
     bad = metrics.get("actor/skipped", 0.0) + metrics.get("critic/skipped", 0.0) > 0
     if bad:
         run.logger.arrays(f"step_{version + 1}", flat.arrays)
-    now = advance(c, now, metrics, bad=bad)
+    now = advance(c, now, metrics, bad=bad, learned=bool(flat.arrays["mask"].any()))
     metrics |= assemble.utilisation(c, run.inputs, learner.mesh, trajectories, timer.so_far())
     return now, drawn.after, metrics | {"trainer/bad_steps": float(now.bad_steps)}
 
 
-def advance(c: ConfigDict, now: TrainState, metrics: dict[str, float], *, bad: bool) -> TrainState:
-    """The state after a step: its number, how many steps in a row were bad, the coefficient of the KL in the reward."""
+def advance(
+    c: ConfigDict, now: TrainState, metrics: dict[str, float], *, bad: bool, learned: bool = True
+) -> TrainState:
+    """The state after a step: its number, how many steps in a row were bad, the coefficient of the KL in the reward.
+
+    A step that had no token to learn from changes its number alone.
+    """
     kl_coef = now.kl_coef
+    if not learned:
+        return dataclasses.replace(now, step=now.step + 1)
     if c.algorithm.kl_ctrl_type == "adaptive" and not bad:  # a KL that is no number would stay in the coefficient
         kl_coef = kl.adaptive(
             now.kl_coef,

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jppo.learner import packing, prefix
+from jppo.learner import batch, packing, prefix
+from jppo.structs import Scored
 from tests.learner.test_invariance import START, assert_same
 from tests.learner.test_packing import trajectory
 
@@ -126,6 +127,22 @@ def test_every_trajectory_once_in_a_shape_of_the_plan(
             mask=t.sampled[1:].tolist(),
             sampler_logp=t.logprob[1:].tolist(),
         )
+
+
+def test_scores_are_found_again_in_the_rows_of_mini_batches():
+    """Shared prompts have no place in the scored batch, wherever the trajectories of their rows are in it."""
+    p, rng = plan(), np.random.default_rng(0)
+    for _ in range(100):
+        some = grouped([4, 2, 3], rng)
+        scored = [Scored(rows=rows, logp=rows.inputs + 0.5) for rows in packing.pack(some, range(len(some)), p)]
+        flat = batch.flatten(scored, len(some))
+        order = rng.permutation(len(some)).tolist()
+        for part in (order[:5], order[5:]):
+            for rows in packing.pack([some[i] for i in part], part, p):
+                found = flat.at("logp", rows)
+                own = (rows.sequence >= 0) & rows.mask
+                np.testing.assert_array_equal(found[own], (rows.inputs + 0.5)[own])
+                assert (found[rows.sequence < 0] == 0).all()
 
 
 def samples_of(prompt, response, count):
