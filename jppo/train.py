@@ -191,8 +191,8 @@ def learn(run: Run, begun: Begun) -> TrainState:
     c, timer, checkpoints = run.c, run.timer, run.checkpoints
     now, pending = begun.state, begun.pending
     step, place = int(now.step), assemble.kept(begun.cursor, run.panel)
-    if kept := run.hosts.together(lambda: run.supply.load(begun.queue)):
-        run.logger.note(f"{kept} samples that the checkpoint has of the next steps are not drawn again")
+    for line in run.hosts.together(lambda: run.supply.load(begun.queue, step)):
+        run.logger.note(line)
 
     def save(metrics: dict[str, float], **more: Any) -> None:
         score = metrics.get(c.trainer.best_metric)

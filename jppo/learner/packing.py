@@ -55,8 +55,9 @@ def make_plan(
     kind is 'segments' (rows of `max_tokens_per_row`, shared), 'buckets' (`row_lengths` lengths, evenly spaced, one
     trajectory a row), 'none' (one length, one trajectory a row) or 'prefix' (rows of up to `max_tokens_per_row`, of
     `row_lengths` lengths, evenly spaced, shared by samples of one prompt; `price` says what a token costs in a row of
-    some length, `shared` as in `Plan` and in `attention.make_plain`). Row counts are multiples of `row_multiple`, the number of devices that
-    share the rows, lengths are rounded up to multiples of `length_multiple`, of those that share a row's positions.
+    some length, `shared` as in `Plan` and in `attention.make_plain`). Row counts are multiples of `row_multiple`, the
+    number of devices that share the rows, lengths are rounded up to multiples of `length_multiple`, of those that share
+    a row's positions.
     """
     entries = max_tokens_per_row if kind == "prefix" else max_length - 1
     grain = 64 if entries >= 512 else 8 if entries >= 64 else 1

@@ -130,8 +130,8 @@ def make_apply(
 ) -> jax.stages.Wrapped:
     """(params, optimizer state, carry, step, learns) -> the next two, the gradient's norm before clipping, the rate.
 
-    A non-finite loss or gradient leaves both as they are and counts as `skipped`; a mini-batch without a token to
-    learn from (`learns` is False) does too and counts as `empty`: AdamW would decay the weights and move them by momentum.
+    A non-finite loss or gradient leaves both as they are and counts as `skipped`. A mini-batch without a token to learn
+    from (`learns` is False) does too and counts as `empty`: AdamW would decay the weights and move them by momentum.
     """
 
     def apply(params: Params, opt: Any, carry: Carry, step: Array, learns: Any = True):
