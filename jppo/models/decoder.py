@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jppo.models import lora
 from jppo.models.attention import Attend, attend_cached, make_plain
 from jppo.models.cache import Cache, LayerCache, extend
+from jppo.models.embedding import lookup
 from jppo.models.families import ModelConfig
 from jppo.models.params import Head
 from jppo.models.product import NAME, product
@@ -165,7 +166,7 @@ class Embed(nn.Module):
     def __call__(self, tokens: jax.Array) -> jax.Array:
         shape = (self.cfg.padded_vocab_size, self.cfg.hidden_size)
         init = nn.initializers.normal(self.cfg.initializer_range)
-        return self.param("embedding", init, shape, self.param_dtype)[tokens]  # [R, T, D]
+        return lookup(self.param("embedding", init, shape, self.param_dtype), tokens)  # [R, T, D]
 
 
 class Decoder(nn.Module):
