@@ -199,8 +199,9 @@ def learn(run: Run, begun: Begun) -> TrainState:
         meta = run.origin | place | {"queue": run.supply.state()} | more
         with timer("save"):
             assemble.save(
-                c, checkpoints, run.learner, now, meta, score=score, export=lambda p: write_model(run, p, now)
-            )
+                c, checkpoints, run.learner, now, meta, score=score,
+                export=lambda p: run.hosts.alike(lambda: write_model(run, p, now)),
+            )  # fmt: skip
 
     try:
         while pending is not None or step < run.inputs.total_steps:
