@@ -25,7 +25,7 @@ from jppo.data.preferences import Encode, Pair, PairSet, read_pairs
 from jppo.data.stream import Cursor, next_batch, steps_per_epoch
 from jppo.io.console import REWARD_MODEL_COLUMNS
 from jppo.io.timers import Timers
-from jppo.learner import batch, packing, ppo, preference, score, sharding, update
+from jppo.learner import batch, compiler, packing, ppo, preference, score, sharding, update
 from jppo.models import hf, offload, placing
 from jppo.models.families import ModelConfig, pad_vocab
 from jppo.models.lora import Lora
@@ -70,6 +70,7 @@ def prepare(c: ConfigDict) -> Task:
     by_epochs = steps_per_epoch(len(pairs.pairs), c.data.train_batch_size) * c.trainer.total_epochs
     steps = c.trainer.total_training_steps
     mesh = assemble.make_mesh(c)
+    options = compiler.options(mesh, c.model.compiler_options)
     cfg = pad_vocab(cfg, mesh.shape["tensor"])
     value = score.make_value(assemble.make_decoder(c, cfg, mesh))
     return Task(
@@ -89,7 +90,7 @@ def prepare(c: ConfigDict) -> Task:
         adapters=assemble.make_adapters(c),
         scores=preference.make_scores(value, mesh=mesh),
         slope=preference.make_slope(center=c.loss.center_rewards_coefficient),
-        accumulate=update.make_accumulate(preference.make_pulled(value)),
+        accumulate=update.make_accumulate(preference.make_pulled(value), options=options),
     )
 
 

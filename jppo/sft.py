@@ -22,7 +22,7 @@ from jppo.data.sft import Demonstration, read_demonstrations
 from jppo.data.stream import Cursor, next_batch, steps_per_epoch
 from jppo.io.console import SFT_COLUMNS
 from jppo.io.timers import Timers
-from jppo.learner import batch, packing, ppo, score, sharding, update
+from jppo.learner import batch, compiler, packing, ppo, score, sharding, update
 from jppo.models import hf
 from jppo.models.families import ModelConfig, pad_vocab
 from jppo.models.lora import Lora
@@ -59,6 +59,7 @@ def prepare(c: ConfigDict) -> Task:
     per_epoch = steps_per_epoch(len(found.demonstrations), c.data.train_batch_size)
     steps = c.trainer.total_training_steps
     mesh = assemble.make_mesh(c)
+    options = compiler.options(mesh, c.model.compiler_options)
     cfg = pad_vocab(cfg, mesh.shape["tensor"])
     logprob = score.make_logprob(
         assemble.make_decoder(c, cfg, mesh),
@@ -78,7 +79,7 @@ def prepare(c: ConfigDict) -> Task:
         ),
         cfg=cfg,
         adapters=assemble.make_adapters(c),
-        accumulate=update.make_accumulate(update.make_imitation_loss(logprob)),
+        accumulate=update.make_accumulate(update.make_imitation_loss(logprob), options=options),
     )
 
 

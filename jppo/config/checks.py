@@ -23,6 +23,7 @@ CHOICES = {
     "model.param_dtype": ("float32", "bfloat16"),
     "model.attention": ("auto", "xla", "cudnn", "pallas", "splash"),
     "model.remat": ("none", "dots", "attention", "full"),
+    "model.compiler_options": ("auto", "none"),
     "data.truncation": ("error", "left", "right", "middle"),
     "data.learn_turns": ("last", "all"),
     "data.packing": ("auto", "segments", "buckets", "prefix", "none"),

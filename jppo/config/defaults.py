@@ -50,8 +50,9 @@ def default() -> ml_collections.ConfigDict:
             compute_dtype="float32",  # of products with parameters; their sums, log-probs and losses are float32
             param_dtype="float32",  # of the parameters
             scan_layers=True,  # False compiles slower and runs faster on CPU
-            remat="none",  # what the backward pass computes anew: nothing, all but products and attention, all but attention, all
+            remat="none",  # kept for the backward pass; none: all; dots: products, attention; attention; full: nothing
             attention="auto",  # the kernel; auto: the one that fits the devices; cudnn, pallas: GPUs; splash: TPUs
+            compiler_options="auto",  # of the passes' programs; auto: those known to pay on the devices; none: XLA's
             logprob_chunk_bytes=2**29,  # log-probs are computed chunk by chunk: of the logits of one
             lora_rank=0,  # of adapters, which alone are trained; 0: there are none, all weights are
             lora_alpha=16,  # adapters are scaled by this over their rank
