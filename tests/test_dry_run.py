@@ -149,7 +149,7 @@ def test_what_a_server_holds(tiny_model):
 
 def command(main, monkeypatch, c, **switches):
     """Runs a command's main with the config in place of a file."""
-    monkeypatch.setattr(settings, "parse", lambda *_: (c, {"dry_run": True} | switches))
+    monkeypatch.setattr(settings, "parse", lambda *_, **__: (c, {"dry_run": True} | switches))
     main([])
 
 

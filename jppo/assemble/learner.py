@@ -1,6 +1,7 @@
 """The compiled side of a run: mesh, models in their shards, passes, optimizers."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -63,18 +64,23 @@ class Learner:
         return {name: spare for name, spare in found.items() if any(jax.tree.leaves(spare))}
 
 
-def make_mesh(c: ConfigDict) -> Any:
-    """The devices, as the config lays them out, on a machine that is ready for them."""
-    waiting.require_host(c)
+def make_mesh(c: ConfigDict, described: Sequence[Any] | None = None) -> Any:
+    """The devices, as the config lays them out, on a machine that is ready for them.
+
+    `described` devices are compiled for and hold nothing.
+    """
+    if described is None:
+        waiting.require_host(c)
+        machine.keep_memory()
     machine.keep_programs(c.trainer.compile_cache)
-    machine.keep_memory()
+    found = jax.devices() if described is None else described
     shape = sharding.mesh_shape(
-        len(jax.devices()), data=c.mesh.data, fsdp=c.mesh.fsdp, tensor=c.mesh.tensor, sequence=c.mesh.sequence
+        len(found), data=c.mesh.data, fsdp=c.mesh.fsdp, tensor=c.mesh.tensor, sequence=c.mesh.sequence
     )
-    if c.model.compute_dtype == "float32" and jax.default_backend() != "cpu":
+    if c.model.compute_dtype == "float32" and found[0].platform != "cpu":
         # By default a float32 product is TF32 on GPUs and bfloat16 on TPUs: not what the sampler computes.
         jax.config.update("jax_default_matmul_precision", "highest")
-    return sharding.make_mesh(shape)
+    return sharding.make_mesh(shape, described)
 
 
 def attention_kernel(c: ConfigDict, cfg: ModelConfig) -> tuple[str, str | None, fused.Needs]:

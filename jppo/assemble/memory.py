@@ -6,6 +6,7 @@ is held is at one of a few moments: a gradient, an optimizer's step, or a scorin
 """
 
 import dataclasses
+import itertools
 import math
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -28,11 +29,13 @@ from jppo.assemble.learner import (
 )
 from jppo.assemble.rows import plan_of_run
 from jppo.learner import packing, ppo, sharding, state
-from jppo.models import cache, hf
+from jppo.models import cache, cost, hf
 from jppo.models.families import ModelConfig, pad_vocab
 from jppo.models.lora import Base, Lora
 from jppo.models.params import Head
 from jppo.structs import Counts, Params, Rows, Scored
+from jppo.targets import account as accounts
+from jppo.targets.account import Account
 
 MANY = 1.1  # a shape of rows with so many times the tokens of the longest rows is compiled, too
 # Measured on a CPU, beside weights and arrays: what a vLLM takes in its two processes, and by how much a trainer's
@@ -48,6 +51,8 @@ class Moment:
     gradients: int  # the f32 sums that are there
     temporaries: int  # XLA's account, with results that take no argument's place
     brought: int = 0  # what waits on the host and is there for it
+    account: Account | None = None  # of its program; None for what is not compiled
+    useful: int = 0  # FLOP that the model needs for it on all devices
 
     @property
     def needs(self) -> int:
@@ -70,6 +75,11 @@ class Estimate:
         return max(self.moments, key=lambda moment: moment.needs)
 
     @property
+    def refused(self) -> list[Moment]:
+        """Programs that the compiler refuses; on a TPU also for want of memory."""
+        return [one for one in self.moments if one.account is not None and one.account.error is not None]
+
+    @property
     def peak(self) -> int:
         """The most that is held at once."""
         return sum(self.parts.values()) + self.worst.needs
@@ -89,11 +99,37 @@ def _itemsize(x: Any) -> int:
     return int(np.dtype(x.dtype).itemsize)
 
 
-def account(name: str, gradients: int, fn: Any, *args: Any, brought: int = 0) -> Moment:
+def account(name: str, gradients: int, fn: Any, *args: Any, brought: int = 0, useful: int = 0) -> Moment:
     """What the program that `fn` is for such arguments sets aside, by XLA's account of it."""
-    found: Any = fn.lower(*args).compile().memory_analysis()
-    results = found.output_size_in_bytes - found.alias_size_in_bytes
-    return Moment(name, gradients, found.temp_size_in_bytes + max(results, 0), brought)
+    found = accounts.of_program(fn.lower(*args), _axes(args))
+    return Moment(name, gradients, found.temporaries + found.results, brought, found, useful)
+
+
+def _axes(args: Any) -> dict[str, int]:
+    """The sizes of the mesh that the arguments are sharded over."""
+    places = (getattr(x, "sharding", None) for x in jax.tree.leaves(args))
+    mesh = next(place.mesh for place in places if isinstance(place, jax.sharding.NamedSharding))
+    return dict(mesh.shape)
+
+
+def texts(c: ConfigDict, shape: Sequence[int]) -> tuple[list[int], int]:
+    """(lengths, tokens that the language head reads) of rows of that shape that are full of the longest sequences."""
+    longest = c.data.max_prompt_length + c.data.max_response_length
+    entries = math.prod(shape)
+    length = min(longest, shape[1])
+    return [length] * max(1, entries // length), entries * c.data.max_response_length // longest
+
+
+def useful_forward(c: ConfigDict, cfg: ModelConfig, shape: Sequence[int], how: Lora | None, *, head: bool) -> int:
+    """FLOP that a forward pass over such rows needs."""
+    lengths, read = texts(c, shape)
+    return cost.forward(cfg, lengths, head_tokens=read if head else 0, how=how)
+
+
+def useful_update(c: ConfigDict, cfg: ModelConfig, shape: Sequence[int], how: Lora | None, *, head: bool) -> int:
+    """FLOP that a gradient over such rows needs."""
+    lengths, read = texts(c, shape)
+    return cost.update(cfg, lengths, head_tokens=read if head else 0, how=how)
 
 
 def sketch(c: ConfigDict, mesh: Any, cfg: ModelConfig, *, head: Head, adapters: Lora | None) -> Trained:
@@ -131,10 +167,12 @@ def learning(
     micros: Sequence[Any],
     *further: Any,
     brought: int = 0,
+    useful: Sequence[int] = (),
 ) -> tuple[Any, list[Moment]]:
     """The optimizer's state of one model, and the moments of its update; `micros` are micro-batches as shapes.
 
-    `brought` is what comes from the host for all of the update; the optimizer comes for its step.
+    `brought` is what comes from the host for all of the update; the optimizer comes for its step. `useful` are the FLOP
+    that the model needs for each micro-batch.
     """
     tx = make_optimizer(section, trained.what)
     opt, places = state.abstract_optimizer(tx, trained.what)
@@ -150,8 +188,8 @@ def learning(
     gradients, learned = size(carry), trained.learned
     models = learned, trained.base, carry
     moments = [
-        account(f"{name} gradient", gradients, accumulate, *models, micro, counts, *further, brought=brought)
-        for micro in micros
+        account(f"{name} gradient", gradients, accumulate, *models, one, counts, *further, brought=brought, useful=flop)
+        for one, flop in itertools.zip_longest(micros, useful, fillvalue=0)
     ]
     apply = make_apply(section, tx, trained.what, places, 1)
     step = jax.ShapeDtypeStruct((), jnp.int32)
@@ -172,7 +210,8 @@ def estimate(c: ConfigDict, inputs: Inputs, mesh: Any, *, entries: int) -> Estim
     if inputs.critic is not None:
         critic = sketch(c, mesh, fit(inputs.critic), head="value", adapters=inputs.critic_adapters)
     reference, own_reference = _reference(c, inputs, mesh, policy)
-    rows = [rows_of(shape, mesh) for shape in largest(plan_of_run(c, mesh, inputs.policy))]
+    shapes = largest(plan_of_run(c, mesh, inputs.policy))
+    rows = [rows_of(shape, mesh) for shape in shapes]
     scored = [_scored(recipe, one, critic is not None) for one in rows]
     coming = waiting.brought(
         c,
@@ -184,15 +223,21 @@ def estimate(c: ConfigDict, inputs: Inputs, mesh: Any, *, entries: int) -> Estim
         shared_trunk=shares_trunk(c, inputs),
         own_reference=own_reference,
     )
-    moments = list(_scoring(recipe, passes, policy, reference, critic, rows, coming))
+    moments = list(_scoring(c, inputs, recipe, passes, policy, reference, critic, rows, coming))
     if c.rollout.name == "inprocess":
         moments.append(dataclasses.replace(_sampling(c, mesh), brought=coming.logprob))
     judge = recipe.in_loss(reference)
-    policy_opt, found = learning("actor", passes.actor, c.actor, policy, scored, judge, brought=coming.actor)
+    flop = [useful_update(c, inputs.policy, shape, inputs.adapters, head=True) for shape in shapes]
+    policy_opt, found = learning(
+        "actor", passes.actor, c.actor, policy, scored, judge, brought=coming.actor, useful=flop
+    )
     moments += found
     parts = {"policy": size((policy.learned, policy.base)), "policy's optimizer": size(policy_opt)}
-    if critic is not None:
-        critic_opt, found = learning("critic", passes.critic, c.critic, critic, scored, brought=coming.critic)
+    if critic is not None and inputs.critic is not None:
+        flop = [useful_update(c, inputs.critic, shape, inputs.critic_adapters, head=False) for shape in shapes]
+        critic_opt, found = learning(
+            "critic", passes.critic, c.critic, critic, scored, brought=coming.critic, useful=flop
+        )
         moments += found
         base = None if shares_trunk(c, inputs) else critic.base
         parts |= {"critic": size((critic.learned, base)), "critic's optimizer": size(critic_opt)}
@@ -288,6 +333,8 @@ def _like(rows: Rows) -> Any:
 
 
 def _scoring(
+    c: ConfigDict,
+    inputs: Inputs,
     recipe: ppo.Recipe,
     passes: ppo.Passes,
     policy: Trained,
@@ -299,13 +346,18 @@ def _scoring(
     """The passes without gradients."""
     actor = ppo.join(policy.learned, policy.base)
     for one in rows:
-        yield account("log-probs", 0, passes.logprob, actor, one, brought=coming.logprob)
-        if passes.reference is not None:
-            models = reference, recipe.in_reward(actor)
-            yield account("reference", 0, passes.reference, *models, one, _like(one), brought=coming.reference)
-        if passes.value is not None and critic is not None:
+        shape = one.inputs.shape
+        flop = useful_forward(c, inputs.policy, shape, inputs.adapters, head=True)
+        yield account("log-probs", 0, passes.logprob, actor, one, brought=coming.logprob, useful=flop)
+        if passes.reference is not None and inputs.reference is not None:
+            policy_too = recipe.in_reward(actor)
+            flop = useful_forward(c, inputs.reference, shape, None, head=True) + (0 if policy_too is None else flop)
+            models = reference, policy_too, one, _like(one)
+            yield account("reference", 0, passes.reference, *models, brought=coming.reference, useful=flop)
+        if passes.value is not None and critic is not None and inputs.critic is not None:
             judge = ppo.join(critic.learned, critic.base)
-            yield account("values", 0, passes.value, judge, one, brought=coming.values)
+            flop = useful_forward(c, inputs.critic, shape, inputs.critic_adapters, head=False)
+            yield account("values", 0, passes.value, judge, one, brought=coming.values, useful=flop)
 
 
 def served(cfg: ModelConfig, dtype: str) -> int:
@@ -314,7 +366,7 @@ def served(cfg: ModelConfig, dtype: str) -> int:
 
 
 def device_room() -> int | None:
-    """Bytes that JAX may use of a device, by its own word; None on a CPU."""
+    """Bytes that JAX may use of a device of this host, by its own word; None on a CPU."""
     stats = jax.local_devices()[0].memory_stats()
     return stats.get("bytes_limit") if stats else None
 

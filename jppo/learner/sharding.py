@@ -1,7 +1,7 @@
 """The mesh, and the one table of rules from logical axes to mesh axes."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -47,11 +47,14 @@ def mesh_shape(devices: int, *, data: int, fsdp: int, tensor: int, sequence: int
     return filled[0], filled[1], filled[2], filled[3]
 
 
-def make_mesh(shape: tuple[int, ...]) -> Mesh:
-    """A mesh by the sizes of AXES, the last 1 where left out; XLA places what the shardings of inputs leave open."""
+def make_mesh(shape: tuple[int, ...], devices: Sequence[Any] | None = None) -> Mesh:
+    """A mesh by the sizes of AXES, the last 1 where left out; XLA places what the shardings of inputs leave open.
+
+    Without `devices` it has all that JAX has.
+    """
     sizes = dict.fromkeys(AXES, 1) | dict(zip(AXES, shape, strict=False))
     near = tuple(sizes[axis] for axis in _NEAR_LAST)
-    return jax.make_mesh(near, _NEAR_LAST, axis_types=(AxisType.Auto,) * len(AXES))
+    return jax.make_mesh(near, _NEAR_LAST, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
 
 
 def own_part(mesh: Mesh) -> Mesh:
