@@ -43,11 +43,11 @@ def make_gradient(chunk_tokens: int, vocab: int) -> Any:
     cfg = model(vocab)
 
     def loss(states: tuple[jax.Array, jax.Array], reference: tuple[jax.Array, jax.Array], targets: jax.Array):
-        def body(_: jax.Array, logits: jax.Array, ref_logits: jax.Array) -> jax.Array:
-            return kl.full(logits, ref_logits)
+        def body(_: Any, targets: jax.Array, logits: jax.Array, ref_logits: jax.Array) -> tuple[jax.Array]:
+            return (kl.full(logits, ref_logits),)
 
         how = dict(temperature=1.0, chunk_tokens=chunk_tokens)
-        return jnp.mean(heads.by_logits(body, [(*states, cfg), (*reference, cfg)], targets, **how))
+        return jnp.mean(heads.by_logits(body, [(*states, cfg), (*reference, cfg)], targets, **how)[0])
 
     return jax.jit(jax.grad(loss))
 

@@ -121,7 +121,7 @@ def train(config: ConfigDict) -> None:
     with assemble.make_logger(c, run, total_steps=task.steps, columns=REWARD_MODEL_COLUMNS) as logger:
         (run / "config.json").write_text(settings.dump(c))
         logger.note(f"pairs             {counted(task.pairs)}; held out {counted(task.held_out)}")
-        if (said := waiting.introduce(c, None)) is not None:
+        if (said := waiting.introduce(c, None, task.mesh.devices.flat[0])) is not None:
             logger.note(said)
         for step in range(task.steps):
             with timer("step"):

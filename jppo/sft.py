@@ -98,7 +98,7 @@ def train(config: ConfigDict) -> None:
     with assemble.make_logger(c, run, total_steps=steps, columns=SFT_COLUMNS) as logger:
         (run / "config.json").write_text(settings.dump(c))
         logger.note(f"{len(demonstrations)} demonstrations ({task.overlong} over-long ones left out)")
-        if (said := waiting.introduce(c, None)) is not None:
+        if (said := waiting.introduce(c, None, task.mesh.devices.flat[0])) is not None:
             logger.note(said)
         for step in range(steps):
             with timer("step"):

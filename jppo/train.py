@@ -83,7 +83,7 @@ def train_on(hosts: Hosts, config: ConfigDict) -> None:
         assemble.require_models_fit(inputs, mesh)
         panel = hosts.together(lambda: assemble.make_panel(c, inputs, mesh, hosts))
         stack.callback(panel.close)
-        why = assemble.attention_kernel(c, inputs.policy)[1]  # one that cannot be is refused before a server starts
+        why = assemble.attention_kernel(c, inputs.policy, mesh)[1]  # one that cannot be is refused before a server starts
         with timer("start"):
             laps = Laps()
             # It imports and loads while JAX compiles.
@@ -128,7 +128,7 @@ def train_on(hosts: Hosts, config: ConfigDict) -> None:
             *introduce(inputs, mesh, learner.plan, begun.step),
             *begun.said,
             why,
-            waiting.introduce(c, inputs),
+            waiting.introduce(c, inputs, mesh.devices.flat[0]),
             assemble.introduce_peak(c, mesh),
             f"seconds of the start: {laps}",
         ]

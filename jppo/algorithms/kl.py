@@ -4,6 +4,7 @@ Schulman, "Approximating KL divergence". The expected value of k1, abs, k3 says 
 right one. So every name may carry a `+`: its own value with the gradient of k2.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -37,10 +38,19 @@ def k3(logp: Array, ref_logp: Array) -> Array:
     return jnp.clip(jnp.expm1(d) - d, -10.0, 10.0)
 
 
-def full(logits: Array, ref_logits: Array) -> Array:  # [..., V] -> [...]
-    """Σ_a π(a) (log π(a) - log π_ref(a)) over the whole vocabulary: exact, and so is its gradient."""
-    logp, ref_logp = jax.nn.log_softmax(logits), jax.nn.log_softmax(ref_logits)
-    return jnp.sum(jnp.exp(logp) * (logp - ref_logp), axis=-1)
+def full(
+    logits: Array,  # [..., V] -> [...]
+    ref_logits: Array,
+    *,
+    log_softmax: Callable[[Array], Array] = jax.nn.log_softmax,
+    total: Callable[[Array], Array] = functools.partial(jnp.sum, axis=-1),
+) -> Array:
+    """Σ_a π(a) (log π(a) - log π_ref(a)) over the whole vocabulary: exact, and so is its gradient.
+
+    `log_softmax` and `total` replace the functions of the last axis where a mesh shards it.
+    """
+    logp, ref_logp = log_softmax(logits), log_softmax(ref_logits)
+    return total(jnp.exp(logp) * (logp - ref_logp))
 
 
 def with_gradient_of_k2(value: Array, logp: Array, ref_logp: Array) -> Array:

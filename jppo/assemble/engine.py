@@ -146,7 +146,7 @@ def inprocess_settings(c: ConfigDict, mesh: Mesh) -> InprocessSettings:
     width, mesh = mesh.shape["tensor"], sharding.own_part(mesh)
     longest, share = c.data.max_prompt_length + c.data.max_response_length, sharding.whole_row_multiple(mesh)
     rows = min(r.max_num_seqs, -(-sequences_of_step(c) // share) * share)
-    if mesh.devices.flat[0].platform == "cpu":
+    if sharding.platform(mesh) == "cpu":
         rows = min(rows, r.kv_cache_memory_bytes // cache.row_bytes(cfg, length=longest, dtype=r.dtype))
     if rows < share:
         raise UserError(

@@ -64,42 +64,44 @@ class Learner:
         return {name: spare for name, spare in found.items() if any(jax.tree.leaves(spare))}
 
 
-def make_mesh(c: ConfigDict, described: Sequence[Any] | None = None) -> Any:
-    """The devices, as the config lays them out, on a machine that is ready for them.
+def make_mesh(c: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Any:
+    """The devices, this machine's where none are given, as the config lays them out.
 
-    `described` devices are compiled for and hold nothing.
+    Devices that are given may be only described: they are compiled for and hold nothing.
     """
-    if described is None:
-        waiting.require_host(c)
-        machine.keep_memory()
+    if devices is None:
+        devices = jax.devices()
+        waiting.require_host(c, devices[0])
     machine.keep_programs(c.trainer.compile_cache)
-    found = jax.devices() if described is None else described
+    machine.keep_memory()
     shape = sharding.mesh_shape(
-        len(found), data=c.mesh.data, fsdp=c.mesh.fsdp, tensor=c.mesh.tensor, sequence=c.mesh.sequence
+        len(devices), data=c.mesh.data, fsdp=c.mesh.fsdp, tensor=c.mesh.tensor, sequence=c.mesh.sequence
     )
-    if c.model.compute_dtype == "float32" and found[0].platform != "cpu":
+    mesh = sharding.make_mesh(shape, devices)
+    if c.model.compute_dtype == "float32" and sharding.platform(mesh) != "cpu":
         # By default a float32 product is TF32 on GPUs and bfloat16 on TPUs: not what the sampler computes.
         jax.config.update("jax_default_matmul_precision", "highest")
-    return sharding.make_mesh(shape, described)
+    return mesh
 
 
-def attention_kernel(c: ConfigDict, cfg: ModelConfig) -> tuple[str, str | None, fused.Needs]:
+def attention_kernel(c: ConfigDict, cfg: ModelConfig, mesh: Any) -> tuple[str, str | None, fused.Needs]:
     """The kernel of attention, why `auto` takes a slower one where it does, and what the model asks of it."""
     needs = fused.Needs(
         **attention_settings(cfg),
         head_dim=cfg.head_dim,
         dtype=c.model.compute_dtype,
-        one_segment=packing_kind(c) in ("buckets", "none"),
-        shared=shared_prompts(c),
+        one_segment=packing_kind(c, mesh) in ("buckets", "none"),
+        shared=shared_prompts(c, mesh),
         longest=c.data.max_prompt_length + c.data.max_response_length,
     )
-    return *fused.choose(c.model.attention, needs, backend=jax.default_backend()), needs
+    gpu = fused.capability(mesh.devices.flat[0])
+    return *fused.choose(c.model.attention, needs, backend=sharding.platform(mesh), gpu=gpu), needs
 
 
 def make_decoder(c: ConfigDict, cfg: ModelConfig, mesh: Any) -> Decoder:
     """The transformer of `cfg`, its activations spread over the mesh as the rows are."""
     require_fit(cfg, mesh)
-    kernel, _, needs = attention_kernel(c, cfg)
+    kernel, _, needs = attention_kernel(c, cfg, mesh)
     return Decoder(
         cfg,
         attend=spread.exchanged(fused.make(kernel, needs, mesh=mesh), mesh),

@@ -51,7 +51,7 @@ class Begun:
 
 def origin(c: ConfigDict, inputs: Inputs, learner: Learner) -> dict[str, Any]:
     """What a run is, for those who go on from its checkpoints: settings, versions, data, weights that stay."""
-    devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
+    devices = f"{learner.mesh.size} x {learner.mesh.devices.flat[0].device_kind}"
     return {
         "config": {name: list(v) if isinstance(v, tuple) else v for name, v in commandline.settings(c).items()},
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES} | {"devices": devices},

@@ -131,7 +131,8 @@ def _by_jax(c: ConfigDict, what: Classifier, mesh: jax.sharding.Mesh, log: pathl
     needs = fused.Needs(
         **attention_settings(cfg), head_dim=cfg.head_dim, dtype=m.dtype, one_segment=True, longest=m.max_length
     )
-    kernel, _ = fused.choose("auto", needs, backend=jax.default_backend())
+    gpu = fused.capability(mesh.devices.flat[0])
+    kernel, _ = fused.choose("auto", needs, backend=sharding.platform(mesh), gpu=gpu)
     return JaxRewardModel(
         what,
         batch_size=m.batch_size,

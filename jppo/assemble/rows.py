@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax
 from ml_collections import ConfigDict
 
 from jppo.learner import packing, prefix, sharding
@@ -10,16 +9,16 @@ from jppo.models import attention, cost
 from jppo.models.families import ModelConfig
 
 
-def packing_kind(c: ConfigDict) -> str:
+def packing_kind(c: ConfigDict, mesh: Any) -> str:
     """How rows are packed. Shared rows pay with a fused kernel for segments: else their mask costs a row's square."""
     if c.data.packing != "auto":
         return c.data.packing
-    return "segments" if jax.default_backend() == "tpu" and c.model.attention in ("auto", "splash") else "buckets"
+    return "segments" if sharding.platform(mesh) == "tpu" and c.model.attention in ("auto", "splash") else "buckets"
 
 
-def shared_prompts(c: ConfigDict) -> tuple[int, int] | None:
+def shared_prompts(c: ConfigDict, mesh: Any) -> tuple[int, int] | None:
     """The longest prompt and response where prompts are there once for several responses."""
-    return (c.data.max_prompt_length, c.data.max_response_length) if packing_kind(c) == "prefix" else None
+    return (c.data.max_prompt_length, c.data.max_response_length) if packing_kind(c, mesh) == "prefix" else None
 
 
 def make_plan(
@@ -36,7 +35,7 @@ def make_plan(
     Where prompts are shared, what they cost the policy decides.
     """
     multiple, length_multiple = sharding.row_multiple(mesh), sharding.length_multiple(mesh)
-    row, of_device, shared = c.data.max_tokens_per_row, tokens_per_device * length_multiple, shared_prompts(c)
+    row, of_device, shared = c.data.max_tokens_per_row, tokens_per_device * length_multiple, shared_prompts(c, mesh)
     how = dict[str, Any]()
     if shared is not None and policy is not None:
         if row == -1:
@@ -48,7 +47,7 @@ def make_plan(
         how = dict(price=price, longest_sample=c.data.max_response_length)
     longest = c.data.max_prompt_length + c.data.max_response_length + more
     return packing.make_plan(
-        packing_kind(c),
+        packing_kind(c, mesh),
         max_length=longest,
         row_lengths=c.data.row_lengths,
         max_tokens_per_row=longest if row == -1 else row,

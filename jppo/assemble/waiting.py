@@ -28,9 +28,8 @@ def asked(c: ConfigDict) -> list[str]:
     return [part for part, (_, leaf) in SETTINGS.items() if there[part] is not None and getattr(there[part], leaf)]
 
 
-def require_host(c: ConfigDict) -> None:
+def require_host(c: ConfigDict, device: jax.Device) -> None:
     """UserError where something is to wait on the host and the devices have no memory of it to be fed from."""
-    device = jax.local_devices()[0]
     for part in asked(c):
         if offload.host_kind(device) is None:
             known = ", ".join(memory.kind for memory in device.addressable_memories())
@@ -40,7 +39,7 @@ def require_host(c: ConfigDict) -> None:
             )
 
 
-def introduce(c: ConfigDict, inputs: Inputs | None) -> str | None:
+def introduce(c: ConfigDict, inputs: Inputs | None, device: jax.Device) -> str | None:
     """What waits where, as a line; None where nothing does. `inputs` of PPO say what there is."""
     parts = asked(c)
     if inputs is not None and inputs.critic is None:
@@ -49,7 +48,6 @@ def introduce(c: ConfigDict, inputs: Inputs | None) -> str | None:
         parts = [part for part in parts if part != "reference"]
     if not parts:
         return None
-    device = jax.local_devices()[0]
     same = "; a CPU's is the same memory, so that nothing is gained" if device.platform == "cpu" else ""
     return f"waiting in {offload.host_kind(device)} memory between their uses: {', '.join(parts)}{same}"
 

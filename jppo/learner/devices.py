@@ -88,7 +88,7 @@ def find_peak(mesh: Mesh, dtype: str) -> Peak:
 
 def make_product(mesh: Mesh, dtype: str) -> tuple[Callable[[], Any], int]:
     """A large matrix product, square where the devices divide it, over all devices, compiled, and its FLOP."""
-    n = 2048 if jax.default_backend() == "cpu" else 8192
+    n = 2048 if sharding.platform(mesh) == "cpu" else 8192
     rows = -(-n // mesh.devices.size) * mesh.devices.size
     split = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     whole = NamedSharding(mesh, PartitionSpec())

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jppo.algorithms import kl
-from jppo.learner.sharding import fold_positions
 from jppo.models import decoder, heads, lora
 from jppo.models.families import ModelConfig
 from jppo.models.lora import Weights
@@ -38,19 +37,20 @@ def make_logprob(
     with_entropy: bool,
     mesh: Mesh | None = None,
 ) -> LogProb:
-    """log π(target) and the entropy of π at each entry, at the temperature of sampling. Differentiable."""
-    fold, unfold = fold_positions(mesh)
+    """log π(target) and the entropy of π at each entry of the mask, 0 elsewhere, at the temperature of sampling.
 
+    Differentiable.
+    """
     def logprob(params: Weights, rows: Rows) -> tuple[Array, Array]:
-        hidden, kernel, _ = _state((model, cfg), params, rows)
-        found = heads.logprob_entropy(
-            (fold(hidden), kernel, cfg),
-            fold(jnp.asarray(rows.targets)),
+        return heads.logprob_entropy(
+            _state((model, cfg), params, rows),
+            jnp.asarray(rows.targets),
             temperature=temperature,
             chunk_tokens=chunk_tokens,
             with_entropy=with_entropy,
+            mask=jnp.asarray(rows.mask),
+            mesh=mesh,
         )
-        return unfold(found[0]), unfold(found[1])
 
     return logprob
 
@@ -75,18 +75,18 @@ def make_exact(
     mesh: Mesh | None = None,
 ) -> Exact:
     """Both models in one pass, and KL(π ‖ π_ref) over the whole vocabulary, a chunk of tokens at a time."""
-    fold, unfold = fold_positions(mesh)
-
     def exact(params: Weights, ref_params: Weights, rows: Rows) -> tuple[Array, Array, Array, Array]:
-        def body(targets: jax.Array, logits: jax.Array, ref_logits: jax.Array) -> tuple[Array, ...]:
-            logp, ref_logp = heads.logprob_of(logits, targets), heads.logprob_of(ref_logits, targets)
-            return logp, heads.entropy_of(logits), ref_logp, kl.full(logits, ref_logits)
+        def body(vocabulary: heads.Vocabulary, targets: Array, logits: Array, ref_logits: Array) -> tuple[Array, ...]:
+            logp = heads.logprob_of(logits, targets, vocabulary)
+            ref_logp = heads.logprob_of(ref_logits, targets, vocabulary)
+            penalty = kl.full(logits, ref_logits, log_softmax=vocabulary.log_softmax, total=vocabulary.total)
+            return logp, heads.entropy_of(logits, vocabulary), ref_logp, penalty
 
         states = [_state(policy, params, rows), _state(reference, jax.lax.stop_gradient(ref_params), rows)]
-        folded = [(fold(hidden), kernel, cfg) for hidden, kernel, cfg in states]
-        targets = fold(jnp.asarray(rows.targets))
-        found = heads.by_logits(body, folded, targets, temperature=temperature, chunk_tokens=chunk_tokens)
-        return jax.tree.map(unfold, found)
+        targets, mask = jnp.asarray(rows.targets), jnp.asarray(rows.mask)
+        how = dict(temperature=temperature, chunk_tokens=chunk_tokens, mask=mask, mesh=mesh)
+        logp, entropy, ref_logp, penalty = heads.by_logits(body, states, targets, **how)
+        return logp, entropy, ref_logp, penalty
 
     return exact
 

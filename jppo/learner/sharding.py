@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jppo.config import UserError
 from jppo.models import placing
-from jppo.models.spread import POSITIONS, WHOLE
+from jppo.models.spread import COLUMNS, POSITIONS, WHOLE, dividing
 from jppo.models.spread import ROWS as ROW_AXES
 from jppo.structs import Params, Rows
 
@@ -24,7 +24,7 @@ WHOLE_ROWS = PartitionSpec(WHOLE.rows)  # rows whose positions stay together
 # Logical axis of a parameter -> mesh axes. An axis that a dimension doesn't divide by leaves it whole.
 RULES: dict[str | None, tuple[str, ...]] = {
     "vocab": ("tensor",),
-    "embed": ("fsdp", "sequence"),
+    "embed": COLUMNS,
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
@@ -58,11 +58,14 @@ def _fitting(devices: int, sizes: list[int]) -> str:
     return "mesh.data=-1 and 1 for the other axes"
 
 
-def make_mesh(shape: tuple[int, ...], devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh by the sizes of AXES, the last 1 where left out; XLA places what the shardings of inputs leave open.
+def platform(mesh: Mesh) -> str:
+    """'cpu', 'gpu' or 'tpu': of the mesh's devices, which need not be this machine's."""
+    name = mesh.devices.flat[0].platform
+    return "gpu" if name in ("cuda", "rocm") else str(name)
 
-    Without `devices` it has all that JAX has.
-    """
+
+def make_mesh(shape: tuple[int, ...], devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh by the sizes of AXES, the last 1 where left out; XLA places what the shardings of inputs leave open."""
     sizes = dict.fromkeys(AXES, 1) | dict(zip(AXES, shape, strict=False))
     near = tuple(sizes[axis] for axis in _NEAR_LAST)
     return jax.make_mesh(near, _NEAR_LAST, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
@@ -88,13 +91,6 @@ def whole_row_multiple(mesh: Mesh) -> int:
     return _parts(mesh, WHOLE.rows)
 
 
-def _dividing(mesh: Mesh, axes: tuple[str, ...], size: int) -> tuple[str, ...] | None:
-    """The axes, without the last ones if they are too many for the size; None where none is left."""
-    while axes and size % _parts(mesh, axes):
-        axes = axes[:-1]
-    return axes or None
-
-
 def _parts(mesh: Mesh, axes: tuple[str, ...]) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
 
@@ -103,7 +99,7 @@ def param_shardings(mesh: Mesh, axes: Params, shapes: Params) -> Params:
     """A NamedSharding for each parameter, from its logical axes (a tuple of names) by RULES."""
 
     def sharding(names: tuple[str | None, ...], leaf: Any) -> NamedSharding:
-        spec = [_dividing(mesh, RULES[name], size) for name, size in zip(names, leaf.shape, strict=True)]
+        spec = [dividing(mesh, RULES[name], size) or None for name, size in zip(names, leaf.shape, strict=True)]
         return NamedSharding(mesh, PartitionSpec(*spec))
 
     return jax.tree.map(sharding, axes, shapes, is_leaf=lambda x: isinstance(x, tuple))
@@ -133,7 +129,7 @@ def whole_rows_sharding(mesh: Mesh) -> NamedSharding:
 
 def cache_sharding(mesh: Mesh, kv_heads: int) -> NamedSharding:
     """Keys and values [R, T, K, A] lie where their rows are, and their heads where those of the parameters are."""
-    return NamedSharding(mesh, PartitionSpec(*WHOLE_ROWS, None, _dividing(mesh, RULES["kv_heads"], kv_heads)))
+    return NamedSharding(mesh, PartitionSpec(*WHOLE_ROWS, None, dividing(mesh, RULES["kv_heads"], kv_heads) or None))
 
 
 def put_rows(rows: Rows, mesh: Mesh) -> Rows:
@@ -154,26 +150,3 @@ def join_positions(mesh: Mesh | None) -> Callable[[Any], Any]:
         return lambda tree: tree
     rows = NamedSharding(mesh, PartitionSpec(ROW_AXES))
     return lambda tree: jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, rows) if x.ndim == 2 else x, tree)
-
-
-def fold_positions(mesh: Mesh | None) -> tuple[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]]:
-    """[R, T, ...] as rows of what one device has of each, [sR, T/s, ...], and back: nothing moves.
-
-    For what goes through T in chunks and asks of a position nothing but its own: every device then has a part of each.
-    """
-    if mesh is None or mesh.shape[POSITIONS] == 1:
-        return (lambda x: x), (lambda x: x)
-    s = mesh.shape[POSITIONS]
-    apart, together = NamedSharding(mesh, PartitionSpec((POSITIONS, *ROW_AXES))), NamedSharding(mesh, ROWS)
-
-    def fold(x: jax.Array) -> jax.Array:
-        R, T, *rest = x.shape
-        split = jnp.moveaxis(x.reshape(R, s, T // s, *rest), 1, 0)  # [s, R, T/s, ...]
-        return jax.lax.with_sharding_constraint(split.reshape(s * R, T // s, *rest), apart)
-
-    def unfold(x: jax.Array) -> jax.Array:
-        rows, part, *rest = x.shape
-        joined = jnp.moveaxis(x.reshape(s, rows // s, part, *rest), 0, 1)
-        return jax.lax.with_sharding_constraint(joined.reshape(rows // s, s * part, *rest), together)
-
-    return fold, unfold

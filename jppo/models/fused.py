@@ -55,19 +55,19 @@ class Needs:
         return tuple(None if window is None or window >= far else window for window in self.windows)
 
 
-def capability() -> tuple[int, int]:
-    """The compute capability of the first GPU; (0, 0) where it is none of NVIDIA's."""
-    found = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(jax.local_devices()[0], "compute_capability", "")))
+def capability(device: jax.Device) -> tuple[int, int]:
+    """The compute capability of a GPU; (0, 0) for devices of other vendors than NVIDIA."""
+    found = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def choose(
-    name: str, needs: Needs, *, backend: str, gpu: tuple[int, int] | None = None, setting: str = "model.attention"
+    name: str, needs: Needs, *, backend: str, gpu: tuple[int, int] = (0, 0), setting: str = "model.attention"
 ) -> tuple[str, str | None]:
-    """The kernel that `name` stands for on `backend` (as jax.default_backend() calls it), and why none is fused.
+    """The kernel that `name` stands for on `backend` ('cpu', 'gpu' or 'tpu'), and why none is fused.
 
     A kernel asked for by name that cannot do what is needed is a UserError; 'auto' takes what can, and says in a
-    sentence why that is XLA where a fused kernel could have been. `gpu` is its compute capability; None looks.
+    sentence why that is XLA where a fused kernel could have been. `gpu` is the compute capability of a GPU.
     """
     if name not in NAMES:
         raise UserError(f"{setting}={name!r} must be one of {', '.join(NAMES)}")
@@ -79,9 +79,8 @@ def choose(
 
     def reason(kernel: str) -> str | None:
         if backend != _BACKENDS[kernel]:
-            return f"it runs on a {_BACKENDS[kernel]}, and jax has {backend}"
-        found = (gpu or capability()) if backend == "gpu" else None
-        return _lacks(kernel, needs, found)
+            return f"it runs on a {_BACKENDS[kernel]}, and the devices are of platform {backend}"
+        return _lacks(kernel, needs, gpu if backend == "gpu" else None)
 
     if name == "auto":
         reasons = {kernel: reason(kernel) for kernel in _AUTO.get(backend, ())}

@@ -4,15 +4,19 @@ The kernel of the logits is [V, D], as an embedding table is, so that a tied one
 more rows than there are tokens, so that a mesh divides them: those have no probability.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
 
 from jppo.models.families import ModelConfig
-from jppo.models.product import product
+from jppo.models.product import einsum, product
+from jppo.models.spread import HEADS, POSITIONS, ROWS, columns
 
 # The logit of what is no token: its probability is 0, and its share of the entropy too.
 NO_TOKEN = -1e30
@@ -28,84 +32,297 @@ def logprob_entropy(
     temperature: float,
     chunk_tokens: int,
     with_entropy: bool,
+    mask: jax.Array | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """log p(target) and H(p) where p = softmax(logits / temperature): two of [R, T] f32.
+    """log p(target) and H(p) where p = softmax(logits / temperature): two of [R, T] f32, 0 outside the mask.
 
     targets is [R, T]. Without entropy the second is 0.
     """
 
-    def body(targets: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logp = logprob_of(logits, targets)
-        return logp, entropy_of(logits) if with_entropy else jnp.zeros_like(logp)
+    def body(vocabulary: Vocabulary, targets: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logp = logprob_of(logits, targets, vocabulary)
+        return logp, entropy_of(logits, vocabulary) if with_entropy else jnp.zeros_like(logp)
 
-    return by_logits(body, [state], targets, temperature=temperature, chunk_tokens=chunk_tokens)
+    found: tuple[jax.Array, jax.Array] = by_logits(
+        body, [state], targets, temperature=temperature, chunk_tokens=chunk_tokens, mask=mask, mesh=mesh
+    )
+    return found
 
 
 def by_logits(
-    body: Callable[..., Any],
+    body: Callable[..., tuple[jax.Array, ...]],
     states: Sequence[State],
     targets: jax.Array,
     *,
     temperature: float,
     chunk_tokens: int,
-) -> Any:
-    """`body(targets, *logits)`, a tree of [R, T], for the logits of each state at the temperature.
+    mask: jax.Array | None = None,
+    mesh: Mesh | None = None,
+) -> tuple[jax.Array, ...]:
+    """`body(vocabulary, targets, *logits)`, arrays [R, T] f32, for the logits of each state at the temperature.
 
-    The body sees [R, C] targets and [R, C, V] f32 logits: about `chunk_tokens` tokens at a time have logits in memory,
-    backwards too. Chunks run along T, so that rows may be sharded, and hold the whole vocabulary, which may be too.
+    The body sees [C] targets and [C, V] f32 logits, C at most `chunk_tokens`, backwards too; outside the mask its
+    outputs are 0. Each device of the mesh goes through its own tokens of the mask. It gathers the kernel's columns, in
+    the states' dtype, once for each direction, and sums the kernel's gradient over its chunks in f32 before devices
+    exchange it. Where the mesh shards the vocabulary, it stays sharded, and sums over it are exchanged.
     """
-    hidden, kernels, models = zip(*states, strict=True)
+    hidden, kernels = (tuple(jnp.asarray(state[i]) for state in states) for i in (0, 1))
+    models, targets = tuple(state[2] for state in states), jnp.asarray(targets)
     chex.assert_rank([targets, *hidden], [2] + [3] * len(states))
     chex.assert_equal_shape_prefix([targets, *hidden], 2)
     if temperature <= 0 or chunk_tokens < 1:
         raise ValueError(f"{temperature=} must be above 0 and {chunk_tokens=} at least 1")
-    R, T = targets.shape
-    chunks = -(-T // max(1, chunk_tokens // R))
-    width = -(-T // chunks)  # even chunks: less padding at the end
-    pad = chunks * width - T
-
-    def run(kernels: Sequence[jax.Array], targets: jax.Array, hidden: Sequence[jax.Array]) -> Any:
-        # The kernel is cast inside the chunk, so that its gradient adds up over chunks in its own dtype.
-        return body(targets, *(logits_of(state) / temperature for state in zip(hidden, kernels, models, strict=True)))
-
-    def split(x: jax.Array) -> jax.Array:  # [R, T, ...] -> [chunks, R, width, ...]
-        x = jnp.pad(x, [(0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(R, chunks, width, *x.shape[2:]), 1, 0)
-
-    def join(x: jax.Array) -> jax.Array:  # [chunks, R, width] -> [R, T]
-        return jnp.moveaxis(x, 0, 1).reshape(R, chunks * width)[:, :T]
-
-    if chunks == 1:
-        return run(kernels, targets, hidden)
-    remat = jax.checkpoint(run, prevent_cse=False)
-    parts = split(targets), [split(h) for h in hidden]
-    return jax.tree.map(join, jax.lax.map(lambda part: remat(kernels, *part), parts))
+    mask = jnp.ones(targets.shape, bool) if mask is None else mask
+    plan = _Plan(functools.partial(_finished, body, models, temperature), chunk_tokens, mesh)
+    found: tuple[jax.Array, ...] = _outputs(plan, kernels, hidden, targets, mask)
+    return found
 
 
-def logprob_of(logits: jax.Array, targets: jax.Array) -> jax.Array:
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """The tokens along the last axis of logits; where a mesh axis shards them, each of its devices has a part."""
+
+    axis: str | None = None
+
+    def tokens(self, logits: jax.Array) -> jax.Array:
+        """The token of each logit."""
+        here = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+        return here if self.axis is None else here + jax.lax.axis_index(self.axis) * logits.shape[-1]
+
+    def total(self, x: jax.Array) -> jax.Array:
+        """The sum over tokens."""
+        here = jnp.sum(x, axis=-1)
+        return here if self.axis is None else _sum_over(self.axis, here)
+
+    def log_softmax(self, logits: jax.Array) -> jax.Array:
+        """Logits as log-probs."""
+        if self.axis is None:
+            return jax.nn.log_softmax(logits)
+        most = jax.lax.pmax(jnp.max(jax.lax.stop_gradient(logits), axis=-1), self.axis)[..., None]
+        norm = jnp.log(self.total(jnp.exp(logits - most)))
+        return logits - most - _used_over(self.axis, norm)[..., None]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sum_over(axis: str, x: jax.Array) -> jax.Array:
+    """The sum over a mesh axis: the same on all of its devices, and so is its cotangent."""
+    return jax.lax.psum(x, axis)
+
+
+_sum_over.defvjp(lambda axis, x: (_sum_over(axis, x), None), lambda axis, _, given: (given,))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _used_over(axis: str, x: jax.Array) -> jax.Array:
+    """x, equal on all devices of a mesh axis, of which each makes something else: cotangents are summed."""
+    return x
+
+
+_used_over.defvjp(lambda axis, x: (x, None), lambda axis, _, given: (jax.lax.psum(given, axis),))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """How each device of a mesh computes the outputs of its own tokens."""
+
+    outputs: Callable[..., tuple[jax.Array, ...]]  # (vocabulary, targets [C], *raw logits [C, V]) -> arrays [C]
+    chunk: int  # tokens
+    mesh: Mesh | None
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is one device."""
+        return self.mesh is None or self.mesh.size == 1
+
+    def vocabulary(self, kernel: jax.Array) -> Vocabulary:
+        """How the mesh shards the rows of such a whole kernel."""
+        if self.mesh is None or self.alone or kernel.shape[0] % self.mesh.shape[HEADS]:
+            return Vocabulary()
+        return Vocabulary(HEADS if self.mesh.shape[HEADS] > 1 else None)
+
+    def on_mesh(self, fn: Callable[..., Any], kernels: Sequence[jax.Array], gradients: bool) -> Callable[..., Any]:
+        """`fn(vocabulary, columns, kernels, *arrays of rows)`, on each device with its own part of the arrays."""
+        vocabulary, sharded = self.vocabulary(kernels[0]), tuple(columns(self.mesh, k.shape[1]) for k in kernels)
+        fn = functools.partial(fn, self, vocabulary, sharded)
+        if self.mesh is None or self.alone:
+            return fn
+        rows = PartitionSpec(ROWS, POSITIONS)
+        of_kernels = tuple(PartitionSpec(vocabulary.axis, axes or None) for axes in sharded)
+
+        def spread(kernels: Any, *arrays: Any) -> Any:
+            ins, outs = (of_kernels, *(rows for _ in arrays)), (of_kernels, rows) if gradients else rows
+            return jax.shard_map(fn, mesh=self.mesh, in_specs=ins, out_specs=outs, check_vma=False)(kernels, *arrays)
+
+        return spread
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _outputs(plan: _Plan, kernels: Any, hidden: Any, targets: jax.Array, mask: jax.Array) -> tuple[jax.Array, ...]:
+    found: tuple[jax.Array, ...] = plan.on_mesh(_forward, kernels, False)(kernels, hidden, targets, mask)
+    return found
+
+
+def _outputs_forward(plan: _Plan, *args: Any) -> tuple[Any, Any]:
+    return _outputs(plan, *args), args
+
+
+def _outputs_backward(plan: _Plan, args: Any, given: Any) -> tuple[Any, ...]:
+    return *plan.on_mesh(_backward, args[0], True)(*args, given), None, None
+
+
+_outputs.defvjp(_outputs_forward, _outputs_backward)
+
+
+def _gathered(kernels: Sequence[jax.Array], columns: Sequence[tuple[str, ...]], dtype: Any) -> list[jax.Array]:
+    """The kernels with all of their columns, in such a dtype."""
+    pairs = zip((kernel.astype(dtype) for kernel in kernels), columns, strict=True)
+    return [jax.lax.all_gather(kernel, axes, axis=1, tiled=True) if axes else kernel for kernel, axes in pairs]
+
+
+def _exchanged(total: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """A kernel's gradient, summed over the mesh, in the kernel's shards."""
+    total = jax.lax.psum_scatter(total, axes, scatter_dimension=1, tiled=True) if axes else total
+    return jax.lax.psum(total, tuple(axis for axis in (*ROWS, POSITIONS) if axis not in axes))
+
+
+def _forward(
+    plan: _Plan, vocabulary: Vocabulary, columns: Any, kernels: Any, hidden: Any, targets: jax.Array, mask: jax.Array
+) -> tuple[jax.Array, ...]:
+    """The outputs of a device's tokens [R, T]."""
+    flat, targets = [x.reshape(-1, x.shape[-1]) for x in hidden], targets.reshape(-1)
+    whole, chunks = _gathered(kernels, columns, flat[0].dtype), _Chunks.of(mask, plan.chunk)
+
+    def outputs(index: jax.Array | None) -> tuple[jax.Array, ...]:
+        raw = [_raw(chunks.take(x, index), kernel) for x, kernel in zip(flat, whole, strict=True)]
+        return plan.outputs(vocabulary, chunks.take(targets, index), *raw)
+
+    def one(index: jax.Array | None, so_far: Any) -> Any:
+        return jax.tree.map(lambda all_, new: chunks.put(all_, index, new), so_far, outputs(index))
+
+    kinds = jax.eval_shape(outputs, None)
+    found = chunks.loop(one, jax.tree.map(lambda kind: jnp.zeros(mask.size, kind.dtype), kinds))
+    return jax.tree.map(lambda x: jnp.where(mask, x.reshape(mask.shape), 0), found)
+
+
+def _backward(
+    plan: _Plan,
+    vocabulary: Vocabulary,
+    columns: Any,
+    kernels: Any,
+    hidden: Any,
+    targets: jax.Array,
+    mask: jax.Array,
+    given: Any,
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """The gradients of the kernels and of a device's hidden states; logits are computed again."""
+    flat, targets = [x.reshape(-1, x.shape[-1]) for x in hidden], targets.reshape(-1)
+    given = jax.tree.map(lambda x: jnp.where(mask, x, 0).reshape(-1), given)
+    dtype = flat[0].dtype
+    whole, chunks = _gathered(kernels, columns, dtype), _Chunks.of(mask, plan.chunk)
+
+    def one(index: jax.Array | None, so_far: Any) -> Any:
+        sums, slopes = so_far
+        states = [chunks.take(x, index) for x in flat]
+        raw = [_raw(x, kernel) for x, kernel in zip(states, whole, strict=True)]
+        pull = jax.vjp(functools.partial(plan.outputs, vocabulary, chunks.take(targets, index)), *raw)[1]
+        pulled = [x.astype(dtype) for x in pull(jax.tree.map(lambda x: chunks.take(x, index), given))]
+        by_kernel = [einsum("cv,cd->vd", g, x, s.dtype) for g, x, s in zip(pulled, states, sums, strict=True)]
+        by_state = [einsum("cv,vd->cd", g, kernel, dtype) for g, kernel in zip(pulled, whole, strict=True)]
+        sums = [total + new for total, new in zip(sums, by_kernel, strict=True)]
+        return sums, [chunks.put(all_, index, new) for all_, new in zip(slopes, by_state, strict=True)]
+
+    zeros = [jnp.zeros(kernel.shape, jnp.promote_types(kernel.dtype, jnp.float32)) for kernel in whole]
+    sums, slopes = chunks.loop(one, (zeros, [jnp.zeros_like(x) for x in flat]))
+    if vocabulary.axis is not None:  # each device has the share of its part of the vocabulary
+        slopes = [jax.lax.psum(new, vocabulary.axis) for new in slopes]
+    if not plan.alone:
+        sums = [_exchanged(total, axes) for total, axes in zip(sums, columns, strict=True)]
+    by_kernel = tuple(total.astype(kernel.dtype) for total, kernel in zip(sums, kernels, strict=True))
+    return by_kernel, tuple(new.reshape(x.shape) for new, x in zip(slopes, hidden, strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chunks:
+    """A device's tokens, cut into chunks: those of the mask first, so that chunks without any are left out."""
+
+    order: jax.Array | None  # [chunks, width] of token indices, N where there is no token; None: one chunk of all
+    needed: jax.Array | None  # [] i32, chunks with a token of the mask
+
+    @classmethod
+    def of(cls, mask: jax.Array, most: int) -> "_Chunks":
+        """Chunks of at most so many tokens, even ones: less padding at the end."""
+        N = mask.size
+        count = max(1, -(-N // most))
+        if count == 1:
+            return cls(None, None)
+        width = -(-N // count)
+        order = jnp.argsort(~mask.reshape(-1), stable=True)
+        order = jnp.pad(order, (0, count * width - N), constant_values=N).reshape(count, width)
+        return cls(order, -(-jnp.sum(mask, dtype=jnp.int32) // width))
+
+    def loop(self, one: Callable[[jax.Array | None, Any], Any], start: Any) -> Any:
+        """`one(indices, so_far)` over the chunks that are needed."""
+        if self.order is None or self.needed is None:
+            return one(None, start)
+        order = self.order
+        with jax.named_scope(f"at_most_{len(order)}_times"):  # read by accounts of compiled programs
+            return jax.lax.fori_loop(0, self.needed, lambda i, so_far: one(order[i], so_far), start)
+
+    def take(self, x: jax.Array, index: jax.Array | None) -> jax.Array:
+        """A chunk of x; 0 where there is no token."""
+        return x if index is None else x.at[index].get(mode="fill", fill_value=0)
+
+    def put(self, x: jax.Array, index: jax.Array | None, part: jax.Array) -> jax.Array:
+        """x with a chunk of it replaced."""
+        return part if index is None else x.at[index].set(part, mode="drop")
+
+
+def _raw(states: jax.Array, kernel: jax.Array) -> jax.Array:
+    """[C, V] products of states [C, D] with the kernel, f32 at least."""
+    return einsum("cd,vd->cv", states, kernel, jnp.promote_types(states.dtype, jnp.float32))
+
+
+def _finished(
+    body: Callable[..., tuple[jax.Array, ...]],
+    models: Sequence[ModelConfig],
+    temperature: float,
+    vocabulary: Vocabulary,
+    targets: jax.Array,
+    *raw: jax.Array,
+) -> tuple[jax.Array, ...]:
+    """The body's outputs of raw logits [C, V]."""
+    logits = (_logits(x, cfg, vocabulary) / temperature for x, cfg in zip(raw, models, strict=True))
+    return body(vocabulary, targets, *logits)
+
+
+def logprob_of(logits: jax.Array, targets: jax.Array, vocabulary: Vocabulary = Vocabulary()) -> jax.Array:
     """log p(target) [...] of logits [..., V]."""
     # A comparison and not a gather: it fuses, its gradient is no scatter, and the vocabulary may be sharded.
-    chosen = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1) == targets[..., None]
-    return jnp.sum(jnp.where(chosen, logits, 0.0), axis=-1) - jax.nn.logsumexp(logits, axis=-1)
+    chosen = vocabulary.tokens(logits) == targets[..., None]
+    return vocabulary.total(jnp.where(chosen, vocabulary.log_softmax(logits), 0.0))
 
 
-def entropy_of(logits: jax.Array) -> jax.Array:
+def entropy_of(logits: jax.Array, vocabulary: Vocabulary = Vocabulary()) -> jax.Array:
     """H(p) = -Σ p log p [...] of logits [..., V]."""
-    every = jax.nn.log_softmax(logits)  # of every token: large logits would cancel otherwise
-    return -jnp.sum(jnp.exp(every) * every, axis=-1)
+    every = vocabulary.log_softmax(logits)  # of every token: large logits would cancel otherwise
+    return -vocabulary.total(jnp.exp(every) * every)
 
 
 def logits_of(state: State) -> jax.Array:
     """[R, T, V] logits, f32 at least: for a few positions only."""
     hidden, kernel, cfg = state
     dtype = jnp.promote_types(hidden.dtype, jnp.float32)
-    logits = product("rtd,vd->rtv", hidden, kernel, dtype)
+    return _logits(product("rtd,vd->rtv", hidden, kernel, dtype), cfg)
+
+
+def _logits(raw: jax.Array, cfg: ModelConfig, vocabulary: Vocabulary = Vocabulary()) -> jax.Array:
+    """Logits [..., V] of products with the kernel: capped, and without rows of the kernel that are no tokens."""
     if cfg.logit_softcap is not None:
-        logits = cfg.logit_softcap * jnp.tanh(logits / cfg.logit_softcap)
+        raw = cfg.logit_softcap * jnp.tanh(raw / cfg.logit_softcap)
     if cfg.padded_vocab_size == cfg.vocab_size:
-        return logits
-    token = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
-    return jnp.where(token < cfg.vocab_size, logits, NO_TOKEN)
+        return raw
+    return jnp.where(vocabulary.tokens(raw) < cfg.vocab_size, raw, NO_TOKEN)
 
 
 def values(hidden: jax.Array, kernel: jax.Array) -> jax.Array:

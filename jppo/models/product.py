@@ -16,7 +16,7 @@ NAME = "product"  # by which a remat policy keeps what comes out
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
 def _product(equation: str, x: jax.Array, kernel: jax.Array, dtype: Any) -> jax.Array:
-    return _einsum(equation, x, kernel.astype(x.dtype), dtype)
+    return einsum(equation, x, kernel.astype(x.dtype), dtype)
 
 
 def product(equation: str, x: jax.Array, kernel: jax.Array, dtype: Any = None) -> jax.Array:
@@ -36,15 +36,23 @@ def _backward(equation: str, dtype: Any, held: Any, given: jax.Array) -> tuple[j
     inputs, out = equation.split("->")
     left, right = inputs.split(",")
     given = given.astype(x.dtype)
-    by_x = _einsum(f"{out},{right}->{left}", given, kernel.astype(x.dtype), x.dtype)
-    return by_x, _einsum(f"{left},{out}->{right}", x, given, kernel.dtype)
+    by_x = einsum(f"{out},{right}->{left}", given, kernel.astype(x.dtype), x.dtype)
+    return by_x, einsum(f"{left},{out}->{right}", x, given, kernel.dtype)
 
 
 _product.defvjp(_forward, _backward)
 
 
-def _einsum(equation: str, a: jax.Array, b: jax.Array, dtype: Any) -> jax.Array:
-    # XLA's CPU backend has products of bfloat16 for f32 results only. An accelerator sums in f32 whatever comes out.
-    cpu = jax.default_backend() == "cpu"
-    wide = jnp.promote_types(a.dtype, jnp.float32) if cpu else dtype
-    return jnp.einsum(equation, a, b, preferred_element_type=wide).astype(dtype)
+def einsum(equation: str, a: jax.Array, b: jax.Array, dtype: Any) -> jax.Array:
+    """The product of two operands of one dtype, summed in f32 and returned in `dtype`."""
+
+    def direct(a: jax.Array, b: jax.Array) -> jax.Array:  # an accelerator sums in f32 whatever the result's dtype
+        return jnp.einsum(equation, a, b, preferred_element_type=dtype)
+
+    def wide(a: jax.Array, b: jax.Array) -> jax.Array:  # XLA's CPU backend has products of bfloat16 for f32 results only
+        summed = jnp.promote_types(a.dtype, jnp.float32)
+        return jnp.einsum(equation, a, b, preferred_element_type=summed).astype(dtype)
+
+    if jnp.promote_types(a.dtype, jnp.float32) == dtype:
+        return direct(a, b)
+    return jax.lax.platform_dependent(a, b, cpu=wide, default=direct)

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jppo.models.attention import Attend
 
 ROWS, POSITIONS, HEADS = ("data", "fsdp"), "sequence", "tensor"  # the axes of the mesh
+COLUMNS = ("fsdp", POSITIONS)  # the axes that shard a parameter's D
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +31,18 @@ class Split:
 
 EXCHANGED = Split(ROWS, (HEADS, POSITIONS))  # rows whose positions are spread
 WHOLE = Split((*ROWS, POSITIONS), (HEADS,))  # rows of which no device has a part only
+
+
+def dividing(mesh: Mesh, axes: tuple[str, ...], size: int) -> tuple[str, ...]:
+    """The axes, without the last ones if they are too many for the size."""
+    while axes and size % math.prod(mesh.shape[axis] for axis in axes):
+        axes = axes[:-1]
+    return axes
+
+
+def columns(mesh: Mesh | None, size: int) -> tuple[str, ...]:
+    """The mesh axes that shard a parameter's D of that size; () without a mesh."""
+    return () if mesh is None or mesh.size == 1 else dividing(mesh, COLUMNS, size)
 
 
 def repeated(x: jax.Array, heads: int, parts: int) -> jax.Array:

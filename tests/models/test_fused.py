@@ -269,9 +269,9 @@ def test_auto_says_why_nothing_is_fused():
     "name, backend, gpu, changes, said",
     [
         ("flash", "gpu", (9, 0), {}, "'flash' must be one of auto, xla, cudnn, pallas, splash"),
-        ("cudnn", "cpu", None, {}, "it runs on a gpu, and jax has cpu"),
-        ("pallas", "tpu", None, {}, "it runs on a gpu, and jax has tpu"),
-        ("splash", "gpu", (9, 0), {}, "it runs on a tpu, and jax has gpu"),
+        ("cudnn", "cpu", None, {}, "it runs on a gpu, and the devices are of platform cpu"),
+        ("pallas", "tpu", None, {}, "it runs on a gpu, and the devices are of platform tpu"),
+        ("splash", "gpu", (9, 0), {}, "it runs on a tpu, and the devices are of platform gpu"),
         ("cudnn", "gpu", (7, 5), ROW, "compute capability 8.0 or more, and this one has 7.5"),
         ("pallas", "gpu", (0, 0), ROW, "compute capability 8.0 or more, and this one has none"),
         ("cudnn", "gpu", (9, 0), ROW | dict(one_segment=False), "data.packing=segments"),
@@ -308,5 +308,5 @@ def test_no_kernel_is_made_that_would_leave_something_out():
 
 
 def test_this_machine_has_no_gpu():
-    assert fused.capability() == (0, 0)
-    assert fused.choose("auto", needs(), backend=jax.default_backend()) == ("xla", None)
+    assert fused.capability(jax.devices()[0]) == (0, 0)
+    assert fused.choose("auto", needs(), backend="cpu") == ("xla", None)

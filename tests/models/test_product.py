@@ -45,7 +45,7 @@ def test_products_of_bfloat16_stay_so():
 
     made = jax.make_jaxpr(jax.grad(loss, (0, 1)))(jnp.ones((1, 2, 4), jnp.bfloat16), jnp.ones((3, 4)))
     products = [e for e in jaxpr_equations(made.jaxpr) if e.primitive.name == "dot_general"]
-    assert len(products) == 3
+    assert len(products) == 4  # of one of them there is a CPU's variant
     assert {v.aval.dtype for e in products for v in e.invars} == {jnp.dtype(jnp.bfloat16)}
 
 
@@ -54,5 +54,6 @@ def jaxpr_equations(jaxpr):
     for e in jaxpr.eqns:
         yield e
         for value in e.params.values():
-            if hasattr(value, "jaxpr"):
-                yield from jaxpr_equations(value.jaxpr)
+            for inner in value if isinstance(value, tuple) else (value,):
+                if hasattr(inner, "jaxpr"):
+                    yield from jaxpr_equations(inner.jaxpr)
