@@ -149,7 +149,9 @@ def estimate(c: ConfigDict, task: Task) -> tuple[memory.Estimate, int]:
     shapes = memory.largest(plan)
     rows = [memory.rows_of(shape, mesh) for shape in shapes]
     flop = [memory.useful_update(c, task.cfg, shape, task.adapters, head=True) for shape in shapes]
-    opt, moments = memory.learning("sft", task.accumulate, c.optim, trained, rows, useful=flop)
+    opt, moments = memory.learning(
+        "sft", task.accumulate, c.optim, trained, rows, useful=flop, masked=memory.sampled_share(c)
+    )
     by_length = sorted((as_trajectory(one, "") for one in task.demonstrations), key=lambda t: -len(t.tokens))
     longest = by_length[: c.data.train_batch_size]
     packed = packing.pack(longest, range(len(longest)), plan)

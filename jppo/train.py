@@ -83,7 +83,9 @@ def train_on(hosts: Hosts, config: ConfigDict) -> None:
         assemble.require_models_fit(inputs, mesh)
         panel = hosts.together(lambda: assemble.make_panel(c, inputs, mesh, hosts))
         stack.callback(panel.close)
-        why = assemble.attention_kernel(c, inputs.policy, mesh)[1]  # one that cannot be is refused before a server starts
+        why = assemble.attention_kernel(c, inputs.policy, mesh)[
+            1
+        ]  # one that cannot be is refused before a server starts
         with timer("start"):
             laps = Laps()
             # It imports and loads while JAX compiles.

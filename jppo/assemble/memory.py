@@ -5,7 +5,6 @@ XLA's own account: each is compiled, for the largest shape of rows, on arguments
 is held is at one of a few moments: a gradient, an optimizer's step, or a scoring pass.
 """
 
-import dataclasses
 import itertools
 import math
 import pathlib
@@ -14,11 +13,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from ml_collections import ConfigDict
 
 from jppo.assemble import waiting
-from jppo.assemble.engine import inprocess_settings
 from jppo.assemble.inputs import Inputs
 from jppo.assemble.learner import (
     Trained,
@@ -27,15 +24,15 @@ from jppo.assemble.learner import (
     make_passes,
     shares_trunk,
 )
+from jppo.assemble.moments import Estimate, Moment, account, size, whole
+from jppo.assemble.own_engine import own_engine
 from jppo.assemble.rows import plan_of_run
 from jppo.learner import packing, ppo, sharding, state
-from jppo.models import cache, cost, hf
+from jppo.models import cost, hf
 from jppo.models.families import ModelConfig, pad_vocab
 from jppo.models.lora import Base, Lora
 from jppo.models.params import Head
 from jppo.structs import Counts, Params, Rows, Scored
-from jppo.targets import account as accounts
-from jppo.targets.account import Account
 
 MANY = 1.1  # a shape of rows with so many times the tokens of the longest rows is compiled, too
 # Measured on a CPU, beside weights and arrays: what a vLLM takes in its two processes, and by how much a trainer's
@@ -43,81 +40,17 @@ MANY = 1.1  # a shape of rows with so many times the tokens of the longest rows 
 PROGRAM, RUNTIME, LAYER = 12 * 2**27, 2**26, 7 * 2**18
 
 
-@dataclasses.dataclass(frozen=True)
-class Moment:
-    """A program at work: all on one device, in bytes."""
-
-    name: str
-    gradients: int  # the f32 sums that are there
-    temporaries: int  # XLA's account, with results that take no argument's place
-    brought: int = 0  # what waits on the host and is there for it
-    account: Account | None = None  # of its program; None for what is not compiled
-    useful: int = 0  # FLOP that the model needs for it on all devices
-
-    @property
-    def needs(self) -> int:
-        """All of it."""
-        return self.gradients + self.temporaries + self.brought
-
-
-@dataclasses.dataclass(frozen=True)
-class Estimate:
-    """The bytes of a run on one device: what is always there, and what its programs need beside it."""
-
-    parts: dict[str, int]
-    moments: tuple[Moment, ...]
-    runtime: int  # by which a process grows whose devices are the processor's, whatever their number
-    host: dict[str, int] = dataclasses.field(default_factory=dict)  # what waits on the host for this device
-
-    @property
-    def worst(self) -> Moment:
-        """The moment that needs most."""
-        return max(self.moments, key=lambda moment: moment.needs)
-
-    @property
-    def refused(self) -> list[Moment]:
-        """Programs that the compiler refuses; on a TPU also for want of memory."""
-        return [one for one in self.moments if one.account is not None and one.account.error is not None]
-
-    @property
-    def peak(self) -> int:
-        """The most that is held at once."""
-        return sum(self.parts.values()) + self.worst.needs
-
-
-def size(tree: Any) -> int:
-    """Bytes of the arrays on one device."""
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * _itemsize(x) for x in jax.tree.leaves(tree))
-
-
-def whole(tree: Any) -> int:
-    """Bytes of the arrays, each counted once, wherever they lie."""
-    return sum(math.prod(x.shape) * _itemsize(x) for x in jax.tree.leaves(tree))
-
-
-def _itemsize(x: Any) -> int:
-    return int(np.dtype(x.dtype).itemsize)
-
-
-def account(name: str, gradients: int, fn: Any, *args: Any, brought: int = 0, useful: int = 0) -> Moment:
-    """What the program that `fn` is for such arguments sets aside, by XLA's account of it."""
-    found = accounts.of_program(fn.lower(*args), _axes(args))
-    return Moment(name, gradients, found.temporaries + found.results, brought, found, useful)
-
-
-def _axes(args: Any) -> dict[str, int]:
-    """The sizes of the mesh that the arguments are sharded over."""
-    places = (getattr(x, "sharding", None) for x in jax.tree.leaves(args))
-    mesh = next(place.mesh for place in places if isinstance(place, jax.sharding.NamedSharding))
-    return dict(mesh.shape)
-
-
 def texts(c: ConfigDict, shape: Sequence[int]) -> tuple[list[int], int]:
     """(lengths, tokens that the language head reads) of rows of that shape that are full of the longest sequences."""
     longest = c.data.max_prompt_length + c.data.max_response_length
     entries = math.prod(shape)
     length = min(longest, shape[1])
-    return [length] * max(1, entries // length), entries * c.data.max_response_length // longest
+    return [length] * max(1, entries // length), int(entries * sampled_share(c))
+
+
+def sampled_share(c: ConfigDict) -> float:
+    """The share of sampled tokens in the longest sequences."""
+    return float(c.data.max_response_length / (c.data.max_prompt_length + c.data.max_response_length))
 
 
 def useful_forward(c: ConfigDict, cfg: ModelConfig, shape: Sequence[int], how: Lora | None, *, head: bool) -> int:
@@ -168,6 +101,7 @@ def learning(
     *further: Any,
     brought: int = 0,
     useful: Sequence[int] = (),
+    masked: float = 1.0,
 ) -> tuple[Any, list[Moment]]:
     """The optimizer's state of one model, and the moments of its update; `micros` are micro-batches as shapes.
 
@@ -188,7 +122,18 @@ def learning(
     gradients, learned = size(carry), trained.learned
     models = learned, trained.base, carry
     moments = [
-        account(f"{name} gradient", gradients, accumulate, *models, one, counts, *further, brought=brought, useful=flop)
+        account(
+            f"{name} gradient",
+            gradients,
+            accumulate,
+            *models,
+            one,
+            counts,
+            *further,
+            brought=brought,
+            useful=flop,
+            masked=masked,
+        )
         for one, flop in itertools.zip_longest(micros, useful, fillvalue=0)
     ]
     apply = make_apply(section, tx, trained.what, places, 1)
@@ -225,11 +170,12 @@ def estimate(c: ConfigDict, inputs: Inputs, mesh: Any, *, entries: int) -> Estim
     )
     moments = list(_scoring(c, inputs, recipe, passes, policy, reference, critic, rows, coming))
     if c.rollout.name == "inprocess":
-        moments.append(dataclasses.replace(_sampling(c, mesh), brought=coming.logprob))
+        moments += own_engine(c, mesh, brought=coming.logprob)
     judge = recipe.in_loss(reference)
+    share = sampled_share(c)
     flop = [useful_update(c, inputs.policy, shape, inputs.adapters, head=True) for shape in shapes]
     policy_opt, found = learning(
-        "actor", passes.actor, c.actor, policy, scored, judge, brought=coming.actor, useful=flop
+        "actor", passes.actor, c.actor, policy, scored, judge, brought=coming.actor, useful=flop, masked=share
     )
     moments += found
     parts = {"policy": size((policy.learned, policy.base)), "policy's optimizer": size(policy_opt)}
@@ -265,14 +211,6 @@ def runtime(c: ConfigDict, cfg: ModelConfig, plan: packing.Plan, *, passes: int,
     """What programs take at work on a CPU beside their arrays: a gradient is three passes, scanned layers are one."""
     layers = 1 if c.model.scan_layers else cfg.num_layers
     return RUNTIME + LAYER * layers * (passes + 3 * gradients) * len(plan.shapes)
-
-
-def _sampling(c: ConfigDict, mesh: Any) -> Moment:
-    """The trainer's own engine at work: keys and values, and the weights as it reads them."""
-    s = inprocess_settings(c, mesh)
-    row = cache.row_bytes(s.cfg, length=s.max_model_len, dtype=s.dtype)
-    weights = state.abstract(state.weights(s.cfg, mesh, head="lm", param_dtype=s.dtype))
-    return Moment("sampling", 0, s.rows // s.row_multiple * row + size(weights))
 
 
 def of_one_model(
@@ -346,14 +284,15 @@ def _scoring(
     """The passes without gradients."""
     actor = ppo.join(policy.learned, policy.base)
     for one in rows:
-        shape = one.inputs.shape
+        shape, share = one.inputs.shape, sampled_share(c)
         flop = useful_forward(c, inputs.policy, shape, inputs.adapters, head=True)
-        yield account("log-probs", 0, passes.logprob, actor, one, brought=coming.logprob, useful=flop)
+        yield account("log-probs", 0, passes.logprob, actor, one, brought=coming.logprob, useful=flop, masked=share)
         if passes.reference is not None and inputs.reference is not None:
             policy_too = recipe.in_reward(actor)
             flop = useful_forward(c, inputs.reference, shape, None, head=True) + (0 if policy_too is None else flop)
             models = reference, policy_too, one, _like(one)
-            yield account("reference", 0, passes.reference, *models, brought=coming.reference, useful=flop)
+            how = dict[str, Any](brought=coming.reference, useful=flop, masked=share)
+            yield account("reference", 0, passes.reference, *models, **how)
         if passes.value is not None and critic is not None and inputs.critic is not None:
             judge = ppo.join(critic.learned, critic.base)
             flop = useful_forward(c, inputs.critic, shape, inputs.critic_adapters, head=False)

@@ -8,7 +8,6 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from ml_collections import ConfigDict
 

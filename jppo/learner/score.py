@@ -41,6 +41,7 @@ def make_logprob(
 
     Differentiable.
     """
+
     def logprob(params: Weights, rows: Rows) -> tuple[Array, Array]:
         return heads.logprob_entropy(
             _state((model, cfg), params, rows),
@@ -75,6 +76,7 @@ def make_exact(
     mesh: Mesh | None = None,
 ) -> Exact:
     """Both models in one pass, and KL(π ‖ π_ref) over the whole vocabulary, a chunk of tokens at a time."""
+
     def exact(params: Weights, ref_params: Weights, rows: Rows) -> tuple[Array, Array, Array, Array]:
         def body(vocabulary: heads.Vocabulary, targets: Array, logits: Array, ref_logits: Array) -> tuple[Array, ...]:
             logp = heads.logprob_of(logits, targets, vocabulary)

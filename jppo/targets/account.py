@@ -54,8 +54,11 @@ class Account:
         return found | {name: list(found[name]) for name in ("warnings", "unknown_loops")}
 
 
-def of_program(lowered: Any, sizes: dict[str, int]) -> Account:
-    """Compiles a lowered program and takes its account; `sizes` are the axes of its mesh, in the mesh's order."""
+def of_program(lowered: Any, sizes: dict[str, int], *, share: float = 1.0) -> Account:
+    """Compiles a lowered program and takes its account; `sizes` are the axes of its mesh, in the mesh's order.
+
+    `share` of the tokens are in the mask: that much of a loop over them runs.
+    """
     began = time.perf_counter()
     said: list[str] = []
     try:
@@ -67,7 +70,7 @@ def of_program(lowered: Any, sizes: dict[str, int]) -> Account:
         return Account(compile_s=time.perf_counter() - began, error=_reason(str(e)))
     seconds = time.perf_counter() - began
     memory: Any = done.memory_analysis()
-    program = hlo.parse(done.as_text())
+    program = hlo.parse(done.as_text(), share)
     return Account(
         compile_s=seconds,
         arguments=memory.argument_size_in_bytes,

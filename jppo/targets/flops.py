@@ -8,6 +8,11 @@ from collections.abc import Iterator
 from jppo.targets.hlo import Instruction, Program, Shape
 
 FUSIONS = ("fusion", "async-start")
+PALLAS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "triton_kernel_call")
+# JAX's attention kernels by the beginning of their name: the products of all pairs that each makes, and which axis of
+# the queries is their length.
+ATTENTION = {"splash_mha_fwd": (2, 2), "splash_mha_dq": (3, 2), "splash_mha_dkv": (4, 2), "mha_forward": (2, 1)}
+ATTENTION |= {"mha_backward": (7, 1)}
 
 Operands = list[tuple[Shape, ...]]
 
@@ -61,9 +66,8 @@ def kernel_of(one: Instruction) -> str | None:
     if one.opcode != "custom-call":
         return None
     target = one.attribute(r'custom_call_target="([^"]+)"') or ""
-    if target in ("tpu_custom_call", "__gpu$xla.gpu.triton", "triton_kernel_call"):
-        named = one.attribute(r"kernel_name\W+([\w.\-]+)") or one.attribute(r'"name":"([\w.\-]+)"')
-        return named or (one.source.rsplit("/", 1)[-1] if one.source else target)
+    if target in PALLAS:  # named after the kernel, with a number
+        return re.sub(r"(\.\d+|\.clone)+$", "", one.name)
     return target if target.startswith("__") else None
 
 
@@ -121,6 +125,11 @@ def _kernel(one: Instruction, operands: Operands) -> int:
     if target.startswith("__cublas$"):
         contracted = re.findall(r"\d+", one.attribute(r'lhs_contracting_dimensions":\[([^\]]*)\]') or "")
         return 2 * one.shapes[0].elements * math.prod(operands[0][0].dims[int(n)] for n in contracted)
+    name = kernel_of(one) or ""
+    products, axis = next((how for start, how in ATTENTION.items() if name.startswith(start)), (0, 0))
+    queries = next((shape for shapes in operands for shape in shapes if len(shape.dims) == 4), None)
+    if products and queries is not None:  # all of jppo's attention is causal: half of the pairs
+        return products * queries.elements * queries.dims[axis]
     stated = one.attribute(r'"flops":"?(\d+)')
     return 0 if stated is None else int(stated)
 

@@ -82,6 +82,7 @@ class Program:
 
     entry: str
     computations: dict[str, dict[str, Instruction]]
+    share: float = 1.0  # of their longest length that loops run whose length depends on data
 
     def executed(self) -> Iterator[tuple[str, Instruction, int]]:
         """(computation, instruction, executions) outside of fusions: of the entry, and of what it calls, loops too."""
@@ -103,16 +104,38 @@ class Program:
         return [here[name].shapes if name in here else () for name in one.operands]
 
     def unknown_loops(self) -> list[str]:
-        """Loops whose trip count neither XLA nor their condition states; they count once."""
+        """Loops of which nothing states a trip count; they count once."""
         return [one.name for _, one, _ in self.executed() if one.opcode == "while" and self.trips(one) is None]
 
     def trips(self, loop: Instruction) -> int | None:
-        """How often a loop's body runs in one execution."""
+        """How often a loop's body runs in one execution: as XLA or its condition states, else by what it slices."""
         stated = loop.attribute(r'known_trip_count":\{"n":"(\d+)"')
         if stated is not None:
             return int(stated)
-        condition = loop.attribute(r"condition=%?([\w.\-]+)")
-        return None if condition is None else self._bound(condition)
+        condition, body = (loop.attribute(rf"{name}=%?([\w.\-]+)") for name in ("condition", "body"))
+        found = None if condition is None else self._bound(condition)
+        if found is None and body is not None and (longest := self._sliced(body)) is not None:
+            found = math.ceil(self.share * longest)
+        return found
+
+    def _sliced(self, body: str) -> int | None:
+        """N where each turn takes one entry of an s32 [N, ...], as the loop over the tokens of a mask does."""
+        found = set()
+        for name, lines in self._with_fusions(body):
+            for one in lines.values():
+                if one.opcode == "dynamic-slice" and one.shapes[0].dtype == "s32":
+                    whole, part = self.shapes_of(name, one)[0][0].dims, one.shapes[0].dims
+                    if len(whole) > 1 and part[0] == 1 and part[1:] == whole[1:]:
+                        found.add(whole[0])
+        return found.pop() if len(found) == 1 else None
+
+    def _with_fusions(self, name: str) -> Iterator[tuple[str, dict[str, Instruction]]]:
+        """A computation and those that its fusions call."""
+        lines = self.computations.get(name, {})
+        yield name, lines
+        for one in lines.values():
+            for inner in one.called if one.opcode in WRAPS else ():
+                yield from self._with_fusions(inner)
 
     def _bound(self, condition: str) -> int | None:
         """N of the one comparison `i < N` that a condition makes; the index of such a loop begins at 0."""
@@ -147,7 +170,7 @@ class Program:
 WRAPS = ("fusion", "async-start", "call")
 
 
-def parse(text: str) -> Program:
+def parse(text: str, share: float = 1.0) -> Program:
     """A module's text as data; ValueError where it has no entry."""
     computations: dict[str, dict[str, Instruction]] = {}
     here: dict[str, Instruction] | None = None
@@ -163,7 +186,7 @@ def parse(text: str) -> Program:
             here[one.name] = one
     if entry is None:
         raise ValueError(f"no ENTRY in {len(text)} characters of HLO")
-    return Program(entry, computations)
+    return Program(entry, computations, share)
 
 
 def _instruction(line: str) -> Instruction | None:

@@ -83,7 +83,7 @@ def _written(inner: dict[str, Instruction], one: Instruction) -> int:
         while part.opcode in _PASSING and part.operands and part.operands[0] in inner:
             part = inner[part.operands[0]]
         if part.opcode == "dynamic-update-slice" and part.operands[1] in inner:
-            total += 2 * min(sum(s.bytes for s in inner[part.operands[1]].shapes), shape.bytes) * (shape.space == 0)
+            total += min(sum(s.bytes for s in inner[part.operands[1]].shapes), shape.bytes) * (shape.space == 0)
         else:
             total += _main((shape,))
     return total
