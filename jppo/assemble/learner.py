@@ -14,7 +14,7 @@ from jppo.assemble.inputs import Inputs, critic_path
 from jppo.assemble.recipe import make_recipe
 from jppo.assemble.rows import packing_kind, plan_of_run, sequences_of_step, shared_prompts
 from jppo.learner import optim, packing, ppo, sharding, state, update
-from jppo.models import fused, offload, spread
+from jppo.models import embedding, fused, offload, spread
 from jppo.models.decoder import Decoder, attention_settings
 from jppo.models.families import ModelConfig, pad_vocab
 from jppo.models.lora import Base, Lora, Weights
@@ -110,6 +110,7 @@ def make_decoder(c: ConfigDict, cfg: ModelConfig, mesh: Any) -> Decoder:
         scan_layers=c.model.scan_layers,
         remat=c.model.remat,
         constrain=sharding.constrain_to_rows(mesh),
+        lookup=embedding.make_lookup(mesh),
     )
 
 

@@ -22,7 +22,7 @@ CHOICES = {
     "model.compute_dtype": ("float32", "bfloat16"),
     "model.param_dtype": ("float32", "bfloat16"),
     "model.attention": ("auto", "xla", "cudnn", "pallas", "splash"),
-    "model.remat": ("none", "dots", "full"),
+    "model.remat": ("none", "dots", "attention", "full"),
     "data.truncation": ("error", "left", "right", "middle"),
     "data.learn_turns": ("last", "all"),
     "data.packing": ("auto", "segments", "buckets", "prefix", "none"),

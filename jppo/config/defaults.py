@@ -50,9 +50,9 @@ def default() -> ml_collections.ConfigDict:
             compute_dtype="float32",  # of products with parameters; their sums, log-probs and losses are float32
             param_dtype="float32",  # of the parameters
             scan_layers=True,  # False compiles slower and runs faster on CPU
-            remat="none",  # what the backward pass computes anew: nothing, all but products, whole layers
+            remat="none",  # what the backward pass computes anew: nothing, all but products and attention, all but attention, all
             attention="auto",  # the kernel; auto: the one that fits the devices; cudnn, pallas: GPUs; splash: TPUs
-            logprob_chunk_bytes=2**27,  # log-probs are computed chunk by chunk: of the logits of one
+            logprob_chunk_bytes=2**29,  # log-probs are computed chunk by chunk: of the logits of one
             lora_rank=0,  # of adapters, which alone are trained; 0: there are none, all weights are
             lora_alpha=16,  # adapters are scaled by this over their rank
             target_modules="all-linear",  # what has adapters: all, or some by peft's names, separated by commas

@@ -7,6 +7,7 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 # (q [R, T, H, A], k and v [R, T, K, A], segment [R, T], kind []) -> [R, T, H, A]; kind: which of the layers' windows
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | int], jax.Array]
@@ -14,6 +15,8 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | int],
 Windows = tuple[int | None, ...]  # of each kind of layer; None sees all
 
 Spans = tuple[slice, ...]  # of keys
+
+NAME = "attention"  # by which a remat policy keeps outputs and what their gradient needs of the softmax
 
 SMALLEST_BLOCK, LARGEST_BLOCK = 64, 1024  # of queries
 UNSEEN = -1e30  # the score of a key that is not seen
@@ -93,8 +96,8 @@ def _forward(
         out = _dot("rkqs,rksa->rkqa", weight.astype(v.dtype).reshape(R, K, G * B, S), _take(vals, spans, 2))
         mixed.append(out.reshape(R, K, G, B, -1) / total)
         logs.append(top + jnp.log(total))
-    whole = _by_token(jnp.concatenate(mixed, axis=3)).astype(q.dtype)
-    return whole, (q, k, v, segment, kind, jnp.concatenate(logs, axis=3))
+    whole = checkpoint_name(_by_token(jnp.concatenate(mixed, axis=3)).astype(q.dtype), NAME)
+    return whole, (q, k, v, segment, kind, checkpoint_name(jnp.concatenate(logs, axis=3), NAME))
 
 
 def _backward(

@@ -13,20 +13,29 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jppo.models import lora
+from jppo.models import attention, embedding, lora, product
 from jppo.models.attention import Attend, attend_cached, make_plain
 from jppo.models.cache import Cache, LayerCache, extend
+from jppo.models.embedding import Lookup
 from jppo.models.families import ModelConfig
 from jppo.models.params import Head
-from jppo.models.product import NAME, product
 from jppo.models.rotary import Place, Places, places, rotate
 from jppo.structs import Params
 
-Remat = Literal["none", "dots", "full"]
+Remat = Literal["none", "dots", "attention", "full"]
 
+
+def _keep(*names: str) -> Callable[..., Any]:
+    """The policy that keeps what has one of the names, and outputs of cuDNN's attention, which can have none."""
+    named = jax.checkpoint_policies.save_only_these_names(*names)
+    return lambda primitive, *args, **how: primitive.name == _CUDNN or named(primitive, *args, **how)
+
+
+_CUDNN = "dot_product_attention_fwd_wrapper"
 _POLICIES = {
-    # Keeps the products with weights, in the activations' dtype, and computes all else again.
-    "dots": jax.checkpoint_policies.save_only_these_names(NAME),
+    # Keeps the products with weights, in the activations' dtype, and attention; computes all else again.
+    "dots": _keep(product.NAME, attention.NAME),
+    "attention": _keep(attention.NAME),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 
@@ -70,13 +79,13 @@ class Project(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         kernel = self.param("kernel", nn.initializers.normal(self.std), self.shape, self.param_dtype)
-        y = product(self.equation, x, kernel)
+        y = product.product(self.equation, x, kernel)
         if self.bias is not None:
             y += self.param("bias", nn.initializers.zeros, self.bias, self.param_dtype)[None, None].astype(x.dtype)
         if self.has_variable(lora.COLLECTION, "a"):
             down, up = lora.equations(self.equation)
-            y += product(
-                up, product(down, x, self.get_variable(lora.COLLECTION, "a")), self.get_variable(lora.COLLECTION, "b")
+            y += product.product(
+                up, product.product(down, x, self.get_variable(lora.COLLECTION, "a")), self.get_variable(lora.COLLECTION, "b")
             )
         return y
 
@@ -147,8 +156,8 @@ class Layer(nn.Module):
         def norm(name: str, y: jax.Array) -> jax.Array:
             return RMSNorm(self.cfg, self.param_dtype, name=name)(y)
 
-        attention = Attention(self.cfg, self.param_dtype, self.attend, name="attn")
-        y, held = attention(norm("attn_norm", x), places.of(kind), held)
+        mix = Attention(self.cfg, self.param_dtype, self.attend, name="attn")
+        y, held = mix(norm("attn_norm", x), places.of(kind), held)
         x = x + (norm("attn_post_norm", y) if self.cfg.post_norms else y)
         y = MLP(self.cfg, self.param_dtype, name="mlp")(norm("mlp_norm", x))
         x = x + (norm("mlp_post_norm", y) if self.cfg.post_norms else y)
@@ -160,12 +169,15 @@ class Embed(nn.Module):
 
     cfg: ModelConfig
     param_dtype: Any
+    dtype: Any
+    lookup: Lookup
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         shape = (self.cfg.padded_vocab_size, self.cfg.hidden_size)
         init = nn.initializers.normal(self.cfg.initializer_range)
-        return self.param("embedding", init, shape, self.param_dtype)[tokens]  # [R, T, D]
+        table = self.param("embedding", init, shape, self.param_dtype)
+        return self.lookup(table, tokens, self.dtype)  # [R, T, D]
 
 
 class Decoder(nn.Module):
@@ -178,16 +190,18 @@ class Decoder(nn.Module):
     dtype: Any = jnp.float32  # of the activations and of the products
     param_dtype: Any = jnp.float32
     scan_layers: bool = True  # False unrolls: slower to compile, faster on CPU
-    remat: Remat = "none"  # what the backward pass keeps of a layer: all, its products with weights, nothing
+    remat: Remat = "none"  # what the backward pass keeps of a layer: all, products and attention, attention, nothing
     constrain: Callable[[jax.Array], jax.Array] = identity  # on activations [R, T, D]: their sharding
     attend: Attend | None = None  # None: by XLA alone
+    lookup: Lookup = embedding.lookup  # of token embeddings
 
     @nn.compact
     def __call__(self, tokens: jax.Array, segment: jax.Array, position: jax.Array) -> jax.Array:
         chex.assert_rank([tokens, segment, position], 2)
         chex.assert_equal_shape([tokens, segment, position])
         cfg = self.cfg
-        x = self.constrain(embedded(Embed(cfg, self.param_dtype, name="embed")(tokens), cfg, self.dtype))
+        embed = Embed(cfg, self.param_dtype, self.dtype, self.lookup, name="embed")
+        x = self.constrain(embedded(embed(tokens), cfg, self.dtype))
         layer: Any = Layer
         if self.remat != "none":
             # In a real loop XLA cannot merge the second computation with the first; unrolled it could.

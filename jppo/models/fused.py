@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jppo.config import UserError
-from jppo.models.attention import Attend, Windows, make_plain
+from jppo.models.attention import NAME, Attend, Windows, make_plain
 from jppo.models.spread import EXCHANGED, Split, repeated
 
 NAMES = ("auto", "xla", "cudnn", "pallas", "splash")
@@ -206,14 +206,11 @@ def _splash(needs: Needs, window: int | None, *, interpret: bool) -> _Kernel:
         T, H = q.shape[1:3]
         square = (T, T)
         mask = splash.CausalMask(square) if window is None else splash.LocalMask(square, (window - 1, 0), offset=0)
-        # Larger is faster, and wide heads of 512 would not fit beside each other in a core's memory.
-        block = next(size for size in (512, 256, 128) if T % size == 0 and size * row <= 2**18)
-        names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
-        blocks: dict[str, Any] = {f"block_{name}": block for name in names}
         mixed = splash.make_splash_mha_single_device(
             splash.MultiHeadMask([mask] * H),
-            block_sizes=splash.BlockSizes(**blocks),
+            block_sizes=splash.BlockSizes(**_splash_blocks(T, row)),
             attn_logits_soft_cap=needs.softcap,
+            residual_checkpoint_name=NAME,
             interpret=interpret,
         )
         scaled = (needs.scale * q.astype(jnp.float32)).astype(q.dtype)  # it has no scale of its own
@@ -221,6 +218,21 @@ def _splash(needs: Needs, window: int | None, *, interpret: bool) -> _Kernel:
         return jax.vmap(mixed)(*heads_first, splash.SegmentIds(segment, segment)).swapaxes(1, 2)
 
     return kernel
+
+
+def _splash_blocks(T: int, row: int) -> dict[str, Any]:
+    """Block sizes of the splash kernels for rows of T positions, whose heads have `row` bytes.
+
+    Larger blocks are faster, as far as they fit in a core's memory. The fused backward kernel computes scores once
+    instead of twice; it holds the gradient of the queries once for each block of keys, so that long rows do without.
+    """
+    block = next(size for size in (1024, 512, 256, 128) if T % size == 0 and size * row <= 2**18)
+    names = ("q", "kv", "q_dkv", "kv_dkv")
+    blocks: dict[str, Any] = {f"block_{name}": block for name in names}
+    compute = min(block, 512)
+    fused = T // block <= 8
+    blocks |= dict(block_kv_compute=compute, block_kv_dkv_compute=compute, use_fused_bwd_kernel=fused)
+    return blocks if fused else blocks | dict(block_q_dq=block, block_kv_dq=block)
 
 
 def _tiled(kernel: _Kernel) -> _Kernel:

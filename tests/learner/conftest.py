@@ -13,7 +13,7 @@ import pytest
 
 from jppo.algorithms import advantage, losses
 from jppo.learner import batch, estimate, optim, packing, ppo, sharding, state, update
-from jppo.models import families, spread
+from jppo.models import embedding, families, spread
 from jppo.models.attention import make_plain
 from jppo.models.decoder import Decoder, attention_settings, init_params
 from jppo.structs import Trajectory
@@ -145,6 +145,7 @@ class Learner:
             self.cfg,
             constrain=sharding.constrain_to_rows(self.mesh),
             attend=spread.exchanged(plain, self.mesh),
+            lookup=embedding.make_lookup(self.mesh),
             remat=self.remat,
         )
         model = (decoder, self.cfg)

@@ -1,0 +1,56 @@
+"""The lookup of token embeddings. On a mesh devices exchange rows of activations, and never the table."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from jppo.models.spread import HEADS, POSITIONS, ROWS, columns
+
+# (table [V, D], tokens [R, T], dtype) -> [R, T, D]
+Lookup = Callable[[jax.Array, jax.Array, Any], jax.Array]
+
+
+def lookup(table: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
+    """Rows of the table in such a dtype."""
+    return table[tokens].astype(dtype)
+
+
+def make_lookup(mesh: Mesh | None) -> Lookup:
+    """The same for a table whose D and V the mesh shards, and tokens sharded as rows are.
+
+    A device reads its columns of the table for the tokens of all that share it, and gets all columns of its own tokens
+    in exchange. Left to XLA, the table or all activations would be gathered.
+    """
+    if mesh is None or mesh.size == 1:
+        return lookup
+
+    def on_mesh(table: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
+        V, D = table.shape
+        of_columns = columns(mesh, D)
+        of_rows = HEADS if V % mesh.shape[HEADS] == 0 and mesh.shape[HEADS] > 1 else None
+
+        def local(table: jax.Array, tokens: jax.Array) -> jax.Array:
+            axis_of = {axis: 1 if axis == POSITIONS else 0 for axis in of_columns}
+            for axis, place in axis_of.items():
+                tokens = jax.lax.all_gather(tokens, axis, axis=place, tiled=True)
+            if of_rows is None:
+                x = lookup(table, tokens, dtype)
+            else:
+                here = tokens - jax.lax.axis_index(of_rows) * table.shape[0]
+                mine = (here >= 0) & (here < table.shape[0])
+                x = lookup(table, jnp.where(mine, here, 0), dtype)
+                x = jax.lax.psum(jnp.where(mine[..., None], x, 0), of_rows)
+            for axis, place in reversed(axis_of.items()):
+                x = jax.lax.all_to_all(x, axis, split_axis=place, concat_axis=2, tiled=True)
+            return x
+
+        specs = PartitionSpec(of_rows, of_columns or None), PartitionSpec(ROWS, POSITIONS)
+        found: jax.Array = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs[1], check_vma=False)(
+            table, tokens
+        )
+        return found
+
+    return on_mesh
