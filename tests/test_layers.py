@@ -18,7 +18,7 @@ LAYERS = (
     ("learner", "data", "rewards", "rollout", "io"),
     ("agent", "validation", "supply", "targets"),
     ("assemble", "report", "verl"),
-    ("train", "sft", "reward_model", "evaluate", "sweep", "from_verl", "export", "chat"),
+    ("train", "sft", "reward_model", "evaluate", "sweep", "from_verl", "export", "chat", "plan"),
     ("checkup",),
     ("doctor", "__main__"),
 )

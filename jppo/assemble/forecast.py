@@ -7,7 +7,7 @@ from typing import Any
 from jppo.assemble.memory import Estimate, Moment
 from jppo.targets import collectives, forecast
 from jppo.targets.forecast import Forecast
-from jppo.targets.machines import Machine
+from jppo.targets.machines import HOST, Machine
 
 GIB = 2**30
 NOTE = "forecast by the compiler, not measured"
@@ -41,8 +41,16 @@ class Outlook:
         found: dict[str, float] = {}
         for moment, one in self.programs:
             times = self.executions.by_program.get(moment.name, 0)
-            found[moment.name] = max(found.get(moment.name, 0.0), times * one.seconds)
+            brought = moment.brought / HOST[0]  # models come once a stage, an optimizer for each step and back
+            copies = (2 * times if moment.name.endswith(" step") else 1) * brought if times else 0.0
+            found[moment.name] = max(found.get(moment.name, 0.0), times * one.seconds + copies)
         return {name: seconds for name, seconds in found.items() if seconds}
+
+    @property
+    def busy(self) -> float:
+        """Seconds of a step if compute, memory and links did not overlap at all."""
+        times = self.executions.by_program
+        return sum(times.get(m.name, 0) * (one.compute + one.hbm + one.links) for m, one in self.programs)
 
     @property
     def step(self) -> float:

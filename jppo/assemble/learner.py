@@ -72,7 +72,7 @@ def make_mesh(c: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Any
     if devices is None:
         devices = jax.devices()
         waiting.require_host(c, devices[0])
-    machine.keep_programs(c.trainer.compile_cache)
+        machine.keep_programs(c.trainer.compile_cache)
     machine.keep_memory()
     shape = sharding.mesh_shape(
         len(devices), data=c.mesh.data, fsdp=c.mesh.fsdp, tensor=c.mesh.tensor, sequence=c.mesh.sequence

@@ -85,7 +85,9 @@ class Project(nn.Module):
         if self.has_variable(lora.COLLECTION, "a"):
             down, up = lora.equations(self.equation)
             y += product.product(
-                up, product.product(down, x, self.get_variable(lora.COLLECTION, "a")), self.get_variable(lora.COLLECTION, "b")
+                up,
+                product.product(down, x, self.get_variable(lora.COLLECTION, "a")),
+                self.get_variable(lora.COLLECTION, "b"),
             )
         return y
 

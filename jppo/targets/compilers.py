@@ -93,6 +93,7 @@ def described(machine: Machine) -> list[Any]:
     """The machine's devices, for meshes and shapes; nothing can be put on them."""
     from jax.experimental import topologies
 
+    jax.config.update("jax_enable_compilation_cache", False)  # reads no program without its device
     chip = machine.chip
     if isinstance(chip, Gpu):
         topology = f"1x{machine.groups}x{machine.each}"

@@ -66,8 +66,10 @@ def kernel_of(one: Instruction) -> str | None:
     if one.opcode != "custom-call":
         return None
     target = one.attribute(r'custom_call_target="([^"]+)"') or ""
-    if target in PALLAS:  # named after the kernel, with a number
-        return re.sub(r"(\.\d+|\.clone)+$", "", one.name)
+    if target in PALLAS:  # named after the kernel, with a number, or its call is
+        called = re.findall(r"\w+", one.source.removesuffix("/pallas_call").rsplit("/", 1)[-1])
+        name = re.sub(r"(\.\d+|\.clone)+$", "", one.name)
+        return called[-1] if called and name == "pallas_call" else name
     return target if target.startswith("__") else None
 
 

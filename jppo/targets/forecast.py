@@ -10,7 +10,7 @@ from typing import Any
 
 from jppo.targets.account import Account
 from jppo.targets.collectives import Collective, crossings
-from jppo.targets.machines import EFFICIENCY, Gpu, Machine, Tpu
+from jppo.targets.machines import EFFICIENCY, HOST, Gpu, Machine, Tpu
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,5 +102,6 @@ def rates(machine: Machine) -> list[str]:
         f"HBM              {chip.hbm / 1e12:,.3g} TB/s",
         f"links            {chip.link / 1e9:,.3g} GB/s one way ({near}), {chip.network / 1e9:,.3g} GB/s ({far})",
         f"source           {chip.source}",
+        f"host memory      {HOST[0] / 1e9:,.3g} GB/s, {HOST[1]}",
     ]
     return lines + [f"reached share    {name}: {share:.0%}, {why}" for name, (share, why) in EFFICIENCY.items()]

@@ -108,6 +108,9 @@ EFFICIENCY = {
     "links": (0.8, "assumed: large messages of NCCL, and of ICI"),
 }
 
+# Bytes/s between a device and its host's memory, of models and optimizers that are offloaded.
+HOST = (25e9, "assumed: half of PCIe 5.0 x16, as all devices of a host copy together")
+
 _FLAT = {1: (1, 1), 4: (2, 2), 8: (2, 4), 16: (4, 4), 32: (4, 8), 64: (8, 8), 128: (8, 16), 256: (16, 16)}
 
 

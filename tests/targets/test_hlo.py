@@ -132,10 +132,15 @@ SPLASH = (
     ' custom_call_target="tpu_custom_call"'
 )
 
+TRITON = (
+    "%pallas_call.12 = (bf16[2,128,4,64]{3,2,1,0}, f32[2,4,128]{2,1,0}) custom-call(%q, %k, %k),"
+    ' custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(f)/jvp(jit(mha))/mha_forward/pallas_call"}'
+)
+
 
 @pytest.mark.parametrize(
     "line, kernel",
-    [(CUDNN, "__cudnn$fmhaSoftmax"), (SPLASH, "splash_mha_fwd_segmented_residuals")],
+    [(TRITON, "mha_forward"), (CUDNN, "__cudnn$fmhaSoftmax"), (SPLASH, "splash_mha_fwd_segmented_residuals")],
 )
 def test_attention_kernels_by_name_and_with_their_products(line, kernel):
     operands = [
