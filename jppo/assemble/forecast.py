@@ -18,7 +18,13 @@ class Executions:
     """How often a step runs a program, where all responses are as long as they may be."""
 
     by_program: Mapping[str, int]
+    entries: Mapping[str, int] = dataclasses.field(default_factory=dict)  # of all these rows; of another shape, too
     sampled: int = 0  # tokens that the rollout generates
+
+    def of(self, moment: Moment) -> float:
+        """How often a step runs it, rows of other shapes by their entries."""
+        times = self.by_program.get(moment.name, 0)
+        return self.entries.get(moment.name, times * moment.entries) / moment.entries if moment.entries else times
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +46,7 @@ class Outlook:
         """Seconds of a step by program; of several shapes of rows the slowest counts."""
         found: dict[str, float] = {}
         for moment, one in self.programs:
-            times = self.executions.by_program.get(moment.name, 0)
+            times = self.executions.of(moment)
             brought = moment.brought / HOST[0]  # models come once a stage, an optimizer for each step and back
             copies = (2 * times if moment.name.endswith(" step") else 1) * brought if times else 0.0
             found[moment.name] = max(found.get(moment.name, 0.0), times * one.seconds + copies)
@@ -49,8 +55,7 @@ class Outlook:
     @property
     def busy(self) -> float:
         """Seconds of a step if compute, memory and links did not overlap at all."""
-        times = self.executions.by_program
-        return sum(times.get(m.name, 0) * (one.compute + one.hbm + one.links) for m, one in self.programs)
+        return sum(self.executions.of(m) * (one.compute + one.hbm + one.links) for m, one in self.programs)
 
     @property
     def step(self) -> float:

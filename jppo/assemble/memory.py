@@ -133,6 +133,7 @@ def learning(
             brought=brought,
             useful=flop,
             masked=masked,
+            entries=math.prod(jax.tree.leaves(one)[0].shape),
         )
         for one, flop in itertools.zip_longest(micros, useful, fillvalue=0)
     ]
@@ -285,18 +286,29 @@ def _scoring(
     actor = ppo.join(policy.learned, policy.base)
     for one in rows:
         shape, share = one.inputs.shape, sampled_share(c)
+        entries = math.prod(shape)
         flop = useful_forward(c, inputs.policy, shape, inputs.adapters, head=True)
-        yield account("log-probs", 0, passes.logprob, actor, one, brought=coming.logprob, useful=flop, masked=share)
+        yield account(
+            "log-probs",
+            0,
+            passes.logprob,
+            actor,
+            one,
+            brought=coming.logprob,
+            useful=flop,
+            masked=share,
+            entries=entries,
+        )
         if passes.reference is not None and inputs.reference is not None:
             policy_too = recipe.in_reward(actor)
             flop = useful_forward(c, inputs.reference, shape, None, head=True) + (0 if policy_too is None else flop)
             models = reference, policy_too, one, _like(one)
-            how = dict[str, Any](brought=coming.reference, useful=flop, masked=share)
+            how = dict[str, Any](brought=coming.reference, useful=flop, masked=share, entries=entries)
             yield account("reference", 0, passes.reference, *models, **how)
         if passes.value is not None and critic is not None and inputs.critic is not None:
             judge = ppo.join(critic.learned, critic.base)
             flop = useful_forward(c, inputs.critic, shape, inputs.critic_adapters, head=False)
-            yield account("values", 0, passes.value, judge, one, brought=coming.values, useful=flop)
+            yield account("values", 0, passes.value, judge, one, brought=coming.values, useful=flop, entries=entries)
 
 
 def served(cfg: ModelConfig, dtype: str) -> int:

@@ -21,6 +21,7 @@ class Moment:
     brought: int = 0  # what waits on the host and is there for it
     account: Account | None = None  # of its program; None for what is not compiled
     useful: int = 0  # FLOP that the model needs for it on all devices
+    entries: int = 0  # of its rows; 0 where it has none
 
     @property
     def needs(self) -> int:
@@ -72,14 +73,21 @@ def _itemsize(x: Any) -> int:
 
 
 def account(
-    name: str, gradients: int, fn: Any, *args: Any, brought: int = 0, useful: int = 0, masked: float = 1.0
+    name: str,
+    gradients: int,
+    fn: Any,
+    *args: Any,
+    brought: int = 0,
+    useful: int = 0,
+    masked: float = 1.0,
+    entries: int = 0,
 ) -> Moment:
     """What the program that `fn` is for such arguments sets aside, by XLA's account of it.
 
-    `masked` is the share of the entries that are in the mask.
+    `masked` is the share of its rows' `entries` that are in the mask.
     """
     found = accounts.of_program(fn.lower(*args), _axes(args), share=masked)
-    return Moment(name, gradients, found.temporaries + found.results, brought, found, useful)
+    return Moment(name, gradients, found.temporaries + found.results, brought, found, useful, entries)
 
 
 def _axes(args: Any) -> dict[str, int]:

@@ -63,6 +63,7 @@ class Descents:
     mini_batches: int  # of an epoch, each an optimizer step
     sequences: int  # of a mini-batch
     micro_batches: int  # of a mini-batch, at most: with all responses as long as they may be
+    entries: int = dataclasses.field(default=0, compare=False)  # of the rows of an epoch, padding included
 
 
 def full_length(prompts: Sequence[Prompt], count: int, response: int, *, samples: int = 1) -> list[Trajectory]:
@@ -78,8 +79,9 @@ def full_length(prompts: Sequence[Prompt], count: int, response: int, *, samples
 def descents(trajectories: Sequence[Trajectory], plan: packing.Plan, *, epochs: int, size: int) -> Descents:
     """The mini-batches of `size` sequences that such a step is cut into."""
     cuts = [trajectories[start : start + size] for start in range(0, len(trajectories), size)]
-    most = max(len(packing.pack(cut, range(len(cut)), plan)) for cut in cuts)
-    return Descents(epochs, len(cuts), size, most)
+    packed = [packing.pack(cut, range(len(cut)), plan) for cut in cuts]
+    entries = sum(math.prod(rows.inputs.shape) for some in packed for rows in some)
+    return Descents(epochs, len(cuts), size, max(map(len, packed)), entries)
 
 
 def programs(passes: ppo.Passes, recipe: ppo.Recipe, plan: packing.Plan, models: int) -> int:
@@ -103,16 +105,18 @@ class Work:
 
     def executions(self, found: Estimate) -> Executions:
         """How often each program runs."""
-        times: dict[str, int] = {}
+        times, entries = dict[str, int](), dict[str, int]()
         for moment in found.moments:
             model, _, kind = moment.name.partition(" ")
             update = self.updates.get(model)
             if moment.name in ("log-probs", "reference", "values"):
-                times[moment.name] = self.scoring
+                times[moment.name], entries[moment.name] = self.scoring, self.entries
             elif update is not None and kind in ("gradient", "step"):
                 micro_batches = update.micro_batches if kind == "gradient" else 1
                 times[moment.name] = update.epochs * update.mini_batches * micro_batches
-        return Executions(times, self.sampled)
+                if kind == "gradient":
+                    entries[moment.name] = update.epochs * update.entries
+        return Executions(times, entries, self.sampled)
 
 
 def work(c: ConfigDict, inputs: Inputs, mesh: Any) -> Work:
