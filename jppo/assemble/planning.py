@@ -20,7 +20,7 @@ from jppo.assemble.memory import Estimate
 from jppo.config import UserError
 from jppo.targets.machines import Machine
 
-REMAT = ("none", "dots", "full")
+REMAT = ("none", "dots", "attention", "full")
 PACKING = ("buckets", "segments")
 
 
