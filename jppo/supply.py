@@ -14,16 +14,15 @@ would be too old.
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 
-from jppo.config import UserError
 from jppo.data.prompts import PromptSet
 from jppo.data.stream import Cursor, next_batch
-from jppo.io import trajectories
+from jppo.io import sample_queue, trajectories
 from jppo.io.hosts import ALONE, Hosts
 from jppo.rewards.compose import Grading, Panel
 from jppo.rewards.parts import sample_of
@@ -46,6 +45,7 @@ class How:
     partial: bool
     greedy: bool  # a greedy response to each prompt, as a baseline
     draw: Callable[[int], Sampling]  # of a step
+    graders: dict[str, Any] = dataclasses.field(default_factory=dict)  # JSON; a reward is kept while it is the same
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,17 +64,19 @@ class Draws:
     """The responses to the prompts of one step, on their way; `done` may come from any thread."""
 
     def __init__(self, prompts: list[Prompt], n: int, panel: Panel, changed: threading.Condition):
+        self.n = n
         self.found: dict[int, Trajectory] = {}
         self.grading: Grading = panel.begin()
+        self.graded: dict[int, Reward] = {}  # before a resume
         self.future: Future[Any] | None = None
         self.began = self.ended = time.monotonic()
         self._prompts = prompts
-        self._n = n
         self._changed = changed
 
     def done(self, number: int, t: Trajectory) -> None:
-        """A response is there; its grading begins."""
-        self.grading.submit(number, sample_of(self._prompts[number // self._n], t))
+        """A response is there; its grading begins, unless it is graded already."""
+        if number not in self.graded:
+            self.grading.submit(number, sample_of(self._prompts[number // self.n], t))
         with self._changed:
             self.found[number] = t
             self.ended = time.monotonic()
@@ -86,7 +88,13 @@ class Draws:
 
     def numbers(self, group: int) -> range:
         """Those of a prompt's responses."""
-        return range(group * self._n, (group + 1) * self._n)
+        return range(group * self.n, (group + 1) * self.n)
+
+    def rewards(self, numbers: Sequence[int]) -> list[Reward]:
+        """Waits for those of the responses, in the order of their numbers."""
+        asked = sorted(number for number in numbers if number not in self.graded)
+        found = self.graded | dict(zip(asked, self.grading.collect(asked), strict=True))
+        return [found[number] for number in sorted(numbers)]
 
     def require(self) -> None:
         """Raises what ended the sampling, if anything did."""
@@ -102,8 +110,18 @@ class Asked:
     version: int  # of the weights when they were asked for
     indices: np.ndarray
     after: Cursor
-    draws: list[Draws]  # the samples, and the greedy responses if there are any
-    left: set[int]  # prompts that no step has taken
+    draws: tuple[Draws, ...]  # the samples, and the greedy responses if there are any
+    left: set[int]  # prompts that no step has learned from
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """How far the asking is. It changes as a whole, in one statement, so that a signal finds it consistent."""
+
+    cursor: Cursor  # in the data
+    next: int = 0  # the first step that nothing was drawn from the data for
+    queue: tuple[Asked, ...] = ()
+    held: tuple[sample_queue.Step, ...] = ()  # of a checkpoint, not asked for yet: their turn comes before the data's
 
 
 class Supply:
@@ -118,8 +136,7 @@ class Supply:
         self._train = train
         self._sampler = sampler
         self._panel = panel
-        self._cursor = cursor
-        self._queue: list[Asked] = []
+        self._now = Place(cursor)
         self._taken: dict[int, list[tuple[Asked, int]]] = {}  # of steps that are not done
         self._changed = threading.Condition()
         self._settling_s = 0.0
@@ -129,18 +146,11 @@ class Supply:
         return self._drawn(*self._hosts.together(lambda: self._take(step)))
 
     def _take(self, step: int) -> tuple[list[tuple[Asked, int]], float]:
-        how = self._how
-        ahead = min(how.staleness, 1) if how.partial else how.staleness
-        last = min(step + ahead, how.total_steps - 1)
-        if how.partial:
-            self._ask_through(last, step)
-        else:
-            self._ask_through(step, step)
+        last = self._last(step)
+        self._ask_through(last if self._how.partial else step, step)
         began = time.monotonic()
         groups = self._wait_for(lambda: self._choose(step))
         waited, self._settling_s = self._settling_s + time.monotonic() - began, 0.0
-        for asked, group in groups:
-            asked.left.discard(group)
         self._taken[step] = groups
         self._ask_through(last, step)
         return groups, waited
@@ -150,108 +160,125 @@ class Supply:
         began = time.monotonic()
         self._hosts.together(
             lambda: self._wait_for(
-                lambda: all(self._has(asked, g) for asked in self._queue for g in range(len(asked.indices))) or None
+                lambda: all(self._has(asked, group) for asked in self._now.queue for group in asked.left) or None
             )
         )
         self._settling_s += time.monotonic() - began
 
     def forget(self, step: int) -> None:
         """The step is done: what it learned from is not needed again."""
-        self._taken.pop(step, None)
-        held = {id(asked) for groups in self._taken.values() for asked, _ in groups}
-        self._queue = [asked for asked in self._queue if asked.left or id(asked) in held]
+        for asked, group in self._taken.pop(step, []):
+            asked.left.discard(group)
+        self._now = dataclasses.replace(self._now, queue=tuple(asked for asked in self._now.queue if asked.left))
 
-    def state(self) -> list[dict[str, Any]]:
-        """What is asked for and not yet learned from, of JSON types; [] where nothing is asked for ahead."""
-        if not self._how.staleness:
+    def state(self) -> dict[str, Any]:
+        """What is asked for and not yet learned from, of JSON types; {} where nothing is asked for ahead."""
+        now = self._now
+        if not self._how.staleness and not now.held:
+            return {}
+        while True:  # what the graders remember belongs to the rewards that are there
+            reward = self._panel.state()
+            steps = [*(self._kept(asked) for asked in now.queue), *now.held]
+            if reward == self._panel.state():
+                break
+        about = {"next": now.next, "cursor": dataclasses.asdict(now.cursor), "reward": reward, **self._kind()}
+        return sample_queue.merged(self._hosts.gather(lambda: sample_queue.state(about, steps)))
+
+    def _kept(self, asked: Asked) -> sample_queue.Step:
+        with self._changed:
+            responses = [dict(draws.found) for draws in asked.draws]
+        found = tuple(
+            sample_queue.Found(draws.n, there, draws.grading.finished() | draws.graded)
+            for draws, there in zip(asked.draws, responses, strict=True)
+        )
+        after = dataclasses.asdict(asked.after)
+        return sample_queue.Step(asked.step, asked.version, asked.indices, after, frozenset(asked.left), found)
+
+    def load(self, state: Mapping[str, Any], step: int) -> list[str]:
+        """The inverse of `state`, for a run that begins with `step`: what is missing is asked for again.
+
+        Responses that the run would draw otherwise, or by newer weights, are missing. Returns lines for the console.
+        """
+        if not state:
             return []
-        out = []
-        for asked in self._queue:
-            mine = [group for groups in self._taken.values() for a, group in groups if a is asked]
-            out.append(
-                {
-                    **self._kind(),
-                    "step": asked.step,
-                    "version": asked.version,
-                    "indices": asked.indices.tolist(),
-                    "after": dataclasses.asdict(asked.after),
-                    "left": sorted({*asked.left, *mine}),
-                    "numbers": [sorted(draws.found) for draws in asked.draws],
-                    "found": [trajectories.pack([t for _, t in sorted(draws.found.items())]) for draws in asked.draws],
-                }
-            )
-        return _merged(self._hosts.gather(lambda: out))
+        kept, lines = sample_queue.fitted(
+            state, self._kind(), first=step, staleness=self._how.staleness, partial=self._how.partial
+        )
+        if any(way.rewards for one in kept for way in one.found):
+            self._panel.load(state["reward"])
+        following = state["next"] if self._how.partial else step + len(kept)
+        self._now = Place(Cursor(**state["cursor"]), following, held=tuple(kept))
+        self._ask_held(self._last(step))
+        return lines
 
-    def load(self, state: Sequence[dict[str, Any]]) -> int:
-        """The inverse of `state`: what is missing is asked for again. Returns how many samples were kept."""
-        kept = 0
-        for one in state:
-            self._require_kind(one)
-            found = [
-                dict(zip(numbers, trajectories.unpack(packed), strict=True))
-                for numbers, packed in zip(one["numbers"], one["found"], strict=True)
-            ]
-            after = Cursor(**one["after"])
-            asked = self._begin(one["step"], one["version"], np.array(one["indices"]), after, found)
-            asked.left = set(one["left"])
-            kept += sum(map(len, found))
-            self._cursor = after
-        return kept
+    def _last(self, step: int) -> int:
+        """The last step whose prompts are asked for during `step`."""
+        how = self._how
+        ahead = min(how.staleness, 1) if how.partial else how.staleness
+        return min(step + ahead, how.total_steps - 1)
 
     def _kind(self) -> dict[str, Any]:
-        """What the numbers of kept samples mean."""
-        return {"data.train_batch_size": self._how.batch_size, "rollout.n": self._how.n, "greedy": self._how.greedy}
-
-    def _require_kind(self, one: dict[str, Any]) -> None:
-        for name, now in self._kind().items():
-            if one[name] != now:
-                what = "algorithm.adv_estimator draws greedy responses" if name == "greedy" else name
-                raise UserError(
-                    f"{what}={now!r} was {one[name]!r} when the checkpoint was written, whose samples of the next steps"
-                    " were drawn so; give the old value, or begin anew with another trainer.run_dir or"
-                    " trainer.resume_mode=disable"
-                )
+        """What the numbers of kept samples mean, how they were drawn and graded."""
+        how = self._how
+        drawn = {name: value for name, value in dataclasses.asdict(how.draw(0)).items() if name not in ("n", "seed")}
+        return {
+            "data.train_batch_size": how.batch_size,
+            "rollout.n": how.n,
+            "greedy": how.greedy,
+            "sampling": drawn | {"stop": list(drawn["stop"])},
+            "graders": how.graders,
+        }
 
     def _ask_through(self, last: int, version: int) -> None:
         how = self._how
-        first = max([version - 1, *(asked.step for asked in self._queue)]) + 1
-        for step in range(first, last + 1):
-            indices, self._cursor = next_batch(
-                self._cursor, n=len(self._train.prompts), batch_size=how.batch_size, seed=how.seed,
+        self._ask_held(last)
+        for step in range(max(version, self._now.next), last + 1):
+            indices, cursor = next_batch(
+                self._now.cursor, n=len(self._train.prompts), batch_size=how.batch_size, seed=how.seed,
                 shuffle=how.shuffle, parts=self._train.parts,
             )  # fmt: skip
-            self._begin(step, version, indices, self._cursor, [{}, {}])
+            asked = self._begin(step, version, indices, cursor, frozenset(range(len(indices))))
+            self._now = dataclasses.replace(self._now, cursor=cursor, next=step + 1, queue=(*self._now.queue, asked))
+
+    def _ask_held(self, last: int) -> None:
+        for one in self._now.held:
+            if self._how.partial or one.step <= last:
+                asked = self._begin(one.step, one.version, one.indices, Cursor(**one.after), one.left, one.found)
+                rest = tuple(other for other in self._now.held if other is not one)
+                self._now = dataclasses.replace(self._now, held=rest, queue=(*self._now.queue, asked))
 
     def _begin(
-        self, step: int, version: int, indices: np.ndarray, after: Cursor, found: list[dict[int, Trajectory]]
-    ) -> Asked:
+        self, step: int, version: int, indices: np.ndarray, after: Cursor, left: frozenset[int],
+        found: Sequence[sample_queue.Found] = (),
+    ) -> Asked:  # fmt: skip
         how = self._how
         prompts = [self._train.prompts[i] for i in indices]
         drawn = how.draw(step)
         best = greedy(drawn.max_tokens, stop=drawn.stop, ignore_eos=drawn.ignore_eos)
-        ways = [drawn, best] if how.greedy else [drawn]
-        asked = Asked(step, version, indices, after, [], set(range(len(indices))))
-        self._queue.append(asked)
-        for way, there in zip(ways, found, strict=False):
+        asked = []
+        for i, way in enumerate([drawn, best] if how.greedy else [drawn]):
             draws = Draws(prompts, way.n, self._panel, self._changed)
-            asked.draws.append(draws)
-            own = range(self._groups.start * way.n, self._groups.stop * way.n)
-            for number in (number for number in own if number in there):
-                draws.done(number, there[number])
-            missing = [number for number in own if number not in there]
+            there = found[i] if found else sample_queue.Found(way.n, {}, {})
+            own = [number for group in sorted(left) if group in self._groups for number in draws.numbers(group)]
+            draws.graded |= there.rewards
+            for number in (number for number in own if number in there.responses):
+                draws.done(number, there.responses[number])
+            missing = [number for number in own if number not in there.responses]
             draws.future = self._sampler.start(prompts, way, done=draws.done, only=missing)
-        return asked
+            asked.append(draws)
+        return Asked(step, version, indices, after, tuple(asked), set(left))
 
     def _choose(self, step: int) -> list[tuple[Asked, int]] | None:
         """The groups of the step; None: they are not all there."""
-        how = self._how
+        how, queue = self._how, self._now.queue
         if not how.partial:
-            [asked] = [asked for asked in self._queue if asked.step == step]
+            [asked] = [asked for asked in queue if asked.step == step]
             groups = [(asked, group) for group in sorted(asked.left)]
             return groups if all(self._has(*pair) for pair in groups) else None
-        waiting = [(asked, group) for asked in self._queue for group in sorted(asked.left)]
+        gone = {(id(asked), group) for groups in self._taken.values() for asked, group in groups}
+        waiting = [(asked, g) for asked in queue for g in sorted(asked.left) if (id(asked), g) not in gone]
         there = [pair for pair in waiting if self._has(*pair)]
-        due = [(a, g) for a, g in waiting if a.version + how.staleness <= step]
+        due = [(a, g) for a, g in waiting if a.version + how.staleness <= step][: how.batch_size]
         if len(there) < how.batch_size or not all(pair in there for pair in due):
             return None
         rest = [pair for pair in there if pair not in due]
@@ -263,7 +290,7 @@ class Supply:
     def _wait_for(self, found: Callable[[], Any]) -> Any:
         with self._changed:
             while (what := found()) is None:
-                for asked in self._queue:
+                for asked in self._now.queue:
                     for draws in asked.draws:
                         draws.require()
                 self._changed.wait(POLL_S)
@@ -297,21 +324,7 @@ def _rewards(groups: Sequence[tuple[Draws, int]]) -> list[Reward]:
     wanted: dict[int, tuple[Draws, list[int]]] = {}
     for draws, group in groups:
         wanted.setdefault(id(draws), (draws, []))[1].extend(draws.numbers(group))
-    return [reward for draws, numbers in wanted.values() for reward in draws.grading.collect(numbers)]
-
-
-def _merged(states: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """What all hosts have of the same steps, as one."""
-    if len(states) == 1:
-        return states[0]
-    out = []
-    for of_hosts in zip(*states, strict=True):
-        lists = zip(*(one["numbers"] for one in of_hosts), strict=True)
-        numbers = [[number for some in of_all for number in some] for of_all in lists]
-        texts = zip(*(one["found"] for one in of_hosts), strict=True)
-        found = [trajectories.pack([t for text in some for t in trajectories.unpack(text)]) for some in texts]
-        out.append(of_hosts[0] | {"numbers": numbers, "found": found})
-    return out
+    return [reward for draws, numbers in wanted.values() for reward in draws.rewards(numbers)]
 
 
 def ages(found: Sequence[Trajectory], step: int) -> np.ndarray:

@@ -193,16 +193,17 @@ def learn(run: Run, begun: Begun) -> TrainState:
     c, timer, checkpoints = run.c, run.timer, run.checkpoints
     now, pending = begun.state, begun.pending
     step, place = int(now.step), assemble.kept(begun.cursor, run.panel)
-    if kept := run.hosts.together(lambda: run.supply.load(begun.queue)):
-        run.logger.note(f"{kept} samples that the checkpoint has of the next steps are not drawn again")
+    for line in run.hosts.together(lambda: run.supply.load(begun.queue, step)):
+        run.logger.note(line)
 
     def save(metrics: dict[str, float], **more: Any) -> None:
         score = metrics.get(c.trainer.best_metric)
         meta = run.origin | place | {"queue": run.supply.state()} | more
         with timer("save"):
             assemble.save(
-                c, checkpoints, run.learner, now, meta, score=score, export=lambda p: write_model(run, p, now)
-            )
+                c, checkpoints, run.learner, now, meta, score=score,
+                export=lambda p: run.hosts.alike(lambda: write_model(run, p, now)),
+            )  # fmt: skip
 
     try:
         while pending is not None or step < run.inputs.total_steps:
@@ -297,14 +298,21 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
     bad = metrics.get("actor/skipped", 0.0) + metrics.get("critic/skipped", 0.0) > 0
     if bad:
         run.logger.arrays(f"step_{version + 1}", flat.arrays)
-    now = advance(c, now, metrics, bad=bad)
+    now = advance(c, now, metrics, bad=bad, learned=bool(flat.arrays["mask"].any()))
     metrics |= assemble.utilisation(c, run.inputs, learner.mesh, trajectories, timer.so_far())
     return now, drawn.after, metrics | {"trainer/bad_steps": float(now.bad_steps)}
 
 
-def advance(c: ConfigDict, now: TrainState, metrics: dict[str, float], *, bad: bool) -> TrainState:
-    """The state after a step: its number, how many steps in a row were bad, the coefficient of the KL in the reward."""
+def advance(
+    c: ConfigDict, now: TrainState, metrics: dict[str, float], *, bad: bool, learned: bool = True
+) -> TrainState:
+    """The state after a step: its number, how many steps in a row were bad, the coefficient of the KL in the reward.
+
+    A step that had no token to learn from changes its number alone.
+    """
     kl_coef = now.kl_coef
+    if not learned:
+        return dataclasses.replace(now, step=now.step + 1)
     if c.algorithm.kl_ctrl_type == "adaptive" and not bad:  # a KL that is no number would stay in the coefficient
         kl_coef = kl.adaptive(
             now.kl_coef,

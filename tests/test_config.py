@@ -222,6 +222,15 @@ def test_what_is_none_unless_given_may_be_given(config):
             {"rollout.publish_via": "tcp", "rollout.lora_sync": "adapter", "model.lora_rank": 2},
             ["rollout.publish_via='tcp'", "rollout.publish_dir", "take merge"],
         ),
+        (
+            {
+                "rollout.lora_sync": "adapter",
+                "model.lora_rank": 2,
+                "rollout.mode": "async",
+                "rollout.on_update": "keep",
+            },
+            ["rollout.on_update='keep'", "take abort or wait"],
+        ),
         ({"rollout.lora_sync": "adapter", "model.lora_rank": 513}, ["model.lora_rank=513", "512 at most"]),
         ({"actor.lr_warmup_steps": 3, "actor.lr_warmup_steps_ratio": 0.1}, ["actor.lr_warmup_steps=3", "leave one"]),
         ({"critic.master_dtype": "bfloat16"}, ["critic.master_dtype='bfloat16'", "set model.param_dtype=bfloat16"]),

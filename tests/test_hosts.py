@@ -135,6 +135,15 @@ def test_what_ends_one_host_ends_all(run_of_groups, tmp_path, how, code, said, s
         assert (tmp_path / "broken/checkpoints" / str(saved)).is_dir()
 
 
+@pytest.mark.slow
+def test_an_export_that_fails_on_one_host_costs_that_checkpoint_alone(run_of_groups, tmp_path):
+    run_of_groups.trainer.save_contents = "model,optimizer,extra,hf_model"
+    code, said = launch(in_folder(run_of_groups, tmp_path / "full"), how="export@0")
+    assert code == 0 and "checkpoint 2 could not be written" in said, said
+    there = sorted(path.name for path in (tmp_path / "full/checkpoints").iterdir() if path.is_dir())
+    assert there == ["1", "3"] and (tmp_path / "full/checkpoints/3/hf").is_dir()
+
+
 def test_hosts_must_agree_on_what_cannot_be_shared(config):
     config.rollout.mode, config.rollout.partial = "async", True
     with pytest.raises(UserError, match=r"rollout.partial=True takes .* trainer.nnodes=2"):

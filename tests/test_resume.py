@@ -83,6 +83,22 @@ def test_whatever_ends_a_run_each_step_counts_once(whole, monkeypatch, tmp_path,
     assert weights(c.trainer.run_dir) == weights(whole.trainer.run_dir)
 
 
+def test_a_step_whose_test_was_broken_off_is_saved_as_any_other_by_the_run_that_resumes(
+    whole, monkeypatch, tmp_path, capsys
+):
+    changes = dict(trainer__test_freq=1, trainer__save_freq=1, trainer__max_ckpt_to_keep=9)
+    config = again(whole, trainer__save_contents="model,optimizer,extra,hf_model", **changes)
+    c = broken_off(config, tmp_path / "other", monkeypatch, in_call_of="validate", at=2, error=Stopped(0, "asked"))
+    train.train(c)
+    run, said = pathlib.Path(c.trainer.run_dir), capsys.readouterr().out
+    assert "could not be written" not in said
+    for step in (1, 2):
+        assert (run / f"checkpoints/{step}/hf/model.safetensors").is_file()
+        about = json.loads(next((run / f"checkpoints/{step}/about").glob("metadata")).read_text())
+        assert about["meta"].get("pending") is None, "a later kill would repeat the test"
+    assert json.loads((run / "checkpoints/best.json").read_text())["step"] in (1, 2)
+
+
 def test_a_change_of_the_settings_is_told(whole, capsys):
     train.train(again(whole, trainer__total_training_steps=3, actor__lr=1e-3))
     said = capsys.readouterr().out

@@ -4,7 +4,7 @@ The commands call it; below it nothing sees a config.
 """
 
 from jppo.assemble.agreement import agree
-from jppo.assemble.ahead import fresh, make_supply
+from jppo.assemble.ahead import fresh, graders, make_supply
 from jppo.assemble.engine import (
     ENGINES,
     Source,
@@ -63,6 +63,7 @@ __all__ = [
     "finished",
     "forewarn",
     "fresh",
+    "graders",
     "introduce_peak",
     "join_hosts",
     "kept",

@@ -1,6 +1,9 @@
 """Samples that are drawn ahead: how far, and which of them are too old to learn from."""
 
 import functools
+import pathlib
+import zlib
+from typing import Any
 
 import numpy as np
 from ml_collections import ConfigDict
@@ -8,6 +11,7 @@ from ml_collections import ConfigDict
 from jppo.assemble.engine import Source, sampling
 from jppo.assemble.inputs import Inputs
 from jppo.assemble.learner import Learner
+from jppo.config import commandline
 from jppo.data.stream import Cursor
 from jppo.io.hosts import ALONE, Hosts
 from jppo.rewards.compose import Panel
@@ -40,8 +44,19 @@ def make_supply(
         partial=c.rollout.partial,
         greedy=learner.recipe.estimator.greedy,
         draw=functools.partial(sampling, c),
+        graders=graders(c),
     )
     return Supply(how, inputs.train, sampler, panel, cursor, hosts)
+
+
+def graders(c: ConfigDict) -> dict[str, Any]:
+    """What a reward follows from, of JSON types: the settings of the reward, and checksums of the files they name."""
+    found = dict[str, Any]()
+    for name, value in commandline.settings(c.reward, "reward.").items():
+        text = value if isinstance(value, str) else ""
+        path = pathlib.Path(text.rpartition(":")[0] or text).expanduser()
+        found[name] = [value, zlib.crc32(path.read_bytes())] if text and path.is_file() else value
+    return found
 
 
 def fresh(c: ConfigDict, drawn: Drawn, step: int, usable: np.ndarray) -> tuple[np.ndarray, dict[str, float]]:

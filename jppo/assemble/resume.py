@@ -44,7 +44,7 @@ class Begun:
     cursor: Cursor
     step: int | None = None  # of the checkpoint; None: a new run
     pending: dict[str, float] | None = None  # metrics of its last step, which is not logged yet
-    queue: Sequence[dict[str, Any]] = ()  # samples that were drawn ahead
+    queue: dict[str, Any] = dataclasses.field(default_factory=dict)  # samples that were drawn ahead
     said: tuple[str, ...] = ()  # what is to be told
 
 
@@ -139,9 +139,10 @@ def resume(
         state = dataclasses.replace(state, bad_steps=begin.bad_steps)
     panel.load(found.meta.get("reward", {}))
     said = (*differences(found.meta, now), *_of_optimizers(found.missing))
-    return Begun(
-        state, Cursor(**found.meta["cursor"]), found.step, found.meta.get("pending"), found.meta.get("queue", ()), said
-    )
+    queue = found.meta.get("queue")
+    if not isinstance(queue, dict):  # an earlier form, whose samples are drawn again
+        queue = {}
+    return Begun(state, Cursor(**found.meta["cursor"]), found.step, found.meta.get("pending"), queue, said)
 
 
 def require_fit(then: dict[str, Any], now: dict[str, Any]) -> None:

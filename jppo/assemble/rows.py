@@ -44,7 +44,7 @@ def make_plan(
         def price(length: int) -> float:
             return cost.price(policy, attention.computed(length, shared) / length)
 
-        how = dict(price=price, longest_sample=c.data.max_response_length)
+        how = dict(price=price, shared=shared)
     longest = c.data.max_prompt_length + c.data.max_response_length + more
     return packing.make_plan(
         packing_kind(c, mesh),

@@ -174,7 +174,7 @@ def default() -> ml_collections.ConfigDict:
             devices="",  # the GPUs of the servers, as in CUDA_VISIBLE_DEVICES; '': all that there are
             engine_args="",  # more options of the server's own, as on a command line
             start_timeout_s=300.0,  # until a server is ready
-            request_timeout_s=600.0,  # for one response
+            request_timeout_s=600.0,  # in which a server must answer one of the requests that it has
             health_timeout_s=60.0,  # a server that says no word for so long hangs
             max_restarts=5,  # of servers that break, in all; then the run ends with a checkpoint
             lora_sync="merge",  # of adapters: merge publishes whole weights, adapter the adapters alone (vLLM)

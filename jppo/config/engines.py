@@ -132,6 +132,11 @@ def _check_adapters(config: ml_collections.ConfigDict) -> None:
     rank, said = config.model.lora_rank, f"rollout.lora_sync={config.rollout.lora_sync!r}"
     if rank == 0:
         raise UserError(f"{said} publishes adapters, and model.lora_rank=0 trains none; set it, or take merge")
+    if config.rollout.on_update == "keep":
+        raise UserError(
+            f"{said} with rollout.on_update='keep': a response that the server keeps goes on by the adapters that it"
+            " began with, under the new version's name; take abort or wait, or rollout.lora_sync=merge"
+        )
     if rank > LARGEST_SERVED_RANK:
         raise UserError(
             f"model.lora_rank={rank}: vLLM serves adapters of rank {LARGEST_SERVED_RANK} at most; lower it, or set"

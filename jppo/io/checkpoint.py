@@ -18,11 +18,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 
 from jppo.config import UserError
 
 BEST = "best.json"
 EXPORT = ".hf-tmp"
+REPLACED = ".replaced"  # a checkpoint of the same step, until the new one is complete
 LARGE = 2**26  # bytes of an array that all devices should share in copying
 
 
@@ -92,9 +94,11 @@ class Checkpoints:
         """Start writing `state` and `meta` (of JSON types); returns once the arrays may be donated.
 
         Waits for the save before. `score`, a metric and its value, is what the best checkpoint has most of; `export`
-        writes a model directory, which becomes `<step>/hf`.
+        writes a model directory, which becomes `<step>/hf`. A checkpoint of the same step, as of a run that was stopped
+        in the step's test, is replaced once this one is complete.
         """
         self.wait()
+        self._make_way(step)
         named = _named(state)
         arrays = {name: _plain(leaf) for name, leaf in named}
         table = {name: _describe(leaf) | _impl(leaf) | {"checksum": checksum(arrays[name])} for name, leaf in named}
@@ -160,8 +164,16 @@ class Checkpoints:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _make_way(self, step: int) -> None:
+        path = self._directory / str(step)
+        if jax.process_index() == 0 and path.is_dir():
+            path.rename(path.with_name(f"{step}{REPLACED}"))
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices(f"checkpoint {step} may be written")
+
     def _finish(self, save: "_Save") -> None:
         path = self._directory / str(save.step)
+        shutil.rmtree(path.with_name(f"{save.step}{REPLACED}"), ignore_errors=True)
         if save.export is not None:
             save.export.rename(path / "hf")
         best = self.best()
@@ -189,7 +201,13 @@ class Checkpoints:
             self._sweep()
 
     def _sweep(self) -> None:
-        """Removes what a save that was broken off has left."""
+        """Removes what a save that was broken off has left; what it was to replace has its name again."""
+        for old in self._directory.glob(f"*{REPLACED}"):
+            path = old.with_name(old.name.removesuffix(REPLACED))
+            if path.exists():
+                shutil.rmtree(old, ignore_errors=True)
+            else:
+                old.rename(path)
         for unfinished in (*self._directory.glob("*.orbax-checkpoint-tmp*"), *self._directory.glob(f"*{EXPORT}")):
             shutil.rmtree(unfinished, ignore_errors=True)
 

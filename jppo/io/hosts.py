@@ -5,6 +5,7 @@ Beside JAX's collectives they agree by a store that JAX's coordinator keeps on h
 
     gather(work)      the results of all hosts' work; what fails on one fails on all, by the same error
     together(work)    the same, of which each keeps its own
+    alike(work)       the same for what may fail without ending the run
     heard()           another host is ending: this one should, at its next agreement
 
 A host that does not sign for `timeout_s` is lost. What waits for it would wait for ever, so the others end by force.
@@ -95,6 +96,22 @@ class Hosts:
     def gather(self, work: Callable[[], Any]) -> list[Any]:
         """What `work` returned on each host, of JSON types, in the order of the hosts; errors as in `together`."""
         return [work()] if self.count == 1 else self._agree(work)
+
+    def alike(self, work: Callable[[], object]) -> None:
+        """Does the work on every host; an error of one is raised on all, and ends none: the caller may go on."""
+        own: list[Exception] = []
+
+        def tried() -> str | None:
+            try:
+                work()
+            except Exception as e:
+                own.append(e)
+                return _short(e)
+            return None
+
+        said = [f"host {rank}: {text}" for rank, text in enumerate(self.gather(tried)) if text is not None]
+        if said:
+            raise own[0] if own else Elsewhere(said[0])
 
     def heard(self) -> Stopped | None:
         """That another host is ending, where one is."""

@@ -36,6 +36,7 @@ class Mini:
     micros: list[Any]
     counts: Counts
     place: NamedSharding  # of the rows, on their devices
+    learns: bool = True  # False: no token is trained on, so that its optimizer step is left out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +54,9 @@ class Flat:
         if name not in self.arrays:
             return None
         sequence, position = np.asarray(rows.sequence), np.asarray(rows.position)
-        found = self.arrays[name][self.start[np.maximum(sequence, 0)] + position]
-        return np.where(sequence >= 0, found, np.zeros((), found.dtype))
+        there = sequence >= 0  # the others, those of shared prompts among them, have positions but no place
+        found = self.arrays[name][np.where(there, self.start[sequence] + position, 0)]
+        return np.where(there, found, np.zeros((), found.dtype))
 
 
 def flatten(scored: Sequence[Scored], sequences: int) -> Flat:
@@ -91,7 +93,7 @@ def mini_batches(
             fields: dict[str, Any] = {name: flat.at(name, rows) for name in _FIELDS}
             micros.append(Scored(rows=dataclasses.replace(rows, mask=mask & rows.mask), **fields))
         counts = count([micro.rows for micro in micros])
-        yield Mini(micros, counts, place)
+        yield Mini(micros, counts, place, learns=any(micro.rows.mask.any() for micro in micros))
 
 
 def count(rows: Sequence[Rows]) -> Counts:

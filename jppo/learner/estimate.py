@@ -160,8 +160,8 @@ def _metrics(
         "critic/rewards/max": float(total.max()),
         "critic/rewards/min": float(total.min()),
         "critic/advantages/mean": float(sum(one["sum"] for one in stats)) / tokens,
-        "critic/advantages/max": float(max(one["max"] for one in stats)),
-        "critic/advantages/min": float(min(one["min"] for one in stats)),
+        "critic/advantages/max": float(max(one["max"] for one in stats)) if kept.any() else 0.0,
+        "critic/advantages/min": float(min(one["min"] for one in stats)) if kept.any() else 0.0,
         "actor/reward_kl_penalty": float(np.mean(kl[kept] / length[kept])) if kept.any() else 0.0,
         "actor/reward_kl_penalty_seq": float(np.mean(kl[kept])) if kept.any() else 0.0,
     }

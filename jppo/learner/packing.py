@@ -29,7 +29,7 @@ class Plan:
     share_rows: bool  # several trajectories in a row (segments), or one
     # What a token costs in a row of each length, where a row may have a prompt once for several of its samples.
     prices: tuple[float, ...] | None = None
-    longest_sample: int = 0  # entries of a sample that may stand behind others
+    shared: tuple[int, int] = (0, 0)  # the most entries of a shared prompt, and of a sample behind it
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
@@ -47,7 +47,7 @@ def make_plan(
     sequences: int,
     row_multiple: int,
     length_multiple: int = 1,
-    longest_sample: int = 0,
+    shared: tuple[int, int] = (0, 0),
     price: Callable[[int], float] = lambda _: 1.0,
 ) -> Plan:
     """The plan for mini-batches of `sequences` trajectories of up to `max_length` tokens.
@@ -55,8 +55,9 @@ def make_plan(
     kind is 'segments' (rows of `max_tokens_per_row`, shared), 'buckets' (`row_lengths` lengths, evenly spaced, one
     trajectory a row), 'none' (one length, one trajectory a row) or 'prefix' (rows of up to `max_tokens_per_row`, of
     `row_lengths` lengths, evenly spaced, shared by samples of one prompt; `price` says what a token costs in a row of
-    some length, `longest_sample` as in `Plan`). Row counts are multiples of `row_multiple`, the number of devices that
-    share the rows, lengths are rounded up to multiples of `length_multiple`, of those that share a row's positions.
+    some length, `shared` as in `Plan` and in `attention.make_plain`). Row counts are multiples of `row_multiple`, the
+    number of devices that share the rows, lengths are rounded up to multiples of `length_multiple`, of those that share
+    a row's positions.
     """
     entries = max_tokens_per_row if kind == "prefix" else max_length - 1
     grain = 64 if entries >= 512 else 8 if entries >= 64 else 1
@@ -76,7 +77,7 @@ def make_plan(
         counts.append(tuple(sorted({_up(math.ceil(full / part), row_multiple) for part in parts}, reverse=True)))
     if kind == "prefix":
         prices = tuple(price(length) for length in lengths)
-        return Plan(tuple(lengths), tuple(counts), share_rows=True, prices=prices, longest_sample=longest_sample)
+        return Plan(tuple(lengths), tuple(counts), share_rows=True, prices=prices, shared=shared)
     return Plan(tuple(lengths), tuple(counts), share_rows=kind == "segments")
 
 
@@ -121,7 +122,7 @@ def _with_prompts(
 
     Long rows have fewer copies of prompts, and tokens that cost more.
     """
-    groups, longest = prefix.groups(trajectories, entries, plan.longest_sample), entries[order[0]] if order else 0
+    groups, longest = prefix.groups(trajectories, entries, plan.shared), entries[order[0]] if order else 0
     prices = dict(zip(plan.lengths, plan.prices or (), strict=True))
     ways = [prefix.split(groups, entries, length) for length in plan.lengths if length >= longest]
     found = []

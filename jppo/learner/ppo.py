@@ -221,7 +221,7 @@ def compile_all(
             models = offload.to_device((learned, how.base, further))
             jax.block_until_ready(how.accumulate(*models[:2], how.zeros(), micro, counts, *models[2]))
     for how, learned, opt, _ in descents:
-        how.apply.lower(*offload.shapes((learned, opt)), how.zeros(), now.step).compile()
+        how.apply.lower(*offload.shapes((learned, opt)), how.zeros(), now.step, np.True_).compile()
 
 
 def with_values(passes: Passes, scored: Sequence[Scored], value: Weights | None) -> list[Scored]:
@@ -250,7 +250,7 @@ def descend(
             carry, part = how.accumulate(params, base, carry, rows, mini.counts, *further)
             jax.block_until_ready(sums[-1:])  # else the rows of all of them would be there at once
             sums.append(part)
-        params, stepped, stats = how.apply(params, offload.take(opt), carry, step)
+        params, stepped, stats = how.apply(params, offload.take(opt), carry, step, np.bool_(mini.learns))
         opt = offload.put_back(stepped, opt)
         history.append((sums, jax.block_until_ready(stats)))
         del carry, stepped  # before there are others

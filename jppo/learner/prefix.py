@@ -24,10 +24,11 @@ class Part:
     size: int  # entries in all
 
 
-def groups(trajectories: Sequence[Trajectory], entries: Sequence[int], longest: int) -> list[Part]:
+def groups(trajectories: Sequence[Trajectory], entries: Sequence[int], most: tuple[int, int]) -> list[Part]:
     """The trajectories that have entries, each with the others of its prompt.
 
-    Where one of them has more than `longest` entries of its own, each is alone.
+    `most` are the entries of a shared prompt and of a sample that attention looks for. A longer beginning, as with an
+    environment's opening text, is shared up to there; where a sample has more entries of its own, each is alone.
     """
     by_prompt: dict[str, list[int]] = {}
     for i, t in enumerate(trajectories):
@@ -35,8 +36,8 @@ def groups(trajectories: Sequence[Trajectory], entries: Sequence[int], longest: 
             by_prompt.setdefault(t.uid, []).append(i)
     parts = []
     for members in by_prompt.values():
-        shared = shared_entries([trajectories[i] for i in members])
-        together = shared and max(entries[i] for i in members) - shared <= longest
+        shared = min(shared_entries([trajectories[i] for i in members]), most[0])
+        together = shared and max(entries[i] for i in members) - shared <= most[1]
         parts += [_part(shared, some, entries) for some in ([members] if together else [[i] for i in members])]
     return parts
 

@@ -128,18 +128,19 @@ def make_accumulate(loss: Loss) -> Callable[..., tuple[Carry, dict[str, Array]]]
 def make_apply(
     tx: optax.GradientTransformation, schedule: Callable[[Array], Array], *, shardings: tuple[Any, Any]
 ) -> jax.stages.Wrapped:
-    """(params, optimizer state, carry, step) -> the next two, the gradient's norm before clipping, the learning rate.
+    """(params, optimizer state, carry, step, learns) -> the next two, the gradient's norm before clipping, the rate.
 
-    A loss or a gradient that is no finite number leaves both as they are, and is said to be `skipped`.
+    A non-finite loss or gradient leaves both as they are and counts as `skipped`. A mini-batch without a token to learn
+    from (`learns` is False) does too and counts as `empty`: AdamW would decay the weights and move them by momentum.
     """
 
-    def apply(params: Params, opt: Any, carry: Carry, step: Array):
+    def apply(params: Params, opt: Any, carry: Carry, step: Array, learns: Any = True):
         grads, loss = carry
         lr = schedule(step)
         norm = optax.tree.norm(grads)
         good = jnp.isfinite(norm) & jnp.isfinite(loss)
-        params, opt = descend(tx, params, opt, grads, lr, good)
-        return params, opt, {"grad_norm": norm, "lr": lr, "skipped": 1.0 - good}
+        params, opt = descend(tx, params, opt, grads, lr, good & learns)
+        return params, opt, {"grad_norm": norm, "lr": lr, "skipped": 1.0 - good, "empty": 1.0 - jnp.asarray(learns)}
 
     # The gradients are not donated: what came out in their place would be copied, not computed there.
     return jax.jit(apply, donate_argnums=(0, 1), out_shardings=(*shardings, None))

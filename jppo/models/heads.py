@@ -95,13 +95,18 @@ class Vocabulary:
         here = jnp.sum(x, axis=-1)
         return here if self.axis is None else _sum_over(self.axis, here)
 
+    def logsumexp(self, logits: jax.Array) -> jax.Array:
+        """log Σ exp(logits)."""
+        if self.axis is None:
+            return jax.nn.logsumexp(logits, axis=-1)
+        most = jax.lax.pmax(jnp.max(jax.lax.stop_gradient(logits), axis=-1), self.axis)
+        return most + jnp.log(self.total(jnp.exp(logits - most[..., None])))
+
     def log_softmax(self, logits: jax.Array) -> jax.Array:
         """Logits as log-probs."""
         if self.axis is None:
             return jax.nn.log_softmax(logits)
-        most = jax.lax.pmax(jnp.max(jax.lax.stop_gradient(logits), axis=-1), self.axis)[..., None]
-        norm = jnp.log(self.total(jnp.exp(logits - most)))
-        return logits - most - _used_over(self.axis, norm)[..., None]
+        return logits - _used_over(self.axis, self.logsumexp(logits))[..., None]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -300,7 +305,7 @@ def logprob_of(logits: jax.Array, targets: jax.Array, vocabulary: Vocabulary = V
     """log p(target) [...] of logits [..., V]."""
     # A comparison and not a gather: it fuses, its gradient is no scatter, and the vocabulary may be sharded.
     chosen = vocabulary.tokens(logits) == targets[..., None]
-    return vocabulary.total(jnp.where(chosen, vocabulary.log_softmax(logits), 0.0))
+    return vocabulary.total(jnp.where(chosen, logits, 0.0)) - vocabulary.logsumexp(logits)
 
 
 def entropy_of(logits: jax.Array, vocabulary: Vocabulary = Vocabulary()) -> jax.Array:

@@ -149,6 +149,13 @@ class Grading:
                 raise ValueError(f"sample {number} was handed in twice")
             self._waiting[number] = futures
 
+    def finished(self) -> dict[int, Reward]:
+        """The rewards that are there, by number; nothing is waited for."""
+        with self._lock:
+            waiting = dict(self._waiting)
+        done = {number: futures for number, futures in waiting.items() if all(map(_good, futures.values()))}
+        return {number: self._composed(futures) for number, futures in done.items()}
+
     def collect(self, numbers: Iterable[int] | None = None) -> list[Reward]:
         """Waits for those of the `numbers`, None: of all, and adds them up: in the order of their numbers."""
         for part in self._panel.parts.values():
@@ -156,10 +163,16 @@ class Grading:
         with self._lock:  # others may still be handed in
             wanted = sorted(self._waiting if numbers is None else numbers)
             waiting = [self._waiting[number] for number in wanted]
-        return [
-            compose({name: (weight, future.result()) for name, (weight, future) in futures.items()}, self._panel)
-            for futures in waiting
-        ]
+        return [self._composed(futures) for futures in waiting]
+
+    def _composed(self, futures: Mapping[str, tuple[float, Future[Reward]]]) -> Reward:
+        return compose({name: (weight, future.result()) for name, (weight, future) in futures.items()}, self._panel)
+
+
+def _good(weighed: tuple[float, Future[Reward]]) -> bool:
+    """Whether a part's reward is there and is no error."""
+    future = weighed[1]
+    return future.done() and future.exception() is None and future.result().error is None
 
 
 def compose(found: Mapping[str, tuple[float, Reward]], panel: Panel) -> Reward:

@@ -1,6 +1,5 @@
 """One running server as the trainer sees it: its routes, and one clear error whatever goes wrong."""
 
-import asyncio
 import contextlib
 import copy
 import functools
@@ -60,11 +59,10 @@ class Endpoint:
             self._accepted(client.post(self.url + route, json=body))
 
     async def ask(self, route: str, body: Mapping[str, Any]) -> Any:
-        """As `post`, beside other requests."""
+        """As `post`, beside other requests and without a limit: the caller knows what it waits for in the server."""
         url = self.url + route
         with self._explained(route):
-            async with asyncio.timeout(self._timeout_s):
-                status, content = await exchange.post(url, json.dumps(body).encode(), tls=_tls())
+            status, content = await exchange.post(url, json.dumps(body).encode(), tls=_tls())
         return self._json(httpx.Response(status, content=content, request=httpx.Request("POST", url)))
 
     async def look(self, route: str) -> None:
@@ -86,12 +84,21 @@ class Endpoint:
             raise self._failed(f"answered {method} with {str(results)[:300]}")
         return results["results"]
 
+    @property
+    def timeout_s(self) -> float:
+        """How long an answer may take."""
+        return self._timeout_s
+
+    def late(self, route: str) -> ServerFault:
+        """The fault of an answer that took longer."""
+        return self._failed(f"did not answer {route} within {self._timeout_s:g} s")
+
     @contextlib.contextmanager
     def _explained(self, route: str) -> Iterator[None]:
         try:
             yield
         except (httpx.TimeoutException, TimeoutError) as e:
-            raise self._failed(f"did not answer {route} within {self._timeout_s:g} s") from e
+            raise self.late(route) from e
         except (httpx.HTTPError, OSError, exchange.Broken) as e:
             raise self._failed(f"broke off {route} ({type(e).__name__} {e})") from e
 

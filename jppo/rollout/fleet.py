@@ -22,35 +22,17 @@ from typing import Any, TypeVar
 from jppo.config import UserError
 from jppo.rollout.dialect import Delivery, Dialect, Part
 from jppo.rollout.endpoint import Endpoint, ServerFault
+from jppo.rollout.member import CONNECTIONS, Cut, Member
 from jppo.rollout.sampler import Answer, RolloutError, sample_seed
-from jppo.rollout.server import Server, stop_all
+from jppo.rollout.server import stop_all
+from jppo.rollout.stops import begun, cut_at
 from jppo.structs import Sampling
 
 T = TypeVar("T")
-CONNECTIONS = 256  # requests under way at one server; it queues what it cannot run at once
 SLACK = 32  # so many more than another may a server have under way and still get what begins alike
 TRIES = 5  # of one request, before the run ends
 PROBE_S = 2.0  # between two looks at a server's health
 POLL_S = 0.5
-
-
-class Cut(ServerFault):
-    """The server was given up while the request was under way: not the request's fault."""
-
-
-@dataclasses.dataclass(eq=False)
-class Member:
-    """One server."""
-
-    endpoint: Endpoint
-    server: Server | None  # None: attached to
-    model: str
-    max_model_len: int
-    up: bool = True
-    mending: bool = False
-    asleep: bool = False
-    under_way: int = 0
-    requests: set[asyncio.Task[Any]] = dataclasses.field(default_factory=set)
 
 
 class Fleet:
@@ -64,7 +46,9 @@ class Fleet:
         max_restarts: int,
         health_timeout_s: float,
         start_timeout_s: float,
+        decode: Callable[[list[int]], str] = str,
     ):
+        """`decode` gives the text of tokens, in which a stop text may lie across an update of the weights."""
         self.members = members
         self.version: int | None = None
         self.restarts = 0
@@ -73,6 +57,7 @@ class Fleet:
         self._max_restarts = max_restarts
         self._health_timeout_s = health_timeout_s
         self._start_timeout_s = start_timeout_s
+        self._decode = decode
         self._delivered: tuple[Delivery, ...] = ()
         self._updates = 0
         self._updating = False  # new requests wait here, not at the servers
@@ -104,18 +89,25 @@ class Fleet:
         version: list[int] = []
         failures = 0
         while True:
-            rest = dataclasses.replace(sampling, max_tokens=sampling.max_tokens - len(tokens))
+            left = sampling.max_tokens - len(tokens)
+            if tokens and begun(tokens, self._decode, sampling.stop):  # the server does not see where it began
+                left = min(left, max(map(len, sampling.stop)))
+            rest = dataclasses.replace(sampling, max_tokens=left)
             own = seed if not tokens else sample_seed(seed, 0, len(tokens))
             updates = self._updates
             try:
                 part = await self._ask_one([*ids, *tokens], rest, own, near, sure=failures > 0)
+                cut = bool(tokens)
                 tokens, logprob = tokens + part.tokens, logprob + part.logprob
                 version += map(int, part.version)
-                if part.finish != "abort":
-                    return Answer(tokens, logprob, version, part.finish)
+                end = cut_at(tokens, self._decode, sampling.stop, new=len(part.tokens)) if cut else None
+                if end is not None:
+                    return Answer(tokens[:end], logprob[:end], version[:end], "stop")
+                if part.finish == "stop":
+                    return Answer(tokens, logprob, version, "stop")
                 if len(tokens) == sampling.max_tokens:
                     return Answer(tokens, logprob, version, "length")
-                if self._updates == updates and not self._updating:
+                if part.finish == "abort" and self._updates == updates and not self._updating:
                     raise ServerFault("a response ended with 'abort' without an update: did another client pause it?")
             except Cut:
                 self.asked_again += 1
@@ -149,7 +141,7 @@ class Fleet:
                 self._each(taking, self._dialect.resume)
             finally:
                 self._updating = False
-                self._loop.call_soon_threadsafe(lambda: self._wake(len(self._waiting)))
+                self._loop.call_soon_threadsafe(self._go_on)
 
     def rest(self, level: int) -> None:
         """Has the servers give their devices' memory back until the next whole delivery; nothing may be under way."""
@@ -181,17 +173,7 @@ class Fleet:
         try:
             oldest = self.version
             route, body = self._dialect.request(ids, sampling, seed, self._model(member))
-            request = asyncio.ensure_future(member.endpoint.ask(route, body))
-            member.requests.add(request)
-            try:
-                part = self._dialect.part(await request, sampling)
-            except asyncio.CancelledError:
-                if request.cancelled() and not asyncio.current_task().cancelling():  # type: ignore[union-attr]
-                    raise Cut(f"the server at {member.endpoint.url} was given up") from None
-                request.cancel()
-                raise
-            finally:
-                member.requests.discard(request)
+            part = self._dialect.part(await member.ask(route, body), sampling)
             self._require_versions(part, oldest, member)
             return part
         except ServerFault as e:
@@ -228,6 +210,12 @@ class Fleet:
         while any(member.under_way for member in members):
             await asyncio.sleep(POLL_S / 10)
 
+    def _go_on(self) -> None:
+        """An update is over."""
+        for member in self.members:
+            member.resumed()
+        self._wake(len(self._waiting))
+
     def _wake(self, count: int) -> None:
         while count and self._waiting:
             turn = self._waiting.popleft()
@@ -257,11 +245,11 @@ class Fleet:
 
     async def _mend(self, member: Member, fault: RolloutError, *, sure: bool) -> None:
         try:
-            if not sure and not await self._in_pool(self._broken, member):
+            # One that is down by now failed a second time, as by a lost reply in an update: nobody else would mend it.
+            if not sure and not await self._in_pool(self._broken, member) and member.up:
                 return
             member.up = False
-            for request in member.requests:
-                request.cancel()
+            member.give_up()
             while not self._closed:
                 if self.restarts >= self._max_restarts:
                     said = f"it is not started again: rollout.max_restarts={self._max_restarts}"
@@ -295,8 +283,7 @@ class Fleet:
     def _fail(self, why: Exception) -> None:
         self._fatal = self._fatal or why
         for member in self.members:
-            for request in member.requests:
-                request.cancel()
+            member.give_up()
 
     async def _watch(self) -> None:
         """Looks at the servers' health for as long as the fleet lives."""
@@ -385,8 +372,12 @@ class Fleet:
         return [*awake, *self._each(asleep, lambda endpoint: self._dialect.get_up(endpoint, what))]
 
     def _each(self, members: Sequence[Member], do: Callable[[Endpoint], None]) -> list[Member]:
-        """Does it at all of them side by side; those that broke are sent to be mended and left out."""
-        futures = {self._pool.submit(do, member.endpoint): member for member in members}
+        """Does it at all of them side by side; those that broke are sent to be mended and left out.
+
+        One that was given up in between may be another process by now, which was not asked before: it gets the weights
+        when it is mended.
+        """
+        futures = {self._pool.submit(do, member.endpoint): member for member in members if member.up}
         good, refused = [], []
         for future, member in futures.items():
             try:
@@ -396,7 +387,8 @@ class Fleet:
                 member.up = False
                 self._loop.call_soon_threadsafe(functools.partial(self._suspect, member, e, sure=True))
             except RolloutError as e:
-                refused.append(e)
+                if member.up:
+                    refused.append(e)
         if refused:
             raise refused[0]
         return good

@@ -12,7 +12,8 @@ from jppo.config import UserError
 from jppo.rollout import talks
 from jppo.rollout.dialect import Delivery, Dialect
 from jppo.rollout.endpoint import Endpoint
-from jppo.rollout.fleet import Fleet, Member
+from jppo.rollout.fleet import Fleet
+from jppo.rollout.member import Member
 from jppo.rollout.sampler import Done, RolloutError, Talk
 from jppo.rollout.server import Server, stop_all
 from jppo.structs import Prompt, Sampling, Trajectory
@@ -166,6 +167,7 @@ class Engine:
             max_restarts=limits.max_restarts,
             health_timeout_s=limits.health_timeout_s,
             start_timeout_s=self._start_timeout_s,
+            decode=decode,
         )
         self._sampler = ServedSampler(
             fleet, talk or talks.one_turn(decode), self._publisher, sleep_level=limits.sleep_level

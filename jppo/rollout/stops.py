@@ -30,3 +30,15 @@ def cut_at(tokens: Sequence[int], decode: Callable[[list[int]], str], stop: Sequ
     if not ends or not holds(len(tokens)):
         return None
     return ends[bisect.bisect_left(ends, True, key=holds)]
+
+
+def begun(tokens: Sequence[int], decode: Callable[[list[int]], str], stop: Sequence[str]) -> bool:
+    """Whether the text ends within what may become one of `stop`, or within a character."""
+    if not stop:
+        return False
+    back = max(map(len, stop)) + SPOILED
+    first = max(0, len(tokens) - back)
+    while first > 0 and len(decode(list(tokens[first:])).rstrip(HALF)) < back:
+        first = max(0, first - back)
+    text = decode(list(tokens[first:]))
+    return text.endswith((HALF, *(one[:length] for one in stop for length in range(1, len(one)))))

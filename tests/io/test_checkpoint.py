@@ -282,3 +282,36 @@ def test_a_full_disk_costs_that_checkpoint_only(tmp_path, capsys):
             assert checkpoints.steps() == [1, 3]
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced_by_what_is_known_later(tmp_path, capsys):
+    """As by a run that was stopped in the test of a step that was due to be saved."""
+
+    def export(path):
+        path.mkdir()
+
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(1, state(1), {"pending": {"x": 1.0}})
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(1, state(1), {"pending": None}, score=("val/score", 0.5), export=export)
+        restored = checkpoints.restore_latest(state(0))
+    assert restored.meta == {"pending": None} and (tmp_path / "1/hf").is_dir()
+    assert checkpoints.best() == {"step": 1, "metric": "val/score", "value": 0.5}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["1", "best.json"] and capsys.readouterr().out == ""
+
+
+def test_a_checkpoint_stands_until_the_one_of_the_same_step_is_complete(tmp_path, capsys):
+    def full(path):
+        raise OSError("no room")
+
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(1, state(1), {"cursor": 1})
+        checkpoints.save(1, state(1), {"cursor": 2}, export=full)
+        assert "checkpoint 1 could not be written" in capsys.readouterr().out
+        assert checkpoints.restore_latest(state(0)).meta == {"cursor": 1}
+    (tmp_path / "1").rename(tmp_path / "1.replaced")  # as a kill in the save leaves it
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        assert checkpoints.restore_latest(state(0)).meta == {"cursor": 1} and checkpoints.steps() == [1]
+    (tmp_path / "1.replaced").mkdir()  # as one right behind it does
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        assert checkpoints.steps() == [1] and [p.name for p in tmp_path.iterdir()] == ["1"]

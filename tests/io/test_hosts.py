@@ -86,6 +86,18 @@ def test_results_come_in_the_order_of_the_hosts_turn_by_turn():
     assert len(store.found) == 2  # what was read by all is gone, but for the last turn
 
 
+def test_what_fails_alike_fails_on_all_and_ends_none():
+    def one(host):
+        with pytest.raises((OSError, Elsewhere), match="no room") as found:
+            host.alike(lambda: host.rank or fail(OSError("no room")))
+        host.alike(lambda: None)
+        return type(found.value), str(found.value), host.gather(lambda: host.rank)
+
+    out, store = both(one, one)
+    assert out == [(OSError, "no room", [0, 1]), (Elsewhere, "host 0: no room", [0, 1])]
+    assert not [key for key in store.found if "ending" in key], "no host was told to end"
+
+
 def test_what_each_keeps_need_not_be_sent():
     out, _ = both(lambda host: host.together(object), lambda host: host.together(object))
     assert all(type(one) is object for one in out)

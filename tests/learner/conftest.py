@@ -174,7 +174,7 @@ class Learner:
             sequences=sequences,
             row_multiple=sharding.row_multiple(self.mesh),
             length_multiple=sharding.length_multiple(self.mesh),
-            longest_sample=0 if self.shared is None else self.shared[1],
+            shared=(0, 0) if self.shared is None else self.shared,
         )
 
     def descent(self, name, params, *, lr, tx):

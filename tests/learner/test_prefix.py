@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jppo.learner import packing, prefix
+from jppo.learner import batch, packing, ppo, prefix
+from jppo.structs import Scored
 from tests.learner.test_invariance import START, assert_same
 from tests.learner.test_packing import trajectory
 
@@ -20,7 +21,7 @@ def plan(**over):
         tokens_per_micro=90,
         sequences=12,
         row_multiple=1,
-        longest_sample=20,
+        shared=(20, 20),
     )
     return packing.make_plan("prefix", **(sizes | over))
 
@@ -101,14 +102,14 @@ def read_back(micros):
     row_multiple=st.sampled_from([1, 2, 8]),
     row_lengths=st.integers(1, 4),
     dear=st.sampled_from([0.0, 0.02, 1.0]),
-    longest_sample=st.sampled_from([6, 20]),
+    most=st.sampled_from([(20, 6), (20, 20), (4, 20), (7, 15)]),
 )
 def test_every_trajectory_once_in_a_shape_of_the_plan(
-    sizes, seed, row, tokens_per_micro, row_multiple, row_lengths, dear, longest_sample
+    sizes, seed, row, tokens_per_micro, row_multiple, row_lengths, dear, most
 ):
     some = grouped(sizes, np.random.default_rng(seed))
     how = dict(tokens_per_micro=tokens_per_micro, row_multiple=row_multiple, row_lengths=row_lengths)
-    how |= dict(longest_sample=longest_sample, price=lambda length: 1 + dear * length)
+    how |= dict(shared=most, price=lambda length: 1 + dear * length)
     p = plan(max_tokens_per_row=row, sequences=max(1, len(some)), **how)
     micros = packing.pack(some, range(100, 100 + len(some)), p)
     assert {rows.inputs.shape for rows in micros} <= set(p.shapes)
@@ -116,7 +117,8 @@ def test_every_trajectory_once_in_a_shape_of_the_plan(
     found = read_back(micros)
     for rows in micros:
         own = [np.sum((rows.sequence == i) & (rows.segment[:, :1] == -1)) for i in range(100, 100 + len(some))]
-        assert max(own, default=0) <= longest_sample
+        assert max(own, default=0) <= most[1]
+        assert (rows.segment == -1).sum(1).max() <= most[0]
     assert found.keys() == set(range(100, 100 + len(some)))
     for i, t in enumerate(some, 100):
         assert found[i] == dict(
@@ -128,6 +130,22 @@ def test_every_trajectory_once_in_a_shape_of_the_plan(
         )
 
 
+def test_scores_are_found_again_in_the_rows_of_mini_batches():
+    """Shared prompts have no place in the scored batch, wherever the trajectories of their rows are in it."""
+    p, rng = plan(), np.random.default_rng(0)
+    for _ in range(100):
+        some = grouped([4, 2, 3], rng)
+        scored = [Scored(rows=rows, logp=rows.inputs + 0.5) for rows in packing.pack(some, range(len(some)), p)]
+        flat = batch.flatten(scored, len(some))
+        order = rng.permutation(len(some)).tolist()
+        for part in (order[:5], order[5:]):
+            for rows in packing.pack([some[i] for i in part], part, p):
+                found = flat.at("logp", rows)
+                own = (rows.sequence >= 0) & rows.mask
+                np.testing.assert_array_equal(found[own], (rows.inputs + 0.5)[own])
+                assert (found[rows.sequence < 0] == 0).all()
+
+
 def samples_of(prompt, response, count):
     tokens = np.arange(1, prompt + response + 1)
     return [trajectory(tokens, tokens > prompt) for _ in range(count)]
@@ -136,7 +154,7 @@ def samples_of(prompt, response, count):
 def test_a_prompt_is_stored_once_where_that_costs_less():
     """A prompt of 10 and six responses of 60: 9 + 6 * 60 entries against 6 * 69; with dear pairs a row for each."""
     some, sizes = samples_of(10, 60, 6), dict(max_length=70, max_tokens_per_row=370, tokens_per_micro=480, sequences=6)
-    sizes["longest_sample"] = 60
+    sizes["shared"] = (10, 60)
     (cheap,) = packing.pack(some, range(6), plan(row_lengths=5, **sizes))
     assert cheap.inputs.shape == (1, 376)
     assert (cheap.segment < 0).sum() == 9 and (cheap.sequence >= 0).sum() == 6 * 60
@@ -157,6 +175,27 @@ def test_a_prompt_whose_samples_need_several_rows_is_in_each():
 )
 def test_the_longest_row_holds_all_samples_or_many_times_their_prompt(prompt, response, samples, expected):
     assert prefix.longest_row(prompt, response, samples=samples) == expected
+
+
+@pytest.mark.parametrize("opening", [0, 5, 11])
+def test_log_probs_are_those_of_whole_rows_where_an_opening_text_makes_the_prompt_longer(
+    new_learner, make_recipe, opening
+):
+    """Attention looks for a shared prompt in the first `max_prompt_length` entries alone."""
+    rng = np.random.default_rng(0)
+    beginning = rng.integers(0, 32, 8 + opening)
+    some = [trajectory([*beginning, *rng.integers(0, 32, 12)], np.arange(20 + opening) >= 8 + opening)] * 12
+    ours = new_learner(recipe=make_recipe("grpo"), shared=(8, 23), sequences=12)
+    how = dict(max_length=31, row_lengths=1, tokens_per_micro=512, sequences=12, row_multiple=1)
+    found = {}
+    for kind, row in (("none", 31), ("prefix", 256)):
+        p = packing.make_plan(kind, max_tokens_per_row=row, shared=(8, 23), **how)
+        rows = packing.pack(some, range(12), p)
+        scored, _ = ppo.score_rows(ours.passes, ours.recipe, rows, ours.weights("actor", 0))
+        found[kind] = [np.asarray(one.logp)[one.rows.sequence == i][-12:] for i in range(12) for one in scored]
+        found[kind] = [logp for logp in found[kind] if logp.size]
+        assert kind == "none" or (rows[0].segment[0] == -1).any()
+    np.testing.assert_allclose(found["prefix"], found["none"], atol=1e-5)
 
 
 @pytest.fixture(scope="module")

@@ -146,7 +146,8 @@ def test_empty_rows_are_finite_and_give_no_gradient(rng):
 
 
 @pytest.mark.parametrize(
-    "settings", [dict(scan_layers=False), dict(remat="dots"), dict(remat="attention"), dict(remat="full", scan_layers=False)]
+    "settings",
+    [dict(scan_layers=False), dict(remat="dots"), dict(remat="attention"), dict(remat="full", scan_layers=False)],
 )
 def test_unrolling_and_rematerialising_change_no_number(rng, settings):
     values = init(jax.random.key(1), head="lm")

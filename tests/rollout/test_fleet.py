@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jppo.rollout import fleet as module
+from jppo.rollout import member as member_module
 from jppo.rollout.sampler import RolloutError, greedy, sample_seed
 from jppo.rollout.served import Limits
 from jppo.rollout.vllm import GENERATE, start_vllm
@@ -48,7 +49,7 @@ def made(fakes, settings, monkeypatch):
     monkeypatch.setattr(module, "PROBE_S", 0.05)
     engines = []
 
-    def make(count=2, timeout_s=20.0, health_s=5.0, start_s=20.0, restarts=3, lora_rank=0):
+    def make(count=2, timeout_s=20.0, health_s=5.0, start_s=20.0, restarts=3, lora_rank=0, decode=str):
         for fake in fakes:
             serve(fake)
         if lora_rank:
@@ -65,7 +66,7 @@ def made(fakes, settings, monkeypatch):
                 publish_dir="",
             )
         )
-        sampler = engines[-1].ready(eos_token_ids=[2], decode=str)
+        sampler = engines[-1].ready(eos_token_ids=[2], decode=decode)
         sampler.load(TENSORS.items(), version=7)
         for fake in fakes:
             fake.asked.clear(), fake.bodies.clear()
@@ -305,6 +306,156 @@ def test_a_response_that_an_update_cuts_goes_on_by_the_new_weights(made, fakes):
         assert t.logprob.tolist() == [0, 0, 0, -3.0, -0.5, -1.25]
     rest = [b for b in fakes[0].bodies if b and b.get("token_ids") == [10, 3, 4, 77]]
     assert [b["sampling_params"]["max_tokens"] for b in rest] == [7, 7]
+
+
+def letters(ids):
+    """A token a letter; with a space in the first place left out, as some tokenizers do."""
+    return "".join(map(chr, ids)).removeprefix(" ")
+
+
+@pytest.mark.parametrize(
+    "before, behind, expected",
+    [("x</", "a> y", "x</a>"), ("x<", "/a>b", "x</a>"), ("x</", "b</a>", "x</b</a>"), ("x", "y z", "xy z")],
+)
+def test_a_stop_text_ends_a_response_that_an_update_cut_within_it(made, fakes, before, behind, expected):
+    """The server sees only what it is asked for: the rest of the stop text is none for it."""
+    sampler, sampling = made(1, decode=letters), dataclasses.replace(SAMPLING, n=1, stop=("</a>",))
+    cut, asked_for = threading.Event(), []
+
+    def reply(body):
+        done, most = len(body["token_ids"]) - 3, body["sampling_params"]["max_tokens"]
+        if not done:
+            assert cut.wait(10)
+            tokens, finish, version = before, "abort", "7"
+        else:
+            tokens, finish, version = (before + behind)[done : done + most], "length", "8"
+            asked_for.append(most)
+            if "</a>" in tokens:
+                tokens, finish = tokens[: tokens.index("</a>") + 4], "stop"
+            elif done + len(tokens) == len(before + behind):
+                finish = "stop"  # by an end token
+        ids = [ord(letter) for letter in tokens]
+        return {"choices": [choice(ids, [-1.0] * len(ids), finish=finish, version=version)]}
+
+    fakes[0].answers[GENERATE] = (200, reply)
+    future = sampler.start(PROMPTS[:1], sampling)
+    until(lambda: len(asked(fakes[0], [GENERATE])) == 1)
+    fakes[0].answers["/pause?mode=abort"] = (200, lambda _: cut.set() or time.sleep(0.1) or {})
+    sampler.load(TENSORS.items(), version=8, mode="abort")
+    [t] = future.result()
+    assert letters(t.tokens[3:]) == expected and t.finish == "stop" and len(t.logprob) == len(t.tokens)
+    assert "<" not in before or asked_for[0] == 4, "no more than may end the stop text"
+
+
+def one_at_a_time(fake, seconds):
+    """The fake's own answer, each after so long, to one request after the other, as they come."""
+    (_, good), turn, queue = fake.answers[GENERATE], threading.Condition(), []
+
+    def reply(body):
+        with turn:
+            queue.append(body)
+            turn.wait_for(lambda: queue[0] is body)
+        time.sleep(seconds)
+        with turn:
+            queue.pop(0)
+            turn.notify_all()
+        return good(body)
+
+    fake.answers[GENERATE] = (200, reply)
+
+
+def test_a_server_that_works_its_queue_off_is_not_late(made, fakes):
+    """Twelve requests of 0.2 s, one at a time: the last waits longer than any may take."""
+    sampler = made(1, timeout_s=1.0)
+    one_at_a_time(fakes[0], 0.2)
+    assert whole(sampler.generate(PROMPTS, SAMPLING, version=7))
+    assert sampler.metrics() == {"rollout/restarts": 0.0, "rollout/asked_again": 0.0}
+
+
+def test_a_request_that_a_server_forgot_is_asked_again_while_others_are_answered(made, fakes):
+    sampler = made(1, timeout_s=0.6)
+    one_at_a_time(fakes[0], 0.2)
+    (_, good), first = fakes[0].answers[GENERATE], []
+    fakes[0].answers[GENERATE] = (200, lambda b: good(b) if first else first.append(1) or fakes[0].hang.wait(20))
+    assert whole(sampler.generate(PROMPTS, SAMPLING, version=7))
+    assert sampler.metrics() == {"rollout/restarts": 0.0, "rollout/asked_again": 1.0}
+
+
+def test_a_request_whose_turn_has_passed_is_asked_again_though_others_keep_coming(made, fakes, monkeypatch):
+    monkeypatch.setattr(member_module, "CONNECTIONS", 6)
+    monkeypatch.setattr(module, "CONNECTIONS", 6)
+    sampler = made(1, timeout_s=0.5)
+    one_at_a_time(fakes[0], 0.2)
+    (_, good), first = fakes[0].answers[GENERATE], []
+    fakes[0].answers[GENERATE] = (200, lambda b: good(b) if first else first.append(1) or fakes[0].hang.wait(20))
+    future = sampler.start(PROMPTS * 2, SAMPLING)  # for almost five seconds
+    until(lambda: sampler.fleet.asked_again == 1)
+    assert not future.done() and len(asked(fakes[0], [GENERATE])) < 24
+    future.result()
+    assert sampler.fleet.restarts == 0
+
+
+def test_a_server_that_answers_nothing_is_late_with_all_at_once(made, fakes):
+    sampler = made(1, timeout_s=0.5)
+    (_, good), held = fakes[0].answers[GENERATE], threading.Event()
+    fakes[0].answers[GENERATE] = (200, lambda body: good(body) if held.is_set() else fakes[0].hang.wait(20))
+    fakes[0].answers["jppo_check"] = (200, lambda _: held.set() or {"results": [{"ok": True, "error": None}]})
+    began = time.monotonic()
+    assert whole(sampler.generate(PROMPTS, SAMPLING, version=7))
+    assert time.monotonic() - began < 5 and sampler.metrics()["rollout/restarts"] >= 1.0
+
+
+def test_a_server_that_is_another_process_by_the_time_of_the_load_does_not_end_the_run(made, fakes):
+    """It was not asked to check the new weights, and says so; it gets them when it is mended."""
+    sampler = made()
+    member, checked = sampler.fleet.members[1], []
+
+    def check(_):
+        checked.append(1)
+        return {"results": [{"ok": True, "error": None}]}
+
+    def load(_):
+        return {"results": [{"ok": bool(checked), "error": None if checked else "version 8 was not checked"}]}
+
+    def pause(_):
+        fakes[1].answers["/health"] = (500, {})
+        until(lambda: not member.up)
+        fakes[1].answers["/health"] = (200, None)
+        checked.clear()
+        return {}
+
+    fakes[1].answers |= {"/pause?mode=wait": (200, pause), "jppo_check": (200, check), "jppo_load": (200, load)}
+    sampler.load(TENSORS.items(), version=8)
+    until(lambda: member.up and fakes[1].version == "8")
+    assert whole(sampler.generate(PROMPTS, SAMPLING, version=8))
+
+
+def test_a_server_whose_answer_to_resume_is_lost_while_it_is_looked_at_comes_back(made, fakes):
+    sampler = made()
+    member, let_go = sampler.fleet.members[1], threading.Event()
+
+    def late(_):
+        assert let_go.wait(10)
+        raise ConnectionAbortedError
+
+    def pause(_):
+        let_go.set()
+        until(lambda: member.mending)  # which waits for the end of the update
+        return {}
+
+    def lost(_):
+        fakes[1].answers["/resume"] = (200, {})
+        raise ConnectionAbortedError
+
+    _, good = fakes[1].answers[GENERATE]
+    fakes[1].answers |= {GENERATE: (200, late), "/pause?mode=abort": (200, pause), "/resume": (200, lost)}
+    future = sampler.start([PROMPTS[1], PROMPTS[1]], dataclasses.replace(SAMPLING, n=1))
+    until(lambda: asked(fakes[1], [GENERATE]))
+    sampler.load(TENSORS.items(), version=8, mode="abort")
+    fakes[1].answers[GENERATE] = (200, good)
+    future.result()
+    until(lambda: member.up and not member.mending)
+    assert whole(sampler.generate(PROMPTS, SAMPLING, version=8))
 
 
 def test_spans_of_two_versions_are_told_apart(made, fakes):

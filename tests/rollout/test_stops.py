@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jppo.rollout.stops import SPOILED, cut_at
+from jppo.rollout.stops import SPOILED, begun, cut_at
 
 
 def first(tokens, decode, stop):
@@ -84,3 +84,11 @@ def test_only_a_piece_of_a_long_text_is_decoded():
 def test_nothing_to_look_for_and_nothing_to_look_at():
     assert cut_at([1, 2], lambda ids: pytest.fail("decoded"), (), new=2) is None
     assert cut_at([], of_words, ("a",), new=32) is None
+
+
+def test_a_stop_text_that_has_begun():
+    assert begun([2, 5], of_words, ("</answer>",)) and begun([*[2] * 200, 5, 6], of_words, ("x", "</answer>"))
+    assert not begun([5, 6, 2], of_words, ("</answer>",)) and not begun([5, 6], of_words, ())
+    assert not begun([5, 6, 7], of_words, ("</answer>",)), "it is complete without the line break"
+    assert begun(list("né".encode())[:2], of_bytes, ("x",)), "half a character may become anything"
+    assert begun([5, *[0] * 50], of_words, ("</answer>",)), "tokens that say nothing lie between"

@@ -1,0 +1,72 @@
+"""One server of a fleet: what is under way at it, and for how long it may leave that without an answer."""
+
+import asyncio
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jppo.rollout.endpoint import Endpoint, ServerFault
+from jppo.rollout.server import Server
+
+CONNECTIONS = 256  # requests under way at one server; it queues what it cannot run at once
+
+
+class Cut(ServerFault):
+    """The server was given up while the request was under way: not the request's fault."""
+
+
+@dataclasses.dataclass(eq=False)
+class Member:
+    """One server.
+
+    A request waits in the server's own queue for those before it, so that it has no limit from when it was sent. It is
+    late when the server has answered nothing for the endpoint's timeout, or for so long after it was surely its turn.
+    """
+
+    endpoint: Endpoint
+    server: Server | None  # None: attached to
+    model: str
+    max_model_len: int
+    up: bool = True
+    mending: bool = False
+    asleep: bool = False
+    under_way: int = 0
+    requests: set[asyncio.Task[Any]] = dataclasses.field(default_factory=set)
+    answers: int = 0
+    answered: float = 0.0  # when the last one came
+
+    async def ask(self, route: str, body: Mapping[str, Any]) -> Any:
+        """The JSON that the route answers; ServerFault where it is late, Cut where the server is given up."""
+        request = asyncio.ensure_future(self.endpoint.ask(route, body))
+        self.requests.add(request)
+        try:
+            await self._wait(request, route)
+            if request.cancelled():
+                raise Cut(f"the server at {self.endpoint.url} was given up")
+            self.resumed()
+            self.answers += 1
+            return request.result()
+        finally:
+            request.cancel()
+            self.requests.discard(request)
+
+    def resumed(self) -> None:
+        """It works: what is under way has waited for others, or for an update of the weights."""
+        self.answered = asyncio.get_running_loop().time()
+
+    def give_up(self) -> None:
+        """Ends all that is under way."""
+        for request in self.requests:
+            request.cancel()
+
+    async def _wait(self, request: asyncio.Task[Any], route: str) -> None:
+        loop, timeout_s = asyncio.get_running_loop(), self.endpoint.timeout_s
+        sent, before, its_turn = loop.time(), self.answers, False
+        while not request.done():
+            left = max(sent, self.answered) + timeout_s - loop.time()
+            if left <= 0:
+                raise self.endpoint.late(route)
+            await asyncio.wait({request}, timeout=timeout_s if its_turn else left)
+            if its_turn and not request.done():
+                raise self.endpoint.late(route)
+            its_turn = self.answers - before >= CONNECTIONS  # all that were before it are done
