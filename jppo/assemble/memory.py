@@ -316,9 +316,9 @@ def served(cfg: ModelConfig, dtype: str) -> int:
     return sum(math.prod(shape) for shape in hf.hf_shapes(cfg).values()) * int(jnp.dtype(dtype).itemsize)
 
 
-def device_room() -> int | None:
-    """Bytes that JAX may use of a device of this host, by its own word; None on a CPU."""
-    stats = jax.local_devices()[0].memory_stats()
+def device_room(mesh: Any) -> int | None:
+    """Bytes that JAX may use of a device of the mesh, by its own word; None on a CPU."""
+    stats = mesh.local_devices[0].memory_stats()
     return stats.get("bytes_limit") if stats else None
 
 

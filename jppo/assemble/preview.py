@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-import jax
 import numpy as np
 from ml_collections import ConfigDict
 
@@ -22,7 +21,7 @@ from jppo.assemble.inputs import Inputs, read_inputs
 from jppo.assemble.learner import make_passes
 from jppo.assemble.memory import Estimate
 from jppo.assemble.rows import critic_mini_batch_size, plan_of_run, sequences_of_step
-from jppo.learner import devices, packing, ppo
+from jppo.learner import devices, packing, ppo, sharding
 from jppo.structs import Prompt, Trajectory
 from jppo.targets.machines import Machine
 
@@ -190,7 +189,7 @@ def rooms(found: Estimate, mesh: Any, *, host: dict[str, int]) -> list[Room]:
         where = "this machine" if count == 1 else f"this machine, its {count} devices together"
         return [Room(where, here | program | host, room)]
     return [
-        Room(f"each of {count} {device.device_kind}", parts, memory.device_room()),
+        Room(f"each of {count} {device.device_kind}", parts, memory.device_room(mesh)),
         Room("this machine", program | host, room),
     ]
 
@@ -203,14 +202,14 @@ def described_rooms(c: ConfigDict, machine: Machine, found: Estimate) -> list[Ro
     return [*places, *([Room("its host, for each device", waiting, None)] if waiting else [])]
 
 
-def host_parts(c: ConfigDict, inputs: Inputs) -> dict[str, int]:
+def host_parts(c: ConfigDict, inputs: Inputs, mesh: Any) -> dict[str, int]:
     """What a PPO run holds on the host beside the trainer: the published weights, and a vLLM on a CPU."""
     r, parts = c.rollout, dict[str, int]()
     if r.name == "inprocess":
         return parts
     if not r.publish_dir:  # two files in shared memory, written in turn
         parts["published weights"] = 2 * memory.served(inputs.policy, published_dtype(c))
-    if r.name == "vllm" and not r.urls and jax.default_backend() == "cpu":  # SGLang's are on a GPU
+    if r.name == "vllm" and not r.urls and sharding.platform(mesh) == "cpu":  # SGLang's are on a GPU
         parts |= {
             "vLLM: weights": r.servers * memory.served(inputs.policy, r.dtype),
             "vLLM: cache": r.servers * r.kv_cache_memory_bytes,
@@ -219,12 +218,12 @@ def host_parts(c: ConfigDict, inputs: Inputs) -> dict[str, int]:
     return parts
 
 
-def of_servers(c: ConfigDict, inputs: Inputs) -> Room | None:
+def of_servers(c: ConfigDict, inputs: Inputs, mesh: Any) -> Room | None:
     """The servers' share of a GPU; None where they have none."""
-    limit = memory.device_room()
+    limit = memory.device_room(mesh)
     share = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
     name = {"vllm": "vLLM", "sglang": "SGLang"}.get(c.rollout.name)
-    if name is None or c.rollout.urls or limit is None or share is None or jax.default_backend() != "gpu":
+    if name is None or c.rollout.urls or limit is None or share is None or sharding.platform(mesh) != "gpu":
         return None
     weights = memory.served(inputs.policy, c.rollout.dtype)
     has = int(c.rollout.gpu_memory_utilization * limit / float(share))
@@ -244,8 +243,8 @@ def look(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[list[str], Estimate,
     """Everything of a PPO run on this machine: its sizes as lines, the estimate, and what is needed where."""
     lines, step = sizes(c, inputs, mesh)
     found = memory.estimate(c, inputs, mesh, entries=step.entries)
-    share = of_servers(c, inputs)
-    places = rooms(found, mesh, host=host_parts(c, inputs)) + ([share] if share is not None else [])
+    share = of_servers(c, inputs, mesh)
+    places = rooms(found, mesh, host=host_parts(c, inputs, mesh)) + ([share] if share is not None else [])
     return lines, found, places
 
 
