@@ -22,7 +22,7 @@ unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PIP_TARGET PIP_PREFIX PIP_USER PIP_RE
 
 .DEFAULT_GOAL = help
 .DELETE_ON_ERROR:
-.PHONY: help setup quickstart test test-all lint types docs bench bench-peers doctor pictures clean
+.PHONY: help setup quickstart test test-all lint types docs bench bench-peers doctor target-gpu target-tpu pictures clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -60,6 +60,12 @@ bench-peers: $(READY)  ## measure jppo beside torch with transformers, TRL and t
 
 doctor: $(READY)  ## say what of this machine, and of a run by CONFIG=FILE, would stop a training; ARGS=...
 	@$(PY) -m jppo.doctor $(if $(CONFIG),--config=$(CONFIG)) $(ARGS)
+
+target-gpu: $(READY)  ## install XLA's compiler for GPUs that are not here in .targets/gpu, for --dry_run --machine=8xH100
+	$(PY) -m jppo.targets.compilers gpu
+
+target-tpu: $(READY)  ## the same for TPUs, for --dry_run --machine=v5e-16
+	$(PY) -m jppo.targets.compilers tpu
 
 pictures: $(READY)  ## photograph the report of a run for docs/, by a headless Chromium; RUN=DIR
 	JPPO_PICTURES_OF=$(RUN) $(PY) -m pytest tests/test_report.py -k pictures

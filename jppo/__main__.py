@@ -12,6 +12,7 @@ COMMANDS = {
     "jppo.export": "what a run has trained, as a directory for others",
     "jppo.chat": "talks to a model",
     "jppo.sweep": "several trainings, side by side",
+    "jppo.plan": "the fastest settings on a machine that is not there",
     "jppo.report": "one page about one run or several",
     "jppo.doctor": "what would stop a training, of the machine or of a run",
     "jppo.from_verl": "a script of verl's as a command of jppo",

@@ -19,14 +19,16 @@ from ml_collections import ConfigDict
 
 from jppo import assemble
 from jppo import config as settings
-from jppo.assemble import memory, preview, waiting
+from jppo.assemble import described, memory, preview, waiting
+from jppo.assemble.described import Request
+from jppo.assemble.forecast import Executions
 from jppo.config import UserError
 from jppo.data.preferences import Encode, Pair, PairSet, read_pairs
 from jppo.data.stream import Cursor, next_batch, steps_per_epoch
 from jppo.io.console import REWARD_MODEL_COLUMNS
 from jppo.io.timers import Timers
 from jppo.learner import batch, compiler, packing, ppo, preference, score, sharding, update
-from jppo.models import hf, offload, placing
+from jppo.models import cost, hf, offload, placing
 from jppo.models.families import ModelConfig, pad_vocab
 from jppo.models.lora import Lora
 from jppo.rewards.model import Texts, without_padding
@@ -51,13 +53,13 @@ class Task:
     accumulate: Any  # the second: the gradient
 
 
-def prepare(c: ConfigDict) -> Task:
+def prepare(c: ConfigDict, request: Request = preview.HERE) -> Task:
     """Reads the pairs, and the model as its directory describes it."""
-    described, cfg = hf.read_config(c.model.path)
+    written, cfg = hf.read_config(c.model.path)
     tokenizer = assemble.read_tokenizer(c, cfg)
     changes = hf.classifier_changes(c.model.path, pad_token_id=tokenizer.pad_token_id)
     reading = dict[str, Any](
-        encode=make_encode(tokenizer, (described | changes).get("pad_token_id")),
+        encode=make_encode(tokenizer, (written | changes).get("pad_token_id")),
         max_length=c.data.max_prompt_length + c.data.max_response_length,
         margin=c.loss.margin,
         margin_column=c.loss.margin_column,
@@ -69,7 +71,7 @@ def prepare(c: ConfigDict) -> Task:
     held_out = read_pairs(c.data.val_files, **reading, setting="data.val_files")
     by_epochs = steps_per_epoch(len(pairs.pairs), c.data.train_batch_size) * c.trainer.total_epochs
     steps = c.trainer.total_training_steps
-    mesh = assemble.make_mesh(c)
+    mesh = request.mesh(c)
     options = compiler.options(mesh, c.model.compiler_options)
     cfg = pad_vocab(cfg, mesh.shape["tensor"])
     value = score.make_value(assemble.make_decoder(c, cfg, mesh))
@@ -175,30 +177,46 @@ def test(c: ConfigDict, task: Task, descent: ppo.Descent, learned: Any) -> dict[
     return {"rm/val_loss": sums["rm/loss"] / len(pairs), "rm/val_accuracy": sums["rm/accuracy"] / len(pairs)}
 
 
-def dry_run(c: ConfigDict) -> str:
+def dry_run(c: ConfigDict, request: Request = preview.HERE) -> str:
     """What a run by these settings would be; no weight is read."""
     preview.take_little()
-    task = prepare(c)
+    task = prepare(c, request)
+    found, micro_batches = estimate(c, task)
+    lines = [
+        f"pairs            {counted(task.pairs)}",
+        f"held out         {counted(task.held_out)}",
+        f"steps            {task.steps:,}, each of {c.data.train_batch_size:,} pairs, one optimizer step",
+        f"rows             {preview.shapes(task.plan)}",
+        f"                 up to {micro_batches} micro-batches a step, each read twice",
+        f"to compile       {2 * len(task.plan.shapes) + 3} programs for {len(task.plan.shapes)} shape(s)",
+    ]
+
+    def again(other: ConfigDict) -> memory.Estimate:
+        return estimate(other, prepare(other, request))[0]
+
+    executions = Executions({"rm gradient": micro_batches, "rm step": 1, "scores": micro_batches})
+    return preview.of_one_model(c, request, task.mesh, lines, found, executions, again)
+
+
+def estimate(c: ConfigDict, task: Task) -> tuple[memory.Estimate, int]:
+    """The memory of a run, and the micro-batches of a step of its longest pairs."""
     plan, mesh, count = task.plan, task.mesh, c.data.train_batch_size
     trained = memory.sketch(c, mesh, task.cfg, head="value", adapters=task.adapters)
-    rows = [memory.rows_of(shape, mesh) for shape in memory.largest(plan)]
+    shapes = memory.largest(plan)
+    rows = [memory.rows_of(shape, mesh) for shape in shapes]
     scores = jax.ShapeDtypeStruct((2 * count,), np.float32, sharding=sharding.replicated(mesh))
-    opt, moments = memory.learning("rm", task.accumulate, c.optim, trained, rows, scores)
-    moments += [memory.account("scores", 0, task.scores, trained.learned, trained.base, one, scores) for one in rows]
+    whole = [[length] * some for some, length in shapes]
+    flop = [cost.update(task.cfg, lengths, head_tokens=0, how=task.adapters) for lengths in whole]
+    opt, moments = memory.learning("rm", task.accumulate, c.optim, trained, rows, scores, useful=flop)
+    for one, lengths in zip(rows, whole, strict=True):
+        needed = cost.forward(task.cfg, lengths, head_tokens=0, how=task.adapters)
+        models = trained.learned, trained.base, one, scores
+        moments.append(memory.account("scores", 0, task.scores, *models, useful=needed))
     longest = sorted(task.pairs.pairs, key=lambda pair: -len(pair.chosen) - len(pair.rejected))[:count]
     packed = pack(longest, plan)
     parts, away = memory.of_one_model(c, trained, opt, [memory.rows_of(one.inputs.shape, mesh) for one in packed])
     runtime = memory.runtime(c, task.cfg, plan, passes=1, gradients=1)
-    found = memory.Estimate(parts, tuple(moments), runtime, away)
-    lines = [
-        f"pairs            {counted(task.pairs)}",
-        f"held out         {counted(task.held_out)}",
-        f"steps            {task.steps:,}, each of {count:,} pairs, one optimizer step",
-        f"rows             {preview.shapes(plan)}",
-        f"                 up to {len(packed)} micro-batches a step, each read twice",
-        f"to compile       {2 * len(plan.shapes) + 3} programs for {len(plan.shapes)} shape(s)",
-    ]
-    return preview.report(lines, found, preview.rooms(found, mesh, host={}))
+    return memory.Estimate(parts, tuple(moments), runtime, away), len(packed)
 
 
 def counted(found: PairSet) -> str:
@@ -240,13 +258,14 @@ def as_trajectory(ids: np.ndarray) -> Trajectory:
 def main(argv: list[str] | None = None) -> None:
     """The command line."""
     argv = sys.argv[1:] if argv is None else argv
-    config, switches = settings.parse(argv, __doc__ or "", settings.reward_model_default())
+    config, switches = settings.parse(argv, __doc__ or "", settings.reward_model_default(), describes=True)
     if "loss" not in config:
         raise UserError("--config is of another command; one for jppo.reward_model starts from reward_model_default()")
     settings.check(config)
+    request = described.read(switches, "jppo.reward_model", argv)
     if switches["dry_run"]:
         print(settings.dump(config), flush=True)
-        print(dry_run(config), end="")
+        print(dry_run(config, request), end="")
         return
     train(config)
 

@@ -16,7 +16,9 @@ from ml_collections import ConfigDict
 
 from jppo import assemble
 from jppo import config as settings
-from jppo.assemble import memory, preview, waiting
+from jppo.assemble import described, memory, preview, waiting
+from jppo.assemble.described import Request
+from jppo.assemble.forecast import Executions
 from jppo.config import UserError
 from jppo.data.sft import Demonstration, read_demonstrations
 from jppo.data.stream import Cursor, next_batch, steps_per_epoch
@@ -43,7 +45,7 @@ class Task:
     accumulate: Any  # the gradient, compiled
 
 
-def prepare(c: ConfigDict) -> Task:
+def prepare(c: ConfigDict, request: Request = preview.HERE) -> Task:
     """Reads the demonstrations, and the model as its directory describes it."""
     _, cfg = hf.read_config(c.model.path)
     tokenizer = assemble.read_tokenizer(c, cfg)
@@ -58,7 +60,7 @@ def prepare(c: ConfigDict) -> Task:
     )
     per_epoch = steps_per_epoch(len(found.demonstrations), c.data.train_batch_size)
     steps = c.trainer.total_training_steps
-    mesh = assemble.make_mesh(c)
+    mesh = request.mesh(c)
     options = compiler.options(mesh, c.model.compiler_options)
     cfg = pad_vocab(cfg, mesh.shape["tensor"])
     logprob = score.make_logprob(
@@ -121,27 +123,42 @@ def train(config: ConfigDict) -> None:
     print(f"model             {out}")
 
 
-def dry_run(c: ConfigDict) -> str:
+def dry_run(c: ConfigDict, request: Request = preview.HERE) -> str:
     """What a run by these settings would be; no weight is read."""
     preview.take_little()
-    task = prepare(c)
-    plan, mesh, count = task.plan, task.mesh, c.data.train_batch_size
+    task = prepare(c, request)
+    found, micro_batches = estimate(c, task)
+    lines = [
+        f"demonstrations   {len(task.demonstrations):,} ({task.overlong} over-long ones left out)",
+        f"steps            {task.steps:,}, each of {c.data.train_batch_size:,} demonstrations, one optimizer step",
+        f"rows             {preview.shapes(task.plan)}",
+        f"                 up to {micro_batches} micro-batches a step",
+        f"to compile       {len(task.plan.shapes) + 2} programs for {len(task.plan.shapes)} shape(s)",
+    ]
+
+    def again(other: ConfigDict) -> memory.Estimate:
+        return estimate(other, prepare(other, request))[0]
+
+    executions = Executions({"sft gradient": micro_batches, "sft step": 1})
+    return preview.of_one_model(c, request, task.mesh, lines, found, executions, again)
+
+
+def estimate(c: ConfigDict, task: Task) -> tuple[memory.Estimate, int]:
+    """The memory of a run, and the micro-batches of a step of its longest demonstrations."""
+    plan, mesh = task.plan, task.mesh
     trained = memory.sketch(c, mesh, task.cfg, head="lm", adapters=task.adapters)
-    rows = [memory.rows_of(shape, mesh) for shape in memory.largest(plan)]
-    opt, moments = memory.learning("sft", task.accumulate, c.optim, trained, rows)
-    longest = sorted((as_trajectory(one, "") for one in task.demonstrations), key=lambda t: -len(t.tokens))[:count]
+    shapes = memory.largest(plan)
+    rows = [memory.rows_of(shape, mesh) for shape in shapes]
+    flop = [memory.useful_update(c, task.cfg, shape, task.adapters, head=True) for shape in shapes]
+    opt, moments = memory.learning(
+        "sft", task.accumulate, c.optim, trained, rows, useful=flop, masked=memory.sampled_share(c)
+    )
+    by_length = sorted((as_trajectory(one, "") for one in task.demonstrations), key=lambda t: -len(t.tokens))
+    longest = by_length[: c.data.train_batch_size]
     packed = packing.pack(longest, range(len(longest)), plan)
     parts, away = memory.of_one_model(c, trained, opt, [memory.rows_of(one.inputs.shape, mesh) for one in packed])
     runtime = memory.runtime(c, task.cfg, plan, passes=0, gradients=1)
-    found = memory.Estimate(parts, tuple(moments), runtime, away)
-    lines = [
-        f"demonstrations   {len(task.demonstrations):,} ({task.overlong} over-long ones left out)",
-        f"steps            {task.steps:,}, each of {count:,} demonstrations, one optimizer step",
-        f"rows             {preview.shapes(plan)}",
-        f"                 up to {len(packed)} micro-batches a step",
-        f"to compile       {len(plan.shapes) + 2} programs for {len(plan.shapes)} shape(s)",
-    ]
-    return preview.report(lines, found, preview.rooms(found, mesh, host={}))
+    return memory.Estimate(parts, tuple(moments), runtime, away), len(packed)
 
 
 def as_trajectory(demonstration: Demonstration, uid: str) -> Trajectory:
@@ -162,11 +179,13 @@ def as_trajectory(demonstration: Demonstration, uid: str) -> Trajectory:
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     """The command line."""
-    config, switches = settings.parse(sys.argv[1:] if argv is None else argv, __doc__, settings.sft_default())
+    argv = sys.argv[1:] if argv is None else argv
+    config, switches = settings.parse(argv, __doc__, settings.sft_default(), describes=True)
     settings.check(config)
+    request = described.read(switches, "jppo.sft", argv)
     if switches["dry_run"]:
         print(settings.dump(config), flush=True)
-        print(dry_run(config), end="")
+        print(dry_run(config, request), end="")
         return
     train(config)
 

@@ -22,7 +22,7 @@ from jppo import assemble, validation
 from jppo import config as settings
 from jppo.agent import counts
 from jppo.algorithms import kl
-from jppo.assemble import Begun, Inputs, Learner, Source, waiting
+from jppo.assemble import Begun, Inputs, Learner, Source, described, waiting
 from jppo.assemble.handover import Handover
 from jppo.data.stream import Cursor
 from jppo.io.checkpoint import Checkpoints, require
@@ -469,11 +469,13 @@ def introduce(inputs: Inputs, mesh: Mesh, plan: packing.Plan, resumed: int | Non
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     """The command line."""
-    config, switches = settings.parse(sys.argv[1:] if argv is None else argv, __doc__, settings.default())
+    argv = sys.argv[1:] if argv is None else argv
+    config, switches = settings.parse(argv, __doc__, settings.default(), describes=True)
     settings.check(config)
+    request = described.read(switches, "jppo.train", argv)
     if switches["dry_run"]:
         print(settings.dump(config), flush=True)
-        print(assemble.dry_run(config), end="")
+        print(assemble.dry_run(config, request), end="")
         return
     goes_on = f"the same command goes on from the last of {config.trainer.run_dir}/checkpoints"
     try:

@@ -108,7 +108,7 @@ def test_devices_of_a_processor_share_the_host(monkeypatch, platform, count):
     mesh = SimpleNamespace(devices=np.array(devices, object))
     monkeypatch.setattr("jppo.learner.devices.resident", lambda: 50)
     monkeypatch.setattr(memory, "host_room", lambda: 1000)
-    monkeypatch.setattr(memory, "device_room", lambda: 1200)
+    monkeypatch.setattr(memory, "device_room", lambda mesh: 1200)
     found = preview.rooms(ESTIMATE, mesh, host={"vLLM: cache": 7})
     if platform == "cpu":
         assert [(room.needs, room.has) for room in found] == [(count * 1150 + 57 + 90, 1050)]
@@ -129,13 +129,13 @@ def test_programs_of_unrolled_layers_take_more(config):
 
 def test_a_gpu_has_a_share_for_its_server(small_run, monkeypatch):
     inputs = assemble.read_inputs(small_run)
-    assert preview.of_servers(small_run, inputs) is None  # on a CPU it is the host's
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(memory, "device_room", lambda: 52 * 2**30)
+    cpu, gpu = (SimpleNamespace(devices=np.array([SimpleNamespace(platform=name)], object)) for name in ("cpu", "gpu"))
+    monkeypatch.setattr(memory, "device_room", lambda mesh: 52 * 2**30)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.52")
-    room = preview.of_servers(small_run, inputs)
+    assert preview.of_servers(small_run, inputs, cpu) is None  # on a CPU it is the host's
+    room = preview.of_servers(small_run, inputs, gpu)
     assert room.has == pytest.approx(40 * 2**30) and set(room.parts) == {"weights"}
-    assert set(preview.host_parts(small_run, inputs)) == {"published weights"}
+    assert set(preview.host_parts(small_run, inputs, gpu)) == {"published weights"}
 
 
 def test_what_a_server_holds(tiny_model):
@@ -149,7 +149,7 @@ def test_what_a_server_holds(tiny_model):
 
 def command(main, monkeypatch, c, **switches):
     """Runs a command's main with the config in place of a file."""
-    monkeypatch.setattr(settings, "parse", lambda *_: (c, {"dry_run": True} | switches))
+    monkeypatch.setattr(settings, "parse", lambda *_, **__: (c, {"dry_run": True} | switches))
     main([])
 
 

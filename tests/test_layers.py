@@ -16,9 +16,9 @@ LAYERS = (
     ("structs", "config", "tensorheader"),
     ("algorithms", "models", "statistics"),
     ("learner", "data", "rewards", "rollout", "io"),
-    ("agent", "validation", "supply"),
+    ("agent", "validation", "supply", "targets"),
     ("assemble", "report", "verl"),
-    ("train", "sft", "reward_model", "evaluate", "sweep", "from_verl", "export", "chat"),
+    ("train", "sft", "reward_model", "evaluate", "sweep", "from_verl", "export", "chat", "plan"),
     ("checkup",),
     ("doctor", "__main__"),
 )

@@ -31,6 +31,9 @@ from jppo.structs import Sampling, TrainState
 
 Source = Served | InprocessSampler  # of samples
 
+# Shares of a GPU's memory: what JAX takes by default, and what a trainer and its servers have together.
+DEFAULT_SHARE, SHARED_BY_BOTH = 0.75, 0.92
+
 
 def sampling(c: ConfigDict, version: int) -> Sampling:
     """How this step's responses are drawn; each step has seeds of its own."""
@@ -74,9 +77,16 @@ def share_gpu(c: ConfigDict) -> None:
         os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
         return
     if c.rollout.name != "inprocess" and not c.rollout.urls:
-        os.environ.setdefault(
-            "XLA_PYTHON_CLIENT_MEM_FRACTION", f"{max(0.1, 0.92 - c.rollout.gpu_memory_utilization):.2f}"
-        )
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{trainer_share(c):.2f}")
+
+
+def trainer_share(c: ConfigDict) -> float:
+    """The share of a GPU's memory that a trainer may use, beside servers on the same GPU."""
+    if c.rollout.name == "inprocess":
+        return DEFAULT_SHARE
+    if c.rollout.sleep_level:
+        return SHARED_BY_BOTH
+    return DEFAULT_SHARE if c.rollout.urls else max(0.1, SHARED_BY_BOTH - c.rollout.gpu_memory_utilization)
 
 
 def server_settings(c: ConfigDict) -> ServerSettings:

@@ -65,10 +65,14 @@ class Learner:
 
 
 def make_mesh(c: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Any:
-    """The devices, this machine's where none are given, as the config lays them out."""
-    devices = jax.devices() if devices is None else devices
-    waiting.require_host(c, devices[0])
-    machine.keep_programs(c.trainer.compile_cache)
+    """The devices, this machine's where none are given, as the config lays them out.
+
+    Devices that are given may be only described: they are compiled for and hold nothing.
+    """
+    if devices is None:
+        devices = jax.devices()
+        waiting.require_host(c, devices[0])
+        machine.keep_programs(c.trainer.compile_cache)
     machine.keep_memory()
     shape = sharding.mesh_shape(
         len(devices), data=c.mesh.data, fsdp=c.mesh.fsdp, tensor=c.mesh.tensor, sequence=c.mesh.sequence

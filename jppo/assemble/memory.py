@@ -5,7 +5,7 @@ XLA's own account: each is compiled, for the largest shape of rows, on arguments
 is held is at one of a few moments: a gradient, an optimizer's step, or a scoring pass.
 """
 
-import dataclasses
+import itertools
 import math
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -13,11 +13,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from ml_collections import ConfigDict
 
 from jppo.assemble import waiting
-from jppo.assemble.engine import inprocess_settings
 from jppo.assemble.inputs import Inputs
 from jppo.assemble.learner import (
     Trained,
@@ -26,9 +24,11 @@ from jppo.assemble.learner import (
     make_passes,
     shares_trunk,
 )
+from jppo.assemble.moments import Estimate, Moment, account, size, whole
+from jppo.assemble.own_engine import own_engine
 from jppo.assemble.rows import plan_of_run
 from jppo.learner import packing, ppo, sharding, state
-from jppo.models import cache, hf
+from jppo.models import cost, hf
 from jppo.models.families import ModelConfig, pad_vocab
 from jppo.models.lora import Base, Lora
 from jppo.models.params import Head
@@ -40,60 +40,29 @@ MANY = 1.1  # a shape of rows with so many times the tokens of the longest rows 
 PROGRAM, RUNTIME, LAYER = 12 * 2**27, 2**26, 7 * 2**18
 
 
-@dataclasses.dataclass(frozen=True)
-class Moment:
-    """A program at work: all on one device, in bytes."""
-
-    name: str
-    gradients: int  # the f32 sums that are there
-    temporaries: int  # XLA's account, with results that take no argument's place
-    brought: int = 0  # what waits on the host and is there for it
-
-    @property
-    def needs(self) -> int:
-        """All of it."""
-        return self.gradients + self.temporaries + self.brought
+def texts(c: ConfigDict, shape: Sequence[int]) -> tuple[list[int], int]:
+    """(lengths, tokens that the language head reads) of rows of that shape that are full of the longest sequences."""
+    longest = c.data.max_prompt_length + c.data.max_response_length
+    entries = math.prod(shape)
+    length = min(longest, shape[1])
+    return [length] * max(1, entries // length), int(entries * sampled_share(c))
 
 
-@dataclasses.dataclass(frozen=True)
-class Estimate:
-    """The bytes of a run on one device: what is always there, and what its programs need beside it."""
-
-    parts: dict[str, int]
-    moments: tuple[Moment, ...]
-    runtime: int  # by which a process grows whose devices are the processor's, whatever their number
-    host: dict[str, int] = dataclasses.field(default_factory=dict)  # what waits on the host for this device
-
-    @property
-    def worst(self) -> Moment:
-        """The moment that needs most."""
-        return max(self.moments, key=lambda moment: moment.needs)
-
-    @property
-    def peak(self) -> int:
-        """The most that is held at once."""
-        return sum(self.parts.values()) + self.worst.needs
+def sampled_share(c: ConfigDict) -> float:
+    """The share of sampled tokens in the longest sequences."""
+    return float(c.data.max_response_length / (c.data.max_prompt_length + c.data.max_response_length))
 
 
-def size(tree: Any) -> int:
-    """Bytes of the arrays on one device."""
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * _itemsize(x) for x in jax.tree.leaves(tree))
+def useful_forward(c: ConfigDict, cfg: ModelConfig, shape: Sequence[int], how: Lora | None, *, head: bool) -> int:
+    """FLOP that a forward pass over such rows needs."""
+    lengths, read = texts(c, shape)
+    return cost.forward(cfg, lengths, head_tokens=read if head else 0, how=how)
 
 
-def whole(tree: Any) -> int:
-    """Bytes of the arrays, each counted once, wherever they lie."""
-    return sum(math.prod(x.shape) * _itemsize(x) for x in jax.tree.leaves(tree))
-
-
-def _itemsize(x: Any) -> int:
-    return int(np.dtype(x.dtype).itemsize)
-
-
-def account(name: str, gradients: int, fn: Any, *args: Any, brought: int = 0) -> Moment:
-    """What the program that `fn` is for such arguments sets aside, by XLA's account of it."""
-    found: Any = fn.lower(*args).compile().memory_analysis()
-    results = found.output_size_in_bytes - found.alias_size_in_bytes
-    return Moment(name, gradients, found.temp_size_in_bytes + max(results, 0), brought)
+def useful_update(c: ConfigDict, cfg: ModelConfig, shape: Sequence[int], how: Lora | None, *, head: bool) -> int:
+    """FLOP that a gradient over such rows needs."""
+    lengths, read = texts(c, shape)
+    return cost.update(cfg, lengths, head_tokens=read if head else 0, how=how)
 
 
 def sketch(c: ConfigDict, mesh: Any, cfg: ModelConfig, *, head: Head, adapters: Lora | None) -> Trained:
@@ -131,10 +100,13 @@ def learning(
     micros: Sequence[Any],
     *further: Any,
     brought: int = 0,
+    useful: Sequence[int] = (),
+    masked: float = 1.0,
 ) -> tuple[Any, list[Moment]]:
     """The optimizer's state of one model, and the moments of its update; `micros` are micro-batches as shapes.
 
-    `brought` is what comes from the host for all of the update; the optimizer comes for its step.
+    `brought` is what comes from the host for all of the update; the optimizer comes for its step. `useful` are the FLOP
+    that the model needs for each micro-batch.
     """
     tx = make_optimizer(section, trained.what)
     opt, places = state.abstract_optimizer(tx, trained.what)
@@ -150,8 +122,20 @@ def learning(
     gradients, learned = size(carry), trained.learned
     models = learned, trained.base, carry
     moments = [
-        account(f"{name} gradient", gradients, accumulate, *models, micro, counts, *further, brought=brought)
-        for micro in micros
+        account(
+            f"{name} gradient",
+            gradients,
+            accumulate,
+            *models,
+            one,
+            counts,
+            *further,
+            brought=brought,
+            useful=flop,
+            masked=masked,
+            entries=math.prod(jax.tree.leaves(one)[0].shape),
+        )
+        for one, flop in itertools.zip_longest(micros, useful, fillvalue=0)
     ]
     apply = make_apply(section, tx, trained.what, places, 1)
     step = jax.ShapeDtypeStruct((), jnp.int32)
@@ -172,7 +156,8 @@ def estimate(c: ConfigDict, inputs: Inputs, mesh: Any, *, entries: int) -> Estim
     if inputs.critic is not None:
         critic = sketch(c, mesh, fit(inputs.critic), head="value", adapters=inputs.critic_adapters)
     reference, own_reference = _reference(c, inputs, mesh, policy)
-    rows = [rows_of(shape, mesh) for shape in largest(plan_of_run(c, mesh, inputs.policy))]
+    shapes = largest(plan_of_run(c, mesh, inputs.policy))
+    rows = [rows_of(shape, mesh) for shape in shapes]
     scored = [_scored(recipe, one, critic is not None) for one in rows]
     coming = waiting.brought(
         c,
@@ -184,15 +169,22 @@ def estimate(c: ConfigDict, inputs: Inputs, mesh: Any, *, entries: int) -> Estim
         shared_trunk=shares_trunk(c, inputs),
         own_reference=own_reference,
     )
-    moments = list(_scoring(recipe, passes, policy, reference, critic, rows, coming))
+    moments = list(_scoring(c, inputs, recipe, passes, policy, reference, critic, rows, coming))
     if c.rollout.name == "inprocess":
-        moments.append(dataclasses.replace(_sampling(c, mesh), brought=coming.logprob))
+        moments += own_engine(c, mesh, brought=coming.logprob)
     judge = recipe.in_loss(reference)
-    policy_opt, found = learning("actor", passes.actor, c.actor, policy, scored, judge, brought=coming.actor)
+    share = sampled_share(c)
+    flop = [useful_update(c, inputs.policy, shape, inputs.adapters, head=True) for shape in shapes]
+    policy_opt, found = learning(
+        "actor", passes.actor, c.actor, policy, scored, judge, brought=coming.actor, useful=flop, masked=share
+    )
     moments += found
     parts = {"policy": size((policy.learned, policy.base)), "policy's optimizer": size(policy_opt)}
-    if critic is not None:
-        critic_opt, found = learning("critic", passes.critic, c.critic, critic, scored, brought=coming.critic)
+    if critic is not None and inputs.critic is not None:
+        flop = [useful_update(c, inputs.critic, shape, inputs.critic_adapters, head=False) for shape in shapes]
+        critic_opt, found = learning(
+            "critic", passes.critic, c.critic, critic, scored, brought=coming.critic, useful=flop
+        )
         moments += found
         base = None if shares_trunk(c, inputs) else critic.base
         parts |= {"critic": size((critic.learned, base)), "critic's optimizer": size(critic_opt)}
@@ -220,14 +212,6 @@ def runtime(c: ConfigDict, cfg: ModelConfig, plan: packing.Plan, *, passes: int,
     """What programs take at work on a CPU beside their arrays: a gradient is three passes, scanned layers are one."""
     layers = 1 if c.model.scan_layers else cfg.num_layers
     return RUNTIME + LAYER * layers * (passes + 3 * gradients) * len(plan.shapes)
-
-
-def _sampling(c: ConfigDict, mesh: Any) -> Moment:
-    """The trainer's own engine at work: keys and values, and the weights as it reads them."""
-    s = inprocess_settings(c, mesh)
-    row = cache.row_bytes(s.cfg, length=s.max_model_len, dtype=s.dtype)
-    weights = state.abstract(state.weights(s.cfg, mesh, head="lm", param_dtype=s.dtype))
-    return Moment("sampling", 0, s.rows // s.row_multiple * row + size(weights))
 
 
 def of_one_model(
@@ -288,6 +272,8 @@ def _like(rows: Rows) -> Any:
 
 
 def _scoring(
+    c: ConfigDict,
+    inputs: Inputs,
     recipe: ppo.Recipe,
     passes: ppo.Passes,
     policy: Trained,
@@ -299,13 +285,30 @@ def _scoring(
     """The passes without gradients."""
     actor = ppo.join(policy.learned, policy.base)
     for one in rows:
-        yield account("log-probs", 0, passes.logprob, actor, one, brought=coming.logprob)
-        if passes.reference is not None:
-            models = reference, recipe.in_reward(actor)
-            yield account("reference", 0, passes.reference, *models, one, _like(one), brought=coming.reference)
-        if passes.value is not None and critic is not None:
+        shape, share = one.inputs.shape, sampled_share(c)
+        entries = math.prod(shape)
+        flop = useful_forward(c, inputs.policy, shape, inputs.adapters, head=True)
+        yield account(
+            "log-probs",
+            0,
+            passes.logprob,
+            actor,
+            one,
+            brought=coming.logprob,
+            useful=flop,
+            masked=share,
+            entries=entries,
+        )
+        if passes.reference is not None and inputs.reference is not None:
+            policy_too = recipe.in_reward(actor)
+            flop = useful_forward(c, inputs.reference, shape, None, head=True) + (0 if policy_too is None else flop)
+            models = reference, policy_too, one, _like(one)
+            how = dict[str, Any](brought=coming.reference, useful=flop, masked=share, entries=entries)
+            yield account("reference", 0, passes.reference, *models, **how)
+        if passes.value is not None and critic is not None and inputs.critic is not None:
             judge = ppo.join(critic.learned, critic.base)
-            yield account("values", 0, passes.value, judge, one, brought=coming.values)
+            flop = useful_forward(c, inputs.critic, shape, inputs.critic_adapters, head=False)
+            yield account("values", 0, passes.value, judge, one, brought=coming.values, useful=flop, entries=entries)
 
 
 def served(cfg: ModelConfig, dtype: str) -> int:
@@ -313,9 +316,9 @@ def served(cfg: ModelConfig, dtype: str) -> int:
     return sum(math.prod(shape) for shape in hf.hf_shapes(cfg).values()) * int(jnp.dtype(dtype).itemsize)
 
 
-def device_room() -> int | None:
-    """Bytes that JAX may use of a device, by its own word; None on a CPU."""
-    stats = jax.local_devices()[0].memory_stats()
+def device_room(mesh: Any) -> int | None:
+    """Bytes that JAX may use of a device of the mesh, by its own word; None on a CPU."""
+    stats = mesh.local_devices[0].memory_stats()
     return stats.get("bytes_limit") if stats else None
 
 

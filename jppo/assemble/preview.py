@@ -6,24 +6,27 @@ Models are read as their directories describe them, data as a run reads them; no
 import dataclasses
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from jppo.assemble import memory
+from jppo.assemble import described, forecast, memory
+from jppo.assemble.described import Request
 from jppo.assemble.engine import published_dtype, share_gpu
+from jppo.assemble.forecast import Executions
 from jppo.assemble.forewarn import describe_sampling, forewarn
 from jppo.assemble.inputs import Inputs, read_inputs
-from jppo.assemble.learner import make_mesh, make_passes
+from jppo.assemble.learner import make_passes
 from jppo.assemble.memory import Estimate
 from jppo.assemble.rows import critic_mini_batch_size, plan_of_run, sequences_of_step
-from jppo.learner import devices, packing, ppo
+from jppo.learner import devices, packing, ppo, sharding
 from jppo.structs import Prompt, Trajectory
+from jppo.targets.machines import Machine
 
 MIB = 2**20
+HERE = Request()  # the machine that this is
 TIGHT = 0.9  # of the room: more is a warning
 # What a step calls once for a batch, not once for a shape of rows.
 ONCE = ("normalized", "sequences")
@@ -59,6 +62,7 @@ class Descents:
     mini_batches: int  # of an epoch, each an optimizer step
     sequences: int  # of a mini-batch
     micro_batches: int  # of a mini-batch, at most: with all responses as long as they may be
+    entries: int = dataclasses.field(default=0, compare=False)  # of the rows of an epoch, padding included
 
 
 def full_length(prompts: Sequence[Prompt], count: int, response: int, *, samples: int = 1) -> list[Trajectory]:
@@ -74,8 +78,9 @@ def full_length(prompts: Sequence[Prompt], count: int, response: int, *, samples
 def descents(trajectories: Sequence[Trajectory], plan: packing.Plan, *, epochs: int, size: int) -> Descents:
     """The mini-batches of `size` sequences that such a step is cut into."""
     cuts = [trajectories[start : start + size] for start in range(0, len(trajectories), size)]
-    most = max(len(packing.pack(cut, range(len(cut)), plan)) for cut in cuts)
-    return Descents(epochs, len(cuts), size, most)
+    packed = [packing.pack(cut, range(len(cut)), plan) for cut in cuts]
+    entries = sum(math.prod(rows.inputs.shape) for some in packed for rows in some)
+    return Descents(epochs, len(cuts), size, max(map(len, packed)), entries)
 
 
 def programs(passes: ppo.Passes, recipe: ppo.Recipe, plan: packing.Plan, models: int) -> int:
@@ -88,36 +93,72 @@ def programs(passes: ppo.Passes, recipe: ppo.Recipe, plan: packing.Plan, models:
     return len(by_shape) * len(plan.shapes) + 2 * models  # an optimizer step and an empty sum of gradients
 
 
-def sizes(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[list[str], int]:
-    """The derived sizes of a PPO run as lines, and the entries of a step's rows, padding included."""
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a step of a PPO run does, where all responses are as long as they may be."""
+
+    scoring: int  # micro-batches of a scoring pass
+    entries: int  # of their rows, padding included
+    updates: dict[str, Descents]  # by model
+    sampled: int  # tokens that the rollout generates
+
+    def executions(self, found: Estimate) -> Executions:
+        """How often each program runs."""
+        times, entries = dict[str, int](), dict[str, int]()
+        for moment in found.moments:
+            model, _, kind = moment.name.partition(" ")
+            update = self.updates.get(model)
+            if moment.name in ("log-probs", "reference", "values"):
+                times[moment.name], entries[moment.name] = self.scoring, self.entries
+            elif update is not None and kind in ("gradient", "step"):
+                micro_batches = update.micro_batches if kind == "gradient" else 1
+                times[moment.name] = update.epochs * update.mini_batches * micro_batches
+                if kind == "gradient":
+                    entries[moment.name] = update.epochs * update.entries
+        return Executions(times, entries, self.sampled)
+
+
+def work(c: ConfigDict, inputs: Inputs, mesh: Any) -> Work:
+    """What a step does."""
     plan, per_step = plan_of_run(c, mesh, inputs.policy), sequences_of_step(c)
-    prompts = inputs.train.prompts
-    step = full_length(prompts, per_step, c.data.max_response_length, samples=c.rollout.n)
-    recipe, passes = make_passes(c, inputs, mesh)
+    step = full_length(inputs.train.prompts, per_step, c.data.max_response_length, samples=c.rollout.n)
     models = {"actor": (c.actor, c.actor.ppo_mini_batch_size)}
     if inputs.critic is not None:
         models["critic"] = (c.critic, critic_mini_batch_size(c))
-    count = programs(passes, recipe, plan, len(models))
+    packed = packing.pack(step, range(per_step), plan)
+    return Work(
+        scoring=len(packed),
+        entries=sum(math.prod(rows.inputs.shape) for rows in packed),
+        updates={name: descents(step, plan, epochs=s.ppo_epochs, size=size) for name, (s, size) in models.items()},
+        sampled=per_step * c.data.max_response_length,
+    )
+
+
+def sizes(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[list[str], Work]:
+    """The derived sizes of a PPO run as lines, and what a step does."""
+    plan, per_step = plan_of_run(c, mesh, inputs.policy), sequences_of_step(c)
+    prompts = inputs.train.prompts
+    recipe, passes = make_passes(c, inputs, mesh)
+    step = work(c, inputs, mesh)
+    count = programs(passes, recipe, plan, len(step.updates))
     lines = [
         f"prompts          {len(prompts):,} to train on, {len(inputs.val.prompts):,} to test on",
         f"steps            {inputs.total_steps:,}, each of {c.data.train_batch_size:,} prompts x {c.rollout.n} ="
         f" {per_step:,} samples",
     ]
-    for name, (section, size) in models.items():
-        d = descents(step, plan, epochs=section.ppo_epochs, size=size)
+    for name, d in step.updates.items():
         lines.append(
             f"{name:<16} {d.epochs} epoch(s) x {d.mini_batches} mini-batches of {d.sequences:,} ="
             f" {d.epochs * d.mini_batches} optimizer steps a step; up to {d.micro_batches} micro-batches each"
         )
-    packed = packing.pack(step, range(per_step), plan)
     lines += [
         f"sampling         {describe_sampling(c)}",
         *(f"                 warning: {one.found}; {one.remedy}" for one in forewarn(c)),
         f"rows             {shapes(plan)}",
-        f"                 {len(packed)} micro-batches a scoring pass, where all responses are as long as they may be",
+        f"                 {step.scoring} micro-batches a scoring pass, where all responses are as long as they may be",
         f"to compile       {count} programs for {len(plan.shapes)} shape(s)",
     ]
-    return lines, sum(math.prod(rows.inputs.shape) for rows in packed)
+    return lines, step
 
 
 def shapes(plan: packing.Plan) -> str:
@@ -126,12 +167,17 @@ def shapes(plan: packing.Plan) -> str:
     return f"{', '.join(f'{r}x{t}' for r, t in plan.shapes)}{shared if plan.share_rows else ''}"
 
 
-def rooms(found: Estimate, mesh: Any, *, host: dict[str, int]) -> list[Room]:
-    """The devices' memory and the host's; those of a CPU are the same."""
+def device_parts(found: Estimate) -> dict[str, int]:
+    """What a device holds at the worst moment, part by part."""
     worst = found.worst
     parts = found.parts | {"sum of gradients": worst.gradients, f"temporaries: {worst.name}": worst.temporaries}
     parts["brought from the host for it"] = worst.brought
-    parts = {about: count for about, count in parts.items() if count}
+    return {about: count for about, count in parts.items() if count}
+
+
+def rooms(found: Estimate, mesh: Any, *, host: dict[str, int]) -> list[Room]:
+    """The devices' memory and the host's; those of a CPU are the same."""
+    parts = device_parts(found)
     device, taken, free = mesh.devices.flat[0], devices.resident(), memory.host_room()
     count = sum(d.process_index == device.process_index for d in mesh.devices.flat)
     program = {"the trainer's program": taken} if taken is not None else {}
@@ -143,19 +189,27 @@ def rooms(found: Estimate, mesh: Any, *, host: dict[str, int]) -> list[Room]:
         where = "this machine" if count == 1 else f"this machine, its {count} devices together"
         return [Room(where, here | program | host, room)]
     return [
-        Room(f"each of {count} {device.device_kind}", parts, memory.device_room()),
+        Room(f"each of {count} {device.device_kind}", parts, memory.device_room(mesh)),
         Room("this machine", program | host, room),
     ]
 
 
-def host_parts(c: ConfigDict, inputs: Inputs) -> dict[str, int]:
+def described_rooms(c: ConfigDict, machine: Machine, found: Estimate) -> list[Room]:
+    """The memory of a described machine's devices, and what a host of it must hold."""
+    room, why = described.capacity(c, machine)
+    places = [Room(f"each of {machine.devices} {machine.chip.kind} ({why})", device_parts(found), room)]
+    waiting = {f"{about}, waiting": count for about, count in found.host.items()}
+    return [*places, *([Room("its host, for each device", waiting, None)] if waiting else [])]
+
+
+def host_parts(c: ConfigDict, inputs: Inputs, mesh: Any) -> dict[str, int]:
     """What a PPO run holds on the host beside the trainer: the published weights, and a vLLM on a CPU."""
     r, parts = c.rollout, dict[str, int]()
     if r.name == "inprocess":
         return parts
     if not r.publish_dir:  # two files in shared memory, written in turn
         parts["published weights"] = 2 * memory.served(inputs.policy, published_dtype(c))
-    if r.name == "vllm" and not r.urls and jax.default_backend() == "cpu":  # SGLang's are on a GPU
+    if r.name == "vllm" and not r.urls and sharding.platform(mesh) == "cpu":  # SGLang's are on a GPU
         parts |= {
             "vLLM: weights": r.servers * memory.served(inputs.policy, r.dtype),
             "vLLM: cache": r.servers * r.kv_cache_memory_bytes,
@@ -164,12 +218,12 @@ def host_parts(c: ConfigDict, inputs: Inputs) -> dict[str, int]:
     return parts
 
 
-def of_servers(c: ConfigDict, inputs: Inputs) -> Room | None:
+def of_servers(c: ConfigDict, inputs: Inputs, mesh: Any) -> Room | None:
     """The servers' share of a GPU; None where they have none."""
-    limit = memory.device_room()
+    limit = memory.device_room(mesh)
     share = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
     name = {"vllm": "vLLM", "sglang": "SGLang"}.get(c.rollout.name)
-    if name is None or c.rollout.urls or limit is None or share is None or jax.default_backend() != "gpu":
+    if name is None or c.rollout.urls or limit is None or share is None or sharding.platform(mesh) != "gpu":
         return None
     weights = memory.served(inputs.policy, c.rollout.dtype)
     has = int(c.rollout.gpu_memory_utilization * limit / float(share))
@@ -185,29 +239,22 @@ def table(room: Room) -> list[str]:
     return [*lines, f"  {'together':<{widest}}  {room.needs / MIB:>10,.0f}{said}"]
 
 
-def moments(found: Estimate) -> list[str]:
-    """What each program needs beside what is always there."""
-    lines = ["temporaries by program, MiB on a device"]
-    widest = max(len(moment.name) for moment in found.moments)
-    most: dict[str, int] = {}
-    for moment in found.moments:
-        most[moment.name] = max(moment.temporaries, most.get(moment.name, 0))
-    return lines + [f"  {name:<{widest}}  {count / MIB:>10,.0f}" for name, count in most.items()]
-
-
 def look(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[list[str], Estimate, list[Room]]:
-    """Everything of a PPO run: its sizes as lines, the estimate, and what is needed where."""
-    lines, entries = sizes(c, inputs, mesh)
-    found = memory.estimate(c, inputs, mesh, entries=entries)
-    share = of_servers(c, inputs)
-    places = rooms(found, mesh, host=host_parts(c, inputs)) + ([share] if share is not None else [])
+    """Everything of a PPO run on this machine: its sizes as lines, the estimate, and what is needed where."""
+    lines, step = sizes(c, inputs, mesh)
+    found = memory.estimate(c, inputs, mesh, entries=step.entries)
+    share = of_servers(c, inputs, mesh)
+    places = rooms(found, mesh, host=host_parts(c, inputs, mesh)) + ([share] if share is not None else [])
     return lines, found, places
 
 
-def report(lines: Sequence[str], found: Estimate, places: Sequence[Room]) -> str:
+def report(
+    lines: Sequence[str], found: Estimate, places: Sequence[Room], outlook: forecast.Outlook | None = None
+) -> str:
     """All of it as text."""
-    blocks = [list(lines), moments(found), *map(table, places)]
-    return "\n\n".join("\n".join(block) for block in blocks) + "\n"
+    blocks = [list(lines), forecast.table(found, outlook), forecast.exchanges(found), *map(table, places)]
+    blocks += [forecast.step(outlook)] if outlook is not None else []
+    return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
 
 
 def take_little() -> None:
@@ -215,9 +262,57 @@ def take_little() -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
-def dry_run(c: ConfigDict) -> str:
+def dry_run(c: ConfigDict, request: Request = HERE) -> str:
     """What a PPO run by these settings would be."""
     share_gpu(c)
     take_little()
     inputs = read_inputs(c)
-    return report(*look(c, inputs, make_mesh(c)))
+    mesh = request.mesh(c)
+    if request.machine is None:
+        lines, found, places = look(c, inputs, mesh)
+        request.write(forecast.as_dict(found, None))
+        return report(lines, found, places)
+    lines, step = sizes(c, inputs, mesh)
+    found = memory.estimate(c, inputs, mesh, entries=step.entries)
+
+    def estimate(other: ConfigDict) -> Estimate:
+        return memory.estimate(other, inputs, mesh, entries=work(other, inputs, mesh).entries)
+
+    return on_machine(c, request, mesh, lines, found, step.executions(found), estimate)
+
+
+def of_one_model(
+    c: ConfigDict,
+    request: Request,
+    mesh: Any,
+    lines: Sequence[str],
+    found: Estimate,
+    executions: Executions,
+    estimate: Callable[[ConfigDict], Estimate],
+) -> str:
+    """The report of a run that trains one model, on this machine or on a described one."""
+    if request.machine is not None:
+        return on_machine(c, request, mesh, lines, found, executions, estimate)
+    request.write(forecast.as_dict(found, None))
+    return report(lines, found, rooms(found, mesh, host={}))
+
+
+def on_machine(
+    c: ConfigDict,
+    request: Request,
+    mesh: Any,
+    lines: Sequence[str],
+    found: Estimate,
+    executions: Executions,
+    estimate: Callable[[ConfigDict], Estimate],
+) -> str:
+    """The report for a described machine; printed before the UserError of one that is too small."""
+    machine = request.machine
+    assert machine is not None
+    outlook = forecast.look(found, machine, mesh, executions, request.rollout_tokens_per_s)
+    request.write(forecast.as_dict(found, outlook))
+    text = report([f"machine          {machine}", *lines], found, described_rooms(c, machine, found), outlook)
+    if not described.fits(found, described.capacity(c, machine)[0]):
+        print(text, end="", flush=True)
+        described.require_room(c, machine, found, estimate)
+    return text

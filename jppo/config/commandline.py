@@ -16,6 +16,7 @@ from jppo.config import shipped
 from jppo.config.errors import UserError
 from jppo.config.meanings import meanings
 
+SWITCHES = ("dry_run", "machine", "json", "rollout_tokens_per_s")
 MEANINGS_AT = 52  # the column where they begin in --help, but behind what is longer
 
 
@@ -25,11 +26,17 @@ def dump(config: ml_collections.ConfigDict) -> str:
 
 
 def parse(
-    argv: list[str], about: str, defaults: ml_collections.ConfigDict, *, needs_file: bool = True
-) -> tuple[ml_collections.ConfigDict, dict[str, bool]]:
+    argv: list[str],
+    about: str,
+    defaults: ml_collections.ConfigDict,
+    *,
+    needs_file: bool = True,
+    describes: bool = False,
+) -> tuple[ml_collections.ConfigDict, dict[str, Any]]:
     """The config named by --config with its overrides, and the switches; a fault is a UserError of one line.
 
-    Unless it `needs_file`, a command starts from the defaults where none is named.
+    Unless it `needs_file`, a command starts from the defaults where none is named. One that `describes` machines has
+    the switches of --dry_run for that.
     """
     values = flags.FlagValues()
     argv = [shipped.locate(word) for word in argv]
@@ -40,6 +47,10 @@ def parse(
             "config", None, "a file with get_config()", flag_values=values, sys_argv=["jppo", *argv]
         )
     flags.DEFINE_bool("dry_run", False, "print the resolved settings and stop", flag_values=values)
+    if describes:
+        flags.DEFINE_string("machine", "", "a machine that --dry_run compiles for", flag_values=values)
+        flags.DEFINE_string("json", "", "a file for the account of --dry_run", flag_values=values)
+        flags.DEFINE_float("rollout_tokens_per_s", 0.0, "tokens/s of all rollout engines", flag_values=values)
     if "--help" in argv or "-h" in argv:
         print(f"{about}\nSettings and their defaults:\n{describe(defaults)}")
         sys.exit(0)
@@ -55,7 +66,7 @@ def parse(
         raise UserError(_explain(e, defaults)) from e
     if rest:
         raise UserError(f"{rest[0]!r} is not understood; settings are given as --config.SECTION.NAME=VALUE")
-    return values["config"].value, {"dry_run": bool(values["dry_run"].value)}
+    return values["config"].value, {name: values[name].value for name in values if name in SWITCHES}
 
 
 def _explain(error: Exception, defaults: ml_collections.ConfigDict) -> str:

@@ -42,8 +42,19 @@ def mesh_shape(devices: int, *, data: int, fsdp: int, tensor: int, sequence: int
     known = int(np.prod([s for s in sizes if s > 0]))
     filled = [devices // known if s == -1 else s for s in sizes]
     if int(np.prod(filled)) != devices:
-        raise UserError(f"{said}: their product must be the {devices} devices there are; try mesh.data=-1")
+        fitting = _fitting(devices, sizes)
+        raise UserError(f"{said}: their product must be the {devices} devices there are; try {fitting}")
     return filled[0], filled[1], filled[2], filled[3]
+
+
+def _fitting(devices: int, sizes: list[int]) -> str:
+    """The same axes with the fewest changes that make a mesh of so many devices."""
+    for i in range(len(AXES)):  # what is left goes to one axis, data first
+        others = int(np.prod([s for j, s in enumerate(sizes) if j != i and s > 0]))
+        if devices % others == 0:
+            found = [devices // others if j == i else max(1, s) for j, s in enumerate(sizes)]
+            return " ".join(f"mesh.{axis}={size}" for axis, size in zip(AXES, found, strict=True))
+    return "mesh.data=-1 and 1 for the other axes"
 
 
 def platform(mesh: Mesh) -> str:

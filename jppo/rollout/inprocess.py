@@ -348,10 +348,7 @@ class Turns:
 
     def _filling(self, taken: Sequence[Request], free: Sequence[int], shape: tuple[int, int]) -> tuple[np.ndarray, ...]:
         """What `generate.fill` takes beside the rows: prompts, source, length, until and seed."""
-        rows = self.settings.rows
-        prompts = np.zeros(shape, np.int32)
-        source, length, until = np.full(rows, -1, np.int32), np.ones(rows, np.int32), np.zeros(rows, np.int32)
-        seed = np.zeros(rows, np.uint32)
+        prompts, source, length, until, seed = filling(self.settings.rows, shape)
         places: dict[bytes, int] = {}
         for row, request in zip(free, taken, strict=False):
             ids = request.ids
@@ -368,6 +365,12 @@ class Turns:
                 " no finite numbers"
             )
         return Answer(tokens.tolist(), logprob.tolist(), [self._version] * len(tokens), finish)
+
+
+def filling(rows: int, shape: tuple[int, int]) -> tuple[np.ndarray, ...]:
+    """What `generate.fill` takes beside the rows, with no prompt: prompts, source, length, until and seed."""
+    prompts, seed = np.zeros(shape, np.int32), np.zeros(rows, np.uint32)
+    return prompts, np.full(rows, -1, np.int32), np.ones(rows, np.int32), np.zeros(rows, np.int32), seed
 
 
 def choice_of(how: Sampling) -> Choice:

@@ -34,6 +34,20 @@ def test_a_mesh_that_does_not_fit_is_said(asked):
         sharding.mesh_shape(8, data=data, fsdp=fsdp, tensor=tensor, sequence=sequence)
 
 
+@pytest.mark.parametrize(
+    "asked, fitting",
+    [
+        ((-1, 3, 1, 1), "mesh.data=1 mesh.fsdp=8 mesh.tensor=1 mesh.sequence=1"),
+        ((1, 4, 4, 1), "mesh.data=1 mesh.fsdp=2 mesh.tensor=4 mesh.sequence=1"),
+        ((3, 1, 2, 1), "mesh.data=4 mesh.fsdp=1 mesh.tensor=2 mesh.sequence=1"),
+        ((1, 3, 3, 1), "mesh.data=-1 and 1 for the other axes"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_names_one_that_does(asked, fitting):
+    with pytest.raises(UserError, match=f"try {fitting}$"):
+        sharding.mesh_shape(8, **dict(zip(sharding.AXES, asked, strict=True)))
+
+
 def test_parameters_lie_by_the_rules_and_whole_where_an_axis_does_not_divide():
     mesh = sharding.make_mesh((2, 2, 2))
     axes = {"kernel": ("layers", "embed", "kv_heads", None), "odd": ("vocab", "embed"), "norm": ("norm",)}

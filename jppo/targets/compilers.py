@@ -1,0 +1,114 @@
+"""XLA's compilers for devices that are not there: their packages, in a folder of their own, and the devices described.
+
+The folder is `.targets/gpu` or `.targets/tpu` of a checkout, else of the user's cache. Only a process that compiles for
+such a machine sees it; JAX computes on the CPU there.
+"""
+
+import importlib.metadata
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import jax
+
+from jppo.config import UserError
+from jppo.targets.machines import Gpu, Machine, Tpu, target_config
+
+READY = ".ready"
+# No more than compiling takes: of CUDA's packages only cuDNN is read, for the plans of its attention.
+PACKAGES = {
+    "gpu": ("jax-cuda13-plugin=={jax}", "jax-cuda13-pjrt=={jax}", "nvidia-cudnn-cu13"),
+    "tpu": ("libtpu",),
+}
+MARK = "JPPO_COMPILES_FOR"  # in the environment of a process that can: its platform
+
+
+def folder(platform: str) -> pathlib.Path:
+    """Where the compiler of a platform is installed."""
+    root = pathlib.Path(__file__).resolve().parents[2]
+    cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME", pathlib.Path.home() / ".cache"))
+    return (root / ".targets" if (root / "pyproject.toml").is_file() else cache / "jppo/targets") / platform
+
+
+def requirements(platform: str) -> list[str]:
+    """What pip installs: the packages for this version of JAX, with its own bounds."""
+    bounds = {}
+    for line in importlib.metadata.requires("jax") or ():
+        name, _, rest = line.partition(";")[0].strip().partition("=")
+        if name == "libtpu":
+            bounds[name] = f"{name}={rest}"
+    return [bounds.get(one, one.format(jax=jax.__version__)) for one in PACKAGES[platform]]
+
+
+def install(platform: str) -> None:
+    """Installs the compiler with pip; without its dependencies, which are the driver's and the kernels'."""
+    where = folder(platform)
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--upgrade", "--no-deps", "--target", str(where)]
+    subprocess.run([*command, *requirements(platform)], check=True)
+    (where / READY).write_text(f"{jax.__version__}\n")
+
+
+def require(machine: Machine) -> dict[str, str]:
+    """The environment of a process that can compile for the machine; UserError with the command that installs it."""
+    platform, where = machine.chip.platform, folder(machine.chip.platform)
+    ready = where / READY
+    if not ready.is_file() or ready.read_text().strip() != jax.__version__:
+        raise UserError(
+            f"--machine={machine.name}: XLA's compiler for {platform.upper()}s with JAX {jax.__version__} is not"
+            f" installed in {where}; run: make target-{platform} (without a checkout: python -m jppo.targets.compilers"
+            f" {platform})"
+        )
+    roots = [str(where), os.environ.get("PYTHONPATH", "")]
+    found = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, roots)), "JAX_PLATFORMS": "cpu", MARK: platform}
+    if isinstance(machine.chip, Tpu):
+        kind = {"v5e": "v5litepod"}.get(machine.chip.topology, machine.chip.topology)
+        found |= {
+            "TPU_SKIP_MDS_QUERY": "1",
+            "TPU_ACCELERATOR_TYPE": f"{kind}-{machine.each * machine.chip.cores}",
+            "TPU_WORKER_HOSTNAMES": "localhost",
+            "TPU_WORKER_ID": "0",
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        }
+    return found
+
+
+def present(machine: Machine) -> bool:
+    """Whether this process has the environment of `require`."""
+    return os.environ.get(MARK) == machine.chip.platform
+
+
+def rerun(machine: Machine, command: str, argv: Sequence[str]) -> NoReturn:
+    """Runs the command in a process that can compile for the machine, and ends as that does.
+
+    JAX looks for the compiler when it is imported, so that this process cannot have it.
+    """
+    env = require(machine)
+    sys.exit(subprocess.run([sys.executable, "-m", command, *argv], env=env, check=False).returncode)
+
+
+def described(machine: Machine) -> list[Any]:
+    """The machine's devices, for meshes and shapes; nothing can be put on them."""
+    from jax.experimental import topologies
+
+    jax.config.update("jax_enable_compilation_cache", False)  # reads no program without its device
+    chip = machine.chip
+    if isinstance(chip, Gpu):
+        topology = f"1x{machine.groups}x{machine.each}"
+        found = topologies.get_topology_desc("", platform="cuda", target_config=target_config(chip), topology=topology)
+    else:
+        assert isinstance(chip, Tpu)
+        more: dict[str, Any] = {"num_slices": machine.groups} if machine.groups > 1 else {}
+        if machine.each < 4:
+            more["chips_per_host_bounds"] = (1, 1, 1)
+        found = topologies.get_topology_desc(f"{chip.topology}:{'x'.join(map(str, machine.shape))}", "tpu", **more)
+    return list(found.devices)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2 or sys.argv[1] not in PACKAGES:
+        print("usage: python -m jppo.targets.compilers gpu|tpu", file=sys.stderr)
+        sys.exit(2)
+    install(sys.argv[1])

@@ -1,0 +1,235 @@
+"""XLA's optimised HLO text as data: computations, their instructions, and how often each runs.
+
+    found = parse(compiled.as_text())
+    for one, times in found.executed(): ...
+
+Loops are multiplied out: by the trip count that XLA states, or by the constant in the loop's condition (TPUs).
+"""
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+
+BITS = {
+    "pred": 8, "s2": 2, "u2": 2, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "s32": 32, "u32": 32,
+    "s64": 64, "u64": 64, "bf16": 16, "f16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128, "f4e2m1fn": 4,
+    "f8e4m3": 8, "f8e4m3fn": 8, "f8e5m2": 8, "f8e4m3b11fnuz": 8, "f8e4m3fnuz": 8, "f8e5m2fnuz": 8, "f8e8m0fnu": 8,
+}  # fmt: skip
+
+_SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,<=\s]*)\](\{[^{}]*\})?")
+_HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{\s*$")
+_NAME = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
+_OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
+_CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
+_CALLED_LISTS = re.compile(r"(?:called_computations|branch_computations)=\{([^}]*)\}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One array."""
+
+    dtype: str
+    dims: tuple[int, ...]
+    space: int = 0  # S(n) of its layout: 0 is a device's main memory; on a TPU 1 is its vector memory
+
+    @property
+    def elements(self) -> int:
+        """How many numbers it has."""
+        return math.prod(self.dims)
+
+    @property
+    def bytes(self) -> int:
+        """What it takes."""
+        return -(-self.elements * BITS[self.dtype] // 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line of a computation."""
+
+    name: str
+    opcode: str
+    shapes: tuple[Shape, ...]  # of its result, a tuple flattened
+    operands: tuple[str, ...]  # names
+    attributes: str  # the rest of the line
+    root: bool = False
+    nested: int = 0  # arrays in the first part of a tuple of tuples: the operands of a start
+
+    @property
+    def called(self) -> tuple[str, ...]:
+        """Computations that it names."""
+        names = _CALLED.findall(self.attributes)
+        for group in _CALLED_LISTS.findall(self.attributes):
+            names += re.findall(r"%?([\w.\-]+)", group)
+        return tuple(names)
+
+    def attribute(self, pattern: str) -> str | None:
+        """The first group of a pattern in the rest of the line."""
+        found = re.search(pattern, self.attributes)
+        return found[1] if found else None
+
+    @property
+    def source(self) -> str:
+        """The operation of the traced program that it is from."""
+        return self.attribute(r'op_name="([^"]*)"') or ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A module."""
+
+    entry: str
+    computations: dict[str, dict[str, Instruction]]
+    share: float = 1.0  # of their longest length that loops run whose length depends on data
+
+    def executed(self) -> Iterator[tuple[str, Instruction, int]]:
+        """(computation, instruction, executions) outside of fusions: of the entry, and of what it calls, loops too."""
+        for name, times in self._times().items():
+            for one in self.computations[name].values():
+                yield name, one, times
+
+    def inside(self, one: Instruction) -> Iterator[Instruction]:
+        """The instructions of the computations that a fusion, or what is wrapped, calls."""
+        for name in one.called:
+            for inner in self.computations.get(name, {}).values():
+                yield inner
+                if inner.opcode in WRAPS:
+                    yield from self.inside(inner)
+
+    def shapes_of(self, computation: str, one: Instruction) -> list[tuple[Shape, ...]]:
+        """The shapes of an instruction's operands."""
+        here = self.computations[computation]
+        return [here[name].shapes if name in here else () for name in one.operands]
+
+    def unknown_loops(self) -> list[str]:
+        """Loops of which nothing states a trip count; they count once."""
+        return [one.name for _, one, _ in self.executed() if one.opcode == "while" and self.trips(one) is None]
+
+    def trips(self, loop: Instruction) -> int | None:
+        """How often a loop's body runs in one execution: as XLA or its condition states, else by what it slices."""
+        stated = loop.attribute(r'known_trip_count":\{"n":"(\d+)"')
+        if stated is not None:
+            return int(stated)
+        condition, body = (loop.attribute(rf"{name}=%?([\w.\-]+)") for name in ("condition", "body"))
+        found = None if condition is None else self._bound(condition)
+        if found is None and body is not None and (longest := self._sliced(body)) is not None:
+            found = math.ceil(self.share * longest)
+        return found
+
+    def _sliced(self, body: str) -> int | None:
+        """N where each turn takes one entry of an s32 [N, ...], as the loop over the tokens of a mask does."""
+        found = set()
+        for name, lines in self._with_fusions(body):
+            for one in lines.values():
+                if one.opcode == "dynamic-slice" and one.shapes[0].dtype == "s32":
+                    whole, part = self.shapes_of(name, one)[0][0].dims, one.shapes[0].dims
+                    if len(whole) > 1 and part[0] == 1 and part[1:] == whole[1:]:
+                        found.add(whole[0])
+        return found.pop() if len(found) == 1 else None
+
+    def _with_fusions(self, name: str) -> Iterator[tuple[str, dict[str, Instruction]]]:
+        """A computation and those that its fusions call."""
+        lines = self.computations.get(name, {})
+        yield name, lines
+        for one in lines.values():
+            for inner in one.called if one.opcode in WRAPS else ():
+                yield from self._with_fusions(inner)
+
+    def _bound(self, condition: str) -> int | None:
+        """N of the one comparison `i < N` that a condition makes; the index of such a loop begins at 0."""
+        lines = list(self.computations.get(condition, {}).values())
+        every = [*lines, *(inner for one in lines if one.opcode in WRAPS for inner in self.inside(one))]
+        limits = {int(v) for one in every if one.opcode == "constant" and (v := one.attribute(r"^(\d+)\)"))}
+        compared = [one for one in every if one.opcode == "compare"]
+        if len(compared) == 1 and len(limits) == 1 and "direction=LT" in compared[0].attributes:
+            return limits.pop()
+        return None
+
+    def _times(self) -> dict[str, int]:
+        """How often each computation outside of fusions runs in one execution of the program."""
+        times: collections.Counter[str] = collections.Counter()
+
+        def visit(name: str, count: int) -> None:
+            times[name] += count
+            for one in self.computations[name].values():
+                if one.opcode == "while":
+                    body = one.attribute(r"body=%?([\w.\-]+)")
+                    if body in self.computations:
+                        visit(body, count * (self.trips(one) or 1))
+                elif one.opcode in ("call", "conditional"):  # of a conditional's branches all count: the most there is
+                    for inner in one.called:
+                        if inner in self.computations:
+                            visit(inner, count)
+
+        visit(self.entry, 1)
+        return dict(times)
+
+
+WRAPS = ("fusion", "async-start", "call")
+
+
+def parse(text: str, share: float = 1.0) -> Program:
+    """A module's text as data; ValueError where it has no entry."""
+    computations: dict[str, dict[str, Instruction]] = {}
+    here: dict[str, Instruction] | None = None
+    entry = None
+    for line in text.splitlines():
+        if line[:1] not in (" ", "}", ""):
+            head = _HEAD.match(line)
+            if head and "=" not in line.split("(")[0]:
+                here = computations[head[2]] = {}
+                entry = head[2] if head[1] else entry
+            continue
+        if here is not None and (one := _instruction(line)) is not None:
+            here[one.name] = one
+    if entry is None:
+        raise ValueError(f"no ENTRY in {len(text)} characters of HLO")
+    return Program(entry, computations, share)
+
+
+def _instruction(line: str) -> Instruction | None:
+    name = _NAME.match(line)
+    if name is None:
+        return None
+    rest = line[name.end() :]
+    end = _closing(rest, 0) if rest.startswith("(") else rest.find(" ")
+    result, rest = rest[:end], rest[end:]
+    opcode = _OPCODE.match(rest)
+    if opcode is None:
+        return None
+    first = result[1 : _closing(result, 1)] if result.startswith("((") else ""
+    until = _closing(rest, opcode.end() - 1) - 1
+    inner = rest[opcode.end() : until]
+    if opcode[1] == "constant":
+        operands, attributes = [], rest[opcode.end() :]  # a literal first
+    else:
+        operands, attributes = re.findall(r"%([\w.\-]+)", inner), rest[until + 1 :]
+    return Instruction(
+        name=name[2],
+        opcode=opcode[1],
+        shapes=tuple(_shapes(result)),
+        operands=tuple(operands),
+        attributes=attributes if opcode[1] != "parameter" else inner + attributes,
+        root=bool(name[1]),
+        nested=len(list(_shapes(first))),
+    )
+
+
+def _closing(text: str, at: int) -> int:
+    """Where the parenthesis that opens at `at` has closed."""
+    depth = 0
+    for found in re.finditer(r"[()]", text[at:]):
+        depth += 1 if found[0] == "(" else -1
+        if depth == 0:
+            return at + found.end()
+    return len(text)
+
+
+def _shapes(text: str) -> Iterator[Shape]:
+    for dtype, dims, layout in _SHAPE.findall(text):
+        if dtype in BITS:
+            space = re.search(r"S\((\d+)\)", layout)
+            sizes = re.findall(r"\d+", dims)
+            yield Shape(dtype, tuple(map(int, sizes)), int(space[1]) if space else 0)

@@ -1,0 +1,204 @@
+"""Machines by the names that people use, with their vendors' figures: the one table of assumed rates.
+
+    parse("8xH100")       eight GPUs of one host
+    parse("4x8xH100")     four such hosts
+    parse("v5p-64")       a TPU slice; as Google counts, v4 and v5p by cores (two a chip), v5e and v6e by chips
+    parse("2xv6e-256")    two slices
+
+Peak FLOP/s are in `jppo/learner/devices.py`, by the kind of device. All figures are of one JAX device.
+"""
+
+import dataclasses
+import math
+import re
+
+from jppo.config import UserError
+from jppo.learner import devices
+
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """One JAX device; rates in bytes/s, of one direction."""
+
+    kind: str  # as JAX calls it
+    platform: str  # 'gpu' or 'tpu'
+    memory: int  # bytes that programs may use
+    hbm: float  # bandwidth of its memory
+    link: float  # of a GPU to the others of its host; of a TPU along one axis of the torus, one way
+    network: float  # of a device to other hosts (GPU) or slices (TPU)
+    source: str  # of the figures
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s of dense products, the vendor's figure."""
+        found = devices.known_peak(self.kind, dtype)
+        assert found is not None, self.kind
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu(Chip):
+    """A GPU, with what XLA's GPU compiler asks of it beside."""
+
+    capability: tuple[int, int] = (0, 0)
+    cores: int = 0  # streaming multiprocessors
+    fpus: int = 128  # of a core
+    clock_ghz: float = 0.0
+    l2: int = 0
+    shared: int = 0  # bytes of shared memory of a core
+    threads: int = 2048  # of a core
+    total: int = 0  # bytes of its memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Tpu(Chip):
+    """A TPU chip."""
+
+    dimensions: int = 2  # of its torus
+    wrapped: int = 16  # chips along an axis from which on it closes to a ring
+    cores: int = 1  # that its name counts for a chip
+    topology: str = ""  # as libtpu calls it
+
+
+_NVLINK = "NVIDIA's data sheet; one direction of NVLink; network: 400 Gb/s a GPU, as in DGX H100"
+_BOOK = "Google's TPU pages and 'How to Scale Your Model' (jax-ml.github.io/scaling-book); memory by XLA's limit"
+_PCIE = "NVIDIA's data sheet; PCIe 4.0 x16; network: 100 Gb/s a host, assumed"
+
+
+def _gpu(kind: str, total: int, hbm: float, link: float, network: float, source: str, **more: object) -> Gpu:
+    # By default JAX's allocator takes three quarters of a GPU; a run beside servers has another share.
+    return Gpu(kind, "gpu", total, hbm, link, network, source, total=total, **more)  # type: ignore[arg-type]
+
+
+_HOPPER = dict(capability=(9, 0), cores=132, clock_ghz=1.98, l2=50 * 2**20, shared=233472)
+_AMPERE = dict(capability=(8, 0), cores=108, fpus=64, clock_ghz=1.41, l2=40 * 2**20, shared=167936)
+_ADA = dict(capability=(8, 9), shared=102400, threads=1536)
+_DGX_A100 = "NVIDIA's data sheet; one direction of NVLink; network: 200 Gb/s a GPU, as in DGX A100"
+
+GPUS: dict[str, Gpu] = {
+    "H100": _gpu("NVIDIA H100 80GB HBM3", 84978434048, 3.35e12, 450e9, 50e9, _NVLINK, **_HOPPER),
+    "H200": _gpu("NVIDIA H200", 150754820096, 4.8e12, 450e9, 50e9, _NVLINK, **_HOPPER),
+    "A100-40GB": _gpu("NVIDIA A100-SXM4-40GB", 42505076736, 1.555e12, 300e9, 25e9, _DGX_A100, **_AMPERE),
+    "A100-80GB": _gpu("NVIDIA A100-SXM4-80GB", 85197848576, 2.039e12, 300e9, 25e9, _DGX_A100, **_AMPERE),
+    "L4": _gpu("NVIDIA L4", 24152899584, 0.3e12, 31.5e9, 1.5e9, _PCIE, cores=58, clock_ghz=2.04, l2=48 * 2**20, **_ADA),
+    "RTX-4090": _gpu(
+        "NVIDIA GeForce RTX 4090", 25757220864, 1.008e12, 31.5e9, 1.5e9, _PCIE,
+        cores=128, clock_ghz=2.52, l2=72 * 2**20, **_ADA,
+    ),
+}  # fmt: skip
+
+TPUS: dict[str, Tpu] = {
+    "v4": Tpu(
+        "TPU v4", "tpu", int(30.75 * GIB), 1.228e12, 45e9, 3.125e9, _BOOK,
+        dimensions=3, wrapped=4, cores=2, topology="v4",
+    ),
+    "v5e": Tpu("TPU v5 lite", "tpu", int(15.75 * GIB), 0.819e12, 45e9, 3.125e9, _BOOK, topology="v5e"),
+    "v5p": Tpu(
+        "TPU v5", "tpu", int(95.74 * GIB), 2.765e12, 90e9, 6.25e9, _BOOK,
+        dimensions=3, wrapped=4, cores=2, topology="v5p",
+    ),
+    "v6e": Tpu("TPU v6 lite", "tpu", int(31.25 * GIB), 1.64e12, 90e9, 12.5e9, _BOOK, topology="v6e"),
+}  # fmt: skip
+
+# Shares of the vendors' rates that programs are assumed to reach; the bound on MFU assumes all of them.
+EFFICIENCY = {
+    "compute": (0.75, "assumed: large bfloat16 products of XLA on H100 and v5e"),
+    "hbm": (0.85, "assumed: long streams"),
+    "links": (0.8, "assumed: large messages of NCCL, and of ICI"),
+}
+
+# Bytes/s between a device and its host's memory, of models and optimizers that are offloaded.
+HOST = (25e9, "assumed: half of PCIe 5.0 x16, as all devices of a host copy together")
+
+_FLAT = {1: (1, 1), 4: (2, 2), 8: (2, 4), 16: (4, 4), 32: (4, 8), 64: (8, 8), 128: (8, 16), 256: (16, 16)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """A number of such devices and how they stand together."""
+
+    name: str
+    chip: Chip
+    groups: int  # hosts of GPUs, or slices of TPUs
+    each: int  # devices of a group
+    shape: tuple[int, ...] = ()  # of a slice's torus
+
+    @property
+    def devices(self) -> int:
+        """All of them."""
+        return self.groups * self.each
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.devices} x {self.chip.kind}"
+
+
+def known() -> str:
+    """Examples of names, for errors and --help."""
+    gpus = ", ".join(GPUS)
+    return (
+        f"{gpus} (8xH100: a host of eight, 4x8xH100: four hosts), v4-8, v5e-16, v5p-64, v6e-8 (2xv6e-256: two slices)"
+    )
+
+
+def parse(name: str) -> Machine:
+    """The machine of that name; UserError with the known ones."""
+    found = re.fullmatch(r"(?:(\d+)x)?(?:(\d+)x)?([A-Za-z][\w\-]*)", name.strip())
+    counts = [int(n) for n in found.groups()[:2] if n] if found else []
+    if found is None or 0 in counts:
+        raise UserError(f"--machine={name}: no such machine; known are {known()}")
+    chip = next((gpu for label, gpu in GPUS.items() if label.lower() == found[3].lower()), None)
+    if chip is not None:
+        hosts, gpus = ([1, 1] + counts)[-2:] if len(counts) > 1 else (1, counts[0] if counts else 1)
+        return Machine(name, chip, hosts, gpus)
+    slice_ = re.fullmatch(r"(v\d+[ep]?)-(\d+)", found[3].lower())
+    if slice_ is None or slice_[1] not in TPUS or len(counts) > 1:
+        raise UserError(f"--machine={name}: no such machine; known are {known()}")
+    tpu, size = TPUS[slice_[1]], int(slice_[2])
+    shape = _torus(tpu, size)
+    if shape is None:
+        sizes = ", ".join(f"{slice_[1]}-{n}" for n in range(1, 513) if _torus(tpu, n) is not None)
+        raise UserError(f"--machine={name}: no slice has that size; there are {sizes}")
+    return Machine(name, tpu, counts[0] if counts else 1, math.prod(shape), shape)
+
+
+def _torus(tpu: Tpu, size: int) -> tuple[int, ...] | None:
+    """The shape of a slice by the number in its name; None where there is none of that size."""
+    if tpu.dimensions == 2:
+        return _FLAT.get(size)
+    if size % (4 * tpu.cores) or size > 1024 * tpu.cores:  # no less than a host, 2x2x1
+        return None
+    chips, shape = size // tpu.cores, [2, 2, 1]
+    while math.prod(shape) < chips:
+        shape[shape.index(min(shape))] *= 2
+    return tuple(sorted(shape) if chips > 4 else shape) if math.prod(shape) == chips else None
+
+
+def target_config(gpu: Gpu) -> str:
+    """The description of a GPU that XLA compiles for, as text of its GpuTargetConfigProto."""
+    major, minor = gpu.capability
+    return f"""
+gpu_device_info {{
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: {gpu.shared}
+  threads_per_core_limit: {gpu.threads}
+  core_count: {gpu.cores}
+  fpus_per_core: {gpu.fpus}
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: {int(gpu.hbm)}
+  l2_cache_size: {gpu.l2}
+  clock_rate_ghz: {gpu.clock_ghz}
+  device_memory_size: {gpu.total}
+  shared_memory_per_block_optin: {gpu.shared - 1024}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 8 patch: 0 }}
+device_description_str: "{gpu.kind}"
+"""

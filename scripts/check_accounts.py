@@ -1,0 +1,179 @@
+"""Holds what a dozen small programs cost on described machines against kept accounts:
+
+    python scripts/check_accounts.py --platform=gpu            compares; exit code 1 with the differences
+    python scripts/check_accounts.py --platform=tpu --write    renews the kept files
+    python scripts/check_accounts.py --platform=gpu --only=fsdp,lora
+
+Every mesh axis, hosts, LoRA, an exact KL and long rows, with few layers of real widths. It fails where bytes of a
+collective, temporaries or the peak grow by more than 3 %, where a fused kernel is lost, or where the partitioner
+gathers an array whole that it did not before. The files are tests/accounts/PLATFORM/NAME.json.
+"""
+
+import argparse
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+import jax
+
+from jppo import assemble
+from jppo import config as settings
+from jppo.assemble import described, memory, preview
+from jppo.config import UserError
+from jppo.data import arithmetic
+from jppo.targets import collectives, compilers, machines
+
+KEPT = pathlib.Path(__file__).resolve().parents[1] / "tests/accounts"
+GROWTH = 1.03
+SMALL = 2**20  # bytes below which growth is no matter
+
+HALF = dict(hidden_size=896, intermediate_size=4864, num_attention_heads=14, num_key_value_heads=2, vocab_size=151936)
+SEVEN = dict(hidden_size=3584, intermediate_size=18944, num_attention_heads=28, num_key_value_heads=4)
+SEVEN |= dict(vocab_size=152064, tie_word_embeddings=False)
+TINY = dict(hidden_size=512, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=4, vocab_size=32768)
+
+# name -> machine, model, settings that differ from BASE
+GPU: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "one": ("H100", HALF, {}),
+    "remat": ("H100", HALF, {"model.remat": "full"}),
+    "segments": ("H100", HALF, {"data.packing": "segments"}),
+    "data": ("8xH100", HALF, {"mesh.data": 8}),
+    "fsdp": ("8xH100", SEVEN, {"mesh.data": 1, "mesh.fsdp": 8, "model.remat": "full"}),
+    "data_fsdp": ("8xH100", SEVEN, {"mesh.data": 2, "mesh.fsdp": 4}),
+    "tensor": ("8xH100", SEVEN, {"mesh.data": 1, "mesh.fsdp": 2, "mesh.tensor": 4}),
+    "long": (
+        "8xH100", SEVEN,
+        {"mesh.data": 1, "mesh.fsdp": 2, "mesh.sequence": 4, "data.max_response_length": 15360, "model.remat": "full"},
+    ),
+    "lora": ("8xH100", SEVEN, {"mesh.data": 1, "mesh.fsdp": 8, "model.lora_rank": 16}),
+    "exact_kl": (
+        "8xH100", HALF, {"mesh.data": 1, "mesh.fsdp": 8, "actor.use_kl_loss": True, "actor.kl_loss_type": "full"},
+    ),
+    "hosts": ("4x8xH100", SEVEN, {"mesh.data": 4, "mesh.fsdp": 8}),
+}  # fmt: skip
+TPU: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "one": ("v5e-1", TINY, {}),
+    "fsdp": ("v5e-4", TINY, {"mesh.data": 1, "mesh.fsdp": 4}),
+    "tensor": ("v5e-4", TINY, {"mesh.data": 1, "mesh.fsdp": 2, "mesh.tensor": 2}),
+    "sequence": ("v5e-4", TINY, {"mesh.data": 1, "mesh.fsdp": 2, "mesh.sequence": 2}),
+}
+CASES = {"gpu": GPU, "tpu": TPU}
+BASE: dict[str, Any] = {
+    "model.init": "random",
+    "model.remat": "dots",
+    "data.train_batch_size": 256,
+    "data.max_prompt_length": 1024,
+    "data.max_response_length": 1024,
+    "data.row_lengths": 1,
+    "actor.ppo_mini_batch_size": 64,
+    "actor.max_tokens_per_device": 8192,
+    "algorithm.adv_estimator": "grpo",  # no critic
+    "algorithm.use_kl_in_reward": False,
+    "rollout.n": 4,
+}
+
+
+def config_of(model: dict[str, Any], changes: dict[str, Any], folder: pathlib.Path) -> Any:
+    """The settings of a case, with a model and data of its own in the folder."""
+    arithmetic.write_model(folder / "model")
+    shape = arithmetic.MODEL | model | {"num_hidden_layers": 2, "max_position_embeddings": 32768}
+    (folder / "model/config.json").write_text(json.dumps({k: v for k, v in shape.items() if k != "head_dim"}))
+    rows = arithmetic.make(seed=0, test=4, sloppy=0.5, demonstrations=1)["train"]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:256]))
+    c = settings.recipe("gsm8k")
+    c.model.path = str(folder / "model")
+    c.data.train_files = c.data.val_files = str(folder / "train.jsonl")
+    c.update_from_flattened_dict(BASE | changes)
+    settings.check(c)
+    return c
+
+
+def account_of(machine: machines.Machine, model: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """What the programs of a case cost: the figures that are compared."""
+    with tempfile.TemporaryDirectory() as folder:
+        c = config_of(model, changes, pathlib.Path(folder))
+        inputs = assemble.read_inputs(c)
+        mesh = assemble.make_mesh(c, described.devices_of(machine))
+        found = memory.estimate(c, inputs, mesh, entries=preview.work(c, inputs, mesh).entries)
+    programs = {}
+    for one in found.moments:
+        a = one.account
+        if a is None:
+            continue
+        sent = {f"{kind} {'+'.join(axes)}": size for kind, axes, _, size in collectives.totals(a.collectives)}
+        programs[one.name] = dict(
+            error=a.error, temporaries=a.temporaries, peak=sum(found.parts.values()) + one.needs,
+            flops=a.total_flops, collectives=sent, kernels=a.kernels, warnings=list(a.warnings),
+        )  # fmt: skip
+    return dict(machine=machine.name, jax=jax.__version__, settings=changes, programs=programs)
+
+
+def differences(kept: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Where the programs of a case became worse, a line each."""
+    found = []
+    for name, old in kept["programs"].items():
+        new = now["programs"].get(name)
+        if new is None:
+            found.append(f"{name}: is no longer compiled")
+            continue
+        if new["error"] and not old["error"]:
+            found.append(f"{name}: refused by the compiler: {new['error']}")
+            continue
+        sizes = {what: (old[what], new[what]) for what in ("temporaries", "peak")}
+        for kind in new["collectives"]:
+            sizes[f"bytes of {kind}"] = (old["collectives"].get(kind, 0), new["collectives"][kind])
+        for what, (before, after) in sizes.items():
+            if after > GROWTH * before and after - before > SMALL:
+                change = f"{after / before - 1:+.1%}" if before else "new"
+                found.append(f"{name}: {what} {before / SMALL:,.1f} -> {after / SMALL:,.1f} MiB ({change})")
+        for kernel in old["kernels"]:
+            if kernel not in new["kernels"]:
+                found.append(f"{name}: lost the fused kernel {kernel}; has {', '.join(new['kernels']) or 'none'}")
+        found += [f"{name}: the partitioner gathers whole: {w}" for w in new["warnings"] if w not in old["warnings"]]
+    return found
+
+
+def main(argv: list[str]) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--platform", choices=sorted(CASES), required=True)
+    parser.add_argument("--write", action="store_true", help="keep what is found")
+    parser.add_argument("--only", default="", help="names of cases, separated by commas")
+    args = parser.parse_args(argv)
+    cases, folder = CASES[args.platform], KEPT / args.platform
+    names = args.only.split(",") if args.only else list(cases)
+    if unknown := [name for name in names if name not in cases]:
+        raise UserError(f"--only={args.only}: {unknown[0]!r} must be one of {', '.join(cases)}")
+    first = machines.parse(cases[names[0]][0])
+    if not compilers.present(first):
+        return subprocess.run([sys.executable, __file__, *argv], env=compilers.require(first), check=False).returncode
+    worse = 0
+    for name in names:
+        machine, model, changes = cases[name]
+        file, now = folder / f"{name}.json", account_of(machines.parse(machine), model, changes)
+        if args.write:
+            folder.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(now, indent=1) + "\n")
+            print(f"{args.platform}/{name}: kept", flush=True)
+            continue
+        if not file.is_file():
+            raise UserError(f"{file}: no such account; make it with --write --only={name}")
+        found = differences(json.loads(file.read_text()), now)
+        worse += bool(found)
+        print(f"{args.platform}/{name}: {'worse' if found else 'no worse'}", *found, sep="\n  ", flush=True)
+    if worse:
+        print(f"if that is meant: python scripts/check_accounts.py --platform={args.platform} --write")
+    return 1 if worse else 0
+
+
+@settings.exit_on_user_error
+def command() -> None:
+    """Ends with the exit code."""
+    sys.exit(main(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    command()

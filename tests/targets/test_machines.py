@@ -1,0 +1,124 @@
+"""Machines by name, their rates, and what a collective takes on them; against arithmetic by hand."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from jppo.config import UserError
+from jppo.targets import compilers, forecast, machines
+from jppo.targets.account import Account
+from jppo.targets.collectives import Collective
+
+
+@pytest.mark.parametrize(
+    "name, groups, each, shape, kind",
+    [
+        ("H100", 1, 1, (), "NVIDIA H100 80GB HBM3"),
+        ("8xH100", 1, 8, (), "NVIDIA H100 80GB HBM3"),
+        ("4x8xh200", 4, 8, (), "NVIDIA H200"),
+        ("2xA100-40GB", 1, 2, (), "NVIDIA A100-SXM4-40GB"),
+        ("RTX-4090", 1, 1, (), "NVIDIA GeForce RTX 4090"),
+        ("v5e-16", 1, 16, (4, 4), "TPU v5 lite"),
+        ("v5p-8", 1, 4, (2, 2, 1), "TPU v5"),  # counted by cores, two a chip
+        ("v5p-64", 1, 32, (2, 4, 4), "TPU v5"),
+        ("v6e-8", 1, 8, (2, 4), "TPU v6 lite"),
+        ("2xv6e-256", 2, 256, (16, 16), "TPU v6 lite"),
+    ],
+)
+def test_names_as_people_say_them(name, groups, each, shape, kind):
+    found = machines.parse(name)
+    assert (found.groups, found.each, found.shape, found.chip.kind) == (groups, each, shape, kind)
+    assert found.devices == groups * each and found.chip.peak("bfloat16") > 1e14
+
+
+@pytest.mark.parametrize("name", ["8xB300", "0xH100", "H100x8", "", "2x2x2xH100", "v9-8", "2x2xv5e-8"])
+def test_an_unknown_machine_lists_the_known_ones(name):
+    with pytest.raises(UserError, match=r"no such machine; known are H100, H200, A100-40GB, .*v5e-16, v5p-64"):
+        machines.parse(name)
+
+
+def test_a_slice_of_another_size_lists_the_sizes():
+    with pytest.raises(UserError, match="v6e-7: no slice has that size; there are v6e-1, v6e-4, v6e-8, v6e-16"):
+        machines.parse("v6e-7")
+
+
+@pytest.mark.parametrize("name", [*machines.GPUS, *(f"{tpu}-8" for tpu in machines.TPUS)])
+def test_every_figure_is_there_and_plausible(name):
+    chip = machines.parse(name).chip
+    assert chip.peak("float32") < chip.peak("bfloat16") and 15 * 2**30 < chip.memory < 145 * 2**30
+    assert chip.network < chip.link < chip.hbm and chip.source
+    if isinstance(chip, machines.Gpu):
+        assert f"device_memory_size: {chip.memory}" in machines.target_config(chip)
+
+
+def devices(machine):
+    """Stand-ins for the machine's devices, in the order in which JAX has them."""
+    if machine.shape:
+        places = list(np.ndindex(*machine.shape[::-1]))
+        one = [SimpleNamespace(coords=place[::-1], process_index=i // 4) for i, place in enumerate(places)]
+        return [SimpleNamespace(**vars(d), slice_index=s) for s in range(machine.groups) for d in one]
+    return [SimpleNamespace(process_index=i // machine.each) for i in range(machine.devices)]
+
+
+def collective(kind, groups, size):
+    return Collective(kind, ("fsdp",), groups, 1, size, ("bf16",), True, "")
+
+
+@pytest.mark.parametrize(
+    "name, kind, groups, seconds",
+    [
+        # seven eighths of 9 GB come to each GPU by 450 GB/s
+        ("8xH100", "all-gather", [range(8)], 9 * 7 / 8 / 450),
+        ("8xH100", "reduce-scatter", [range(8)], 9 * 7 / 8 / 450),
+        ("8xH100", "all-reduce", [range(8)], 2 * 9 * 7 / 8 / 450),
+        ("8xH100", "all-to-all", [range(8)], 9 * 7 / 8 / 450),
+        ("8xH100", "collective-permute", [(0, 1)], 9 / 450),
+        # three quarters come to each host by the network of its eight GPUs: sooner than all are exchanged inside
+        ("4x8xH100", "all-gather", [range(32)], 9 * 7 / 8 / 450),
+        ("4x4xA100-80GB", "all-gather", [range(16)], 9 * 3 / 4 / 4 / 25),
+        # one GPU of each host: its network alone
+        ("4x8xH100", "all-gather", [(0, 8, 16, 24)], 9 * 3 / 4 / 50),
+        ("4x8xH100", "collective-permute", [(0, 8)], 9 / 50),
+        # an axis of four chips is a line, one of sixteen a ring
+        ("v5e-16", "all-gather", [range(4)], 9 * 3 / 4 / 45),
+        ("v5e-16", "all-gather", [range(16)], 9 * 15 / 16 / 90),
+        ("v6e-256", "all-gather", [range(16)], 9 * 15 / 16 / 180),
+        ("2xv6e-256", "all-gather", [(0, 256)], 9 / 2 / 12.5),
+    ],
+)
+def test_the_time_of_a_collective(name, kind, groups, seconds):
+    machine = machines.parse(name)
+    one = collective(kind, tuple(tuple(g) for g in groups), 9e9)
+    assert forecast.seconds_of(one, machine, devices(machine)) == pytest.approx(seconds)
+
+
+def test_the_largest_of_compute_memory_and_links_is_the_forecast():
+    machine = machines.parse("8xH100")
+    mesh = SimpleNamespace(devices=np.array(devices(machine), object))
+    account = Account(flops={"bfloat16": int(989.4e12)}, hbm=int(3.35e12) // 2)
+    found = forecast.of_account(account, machine, mesh, useful=int(4 * 989.4e12))
+    assert found.bound == "compute" and found.seconds == pytest.approx(1 / machines.EFFICIENCY["compute"][0])
+    assert found.hbm == pytest.approx(0.5 / machines.EFFICIENCY["hbm"][0]) and found.links == 0
+    assert found.mfu == pytest.approx(0.5)  # four of the eight seconds that all devices spend
+    wide = forecast.of_account(Account(flops={"float32": int(67e12)}), machine, mesh)
+    assert wide.compute == pytest.approx(found.compute)  # by the rate of float32
+
+
+def test_a_missing_compiler_names_its_command(tmp_path, monkeypatch):
+    monkeypatch.setattr(compilers, "folder", lambda platform: tmp_path / platform)
+    for name, target in (("8xH100", "gpu"), ("v5e-16", "tpu")):
+        with pytest.raises(UserError, match=f"not installed in .*{target}; run: make target-{target} "):
+            compilers.require(machines.parse(name))
+        (tmp_path / target).mkdir()
+        (tmp_path / target / compilers.READY).write_text("0.0.1")  # of another JAX
+        with pytest.raises(UserError, match="is not installed"):
+            compilers.require(machines.parse(name))
+
+
+def test_the_packages_are_of_this_jax():
+    import jax
+
+    assert f"jax-cuda13-plugin=={jax.__version__}" in compilers.requirements("gpu")
+    (libtpu,) = compilers.requirements("tpu")
+    assert libtpu.startswith("libtpu==")

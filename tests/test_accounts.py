@@ -1,0 +1,99 @@
+"""Accounts of programs on described machines against those that are kept: scripts/check_accounts.py."""
+
+import copy
+import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from jppo.targets import compilers
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "scripts/check_accounts.py"
+SPEC = importlib.util.spec_from_file_location("check_accounts", SCRIPT)
+check_accounts = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(check_accounts)
+
+MIB = 2**20
+KEPT = {
+    "programs": {
+        "log-probs": {
+            "error": None,
+            "temporaries": 100 * MIB,
+            "peak": 1000 * MIB,
+            "flops": 10,
+            "collectives": {"all-gather fsdp": 500 * MIB},
+            "kernels": {"__cudnn$fmhaSoftmax": 2},
+            "warnings": [],
+        }
+    }
+}
+
+
+def changed(**changes):
+    now = copy.deepcopy(KEPT)
+    now["programs"]["log-probs"] |= changes
+    return now
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({}, None),
+        ({"temporaries": 103 * MIB}, None),
+        ({"temporaries": 90 * MIB, "collectives": {}}, None),
+        ({"temporaries": 104 * MIB}, "log-probs: temporaries 100.0 -> 104.0 MiB (+4.0%)"),
+        ({"peak": 1100 * MIB}, "log-probs: peak 1,000.0 -> 1,100.0 MiB (+10.0%)"),
+        # the old head: its matrix gathered anew in each chunk
+        (
+            {"collectives": {"all-gather fsdp": 50_000 * MIB}},
+            "log-probs: bytes of all-gather fsdp 500.0 -> 50,000.0 MiB (+9900.0%)",
+        ),
+        (
+            {"collectives": {"all-gather fsdp": 500 * MIB, "all-reduce data": 5 * MIB}},
+            "log-probs: bytes of all-reduce data 0.0 -> 5.0 MiB (new)",
+        ),
+        ({"collectives": {"all-gather fsdp": 500 * MIB, "all-reduce data": 64}}, None),
+        ({"kernels": {}}, "log-probs: lost the fused kernel __cudnn$fmhaSoftmax; has none"),
+        ({"warnings": ["gather f32[8]"]}, "log-probs: the partitioner gathers whole: gather f32[8]"),
+        ({"error": "too large"}, "log-probs: refused by the compiler: too large"),
+    ],
+)
+def test_what_is_worse_is_said(changes, said):
+    assert check_accounts.differences(KEPT, changed(**changes)) == ([] if said is None else [said])
+
+
+def test_a_program_that_is_gone_is_said():
+    assert check_accounts.differences(KEPT, {"programs": {}}) == ["log-probs: is no longer compiled"]
+
+
+def test_every_mesh_axis_and_kind_of_program_is_among_the_cases():
+    for cases in check_accounts.CASES.values():
+        axes = {name for _, _, changes in cases.values() for name, size in changes.items() if size not in (1, -1)}
+        assert {"mesh.fsdp", "mesh.tensor"} <= axes
+    names = set(check_accounts.GPU)
+    assert {"lora", "exact_kl", "long", "hosts"} <= names
+
+
+def run(*arguments):
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, str(SCRIPT), *arguments], env=env, capture_output=True, text=True)
+
+
+def test_an_unknown_case_is_one_line():
+    done = run("--platform=gpu", "--only=none")
+    assert done.returncode == 2 and done.stderr.startswith("error: --only=none: 'none' must be one of one, ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", sorted(check_accounts.CASES))
+def test_no_program_became_worse(platform):
+    if not (compilers.folder(platform) / compilers.READY).is_file():
+        pytest.skip(f"XLA's compiler for {platform.upper()}s is not installed; make target-{platform}")
+    if not (check_accounts.KEPT / platform).is_dir():
+        pytest.skip(f"no accounts are kept; python scripts/check_accounts.py --platform={platform} --write")
+    done = run(f"--platform={platform}")
+    assert done.returncode == 0, done.stdout + done.stderr
