@@ -121,7 +121,7 @@ def train_on(hosts: Hosts, config: ConfigDict) -> None:
             )
         )
         made = (learner, sampler, supply, panel, handover)
-        parts = Run(c, run, hosts, inputs, *made, checkpoints, logger, timer, profile, watch, origin)
+        parts = Run(c, run, hosts, inputs, *made, checkpoints, logger, timer, profile, watch, assemble.Match(c), origin)
         if hosts.first:
             (run / "config.json").write_text(settings.dump(c))
         opening = [
@@ -183,6 +183,7 @@ class Run:
     timer: Timers
     profile: Profiler
     watch: Watch
+    match: assemble.Match
     origin: dict[str, Any]  # what it is, for those who go on from its checkpoints
 
 
@@ -227,10 +228,12 @@ def learn(run: Run, begun: Begun) -> TrainState:
             if last or due(step, c.trainer.save_freq):
                 save(metrics)
             run.watch.check()
-    except (RolloutError, Diverged, Stopped):
+    except (RolloutError, Diverged, Stopped) as e:
         checkpoints.wait()
         if run.hosts.gather(checkpoints.latest)[0] != step:
-            save({}, pending=None if pending is None else pending | timer.next_step())
+            # samples of a server that had other weights may wait in the queue
+            more: dict[str, Any] = {"queue": []} if isinstance(e, assemble.Mismatch) else {}
+            save({}, pending=None if pending is None else pending | timer.next_step(), **more)
         raise
     return now
 
@@ -279,6 +282,7 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
     with timer("old_log_prob"):
         scored, found = ppo.score_rows(passes, learner.recipe, rows, policy)
     metrics |= found
+    run.match.require(metrics, scored, trajectories)
     penalty: list[Any] = [None] * len(scored)
     if learner.reference is not None:
         with timer("ref"):

@@ -213,6 +213,20 @@ def test_what_is_none_unless_given_may_be_given(config):
             {"rollout.name": "inprocess", "rollout.lora_sync": "adapter", "model.lora_rank": 2},
             ["rollout.lora_sync='adapter'", "rollout.name='inprocess'", "take rollout.lora_sync=merge"],
         ),
+        *(
+            ({"rollout.urls": url}, ["password or a query", "JPPO_SERVER_TOKEN in the environment"])
+            for url in ("http://me:p4ss@h:1", "http://h:1,http://me@h:2", "http://h:1/?key=p4ss", "me:p4ss@h:1")
+        ),
+        *(
+            ({"rollout.urls": url}, ["is no address", "http://127.0.0.1:8000"])
+            for url in ("h:8000", "ftp://h", "http://", "http://h:x", "http://[h", "http://h:99999")
+        ),
+        *(
+            ({"rollout.engine_args": f"--seed 1 {option}"}, ["settings are printed and saved", "leave it out"])
+            for option in ("--api-key p4ss", "--api_key=p4ss", "--hf-token p4ss", "--admin-api-key p4ss", "--hf_token",
+                           "--ssl-keyfile-password p4ss", "--x.client-secret=p4ss")
+        ),
+        ({"rollout.max_kl_jump": -1.0}, ["rollout.max_kl_jump=-1.0", "at least 0.0"]),
         ({"rollout.publish_host": "10.0.0.1"}, ["rollout.publish_host='10.0.0.1'", "rollout.publish_via=tcp"]),
         (
             {"rollout.publish_via": "tcp", "rollout.publish_host": "0.0.0.0"},

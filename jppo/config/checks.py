@@ -6,7 +6,7 @@ import ml_collections
 
 from jppo.config.defaults import default
 from jppo.config.draws import check_sampling
-from jppo.config.engines import check_engine, check_publish
+from jppo.config.engines import check_engine, check_publish, check_secrets
 from jppo.config.errors import UserError
 from jppo.config.memory import check_memory
 from jppo.config.multi_turn import check_multi_turn
@@ -101,6 +101,7 @@ AT_LEAST = {
     "rollout.tensor_model_parallel_size": 1,
     "rollout.max_restarts": 0,
     "rollout.logp_tolerance": 0.0,
+    "rollout.max_kl_jump": 0.0,
     "rollout.min_p": 0.0,
     "rollout.val_kwargs.min_p": 0.0,
     "rollout.multi_turn.max_parallel_calls": 1,
@@ -222,6 +223,7 @@ def check(config: ml_collections.ConfigDict, *, training: bool = True) -> None:
         _check_unread(config)
         check_multi_turn(config.rollout.multi_turn)
         check_publish(config.rollout)
+        check_secrets(config.rollout)
     if training:
         _check_training(config)
 

@@ -112,9 +112,9 @@ class Fleet:
                 tokens, logprob = tokens + part.tokens, logprob + part.logprob
                 version += map(int, part.version)
                 if part.finish != "abort":
-                    return Answer(tokens, logprob, version, part.finish)
+                    return Answer(tokens, logprob, version, part.finish, part.server)
                 if len(tokens) == sampling.max_tokens:
-                    return Answer(tokens, logprob, version, "length")
+                    return Answer(tokens, logprob, version, "length", part.server)
                 if self._updates == updates and not self._updating:
                     raise ServerFault("a response ended with 'abort' without an update: did another client pause it?")
             except Cut:
@@ -193,7 +193,7 @@ class Fleet:
             finally:
                 member.requests.discard(request)
             self._require_versions(part, oldest, member)
-            return part
+            return dataclasses.replace(part, server=member.endpoint.url)
         except ServerFault as e:
             self._suspect(member, e, sure=sure)
             raise
@@ -347,7 +347,7 @@ class Fleet:
         else:
             member.server.restart()
             member.server.wait_ready()
-            member.endpoint.url = member.server.url
+            member.endpoint.move(member.server.url, member.server.key)
             member.model, member.max_model_len = self._dialect.inspect(member.endpoint)
         with self._weights:
             member.asleep = False
