@@ -182,7 +182,7 @@ def default() -> ml_collections.ConfigDict:
             publish_host="",  # of tcp: the trainer's address as the servers see it; '' is 127.0.0.1
             publish_dir="",  # '': nameless shared memory; a folder that both see when the server is in a container
             logp_tolerance=1e-3,  # largest |trainer - sampler| log-prob before step 1
-            max_kl_jump=1.0,  # nats a token that rollout_corr/kl may rise by from step to step; else the run stops; 0.0: off
+            max_kl_jump=1.0,  # nats a token that rollout_corr/kl may rise by in a step; else the run stops; 0.0: off
             multi_turn=c(
                 dict(
                     enable=False,  # conversations of several turns, with tools, a simulated user or an environment
