@@ -28,6 +28,7 @@ from jppo.data.stream import Cursor
 from jppo.io.checkpoint import Checkpoints, require
 from jppo.io.hosts import Elsewhere, Hosts
 from jppo.io.metrics import Logger, Silent
+from jppo.io.owner import own
 from jppo.io.profile import Profiler
 from jppo.io.summary import summary
 from jppo.io.timers import Laps, Timers
@@ -63,18 +64,20 @@ def train_on(hosts: Hosts, config: ConfigDict) -> None:
     assemble.require_shareable(c, hosts)
     inputs = hosts.together(lambda: read(c))
     assemble.require_alike(c, hosts, inputs)
-    own = assemble.own_folder(hosts, run)
-    profile = make_profiler(c, own, inputs.total_steps)
+    logs = assemble.own_folder(hosts, run)
+    profile = make_profiler(c, logs, inputs.total_steps)
     timer = Timers()
     with contextlib.ExitStack() as stack:
-        limits = dict(stage_timeout_s=c.trainer.stage_timeout_s, stop_timeout_s=c.trainer.stop_timeout_s)
-        watch = stack.enter_context(Watch(timer, stacks=own / "stacks.txt", hosts=hosts, **limits))
         only_look = c.trainer.val_only
+        written = run / "val_only" if only_look else run  # what a run has written stays as it is
+        hosts.together(lambda: stack.enter_context(own(written)) if hosts.first else None)
+        limits = dict(stage_timeout_s=c.trainer.stage_timeout_s, stop_timeout_s=c.trainer.stop_timeout_s)
+        watch = stack.enter_context(Watch(timer, stacks=logs / "stacks.txt", hosts=hosts, **limits))
         checkpoints = stack.enter_context(
             Checkpoints(run / "checkpoints", keep=c.trainer.max_ckpt_to_keep, read_only=only_look)
         )
         hosts.together(lambda: None)  # the folder of the checkpoints is there, and what was broken off is gone
-        run = run / "val_only" if only_look else run  # what a run has written stays as it is
+        run = written
         if assemble.finished(c, checkpoints, inputs.total_steps):
             return summarise(hosts, run)
         if inputs.agent is not None:
@@ -87,7 +90,7 @@ def train_on(hosts: Hosts, config: ConfigDict) -> None:
         with timer("start"):
             laps = Laps()
             # It imports and loads while JAX compiles.
-            engine = hosts.together(lambda: assemble.ENGINES[c.rollout.name](c, own, hosts))
+            engine = hosts.together(lambda: assemble.ENGINES[c.rollout.name](c, logs, hosts))
             stack.callback(engine.close)
             learner, begin = assemble.make_learner(c, inputs, mesh)
             laps("models")
