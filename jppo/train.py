@@ -25,7 +25,7 @@ from jppo.algorithms import kl
 from jppo.assemble import Begun, Inputs, Learner, Source, waiting
 from jppo.assemble.handover import Handover
 from jppo.data.stream import Cursor
-from jppo.io.checkpoint import Checkpoints, require
+from jppo.io.checkpoint import Checkpoints, NonFinite, require
 from jppo.io.hosts import Elsewhere, Hosts
 from jppo.io.metrics import Logger, Silent
 from jppo.io.owner import own
@@ -202,6 +202,7 @@ def learn(run: Run, begun: Begun) -> TrainState:
         score = metrics.get(c.trainer.best_metric)
         meta = run.origin | place | {"queue": run.supply.state()} | more
         with timer("save"):
+            run.match.require_finite(run.learner, now)
             assemble.save(
                 c, checkpoints, run.learner, now, meta, score=score, export=lambda p: write_model(run, p, now)
             )
@@ -229,14 +230,23 @@ def learn(run: Run, begun: Begun) -> TrainState:
             metrics, pending = pending, None
             require_progress(run, now)
             if last or due(step, c.trainer.save_freq):
-                save(metrics)
+                try:
+                    save(metrics)
+                except NonFinite as e:
+                    raise Diverged(
+                        f"step {step}: {e}; nothing was saved, and the checkpoint before stands: lower actor.lr or"
+                        " critic.lr, and give the command again"
+                    ) from e
             run.watch.check()
     except (RolloutError, Diverged, Stopped) as e:
         checkpoints.wait()
         if run.hosts.gather(checkpoints.latest)[0] != step:
             # samples of a server that had other weights may wait in the queue
             more: dict[str, Any] = {"queue": []} if isinstance(e, assemble.Mismatch) else {}
-            save({}, pending=None if pending is None else pending | timer.next_step(), **more)
+            try:
+                save({}, pending=None if pending is None else pending | timer.next_step(), **more)
+            except NonFinite as odd:
+                run.logger.note(f"step {step} is not saved: {odd}; the checkpoint before stands")
         raise
     return now
 

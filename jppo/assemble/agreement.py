@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
@@ -12,11 +13,12 @@ from jppo.assemble.engine import sampling
 from jppo.assemble.inputs import Inputs
 from jppo.assemble.learner import Learner
 from jppo.io import trajectories
+from jppo.io.checkpoint import NonFinite, nonfinite
 from jppo.io.hosts import ALONE, Hosts
 from jppo.learner import batch, correct
 from jppo.models import offload
 from jppo.rollout.sampler import RolloutError, Sampler
-from jppo.structs import Scored, TrainState, Trajectory
+from jppo.structs import Rows, Scored, TrainState, Trajectory
 
 KL = "rollout_corr/kl"
 
@@ -62,9 +64,11 @@ class Match:
         self._limit: float = c.rollout.max_kl_jump
         # `agree` has just seen a mismatch near 0, but for what cuts take away: that shows in the first step.
         self._before = None if settings.cuts(c.rollout) else 0.0
+        self._rows: Rows | None = None
 
     def require(self, metrics: dict[str, float], scored: Sequence[Scored], drawn: Sequence[Trajectory]) -> None:
         """Raises Mismatch where the step's `rollout_corr/kl` is too far above the last one's."""
+        self._rows = scored[0].rows if scored else None
         now = metrics.get(KL)
         if now is None:  # the sampler's log-probs are taken as they are
             return
@@ -78,6 +82,17 @@ class Match:
             " nothing is learned from this step. Find out who has changed its weights and give the same command again,"
             " or raise the limit if the jump is wanted"
         )
+
+    def require_finite(self, learner: Learner, now: TrainState) -> None:
+        """Raises NonFinite where the models compute NaN or infinities for rows of the last step."""
+        if self._rows is None:
+            return
+        rows, passes, policy = self._rows, learner.passes, offload.to_device(learner.policy(now))
+        found = {"log-probs of the policy": passes.logprob(policy, rows)[0]}
+        if passes.value is not None:
+            found["values of the critic"] = passes.value(offload.to_device(learner.value(now)), rows)
+        if odd := nonfinite({name: jnp.where(rows.mask, array, 0) for name, array in found.items()}):
+            raise NonFinite(f"the {odd[0]} are not finite numbers")
 
 
 def _worst(scored: Sequence[Scored], drawn: Sequence[Trajectory]) -> tuple[str, str, float]:

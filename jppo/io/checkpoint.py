@@ -12,7 +12,7 @@ import logging
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -38,6 +38,10 @@ class Restored:
 
 class Damaged(UserError):
     """A checkpoint that cannot be read, or whose arrays are not what was saved."""
+
+
+class NonFinite(Exception):
+    """A state with NaN or infinite values: it is not saved, for no run could resume from it."""
 
 
 class Checkpoints:
@@ -91,12 +95,14 @@ class Checkpoints:
     ) -> None:
         """Start writing `state` and `meta` (of JSON types); returns once the arrays may be donated.
 
-        Waits for the save before. `score`, a metric and its value, is what the best checkpoint has most of; `export`
-        writes a model directory, which becomes `<step>/hf`.
+        Waits for the save before; NonFinite where a value is not a finite number. `score`, a metric and its value, is
+        what the best checkpoint has most of; `export` writes a model directory, which becomes `<step>/hf`.
         """
         self.wait()
         named = _named(state)
         arrays = {name: _plain(leaf) for name, leaf in named}
+        if odd := nonfinite(arrays):
+            raise NonFinite(f"{odd[0]} has values that are not finite numbers, one of {len(odd)} such arrays")
         table = {name: _describe(leaf) | _impl(leaf) | {"checksum": checksum(arrays[name])} for name, leaf in named}
         content = {"step": step, "meta": meta, "arrays": table}
         copies = {name: _one_copy(array) for name, array in arrays.items()}
@@ -271,6 +277,8 @@ def _check_sums(path: pathlib.Path, arrays: dict[str, jax.Array], saved: dict[st
     if changed:
         first = f"{len(changed)} arrays are not what was saved, {changed[0]} among them"
         raise Damaged(f"{path} is damaged: {first}; use another")
+    if odd := nonfinite(arrays):
+        raise Damaged(f"{path} holds values that are not finite numbers, in {odd[0]} first; use another")
 
 
 def _of_field(name: str, field: str) -> bool:
@@ -351,14 +359,30 @@ def _check_structure(path: pathlib.Path, saved: dict[str, Any], wanted: dict[str
 
 def checksum(array: jax.Array) -> int:
     """The sum of the array's bits, word by word, modulo 2^32: the same for any sharding."""
-    if "host" in (array.sharding.memory_kind or ""):
-        array = jax.device_put(array, array.sharding.with_memory_kind("device"))
-    return int(_sum_of_bits(array))
+    return int(_sum_of_bits(_on_device(array)))
 
 
 def checksum_of_all(tree: Any) -> int:
     """One checksum of all arrays of a tree."""
     return sum(checksum(leaf) for leaf in jax.tree.leaves(tree)) % 2**32
+
+
+def nonfinite(arrays: Mapping[str, jax.Array]) -> list[str]:
+    """The names of the arrays that hold NaN or an infinity."""
+    floats = {name: array for name, array in arrays.items() if jnp.issubdtype(array.dtype, jnp.floating)}
+    finite = jax.device_get({name: _all_finite(_on_device(array)) for name, array in floats.items()})
+    return [name for name in floats if not finite[name]]
+
+
+def _on_device(array: jax.Array) -> jax.Array:
+    if "host" in (array.sharding.memory_kind or ""):
+        return jax.device_put(array, array.sharding.with_memory_kind("device"))
+    return array
+
+
+@jax.jit
+def _all_finite(array: jax.Array) -> jax.Array:
+    return jnp.isfinite(array).all()
 
 
 @jax.jit

@@ -282,3 +282,30 @@ def test_a_full_disk_costs_that_checkpoint_only(tmp_path, capsys):
             assert checkpoints.steps() == [1, 3]
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("field", ["policy", "policy_opt"])
+def test_what_is_not_finite_is_not_saved(tmp_path, field, value):
+    good = state(2)
+    odd = dataclasses.replace(
+        good, **{field: jax.tree.map(lambda x: x.at[0].set(value) if x.ndim else x, getattr(good, field))}
+    )
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(1, good, {})
+        with pytest.raises(checkpoint.NonFinite, match=rf"\.{field}.* has values that are not finite numbers"):
+            checkpoints.save(2, odd, {})
+        assert checkpoints.restore_latest(good).step == 1
+
+
+def test_one_that_was_saved_all_the_same_is_skipped(tmp_path, capsys, monkeypatch):
+    good = state(2)
+    odd = dataclasses.replace(good, policy=jax.tree.map(lambda x: x * jnp.asarray(np.nan, x.dtype), good.policy))
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(1, good, {})
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint, "nonfinite", lambda arrays: [])  # as earlier versions did
+            checkpoints.save(2, odd, {})
+        assert checkpoints.restore_latest(good).step == 1
+    assert "checkpoint 2 is damaged and skipped, renamed to 2.damaged" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2.damaged"]
