@@ -29,6 +29,7 @@ from jppo import assemble, statistics, validation
 from jppo import config as settings
 from jppo.assemble import Inputs
 from jppo.config import UserError
+from jppo.io import whole
 from jppo.io.metrics import write_samples
 from jppo.io.owner import own
 from jppo.rollout.sampler import RolloutError
@@ -72,7 +73,7 @@ def evaluate(c: ConfigDict, console: rich.console.Console) -> bool:
         stack.callback(panel.close)
         engine = assemble.ENGINES[c.rollout.name](c, out)
         stack.callback(engine.close)
-        (out / "config.json").write_text(settings.dump(c))
+        whole.write_text(out / "config.json", settings.dump(c))
         console.print(introduce(c, inputs), markup=False, highlight=False, soft_wrap=True)
         sampler = engine.ready(**assemble.speaking(inputs))
         assemble.publish_stored(c, sampler, inputs.policy)
@@ -89,7 +90,7 @@ def evaluate(c: ConfigDict, console: rich.console.Console) -> bool:
         )
         rows = write_samples(out, "test", validation.rows(tested))
         found = summary(c, inputs, tested) | {"seconds": round(time.monotonic() - began, 1)}
-        (out / "summary.json").write_text(json.dumps(found, indent=2, allow_nan=False) + "\n")
+        whole.write_text(out / "summary.json", json.dumps(found, indent=2, allow_nan=False) + "\n")
         for row in validation.shown(tested, c.trainer.log_val_generations):
             console.print(validation.line(row), markup=False, highlight=False, soft_wrap=True)
         console.print(table(validation.summaries(tested), sampling.n))

@@ -23,6 +23,7 @@ from jppo.assemble import memory, preview, waiting
 from jppo.config import UserError
 from jppo.data.preferences import Encode, Pair, PairSet, read_pairs
 from jppo.data.stream import Cursor, next_batch, steps_per_epoch
+from jppo.io import whole
 from jppo.io.console import REWARD_MODEL_COLUMNS
 from jppo.io.owner import own
 from jppo.io.timers import Timers
@@ -124,7 +125,7 @@ def learn(c: ConfigDict, task: Task, run: pathlib.Path) -> None:
     learned = trained.learned
     cursor, timer = Cursor(), Timers()
     with assemble.make_logger(c, run, total_steps=task.steps, columns=REWARD_MODEL_COLUMNS) as logger:
-        (run / "config.json").write_text(settings.dump(c))
+        whole.write_text(run / "config.json", settings.dump(c))
         logger.note(f"pairs             {counted(task.pairs)}; held out {counted(task.held_out)}")
         if (said := waiting.introduce(c, None)) is not None:
             logger.note(said)

@@ -20,6 +20,7 @@ from jppo.assemble import memory, preview, waiting
 from jppo.config import UserError
 from jppo.data.sft import Demonstration, read_demonstrations
 from jppo.data.stream import Cursor, next_batch, steps_per_epoch
+from jppo.io import whole
 from jppo.io.console import SFT_COLUMNS
 from jppo.io.owner import own
 from jppo.io.timers import Timers
@@ -101,7 +102,7 @@ def learn(c: ConfigDict, task: Task, run: pathlib.Path) -> None:
     learned = trained.learned
     cursor, timer = Cursor(), Timers()
     with assemble.make_logger(c, run, total_steps=steps, columns=SFT_COLUMNS) as logger:
-        (run / "config.json").write_text(settings.dump(c))
+        whole.write_text(run / "config.json", settings.dump(c))
         logger.note(f"{len(demonstrations)} demonstrations ({task.overlong} over-long ones left out)")
         if (said := waiting.introduce(c, None)) is not None:
             logger.note(said)

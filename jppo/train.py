@@ -25,6 +25,7 @@ from jppo.algorithms import kl
 from jppo.assemble import Begun, Inputs, Learner, Source, waiting
 from jppo.assemble.handover import Handover
 from jppo.data.stream import Cursor
+from jppo.io import whole
 from jppo.io.checkpoint import Checkpoints, NonFinite, require
 from jppo.io.hosts import Elsewhere, Hosts
 from jppo.io.metrics import Logger, Silent
@@ -126,7 +127,7 @@ def train_on(hosts: Hosts, config: ConfigDict) -> None:
         made = (learner, sampler, supply, panel, handover)
         parts = Run(c, run, hosts, inputs, *made, checkpoints, logger, timer, profile, watch, assemble.Match(c), origin)
         if hosts.first:
-            (run / "config.json").write_text(settings.dump(c))
+            whole.write_text(run / "config.json", settings.dump(c))
         opening = [
             *introduce(inputs, mesh, learner.plan, begun.step),
             *begun.said,
@@ -203,6 +204,7 @@ def learn(run: Run, begun: Begun) -> TrainState:
         meta = run.origin | place | {"queue": run.supply.state()} | more
         with timer("save"):
             run.match.require_finite(run.learner, now)
+            run.logger.sync()
             assemble.save(
                 c, checkpoints, run.learner, now, meta, score=score, export=lambda p: write_model(run, p, now)
             )

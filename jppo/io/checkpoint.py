@@ -9,7 +9,6 @@ disk, is said and costs that checkpoint only.
 import dataclasses
 import json
 import logging
-import os
 import pathlib
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +19,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from jppo.config import UserError
+from jppo.io import whole
 
 BEST = "best.json"
 EXPORT = ".hf-tmp"
@@ -168,6 +168,7 @@ class Checkpoints:
 
     def _finish(self, save: "_Save") -> None:
         path = self._directory / str(save.step)
+        whole.sync(self._directory)  # the checkpoint's name: those before may be removed now
         if save.export is not None:
             save.export.rename(path / "hf")
         best = self.best()
@@ -175,9 +176,7 @@ class Checkpoints:
             metric, value = save.score
             if best is None or best["metric"] != metric or value >= best["value"]:
                 best = {"step": save.step, "metric": metric, "value": value}
-                new = self._directory / f"{BEST}.new"
-                new.write_text(json.dumps(best), encoding="utf-8")
-                os.replace(new, self._directory / BEST)
+                whole.write_text(self._directory / BEST, json.dumps(best))
         kept = set(self.steps()[-self._keep :]) | ({best["step"]} if best is not None else set())
         self._remove([step for step in self.steps() if step not in kept])
 
