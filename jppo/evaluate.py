@@ -218,6 +218,8 @@ def main(argv: list[str] | None = None) -> None:
         print(settings.dump(c), end="")
         return
     signal.signal(signal.SIGTERM, _terminate)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup has it
+        signal.signal(signal.SIGHUP, _terminate)
     console = rich.console.Console()
     console = console if console.is_terminal else rich.console.Console(width=160)
     try:

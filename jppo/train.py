@@ -73,7 +73,8 @@ def train_on(hosts: Hosts, config: ConfigDict) -> None:
         written = run / "val_only" if only_look else run  # what a run has written stays as it is
         hosts.together(lambda: stack.enter_context(own(written)) if hosts.first else None)
         limits = dict(stage_timeout_s=c.trainer.stage_timeout_s, stop_timeout_s=c.trainer.stop_timeout_s)
-        watch = stack.enter_context(Watch(timer, stacks=logs / "stacks.txt", hosts=hosts, **limits))
+        ends = dict(hosts=hosts, stopped=c.trainer.stop_exit_code)
+        watch = stack.enter_context(Watch(timer, stacks=logs / "stacks.txt", **ends, **limits))
         checkpoints = stack.enter_context(
             Checkpoints(run / "checkpoints", keep=c.trainer.max_ckpt_to_keep, read_only=only_look)
         )

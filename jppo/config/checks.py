@@ -55,6 +55,7 @@ CHOICES = {
     "reward.model.engine": ("auto", "jax", "transformers", "vllm"),
     "reward.model.dtype": ("float32", "bfloat16"),
     "rollout.lora_sync": ("merge", "adapter"),
+    "trainer.stop_exit_code": (143, 75),
     "rollout.publish_via": ("file", "tcp"),
     "rollout.dtype": ("float32", "bfloat16", "float16"),
 }
