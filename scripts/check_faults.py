@@ -316,7 +316,7 @@ def power_cut(lab: Lab) -> Iterator[Row]:
         if file.name == "metrics.jsonl":
             with file.open("ab") as lines:
                 lines.write(b'{"step": 9, "actor/pg' + bytes(4096))
-        elif not any(part.isdecimal() for part in file.relative_to(run).parts):  # checkpoints are forced to the disk
+        elif file.parent.name != "samples" and "checkpoints" not in file.parts:  # those are forced to the disk
             os.truncate(file, max(0, file.stat().st_size - 20))
     starts, said = to_the_end(lab.settings, run)
     yield verdict(lab, "a power cut: the end of every file", run, starts + 1, telling(said, "cannot be read"))
@@ -339,7 +339,10 @@ def two_owners(lab: Lab) -> Iterator[Row]:
 def nan_parameters(lab: Lab) -> Iterator[Row]:
     """From step 4 on the rate is such that the policy is destroyed; then the command is given without that."""
     run = lab.folder / "diverged"
-    to_the_end(lab.settings | {"trainer.total_training_steps": 3}, run)
+    process = start(lab.settings, run)
+    wait_until(lambda: (run / "checkpoints/3").is_dir(), process)
+    process.kill()
+    process.wait()
     process = start(lab.settings, run, more=["--config.actor.lr=1e30"])
     said = process.communicate(timeout=LIMIT_S)[0]
     starts, _ = to_the_end(lab.settings, run)

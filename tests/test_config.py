@@ -1,6 +1,7 @@
 """Settings: rules refuse with value, rule and remedy; every setting is read; bad arguments are one line."""
 
 import functools
+import math
 import os
 import pathlib
 import subprocess
@@ -143,7 +144,7 @@ def test_what_is_none_unless_given_may_be_given(config):
         ({"algorithm.adv_estimator": "rloo"}, ["rollout.n=1", "raise rollout.n"]),
         ({"algorithm.adv_estimator": "remax", "trainer.critic_warmup": 3}, ["trainer.critic_warmup=3", "take gae"]),
         ({"actor.clip_ratio_c": 1.0}, ["actor.clip_ratio_c=1.0", "above 1"]),
-        ({"actor.clip_ratio_c": float("nan")}, ["actor.clip_ratio_c=nan", "above 1"]),
+        ({"actor.clip_ratio_c": float("nan")}, ["actor.clip_ratio_c=nan", "finite"]),
         (
             {"actor.loss_mode": "sapo", "actor.loss_agg_mode": "seq-mean-token-sum"},
             ["'seq-mean-token-sum'", "set that", "'sapo'"],
@@ -502,3 +503,19 @@ def test_every_setting_is_read(small_run, quick_compilation, monkeypatch):
     named = {name for name, allowed in checks.CHOICES.items() if len(allowed) == 1}
     assert names(small_run) - seen - named == set()
     assert (pathlib.Path(small_run.trainer.run_dir) / "hf/model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("make", [settings.default, settings.sft_default, settings.reward_model_default])
+def test_every_number_is_finite(make, value):
+    """Whatever a setting means: none of them can be without an end."""
+    numbers = [name for name, was in commandline.settings(make()).items() if isinstance(was, float)]
+    assert len(numbers) >= 5
+    for name in (*numbers, *(n for n in ("actor.betas", "optim.betas") if n in commandline.settings(make()))):
+        c = make()
+        for required in ("model.path", "data.train_files", "data.val_files"):
+            if required in commandline.settings(c):
+                put(c, required, "x")
+        put(c, name, (value, 0.9) if name.endswith("betas") else value)
+        with pytest.raises(settings.UserError, match=rf"{name}=.* must be a finite number"):
+            settings.check(c)

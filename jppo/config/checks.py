@@ -1,5 +1,7 @@
 """What settings may be, alone and together: found before a file or a device is touched."""
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import ml_collections
@@ -193,6 +195,9 @@ def check(config: ml_collections.ConfigDict, *, training: bool = True) -> None:
 
     Where nothing is trained, what only training reads is seen one by one, not together.
     """
+    for name, value in _numbers(config):
+        if not math.isfinite(value):
+            raise UserError(f"{name}={value} must be a finite number")
     for name, allowed in CHOICES.items():
         if _has(config, name) and (value := _get(config, name)) not in allowed:
             raise UserError(f"{name}={value!r} is not known; it is one of {', '.join(map(repr, allowed))}")
@@ -227,6 +232,16 @@ def check(config: ml_collections.ConfigDict, *, training: bool = True) -> None:
         check_secrets(config.rollout)
     if training:
         _check_training(config)
+
+
+def _numbers(config: ml_collections.ConfigDict, prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Every number among the settings, also those within a setting: none may be NaN or an infinity."""
+    for name, value in config.items():
+        if isinstance(value, ml_collections.ConfigDict):
+            yield from _numbers(value, f"{prefix}{name}.")
+            continue
+        several = value if isinstance(value, tuple | list) else [value]
+        yield from ((f"{prefix}{name}", one) for one in several if isinstance(one, float))
 
 
 def _check_training(config: ml_collections.ConfigDict) -> None:

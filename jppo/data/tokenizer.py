@@ -32,9 +32,17 @@ def load_tokenizer(path: str) -> Any:
 def end_token_ids(path: str, tokenizer: Any) -> tuple[int, ...]:
     """The ids that end a response, by generation_config.json, config.json and the tokenizer, each once."""
     found: list[int] = []
+    vocab_size = _read_config(path, "config.json").get("vocab_size")
     for name in ("generation_config.json", "config.json"):
         ids = _read_config(path, name).get("eos_token_id")
-        found += [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+        several = [] if ids is None else ids if isinstance(ids, list) else [ids]
+        for one in several:
+            whole = isinstance(one, int) and not isinstance(one, bool) and one >= 0
+            if not whole or (isinstance(vocab_size, int) and one >= vocab_size):
+                raise UserError(
+                    f"{path}: eos_token_id={ids!r} of {name} must be token ids, from 0 to below vocab_size={vocab_size}"
+                )
+        found += several
     if tokenizer.eos_token_id is not None:
         found.append(tokenizer.eos_token_id)
     if not found:
@@ -103,7 +111,13 @@ def _read_config(path: str, name: str) -> dict[str, Any]:
     )
     if found is None or not pathlib.Path(found).is_file():
         return {}
-    return json.loads(pathlib.Path(found).read_text(encoding="utf-8"))
+    try:
+        config = json.loads(pathlib.Path(found).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as e:
+        raise UserError(f"{found} is no JSON: {_first_line(e)}; fetch it again") from e
+    if not isinstance(config, dict):
+        raise UserError(f"{found} must hold a JSON object, not {type(config).__name__}")
+    return config
 
 
 def _first_line(error: Exception) -> str:

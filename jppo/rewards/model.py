@@ -59,8 +59,10 @@ def read_classifier(path: str, *, tokenizer: Any, max_length: int) -> Classifier
         config = json.loads(file.read_text())
     except FileNotFoundError as e:
         raise refused(path, f"{file} is missing; a model directory must hold it") from e
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise refused(path, f"{file} is no JSON: {e}") from e
+    if not isinstance(config, dict):
+        raise refused(path, f"{file} must hold a JSON object, not {type(config).__name__}")
     names = config.get("id2label")
     labels = config.get("num_labels") if names is None else len(names)
     if labels not in (None, 1):
