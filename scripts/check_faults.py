@@ -327,8 +327,10 @@ def two_owners(lab: Lab) -> Iterator[Row]:
     run = lab.folder / "owners"
     process = start(lab.settings, run)
     wait_until(lambda: (run / "checkpoints/2").is_dir(), process)
+    process.send_signal(signal.SIGSTOP)  # it may not end before the second has begun
     second = start(lab.settings, run)
     said = second.communicate(timeout=LIMIT_S)[0]
+    process.send_signal(signal.SIGCONT)
     process.communicate(timeout=LIMIT_S)
     named = f"belongs to process {process.pid} on" in said
     happened = f"{telling(said, 'belongs to process')}; exit code {second.returncode}, the first: {process.returncode}"
