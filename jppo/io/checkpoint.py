@@ -11,6 +11,7 @@ import json
 import logging
 import pathlib
 import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -289,12 +290,24 @@ def _checkpointer() -> ocp.AsyncCheckpointer:
 
 
 def _quiet() -> None:
-    """Orbax reports each save in several lines; only its errors are shown."""
+    """Orbax reports a save in several lines, and a failure by tracebacks of every thread; here it is one sentence."""
     logging.getLogger("absl").addFilter(_not_orbax)
+    if sys.unraisablehook is not _unraisable:
+        global _other_hook
+        _other_hook, sys.unraisablehook = sys.unraisablehook, _unraisable
+
+
+_other_hook = sys.unraisablehook
 
 
 def _not_orbax(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR or "orbax" not in record.pathname
+    return "orbax" not in record.pathname
+
+
+def _unraisable(what: Any) -> None:
+    """Passes on all but what tensorstore tells an event loop of orbax's that has ended with a failed save."""
+    if not (isinstance(what.exc_value, RuntimeError) and str(what.exc_value) == "Event loop is closed"):
+        _other_hook(what)
 
 
 def _read(reader: ocp.AsyncCheckpointer, path: pathlib.Path, **items: ocp.args.CheckpointArgs) -> Any:

@@ -309,3 +309,23 @@ def test_one_that_was_saved_all_the_same_is_skipped(tmp_path, capsys, monkeypatc
         assert checkpoints.restore_latest(good).step == 1
     assert "checkpoint 2 is damaged and skipped, renamed to 2.damaged" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2.damaged"]
+
+
+FAILING = """
+import pathlib, resource, sys
+import jax.numpy as jnp
+from jppo.io.checkpoint import Checkpoints
+with Checkpoints(pathlib.Path(sys.argv[1]), keep=2) as checkpoints:
+    checkpoints.save(1, {"w": jnp.arange(100000.0)}, {})
+    checkpoints.wait()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+    checkpoints.save(2, {"w": jnp.arange(100000.0)}, {})
+    checkpoints.wait()
+"""
+
+
+def test_a_save_that_fails_is_one_sentence(tmp_path):
+    done = subprocess.run([sys.executable, "-c", FAILING, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stderr == ""
+    (line,) = done.stdout.splitlines()
+    assert line.startswith("checkpoint 2 could not be written") and "the last one is 1" in line
