@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,8 @@ import httpx
 from huggingface_hub import constants
 
 from jppo.config import UserError
+
+LONG = 1_000_000  # characters of one text
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
@@ -48,6 +51,13 @@ def end_token_ids(path: str, tokenizer: Any) -> tuple[int, ...]:
     if not found:
         raise UserError(f"{path} names no end token: set eos_token_id in generation_config.json")
     return tuple(dict.fromkeys(found))
+
+
+def announce_long(place: str, *texts: str) -> None:
+    """Says before the wait that a text of this length takes long: without a space in it a tokenizer needs minutes."""
+    if (most := max(map(len, texts), default=0)) > LONG:
+        said = f"a text of {most:,} characters is tokenised, which can take minutes; shorten or remove it"
+        print(f"{place}: {said}", file=sys.stderr, flush=True)
 
 
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from jppo.config import UserError
-from jppo.data.tokenizer import decode, end_token_ids, load_tokenizer
+from jppo.data.tokenizer import announce_long, decode, end_token_ids, load_tokenizer
 
 
 def test_end_tokens_of_all_three_files_each_once(tmp_path, characters):
@@ -70,3 +70,10 @@ def test_a_cut_config_beside_the_tokenizer_is_one_line(tmp_path, characters, nam
     with pytest.raises(UserError, match=f"{name} (is no JSON|must hold a JSON object)") as e:
         end_token_ids(str(tmp_path), characters)
     assert "\n" not in str(e.value)
+
+
+def test_a_text_that_takes_minutes_is_announced(capsys):
+    announce_long("train.jsonl, line 3", "a" * 1000, "b")
+    assert capsys.readouterr().err == ""
+    announce_long("train.jsonl, line 3", "a", "b" * 10_000_000)
+    assert capsys.readouterr().err.startswith("train.jsonl, line 3: a text of 10,000,000 characters is tokenised")
