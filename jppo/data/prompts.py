@@ -172,7 +172,7 @@ def _tokenise(messages: list[Messages], rows: list[Row], tokenizer: Any, render:
     chat = [not isinstance(message, str) for message in messages]
     texts = [render(m, row) if c else m for m, c, row in zip(messages, chat, rows, strict=True)]
     for row, text in zip(rows, texts, strict=True):
-        announce_long(row.place, text)
+        announce_long(row.place, str(text))
     ids: list[list[int]] = [[] for _ in texts]
     for is_chat in (False, True):
         indices = [i for i, c in enumerate(chat) if c == is_chat]

@@ -28,7 +28,7 @@ def load_tokenizer(path: str) -> Any:
         raise UserError(f"no tokenizer.json in {local}; copy the model's tokenizer files there")
     try:
         return _read_tokenizer(str(local))
-    except (OSError, ValueError, KeyError) as e:
+    except Exception as e:  # tokenizers raises a plain Exception, transformers what the file makes of it
         raise UserError(f"the tokenizer in {local} cannot be read: {_first_line(e)}") from e
 
 

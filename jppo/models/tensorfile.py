@@ -94,14 +94,14 @@ def _described(file: pathlib.Path, name: str, item: object) -> tuple[str, tuple[
     """A tensor's dtype, shape, first byte and the one after its last; UserError where the header does not say them."""
     said = item if isinstance(item, dict) else {}
     code, shape, offsets = said.get("dtype"), said.get("shape"), said.get("data_offsets")
-    numbers = [*shape, *offsets] if isinstance(shape, list) and isinstance(offsets, list) else [-1]
-    fit = isinstance(code, str) and all(type(n) is int and n >= 0 for n in numbers)
-    if not fit or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise UserError(
-            f"{file}: {name} is {str(item)[:200]} in the header, which needs dtype, shape and data_offsets, two byte"
-            " numbers in order; fetch it again"
-        )
-    return code, tuple(shape), *offsets
+    if isinstance(code, str) and isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2:
+        whole = all(type(n) is int and n >= 0 for n in (*shape, *offsets))
+        if whole and offsets[0] <= offsets[1]:
+            return code, tuple(shape), offsets[0], offsets[1]
+    raise UserError(
+        f"{file}: {name} is {str(item)[:200]} in the header, which needs dtype, shape and data_offsets, two byte"
+        " numbers in order; fetch it again"
+    )
 
 
 def write(
