@@ -3,7 +3,7 @@
 The commands call it; below it nothing sees a config.
 """
 
-from jppo.assemble.agreement import agree
+from jppo.assemble.agreement import Match, Mismatch, agree
 from jppo.assemble.ahead import fresh, graders, make_supply
 from jppo.assemble.engine import (
     ENGINES,
@@ -52,6 +52,8 @@ __all__ = [
     "Begun",
     "Inputs",
     "Learner",
+    "Match",
+    "Mismatch",
     "Source",
     "agree",
     "attention_kernel",

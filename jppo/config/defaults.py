@@ -183,6 +183,7 @@ def default() -> ml_collections.ConfigDict:
             publish_host="",  # of tcp: the trainer's address as the servers see it; '' is 127.0.0.1
             publish_dir="",  # '': nameless shared memory; a folder that both see when the server is in a container
             logp_tolerance=1e-3,  # largest |trainer - sampler| log-prob before step 1
+            max_kl_jump=1.0,  # nats a token that rollout_corr/kl may rise by in a step; else the run stops; 0.0: off
             multi_turn=c(
                 dict(
                     enable=False,  # conversations of several turns, with tools, a simulated user or an environment
@@ -278,6 +279,7 @@ def default() -> ml_collections.ConfigDict:
             best_metric="val/score",  # of the saved checkpoints the best has most of it; '': none is kept for that
             save_contents="model,optimizer,extra",  # or less, or hf_model too: checkpoints/STEP/hf
             stage_timeout_s=3600.0,  # a stage that takes longer is stuck: the run ends with a checkpoint
+            stop_exit_code=143,  # after SIGTERM or SIGHUP and a checkpoint; 75: a batch system's code for 'try again'
             stop_timeout_s=120.0,  # for the end of a run, SIGTERM's too; then it is ended by force
             nnodes=-1,  # hosts of this run, one process on each; -1: what the launcher says, 1 where there is none
             node_rank=-1,  # of this host, from 0; -1: the launcher's
