@@ -125,6 +125,7 @@ def train_on(hosts: Hosts, config: ConfigDict) -> None:
         if hosts.first:
             (run / "config.json").write_text(settings.dump(c))
         opening = [
+            assemble.introduce_sandbox(c, inputs.sources, inputs.agent and inputs.agent.toolbox),
             *introduce(inputs, mesh, learner.plan, begun.step),
             *begun.said,
             why,
