@@ -125,7 +125,7 @@ def train_on(hosts: Hosts, config: ConfigDict) -> None:
         if hosts.first:
             (run / "config.json").write_text(settings.dump(c))
         opening = [
-            assemble.introduce_sandbox(c, inputs.sources, inputs.agent and inputs.agent.toolbox),
+            assemble.introduce_sandbox(c, inputs.sources, inputs.agent.toolbox if inputs.agent else None),
             *introduce(inputs, mesh, learner.plan, begun.step),
             *begun.said,
             why,

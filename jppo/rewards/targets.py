@@ -115,19 +115,18 @@ def _rule(name: str) -> Prepared:
 
 
 def _code(time_s: str, memory_bytes: str, *sandbox: str) -> Prepared:
-    limits = {"time_s": float(time_s), "memory_bytes": int(memory_bytes)}
-    rule = functools.partial(code.code, **limits, runner=make_runner(*sandbox))
+    runner = make_runner(*sandbox)
+    rule = functools.partial(code.code, time_s=float(time_s), memory_bytes=int(memory_bytes), runner=runner)
     return _each(lambda sample: rule(sample["text"], sample["truth"]))
 
 
 def _program(time_s: str, memory_bytes: str, *sandbox: str) -> Prepared:
     """Runs the text of a sample; what it prints is the answer, and nothing is scored."""
-    limits = {"time_s": float(time_s), "memory_bytes": int(memory_bytes)}
     runner = make_runner(*sandbox)
+    execute = functools.partial(code.run_program, time_s=float(time_s), memory_bytes=int(memory_bytes), runner=runner)
 
     def run(sample: Sample) -> rules.Verdict:
-        printed = code.run_program(sample["text"], **limits, runner=runner)
-        return rules.Verdict(0.0, {}, printed)
+        return rules.Verdict(0.0, {}, execute(sample["text"]))
 
     return _each(run)
 

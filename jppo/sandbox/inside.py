@@ -29,12 +29,11 @@ def main(job_fd: int) -> None:
         print(f"the sandbox could not be closed: {e}", file=sys.stderr, flush=True)
         os._exit(EXIT_NO_SANDBOX)
     os.environ.update(HOME=home, TMPDIR=home)
-    with open("program.py", "w", encoding="utf-8") as f:
-        f.write(job["program"])
+    with open("program.py", "w", encoding="utf-8") as copy:
+        copy.write(job["program"])
     sys.path[:] = job["path"]
     sys.argv = ["program.py"]
     replies = job["replies"]
-    del f
     program.run(job["program"], job["requests"], lambda line: program.write_all(replies, line))
 
 

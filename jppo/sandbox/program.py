@@ -66,7 +66,7 @@ def plain(value, depth=0):
         return [plain(item, depth + 1) for item in list.__iter__(value)]
     for kind in (tuple, set, frozenset):
         if isinstance(value, kind):
-            return {kind.__name__: [plain(item, depth + 1) for item in kind.__iter__(value)]}
+            return {kind.__name__: [plain(item, depth + 1) for item in kind(value)]}
     if isinstance(value, dict):
         return {"dict": [[plain(k, depth + 1), plain(v, depth + 1)] for k, v in dict.items(value)]}
     return _foreign(value, depth)

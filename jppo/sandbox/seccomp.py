@@ -52,7 +52,7 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "nfsservctl": (180, 42), "sysctl": (156, None), "vmsplice": (278, 75), "remap_file_pages": (216, 234),
 }  # fmt: skip
 _LAST_KNOWN = 450
-_WITH_RULES = {  # calls that are refused for some arguments
+_WITH_RULES: dict[str, tuple[int | None, int | None]] = {  # calls that are refused for some arguments
     "clone": (56, 220), "clone3": (435, 435), "kill": (62, 129), "tgkill": (234, 131), "fcntl": (72, 25),
     "ioctl": (16, 29), "prlimit64": (302, 261), "open": (2, None), "openat": (257, 56), "openat2": (437, 437),
 }  # fmt: skip
@@ -85,7 +85,7 @@ def supported() -> bool:
 def install(pid: int) -> None:
     """Filters the system calls of this process, whose id is `pid`, for good. Needs PR_SET_NO_NEW_PRIVS."""
     code = build(kernel.MACHINE, pid)
-    instructions = (_Instruction * len(code))(*code)
+    instructions = (_Instruction * len(code))(*(_Instruction(*one) for one in code))
     program = _Program(len(code), ctypes.addressof(instructions))
     kernel.syscall(kernel.SECCOMP[kernel.MACHINE], 1, 0, ctypes.byref(program))  # SECCOMP_SET_MODE_FILTER
 
@@ -106,8 +106,8 @@ def build(machine: str, pid: int) -> list[Instruction]:
         if (number := numbers[column]) is not None:
             block = [*_rules(name, pid), (_RETURN, 0, 0, _ALLOW)]
             code += [(_EQUAL, 0, len(block), number), *block]
-    for numbers in _REFUSED.values():
-        if (number := numbers[column]) is not None:
+    for refused in _REFUSED.values():
+        if (number := refused[column]) is not None:
             code += [(_EQUAL, 0, 1, number), _refuse(errno.EPERM)]
     return [*code, (_RETURN, 0, 0, _ALLOW)]
 
