@@ -10,9 +10,9 @@ import subprocess
 import sys
 
 import pytest
-from hostile_programs import PROGRAMS
 
 from jppo.sandbox.outside import NOBODY
+from tests.hostile_programs import PROGRAMS
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 USERS = {"own user": 0, "nobody": NOBODY}
@@ -30,11 +30,12 @@ def interpreter(uid: int) -> str | None:
     if not uid:
         return sys.executable
     for python in filter(None, [sys.executable, shutil.which("python3", path="/usr/local/bin:/usr/bin")]):
-        command = ["-c", "import sys; sys.exit(sys.version_info < (3, 11))"]
-        if (
-            subprocess.run([python, *command], user=uid, group=uid, extra_groups=[], capture_output=True).returncode
-            == 0
-        ):
+        command = [python, "-c", "import sys; sys.exit(sys.version_info < (3, 11))"]
+        try:
+            done = subprocess.run(command, user=uid, group=uid, extra_groups=[], capture_output=True)
+        except PermissionError:  # below a folder of root's own
+            continue
+        if done.returncode == 0:
             return python
     return None
 
@@ -46,10 +47,7 @@ def results(tmp_path_factory):
         uid = USERS[user]
         if uid and os.geteuid() != 0:
             pytest.skip("only root can become another user")
-        try:
-            python = interpreter(uid)
-        except PermissionError:
-            python = None
+        python = interpreter(uid)
         if python is None:
             pytest.skip("no Python 3.11 that the other user can start")
         out = pathlib.Path(subprocess.check_output(["mktemp", "-d", "/tmp/jppo-hostile-XXXXXX"], text=True).strip())
