@@ -96,7 +96,14 @@ def state(out):
 
 
 def left():
-    """Processes of the sandbox that are still there."""
+    """Processes of the sandbox that are still there when those that were killed have had time to go."""
+    end = time.monotonic() + 5
+    while (found := there()) and time.monotonic() < end:
+        time.sleep(0.02)
+    return found
+
+
+def there():
     found = []
     for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
         try:

@@ -19,6 +19,8 @@ FIRST_WAIT_S, MARGIN_S = 0.5, 10.0  # before the first retry; what a request may
 _RETRY_STATUS = (408, 429, 500, 502, 503, 504)
 # After the text of program.py: its replies are the standard output, and what the program prints is dropped.
 _HARNESS = """
+import json
+
 out = os.dup(1)
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 text, requests = json.loads({job!r})
