@@ -1,4 +1,4 @@
-"""The sandbox itself: what is found, what is refused, the filter's table, and the service that runs programs elsewhere."""
+"""The sandbox: protections that are found or missing, the filter's table, and a service that runs programs."""
 
 import functools
 import http.server
@@ -116,7 +116,7 @@ def test_what_strict_needs(guards, why, monkeypatch):
         with pytest.raises(ValueError, match=rf"reward.sandbox='strict': {why}.*reward.sandbox=container"):
             make_runner("strict")
         assert "WARNING" in describe_sandbox("basic")
-        with pytest.raises(UserError, match="the tool python: reward.sandbox='strict'"):
+        with pytest.raises(UserError, match=r"the tool python: reward\.sandbox='strict'"):
             Python()
     else:
         make_runner("strict")
@@ -306,7 +306,7 @@ def test_settings_that_cannot_be(overrides, complaint):
 
 @pytest.mark.parametrize("url", ["here:8080", "ftp://here", "http://", "http://me:secret@here"])
 def test_an_address_that_is_none_or_holds_a_password(url):
-    with pytest.raises(ValueError, match="reward.sandbox_url") as e:
+    with pytest.raises(ValueError, match=r"reward\.sandbox_url") as e:
         make_runner("container", url)
     assert "secret" not in str(e.value)
 
