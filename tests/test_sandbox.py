@@ -81,6 +81,8 @@ def interpret(instructions, number, args=(), *, arch):
         ("openat: empties", 257, 56, (0, 0, os.O_RDONLY | os.O_TRUNC), "EPERM"),
         ("fcntl: flags", 72, 25, (3, 4), "allow"),
         ("fcntl: owner", 72, 25, (3, 8), "EPERM"),
+        ("prctl: outlives its parent", 157, 167, (1, 0), "EPERM"),
+        ("prctl: its name", 157, 167, (15, 0), "allow"),
         ("ioctl: TIOCSTI", 16, 29, (0, 0x5412), "EPERM"),
         ("fstat", 5, 80, (), "allow"),
     ],

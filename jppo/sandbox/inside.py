@@ -14,7 +14,8 @@ from jppo.sandbox import kernel, landlock, program, seccomp, spaces
 
 # What Python imports here delays every program: no json, re, typing or signal.
 _SIGKILL, _SIGSTOP = 9, 19
-EXIT_NO_SANDBOX = 97  # the sandbox could not be closed; stderr says why
+CLOSED = "closed"  # the first reply, before the program runs; without it the sandbox could not be closed
+_EXIT_NOT_CLOSED = 1
 FILES_OPEN = 128
 
 
@@ -27,13 +28,14 @@ def main(job_fd: int) -> None:
         home = _close(job["limits"], parent)
     except OSError as e:
         print(f"the sandbox could not be closed: {e}", file=sys.stderr, flush=True)
-        os._exit(EXIT_NO_SANDBOX)
+        os._exit(_EXIT_NOT_CLOSED)
     os.environ.update(HOME=home, TMPDIR=home)
     with open("program.py", "w", encoding="utf-8") as copy:
         copy.write(job["program"])
     sys.path[:] = job["path"]
     sys.argv = ["program.py"]
     replies = job["replies"]
+    program.write_all(replies, CLOSED)
     program.run(job["program"], job["requests"], lambda line: program.write_all(replies, line))
 
 
@@ -75,7 +77,7 @@ def _close(limits: dict, parent: int) -> str:
 def _die_with(parent: int) -> None:
     kernel.prctl(kernel.PR_SET_PDEATHSIG, _SIGKILL)
     if os.getppid() != parent:
-        os._exit(EXIT_NO_SANDBOX)
+        os._exit(_EXIT_NOT_CLOSED)
 
 
 def _become_child() -> None:
@@ -92,7 +94,7 @@ def _become_child() -> None:
             gone = False
         os.close(alive)
         if gone:
-            os._exit(EXIT_NO_SANDBOX)
+            os._exit(_EXIT_NOT_CLOSED)
         return
     os.close(alive)
     _, status = os.waitpid(child, 0)

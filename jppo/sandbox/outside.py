@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jppo.sandbox import spaces
-from jppo.sandbox.inside import EXIT_NO_SANDBOX
+from jppo.sandbox.inside import CLOSED
 
 FILE_BYTES = 2**24  # of each file that a program writes
 FOLDER_BYTES = 2**26  # of all of them together
@@ -91,9 +91,9 @@ def run(
         ran = _run(job, stdin, folder, time_s, quota=guards.spaces == spaces.NONE)
     finally:
         _remove(folder)
-    if ran.status == EXIT_NO_SANDBOX:
+    if ran.replies[:1] != (CLOSED,) and not ran.why:  # by an exit code a program could pretend it
         raise NoSandbox(ran.errors.strip() or "the sandbox's process ended before it was closed")
-    return ran
+    return dataclasses.replace(ran, replies=ran.replies[1:])
 
 
 def readable() -> list[str]:

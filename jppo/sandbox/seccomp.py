@@ -54,7 +54,8 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
 _LAST_KNOWN = 450
 _WITH_RULES: dict[str, tuple[int | None, int | None]] = {  # calls that are refused for some arguments
     "clone": (56, 220), "clone3": (435, 435), "kill": (62, 129), "tgkill": (234, 131), "fcntl": (72, 25),
-    "ioctl": (16, 29), "prlimit64": (302, 261), "open": (2, None), "openat": (257, 56), "openat2": (437, 437),
+    "ioctl": (16, 29), "prlimit64": (302, 261), "prctl": (157, 167), "open": (2, None),
+    "openat": (257, 56), "openat2": (437, 437),
 }  # fmt: skip
 _AUDIT_ARCH = {kernel.X86_64: 0xC000003E, kernel.AARCH64: 0xC00000B7}
 _X32_BIT = 0x40000000
@@ -123,6 +124,8 @@ def _rules(name: str, pid: int) -> list[Instruction]:
         return [_low(1), *_none_of(_F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _F_NOTIFY)]
     if name == "ioctl":
         return [_low(1), *_none_of(_TIOCSTI, _FIOSETOWN, _SIOCSPGRP)]
+    if name == "prctl":  # it ends with its parent
+        return [_low(0), *_none_of(kernel.PR_SET_PDEATHSIG)]
     if name == "prlimit64":  # reads limits of this process
         read = [_low(0), (_EQUAL, 1, 0, 0), _refuse(errno.EPERM)]
         for half in (_low(2), _high(2)):

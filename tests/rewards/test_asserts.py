@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jppo.rewards import asserts
+from jppo.rewards import expressions
 from jppo.rewards.asserts import holds, plan
 from jppo.rewards.suspicion import suspicious
 from jppo.sandbox.program import plain
@@ -35,6 +35,11 @@ check(f)
         ("assert all(f(i) == i for i in range(2))", ["f(0)", "f(1)"]),
         ("assert f(1) and not f(2)", ["not not (f(1))", "not not (f(2))"]),
         ("assert f('a').startswith('ab')", ["f('a')"]),
+        ("assert str(f(1)) == 'N' and len(f(2)) == 2", ["str(f(1))", "len(f(2))"]),
+        ("assert str(abs(f(1) - 2)) == '0'", ["f(1)"]),
+        ("def close(a, b):\n    return abs(a - b) < 0.1\nassert close(f(1), 2.0)", ["f(1)"]),
+        ("def same(a, b: int): return a == b\nassert same(f(1), 2) and not same(f(2), 2)", ["f(1)", "f(2)"]),
+        ("assert isinstance(f(1), Node) and isinstance(f(2), int)", ["not not (isinstance(f(1), Node))", "f(2)"]),
         ("assert sorted(f([2]), key=lambda v: -v) == [1]", ["sorted(f([2]), key=lambda v: -v)"]),
         ("x = [2, 1]\nf(x)\nassert x == [1, 2]", ["x = [2, 1]", "f(x)", "x"]),
         ("n = Node()\nn.left = Node()\nassert f(n) == 3", ["n = Node()", "n.left = Node()", "f(n)"]),
@@ -55,6 +60,8 @@ def test_expected_values_stay_here(tests, requests):
         "from fractions import Fraction\nassert f(1) == Fraction(1, 2)",
         "class T:\n    def t(self):\n        assert f(1) == 2\nT().t()",
         "while True:\n    assert f(1) == 2\n    break",
+        "def same(a, b):\n    c = a == b\n    return c\nassert same(f(1), 2)",
+        "assert max(f(1), 5, key=lambda v: v) == 5",
     ],
 )
 def test_what_cannot_be_split_runs_beside_the_program(tests):
@@ -105,20 +112,24 @@ class Int(int):
         ("f(1) is True", 1, False),
         ("f(1) == float('inf')", float("inf"), True),
         ("f(1) != f(1) and True", float("nan"), None),
-        ("list(f(1)) == [0, 1]", range(2), True),
+        ("list(f(1)) == [0, 1]", [0, 1], True),
+        ("all(x >= 0 for x in f(1)) == True", (x >= 0 for x in range(2)), True),
+        ("3 in f(1)", range(4), True),
         ("f(1) == [0, 1]", range(2), False),
-        ("len(f(1)) == 2", {1: 2, 3: 4}.keys(), True),
-        ("set(f(1)) == {1}", (x for x in [1, 1]), True),
+        ("len(f(1)) == 2", 2, True),
+        ("set(f(1)) == {1}", {1}, True),
         ("isinstance(f(1), int)", 3, True),
         ("isinstance(f(1), int)", "3", False),
         ("type(f(1)) == list", [], True),
         ("1 < f(1) < 3", 2, True),
         ("3 in f(1)", [3], True),
         ("f(1) not in [2, 3]", 3, False),
-        ("round(f(1), 2) == 0.33", 1 / 3, True),
+        ("round(f(1), 2) == 0.33", 0.33, True),
+        ("round(abs(f(1) - 3), 2) == 0.33", 3 + 1 / 3, True),
         ("f(1) * 2 == 4", "22", False),
         ("f(1) * 10 ** 12 == 'x'", "x", False),
-        ("sum(f(1)) == 3", [1, 2], True),
+        ("sum([f(1), 1]) == 3", 2, True),
+        ("min(f(1), 5) == 5", Equal(), False),
         ("f(1).endswith('b')", "ab", True),
         ("f(1).endswith('b')", Equal(), False),
     ],
@@ -192,4 +203,4 @@ def test_names_that_reach_into_the_interpreter(program, found):
 
 
 def test_every_builtin_of_the_comparisons_is_harmless():
-    assert not {"eval", "exec", "open", "getattr", "__import__", "compile", "input"} & asserts._BUILTINS.keys()
+    assert not {"eval", "exec", "open", "getattr", "__import__", "compile", "input"} & expressions._BUILTINS.keys()
