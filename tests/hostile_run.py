@@ -2,7 +2,7 @@
 
     python tests/hostile_run.py UID WITHOUT OUT
 
-UID runs them, if this is root; WITHOUT names a protection to be taken for missing, or nothing; OUT is a folder.
+UID runs them, if this is root; WITHOUT names protections to be taken for missing, separated by commas; OUT is a folder.
 """
 
 import functools
@@ -39,7 +39,7 @@ def main(uid, without, out):
     victim = subprocess.Popen(["sleep", "600"], env={"SOME_API_KEY": "secret"})
     try:
         with listeners(out) as (port, abstract, heard):
-            guards = protections.probe(frozenset(filter(None, [without])))
+            guards = protections.probe(frozenset(filter(None, without.split(","))))
             runner = functools.partial(outside.run, guards=guards)
             results = {}
             for group, name, program, truth, _ in PROGRAMS:
@@ -56,7 +56,7 @@ def main(uid, without, out):
                 score = grade(program, truth, runner)
                 took = time.monotonic() - started
                 after = state(out)
-                harm = [f"{key}: {before[key]} -> {after[key]}" for key in before if before[key] != after[key]]
+                harm = [f"{key}: {before[key]} -> {after.get(key)}" for key in before if before[key] != after.get(key)]
                 harm += [f"heard {what}" for what in heard]
                 harm += ["the victim ended"] if victim.poll() is not None else []
                 harm += [f"left {pid}" for pid in left()]

@@ -25,6 +25,7 @@ from jppo.sandbox import choice, kernel, outside, protections, seccomp, service
 from jppo.sandbox.choice import describe_sandbox, make_runner
 from jppo.sandbox.outside import Guards, NoSandbox
 from jppo.structs import Prompt
+from tests.hostile_programs import PROGRAMS
 
 RIGHT = "def f(x):\n    return x + 1\n"
 ASSERTS = "assert f(1) == 2\nassert f(2) == 3"
@@ -320,3 +321,11 @@ def test_a_run_says_first_which_protections_are_active():
     c.reward.grader = "code"
     c.reward.sandbox, c.reward.sandbox_url = "container", "http://here"
     assert assemble.introduce_sandbox(c, ["gsm8k"], None) == "sandbox: container, by http://here"
+
+
+@pytest.mark.parametrize(
+    ("program", "truth"), [(p, t) for g, _, p, t, _ in PROGRAMS if g == "self-grading"], ids=lambda value: ""
+)
+def test_self_grading_earns_nothing_even_where_no_protection_is_there(program, truth):
+    run = functools.partial(outside.run, guards=Guards())
+    assert code(response(program), truth, time_s=4.0, memory_bytes=2**29, runner=run).score == 0.0
