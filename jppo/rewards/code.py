@@ -19,7 +19,6 @@ from jppo.rewards.rules import Verdict
 from jppo.rewards.suspicion import suspicious
 from jppo.sandbox.choice import Runner, make_runner
 from jppo.sandbox.outside import TOO_LONG, Ran
-from jppo.sandbox.protections import STRICT
 
 SUSPICIOUS, RETRIES = "suspicious", "sandbox_retries"  # parts of a verdict, left out where they are 0
 _BLOCK = re.compile(r"```(?:python|py)[0-9.]*[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
@@ -47,7 +46,7 @@ def code(
     if not blocks:
         return Verdict(0.0, {"exact": 0.0, "answered": 0.0})
     reaching = suspicious(blocks[-1])
-    run = _Counted(runner or make_runner(STRICT), memory_bytes)
+    run = _Counted(runner or make_runner(), memory_bytes)
     passed = _passes_asserts(blocks[-1], tests.asserts, run, time_s, bool(reaching)) if tests.asserts else _passes_io(
         blocks[-1], tests.io, run, time_s
     )  # fmt: skip
@@ -123,7 +122,7 @@ def _passes_io(program: str, tests: Sequence[tuple[str, str]], run: _Counted, ti
 
 def run_program(program: str, *, time_s: float, memory_bytes: int, runner: Runner | None = None) -> str:
     """What a program prints and, of one that fails, the last line that it says of that."""
-    ran = (runner or make_runner(STRICT))(program, time_s=time_s, memory_bytes=memory_bytes)
+    ran = (runner or make_runner())(program, time_s=time_s, memory_bytes=memory_bytes)
     said = ran.errors[-2000:].strip().rpartition("\n")[2]
     if ran.status is None:
         why = f"took longer than {time_s:g} s" if ran.why == TOO_LONG else ran.why

@@ -9,7 +9,7 @@ from jppo.sandbox.protections import BASIC, CONTAINER, STRICT, missing, probe, s
 Runner = Callable[..., outside.Ran]  # as outside.run, without its `guards`
 
 
-def make_runner(mode: str, url: str = "") -> Runner:
+def make_runner(mode: str = STRICT, url: str = "") -> Runner:
     """What runs programs; raises ValueError where `strict` lacks a protection, or the service has no address."""
     if mode == CONTAINER:
         return functools.partial(service.run, url=service.check_url(url))
