@@ -21,7 +21,7 @@ from jppo.rewards.code import code, run_program
 from jppo.rewards.graders import RulePart
 from jppo.rewards.parts import Sample
 from jppo.rewards.pool import Pool
-from jppo.sandbox import choice, kernel, outside, protections, seccomp, service
+from jppo.sandbox import cgroup, choice, kernel, outside, protections, seccomp, service
 from jppo.sandbox.choice import describe_sandbox, make_runner
 from jppo.sandbox.outside import Guards, NoSandbox
 from jppo.structs import Prompt
@@ -99,7 +99,7 @@ def test_the_filter_of_both_architectures(name, x86, arm, args, said):
 def test_the_strongest_guards_are_found_and_pretending_weakens_them():
     here, without = protections.probe(), protections.probe(frozenset({"namespaces"}))
     assert without.spaces == "none" and without.landlock == here.landlock and without.seccomp == here.seccomp
-    assert protections.probe(frozenset({"landlock", "namespaces", "seccomp", "user"})) == Guards()
+    assert protections.probe(frozenset({"landlock", "namespaces", "seccomp", "user", "cgroup"})) == Guards()
 
 
 @pytest.mark.parametrize(
@@ -125,6 +125,19 @@ def test_what_strict_needs(guards, why, monkeypatch):
         make_runner("strict")
         assert "WARNING" not in describe_sandbox("basic")
     make_runner("basic")
+
+
+def test_a_control_group_bounds_threads_and_is_removed():
+    if not (groups := cgroup.bases()):
+        pytest.skip("no control group can be made here")
+    threads = (
+        "import os, threading, time\nn = 0\ntry:\n"
+        "    while n < 200:\n        threading.Thread(target=time.sleep, args=(60,)).start()\n        n += 1\n"
+        "except RuntimeError:\n    pass\nprint(n, flush=True)\nos._exit(0)"
+    )
+    ran = outside.run(threads, guards=Guards(groups=groups), time_s=20, memory_bytes=2**32)
+    assert 0 < int(ran.printed) < outside.THREADS + 2
+    assert not [name for base in groups for name in os.listdir(base) if name.startswith(f"jppo-{os.getpid()}-")]
 
 
 def test_guards_that_the_kernel_refuses_run_nothing(monkeypatch, tmp_path):

@@ -155,8 +155,8 @@ def _grader(source: str, override: str, allow_code: bool) -> Grader:
         )
     if GRADERS[name] in RUNS_CODE and not allow_code:
         raise UserError(
-            f"{setting}={name!r} runs the programs that responses hold, in the sandbox of reward.sandbox; if that is what "
-            "you want, set reward.allow_code=True"
+            f"{setting}={name!r} runs the programs that responses hold, in the sandbox of reward.sandbox; if that is"
+            " what you want, set reward.allow_code=True"
         )
     return GRADERS[name]
 

@@ -42,6 +42,9 @@ def main(job_fd: int) -> None:
 def _close(limits: dict, parent: int) -> str:
     """Gives up everything that the program must not have; returns its folder."""
     _die_with(parent)
+    for group in limits["groups"]:
+        with open(f"{group}/cgroup.procs", "w", encoding="ascii") as f:
+            f.write("0")
     os.umask(0o022)
     home, owner = limits["folder"], limits["uid"]
     how = limits["spaces"]

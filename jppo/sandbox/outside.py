@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from jppo.sandbox import spaces
+from jppo.sandbox import cgroup, spaces
 from jppo.sandbox.inside import CLOSED
 
 FILE_BYTES = 2**24  # of each file that a program writes
@@ -30,6 +30,7 @@ THREADS = 64  # where the user is not root
 FILES = 4096  # in the program's folder
 OPEN_FILES = 128
 NOBODY = 65534
+_OF_PYTHON = 2**26  # memory of the process that waits for a program in namespaces
 TOO_LONG = "took too long"
 _TICK_S = 0.05  # how often the folder is measured that has no quota
 _ROOT = str(pathlib.Path(__file__).resolve().parents[2])
@@ -47,6 +48,7 @@ class Guards:
     seccomp: bool = False
     spaces: str = spaces.NONE
     uid: int | None = None  # the user that programs become; None: the trainer's
+    groups: tuple[str, ...] = ()  # folders for control groups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,18 +81,23 @@ def run(
     Raises NoSandbox where the kernel refuses one of the `guards`.
     """
     folder = os.path.realpath(tempfile.mkdtemp(prefix="jppo-code-"))
+    groups: list[str] = []
     try:
+        if guards.groups:
+            most = memory_bytes + FOLDER_BYTES + _OF_PYTHON
+            groups = cgroup.make(guards.groups, memory=most, processes=THREADS + 2)
         if guards.uid is not None and guards.spaces == spaces.NONE:
             os.chown(folder, guards.uid, guards.uid)
         job = {
             "program": text.encode("utf-8", "replace").decode("utf-8"),
             "requests": None if requests is None else list(requests),
             "path": [p for p in sys.path if any(_within(p, place) for place in readable())],
-            "limits": _limits(folder, guards, time_s, memory_bytes),
+            "limits": _limits(folder, guards, time_s, memory_bytes) | {"groups": groups},
         }
         ran = _run(job, stdin, folder, time_s, quota=guards.spaces == spaces.NONE)
     finally:
         _remove(folder)
+        cgroup.remove(groups)
     if ran.replies[:1] != (CLOSED,) and not ran.why:  # by an exit code a program could pretend it
         raise NoSandbox(ran.errors.strip() or "the sandbox's process ended before it was closed")
     return dataclasses.replace(ran, replies=ran.replies[1:])

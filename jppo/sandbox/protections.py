@@ -3,11 +3,12 @@
 `docs/security.md` has the table of what each promises.
 """
 
+import dataclasses
 import functools
 import os
 from collections.abc import Collection, Iterator
 
-from jppo.sandbox import landlock, outside, seccomp, spaces
+from jppo.sandbox import cgroup, landlock, outside, seccomp, spaces
 from jppo.sandbox.outside import Guards
 
 STRICT, BASIC, CONTAINER = "strict", "basic", "container"
@@ -25,8 +26,18 @@ def probe(without: Collection[str] = frozenset()) -> Guards:
         except (outside.NoSandbox, OSError):
             continue
         if ran.status == 0 and ran.printed.strip() == "1":
-            return guards
+            return guards if "cgroup" in without else _grouped(guards)
     return Guards()
+
+
+def _grouped(guards: Guards) -> Guards:
+    """The guards with control groups, where these can be made."""
+    grouped = dataclasses.replace(guards, groups=cgroup.bases())
+    try:
+        ran = outside.run("print(1)", guards=grouped, time_s=_PROBE_S, memory_bytes=_PROBE_BYTES)
+    except (outside.NoSandbox, OSError):
+        return guards
+    return grouped if ran.status == 0 else guards
 
 
 def _candidates(without: Collection[str]) -> Iterator[Guards]:
@@ -50,6 +61,7 @@ def describe(guards: Guards) -> dict[str, str]:
         "folder quota": "tmpfs" if own else "",
         "unprivileged user": str(guards.uid or os.geteuid() or ""),
         "rlimits": "on",
+        "cgroup": "on" if guards.groups else "",
     }
 
 
