@@ -17,7 +17,7 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from hostile_programs import PROGRAMS
+from hostile_programs import NOTHING, PROGRAMS
 
 from jppo.rewards import code as rule
 from jppo.sandbox import outside, protections
@@ -42,7 +42,7 @@ def main(uid, without, out):
             guards = protections.probe(frozenset(filter(None, without.split(","))))
             runner = functools.partial(outside.run, guards=guards)
             results = {}
-            for group, name, program, truth, _ in PROGRAMS:
+            for group, name, program, truth, right in PROGRAMS:
                 for old, new in (
                     ("OUT", str(out)),
                     ("PORT", str(port)),
@@ -53,7 +53,8 @@ def main(uid, without, out):
                     program = program.replace(old, new)
                 before = state(out)
                 started = time.monotonic()
-                score = grade(program, truth, runner)
+                endless = truth == NOTHING and right == {0.0}  # a busy machine must not cut the others off
+                score = grade(program, truth, runner, time_s=0.8 if endless else 8.0)
                 took = time.monotonic() - started
                 after = state(out)
                 harm = [f"{key}: {before[key]} -> {after.get(key)}" for key in before if before[key] != after.get(key)]
@@ -71,10 +72,10 @@ def main(uid, without, out):
     )
 
 
-def grade(program, truth, runner):
+def grade(program, truth, runner, time_s):
     try:
         response = f"```python\n{program}\n```"
-        return rule.code(response, truth, time_s=1.6, memory_bytes=2**28, runner=runner).score
+        return rule.code(response, truth, time_s=time_s, memory_bytes=2**28, runner=runner).score
     except Exception as e:
         return f"{type(e).__name__}: {e}"
 
