@@ -130,6 +130,7 @@ def train_on(hosts: Hosts, config: ConfigDict) -> None:
         if hosts.first:
             whole.write_text(run / "config.json", settings.dump(c))
         opening = [
+            assemble.introduce_sandbox(c, inputs.sources, inputs.agent.toolbox if inputs.agent else None),
             *introduce(inputs, mesh, learner.plan, begun.step),
             *begun.said,
             why,

@@ -46,6 +46,7 @@ from jppo.assemble.recipe import make_recipe
 from jppo.assemble.resume import Begun, finished, kept, origin, resume, save
 from jppo.assemble.reward import make_panel
 from jppo.assemble.rows import critic_mini_batch_size, make_plan, plan_of_run, sequences_of_step
+from jppo.assemble.sandbox import introduce_sandbox
 
 __all__ = [
     "ENGINES",
@@ -67,6 +68,7 @@ __all__ = [
     "fresh",
     "graders",
     "introduce_peak",
+    "introduce_sandbox",
     "join_hosts",
     "kept",
     "load_trained",

@@ -53,6 +53,7 @@ CHOICES = {
     "rollout.sleep_level": (0, 1, 2),
     "rollout.multi_turn.format": ("hermes", "qwen3", "qwen3_coder", "plain"),
     "rollout.multi_turn.tool_response_truncate_side": ("left", "middle", "right"),
+    "reward.sandbox": ("strict", "basic", "container"),
     "reward.judge.api_type": ("", "openai", "dashscope", "gemini", "claude"),
     "reward.judge.preset": ("", "math", "code", "dialogue", "safety"),
     "reward.model.engine": ("auto", "jax", "transformers", "vllm"),
@@ -355,6 +356,13 @@ def _check_unread(config: ml_collections.ConfigDict) -> None:
         if not r[part][switch]
         for leaf in r[part]
     ]
+    if r.sandbox != "container":
+        why = f"reward.sandbox={r.sandbox!r} runs programs here"
+        unread.append(("reward.sandbox_url", r.sandbox_url, usual.sandbox_url, why))
+    elif not r.sandbox_url:
+        raise UserError(
+            "reward.sandbox='container' needs the service's address; set reward.sandbox_url=http://HOST:PORT"
+        )
     if r.function:
         unread.append(("reward.grader", r.grader, usual.grader, f"reward.function={r.function!r} grades in its place"))
     for name, value, was, why in unread:

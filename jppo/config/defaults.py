@@ -220,6 +220,8 @@ def default() -> ml_collections.ConfigDict:
             timeout_s=10.0,  # for one sample by one grader
             memory_bytes=2**31,  # of one such process
             allow_code=False,  # graders that run what a response says
+            sandbox="strict",  # of programs, tools' too: basic takes the protections there are; container a service
+            sandbox_url="",  # of container: an HTTP service with POST /run_code, as Sandbox Fusion
             score_on_error=none(float),  # of a sample whose grader failed; None: it is not learned from
             overlong_buffer_tokens=0,  # length_score: 0 up to this far from the end, then down to -1 at the end
             format_regex="",  # format_score: 1 where a response matches as a whole
