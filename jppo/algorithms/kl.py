@@ -37,17 +37,17 @@ def k3(logp: Array, ref_logp: Array) -> Array:
     return jnp.clip(jnp.expm1(d) - d, -10.0, 10.0)
 
 
-def _total(x: Array) -> Array:
+def _total(x: jax.Array) -> jax.Array:
     return jnp.sum(x, axis=-1)
 
 
 def full(
-    logits: Array,  # [..., V] -> [...]
-    ref_logits: Array,
+    logits: jax.Array,  # [..., V] -> [...]
+    ref_logits: jax.Array,
     *,
-    log_softmax: Callable[[Array], Array] = jax.nn.log_softmax,
-    total: Callable[[Array], Array] = _total,
-) -> Array:
+    log_softmax: Callable[[jax.Array], jax.Array] = jax.nn.log_softmax,
+    total: Callable[[jax.Array], jax.Array] = _total,
+) -> jax.Array:
     """Σ_a π(a) (log π(a) - log π_ref(a)) over the whole vocabulary: exact, and so is its gradient.
 
     `log_softmax` and `total` replace the functions of the last axis where a mesh shards it.

@@ -78,7 +78,9 @@ def make_exact(
     """Both models in one pass, and KL(π ‖ π_ref) over the whole vocabulary, a chunk of tokens at a time."""
 
     def exact(params: Weights, ref_params: Weights, rows: Rows) -> tuple[Array, Array, Array, Array]:
-        def body(vocabulary: heads.Vocabulary, targets: Array, logits: Array, ref_logits: Array) -> tuple[Array, ...]:
+        def body(
+            vocabulary: heads.Vocabulary, targets: jax.Array, logits: jax.Array, ref_logits: jax.Array
+        ) -> tuple[jax.Array, ...]:
             logp = heads.logprob_of(logits, targets, vocabulary)
             ref_logp = heads.logprob_of(ref_logits, targets, vocabulary)
             penalty = kl.full(logits, ref_logits, log_softmax=vocabulary.log_softmax, total=vocabulary.total)
@@ -86,8 +88,9 @@ def make_exact(
 
         states = [_state(policy, params, rows), _state(reference, jax.lax.stop_gradient(ref_params), rows)]
         targets, mask = jnp.asarray(rows.targets), jnp.asarray(rows.mask)
-        how = dict(temperature=temperature, chunk_tokens=chunk_tokens, mask=mask, mesh=mesh)
-        logp, entropy, ref_logp, penalty = heads.by_logits(body, states, targets, **how)
+        logp, entropy, ref_logp, penalty = heads.by_logits(
+            body, states, targets, temperature=temperature, chunk_tokens=chunk_tokens, mask=mask, mesh=mesh
+        )
         return logp, entropy, ref_logp, penalty
 
     return exact

@@ -44,10 +44,10 @@ def logprob_entropy(
         logp = logprob_of(logits, targets, vocabulary)
         return logp, entropy_of(logits, vocabulary) if with_entropy else jnp.zeros_like(logp)
 
-    found: tuple[jax.Array, jax.Array] = by_logits(
+    logp, entropy = by_logits(
         body, [state], targets, temperature=temperature, chunk_tokens=chunk_tokens, mask=mask, mesh=mesh
     )
-    return found
+    return logp, entropy
 
 
 def by_logits(
