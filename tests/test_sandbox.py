@@ -140,6 +140,18 @@ def test_a_control_group_bounds_threads_and_is_removed():
     assert not [name for base in groups for name in os.listdir(base) if name.startswith(f"jppo-{os.getpid()}-")]
 
 
+def test_folders_of_workers_that_were_killed_are_removed(tmp_path):
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    names = {f"jppo-code-{gone.pid}-old": 7200, f"jppo-code-{gone.pid}-new": 60, f"jppo-code-{os.getpid()}-mine": 7200}
+    for name, age in names.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x").write_text("x")
+        os.utime(tmp_path / name, (time.time() - age,) * 2)
+    outside._sweep(str(tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} == set(names) - {f"jppo-code-{gone.pid}-old"}
+
+
 def test_guards_that_the_kernel_refuses_run_nothing(monkeypatch, tmp_path):
     monkeypatch.setattr(outside, "_DEVICES", ["/dev/null"])
     with pytest.raises(NoSandbox, match="could not be closed"):
