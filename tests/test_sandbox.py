@@ -140,6 +140,18 @@ def test_a_control_group_bounds_threads_and_is_removed():
     assert not [name for base in groups for name in os.listdir(base) if name.startswith(f"jppo-{os.getpid()}-")]
 
 
+def test_folders_of_workers_that_were_killed_are_removed(tmp_path):
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    names = {f"jppo-code-{gone.pid}-old": 7200, f"jppo-code-{gone.pid}-new": 60, f"jppo-code-{os.getpid()}-mine": 7200}
+    for name, age in names.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x").write_text("x")
+        os.utime(tmp_path / name, (time.time() - age,) * 2)
+    outside._sweep(str(tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} == set(names) - {f"jppo-code-{gone.pid}-old"}
+
+
 def test_guards_that_the_kernel_refuses_run_nothing(monkeypatch, tmp_path):
     monkeypatch.setattr(outside, "_DEVICES", ["/dev/null"])
     with pytest.raises(NoSandbox, match="could not be closed"):
@@ -342,3 +354,39 @@ def test_a_run_says_first_which_protections_are_active():
 def test_self_grading_earns_nothing_even_where_no_protection_is_there(program, truth):
     run = functools.partial(outside.run, guards=Guards())
     assert code(response(program), truth, time_s=4.0, memory_bytes=2**29, runner=run).score == 0.0
+
+
+ORDINARY = {
+    "a temporary file": "import tempfile\nwith tempfile.TemporaryFile('w+') as f:\n    f.write('ok')\n    f.seek(0)\n"
+    "    print(f.read())",
+    "the null device": "import os, sys\nprint('x', file=open(os.devnull, 'w'))\nprint('ok')",
+    "files in its folder": "import os, shutil\nos.mkdir('d')\nopen('d/x', 'w').write('ok')\nos.rename('d/x', 'y')\n"
+    "shutil.rmtree('d')\nprint(open('y').read())",
+    "an event loop": "import asyncio\nasync def main():\n    await asyncio.sleep(0)\n    return 'ok'\n"
+    "print(asyncio.run(main()))",
+    "threads": "from concurrent.futures import ThreadPoolExecutor\nwith ThreadPoolExecutor(4) as pool:\n"
+    "    print(*pool.map(str, ['ok']))",
+    "a deep recursion": "import sys, threading\nsys.setrecursionlimit(10**5)\nthreading.stack_size(2**26)\n"
+    "def go(n):\n    return 'ok' if n == 0 else go(n - 1)\nt = threading.Thread(target=lambda: print(go(5 * 10**4)))\n"
+    "t.start()\nt.join()",
+    "open(0)": "print(open(0).read().strip())",
+    "stdin as bytes": "import sys\nprint(sys.stdin.buffer.readline().decode())",
+    "os.read": "import os\nprint(os.read(0, 99).decode().strip())",
+    "exit": "print('ok')\nexit()",
+    "the standard library": "import collections, csv, datetime, decimal, fractions, heapq, itertools, json, math\n"
+    "import random, re, sqlite3, statistics, typing, zoneinfo\nsqlite3.connect(':memory:').execute('select 1')\n"
+    "random.seed()\nprint('ok', end='')",
+    "a main guard": "def main():\n    print(input())\nif __name__ == '__main__':\n    main()",
+    "a signal to itself": "import signal\nsignal.signal(signal.SIGALRM, lambda *_: print('ok'))\n"
+    "signal.raise_signal(signal.SIGALRM)",
+    "dataclasses and pickle": "import dataclasses, pickle\n@dataclasses.dataclass\nclass P:\n    x: str\n"
+    "print(pickle.loads(pickle.dumps(P('ok'))).x)",
+}
+
+
+@pytest.mark.parametrize("without", ["", "namespaces"])
+@pytest.mark.parametrize("program", ORDINARY.values(), ids=ORDINARY)
+def test_ordinary_programs_work(program, without):
+    guards = protections.probe(frozenset(filter(None, [without])))
+    ran = outside.run(program, guards=guards, time_s=20, memory_bytes=2**30, stdin="ok\n")
+    assert (ran.status, ran.printed.strip()) == (0, "ok"), ran.errors

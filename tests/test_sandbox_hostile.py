@@ -90,3 +90,46 @@ def test_the_mix_is_what_it_says(results, user, without):
 def test_there_are_forty_programs_of_all_classes():
     groups = [group for group, *_ in PROGRAMS]
     assert len(PROGRAMS) >= 40 and groups.count("self-grading") >= 8 and len(set(groups)) == 9
+
+
+OWN_WORKER = """
+import json, os, pickle, struct, subprocess, sys
+length = struct.Struct(">Q")
+command = [sys.executable, "-m", "jppo.rewards.worker", str(os.getpid()), str(2**31)]
+worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+body = pickle.dumps({"target": ("rule", "exact"), "samples": None})
+worker.stdin.write(length.pack(len(body)) + body)
+worker.stdin.flush()
+reply = json.loads(worker.stdout.read(*length.unpack(worker.stdout.read(8))))
+opened = []
+with open(f"/proc/{worker.pid}/task/{worker.pid}/children") as f:
+    processes = [worker.pid, *map(int, f.read().split())]
+for pid in processes:
+    for name in ("environ", "mem", "fd/1", "fd/3"):
+        try:
+            open(f"/proc/{pid}/{name}", "rb").close()
+            opened.append(name)
+        except OSError:
+            pass
+worker.stdin.close()
+worker.wait()
+print(json.dumps([reply, len(processes), opened]))
+"""
+
+
+def test_other_processes_of_the_user_cannot_open_a_reward_worker():
+    if os.geteuid() != 0 or (python := interpreter(NOBODY)) is None:
+        pytest.skip("root becomes another user here, and root can open everything")
+    done = subprocess.run(
+        [python, "-c", OWN_WORKER],
+        user=NOBODY,
+        group=NOBODY,
+        extra_groups=[],
+        cwd="/",
+        env={"PATH": os.defpath, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [{"batch": False}, 2, []]

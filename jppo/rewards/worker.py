@@ -36,10 +36,10 @@ def main(parent: int, memory_bytes: int) -> None:
     os.dup2(null, 0)
     os.dup2(2, 1)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    _prctl(_PR_SET_DUMPABLE, 0)  # no other process of this user opens its pipes, memory or environment by /proc
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError):  # where memory ends, the kernel takes a worker before the trainer
         pathlib.Path("/proc/self/oom_score_adj").write_text("500")
+    _prctl(_PR_SET_DUMPABLE, 0)  # no other process of this user opens its pipes, memory or environment by /proc
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     guard = os.getpid()

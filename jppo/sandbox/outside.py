@@ -6,6 +6,7 @@ file descriptor with its parent but the ends of pipes to be read here.
 
 import contextlib
 import dataclasses
+import functools
 import marshal
 import os
 import pathlib
@@ -32,6 +33,7 @@ OPEN_FILES = 128
 NOBODY = 65534
 _OF_PYTHON = 2**26  # memory of the process that waits for a program in namespaces
 TOO_LONG = "took too long"
+_PREFIX, _OLD_S = "jppo-code-", 3600.0  # folders of programs, and the age from which one may be left over
 _TICK_S = 0.05  # how often the folder is measured that has no quota
 _ROOT = str(pathlib.Path(__file__).resolve().parents[2])
 _BOOT = f"import sys; sys.path.insert(0, {_ROOT!r}); from jppo.sandbox.inside import main; main(int(sys.argv[1]))"
@@ -80,7 +82,8 @@ def run(
 
     Raises NoSandbox where the kernel refuses one of the `guards`.
     """
-    folder = os.path.realpath(tempfile.mkdtemp(prefix="jppo-code-"))
+    _sweep(tempfile.gettempdir())
+    folder = os.path.realpath(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
     groups: list[str] = []
     try:
         if guards.groups:
@@ -243,6 +246,17 @@ def _kill(child: subprocess.Popen) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child.pid, signal.SIGKILL)
     child.wait()
+
+
+@functools.cache
+def _sweep(place: str) -> None:
+    """Removes the folders of workers that were killed: old ones of this user or NOBODY, whose process is gone."""
+    for path in pathlib.Path(place).glob(f"{_PREFIX}*-*"):
+        with contextlib.suppress(OSError):
+            at = path.lstat()
+            gone = not os.path.exists(f"/proc/{path.name.removeprefix(_PREFIX).partition('-')[0]}")
+            if gone and at.st_uid in (os.geteuid(), NOBODY) and time.time() - at.st_mtime > _OLD_S:
+                _remove(str(path))
 
 
 def _remove(folder: str) -> None:

@@ -33,6 +33,7 @@ def run(text, requests, answer):
     import json  # costs as much as the rest of the start
 
     names["__name__"] = "program"
+    sys.modules["program"] = main  # where dataclasses and pickle look
     try:
         exec(compile(text, "program.py", "exec"), names)
         for kind, source in requests:

@@ -37,6 +37,23 @@ def score(program, truth=ASSERTS, *, time_s=8.0, runner=None):
         ("import threading\nt = threading.Thread(target=print)\nt.start()\nt.join()\n" + RIGHT, ASSERTS, 1),
         ("open('here', 'w').write('1')\nimport os\nos.remove('here')\n" + RIGHT, ASSERTS, 1),
         ("import numpy\n" + RIGHT, ASSERTS, 1),
+        ("import numpy\ndef f(x): return numpy.int64(x + 1)", ASSERTS, 1),
+        (
+            "from __future__ import annotations\nimport dataclasses\n@dataclasses.dataclass\nclass P:\n    x: int\n"
+            "def f(x): return P(x + 1)",
+            "assert f(1).x == 2",
+            1,
+        ),
+        (
+            "from collections import Counter\ndef f(x): return Counter(x)",
+            "def check(candidate):\n    assert candidate('aab') == {'a': 2, 'b': 1}\ncheck(f)",
+            1,
+        ),
+        ("def f(x): x.sort()", "x = [2, 1]\nf(x)\nassert x == [1, 2]", 1),
+        ("def f(x): raise TypeError", "try:\n    f(1)\n    assert False\nexcept TypeError:\n    pass", 1),
+        ("def f(x): return x", "try:\n    f(1)\n    assert False\nexcept TypeError:\n    pass", 0),
+        ("def f(x): yield from range(x)", "assert list(f(2)) == [0, 1] and sum(f(3)) == 3", 1),
+        ("def f(x): exit(97)", ASSERTS, 0),
     ],
 )
 def test_programs_are_worth_what_their_tests_say(program, truth, wanted):
