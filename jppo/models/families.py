@@ -191,8 +191,8 @@ def from_hf(config: Mapping[str, Any], *, path: str | os.PathLike) -> ModelConfi
     head_dim = fields.get("head_dim", int, hidden_size // num_heads if family.head_dim is None else family.head_dim)
     if num_heads % num_kv_heads:
         raise fields.refuse("num_key_value_heads", f"must divide num_attention_heads={num_heads}")
-    if head_dim % 2:
-        raise UserError(f"{path}: head_dim={head_dim} must be even: rotary embedding turns pairs")
+    if head_dim % 2 or not head_dim:
+        raise UserError(f"{path}: head_dim={head_dim} must be even and above 0: rotary embedding turns pairs")
     rotary, local = _rotary(fields, family)
     layers = [
         Kind(window, rotary if window is None or local is None else local)
