@@ -105,6 +105,7 @@ def test_unsupported_is_refused_by_file_field_and_value(hf_config, field, value)
         ("rope_scaling", {"rope_type": "linear", "factor": math.inf}),
         ("rope_scaling", {"rope_type": ["linear"], "factor": 2.0}),
         ("model_type", ["llama"]),
+        ("num_hidden_layers", 2**31),
         ("hidden_size", 1),  # fewer than heads: head_dim is 0
         ("model_type", {}),
     ],
