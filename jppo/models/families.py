@@ -157,6 +157,7 @@ FAMILIES = {
     "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA3,
 }
+MOST_LAYERS = 10_000  # more than any model has; each is gone through
 WINDOW = 4096  # of sliding layers, in every family, where the field is absent
 
 # Fields that change the mathematics, and the values under which they change nothing. An absent field is None.
@@ -187,12 +188,14 @@ def from_hf(config: Mapping[str, Any], *, path: str | os.PathLike) -> ModelConfi
     attention_bias = fields.get("attention_bias", bool, False)
     hidden_size, num_heads = fields.get("hidden_size", int), fields.get("num_attention_heads", int)
     num_layers = fields.get("num_hidden_layers", int)
+    if num_layers > MOST_LAYERS:
+        raise fields.refuse("num_hidden_layers", f"must be at most {MOST_LAYERS}")
     num_kv_heads = fields.get("num_key_value_heads", int, num_heads)
     head_dim = fields.get("head_dim", int, hidden_size // num_heads if family.head_dim is None else family.head_dim)
     if num_heads % num_kv_heads:
         raise fields.refuse("num_key_value_heads", f"must divide num_attention_heads={num_heads}")
-    if head_dim % 2:
-        raise UserError(f"{path}: head_dim={head_dim} must be even: rotary embedding turns pairs")
+    if head_dim % 2 or not head_dim:
+        raise UserError(f"{path}: head_dim={head_dim} must be even and above 0: rotary embedding turns pairs")
     rotary, local = _rotary(fields, family)
     layers = [
         Kind(window, rotary if window is None or local is None else local)

@@ -105,10 +105,12 @@ def test_unsupported_is_refused_by_file_field_and_value(hf_config, field, value)
         ("rope_scaling", {"rope_type": "linear", "factor": math.inf}),
         ("rope_scaling", {"rope_type": ["linear"], "factor": 2.0}),
         ("model_type", ["llama"]),
+        ("num_hidden_layers", 2**31),
+        ("hidden_size", 1),  # fewer than heads: head_dim is 0
         ("model_type", {}),
     ],
 )
 def test_numbers_that_no_model_has_are_refused_by_name(hf_config, field, value):
-    with pytest.raises(UserError, match=rf"config\.json: .*({field}|factor)") as e:
+    with pytest.raises(UserError, match=rf"config\.json: .*({field}|factor|head_dim=0)") as e:
         families.from_hf(hf_config("llama-tied") | {field: value}, path="config.json")
     assert "\n" not in str(e.value)

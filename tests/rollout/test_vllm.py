@@ -147,7 +147,7 @@ def test_a_server_that_fails_again_and_again_ends_the_run_in_one_error(attach, f
 @pytest.mark.parametrize(
     "route, answer, said",
     [
-        ("/is_paused", (200, {"is_paused": True}), "is paused.*curl -X POST http.*/resume"),
+        ("/is_paused", (200, {"is_paused": True}), "is paused.*curl -X POST .*http.*/resume"),
         ("/is_paused", (404, {}), "404.*VLLM_SERVER_DEV_MODE=1"),
         ("jppo_info", (500, {}), "500.*--worker-extension-cls jppo.rollout.worker.WeightLoader"),
         ("/openapi.json", (200, {"paths": {}}), "has no /inference/v1/generate.*--enable-scale-out"),
