@@ -139,7 +139,7 @@ def test_what_ends_one_host_ends_all(run_of_groups, tmp_path, how, code, said, s
 def test_hosts_that_draw_ahead_save_what_each_has_where_one_is_behind(run_of_groups, tmp_path):
     """Host 1 breaks off before it has asked for what host 0 has asked for already."""
     c = run_of_groups
-    c.rollout.mode, c.rollout.max_staleness = "async", 2
+    c.rollout.mode, c.rollout.max_staleness, c.trainer.save_freq = "async", 1, -1
     reference = pathlib.Path(c.trainer.run_dir)
     train.train(c)
     broken = in_folder(c, tmp_path / "broken")
