@@ -173,6 +173,9 @@ class Supply:
 
     def state(self) -> dict[str, Any]:
         """What is asked for and not yet learned from, of JSON types; {} where nothing is asked for ahead."""
+        return sample_queue.merged(self._hosts.gather(self._state))
+
+    def _state(self) -> dict[str, Any]:
         now = self._now
         if not self._how.staleness and not now.held:
             return {}
@@ -182,7 +185,7 @@ class Supply:
             if reward == self._panel.state():
                 break
         about = {"next": now.next, "cursor": dataclasses.asdict(now.cursor), "reward": reward, **self._kind()}
-        return sample_queue.merged(self._hosts.gather(lambda: sample_queue.state(about, steps)))
+        return sample_queue.state(about, steps)
 
     def _kept(self, asked: Asked) -> sample_queue.Step:
         with self._changed:

@@ -32,7 +32,14 @@ def asking(supply, step):
     """Where the host is by itself."""
     if step == 2 and what == "rollout":
         raise RolloutError("the server is gone for good")
+    if step == 1 and what == "behind":
+        supply._ask_through = behind
     return ask(supply, step)
+
+
+def behind(last, version):
+    """Between two statements of a step's samples."""
+    raise RolloutError("the server is gone for good")
 
 
 def reading(c):

@@ -136,6 +136,21 @@ def test_what_ends_one_host_ends_all(run_of_groups, tmp_path, how, code, said, s
 
 
 @pytest.mark.slow
+def test_hosts_that_draw_ahead_save_what_each_has_where_one_is_behind(run_of_groups, tmp_path):
+    """Host 1 breaks off before it has asked for what host 0 has asked for already."""
+    c = run_of_groups
+    c.rollout.mode, c.rollout.max_staleness, c.trainer.save_freq = "async", 1, -1
+    reference = pathlib.Path(c.trainer.run_dir)
+    train.train(c)
+    broken = in_folder(c, tmp_path / "broken")
+    code, said = launch(broken, how="behind@1")
+    assert code == 1 and "error: host 1: the server is gone for good" in said and "Traceback" not in said, said
+    assert (tmp_path / "broken/checkpoints/1").is_dir(), said
+    train.train(broken)
+    assert_equal_runs(tmp_path / "broken", reference)
+
+
+@pytest.mark.slow
 def test_an_export_that_fails_on_one_host_costs_that_checkpoint_alone(run_of_groups, tmp_path):
     run_of_groups.trainer.save_contents = "model,optimizer,extra,hf_model"
     code, said = launch(in_folder(run_of_groups, tmp_path / "full"), how="export@0")

@@ -173,6 +173,30 @@ def test_a_step_that_is_no_number_is_skipped_counted_and_kept(learn, small_run):
         assert checkpoints.latest() == 2
 
 
+def test_a_step_whose_samples_were_all_rejected_changes_its_number_alone(learn, monkeypatch):
+    """The second of three, so that momentum and decay would move the weights, and the target the coefficient."""
+    step, fresh, states = train.ppo_step, assemble.fresh, []
+
+    def stepped(run, now):
+        before = jax.device_get(dataclasses.replace(now, key=None))
+        out = step(run, now)
+        states.append((before, jax.device_get(dataclasses.replace(out[0], key=None))))
+        return out
+
+    def rejected(c, drawn, version, usable):
+        usable, found = fresh(c, drawn, version, usable)
+        return usable & (version != 1), found
+
+    monkeypatch.setattr(train, "ppo_step", stepped)
+    monkeypatch.setattr(assemble, "fresh", rejected)
+    kl = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl_type": "adaptive"}
+    metrics = learn(kl | {"trainer.total_training_steps": 3, "actor.lr": 1e-2, "actor.weight_decay": 0.1})
+    same = [bits(dataclasses.replace(a, step=0)) == bits(dataclasses.replace(b, step=0)) for a, b in states]
+    assert same == [False, True, False] and [int(b.step) for _, b in states] == [1, 2, 3]
+    assert [line["actor/empty"] for line in metrics[1:]] == [0.0, 1.0, 0.0]
+    assert all(np.isfinite(value) for line in metrics for value in line.values() if value is not None)
+
+
 ADAPTED = {"model.lora_rank": 4, "model.lora_alpha": 8, "algorithm.use_kl_in_reward": True, "algorithm.gamma": 0.9}
 
 
