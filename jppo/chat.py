@@ -23,6 +23,7 @@ from jppo.config import UserError, exit_on_user_error
 from jppo.data.prompts import tokenise
 from jppo.data.rows import Row, checked_text
 from jppo.data.tokenizer import decode, end_token_ids, load_tokenizer
+from jppo.io.console import escaped
 from jppo.learner import sharding, state
 from jppo.models import hf
 from jppo.models.families import ModelConfig
@@ -168,7 +169,7 @@ class Conversation:
 
 def show(piece: str) -> None:
     """Writes a piece of an answer at once."""
-    print(piece, end="", flush=True)
+    print(escaped(piece), end="", flush=True)
 
 
 def tell(line: str) -> None:

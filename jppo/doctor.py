@@ -40,6 +40,7 @@ from jppo.config import UserError
 from jppo.rollout.server import HOST
 from jppo.rollout.sglang_start import check_sglang
 from jppo.rollout.vllm_start import check_vllm
+from jppo.sandbox import protections
 
 MEMORY = 3 * GIB  # a small trainer and its vLLM on a CPU
 SHARED_MEMORY = GIB  # vLLM's processes talk through it
@@ -145,6 +146,17 @@ def check_loopback() -> Finding:
     return Finding("ports", "OK", f"{HOST} can be reached")
 
 
+def check_sandbox() -> Finding:
+    """The protections that programs of the model run under, where code is graded or the tool python is on."""
+    guards = protections.probe()
+    if why := protections.missing(guards):
+        remedy = "grade programs by reward.sandbox=container, or on a newer kernel; docs/security.md has the table"
+        return Finding(
+            "sandbox", "WARN", f"{protections.summary(guards)}; reward.sandbox=strict refuses: {why}", remedy
+        )
+    return Finding("sandbox", "OK", protections.summary(guards))
+
+
 class _Answer(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.send_response(200)
@@ -184,6 +196,7 @@ def findings(python: str) -> Iterator[Finding]:
     remedy = "make room, or start where there is more: runs are written below the current folder"
     yield check_room("disk", shutil.disk_usage(".").free, warn=DISK_WARN, fail=DISK_FAIL, remedy=remedy)
     yield check_loopback()
+    yield check_sandbox()
 
 
 def of_run(c: ConfigDict, *, server: bool) -> Iterator[Finding]:
@@ -193,7 +206,9 @@ def of_run(c: ConfigDict, *, server: bool) -> Iterator[Finding]:
     failed = []
     engine = c.rollout.name
     starts = engine != "inprocess" and not c.rollout.urls
-    for finding in itertools.chain(environment(c.rollout.python if starts else None, engine), [check_loopback()]):
+    for finding in itertools.chain(
+        environment(c.rollout.python if starts else None, engine), [check_loopback(), check_sandbox()]
+    ):
         failed += [finding.about] if finding.verdict == "FAIL" else []
         yield finding
     with contextlib.ExitStack() as stack:

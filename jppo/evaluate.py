@@ -29,7 +29,9 @@ from jppo import assemble, statistics, validation
 from jppo import config as settings
 from jppo.assemble import Inputs
 from jppo.config import UserError
+from jppo.io import whole
 from jppo.io.metrics import write_samples
+from jppo.io.owner import own
 from jppo.rollout.sampler import RolloutError
 from jppo.validation import Tested
 
@@ -63,18 +65,15 @@ def evaluate(c: ConfigDict, console: rich.console.Console) -> bool:
     assemble.share_gpu(c)
     inputs = assemble.read_test(c)
     sampling = assemble.val_sampling(c)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise UserError(f"--out={out} cannot be made: {e.strerror}; give a folder that can be written") from e
     with contextlib.ExitStack() as stack:
+        stack.enter_context(own(out, "--out"))
         if inputs.agent is not None:
             stack.callback(inputs.agent.close)
         panel = assemble.make_panel(c, inputs, assemble.make_mesh(c))
         stack.callback(panel.close)
         engine = assemble.ENGINES[c.rollout.name](c, out)
         stack.callback(engine.close)
-        (out / "config.json").write_text(settings.dump(c))
+        whole.write_text(out / "config.json", settings.dump(c))
         console.print(introduce(c, inputs), markup=False, highlight=False, soft_wrap=True)
         sampler = engine.ready(**assemble.speaking(inputs))
         assemble.publish_stored(c, sampler, inputs.policy)
@@ -89,15 +88,15 @@ def evaluate(c: ConfigDict, console: rich.console.Console) -> bool:
             batch_size=c.data.val_batch_size,
             watch=watch,
         )
-    rows = write_samples(out, "test", validation.rows(tested))
-    found = summary(c, inputs, tested) | {"seconds": round(time.monotonic() - began, 1)}
-    (out / "summary.json").write_text(json.dumps(found, indent=2, allow_nan=False) + "\n")
-    for row in validation.shown(tested, c.trainer.log_val_generations):
-        console.print(validation.line(row), markup=False, highlight=False, soft_wrap=True)
-    console.print(table(validation.summaries(tested), sampling.n))
-    for line in notes(found):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-    console.print(f"samples {rows}, summary {out / 'summary.json'}", markup=False, highlight=False, soft_wrap=True)
+        rows = write_samples(out, "test", validation.rows(tested))
+        found = summary(c, inputs, tested) | {"seconds": round(time.monotonic() - began, 1)}
+        whole.write_text(out / "summary.json", json.dumps(found, indent=2, allow_nan=False) + "\n")
+        for row in validation.shown(tested, c.trainer.log_val_generations):
+            console.print(validation.line(row), markup=False, highlight=False, soft_wrap=True)
+        console.print(table(validation.summaries(tested), sampling.n))
+        for line in notes(found):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(f"samples {rows}, summary {out / 'summary.json'}", markup=False, highlight=False, soft_wrap=True)
     return found["metrics"]["val/score"] is not None
 
 
@@ -219,6 +218,8 @@ def main(argv: list[str] | None = None) -> None:
         print(settings.dump(c), end="")
         return
     signal.signal(signal.SIGTERM, _terminate)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup has it
+        signal.signal(signal.SIGHUP, _terminate)
     console = rich.console.Console()
     console = console if console.is_terminal else rich.console.Console(width=160)
     try:

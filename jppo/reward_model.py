@@ -25,9 +25,11 @@ from jppo.assemble.forecast import Executions
 from jppo.config import UserError
 from jppo.data.preferences import Encode, Pair, PairSet, read_pairs
 from jppo.data.stream import Cursor, next_batch, steps_per_epoch
+from jppo.io import whole
 from jppo.io.console import REWARD_MODEL_COLUMNS
+from jppo.io.owner import own
 from jppo.io.timers import Timers
-from jppo.learner import batch, packing, ppo, preference, score, sharding, update
+from jppo.learner import batch, compiler, packing, ppo, preference, score, sharding, update
 from jppo.models import cost, hf, offload, placing
 from jppo.models.families import ModelConfig, pad_vocab
 from jppo.models.lora import Lora
@@ -72,6 +74,7 @@ def prepare(c: ConfigDict, request: Request = preview.HERE) -> Task:
     by_epochs = steps_per_epoch(len(pairs.pairs), c.data.train_batch_size) * c.trainer.total_epochs
     steps = c.trainer.total_training_steps
     mesh = request.mesh(c)
+    options = compiler.options(mesh, c.model.compiler_options)
     cfg = pad_vocab(cfg, mesh.shape["tensor"])
     value = score.make_value(assemble.make_decoder(c, cfg, mesh))
     return Task(
@@ -91,7 +94,7 @@ def prepare(c: ConfigDict, request: Request = preview.HERE) -> Task:
         adapters=assemble.make_adapters(c),
         scores=preference.make_scores(value, mesh=mesh),
         slope=preference.make_slope(center=c.loss.center_rewards_coefficient),
-        accumulate=update.make_accumulate(preference.make_pulled(value)),
+        accumulate=update.make_accumulate(preference.make_pulled(value), options=options),
     )
 
 
@@ -111,15 +114,21 @@ def train(config: ConfigDict) -> None:
     """Trains on all pairs, tests on those held out, and writes the model."""
     c = config
     assemble.require_loggers(c)
-    task = prepare(c)
+    task, run = prepare(c), pathlib.Path(c.trainer.run_dir).expanduser()
+    with own(run):
+        learn(c, task, run)
+
+
+def learn(c: ConfigDict, task: Task, run: pathlib.Path) -> None:
+    """All steps and what they leave in the run's folder, which is this process's own."""
     pairs, mesh = task.pairs.pairs, task.mesh
     key = jax.random.key(c.trainer.seed)
     trained = assemble.load_trained(c, mesh, task.cfg, c.model.path, head="value", key=key, adapters=task.adapters)
     descent, opt = assemble.make_descent(c.optim, "rm", task.accumulate, trained, task.steps)
     learned = trained.learned
-    run, cursor, timer = pathlib.Path(c.trainer.run_dir).expanduser(), Cursor(), Timers()
+    cursor, timer = Cursor(), Timers()
     with assemble.make_logger(c, run, total_steps=task.steps, columns=REWARD_MODEL_COLUMNS) as logger:
-        (run / "config.json").write_text(settings.dump(c))
+        whole.write_text(run / "config.json", settings.dump(c))
         logger.note(f"pairs             {counted(task.pairs)}; held out {counted(task.held_out)}")
         if (said := waiting.introduce(c, None, task.mesh.devices.flat[0])) is not None:
             logger.note(said)

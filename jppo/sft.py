@@ -23,9 +23,11 @@ from jppo.assemble.forecast import Executions
 from jppo.config import UserError
 from jppo.data.sft import Demonstration, read_demonstrations
 from jppo.data.stream import Cursor, next_batch, steps_per_epoch
+from jppo.io import whole
 from jppo.io.console import SFT_COLUMNS
+from jppo.io.owner import own
 from jppo.io.timers import Timers
-from jppo.learner import batch, packing, ppo, score, sharding, update
+from jppo.learner import batch, compiler, packing, ppo, score, sharding, update
 from jppo.models import hf
 from jppo.models.families import ModelConfig, pad_vocab
 from jppo.models.lora import Lora
@@ -62,6 +64,7 @@ def prepare(c: ConfigDict, request: Request = preview.HERE) -> Task:
     per_epoch = steps_per_epoch(len(found.demonstrations), c.data.train_batch_size)
     steps = c.trainer.total_training_steps
     mesh = request.mesh(c)
+    options = compiler.options(mesh, c.model.compiler_options)
     cfg = pad_vocab(cfg, mesh.shape["tensor"])
     logprob = score.make_logprob(
         assemble.make_decoder(c, cfg, mesh),
@@ -81,7 +84,7 @@ def prepare(c: ConfigDict, request: Request = preview.HERE) -> Task:
         ),
         cfg=cfg,
         adapters=assemble.make_adapters(c),
-        accumulate=update.make_accumulate(update.make_imitation_loss(logprob)),
+        accumulate=update.make_accumulate(update.make_imitation_loss(logprob), options=options),
     )
 
 
@@ -89,15 +92,21 @@ def train(config: ConfigDict) -> None:
     """Trains on all demonstrations and writes the model."""
     c = config
     assemble.require_loggers(c)
-    task = prepare(c)
+    task, run = prepare(c), pathlib.Path(c.trainer.run_dir).expanduser()
+    with own(run):
+        learn(c, task, run)
+
+
+def learn(c: ConfigDict, task: Task, run: pathlib.Path) -> None:
+    """All steps and what they leave in the run's folder, which is this process's own."""
     demonstrations, plan, mesh, cfg, steps = task.demonstrations, task.plan, task.mesh, task.cfg, task.steps
     key = jax.random.key(c.trainer.seed)
     trained = assemble.load_trained(c, mesh, cfg, c.model.path, head="lm", key=key, adapters=task.adapters)
     descent, opt = assemble.make_descent(c.optim, "sft", task.accumulate, trained, steps)
     learned = trained.learned
-    run, cursor, timer = pathlib.Path(c.trainer.run_dir).expanduser(), Cursor(), Timers()
+    cursor, timer = Cursor(), Timers()
     with assemble.make_logger(c, run, total_steps=steps, columns=SFT_COLUMNS) as logger:
-        (run / "config.json").write_text(settings.dump(c))
+        whole.write_text(run / "config.json", settings.dump(c))
         logger.note(f"{len(demonstrations)} demonstrations ({task.overlong} over-long ones left out)")
         if (said := waiting.introduce(c, None, task.mesh.devices.flat[0])) is not None:
             logger.note(said)

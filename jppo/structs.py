@@ -74,6 +74,7 @@ class Trajectory:
     )
     turns: int  # of the policy
     exchange: Exchange | None = None  # None: the policy spoke alone
+    server: str = ""  # that sampled its end; '': the trainer's own engine
 
 
 @dataclasses.dataclass(frozen=True)

@@ -186,6 +186,8 @@ def main(argv: list[str] | None = None) -> None:
         print("\n".join(shlex.join(train_command(run)) for run in runs))
         return
     signal.signal(signal.SIGTERM, _terminate)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup has it
+        signal.signal(signal.SIGHUP, _terminate)
     try:
         done = sweep(runs, out, train_command, jobs=args.jobs, resume=args.resume, metric=args.metric)
     except KeyboardInterrupt:

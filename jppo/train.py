@@ -26,9 +26,11 @@ from jppo.algorithms import kl
 from jppo.assemble import Begun, Inputs, Learner, Source, described, waiting
 from jppo.assemble.handover import Handover
 from jppo.data.stream import Cursor
-from jppo.io.checkpoint import Checkpoints, require
+from jppo.io import whole
+from jppo.io.checkpoint import Checkpoints, NonFinite, require
 from jppo.io.hosts import Elsewhere, Hosts
 from jppo.io.metrics import Logger, Silent
+from jppo.io.owner import own
 from jppo.io.profile import Profiler
 from jppo.io.summary import summary
 from jppo.io.timers import Laps, Timers
@@ -64,18 +66,21 @@ def train_on(hosts: Hosts, config: ConfigDict) -> None:
     assemble.require_shareable(c, hosts)
     inputs = hosts.together(lambda: read(c))
     assemble.require_alike(c, hosts, inputs)
-    own = assemble.own_folder(hosts, run)
-    profile = make_profiler(c, own, inputs.total_steps)
+    logs = assemble.own_folder(hosts, run)
+    profile = make_profiler(c, logs, inputs.total_steps)
     timer = Timers()
     with contextlib.ExitStack() as stack:
-        limits = dict(stage_timeout_s=c.trainer.stage_timeout_s, stop_timeout_s=c.trainer.stop_timeout_s)
-        watch = stack.enter_context(Watch(timer, stacks=own / "stacks.txt", hosts=hosts, **limits))
         only_look = c.trainer.val_only
+        written = run / "val_only" if only_look else run  # what a run has written stays as it is
+        hosts.together(lambda: stack.enter_context(own(written)) if hosts.first else None)
+        limits = dict(stage_timeout_s=c.trainer.stage_timeout_s, stop_timeout_s=c.trainer.stop_timeout_s)
+        ends = dict(hosts=hosts, stopped=c.trainer.stop_exit_code)
+        watch = stack.enter_context(Watch(timer, stacks=logs / "stacks.txt", **ends, **limits))
         checkpoints = stack.enter_context(
             Checkpoints(run / "checkpoints", keep=c.trainer.max_ckpt_to_keep, read_only=only_look)
         )
         hosts.together(lambda: None)  # the folder of the checkpoints is there, and what was broken off is gone
-        run = run / "val_only" if only_look else run  # what a run has written stays as it is
+        run = written
         if assemble.finished(c, checkpoints, inputs.total_steps):
             return summarise(hosts, run)
         if inputs.agent is not None:
@@ -84,13 +89,11 @@ def train_on(hosts: Hosts, config: ConfigDict) -> None:
         assemble.require_models_fit(inputs, mesh)
         panel = hosts.together(lambda: assemble.make_panel(c, inputs, mesh, hosts))
         stack.callback(panel.close)
-        why = assemble.attention_kernel(c, inputs.policy, mesh)[
-            1
-        ]  # one that cannot be is refused before a server starts
+        why = assemble.attention_kernel(c, inputs.policy, mesh)[1]  # refused before a server starts
         with timer("start"):
             laps = Laps()
             # It imports and loads while JAX compiles.
-            engine = hosts.together(lambda: assemble.ENGINES[c.rollout.name](c, own, hosts))
+            engine = hosts.together(lambda: assemble.ENGINES[c.rollout.name](c, logs, hosts))
             stack.callback(engine.close)
             learner, begin = assemble.make_learner(c, inputs, mesh)
             laps("models")
@@ -124,10 +127,11 @@ def train_on(hosts: Hosts, config: ConfigDict) -> None:
             )
         )
         made = (learner, sampler, supply, panel, handover)
-        parts = Run(c, run, hosts, inputs, *made, checkpoints, logger, timer, profile, watch, origin)
+        parts = Run(c, run, hosts, inputs, *made, checkpoints, logger, timer, profile, watch, assemble.Match(c), origin)
         if hosts.first:
-            (run / "config.json").write_text(settings.dump(c))
+            whole.write_text(run / "config.json", settings.dump(c))
         opening = [
+            assemble.introduce_sandbox(c, inputs.sources, inputs.agent.toolbox if inputs.agent else None),
             *introduce(inputs, mesh, learner.plan, begun.step),
             *begun.said,
             why,
@@ -186,6 +190,7 @@ class Run:
     timer: Timers
     profile: Profiler
     watch: Watch
+    match: assemble.Match
     origin: dict[str, Any]  # what it is, for those who go on from its checkpoints
 
 
@@ -201,6 +206,8 @@ def learn(run: Run, begun: Begun) -> TrainState:
         score = metrics.get(c.trainer.best_metric)
         meta = run.origin | place | {"queue": run.supply.state()} | more
         with timer("save"):
+            run.match.require_finite(run.learner, now)
+            run.logger.sync()
             assemble.save(
                 c, checkpoints, run.learner, now, meta, score=score,
                 export=lambda p: run.hosts.alike(lambda: write_model(run, p, now)),
@@ -229,12 +236,23 @@ def learn(run: Run, begun: Begun) -> TrainState:
             metrics, pending = pending, None
             require_progress(run, now)
             if last or due(step, c.trainer.save_freq):
-                save(metrics)
+                try:
+                    save(metrics)
+                except NonFinite as e:
+                    raise Diverged(
+                        f"step {step}: {e}; nothing was saved, and the checkpoint before stands: lower actor.lr or"
+                        " critic.lr, and give the command again"
+                    ) from e
             run.watch.check()
-    except (RolloutError, Diverged, Stopped):
+    except (RolloutError, Diverged, Stopped) as e:
         checkpoints.wait()
         if run.hosts.gather(checkpoints.latest)[0] != step:
-            save({}, pending=None if pending is None else pending | timer.next_step())
+            # samples of a server that had other weights may wait in the queue
+            more: dict[str, Any] = {"queue": []} if isinstance(e, assemble.Mismatch) else {}
+            try:
+                save({}, pending=None if pending is None else pending | timer.next_step(), **more)
+            except NonFinite as odd:
+                run.logger.note(f"step {step} is not saved: {odd}; the checkpoint before stands")
         raise
     return now
 
@@ -283,6 +301,7 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
     with timer("old_log_prob"):
         scored, found = ppo.score_rows(passes, learner.recipe, rows, policy)
     metrics |= found
+    run.match.require(metrics, scored, trajectories)
     penalty: list[Any] = [None] * len(scored)
     if learner.reference is not None:
         with timer("ref"):

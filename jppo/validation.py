@@ -10,6 +10,7 @@ import numpy as np
 
 from jppo import statistics
 from jppo.io import trajectories as of_hosts
+from jppo.io.console import escaped
 from jppo.io.hosts import ALONE, Hosts
 from jppo.rewards.compose import Grading, Panel
 from jppo.rewards.parts import sample_of
@@ -145,7 +146,7 @@ def shown(tested: Tested, count: int) -> list[dict[str, Any]]:
 def line(row: dict[str, Any]) -> str:
     """A row for the console."""
     mark = row["error"] if row["score"] is None else f"score {row['score']:g}"
-    return f"  {_short(row['prompt'])} → {_short(row['response'])}   ({mark}; truth {row['ground_truth']})"
+    return escaped(f"  {_short(row['prompt'])} → {_short(row['response'])}   ({mark}; truth {row['ground_truth']})")
 
 
 def _short(text: str | list[dict[str, str]], limit: int = 60) -> str:

@@ -276,18 +276,19 @@ def stuck_stage(lab: Lab) -> Iterator[Row]:
     yield dataclasses.replace(row, kept=row.kept and code == 1 and "in broken" in stacks.read_text())
 
 
-def stopped_by_term(lab: Lab) -> Iterator[Row]:
-    """SIGTERM in mid-run."""
-    run = lab.folder / "term"
-    process = start(lab.settings, run)
-    wait_until(lambda: (run / "checkpoints/2").is_dir(), process)
-    process.terminate()
-    began = time.monotonic()
-    process.communicate(timeout=LIMIT_S)
-    took, code = time.monotonic() - began, process.returncode
-    starts, _ = to_the_end(lab.settings, run)
-    row = verdict(lab, "SIGTERM", run, starts + 1, f"exit code {code} after {took:.1f} s")
-    yield dataclasses.replace(row, kept=row.kept and code == 0)
+def stopped_by_signals(lab: Lab) -> Iterator[Row]:
+    """SIGTERM and SIGHUP in mid-run."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        run = lab.folder / number.name
+        process = start(lab.settings, run)
+        wait_until(lambda run=run: (run / "checkpoints/2").is_dir(), process)
+        process.send_signal(number)
+        began = time.monotonic()
+        process.communicate(timeout=LIMIT_S)
+        took, code = time.monotonic() - began, process.returncode
+        starts, _ = to_the_end(lab.settings, run)
+        row = verdict(lab, number.name, run, starts + 1, f"exit code {code} after {took:.1f} s")
+        yield dataclasses.replace(row, kept=row.kept and code == 143)
 
 
 def cut_checkpoint(lab: Lab) -> Iterator[Row]:
@@ -302,6 +303,54 @@ def cut_checkpoint(lab: Lab) -> Iterator[Row]:
     os.truncate(file, file.stat().st_size // 2)
     starts, said = to_the_end(lab.settings, run)
     yield verdict(lab, "a truncated checkpoint file", run, starts + 1, telling(said, "is damaged and skipped"))
+
+
+def power_cut(lab: Lab) -> Iterator[Row]:
+    """Whatever the last checkpoint does not count on has lost its end, or has NULs there."""
+    run = lab.folder / "power"
+    process = start(lab.settings, run)
+    wait_until(lambda: (run / "checkpoints/3").is_dir(), process)
+    process.kill()
+    process.wait()
+    for file in (path for path in run.rglob("*") if path.is_file()):
+        if file.name == "metrics.jsonl":
+            with file.open("ab") as lines:
+                lines.write(b'{"step": 9, "actor/pg' + bytes(4096))
+        elif file.parent.name != "samples" and "checkpoints" not in file.parts:  # those are forced to the disk
+            os.truncate(file, max(0, file.stat().st_size - 20))
+    starts, said = to_the_end(lab.settings, run)
+    yield verdict(lab, "a power cut: the end of every file", run, starts + 1, telling(said, "cannot be read"))
+
+
+def two_owners(lab: Lab) -> Iterator[Row]:
+    """The same command is given once more while the run is under way."""
+    run = lab.folder / "owners"
+    process = start(lab.settings, run)
+    wait_until(lambda: (run / "checkpoints/2").is_dir(), process)
+    process.send_signal(signal.SIGSTOP)  # it may not end before the second has begun
+    second = start(lab.settings, run)
+    said = second.communicate(timeout=LIMIT_S)[0]
+    process.send_signal(signal.SIGCONT)
+    process.communicate(timeout=LIMIT_S)
+    named = f"belongs to process {process.pid} on" in said
+    happened = f"{telling(said, 'belongs to process')}; exit code {second.returncode}, the first: {process.returncode}"
+    row = verdict(lab, "a second command on the folder", run, 1, happened)
+    yield dataclasses.replace(row, kept=row.kept and named and (second.returncode, process.returncode) == (2, 0))
+
+
+def nan_parameters(lab: Lab) -> Iterator[Row]:
+    """From step 4 on the rate is such that the policy is destroyed; then the command is given without that."""
+    run = lab.folder / "diverged"
+    process = start(lab.settings, run)
+    wait_until(lambda: (run / "checkpoints/3").is_dir(), process)
+    process.kill()
+    process.wait()
+    process = start(lab.settings, run, more=["--config.actor.lr=1e30"])
+    said = process.communicate(timeout=LIMIT_S)[0]
+    starts, _ = to_the_end(lab.settings, run)
+    happened = f"{telling(said, 'not finite numbers')}; exit code {process.returncode}"
+    row = verdict(lab, "parameters that are no numbers", run, starts + 2, happened)
+    yield dataclasses.replace(row, kept=row.kept and process.returncode == 1)
 
 
 def full_disk(lab: Lab) -> Iterator[Row]:
@@ -419,8 +468,11 @@ def main() -> None:
         faults: dict[str, Callable[[], Iterator[Row]]] = {
             "random": lambda: killed_at_random(lab, moments=args.moments, seed=args.seed),
             "inside": lambda: broken_inside(lab),
-            "term": lambda: stopped_by_term(lab),
+            "term": lambda: stopped_by_signals(lab),
             "cut": lambda: cut_checkpoint(lab),
+            "power": lambda: power_cut(lab),
+            "owners": lambda: two_owners(lab),
+            "diverged": lambda: nan_parameters(lab),
             "disk": lambda: full_disk(lab),
             "nan": lambda: nan_gradient(lab),
             "stuck": lambda: stuck_stage(lab),

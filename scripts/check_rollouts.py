@@ -31,6 +31,7 @@ import check_faults
 from jppo import train
 from jppo.rollout import weights
 from jppo.rollout.fleet import Fleet, Member
+from jppo.rollout.guard import PROOF_HEADER
 
 MOMENTS = ("generation", "publish", "between")
 SETTINGS = {
@@ -174,6 +175,7 @@ class Tools:
                 if status <= 0:
                     upstream = http.client.HTTPConnection(target, timeout=60)
                     headers = {"Content-Type": self.headers.get("Content-Type") or "application/json"}
+                    headers |= member.server.key.headers()
                     upstream.request(self.command, self.path, body or None, headers)
                     reply = upstream.getresponse()
                     data, broken = reply.read(), status == -1
@@ -184,6 +186,7 @@ class Tools:
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                     self.send_response(status)
                     self.send_header("Content-Length", str(len(data)))
+                    self.send_header(PROOF_HEADER, member.server.key.proof)
                     self.end_headers()
                     self.wfile.write(data)
 

@@ -16,6 +16,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security-policy.md",
     "CHANGELOG.md": "changelog.md",
     "benchmarks/README.md": "benchmarks.md",
 }

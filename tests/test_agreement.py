@@ -1,12 +1,15 @@
 """Before the first step: the proof that sampler and trainer have one policy, and the warning where samples are cut."""
 
+import dataclasses
 import json
+import math
 import pathlib
 
 import pytest
 
 from jppo import assemble, train
 from jppo import config as settings
+from jppo.assemble import agreement
 from jppo.checkup import reading
 from jppo.config import UserError
 from jppo.learner import batch, correct
@@ -91,3 +94,55 @@ def test_a_stop_text_that_no_response_can_hold_is_refused(small_run, tmp_path):
     small_run.rollout.stop = f"a,b{special}"
     with pytest.raises(UserError, match=r"'b.*' holds the special token .*generation_config\.json"):
         assemble.read_inputs(small_run)
+
+
+def test_a_jump_of_the_mismatch_stops_the_run_before_it_learns(small_run, engine, quick_compilation, monkeypatch):
+    c, honest = small_run, engine.generate
+    c.trainer.total_training_steps, c.trainer.save_freq, c.trainer.test_freq = 3, -1, -1
+    c.trainer.val_before_train = False
+
+    def replaced(prompts, sampling, *, version, done=None):
+        """From the second step on one of two servers has other weights than those whose version it names."""
+        found = honest(prompts, sampling, version=version)
+        other = [
+            dataclasses.replace(
+                t, logprob=t.logprob + 5 * t.sampled * (i % 2) * (version > 0), server=f"http://h:{i % 2}"
+            )
+            for i, t in enumerate(found)
+        ]
+        for number, t in enumerate(other if done else []):
+            done(number, t)
+        return other
+
+    monkeypatch.setattr(engine, "generate", replaced)
+    said = r"rollout_corr/kl rose from .* than rollout\.max_kl_jump=1: http://h:1 did not sample from version 1 of"
+    with pytest.raises(assemble.Mismatch, match=said):
+        train.train(c)
+    run = pathlib.Path(c.trainer.run_dir)
+    assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1]
+    assert [path.name for path in (run / "checkpoints").glob("[0-9]*")] == ["1"]
+    monkeypatch.setattr(engine, "generate", honest)
+    train.train(c)
+    assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+
+
+def test_the_check_of_the_mismatch_can_be_off_and_looks_at_jumps_only(config, monkeypatch):
+    def seen(values):
+        match = assemble.Match(config)
+        for value in values:
+            match.require({"rollout_corr/kl": value}, [], [])
+
+    def jumps(values):
+        monkeypatch.setattr(agreement, "_worst", lambda *_: ("", "1", 5.0))
+        try:
+            seen(values)
+        except assemble.Mismatch:
+            return True
+        return False
+
+    assert jumps([1.5]) and jumps([0.0, 0.5, 2.0]) and jumps([math.inf])
+    assert not jumps([0.9, 1.8, 2.7]) and not jumps([math.nan, 0.5, math.nan, 1.2])
+    config.rollout.top_p = 0.5  # the first step's mismatch is what the cut takes away
+    assert not jumps([3.0, 3.5]) and jumps([3.0, 4.5])
+    config.rollout.max_kl_jump = 0.0
+    assert not jumps([3.0, 40.5])

@@ -1,6 +1,7 @@
 """Settings: rules refuse with value, rule and remedy; every setting is read; bad arguments are one line."""
 
 import functools
+import math
 import os
 import pathlib
 import subprocess
@@ -143,7 +144,7 @@ def test_what_is_none_unless_given_may_be_given(config):
         ({"algorithm.adv_estimator": "rloo"}, ["rollout.n=1", "raise rollout.n"]),
         ({"algorithm.adv_estimator": "remax", "trainer.critic_warmup": 3}, ["trainer.critic_warmup=3", "take gae"]),
         ({"actor.clip_ratio_c": 1.0}, ["actor.clip_ratio_c=1.0", "above 1"]),
-        ({"actor.clip_ratio_c": float("nan")}, ["actor.clip_ratio_c=nan", "above 1"]),
+        ({"actor.clip_ratio_c": float("nan")}, ["actor.clip_ratio_c=nan", "finite"]),
         (
             {"actor.loss_mode": "sapo", "actor.loss_agg_mode": "seq-mean-token-sum"},
             ["'seq-mean-token-sum'", "set that", "'sapo'"],
@@ -213,6 +214,20 @@ def test_what_is_none_unless_given_may_be_given(config):
             {"rollout.name": "inprocess", "rollout.lora_sync": "adapter", "model.lora_rank": 2},
             ["rollout.lora_sync='adapter'", "rollout.name='inprocess'", "take rollout.lora_sync=merge"],
         ),
+        *(
+            ({"rollout.urls": url}, ["password or a query", "JPPO_SERVER_TOKEN in the environment"])
+            for url in ("http://me:p4ss@h:1", "http://h:1,http://me@h:2", "http://h:1/?key=p4ss", "me:p4ss@h:1")
+        ),
+        *(
+            ({"rollout.urls": url}, ["is no address", "http://127.0.0.1:8000"])
+            for url in ("h:8000", "ftp://h", "http://", "http://h:x", "http://[h", "http://h:99999")
+        ),
+        *(
+            ({"rollout.engine_args": f"--seed 1 {option}"}, ["settings are printed and saved", "leave it out"])
+            for option in ("--api-key p4ss", "--api_key=p4ss", "--hf-token p4ss", "--admin-api-key p4ss", "--hf_token",
+                           "--ssl-keyfile-password p4ss", "--x.client-secret=p4ss")
+        ),
+        ({"rollout.max_kl_jump": -1.0}, ["rollout.max_kl_jump=-1.0", "at least 0.0"]),
         ({"rollout.publish_host": "10.0.0.1"}, ["rollout.publish_host='10.0.0.1'", "rollout.publish_via=tcp"]),
         (
             {"rollout.publish_via": "tcp", "rollout.publish_host": "0.0.0.0"},
@@ -497,3 +512,19 @@ def test_every_setting_is_read(small_run, quick_compilation, monkeypatch):
     named = {name for name, allowed in checks.CHOICES.items() if len(allowed) == 1}
     assert names(small_run) - seen - named == set()
     assert (pathlib.Path(small_run.trainer.run_dir) / "hf/model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("make", [settings.default, settings.sft_default, settings.reward_model_default])
+def test_every_number_is_finite(make, value):
+    """Whatever a setting means: none of them can be without an end."""
+    numbers = [name for name, was in commandline.settings(make()).items() if isinstance(was, float)]
+    assert len(numbers) >= 5
+    for name in (*numbers, *(n for n in ("actor.betas", "optim.betas") if n in commandline.settings(make()))):
+        c = make()
+        for required in ("model.path", "data.train_files", "data.val_files"):
+            if required in commandline.settings(c):
+                put(c, required, "x")
+        put(c, name, (value, 0.9) if name.endswith("betas") else value)
+        with pytest.raises(settings.UserError, match=rf"{name}=.* must be a finite number"):
+            settings.check(c)

@@ -29,6 +29,7 @@ DOCS = (
     "docs/agents.md",
     "docs/evaluation.md",
     "docs/serving.md",
+    "docs/security.md",
     "docs/monitoring.md",
     "docs/rollout.md",
     "docs/scaling.md",
@@ -42,6 +43,7 @@ DOCS = (
     "docs/examples/tinystories.md",
     "benchmarks/README.md",
     "CONTRIBUTING.md",
+    "SECURITY.md",
 )
 ABOUT_VERL = ("docs/verl.md", "docs/configuration.md")  # they name verl's settings
 SOURCES = sorted((ROOT / "jppo").rglob("*.py"))

@@ -15,6 +15,7 @@ import safetensors.numpy
 
 from jppo import evaluate
 from jppo.data import arithmetic
+from jppo.io.owner import own
 from jppo.models import decoder, hf
 from jppo.rewards import graders
 from jppo.rollout.sampler import RolloutError
@@ -178,7 +179,7 @@ def test_an_engine_that_fails_is_one_line_and_code_1(command, engine, capsys):
         ("--grader=none", "reward.grader='none'"),
         ("--function=none.py:f", "no such file"),
         ("--max_response_length=100000", "max_position_embeddings"),
-        (f"--out={__file__}/x", "cannot be made"),
+        (f"--out={__file__}/x", "cannot be written"),
         ("--config.actr.lr=1", "there is no setting 'actr'"),
         ("--config=missing.py", "--config=missing.py: no such file"),
         ("--speed=3", "speed"),
@@ -190,6 +191,13 @@ def test_a_fault_of_the_user_is_one_line_and_code_2(command, argument, said, cap
         command(argument)
     (line,) = capsys.readouterr().err.splitlines()
     assert e.value.code == 2 and line.startswith("error: ") and said in line
+
+
+def test_a_folder_of_another_evaluation_is_left_alone(command, tmp_path, capsys):
+    with own(tmp_path / "out"), pytest.raises(SystemExit) as ended:
+        command()
+    assert ended.value.code == 2 and f"belongs to process {os.getpid()} on" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["run.lock"]
 
 
 def test_dry_run_shows_the_settings_and_touches_nothing(capsys, tmp_path, monkeypatch):

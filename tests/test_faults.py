@@ -64,7 +64,19 @@ def test_killed_between_the_updates_of_actor_and_critic(script, lab):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["broken_inside", "stopped_by_term", "cut_checkpoint", "nan_gradient", "stuck_stage"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "broken_inside",
+        "stopped_by_signals",
+        "cut_checkpoint",
+        "power_cut",
+        "two_owners",
+        "nan_parameters",
+        "nan_gradient",
+        "stuck_stage",
+    ],
+)
 def test_nothing_is_lost(script, lab, fault, tmp_path):
     rows = list(getattr(script, fault)(script.dataclasses.replace(lab, folder=tmp_path)))
     assert rows and all(row.kept for row in rows), rows

@@ -124,7 +124,7 @@ def test_four_hosts_with_critic_and_draws_ahead_are_one_process(run_of_groups, t
         ("kill@0", 137, "error: host 0 is lost, which coordinates the run", None),
         ("crash@1", 1, "error: host 1 has ended by an error of its own: 'nobody expects this'", None),
         ("rollout@1", 1, "error: host 1: the server is gone for good", 2),
-        ("terminate@1", 0, "host 1: stopped by SIGTERM", 3),
+        ("terminate@1", 143, "host 1: stopped by SIGTERM", 3),
         ("user@1", 2, "error: host 1: this host has no such file", None),
     ],
 )

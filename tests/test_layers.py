@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 # A place may import the places of the rows above its own.
 LAYERS = (
-    ("structs", "config", "tensorheader"),
+    ("structs", "config", "tensorheader", "sandbox"),
     ("algorithms", "models", "statistics"),
     ("learner", "data", "rewards", "rollout", "io"),
     ("agent", "validation", "supply", "targets"),
@@ -76,11 +76,15 @@ NO_MORE_THAN = {
     "jppo.rewards.worker": {*sys.stdlib_module_names},
     "jppo.rewards.targets": {*sys.stdlib_module_names},
     "jppo.rewards.code": {*sys.stdlib_module_names},
+    "jppo.rewards.asserts": {*sys.stdlib_module_names},
+    "jppo.rewards.expressions": {*sys.stdlib_module_names},
+    "jppo.rewards.suspicion": {*sys.stdlib_module_names},
+    "jppo.sandbox": {*sys.stdlib_module_names},
     "jppo.rewards.rules": {*sys.stdlib_module_names, "math_verify"},
     "jppo.rollout.launch": {*sys.stdlib_module_names},
 }
 # Imported along with the worker, so they import nothing.
-BARE = ("jppo", "jppo.rollout", "jppo.rewards", "jppo.checkup")
+BARE = ("jppo", "jppo.rollout", "jppo.rewards", "jppo.checkup", "jppo.sandbox")
 # All that a module may import of jppo.
 OF_JPPO = {
     "jppo.algorithms": ("jppo.structs", "jppo.algorithms"),
@@ -92,8 +96,12 @@ OF_JPPO = {
     "jppo.rewards.model_worker": (),
     "jppo.checkup.parity_worker": (),
     "jppo.rewards.worker": ("jppo.rewards.targets",),
-    "jppo.rewards.targets": ("jppo.rewards.code", "jppo.rewards.rules"),
-    "jppo.rewards.code": ("jppo.rewards.rules",),
+    "jppo.rewards.targets": ("jppo.rewards.code", "jppo.rewards.rules", "jppo.sandbox.choice"),
+    "jppo.rewards.code": ("jppo.rewards.rules", "jppo.rewards.asserts", "jppo.rewards.suspicion", "jppo.sandbox"),
+    "jppo.rewards.asserts": ("jppo.rewards.expressions",),
+    "jppo.rewards.expressions": (),
+    "jppo.rewards.suspicion": (),
+    "jppo.sandbox": ("jppo.sandbox",),
     "jppo.rewards.rules": (),
     "jppo.rollout.launch": (),
 }

@@ -99,6 +99,20 @@ def test_a_step_whose_test_was_broken_off_is_saved_as_any_other_by_the_run_that_
     assert json.loads((run / "checkpoints/best.json").read_text())["step"] in (1, 2)
 
 
+@pytest.mark.parametrize("section, rate", [("actor", 1e30), ("critic", 1e30)])
+def test_a_run_that_diverges_leaves_the_checkpoint_before(small_run, quick_compilation, tmp_path, section, rate):
+    """Weights that are huge, or no numbers: neither is saved, and the same command with another rate goes on."""
+    small_run.trainer.total_training_steps, small_run.trainer.val_before_train = 1, False
+    train.train(small_run)
+    wild = again(small_run, **{"trainer__total_training_steps": 3, f"{section}__lr": rate})
+    with pytest.raises(train.Diverged, match=r"step 2: .* not finite numbers.*lower actor\.lr or critic\.lr"):
+        train.train(wild)
+    run = pathlib.Path(small_run.trainer.run_dir)
+    assert [path.name for path in (run / "checkpoints").glob("[0-9]*")] == ["1"]
+    train.train(again(small_run, trainer__total_training_steps=3))
+    assert [m["step"] for m in untimed(run)] == [1, 2, 3]
+
+
 def test_a_change_of_the_settings_is_told(whole, capsys):
     train.train(again(whole, trainer__total_training_steps=3, actor__lr=1e-3))
     said = capsys.readouterr().out

@@ -14,6 +14,7 @@ from jppo import config as settings
 from jppo.config import UserError, commandline
 from jppo.data import arithmetic
 from jppo.io.metrics import read_metrics
+from jppo.io.owner import own
 from jppo.learner import batch, packing, sharding
 from jppo.models import hf
 from jppo.rewards.model import Texts, choose_engine, read_classifier
@@ -214,3 +215,9 @@ def test_adapters_are_merged_into_what_is_written(config):
     reward_model.train(config)
     _, cfg = hf.read_config(config.trainer.run_dir + "/hf")
     hf.check_weights(config.trainer.run_dir + "/hf", cfg, head="value")
+
+
+def test_a_folder_of_another_process_is_left_alone(config, tmp_path):
+    with own(tmp_path / "run"), pytest.raises(UserError, match="belongs to process"):
+        reward_model.train(config)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.lock"]

@@ -1,13 +1,17 @@
 """Fine-tuning as a command: it learns, and what it writes is a model."""
 
 import json
+import os
 
 import jax
+import pytest
 
 from jppo import config as settings
 from jppo import sft
+from jppo.config import UserError
 from jppo.data import arithmetic
 from jppo.io.metrics import read_metrics
+from jppo.io.owner import own
 from jppo.models import hf
 
 
@@ -34,3 +38,5 @@ def test_the_loss_falls_and_the_model_is_written(tmp_path):
     _, cfg = hf.read_config(tmp_path / "run/hf")
     params = hf.load_params(tmp_path / "run/hf", cfg, head="lm", param_dtype="float32")
     assert all(bool(jax.numpy.isfinite(x).all()) for x in jax.tree.leaves(params))
+    with own(tmp_path / "run"), pytest.raises(UserError, match=f"belongs to process {os.getpid()} "):
+        sft.train(config)

@@ -1,7 +1,4 @@
-"""Python for the model: each program runs in the processes, and under the limits, of the grader of programs.
-
-What `jppo/rewards/code.py` says of these limits holds: they are no sandbox against an adversary.
-"""
+"""Python for the model: each program runs in the sandbox of the code grader (`jppo/sandbox/`)."""
 
 import asyncio
 from collections.abc import Mapping
@@ -9,6 +6,8 @@ from typing import Any
 
 from jppo.config import UserError
 from jppo.rewards.pool import Pool, Target
+from jppo.sandbox.choice import make_runner
+from jppo.sandbox.protections import STRICT
 
 _MORE_S = 5.0  # for the process around the program
 
@@ -16,15 +15,26 @@ _MORE_S = 5.0  # for the process around the program
 class Python:
     """The tool. `workers` programs run at once; more calls wait, which is not counted against them."""
 
-    def __init__(self, *, timeout_s: float = 5.0, memory_bytes: int = 2**30, workers: int = 2) -> None:
+    def __init__(
+        self,
+        *,
+        timeout_s: float = 5.0,
+        memory_bytes: int = 2**30,
+        workers: int = 2,
+        sandbox: tuple[str, ...] = (STRICT,),  # reward.sandbox and reward.sandbox_url
+    ) -> None:
         if not (timeout_s > 0 and memory_bytes >= 2**26 and workers >= 1):
             raise UserError(
                 f"the tool python: timeout_s={timeout_s} must be above 0, memory_bytes={memory_bytes} at least {2**26},"
                 f" workers={workers} at least 1"
             )
+        try:
+            make_runner(*sandbox)
+        except ValueError as e:
+            raise UserError(f"the tool python: {e}") from e
         self.concurrency = workers
         self._pool = Pool(workers, timeout_s=timeout_s + _MORE_S, memory_bytes=max(memory_bytes, 2**30))
-        self._target: Target = ("program", str(timeout_s), str(memory_bytes))
+        self._target: Target = ("program", str(timeout_s), str(memory_bytes), *sandbox)
         self.schema: Mapping[str, Any] = {
             "type": "function",
             "function": {

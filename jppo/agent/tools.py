@@ -26,6 +26,7 @@ from jppo.agent.python import Python
 from jppo.agent.search import Search
 from jppo.config import UserError
 from jppo.data.userfile import said, user_class, user_module
+from jppo.sandbox.protections import STRICT
 from jppo.structs import Prompt
 
 SHIPPED: dict[str, Callable[..., Any]] = {"calculator": Calculator, "python": Python, "search": Search}
@@ -78,6 +79,7 @@ class Toolbox:
     def __init__(self, tools: Sequence[Tool], limits: Limits, beside: Beside):
         self.schemas = [tool.schema for tool in tools]
         self._tools = {tool.schema["function"]["name"]: tool for tool in tools}
+        self.tools = list(tools)
         self._limits = limits
         self._beside = beside
 
@@ -147,12 +149,15 @@ def cut(text: str, length: int, side: str) -> str:
     return text[:first] + dots + text[len(text) - (keep - first) :]
 
 
-def read_tools(path: str, *, allow_code: bool) -> list[Tool]:
-    """The tools that a YAML or Python file names; '' names none. Whatever is wrong with them is a UserError."""
+def read_tools(path: str, *, allow_code: bool, sandbox: tuple[str, ...] = (STRICT,)) -> list[Tool]:
+    """The tools that a YAML or Python file names; '' names none. Whatever is wrong with them is a UserError.
+
+    `sandbox` is where the tool python runs programs: reward.sandbox and reward.sandbox_url.
+    """
     if not path:
         return []
     file, where = pathlib.Path(path).expanduser(), f"{SETTING}={path}"
-    tools = _from_python(file, where) if file.suffix == ".py" else _from_yaml(file, where)
+    tools = _from_python(file, where) if file.suffix == ".py" else _from_yaml(file, where, sandbox)
     if not tools:
         raise UserError(f"{where} names no tool; name one, or leave the setting empty")
     names = [_checked_name(tool, where) for tool in tools]
@@ -162,8 +167,8 @@ def read_tools(path: str, *, allow_code: bool) -> list[Tool]:
     for tool in tools:
         if isinstance(tool, Python) and not allow_code:
             raise UserError(
-                f"{where}: the tool python runs what the model writes; allow it by rollout.multi_turn.allow_code=True,"
-                " in a container where you do not trust the model"
+                f"{where}: the tool python runs what the model writes; allow it by"
+                " rollout.multi_turn.allow_code=True; docs/security.md says what its sandbox promises"
             )
     return tools
 
@@ -180,7 +185,7 @@ def _from_python(file: pathlib.Path, where: str) -> list[Tool]:
         raise UserError(f"{where}: tools() failed ({said(e)}); mend the file") from e
 
 
-def _from_yaml(file: pathlib.Path, where: str) -> list[Tool]:
+def _from_yaml(file: pathlib.Path, where: str, sandbox: tuple[str, ...]) -> list[Tool]:
     try:
         read = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
@@ -191,10 +196,10 @@ def _from_yaml(file: pathlib.Path, where: str) -> list[Tool]:
     listed = read.get("tools") if isinstance(read, dict) else None
     if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
         raise UserError(f"{where} must have a list `tools` of objects with class_name, config and tool_schema")
-    return [_made(one, where) for one in listed]
+    return [_made(one, where, sandbox) for one in listed]
 
 
-def _made(one: Mapping[str, Any], where: str) -> Tool:
+def _made(one: Mapping[str, Any], where: str, sandbox: tuple[str, ...]) -> Tool:
     name, config, schema = one.get("class_name"), one.get("config") or {}, one.get("tool_schema")
     if unknown := set(one) - {"class_name", "config", "tool_schema"}:
         raise UserError(
@@ -206,7 +211,7 @@ def _made(one: Mapping[str, Any], where: str) -> Tool:
         raise UserError(f"{where}: class_name {name!r} is not known; it is {', '.join(SHIPPED)}, or PATH.py:CLASS")
     cls = SHIPPED[name] if name in SHIPPED else user_class(name, f"{where}: class_name")
     try:
-        tool = cls(**config)
+        tool = cls(**config, **({"sandbox": sandbox} if cls is Python else {}))
         if schema is not None:
             tool.schema = schema
     except UserError:

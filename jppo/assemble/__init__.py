@@ -3,7 +3,7 @@
 The commands call it; below it nothing sees a config.
 """
 
-from jppo.assemble.agreement import agree
+from jppo.assemble.agreement import Match, Mismatch, agree
 from jppo.assemble.ahead import fresh, graders, make_supply
 from jppo.assemble.engine import (
     ENGINES,
@@ -46,12 +46,15 @@ from jppo.assemble.recipe import make_recipe
 from jppo.assemble.resume import Begun, finished, kept, origin, resume, save
 from jppo.assemble.reward import make_panel
 from jppo.assemble.rows import critic_mini_batch_size, make_plan, plan_of_run, sequences_of_step
+from jppo.assemble.sandbox import introduce_sandbox
 
 __all__ = [
     "ENGINES",
     "Begun",
     "Inputs",
     "Learner",
+    "Match",
+    "Mismatch",
     "Source",
     "agree",
     "attention_kernel",
@@ -65,6 +68,7 @@ __all__ = [
     "fresh",
     "graders",
     "introduce_peak",
+    "introduce_sandbox",
     "join_hosts",
     "kept",
     "load_trained",

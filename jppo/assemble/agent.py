@@ -10,6 +10,7 @@ from jppo.agent.beside import Beside
 from jppo.agent.calls import PARSERS, Schema
 from jppo.agent.talk import Turns, make_talk
 from jppo.agent.tools import Limits, Toolbox, read_tools
+from jppo.assemble.sandbox import sandbox_of
 from jppo.data.tokenizer import decode
 from jppo.rollout.sampler import Talk
 
@@ -41,7 +42,7 @@ def make_agent(c: ConfigDict, tokenizer: Any, ends: tuple[int, ...]) -> Agent | 
         side=m.tool_response_truncate_side,
         timeout_s=m.tool_timeout_s,
     )
-    toolbox = Toolbox(read_tools(m.tool_config_path, allow_code=m.allow_code), limits, beside)
+    toolbox = Toolbox(read_tools(m.tool_config_path, allow_code=m.allow_code, sandbox=sandbox_of(c)), limits, beside)
     begin = None
     if m.interaction:
         begin = partners.make_interaction(m.interaction, beside=beside, timeout_s=m.tool_timeout_s)

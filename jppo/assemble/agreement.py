@@ -1,18 +1,30 @@
 """The proof that sampler and trainer have one policy: the same tokens, the same log-probs."""
 
 import dataclasses
+import math
+from collections.abc import Sequence
 
+import jax.numpy as jnp
+import numpy as np
 from ml_collections import ConfigDict
 
+from jppo import config as settings
 from jppo.assemble.engine import sampling
 from jppo.assemble.inputs import Inputs
 from jppo.assemble.learner import Learner
 from jppo.io import trajectories
+from jppo.io.checkpoint import NonFinite, nonfinite
 from jppo.io.hosts import ALONE, Hosts
 from jppo.learner import batch, correct
 from jppo.models import offload
 from jppo.rollout.sampler import RolloutError, Sampler
-from jppo.structs import TrainState
+from jppo.structs import Rows, Scored, TrainState, Trajectory
+
+KL = "rollout_corr/kl"
+
+
+class Mismatch(RolloutError):
+    """A step's samples are not from the policy that they are labelled with: nothing may be learned from them."""
 
 
 def agree(
@@ -43,3 +55,55 @@ def agree(
             " rollout.dtype and model.compute_dtype, or raise the tolerance if bfloat16 explains the gap"
         )
     return f"sampler and trainer agree: largest log-prob gap {gap:.1e} on {sum(len(t.tokens) for t in drawn)} tokens"
+
+
+class Match:
+    """Compares each step's log-prob mismatch with that of the step before: a jump means another policy sampled."""
+
+    def __init__(self, c: ConfigDict):
+        self._limit: float = c.rollout.max_kl_jump
+        # `agree` has just seen a mismatch near 0, but for what cuts take away: that shows in the first step.
+        self._before = None if settings.cuts(c.rollout) else 0.0
+        self._rows: Rows | None = None
+
+    def require(self, metrics: dict[str, float], scored: Sequence[Scored], drawn: Sequence[Trajectory]) -> None:
+        """Raises Mismatch where the step's `rollout_corr/kl` is too far above the last one's."""
+        self._rows = scored[0].rows if scored else None
+        now = metrics.get(KL)
+        if now is None:  # the sampler's log-probs are taken as they are
+            return
+        before, self._before = self._before, now if math.isfinite(now) else self._before
+        if not self._limit or before is None or not now - before > self._limit:
+            return
+        server, versions, worst = _worst(scored, drawn)
+        raise Mismatch(
+            f"{KL} rose from {before:.3g} to {now:.3g} nats a token, more than rollout.max_kl_jump={self._limit:g}:"
+            f" {server or 'the engine'} did not sample from version {versions} of the weights ({worst:.3g} nats off);"
+            " nothing is learned from this step. Find out who has changed its weights and give the same command again,"
+            " or raise the limit if the jump is wanted"
+        )
+
+    def require_finite(self, learner: Learner, now: TrainState) -> None:
+        """Raises NonFinite where the models compute NaN or infinities for rows of the last step."""
+        if self._rows is None:
+            return
+        rows, passes, policy = self._rows, learner.passes, offload.to_device(learner.policy(now))
+        found = {"log-probs of the policy": passes.logprob(policy, rows)[0]}
+        if passes.value is not None:
+            found["values of the critic"] = passes.value(offload.to_device(learner.value(now)), rows)
+        if odd := nonfinite({name: jnp.where(rows.mask, array, 0) for name, array in found.items()}):
+            raise NonFinite(f"the {odd[0]} are not finite numbers")
+
+
+def _worst(scored: Sequence[Scored], drawn: Sequence[Trajectory]) -> tuple[str, str, float]:
+    """The server whose samples are furthest off, the versions that it named, and the mismatch a token."""
+    flat = batch.flatten(scored, len(drawn)).arrays
+    there = flat["mask"] & (flat["sequence"] >= 0)
+    of, gap = flat["sequence"][there], (flat["sampler_logp"] - flat["logp"])[there]
+    found = []
+    for server in sorted({t.server for t in drawn}):
+        mine = np.array([t.server == server for t in drawn])[of]
+        found.append((float(gap[mine].mean()) if mine.any() else -math.inf, server))
+    worst, server = max(found)
+    versions = {int(v) for t in drawn if t.server == server for v in t.version[t.sampled]}
+    return server, ", ".join(map(str, sorted(versions))), worst

@@ -13,7 +13,7 @@ from jppo.assemble.fit import require_fit
 from jppo.assemble.inputs import Inputs, critic_path
 from jppo.assemble.recipe import make_recipe
 from jppo.assemble.rows import packing_kind, plan_of_run, sequences_of_step, shared_prompts
-from jppo.learner import optim, packing, ppo, sharding, state, update
+from jppo.learner import compiler, optim, packing, ppo, sharding, state, update
 from jppo.models import embedding, fused, offload, spread
 from jppo.models.decoder import Decoder, attention_settings
 from jppo.models.families import ModelConfig, pad_vocab
@@ -180,6 +180,7 @@ def make_passes(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[ppo.Recipe, p
         chunk_tokens=chunk_tokens(c, policy[1]),
         sequences=sequences_of_step(c),
         mesh=mesh,
+        options=compiler.options(mesh, c.model.compiler_options),
     )
     return recipe, passes
 

@@ -8,6 +8,7 @@ from ml_collections import ConfigDict
 
 from jppo.assemble.hosts import own_folder
 from jppo.assemble.inputs import Inputs
+from jppo.assemble.sandbox import sandbox_of
 from jppo.config import UserError
 from jppo.data.tokenizer import load_tokenizer
 from jppo.io.hosts import ALONE, Hosts
@@ -71,7 +72,7 @@ def make_panel(c: ConfigDict, inputs: Inputs, mesh: jax.sharding.Mesh, hosts: Ho
 
     def rules() -> Part:
         of_rules = [source for source, parts in used.items() if RULES in parts]
-        return RulePart(of_rules, override=r.grader, allow_code=r.allow_code, pool=pool())
+        return RulePart(of_rules, override=r.grader, allow_code=r.allow_code, sandbox=sandbox_of(c), pool=pool())
 
     makers = {
         RULES: rules,

@@ -1,12 +1,14 @@
 """What settings may be, alone and together: found before a file or a device is touched."""
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import ml_collections
 
 from jppo.config.defaults import default
 from jppo.config.draws import check_sampling
-from jppo.config.engines import check_engine, check_publish
+from jppo.config.engines import check_engine, check_publish, check_secrets
 from jppo.config.errors import UserError
 from jppo.config.memory import check_memory
 from jppo.config.multi_turn import check_multi_turn
@@ -23,6 +25,7 @@ CHOICES = {
     "model.param_dtype": ("float32", "bfloat16"),
     "model.attention": ("auto", "xla", "cudnn", "pallas", "splash"),
     "model.remat": ("none", "dots", "attention", "full"),
+    "model.compiler_options": ("auto", "none"),
     "data.truncation": ("error", "left", "right", "middle"),
     "data.learn_turns": ("last", "all"),
     "data.packing": ("auto", "segments", "buckets", "prefix", "none"),
@@ -50,11 +53,13 @@ CHOICES = {
     "rollout.sleep_level": (0, 1, 2),
     "rollout.multi_turn.format": ("hermes", "qwen3", "qwen3_coder", "plain"),
     "rollout.multi_turn.tool_response_truncate_side": ("left", "middle", "right"),
+    "reward.sandbox": ("strict", "basic", "container"),
     "reward.judge.api_type": ("", "openai", "dashscope", "gemini", "claude"),
     "reward.judge.preset": ("", "math", "code", "dialogue", "safety"),
     "reward.model.engine": ("auto", "jax", "transformers", "vllm"),
     "reward.model.dtype": ("float32", "bfloat16"),
     "rollout.lora_sync": ("merge", "adapter"),
+    "trainer.stop_exit_code": (143, 75),
     "rollout.publish_via": ("file", "tcp"),
     "rollout.dtype": ("float32", "bfloat16", "float16"),
 }
@@ -101,6 +106,7 @@ AT_LEAST = {
     "rollout.tensor_model_parallel_size": 1,
     "rollout.max_restarts": 0,
     "rollout.logp_tolerance": 0.0,
+    "rollout.max_kl_jump": 0.0,
     "rollout.min_p": 0.0,
     "rollout.val_kwargs.min_p": 0.0,
     "rollout.multi_turn.max_parallel_calls": 1,
@@ -191,6 +197,9 @@ def check(config: ml_collections.ConfigDict, *, training: bool = True) -> None:
 
     Where nothing is trained, what only training reads is seen one by one, not together.
     """
+    for name, value in _numbers(config):
+        if not math.isfinite(value):
+            raise UserError(f"{name}={value} must be a finite number")
     for name, allowed in CHOICES.items():
         if _has(config, name) and (value := _get(config, name)) not in allowed:
             raise UserError(f"{name}={value!r} is not known; it is one of {', '.join(map(repr, allowed))}")
@@ -222,8 +231,19 @@ def check(config: ml_collections.ConfigDict, *, training: bool = True) -> None:
         _check_unread(config)
         check_multi_turn(config.rollout.multi_turn)
         check_publish(config.rollout)
+        check_secrets(config.rollout)
     if training:
         _check_training(config)
+
+
+def _numbers(config: ml_collections.ConfigDict, prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Every number among the settings, also those within a setting: none may be NaN or an infinity."""
+    for name, value in config.items():
+        if isinstance(value, ml_collections.ConfigDict):
+            yield from _numbers(value, f"{prefix}{name}.")
+            continue
+        several = value if isinstance(value, tuple | list) else [value]
+        yield from ((f"{prefix}{name}", one) for one in several if isinstance(one, float))
 
 
 def _check_training(config: ml_collections.ConfigDict) -> None:
@@ -336,6 +356,13 @@ def _check_unread(config: ml_collections.ConfigDict) -> None:
         if not r[part][switch]
         for leaf in r[part]
     ]
+    if r.sandbox != "container":
+        why = f"reward.sandbox={r.sandbox!r} runs programs here"
+        unread.append(("reward.sandbox_url", r.sandbox_url, usual.sandbox_url, why))
+    elif not r.sandbox_url:
+        raise UserError(
+            "reward.sandbox='container' needs the service's address; set reward.sandbox_url=http://HOST:PORT"
+        )
     if r.function:
         unread.append(("reward.grader", r.grader, usual.grader, f"reward.function={r.function!r} grades in its place"))
     for name, value, was, why in unread:

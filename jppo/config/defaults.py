@@ -50,8 +50,9 @@ def default() -> ml_collections.ConfigDict:
             compute_dtype="float32",  # of products with parameters; their sums, log-probs and losses are float32
             param_dtype="float32",  # of the parameters
             scan_layers=True,  # False compiles slower and runs faster on CPU
-            remat="none",  # what the backward pass computes anew: nothing, all but products and attention, all but attention, all
+            remat="none",  # kept for the backward pass; none: all; dots: products, attention; attention; full: nothing
             attention="auto",  # the kernel; auto: the one that fits the devices; cudnn, pallas: GPUs; splash: TPUs
+            compiler_options="auto",  # of the passes' programs; auto: those known to pay on the devices; none: XLA's
             logprob_chunk_bytes=2**29,  # log-probs are computed chunk by chunk: of the logits of one
             lora_rank=0,  # of adapters, which alone are trained; 0: there are none, all weights are
             lora_alpha=16,  # adapters are scaled by this over their rank
@@ -182,6 +183,7 @@ def default() -> ml_collections.ConfigDict:
             publish_host="",  # of tcp: the trainer's address as the servers see it; '' is 127.0.0.1
             publish_dir="",  # '': nameless shared memory; a folder that both see when the server is in a container
             logp_tolerance=1e-3,  # largest |trainer - sampler| log-prob before step 1
+            max_kl_jump=1.0,  # nats a token that rollout_corr/kl may rise by in a step; else the run stops; 0.0: off
             multi_turn=c(
                 dict(
                     enable=False,  # conversations of several turns, with tools, a simulated user or an environment
@@ -218,6 +220,8 @@ def default() -> ml_collections.ConfigDict:
             timeout_s=10.0,  # for one sample by one grader
             memory_bytes=2**31,  # of one such process
             allow_code=False,  # graders that run what a response says
+            sandbox="strict",  # of programs, tools' too: basic takes the protections there are; container a service
+            sandbox_url="",  # of container: an HTTP service with POST /run_code, as Sandbox Fusion
             score_on_error=none(float),  # of a sample whose grader failed; None: it is not learned from
             overlong_buffer_tokens=0,  # length_score: 0 up to this far from the end, then down to -1 at the end
             format_regex="",  # format_score: 1 where a response matches as a whole
@@ -277,6 +281,7 @@ def default() -> ml_collections.ConfigDict:
             best_metric="val/score",  # of the saved checkpoints the best has most of it; '': none is kept for that
             save_contents="model,optimizer,extra",  # or less, or hf_model too: checkpoints/STEP/hf
             stage_timeout_s=3600.0,  # a stage that takes longer is stuck: the run ends with a checkpoint
+            stop_exit_code=143,  # after SIGTERM or SIGHUP and a checkpoint; 75: a batch system's code for 'try again'
             stop_timeout_s=120.0,  # for the end of a run, SIGTERM's too; then it is ended by force
             nnodes=-1,  # hosts of this run, one process on each; -1: what the launcher says, 1 where there is none
             node_rank=-1,  # of this host, from 0; -1: the launcher's

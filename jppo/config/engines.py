@@ -1,5 +1,8 @@
 """What the settings of the rollouts' engine may be together."""
 
+import re
+import urllib.parse
+
 import ml_collections
 
 from jppo.config.defaults import default
@@ -25,6 +28,7 @@ OF_SERVERS = (
     "max_restarts",
 )
 LARGEST_SERVED_RANK = 512  # of adapters in vLLM
+SECRET = re.compile(r"--(?:[\w.-]*[-_.])?(?:api[-_]key|token|password|secret)(?=[\s=]|$)", re.IGNORECASE)
 
 
 def check_engine(config: ml_collections.ConfigDict) -> None:
@@ -57,6 +61,28 @@ def check_publish(r: ml_collections.ConfigDict) -> None:
         raise UserError(
             "rollout.publish_via='tcp' hands over whole weights, and rollout.lora_sync='adapter' adapters in a folder;"
             " name one that trainer and servers share by rollout.publish_dir, or take merge"
+        )
+
+
+def check_secrets(r: ml_collections.ConfigDict) -> None:
+    """UserError where a setting holds what must not be printed and saved; it is not shown."""
+    for url in filter(None, map(str.strip, r.urls.split(","))):
+        try:
+            at = urllib.parse.urlsplit(url)
+            fit = at.scheme in ("http", "https") and at.hostname is not None and (at.port or 1) > 0
+        except ValueError:
+            at, fit = None, False
+        if "@" in url or (at is not None and (at.query or at.fragment)):
+            raise UserError(
+                "rollout.urls has a password or a query in it, and settings are printed and saved; give the servers'"
+                " token by JPPO_SERVER_TOKEN in the environment"
+            )
+        if not fit:
+            raise UserError(f"rollout.urls={r.urls!r}: {url!r} is no address; write it like http://127.0.0.1:8000")
+    if found := SECRET.search(r.engine_args):
+        raise UserError(
+            f"rollout.engine_args has {found[0]}, and settings are printed and saved; leave it out: a server that is"
+            " started here has a random token, and what else is secret belongs in the environment, as HF_TOKEN"
         )
 
 

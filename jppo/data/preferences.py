@@ -17,6 +17,7 @@ from jppo.config import UserError
 from jppo.data.prompts import Messages, prompt_of, with_system_prompt
 from jppo.data.rows import Row, brief, checked_messages, text_column
 from jppo.data.sources import read_sources
+from jppo.data.tokenizer import announce_long
 
 Encode = Callable[[Messages, str], list[int]]  # prompt and response -> the tokens of both
 
@@ -108,6 +109,7 @@ def _half(row: Row, column: str, prompt: Messages | None) -> tuple[Messages, str
 
 
 def _tokens(row: Row, half: tuple[Messages, str], encode: Encode) -> np.ndarray:
+    announce_long(row.place, str(half[0]), half[1])
     try:
         return np.asarray(encode(*half), np.int32)
     except Exception as e:  # a chat template raises what it likes

@@ -21,7 +21,7 @@ from jppo.data.rows import Row, checked_messages, checked_text, text_column
 from jppo.data.sources import read_sources
 from jppo.data.stream import Part, mix_parts, parse_mix
 from jppo.data.template import make_renderer
-from jppo.data.tokenizer import ends_with_eos
+from jppo.data.tokenizer import announce_long, ends_with_eos
 from jppo.structs import Prompt
 
 Messages = str | list[dict[str, str]]
@@ -171,6 +171,8 @@ def tokenise(
 def _tokenise(messages: list[Messages], rows: list[Row], tokenizer: Any, render: Any) -> list[list[int]]:
     chat = [not isinstance(message, str) for message in messages]
     texts = [render(m, row) if c else m for m, c, row in zip(messages, chat, rows, strict=True)]
+    for row, text in zip(rows, texts, strict=True):
+        announce_long(row.place, str(text))
     ids: list[list[int]] = [[] for _ in texts]
     for is_chat in (False, True):
         indices = [i for i, c in enumerate(chat) if c == is_chat]

@@ -18,6 +18,7 @@ from jppo.data.prompts import Messages, prompt_of, tokenise, with_system_prompt
 from jppo.data.rows import Row, brief, checked_messages, checked_text, text_column
 from jppo.data.sources import read_sources
 from jppo.data.template import make_renderer
+from jppo.data.tokenizer import announce_long
 
 Segments = list[tuple[str, bool]]  # texts that are learned from, with an end token behind each, or not
 
@@ -60,6 +61,8 @@ def read_demonstrations(
     whole_chat = make_whole_chat(tokenizer) if learn_turns == "all" else None
     pairs = [_pair(row, system_prompt, whole_chat) for row in rows]
     prompts = tokenise([prompt for prompt, _ in pairs], rows, tokenizer)
+    for row, (_, segments) in zip(rows, pairs, strict=True):
+        announce_long(row.place, *(text for text, _ in segments))
     texts = [text for _, segments in pairs for text, _ in segments]
     ids = iter(tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"])
     whole = []

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,8 @@ import httpx
 from huggingface_hub import constants
 
 from jppo.config import UserError
+
+LONG = 1_000_000  # characters of one text
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
@@ -25,21 +28,36 @@ def load_tokenizer(path: str) -> Any:
         raise UserError(f"no tokenizer.json in {local}; copy the model's tokenizer files there")
     try:
         return _read_tokenizer(str(local))
-    except (OSError, ValueError, KeyError) as e:
+    except Exception as e:  # tokenizers raises a plain Exception, transformers what the file makes of it
         raise UserError(f"the tokenizer in {local} cannot be read: {_first_line(e)}") from e
 
 
 def end_token_ids(path: str, tokenizer: Any) -> tuple[int, ...]:
     """The ids that end a response, by generation_config.json, config.json and the tokenizer, each once."""
     found: list[int] = []
+    vocab_size = _read_config(path, "config.json").get("vocab_size")
     for name in ("generation_config.json", "config.json"):
         ids = _read_config(path, name).get("eos_token_id")
-        found += [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+        several = [] if ids is None else ids if isinstance(ids, list) else [ids]
+        for one in several:
+            whole = isinstance(one, int) and not isinstance(one, bool) and one >= 0
+            if not whole or (isinstance(vocab_size, int) and one >= vocab_size):
+                raise UserError(
+                    f"{path}: eos_token_id={ids!r} of {name} must be token ids, from 0 to below vocab_size={vocab_size}"
+                )
+        found += several
     if tokenizer.eos_token_id is not None:
         found.append(tokenizer.eos_token_id)
     if not found:
         raise UserError(f"{path} names no end token: set eos_token_id in generation_config.json")
     return tuple(dict.fromkeys(found))
+
+
+def announce_long(place: str, *texts: str) -> None:
+    """Says before the wait that a text of this length takes long: without a space in it a tokenizer needs minutes."""
+    if (most := max(map(len, texts), default=0)) > LONG:
+        said = f"a text of {most:,} characters is tokenised, which can take minutes; shorten or remove it"
+        print(f"{place}: {said}", file=sys.stderr, flush=True)
 
 
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:
@@ -103,7 +121,13 @@ def _read_config(path: str, name: str) -> dict[str, Any]:
     )
     if found is None or not pathlib.Path(found).is_file():
         return {}
-    return json.loads(pathlib.Path(found).read_text(encoding="utf-8"))
+    try:
+        config = json.loads(pathlib.Path(found).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as e:
+        raise UserError(f"{found} is no JSON: {_first_line(e)}; fetch it again") from e
+    if not isinstance(config, dict):
+        raise UserError(f"{found} must hold a JSON object, not {type(config).__name__}")
+    return config
 
 
 def _first_line(error: Exception) -> str:

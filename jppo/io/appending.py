@@ -37,6 +37,10 @@ class Appender:
             self._write(self._waiting[0])
             self._end += len(self._waiting.popleft())
 
+    def sync(self) -> None:
+        """Return when all that is written is on the disk."""
+        os.fsync(self._file)
+
     def close(self) -> None:
         """Write what waits, or say by OSError that it is lost."""
         try:
@@ -55,23 +59,43 @@ class Appender:
 
 
 def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines, but for a last one that a kill cut off; [] where there is no file."""
-    if not path.exists():
-        return []
-    whole = path.read_text(encoding="utf-8").rpartition("\n")[0]
-    return [json.loads(line) for line in whole.split("\n") if line]
+    """The objects of a file of JSON lines, each with its step, up to the first that cannot be read; [] without a file.
+
+    A kill may have cut the last one off, and a power cut left NULs.
+    """
+    return [row for row, _ in _readable(path)]
 
 
 def cut_lines(path: pathlib.Path, keep: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-    """Cut a file of JSON lines, in place, before the first that is not to be kept or not whole; what is kept."""
+    """Cut a file of JSON lines, in place, before the first that is not to be kept or cannot be read; what is kept."""
     kept: list[dict[str, Any]] = []
     end = 0
     if not path.exists():
         return kept
-    for line in path.read_bytes().splitlines(keepends=True):
-        if not line.endswith(b"\n") or not keep(row := json.loads(line)):
+    rows = _readable(path)
+    whole = rows[-1][1] if rows else 0
+    if (lost := path.stat().st_size - whole) > 0:
+        print(f"{path}: the last {lost} bytes, after {len(rows)} lines, cannot be read and are cut off", flush=True)
+    for row, after in rows:
+        if not keep(row):
             break
         kept.append(row)
-        end += len(line)
+        end = after
     os.truncate(path, end)
     return kept
+
+
+def _readable(path: pathlib.Path) -> list[tuple[dict[str, Any], int]]:
+    """The rows from the beginning on, each with the byte at which the next one begins."""
+    found: list[tuple[dict[str, Any], int]] = []
+    end = 0
+    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
+        end += len(line)
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            break
+        if not line.endswith(b"\n") or not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            break
+        found.append((row, end))
+    return found

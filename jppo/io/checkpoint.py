@@ -9,10 +9,10 @@ disk, is said and costs that checkpoint only.
 import dataclasses
 import json
 import logging
-import os
 import pathlib
 import shutil
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from jppo.config import UserError
+from jppo.io import whole
 
 BEST = "best.json"
 EXPORT = ".hf-tmp"
@@ -40,6 +41,10 @@ class Restored:
 
 class Damaged(UserError):
     """A checkpoint that cannot be read, or whose arrays are not what was saved."""
+
+
+class NonFinite(Exception):
+    """A state with NaN or infinite values: it is not saved, for no run could resume from it."""
 
 
 class Checkpoints:
@@ -93,14 +98,16 @@ class Checkpoints:
     ) -> None:
         """Start writing `state` and `meta` (of JSON types); returns once the arrays may be donated.
 
-        Waits for the save before. `score`, a metric and its value, is what the best checkpoint has most of; `export`
-        writes a model directory, which becomes `<step>/hf`. A checkpoint of the same step, as of a run that was stopped
-        in the step's test, is replaced once this one is complete.
+        Waits for the save before; NonFinite where a value is not a finite number. `score`, a metric and its value, is
+        what the best checkpoint has most of; `export` writes a model directory, which becomes `<step>/hf`. A checkpoint
+        of the same step, as of a run that was stopped in the step's test, is replaced once this one is complete.
         """
         self.wait()
-        self._make_way(step)
         named = _named(state)
         arrays = {name: _plain(leaf) for name, leaf in named}
+        if odd := nonfinite(arrays):
+            raise NonFinite(f"{odd[0]} has values that are not finite numbers, one of {len(odd)} such arrays")
+        self._make_way(step)
         table = {name: _describe(leaf) | _impl(leaf) | {"checksum": checksum(arrays[name])} for name, leaf in named}
         content = {"step": step, "meta": meta, "arrays": table}
         copies = {name: _one_copy(array) for name, array in arrays.items()}
@@ -173,6 +180,7 @@ class Checkpoints:
 
     def _finish(self, save: "_Save") -> None:
         path = self._directory / str(save.step)
+        whole.sync(self._directory)  # the checkpoint's name: those before may be removed now
         shutil.rmtree(path.with_name(f"{save.step}{REPLACED}"), ignore_errors=True)
         if save.export is not None:
             save.export.rename(path / "hf")
@@ -181,9 +189,7 @@ class Checkpoints:
             metric, value = save.score
             if best is None or best["metric"] != metric or value >= best["value"]:
                 best = {"step": save.step, "metric": metric, "value": value}
-                new = self._directory / f"{BEST}.new"
-                new.write_text(json.dumps(best), encoding="utf-8")
-                os.replace(new, self._directory / BEST)
+                whole.write_text(self._directory / BEST, json.dumps(best))
         kept = set(self.steps()[-self._keep :]) | ({best["step"]} if best is not None else set())
         self._remove([step for step in self.steps() if step not in kept])
 
@@ -289,6 +295,8 @@ def _check_sums(path: pathlib.Path, arrays: dict[str, jax.Array], saved: dict[st
     if changed:
         first = f"{len(changed)} arrays are not what was saved, {changed[0]} among them"
         raise Damaged(f"{path} is damaged: {first}; use another")
+    if odd := nonfinite(arrays):
+        raise Damaged(f"{path} holds values that are not finite numbers, in {odd[0]} first; use another")
 
 
 def _of_field(name: str, field: str) -> bool:
@@ -300,12 +308,24 @@ def _checkpointer() -> ocp.AsyncCheckpointer:
 
 
 def _quiet() -> None:
-    """Orbax reports each save in several lines; only its errors are shown."""
+    """Orbax reports a save in several lines, and a failure by tracebacks of every thread; here it is one sentence."""
     logging.getLogger("absl").addFilter(_not_orbax)
+    if sys.unraisablehook is not _unraisable:
+        global _other_hook
+        _other_hook, sys.unraisablehook = sys.unraisablehook, _unraisable
+
+
+_other_hook = sys.unraisablehook
 
 
 def _not_orbax(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR or "orbax" not in record.pathname
+    return "orbax" not in record.pathname
+
+
+def _unraisable(what: Any) -> None:
+    """Passes on all but what tensorstore tells an event loop of orbax's that has ended with a failed save."""
+    if not (isinstance(what.exc_value, RuntimeError) and str(what.exc_value) == "Event loop is closed"):
+        _other_hook(what)
 
 
 def _read(reader: ocp.AsyncCheckpointer, path: pathlib.Path, **items: ocp.args.CheckpointArgs) -> Any:
@@ -369,14 +389,30 @@ def _check_structure(path: pathlib.Path, saved: dict[str, Any], wanted: dict[str
 
 def checksum(array: jax.Array) -> int:
     """The sum of the array's bits, word by word, modulo 2^32: the same for any sharding."""
-    if "host" in (array.sharding.memory_kind or ""):
-        array = jax.device_put(array, array.sharding.with_memory_kind("device"))
-    return int(_sum_of_bits(array))
+    return int(_sum_of_bits(_on_device(array)))
 
 
 def checksum_of_all(tree: Any) -> int:
     """One checksum of all arrays of a tree."""
     return sum(checksum(leaf) for leaf in jax.tree.leaves(tree)) % 2**32
+
+
+def nonfinite(arrays: Mapping[str, jax.Array]) -> list[str]:
+    """The names of the arrays that hold NaN or an infinity."""
+    floats = {name: array for name, array in arrays.items() if jnp.issubdtype(array.dtype, jnp.floating)}
+    finite = jax.device_get({name: _all_finite(_on_device(array)) for name, array in floats.items()})
+    return [name for name in floats if not finite[name]]
+
+
+def _on_device(array: jax.Array) -> jax.Array:
+    if "host" in (array.sharding.memory_kind or ""):
+        return jax.device_put(array, array.sharding.with_memory_kind("device"))
+    return array
+
+
+@jax.jit
+def _all_finite(array: jax.Array) -> jax.Array:
+    return jnp.isfinite(array).all()
 
 
 @jax.jit

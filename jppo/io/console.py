@@ -6,6 +6,7 @@ Green is within the range of `health.py`, yellow and red are outside; where ther
 import collections
 import contextlib
 import math
+import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -58,6 +59,14 @@ LEFT_OUT_FIRST = ("s/step", "ratio", "test")  # of a table that is too wide; the
 STAGE_NAMES = {"old_log_prob": "logp", "update_critic": "critic", "update_actor": "actor", "update_weights": "publish"}
 MEMORY = {"device": "perf/max_memory_allocated_gb", "host": "perf/cpu_memory_used_gb"}
 COLOURS: Mapping[health.Verdict, str] = {"good": "green", "weak": "yellow", "bad": "bold red"}
+
+
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def escaped(text: str) -> str:
+    """The text with what would steer a terminal, or cannot be printed, as \\x1b and the like; lines and tabs stay."""
+    return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode("ascii"), text)
 
 
 class Screen(Protocol):
@@ -147,7 +156,7 @@ class Lines:
 
     def note(self, text: str, style: str = "") -> None:
         """Print the text."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(escaped(text), markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         """Nothing is left open."""
@@ -194,7 +203,7 @@ class Live:
 
     def note(self, text: str, style: str = "") -> None:
         """Print the text above the table."""
-        self._console.print(rich.text.Text(text, style=style))
+        self._console.print(rich.text.Text(escaped(text), style=style))
 
     def close(self) -> None:
         """Leave the last table on the screen."""

@@ -42,6 +42,7 @@ SPREADS = {
     ADVANTAGE_SPREAD: ("critic/advantages/max", "critic/advantages/min"),
 }
 ERRORS, RESPONSES = "reward/errors", "responses"
+SUSPICIOUS = "reward/code/suspicious"
 MEMORY = "perf/cpu_memory_used_gb"
 TIMED = tuple(f"timing_s/{stage}" for stage in STAGES if stage not in ("start", "step"))
 
@@ -110,6 +111,7 @@ READ = (
     *(name for pair in SPREADS.values() for name in pair),
     "critic/score/mean",
     ERRORS,
+    SUSPICIOUS,
     "perf/total_num_tokens",
     "prompt_length/mean",
     "response_length/mean",
@@ -144,6 +146,12 @@ def reward_errors(past: Past) -> str | None:
     if not always and sum(failed) < ERROR_SHARE * sum(asked):
         return None
     return f"{sum(failed):.0f} of the {sum(asked):.0f} responses of the last {len(failed)} step(s) could not be graded"
+
+
+def suspicious_programs(past: Past) -> str | None:
+    """Graded programs that reach into the interpreter that they run in."""
+    count = past.now.get(SUSPICIOUS)
+    return f"{count:.0f} programs of this step reach into their interpreter" if count else None
 
 
 def kl_out_of_range(past: Past) -> str | None:
@@ -243,6 +251,11 @@ RULES: Mapping[str, tuple[Callable[[Past], str | None], str]] = {
         reward_errors,
         "mend what the field error in samples/ says, or raise reward.timeout_s, reward.memory_bytes or"
         " reward.judge.retries",
+    ),
+    "suspicious_programs": (
+        suspicious_programs,
+        "read them in samples/; write asserts as calls compared with values (docs/security.md), or switch the rule off"
+        " by reward.weights",
     ),
     "kl_out_of_range": (
         kl_out_of_range,

@@ -161,7 +161,24 @@ def _known(place: Place) -> dict[str, Any]:
         "num_processes": place.count,
         "process_id": place.rank,
         "cluster_detection_method": "deactivate",
+        "coordinator_bind_address": _listening_at(place),
     }
+
+
+def _listening_at(place: Place) -> str | None:
+    """The named address, the only one that the coordinator listens at; None: all of this machine's."""
+    host, _, port = place.address.rpartition(":")
+    if place.rank:
+        return None
+    try:
+        family, kind, _, _, at = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(at)
+    except OSError as e:  # behind a translation of addresses, or a name that is not known here yet
+        said = f"{host} is no address of host 0 itself ({e.strerror}): the coordinator listens at all of its addresses"
+        print(f"warning: {said}; keep other networks from port {port}", file=sys.stderr, flush=True)
+        return None
+    return place.address
 
 
 def _await_coordinator(address: str, timeout_s: float) -> None:

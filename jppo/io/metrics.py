@@ -11,7 +11,6 @@ import functools
 import json
 import math
 import operator
-import os
 import pathlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import rich.console
 
-from jppo.io import to_mlflow, to_wandb
+from jppo.io import to_mlflow, to_wandb, whole
 from jppo.io.appending import Appender, cut_lines, read_lines
 from jppo.io.console import PPO_COLUMNS, Columns, Terminal, make_screen
 from jppo.io.diagnosis import Diagnosis, Finding
@@ -71,7 +70,8 @@ class Logger:
         self._failed: set[str] = set()
         self._mended: set[str] = set()
         self._screen = None
-        self._sinks: dict[str, Sink] = {"jsonl": JsonLines(run_dir)}
+        self._lines = JsonLines(run_dir)
+        self._sinks: dict[str, Sink] = {"jsonl": self._lines}
         if "tensorboard" in places:
             from jppo.io.tensorboard import Board  # tensorboardX imports torch where there is one, which takes seconds
 
@@ -107,6 +107,10 @@ class Logger:
     def note(self, text: str) -> None:
         """Say something between the steps."""
         self._say(text)
+
+    def sync(self) -> None:
+        """Returns when all lines are on the disk, also after a power cut: a checkpoint counts on them."""
+        self._safely("jsonl", self._lines.sync)
 
     def warn(self, finding: Finding) -> None:
         """Warn of what shows before any step; once a run."""
@@ -180,6 +184,9 @@ class Silent:
     def warn(self, finding: Finding) -> None:
         """Nothing."""
 
+    def sync(self) -> None:
+        """Nothing."""
+
     def __enter__(self) -> "Silent":
         return self
 
@@ -209,6 +216,11 @@ class JsonLines:
         """A warning."""
         self._warnings.append(_line(dataclasses.asdict(finding)))
 
+    def sync(self) -> None:
+        """Both on the disk."""
+        self._metrics.sync()
+        self._warnings.sync()
+
     def close(self, *, failed: bool) -> None:
         """Write what waits."""
         try:
@@ -225,7 +237,7 @@ def read_metrics(run_dir: pathlib.Path) -> list[dict[str, Any]]:
 def write_samples(run_dir: pathlib.Path, name: str, rows: Rows) -> pathlib.Path:
     """Write samples/NAME.jsonl: prompt, response, score and its parts, one sample a line."""
     text = "".join(json.dumps(_jsonable(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
-    return _whole(run_dir / "samples" / f"{name}.jsonl", lambda path: path.write_text(text, encoding="utf-8"))
+    return whole.write_text(run_dir / "samples" / f"{name}.jsonl", text)
 
 
 def write_arrays(run_dir: pathlib.Path, name: str, arrays: Mapping[str, np.ndarray]) -> pathlib.Path:
@@ -235,19 +247,7 @@ def write_arrays(run_dir: pathlib.Path, name: str, arrays: Mapping[str, np.ndarr
         with path.open("wb") as file:
             np.savez_compressed(file, **dict(arrays))  # type: ignore[arg-type]  # its stubs take a name for an option
 
-    return _whole(run_dir / "bad_steps" / f"{name}.npz", write)
-
-
-def _whole(path: pathlib.Path, write: Callable[[pathlib.Path], object]) -> pathlib.Path:
-    """Write a file that is there as a whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(path.name + ".new")
-    try:
-        write(new)
-        os.replace(new, path)
-    finally:
-        new.unlink(missing_ok=True)  # a half would take the room that others wait for
-    return path
+    return whole.write(run_dir / "bad_steps" / f"{name}.npz", write)
 
 
 def _line(row: Mapping[str, Any]) -> bytes:

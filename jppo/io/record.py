@@ -4,12 +4,12 @@ import contextlib
 import dataclasses
 import fcntl
 import json
-import os
 import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jppo.config import UserError
+from jppo.io import whole
 
 FILE = "sweep.json"
 
@@ -47,10 +47,8 @@ def opened(out: pathlib.Path, runs: Mapping[str, tuple[str, ...]], *, resume: bo
 
 def write(out: pathlib.Path, states: Mapping[str, State]) -> None:
     """The record as it is now."""
-    new = out / f"{FILE}.new"
     runs = {name: dataclasses.asdict(state) for name, state in states.items()}
-    new.write_text(json.dumps({"runs": runs}, indent=1) + "\n", encoding="utf-8")
-    os.replace(new, out / FILE)
+    whole.write_text(out / FILE, json.dumps({"runs": runs}, indent=1) + "\n")
 
 
 def _now(state: State, folder: pathlib.Path, arguments: tuple[str, ...]) -> State:

@@ -3,11 +3,11 @@
 import dataclasses
 import json
 import math
-import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from jppo.io import whole
 from jppo.io.diagnosis import Finding
 
 Rows = Sequence[Mapping[str, Any]]  # samples, as evaluate.samples has them
@@ -48,7 +48,7 @@ class Sent:
     def __init__(self, run_dir: pathlib.Path, name: str, *, resumed: bool) -> None:
         """Read the file where the run goes on; a new run has a new id."""
         self._path = run_dir / f"{name}.json"
-        found = json.loads(self._path.read_text()) if resumed and self._path.exists() else {}
+        found = self._read() if resumed and self._path.exists() else {}
         self.id: str | None = found.get("id")
         self._step: int = found.get("step", -1)
 
@@ -66,10 +66,18 @@ class Sent:
         self._step = step
         self._write()
 
+    def _read(self) -> dict[str, Any]:
+        try:
+            found = json.loads(self._path.read_text(encoding="utf-8"))
+            if isinstance(found["id"], str | None) and isinstance(found["step"], int):
+                return found
+        except (ValueError, KeyError, TypeError):  # cut off, or NULs after a power cut
+            pass
+        print(f"{self._path} cannot be read: the run has a new id there, and sends all of its steps again", flush=True)
+        return {}
+
     def _write(self) -> None:
-        new = self._path.with_suffix(".json.new")
-        new.write_text(json.dumps({"id": self.id, "step": self._step}) + "\n")
-        os.replace(new, self._path)
+        whole.write_text(self._path, json.dumps({"id": self.id, "step": self._step}) + "\n")
 
 
 def finite(metrics: Mapping[str, float | None]) -> dict[str, float]:

@@ -3,11 +3,11 @@
 import csv
 import dataclasses
 import io
-import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jppo.io import whole
 from jppo.io.metrics import read_metrics
 
 
@@ -76,9 +76,7 @@ def write_table(folder: pathlib.Path, rows: Sequence[Row], metric: str) -> None:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(cells(rows, metric))
     for name, content in (("sweep.md", markdown(rows, metric)), ("sweep.csv", text.getvalue())):
-        new = folder / f"{name}.new"
-        new.write_text(content, encoding="utf-8")
-        os.replace(new, folder / name)
+        whole.write_text(folder / name, content)
 
 
 def _rounded(value: float | None) -> float | None:

@@ -19,7 +19,8 @@ from jppo.io.timers import Timers
 
 WAITING = ("start", "gen", "reward", "testing")
 POLL_S = 0.2
-EXIT_CODES = {signal.SIGTERM: 0, signal.SIGINT: 130}  # pre-emption is no fault; Ctrl-C ends with the shell's code
+STOPPED = 143  # as a shell says of SIGTERM: a batch system must not take the run for finished
+INTERRUPTED = 130  # the same of Ctrl-C
 STUCK = 1  # the exit code of a run that did not go on
 
 
@@ -34,8 +35,13 @@ class Watch:
         stop_timeout_s: float,
         stacks: pathlib.Path,
         hosts: Hosts = ALONE,
+        stopped: int = STOPPED,
     ) -> None:
-        """A stage may take `stage_timeout_s`, an end `stop_timeout_s`; `stacks` is where a stuck run's are written."""
+        """A stage may take `stage_timeout_s`, an end `stop_timeout_s`; `stacks` is where a stuck run's are written.
+
+        `stopped` is the exit code after SIGTERM or SIGHUP.
+        """
+        self._codes = {signal.SIGTERM: stopped, signal.SIGHUP: stopped, signal.SIGINT: INTERRUPTED}
         self._timer = timer
         self._hosts = hosts
         self._stage_timeout_s = stage_timeout_s
@@ -57,7 +63,9 @@ class Watch:
     def __enter__(self) -> "Watch":
         if threading.current_thread() is threading.main_thread():  # no other may have handlers
             self._main = threading.get_ident()
-            for number in (*EXIT_CODES, signal.SIGUSR1):
+            for number in (*self._codes, signal.SIGUSR1):
+                if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                    continue  # by nohup: the run is to outlive its terminal
                 self._handlers[number] = signal.signal(number, self._signal)
         self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
         self._thread.start()
@@ -72,8 +80,10 @@ class Watch:
     def _signal(self, number: int, _: Any) -> None:
         if number == signal.SIGINT and self._asked is not None:
             raise KeyboardInterrupt  # the second Ctrl-C waits for nothing
-        if number in EXIT_CODES:
-            self._ask(Stopped(EXIT_CODES[signal.Signals(number)], f"stopped by {signal.Signals(number).name}"))
+        if number == signal.SIGHUP:
+            _mute()
+        if number in self._codes:
+            self._ask(Stopped(self._codes[signal.Signals(number)], f"stopped by {signal.Signals(number).name}"))
         if self._asked is not None and self._timer.stage()[0] in WAITING and self._hosts.working:
             raise self._asked
 
@@ -122,6 +132,17 @@ def leave(code: int, *, within_s: float) -> None:
     threads.daemon = True
     threads.start()
     sys.exit(code)
+
+
+def _mute() -> None:
+    """Has nothing fail that is still printed where the terminal has gone."""
+    for fd in (1, 2):
+        try:
+            os.write(fd, b"")
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, fd)
+            os.close(nowhere)
 
 
 def _say(text: str) -> None:

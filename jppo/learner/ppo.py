@@ -76,9 +76,19 @@ class Passes:
 
 
 def make_passes(
-    models: Models, recipe: Recipe, *, temperature: float, chunk_tokens: int, sequences: int, mesh: Mesh | None = None
+    models: Models,
+    recipe: Recipe,
+    *,
+    temperature: float,
+    chunk_tokens: int,
+    sequences: int,
+    mesh: Mesh | None = None,
+    options: dict[str, Any] | None = None,
 ) -> Passes:
-    """Closes the pure functions over models and numbers; `sequences` is how many trajectories a step has."""
+    """Closes the pure functions over models and numbers; `sequences` is how many trajectories a step has.
+
+    `options` are the compiler's for the programs of the models.
+    """
     r = recipe
     heads = dict[str, Any](temperature=temperature, chunk_tokens=chunk_tokens, mesh=mesh)
     together = sharding.join_positions(mesh)
@@ -111,22 +121,22 @@ def make_passes(
     if models.critic is not None:
         value = score.make_value(models.critic[0])
         critic = update.make_accumulate(
-            update.make_critic_loss(value, r.weigh_value, cliprange_value=r.cliprange_value)
+            update.make_critic_loss(value, r.weigh_value, cliprange_value=r.cliprange_value), options=options
         )
     e = r.estimator
     return Passes(
-        logprob=jax.jit(logprob(models.policy, with_entropy=r.entropy_metric)),
+        logprob=jax.jit(logprob(models.policy, with_entropy=r.entropy_metric), compiler_options=options),
         entropy=jax.jit(lambda rows, entropy: masked.masked_sum(entropy, rows.mask)),
         gap=along(correct.make_gap()),
-        reference=None if reference is None else jax.jit(reference),
-        value=None if value is None else jax.jit(value),
+        reference=None if reference is None else jax.jit(reference, compiler_options=options),
+        value=None if value is None else jax.jit(value, compiler_options=options),
         correct=None if r.correction is None else along(correct.make_correct(r.correction)),
         normalized=jax.jit(correction.normalized),
         reward=along(estimate.make_reward(sequences)),
         sequences=None if e.sequences is None else jax.jit(e.sequences),
         tokens=along(estimate.make_tokens(e)),
         finish=jax.jit(functools.partial(estimate.finish, whiten=e.whiten)),
-        actor=update.make_accumulate(actor),
+        actor=update.make_accumulate(actor, options=options),
         critic=critic,
     )
 

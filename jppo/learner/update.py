@@ -106,10 +106,12 @@ def make_imitation_loss(logprob: LogProb) -> Loss:
     return loss
 
 
-def make_accumulate(loss: Loss) -> Callable[..., tuple[Carry, dict[str, Array]]]:
+def make_accumulate(
+    loss: Loss, *, options: dict[str, Any] | None = None
+) -> Callable[..., tuple[Carry, dict[str, Array]]]:
     """(learned, base, carry, micro-batch, counts, ...) -> the carry with its own gradient and loss; its sums.
 
-    The gradient is by what is learned; a `base` that stays has none.
+    The gradient is by what is learned; a frozen `base` has none. `options` are the compiler's.
     """
 
     def accumulate(
@@ -122,7 +124,7 @@ def make_accumulate(loss: Loss) -> Callable[..., tuple[Carry, dict[str, Array]]]
         grads, so_far = carry
         return (jax.tree.map(lambda a, g: a + g.astype(jnp.float32), grads, new), so_far + new_loss), sums
 
-    return jax.jit(accumulate, donate_argnums=2)
+    return jax.jit(accumulate, donate_argnums=2, compiler_options=options)
 
 
 def make_apply(

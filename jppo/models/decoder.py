@@ -84,11 +84,8 @@ class Project(nn.Module):
             y += self.param("bias", nn.initializers.zeros, self.bias, self.param_dtype)[None, None].astype(x.dtype)
         if self.has_variable(lora.COLLECTION, "a"):
             down, up = lora.equations(self.equation)
-            y += product.product(
-                up,
-                product.product(down, x, self.get_variable(lora.COLLECTION, "a")),
-                self.get_variable(lora.COLLECTION, "b"),
-            )
+            a, b = (self.get_variable(lora.COLLECTION, name) for name in ("a", "b"))
+            y += product.product(up, product.product(down, x, a), b)
         return y
 
 

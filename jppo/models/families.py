@@ -4,6 +4,7 @@ A field that changes the mathematics and is not supported is an error that names
 """
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -94,10 +95,22 @@ class _Fields:
         accepted = (int, float) if kind is float else kind
         if not isinstance(value, accepted) or isinstance(value, bool) != (kind is bool):
             raise UserError(f"{self.path}: {key}={value!r} must be of type {kind.__name__}")
-        result = kind(value)
+        try:
+            result = kind(value)
+        except OverflowError:
+            result = math.inf
+        if kind is float and not math.isfinite(result):
+            raise UserError(f"{self.path}: {key}={value!r} must be a finite number")
         if kind is int and result < 1:
             raise UserError(f"{self.path}: {key}={value} must be positive")
         return result
+
+    def above_zero(self, key: str, default: float) -> float:
+        """The value of a field that is a number above 0."""
+        value: float = self.get(key, float, default)
+        if not value > 0:
+            raise UserError(f"{self.path}: {key}={value!r} must be above 0")
+        return value
 
     def or_null(self, key: str, kind: type, default: Any) -> Any:
         """The same for a field in which null means that there is none, and absence the default."""
@@ -117,7 +130,10 @@ def _always(_: _Fields, __: int) -> bool:
 
 
 def _late(fields: _Fields, layer: int) -> bool:
-    return layer >= int(fields.config.get("max_window_layers", 28))
+    first = fields.config.get("max_window_layers", 28)
+    if not isinstance(first, int):
+        raise fields.refuse("max_window_layers", "must be a whole number")
+    return layer >= first
 
 
 def _but_every(count: int) -> Callable[[_Fields, int], bool]:
@@ -163,8 +179,8 @@ _RELATIVES = {  # what people try, and what can be said
 def from_hf(config: Mapping[str, Any], *, path: str | os.PathLike) -> ModelConfig:
     """The model that the parsed `config` describes; `path` is its file, for the errors."""
     name = config.get("model_type")
-    if name not in FAMILIES:
-        why = f" ({_RELATIVES[name]})" if name in _RELATIVES else ""
+    if not isinstance(name, str) or name not in FAMILIES:
+        why = f" ({_RELATIVES[name]})" if isinstance(name, str) and name in _RELATIVES else ""
         raise UserError(f"{path}: model_type={name!r} is not supported{why}; use one of {', '.join(FAMILIES)}")
     family, fields = FAMILIES[name], _Fields(config, str(path))
     _refuse_unsupported(fields, family)
@@ -195,7 +211,7 @@ def from_hf(config: Mapping[str, Any], *, path: str | os.PathLike) -> ModelConfi
         head_dim=head_dim,
         kinds=kinds,
         layer_kinds=tuple(kinds.index(kind) for kind in layers),
-        rms_norm_eps=fields.get("rms_norm_eps", float, 1e-6),
+        rms_norm_eps=fields.above_zero("rms_norm_eps", 1e-6),
         norm_offset=1.0 if family.gemma else 0.0,
         qk_norm=family.qk_norm,
         post_norms=family.post_norms,
@@ -204,13 +220,13 @@ def from_hf(config: Mapping[str, Any], *, path: str | os.PathLike) -> ModelConfi
         mlp_bias=fields.get("mlp_bias", bool, False) if family.mlp_bias is None else family.mlp_bias,
         activation=_activation(fields, family),
         embed_scale=hidden_size**0.5 if family.gemma else 1.0,
-        query_scale=(fields.get("query_pre_attn_scalar", float, 256.0) if family.query_pre_attn_scalar else head_dim)
+        query_scale=(fields.above_zero("query_pre_attn_scalar", 256.0) if family.query_pre_attn_scalar else head_dim)
         ** -0.5,
         attn_softcap=_softcap(fields, "attn_logit_softcapping", family.attn_softcap),
         logit_softcap=_softcap(fields, "final_logit_softcapping", family.logit_softcap),
         tie_word_embeddings=fields.get("tie_word_embeddings", bool, family.tie_word_embeddings),
         max_position_embeddings=_context(fields, rotary),
-        initializer_range=fields.get("initializer_range", float, 0.02),
+        initializer_range=fields.above_zero("initializer_range", 0.02),
         padded_vocab_size=vocab_size,
     )
 
@@ -307,7 +323,7 @@ def _stretched(fields: _Fields, key: str, rope: Mapping[str, Any], theta: float)
     said = {k for k, v in rope.items() if v is not None} - {"rope_theta", "rope_type", "type"}
     if rope.get("partial_rotary_factor") == 1.0:
         said.remove("partial_rotary_factor")
-    if kind not in _STRETCHES or said - set(_STRETCHES[kind]):
+    if not isinstance(kind, str) or kind not in _STRETCHES or said - set(_STRETCHES[kind]):
         why = "; it depends on the longest row of a batch" if kind == "dynamic" else ""
         raise UserError(f"{fields.path}: {key}={dict(rope)!r} is not supported, only {', '.join(_STRETCHES)}{why}")
     theta = inner.get("rope_theta", float, theta)

@@ -71,7 +71,7 @@ def read_config(path: str | os.PathLike) -> tuple[dict[str, Any], ModelConfig]:
         raise UserError(f"{file} is missing; a model directory must hold it")
     try:
         config = json.loads(file.read_text())
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise UserError(f"{file} is no JSON: {e}") from e
     if not isinstance(config, dict):
         raise UserError(f"{file} must hold a JSON object, not {type(config).__name__}")
@@ -305,7 +305,9 @@ def classifier_changes(path: str | os.PathLike, *, pad_token_id: int | None) -> 
     named = {"gemma3_text": "Gemma3TextForCausalLM"}.get(config["model_type"])  # whose classifier has the longer name
     names = [named] if named else config.get("architectures") or []
     said: dict[str, Any] = {
-        "architectures": [re.sub("ForCausalLM$", "ForSequenceClassification", name) for name in names],
+        "architectures": [
+            re.sub("ForCausalLM$", "ForSequenceClassification", name) for name in names if isinstance(name, str)
+        ],
         "id2label": {"0": "LABEL_0"},
         "label2id": {"LABEL_0": 0},
     }

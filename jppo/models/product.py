@@ -49,9 +49,8 @@ def einsum(equation: str, a: jax.Array, b: jax.Array, dtype: Any) -> jax.Array:
     def direct(a: jax.Array, b: jax.Array) -> jax.Array:  # an accelerator sums in f32 whatever the result's dtype
         return jnp.einsum(equation, a, b, preferred_element_type=dtype)
 
-    def wide(
-        a: jax.Array, b: jax.Array
-    ) -> jax.Array:  # XLA's CPU backend has products of bfloat16 for f32 results only
+    def wide(a: jax.Array, b: jax.Array) -> jax.Array:
+        # XLA's CPU backend has products of bfloat16 for f32 results only.
         summed = jnp.promote_types(a.dtype, jnp.float32)
         return jnp.einsum(equation, a, b, preferred_element_type=summed).astype(dtype)
 

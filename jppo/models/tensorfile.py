@@ -7,6 +7,7 @@ tensor.
 
 import dataclasses
 import json
+import math
 import pathlib
 import struct
 from collections.abc import Iterable, Mapping
@@ -48,8 +49,11 @@ def slots(directory: pathlib.Path) -> dict[str, Slot]:
         raise UserError(f"{directory} holds neither {SINGLE} nor {INDEX}; give a directory with safetensors weights")
     try:
         weight_map = json.loads(index.read_text())["weight_map"]
-    except (ValueError, KeyError) as e:
+        fit = all(isinstance(shard, str) and pathlib.Path(shard).name == shard for shard in weight_map.values())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise UserError(f"{index} is no JSON object with a weight_map: {e}; fetch it again") from e
+    if not fit:
+        raise UserError(f"{index}: its weight_map must give the name of a file in its folder for each tensor")
     found: dict[str, Slot] = {}
     for shard in sorted(set(weight_map.values())):
         if not (directory / shard).is_file():
@@ -70,19 +74,34 @@ def _file_slots(file: pathlib.Path) -> dict[str, Slot]:
             raise UserError(f"{file} is cut: {size} bytes do not hold its header; fetch it again")
         try:
             header = json.loads(f.read(length))
-        except ValueError as e:
+        except (ValueError, RecursionError) as e:
             raise UserError(f"{file} is no safetensors file: its header is no JSON ({e})") from e
+    if not isinstance(header, dict):
+        raise UserError(f"{file} is no safetensors file: its header is a JSON {type(header).__name__}, not an object")
     header.pop("__metadata__", None)
     found = {}
     for name, item in header.items():
-        first, last = item["data_offsets"]
+        code, shape, first, last = _described(file, name, item)
         if 8 + length + last > size:
             raise UserError(f"{file} is cut: {name} ends at byte {8 + length + last} of {size}; fetch it again")
-        code, shape = item["dtype"], tuple(item["shape"])
-        if code in DTYPES and last - first != DTYPES[code].itemsize * int(np.prod(shape)):
+        if code in DTYPES and last - first != DTYPES[code].itemsize * math.prod(shape):
             raise UserError(f"{file}: {name} has {last - first} bytes, which is not {code} of shape {list(shape)}")
         found[name] = Slot(file, code, shape, 8 + length + first)
     return found
+
+
+def _described(file: pathlib.Path, name: str, item: object) -> tuple[str, tuple[int, ...], int, int]:
+    """A tensor's dtype, shape, first byte and the one after its last; UserError where the header does not say them."""
+    said = item if isinstance(item, dict) else {}
+    code, shape, offsets = said.get("dtype"), said.get("shape"), said.get("data_offsets")
+    if isinstance(code, str) and isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2:
+        whole = all(type(n) is int and n >= 0 for n in (*shape, *offsets))
+        if whole and offsets[0] <= offsets[1]:
+            return code, tuple(shape), offsets[0], offsets[1]
+    raise UserError(
+        f"{file}: {name} is {str(item)[:200]} in the header, which needs dtype, shape and data_offsets, two byte"
+        " numbers in order; fetch it again"
+    )
 
 
 def write(

@@ -2,12 +2,12 @@
 
 import html
 import importlib.resources
-import os
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jppo.io import whole
 from jppo.report.document import BUDGET, make_document
 from jppo.report.samples import compact, pack
 
@@ -18,11 +18,7 @@ SCRIPTS = ("shared.js", "plot.js", "curves.js", "stages.js", "scores.js", "sampl
 def write_report(run_dirs: Sequence[pathlib.Path], out: pathlib.Path, budget: int = BUDGET) -> pathlib.Path:
     """Writes the page about these runs and returns its path; whoever reads it meanwhile sees the one before."""
     text = make_page(make_document(run_dirs, budget))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    new = out.with_name(out.name + ".new")
-    new.write_text(text, encoding="utf-8", errors="replace")
-    os.replace(new, out)
-    return out
+    return whole.write(out, lambda new: new.write_text(text, encoding="utf-8", errors="replace"))
 
 
 def report_line(run: pathlib.Path) -> str:

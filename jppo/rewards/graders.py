@@ -5,8 +5,10 @@ is worth. A wrong or missing answer is a score of 0; a grader that fails is an e
 and never passes for a 0.
 """
 
+import dataclasses
 import functools
 import math as numbers
+import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
@@ -15,6 +17,7 @@ from jppo.rewards import code as programs
 from jppo.rewards import rules
 from jppo.rewards.parts import Sample, failed
 from jppo.rewards.pool import Pool, Target, plain, ready
+from jppo.sandbox.protections import STRICT
 from jppo.structs import Reward
 
 Grader = Callable[[str, str], Reward]  # (response, ground truth) -> reward
@@ -63,20 +66,36 @@ _MAY_HANG = (math, code)  # these run in the pool; the others in the trainer's o
 _OF_THE_DEADLINE = 0.8  # what a program may take of reward.timeout_s: one that never ends is wrong, and no error
 
 
+@dataclasses.dataclass
+class _Counts:
+    suspicious: float = 0.0  # programs that reach into their interpreter
+    errors: float = 0.0
+    retries: float = 0.0  # of requests to a sandbox service
+
+
 class RulePart:
     """The rules of the data sources, as a part of the reward. The pool is closed with it."""
 
-    def __init__(self, data_sources: Iterable[str], *, override: str = "", allow_code: bool = False, pool: Pool):
+    def __init__(
+        self,
+        data_sources: Iterable[str],
+        *,
+        override: str = "",
+        allow_code: bool = False,
+        sandbox: tuple[str, ...] = (STRICT,),  # reward.sandbox and reward.sandbox_url
+        pool: Pool,
+    ):
         self._graders = graders_for(data_sources, override=override, allow_code=allow_code)
-        self._targets = {source: self._target(grader, pool) for source, grader in self._graders.items()}
+        self._targets = {source: self._target(grader, pool, sandbox) for source, grader in self._graders.items()}
         self._pool = pool
+        self._counts, self._lock = _Counts(), threading.Lock()
         for target in {target for target in self._targets.values() if target is not None}:
-            ready(pool, target, f"the rule {target[-1] if target[0] == 'rule' else target[0]!r}")
+            ready(pool, target, f"the rule {target[1] if target[0] == 'rule' else target[0]!r}")
 
     @staticmethod
-    def _target(grader: Grader, pool: Pool) -> Target | None:
+    def _target(grader: Grader, pool: Pool, sandbox: tuple[str, ...]) -> Target | None:
         if grader is code:
-            return ("code", str(_OF_THE_DEADLINE * pool.timeout_s), str(pool.memory_bytes))
+            return ("code", str(_OF_THE_DEADLINE * pool.timeout_s), str(pool.memory_bytes), *sandbox)
         return ("rule", "math") if grader in _MAY_HANG else None
 
     def submit(self, sample: Sample) -> Future[Reward]:
@@ -84,13 +103,35 @@ class RulePart:
         source = sample.prompt.data_source
         target = self._targets.get(source)
         if target is not None:
-            return self._pool.submit(target, plain(sample))
+            submitted = self._pool.submit(target, plain(sample))
+            if target[0] == "code":
+                submitted.add_done_callback(self._count)
+            return submitted
         future: Future[Reward] = Future()
         if source in self._graders:
             future.set_result(_safely(self._graders[source], sample.text, sample.prompt.ground_truth))
         else:
             future.set_result(failed(f"data_source={source!r} was not among the sources when the run began"))
         return future
+
+    def _count(self, done: Future[Reward]) -> None:
+        reward = done.result()
+        with self._lock:
+            self._counts.suspicious += reward.parts.get(programs.SUSPICIOUS, 0.0)
+            self._counts.retries += reward.parts.get(programs.RETRIES, 0.0)
+            self._counts.errors += reward.error is not None
+
+    def metrics(self) -> dict[str, float]:
+        """What programs did since this was last asked; nothing where none is graded."""
+        if code not in self._graders.values():
+            return {}
+        with self._lock:
+            counts, self._counts = self._counts, _Counts()
+        return {
+            "reward/code/suspicious": counts.suspicious,
+            "reward/code/errors": counts.errors,
+            "reward/code/retries": counts.retries,
+        }
 
     def flush(self) -> None:
         """Nothing waits."""
@@ -114,8 +155,8 @@ def _grader(source: str, override: str, allow_code: bool) -> Grader:
         )
     if GRADERS[name] in RUNS_CODE and not allow_code:
         raise UserError(
-            f"{setting}={name!r} runs the programs that responses hold, with this user's rights; if that is what you "
-            "want, set reward.allow_code=True"
+            f"{setting}={name!r} runs the programs that responses hold, in the sandbox of reward.sandbox; if that is"
+            " what you want, set reward.allow_code=True"
         )
     return GRADERS[name]
 

@@ -10,6 +10,7 @@ import asyncio
 import collections
 import dataclasses
 import random
+import secrets
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -117,14 +118,14 @@ class JudgePart:
         future.set_result(reward)
 
     async def _score(self, sample: Sample) -> Reward:
-        question = self._rubric.question(sample)
+        question = self._rubric.question(sample)  # without the marks, which differ each time
         asked = {**self._door.asked, **dataclasses.asdict(self._rubric), "question": question}
         async with self._slots:  # kept while a request waits for its retry: a server that is busy gets fewer
             score = None if self._cache is None else self._cache.get(asked)
             if score is not None:
                 self._count(cache_hits=1)
             else:
-                answer = await self._answer(question)
+                answer = await self._answer(self._rubric.question(sample, mark=secrets.token_hex(8)))
                 score = self._read(answer)
                 self._remember(asked, score, answer.text)
         return Reward(score, {"judge_raw": score * self._rubric.max_score}, error=None)

@@ -59,22 +59,30 @@ def read_classifier(path: str, *, tokenizer: Any, max_length: int) -> Classifier
         config = json.loads(file.read_text())
     except FileNotFoundError as e:
         raise refused(path, f"{file} is missing; a model directory must hold it") from e
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise refused(path, f"{file} is no JSON: {e}") from e
+    if not isinstance(config, dict):
+        raise refused(path, f"{file} must hold a JSON object, not {type(config).__name__}")
     names = config.get("id2label")
-    labels = config.get("num_labels") if names is None else len(names)
+    labels = len(names) if isinstance(names, dict) else config.get("num_labels")
     if labels not in (None, 1):
         raise refused(path, f"{file} names {labels} labels; a reward model has one: the score")
-    text = config.get("text_config") or config  # of models that read pictures too
+    inner = config.get("text_config")  # of models that read pictures too
+    text = inner if isinstance(inner, dict) and inner else config
     vocab_size = text.get("vocab_size")
     largest = max(tokenizer.get_vocab().values(), default=-1)
-    if vocab_size is None or largest >= vocab_size:
+    if not isinstance(vocab_size, int) or largest >= vocab_size:
         raise refused(
             path,
             f"its tokenizer has ids up to {largest}, and its embedding vocab_size={vocab_size} rows;"
             " put the model's own tokenizer files there",
         )
-    known = [text.get("max_position_embeddings") or math.inf, tokenizer.model_max_length]
+    longest = [text.get("max_position_embeddings") or math.inf, tokenizer.model_max_length]
+    known = [one for one in longest if isinstance(one, int | float)]
+    if len(known) < len(longest):
+        raise refused(
+            path, f"max_position_embeddings={longest[0]!r} and model_max_length={longest[1]!r} must be numbers"
+        )
     if max_length > min(known):
         raise UserError(
             f"reward.model.max_length={max_length} is more than the {min(known)} tokens that the config.json and "

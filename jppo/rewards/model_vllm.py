@@ -63,6 +63,7 @@ class VllmRewardModel:
             arguments += ["--kv-cache-memory-bytes", str(2**27)]
             self._env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": str(threads)}
             self._env.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would override the size above
+        self._env.pop("VLLM_API_KEY", None)  # the socket is the guard
         # By name, for the launcher is no part of the trainer: it ends vLLM with us and removes the folder.
         launcher = [sys.executable, "-m", "jppo.rollout.launch", str(os.getpid()), self._folder]
         self._command = [*launcher, interpreter(python), "-m", "vllm.entrypoints.openai.api_server", *arguments]

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jppo.rewards import code, rules
+from jppo.sandbox.choice import make_runner
 
 Answer = dict[str, Any]  # score, parts, error and, where there is one, answer as in Reward
 Sample = dict[str, Any]  # data_source, text, truth, extra
@@ -113,17 +114,19 @@ def _rule(name: str) -> Prepared:
     return _each(lambda sample: rule(sample["text"], sample["truth"]))
 
 
-def _code(time_s: str, memory_bytes: str) -> Prepared:
-    rule = functools.partial(code.code, time_s=float(time_s), memory_bytes=int(memory_bytes))
+def _code(time_s: str, memory_bytes: str, *sandbox: str) -> Prepared:
+    runner = make_runner(*sandbox)
+    rule = functools.partial(code.code, time_s=float(time_s), memory_bytes=int(memory_bytes), runner=runner)
     return _each(lambda sample: rule(sample["text"], sample["truth"]))
 
 
-def _program(time_s: str, memory_bytes: str) -> Prepared:
+def _program(time_s: str, memory_bytes: str, *sandbox: str) -> Prepared:
     """Runs the text of a sample; what it prints is the answer, and nothing is scored."""
+    runner = make_runner(*sandbox)
+    execute = functools.partial(code.run_program, time_s=float(time_s), memory_bytes=int(memory_bytes), runner=runner)
 
     def run(sample: Sample) -> rules.Verdict:
-        printed = code.run_program(sample["text"], time_s=float(time_s), memory_bytes=int(memory_bytes))
-        return rules.Verdict(0.0, {}, printed)
+        return rules.Verdict(0.0, {}, execute(sample["text"]))
 
     return _each(run)
 

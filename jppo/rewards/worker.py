@@ -26,7 +26,7 @@ from jppo.rewards import targets
 
 LENGTH = struct.Struct(">Q")
 POLL_S = 0.5  # how soon the guard sees that the trainer is gone
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
 
 
 def main(parent: int, memory_bytes: int) -> None:
@@ -36,6 +36,7 @@ def main(parent: int, memory_bytes: int) -> None:
     os.dup2(null, 0)
     os.dup2(2, 1)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(_PR_SET_DUMPABLE, 0)  # no other process of this user opens its pipes, memory or environment by /proc
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError):  # where memory ends, the kernel takes a worker before the trainer
         pathlib.Path("/proc/self/oom_score_adj").write_text("500")

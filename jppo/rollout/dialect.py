@@ -16,6 +16,7 @@ class Part:
     logprob: list[float]
     version: list[str]  # of each token, as the server names the weights
     finish: str
+    server: str = ""
 
 
 class Dialect(Protocol):

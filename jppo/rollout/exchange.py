@@ -4,11 +4,10 @@ A general client takes several times as long for each, which the servers wait fo
 """
 
 import asyncio
-import base64
 import contextlib
 import ssl
 import urllib.parse
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 PORTS = {"http": 80, "https": 443}
 
@@ -17,18 +16,23 @@ class Broken(Exception):
     """What came is no whole answer of HTTP."""
 
 
-async def post(url: str, body: bytes, *, tls: ssl.SSLContext) -> tuple[int, bytes]:
-    """Status and content of the answer to a body of JSON, on a connection of its own; OSError or Broken without one."""
+async def post(
+    url: str, body: bytes, *, tls: ssl.SSLContext, headers: Mapping[str, str]
+) -> tuple[int, dict[str, str], bytes]:
+    """Status, headers and content of the answer to a body of JSON; OSError or Broken where there is none.
+
+    `headers` are sent with the request, which has a connection of its own.
+    """
     at = urllib.parse.urlsplit(url)
     port = PORTS[at.scheme] if at.port is None else at.port
     reader, writer = await asyncio.open_connection(at.hostname, port, ssl=tls if at.scheme == "https" else None)
     try:
-        writer.write(_head(at, len(body)) + body)
-        status, content = await _answer(reader)
+        writer.write(_head(at, len(body), headers) + body)
+        answer = await _answer(reader)
         writer.close()
         with contextlib.suppress(OSError):  # the answer is here
             await writer.wait_closed()
-        return status, content
+        return answer
     except EOFError as e:
         raise Broken("the connection was closed within the answer") from e
     except ValueError as e:
@@ -37,23 +41,21 @@ async def post(url: str, body: bytes, *, tls: ssl.SSLContext) -> tuple[int, byte
         writer.transport.abort()
 
 
-def _head(at: urllib.parse.SplitResult, length: int) -> bytes:
+def _head(at: urllib.parse.SplitResult, length: int, headers: Mapping[str, str]) -> bytes:
     fields = {
-        "Host": at.netloc.rpartition("@")[2],
+        "Host": at.netloc,
         "Content-Type": "application/json",
         "Content-Length": str(length),
         "Accept": "application/json",
         "Connection": "close",
+        **headers,
     }
-    if at.username is not None:
-        said = ":".join(urllib.parse.unquote(part) for part in (at.username, at.password or ""))
-        fields["Authorization"] = f"Basic {base64.b64encode(said.encode()).decode()}"
     target = urllib.parse.quote(at.path + (f"?{at.query}" if at.query else ""), safe="/?&=%:,;+@!$'()*~-._")
     lines = [f"POST {target if target else '/'} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items())]
     return "\r\n".join([*lines, "", ""]).encode()
 
 
-async def _answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
+async def _answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], bytes]:
     version, status, *_ = (await _line(reader)).split(" ", 2)
     if not version.startswith("HTTP/1."):
         raise ValueError(version)
@@ -67,7 +69,7 @@ async def _answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
         content = await reader.readexactly(int(fields["content-length"]))
     else:
         content = await reader.read()
-    return int(status), content
+    return int(status), fields, content
 
 
 async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:

@@ -102,11 +102,11 @@ class Fleet:
                 version += map(int, part.version)
                 end = cut_at(tokens, self._decode, sampling.stop, new=len(part.tokens)) if cut else None
                 if end is not None:
-                    return Answer(tokens[:end], logprob[:end], version[:end], "stop")
+                    return Answer(tokens[:end], logprob[:end], version[:end], "stop", part.server)
                 if part.finish == "stop":
-                    return Answer(tokens, logprob, version, "stop")
+                    return Answer(tokens, logprob, version, "stop", part.server)
                 if len(tokens) == sampling.max_tokens:
-                    return Answer(tokens, logprob, version, "length")
+                    return Answer(tokens, logprob, version, "length", part.server)
                 if part.finish == "abort" and self._updates == updates and not self._updating:
                     raise ServerFault("a response ended with 'abort' without an update: did another client pause it?")
             except Cut:
@@ -175,7 +175,7 @@ class Fleet:
             route, body = self._dialect.request(ids, sampling, seed, self._model(member))
             part = self._dialect.part(await member.ask(route, body), sampling)
             self._require_versions(part, oldest, member)
-            return part
+            return dataclasses.replace(part, server=member.endpoint.url)
         except ServerFault as e:
             self._suspect(member, e, sure=sure)
             raise
@@ -334,7 +334,7 @@ class Fleet:
         else:
             member.server.restart()
             member.server.wait_ready()
-            member.endpoint.url = member.server.url
+            member.endpoint.move(member.server.url, member.server.key)
             member.model, member.max_model_len = self._dialect.inspect(member.endpoint)
         with self._weights:
             member.asleep = False

@@ -29,6 +29,7 @@ class Answer:
     logprob: list[float]  # each token's, in the distribution that it was drawn from
     version: list[int]  # of the weights that sampled each
     finish: str  # 'stop' (an end token or text was sampled; it is kept) or 'length'
+    server: str = ""  # that sampled the last of them; '': the trainer's own engine
 
 
 class Ask(Protocol):

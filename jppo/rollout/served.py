@@ -1,7 +1,9 @@
 """The `Sampler` over servers, whatever their kind: `vllm.py` and `sglang.py` say how each is spoken to."""
 
 import dataclasses
+import os
 import pathlib
+import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Protocol
@@ -9,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from jppo.config import UserError
-from jppo.rollout import talks
+from jppo.rollout import guard, talks
 from jppo.rollout.dialect import Delivery, Dialect
 from jppo.rollout.endpoint import Endpoint
 from jppo.rollout.fleet import Fleet
@@ -151,12 +153,19 @@ class Engine:
             started.wait_ready()
         dialect = self._speak(eos_token_ids)
         members = []
-        own: list[tuple[Server | None, str]] = [(server, server.url) for server in self.servers]
-        attached: list[tuple[Server | None, str]] = [(None, url) for url in self._urls]
-        for server, url in own or attached:
-            endpoint = Endpoint(url, timeout_s=limits.request_timeout_s, why=str if server is None else server.why)
+        timeout_s = limits.request_timeout_s
+        own: list[tuple[Server | None, Endpoint]] = [
+            (server, Endpoint(server.url, timeout_s=timeout_s, why=server.why, key=server.key))
+            for server in self.servers
+        ]
+        key = attached_key()
+        attached: list[tuple[Server | None, Endpoint]] = [
+            (None, Endpoint(url, timeout_s=timeout_s, why=str, key=key)) for url in self._urls
+        ]
+        for server, endpoint in own or attached:
             if server is None:
                 _require_awake(endpoint, dialect)
+                _warn_if_open(endpoint, dialect)
             try:
                 members.append(Member(endpoint, server, *dialect.inspect(endpoint)))
             except RolloutError as e:
@@ -183,6 +192,20 @@ class Engine:
         self._publisher.close()
 
 
+def attached_key() -> guard.Key:
+    """The key of the servers that are attached to, from the environment; UserError where it cannot be sent."""
+    token = os.environ.get(guard.TOKEN, "").strip()
+    if not (token.isascii() and token.isprintable()):
+        raise UserError(f"the token in {guard.TOKEN} holds characters that no token has; set it again")
+    return guard.Key(token)
+
+
+def _warn_if_open(endpoint: Endpoint, dialect: Dialect) -> None:
+    if not endpoint.guarded():
+        said = "answers without a token: whoever reaches it can replace the weights that the run samples from"
+        print(f"rollout: warning: the server at {endpoint.url} {said}; {dialect.how}", file=sys.stderr, flush=True)
+
+
 def _require_awake(endpoint: Endpoint, dialect: Dialect) -> None:
     try:
         paused = dialect.paused(endpoint)
@@ -191,5 +214,6 @@ def _require_awake(endpoint: Endpoint, dialect: Dialect) -> None:
     if paused:
         raise UserError(
             f"the server at {endpoint.url} is paused: requests would wait for ever; if no other trainer"
-            f" uses it, resume it with `curl -X POST {endpoint.url}{dialect.wake}`"
+            f' uses it, resume it with `curl -X POST -H "Authorization: Bearer ${guard.TOKEN}"'
+            f" {endpoint.url}{dialect.wake}`"
         )

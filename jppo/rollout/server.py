@@ -24,9 +24,10 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 
 from jppo.config import UserError
+from jppo.rollout import guard
 from jppo.rollout.sampler import RolloutError
 
-HOST = "127.0.0.1"  # the routes that load weights know no password
+HOST = "127.0.0.1"  # other users of the machine reach it: see guard.py
 STOP_S = 15.0  # longer than the launcher takes
 POLL_S = 0.2
 LOG_LINES = 15
@@ -50,7 +51,7 @@ class Program:
     """What a server runs."""
 
     command: Callable[[int, str], list[str]]  # of its port and the model's name, by which it is known to be ours
-    env: Mapping[str, str]  # all of it
+    env: Mapping[str, str]  # all of it but the server's key
     log: pathlib.Path
     port: int  # 0: a free one
     folder: str | None  # goes with it when the trainer is killed
@@ -75,11 +76,12 @@ class Server:
         folder = "" if self._program.folder is None else self._program.folder
         launch = [sys.executable, "-m", "jppo.rollout.launch", str(os.getpid()), folder]
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        self.key = guard.new_key()  # who has caught an earlier one, on a port of a server that ended, has nothing
         with open(self.log, "ab") as log:
             self._log_start = log.tell()
             self._process = subprocess.Popen(
                 [*launch, *self._program.command(port, self.name)],
-                env=self._program.env,
+                env={**self._program.env, **self.key.environment()},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -173,8 +175,8 @@ class Server:
 
     def _answers(self) -> bool:
         try:
-            reply = httpx.get(f"{self.url}/v1/models", timeout=5.0, trust_env=False)
-            served = reply.json()["data"] if reply.status_code == 200 else []
+            reply = httpx.get(f"{self.url}/v1/models", headers=self.key.headers(), timeout=5.0, trust_env=False)
+            served = reply.json()["data"] if reply.status_code == 200 and self.key.opened(reply.headers) else []
             return self.name in [model["id"] for model in served]
         except (httpx.HTTPError, ValueError, KeyError, TypeError):  # or another program, on a port that it stole
             return False

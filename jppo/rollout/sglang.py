@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jppo.config import UserError
-from jppo.rollout import folders, sglang_start
+from jppo.rollout import folders, guard, sglang_start
 from jppo.rollout.dialect import Part
 from jppo.rollout.endpoint import Endpoint, ServerFault
 from jppo.rollout.served import Engine, Limits
@@ -177,4 +177,5 @@ def how_to_start(model_dir: str, settings: ServerSettings) -> str:
     """The command line of a server that `rollout.urls` can attach to."""
     variables = " ".join(f"{name}={value}" for name, value in sglang_start.environment().items())
     options = " ".join(sglang_start.flags(settings))
-    return f"start it with `{variables} python -m sglang.launch_server --model-path {model_dir} {options}`"
+    command = f"{guard.TOKEN}=... {variables} python -m {sglang_start.MODULE} --model-path {model_dir} {options}"
+    return f"start it with `{command}`, and set {guard.TOKEN} alike here"

@@ -6,8 +6,9 @@ import subprocess
 
 from jppo.config import UserError
 from jppo.rollout.server import HOST, Program, interpreter
-from jppo.rollout.vllm_start import ServerSettings, devices, engine_args
+from jppo.rollout.vllm_start import ServerSettings, devices, engine_args, python_path
 
+MODULE = "jppo.rollout.sglang_guarded"
 ROOM = 2  # tokens of its context that SGLang never fills
 
 # Options that engine_args may not set, and what does.
@@ -66,6 +67,7 @@ def flags(settings: ServerSettings) -> list[str]:
 def environment() -> dict[str, str]:
     """What SGLang's environment must hold beside the trainer's own."""
     return {
+        "PYTHONPATH": python_path(),
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # else a paused server is not healthy
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # by the tokens of ROOM, which are never there
         "HF_HUB_OFFLINE": "1",
@@ -78,7 +80,7 @@ def program(index: int, *, model_dir: str, run_dir: str, settings: ServerSetting
 
     def command(port: int, name: str) -> list[str]:
         return [
-            *(executable, "-m", "sglang.launch_server", "--model-path", model_dir),
+            *(executable, "-m", MODULE, "--model-path", model_dir),
             *("--host", HOST, "--port", str(port), "--served-model-name", name),
             *flags(settings),
         ]

@@ -35,6 +35,7 @@ def respond(prompt: Prompt, answer: Answer, *, text: str) -> Trajectory:
         text=text,
         finish=answer.finish,
         turns=1,
+        server=answer.server,
     )
 
 

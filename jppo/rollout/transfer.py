@@ -30,6 +30,7 @@ HEADER = struct.Struct(">QI")  # bytes of a tensor, their checksum
 HELLO_S = 10.0  # for the token to come
 PIECE = 1 << 20  # bytes that are summed while the processor's cache has them
 BACKLOG = 128
+CONNECTIONS = 256  # at a time; whoever comes then is sent away
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Sender:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._offers: list[_Offer] = []
+        self._room = threading.BoundedSemaphore(CONNECTIONS)
         threading.Thread(target=self._listen, name="weights", daemon=True).start()
 
     def offer(self, fd: int, entries: Sequence[Entry]) -> Address:
@@ -96,7 +98,16 @@ class Sender:
                 connection, _ = self._listening.accept()
             except OSError:  # it was closed
                 return
-            threading.Thread(target=self._give, args=(connection,), name="weights", daemon=True).start()
+            if not self._room.acquire(blocking=False):
+                connection.close()
+                continue
+            threading.Thread(target=self._serve, args=(connection,), name="weights", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            self._give(connection)
+        finally:
+            self._room.release()
 
     def _give(self, connection: socket.socket) -> None:
         # whatever ends a connection, the receiver says what it lacks

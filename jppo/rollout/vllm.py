@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jppo.config import UserError
-from jppo.rollout import vllm_start, weights
+from jppo.rollout import guard, vllm_start, weights
 from jppo.rollout.buffers import make_buffers
 from jppo.rollout.dialect import Part
 from jppo.rollout.endpoint import Endpoint, ServerFault
@@ -185,6 +185,10 @@ def how_to_start(model_dir: str, settings: ServerSettings) -> str:
     def command(build: str) -> str:
         variables = " ".join(f"{name}={value}" for name, value in vllm_start.environment(settings, build).items())
         options = " ".join(vllm_start.flags(settings, build))
-        return f"{variables} python -m vllm.entrypoints.openai.api_server --model {model_dir} {options}"
+        return (
+            f"{guard.TOKEN}=... {variables} python -m vllm.entrypoints.openai.api_server --model {model_dir} {options}"
+        )
 
-    return f"start it on a GPU with `{command('gpu')}`, on a CPU with `{command('cpu')}`"
+    return (
+        f"start it on a GPU with `{command('gpu')}`, on a CPU with `{command('cpu')}`, and set {guard.TOKEN} alike here"
+    )

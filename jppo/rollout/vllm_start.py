@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import jppo
 from jppo.config import UserError
+from jppo.rollout import guard
 from jppo.rollout.server import HOST, Program, interpreter
 
 EXTENSION = "jppo.rollout.worker.WeightLoader"
@@ -102,6 +103,7 @@ def flags(settings: ServerSettings, build: str) -> list[str]:
     """What vLLM must be told so that its tokens, log-probs and weights are the trainer's."""
     always = [
         *("--worker-extension-cls", EXTENSION),
+        *("--middleware", guard.MIDDLEWARE),  # no route without the token
         "--enable-scale-out",  # the route that takes and gives token ids
         *("--logprobs-mode", "processed_logprobs"),  # of the distribution that was sampled from
         *("--generation-config", "vllm"),  # not the model directory's own sampling settings
@@ -152,10 +154,8 @@ def engine_args(text: str, ours: Mapping[str, str] = OURS) -> list[str]:
 
 def environment(settings: ServerSettings, build: str) -> dict[str, str]:
     """What vLLM's environment must hold beside the trainer's own."""
-    package = str(pathlib.Path(jppo.__file__).resolve().parents[1])
-    inherited = os.environ.get("PYTHONPATH")
     variables = {
-        "PYTHONPATH": package if not inherited else os.pathsep.join((package, inherited)),
+        "PYTHONPATH": python_path(),
         "VLLM_SERVER_DEV_MODE": "1",  # the routes that pause and load
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",
@@ -168,6 +168,12 @@ def environment(settings: ServerSettings, build: str) -> dict[str, str]:
         one_process = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # is ready sooner, and smaller
         variables |= {"VLLM_ENABLE_V1_MULTIPROCESSING": one_process, "OMP_NUM_THREADS": threads}
     return variables
+
+
+def python_path() -> str:
+    """PYTHONPATH under which a server's interpreter finds jppo."""
+    package, inherited = str(pathlib.Path(jppo.__file__).resolve().parents[1]), os.environ.get("PYTHONPATH")
+    return package if not inherited else os.pathsep.join((package, inherited))
 
 
 def program(
@@ -185,6 +191,7 @@ def program(
 
     env = {**os.environ, **environment(settings, build)}
     env.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would override the setting
+    env.pop("VLLM_API_KEY", None)  # a second token, of which the trainer does not know
     if build == "gpu":
         env |= devices(index, settings)
     elif settings.devices:

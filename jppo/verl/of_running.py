@@ -235,7 +235,10 @@ REWARD = (
     *needless("reward/length_score/mean is always logged", f"{_KW}.log"),
     *needless("it is data.max_response_length", "reward.reward_kwargs.max_resp_len"),
     *missing(
-        "reward.grader=code runs programs here, with reward.allow_code=True", "reward.sandbox_fusion.*", off=(64, 1024)
+        "reward.grader=code runs programs here, with reward.allow_code=True, or by reward.sandbox=container and"
+        " reward.sandbox_url",
+        "reward.sandbox_fusion.*",
+        off=(64, 1024),
     ),
     *missing("a step is graded while it is sampled, always", "reward_model.launch_reward_fn_async", off=(True,)),
 )

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import re
 import threading
 import time
 
@@ -148,7 +149,8 @@ def test_python_runs_programs_in_processes_with_limits(beside, tmp_path):
         tool.close()
     assert said[0] == "42\n" and said[1] == "so far\nerror: ZeroDivisionError: division by zero"
     assert said[2] == "error: the program took longer than 2 s"
-    assert "PermissionError" in said[3] and not (tmp_path / "left").exists()
+    # without namespaces the folder is there, and PermissionError says that it is not the program's
+    assert re.search("PermissionError|FileNotFoundError", said[3]) and not (tmp_path / "left").exists()
     assert said[4] == "error: exit code 3" and "MemoryError" in said[5] and "SyntaxError" in said[6]
     assert told.errors == 0 and told.seconds > 2
 

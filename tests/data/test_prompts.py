@@ -238,3 +238,12 @@ def test_gsm8k_prompts_have_the_published_lengths(shared):
     first = read_set.prompts[0]
     whole = tokenizer.apply_chat_template(first.messages, add_generation_prompt=True, return_dict=False)
     assert first.ids.tolist() == whole
+
+
+def test_a_line_that_takes_minutes_is_announced_before_it_is_read(tmp_path, characters, capsys, monkeypatch):
+    monkeypatch.setattr("jppo.data.tokenizer.LONG", 5)
+    rows = [{"prompt": text, "ground_truth": "1", "data_source": "exact"} for text in ("12", "121212")]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    read(str(tmp_path / "a.jsonl"), characters)
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "a.jsonl, line 2: a text of 6 characters" in said

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from jppo.config import UserError
-from jppo.data.tokenizer import decode, end_token_ids, load_tokenizer
+from jppo.data.tokenizer import announce_long, decode, end_token_ids, load_tokenizer
 
 
 def test_end_tokens_of_all_three_files_each_once(tmp_path, characters):
@@ -51,3 +51,29 @@ def test_a_cut_tokenizer_file_is_an_error(tmp_path, character_model):
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0", ')
     with pytest.raises(UserError, match="cannot be read"):
         load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("wrong", [999999, 7, -1, "x", 1.0, True, [1, "x"], {"a": 1}])
+def test_an_end_token_that_is_none_is_refused(tmp_path, characters, wrong):
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 7}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": wrong}))
+    with pytest.raises(
+        UserError, match=r"eos_token_id=.* of generation_config\.json must be token ids, .*vocab_size=7"
+    ):
+        end_token_ids(str(tmp_path), characters)
+
+
+@pytest.mark.parametrize("text", ["", '{"eos_token_id": ', "[]", "3", "\0\0", "[" * 100_000])
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+def test_a_cut_config_beside_the_tokenizer_is_one_line(tmp_path, characters, name, text):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=f"{name} (is no JSON|must hold a JSON object)") as e:
+        end_token_ids(str(tmp_path), characters)
+    assert "\n" not in str(e.value)
+
+
+def test_a_text_that_takes_minutes_is_announced(capsys):
+    announce_long("train.jsonl, line 3", "a" * 1000, "b")
+    assert capsys.readouterr().err == ""
+    announce_long("train.jsonl, line 3", "a", "b" * 10_000_000)
+    assert capsys.readouterr().err.startswith("train.jsonl, line 3: a text of 10,000,000 characters is tokenised")

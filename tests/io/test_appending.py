@@ -77,3 +77,26 @@ def test_lines_are_cut_in_place(tmp_path):
     assert cut_lines(path, lambda row: row["step"] < 3) == [{"step": 1}, {"step": 2}]
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
     assert cut_lines(path, lambda row: False) == [] and path.read_text() == ""
+
+
+TAILS = [b"\0" * 300, b"\0\n\0\n", b'{"step": 3, "x"', b'{"step": 3}', b"[3]\n", b'{"stop": 3}\n{"step": 4}\n']
+TAILS += [b"\xff\xfe\n", b"[" * 100_000 + b"\n", b"\n", b'{"step": "3"}\n', b"{}\n"]
+
+
+@pytest.mark.parametrize("tail", TAILS)
+def test_what_cannot_be_read_is_the_end_of_the_file(tmp_path, capsys, tail):
+    """As after a power cut, which leaves NULs or a part of the last blocks."""
+    path, good = tmp_path / "a", b'{"step": 1}\n{"step": 2}\n'
+    path.write_bytes(good + tail)
+    assert read_lines(path) == [{"step": 1}, {"step": 2}]
+    assert cut_lines(path, lambda row: row["step"] <= 2) == [{"step": 1}, {"step": 2}] and path.read_bytes() == good
+    (said,) = capsys.readouterr().out.splitlines()
+    assert said == f"{path}: the last {len(tail)} bytes, after 2 lines, cannot be read and are cut off"
+    assert cut_lines(path, lambda row: True) == [{"step": 1}, {"step": 2}] and capsys.readouterr().out == ""
+
+
+def test_a_file_cut_at_any_byte_is_read(tmp_path):
+    text = b'{"step": 1, "a": null}\n{"step": 2, "b": "\\u2028 \xe2\x80\xa8"}\n'
+    for length in range(len(text) + 1):
+        (tmp_path / "a").write_bytes(text[:length])
+        assert [row["step"] for row in read_lines(tmp_path / "a")] == [1, 2][: text[:length].count(b"\n")]

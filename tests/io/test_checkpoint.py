@@ -315,3 +315,50 @@ def test_a_checkpoint_stands_until_the_one_of_the_same_step_is_complete(tmp_path
     (tmp_path / "1.replaced").mkdir()  # as one right behind it does
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         assert checkpoints.steps() == [1] and [p.name for p in tmp_path.iterdir()] == ["1"]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("field", ["policy", "policy_opt"])
+def test_what_is_not_finite_is_not_saved(tmp_path, field, value):
+    good = state(2)
+    odd = dataclasses.replace(
+        good, **{field: jax.tree.map(lambda x: x.at[0].set(value) if x.ndim else x, getattr(good, field))}
+    )
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(1, good, {})
+        with pytest.raises(checkpoint.NonFinite, match=rf"\.{field}.* has values that are not finite numbers"):
+            checkpoints.save(2, odd, {})
+        assert checkpoints.restore_latest(good).step == 1
+
+
+def test_one_that_was_saved_all_the_same_is_skipped(tmp_path, capsys, monkeypatch):
+    good = state(2)
+    odd = dataclasses.replace(good, policy=jax.tree.map(lambda x: x * jnp.asarray(np.nan, x.dtype), good.policy))
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(1, good, {})
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint, "nonfinite", lambda arrays: [])  # as earlier versions did
+            checkpoints.save(2, odd, {})
+        assert checkpoints.restore_latest(good).step == 1
+    assert "checkpoint 2 is damaged and skipped, renamed to 2.damaged" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2.damaged"]
+
+
+FAILING = """
+import pathlib, resource, sys
+import jax.numpy as jnp
+from jppo.io.checkpoint import Checkpoints
+with Checkpoints(pathlib.Path(sys.argv[1]), keep=2) as checkpoints:
+    checkpoints.save(1, {"w": jnp.arange(100000.0)}, {})
+    checkpoints.wait()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+    checkpoints.save(2, {"w": jnp.arange(100000.0)}, {})
+    checkpoints.wait()
+"""
+
+
+def test_a_save_that_fails_is_one_sentence(tmp_path):
+    done = subprocess.run([sys.executable, "-c", FAILING, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stderr == ""
+    (line,) = done.stdout.splitlines()
+    assert line.startswith("checkpoint 2 could not be written") and "the last one is 1" in line

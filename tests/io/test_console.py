@@ -3,6 +3,7 @@ import io
 import pytest
 import rich.console
 
+from jppo import validation
 from jppo.io import console as module
 from jppo.io.console import PPO_COLUMNS, make_screen
 
@@ -132,3 +133,20 @@ def test_all_columns_fit_a_terminal(width):
 def test_a_narrow_terminal_leaves_out_what_is_said_elsewhere():
     lines = drawn(70)
     assert "s/step" not in lines[0] and "KL" in lines[0] and "step 107.1 s:" in lines[3]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_text_cannot_steer_the_terminal(terminal):
+    """Prompts and responses are others': no title is set, nothing is cleared, no line is written over."""
+    file = io.StringIO()
+    screen = make_screen(5, 0, PPO_COLUMNS, rich.console.Console(file=file, force_terminal=terminal, width=200))
+    screen.note("a\x1b]0;owned\x07b\x1b[2Jc\rd\x9b31me\u202ef\ud800g\x7f \tend é😀")
+    screen.close()
+    said = file.getvalue()
+    assert r"a\x1b]0;owned\x07b\x1b[2Jc\rd\x9b31me\u202ef\ud800g\x7f" in said and "é😀" in said
+    assert not any(bad in said for bad in ("\x1b]0", "\x1b[2J", "\x07", "\x9b", "\u202e", "\x7f"))
+
+
+def test_a_row_of_a_test_cannot_either():
+    row = {"prompt": "p\x1b[2J", "response": "r\x07", "score": 1.0, "ground_truth": "\x9b", "error": None}
+    assert validation.line(row) == r"  p\x1b[2J → r\x07   (score 1; truth \x9b)"

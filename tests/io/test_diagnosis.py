@@ -33,6 +33,7 @@ def slow(step, metrics):
 FAULTS = {
     "equal_rewards": lambda s, m: {"critic/score/max": 0.0, "critic/score/min": 0.0} if s > 10 else {},
     "reward_errors": lambda s, m: {"reward/errors": 26.0} if s > 10 else {},
+    "suspicious_programs": lambda s, m: {"reward/code/suspicious": 2.0} if s > 10 else {},
     "kl_out_of_range": lambda s, m: {"actor/ppo_kl": 0.3} if s > 10 else {},
     "ratio_out_of_range": lambda s, m: {"actor/ratio_mean": 0.5} if s > 10 else {},
     "entropy_collapse": lambda s, m: {"actor/entropy": m.get("actor/entropy", 0) * 0.8**s},
@@ -42,6 +43,9 @@ FAULTS = {
     "host_memory_growing": lambda s, m: {"perf/cpu_memory_used_gb": 8 + 0.1 * s + 0.05 * NOISE[s]},
     "slow_stage": slow,
 }
+
+
+AT_ONCE = ("slow_stage", "suspicious_programs")  # one step is enough
 
 
 def test_a_healthy_run_is_warned_of_nothing():
@@ -60,7 +64,7 @@ def test_a_fault_is_told_once_by_its_own_name(name):
     assert found[0].found and found[0].remedy == RULES[name][1]
 
 
-@pytest.mark.parametrize("name", sorted(set(FAULTS) - {"slow_stage", "host_memory_growing", "entropy_collapse"}))
+@pytest.mark.parametrize("name", sorted(set(FAULTS) - {*AT_ONCE, "host_memory_growing", "entropy_collapse"}))
 def test_one_odd_step_is_no_fault(name):
     odd = FAULTS[name](40, dict(STEPS)[40])
     if name == "reward_errors":

@@ -6,6 +6,7 @@ import socket
 import pytest
 
 from jppo.config import UserError
+from jppo.io import joining
 from jppo.io.hosts import ALONE
 from jppo.io.joining import Place, find, join
 
@@ -79,3 +80,11 @@ def test_a_coordinator_that_does_not_answer_has_a_deadline():
         address = f"127.0.0.1:{bound.getsockname()[1]}"
         with pytest.raises(UserError, match=re.escape(address) + " within trainer.join_timeout_s=0.3"):
             join(2, 1, address, **LIMITS, env={})
+
+
+def test_the_coordinator_listens_at_the_address_that_is_named(capsys):
+    assert joining._listening_at(Place(2, 0, "127.0.0.1:1234")) == "127.0.0.1:1234"
+    assert joining._listening_at(Place(2, 0, "localhost:1234")) == "localhost:1234"
+    assert joining._listening_at(Place(2, 1, "192.0.2.1:1234")) is None and capsys.readouterr().err == ""
+    assert joining._listening_at(Place(2, 0, "192.0.2.1:1234")) is None  # an example's address: not ours
+    assert "192.0.2.1 is no address of host 0 itself" in capsys.readouterr().err

@@ -17,6 +17,7 @@ from tensorboardX.proto.event_pb2 import Event
 from jppo.io import metrics as module
 from jppo.io.diagnosis import Finding
 from jppo.io.metrics import Logger, read_metrics, write_samples
+from jppo.io.sinks import Sent
 
 
 def console(terminal=False):
@@ -277,3 +278,27 @@ def test_samples_are_one_json_object_a_line(tmp_path):
     assert path == tmp_path / "samples/step_7.jsonl"
     first, second = map(json.loads, path.read_text().splitlines())
     assert first == {"prompt": "naïve", "score": 1.0, "parts": {"exact": "nan"}} and second == rows[1]
+
+
+def test_what_a_checkpoint_counts_on_is_on_the_disk_before_it(tmp_path, monkeypatch):
+    synced = []
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), real(fd))[1])
+    with Logger(tmp_path, total_steps=2, places=()) as logger:
+        logger.log(1, {"x": 1.0})
+        logger.samples("step_1", [{"prompt": "a"}])
+        logger.sync()
+    names = {pathlib.Path(path).name for path in synced}
+    assert names >= {"metrics.jsonl", "warnings.jsonl", "step_1.jsonl.new"}
+
+
+@pytest.mark.parametrize("text", ["", "\0\0\0", '{"id": "a', "[]", '{"id": 3, "step": 1}', '{"id": "a"}'])
+def test_a_note_of_what_was_sent_that_cannot_be_read_begins_anew(tmp_path, capsys, text):
+    (tmp_path / "wandb.json").write_text(text)
+    sent = Sent(tmp_path, "wandb", resumed=True)
+    assert sent.id is None and sent.new(0)
+    assert "wandb.json cannot be read" in capsys.readouterr().out
+    sent.begin("new")
+    sent.done(3)
+    again = Sent(tmp_path, "wandb", resumed=True)
+    assert again.id == "new" and not again.new(3) and again.new(4) and capsys.readouterr().out == ""

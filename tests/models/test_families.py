@@ -1,5 +1,7 @@
 """config.json to ModelConfig: what is read, what defaults to what, and what is refused by name."""
 
+import math
+
 import pytest
 
 from jppo.config import UserError
@@ -92,3 +94,21 @@ def test_unsupported_is_refused_by_file_field_and_value(hf_config, field, value)
     if value is not None:
         shown = str(value) if not isinstance(value, dict) else next(iter(value))
         assert shown in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("rms_norm_eps", value) for value in (math.inf, math.nan, 0.0, -1e-6, 10**400)),
+        *(("rope_theta", value) for value in (math.nan, math.inf, -1.0)),
+        *(("initializer_range", value) for value in (math.inf, -0.02)),
+        ("rope_scaling", {"rope_type": "linear", "factor": math.inf}),
+        ("rope_scaling", {"rope_type": ["linear"], "factor": 2.0}),
+        ("model_type", ["llama"]),
+        ("model_type", {}),
+    ],
+)
+def test_numbers_that_no_model_has_are_refused_by_name(hf_config, field, value):
+    with pytest.raises(UserError, match=rf"config\.json: .*({field}|factor)") as e:
+        families.from_hf(hf_config("llama-tied") | {field: value}, path="config.json")
+    assert "\n" not in str(e.value)

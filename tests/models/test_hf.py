@@ -345,3 +345,36 @@ def test_a_bad_config_file_is_named(tmp_path, text):
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match=r"config\.json"):
         hf.read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        [], 3, None, "x", {"w": None}, {"w": []}, {"w": {}}, {"w": {"dtype": "F32", "shape": [1]}},
+        {"w": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}},
+        {"w": {"dtype": "F32", "shape": [1], "data_offsets": [4, 0]}},
+        {"w": {"dtype": "F32", "shape": [1], "data_offsets": [0]}},
+        {"w": {"dtype": "F32", "shape": [1], "data_offsets": [0.0, 4.0]}},
+        {"w": {"dtype": "F32", "shape": "1", "data_offsets": [0, 4]}},
+        {"w": {"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]}},
+        {"w": {"dtype": "F32", "shape": [2**32, 2**32], "data_offsets": [0, 0]}},
+        {"w": {"dtype": 5, "shape": [1], "data_offsets": [0, 4]}},
+    ],
+)  # fmt: skip
+def test_a_header_of_another_form_is_one_line(tmp_path, header):
+    text = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(8))
+    with pytest.raises(UserError, match=r"model\.safetensors") as e:
+        tensorfile.slots(tmp_path)
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "index",
+    ["[]", "3", "{}", '{"weight_map": []}', '{"weight_map": {"w": 3}}', '{"weight_map": {"w": "../w"}}', "[" * 99999],
+)
+def test_an_index_of_another_form_is_one_line(tmp_path, index):
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(UserError, match=r"index\.json.* weight_map") as e:
+        tensorfile.slots(tmp_path)
+    assert "\n" not in str(e.value)

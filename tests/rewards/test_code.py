@@ -1,21 +1,24 @@
 """Programs in responses: right, wrong and harmful ones, each in a real child process."""
 
+import functools
 import json
 import os
 import time
 
 import pytest
 
-from jppo.rewards import code as programs
 from jppo.rewards.code import code, read_tests
+from jppo.sandbox import outside
+from jppo.sandbox.protections import probe
 
 SUMS = json.dumps([{"input": "1 2\n", "output": "3\n"}, {"input": "3 4", "output": "7"}])
 RIGHT = "def f(x):\n    return x + 1\n"
 ASSERTS = "assert f(1) == 2\nassert f(2) == 3"
 
 
-def score(program, truth=ASSERTS, *, time_s=8.0):
-    return code(f"So:\n```python\n{program}\n```\nDone.", truth, time_s=time_s, memory_bytes=2**29).score
+def score(program, truth=ASSERTS, *, time_s=8.0, runner=None):
+    response = f"So:\n```python\n{program}\n```\nDone."
+    return code(response, truth, time_s=time_s, memory_bytes=2**29, runner=runner).score
 
 
 @pytest.mark.parametrize(
@@ -83,7 +86,9 @@ def test_many_tests_that_do_not_end_in_time_are_an_error_and_no_zero():
         score("import time\ntime.sleep(0.4)\nprint(1)", many, time_s=1.2)
 
 
-@pytest.mark.parametrize("truth", ["", "42", "[", "[]", "{}", '["assert 1", 2]', '[{"input": "1"}]'])
+@pytest.mark.parametrize(
+    "truth", ["", "42", "assert f(", '["assert f("]', "[", "[]", "{}", '["assert 1", 2]', '[{"input": "1"}]']
+)
 def test_a_truth_without_tests_is_an_error(truth):
     with pytest.raises(ValueError, match="ground_truth="):
         read_tests(truth)
@@ -98,6 +103,6 @@ def test_a_program_sees_neither_the_environment_nor_its_arguments(monkeypatch):
 @pytest.mark.parametrize(
     "harm", ["import socket\nsocket.socket()", "import os\nos.fork()", "while True: pass", "b = [0] * 10**9"]
 )
-def test_harm_is_stopped_where_unshare_is_not_permitted(harm, monkeypatch):
-    monkeypatch.setattr(programs, "_own_network", lambda: ())
-    assert score(f"{harm}\n{RIGHT}", time_s=2.0) == 0.0 and score(RIGHT) == 1.0
+def test_harm_is_stopped_where_unshare_is_not_permitted(harm):
+    runner = functools.partial(outside.run, guards=probe(frozenset({"namespaces"})))
+    assert score(f"{harm}\n{RIGHT}", time_s=2.0, runner=runner) == 0.0 and score(RIGHT, runner=runner) == 1.0

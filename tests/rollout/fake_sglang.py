@@ -8,6 +8,7 @@ with --enable-deterministic-inference, a server that was started with dummy weig
 """
 
 import argparse
+import asyncio
 import contextlib
 import http.server
 import json
@@ -201,7 +202,45 @@ class Engine:
         return False
 
 
+class App:
+    """`sglang.srt.entrypoints.http_server.app`: keeps the middlewares that it is given."""
+
+    def __init__(self):
+        self.added = []
+
+    def add_middleware(self, made):
+        self.added.append(made)
+
+    def begin(self, headers):
+        """Status and headers of what the middlewares answer; status 0 where they pass the request on."""
+        said = []
+
+        async def send(message):
+            said.append(message)
+
+        async def inner(scope, receive, send):
+            await send({"type": "http.response.start", "status": 0, "headers": []})
+
+        for made in self.added:
+            inner = made(inner)
+        fields = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+        asyncio.run(inner({"type": "http", "headers": fields}, None, send))
+        return said[0]["status"], said[0]["headers"]
+
+
 class Handler(http.server.BaseHTTPRequestHandler):
+    def parse_request(self):
+        """As SGLang's app: what a middleware answers is the answer."""
+        from sglang.srt.entrypoints.http_server import app
+
+        if not super().parse_request():
+            return False
+        status, self.added = app.begin(self.headers)
+        if status:
+            self.added = []
+            self.answer(status, {"detail": "a middleware"})
+        return not status
+
     def do_GET(self):
         engine, args = self.server.engine, self.server.engine.args
         generates = os.environ.get("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "1") != "0"
@@ -256,6 +295,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         data = b"" if said is None else json.dumps(said).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
+        for name, value in self.added:
+            self.send_header(name.decode(), value.decode())
         self.end_headers()
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.wfile.write(data)

@@ -20,6 +20,7 @@ from jppo.rollout.sampler import RolloutError, greedy
 from jppo.rollout.served import Limits
 from jppo.rollout.vllm import start_vllm
 from jppo.structs import Prompt
+from tests.rollout import nobody
 
 pytestmark = [
     pytest.mark.vllm,
@@ -283,9 +284,10 @@ def test_a_refused_publish_names_the_tensor_and_leaves_the_old_weights(served):
     assert same(sampler.generate(PROMPTS, SAMPLING, version=1), before)
 
 
-def test_attaching_by_url(served, settings):
+def test_attaching_by_url(served, settings, monkeypatch):
     sampler, config, model, _ = served
     url = sampler.fleet.members[0].endpoint.url
+    monkeypatch.setenv("JPPO_SERVER_TOKEN", sampler.fleet.members[0].server.key.token)
 
     def attach():
         return start_vllm("model", "run", settings=settings(), urls=[url], limits=LIMITS, publish_dir="").ready(
@@ -308,6 +310,7 @@ def test_attaching_by_url(served, settings):
 
 def test_a_server_on_another_machine_pulls_its_weights(served, settings, monkeypatch):
     first, config, old, _ = served
+    monkeypatch.setenv("JPPO_SERVER_TOKEN", first.fleet.members[0].server.key.token)
     attached = start_vllm(
         "model", "run", settings=settings(), urls=[first.fleet.members[0].endpoint.url], limits=LIMITS, publish_dir="",
         publish_via="tcp",
@@ -395,3 +398,14 @@ def test_a_trainer_that_is_killed_takes_its_server_with_it(tmp_path, settings, r
     trainer.communicate()
     wait_for_none(leader)
     assert list((tmp_path / "run").glob("jppo-weights-*")) == []
+
+
+def test_another_user_gets_no_route_of_it(served):
+    sampler, _, _, _ = served
+    member = sampler.fleet.members[0]
+    routes = [route for route in member.endpoint.get("/openapi.json")["paths"] if "{" not in route]
+    assert {"/collective_rpc", "/pause", "/health", "/v1/models"} <= {*routes}
+    asked = [(method, route, {}) for method in ("GET", "POST") for route in (*routes, "/metrics", "/docs")]
+    assert set(nobody.statuses(member.endpoint.url, asked)) == {401}
+    load = [("POST", "/collective_rpc", {"Content-Type": "text/plain", "Origin": "http://evil.example"})]
+    assert nobody.statuses(member.endpoint.url, load) == [401]

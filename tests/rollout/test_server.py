@@ -24,6 +24,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         data = json.dumps({"data": [{"id": given["--served-model-name"]}]}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(data)))
+        proof = "" if os.environ.get("FAKE") == "stranger" else os.environ["JPPO_SERVER_PROOF"]
+        self.send_header("X-Jppo-Proof", proof)
         self.end_headers()
         self.wfile.write(data)
 time.sleep({"sleeps": 100, "waits": 0.5}.get(os.environ.get("FAKE"), 0))
@@ -173,6 +175,22 @@ def test_another_server_on_the_port_is_not_ours(fake_vllm):
         second.wait_ready()
 
 
+def test_who_knows_the_name_and_not_the_proof_is_not_ours(fake_vllm):
+    with pytest.raises(RolloutError, match="was not ready after rollout"):
+        fake_vllm("stranger", start_timeout_s=1.5).wait_ready()
+
+
+def test_each_start_has_a_key_of_its_own_that_no_command_line_shows(fake_vllm):
+    server = fake_vllm()
+    server.wait_ready()
+    first = server.key
+    shown = subprocess.run(["ps", "-ww", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    assert server.name in shown and first.token not in shown and first.token not in repr(first)
+    server.restart()
+    server.wait_ready()
+    assert server.key.token != first.token and server.key.proof != first.proof
+
+
 def test_two_servers_have_two_ports(fake_vllm):
     assert fake_vllm("sleeps").url != fake_vllm("sleeps").url
 
@@ -244,8 +262,9 @@ def test_a_vllm_for_the_cpu_has_no_use_for_gpus(settings, tmp_path):
 
 def test_a_cache_setting_of_the_environment_does_not_override(settings, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
+    monkeypatch.setenv("VLLM_API_KEY", "secret")  # vLLM would refuse the trainer's requests
     env = program(0, model_dir="m", run_dir=str(tmp_path), settings=settings(), build="cpu", folder=None).env
-    assert "VLLM_CPU_KVCACHE_SPACE" not in env
+    assert "VLLM_CPU_KVCACHE_SPACE" not in env and "VLLM_API_KEY" not in env
     assert env["PYTHONPATH"].split(os.pathsep)[0] == str(pathlib.Path(jppo.__file__).parents[1])
 
 

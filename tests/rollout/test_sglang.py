@@ -55,6 +55,8 @@ def python(tmp_path_factory):
     (site / "sglang").mkdir()
     (site / "sglang/__init__.py").write_text("")
     (site / "sglang/launch_server.py").write_text(pathlib.Path(fake_sglang.__file__).read_text())
+    (site / "sglang/srt/entrypoints").mkdir(parents=True)
+    (site / "sglang/srt/entrypoints/http_server.py").write_text("from sglang.launch_server import App\napp = App()\n")
     (site / "sglang-0.5.9.dist-info").mkdir()
     (site / "sglang-0.5.9.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.9\n")
     return str(root / "bin/python")
@@ -248,15 +250,18 @@ def test_a_directory_that_the_server_cannot_read_is_an_error_with_its_words(star
         sampler.fleet.deliver(folders.Directory(path, 2))
 
 
-def test_a_server_is_attached_to_when_it_is_fit(start):
+def test_a_server_is_attached_to_when_it_is_fit(start, monkeypatch):
     own = start(ready=False)
     for server in own.servers:
         server.wait_ready()
     url = own.servers[0].url
+    with pytest.raises(UserError, match=r"with 401.*start it with `JPPO_SERVER_TOKEN=.*, and set JPPO_SERVER_TOKEN"):
+        start(urls=[url])
+    monkeypatch.setenv("JPPO_SERVER_TOKEN", own.servers[0].key.token)
     sampler = start(urls=[url])
     sampler.load(weights(1).items(), version=1)
     assert len(sampler.generate(PROMPTS, SAMPLING, version=1)) == 12
-    endpoint = Endpoint(url, timeout_s=5.0, why=str)
+    endpoint = Endpoint(url, timeout_s=5.0, why=str, key=own.servers[0].key)
     endpoint.post("/pause_generation", {"mode": "in_place"})
     with pytest.raises(
         UserError, match=r"is paused.*curl -X POST .*/continue_generation -H 'Content-Type: application"
@@ -267,7 +272,9 @@ def test_a_server_is_attached_to_when_it_is_fit(start):
         endpoint.post(GENERATE, {"input_ids": [1], "sampling_params": {"temprature": 1.0}})
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
-        with pytest.raises(UserError, match=r"broke off /model_info.*start it with `SGLANG_.*sglang.launch_server"):
+        with pytest.raises(
+            UserError, match=r"broke off /model_info.*start it with `JPPO_SERVER_TOKEN=.* SGLANG_.*sglang_guarded"
+        ):
             start(urls=[f"http://127.0.0.1:{closed.getsockname()[1]}"])
 
 

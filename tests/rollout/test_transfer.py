@@ -189,3 +189,23 @@ def test_nothing_is_left_open(written):
     while set(os.listdir("/proc/self/fd")) != before:
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_idle_connections_take_a_bounded_number_of_threads(monkeypatch):
+    monkeypatch.setattr(transfer, "CONNECTIONS", 20)
+    sender = Sender("127.0.0.1", timeout_s=5.0)
+    before = threading.active_count()
+    idle = [socket.create_connection(("127.0.0.1", sender._port)) for _ in range(100)]
+    try:
+        for connection in idle[20:]:  # those beyond the bound are sent away at once
+            connection.settimeout(5.0)
+            assert connection.recv(1) == b""
+        assert threading.active_count() - before <= 20
+    finally:
+        for connection in idle:
+            connection.close()
+    deadline = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert threading.active_count() <= before  # and when they have gone there is room again
+    sender.close()

@@ -1,0 +1,32 @@
+"""Files that are there as a whole or not at all, also after a power cut."""
+
+import os
+import pathlib
+from collections.abc import Callable
+
+
+def write(path: pathlib.Path, make: Callable[[pathlib.Path], object]) -> pathlib.Path:
+    """Has `make` write a file, which is then given its name; whoever reads meanwhile sees the one before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(path.name + ".new")
+    try:
+        make(new)
+        sync(new)
+        os.replace(new, path)
+    finally:
+        new.unlink(missing_ok=True)  # a half would take the room that others wait for
+    return path
+
+
+def write_text(path: pathlib.Path, text: str) -> pathlib.Path:
+    """As `write`, of a text."""
+    return write(path, lambda new: new.write_text(text, encoding="utf-8"))
+
+
+def sync(path: pathlib.Path) -> None:
+    """Returns when a file, or the names in a folder, are on the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,115 @@
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jppo.config import UserError
+from jppo.rollout.endpoint import Endpoint, ServerFault
+from jppo.rollout.guard import Guard, Key, foreign, new_key
+from jppo.rollout.sampler import RolloutError
+from jppo.rollout.served import attached_key
+from tests.rollout import nobody
+
+ROUTES = ("/health", "/metrics", "/openapi.json", "/v1/models", "/collective_rpc", "/pause", "/anything")
+
+APP = """
+import sys, uvicorn
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import Mount, Route
+from jppo.rollout.guard import Guard
+
+async def answer(request):
+    return JSONResponse({"route": request.url.path})
+
+metrics = Mount("/metrics", routes=[Route("/", answer)])
+app = Starlette(routes=[metrics, Route("/{rest:path}", answer, methods=["GET", "POST"])])
+app.add_middleware(Guard)
+uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")
+"""
+
+
+@pytest.fixture(scope="module")
+def guarded():
+    """A server behind the guard: its address and its key."""
+    pytest.importorskip("uvicorn")
+    pytest.importorskip("starlette")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    key = new_key()
+    process = subprocess.Popen([sys.executable, "-c", APP, str(port)], env={**os.environ, **key.environment()})
+    deadline = time.monotonic() + 30
+    with socket.socket() as probe:
+        while probe.connect_ex(("127.0.0.1", port)):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+    yield f"http://127.0.0.1:{port}", key
+    process.kill()
+    process.wait()
+
+
+def test_another_user_gets_no_route(guarded):
+    url, key = guarded
+    plain = {"Content-Type": "text/plain", "Origin": "http://evil.example"}
+    wrong = {"Authorization": "Bearer " + "0" * 64}
+    asked = [(method, route, how) for method in ("GET", "POST") for route in ROUTES for how in ({}, plain, wrong)]
+    assert set(nobody.statuses(url, asked)) == {401}
+    # and the token is what opens: the same requests with it are answered, but for a page of another place
+    assert nobody.statuses(url, [("POST", "/pause", key.headers())]) == [200]
+    assert nobody.statuses(url, [("POST", "/pause", key.headers() | plain)]) == [403]
+
+
+def test_the_trainer_is_let_in_and_knows_its_server(guarded):
+    url, key = guarded
+    endpoint = Endpoint(url, timeout_s=10.0, why=str, key=key)
+    assert endpoint.get("/v1/models") == {"route": "/v1/models"} and endpoint.guarded()
+    assert asyncio.run(endpoint.ask("/generate", {})) == {"route": "/generate"}
+    asyncio.run(endpoint.look("/health"))
+    other = Endpoint(url, timeout_s=10.0, why=str, key=Key(key.token, "another"))
+    with pytest.raises(ServerFault, match="did not prove on /v1/models that it is the one that was started here"):
+        other.get("/v1/models")
+    with pytest.raises(ServerFault, match="did not prove on /generate"):
+        asyncio.run(other.ask("/generate", {}))
+    with pytest.raises(RolloutError, match="with 401"):
+        Endpoint(url, timeout_s=10.0, why=str).get("/v1/models")
+
+
+def test_without_a_token_there_is_no_server(monkeypatch):
+    monkeypatch.delenv("JPPO_SERVER_TOKEN", raising=False)
+    with pytest.raises(RuntimeError, match="JPPO_SERVER_TOKEN is not set"):
+        Guard(None)
+
+
+def test_a_websocket_without_the_token_is_closed(monkeypatch):
+    monkeypatch.setenv("JPPO_SERVER_TOKEN", "secret")
+    sent = []
+
+    async def receive():
+        return {"type": "websocket.connect"}
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(Guard(None)({"type": "websocket", "headers": []}, receive, send))
+    assert sent == [{"type": "websocket.close", "code": 1008}]
+
+
+def test_foreign_origins():
+    assert not foreign(None, b"127.0.0.1:8000") and not foreign(b"http://127.0.0.1:8000", b"127.0.0.1:8000")
+    for origin in (b"http://evil.example", b"null", b"http://127.0.0.1:8001", b"", b"http://127.0.0.1:8000.evil"):
+        assert foreign(origin, b"127.0.0.1:8000")
+
+
+def test_the_token_of_servers_that_are_attached_to_is_of_the_environment(monkeypatch):
+    monkeypatch.delenv("JPPO_SERVER_TOKEN", raising=False)
+    assert attached_key().headers() == {} and attached_key().opened({})
+    monkeypatch.setenv("JPPO_SERVER_TOKEN", "secret\n")
+    assert attached_key().headers() == {"Authorization": "Bearer secret"} and "secret" not in repr(attached_key())
+    monkeypatch.setenv("JPPO_SERVER_TOKEN", "two\nlines")
+    with pytest.raises(UserError, match="JPPO_SERVER_TOKEN holds characters that no token has"):
+        attached_key()

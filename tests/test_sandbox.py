@@ -1,0 +1,344 @@
+"""The sandbox: protections that are found or missing, the filter's table, and a service that runs programs."""
+
+import functools
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from jppo import assemble
+from jppo import config as settings
+from jppo.agent.python import Python
+from jppo.assemble.sandbox import introduce_sandbox
+from jppo.config import UserError
+from jppo.rewards.code import code, run_program
+from jppo.rewards.graders import RulePart
+from jppo.rewards.parts import Sample
+from jppo.rewards.pool import Pool
+from jppo.sandbox import cgroup, choice, kernel, outside, protections, seccomp, service
+from jppo.sandbox.choice import describe_sandbox, make_runner
+from jppo.sandbox.outside import Guards, NoSandbox
+from jppo.structs import Prompt
+from tests.hostile_programs import PROGRAMS
+
+RIGHT = "def f(x):\n    return x + 1\n"
+ASSERTS = "assert f(1) == 2\nassert f(2) == 3"
+SUMS = json.dumps([{"input": "1 2\n", "output": "3\n"}])
+SUM = "print(sum(map(int, input().split())))"
+
+
+def response(program):
+    return f"```python\n{program}\n```"
+
+
+def interpret(instructions, number, args=(), *, arch):
+    """What a filter says of a system call."""
+    words = {0: number, 4: arch} | {16 + 8 * i: a & 0xFFFFFFFF for i, a in enumerate(args)}
+    words |= {20 + 8 * i: a >> 32 for i, a in enumerate(args)}
+    at, register = 0, 0
+    while True:
+        operation, true, false, k = instructions[at]
+        at += 1
+        if operation == 0x20:
+            register = words.get(k, 0)
+        elif operation == 0x06:
+            return {0x7FFF0000: "allow", 0x80000000: "kill", 0x00050001: "EPERM", 0x00050026: "ENOSYS"}[k]
+        else:
+            holds = {0x15: register == k, 0x25: register > k, 0x45: bool(register & k)}[operation]
+            at += true if holds else false
+
+
+@pytest.mark.parametrize(
+    ("name", "x86", "arm", "args", "said"),
+    [
+        ("read", 0, 63, (), "allow"),
+        ("ptrace", 101, 117, (), "EPERM"),
+        ("socket", 41, 198, (), "EPERM"),
+        ("socketpair", 53, 199, (), "allow"),
+        ("execve", 59, 221, (), "EPERM"),
+        ("io_uring_setup", 425, 425, (), "EPERM"),
+        ("keyctl", 250, 219, (), "EPERM"),
+        ("fchmodat2", 452, 452, (), "ENOSYS"),
+        ("clone: a thread", 56, 220, (0x3D0F00,), "allow"),
+        ("clone: a process", 56, 220, (17,), "EPERM"),
+        ("clone3", 435, 435, (), "ENOSYS"),
+        ("kill: itself", 62, 129, (77, 9), "allow"),
+        ("kill: another", 62, 129, (78, 9), "EPERM"),
+        ("kill: all", 62, 129, (2**64 - 1, 9), "EPERM"),
+        ("tgkill: itself", 234, 131, (77, 78, 9), "allow"),
+        ("tgkill: another", 234, 131, (1, 1, 9), "EPERM"),
+        ("prlimit64: reads", 302, 261, (0, 7, 0, 4096), "allow"),
+        ("prlimit64: sets", 302, 261, (0, 7, 4096, 0), "EPERM"),
+        ("prlimit64: sets, above 4 GiB", 302, 261, (0, 7, 2**32, 0), "EPERM"),
+        ("prlimit64: another", 302, 261, (5, 7, 0, 0), "EPERM"),
+        ("openat: reads", 257, 56, (0, 0, os.O_RDONLY), "allow"),
+        ("openat: writes", 257, 56, (0, 0, os.O_WRONLY | os.O_TRUNC), "allow"),
+        ("openat: empties", 257, 56, (0, 0, os.O_RDONLY | os.O_TRUNC), "EPERM"),
+        ("fcntl: flags", 72, 25, (3, 4), "allow"),
+        ("fcntl: owner", 72, 25, (3, 8), "EPERM"),
+        ("prctl: outlives its parent", 157, 167, (1, 0), "EPERM"),
+        ("prctl: its name", 157, 167, (15, 0), "allow"),
+        ("ioctl: TIOCSTI", 16, 29, (0, 0x5412), "EPERM"),
+        ("fstat", 5, 80, (), "allow"),
+    ],
+)
+def test_the_filter_of_both_architectures(name, x86, arm, args, said):
+    for machine, number, arch in ((kernel.X86_64, x86, 0xC000003E), (kernel.AARCH64, arm, 0xC00000B7)):
+        filtered = seccomp.build(machine, 77)
+        assert interpret(filtered, number, args, arch=arch) == said
+        assert interpret(filtered, number, args, arch=0x40000003) == "kill"  # a 32-bit call
+    assert interpret(seccomp.build(kernel.X86_64, 77), 0x40000000 | x86, args, arch=0xC000003E) == "kill"  # x32
+
+
+def test_the_strongest_guards_are_found_and_pretending_weakens_them():
+    here, without = protections.probe(), protections.probe(frozenset({"namespaces"}))
+    assert without.spaces == "none" and without.landlock == here.landlock and without.seccomp == here.seccomp
+    assert protections.probe(frozenset({"landlock", "namespaces", "seccomp", "user", "cgroup"})) == Guards()
+
+
+@pytest.mark.parametrize(
+    ("guards", "why"),
+    [
+        (Guards(7, True, "root", 65534), ""),
+        (Guards(1, True, "none"), ""),
+        (Guards(0, True, "user"), ""),
+        (Guards(0, True, "none"), "neither Landlock"),
+        (Guards(7, False, "root"), "no seccomp filter"),
+    ],
+)
+def test_what_strict_needs(guards, why, monkeypatch):
+    assert protections.missing(guards).startswith(why) and bool(protections.missing(guards)) == bool(why)
+    monkeypatch.setattr(choice, "probe", lambda: guards)
+    if why:
+        with pytest.raises(ValueError, match=rf"reward.sandbox='strict': {why}.*reward.sandbox=container"):
+            make_runner("strict")
+        assert "WARNING" in describe_sandbox("basic")
+        with pytest.raises(UserError, match=r"the tool python: reward\.sandbox='strict'"):
+            Python()
+    else:
+        make_runner("strict")
+        assert "WARNING" not in describe_sandbox("basic")
+    make_runner("basic")
+
+
+def test_a_control_group_bounds_threads_and_is_removed():
+    if not (groups := cgroup.bases()):
+        pytest.skip("no control group can be made here")
+    threads = (
+        "import os, threading, time\nn = 0\ntry:\n"
+        "    while n < 200:\n        threading.Thread(target=time.sleep, args=(60,)).start()\n        n += 1\n"
+        "except RuntimeError:\n    pass\nprint(n, flush=True)\nos._exit(0)"
+    )
+    ran = outside.run(threads, guards=Guards(groups=groups), time_s=20, memory_bytes=2**32)
+    assert 0 < int(ran.printed) < outside.THREADS + 2
+    assert not [name for base in groups for name in os.listdir(base) if name.startswith(f"jppo-{os.getpid()}-")]
+
+
+def test_guards_that_the_kernel_refuses_run_nothing(monkeypatch, tmp_path):
+    monkeypatch.setattr(outside, "_DEVICES", ["/dev/null"])
+    with pytest.raises(NoSandbox, match="could not be closed"):
+        outside.run("print(1)", guards=Guards(spaces="no such way", uid=2**32 - 1), time_s=9, memory_bytes=2**28)
+
+
+def test_nothing_is_left_of_a_program_that_the_trainer_no_longer_waits_for(tmp_path):
+    """A worker that is killed takes its program along, also one in a process namespace of its own."""
+    script = (
+        "from jppo.sandbox import outside, protections\n"
+        "guards = protections.probe()\nprint('ready', flush=True)\n"
+        "outside.run('import time\\ntime.sleep(4711.75)', guards=guards, time_s=60, memory_bytes=2**28)\n"
+    )
+    worker = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=os.getcwd(), text=True)
+    assert worker.stdout.readline() == "ready\n"
+    end = time.monotonic() + 20
+    while not (found := children(worker.pid)) and time.monotonic() < end:
+        time.sleep(0.02)
+    time.sleep(0.2)  # into the program
+    found = [*found, *(grand for child in found for grand in children(child))]
+    worker.kill()
+    worker.wait()
+    worker.stdout.close()
+    assert found
+    while (left := [pid for pid in found if alive(pid)]) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not left
+
+
+def children(pid):
+    try:
+        with open(f"/proc/{pid}/task/{pid}/children") as f:
+            return [int(one) for one in f.read().split()]
+    except OSError:
+        return []
+
+
+def alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            return f.read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def stand_in():
+    """A sandbox service that really runs what it is sent; `plan` holds what it does with the first requests."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            server.asked.append((self.path, body))
+            doing = server.plan.pop(0) if server.plan else "run"
+            if doing == "cut":
+                return self.connection.close()
+            if isinstance(doing, int):
+                return self.send_error(doing)
+            reply = doing if isinstance(doing, dict) else execute(body)
+            data = json.dumps(reply).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.asked, server.plan = [], []
+    server.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def execute(body):
+    command = [sys.executable, "-I", "-c", body["code"]]
+    try:
+        done = subprocess.run(command, input=body["stdin"], capture_output=True, text=True, timeout=body["run_timeout"])
+    except subprocess.TimeoutExpired:
+        result = {"status": "TimeLimitExceeded", "execution_time": body["run_timeout"], "return_code": None}
+        return {"status": "Failed", "message": "", "compile_result": None, "run_result": result}
+    result = {
+        "status": "Finished",
+        "execution_time": 0.1,
+        "return_code": done.returncode,
+        "stdout": done.stdout,
+        "stderr": done.stderr,
+    }
+    return {"status": "Failed" if done.returncode else "Success", "compile_result": None, "run_result": result}
+
+
+def test_a_service_grades_as_the_sandbox_here(stand_in):
+    run = make_runner("container", stand_in.url)
+    grade = functools.partial(code, time_s=6.0, memory_bytes=2**29, runner=run)
+    assert grade(response(RIGHT + "print('noise')"), ASSERTS).score == 1.0
+    assert grade(response("def f(x): return 2"), ASSERTS).score == 0.0
+    assert grade(response("class E:\n    def __eq__(s, o): return True\ndef f(x): return E()"), ASSERTS).score == 0.0
+    assert grade(response("import os\nos._exit(0)"), ASSERTS).score == 0.0
+    assert grade(response(SUM), SUMS).score == 1.0 and grade(response("print(4)"), SUMS).score == 0.0
+    path, body = stand_in.asked[0]
+    assert path == "/run_code" and body["language"] == "python"
+    assert {"code", "stdin", "run_timeout", "compile_timeout"} <= body.keys()
+    assert all("== 2" not in asked["code"] and '"3' not in asked["code"] for _, asked in stand_in.asked)
+    limits = {"time_s": 1.0, "memory_bytes": 2**29, "runner": run}
+    assert run_program("print(6 * 7)", **limits) == "42\n"
+    assert run_program("print(1)\n1 / 0", **limits) == "1\nerror: ZeroDivisionError: division by zero"
+    assert run_program("while True: pass", **limits) == "error: the program took longer than 1 s"
+
+
+def test_a_service_that_fails_is_asked_again_and_counted(stand_in, monkeypatch):
+    monkeypatch.setattr(service, "FIRST_WAIT_S", 0.01)
+    grade = functools.partial(
+        code, time_s=6.0, memory_bytes=2**29, runner=make_runner("container", stand_in.url + "/run_code")
+    )
+    stand_in.plan[:] = [503, "cut", {"status": "SandboxError", "message": "full"}, {"no": "run_result"}]
+    found = grade(response(RIGHT), ASSERTS)
+    assert found.score == 1.0 and found.parts["sandbox_retries"] == 4 and len(stand_in.asked) == 5
+    stand_in.plan[:] = [500] * 9
+    with pytest.raises(NoSandbox, match="failed 5 times; the last: HTTP 500"):
+        grade(response(RIGHT), ASSERTS)
+    stand_in.plan[:] = [404]
+    with pytest.raises(NoSandbox, match="answered HTTP 404"):
+        grade(response(RIGHT), ASSERTS)
+
+
+def sample(text, truth):
+    return Sample(Prompt("p", "code", "q", np.zeros(1, np.int32), truth, {}), text, 1, "stop")
+
+
+def test_programs_are_counted(stand_in):
+    part = RulePart(
+        ["code"],
+        allow_code=True,
+        sandbox=("container", stand_in.url),
+        pool=Pool(1, timeout_s=20.0, memory_bytes=2**30),
+    )
+    try:
+        stand_in.plan[:] = [503, "run", 404]
+        programs = [RIGHT, RIGHT, "import gc\n" + RIGHT]
+        rewards = [part.submit(sample(response(one), ASSERTS)).result(60) for one in programs]
+        assert [r.error is None for r in rewards] == [True, False, True] and rewards[2].score == 1.0
+        counted = {"reward/code/suspicious": 1.0, "reward/code/errors": 1.0, "reward/code/retries": 1.0}
+        assert part.metrics() == counted and part.metrics() == dict.fromkeys(counted, 0.0)
+    finally:
+        part.close()
+
+
+def test_a_program_that_reaches_for_its_interpreter_fails_the_tests_beside_it():
+    beside = "try:\n    assert f(1) == 2\nexcept ValueError:\n    pass"
+    grade = functools.partial(code, time_s=6.0, memory_bytes=2**29)
+    assert grade(response(RIGHT), beside).score == 1.0
+    assert grade(response("import gc\n" + RIGHT), beside) == (
+        0.0,
+        {"exact": 0.0, "answered": 1.0, "suspicious": 1.0},
+        None,
+    )
+    assert grade(response("import gc\n" + RIGHT), ASSERTS).score == 1.0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "complaint"),
+    [
+        ({"sandbox": "container"}, "set reward.sandbox_url=http://HOST:PORT"),
+        ({"sandbox_url": "http://here:1"}, "reward.sandbox_url='http://here:1' is read by nobody"),
+        ({"sandbox": "none"}, "reward.sandbox='none'"),
+    ],
+)
+def test_settings_that_cannot_be(overrides, complaint):
+    c = settings.default()
+    c.model.path = c.data.train_files = c.data.val_files = "x"
+    c.reward.update(overrides)
+    with pytest.raises(UserError, match=complaint):
+        settings.check(c)
+
+
+@pytest.mark.parametrize("url", ["here:8080", "ftp://here", "http://", "http://me:secret@here"])
+def test_an_address_that_is_none_or_holds_a_password(url):
+    with pytest.raises(ValueError, match=r"reward\.sandbox_url") as e:
+        make_runner("container", url)
+    assert "secret" not in str(e.value)
+
+
+def test_a_run_says_first_which_protections_are_active():
+    c = settings.default()
+    assert introduce_sandbox(c, ["gsm8k"], None) == ""
+    assert introduce_sandbox(c, ["gsm8k", "code"], None).startswith("sandbox: strict, ")
+    c.reward.grader = "code"
+    c.reward.sandbox, c.reward.sandbox_url = "container", "http://here"
+    assert assemble.introduce_sandbox(c, ["gsm8k"], None) == "sandbox: container, by http://here"
+
+
+@pytest.mark.parametrize(
+    ("program", "truth"), [(p, t) for g, _, p, t, _ in PROGRAMS if g == "self-grading"], ids=lambda value: ""
+)
+def test_self_grading_earns_nothing_even_where_no_protection_is_there(program, truth):
+    run = functools.partial(outside.run, guards=Guards())
+    assert code(response(program), truth, time_s=4.0, memory_bytes=2**29, runner=run).score == 0.0
