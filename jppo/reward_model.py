@@ -4,7 +4,7 @@ Learns from pairs of responses, of which one was preferred, to score the preferr
 optimizer of PPO and a model whose head is one number, read at the last token. The result is an HF directory,
 RUN_DIR/hf, a sequence classifier with one label: reward.model.path of a PPO run. Settings are given as
 --config.SECTION.NAME=VALUE; --dry_run prints them, with what the run would be and the memory that it would take, and
-stops.
+stops. --dry_run --machine=8xH100 does so for a machine that is not there.
 """
 
 import dataclasses

@@ -2,7 +2,8 @@
 
 Next-token training on the responses of (prompt, response) pairs, with the model, packing and optimizer of PPO. The
 result is an HF directory, RUN_DIR/hf, to start PPO from. Settings are given as --config.SECTION.NAME=VALUE; --dry_run
-prints them, with what the run would be and the memory that it would take, and stops.
+prints them, with what the run would be and the memory that it would take, and stops. --dry_run --machine=8xH100 does
+so for a machine that is not there.
 """
 
 import dataclasses

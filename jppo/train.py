@@ -2,7 +2,8 @@
 
 Each step: sample with vLLM, grade, pack, score, estimate advantages, update actor and critic, publish the new
 weights to vLLM, log, test, save. Settings are given as --config.SECTION.NAME=VALUE; --dry_run prints them all, with
-what the run would be and the memory that it would take, and stops.
+what the run would be and the memory that it would take, and stops. --dry_run --machine=8xH100 does so for a machine
+that is not there; --json=FILE and --rollout_tokens_per_s=N belong to it.
 """
 
 import contextlib

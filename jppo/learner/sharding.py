@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jppo.config import UserError
@@ -67,7 +68,24 @@ def make_mesh(shape: tuple[int, ...], devices: Sequence[jax.Device] | None = Non
     """A mesh by the sizes of AXES, the last 1 where left out; XLA places what the shardings of inputs leave open."""
     sizes = dict.fromkeys(AXES, 1) | dict(zip(AXES, shape, strict=False))
     near = tuple(sizes[axis] for axis in _NEAR_LAST)
-    return jax.make_mesh(near, _NEAR_LAST, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    types = (AxisType.Auto,) * len(AXES)
+    if devices is not None and devices[0].platform == "tpu":
+        return Mesh(_on_torus(near, devices), _NEAR_LAST, axis_types=types)
+    return jax.make_mesh(near, _NEAR_LAST, axis_types=types, devices=devices)
+
+
+def _on_torus(near: tuple[int, ...], devices: Sequence[jax.Device]) -> np.ndarray:
+    """TPUs in such a shape: axes along the torus, which may be cut; several slices share `data` alone."""
+    slices = len({getattr(device, "slice_index", None) or 0 for device in devices})
+    if slices == 1:
+        return mesh_utils.create_device_mesh(near, devices, allow_split_physical_axes=True)
+    if near[0] % slices:
+        raise UserError(
+            f"mesh.data={near[0]}: must be a multiple of the {slices} slices, between which only gradients are"
+            f" exchanged; try mesh.data={slices} mesh.fsdp=-1"
+        )
+    inside, between = (near[0] // slices, *near[1:]), (slices, *(1 for _ in near[1:]))
+    return mesh_utils.create_hybrid_device_mesh(inside, between, devices, allow_split_physical_axes=True)
 
 
 def own_part(mesh: Mesh) -> Mesh:

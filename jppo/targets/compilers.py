@@ -101,6 +101,8 @@ def described(machine: Machine) -> list[Any]:
     else:
         assert isinstance(chip, Tpu)
         more: dict[str, Any] = {"num_slices": machine.groups} if machine.groups > 1 else {}
+        if chip.kind == "TPU v4":  # two cores are one device, as they are on a real one
+            more["chip_config_name"] = "megacore"
         if machine.each < 4:
             more["chips_per_host_bounds"] = (1, 1, 1)
         found = topologies.get_topology_desc(f"{chip.topology}:{'x'.join(map(str, machine.shape))}", "tpu", **more)

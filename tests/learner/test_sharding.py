@@ -1,5 +1,7 @@
 """The mesh and where things lie on it."""
 
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import pytest
@@ -46,6 +48,13 @@ def test_a_mesh_that_does_not_fit_is_said(asked):
 def test_a_mesh_that_does_not_fit_names_one_that_does(asked, fitting):
     with pytest.raises(UserError, match=f"try {fitting}$"):
         sharding.mesh_shape(8, **dict(zip(sharding.AXES, asked, strict=True)))
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 1, 1), (3, 1, 1, 1)])
+def test_slices_of_tpus_share_data_alone(shape):
+    devices = [SimpleNamespace(platform="tpu", slice_index=i // 4) for i in range(8)]
+    with pytest.raises(UserError, match=f"mesh.data={shape[0]}: must be a multiple of the 2 slices.*try mesh.data=2"):
+        sharding.make_mesh(shape, devices)
 
 
 def test_parameters_lie_by_the_rules_and_whole_where_an_axis_does_not_divide():
