@@ -11,7 +11,7 @@ import sys
 import time
 
 from jppo import config as settings
-from jppo.assemble import described, forecast, planning, read_inputs
+from jppo.assemble import auto, described, forecast, planning, read_inputs
 from jppo.assemble.described import Request
 from jppo.config import UserError
 from jppo.targets import compilers, machines
@@ -29,6 +29,7 @@ def main(argv: list[str] | None = None) -> None:
             "--config is not of jppo.train, which is what is planned; name a file that begins with default()"
         )
     settings.check(c)
+    c = auto.first(c)
     if not switches["machine"]:
         raise UserError(f"--machine is not given; name one, as in --machine=8xH100: {machines.known()}")
     machine = machines.parse(switches["machine"])

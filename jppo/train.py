@@ -9,6 +9,7 @@ that is not there; --json=FILE and --rollout_tokens_per_s=N belong to it.
 import contextlib
 import dataclasses
 import errno
+import functools
 import pathlib
 import sys
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from jppo import assemble, validation
 from jppo import config as settings
 from jppo.agent import counts
 from jppo.algorithms import kl
-from jppo.assemble import Begun, Inputs, Learner, Source, described, waiting
+from jppo.assemble import Begun, Inputs, Learner, Source, auto, described, preview, waiting
 from jppo.assemble.handover import Handover
 from jppo.data.stream import Cursor
 from jppo.io import whole
@@ -87,6 +88,8 @@ def train_on(hosts: Hosts, config: ConfigDict) -> None:
             stack.callback(inputs.agent.close)
         mesh = assemble.make_mesh(c)
         assemble.require_models_fit(inputs, mesh)
+        fits = functools.partial(preview.fits, inputs=inputs, mesh=mesh)
+        c, chosen = (auto.first(c), "") if only_look else auto.settle(c, mesh, run, fits, hosts)
         panel = hosts.together(lambda: assemble.make_panel(c, inputs, mesh, hosts))
         stack.callback(panel.close)
         why = assemble.attention_kernel(c, inputs.policy, mesh)[1]  # refused before a server starts
@@ -137,6 +140,7 @@ def train_on(hosts: Hosts, config: ConfigDict) -> None:
             why,
             waiting.introduce(c, inputs, mesh.devices.flat[0]),
             assemble.introduce_peak(c, mesh),
+            chosen,
             f"seconds of the start: {laps}",
         ]
         for line in (*filter(None, opening), *profile.introduce(step)):

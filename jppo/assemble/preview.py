@@ -4,6 +4,7 @@ Models are read as their directories describe them, data as a run reads them; no
 """
 
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from ml_collections import ConfigDict
 
-from jppo.assemble import described, forecast, memory
+from jppo.assemble import auto, described, forecast, memory
 from jppo.assemble.described import Request
 from jppo.assemble.engine import published_dtype, share_gpu
 from jppo.assemble.forecast import Executions
@@ -248,6 +249,28 @@ def look(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[list[str], Estimate,
     return lines, found, places
 
 
+def fits(c: ConfigDict, inputs: Inputs, mesh: Any) -> bool:
+    """Whether a PPO run fits this machine."""
+    _, found, places = look(c, inputs, mesh)
+    return not found.refused and all(place.verdict != "FAIL" for place in places)
+
+
+def settled(c: ConfigDict, inputs: Inputs, mesh: Any, machine: Machine | None = None) -> tuple[ConfigDict, list[str]]:
+    """The config with what `auto` chooses for this machine or a described one, and a line about it."""
+    if not auto.asked(c):
+        return c, []
+
+    def on_described(other: ConfigDict) -> bool:
+        assert machine is not None
+        found = memory.estimate(other, inputs, mesh, entries=work(other, inputs, mesh).entries)
+        return described.fits(found, described.capacity(other, machine)[0])
+
+    here = functools.partial(fits, inputs=inputs, mesh=mesh)
+    changes = auto.choose(c, here if machine is None else on_described)
+    said = ", ".join(f"{name}={value}" for name, value in changes.items())
+    return auto.with_changes(c, changes), [f"chosen by memory {said}"]
+
+
 def report(
     lines: Sequence[str], found: Estimate, places: Sequence[Room], outlook: forecast.Outlook | None = None
 ) -> str:
@@ -268,11 +291,14 @@ def dry_run(c: ConfigDict, request: Request = HERE) -> str:
     take_little()
     inputs = read_inputs(c)
     mesh = request.mesh(c)
+    c, chosen = settled(c, inputs, mesh, request.machine)
     if request.machine is None:
         lines, found, places = look(c, inputs, mesh)
+        lines += chosen
         request.write(forecast.as_dict(found, None))
         return report(lines, found, places)
     lines, step = sizes(c, inputs, mesh)
+    lines += chosen
     found = memory.estimate(c, inputs, mesh, entries=step.entries)
 
     def estimate(other: ConfigDict) -> Estimate:

@@ -31,7 +31,8 @@ def checks(c: ConfigDict, stack: contextlib.ExitStack, *, server: bool) -> list[
     stored = functools.cache(lambda: memory.stored(c, inputs(), mesh()))
 
     def room() -> Iterator[Finding]:
-        _, _, rooms = preview.look(c, inputs(), mesh())
+        chosen, _ = preview.settled(c, inputs(), mesh())
+        _, _, rooms = preview.look(chosen, inputs(), mesh())
         return place.rooms(rooms)
 
     def disk() -> Iterator[Finding]:

@@ -24,7 +24,7 @@ CHOICES = {
     "model.compute_dtype": ("float32", "bfloat16"),
     "model.param_dtype": ("float32", "bfloat16"),
     "model.attention": ("auto", "xla", "cudnn", "pallas", "splash"),
-    "model.remat": ("none", "dots", "attention", "full"),
+    "model.remat": ("none", "dots", "attention", "full", "auto"),
     "model.compiler_options": ("auto", "none"),
     "data.truncation": ("error", "left", "right", "middle"),
     "data.learn_turns": ("last", "all"),
@@ -384,14 +384,20 @@ def _check_lengths(config: ml_collections.ConfigDict) -> None:
     micro, row = f"{section}.max_tokens_per_device", "data.max_tokens_per_row"
     # So many devices have a row together; where they are those that are left, none is looked at yet.
     share = {-1: longest}.get(config.mesh.sequence, max(1, config.mesh.sequence))
-    for name, parts in ((row, 1), (micro, share)):
+    if section == "optim" and config.model.remat == "auto":
+        raise UserError(
+            "model.remat='auto' is decided by jppo.train alone; name one of none, dots, attention, full, as the dry run"
+            " says what fits"
+        )
+    by_memory = section == "actor" and _get(config, micro) == -1
+    for name, parts in ((row, 1), *(() if by_memory else ((micro, share),))):
         if (value := _get(config, name)) * parts < longest and not (name == row and value == -1):
             shared = f", on mesh.sequence={parts} devices each" if 1 < parts < longest else ""
             raise UserError(
                 f"{name}={value} must hold a prompt and a response, data.max_prompt_length"
                 f"+data.max_response_length={longest}{shared}; try {-(-longest // parts)}"
             )
-    if _get(config, micro) * share < _get(config, row):
+    if not by_memory and _get(config, micro) * share < _get(config, row):
         raise UserError(f"{micro}={_get(config, micro)} must hold a row, {row}={_get(config, row)}; raise the one")
 
 

@@ -50,7 +50,7 @@ def default() -> ml_collections.ConfigDict:
             compute_dtype="float32",  # of products with parameters; their sums, log-probs and losses are float32
             param_dtype="float32",  # of the parameters
             scan_layers=True,  # False compiles slower and runs faster on CPU
-            remat="none",  # kept for the backward pass; none: all; dots: products, attention; attention; full: nothing
+            remat="none",  # kept for the backward pass: all; products, attention; attention; nothing; auto: what fits
             attention="auto",  # the kernel; auto: the one that fits the devices; cudnn, pallas: GPUs; splash: TPUs
             compiler_options="auto",  # of the passes' programs; auto: those known to pay on the devices; none: XLA's
             logprob_chunk_bytes=2**29,  # log-probs are computed chunk by chunk: of the logits of one
@@ -119,7 +119,7 @@ def default() -> ml_collections.ConfigDict:
             use_kl_loss=False,  # adds the KL to the reference to the loss
             kl_loss_coef=0.001,  # its coefficient
             kl_loss_type="low_var_kl",  # the estimator of that KL
-            max_tokens_per_device=16384,  # tokens of a micro-batch on one device: what memory follows, and no result
+            max_tokens_per_device=16384,  # of a micro-batch: affects memory, not results; -1: what fits, in PPO
             param_offload=False,  # parameters are on the host between their uses
             **optim,
         )
