@@ -390,6 +390,7 @@ def vocabulary(dtype: str, changes: Sequence[str]) -> dict[str, Any]:
     """Temporaries of the log-prob pass over so many tokens with a large vocabulary and a small one; compiled only."""
     c = base_config("none: there are no weights", dtype)
     c.data.max_prompt_length = c.data.max_response_length = max(LENGTHS) // 2
+    c.model.logprob_chunk_bytes = 2**27  # of about the size of the trunk's own temporaries
     change(c, changes)
     mesh, cases = assemble.make_mesh(c), []
     for T in LENGTHS:

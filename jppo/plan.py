@@ -1,4 +1,6 @@
-"""Fastest settings of a run on a machine that is not there: python -m jppo.plan --config=FILE --machine=8xH100
+"""Fastest settings of a run on a machine that is not there:
+
+    python -m jppo.plan --config=configs/gsm8k_7b.py --machine=8xH100
 
 Tries meshes, model.remat, actor.max_tokens_per_device, data.packing and offload by compiling every program of the run
 for the described machine. Prints a table, the fastest forecast first, and the command line of the best. --json=FILE

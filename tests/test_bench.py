@@ -241,7 +241,7 @@ def test_attention_on_a_cpu_is_xla_alone_and_the_table_says_so(attention, tmp_pa
     (file,) = tmp_path.iterdir()
     assert str(file) in out and file.name.endswith("-attention.json")
     for name, where in (("cudnn", "gpu"), ("pallas", "gpu"), ("splash", "tpu")):
-        assert f"Left out: {name}: it runs on a {where}, and jax has cpu.\n" in out
+        assert f"Left out: {name}: it runs on a {where}, and the devices are of platform cpu.\n" in out
     result = json.loads(file.read_text())
     assert (result["dtype"], result["window"]) == ("float32", 20)
     assert [case["trajectories"] for case in result["cases"]] == [1, 4]

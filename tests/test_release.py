@@ -19,8 +19,15 @@ from jppo import config as settings
 from jppo.config import commandline, shipped
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-# Started by jppo itself, in processes of their own.
-WORKERS = {"jppo.rollout.launch", "jppo.rewards.worker", "jppo.rewards.model_worker", "jppo.checkup.parity_worker"}
+# Started by jppo itself, in processes of their own, or by make.
+WORKERS = {
+    "jppo.rollout.launch",
+    "jppo.rollout.sglang_guarded",
+    "jppo.rewards.worker",
+    "jppo.rewards.model_worker",
+    "jppo.checkup.parity_worker",
+    "jppo.targets.compilers",
+}
 PYTHON = (sys.executable, "-m")
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 from ml_collections import ConfigDict
 
@@ -13,10 +13,10 @@ from jppo.assemble.engine import sampling
 from jppo.assemble.inputs import Inputs
 from jppo.assemble.learner import Learner
 from jppo.io import trajectories
-from jppo.io.checkpoint import NonFinite, nonfinite
+from jppo.io.checkpoint import NonFinite
 from jppo.io.hosts import ALONE, Hosts
 from jppo.learner import batch, correct
-from jppo.models import offload
+from jppo.models import offload, placing
 from jppo.rollout.sampler import RolloutError, Sampler
 from jppo.structs import Rows, Scored, TrainState, Trajectory
 
@@ -88,11 +88,15 @@ class Match:
         if self._rows is None:
             return
         rows, passes, policy = self._rows, learner.passes, offload.to_device(learner.policy(now))
-        found = {"log-probs of the policy": passes.logprob(policy, rows)[0]}
+        mask = placing.fetch(rows.mask)
+
+        def require(about: str, array: jax.Array) -> None:
+            if not np.isfinite(placing.fetch(array)[mask]).all():
+                raise NonFinite(f"the {about} are not finite numbers")
+
+        require("log-probs of the policy", passes.logprob(policy, rows)[0])
         if passes.value is not None:
-            found["values of the critic"] = passes.value(offload.to_device(learner.value(now)), rows)
-        if odd := nonfinite({name: jnp.where(rows.mask, array, 0) for name, array in found.items()}):
-            raise NonFinite(f"the {odd[0]} are not finite numbers")
+            require("values of the critic", passes.value(offload.to_device(learner.value(now)), rows))
 
 
 def _worst(scored: Sequence[Scored], drawn: Sequence[Trajectory]) -> tuple[str, str, float]:

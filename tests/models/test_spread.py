@@ -102,16 +102,3 @@ def test_keys_are_repeated_no_more_than_is_needed():
     for parts, expected in ((1, [0, 1, 2]), (3, [0, 1, 2]), (2, [0, 0, 1, 1, 2, 2]), (4, [0] * 4 + [1] * 4 + [2] * 4)):
         assert spread.repeated(x, 12, parts).reshape(-1).tolist() == expected
     assert spread.repeated(x, 6, 4).shape[2] == 3  # 4 divides no number of copies that 6 query heads share
-
-
-def test_folding_moves_nothing_and_unfolding_takes_it_back():
-    mesh = sharding.make_mesh((2, 1, 1, 4))
-    x = jax.device_put(np.arange(4 * T * 3.0).reshape(4, T, 3), sharding.rows_sharding(mesh))
-    fold, unfold = sharding.fold_positions(mesh)
-    folded = jax.jit(fold)(x)
-    assert folded.shape == (16, T // 4, 3)
-    np.testing.assert_array_equal(folded[5], x[1, 6:12])  # the second device's part of the second row
-    both = jax.jit(lambda x: unfold(fold(x))).lower(x).compile()
-    np.testing.assert_array_equal(both(x), x)
-    assert not exchanges(jax.jit(fold).lower(x).compile().as_text())
-    assert [s.data.shape for s in folded.addressable_shards] == [(2, T // 4, 3)] * 8
