@@ -284,12 +284,12 @@ def test_a_wrong_command_of_attention_is_one_line(attention, capsys):
 
 @pytest.fixture
 def models(monkeypatch):
-    """The script with one model of one layer, and a vocabulary test of its trunk: 512 tokens, 4,096 words or 64."""
+    """The script with one model of one layer, and a vocabulary test of its trunk: 4,096 tokens, 4,096 words or 64."""
     models = script("models")
     small = models.hf_config(1, 8, 12, 2, 1, 16)
     for name, value in dict(MODELS={"tiny": small}, QWEN=small | {"vocab_size": 4096}, LENGTHS=(64,)).items():
         monkeypatch.setattr(models, name, value)
-    monkeypatch.setattr(models, "TOKENS", 512)
+    monkeypatch.setattr(models, "TOKENS", 4096)
     monkeypatch.setattr(models, "SMALL", 64)
     return models
 
@@ -351,10 +351,10 @@ def test_a_vocabulary_costs_no_memory_and_where_it_does_the_test_fails(models, t
     models.main([*command, "model.logprob_chunk_bytes=65536"])
     (file,) = tmp_path.glob("*-models.json")
     found = json.loads(file.read_text())["vocabulary"]
-    assert found["vocabularies"] == [4096, 64] and found["logits"] == 4 * 512 * 4096
+    assert found["vocabularies"] == [4096, 64] and found["logits"] == 4 * 4096 * 4096
     ((large, small),) = (case["temporaries"] for case in found["cases"])
     assert found["worst"] == large / small < 1.5
-    assert "| 8x64 |" in capsys.readouterr().out
+    assert "| 64x64 |" in capsys.readouterr().out
     with pytest.raises(SystemExit) as e:
         models.main([*command, "model.logprob_chunk_bytes=1000000000"])
     assert "the vocabulary test failed" in e.value.code

@@ -339,6 +339,17 @@ def test_a_server_on_another_machine_pulls_its_weights(served, settings, monkeyp
     assert gap(old, first.generate(PROMPTS, SAMPLING, version=1)) < 1e-3
 
 
+def test_another_user_gets_no_route_of_it(served):
+    sampler, _, _, _ = served
+    member = sampler.fleet.members[0]
+    routes = [route for route in member.endpoint.get("/openapi.json")["paths"] if "{" not in route]
+    assert {"/collective_rpc", "/pause", "/health", "/v1/models"} <= {*routes}
+    asked = [(method, route, {}) for method in ("GET", "POST") for route in (*routes, "/metrics", "/docs")]
+    assert set(nobody.statuses(member.endpoint.url, asked)) == {401}
+    load = [("POST", "/collective_rpc", {"Content-Type": "text/plain", "Origin": "http://evil.example"})]
+    assert nobody.statuses(member.endpoint.url, load) == [401]
+
+
 def test_a_broken_server_is_started_again_and_nothing_is_lost(served):
     """Killed where its embedding is tied, hung where it is not, in the middle of a rollout."""
     sampler, config, _, engine = served
@@ -398,14 +409,3 @@ def test_a_trainer_that_is_killed_takes_its_server_with_it(tmp_path, settings, r
     trainer.communicate()
     wait_for_none(leader)
     assert list((tmp_path / "run").glob("jppo-weights-*")) == []
-
-
-def test_another_user_gets_no_route_of_it(served):
-    sampler, _, _, _ = served
-    member = sampler.fleet.members[0]
-    routes = [route for route in member.endpoint.get("/openapi.json")["paths"] if "{" not in route]
-    assert {"/collective_rpc", "/pause", "/health", "/v1/models"} <= {*routes}
-    asked = [(method, route, {}) for method in ("GET", "POST") for route in (*routes, "/metrics", "/docs")]
-    assert set(nobody.statuses(member.endpoint.url, asked)) == {401}
-    load = [("POST", "/collective_rpc", {"Content-Type": "text/plain", "Origin": "http://evil.example"})]
-    assert nobody.statuses(member.endpoint.url, load) == [401]
