@@ -88,8 +88,7 @@ def test_an_unknown_case_is_one_line():
     assert done.returncode == 2 and done.stderr.startswith("error: --only=none: 'none' must be one of one, ")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("platform", sorted(check_accounts.CASES))
+@pytest.mark.parametrize("platform", ["gpu", pytest.param("tpu", marks=pytest.mark.slow)])
 def test_no_program_became_worse(platform):
     if not (compilers.folder(platform) / compilers.READY).is_file():
         pytest.skip(f"XLA's compiler for {platform.upper()}s is not installed; make target-{platform}")
