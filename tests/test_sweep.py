@@ -351,7 +351,7 @@ def test_a_sweep_that_is_ended_leaves_nothing_behind(asked, tmp_path, number, ac
     mark = "deaf" if action == "deaf" else "metrics.jsonl"
     until(lambda: len(list(out.glob(f"*/{mark}"))) == 2 or process.poll() is not None, "both runs have begun", 60)
     process.send_signal(number)
-    said, _ = process.communicate(timeout=30)
+    said, _ = process.communicate(timeout=120)
     assert process.returncode == code, said
     until(lambda: not alive(str(out)), "the runs have ended")
     if number != signal.SIGKILL:

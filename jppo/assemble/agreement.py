@@ -4,7 +4,6 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-import jax
 import numpy as np
 from ml_collections import ConfigDict
 
@@ -18,7 +17,7 @@ from jppo.io.hosts import ALONE, Hosts
 from jppo.learner import batch, correct
 from jppo.models import offload, placing
 from jppo.rollout.sampler import RolloutError, Sampler
-from jppo.structs import Rows, Scored, TrainState, Trajectory
+from jppo.structs import Array, Rows, Scored, TrainState, Trajectory
 
 KL = "rollout_corr/kl"
 
@@ -90,7 +89,7 @@ class Match:
         rows, passes, policy = self._rows, learner.passes, offload.to_device(learner.policy(now))
         mask = placing.fetch(rows.mask)
 
-        def require(about: str, array: jax.Array) -> None:
+        def require(about: str, array: Array) -> None:
             if not np.isfinite(placing.fetch(array)[mask]).all():
                 raise NonFinite(f"the {about} are not finite numbers")
 

@@ -81,7 +81,10 @@ def settle(
     if not asked(c):
         return c, ""
     device = mesh.devices.flat[0].device_kind
-    about = {"asked": {name: c[name.split(".")[0]][name.split(".")[1]] for name in NAMES}, "mesh": dict(mesh.shape)}
+    about: dict[str, Any] = {
+        "asked": {name: c[name.split(".")[0]][name.split(".")[1]] for name in NAMES},
+        "mesh": dict(mesh.shape),
+    }
     about |= {"device": device, "attempts": [*candidates(c)]}
 
     def decide() -> dict[str, Any]:
