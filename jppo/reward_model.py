@@ -2,14 +2,15 @@
 
 Learns from pairs of responses, of which one was preferred, to score the preferred one higher, with the packing and
 optimizer of PPO and a model whose head is one number, read at the last token. The result is an HF directory,
-RUN_DIR/hf, a sequence classifier with one label: reward.model.path of a PPO run. Settings are given as
---config.SECTION.NAME=VALUE; --dry_run prints them, with what the run would be and the memory that it would take, and
-stops. --dry_run --machine=8xH100 does so for a machine that is not there.
+RUN_DIR/hf, a sequence classifier with one label: reward.model.path of a PPO run. A run that was killed resumes by the
+same command from its last checkpoint (trainer.save_freq). Settings are given as --config.SECTION.NAME=VALUE; --dry_run
+prints them, with what the run would be and the memory that it would take, and stops. --dry_run --machine=8xH100 does
+so for a machine that is not there.
 """
 
 import dataclasses
-import pathlib
 import sys
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,40 +20,31 @@ from ml_collections import ConfigDict
 
 from jppo import assemble
 from jppo import config as settings
-from jppo.assemble import described, memory, preview, waiting
+from jppo.assemble import described, memory, preview, supervised
 from jppo.assemble.described import Request
 from jppo.assemble.forecast import Executions
 from jppo.config import UserError
 from jppo.data.preferences import Encode, Pair, PairSet, read_pairs
-from jppo.data.stream import Cursor, next_batch, steps_per_epoch
-from jppo.io import whole
+from jppo.data.stream import steps_per_epoch
 from jppo.io.console import REWARD_MODEL_COLUMNS
-from jppo.io.owner import own
-from jppo.io.timers import Timers
+from jppo.io.watch import ending
 from jppo.learner import batch, compiler, packing, ppo, preference, score, sharding, update
 from jppo.models import cost, hf, offload, placing
-from jppo.models.families import ModelConfig, pad_vocab
-from jppo.models.lora import Lora
+from jppo.models.families import pad_vocab
 from jppo.rewards.model import Texts, without_padding
 from jppo.rewards.parts import Sample
-from jppo.structs import Array, Prompt, Rows, Trajectory
+from jppo.structs import Array, Params, Prompt, Rows, Trajectory
 
 
 @dataclasses.dataclass(frozen=True)
-class Task:
-    """What a run reads and closes over before it loads the model."""
+class Task(supervised.Task):
+    """What a run reads and closes over before it loads the model; `accumulate` is the second pass."""
 
     pairs: PairSet
     held_out: PairSet
-    steps: int
-    mesh: Any
-    plan: packing.Plan
-    cfg: ModelConfig
     changes: dict[str, Any]  # of config.json, by which the result is a classifier's
-    adapters: Lora | None
     scores: Callable[..., Array]  # the first pass, compiled
     slope: Callable[..., Any]
-    accumulate: Any  # the second: the gradient
 
 
 def prepare(c: ConfigDict, request: Request = preview.HERE) -> Task:
@@ -111,57 +103,48 @@ def make_encode(tokenizer: Any, pad_token_id: int | None) -> Encode:
 
 
 def train(config: ConfigDict) -> None:
-    """Trains on all pairs, tests on those held out, and writes the model."""
+    """Trains on all pairs, or resumes, tests on those held out, and writes the model."""
     c = config
     assemble.require_loggers(c)
-    task, run = prepare(c), pathlib.Path(c.trainer.run_dir).expanduser()
-    with own(run):
-        learn(c, task, run)
+    supervised.require_resumable(c)
+    task = prepare(c)
+    pairs = task.pairs.pairs
 
+    def draw(descent: ppo.Descent, learned: Params, indices: np.ndarray) -> supervised.Batch:
+        some = [pairs[i] for i in indices]
+        rows = pack(some, task.plan)
+        (_, judged), slope = task.slope(scored(task, descent, learned, rows, len(some)), margins(some))
+        return supervised.Batch(
+            batch.Mini(rows, batch.count(rows), sharding.rows_sharding(task.mesh)),
+            tokens=sum(len(pair.chosen) + len(pair.rejected) for pair in some),
+            further=(slope,),
+            metrics={name: float(value) for name, value in judged.items()},
+        )
 
-def learn(c: ConfigDict, task: Task, run: pathlib.Path) -> None:
-    """All steps and what they leave in the run's folder, which is this process's own."""
-    pairs, mesh = task.pairs.pairs, task.mesh
-    key = jax.random.key(c.trainer.seed)
-    trained = assemble.load_trained(c, mesh, task.cfg, c.model.path, head="value", key=key, adapters=task.adapters)
-    descent, opt = assemble.make_descent(c.optim, "rm", task.accumulate, trained, task.steps)
-    learned = trained.learned
-    cursor, timer = Cursor(), Timers()
-    with assemble.make_logger(c, run, total_steps=task.steps, columns=REWARD_MODEL_COLUMNS) as logger:
-        whole.write_text(run / "config.json", settings.dump(c))
-        logger.note(f"pairs             {counted(task.pairs)}; held out {counted(task.held_out)}")
-        if (said := waiting.introduce(c, None, task.mesh.devices.flat[0])) is not None:
-            logger.note(said)
-        for step in range(task.steps):
-            with timer("step"):
-                indices, cursor = next_batch(
-                    cursor, n=len(pairs), batch_size=c.data.train_batch_size, seed=c.trainer.seed,
-                    shuffle=c.data.shuffle,
-                )  # fmt: skip
-                some = [pairs[i] for i in indices]
-                rows = pack(some, task.plan)
-                (_, judged), slope = task.slope(scored(task, descent, learned, rows, len(some)), margins(some))
-                minis = [batch.Mini(rows, batch.count(rows), sharding.rows_sharding(mesh))]
-                learned, opt, found = ppo.descend(descent, learned, opt, np.asarray(step, np.int32), minis, slope)
-            metrics = {name: float(value) for name, value in judged.items()} | found
-            if metrics["rm/skipped"]:
-                raise UserError(
-                    f"step {step + 1}: rm/loss={metrics['rm/loss']} rm/grad_norm={metrics['rm/grad_norm']} must be"
-                    f" finite numbers; lower optim.lr={c.optim.lr}"
-                )
-            if step + 1 == task.steps or (c.trainer.test_freq != -1 and (step + 1) % c.trainer.test_freq == 0):
-                with timer("testing"):
-                    metrics |= test(c, task, descent, learned)
-            metrics |= timer.next_step()
-            tokens = sum(len(pair.chosen) + len(pair.rejected) for pair in some)
-            metrics["perf/throughput"] = tokens / metrics["timing_s/step"]
-            logger.log(step + 1, metrics)
-    out = hf.save(
-        run / "hf", descent.model(learned), task.cfg, source=c.model.path, dtype=c.model.param_dtype, head="value",
+    objective = supervised.Objective(
+        name="rm",
+        head="value",
+        examples=len(pairs),
+        checksum=checksum(pairs),
+        columns=REWARD_MODEL_COLUMNS,
+        opening=f"pairs             {counted(task.pairs)}; held out {counted(task.held_out)}",
+        draw=draw,
+        test=lambda descent, learned: test(c, task, descent, learned),
         changes=task.changes,
-    )  # fmt: skip
-    print(f"held-out accuracy {metrics['rm/val_accuracy']:.4f} on {len(task.held_out.pairs)} pairs")
-    print(f"model             {out}")
+    )
+    metrics = supervised.train(c, task, objective)
+    if "rm/val_accuracy" in metrics:
+        print(f"held-out accuracy {metrics['rm/val_accuracy']:.4f} on {len(task.held_out.pairs)} pairs")
+    print(f"model             {supervised.folder(c) / 'hf'}")
+
+
+def checksum(pairs: Sequence[Pair]) -> int:
+    """The same for the same tokens and margins in the same order."""
+    found = 0
+    for pair in pairs:
+        for array in (pair.chosen, pair.rejected, np.array([pair.margin], np.float32)):
+            found = zlib.crc32(array.tobytes(), zlib.crc32(str(len(array)).encode(), found))
+    return found
 
 
 def scored(task: Task, descent: ppo.Descent, learned: Any, rows: Sequence[Rows], pairs: int) -> Array:
@@ -275,7 +258,8 @@ def main(argv: list[str] | None = None) -> None:
         print(settings.dump(config), flush=True)
         print(dry_run(config, request), end="")
         return
-    train(config)
+    with ending(config.trainer.run_dir, within_s=config.trainer.stop_timeout_s):
+        train(config)
 
 
 if __name__ == "__main__":

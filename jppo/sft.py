@@ -1,51 +1,41 @@
 """Supervised fine-tuning: python -m jppo.sft --config=configs/quickstart_sft.py
 
 Next-token training on the responses of (prompt, response) pairs, with the model, packing and optimizer of PPO. The
-result is an HF directory, RUN_DIR/hf, to start PPO from. Settings are given as --config.SECTION.NAME=VALUE; --dry_run
+result is an HF directory, RUN_DIR/hf, to start PPO from. A run that was killed resumes by the same command from its
+last checkpoint (trainer.save_freq). Settings are given as --config.SECTION.NAME=VALUE; --dry_run
 prints them, with what the run would be and the memory that it would take, and stops. --dry_run --machine=8xH100 does
 so for a machine that is not there.
 """
 
 import dataclasses
-import pathlib
 import sys
-from typing import Any
+import zlib
+from collections.abc import Sequence
 
-import jax
 import numpy as np
 from ml_collections import ConfigDict
 
 from jppo import assemble
 from jppo import config as settings
-from jppo.assemble import described, memory, preview, waiting
+from jppo.assemble import described, memory, preview, supervised
 from jppo.assemble.described import Request
 from jppo.assemble.forecast import Executions
-from jppo.config import UserError
 from jppo.data.sft import Demonstration, read_demonstrations
-from jppo.data.stream import Cursor, next_batch, steps_per_epoch
-from jppo.io import whole
+from jppo.data.stream import steps_per_epoch
 from jppo.io.console import SFT_COLUMNS
-from jppo.io.owner import own
-from jppo.io.timers import Timers
+from jppo.io.watch import ending
 from jppo.learner import batch, compiler, packing, ppo, score, sharding, update
 from jppo.models import hf
-from jppo.models.families import ModelConfig, pad_vocab
-from jppo.models.lora import Lora
-from jppo.structs import Trajectory
+from jppo.models.families import pad_vocab
+from jppo.structs import Params, Trajectory
 
 
 @dataclasses.dataclass(frozen=True)
-class Task:
+class Task(supervised.Task):
     """What a run reads and closes over before it loads the model."""
 
     demonstrations: list[Demonstration]
     overlong: int  # that were left out
-    steps: int
-    mesh: Any
-    plan: packing.Plan
-    cfg: ModelConfig
-    adapters: Lora | None
-    accumulate: Any  # the gradient, compiled
 
 
 def prepare(c: ConfigDict, request: Request = preview.HERE) -> Task:
@@ -89,47 +79,39 @@ def prepare(c: ConfigDict, request: Request = preview.HERE) -> Task:
 
 
 def train(config: ConfigDict) -> None:
-    """Trains on all demonstrations and writes the model."""
+    """Trains on all demonstrations, or resumes, and writes the model."""
     c = config
     assemble.require_loggers(c)
-    task, run = prepare(c), pathlib.Path(c.trainer.run_dir).expanduser()
-    with own(run):
-        learn(c, task, run)
+    supervised.require_resumable(c)
+    task = prepare(c)
+    demonstrations = task.demonstrations
+
+    def draw(descent: ppo.Descent, learned: Params, indices: np.ndarray) -> supervised.Batch:
+        some = [as_trajectory(demonstrations[i], str(i)) for i in indices]
+        rows = packing.pack(some, range(len(some)), task.plan)
+        mini = batch.Mini(rows, batch.count(rows), sharding.rows_sharding(task.mesh))
+        return supervised.Batch(mini, tokens=sum(len(t.tokens) for t in some))
+
+    objective = supervised.Objective(
+        name="sft",
+        head="lm",
+        examples=len(demonstrations),
+        checksum=checksum(demonstrations),
+        columns=SFT_COLUMNS,
+        opening=f"{len(demonstrations)} demonstrations ({task.overlong} over-long ones left out)",
+        draw=draw,
+    )
+    supervised.train(c, task, objective)
+    print(f"model             {supervised.folder(c) / 'hf'}")
 
 
-def learn(c: ConfigDict, task: Task, run: pathlib.Path) -> None:
-    """All steps and what they leave in the run's folder, which is this process's own."""
-    demonstrations, plan, mesh, cfg, steps = task.demonstrations, task.plan, task.mesh, task.cfg, task.steps
-    key = jax.random.key(c.trainer.seed)
-    trained = assemble.load_trained(c, mesh, cfg, c.model.path, head="lm", key=key, adapters=task.adapters)
-    descent, opt = assemble.make_descent(c.optim, "sft", task.accumulate, trained, steps)
-    learned = trained.learned
-    cursor, timer = Cursor(), Timers()
-    with assemble.make_logger(c, run, total_steps=steps, columns=SFT_COLUMNS) as logger:
-        whole.write_text(run / "config.json", settings.dump(c))
-        logger.note(f"{len(demonstrations)} demonstrations ({task.overlong} over-long ones left out)")
-        if (said := waiting.introduce(c, None, task.mesh.devices.flat[0])) is not None:
-            logger.note(said)
-        for step in range(steps):
-            with timer("step"):
-                indices, cursor = next_batch(
-                    cursor, n=len(demonstrations), batch_size=c.data.train_batch_size, seed=c.trainer.seed,
-                    shuffle=c.data.shuffle,
-                )  # fmt: skip
-                some = [as_trajectory(demonstrations[i], str(i)) for i in indices]
-                rows = packing.pack(some, range(len(some)), plan)
-                minis = [batch.Mini(rows, batch.count(rows), sharding.rows_sharding(mesh))]
-                learned, opt, metrics = ppo.descend(descent, learned, opt, np.asarray(step, np.int32), minis)
-            if metrics["sft/skipped"]:
-                raise UserError(
-                    f"step {step + 1}: sft/loss={metrics['sft/loss']} sft/grad_norm={metrics['sft/grad_norm']} must be"
-                    f" finite numbers; lower optim.lr={c.optim.lr}"
-                )
-            metrics |= timer.next_step()
-            metrics["perf/throughput"] = sum(len(t.tokens) for t in some) / metrics["timing_s/step"]
-            logger.log(step + 1, metrics)
-    out = hf.save(run / "hf", descent.model(learned), cfg, source=c.model.path, dtype=c.model.param_dtype)
-    print(f"model             {out}")
+def checksum(demonstrations: Sequence[Demonstration]) -> int:
+    """The same for the same tokens in the same order, and the same ones to learn."""
+    found = 0
+    for one in demonstrations:
+        for array in (one.prompt, one.response, one.learn):
+            found = zlib.crc32(array.tobytes(), zlib.crc32(str(len(array)).encode(), found))
+    return found
 
 
 def dry_run(c: ConfigDict, request: Request = preview.HERE) -> str:
@@ -196,7 +178,8 @@ def main(argv: list[str] | None = None) -> None:
         print(settings.dump(config), flush=True)
         print(dry_run(config, request), end="")
         return
-    train(config)
+    with ending(config.trainer.run_dir, within_s=config.trainer.stop_timeout_s):
+        train(config)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ that is not there; --json=FILE and --rollout_tokens_per_s=N belong to it.
 
 import contextlib
 import dataclasses
-import errno
 import functools
 import pathlib
 import sys
@@ -35,7 +34,7 @@ from jppo.io.owner import own
 from jppo.io.profile import Profiler
 from jppo.io.summary import summary
 from jppo.io.timers import Laps, Timers
-from jppo.io.watch import Stopped, Watch, leave
+from jppo.io.watch import Stopped, Watch, ending
 from jppo.learner import batch, devices, estimate, packing, ppo
 from jppo.models import hf
 from jppo.report import report_line
@@ -503,23 +502,12 @@ def main(argv: list[str] | None = None) -> None:
         print(settings.dump(config), flush=True)
         print(assemble.dry_run(config, request), end="")
         return
-    goes_on = f"the same command goes on from the last of {config.trainer.run_dir}/checkpoints"
     try:
-        train(config)
+        with ending(config.trainer.run_dir, within_s=config.trainer.stop_timeout_s):
+            train(config)
     except (RolloutError, Diverged, Unwritten, Elsewhere) as e:
         print(f"error: {e}", file=sys.stderr)
         sys.exit(1)
-    except OSError as e:
-        if e.errno != errno.ENOSPC:
-            raise
-        print(f"error: {e}: make room in {config.trainer.run_dir}, and {goes_on}", file=sys.stderr)
-        sys.exit(1)
-    except Stopped as e:
-        print(f"{e.why}; {goes_on}", file=sys.stderr, flush=True)
-        leave(e.status, within_s=config.trainer.stop_timeout_s)
-    except KeyboardInterrupt:
-        print(f"interrupted; {goes_on}", file=sys.stderr)
-        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -158,14 +158,14 @@ def test_a_fine_tuned_model_is_exported(full, tmp_path):
     c.model.path, c.data.train_files, c.trainer.run_dir = (
         str(full / "hf"),
         str(tmp_path / "sft.jsonl"),
-        str(tmp_path / "run"),
+        str(tmp_path / "tuned"),
     )
     c.data.train_batch_size, c.data.max_prompt_length, c.data.max_response_length = 4, 8, 8
     c.trainer.total_training_steps = 2
     settings.check(c)
     sft.train(c)
-    export.main([str(tmp_path / "run"), "--out", str(tmp_path / "out")])
-    assert np.array_equal(by_transformers(tmp_path / "out"), by_transformers(tmp_path / "run/hf"))
+    export.main([str(tmp_path / "tuned"), "--out", str(tmp_path / "out")])
+    assert np.array_equal(by_transformers(tmp_path / "out"), by_transformers(tmp_path / "tuned/hf"))
     text = (tmp_path / "out/README.md").read_text()
     assert (
         "supervised fine-tuning" in text

@@ -17,7 +17,7 @@ from jppo.assemble.learner import Learner
 from jppo.config import UserError, commandline
 from jppo.data.prompts import PromptSet
 from jppo.data.stream import Cursor
-from jppo.io.checkpoint import Checkpoints, checksum_of_all, restore
+from jppo.io.checkpoint import Checkpoints, Restored, checksum_of_all, restore
 from jppo.learner import optim
 from jppo.rewards.compose import Panel
 from jppo.structs import TrainState
@@ -50,12 +50,17 @@ class Begun:
 
 def origin(c: ConfigDict, inputs: Inputs, learner: Learner) -> dict[str, Any]:
     """What a run is, for those who go on from its checkpoints: settings, versions, data, weights that stay."""
-    devices = f"{learner.mesh.size} x {learner.mesh.devices.flat[0].device_kind}"
+    return identity(c, learner.mesh, data=data_checksums(inputs.train), frozen=frozen_weights(learner))
+
+
+def identity(c: ConfigDict, mesh: Any, *, data: dict[str, int], frozen: dict[str, Any]) -> dict[str, Any]:
+    """The same of any run: `data` are checksums by source, `frozen` the weights read at every start by setting."""
+    devices = f"{mesh.size} x {mesh.devices.flat[0].device_kind}"
     return {
         "config": {name: list(v) if isinstance(v, tuple) else v for name, v in commandline.settings(c).items()},
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES} | {"devices": devices},
-        "data": data_checksums(inputs.train),
-        "frozen": frozen_checksums(learner),
+        "data": data,
+        "frozen": {name: checksum_of_all(tree) for name, tree in frozen.items()},
     }
 
 
@@ -70,14 +75,14 @@ def data_checksums(train: PromptSet) -> dict[str, int]:
     return out
 
 
-def frozen_checksums(learner: Learner) -> dict[str, int]:
-    """A checksum of the weights that are read from files at every start: the reference, the bases of adapters."""
+def frozen_weights(learner: Learner) -> dict[str, Any]:
+    """The weights that are read from files at every start: the reference, the bases of adapters."""
     found = {
         "ref.path": learner.reference,
         "model.path": None if learner.actor.base is None else learner.actor.base.params,
         "critic.path": None if learner.critic is None or learner.critic.base is None else learner.critic.base.params,
     }
-    return {name: checksum_of_all(tree) for name, tree in found.items() if tree is not None}
+    return {name: tree for name, tree in found.items() if tree is not None}
 
 
 def kept(cursor: Cursor, panel: Panel) -> dict[str, Any]:
@@ -113,19 +118,9 @@ def resume(
     c: ConfigDict, checkpoints: Checkpoints, learner: Learner, begin: TrainState, panel: Panel, now: dict[str, Any]
 ) -> Begun:
     """The state to go on from, in place of `begin`; `now` is the `origin` of this run."""
-    mode = c.trainer.resume_mode
-    if mode == "disable":
-        checkpoints.discard_after(-1)
-        return Begun(begin, Cursor())
-    like = learner.portable(begin)
-    checked: dict[str, Any] = {"fits": lambda meta: require_fit(meta, now), "optional": OPTIMIZERS}
-    if mode == "auto":
-        found = checkpoints.restore_latest(like, **checked)
-    else:
-        found = restore(pathlib.Path(mode), like, **checked)
+    found = read_checkpoint(c, checkpoints, learner.portable(begin), now)
     if found is None:
         return Begun(begin, Cursor())
-    checkpoints.discard_after(found.step)
     state = learner.placed(found.state, begin)
     if found.missing:  # what their first state was made of was the model before
         state = dataclasses.replace(
@@ -143,6 +138,22 @@ def resume(
     if not isinstance(queue, dict):  # an earlier form, whose samples are drawn again
         queue = {}
     return Begun(state, Cursor(**found.meta["cursor"]), found.step, found.meta.get("pending"), queue, said)
+
+
+def read_checkpoint(c: ConfigDict, checkpoints: Checkpoints, like: Any, now: dict[str, Any]) -> Restored | None:
+    """The checkpoint that trainer.resume_mode asks for, later ones removed; None where the run begins anew."""
+    mode = c.trainer.resume_mode
+    if mode == "disable":
+        checkpoints.discard_after(-1)
+        return None
+    checked: dict[str, Any] = {"fits": lambda meta: require_fit(meta, now), "optional": OPTIMIZERS}
+    if mode == "auto":
+        found = checkpoints.restore_latest(like, **checked)
+    else:
+        found = restore(pathlib.Path(mode), like, **checked)
+    if found is not None:
+        checkpoints.discard_after(found.step)
+    return found
 
 
 def require_fit(then: dict[str, Any], now: dict[str, Any]) -> None:

@@ -317,10 +317,11 @@ def sft_default() -> ml_collections.ConfigDict:
     optim = ("lr", *OPTIM, "max_tokens_per_device")
     config.optim = c({k: ppo.actor[k] for k in optim})
     logged = ("logger", "project_name", "experiment_name")
+    kept = ("save_freq", "resume_mode", "max_ckpt_to_keep", "stage_timeout_s", "stop_exit_code", "stop_timeout_s")
     config.trainer = c(
         {
             k: ppo.trainer[k]
-            for k in ("run_dir", "compile_cache", *logged, "seed", "total_epochs", "total_training_steps")
+            for k in ("run_dir", "compile_cache", *logged, "seed", "total_epochs", "total_training_steps", *kept)
         }
     )
     return config.lock()

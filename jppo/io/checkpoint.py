@@ -278,6 +278,8 @@ def restore_field(path: pathlib.Path, field: str, like: Callable[[dict[str, Any]
         tree = like(content["meta"])
         wanted = {f".{field}{name}": leaf for name, leaf in _named(tree)}
         saved = {name: item for name, item in content["arrays"].items() if _of_field(name, field)}
+        if not saved:
+            raise UserError(f"{path} has no {field}; name a run that trains one, or the model in its run's hf/")
         _check_structure(path, saved, wanted)
         targets = {name: _target(leaf) for name, leaf in wanted.items()}
         how = ocp.args.PyTreeRestore(

@@ -5,6 +5,8 @@ other the step is finished first. Whoever catches it saves. What has not ended `
 force, and the last checkpoint stands.
 """
 
+import contextlib
+import errno
 import faulthandler
 import os
 import pathlib
@@ -12,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from jppo.io.hosts import ALONE, Hosts, Stopped
@@ -124,6 +127,25 @@ class Watch:
             f"stage {stage} has not ended for {seconds:.0f} s, trainer.stage_timeout_s={self._stage_timeout_s:g}; what"
             f" every thread was doing is in {self._stacks}; the run is being ended with a checkpoint"
         )
+
+
+@contextlib.contextmanager
+def ending(run_dir: str, *, within_s: float) -> Iterator[None]:
+    """Around all of a command: a stop, an interruption and a full disk become one line and the exit code."""
+    resumes = f"the same command goes on from the last of {run_dir}/checkpoints"
+    try:
+        yield
+    except OSError as e:
+        if e.errno != errno.ENOSPC:
+            raise
+        print(f"error: {e}: make room in {run_dir}, and {resumes}", file=sys.stderr)
+        sys.exit(1)
+    except Stopped as e:
+        print(f"{e.why}; {resumes}", file=sys.stderr, flush=True)
+        leave(e.status, within_s=within_s)
+    except KeyboardInterrupt:
+        print(f"interrupted; {resumes}", file=sys.stderr)
+        sys.exit(INTERRUPTED)
 
 
 def leave(code: int, *, within_s: float) -> None:
