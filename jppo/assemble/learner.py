@@ -12,8 +12,8 @@ from jppo.assemble import machine, waiting
 from jppo.assemble.fit import require_fit
 from jppo.assemble.inputs import Inputs, critic_path
 from jppo.assemble.recipe import make_recipe
-from jppo.assemble.rows import packing_kind, plan_of_run, sequences_of_step, shared_prompts
-from jppo.learner import compiler, optim, packing, ppo, sharding, state, update
+from jppo.assemble.rows import batch_shape, packing_kind, plan_of_run, sequences_of_step, shared_prompts
+from jppo.learner import compiler, optim, packing, ppo, sharding, state, step, update
 from jppo.models import embedding, fused, offload, spread
 from jppo.models.decoder import Decoder, attention_settings
 from jppo.models.families import ModelConfig, pad_vocab
@@ -29,6 +29,7 @@ class Learner:
     mesh: Any
     cfg: ModelConfig  # of the policy, its vocabulary as wide as the mesh needs it
     plan: packing.Plan
+    shape: tuple[int, int]  # of a step's flat batch, [B, L]
     recipe: ppo.Recipe
     passes: ppo.Passes
     actor: ppo.Descent
@@ -178,7 +179,6 @@ def make_passes(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[ppo.Recipe, p
         recipe,
         temperature=c.rollout.temperature,
         chunk_tokens=chunk_tokens(c, policy[1]),
-        sequences=sequences_of_step(c),
         mesh=mesh,
         options=compiler.options(mesh, c.model.compiler_options),
     )
@@ -225,6 +225,7 @@ def make_learner(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[Learner, Tra
         mesh=mesh,
         cfg=cfg,
         plan=plan_of_run(c, mesh, inputs.policy),
+        shape=batch_shape(c, mesh),
         recipe=recipe,
         passes=passes,
         actor=actor,
@@ -246,8 +247,11 @@ def compile_passes(c: ConfigDict, learner: Learner, begin: TrainState) -> None:
         reference=learner.reference,
         actor=learner.actor,
         critic=learner.critic,
-        sequences=sequences_of_step(c),
+        shape=learner.shape,
     )
+    step.advance(learner.recipe, begin, 0.0, bad=False, learned=True)
+    for model, section in enumerate((c.actor, c.critic)):
+        step.order(begin, model, 0, sequences_of_step(c), shuffle=section.shuffle)
 
 
 def make_reference(c: ConfigDict, mesh: Any, cfg: ModelConfig, policy: Trained, key: jax.Array) -> Params:
