@@ -93,12 +93,12 @@ class Match:
 
     def require_finite(self, learner: Learner, now: TrainState) -> None:
         """Raises NonFinite where the models compute NaN or infinities for rows of the last step."""
-        if self._last is None:
+        if (last := self._last) is None:
             return
-        rows, passes, policy = self._last.device, learner.passes, offload.to_device(learner.policy(now))
+        rows, passes, policy = last.device, learner.passes, offload.to_device(learner.policy(now))
 
         def require(about: str, array: Array) -> None:
-            if not np.isfinite(placing.fetch(array)[self._last.host.mask]).all():
+            if not np.isfinite(placing.fetch(array)[last.host.mask]).all():
                 raise NonFinite(f"the {about} are not finite numbers")
 
         require("log-probs of the policy", passes.logprob(policy, rows)[0])
@@ -108,7 +108,8 @@ class Match:
 
 def _worst(data: Batch, trajectories: Sequence[Trajectory]) -> tuple[str, str, float]:
     """The server whose samples are furthest off, the versions that it named, and the mismatch a token."""
-    mask, gap = (np.asarray(x)[: len(trajectories)] for x in (data.mask, data.rollout_logprob - data.old_logprob))
+    count = len(trajectories)
+    mask, gap = np.asarray(data.mask)[:count], np.asarray(data.rollout_logprob - np.asarray(data.old_logprob))[:count]
     found = []
     for server in sorted({t.server for t in trajectories}):
         mine = mask & np.array([t.server == server for t in trajectories])[:, None]

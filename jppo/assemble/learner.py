@@ -208,16 +208,9 @@ def make_learner(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[Learner, Tra
     value = value_opt = critic = None
     if inputs.critic is not None:
         shared = shares_trunk(c, inputs)
-        trained = load_trained(
-            c,
-            mesh,
-            fit(inputs.critic),
-            critic_path(c),
-            head="value",
-            key=keys(1),
-            adapters=inputs.critic_adapters,
-            trunk=policy.base.params if shared and policy.base is not None else None,
-        )
+        trunk = policy.base.params if shared and policy.base is not None else None
+        how = dict[str, Any](adapters=inputs.critic_adapters, trunk=trunk)
+        trained = load_trained(c, mesh, fit(inputs.critic), critic_path(c), head="value", key=keys(1), **how)
         trained = wait(trained, c.critic.param_offload, shared=shared)
         value = trained.learned
         critic, value_opt = make_descent(c.critic, "critic", passes.critic, trained, inputs.total_steps)
@@ -239,16 +232,9 @@ def make_learner(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[Learner, Tra
 def compile_passes(c: ConfigDict, learner: Learner, begin: TrainState) -> None:
     """Compiles all that a step runs, so that no later one has to."""
     ppo.compile_all(
-        learner.passes,
-        learner.recipe,
-        learner.plan,
-        learner.mesh,
-        now=begin,
-        reference=learner.reference,
-        actor=learner.actor,
-        critic=learner.critic,
-        shape=learner.shape,
-    )
+        learner.passes, learner.recipe, learner.plan, learner.mesh,
+        now=begin, reference=learner.reference, actor=learner.actor, critic=learner.critic, shape=learner.shape,
+    )  # fmt: skip
     step.advance(learner.recipe, begin, 0.0, bad=False, learned=True)
     for model, section in enumerate((c.actor, c.critic)):
         step.order(begin, model, 0, sequences_of_step(c), shuffle=section.shuffle)
@@ -262,7 +248,11 @@ def make_reference(c: ConfigDict, mesh: Any, cfg: ModelConfig, policy: Trained, 
     if policy.base is not None:  # with adapters that is their base, which is there already
         return policy.base.params
 
-    def apart(x: jax.Array) -> jax.Array:
+    if not c.ref.param_offload and not c.actor.param_offload:
+        places = jax.tree.map(lambda x: x.sharding, policy.learned)
+        return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=places)(policy.learned)
+
+    def apart(x: jax.Array) -> jax.Array:  # one array on the devices at a time
         copy = offload.to_device(x).copy()
         return offload.to_host(copy) if c.ref.param_offload else copy
 

@@ -22,7 +22,7 @@ class Correction:
 
 def mismatch(batch: Batch) -> dict[str, Array]:
     """Metrics of the trainer's log-probs less those of the engine, for the same tokens and weights."""
-    difference = jnp.where(batch.mask, batch.old_logprob - batch.rollout_logprob, 0.0)
+    difference = jnp.where(batch.mask, _log_ratio(batch), 0.0)
     gap = jnp.abs(difference)
     return {
         "rollout/logp_gap_mean": masked_sum(gap, batch.mask) / tokens(batch.mask),
@@ -34,11 +34,11 @@ def mismatch(batch: Batch) -> dict[str, Array]:
 
 def corrected(what: Correction, batch: Batch) -> tuple[Batch, dict[str, Array]]:
     """The batch with its weights, and without the tokens that are rejected; and metrics of both."""
-    log_ratio, mask = batch.old_logprob - batch.rollout_logprob, batch.mask
+    log_ratio, mask = _log_ratio(batch), batch.mask
     kept = correction.keep(log_ratio, mask, rules=what.rules)
     rejected = mask & ~kept
     sequences = jnp.maximum(jnp.sum(jnp.any(mask, axis=1), dtype=jnp.float32), 1.0)
-    metrics = {
+    metrics: dict[str, Array] = {
         "rollout_corr/rollout_rs_masked_fraction": jnp.sum(rejected, dtype=jnp.float32) / tokens(mask),
         "rollout_corr/rollout_rs_seq_masked_fraction": jnp.sum(jnp.any(rejected, axis=1)) / sequences,
     }
@@ -50,6 +50,11 @@ def corrected(what: Correction, batch: Batch) -> tuple[Batch, dict[str, Array]]:
         if what.normalize:
             weight = correction.normalized(weight, mean=correction.mean_weight(weight, mask, level=what.level))
     return dataclasses.replace(batch, mask=kept, weight=weight), metrics
+
+
+def _log_ratio(batch: Batch) -> Array:
+    assert batch.old_logprob is not None
+    return batch.old_logprob - batch.rollout_logprob
 
 
 def tokens(mask: Array) -> Array:  # [] f32

@@ -107,7 +107,9 @@ def penalty_of(batch: Batch, kind: str | None) -> Array:  # [B, L]
     if kind is None:
         return jnp.zeros_like(batch.rollout_logprob)
     if kind in kl.EXACT:
+        assert batch.exact_kl is not None
         return jnp.where(batch.mask, batch.exact_kl, 0.0)
+    assert batch.old_logprob is not None and batch.ref_logprob is not None
     return jnp.where(batch.mask, kl.ESTIMATORS[kind](batch.old_logprob, batch.ref_logprob), 0.0)
 
 

@@ -22,7 +22,7 @@ def advance(recipe: Recipe, now: TrainState, kl: float, *, bad: bool, learned: b
         return dataclasses.replace(now, step=step)
     kl_coef = now.kl_coef
     if recipe.adapt_kl is not None and not bad:  # a KL that is not finite would stay in the coefficient
-        kl_coef = scalar(recipe.adapt_kl(now.kl_coef, np.float32(kl)), now.kl_coef)
+        kl_coef = scalar(recipe.adapt_kl(now.kl_coef, np.asarray(kl, np.float32)), now.kl_coef)
     bad_steps = scalar((int(now.bad_steps) + 1) * bad, now.bad_steps)
     return dataclasses.replace(now, step=step, kl_coef=kl_coef, bad_steps=bad_steps)
 
