@@ -152,17 +152,13 @@ def test_a_wrong_command_is_one_line(bench, capsys):
         assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_gae_rows_are_whole_trajectories_with_tool_output_inside(gae):
-    reward, value, mask, segment = gae.make_rows(8, 1024)
-    assert reward.dtype == value.dtype == np.float32 and mask.dtype == bool and segment.dtype == np.int32
-    assert not reward[~mask].any() and not mask[segment == 0].any()
-    for row in range(8):
-        assert (np.diff(segment[row][segment[row] > 0]) >= 0).all()  # empty space is behind all of them
-        for number in range(1, segment[row].max() + 1):
-            kept = mask[row][segment[row] == number]
-            # masked: prompt, response, tool output, response
-            assert not kept[0] and kept[-1] and np.diff(kept.astype(int)).tolist().count(1) == 2
-    for x, y in zip(gae.make_rows(8, 1024), (reward, value, mask, segment), strict=True):
+def test_gae_has_responses_with_tool_output_inside(gae):
+    reward, value, mask = gae.make_batch(8, 1024)
+    assert reward.dtype == value.dtype == np.float32 and mask.dtype == bool
+    assert not reward[~mask].any()
+    for kept in mask.astype(int):  # response, tool output, response, padding
+        assert kept[0] and np.count_nonzero(np.diff(kept) == 1) == 1
+    for x, y in zip(gae.make_batch(8, 1024), (reward, value, mask), strict=True):
         np.testing.assert_array_equal(x, y)
 
 
@@ -174,7 +170,7 @@ def test_gae_is_measured_and_its_forms_agree(gae, monkeypatch, tmp_path, capsys)
     assert str(file) in out and file.name.endswith("-gae.json")
     result = json.loads(file.read_text())
     for (R, T), (shape, measured) in zip([(8, 256), (2, 130)], result["shapes"].items(), strict=True):
-        assert shape == f"{R}x{T}" and measured["bytes"] == R * T * 21
+        assert shape == f"{R}x{T}" and measured["bytes"] == R * T * 17
         assert out.count(f"| {shape} |") == len(measured["forms"]) == 9
         medians = {name: np.median(form["seconds"]) for name, form in measured["forms"].items()}
         for name, form in measured["forms"].items():

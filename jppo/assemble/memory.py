@@ -256,8 +256,8 @@ def _scored(recipe: ppo.Recipe, rows: Rows, with_critic: bool) -> Scored:
     weighed = recipe.correction is not None and recipe.correction.level is not None
     return Scored(
         rows=rows,
-        logp=f32,
-        ref_logp=f32 if recipe.kl_loss_type is not None else None,
+        old_logprob=f32,
+        ref_logprob=f32 if recipe.kl_loss_type is not None else None,
         value=f32 if with_critic else None,
         weight=f32 if weighed else None,
         advantage=f32,
@@ -302,7 +302,7 @@ def _scoring(
         if passes.reference is not None and inputs.reference is not None:
             policy_too = recipe.in_reward(actor)
             flop = useful_forward(c, inputs.reference, shape, None, head=True) + (0 if policy_too is None else flop)
-            models = reference, policy_too, one, _like(one)
+            models = reference, policy_too, one
             how = dict[str, Any](brought=coming.reference, useful=flop, masked=share, entries=entries)
             yield account("reference", 0, passes.reference, *models, **how)
         if passes.value is not None and critic is not None and inputs.critic is not None:

@@ -3,9 +3,11 @@
 import functools
 from collections.abc import Callable
 
+import jax
 from ml_collections import ConfigDict
 
-from jppo.algorithms import advantage, losses
+from jppo.algorithms import advantage, kl, losses
+from jppo.assemble.rows import sequences_of_step
 from jppo.config import importance_band, rejection_rules
 from jppo.learner import correct, estimate, ppo
 from jppo.learner.estimate import Estimator
@@ -21,19 +23,13 @@ def make_estimator(c: ConfigDict) -> Estimator:
         return x, x  # no critic reads the returns
 
     estimators = {
-        "gae": lambda: Estimator(
-            lambda reward, value, _, rows: gae(reward, value, rows.mask, rows.segment), whiten=True, critic=True
-        ),
+        "gae": lambda: Estimator(lambda reward, value, _, mask: gae(reward, value, mask), whiten=True, critic=True),
         "reinforce_plus_plus": lambda: Estimator(
-            lambda reward, _, __, rows: twice(
-                advantage.reinforce_plus_plus(reward, rows.mask, rows.segment, gamma=gamma)
-            ),
+            lambda reward, _, __, mask: twice(advantage.reinforce_plus_plus(reward, mask, gamma=gamma)),
             whiten=True,
         ),
         "remax": lambda: Estimator(
-            lambda reward, _, greedy, rows: twice(
-                advantage.remax(reward, greedy, rows.mask, rows.segment, rows.sequence)
-            ),
+            lambda reward, _, greedy, mask: twice(advantage.remax(reward, greedy, mask)),
             greedy=True,
         ),
         "grpo": lambda: Estimator(
@@ -88,6 +84,15 @@ def make_correction(c: ConfigDict) -> correct.Correction | None:
     )
 
 
+def make_kl_controller(c: ConfigDict) -> Callable[[Array, Array], Array] | None:
+    """What `algorithm.kl_ctrl_type` chooses: the next coefficient of the KL in the reward; None: it is fixed."""
+    a = c.algorithm
+    if a.kl_ctrl_type == "fixed":
+        return None
+    how = dict(steps=sequences_of_step(c), target=a.target_kl, horizon=a.horizon)
+    return jax.jit(functools.partial(kl.adaptive, **how))
+
+
 def make_recipe(c: ConfigDict) -> ppo.Recipe:
     """The mathematics that the config asks for."""
     a, v = c.actor, c.critic
@@ -109,4 +114,5 @@ def make_recipe(c: ConfigDict) -> ppo.Recipe:
         kl_loss_coef=a.kl_loss_coef,
         bypass=c.algorithm.old_logprob == "bypass",
         correction=make_correction(c),
+        adapt_kl=make_kl_controller(c),
     )

@@ -105,10 +105,11 @@ class Checkpoints:
         self.wait()
         named = _named(state)
         arrays = {name: _plain(leaf) for name, leaf in named}
-        if odd := nonfinite(arrays):
+        found = _examined(arrays)
+        if odd := [name for name, (finite, _) in found.items() if not finite]:
             raise NonFinite(f"{odd[0]} has values that are not finite numbers, one of {len(odd)} such arrays")
         self._make_way(step)
-        table = {name: _describe(leaf) | _impl(leaf) | {"checksum": checksum(arrays[name])} for name, leaf in named}
+        table = {name: _describe(leaf) | _impl(leaf) | {"checksum": found[name][1]} for name, leaf in named}
         content = {"step": step, "meta": meta, "arrays": table}
         copies = {name: _one_copy(array) for name, array in arrays.items()}
         items = ocp.args.Composite(state=ocp.args.StandardSave(copies), about=ocp.args.JsonSave(content))
@@ -293,11 +294,12 @@ def restore_field(path: pathlib.Path, field: str, like: Callable[[dict[str, Any]
 
 
 def _check_sums(path: pathlib.Path, arrays: dict[str, jax.Array], saved: dict[str, Any]) -> None:
-    changed = [name for name, array in arrays.items() if checksum(array) != saved[name]["checksum"]]
+    found = _examined(arrays)
+    changed = [name for name, (_, checksum) in found.items() if checksum != saved[name]["checksum"]]
     if changed:
         first = f"{len(changed)} arrays are not what was saved, {changed[0]} among them"
         raise Damaged(f"{path} is damaged: {first}; use another")
-    if odd := nonfinite(arrays):
+    if odd := [name for name, (finite, _) in found.items() if not finite]:
         raise Damaged(f"{path} holds values that are not finite numbers, in {odd[0]} first; use another")
 
 
@@ -389,21 +391,32 @@ def _check_structure(path: pathlib.Path, saved: dict[str, Any], wanted: dict[str
             raise UserError(f"{path} does not fit this run: {name} was saved as {then}, now it is {now}; {remedy}")
 
 
-def checksum(array: jax.Array) -> int:
-    """The sum of the array's bits, word by word, modulo 2^32: the same for any sharding."""
-    return int(_sum_of_bits(_on_device(array)))
-
-
 def checksum_of_all(tree: Any) -> int:
     """One checksum of all arrays of a tree."""
-    return sum(checksum(leaf) for leaf in jax.tree.leaves(tree)) % 2**32
+    arrays = {str(number): leaf for number, leaf in enumerate(jax.tree.leaves(tree))}
+    return sum(checksum for _, checksum in _examined(arrays).values()) % 2**32
 
 
 def nonfinite(arrays: Mapping[str, jax.Array]) -> list[str]:
     """The names of the arrays that hold NaN or an infinity."""
-    floats = {name: array for name, array in arrays.items() if jnp.issubdtype(array.dtype, jnp.floating)}
-    # One after another: exchanges of several programs at once can wait for each other on a CPU.
-    return [name for name, array in floats.items() if not bool(_all_finite(_on_device(array)))]
+    return [name for name, (finite, _) in _examined(arrays).items() if not finite]
+
+
+def _examined(arrays: Mapping[str, jax.Array]) -> dict[str, tuple[bool, int]]:
+    """Of each array whether it is finite, and its checksum; offloaded ones come to the devices one at a time.
+
+    The checksum is the sum of the array's bits, word by word, modulo 2^32: the same for any sharding.
+    """
+    together: dict[Any, list[str]] = {}  # names whose arrays one program can take
+    for name, array in arrays.items():
+        offloaded = "host" in (array.sharding.memory_kind or "")
+        together.setdefault(name if offloaded else frozenset(array.sharding.device_set), []).append(name)
+    found = dict[str, tuple[bool, int]]()
+    for names in together.values():
+        # One after another: exchanges of several programs at once can wait for each other on a CPU.
+        verdicts = jax.device_get(_examine([_on_device(arrays[name]) for name in names]))
+        found |= {name: (bool(finite), int(bits)) for name, (finite, bits) in zip(names, verdicts, strict=True)}
+    return {name: found[name] for name in arrays}
 
 
 def _on_device(array: jax.Array) -> jax.Array:
@@ -413,12 +426,10 @@ def _on_device(array: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def _all_finite(array: jax.Array) -> jax.Array:
-    return jnp.isfinite(array).all()
+def _examine(arrays: list[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:
+    def sum_of_bits(array: jax.Array) -> jax.Array:
+        whole = array.astype(jnp.uint8) if array.dtype == jnp.bool_ else array
+        bits = jax.lax.bitcast_convert_type(whole, jnp.dtype(f"uint{8 * whole.dtype.itemsize}"))
+        return jnp.sum(bits, dtype=jnp.uint32)
 
-
-@jax.jit
-def _sum_of_bits(array: jax.Array) -> jax.Array:
-    whole = array.astype(jnp.uint8) if array.dtype == jnp.bool_ else array
-    bits = jax.lax.bitcast_convert_type(whole, jnp.dtype(f"uint{8 * whole.dtype.itemsize}"))
-    return jnp.sum(bits, dtype=jnp.uint32)
+    return [(jnp.isfinite(array).all(), sum_of_bits(array)) for array in arrays]
