@@ -4,6 +4,7 @@ Learning rates go by PPO steps, as in verl, not by optimizer updates. So a chain
 returns an `optax.GradientTransformation`, and each step traces it with its own rate.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -103,10 +104,7 @@ def make_optimizer(
 def descend(
     tx: Transformation, params: Params, opt: Any, grads: Params, learning_rate: Array, good: Any = True
 ) -> tuple[Params, Any]:
-    """One optimizer step in f32, whatever the parameters' dtype; unless `good` neither parameters nor state change.
-
-    `optax.apply_if_finite` returns zero updates instead, which take memory, and gives up after a number of steps.
-    """
+    """One optimizer step in f32, whatever the parameters' dtype; unless `good` neither parameters nor state change."""
     chex.assert_trees_all_equal_shapes(params, grads)
 
     def step(params: Params, opt: Any) -> tuple[Params, Any]:
@@ -115,8 +113,23 @@ def descend(
         wide = opt.master if isinstance(opt, Master) else optax.apply_updates(wide, updates)
         return jax.tree.map(lambda p, w: w.astype(p.dtype), params, wide), opt
 
-    new: tuple[Params, Any] = jax.lax.cond(good, step, lambda *old: old, params, opt)
+    by_platform = {"cpu": functools.partial(branched, good, step), "default": functools.partial(selected, good, step)}
+    new: tuple[Params, Any] = jax.lax.platform_dependent(params, opt, **by_platform)
     return new
+
+
+def branched(good: Any, step: Callable[..., Any], *old: Any) -> Any:
+    """`step(*old)` where `good`, else `old`: in place on CPUs; GPUs copy the operands of a branch.
+
+    `optax.apply_if_finite` branches too, but returns zero updates, which take memory, and gives up after a number of
+    steps.
+    """
+    return jax.lax.cond(good, step, lambda *old: old, *old)
+
+
+def selected(good: Any, step: Callable[..., Any], *old: Any) -> Any:
+    """The same, element by element: in place on GPUs and TPUs; CPUs keep what is selected from."""
+    return jax.tree.map(lambda new, old: jnp.where(good, new, old), step(*old), old)
 
 
 def clip_by_global_norm(limit: float) -> optax.GradientTransformation:

@@ -161,6 +161,20 @@ def test_a_skipped_step_changes_no_bit(name, master, moments_dtype):
     assert np.any(good[0]["w"] != params["w"])
 
 
+@pytest.mark.parametrize("good", [True, False])
+def test_the_step_of_cpus_and_that_of_gpus_are_one(good):
+    tx, params = make(), drawn()
+
+    def step(params, opt):
+        updates, opt = tx.update(drawn(1), opt, params, learning_rate=0.03)
+        return optax.apply_updates(params, updates), opt
+
+    old = params, tx.init(params)
+    found = [jax.jit(functools.partial(how, good, step))(*old) for how in (optim.branched, optim.selected)]
+    chex.assert_trees_all_close(*found, rtol=1e-6)
+    assert bool(jnp.all(found[0][0]["w"] == params["w"])) is not good
+
+
 def test_skipped_steps_are_those_of_apply_if_finite():
     """Non-finite gradients among finite ones; optax's wrapper gives up after 100."""
     tx, params = make(grad_clip=1e9), drawn()
