@@ -228,9 +228,9 @@ def test_only_adapters_are_trained_kept_and_stepped(learn, small_run, monkeypatc
     assert metrics[1]["rollout/logp_gap_mean"] > 0
     names = saved(small_run)
     of_policy = {name for name in names if "policy" in name}
-    assert of_policy and all("lora" in name or "steps" in name for name in of_policy), of_policy
+    assert of_policy and all("lora" in name or "count" in name for name in of_policy), of_policy
     of_value = {name for name in names if "value" in name}
-    assert all("lora" in name or "score" in name or "steps" in name for name in of_value) and of_value
+    assert all("lora" in name or "score" in name or "count" in name for name in of_value) and of_value
     learned = sum(x.size for x in jax.tree.leaves(begin.policy))
     moments = sum(x.size for x in jax.tree.leaves(begin.policy_opt) if x.ndim)
     assert moments == 2 * learned < sum(x.size for x in jax.tree.leaves(base))

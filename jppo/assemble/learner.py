@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from jppo.assemble import machine, waiting
 from jppo.assemble.fit import require_fit
 from jppo.assemble.inputs import Inputs, critic_path
+from jppo.assemble.optimizers import make_optimizer
 from jppo.assemble.recipe import make_recipe
 from jppo.assemble.rows import batch_shape, packing_kind, plan_of_run, sequences_of_step, shared_prompts
 from jppo.learner import compiler, optim, packing, ppo, sharding, state, step, update
@@ -263,25 +263,13 @@ def make_descent(
     section: ConfigDict, name: str, accumulate: Any, trained: Trained, total_steps: int
 ) -> tuple[ppo.Descent, Any]:
     """The optimizer of one model, by its section of the config, and the optimizer's first state."""
-    tx = make_optimizer(section, trained.what)
+    tx = make_optimizer(section, name, trained.what)
     opt, places = state.init_optimizer(tx, trained.what, trained.learned)
     apply = make_apply(section, tx, trained.what, places, total_steps)
     zeros = update.make_zeros(trained.what.shapes, trained.what.shardings)
     spare = trained.what.spare, state.spare_of_optimizer(tx, trained.what)
     opt = offload.to_host(opt) if section.optimizer_offload else opt
     return ppo.Descent(accumulate, apply, zeros, name=name, base=trained.base, spare=spare), opt
-
-
-def make_optimizer(section: ConfigDict, what: state.Weights) -> Any:
-    """The optimizer that a section of the config asks for, of such parameters."""
-    narrow = any(x.dtype != jnp.float32 for x in jax.tree.leaves(what.shapes))
-    return optim.make_optimizer(
-        grad_clip=section.grad_clip,
-        betas=tuple(section.betas),
-        weight_decay=section.weight_decay,
-        moments_dtype=section.moments_dtype,
-        master=section.master_dtype == "float32" and narrow,
-    )
 
 
 def make_apply(section: ConfigDict, tx: Any, what: state.Weights, places: Any, total_steps: int) -> Any:

@@ -12,6 +12,7 @@ from jppo.config.engines import check_engine, check_publish, check_secrets
 from jppo.config.errors import UserError
 from jppo.config.memory import check_memory
 from jppo.config.multi_turn import check_multi_turn
+from jppo.config.optimizers import check_optimizers
 from jppo.config.steps import parse_steps
 from jppo.config.texts import importance_band, loggers, rejection_rules, save_contents
 
@@ -271,6 +272,7 @@ def _check_training(config: ml_collections.ConfigDict) -> None:
     _check_packing(config)
     _check_lengths(config)
     check_memory(config)
+    check_optimizers(config)
 
 
 def _check_mini_batch(config: ml_collections.ConfigDict, section: str) -> None:

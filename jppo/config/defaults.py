@@ -7,6 +7,7 @@ import ml_collections
 from ml_collections import config_dict
 
 OPTIM = (
+    "optimizer",
     "grad_clip",
     "betas",
     "weight_decay",
@@ -31,15 +32,16 @@ def default() -> ml_collections.ConfigDict:
     """All settings of PPO training with their defaults; verl's names where they mean what verl's mean."""
     c, none = ml_collections.ConfigDict, config_dict.placeholder
     optim = dict(
+        optimizer="adamw",  # adamw, muon, adafactor, lion, sgd; or 'path.py:name', a user-defined optax chain
         grad_clip=1.0,  # largest norm of a gradient; a longer one is scaled down to it
-        betas=(0.9, 0.999),  # of Adam's means of the gradient and of its square
-        weight_decay=0.01,  # AdamW's: in a step each weight shrinks by this times the learning rate
+        betas=(0.9, 0.999),  # decay rates of Adam's two moments; lion reads both, sgd the first as its momentum
+        weight_decay=0.01,  # decoupled: in a step each weight shrinks by this times the learning rate
         lr_scheduler_type="constant",  # of the learning rate, after its warm-up
         lr_warmup_steps=-1,  # steps in which the learning rate rises from 0; -1: by the ratio
         lr_warmup_steps_ratio=0.0,  # the same as a share of all steps
         min_lr_ratio=0.0,  # of cosine: the last learning rate as a share of the first
-        master_dtype="float32",  # of what is stepped; float32 beside parameters of bfloat16 is a copy of them
-        moments_dtype="float32",  # of Adam's two means
+        master_dtype="float32",  # of the weights that are updated; with bfloat16 parameters float32 is a copy of them
+        moments_dtype="float32",  # of the optimizer's moments; bfloat16 is rounded stochastically
         optimizer_offload=False,  # the optimizer is on the host but for its steps
     )
     config = c()

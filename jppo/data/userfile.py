@@ -10,15 +10,15 @@ from typing import Any
 from jppo.config import UserError
 
 
-def user_class(spec: str, setting: str) -> Callable[..., Any]:
-    """The class that `spec` names; a wrong form, file or name is a UserError that names the setting."""
+def user_class(spec: str, setting: str, *, kind: str = "class", example: str = "data.py:Rows") -> Callable[..., Any]:
+    """The class or function that `spec` names; a wrong form, file or name is a UserError that names the setting."""
     file, colon, name = spec.rpartition(":")
     path = pathlib.Path(file).expanduser()
     if not colon or path.suffix != ".py" or not name:
-        raise UserError(f"{setting}={spec!r} must be the path of a Python file, a colon and a class: data.py:Rows")
+        raise UserError(f"{setting}={spec!r} must be the path of a Python file, a colon and a {kind}: {example}")
     cls = getattr(user_module(path, f"{setting}={spec}"), name, None)
     if not callable(cls):
-        raise UserError(f"{setting}={spec}: {path} defines no class {name!r}; name one of the file's own")
+        raise UserError(f"{setting}={spec}: {path} defines no {kind} {name!r}; name one of the file's own")
     return cls
 
 

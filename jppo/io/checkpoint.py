@@ -6,6 +6,7 @@ read: storage that changed a bit is found, and the checkpoint before is used ins
 disk, is said and costs that checkpoint only.
 """
 
+import collections
 import dataclasses
 import json
 import logging
@@ -121,10 +122,8 @@ class Checkpoints:
         except Exception as e:  # orbax and tensorstore raise anything, down to a plain Exception
             self._failed(e)
 
-    def restore_latest(
-        self, like: Any, *, fits: Callable[[dict[str, Any]], None] | None = None, optional: Sequence[str] = ()
-    ) -> Restored | None:
-        """The last checkpoint that is whole, as `restore` reads it; None where there is none.
+    def restore_latest(self, like: Any, **how: Any) -> Restored | None:
+        """The last checkpoint that is whole, as `restore` reads it with `how`; None where there is none.
 
         A damaged one is reported and, unless nothing may be changed, renamed to `<step>.damaged`; the one before is
         read.
@@ -133,7 +132,7 @@ class Checkpoints:
         for step in reversed(self.steps()):
             path = self._directory / str(step)
             try:
-                return restore(path, like, fits=fits, optional=optional)
+                return restore(path, like, **how)
             except Damaged as e:
                 aside = path.with_name(f"{step}.damaged")
                 renamed = "" if self._read_only else f", renamed to {aside.name}"
@@ -244,12 +243,13 @@ def restore(
     *,
     fits: Callable[[dict[str, Any]], None] | None = None,
     optional: Sequence[str] = (),
+    former_name: Callable[[str], str] = str,
 ) -> Restored:
     """Read the checkpoint at `path` into the structure, shapes, dtypes and shardings of `like`.
 
     `like` holds arrays or `jax.ShapeDtypeStruct`s with shardings; its `optional` fields hold arrays, which stay
-    where the checkpoint has nothing for the field. `fits` sees the meta first and raises what speaks against it. A
-    checkpoint of another structure is a user's error.
+    where the checkpoint has nothing for the field. `fits` sees the meta first and raises what speaks against it. An
+    array that is not there is read by its `former_name`. A checkpoint of another structure is a user's error.
     """
     require(path)
     _quiet()
@@ -260,12 +260,20 @@ def restore(
         saved = content["arrays"]
         missing = tuple(field for field in optional if not any(_of_field(name, field) for name in saved))
         whole = dict(_named(like))
-        wanted = {name: leaf for name, leaf in whole.items() if not any(_of_field(name, field) for field in missing)}
+        there = [name for name in whole if not any(_of_field(name, field) for field in missing)]
+        stored = {name: name if name in saved else former_name(name) for name in there}
+        wanted = {stored[name]: whole[name] for name in there}
         _check_structure(path, saved, wanted)
         targets = {name: _target(leaf) for name, leaf in wanted.items()}
         arrays = _read(reader, path.absolute(), state=ocp.args.StandardRestore(targets))["state"]
     _check_sums(path, arrays, saved)
-    leaves = [_rewrap(arrays[name], saved[name]) if name in wanted else leaf for name, leaf in whole.items()]
+    times = collections.Counter(stored.values())
+
+    def found(name: str) -> jax.Array:
+        array = _rewrap(arrays[stored[name]], saved[stored[name]])
+        return array if times[stored[name]] == 1 else array.copy()  # each leaf may be donated
+
+    leaves = [found(name) if name in stored else leaf for name, leaf in whole.items()]
     state = jax.tree.unflatten(jax.tree.structure(like), leaves)
     present = tuple(field for field in missing if any(_of_field(name, field) for name in whole))
     return Restored(content["step"], state, content["meta"], present)

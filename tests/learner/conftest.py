@@ -105,7 +105,7 @@ def recipe(estimator="gae", **changes):
 
 SCORING = dict(temperature=SETTINGS.temperature, chunk_tokens=64)
 KL_COEF = 0.2
-ADAMW = optim.make_optimizer(grad_clip=0.5, betas=(0.9, 0.99), weight_decay=0.1)
+ADAMW = optim.make_optimizer(functools.partial(optim.adamw, betas=(0.9, 0.99), weight_decay=0.1), grad_clip=0.5)
 
 
 @pytest.fixture(scope="module", autouse=True)
