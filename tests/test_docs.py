@@ -295,7 +295,7 @@ def test_every_setting_and_tool_of_agents_is_explained():
     said = {word for part in quoted("docs/agents.md") for word in re.findall(r"[\w.]+\w", part)}
     of_agents = {name for name in commandline.settings(config.default()) if ".multi_turn." in name}
     assert len(of_agents) > 10 and not of_agents - said
-    assert set(tools.SHIPPED) | set(checks.CHOICES["rollout.multi_turn.format"]) <= said
+    assert set(tools.TOOLS) | set(checks.CHOICES["rollout.multi_turn.format"]) <= said
 
 
 def test_the_classes_of_agents_that_are_shown_work():

@@ -57,7 +57,7 @@ def half_right(monkeypatch):
         return Reward(float(last in "02468"), {}, None, last)
 
     for source in ("exact", "gsm8k"):
-        monkeypatch.setitem(graders.GRADERS, source, rule)
+        monkeypatch.setitem(graders.GRADERS.own, source, rule)
 
 
 @pytest.mark.usefixtures("engine", "half_right")

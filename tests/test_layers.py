@@ -13,6 +13,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 # A place may import the places of the rows above its own.
 LAYERS = (
+    ("errors",),
+    ("registry",),
     ("structs", "config", "tensorheader", "sandbox"),
     ("algorithms", "models", "statistics"),
     ("learner", "data", "rewards", "rollout", "io"),
@@ -22,11 +24,11 @@ LAYERS = (
     ("checkup",),
     ("doctor", "__main__"),
 )
-LAYER = {place: i for i, row in enumerate(LAYERS) for place in row}
+LAYER = {place: i for i, row in enumerate(LAYERS, -2) for place in row}  # those below 0 are everybody's
 # Commands that stand beside what they look at: they have the layer of the training commands.
 COMMANDS_BELOW = ("jppo.data.check", "jppo.rewards.check")
 
-COMMANDS = (*(f"jppo.{place}" for row in LAYERS[4:] for place in row), *COMMANDS_BELOW)
+COMMANDS = (*(f"jppo.{place}" for row in LAYERS[6:] for place in row), *COMMANDS_BELOW)
 # Packages that few may import: a module, or all modules below a package.
 ONLY_IN = {
     "vllm": ("jppo.rollout.worker",),

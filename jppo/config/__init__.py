@@ -8,10 +8,10 @@ from jppo.config.commandline import describe, dump, exit_on_user_error, parse
 from jppo.config.commandline import settings as by_name
 from jppo.config.defaults import default, reward_model_default, sft_default
 from jppo.config.draws import cuts
-from jppo.config.errors import UserError
 from jppo.config.shipped import recipe
 from jppo.config.steps import check_within, parse_steps
 from jppo.config.texts import importance_band, loggers, rejection_rules, save_contents, stop_texts
+from jppo.errors import UserError
 
 __all__ = [
     "UserError",

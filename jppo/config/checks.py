@@ -9,11 +9,11 @@ import ml_collections
 from jppo.config.defaults import default
 from jppo.config.draws import check_sampling
 from jppo.config.engines import check_engine, check_publish, check_secrets
-from jppo.config.errors import UserError
 from jppo.config.memory import check_memory
 from jppo.config.multi_turn import check_multi_turn
 from jppo.config.steps import parse_steps
 from jppo.config.texts import importance_band, loggers, rejection_rules, save_contents
+from jppo.errors import UserError
 
 _KL = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full")
 _KL_NAMES = (*_KL, *(f"{name}+" for name in _KL))

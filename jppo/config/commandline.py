@@ -13,8 +13,8 @@ from absl import flags
 from ml_collections import config_flags
 
 from jppo.config import shipped
-from jppo.config.errors import UserError
 from jppo.config.meanings import meanings
+from jppo.errors import UserError
 
 SWITCHES = ("dry_run", "machine", "json", "rollout_tokens_per_s")
 MEANINGS_AT = 52  # the column where they begin in --help, but behind what is longer

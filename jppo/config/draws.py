@@ -3,8 +3,8 @@
 import ml_collections
 
 from jppo.config.defaults import default
-from jppo.config.errors import UserError
 from jppo.config.texts import stop_texts
+from jppo.errors import UserError
 
 CUTS = ("top_p", "top_k", "min_p")  # settings that take tokens out of the distribution
 COLDEST, HOTTEST = 0.01, 2.0  # temperatures of vLLM: below it samples at 0.01 and says so in its log alone

@@ -6,7 +6,7 @@ import urllib.parse
 import ml_collections
 
 from jppo.config.defaults import default
-from jppo.config.errors import UserError
+from jppo.errors import UserError
 
 # Settings of `rollout` for a server; what the trainer's own engine has no use for.
 OF_SERVERS = (

@@ -2,7 +2,7 @@
 
 import ml_collections
 
-from jppo.config.errors import UserError
+from jppo.errors import UserError
 
 
 def check_memory(config: ml_collections.ConfigDict) -> None:

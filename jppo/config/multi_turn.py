@@ -3,7 +3,7 @@
 import ml_collections
 
 from jppo.config.defaults import default
-from jppo.config.errors import UserError
+from jppo.errors import UserError
 
 _OF_TOOLS = ("max_parallel_calls", "max_tool_response_length", "tool_response_truncate_side", "allow_code")
 

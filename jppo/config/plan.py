@@ -11,7 +11,7 @@ from typing import Any
 
 from jppo.config import checks, commandline, shipped
 from jppo.config.defaults import default
-from jppo.config.errors import UserError
+from jppo.errors import UserError
 
 FOLDER = "trainer.run_dir"
 LONGEST_NAME = 120

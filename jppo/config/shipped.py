@@ -5,7 +5,7 @@ import runpy
 
 import ml_collections
 
-from jppo.config.errors import UserError
+from jppo.errors import UserError
 
 SCHEME = "jppo://"
 FOLDER = pathlib.Path(__file__).resolve().parents[1] / "configs"  # of the package: in a checkout a link to configs/

@@ -2,7 +2,7 @@
 
 import re
 
-from jppo.config.errors import UserError
+from jppo.errors import UserError
 
 
 def parse_steps(spec: str, name: str) -> tuple[range, ...]:

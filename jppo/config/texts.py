@@ -1,6 +1,6 @@
 """Settings that are lists or bands, written as one text."""
 
-from jppo.config.errors import UserError
+from jppo.errors import UserError
 
 SAVE_CONTENTS = ("model", "optimizer", "extra", "hf_model")  # extra: keys, counters, coefficients, places
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow")
