@@ -22,11 +22,23 @@ T = TypeVar("T")
 
 
 class Registry(Mapping[str, T], Generic[T]):
-    """Parts of one kind by name; a part of jppo's own is given itself, or as 'module:name' and imported when used."""
+    """Parts of one kind by name: jppo's own, and those of installed packages."""
 
-    def __init__(self, group: str, own: Mapping[str, str | T], *, returns: str = ""):
-        """`returns` is the class, 'module:name', of what the parts return; `make` checks it."""
-        self.group, self.own, self.returns = group, dict(own), returns
+    def __init__(self, group: str, own: dict[str, T] | str, *, returns: str = ""):
+        """`own` may be the name 'module:name' of a dict, imported when a part is looked up.
+
+        `returns` is the class, 'module:name', of what the parts return; `make` checks it.
+        """
+        self.group, self.returns, self._own = group, returns, own
+
+    @functools.cached_property
+    def own(self) -> dict[str, T]:
+        """jppo's own parts."""
+        if isinstance(self._own, dict):
+            return self._own
+        module, _, name = self._own.partition(":")
+        found: dict[str, T] = getattr(importlib.import_module(module), name)
+        return found
 
     @functools.cached_property
     def _installed(self) -> dict[str, importlib.metadata.EntryPoint]:
@@ -43,8 +55,10 @@ class Registry(Mapping[str, T], Generic[T]):
         return len({*self.own, *self._installed})
 
     def __getitem__(self, name: str) -> T:
-        part = self.own[name] if name in self.own else self._installed[name].value
-        return resolve(part, self.group) if isinstance(part, str) else part
+        if name in self.own:
+            return self.own[name]
+        part: T = resolve(self._installed[name].value, self.group)
+        return part
 
     def find(self, spec: str, setting: str) -> T:
         """The part that `spec` names, else a UserError that begins with the setting."""

@@ -95,7 +95,7 @@ def train_on(hosts: Hosts, config: ConfigDict) -> None:
         with timer("start"):
             laps = Laps()
             # It imports and loads while JAX compiles.
-            engine = hosts.together(lambda: assemble.ENGINES[c.rollout.name](c, logs, hosts))
+            engine = hosts.together(lambda: assemble.open_engine(c, logs, hosts))
             stack.callback(engine.close)
             learner, begin = assemble.make_learner(c, inputs, mesh)
             laps("models")

@@ -1,5 +1,6 @@
 """Parts by name: jppo's own, user-defined ones by path or module, and those of installed packages."""
 
+import collections
 import importlib.metadata
 
 import pytest
@@ -27,14 +28,22 @@ def other():
 def parts(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(FILE)
-    own = {"counter": "collections:Counter", "length": len}
-    return Registry("things", own, returns=f"{file}:Made"), file
+    return Registry("things", {"counter": collections.Counter, "length": len}, returns=f"{file}:Made"), file
 
 
-def test_own_parts_are_found_by_name_and_imported_when_used(parts):
+def test_own_parts_are_found_by_name(parts):
     registry, _ = parts
     assert list(registry) == ["counter", "length"] and "counter" in registry and "deque" not in registry
-    assert registry.find("counter", "a.b").__name__ == "Counter" and registry["length"] is len
+    assert registry.find("counter", "a.b") is collections.Counter and registry["length"] is len
+    with pytest.raises(KeyError):
+        registry["deque"]
+
+
+def test_own_parts_may_be_the_dict_of_a_module_imported_when_used():
+    registry = Registry("things", "os:no_such_dict")
+    with pytest.raises(AttributeError, match="no_such_dict"):
+        "x" in registry  # noqa: B015
+    assert "PATH" in Registry("things", "os:environ")
 
 
 def test_a_file_runs_once_until_it_changes(tmp_path):

@@ -69,7 +69,7 @@ def with_server(
 
     @functools.cache
     def sampler() -> Any:
-        engine = assemble.ENGINES[c.rollout.name](c, scratch)
+        engine = assemble.open_engine(c, scratch)
         stack.callback(engine.close)
         read = inputs()
         if read.agent is not None:

@@ -1,4 +1,4 @@
-"""The command-line edge: --config and its overrides, and faults as one line."""
+"""The command line: --config and its overrides, --help, and errors as one line."""
 
 import functools
 import json
@@ -13,11 +13,12 @@ from absl import flags
 from ml_collections import config_flags
 
 from jppo.config import shipped
-from jppo.config.meanings import meanings
+from jppo.config.table import TABLE
+from jppo.config.table import values as settings
 from jppo.errors import UserError
 
 SWITCHES = ("dry_run", "machine", "json", "rollout_tokens_per_s")
-MEANINGS_AT = 52  # the column where they begin in --help, but behind what is longer
+MEANINGS_AT = 52  # column of the meanings in --help; longer settings push theirs to the right
 
 
 def dump(config: ml_collections.ConfigDict) -> str:
@@ -63,13 +64,13 @@ def parse(
             config_flags.DEFINE_config_dict("config", defaults, flag_values=values, sys_argv=["jppo", *argv])
         rest = values(["jppo", *argv])[1:]
     except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as e:
-        raise UserError(_explain(e, defaults)) from e
+        raise UserError(_explain(e)) from e
     if rest:
         raise UserError(f"{rest[0]!r} is not understood; settings are given as --config.SECTION.NAME=VALUE")
     return values["config"].value, {name: values[name].value for name in values if name in SWITCHES}
 
 
-def _explain(error: Exception, defaults: ml_collections.ConfigDict) -> str:
+def _explain(error: Exception) -> str:
     """absl's and ml_collections' complaints in one line of value, rule and remedy."""
     text = " ".join(str(error.args[0] if error.args else error).replace('"', "'").split())
     unknown = re.search(r"(\w+)\W+(?:n)?Did you mean '(\w+)'", text)
@@ -84,9 +85,7 @@ def _explain(error: Exception, defaults: ml_collections.ConfigDict) -> str:
         )
     typed = re.match(r"flag (--config\.([\w.]+)=.*?): ", text)
     if typed:
-        *sections, leaf = typed[2].split(".")
-        section = functools.reduce(lambda node, name: node[name], sections, defaults)
-        return f"{typed[1]} must be of type {section.get_type(leaf).__name__}, as the default is"
+        return f"{typed[1]} must be of type {TABLE[typed[2]].type.__name__}, as {TABLE[typed[2]].default!r} is"
     return text
 
 
@@ -106,17 +105,10 @@ def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
 
 def describe(config: ml_collections.ConfigDict) -> str:
     """All settings with their values and meanings, one a line, for --help."""
-    said = settings(config)
-    shown = {name: f"--config.{name}={said[name]!r}" for name in meanings() if name in said}
-    return "\n".join(f"  {one:<{MEANINGS_AT}}  {meanings()[name]}" for name, one in shown.items())
-
-
-def settings(config: ml_collections.ConfigDict | dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Every setting by its dotted name, of a config or of what a config.json holds."""
-    found: dict[str, Any] = {}
-    for name, value in config.items():
-        if isinstance(value, ml_collections.ConfigDict | dict):
-            found |= settings(value, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = value
-    return found
+    lines = []
+    found = settings(config)
+    for name, setting in TABLE.items():
+        if name in found:
+            unit = f"[{setting.unit}] " if setting.unit else ""
+            lines.append(f"  {f'--config.{name}={found[name]!r}':<{MEANINGS_AT}}  {unit}{setting.meaning}")
+    return "\n".join(lines)

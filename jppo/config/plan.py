@@ -1,7 +1,6 @@
 """The runs of a sweep: what `sweep(add)` of a config file asks for, each checked as training would check it."""
 
 import dataclasses
-import difflib
 import hashlib
 import pathlib
 import re
@@ -10,8 +9,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jppo.config import checks, commandline, shipped
-from jppo.config.defaults import default
+from jppo.config.table import TABLE, default
 from jppo.errors import UserError
+from jppo.registry import did_you_mean
 
 FOLDER = "trainer.run_dir"
 LONGEST_NAME = 120
@@ -79,9 +79,8 @@ def _check_name(name: str, known: dict[str, Any], given: set[str]) -> None:
     if name == FOLDER:
         raise UserError(f"sweep: {FOLDER} cannot be swept, each run has a folder of its own; use --out")
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "python -m jppo.train --help lists them all"
-        raise UserError(f"sweep: there is no setting {name!r}; {hint}")
+        near = did_you_mean(name, known) or "; python -m jppo.train --help lists them all"
+        raise UserError(f"sweep: there is no setting {name!r}{near}")
     if name in given:
         raise UserError(f"--config.{name} is given, and the sweep sets it too; leave one of them out")
 
@@ -104,7 +103,7 @@ def _resolve(overrides: dict[str, Any], argv: Sequence[str], out: pathlib.Path, 
     for setting, value in overrides.items():
         read = values[setting]
         if read != value or isinstance(read, str) != isinstance(value, str):
-            raise UserError(f"sweep, run {name}: {setting}={value!r} must be of type {type(read).__name__}")
+            raise UserError(f"sweep, run {name}: {setting}={value!r} must be of type {TABLE[setting].type.__name__}")
     return Run(name, folder, overrides, arguments, values)
 
 
