@@ -1,5 +1,7 @@
 """The check of a config: every value by the table, then the rules between settings; needs no data, model or device."""
 
+from typing import Any
+
 import ml_collections
 
 from jppo.config import rules_rollout, rules_training
@@ -29,7 +31,7 @@ def check(config: ml_collections.ConfigDict, *, training: bool = True) -> None:
         rules_training.check(config)
 
 
-def _check_read(name: str, found: dict[str, object]) -> None:
+def _check_read(name: str, found: dict[str, Any]) -> None:
     """Refuses a value that no part of the run would read."""
     setting, value = TABLE[name], found[name]
     if not setting.only or value == setting.default:

@@ -13,11 +13,11 @@ from absl import flags
 from ml_collections import config_flags
 
 from jppo.config import shipped
-from jppo.config.table import TABLE
-from jppo.config.table import values as settings
+from jppo.config.table import TABLE, values
 from jppo.errors import UserError
 
 SWITCHES = ("dry_run", "machine", "json", "rollout_tokens_per_s")
+settings = values
 MEANINGS_AT = 52  # column of the meanings in --help; longer settings push theirs to the right
 
 
@@ -39,19 +39,19 @@ def parse(
     Unless it `needs_file`, a command starts from the defaults where none is named. One that `describes` machines has
     the switches of --dry_run for that.
     """
-    values = flags.FlagValues()
+    given = flags.FlagValues()  # type: ignore[no-untyped-call]
     argv = [shipped.locate(word) for word in argv]
     named = [a.split("=", 1)[1] for a in argv if a.startswith("--config=")]
     from_file = needs_file or bool(named)
     if from_file:
         config_flags.DEFINE_config_file(
-            "config", None, "a file with get_config()", flag_values=values, sys_argv=["jppo", *argv]
+            "config", None, "a file with get_config()", flag_values=given, sys_argv=["jppo", *argv]
         )
-    flags.DEFINE_bool("dry_run", False, "print the resolved settings and stop", flag_values=values)
+    flags.DEFINE_bool("dry_run", False, "print the resolved settings and stop", flag_values=given)
     if describes:
-        flags.DEFINE_string("machine", "", "a machine that --dry_run compiles for", flag_values=values)
-        flags.DEFINE_string("json", "", "a file for the account of --dry_run", flag_values=values)
-        flags.DEFINE_float("rollout_tokens_per_s", 0.0, "tokens/s of all rollout engines", flag_values=values)
+        flags.DEFINE_string("machine", "", "a machine that --dry_run compiles for", flag_values=given)
+        flags.DEFINE_string("json", "", "a file for the account of --dry_run", flag_values=given)
+        flags.DEFINE_float("rollout_tokens_per_s", 0.0, "tokens/s of all rollout engines", flag_values=given)
     if "--help" in argv or "-h" in argv:
         print(f"{about}\nSettings and their defaults:\n{describe(defaults)}")
         sys.exit(0)
@@ -61,13 +61,13 @@ def parse(
         raise UserError(f"--config={named[0]}: no such file; jppo's own are {shipped.SCHEME}NAME, as jppo://gsm8k is")
     try:
         if not from_file:  # reads the overrides at once
-            config_flags.DEFINE_config_dict("config", defaults, flag_values=values, sys_argv=["jppo", *argv])
-        rest = values(["jppo", *argv])[1:]
+            config_flags.DEFINE_config_dict("config", defaults, flag_values=given, sys_argv=["jppo", *argv])
+        rest = given(["jppo", *argv])[1:]
     except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as e:
         raise UserError(_explain(e)) from e
     if rest:
         raise UserError(f"{rest[0]!r} is not understood; settings are given as --config.SECTION.NAME=VALUE")
-    return values["config"].value, {name: values[name].value for name in values if name in SWITCHES}
+    return given["config"].value, {name: given[name].value for name in given if name in SWITCHES}
 
 
 def _explain(error: Exception) -> str:

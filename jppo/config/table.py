@@ -2,12 +2,13 @@
 
 import dataclasses
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import ml_collections
 from ml_collections import config_dict
 
 from jppo.config import table_rollout, table_run, table_training
-from jppo.config.setting import Setting, Value
+from jppo.config.setting import Setting
 
 Table = dict[str, Setting]  # by dotted name
 
@@ -74,9 +75,9 @@ def reward_model_default() -> ml_collections.ConfigDict:
     return _config(REWARD_MODEL)
 
 
-def values(config: ml_collections.ConfigDict | dict[str, object], prefix: str = "") -> dict[str, Value]:
+def values(config: ml_collections.ConfigDict | dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Every setting's value by its dotted name, of a config or of the contents of a config.json."""
-    found: dict[str, Value] = {}
+    found: dict[str, Any] = {}
     for name, value in config.items():
         if isinstance(value, ml_collections.ConfigDict | dict):
             found |= values(value, f"{prefix}{name}.")

@@ -21,8 +21,9 @@ class Objective:
 
 
 def vanilla(*, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float) -> Objective:
-    clip = dict(clip_low=clip_ratio_low, clip_high=clip_ratio_high, clip_c=clip_ratio_c)
-    return Objective(functools.partial(losses.clipped, **clip))
+    return Objective(
+        functools.partial(losses.clipped, clip_low=clip_ratio_low, clip_high=clip_ratio_high, clip_c=clip_ratio_c)
+    )
 
 
 def gspo(*, clip_ratio_low: float, clip_ratio_high: float) -> Objective:

@@ -44,27 +44,25 @@ math = _grader_of(rules.math)
 code = _grader_of(functools.partial(programs.code, time_s=8.0, memory_bytes=2**31))
 
 # Which data source gets which grader; `reward.grader` names one of these keys to overrule it for all rows.
-GRADERS = Registry[Grader](
-    "graders",
-    {
-        "openai/gsm8k": gsm8k,
-        "gsm8k": gsm8k,
-        "gsm8k_flexible": gsm8k_flexible,
-        "arithmetic": exact,
-        "exact": exact,
-        "multiplication": behind_tools,
-        "math": math,
-        "lighteval/MATH": math,
-        "DigitalLearningGmbH/MATH-lighteval": math,
-        "HuggingFaceH4/MATH-500": math,
-        "aqua": choice,
-        "deepmind/aqua_rat": choice,
-        "choice": choice,
-        "choice_strict": choice_strict,
-        "mentions": mentions,
-        "code": code,
-    },
-)
+_OWN: dict[str, Grader] = {
+    "openai/gsm8k": gsm8k,
+    "gsm8k": gsm8k,
+    "gsm8k_flexible": gsm8k_flexible,
+    "arithmetic": exact,
+    "exact": exact,
+    "multiplication": behind_tools,
+    "math": math,
+    "lighteval/MATH": math,
+    "DigitalLearningGmbH/MATH-lighteval": math,
+    "HuggingFaceH4/MATH-500": math,
+    "aqua": choice,
+    "deepmind/aqua_rat": choice,
+    "choice": choice,
+    "choice_strict": choice_strict,
+    "mentions": mentions,
+    "code": code,
+}
+GRADERS = Registry("graders", _OWN)
 RUNS_CODE = (code,)  # only where reward.allow_code says so
 _MAY_HANG = (math, code)  # these run in the pool; the others in the trainer's own thread
 _OF_THE_DEADLINE = 0.8  # what a program may take of reward.timeout_s: one that never ends is wrong, and no error
