@@ -25,6 +25,7 @@ from jppo.agent import counts
 from jppo.algorithms import kl
 from jppo.assemble import Begun, Inputs, Learner, Source, auto, described, preview, waiting
 from jppo.assemble.handover import Handover
+from jppo.checkup.run import dry_run
 from jppo.data.stream import Cursor
 from jppo.io import whole
 from jppo.io.checkpoint import Checkpoints, NonFinite, require
@@ -500,7 +501,7 @@ def main(argv: list[str] | None = None) -> None:
     request = described.read(switches, "jppo.train", argv)
     if switches["dry_run"]:
         print(settings.dump(config), flush=True)
-        print(assemble.dry_run(config, request), end="")
+        print(dry_run(config, request), end="")
         return
     try:
         with ending(config.trainer.run_dir, within_s=config.trainer.stop_timeout_s):
