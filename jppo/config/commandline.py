@@ -22,7 +22,7 @@ MEANINGS_AT = 52  # column of the meanings in --help; longer settings push their
 
 
 def dump(config: ml_collections.ConfigDict) -> str:
-    """The resolved settings as JSON."""
+    """Returns the resolved settings as JSON."""
     return json.dumps(config.to_dict(), indent=2) + "\n"
 
 
@@ -34,10 +34,10 @@ def parse(
     needs_file: bool = True,
     describes: bool = False,
 ) -> tuple[ml_collections.ConfigDict, dict[str, Any]]:
-    """The config named by --config with its overrides, and the switches; a fault is a UserError of one line.
+    """Returns the config named by --config with its overrides, and the switches; raises a UserError of one line.
 
-    Unless it `needs_file`, a command starts from the defaults where none is named. One that `describes` machines has
-    the switches of --dry_run for that.
+    Unless it `needs_file`, a command without --config starts from the defaults. One that `describes` machines has the
+    switches of --dry_run for that.
     """
     given = flags.FlagValues()  # type: ignore[no-untyped-call]
     argv = [shipped.locate(word) for word in argv]
@@ -71,7 +71,7 @@ def parse(
 
 
 def _explain(error: Exception) -> str:
-    """absl's and ml_collections' complaints in one line of value, rule and remedy."""
+    """Rewrites an error of absl or ml_collections as one line of value, rule and remedy."""
     text = " ".join(str(error.args[0] if error.args else error).replace('"', "'").split())
     unknown = re.search(r"(\w+)\W+(?:n)?Did you mean '(\w+)'", text)
     if unknown:
@@ -90,7 +90,7 @@ def _explain(error: Exception) -> str:
 
 
 def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
-    """Ends a command with exit code 2 and one line where the user can mend what is wrong."""
+    """Wraps a command: a UserError becomes one line on stderr and exit code 2."""
 
     @functools.wraps(main)
     def command(*args: Any, **kwargs: Any) -> None:
@@ -104,7 +104,7 @@ def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
 
 
 def describe(config: ml_collections.ConfigDict) -> str:
-    """All settings with their values and meanings, one a line, for --help."""
+    """Returns all settings with their values and meanings, one per line, for --help."""
     lines = []
     found = settings(config)
     for name, setting in TABLE.items():
