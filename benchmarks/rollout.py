@@ -135,7 +135,8 @@ def sampling(
         requests.append(body)
         return await ask(route, body)
 
-    own = assemble.ENGINES["inprocess"](c, pathlib.Path(c.model.path)).ready(eos_token_ids=(), decode=lambda _: "")
+    c.rollout.name = "inprocess"
+    own = assemble.open_engine(c, pathlib.Path(c.model.path)).ready(eos_token_ids=(), decode=lambda _: "")
     own.hold(params, version=0)
     sampler.load(hf.hf_tensors(params, cfg, dtype=published_dtype(c)), version=0)
     endpoint.ask = remember  # type: ignore[method-assign]
@@ -223,7 +224,7 @@ def measure(model: str, args: argparse.Namespace) -> dict[str, Any]:
         c = base_config(folder, args.dtype)
         assemble.share_gpu(c)
         write_model(pathlib.Path(folder), described)
-        engine = assemble.ENGINES["vllm"](c, pathlib.Path(folder))
+        engine = assemble.open_engine(c, pathlib.Path(folder))
         try:
             make = jax.jit(lambda key: decoder.init_params(cfg, key, head="lm", param_dtype=c.model.param_dtype))
             params = jax.block_until_ready(make(jax.random.key(0)))

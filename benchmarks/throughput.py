@@ -145,7 +145,7 @@ def time_stages(
         sampler = None
         if rollout:
             run = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            engine = assemble.ENGINES[c.rollout.name](c, run)
+            engine = assemble.open_engine(c, run)
             stack.callback(engine.close)
         learner, now = assemble.make_learner(c, inputs, mesh)
         if rollout:

@@ -71,7 +71,7 @@ def evaluate(c: ConfigDict, console: rich.console.Console) -> bool:
             stack.callback(inputs.agent.close)
         panel = assemble.make_panel(c, inputs, assemble.make_mesh(c))
         stack.callback(panel.close)
-        engine = assemble.ENGINES[c.rollout.name](c, out)
+        engine = assemble.open_engine(c, out)
         stack.callback(engine.close)
         whole.write_text(out / "config.json", settings.dump(c))
         console.print(introduce(c, inputs), markup=False, highlight=False, soft_wrap=True)

@@ -23,6 +23,7 @@ from jppo.assemble.opened import Run, open_run
 from jppo.assemble.run_export import Unwritten, export, write_model
 from jppo.assemble.run_validation import validate
 from jppo.assemble.supervised import due
+from jppo.checkup.run import dry_run
 from jppo.data.stream import Cursor
 from jppo.io.checkpoint import NonFinite
 from jppo.io.hosts import Elsewhere
@@ -234,7 +235,7 @@ def main(argv: list[str] | None = None) -> None:
     request = described.read(switches, "jppo.train", argv)
     if switches["dry_run"]:
         print(settings.dump(config), flush=True)
-        print(assemble.dry_run(config, request), end="")
+        print(dry_run(config, request), end="")
         return
     try:
         with ending(config.trainer.run_dir, within_s=config.trainer.stop_timeout_s):

@@ -1,17 +1,12 @@
 """Prints docs/configuration.md, all settings as Markdown: python scripts/settings_page.py > docs/configuration.md
 
-Names, types and defaults are those of jppo/config/defaults.py, meanings its comments; what a value may be is in
-jppo/config/checks.py, verl's names in jppo/verl/names.py.
+All of it is the table of jppo/config/table.py; verl's names are those of jppo/verl/names.py.
 """
 
 import textwrap
-from typing import Any
 
-import ml_collections
-
-from jppo import config
-from jppo.config import checks, commandline
-from jppo.config.meanings import meanings
+from jppo.config.setting import Setting
+from jppo.config.table import PPO, REWARD_MODEL, SFT
 from jppo.verl.names import TABLE
 
 WIDTH = 120
@@ -30,8 +25,8 @@ SECTIONS = {
 HEAD = """\
 # Configuration
 
-Every setting of `jppo.train`, `jppo.sft` and `jppo.reward_model`: type, default, meaning, what it may be, and verl's
-name where it has one. A file in `configs/` sets some of them, the command line the rest:
+Every setting of `jppo.train`, `jppo.sft` and `jppo.reward_model`: type, unit, default, meaning, allowed values, and
+verl's name where it has one. A file in `configs/` sets some of them, the command line the rest:
 
 ```
 python -m jppo.train --config=configs/gsm8k.py --config.actor.lr=5e-7 --config.rollout.n=4
@@ -43,13 +38,13 @@ bounds is an error of one line before anything starts. A default of None follows
 by `scripts/settings_page.py`, from the code.
 """
 TAIL = """
-## Of fine-tuning
+## Fine-tuning
 
 `python -m jppo.sft` has these settings of the sections above, with the same meanings and defaults, and one optimizer,
 `optim`, in place of `actor` and `critic`:
 """
 PAIRS = """
-## Of reward models
+## Reward models
 
 `python -m jppo.reward_model` has the settings of fine-tuning but {without};
 `data.val_files` and `trainer.test_freq` as `jppo.train` has them; and
@@ -59,58 +54,42 @@ PAIRS = """
 
 def page() -> str:
     """The page."""
-    ppo, sft = commandline.settings(config.default()), commandline.settings(config.sft_default())
     verls = names_of_verl()
     parts = [HEAD]
     for section, (about, where) in SECTIONS.items():
         parts.append(f"\n## {section}\n\n{about[0].upper()}{about[1:]}; see {where}.\n\n")
-        parts += [item(name, ppo[name], verls) for name in meanings() if name in ppo and name.split(".")[0] == section]
+        parts += [item(setting, verls) for name, setting in PPO.items() if name.split(".")[0] == section]
     parts.append(TAIL)
-    same = [name for name in meanings() if name in sft and name in ppo]
+    same = [name for name in PPO if name in SFT]
     for section in dict.fromkeys(name.split(".")[0] for name in same):
-        said = ", ".join(f"`{name}`" for name in same if name.split(".")[0] == section)
-        parts.append(f"\n{wrapped(said, '- ')}")
-    parts += [
-        "\n\n### its own\n\n",
-        *(item(name, sft[name], {}) for name in meanings() if name in sft and name not in ppo),
-    ]
-    pairs = commandline.settings(config.reward_model_default())
-    without = " and ".join(f"`{name}`" for name in sft if name not in pairs)
+        listed = ", ".join(f"`{name}`" for name in same if name.split(".")[0] == section)
+        parts.append(f"\n{wrapped(listed, '- ')}")
+    parts += ["\n\n### Further settings\n\n", *(item(one, {}) for name, one in SFT.items() if name not in PPO)]
+    without = " and ".join(f"`{name}`" for name in SFT if name not in REWARD_MODEL)
     parts.append(PAIRS.format(without=without))
-    parts += [item(name, pairs[name], {}) for name in meanings() if name in pairs and name not in {*sft, *ppo}]
+    parts += [item(one, {}) for name, one in REWARD_MODEL.items() if name not in {*SFT, *PPO}]
     return "".join(parts)
 
 
-def item(name: str, value: Any, verls: dict[str, str]) -> str:
+def item(setting: Setting, verls: dict[str, str]) -> str:
     """One setting."""
-    about = [meanings()[name], bounds(name)]
-    if name in verls:
-        about.append("verl: the same" if verls[name] == name else f"verl: `{verls[name]}`")
-    said = ". ".join(part for part in about if part)
-    return wrapped(f"**`{name}`** ({of_type(name)}, `{value!r}`) {said}.", "- ") + "\n"
+    about = [setting.meaning, setting.allowed(), condition(setting)]
+    if (verl := verls.get(setting.name)) is not None:
+        about.append("verl: the same" if verl == setting.name else f"verl: `{verl}`")
+    text = ". ".join(part for part in about if part)
+    kind = f"{setting.type.__name__}, {setting.unit}" if setting.unit else setting.type.__name__
+    return wrapped(f"**`{setting.name}`** ({kind}, `{setting.default!r}`) {text}.", "- ") + "\n"
 
 
-def of_type(name: str) -> str:
-    """The type that a value must have."""
-    every = (config.default(), config.sft_default(), config.reward_model_default())
-    node = next(one for one in every if name in commandline.settings(one))
-    *sections, leaf = name.split(".")
-    for section in sections:
-        node = node[section]
-    assert isinstance(node, ml_collections.ConfigDict)
-    return node.get_type(leaf).__name__
-
-
-def bounds(name: str) -> str:
-    """What a value may be."""
-    if (choices := checks.CHOICES.get(name)) is not None:
-        return f"One of {', '.join(f'`{choice!r}`' if choice in ('', None) else f'`{choice}`' for choice in choices)}"
-    most = " and at most 1" if name in checks.AT_MOST_ONE else ""
-    if name in checks.AT_LEAST:
-        return f"At least {checks.AT_LEAST[name]}{most}"
-    if name in checks.ABOVE_ZERO:
-        return f"Above 0{most}"
-    return "1 or more, or -1" if name in checks.OFF_OR_POSITIVE else most.removeprefix(" and ").capitalize()
+def condition(setting: Setting) -> str:
+    """When the setting is read; '' for always."""
+    switch, is_not, wanted = setting.only.partition("!=")
+    if is_not:
+        return f"Not with `{switch}={wanted}`"
+    switch, equals, wanted = setting.only.partition("=")
+    if equals:
+        return f"Only with `{setting.only}`" if wanted else f"Only with an empty `{switch}`"
+    return f"Only with `{switch}`" if switch else ""
 
 
 def names_of_verl() -> dict[str, str]:

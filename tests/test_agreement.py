@@ -29,7 +29,7 @@ def test_sampler_and_trainer_agree_whatever_is_cut_and_at_the_temperature_of_sam
     settings.check(c)
     inputs, mesh = assemble.read_inputs(c), assemble.make_mesh(c)
     learner, now = assemble.make_learner(c, inputs, mesh)
-    engine = assemble.ENGINES["inprocess"](c, file.parent)
+    engine = assemble.open_engine(c, file.parent)
     sampler = engine.ready(eos_token_ids=inputs.end_tokens, decode=str)
     assemble.publish(c, learner, sampler, now, None)
     assert "agree" in assemble.agree(c, inputs, learner, now, sampler, 0)

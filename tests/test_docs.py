@@ -10,7 +10,8 @@ import pytest
 
 from jppo import config, evaluate, statistics
 from jppo.agent import tools
-from jppo.config import checks, commandline, texts
+from jppo.config import commandline, texts
+from jppo.config.table import TABLE
 from jppo.data.sources import read_sources
 from jppo.io import diagnosis, health, metrics
 from jppo.io.timers import STAGES
@@ -131,10 +132,10 @@ ALGORITHMIC = (
 
 
 @pytest.mark.parametrize(
-    "choices", [*(checks.CHOICES[name] for name in ALGORITHMIC), texts.REJECTION_RULES], ids=[*ALGORITHMIC, "rules"]
+    "choices", [*(TABLE[name].choices for name in ALGORITHMIC), texts.REJECTION_RULES], ids=[*ALGORITHMIC, "rules"]
 )
 def test_algorithms_name_every_choice(choices):
-    assert {choice for choice in choices if choice is not None} <= set(quoted("docs/algorithms.md"))
+    assert set(choices) <= set(quoted("docs/algorithms.md"))
 
 
 def test_functions_of_the_algorithms_exist():
@@ -243,9 +244,9 @@ def test_every_metric_is_explained_and_every_explained_one_is_written():
         {key for provider in judge_door.PROVIDERS.values() for key in provider.keys},
         {provider.base_url.rstrip("/") for provider in judge_door.PROVIDERS.values()},
         set(judge_prompts.PRESETS),
-        set(checks.CHOICES["reward.judge.api_type"]) - {""},
-        set(checks.CHOICES["reward.judge.preset"]) - {""},
-        set(checks.CHOICES["reward.model.engine"]),
+        set(TABLE["reward.judge.api_type"].choices) - {""},
+        set(TABLE["reward.judge.preset"].choices) - {""},
+        set(TABLE["reward.model.engine"].choices),
         set(re.findall(r'"(\w+_score)"', text("jppo/assemble/reward.py"))) | {"rule_score"},
     ],
     ids=["rules", "doors", "keys", "addresses", "prompts", "judges", "presets", "engines", "parts"],
@@ -295,7 +296,7 @@ def test_every_setting_and_tool_of_agents_is_explained():
     said = {word for part in quoted("docs/agents.md") for word in re.findall(r"[\w.]+\w", part)}
     of_agents = {name for name in commandline.settings(config.default()) if ".multi_turn." in name}
     assert len(of_agents) > 10 and not of_agents - said
-    assert set(tools.SHIPPED) | set(checks.CHOICES["rollout.multi_turn.format"]) <= said
+    assert set(tools.TOOLS) | set(TABLE["rollout.multi_turn.format"].choices) <= said
 
 
 def test_the_classes_of_agents_that_are_shown_work():
@@ -321,7 +322,7 @@ def test_every_setting_of_memory_is_explained():
 
 
 def test_data_name_every_way_to_cut():
-    assert set(checks.CHOICES["data.truncation"]) <= set(quoted("docs/data.md"))
+    assert set(TABLE["data.truncation"].choices) <= set(quoted("docs/data.md"))
 
 
 def test_the_functions_that_are_shown_score(monkeypatch, tmp_path):

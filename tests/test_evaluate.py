@@ -57,7 +57,7 @@ def half_right(monkeypatch):
         return Reward(float(last in "02468"), {}, None, last)
 
     for source in ("exact", "gsm8k"):
-        monkeypatch.setitem(graders.GRADERS, source, rule)
+        monkeypatch.setitem(graders.GRADERS.own, source, rule)
 
 
 @pytest.mark.usefixtures("engine", "half_right")
@@ -173,7 +173,7 @@ def test_an_engine_that_fails_is_one_line_and_code_1(command, engine, capsys):
         ("--temperature=-1", "at least 0.0"),
         ("--top_p=0", "rollout.val_kwargs.top_p=0.0 must be above 0"),
         ("--top_p=1.1", "rollout.val_kwargs.top_p=1.1 must be at most 1"),
-        ("--top_k=0", "rollout.val_kwargs.top_k=0 must be 1 or more, or -1"),
+        ("--top_k=0", "rollout.val_kwargs.top_k=0 must be at least 1, or -1"),
         ("--limit=0", "data.val_max_samples=0"),
         ("--engine=none", "rollout.name='none'"),
         ("--grader=none", "reward.grader='none'"),

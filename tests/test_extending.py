@@ -30,7 +30,7 @@ def blocks() -> list[Block]:
     for section in PAGE.read_text(encoding="utf-8").split("\n## ")[1:]:
         file = ""
         for said, kind, text in re.findall(r"(.*?)^```(\w*)\n(.*?)^```$", section, re.S | re.M):
-            named = re.findall(r"`((?:jppo|tests|docs)/[\w/]+\.\w+|README\.md)`", said)
+            named = re.findall(r"`((?:jppo|tests|docs|mine)/[\w/]+\.\w+|README\.md)`", said)
             file = named[-1] if named else file
             found.append(Block(section.splitlines()[0], kind, file, text))
     return found
@@ -63,6 +63,7 @@ def copy(tmp_path_factory):
             place.write_text(changed(place.read_text(encoding="utf-8"), block.text), encoding="utf-8")
         elif block.kind == "python":
             assert not place.exists(), place
+            place.parent.mkdir(exist_ok=True)
             place.write_text(block.text, encoding="utf-8")
         elif block.kind == "":
             commands += block.text.splitlines()
@@ -74,7 +75,7 @@ def test_the_page_has_all_five():
     for block in blocks():
         kinds.setdefault(block.section, []).append(block.kind)
     assert list(kinds) == ["An advantage estimator", "A policy loss", "A grader", "A model family", "An engine"]
-    assert all("diff" in found for found in kinds.values())
+    assert all("diff" in kinds[name] for name in ("A grader", "A model family"))
     assert all("python" in found and "" in found for name, found in kinds.items() if name != "A model family")
 
 
@@ -83,10 +84,7 @@ def test_what_the_page_says_works(copy):
     folder, commands = copy
     tests = [word for command in commands for word in command.removeprefix("python -m pytest ").split()
              if command.startswith("python -m pytest ")]  # fmt: skip
-    others = dict.fromkeys(command for command in commands if not command.startswith("python -m pytest "))
-    assert set(others) == {"python scripts/settings_page.py > docs/configuration.md"} and len(tests) == 6
-    for command in others:
-        run(["bash", "-c", command.replace("python", sys.executable, 1)], folder)
+    assert len(tests) == len(commands) == 4
     said = run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *tests], folder)
     assert " passed" in said and "skipped" not in said
     families = "from jppo.models import families; print(families.FAMILIES['seed_oss'].qkv_bias)"

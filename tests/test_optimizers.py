@@ -13,7 +13,7 @@ from jppo import assemble, reward_model, sft
 from jppo import config as settings
 from jppo.assemble import supervised
 from jppo.assemble.resume import former_name
-from jppo.config import UserError, commandline, optimizers
+from jppo.config import UserError, commandline
 from jppo.data import arithmetic
 from jppo.io.checkpoint import Checkpoints, restore
 from jppo.io.metrics import read_metrics
@@ -25,21 +25,25 @@ CUSTOM = """
 import optax
 
 
-def chain(settings, learning_rate):
+def chain(learning_rate, weight_decay):
     return optax.chain(
         optax.add_noise(1e-4, 0.55, 0),
         optax.scale_by_rms(0.9),
-        optax.add_decayed_weights(settings.weight_decay),
+        optax.add_decayed_weights(weight_decay),
         optax.scale_by_learning_rate(learning_rate),
     )
 
 
-def nothing(settings, learning_rate):
+def nothing(learning_rate):
     return None
 
 
-def broken(settings, learning_rate):
-    return settings.no_such_setting
+def broken(lr):
+    return lr.no_such_attribute
+
+
+def misnamed(learning_rate, beta):
+    return None
 
 
 not_a_function = 3
@@ -100,7 +104,7 @@ def test_an_optimizer_trains_and_resumes_to_the_bit(folder, name):
 
 
 def test_the_table_has_every_optimizer():
-    assert set(RATES) == {*optimizers.OPTIMIZERS, "custom"}
+    assert set(RATES) == {*optim.OPTIMIZERS, "custom"}
 
 
 class AdamState(NamedTuple):
@@ -161,13 +165,14 @@ def test_a_checkpoint_of_another_optimizer_is_refused(folder):
 
 
 REFUSED = [
-    ("adam", r"'adam' is not known; it is one of 'adamw', .*, or 'path\.py:name'"),
+    ("adam", r"'adam' is not known; it is one of 'adamw', .*, or PATH\.py:NAME.*did you mean"),
     ("FOLDER/none.py:chain", r"no file .*none\.py; give the path of a Python file"),
-    ("FOLDER/mine.py:chains", r"mine\.py defines no function 'chains'; name one of the file's own"),
-    ("FOLDER/mine.py:not_a_function", r"mine\.py defines no function 'not_a_function'"),
-    ("FOLDER/mine.py:", r"must be the path of a Python file, a colon and a function: optimizer\.py:chain"),
-    ("FOLDER/mine.py:nothing", r"must return an optax\.GradientTransformation, not NoneType; return one such as optax"),
-    ("FOLDER/mine.py:broken", r"failed \(AttributeError: .*no_such_setting.*\); mend the function"),
+    ("FOLDER/mine.py:chains", r"mine\.py defines no 'chains'; it has .*did you mean 'chain'"),
+    ("FOLDER/mine.py:not_a_function", r"'not_a_function' is of type int; it must be a function or a class"),
+    ("FOLDER/mine.py:", r"must be PATH\.py:NAME or MODULE:NAME"),
+    ("FOLDER/mine.py:nothing", r"returns NoneType; it must return a optax\.GradientTransformation"),
+    ("FOLDER/mine.py:broken", r"raises AttributeError: .*no_such_attribute.*; correct it"),
+    ("FOLDER/mine.py:misnamed", r"its parameter 'beta' is no setting of `(optim|actor|critic)`.*did you mean 'betas'"),
 ]
 
 
@@ -218,5 +223,5 @@ def test_a_reward_model_learns_by_it_too(folder, monkeypatch):
     c.trainer.run_dir, c.trainer.logger, c.trainer.compile_cache = str(folder / "rm"), "jsonl", ""
     c.optim.optimizer = f"{folder}/mine.py:nothing"
     settings.check(c)
-    with pytest.raises(UserError, match=r"optim\.optimizer=.*must return an optax\.GradientTransformation"):
+    with pytest.raises(UserError, match=r"optim\.optimizer=.*must return a optax\.GradientTransformation"):
         reward_model.train(c)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 @pytest.fixture(autouse=True)
 def digits_are_worth_something(monkeypatch):
     """Random responses are never right: this grader finds some better than others."""
-    monkeypatch.setitem(graders.GRADERS, "arithmetic", lambda text, _: Reward(int(f"0{text}"[-1]) / 9, {}, None))
+    monkeypatch.setitem(graders.GRADERS.own, "arithmetic", lambda text, _: Reward(int(f"0{text}"[-1]) / 9, {}, None))
 
 
 @pytest.fixture
@@ -302,7 +302,7 @@ def test_the_entropy_is_left_out_where_nobody_wants_it(learn, small_run):
 
 
 def test_a_reward_that_says_nothing_is_warned_of_once_and_a_full_disk_ends_no_run(learn, small_run, monkeypatch, capfd):
-    monkeypatch.setitem(graders.GRADERS, "arithmetic", lambda text, _: Reward(0.0, {}, None))
+    monkeypatch.setitem(graders.GRADERS.own, "arithmetic", lambda text, _: Reward(0.0, {}, None))
     write = pathlib.Path.write_text
 
     def full(path, *a, **k):

@@ -320,7 +320,10 @@ def test_a_program_that_reaches_for_its_interpreter_fails_the_tests_beside_it():
     ("overrides", "complaint"),
     [
         ({"sandbox": "container"}, "set reward.sandbox_url=http://HOST:PORT"),
-        ({"sandbox_url": "http://here:1"}, "reward.sandbox_url='http://here:1' is read by nobody"),
+        (
+            {"sandbox_url": "http://here:1"},
+            "reward.sandbox_url='http://here:1' is read only with reward.sandbox='container'",
+        ),
         ({"sandbox": "none"}, "reward.sandbox='none'"),
     ],
 )

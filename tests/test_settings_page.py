@@ -1,4 +1,4 @@
-"""Every setting is described where it has its default, and docs/configuration.md says what the code says."""
+"""Every setting has a meaning, and docs/configuration.md and --help show the table."""
 
 import pathlib
 import re
@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 from jppo import config
-from jppo.config import checks, commandline
-from jppo.config.meanings import meanings
+from jppo.config import commandline
+from jppo.config.table import TABLE
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/configuration.md"
@@ -21,17 +21,10 @@ def items() -> dict[str, str]:
     return dict(re.findall(r"^- \*\*`([\w.]+)`\*\* (.*)$", page, re.M))
 
 
-def test_every_setting_is_described():
-    assert set(meanings()) == set(SETTINGS) and len(SETTINGS) > 200
-    assert not [name for name, meaning in meanings().items() if len(meaning) < 5]
-
-
-def test_a_description_is_that_of_its_own_setting():
-    said = meanings()
-    assert said["model.path"].startswith("an HF directory") and said["critic.path"].startswith("the model that the")
-    assert said["rollout.n"] == "responses to a prompt" and said["rollout.val_kwargs.n"].startswith("of a test")
-    assert said["actor.betas"] == said["critic.betas"] == said["optim.betas"]  # written once, for all three
-    assert said["reward.model.max_length"].startswith("tokens that it reads")
+def test_every_setting_has_a_meaning_and_the_tables_defaults_are_the_configs():
+    assert set(TABLE) == set(SETTINGS) and len(SETTINGS) > 200
+    assert {name: setting.default for name, setting in TABLE.items()} == SETTINGS
+    assert not [name for name, setting in TABLE.items() if len(setting.meaning) < 5]
 
 
 def test_the_page_is_what_the_script_prints():
@@ -47,9 +40,14 @@ def test_the_page_has_every_setting_with_its_default_and_choices():
     assert set(shown) == set(SETTINGS)
     for name, value in SETTINGS.items():
         assert f"`{value!r}`)" in shown[name], name
-        for choice in checks.CHOICES.get(name, ()):
+        for choice in TABLE[name].choices:
             assert f"`{choice}`" in shown[name] or f"`{choice!r}`" in shown[name], name
     assert "At least 0.0 and at most 1" in shown["algorithm.gamma"] and "Above 0" in shown["rollout.top_p"]
+    assert (
+        "At least 1, or -1" in shown["trainer.save_freq"]
+        and "(float, seconds, `60.0`)" in shown["rollout.health_timeout_s"]
+    )
+    assert "Only with `rollout.mode=async`" in shown["rollout.max_staleness"]
     assert "actor_rollout_ref.actor.optim.lr" in shown["actor.lr"]
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from jppo.agent.beside import Beside
 from jppo.agent.tools import Context
 from jppo.config import UserError
-from jppo.data.userfile import said, user_class
+from jppo.registry import resolve, said
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +81,7 @@ def make_environment(spec: str, *, beside: Beside, timeout_s: float) -> Begin:
 
 def _made(spec: str, setting: str, methods: tuple[str, ...]) -> Callable[[], Any]:
     """The class, once it is seen that it can be made and has its methods."""
-    cls = user_class(spec, setting)
+    cls = resolve(spec, setting)
     try:
         one = cls()
     except Exception as e:

@@ -3,7 +3,7 @@
 `rollout.multi_turn.tool_config_path` is a YAML file
 
     tools:
-      - class_name: calculator            # calculator, python or search, or PATH.py:CLASS
+      - class_name: calculator            # calculator, python, search, PATH.py:CLASS or MODULE:CLASS
         config: {}                        # what the class is made with
         tool_schema: {}                   # in OpenAI's form; left out: the class's own `schema`
 
@@ -25,11 +25,11 @@ from jppo.agent.calls import Call, Fault, Found, Schema
 from jppo.agent.python import Python
 from jppo.agent.search import Search
 from jppo.config import UserError
-from jppo.data.userfile import said, user_class, user_module
+from jppo.registry import Registry, said, user_module
 from jppo.sandbox.protections import STRICT
 from jppo.structs import Prompt
 
-SHIPPED: dict[str, Callable[..., Any]] = {"calculator": Calculator, "python": Python, "search": Search}
+TOOLS = Registry[Callable[..., Any]]("tools", {"calculator": Calculator, "python": Python, "search": Search})
 SETTING = "rollout.multi_turn.tool_config_path"
 SIDES = ("left", "middle", "right")
 _CUT = "..."
@@ -207,9 +207,7 @@ def _made(one: Mapping[str, Any], where: str, sandbox: tuple[str, ...]) -> Tool:
         )
     if not isinstance(name, str) or not isinstance(config, dict) or not isinstance(schema, dict | None):
         raise UserError(f"{where}: an entry is class_name (text), config and tool_schema (objects); one is {dict(one)}")
-    if name not in SHIPPED and ":" not in name:
-        raise UserError(f"{where}: class_name {name!r} is not known; it is {', '.join(SHIPPED)}, or PATH.py:CLASS")
-    cls = SHIPPED[name] if name in SHIPPED else user_class(name, f"{where}: class_name")
+    cls = TOOLS.find(name, f"{where}: class_name")
     try:
         tool = cls(**config, **({"sandbox": sandbox} if cls is Python else {}))
         if schema is not None:

@@ -69,6 +69,7 @@ def _plus(estimate: Callable[[Array, Array], Array]) -> Callable[[Array, Array],
 _BY_TOKEN = {"kl": k1, "k1": k1, "abs": absolute, "mse": k2, "k2": k2, "low_var_kl": k3, "k3": k3}
 ESTIMATORS: dict[str, Callable[[Array, Array], Array]] = _BY_TOKEN | {f"{k}+": _plus(f) for k, f in _BY_TOKEN.items()}
 EXACT = ("full", "full+")
+BY_NAME: dict[str, Callable[..., Array]] = {**ESTIMATORS, **dict.fromkeys(EXACT, full)}  # all names of the settings
 
 
 def adaptive(coef: Array, current_kl: Array | float, *, steps: int, target: float, horizon: float) -> Array:

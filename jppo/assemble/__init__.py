@@ -6,8 +6,8 @@ The commands call it; below it nothing sees a config.
 from jppo.assemble.agreement import Match, Mismatch, agree
 from jppo.assemble.ahead import fresh, graders, make_supply
 from jppo.assemble.engine import (
-    ENGINES,
     Source,
+    open_engine,
     publish,
     publish_base,
     publish_stored,
@@ -49,7 +49,6 @@ from jppo.assemble.rows import critic_mini_batch_size, make_plan, plan_of_run, s
 from jppo.assemble.sandbox import introduce_sandbox
 
 __all__ = [
-    "ENGINES",
     "Begun",
     "Inputs",
     "Learner",
@@ -83,6 +82,7 @@ __all__ = [
     "make_recipe",
     "make_supply",
     "may_overlap",
+    "open_engine",
     "origin",
     "own_folder",
     "plan_of_run",

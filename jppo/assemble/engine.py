@@ -4,7 +4,7 @@ import functools
 import os
 import pathlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 from jppo import config as settings
 from jppo.assemble.learner import Learner, make_mesh
 from jppo.assemble.rows import sequences_of_step
-from jppo.config import UserError
+from jppo.config import UserError, parts
 from jppo.io.hosts import ALONE, Hosts
 from jppo.learner import sharding, state
 from jppo.models import cache, hf, placing
@@ -110,6 +110,18 @@ def server_settings(c: ConfigDict) -> ServerSettings:
         sleeps=r.sleep_level > 0,
         lora_rank=c.model.lora_rank if r.lora_sync == "adapter" else 0,
     )
+
+
+def open_engine(c: ConfigDict, run: pathlib.Path, hosts: Hosts = ALONE) -> Engine | InprocessEngine:
+    """This host's engine as `rollout.name` has it, starting; logs go to the folder `run`."""
+    engine = parts.ENGINES.find(c.rollout.name, "rollout.name")(c, run, hosts)
+    for method in ("ready", "close"):
+        if not callable(getattr(engine, method, None)):
+            raise UserError(
+                f"rollout.name={c.rollout.name!r} returns {type(engine).__name__}, which has no {method}(); return an"
+                " engine as in docs/extending.md"
+            )
+    return cast(Engine | InprocessEngine, engine)
 
 
 def start_engine(c: ConfigDict, run: pathlib.Path, hosts: Hosts = ALONE) -> Engine:
@@ -231,11 +243,3 @@ def publish_stored(c: ConfigDict, sampler: Source, cfg: ModelConfig) -> None:
         sampler.hold(values, version=0)
     else:
         sampler.load(hf.stored_tensors(c.model.path, cfg), version=0)
-
-
-# What `rollout.name` chooses from.
-ENGINES: dict[str, Callable[..., Engine | InprocessEngine]] = {
-    "vllm": start_engine,
-    "sglang": start_engine,
-    "inprocess": start_inprocess,
-}

@@ -118,7 +118,7 @@ def start(
 ) -> Started:  # fmt: skip
     """Loads and compiles while the engine starts, resumes, and publishes the first weights."""
     laps = Laps()
-    engine = hosts.together(lambda: assemble.ENGINES[c.rollout.name](c, logs, hosts))  # it loads while JAX compiles
+    engine = hosts.together(lambda: assemble.open_engine(c, logs, hosts))  # it loads while JAX compiles
     stack.callback(engine.close)
     learner, begin = assemble.make_learner(c, inputs, mesh)
     laps("models")

@@ -1,27 +1,19 @@
 """Optimizers from their settings, user-defined ones too."""
 
-import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 from ml_collections import ConfigDict
 
-from jppo.config import UserError
-from jppo.data.userfile import said, user_class
+from jppo.config import parts
 from jppo.learner import optim, state
 
 
 def make_optimizer(section: ConfigDict, name: str, what: state.Weights) -> Any:
     """The optimizer that a section of the config asks for; `name` as in `make_descent`."""
-    if section.optimizer in optim.OPTIMIZERS:
-        how = dict[str, Any](betas=tuple(section.betas), weight_decay=section.weight_decay)
-        if section.optimizer == "muon":
-            how["matrices"] = what.matrices
-        chain = functools.partial(optim.OPTIMIZERS[section.optimizer], **how)
-    else:
-        chain = custom_chain(section, f"{name if name in ('actor', 'critic') else 'optim'}.optimizer")
+    chain = make_chain(section, name if name in ("actor", "critic") else "optim", what.matrices)
     narrow = any(x.dtype != jnp.float32 for x in jax.tree.leaves(what.shapes))
     return optim.make_optimizer(
         chain,
@@ -32,29 +24,19 @@ def make_optimizer(section: ConfigDict, name: str, what: state.Weights) -> Any:
     )
 
 
-def custom_chain(section: ConfigDict, setting: str) -> optim.Chain:
-    """A user-defined optimizer by 'path.py:name': `name(settings, learning_rate)` with the section's settings."""
-    spec = section.optimizer
-    make = user_class(spec, setting, kind="function", example="optimizer.py:chain")
+def make_chain(section: ConfigDict, name: str, matrices: Any = None) -> optim.Chain:
+    """The optax chain that `optimizer` of the section `name` names, as a function of the learning rate."""
 
     def chain(learning_rate: Any) -> optax.GradientTransformation:
-        try:
-            found = make(section, learning_rate)
-        except Exception as e:  # a user's function may raise anything
-            raise UserError(f"{setting}={spec} (settings, learning_rate) failed ({said(e)}); mend the function") from e
-        if not isinstance(found, optax.GradientTransformation):
-            raise UserError(
-                f"{setting}={spec} must return an optax.GradientTransformation, not {type(found).__name__}; return"
-                " one such as optax.chain(optax.scale_by_adam(), optax.scale_by_learning_rate(learning_rate))"
-            )
-        return found
+        values = dict(section) | {"learning_rate": learning_rate, "matrices": matrices}
+        made = parts.OPTIMIZERS.make(section.optimizer, f"{name}.optimizer", values)
+        return cast(optax.GradientTransformation, made)  # `make` has checked the class
 
     chain(0.0)
     return chain
 
 
 def require_optimizers(c: ConfigDict) -> None:
-    """UserError where a user-defined optimizer cannot be made; before servers start."""
+    """UserError where an optimizer cannot be made; before servers start."""
     for name in ("actor", "critic"):
-        if c[name].optimizer not in optim.OPTIMIZERS:
-            custom_chain(c[name], f"{name}.optimizer")
+        make_chain(c[name], name)

@@ -279,18 +279,28 @@ def take_little() -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
+def here(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[list[str], Estimate, list[Room]]:
+    """As `look`, with what `auto` chooses for this machine."""
+    c, chosen = settled(c, inputs, mesh)
+    lines, found, places = look(c, inputs, mesh)
+    return [*lines, *chosen], found, places
+
+
+def report_here(request: Request, lines: Sequence[str], found: Estimate, places: Sequence[Room]) -> str:
+    """The report for this machine; its account goes to the file of --json."""
+    request.write(forecast.as_dict(found, None))
+    return report(lines, found, places)
+
+
 def dry_run(c: ConfigDict, request: Request = HERE) -> str:
     """What a PPO run by these settings would be."""
     share_gpu(c)
     take_little()
     inputs = read_inputs(c)
     mesh = request.mesh(c)
-    c, chosen = settled(c, inputs, mesh, request.machine)
     if request.machine is None:
-        lines, found, places = look(c, inputs, mesh)
-        lines += chosen
-        request.write(forecast.as_dict(found, None))
-        return report(lines, found, places)
+        return report_here(request, *here(c, inputs, mesh))
+    c, chosen = settled(c, inputs, mesh, request.machine)
     lines, step = sizes(c, inputs, mesh)
     lines += chosen
     found = memory.estimate(c, inputs, mesh, entries=step.entries)

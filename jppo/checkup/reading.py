@@ -9,11 +9,13 @@ from ml_collections import ConfigDict
 from jppo import assemble
 from jppo.assemble import memory
 from jppo.assemble.inputs import critic_path
+from jppo.assemble.reward import make_judge
 from jppo.checkup.finding import Finding
 from jppo.data import check as data_check
-from jppo.data.tokenizer import end_token_ids
+from jppo.data.tokenizer import end_token_ids, load_tokenizer
 from jppo.rewards import check as reward_check
 from jppo.rewards.graders import GRADERS
+from jppo.rewards.model import read_classifier
 
 SHORT = 200  # characters of an error
 
@@ -81,6 +83,16 @@ def _remedy(about: str) -> str:
         "duplicates": "leave them out, unless they are meant to count more",
         "over-long": "raise data.max_prompt_length, or see data.filter_overlong_prompts and data.truncation",
     }[about]
+
+
+def scorers(c: ConfigDict) -> Iterator[Finding]:
+    """Whether judge and reward model are there; nothing is scored."""
+    if c.reward.judge.api_type:
+        make_judge(c).close()
+    if c.reward.model.path:
+        path, longest = c.reward.model.path, c.reward.model.max_length
+        read_classifier(path, tokenizer=load_tokenizer(path), max_length=longest)
+    yield Finding("reward", "OK", "nothing was scored: jppo.doctor asks the judge and the reward model")
 
 
 def reward(c: ConfigDict, inputs: assemble.Inputs, mesh: Mesh) -> Iterator[Finding]:

@@ -1,17 +1,17 @@
-"""Settings: every default, the checks that need no device, and the command-line edge that turns faults into one line.
+"""Settings: the table, the checks that need no device, and the command line, where errors become one line.
 
-Nothing below the commands (`train.py`, `sft.py` ...) and `assemble.py` sees a config: they read it and pass scalars on.
+Only the commands (`train.py`, `sft.py` ...) and `assemble/` read a config; below them numbers are passed on.
 """
 
 from jppo.config.checks import check
 from jppo.config.commandline import describe, dump, exit_on_user_error, parse
-from jppo.config.commandline import settings as by_name
-from jppo.config.defaults import default, reward_model_default, sft_default
-from jppo.config.draws import cuts
-from jppo.config.errors import UserError
+from jppo.config.rules_rollout import cuts
 from jppo.config.shipped import recipe
 from jppo.config.steps import check_within, parse_steps
+from jppo.config.table import default, reward_model_default, sft_default
+from jppo.config.table import values as by_name
 from jppo.config.texts import importance_band, loggers, rejection_rules, save_contents, stop_texts
+from jppo.errors import UserError
 
 __all__ = [
     "UserError",

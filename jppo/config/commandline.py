@@ -1,4 +1,4 @@
-"""The command-line edge: --config and its overrides, and faults as one line."""
+"""The command line: --config and its overrides, --help, and errors as one line."""
 
 import functools
 import json
@@ -13,15 +13,16 @@ from absl import flags
 from ml_collections import config_flags
 
 from jppo.config import shipped
-from jppo.config.errors import UserError
-from jppo.config.meanings import meanings
+from jppo.config.table import TABLE, values
+from jppo.errors import UserError
 
 SWITCHES = ("dry_run", "machine", "json", "rollout_tokens_per_s")
-MEANINGS_AT = 52  # the column where they begin in --help, but behind what is longer
+settings = values
+MEANINGS_AT = 52  # column of the meanings in --help; longer settings push theirs to the right
 
 
 def dump(config: ml_collections.ConfigDict) -> str:
-    """The resolved settings as JSON."""
+    """Returns the resolved settings as JSON."""
     return json.dumps(config.to_dict(), indent=2) + "\n"
 
 
@@ -33,24 +34,24 @@ def parse(
     needs_file: bool = True,
     describes: bool = False,
 ) -> tuple[ml_collections.ConfigDict, dict[str, Any]]:
-    """The config named by --config with its overrides, and the switches; a fault is a UserError of one line.
+    """Returns the config named by --config with its overrides, and the switches; raises a UserError of one line.
 
-    Unless it `needs_file`, a command starts from the defaults where none is named. One that `describes` machines has
-    the switches of --dry_run for that.
+    Unless it `needs_file`, a command without --config starts from the defaults. One that `describes` machines has the
+    switches of --dry_run for that.
     """
-    values = flags.FlagValues()
+    given = flags.FlagValues()  # type: ignore[no-untyped-call]
     argv = [shipped.locate(word) for word in argv]
     named = [a.split("=", 1)[1] for a in argv if a.startswith("--config=")]
     from_file = needs_file or bool(named)
     if from_file:
         config_flags.DEFINE_config_file(
-            "config", None, "a file with get_config()", flag_values=values, sys_argv=["jppo", *argv]
+            "config", None, "a file with get_config()", flag_values=given, sys_argv=["jppo", *argv]
         )
-    flags.DEFINE_bool("dry_run", False, "print the resolved settings and stop", flag_values=values)
+    flags.DEFINE_bool("dry_run", False, "print the resolved settings and stop", flag_values=given)
     if describes:
-        flags.DEFINE_string("machine", "", "a machine that --dry_run compiles for", flag_values=values)
-        flags.DEFINE_string("json", "", "a file for the account of --dry_run", flag_values=values)
-        flags.DEFINE_float("rollout_tokens_per_s", 0.0, "tokens/s of all rollout engines", flag_values=values)
+        flags.DEFINE_string("machine", "", "a machine that --dry_run compiles for", flag_values=given)
+        flags.DEFINE_string("json", "", "a file for the account of --dry_run", flag_values=given)
+        flags.DEFINE_float("rollout_tokens_per_s", 0.0, "tokens/s of all rollout engines", flag_values=given)
     if "--help" in argv or "-h" in argv:
         print(f"{about}\nSettings and their defaults:\n{describe(defaults)}")
         sys.exit(0)
@@ -60,17 +61,17 @@ def parse(
         raise UserError(f"--config={named[0]}: no such file; jppo's own are {shipped.SCHEME}NAME, as jppo://gsm8k is")
     try:
         if not from_file:  # reads the overrides at once
-            config_flags.DEFINE_config_dict("config", defaults, flag_values=values, sys_argv=["jppo", *argv])
-        rest = values(["jppo", *argv])[1:]
+            config_flags.DEFINE_config_dict("config", defaults, flag_values=given, sys_argv=["jppo", *argv])
+        rest = given(["jppo", *argv])[1:]
     except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as e:
-        raise UserError(_explain(e, defaults)) from e
+        raise UserError(_explain(e)) from e
     if rest:
         raise UserError(f"{rest[0]!r} is not understood; settings are given as --config.SECTION.NAME=VALUE")
-    return values["config"].value, {name: values[name].value for name in values if name in SWITCHES}
+    return given["config"].value, {name: given[name].value for name in given if name in SWITCHES}
 
 
-def _explain(error: Exception, defaults: ml_collections.ConfigDict) -> str:
-    """absl's and ml_collections' complaints in one line of value, rule and remedy."""
+def _explain(error: Exception) -> str:
+    """Rewrites an error of absl or ml_collections as one line of value, rule and remedy."""
     text = " ".join(str(error.args[0] if error.args else error).replace('"', "'").split())
     unknown = re.search(r"(\w+)\W+(?:n)?Did you mean '(\w+)'", text)
     if unknown:
@@ -84,14 +85,12 @@ def _explain(error: Exception, defaults: ml_collections.ConfigDict) -> str:
         )
     typed = re.match(r"flag (--config\.([\w.]+)=.*?): ", text)
     if typed:
-        *sections, leaf = typed[2].split(".")
-        section = functools.reduce(lambda node, name: node[name], sections, defaults)
-        return f"{typed[1]} must be of type {section.get_type(leaf).__name__}, as the default is"
+        return f"{typed[1]} must be of type {TABLE[typed[2]].type.__name__}, as {TABLE[typed[2]].default!r} is"
     return text
 
 
 def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
-    """Ends a command with exit code 2 and one line where the user can mend what is wrong."""
+    """Wraps a command: a UserError becomes one line on stderr and exit code 2."""
 
     @functools.wraps(main)
     def command(*args: Any, **kwargs: Any) -> None:
@@ -105,18 +104,11 @@ def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
 
 
 def describe(config: ml_collections.ConfigDict) -> str:
-    """All settings with their values and meanings, one a line, for --help."""
-    said = settings(config)
-    shown = {name: f"--config.{name}={said[name]!r}" for name in meanings() if name in said}
-    return "\n".join(f"  {one:<{MEANINGS_AT}}  {meanings()[name]}" for name, one in shown.items())
-
-
-def settings(config: ml_collections.ConfigDict | dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Every setting by its dotted name, of a config or of what a config.json holds."""
-    found: dict[str, Any] = {}
-    for name, value in config.items():
-        if isinstance(value, ml_collections.ConfigDict | dict):
-            found |= settings(value, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = value
-    return found
+    """Returns all settings with their values and meanings, one per line, for --help."""
+    lines = []
+    found = settings(config)
+    for name, setting in TABLE.items():
+        if name in found:
+            unit = f"[{setting.unit}] " if setting.unit else ""
+            lines.append(f"  {f'--config.{name}={found[name]!r}':<{MEANINGS_AT}}  {unit}{setting.meaning}")
+    return "\n".join(lines)

@@ -1,7 +1,6 @@
-"""The runs of a sweep: what `sweep(add)` of a config file asks for, each checked as training would check it."""
+"""The runs of a sweep: those that `sweep(add)` of a config file adds, each checked as training checks it."""
 
 import dataclasses
-import difflib
 import hashlib
 import pathlib
 import re
@@ -10,8 +9,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jppo.config import checks, commandline, shipped
-from jppo.config.defaults import default
-from jppo.config.errors import UserError
+from jppo.config.table import TABLE, default
+from jppo.errors import UserError
+from jppo.registry import did_you_mean
 
 FOLDER = "trainer.run_dir"
 LONGEST_NAME = 120
@@ -22,7 +22,7 @@ ADD = "add(**{'actor.lr': 1e-5, 'trainer.seed': 2})"
 class Run:
     """One run of a sweep."""
 
-    name: str  # of its folder: made of its overrides alone, so that it stays when runs are added or left out
+    name: str  # of its folder: made of its overrides alone, so that it stays when other runs are added or removed
     folder: pathlib.Path
     overrides: dict[str, Any]  # by the settings' names
     arguments: tuple[str, ...]  # of jppo.train
@@ -30,9 +30,9 @@ class Run:
 
 
 def plan(argv: Sequence[str], out: pathlib.Path | None) -> tuple[list[Run], pathlib.Path]:
-    """All runs of the sweep that --config names, and the folder of them all; UserError at the first that cannot be.
+    """Returns all runs of the sweep that --config names, and their folder; raises a UserError at the first invalid one.
 
-    `argv` is --config with what is changed in every run. Without `out` the folder is named after the file.
+    `argv` is --config with the overrides of every run. Without `out` the folder is named after the file.
     """
     config, switches = commandline.parse(list(argv), "", default())
     if switches["dry_run"]:
@@ -58,7 +58,7 @@ def plan(argv: Sequence[str], out: pathlib.Path | None) -> tuple[list[Run], path
 
 
 def read_sweep(file: str) -> list[dict[str, Any]]:
-    """What the `sweep(add)` of a config file adds: the overrides of each run."""
+    """Returns the overrides of each run that the `sweep(add)` of a config file adds."""
     sweep = runpy.run_path(file).get("sweep")
     if not callable(sweep):
         raise UserError(f"{file} has no sweep(add); write one beside get_config that calls {ADD} for each run")
@@ -79,15 +79,14 @@ def _check_name(name: str, known: dict[str, Any], given: set[str]) -> None:
     if name == FOLDER:
         raise UserError(f"sweep: {FOLDER} cannot be swept, each run has a folder of its own; use --out")
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "python -m jppo.train --help lists them all"
-        raise UserError(f"sweep: there is no setting {name!r}; {hint}")
+        near = did_you_mean(name, known) or "; python -m jppo.train --help lists them all"
+        raise UserError(f"sweep: there is no setting {name!r}{near}")
     if name in given:
         raise UserError(f"--config.{name} is given, and the sweep sets it too; leave one of them out")
 
 
 def _resolve(overrides: dict[str, Any], argv: Sequence[str], out: pathlib.Path, known: dict[str, Any]) -> Run:
-    """The run, its arguments read back by the command line that will get them, and checked."""
+    """Returns the run, with its arguments parsed and checked as its own command line does."""
     name = run_name(overrides)
     folder = out / name
     unset = [setting for setting, value in overrides.items() if value is None]
@@ -104,12 +103,12 @@ def _resolve(overrides: dict[str, Any], argv: Sequence[str], out: pathlib.Path, 
     for setting, value in overrides.items():
         read = values[setting]
         if read != value or isinstance(read, str) != isinstance(value, str):
-            raise UserError(f"sweep, run {name}: {setting}={value!r} must be of type {type(read).__name__}")
+            raise UserError(f"sweep, run {name}: {setting}={value!r} must be of type {TABLE[setting].type.__name__}")
     return Run(name, folder, overrides, arguments, values)
 
 
 def run_name(overrides: dict[str, Any]) -> str:
-    """A name that a folder can have: SETTING=VALUE of each override; with a sum where that is shortened or changed."""
+    """Returns a folder's name: SETTING=VALUE of each override, and a hash where that is shortened or changed."""
     exact = "_".join(f"{name}={value}" for name, value in sorted(overrides.items()))
     clean = "_".join(f"{n}={re.sub(r'[^A-Za-z0-9_.+-]', '-', str(v))}" for n, v in sorted(overrides.items()))
     if not clean:
@@ -120,7 +119,7 @@ def run_name(overrides: dict[str, Any]) -> str:
 
 
 def check_apart(runs: Sequence[Run]) -> None:
-    """UserError where runs that may be under way together would share a server, or its port."""
+    """Raises a UserError where concurrent runs would share a server, or its port."""
     taken: dict[str, str] = {}
     for run in runs:
         for claim in _claims(run.values):
@@ -139,7 +138,7 @@ def _claims(values: dict[str, Any]) -> Iterator[str]:
 
 
 def differing(runs: Sequence[Run]) -> list[str]:
-    """The settings that the sweep changes and that are not the same in all runs."""
+    """Returns the settings of the sweep that differ between its runs."""
     names = dict.fromkeys(name for run in runs for name in run.overrides)
     return [name for name in names if len({repr(run.values[name]) for run in runs}) > 1]
 
@@ -149,7 +148,7 @@ def _compared(run: Run) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers of numpy as Python's, lists as tuples: what a setting can be."""
+    """Converts numpy's numbers to Python's, and lists to tuples."""
     if isinstance(value, list | tuple):
         return tuple(map(_plain, value))
     return value.item() if hasattr(value, "item") and callable(value.item) else value

@@ -5,19 +5,19 @@ import runpy
 
 import ml_collections
 
-from jppo.config.errors import UserError
+from jppo.errors import UserError
 
 SCHEME = "jppo://"
 FOLDER = pathlib.Path(__file__).resolve().parents[1] / "configs"  # of the package: in a checkout a link to configs/
 
 
 def names() -> list[str]:
-    """What may stand behind the scheme."""
+    """Returns the names that may follow the scheme."""
     return sorted(path.stem for path in FOLDER.glob("*.py"))
 
 
 def locate(word: str) -> str:
-    """An argument with the file's path where it is --config=jppo://NAME[:ARGUMENT]; any other as it stands."""
+    """Replaces the NAME of --config=jppo://NAME[:ARGUMENT] by its file's path; returns other arguments unchanged."""
     flag, scheme, named = word.partition(SCHEME)
     if flag != "--config=" or not scheme:
         return word
@@ -28,6 +28,6 @@ def locate(word: str) -> str:
 
 
 def recipe(name: str, argument: str = "") -> ml_collections.ConfigDict:
-    """The settings of configs/NAME.py, for a config that is the same but for a few."""
+    """Returns the settings of configs/NAME.py, for a config that differs in a few."""
     get_config = runpy.run_path(str(FOLDER / f"{name}.py"))["get_config"]
     return get_config(argument) if argument else get_config()

@@ -2,11 +2,11 @@
 
 import re
 
-from jppo.config.errors import UserError
+from jppo.errors import UserError
 
 
 def parse_steps(spec: str, name: str) -> tuple[range, ...]:
-    """The steps that a setting names: single ones and ranges with both ends, separated by commas; '' names none."""
+    """Parses steps: single ones and ranges with both ends, separated by commas; '' for none."""
     found = []
     for part in (part.strip() for part in spec.split(",")) if spec.strip() else ():
         matched = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", part)
@@ -20,7 +20,7 @@ def parse_steps(spec: str, name: str) -> tuple[range, ...]:
 
 
 def check_within(steps: tuple[range, ...], total: int, name: str) -> None:
-    """UserError where a step comes after the last one of the run."""
+    """Raises a UserError where a step comes after the last step of the run."""
     last = max((part[-1] for part in steps), default=0)
     if last > total:
         raise UserError(f"{name}: step {last} is none of this run, which has {total}; name steps from 1 to {total}")

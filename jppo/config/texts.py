@@ -1,8 +1,8 @@
-"""Settings that are lists or bands, written as one text."""
+"""Parsers of settings that are a list or a band in one text."""
 
-from jppo.config.errors import UserError
+from jppo.errors import UserError
 
-SAVE_CONTENTS = ("model", "optimizer", "extra", "hf_model")  # extra: keys, counters, coefficients, places
+SAVE_CONTENTS = ("model", "optimizer", "extra", "hf_model")  # extra: keys, counters, coefficients, data positions
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow")
 REJECTION_RULES = tuple(
     f"{over}_{k}"
@@ -14,7 +14,7 @@ ESCAPES = {"n": "\n", "t": "\t", "r": "\r", ",": ",", "\\": "\\"}
 
 
 def save_contents(names: str) -> tuple[str, ...]:
-    """What a checkpoint holds, from names that are separated by commas."""
+    """Parses the contents of a checkpoint."""
     found = tuple(name.strip() for name in names.split(",") if name.strip())
     said = f"trainer.save_contents={names!r}"
     for name in found:
@@ -22,12 +22,12 @@ def save_contents(names: str) -> tuple[str, ...]:
             raise UserError(f"{said}: {name!r} is not known; give some of {', '.join(SAVE_CONTENTS)}")
     for name in ("model", "extra"):
         if name not in found:
-            raise UserError(f"{said}: without {name} no run could go on from a checkpoint; add it")
+            raise UserError(f"{said}: without {name} no run could resume from a checkpoint; add it")
     return found
 
 
 def loggers(names: str) -> tuple[str, ...]:
-    """Where metrics go, from names that are separated by commas."""
+    """Parses the sinks of metrics."""
     found = tuple(name.strip() for name in names.split(",") if name.strip())
     for name in found:
         if name not in LOGGERS:
@@ -43,7 +43,7 @@ def loggers(names: str) -> tuple[str, ...]:
 
 
 def stop_texts(texts: str) -> tuple[str, ...]:
-    """The texts that end a response, separated by commas, with their spaces; a backslash begins one of `ESCAPES`."""
+    """Parses the texts that end a response; spaces count, and a backslash begins one of `ESCAPES`."""
     shown = texts.replace("\n", r"\n")
     said = f"rollout.stop='{shown}'"  # as it was written: repr would double its backslashes
     found, characters = [""], iter(texts)
@@ -72,12 +72,12 @@ def stop_texts(texts: str) -> tuple[str, ...]:
 
 
 def importance_band(spec: str | float) -> tuple[float | None, float]:
-    """The bounds of importance weights: '2.0' is an upper one, '0.5_2.0' a band."""
+    """Parses the bounds of importance weights: '2.0' is an upper bound, '0.5_2.0' a band."""
     return _band(spec, "algorithm.rollout_is_threshold")
 
 
 def rejection_rules(names: str, thresholds: str | float) -> tuple[tuple[str, float, float], ...]:
-    """The rules of rejection as (name, lower, upper), from names and thresholds that are separated by commas."""
+    """Parses rejection rules into (name, lower, upper)."""
     rules = [name.strip() for name in names.split(",") if name.strip()]
     specs = [spec.strip() for spec in str(thresholds).split(",") if spec.strip()]
     said = f"algorithm.rollout_rs={names!r} with algorithm.rollout_rs_threshold={thresholds!r}"

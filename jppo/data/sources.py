@@ -16,7 +16,7 @@ from jppo.config import UserError
 from jppo.data import tfds
 from jppo.data.files import SUFFIXES, read_rows
 from jppo.data.rows import Row, brief
-from jppo.data.userfile import said, user_class
+from jppo.registry import resolve, said
 
 FORMS = f"{', '.join(SUFFIXES)} or {tfds.PREFIX}NAME/SPLIT"
 
@@ -38,7 +38,7 @@ def read_sources(entries: str, setting: str, *, custom_cls: str = "", tokenizer:
         if entry in listed[:i]:
             raise UserError(f"{setting} lists {entry} twice; a source may be read once")
     if custom_cls:
-        rows_of = functools.partial(_custom_rows, user_class(custom_cls, "data.custom_cls"), custom_cls, tokenizer)
+        rows_of = functools.partial(_custom_rows, resolve(custom_cls, "data.custom_cls"), custom_cls, tokenizer)
         readers = [(functools.partial(rows_of, entry), pathlib.PurePath(entry).stem) for entry in listed]
     else:
         readers = [_reader(entry, setting) for entry in listed]  # all are seen to be there before one is read

@@ -52,6 +52,7 @@ ONLY_WITH = {  # a setting that says something where another is on
     "model.target_modules": "model.lora_rank",
 }
 ONLY_GAE = ("algorithm.gamma", "algorithm.lam", "critic.lr")  # say something where there is a critic
+MAYBE_PATHS = ("reward.function", "algorithm.adv_estimator", "actor.loss_mode")
 OFF: tuple[Any, ...] = (None, "", False, [], ())
 CURVE = "curve.svg"
 
@@ -148,10 +149,14 @@ def _settings(settings: Mapping[str, Any], names: Sequence[str]) -> str:
             continue
         if name in ONLY_WITH and not settings.get(ONLY_WITH[name]):
             continue
-        if name in ONLY_GAE and settings.get("algorithm.adv_estimator") != "gae":
+        if name in ONLY_GAE and not _may_have_critic(settings.get("algorithm.adv_estimator")):
             continue
-        rows.append(f"| `{name}` | {_plain(_files(str(value)) if name == 'reward.function' else value)} |")
+        rows.append(f"| `{name}` | {_plain(_files(value) if name in MAYBE_PATHS else value)} |")
     return "\n".join(["| setting | value |", "|---|---|", *rows]) if rows else ""
+
+
+def _may_have_critic(estimator: str | None) -> bool:
+    return estimator == "gae" or ":" in str(estimator)  # a user-defined one may
 
 
 def _plain(value: Any) -> str:

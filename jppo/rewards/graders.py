@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
 from jppo.config import UserError
+from jppo.registry import Registry, did_you_mean
 from jppo.rewards import code as programs
 from jppo.rewards import rules
 from jppo.rewards.parts import Sample, failed
@@ -43,7 +44,7 @@ math = _grader_of(rules.math)
 code = _grader_of(functools.partial(programs.code, time_s=8.0, memory_bytes=2**31))
 
 # Which data source gets which grader; `reward.grader` names one of these keys to overrule it for all rows.
-GRADERS: dict[str, Grader] = {
+_OWN: dict[str, Grader] = {
     "openai/gsm8k": gsm8k,
     "gsm8k": gsm8k,
     "gsm8k_flexible": gsm8k_flexible,
@@ -61,6 +62,7 @@ GRADERS: dict[str, Grader] = {
     "mentions": mentions,
     "code": code,
 }
+GRADERS = Registry("graders", _OWN)
 RUNS_CODE = (code,)  # only where reward.allow_code says so
 _MAY_HANG = (math, code)  # these run in the pool; the others in the trainer's own thread
 _OF_THE_DEADLINE = 0.8  # what a program may take of reward.timeout_s: one that never ends is wrong, and no error
@@ -150,8 +152,8 @@ def _grader(source: str, override: str, allow_code: bool) -> Grader:
     name, setting = (override, "reward.grader") if override else (source, "data_source")
     if name not in GRADERS:
         raise UserError(
-            f"{setting}={name!r} has no grader; known are {', '.join(GRADERS)}; rename the source in the "
-            "data file, or choose one with reward.grader"
+            f"{setting}={name!r} has no grader; known are {', '.join(GRADERS)}; rename the source in the data file,"
+            f" choose one with reward.grader, or set reward.function=PATH.py:NAME{did_you_mean(name, GRADERS)}"
         )
     if GRADERS[name] in RUNS_CODE and not allow_code:
         raise UserError(

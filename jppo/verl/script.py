@@ -4,7 +4,7 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 
-from jppo.config.errors import UserError
+from jppo.config import UserError
 
 _CONTROL = (
     "if",

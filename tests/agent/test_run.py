@@ -85,11 +85,14 @@ def tiny_multiplier(agent_run, tmp_path):
 @pytest.mark.parametrize(
     "changes,said",
     [
-        ({}, "nobody answers the policy"),
-        ({"enable": False}, "multi_turn.format='plain' is read by nobody"),
+        ({}, "nothing answers the policy"),
+        ({"enable": False}, "is read only with rollout.multi_turn.enable set"),
         ({"interaction": "a.py:A", "environment": "b.py:B"}, "would both answer"),
-        ({"interaction": "a.py:A", "max_parallel_calls": 2}, "tool_config_path is empty"),
-        ({"tool_config_path": "x", "max_user_turns": 0}, "max_user_turns=0 must be 1 or more, or -1"),
+        (
+            {"interaction": "a.py:A", "max_parallel_calls": 2},
+            "is read only with rollout.multi_turn.tool_config_path set",
+        ),
+        ({"tool_config_path": "x", "max_user_turns": 0}, "max_user_turns=0 must be at least 1, or -1"),
         ({"tool_config_path": "x", "format": "xml"}, "format='xml' is not known"),
         ({"tool_config_path": "x", "tool_timeout_s": 0.0}, "tool_timeout_s=0.0 must be above 0"),
         ({"tool_config_path": "x", "tool_response_truncate_side": "top"}, "'top' is not known"),

@@ -324,7 +324,8 @@ def test_a_partner_that_fails_costs_its_own_response(plain, users, name, fault):
 
 
 @pytest.mark.parametrize(
-    "name,said", [("NoMethod", "has no method 'respond'"), ("Needs", "cannot be made"), ("Nobody", "defines no class")]
+    "name,said",
+    [("NoMethod", "has no method 'respond'"), ("Needs", "cannot be made"), ("Nobody", "defines no 'Nobody'")],
 )
 def test_a_partner_that_cannot_be_is_one_line(plain, users, name, said):
     with pytest.raises(UserError, match=said) as e:

@@ -4,17 +4,22 @@ import contextlib
 import importlib.util
 import json
 import re
+import shutil
+import socket
+from types import SimpleNamespace
 
 import pytest
 
-from jppo import assemble, doctor
+from jppo import assemble, doctor, train
 from jppo import config as settings
 from jppo.assemble import memory
+from jppo.assemble.moments import Estimate, Moment
 from jppo.assemble.preview import Room
-from jppo.checkup import run
+from jppo.checkup import machine, run
 from jppo.checkup.finding import GIB, Finding, examine
 from jppo.rollout.sampler import RolloutError
 
+ESTIMATE = Estimate({"all": 1}, (Moment("log-probs", 0, 0),), 0, {})
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup")
 
 
@@ -27,12 +32,12 @@ def ample(monkeypatch):
 @pytest.fixture
 def unmeasured(monkeypatch):
     """No estimate of memory, which takes a compiler's time."""
-    monkeypatch.setattr(run.preview, "look", lambda *_: ([], None, [Room("here", {"all": 1}, 2)]))
+    monkeypatch.setattr(run.preview, "look", lambda *_: ([], ESTIMATE, [Room("here", {"all": 1}, 2)]))
 
 
 def all_of(c, *, server):
     with contextlib.ExitStack() as stack:
-        return list(examine(run.checks(c, stack, server=server)))
+        return list(examine(run.doctor_checks(c, stack, server=server)))
 
 
 def test_a_small_run_is_fit_and_its_folder_is_left_alone(small_run, quick_compilation, tmp_path):
@@ -40,8 +45,8 @@ def test_a_small_run_is_fit_and_its_folder_is_left_alone(small_run, quick_compil
     assert {one.verdict for one in found} <= {"OK", "WARN"}, found
     for about in ("clock", "permission", "model files", "tokenizer", "train data", "test data", "reward", "parity"):
         assert about in [one.about for one in found]
-    last = [one.about for one in found][-6:]
-    assert last == ["memory", "publish room", "disk", "server", "publish", "log-probs"]
+    last = [one.about for one in found][-7:]
+    assert last == ["memory", "publish room", "disk", "parity", "server", "publish", "log-probs"]
     assert "sampler and trainer agree" in found[-1].found
     assert not (tmp_path / "run").exists()
 
@@ -101,7 +106,7 @@ def as_file(c, tmp_path):
 
 
 def test_the_command_ends_with_1_on_a_failure_and_2_on_settings(small_run, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(doctor, "environment", lambda python, engine: [])
+    monkeypatch.setattr(machine, "environment", lambda python, engine: [])
     file = as_file(small_run, tmp_path)
     with pytest.raises(SystemExit) as e:
         doctor.main([file, "--no_server", "--config.data.train_files=none.jsonl"])
@@ -117,6 +122,94 @@ def test_the_command_ends_with_1_on_a_failure_and_2_on_settings(small_run, monke
             doctor.main([file, argument])
         err = capsys.readouterr().err
         assert e.value.code == 2 and said in err and err.count("\n") == 1
+
+
+def unwritable(c, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    c.trainer.run_dir = str(tmp_path / "file/run")
+    return "permission"
+
+
+def old_clock(c, tmp_path, monkeypatch):
+    monkeypatch.setattr(run.place, "package_time", lambda: 1e11)
+    return "clock"
+
+
+def other_settings(c, tmp_path, monkeypatch):
+    (tmp_path / "run/checkpoints/3").mkdir(parents=True)
+    (tmp_path / "run/config.json").write_text('{"actor": {"lr": 0.5}}')
+    return "run folder"
+
+
+def no_publish_dir(c, tmp_path, monkeypatch):
+    c.rollout.publish_dir = str(tmp_path / "none")
+    return "publish room"
+
+
+def full_disk(c, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    return "disk"
+
+
+def small_memory(c, tmp_path, monkeypatch):
+    monkeypatch.setattr(run.preview, "look", lambda *_: ([], ESTIMATE, [Room("here", {"all": 2**31}, 1)]))
+    return "memory"
+
+
+def useless_reward(c, tmp_path, monkeypatch):
+    (tmp_path / "zero.py").write_text("def zero(data_source, solution_str, ground_truth, extra_info=None): return 0.0")
+    c.reward.function = f"{tmp_path / 'zero.py'}:zero"
+    return "reward"
+
+
+def no_protections(c, tmp_path, monkeypatch):
+    monkeypatch.setattr(machine.protections, "missing", lambda _: "no seccomp")
+    return "sandbox"
+
+
+def no_vllm(c, tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "environment", lambda *_: [Finding("vLLM", "FAIL", "cannot be used", "install it")])
+    return "vLLM"
+
+
+def no_tokenizer(c, tmp_path, monkeypatch):
+    (tmp_path / "model/tokenizer.json").write_text("{")
+    return "tokenizer"
+
+
+def no_data(c, tmp_path, monkeypatch):
+    c.data.train_files = str(tmp_path / "none.jsonl")
+    return "data"
+
+
+def taken_port(c, tmp_path, monkeypatch):
+    server = socket.create_server(("127.0.0.1", 0))
+    monkeypatch.setattr(run, "_server_of_the_test", server, raising=False)  # kept open
+    c.rollout.port = server.getsockname()[1]
+    return "server ports"
+
+
+BREAKS = (
+    *(unwritable, old_clock, other_settings, no_publish_dir, full_disk, small_memory, useless_reward),
+    *(no_protections, no_vllm, no_tokenizer, no_data, taken_port),
+)
+
+
+@pytest.mark.parametrize("breaks", BREAKS, ids=lambda breaks: breaks.__name__)
+def test_what_the_doctor_finds_the_dry_run_finds(small_run, unmeasured, monkeypatch, tmp_path, capsys, breaks):
+    monkeypatch.setattr(machine, "environment", lambda *_: [])
+    monkeypatch.setattr(memory, "stored", lambda *_: 2**20)
+    about = breaks(small_run, tmp_path, monkeypatch)
+    file = as_file(small_run, tmp_path)
+    found = [one for one in run.doctor(small_run, server=False) if one.about == about and one.verdict != "OK"]
+    assert found, about
+    try:
+        train.main([file, "--dry_run"])
+    except SystemExit as e:
+        assert e.code == 2
+    out = capsys.readouterr()
+    for one in found:
+        assert one.found in out.out + out.err
 
 
 def test_a_config_of_fine_tuning_is_refused(tmp_path, capsys):
@@ -147,9 +240,9 @@ START_VLLM = assemble.engine.start_vllm  # before a fixture puts another in its 
 
 def test_the_trainers_own_engine_needs_no_server(small_run, unmeasured, monkeypatch):
     """No vLLM, no port and no room for published weights is looked at; what is looked at says so."""
-    monkeypatch.setattr(doctor, "check_server", lambda *_: pytest.fail("no vLLM is asked for"))
-    monkeypatch.setattr(doctor, "check_devices", lambda *_: Finding("JAX", "OK", "8 x cpu"))
+    monkeypatch.setattr(machine, "check_server", lambda *_: pytest.fail("no vLLM is asked for"))
+    monkeypatch.setattr(machine, "check_devices", lambda *_: Finding("JAX", "OK", "8 x cpu"))
     small_run.rollout.name = "inprocess"
-    found = {f.about: f for f in doctor.of_run(small_run, server=False)}
+    found = {f.about: f for f in run.doctor(small_run, server=False)}
     assert not {"vLLM", "server ports", "publish room"} & found.keys()
     assert {"model files", "memory", "disk", "reward"} <= found.keys()

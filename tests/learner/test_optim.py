@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 
-from jppo.config import optimizers
 from jppo.learner import optim, sharding, state
 from jppo.models import families
 
@@ -86,7 +85,7 @@ def test_a_named_optimizer_is_optaxs_after_its_clipping(name):
 
 
 def test_every_optimizer_of_the_setting_is_here():
-    assert tuple(optim.OPTIMIZERS) == optimizers.OPTIMIZERS == tuple(sorted(OPTAX, key=optimizers.OPTIMIZERS.index))
+    assert set(optim.OPTIMIZERS) == set(OPTAX)
 
 
 def test_a_rate_of_0_changes_nothing_and_keeps_the_dtype():
@@ -147,7 +146,7 @@ def test_stochastic_rounding_takes_a_neighbour_and_is_right_in_the_mean():
     np.testing.assert_allclose(np.mean(np.asarray(found != other)), 2 * 0.25 * 0.75, atol=0.01)  # independent draws
 
 
-@pytest.mark.parametrize("name", optimizers.OPTIMIZERS)
+@pytest.mark.parametrize("name", list(optim.OPTIMIZERS))
 @pytest.mark.parametrize("master,moments_dtype", [(False, "float32"), (True, "bfloat16")])
 def test_a_skipped_step_changes_no_bit(name, master, moments_dtype):
     params = drawn(dtype=jnp.bfloat16 if master else jnp.float32)
@@ -199,7 +198,7 @@ def test_padding_stays_zero_whatever_the_optimizer():
     assert (np.asarray(after["w"][:4]) != 0).all() and (np.asarray(after["b"]) != 0).all()
 
 
-@pytest.mark.parametrize("name", optimizers.OPTIMIZERS)
+@pytest.mark.parametrize("name", list(optim.OPTIMIZERS))
 def test_state_of_any_optimizer_is_sharded_as_its_parameters(name):
     """Moments by the parameter's axes, adafactor's factors by those they have, counts on every device."""
     mesh = sharding.make_mesh((1, 2, 2, 2))

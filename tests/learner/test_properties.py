@@ -16,7 +16,7 @@ from hypothesis import given, settings
 
 from jppo import assemble
 from jppo import config as options
-from jppo.config import checks
+from jppo.config.table import TABLE
 from jppo.learner import batch, packing, ppo, score, sharding, update
 from jppo.structs import Reward, Trajectory
 
@@ -157,7 +157,7 @@ def test_every_choice_stands_in_a_recipe():
     for name in ("algorithm.adv_estimator", "actor.loss_mode", "actor.loss_agg_mode", "algorithm.old_logprob"):
         default = options.default()[name.split(".")[0]][name.split(".")[1]]
         used = {changes.get(name.replace(".", "__"), default) for changes in RECIPES.values()}
-        assert used == set(checks.CHOICES[name])
+        assert used == set(TABLE[name].choices)
 
 
 @pytest.fixture(scope="module", params=RECIPES)

@@ -8,7 +8,7 @@ import time
 import pytest
 
 import jppo
-from jppo.config import UserError, engines
+from jppo.config import UserError, rules_rollout
 from jppo.rollout.sampler import RolloutError
 from jppo.rollout.server import Server, check_ports, telling
 from jppo.rollout.vllm_start import LORA_RANKS, check_vllm, environment, flags, program
@@ -339,7 +339,7 @@ the server's process ended with code 1
 
 def test_room_for_adapters(settings):
     """vLLM makes room in steps; its largest is what a config may ask for."""
-    assert LORA_RANKS[-1] == engines.LARGEST_SERVED_RANK
+    assert LORA_RANKS[-1] == rules_rollout.LARGEST_SERVED_RANK
     for rank, room in ((1, "1"), (2, "8"), (16, "16"), (17, "32"), (512, "512")):
         said = flags(settings(lora_rank=rank), "cpu")
         assert said[said.index("--max-lora-rank") + 1] == room and "--enable-lora" in said

@@ -1,0 +1,108 @@
+"""One entry of the settings table: name, default, meaning, unit, choices, bounds, and the check of a single value."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Collection, Iterator
+
+from jppo.errors import UserError
+from jppo.registry import Registry, did_you_mean
+
+Value = bool | int | float | str | tuple[float, ...] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A setting of a command. A default of None may be set to a value and follows another setting until then."""
+
+    name: str  # dotted, as on the command line
+    default: Value
+    meaning: str  # a noun, the effect, special values
+    unit: str = ""
+    choices: Collection[str | int] = ()  # a Registry also takes PATH.py:NAME and MODULE:NAME
+    bounds: str = ""  # an interval: '[0, 1)', '(0,'; of a tuple's elements; '' for any number
+    off: int | None = None  # a number outside the bounds with a meaning of its own
+    kind: type | None = None  # of the value where the default is None
+    only: str = ""  # the condition under which it is read: 'a.b', 'a.b=x', 'a.b!=x'; '' for always
+    required: bool = False  # must not be empty
+    infinite: bool = False  # may be an infinity
+    form: Callable[[str], object] | None = None  # parses a text; raises UserError
+
+    @property
+    def type(self) -> type:
+        """The type of a value that is not None."""
+        return type(self.default) if self.kind is None else self.kind
+
+    @property
+    def optional(self) -> bool:
+        """Whether None is a value."""
+        return self.default is None
+
+    def check(self, value: Value) -> None:
+        """Raises a UserError of one line where the setting cannot have the value."""
+        if value is None and self.optional:
+            return
+        several = tuple(value) if isinstance(value, tuple | list) else (value,)
+        numbers = [one for one in several if isinstance(one, int | float)]
+        for number in numbers:
+            if math.isnan(number) or (math.isinf(number) and not self.infinite):
+                raise UserError(f"{self.name}={value} must be a finite number; the default is {self.default!r}")
+        if isinstance(self.default, tuple):
+            if len(several) != len(self.default) or len(numbers) != len(several) or any(map(self._outside, numbers)):
+                raise UserError(
+                    f"{self.name}={value} must be {len(self.default)} numbers in {self.bounds}, such as {self.default}"
+                )
+        elif numbers and value != self.off and (rule := self._outside(numbers[0])):
+            more = "" if self.off is None else f", or {self.off}"
+            raise UserError(f"{self.name}={value} must be {rule}{more}; the default is {self.default!r}")
+        if isinstance(value, str):
+            self._check_text(value)
+        elif self.choices and value not in self.choices:
+            raise UserError(f"{self.name}={value!r} is not known; it is one of {', '.join(map(repr, self.choices))}")
+
+    def _check_text(self, value: str) -> None:
+        if isinstance(self.choices, Registry):
+            self.choices.find(value, self.name)
+        elif self.choices and value not in self.choices:
+            names = [one for one in self.choices if isinstance(one, str)]
+            known = ", ".join(map(repr, names))
+            near = did_you_mean(value, names)
+            raise UserError(f"{self.name}={value!r} is not known; it is one of {known}{near}")
+        if self.required and not value:
+            raise UserError(f"{self.name} is empty; give a path, as in --config.{self.name}=PATH")
+        if self.form is not None:
+            self.form(value)
+
+    def _outside(self, number: float) -> str:
+        """The rule that the number breaks; '' where it keeps all."""
+        return next((rule for rule, kept in self._rules(number) if not kept), "")
+
+    def _rules(self, number: float = 0) -> Iterator[tuple[str, bool]]:
+        low, high = self.interval
+        if low is not None and self.bounds[0] == "(":
+            yield f"above {low}", number > low
+        elif low is not None:
+            yield f"at least {self.type(low) if self.type in (int, float) else low}", number >= low
+        if high is not None:
+            yield (f"below {high}", number < high) if self.bounds[-1] == ")" else (f"at most {high}", number <= high)
+
+    @property
+    def interval(self) -> tuple[int | None, int | None]:
+        """The lower and the upper bound; None for none."""
+        if not self.bounds:
+            return None, None
+        found = re.fullmatch(r"[\[(]([^,]*),\s*([^\])]*)[\])]?", self.bounds)
+        assert found is not None, self
+        low, high = (int(one) if one else None for one in found.groups())
+        return low, high
+
+    def allowed(self) -> str:
+        """The rule of a value as a sentence without its full stop; '' where any value of the type may be."""
+        if self.choices:
+            names = [f"`{one!r}`" if one == "" else f"`{one}`" for one in self.choices]
+            more = ", or `PATH.py:NAME`, or `MODULE:NAME`" if isinstance(self.choices, Registry) else ""
+            return f"One of {', '.join(names)}{more}"
+        if isinstance(self.default, tuple):
+            return f"Numbers in {self.bounds}"
+        rules = " and ".join(rule for rule, _ in self._rules())
+        return f"{rules[:1].upper()}{rules[1:]}{'' if self.off is None or not rules else f', or {self.off}'}"

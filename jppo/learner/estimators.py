@@ -1,0 +1,59 @@
+"""Advantage estimators by name: `algorithm.adv_estimator`. Their parameters are the settings of `algorithm` they read.
+
+A user-defined estimator is such a function in another file, named as 'path.py:name'.
+"""
+
+import functools
+from collections.abc import Callable
+
+from jppo.algorithms import advantage
+from jppo.learner.estimate import Estimator, spread
+from jppo.structs import Array
+
+
+def gae(*, gamma: float, lam: float) -> Estimator:
+    estimate = functools.partial(advantage.gae, gamma=gamma, lam=lam)
+    return Estimator(lambda reward, value, _, mask: estimate(reward, value, mask), whiten=True, critic=True)
+
+
+def reinforce_plus_plus(*, gamma: float) -> Estimator:
+    estimate = functools.partial(advantage.reinforce_plus_plus, gamma=gamma)
+    return Estimator(lambda reward, _, __, mask: _twice(estimate(reward, mask)), whiten=True)
+
+
+def remax() -> Estimator:
+    return Estimator(lambda reward, _, greedy, mask: _twice(advantage.remax(reward, greedy, mask)), greedy=True)
+
+
+def grpo(*, norm_adv_by_std_in_grpo: bool) -> Estimator:
+    estimate = functools.partial(advantage.grpo, norm_adv_by_std=norm_adv_by_std_in_grpo)
+    return Estimator(spread, lambda score, _, group: estimate(score, group))
+
+
+def grpo_passk(*, norm_adv_by_std_in_grpo: bool) -> Estimator:
+    estimate = functools.partial(advantage.grpo_passk, norm_adv_by_std=norm_adv_by_std_in_grpo)
+    return Estimator(spread, lambda score, _, group: estimate(score, group))
+
+
+def rloo() -> Estimator:
+    return Estimator(spread, lambda score, _, group: advantage.rloo(score, group))
+
+
+def rloo_vectorized() -> Estimator:
+    return Estimator(spread, lambda score, _, group: advantage.rloo_vectorized(score, group))
+
+
+def reinforce_plus_plus_baseline() -> Estimator:
+    return Estimator(spread, lambda score, _, group: advantage.reinforce_plus_plus_baseline(score, group), whiten=True)
+
+
+def opo() -> Estimator:
+    return Estimator(spread, advantage.opo)
+
+
+def _twice(x: Array) -> tuple[Array, Array]:
+    return x, x  # no critic reads the returns
+
+
+_BY_GROUP = (grpo, grpo_passk, rloo, rloo_vectorized, reinforce_plus_plus_baseline, opo)
+ESTIMATORS: dict[str, Callable[..., Estimator]] = {f.__name__: f for f in (gae, reinforce_plus_plus, remax, *_BY_GROUP)}

@@ -1,0 +1,156 @@
+"""Parts that a setting chooses by name: advantage estimators, policy losses, graders, tools, engines, optimizers.
+
+A registry knows jppo's own parts by name. A user-defined part is named by where it is, 'path.py:name' or 'module:name';
+an installed package may also register names, as entry points of the group `jppo.<group>`.
+"""
+
+import difflib
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import pathlib
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from types import ModuleType
+from typing import Any, Generic, TypeVar
+
+from jppo.errors import UserError
+
+T = TypeVar("T")
+
+
+class Registry(Mapping[str, T], Generic[T]):
+    """Parts of one kind by name: jppo's own, and those of installed packages."""
+
+    def __init__(self, group: str, own: dict[str, T] | str, *, returns: str = ""):
+        """`own` may be the name 'module:name' of a dict, imported when a part is looked up.
+
+        `returns` is the class, 'module:name', of what the parts return; `make` checks it.
+        """
+        self.group, self.returns, self._own = group, returns, own
+
+    @functools.cached_property
+    def own(self) -> dict[str, T]:
+        """jppo's own parts."""
+        if isinstance(self._own, dict):
+            return self._own
+        module, _, name = self._own.partition(":")
+        found: dict[str, T] = getattr(importlib.import_module(module), name)
+        return found
+
+    @functools.cached_property
+    def _installed(self) -> dict[str, importlib.metadata.EntryPoint]:
+        return {point.name: point for point in importlib.metadata.entry_points(group=f"jppo.{self.group}")}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.own or name in self._installed
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.own
+        yield from (name for name in self._installed if name not in self.own)
+
+    def __len__(self) -> int:
+        return len({*self.own, *self._installed})
+
+    def __getitem__(self, name: str) -> T:
+        if name in self.own:
+            return self.own[name]
+        part: T = resolve(self._installed[name].value, self.group)
+        return part
+
+    def find(self, spec: str, setting: str) -> T:
+        """The part that `spec` names, else a UserError that begins with the setting."""
+        if spec in self:
+            return self[spec]
+        if ":" not in spec:
+            known = ", ".join(map(repr, self))
+            raise UserError(
+                f"{setting}={spec!r} is not known; it is one of {known}, or PATH.py:NAME, or MODULE:NAME"
+                f"{did_you_mean(spec, self)}"
+            )
+        part: T = resolve(spec, setting)
+        return part
+
+    def make(self, spec: str, setting: str, values: Mapping[str, object]) -> object:
+        """Calls the part that `spec` names with those of the settings' `values` that its parameters name."""
+        part = self.find(spec, setting)
+        assert callable(part)
+        said_as = f"{setting}={spec!r}"
+        every = inspect.signature(part).parameters.values()
+        parameters = [one for one in every if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+        for one in parameters:
+            if one.name not in values and one.default is inspect.Parameter.empty:
+                section = setting.rpartition(".")[0]
+                raise UserError(
+                    f"{said_as}: its parameter {one.name!r} is no setting of `{section}`; name its parameters after"
+                    f" settings, or give them defaults{did_you_mean(one.name, values)}"
+                )
+        given = {one.name: values[one.name] for one in parameters if one.name in values}
+        try:
+            made = part(**given)
+        except UserError:
+            raise
+        except Exception as e:  # a user's function may raise anything
+            raise UserError(f"{said_as}: {spec} raises {said(e)} when called with {given}; correct it") from e
+        if self.returns and not isinstance(made, resolve(self.returns, setting)):
+            wanted = self.returns.replace(":", ".")
+            raise UserError(f"{said_as}: {spec} returns {type(made).__name__}; it must return a {wanted}")
+        return made
+
+
+def did_you_mean(word: str, known: Collection[str]) -> str:
+    """The end of an error about an unknown word: the nearest of those known, or nothing."""
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def resolve(spec: str, setting: str) -> Any:
+    """The callable that 'path.py:name' or 'module:name' names, else a UserError that begins with `setting`."""
+    place, colon, name = spec.rpartition(":")
+    said_as = f"{setting}={spec!r}"
+    by_path = place.endswith(".py")
+    if not (colon and name and (by_path or all(part.isidentifier() for part in place.split(".")))):
+        raise UserError(f"{said_as} must be PATH.py:NAME or MODULE:NAME, as in parts.py:Part or mypackage.parts:Part")
+    module = user_module(pathlib.Path(place).expanduser(), said_as) if by_path else _import(place, said_as)
+    found = getattr(module, name, None)
+    if found is None:
+        there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        own = [key for key in there if getattr(getattr(module, key), "__module__", "") == module.__name__]
+        has = f"it has {', '.join(own)}" if own else "it has none"
+        raise UserError(f"{said_as}: {place} defines no {name!r}; {has}{did_you_mean(name, own)}")
+    if not callable(found):
+        raise UserError(f"{said_as}: {name!r} is of type {type(found).__name__}; it must be a function or a class")
+    return found
+
+
+def user_module(path: pathlib.Path, said_as: str) -> ModuleType:
+    """The user's file as a module; it runs once, and again where it has changed. `said_as` begins the error."""
+    if not path.is_file():
+        raise UserError(f"{said_as}: no file {path}; give the path of a Python file")
+    try:
+        return _run(path.resolve(), path.stat().st_mtime_ns)
+    except Exception as e:  # a user's file may raise anything
+        raise UserError(f"{said_as}: {path} cannot be run ({said(e)}); correct the file") from e
+
+
+@functools.cache
+def _run(path: pathlib.Path, _changed: int) -> ModuleType:
+    described = importlib.util.spec_from_file_location(f"_custom_{path.stem}", path)
+    assert described is not None and described.loader is not None
+    module = sys.modules[described.name] = importlib.util.module_from_spec(described)
+    described.loader.exec_module(module)
+    return module
+
+
+def _import(name: str, said_as: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except Exception as e:  # a user's module may raise anything
+        raise UserError(f"{said_as}: the module {name} cannot be imported ({said(e)}); install or correct it") from e
+
+
+def said(error: BaseException) -> str:
+    """The error's type and the first line of its message."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

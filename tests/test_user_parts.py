@@ -1,0 +1,116 @@
+"""User-defined estimators, losses, KL estimators and engines, in a file outside the package: a run, and its errors."""
+
+import json
+import pathlib
+
+import pytest
+
+from jppo import config as settings
+from jppo import train
+from jppo.rewards import graders
+from jppo.structs import Reward
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+FILE = """
+import jax.numpy as jnp
+
+from jppo.algorithms import advantage
+from jppo.learner.estimate import Estimator, spread
+from jppo.learner.policy_losses import Objective
+
+def sign(*, gamma):
+    def sequences(score, length, group):
+        return gamma * jnp.sign(advantage.grpo(score, group, norm_adv_by_std=False))
+
+    return Estimator(spread, sequences)
+
+def unclipped():
+    def loss(logp, old_logp, advantage, mask, segment):
+        ratio = jnp.exp(jnp.where(mask, logp - old_logp, 0.0))
+        return -advantage * ratio, jnp.zeros_like(mask), jnp.zeros_like(mask)
+
+    return Objective(loss)
+
+def by_sum():
+    return Objective(unclipped().loss, aggregation="seq-mean-token-sum")
+
+def squared(logp, ref_logp):
+    return jnp.square(logp - ref_logp)
+
+def strange(*, gama):
+    return sign(gamma=gama)
+
+def engine(c, run, hosts=None):
+    return 3
+
+number = 5
+"""
+
+
+@pytest.fixture
+def parts(tmp_path):
+    (tmp_path / "parts.py").write_text(FILE)
+    return tmp_path / "parts.py"
+
+
+@pytest.mark.usefixtures("quick_compilation")
+def test_a_run_with_user_defined_estimator_loss_and_kl(small_run, parts, monkeypatch):
+    c = small_run
+    monkeypatch.setitem(graders.GRADERS.own, "arithmetic", lambda text, _: Reward(float(len(text)), {}, None))
+    c.rollout.name, c.rollout.n, c.rollout.multi_turn.enable = "inprocess", 2, False
+    c.algorithm.adv_estimator, c.actor.loss_mode = f"{parts}:sign", f"{parts}:unclipped"
+    c.actor.use_kl_loss, c.actor.kl_loss_type, c.actor.lr = True, f"{parts}:squared", 1e-2
+    c.actor.ppo_mini_batch_size, c.algorithm.gamma = 4, 0.5
+    settings.check(c)
+    train.train(c)
+    run = pathlib.Path(c.trainer.run_dir)
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [step for step in steps if "actor/pg_loss" in step]
+    assert len(steps) == 2
+    for step in steps:
+        assert step["critic/advantages/max"] == 0.5 and step["critic/advantages/min"] == -0.5
+        assert step["actor/pg_clipfrac"] == 0.0
+    assert steps[-1]["actor/kl_loss"] > 0
+    assert json.loads((run / "config.json").read_text())["actor"]["loss_mode"] == f"{parts}:unclipped"
+
+
+@pytest.mark.parametrize(
+    ("setting", "spec", "said"),
+    [
+        ("algorithm.adv_estimator", "sihn", "is not known; it is one of 'gae'"),
+        ("algorithm.adv_estimator", "{}:sgn", "defines no 'sgn'; it has sign, "),
+        ("algorithm.adv_estimator", "{}:number", "'number' is of type int"),
+        (
+            "algorithm.adv_estimator",
+            "{}:unclipped",
+            "returns Objective; it must return a jppo.learner.estimate.",
+        ),
+        ("algorithm.adv_estimator", "{}:strange", "its parameter 'gama' is no setting of `algorithm`"),
+        ("algorithm.adv_estimator", "{}:sign", "compares the samples of a prompt, and rollout.n=1"),
+        ("algorithm.adv_estimator", "/none/parts.py:sign", "no file /none/parts.py"),
+        ("actor.loss_mode", "{}:unclaped", "did you mean 'unclipped'?"),
+        ("actor.loss_mode", "{}:sign", "its parameter 'gamma' is no setting of `actor`"),
+        ("actor.loss_mode", "no.such.module:loss", "cannot be imported (ModuleNotFoundError: No module named 'no')"),
+        ("actor.kl_loss_type", "{}:cubed", "defines no 'cubed'"),
+        ("rollout.name", "{}:motor", "defines no 'motor'"),
+    ],
+)
+def test_a_user_defined_part_that_cannot_be_is_one_line(parts, capsys, setting, spec, said):
+    spec = spec.format(parts)
+    with pytest.raises(SystemExit) as e:
+        train.main([f"--config={ROOT}/configs/quickstart.py", f"--config.{setting}={spec}", "--config.rollout.n=1"])
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert e.value.code == 2 and line.startswith("error: ") and said in line and spec in line
+
+
+def test_the_needs_of_a_user_defined_loss_are_checked(config, parts):
+    config.actor.loss_mode, config.actor.loss_agg_mode = f"{parts}:by_sum", "seq-mean-token-mean"
+    with pytest.raises(settings.UserError, match=r"is always averaged by seq-mean-token-sum; set that"):
+        settings.check(config)
+
+
+def test_an_engine_that_is_none_is_one_line(small_run, parts):
+    small_run.rollout.name = f"{parts}:engine"
+    settings.check(small_run)
+    with pytest.raises(settings.UserError, match=r"returns int, which has no ready\(\)"):
+        train.train(small_run)
