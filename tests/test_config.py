@@ -505,6 +505,12 @@ class Recorder:
         self._seen.add(self._prefix + name)
         return value
 
+    def __getitem__(self, name):
+        return getattr(self, name)
+
+    def __contains__(self, name):
+        return name in self._config
+
 
 def read_by_parts(config, seen, monkeypatch):
     """What the parts read that need a server, a model or tools: they are made, not run."""
