@@ -86,7 +86,7 @@ def prepare(c: ConfigDict, request: Request = preview.HERE) -> Task:
         adapters=assemble.make_adapters(c),
         scores=preference.make_scores(value, mesh=mesh),
         slope=preference.make_slope(center=c.loss.center_rewards_coefficient),
-        accumulate=update.make_accumulate(preference.make_pulled(value), options=options),
+        accumulate=update.make_accumulate(preference.make_pulled(value), mesh=mesh, options=options),
     )
 
 

@@ -74,7 +74,7 @@ def prepare(c: ConfigDict, request: Request = preview.HERE) -> Task:
         ),
         cfg=cfg,
         adapters=assemble.make_adapters(c),
-        accumulate=update.make_accumulate(update.make_imitation_loss(logprob), options=options),
+        accumulate=update.make_accumulate(update.make_imitation_loss(logprob), mesh=mesh, options=options),
     )
 
 

@@ -121,7 +121,7 @@ def make_passes(
     if models.critic is not None:
         value = score.make_value(models.critic[0])
         critic = update.make_accumulate(
-            update.make_critic_loss(value, r.weigh_value, cliprange_value=r.cliprange_value), options=options
+            update.make_critic_loss(value, r.weigh_value, cliprange_value=r.cliprange_value), mesh=mesh, options=options
         )
     e = r.estimator
     return Passes(
@@ -136,7 +136,7 @@ def make_passes(
         sequences=None if e.sequences is None else jax.jit(e.sequences),
         tokens=along(estimate.make_tokens(e)),
         finish=jax.jit(functools.partial(estimate.finish, whiten=e.whiten)),
-        actor=update.make_accumulate(actor, options=options),
+        actor=update.make_accumulate(actor, mesh=mesh, options=options),
         critic=critic,
     )
 
