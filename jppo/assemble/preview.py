@@ -172,7 +172,7 @@ def device_parts(found: Estimate) -> dict[str, int]:
     """What a device holds at the worst moment, part by part."""
     worst = found.worst
     parts = found.parts | {"sum of gradients": worst.gradients, f"temporaries: {worst.name}": worst.temporaries}
-    parts["brought from the host for it"] = worst.brought
+    parts |= {"brought from the host for it": worst.brought, "compiled programs": found.code}
     return {about: count for about, count in parts.items() if count}
 
 
@@ -185,7 +185,6 @@ def rooms(found: Estimate, mesh: Any, *, host: dict[str, int]) -> list[Room]:
     room = None if free is None or taken is None else free + taken
     host = {f"{about}, waiting": count * bytes_ for about, bytes_ in found.host.items()} | host
     if device.platform == "cpu":
-        program["its compiled programs at work"] = found.runtime
         here = {about: count * bytes_ for about, bytes_ in parts.items()}
         where = "this machine" if count == 1 else f"this machine, its {count} devices together"
         return [Room(where, here | program | host, room)]
@@ -214,7 +213,6 @@ def host_parts(c: ConfigDict, inputs: Inputs, mesh: Any) -> dict[str, int]:
         parts |= {
             "vLLM: weights": r.servers * memory.served(inputs.policy, r.dtype),
             "vLLM: cache": r.servers * r.kv_cache_memory_bytes,
-            "vLLM: its program": r.servers * memory.PROGRAM,
         }
     return parts
 

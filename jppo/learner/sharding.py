@@ -158,7 +158,6 @@ def put_rows(rows: Rows, mesh: Mesh) -> Rows:
 def constrain_to_rows(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
     """The function that keeps activations [R, T, D] spread as the rows are."""
 
-
     def constrain(x: jax.Array) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(row_axes(), POSITIONS)))
 

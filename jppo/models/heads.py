@@ -160,7 +160,8 @@ class _Plan:
 
             def call(kernels: Any, *arrays: Any) -> Any:
                 ins = of_kernels, *(rows for _ in arrays)
-                return jax.shard_map(fn, mesh=self.mesh, in_specs=ins, out_specs=outs, check_vma=False)(kernels, *arrays)
+                on_each = jax.shard_map(fn, mesh=self.mesh, in_specs=ins, out_specs=outs, check_vma=False)
+                return on_each(kernels, *arrays)
 
             return call
 

@@ -56,7 +56,7 @@ def test_a_trainers_share_of_a_gpu_is_what_its_servers_leave(changes, share):
 
 
 def estimate_of(peak, error=None):
-    return Estimate({}, (Moment("actor gradient", 0, int(peak), account=Account(error=error)),), 0)
+    return Estimate({}, (Moment("actor gradient", 0, int(peak), account=Account(error=error)),))
 
 
 def test_a_machine_that_is_too_small_names_the_moment_and_the_first_change_that_fits():
