@@ -130,6 +130,8 @@ def learning(
         )
         for one, flop in itertools.zip_longest(micros, useful, fillvalue=0)
     ]
+    if (exchange := update.make_exchange(trained.what.shardings)) is not None:
+        moments.append(account(f"{name} exchange", gradients, exchange, carry, brought=brought))
     apply = make_apply(section, tx, trained.what, places, 1)
     step = jax.ShapeDtypeStruct((), jnp.int32)
     here = brought + (size(opt) if section.optimizer_offload else 0)

@@ -22,7 +22,7 @@ from jppo.assemble.inputs import Inputs, read_inputs
 from jppo.assemble.learner import make_passes
 from jppo.assemble.memory import Estimate
 from jppo.assemble.rows import critic_mini_batch_size, plan_of_run, sequences_of_step
-from jppo.learner import devices, packing, ppo, sharding
+from jppo.learner import devices, packing, ppo, sharding, update
 from jppo.structs import Prompt, Trajectory
 from jppo.targets.machines import Machine
 
@@ -84,14 +84,15 @@ def descents(trajectories: Sequence[Trajectory], plan: packing.Plan, *, epochs: 
     return Descents(epochs, len(cuts), size, max(map(len, packed)), entries)
 
 
-def programs(passes: ppo.Passes, recipe: ppo.Recipe, plan: packing.Plan, models: int) -> int:
+def programs(passes: ppo.Passes, recipe: ppo.Recipe, plan: packing.Plan, models: int, mesh: Any) -> int:
     """How many programs XLA compiles for a run of so many trained models: the large ones, of passes and updates."""
     unused = {*ONCE, *(() if recipe.entropy_metric and not recipe.bypass else ("entropy",))}
     unused |= {"gap"} if recipe.bypass else set()
     by_shape = [
         f.name for f in dataclasses.fields(passes) if getattr(passes, f.name) is not None and f.name not in unused
     ]
-    return len(by_shape) * len(plan.shapes) + 2 * models  # an optimizer step and an empty sum of gradients
+    # An optimizer step, an empty sum of gradients, and where groups of devices have their own the exchange of sums.
+    return len(by_shape) * len(plan.shapes) + (2 if mesh.shape[update.GROUPS] == 1 else 3) * models
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +112,7 @@ class Work:
             update = self.updates.get(model)
             if moment.name in ("log-probs", "reference", "values"):
                 times[moment.name], entries[moment.name] = self.scoring, self.entries
-            elif update is not None and kind in ("gradient", "step"):
+            elif update is not None and kind in ("gradient", "exchange", "step"):
                 micro_batches = update.micro_batches if kind == "gradient" else 1
                 times[moment.name] = update.epochs * update.mini_batches * micro_batches
                 if kind == "gradient":
@@ -141,7 +142,7 @@ def sizes(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[list[str], Work]:
     prompts = inputs.train.prompts
     recipe, passes = make_passes(c, inputs, mesh)
     step = work(c, inputs, mesh)
-    count = programs(passes, recipe, plan, len(step.updates))
+    count = programs(passes, recipe, plan, len(step.updates), mesh)
     lines = [
         f"prompts          {len(prompts):,} to train on, {len(inputs.val.prompts):,} to test on",
         f"steps            {inputs.total_steps:,}, each of {c.data.train_batch_size:,} prompts x {c.rollout.n} ="

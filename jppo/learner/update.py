@@ -117,7 +117,7 @@ def make_accumulate(
     """(learned, base, carry, micro-batch, counts, ...) -> the carry with its own gradient and loss; its sums.
 
     The gradient is by what is learned; a frozen `base` has none. Groups of devices along `data` keep their own sums of
-    gradients, which take no more memory than their sum would; `make_apply` exchanges them, once a mini-batch.
+    gradients, which take no more memory than their sum would; `make_exchange` sums these, once a mini-batch.
     `options` are the compiler's.
     """
     groups = 1 if mesh is None else mesh.shape[GROUPS]
@@ -156,11 +156,33 @@ def _of_all(name: str, each: Array) -> Array:
     return reduce(each, axis=0)
 
 
+def make_exchange(shardings: Params) -> jax.stages.Wrapped | None:
+    """The carry with each group's gradient replaced by the sum over all groups; None where there is one group.
+
+    The sums take the place of what was summed: a program of its own may have its arguments overwritten.
+    """
+    mesh = jax.tree.leaves(shardings)[0].mesh
+    if mesh.shape[GROUPS] == 1:
+        return None
+    specs = jax.tree.map(lambda place: PartitionSpec(GROUPS, *place.spec), shardings), PartitionSpec()
+
+    def exchange(carry: Carry) -> Carry:
+        return jax.lax.psum(carry[0], GROUPS), carry[1]
+
+    on_each = jax.shard_map(exchange, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False)
+    return jax.jit(on_each, donate_argnums=0)
+
+
 def exchanged(grads: Params, params: Params, places: Params) -> Params:
-    """Sums of gradients over all groups of devices, in the shards of the parameters."""
+    """Gradients that all groups of devices have alike, without the axis of the groups."""
 
     def one(grad: Array, param: Array, place: Any) -> Array:
-        return grad if grad.ndim == param.ndim else jax.lax.with_sharding_constraint(jnp.sum(grad, axis=0), place)
+        if grad.ndim == param.ndim:
+            return grad
+        ins, mesh = PartitionSpec(GROUPS, *place.spec), place.mesh
+        local = jax.shard_map(lambda x: x[0], mesh=mesh, in_specs=ins, out_specs=place.spec, check_vma=False)
+        found: Array = local(grad)
+        return found
 
     return jax.tree.map(one, grads, params, places)
 
