@@ -97,6 +97,16 @@ def test_changes_come_in_order_and_add_up():
     )
 
 
+@pytest.mark.parametrize("visible, share", [("0", 0.75), ("0,1", 0.1), (None, 0.1)])
+def test_a_trainer_beside_servers_on_other_gpus_has_its_own(monkeypatch, visible, share):
+    c = settings.default()
+    c.rollout.devices, c.rollout.gpu_memory_utilization = "1", 0.85
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert described.capacity(c, machines.parse("H100"))[0] == pytest.approx(share * 84978434048)
+
+
 @pytest.mark.skipif(NO_GPU, reason="XLA's compiler for GPUs is not installed; make target-gpu")
 def test_a_report_for_gpus_that_are_not_here(small_run, tmp_path):
     file, c = tmp_path / "account.json", small_run
