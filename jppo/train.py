@@ -506,7 +506,7 @@ def main(argv: list[str] | None = None) -> None:
         with ending(config.trainer.run_dir, within_s=config.trainer.stop_timeout_s):
             train(config)
     except (RolloutError, Diverged, Unwritten, Elsewhere) as e:
-        print(f"error: {e}", file=sys.stderr)
+        print(settings.one_line(e), file=sys.stderr)
         sys.exit(1)
 
 

@@ -4,16 +4,17 @@ Nothing below the commands (`train.py`, `sft.py` ...) and `assemble.py` sees a c
 """
 
 from jppo.config.checks import check
-from jppo.config.commandline import describe, dump, exit_on_user_error, parse
+from jppo.config.commandline import Parser, describe, dump, exit_on_user_error, natural, parse
 from jppo.config.commandline import settings as by_name
 from jppo.config.defaults import default, reward_model_default, sft_default
 from jppo.config.draws import cuts
-from jppo.config.errors import UserError
+from jppo.config.errors import UserError, escaped, one_line
 from jppo.config.shipped import recipe
 from jppo.config.steps import check_within, parse_steps
 from jppo.config.texts import importance_band, loggers, rejection_rules, save_contents, stop_texts
 
 __all__ = [
+    "Parser",
     "UserError",
     "by_name",
     "check",
@@ -22,9 +23,12 @@ __all__ = [
     "default",
     "describe",
     "dump",
+    "escaped",
     "exit_on_user_error",
     "importance_band",
     "loggers",
+    "natural",
+    "one_line",
     "parse",
     "parse_steps",
     "recipe",
