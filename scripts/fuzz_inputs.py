@@ -30,7 +30,7 @@ from jppo.data.preferences import read_pairs
 from jppo.data.prompts import read_prompts
 from jppo.data.sft import read_demonstrations
 from jppo.data.tokenizer import end_token_ids, load_tokenizer
-from jppo.io.console import escaped
+from jppo.errors import escaped
 from jppo.models import hf
 from jppo.rewards.model import read_classifier
 
@@ -229,7 +229,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--first", type=int, default=0, help="the number of the first case")
     parser.add_argument("--cases", type=int, default=2000, help="how many")
+    parser.add_argument("--commands", action="store_true", help="whole commands, as fuzz_commands.py describes")
+    parser.add_argument("--setup", type=pathlib.Path, metavar="DIR", help="where the valid inputs of --commands stay")
     args = parser.parse_args()
+    if args.commands:
+        import fuzz_commands  # imports all of jppo
+
+        sys.exit(fuzz_commands.try_all(args.first, args.cases, args.setup) > 0)
     counts, bad = {"accepted": 0, "refused": 0}, 0
     for number in range(args.first, args.first + args.cases):
         with tempfile.TemporaryDirectory() as folder:

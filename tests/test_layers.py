@@ -109,7 +109,7 @@ OF_JPPO = {
     "jppo.rollout.launch": (),
 }
 # Below the commands nothing sees a config: this is what may be taken from jppo.config.
-OF_CONFIG = ("jppo.config.UserError", "jppo.config.exit_on_user_error")
+OF_CONFIG = tuple(f"jppo.config.{name}" for name in ("UserError", "Parser", "escaped", "exit_on_user_error", "natural"))
 # Files, engines and metrics deal in tokens and arrays; an engine that is a model itself is the exception.
 NO_MODEL = ("jppo.data", "jppo.io", "jppo.rollout", "jppo.agent")
 BUT = ("jppo.rollout.inprocess",)

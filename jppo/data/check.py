@@ -8,7 +8,6 @@ the first prompt as the model will read it. Exit code 0 with a line OK or WARN f
 read or training would refuse them.
 """
 
-import argparse
 import collections
 import dataclasses
 from collections.abc import Sequence
@@ -16,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from jppo.config import UserError, exit_on_user_error
+from jppo.config import Parser, UserError, exit_on_user_error
 from jppo.data.prompts import Messages, check_one_schema, ground_truth, prompt_of, tokenise, with_system_prompt
 from jppo.data.rows import Row, text_column
 from jppo.data.sources import Source, read_sources
 from jppo.data.tokenizer import load_tokenizer
+from jppo.errors import escaped
 
 BINS = 10
 BAR = 40  # characters of the longest bar
@@ -159,9 +159,7 @@ def _graders() -> dict[str, str]:
 @exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jppo.data.check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("jppo.data.check", __doc__)
     parser.add_argument("files", nargs="+", help="parquet, jsonl, json or tfds:NAME/SPLIT@DIR")
     parser.add_argument("--val", default="", help="the test set, in the same forms, separated by commas")
     parser.add_argument(
@@ -181,7 +179,7 @@ def main(argv: list[str] | None = None) -> None:
     lines = report(train, findings(train, **said), "training set", tokenizer)
     if val is not None:
         lines += report(val, [*findings(val, **said), overlap(train, val)], "test set", tokenizer)
-    print("\n".join(lines))
+    print(escaped("\n".join(lines)))
 
 
 if __name__ == "__main__":

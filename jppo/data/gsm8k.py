@@ -7,7 +7,6 @@ The layout is verl's, so that either project reads the other's files: the questi
 one chat message, and what stands after `####` in the worked solution, commas removed, as the ground truth.
 """
 
-import argparse
 import io
 import pathlib
 import re
@@ -18,7 +17,7 @@ import httpx
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jppo.config import UserError, exit_on_user_error
+from jppo.config import Parser, UserError, exit_on_user_error
 from jppo.data import gsm8k_tfds
 from jppo.data.files import make_directory, read_rows
 from jppo.data.rows import Row, text_column
@@ -85,11 +84,7 @@ def download(directory: pathlib.Path) -> None:
 @exit_on_user_error
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jppo.data.gsm8k",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("jppo.data.gsm8k", __doc__)
     parser.add_argument("--out", type=pathlib.Path, required=True, help="directory to write to")
     parser.add_argument("--from", dest="source", type=pathlib.Path, help="directory with train.jsonl and test.jsonl")
     parser.add_argument("--tfds", action="store_true", help="write a data set of tensorflow-datasets")
