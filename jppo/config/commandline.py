@@ -131,7 +131,7 @@ def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
 def describe(config: ml_collections.ConfigDict) -> str:
     """Returns all settings with their values and meanings, one per line, for --help."""
     lines = []
-    found = settings(config)
+    found = values(config)
     for name, setting in TABLE.items():
         if name in found:
             unit = f"[{setting.unit}] " if setting.unit else ""
