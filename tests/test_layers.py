@@ -81,6 +81,7 @@ NO_MORE_THAN = {
     "jppo.rewards.suspicion": {*sys.stdlib_module_names},
     "jppo.sandbox": {*sys.stdlib_module_names},
     "jppo.rewards.rules": {*sys.stdlib_module_names, "math_verify"},
+    "jppo.rewards.verl_rules": {*sys.stdlib_module_names},
     "jppo.rollout.launch": {*sys.stdlib_module_names},
 }
 # Imported along with the worker, so they import nothing.
@@ -103,6 +104,7 @@ OF_JPPO = {
     "jppo.rewards.suspicion": (),
     "jppo.sandbox": ("jppo.sandbox",),
     "jppo.rewards.rules": (),
+    "jppo.rewards.verl_rules": ("jppo.rewards.rules",),
     "jppo.rollout.launch": (),
 }
 # Below the commands nothing sees a config: this is what may be taken from jppo.config.
