@@ -24,7 +24,7 @@ LAYERS = (
 )
 LAYER = {place: i for i, row in enumerate(LAYERS) for place in row}
 # Commands that stand beside what they look at: they have the layer of the training commands.
-COMMANDS_BELOW = ("jppo.data.check", "jppo.rewards.check")
+COMMANDS_BELOW = ("jppo.data.check", "jppo.data.math", "jppo.rewards.check")
 
 COMMANDS = (*(f"jppo.{place}" for row in LAYERS[4:] for place in row), *COMMANDS_BELOW)
 # Packages that few may import: a module, or all modules below a package.

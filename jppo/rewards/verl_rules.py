@@ -1,7 +1,7 @@
 r"""verl 0.9.1's rules for its own data sources: the same score for the same response and truth.
 
-Reimplemented from their behaviour, quirks included, and held by `tests/rewards/golden`. `rules.py` has jppo's own rules,
-which read answers as numbers or as mathematics. Standard library only; linear in the length of a response.
+Reimplemented from their behaviour, quirks included, and held by `tests/rewards/golden`. `rules.py` has jppo's own
+rules, which read answers as numbers or as mathematics. Standard library only; linear in the length of a response.
 A truth is compared as text, so that none is refused: one that no answer can equal scores as a wrong answer does.
 """
 
@@ -49,7 +49,7 @@ def math_reward(response: str, ground_truth: str) -> Verdict:
 
     The normalisation of Hendrycks et al. 2021: spellings of fractions and roots, units, degrees and percent.
     """
-    answer = _boxed(response)
+    answer = last_box(response)
     if answer is None:
         return _verdict(None, ground_truth)
     try:
@@ -125,18 +125,18 @@ def normal_minerva(text: str) -> str:
     return (digits if digits.isdigit() else text).strip()
 
 
-def _verdict(answer: str | None, ground_truth: str) -> Verdict:
-    right = float(answer == ground_truth)
-    return Verdict(right, {"exact": right, "answered": float(answer is not None)}, answer or "")
-
-
-def _boxed(response: str) -> str | None:
+def last_box(response: str) -> str | None:
     r"""The answer that `math_reward` compares: `\boxed 5` goes before `\boxed{5}`; None where there is none."""
     if r"\boxed " in response:
         return response.rpartition(r"\boxed ")[2].partition("$")[0]
     start = response.rfind(r"\boxed")
     found = None if start < 0 else _to_closing_brace(response[start:])
     return found[len(r"\boxed{") : -1] if found and found.startswith(r"\boxed{") else None
+
+
+def _verdict(answer: str | None, ground_truth: str) -> Verdict:
+    right = float(answer == ground_truth)
+    return Verdict(right, {"exact": right, "answered": float(answer is not None)}, answer or "")
 
 
 def _to_closing_brace(text: str) -> str | None:
