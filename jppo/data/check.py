@@ -150,10 +150,12 @@ def _key(prompt: Messages) -> str:
     return prompt if isinstance(prompt, str) else repr([(m["role"], m["content"]) for m in prompt])
 
 
-def _graders() -> dict[str, str]:
-    from jppo.rewards.graders import GRADERS  # a command may look beyond data/
+def _graders(*sets: Looked | None) -> dict[str, str]:
+    from jppo.rewards.graders import grader_of  # a command may look beyond data/
 
-    return {source: getattr(grader, "__name__", source) for source, grader in GRADERS.items()}
+    sources = {text_column(row, "data_source") for seen in sets if seen is not None for row in seen.rows}
+    found = {source: grader_of(source) for source in sources}
+    return {source: getattr(grader, "__name__", source) for source, grader in found.items() if grader is not None}
 
 
 @exit_on_user_error
@@ -173,9 +175,9 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"--max-prompt-length={args.max_prompt_length} is in tokens; give --tokenizer to count them")
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
     read = dict(tokenizer=tokenizer, system_prompt=args.system_prompt, custom_cls=args.custom_cls)
-    said = dict(max_prompt_length=args.max_prompt_length, graders=_graders())
     train = look(",".join(args.files), "FILES", **read)
     val = look(args.val, "--val", **read) if args.val else None
+    said = dict(max_prompt_length=args.max_prompt_length, graders=_graders(train, val))
     lines = report(train, findings(train, **said), "training set", tokenizer)
     if val is not None:
         lines += report(val, [*findings(val, **said), overlap(train, val)], "test set", tokenizer)

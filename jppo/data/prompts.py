@@ -9,6 +9,7 @@ that holds all its special tokens already. What else a row has is handed to grad
 """
 
 import dataclasses
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -201,7 +202,7 @@ def _tokenise(
 
 
 def ground_truth(row: Row) -> str:
-    """The row's answer, in either schema."""
+    """The row's answer, in either schema; an object or a list is taken as its JSON text."""
     nested = row.columns.get("reward_model")
     if nested is not None and not isinstance(nested, dict):
         raise UserError(f"{row.place}: reward_model is of type {type(nested).__name__}; it must be an object")
@@ -214,7 +215,10 @@ def ground_truth(row: Row) -> str:
         )
     if outer is not None and inner is not None and outer != inner:
         raise UserError(f"{row.place}: ground_truth={outer!r} and reward_model.ground_truth={inner!r}; keep one")
-    return checked_text(row, "ground_truth", inner if outer is None else outer)
+    value = inner if outer is None else outer
+    if isinstance(value, dict | list) and value:
+        value = json.dumps(value, ensure_ascii=False)
+    return checked_text(row, "ground_truth", value)
 
 
 def make_prompt(row: Row, messages: Messages, ids: list[int], name: str) -> Prompt:
