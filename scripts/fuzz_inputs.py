@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jppo import config as settings
-from jppo.config import UserError, commandline
+from jppo.config import UserError, table
 from jppo.data import arithmetic
 from jppo.data.preferences import read_pairs
 from jppo.data.prompts import read_prompts
@@ -50,13 +50,13 @@ class Slow(BaseException):
 def of_settings(rng: random.Random, folder: pathlib.Path) -> None:
     """One to three settings, as on a command line or as a config file would set them."""
     config = rng.choice(DEFAULTS)()
-    names = sorted(commandline.settings(config))
+    names = sorted(table.values(config))
     config.model.path, config.data.train_files = "model", "train.jsonl"
     if "val_files" in config.data:
         config.data.val_files = "val.jsonl"
     given = []
     for name in rng.choices(names, k=rng.randint(1, 3)):
-        was = commandline.settings(config)[name]
+        was = table.values(config)[name]
         alike = [value for value in ODD if type(value) is type(was)] or list(ODD)  # else the type alone is refused
         given.append(f"--config.{name}={rng.choice(alike) if rng.random() < 0.8 else text(rng)}")
     changed, _ = settings.parse(given, "", config, needs_file=False)

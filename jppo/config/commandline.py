@@ -14,7 +14,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from jppo.config import configfile, shipped
-from jppo.config.table import TABLE
+from jppo.config.table import TABLE, values
 from jppo.errors import UserError, one_line
 
 ODD_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EROFS)

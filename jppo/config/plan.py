@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jppo.config import checks, commandline, configfile, shipped
+from jppo.config import checks, commandline, configfile, shipped, table
 from jppo.config.table import TABLE, default
 from jppo.errors import UserError
 
@@ -40,7 +40,7 @@ def plan(argv: Sequence[str], out: pathlib.Path | None) -> tuple[list[Run], path
     file = next(shipped.locate(a) for a in argv if a.startswith("--config=")).split("=", 1)[1].split(":")[0]
     if out is None:
         out = pathlib.Path("runs") / f"sweep-{pathlib.Path(file).stem}"
-    known, given = commandline.settings(config), {a[len("--config.") :].split("=")[0] for a in argv}
+    known, given = table.values(config), {a[len("--config.") :].split("=")[0] for a in argv}
     if FOLDER in given:
         raise UserError(f"--config.{FOLDER} is given, and each run of a sweep has a folder of its own; use --out")
     runs = []
@@ -96,7 +96,7 @@ def _resolve(overrides: dict[str, Any], argv: Sequence[str], out: pathlib.Path, 
         checks.check(config)
     except UserError as e:
         raise UserError(f"sweep, run {name}: {e}") from e
-    values = commandline.settings(config)
+    values = table.values(config)
     for setting, value in overrides.items():
         read = values[setting]
         if read != value or isinstance(read, str) != isinstance(value, str):
