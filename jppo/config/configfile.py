@@ -43,7 +43,8 @@ def is_file(path: str) -> bool:
 
 def functions(file: str) -> dict[str, Any]:
     """What a Python file defines."""
-    return explained(file, runpy.run_path, file)
+    defined: dict[str, Any] = explained(file, runpy.run_path, file)
+    return defined
 
 
 def explained(file: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
