@@ -107,6 +107,7 @@ def test_a_trainer_beside_servers_on_other_gpus_has_its_own(monkeypatch, visible
     assert described.capacity(c, machines.parse("H100"))[0] == pytest.approx(share * 84978434048)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(NO_GPU, reason="XLA's compiler for GPUs is not installed; make target-gpu")
 def test_a_report_for_gpus_that_are_not_here(small_run, tmp_path):
     file, c = tmp_path / "account.json", small_run
