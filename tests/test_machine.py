@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-import jppo
+from jppo.assemble import machine
 
 COMPILE = """
 import jax, jax.numpy as jnp
@@ -69,7 +69,8 @@ def test_memory_that_is_given_back_stays():
 
 
 SUM = """
-import jppo, jax, jax.numpy as jnp
+import jax, jax.numpy as jnp
+import jppo.assemble
 n = 32_769
 x = jnp.stack((jnp.arange(n, dtype=jnp.float32), jnp.zeros(n), jnp.zeros(n)), axis=1)
 squares = jax.jit(jax.vmap(lambda row: jnp.sum((jnp.eye(3) @ row) ** 2)))(x)
@@ -85,5 +86,5 @@ def test_sums_of_products_are_right_on_a_cpu(flags):
 
 def test_flags_that_a_user_chose_for_sums_stay(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_experimental_ynn_fusion_type=+reduce")
-    jppo.correct_sums()
+    machine.correct_sums()
     assert os.environ["XLA_FLAGS"] == "--xla_cpu_experimental_ynn_fusion_type=+reduce"
