@@ -83,7 +83,8 @@ def test_what_the_page_says_works(copy):
     tests = [word for command in commands for word in command.removeprefix("python -m pytest ").split()
              if command.startswith("python -m pytest ")]  # fmt: skip
     others = dict.fromkeys(command for command in commands if not command.startswith("python -m pytest "))
-    assert set(others) == {"python scripts/settings_page.py > docs/configuration.md"} and len(tests) == 6
+    generators = {"python scripts/settings_page.py > docs/configuration.md", "python scripts/tree.py"}
+    assert set(others) == generators and len(tests) == 6
     for command in others:
         run(["bash", "-c", command.replace("python", sys.executable, 1)], folder)
     said = run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *tests], folder)
