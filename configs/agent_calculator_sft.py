@@ -1,9 +1,9 @@
-"""The starting model of configs/agent_calculator.py: a small transformer imitates a teacher who calls or estimates.
+"""The starting model of configs/agent_calculator.py: a small transformer imitates a teacher that calls or estimates.
 
     python -m jppo.data.multiplication --out runs/agent/data
     python -m jppo.sft --config=configs/agent_calculator_sft.py
 
-What the calculator says is read and not imitated. The argument is the run's folder:
+The calculator's answers are context, not trained on. The argument is the run's folder:
 --config=configs/agent_calculator_sft.py:runs/other
 """
 

@@ -3,6 +3,7 @@
 import ast
 import pathlib
 import re
+import textwrap
 from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -20,7 +21,8 @@ def tree(folder: pathlib.Path, depth: int = 0) -> Iterator[str]:
             yield f"{name:<28} {path.read_text(encoding='utf-8').splitlines()[1].removeprefix('# ').rstrip('.')}"
         elif path.suffix == ".py" and path.name != "__init__.py":
             about = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-            yield f"{name:<28} {about.partition(chr(10))[0].rstrip('.')}"
+            first = textwrap.shorten(about.partition("\n")[0], 120, placeholder=" ...").rstrip(".")
+            yield f"{name:<28} {first}"
         elif path.is_dir() and not path.is_symlink() and any(path.rglob("*.py")):
             yield from tree(path, depth + 1)
 
