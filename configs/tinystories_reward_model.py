@@ -2,7 +2,8 @@
 
     python -m jppo.reward_model --config=configs/tinystories_reward_model.py
 
-It starts from the fine-tuned model; docs/examples/tinystories.md has the commands before and after this stage. The argument is the run's folder: --config=configs/tinystories_reward_model.py:runs/other
+It starts from the fine-tuned model; docs/examples/tinystories.md has the commands before and after this stage.
+The argument is the run's folder: --config=configs/tinystories_reward_model.py:runs/other
 """
 
 import ml_collections

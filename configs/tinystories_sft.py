@@ -2,7 +2,8 @@
 
     python -m jppo.sft --config=configs/tinystories_sft.py --config.model.path=MODEL
 
-MODEL is a directory with a TinyStories Llama; docs/examples/tinystories.md has the commands before and after this stage. The argument is the run's folder: --config=configs/tinystories_sft.py:runs/other
+MODEL is a directory with a TinyStories Llama; docs/examples/tinystories.md has the commands before and after this
+stage. The argument is the run's folder: --config=configs/tinystories_sft.py:runs/other
 """
 
 import ml_collections

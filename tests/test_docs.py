@@ -171,8 +171,8 @@ def metrics_of_a_test() -> set[str]:
     return {"val/" + re.sub(r"@\d+", "@<k>", name) for name in found}
 
 
-class NoDoor:
-    """A way to a judge that nobody takes."""
+class NoClient:
+    """A judge client that is never called."""
 
     async def close(self) -> None:
         pass
@@ -181,7 +181,7 @@ class NoDoor:
 def judge_metrics() -> set[str]:
     """What a judge counts."""
     rubric = judge_prompts.make_rubric("math", system_prompt="", scoring_prompt="", max_score=10.0)
-    part = JudgePart(NoDoor(), rubric, concurrency=1, retries=0)
+    part = JudgePart(NoClient(), rubric, concurrency=1, retries=0)
     try:
         return set(part.metrics())
     finally:
@@ -228,7 +228,7 @@ def test_every_metric_is_explained_and_every_explained_one_is_written():
         set(checks.CHOICES["reward.model.engine"]),
         set(re.findall(r'"(\w+_score)"', text("jppo/assemble/reward.py"))) | {"rule_score"},
     ],
-    ids=["rules", "doors", "keys", "addresses", "prompts", "judges", "presets", "engines", "parts"],
+    ids=["rules", "providers", "keys", "addresses", "prompts", "judges", "presets", "engines", "parts"],
 )
 def test_rewards_name_every_choice(names):
     assert len(names) > 2

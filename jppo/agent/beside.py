@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from typing import Any
 
 
-class Beside:
+class UserCodeRunner:
     """The loop beside the loop; it starts with the first coroutine."""
 
     def __init__(self) -> None:

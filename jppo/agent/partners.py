@@ -18,7 +18,7 @@ import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from jppo.agent.beside import Beside
+from jppo.agent.beside import UserCodeRunner
 from jppo.agent.tools import Context
 from jppo.config import UserError
 from jppo.data.userfile import said, user_class
@@ -41,13 +41,13 @@ Respond = Callable[[list[dict[str, str]]], Awaitable[Reply]]  # all that was sai
 Begin = Callable[[Context], Awaitable[tuple[str, Respond]]]  # the first text of a conversation, and who goes on
 
 
-def make_interaction(spec: str, *, beside: Beside, timeout_s: float) -> Begin:
+def make_interaction(spec: str, *, user_code: UserCodeRunner, timeout_s: float) -> Begin:
     """The simulated user of a run."""
     user = _made(spec, "rollout.multi_turn.interaction", ("respond",))()
 
     async def begin(context: Context) -> tuple[str, Respond]:
         async def respond(messages: list[dict[str, str]]) -> Reply:
-            found = await _asked(beside, user.respond, messages, context, timeout_s=timeout_s)
+            found = await _asked(user_code, user.respond, messages, context, timeout_s=timeout_s)
             text, done, score = _three(found, "respond", "(text, done, score)")
             return _reply(text, done, 0.0 if score is None else score, "respond")
 
@@ -56,7 +56,7 @@ def make_interaction(spec: str, *, beside: Beside, timeout_s: float) -> Begin:
     return begin
 
 
-def make_environment(spec: str, *, beside: Beside, timeout_s: float) -> Begin:
+def make_environment(spec: str, *, user_code: UserCodeRunner, timeout_s: float) -> Begin:
     """A fresh environment for every conversation of a run."""
     cls = _made(spec, "rollout.multi_turn.environment", ("reset", "step"))
 
@@ -67,11 +67,11 @@ def make_environment(spec: str, *, beside: Beside, timeout_s: float) -> Begin:
             raise PartnerError(f"{spec} cannot be made: {said(e)}") from e
 
         async def respond(messages: list[dict[str, str]]) -> Reply:
-            found = await _asked(beside, world.step, messages[-1]["content"], timeout_s=timeout_s)
+            found = await _asked(user_code, world.step, messages[-1]["content"], timeout_s=timeout_s)
             text, reward, done = _three(found, "step", "(text, reward, done)")
             return _reply(text, done, reward, "step")
 
-        first = await _asked(beside, world.reset, context.prompt, timeout_s=timeout_s)
+        first = await _asked(user_code, world.reset, context.prompt, timeout_s=timeout_s)
         if not isinstance(first, str):
             raise PartnerError(f"reset returned {type(first).__name__}; it must be text")
         return first, respond
@@ -92,10 +92,10 @@ def _made(spec: str, setting: str, methods: tuple[str, ...]) -> Callable[[], Any
     return cls
 
 
-async def _asked(beside: Beside, method: Callable[..., Any], *arguments: Any, timeout_s: float) -> Any:
+async def _asked(user_code: UserCodeRunner, method: Callable[..., Any], *arguments: Any, timeout_s: float) -> Any:
     name = getattr(method, "__name__", "it")
     try:
-        return await beside.run(method, *arguments, timeout_s=timeout_s)
+        return await user_code.run(method, *arguments, timeout_s=timeout_s)
     except TimeoutError as e:
         raise PartnerError(f"{name} took longer than {timeout_s:g} s") from e
     except Exception as e:  # a user's class may raise anything

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import yaml
 
-from jppo.agent.beside import Beside
+from jppo.agent.beside import UserCodeRunner
 from jppo.agent.calculator import Calculator
 from jppo.agent.calls import Call, Fault, Found, Schema
 from jppo.agent.python import Python
@@ -65,7 +65,7 @@ class Limits:
 
 
 @dataclasses.dataclass(frozen=True)
-class Told:
+class ToolReplies:
     """What the tools answered to the calls of one turn."""
 
     messages: list[dict[str, str]]
@@ -76,21 +76,21 @@ class Told:
 class Toolbox:
     """The tools of a run."""
 
-    def __init__(self, tools: Sequence[Tool], limits: Limits, beside: Beside):
+    def __init__(self, tools: Sequence[Tool], limits: Limits, user_code: UserCodeRunner):
         self.schemas = [tool.schema for tool in tools]
         self._tools = {tool.schema["function"]["name"]: tool for tool in tools}
         self.tools = list(tools)
         self._limits = limits
-        self._beside = beside
+        self._user_code = user_code
 
-    async def call(self, found: Sequence[Found], prompt: Prompt, memory: dict[str, Any]) -> Told:
+    async def call(self, found: Sequence[Found], prompt: Prompt, memory: dict[str, Any]) -> ToolReplies:
         """Makes the calls, side by side; every one has an answer. Calls above the limit are not made."""
         most = self._limits.parallel
         answers = list(await asyncio.gather(*(self._one(one, prompt, memory) for one in found[:most])))
         if (surplus := len(found) - most) > 0:
             why = f"error: {surplus} calls were not made, only {most} may be made at once"
             answers.append(({"role": "tool", "name": "error", "content": self._cut(why)}, surplus, 0.0))
-        return Told(
+        return ToolReplies(
             [message for message, _, _ in answers],
             errors=sum(errors for _, errors, _ in answers),
             seconds=sum(seconds for _, _, seconds in answers),
@@ -116,7 +116,9 @@ class Toolbox:
         context = Context(prompt, of_row(prompt, call.name), memory)
         tool = self._tools[call.name]
         slots = getattr(tool, "concurrency", None)
-        return str(await self._beside.run(tool, call.arguments, context, timeout_s=self._limits.timeout_s, slots=slots))
+        return str(
+            await self._user_code.run(tool, call.arguments, context, timeout_s=self._limits.timeout_s, slots=slots)
+        )
 
     def _cut(self, text: str) -> str:
         text = text.encode("utf-8", "replace").decode("utf-8")  # half a surrogate pair is no text for a tokenizer

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-Verdict = Literal["good", "weak", "bad"]  # bad: the policy moves too far or in the wrong direction; weak: it hardly moves
+Verdict = Literal["good", "weak", "bad"]  # bad: moves too far or in the wrong direction; weak: hardly moves
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,7 @@
-"""The table that gives each data source its rule, and the part of the reward that applies it.
+"""Maps each data source to its rule, and applies the rules as a part of the reward.
 
-After the rollout, before packing. A grader takes a response and the row's ground truth and says what the response
-is worth. A wrong or missing answer is a score of 0; a grader that fails is an error, which is counted and shown
-and never passes for a 0.
+A grader takes a response and the row's ground truth and returns a reward. A wrong or missing answer is a score of 0. A
+grader that fails gives an error, which is counted and shown, never a 0.
 """
 
 import dataclasses
@@ -42,7 +41,7 @@ mentions = _grader_of(rules.mentions)
 math = _grader_of(rules.math)
 code = _grader_of(functools.partial(programs.code, time_s=8.0, memory_bytes=2**31))
 
-# Which data source gets which grader; `reward.grader` names one of these keys to overrule it for all rows.
+# The grader of each data source; `reward.grader` selects one of these keys for all rows.
 GRADERS: dict[str, Grader] = {
     "openai/gsm8k": gsm8k,
     "gsm8k": gsm8k,
@@ -61,20 +60,20 @@ GRADERS: dict[str, Grader] = {
     "mentions": mentions,
     "code": code,
 }
-RUNS_CODE = (code,)  # only where reward.allow_code says so
-_MAY_HANG = (math, code)  # these run in the pool; the others in the trainer's own thread
-_OF_THE_DEADLINE = 0.8  # what a program may take of reward.timeout_s: one that never ends is wrong, and no error
+RUNS_CODE = (code,)  # only with reward.allow_code
+_MAY_HANG = (math, code)  # these run in the pool, the others in the trainer's thread
+_OF_THE_DEADLINE = 0.8  # fraction of reward.timeout_s for a program: an endless one is wrong, not an error
 
 
 @dataclasses.dataclass
 class _Counts:
-    suspicious: float = 0.0  # programs that reach into their interpreter
+    suspicious: float = 0.0  # programs with names that reach into their interpreter
     errors: float = 0.0
-    retries: float = 0.0  # of requests to a sandbox service
+    retries: float = 0.0  # retried requests to a sandbox service
 
 
 class RulePart:
-    """The rules of the data sources, as a part of the reward. The pool is closed with it."""
+    """The rules of the data sources as a part of the reward; closes the pool with itself."""
 
     def __init__(
         self,
@@ -99,7 +98,7 @@ class RulePart:
         return ("rule", "math") if grader in _MAY_HANG else None
 
     def submit(self, sample: Sample) -> Future[Reward]:
-        """The reward at once where the rule is quick, else from the pool."""
+        """Returns the reward at once for quick rules, otherwise from the pool."""
         source = sample.prompt.data_source
         target = self._targets.get(source)
         if target is not None:
@@ -111,7 +110,7 @@ class RulePart:
         if source in self._graders:
             future.set_result(_safely(self._graders[source], sample.text, sample.prompt.ground_truth))
         else:
-            future.set_result(failed(f"data_source={source!r} was not among the sources when the run began"))
+            future.set_result(failed(f"data_source={source!r} is not one of the sources at the start of the run"))
         return future
 
     def _count(self, done: Future[Reward]) -> None:
@@ -122,7 +121,7 @@ class RulePart:
             self._counts.errors += reward.error is not None
 
     def metrics(self) -> dict[str, float]:
-        """What programs did since this was last asked; nothing where none is graded."""
+        """Returns the counts of graded programs since the last call; empty without programs."""
         if code not in self._graders.values():
             return {}
         with self._lock:
@@ -134,15 +133,15 @@ class RulePart:
         }
 
     def flush(self) -> None:
-        """Nothing waits."""
+        """Does nothing: no sample waits."""
 
     def close(self) -> None:
-        """Ends the pool's processes."""
+        """Stops the pool's processes."""
         self._pool.close()
 
 
 def graders_for(data_sources: Iterable[str], *, override: str = "", allow_code: bool = False) -> dict[str, Grader]:
-    """The grader of each data source, found before training starts; one that has none is an error."""
+    """Returns the grader of each data source before training starts; a source without one is a UserError."""
     return {source: _grader(source, override, allow_code) for source in sorted(set(data_sources))}
 
 
@@ -155,7 +154,7 @@ def _grader(source: str, override: str, allow_code: bool) -> Grader:
         )
     if GRADERS[name] in RUNS_CODE and not allow_code:
         raise UserError(
-            f"{setting}={name!r} runs the programs that responses hold, in the sandbox of reward.sandbox; if that is"
+            f"{setting}={name!r} runs the programs in responses, in the sandbox of reward.sandbox; if that is"
             " what you want, set reward.allow_code=True"
         )
     return GRADERS[name]
@@ -167,5 +166,5 @@ def _safely(grader: Grader, response: str, ground_truth: str) -> Reward:
         if not numbers.isfinite(reward.score):
             raise ValueError(f"the score is {reward.score}; it must be a finite number")
         return reward
-    except Exception as e:  # whatever a grader raises costs its own sample only, and is reported with it
+    except Exception as e:  # an exception of a grader is an error of its sample only
         return failed(f"{type(e).__name__}: {e}")
