@@ -287,7 +287,7 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
     passes, policy = learner.passes, learner.policy(now)
     with timer("gen"):
         drawn = run.supply.take(version)
-        run.sampler.rest()
+        run.sampler.sleep()
     trajectories = drawn.trajectories
     asked = [p for p in drawn.prompts for _ in range(c.rollout.n)]
     with timer("reward"):

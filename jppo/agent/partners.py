@@ -1,16 +1,16 @@
-"""Who answers the policy when it calls no tool: a simulated user, or an environment. Both are users' classes.
+"""Simulated users and environments, which answer turns without a tool call. Both are user-defined classes.
 
-`rollout.multi_turn.interaction='path.py:Class'`, made once a run:
+`rollout.multi_turn.interaction='path.py:Class'`, created once per run:
 
     async def respond(self, messages, context) -> (text, done, score)     # score: a number, or None
 
-`rollout.multi_turn.environment='path.py:Class'`, made for every conversation:
+`rollout.multi_turn.environment='path.py:Class'`, created for every conversation:
 
-    async def reset(self, prompt) -> text                                 # '': nothing to begin with
+    async def reset(self, prompt) -> text                                 # '': no opening message
     async def step(self, text) -> (text, reward, done)
 
-Plain functions do as well; they run in a thread each. What they raise, or return of another form, ends the
-conversation, whose response then has no reward.
+Plain functions run in their own threads. An exception, or a result of another form, ends the conversation, whose
+response then has no reward.
 """
 
 import dataclasses
@@ -26,23 +26,23 @@ from jppo.data.userfile import said, user_class
 
 @dataclasses.dataclass(frozen=True)
 class Reply:
-    """What is said to the policy after its turn."""
+    """The reply to a turn of the policy."""
 
     text: str
-    done: bool  # the conversation ends, and the text is for nobody
+    done: bool  # the conversation ends, and the text is dropped
     score: float
 
 
 class PartnerError(Exception):
-    """A user's class failed; says how."""
+    """A user's class failed; the message has the reason."""
 
 
-Respond = Callable[[list[dict[str, str]]], Awaitable[Reply]]  # all that was said so far, the policy's turn last
-Begin = Callable[[Context], Awaitable[tuple[str, Respond]]]  # the first text of a conversation, and who goes on
+Respond = Callable[[list[dict[str, str]]], Awaitable[Reply]]  # gets the conversation, the policy's turn last
+Begin = Callable[[Context], Awaitable[tuple[str, Respond]]]  # the opening message, and the function for further turns
 
 
 def make_interaction(spec: str, *, user_code: UserCodeRunner, timeout_s: float) -> Begin:
-    """The simulated user of a run."""
+    """Returns the simulated user of a run."""
     user = _made(spec, "rollout.multi_turn.interaction", ("respond",))()
 
     async def begin(context: Context) -> tuple[str, Respond]:
@@ -57,14 +57,14 @@ def make_interaction(spec: str, *, user_code: UserCodeRunner, timeout_s: float) 
 
 
 def make_environment(spec: str, *, user_code: UserCodeRunner, timeout_s: float) -> Begin:
-    """A fresh environment for every conversation of a run."""
+    """Returns a function that creates an environment for every conversation."""
     cls = _made(spec, "rollout.multi_turn.environment", ("reset", "step"))
 
     async def begin(context: Context) -> tuple[str, Respond]:
         try:
             world = cls()
         except Exception as e:
-            raise PartnerError(f"{spec} cannot be made: {said(e)}") from e
+            raise PartnerError(f"{spec} cannot be created: {said(e)}") from e
 
         async def respond(messages: list[dict[str, str]]) -> Reply:
             found = await _asked(user_code, world.step, messages[-1]["content"], timeout_s=timeout_s)
@@ -80,15 +80,15 @@ def make_environment(spec: str, *, user_code: UserCodeRunner, timeout_s: float) 
 
 
 def _made(spec: str, setting: str, methods: tuple[str, ...]) -> Callable[[], Any]:
-    """The class, once it is seen that it can be made and has its methods."""
+    """Returns the class after checking its constructor and methods."""
     cls = user_class(spec, setting)
     try:
         one = cls()
     except Exception as e:
-        raise UserError(f"{setting}={spec}: the class cannot be made without arguments ({said(e)}); mend it") from e
+        raise UserError(f"{setting}={spec}: the class cannot be created without arguments ({said(e)}); fix it") from e
     for method in methods:
         if not callable(getattr(one, method, None)):
-            raise UserError(f"{setting}={spec}: the class has no method {method!r}; give it one")
+            raise UserError(f"{setting}={spec}: the class has no method {method!r}; add it")
     return cls
 
 

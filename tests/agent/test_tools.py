@@ -83,14 +83,14 @@ def test_yaml_and_python_name_the_same_tools(write, tmp_path):
 @pytest.mark.parametrize(
     "text,said",
     [
-        ("tools: []", "names no tool"),
+        ("tools: []", "lists no tool"),
         ("", "must have a list `tools`"),
         ("tools: [3]", "must have a list `tools`"),
-        ("tools: {{", "is no YAML"),
+        ("tools: {{", "is not valid YAML"),
         ("tools:\n- class_name: oven", "class_name 'oven' is not known; it is calculator, python, search"),
         ("tools:\n- class_name: calculator\n- class_name: calculator", "two tools of the name 'calculator'"),
         ("tools:\n- class_name: calculator\n  color: red", "'color' is not known"),
-        ("tools:\n- class_name: calculator\n  config: {{a: 1}}", "calculator cannot be made of config={'a': 1}"),
+        ("tools:\n- class_name: calculator\n  config: {{a: 1}}", "calculator cannot be created with config={'a': 1}"),
         ("tools:\n- class_name: '{mine}:NoSchema'", "NoSchema has no schema in OpenAI's form"),
         ("tools:\n- class_name: '{mine}:NoCall'", "the tool 'echo' cannot be called"),
         ("tools:\n- class_name: '{mine}:Nobody'", "defines no class 'Nobody'"),
