@@ -157,7 +157,7 @@ def opening(chat: Chat, prompt: Prompt, first: str, room: int) -> list[int]:
     whole = chat.opening(prompt.messages, ids, first) if first else ids
     if len(whole) >= room:
         raise UserError(
-            f"prompt {prompt.uid}: with the environment's opening message it has {len(whole)} tokens instead of {len(ids)},"
+            f"prompt {prompt.uid}: with the opening message it has {len(whole)} tokens instead of {len(ids)},"
             f" and the response ends at {room}; raise data.max_response_length, or shorten the message"
         )
     return whole
