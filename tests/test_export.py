@@ -308,7 +308,7 @@ def test_a_push_that_cannot_be_is_one_line(full, hub, tmp_path, capsys, monkeypa
     assert "model.safetensors" in refused(capsys, full, "--out", tmp_path / "a", "--push", "me/adder")
     assert not hub.sent
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert "did not take it" in refused(capsys, full, "--out", tmp_path / "b", "--push", "me/adder")
+    assert "refused it" in refused(capsys, full, "--out", tmp_path / "b", "--push", "me/adder")
     assert (tmp_path / "b/model.safetensors").is_file()
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
