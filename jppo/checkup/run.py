@@ -1,4 +1,4 @@
-"""Every check of a run by its settings, in the order of the report."""
+"""All checks of a run, in the order of the report."""
 
 import contextlib
 import functools
@@ -21,10 +21,10 @@ COMPILE_S, READ_S, PUBLISH_S, FETCH_S = 900.0, 600.0, 900.0, 3600.0
 
 
 def checks(c: ConfigDict, stack: contextlib.ExitStack, *, server: bool) -> list[Check]:
-    """What is looked at for a run by `c`; the `stack` ends what a check starts. Without `server` none is started."""
+    """Returns the checks for a run by `c`; the `stack` ends what they start. `server`: also start one."""
     scratch = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jppo-doctor-")))
     run = pathlib.Path(c.trainer.run_dir).expanduser()
-    elsewhere = c.copy_and_resolve_references()  # parts of a run write logs to its folder, which stays as it is
+    elsewhere = c.copy_and_resolve_references()  # parts of a run write logs to its folder, which must stay unchanged
     elsewhere.trainer.run_dir = str(scratch)
     inputs = functools.cache(lambda: assemble.read_inputs(c))
     mesh = functools.cache(lambda: assemble.make_mesh(c))
@@ -43,7 +43,7 @@ def checks(c: ConfigDict, stack: contextlib.ExitStack, *, server: bool) -> list[
         weights = memory.served(inputs().policy, published_dtype(c))
         return place.shared_memory(c.rollout.publish_dir, named=c.rollout.name == "sglang", weights=weights)
 
-    served = c.rollout.name != "inprocess"  # by somebody who listens at a port and reads weights from a file
+    served = c.rollout.name != "inprocess"  # servers listen at a port and read weights from a file
     return [
         Check("clock", lambda: place.clock(time.time(), newest=place.package_time())),
         Check("run folder", lambda: place.folder(c)),
@@ -65,7 +65,7 @@ def checks(c: ConfigDict, stack: contextlib.ExitStack, *, server: bool) -> list[
 def with_server(
     c: ConfigDict, inputs: Any, mesh: Any, scratch: pathlib.Path, stack: contextlib.ExitStack
 ) -> list[Check]:
-    """The start of a server, a publish, and that both sides then have one policy."""
+    """Returns checks that start a server, publish, and compare log-probs."""
 
     @functools.cache
     def sampler() -> Any:
