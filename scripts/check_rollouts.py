@@ -1,4 +1,4 @@
-"""Breaks the servers of a run in every way, at every time, and checks that nothing comes of it.
+"""Breaks the servers of a run in every way, at every time, and checks that results do not change.
 
     python scripts/check_rollouts.py [--out DIR]
 

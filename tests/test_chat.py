@@ -110,7 +110,7 @@ def test_turns_are_remembered_until_a_reset(asked, capsys):
 def test_the_oldest_turns_go_and_it_says_so(asked, capsys):
     chat.converse(conversation(asked, room=12), lines("a\nb\nc\n"), terminal=False)
     assert asked == ["a", "a|answer|b", "b|answer|c"]
-    assert capsys.readouterr().err == "[the context is full: the oldest 2 messages are forgotten]\n"
+    assert capsys.readouterr().err == "[the context is full: the oldest 2 messages were dropped]\n"
 
 
 def test_without_a_template_each_line_stands_alone(asked, capsys):
@@ -129,7 +129,7 @@ def test_an_answer_that_is_cut_is_said(asked, capsys):
     made = conversation(asked)
     endless = Model(**{**vars(made._model), "answer": lambda ids, turn: iter([[ord("x")] * 9])})
     Conversation(endless, system=None).say("a", show=chat.show, tell=chat.tell)
-    assert capsys.readouterr() == ("xxxxxxxxx", "[cut at 9 tokens: --max_tokens]\n")
+    assert capsys.readouterr() == ("xxxxxxxxx", "[stopped at 9 tokens: see --max_tokens]\n")
 
 
 def test_an_interrupted_answer_is_kept_as_far_as_it_came(asked, capsys, monkeypatch):
