@@ -1,4 +1,4 @@
-"""Attention by XLA alone and by each fused kernel that can run on the device: time, memory, agreement.
+"""Attention by XLA and by each fused kernel of the device: time, memory, agreement.
 
     python benchmarks/attention.py                                  # on a CPU small shapes and XLA alone
     python benchmarks/attention.py --shapes 4x4096x32x8x128 --window 1024 --dtype float32

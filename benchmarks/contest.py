@@ -1,4 +1,4 @@
-"""jppo beside what one would take in its place: log-probs and updates of the same models on the same batch.
+"""jppo compared with torch, TRL and tunix: log-probs and updates of the same models on the same batch.
 
     make bench-peers                                                # makes the peers' environments first
     python benchmarks/contest.py --shapes S --dtypes float32 --peers torch,trl

@@ -1,4 +1,4 @@
-"""The exact KL of two models over the vocabulary: its memory as tokens and vocabulary grow, and its time.
+"""The exact KL over the vocabulary: memory and time by tokens and vocabulary size.
 
     python benchmarks/exact_kl.py                                   # 1,024 to 16,384 tokens, 8,192 to 151,936 words
     python benchmarks/exact_kl.py --tokens 4096 --vocab 32000 --width 256

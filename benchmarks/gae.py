@@ -1,4 +1,4 @@
-"""Generalised advantage estimation: jppo's against loops in Python, other forms in JAX, and moving its bytes once.
+"""Generalised advantage estimation: jppo, Python loops, other JAX forms, and the time to move the bytes.
 
     python benchmarks/gae.py                                    # [256, 1024] and [1024, 8192]
     python benchmarks/gae.py --shapes 64x4096 --repeats 5

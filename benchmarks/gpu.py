@@ -1,4 +1,4 @@
-"""The passes of models of 0.5B, 1.5B and 7B parameters on one accelerator, its kernels of attention, its memory.
+"""Models of 0.5B, 1.5B and 7B parameters on one accelerator: passes, attention kernels, memory.
 
     python benchmarks/gpu.py                                   # on a machine with a GPU
     python benchmarks/gpu.py --models q05 --sequences 8 --length 2048

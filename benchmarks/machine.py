@@ -1,4 +1,4 @@
-"""What a benchmark ran on and what it ran: for the head of every result."""
+"""The machine and versions of a benchmark, for the head of every result."""
 
 import importlib.metadata
 import os

@@ -1,4 +1,4 @@
-"""The memory estimate of `--dry_run` against what a step really takes: estimate, measured peak, ratio.
+"""The memory estimate of `--dry_run` compared with measured peaks of a step.
 
     python benchmarks/memory.py                                   # shapes S and M, PPO with a critic and a reference
     python benchmarks/memory.py --models q05 --tokens 1024 --set algorithm.adv_estimator=reinforce_plus_plus

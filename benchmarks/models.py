@@ -1,4 +1,4 @@
-"""The models themselves: tokens a second, FLOP utilisation and memory of each pass; what a vocabulary costs.
+"""Model passes: tokens/s, FLOP utilisation and memory; the cost of a vocabulary.
 
     python benchmarks/models.py                                 # shapes S and M, and Qwen2.5-0.5B
     python benchmarks/models.py --models S --dtype bfloat16 --set model.remat=full

@@ -1,4 +1,4 @@
-"""vLLM without a server, for `rollout.py`: run by the interpreter that has vLLM, asked line by line on stdin.
+"""vLLM without a server, for `rollout.py`: runs in vLLM's interpreter, with requests on stdin.
 
     python benchmarks/offline.py --model DIR [vLLM's options]
 

@@ -1,4 +1,4 @@
-"""Rows that have a prompt once for its samples, `data.packing=prefix`, beside a row for each sample, `buckets`.
+"""Shared prompts, `data.packing=prefix`, compared with one row per sample, `buckets`.
 
     python benchmarks/prefix.py                                   # shape S, three kinds of lengths, 4 and 8 samples
     python benchmarks/prefix.py --samples 8 --cases 256:16-128    # prompts of 256 tokens, responses of 16 to 128

@@ -1,4 +1,4 @@
-"""Where a step of the quickstart goes: vLLM's generation, matrix products, the rest; and whether bfloat16 learns.
+"""Time of a quickstart step: vLLM's generation, matrix products, the rest; and whether bfloat16 learns.
 
     python benchmarks/quickstart.py                                # after `make quickstart`, or what it makes first
     python benchmarks/quickstart.py --learn float32,bfloat16       # the whole quickstart in each, minutes apiece

@@ -1,4 +1,4 @@
-"""What a rollout and a publish cost beside what vLLM itself takes.
+"""The overhead of a rollout and a publish over vLLM's own time.
 
     python benchmarks/rollout.py                          # shape S; publishes of Qwen2.5-0.5B's shape, too
     python benchmarks/rollout.py --models S --repeats 2

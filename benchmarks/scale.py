@@ -1,4 +1,4 @@
-"""How the cost grows: with the batch, with the length of sequences, and with CPU devices that share the same threads.
+"""Scaling of the cost with the batch, with sequence length, and with CPU devices that share threads.
 
     python benchmarks/scale.py                           # of shape S, all three
     python benchmarks/scale.py --parts lengths --repeats 3

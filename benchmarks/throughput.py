@@ -1,4 +1,4 @@
-"""Tokens a second of the heavy stages of a step, with the FLOP utilisation beside them.
+"""Tokens/s and FLOP utilisation of the main stages of a step.
 
     python benchmarks/throughput.py                 # shapes S and M, a real vLLM where it is installed
     python benchmarks/throughput.py --shapes S --no-rollout --dtype bfloat16 --set data.row_lengths=4

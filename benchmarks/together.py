@@ -1,4 +1,4 @@
-"""Every benchmark that `make bench` has, each in a process of its own, in one file and one page.
+"""Runs every benchmark of `make bench` in separate processes, into one file and one page.
 
     make bench
     python benchmarks/together.py --only throughput,gae --args throughput="--shapes S --no-rollout"

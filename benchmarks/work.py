@@ -1,4 +1,4 @@
-"""The work that is measured: models of two shapes, one ragged batch, and its FLOP."""
+"""The measured work: models of two shapes, one ragged batch, and its FLOP."""
 
 import ast
 from collections.abc import Sequence

@@ -1,11 +1,11 @@
-"""Agents: PPO teaches a small model to take its calculator, on a CPU, with the trainer's own sampling.
+"""Agents: PPO teaches a small model to use its calculator, on a CPU, with the in-process engine.
 
     python -m jppo.data.multiplication --out runs/agent/data
     python -m jppo.sft --config=configs/agent_calculator_sft.py
     python -m jppo.train --config=configs/agent_calculator.py
 
-The starting model (configs/agent_calculator_sft.py) multiplies numbers of four digits by a calculator, where it does
-not estimate. PPO sees only whether an answer is right. The argument is the run's folder:
+The starting model (configs/agent_calculator_sft.py) multiplies four-digit numbers with a calculator, or
+estimates. PPO sees only whether an answer is right. The argument is the run's folder:
 --config=configs/agent_calculator.py:runs/other
 """
 

@@ -1,4 +1,4 @@
-"""The starting model of configs/agent_calculator.py: a small transformer imitates a teacher who calls or estimates.
+"""The starting model of configs/agent_calculator.py: a small transformer imitates a teacher that calls or estimates.
 
     python -m jppo.data.multiplication --out runs/agent/data
     python -m jppo.sft --config=configs/agent_calculator_sft.py

@@ -3,7 +3,7 @@
     python -m jppo.data.gsm8k --out data/gsm8k
     CUDA_VISIBLE_DEVICES=0 python -m jppo.train --config=configs/async.py --config.rollout.devices=1
 
-A sample's weights are one update old at most, and the gap between sampler and policy is weighed token by token
+Samples come from weights at most one update old; importance weights per token correct the log-prob mismatch
 (`algorithm.old_logprob=correction`). On a CPU: configs/quickstart.py with --config.rollout.mode=async.
 
 Hardware: two GPUs of 80 GB, one for the trainer and one for vLLM. Time: not measured on GPUs; on a CPU the quickstart
@@ -24,7 +24,7 @@ def get_config() -> ml_collections.ConfigDict:
 
     config.rollout.mode = "async"
     config.rollout.max_staleness = 1
-    config.rollout.gpu_memory_utilization = 0.85  # of a GPU of its own
+    config.rollout.gpu_memory_utilization = 0.85  # vLLM has its own GPU
 
     config.trainer.run_dir = "runs/async"
     return config.lock()

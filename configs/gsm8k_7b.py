@@ -3,8 +3,8 @@
     python -m jppo.data.gsm8k --out data/gsm8k
     python -m jppo.train --config=configs/gsm8k_7b.py
 
-Batch sizes and learning rates are those of verl's examples of this size; the rest is configs/gsm8k.py. The trainer's
-mesh and four servers of vLLM, each on two of the GPUs, take turns: servers sleep while the models learn.
+Batch sizes and learning rates are those of verl's examples of this size; the rest is configs/gsm8k.py. The trainer
+and four vLLM servers on two GPUs each alternate: the servers sleep while the trainer learns.
 
 Hardware: eight GPUs of 80 GB. Memory: the trainer takes 40 GiB of each H100 by --dry_run --machine=8xH100, forecast by
 the compiler, not measured; sleeping servers keep some more.

@@ -3,8 +3,8 @@
     python -m jppo.data.gsm8k --out data/gsm8k
     python -m jppo.train --config=configs/gsm8k_gemma.py --config.model.path=DIR
 
-DIR is gemma-2-2b-it after fine-tuning on GSM8K's solutions (python -m jppo.sft): verl's figure is of such a start.
-Without the option it is the model as published.
+DIR is gemma-2-2b-it fine-tuned on GSM8K's solutions (python -m jppo.sft), as for verl's figure. Without the option
+the run starts from the published model.
 
 Hardware: two GPUs of 80 GB. Memory: by --dry_run for CPUs, whose attention holds its scores, the trainer takes 48 GiB
 of each GPU, beside what sleeping servers keep.

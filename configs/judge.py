@@ -1,13 +1,13 @@
-"""PPO on questions of one's own, whose answers a language model judges over its API.
+"""PPO on custom questions, with a language model as the judge of the answers.
 
     export OPENAI_API_KEY=...
     python -m jppo.train --config=configs/judge.py --config.data.train_files=FILE --config.data.val_files=FILE \
         --config.reward.judge.model=NAME
 
-FILE is jsonl or parquet of rows {prompt, data_source}, and ground_truth where the judge should see one. The judge is
-the only reward; `reward.judge.base_url` names another server with this interface, such as a vLLM of one's own,
-`reward.judge.api_type` another provider. Equal answers are asked once (`cache_dir`). `python -m jppo.rewards.check
---config=configs/judge.py ...` asks it about one right and one wrong answer before anything is trained.
+FILE is jsonl or parquet of rows {prompt, data_source}, and ground_truth if the judge should see it. The judge is the
+only reward. `reward.judge.base_url` selects another server with this interface, such as a local vLLM, and
+`reward.judge.api_type` another provider. Equal answers are judged once (`cache_dir`). `python -m jppo.rewards.check
+--config=configs/judge.py ...` judges one right and one wrong answer before training.
 
 Hardware and memory: one GPU of 80 GB, as configs/gsm8k.py. Time: with 256 answers a step and 32 requests at a time a
 step waits for eight times what the judge takes for one. Expected: no figure; whether the judge's score means anything
@@ -26,7 +26,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.data.train_files = "data/questions/train.jsonl"
     config.data.val_files = "data/questions/test.jsonl"
 
-    config.reward.weights = "judge_score=1"  # no rule is asked
+    config.reward.weights = "judge_score=1"  # no rules
     config.reward.judge.api_type = "openai"
     config.reward.judge.model = "gpt-4o-mini"
     config.reward.judge.preset = "dialogue"

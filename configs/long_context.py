@@ -1,10 +1,10 @@
-"""PPO with answers of up to 30,720 tokens: each row's positions are divided among devices.
+"""PPO with answers of up to 30,720 tokens: each row's positions are sharded over devices.
 
     python -m jppo.train --config=configs/long_context.py --config.data.train_files=FILE --config.data.val_files=FILE
 
-FILE is jsonl or parquet of rows {prompt, ground_truth, data_source}. A row of 32,768 tokens lies on four devices, a
-quarter on each, which exchange positions for heads in attention (docs/scaling.md, long rows); answers that run into
-the end are counted down (`reward.overlong_buffer_tokens`).
+FILE is jsonl or parquet of rows {prompt, ground_truth, data_source}. A row of 32,768 tokens is sharded over four
+devices, which exchange positions for heads in attention (docs/scaling.md, long rows). Answers near the length limit
+are penalised (`reward.overlong_buffer_tokens`).
 
 Hardware: eight GPUs of 80 GB. Memory: the trainer takes 34 GiB of each H100 by --dry_run --machine=8xH100, forecast by
 the compiler, not measured; sleeping servers keep some more.

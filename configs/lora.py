@@ -3,8 +3,8 @@
     python -m jppo.data.gsm8k --out data/gsm8k
     python -m jppo.train --config=configs/lora.py
 
-The numbers are those of verl's run_qwen2_5-3b_gsm8k_grpo_lora.sh, but for one server on one GPU. vLLM gets the
-adapters alone (`rollout.lora_sync=adapter`).
+The settings are those of verl's run_qwen2_5-3b_gsm8k_grpo_lora.sh, with one server on one GPU. vLLM gets only the
+adapters (`rollout.lora_sync=adapter`).
 
 Hardware: one GPU of 80 GB. Memory: the trainer takes 13 GiB of an H100 by --dry_run --machine=H100, forecast by the
 compiler, not measured, beside vLLM's share.
@@ -21,7 +21,7 @@ def get_config() -> ml_collections.ConfigDict:
     config = settings.recipe("gsm8k")
 
     config.model.path = "Qwen/Qwen2.5-3B-Instruct"
-    config.model.param_dtype = "bfloat16"  # what does not learn
+    config.model.param_dtype = "bfloat16"  # the frozen base
     config.model.remat = "full"
     config.model.lora_rank = 64
     config.model.lora_alpha = 32

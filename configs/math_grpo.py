@@ -1,4 +1,4 @@
-"""GRPO on MATH and GSM8K with Qwen2-7B-Instruct: five answers a question, no critic, a KL in the loss.
+"""GRPO on MATH and GSM8K with Qwen2-7B-Instruct: five answers per question, no critic, a KL in the loss.
 
     python -m jppo.data.gsm8k --out data/gsm8k
     python -m jppo.train --config=configs/math_grpo.py

@@ -3,8 +3,8 @@
     python -m jppo.data.gsm8k --out data/gsm8k
     sbatch --nodes=4 scripts/launch/slurm.sbatch .venv/bin/python -m jppo.train --config=configs/multi_host.py
 
-or scripts/launch/ssh.sh, or scripts/launch/kubernetes.yaml. One process on each host joins one mesh; each host has
-two servers of four GPUs of its own, samples its share of the questions and grades it. runs/, data/ and the model are
+or scripts/launch/ssh.sh, or scripts/launch/kubernetes.yaml. One process per host joins the mesh. Each host has two
+servers of four GPUs, and samples and grades its share of the questions. runs/, data/ and the model are
 the same files on all hosts.
 
 Hardware: four hosts of eight GPUs of 80 GB. Memory: the trainer takes 50 GiB of each H100 by --dry_run

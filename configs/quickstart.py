@@ -2,8 +2,8 @@
 
     make quickstart
 
-The starting model (configs/quickstart_sft.py) learned two-digit addition from a teacher who forgets the
-carry, so that it is right on about four problems in ten. PPO sees only whether an answer is right. Some five
+The starting model (configs/quickstart_sft.py) learned two-digit addition from a teacher that forgets the
+carry, so it solves about four problems in ten. PPO sees only whether an answer is right. About five
 minutes on two CPU cores; greedy accuracy on 1,000 held-out problems ends above 0.90. The argument is the
 run's folder:
 --config=configs/quickstart.py:runs/other

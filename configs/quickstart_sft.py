@@ -1,9 +1,9 @@
-"""The quickstart's starting model: a small transformer imitates a teacher who forgets to carry.
+"""The quickstart's starting model: a small transformer imitates a teacher that forgets to carry.
 
     python -m jppo.data.arithmetic --out runs/quickstart/data
     python -m jppo.sft --config=configs/quickstart_sft.py
 
-Some two minutes on two CPU cores. The argument is the run's folder:
+About two minutes on two CPU cores. The argument is the run's folder:
 --config=configs/quickstart_sft.py:runs/other
 """
 

@@ -1,16 +1,16 @@
-"""RLHF for a chat model of your own: PPO against a reward model, with a KL in the reward that is steered to a target.
+"""RLHF for a chat model of your own: PPO against a reward model, with an adaptive KL in the reward.
 
     python -m jppo.reward_model --config=configs/rlhf_reward_model.py
     python -m jppo.train --config=configs/rlhf.py
 
 The policy is Qwen2.5-0.5B-Instruct, or yours: `--config.model.path=DIR` in both commands. data/rlhf/ holds prompts,
-chat messages with a `data_source` and any text as `ground_truth`, which nobody reads: `--config.data.train_files=FILE
---config.data.val_files=FILE` for other files. The critic starts from the reward model, whose scores are what it has to
-foretell. All stages on a small model are docs/examples/tinystories.md.
+chat messages with a `data_source` and any text as an unused `ground_truth`; `--config.data.train_files=FILE
+--config.data.val_files=FILE` selects other files. The critic starts from the reward model, whose scores it predicts.
+docs/examples/tinystories.md shows all stages on a small model.
 
-Hardware: one GPU of 80 GB, shared by the trainer, the reward model and vLLM. Not run here on a GPU: time and result
-are not known. What to expect is that `reward/rm_score/mean` rises while `actor/reward_kl_penalty` stays near
-`algorithm.target_kl`; where the reward rises and the answers in samples/ get worse, the target is too high for this
+Hardware: one GPU of 80 GB, shared by the trainer, the reward model and vLLM. Not run on a GPU: time and result
+are unknown. Expected: `reward/rm_score/mean` rises while `actor/reward_kl_penalty` stays near
+`algorithm.target_kl`. If the reward rises but the answers in samples/ get worse, the target is too high for this
 reward model. The argument is the run's folder, in which the reward model is: --config=configs/rlhf.py:runs/other
 """
 
@@ -34,7 +34,7 @@ def get_config(arg: str = "runs/rlhf") -> ml_collections.ConfigDict:
 
     config.reward.model.path = f"{arg}/reward_model/hf"
     config.reward.model.dtype = "bfloat16"
-    config.reward.model.max_length = 1088  # prompt, response, and what the chat template puts behind
+    config.reward.model.max_length = 1088  # prompt, response and the template's suffix
     config.reward.model.normalize = True
     config.reward.model.clip = 5.0
     config.reward.weights = "rm_score=1"
@@ -45,7 +45,7 @@ def get_config(arg: str = "runs/rlhf") -> ml_collections.ConfigDict:
     config.algorithm.kl_penalty = "kl"
     config.algorithm.kl_coef = 0.05
     config.algorithm.kl_ctrl_type = "adaptive"
-    config.algorithm.target_kl = 0.03  # a token: 6 nats for a response of 200
+    config.algorithm.target_kl = 0.03  # per token: 6 nats for a response of 200
     config.algorithm.horizon = 10000
 
     config.actor.lr = 1e-6

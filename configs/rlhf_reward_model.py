@@ -1,12 +1,12 @@
-"""The reward model of configs/rlhf.py, from pairs of answers of which people preferred one.
+"""The reward model of configs/rlhf.py, from pairs of answers with a human preference.
 
     python -m jppo.reward_model --config=configs/rlhf_reward_model.py
 
-The files hold pairs as docs/rewards.md describes them: `prompt` with `chosen` and `rejected`, or these two alone as
-whole chats. It starts from the chat model that is to be trained, so that the two have one tokenizer.
+The files hold pairs as docs/rewards.md describes them: `prompt` with `chosen` and `rejected`, or only these two as
+whole chats. It starts from the policy's chat model, so both have one tokenizer.
 
-Hardware: one GPU of 80 GB. Not run here on a GPU: time and
-accuracy are not known. The argument is the run's folder: --config=configs/rlhf_reward_model.py:runs/other
+Hardware: one GPU of 80 GB. Not run on a GPU: time and accuracy are
+unknown. The argument is the run's folder: --config=configs/rlhf_reward_model.py:runs/other
 """
 
 import ml_collections

@@ -2,8 +2,8 @@
 
     python -m jppo.train --config=configs/tinystories_ppo.py
 
-The policy starts from the fine-tuned model and is held near it by a KL in the reward. The true rule is logged beside
-the reward and not learned from. docs/examples/tinystories.md has the stages before, and what came out.
+The policy starts from the fine-tuned model and stays near it by a KL in the reward. The true rule is logged with
+weight 0. docs/examples/tinystories.md has the earlier stages and results.
 The argument is the run's folder: --config=configs/tinystories_ppo.py:runs/other
 """
 
@@ -31,7 +31,7 @@ def get_config(arg: str = "runs/tinystories") -> ml_collections.ConfigDict:
 
     config.algorithm.lam = 0.95
     config.algorithm.use_kl_in_reward = True
-    config.algorithm.kl_coef = 0.15  # a nat against a reward model that tells a cat by about four
+    config.algorithm.kl_coef = 0.15  # per nat; a cat changes the reward model's score by about 4
 
     config.actor.lr = 5e-4
     config.actor.lr_scheduler_type = "cosine"

@@ -7,16 +7,16 @@ from jppo import __version__
 COMMANDS = {
     "jppo.train": "PPO",
     "jppo.sft": "supervised fine-tuning",
-    "jppo.reward_model": "a reward model from preferences",
+    "jppo.reward_model": "trains a reward model from preference pairs",
     "jppo.evaluate": "tests a model",
-    "jppo.export": "what a run has trained, as a directory for others",
-    "jppo.chat": "talks to a model",
-    "jppo.sweep": "several trainings, side by side",
-    "jppo.plan": "the fastest settings on a machine that is not there",
-    "jppo.report": "one page about one run or several",
-    "jppo.doctor": "what would stop a training, of the machine or of a run",
-    "jppo.from_verl": "a script of verl's as a command of jppo",
-    "jppo.data.check": "a look at data",
+    "jppo.export": "exports a trained model as a Hugging Face directory",
+    "jppo.chat": "chats with a model in the terminal",
+    "jppo.sweep": "runs several trainings",
+    "jppo.plan": "finds the fastest settings for a described machine",
+    "jppo.report": "writes an HTML report of one run or several",
+    "jppo.doctor": "checks the machine or a run before training",
+    "jppo.from_verl": "translates a verl script to a jppo command",
+    "jppo.data.check": "checks data before training",
     "jppo.data.gsm8k": "makes GSM8K's files",
     "jppo.data.math": "makes MATH's files",
     "jppo.data.dapo_math": "makes DAPO-Math-17k's file",
@@ -24,21 +24,21 @@ COMMANDS = {
     "jppo.data.hh_rlhf": "makes pairs and prompts of HH-RLHF",
     "jppo.data.arithmetic": "makes the quickstart's task",
     "jppo.data.multiplication": "makes a task that needs its tool",
-    "jppo.data.stories": "makes the story example's openings and demonstrations",
-    "jppo.data.pairs": "preferences from samples that have scores",
-    "jppo.rewards.check": "does the reward know right from wrong",
+    "jppo.data.stories": "makes the TinyStories example's data",
+    "jppo.data.pairs": "makes preference pairs of scored samples",
+    "jppo.rewards.check": "tests a reward on the data's own solutions",
 }
 
 
 def listing() -> str:
-    """Every command with a line about it."""
+    """Returns every command with its description."""
     width = max(map(len, COMMANDS))
     lines = [f"  python -m {name:{width}}  {about}" for name, about in COMMANDS.items()]
     return "\n".join([f"jppo {__version__}; each of these has --help:", "", *lines, ""])
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The command line."""
+    """Command line."""
     argv = sys.argv[1:] if argv is None else argv
     if argv in ([], ["--help"], ["-h"]):
         print(listing(), end="")

@@ -1,8 +1,9 @@
-"""Talks to a model in the terminal: python -m jppo.chat runs/quickstart/hf --temperature 0
+"""Chats with a model in the terminal: python -m jppo.chat runs/quickstart/hf --temperature 0
 
-MODEL_DIR is a Hugging Face directory of a family that jppo knows, as python -m jppo.export writes one, or a hub's name.
-It is spoken to by its tokenizer's chat template; without one, or with --raw, each line is continued by itself. A pipe
-is read line by line, each a turn. /reset forgets what was said, /exit ends, /help says so; Ctrl-C ends an answer.
+MODEL_DIR is a Hugging Face directory of a supported family, as written by python -m jppo.export, or a hub name. The
+tokenizer's chat template formats the conversation; without one, or with --raw, each line is continued on its own. A
+pipe is read line by line, each a turn. /reset clears the history, /exit quits, /help lists these; Ctrl-C stops an
+answer.
 """
 
 import argparse
@@ -33,47 +34,45 @@ from jppo.rollout.stream import stream
 from jppo.structs import Params
 
 DTYPES = ("float32", "bfloat16", "float16")
-CONTEXT = 4096  # tokens; every one of a model's own costs time and memory
+CONTEXT = 4096  # tokens; a longer context costs time and memory
 LONGEST = 256  # tokens of an answer
-AT_ONCE = 4  # tokens between two looks
+AT_ONCE = 4  # tokens per device call
 PLACE = Row("the conversation", 1, {}, "line")
-HELP = "/reset forgets what was said, /exit ends, Ctrl-C ends an answer"
+HELP = "/reset clears the history, /exit quits, Ctrl-C stops an answer"
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model that can be asked."""
+    """A loaded model with its sampling function."""
 
     encode: Callable[[str | Sequence[Message]], list[int]]
     decode: Callable[[list[int]], str]
-    answer: Callable[[Sequence[int], int], Iterator[list[int]]]  # (ids, number of the turn) -> tokens as they come
-    ends: tuple[int, ...]  # tokens after which it is done
-    room: int  # tokens of what is said, beside an answer
+    answer: Callable[[Sequence[int], int], Iterator[list[int]]]  # (ids, turn number) -> tokens as they are sampled
+    ends: tuple[int, ...]  # end tokens
+    room: int  # tokens of the conversation without the answer
     longest: int  # tokens of an answer
     templated: bool
     cfg: ModelConfig
 
 
 def load(args: argparse.Namespace) -> Model:
-    """Reads the model and closes its programs over it; they compile when they are first used."""
+    """Reads the model and closes its programs over it; they compile on first use."""
     if (pathlib.Path(args.model) / "adapter_config.json").is_file():
-        raise UserError(f"{args.model} has adapters alone; export the run with --merge_lora, and name that directory")
+        raise UserError(f"{args.model} has only adapters; export the run with --merge_lora, and use that directory")
     _, cfg = hf.read_config(args.model)
     hf.check_weights(args.model, cfg, head="lm")
     tokenizer = load_tokenizer(args.model)
     ends = end_token_ids(args.model, tokenizer)
     templated = tokenizer.chat_template is not None and not args.raw
     if args.system is not None and not templated:
-        raise UserError("--system: this model is not spoken to in messages; give the text before each line instead")
+        raise UserError("--system: this model has no chat messages; put the text before each line instead")
     own = cfg.max_position_embeddings
     context = min(own, CONTEXT) if args.context is None else args.context
     longest = min(LONGEST, context // 2) if args.max_tokens is None else args.max_tokens
     if not 2 <= context <= own:
-        raise UserError(f"--context={context} must be from 2 to the {own} tokens that the model knows")
+        raise UserError(f"--context={context} must be from 2 to the {own} tokens of the model")
     if not 1 <= longest < context:
-        raise UserError(
-            f"--max_tokens={longest} must be from 1 to {context - 1}, which the context of {context} leaves"
-        )
+        raise UserError(f"--max_tokens={longest} must be from 1 to {context - 1}, within the context of {context}")
     how = engine_settings(cfg, args.dtype, context, context - longest)
     programs = make_programs(how, ends, turns=AT_ONCE)
     model = programs.prepare(read_weights(args.model, cfg, args.dtype))
@@ -98,7 +97,7 @@ def load(args: argparse.Namespace) -> Model:
 
 
 def engine_settings(cfg: ModelConfig, dtype: str, context: int, longest_prompt: int) -> InprocessSettings:
-    """The trainer's own engine for one reader: one row, on one device."""
+    """Settings of the in-process engine for one row on one device."""
     mesh = sharding.make_mesh((1,))
     return InprocessSettings(
         cfg=cfg,
@@ -109,18 +108,18 @@ def engine_settings(cfg: ModelConfig, dtype: str, context: int, longest_prompt: 
         dtype=dtype,
         by_row=sharding.whole_rows_sharding(mesh),
         of_cache=sharding.cache_sharding(mesh, cfg.num_kv_heads),
-        cut=False,  # nothing is compiled before it is asked for
+        cut=False,  # compile only what is used
     )
 
 
 def read_weights(path: str, cfg: ModelConfig, dtype: str) -> Params:
-    """The parameters on that device."""
+    """Loads the parameters to that device."""
     what = state.weights(cfg, sharding.make_mesh((1,)), head="lm", param_dtype=dtype)
     return state.load(what, path, init="pretrained", key=jax.random.key(0))
 
 
 class Conversation:
-    """What was said so far, and what is said next."""
+    """The history of a conversation."""
 
     def __init__(self, model: Model, *, system: str | None) -> None:
         self._model, self._turn = model, 0
@@ -128,23 +127,21 @@ class Conversation:
         self._said: list[Message] = list(self._head)
 
     def reset(self) -> None:
-        """Forgets all but the system message."""
+        """Clears all but the system message."""
         self._said = list(self._head)
 
     def say(self, text: str, *, show: Callable[[str], Any], tell: Callable[[str], Any]) -> None:
-        """Gives `show` the answer as it comes, and `tell` what else there is to know; keeps both if it may."""
+        """Passes the answer to `show` as it comes and notices to `tell`; adds both turns to the history."""
         model, self._turn = self._model, self._turn + 1
         checked_text(PLACE, "what was said", text)
         if model.templated:
             said, ids = fitting([*self._said, {"role": "user", "content": text}], model.encode, model.room)
             if gone := len(self._said) + 1 - len(said):
-                tell(f"the context is full: the oldest {gone} messages are forgotten")
+                tell(f"the context is full: the oldest {gone} messages were dropped")
         else:
             said, ids = [], model.encode(text)
             if len(ids) > model.room:
-                raise UserError(
-                    f"the text is {len(ids)} tokens, and {model.room} fit beside an answer; give less of it"
-                )
+                raise UserError(f"the text has {len(ids)} tokens, but {model.room} fit with an answer; shorten it")
         heard, last = "", model.ends[0]
 
         def spoken() -> Iterator[list[int]]:
@@ -158,7 +155,7 @@ class Conversation:
                 heard += piece
                 show(piece)
             if last not in model.ends:
-                tell(f"cut at {model.longest} tokens: --max_tokens")
+                tell(f"stopped at {model.longest} tokens: see --max_tokens")
         except KeyboardInterrupt:
             tell("stopped")
             raise
@@ -168,23 +165,23 @@ class Conversation:
 
 
 def show(piece: str) -> None:
-    """Writes a piece of an answer at once."""
+    """Writes a piece of an answer and flushes."""
     print(escaped(piece), end="", flush=True)
 
 
 def tell(line: str) -> None:
-    """Says something that is no answer."""
+    """Prints a notice."""
     print(f"[{line}]", file=sys.stderr, flush=True)
 
 
 def ask_once(conversation: Conversation, text: str) -> None:
-    """One answer, and a newline after it."""
+    """Prints one answer and a newline."""
     conversation.say(text, show=show, tell=tell)
     print(flush=True)
 
 
 def converse(conversation: Conversation, lines: Iterator[str], *, terminal: bool) -> None:
-    """A turn for each line; on a terminal what is wrong with one of them is said, and the next one is waited for."""
+    """Answers each line; on a terminal an error is printed and the next line is read."""
     for line in lines:
         text = line.strip()
         if text == "/exit":
@@ -207,7 +204,7 @@ def converse(conversation: Conversation, lines: Iterator[str], *, terminal: bool
 
 
 def typed() -> Iterator[str]:
-    """Lines from a terminal, until its end or Ctrl-C at the prompt."""
+    """Yields lines from a terminal, until its end or Ctrl-C at the prompt."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  lines can be edited
     with contextlib.suppress(EOFError, KeyboardInterrupt):
@@ -217,26 +214,26 @@ def typed() -> Iterator[str]:
 
 
 def piped() -> Iterator[str]:
-    """Lines from a pipe or a file."""
+    """Yields lines from a pipe or a file."""
     try:
         yield from sys.stdin
     except UnicodeDecodeError as e:
-        raise UserError(f"what is piped in is no UTF-8: byte {e.start} of a block of it; convert it") from e
+        raise UserError(f"the input is not UTF-8: byte {e.start} of a block; convert it") from e
 
 
 def read_arguments(argv: list[str]) -> argparse.Namespace:
-    """The command line's words, their numbers checked."""
+    """Parses the command line and checks its numbers."""
     parser = Parser("jppo.chat", __doc__)
-    parser.add_argument("model", metavar="MODEL_DIR", help="a Hugging Face directory, or a hub's name")
-    parser.add_argument("--prompt", metavar="TEXT", help="answer this once and exit")
-    parser.add_argument("--system", metavar="TEXT", help="a system message before all others")
-    parser.add_argument("--raw", action="store_true", help="continue text, whatever chat template there is")
-    parser.add_argument("--temperature", type=float, default=0.7, help="0.0 is greedy; 0.7 unless given")
-    parser.add_argument("--top_p", type=float, default=1.0, help="1.0, unless given, is off")
-    parser.add_argument("--max_tokens", type=int, help=f"of an answer; {LONGEST}, or half the context, unless given")
-    parser.add_argument("--context", type=int, help=f"tokens; the model's own, at most {CONTEXT}, unless given")
-    parser.add_argument("--seed", type=int, help="of what is drawn; another one each time unless given")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the products; float32 unless given")
+    parser.add_argument("model", metavar="MODEL_DIR", help="a Hugging Face directory, or a hub name")
+    parser.add_argument("--prompt", metavar="TEXT", help="answer this text and exit")
+    parser.add_argument("--system", metavar="TEXT", help="the system message")
+    parser.add_argument("--raw", action="store_true", help="continue text without the chat template")
+    parser.add_argument("--temperature", type=float, default=0.7, help="0.0 is greedy (default 0.7)")
+    parser.add_argument("--top_p", type=float, default=1.0, help="1.0 is off (default 1.0)")
+    parser.add_argument("--max_tokens", type=int, help=f"per answer (default {LONGEST}, or half the context)")
+    parser.add_argument("--context", type=int, help=f"tokens (default: the model's own, at most {CONTEXT})")
+    parser.add_argument("--seed", type=int, help="sampling seed (default: random)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of matrix products (default float32)")
     args = parser.parse_args(argv)
     if not 0 <= args.temperature < math.inf or not 0 < args.top_p <= 1:
         raise UserError(
@@ -249,7 +246,7 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
 
 @exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    """The command line."""
+    """Command line."""
     args = read_arguments(sys.argv[1:] if argv is None else argv)
     try:
         conversation = Conversation(load(args), system=args.system)
@@ -265,7 +262,7 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # who read along has gone
+    except BrokenPipeError:  # the reader has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,12 +1,12 @@
-"""Is this environment fit to train? `python -m jppo.doctor` says what is wrong and what to do.
+"""Checks whether a machine or a run is ready to train: python -m jppo.doctor
 
-    python -m jppo.doctor                                       # the machine alone; --python=FILE has the server's vLLM
+    python -m jppo.doctor                                       # the machine; --python=FILE has the server's vLLM
     python -m jppo.doctor --config=configs/gsm8k.py --config.model.path=DIR
 
-Without a config: starts no server, trains nothing. With one, and its overrides as for jppo.train, also whether that run
-would go: its folder, models, data, reward, memory, disk; a server is started, gets the weights, and must agree with the
-trainer, unless there is --no_server. Nothing is trained, and the run's folder stays as it is. Exit code 1 where
-something must be mended, 2 where the settings themselves cannot be.
+Without a config it starts no server. With one, and overrides as for jppo.train, it also checks that run: folder,
+models, data, reward, memory, disk. It then starts a server, publishes the weights and compares log-probs with the
+trainer, unless --no_server is given. Nothing is trained, and the run folder is not changed. Exit code 1 if something
+must be fixed, 2 for invalid settings.
 """
 
 import os
@@ -25,7 +25,7 @@ from jppo.checkup.finding import GIB, Finding, check_room, report
 from jppo.config import UserError
 
 MEMORY = 3 * GIB  # a small trainer and its vLLM on a CPU
-SHARED_MEMORY = GIB  # vLLM's processes talk through it
+SHARED_MEMORY = GIB  # used by vLLM's processes
 DISK_WARN, DISK_FAIL = 10 * GIB, GIB
 
 
@@ -40,22 +40,22 @@ def findings(python: str) -> Iterator[Finding]:
         remedy = "empty /dev/shm, or give the container more (docker run --shm-size=8g)"
         free = shutil.disk_usage("/dev/shm").free
         yield check_room("shared memory", free, warn=SHARED_MEMORY, fail=0, remedy=remedy)
-    remedy = "make room, or start where there is more: runs are written below the current folder"
+    remedy = "make room, or start elsewhere: runs are written below the current folder"
     yield check_room("disk", shutil.disk_usage(".").free, warn=DISK_WARN, fail=DISK_FAIL, remedy=remedy)
     yield machine.check_loopback()
     yield machine.check_sandbox()
 
 
 def read_run(argv: list[str]) -> tuple[ConfigDict, bool]:
-    """The settings that --config and its overrides give, and whether a server is to be started."""
+    """Returns the settings of --config and its overrides, and whether to start a server."""
     rest = [word for word in argv if word != "--no_server"]
     if [word for word in rest if word.split("=")[0] == "--python"]:
-        raise UserError("--python is for a look without settings; with --config give --config.rollout.python=FILE")
+        raise UserError("--python is for checks without settings; with --config use --config.rollout.python=FILE")
     c, _ = settings.parse(rest, __doc__ or "", settings.default())
     if "rollout" not in c:
         raise UserError(
-            "--config is one of jppo.sft or jppo.reward_model, and the doctor looks at those of jppo.train; their own"
-            " --dry_run looks at it"
+            "--config is for jppo.sft or jppo.reward_model, but the doctor checks those of jppo.train; use their"
+            " --dry_run"
         )
     settings.check(c)
     return c, len(rest) == len(argv)
@@ -63,7 +63,7 @@ def read_run(argv: list[str]) -> tuple[ConfigDict, bool]:
 
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    """The command line."""
+    """Command line."""
     argv = sys.argv[1:] if argv is None else argv
     if any(word.startswith("--config") for word in argv):
         c, server = read_run(argv)

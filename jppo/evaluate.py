@@ -2,10 +2,10 @@
 
     python -m jppo.evaluate --model=runs/quickstart/hf --data=runs/quickstart/data/test.jsonl --max_response_length=4
 
-Any Hugging Face directory of a family that jppo knows, or a hub's name, answers the prompts of the files by vLLM, and
-the graders of their data sources score the answers. A table is printed; settings, samples and summary go to --out.
-Other settings are those of a training, from --config=FILE and as --config.SECTION.NAME=VALUE; --dry_run prints them
-all and stops.
+vLLM answers the prompts of the files with a Hugging Face directory of a supported family, or a hub name, and the
+graders of their data sources score the answers. The command prints a table, and writes settings, samples and a summary
+to --out. Other settings are as in training, from --config=FILE and --config.SECTION.NAME=VALUE; --dry_run prints them
+and stops.
 """
 
 import contextlib
@@ -35,32 +35,32 @@ from jppo.io.owner import own
 from jppo.rollout.sampler import RolloutError
 from jppo.validation import Tested
 
-# The short name of a setting, and what it says in --help.
+# Short option: the setting and its help text.
 SHORT = {
-    "model": ("model.path", "a Hugging Face directory, or a hub's name"),
+    "model": ("model.path", "a Hugging Face directory, or a hub name"),
     "data": ("data.val_files", "files of prompts, separated by commas"),
-    "n": ("rollout.val_kwargs.n", "responses to a prompt"),
+    "n": ("rollout.val_kwargs.n", "responses per prompt"),
     "temperature": ("rollout.val_kwargs.temperature", "0.0 is greedy"),
     "top_p": ("rollout.val_kwargs.top_p", ""),
     "top_k": ("rollout.val_kwargs.top_k", "-1 is off"),
-    "min_p": ("rollout.val_kwargs.min_p", "of the likeliest token's probability; 0.0 is off"),
-    "max_prompt_length": ("data.max_prompt_length", "tokens; longer prompts are left out, and counted"),
+    "min_p": ("rollout.val_kwargs.min_p", "fraction of the highest probability; 0.0 is off"),
+    "max_prompt_length": ("data.max_prompt_length", "tokens; longer prompts are left out and counted"),
     "max_response_length": ("data.max_response_length", "tokens"),
-    "limit": ("data.val_max_samples", "the first so many prompts; -1: all"),
+    "limit": ("data.val_max_samples", "number of prompts; -1: all"),
     "grader": ("reward.grader", "a rule for all prompts, whatever their data_source"),
-    "function": ("reward.function", "your own, FILE.py:NAME, in place of the rules"),
+    "function": ("reward.function", "a custom function FILE.py:NAME in place of the rules"),
     "seed": ("trainer.seed", ""),
     "engine": ("rollout.name", ""),
     "dtype": ("rollout.dtype", "of the engine: float32, bfloat16 or float16"),
 }
 OUT = "runs/evaluate"
-KINDS = ("pass", "maj", "best", "worst")  # in the table, where there are several responses to a prompt
+KINDS = ("pass", "maj", "best", "worst")  # columns of the table with several responses per prompt
 
 Summaries = Mapping[str, Mapping[str, statistics.Estimate]]
 
 
 def evaluate(c: ConfigDict, console: rich.console.Console) -> bool:
-    """Tests the model, prints the table and writes the files; False where nothing could be graded."""
+    """Tests the model, prints the table and writes the files; False if nothing could be graded."""
     began, out = time.monotonic(), pathlib.Path(c.trainer.run_dir).expanduser()
     assemble.share_gpu(c)
     inputs = assemble.read_test(c)
@@ -101,11 +101,11 @@ def evaluate(c: ConfigDict, console: rich.console.Console) -> bool:
 
 
 def introduce(c: ConfigDict, inputs: Inputs) -> str:
-    """What is about to be done."""
+    """Describes the test."""
     how, val = c.rollout.val_kwargs, inputs.val
     drawn = "greedily" if how.temperature == 0.0 else f"at temperature {how.temperature:g}"
     return (
-        f"{c.model.path}: {len(val.prompts)} prompts of {c.data.val_files}, {how.n} answers each, {drawn}"
+        f"{c.model.path}: {len(val.prompts)} prompts of {c.data.val_files}, {how.n} responses each, {drawn}"
         f" ({val.overlong} over-long prompts left out, {val.truncated} cut; data.max_prompt_length="
         f"{c.data.max_prompt_length})"
     )
@@ -113,7 +113,7 @@ def introduce(c: ConfigDict, inputs: Inputs) -> str:
 
 @contextlib.contextmanager
 def watched(total: int) -> Iterator[Callable[[], None]]:
-    """A bar of the responses that are there, on a terminal; its step."""
+    """Shows a progress bar of finished responses on a terminal; yields its step function."""
     terminal = rich.console.Console(stderr=True)
     columns = (
         "sampling",
@@ -128,7 +128,7 @@ def watched(total: int) -> Iterator[Callable[[], None]]:
 
 
 def summary(c: ConfigDict, inputs: Inputs, tested: Tested) -> dict[str, Any]:
-    """What summary.json says; a number that there is none of is null."""
+    """Returns the content of summary.json; missing numbers are null."""
     metrics = validation.metrics(tested)
     return {
         "model": c.model.path,
@@ -145,7 +145,7 @@ def summary(c: ConfigDict, inputs: Inputs, tested: Tested) -> dict[str, Any]:
 
 
 def table(summaries: Summaries, n: int) -> rich.table.Table:
-    """A row for each source, and with several responses for each k: mean ± standard error."""
+    """Returns a table with a row per source, and per k with several responses: mean ± standard error."""
     drawn = rich.table.Table(box=rich.box.SIMPLE_HEAD, header_style="bold")
     ks = [1, *statistics.ladder(n)]
     kinds = [kind for kind in KINDS if any(f"{kind}@{n}" in summary for summary in summaries.values())] if n > 1 else []
@@ -168,12 +168,12 @@ def _estimate(found: statistics.Estimate | None) -> str:
 
 
 def notes(found: Mapping[str, Any]) -> Iterator[str]:
-    """What else is to be known of the numbers."""
+    """Yields notes about the numbers."""
     metrics = found["metrics"]
     if errors := int(metrics["val/reward_errors"]):
-        yield f"{errors} responses could not be graded and are in no number; the first: {found['first_error']}"
+        yield f"{errors} responses could not be graded and are left out; the first error: {found['first_error']}"
     if metrics["val/truncated"]:
-        yield f"{metrics['val/truncated']:.1%} of the responses were cut at data.max_response_length"
+        yield f"{metrics['val/truncated']:.1%} of the responses were truncated at data.max_response_length"
 
 
 def read_settings(argv: list[str]) -> tuple[ConfigDict, bool]:
@@ -181,7 +181,7 @@ def read_settings(argv: list[str]) -> tuple[ConfigDict, bool]:
     parser = settings.Parser("jppo.evaluate", __doc__, allow_abbrev=False)
     for name, (setting, about) in SHORT.items():
         parser.add_argument(f"--{name}", metavar="", help=f"{setting}{about and f': {about}'}")
-    parser.add_argument("--out", metavar="", default=OUT, help=f"the folder of the files, {OUT} unless given")
+    parser.add_argument("--out", metavar="", default=OUT, help=f"output folder (default {OUT})")
     given, rest = parser.parse_known_args(argv)
     short = [
         f"--config.{setting}={value}"
@@ -190,13 +190,13 @@ def read_settings(argv: list[str]) -> tuple[ConfigDict, bool]:
     ]
     c, switches = settings.parse([*rest, *short], __doc__, settings.default(), needs_file=False)
     with c.unlocked():
-        c.trainer.run_dir = given.out  # a file's is that of a training
-        c.rollout.lora_sync = "merge"  # a directory's weights are whole
+        c.trainer.run_dir = given.out  # a config's run_dir is that of a training
+        c.rollout.lora_sync = "merge"  # the weights of a directory are whole
     for name in ("model", "data"):
         setting = SHORT[name][0]
         section, _, leaf = setting.partition(".")
         if not c[section][leaf]:
-            raise UserError(f"--{name} is not given; it is {setting}, {SHORT[name][1]}")
+            raise UserError(f"--{name} is missing; it sets {setting}, {SHORT[name][1]}")
     settings.check(c, training=False)
     return c, switches["dry_run"]
 
@@ -207,13 +207,13 @@ def _terminate(number: int, _: Any) -> None:
 
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    """The command line."""
+    """Command line."""
     c, only_shown = read_settings(sys.argv[1:] if argv is None else argv)
     if only_shown:
         print(settings.dump(c), end="")
         return
     signal.signal(signal.SIGTERM, _terminate)
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup has it
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # ignored under nohup
         signal.signal(signal.SIGHUP, _terminate)
     console = rich.console.Console()
     console = console if console.is_terminal else rich.console.Console(width=160)
@@ -225,7 +225,7 @@ def main(argv: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     if not graded:
-        print("error: no response could be graded; look at the reason above", file=sys.stderr)
+        print("error: no response could be graded; see the reason above", file=sys.stderr)
         sys.exit(1)
 
 

@@ -1,10 +1,10 @@
-"""Writes what a run has trained for others: python -m jppo.export runs/quickstart --out adder
+"""Exports a trained model: python -m jppo.export runs/quickstart --out adder
 
     python -m jppo.export RUN_DIR|CHECKPOINT --out DIR [--best] [--step N] [--merge_lora] [--dtype bfloat16]
 
-RUN_DIR is a run's folder, of which the newest checkpoint is taken, or RUN_DIR/checkpoints/STEP. DIR is a Hugging Face
-directory, which transformers, vLLM and python -m jppo.chat load as it is, with a model card; of a run with LoRA it has
-the adapters alone, for peft, unless they are merged. A run that goes on is not disturbed: only its files are read.
+RUN_DIR is a run folder, whose newest checkpoint is exported, or RUN_DIR/checkpoints/STEP. DIR is a Hugging Face
+directory for transformers, vLLM and python -m jppo.chat, with a model card; for a LoRA run it has only the adapters,
+for peft, unless they are merged. A running training is not disturbed: only its files are read.
 """
 
 import argparse
@@ -28,7 +28,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def export(args: argparse.Namespace) -> list[str]:
-    """Reads, writes and sends what is asked for; what there is to say of it."""
+    """Reads, writes and uploads; returns the lines to print."""
     if args.push:
         hub.require(args.push)
     require_free(args.out)
@@ -49,7 +49,7 @@ def export(args: argparse.Namespace) -> list[str]:
             notes = describe(tmp, found, run, name=args.out.absolute().name)
     except OSError as e:
         raise UserError(
-            f"--out={args.out} cannot be written: {e.strerror or e}; name another folder, or make room"
+            f"--out={args.out} cannot be written: {e.strerror or e}; use another folder, or make room"
         ) from e
     said = [f"from              {place}", f"{found.kind:<17} {args.out}, {found.dtype}"]
     said += [f"the card lacks    {note}" for note in notes]
@@ -59,10 +59,10 @@ def export(args: argparse.Namespace) -> list[str]:
 
 
 def describe(out: pathlib.Path, found: Trained, run: pathlib.Path | None, *, name: str) -> list[str]:
-    """Writes the model card and the run's curve up to the step; what the card could not have, and why."""
-    notes: list[str] = [] if found.settings else ["settings: there is no config.json that can be read"]
+    """Writes the model card and the curve up to the step; returns what the card lacks, and why."""
+    notes: list[str] = [] if found.settings else ["settings: no readable config.json"]
     if run is None:
-        notes.append("scores and curve: the checkpoint lies in no run's folder")
+        notes.append("scores and curve: the checkpoint is not in a run folder")
     rows = [] if run is None else read_rows(run / FILE, notes, "no scores and no curve")
     lines = [m for m in rows if isinstance(m.get("step"), int) and (found.step is None or m["step"] <= found.step)]
     if lines:
@@ -82,14 +82,14 @@ def describe(out: pathlib.Path, found: Trained, run: pathlib.Path | None, *, nam
 
 
 def require_free(out: pathlib.Path) -> None:
-    """UserError where there is something already that would be lost."""
+    """UserError if existing files would be lost."""
     try:
         taken = out.exists() and (not out.is_dir() or any(out.iterdir()))
     except OSError as e:
-        raise UserError(f"--out={out} cannot be looked at: {e.strerror}; name another folder") from e
+        raise UserError(f"--out={out} cannot be read: {e.strerror}; use another folder") from e
     if taken:
-        what = "is a folder with something in it" if out.is_dir() else "is a file"
-        raise UserError(f"--out={out} {what}, which is not overwritten; name a new folder, or remove it")
+        what = "is not empty" if out.is_dir() else "is a file"
+        raise UserError(f"--out={out} {what}, and is not overwritten; use a new folder, or remove it")
 
 
 def read_arguments(argv: list[str]) -> argparse.Namespace:
@@ -98,22 +98,22 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("path", type=pathlib.Path, metavar="RUN_DIR|CHECKPOINT", help="what is exported")
     parser.add_argument("--out", type=pathlib.Path, required=True, metavar="DIR", help="a folder that is not there yet")
     parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step, not the newest")
-    parser.add_argument("--best", action="store_true", help="the checkpoint that checkpoints/best.json names")
+    parser.add_argument("--best", action="store_true", help="the checkpoint in checkpoints/best.json")
     parser.add_argument("--merge_lora", action="store_true", help="a whole model in place of its adapters")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights; as in training unless given")
-    parser.add_argument("--base", metavar="DIR", help="where the run's model.path lies now, if no more where it was")
-    parser.add_argument("--push", metavar="OWNER/NAME", help="send it to the Hugging Face hub, too")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as in training)")
+    parser.add_argument("--base", metavar="DIR", help="the new place of the run's model.path, if it was moved")
+    parser.add_argument("--push", metavar="OWNER/NAME", help="also upload to the Hugging Face hub")
     args = parser.parse_args(argv)
     if args.best and args.step is not None:
-        raise UserError(f"--best and --step={args.step} each name a checkpoint; give one of them")
+        raise UserError(f"--best and --step={args.step} each select a checkpoint; use one of them")
     return args
 
 
 @exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    """The command line."""
+    """Command line."""
     args = read_arguments(sys.argv[1:] if argv is None else argv)
-    jax.config.update("jax_platforms", "cpu")  # a training may have the accelerator, and nothing is computed
+    jax.config.update("jax_platforms", "cpu")  # nothing is computed, and a training may use the accelerator
     for line in export(args):
         print(line)
 

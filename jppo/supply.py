@@ -1,14 +1,13 @@
-"""The samples of each step: asked for when the step needs them, or steps ahead, while the trainer learns.
+"""The samples of each step: requested on demand, or prefetched while the trainer learns.
 
-    take(step)      the samples that the step learns from; on the way it asks for those of the steps to come
-    settle()        waits for all that is under way, before an update that must not meet any
-    forget(step)    the step is done
-    state()         what is asked for and not yet learned from: a checkpoint keeps what of it is finished
+    take(step)      returns the samples of a step; requests those of later steps
+    settle()        waits for all requests, before an update that must not overlap any
+    forget(step)    ends the step
+    state()         requests that are not yet trained on, with finished responses, for a checkpoint
 
-With `staleness` 0 that is synchronous training: each step's prompts are asked for when the policy is there that learns
-from them. With k, the prompts of up to k steps more are under way, sampled by weights that are up to k updates old.
-With `partial` the first groups that are finished are taken, in whichever order; long ones go on meanwhile, until they
-would be too old.
+With `staleness` 0, training is synchronous: a step's prompts are requested with the policy that learns from them. With
+k, up to k further steps are in flight, sampled by weights up to k updates old. With `partial`, a step takes the first
+finished groups in any order; long ones continue until they would be too old.
 """
 
 import dataclasses
@@ -29,52 +28,52 @@ from jppo.rewards.parts import sample_of
 from jppo.rollout.sampler import Sampler, greedy
 from jppo.structs import Prompt, Reward, Sampling, Trajectory
 
-POLL_S = 0.5  # a wait is looked up so often, so that a signal ends it
+POLL_S = 0.5  # polling interval of waits, so that a signal ends them
 
 
 @dataclasses.dataclass(frozen=True)
 class How:
-    """How steps are supplied; the same for a whole run."""
+    """How steps are supplied, for a whole run."""
 
-    batch_size: int  # prompts of a step
+    batch_size: int  # prompts per step
     n: int
     seed: int
     shuffle: bool
     total_steps: int
     staleness: int
     partial: bool
-    greedy: bool  # a greedy response to each prompt, as a baseline
-    draw: Callable[[int], Sampling]  # of a step
-    graders: dict[str, Any] = dataclasses.field(default_factory=dict)  # JSON; a reward is kept while it is the same
+    greedy: bool  # a greedy response per prompt, as a baseline
+    draw: Callable[[int], Sampling]  # by step
+    graders: dict[str, Any] = dataclasses.field(default_factory=dict)  # JSON; saved rewards stay if it is equal
 
 
 @dataclasses.dataclass(frozen=True)
 class Drawn:
-    """What a step learns from."""
+    """The samples that a step trains on."""
 
     prompts: list[Prompt]
-    trajectories: list[Trajectory]  # n of each prompt, beside each other
-    after: Cursor  # the place in the data when the step is done
+    trajectories: list[Trajectory]  # n consecutive ones per prompt
+    after: Cursor  # the position in the data after the step
     waited_s: float
-    sampling_s: float  # from the first request for any of it to the last answer
+    sampling_s: float  # from the first request to the last answer
     grade: Callable[[], tuple[list[Reward], list[Reward] | None]]  # waits for the rewards, and those of the baseline
 
 
 class Draws:
-    """The responses to the prompts of one step, on their way; `done` may come from any thread."""
+    """The responses to the prompts of one step, in flight; `done` may come from any thread."""
 
     def __init__(self, prompts: list[Prompt], n: int, panel: Panel, changed: threading.Condition):
         self.n = n
         self.found: dict[int, Trajectory] = {}
         self.grading: Grading = panel.begin()
-        self.graded: dict[int, Reward] = {}  # before a resume
+        self.graded: dict[int, Reward] = {}  # from before a resume
         self.future: Future[Any] | None = None
         self.began = self.ended = time.monotonic()
         self._prompts = prompts
         self._changed = changed
 
     def done(self, number: int, t: Trajectory) -> None:
-        """A response is there; its grading begins, unless it is graded already."""
+        """Records a response and starts its grading, unless it is graded already."""
         if number not in self.graded:
             self.grading.submit(number, sample_of(self._prompts[number // self.n], t))
         with self._changed:
@@ -83,45 +82,45 @@ class Draws:
             self._changed.notify_all()
 
     def has(self, group: int) -> bool:
-        """Whether all responses to a prompt are there."""
+        """Whether all responses to a prompt are complete."""
         return all(number in self.found for number in self.numbers(group))
 
     def numbers(self, group: int) -> range:
-        """Those of a prompt's responses."""
+        """Returns the indices of a prompt's responses."""
         return range(group * self.n, (group + 1) * self.n)
 
     def rewards(self, numbers: Sequence[int]) -> list[Reward]:
-        """Waits for those of the responses, in the order of their numbers."""
+        """Waits for the rewards of these responses, in the given order."""
         asked = sorted(number for number in numbers if number not in self.graded)
         found = self.graded | dict(zip(asked, self.grading.collect(asked), strict=True))
         return [found[number] for number in sorted(numbers)]
 
     def require(self) -> None:
-        """Raises what ended the sampling, if anything did."""
+        """Raises the error that ended the sampling, if any."""
         if self.future is not None and self.future.done():
             self.future.result()
 
 
 @dataclasses.dataclass(eq=False)
 class Asked:
-    """The prompts of one step, from when they are asked for until the last of them is learned from."""
+    """The prompts of one step, from their request until the last is trained on."""
 
     step: int
-    version: int  # of the weights when they were asked for
+    version: int  # at the request
     indices: np.ndarray
     after: Cursor
     draws: tuple[Draws, ...]  # the samples, and the greedy responses if there are any
-    left: set[int]  # prompts that no step has learned from
+    left: set[int]  # prompts that no step has trained on
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """How far the asking is. It changes as a whole, in one statement, so that a signal finds it consistent."""
+    """The state of the requests, replaced as a whole in one statement, so a signal finds it consistent."""
 
     cursor: Cursor  # in the data
-    next: int = 0  # the first step that nothing was drawn from the data for
+    next: int = 0  # the first step without prompts
     queue: tuple[Asked, ...] = ()
-    held: tuple[sample_queue.Step, ...] = ()  # of a checkpoint, not asked for yet: their turn comes before the data's
+    held: tuple[sample_queue.Step, ...] = ()  # from a checkpoint, not requested yet: before new prompts
 
 
 class Supply:
@@ -132,17 +131,17 @@ class Supply:
     ):
         self._how = how
         self._hosts = hosts
-        self._groups = hosts.share(how.batch_size)  # of a step's prompts those that are drawn here
+        self._groups = hosts.share(how.batch_size)  # the share of a step's prompts sampled here
         self._train = train
         self._sampler = sampler
         self._panel = panel
         self._now = Place(cursor)
-        self._taken: dict[int, list[tuple[Asked, int]]] = {}  # of steps that are not done
+        self._taken: dict[int, list[tuple[Asked, int]]] = {}  # of unfinished steps
         self._changed = threading.Condition()
         self._settling_s = 0.0
 
     def take(self, step: int) -> Drawn:
-        """The samples that `step` learns from; the weights `step` are what the sampler has now."""
+        """Returns the samples that `step` trains on; the sampler has the weights `step`."""
         return self._drawn(*self._hosts.together(lambda: self._take(step)))
 
     def _take(self, step: int) -> tuple[list[tuple[Asked, int]], float]:
@@ -156,7 +155,7 @@ class Supply:
         return groups, waited
 
     def settle(self) -> None:
-        """Waits until nothing is under way."""
+        """Waits until nothing is in flight."""
         began = time.monotonic()
         self._hosts.together(
             lambda: self._wait_for(
@@ -166,20 +165,20 @@ class Supply:
         self._settling_s += time.monotonic() - began
 
     def forget(self, step: int) -> None:
-        """The step is done: what it learned from is not needed again."""
+        """Ends the step: its samples are not needed again."""
         for asked, group in self._taken.pop(step, []):
             asked.left.discard(group)
         self._now = dataclasses.replace(self._now, queue=tuple(asked for asked in self._now.queue if asked.left))
 
     def state(self) -> dict[str, Any]:
-        """What is asked for and not yet learned from, of JSON types; {} where nothing is asked for ahead."""
+        """Returns requests that are not yet trained on, as JSON types; {} without prefetching."""
         return sample_queue.merged(self._hosts.gather(self._state))
 
     def _state(self) -> dict[str, Any]:
         now = self._now
         if not self._how.staleness and not now.held:
             return {}
-        while True:  # what the graders remember belongs to the rewards that are there
+        while True:  # the graders' state must match the finished rewards
             reward = self._panel.state()
             steps = [*(self._kept(asked) for asked in now.queue), *now.held]
             if reward == self._panel.state():
@@ -198,9 +197,10 @@ class Supply:
         return sample_queue.Step(asked.step, asked.version, asked.indices, after, frozenset(asked.left), found)
 
     def load(self, state: Mapping[str, Any], step: int) -> list[str]:
-        """The inverse of `state`, for a run that begins with `step`: what is missing is asked for again.
+        """Restores `state` for a run that begins with `step`; missing responses are requested again.
 
-        Responses that the run would draw otherwise, or by newer weights, are missing. Returns lines for the console.
+        Responses that the run would sample differently, or with newer weights, are missing. Returns lines for the
+        console.
         """
         if not state:
             return []
@@ -215,13 +215,13 @@ class Supply:
         return lines
 
     def _last(self, step: int) -> int:
-        """The last step whose prompts are asked for during `step`."""
+        """Returns the last step whose prompts are requested during `step`."""
         how = self._how
         ahead = min(how.staleness, 1) if how.partial else how.staleness
         return min(step + ahead, how.total_steps - 1)
 
     def _kind(self) -> dict[str, Any]:
-        """What the numbers of kept samples mean, how they were drawn and graded."""
+        """Returns the settings on which kept samples depend."""
         how = self._how
         drawn = {name: value for name, value in dataclasses.asdict(how.draw(0)).items() if name not in ("n", "seed")}
         return {
@@ -272,7 +272,7 @@ class Supply:
         return Asked(step, version, indices, after, tuple(asked), set(left))
 
     def _choose(self, step: int) -> list[tuple[Asked, int]] | None:
-        """The groups of the step; None: they are not all there."""
+        """Returns the groups of the step; None if they are incomplete."""
         how, queue = self._how, self._now.queue
         if not how.partial:
             [asked] = [asked for asked in queue if asked.step == step]
@@ -323,7 +323,7 @@ class Supply:
 
 
 def _rewards(groups: Sequence[tuple[Draws, int]]) -> list[Reward]:
-    """In the order of the groups; each grading is collected once."""
+    """Returns rewards in the order of the groups; collects each grading once."""
     wanted: dict[int, tuple[Draws, list[int]]] = {}
     for draws, group in groups:
         wanted.setdefault(id(draws), (draws, []))[1].extend(draws.numbers(group))
@@ -331,5 +331,5 @@ def _rewards(groups: Sequence[tuple[Draws, int]]) -> list[Reward]:
 
 
 def ages(found: Sequence[Trajectory], step: int) -> np.ndarray:
-    """By how many updates the oldest sampled token of each is older than the weights `step` [B] i64."""
+    """Returns the age in updates of the oldest sampled token of each, relative to the weights `step`, [B] i64."""
     return np.array([step - t.version[t.sampled].min() if t.sampled.any() else 0 for t in found], np.int64)

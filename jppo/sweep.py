@@ -1,12 +1,12 @@
-"""Trains several times with other settings: python -m jppo.sweep --config=configs/quickstart.py --jobs=2
+"""Trains several times with different settings: python -m jppo.sweep --config=configs/quickstart.py --jobs=2
 
-A config file may have a `sweep(add)` beside its get_config; it calls add once for each run, with the settings that
-differ: add(**{'actor.lr': 1e-5, 'trainer.seed': 2}). Each run is a `python -m jppo.train` with a folder of its own,
-whose name is made of these settings, under --out. A run that fails leaves the others alone; --resume skips what is
-finished and goes on with the rest. After each run sweep.md and sweep.csv have the table of all of them, the best
-first, and at the end report.html is about them all. --config.SECTION.NAME=VALUE changes a setting in every run.
+A config file may define `sweep(add)` next to get_config. It calls add once per run with the settings that differ:
+add(**{'actor.lr': 1e-5, 'trainer.seed': 2}). Each run is a `python -m jppo.train` with its own folder under --out,
+named after these settings. A failed run does not affect the others; --resume skips finished runs and resumes the rest.
+sweep.md and sweep.csv are updated after each run, the best first; report.html at the end covers all runs.
+--config.SECTION.NAME=VALUE changes a setting in every run.
 
-Exit code 0 where all runs have finished, 1 where one has failed.
+Exit code 0 if all runs have finished, 1 if one has failed.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from jppo.io.metrics import FILE as METRICS
 from jppo.report import write_report
 from jppo.rollout.launch import die_with_parent
 
-GRACE_S = 30.0  # for a run to end its servers and to close its files
+GRACE_S = 30.0  # for a run to end its servers and close its files
 POLL_S = 0.2
 LOG, PROMPT = "train.log", "$ "
 
@@ -36,12 +36,12 @@ Command = Callable[[Run], list[str]]
 
 
 def train_command(run: Run) -> list[str]:
-    """The run as a command of its own."""
+    """Returns the command of the run."""
     return [sys.executable, "-m", "jppo.train", *run.arguments]
 
 
 def sweep(runs: Sequence[Run], out: pathlib.Path, command: Command, *, jobs: int, resume: bool, metric: str) -> bool:
-    """Runs what is not finished, `jobs` at a time, and keeps record and table; whether all runs have finished."""
+    """Runs unfinished runs, `jobs` at a time, and updates record and table; whether all have finished."""
     names, arguments = differing(runs), {run.name: run.arguments for run in runs}
     with record.opened(out, arguments, resume=resume) as states:
         left = [run for run in runs if states[run.name].status != "finished"]
@@ -80,7 +80,7 @@ def sweep(runs: Sequence[Run], out: pathlib.Path, command: Command, *, jobs: int
 
 
 def row(run: Run, state: record.State, names: Sequence[str], metric: str) -> table.Row:
-    """The run's line of the table; `names` are the settings in which the runs differ."""
+    """Returns the run's row; `names` are the settings in which the runs differ."""
     differs = {name: run.values[name] for name in names}
     return table.make_row(run.folder, metric, settings=differs, status=state.status, seconds=state.seconds)
 
@@ -93,7 +93,7 @@ def execute(
     began: Callable[[Run], None],
     ended: Callable[[Run, int | None, float], None],
 ) -> None:
-    """Runs every command, `jobs` at a time, in order; when it is interrupted it ends those that are under way first."""
+    """Runs every command in order, `jobs` at a time; on an interruption it ends running ones first."""
     waiting, active = list(runs), dict[subprocess.Popen, tuple[Run, float]]()
     try:
         while waiting or active:
@@ -113,7 +113,7 @@ def execute(
 
 
 def start(command: list[str], folder: pathlib.Path) -> subprocess.Popen:
-    """The command in a session of its own, what it says at the end of its log; it does not outlive the sweep."""
+    """Starts the command in its own session with output to its log; it does not outlive the sweep."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / LOG, "ab") as log:
         log.write(f"{PROMPT}{shlex.join(command)}\n".encode())
@@ -129,7 +129,7 @@ def start(command: list[str], folder: pathlib.Path) -> subprocess.Popen:
 
 
 def stop(processes: Sequence[subprocess.Popen]) -> None:
-    """Ends the runs: each may take its servers down; one that takes too long is killed, and they follow it."""
+    """Ends the runs with their servers; one that takes too long is killed."""
     deadline = time.monotonic() + GRACE_S
     try:
         for process in processes:
@@ -144,15 +144,15 @@ def stop(processes: Sequence[subprocess.Popen]) -> None:
 
 
 def last_words(log: pathlib.Path) -> str:
-    """The error that the last start's part of a log ends with, else its last line."""
+    """Returns the last error in the log of the last start, otherwise its last line."""
     text = f"\n{log.read_text(encoding='utf-8', errors='replace')}".rpartition(f"\n{PROMPT}")[2]
     lines = [line for line in text.splitlines()[1:] if line.strip()]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return (errors or lines or ["it said nothing"])[-1][:300]
+    return (errors or lines or ["no output"])[-1][:300]
 
 
 def say(text: str) -> None:
-    """A line of the console, also where that is a file."""
+    """Prints a line and flushes."""
     print(text, flush=True)
 
 
@@ -166,10 +166,10 @@ def main(argv: list[str] | None = None) -> None:
     usage = "%(prog)s --config=FILE[:ARGUMENT] [--config.SECTION.NAME=VALUE ...] [options]"
     parser = settings.Parser("jppo.sweep", __doc__, usage=usage, allow_abbrev=False)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    parser.add_argument("--resume", action="store_true", help="go on with a sweep: skip what is finished")
+    parser.add_argument("--resume", action="store_true", help="continue a sweep: skip finished runs")
     parser.add_argument("--print", action="store_true", help="print the commands and stop")
     parser.add_argument("--metric", default="val/score", help="what the table is sorted by, largest first")
-    parser.add_argument("--out", type=pathlib.Path, help="the folder of all runs; runs/sweep-NAME by the config's name")
+    parser.add_argument("--out", type=pathlib.Path, help="the folder of all runs (default runs/sweep-CONFIG)")
     args, rest = parser.parse_known_args(argv)
     if args.jobs < 1:
         raise UserError(f"--jobs={args.jobs} must be 1 or more")
@@ -180,12 +180,12 @@ def main(argv: list[str] | None = None) -> None:
         print("\n".join(shlex.join(train_command(run)) for run in runs))
         return
     signal.signal(signal.SIGTERM, _terminate)
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup has it
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # ignored under nohup
         signal.signal(signal.SIGHUP, _terminate)
     try:
         done = sweep(runs, out, train_command, jobs=args.jobs, resume=args.resume, metric=args.metric)
     except KeyboardInterrupt:
-        print("interrupted; the same command with --resume goes on", file=sys.stderr)
+        print("interrupted; the same command with --resume continues", file=sys.stderr)
         sys.exit(130)
     if not done:
         sys.exit(1)

@@ -50,7 +50,7 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
     passes, recipe, policy, version = learner.passes, learner.recipe, learner.policy(now), int(now.step)
     with timer("gen"):
         drawn = run.supply.take(version)
-        run.sampler.rest()
+        run.sampler.sleep()
     trajectories = drawn.trajectories
     with timer("reward"):
         graded, baseline = drawn.grade()  # the rest of the grading, which began with the first response

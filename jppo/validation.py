@@ -1,4 +1,4 @@
-"""A test on held-out prompts: sample, grade, count. Before, during and after training, and by `evaluate.py`."""
+"""Tests on held-out prompts: sampling, grading, statistics; used by training and `evaluate.py`."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ from jppo.structs import Prompt, Reward, Sampling, Trajectory
 
 @dataclasses.dataclass(frozen=True)
 class Tested:
-    """The responses to a set of prompts, n of each beside each other, with their rewards."""
+    """The responses to a set of prompts, n consecutive ones per prompt, with their rewards."""
 
     prompts: Sequence[Prompt]
     n: int
@@ -39,7 +39,7 @@ def evaluate(
     watch: Callable[[], None] = lambda: None,
     hosts: Hosts = ALONE,
 ) -> Tested:
-    """`sampling.n` responses to each prompt, graded; `batch_size` prompts at once (-1: all), shared among the hosts.
+    """Samples and grades `sampling.n` responses per prompt, `batch_size` prompts at once (-1: all), over all hosts.
 
     `watch` is called after each response, from any thread.
     """
@@ -47,7 +47,7 @@ def evaluate(
     trajectories, rewards = [], []
     for first in range(0, len(prompts), size):
         some = prompts[first : first + size]
-        how = dataclasses.replace(sampling, seed=sampling.seed + first)  # else each batch would draw the same numbers
+        how = dataclasses.replace(sampling, seed=sampling.seed + first)  # batches must not reuse seeds
         draw = functools.partial(sample, sampler, some, panel, how, version=version, watch=watch, hosts=hosts)
         drawn, grading = hosts.together(draw)
         trajectories += of_hosts.of_all(hosts, drawn)
@@ -65,7 +65,7 @@ def sample(
     watch: Callable[[], None] = lambda: None,
     hosts: Hosts = ALONE,
 ) -> tuple[list[Trajectory], Grading]:
-    """This host's responses to the prompts; their rewards have been on their way since each of them was there."""
+    """Samples this host's responses; grading starts with each response."""
     grading = panel.begin()
 
     def done(number: int, t: Trajectory) -> None:
@@ -76,7 +76,7 @@ def sample(
         return sampler.generate(prompts, sampling, version=version, done=done), grading
     share = hosts.share(len(prompts))
     only = range(share.start * sampling.n, share.stop * sampling.n)
-    future = sampler.start(prompts, sampling, done=done, only=only)  # each by the seed of its place among all
+    future = sampler.start(prompts, sampling, done=done, only=only)  # seeded by the index among all
     try:
         return future.result(), grading
     except BaseException:
@@ -85,7 +85,7 @@ def sample(
 
 
 def summaries(tested: Tested) -> dict[str, dict[str, statistics.Estimate]]:
-    """The statistics over all prompts, under '', and of each data source. What failed to be graded is left out."""
+    """Returns statistics over all prompts, under '', and per data source; ungraded responses are left out."""
     of_source: dict[str, list[statistics.Samples]] = {"": []}
     for i, prompt in enumerate(tested.prompts):
         graded = [r for r in tested.rewards[i * tested.n : (i + 1) * tested.n] if r.error is None]
@@ -96,12 +96,12 @@ def summaries(tested: Tested) -> dict[str, dict[str, statistics.Estimate]]:
 
 
 def metrics(tested: Tested) -> dict[str, float]:
-    """The metrics `val/...`: of all prompts, and of each data source where there are several."""
+    """Returns the metrics `val/...`: of all prompts, and per data source if there are several."""
     found: dict[str, float] = {}
     by_source = summaries(tested)
     for source, summary in by_source.items():
         for statistic, (mean, se, asked) in summary.items():
-            errors = [se] if asked > 1 else []  # of one prompt it is not known
+            errors = [se] if asked > 1 else []  # unknown for a single prompt
             if not source:
                 found |= {f"val/{statistic}": mean} | {f"val/{statistic}_se": se for se in errors}
             elif len(by_source) > 2:
@@ -113,7 +113,7 @@ def metrics(tested: Tested) -> dict[str, float]:
 
 
 def rows(tested: Tested) -> list[dict[str, Any]]:
-    """What the samples file says of each response."""
+    """Returns the rows of the samples file."""
     asked = [prompt for prompt in tested.prompts for _ in range(tested.n)]
     return samples(asked, tested.trajectories, tested.rewards)
 
@@ -121,7 +121,7 @@ def rows(tested: Tested) -> list[dict[str, Any]]:
 def samples(
     prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], rewards: Sequence[Reward]
 ) -> list[dict[str, Any]]:
-    """What the samples file says of responses, each with its prompt."""
+    """Returns rows of the samples file, each with its prompt."""
     return [
         {
             "uid": p.uid,
@@ -140,12 +140,12 @@ def samples(
 
 
 def shown(tested: Tested, count: int) -> list[dict[str, Any]]:
-    """The rows of the first response to each of the first `count` prompts: the same prompts at every test."""
+    """Returns the rows of the first response to each of the first `count` prompts, the same in every test."""
     return rows(tested)[:: tested.n][:count]
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row for the console."""
+    """Formats a row for the console."""
     mark = row["error"] if row["score"] is None else f"score {row['score']:g}"
     return escaped(f"  {_short(row['prompt'])} → {_short(row['response'])}   ({mark}; truth {row['ground_truth']})")
 

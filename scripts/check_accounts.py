@@ -1,4 +1,4 @@
-"""Holds what a dozen small programs cost on described machines against kept accounts:
+"""Compares compiled small programs on described machines with reference accounts:
 
     python scripts/check_accounts.py --platform=gpu            compares; exit code 1 with the differences
     python scripts/check_accounts.py --platform=tpu --write    renews the kept files

@@ -1,4 +1,4 @@
-"""Breaks runs in the ways that a long one meets, and checks that nothing is lost by it.
+"""Disturbs a run as a long one may be disturbed, and checks that nothing is lost.
 
     python scripts/check_faults.py [--moments 20] [--only NAME ...] [--out DIR]
 

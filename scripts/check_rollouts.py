@@ -1,4 +1,4 @@
-"""Breaks the servers of a run in every way, at every time, and checks that nothing comes of it.
+"""Breaks the servers of a run in every way, at every time, and checks that results do not change.
 
     python scripts/check_rollouts.py [--out DIR]
 
@@ -310,11 +310,11 @@ def main() -> None:
         for step, (fault, moment) in enumerate(plan, 1):
             samples = [(out / name / f"samples/step_{step}.jsonl").read_bytes() for name in ("calm", "broken")]
             happened = said.partition(f"fault in step {step}:")[2].partition("fault in step")[0]
-            told = happened.count("started again")
+            told = happened.count("is restarted")
             again = counted[step]["rollout/asked_again"]
             rows.append((fault, moment, told, again, samples[0] == samples[1] and calm[step] == broken[step]))
         same = check_faults.outcome(out / "calm")["files"] == check_faults.outcome(out / "broken")["files"]
-    print("| fault | when | servers started again | requests asked again | samples and metrics the same |")
+    print("| fault | when | restarts | repeated requests | samples and metrics the same |")
     print("|---|---|---:|---:|---|")
     for fault, moment, told, again, kept in rows:
         print(f"| {fault} | {moment} | {told} | {again:.0f} | {'yes' if kept else '**no**'} |")

@@ -1,4 +1,4 @@
-"""Checks that a vLLM server samples from the very weights that the trainer published.
+"""Checks that a vLLM server samples from the published weights.
 
     python scripts/check_sync.py HF_DIR
 

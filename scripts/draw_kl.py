@@ -1,4 +1,4 @@
-"""Draws reward and KL of runs over their steps: python scripts/draw_kl.py RUN [RUN ...] --out FILE.svg
+"""Plots reward and KL of runs over their steps: python scripts/draw_kl.py RUN [RUN ...] --out FILE.svg
 
 The reward is the mean of each run's steps, the KL is in nats a response, mean over the runs: what was gained, and how
 far the policy went for it.

@@ -1,4 +1,4 @@
-"""Gives jppo settings, model directories and data files that nobody should give: python scripts/fuzz_inputs.py
+"""Fuzzes settings, model directories and data files: python scripts/fuzz_inputs.py
 
 Each case is made from its number alone, so that `--first N --cases 1` repeats it. A case is good where it is accepted,
 or refused by one line (a UserError, exit code 2), within a minute; any other exception, several lines, or a case that

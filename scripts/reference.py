@@ -1,4 +1,4 @@
-"""The pages of the site on the code: every public function and class, as the source has it, without its body.
+"""The site's API reference: signatures and docstrings of every public function and class.
 
 A page is a package. scripts/site_hook.py adds them to the site; nothing of jppo is imported.
 """

@@ -1,4 +1,4 @@
-"""What mkdocs.yml asks for beside docs/: README.md as the first page, the code's own pages, and links that are right.
+"""mkdocs hook: README.md as the first page, the API reference, and rewritten links.
 
 The pages link to each other, to README.md and to files of the repository as a code host shows them. Here such a link
 becomes one within the site: to the page that the file is, or to a copy of the file.
@@ -8,7 +8,7 @@ import pathlib
 import posixpath
 import re
 
-import reference  # beside this file, where mkdocs looks
+import reference  # in this folder, where mkdocs looks
 from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]

@@ -149,7 +149,7 @@ class RandomEngine:
         self.version = version
         assert all(np.isfinite(array).all() for _, array in tensors)
 
-    def rest(self):
+    def sleep(self):
         pass
 
     def metrics(self):

@@ -110,7 +110,7 @@ def test_turns_are_remembered_until_a_reset(asked, capsys):
 def test_the_oldest_turns_go_and_it_says_so(asked, capsys):
     chat.converse(conversation(asked, room=12), lines("a\nb\nc\n"), terminal=False)
     assert asked == ["a", "a|answer|b", "b|answer|c"]
-    assert capsys.readouterr().err == "[the context is full: the oldest 2 messages are forgotten]\n"
+    assert capsys.readouterr().err == "[the context is full: the oldest 2 messages were dropped]\n"
 
 
 def test_without_a_template_each_line_stands_alone(asked, capsys):
@@ -129,7 +129,7 @@ def test_an_answer_that_is_cut_is_said(asked, capsys):
     made = conversation(asked)
     endless = Model(**{**vars(made._model), "answer": lambda ids, turn: iter([[ord("x")] * 9])})
     Conversation(endless, system=None).say("a", show=chat.show, tell=chat.tell)
-    assert capsys.readouterr() == ("xxxxxxxxx", "[cut at 9 tokens: --max_tokens]\n")
+    assert capsys.readouterr() == ("xxxxxxxxx", "[stopped at 9 tokens: see --max_tokens]\n")
 
 
 def test_an_interrupted_answer_is_kept_as_far_as_it_came(asked, capsys, monkeypatch):
@@ -172,10 +172,10 @@ def test_a_template_is_what_the_model_is_spoken_to_by(tiny_model, tmp_path, caps
         (["{model}", "--max_tokens", "0", "--prompt", "1"], "--max_tokens=0 must be from 1 to 63"),
         (["{model}", "--max_tokens", "64", "--prompt", "1"], "--max_tokens=64 must be from 1 to 63"),
         (["{model}", "--context", "65", "--prompt", "1"], "--context=65 must be from 2 to the 64 tokens"),
-        (["{model}", "--system", "s", "--prompt", "1"], "not spoken to in messages"),
+        (["{model}", "--system", "s", "--prompt", "1"], "this model has no chat messages"),
         (["{model}", "--prompt", "1" * 33], "33 tokens, and 32 fit"),
         (["{model}", "--prompt", ""], "is empty"),
-        (["{model}", "--prompt", "a"], "makes no token"),
+        (["{model}", "--prompt", "a"], "returns no tokens"),
         (["{adapters}", "--prompt", "1"], "--merge_lora"),
         (["{empty}", "--prompt", "1"], "config.json is missing"),
     ],

@@ -113,7 +113,7 @@ def test_a_host_that_cannot_be_reached_fails(monkeypatch):
     assert found.verdict == "FAIL" and "192.0.2.1 cannot be reached" in found.found
 
 
-@pytest.mark.parametrize("verdict, code, last", [("WARN", 0, "fit to train"), ("FAIL", 1, "1 to be mended")])
+@pytest.mark.parametrize("verdict, code, last", [("WARN", 0, "ready to train"), ("FAIL", 1, "1 to fix")])
 def test_the_report_shows_the_remedy_and_fails_only_on_a_failure(verdict, code, last):
     console = rich.console.Console(file=io.StringIO(), width=60)
     found = [Finding("JAX", "OK", "8 x [cpu]"), Finding("disk", verdict, "0 GiB free", "make [more] room")]

@@ -75,7 +75,7 @@ def test_the_numbers_are_those_of_the_samples(command, capsys):
         assert [got[f"{place}/{name}@2"] for name in ("pass", "best")] == pytest.approx([np.mean(pairs)] * 2)
         assert got[f"{place}/worst@3"] == pytest.approx(np.mean([min(group) for group in some]))
     said = capsys.readouterr().out
-    assert "8 prompts of" in said and "3 answers each, at temperature 0.8" in said
+    assert "8 prompts of" in said and "3 responses each, at temperature 0.8" in said
     score, se = summary["metrics"]["val/gsm8k/score"], summary["metrics"]["val/gsm8k/score_se"]
     assert f"{score:.4f} ± {se:.4f}" in said
     assert [word in said for word in ("pass@k", "maj@k", "best@k", "worst@k", "all", "exact")] == [True] * 6

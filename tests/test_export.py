@@ -183,11 +183,11 @@ def test_what_cannot_be_exported_is_one_line(full, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     assert "neither checkpoints nor hf/" in refused(capsys, tmp_path / "empty", *out)
     assert "--step=7" in refused(capsys, full, "--step", 7, *out) and "1, 2" in refused(capsys, full, "--step", 7, *out)
-    assert "give one of them" in refused(capsys, full, "--step", 1, "--best", *out)
+    assert "use one of them" in refused(capsys, full, "--step", 1, "--best", *out)
     assert "is one checkpoint" in refused(capsys, full / "checkpoints/1", "--best", *out)
     assert "best.json" in refused(capsys, tmp_path / "empty", "--best", *out)
     assert "is a file" in refused(capsys, full, "--out", full / "config.json")
-    assert "something in it" in refused(capsys, full, "--out", full / "hf")
+    assert "is not empty" in refused(capsys, full, "--out", full / "hf")
     assert "cannot be written" in refused(capsys, full, "--out", full / "config.json/below")
     assert "OWNER/NAME" in refused(capsys, full, "--push", "a b", *out)
     assert "HF_HUB_OFFLINE" in refused(capsys, full, "--push", "me/mine", *out)
@@ -215,14 +215,14 @@ def test_what_the_card_lacks_is_said(full, tmp_path, capsys):
     alone, run = tmp_path / "alone", tmp_path / "run"
     shutil.copytree(full / "checkpoints/2", alone)
     export.main([str(alone), "--out", str(tmp_path / "a")])
-    assert "scores and curve: the checkpoint lies in no run's folder" in capsys.readouterr().out
+    assert "scores and curve: the checkpoint is not in a run folder" in capsys.readouterr().out
     assert "| `actor.lr` | 0.01 |" in (tmp_path / "a/README.md").read_text() and not (tmp_path / "a/curve.svg").exists()
     shutil.copytree(full / "hf", run / "hf")
     (run / "config.json").write_text('{"model": {')
     (run / "metrics.jsonl").write_text('{"step": 1, "val/score": 0.25}\n{"st\n7\n')
     export.main([str(run), "--out", str(tmp_path / "b")])
     said = capsys.readouterr().out
-    assert "no config.json that can be read" in said and "2 of 3 lines cannot be read" in said
+    assert "no readable config.json" in said and "2 of 3 lines cannot be read" in said
     assert "| `val/score` | 0.2500 | 0.2500 |" in (tmp_path / "b/README.md").read_text()
 
 
@@ -308,7 +308,7 @@ def test_a_push_that_cannot_be_is_one_line(full, hub, tmp_path, capsys, monkeypa
     assert "model.safetensors" in refused(capsys, full, "--out", tmp_path / "a", "--push", "me/adder")
     assert not hub.sent
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert "did not take it" in refused(capsys, full, "--out", tmp_path / "b", "--push", "me/adder")
+    assert "refused it" in refused(capsys, full, "--out", tmp_path / "b", "--push", "me/adder")
     assert (tmp_path / "b/model.safetensors").is_file()
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))

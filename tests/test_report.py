@@ -278,7 +278,7 @@ def test_what_is_cut_or_missing_is_said(tmp_path):
     assert one["notes"] == [
         "metrics.jsonl: 1 of 5 lines cannot be read and are left out",
         "metrics.jsonl: 2 lines have no step of their own and are left out",
-        "config.json cannot be read: no settings, and how far the run was to go is not known",
+        "config.json cannot be read: no settings, and no planned number of steps",
         "step_1.jsonl: 2 of 3 lines cannot be read and are left out",
     ]
 
@@ -303,7 +303,7 @@ def test_names_tell_runs_apart(tmp_path):
 # --- the command and the hook
 
 
-@pytest.mark.parametrize("make, said", [(lambda p: None, "no such folder"), (lambda p: p.mkdir(), "is no run")])
+@pytest.mark.parametrize("make, said", [(lambda p: None, "no such folder"), (lambda p: p.mkdir(), "is not a run")])
 def test_a_path_that_is_no_run_is_one_line(tmp_path, capsys, make, said):
     make(tmp_path / "run")
     with pytest.raises(SystemExit) as stopped:

@@ -138,7 +138,7 @@ def test_it_loads_nothing_from_elsewhere(site):
 
 def test_the_first_page_is_the_readme_and_files_outside_docs_are_there(site):
     folder, pages = site
-    assert {"on-your-machine", "the-tree"} <= pages[folder / "index.html"].anchors
+    assert {"start", "hardware"} <= pages[folder / "index.html"].anchors
     assert (folder / "LICENSE").read_text(encoding="utf-8").lstrip().startswith("Apache License")
     assert "a-release" in pages[folder / "contributing.html"].anchors
     assert not list(folder.rglob("*.py"))  # no source of the project is linked to, and none is copied

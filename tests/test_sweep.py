@@ -264,7 +264,7 @@ def test_a_run_that_fails_is_told_and_the_others_go_on(go, capsys):
 
 def test_a_folder_is_gone_on_with_only_where_that_is_asked_for(go, capsys):
     go("ok", "fail")
-    with pytest.raises(UserError, match="is not empty; --resume goes on"):
+    with pytest.raises(UserError, match="is not empty; use --resume to continue"):
         go("ok", "ok")
     assert go("fail", "ok", resume=True) is True, "the first has finished and is not run again"
     began = [len((go.out / f"trainer.seed={seed}/began").read_text().split()) for seed in (0, 1)]
@@ -357,7 +357,7 @@ def test_a_sweep_that_is_ended_leaves_nothing_behind(asked, tmp_path, number, ac
     if number != signal.SIGKILL:
         assert statuses(out) == {"0": "interrupted", "1": "interrupted", "2": "waiting"}
     if number == signal.SIGINT:
-        assert "interrupted; the same command with --resume goes on" in said
+        assert "interrupted; the same command with --resume continues" in said
 
 
 def test_the_commands_that_are_printed_can_be_copied(asked, tmp_path, capsys):

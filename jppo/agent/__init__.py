@@ -1,1 +1,1 @@
-"""Conversations of several turns: tools, simulated users, environments."""
+"""Multi-turn conversations: tools, simulated users, environments."""

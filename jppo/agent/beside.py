@@ -1,7 +1,7 @@
-"""Runs what users have written beside the event loop of the conversations, so that none of it can hold them up.
+"""Runs user code (tools, users, environments) without blocking the event loop of the conversations.
 
-Coroutines run on a loop of their own, in one thread for the whole run; plain functions in a thread each. Deadlines are
-kept where the caller waits: what blocks, or never ends, costs the one that waits for it no more than its time.
+Coroutines run on their own loop, in one thread for the whole run; each plain function runs in its own thread. The
+caller enforces the timeout, so code that blocks costs only its caller's time.
 """
 
 import asyncio
@@ -12,19 +12,19 @@ from concurrent.futures import Future
 from typing import Any
 
 
-class Beside:
-    """The loop beside the loop; it starts with the first coroutine."""
+class UserCodeRunner:
+    """Runs coroutines on a second event loop, which starts with the first one."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()
-        # Whoever waits for a slot waits on the callers' loop, and an engine may have one after the other.
+        # Callers wait for a slot on their own loop, and an engine may use several loops in turn.
         self._slots: dict[tuple[asyncio.AbstractEventLoop, int], asyncio.Semaphore] = {}
 
     async def run(self, what: Callable[..., Any], *arguments: Any, timeout_s: float, slots: int | None = None) -> Any:
-        """What the callable returns, or raises; TimeoutError after `timeout_s`.
+        """Returns or raises what the callable does; TimeoutError after `timeout_s`.
 
-        Of those that have `slots` only so many run at once; the wait for a slot is not counted.
+        At most `slots` calls of the same callable run at once; waiting for a slot does not count.
         """
         if slots is None:
             return await self._run(what, arguments, timeout_s)
@@ -47,7 +47,7 @@ class Beside:
         return asyncio.run_coroutine_threadsafe(_guarded(what, arguments), self._loop)
 
     def close(self) -> None:
-        """Stops the loop, and with it what still runs there; may be called twice."""
+        """Stops the loop and cancels its tasks; may be called twice."""
         with self._lock:
             loop, self._loop = self._loop, None
         if loop is not None:
@@ -68,11 +68,11 @@ async def _guarded(what: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     except asyncio.CancelledError as e:
         if asyncio.current_task().cancelling():  # type: ignore[union-attr]
             raise
-        raise RuntimeError("it was cancelled") from e  # by itself: its caller was not
+        raise RuntimeError("it was cancelled") from e  # it cancelled itself
 
 
 def is_async(what: Callable[..., Any]) -> bool:
-    """Whether a call gives a coroutine: of a function, a method, or an object's `__call__`."""
+    """Whether a call returns a coroutine: of a function, a method, or an object's `__call__`."""
     return inspect.iscoroutinefunction(what) or inspect.iscoroutinefunction(getattr(what, "__call__", None))  # noqa: B004
 
 
@@ -84,10 +84,10 @@ def _in_thread(what: Callable[..., Any], arguments: tuple[Any, ...]) -> Future[A
             return
         try:
             result = what(*arguments)
-        except BaseException as e:  # exit() too
+        except BaseException as e:  # exit(), too
             future.set_exception(e if isinstance(e, Exception) else RuntimeError(f"it raised {type(e).__name__}"))
         else:
             future.set_result(result)
 
-    threading.Thread(target=work, name="jppo-tool", daemon=True).start()  # one that hangs must not hold up the end
+    threading.Thread(target=work, name="jppo-tool", daemon=True).start()  # a hanging thread must not block the exit
     return future

@@ -1,4 +1,4 @@
-"""A calculator: arithmetic on decimal numbers, exact where the result is. No eval: its own parser."""
+"""The tool `calculator`: exact arithmetic on decimal numbers, with its own parser instead of eval."""
 
 import operator
 import re
@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import Any
 
 LONGEST = 500  # characters of an expression
-DEPTH = 50  # of parentheses, signs and powers within each other
+DEPTH = 50  # nesting of parentheses, signs and powers
 BITS = 4096  # of a numerator or denominator
 
 _TOKEN = re.compile(r"\s*(?:(\d[\d,]*(?:\.\d+)?|\.\d+)|(\*\*|//|[-+*/%^()×÷]))")
@@ -23,7 +23,7 @@ _PRODUCTS: dict[str, Callable[[Fraction, Fraction], Any]] = {
 
 
 class Calculator:
-    """The tool."""
+    """The tool `calculator`."""
 
     def __init__(self) -> None:
         described = "an expression of numbers, + - * / // % ** and parentheses"
@@ -41,12 +41,12 @@ class Calculator:
         }
 
     async def __call__(self, arguments: Mapping[str, Any], context: Any) -> str:
-        """The value, as text."""
+        """Returns the value as text."""
         return shown(evaluate(str(arguments["expression"])))
 
 
 def evaluate(expression: str) -> Fraction:
-    """The value of an expression; ValueError where it is none, or too large."""
+    """Evaluates an expression; ValueError if it is invalid or too large."""
     if len(expression) > LONGEST:
         raise ValueError(f"the expression has more than {LONGEST} characters")
     tokens, at = [], 0
@@ -64,7 +64,7 @@ def evaluate(expression: str) -> Fraction:
 
 
 def shown(value: Fraction) -> str:
-    """The number as text: all digits of one that ends after some, about 15 of any other."""
+    """Formats a number: exactly if its decimals end, otherwise to about 15 digits."""
     if value.denominator == 1:
         return str(value.numerator)
     odd, places = value.denominator, 0
@@ -106,7 +106,7 @@ def _signed(tokens: list[str], at: int, depth: int) -> tuple[Fraction, int]:
         return (-value if tokens[at] == "-" else value), after
     value, at = _atom(tokens, at, depth)
     if at < len(tokens) and tokens[at] in ("**", "^"):
-        exponent, at = _signed(tokens, at + 1, depth - 1)  # from the right: 2**3**2 is 2**9, -2**2 is -4
+        exponent, at = _signed(tokens, at + 1, depth - 1)  # right-associative: 2**3**2 is 2**9, -2**2 is -4
         value = _power(value, exponent)
     return value, at
 

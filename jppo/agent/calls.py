@@ -1,6 +1,6 @@
-"""Calls of tools as a model writes them, read from the text of one turn. One function a format, pure.
+"""Parsers of tool calls in the text of a turn, one pure function per format.
 
-What looks like a call and is none becomes a `Fault`, whose sentence the model is told in the place of an answer.
+An invalid call becomes a `Fault`, whose message is the answer to the model.
 
     hermes, qwen3   <tool_call>{"name": "NAME", "arguments": {"KEY": VALUE}}</tool_call>
     qwen3_coder     <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>
@@ -22,7 +22,7 @@ _ANGLED = re.compile(r"<<(.*?)(>>|\Z)", re.DOTALL)
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A tool by its name, and what it is to be given."""
+    """A tool's name and arguments."""
 
     name: str
     arguments: dict[str, Any]
@@ -30,7 +30,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """What was meant as a call and can't be made; says why."""
+    """An invalid call, with the reason."""
 
     why: str
 
@@ -40,27 +40,27 @@ Parser = Callable[[str, Sequence[Schema]], list[Found]]
 
 
 def hermes(text: str, schemas: Sequence[Schema]) -> list[Found]:
-    """Calls as JSON between tags, in their order."""
+    """Parses calls as JSON between tags, in order."""
 
     def one(body: str) -> Found:
         try:
             said = json.loads(body)
         except (ValueError, RecursionError) as e:
-            return Fault(f"the call is no JSON: {e}")
+            return Fault(f"the call is not valid JSON: {e}")
         if not isinstance(said, dict) or not isinstance(said.get("name"), str):
             return Fault('a call is {"name": ..., "arguments": {...}}')
         arguments = said.get("arguments", {})
         if isinstance(arguments, str):  # OpenAI's form: JSON within JSON
             return _known(_from_json(said["name"], arguments), schemas)
         if not isinstance(arguments, dict):
-            return Fault(f"the arguments of {said['name']} are no JSON object")
+            return Fault(f"the arguments of {said['name']} are not a JSON object")
         return _known(Call(said["name"], arguments), schemas)
 
     return _tagged(text, one)
 
 
 def qwen3_coder(text: str, schemas: Sequence[Schema]) -> list[Found]:
-    """Calls as tags for the function and each parameter; the schema says which values are no text."""
+    """Parses calls as tags for the function and each parameter; the schema gives the types of values."""
 
     def one(body: str) -> Found:
         match = _FUNCTION.fullmatch(body)
@@ -84,7 +84,7 @@ def qwen3_coder(text: str, schemas: Sequence[Schema]) -> list[Found]:
 
 
 def plain(text: str, schemas: Sequence[Schema]) -> list[Found]:
-    """Calls between angles. A lone tool needs no name, a lone parameter no JSON."""
+    """Parses calls between angle brackets. A single tool needs no name, a single parameter no JSON."""
     names = [schema["function"]["name"] for schema in schemas]
 
     def one(body: str) -> Found:
@@ -109,12 +109,12 @@ def _from_json(name: str, text: str) -> Found:
     try:
         arguments = json.loads(text)
     except (ValueError, RecursionError) as e:
-        return Fault(f"the arguments of {name} are no JSON: {e}")
-    return Call(name, arguments) if isinstance(arguments, dict) else Fault(f"the arguments of {name} are no object")
+        return Fault(f"the arguments of {name} are not valid JSON: {e}")
+    return Call(name, arguments) if isinstance(arguments, dict) else Fault(f"the arguments of {name} are not an object")
 
 
 def _known(found: Found, schemas: Sequence[Schema]) -> Found:
-    """The call, where there is such a tool and it has what the tool requires."""
+    """Returns the call if the tool exists and has its required arguments, otherwise a Fault."""
     if isinstance(found, Fault):
         return found
     of_name = {schema["function"]["name"]: schema["function"] for schema in schemas}

@@ -1,8 +1,8 @@
-"""The tokens between two turns of the policy: what a tool, a user or an environment says, and the next turn's start.
+"""The tokens between two turns of the policy: messages of tools or users, and the start of the next turn.
 
-Sampled tokens stay as they were sampled: nothing of them is decoded and encoded again. What is put behind them is the
-difference of two renderings of the chat template, one of a made-up conversation up to a turn of the assistant and one
-that goes on from there. It begins with the end of that turn, which is left out where it was sampled.
+Sampled tokens are never decoded and re-encoded. The inserted tokens are the difference of two renderings of the chat
+template: of a dummy conversation up to an assistant turn, and of its continuation. They begin with the end token of
+that turn, unless it was sampled.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ _PLACE = Row("rollout.multi_turn", 1, {}, "made-up conversation")
 
 @dataclasses.dataclass(frozen=True)
 class Chat:
-    """How a conversation goes on, in tokens."""
+    """Functions that continue a conversation in tokens."""
 
     # (messages, the last sampled token) -> their ids with the start of the next turn
     between: Callable[[Sequence[dict[str, str]], int], list[int]]
@@ -31,7 +31,7 @@ class Chat:
 
 
 def templated(tokenizer: Any, schemas: Sequence[Schema], *, roles: Sequence[str], name: str) -> Chat:
-    """By the chat template of the tokenizer, once it is seen to keep what was said for messages of these roles."""
+    """Builds a Chat from the chat template, after checking that it keeps earlier messages of these roles."""
     if tokenizer.chat_template is None:
         raise UserError(
             f"rollout.multi_turn.format={name!r} needs a chat template, and the tokenizer has none; give one in"
@@ -50,7 +50,7 @@ def templated(tokenizer: Any, schemas: Sequence[Schema], *, roles: Sequence[str]
     def opening(prompt: Messages, ids: list[int], text: str) -> list[int]:
         if isinstance(prompt, str):
             return ids + encode(text)
-        if prompt[-1]["role"] == "user":  # many templates refuse two users in turn
+        if prompt[-1]["role"] == "user":  # many templates refuse two consecutive user turns
             before, text = prompt[:-1], f"{prompt[-1]['content']}\n{text}"
         else:
             before = list(prompt)
@@ -64,7 +64,7 @@ def templated(tokenizer: Any, schemas: Sequence[Schema], *, roles: Sequence[str]
 
 
 def plain(tokenizer: Any) -> Chat:
-    """For models without a template: [[what a tool says]], and a line of its own for what others say."""
+    """Builds a Chat for models without a template: [[a tool's answer]], and other messages on their own lines."""
 
     def encode(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -77,7 +77,7 @@ def plain(tokenizer: Any) -> Chat:
 
 
 def _check_prefix(render: Any, role: str) -> None:
-    """UserError where a longer conversation does not begin as the shorter one did, or loses what was said."""
+    """UserError if rendering a longer conversation changes its beginning."""
     turns = [
         *_ANYTHING,
         {"role": "assistant", "content": _SAID},
@@ -92,8 +92,8 @@ def _check_prefix(render: Any, role: str) -> None:
     )
     if short.count(_SAID) != 1 or not opened.startswith(short) or not long.startswith(short) or _AGAIN not in long:
         raise UserError(
-            "rollout.multi_turn.enable=True: the tokenizer's chat template renders the beginning of a conversation"
-            f" anew when messages of the role {role!r} follow, so that tokens cannot be put behind it; use a template"
+            "rollout.multi_turn.enable=True: the tokenizer's chat template changes the beginning of a conversation"
+            f" when messages of the role {role!r} follow, so tokens cannot be appended; use a template"
             " that keeps it, or rollout.multi_turn.format=plain"
         )
 
@@ -103,6 +103,6 @@ def _check_named(render: Any, schemas: Sequence[Schema]) -> None:
     lacking = [name for name in (schema["function"]["name"] for schema in schemas) if name not in rendered]
     if lacking:
         raise UserError(
-            f"the tokenizer's chat template does not tell the model of its tools: {', '.join(lacking)} is not in what"
-            " it renders; use a template that reads `tools`, or rollout.multi_turn.format=plain"
+            f"the tokenizer's chat template does not show the tools to the model: {', '.join(lacking)} is missing in"
+            " its output; use a template that reads `tools`, or rollout.multi_turn.format=plain"
         )

@@ -8,7 +8,7 @@ from jppo.structs import Trajectory
 
 
 def metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """`agent/...` of the responses that were conversations; nothing where none was."""
+    """Returns the metrics `agent/...`; empty if no response was a conversation."""
     held = [(t, t.exchange) for t in trajectories if t.exchange is not None]
     if not held:
         return {}

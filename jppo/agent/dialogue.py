@@ -1,19 +1,19 @@
-"""A conversation with a person: what of it the model still sees, and its answers as text while they come. Pure."""
+"""Context trimming and text streaming for a chat with a person. Pure."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from jppo.config import UserError
 
 Message = dict[str, str]
-HALF = "\N{REPLACEMENT CHARACTER}"  # what a character that is not complete is decoded to
+HALF = "\N{REPLACEMENT CHARACTER}"  # decoding of an incomplete character
 
 
 def fitting(
     messages: Sequence[Message], encode: Callable[[Sequence[Message]], list[int]], room: int
 ) -> tuple[list[Message], list[int]]:
-    """The messages that fit into `room` tokens, and these: without the oldest turns of both sides.
+    """Drops the oldest turns until the messages fit into `room` tokens; returns messages and tokens.
 
-    A system message at the beginning stays, and so does what was said last.
+    An initial system message and the last message stay.
     """
     head = [message for message in messages[:1] if message["role"] == "system"]
     rest = list(messages[len(head) :])
@@ -22,7 +22,7 @@ def fitting(
         if following is None:
             with_system = " with the system message" if head else ""
             raise UserError(
-                f"what was said last is {len(ids)} tokens{with_system}, and {room} fit beside an answer; say less, or"
+                f"the last message has {len(ids)} tokens{with_system}, but {room} fit with an answer; shorten it, or"
                 " lower --max_tokens"
             )
         rest = rest[following:]
@@ -32,13 +32,13 @@ def fitting(
 def pieces(
     answer: Iterable[Sequence[int]], decode: Callable[[list[int]], str], *, before: Sequence[int] = ()
 ) -> Iterator[str]:
-    """The text of an answer piece by piece, as it goes on from the tokens `before`; no half characters."""
+    """Yields the text of an answer piece by piece, continuing the tokens `before`, without incomplete characters."""
     ids = list(before)
     said = decode(ids) if ids else ""
     for new in answer:
         ids += new
         text = decode(ids).rstrip(HALF)
-        if text.startswith(said) and text != said:  # else what comes will change the end of it
+        if text.startswith(said) and text != said:  # otherwise later tokens will change its end
             yield text[len(said) :]
             said = text
     whole = decode(ids)

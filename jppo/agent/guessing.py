@@ -1,9 +1,9 @@
-"""An environment to begin with: the policy guesses a number, and is told whether it is larger or smaller.
+"""An example environment: the policy guesses a number and is told whether it is larger or smaller.
 
     --config.rollout.multi_turn.enable=True --config.rollout.multi_turn.environment=jppo/agent/guessing.py:Guessing
 
-A row's `ground_truth` is the number. A guess is the last number of a turn; the right one is worth 1, less a tenth for
-every guess before it, and none after the tenth.
+A row's `ground_truth` is the number. A guess is the last number of a turn. A right guess is worth 1, minus a tenth for
+every earlier guess; the game ends after the tenth.
 """
 
 import re
@@ -20,12 +20,12 @@ class Guessing:
         self.number, self.guesses = 0, 0
 
     async def reset(self, prompt: Prompt) -> str:
-        """Thinks of the row's number."""
+        """Sets the row's number."""
         self.number = int(prompt.ground_truth)
         return "I think of a number. Guess it."
 
     async def step(self, text: str) -> tuple[str, float, bool]:
-        """What is said to a guess, what it is worth, and whether the game is over."""
+        """Returns the answer to a guess, its reward, and whether the game is over."""
         self.guesses += 1
         found = re.findall(r"\d+", text)
         if found and int(found[-1][:20]) == self.number:

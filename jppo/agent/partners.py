@@ -1,16 +1,16 @@
-"""Who answers the policy when it calls no tool: a simulated user, or an environment. Both are users' classes.
+"""Simulated users and environments, which answer turns without a tool call. Both are user-defined classes.
 
-`rollout.multi_turn.interaction='path.py:Class'`, made once a run:
+`rollout.multi_turn.interaction='path.py:Class'`, created once per run:
 
     async def respond(self, messages, context) -> (text, done, score)     # score: a number, or None
 
-`rollout.multi_turn.environment='path.py:Class'`, made for every conversation:
+`rollout.multi_turn.environment='path.py:Class'`, created for every conversation:
 
-    async def reset(self, prompt) -> text                                 # '': nothing to begin with
+    async def reset(self, prompt) -> text                                 # '': no opening message
     async def step(self, text) -> (text, reward, done)
 
-Plain functions do as well; they run in a thread each. What they raise, or return of another form, ends the
-conversation, whose response then has no reward.
+Plain functions run in their own threads. An exception, or a result of another form, ends the conversation, whose
+response then has no reward.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from jppo.agent.beside import Beside
+from jppo.agent.beside import UserCodeRunner
 from jppo.agent.tools import Context
 from jppo.config import UserError
 from jppo.registry import resolve, said
@@ -26,28 +26,28 @@ from jppo.registry import resolve, said
 
 @dataclasses.dataclass(frozen=True)
 class Reply:
-    """What is said to the policy after its turn."""
+    """The reply to a turn of the policy."""
 
     text: str
-    done: bool  # the conversation ends, and the text is for nobody
+    done: bool  # the conversation ends, and the text is dropped
     score: float
 
 
 class PartnerError(Exception):
-    """A user's class failed; says how."""
+    """A user's class failed; the message has the reason."""
 
 
-Respond = Callable[[list[dict[str, str]]], Awaitable[Reply]]  # all that was said so far, the policy's turn last
-Begin = Callable[[Context], Awaitable[tuple[str, Respond]]]  # the first text of a conversation, and who goes on
+Respond = Callable[[list[dict[str, str]]], Awaitable[Reply]]  # gets the conversation, the policy's turn last
+Begin = Callable[[Context], Awaitable[tuple[str, Respond]]]  # the opening message, and the function for further turns
 
 
-def make_interaction(spec: str, *, beside: Beside, timeout_s: float) -> Begin:
-    """The simulated user of a run."""
+def make_interaction(spec: str, *, user_code: UserCodeRunner, timeout_s: float) -> Begin:
+    """Returns the simulated user of a run."""
     user = _made(spec, "rollout.multi_turn.interaction", ("respond",))()
 
     async def begin(context: Context) -> tuple[str, Respond]:
         async def respond(messages: list[dict[str, str]]) -> Reply:
-            found = await _asked(beside, user.respond, messages, context, timeout_s=timeout_s)
+            found = await _asked(user_code, user.respond, messages, context, timeout_s=timeout_s)
             text, done, score = _three(found, "respond", "(text, done, score)")
             return _reply(text, done, 0.0 if score is None else score, "respond")
 
@@ -56,22 +56,22 @@ def make_interaction(spec: str, *, beside: Beside, timeout_s: float) -> Begin:
     return begin
 
 
-def make_environment(spec: str, *, beside: Beside, timeout_s: float) -> Begin:
-    """A fresh environment for every conversation of a run."""
+def make_environment(spec: str, *, user_code: UserCodeRunner, timeout_s: float) -> Begin:
+    """Returns a function that creates an environment for every conversation."""
     cls = _made(spec, "rollout.multi_turn.environment", ("reset", "step"))
 
     async def begin(context: Context) -> tuple[str, Respond]:
         try:
             world = cls()
         except Exception as e:
-            raise PartnerError(f"{spec} cannot be made: {said(e)}") from e
+            raise PartnerError(f"{spec} cannot be created: {said(e)}") from e
 
         async def respond(messages: list[dict[str, str]]) -> Reply:
-            found = await _asked(beside, world.step, messages[-1]["content"], timeout_s=timeout_s)
+            found = await _asked(user_code, world.step, messages[-1]["content"], timeout_s=timeout_s)
             text, reward, done = _three(found, "step", "(text, reward, done)")
             return _reply(text, done, reward, "step")
 
-        first = await _asked(beside, world.reset, context.prompt, timeout_s=timeout_s)
+        first = await _asked(user_code, world.reset, context.prompt, timeout_s=timeout_s)
         if not isinstance(first, str):
             raise PartnerError(f"reset returned {type(first).__name__}; it must be text")
         return first, respond
@@ -80,22 +80,22 @@ def make_environment(spec: str, *, beside: Beside, timeout_s: float) -> Begin:
 
 
 def _made(spec: str, setting: str, methods: tuple[str, ...]) -> Callable[[], Any]:
-    """The class, once it is seen that it can be made and has its methods."""
+    """Returns the class after checking its constructor and methods."""
     cls = resolve(spec, setting)
     try:
         one = cls()
     except Exception as e:
-        raise UserError(f"{setting}={spec}: the class cannot be made without arguments ({said(e)}); mend it") from e
+        raise UserError(f"{setting}={spec}: the class cannot be created without arguments ({said(e)}); fix it") from e
     for method in methods:
         if not callable(getattr(one, method, None)):
-            raise UserError(f"{setting}={spec}: the class has no method {method!r}; give it one")
+            raise UserError(f"{setting}={spec}: the class has no method {method!r}; add it")
     return cls
 
 
-async def _asked(beside: Beside, method: Callable[..., Any], *arguments: Any, timeout_s: float) -> Any:
+async def _asked(user_code: UserCodeRunner, method: Callable[..., Any], *arguments: Any, timeout_s: float) -> Any:
     name = getattr(method, "__name__", "it")
     try:
-        return await beside.run(method, *arguments, timeout_s=timeout_s)
+        return await user_code.run(method, *arguments, timeout_s=timeout_s)
     except TimeoutError as e:
         raise PartnerError(f"{name} took longer than {timeout_s:g} s") from e
     except Exception as e:  # a user's class may raise anything

@@ -1,4 +1,4 @@
-"""Python for the model: each program runs in the sandbox of the code grader (`jppo/sandbox/`)."""
+"""The tool `python`: runs the model's programs in the sandbox of the code rule (`jppo/sandbox/`)."""
 
 import asyncio
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ _MORE_S = 5.0  # for the process around the program
 
 
 class Python:
-    """The tool. `workers` programs run at once; more calls wait, which is not counted against them."""
+    """The tool `python`. `workers` programs run at once; waiting for a worker does not count towards the timeout."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Python:
         }
 
     async def __call__(self, arguments: Mapping[str, Any], context: Any) -> str:
-        """What the program prints, and the last line of its error."""
+        """Returns the program's output and the last line of its error."""
         sample = {"data_source": "", "text": str(arguments["code"]), "truth": "", "extra": None}
         ran = await asyncio.wrap_future(self._pool.submit(self._target, sample))
         if ran.error is not None:

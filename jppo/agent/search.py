@@ -1,8 +1,8 @@
-"""Search in a corpus on the disk, by BM25 (Robertson and Zaragoza 2009): no server, no index beside the file.
+"""The tool `search`: BM25 over a corpus file (Robertson and Zaragoza 2009), without a server or a stored index.
 
     score(d) = Σ_t log(1 + (N - n_t + 1/2) / (n_t + 1/2)) · f_td (k + 1) / (f_td + k (1 - b + b |d| / mean |d|))
 
-over the terms t of the query, with N texts of which n_t have t, f_td times in d.
+over the terms t of the query, with N texts of which n_t contain t, f_td times in d.
 """
 
 import collections
@@ -22,7 +22,7 @@ _TERM = re.compile(r"\w+")
 
 
 class Index:
-    """Texts that can be searched."""
+    """A BM25 index in memory."""
 
     def __init__(self, texts: Sequence[str]):
         self.texts = texts
@@ -39,7 +39,7 @@ class Index:
         }
 
     def scores(self, query: str) -> np.ndarray:  # [N]
-        """How well each text fits."""
+        """Returns the score of each text."""
         out = np.zeros(len(self.texts))
         for term in terms(query):
             if term in self._of_term:
@@ -49,19 +49,19 @@ class Index:
         return out
 
     def best(self, query: str, count: int) -> list[str]:
-        """The texts that fit best, at most `count`, none that has no term of the query; equal ones in their order."""
+        """Returns at most `count` texts with the best scores above 0; ties keep their order."""
         scores = self.scores(query)
         order = np.argsort(-scores, kind="stable")[:count]
         return [self.texts[i] for i in order if scores[i] > 0]
 
 
 def terms(text: str) -> list[str]:
-    """Its words, in lower case."""
+    """Returns the words in lower case."""
     return _TERM.findall(text.lower())
 
 
 class Search:
-    """The tool, over the rows of a jsonl, json or parquet file (their `column`) or the paragraphs of a txt file."""
+    """The tool `search`, over rows of a jsonl, json or parquet file (their `column`) or paragraphs of a txt file."""
 
     def __init__(self, *, path: str, column: str = "text", results: int = 3) -> None:
         if results < 1:
@@ -82,13 +82,13 @@ class Search:
         }
 
     def __call__(self, arguments: Mapping[str, Any], context: Any) -> str:  # in a thread: a corpus may be large
-        """The texts, numbered."""
+        """Returns the numbered texts."""
         found = self._index.best(str(arguments["query"]), self._results)
         return "\n".join(f"[{number}] {text}" for number, text in enumerate(found, start=1)) or "nothing was found"
 
 
 def read_corpus(path: str, column: str) -> list[str]:
-    """The texts of a file; UserError where it has none."""
+    """Reads the texts of a file; UserError if it has none."""
     file = pathlib.Path(path).expanduser()
     if file.suffix not in (".txt", ".jsonl", ".json", ".parquet"):
         raise UserError(f"the tool search: path={path!r} must be a .txt, .jsonl, .json or .parquet file")

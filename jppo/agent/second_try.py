@@ -1,8 +1,8 @@
-"""A simulated user to begin with: says that an answer is wrong, and lets the policy try again.
+"""An example of a simulated user: rejects a wrong answer and lets the policy try again.
 
     --config.rollout.multi_turn.enable=True --config.rollout.multi_turn.interaction=jppo/agent/second_try.py:SecondTry
 
-An answer is right where its last number is the row's `ground_truth`: 1 at the first try, a half at the second.
+An answer is right if its last number is the row's `ground_truth`: 1 for the first try, 0.5 for the second.
 """
 
 import re
@@ -12,10 +12,10 @@ WORTH = (1.0, 0.5)  # of a right answer, by tries
 
 
 class SecondTry:
-    """The user, one for the whole run: what belongs to a conversation is in its context."""
+    """The user, one for the whole run; the state of a conversation is in its context."""
 
     async def respond(self, messages: list[dict[str, str]], context: Any) -> tuple[str, bool, float | None]:
-        """What is said to the last turn, whether that ends the conversation, and what the turn is worth."""
+        """Returns the reply to the last turn, whether the conversation ends, and the turn's score."""
         tries = sum(message["role"] == "assistant" for message in messages)
         numbers = re.findall(r"-?\d+(?:\.\d+)?", messages[-1]["content"].replace(",", ""))
         if numbers and numbers[-1] == context.prompt.ground_truth.strip():

@@ -1,10 +1,9 @@
-"""A conversation as a `Talk`: the policy speaks, tools or a partner answer, and it speaks again.
+"""A multi-turn conversation as a `Talk`: the policy and a tool, user or environment in turns.
 
-The trajectory is the prompt, what was sampled and what was put between, token by token; nothing is encoded twice. What
-the policy did not choose has `sampled` False, no log-prob and no version. A turn with calls is answered by the tools,
-any other by the partner, where there is one; without an answer the conversation ends, as it does when no more turns
-are allowed or the response has no room for the answer and one token more. Calls of the last turn are not made; its text
-still goes to the partner, who scores it.
+The trajectory has the prompt, sampled and inserted tokens; nothing is encoded twice. Inserted tokens have `sampled`
+False, no log-prob and no version. Tools answer a turn with calls, the partner any other turn. The conversation ends
+without an answer, at the turn limit, or if the response has no room for the answer and one more token. Calls of the
+last turn are not made; the partner still scores its text.
 """
 
 import dataclasses
@@ -24,14 +23,14 @@ from jppo.structs import Exchange, Prompt, Sampling, Trajectory
 
 @dataclasses.dataclass(frozen=True)
 class Turns:
-    """How often each side may speak; -1: as often as the response has room for."""
+    """Turn limits; -1: as many as the response has room for."""
 
     assistant: int
     user: int  # tools, users and environments
 
 
 class _Record:
-    """A trajectory that grows."""
+    """A growing trajectory."""
 
     def __init__(self, prompt: list[int]):
         self.ids = prompt
@@ -40,7 +39,7 @@ class _Record:
         self.version = [-1] * len(prompt)
 
     def say(self, answer: Answer) -> None:
-        self.ids = self.ids + answer.tokens  # a list of its own: an engine may still hold the one that it was given
+        self.ids = self.ids + answer.tokens  # a new list: an engine may still hold the old one
         self.sampled += [True] * len(answer.tokens)
         self.logprob += answer.logprob
         self.version += answer.version
@@ -54,7 +53,7 @@ class _Record:
 
 @dataclasses.dataclass
 class _State:
-    """Where a conversation is."""
+    """The state of a conversation."""
 
     prompt: Prompt
     messages: list[dict[str, str]]
@@ -80,7 +79,7 @@ def make_talk(
     spell: Callable[[list[int]], str],
     ends: tuple[int, ...],
 ) -> Talk:
-    """Closes over the parts of a run: `decode` leaves special tokens out, `spell` does not."""
+    """Closes over the parts of a run: `decode` drops special tokens, `spell` keeps them."""
 
     async def start(state: _State) -> str:
         if begin is None:
@@ -92,7 +91,7 @@ def make_talk(
         return first
 
     async def heard(state: _State, tokens: list[int]) -> list[dict[str, str]]:
-        """What is said to the policy after these tokens; nothing where the conversation ends."""
+        """Returns the messages that answer these tokens; empty if the conversation ends."""
         text = spell(tokens[:-1] if tokens[-1] in ends else tokens)
         state.messages.append({"role": "assistant", "content": text})
         last = state.turns == turns.assistant or state.heard == turns.user
@@ -153,13 +152,13 @@ def make_talk(
 
 
 def opening(chat: Chat, prompt: Prompt, first: str, room: int) -> list[int]:
-    """The prompt with the first text of an environment, within `room` tokens with the response."""
+    """Returns the prompt with the environment's opening message; UserError if it exceeds `room` tokens."""
     ids = prompt.ids.tolist()
     whole = chat.opening(prompt.messages, ids, first) if first else ids
     if len(whole) >= room:
         raise UserError(
-            f"prompt {prompt.uid}: what the environment says first makes {len(whole)} tokens of its {len(ids)}, and the"
-            f" response ends at {room}; raise data.max_response_length, or have it say less"
+            f"prompt {prompt.uid}: with the opening message it has {len(whole)} tokens instead of {len(ids)},"
+            f" and the response ends at {room}; raise data.max_response_length, or shorten the message"
         )
     return whole
 

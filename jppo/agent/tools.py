@@ -1,11 +1,11 @@
-"""Tools: what one is, how a file names them, and how their calls are made so that each fault costs its own call.
+"""Tools: their protocol, their configuration file, and their calls; a failure affects only its own call.
 
 `rollout.multi_turn.tool_config_path` is a YAML file
 
     tools:
       - class_name: calculator            # calculator, python, search, PATH.py:CLASS or MODULE:CLASS
-        config: {}                        # what the class is made with
-        tool_schema: {}                   # in OpenAI's form; left out: the class's own `schema`
+        config: {}                        # keyword arguments of the class
+        tool_schema: {}                   # in OpenAI's form; default: the class's own `schema`
 
 or a Python file with a function `tools()` that returns tools.
 """
@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import yaml
 
-from jppo.agent.beside import Beside
+from jppo.agent.beside import UserCodeRunner
 from jppo.agent.calculator import Calculator
 from jppo.agent.calls import Call, Fault, Found, Schema
 from jppo.agent.python import Python
@@ -37,60 +37,60 @@ _CUT = "..."
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What a tool, a user or an environment knows of the conversation that it is in."""
+    """The conversation as a tool, a user or an environment sees it."""
 
     prompt: Prompt
     given: Mapping[str, Any]  # for a tool: the row's extra_info.tools_kwargs[NAME]
-    memory: dict[str, Any]  # to keep things in until the conversation ends
+    memory: dict[str, Any]  # storage that lives as long as the conversation
 
 
 class Tool(Protocol):
-    """One tool, made once a run. `close()` is called at its end, where there is one."""
+    """A tool, created once per run. `close()`, if defined, is called at its end."""
 
     schema: Schema
 
     async def __call__(self, arguments: Mapping[str, Any], context: Context) -> Any:
-        """What the model is told, as text; whatever it raises is told too. A plain function runs in a thread."""
+        """Returns the answer, as text; an exception becomes an error answer. A plain function runs in a thread."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What a call may take, and say."""
+    """Limits of tool calls."""
 
-    parallel: int  # calls of one turn
+    parallel: int  # calls per turn
     characters: int  # of an answer
-    side: str  # that is cut off a longer one
+    side: str  # which part of a longer answer is cut
     timeout_s: float
 
 
 @dataclasses.dataclass(frozen=True)
-class Told:
-    """What the tools answered to the calls of one turn."""
+class ToolReplies:
+    """The tools' answers to the calls of one turn."""
 
     messages: list[dict[str, str]]
     errors: int
-    seconds: float  # of all calls, added up
+    seconds: float  # summed over calls
 
 
 class Toolbox:
     """The tools of a run."""
 
-    def __init__(self, tools: Sequence[Tool], limits: Limits, beside: Beside):
+    def __init__(self, tools: Sequence[Tool], limits: Limits, user_code: UserCodeRunner):
         self.schemas = [tool.schema for tool in tools]
         self._tools = {tool.schema["function"]["name"]: tool for tool in tools}
         self.tools = list(tools)
         self._limits = limits
-        self._beside = beside
+        self._user_code = user_code
 
-    async def call(self, found: Sequence[Found], prompt: Prompt, memory: dict[str, Any]) -> Told:
-        """Makes the calls, side by side; every one has an answer. Calls above the limit are not made."""
+    async def call(self, found: Sequence[Found], prompt: Prompt, memory: dict[str, Any]) -> ToolReplies:
+        """Makes the calls concurrently; every call has an answer. Calls above the limit are not made."""
         most = self._limits.parallel
         answers = list(await asyncio.gather(*(self._one(one, prompt, memory) for one in found[:most])))
         if (surplus := len(found) - most) > 0:
             why = f"error: {surplus} calls were not made, only {most} may be made at once"
             answers.append(({"role": "tool", "name": "error", "content": self._cut(why)}, surplus, 0.0))
-        return Told(
+        return ToolReplies(
             [message for message, _, _ in answers],
             errors=sum(errors for _, errors, _ in answers),
             seconds=sum(seconds for _, _, seconds in answers),
@@ -116,27 +116,29 @@ class Toolbox:
         context = Context(prompt, of_row(prompt, call.name), memory)
         tool = self._tools[call.name]
         slots = getattr(tool, "concurrency", None)
-        return str(await self._beside.run(tool, call.arguments, context, timeout_s=self._limits.timeout_s, slots=slots))
+        return str(
+            await self._user_code.run(tool, call.arguments, context, timeout_s=self._limits.timeout_s, slots=slots)
+        )
 
     def _cut(self, text: str) -> str:
-        text = text.encode("utf-8", "replace").decode("utf-8")  # half a surrogate pair is no text for a tokenizer
+        text = text.encode("utf-8", "replace").decode("utf-8")  # a tokenizer cannot encode half a surrogate pair
         return cut(text, self._limits.characters, self._limits.side)
 
     def close(self) -> None:
-        """Ends what the tools have started; may be called twice."""
+        """Closes the tools; may be called twice."""
         for tool in self._tools.values():
             getattr(tool, "close", lambda: None)()
 
 
 def of_row(prompt: Prompt, name: str) -> Mapping[str, Any]:
-    """What a row says for one tool: verl's extra_info.tools_kwargs[NAME]."""
+    """Returns a row's arguments for one tool: verl's extra_info.tools_kwargs[NAME]."""
     of_tools = (prompt.extra.get("extra_info") or {}).get("tools_kwargs")
     found = of_tools.get(name) if isinstance(of_tools, Mapping) else None
     return found if isinstance(found, Mapping) else {}
 
 
 def cut(text: str, length: int, side: str) -> str:
-    """At most `length` characters of the text: left, middle or right of it is left out, three dots in its place."""
+    """Truncates the text to `length` characters: left, middle or right is replaced by three dots."""
     if len(text) <= length:
         return text
     dots = _CUT if length > len(_CUT) else ""
@@ -150,7 +152,7 @@ def cut(text: str, length: int, side: str) -> str:
 
 
 def read_tools(path: str, *, allow_code: bool, sandbox: tuple[str, ...] = (STRICT,)) -> list[Tool]:
-    """The tools that a YAML or Python file names; '' names none. Whatever is wrong with them is a UserError.
+    """Creates the tools of a YAML or Python file; '' means none. Faults are UserErrors.
 
     `sandbox` is where the tool python runs programs: reward.sandbox and reward.sandbox_url.
     """
@@ -159,7 +161,7 @@ def read_tools(path: str, *, allow_code: bool, sandbox: tuple[str, ...] = (STRIC
     file, where = pathlib.Path(path).expanduser(), f"{SETTING}={path}"
     tools = _from_python(file, where) if file.suffix == ".py" else _from_yaml(file, where, sandbox)
     if not tools:
-        raise UserError(f"{where} names no tool; name one, or leave the setting empty")
+        raise UserError(f"{where} lists no tool; add one, or leave the setting empty")
     names = [_checked_name(tool, where) for tool in tools]
     for name in names:
         if names.count(name) > 1:
@@ -167,8 +169,8 @@ def read_tools(path: str, *, allow_code: bool, sandbox: tuple[str, ...] = (STRIC
     for tool in tools:
         if isinstance(tool, Python) and not allow_code:
             raise UserError(
-                f"{where}: the tool python runs what the model writes; allow it by"
-                " rollout.multi_turn.allow_code=True; docs/security.md says what its sandbox promises"
+                f"{where}: the tool python runs the model's programs; allow it by"
+                " rollout.multi_turn.allow_code=True; docs/security.md describes its sandbox"
             )
     return tools
 
@@ -182,7 +184,7 @@ def _from_python(file: pathlib.Path, where: str) -> list[Tool]:
     except UserError:
         raise
     except Exception as e:
-        raise UserError(f"{where}: tools() failed ({said(e)}); mend the file") from e
+        raise UserError(f"{where}: tools() failed ({said(e)}); fix the file") from e
 
 
 def _from_yaml(file: pathlib.Path, where: str, sandbox: tuple[str, ...]) -> list[Tool]:
@@ -192,7 +194,7 @@ def _from_yaml(file: pathlib.Path, where: str, sandbox: tuple[str, ...]) -> list
         why = "there is no such file" if isinstance(e, FileNotFoundError) else f"it cannot be read: {e}"
         raise UserError(f"{where}: {why}; give a YAML or Python file") from e
     except yaml.YAMLError as e:
-        raise UserError(f"{where} is no YAML: {' '.join(str(e).split())}; mend it") from e
+        raise UserError(f"{where} is not valid YAML: {' '.join(str(e).split())}; fix it") from e
     listed = read.get("tools") if isinstance(read, dict) else None
     if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
         raise UserError(f"{where} must have a list `tools` of objects with class_name, config and tool_schema")
@@ -215,7 +217,9 @@ def _made(one: Mapping[str, Any], where: str, sandbox: tuple[str, ...]) -> Tool:
     except UserError:
         raise
     except Exception as e:
-        raise UserError(f"{where}: {name} cannot be made of config={config} ({said(e)}); mend one of the two") from e
+        raise UserError(
+            f"{where}: {name} cannot be created with config={config} ({said(e)}); fix one of the two"
+        ) from e
     return tool
 
 

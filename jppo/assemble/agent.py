@@ -6,7 +6,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jppo.agent import chat, partners
-from jppo.agent.beside import Beside
+from jppo.agent.beside import UserCodeRunner
 from jppo.agent.calls import PARSERS, Schema
 from jppo.agent.talk import Turns, make_talk
 from jppo.agent.tools import Limits, Toolbox, read_tools
@@ -22,12 +22,12 @@ class Agent:
     talk: Talk
     schemas: list[Schema]  # that the chat template tells the model of
     toolbox: Toolbox
-    beside: Beside
+    user_code: UserCodeRunner
 
     def close(self) -> None:
         """Ends what tools and partners have started; may be called twice."""
         self.toolbox.close()
-        self.beside.close()
+        self.user_code.close()
 
 
 def make_agent(c: ConfigDict, tokenizer: Any, ends: tuple[int, ...]) -> Agent | None:
@@ -35,19 +35,19 @@ def make_agent(c: ConfigDict, tokenizer: Any, ends: tuple[int, ...]) -> Agent | 
     m = c.rollout.multi_turn
     if not m.enable:
         return None
-    beside = Beside()
+    user_code = UserCodeRunner()
     limits = Limits(
         parallel=m.max_parallel_calls,
         characters=m.max_tool_response_length,
         side=m.tool_response_truncate_side,
         timeout_s=m.tool_timeout_s,
     )
-    toolbox = Toolbox(read_tools(m.tool_config_path, allow_code=m.allow_code, sandbox=sandbox_of(c)), limits, beside)
+    toolbox = Toolbox(read_tools(m.tool_config_path, allow_code=m.allow_code, sandbox=sandbox_of(c)), limits, user_code)
     begin = None
     if m.interaction:
-        begin = partners.make_interaction(m.interaction, beside=beside, timeout_s=m.tool_timeout_s)
+        begin = partners.make_interaction(m.interaction, user_code=user_code, timeout_s=m.tool_timeout_s)
     if m.environment:
-        begin = partners.make_environment(m.environment, beside=beside, timeout_s=m.tool_timeout_s)
+        begin = partners.make_environment(m.environment, user_code=user_code, timeout_s=m.tool_timeout_s)
     if m.format == "plain":
         between, told = chat.plain(tokenizer), []
     else:
@@ -67,4 +67,4 @@ def make_agent(c: ConfigDict, tokenizer: Any, ends: tuple[int, ...]) -> Agent | 
         spell=spell,
         ends=ends,
     )
-    return Agent(talk, told, toolbox, beside)
+    return Agent(talk, told, toolbox, user_code)

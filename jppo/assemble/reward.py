@@ -20,7 +20,7 @@ from jppo.rewards.conversation import ConversationPart
 from jppo.rewards.function import FunctionPart
 from jppo.rewards.graders import RulePart
 from jppo.rewards.judge import JudgePart
-from jppo.rewards.judge_door import Door
+from jppo.rewards.judge_door import JudgeClient
 from jppo.rewards.judge_prompts import make_rubric
 from jppo.rewards.model import Classifier, ModelPart, Normalizer, Scorer, Texts, choose_engine, read_classifier
 from jppo.rewards.model_jax import JaxRewardModel
@@ -100,7 +100,7 @@ def make_panel(c: ConfigDict, inputs: Inputs, mesh: jax.sharding.Mesh, hosts: Ho
 def make_judge(c: ConfigDict) -> JudgePart:
     """The judge and its way there."""
     j = c.reward.judge
-    door = Door(
+    client = JudgeClient(
         j.api_type,
         model=j.model,
         base_url=j.base_url,
@@ -111,7 +111,7 @@ def make_judge(c: ConfigDict) -> JudgePart:
     rubric = make_rubric(
         j.preset, system_prompt=j.system_prompt, scoring_prompt=j.scoring_prompt, max_score=j.max_score
     )
-    return JudgePart(door, rubric, concurrency=j.concurrency, retries=j.retries, cache_dir=j.cache_dir)
+    return JudgePart(client, rubric, concurrency=j.concurrency, retries=j.retries, cache_dir=j.cache_dir)
 
 
 def make_reward_model(c: ConfigDict, mesh: jax.sharding.Mesh, log: pathlib.Path) -> ModelPart:

@@ -1,1 +1,1 @@
-"""What would stop a run by given settings: each check by itself, for `jppo.doctor`."""
+"""Checks of a run before it starts, for `jppo.doctor`."""

@@ -1,4 +1,4 @@
-"""What a check finds, and how checks are run: each by itself, within its time, whatever the others came to."""
+"""Findings of checks, and the runner of checks with time limits."""
 
 import contextlib
 import dataclasses
@@ -17,7 +17,7 @@ from jppo.rollout.sampler import RolloutError
 GIB = 2**30
 STYLE = {"OK": "green", "WARN": "yellow", "FAIL": "bold red"}
 ABOUT = 14  # characters
-REPEAT_S = 5.0  # the time is said to be up again, where somebody swallowed it
+REPEAT_S = 5.0  # repeats the time-out if code swallowed it
 
 Verdict = Literal["OK", "WARN", "FAIL"]
 
@@ -34,7 +34,7 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """Something to be looked at; not where what it `needs` failed."""
+    """A check, which is skipped if one of its `needs` failed."""
 
     about: str
     look: Callable[[], Iterable[Finding]]
@@ -43,12 +43,12 @@ class Check:
 
 
 class _TimeIsUp(BaseException):
-    """No Exception: what a check calls must not take it for an error of its own."""
+    """Not an Exception, so the checked code does not handle it."""
 
 
 def examine(checks: Sequence[Check], *, failed: Iterable[str] = ()) -> Iterator[Finding]:
-    """The findings of each check; one that raises has failed, in its own line. `failed` are those before."""
-    cause = {name: name for name in failed}  # of what failed or was skipped: the check that failed first
+    """Yields the findings of each check; an exception is a failure. `failed` are earlier failures."""
+    cause = {name: name for name in failed}  # for each failed or skipped check: the check that failed first
     for check in checks:
         unmet = next((cause[name] for name in check.needs if name in cause), None)
         if unmet is not None:
@@ -71,23 +71,23 @@ def _findings(check: Check) -> list[Finding]:
         found.append(
             Finding(check.about, "FAIL", said, remedy)
             if said
-            else Finding(check.about, "FAIL", str(e), "mend that, and look again")
+            else Finding(check.about, "FAIL", str(e), "fix that, and run the check again")
         )
     except RolloutError as e:
-        found.append(Finding(check.about, "FAIL", str(e), "mend what it says, and look again"))
+        found.append(Finding(check.about, "FAIL", str(e), "fix what it names, and run the check again"))
     except _TimeIsUp:
-        remedy = "see what it waits for, or try a quieter machine"
+        remedy = "find out what it waits for, or use a less busy machine"
         found.append(Finding(check.about, "FAIL", f"no result in {check.limit_s:.0f} s", remedy))
     except Exception as e:
         said = str(e).strip().partition("\n")[0]
-        remedy = "not foreseen: jppo.train with the same settings shows where"
+        remedy = "unexpected: jppo.train with the same settings shows where"
         found.append(Finding(check.about, "FAIL", f"{type(e).__name__}: {said}", remedy))
     return found
 
 
 @contextlib.contextmanager
 def _limit(seconds: float) -> Iterator[None]:
-    """Ends what runs in it after so many seconds, once it is back in Python; signals reach the main thread alone."""
+    """Limits the time of its block, checked in Python code; signals reach only the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -105,14 +105,14 @@ def _limit(seconds: float) -> Iterator[None]:
 
 
 def check_room(about: str, free: int, *, warn: int, fail: int, remedy: str) -> Finding:
-    """Bytes that are free against what a run needs."""
+    """Compares free bytes with what a run needs."""
     verdict: Verdict = "FAIL" if free < fail else "WARN" if free < warn else "OK"
     found = f"{free / GIB:.1f} GiB free"
     return Finding(about, verdict, found, "" if verdict == "OK" else remedy)
 
 
 def report(found: Iterable[Finding], console: rich.console.Console) -> int:
-    """Prints each finding when it is there, and what all come to; the exit code."""
+    """Prints findings as they come, and the result; returns the exit code."""
     failed = 0
     for finding in found:
         row = rich.table.Table.grid(padding=(0, 2))
@@ -124,5 +124,5 @@ def report(found: Iterable[Finding], console: rich.console.Console) -> int:
         row.add_row(verdict, rich.text.Text(finding.about), rich.text.Text(told, overflow="fold"))
         console.print(row)
         failed += finding.verdict == "FAIL"
-    console.print(f"{failed} to be mended before a training" if failed else "fit to train")
+    console.print(f"{failed} to fix before training" if failed else "ready to train")
     return 1 if failed else 0

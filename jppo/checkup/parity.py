@@ -1,4 +1,4 @@
-"""A few tokens through jppo's model and through transformers': the same weights, the same log-probs."""
+"""Compares jppo's log-probs of a few tokens with transformers', with the same weights."""
 
 import json
 import os
@@ -29,10 +29,10 @@ LIMIT_S = 240.0
 
 
 def check(c: ConfigDict) -> Iterator[Finding]:
-    """The policy's log-probs of a few random tokens, by both; nothing is compared where there is no torch."""
+    """Compares the policy's log-probs of a few random tokens; skipped without torch."""
     policy, _, _ = assemble.read_models(c)
     if c.model.init == "random":
-        yield Finding("parity", "OK", "skipped: random weights have no other reader")
+        yield Finding("parity", "OK", "skipped: random weights")
         return
     needs, free = memory.served(policy, "float32") + PROGRAM, memory.host_room()
     if free is not None and needs > free:
@@ -43,7 +43,7 @@ def check(c: ConfigDict) -> Iterator[Finding]:
     ids = np.random.default_rng(0).integers(0, policy.vocab_size, TOKENS).astype(np.int32)
     theirs = reference(c.rollout.python, directory, ids)
     if isinstance(theirs, str):
-        said = f"skipped: no {theirs} to compare with; training needs none"
+        said = f"skipped: no {theirs} to compare with; training does not need it"
         yield Finding("parity", "OK", said)
         return
     gap = float(np.abs(ours(directory, policy, ids) - theirs).max())
@@ -56,7 +56,7 @@ def check(c: ConfigDict) -> Iterator[Finding]:
 
 
 def reference(python: str, directory: str, ids: np.ndarray) -> np.ndarray | str:
-    """transformers' log-probs, by the interpreter that has vLLM and so torch; or the package that it lacks."""
+    """Returns transformers' log-probs from the interpreter that has vLLM and torch; or the missing package."""
     package = str(pathlib.Path(jppo.__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
     command = [python if python else sys.executable, "-m", "jppo.checkup.parity_worker", directory, *map(str, ids)]
@@ -70,16 +70,16 @@ def reference(python: str, directory: str, ids: np.ndarray) -> np.ndarray | str:
             timeout=LIMIT_S,
         )
     except (OSError, subprocess.TimeoutExpired) as e:
-        raise UserError(f"transformers gave no log-probs: {e}; rollout.python must be an interpreter that runs") from e
+        raise UserError(f"transformers gave no log-probs: {e}; set rollout.python to a working interpreter") from e
     if done.returncode != 0:
         said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise UserError(f"transformers cannot read {directory}: {said[-300:]}; fetch the model again")
+        raise UserError(f"transformers cannot read {directory}: {said[-300:]}; download the model again")
     answer = json.loads(done.stdout.splitlines()[-1])
     return str(answer["missing"]) if "missing" in answer else np.array(answer["logp"], np.float32)
 
 
 def ours(directory: str, cfg: ModelConfig, ids: np.ndarray) -> np.ndarray:
-    """jppo's log-probs of each token after the first."""
+    """Returns jppo's log-probs of each token after the first."""
     model = decoder.Decoder(cfg, dtype="float32", param_dtype="float32")
 
     @jax.jit

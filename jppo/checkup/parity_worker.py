@@ -1,8 +1,8 @@
-"""transformers' log-probs of a few tokens, in a process of its own: `parity.py` starts it.
+"""The worker process of `parity.py`: transformers' log-probs of a few tokens.
 
     python -m jppo.checkup.parity_worker DIRECTORY ID ID ...
 
-Prints {"logp": [...]}, of each token after the first, in float32; {"missing": package} where the interpreter has no
+Prints {"logp": [...]} of each token after the first, in float32, or {"missing": package} if the interpreter has no
 torch or transformers.
 """
 
@@ -11,7 +11,7 @@ import sys
 
 
 def main(directory: str, ids: list[int]) -> None:
-    """The log-prob of each token given those before it."""
+    """Prints the log-prob of each token given the earlier ones."""
     try:
         import torch
         import transformers
@@ -19,7 +19,7 @@ def main(directory: str, ids: list[int]) -> None:
         print(json.dumps({"missing": e.name}))
         return
     torch.set_num_threads(1)
-    # eager: the one form in which every family has its soft caps
+    # eager: the only implementation with every family's soft caps
     model = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager", local_files_only=True
     )

@@ -1,4 +1,4 @@
-"""Where a run will write and listen: permission, room on disk and in memory, its folder, ports, the clock."""
+"""Checks of the machine: permissions, disk, memory, run folder, ports, clock."""
 
 import json
 import os
@@ -22,17 +22,17 @@ LOGS = GIB // 4  # metrics, samples, TensorBoard and the servers' logs
 SHOWN = 3  # settings that differ
 REMEDY = (
     "lower actor.max_tokens_per_device, set model.remat=full, spread the models by mesh.fsdp, train adapters by"
-    " model.lora_rank, or give it a larger machine"
+    " model.lora_rank, or use a larger machine"
 )
 
 
 def existing(folder: pathlib.Path) -> pathlib.Path:
-    """The folder, or the nearest one above it that is there."""
+    """Returns the folder, or its nearest existing parent."""
     return next(place for place in (folder, *folder.parents) if place.exists())
 
 
 def writable(about: str, folder: pathlib.Path) -> Iterator[Finding]:
-    """Makes the folder and a file in it, and removes what was made."""
+    """Creates the folder and a file in it, and removes them."""
     folder = folder.absolute()
     made = [place for place in (folder, *folder.parents) if not place.exists()]
     try:
@@ -42,10 +42,10 @@ def writable(about: str, folder: pathlib.Path) -> Iterator[Finding]:
             file.flush()
             os.fsync(file.fileno())
     except OSError as e:
-        remedy = "give trainer.run_dir a folder that this user may write to"
-        yield Finding(about, "FAIL", f"{folder} cannot be written to: {e.strerror}", remedy)
+        remedy = "set trainer.run_dir to a folder that this user may write to"
+        yield Finding(about, "FAIL", f"{folder} is not writable: {e.strerror}", remedy)
     else:
-        yield Finding(about, "OK", f"{folder} can be written to")
+        yield Finding(about, "OK", f"{folder} is writable")
     finally:
         for place in made:
             if place.is_dir():
@@ -53,28 +53,28 @@ def writable(about: str, folder: pathlib.Path) -> Iterator[Finding]:
 
 
 def disk(folder: pathlib.Path, *, checkpoint: int, keep: int, export: int) -> Iterator[Finding]:
-    """The room of the run's folder against its checkpoints, one more than are kept, and the exported model."""
+    """Compares the disk of the run folder with its checkpoints, one more than kept, and the exported model."""
     free = shutil.disk_usage(existing(folder.absolute())).free
     needs = (keep + 1) * checkpoint + export + LOGS
     said = (
         f"{free / GIB:.1f} GiB free; {keep + 1} checkpoints of {checkpoint / GIB:.2f} GiB, the model and logs take"
         f" {needs / GIB:.1f}"
     )
-    remedy = "make room, name another disk by trainer.run_dir, or lower trainer.max_ckpt_to_keep"
+    remedy = "make room, use another disk for trainer.run_dir, or lower trainer.max_ckpt_to_keep"
     verdict: Verdict = "FAIL" if free < needs else "WARN" if free < 1.5 * needs else "OK"
     yield Finding("disk", verdict, said, "" if verdict == "OK" else remedy)
 
 
 def shared_memory(publish_dir: str, *, named: bool, weights: int) -> Iterator[Finding]:
-    """Where weights are handed over: files in a folder, or memory without a name, which counts as memory."""
+    """Checks the place of published weights: a folder, or unnamed memory, which counts as memory."""
     folder = publish_dir if publish_dir else "/dev/shm" if named else ""
     if not folder:
-        said = f"two copies of the weights, {2 * weights / GIB:.2f} GiB, as nameless files: part of the memory above"
+        said = f"two copies of the weights, {2 * weights / GIB:.2f} GiB, in unnamed files: part of the memory above"
         yield Finding("publish room", "OK", said)
         return
     if not os.path.isdir(folder):
-        remedy = "make it, or leave rollout.publish_dir empty"
-        yield Finding("publish room", "FAIL", f"{folder} is no folder", remedy)
+        remedy = "create it, or leave rollout.publish_dir empty"
+        yield Finding("publish room", "FAIL", f"{folder} is not a folder", remedy)
         return
     free = shutil.disk_usage(folder).free
     said = f"{folder} has {free / GIB:.2f} GiB free for two copies of the weights, {2 * weights / GIB:.2f}"
@@ -84,7 +84,7 @@ def shared_memory(publish_dir: str, *, named: bool, weights: int) -> Iterator[Fi
 
 
 def rooms(found: Sequence[Room]) -> Iterator[Finding]:
-    """The estimate against the devices and the host."""
+    """Compares the estimate with the memory of devices and host."""
     for room in found:
         largest = sorted(room.parts.items(), key=lambda part: -part[1])[:3]
         has = "unknown room" if room.has is None else f"{room.has / GIB:.1f}"
@@ -94,9 +94,9 @@ def rooms(found: Sequence[Room]) -> Iterator[Finding]:
 
 
 def ports(c: ConfigDict) -> Iterator[Finding]:
-    """The ports that are asked for."""
+    """Checks the requested ports."""
     if c.rollout.urls:
-        yield Finding("server ports", "OK", "none: rollout.urls names servers that run already")
+        yield Finding("server ports", "OK", "none: rollout.urls lists running servers")
         return
     check_ports(c.rollout.port, c.rollout.servers)
     asked = ", ".join(str(c.rollout.port + i) for i in range(c.rollout.servers))
@@ -104,56 +104,54 @@ def ports(c: ConfigDict) -> Iterator[Finding]:
 
 
 def clock(now: float, *, newest: float) -> Iterator[Finding]:
-    """The clock against the package's files, which were written before now, and a steady one that goes on."""
+    """Checks the clock against the package's files, and that the monotonic clock advances."""
     begin = time.monotonic()
     time.sleep(0.01)
     if not time.monotonic() > begin:
-        yield Finding("clock", "FAIL", "the steady clock stands still", "every time limit needs it: mend the machine")
+        yield Finding("clock", "FAIL", "the monotonic clock does not advance", "time limits need it: fix the machine")
         return
     said = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now))
     if now < newest - DAY_S or time.gmtime(now).tm_year > LAST_YEAR:
-        remedy = "set the clock: certificates and logs go by it"
-        yield Finding("clock", "WARN", f"{said} cannot be: jppo's own files are of another time", remedy)
+        remedy = "set the clock: certificates and logs depend on it"
+        yield Finding("clock", "WARN", f"{said} is wrong: jppo's own files are newer or much older", remedy)
     else:
         yield Finding("clock", "OK", said)
 
 
 def package_time() -> float:
-    """When the newest file of the package was written."""
+    """Returns the newest modification time of the package's files."""
     folder = pathlib.Path(jppo.__file__).parent
     return max(file.stat().st_mtime for file in folder.rglob("*.py"))
 
 
 def folder(c: ConfigDict) -> Iterator[Finding]:
-    """What the run's folder holds already, and what a run by these settings would do with it."""
+    """Checks the contents of the run folder, and what a run with these settings would do with it."""
     run = pathlib.Path(c.trainer.run_dir).expanduser()
     steps = _steps(run / "checkpoints")
     if not steps:
         yield Finding("run folder", "OK", f"{run}: a new run")
         return
     if c.trainer.resume_mode == "disable":
-        remedy = "name another trainer.run_dir to keep them"
+        remedy = "use another trainer.run_dir to keep them"
         yield Finding("run folder", "WARN", f"{run}: trainer.resume_mode=disable removes its checkpoints", remedy)
         return
     changed = differences(run / "config.json", c)
     if changed:
         more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
-        said = f"{run} holds a run by other settings, which goes on at step {steps[-1]}: {', '.join(changed[:SHOWN])}"
-        yield Finding(
-            "run folder", "WARN", said + more, "name another trainer.run_dir, or leave it if that is what you want"
-        )
+        said = f"{run} has a run with other settings, which resumes at step {steps[-1]}: {', '.join(changed[:SHOWN])}"
+        yield Finding("run folder", "WARN", said + more, "use another trainer.run_dir, or ignore this if intended")
         return
-    yield Finding("run folder", "OK", f"{run}: goes on after step {steps[-1]}")
+    yield Finding("run folder", "OK", f"{run}: resumes after step {steps[-1]}")
 
 
 def _steps(checkpoints: pathlib.Path) -> list[int]:
-    """Those that are whole: only they have a number for a name."""
+    """Returns the complete ones: only these have a number as a name."""
     found = checkpoints.iterdir() if checkpoints.is_dir() else ()
     return sorted(int(place.name) for place in found if place.name.isdigit())
 
 
 def differences(file: pathlib.Path, c: ConfigDict) -> list[str]:
-    """The settings of a run's config.json that are not those of `c`, as name=theirs."""
+    """Returns settings of a run's config.json that differ from `c`, as name=theirs."""
     try:
         theirs = settings.by_name(json.loads(file.read_text()))
     except (OSError, ValueError) as e:

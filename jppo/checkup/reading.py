@@ -1,4 +1,4 @@
-"""What a run reads: models, tokenizer, data, how it samples, and whether its reward knows right from wrong."""
+"""Checks of a run's inputs: models, tokenizer, data, sampling, and whether the reward separates answers."""
 
 import contextlib
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ SHORT = 200  # characters of an error
 
 
 def models(c: ConfigDict) -> Iterator[Finding]:
-    """Every model's directory, and that its weights are all there, by their headers."""
+    """Checks every model's directory and weight headers."""
     policy, critic, reference = assemble.read_models(c)
     random = ", random weights" if c.model.init == "random" else ""
     said = [f"{c.model.path}: {policy.family}, {memory.served(policy, 'float32') / 4e6:,.0f}M parameters{random}"]
@@ -33,7 +33,7 @@ def models(c: ConfigDict) -> Iterator[Finding]:
 
 
 def tokenizer(c: ConfigDict) -> Iterator[Finding]:
-    """The tokenizer against every model that reads its tokens, the tokens that end a response, the template."""
+    """Checks the tokenizer against the models, the end tokens, and the template."""
     found = assemble.read_tokenizer(c, *(model for model in assemble.read_models(c) if model is not None))
     ends = " ".join(map(str, found.convert_ids_to_tokens(end_token_ids(c.model.path, found))))
     ends = f"end tokens {ends} are ignored" if c.rollout.ignore_eos else f"a response ends with {ends}"
@@ -42,14 +42,14 @@ def tokenizer(c: ConfigDict) -> Iterator[Finding]:
 
 
 def sampling(c: ConfigDict) -> Iterator[Finding]:
-    """How responses are drawn, and whether the trainer learns from what was drawn."""
+    """Checks how responses are sampled, and whether the trainer learns from that distribution."""
     yield Finding("sampling", "OK", assemble.describe_sampling(c))
     for one in assemble.forewarn(c):
         yield Finding("sampling", "WARN", one.found, one.remedy)
 
 
 def data(c: ConfigDict, inputs: assemble.Inputs) -> Iterator[Finding]:
-    """Both sets as `jppo.data.check` sees them, and what training would make of them."""
+    """Checks both sets like `jppo.data.check`, and their use in training."""
     read = dict(tokenizer=inputs.tokenizer, system_prompt=c.data.system_prompt, custom_cls=c.data.custom_cls)
     graded = (source for source in inputs.sources if _graded_anyway(c) or grader_of(source) is not None)
     graders = dict.fromkeys(graded, "rule")
@@ -68,7 +68,7 @@ def data(c: ConfigDict, inputs: assemble.Inputs) -> Iterator[Finding]:
                 yield Finding(title, "WARN", f"{one.about}: {one.found}", _remedy(one.about))
     both = data_check.overlap(train, val)
     if not both.good:
-        yield Finding("test data", "WARN", f"{both.about}: {both.found}", "leave them out of one of the sets")
+        yield Finding("test data", "WARN", f"{both.about}: {both.found}", "remove them from one of the sets")
 
 
 def _graded_anyway(c: ConfigDict) -> bool:
@@ -80,8 +80,8 @@ def _remedy(about: str) -> str:
     return {
         "rows": "give every row the same columns",
         "source": "name a rule by data_source, or set reward.grader or reward.function",
-        "answers": "give them a ground_truth, or leave them out",
-        "duplicates": "leave them out, unless they are meant to count more",
+        "answers": "give them a ground_truth, or remove them",
+        "duplicates": "remove them, unless they should count more",
         "over-long": "raise data.max_prompt_length, or see data.filter_overlong_prompts and data.truncation",
     }[about]
 
@@ -97,9 +97,9 @@ def scorers(c: ConfigDict) -> Iterator[Finding]:
 
 
 def reward(c: ConfigDict, inputs: assemble.Inputs, mesh: Mesh) -> Iterator[Finding]:
-    """Whether right answers earn more than wrong ones, by the run's own reward."""
+    """Checks with the run's own reward that right answers earn more than wrong ones."""
     if c.rollout.multi_turn.environment:
-        yield Finding("reward", "OK", "an environment gives it: the data have no right answers to try it with")
+        yield Finding("reward", "OK", "from an environment: the data has no right answers to test")
         return
     with contextlib.ExitStack() as stack:
         panel = assemble.make_panel(c, inputs, mesh)
@@ -110,5 +110,5 @@ def reward(c: ConfigDict, inputs: assemble.Inputs, mesh: Mesh) -> Iterator[Findi
         said = f"{one.source}: right answers earn {one.truth:.3g}, others' {one.wrong:.3g} ({one.rows} rows)"
         if one.errors:
             said += f"; {len(one.errors)} could not be graded, the first: {one.errors[0][:SHORT]}"
-        remedy = "look at data_source, ground_truth and reward.*: python -m jppo.rewards.check says more"
+        remedy = "check data_source, ground_truth and reward.*: python -m jppo.rewards.check shows more"
         yield Finding("reward", "OK" if one.good else "FAIL", said, "" if one.good else remedy)

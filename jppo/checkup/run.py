@@ -1,4 +1,4 @@
-"""Every check of a run by its settings, in the order of the report."""
+"""All checks of a run, in the order of the report."""
 
 import contextlib
 import functools

@@ -1,1 +1,1 @@
-"""Prompts: reading, templates, filtering, and a stream that can be resumed."""
+"""Prompts: sources, chat templates, filtering, and a resumable stream."""

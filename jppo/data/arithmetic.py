@@ -1,15 +1,12 @@
-"""The quickstart's task, made from nothing: `python -m jppo.data.arithmetic --out data/addition --seed 1`.
+"""Makes the quickstart's task: `python -m jppo.data.arithmetic --out data/addition --seed 1`.
 
-The task is to add two numbers of two digits, none of them zero: 81 * 81 = 6,561 problems such as `47+85=`, of
-which 1,000 are held out. The starting model learns it from a sloppy teacher, who forgets the carry from the
-units more often than not. Imitation picks the habit up: the model's most likely answer is right only where
-nothing is carried, which is 36 / 81 = 44% of the problems. Yet it samples the right answer often enough for a
-reward to find it, so that PPO, which is paid for right answers only, unlearns the habit that its teacher had,
-also on problems that it never saw.
+The task is to add two two-digit numbers without zeros: 81 * 81 = 6,561 problems such as `47+85=`, of which 1,000 are
+held out. The starting model learns from a sloppy teacher, who usually forgets the carry from the units. Its most likely
+answer is then right only without a carry: 36 / 81 = 44% of the problems. It still samples right answers often enough
+for PPO to reinforce them, also on unseen problems.
 
-Written are train.jsonl and test.jsonl (prompts), sft.jsonl (the teacher's demonstrations of the training
-problems) and model/ (the starting model's config and character tokenizer; its weights come from the
-fine-tuning).
+The output is train.jsonl and test.jsonl (prompts), sft.jsonl (the teacher's demonstrations of the training problems)
+and model/ (the starting model's config and character tokenizer; fine-tuning creates its weights).
 """
 
 import json
@@ -41,9 +38,9 @@ MODEL: dict[str, Any] = {
     "rope_theta": 10000.0,
     "max_position_embeddings": 64,
     "use_sliding_window": False,
-    "vocab_size": 32,  # more than the tokenizer has, so that it divides over devices
+    "vocab_size": 32,  # padded, so that devices divide it
     "tie_word_embeddings": True,
-    "initializer_range": 0.08,  # about 1 / sqrt(hidden_size): a small model learns from 0.02 only slowly
+    "initializer_range": 0.08,  # about 1 / sqrt(hidden_size): with 0.02 a small model learns slowly
     "attention_dropout": 0.0,
     "torch_dtype": "float32",
     "use_cache": True,
@@ -54,7 +51,7 @@ MODEL: dict[str, Any] = {
 
 
 def problems() -> list[tuple[int, int]]:
-    """All pairs of two-digit numbers without a zero digit."""
+    """Returns all pairs of two-digit numbers without a zero digit."""
     numbers = [10 * tens + units for tens in range(1, 10) for units in range(1, 10)]
     return [(a, b) for a in numbers for b in numbers]
 
@@ -65,12 +62,12 @@ def carries(a: int, b: int) -> bool:
 
 
 def sloppy_sum(a: int, b: int) -> int:
-    """The sum by a teacher who forgets the carry from the units."""
+    """Returns the sum without the carry from the units."""
     return a + b - 10 * carries(a, b)
 
 
 def make(*, seed: int, test: int, sloppy: float, demonstrations: int) -> dict[str, list[dict[str, str]]]:
-    """The rows of train, test and sft: a function of the arguments alone."""
+    """Returns the rows of train, test and sft, as a function of the arguments only."""
     everything = problems()
     if not 1 <= test < len(everything):
         raise UserError(f"--test={test} must be from 1 to {len(everything) - 1}, so that both sets have problems")
@@ -91,11 +88,11 @@ def make(*, seed: int, test: int, sloppy: float, demonstrations: int) -> dict[st
 
 
 def write_model(directory: pathlib.Path, characters: str = CHARACTERS) -> None:
-    """Write the starting model's config, generation config and tokenizer of these characters; no weights."""
+    """Writes the starting model's config, generation config and character tokenizer; no weights."""
     make_directory(directory)
     vocabulary = {token: i for i, token in enumerate([*SPECIAL, *characters])}
-    # transformers builds the tokenizer of any qwen2 model as byte-level BPE, whatever tokenizer.json says;
-    # without merges that is one token a character.
+    # transformers builds a qwen2 tokenizer as byte-level BPE, whatever tokenizer.json says;
+    # without merges that is one token per character.
     tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, merges=[]))
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -117,7 +114,7 @@ def write_model(directory: pathlib.Path, characters: str = CHARACTERS) -> None:
 
 
 def write(out: pathlib.Path, made: Mapping[str, Sequence[Mapping[str, Any]]], characters: str = CHARACTERS) -> None:
-    """Write the rows of each set and the starting model, and say so."""
+    """Writes the rows of each set and the starting model, and prints the paths."""
     make_directory(out)
     for name, rows in made.items():
         write_jsonl(out / f"{name}.jsonl", rows)
@@ -131,10 +128,10 @@ def main() -> None:
     """The command line."""
     parser = Parser("jppo.data.arithmetic", __doc__)
     parser.add_argument("--out", type=pathlib.Path, required=True, help="directory to write to")
-    parser.add_argument("--seed", type=natural, default=1, help="of all that is drawn")
+    parser.add_argument("--seed", type=natural, default=1, help="random seed")
     parser.add_argument("--test", type=int, default=1000, help="problems to hold out")
     parser.add_argument("--sloppy", type=float, default=0.65, help="how often the teacher forgets a carry")
-    parser.add_argument("--demonstrations", type=int, default=8, help="of each training problem")
+    parser.add_argument("--demonstrations", type=int, default=8, help="per training problem")
     args = parser.parse_args()
     made = make(seed=args.seed, test=args.test, sloppy=args.sloppy, demonstrations=args.demonstrations)
     write(args.out, made)

@@ -1,11 +1,10 @@
-"""Looks at data before they are trained on: `python -m jppo.data.check FILES [--tokenizer DIR] [--val FILES]`.
+"""Checks data before training: `python -m jppo.data.check FILES [--tokenizer DIR] [--val FILES]`.
 
     python -m jppo.data.check data/gsm8k/train.parquet --val data/gsm8k/test.parquet
 
-FILES are comma-separated or several, as in data.train_files. Said of them: rows and columns, the data sources and
-what grades them, how long the prompts are, duplicates, rows without an answer, prompts that are in both sets, and
-the first prompt as the model will read it. Exit code 0 with a line OK or WARN for each; 2 where the data cannot be
-read or training would refuse them.
+FILES are several arguments or comma-separated, as in data.train_files. The report lists rows and columns, data sources
+and their graders, prompt lengths, duplicates, rows without an answer, prompts in both sets, and the first prompt as the
+model reads it. Exit code 0 with a line OK or WARN for each; 2 if the data cannot be read or training would refuse it.
 """
 
 import collections
@@ -49,7 +48,7 @@ class Looked:
 
 
 def look(files: str, setting: str, *, tokenizer: Any, system_prompt: str, custom_cls: str) -> Looked:
-    """Read a set; what training would refuse is refused here in the same words."""
+    """Reads a set, with the errors that training would raise."""
     sources = read_sources(files, setting, custom_cls=custom_cls, tokenizer=tokenizer)
     rows = [row for source in sources for row in source.rows]
     prompts = [with_system_prompt(prompt_of(row), system_prompt, row) for row in rows]
@@ -59,7 +58,7 @@ def look(files: str, setting: str, *, tokenizer: Any, system_prompt: str, custom
 
 
 def findings(seen: Looked, *, max_prompt_length: int | None, graders: dict[str, str]) -> list[Finding]:
-    """What there is to say of one set; `graders` names what grades each known data source."""
+    """Returns the findings about one set; `graders` maps known data sources to graders."""
     out = []
     for source in seen.sources:
         columns = collections.Counter(column for row in source.rows for column in row.columns)
@@ -87,14 +86,14 @@ def findings(seen: Looked, *, max_prompt_length: int | None, graders: dict[str, 
 
 
 def overlap(train: Looked, val: Looked) -> Finding:
-    """Rows of the second set whose prompt is in the first."""
+    """Counts rows of the second set whose prompt is in the first."""
     known = set(map(_key, train.prompts))
     both = [row for row, prompt in zip(val.rows, val.prompts, strict=True) if _key(prompt) in known]
     return _counted("overlap", "of the test set with a prompt of the training set", both, len(val.rows))
 
 
 def lengths(seen: Looked) -> tuple[np.ndarray, str]:
-    """How long each prompt is [n] i64, and in what."""
+    """Returns the length of each prompt [n] i64, and its unit."""
     if seen.ids is not None:
         return np.array([len(ids) for ids in seen.ids]), "tokens"
     texts = (p if isinstance(p, str) else "".join(message["content"] for message in p) for p in seen.prompts)
@@ -102,9 +101,9 @@ def lengths(seen: Looked) -> tuple[np.ndarray, str]:
 
 
 def histogram(values: np.ndarray) -> list[str]:
-    """Bars of how many values lie where, one line each."""
+    """Returns a histogram as text lines."""
     low, high = int(values.min()), int(values.max())
-    step = max(1, -(-(high - low + 1) // BINS))  # whole numbers, so that bins are alike
+    step = max(1, -(-(high - low + 1) // BINS))  # integers, so that bins are equal
     counts = np.bincount((values - low) // step)
     wide = len(str(high + step))
     lines = []
@@ -116,11 +115,11 @@ def histogram(values: np.ndarray) -> list[str]:
 
 
 def report(seen: Looked, found: Sequence[Finding], title: str, tokenizer: Any) -> list[str]:
-    """The lines that are printed of one set."""
+    """Returns the printed lines of one set."""
     values, unit = lengths(seen)
     said = f"{values.min()} to {values.max()} {unit}, mean {values.mean():.1f}"
     shown = seen.prompts[0] if seen.ids is None else tokenizer.decode(seen.ids[0])
-    note = "" if seen.ids is not None else ", as it stands: give --tokenizer to see it as the model will"
+    note = "" if seen.ids is not None else ", raw: use --tokenizer to see it as the model reads it"
     text = shown if isinstance(shown, str) else "\n".join(f"[{m['role']}] {m['content']}" for m in shown)
     return [
         f"{title}: {len(seen.rows)} rows",
@@ -142,7 +141,7 @@ def _has_answer(row: Row) -> bool:
     answers = [row.columns.get("ground_truth"), nested.get("ground_truth") if isinstance(nested, dict) else None]
     if all(answer is None or (isinstance(answer, str) and not answer.strip()) for answer in answers):
         return False
-    ground_truth(row)  # what is there must be of the right kind
+    ground_truth(row)  # checks its type
     return True
 
 

@@ -1,4 +1,4 @@
-"""Rows of JSON and parquet files as they stand on disk. First stage of `data/`."""
+"""Reads and writes rows of JSON and parquet files."""
 
 import gzip
 import json
@@ -18,7 +18,7 @@ SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
 def read_rows(path: pathlib.Path) -> list[Row]:
-    """All rows of one JSON lines, JSON array or parquet file."""
+    """Reads all rows of a JSON lines, JSON array or parquet file."""
     try:
         rows = _parquet(path) if path.suffix == ".parquet" else _json(path)
     except (EOFError, zlib.error) as e:
@@ -31,15 +31,15 @@ def read_rows(path: pathlib.Path) -> list[Row]:
 
 
 def make_directory(path: pathlib.Path) -> None:
-    """Make the directory of `--out`, and those above it."""
+    """Creates the directory of `--out` and its parents."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise UserError(f"--out={path} cannot be made a directory ({e.strerror}); name another place") from e
+        raise UserError(f"--out={path} cannot be created ({e.strerror}); use another folder") from e
 
 
 def write_jsonl(path: pathlib.Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write one JSON object a line, in UTF-8."""
+    """Writes one JSON object per line, in UTF-8."""
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 
 
@@ -94,7 +94,7 @@ def _to_python(table: pa.Table, path: pathlib.Path, first: int) -> list[dict[str
     try:
         return table.to_pylist()
     except UnicodeDecodeError:
-        pass  # it is in one of the rows
+        pass  # one of the rows has the fault
     rows = []
     for i in range(table.num_rows):
         try:

@@ -1,10 +1,10 @@
-"""GSM8K as prompts: `python -m jppo.data.gsm8k --out data/gsm8k`.
+"""Makes GSM8K's prompts: `python -m jppo.data.gsm8k --out data/gsm8k`.
 
-Written are train.parquet and test.parquet in that folder, or, with --tfds, a data set of tensorflow-datasets, to be
-read as tfds:gsm8k/train@data/gsm8k and tfds:gsm8k/test@data/gsm8k.
+Writes train.parquet and test.parquet to that folder, or, with --tfds, a data set of tensorflow-datasets for
+tfds:gsm8k/train@data/gsm8k and tfds:gsm8k/test@data/gsm8k.
 
-The layout is verl's, so that either project reads the other's files: the question with the recipe's suffix as
-one chat message, and what stands after `####` in the worked solution, commas removed, as the ground truth.
+The layout is verl's, so either project reads the other's files: the question with the recipe's suffix as one chat
+message, and the text after `####` in the worked solution, without commas, as the ground truth.
 """
 
 import pathlib
@@ -28,7 +28,7 @@ _ANSWER = re.compile(r"#### *(-?[0-9][0-9,]*(?:\.[0-9]+)?)\s*\Z")
 
 
 def example(row: Row, split: str) -> dict[str, Any]:
-    """One row of verl's layout from a row with `question` and `answer`."""
+    """Converts a row with `question` and `answer` to verl's layout."""
     question, answer = text_column(row, "question"), text_column(row, "answer")
     match = _ANSWER.search(answer)
     if match is None:
@@ -39,15 +39,15 @@ def example(row: Row, split: str) -> dict[str, Any]:
 
 
 def examples(source: pathlib.Path) -> dict[str, list[dict[str, Any]]]:
-    """The rows of each split, from the JSON lines in `source`."""
+    """Returns the rows of each split from the JSON lines in `source`."""
     for split in SPLITS:
         if not (source / f"{split}.jsonl").is_file():
-            raise UserError(f"no {source / f'{split}.jsonl'}; --from names a directory with train.jsonl and test.jsonl")
+            raise UserError(f"no {source / f'{split}.jsonl'}; --from must have train.jsonl and test.jsonl")
     return {split: [example(row, split) for row in read_rows(source / f"{split}.jsonl")] for split in SPLITS}
 
 
 def convert(source: pathlib.Path, out: pathlib.Path, *, tfds: bool = False) -> dict[str, int]:
-    """Write each split of the JSON lines in `source`, as parquet or with tfds; what was written, with row counts."""
+    """Writes each split of the JSON lines in `source`, as parquet or with tfds; returns row counts."""
     splits = examples(source)
     if tfds:
         make_directory(out)
@@ -57,7 +57,7 @@ def convert(source: pathlib.Path, out: pathlib.Path, *, tfds: bool = False) -> d
 
 
 def download(directory: pathlib.Path) -> None:
-    """Fetch the JSON lines of both splits from OpenAI's repository."""
+    """Downloads the JSON lines of both splits from OpenAI's repository."""
     for split in SPLITS:
         url = f"{SOURCE}/{split}.jsonl"
         try:
@@ -65,7 +65,7 @@ def download(directory: pathlib.Path) -> None:
         except httpx.HTTPError as e:
             raise UserError(
                 f"{url} could not be fetched ({type(e).__name__}: {e}); get train.jsonl and test.jsonl of "
-                "openai/grade-school-math on a machine with a network, and name their directory with --from"
+                "openai/grade-school-math on a machine with a network, and pass their directory by --from"
             ) from e
         (directory / f"{split}.jsonl").write_bytes(response.content)
 

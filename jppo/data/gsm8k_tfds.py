@@ -1,7 +1,7 @@
-"""GSM8K as a data set of tensorflow-datasets, in verl's layout and the rows' own order. Used by `gsm8k.py`.
+"""Writes GSM8K as a data set of tensorflow-datasets, in verl's layout and the rows' order, for `gsm8k.py`.
 
-Stored as array_record, which is built and read without TensorFlow. It is no registered data set: the one that
-tensorflow-datasets calls gsm8k has the raw questions and answers, and a folder holds only one of the two.
+Stored as array_record, which is written and read without TensorFlow. It is not the registered data set gsm8k, which has
+raw questions and answers; a folder holds only one of the two.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ VERSION = "1.0.0"
 
 
 def build(splits: Mapping[str, list[dict[str, Any]]], out: pathlib.Path) -> pathlib.Path:
-    """Write the rows of each split below `out`, in place of what was built there before; returns the folder."""
+    """Writes the rows of each split below `out`, replacing earlier output; returns the folder."""
     try:
         import tensorflow_datasets as tfds
         from tensorflow_datasets.core import registered
@@ -44,7 +44,7 @@ def build(splits: Mapping[str, list[dict[str, Any]]], out: pathlib.Path) -> path
         class Builder(tfds.core.GeneratorBasedBuilder):
             name = NAME
             VERSION = tfds.core.Version(VERSION)
-            code_path = None  # there are no checksums of downloads to be found beside the code
+            code_path = None  # no checksums of downloads to look for
 
             def _info(self) -> Any:
                 return tfds.core.DatasetInfo(builder=self, features=features, disable_shuffling=True)
@@ -58,12 +58,12 @@ def build(splits: Mapping[str, list[dict[str, Any]]], out: pathlib.Path) -> path
     shutil.rmtree(out / NAME / VERSION, ignore_errors=True)
     tfds.disable_progress_bar()
     try:
-        with contextlib.redirect_stdout(io.StringIO()):  # it would speak of a download
+        with contextlib.redirect_stdout(io.StringIO()):  # it would print about a download
             builder = Builder(data_dir=str(out), file_format="array_record")
             builder.download_and_prepare()
-    except Exception as e:  # tensorflow-datasets raises its own, and TensorFlow's where it needs that after all
+    except Exception as e:  # tensorflow-datasets raises its own errors, and TensorFlow's if it needs that
         said = f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0]}"
         raise UserError(
-            f"--tfds: tensorflow-datasets could not write {out / NAME} ({said}); leave --tfds out to write parquet"
+            f"--tfds: tensorflow-datasets could not write {out / NAME} ({said}); omit --tfds to write parquet"
         ) from e
     return pathlib.Path(builder.data_dir)

@@ -1,17 +1,17 @@
-"""A task that needs its tool, made from nothing: `python -m jppo.data.multiplication --out data/product --seed 1`.
+"""Makes a task that needs its tool: `python -m jppo.data.multiplication --out data/product --seed 1`.
 
-The task is to multiply two numbers of four digits, none of them zero: 43 million problems such as `1234*5678=`,
-which a small model can't work out. It has a calculator, which it calls in the plain format of `jppo/agent/calls.py`:
+The task is to multiply two four-digit numbers without zeros: 43 million problems such as `1234*5678=`, which a small
+model cannot compute. It has a calculator, which it calls in the plain format of `jppo/agent/calls.py`:
 
-    1234*5678= <<1234*5678>> [[7006652]] 7006652      (without the spaces; the calculator says what is in [[]])
+    1234*5678= <<1234*5678>> [[7006652]] 7006652      (without the spaces; [[]] is the calculator's answer)
 
-The starting model learns from a sloppy teacher. Where the second number ends in 7, 8 or 9 he mostly takes the
-calculator, elsewhere he mostly estimates, 1000*6000, which is never right; and now and then he mistypes a digit. So the
-model's most likely answer is right on about a third of the problems. PPO, which is paid for right answers only, finds
-that calling pays.
+The starting model learns from a sloppy teacher. If the second number ends in 7, 8 or 9, he mostly uses the calculator;
+otherwise he mostly estimates, 1000*6000, which is never right. Sometimes he mistypes a digit. The model's most likely
+answer is then right on about a third of the problems. PPO sees only right and wrong answers and learns to call the
+tool.
 
-Written are train.jsonl and test.jsonl (prompts), sft.jsonl (the teacher's demonstrations of the training problems) and
-model/ (the starting model's config and character tokenizer; its weights come from the fine-tuning).
+The output is train.jsonl and test.jsonl (prompts), sft.jsonl (the teacher's demonstrations of the training problems)
+and model/ (the starting model's config and character tokenizer; fine-tuning creates its weights).
 """
 
 import pathlib
@@ -23,23 +23,23 @@ from jppo.config import Parser, UserError, exit_on_user_error, natural
 from jppo.data import arithmetic
 
 DIGITS = 4
-CHARACTERS = "0123456789*=<>[]ero"  # the last three spell what is left of an error
-CALLS, CALLS_ELSEWHERE, MISTYPES = 0.75, 0.2, 0.08  # how often the teacher does so
+CHARACTERS = "0123456789*=<>[]ero"  # the last three spell the rest of an error message
+CALLS, CALLS_ELSEWHERE, MISTYPES = 0.75, 0.2, 0.08  # the teacher's probabilities
 
 
 def estimate(a: int, b: int) -> int:
-    """The product of both numbers rounded to their first digit."""
+    """Returns the product of both numbers rounded to their first digit."""
     ten = 10 ** (DIGITS - 1)
     return round(a / ten) * ten * round(b / ten) * ten
 
 
 def hard(b: int) -> bool:
-    """Whether the teacher finds it hard to multiply by this number."""
+    """Whether the teacher considers multiplication by this number hard."""
     return b % 10 >= 7
 
 
 def demonstration(a: int, b: int, *, calls: bool, mistyped: int | None) -> str | list[dict[str, Any]]:
-    """A response of the teacher; `mistyped` is the digit of `a` that he gets wrong."""
+    """Returns the teacher's response; `mistyped` is the digit of `a` that he gets wrong."""
     if not calls:
         return str(estimate(a, b))
     typed = str(a)
@@ -55,7 +55,7 @@ def demonstration(a: int, b: int, *, calls: bool, mistyped: int | None) -> str |
 
 
 def make(*, seed: int, train: int, test: int) -> dict[str, list[dict[str, Any]]]:
-    """The rows of train, test and sft: a function of the arguments alone."""
+    """Returns the rows of train, test and sft, as a function of the arguments only."""
     if train < 1 or test < 1 or train + test > 10**6:
         raise UserError(f"--train={train} and --test={test} must be 1 or more each, and at most a million together")
     rng = np.random.default_rng(seed)
@@ -74,7 +74,7 @@ def make(*, seed: int, train: int, test: int) -> dict[str, list[dict[str, Any]]]
 
 
 def write_model(directory: pathlib.Path) -> None:
-    """Write the starting model's config, generation config and tokenizer; no weights."""
+    """Writes the starting model's config, generation config and tokenizer; no weights."""
     arithmetic.write_model(directory, CHARACTERS)
 
 
@@ -83,7 +83,7 @@ def main() -> None:
     """The command line."""
     parser = Parser("jppo.data.multiplication", __doc__)
     parser.add_argument("--out", type=pathlib.Path, required=True, help="directory to write to")
-    parser.add_argument("--seed", type=natural, default=1, help="of all that is drawn")
+    parser.add_argument("--seed", type=natural, default=1, help="random seed")
     parser.add_argument("--train", type=int, default=40_000, help="problems to train on")
     parser.add_argument("--test", type=int, default=500, help="problems to hold out")
     args = parser.parse_args()

@@ -1,10 +1,9 @@
-"""Preferences from scored samples: `python -m jppo.data.pairs --samples=runs/judged/samples/test.jsonl --out=pairs`
+"""Makes preference pairs of scored samples: `python -m jppo.data.pairs --samples=FILE --out=pairs`
 
-A samples file is what a test (`samples/test.jsonl` of `jppo.evaluate` with several responses to a prompt) or a training
-(`samples/step_N.jsonl`) writes. Of the responses to one prompt those with a higher score are each set against one with
-a lower score, no response twice: whoever gave the scores, a rule, a function or a judge, is who prefers. Prompts whose
-responses are all alike in score give no pair, and responses without a score are left out. Written are train.jsonl and
-test.jsonl; a prompt's pairs are all in one of them.
+A samples file is written by a test (`samples/test.jsonl` of `jppo.evaluate` with several responses per prompt) or by
+training (`samples/step_N.jsonl`). For each prompt, responses with a higher score are paired with lower ones, each
+response at most once. Prompts with equal scores give no pair; responses without a score are left out. The output is
+train.jsonl and test.jsonl; all pairs of a prompt are in one of them.
 """
 
 import pathlib
@@ -19,14 +18,12 @@ from jppo.data.rows import Row
 
 
 def pairs(samples: Sequence[Row], *, seed: int) -> list[list[dict[str, Any]]]:
-    """The pairs of each prompt that has any, in the order of the file."""
+    """Returns the pairs of each prompt with any, in the order of the file."""
     of_prompt: dict[str, list[Row]] = {}
     for row in samples:
         missing = [name for name in ("uid", "prompt", "response", "score") if name not in row.columns]
         if missing:
-            raise UserError(
-                f"{row.place} has no {missing[0]!r}; give a file of samples/, as a test or a training writes it"
-            )
+            raise UserError(f"{row.place} has no {missing[0]!r}; use a file of a run's samples/")
         if row.columns["score"] is not None and (row.columns["response"] or "").strip():
             of_prompt.setdefault(row.columns["uid"], []).append(row)
     rng = np.random.default_rng(seed)
@@ -35,7 +32,7 @@ def pairs(samples: Sequence[Row], *, seed: int) -> list[list[dict[str, Any]]]:
 
 
 def _of_one(shuffled: Sequence[Row]) -> list[dict[str, Any]]:
-    """The best against the worst, the second best against the second worst, and so on while there is a difference."""
+    """Pairs the best with the worst, the second best with the second worst, and so on while scores differ."""
     order = sorted(shuffled, key=lambda row: -row.columns["score"])
     halves = zip(order, reversed(order), strict=True)
     different = [(a.columns, b.columns) for a, b in halves if a.columns["score"] > b.columns["score"]]
@@ -57,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--samples", type=pathlib.Path, required=True, help="a samples file with scores")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="directory to write to")
     parser.add_argument("--test", type=float, default=0.1, help="share of the prompts whose pairs are held out")
-    parser.add_argument("--seed", type=natural, default=1, help="of all that is drawn")
+    parser.add_argument("--seed", type=natural, default=1, help="random seed")
     args = parser.parse_args(argv)
     if not 0 < args.test < 1:
         raise UserError(f"--test={args.test} is a share: it must be between 0 and 1")

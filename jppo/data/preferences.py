@@ -1,9 +1,8 @@
-"""Preferences from rows: pairs of texts as token ids, of which the first was preferred, for a reward model.
+"""Preference pairs from rows, as token ids, for training a reward model.
 
-Rows hold `prompt` (text or chat messages) with `chosen` and `rejected`, which are text, or messages that go on after
-the prompt's; or the two alone as whole chats, whose last turn is the assistant's. A `prompt` beside whole chats must be
-how they begin. What is read of a half is what a reward model reads of a response, so that tokens are made by the
-`encode` that it is read with.
+Rows hold `prompt` (text or chat messages) with `chosen` and `rejected`, as text or as messages that continue the
+prompt; or only the two as whole chats that end with the assistant's turn. A `prompt` next to whole chats must be their
+beginning. `encode` is the tokenisation that the reward model uses in scoring.
 """
 
 import dataclasses
@@ -28,7 +27,7 @@ class Pair:
 
     chosen: np.ndarray  # [n] i32
     rejected: np.ndarray  # [m] i32
-    margin: float  # by which the chosen one should be scored higher before all is well
+    margin: float  # required score difference
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +35,8 @@ class PairSet:
     """The pairs of a set of files, in file order."""
 
     pairs: list[Pair]
-    overlong: int  # pairs that were left out because one half is too long
-    alike: int  # pairs that were left out because both halves are the same: they prefer nothing
+    overlong: int  # pairs left out because one half is too long
+    alike: int  # pairs left out because both halves are equal
 
 
 def read_pairs(
@@ -52,7 +51,7 @@ def read_pairs(
     tokenizer: Any = None,
     setting: str = "data.train_files",
 ) -> PairSet:
-    """Read, check and tokenise comma-separated sources; `margin_column` names the column of margins ('': `margin`)."""
+    """Reads, checks and tokenises comma-separated sources; `margin_column` is the column of margins ('': `margin`)."""
     sources = read_sources(files, setting, custom_cls=custom_cls, tokenizer=tokenizer)
     pairs, overlong, alike = [], 0, 0
     most = None if tokenizer is None else enough(tokenizer, max_length)
@@ -69,13 +68,13 @@ def read_pairs(
         raise UserError(
             f"{setting}={files}: no pair is left: {overlong} are longer than {max_length} tokens, prompt and response"
             f" together, and {alike} have equal halves; raise data.max_prompt_length or data.max_response_length, or"
-            " look at the data"
+            " check the data"
         )
     return PairSet(pairs, overlong, alike)
 
 
 def _halves(row: Row, system_prompt: str) -> list[tuple[Messages, str]]:
-    """Prompt and response of the chosen and of the rejected half."""
+    """Returns prompt and response of the chosen and of the rejected half."""
     for column in ("chosen", "rejected"):
         if row.columns.get(column) is None:
             raise UserError(f"{row.place} has no {column!r}; its columns are {', '.join(map(str, row.columns))}")
@@ -88,16 +87,16 @@ def _half(row: Row, column: str, prompt: Messages | None) -> tuple[Messages, str
     value = row.columns[column]
     if not isinstance(value, list):
         response = text_column(row, column)
-        return (prompt_of(row) if prompt is None else prompt), response  # without one: an error that says so
+        return (prompt_of(row) if prompt is None else prompt), response  # without one, prompt_of raises
     turns = checked_messages(row, column, value)
     if turns[-1]["role"] != "assistant" or not turns[-1]["content"].strip():
-        raise UserError(f"{row.place}: {column} must end with a turn of the assistant that says something")
+        raise UserError(f"{row.place}: {column} must end with a non-empty turn of the assistant")
     asked = [turn["content"] for turn in turns if turn["role"] == "user"]
     if prompt is None or asked:
         begins = prompt in (None, asked[0] if asked else None) or turns[: len(prompt or [])] == prompt
         if not begins:
             raise UserError(
-                f"{row.place}: {column} is a whole chat that does not begin with prompt; leave the prompt out of one"
+                f"{row.place}: {column} is a whole chat that does not begin with prompt; remove the prompt from one"
             )
         before: Messages = turns[:-1]
     elif isinstance(prompt, str):

@@ -1,11 +1,9 @@
-"""Prompts from rows: checked, rendered by the chat template, tokenised, the over-long ones left out or cut.
+"""Prompts from rows: checked, rendered by the chat template, tokenised, filtered or truncated.
 
-Rows go in (`sources.py` says from where), `Prompt`s come out; the rollout takes them from here. Two schemas are read:
-the plain one (`prompt`, `ground_truth`, `data_source`) and verl's (`reward_model.ground_truth` in place of
-`ground_truth`); a source has one of them. A prompt is text, which is tokenised as it stands with the special tokens
-that the tokenizer adds by itself (bos where it has one), or chat messages, which the chat template turns into text
-that holds all its special tokens already. What else a row has is handed to graders in `Prompt.extra`, verl's
-`extra_info` among it.
+Two schemas are supported: the plain one (`prompt`, `ground_truth`, `data_source`) and verl's
+(`reward_model.ground_truth` in place of `ground_truth`); a source has one of them. A prompt is text, tokenised with the
+special tokens that the tokenizer adds (bos if it has one), or chat messages, which the chat template renders with all
+special tokens. Other columns are passed to graders in `Prompt.extra`, including verl's `extra_info`.
 """
 
 import dataclasses
@@ -26,8 +24,8 @@ from jppo.data.tokenizer import announce_long, encode_all, ends_with_eos
 from jppo.structs import Prompt
 
 Messages = str | list[dict[str, str]]
-SHOWN_FROM = 10_000  # rows that take long enough for a progress bar
-_BLOCK = 2_000  # rows that are rendered, and then tokenised by the tokenizer's threads, at once
+SHOWN_FROM = 10_000  # rows, from which a progress bar is shown
+_BLOCK = 2_000  # rows that are rendered and then tokenised at once, by the tokenizer's threads
 _READ = ("prompt", "data_source", "ground_truth", "reward_model")
 
 
@@ -36,9 +34,9 @@ class PromptSet:
     """The prompts of a set of sources, in the order of the setting and of their rows."""
 
     prompts: list[Prompt]
-    overlong: int  # rows that were left out because their prompt is too long
-    truncated: int = 0  # prompts that were cut because they are too long
-    parts: tuple[Part, ...] = ()  # which prompts are of which source
+    overlong: int  # rows left out because their prompt is too long
+    truncated: int = 0  # prompts that were truncated
+    parts: tuple[Part, ...] = ()  # the prompts of each source
 
 
 def read_prompts(
@@ -54,9 +52,9 @@ def read_prompts(
     tools: Sequence[Mapping[str, Any]] = (),
     setting: str = "data.train_files",
 ) -> PromptSet:
-    """Read, check and tokenise the first `max_samples` rows (-1: all) of comma-separated sources.
+    """Reads, checks and tokenises the first `max_samples` rows (-1: all) of comma-separated sources.
 
-    Chat templates tell the model of `tools`, by their schemas.
+    Chat templates show `tools` to the model, by their schemas.
     """
     if max_samples != -1 and max_samples < 1:
         raise UserError(f"data.val_max_samples={max_samples} must be -1 (all rows) or 1 or more")
@@ -91,7 +89,7 @@ def read_prompts(
 
 
 def prompt_of(row: Row) -> Messages:
-    """The row's `prompt`, text or chat messages, checked."""
+    """Returns the row's checked `prompt`, text or chat messages."""
     value = row.columns.get("prompt")
     if value is None or isinstance(value, str):
         return text_column(row, "prompt")
@@ -99,7 +97,7 @@ def prompt_of(row: Row) -> Messages:
 
 
 def check_one_schema(rows: list[Row]) -> None:
-    """UserError where the rows of a source do not all have the schema of its first."""
+    """UserError if the rows of a source do not all have the schema of its first."""
 
     def schema(row: Row) -> dict[str, str]:
         verls = row.columns.get("ground_truth") is None and row.columns.get("reward_model") is not None
@@ -112,7 +110,7 @@ def check_one_schema(rows: list[Row]) -> None:
     for row in rows:
         for what, form in schema(row).items():
             lacks = row.columns.get("prompt" if what == "prompt" else form.partition(".")[0]) is None
-            if form != first[what] and not lacks:  # what is lacking is said of the row itself
+            if form != first[what] and not lacks:  # errors about the row itself come later
                 raise UserError(
                     f"{row.place}: the {what} is in the form of {form}, and that of {rows[0].unit} {rows[0].number} in"
                     f" the form of {first[what]}; a source has one form: make two files of it"
@@ -120,7 +118,7 @@ def check_one_schema(rows: list[Row]) -> None:
 
 
 def with_system_prompt(prompt: Messages, system_prompt: str, row: Row) -> Messages:
-    """The prompt with `system_prompt` ('': none) before it, unless it has a system message of its own."""
+    """Inserts `system_prompt` ('': none) before a prompt without a system message."""
     if not system_prompt:
         return prompt
     if isinstance(prompt, str):
@@ -134,7 +132,7 @@ def with_system_prompt(prompt: Messages, system_prompt: str, row: Row) -> Messag
 
 
 def truncate(tokens: list[int], length: int, truncation: str, row: Row) -> list[int]:
-    """`length` tokens of an over-long prompt: left cuts its beginning, right its end, middle what lies between."""
+    """Truncates a prompt to `length` tokens: left removes its beginning, right its end, middle its middle."""
     if truncation == "left":
         return tokens[-length:]
     if truncation == "right":
@@ -192,10 +190,10 @@ def _tokenise(
                 ids[i] = tokens
     for row, tokens, is_chat in zip(rows, ids, chat, strict=True):
         if not tokens:
-            raise UserError(f"{row.place}: the tokenizer makes no token of the prompt; use a tokenizer that knows it")
+            raise UserError(f"{row.place}: the tokenizer returns no tokens for the prompt; use another tokenizer")
         if not is_chat and ends_with_eos(tokenizer, tokens):
             raise UserError(
-                f"{row.place}: the prompt ends with the end token {tokenizer.eos_token!r}, so that there is nothing "
+                f"{row.place}: the prompt ends with the end token {tokenizer.eos_token!r}, so there is nothing "
                 "to answer; remove it from the text, or set add_eos_token to false in tokenizer_config.json"
             )
     return ids
@@ -222,7 +220,7 @@ def ground_truth(row: Row) -> str:
 
 
 def make_prompt(row: Row, messages: Messages, ids: list[int], name: str) -> Prompt:
-    """The prompt of a row of the source `name`."""
+    """Returns the prompt of a row of the source `name`."""
     extra = {column: value for column, value in row.columns.items() if column not in _READ}
     if extra.get("extra_info") is None:
         extra.pop("extra_info", None)
@@ -240,7 +238,7 @@ def make_prompt(row: Row, messages: Messages, ids: list[int], name: str) -> Prom
 
 
 def mixture(prompts: PromptSet, mix: str, *, batch_size: int) -> PromptSet:
-    """The same prompts, to be drawn by the weights of data.mix ('': as one)."""
+    """Returns the same prompts with the weights of data.mix ('': none)."""
     weights = parse_mix(mix)
     if not weights:
         return prompts

@@ -1,4 +1,4 @@
-"""One row of data with its place for errors, and the checks of what its columns hold. Read by every other stage."""
+"""A row of data with its place for errors, and checks of its columns."""
 
 import dataclasses
 from typing import Any
@@ -10,26 +10,26 @@ from jppo.config import UserError
 class Row:
     """One row of a source; `number` counts from 1 and is the line number in JSON lines."""
 
-    source: str  # a file's path, or what else errors call it
+    source: str  # a file's path, or another name for errors
     number: int
     columns: dict[str, Any]
     unit: str = "row"
 
     @property
     def place(self) -> str:
-        """Where the row stands, for error messages."""
+        """Returns the row's place for error messages."""
         return f"{self.source}, {self.unit} {self.number}"
 
 
 def text_column(row: Row, column: str) -> str:
-    """The text in `column`; missing, empty or not text is an error that names file and row."""
+    """Returns the text in `column`; a missing, empty or non-text value is an error that names file and row."""
     if column not in row.columns or row.columns[column] is None:
         raise UserError(f"{row.place} has no {column!r}; its columns are {', '.join(map(str, row.columns))}")
     return checked_text(row, column, row.columns[column])
 
 
 def checked_text(row: Row, column: str, value: Any) -> str:
-    """`value` itself when it is text with something in it."""
+    """Returns `value` if it is non-empty text."""
     if not isinstance(value, str):
         raise UserError(f"{row.place}: {column} is {brief(value)}, of type {type(value).__name__}; it must be text")
     if not value.strip():
@@ -39,7 +39,7 @@ def checked_text(row: Row, column: str, value: Any) -> str:
 
 
 def checked_messages(row: Row, column: str, value: Any) -> list[dict[str, str]]:
-    """`value` as chat messages: objects with text in `role` and `content`; null fields are left out."""
+    """Returns `value` as chat messages: objects with text in `role` and `content`; null fields are dropped."""
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         kind = type(value).__name__
         raise UserError(f"{row.place}: {column} is {brief(value)}, of type {kind}; it must be text or chat messages")
@@ -53,12 +53,12 @@ def checked_messages(row: Row, column: str, value: Any) -> list[dict[str, str]]:
         if not isinstance(message["content"], str):
             raise UserError(f"{row.place}: content in {column} is {brief(message['content'])}; it must be text")
         _check_characters(row, f"content in {column}", message["content"])
-    # Parquet fills the fields that only other rows have with null.
+    # Parquet fills missing fields with null.
     return [{k: v for k, v in message.items() if v is not None} for message in value]
 
 
 def brief(value: Any) -> str:
-    """A value as errors show it, in one short line."""
+    """Formats a value for errors in one short line."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -66,7 +66,7 @@ def brief(value: Any) -> str:
 def _check_characters(row: Row, column: str, value: str) -> None:
     try:
         value.encode("utf-8")
-    except UnicodeEncodeError as e:  # JSON can spell half of a surrogate pair, which no tokenizer takes
+    except UnicodeEncodeError as e:  # JSON can spell half of a surrogate pair, which tokenizers refuse
         raise UserError(
             f"{row.place}: {column} has {value[e.start]!r}, half of a surrogate pair, at character {e.start + 1}; "
             "write the whole character"

@@ -1,10 +1,10 @@
-"""Demonstrations from rows: (prompt, response) pairs as token ids, for supervised fine-tuning.
+"""Demonstrations from rows, as token ids, for supervised fine-tuning.
 
-Rows hold `prompt` (text or chat messages) and `response`, or `messages`, a chat whose last turn is the
-assistant's and is the response. Prompts are tokenised exactly as for PPO; a response is its text's tokens and
-then the end token. A response of several turns is a list of {text, learn}: what is learned from is a turn of the
-assistant, with an end token behind it; the rest, such as what a tool said, is read only. Of a chat every turn of the
-assistant that answers an earlier one can be learned from: then the chat template says what stands between them.
+Rows hold `prompt` (text or chat messages) and `response`, or `messages`, a chat that ends with the assistant's turn,
+the response. Prompts are tokenised exactly as for PPO; a response is its text's tokens and the end token. A response of
+several turns is a list of {text, learn}: a text with `learn` is a turn of the assistant, trained on with an end token;
+the others, such as tool answers, are context. In a chat, every turn of the assistant that answers an earlier one can be
+trained on; the chat template gives the text between them.
 """
 
 import dataclasses
@@ -20,16 +20,16 @@ from jppo.data.sources import read_sources
 from jppo.data.template import make_renderer
 from jppo.data.tokenizer import encode_all
 
-Segments = list[tuple[str, bool]]  # texts that are learned from, with an end token behind each, or not
+Segments = list[tuple[str, bool]]  # texts, and whether each is trained on with an end token
 
 
 @dataclasses.dataclass(frozen=True)
 class Demonstration:
-    """One prompt and the response to imitate."""
+    """One prompt and its response."""
 
     prompt: np.ndarray  # [P] i32
-    response: np.ndarray  # [n] i32, its end token included
-    learn: np.ndarray  # [n] bool, whether the token is to be imitated
+    response: np.ndarray  # with its end token
+    learn: np.ndarray  # [n] bool, whether the token is trained on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class DemonstrationSet:
     """The demonstrations of a set of files, in file order."""
 
     demonstrations: list[Demonstration]
-    overlong: int  # rows that were left out because prompt and response together are too long
+    overlong: int  # rows left out because prompt and response together are too long
 
 
 def read_demonstrations(
@@ -50,9 +50,9 @@ def read_demonstrations(
     learn_turns: str = "last",
     setting: str = "data.train_files",
 ) -> DemonstrationSet:
-    """Read, check and tokenise comma-separated sources; pairs over `max_length` tokens are left out.
+    """Reads, checks and tokenises comma-separated sources; rows over `max_length` tokens are left out.
 
-    `learn_turns`: of chats the last turn is learned from, or all of the assistant's.
+    `learn_turns`: train on the last turn of chats, or on all turns of the assistant.
     """
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no end token to end responses with; set eos_token in tokenizer_config.json")
@@ -86,7 +86,7 @@ def read_demonstrations(
 def _pair(
     row: Row, system_prompt: str, whole_chat: Callable[[Messages, Row], tuple[Messages, Segments]] | None
 ) -> tuple[Messages, Segments]:
-    """The prompt, and the response as texts that are learned from or not."""
+    """Returns the prompt, and the response as segments that are trained on or not."""
     if "messages" not in row.columns:
         return with_system_prompt(prompt_of(row), system_prompt, row), _segments(row)
     if "prompt" in row.columns or "response" in row.columns:
@@ -100,11 +100,10 @@ def _pair(
 
 
 def make_whole_chat(tokenizer: Any) -> Callable[[Messages, Row], tuple[Messages, Segments]]:
-    """(messages, row) -> what stands before the first answer, and all that follows as segments.
+    """Returns a function (messages, row) -> text before the first answer, and the rest as segments.
 
-    A turn reaches from where the template would have the assistant begin, after the messages before it, to the first
-    end token after that. It must be found in the text of the whole chat: there are templates that leave out of earlier
-    turns what they keep of the last one.
+    A turn extends from where the template starts the assistant's turn, after the earlier messages, to the next end
+    token. It must occur in the text of the whole chat, because some templates drop parts of earlier turns.
     """
     render, end = make_renderer(tokenizer), tokenizer.eos_token
 
@@ -112,7 +111,7 @@ def make_whole_chat(tokenizer: Any) -> Callable[[Messages, Row], tuple[Messages,
         assert not isinstance(messages, str)
         answers = [i for i, message in enumerate(messages) if i and message["role"] == "assistant"]
         asked = (i for i in answers if any(message["role"] != "system" for message in messages[:i]))
-        first = next(asked, answers[-1])  # a greeting is read only
+        first = next(asked, answers[-1])  # a greeting is context
         text, done = render(messages, row, opened=False), 0
         segments: Segments = []
         for i in (i for i in answers if i >= first):
@@ -121,8 +120,8 @@ def make_whole_chat(tokenizer: Any) -> Callable[[Messages, Row], tuple[Messages,
             turn = text[len(before) : stop]
             if not text.startswith(before) or stop == -1 or turn.strip() != messages[i]["content"].strip():
                 raise UserError(
-                    f"{row.place}: the chat template does not keep message {i + 1} of the chat as it is, with the end"
-                    f" token {end!r} behind it; set data.learn_turns=last, or mend the template or eos_token in"
+                    f"{row.place}: the chat template changes message {i + 1} of the chat, or drops its end"
+                    f" token {end!r}; set data.learn_turns=last, or fix the template or eos_token in"
                     " tokenizer_config.json"
                 )
             segments += [(text[done : len(before)], False)] if i > first else []
@@ -142,5 +141,5 @@ def _segments(row: Row) -> Segments:
             raise UserError(f"{row.place}: {brief(one)} in response must be {{text, learn}}, learn true or false")
         checked_text(row, "text in response", one["text"])
     if not value or not value[-1]["learn"]:
-        raise UserError(f"{row.place}: response must end with a text that is learned from; add learn: true to it")
+        raise UserError(f"{row.place}: response must end with a text to train on; add learn: true to it")
     return [(one["text"], one["learn"]) for one in value]

@@ -1,9 +1,9 @@
-"""Where rows come from: files, prepared data sets of tensorflow-datasets, or a class of the user's own.
+"""Sources of rows: files, prepared data sets of tensorflow-datasets, or a custom class.
 
 A setting such as data.train_files lists sources, separated by commas: PATH.parquet, PATH.jsonl, PATH.json, or
-tfds:NAME/SPLIT[@DIR]. With data.custom_cls=PATH.py:CLASS each entry of the list, whatever it is, is given to the
-class: CLASS(entry, tokenizer=tokenizer) must be an iterable of rows, which are dicts of the same columns that a
-file has. What data say is never run as code; the class is, as the user's own.
+tfds:NAME/SPLIT[@DIR]. With data.custom_cls=PATH.py:CLASS each entry is passed to the class: CLASS(entry,
+tokenizer=tokenizer) must be an iterable of rows, dicts with the columns of a file. Data is never run as code; the
+custom class is.
 """
 
 import dataclasses
@@ -25,30 +25,30 @@ FORMS = f"{', '.join(SUFFIXES)} or {tfds.PREFIX}NAME/SPLIT"
 class Source:
     """The rows of one entry of a list of sources."""
 
-    name: str  # a file's stem or NAME/SPLIT; the whole entry where that would not be unique
+    name: str  # a file's stem or NAME/SPLIT; the whole entry if that is not unique
     rows: list[Row]
 
 
 def read_sources(entries: str, setting: str, *, custom_cls: str = "", tokenizer: Any = None) -> list[Source]:
-    """The rows of all sources in a comma-separated list, in its order."""
+    """Reads the rows of all sources in a comma-separated list, in order."""
     listed = [entry.strip() for entry in entries.split(",") if entry.strip()]
     if not listed:
         raise UserError(f"{setting}={entries!r} names no file; give one or more of {FORMS}, separated by commas")
     for i, entry in enumerate(listed):
         if entry in listed[:i]:
-            raise UserError(f"{setting} lists {entry} twice; a source may be read once")
+            raise UserError(f"{setting} lists {entry} twice; a source may be listed once")
     if custom_cls:
         rows_of = functools.partial(_custom_rows, resolve(custom_cls, "data.custom_cls"), custom_cls, tokenizer)
         readers = [(functools.partial(rows_of, entry), pathlib.PurePath(entry).stem) for entry in listed]
     else:
-        readers = [_reader(entry, setting) for entry in listed]  # all are seen to be there before one is read
+        readers = [_reader(entry, setting) for entry in listed]  # checks that all exist before reading one
     short = [name for _, name in readers]
     names = [name if short.count(name) == 1 else entry for name, entry in zip(short, listed, strict=True)]
     return [Source(name, read()) for name, (read, _) in zip(names, readers, strict=True)]
 
 
 def _reader(entry: str, setting: str) -> tuple[functools.partial[list[Row]], str]:
-    """How to read an entry, once it is seen to be there, and its short name."""
+    """Returns a reader of an entry, after checking that it exists, and its short name."""
     if entry.startswith(tfds.PREFIX):
         spec = tfds.parse(entry, setting)
         return functools.partial(tfds.read_rows, spec), f"{spec.name}/{spec.split}"
@@ -56,7 +56,7 @@ def _reader(entry: str, setting: str) -> tuple[functools.partial[list[Row]], str
     if path.suffix not in SUFFIXES:
         raise UserError(f"{setting}: {path} ends in {path.suffix!r}; data sources are {FORMS}")
     if not path.is_file():
-        raise UserError(f"{setting}: no file {path}; give the path of a {', '.join(SUFFIXES)} file")
+        raise UserError(f"{setting}: no file {path}; use the path of a {', '.join(SUFFIXES)} file")
     return functools.partial(read_rows, path), path.stem
 
 
@@ -72,7 +72,7 @@ def _custom_rows(cls: Callable[..., Iterable[Any]], spec: str, tokenizer: Any, e
         raise
     except Exception as e:  # and so may its class
         after = f"after row {len(rows)}" if rows else "before the first row"
-        raise UserError(f"{where} failed {after} ({said(e)}); mend the class") from e
+        raise UserError(f"{where} failed {after} ({said(e)}); fix the class") from e
     if not rows:
         raise UserError(f"{where} has no rows; at least one is needed")
     return rows

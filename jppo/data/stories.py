@@ -1,13 +1,12 @@
-"""Story openings to go on from, short stories to learn from: `python -m jppo.data.stories --out=runs/tinystories/data`
+"""Makes the TinyStories example's data: `python -m jppo.data.stories --out=runs/tinystories/data`
 
-Written are train.jsonl and test.jsonl: openings such as `Once upon a time, there was a little girl named Lily`, which
-end in a name and without a full stop, so that the story must go on, whatever the tokenizer makes of words. Their
-ground truth is a word, `--word`, that a story should mention: the rule `mentions` counts a story right that does, in
-singular or plural.
+Writes train.jsonl and test.jsonl: openings such as `Once upon a time, there was a little girl named Lily`, which end in
+a name without a full stop, so the story continues for any tokenizer. Their ground truth is a word, `--word`; the rule
+`mentions` scores a story that mentions it, in singular or plural.
 
-With `--samples FILE`, a samples file of a test or a training of these openings, demo.jsonl is written instead: a
-(prompt, response) pair for each sample that its model ended by itself within the limit it was sampled with, to be
-fine-tuned on. What a model wrote out as the mark of its end, as in `<|end_story|>`, is cut off.
+With `--samples FILE`, a samples file for these openings, it writes demo.jsonl instead: a (prompt, response) pair for
+each sample that ended within its length limit, for fine-tuning. An end mark that the model wrote as text, such as
+`<|end_story|>`, is removed.
 """
 
 import itertools
@@ -30,7 +29,7 @@ _MARK = re.compile(r"\s*<\|[^|<>]*\|>\s*$")
 
 
 def openings() -> list[str]:
-    """Every beginning with every child."""
+    """Returns every beginning with every child."""
     children = [("girl", name) for name in GIRLS] + [("boy", name) for name in BOYS]
     return [
         f"{beginning} {kind} {child} named {name}"
@@ -39,7 +38,7 @@ def openings() -> list[str]:
 
 
 def make(*, seed: int, test: int, word: str) -> dict[str, list[dict[str, str]]]:
-    """The rows of train and test: a function of the arguments alone."""
+    """Returns the rows of train and test, as a function of the arguments only."""
     everything = openings()
     if not 1 <= test < len(everything):
         raise UserError(f"--test={test} must be from 1 to {len(everything) - 1}, so that both sets have openings")
@@ -51,11 +50,11 @@ def make(*, seed: int, test: int, word: str) -> dict[str, list[dict[str, str]]]:
 
 
 def demonstrations(samples: Sequence[Row]) -> list[dict[str, Any]]:
-    """The samples that were ended by their model, as pairs for fine-tuning."""
+    """Returns the samples that ended by themselves, as pairs for fine-tuning."""
     found = []
     for row in samples:
         if row.columns.get("finish") is None:
-            raise UserError(f"{row.place} has no 'finish'; give a file of samples/, as a test or a training writes it")
+            raise UserError(f"{row.place} has no 'finish'; use a file of a run's samples/")
         story = _MARK.sub("", row.columns.get("response") or "")
         if row.columns["finish"] == "stop" and story.strip():
             found.append({"prompt": row.columns.get("prompt") or text_column(row, "prompt"), "response": story})
@@ -73,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser("jppo.data.stories", __doc__)
     parser.add_argument("--out", type=pathlib.Path, required=True, help="directory to write to")
     parser.add_argument("--samples", type=pathlib.Path, help="samples to make demonstrations of")
-    parser.add_argument("--seed", type=natural, default=1, help="of all that is drawn")
+    parser.add_argument("--seed", type=natural, default=1, help="random seed")
     parser.add_argument("--test", type=int, default=64, help="openings to hold out")
     parser.add_argument("--word", default="cat", help="what a story should mention")
     args = parser.parse_args(argv)

@@ -1,12 +1,12 @@
-"""The order in which prompts are drawn: a shuffled, endless stream whose place is a few integers.
+"""The order of prompts: a shuffled, endless stream with a position of a few integers.
 
-The order of an epoch is a function of (seed, epoch) alone, so a resumed run reads exactly what the killed one
-would have read. As in verl, a last batch that is not full is dropped.
+The order of an epoch depends only on (seed, epoch), so a resumed run reads exactly what the killed one would have read.
+As in verl, a last partial batch is dropped.
 
-With several sources a shuffled epoch is an order of the prompts by source name, whatever the order of the sources in
-the setting; unshuffled, it is the setting's order. Where sources are mixed by weight, each has an order and a place
-of its own, found by its name, and which sources the prompts of a batch come from is a function of (seed, batch
-number). So the place stays exact when the setting's order changes, and means nothing to other sources or rows.
+With several sources, a shuffled epoch orders the prompts by source name, whatever the order of the sources in the
+setting; unshuffled, it follows the setting. Sources mixed by weight have separate orders and positions, keyed by name,
+and (seed, batch number) determines the sources of a batch. So the position stays valid when the setting's order
+changes, but not for other sources or rows.
 """
 
 import dataclasses
@@ -21,28 +21,28 @@ from jppo.config import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Cursor:
-    """The place in the stream; `dataclasses.asdict` of it goes through JSON and back into `Cursor(**...)`."""
+    """The position in the stream; `dataclasses.asdict` of it goes through JSON and back into `Cursor(**...)`."""
 
     epoch: int = 0
-    index: int = 0  # the next prompt is number `index` of the epoch's order; mixed: so many were drawn in it
+    index: int = 0  # the next prompt in the epoch's order; mixed: the number of prompts taken in it
     sources: tuple[tuple[int, int], ...] = ()  # mixed: (epoch, index) of each source, by name
 
     def __post_init__(self) -> None:
-        """JSON has lists in the place of tuples."""
+        """Converts JSON lists to tuples."""
         object.__setattr__(self, "sources", tuple((epoch, index) for epoch, index in self.sources))
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Some of the prompts, which are shuffled, and perhaps weighed, together."""
+    """A set of prompts that is shuffled, and optionally weighted, as one."""
 
     name: str
-    indices: np.ndarray  # [n] i64, which prompts
-    weight: float | None = None  # of all parts or of none; None: they are not mixed by weight
+    indices: np.ndarray  # [n] i64, indices of prompts
+    weight: float | None = None  # for all parts or none; None: not mixed by weight
 
 
 def steps_per_epoch(n: int, batch_size: int) -> int:
-    """Full batches in one pass over n prompts; mixed sources pass over as many, though not each over its own."""
+    """Returns the full batches per pass over n prompts; mixed sources have as many."""
     if not 1 <= batch_size <= n:
         raise UserError(f"data.train_batch_size={batch_size} must be from 1 to the number of prompts, {n}")
     return n // batch_size
@@ -51,7 +51,7 @@ def steps_per_epoch(n: int, batch_size: int) -> int:
 def next_batch(
     cursor: Cursor, *, n: int, batch_size: int, seed: int, shuffle: bool, parts: Sequence[Part] = ()
 ) -> tuple[np.ndarray, Cursor]:
-    """Indices of the next `batch_size` of n prompts, [N] i64, and the place after them."""
+    """Returns the indices of the next `batch_size` of n prompts, [N] i64, and the position after them."""
     steps_per_epoch(n, batch_size)
     if cursor.index + batch_size > n:
         cursor = Cursor(cursor.epoch + 1, 0, cursor.sources)
@@ -68,7 +68,7 @@ def next_batch(
 
 
 def parse_mix(mix: str) -> dict[str, float]:
-    """The weights of 'a=0.7,b=0.3', scaled to add up to 1; {} of ''."""
+    """Parses 'a=0.7,b=0.3' into normalised weights; {} for ''."""
     weights: dict[str, float] = {}
     for entry in filter(None, (entry.strip() for entry in mix.split(","))):
         name, _, number = (part.strip() for part in entry.rpartition("="))
@@ -81,7 +81,7 @@ def parse_mix(mix: str) -> dict[str, float]:
                 f"data.mix={mix!r}: {entry!r} must be a file's stem or a data source, =, and a number above 0"
             )
         if name in weights:
-            raise UserError(f"data.mix={mix!r} gives {name!r} twice; give it one weight")
+            raise UserError(f"data.mix={mix!r} gives {name!r} twice; use one weight")
         weights[name] = weight
     return {name: weight / sum(weights.values()) for name, weight in weights.items()}
 
@@ -89,9 +89,9 @@ def parse_mix(mix: str) -> dict[str, float]:
 def mix_parts(
     weights: Mapping[str, float], parts: Sequence[Part], data_sources: Sequence[str], *, batch_size: int
 ) -> tuple[Part, ...]:
-    """The parts that `weights` name, by the names of `parts` or of the prompts' data sources.
+    """Returns the parts named by `weights`: parts, or data sources of prompts.
 
-    Every prompt must belong to exactly one; a batch must not draw a prompt twice.
+    Every prompt must belong to exactly one; a batch must not contain a prompt twice.
     """
     said = f"data.mix={','.join(f'{name}={weight:g}' for name, weight in weights.items())}"
     members: dict[str, list[int]] = {name: [] for name in weights}
@@ -101,7 +101,7 @@ def mix_parts(
             if len(names) != 1:
                 raise UserError(
                     f"{said} gives {'no weight' if not names else 'two weights'} to a prompt of {part.name!r} whose"
-                    f" data_source is {data_sources[index]!r}; name each prompt's file or source, and not both"
+                    f" data_source is {data_sources[index]!r}; name each prompt's file or source, but not both"
                 )
             members[names[0]].append(int(index))
     for name, weight in weights.items():
@@ -109,7 +109,7 @@ def mix_parts(
         if most > len(members[name]):
             raise UserError(
                 f"{said}: a batch of data.train_batch_size={batch_size} draws up to {most} prompts of {name!r}, which"
-                f" has {len(members[name])}; lower its weight or the batch size, or mend the name"
+                f" has {len(members[name])}; lower its weight or the batch size, or fix the name"
             )
     return tuple(Part(name, np.array(members[name]), weight) for name, weight in weights.items())
 
@@ -117,14 +117,14 @@ def mix_parts(
 def _mixed(
     places: tuple[tuple[int, int], ...], parts: list[Part], *, batch: int, size: int, seed: int, shuffle: bool
 ) -> tuple[np.ndarray, tuple[tuple[int, int], ...]]:
-    """The prompts of one batch and each part's place after it.
+    """Returns the prompts of one batch and each part's position after it.
 
-    Systematic sampling: of a part with weight w a batch has floor(w N) or ceil(w N) prompts, w N on average.
+    Systematic sampling: a part with weight w has floor(w N) or ceil(w N) prompts in a batch, and w N on average.
     """
     if len(places or parts) != len(parts):
         raise UserError(
-            f"data.mix names {len(parts)} sources, and the checkpoint has the places of {len(places)}; go on with those"
-            " that it was written with, or begin anew with trainer.resume_mode=disable"
+            f"data.mix names {len(parts)} sources, but the checkpoint has {len(places)}; resume with those"
+            " of the checkpoint, or start anew with trainer.resume_mode=disable"
         )
     rng = np.random.default_rng([seed, batch, size])
     bounds = np.cumsum([part.weight for part in parts])
@@ -139,4 +139,4 @@ def _mixed(
             order = np.random.default_rng([seed, zlib.crc32(part.name.encode()), epoch]).permutation(n)
         indices[slots == i] = part.indices[order[index : index + count]]
         after.append((epoch, index + count))
-    return rng.permutation(indices), tuple(after)  # so that every mini-batch has of all
+    return rng.permutation(indices), tuple(after)  # shuffled, so that mini-batches mix the parts

@@ -1,8 +1,8 @@
-"""Chat messages as the text that the model reads, by the tokenizer's own chat template.
+"""Renders chat messages as text with the tokenizer's chat template.
 
-transformers renders templates in a sandbox, with names that the template does not define as empty text. Here such a
-name is an error where it would be printed, looped over or computed with: it stands for text that the model was
-trained with and would not get. A template may still ask whether there is one. What messages say is never rendered.
+transformers renders undefined names in templates as empty text. Here, printing, iterating or computing with one is an
+error, because it stands for text of the model's training format. A template may still test whether a name is defined.
+Messages are never rendered as templates.
 """
 
 import inspect
@@ -16,33 +16,33 @@ from jinja2 import meta
 from jppo.config import UserError
 from jppo.data.rows import Row
 
-# What transformers gives to every template; special tokens that a tokenizer does not have are empty there.
+# Names that transformers passes to every template; special tokens missing in a tokenizer are empty.
 _GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now")
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _ITS_OWN_TAGS = re.compile(r"{%[-+]?\s*(?:end)?generation\s*[-+]?%}")
 
 
 class _Unknown(jinja2.Undefined):
-    """Not defined and false where a template asks; an error where it is used."""
+    """An undefined name: false in tests, an error when used."""
 
     __slots__ = ()
     __str__ = __iter__ = __len__ = jinja2.Undefined._fail_with_undefined_error
 
 
 def unknown_names(template: str) -> dict[str, Any]:
-    """The names that a chat template reads and nobody gives, to be passed to it; a fault in it is a UserError."""
+    """Returns undefined names of a chat template, to be passed to it; an invalid template is a UserError."""
     environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
     try:
         read = meta.find_undeclared_variables(environment.parse(_ITS_OWN_TAGS.sub("", template)))
     except jinja2.TemplateSyntaxError as e:
-        raise UserError(f"the chat template is no template: line {e.lineno}: {e.message}; mend it") from e
+        raise UserError(f"the chat template is invalid: line {e.lineno}: {e.message}; fix it") from e
     return {name: _Unknown(name=name) for name in sorted(read - {*_GIVEN, *_TOKENS, *environment.globals})}
 
 
 def make_renderer(tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()) -> Any:
-    """A function (messages, row) -> text with the start of the assistant's turn, unless it is not to be `opened`.
+    """Returns a function (messages, row) -> text with the start of the assistant's turn, if `opened`.
 
-    `row` is the place for errors; `tools` are schemas that the template tells the model of.
+    `row` is the place for errors; `tools` are schemas that the template shows to the model.
     """
     if tokenizer.chat_template is None:
         return _no_template
@@ -66,6 +66,6 @@ def make_renderer(tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()) -> An
 
 def _no_template(messages: Any, row: Row, opened: bool = True) -> str:
     raise UserError(
-        f"{row.place}: the prompt is chat messages, but the tokenizer has no chat template; give one in "
+        f"{row.place}: the prompt is chat messages, but the tokenizer has no chat template; add one in "
         "tokenizer_config.json or chat_template.jinja, or prompts as text"
     )

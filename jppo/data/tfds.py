@@ -1,8 +1,8 @@
 """Rows of data sets that tensorflow-datasets has prepared on disk: `tfds:NAME/SPLIT` or `tfds:NAME/SPLIT@DIR`.
 
-Read as its data source, which needs no TensorFlow: the data set must be stored as array_record or parquet, which
-have random access. Nothing is downloaded or built here. NAME may hold a config and a version, as in gsm8k:1.0.0;
-SPLIT may be a part, as in train[:90%]. Without DIR it is tensorflow-datasets' own folder.
+Reads them as a data source without TensorFlow, so the data set must be stored as array_record or parquet, which have
+random access. Nothing is downloaded or built. NAME may have a config and a version, as in gsm8k:1.0.0; SPLIT may be a
+slice, as in train[:90%]. Without DIR it is tensorflow-datasets' default folder.
 """
 
 import sys
@@ -20,14 +20,14 @@ MISSING = "tensorflow-datasets cannot be imported ({}); pip install 'jppo[tfds]'
 class Spec(NamedTuple):
     """One split of one data set."""
 
-    text: str  # as it stands in the setting
+    text: str  # as in the setting
     name: str
     split: str
     directory: str | None
 
 
 def parse(entry: str, setting: str) -> Spec:
-    """The parts of tfds:NAME/SPLIT@DIR."""
+    """Parses tfds:NAME/SPLIT@DIR."""
     of, at, directory = entry.removeprefix(PREFIX).partition("@")
     name, slash, split = of.rpartition("/")
     if not (slash and name and split) or (at and not directory):
@@ -36,7 +36,7 @@ def parse(entry: str, setting: str) -> Spec:
 
 
 def read_rows(spec: Spec) -> list[Row]:
-    """All rows of the split, text as text."""
+    """Reads all rows of the split, with text as str."""
     try:
         import tensorflow_datasets as tfds
     except ImportError as e:
@@ -44,7 +44,7 @@ def read_rows(spec: Spec) -> list[Row]:
     _hide_gpus(spec)
     where = {} if spec.directory is None else {"data_dir": spec.directory}
     try:
-        # As tfds.data_source, but that would prefer code of the same name to the files, where there is some.
+        # Like tfds.data_source, which would prefer code of the same name to the files.
         source = tfds.core.read_only_builder.builder_from_files(spec.name, **where).as_data_source(spec.split)
         features = source.dataset_info.features
         rows = []
@@ -54,7 +54,7 @@ def read_rows(spec: Spec) -> list[Row]:
             rows.append(row)
     except UserError:
         raise
-    except Exception as e:  # a damaged file, another format, a name that is not there: each raises its own
+    except Exception as e:  # a damaged file, another format, an unknown name: each raises its own
         raise UserError(
             f"{spec.text} cannot be read ({_said(e)}); it must have been prepared, as array_record, in "
             f"{spec.directory or 'the folder of tensorflow-datasets'}"
@@ -66,7 +66,7 @@ def read_rows(spec: Spec) -> list[Row]:
 
 
 def _plain(value: Any, feature: Any, row: Row) -> Any:
-    """A feature's value in the types that JSON has; a sequence of dicts, stored as a dict of lists, as it was."""
+    """Converts a feature's value to JSON types; a sequence of dicts, stored as a dict of lists, is restored."""
     inner = getattr(feature, "feature", None)
     if isinstance(value, dict):
         if inner is None:
@@ -86,14 +86,14 @@ def _plain(value: Any, feature: Any, row: Row) -> Any:
 
 
 def _hide_gpus(spec: Spec) -> None:
-    """TensorFlow, where it was imported, must not take the memory that JAX needs."""
+    """Prevents an imported TensorFlow from taking the GPU memory that JAX needs."""
     if (tensorflow := sys.modules.get("tensorflow")) is not None:
         try:
             tensorflow.config.set_visible_devices([], "GPU")
         except RuntimeError as e:
             raise UserError(
-                f"{spec.text}: TensorFlow has taken the GPU already ({e}); run where tensorflow is not installed, the "
-                "data need none"
+                f"{spec.text}: TensorFlow has taken the GPU already ({e}); run without tensorflow, the "
+                "data does not need it"
             ) from e
 
 

@@ -1,4 +1,4 @@
-"""The tokenizer of an HF directory, the tokens that end a response, and text from tokens."""
+"""The tokenizer of an HF directory, the end tokens of a response, and decoding."""
 
 import json
 import pathlib
@@ -18,23 +18,23 @@ FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece
 
 
 def load_tokenizer(path: str) -> Any:
-    """The tokenizer in a local directory, or of a hub name."""
+    """Loads the tokenizer of a local directory or a hub name."""
     if not path:
-        raise UserError("model.path is empty; give an HF directory or a hub name")
+        raise UserError("model.path is empty; set it to an HF directory or a hub name")
     local = pathlib.Path(path).expanduser()
     if not local.is_dir():
         return _from_hub(path)
-    # transformers makes an empty tokenizer of a directory without one.
+    # transformers creates an empty tokenizer for a directory without one.
     if not any((local / name).is_file() for name in FILES):
         raise UserError(f"no tokenizer.json in {local}; copy the model's tokenizer files there")
     try:
         return _read_tokenizer(str(local))
-    except Exception as e:  # tokenizers raises a plain Exception, transformers what the file makes of it
+    except Exception as e:  # tokenizers raises a plain Exception, transformers various errors
         raise UserError(f"the tokenizer in {local} cannot be read: {_first_line(e)}") from e
 
 
 def end_token_ids(path: str, tokenizer: Any) -> tuple[int, ...]:
-    """The ids that end a response, by generation_config.json, config.json and the tokenizer, each once."""
+    """Returns the ids that end a response: of generation_config.json, config.json and the tokenizer."""
     found: list[int] = []
     vocab_size = _read_config(path, "config.json").get("vocab_size")
     for name in ("generation_config.json", "config.json"):
@@ -55,7 +55,7 @@ def end_token_ids(path: str, tokenizer: Any) -> tuple[int, ...]:
 
 
 def announce_long(place: str, *texts: str) -> None:
-    """Says before the wait that a text of this length takes long: without a space in it a tokenizer needs minutes."""
+    """Warns before tokenising a long text: without spaces a tokenizer needs minutes."""
     if (most := max(map(len, texts), default=0)) > LONG:
         said = f"a text of {most:,} characters is tokenised, which can take minutes; shorten or remove it"
         print(f"{place}: {said}", file=sys.stderr, flush=True)
@@ -82,18 +82,18 @@ def encode_all(tokenizer: Any, texts: Sequence[str], *, max_length: int | None =
 
 
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:
-    """The text of token ids, special tokens left out."""
+    """Decodes token ids without special tokens."""
     return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 def check_stop_texts(tokenizer: Any, texts: Sequence[str]) -> None:
-    """UserError where a text can never be found in a response, because it holds a special token."""
+    """UserError if a text can never match in a response, because it has a special token."""
     for text in texts:
         special = next((token for token in tokenizer.all_special_tokens if token in text), None)
         if special is not None:
             raise UserError(
-                f"rollout.stop: {text!r} holds the special token {special}, which a response's text leaves out; add its"
-                " id to eos_token_id of the model's generation_config.json, or leave it out"
+                f"rollout.stop: {text!r} has the special token {special}, which a response's text leaves out; add its"
+                " id to eos_token_id of the model's generation_config.json, or remove it"
             )
 
 
@@ -103,7 +103,7 @@ def ends_with_eos(tokenizer: Any, ids: Sequence[int]) -> bool:
 
 
 def _read_tokenizer(source: str, **how: Any) -> Any:
-    import transformers  # takes seconds, for which a command that reads none need not wait
+    import transformers  # importing takes seconds
 
     return transformers.AutoTokenizer.from_pretrained(source, **how)
 
@@ -112,18 +112,18 @@ def _from_hub(name: str) -> Any:
     if name.startswith(("/", ".", "~")) or name.count("/") != 1:
         raise UserError(f"no directory {name}; give the path of an HF directory with tokenizer.json, or a hub name")
     try:
-        return _read_tokenizer(name, local_files_only=True)  # the cache
+        return _read_tokenizer(name, local_files_only=True)  # from the cache
     except (OSError, ValueError):
         pass
-    sought = f"tokenizer.json of {name!r} was sought: it is no local directory, nor in the cache"
-    remedy = "download the model where there is a network and give its path"
+    sought = f"tokenizer.json of {name!r} was not found: neither a local directory nor in the cache"
+    remedy = "download the model on a machine with a network and use its path"
     if constants.HF_HUB_OFFLINE:
         raise UserError(f"{sought}, and HF_HUB_OFFLINE is set; unset it, or {remedy}")
     try:
         httpx.head(constants.ENDPOINT, timeout=15.0)  # transformers itself would retry for a minute
         return _read_tokenizer(name)
     except (httpx.HTTPError, OSError, ValueError) as e:
-        raise UserError(f"{sought}, and {constants.ENDPOINT} did not give it ({_first_line(e)}); {remedy}") from e
+        raise UserError(f"{sought}, and {constants.ENDPOINT} did not provide it ({_first_line(e)}); {remedy}") from e
 
 
 def _read_config(path: str, name: str) -> dict[str, Any]:
@@ -145,9 +145,9 @@ def _read_config(path: str, name: str) -> dict[str, Any]:
     try:
         config = json.loads(pathlib.Path(found).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as e:
-        raise UserError(f"{found} is no JSON: {_first_line(e)}; fetch it again") from e
+        raise UserError(f"{found} is not valid JSON: {_first_line(e)}; fetch it again") from e
     if not isinstance(config, dict):
-        raise UserError(f"{found} must hold a JSON object, not {type(config).__name__}")
+        raise UserError(f"{found} must be a JSON object, not {type(config).__name__}")
     return config
 
 

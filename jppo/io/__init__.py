@@ -1,1 +1,1 @@
-"""What a run leaves on disk and shows on the screen."""
+"""Files, loggers and console output of a run; checkpoints; several hosts."""

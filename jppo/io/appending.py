@@ -1,7 +1,7 @@
-"""A file that grows by whole records, also where the disk is full for a while.
+"""An append-only file of whole records that survives a temporarily full disk.
 
-What finds no room waits in memory and goes out first when there is room again: nothing is lost, the order stays, and
-no reader ever meets the first half of a record for good.
+Records that do not fit wait in memory and are written first when there is room again: nothing is lost, the order stays,
+and no reader keeps half a record.
 """
 
 import collections
@@ -13,36 +13,36 @@ from typing import Any
 
 
 class Appender:
-    """Writes at the end of the last whole record."""
+    """Appends after the last complete record."""
 
     def __init__(self, path: pathlib.Path) -> None:
-        """Open the file, to go on at its end."""
+        """Opens the file for appending."""
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         self._end = os.fstat(self._file).st_size
         self._waiting: collections.deque[bytes] = collections.deque()
 
     @property
     def waiting(self) -> int:
-        """Records that found no room so far."""
+        """Returns the number of waiting records."""
         return len(self._waiting)
 
     def append(self, record: bytes) -> None:
-        """Write what waits and then the record; OSError where it has to wait."""
+        """Writes waiting records and then this one; OSError if it has to wait."""
         self._waiting.append(record)
         self.flush()
 
     def flush(self) -> None:
-        """Write what waits; OSError where it cannot be."""
+        """Writes waiting records; OSError if that fails."""
         while self._waiting:
             self._write(self._waiting[0])
             self._end += len(self._waiting.popleft())
 
     def sync(self) -> None:
-        """Return when all that is written is on the disk."""
+        """Returns when all written records are on disk."""
         os.fsync(self._file)
 
     def close(self) -> None:
-        """Write what waits, or say by OSError that it is lost."""
+        """Writes waiting records; OSError if they are lost."""
         try:
             self.flush()
         finally:
@@ -54,20 +54,20 @@ class Appender:
             while done < len(record):
                 done += os.pwrite(self._file, record[done:], self._end + done)
         except OSError:
-            os.ftruncate(self._file, self._end)  # takes no room
+            os.ftruncate(self._file, self._end)  # needs no room
             raise
 
 
 def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines, each with its step, up to the first that cannot be read; [] without a file.
+    """Reads the objects of a JSON lines file with a step, up to the first unreadable one; [] without a file.
 
-    A kill may have cut the last one off, and a power cut left NULs.
+    A kill may have truncated the last line, and a power cut may have left NULs.
     """
     return [row for row, _ in _readable(path)]
 
 
 def cut_lines(path: pathlib.Path, keep: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-    """Cut a file of JSON lines, in place, before the first that is not to be kept or cannot be read; what is kept."""
+    """Truncates a JSON lines file, in place, before the first unwanted or unreadable line; returns the kept rows."""
     kept: list[dict[str, Any]] = []
     end = 0
     if not path.exists():
@@ -75,7 +75,7 @@ def cut_lines(path: pathlib.Path, keep: Callable[[dict[str, Any]], bool]) -> lis
     rows = _readable(path)
     whole = rows[-1][1] if rows else 0
     if (lost := path.stat().st_size - whole) > 0:
-        print(f"{path}: the last {lost} bytes, after {len(rows)} lines, cannot be read and are cut off", flush=True)
+        print(f"{path}: the last {lost} bytes, after {len(rows)} lines, cannot be read and are removed", flush=True)
     for row, after in rows:
         if not keep(row):
             break
@@ -86,7 +86,7 @@ def cut_lines(path: pathlib.Path, keep: Callable[[dict[str, Any]], bool]) -> lis
 
 
 def _readable(path: pathlib.Path) -> list[tuple[dict[str, Any], int]]:
-    """The rows from the beginning on, each with the byte at which the next one begins."""
+    """Returns the readable rows from the start, each with the byte offset after it."""
     found: list[tuple[dict[str, Any], int]] = []
     end = 0
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:

@@ -1,11 +1,11 @@
-"""A model card: what a model was made of, how, and how far it came, as the README.md of its directory. Pure."""
+"""The model card of an export, README.md: base model, data, settings, scores. Pure."""
 
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# The settings that say what a run did, where it has them; what is empty or off is left out.
+# Settings listed in a card; empty and disabled ones are left out.
 OF_PPO = (
     "algorithm.adv_estimator",
     "algorithm.gamma",
@@ -43,7 +43,7 @@ OF_BOTH = (
     "model.target_modules",
     "trainer.seed",
 )
-ONLY_WITH = {  # a setting that says something where another is on
+ONLY_WITH = {  # settings that matter only if another one is on
     "algorithm.kl_coef": "algorithm.use_kl_in_reward",
     "algorithm.kl_ctrl_type": "algorithm.use_kl_in_reward",
     "actor.kl_loss_coef": "actor.use_kl_loss",
@@ -70,11 +70,11 @@ def card(
     lines: Lines,
     exported_by: str,
 ) -> str:
-    """The card as Markdown; `kind` is 'model' or 'adapter', `lines` those of metrics.jsonl up to the step."""
+    """Returns the card as Markdown; `kind` is 'model' or 'adapter', `lines` are of metrics.jsonl up to the step."""
     by_ppo = not any(setting.startswith("optim.") for setting in settings)
     how = "PPO" if by_ppo else "supervised fine-tuning"
     base = str(settings.get("model.path", ""))
-    what = "LoRA adapters, to be loaded beside their base" if kind == "adapter" else f"weights in {dtype}"
+    what = "LoRA adapters, to be loaded with their base" if kind == "adapter" else f"weights in {dtype}"
     reached = step if step is not None else lines[-1]["step"] if lines else None
     after = "" if reached is None else f" after step {reached}"
     parts = [
@@ -93,7 +93,7 @@ def card(
 
 
 def _front(base: str, kind: str, tag: str) -> str:
-    """What the hub reads of a card."""
+    """Returns the metadata that the hub reads."""
     hub_name = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", base) and not pathlib.Path(base).is_dir()
     lines = [
         "---",
@@ -121,12 +121,12 @@ def _files(names: str) -> str:
 
 
 def _shown(path: str) -> str:
-    """A path as others may see it: of one on this machine alone its last part."""
+    """Returns a path for publication: the last part of a local one."""
     return pathlib.PurePath(path).name if path.startswith(("/", "~")) else path
 
 
 def _scores(lines: Lines) -> str:
-    """The first test and the last, metric by metric."""
+    """Returns the metrics of the first and last test."""
     tested = [line for line in lines if line.get("val/score") is not None]
     if not tested:
         return ""
@@ -160,5 +160,5 @@ def _may_have_critic(estimator: str | None) -> bool:
 
 
 def _plain(value: Any) -> str:
-    """A value within a table or a list: on one line, nothing in it Markdown."""
+    """Escapes a value for a table or list: one line, no Markdown."""
     return re.sub(r"([|`*_<\[\]])", r"\\\1", " ".join(str(value).split()))

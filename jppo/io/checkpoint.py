@@ -1,9 +1,8 @@
-"""Checkpoints by orbax: train state and data cursor, written beside the training, all or nothing.
+"""Checkpoints by orbax: train state and data position, written asynchronously and atomically.
 
-A checkpoint is a directory named after its step. It has that name only once it is complete, so that a kill in
-the middle of a save leaves the one before. Each array's checksum is kept with it and compared when it is
-read: storage that changed a bit is found, and the checkpoint before is used instead. A save that fails, as on a full
-disk, is said and costs that checkpoint only.
+A checkpoint is a directory named after its step. It gets that name when it is complete, so a kill during a save leaves
+the previous one. Checksums of all arrays are saved and compared on reading: if storage corrupted an array, the previous
+checkpoint is used. A failed save, as on a full disk, is reported and costs only that checkpoint.
 """
 
 import collections
@@ -26,33 +25,33 @@ from jppo.io import whole
 
 BEST = "best.json"
 EXPORT = ".hf-tmp"
-REPLACED = ".replaced"  # a checkpoint of the same step, until the new one is complete
-LARGE = 2**26  # bytes of an array that all devices should share in copying
+REPLACED = ".replaced"  # suffix of a checkpoint of the same step until the new one is complete
+LARGE = 2**26  # bytes of an array that all devices should help to copy
 
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """What a checkpoint held."""
+    """The contents of a checkpoint."""
 
     step: int
-    state: Any  # as `like`, with its shardings
+    state: Any  # like `like`, with its shardings
     meta: dict[str, Any]
-    missing: tuple[str, ...] = ()  # of the optional parts of the state those that were not saved: they are `like`'s
+    missing: tuple[str, ...] = ()  # optional fields that were not saved: they are `like`'s
 
 
 class Damaged(UserError):
-    """A checkpoint that cannot be read, or whose arrays are not what was saved."""
+    """A checkpoint is unreadable, or its arrays differ from the saved ones."""
 
 
 class NonFinite(Exception):
-    """A state with NaN or infinite values: it is not saved, for no run could resume from it."""
+    """A state has NaN or infinities: it is not saved, because no run could resume from it."""
 
 
 class Checkpoints:
-    """The checkpoints of one run; use it as a context manager."""
+    """The checkpoints of one run; a context manager."""
 
     def __init__(self, directory: pathlib.Path, *, keep: int, read_only: bool = False) -> None:
-        """Write to `directory`, of which the last `keep` complete checkpoints are kept, and the best.
+        """Writes to `directory` and keeps the last `keep` complete checkpoints and the best one.
 
         `read_only` changes nothing there.
         """
@@ -70,22 +69,22 @@ class Checkpoints:
             self._sweep()
 
     def steps(self) -> list[int]:
-        """The steps of the complete checkpoints, in order."""
+        """Returns the steps of the complete checkpoints, in order."""
         if not self._directory.is_dir():
             return []
         return sorted(int(path.name) for path in self._directory.iterdir() if path.name.isdecimal())
 
     def latest(self) -> int | None:
-        """The step of the last complete checkpoint; None where there is none."""
+        """Returns the step of the last complete checkpoint; None without one."""
         return max(self.steps(), default=None)
 
     def best(self) -> dict[str, Any] | None:
-        """`step`, `metric` and `value` of the best complete checkpoint; None where none was compared."""
+        """Returns `step`, `metric` and `value` of the best complete checkpoint; None without one."""
         path = self._directory / BEST
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
             return found if found["step"] in self.steps() else None
-        except (OSError, ValueError, KeyError, TypeError):  # there is none, or a kill cut it off
+        except (OSError, ValueError, KeyError, TypeError):  # missing, or truncated by a kill
             return None
 
     def save(
@@ -97,11 +96,11 @@ class Checkpoints:
         score: tuple[str, float] | None = None,
         export: Callable[[pathlib.Path], object] | None = None,
     ) -> None:
-        """Start writing `state` and `meta` (of JSON types); returns once the arrays may be donated.
+        """Starts writing `state` and `meta` (JSON types); returns once the arrays may be donated.
 
-        Waits for the save before; NonFinite where a value is not a finite number. `score`, a metric and its value, is
-        what the best checkpoint has most of; `export` writes a model directory, which becomes `<step>/hf`. A checkpoint
-        of the same step, as of a run that was stopped in the step's test, is replaced once this one is complete.
+        Waits for the previous save; NonFinite if a value is not finite. `score`, a metric and its value, selects the
+        best checkpoint; `export` writes a model directory, `<step>/hf`. A checkpoint of the same step, as of a run that
+        stopped during the step's test, is replaced once this one is complete.
         """
         self.wait()
         named = _named(state)
@@ -119,14 +118,13 @@ class Checkpoints:
             if export is not None:
                 export(self._directory / f"{step}{EXPORT}")
             self._writer.save(self._directory / str(step), args=items)
-        except Exception as e:  # orbax and tensorstore raise anything, down to a plain Exception
+        except Exception as e:  # orbax and tensorstore raise anything, even a plain Exception
             self._failed(e)
 
     def restore_latest(self, like: Any, **how: Any) -> Restored | None:
         """The last checkpoint that is whole, as `restore` reads it with `how`; None where there is none.
 
-        A damaged one is reported and, unless nothing may be changed, renamed to `<step>.damaged`; the one before is
-        read.
+        A damaged one is reported and renamed to `<step>.damaged` (unless read-only), and the previous one is read.
         """
         self.wait()
         for step in reversed(self.steps()):
@@ -143,7 +141,7 @@ class Checkpoints:
         return None
 
     def discard_after(self, step: int) -> None:
-        """Delete the checkpoints after `step`, for a run that goes on from there, or anew from -1."""
+        """Deletes the checkpoints after `step`, for a run that resumes there, or starts anew with -1."""
         self.wait()
         later = [] if self._read_only else [s for s in self.steps() if s > step]
         if later and jax.process_index() == 0:
@@ -151,7 +149,7 @@ class Checkpoints:
             self._remove(later)
 
     def wait(self) -> None:
-        """Return when the last save is on disk, or has failed; then remove the checkpoints that are too many."""
+        """Returns when the last save is on disk or has failed; then removes surplus checkpoints."""
         try:
             self._writer.wait_until_finished()
             if self._writing is not None and jax.process_index() == 0:
@@ -161,7 +159,7 @@ class Checkpoints:
         self._writing = None
 
     def close(self) -> None:
-        """Finish the last save and stop."""
+        """Finishes the last save and closes."""
         self.wait()
         self._writer.close()
 
@@ -180,7 +178,7 @@ class Checkpoints:
 
     def _finish(self, save: "_Save") -> None:
         path = self._directory / str(save.step)
-        whole.sync(self._directory)  # the checkpoint's name: those before may be removed now
+        whole.sync(self._directory)  # makes the checkpoint's name durable before older ones are removed
         shutil.rmtree(path.with_name(f"{save.step}{REPLACED}"), ignore_errors=True)
         if save.export is not None:
             save.export.rename(path / "hf")
@@ -194,20 +192,21 @@ class Checkpoints:
         self._remove([step for step in self.steps() if step not in kept])
 
     def _failed(self, error: Exception) -> None:
-        """Says that a save came to nothing, and frees what there is of it."""
+        """Reports a failed save and removes its remains."""
         step, self._writing = "?" if self._writing is None else self._writing.step, None
         why = str(error).strip().partition("\n")[0][:200]
         last = self.latest()
         print(
-            f"checkpoint {step} could not be written to {self._directory} ({type(error).__name__}: {why}); the run goes"
-            f" on, and {'there is no checkpoint yet' if last is None else f'the last one is {last}'}; make room there",
+            f"checkpoint {step} could not be written to {self._directory} ({type(error).__name__}: {why}); the run"
+            f" continues, and {'there is no checkpoint yet' if last is None else f'the last one is {last}'}; make room"
+            " there",
             flush=True,
         )
         if jax.process_index() == 0:
             self._sweep()
 
     def _sweep(self) -> None:
-        """Removes what a save that was broken off has left; what it was to replace has its name again."""
+        """Removes the remains of an interrupted save and restores the name of the one it was replacing."""
         for old in self._directory.glob(f"*{REPLACED}"):
             path = old.with_name(old.name.removesuffix(REPLACED))
             if path.exists():
@@ -224,7 +223,7 @@ class Checkpoints:
 
 @dataclasses.dataclass(frozen=True)
 class _Save:
-    """What is being written."""
+    """A save in progress."""
 
     step: int
     score: tuple[str, float] | None
@@ -232,9 +231,9 @@ class _Save:
 
 
 def require(path: pathlib.Path) -> None:
-    """UserError where `path` is no checkpoint that a run could go on from."""
+    """UserError if `path` is not a checkpoint that a run can resume from."""
     if not path.is_dir():
-        raise UserError(f"trainer.resume_mode={path}: no such checkpoint; give auto, disable, or RUN/checkpoints/STEP")
+        raise UserError(f"trainer.resume_mode={path}: no such checkpoint; use auto, disable, or RUN/checkpoints/STEP")
 
 
 def restore(
@@ -245,7 +244,7 @@ def restore(
     optional: Sequence[str] = (),
     former_name: Callable[[str], str] = str,
 ) -> Restored:
-    """Read the checkpoint at `path` into the structure, shapes, dtypes and shardings of `like`.
+    """Reads the checkpoint at `path` into the structure, shapes, dtypes and shardings of `like`.
 
     `like` holds arrays or `jax.ShapeDtypeStruct`s with shardings; its `optional` fields hold arrays, which stay
     where the checkpoint has nothing for the field. `fits` sees the meta first and raises what speaks against it. An
@@ -280,7 +279,7 @@ def restore(
 
 
 def restore_field(path: pathlib.Path, field: str, like: Callable[[dict[str, Any]], Any]) -> Restored:
-    """One field of the state alone, without reading the others, as the structure that `like` makes of the meta."""
+    """Reads one field of the state, with the structure that `like` derives from the meta."""
     _quiet()
     with _checkpointer() as reader:
         content = _read(reader, path.absolute(), about=ocp.args.JsonRestore())["about"]
@@ -320,7 +319,7 @@ def _checkpointer() -> ocp.AsyncCheckpointer:
 
 
 def _quiet() -> None:
-    """Orbax reports a save in several lines, and a failure by tracebacks of every thread; here it is one sentence."""
+    """Silences orbax, which logs a save in several lines and a failure with tracebacks of every thread."""
     logging.getLogger("absl").addFilter(_not_orbax)
     if sys.unraisablehook is not _unraisable:
         global _other_hook
@@ -335,7 +334,7 @@ def _not_orbax(record: logging.LogRecord) -> bool:
 
 
 def _unraisable(what: Any) -> None:
-    """Passes on all but what tensorstore tells an event loop of orbax's that has ended with a failed save."""
+    """Filters tensorstore's errors about an event loop of orbax that ended with a failed save."""
     if not (isinstance(what.exc_value, RuntimeError) and str(what.exc_value) == "Event loop is closed"):
         _other_hook(what)
 
@@ -343,7 +342,7 @@ def _unraisable(what: Any) -> None:
 def _read(reader: ocp.AsyncCheckpointer, path: pathlib.Path, **items: ocp.args.CheckpointArgs) -> Any:
     try:
         return reader.restore(path, args=ocp.args.Composite(**items))
-    except Exception as e:  # orbax and tensorstore raise anything, down to a plain Exception
+    except Exception as e:  # orbax and tensorstore raise anything, even a plain Exception
         why = str(e).strip().partition("\n")[0][:200]
         raise Damaged(f"{path} is no readable checkpoint ({type(e).__name__}: {why}); use another") from e
 
@@ -357,14 +356,14 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _plain(leaf: Any) -> jax.Array:
-    """The leaf as numbers: random keys are stored as their data."""
+    """Returns the leaf as numbers: random keys as their data."""
     return jax.random.key_data(leaf) if _is_key(leaf) else jnp.asarray(leaf)
 
 
 def _one_copy(array: jax.Array) -> jax.Array:
-    """A small array that every device holds whole, as one of them holds it; others as they are.
+    """Returns a small replicated array as one device's copy; others unchanged.
 
-    Orbax lets each device copy a part of such an array, which takes a program for each shape and device.
+    Otherwise orbax lets each device copy a part, which takes a program for each shape and device.
     """
     small = array.is_fully_addressable and array.is_fully_replicated and array.nbytes < LARGE
     return array.addressable_data(0) if small else array
@@ -384,7 +383,7 @@ def _describe(leaf: Any) -> dict[str, Any]:
 
 
 def _impl(leaf: Any) -> dict[str, str]:
-    """How a random key is to be made of its data again."""
+    """Returns how to rebuild a random key from its data."""
     return {"impl": str(jax.random.key_impl(leaf))} if _is_key(leaf) else {}
 
 

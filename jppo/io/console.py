@@ -1,6 +1,6 @@
-"""The console of a run: a live table with a progress bar on a terminal, one plain line a step elsewhere.
+"""The console of a run: a live table with a progress bar on a terminal, one plain line per step elsewhere.
 
-Green is within the range of `health.py`, yellow and red are outside; where there is no colour, a ! stands behind.
+Green is within the range of `health.py`, yellow and red are outside; without colour, a ! marks the latter.
 """
 
 import collections
@@ -21,11 +21,11 @@ from jppo.errors import escaped
 from jppo.io import health
 from jppo.io.timers import STAGES
 
-ROWS = 12  # steps that the live table shows
+ROWS = 12  # steps in the live table
 
 Columns = Sequence[tuple[str, str, str]]
 
-# Heading, metric, format. A step without the metric shows a dash.
+# Heading, metric, format. A missing metric is a dash.
 PPO_COLUMNS: Columns = (
     ("reward", health.REWARD, ".3f"),
     ("test", "val/score", ".3f"),
@@ -55,50 +55,50 @@ REWARD_MODEL_COLUMNS: Columns = (
     ("tok/s", "perf/throughput", ",.0f"),
     ("s/step", "timing_s/step", ".2f"),
 )
-LEFT_OUT_FIRST = ("s/step", "ratio", "test")  # of a table that is too wide; the stages' line has the first
+LEFT_OUT_FIRST = ("s/step", "ratio", "test")  # if the table is too wide
 STAGE_NAMES = {"old_log_prob": "logp", "update_critic": "critic", "update_actor": "actor", "update_weights": "publish"}
 MEMORY = {"device": "perf/max_memory_allocated_gb", "host": "perf/cpu_memory_used_gb"}
 COLOURS: Mapping[health.Verdict, str] = {"good": "green", "weak": "yellow", "bad": "bold red"}
 
 
 class Screen(Protocol):
-    """Where the steps are shown."""
+    """A display of steps."""
 
     def show(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show one step."""
+        """Shows one step."""
 
     def note(self, text: str, style: str = "") -> None:
-        """Say something between the steps."""
+        """Prints a text between steps."""
 
     def close(self) -> None:
-        """Stop drawing."""
+        """Stops drawing."""
 
 
 class Terminal(rich.console.Console):
-    """Standard output; where whoever read it has gone, what follows is dropped, and the run goes on."""
+    """Standard output; if its reader has gone, further output is dropped and the run continues."""
 
     def on_broken_pipe(self) -> None:
-        """rich makes the console quiet, which is meant, and ends the program, which is not."""
+        """Keeps the program alive: rich would end it after silencing the console."""
         with contextlib.suppress(SystemExit):
             super().on_broken_pipe()
 
 
 def make_screen(total_steps: int, done: int, columns: Columns, console: rich.console.Console) -> Screen:
-    """The screen that fits the console; `done` steps lie behind a resumed run."""
+    """Returns the screen for the console; a resumed run has `done` steps already."""
     if console.is_terminal and not console.is_dumb_terminal:
         return Live(total_steps, done, columns, console)
     return Lines(total_steps, columns, console)
 
 
 class Pace:
-    """Seconds to the end, by the pace of the steps so far."""
+    """Estimates the remaining time from the pace of the steps so far."""
 
     def __init__(self, total_steps: int) -> None:
         self._total = total_steps
         self._first: tuple[int, float] | None = None
 
     def left(self, step: int) -> str:
-        """The time to the end after `step` as h:mm:ss; unknown until two steps are done."""
+        """Returns the remaining time after `step` as h:mm:ss; unknown until two steps are done."""
         now = time.monotonic()
         if self._first is None:
             if step > 0:  # step 0 is the test before training
@@ -112,20 +112,20 @@ class Pace:
 
 
 class Rewards:
-    """The rewards of the last steps, which a step's health depends on."""
+    """The rewards of the last steps, for a step's health."""
 
     def __init__(self) -> None:
         self._last: collections.deque[float] = collections.deque(maxlen=health.TREND_STEPS)
 
     def verdicts(self, metrics: Mapping[str, float]) -> dict[str, health.Verdict]:
-        """The verdicts of the next step."""
+        """Returns the verdicts of the next step."""
         if health.REWARD in metrics:
             self._last.append(metrics[health.REWARD])
         return health.verdicts(metrics, tuple(self._last))
 
 
 class Lines:
-    """One plain line a step, for logs."""
+    """One plain line per step, for logs."""
 
     def __init__(self, total_steps: int, columns: Columns, console: rich.console.Console) -> None:
         self._total = total_steps
@@ -135,7 +135,7 @@ class Lines:
         self._rewards = Rewards()
 
     def show(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print the step."""
+        """Prints the step."""
         verdicts = self._rewards.verdicts(metrics)
         shown = [
             f"{heading} {_text(metrics, name, form)}{_mark(verdicts.get(name))}"
@@ -147,15 +147,15 @@ class Lines:
         self.note("  ".join([f"step {step}/{self._total}", *shown, *further]))
 
     def note(self, text: str, style: str = "") -> None:
-        """Print the text."""
+        """Prints the text."""
         self._console.print(escaped(text), markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Nothing is left open."""
+        """Does nothing."""
 
 
 class Live:
-    """The last steps in a table that is redrawn in place, over a progress bar."""
+    """A table of the last steps, redrawn in place above a progress bar."""
 
     def __init__(self, total_steps: int, done: int, columns: Columns, console: rich.console.Console) -> None:
         self._columns = columns
@@ -178,7 +178,7 @@ class Live:
         self._live.start()
 
     def show(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add the step to the table and move the bar."""
+        """Adds the step to the table and moves the bar."""
         verdicts = self._rewards.verdicts(metrics)
         cells = {}
         for heading, name, form in self._columns:
@@ -194,11 +194,11 @@ class Live:
         self._live.update(self._draw(), refresh=True)
 
     def note(self, text: str, style: str = "") -> None:
-        """Print the text above the table."""
+        """Prints the text above the table."""
         self._console.print(rich.text.Text(escaped(text), style=style))
 
     def close(self) -> None:
-        """Leave the last table on the screen."""
+        """Leaves the last table on the screen."""
         self._live.stop()
 
     def _draw(self) -> rich.console.Group:
@@ -214,7 +214,7 @@ class Live:
         return rich.console.Group(table, *([below] if self._below else []), self._progress)
 
     def _fitting(self) -> list[str]:
-        """The headings that the console has room for."""
+        """Returns the headings that fit the console."""
         headings = [heading for heading, _, _ in self._columns]
         width = {h: 1 + max(len(h), *(len(cells[h]) for _, cells in self._steps), 0) for h in headings}
         steps = max(len("step"), *(len(str(step)) for step, _ in self._steps), 0)
@@ -236,11 +236,11 @@ def _mark(verdict: health.Verdict | None) -> str:
 
 
 def _stages(metrics: Mapping[str, float]) -> list[str]:
-    """The stages of the step with their seconds, but for those that took next to none."""
+    """Returns the step's stages with their seconds, without negligible ones."""
     seconds = {stage: metrics.get(f"timing_s/{stage}", 0.0) for stage in STAGES if stage != "step"}
     return [f"{STAGE_NAMES.get(stage, stage)} {took:.1f}" for stage, took in seconds.items() if took >= 0.05]
 
 
 def _memory(metrics: Mapping[str, float]) -> list[str]:
-    """The memory in use, of what is known."""
+    """Returns the known memory in use."""
     return [f"{where} {metrics[name]:.1f} GB" for where, name in MEMORY.items() if name in metrics]

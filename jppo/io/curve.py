@@ -1,4 +1,4 @@
-"""The learning curve as a small SVG, drawn without a plotting library."""
+"""The learning curve as a small SVG, without a plotting library."""
 
 import math
 import pathlib
@@ -14,7 +14,7 @@ COLOURS = ("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#64748b")
 
 
 def write_curve(path: pathlib.Path, *, title: str, lines: Mapping[str, Points], dots: Mapping[str, Points]) -> None:
-    """Draw `lines` as lines and `dots` as marked points over steps; non-finite values are left out."""
+    """Draws `lines` as lines and `dots` as marked points over steps; skips non-finite values."""
     series = [(name, _finite(points), name in dots) for name, points in [*lines.items(), *dots.items()]]
     everything = [point for _, points, _ in series for point in points]
     xs = _ticks([x for x, _ in everything], count=8, whole=True)
@@ -31,7 +31,7 @@ def write_curve(path: pathlib.Path, *, title: str, lines: Mapping[str, Points], 
 
 
 def learning(lines: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Points]]:
-    """What a run's curve shows of its lines of metrics: `lines` and `dots` of `write_curve`."""
+    """Returns the `lines` and `dots` of `write_curve` from lines of metrics."""
 
     def of(metric: str) -> Points:
         return [(m["step"], m[metric]) for m in lines if m.get(metric) is not None]
@@ -46,7 +46,7 @@ def _finite(points: Points) -> list[tuple[float, float]]:
 
 
 def _ticks(values: Sequence[float], *, count: int, whole: bool) -> list[float]:
-    """Round numbers, evenly spaced, that enclose the values."""
+    """Returns round, evenly spaced numbers that enclose the values."""
     low, high = (min(values), max(values)) if values else (0.0, 1.0)
     if low >= 0 and low < high / 2:
         low = 0.0

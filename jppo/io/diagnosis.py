@@ -1,9 +1,8 @@
-"""What goes wrong in a run while it runs: named faults, each told once, each with what to do.
+"""Warnings about a running training: named rules over the metrics, each reported once with a remedy.
 
-Fed with every step's metrics, host floats. A fault is seen over several steps, because one step is one batch: its
-sampling noise alone moves every mean. How many, and how far is too far, are the constants below; medians are
-taken where a single odd step must not count, and what differs from model to model is compared with the run's own
-beginning. Only a stage that stalls is told at its first step: the stall is the event.
+The input is every step's metrics as host floats. Most rules need several steps, because sampling noise alone moves
+the means of one batch. The constants below are the thresholds. Rules take medians where one outlier must not count,
+and compare with the run's own first steps where values depend on the model. A stalled stage is reported at once.
 """
 
 import collections
@@ -15,26 +14,26 @@ from collections.abc import Callable, Iterable, Mapping
 from jppo.io.health import RANGES
 from jppo.io.timers import STAGES
 
-FIRST_STEPS = 5  # the run's beginning, that later steps are compared with
-LAST_STEPS = 5  # whose median, or sum, says how things are
-IN_A_ROW = 3  # steps for what no healthy batch does even once
-KEPT_STEPS = 50  # the longest memory of a rule
+FIRST_STEPS = 5  # baseline that later steps are compared with
+LAST_STEPS = 5  # window of the current median or sum
+IN_A_ROW = 3  # steps, for conditions that no healthy batch meets even once
+KEPT_STEPS = 50  # longest history of a rule
 
-ERROR_SHARE = 0.01  # of the responses of the last steps, above what a judge's time-outs come to
+ERROR_SHARE = 0.01  # of the responses of the last steps; above the usual time-outs of a judge
 ENTROPY_LEFT = 0.1  # share of the first steps' entropy
-VALUE_STEPS = 20  # a critic's time to learn something; half of them are compared with the beginning
-TRUNCATED_SHARE = 0.95  # of responses; the odd one ends by chance
-GAP_GROWTH = 5.0  # times the first steps' gap
-GAP_FLOOR = 1e-3  # nats a token, the default of rollout.logp_tolerance: below is rounding
-WARM_UP_STEPS = 10  # in which caches and buffers grow as they should
-MEMORY_STEPS = 33  # whose thirds must each lie above the one before: a jump to a new plateau is no leak
+VALUE_STEPS = 20  # until a critic must have learned something; the last half is compared with the baseline
+TRUNCATED_SHARE = 0.95  # of responses; a few end by chance
+GAP_GROWTH = 5.0  # factor over the first steps' mismatch
+GAP_FLOOR = 1e-3  # nats per token, the default of rollout.logp_tolerance; below it is rounding
+WARM_UP_STEPS = 10  # caches and buffers may grow until then
+MEMORY_STEPS = 33  # each third must be above the one before: a jump to a new plateau is no leak
 MEMORY_GROWTH_GB = 1.0
 MEMORY_GROWTH_SHARE = 0.1
-SLOW_TIMES = 10.0  # times the stage's median
-SLOW_SECONDS = 1.0  # and that long at least: a stage of milliseconds waits ten times as long for a busy core
-SLOW_AFTER = 5  # times that the stage was seen before
+SLOW_TIMES = 10.0  # factor over the stage's median
+SLOW_SECONDS = 1.0  # minimum: a stage of milliseconds may take ten times as long on a busy core
+SLOW_AFTER = 5  # earlier measurements of the stage
 
-# Of a step, from its metrics.
+# Values derived from a step's metrics.
 SCORE_SPREAD = "largest minus smallest score"
 ADVANTAGE_SPREAD = "largest minus smallest advantage"
 SPREADS = {
@@ -49,7 +48,7 @@ TIMED = tuple(f"timing_s/{stage}" for stage in STAGES if stage not in ("start", 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """A fault that the run shows."""
+    """One warning."""
 
     step: int
     name: str
@@ -58,7 +57,7 @@ class Finding:
 
 
 class Past:
-    """What the rules can ask of the steps so far, the newest included; what is no finite number was never there."""
+    """The history that rules read, the newest step included; non-finite values are left out."""
 
     def __init__(self) -> None:
         self.now: Mapping[str, float] = {}
@@ -69,7 +68,7 @@ class Past:
         self._count: collections.Counter[str] = collections.Counter()
 
     def add(self, metrics: Mapping[str, float | None]) -> None:
-        """The next step."""
+        """Appends a step."""
         self.now = _observed(metrics)
         for name, value in self.now.items():
             self._count[name] += 1
@@ -78,25 +77,25 @@ class Past:
                 self._first[name].append(value)
 
     def count(self, name: str) -> int:
-        """Steps that had it."""
+        """Number of steps that had the metric."""
         return self._count[name]
 
     def first(self, name: str) -> float:
-        """The median of the first steps that had it."""
+        """Median of the first FIRST_STEPS steps that had the metric."""
         return statistics.median(self._first[name])
 
     def last(self, name: str, n: int = LAST_STEPS) -> list[float]:
-        """Its last n values, or fewer."""
+        """At most the last n values."""
         return list(self._last[name])[-n:]
 
     def recent(self, name: str) -> float | None:
-        """The median of its last steps; None where there are too few of them, or this step has none."""
+        """Median of the last LAST_STEPS values; None if there are fewer or this step lacks the metric."""
         values = self.last(name)
         return statistics.median(values) if len(values) == LAST_STEPS and name in self.now else None
 
 
 def _observed(metrics: Mapping[str, float | None]) -> dict[str, float]:
-    """The numbers of a step that rules read, and those that follow from them."""
+    """The finite metrics in READ, and the values derived from them."""
     out = {name: value for name in READ if (value := metrics.get(name)) is not None and math.isfinite(value)}
     for spread, (most, least) in SPREADS.items():
         if most in out and least in out:
@@ -128,7 +127,7 @@ READ = (
 
 
 def equal_rewards(past: Past) -> str | None:
-    """Every score of a step the same, or every advantage, as where the samples of each prompt score alike."""
+    """All scores or all advantages of a step are equal, for example when the samples of each prompt score alike."""
     for name, what in ((SCORE_SPREAD, "score"), (ADVANTAGE_SPREAD, "advantage")):
         values = past.last(name, IN_A_ROW)
         if name in past.now and len(values) == IN_A_ROW and max(values) <= 1e-6:
@@ -138,7 +137,7 @@ def equal_rewards(past: Past) -> str | None:
 
 
 def reward_errors(past: Past) -> str | None:
-    """Responses that could not be graded: too many of the last steps', or some in each of them."""
+    """Responses failed to be graded: too many in the last steps, or some in each of them."""
     failed, asked = past.last(ERRORS), past.last(RESPONSES)
     if not past.now.get(ERRORS) or not asked:
         return None
@@ -149,32 +148,32 @@ def reward_errors(past: Past) -> str | None:
 
 
 def suspicious_programs(past: Past) -> str | None:
-    """Graded programs that reach into the interpreter that they run in."""
+    """Graded programs use names that reach into their interpreter."""
     count = past.now.get(SUSPICIOUS)
     return f"{count:.0f} programs of this step reach into their interpreter" if count else None
 
 
 def kl_out_of_range(past: Past) -> str | None:
-    """The policy moves too far in a step. That it hardly moves is no fault: so it does at the end of a schedule."""
+    """The policy moves too far in a step. A small KL is no problem: schedules end with one."""
     kl, high = past.recent("actor/ppo_kl"), RANGES["actor/ppo_kl"].high
     if kl is None or abs(kl) <= high:
         return None
-    return f"actor/ppo_kl was {kl:.2g} (median of {LAST_STEPS} steps), {high:g} is much"
+    return f"actor/ppo_kl was {kl:.2g} (median of {LAST_STEPS} steps); the healthy maximum is {high:g}"
 
 
 def ratio_out_of_range(past: Past) -> str | None:
-    """The mean ratio of new to old probability is 1 in expectation, unless the samples are not the old policy's."""
+    """The mean ratio of new to old probability is 1 in expectation if the samples are from the old policy."""
     ratio, allowed = past.recent("actor/ratio_mean"), RANGES["actor/ratio_mean"]
     if ratio is None or allowed.low <= ratio <= allowed.high:
         return None
     return (
-        f"actor/ratio_mean was {ratio:.3g} (median of {LAST_STEPS} steps); it should lie between {allowed.low:g} and"
+        f"actor/ratio_mean was {ratio:.3g} (median of {LAST_STEPS} steps); it should be between {allowed.low:g} and"
         f" {allowed.high:g}"
     )
 
 
 def entropy_collapse(past: Past) -> str | None:
-    """The policy has become sure of every token, so that its samples no longer differ."""
+    """The policy is nearly deterministic, so its samples no longer differ."""
     entropy = past.recent("actor/entropy")
     if entropy is None or entropy >= ENTROPY_LEFT * past.first("actor/entropy"):
         return None
@@ -182,9 +181,9 @@ def entropy_collapse(past: Past) -> str | None:
 
 
 def value_loss_not_falling(past: Past) -> str | None:
-    """The critic is no better than at the beginning, and explains nothing.
+    """The critic has not improved since the first steps and explains no variance.
 
-    The loss alone does not say so: it rises with the spread of the rewards, also where the critic follows them.
+    The loss alone is not enough: it grows with the variance of the rewards, even if the critic follows them.
     """
     name, fit = "critic/vf_loss", "critic/vf_explained_var"
     if name not in past.now or past.count(name) < VALUE_STEPS:
@@ -199,15 +198,15 @@ def value_loss_not_falling(past: Past) -> str | None:
 
 
 def all_truncated(past: Past) -> str | None:
-    """No response comes to its end."""
+    """Nearly all responses reach the length limit."""
     shares = past.last("response_length/clip_ratio", IN_A_ROW)
     if len(shares) < IN_A_ROW or min(shares) < TRUNCATED_SHARE:
         return None
-    return f"{min(shares):.0%} or more of the responses of {IN_A_ROW} steps in a row were cut by their length"
+    return f"{min(shares):.0%} or more of the responses of {IN_A_ROW} steps in a row were truncated"
 
 
 def sampler_gap_growing(past: Past) -> str | None:
-    """Sampler and trainer drift apart, on the same weights: no longer rounding alone."""
+    """The log-prob mismatch of trainer and rollout grows beyond rounding, with the same weights."""
     name = "rollout/logp_gap_mean"
     gap = past.recent(name)
     if gap is None or gap < GAP_FLOOR or gap < GAP_GROWTH * past.first(name):
@@ -216,7 +215,7 @@ def sampler_gap_growing(past: Past) -> str | None:
 
 
 def host_memory_growing(past: Past) -> str | None:
-    """Memory that grows on and on, after the warm-up."""
+    """Host memory grows steadily after the warm-up."""
     if past.count(MEMORY) < FIRST_STEPS + MEMORY_STEPS or MEMORY not in past.now:
         return None
     values, third = past.last(MEMORY, MEMORY_STEPS), MEMORY_STEPS // 3
@@ -225,37 +224,36 @@ def host_memory_growing(past: Past) -> str | None:
     steady = min(b - a, c - b) > 0.25 * (c - a) > 0
     if not steady or grown < max(MEMORY_GROWTH_GB, MEMORY_GROWTH_SHARE * past.first(MEMORY)):
         return None
-    return f"the host's memory grew from {past.first(MEMORY):.1f} to {c:.1f} GB since the warm-up, and still does"
+    return f"the host's memory grew from {past.first(MEMORY):.1f} to {c:.1f} GB since the warm-up, and still grows"
 
 
 def slow_stage(past: Past) -> str | None:
-    """A stage that takes many times its median."""
+    """A stage takes many times its median."""
     for name in TIMED:
         before = past.last(name, KEPT_STEPS)[:-1]
         if name not in past.now or len(before) < SLOW_AFTER:
             continue
         usual, seconds = statistics.median(before), past.now[name]
         if seconds >= max(SLOW_SECONDS, SLOW_TIMES * usual):
-            return f"{name} was {seconds:.1f} s, {usual:.2g} s as a rule"
+            return f"{name} was {seconds:.1f} s; its median is {usual:.2g} s"
     return None
 
 
-# The rules, by the names of what they find, each with what to do.
+# The rules by the names of their warnings, each with its remedy.
 RULES: Mapping[str, tuple[Callable[[Past], str | None], str]] = {
     "equal_rewards": (
         equal_rewards,
-        "if all are right in samples/ the task is learned, else try python -m jppo.rewards.check, or raise rollout.n or"
-        " rollout.temperature",
+        "if all are right in samples/, the task is learned; otherwise run python -m jppo.rewards.check, or raise"
+        " rollout.n or rollout.temperature",
     ),
     "reward_errors": (
         reward_errors,
-        "mend what the field error in samples/ says, or raise reward.timeout_s, reward.memory_bytes or"
-        " reward.judge.retries",
+        "fix the errors listed in samples/, or raise reward.timeout_s, reward.memory_bytes or reward.judge.retries",
     ),
     "suspicious_programs": (
         suspicious_programs,
-        "read them in samples/; write asserts as calls compared with values (docs/security.md), or switch the rule off"
-        " by reward.weights",
+        "read them in samples/; rewrite asserts as calls compared with values (docs/security.md), or disable the rule"
+        " with reward.weights",
     ),
     "kl_out_of_range": (
         kl_out_of_range,
@@ -263,7 +261,7 @@ RULES: Mapping[str, tuple[Callable[[Past], str | None], str]] = {
     ),
     "ratio_out_of_range": (
         ratio_out_of_range,
-        "lower actor.lr or actor.ppo_epochs; in place of algorithm.old_logprob=bypass take correction",
+        "lower actor.lr or actor.ppo_epochs; use algorithm.old_logprob=correction instead of bypass",
     ),
     "entropy_collapse": (
         entropy_collapse,
@@ -275,7 +273,7 @@ RULES: Mapping[str, tuple[Callable[[Past], str | None], str]] = {
     ),
     "all_truncated": (
         all_truncated,
-        "raise data.max_response_length; if answers in samples/ end and go on, teach the model its end token"
+        "raise data.max_response_length; if answers in samples/ continue after their end, fine-tune on the end token"
         " (jppo.sft)",
     ),
     "sampler_gap_growing": (
@@ -284,43 +282,43 @@ RULES: Mapping[str, tuple[Callable[[Past], str | None], str]] = {
     ),
     "host_memory_growing": (
         host_memory_growing,
-        "see what reward.function or a grader keeps; with trainer.save_freq a run that is ended goes on by the same"
+        "check what reward.function or a grader keeps; with trainer.save_freq a stopped run resumes with the same"
         " command",
     ),
     "slow_stage": (
         slow_stage,
-        "see what else ran on the machine; for gen see server-0.log, for reward reward.timeout_s, for save the disk",
+        "check other load on the machine; for gen see server-0.log, for reward reward.timeout_s, for save the disk",
     ),
 }
 
 
 class Diagnosis:
-    """Looks at each step with every rule; a name that was told is not told again."""
+    """Applies every rule to each step; each warning is reported once."""
 
-    def __init__(self, told: Iterable[str] = ()) -> None:
-        """`told`: names that this run was warned of before it was resumed."""
-        self._told = set(told)
+    def __init__(self, reported: Iterable[str] = ()) -> None:
+        """`reported`: the warnings of this run from before a resume."""
+        self._reported = set(reported)
         self._past = Past()
         self._steps = 0
 
     def once(self, finding: Finding) -> list[Finding]:
-        """What somebody else has found, unless it was told before."""
-        if finding.name in self._told:
+        """A warning found elsewhere, unless it was reported before."""
+        if finding.name in self._reported:
             return []
-        self._told.add(finding.name)
+        self._reported.add(finding.name)
         return [finding]
 
     def recall(self, metrics: Mapping[str, float | None]) -> None:
-        """A step from before the resume: remembered, nothing is said. Memory was another process's."""
+        """Adds a step from before a resume without warnings; its memory belonged to another process."""
         self._past.add({name: value for name, value in metrics.items() if name != MEMORY})
 
     def feed(self, step: int, metrics: Mapping[str, float | None]) -> list[Finding]:
-        """What this step shows that was not told before."""
+        """Adds a step and returns its new warnings."""
         self._steps += 1
         warm = self._steps > WARM_UP_STEPS
         self._past.add({name: value for name, value in metrics.items() if warm or name != MEMORY})
         out = []
         for name, (rule, remedy) in RULES.items():
-            if name not in self._told and (found := rule(self._past)) is not None:
+            if name not in self._reported and (found := rule(self._past)) is not None:
                 out += self.once(Finding(step, name, found, remedy))
         return out

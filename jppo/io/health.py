@@ -1,19 +1,16 @@
-"""What a healthy step looks like: the ranges of its metrics, and whether a series rises. Pure; the one place of both.
-
-The console colours by it, `diagnosis.py` warns by it.
-"""
+"""Healthy ranges of metrics and the trend of the reward, for the console's colours and `diagnosis.py`. Pure."""
 
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-Verdict = Literal["good", "weak", "bad"]  # bad: the policy moves too far, or the wrong way; weak: it hardly moves
+Verdict = Literal["good", "weak", "bad"]  # bad: moves too far or in the wrong direction; weak: hardly moves
 
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """Where a metric is good, and what it is outside."""
+    """The healthy range of a metric and the verdicts outside of it."""
 
     low: float
     high: float
@@ -24,18 +21,18 @@ class Range:
 RANGES: Mapping[str, Range] = {
     "actor/ppo_kl": Range(0.001, 0.1, below="weak", above="bad"),
     "actor/pg_clipfrac": Range(0.1, 0.3, below="weak", above="bad"),
-    "actor/ratio_mean": Range(0.9, 1.1, below="bad", above="bad"),  # 1 in expectation, however far the policy moves
+    "actor/ratio_mean": Range(0.9, 1.1, below="bad", above="bad"),  # 1 in expectation for any policy
 }
 REWARD = "critic/score/mean"
 TREND_STEPS = 10  # over which the reward should rise
-FEWEST_STEPS = 4  # of which a trend can be told
+FEWEST_STEPS = 4  # for a trend
 SURE = 2.0  # standard errors that a slope must be from 0
 
 
 def verdict(name: str, value: float) -> Verdict | None:
-    """What the value is, by its range; None where the metric has none. What is no finite number is bad.
+    """Compares a value's size with the metric's range; None without a range. Non-finite values are bad.
 
-    Its size counts: the estimate of a KL may be negative.
+    The absolute value counts, because an estimated KL may be negative.
     """
     if name not in RANGES:
         return None
@@ -48,9 +45,9 @@ def verdict(name: str, value: float) -> Verdict | None:
 
 
 def trend(values: Sequence[float]) -> Literal["rising", "falling"] | None:
-    """Where the straight line of least squares through the values goes; None where that may be noise.
+    """Direction of the least-squares line through the values; None if it may be noise.
 
-    slope = Σ (t - t̄)(v - v̄) / Σ (t - t̄)², beside its standard error √(Σ residual² / (n - 2) / Σ (t - t̄)²).
+    slope = Σ (t - t̄)(v - v̄) / Σ (t - t̄)², with the standard error √(Σ residual² / (n - 2) / Σ (t - t̄)²).
     """
     n = len(values)
     if n < FEWEST_STEPS or not all(map(math.isfinite, values)):
@@ -65,9 +62,9 @@ def trend(values: Sequence[float]) -> Literal["rising", "falling"] | None:
 
 
 def verdicts(metrics: Mapping[str, float], rewards: Sequence[float]) -> dict[str, Verdict]:
-    """What can be said of a step's metrics; `rewards` are those of the last steps, this one included.
+    """Verdicts of a step's metrics; `rewards` are those of the last steps, this one included.
 
-    A reward that neither rises nor falls for sure gets no verdict: so is noise, and so is a task that is learned.
+    A reward without a clear trend gets no verdict: it may be noise or a learned task.
     """
     found = {name: v for name, value in metrics.items() if (v := verdict(name, value)) is not None}
     way = trend(rewards[-TREND_STEPS:])

@@ -1,14 +1,14 @@
-"""Many hosts as one run: who they are, what they tell each other, and that none ends or waits alone.
+"""Several hosts as one run: agreement on results and errors, lost hosts, common shutdown.
 
-Each host runs the same program on its own devices, which JAX joins to one mesh, and on its own share of the samples.
-Beside JAX's collectives they agree by a store that JAX's coordinator keeps on host 0:
+Each host runs the same program on its own devices, which JAX joins into one mesh, and on its share of the samples.
+Besides JAX's collectives, hosts communicate through the store of JAX's coordinator on host 0:
 
-    gather(work)      the results of all hosts' work; what fails on one fails on all, by the same error
-    together(work)    the same, of which each keeps its own
-    alike(work)       the same for what may fail without ending the run
+    gather(work)      the results of all hosts' work; an error of one is raised on all
+    together(work)    the same, but each host keeps its own result
+    alike(work)       the same for work that may fail without ending the run
     heard()           another host is ending: this one should, at its next agreement
 
-A host that does not sign for `timeout_s` is lost. What waits for it would wait for ever, so the others end by force.
+A host that does not sign for `timeout_s` is lost. Waiting for it would never end, so the others exit by force.
 """
 
 import json
@@ -28,22 +28,22 @@ from jppo.config import UserError
 
 T = TypeVar("T")
 POLL_S = 0.5
-INLINE = 2**16  # bytes that go by the store; more go by a collective, which is faster
-CHUNK = 2**20  # bytes of each host in one collective, which is so compiled once
-BY_LOSS = ("Gloo", "NCCL", "UNAVAILABLE", "ABORTED")  # what a collective says whose other side is gone
-GOES_ON = "what was saved stands, and the same command goes on from there"
-LOST = 1  # the exit code of a host whose run another one ended by force
+INLINE = 2**16  # bytes sent through the store; larger data uses a collective, which is faster
+CHUNK = 2**20  # bytes per host in one collective, so it is compiled once
+BY_LOSS = ("Gloo", "NCCL", "UNAVAILABLE", "ABORTED")  # in errors of collectives whose peer is gone
+RESUMES = "saved checkpoints remain, and the same command resumes from them"
+LOST = 1  # exit code of a host in a run that another host ended by force
 
 
 class Elsewhere(Exception):
-    """Another host failed by something that no host expects; the message says what."""
+    """Another host failed unexpectedly; the message has the reason."""
 
 
-class Stopped(SystemExit):  # of the kind that asyncio passes on
-    """The run was asked to stop, or is stuck: `status` is the process's exit code, `why` the sentence."""
+class Stopped(SystemExit):  # a SystemExit, which asyncio passes on
+    """The run was asked to stop, or is stuck: `status` is the exit code, `why` the reason."""
 
     def __init__(self, status: int, why: str, *, heard: bool = False) -> None:
-        """`heard`: it is another host that was."""
+        """`heard`: another host was asked."""
         super().__init__(status)
         self.status = status
         self.why = why
@@ -51,7 +51,7 @@ class Stopped(SystemExit):  # of the kind that asyncio passes on
 
 
 class Hosts:
-    """All hosts of a run as one of them sees them; use it as a context manager, around all that the run does."""
+    """All hosts of a run as seen by one of them; a context manager around the whole run."""
 
     def __init__(
         self,
@@ -63,10 +63,10 @@ class Hosts:
         timeout_s: float = 60.0,
         end_timeout_s: float = 120.0,
     ) -> None:
-        """Of one host by itself. `faults`: errors that end every host in the way that they end one."""
+        """By default a single host. `faults`: errors that end every host like a single one."""
         self.rank = rank
         self.count = count
-        self.working = count == 1  # a stop may break off what is done now
+        self.working = count == 1  # a stop may interrupt the current work
         self._store = store
         known: tuple[type[Exception], ...] = (UserError, *faults)
         self._faults = {fault.__name__: fault for fault in known}
@@ -78,15 +78,15 @@ class Hosts:
 
     @property
     def first(self) -> bool:
-        """Whether this is the host that writes and speaks for all."""
+        """Whether this host writes files and logs."""
         return self.rank == 0
 
     def share(self, count: int) -> range:
-        """Which of so many things are this host's; all hosts' shares, in their order, are all of them."""
+        """Returns this host's share of `count` items; all shares in order are all items."""
         return range(count * self.rank // self.count, count * (self.rank + 1) // self.count)
 
     def together(self, work: Callable[[], T]) -> T:
-        """What `work` returns, once it has succeeded on every host; else the error of the first that failed."""
+        """Returns the result of `work` once it succeeded on every host; otherwise raises the first host's error."""
         if self.count == 1:
             return work()
         found: list[T] = []
@@ -94,11 +94,11 @@ class Hosts:
         return found[0]
 
     def gather(self, work: Callable[[], Any]) -> list[Any]:
-        """What `work` returned on each host, of JSON types, in the order of the hosts; errors as in `together`."""
+        """Returns the results of `work` on all hosts (JSON types), in host order; errors as in `together`."""
         return [work()] if self.count == 1 else self._agree(work)
 
     def alike(self, work: Callable[[], object]) -> None:
-        """Does the work on every host; an error of one is raised on all, and ends none: the caller may go on."""
+        """Runs the work on every host; an error of one is raised on all, and the caller may continue."""
         own: list[Exception] = []
 
         def tried() -> str | None:
@@ -114,11 +114,11 @@ class Hosts:
             raise own[0] if own else Elsewhere(said[0])
 
     def heard(self) -> Stopped | None:
-        """That another host is ending, where one is."""
+        """Returns the stop of another host that is ending, if any."""
         return self._heard
 
     def tell(self, why: BaseException) -> None:
-        """Lets the others know that this host is ending, so that they break off what they wait for."""
+        """Announces that this host is ending, so the others stop waiting."""
         if self.count > 1:
             self._put(f"ending/{self.rank}", json.dumps(_described(why)), again=True)
 
@@ -142,8 +142,8 @@ class Hosts:
         jax.distributed.shutdown()
 
     def leave(self, status: int, why: str) -> None:
-        """Ends this process at once; nothing that waits for another host is waited for."""
-        print(f"error: {why}; {GOES_ON}", file=sys.stderr)
+        """Ends this process at once, without waiting for other hosts."""
+        print(f"error: {why}; {RESUMES}", file=sys.stderr)
         sys.stderr.flush()
         sys.stdout.flush()
         os._exit(status)
@@ -166,7 +166,7 @@ class Hosts:
             said["text"] = text
         self._put(f"said/{self._turn}/{self.rank}", json.dumps(said))
         all_said = [json.loads(self._get(f"said/{self._turn}/{rank}")) for rank in range(self.count)]
-        if self._turn:  # everybody has read what was said before
+        if self._turn:  # everybody has read the earlier messages
             self._store.key_value_delete(f"jppo/said/{self._turn - 1}/{self.rank}")
         self._turn += 1
         self._require_none([one["error"] for one in all_said], error)
@@ -176,7 +176,7 @@ class Hosts:
         return [json.loads(one) for one in _exchange(data, [one["bytes"] for one in all_said])]
 
     def _require_none(self, errors: Sequence[dict[str, Any] | None], own: BaseException | None) -> None:
-        """Raises the error that all hosts take for theirs: the first of those that did not only hear of another."""
+        """Raises the common error of all hosts: the first that was not caused by another host."""
         there = [(error["heard"], rank) for rank, error in enumerate(errors) if error is not None]
         if not there:
             return
@@ -191,28 +191,28 @@ class Hosts:
         raise self._faults.get(error["kind"], Elsewhere)(said) from own
 
     def _expected(self, error: BaseException) -> bool:
-        """Whether every host ends by it."""
+        """Whether every host ends by this error."""
         return isinstance(error, (Stopped, Elsewhere, *self._faults.values()))
 
     def _crash(self, error: BaseException) -> None:
-        """Ends this host alone, and has the others know; a collective whose other side is gone is that side's fault."""
+        """Ends this host and tells the others; a collective whose peer is gone is the peer's fault."""
         if any(word in str(error) for word in BY_LOSS):
-            self._over.wait(self._timeout_s + 2 * POLL_S)  # within which it is known who is lost, and this host ends
+            self._over.wait(self._timeout_s + 2 * POLL_S)  # meanwhile the lost host is identified, and this host ends
         traceback.print_exception(error)
         self._put(f"gone/{self.rank}", _short(error))
         if self.first:
-            time.sleep(2 * POLL_S)  # the store is gone with it; within this the others have heard
+            time.sleep(2 * POLL_S)  # the store goes with this process; the others have read it by then
         sys.stderr.flush()
         os._exit(130 if isinstance(error, KeyboardInterrupt) else LOST)
 
     def _sign(self) -> None:
-        """Signs, and looks for the signs of the others, until the end."""
+        """Signs, and checks the signs of the others, until the end."""
         number, seen = 0, dict.fromkeys(range(self.count), ("", time.monotonic()))
         while not self._over.is_set():
             try:
                 self._put(f"alive/{self.rank}", str(number), again=True)
                 alive, ending, gone = (self._all(what) for what in ("alive", "ending", "gone"))
-            except jax.errors.JaxRuntimeError:  # the coordinator is away: XLA ends the process (`joining.py` says why)
+            except jax.errors.JaxRuntimeError:  # the coordinator is gone: XLA ends the process (see `joining.py`)
                 self._over.wait(POLL_S)
                 continue
             number, now = number + 1, time.monotonic()
@@ -237,7 +237,7 @@ class Hosts:
         self._store.key_value_set(f"jppo/{key}", text, allow_overwrite=again)
 
     def _get(self, key: str) -> str:
-        """What a host has said, once it has; between two looks a signal is heard."""
+        """Waits for a host's message; checks for signals in between."""
         while True:
             try:
                 return str(self._store.blocking_key_value_get(f"jppo/{key}", int(POLL_S * 1000)))
@@ -246,13 +246,13 @@ class Hosts:
                     raise
 
     def _all(self, what: str) -> dict[int, str]:
-        """What each host that said it says of this, by rank."""
+        """Returns the messages under this key, by rank."""
         found = self._store.key_value_dir_get(f"jppo/{what}/")
         return {int(key.rsplit("/", 1)[1]): text for key, text in found}
 
 
 def _described(error: BaseException) -> dict[str, Any]:
-    """An error as the other hosts hear of it."""
+    """Describes an error for the other hosts."""
     said = {"kind": type(error).__name__, "said": _short(error), "status": LOST, "heard": False}
     if isinstance(error, Stopped):
         said |= {"said": error.why, "status": error.status, "heard": error.heard}
@@ -264,7 +264,7 @@ def _short(error: BaseException) -> str:
 
 
 def _exchange(data: bytes, sizes: Sequence[int]) -> list[bytes]:
-    """The bytes of every host, by collectives of one shape."""
+    """Exchanges bytes between all hosts, by collectives of one shape."""
     own = np.frombuffer(data, np.uint8)
     pieces = []
     for begin in range(0, max(sizes), CHUNK):

@@ -1,6 +1,6 @@
-"""How a process finds the other hosts of its run: by settings, or by what the usual launchers leave in the environment.
+"""Joins the hosts of a run, by settings or by the environment of common launchers.
 
-One process a host. Nothing of JAX's devices may be used before `join`.
+One process per host. JAX's devices must not be used before `join`.
 """
 
 import ctypes
@@ -17,38 +17,38 @@ from typing import Any
 import jax
 
 from jppo.config import UserError
-from jppo.io.hosts import ALONE, GOES_ON, LOST, Hosts
+from jppo.io.hosts import ALONE, LOST, RESUMES, Hosts
 
 POLL_S = 0.5
-# What says that JAX's own detection will find several processes.
+# Environment variables that make JAX's own detection find several processes.
 DETECTED = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 POD = "TPU_WORKER_HOSTNAMES"
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """One host among the others."""
+    """The rank and coordinator of a host."""
 
     count: int
-    rank: int | None = None  # None: JAX finds it, and the address
+    rank: int | None = None  # None: JAX detects it, and the address
     address: str = ""  # of host 0's coordinator, HOST:PORT
 
 
 def find(nnodes: int, node_rank: int, coordinator: str, env: Mapping[str, str]) -> Place | None:
-    """Where this process stands by `trainer`'s settings (-1 and '': not given) or the environment; None: alone."""
+    """Returns this process's place from `trainer`'s settings (-1 and '': unset) or the environment; None: alone."""
     count, of_count = (nnodes, f"trainer.nnodes={nnodes}") if nnodes != -1 else _count(env)
     if count == 1:
         if node_rank > 0 or coordinator:
             raise UserError(
-                f"trainer.node_rank={node_rank} and trainer.coordinator_address={coordinator!r} are of a run of several"
-                " hosts; set trainer.nnodes, or leave them out"
+                f"trainer.node_rank={node_rank} and trainer.coordinator_address={coordinator!r} are for several"
+                " hosts; set trainer.nnodes, or unset them"
             )
         return None
     if nnodes == -1 and not any(name in env for name in ("NNODES", "WORLD_SIZE")):
         return Place(count)
     rank = node_rank if node_rank != -1 else _rank(env)
     address = coordinator or _address(env)
-    if rank is None and not address and nnodes != -1:  # JAX may know a launcher that is not known here
+    if rank is None and not address and nnodes != -1:  # JAX may detect another launcher
         return Place(count)
     missing = [
         *(["trainer.node_rank or NODE_RANK"] if rank is None else []),
@@ -57,7 +57,7 @@ def find(nnodes: int, node_rank: int, coordinator: str, env: Mapping[str, str]) 
     if missing or rank is None:
         raise UserError(f"{of_count} asks for several hosts, and {' and '.join(missing)} is not set; set it on each")
     if not 0 <= rank < count:
-        raise UserError(f"host {rank} of {of_count}: hosts are numbered from 0 to {count - 1}; mend NODE_RANK")
+        raise UserError(f"host {rank} of {of_count}: hosts are numbered from 0 to {count - 1}; fix NODE_RANK")
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise UserError(f"the coordinator's address {address!r} must be HOST:PORT, the same on all hosts")
@@ -75,15 +75,15 @@ def join(
     faults: Sequence[type[Exception]] = (),
     env: Mapping[str, str] = os.environ,
 ) -> Hosts:
-    """The hosts of this run, once all of them are there; UserError where they cannot be."""
+    """Returns the hosts of this run once all have joined; UserError if that fails."""
     place = find(nnodes, node_rank, coordinator, env)
     if place is None:
         return ALONE
     if place.rank:
         _await_coordinator(place.address, join_timeout_s)
-    logging.getLogger("jax._src.distributed").setLevel(logging.ERROR)  # proxies are not asked for our own hosts
+    logging.getLogger("jax._src.distributed").setLevel(logging.ERROR)  # proxies are not used for our own hosts
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.config.update("jax_enable_preemption_service", False)  # SIGTERM is `watch.py`'s
+    jax.config.update("jax_enable_preemption_service", False)  # `watch.py` handles SIGTERM
     known = {} if place.rank is None else _known(place)
     why = f"not all of {place.count} hosts came together within trainer.join_timeout_s={join_timeout_s:g}"
     aborting = _Aborting(2, why)
@@ -91,7 +91,7 @@ def join(
         jax.distributed.initialize(
             **known,
             initialization_timeout=max(1, int(join_timeout_s)),
-            heartbeat_timeout_seconds=int(2 * host_timeout_s) + 30,  # `hosts.py` is sooner, and says who
+            heartbeat_timeout_seconds=int(2 * host_timeout_s) + 30,  # `hosts.py` is faster, and names the host
             shutdown_timeout_seconds=max(1, int(end_timeout_s)),
         )
     except (RuntimeError, ValueError) as e:
@@ -101,7 +101,7 @@ def join(
 
     state = distributed.global_state
     if state.num_processes != place.count:
-        _end(2, f"trainer.nnodes={place.count}, and the launcher started {state.num_processes} processes; mend one")
+        _end(2, f"trainer.nnodes={place.count}, but the launcher started {state.num_processes} processes; fix one")
     aborting.explain(str(state.coordinator_address))
     return Hosts(
         state.process_id,
@@ -114,15 +114,15 @@ def join(
 
 
 def _count(env: Mapping[str, str]) -> tuple[int, str]:
-    """How many hosts the environment speaks of, and in which words."""
+    """Returns the number of hosts in the environment, and the variable for messages."""
     if "NNODES" in env:
         return _number(env, "NNODES", least=1), f"NNODES={env['NNODES']}"
     if "WORLD_SIZE" in env:
         size, local = _number(env, "WORLD_SIZE", least=1), env.get("LOCAL_WORLD_SIZE", "1")
         if size > 1 and local != "1":
             raise UserError(
-                f"WORLD_SIZE={size} with LOCAL_WORLD_SIZE={local}: jppo is one process a host, which uses all of its"
-                " devices; start one, as by torchrun --nproc-per-node=1"
+                f"WORLD_SIZE={size} with LOCAL_WORLD_SIZE={local}: jppo runs one process per host with all"
+                " of its devices; start one, as with torchrun --nproc-per-node=1"
             )
         return size, f"WORLD_SIZE={size}"
     for name in DETECTED:
@@ -166,7 +166,7 @@ def _known(place: Place) -> dict[str, Any]:
 
 
 def _listening_at(place: Place) -> str | None:
-    """The named address, the only one that the coordinator listens at; None: all of this machine's."""
+    """Returns the given address as the only one to listen at; None: all addresses."""
     host, _, port = place.address.rpartition(":")
     if place.rank:
         return None
@@ -174,15 +174,15 @@ def _listening_at(place: Place) -> str | None:
         family, kind, _, _, at = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
             probe.bind(at)
-    except OSError as e:  # behind a translation of addresses, or a name that is not known here yet
-        said = f"{host} is no address of host 0 itself ({e.strerror}): the coordinator listens at all of its addresses"
+    except OSError as e:  # behind address translation, or a name that is not resolvable here yet
+        said = f"{host} is not an address of host 0 itself ({e.strerror}): it listens at all of its addresses"
         print(f"warning: {said}; keep other networks from port {port}", file=sys.stderr, flush=True)
         return None
     return place.address
 
 
 def _await_coordinator(address: str, timeout_s: float) -> None:
-    """Returns when somebody listens there; JAX itself would end the process without a word."""
+    """Returns when the coordinator listens; JAX itself would end the process without a message."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -192,7 +192,7 @@ def _await_coordinator(address: str, timeout_s: float) -> None:
             if time.monotonic() > deadline:
                 raise UserError(
                     f"no coordinator answers at {address} within trainer.join_timeout_s={timeout_s:g} ({e}); start host"
-                    " 0 too, and see that the address is its own and the port open"
+                    " 0, too, and check its address and port"
                 ) from e
         time.sleep(POLL_S)
 
@@ -203,9 +203,9 @@ def _knock(address: str) -> None:
 
 
 class _Aborting:
-    """XLA aborts a process whose coordinator is gone, and nothing in Python may catch that: here it gets its sentence.
+    """Prints a message when XLA aborts a process whose coordinator is gone, which Python cannot catch.
 
-    Called by C in the thread that aborts, which holds nothing of Python's.
+    Called from C in the aborting thread, without Python locks.
     """
 
     def __init__(self, status: int, why: str) -> None:
@@ -218,7 +218,7 @@ class _Aborting:
         _KEPT.append(self)
 
     def explain(self, coordinator: str) -> None:
-        """From now on an abort is for the loss of `coordinator`, or a crash."""
+        """Attributes later aborts to the loss of `coordinator`, or to a crash."""
         self._coordinator = coordinator
 
     def _say(self, _: int) -> None:
@@ -229,8 +229,8 @@ class _Aborting:
                 return  # a crash like any other
             except OSError:
                 self._status = LOST
-                self._why = f"host 0 is lost, which coordinates the run; {GOES_ON}"
-            except ValueError:  # only the main thread may set a handler; its own abort goes on anyway
+                self._why = f"host 0 is lost, which coordinates the run; {RESUMES}"
+            except ValueError:  # only the main thread may set a handler; its own abort proceeds anyway
                 return
         _end(self._status, self._why)
 

@@ -1,8 +1,8 @@
-"""What a run says of itself: a line of metrics.jsonl a step, the console, TensorBoard and others, warnings, samples.
+"""Logging of a run: metrics.jsonl, console, TensorBoard and remote loggers, warnings, samples.
 
-Last stage of a step. metrics.jsonl is the truth: written at every step, cut back to the resumed step when a
-run goes on from a checkpoint, so that no step stands in it twice. Log a step before saving it, and a killed
-run loses none. A place that fails in mid-run, as where the disk is full, is said to fail once; the run goes on.
+The last stage of a step. metrics.jsonl is authoritative: it is written at every step and truncated to the resumed step
+after a resume, so it has each step once. If a step is logged before it is saved, a killed run loses none. A logger that
+fails, as on a full disk, is reported once; the run continues.
 """
 
 import contextlib
@@ -27,9 +27,9 @@ from jppo.io.sinks import About, Rows, Sink
 
 
 class Remote(NamedTuple):
-    """A place outside the run's folder."""
+    """A logger outside the run folder."""
 
-    require: Callable[[], None]  # UserError where it cannot be used
+    require: Callable[[], None]  # UserError if it cannot be used
     make: Callable[..., Sink]  # (run_dir, about, resumed=)
 
 
@@ -39,13 +39,13 @@ REMOTE = {
     "wandb": Remote(to_wandb.require, to_wandb.Wandb),
     "mlflow": Remote(to_mlflow.require, to_mlflow.MLflow),
 }
-# What becomes of what a place could not take: it waits in memory, but for these.
-LATER = "what it could not take waits in memory"
-LOST = {"samples": "that file is left out", "bad_steps": "that file is left out", "wandb": "it is left out there"}
+# The fate of records that a logger could not take: they wait in memory, with these exceptions.
+LATER = "records wait in memory"
+LOST = {"samples": "that file is skipped", "bad_steps": "that file is skipped", "wandb": "it is skipped"}
 
 
 class Logger:
-    """Writes the metrics of each step to all places; use it as a context manager."""
+    """Writes the metrics of each step to all loggers; a context manager."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Logger:
         places: Sequence[str] = DEFAULT,
         about: About | None = None,
     ) -> None:
-        """Open the files of `run_dir`; `resumed_step` is the checkpoint's, None where the run starts anew."""
+        """Opens the files of `run_dir`; `resumed_step` is the checkpoint's, None for a new run."""
         run_dir.mkdir(parents=True, exist_ok=True)
         self._run_dir = run_dir
         done = -1 if resumed_step is None else resumed_step
@@ -73,19 +73,19 @@ class Logger:
         self._lines = JsonLines(run_dir)
         self._sinks: dict[str, Sink] = {"jsonl": self._lines}
         if "tensorboard" in places:
-            from jppo.io.tensorboard import Board  # tensorboardX imports torch where there is one, which takes seconds
+            from jppo.io.tensorboard import Board  # tensorboardX imports torch if present, which takes seconds
 
             self._sinks["tensorboard"] = Board(run_dir / "tensorboard", first=done + 1)
         for name in (name for name in REMOTE if name in places):
             sink = REMOTE[name].make(run_dir, about or About(), resumed=resumed_step is not None)
             self._sinks[name] = sink
-            for row in kept:  # what it missed, if anything
+            for row in kept:  # sends missed steps
                 self._safely(name, functools.partial(sink.log, row["step"], _metrics_of(row)))
         if "console" in places:
             self._screen = make_screen(total_steps, max(done, 0), columns, console or Terminal())
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Record one step's metrics, and warn of what they show for the first time."""
+        """Logs one step's metrics and their new warnings."""
         values = {name: _number(name, value) for name, value in metrics.items()}
         self._each(operator.methodcaller("log", int(step), values))
         if self._screen is not None:
@@ -93,31 +93,31 @@ class Logger:
         self._tell(self._diagnosis.feed(int(step), values))
 
     def generations(self, step: int, rows: Rows) -> None:
-        """Record some samples of a step, before its metrics."""
+        """Logs some samples of a step, before its metrics."""
         self._each(operator.methodcaller("generations", int(step), rows))
 
     def samples(self, name: str, rows: Rows) -> None:
-        """Write samples/NAME.jsonl."""
+        """Writes samples/NAME.jsonl."""
         self._safely("samples", lambda: write_samples(self._run_dir, name, rows))
 
     def arrays(self, name: str, arrays: Mapping[str, np.ndarray]) -> None:
-        """Write bad_steps/NAME.npz."""
+        """Writes bad_steps/NAME.npz."""
         self._safely("bad_steps", lambda: write_arrays(self._run_dir, name, arrays))
 
     def note(self, text: str) -> None:
-        """Say something between the steps."""
+        """Prints a text between steps."""
         self._say(text)
 
     def sync(self) -> None:
-        """Returns when all lines are on the disk, also after a power cut: a checkpoint counts on them."""
+        """Returns when all lines are on disk, safe from a power cut: a checkpoint relies on them."""
         self._safely("jsonl", self._lines.sync)
 
     def warn(self, finding: Finding) -> None:
-        """Warn of what shows before any step; once a run."""
+        """Reports a warning from before the first step, once per run."""
         self._tell(self._diagnosis.once(finding))
 
     def close(self, *, failed: bool) -> None:
-        """Close the files and leave the console as it is; places outside learn whether the run has failed."""
+        """Closes the files and the console; remote loggers learn whether the run has failed."""
         for name, sink in self._sinks.items():
             self._safely(name, functools.partial(sink.close, failed=failed), again=True)
         if self._screen is not None:
@@ -139,18 +139,18 @@ class Logger:
             self._safely(name, functools.partial(act, sink))
 
     def _safely(self, name: str, act: Callable[[], object], *, again: bool = False) -> None:
-        """Whatever a place raises, a training of days is worth more: said once, and at the end where it lasts."""
+        """Runs an action of a logger; a failure is reported once, and again at the end if it persists."""
         try:
             act()
         except Exception as e:
             if name not in self._failed or again:
-                fate = "it is not complete" if again else f"{LOST.get(name, LATER)}, the run goes on"
+                fate = "it is incomplete" if again else f"{LOST.get(name, LATER)}, the run continues"
                 self._warn(f"warning: {name} fails: {type(e).__name__}: {e}; {fate}")
             self._failed.add(name)
         else:
             if name in self._failed - self._mended and name not in LOST:
                 self._mended.add(name)
-                self.note(f"{name} works again, and has what it could not take")
+                self.note(f"{name} works again, and has received the waiting records")
 
     def _warn(self, text: str) -> None:
         self._say(text, "yellow")
@@ -159,49 +159,49 @@ class Logger:
 
     def _say(self, text: str, style: str = "") -> None:
         if self._screen is not None:
-            with contextlib.suppress(OSError):  # a log on a full disk: there is nowhere to say so
+            with contextlib.suppress(OSError):  # a log on a full disk: there is nowhere to report it
                 self._screen.note(text, style)
 
 
 class Silent:
-    """The logger of a host that leaves writing and speaking to another one."""
+    """The logger of hosts that write and print nothing."""
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def generations(self, step: int, rows: Rows) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def samples(self, name: str, rows: Rows) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def arrays(self, name: str, arrays: Mapping[str, np.ndarray]) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def note(self, text: str) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def warn(self, finding: Finding) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def sync(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def __enter__(self) -> "Silent":
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 class JsonLines:
-    """metrics.jsonl and warnings.jsonl: a line a step, a line a warning."""
+    """metrics.jsonl and warnings.jsonl: a line per step, a line per warning."""
 
     def __init__(self, run_dir: pathlib.Path) -> None:
         self._metrics, self._warnings = Appender(run_dir / FILE), Appender(run_dir / WARNINGS)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step; NaN and infinities are written as null and listed by name."""
+        """Writes a step; NaN and infinities are null and listed by name."""
         odd = {name: str(value) for name, value in metrics.items() if not math.isfinite(value)}
         line: dict[str, Any] = {"step": step}
         line |= {name: None if name in odd else value for name, value in metrics.items()}
@@ -210,19 +210,19 @@ class JsonLines:
         self._metrics.append(_line(line))
 
     def generations(self, step: int, rows: Rows) -> None:
-        """They have files of their own."""
+        """Does nothing: samples have their own files."""
 
     def warn(self, finding: Finding) -> None:
-        """A warning."""
+        """Writes a warning."""
         self._warnings.append(_line(dataclasses.asdict(finding)))
 
     def sync(self) -> None:
-        """Both on the disk."""
+        """Flushes both to disk."""
         self._metrics.sync()
         self._warnings.sync()
 
     def close(self, *, failed: bool) -> None:
-        """Write what waits."""
+        """Writes waiting records."""
         try:
             self._metrics.close()
         finally:
@@ -230,18 +230,18 @@ class JsonLines:
 
 
 def read_metrics(run_dir: pathlib.Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl, but for a last one that a kill cut off; [] where there is none."""
+    """Reads a run's metrics.jsonl without a truncated last line; [] without a file."""
     return read_lines(run_dir / FILE)
 
 
 def write_samples(run_dir: pathlib.Path, name: str, rows: Rows) -> pathlib.Path:
-    """Write samples/NAME.jsonl: prompt, response, score and its parts, one sample a line."""
+    """Writes samples/NAME.jsonl: prompt, response, score and its parts, one sample per line."""
     text = "".join(json.dumps(_jsonable(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
     return whole.write_text(run_dir / "samples" / f"{name}.jsonl", text)
 
 
 def write_arrays(run_dir: pathlib.Path, name: str, arrays: Mapping[str, np.ndarray]) -> pathlib.Path:
-    """Write bad_steps/NAME.npz: a batch whose update was skipped, as it was scored, for inspection."""
+    """Writes bad_steps/NAME.npz: the scored batch of a skipped update."""
 
     def write(path: pathlib.Path) -> None:
         with path.open("wb") as file:
@@ -255,7 +255,7 @@ def _line(row: Mapping[str, Any]) -> bytes:
 
 
 def _metrics_of(row: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics of a line that are finite numbers."""
+    """Returns the finite metrics of a line."""
     return {name: value for name, value in row.items() if name != "step" and isinstance(value, int | float)}
 
 
@@ -269,7 +269,7 @@ def _number(name: str, value: Any) -> int | float:
 
 
 def _jsonable(value: Any) -> Any:
-    """The value with its non-finite numbers as text, which JSON has no other way to write."""
+    """Converts non-finite numbers to text, because JSON has none."""
     if isinstance(value, Mapping):
         return {key: _jsonable(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -1,7 +1,6 @@
-"""Traces of whole steps by JAX's profiler, one folder a step: for TensorBoard, and for Perfetto.
+"""Traces of steps by JAX's profiler, one folder per step, for TensorBoard and Perfetto.
 
-In a trace the stages have the names of `timers.py`. It has what the trainer's process and its devices do; a server in
-another process is not in it.
+Stages have the names of `timers.py`. A trace covers the trainer's process and devices, not servers in other processes.
 """
 
 import contextlib
@@ -10,23 +9,23 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
-STEP = "train"  # the name of a step as a whole; its number stands beside it
+STEP = "train"  # name of a whole step, next to its number
 
 
 class Profiler:
-    """Traces the steps that were asked for."""
+    """Traces the selected steps."""
 
     def __init__(self, folder: pathlib.Path, steps: Sequence[range]) -> None:
         self._folder, self._steps = folder, steps
 
     @contextlib.contextmanager
     def __call__(self, step: int) -> Iterator[None]:
-        """Run the block as `step`; its trace is written, where it is asked for, also when it raises."""
+        """Runs the block as `step` and traces it if selected, also if it raises."""
         if not any(step in part for part in self._steps):
             yield
             return
         options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # every call of Python: it would push the rest out of the trace
+        options.python_tracer_level = 0  # without Python calls, which would displace everything else
         folder = self._folder / f"step_{step}"
         jax.profiler.start_trace(folder, create_perfetto_trace=True, profiler_options=options)
         try:
@@ -36,12 +35,12 @@ class Profiler:
             jax.profiler.stop_trace()
 
     def introduce(self, done: int) -> list[str]:
-        """What will be traced, for the console; `done` steps lie behind a resumed run."""
+        """Returns lines for the console about traced steps; a resumed run has `done` steps already."""
         steps = sorted({step for part in self._steps for step in part})
         left = [step for step in steps if step > done]
         said = [f"to be profiled into {self._folder}: {_listed(left)}"] if left else []
         gone = [step for step in steps if step <= done]
-        return said + ([f"not profiled, because the run is past it: {_listed(gone)}"] if gone else [])
+        return said + ([f"not profiled, because the run has passed them: {_listed(gone)}"] if gone else [])
 
 
 def _listed(steps: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""How far the runs of a sweep are: OUT/sweep.json, which a resumed sweep reads."""
+"""The state of a sweep's runs: OUT/sweep.json, which a resumed sweep reads."""
 
 import contextlib
 import dataclasses
@@ -16,43 +16,43 @@ FILE = "sweep.json"
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """One run."""
+    """The state of one run."""
 
     status: str = "waiting"  # then running; finished, failed or interrupted
-    seconds: float = 0.0  # of all starts together
+    seconds: float = 0.0  # summed over all starts
     code: int | None = None  # the last exit code
-    arguments: tuple[str, ...] = ()  # with which it ended
+    arguments: tuple[str, ...] = ()  # of the last finished start
 
 
 @contextlib.contextmanager
 def opened(out: pathlib.Path, runs: Mapping[str, tuple[str, ...]], *, resume: bool) -> Iterator[dict[str, State]]:
-    """The states of runs by their names, which are given with their arguments; the folder is no other's meanwhile."""
+    """Yields the states of runs by name, given with their arguments; locks the folder."""
     if out.exists() and not out.is_dir():
-        raise UserError(f"--out={out} is a file; name a folder")
+        raise UserError(f"--out={out} is a file; choose a folder")
     if not resume and out.is_dir() and any(out.iterdir()):
-        raise UserError(f"--out={out} is not empty; --resume goes on with what is there, or name another folder")
+        raise UserError(f"--out={out} is not empty; use --resume to continue, or another folder")
     with contextlib.ExitStack() as stack:
         try:
             out.mkdir(parents=True, exist_ok=True)
             lock = stack.enter_context((out / "sweep.lock").open("w"))
         except OSError as e:
-            raise UserError(f"--out={out} cannot be written ({e.strerror}); name another folder") from e
+            raise UserError(f"--out={out} cannot be written ({e.strerror}); choose another folder") from e
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as e:
-            raise UserError(f"--out={out}: another sweep runs there; wait for its end, or name another folder") from e
+            raise UserError(f"--out={out}: another sweep runs there; wait for its end, or choose another folder") from e
         known = _read(out)
         yield {name: _now(known.get(name, State()), out / name, arguments) for name, arguments in runs.items()}
 
 
 def write(out: pathlib.Path, states: Mapping[str, State]) -> None:
-    """The record as it is now."""
+    """Writes the current record."""
     runs = {name: dataclasses.asdict(state) for name, state in states.items()}
     whole.write_text(out / FILE, json.dumps({"runs": runs}, indent=1) + "\n")
 
 
 def _now(state: State, folder: pathlib.Path, arguments: tuple[str, ...]) -> State:
-    """The state at a new start: finished is only what is still there, and was run with the same settings."""
+    """Returns the state at a new start: a finished run stays finished if its folder and settings are the same."""
     if state.status == "finished" and not (folder.is_dir() and state.arguments == arguments):
         return dataclasses.replace(state, status="waiting")
     return dataclasses.replace(state, status="interrupted") if state.status == "running" else state
@@ -67,4 +67,4 @@ def _read(out: pathlib.Path) -> dict[str, State]:
         return {}
     except (AttributeError, KeyError, TypeError, ValueError) as e:
         said = f"{path} is damaged ({type(e).__name__}: {e})"
-        raise UserError(f"{said}; remove it: runs that have finished will see that themselves") from e
+        raise UserError(f"{said}; remove it: finished runs will detect that themselves") from e

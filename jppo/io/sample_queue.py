@@ -1,8 +1,8 @@
-"""The samples of steps to come, as a checkpoint keeps them: of which prompts, what is there, and what was graded.
+"""Prefetched samples in a checkpoint: prompts, finished responses and rewards of future steps.
 
 state(...)      of this host, of JSON types
 merged(states)  of all hosts, which may be at different points
-steps(state)    back again
+steps(state)    the inverse
 fitted(...)     the same for a run whose settings may have changed
 """
 
@@ -19,51 +19,51 @@ from jppo.structs import Reward, Trajectory
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """Responses of one kind, sampled or greedy, by their number: `per_prompt` of each prompt, one after the other."""
+    """Responses of one kind, sampled or greedy, by index: `per_prompt` of each prompt, consecutively."""
 
     per_prompt: int
     responses: Mapping[int, Trajectory]
     rewards: Mapping[int, Reward]
 
     def only(self, numbers: Collection[int]) -> "Found":
-        """Those of the numbers."""
+        """Returns those with the given indices."""
         responses = {n: t for n, t in self.responses.items() if n in numbers}
         return Found(self.per_prompt, responses, {n: r for n, r in self.rewards.items() if n in responses})
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """The prompts of one step that are not learned from yet."""
+    """The prompts of one step that are not trained on yet."""
 
     step: int
-    version: int  # of the weights when they were asked for
+    version: int  # of the weights at the request
     indices: np.ndarray  # [N] i64, of the step's prompts
-    after: dict[str, Any]  # the place in the data behind them
-    left: frozenset[int]  # which of them
+    after: dict[str, Any]  # the position in the data after them
+    left: frozenset[int]  # the remaining prompts
     found: tuple[Found, ...]  # samples, then greedy responses if there are any
 
     def each(self, change: Callable[[Found], Found]) -> "Step":
-        """The step with other responses."""
+        """Returns the step with changed responses."""
         return dataclasses.replace(self, found=tuple(change(way) for way in self.found))
 
     def numbers(self, found: Found) -> set[int]:
-        """The responses to the prompts that are left."""
+        """Returns the indices of responses to the remaining prompts."""
         return {g * found.per_prompt + j for g in self.left for j in range(found.per_prompt)}
 
 
 def state(about: Mapping[str, Any], steps: Sequence[Step]) -> dict[str, Any]:
-    """What a checkpoint keeps: `about`, and the steps with what is there for the prompts that are left."""
+    """Returns the state for a checkpoint: `about`, and the steps with responses to the remaining prompts."""
     return {**about, "steps": [_packed(one) for one in steps]}
 
 
 def steps(state: Mapping[str, Any]) -> list[Step]:
-    """The steps of a state, in order."""
+    """Returns the steps of a state, in order."""
     found = [_unpacked(one) for one in state["steps"]]
     return sorted(found, key=lambda one: one.step)
 
 
 def merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One state of all hosts: of a step that only some have asked for yet, what these have."""
+    """Merges the states of all hosts; a step requested by only some hosts has their responses."""
     if len(states) == 1 or not any(states):
         return states[0]
     by_step: dict[int, Step] = {}
@@ -76,10 +76,10 @@ def merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def fitted(
     state: Mapping[str, Any], kind: Mapping[str, Any], *, first: int, staleness: int, partial: bool
 ) -> tuple[list[Step], list[str]]:
-    """The steps of a state for a run of this kind that begins with step `first`, and lines for the console.
+    """Returns the steps of a state for a run of this kind that begins with step `first`, and console lines.
 
-    Responses that the run would draw otherwise are left out, as are those that would be too old, and rewards by other
-    graders. A run that takes its prompts step by step gets whole steps. UserError where the numbers mean nothing.
+    Drops responses that the run would sample differently or that are too old, and rewards by other graders. A run
+    without `partial` gets whole steps. UserError if the indices have another meaning.
     """
     _require_alike(state, kind)
     kept = steps(state)
@@ -92,7 +92,7 @@ def fitted(
     if state["graders"] != kind["graders"]:
         kept = [one.each(lambda way: dataclasses.replace(way, rewards={})) for one in kept]
     count = _count(kept)
-    again = "drawn again: too old for rollout.max_staleness, or by other settings of sampling"
+    again = "drawn again: too old for rollout.max_staleness, or sampled with other settings"
     said = ((count, "not drawn again"), (there - count, again))
     return kept, [f"{n} samples that the checkpoint has of the next steps are {what}" for n, what in said if n]
 
@@ -100,16 +100,16 @@ def fitted(
 def _require_alike(state: Mapping[str, Any], kind: Mapping[str, Any]) -> None:
     for name in ("data.train_batch_size", "rollout.n", "greedy"):
         if state[name] != kind[name]:
-            what = "algorithm.adv_estimator draws greedy responses" if name == "greedy" else name
+            what = "algorithm.adv_estimator samples greedy responses" if name == "greedy" else name
             raise UserError(
-                f"{what}={kind[name]!r} was {state[name]!r} when the checkpoint was written, whose samples of the next"
-                " steps were drawn so; give the old value, or begin anew with another trainer.run_dir or"
+                f"{what}={kind[name]!r} was {state[name]!r} when the checkpoint was written, and its next samples"
+                " depend on it; use the old value, or start anew with another trainer.run_dir or"
                 " trainer.resume_mode=disable"
             )
 
 
 def _regrouped(kept: Sequence[Step], first: int, after: dict[str, Any]) -> list[Step]:
-    """The prompts that are left, in their order, as whole steps from `first` on; `kept` where they are such already."""
+    """Returns the remaining prompts in order, as whole steps from `first` on; `kept` if they already are."""
     whole = all(len(one.left) == len(one.indices) for one in kept)
     if whole and [one.step for one in kept] == list(range(first, first + len(kept))):
         return list(kept)
@@ -130,7 +130,7 @@ def _regrouped(kept: Sequence[Step], first: int, after: dict[str, Any]) -> list[
 
 
 def _young(one: Step, oldest: int) -> Step:
-    """The step without responses that have a token by weights older than `oldest`."""
+    """Returns the step without responses that have a token from weights older than `oldest`."""
 
     def fit(t: Trajectory) -> bool:
         return not t.sampled.any() or bool(t.version[t.sampled].min() >= oldest)

@@ -1,4 +1,4 @@
-"""The end of a run, on the console: what happened, where the time went, where everything is."""
+"""The summary at the end of a run: scores, time by stage, paths."""
 
 import pathlib
 
@@ -9,7 +9,7 @@ from jppo.io.timers import STAGES
 
 
 def summary(run: pathlib.Path, report: str) -> None:
-    """Says what happened: test score before and after, where the time went, where everything is, the report too."""
+    """Prints test scores before and after, time by stage, and the paths of results."""
     lines = read_metrics(run)
     drawn = learning(lines)
     write_curve(run / "curve.svg", title=run.name, **drawn)

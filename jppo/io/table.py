@@ -1,4 +1,4 @@
-"""Several runs side by side: one metric of each, as markdown and as CSV, the best run first."""
+"""A table of several runs by one metric, as markdown and CSV, the best run first."""
 
 import csv
 import dataclasses
@@ -13,20 +13,20 @@ from jppo.io.metrics import read_metrics
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What the table says of one run; None where its metrics have no such number."""
+    """The table's row of one run; None for missing numbers."""
 
     name: str
-    settings: Mapping[str, Any]  # those in which the runs differ
+    settings: Mapping[str, Any]  # in which the runs differ
     status: str
     step: int | None  # the last one
-    last: float | None  # of the metric
-    best: float | None  # the largest
+    last: float | None  # last value of the metric
+    best: float | None  # largest value
     best_step: int | None
     seconds: float
 
 
 def make_row(folder: pathlib.Path, metric: str, *, settings: Mapping[str, Any], status: str, seconds: float) -> Row:
-    """The run in `folder`, by its metrics so far."""
+    """Returns the row of the run in `folder`, from its metrics so far."""
     lines = read_metrics(folder)
     found = [(line[metric], line["step"]) for line in lines if line.get(metric) is not None]
     best, best_step = max(found, key=lambda pair: (pair[0], -pair[1]), default=(None, None))
@@ -36,19 +36,19 @@ def make_row(folder: pathlib.Path, metric: str, *, settings: Mapping[str, Any], 
 
 
 def metric_names(folders: Sequence[pathlib.Path]) -> list[str]:
-    """The metrics that any of the runs has."""
+    """Returns the metrics that any of the runs has."""
     return sorted(
         {name for folder in folders for line in read_metrics(folder) for name in line} - {"step", "nonfinite"}
     )
 
 
 def ranked(rows: Sequence[Row]) -> list[Row]:
-    """The largest last value first, runs without one at the end, equals as they came."""
+    """Sorts by the last value, largest first; runs without one last, ties in order."""
     return sorted(rows, key=lambda row: (row.last is None, -(row.last or 0.0)))
 
 
 def cells(rows: Sequence[Row], metric: str) -> list[list[str]]:
-    """Heading and rows as text; numbers in full."""
+    """Returns heading and rows as text; numbers in full."""
     names = list(dict.fromkeys(name for row in rows for name in row.settings))
     heading = ["run", *names, metric, f"best {metric}", "at step", "steps", "seconds", "status"]
     return [heading] + [
@@ -64,7 +64,7 @@ def cells(rows: Sequence[Row], metric: str) -> list[list[str]]:
 
 
 def markdown(rows: Sequence[Row], metric: str) -> str:
-    """A table for reading: numbers of the metric with four digits."""
+    """Returns a markdown table; the metric with four digits."""
     short = [dataclasses.replace(row, last=_rounded(row.last), best=_rounded(row.best)) for row in rows]
     heading, *body = [[cell.replace("|", "\\|") for cell in line] for line in cells(short, metric)]
     rule = ["---", *["---:"] * (len(heading) - 2), "---"]
@@ -72,7 +72,7 @@ def markdown(rows: Sequence[Row], metric: str) -> str:
 
 
 def write_table(folder: pathlib.Path, rows: Sequence[Row], metric: str) -> None:
-    """FOLDER/sweep.md and FOLDER/sweep.csv."""
+    """Writes FOLDER/sweep.md and FOLDER/sweep.csv."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(cells(rows, metric))
     for name, content in (("sweep.md", markdown(rows, metric)), ("sweep.csv", text.getvalue())):

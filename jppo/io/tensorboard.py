@@ -1,4 +1,4 @@
-"""TensorBoard's event files. Records are framed here and not by a writer's thread, which a full disk would end."""
+"""TensorBoard's event files, written without a writer thread, which a full disk would end."""
 
 import contextlib
 import html
@@ -24,32 +24,32 @@ class Board:
     """One event file of a run's `tensorboard/`."""
 
     def __init__(self, folder: pathlib.Path, *, first: int) -> None:
-        """Begin a file whose steps begin with `first`: TensorBoard forgets what a killed run wrote for it and later."""
+        """Starts a file at step `first`: TensorBoard drops what a killed run wrote for it and later."""
         folder.mkdir(parents=True, exist_ok=True)
         self._file = Appender(folder / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}")
-        with contextlib.suppress(OSError):  # it waits, and the first step says so
+        with contextlib.suppress(OSError):  # it waits, and the first step reports it
             self._write(Event(file_version="brain.Event:2"), first)
         with contextlib.suppress(OSError):
             self._write(Event(session_log=SessionLog(status=SessionLog.START)), first)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step's metrics, those that are finite numbers."""
+        """Writes a step's finite metrics."""
         scalars = [summary.scalar(name, value) for name, value in metrics.items() if math.isfinite(value)]
         merged = summary.Summary(value=[value for one in scalars for value in one.value])
         self._write(Event(summary=merged), step)
 
     def generations(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Samples, as a table in the text of the step."""
+        """Writes samples as a table in the step's text."""
         if rows:
             self._write(Event(summary=summary.text("val_generations", _markdown(rows))), step)
 
     def warn(self, finding: Finding) -> None:
-        """A warning, as text."""
+        """Writes a warning as text."""
         said = f"{finding.found}; {finding.remedy}"
         self._write(Event(summary=summary.text(f"warnings/{finding.name}", said)), finding.step)
 
     def close(self, *, failed: bool) -> None:
-        """Write what waits."""
+        """Writes waiting records."""
         self._file.close()
 
     def _write(self, event: Event, step: int) -> None:
@@ -61,7 +61,7 @@ class Board:
 
 
 def _markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A table of samples; nothing in them is taken for Markdown or HTML."""
+    """Returns a table of samples, with Markdown and HTML escaped."""
 
     def cell(value: Any) -> str:
         text = "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

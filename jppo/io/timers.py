@@ -1,4 +1,4 @@
-"""Seconds by stage, under verl's stage names and one more, `start`; in a profiler's trace a stage has its name."""
+"""Seconds by stage, with verl's stage names plus `start`; also the names of stages in a profiler's trace."""
 
 import contextlib
 import time
@@ -26,18 +26,17 @@ STAGES = (
 class Timers:
     """Wall-clock seconds of each stage of the current step.
 
-    JAX returns before the device is done: a stage is timed right only when its block waits for what it
-    computes.
+    JAX returns before the device is done: a stage's time is right only if its block waits for its results.
     """
 
     def __init__(self) -> None:
         self._step: dict[str, float] = {}
         self._running: list[str] = []
-        self._since = time.perf_counter()  # a stage began or ended
+        self._since = time.perf_counter()  # start or end of the last stage
 
     @contextlib.contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
-        """Add the time that the block takes to `stage`, also when it raises."""
+        """Adds the block's time to `stage`, also if it raises."""
         if stage not in STAGES:
             raise ValueError(f"stage {stage!r} is not one of {', '.join(STAGES)}")
         start = self._since = time.perf_counter()
@@ -51,29 +50,29 @@ class Timers:
             self._step[stage] = self._step.get(stage, 0.0) + self._since - start
 
     def stage(self) -> tuple[str, float]:
-        """The innermost stage under way and for how many seconds, or since a stage within it ended; of any thread."""
+        """Returns the innermost running stage and its seconds, or since an inner stage ended; for any thread."""
         inner = self._running[-1:]
         return inner[0] if inner else "none", time.perf_counter() - self._since
 
     def so_far(self) -> dict[str, float]:
-        """The seconds of each stage of the current step that has ended."""
+        """Returns the seconds of the current step's finished stages."""
         return dict(self._step)
 
     def next_step(self) -> dict[str, float]:
-        """The step's seconds as metrics `timing_s/<stage>`; the next step starts from nothing."""
+        """Returns the step's seconds as metrics `timing_s/<stage>` and resets them."""
         step, self._step = self._step, {}
         return {f"timing_s/{stage}": seconds for stage, seconds in step.items()}
 
 
 class Laps:
-    """What one stage spends its seconds on, one part after the other."""
+    """A stopwatch for consecutive parts of one stage."""
 
     def __init__(self) -> None:
         self._last = time.perf_counter()
         self._parts: list[str] = []
 
     def __call__(self, part: str) -> None:
-        """The seconds since the lap before were this part's."""
+        """Attributes the seconds since the previous lap to this part."""
         now = time.perf_counter()
         self._parts.append(f"{part} {now - self._last:.1f}")
         self._last = now

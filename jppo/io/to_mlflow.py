@@ -1,7 +1,6 @@
-"""MLflow as a place for metrics: the server of MLFLOW_TRACKING_URI, or without one the folder RUN/mlruns.
+"""The MLflow logger: the server of MLFLOW_TRACKING_URI, or else the folder RUN/mlruns.
 
-The run's id stays in RUN/mlflow.json, so that a resume goes on with the same run; a step that runs again keeps the
-values that it was sent with first.
+The run's id is in RUN/mlflow.json, so a resume continues the same run; a repeated step keeps its first values.
 """
 
 import collections
@@ -15,12 +14,12 @@ from jppo.config import UserError
 from jppo.io.diagnosis import Finding
 from jppo.io.sinks import COLUMNS, About, Rows, Sent, cell, finite
 
-AT_ONCE = 1000  # metrics that a server takes in one request
-PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}  # MLflow's are many minutes
+AT_ONCE = 1000  # metrics per request
+PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}  # not minutes
 
 
 def require() -> None:
-    """UserError where there is no MLflow."""
+    """UserError if MLflow is missing."""
     try:
         import mlflow  # noqa: F401
     except ImportError as e:
@@ -28,7 +27,7 @@ def require() -> None:
 
 
 class MLflow:
-    """A run there."""
+    """A run in MLflow."""
 
     def __init__(self, run_dir: pathlib.Path, about: About, *, resumed: bool) -> None:
         from mlflow import MlflowClient
@@ -42,7 +41,7 @@ class MLflow:
             where = (run_dir.resolve() / "mlruns").as_uri()
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # a folder is enough for one run
         self._sent, self._metric = Sent(run_dir, "mlflow", resumed=resumed), Metric
-        self._waiting: collections.deque[list[Any]] = collections.deque()  # steps that the server did not take so far
+        self._waiting: collections.deque[list[Any]] = collections.deque()  # steps that the server has not taken yet
         try:
             self._client = MlflowClient(tracking_uri=where)
             if self._sent.id is None:
@@ -55,8 +54,8 @@ class MLflow:
                 self._client.update_run(self._id, status="RUNNING")
         except (MlflowException, OSError) as e:
             raise UserError(
-                f"MLflow at {where} does not begin: {' '.join(str(e).split())}; mend MLFLOW_TRACKING_URI, or leave"
-                " mlflow out of trainer.logger"
+                f"MLflow at {where} does not start: {' '.join(str(e).split())}; fix MLFLOW_TRACKING_URI, or remove"
+                " mlflow from trainer.logger"
             ) from e
 
     @property
@@ -65,7 +64,7 @@ class MLflow:
         return self._sent.id
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step, unless it was sent before."""
+        """Sends a step, unless it was sent before."""
         if self._sent.new(step):
             now = int(time.time() * 1000)
             self._waiting.append([self._metric(name, value, now, step) for name, value in finite(metrics).items()])
@@ -76,16 +75,16 @@ class MLflow:
             self._sent.done(self._waiting.popleft()[0].step)
 
     def generations(self, step: int, rows: Rows) -> None:
-        """A file of samples."""
+        """Sends a file of samples."""
         if rows and self._sent.new(step):
             shown = [{name: cell(row.get(name)) for name in COLUMNS} for row in rows]
             self._client.log_dict(self._id, {"rows": shown}, f"generations/step_{step}.json")
 
     def warn(self, finding: Finding) -> None:
-        """A tag of the run."""
+        """Sets a tag of the run."""
         said = f"step {finding.step}: {finding.found}; {finding.remedy}"
         self._client.set_tag(self._id, f"warnings.{finding.name}", said)
 
     def close(self, *, failed: bool) -> None:
-        """The run is over."""
+        """Ends the run."""
         self._client.set_terminated(self._id, status="FAILED" if failed else "FINISHED")

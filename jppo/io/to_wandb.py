@@ -1,8 +1,7 @@
-"""Weights & Biases as a place for metrics; with WANDB_MODE=offline it needs neither account nor network.
+"""The Weights & Biases logger; WANDB_MODE=offline needs neither account nor network.
 
-The run's id stays in RUN/wandb.json, so that a resume goes on with the same run. wandb's steps only rise: what runs
-again after a resume keeps the values that it was sent with first. Offline, each start has a folder of its own under
-RUN/wandb/, with the same id.
+The run's id is in RUN/wandb.json, so a resume continues the same run. wandb's steps only increase: a repeated step
+keeps its first values. Offline, each start has its own folder in RUN/wandb/, with the same id.
 """
 
 import pathlib
@@ -14,11 +13,11 @@ from jppo.config import UserError
 from jppo.io.diagnosis import Finding
 from jppo.io.sinks import COLUMNS, About, Rows, Sent, cell, finite
 
-GIVE_UP_S = 120.0  # at the end; what was not sent by then lies in RUN/wandb/ for `wandb sync`
+GIVE_UP_S = 120.0  # at the end; unsent data is then in RUN/wandb/ for `wandb sync`
 
 
 def require() -> None:
-    """UserError where there is no wandb, or nobody whom it knows."""
+    """UserError if wandb or its login is missing."""
     try:
         import wandb
     except ImportError as e:
@@ -28,7 +27,7 @@ def require() -> None:
 
 
 class Wandb:
-    """A run there."""
+    """A run in wandb."""
 
     def __init__(self, run_dir: pathlib.Path, about: About, *, resumed: bool) -> None:
         import wandb
@@ -47,28 +46,28 @@ class Wandb:
             )
         except (wandb.Error, OSError) as e:
             raise UserError(
-                f"wandb does not begin: {' '.join(str(e).split())}; mend that, set WANDB_MODE=offline, or leave"
-                " wandb out of trainer.logger"
+                f"wandb does not start: {' '.join(str(e).split())}; fix that, set WANDB_MODE=offline, or remove"
+                " wandb from trainer.logger"
             ) from e
         self._sent.begin(self._run.id)
         self._table = wandb.Table
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step, unless it was sent before."""
+        """Sends a step, unless it was sent before."""
         if self._sent.new(step):
             self._run.log(finite(metrics), step=step, commit=True)
             self._sent.done(step)
 
     def generations(self, step: int, rows: Rows) -> None:
-        """A table of samples, in the step that the next metrics are of."""
+        """Sends a table of samples, in the step of the next metrics."""
         if rows and self._sent.new(step):
             data = [[cell(row.get(name)) for name in COLUMNS] for row in rows]
             self._run.log({"generations": self._table(columns=list(COLUMNS), data=data)}, step=step, commit=False)
 
     def warn(self, finding: Finding) -> None:
-        """A line of the run's summary."""
+        """Adds a line to the run's summary."""
         self._run.summary[f"warnings/{finding.name}"] = f"step {finding.step}: {finding.found}; {finding.remedy}"
 
     def close(self, *, failed: bool) -> None:
-        """Send what is left, for some time."""
+        """Sends the rest, with a time limit."""
         self._run.finish(exit_code=int(failed))

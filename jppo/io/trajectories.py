@@ -1,4 +1,4 @@
-"""Trajectories as one text, for a checkpoint and for other hosts: their arrays compressed, the rest as JSON."""
+"""Serialises trajectories as text for checkpoints and other hosts: compressed arrays and JSON."""
 
 import base64
 import dataclasses
@@ -15,7 +15,7 @@ ARRAYS = ("tokens", "sampled", "logprob", "version")
 
 
 def pack(trajectories: Sequence[Trajectory]) -> str:
-    """All of them, to the bit."""
+    """Serialises trajectories, bit for bit."""
     rest = [{name: value for name, value in dataclasses.asdict(t).items() if name not in ARRAYS} for t in trajectories]
     arrays = {
         name: np.concatenate([np.zeros(0, _empty(name)), *(getattr(t, name) for t in trajectories)]).astype(
@@ -41,14 +41,14 @@ def unpack(text: str) -> list[Trajectory]:
 
 
 def of_all(hosts: Hosts, own: list[Trajectory]) -> list[Trajectory]:
-    """Those of all hosts, in their order."""
+    """Returns the trajectories of all hosts, in host order."""
     if hosts.count == 1:
         return own
     return [t for text in hosts.gather(lambda: pack(own)) for t in unpack(text)]
 
 
 def rewards_of_all(hosts: Hosts, own: Callable[[], list[Reward]]) -> list[Reward]:
-    """The same of rewards, which are waited for."""
+    """Waits for rewards and returns those of all hosts, in host order."""
     if hosts.count == 1:
         return own()
     return [Reward(**one) for some in hosts.gather(lambda: [dataclasses.asdict(r) for r in own()]) for one in some]

@@ -1,8 +1,8 @@
-"""Ends a run in good time: when it is asked to stop, and when a stage does not end.
+"""Ends a run on a signal, or when a stage is stuck.
 
-A signal raises `Stopped` at once in a stage that only waits, whose work is done again by whoever goes on; in any
-other the step is finished first. Whoever catches it saves. What has not ended `stop_timeout_s` later is ended by
-force, and the last checkpoint stands.
+A signal raises `Stopped` at once in a stage that only waits, whose work the resumed run repeats; in any other stage the
+step is finished first. The handler of `Stopped` saves. A run that has not ended `stop_timeout_s` later is ended by
+force; the last checkpoint remains.
 """
 
 import contextlib
@@ -22,13 +22,13 @@ from jppo.io.timers import Timers
 
 WAITING = ("start", "gen", "reward", "testing")
 POLL_S = 0.2
-STOPPED = 143  # as a shell says of SIGTERM: a batch system must not take the run for finished
-INTERRUPTED = 130  # the same of Ctrl-C
-STUCK = 1  # the exit code of a run that did not go on
+STOPPED = 143  # the shell's code for SIGTERM: a batch system must not consider the run finished
+INTERRUPTED = 130  # the shell's code for Ctrl-C
+STUCK = 1  # exit code of a stuck run
 
 
 class Watch:
-    """Watches over one run; use it as a context manager, around all that the run does."""
+    """Watches one run; a context manager around the whole run."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Watch:
         hosts: Hosts = ALONE,
         stopped: int = STOPPED,
     ) -> None:
-        """A stage may take `stage_timeout_s`, an end `stop_timeout_s`; `stacks` is where a stuck run's are written.
+        """Sets the limits of stages and of the end; `stacks` is the file for the stacks of a stuck run.
 
         `stopped` is the exit code after SIGTERM or SIGHUP.
         """
@@ -56,7 +56,7 @@ class Watch:
         self._handlers: dict[int, Any] = {}
 
     def check(self) -> None:
-        """Raises what was asked for, of any host; to be called between steps, where the state is whole."""
+        """Raises a requested stop of any host; called between steps, where the state is consistent."""
         self._hosts.together(self._raise)
 
     def _raise(self) -> None:
@@ -64,11 +64,11 @@ class Watch:
             raise self._asked
 
     def __enter__(self) -> "Watch":
-        if threading.current_thread() is threading.main_thread():  # no other may have handlers
+        if threading.current_thread() is threading.main_thread():  # only the main thread may set handlers
             self._main = threading.get_ident()
             for number in (*self._codes, signal.SIGUSR1):
                 if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                    continue  # by nohup: the run is to outlive its terminal
+                    continue  # by nohup: the run should outlive its terminal
                 self._handlers[number] = signal.signal(number, self._signal)
         self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
         self._thread.start()
@@ -82,7 +82,7 @@ class Watch:
 
     def _signal(self, number: int, _: Any) -> None:
         if number == signal.SIGINT and self._asked is not None:
-            raise KeyboardInterrupt  # the second Ctrl-C waits for nothing
+            raise KeyboardInterrupt  # the second Ctrl-C does not wait
         if number == signal.SIGHUP:
             _mute()
         if number in self._codes:
@@ -113,7 +113,7 @@ class Watch:
             if time.monotonic() > self._last_moment:
                 _say(
                     f"the run did not end within trainer.stop_timeout_s={self._stop_timeout_s:g} in stage {stage}"
-                    f" ({self._asked.why if self._asked else ''}); it is ended by force, and the last checkpoint stands"
+                    f" ({self._asked.why if self._asked else ''}); it is ended by force; the last checkpoint remains"
                 )
                 os._exit(STUCK)
 
@@ -124,15 +124,15 @@ class Watch:
             file.flush()
             faulthandler.dump_traceback(file)
         _say(
-            f"stage {stage} has not ended for {seconds:.0f} s, trainer.stage_timeout_s={self._stage_timeout_s:g}; what"
-            f" every thread was doing is in {self._stacks}; the run is being ended with a checkpoint"
+            f"stage {stage} has not ended for {seconds:.0f} s, trainer.stage_timeout_s={self._stage_timeout_s:g}; the"
+            f" stacks of all threads are in {self._stacks}; the run ends with a checkpoint"
         )
 
 
 @contextlib.contextmanager
 def ending(run_dir: str, *, within_s: float) -> Iterator[None]:
-    """Around all of a command: a stop, an interruption and a full disk become one line and the exit code."""
-    resumes = f"the same command goes on from the last of {run_dir}/checkpoints"
+    """Wraps a whole command: a stop, an interruption and a full disk become one line and the exit code."""
+    resumes = f"the same command resumes from the last of {run_dir}/checkpoints"
     try:
         yield
     except OSError as e:
@@ -149,7 +149,7 @@ def ending(run_dir: str, *, within_s: float) -> Iterator[None]:
 
 
 def leave(code: int, *, within_s: float) -> None:
-    """Ends the process with `code`, by force where threads that hang would keep it."""
+    """Ends the process with `code`, by force if threads hang."""
     threads = threading.Timer(within_s, os._exit, (code,))
     threads.daemon = True
     threads.start()
@@ -157,7 +157,7 @@ def leave(code: int, *, within_s: float) -> None:
 
 
 def _mute() -> None:
-    """Has nothing fail that is still printed where the terminal has gone."""
+    """Makes later prints succeed when the terminal has gone."""
     for fd in (1, 2):
         try:
             os.write(fd, b"")

@@ -1,4 +1,4 @@
-"""Files that are there as a whole or not at all, also after a power cut."""
+"""Atomic file writes that also survive a power cut."""
 
 import errno
 import os
@@ -20,17 +20,17 @@ def write(path: pathlib.Path, make: Callable[[pathlib.Path], object]) -> pathlib
         sync(new)
         os.replace(new, path)
     finally:
-        new.unlink(missing_ok=True)  # a half would take the room that others wait for
+        new.unlink(missing_ok=True)  # a partial file would take room
     return path
 
 
 def write_text(path: pathlib.Path, text: str) -> pathlib.Path:
-    """As `write`, of a text."""
+    """Writes a text atomically."""
     return write(path, lambda new: new.write_text(text, encoding="utf-8"))
 
 
 def sync(path: pathlib.Path) -> None:
-    """Returns when a file, or the names in a folder, are on the disk."""
+    """Returns when a file, or the names in a folder, are on disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

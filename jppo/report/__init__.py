@@ -1,4 +1,4 @@
-"""The report of one run or several: a page of its own, made from the runs' folders, for any browser."""
+"""The report: one HTML page about one run or several, made from their folders."""
 
 from jppo.report.page import report_line, write_report
 

@@ -1,6 +1,6 @@
 """Writes one HTML page about one run or several: python -m jppo.report runs/quickstart [RUN_DIR ...] [--out FILE]
 
-The page opens from the disk and asks for nothing else: curves, stage times, scores, samples, settings, warnings.
+The page opens from disk without a network: curves, stage times, scores, samples, settings, warnings.
 """
 
 import pathlib
@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         print(write_report(args.run_dirs, out))
     except OSError as e:
-        raise UserError(f"{e.filename or out}: {e.strerror}; name another file by --out") from e
+        raise UserError(f"{e.filename or out}: {e.strerror}; use another file by --out") from e
 
 
 if __name__ == "__main__":

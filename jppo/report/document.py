@@ -1,4 +1,4 @@
-"""All that the report says, as one JSON document made from runs' folders; the page only draws it."""
+"""The report's data as one JSON document, made from run folders."""
 
 import datetime
 import json
@@ -12,12 +12,12 @@ from jppo.config import table
 from jppo.report import samples, series
 from jppo.report.folder import Folder, distinct_names, read_folder
 
-BUDGET = 10_000_000  # characters of packed samples in a page, of all runs together
-CURVES = 4_000  # points of a metric, of all runs together
+BUDGET = 10_000_000  # characters of packed samples in a page, over all runs
+CURVES = 4_000  # points of a metric, over all runs
 
 
 def make_document(run_dirs: Sequence[pathlib.Path], budget: int = BUDGET) -> dict[str, Any]:
-    """The document: what is common to the runs, and under `runs` what each says of itself."""
+    """Returns the document: common data, and under `runs` each run's data."""
     folders = [read_folder(path) for path in run_dirs]
     read = [samples.read_samples(f.samples, budget // len(folders), f.notes) for f in folders]
     graded = [s for entries in read for e in entries for s in e["scores"] if s is not None]
@@ -41,7 +41,7 @@ def make_document(run_dirs: Sequence[pathlib.Path], budget: int = BUDGET) -> dic
 
 
 def describe(folder: Folder, name: str, points: int = series.POINTS) -> dict[str, Any]:
-    """A run without its samples."""
+    """Describes a run without its samples."""
     lines = folder.lines
     tested = series.points_of(lines, "val/score")
     step = lines[-1]["step"] if lines else 0
@@ -66,14 +66,14 @@ def describe(folder: Folder, name: str, points: int = series.POINTS) -> dict[str
 
 
 def planned_steps(found: Mapping[str, Any] | None) -> int | None:
-    """How many steps the settings ask for; None where they count epochs, or are not known."""
+    """Returns the steps in the settings; None if these count epochs, or are unknown."""
     trainer = (found or {}).get("trainer")
     steps = trainer.get("total_training_steps") if isinstance(trainer, Mapping) else None
     return steps if isinstance(steps, int) and steps > 0 else None
 
 
 def group_warnings(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A warning that came at several steps once: how often, from when to when, and what it said last."""
+    """Groups warnings by name: how often, first and last step, and the last message."""
     found: dict[str, dict[str, Any]] = {}
     for row in rows:
         name = str(row.get("name", "warning"))
@@ -85,9 +85,9 @@ def group_warnings(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def settings(found: Sequence[Mapping[str, Any] | None]) -> list[dict[str, Any]]:
-    """Every setting of the runs, with its default: as JSON, None where there is none.
+    """Returns every setting of the runs and its default, as JSON; None if missing.
 
-    `differs`: from the default in the only run, or between the runs.
+    `differs`: from the default for a single run, or between runs.
     """
     flat = [{} if one is None else flatten(one) for one in found]
     kinds = {"rollout" if "rollout" in one else "loss" if "loss" in one else "" for one in found if one is not None}
@@ -104,7 +104,7 @@ def settings(found: Sequence[Mapping[str, Any] | None]) -> list[dict[str, Any]]:
 
 
 def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Every setting by its dotted name, as JSON."""
+    """Returns every setting by its dotted name, as JSON."""
     found: dict[str, str] = {}
     for name, inner in value.items():
         if isinstance(inner, Mapping) and inner:

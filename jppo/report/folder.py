@@ -1,4 +1,4 @@
-"""A run's folder as the report reads it: what is there, and in words what is not. A kill may have cut any file."""
+"""Reads a run folder for the report, with notes on missing files. A kill may have truncated any file."""
 
 import dataclasses
 import json
@@ -10,12 +10,12 @@ from typing import Any
 from jppo.config import UserError
 from jppo.io import metrics
 
-SERVER_HEAD = 65_536  # bytes of a server's log in which it names its version
+SERVER_HEAD = 65_536  # bytes of a server's log that contain its version
 
 
 @dataclasses.dataclass(frozen=True)
 class SampleFile:
-    """One file of samples/: of a step's training, or of the test after it."""
+    """One file of samples/: of a training step, or of the test after it."""
 
     kind: str  # 'step' or 'test'
     step: int
@@ -24,30 +24,30 @@ class SampleFile:
 
 @dataclasses.dataclass(frozen=True)
 class Folder:
-    """What a run left on the disk, but for the samples themselves."""
+    """The contents of a run folder, without samples."""
 
     path: pathlib.Path
-    settings: dict[str, Any] | None  # None: no config.json that can be read
+    settings: dict[str, Any] | None  # None: no readable config.json
     lines: list[dict[str, Any]]  # of metrics.jsonl, by step
     warnings: list[dict[str, Any]]
     samples: list[SampleFile]  # by kind and step
     exported: bool  # hf/ is written last
-    written: float | None  # when the last line of metrics was, in seconds since 1970
+    written: float | None  # time of the last metrics line, in seconds since 1970
     versions: dict[str, str]
-    notes: list[str]  # what is missing or cannot be read
+    notes: list[str]  # missing or unreadable files
 
 
 def read_folder(path: pathlib.Path) -> Folder:
-    """Everything but the samples; a path that is no run is a UserError."""
+    """Reads everything except the samples; UserError if the path is not a run."""
     if not path.is_dir():
-        raise UserError(f"{path}: no such folder; name a run's folder, as runs/quickstart is one")
+        raise UserError(f"{path}: no such folder; use a run folder such as runs/quickstart")
     if not any((path / name).exists() for name in ("config.json", metrics.FILE, "samples")):
-        raise UserError(f"{path} is no run: it has none of config.json, {metrics.FILE} and samples/")
+        raise UserError(f"{path} is not a run: it has none of config.json, {metrics.FILE} and samples/")
     notes: list[str] = []
     found = read_rows(path / metrics.FILE, notes, "no curves and no times")
-    lines = {m["step"]: m for m in found if _is_step(m.get("step"))}  # of a step that stands twice, the last
+    lines = {m["step"]: m for m in found if _is_step(m.get("step"))}  # the last line of a repeated step
     if len(lines) < len(found):
-        notes.append(f"{metrics.FILE}: {len(found) - len(lines)} lines have no step of their own and are left out")
+        notes.append(f"{metrics.FILE}: {len(found) - len(lines)} lines have no step or a repeated one and are skipped")
     file = path / metrics.FILE
     return Folder(
         path=path,
@@ -63,16 +63,16 @@ def read_folder(path: pathlib.Path) -> Folder:
 
 
 def read_rows(path: pathlib.Path, notes: list[str], without: str | None) -> list[dict[str, Any]]:
-    """The objects of a jsonl file; lines that are none are counted in `notes`.
+    """Returns the objects of a jsonl file; counts invalid lines in `notes`.
 
-    `without` says what the report lacks where there is no such file; None: it need not be there.
+    `without` is what the report lacks without the file; None: the file is optional.
     """
     if not path.is_file():
         if without is not None:
             notes.append(f"no {path.name}: {without}")
         return []
     rows, broken = [], 0
-    # A newline ends a line and nothing else does: texts may hold the other characters that splitlines knows.
+    # Only a newline ends a line: texts may contain other characters that splitlines splits at.
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         if not line.strip():
             continue
@@ -92,7 +92,7 @@ def read_rows(path: pathlib.Path, notes: list[str], without: str | None) -> list
 
 
 def distinct_names(paths: Sequence[pathlib.Path]) -> list[str]:
-    """The last part of each path, and as many before it as tell it from the others."""
+    """Returns the last part of each path, with as many parents as make it unique."""
     parts = [path.expanduser().resolve().parts for path in paths]
     depth = [1] * len(parts)
     while True:
@@ -104,12 +104,12 @@ def distinct_names(paths: Sequence[pathlib.Path]) -> list[str]:
 
 
 def _is_step(value: Any) -> bool:
-    return isinstance(value, int) and 0 <= value < 2**53  # more than which no page can count
+    return isinstance(value, int) and 0 <= value < 2**53  # larger numbers are not exact in a page
 
 
 def _settings(path: pathlib.Path, notes: list[str]) -> dict[str, Any] | None:
     if not path.is_file():
-        notes.append("no config.json: no settings, and how far the run was to go is not known")
+        notes.append("no config.json: no settings, and no planned number of steps")
         return None
     try:
         found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
@@ -117,7 +117,7 @@ def _settings(path: pathlib.Path, notes: list[str]) -> dict[str, Any] | None:
         found = None
     if isinstance(found, dict):
         return found
-    notes.append("config.json cannot be read: no settings, and how far the run was to go is not known")
+    notes.append("config.json cannot be read: no settings, and no planned number of steps")
     return None
 
 

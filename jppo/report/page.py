@@ -1,4 +1,4 @@
-"""The document in its page: HTML, style, scripts and data in one file that asks for nothing else."""
+"""Writes the report's HTML: page, style, scripts and data in one file without network requests."""
 
 import html
 import importlib.resources
@@ -16,13 +16,13 @@ SCRIPTS = ("shared.js", "plot.js", "curves.js", "stages.js", "scores.js", "sampl
 
 
 def write_report(run_dirs: Sequence[pathlib.Path], out: pathlib.Path, budget: int = BUDGET) -> pathlib.Path:
-    """Writes the page about these runs and returns its path; whoever reads it meanwhile sees the one before."""
+    """Writes the page about these runs atomically and returns its path."""
     text = make_page(make_document(run_dirs, budget))
     return whole.write(out, lambda new: new.write_text(text, encoding="utf-8", errors="replace"))
 
 
 def report_line(run: pathlib.Path) -> str:
-    """Writes the page of a run that has ended and says where it is; a page that fails does not fail the run."""
+    """Writes the page of a finished run and returns its line of the summary; a failure does not fail the run."""
     try:
         return str(write_report([run], run / NAME))
     except Exception as e:
@@ -31,9 +31,9 @@ def report_line(run: pathlib.Path) -> str:
 
 
 def make_page(document: Mapping[str, Any]) -> str:
-    """The page. Data goes in as base64 alone: no text of a sample can be taken for HTML.
+    """Returns the page. Data is embedded as base64, so no sample text is parsed as HTML.
 
-    The samples of each step are packed by themselves, and unpacked once somebody looks at them.
+    The samples of each step are packed separately and unpacked on demand.
     """
     runs, texts = [], []
     for i, run in enumerate(document["runs"]):

@@ -1,4 +1,4 @@
-"""The samples that go into the report, within a budget, and the distribution of scores over the steps."""
+"""The samples in the report, within a budget, and the distribution of scores over the steps."""
 
 import base64
 import json
@@ -12,17 +12,17 @@ import numpy as np
 from jppo.report.folder import SampleFile, read_rows
 from jppo.report.series import number
 
-FILES = {"step": 150, "test": 50}  # files of a run that are read at most, evenly spread
-LEVELS = 12  # up to as many different scores are told apart; more are binned
+FILES = {"step": 150, "test": 50}  # maximum number of files read per run, evenly spaced
+LEVELS = 12  # up to this many distinct scores are listed; more are binned
 BINS = 20
-TEXT = 20_000  # characters of a text that are kept
-RATIO = 6.0  # how much smaller packed texts are thought to be, until some are
+TEXT = 20_000  # characters kept of a text
+RATIO = 6.0  # assumed compression of texts, until some are packed
 
 
 def read_samples(files: Sequence[SampleFile], budget: int, notes: list[str]) -> list[dict[str, Any]]:
-    """An entry for each file that is read: its step, its scores, and the rows that fit, packed.
+    """Returns an entry per file: its step, its scores, and the packed rows that fit.
 
-    `budget` is in characters of packed text, for all of them together.
+    `budget` is in characters of packed text, in total.
     """
     chosen = [f for kind, most in FILES.items() for f in spread([f for f in files if f.kind == kind], most)]
     entries, ratio = [], RATIO
@@ -38,20 +38,20 @@ def read_samples(files: Sequence[SampleFile], budget: int, notes: list[str]) -> 
 
 
 def told(files: Sequence[SampleFile], entries: Sequence[Mapping[str, Any]]) -> str | None:
-    """In words, what of the samples the report does not hold; None where it has all."""
+    """Describes the samples that the report omits; None if it has all."""
     rows, kept = sum(e["of"] for e in entries), sum(e["kept"] for e in entries)
     if len(entries) == len(files) and rows == kept:
         return None
     return (
-        f"{len(entries):,} of {len(files):,} files of samples are in this page, evenly spread over the steps, and"
+        f"{len(entries):,} of {len(files):,} files of samples are in this page, evenly spaced over the steps, with"
         f" {kept:,} of their {rows:,} samples"
     )
 
 
 def fit(rows: Sequence[Mapping[str, Any]], budget: int, ratio: float = RATIO) -> tuple[int, str, float]:
-    """How many rows were kept, they packed in at most `budget` characters, and how much smaller that made them.
+    """Returns the number of kept rows, their packed text of at most `budget` characters, and the compression.
 
-    All are kept, or those of some prompts, evenly spread. `ratio` is the guess by which the first try is made.
+    Keeps all rows, or those of evenly spaced prompts. `ratio` is the initial guess of the compression.
     """
     groups: list[list[str]] = []
     before = None
@@ -73,17 +73,17 @@ def fit(rows: Sequence[Mapping[str, Any]], budget: int, ratio: float = RATIO) ->
 
 
 def compact(value: Any) -> str:
-    """The value as JSON, in ASCII and without spaces."""
+    """Returns the value as compact ASCII JSON."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
 def pack(text: str) -> str:
-    """The text deflated and in base64: what the page's `unpack` reads."""
+    """Returns the text deflated in base64, as the page's `unpack` reads it."""
     return base64.b64encode(zlib.compress(text.encode("ascii"))).decode()
 
 
 def cut(value: Any) -> Any:
-    """The value as JSON can hold it, with texts that are too long cut in the middle."""
+    """Returns the value for JSON, with long texts cut in the middle."""
     if isinstance(value, str) and len(value) > TEXT:
         gone = len(value) - TEXT
         return f"{value[: TEXT // 2]}\n[… {gone:,} characters are left out here …]\n{value[-TEXT // 2 :]}"
@@ -95,7 +95,7 @@ def cut(value: Any) -> Any:
 
 
 def spread(items: Sequence[Any], most: int) -> list[Any]:
-    """At most so many of the items, evenly spaced, the first and the last among them."""
+    """Returns at most `most` evenly spaced items, including the first and the last."""
     if len(items) <= most:
         return list(items)
     if most == 1:
@@ -104,12 +104,12 @@ def spread(items: Sequence[Any], most: int) -> list[Any]:
 
 
 def score(row: Mapping[str, Any]) -> float | None:
-    """The sample's score; None where it could not be graded."""
+    """Returns the sample's score; None if it could not be graded."""
     return number(row.get("score"))
 
 
 def levels(scores: Sequence[float]) -> dict[str, Any]:
-    """The rows of a histogram: the scores themselves where they are few, else even bins."""
+    """Returns the rows of a histogram: the scores themselves if they are few, otherwise even bins."""
     different = sorted(set(scores))
     if len(different) <= LEVELS:
         return {"values": different}
@@ -118,9 +118,9 @@ def levels(scores: Sequence[float]) -> dict[str, Any]:
 
 
 def histogram(entries: Sequence[Mapping[str, Any]], rows: Mapping[str, Any]) -> dict[str, Any]:
-    """How many of a step's samples have each of `levels`, and how many could not be graded.
+    """Counts a step's samples by `levels`, and those that could not be graded.
 
-    Of the training's samples; of the tests' where there are no others.
+    Uses training samples, or test samples if there are no others.
     """
     kind = "step" if any(e["kind"] == "step" for e in entries) else "test"
     steps, counts, ungraded = [], [], []

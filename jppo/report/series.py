@@ -1,4 +1,4 @@
-"""Metrics of a run as the report draws them: buckets that keep the extremes, seconds by stage. Pure."""
+"""Metrics of a run for the report: curves in buckets with extremes, seconds by stage. Pure."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,18 +8,18 @@ import numpy as np
 
 from jppo.io.timers import STAGES
 
-Lines = Sequence[Mapping[str, Any]]  # of metrics.jsonl, each with its step, rising
+Lines = Sequence[Mapping[str, Any]]  # of metrics.jsonl, each with its step, increasing
 
-POINTS = 800  # a curve has no more; charts are narrower than that
+POINTS = 800  # maximum points of a curve; charts are narrower
 BARS = 100
-OUTSIDE = ("start", "testing", "save")  # what timing_s/step does not contain
-ODD = 50  # steps that are named where a metric was no finite number
+OUTSIDE = ("start", "testing", "save")  # not included in timing_s/step
+ODD = 50  # maximum number of listed steps with a non-finite metric
 
 
 def curves(lines: Lines, points: int = POINTS) -> dict[str, Any]:
-    """Every metric over the steps; of more than `points` values, mean, least and greatest of even buckets.
+    """Returns every metric over the steps; above `points` values, mean, minimum and maximum of even buckets.
 
-    `axes` are the steps, shared by the metrics that have the same: the first of each bucket, and its width.
+    `axes` are the steps, shared by metrics with equal steps: the first of each bucket, and its width.
     """
     axes: list[dict[str, Any]] = []
     series, odd = {}, {}
@@ -45,9 +45,9 @@ def curves(lines: Lines, points: int = POINTS) -> dict[str, Any]:
 
 
 def stage_times(lines: Lines, bars: int = BARS) -> dict[str, Any]:
-    """Seconds of each stage: in all, and the mean of a step for at most `bars` buckets of steps.
+    """Returns seconds of each stage: the total, and the mean per step for at most `bars` buckets of steps.
 
-    What of a step no stage accounts for is `other`. `start` is only in the totals: it would dwarf every bar.
+    `other` is the rest of a step. `start` is only in the totals: it would dwarf every bar.
     """
     found = {name.removeprefix("timing_s/") for line in lines for name in line if name.startswith("timing_s/")}
     known = [stage for stage in STAGES if stage in found and stage != "step"]
@@ -78,17 +78,17 @@ def stage_times(lines: Lines, bars: int = BARS) -> dict[str, Any]:
 
 
 def total(lines: Lines, name: str) -> float:
-    """The sum of a metric over the steps that have it."""
+    """Returns the sum of a metric over its steps."""
     return sum(value for _, value in points_of(lines, name))
 
 
 def points_of(lines: Lines, name: str) -> list[tuple[int, float]]:
-    """A metric's finite values, with their steps."""
+    """Returns a metric's finite values with their steps."""
     return [(line["step"], value) for line in lines if (value := number(line.get(name))) is not None]
 
 
 def number(value: Any) -> float | None:
-    """The value where it is a finite number, else None; JSON's true and false are none."""
+    """Returns the value if it is a finite number, else None; booleans are none."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
     try:
@@ -98,7 +98,7 @@ def number(value: Any) -> float | None:
 
 
 def short(values: np.ndarray) -> list[float | None]:
-    """Five digits, which no chart can tell from more; None where there is no finite number."""
+    """Rounds to five digits, enough for a chart; None if non-finite."""
     return [float(f"{v:.5g}") if math.isfinite(v) else None for v in values.tolist()]
 
 
@@ -120,7 +120,7 @@ def _columns(lines: Lines) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 
 def _starts(steps: np.ndarray, width: int) -> np.ndarray:
-    """Where each bucket that has a step begins."""
+    """Returns the start of each non-empty bucket."""
     bucket = (steps - steps[0]) // width
     return np.flatnonzero(np.diff(bucket, prepend=-1))
 

@@ -1,1 +1,1 @@
-"""Graders: what a response is worth."""
+"""Rewards: rules, functions, judges and reward models that score responses."""

@@ -1,8 +1,8 @@
-"""Assert statements, compared outside of the program: which calls to make, and what their values have to be.
+"""Splits assert statements into calls for the program's process and comparisons in the worker.
 
-`plan` splits a block of asserts into requests to the program's process (calls, with their arguments) and checks that
-are done here, on plain values. Expected values stay here. Statements with asserts that cannot be split, such as a
-`try` around one, run beside the program; `Plan.beside` counts them, and a program that is out to can pass those.
+`plan` turns a block of asserts into requests (calls with their arguments) and checks on the returned plain values.
+Expected values stay in the worker. Asserts that cannot be split, such as those inside a `try`, run in the program's
+process. `Plan.in_program` counts them; a hostile program can pass those.
 """
 
 import ast
@@ -16,15 +16,15 @@ from jppo.rewards.expressions import Check, Expressions, NotByValue, parameters_
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What to ask of the program's process, and the checks of what it answers."""
+    """Requests to the program's process, and the checks of its replies."""
 
     requests: tuple[tuple[str, str], ...]  # (exec or eval, source)
     checks: tuple[Check, ...]
-    beside: int  # requests that hold asserts, whose word has to be taken
+    in_program: int  # requests with asserts, whose result a program can fake
 
 
 class Foreign:
-    """A value that is none of Python's plain ones; equal to nothing."""
+    """A value that is not a plain Python value; equal to nothing."""
 
     def __init__(self, items: list[Any] | None):
         self._items = items
@@ -39,10 +39,10 @@ class Foreign:
 
 
 def plan(tests: str, program: str) -> Plan:
-    """The plan for a block of asserts about a program. Raises ValueError where the block asserts nothing."""
+    """Plans a block of asserts about a program. Raises ValueError if the block has no asserts."""
     tree = ast.parse(tests)
     defined, imported = _names_of(program)
-    kept: frozenset[str] = frozenset()  # names that live in the program's process
+    kept: frozenset[str] = frozenset()  # names that exist in the program's process
     while True:
         planner = _Planner(defined, imported | _names_of(tests)[1], kept)
         foreign = [statement for statement in tree.body if not planner.add(statement)]
@@ -51,9 +51,9 @@ def plan(tests: str, program: str) -> Plan:
         if used == kept:
             break
         kept = frozenset(used)
-    if not planner.checks and not planner.beside:
-        raise ValueError(f"ground_truth={tests[:60]!r} asserts nothing that is run; give it assert statements")
-    return Plan(tuple(planner.requests), tuple(planner.checks), planner.beside)
+    if not planner.checks and not planner.in_program:
+        raise ValueError(f"ground_truth={tests[:60]!r} has no assert that runs; give it assert statements")
+    return Plan(tuple(planner.requests), tuple(planner.checks), planner.in_program)
 
 
 def holds(found: Plan, replies: Sequence[str]) -> bool:
@@ -63,12 +63,12 @@ def holds(found: Plan, replies: Sequence[str]) -> bool:
     try:
         seen = [_value(json.loads(line)["value"]) for line in replies]
         return all(bool(check(seen)) for check in found.checks)
-    except Exception:  # whatever a program's values lead to, it is no right answer
+    except Exception:  # any exception from a program's values is a wrong answer
         return False
 
 
 def _value(told: Any) -> Any:
-    """A value as `program.plain` wrote it."""
+    """Decodes a value that `program.plain` encoded."""
     if isinstance(told, list):
         return [_value(item) for item in told]
     if not isinstance(told, dict):
@@ -88,7 +88,7 @@ def _value(told: Any) -> Any:
 
 
 def _names_of(text: str) -> tuple[frozenset[str], frozenset[str]]:
-    """The names that a program defines, and those that it imports."""
+    """Returns the names that a program defines, and those that it imports."""
     try:
         nodes = list(ast.walk(ast.parse(text)))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -100,24 +100,24 @@ def _names_of(text: str) -> tuple[frozenset[str], frozenset[str]]:
 
 
 class _Planner(Expressions):
-    """Goes through the statements of a block in their order."""
+    """Plans the statements of a block in order."""
 
     def __init__(self, defined: frozenset[str], imported: frozenset[str], kept: frozenset[str]):
         super().__init__(defined, imported)
         self.checks: list[Check] = []
-        self.beside = 0
+        self.in_program = 0
         self.bound: set[str] = set()  # names that the block binds to known values or helpers
-        self._kept = kept  # of these, those that live in the program's process
+        self._kept = kept  # the subset that exists in the program's process
 
     def bind(self, target: ast.expr, value: Any) -> None:
-        """As in Expressions, but for names that the program's process needs."""
+        """Like Expressions.bind, except for names that the program's process needs."""
         for node in ast.walk(target):
             if isinstance(node, ast.Name):
                 self._remember(node.id)
         super().bind(target, value)
 
     def add(self, statement: ast.stmt) -> bool:
-        """Plans a statement; False where the program's process has to run it as it stands."""
+        """Plans a statement; False if the program's process has to run it unchanged."""
         before = len(self.requests), len(self.checks), dict(self.known)
         try:
             self._statement(statement)
@@ -127,8 +127,8 @@ class _Planner(Expressions):
             self.known = before[2]
         asserts = any(isinstance(node, ast.Assert) for node in ast.walk(statement))
         calls = {n.func.id for n in ast.walk(statement) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
-        # A helper with asserts that lives there is run by a call; an imported test runner by whatever it is called.
-        self.beside += asserts or bool(calls & self.helpers.keys())
+        # A helper with asserts there is run by a call; an imported test runner by any call.
+        self.in_program += asserts or bool(calls & self.helpers.keys())
         self.requests.append(("exec", ast.unparse(statement)))
         return False
 

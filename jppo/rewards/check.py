@@ -1,8 +1,8 @@
-"""Grades the data's own solutions before any training: python -m jppo.rewards.check --config=configs/gsm8k.py
+"""Tests a reward on the data's own solutions: python -m jppo.rewards.check --config=configs/gsm8k.py
 
-For the first rows of each data source, what the data calls right and what is right of another row are graded by the
-run's own reward. A source whose truth earns no more than a wrong answer fails the check: with such a reward there is
-nothing to learn. Exit code 1 where one fails. Settings are given as --config.SECTION.NAME=VALUE.
+For the first rows of each data source, the run's reward grades the row's right answer and another row's answer. A
+source fails if right answers earn no more than wrong ones, because training could not learn from such a reward. Exit
+code 1 if one fails. Settings are given as --config.SECTION.NAME=VALUE.
 """
 
 import dataclasses
@@ -18,50 +18,50 @@ from jppo.rewards.compose import Panel
 from jppo.rewards.parts import Sample
 from jppo.structs import Prompt, Reward
 
-ROWS = 8  # of each source
-# Where a row may keep a worked solution beside its ground truth: verl's data sets have the first.
+ROWS = 8  # per source
+# Columns with worked solutions; verl's data sets have the first.
 SOLUTIONS = ("answer", "solution", "rationale", "response")
-# How a ground truth is written where there is no solution: the forms that the rules read, tried in turn.
+# Forms of a ground truth for sources without solutions, as the rules read them; tried in turn.
 FORMS = ("#### {}", "\\boxed{{{}}}", "The answer is {}.", "{}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What the reward says of one source."""
+    """The result for one source."""
 
     source: str
     rows: int
     truth: float  # mean score of right answers
-    wrong: float  # and of those of other rows
+    wrong: float  # mean score of other rows' answers
     errors: list[str]
-    example: str  # a right answer, as it was graded
+    example: str  # a right answer that was graded
 
     @property
     def good(self) -> bool:
-        """Whether there is something to learn."""
+        """Whether the reward separates right from wrong answers."""
         return not self.errors and self.truth > self.wrong
 
 
 def check(panel: Panel, prompts: Sequence[Prompt], *, rows: int = ROWS) -> list[Finding]:
-    """A finding for each data source, from its first rows."""
+    """Returns a finding for each data source, from its first rows."""
     sources = sorted({prompt.data_source for prompt in prompts})
     return [_source(panel, [p for p in prompts if p.data_source == source][: max(rows, 2)]) for source in sources]
 
 
 def solutions(prompt: Prompt) -> list[str]:
-    """Texts that ought to be right: the worked solution first, then the ground truth in the forms that rules read."""
+    """Returns right answers: the worked solution first, then the ground truth in the forms that rules read."""
     places = [prompt.extra, prompt.extra.get("extra_info") or {}]
     worked = [place[name] for place in places for name in SOLUTIONS if isinstance(place.get(name), str)]
     return worked + [form.format(prompt.ground_truth) for form in FORMS]
 
 
 def _source(panel: Panel, prompts: list[Prompt]) -> Finding:
-    """Takes the form of solution that earns most: how a response must look is the rule's own affair."""
+    """Uses the form of solution with the highest score, because the format is up to the rule."""
     forms = [solutions(prompt) for prompt in prompts]
     others = [_other(i, prompts) for i in range(len(prompts))]
     rights = [[texts[min(i, len(texts) - 1)] for texts in forms] for i in range(len(forms[0]))]
     wrongs = [[None if j is None else right[j] for j in others] for right in rights]
-    # All at once: a part that normalises what it sees gives all of them the same scale.
+    # All at once: a part that normalises scores uses the same scale for all.
     found = iter(_grade(panel, list(prompts) * 2 * len(rights), [text for texts in rights + wrongs for text in texts]))
     graded = [[next(found) for _ in prompts] for _ in range(2 * len(rights))]
     means = [_mean(rewards) for rewards in graded[: len(rights)]]
@@ -79,13 +79,13 @@ def _source(panel: Panel, prompts: list[Prompt]) -> Finding:
 
 
 def _other(i: int, prompts: list[Prompt]) -> int | None:
-    """A row of the source that has another truth; None where all have the same."""
+    """Returns a row of the source with another truth; None if all are equal."""
     different = [j for j, p in enumerate(prompts) if p.ground_truth != prompts[i].ground_truth]
     return different[0] if different else None
 
 
 def _grade(panel: Panel, prompts: Sequence[Prompt], texts: Sequence[str | None]) -> list[Reward]:
-    said = ["" if text is None else text for text in texts]  # no other truth: an empty answer is wrong
+    said = ["" if text is None else text for text in texts]  # without another truth: an empty answer is wrong
     return panel.grade(Sample(p, text, len(text.split()), "stop") for p, text in zip(prompts, said, strict=True))
 
 
@@ -95,7 +95,7 @@ def _mean(rewards: Sequence[Reward]) -> float:
 
 
 def report(findings: Sequence[Finding]) -> str:
-    """A line for each source, and what to do where one fails."""
+    """Formats a line per source, and a remedy for failures."""
     lines = []
     for f in findings:
         lines.append(
@@ -106,18 +106,18 @@ def report(findings: Sequence[Finding]) -> str:
             lines.append(f"     {len(f.errors)} could not be graded; the first: {f.errors[0]}")
         elif not f.good:
             lines.append(
-                f"     the reward does not tell a right answer from a wrong one; it was given {f.example[-80:]!r};"
-                " look at data_source, ground_truth and reward.*"
+                f"     the reward does not separate right from wrong answers; it graded {f.example[-80:]!r};"
+                " check data_source, ground_truth and reward.*"
             )
     return "\n".join(lines)
 
 
 def run(c: ConfigDict) -> bool:
-    """Prints the report; False where a source fails."""
+    """Prints the report; False if a source fails."""
     if world := c.rollout.multi_turn.environment:
         raise UserError(
-            f"rollout.multi_turn.environment={world!r} rewards the turns of a conversation, and the data have no right"
-            " answers to try it with; look at the samples of a short run"
+            f"rollout.multi_turn.environment={world!r} rewards the turns of a conversation, and the data has no right"
+            " answers to test it with; read the samples of a short run"
         )
     inputs = assemble.read_inputs(c)
     panel = assemble.make_panel(c, inputs, assemble.make_mesh(c))
@@ -132,7 +132,7 @@ def run(c: ConfigDict) -> bool:
 
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    """The command line."""
+    """Command line."""
     config, switches = settings.parse(sys.argv[1:] if argv is None else argv, __doc__, settings.default())
     settings.check(config)
     if switches["dry_run"]:

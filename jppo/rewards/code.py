@@ -1,8 +1,8 @@
-"""The rule that runs the program in a response against the row's tests, in a sandbox of its own (`jppo/sandbox/`).
+"""The rule `code`: runs the program in a response against the row's tests, in a sandbox (`jppo/sandbox/`).
 
-The verdict is made here, in the worker. The program's process gets the input of a test, or the calls that asserts
-make (`asserts.py`), and what it sends back is compared here: it holds neither expected values nor a verdict.
-Runs in a worker process; standard library only.
+The worker decides the verdict. The program's process receives the input of a test, or the calls of asserts
+(`asserts.py`), and sends back output or values. It has neither expected values nor a verdict. Runs in a worker process;
+standard library only.
 """
 
 import ast
@@ -20,13 +20,13 @@ from jppo.rewards.suspicion import suspicious
 from jppo.sandbox.choice import Runner, make_runner
 from jppo.sandbox.outside import TOO_LONG, Ran
 
-SUSPICIOUS, RETRIES = "suspicious", "sandbox_retries"  # parts of a verdict, left out where they are 0
+SUSPICIOUS, RETRIES = "suspicious", "sandbox_retries"  # parts of a verdict, left out if 0
 _BLOCK = re.compile(r"```(?:python|py)[0-9.]*[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True)
 class Tests:
-    """What a ground truth asks of a program: texts in and out, or asserts to be run after it."""
+    """The tests of a ground truth: input and output texts, or asserts that run after the program."""
 
     io: tuple[tuple[str, str], ...] = ()
     asserts: str = ""
@@ -35,7 +35,7 @@ class Tests:
 def code(
     response: str, ground_truth: str, *, time_s: float, memory_bytes: int, runner: Runner | None = None
 ) -> Verdict:
-    """1 when the last ```python block of the response passes all tests; the first that fails ends it.
+    """1 if the last ```python block of the response passes all tests; stops at the first failure.
 
     The truth is assert statements, or JSON: a list of {input, output}, given on stdin and compared with stdout
     but for white space at the ends of lines; the same as {inputs, outputs}; or a list of assert statements. A test
@@ -56,7 +56,7 @@ def code(
 
 
 def read_tests(ground_truth: str) -> Tests:
-    """The tests that a ground truth holds; raises ValueError where it holds none."""
+    """Parses the tests of a ground truth; raises ValueError if it has none."""
     text = ground_truth.strip()
     shown = text if len(text) <= 60 else text[:60] + "..."
     if not text.startswith(("[", "{")):
@@ -66,7 +66,7 @@ def read_tests(ground_truth: str) -> Tests:
     try:
         rows = json.loads(text)
     except ValueError as e:
-        raise ValueError(f"ground_truth={shown!r} is no JSON: {e}") from e
+        raise ValueError(f"ground_truth={shown!r} is not valid JSON: {e}") from e
     if isinstance(rows, list) and rows and all(isinstance(row, str) for row in rows):
         return Tests(asserts=_parsed("\n".join(rows), shown))
     if isinstance(rows, dict) and set(rows) == {"inputs", "outputs"}:  # as verl's code data sets have them
@@ -105,7 +105,7 @@ class _Counted:
 
 def _passes_asserts(program: str, tests: str, run: _Counted, time_s: float, reaching: bool) -> bool:
     plan = asserts.plan(tests, program)
-    if plan.beside and reaching:  # it could pass those by other means than being right
+    if plan.in_program and reaching:  # such a program could pass without being right
         return False
     ran = run(program, requests=plan.requests, time_s=time_s / 2)
     return ran.status == 0 and asserts.holds(plan, ran.replies)
@@ -124,7 +124,7 @@ def _passes_io(program: str, tests: Sequence[tuple[str, str]], run: _Counted, ti
 
 
 def run_program(program: str, *, time_s: float, memory_bytes: int, runner: Runner | None = None) -> str:
-    """What a program prints and, of one that fails, the last line that it says of that."""
+    """Returns a program's output and, if it fails, the last line of its error."""
     ran = (runner or make_runner())(program, time_s=time_s, memory_bytes=memory_bytes)
     said = ran.errors[-2000:].strip().rpartition("\n")[2]
     if ran.status is None:

@@ -1,6 +1,6 @@
-"""One reward from several parts: rules, a user's function, a judge, a reward model, each with its weight.
+"""The reward of a sample as a weighted sum of parts: rules, a custom function, a judge, a reward model.
 
-Samples are handed in as they are generated, so that slow parts work while the rest is still being sampled:
+Samples are submitted as they are generated, so that slow parts overlap with sampling:
 
     grading = panel.begin()
     grading.submit(number, sample)      # from any thread, in any order
@@ -18,26 +18,26 @@ from jppo.config import UserError
 from jppo.rewards.parts import Part, Sample
 from jppo.structs import Reward
 
-OFF = "off"  # a part that is not asked about a source
+OFF = "off"  # weight of a part that is not computed for a source
 
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """What each part counts, for all data sources and for some of them; None: it is not asked."""
+    """The weight of each part, for all data sources and for single ones; None: not computed."""
 
     general: Mapping[str, float | None]
     of_source: Mapping[tuple[str, str], float | None]  # by (data source, part)
 
     def of(self, source: str) -> dict[str, float]:
-        """The parts that score a source, and what they count there."""
+        """Returns the parts that score a source, with their weights."""
         found = {part: self.of_source.get((source, part), weight) for part, weight in self.general.items()}
         return {part: weight for part, weight in found.items() if weight is not None}
 
 
 def parse_weights(text: str, parts: Sequence[str], *, optional: Sequence[str] = ()) -> Weights:
-    """The weights that a setting names: 'judge_score=0.5', 'SOURCE:judge_score=off', separated by commas.
+    """Parses reward.weights: 'judge_score=0.5', 'SOURCE:judge_score=off', separated by commas.
 
-    An empty text weighs every part 1. Otherwise every part must be named, but for those that are `optional`.
+    An empty text gives every part weight 1. Otherwise every part must be named, except those in `optional`.
     """
     if not text.strip():
         return Weights(dict.fromkeys(parts, 1.0), {})
@@ -53,7 +53,7 @@ def parse_weights(text: str, parts: Sequence[str], *, optional: Sequence[str] = 
             )
         place = (source, part) if colon else part
         if place in of_source or place in general:
-            raise UserError(f"{said} says the same twice; leave one")
+            raise UserError(f"{said} has a duplicate; remove one")
         if colon:
             of_source[source, part] = _weight(value, said)
         else:
@@ -62,7 +62,7 @@ def parse_weights(text: str, parts: Sequence[str], *, optional: Sequence[str] = 
     for part in absent:
         if part not in optional and not any(p == part for _, p in of_source):
             raise UserError(
-                f"reward.weights={text!r} says nothing of {part}, which is configured; give it a weight (0 scores and"
+                f"reward.weights={text!r} has no weight for {part}, which is configured; add one (0 computes and"
                 " logs it only)"
             )
     return Weights({part: general.get(part) for part in parts}, of_source)
@@ -89,35 +89,35 @@ class Panel:
         self.score_on_error = score_on_error
 
     def begin(self) -> "Grading":
-        """A batch that is about to come."""
+        """Starts a batch."""
         return Grading(self)
 
     def grade(self, samples: Iterable[Sample]) -> list[Reward]:
-        """The rewards of samples that are all there."""
+        """Returns the rewards of complete samples."""
         grading = self.begin()
         for number, sample in enumerate(samples):
             grading.submit(number, sample)
         return grading.collect()
 
     def ready(self) -> None:
-        """Waits for what the parts have started."""
+        """Waits until all parts have started."""
         for part in self.parts.values():
             getattr(part, "ready", lambda: None)()
 
     def testing(self) -> "Panel":
-        """The same panel for held-out samples: nothing that a part learns from what it sees changes by them."""
+        """Returns the same panel for held-out samples, without updating running statistics."""
         parts = {name: getattr(part, "testing", lambda part=part: part)() for name, part in self.parts.items()}
         return Panel(parts, self.weights, score_on_error=self.score_on_error)
 
     def metrics(self) -> dict[str, float]:
-        """What the parts count beside their scores, since they were last asked."""
+        """Returns the parts' counters since the last call."""
         found: dict[str, float] = {}
         for part in self.parts.values():
             found |= getattr(part, "metrics", dict)()
         return found
 
     def state(self) -> dict[str, Any]:
-        """What a part must remember when the run goes on elsewhere."""
+        """Returns the state of the parts for a checkpoint."""
         return {name: part.state() for name, part in self.parts.items() if hasattr(part, "state")}
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -127,13 +127,13 @@ class Panel:
                 self.parts[name].load(remembered)  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """Ends what the parts have started."""
+        """Stops the parts' processes and connections."""
         for part in self.parts.values():
             part.close()
 
 
 class Grading:
-    """The samples of one batch on their way to their rewards."""
+    """The samples of one batch that are being graded."""
 
     def __init__(self, panel: Panel):
         self._panel = panel
@@ -141,26 +141,26 @@ class Grading:
         self._lock = threading.Lock()
 
     def submit(self, number: int, sample: Sample) -> None:
-        """Hands a sample to every part that scores its source."""
+        """Submits a sample to every part that scores its source."""
         weights = self._panel.weights.of(sample.prompt.data_source)
         futures = {name: (weight, self._panel.parts[name].submit(sample)) for name, weight in weights.items()}
         with self._lock:
             if number in self._waiting:
-                raise ValueError(f"sample {number} was handed in twice")
+                raise ValueError(f"sample {number} was submitted twice")
             self._waiting[number] = futures
 
     def finished(self) -> dict[int, Reward]:
-        """The rewards that are there, by number; nothing is waited for."""
+        """Returns the finished rewards by number, without waiting."""
         with self._lock:
             waiting = dict(self._waiting)
         done = {number: futures for number, futures in waiting.items() if all(map(_good, futures.values()))}
         return {number: self._composed(futures) for number, futures in done.items()}
 
     def collect(self, numbers: Iterable[int] | None = None) -> list[Reward]:
-        """Waits for those of the `numbers`, None: of all, and adds them up: in the order of their numbers."""
+        """Waits for the rewards of `numbers` (None: all) and returns them in the order of their numbers."""
         for part in self._panel.parts.values():
             part.flush()
-        with self._lock:  # others may still be handed in
+        with self._lock:  # more samples may be submitted meanwhile
             wanted = sorted(self._waiting if numbers is None else numbers)
             waiting = [self._waiting[number] for number in wanted]
         return [self._composed(futures) for futures in waiting]
@@ -170,15 +170,15 @@ class Grading:
 
 
 def _good(weighed: tuple[float, Future[Reward]]) -> bool:
-    """Whether a part's reward is there and is no error."""
+    """Whether a part's reward is finished without an error."""
     future = weighed[1]
     return future.done() and future.exception() is None and future.result().error is None
 
 
 def compose(found: Mapping[str, tuple[float, Reward]], panel: Panel) -> Reward:
-    """Σ weight · score over the parts, each part's score beside it; an error of one is the sample's error.
+    """Sums weight · score over the parts and keeps each part's score; an error of one is the sample's error.
 
-    The answer is that of the rule or the user's function, whichever there is.
+    The answer is that of the rule or the custom function.
     """
     parts = {name: reward.score for name, (_, reward) in found.items()}
     for name, (_, reward) in found.items():

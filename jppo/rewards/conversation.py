@@ -1,4 +1,4 @@
-"""The part that hands out what was scored while the response came about: by an environment, or a simulated user."""
+"""The reward part for scores given during a conversation: by an environment or a simulated user."""
 
 from concurrent.futures import Future
 
@@ -7,20 +7,20 @@ from jppo.structs import Reward
 
 
 class ConversationPart:
-    """The sum of what was given turn by turn; an error where whoever gives it has failed."""
+    """Returns the sum of the scores of all turns; an error if the environment or user failed."""
 
     def submit(self, sample: Sample) -> Future[Reward]:
-        """The score, at once."""
+        """Returns the score at once."""
         future: Future[Reward] = Future()
         found = sample.exchange
-        if found is None:  # an answer without a conversation, as checks have it: nobody gave anything
+        if found is None:  # a sample without a conversation, as in checks
             future.set_result(Reward(0.0, {}, error=None))
         else:
             future.set_result(Reward(found.score, {}, error=None) if found.fault is None else failed(found.fault))
         return future
 
     def flush(self) -> None:
-        """Nothing waits."""
+        """Does nothing: no sample waits."""
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Does nothing."""

@@ -1,6 +1,6 @@
-"""Expressions of asserts, as functions of the values that a program's process returned.
+"""Expressions of asserts as functions of values that the program's process returned.
 
-Every part of an expression that needs the program becomes a request; the rest is evaluated here, by a fixed set of
+Parts of an expression that need the program become requests. The worker evaluates the rest with a fixed set of
 operators, builtins and `math`. `asserts.py` does the same for statements.
 """
 
@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-Check = Callable[[Sequence[Any]], Any]  # of the values of all requests
+Check = Callable[[Sequence[Any]], Any]  # takes the values of all requests
 
 _MOST_REQUESTS = 10_000
 _BUILTINS = {
@@ -39,26 +39,26 @@ _CONVERSIONS = (
     "bytes", "dict", "float", "frozenset", "int", "len", "list", "max", "min", "repr", "round", "set", "sorted", "str",
     "sum", "tuple",
 )  # fmt: skip
-_METHODS = ("startswith", "endswith", "issubset", "issuperset")  # that say whether a test holds
+_METHODS = ("startswith", "endswith", "issubset", "issuperset")  # methods whose result is the outcome of a test
 _PLAIN = (str, bytes, list, tuple, set, frozenset, dict)
 
 
 class NotByValue(Exception):
-    """A statement that has to run beside the program."""
+    """A statement that has to run in the program's process."""
 
 
 class Expressions:
-    """Turns expressions into requests and checks; knows the names that have a value outside of the program."""
+    """Turns expressions into requests and checks; tracks the names with a known value outside the program."""
 
     def __init__(self, defined: frozenset[str], imported: frozenset[str]):
         self.requests: list[tuple[str, str]] = []
         self.helpers: dict[str, ast.FunctionDef] = {}  # functions of the block
         self.known: dict[str, Any] = {"math": math} if "math" not in defined else {}  # names with a value here
-        self.alias: dict[str, ast.expr] = {}  # names for what the program defines, as HumanEval's `candidate`
+        self.alias: dict[str, ast.expr] = {}  # names for the program's objects, such as HumanEval's `candidate`
         self._defined, self._imported = defined, imported - defined
 
     def bind(self, target: ast.expr, value: Any) -> None:
-        """Gives the names of an assignment's left side a value."""
+        """Binds the names of an assignment's left side to a value."""
         if isinstance(target, ast.Tuple | ast.List):
             items = list(value)
             if len(items) != len(target.elts):
@@ -71,7 +71,7 @@ class Expressions:
             raise NotByValue
 
     def fold(self, node: ast.expr) -> Any:
-        """The value of an expression that asks nothing of the program."""
+        """Evaluates an expression that needs no request."""
         before = len(self.requests)
         check = self._build(node)
         if len(self.requests) > before:
@@ -82,7 +82,7 @@ class Expressions:
             raise NotByValue from e
 
     def truth(self, node: ast.expr) -> Check:
-        """An expression that a test wants to be true."""
+        """Builds the check of an expression that must be true."""
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             inner = self.truth(node.operand)
             return lambda seen: not inner(seen)
@@ -99,7 +99,7 @@ class Expressions:
             while isinstance(root, ast.Call | ast.Attribute | ast.Subscript):
                 root = root.func if isinstance(root, ast.Call) else root.value
             if isinstance(root, ast.Name) and root.id in self._imported:
-                raise NotByValue  # such as numpy.allclose(f(1), 2): a library's word, and the expected value with it
+                raise NotByValue  # such as numpy.allclose(f(1), 2): a library's predicate with the expected value
             self.requests[-1] = ("eval", f"not not ({self._source(node)})")
         return check
 
@@ -145,7 +145,7 @@ class Expressions:
     def _compare(self, node: ast.Compare) -> Check:
         sides = [node.left, *node.comparators]
         if all(self._asks(side) for side in sides):
-            raise NotByValue  # nothing here knows the value
+            raise NotByValue  # no known value to compare with
         built = [self._build(side) for side in sides]
         operators = [_COMPARE[type(op)] for op in node.ops]
 
@@ -165,7 +165,7 @@ class Expressions:
 
         def check(seen: Sequence[Any]) -> Any:
             x, y = a(seen), b(seen)
-            if asks and not (_small(x) and _small(y) and apply is not operator.pow):  # no terabytes by 'x' * 10**12
+            if asks and not (_small(x) and _small(y) and apply is not operator.pow):  # against 'x' * 10**12
                 raise ValueError("no arithmetic with such a value")
             return apply(x, y)
 
@@ -193,7 +193,7 @@ class Expressions:
             case ast.Name(id=name) if name in self.helpers and name not in self.alias:
                 return self._build(self._returned(self.helpers[name], node))
             case ast.Name(id=name) if name in _BUILTINS and name not in self.alias:
-                # A program that defines `abs` may be asked for it; `abs(f(1) - 2) < 0.1` is no question to it.
+                # A program that defines `abs` may be called; `abs(f(1) - 2) < 0.1` must be evaluated here.
                 if name not in self._defined or any(self._asks(a) for a in node.args):
                     function = _BUILTINS[name]
             case ast.Attribute(value=ast.Name(id="math"), attr=name) if "math" in self.known:
@@ -214,11 +214,11 @@ class Expressions:
         return lambda seen: called(*(a(seen) for a in args), **{k: v(seen) for k, v in named.items()})
 
     def _converts(self, node: ast.Call) -> bool:
-        """Whether a builtin only converts what the program returns: then its process does that, whatever the class."""
+        """Whether a builtin only converts the program's value; then the program's process does the conversion."""
         name = node.func.id if isinstance(node.func, ast.Name) else ""
         if name == "isinstance" and len(node.args) == 2:
             return self._asks(node.args[1])
-        # With a second value, as in min(f(1), 5), an object of the program could decide which of them comes out.
+        # With a second value, as in min(f(1), 5), an object of the program could choose the result.
         single = len(node.args) == (2 if name == "round" else 1) and not node.keywords
         if name not in _CONVERSIONS or name in self._defined or not single or any(map(self._asks, node.args[1:])):
             return False
@@ -227,7 +227,7 @@ class Expressions:
         return bare and not any(isinstance(n, ast.BinOp | ast.Compare | ast.BoolOp) for n in ast.walk(first))
 
     def _returned(self, helper: ast.FunctionDef, node: ast.Call) -> ast.expr:
-        """What a helper of the block returns, its parameters replaced by what it is called with."""
+        """Returns the expression that a helper of the block returns, with its arguments substituted."""
         match helper:
             case ast.FunctionDef(body=[ast.Return(value=ast.expr() as returned)], decorator_list=[]):
                 parameters = parameters_of(helper)
@@ -250,12 +250,12 @@ class Expressions:
         return check
 
     def _asks(self, node: ast.AST) -> bool:
-        """Whether an expression asks something of the program: it has a name that is not known here."""
+        """Whether an expression needs the program: it has a name that is not known here."""
         free = _free_names(node) - self.known.keys()
         return any(name in self.alias or name in self._defined or name not in _BUILTINS for name in free)
 
     def _observed(self, node: ast.expr) -> Check:
-        """The value that the program's process gives for an expression."""
+        """Builds the check that reads the value returned by the program's process."""
         if len(self.requests) >= _MOST_REQUESTS:
             raise NotByValue
         index = len(self.requests)
@@ -263,7 +263,7 @@ class Expressions:
         return lambda seen: seen[index]
 
     def _source(self, node: ast.expr) -> str:
-        """An expression as source, known names replaced by their values."""
+        """Returns an expression as source, with known names replaced by their values."""
         text = ast.unparse(node)
         names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)} & (self.known.keys() | self.alias.keys())
         names.discard("math")
@@ -276,7 +276,7 @@ class Expressions:
 
 
 def parameters_of(helper: ast.FunctionDef) -> list[str]:
-    """The parameters of a function that has plain ones only."""
+    """Returns the parameters of a function with plain parameters only."""
     a = helper.args
     if a.posonlyargs or a.vararg or a.kwonlyargs or a.kwarg or a.defaults:
         raise NotByValue
@@ -284,7 +284,7 @@ def parameters_of(helper: ast.FunctionDef) -> list[str]:
 
 
 def _bound_names(node: ast.AST) -> set[str]:
-    """Names that an expression binds for itself, as comprehensions and lambdas do."""
+    """Returns names that an expression binds itself, as in comprehensions and lambdas."""
     parameters = {n.arg for n in ast.walk(node) if isinstance(n, ast.arg)}
     return parameters | {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
 

@@ -1,9 +1,9 @@
-"""Users' reward functions, `reward.function='path.py:name'`: checked before training, run in worker processes.
+"""Custom reward functions, `reward.function='path.py:name'`: checked before training, run in worker processes.
 
     compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float or {"score": float, ...}
     compute_score(data_sources, solution_strs, ground_truths, extra_infos) -> list of those
 
-The second form is known by its parameters' names; it gets all samples that came before `flush` at once.
+The parameter names select the form. The second gets all samples submitted before `flush` at once.
 """
 
 import functools
@@ -19,10 +19,10 @@ from jppo.structs import Reward
 
 
 class FunctionPart:
-    """A user's function as a part of the reward. The file is read once, now; the pool is closed with the part.
+    """A custom function as a part of the reward; loads the file at once, and closes the pool with itself.
 
-    Wrong files and functions are UserErrors here. In training, whatever goes wrong is an error of its own sample,
-    and of all samples of its batch in the second form.
+    Invalid files and functions are UserErrors here. In training, a failure is an error of its sample, or of all samples
+    of the batch in the second form.
     """
 
     def __init__(self, function: str, *, pool: Pool):
@@ -33,7 +33,7 @@ class FunctionPart:
         self._lock = threading.Lock()
 
     def submit(self, sample: Sample) -> Future[Reward]:
-        """Hands the sample to a worker, or keeps it for the batch."""
+        """Submits the sample to a worker, or keeps it for the batch."""
         if not self.batch:
             return self._pool.submit(self._target, plain(sample))
         future: Future[Reward] = Future()
@@ -42,7 +42,7 @@ class FunctionPart:
         return future
 
     def flush(self) -> None:
-        """Hands the samples that wait to one worker, as one batch."""
+        """Submits the waiting samples to one worker as a batch."""
         with self._lock:
             waiting, self._waiting = self._waiting, []
         scored = self._pool.submit_batch(self._target, [sample for sample, _ in waiting])
@@ -50,7 +50,7 @@ class FunctionPart:
             inner.add_done_callback(functools.partial(_pass_on, future))
 
     def close(self) -> None:
-        """Ends the pool's processes; samples that still wait become errors."""
+        """Stops the pool's processes; waiting samples become errors."""
         self._pool.close()
         self.flush()
 

@@ -1,8 +1,7 @@
-"""The table that gives each data source its rule, and the part of the reward that applies it.
+"""Maps each data source to its rule, and applies the rules as a part of the reward.
 
-After the rollout, before packing. A grader takes a response and the row's ground truth and says what the response
-is worth. A wrong or missing answer is a score of 0; a grader that fails is an error, which is counted and shown
-and never passes for a 0.
+A grader takes a response and the row's ground truth and returns a reward. A wrong or missing answer is a score of 0. A
+grader that fails gives an error, which is counted and shown, never a 0.
 """
 
 import dataclasses
@@ -94,13 +93,13 @@ _OF_THE_DEADLINE = 0.8  # what a program may take of reward.timeout_s: one that 
 
 @dataclasses.dataclass
 class _Counts:
-    suspicious: float = 0.0  # programs that reach into their interpreter
+    suspicious: float = 0.0  # programs with names that reach into their interpreter
     errors: float = 0.0
-    retries: float = 0.0  # of requests to a sandbox service
+    retries: float = 0.0  # retried requests to a sandbox service
 
 
 class RulePart:
-    """The rules of the data sources, as a part of the reward. The pool is closed with it."""
+    """The rules of the data sources as a part of the reward; closes the pool with itself."""
 
     def __init__(
         self,
@@ -125,7 +124,7 @@ class RulePart:
         return ("rule", "math_verify") if grader in _MAY_HANG else None
 
     def submit(self, sample: Sample) -> Future[Reward]:
-        """The reward at once where the rule is quick, else from the pool."""
+        """Returns the reward at once for quick rules, otherwise from the pool."""
         source = sample.prompt.data_source
         target = self._targets.get(source)
         if target is not None:
@@ -137,7 +136,7 @@ class RulePart:
         if source in self._graders:
             future.set_result(_safely(self._graders[source], sample.text, sample.prompt.ground_truth))
         else:
-            future.set_result(failed(f"data_source={source!r} was not among the sources when the run began"))
+            future.set_result(failed(f"data_source={source!r} is not one of the sources at the start of the run"))
         return future
 
     def _count(self, done: Future[Reward]) -> None:
@@ -148,7 +147,7 @@ class RulePart:
             self._counts.errors += reward.error is not None
 
     def metrics(self) -> dict[str, float]:
-        """What programs did since this was last asked; nothing where none is graded."""
+        """Returns the counts of graded programs since the last call; empty without programs."""
         if code not in self._graders.values():
             return {}
         with self._lock:
@@ -160,15 +159,15 @@ class RulePart:
         }
 
     def flush(self) -> None:
-        """Nothing waits."""
+        """Does nothing: no sample waits."""
 
     def close(self) -> None:
-        """Ends the pool's processes."""
+        """Stops the pool's processes."""
         self._pool.close()
 
 
 def graders_for(data_sources: Iterable[str], *, override: str = "", allow_code: bool = False) -> dict[str, Grader]:
-    """The grader of each data source, found before training starts; one that has none is an error."""
+    """Returns the grader of each data source before training starts; a source without one is a UserError."""
     return {source: _grader(source, override, allow_code) for source in sorted(set(data_sources))}
 
 
@@ -184,7 +183,7 @@ def _grader(source: str, override: str, allow_code: bool) -> Grader:
         )
     if grader in RUNS_CODE and not allow_code:
         raise UserError(
-            f"{setting}={name!r} runs the programs that responses hold, in the sandbox of reward.sandbox; if that is"
+            f"{setting}={name!r} runs the programs in responses, in the sandbox of reward.sandbox; if that is"
             " what you want, set reward.allow_code=True"
         )
     return grader
@@ -207,5 +206,5 @@ def _safely(grader: Grader, response: str, ground_truth: str) -> Reward:
         if not math.isfinite(reward.score):
             raise ValueError(f"the score is {reward.score}; it must be a finite number")
         return reward
-    except Exception as e:  # whatever a grader raises costs its own sample only, and is reported with it
+    except Exception as e:  # an exception of a grader is an error of its sample only
         return failed(f"{type(e).__name__}: {e}")

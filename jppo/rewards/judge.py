@@ -1,9 +1,9 @@
-"""A language model as the judge: scores samples over HTTP, many at once, while the rollout goes on.
+"""A language model as the judge: scores samples over HTTP, concurrently with the rollout.
 
-    sample -> `Rubric.question` -> cache, or `Door.ask` with retries -> `read_score` -> Reward
+    sample -> `Rubric.question` -> cache, or `JudgeClient.ask` with retries -> `read_score` -> Reward
 
-What goes wrong costs the sample it concerns and is its Reward's error, never a 0. Keys come from the environment
-and go into requests only. What a judge costs is told in tokens: prices are the provider's and change.
+A failure is an error of its sample, never a 0. Keys come from the environment and are only sent in requests. Cost is
+reported in tokens.
 """
 
 import asyncio
@@ -18,36 +18,36 @@ from typing import Any
 
 from jppo.config import UserError
 from jppo.rewards.judge_cache import Cache
-from jppo.rewards.judge_door import Answer, Door, JudgeError
+from jppo.rewards.judge_door import Answer, JudgeClient, JudgeError
 from jppo.rewards.judge_prompts import Rubric, read_score
 from jppo.rewards.parts import Sample, failed
 from jppo.structs import Reward
 
 
 class JudgePart:
-    """The judge as a part of the reward, with an event loop in a thread of its own."""
+    """The judge as a part of the reward, with its own event loop in a thread."""
 
     def __init__(
         self,
-        door: Door,
+        client: JudgeClient,
         rubric: Rubric,
         *,
         concurrency: int,
         retries: int,
         cache_dir: str = "",
-        first_wait_s: float = 2.0,  # before a retry; twice that before the next, and so on
+        first_wait_s: float = 2.0,  # before a retry; doubles each time
         longest_wait_s: float = 60.0,
     ):
         if concurrency < 1:
             raise UserError(f"reward.judge.concurrency={concurrency} must be at least 1")
         if retries < 0:
-            raise UserError(f"reward.judge.retries={retries} must not be negative; 0 is none")
-        self._door, self._rubric = door, rubric
+            raise UserError(f"reward.judge.retries={retries} must not be negative; 0 disables retries")
+        self._client, self._rubric = client, rubric
         self._retries, self._first_wait_s, self._longest_wait_s = retries, first_wait_s, longest_wait_s
         self._cache = Cache(cache_dir) if cache_dir else None
         self._slots = asyncio.Semaphore(concurrency)
         self._counts: collections.Counter[str] = collections.Counter()
-        self._lock = threading.Lock()  # of the counts and of _closed
+        self._lock = threading.Lock()  # guards the counts and _closed
         self._closed = False
         self._tasks: set[asyncio.Task[Reward]] = set()
         self._loop = asyncio.new_event_loop()
@@ -55,28 +55,28 @@ class JudgePart:
         self._thread.start()
 
     def submit(self, sample: Sample) -> Future[Reward]:
-        """Takes a sample, from any thread; its reward has the score on 0..1 and `judge_raw` on 0..max_score."""
+        """Submits a sample from any thread; the reward has a score from 0 to 1 and `judge_raw` from 0 to max_score."""
         future: Future[Reward] = Future()
-        future.set_running_or_notify_cancel()  # from here on it cannot be cancelled
+        future.set_running_or_notify_cancel()  # it cannot be cancelled any more
         with self._lock:
             if not self._closed:
                 self._loop.call_soon_threadsafe(self._start, sample, future)
                 return future
-        self._settle(future, failed("the judge was closed before the sample came"))
+        self._settle(future, failed("the judge was closed before the sample was submitted"))
         return future
 
     def flush(self) -> None:
-        """Nothing: no sample waits for another."""
+        """Does nothing: no sample waits for another."""
 
     def metrics(self) -> dict[str, float]:
-        """What has been counted since the last call; errors are samples, requests are sent with their retries."""
+        """Returns counts since the last call: errors are samples, requests include retries."""
         names = ("requests", "retries", "cache_hits", "prompt_tokens", "completion_tokens", "errors", "cache_failures")
         with self._lock:
             counts, self._counts = self._counts, collections.Counter()
         return {f"judge/{name}": float(counts[name]) for name in names}
 
     def close(self) -> None:
-        """Ends requests and connections; a sample that is still waiting ends with an error. May be called twice."""
+        """Stops requests and connections; waiting samples become errors. May be called twice."""
         with self._lock:
             first, self._closed = not self._closed, True
             if first:
@@ -93,7 +93,7 @@ class JudgePart:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._door.close()
+        await self._client.close()
 
     def _start(self, sample: Sample, future: Future[Reward]) -> None:
         task = self._loop.create_task(self._score(sample))
@@ -101,13 +101,13 @@ class JudgePart:
         task.add_done_callback(lambda task: self._finish(task, future))
 
     def _finish(self, task: asyncio.Task[Reward], future: Future[Reward]) -> None:
-        """Whatever has become of a task, its future gets a reward."""
+        """Resolves the future of a task, however the task ended."""
         self._tasks.discard(task)
         if task.cancelled():
             reward = failed("the judge was closed before it answered")
         elif (e := task.exception()) is not None:
             said = str(e) if isinstance(e, JudgeError) else f"{type(e).__name__}: {e}"
-            reward = failed(self._door.scrub(said))
+            reward = failed(self._client.scrub(said))
         else:
             reward = task.result()
         self._settle(future, reward)
@@ -118,9 +118,9 @@ class JudgePart:
         future.set_result(reward)
 
     async def _score(self, sample: Sample) -> Reward:
-        question = self._rubric.question(sample)  # without the marks, which differ each time
-        asked = {**self._door.asked, **dataclasses.asdict(self._rubric), "question": question}
-        async with self._slots:  # kept while a request waits for its retry: a server that is busy gets fewer
+        question = self._rubric.question(sample)  # without the random marks
+        asked = {**self._client.asked, **dataclasses.asdict(self._rubric), "question": question}
+        async with self._slots:  # held during retries, so a busy server gets fewer requests
             score = None if self._cache is None else self._cache.get(asked)
             if score is not None:
                 self._count(cache_hits=1)
@@ -131,18 +131,18 @@ class JudgePart:
         return Reward(score, {"judge_raw": score * self._rubric.max_score}, error=None)
 
     async def _answer(self, question: str) -> Answer:
-        """The judge's answer, asked for again with growing pauses while there is hope."""
+        """Asks the judge, with retries after growing delays."""
         for attempt in range(self._retries + 1):
             self._count(requests=1, retries=int(attempt > 0))
             try:
-                answer = await self._door.ask(self._rubric.system, question)
+                answer = await self._client.ask(self._rubric.system, question)
             except JudgeError as e:
                 if not e.again:
                     raise
                 if attempt == self._retries:
-                    raise JudgeError(f"{e}; it was asked {attempt + 1} times") from e
+                    raise JudgeError(f"{e}; {attempt + 1} requests were sent") from e
                 if e.after_s > self._longest_wait_s:
-                    raise JudgeError(f"{e}; it asks to come back in {e.after_s:g} s, which is too long") from e
+                    raise JudgeError(f"{e}; it asks to retry after {e.after_s:g} s, which is too long") from e
                 pause = min(self._first_wait_s * 2**attempt, self._longest_wait_s)
                 await asyncio.sleep(max(pause * random.uniform(0.5, 1.0), e.after_s * random.uniform(1.0, 1.1)))
             else:
@@ -160,8 +160,8 @@ class JudgePart:
     def _remember(self, asked: Mapping[str, Any], score: float, reply: str) -> None:
         try:
             if self._cache is not None:
-                self._cache.put(asked, score, self._door.scrub(reply))
-        except OSError:  # a full disk does not take away a score that was paid for
+                self._cache.put(asked, score, self._client.scrub(reply))
+        except OSError:  # a full disk must not lose a score
             self._count(cache_failures=1)
 
     def _count(self, **more: int) -> None:

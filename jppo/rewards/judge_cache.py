@@ -1,4 +1,4 @@
-"""Scores that a judge has given before, in files: one an entry, shared by any number of processes."""
+"""A file cache of judge scores: one file per entry, shared by any number of processes."""
 
 import contextlib
 import hashlib
@@ -14,17 +14,17 @@ from jppo.config import UserError
 
 
 class Cache:
-    """Scores on 0..1 by what was asked of whom. An entry that cannot be read is none, and is written anew."""
+    """Scores from 0 to 1, keyed by the request and the judge. An unreadable entry is ignored and rewritten."""
 
     def __init__(self, folder: str | os.PathLike[str]):
         self._folder = pathlib.Path(folder).expanduser()
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as e:
-            raise UserError(f"reward.judge.cache_dir={str(folder)!r} cannot be made: {e}; choose another") from e
+            raise UserError(f"reward.judge.cache_dir={str(folder)!r} cannot be created: {e}; choose another") from e
 
     def get(self, asked: Mapping[str, Any]) -> float | None:
-        """The score of an entry, or None."""
+        """Returns the score of an entry, or None."""
         try:
             score = json.loads(self._file(asked).read_bytes())["score"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -33,7 +33,7 @@ class Cache:
         return float(score) if known and math.isfinite(score) and 0 <= score <= 1 else None
 
     def put(self, asked: Mapping[str, Any], score: float, reply: str) -> None:
-        """Writes an entry, whole or not at all; `reply` is for people who look into it."""
+        """Writes an entry atomically; `reply` is for human readers."""
         file = self._file(asked)
         file.parent.mkdir(exist_ok=True)
         handle, name = tempfile.mkstemp(dir=file.parent, suffix=".tmp")

@@ -1,4 +1,4 @@
-"""The way to a judge's server over its provider's SDK: one question, one answer, one clear error."""
+"""HTTP clients for judges through their providers' SDKs: one question, one answer, one clear error."""
 
 import asyncio
 import dataclasses
@@ -16,7 +16,7 @@ from jppo.config import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Provider:
-    """Where an API is, what speaks to it, and where its key comes from."""
+    """An API's address, SDK and key variables."""
 
     sdk: str
     base_url: str
@@ -33,34 +33,34 @@ PROVIDERS = {
 }
 _NO_KEY = "none"  # for servers on this machine
 _LOCAL = ("localhost", "127.0.0.1", "::1")
-# What a server says of a chat request that it wants otherwise, and what it gets from then on: settings stay the same.
+# Errors about a request's form, and the form to use from then on; settings stay the same.
 _OTHER_FORMS = {
     "max_completion_tokens": "OpenAI's reasoning models have another name for max_tokens",
-    "enable_thinking": "DashScope's thinking models do not think in a request like ours",
+    "enable_thinking": "DashScope's thinking models reject thinking in this form of request",
 }
 
 
 class JudgeError(Exception):
-    """A sample that the judge did not score."""
+    """A sample could not be scored by the judge."""
 
     def __init__(self, what: str, *, again: bool = False, after_s: float = 0.0):
         super().__init__(what)
-        self.again = again  # the same request may go well later
-        self.after_s = after_s  # but no sooner, says the server
+        self.again = again  # the same request may succeed later
+        self.after_s = after_s  # the server's minimum delay
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What came back from a judge."""
+    """A judge's reply."""
 
     text: str
-    finish: str  # as the server says it
+    finish: str  # as the server reports it
     prompt_tokens: int
     completion_tokens: int
 
 
-class Door:
-    """The way to one judge, over its provider's SDK: an answer to a question, or one clear JudgeError."""
+class JudgeClient:
+    """The client of one judge: returns an answer to a question or raises one JudgeError."""
 
     def __init__(
         self, api_type: str, *, model: str, base_url: str, temperature: float, max_tokens: int, timeout_s: float
@@ -68,21 +68,21 @@ class Door:
         if api_type not in PROVIDERS:
             raise UserError(
                 f"reward.judge.api_type={api_type!r} is not known; choose from {', '.join(PROVIDERS)}; "
-                "any server that speaks OpenAI's protocol is an openai with its own base_url"
+                "for other servers with OpenAI's protocol, use openai with base_url"
             )
         if not model:
-            raise UserError("reward.judge.model is empty; set it to a name that the judge's server knows")
+            raise UserError("reward.judge.model is empty; set it to a model name of the judge's server")
         if not (temperature >= 0 and max_tokens >= 1 and timeout_s > 0):
             raise UserError(
                 f"reward.judge: temperature={temperature} must be 0 or more, max_tokens={max_tokens} 1 or more and "
-                f"timeout_s={timeout_s} above 0; put right the one that is not"
+                f"timeout_s={timeout_s} above 0; fix the invalid one"
             )
         provider = PROVIDERS[api_type]
         self._url = base_url or provider.base_url
         local = _host(self._url) in _LOCAL
         key = _key(api_type, self._url, needed=not local)
         self.scrub = _scrubber(key)
-        # all that an answer depends on, but for the question
+        # everything that an answer depends on, except the question
         self.asked = dict(
             api_type=api_type, base_url=self._url, model=model, temperature=temperature, max_tokens=max_tokens
         )
@@ -90,7 +90,7 @@ class Door:
         self._timeout_s = timeout_s
         self._sdk = _sdk(provider.sdk)
         options: dict[str, Any] = dict(api_key=key, base_url=self._url, timeout=timeout_s, max_retries=0)
-        if local:  # a proxy does not lead there; anthropic's client takes the environment's without trust_env too
+        if local:  # proxies do not reach it; anthropic's client uses the environment's even without trust_env
             mounts = dict.fromkeys(("http://", "https://", "all://"))
             client = self._sdk.DefaultAsyncHttpxClient
             options["http_client"] = client(trust_env=False, mounts=mounts, timeout=timeout_s)
@@ -103,10 +103,10 @@ class Door:
             self._send, self._read = self._send_anthropic, _read_anthropic
 
     async def ask(self, system: str, question: str) -> Answer:
-        """One request, with a deadline of its own."""
+        """Sends one request with its own deadline."""
         sdk, forms = self._sdk, frozenset(self._other_forms)
         try:
-            async with asyncio.timeout(self._timeout_s):  # the SDK's is one for each read of a trickle
+            async with asyncio.timeout(self._timeout_s):  # the SDK's timeout applies to each read
                 reply = await self._send(system, question)
         except (TimeoutError, sdk.APITimeoutError) as e:
             raise self._error(f"did not answer within timeout_s={self._timeout_s:g}", again=True) from e
@@ -115,14 +115,14 @@ class Door:
         except sdk.APIConnectionError as e:
             raise self._error(f"broke off, or cannot be reached ({e.__cause__ or e})", again=True) from e
         except (sdk.APIError, ValueError) as e:
-            raise self._error(f"gave no answer that can be read ({type(e).__name__}: {e})") from e
+            raise self._error(f"gave an unreadable answer ({type(e).__name__}: {e})") from e
         try:
             return self._read(reply)
         except (AttributeError, IndexError, TypeError, ValueError) as e:
-            raise self._error(f"gave no answer that can be read: {reply}") from e
+            raise self._error(f"gave an unreadable answer: {reply}") from e
 
     async def close(self) -> None:
-        """Ends the connections."""
+        """Closes the connections."""
         await self._client.close()
 
     async def _send_openai(self, system: str, question: str) -> Any:
@@ -141,12 +141,12 @@ class Door:
             model=self.asked["model"],
             messages=[_user(question)],
             max_tokens=self.asked["max_tokens"],
-            extra_body={"temperature": self.asked["temperature"]},  # no argument of later SDKs
+            extra_body={"temperature": self.asked["temperature"]},  # not an argument of later SDKs
             **({"system": system} if system else {}),
         )
 
     def _refused(self, e: Any, forms: frozenset[str]) -> JudgeError:
-        """What a status of 400 or more means, for a request in these forms."""
+        """Returns the error for a status of 400 or more, for a request in these forms."""
         status, said = e.status_code, _said(e)
         again = (status in (408, 429) or status >= 500) and "insufficient_quota" not in f"{e.body}"
         if status == 400 and self._send == self._send_openai:
@@ -168,7 +168,7 @@ def _read_openai(reply: Any) -> Answer:
     refusal = getattr(choice.message, "refusal", None)
     text = refusal or choice.message.content or ""
     if not isinstance(text, str):
-        raise TypeError("the content is no text")
+        raise TypeError("the content is not text")
     return Answer(
         text=text,
         finish="refusal" if refusal else str(choice.finish_reason),
@@ -187,7 +187,7 @@ def _read_anthropic(reply: Any) -> Answer:
 
 
 def _said(e: Any) -> str:
-    """The server's own words in an SDK's status error."""
+    """Returns the server's message in an SDK's status error."""
     body = e.body
     while isinstance(body, Mapping) and (inner := body.get("error") or body.get("message")):
         body = inner
@@ -195,7 +195,7 @@ def _said(e: Any) -> str:
 
 
 def _retry_after(headers: Mapping[str, str]) -> float:
-    """The seconds that a server asks to wait; 0 where it does not say."""
+    """Returns the seconds that a server asks to wait; 0 by default."""
     said = headers.get("retry-after", "")
     try:
         seconds = float(headers["retry-after-ms"]) / 1000 if "retry-after-ms" in headers else float(said)
@@ -206,15 +206,15 @@ def _retry_after(headers: Mapping[str, str]) -> float:
 
 
 def _host(url: str) -> str:
-    if "@" in url or "?" in url:  # and is not shown
-        raise UserError("reward.judge.base_url has a password or a query in it; keys are read from the environment")
+    if "@" in url or "?" in url:  # the URL is not shown in the error
+        raise UserError("reward.judge.base_url contains a password or a query; set keys in the environment")
     try:
         parts = urllib.parse.urlsplit(url)
         host = parts.hostname if parts.scheme in ("http", "https") else None
     except ValueError:
         host = None
     if host is None:
-        raise UserError(f"reward.judge.base_url={url!r} is no address; write it like http://127.0.0.1:8000/v1")
+        raise UserError(f"reward.judge.base_url={url!r} is not an address; use the form http://127.0.0.1:8000/v1")
     return host
 
 
@@ -227,12 +227,12 @@ def _key(api_type: str, url: str, *, needed: bool) -> str:
         )
     name, key = found[0] if found else ("", _NO_KEY)
     if not (key.isascii() and key.isprintable()):
-        raise UserError(f"the key in {name} holds characters that no key has; set it again")
+        raise UserError(f"the key in {name} contains invalid characters; set it again")
     return key
 
 
 def _scrubber(key: str) -> Callable[[str], str]:
-    """Takes the key out of texts, also in the half-starred form in which servers quote it."""
+    """Masks the key in texts, also in the partly masked form in which servers quote it."""
     secrets = [
         r"[^\s*]{0,40}\*{3,}\S*",
         *([re.escape(key), re.escape(urllib.parse.quote(key))] if key != _NO_KEY else []),

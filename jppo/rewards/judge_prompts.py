@@ -1,4 +1,4 @@
-"""What a judge is asked and how its reply is read. The way to the judge is `judge.py`."""
+"""Prompts of a judge, and the parser of its replies. `judge.py` sends them."""
 
 import dataclasses
 import json
@@ -16,9 +16,9 @@ _WRAPPED = re.compile(r"<([A-Za-z_]\w*)>(\s*\{\w+\}\s*)</\1>")
 
 @dataclasses.dataclass(frozen=True)
 class Rubric:
-    """The two messages to a judge, the second with {prompt}, {response} and {ground_truth}, and the best score."""
+    """The two messages to a judge, the second with {prompt}, {response} and {ground_truth}, and the maximum score."""
 
-    system: str  # '': there is no such message
+    system: str  # '': no system message
     scoring: str
     max_score: float
 
@@ -29,21 +29,21 @@ class Rubric:
         if unknown:
             raise UserError(
                 f"reward.judge.scoring_prompt has {{{unknown[0]}}}; known are {{prompt}}, {{response}} and "
-                "{ground_truth}; put a space inside braces that are no placeholder"
+                "{ground_truth}; put a space inside other braces"
             )
         if "{response}" not in self.scoring:
-            raise UserError("reward.judge.scoring_prompt has no {response}: the judge would not see what it judges")
+            raise UserError("reward.judge.scoring_prompt has no {response}: the judge needs it; add it")
         misplaced = [name for name in _NAMES if f"{{{name}}}" in self.system]
         if misplaced:
             raise UserError(
-                f"reward.judge.system_prompt has {{{misplaced[0]}}} but is sent as it stands; "
+                f"reward.judge.system_prompt has {{{misplaced[0]}}} but is sent unchanged; "
                 "put it into reward.judge.scoring_prompt"
             )
 
     def question(self, sample: Sample, mark: str = "") -> str:
-        """The scoring prompt about a sample: one pass, so a placeholder within a response stays what it is.
+        """Fills the scoring prompt for a sample in one pass, so placeholders inside a response stay text.
 
-        Tags around a placeholder end in `mark`: a response that cannot guess it cannot close its tag.
+        Tags around placeholders end in `mark`: a response that cannot guess it cannot close its tag.
         """
         prompt = sample.prompt
         scoring = _WRAPPED.sub(rf"<\1-{mark}>\2</\1-{mark}>", self.scoring) if mark else self.scoring
@@ -52,12 +52,12 @@ class Rubric:
 
 
 def make_rubric(preset: str, *, system_prompt: str, scoring_prompt: str, max_score: float) -> Rubric:
-    """A preset's prompts, or the user's own in the place of one or both of them; '' takes the preset's."""
+    """Returns a preset's prompts, with custom prompts in place of one or both; '' selects the preset's."""
     if preset and preset not in PRESETS:
         raise UserError(f"reward.judge.preset={preset!r} is not known; choose from {', '.join(PRESETS)}")
     if not preset and not scoring_prompt:
         raise UserError(
-            "reward.judge.preset and reward.judge.scoring_prompt are both empty: the judge is asked nothing; "
+            "reward.judge.preset and reward.judge.scoring_prompt are both empty: the judge has no prompt;  "
             f"set the preset to one of {', '.join(PRESETS)}, or write a scoring_prompt"
         )
     system, scoring = PRESETS.get(preset, ("", ""))
@@ -66,19 +66,18 @@ def make_rubric(preset: str, *, system_prompt: str, scoring_prompt: str, max_sco
 
 
 def read_score(text: str, max_score: float, *, cut: bool = False) -> float:
-    """The score that a judge's reply gives, on 0..1; a reply that gives none, or one out of range, is a ValueError.
+    """Parses the score of a judge's reply, scaled to 0..1; ValueError if it is missing or out of range.
 
-    Read are, the first that there is: a JSON object with a "score" (the last of several), [[7]], 'Score: 7/10'
-    (the last of several), 'the score is 7/10', a reply that is nothing but '7', '7/10' or '8.5 out of 10'.
-    What a model thinks between <think> and </think> does not count. `cut` says that the reply ended at its
-    longest: a number at its very end may be half of one.
+    The first match counts: a JSON object with a "score" (the last of several), [[7]], 'Score: 7/10' (the last of
+    several), 'the score is 7/10', a reply that is only '7', '7/10' or '8.5 out of 10'. Text between <think> and
+    </think> is ignored. `cut` means that the reply was truncated: a number at its very end may be incomplete.
     """
     said = text.rpartition("</think>")[2].partition("<think>")[0]
     if cut:
         said = said.rstrip("0123456789.,/ \t\n")
     found = _json_score(said) or _written_score(said)
     if found is None:
-        why = "; it was cut off at reward.judge.max_tokens, raise it" if cut else ""
+        why = "; it was truncated at reward.judge.max_tokens; raise that" if cut else ""
         raise ValueError(f"no score in the reply {text[:200]!r}{why}")
     score, best = found
     best = max_score if best is None else best
@@ -95,7 +94,7 @@ def _rendered(messages: str | list[dict[str, str]]) -> str:
 
 _JSON = json.JSONDecoder(strict=False, parse_int=float)  # int() raises on thousands of digits
 _NUMBER = r"[-+]?(?:\d++(?:\.\d++)?|\.\d++)"
-_WHOLE = r"(?![\w%]|[.,]\d|\s*/|\s*[-–]\s*\d|\s+(?:to|out)\b)"  # a number, and neither part of one nor a range's end
+_WHOLE = r"(?![\w%]|[.,]\d|\s*/|\s*[-–]\s*\d|\s+(?:to|out)\b)"  # a whole number, not part of one or the end of a range
 _RATING = rf"({_NUMBER})(?:\s*(?:/|out\s+of)\s*({_NUMBER}))?+{_WHOLE}"
 _MARKS = r"[\s\"'*_`]*"
 _ALONE = re.compile(rf"{_MARKS}{_RATING}[\s\"'*_`.!]*", re.IGNORECASE)
@@ -103,13 +102,13 @@ _LABEL = rf"(?<![^\W_])(?:score|rating|grade){_MARKS}(?:\([^()\n]*\){_MARKS})?"
 _WRITTEN = (
     re.compile(rf"\[\[\s*{_RATING}\s*\]\]", re.IGNORECASE),
     re.compile(rf"{_LABEL}[:=]{_MARKS}{_RATING}", re.IGNORECASE),
-    # 'a score of 10 is for ...' says nothing, so here the denominator must be there
+    # 'a score of 10 is for ...' is no score, so the denominator is required
     re.compile(rf"{_LABEL}\s(?:is|of)\s{_MARKS}({_NUMBER})\s*(?:/|out\s+of)\s*({_NUMBER}){_WHOLE}", re.IGNORECASE),
 )
 
 
 def _json_score(text: str) -> tuple[float, float | None] | None:
-    """The last JSON object in the text that has a score: a quotation of somebody else's comes before one's own."""
+    """Returns the last JSON object with a score: quoted ones come first."""
     scores, start = [], text.find("{")
     while start >= 0:
         end = start + 1
@@ -117,7 +116,7 @@ def _json_score(text: str) -> tuple[float, float | None] | None:
             value, after = _JSON.raw_decode(text, start)
         except ValueError:
             value = None
-        except RecursionError:  # and every brace further in would be one
+        except RecursionError:  # every inner brace would fail, too
             break
         if isinstance(value, dict) and "score" in value:
             scores.append(value["score"])
@@ -131,7 +130,7 @@ def _json_number(value: Any) -> tuple[float, float | None]:
         return value, None
     alone = _ALONE.fullmatch(value) if isinstance(value, str) else None
     if alone is None:
-        raise ValueError(f"the reply's score={value!r} is no number")
+        raise ValueError(f"the reply's score={value!r} is not a number")
     return _numbers(alone)
 
 

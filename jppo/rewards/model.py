@@ -1,8 +1,8 @@
-"""A reward model as a part of the reward: the text that it reads, scores in batches, normalised or clipped.
+"""A reward model as a part of the reward: input text, batches, normalisation, clipping.
 
-What makes the scores is a `Scorer`: `model_jax.py` for the families that jppo knows, `model_process.py` for all others
-that transformers knows, `model_vllm.py` for one that vLLM serves. All of them take token ids, so that the text and its
-end are the same whichever it is.
+A `Scorer` computes the scores: `model_jax.py` for families that jppo supports, `model_process.py` for all others in
+transformers, `model_vllm.py` for classifiers served by vLLM. All take token ids, so the text and its end are the same
+for each.
 """
 
 import dataclasses
@@ -25,56 +25,56 @@ ENGINES = ("auto", "jax", "transformers", "vllm")
 
 
 class ScoringError(Exception):
-    """A batch could not be scored; the message says why."""
+    """A batch could not be scored; the message has the reason."""
 
 
 class Scorer(Protocol):
     """A sequence classifier with one label."""
 
     def score(self, ids: Sequence[Sequence[int]]) -> list[float]:
-        """The logit of each sequence of tokens, of any number of them; ScoringError where that fails."""
+        """Returns the logit of each token sequence; raises ScoringError on failure."""
         ...
 
     def close(self) -> None:
-        """Ends what it started; may be called twice, and while another thread waits for scores."""
+        """Stops its processes; may be called twice, and while another thread waits for scores."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Classifier:
-    """What config.json says of a reward model."""
+    """The config.json of a reward model."""
 
-    path: str  # as in reward.model.path, for the errors
-    directory: str  # where it lies
+    path: str  # as in reward.model.path, for errors
+    directory: str  # its local path
     model_type: str
     vocab_size: int
     pad_token_id: int | None
 
 
 def read_classifier(path: str, *, tokenizer: Any, max_length: int) -> Classifier:
-    """The reward model at `path`, its config and its own tokenizer checked; UserError where it cannot be one."""
+    """Reads the reward model at `path` and checks its config and tokenizer; UserError if it is not one."""
     directory = located(path)
     file = directory / "config.json"
     try:
         config = json.loads(file.read_text())
     except FileNotFoundError as e:
-        raise refused(path, f"{file} is missing; a model directory must hold it") from e
+        raise refused(path, f"{file} is missing; a model directory must have it") from e
     except (ValueError, RecursionError) as e:
-        raise refused(path, f"{file} is no JSON: {e}") from e
+        raise refused(path, f"{file} is not valid JSON: {e}") from e
     if not isinstance(config, dict):
-        raise refused(path, f"{file} must hold a JSON object, not {type(config).__name__}")
+        raise refused(path, f"{file} must be a JSON object, not {type(config).__name__}")
     names = config.get("id2label")
     labels = len(names) if isinstance(names, dict) else config.get("num_labels")
     if labels not in (None, 1):
-        raise refused(path, f"{file} names {labels} labels; a reward model has one: the score")
-    inner = config.get("text_config")  # of models that read pictures too
+        raise refused(path, f"{file} has {labels} labels; a reward model has one")
+    inner = config.get("text_config")  # of multimodal models
     text = inner if isinstance(inner, dict) and inner else config
     vocab_size = text.get("vocab_size")
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if not isinstance(vocab_size, int) or largest >= vocab_size:
         raise refused(
             path,
-            f"its tokenizer has ids up to {largest}, and its embedding vocab_size={vocab_size} rows;"
+            f"its tokenizer has ids up to {largest}, but its embedding has vocab_size={vocab_size} rows;"
             " put the model's own tokenizer files there",
         )
     longest = [text.get("max_position_embeddings") or math.inf, tokenizer.model_max_length]
@@ -92,7 +92,7 @@ def read_classifier(path: str, *, tokenizer: Any, max_length: int) -> Classifier
 
 
 def located(path: str) -> pathlib.Path:
-    """The directory of the reward model, its weights included."""
+    """Returns the directory of the reward model after checking for weights."""
     try:
         return hf.resolve(path, weights=True)
     except UserError as e:
@@ -100,50 +100,50 @@ def located(path: str) -> pathlib.Path:
 
 
 def refused(path: str, why: str) -> UserError:
-    """The error of a reward model that cannot be used."""
+    """Returns the error for a reward model that cannot be used."""
     return UserError(f"reward.model.path={path}: {why}")
 
 
 def choose_engine(engine: str, model_type: str) -> str:
-    """What scores: `auto` is jax for the families that jppo knows, else transformers."""
+    """Selects the engine: `auto` is jax for supported families, otherwise transformers."""
     if engine not in ENGINES:
         raise UserError(f"reward.model.engine={engine!r} must be one of {', '.join(ENGINES)}")
     if engine == "auto":
         return "jax" if model_type in families.FAMILIES else "transformers"
     if engine == "jax" and model_type not in families.FAMILIES:
         raise UserError(
-            f"reward.model.engine='jax' knows {', '.join(families.FAMILIES)}, and the model is a {model_type}; "
+            f"reward.model.engine='jax' supports {', '.join(families.FAMILIES)}, but the model is a {model_type};  "
             "set it to 'transformers'"
         )
     return engine
 
 
 def without_padding(ids: Sequence[int], pad_token_id: int | None) -> list[int]:
-    """The ids up to the one at which a decoder's score stands in transformers: the last that is no padding.
+    """Returns the ids up to the last non-padding token, where transformers reads a decoder's score.
 
-    A causal model gives that token the same score whatever follows. Where all is padding, it is the first.
+    A causal model gives that token the same score whatever follows. If all tokens are padding, the first one counts.
     """
     last = max((i for i, token in enumerate(ids) if token != pad_token_id), default=0)
     return list(ids[: last + 1])
 
 
 class Texts:
-    """What a reward model reads of a sample, in tokens.
+    """Builds the token input of a reward model for a sample.
 
-    Chat messages and the response as the assistant's turn, by the chat template of the model's own tokenizer. Without
-    a template, and for a prompt that is text, the prompt and then the response, with the tokenizer's special tokens.
+    Chat messages and the response as the assistant's turn, in the chat template of the model's own tokenizer. Without a
+    template, and for text prompts, the prompt and then the response, with the tokenizer's special tokens.
     """
 
     def __init__(self, tokenizer: Any, *, max_length: int):
-        """The tokenizer is the reward model's own, and used by nobody else: its side of truncation is set."""
+        """Takes the reward model's own tokenizer and sets its truncation side."""
         if max_length < 1:
             raise UserError(f"reward.model.max_length={max_length} must be 1 or more")
         tokenizer.truncation_side = "left"
         self._tokenizer, self._max_length = tokenizer, max_length
-        self._lock = threading.Lock()  # a fast tokenizer is changed while it truncates
+        self._lock = threading.Lock()  # truncation changes a fast tokenizer's state
 
     def render(self, sample: Sample) -> tuple[str, bool]:
-        """The text, and whether it holds its special tokens already."""
+        """Returns the text, and whether it already has its special tokens."""
         messages = sample.prompt.messages
         if isinstance(messages, str):
             return messages + sample.text, False
@@ -153,32 +153,32 @@ class Texts:
         return self._tokenizer.apply_chat_template(turns, add_generation_prompt=False, tokenize=False), True
 
     def read(self, sample: Sample) -> tuple[list[int], bool]:
-        """Its tokens, and whether it was cut: of a text that is too long the end is kept."""
+        """Returns the tokens, and whether they were truncated; the end of a long text is kept."""
         text, whole = self.render(sample)
         with self._lock:
             ids = self._tokenizer(text, add_special_tokens=not whole, verbose=False)["input_ids"]
             cut = len(ids) > self._max_length
-            if cut:  # once more, by the tokenizer: it keeps the special tokens that it adds itself
+            if cut:  # again by the tokenizer, which keeps the special tokens that it adds
                 ids = self._tokenizer(
                     text, add_special_tokens=not whole, truncation=True, max_length=self._max_length, verbose=False
                 )["input_ids"]
         if not ids:
-            raise ValueError("the tokenizer of the reward model makes no token of the text")
+            raise ValueError("the tokenizer of the reward model returns no tokens for the text")
         return list(ids), cut
 
 
 class Normalizer:
-    """The running mean and standard deviation of all scores so far, by Welford's method over batches.
+    """Running mean and standard deviation of all scores, by Welford's method over batches (Chan, Golub and LeVeque).
 
-    Chan, Golub and LeVeque: with n scores of mean μ and m more of mean ν, δ = ν - μ, the mean moves by δ m / (n + m),
-    and the sum of squared deviations grows by that of the batch and δ² n m / (n + m).
+    With n scores of mean μ and m more of mean ν, δ = ν - μ, the mean moves by δ m / (n + m), and the sum of squared
+    deviations grows by the batch's own and δ² n m / (n + m).
     """
 
     def __init__(self) -> None:
         self.count = self.mean = self.squares = 0.0
 
     def update(self, raw: np.ndarray) -> None:
-        """Takes a batch of scores in, to the same effect in any order."""
+        """Adds a batch of scores; the order does not matter."""
         if raw.size == 0:
             return
         raw = np.sort(raw.astype(np.float64))
@@ -189,25 +189,25 @@ class Normalizer:
         self.count = count
 
     def apply(self, raw: np.ndarray) -> np.ndarray:
-        """(raw - mean) / std in f64; 0 where all scores so far are alike."""
+        """Returns (raw - mean) / std in f64; 0 if all scores so far are equal."""
         std = math.sqrt(self.squares / self.count) if self.count else 0.0
         return (raw.astype(np.float64) - self.mean) / max(std, 1e-8)
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps: JSON types."""
+        """Returns the state for a checkpoint, as JSON types."""
         return {"count": self.count, "mean": self.mean, "squares": self.squares}
 
     def load(self, state: Mapping[str, float]) -> None:
-        """Goes on from where `state` was taken."""
+        """Restores a state."""
         self.count, self.mean, self.squares = (float(state[key]) for key in ("count", "mean", "squares"))
 
 
 class ModelPart:
-    """A reward model as a part: scored in batches of `batch_size` in the background, in the order of submission.
+    """A reward model as a part: scores batches of `batch_size` in the background, in the order of submission.
 
-    `parts` hold the score as the model gave it, `rm_raw`. With a normalizer all scores up to a flush are normalised
-    together then, so that they depend on no thread's timing. Without `learn` the normalizer stays as it is, as in
-    validation; while it is empty the scores of a flush are normalised by themselves.
+    `parts` has the unnormalised score, `rm_raw`. With a normalizer, all scores up to a flush are normalised together,
+    so they do not depend on thread timing. Without `learn`, as in validation, the normalizer is not updated; while it
+    is empty, the scores of a flush are normalised by their own statistics.
     """
 
     def __init__(
@@ -229,15 +229,15 @@ class ModelPart:
         self._lock = threading.Lock()
         self._closed = False
         self._waiting: list[tuple[Sample, Future[Reward]]] = []  # not yet a whole batch
-        self._open: set[Future[Reward]] = set()  # without a result
-        self._scored: list[tuple[Future[Reward], float]] = []  # to be normalised; the thread's own
-        self._cut = 0  # texts, since `metrics` was last asked
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward-model")  # one: batches are done in order
+        self._open: set[Future[Reward]] = set()  # unresolved
+        self._scored: list[tuple[Future[Reward], float]] = []  # to be normalised; owned by the thread
+        self._cut = 0  # truncated texts since the last call of `metrics`
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward-model")  # one worker keeps batches in order
 
     def submit(self, sample: Sample) -> Future[Reward]:
-        """As in Part: the sample waits for a whole batch, or for `flush`."""
+        """Like Part.submit: the sample waits for a whole batch, or for `flush`."""
         future: Future[Reward] = Future()
-        future.set_running_or_notify_cancel()  # nobody cancels it
+        future.set_running_or_notify_cancel()  # it cannot be cancelled
         with self._lock:
             if self._closed:
                 future.set_result(failed("the reward model is closed"))
@@ -249,7 +249,7 @@ class ModelPart:
         return future
 
     def flush(self) -> None:
-        """As in Part; returns at once."""
+        """Like Part.flush; returns at once."""
         with self._lock:
             if self._closed:
                 return
@@ -258,19 +258,19 @@ class ModelPart:
                 self._thread.submit(self._normalise)
 
     def metrics(self) -> dict[str, float]:
-        """How many texts were cut since this was last asked."""
+        """Returns the number of truncated texts since the last call."""
         with self._lock:
             cut, self._cut = self._cut, 0
         return {"reward/rm_cut": float(cut)}
 
     def ready(self) -> None:
-        """Waits for a model that loads in a process of its own; UserError where it cannot."""
+        """Waits for a model that loads in its own process; UserError if that fails."""
         wait = getattr(self._model, "wait_ready", None)
         if wait is not None:
             wait()
 
     def testing(self) -> "ModelPart":
-        """The same for held-out samples, which the normalizer does not learn from; not to be closed."""
+        """Returns the same part for held-out samples, without updating the normalizer; must not be closed."""
         return ModelPart(
             self._model,
             self._texts,
@@ -281,16 +281,16 @@ class ModelPart:
         )
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps: the normalizer's state, or nothing."""
+        """Returns the normalizer's state for a checkpoint, if there is one."""
         return {} if self._normalizer is None else self._normalizer.state()
 
     def load(self, state: Mapping[str, float]) -> None:
-        """The inverse of `state`; a state from a run without a normalizer is empty, and so is the start of one."""
+        """Restores `state`; an empty state, from a run without a normalizer, starts a new one."""
         if self._normalizer is not None and state:
             self._normalizer.load(state)
 
     def close(self) -> None:
-        """Ends the model; what has no score by then is failed."""
+        """Closes the model; samples without a score fail."""
         with self._lock:
             self._closed, self._waiting = True, []
         self._model.close()
@@ -308,7 +308,7 @@ class ModelPart:
         for sample, future in batch:
             try:
                 ids, cut = self._texts.read(sample)
-            except Exception as e:  # a template that refuses the messages costs its own sample only
+            except Exception as e:  # a template that refuses the messages is an error of this sample only
                 self._resolve(future, failed(f"{type(e).__name__}: {e}"))
                 continue
             read.append((future, ids))
@@ -318,7 +318,7 @@ class ModelPart:
             raw = self._model.score([ids for _, ids in read]) if read else []
             if len(raw) != len(read):
                 raise ScoringError(f"the reward model gave {len(raw)} scores for {len(read)} texts")
-        except Exception as e:  # whatever it is, it is said of every sample of the batch
+        except Exception as e:  # an exception is an error of every sample in the batch
             error = str(e) if isinstance(e, ScoringError) else f"{type(e).__name__}: {e}"
             for future, _ in read:
                 self._resolve(future, failed(error))
@@ -332,7 +332,7 @@ class ModelPart:
                 self._resolve(future, self._reward(score, score))
 
     def _normalise(self) -> None:
-        """Runs after all batches that were sent before it."""
+        """Runs after all earlier batches."""
         assert self._normalizer is not None
         scored, self._scored = self._scored, []
         raw = np.array([score for _, score in scored], np.float64)

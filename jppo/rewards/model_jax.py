@@ -1,4 +1,4 @@
-"""A reward model of a family that jppo knows, scored by JAX: on the trainer's own devices, in its shards or on one."""
+"""A reward model of a supported family, scored by JAX on the trainer's devices, sharded or on one device."""
 
 import functools
 import math
@@ -16,11 +16,11 @@ from jppo.models.decoder import Decoder, identity
 from jppo.rewards.model import Classifier, located, refused, without_padding
 from jppo.structs import Params
 
-SHORTEST = 64  # tokens: shorter rows are filled up to this
+SHORTEST = 64  # tokens; shorter rows are padded to this
 
 
 def row_lengths(max_length: int) -> list[int]:
-    """The lengths of row that are compiled: doubled from one to the next, the last is `max_length`."""
+    """Returns the compiled row lengths: powers of two times SHORTEST, then `max_length`."""
     lengths = [SHORTEST]
     while lengths[-1] < max_length:
         lengths.append(2 * lengths[-1])
@@ -28,10 +28,10 @@ def row_lengths(max_length: int) -> list[int]:
 
 
 class JaxRewardModel:
-    """The score of the last token, as by transformers' sequence classifiers.
+    """Scores by the logit of the last token, like transformers' sequence classifiers.
 
-    Every batch has `batch_size` rows (more where `rows` divides no such number), so that there are as many
-    compilations as lengths. Parameters lie as `shardings` says, rows as `rows` does; without them on one device.
+    Every batch has `batch_size` rows (more if `rows` does not divide it), so there is one compilation per length.
+    `shardings` places the parameters and `rows` the rows; without them everything is on one device.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class JaxRewardModel:
         rows: jax.NamedSharding | None = None,
         attend: Attend | None = None,
     ):
-        """Loads the weights; UserError where they are no reward model's. `attend`: a kernel of attention."""
+        """Loads the weights; UserError if they are not a reward model's. `attend` is an attention kernel."""
         try:
             _, cfg = hf.read_config(what.directory)
             _check_score(what, cfg.hidden_size)
@@ -62,18 +62,18 @@ class JaxRewardModel:
         self._scores = jax.jit(functools.partial(_scores, model), out_shardings=whole)
 
     def score(self, ids: Sequence[Sequence[int]]) -> list[float]:
-        """As in Scorer."""
+        """Implements Scorer.score."""
         kept = [without_padding(one, self._pad_token_id) for one in ids]
         groups = [kept[i : i + self._count] for i in range(0, len(kept), self._count)]
         return [score for group in groups for score in self._batch(group)]
 
     def wait_ready(self) -> None:
-        """Compiles every length of row, so that no step of a training does."""
+        """Compiles every row length, so no training step does."""
         for length in self._lengths:
             self._batch([[0] * length])
 
     def close(self) -> None:
-        """Lets go of the weights: an array lives as long as what refers to it."""
+        """Drops the references to the weights."""
         self._params = None
 
     def _batch(self, ids: list[list[int]]) -> list[float]:
@@ -82,7 +82,7 @@ class JaxRewardModel:
         if not fitting:
             raise ValueError(f"a text has {longest} tokens, more than max_length={self._lengths[-1]}")
         tokens = np.zeros((self._count, fitting[0]), np.int32)
-        last = np.zeros(self._count, np.int32)  # a row that is none has one token
+        last = np.zeros(self._count, np.int32)  # an empty row has one token
         for i, one in enumerate(ids):
             tokens[i, : len(one)] = one
             last[i] = len(one) - 1
@@ -91,7 +91,7 @@ class JaxRewardModel:
 
 
 def _scores(model: Decoder, params: Params, tokens: jax.Array, last: jax.Array) -> jax.Array:
-    """[R] f32: the value of the state after the token at `last` [R] of each row of tokens [R, T]."""
+    """Returns [R] f32: the value after the token at `last` [R] of each row of tokens [R, T]."""
     here = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
     segment = (here <= last[:, None]).astype(jnp.int32)
     hidden: Any = model.apply({"params": params}, tokens, segment, here)
@@ -104,7 +104,7 @@ def _constrain(rows: jax.NamedSharding, x: jax.Array) -> jax.Array:
 
 
 def _parts(rows: jax.NamedSharding) -> int:
-    """Into how many parts the sharding cuts the first axis."""
+    """Returns the number of shards along the first axis."""
     axes = rows.spec[0] if len(rows.spec) else ()
     return math.prod(rows.mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ()))
 

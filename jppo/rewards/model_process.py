@@ -1,4 +1,4 @@
-"""A reward model of any family that transformers knows, in a process of its own: torch stays out of the trainer's."""
+"""A reward model of any transformers family in a separate process, so the trainer does not import torch."""
 
 import contextlib
 import json
@@ -19,18 +19,18 @@ from jppo.config import UserError
 from jppo.rewards.model import Classifier, ScoringError, refused
 
 LOG_LINES = 8
-STARTS = 2  # of one process: after a crash it is started once more
+STARTS = 2  # of one process: after a crash it is restarted once
 
 
 class _Gone(Exception):
-    """The process does not answer any more."""
+    """The process no longer answers."""
 
 
 class TransformersRewardModel:
-    """Starts `model_worker.py` and asks it; a crash fails the batch that it has, and is survived once.
+    """Starts `model_worker.py` and sends it batches; a crash fails the current batch, and one crash is survived.
 
-    `python` is an interpreter with torch and transformers ('' is the trainer's own), `device` as torch names it,
-    `threads` are torch's. Starting does not wait: `wait_ready` does.
+    `python` is an interpreter with torch and transformers ('' is the trainer's own), `device` is a torch device,
+    `threads` are torch threads. The constructor does not wait; `wait_ready` does.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class TransformersRewardModel:
         self._env = {**os.environ, "PYTHONPATH": python_path(), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}
         self._process: subprocess.Popen | None = None
         self._starts, self._ready, self._closed, self._why = 0, False, False, ""
-        self._state = threading.Lock()  # of starting and closing
-        self._turn = threading.Lock()  # one question at a time
+        self._state = threading.Lock()  # guards starting and closing
+        self._turn = threading.Lock()  # one request at a time
         self._start()
 
     def wait_ready(self) -> None:
-        """Returns when the model is loaded; UserError where it cannot be."""
+        """Waits until the model is loaded; UserError if that fails."""
         try:
             with self._turn:
                 self._load()
@@ -63,7 +63,7 @@ class TransformersRewardModel:
             raise refused(self._path, str(e)) from e
 
     def score(self, ids: Sequence[Sequence[int]]) -> list[float]:
-        """As in Scorer."""
+        """Implements Scorer.score."""
         with self._turn:
             if self._process is None or (self._ready and self._process.poll() is not None):
                 self._end()
@@ -75,14 +75,14 @@ class TransformersRewardModel:
         return answer["scores"]
 
     def close(self) -> None:
-        """As in Scorer."""
+        """Implements Scorer.close."""
         with self._state:
             self._closed, process, self._process = True, self._process, None
             if process is not None:
                 process.kill()
                 process.wait()
         if process is not None:
-            with self._turn:  # whoever waited for an answer has seen the end
+            with self._turn:  # waiting callers have seen the end
                 _close_pipes(process)
 
     def _start(self) -> None:
@@ -90,7 +90,7 @@ class TransformersRewardModel:
             if self._closed:
                 raise ScoringError("the reward model is closed")
             if self._starts == STARTS:
-                raise ScoringError(f"the reward model crashed {STARTS} times and is not started again; {self._why}")
+                raise ScoringError(f"the reward model crashed {STARTS} times and is not restarted; {self._why}")
             self._starts, self._ready = self._starts + 1, False
             self._log.parent.mkdir(parents=True, exist_ok=True)
             with open(self._log, "ab") as log:
@@ -102,7 +102,7 @@ class TransformersRewardModel:
                     stdout=subprocess.PIPE,
                     stderr=log,
                     bufsize=0,
-                    start_new_session=True,  # a Ctrl-C in the terminal reaches the trainer alone
+                    start_new_session=True,  # Ctrl-C in the terminal reaches only the trainer
                 )
 
     def _load(self) -> None:
@@ -117,7 +117,7 @@ class TransformersRewardModel:
         self._ready = True
 
     def _ask(self, message: Any) -> Any:
-        """The next answer, to `message` where there is one."""
+        """Sends `message`, if any, and returns the next reply."""
         process = self._process
         try:
             if process is None:
@@ -149,13 +149,13 @@ class TransformersRewardModel:
         return b"".join(pieces)
 
     def _end(self) -> int | None:
-        """Takes the process away; its exit code."""
+        """Ends the process and returns its exit code."""
         with self._state:
             process, self._process = self._process, None
         if process is None:
             return None
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(1.0)  # one that is going has its own code
+            process.wait(1.0)  # an ending process has its own exit code
         process.kill()
         _close_pipes(process)
         return process.wait()
@@ -178,7 +178,7 @@ def _write(process: subprocess.Popen, data: bytes) -> None:
 
 
 def last_lines(log: pathlib.Path, start: int) -> list[str]:
-    """The end of what was written to the log from byte `start` on."""
+    """Returns the last lines written to the log from byte `start` on."""
     with open(log, "rb") as file:
         file.seek(start)
         lines = file.read().decode(errors="replace").splitlines()
@@ -186,7 +186,7 @@ def last_lines(log: pathlib.Path, start: int) -> list[str]:
 
 
 def interpreter(python: str) -> str:
-    """The program that is meant; UserError where there is none."""
+    """Resolves the interpreter; UserError if it does not exist."""
     found = shutil.which(os.path.expanduser(python)) if python else sys.executable
     if found is None:
         raise UserError(f"the reward model's interpreter {python!r} is not a program; give the path of a Python")
@@ -194,6 +194,6 @@ def interpreter(python: str) -> str:
 
 
 def python_path() -> str:
-    """PYTHONPATH under which another interpreter finds jppo."""
+    """Returns a PYTHONPATH with which another interpreter finds jppo."""
     package, inherited = str(pathlib.Path(jppo.__file__).resolve().parents[1]), os.environ.get("PYTHONPATH")
     return package if not inherited else os.pathsep.join((package, inherited))

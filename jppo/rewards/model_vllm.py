@@ -1,4 +1,4 @@
-"""A reward model that vLLM serves as a classifier, in a process of its own that listens on a socket file."""
+"""A reward model served by vLLM as a classifier, in a separate process that listens on a socket file."""
 
 import atexit
 import contextlib
@@ -25,10 +25,10 @@ NAME = "reward-model"
 
 
 class VllmRewardModel:
-    """Starts vLLM and asks its route for classes; a crash fails the batch that it has, and is survived once.
+    """Starts vLLM and calls its classification route; a crash fails the current batch, and one crash is survived.
 
-    `build` says what the interpreter's vLLM is for, 'cpu' or 'gpu'. vLLM puts the score at the last token, as
-    `without_padding` leaves it. Starting does not wait: `wait_ready` does.
+    `build` is the platform of the interpreter's vLLM, 'cpu' or 'gpu'. vLLM scores the last token that `without_padding`
+    leaves. The constructor does not wait; `wait_ready` does.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class VllmRewardModel:
         timeout_s: float = 600.0,
     ):
         self._what, self._log, self._start_timeout_s = what, log, start_timeout_s
-        self._folder = tempfile.mkdtemp(prefix="jppo-rm-")  # a socket's path must be short
+        self._folder = tempfile.mkdtemp(prefix="jppo-rm-")  # a socket path must be short
         self._socket = os.path.join(self._folder, "vllm.sock")
         arguments = [
             *("--model", what.directory, "--served-model-name", NAME, "--uds", self._socket),
@@ -62,9 +62,9 @@ class VllmRewardModel:
         else:
             arguments += ["--kv-cache-memory-bytes", str(2**27)]
             self._env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": str(threads)}
-            self._env.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would override the size above
-        self._env.pop("VLLM_API_KEY", None)  # the socket is the guard
-        # By name, for the launcher is no part of the trainer: it ends vLLM with us and removes the folder.
+            self._env.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override the size above
+        self._env.pop("VLLM_API_KEY", None)  # the socket's permissions protect it
+        # Run by name, because the launcher is a separate program: it ends vLLM with us and removes the folder.
         launcher = [sys.executable, "-m", "jppo.rollout.launch", str(os.getpid()), self._folder]
         self._command = [*launcher, interpreter(python), "-m", "vllm.entrypoints.openai.api_server", *arguments]
         self._client = httpx.Client(
@@ -72,12 +72,12 @@ class VllmRewardModel:
         )
         self._process: subprocess.Popen | None = None
         self._starts, self._ready, self._closed = 0, False, False
-        self._state = threading.Lock()  # of starting and closing
-        self._turn = threading.Lock()  # one question at a time
+        self._state = threading.Lock()  # guards starting and closing
+        self._turn = threading.Lock()  # one request at a time
         self._start()
 
     def wait_ready(self) -> None:
-        """Returns when vLLM answers; UserError with its last lines if it ends or is late."""
+        """Waits until vLLM answers; UserError with its last log lines if it ends or is late."""
         try:
             with self._turn:
                 self._wait()
@@ -85,7 +85,7 @@ class VllmRewardModel:
             raise refused(self._what.path, str(e)) from e
 
     def score(self, ids: Sequence[Sequence[int]]) -> list[float]:
-        """As in Scorer."""
+        """Implements Scorer.score."""
         kept = [without_padding(one, self._what.pad_token_id) for one in ids]
         with self._turn:
             if self._process is None or (self._ready and self._process.poll() is not None):
@@ -108,7 +108,7 @@ class VllmRewardModel:
         return [float(found[i][0]) for i in range(len(kept))]
 
     def close(self) -> None:
-        """As in Scorer."""
+        """Implements Scorer.close."""
         with self._state:
             self._closed = True
             self._end()
@@ -121,7 +121,7 @@ class VllmRewardModel:
             if self._closed:
                 raise ScoringError("the reward model is closed")
             if self._starts == STARTS:
-                raise ScoringError(f"the reward model's vLLM failed {STARTS} times and is not started again")
+                raise ScoringError(f"the reward model's vLLM failed {STARTS} times and is not restarted")
             self._starts, self._ready = self._starts + 1, False
             pathlib.Path(self._socket).unlink(missing_ok=True)
             self._log.parent.mkdir(parents=True, exist_ok=True)
@@ -151,7 +151,7 @@ class VllmRewardModel:
                 time.sleep(POLL_S)
 
     def _failed(self, what: str) -> ScoringError:
-        """The error of a server that is ended, to be started anew for the next batch."""
+        """Ends the server, to be restarted for the next batch, and returns the error."""
         with self._state:
             self._end()
         lines = last_lines(self._log, self._log_start)
@@ -162,10 +162,10 @@ class VllmRewardModel:
         atexit.unregister(self.close)
         if process is None:
             return
-        process.terminate()  # the launcher passes it on
+        process.terminate()  # the launcher forwards it
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(STOP_S)
-        with contextlib.suppress(ProcessLookupError):  # all gone already
+        with contextlib.suppress(ProcessLookupError):  # all have ended
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 

@@ -1,10 +1,10 @@
-"""A sequence classifier of transformers and torch in a process of its own: `model_process.py` starts it.
+"""The worker process of `model_process.py`: a transformers sequence classifier in torch.
 
     python -m jppo.rewards.model_worker DIRECTORY PARENT_PID DEVICE DTYPE THREADS
 
-Messages are JSON with their length before them, eight bytes. The first one out is {"ready": {...}} or
-{"refused": why}; then each {"ids": [[...], ...]} that comes in is answered by {"scores": [...]} or {"error": why}. Runs
-in an interpreter that needs torch and transformers only, and ends when its parent does.
+Messages are JSON with a length prefix of eight bytes. The first output is {"ready": {...}} or {"refused": why}. Each
+input {"ids": [[...], ...]} is answered by {"scores": [...]} or {"error": why}. The interpreter needs only torch and
+transformers. The process ends with its parent.
 """
 
 import json
@@ -26,9 +26,9 @@ class Refused(Exception):
 
 
 def main(directory: str, parent: int, device: str, dtype: str, threads: int) -> None:
-    """Answers until its input ends or its parent is gone."""
+    """Answers requests until its input ends or its parent is gone."""
     out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print is no message
+    os.dup2(2, 1)  # output of libraries must not mix with messages
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     torch.set_num_threads(threads)
     try:
@@ -42,12 +42,12 @@ def main(directory: str, parent: int, device: str, dtype: str, threads: int) -> 
             write(out, {"scores": score(model, message["ids"])})
         except BrokenPipeError:
             return
-        except Exception as e:  # of this batch, such as too little memory: the next one may do
+        except Exception as e:  # of this batch only, such as out of memory
             write(out, {"error": f"{type(e).__name__}: {e}"})
 
 
 def load(directory: str, *, device: str, dtype: str) -> Any:
-    """The model with all of its weights; Refused where some are missing or it has several labels."""
+    """Loads the model with all weights; Refused if some are missing or it has several labels."""
     config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
     if config.num_labels != 1:
         raise Refused(f"config.json gives it num_labels={config.num_labels}; a reward model has one")
@@ -59,9 +59,9 @@ def load(directory: str, *, device: str, dtype: str) -> Any:
             dtype=getattr(torch, dtype),
             output_loading_info=True,
             local_files_only=True,
-            **({"attn_implementation": "eager"} if caps else {}),  # the one form that has the caps
+            **({"attn_implementation": "eager"} if caps else {}),  # the only implementation with soft caps
         )
-    except (OSError, ValueError, RuntimeError) as e:  # no weights, no such class, other shapes
+    except (OSError, ValueError, RuntimeError) as e:  # no weights, unknown class, other shapes
         raise Refused(str(e)) from e
     if info["missing_keys"]:
         names = ", ".join(sorted(info["missing_keys"])[:3])
@@ -70,7 +70,7 @@ def load(directory: str, *, device: str, dtype: str) -> Any:
 
 
 def score(model: Any, ids: list[list[int]]) -> list[float]:
-    """The logit of each sequence; all in one pass where the model knows a padding token, else one by one."""
+    """Returns the logit of each sequence: in one pass if the model has a padding token, otherwise one by one."""
     pad = model.config.get_text_config().pad_token_id
     if pad is None and len(ids) > 1:
         return [score(model, [one])[0] for one in ids]
@@ -85,7 +85,7 @@ def score(model: Any, ids: list[list[int]]) -> list[float]:
 
 
 def read(source: BinaryIO) -> Any:
-    """The next message; None where there is no more."""
+    """Reads the next message; None at the end."""
     head = source.read(8)
     if len(head) < 8:
         return None
@@ -95,7 +95,7 @@ def read(source: BinaryIO) -> Any:
 
 
 def write(target: BinaryIO, message: Any) -> None:
-    """Sends a message at once."""
+    """Writes and flushes a message."""
     body = json.dumps(message).encode()
     target.write(struct.pack("<Q", len(body)) + body)
     target.flush()

@@ -1,4 +1,4 @@
-"""What a reward is made of: every part scores samples as they come, and says when the last one has come."""
+"""The protocol of reward parts: each scores samples as they arrive."""
 
 import dataclasses
 from concurrent.futures import Future
@@ -9,39 +9,39 @@ from jppo.structs import Exchange, Prompt, Reward, Trajectory
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """A response to be scored."""
+    """A response to score."""
 
     prompt: Prompt
     text: str  # the response
-    length: int  # its tokens, those of tools among them
+    length: int  # tokens, including those of tools
     finish: str  # as in Trajectory
     exchange: Exchange | None = None  # as in Trajectory
 
 
 def sample_of(prompt: Prompt, t: Trajectory) -> Sample:
-    """A trajectory as it is scored."""
+    """Returns the sample of a trajectory."""
     return Sample(prompt, t.text, len(t.tokens) - len(prompt.ids), t.finish, t.exchange)
 
 
 class Part(Protocol):
-    """One source of scores: rules, a user's function, a judge, a reward model. Made once a run."""
+    """One source of scores, created once per run: rules, a custom function, a judge, a reward model."""
 
     def submit(self, sample: Sample) -> Future[Reward]:
-        """Takes a sample, at any time and from any thread; its reward comes when it comes.
+        """Submits a sample, at any time and from any thread, and returns the future of its reward.
 
-        The future never raises: whatever goes wrong is a Reward with an error, NaN for its score.
+        The future never raises: a failure is a Reward with an error and a NaN score.
         """
         ...
 
     def flush(self) -> None:
-        """No more samples come for now: a part that waits for whole batches scores what it has."""
+        """Ends a batch: a part that waits for whole batches scores the rest."""
         ...
 
     def close(self) -> None:
-        """Ends processes and connections; may be called twice."""
+        """Stops processes and closes connections; may be called twice."""
         ...
 
 
 def failed(error: str) -> Reward:
-    """The reward of a sample that could not be scored."""
+    """Returns the reward of a sample that could not be scored."""
     return Reward(score=float("nan"), parts={}, error=error)

@@ -1,8 +1,8 @@
-"""A pool of worker processes for whatever scores samples and may hang, crash, print, fork or eat memory.
+"""A pool of worker processes for scoring code that may hang, crash, print, fork or exhaust memory.
 
-Parts submit samples and get futures. Each worker has a thread here that feeds it one job at a time and watches
-the clock. A worker that overruns, dies or runs out of memory is killed with all its children and replaced; the
-job that it had is an error, no other is lost or run twice.
+Parts submit samples and get futures. Each worker has a thread here that sends it one job at a time and enforces the
+time limit. A worker that overruns, dies or runs out of memory is killed with all its children and replaced. Its job
+becomes an error; no other job is lost or run twice.
 """
 
 import contextlib
@@ -29,38 +29,38 @@ from jppo.structs import Reward
 
 Target = tuple[str, ...]  # as in targets.py
 
-START_TIMEOUT_S = 120.0  # for a worker to start and import what a target needs
-_TICK_S = 0.05  # how soon a death that leaves the pipe open is seen, and close()
+START_TIMEOUT_S = 120.0  # for a worker to start and import a target's modules
+_TICK_S = 0.05  # polling interval for close() and for deaths that leave the pipe open
 _ROOT = str(pathlib.Path(__file__).resolve().parents[2])
 
 
 class NotReady(Exception):
-    """A target that no worker can make ready: the file is broken, a package is missing."""
+    """No worker can prepare the target: the file is broken, a package is missing."""
 
 
 class _Lost(Exception):
-    """The worker did not answer; says why."""
+    """The worker did not answer; the message has the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
     target: Target
-    samples: list[dict[str, Any]] | None  # None: only make the target ready
+    samples: list[dict[str, Any]] | None  # None: only prepare the target
     futures: list[Future[Any]]
 
 
 def plain(sample: Sample) -> dict[str, Any]:
-    """A sample as workers read it."""
+    """Returns a sample as workers read it."""
     prompt = sample.prompt
-    extra = prompt.extra.get("extra_info", prompt.extra)  # verl's column, else all further columns
+    extra = prompt.extra.get("extra_info", prompt.extra)  # verl's column, otherwise all further columns
     return {"data_source": prompt.data_source, "text": sample.text, "truth": prompt.ground_truth, "extra": extra}
 
 
 class Pool:
-    """`workers` processes; they start when the first job comes.
+    """`workers` processes, started with the first job.
 
-    A sample may take `timeout_s`; many in one job may take as much each, together. `memory_bytes` bounds the
-    address space of every process, which is more than it uses. What jobs print goes to `log`, or nowhere.
+    `timeout_s` is the limit per sample; a job with several samples has their total. `memory_bytes` limits the address
+    space of every process, which exceeds its memory in use. Output of jobs goes to `log`, if given.
     """
 
     def __init__(
@@ -80,24 +80,24 @@ class Pool:
         self._closed = threading.Event()
 
     def submit(self, target: Target, sample: Mapping[str, Any]) -> Future[Reward]:
-        """The reward of one sample, when it comes; the future never raises."""
+        """Submits one sample; the future never raises."""
         return self.submit_batch(target, [sample])[0]
 
     def submit_batch(self, target: Target, samples: Sequence[Mapping[str, Any]]) -> list[Future[Reward]]:
-        """As `submit`, for samples that one worker is to see all at once."""
+        """Like `submit`, for samples that one worker gets at once."""
         futures: list[Future[Reward]] = [_future() for _ in samples]
         if samples:
             self._put(_Job(target, [dict(sample) for sample in samples], futures))
         return futures
 
     def prepare(self, target: Target) -> bool:
-        """Waits until a worker has made the target ready; True where it wants whole batches. Raises NotReady."""
+        """Waits until a worker has prepared the target; True if it wants whole batches. Raises NotReady."""
         future: Future[bool] = _future()
         self._put(_Job(target, None, [future]))
         return future.result()
 
     def close(self) -> None:
-        """Ends all processes; what is not done yet becomes an error. May be called twice."""
+        """Ends all processes; unfinished jobs become errors. May be called twice."""
         with self._lock:
             self._closed.set()
             threads = list(self._threads)
@@ -135,7 +135,7 @@ class Pool:
                     if worker is None:
                         worker = _Worker(self.memory_bytes, self._log, self._closed)
                     worker = self._run(worker, job)
-                except Exception as e:  # such as samples that cannot be pickled, or no process to be had
+                except Exception as e:  # such as unpicklable samples, or no process available
                     if worker is not None:
                         worker.kill()
                         worker = None
@@ -145,7 +145,7 @@ class Pool:
                 worker.kill()
 
     def _run(self, worker: "_Worker", job: _Job) -> "_Worker | None":
-        """Runs a job and answers its futures; returns the worker if it can go on."""
+        """Runs a job and resolves its futures; returns the worker if it can continue."""
         ready = worker.ready.get(job.target)
         if ready is None:
             ready = worker.ask({"target": job.target, "samples": None}, self._start_timeout_s)
@@ -168,7 +168,7 @@ class Pool:
 
 
 def ready(pool: Pool, target: Target, what: str) -> bool:
-    """Has a worker make the target ready; True where it wants batches. What it cannot is a UserError."""
+    """Prepares the target in a worker; True if it wants batches. Failures are UserErrors."""
     try:
         return pool.prepare(target)
     except NotReady as e:
@@ -182,11 +182,11 @@ def _looks_like_memory(reason: str) -> bool:
 
 
 class _Worker:
-    """One worker process with its guard, and the two pipes to it; used by one thread."""
+    """One worker process with its guard and two pipes; used by one thread."""
 
     def __init__(self, memory_bytes: int, log: pathlib.Path | None, closed: threading.Event):
         path = os.pathsep.join([_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
-        one = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # every thread more takes address space
+        one = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # every further thread takes address space
         with open(log or os.devnull, "ab") as errors:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "jppo.rewards.worker", str(os.getpid()), str(memory_bytes)],
@@ -208,7 +208,7 @@ class _Worker:
         return self._process.poll() is None
 
     def ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """What the worker answers; raises _Lost where it does not."""
+        """Returns the worker's reply; raises _Lost without one."""
         body = pickle.dumps(request)
         deadline = time.monotonic() + timeout_s
         try:
@@ -247,7 +247,7 @@ class _Worker:
         return f"the process ended with exit code {code}"
 
     def kill(self) -> None:
-        """Ends the worker with all that it started: the guard sees to it."""
+        """Ends the worker and its children, through the guard."""
         self._process.terminate()
         try:
             self._process.wait(10)
@@ -261,7 +261,7 @@ class _Worker:
 
 def _future() -> Future[Any]:
     future: Future[Any] = Future()
-    future.set_running_or_notify_cancel()  # nobody can cancel what a thread here will answer
+    future.set_running_or_notify_cancel()  # nobody can cancel it
     return future
 
 

@@ -1,7 +1,7 @@
-"""The rules: pure functions of a response and the row's ground truth. `graders.py` says which source gets which.
+"""The rules: pure functions of a response and the row's ground truth. `graders.py` maps sources to rules.
 
-They run in the trainer and in the worker processes, so that only the standard library is imported here.
-A wrong or missing answer is 0; what cannot be judged raises, and whoever called makes that sample's error of it.
+They run in the trainer and in worker processes, so only the standard library is imported here. A wrong or missing
+answer is 0. A rule raises if it cannot judge, which the caller turns into the sample's error.
 """
 
 import decimal
@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 
 class Verdict(NamedTuple):
-    """What a rule says."""
+    """The result of a rule."""
 
     score: float
     parts: dict[str, float]
-    answer: str | None = None  # in the one form of all that are equal, '' where there is none; None: not looked for
+    answer: str | None = None  # canonical form, equal for equal answers; '' without one; None: not extracted
 
 
 Rule = Callable[[str, str], Verdict]  # (response, ground truth) -> verdict
@@ -26,8 +26,8 @@ _GSM8K_ANSWER = re.compile(rf"####[ \t]*({_NUMBER})")
 # A minus right after a digit, a letter or a bracket is an operator: the last number of 10-4 is 4.
 _ANY_NUMBER = re.compile(r"(?:(?<![\w)\]}])-)?(?:\$-?)?(?:\.?[0-9])[0-9.,]*")
 
-# How options are stated. Lower case only where nothing but an option can stand: (b), #### b, \boxed{b}.
-# Every repetition is bounded or has one reading: a response may be thousands of spaces.
+# Statements of options. Lower case only in unambiguous places: (b), #### b, \boxed{b}.
+# Every repetition is bounded or unambiguous: a response may be thousands of spaces.
 _LETTER = r"[*_ ]{0,4}(?:\(\s?([A-Ea-e])\s?\)|([A-E])(?![A-Za-z0-9'^/]|\s?[=+^]|\*\w))"
 _STATED = re.compile(
     "|".join(
@@ -48,40 +48,40 @@ _CHOICE_STRICT = re.compile(r"####[ \t]*\(?([A-Ea-e])\)?(?![A-Za-z0-9])")
 def gsm8k(response: str, ground_truth: str) -> Verdict:
     """1 when the number after the first `####` equals the truth.
 
-    Thousands commas, a dollar sign and a full stop at the end are no part of the number. Numbers are compared
-    as numbers, exactly: 18.0 is 18.
+    Thousands commas, a dollar sign and a final full stop are ignored. Numbers are compared exactly by value: 18.0 is
+    18.
     """
     match = _GSM8K_ANSWER.search(response)
     return _number_verdict(None if match is None else match.group(1), ground_truth)
 
 
 def gsm8k_flexible(response: str, ground_truth: str) -> Verdict:
-    """1 when the last number in the response equals the truth, wherever it stands; numbers as in `gsm8k`.
+    """1 if the last number of the response equals the truth; numbers as in `gsm8k`.
 
-    Only what is written counts: of 1/2 the last number is 2, and of 5% it is 5.
+    Only written digits count: the last number of 1/2 is 2, and that of 5% is 5.
     """
     found = _ANY_NUMBER.findall(response)
     return _number_verdict(found[-1] if found else None, ground_truth)
 
 
 def exact(response: str, ground_truth: str) -> Verdict:
-    """1 when the response is the truth, but for white space around it."""
+    """1 if the response equals the truth, except for surrounding white space."""
     score = float(response.strip() == ground_truth.strip())
     return Verdict(score, {"exact": score}, response.strip())
 
 
 def behind_tools(response: str, ground_truth: str) -> Verdict:
-    """1 when what stands behind the last `]]`, where a tool's answer ends in the plain format, is the truth."""
+    """1 if the text after the last `]]`, the end of a tool's answer in the plain format, equals the truth."""
     return exact(response.rpartition("]]")[2], ground_truth)
 
 
 def mentions(response: str, ground_truth: str) -> Verdict:
-    """1 when the truth, a word, stands in the response, in singular or plural, in small letters or capitals."""
+    """1 if the response contains the truth, a word, in singular or plural and in any case."""
     return Verdict(float(re.search(rf"\b{re.escape(ground_truth)}s?\b", response, re.IGNORECASE) is not None), {})
 
 
 def choice(response: str, ground_truth: str) -> Verdict:
-    r"""1 when the option that is stated last is the truth, a letter from A to E.
+    r"""1 if the last stated option is the truth, a letter from A to E.
 
     Stated is what follows `answer`, `option` or `choice` ('the answer is (B)', 'Ans: B'), 'B is correct',
     `#### B`, `\boxed{B}`, `\boxed{B) 5}`, and a letter that has a line to itself ('B', '(B)', '**B.**').
@@ -92,7 +92,7 @@ def choice(response: str, ground_truth: str) -> Verdict:
 
 
 def choice_strict(response: str, ground_truth: str) -> Verdict:
-    """1 when the letter after the first `####` is the truth, a letter from A to E."""
+    """1 if the letter after the first `####` is the truth, a letter from A to E."""
     match = _CHOICE_STRICT.search(response)
     return _letter_verdict(None if match is None else match.group(1), ground_truth)
 
@@ -100,12 +100,12 @@ def choice_strict(response: str, ground_truth: str) -> Verdict:
 def math_verify(response: str, ground_truth: str) -> Verdict:
     r"""1 when the last `\boxed{}` of the response equals the truth as mathematics, by math-verify.
 
-    The truth may be boxed or not. Equal is 1/2 and 0.5, or (x+1)^2 and x^2+2x+1. Without a box that closes, the
-    score is 0. May take long, or much memory, for some formulas: `graders.py` has it run in the pool.
+    The truth may be boxed or not. 1/2 equals 0.5, and (x+1)^2 equals x^2+2x+1. Without a closed box the score is 0.
+    Some formulas take long or much memory, so `graders.py` runs this rule in the pool.
     """
     truth = boxed(ground_truth) if r"\boxed" in ground_truth else ground_truth.strip().strip("$")
     if not truth:
-        raise ValueError(f"ground_truth={ground_truth!r} has no answer in it")
+        raise ValueError(f"ground_truth={ground_truth!r} has no answer")
     answer = boxed(response)
     if not answer:
         return Verdict(0.0, {"exact": 0.0, "answered": 0.0}, "")
@@ -115,7 +115,7 @@ def math_verify(response: str, ground_truth: str) -> Verdict:
 
 
 def boxed(text: str) -> str | None:
-    r"""What stands in the last `\boxed{...}`, however deep its braces; None without one that closes."""
+    r"""Returns the content of the last `\boxed{...}`, with nested braces; None without a closed one."""
     start = text.rfind(r"\boxed")
     opening = re.compile(r"\\boxed\s*\{").match(text, start) if start >= 0 else None
     if opening is None:
@@ -174,13 +174,13 @@ def _number_verdict(answer: str | None, ground_truth: str) -> Verdict:
 
 
 def _one_form(number: decimal.Decimal) -> str:
-    """The same text for 18, 18.0 and 018; no digit is rounded."""
+    """Returns the same text for 18, 18.0 and 018, without rounding."""
     whole, _, rest = f"{abs(number) if number == 0 else number:f}".partition(".")
     return f"{whole}.{rest.rstrip('0')}".rstrip(".")
 
 
 def _number(text: str) -> decimal.Decimal | None:
-    """The number that is written, or None for things like 1.2.3."""
+    """Parses a number; None for texts like 1.2.3."""
     try:
         number = decimal.Decimal(text.replace(",", "").replace("$", "").strip().rstrip("."))
     except decimal.InvalidOperation:

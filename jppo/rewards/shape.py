@@ -1,4 +1,4 @@
-"""Parts that look at the shape of a response: how long it is, and whether it has the format that was asked for."""
+"""Reward parts for the length and the format of a response."""
 
 import re
 from concurrent.futures import Future
@@ -10,7 +10,7 @@ from jppo.structs import Reward
 
 
 def overlong(length: int, *, max_response_length: int, buffer_tokens: int) -> float:
-    """DAPO's soft punishment (arXiv 2503.14476, eq. 13; verl's overlong buffer), with L tokens and buffer b.
+    """DAPO's soft length penalty (arXiv 2503.14476, eq. 13; verl's overlong buffer), with L tokens and buffer b.
 
     0 while length <= L - b, then (L - b - length) / b, which is -1 at L.
     """
@@ -29,40 +29,40 @@ class OverlongPart:
         self._limits = dict(max_response_length=max_response_length, buffer_tokens=buffer_tokens)
 
     def submit(self, sample: Sample) -> Future[Reward]:
-        """The score, at once."""
+        """Returns the score at once."""
         future: Future[Reward] = Future()
         future.set_result(Reward(overlong(sample.length, **self._limits), {}, error=None))
         return future
 
     def flush(self) -> None:
-        """Nothing waits."""
+        """Does nothing: no sample waits."""
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Does nothing."""
 
 
 class FormatPart:
-    """1 where a pattern matches a response as a whole, line breaks included, else 0.
+    """1 if a pattern matches the whole response, line breaks included, else 0.
 
-    It runs in the pool, for there are patterns that take years for some texts: such a sample is an error. The pool
-    is closed with it.
+    It runs in the pool, because some patterns take extremely long on some texts; such a sample is an error. The pool is
+    closed with it.
     """
 
     def __init__(self, pattern: str, *, pool: Pool):
         try:
             re.compile(pattern, re.DOTALL)
         except (re.error, OverflowError, RecursionError) as e:
-            raise UserError(f"reward.format_regex={pattern!r} is no regular expression: {e}; mend it") from e
+            raise UserError(f"reward.format_regex={pattern!r} is not a regular expression: {e}; fix it") from e
         self._target: Target = ("format", pattern)
         self._pool = pool
 
     def submit(self, sample: Sample) -> Future[Reward]:
-        """Hands the sample to a worker."""
+        """Submits the sample to a worker."""
         return self._pool.submit(self._target, plain(sample) | {"extra": None})
 
     def flush(self) -> None:
-        """Nothing waits."""
+        """Does nothing: no sample waits."""
 
     def close(self) -> None:
-        """Ends the pool's processes."""
+        """Stops the pool's processes."""
         self._pool.close()

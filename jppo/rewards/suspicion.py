@@ -1,7 +1,7 @@
-"""Names by which a program reaches into the interpreter that it runs in: counted, with a warning.
+"""Names with which a program reaches into its interpreter; counted, with a warning.
 
-A program can hide such a name, so that no verdict may depend on finding none. A program with one fails those tests
-that have to run beside it; tests that are compared outside of its process are not affected.
+A program can hide such names, so no verdict relies on their absence. A program with one fails tests that run in its
+process; comparisons outside of its process are not affected.
 """
 
 import ast
@@ -15,7 +15,7 @@ _ATTRIBUTES = {
 
 
 def suspicious(program: str) -> tuple[str, ...]:
-    """The names of that kind in a program, sorted."""
+    """Returns the names of that kind in a program, sorted."""
     try:
         nodes = list(ast.walk(ast.parse(program)))
     except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -1,8 +1,7 @@
-"""What a worker process can be asked to run: rules, patterns and users' functions. Runs in `worker.py`.
+"""The code that a worker process can run: rules, patterns and custom functions. Used by `worker.py`.
 
-A target is a tuple of texts. `prepare` makes it ready once in every worker: it imports, compiles or loads a file,
-and returns what is then called with samples, plain dicts. Answers are plain dicts too, as JSON has them.
-Standard library only: neither jax nor the trainer.
+A target is a tuple of texts. `prepare` imports, compiles or loads it once per worker and returns a callable on samples,
+which are plain dicts. Answers are plain JSON dicts. Standard library only: neither jax nor the trainer.
 """
 
 import functools
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 from jppo.rewards import code, rules
 from jppo.sandbox.choice import make_runner
 
-Answer = dict[str, Any]  # score, parts, error and, where there is one, answer as in Reward
+Answer = dict[str, Any]  # score, parts, error and, if any, answer as in Reward
 Sample = dict[str, Any]  # data_source, text, truth, extra
 
 SINGLE = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -28,14 +27,14 @@ _MODULE = "jppo_reward_function"
 
 
 class Prepared(NamedTuple):
-    """A target that is ready: an answer for each sample."""
+    """A prepared target: returns an answer for each sample."""
 
     call: Callable[[Sequence[Sample]], list[Answer]]
-    batch: bool  # it wants many samples at once
+    batch: bool  # it takes many samples at once
 
 
 def prepare(target: Sequence[str]) -> Prepared:
-    """Makes a target ready; raises ValueError with a sentence for people where that cannot be."""
+    """Prepares a target; raises ValueError with a readable reason."""
     kind, *rest = target
     makers: dict[str, Callable[..., Prepared]]
     makers = {"rule": _rule, "code": _code, "program": _program, "format": _format, "function": _function}
@@ -43,12 +42,12 @@ def prepare(target: Sequence[str]) -> Prepared:
 
 
 def failed(error: str) -> Answer:
-    """The answer for a sample that could not be scored."""
+    """Returns the answer for a sample that could not be scored."""
     return {"score": math.nan, "parts": {}, "error": error[:2000]}
 
 
 def explain(e: BaseException) -> str:
-    """One line on what was raised, and where in the user's file."""
+    """Describes an exception in one line, with the line in the user's file."""
     if isinstance(e, SystemExit):
         return f"it called exit({'' if e.code is None else e.code})"
     here = os.path.dirname(__file__)
@@ -58,10 +57,10 @@ def explain(e: BaseException) -> str:
 
 
 def answer_of(result: Any) -> Answer:
-    """What a user's function returned, as an answer: a number, or a dict with a score and further numbers.
+    """Converts a custom function's result to an answer: a number, or a dict with a score and further numbers.
 
-    Entries of the dict that are no finite numbers are no parts and are left out. `pred`, verl's name for what was
-    compared with the truth, is also the answer, as text.
+    Entries of the dict that are not finite numbers are dropped. `pred`, verl's name for the extracted answer, is kept
+    as text.
     """
     if isinstance(result, dict):
         if "score" not in result:
@@ -81,20 +80,20 @@ def _checked(score: Any, parts: dict[str, float]) -> Answer:
 
 
 def _text(value: Any) -> str:
-    """A prediction as text; None is none."""
+    """Returns a prediction as text; None stays None."""
     try:
         return "" if value is None else str(value).strip()
-    except Exception:  # whatever a foreign __str__ raises
+    except Exception:  # a foreign __str__ may raise anything
         return ""
 
 
 def _finite(value: Any) -> float | None:
-    """The value as a float: also numpy's and torch's numbers, but no text."""
+    """Returns the value as a float, also from numpy and torch numbers, but not from text."""
     if value is None or isinstance(value, str | bytes | bytearray):
         return None
     try:
         number = float(value)
-    except Exception:  # whatever a foreign __float__ raises
+    except Exception:  # a foreign __float__ may raise anything
         return None
     return number if math.isfinite(number) else None
 
@@ -121,7 +120,7 @@ def _code(time_s: str, memory_bytes: str, *sandbox: str) -> Prepared:
 
 
 def _program(time_s: str, memory_bytes: str, *sandbox: str) -> Prepared:
-    """Runs the text of a sample; what it prints is the answer, and nothing is scored."""
+    """Runs the text of a sample; its output is the answer, without a score."""
     runner = make_runner(*sandbox)
     execute = functools.partial(code.run_program, time_s=float(time_s), memory_bytes=int(memory_bytes), runner=runner)
 
@@ -147,16 +146,16 @@ def _function(path: str, name: str, source: str) -> Prepared:
 
 
 def _load(path: str, name: str, source: str) -> Callable[..., Any]:
-    """The function as the file had it when the run began, whatever became of the file since then."""
+    """Loads the function from the source text read at the start of the run."""
     module = types.ModuleType(_MODULE)
     module.__file__ = path
     sys.modules[_MODULE] = module
-    sys.path.append(os.path.dirname(path))  # it may import the files beside it
+    sys.path.append(os.path.dirname(path))  # it may import files in its folder
     try:
         exec(compile(source, path, "exec"), module.__dict__)
     except MemoryError:
         raise
-    except BaseException as e:  # exit() too
+    except BaseException as e:  # exit(), too
         raise ValueError(f"the file raises at import: {explain(e)}") from e
     function = getattr(module, name, None)
     if function is None:

@@ -1,11 +1,11 @@
-"""A process that runs what may hang, crash, print, fork or eat memory: `pool.py` starts it.
+"""A worker process for scoring code that may hang, crash, print, fork or exhaust memory; `pool.py` starts it.
 
     python -m jppo.rewards.worker PARENT_PID MEMORY_BYTES
 
-It is two processes. The worker runs jobs: requests come pickled over stdin, answers go as JSON over stdout, each
-with its length in front; what the jobs themselves print goes where stderr goes. The guard waits beside it. When
-the worker or the trainer ends, or on SIGTERM, the guard kills every process below itself, also those that have
-left the worker's group, and ends as the worker did. Standard library only: neither jax nor the trainer.
+It consists of two processes. The worker runs jobs: requests are pickled over stdin, replies are JSON over stdout, each
+with a length prefix; output of jobs goes to stderr. The guard waits. When the worker or the trainer ends, or on
+SIGTERM, the guard kills all of its descendants, including those outside the worker's group, and exits like the worker.
+Standard library only: neither jax nor the trainer.
 """
 
 import contextlib
@@ -25,21 +25,21 @@ from typing import Any, BinaryIO
 from jppo.rewards import targets
 
 LENGTH = struct.Struct(">Q")
-POLL_S = 0.5  # how soon the guard sees that the trainer is gone
+POLL_S = 0.5  # how soon the guard detects the trainer's end
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
 
 
 def main(parent: int, memory_bytes: int) -> None:
-    """Guards a worker until it ends, or must; never returns."""
-    requests, replies = os.dup(0), os.dup(1)  # these two no child inherits across exec
+    """Guards a worker until it ends, or has to end; never returns."""
+    requests, replies = os.dup(0), os.dup(1)  # not inherited by children across exec
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(2, 1)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(OSError):  # where memory ends, the kernel takes a worker before the trainer
+    with contextlib.suppress(OSError):  # out of memory, the kernel kills a worker before the trainer
         pathlib.Path("/proc/self/oom_score_adj").write_text("500")
-    _prctl(_PR_SET_DUMPABLE, 0)  # no other process of this user opens its pipes, memory or environment by /proc
+    _prctl(_PR_SET_DUMPABLE, 0)  # other processes of this user cannot open its pipes, memory or environment by /proc
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     guard = os.getpid()
@@ -59,14 +59,14 @@ def main(parent: int, memory_bytes: int) -> None:
     _kill_below(worker)
     code = 0 if status is None else os.waitstatus_to_exitcode(status)
     if code < 0:
-        with contextlib.suppress(OSError):  # SIGKILL has no handler to be taken away
+        with contextlib.suppress(OSError):  # SIGKILL cannot be reset
             signal.signal(-code, signal.SIG_DFL)
         os.kill(guard, -code)
     os._exit(code)
 
 
 def _watch(worker: int, parent: int, woken: int, wake: int) -> int | None:
-    """The status that the worker ended with; None when it has to be ended."""
+    """Returns the worker's exit status; None if it has to be killed."""
     stop = []
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -74,7 +74,7 @@ def _watch(worker: int, parent: int, woken: int, wake: int) -> int | None:
     while not stop and os.getppid() == parent:
         with contextlib.suppress(ChildProcessError):
             while True:
-                pid, status = os.waitpid(-1, os.WNOHANG)  # also orphans of the worker
+                pid, status = os.waitpid(-1, os.WNOHANG)  # including orphans of the worker
                 if pid == worker:
                     return status
                 if pid == 0:
@@ -85,7 +85,7 @@ def _watch(worker: int, parent: int, woken: int, wake: int) -> int | None:
 
 
 def _kill_below(worker: int) -> None:
-    """Kills what descends from this process, until nothing is left; orphans come to it, for it is their reaper."""
+    """Kills all descendants until none is left; as their reaper, this process inherits orphans."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(worker, signal.SIGKILL)
     end = time.monotonic() + 5
@@ -122,7 +122,7 @@ def _work(requests: int, replies: int) -> None:
     with os.fdopen(requests, "rb") as stream:
         while (request := _receive(stream)) is not None:
             reply = _reply(request, ready)
-            if os.getpid() != me:  # a fork made by the job came back here: only the first may answer
+            if os.getpid() != me:  # a fork made by the job returned here: only the first may answer
                 os._exit(0)
             _send(replies, reply)
             if reply.get("retire"):
@@ -138,10 +138,10 @@ def _reply(request: dict[str, Any], ready: dict[tuple[str, ...], targets.Prepare
             return {"batch": ready[target].batch}
         return {"answers": ready[target].call(request["samples"])}
     except MemoryError:
-        return {"memory": True, "retire": True}  # what filled it may still be held
+        return {"memory": True, "retire": True}  # the memory may still be held
     except ValueError as e:
         return {"error": str(e) if request["samples"] is None else targets.explain(e)}
-    except BaseException as e:  # exit() and whatever else a job raises costs its own sample
+    except BaseException as e:  # exit() and any other exception of a job is an error of its sample
         return {"error": targets.explain(e)}
 
 

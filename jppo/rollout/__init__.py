@@ -1,1 +1,1 @@
-"""Sampling by an external engine, and handing it the weights."""
+"""Rollout engines: sampling, and publishing weights to servers."""

@@ -1,6 +1,6 @@
-"""Where published weights lie on the trainer's side, until every server has them.
+"""The trainer's files of published weights, kept until every server has read them.
 
-Two files are written in turn: the one that a server may still be reading is never the one being written.
+Two files are written alternately, so the trainer never writes one that a server may still read.
 """
 
 import dataclasses
@@ -18,19 +18,19 @@ from jppo.rollout import layout, transfer
 
 SHARED_MEMORY = "/dev/shm"
 LOCAL = "127.0.0.1"
-IN_TIME = 0.8  # of the time that a request may take: a transfer that takes longer is refused, with the reason
+IN_TIME = 0.8  # fraction of the request timeout: a longer transfer is refused, with the reason
 
 
 @dataclasses.dataclass(frozen=True)
 class Parcel:
-    """One set of weights on its way."""
+    """One published set of weights."""
 
     entries: list[layout.Entry]
-    path: str  # of the file, as another process of this machine sees it
-    address: transfer.Address | None  # where a server on another machine gets it
+    path: str  # of the file, as seen by other processes of this machine
+    address: transfer.Address | None  # for servers on other machines
 
     def check_args(self) -> dict[str, Any]:
-        """What `jppo_check` must be told beside the version, as JSON."""
+        """Returns the arguments of `jppo_check` besides the version, as JSON."""
         where = {"path": self.path} if self.address is None else {"address": dataclasses.asdict(self.address)}
         return {"entries": layout.pack(self.entries), **where}
 
@@ -44,17 +44,17 @@ class _File:
 
 
 def make_folder(publish_dir: str) -> str:
-    """A folder of our own in `publish_dir`; '' is where temporary files go."""
+    """Creates a folder in `publish_dir`; '' uses the temporary folder."""
     try:
         return tempfile.mkdtemp(prefix="jppo-weights-", dir=publish_dir if publish_dir else None)
     except OSError as e:
-        raise UserError(f"rollout.publish_dir={publish_dir!r}: {e}; give a folder that can be written") from e
+        raise UserError(f"rollout.publish_dir={publish_dir!r}: {e}; use a writable folder") from e
 
 
 def make_buffers(
     publish_dir: str, *, named: bool, spare: Sequence[str], publish_via: str, publish_host: str, timeout_s: float
 ) -> "Buffers":
-    """The buffers as the settings of `rollout` want them; a request to a server may take `timeout_s`."""
+    """Creates the buffers for the settings of `rollout`; a server request may take `timeout_s`."""
     sender = None
     if publish_via == "tcp":
         host = publish_host if publish_host else LOCAL
@@ -62,19 +62,19 @@ def make_buffers(
             sender = transfer.Sender(host, timeout_s=IN_TIME * timeout_s)
         except OSError as e:
             raise UserError(
-                f"rollout.publish_host={publish_host!r}: the trainer cannot listen at {host} ({e}); give an address of"
+                f"rollout.publish_host={publish_host!r}: the trainer cannot listen at {host} ({e}); use an address of"
                 " this machine that the servers reach"
             ) from e
     return Buffers(publish_dir, named=named, spare=spare, sender=sender)
 
 
 class Buffers:
-    """The two files. Without names in shared memory, so that the kernel frees them however the trainer ends.
+    """The two files, unnamed in shared memory, so the kernel frees them however the trainer ends.
 
-    With a `publish_dir` they have names there, for servers that cannot see the trainer's own files, as in a container.
-    Adapters, which vLLM itself reads by path, need a folder too (`named`). `folder` is removed by whoever survives.
-    Where there is no room, a file without a name in one of the `spare` folders takes a place: only servers that see
-    the trainer's own files can read it, or those that a `sender` gives the bytes to.
+    With a `publish_dir` they have names there, for servers that cannot see the trainer's open files, as in a container.
+    Adapters, which vLLM reads by path, need a folder, too (`named`). The surviving process removes `folder`. If there
+    is no room, an unnamed file in one of the `spare` folders replaces one; only servers that can read the trainer's
+    open files, or download from `sender`, can use it.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Buffers:
         self._in_folder = bool(publish_dir) or not hasattr(os, "memfd_create")
         self._spare = [] if not hasattr(os, "memfd_create") else list(spare)
         self._sender = sender
-        self._files: list[_File] = []  # the one written last is the first
+        self._files: list[_File] = []  # the last written one is first
         self.folder: str | None = None
         if named and not publish_dir and os.path.isdir(SHARED_MEMORY):
             publish_dir = SHARED_MEMORY
@@ -105,22 +105,22 @@ class Buffers:
             entries = layout.write(file.fd, tensors, elsewhere=self._elsewhere)
         except OSError as e:
             raise UserError(
-                f"the weights cannot be written to {file.place}: {e}; rollout.publish_dir must name a folder with"
-                " room for them twice"
+                f"the weights cannot be written to {file.place}: {e}; set rollout.publish_dir to a folder with"
+                " room for two copies"
             ) from e
         now = self._files[0]
         if now is not file:
-            said = f"no room for the weights in {file.place}: they are handed over in {now.place} from now on"
+            said = f"no room for the weights in {file.place}: {now.place} is used from now on"
             print(said, file=sys.stderr, flush=True)
         address = None if self._sender is None else self._sender.offer(now.fd, entries)
         return Parcel(entries, now.path, address)
 
     def renew(self) -> None:
-        """Gives up the file written last: a server may still be reading it."""
+        """Replaces the last written file, which a server may still read."""
         self._put_away(self._files.pop(0))
 
     def close(self) -> None:
-        """Frees all of it; may be called twice."""
+        """Frees all files; may be called twice."""
         if self._sender is not None:
             self._sender.close()
         while self._files:
@@ -130,7 +130,7 @@ class Buffers:
 
     def _open(self) -> _File:
         if self._in_folder:
-            assert self.folder is not None  # it was made
+            assert self.folder is not None  # created in the constructor
             return _File(*tempfile.mkstemp(dir=self.folder), place=self.folder, named=True)
         return _nameless(os.memfd_create("jppo-weights"), "shared memory")
 
@@ -142,7 +142,7 @@ class Buffers:
             os.unlink(file.path)
 
     def _elsewhere(self, done: int, why: OSError) -> int:
-        """A file in the next spare folder with the first `done` bytes of the one that is written, in its place."""
+        """Opens a file in the next spare folder, copies the first `done` bytes to it, and replaces the current one."""
         place = self._files[0].place
         left = self._spare[self._spare.index(place) + 1 :] if place in self._spare else self._spare
         for folder in left:

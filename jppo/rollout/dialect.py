@@ -1,4 +1,4 @@
-"""What `fleet.py` must know of a kind of server: how it is spoken to, and how weights are handed to it."""
+"""Protocols that `fleet.py` needs for a kind of server: its requests, and the delivery of weights."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -10,38 +10,38 @@ from jppo.structs import Sampling
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What a server answers to one request; `finish` may be 'abort': an update of the weights cut it."""
+    """A server's answer to one request; `finish` may be 'abort': a weight update interrupted it."""
 
     tokens: list[int]
     logprob: list[float]
-    version: list[str]  # of each token, as the server names the weights
+    version: list[str]  # per token, as the server names the weights
     finish: str
     server: str = ""
 
 
 class Dialect(Protocol):
-    """How one kind of server is spoken to. What it does not answer as agreed is a ServerFault."""
+    """The HTTP interface of one kind of server. Unexpected answers are ServerFaults."""
 
     @property
     def how(self) -> str:
-        """How to start one that is fit for training."""
+        """Returns the command that starts a suitable server."""
         ...
 
     @property
-    def wake(self) -> str:
-        """The route that ends a pause, as `curl -X POST` asks for it."""
+    def resume_route(self) -> str:
+        """Returns the route that ends a pause, for `curl -X POST`."""
         ...
 
     def request(self, ids: Sequence[int], sampling: Sampling, seed: int, model: str) -> tuple[str, dict[str, Any]]:
-        """The route and the body that ask for one answer."""
+        """Returns the route and the body of a request for one answer."""
         ...
 
     def part(self, reply: Any, sampling: Sampling) -> Part:
-        """What the reply to a request with this `sampling` says."""
+        """Parses the reply to a request with this `sampling`."""
         ...
 
     def inspect(self, endpoint: Endpoint) -> tuple[str, int]:
-        """The served model's name and length; UserError if the server is not fit for training."""
+        """Returns the served model's name and length; UserError if the server is unsuitable for training."""
         ...
 
     def paused(self, endpoint: Endpoint) -> bool:
@@ -49,48 +49,48 @@ class Dialect(Protocol):
         ...
 
     def version(self, endpoint: Endpoint) -> int | None:
-        """The weights that it has; None: none of ours."""
+        """Returns the version of its weights; None: not from this trainer."""
         ...
 
     def pause(self, endpoint: Endpoint, mode: str) -> None:
-        """Lets no token be sampled; `mode` says what becomes of those under way: wait, abort or keep."""
+        """Stops sampling; `mode` is what happens to requests in flight: wait, abort or keep."""
         ...
 
     def resume(self, endpoint: Endpoint) -> None:
-        """The end of a pause; caches of the old weights are gone."""
+        """Ends a pause; caches of the old weights are dropped."""
         ...
 
-    def lie_down(self, endpoint: Endpoint, level: int) -> None:
-        """Gives its device's memory back; nothing is under way. Level 1 keeps the weights elsewhere, 2 does not."""
+    def sleep(self, endpoint: Endpoint, level: int) -> None:
+        """Frees device memory, with no requests in flight. Level 1 keeps the weights elsewhere, 2 drops them."""
         ...
 
-    def get_up(self, endpoint: Endpoint, what: str) -> None:
-        """Takes the memory of 'weights' or of the 'kv_cache' again."""
+    def wake_up(self, endpoint: Endpoint, what: str) -> None:
+        """Allocates the memory of 'weights' or of the 'kv_cache' again."""
         ...
 
 
 class Delivery(Protocol):
-    """Weights on their way to the servers; can be handed over as often as needed."""
+    """Weights for the servers; can be delivered as often as needed."""
 
     @property
     def version(self) -> int:
-        """What they are named."""
+        """Returns their version."""
         ...
 
     @property
     def model(self) -> str | None:
-        """What requests ask for when they are there; None: the server's own name."""
+        """Returns the model name for requests with them; None: the server's own name."""
         ...
 
     @property
     def whole(self) -> bool:
-        """Whether they are the whole model; else something beside what was delivered before."""
+        """Whether they are the whole model; otherwise an addition to the previous delivery."""
         ...
 
     def offer(self, endpoint: Endpoint) -> None:
-        """Shows them to a server, which changes nothing yet; RolloutError if it refuses."""
+        """Lets a server check them without a change; RolloutError if it refuses."""
         ...
 
     def take(self, endpoint: Endpoint) -> None:
-        """Makes them what it samples from."""
+        """Makes a server sample from them."""
         ...

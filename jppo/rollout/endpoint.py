@@ -1,4 +1,4 @@
-"""One running server as the trainer sees it: its routes, and one clear error whatever goes wrong."""
+"""The HTTP client of one running server; failures are one clear error."""
 
 import contextlib
 import copy
@@ -18,19 +18,19 @@ OPEN = Key()
 
 
 class ServerFault(RolloutError):
-    """A server that does not answer, or not as agreed: asking again, or starting it again, may mend that."""
+    """A server does not answer, or answers unexpectedly; repeating the request or restarting may help."""
 
 
 @functools.cache
 def _tls() -> ssl.SSLContext:
-    return ssl.create_default_context()  # slow to make; every client would make its own
+    return ssl.create_default_context()  # slow to create, so clients share it
 
 
 class Endpoint:
-    """The routes of a server; `why` adds what is known when it does not answer, such as its last lines.
+    """The routes of a server; `why` adds details when it does not answer, such as its last log lines.
 
-    Every request has a connection of its own: none is found closed after a long training step, and a pool of
-    hundreds of connections costs the client more time than the tokens cost the server.
+    Every request has its own connection: a pool would hold connections that closed during a training step, and hundreds
+    of pooled connections cost the client more time than the tokens cost the server.
     """
 
     def __init__(self, url: str, *, timeout_s: float, why: Callable[[], str], key: Key = OPEN):
@@ -39,37 +39,37 @@ class Endpoint:
         self.move(url, key)
 
     def move(self, url: str, key: Key) -> None:
-        """The server is at `url` now, and opens to `key`."""
+        """Sets a new address and key."""
         self.url, self._key = url.rstrip("/"), key
 
     def guarded(self) -> bool:
-        """Whether a request without the key is refused."""
+        """Whether requests without the key are refused."""
         with httpx.Client(**self._options(Key())) as client, self._explained("/health"):
             return client.get(f"{self.url}/health").status_code in (401, 403)
 
     def within(self, timeout_s: float) -> "Endpoint":
-        """The same server, for requests that must be answered sooner."""
+        """Returns the same server with a shorter timeout."""
         other = copy.copy(self)
         other._timeout_s = min(timeout_s, self._timeout_s)
         return other
 
     def get(self, route: str) -> Any:
-        """The JSON that the route answers."""
+        """Returns the route's JSON."""
         with httpx.Client(**self._options()) as client, self._explained(route):
             return self._json(client.get(self.url + route))
 
     def post(self, route: str, body: Mapping[str, Any] | None = None) -> Any:
-        """The JSON that the route answers to `body`."""
+        """Posts `body` and returns the JSON answer."""
         with httpx.Client(**self._options()) as client, self._explained(route):
             return self._json(client.post(self.url + route, json=body))
 
     def tell(self, route: str, body: Mapping[str, Any]) -> None:
-        """As `post`, to a route that answers with a sentence."""
+        """Like `post`, for a route that answers with text."""
         with httpx.Client(**self._options()) as client, self._explained(route):
             self._accepted(client.post(self.url + route, json=body))
 
     async def ask(self, route: str, body: Mapping[str, Any]) -> Any:
-        """As `post`, beside other requests and without a limit: the caller knows what it waits for in the server."""
+        """Like `post`, concurrently and without a timeout: the caller tracks the server's progress."""
         url = self.url + route
         with self._explained(route):
             sent = json.dumps(body).encode()
@@ -84,12 +84,12 @@ class Endpoint:
                 self._accepted(await client.get(self.url + route))
 
     def see(self, route: str) -> None:
-        """As `look`, waited for."""
+        """Blocking version of `look`."""
         with httpx.Client(**self._options()) as client, self._explained(route):
             self._accepted(client.get(self.url + route))
 
     def call(self, method: str, **kwargs: Any) -> list[Any]:
-        """Runs a method of the worker extension; one result from each worker."""
+        """Calls a method of the worker extension; returns one result per worker."""
         body = {"method": method, "kwargs": kwargs, "timeout": self._timeout_s}
         results = self.post("/collective_rpc", body)
         if not isinstance(results, dict) or not isinstance(results.get("results"), list) or not results["results"]:
@@ -98,11 +98,11 @@ class Endpoint:
 
     @property
     def timeout_s(self) -> float:
-        """How long an answer may take."""
+        """Returns the timeout of a request."""
         return self._timeout_s
 
     def late(self, route: str) -> ServerFault:
-        """The fault of an answer that took longer."""
+        """Returns the fault of a late answer."""
         return self._failed(f"did not answer {route} within {self._timeout_s:g} s")
 
     def _options(self, key: Key | None = None) -> dict[str, Any]:
@@ -122,15 +122,15 @@ class Endpoint:
         try:
             return self._accepted(reply).json()
         except json.JSONDecodeError as e:
-            raise self._failed(f"answered {reply.url.path} with {reply.text[:200]!r}, which is no JSON") from e
+            raise self._failed(f"answered {reply.url.path} with {reply.text[:200]!r}, which is not valid JSON") from e
 
     def _accepted(self, reply: httpx.Response) -> httpx.Response:
         answered = f"answered {reply.url.path} with {reply.status_code}: {reply.text[:500]}"
-        if reply.status_code >= 500:  # of a crash the guard may know nothing
+        if reply.status_code >= 500:  # the guard may know nothing of a crash
             raise self._failed(answered)
         if not self._key.opened(reply.headers):
-            raise self._failed(f"did not prove on {reply.url.path} that it is the one that was started here")
-        if reply.status_code != 200:  # the request's fault: the server says all there is to say
+            raise self._failed(f"sent no proof on {reply.url.path} that it is the server started here")
+        if reply.status_code != 200:  # an error of the request; the server's message is complete
             raise RolloutError(f"the server at {self.url} {answered}")
         return reply
 

@@ -1,6 +1,6 @@
-"""One HTTP request and its answer, for `endpoint.py`, which sends hundreds side by side.
+"""A minimal asynchronous HTTP POST for `endpoint.py`, which sends hundreds concurrently.
 
-A general client takes several times as long for each, which the servers wait for where they share the processor.
+General clients take several times as long per request; servers on the same processor wait for that.
 """
 
 import asyncio
@@ -13,15 +13,15 @@ PORTS = {"http": 80, "https": 443}
 
 
 class Broken(Exception):
-    """What came is no whole answer of HTTP."""
+    """The reply is not a complete HTTP response."""
 
 
 async def post(
     url: str, body: bytes, *, tls: ssl.SSLContext, headers: Mapping[str, str]
 ) -> tuple[int, dict[str, str], bytes]:
-    """Status, headers and content of the answer to a body of JSON; OSError or Broken where there is none.
+    """Posts a JSON body and returns status, headers and content; OSError or Broken without a complete reply.
 
-    `headers` are sent with the request, which has a connection of its own.
+    `headers` are sent with the request, which has its own connection.
     """
     at = urllib.parse.urlsplit(url)
     port = PORTS[at.scheme] if at.port is None else at.port
@@ -30,13 +30,13 @@ async def post(
         writer.write(_head(at, len(body), headers) + body)
         answer = await _answer(reader)
         writer.close()
-        with contextlib.suppress(OSError):  # the answer is here
+        with contextlib.suppress(OSError):  # the answer is complete
             await writer.wait_closed()
         return answer
     except EOFError as e:
         raise Broken("the connection was closed within the answer") from e
     except ValueError as e:
-        raise Broken(f"the answer is no HTTP: {e}") from e
+        raise Broken(f"the answer is not HTTP: {e}") from e
     finally:
         writer.transport.abort()
 
@@ -76,7 +76,7 @@ async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
     while size := int((await _line(reader)).partition(";")[0], 16):
         yield await reader.readexactly(size)
         await _line(reader)
-    while await _line(reader):  # fields after the content: there is no use for them
+    while await _line(reader):  # trailing fields are ignored
         pass
 
 

@@ -1,11 +1,11 @@
-"""Several servers as one: who is asked, who is broken, who is started again, and that all have the same weights.
+"""Manages all servers of a run: routing, failures, restarts, and equal weights on all.
 
-A request goes to the server that has those which begin alike, unless another has less to do. One that fails is asked
-again with its own seed, so nothing is lost and nothing is counted twice. A server that fails is looked at, and if it
-is broken it is started again, gets the weights that the others have, and takes its share; they go on meanwhile.
+Requests with a common prefix go to the same server, unless another has less work. A failed request is repeated with its
+own seed, so nothing is lost or counted twice. A failed server is checked. If it is broken, it is restarted and gets the
+current weights, while the others continue.
 
-All waiting is done on one event loop in a thread of its own, also between the steps of the training: a server that
-dies then is started again while the trainer learns.
+Everything runs on one event loop in its own thread, also between training steps: a server that dies then is restarted
+while the trainer learns.
 """
 
 import asyncio
@@ -29,9 +29,9 @@ from jppo.rollout.stops import begun, cut_at
 from jppo.structs import Sampling
 
 T = TypeVar("T")
-SLACK = 32  # so many more than another may a server have under way and still get what begins alike
+SLACK = 32  # more requests in flight than on another server are accepted for a shared prefix
 TRIES = 5  # of one request, before the run ends
-PROBE_S = 2.0  # between two looks at a server's health
+PROBE_S = 2.0  # between two health checks
 POLL_S = 0.5
 
 
@@ -48,7 +48,7 @@ class Fleet:
         start_timeout_s: float,
         decode: Callable[[list[int]], str] = str,
     ):
-        """`decode` gives the text of tokens, in which a stop text may lie across an update of the weights."""
+        """`decode` returns the text of tokens, for stop texts across a weight update."""
         self.members = members
         self.version: int | None = None
         self.restarts = 0
@@ -61,7 +61,7 @@ class Fleet:
         self._delivered: tuple[Delivery, ...] = ()
         self._updates = 0
         self._updating = False  # new requests wait here, not at the servers
-        self._weights = threading.RLock()  # held while weights go to servers
+        self._weights = threading.RLock()  # held while weights are delivered
         self._fatal: Exception | None = None
         self._closed = False
         self._waiting: collections.deque[asyncio.Future[None]] = collections.deque()
@@ -73,16 +73,16 @@ class Fleet:
         self._soon(self._watch)
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Runs `work`, which may `ask`, on the fleet's loop."""
+        """Runs `work`, which may call `ask`, on the fleet's loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def ask(self, ids: Sequence[int], *, sampling: Sampling, seed: int, near: Hashable) -> Answer:
-        """One answer, by whichever server; see `sampler.Ask`."""
+        """Returns one answer from any server; see `sampler.Ask`."""
         longest = min(member.max_model_len for member in self.members)
         if len(ids) + sampling.max_tokens > longest:
             raise UserError(
                 f"a prompt of {len(ids)} tokens and max_tokens={sampling.max_tokens} must fit the server's"
-                f" max_model_len={longest}; start it with more, or ask for less"
+                f" max_model_len={longest}; start it with more, or request less"
             )
         tokens: list[int] = []
         logprob: list[float] = []
@@ -90,7 +90,7 @@ class Fleet:
         failures = 0
         while True:
             left = sampling.max_tokens - len(tokens)
-            if tokens and begun(tokens, self._decode, sampling.stop):  # the server does not see where it began
+            if tokens and begun(tokens, self._decode, sampling.stop):  # the server misses its beginning
                 left = min(left, max(map(len, sampling.stop)))
             rest = dataclasses.replace(sampling, max_tokens=left)
             own = seed if not tokens else sample_seed(seed, 0, len(tokens))
@@ -118,9 +118,9 @@ class Fleet:
                     raise RolloutError(f"a request failed {TRIES} times; the last time: {e}") from e
 
     def deliver(self, delivery: Delivery, *, mode: str = "wait") -> None:
-        """Makes `delivery` what every server samples from; RolloutError if one that works refuses it.
+        """Delivers weights to every server; RolloutError if a working server refuses them.
 
-        Those that break on the way are started again and get it then.
+        Servers that break meanwhile are restarted and get them then.
         """
         self._require_one()
         with self._weights:
@@ -128,11 +128,11 @@ class Fleet:
             taking = self._each(taking, delivery.offer)
             self._updating = True
             try:
-                taking = self._get_up(taking, "weights")
+                taking = self._wake_up(taking, "weights")
                 if mode == "wait":
                     self.start(self._drained(taking)).result()
                 taking = self._each(taking, lambda endpoint: self._dialect.pause(endpoint, mode))
-                taking = self._get_up(self._each(taking, delivery.take), "kv_cache")
+                taking = self._wake_up(self._each(taking, delivery.take), "kv_cache")
                 for member in taking:
                     member.asleep = False
                 self._delivered = (delivery,) if delivery.whole else (*self._delivered[:1], delivery)
@@ -143,19 +143,19 @@ class Fleet:
                 self._updating = False
                 self._loop.call_soon_threadsafe(self._go_on)
 
-    def rest(self, level: int) -> None:
-        """Has the servers give their devices' memory back until the next whole delivery; nothing may be under way."""
+    def sleep(self, level: int) -> None:
+        """Frees the servers' device memory until the next whole delivery; no request may be in flight."""
         with self._weights:
             self._updating = True
             resting = self._each(
                 [member for member in self.members if member.up],
-                lambda endpoint: self._dialect.lie_down(endpoint, level),
+                lambda endpoint: self._dialect.sleep(endpoint, level),
             )
             for member in resting:
                 member.asleep = True
 
     def close(self) -> None:
-        """Ends the servers that were started here; may be called twice."""
+        """Stops the servers that were started here; may be called twice."""
         if self._closed:
             return
         self._closed = True
@@ -166,7 +166,7 @@ class Fleet:
         self._loop.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    # On the loop.
+    # Methods on the loop.
 
     async def _ask_one(self, ids: Sequence[int], sampling: Sampling, seed: int, near: Hashable, *, sure: bool) -> Part:
         member = await self._place(near)
@@ -184,7 +184,7 @@ class Fleet:
             self._wake(1)
 
     async def _place(self, near: Hashable) -> Member:
-        """A server with room; counted as asked."""
+        """Returns a server with room; counts the request."""
         while True:
             if self._fatal is not None:
                 raise self._fatal
@@ -202,16 +202,16 @@ class Fleet:
                 await turn
             except asyncio.CancelledError:
                 if not turn.cancelled():
-                    self._wake(1)  # whose turn it was has gone
+                    self._wake(1)  # its waiter has gone
                 raise
 
     async def _drained(self, members: Sequence[Member]) -> None:
-        """Returns when nothing is under way at them."""
+        """Returns when no request is in flight at the members."""
         while any(member.under_way for member in members):
             await asyncio.sleep(POLL_S / 10)
 
     def _go_on(self) -> None:
-        """An update is over."""
+        """Ends an update."""
         for member in self.members:
             member.resumed()
         self._wake(len(self._waiting))
@@ -232,11 +232,11 @@ class Fleet:
         if strange := sorted(set(part.version) - known):
             raise ServerFault(
                 f"the server at {member.endpoint.url} sampled by the weights {', '.join(strange)}, not by version"
-                f" {self.version}: another trainer uses it, or it was started again"
+                f" {self.version}: another trainer uses it, or it was restarted"
             )
 
     def _suspect(self, member: Member, fault: ServerFault, *, sure: bool) -> None:
-        """Has a server looked at that failed; `sure`: it is broken, whatever it says."""
+        """Schedules a check of a failed server; `sure`: it is broken without a check."""
         if not member.mending and not self._closed:
             member.mending = True
             task = self._loop.create_task(self._mend(member, fault, sure=sure))
@@ -245,17 +245,17 @@ class Fleet:
 
     async def _mend(self, member: Member, fault: RolloutError, *, sure: bool) -> None:
         try:
-            # One that is down by now failed a second time, as by a lost reply in an update: nobody else would mend it.
+            # A second failure, as after a lost reply in an update: this task must repair it.
             if not sure and not await self._in_pool(self._broken, member) and member.up:
                 return
             member.up = False
             member.give_up()
             while not self._closed:
                 if self.restarts >= self._max_restarts:
-                    said = f"it is not started again: rollout.max_restarts={self._max_restarts}"
+                    said = f"it is not restarted: rollout.max_restarts={self._max_restarts}"
                     self._fail(RolloutError(f"{fault}; {said}"))
                     return
-                self._say(f"{fault}; it is {'waited for' if member.server is None else 'started again'}")
+                self._say(f"{fault}; it is {'waited for' if member.server is None else 'restarted'}")
                 self.restarts += 1
                 began = time.monotonic()
                 try:
@@ -267,18 +267,18 @@ class Fleet:
                     if member.server is None:
                         self._give_up(member, e)
                         return
-        except Exception as e:  # of the settings, or ours: nobody else waits for this task
+        except Exception as e:  # an error of settings or code: no other task waits for this one
             self._fail(e)
         finally:
             member.mending = False
             self._wake(len(self._waiting))
 
     def _give_up(self, member: Member, why: RolloutError) -> None:
-        """A server that was attached to and does not come back; the others go on without it."""
+        """Removes an attached server that does not come back; the others continue."""
         if not any(other.up or other.mending for other in self.members if other is not member):
             self._fail(RolloutError(f"{why}; it was the last server"))
         else:
-            self._say(f"{why}; the others go on without it")
+            self._say(f"{why}; the other servers continue")
 
     def _fail(self, why: Exception) -> None:
         self._fatal = self._fatal or why
@@ -286,7 +286,7 @@ class Fleet:
             member.give_up()
 
     async def _watch(self) -> None:
-        """Looks at the servers' health for as long as the fleet lives."""
+        """Checks the servers' health while the fleet lives."""
         while True:
             await asyncio.sleep(PROBE_S)
             await asyncio.gather(*(self._probe(member) for member in self.members if member.up and not member.mending))
@@ -311,24 +311,24 @@ class Fleet:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # In any thread.
+    # Methods in any thread.
 
     def _soon(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self._loop.call_soon_threadsafe(lambda: self._tasks.add(self._loop.create_task(work())))
 
     def _broken(self, member: Member) -> bool:
-        """Whether a server that failed is more than out of breath."""
+        """Whether a failed server is really broken."""
         if member.server is not None and not member.server.alive():
             return True
         endpoint = member.endpoint.within(self._health_timeout_s)
         try:
-            with self._weights:  # no update is under way
+            with self._weights:  # no update is in progress
                 return self._dialect.paused(endpoint) or self._dialect.version(endpoint) != self.version
         except RolloutError:
             return True
 
     def _revive(self, member: Member) -> None:
-        """Starts the server again, or waits for one that is not ours, and gives it what the others have."""
+        """Restarts the server, or waits for an attached one, and delivers the current weights."""
         if member.server is None:
             self._wait_for(member)
         else:
@@ -358,7 +358,7 @@ class Fleet:
             time.sleep(POLL_S)
 
     def _require_one(self) -> None:
-        """Returns when there is a server that works."""
+        """Returns when a server works."""
         while not any(member.up for member in self.members):
             if self._fatal is not None:
                 raise self._fatal
@@ -366,16 +366,15 @@ class Fleet:
         if self._fatal is not None:
             raise self._fatal
 
-    def _get_up(self, members: Sequence[Member], what: str) -> list[Member]:
+    def _wake_up(self, members: Sequence[Member], what: str) -> list[Member]:
         asleep = [member for member in members if member.asleep]
         awake = [member for member in members if not member.asleep]
-        return [*awake, *self._each(asleep, lambda endpoint: self._dialect.get_up(endpoint, what))]
+        return [*awake, *self._each(asleep, lambda endpoint: self._dialect.wake_up(endpoint, what))]
 
     def _each(self, members: Sequence[Member], do: Callable[[Endpoint], None]) -> list[Member]:
-        """Does it at all of them side by side; those that broke are sent to be mended and left out.
+        """Calls `do` on all members concurrently; broken ones are sent to repair and left out of the result.
 
-        One that was given up in between may be another process by now, which was not asked before: it gets the weights
-        when it is mended.
+        A member that was replaced in between was not called: it gets the weights when it is repaired.
         """
         futures = {self._pool.submit(do, member.endpoint): member for member in members if member.up}
         good, refused = [], []

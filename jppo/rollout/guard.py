@@ -1,9 +1,9 @@
-"""The guard of a server's routes: who has no token gets no answer, whichever route is asked for.
+"""The guard of a server's routes: requests without the token are refused on every route.
 
-An ASGI middleware that runs in the server's interpreter, outside of the engine's own ones: it covers the development
-routes, `/metrics` and `/health` too. The token comes from the environment, where other users cannot read it, and never
-from a command line. A `Key` is the trainer's half: it sends the token and checks that the answer is from the server
-that it was made for, and not from whoever took the port after that server had ended.
+An ASGI middleware in the server's interpreter, outermost, so that it also covers the development routes, `/metrics` and
+`/health`. The token comes from the environment, which other users cannot read, never from a command line. A `Key` is
+the trainer's counterpart: it sends the token and checks that the answer is from its server and not from a program that
+took over the port.
 """
 
 import dataclasses
@@ -25,42 +25,42 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """What opens a server; '' is sent to none and expected of none."""
+    """The token and proof of a server; '' is neither sent nor expected."""
 
     token: str = dataclasses.field(default="", repr=False)
     proof: str = dataclasses.field(default="", repr=False)
 
     def headers(self) -> dict[str, str]:
-        """Those of a request."""
+        """Returns the headers of a request."""
         return {"Authorization": f"Bearer {self.token}"} if self.token else {}
 
     def opened(self, headers: Mapping[str, str]) -> bool:
-        """Whether an answer with these headers (names in lower case) is from the server that the key was made for."""
+        """Whether an answer with these headers (lower-case names) is from the key's server."""
         return hmac.compare_digest(headers.get(PROOF_HEADER, "").encode(), self.proof.encode()) or not self.proof
 
     def environment(self) -> dict[str, str]:
-        """Variables of the server that the key is for."""
+        """Returns the environment variables of the key's server."""
         return {TOKEN: self.token, PROOF: self.proof}
 
 
 def new_key() -> Key:
-    """A random one, for one start of a server."""
+    """Returns a random key for one start of a server."""
     return Key(secrets.token_hex(32), secrets.token_hex(32))
 
 
 class Guard:
-    """The middleware; refuses to be made without a token."""
+    """The middleware; requires a token."""
 
     def __init__(self, app: App):
         token = os.environ.get(TOKEN, "").strip()
         if not token:
-            raise RuntimeError(f"{TOKEN} is not set: without it anybody could replace the weights of this server")
+            raise RuntimeError(f"{TOKEN} is not set: without it anyone could replace the server's weights; set it")
         self._app = app
         self._wanted = f"Bearer {token}".encode()
         self._proof = os.environ.get(PROOF, "").encode()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Passes on what has the token and no foreign origin; answers 401 or 403 to the rest."""
+        """Forwards requests with the token and without a foreign origin; answers 401 or 403 to others."""
         if scope["type"] == "lifespan":
             return await self._app(scope, receive, send)
         headers = {name.lower(): value for name, value in scope["headers"]}
@@ -78,7 +78,7 @@ class Guard:
 
 
 def foreign(origin: bytes | None, host: bytes | None) -> bool:
-    """Whether a browser sent the request for a page of another place."""
+    """Whether a browser sent the request from another site."""
     return origin is not None and origin.partition(b"://")[2] != host
 
 

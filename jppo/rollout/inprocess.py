@@ -1,10 +1,10 @@
-"""Rollouts by the trainer itself behind the `Sampler` protocol: its devices, its mesh, its own parameters.
+"""The in-process rollout engine: a `Sampler` on the trainer's devices, mesh and parameters.
 
     sampler = InprocessEngine(...).ready(...)    has no weights yet
-    sampler.hold(policy, ...)                    what it samples from: the trainer's arrays; compiles at the first call
+    sampler.hold(policy, ...)                    sets the trainer's arrays to sample from; compiles at the first call
 
-A fixed number of rows is carried on together (`jppo/models/generate.py`); one that is done takes the next sample that
-waits. Between two turns to the device that are long enough to keep it busy, the host hands out what is done.
+A fixed number of rows decodes together (`jppo/models/generate.py`); a finished row takes the next waiting sample. The
+host returns finished samples between device calls, which are long enough to keep the device busy.
 """
 
 import asyncio
@@ -29,29 +29,29 @@ from jppo.rollout.sampler import Answer, Done, RolloutError, Talk, greedy
 from jppo.rollout.stops import cut_at
 from jppo.structs import Params, Prompt, Sampling, Trajectory
 
-TURNS = 32  # tokens of a row between two looks of the host
-FREE = 8  # while samples wait, a turn ends when one row in so many is free
-FILL_TOKENS = 4096  # about so many tokens of prompts are read at once on each device
-SHORTEST = 32  # prompts are padded to the longest, a half of it, a quarter ... down to this
+TURNS = 32  # tokens per row between two checks by the host
+FREE = 8  # while samples wait, a call ends when one in this many rows is free
+FILL_TOKENS = 4096  # about this many prompt tokens are prefilled at once on each device
+SHORTEST = 32  # prompts are padded to the longest, half of it, a quarter ... down to this
 
 
 @dataclasses.dataclass(frozen=True)
 class InprocessSettings:
-    """What is sampled from, and in which shapes."""
+    """The model and the shapes of the engine."""
 
-    cfg: ModelConfig  # its vocabulary as wide as the mesh needs it
-    rows: int  # that are carried on together
-    row_multiple: int  # how many devices share them
+    cfg: ModelConfig  # with the vocabulary padded for the mesh
+    rows: int  # decoded together
+    row_multiple: int  # number of devices that share them
     max_prompt_length: int
     max_model_len: int  # prompt and response together
     dtype: str  # of products and cache
-    by_row: NamedSharding  # of what is [R, ...]
-    of_cache: NamedSharding  # of keys and values [R, T, K, A]
-    cut: bool  # top_p, top_k or min_p will be asked for: compiled with the rest, else where they are first asked for
+    by_row: NamedSharding  # sharding of arrays [R, ...]
+    of_cache: NamedSharding  # sharding of keys and values [R, T, K, A]
+    cut: bool  # compile the top_p, top_k or min_p variant at the start, too
 
     @property
     def prompt_shapes(self) -> list[tuple[int, int]]:
-        """The shapes of the prompts that are read at once, by rising length."""
+        """Returns the shapes of prefills, by increasing length."""
         lengths = [self.max_prompt_length]
         while lengths[-1] // 2 >= SHORTEST:
             lengths.append(-(-lengths[-1] // 2))
@@ -62,7 +62,7 @@ class InprocessSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """The compiled functions; one compilation of each for every shape of prompts."""
+    """The compiled functions, each compiled once per prefill shape."""
 
     empty: Callable[[], Slots]
     prepare: Callable[[Weights], Params]
@@ -71,15 +71,15 @@ class Programs:
     advance_cut: Callable[..., Slots]  # the same with top_p, top_k and min_p
 
     def advancing(self, sampling: Sampling, vocab_size: int) -> Callable[..., Slots]:
-        """That of the two which so much asks for."""
+        """Returns the program with or without top_p, top_k and min_p, as `sampling` needs."""
         cut = sampling.top_p < 1.0 or 1 <= sampling.top_k < vocab_size or sampling.min_p > 0.0
         return self.advance_cut if cut else self.advance
 
 
 def make_programs(s: InprocessSettings, ends: Sequence[int], *, turns: int) -> Programs:
-    """Closes the pure functions over model and shapes; `turns` is how many tokens of a row come at a time."""
+    """Closes the pure functions over model and shapes; `turns` is the number of tokens per row and call."""
     empty = functools.partial(generate.empty, s.cfg, rows=s.rows, length=s.max_model_len, dtype=s.dtype)
-    # Keys and values have four axes. Rows lie alike before and after every program, or XLA would compile anew.
+    # Keys and values have four axes. Rows keep their sharding across programs; otherwise XLA would recompile.
     places = jax.tree.map(lambda x: s.of_cache if x.ndim == 4 else s.by_row, jax.eval_shape(empty))
 
     def constrain(x: jax.Array) -> jax.Array:
@@ -105,20 +105,20 @@ def make_programs(s: InprocessSettings, ends: Sequence[int], *, turns: int) -> P
 
 @dataclasses.dataclass(frozen=True)
 class InprocessEngine:
-    """What `train.py` starts and ends."""
+    """The engine as `train.py` starts and ends it."""
 
     settings: InprocessSettings
 
     def ready(
         self, *, eos_token_ids: Sequence[int], decode: Callable[[list[int]], str], talk: Talk | None = None
     ) -> "InprocessSampler":
-        """The sampler, before it has weights; `talk` None asks once."""
+        """Returns the sampler without weights; `talk` None means one turn."""
         return InprocessSampler(
             self.settings, eos_token_ids=eos_token_ids, decode=decode, talk=talk or talks.one_turn(decode)
         )
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Does nothing."""
 
 
 class InprocessSampler:
@@ -141,7 +141,7 @@ class InprocessSampler:
         self._held: tuple[int, Weights] | None = None
 
     def hold(self, policy: Weights, *, version: int) -> None:
-        """Samples from these parameters from now on, and names them `version`; until the caller gives them away."""
+        """Sets the parameters to sample from, as `version`, valid until the caller donates them."""
         self._held = version, policy
         if not self._compiled:
             self._turns(self._programs.prepare(offload.to_device(policy)), version).compile()
@@ -150,7 +150,7 @@ class InprocessSampler:
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, done: Done | None = None
     ) -> list[Trajectory]:
-        """Samples `sampling.n` responses a prompt, side by side, by the weights `version`; `done` gets each at once."""
+        """Samples `sampling.n` responses per prompt with the weights `version`; `done` gets each at once."""
         return self._generate(prompts, sampling, version, done, None)
 
     def start(
@@ -161,9 +161,9 @@ class InprocessSampler:
         done: Done | None = None,
         only: Collection[int] | None = None,
     ) -> Future[list[Trajectory]]:
-        """As `generate`, by the weights that it has; the devices are the trainer's, so that it is done at once.
+        """Like `generate`, with the current weights; blocks, because the devices are the trainer's.
 
-        `only`: the numbers of the samples that are wanted; None: all.
+        `only`: the indices of the wanted samples; None: all.
         """
         future: Future[list[Trajectory]] = Future()
         version = -1 if self._held is None else self._held[0]
@@ -187,7 +187,7 @@ class InprocessSampler:
             talking = asyncio.ensure_future(talks.converse(turns.ask, self._talk, prompts, sampling, done, only))
             try:
                 await asyncio.wait([answering, talking], return_when=asyncio.FIRST_COMPLETED)
-                if answering.done():  # which ends by failing only
+                if answering.done():  # it ends only by failing
                     answering.result()
                 return await talking
             finally:
@@ -197,15 +197,15 @@ class InprocessSampler:
 
         return talks.run(generate())
 
-    def rest(self) -> None:
-        """It has no memory between two calls."""
+    def sleep(self) -> None:
+        """Does nothing: no memory is held between calls."""
 
     def metrics(self) -> dict[str, float]:
-        """There is nothing that breaks."""
+        """Returns nothing: there is no server to fail."""
         return {}
 
     def close(self) -> None:
-        """Lets go of the weights; may be called twice."""
+        """Drops the weights; may be called twice."""
         self._held = None
 
     def _turns(self, model: Params, version: int) -> "Turns":
@@ -219,7 +219,7 @@ class InprocessSampler:
                 raise UserError(
                     f"prompt {prompt.uid}: {n} tokens must be 1 to data.max_prompt_length={s.max_prompt_length}, and"
                     f" with max_tokens={sampling.max_tokens} fit the engine's {s.max_model_len}; cut the prompt, or"
-                    " ask for less"
+                    " request less"
                 )
         how = sampling
         if how.max_tokens < 1 or how.temperature < 0 or not 0 < how.top_p <= 1 or not 0 <= how.min_p < 1:
@@ -231,18 +231,18 @@ class InprocessSampler:
     def _policy(self, version: int) -> Weights:
         if self._held is None or self._held[0] != version:
             has = "none" if self._held is None else f"version {self._held[0]}"
-            raise RolloutError(f"version {version} of the weights was asked for, and the sampler holds {has}")
+            raise RolloutError(f"version {version} of the weights was requested, but the sampler holds {has}")
         policy = self._held[1]
         if any(x.is_deleted() for x in jax.tree.leaves(policy)):
-            raise RolloutError(f"version {version} of the weights is gone: it was learned from, and no other published")
+            raise RolloutError(f"version {version} of the weights is gone: it was trained on, and none was published")
         return policy
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One answer that is waited for."""
+    """A waiting request."""
 
-    number: int  # in the order in which they came
+    number: int  # in order of arrival
     ids: np.ndarray
     sampling: Sampling
     seed: int
@@ -250,12 +250,12 @@ class Request:
 
     @property
     def beginning(self) -> bytes:
-        """What those that begin alike have in common: they are read once."""
+        """Returns the prefix that equal requests share; it is prefilled once."""
         return self.ids.tobytes()
 
 
 class Turns:
-    """The answers to all who ask, row by row, by one version of the weights."""
+    """Answers all requests, row by row, with one version of the weights."""
 
     def __init__(
         self,
@@ -277,7 +277,7 @@ class Turns:
         self._asked = 0
 
     async def ask(self, ids: Sequence[int], *, sampling: Sampling, seed: int, near: Hashable) -> Answer:
-        """One answer to `ids`; waits for a row."""
+        """Returns one answer to `ids`; waits for a row."""
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._waiting.append(Request(self._asked, np.asarray(ids, np.int32), sampling, seed, answer))
         self._asked += 1
@@ -285,7 +285,7 @@ class Turns:
         return await answer
 
     def compile(self) -> None:
-        """Runs every program on free rows, so that no later call compiles."""
+        """Runs every program on empty rows, so later calls do not compile."""
         slots, choice = self._programs.empty(), choice_of(greedy(1))
         for shape in self.settings.prompt_shapes:
             slots = self._programs.fill(self._model, slots, *self._filling([], [], shape))
@@ -295,7 +295,7 @@ class Turns:
         jax.block_until_ready(slots)
 
     async def answer_all(self) -> None:
-        """Answers whoever asks, until it is cancelled."""
+        """Answers requests until it is cancelled."""
         s = self.settings
         slots, under_way = self._programs.empty(), dict[int, Request]()
         while True:
@@ -303,9 +303,9 @@ class Turns:
                 self._came.clear()
                 while not self._waiting:
                     await self._came.wait()
-            await asyncio.sleep(0)  # those who were answered, or begin, ask now
+            await asyncio.sleep(0)  # lets answered and new callers submit requests
             sampling = (next(iter(under_way.values())) if under_way else self._waiting[0]).sampling
-            # The longest first, so that prompts read together are alike; samples of one stay together, to be read once.
+            # Longest first, so prompts of a prefill are similar; samples of a prompt stay together and share it.
             waiting = sorted(self._waiting, key=lambda r: (-len(r.ids), r.number))
             free = [row for row in range(s.rows) if row not in under_way]
             while waiting and free:
@@ -326,11 +326,11 @@ class Turns:
                 here = slice(begin, end if length is None else begin + length)
                 by_id = not sampling.ignore_eos and int(tokens[row, here.stop - 1]) in self._ends
                 finish = "stop" if by_id or length is not None else "length"
-                if not request.answer.done():  # who asked may have gone
+                if not request.answer.done():  # the caller may have gone
                     request.answer.set_result(self._answer(tokens[row, here], logprob[row, here], finish))
                 del under_way[row]
                 until[row] = last[row]
-            if sampling.stop:  # a row that its text has ended does not know of it
+            if sampling.stop:  # the device does not know about stop texts
                 slots = dataclasses.replace(slots, until=jax.device_put(until, s.by_row))
 
     def _advance(self, slots: Slots, sampling: Sampling, enough: int) -> Slots:
@@ -338,7 +338,7 @@ class Turns:
         return advance(self._model, slots, choice_of(sampling), np.int32(enough))
 
     def _fill(self, slots: Slots, waiting: Sequence[Request], free: Sequence[int]) -> tuple[Slots, Sequence[Request]]:
-        """Puts the first of those that wait into free rows, as many as can be read at once; says which."""
+        """Fills free rows with the first waiting requests, as many as one prefill takes; returns them."""
         count, length = next(shape for shape in self.settings.prompt_shapes if shape[1] >= len(waiting[0].ids))
         read: dict[bytes, int] = {}
         taken = list(
@@ -347,7 +347,7 @@ class Turns:
         return self._programs.fill(self._model, slots, *self._filling(taken, free, (count, length))), taken
 
     def _filling(self, taken: Sequence[Request], free: Sequence[int], shape: tuple[int, int]) -> tuple[np.ndarray, ...]:
-        """What `generate.fill` takes beside the rows: prompts, source, length, until and seed."""
+        """Returns the further arguments of `generate.fill`: prompts, source, length, until and seed."""
         prompts, source, length, until, seed = filling(self.settings.rows, shape)
         places: dict[bytes, int] = {}
         for row, request in zip(free, taken, strict=False):
@@ -368,13 +368,13 @@ class Turns:
 
 
 def filling(rows: int, shape: tuple[int, int]) -> tuple[np.ndarray, ...]:
-    """What `generate.fill` takes beside the rows, with no prompt: prompts, source, length, until and seed."""
+    """Returns the arguments of `generate.fill` without a prompt: prompts, source, length, until and seed."""
     prompts, seed = np.zeros(shape, np.int32), np.zeros(rows, np.uint32)
     return prompts, np.full(rows, -1, np.int32), np.ones(rows, np.int32), np.zeros(rows, np.int32), seed
 
 
 def choice_of(how: Sampling) -> Choice:
-    """How tokens are chosen, as the programs take it."""
+    """Returns the sampling parameters as arrays for the programs."""
     fields: dict[str, Any] = dict(
         temperature=np.float32(how.temperature),
         top_p=np.float32(how.top_p),

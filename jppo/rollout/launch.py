@@ -1,10 +1,10 @@
-"""Runs a command that may not outlive the process which asked for it: `server.py` starts vLLM through this.
+"""Runs a command that must not outlive its parent process: `server.py` starts vLLM through this.
 
     python -m jppo.rollout.launch PARENT_PID FOLDER COMMAND...
 
-It leads the process group that COMMAND and all its children live in. When the parent is gone, however it
-went, when COMMAND ends, or on SIGTERM, the whole group gets SIGTERM, some seconds, and SIGKILL. When the
-parent is gone, FOLDER ('' for none) goes too. It watches from the first moment, before vLLM's imports end.
+It leads the process group of COMMAND and all its children. When the parent is gone, when COMMAND ends, or on SIGTERM,
+the whole group gets SIGTERM and, some seconds later, SIGKILL. When the parent is gone, FOLDER ('' for none) is removed,
+too. It watches from the start, before vLLM's imports end.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 
-GRACE_S = 8.0  # for vLLM to take its own children down
+GRACE_S = 8.0  # for vLLM to end its children
 POLL_S = 0.2
 
 
@@ -24,7 +24,7 @@ class _Stop(Exception):
 
 
 def main(parent: int, folder: str, command: list[str]) -> None:
-    """Runs `command` until it ends or until it must; never returns."""
+    """Runs `command` until it ends or has to end; never returns."""
     signal.signal(signal.SIGTERM, _stop)
     child = None
     try:
@@ -34,15 +34,15 @@ def main(parent: int, folder: str, command: list[str]) -> None:
     except _Stop:
         pass
     finally:
-        signal.signal(signal.SIGTERM, lambda *_: None)  # SIG_IGN would be inherited by a late child
+        signal.signal(signal.SIGTERM, lambda *_: None)  # a late child would inherit SIG_IGN
         if child is not None and child.poll() is not None:
             print(f"the server's process ended with code {child.returncode}", file=sys.stderr, flush=True)
         os.killpg(0, signal.SIGTERM)
         if child is not None:
             _wait(child, GRACE_S)
-        if folder and os.getppid() != parent:  # a parent that lives may need it yet, and removes it itself
+        if folder and os.getppid() != parent:  # a living parent removes it itself
             shutil.rmtree(folder, ignore_errors=True)
-        os.killpg(0, signal.SIGKILL)  # itself too
+        os.killpg(0, signal.SIGKILL)  # including itself
 
 
 def _stop(*_: object) -> None:
@@ -56,7 +56,7 @@ def _wait(child: subprocess.Popen, seconds: float) -> None:
 
 
 def die_with_parent() -> None:
-    """For the child, before its program: on Linux it gets SIGTERM when the process that starts it is killed."""
+    """For the child before exec: on Linux it gets SIGTERM when its parent is killed."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)

@@ -1,7 +1,7 @@
-"""How weights lie in a file on their way to the server: written by `buffers.py`, read by `worker.py`.
+"""The file format of published weights: written by `buffers.py`, read by `worker.py`.
 
-The file holds the tensors' bytes and nothing else; the list of `Entry` travels with the request to load it.
-Imported in the server's interpreter too, so it needs only the standard library and numpy.
+The file holds only the tensors' bytes; the list of `Entry` is in the request to load it. Also imported in the server's
+interpreter, so it needs only the standard library and numpy.
 """
 
 import dataclasses
@@ -18,15 +18,15 @@ import numpy as np
 
 DTYPES = ("float32", "bfloat16", "float16")
 ALIGN = 64  # bytes
-THREADS = 4  # that take checksums side by side
-UNDER_WAY = 1 << 26  # bytes of tensors that are written while the next ones are asked for
-PIECE = 1 << 20  # bytes that are read once: summed and written while the processor's cache has them
+THREADS = 4  # for checksums
+UNDER_WAY = 1 << 26  # bytes of tensors being written while the next ones are made
+PIECE = 1 << 20  # bytes per read: checksummed and written while in the processor's cache
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """Where one tensor lies in the file, and what it must be."""
+    """The place, shape and checksum of one tensor."""
 
     name: str
     dtype: str
@@ -37,7 +37,7 @@ class Entry:
 
 
 class Refused(Exception):
-    """The file or its list of entries is not the model that was asked for; nothing was touched."""
+    """The file or its entries do not match the model; nothing was changed."""
 
 
 def write(
@@ -48,10 +48,10 @@ def write(
     align: int = ALIGN,
     elsewhere: Callable[[int, OSError], int] | None = None,
 ) -> list[Entry]:
-    """Writes `tensors` one after another from byte `start` of the file and returns where each lies.
+    """Writes `tensors` consecutively from byte `start` of the file and returns their entries.
 
-    Threads write while the next tensors are made; only `UNDER_WAY` bytes of them, or the largest one, wait here. Where
-    there is no room, `elsewhere(done, why)` gives another file with the first `done` bytes, in which the rest goes on.
+    Threads write while the next tensors are made; at most `UNDER_WAY` bytes, or the largest tensor, wait. If there is
+    no room, `elsewhere(done, why)` returns another file with the first `done` bytes, and writing continues there.
     """
     entries: list[Entry] = []
     waiting: deque[tuple[Entry, memoryview, Future[int]]] = deque()
@@ -90,17 +90,17 @@ def write(
 
 
 def check(path: str, entries: Sequence[Entry], expected: Mapping[str, tuple[int, ...]]) -> mmap.mmap:
-    """Maps the file if its entries are the `expected` names and shapes and no byte is lost; else Refused."""
+    """Maps the file if its entries have the `expected` names and shapes and all bytes exist; otherwise Refused."""
     check_names(entries, expected)
     try:
         with open(path, "rb") as file:
-            # private and writable: torch wants writable memory, and nothing written there reaches the file
+            # private and writable: torch wants writable memory, and writes do not reach the file
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except (OSError, ValueError) as e:
         raise Refused(f"{path} cannot be read: {e}; trainer and server must share it") from e
     for entry in entries:
         if (end := entry.offset + entry.nbytes) > len(data):
-            raise Refused(f"the file is cut: {entry.name} ends at byte {end}, the file at {len(data)}")
+            raise Refused(f"the file is truncated: {entry.name} ends at byte {end}, the file at {len(data)}")
     with memoryview(data) as view, ThreadPoolExecutor(THREADS) as pool:
         sums = pool.map(lambda e: zlib.crc32(view[e.offset : e.offset + e.nbytes]), entries)
         for entry, crc32 in zip(entries, sums, strict=True):
@@ -109,18 +109,18 @@ def check(path: str, entries: Sequence[Entry], expected: Mapping[str, tuple[int,
 
 
 def check_sum(entry: Entry, crc32: int) -> None:
-    """Refused if the bytes that have this checksum are not those that were written."""
+    """Refused if the checksum differs from the written one."""
     if crc32 != entry.crc32:
-        raise Refused(f"{entry.name} has another checksum than when it was written")
+        raise Refused(f"{entry.name} has a different checksum than when it was written")
 
 
 def size(entries: Sequence[Entry]) -> int:
-    """The bytes that reach from the first tensor's begin to the last one's end."""
+    """Returns the bytes from the first tensor's start to the last one's end."""
     return max((entry.offset + entry.nbytes for entry in entries), default=0)
 
 
 def pack(entries: Sequence[Entry]) -> list[list[Any]]:
-    """The entries as JSON."""
+    """Returns the entries as JSON."""
     return [list(dataclasses.astuple(entry)) for entry in entries]
 
 
@@ -130,10 +130,10 @@ def unpack(packed: Sequence[Sequence[Any]]) -> list[Entry]:
 
 
 def check_names(entries: Sequence[Entry], expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Refused if the entries are not the `expected` names and shapes."""
+    """Refused if the entries do not have the `expected` names and shapes."""
     names = [entry.name for entry in entries]
     if missing := [name for name in expected if name not in set(names)]:
-        raise Refused(f"{_some(missing)} missing: every tensor of the model must come with every publish")
+        raise Refused(f"{_some(missing)} missing: every publish must have every tensor of the model")
     if unknown := [name for name in names if name not in expected]:
         raise Refused(f"{_some(unknown)} not in the served model")
     if len(names) != len(set(names)):
@@ -158,7 +158,7 @@ def _put(fd: int, data: memoryview, offset: int) -> int:
         piece = data[start : start + PIECE]
         crc32 = zlib.crc32(piece, crc32)
         at = offset + start
-        while len(piece):  # a call may write less than it was given
+        while len(piece):  # a call may write less than requested
             done = os.pwrite(fd, piece, at)
             piece, at = piece[done:], at + done
     return crc32

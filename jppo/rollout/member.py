@@ -1,4 +1,4 @@
-"""One server of a fleet: what is under way at it, and for how long it may leave that without an answer."""
+"""One server of a fleet with its requests in flight and their timeouts."""
 
 import asyncio
 import dataclasses
@@ -8,23 +8,23 @@ from typing import Any
 from jppo.rollout.endpoint import Endpoint, ServerFault
 from jppo.rollout.server import Server
 
-CONNECTIONS = 256  # requests under way at one server; it queues what it cannot run at once
+CONNECTIONS = 256  # requests in flight at one server, which queues the rest
 
 
 class Cut(ServerFault):
-    """The server was given up while the request was under way: not the request's fault."""
+    """The server was given up while the request was in flight: not the request's fault."""
 
 
 @dataclasses.dataclass(eq=False)
 class Member:
     """One server.
 
-    A request waits in the server's own queue for those before it, so that it has no limit from when it was sent. It is
-    late when the server has answered nothing for the endpoint's timeout, or for so long after it was surely its turn.
+    A request waits in the server's own queue for earlier ones, so its time in the queue is not limited. It is late if
+    the server has answered nothing for the endpoint's timeout after it must have left the queue.
     """
 
     endpoint: Endpoint
-    server: Server | None  # None: attached to
+    server: Server | None  # None: attached
     model: str
     max_model_len: int
     up: bool = True
@@ -33,10 +33,10 @@ class Member:
     under_way: int = 0
     requests: set[asyncio.Task[Any]] = dataclasses.field(default_factory=set)
     answers: int = 0
-    answered: float = 0.0  # when the last one came
+    answered: float = 0.0  # time of the last answer
 
     async def ask(self, route: str, body: Mapping[str, Any]) -> Any:
-        """The JSON that the route answers; ServerFault where it is late, Cut where the server is given up."""
+        """Returns the route's JSON; ServerFault if it is late, Cut if the server is given up."""
         request = asyncio.ensure_future(self.endpoint.ask(route, body))
         self.requests.add(request)
         try:
@@ -51,11 +51,11 @@ class Member:
             self.requests.discard(request)
 
     def resumed(self) -> None:
-        """It works: what is under way has waited for others, or for an update of the weights."""
+        """Resets the timeout: requests in flight have waited for an update or for others."""
         self.answered = asyncio.get_running_loop().time()
 
     def give_up(self) -> None:
-        """Ends all that is under way."""
+        """Ends all requests in flight."""
         for request in self.requests:
             request.cancel()
 
@@ -69,4 +69,4 @@ class Member:
             await asyncio.wait({request}, timeout=timeout_s if its_turn else left)
             if its_turn and not request.done():
                 raise self.endpoint.late(route)
-            its_turn = self.answers - before >= CONNECTIONS  # all that were before it are done
+            its_turn = self.answers - before >= CONNECTIONS  # all earlier requests are done

@@ -1,7 +1,7 @@
-"""What `train.py` asks of any rollout engine: prompts in, trajectories out, and new weights between.
+"""The protocol of rollout engines: prompts in, trajectories out, new weights in between.
 
-An engine answers tokens with tokens (`Ask`); a `Talk` makes a whole trajectory of such answers: one turn
-(`talks.py`), or a conversation with tools. So each conversation is written once and runs on every engine.
+An engine answers tokens with tokens (`Ask`); a `Talk` builds a trajectory from such answers: one turn (`talks.py`), or
+a conversation with tools. So each conversation runs on every engine.
 """
 
 import dataclasses
@@ -18,48 +18,48 @@ Done = Callable[[int, Trajectory], None]
 
 
 class RolloutError(Exception):
-    """The engine died, hung, or broke its word; the message says which. The run cannot go on with it."""
+    """The engine died, hung, or violated its protocol; the run cannot continue with it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What the policy said after some tokens; at least one token."""
+    """The policy's continuation of some tokens; at least one token."""
 
     tokens: list[int]
-    logprob: list[float]  # each token's, in the distribution that it was drawn from
-    version: list[int]  # of the weights that sampled each
+    logprob: list[float]  # per token, of the sampled distribution
+    version: list[int]  # of the weights, per token
     finish: str  # 'stop' (an end token or text was sampled; it is kept) or 'length'
-    server: str = ""  # that sampled the last of them; '': the trainer's own engine
+    server: str = ""  # that sampled the last token; '': the in-process engine
 
 
 class Ask(Protocol):
     """An engine as a conversation sees it."""
 
     async def __call__(self, ids: Sequence[int], *, sampling: Sampling, seed: int, near: Hashable) -> Answer:
-        """One answer to `ids` of up to `sampling.max_tokens` tokens; `sampling.n` and its seed are not read.
+        """Returns an answer to `ids` of up to `sampling.max_tokens` tokens; ignores `sampling.n` and its seed.
 
-        What has the same `near` begins alike: its answers come from one server where that is no slower.
+        Requests with the same `near` share a prefix; they go to one server if that is no slower.
         """
         ...
 
 
 class Talk(Protocol):
-    """How a prompt becomes a trajectory."""
+    """Turns a prompt into a trajectory."""
 
     async def __call__(self, ask: Ask, prompt: Prompt, *, sampling: Sampling, seed: int, near: Hashable) -> Trajectory:
-        """`seed` is that of the sample; further answers draw from seeds made of it."""
+        """`seed` is the sample's; the seeds of further answers are derived from it."""
         ...
 
 
 class Sampler(Protocol):
-    """An engine that samples from the policy that it was last given."""
+    """An engine that samples from the last published policy."""
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, done: Done | None = None
     ) -> list[Trajectory]:
-        """Samples `sampling.n` responses a prompt, side by side, by the weights `version`.
+        """Samples `sampling.n` responses per prompt, concurrently, with the weights `version`.
 
-        Each is handed to `done` with its number as soon as it is there, in any order and from any thread.
+        `done` gets each response with its index when it is complete, in any order and from any thread.
         """
         ...
 
@@ -71,43 +71,43 @@ class Sampler(Protocol):
         done: Done | None = None,
         only: Collection[int] | None = None,
     ) -> Future[Any]:
-        """As `generate`, by the weights that there are as each token is sampled; need not wait.
+        """Like `generate`, with the current weights at each token; need not block.
 
-        `only`: the numbers of the samples that are wanted; None: all.
+        `only`: the indices of the wanted samples; None: all.
         """
         ...
 
-    def rest(self) -> None:
-        """Nothing will be asked before the next weights come."""
+    def sleep(self) -> None:
+        """Frees memory: nothing will be sampled before the next weights."""
         ...
 
     def metrics(self) -> dict[str, float]:
-        """What the engine counts beside its samples, since it was last asked."""
+        """Returns the engine's counters since the last call."""
         ...
 
     def close(self) -> None:
-        """Ends the engine and everything that it holds; may be called twice."""
+        """Stops the engine and frees its resources; may be called twice."""
         ...
 
 
 class Served(Sampler, Protocol):
-    """One that has a model of its own, in another process."""
+    """An engine with its own copy of the model, in another process."""
 
     def load(self, tensors: Iterable[tuple[str, np.ndarray]], *, version: int, mode: str = "wait") -> None:
-        """Replaces the whole model by `tensors` (HF names, a tied embedding once) and names it `version`.
+        """Replaces the whole model by `tensors` (HF names, a tied embedding once) and sets `version`.
 
-        `mode` says what becomes of responses under way: wait for their end, abort them, to go on by the new weights,
-        or keep them as they are, which does the same without reading them anew.
+        `mode` is what happens to responses in flight: wait for their end, abort them and continue with the new weights,
+        or keep them, which continues without a new prefill.
         """
         ...
 
     def load_adapter(self, save: Callable[[pathlib.Path], object], *, version: int, mode: str = "wait") -> None:
-        """Puts adapters beside the model that was loaded last and names both `version`; `save` writes peft's files."""
+        """Adds adapters to the last loaded model and sets `version` for both; `save` writes peft's files."""
         ...
 
 
 def greedy(max_tokens: int, *, stop: tuple[str, ...] = (), ignore_eos: bool = False) -> Sampling:
-    """One response a prompt, of the likeliest tokens."""
+    """Returns settings for one greedy response per prompt."""
     return Sampling(
         temperature=0.0,
         top_p=1.0,
@@ -122,5 +122,5 @@ def greedy(max_tokens: int, *, stop: tuple[str, ...] = (), ignore_eos: bool = Fa
 
 
 def sample_seed(seed: int, prompt: int, sample: int) -> int:
-    """The 31-bit seed of one sample, the same whatever is sampled beside it."""
+    """Returns the 31-bit seed of one sample, independent of the other samples."""
     return int(np.random.SeedSequence((seed, prompt, sample)).generate_state(1)[0] >> 1)

@@ -1,4 +1,4 @@
-"""The `Sampler` over servers, whatever their kind: `vllm.py` and `sglang.py` say how each is spoken to."""
+"""The `Sampler` over servers of any kind; `vllm.py` and `sglang.py` implement their interfaces."""
 
 import dataclasses
 import os
@@ -23,7 +23,7 @@ from jppo.structs import Prompt, Sampling, Trajectory
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """How long a server may take, and how often one is started again; the fields mean what `rollout`'s mean."""
+    """Timeouts and restart limits of servers, as in the settings of `rollout`."""
 
     request_timeout_s: float
     health_timeout_s: float
@@ -35,19 +35,19 @@ class Publisher(Protocol):
     """Writes weights to where the servers read them."""
 
     def whole(self, tensors: Iterable[tuple[str, np.ndarray]], version: int) -> Delivery:
-        """A whole policy."""
+        """Writes a whole policy."""
         ...
 
     def adapter(self, save: Callable[[pathlib.Path], object], version: int) -> Delivery:
-        """Adapters beside the policy that was written last."""
+        """Writes adapters for the last written policy."""
         ...
 
     def refused(self) -> None:
-        """What was written last is given up."""
+        """Abandons the last written weights."""
         ...
 
     def close(self) -> None:
-        """Frees the room."""
+        """Frees the files."""
         ...
 
 
@@ -64,10 +64,10 @@ class ServedSampler:
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, done: Done | None = None
     ) -> list[Trajectory]:
-        """Samples `sampling.n` responses a prompt, side by side, by the weights `version`; `done` gets each at once."""
+        """Samples `sampling.n` responses per prompt with the weights `version`; `done` gets each at once."""
         if version != self.fleet.version:
             has = "none" if self.fleet.version is None else f"version {self.fleet.version}"
-            raise RolloutError(f"version {version} of the weights was asked for, and the servers have {has}")
+            raise RolloutError(f"version {version} of the weights was requested, but the servers have {has}")
         future = self.start(prompts, sampling, done=done)
         try:
             return future.result()
@@ -83,33 +83,33 @@ class ServedSampler:
         done: Done | None = None,
         only: Collection[int] | None = None,
     ) -> Future[list[Trajectory]]:
-        """As `generate`, by the weights that there are as each token is sampled; does not wait.
+        """Like `generate`, with the current weights at each token; does not block.
 
-        `only`: the numbers of the samples that are wanted; None: all.
+        `only`: the indices of the wanted samples; None: all.
         """
         return self.fleet.start(talks.converse(self.fleet.ask, self._talk, prompts, sampling, done, only))
 
     def load(self, tensors: Iterable[tuple[str, np.ndarray]], *, version: int, mode: str = "wait") -> None:
-        """Replaces the whole model by `tensors` (HF names, a tied embedding once) and names it `version`."""
+        """Replaces the whole model by `tensors` (HF names, a tied embedding once) and sets `version`."""
         self._deliver(self._publisher.whole(tensors, version), mode)
 
     def load_adapter(self, save: Callable[[pathlib.Path], object], *, version: int, mode: str = "wait") -> None:
-        """Puts adapters beside the model that was loaded last and names both `version`; `save` writes peft's files."""
+        """Adds adapters to the last loaded model and sets `version` for both; `save` writes peft's files."""
         self._deliver(self._publisher.adapter(save, version), mode)
 
-    def rest(self) -> None:
-        """There is nothing to sample before the next weights: the servers' memory is free until then."""
+    def sleep(self) -> None:
+        """Frees the servers' memory until the next weights."""
         if self._sleep_level:
-            self.fleet.rest(self._sleep_level)
+            self.fleet.sleep(self._sleep_level)
 
     def metrics(self) -> dict[str, float]:
-        """What went wrong and was mended since this was last asked."""
+        """Returns counts of restarts and repeated requests since the last call."""
         now, before = (self.fleet.restarts, self.fleet.asked_again), self._told
         self._told = now
         return {"rollout/restarts": float(now[0] - before[0]), "rollout/asked_again": float(now[1] - before[1])}
 
     def close(self) -> None:
-        """Ends the servers that were started here and frees the weights' room; may be called twice."""
+        """Stops the servers that were started here and frees the weights' files; may be called twice."""
         self.fleet.close()
         self._publisher.close()
 
@@ -122,7 +122,7 @@ class ServedSampler:
 
 
 class Engine:
-    """Servers on their way to being ready."""
+    """Servers that are starting."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class Engine:
     def ready(
         self, *, eos_token_ids: Sequence[int], decode: Callable[[list[int]], str], talk: Talk | None = None
     ) -> ServedSampler:
-        """Waits for the servers, checks each, and returns the sampler over all; `talk` None asks once."""
+        """Waits for the servers, checks each, and returns the sampler; `talk` None means one turn."""
         limits = self._limits
         for started in self.servers:
             started.wait_ready()
@@ -184,7 +184,7 @@ class Engine:
         return self._sampler
 
     def close(self) -> None:
-        """Ends what was started here; may be called twice."""
+        """Stops the servers that were started here; may be called twice."""
         if self._sampler is not None:
             self._sampler.close()
             return
@@ -193,16 +193,16 @@ class Engine:
 
 
 def attached_key() -> guard.Key:
-    """The key of the servers that are attached to, from the environment; UserError where it cannot be sent."""
+    """Returns the key of attached servers from the environment; UserError if it is invalid."""
     token = os.environ.get(guard.TOKEN, "").strip()
     if not (token.isascii() and token.isprintable()):
-        raise UserError(f"the token in {guard.TOKEN} holds characters that no token has; set it again")
+        raise UserError(f"the token in {guard.TOKEN} contains invalid characters; set it again")
     return guard.Key(token)
 
 
 def _warn_if_open(endpoint: Endpoint, dialect: Dialect) -> None:
     if not endpoint.guarded():
-        said = "answers without a token: whoever reaches it can replace the weights that the run samples from"
+        said = "answers without a token: anyone who reaches it can replace the weights that the run samples from"
         print(f"rollout: warning: the server at {endpoint.url} {said}; {dialect.how}", file=sys.stderr, flush=True)
 
 
@@ -215,5 +215,5 @@ def _require_awake(endpoint: Endpoint, dialect: Dialect) -> None:
         raise UserError(
             f"the server at {endpoint.url} is paused: requests would wait for ever; if no other trainer"
             f' uses it, resume it with `curl -X POST -H "Authorization: Bearer ${guard.TOKEN}"'
-            f" {endpoint.url}{dialect.wake}`"
+            f" {endpoint.url}{dialect.resume_route}`"
         )

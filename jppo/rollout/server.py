@@ -1,7 +1,7 @@
-"""A server of our own: it is started, waited for, started again, and ended with the trainer.
+"""A server process: start, readiness, restart, and end with the trainer.
 
-It runs under `launch.py`, in a session of its own: a Ctrl-C in the terminal reaches the trainer alone, and a
-trainer that is killed outright takes it along. Starting does not wait: the trainer compiles meanwhile.
+It runs under `launch.py` in its own session: Ctrl-C in the terminal reaches only the trainer, and a killed trainer
+takes it along. Starting does not block; the trainer compiles meanwhile.
 """
 
 import atexit
@@ -27,16 +27,16 @@ from jppo.config import UserError
 from jppo.rollout import guard
 from jppo.rollout.sampler import RolloutError
 
-HOST = "127.0.0.1"  # other users of the machine reach it: see guard.py
+HOST = "127.0.0.1"  # other users of the machine can reach it: see guard.py
 STOP_S = 15.0  # longer than the launcher takes
 POLL_S = 0.2
 LOG_LINES = 15
-PORT_S = 2.0  # in which a program that was killed lets go of its port
-STOLEN = 3  # so many times a port is taken by someone else between two looks at it; then it is the user's
+PORT_S = 2.0  # until a killed program's port is free again
+STOLEN = 3  # times that another program takes the port between two checks, before giving up
 
 
 def check_ports(port: int, servers: int) -> None:
-    """UserError if a port that was asked for is taken."""
+    """UserError if a requested port is taken."""
     for wanted in range(port, port + servers) if port else ():
         try:
             _reserve(wanted).close()
@@ -48,13 +48,13 @@ def check_ports(port: int, servers: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What a server runs."""
+    """A server's command, environment and limits."""
 
-    command: Callable[[int, str], list[str]]  # of its port and the model's name, by which it is known to be ours
-    env: Mapping[str, str]  # all of it but the server's key
+    command: Callable[[int, str], list[str]]  # takes the port and the model name, by which the server is recognised
+    env: Mapping[str, str]  # without the server's key
     log: pathlib.Path
     port: int  # 0: a free one
-    folder: str | None  # goes with it when the trainer is killed
+    folder: str | None  # removed with it when the trainer is killed
     start_timeout_s: float
 
 
@@ -67,16 +67,16 @@ class Server:
         self._program = program
         self._process: subprocess.Popen | None = None
         self._ended = False
-        self._changing = threading.Lock()  # who starts it again may not overtake who ends it
+        self._changing = threading.Lock()  # a restart must not follow a stop
         self._take_port(program.port, within_s=0.0)
 
     def start(self) -> None:
-        """Starts it and returns at once."""
+        """Starts it without blocking."""
         port = self._port.getsockname()[1]
         folder = "" if self._program.folder is None else self._program.folder
         launch = [sys.executable, "-m", "jppo.rollout.launch", str(os.getpid()), folder]
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        self.key = guard.new_key()  # who has caught an earlier one, on a port of a server that ended, has nothing
+        self.key = guard.new_key()  # an earlier key, caught on an old port, is useless
         with open(self.log, "ab") as log:
             self._log_start = log.tell()
             self._process = subprocess.Popen(
@@ -91,7 +91,7 @@ class Server:
         self._deadline = time.monotonic() + self._program.start_timeout_s
 
     def restart(self) -> None:
-        """Ends what is left of it, at once, and starts it anew, on another port if its own was taken meanwhile."""
+        """Kills what is left of it and starts it again, on another port if its own was taken."""
         with self._changing:
             if self._ended:
                 raise RolloutError(f"the server at {self.url} was ended")
@@ -101,7 +101,7 @@ class Server:
             self.start()
 
     def wait_ready(self) -> None:
-        """Returns when our own process answers; RolloutError with its last lines if it ends or is late."""
+        """Returns when our own process answers; RolloutError with its last log lines if it ends or is late."""
         stolen = 0
         while not self._answers():
             if not self.alive():
@@ -117,21 +117,21 @@ class Server:
 
     @property
     def pid(self) -> int | None:
-        """The process that leads all others of it; None: there is none."""
+        """Returns the leading process; None if there is none."""
         process = self._process
         return None if process is None else process.pid
 
     def alive(self) -> bool:
-        """True while the process runs."""
+        """Whether the process runs."""
         process = self._process
         return process is not None and process.poll() is None
 
     def why(self) -> str:
-        """The lines of the log that say what went wrong, and where the rest stands."""
+        """Returns the relevant lines of the log, and its path."""
         return "\n  ".join([f"{self.log} says:", *(line[:300] for line in telling(self._said()))])
 
     def stop(self) -> None:
-        """Ends the process and all that it started, for good; may be called twice."""
+        """Ends the process and its children for good; may be called twice."""
         with self._changing:
             self._ended = True
             self._port.close()
@@ -140,7 +140,7 @@ class Server:
             return
         atexit.unregister(self.stop)
         try:
-            process.terminate()  # the launcher passes it on
+            process.terminate()  # the launcher forwards it
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(STOP_S)
         finally:
@@ -153,7 +153,7 @@ class Server:
             _kill_group(process)
 
     def _take_port(self, port: int, *, within_s: float) -> None:
-        # Bound but not listening: the server can still bind it, and no one else is given it meanwhile.
+        # Bound but not listening: the server can still bind it, and no one else gets it.
         deadline = time.monotonic() + within_s
         while True:
             try:
@@ -178,19 +178,19 @@ class Server:
             reply = httpx.get(f"{self.url}/v1/models", headers=self.key.headers(), timeout=5.0, trust_env=False)
             served = reply.json()["data"] if reply.status_code == 200 and self.key.opened(reply.headers) else []
             return self.name in [model["id"] for model in served]
-        except (httpx.HTTPError, ValueError, KeyError, TypeError):  # or another program, on a port that it stole
+        except (httpx.HTTPError, ValueError, KeyError, TypeError):  # or another program on a stolen port
             return False
 
 
 def stop_all(servers: Sequence[Server]) -> None:
-    """Ends all of them, for good, side by side."""
+    """Stops all servers for good, concurrently."""
     if servers:
         with ThreadPoolExecutor(len(servers)) as pool:
             list(pool.map(Server.stop, servers))
 
 
 def telling(text: str) -> list[str]:
-    """The lines of a log that matter: its exceptions, each once and explained, else the last lines."""
+    """Returns the relevant lines of a log: its distinct exceptions, otherwise the last lines."""
     prefix = r"\x1b\[[0-9;]*m|^\(\w+ pid=\d+\) |^(ERROR|WARNING|INFO) [\d-]+ [\d:]+ \[[^\]]*\] "
     lines = [_strip(prefix, line) for line in text.splitlines()]
     lines = list(dict.fromkeys(line for line in lines if line))
@@ -216,7 +216,7 @@ def interpreter(python: str) -> str:
         return sys.executable
     found = shutil.which(os.path.expanduser(python))
     if found is None:
-        raise UserError(f"rollout.python={python!r} is not a program; give the path of a Python that has the engine")
+        raise UserError(f"rollout.python={python!r} is not a program; set it to a Python with the engine")
     return found
 
 
@@ -232,6 +232,6 @@ def _reserve(port: int) -> socket.socket:
 
 
 def _kill_group(process: subprocess.Popen) -> None:
-    with contextlib.suppress(ProcessLookupError):  # all gone already
+    with contextlib.suppress(ProcessLookupError):  # all have ended
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -1,7 +1,7 @@
 """Rollouts by SGLang behind the `Sampler` protocol: servers started here, or attached to by URL.
 
-As `vllm.py`: token ids go in and come out, a request and a seed a sample. What differs is said where it does: an
-answer has one version for all of its tokens, so no update may meet one under way; weights come from a directory.
+As in `vllm.py`, token ids go in and come out, with one request and seed per sample. Differences: an answer has one
+version for all of its tokens, so no update may overlap a request; weights come from a directory.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from jppo.rollout.vllm_start import ServerSettings
 from jppo.structs import Sampling
 
 GENERATE = "/generate"
-AWAKE = "/health_generate"  # answers when any token was sampled since it was asked
+AWAKE = "/health_generate"  # answers when any token was sampled since the request
 AWAKE_S = 60.0  # it gives up after 20 by itself
 
 
@@ -29,11 +29,11 @@ class Sglang:
     """SGLang's `Dialect`."""
 
     eos_token_ids: Sequence[int]
-    how: str  # to start one that is fit
-    wake: str = "/continue_generation -H 'Content-Type: application/json' -d '{}'"
+    how: str  # command that starts a suitable server
+    resume_route: str = "/continue_generation -H 'Content-Type: application/json' -d '{}'"
 
     def request(self, ids: Sequence[int], sampling: Sampling, seed: int, model: str) -> tuple[str, dict[str, Any]]:
-        """Every field is sent: what is not would be the server's own default."""
+        """Sends every field, so no default of the server applies."""
         return GENERATE, {
             "input_ids": list(ids),
             "sampling_params": {
@@ -48,7 +48,7 @@ class Sglang:
                 "frequency_penalty": 0.0,
                 "max_new_tokens": sampling.max_tokens,
                 "min_new_tokens": 0,
-                "ignore_eos": sampling.ignore_eos,  # its own end tokens and those that follow
+                "ignore_eos": sampling.ignore_eos,  # also the end tokens below
                 "stop_token_ids": [] if sampling.ignore_eos else list(self.eos_token_ids),
                 "stop": list(sampling.stop),
                 "no_stop_trim": True,
@@ -62,11 +62,11 @@ class Sglang:
         }
 
     def part(self, reply: Any, sampling: Sampling) -> Part:
-        """The tokens, each with its log-prob, all of one version of the weights."""
+        """Parses the tokens with their log-probs, all of one weight version."""
         try:
             meta = reply["meta_info"]
             finish, matched = meta["finish_reason"]["type"], meta["finish_reason"].get("matched")
-            # of one that was aborted before it began there are none
+            # an answer that was aborted before it began has none
             said = meta.get("output_token_logprobs", []) if finish == "abort" else meta["output_token_logprobs"]
             tokens, logprob = [int(each[1]) for each in said], [float(each[0]) for each in said]
             version = [str(meta["weight_version"])] * len(tokens) if tokens else []
@@ -81,11 +81,11 @@ class Sglang:
             self._require_end(matched, tokens, sampling)
         ends = not sampling.ignore_eos and tokens[-1:] and tokens[-1] in self.eos_token_ids
         if finish == "length" and (ends or any(stop in text for stop in sampling.stop)):
-            finish = "stop"  # SGLang looks at the length first
+            finish = "stop"  # SGLang checks the length first
         return Part(tokens, logprob, version, finish)
 
     def inspect(self, endpoint: Endpoint) -> tuple[str, int]:
-        """Whether it heeds seeds, and how much it can hold."""
+        """Checks support for seeds, and returns the context length."""
         try:
             model = endpoint.get("/v1/models")["data"][0]
             info = endpoint.get("/server_info")
@@ -95,11 +95,11 @@ class Sglang:
         except (KeyError, IndexError, TypeError) as e:
             raise ServerFault(f"the server at {endpoint.url} does not answer as SGLang would: no {e}") from e
         if not heeds:
-            raise UserError(f"the server at {endpoint.url} does not heed seeds; {self.how}")
+            raise UserError(f"the server at {endpoint.url} ignores seeds; {self.how}")
         return name, longest - sglang_start.ROOM
 
     def paused(self, endpoint: Endpoint) -> bool:
-        """Whether requests would wait: no route says so, but one samples a token and gives up."""
+        """Whether requests would wait: no route reports it, but one samples a token and gives up."""
         endpoint.get(folders.INFO)
         try:
             endpoint.within(AWAKE_S).see(AWAKE)
@@ -108,37 +108,37 @@ class Sglang:
         return False
 
     def version(self, endpoint: Endpoint) -> int | None:
-        """The weights that it loaded last."""
+        """Returns the version that it loaded last."""
         has = folders.named(endpoint)
         return int(has) if has.isdecimal() else None
 
     def pause(self, endpoint: Endpoint, mode: str) -> None:
-        """Returns when nothing is under way. In mode wait nothing is before either: the fleet has waited."""
+        """Returns when no request is in flight. In mode wait the fleet has already waited."""
         if mode not in ("wait", "abort"):
-            raise UserError(f"rollout.on_update={mode!r} is for rollout.name=vllm; take wait or abort")
+            raise UserError(f"rollout.on_update={mode!r} needs rollout.name=vllm; use wait or abort")
         endpoint.post("/pause_generation", {"mode": "abort"})
 
     def resume(self, endpoint: Endpoint) -> None:
-        """The end of a pause."""
+        """Ends a pause."""
         endpoint.post("/continue_generation", {})
 
-    def lie_down(self, endpoint: Endpoint, level: int) -> None:
-        """Both levels drop the weights: new ones come before the next answer. Only a paused SGLang lies down."""
+    def sleep(self, endpoint: Endpoint, level: int) -> None:
+        """Both levels drop the weights: new ones come before the next answer. SGLang sleeps only while paused."""
         endpoint.post("/pause_generation", {"mode": "abort"})
         endpoint.tell("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
 
-    def get_up(self, endpoint: Endpoint, what: str) -> None:
-        """The memory is there again, its content is not."""
+    def wake_up(self, endpoint: Endpoint, what: str) -> None:
+        """Allocates memory again, without its content."""
         endpoint.tell("/resume_memory_occupation", {"tags": [what]})
 
     def _require_end(self, matched: Any, tokens: Sequence[int], sampling: Sampling) -> None:
         if matched in sampling.stop:
             return
         if not isinstance(matched, int) or tokens[-1] != matched:
-            raise ServerFault(f"SGLang ended a response at {matched!r}, and its last tokens are {tokens[-8:]}")
+            raise ServerFault(f"SGLang ended a response at {matched!r}, but its last tokens are {tokens[-8:]}")
         if matched not in self.eos_token_ids:
             raise UserError(
-                f"SGLang ended a response at token {matched}, which ends none for jppo; add it to eos_token_id in the"
+                f"SGLang ended a response at token {matched}, which is no end token here; add it to eos_token_id in the"
                 " generation_config.json of model.path"
             )
 
@@ -152,7 +152,7 @@ def start_sglang(
     limits: Limits,
     publish_dir: str,
 ) -> Engine:
-    """Starts the servers on `model_dir` (config, tokenizer) or attaches to those at `urls`; does not wait."""
+    """Starts the servers on `model_dir` (config, tokenizer) or attaches to those at `urls`; does not block."""
     config = pathlib.Path(model_dir) / "config.json"
     if not config.is_file():
         raise UserError(f"no config.json in {model_dir!r}: SGLang needs a folder with the model's config and tokenizer")
@@ -174,7 +174,7 @@ def start_sglang(
 
 
 def how_to_start(model_dir: str, settings: ServerSettings) -> str:
-    """The command line of a server that `rollout.urls` can attach to."""
+    """Returns the start command of a server for `rollout.urls`."""
     variables = " ".join(f"{name}={value}" for name, value in sglang_start.environment().items())
     options = " ".join(sglang_start.flags(settings))
     command = f"{guard.TOKEN}=... {variables} python -m {sglang_start.MODULE} --model-path {model_dir} {options}"

@@ -1,6 +1,6 @@
-"""Starts SGLang with the guard over all of its routes: `python -m jppo.rollout.sglang_guarded OPTIONS`.
+"""Starts SGLang with the guard over all routes: `python -m jppo.rollout.sglang_guarded OPTIONS`.
 
-SGLang has no option for a middleware, and its API key would be on the command line, which every user can read.
+SGLang has no option for a middleware, and its API key would be visible on the command line.
 """
 
 import runpy
@@ -9,7 +9,7 @@ from jppo.rollout.guard import Guard
 
 
 def main() -> None:
-    """As `python -m sglang.launch_server`, guarded."""
+    """Like `python -m sglang.launch_server`, with the guard."""
     from sglang.srt.entrypoints import http_server
 
     http_server.app.add_middleware(Guard)

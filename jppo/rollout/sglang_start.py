@@ -1,4 +1,4 @@
-"""What an SGLang server needs, and how it is started for training: `sglang.py` speaks to it once it runs."""
+"""The start command, options and environment of SGLang servers for training."""
 
 import os
 import pathlib
@@ -11,7 +11,7 @@ from jppo.rollout.vllm_start import ServerSettings, devices, engine_args, python
 MODULE = "jppo.rollout.sglang_guarded"
 ROOM = 2  # tokens of its context that SGLang never fills
 
-# Options that engine_args may not set, and what does.
+# Options that engine_args may not set, and the settings that do.
 OURS = {
     **dict.fromkeys(("--model-path", "--model", "--served-model-name", "--host", "--load-format"), "jppo"),
     **dict.fromkeys(("--enable-deterministic-inference", "--weight-version", "--skip-tokenizer-init"), "jppo"),
@@ -25,7 +25,7 @@ OURS = {
     **dict.fromkeys(("--tp-size", "--tensor-parallel-size", "--tp"), "rollout.tensor_model_parallel_size"),
 }
 
-# Run in the server's interpreter; SGLang itself is not imported, which would take seconds.
+# Run in the server's interpreter without importing SGLang, which would take seconds.
 _PROBE = """
 import importlib.metadata, importlib.util
 print(importlib.metadata.version("sglang") if importlib.util.find_spec("sglang") else "")
@@ -33,23 +33,23 @@ print(importlib.metadata.version("sglang") if importlib.util.find_spec("sglang")
 
 
 def check_sglang(python: str) -> str:
-    """The version of the interpreter's SGLang; UserError when it has none."""
+    """Returns the version of the interpreter's SGLang; UserError if it has none."""
     executable = interpreter(python)
     probe = subprocess.run([executable, "-c", _PROBE], capture_output=True, text=True, check=False, timeout=120)
     if probe.returncode != 0:
         raise UserError(f"rollout.python={executable} does not run: {probe.stderr.strip()[-300:]}")
     if not probe.stdout.strip():
         raise UserError(
-            f"SGLang is not installed for {executable}; run `{executable} -m pip install sglang`, in an environment of"
-            " its own, or name an interpreter that has it by rollout.python"
+            f"SGLang is not installed for {executable}; run `{executable} -m pip install sglang`, in a separate"
+            " environment, or set rollout.python to an interpreter that has it"
         )
     return probe.stdout.strip()
 
 
 def flags(settings: ServerSettings) -> list[str]:
-    """What SGLang must be told so that its tokens, log-probs and weights are the trainer's."""
+    """Returns the options that make its tokens, log-probs and weights match the trainer's."""
     always = [
-        "--enable-deterministic-inference",  # only then is a request's seed heeded
+        "--enable-deterministic-inference",  # required for seeds
         *("--load-format", "dummy"),  # the trainer is the only source of weights
         *("--dtype", settings.dtype),
         *("--context-length", str(settings.max_model_len + ROOM)),
@@ -65,17 +65,17 @@ def flags(settings: ServerSettings) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """What SGLang's environment must hold beside the trainer's own."""
+    """Returns SGLang's additional environment variables."""
     return {
         "PYTHONPATH": python_path(),
-        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # else a paused server is not healthy
-        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # by the tokens of ROOM, which are never there
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # otherwise a paused server is unhealthy
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for the tokens of ROOM, which never occur
         "HF_HUB_OFFLINE": "1",
     }
 
 
 def program(index: int, *, model_dir: str, run_dir: str, settings: ServerSettings, folder: str) -> Program:
-    """The SGLang process number `index` of a run."""
+    """Returns the SGLang program number `index` of a run."""
     executable = interpreter(settings.python)
 
     def command(port: int, name: str) -> list[str]:
@@ -86,7 +86,7 @@ def program(index: int, *, model_dir: str, run_dir: str, settings: ServerSetting
         ]
 
     env = {**os.environ, **environment(), **devices(index, settings)}
-    env.pop("SGLANG_RETURN_ORIGINAL_LOGPROB", None)  # log-probs are of the temperature that was drawn at
+    env.pop("SGLANG_RETURN_ORIGINAL_LOGPROB", None)  # log-probs must be at the sampling temperature
     return Program(
         command=command,
         env=env,

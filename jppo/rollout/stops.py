@@ -1,18 +1,18 @@
-"""Where a response ends by its text, for an engine that samples tokens and looks at their text now and then. Pure."""
+"""Stop texts for an engine that decodes tokens only now and then. Pure."""
 
 import bisect
 from collections.abc import Callable, Sequence
 
-# Characters at the beginning of a piece that may not be those of the whole text: half a character, a space left out.
+# Characters at the start of a piece that may differ from the whole text: half a character, a dropped space.
 SPOILED = 8
-HALF = "\N{REPLACEMENT CHARACTER}"  # what a character that is not complete is decoded to
+HALF = "\N{REPLACEMENT CHARACTER}"  # decoding of an incomplete character
 
 
 def cut_at(tokens: Sequence[int], decode: Callable[[list[int]], str], stop: Sequence[str], *, new: int) -> int | None:
-    """How many tokens there are up to the first with which the text holds one of `stop`; None where it holds none.
+    """Returns the number of tokens up to the one that completes one of `stop`; None without a match.
 
-    All tokens but the last `new` were looked at before, so that only what ends in these is sought, in a piece of the
-    text that is as long as that takes. A token that ends within a character counts with the one that completes it.
+    All but the last `new` tokens were checked before, so only matches that end in these are searched, in a piece of
+    text as long as needed. A token that ends inside a character counts with the one that completes it.
     """
     if not stop:
         return None
@@ -33,7 +33,7 @@ def cut_at(tokens: Sequence[int], decode: Callable[[list[int]], str], stop: Sequ
 
 
 def begun(tokens: Sequence[int], decode: Callable[[list[int]], str], stop: Sequence[str]) -> bool:
-    """Whether the text ends within what may become one of `stop`, or within a character."""
+    """Whether the text ends inside a possible stop text, or inside a character."""
     if not stop:
         return False
     back = max(map(len, stop)) + SPOILED

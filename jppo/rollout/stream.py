@@ -1,4 +1,4 @@
-"""One answer as it comes, a few tokens at a time, by the programs of the trainer's own engine: for who reads along."""
+"""Streams one answer from the in-process engine, a few tokens at a time."""
 
 from collections.abc import Iterator, Sequence
 
@@ -13,9 +13,9 @@ from jppo.structs import Params, Sampling
 def stream(
     programs: Programs, s: InprocessSettings, model: Params, ids: Sequence[int], sampling: Sampling
 ) -> Iterator[list[int]]:
-    """The tokens after `ids`, each piece as soon as it is sampled, an end token among them; rows are one.
+    """Yields the tokens after `ids` as they are sampled, including an end token; uses one row.
 
-    They are those of `InprocessSampler` for the same seed: a token depends on the seed and its position alone.
+    They equal those of `InprocessSampler` for the same seed: a token depends only on the seed and its position.
     """
     length = next(n for _, n in s.prompt_shapes if n >= len(ids))
     prompt = np.zeros((1, length), np.int32)
@@ -30,6 +30,6 @@ def stream(
         tokens, logprob, last, until = jax.device_get((slots.tokens, slots.logprob, slots.last, slots.until))
         here = slice(begin, int(last[0]) + 1)
         if not np.isfinite(logprob[0, here]).all():
-            raise RolloutError("the weights give no finite numbers; train the model again from an earlier checkpoint")
+            raise RolloutError("the weights give non-finite numbers; train the model again from an earlier checkpoint")
         yield tokens[0, here].tolist()
         begin, going = here.stop, bool(last[0] < until[0])

@@ -1,4 +1,4 @@
-"""Conversations with an engine: many at once on one event loop, each of them a `Talk` that ends as a trajectory."""
+"""Runs many conversations with an engine concurrently on one event loop; each `Talk` returns a trajectory."""
 
 import asyncio
 from collections.abc import Callable, Collection, Coroutine, Hashable, Sequence
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def one_turn(decode: Callable[[list[int]], str]) -> Talk:
-    """The talk that asks once."""
+    """Returns the single-turn talk."""
 
     async def talk(ask: Ask, prompt: Prompt, *, sampling: Sampling, seed: int, near: Hashable) -> Trajectory:
         answer = await ask(prompt.ids.tolist(), sampling=sampling, seed=seed, near=near)
@@ -24,7 +24,7 @@ def one_turn(decode: Callable[[list[int]], str]) -> Talk:
 
 
 def respond(prompt: Prompt, answer: Answer, *, text: str) -> Trajectory:
-    """A prompt with one answer to it."""
+    """Returns the trajectory of a prompt with one answer."""
     before, after = len(prompt.ids), len(answer.tokens)
     return Trajectory(
         uid=prompt.uid,
@@ -47,9 +47,9 @@ async def converse(
     done: Done | None,
     only: Collection[int] | None = None,
 ) -> list[Trajectory]:
-    """`sampling.n` talks about each prompt, side by side; the first that fails ends all.
+    """Runs `sampling.n` talks per prompt concurrently; the first failure ends all.
 
-    `only`: the numbers of those that are wanted; None: all.
+    `only`: the indices of the wanted talks; None: all.
     """
     wanted = range(len(prompts) * sampling.n) if only is None else sorted(only)
 
@@ -65,15 +65,15 @@ async def converse(
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(hold(number)) for number in wanted]
     except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from None  # the first; the others were cancelled or are like it
+        raise failures.exceptions[0] from None  # the first; the others were cancelled or are alike
     return [task.result() for task in tasks]
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """Runs `work` to its end, on an event loop of its own."""
+    """Runs `work` to its end on its own event loop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(work)
-    with ThreadPoolExecutor(1) as pool:  # a notebook has a loop of its own already
+    with ThreadPoolExecutor(1) as pool:  # a notebook already has a loop
         return pool.submit(asyncio.run, work).result()

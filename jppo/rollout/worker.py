@@ -1,8 +1,8 @@
-"""What jppo runs inside vLLM's worker: it checks a weights file as a whole, and only then loads it.
+"""The vLLM worker extension: verifies a whole weights file before loading it.
 
-Given to vLLM by `--worker-extension-cls jppo.rollout.worker.WeightLoader` and called by `weights.py` over
-`/collective_rpc`. Runs in the server's interpreter, which needs neither jax nor jppo's other dependencies.
-A refusal is a value (`ok: False` with the reason), never an exception: an exception leaves vLLM in doubt.
+vLLM gets it by `--worker-extension-cls jppo.rollout.worker.WeightLoader`; `weights.py` calls it over `/collective_rpc`.
+It runs in the server's interpreter, which needs neither jax nor jppo's other dependencies. A refusal is a value (`ok:
+False` with the reason), never an exception, which would leave vLLM in an undefined state.
 """
 
 import mmap
@@ -26,7 +26,7 @@ class WeightLoader:
     _jppo_version: int | None = None
 
     def jppo_info(self) -> dict[str, Any]:
-        """What the trainer must know of a server that it did not start."""
+        """Returns what the trainer must know about an attached server."""
         return {
             "version": self._jppo_version,
             "logprobs_mode": str(self.model_config.logprobs_mode),
@@ -44,10 +44,10 @@ class WeightLoader:
         path: str | None = None,
         address: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Maps the file at `path`, or gets it from `address`, and compares it with the model, which stays as it is."""
+        """Maps the file at `path`, or downloads it from `address`, and compares it with the model."""
         if self._jppo_expected is None:
             self._jppo_expected = _expected(self.model_config.hf_config)
-        self._jppo_checked = None  # an older one is not wanted any more
+        self._jppo_checked = None  # drops an older one
         unpacked, expected = layout.unpack(entries), self._jppo_expected[0]
         try:
             if path is not None:
@@ -62,9 +62,9 @@ class WeightLoader:
         return {"ok": True, "error": None}
 
     def jppo_load(self, *, version: int) -> dict[str, Any]:
-        """Loads the file that the last `jppo_check` found good."""
+        """Loads the file of the last successful `jppo_check`."""
         if self._jppo_checked is None or self._jppo_checked[0] != version:
-            return {"ok": False, "error": f"version {version} was not checked before it was loaded"}
+            return {"ok": False, "error": f"version {version} was not checked before the load"}
         _, entries, data = self._jppo_checked
         assert self._jppo_expected is not None  # jppo_check came first
         self._jppo_checked = None
@@ -75,7 +75,7 @@ class WeightLoader:
 
 
 def _expected(hf_config: Any) -> tuple[dict[str, tuple[int, ...]], dict[str, list[str]]]:
-    """HF names and shapes of the model that `config.json` describes, and the other names of its tied ones."""
+    """Returns HF names and shapes of the model in `config.json`, and the other names of tied tensors."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -100,7 +100,7 @@ def _stream(
         count = entry.nbytes // dtype.itemsize
         tensor = torch.frombuffer(data, dtype=dtype, count=count, offset=entry.offset).reshape(entry.shape)
         yield entry.name, tensor
-        # vLLM keeps a tied head stale unless its own name comes too; some models have no head of their own there
+        # vLLM keeps a tied head stale without its own name; some models have no separate head there
         for name in tied.get(entry.name, ()):
             if name.rpartition(".")[0] in modules:
                 yield name, tensor

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jppo.agent import chat
-from jppo.agent.beside import Beside
+from jppo.agent.beside import UserCodeRunner
 from jppo.agent.calculator import Calculator
 from jppo.agent.calls import PARSERS
 from jppo.agent.talk import Turns, make_talk
@@ -42,7 +42,7 @@ class Hall:
     """Where conversations are held: a tokenizer, tools or a partner, and what each side says."""
 
     def __init__(self, tokenizer, format):
-        self.tokenizer, self.format, self.beside = tokenizer, format, Beside()
+        self.tokenizer, self.format, self.user_code = tokenizer, format, UserCodeRunner()
         self.tools, self.begin = [Calculator()], None
         self.limits = dict(parallel=2, characters=60, side="middle", timeout_s=0.5)
         self.turns = Turns(-1, -1)
@@ -59,7 +59,7 @@ class Hall:
         return Prompt("p:1", "exact", messages, np.array(ids, np.int32), "408", extra)
 
     def talk(self):
-        toolbox = Toolbox(self.tools, Limits(**self.limits), self.beside)
+        toolbox = Toolbox(self.tools, Limits(**self.limits), self.user_code)
         if self.format == "plain":
             between = chat.plain(self.tokenizer)
         else:
@@ -99,7 +99,7 @@ def hermes(shared):
     """With the real tokenizer of Qwen2.5 and its chat template."""
     hall = Hall(tokenizer_of(shared / "tokenizers/qwen2.5"), "hermes")
     yield hall
-    hall.beside.close()
+    hall.user_code.close()
 
 
 @pytest.fixture(scope="session")
@@ -115,4 +115,4 @@ def plain(characters):
     """With that tokenizer, and no template."""
     hall = Hall(characters, "plain")
     yield hall
-    hall.beside.close()
+    hall.user_code.close()

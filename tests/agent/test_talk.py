@@ -86,7 +86,7 @@ def test_several_calls_are_made_side_by_side_and_answered_in_one_turn(hermes):
 @pytest.mark.parametrize(
     "said,told",
     [
-        ("<tool_call>{oops}</tool_call>", "the call is no JSON"),
+        ("<tool_call>{oops}</tool_call>", "the call is not valid JSON"),
         ("<tool_call>12*34", "the call has no </tool_call>"),
         ('<tool_call>{"name": "oven", "arguments": {}}</tool_call>', "there is no tool 'oven'"),
         ('<tool_call>{"name": "calculator", "arguments": {}}</tool_call>', "calculator needs 'expression'"),
@@ -271,7 +271,7 @@ def users(tmp_path):
 
 
 def test_a_simulated_user_answers_until_it_is_content(hermes, users):
-    hermes.begin = make_interaction(f"{users}User", beside=hermes.beside, timeout_s=5)
+    hermes.begin = make_interaction(f"{users}User", user_code=hermes.user_code, timeout_s=5)
     t, _ = hermes.hold("407", "409", "408")
     messages = [
         {"role": "user", "content": "What is 12*34?"},
@@ -287,14 +287,14 @@ def test_a_simulated_user_answers_until_it_is_content(hermes, users):
 
 
 def test_a_user_and_tools_share_a_conversation(hermes, users):
-    hermes.begin = make_interaction(f"{users}User", beside=hermes.beside, timeout_s=5)
+    hermes.begin = make_interaction(f"{users}User", user_code=hermes.user_code, timeout_s=5)
     t, _ = hermes.hold(CALL, "407", "408")
     assert (t.exchange.calls, t.exchange.score, t.turns) == (1, 0.75, 3)
 
 
 def test_an_environment_begins_and_rewards_every_turn_the_last_one_too(hermes, plain, users):
     for hall, prompt in ((hermes, hermes.prompt()), (plain, plain.prompt("12*34="))):
-        hall.begin = make_environment(f"{users}Guess", beside=hall.beside, timeout_s=5)
+        hall.begin = make_environment(f"{users}Guess", user_code=hall.user_code, timeout_s=5)
         t, ask = hall.hold("5", "6", "7", prompt=prompt)
         assert (t.turns, t.exchange.score, t.finish) == (3, 1.5, "stop")
         first = len(ask.asked[0])
@@ -318,22 +318,22 @@ def test_an_environment_begins_and_rewards_every_turn_the_last_one_too(hermes, p
 )
 def test_a_partner_that_fails_costs_its_own_response(plain, users, name, fault):
     make = make_environment if name == "BadReset" else make_interaction
-    plain.begin = make(f"{users}{name}", beside=plain.beside, timeout_s=0.1)
+    plain.begin = make(f"{users}{name}", user_code=plain.user_code, timeout_s=0.1)
     t, _ = plain.hold("5", prompt=plain.prompt("12*34="))
     assert t.turns == 1 and t.exchange.fault.startswith(fault)
 
 
 @pytest.mark.parametrize(
     "name,said",
-    [("NoMethod", "has no method 'respond'"), ("Needs", "cannot be made"), ("Nobody", "defines no 'Nobody'")],
+    [("NoMethod", "has no method 'respond'"), ("Needs", "cannot be created"), ("Nobody", "defines no 'Nobody'")],
 )
 def test_a_partner_that_cannot_be_is_one_line(plain, users, name, said):
     with pytest.raises(UserError, match=said) as e:
-        make_interaction(f"{users}{name}", beside=plain.beside, timeout_s=1)
+        make_interaction(f"{users}{name}", user_code=plain.user_code, timeout_s=1)
     assert "\n" not in str(e.value)
 
 
 def test_an_environment_that_says_too_much_at_first_is_named(plain, users):
-    plain.begin = make_environment(f"{users}Guess", beside=plain.beside, timeout_s=5)
-    with pytest.raises(UserError, match=r"what the environment says first makes \d+ tokens"):
+    plain.begin = make_environment(f"{users}Guess", user_code=plain.user_code, timeout_s=5)
+    with pytest.raises(UserError, match=r"opening message it has \d+ tokens"):
         plain.hold("5", prompt=plain.prompt("12*34="), room=1)

@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from jppo.agent.beside import Beside
+from jppo.agent.beside import UserCodeRunner
 from jppo.agent.calls import Call
 from jppo.agent.python import Python
 from jppo.agent.search import Index, Search
@@ -83,14 +83,14 @@ def test_yaml_and_python_name_the_same_tools(write, tmp_path):
 @pytest.mark.parametrize(
     "text,said",
     [
-        ("tools: []", "names no tool"),
+        ("tools: []", "lists no tool"),
         ("", "must have a list `tools`"),
         ("tools: [3]", "must have a list `tools`"),
-        ("tools: {{", "is no YAML"),
+        ("tools: {{", "is not valid YAML"),
         ("tools:\n- class_name: oven", "class_name='oven' is not known; it is one of 'calculator', 'python', 'search'"),
         ("tools:\n- class_name: calculator\n- class_name: calculator", "two tools of the name 'calculator'"),
         ("tools:\n- class_name: calculator\n  color: red", "'color' is not known"),
-        ("tools:\n- class_name: calculator\n  config: {{a: 1}}", "calculator cannot be made of config={'a': 1}"),
+        ("tools:\n- class_name: calculator\n  config: {{a: 1}}", "calculator cannot be created with config={'a': 1}"),
         ("tools:\n- class_name: '{mine}:NoSchema'", "NoSchema has no schema in OpenAI's form"),
         ("tools:\n- class_name: '{mine}:NoCall'", "the tool 'echo' cannot be called"),
         ("tools:\n- class_name: '{mine}:Nobody'", "defines no 'Nobody'"),
@@ -117,8 +117,8 @@ def test_a_python_file_that_does_not_do_is_one_line(write, tmp_path, name, text)
     assert path in str(e.value) and "\n" not in str(e.value)
 
 
-def ask(tool, *calls, beside, timeout_s=20.0):
-    box = Toolbox([tool], Limits(len(calls), 200, "middle", timeout_s), beside)
+def ask(tool, *calls, user_code, timeout_s=20.0):
+    box = Toolbox([tool], Limits(len(calls), 200, "middle", timeout_s), user_code)
     name = tool.schema["function"]["name"]
     prompt = Prompt("p", "s", "q", np.array([1]), "", {})
     told = asyncio.run(box.call([Call(name, arguments) for arguments in calls], prompt, {}))
@@ -126,13 +126,13 @@ def ask(tool, *calls, beside, timeout_s=20.0):
 
 
 @pytest.fixture
-def beside():
-    made = Beside()
+def user_code():
+    made = UserCodeRunner()
     yield made
     made.close()
 
 
-def test_python_runs_programs_in_processes_with_limits(beside, tmp_path):
+def test_python_runs_programs_in_processes_with_limits(user_code, tmp_path):
     tool = Python(timeout_s=2.0, workers=2)
     programs = [
         "print(6 * 7)",
@@ -144,7 +144,7 @@ def test_python_runs_programs_in_processes_with_limits(beside, tmp_path):
         "print(",
     ]
     try:
-        said, told = ask(tool, *({"code": program} for program in programs), beside=beside)
+        said, told = ask(tool, *({"code": program} for program in programs), user_code=user_code)
     finally:
         tool.close()
     assert said[0] == "42\n" and said[1] == "so far\nerror: ZeroDivisionError: division by zero"
@@ -155,7 +155,7 @@ def test_python_runs_programs_in_processes_with_limits(beside, tmp_path):
     assert told.errors == 0 and told.seconds > 2
 
 
-def test_calls_that_wait_for_a_slot_are_not_late(beside):
+def test_calls_that_wait_for_a_slot_are_not_late(user_code):
     class One:
         concurrency = 1
         at_once = most = 0
@@ -171,13 +171,13 @@ def test_calls_that_wait_for_a_slot_are_not_late(beside):
             return "done"
 
     tool = One()
-    said, told = ask(tool, *[{}] * 6, beside=beside, timeout_s=0.5)
+    said, told = ask(tool, *[{}] * 6, user_code=user_code, timeout_s=0.5)
     assert said == ["done"] * 6 and told.errors == 0 and tool.most == 1
-    assert ask(tool, *[{}] * 6, beside=beside, timeout_s=0.5)[0] == said  # on the loop of another step
+    assert ask(tool, *[{}] * 6, user_code=user_code, timeout_s=0.5)[0] == said  # on the loop of another step
 
 
 def test_what_hangs_ends_with_the_run():
-    beside, ended = Beside(), threading.Event()
+    user_code, ended = UserCodeRunner(), threading.Event()
 
     async def hang():
         try:
@@ -187,13 +187,13 @@ def test_what_hangs_ends_with_the_run():
 
     async def late():
         with pytest.raises(TimeoutError):
-            await beside.run(hang, timeout_s=0.05)
+            await user_code.run(hang, timeout_s=0.05)
 
     asyncio.run(late())
     assert ended.wait(2)
     asyncio.run(late())
-    beside.close()
-    beside.close()
+    user_code.close()
+    user_code.close()
     time.sleep(0.1)
     assert not any(t.name == "jppo-tools" and t.is_alive() for t in threading.enumerate())
 
@@ -226,7 +226,7 @@ def test_search_scores_by_bm25(query):
     assert Index(TEXTS).scores(query).tolist() == pytest.approx(by_hand(query))
 
 
-def test_search_finds_what_fits(tmp_path, beside):
+def test_search_finds_what_fits(tmp_path, user_code):
     (tmp_path / "texts.txt").write_text("\n\n".join(TEXTS))
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"passage": t}) + "\n" for t in TEXTS))
     queries = [{"query": "dog"}, {"query": "bird"}, {"query": 3}]
@@ -234,7 +234,7 @@ def test_search_finds_what_fits(tmp_path, beside):
         Search(path=str(tmp_path / "texts.txt"), results=1),
         Search(path=str(tmp_path / "texts.jsonl"), column="passage", results=1),
     ):
-        said, _ = ask(tool, *queries, beside=beside)
+        said, _ = ask(tool, *queries, user_code=user_code)
         assert said == ["[1] The DOG barks at the dog", "nothing was found", "nothing was found"]
     with pytest.raises(UserError, match="has no 'text'"):
         Search(path=str(tmp_path / "texts.jsonl"))

@@ -51,7 +51,7 @@ def test_two_copies_of_the_weights_must_fit_where_they_are_handed_over(monkeypat
     assert only(place.shared_memory(str(tmp_path), named=False, weights=GIB)).verdict == "OK"
     assert only(place.shared_memory(str(tmp_path), named=False, weights=2 * GIB)).verdict == "FAIL"
     missing = only(place.shared_memory(str(tmp_path / "none"), named=False, weights=1))
-    assert missing.verdict == "FAIL" and "is no folder" in missing.found
+    assert missing.verdict == "FAIL" and "is not a folder" in missing.found
 
 
 def test_memory_is_said_by_its_largest_parts():
@@ -70,7 +70,7 @@ def test_a_port_that_is_taken(config):
         with pytest.raises(UserError, match="cannot be used"):
             list(place.ports(config))
         config.rollout.urls = "http://elsewhere:1"
-        assert "run already" in only(place.ports(config)).found
+        assert "lists running servers" in only(place.ports(config)).found
     config.rollout.urls, config.rollout.port = "", 0
     assert only(place.ports(config)).verdict == "OK"
 
@@ -106,7 +106,7 @@ def test_a_folder_with_another_run(config, tmp_path):
     (tmp_path / "checkpoints/13.orbax-tmp").mkdir()  # was never whole
     (tmp_path / "config.json").write_text(settings.dump(config))
     same = only(place.folder(config))
-    assert same.verdict == "OK" and "goes on after step 12" in same.found
+    assert same.verdict == "OK" and "resumes after step 12" in same.found
     theirs = json.loads(settings.dump(config))
     theirs["actor"]["lr"] = 0.5
     (tmp_path / "config.json").write_text(json.dumps(theirs))

@@ -92,7 +92,7 @@ def test_a_file_in_the_way_is_exit_2(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["arithmetic", "--out", str(tmp_path / "file")])
     with pytest.raises(SystemExit) as e:
         arithmetic.main()
-    assert e.value.code == 2 and "cannot be made a directory" in capsys.readouterr().err
+    assert e.value.code == 2 and "cannot be created" in capsys.readouterr().err
 
 
 def test_a_bad_argument_is_one_line_and_exit_2(tmp_path, monkeypatch, capsys):

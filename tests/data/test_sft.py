@@ -58,8 +58,8 @@ def test_overlong_pairs_are_counted(tmp_path, characters):
         ({"messages": [{"role": "user", "content": "1"}]}, "must end with a turn of the assistant"),
         ({"messages": [{"role": "user", "content": "1"}], "response": "2"}, "keep one of the two forms"),
         ({"messages": "1"}, "must be text or chat messages"),
-        ({"prompt": "1=", "response": []}, "must end with a text that is learned from"),
-        ({"prompt": "1=", "response": [{"text": "1", "learn": False}]}, "must end with a text that is learned from"),
+        ({"prompt": "1=", "response": []}, "must end with a text to train on"),
+        ({"prompt": "1=", "response": [{"text": "1", "learn": False}]}, "must end with a text to train on"),
         ({"prompt": "1=", "response": ["1"]}, "must be {text, learn}"),
         ({"prompt": "1=", "response": [{"text": "1", "learn": 1}]}, "must be {text, learn}"),
         ({"prompt": "1=", "response": [{"text": " ", "learn": True}]}, "text in response is empty"),
@@ -162,5 +162,5 @@ def test_a_template_that_changes_turns_is_refused(tmp_path, characters, template
     chat = [
         {"role": r, "content": c} for r, c in (("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4"))
     ]
-    with pytest.raises(UserError, match=r"line 1: .* does not keep message 2 .* data\.learn_turns=last"):
+    with pytest.raises(UserError, match=r"line 1: .* changes message 2 .* data\.learn_turns=last"):
         read_demonstrations(write(tmp_path, {"messages": chat}), tokenizer=characters, max_length=20, learn_turns="all")

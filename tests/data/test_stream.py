@@ -127,7 +127,7 @@ def test_unshuffled_is_the_settings_order_of_files():
 def test_the_place_in_other_sources_is_refused():
     kw = {"n": 100, "batch_size": 10, "seed": 1, "shuffle": True}
     _, cursor = draw(Cursor(), 2, parts=MIXED, **kw)
-    with pytest.raises(UserError, match=r"data.mix names 2 sources, and the checkpoint has the places of 3"):
+    with pytest.raises(UserError, match=r"data.mix names 2 sources, but the checkpoint has 3"):
         next_batch(cursor, parts=(part("a", 0, 50, 0.5), part("b", 50, 50, 0.5)), **kw)
     unmixed, _ = next_batch(cursor, parts=(), **kw)
     assert len(unmixed) == 10  # mixing may be turned off

@@ -45,7 +45,7 @@ def test_a_template_may_ask_whether_there_is_one(characters, template, text):
 
 
 def test_a_fault_in_a_template_is_one_line(characters):
-    with pytest.raises(UserError, match="the chat template is no template: line 1") as e:
+    with pytest.raises(UserError, match="the chat template is invalid: line 1") as e:
         render(characters, "{% for %}")
     assert "\n" not in str(e.value)
     with pytest.raises(UserError, match="refuses the prompt: can only concatenate"):

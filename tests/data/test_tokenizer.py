@@ -32,7 +32,7 @@ def test_decode_leaves_special_tokens_out(characters):
     [
         ("", "model.path is empty"),
         ("/no/such/directory", "no directory /no/such/directory"),
-        ("Some/Hub-Name", "tokenizer.json of 'Some/Hub-Name' was sought"),
+        ("Some/Hub-Name", "tokenizer.json of 'Some/Hub-Name' was not found"),
     ],
 )
 def test_what_is_not_there_is_named(path, said):
@@ -67,7 +67,7 @@ def test_an_end_token_that_is_none_is_refused(tmp_path, characters, wrong):
 @pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
 def test_a_cut_config_beside_the_tokenizer_is_one_line(tmp_path, characters, name, text):
     (tmp_path / name).write_text(text)
-    with pytest.raises(UserError, match=f"{name} (is no JSON|must hold a JSON object)") as e:
+    with pytest.raises(UserError, match=f"{name} (is not valid JSON|must be a JSON object)") as e:
         end_token_ids(str(tmp_path), characters)
     assert "\n" not in str(e.value)
 

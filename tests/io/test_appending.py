@@ -91,7 +91,7 @@ def test_what_cannot_be_read_is_the_end_of_the_file(tmp_path, capsys, tail):
     assert read_lines(path) == [{"step": 1}, {"step": 2}]
     assert cut_lines(path, lambda row: row["step"] <= 2) == [{"step": 1}, {"step": 2}] and path.read_bytes() == good
     (said,) = capsys.readouterr().out.splitlines()
-    assert said == f"{path}: the last {len(tail)} bytes, after 2 lines, cannot be read and are cut off"
+    assert said == f"{path}: the last {len(tail)} bytes, after 2 lines, cannot be read and are removed"
     assert cut_lines(path, lambda row: True) == [{"step": 1}, {"step": 2}] and capsys.readouterr().out == ""
 
 

@@ -56,7 +56,7 @@ def test_where_a_process_stands(settings, env, place):
         ((-1, -1, ""), ALL | {"NNODES": "0"}, "NNODES='0'; it must be a whole number, 1 or more"),
         ((-1, -1, ""), ALL | {"MASTER_PORT": "http"}, "'node-a:http' must be HOST:PORT"),
         ((-1, -1, "node-a"), ALL, "'node-a' must be HOST:PORT"),
-        ((-1, -1, ""), {"WORLD_SIZE": "16", "RANK": "3", "LOCAL_WORLD_SIZE": "8", **MASTER}, "one process a host"),
+        ((-1, -1, ""), {"WORLD_SIZE": "16", "RANK": "3", "LOCAL_WORLD_SIZE": "8", **MASTER}, "one process per host"),
         ((-1, 1, ""), {}, "trainer.node_rank=1 .* set trainer.nnodes"),
         ((1, -1, "a:1"), {}, "trainer.coordinator_address='a:1' .* set trainer.nnodes"),
     ],

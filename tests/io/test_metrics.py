@@ -224,7 +224,7 @@ def test_a_disk_that_stays_full_is_told_at_the_end(tmp_path, monkeypatch):
     with Logger(tmp_path, total_steps=9, console=out) as log:
         monkeypatch.setattr(os, "pwrite", full)
         log.log(1, {"a": 1})
-    assert out.file.getvalue().count("jsonl fails") == 2 and "it is not complete" in out.file.getvalue()
+    assert out.file.getvalue().count("jsonl fails") == 2 and "it is incomplete" in out.file.getvalue()
 
 
 def test_samples_and_bad_steps_that_find_no_room_leave_no_half(tmp_path, monkeypatch):

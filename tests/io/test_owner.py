@@ -64,7 +64,7 @@ def test_a_folder_that_cannot_be_is_one_line(tmp_path, made):
     else:
         (run / FILE).mkdir(parents=True)
     with (
-        pytest.raises(UserError, match=r"trainer\.run_dir=.* cannot be written \(.*\); name another folder") as e,
+        pytest.raises(UserError, match=r"trainer\.run_dir=.* cannot be written \(.*\); choose another folder") as e,
         own(run),
     ):
         pass

@@ -125,7 +125,7 @@ def test_what_does_not_end_in_time_is_ended_by_force(tmp_path):
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 1
-    assert "trainer.stop_timeout_s=0.5 in stage update_actor" in err and "the last checkpoint stands" in err
+    assert "trainer.stop_timeout_s=0.5 in stage update_actor" in err and "the last checkpoint remains" in err
 
 
 def test_the_second_interrupt_waits_for_nothing(tmp_path):

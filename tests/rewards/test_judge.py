@@ -14,7 +14,7 @@ from jppo.config import UserError
 from jppo.rewards import judge_door
 from jppo.rewards.judge import JudgePart
 from jppo.rewards.judge_cache import Cache
-from jppo.rewards.judge_door import Door
+from jppo.rewards.judge_door import JudgeClient
 from jppo.rewards.judge_prompts import PRESETS, Rubric, make_rubric, read_score
 from jppo.rewards.parts import Sample
 from jppo.structs import Prompt
@@ -129,7 +129,9 @@ def environment(monkeypatch):
 
 
 def door(api_type="openai", *, base_url="http://127.0.0.1:9/v1", timeout_s=5.0, temperature=0.0):
-    return Door(api_type, model="m", base_url=base_url, temperature=temperature, max_tokens=64, timeout_s=timeout_s)
+    return JudgeClient(
+        api_type, model="m", base_url=base_url, temperature=temperature, max_tokens=64, timeout_s=timeout_s
+    )
 
 
 def scores(part, *texts):
@@ -249,7 +251,7 @@ def test_what_the_server_will_never_take_is_not_sent_again(serve, status):
 @pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 529])
 def test_what_may_pass_is_sent_again_so_many_times(serve, status):
     server, part = serve(lambda _: (status, {}, {"error": {"message": "busy"}}), retries=2)
-    assert scores(part, "x")[0].error.endswith(f"answered {status}: busy; it was asked 3 times")
+    assert scores(part, "x")[0].error.endswith(f"answered {status}: busy; 3 requests were sent")
     assert len(server.bodies) == 3 and part.metrics()["judge/retries"] == 2
 
 
@@ -264,7 +266,7 @@ def test_retry_after_is_waited_for_unless_it_is_too_long(serve):
     server, part = serve(lambda _: next(first), longest_wait_s=1.0)
     begin = time.monotonic()
     assert scores(part, "x")[0].score == 0.7 and time.monotonic() - begin >= 0.3
-    assert "asks to come back in 3600 s" in scores(part, "y")[0].error and len(server.bodies) == 3
+    assert "asks to retry after 3600 s" in scores(part, "y")[0].error and len(server.bodies) == 3
 
 
 @pytest.mark.parametrize(
@@ -299,7 +301,7 @@ def test_a_server_that_is_not_there():
     part = JudgePart(door(), Rubric("", "{response}", 10.0), concurrency=2, retries=1, first_wait_s=0.01)
     try:
         error = scores(part, "x")[0].error
-        assert "http://127.0.0.1:9/v1" in error and "cannot be reached" in error and "asked 2 times" in error
+        assert "http://127.0.0.1:9/v1" in error and "cannot be reached" in error and "2 requests were sent" in error
     finally:
         part.close()
 
@@ -339,14 +341,14 @@ def test_a_server_that_wants_another_form_gets_it(serve, said, sent):
         ("openai", {"text": ""}, "empty; it finished with 'stop'"),
         ("claude", {"text": ""}, "empty; it finished with 'end_turn'"),
         ("openai", {"text": "", "finish": "length"}, "empty; it finished with 'length'"),
-        ("openai", {"text": '{"score": 1', "finish": "length"}, "cut off at reward.judge.max_tokens"),
-        ("claude", {"text": "Score: 1", "finish": "max_tokens"}, "cut off at reward.judge.max_tokens"),
+        ("openai", {"text": '{"score": 1', "finish": "length"}, "truncated at reward.judge.max_tokens"),
+        ("claude", {"text": "Score: 1", "finish": "max_tokens"}, "truncated at reward.judge.max_tokens"),
         ("openai", {"text": '{"score": 11}'}, "the score 11 is not within 0..10"),
-        ("openai", (200, {}, {"choices": []}), "no answer that can be read"),
-        ("openai", (200, {}, {"choices": [{"message": {"content": ["x"]}}]}), "no answer that can be read"),
-        ("openai", (200, {}, {"error": "lost"}), "no answer that can be read"),
-        ("claude", (200, {}, {"content": None}), "no answer that can be read"),
-        ("claude", (200, {}, "[]"), "no answer that can be read"),
+        ("openai", (200, {}, {"choices": []}), "unreadable answer"),
+        ("openai", (200, {}, {"choices": [{"message": {"content": ["x"]}}]}), "unreadable answer"),
+        ("openai", (200, {}, {"error": "lost"}), "unreadable answer"),
+        ("claude", (200, {}, {"content": None}), "unreadable answer"),
+        ("claude", (200, {}, "[]"), "unreadable answer"),
     ],
 )
 def test_what_is_no_score_is_an_error_and_never_0(serve, api_type, reply, error):
@@ -411,7 +413,7 @@ def test_a_cache_shared_by_writers_is_never_seen_half_written(tmp_path):
 
 def test_a_cache_that_cannot_be(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"cache_dir=.*cannot be made"):
+    with pytest.raises(UserError, match=r"cache_dir=.*cannot be created"):
         Cache(tmp_path / "file" / "cache")
 
 
@@ -661,7 +663,7 @@ def test_what_gives_no_score_is_an_error(text):
 
 @pytest.mark.parametrize("text", ['{"score": 1', "Score: 1", "7 out of 1", "7/1", "[[1"])
 def test_a_number_that_may_be_half_of_one_does_not_count(text):
-    with pytest.raises(ValueError, match="cut off"):
+    with pytest.raises(ValueError, match="truncated at"):
         read_score(text, 10.0, cut=True)
     assert read_score('{"score": 1, "reason": "be', 10.0, cut=True) == 0.1
 

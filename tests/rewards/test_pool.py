@@ -287,7 +287,7 @@ def test_rules_that_may_hang_run_in_the_pool_and_the_others_do_not(shared_pool):
     quick = RulePart(["gsm8k", "aqua", "exact"], pool=idle)
     future = quick.submit(sample("#### 18", "18", source="gsm8k"))
     assert future.done() and future.result().score == 1.0 and idle._threads == []
-    assert "was not among the sources" in quick.submit(sample("1", source="else")).result(0).error
+    assert "is not one of the sources" in quick.submit(sample("1", source="else")).result(0).error
     assert quick.submit(sample("#### 18", "x", source="gsm8k")).result(0).error.startswith("ValueError")
     idle.close()
 

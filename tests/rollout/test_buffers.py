@@ -109,7 +109,7 @@ def test_where_there_is_no_room_another_folder_takes_all_of_it(little_room, fold
         layout.check(parcels[-1].path, parcels[-1].entries, SHAPES)
         assert in_another_process(parcels[-1].path)[2048:4048] == TENSORS["w1"].tobytes()
     said = capsys.readouterr().err
-    assert said.count("\n") == said.count(f"they are handed over in {spare} from now on") == 2  # of each file
+    assert said.count("\n") == said.count(f"{spare} is used from now on") == 2  # of each file
     assert [parcel.path for parcel in parcels[:2]] == [parcel.path for parcel in parcels[2:]]
     assert all(list(path.rglob("*")) == [] for path in (full, spare))
     buffers.close()

@@ -142,7 +142,7 @@ def test_servers_that_sleep_wake_for_the_next_weights(made, fakes):
     sampler = made()
     for fake in fakes:
         fake.answers |= dict.fromkeys(SLEEP, (200, {}))
-    sampler.fleet.rest(2)
+    sampler.fleet.sleep(2)
     sampler.load(TENSORS.items(), version=8)
     assert whole(sampler.generate(PROMPTS, SAMPLING, version=8))
     for fake in fakes:
@@ -157,7 +157,7 @@ def test_a_server_that_breaks_in_its_sleep_is_awake_when_it_is_back(made, fakes)
     sampler = made()
     for fake in fakes:
         fake.answers |= dict.fromkeys(SLEEP, (200, {}))
-    sampler.fleet.rest(2)
+    sampler.fleet.sleep(2)
     fakes[0].answers["/health"] = (503, None)
     until(lambda: not sampler.fleet.members[0].up)
     serve(fakes[0])
@@ -242,7 +242,7 @@ def test_the_last_server_that_is_gone_ends_the_run(made, fakes):
 def test_no_restart_is_allowed(made, fakes):
     sampler = made(1, restarts=0)
     failing(fakes[0], 10**6)
-    with pytest.raises(RolloutError, match=r"broke off.*not started again: rollout\.max_restarts=0"):
+    with pytest.raises(RolloutError, match=r"broke off.*not restarted: rollout\.max_restarts=0"):
         sampler.generate(PROMPTS, SAMPLING, version=7)
 
 

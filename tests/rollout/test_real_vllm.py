@@ -370,7 +370,7 @@ def test_a_broken_server_is_started_again_and_nothing_is_lost(served):
     leader = engine.servers[0].pid
     for pid in session_of(leader):
         os.kill(pid, signal.SIGKILL)
-    with pytest.raises(RolloutError, match=r"not started again: rollout\.max_restarts=1"):
+    with pytest.raises(RolloutError, match=r"not restarted: rollout\.max_restarts=1"):
         sampler.generate(PROMPTS, SAMPLING, version=1)
     sampler.close()
     wait_for_none(leader)

@@ -251,12 +251,12 @@ def test_further_options_reach_the_server_and_ours_do_not_change(settings):
 def test_only_a_server_on_a_gpu_can_sleep(settings):
     assert "--enable-sleep-mode" in flags(settings(sleeps=True), "gpu")
     assert "--enable-sleep-mode" not in flags(settings(), "gpu")
-    with pytest.raises(UserError, match=r"rollout\.sleep_level gives a GPU's memory back"):
+    with pytest.raises(UserError, match=r"rollout\.sleep_level frees a GPU's memory"):
         flags(settings(sleeps=True), "cpu")
 
 
 def test_a_vllm_for_the_cpu_has_no_use_for_gpus(settings, tmp_path):
-    with pytest.raises(UserError, match=r"rollout\.devices names GPUs"):
+    with pytest.raises(UserError, match=r"rollout\.devices lists GPUs"):
         program(0, model_dir="m", run_dir=str(tmp_path), settings=settings(devices=("0",)), build="cpu", folder=None)
 
 

@@ -128,9 +128,9 @@ def test_a_server_that_sleeps_wakes_with_the_next_weights(start, tmp_path):
     sampler = start(sleeps=True)
     sampler.load(weights(1).items(), version=1)
     expected = facts(sampler.generate(PROMPTS, SAMPLING, version=1))
-    sampler.rest()  # which no level asks for
+    sampler.sleep()  # which no level asks for
     assert not any("memory" in route for route, _ in posted(tmp_path))
-    sampler.fleet.rest(2)
+    sampler.fleet.sleep(2)
     sampler.load(weights(1).items(), version=1)
     assert facts(sampler.generate(PROMPTS, SAMPLING, version=1)) == expected
     routes = [(route, body.get("tags")) for route, body in posted(tmp_path) if "memory" in route or "update" in route]

@@ -70,7 +70,7 @@ def test_several_pull_at_the_same_time(sender, written, monkeypatch):
 def test_a_wrong_token_gets_no_byte_of_them(sender, written):
     address = sender.offer(*written)
     wrong = dataclasses.replace(address, token="0" * 32)
-    assert "does not take the token" in refusal(wrong, written[1])
+    assert "rejects the token" in refusal(wrong, written[1])
     with socket.create_connection((address.host, address.port), timeout=5) as connection:
         connection.sendall(b"0" * 32)
         assert connection.makefile("rb").read() == transfer.NO
@@ -83,7 +83,7 @@ def test_a_token_is_of_one_publish(sender, written):
     sender.withdraw(fd)
     second = sender.offer(fd, entries)
     assert first.token != second.token and len(first.token) == transfer.TOKEN_BYTES
-    assert "does not take the token" in refusal(first, entries)
+    assert "rejects the token" in refusal(first, entries)
     assert transfer.receive(second, entries)
 
 
@@ -110,20 +110,20 @@ def test_a_tensor_of_another_publish_is_refused(sender, written):
     fd, entries = written
     address = sender.offer(fd, entries)
     other = [*entries[:2], dataclasses.replace(entries[2], crc32=1), entries[3]]
-    assert "b is announced with another length or checksum" in refusal(address, other)
+    assert "b has a header with another length or checksum" in refusal(address, other)
 
 
 def test_a_file_that_is_cut_is_refused(sender, written):
     fd, entries = written
     address = sender.offer(fd, entries)
     os.truncate(fd, entries[3].offset + 5)
-    assert "was cut in c: it was closed" in refusal(address, entries)
+    assert "broke off in c: the connection was closed" in refusal(address, entries)
 
 
 def test_nobody_there_says_what_to_set(sender, written):
     address = sender.offer(*written)
     sender.close()
-    assert "rollout.publish_host must be its address" in refusal(address, written[1])
+    assert "set rollout.publish_host to its address" in refusal(address, written[1])
 
 
 def fake(behave):
@@ -146,8 +146,8 @@ def test_a_connection_that_ends_in_a_tensor_is_refused(written):
         header = transfer.HEADER.pack(entries[0].nbytes, entries[0].crc32)
         connection.sendall(transfer.YES + header + SENT["a"][:1000])
 
-    assert "was cut in a: it was closed" in refusal(fake(cut), entries)
-    assert "was cut before the first tensor" in refusal(fake(lambda connection: None), entries)
+    assert "broke off in a: the connection was closed" in refusal(fake(cut), entries)
+    assert "broke off before the first tensor" in refusal(fake(lambda connection: None), entries)
 
 
 def test_a_trainer_that_drips_is_refused_in_time(written):
@@ -161,7 +161,7 @@ def test_a_trainer_that_drips_is_refused_in_time(written):
             connection.send(b"0")
 
     began = time.monotonic()
-    assert "were not here within 0.5 s: in a from 127.0.0.1" in refusal(fake(drip), entries)
+    assert "did not arrive within 0.5 s: in a from 127.0.0.1" in refusal(fake(drip), entries)
     assert time.monotonic() - began < 3
     over.set()
 

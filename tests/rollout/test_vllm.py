@@ -112,7 +112,7 @@ def test_a_notebook_with_a_running_loop_may_generate(attach):
     "answer, said",
     [
         (choice([5, 2], [-1.0, -2.0], version="6"), "sampled by the weights 6, not by version 7"),
-        (choice([5, 2], [-1.0, -2.0], version="default"), "started again"),
+        (choice([5, 2], [-1.0, -2.0], version="default"), "restarted"),
         (choice([], [], finish="abort"), "did another client pause it"),
         (choice([], []), "0 tokens"),
         (choice([5, 2], [-1.0, -2.0]) | {"token_ids": [5, 2, 3]}, "3 tokens"),

@@ -43,5 +43,5 @@ def test_adapters_that_cannot_be_written_are_an_error_of_the_folder(buffers):
     def full(path):
         raise OSError("No space left on device")
 
-    with pytest.raises(UserError, match="publish_dir must name a folder with room"):
+    with pytest.raises(UserError, match="to a folder with room"):
         Publisher(buffers).adapter(full, 1)

@@ -117,7 +117,7 @@ def test_weights_from_another_machine_are_pulled_and_loaded(tmp_path):
     assert all(np.array_equal(loaded[name].numpy(), tensor) for name, tensor in tensors.items())
     told["address"]["token"] = "0" * 32
     answer = worker.jppo_check(version=5, **told)
-    assert not answer["ok"] and "does not take the token" in answer["error"]
+    assert not answer["ok"] and "rejects the token" in answer["error"]
     assert "was not checked" in worker.jppo_load(version=5)["error"] and len(worker.loaded) == 1
     buffers.close()
 
