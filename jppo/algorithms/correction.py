@@ -4,6 +4,7 @@
 al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training".
 """
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -15,6 +16,7 @@ Rule = tuple[str, float, float]  # name, lower and upper bound; only the rules o
 
 def raw_weights(log_ratio: Array, mask: Array, segment: Array, *, level: str) -> Array:  # [R, T]
     """ρ = exp(log-ratio) of each token, or of its whole sequence: exp(Σ log-ratio). 0 outside the mask."""
+    chex.assert_equal_shape([log_ratio, mask, segment])
     log_ratio = jnp.where(mask, log_ratio, 0.0)
     if level == "sequence":
         log_ratio = sequence_sum(log_ratio, mask, segment)
@@ -30,6 +32,7 @@ def bounded(weight: Array, *, lower: float | None, upper: float) -> Array:
 
 def weight_sums(weight: Array, mask: Array, segment: Array, *, level: str) -> Array:  # [2]
     """Σ and count of the weights, by token or by sequence: the mean over a whole batch is the ratio of their sums."""
+    chex.assert_equal_shape([weight, mask, segment])
     share = jnp.where(mask, 1.0, 0.0).astype(weight.dtype)
     if level == "sequence":
         share = share / jnp.maximum(sequence_length(mask, segment, weight.dtype), 1.0)
@@ -38,6 +41,7 @@ def weight_sums(weight: Array, mask: Array, segment: Array, *, level: str) -> Ar
 
 def normalized(weight: Array, *, mean: Array) -> Array:
     """ρ / mean, so that the batch's mean is 1; as it is where the mean is next to nothing."""
+    chex.assert_rank(mean, 0)
     return weight / jnp.where(mean > 1e-8, mean, 1.0)
 
 
@@ -55,6 +59,7 @@ def keep(log_ratio: Array, mask: Array, segment: Array, *, rules: tuple[Rule, ..
     With d the log-ratio: k1 = -d must lie within the logs of both bounds; k2 = ½ d² and k3 = e^d - 1 - d must not
     exceed the upper one. `token_` judges each token, `seq_sum_`, `seq_mean_` and `seq_max_` a whole sequence at once.
     """
+    chex.assert_equal_shape([log_ratio, mask, segment])
     d = jnp.clip(jnp.where(mask, log_ratio, 0.0), -FAR, FAR)
     statistics = {"k1": -d, "k2": 0.5 * jnp.square(d), "k3": jnp.expm1(d) - d}
     over = {"token": lambda x, *_: x, "seq_sum": sequence_sum, "seq_mean": sequence_mean, "seq_max": sequence_max}
@@ -74,6 +79,7 @@ def divergence_sums(log_ratio: Array, mask: Array, segment: Array) -> dict[str, 
 
     kl = E[-d], k3_kl = E[e^d - d - 1], chi2_token = E[ρ²] - 1, chi2_seq = E[(Π ρ)²] - 1; d the log-ratio.
     """
+    chex.assert_equal_shape([log_ratio, mask, segment])
     d = jnp.where(mask, log_ratio, 0.0)
     near = jnp.clip(d, -FAR, FAR)
     whole = jnp.clip(sequence_sum(d, mask, segment), -FAR, FAR)

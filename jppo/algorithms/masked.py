@@ -47,6 +47,7 @@ def combine(parts: list[np.ndarray]) -> tuple[float, float, float]:
 
 def whiten(x: Array, mask: Array, *, mean: Array, var: Array) -> Array:
     """(x - mean) / √(var + 1e-8) where the mask keeps, 0 elsewhere."""
+    chex.assert_equal_shape([x, mask])
     return jnp.where(mask, (x - mean) * (var + 1e-8) ** -0.5, 0.0)
 
 
@@ -83,10 +84,12 @@ def last_of_sequence(mask: Array, segment: Array) -> Array:  # [R, T] bool
 
 def spread(x: Array, sequence: Array, mask: Array) -> Array:  # [B] -> [R, T]
     """x of each entry's sequence where the mask keeps, 0 elsewhere; `sequence` [R, T] counts into x, -1 = empty."""
+    chex.assert_rank([x, sequence, mask], [1, 2, 2])
     return jnp.where(mask, jnp.asarray(x)[jnp.maximum(sequence, 0)], 0.0)
 
 
 def collect(x: Array, sequence: Array, mask: Array, *, sequences: int) -> Array:  # [R, T] -> [B]
     """Σ x over the kept entries of each of the batch's `sequences`."""
+    chex.assert_equal_shape([x, sequence, mask])
     kept = jnp.where(mask, x, 0).reshape(-1)
     return jax.ops.segment_sum(kept, jnp.where(mask, sequence, sequences).reshape(-1), num_segments=sequences + 1)[:-1]

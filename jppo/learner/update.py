@@ -7,6 +7,7 @@ mini-batch, taken beforehand, and micro-batches are summed.
 from collections.abc import Callable
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -41,6 +42,7 @@ def make_actor_loss(
     """
 
     def loss(params: Weights, scored: Scored, counts: Counts, reference: Weights | None):
+        chex.assert_equal_shape([*jax.tree.leaves(scored)])
         logp, entropy, penalty = logprob_kl(params, reference, scored.rows, scored.ref_logp)
         mask, segment = scored.rows.mask, scored.rows.segment
         share = weigh(mask, segment, tokens=counts.tokens, sequences=counts.sequences)
@@ -80,6 +82,7 @@ def make_critic_loss(value: Value, weigh: Weigh, *, cliprange_value: float) -> L
     """The clipped value loss, summed with the weights of tokens."""
 
     def loss(params: Weights, scored: Scored, counts: Counts) -> tuple[Array, dict[str, Array]]:
+        chex.assert_equal_shape([*jax.tree.leaves(scored)])
         mask, segment = scored.rows.mask, scored.rows.segment
         assert scored.value is not None and scored.returns is not None
         new = value(params, scored.rows)
@@ -99,6 +102,7 @@ def make_imitation_loss(logprob: LogProb) -> Loss:
     """mean over tokens of -log π(target): supervised fine-tuning."""
 
     def loss(params: Weights, rows: Rows, counts: Counts) -> tuple[Array, dict[str, Array]]:
+        chex.assert_rank(rows.mask, 2)
         logp, _ = logprob(params, rows)
         out = -masked_sum(logp, rows.mask) / counts.tokens
         return out, {"sft/loss": out}
@@ -117,6 +121,8 @@ def make_accumulate(
     def accumulate(
         learned: Params, base: Base | None, carry: Carry, micro: Scored | Rows, counts: Counts, *further: Any
     ):
+        chex.assert_trees_all_equal_shapes(learned, carry[0])
+
         def of(learned: Params) -> tuple[Array, dict[str, Array]]:
             return loss(join(learned, base), micro, counts, *further)
 
@@ -137,6 +143,7 @@ def make_apply(
     """
 
     def apply(params: Params, opt: Any, carry: Carry, step: Array, learns: Any = True):
+        chex.assert_rank(step, 0)
         grads, loss = carry
         lr = schedule(step)
         norm = optax.tree.norm(grads)
