@@ -19,7 +19,7 @@ def make_optimizer(section: ConfigDict, name: str, what: state.Weights) -> Any:
         how = dict[str, Any](betas=tuple(section.betas), weight_decay=section.weight_decay)
         if section.optimizer == "muon":
             how["matrices"] = what.matrices
-        chain = functools.partial(optim.OPTIMIZERS[section.optimizer], **how)
+        chain: optim.Chain = functools.partial(optim.OPTIMIZERS[section.optimizer], **how)
     else:
         chain = custom_chain(section, f"{name if name in ('actor', 'critic') else 'optim'}.optimizer")
     narrow = any(x.dtype != jnp.float32 for x in jax.tree.leaves(what.shapes))
