@@ -151,9 +151,9 @@ def test_each_leaf_of_a_former_checkpoint_can_be_donated(tmp_path):
     )  # fmt: skip
     like = supervised.Saved(params, tx.init(params))
     found = restore(tmp_path / "1", like, former_name=former_name).state
-    assert found.policy_opt.inner.count == found.policy_opt.inner.inner[1][0].count == 7
+    assert found.policy_opt.inner.steps == found.policy_opt.inner.inner[1][0].count == 7
     donated = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)(found)
-    assert donated.policy_opt.inner.count == 8 and (donated.policy_opt.inner.inner[1][0].nu["w"] == 2).all()
+    assert donated.policy_opt.inner.steps == 8 and (donated.policy_opt.inner.inner[1][0].nu["w"] == 2).all()
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused(folder):

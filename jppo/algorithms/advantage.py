@@ -51,6 +51,7 @@ def remax(reward: Array, baseline: Array, mask: Array) -> Array:
 
     baseline is [B].
     """
+    chex.assert_rank([reward, baseline], [2, 1])
     return reinforce_plus_plus(reward, mask, gamma=1.0) - spread(baseline, mask)
 
 
@@ -95,6 +96,7 @@ def reinforce_plus_plus_baseline(score: Array, group: Array) -> Array:  # [B]
 
 def opo(score: Array, length: Array, group: Array) -> Array:  # [B]
     """A = s - Σ l s / Σ l over the group, l the lengths (OPO, Hao et al., arXiv:2505.23585); s in a group of one."""
+    chex.assert_equal_shape([score, length, group])
     total = _group(jax.ops.segment_sum, length, group)
     baseline = _group(jax.ops.segment_sum, length * score, group) / jnp.maximum(total, 1.0)
     return score - jnp.where(_group_moments(score, group)[0] > 1, baseline, 0.0)

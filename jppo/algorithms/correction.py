@@ -6,6 +6,7 @@ correction and Yao et al., "Your Efficient RL Framework Secretly Brings You Off-
 
 from collections.abc import Callable
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -17,6 +18,7 @@ Rule = tuple[str, float, float]  # name, lower and upper bound; only the rules o
 
 def raw_weights(log_ratio: Array, mask: Array, *, level: str) -> Array:  # [B, L]
     """ρ = exp(log-ratio) of each token, or of its whole sequence: exp(Σ log-ratio). 0 outside the mask."""
+    chex.assert_equal_shape([log_ratio, mask, segment])
     log_ratio = jnp.where(mask, log_ratio, 0.0)
     if level == "sequence":
         log_ratio = jnp.sum(log_ratio, axis=1, keepdims=True)
@@ -32,6 +34,7 @@ def bounded(weight: Array, *, lower: float | None, upper: float) -> Array:
 
 def mean_weight(weight: Array, mask: Array, *, level: str) -> Array:  # []
     """The mean of the weights over tokens, or over sequences."""
+    chex.assert_equal_shape([weight, mask])
     share = jnp.where(mask, 1.0, 0.0).astype(weight.dtype)
     if level == "sequence":
         share = share / _lengths(mask, weight.dtype)
@@ -40,6 +43,7 @@ def mean_weight(weight: Array, mask: Array, *, level: str) -> Array:  # []
 
 def normalized(weight: Array, *, mean: Array) -> Array:
     """ρ / mean, so that the batch's mean is 1; as it is where the mean is next to nothing."""
+    chex.assert_rank(mean, 0)
     return weight / jnp.where(mean > 1e-8, mean, 1.0)
 
 
@@ -58,6 +62,7 @@ def keep(log_ratio: Array, mask: Array, *, rules: tuple[Rule, ...]) -> Array:  #
     With d the log-ratio: k1 = -d must lie within the logs of both bounds; k2 = ½ d² and k3 = e^d - 1 - d must not
     exceed the upper one. `token_` judges each token, `seq_sum_`, `seq_mean_` and `seq_max_` a whole sequence at once.
     """
+    chex.assert_equal_shape([log_ratio, mask, segment])
     d = jnp.clip(jnp.where(mask, log_ratio, 0.0), -FAR, FAR)
     statistics = {"k1": -d, "k2": 0.5 * jnp.square(d), "k3": jnp.expm1(d) - d}  # 0 outside the mask
     over: dict[str, Callable[[Array], Array]] = {
@@ -82,6 +87,7 @@ def divergences(log_ratio: Array, mask: Array) -> dict[str, Array]:
 
     kl = E[-d], k3_kl = E[e^d - d - 1], chi2_token = E[ρ²] - 1, chi2_seq = E[(Π ρ)²] - 1; d the log-ratio.
     """
+    chex.assert_equal_shape([log_ratio, mask, segment])
     d = jnp.where(mask, log_ratio, 0.0)
     near = jnp.clip(d, -FAR, FAR)
     whole, some = jnp.clip(jnp.sum(d, axis=1), -FAR, FAR), jnp.any(mask, axis=1)

@@ -6,6 +6,7 @@ right one. So every name may carry a `+`: its own value with the gradient of k2.
 
 from collections.abc import Callable
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -14,17 +15,20 @@ from jppo.structs import Array
 
 def k1(logp: Array, ref_logp: Array) -> Array:
     """log π(a) - log π_ref(a): unbiased, can be negative."""
+    chex.assert_equal_shape([logp, ref_logp])
     return logp - ref_logp
 
 
 def absolute(logp: Array, ref_logp: Array) -> Array:
     """|log π(a) - log π_ref(a)|, with no gradient where the two are equal, as everywhere in a first step."""
+    chex.assert_equal_shape([logp, ref_logp])
     d = logp - ref_logp
     return d * jnp.sign(d)
 
 
 def k2(logp: Array, ref_logp: Array) -> Array:
     """½ (log π(a) - log π_ref(a))²: biased, never negative; the expected gradient is that of the KL."""
+    chex.assert_equal_shape([logp, ref_logp])
     return 0.5 * jnp.square(logp - ref_logp)
 
 
@@ -33,6 +37,7 @@ def k3(logp: Array, ref_logp: Array) -> Array:
 
     d is clipped to [-20, 20] before the exponential, as in verl, so that a far-off reference stays finite.
     """
+    chex.assert_equal_shape([logp, ref_logp])
     d = jnp.clip(ref_logp - logp, -20.0, 20.0)
     return jnp.clip(jnp.expm1(d) - d, -10.0, 10.0)
 
@@ -52,12 +57,14 @@ def full(
 
     `log_softmax` and `total` replace the functions of the last axis where a mesh shards it.
     """
+    chex.assert_equal_shape([logits, ref_logits])
     logp, ref_logp = log_softmax(logits), log_softmax(ref_logits)
     return total(jnp.exp(logp) * (logp - ref_logp))
 
 
 def with_gradient_of_k2(value: Array, logp: Array, ref_logp: Array) -> Array:
     """The value as it is, with the gradient of k2: what a trailing `+` means."""
+    chex.assert_equal_shape([value, logp, ref_logp])
     straight = k2(logp, ref_logp)
     return straight - jax.lax.stop_gradient(straight) + jax.lax.stop_gradient(value)
 
@@ -77,5 +84,6 @@ def adaptive(coef: Array, current_kl: Array | float, *, steps: int, target: floa
 
     `steps` is the n: the sequences that the KL was measured on.
     """
+    chex.assert_rank([coef, current_kl], 0)
     error = jnp.clip(current_kl / target - 1.0, -0.2, 0.2)
     return coef * (1.0 + error * steps / horizon)

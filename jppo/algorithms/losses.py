@@ -5,6 +5,7 @@ token with two masks of where it was clipped: in the usual direction and in the 
 hold anything in its inputs; what stands there in its outputs means nothing, and no gradient comes from it.
 """
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -25,6 +26,7 @@ def clipped(
 
     The two bounds of the clip may differ (DAPO, Yu et al., arXiv:2503.14476).
     """
+    chex.assert_equal_shape([logp, old_logp, advantage, mask, segment])
     ratio = jnp.exp(_log_ratio(logp, old_logp, mask))
     free = -advantage * ratio
     held = jnp.maximum(free, -advantage * jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high))
@@ -39,6 +41,7 @@ def gspo(
 
     log s = mean over the sequence of log ρ; each token has s in value and its own log π in the gradient.
     """
+    chex.assert_equal_shape([logp, old_logp, advantage, mask, segment])
     log_ratio = jnp.where(mask, logp - old_logp, 0.0)
     whole = sequence_mean(jax.lax.stop_gradient(log_ratio), mask, segment)
     none = log_ratio - jax.lax.stop_gradient(log_ratio)  # 0 with a gradient; first, so that it rounds nothing away
@@ -57,6 +60,7 @@ def geo_mean(
 
     It is one number for a sequence, at each of its entries: to be averaged by seq-mean-token-mean.
     """
+    chex.assert_equal_shape([logp, old_logp, advantage, mask, segment])
     log_ratio = jnp.where(mask, logp - old_logp, 0.0)
     near = jnp.clip(log_ratio, -clip_low, clip_high)
     sign = jnp.sign(advantage)
@@ -72,6 +76,7 @@ def cispo(
 
     L = -A sg[clip(ρ, 1 - ε_low, 1 + ε_high)] log π
     """
+    chex.assert_equal_shape([logp, old_logp, advantage, mask, segment])
     ratio = jax.lax.stop_gradient(jnp.exp(_log_ratio(logp, old_logp, mask)))
     weight = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
     return -advantage * weight * jnp.where(mask, logp, 0.0), ratio != weight, jnp.zeros_like(mask)
@@ -84,6 +89,7 @@ def sapo(
 
     L = -A σ(τ (ρ - 1)) 4 / τ, with τ_pos where A > 0 and τ_neg elsewhere
     """
+    chex.assert_equal_shape([logp, old_logp, advantage, mask, segment])
     ratio = jnp.exp(_log_ratio(logp, old_logp, mask))
     tau = jnp.where(advantage > 0, tau_pos, tau_neg)
     gate = jax.nn.sigmoid(tau * (ratio - 1.0)) * 4.0 / tau
@@ -92,6 +98,7 @@ def sapo(
 
 def gpg(logp: Array, old_logp: Array, advantage: Array, mask: Array, segment: Array) -> PolicyLoss:
     """REINFORCE, whatever the old policy (GPG, Chu et al., arXiv:2504.02546): L = -A log π."""
+    chex.assert_equal_shape([logp, old_logp, advantage, mask, segment])
     return -advantage * jnp.where(mask, logp, 0.0), jnp.zeros_like(mask), jnp.zeros_like(mask)
 
 
@@ -105,6 +112,7 @@ def clipped_value(value: Array, old_value: Array, returns: Array, *, cliprange_v
 
     L = ½ max((V - R)², (clip(V, V_old - c, V_old + c) - R)²), and where the clip holds.
     """
+    chex.assert_equal_shape([value, old_value, returns])
     near = jnp.clip(value, old_value - cliprange_value, old_value + cliprange_value)
     free, held = jnp.square(value - returns), jnp.square(near - returns)
     return 0.5 * jnp.maximum(free, held), held > free
@@ -123,6 +131,8 @@ def token_weights(
     `tokens` and `sequences` count the whole mini-batch, sequences without a kept token left out, however it is cut into
     the rows that are given here. Lengths count kept tokens.
     """
+    chex.assert_rank([tokens, sequences], 0)
+    chex.assert_equal_shape([mask, segment])
     dtype = jnp.result_type(tokens)
     if mode == "token-mean":
         weight = 1.0 / tokens

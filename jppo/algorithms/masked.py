@@ -36,6 +36,7 @@ def variance(moments: Array) -> Array:
 
 def whiten(x: Array, mask: Array) -> Array:
     """(x - mean) / √(var + 1e-8) where the mask keeps, 0 elsewhere; mean and variance are those of all kept entries."""
+    chex.assert_equal_shape([x, mask])
     found = moments(x, mask)
     return jnp.where(mask, x - found[1], 0.0) * (variance(found) + 1e-8) ** -0.5
 
@@ -48,6 +49,7 @@ def spread(x: Array, mask: Array) -> Array:  # [B] -> [B, L]
 
 def last(mask: Array) -> Array:  # [B, L] bool
     """The last kept entry of each row."""
+    chex.assert_rank(mask, 2)
     behind = jnp.cumsum(mask[:, ::-1], axis=1, dtype=jnp.int32)[:, ::-1]
     return jnp.asarray(mask) & (behind == 1)
 

@@ -35,7 +35,7 @@ PASSING = (
 )
 PACKAGES = ("jppo", "jax", "jaxlib", "flax", "optax")
 OPTIMIZERS = ("policy_opt", "value_opt")
-ADAMW = re.compile(r"^(\.\w+_opt)(?:\.inner)*(?:\[1\]\[0\])?\.(count|mu|nu)\b")
+ADAMW = re.compile(r"^(\.\w+_opt)(?:\.inner)*(?:\[1\]\[0\])?\.(count|steps|mu|nu)\b")
 
 
 @dataclasses.dataclass(frozen=True)

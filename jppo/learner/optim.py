@@ -12,20 +12,20 @@ import chex
 import jax
 import jax.numpy as jnp
 import optax
+from optax import GradientTransformationExtraArgs as Transformation
 from optax import contrib
 
 from jppo.models import offload
 from jppo.structs import Array, Params
 
 Chain = Callable[[Any], optax.GradientTransformation]  # learning rate -> optimizer
-Transformation = optax.GradientTransformationExtraArgs
 MUON_RMS = 0.2  # the update's root mean square over the learning rate, about that of AdamW
 
 
 class Rounded(NamedTuple):
     """The state of `stochastic_rounding`."""
 
-    count: Array  # [] i32, updates so far
+    steps: Array  # [] i32, updates so far
     inner: Any  # leaves of parameters in bfloat16
 
 
@@ -173,12 +173,12 @@ def stochastic_rounding(inner: Transformation) -> Transformation:
     Rounded to nearest they stand still: with beta2=0.999 a second moment changes by less than half of bfloat16's step.
     """
 
-    def narrow(state: Any, params: Params, count: Array) -> Any:
+    def narrow(state: Any, params: Params, steps: Array) -> Any:
         numbers = iter(range(len(jax.tree.leaves(state))))
 
         def one(x: Any, _: Any) -> Any:
             number = next(numbers)
-            return rounded_bf16(x, count, number) if x.dtype == jnp.float32 else x
+            return rounded_bf16(x, steps, number) if x.dtype == jnp.float32 else x
 
         return map_state(one, state, params, other=lambda x: x)
 
@@ -186,13 +186,13 @@ def stochastic_rounding(inner: Transformation) -> Transformation:
         return x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
 
     def init(params: Params) -> Rounded:
-        count = jnp.zeros((), jnp.int32)
-        return Rounded(count, narrow(inner.init(params), params, count))
+        steps = jnp.zeros((), jnp.int32)
+        return Rounded(steps, narrow(inner.init(params), params, steps))
 
     def update(updates: Params, state: Rounded, params: Params, **extra: Any) -> tuple[Params, Rounded]:
-        before, count = map_state(wide, state.inner, params, other=lambda x: x), state.count + 1
+        before, steps = map_state(wide, state.inner, params, other=lambda x: x), state.steps + 1
         updates, new = inner.update(updates, before, params, **extra)
-        return updates, Rounded(count, narrow(new, params, count))
+        return updates, Rounded(steps, narrow(new, params, steps))
 
     return Transformation(init, update)
 
@@ -238,15 +238,15 @@ def in_f32(tree: Params) -> Params:
     return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
 
-def rounded_bf16(x: Array, count: Array, number: int) -> Array:
+def rounded_bf16(x: Array, steps: Array, number: int) -> Array:
     """One of the two bfloat16 neighbours of each f32, drawn so that the mean is right.
 
-    The draw follows from `count`, the leaf's `number` and the position in it, and takes no memory.
+    The draw follows from `steps`, the leaf's `number` and the position in it, and takes no memory.
     """
     places = jnp.zeros(x.shape, jnp.uint32)
     for axis, size in enumerate(x.shape):
         places = places * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
-    low = mixed(places ^ mixed(count.astype(jnp.uint32) + mixed(jnp.uint32(number)))) >> 16
+    low = mixed(places ^ mixed(steps.astype(jnp.uint32) + mixed(jnp.uint32(number)))) >> 16
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + low
     return jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
 

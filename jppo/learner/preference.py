@@ -8,6 +8,7 @@ are the same, and rows are packed as for any other training; the price is one mo
 
 from collections.abc import Callable
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -28,6 +29,7 @@ def make_scores(value: Value, *, mesh: Mesh) -> Callable[[Params, Base | None, R
     """
 
     def scores(learned: Params, base: Base | None, rows: Rows, so_far: Array) -> Array:
+        chex.assert_rank(so_far, 1)
         found = value(join(learned, base), rows)
         return jnp.asarray(so_far).at[jnp.where(rows.mask, rows.sequence, so_far.shape[0])].add(found, mode="drop")
 
@@ -41,6 +43,7 @@ def make_slope(*, center: float) -> Callable[[Array, Array], tuple[tuple[Array, 
     """
 
     def loss(scores: Array, margin: Array) -> tuple[Array, dict[str, Array]]:
+        chex.assert_shape(scores, (2 * margin.shape[0],))
         chosen, rejected = scores[: margin.shape[0]], scores[margin.shape[0] :]
         out = jnp.mean(bradley_terry(chosen, rejected, margin, center=center))
         return out, {
@@ -58,6 +61,7 @@ def make_pulled(value: Value) -> Loss:
     """Σ g r over the sequences of the rows, for the slopes g [B]: its gradient is theirs in the loss of the pairs."""
 
     def loss(params: Weights, rows: Rows, counts: Counts, slope: Array) -> tuple[Array, dict[str, Array]]:
+        chex.assert_rank(slope, 1)
         return masked.masked_sum(value(params, rows) * slope[jnp.maximum(rows.sequence, 0)], rows.mask), {}
 
     return loss

@@ -7,6 +7,7 @@ mini-batch, taken beforehand, and micro-batches are summed.
 from collections.abc import Callable
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -42,6 +43,7 @@ def make_actor_loss(
     """policy loss - entropy_coeff H + kl_loss_coef KL(π ‖ reference), each summed with the same weights of tokens."""
 
     def loss(params: Weights, scored: Scored, counts: Counts, reference: Weights | None):
+        chex.assert_equal_shape([*jax.tree.leaves(scored)])
         logprob, entropy, penalty = logprob_kl(params, reference, scored.rows, scored.ref_logprob)
         mask, segment = scored.rows.mask, scored.rows.segment
         share = weigh(mask, segment, tokens=counts.tokens, sequences=counts.sequences)
@@ -81,6 +83,7 @@ def make_critic_loss(value: Value, weigh: Weigh, *, cliprange_value: float) -> L
     """The clipped value loss, summed with the weights of tokens."""
 
     def loss(params: Weights, scored: Scored, counts: Counts) -> tuple[Array, dict[str, Array]]:
+        chex.assert_equal_shape([*jax.tree.leaves(scored)])
         mask, segment = scored.rows.mask, scored.rows.segment
         assert scored.value is not None and scored.returns is not None
         new = value(params, scored.rows)
@@ -100,6 +103,7 @@ def make_imitation_loss(logprob: LogProb) -> Loss:
     """mean over tokens of -log π(target): supervised fine-tuning."""
 
     def loss(params: Weights, rows: Rows, counts: Counts) -> tuple[Array, dict[str, Array]]:
+        chex.assert_rank(rows.mask, 2)
         logprobs, _ = logprob(params, rows)
         out = -masked_sum(logprobs, rows.mask) / counts.tokens
         return out, {"sft/loss": out}
@@ -193,6 +197,7 @@ def make_apply(
     """
 
     def apply(params: Params, opt: Any, carry: Carry, step: Array, learns: Any = True):
+        chex.assert_rank(step, 0)
         grads, loss = exchanged(carry[0], params, shardings[0]), carry[1]
         lr = schedule(step)
         norm = optax.tree.norm(grads)

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -34,6 +35,8 @@ def row_bytes(cfg: ModelConfig, *, length: int, dtype: Any) -> int:
 
 def extend(held: LayerCache, k: jax.Array, v: jax.Array, position: jax.Array) -> LayerCache:
     """The cache with k and v [R, P, K, A] at `position` [R, P]; what lies beyond its end is dropped."""
+    chex.assert_rank([k, v, position], [4, 4, 2])
+    chex.assert_equal_shape_prefix([k, v, position], 2)
     row = jnp.arange(position.shape[0], dtype=jnp.int32)[:, None]
     return LayerCache(
         held.k.at[row, position].set(k.astype(held.k.dtype), mode="drop"),

@@ -6,6 +6,7 @@ On a mesh devices exchange rows of activations, and never the table.
 from collections.abc import Callable
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
@@ -22,6 +23,7 @@ def lookup(table: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
     Autodiff adds the cotangents of a token's occurrences up in the table's dtype. In bfloat16 a sum stands still once
     it is 2^8 times as large as its terms, so narrow tables get a backward pass of their own.
     """
+    chex.assert_rank(table, 2)
     return (table[tokens] if table.dtype.itemsize >= 4 else _narrow(table, tokens)).astype(dtype)
 
 
@@ -35,6 +37,7 @@ def make_lookup(mesh: Mesh | None) -> Lookup:
         return lookup
 
     def on_mesh(table: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
+        chex.assert_rank([table, tokens], 2)
         V, D = table.shape
         of_columns = columns(mesh, D)
         of_rows = HEADS if V % mesh.shape[HEADS] == 0 and mesh.shape[HEADS] > 1 else None

@@ -131,6 +131,7 @@ def advance(
     A row is free after one of the tokens `ends`, unless these are ignored, or at its `until`. `cut`: top_p, top_k and
     min_p are to be heeded.
     """
+    chex.assert_equal_shape([slots.last, slots.until, slots.seed])
     kernel = decoder.head_kernel(model, cfg)
     row = jnp.arange(slots.last.shape[0], dtype=jnp.int32)
 
@@ -193,6 +194,7 @@ def likeliest(logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.
     have top_p of what they have together. A min_p of 0, top_k below 1 and top_p of 1 are off. Tokens that are as likely
     as the last one that stays, stay too.
     """
+    chex.assert_rank([logits, top_k, top_p, min_p], [2, 0, 0, 0])
     V = logits.shape[-1]
     falling = -jnp.sort(-logits, axis=-1)
     k = jnp.clip(jnp.where(top_k < 1, V, top_k), 1, V)

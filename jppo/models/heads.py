@@ -335,6 +335,7 @@ def _finished(
 
 def logprob_of(logits: jax.Array, targets: jax.Array, vocabulary: Vocabulary = Vocabulary()) -> jax.Array:
     """log p(target) [...] of logits [..., V]."""
+    chex.assert_rank(logits, targets.ndim + 1)
     # A comparison and not a gather: it fuses, its gradient is no scatter, and the vocabulary may be sharded.
     chosen = vocabulary.tokens(logits) == targets[..., None]
     return vocabulary.total(jnp.where(chosen, logits, 0.0)) - vocabulary.logsumexp(logits)

@@ -8,6 +8,7 @@ import dataclasses
 import math
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -168,6 +169,7 @@ def parts(entry: Entry, model: Weights) -> tuple[jax.Array, dict[str, jax.Array]
 
 def merge(entry: Entry, kernel: jax.Array, beside: dict[str, jax.Array]) -> jax.Array:
     """W + B A, in W's dtype: both are of `entry`, all layers of it or some."""
+    chex.assert_rank(kernel, len(entry.letters))
     inner = _inner(entry)
     outer = "".join(letter for letter in entry.letters[1:] if letter not in inner)
     low = jnp.einsum(f"L{inner}r,Lr{outer}->{entry.letters}", beside["a"], beside["b"])

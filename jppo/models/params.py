@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from typing import Any, Literal
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -145,6 +146,7 @@ def table(model: ModelConfig, *, head: Head) -> tuple[Entry, ...]:
 
 def from_hf(entry: Entry, tensor: np.ndarray) -> np.ndarray:
     """HF's tensor (of one layer) in our layout; a view."""
+    chex.assert_rank(tensor, len(entry.hf_letters))
     ours = entry.letters.lstrip("L")
     theirs = "".join(entry.hf_letters)
     sizes = dict(zip(entry.letters, entry.shape, strict=True))
@@ -155,6 +157,7 @@ def from_hf(entry: Entry, tensor: np.ndarray) -> np.ndarray:
 
 def to_hf(entry: Entry, array: jax.Array) -> jax.Array:
     """Our array (some or all layers) in HF's layout, still stacked; pure, the inverse of `from_hf`."""
+    chex.assert_rank(array, len(entry.letters))
     array = array[: array.shape[0] - entry.padding]  # a row that is no token is ours alone
     lead = "L" if entry.stacked else ""
     theirs = lead + "".join(entry.hf_letters)

@@ -44,6 +44,7 @@ def angles(position: jax.Array, frequency: np.ndarray) -> tuple[jax.Array, jax.A
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Turns the pairs (x_i, x_{i + A/2}) of each head by the position's angles; x [R, T, heads, A]."""
+    chex.assert_rank([x, cos, sin], [4, 3, 3])
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]  # [R, T, 1, A/2]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

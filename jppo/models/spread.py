@@ -9,6 +9,7 @@ import math
 from contextlib import AbstractContextManager
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -68,6 +69,7 @@ def columns(mesh: Mesh | None, size: int) -> tuple[str, ...]:
 
 def repeated(x: jax.Array, heads: int, parts: int) -> jax.Array:
     """Keys or values [R, T, K, A] in copies, as few as `parts` divides; each serves the query heads that follow it."""
+    chex.assert_rank(x, 4)
     K = x.shape[2]
     needed = math.lcm(K, parts)
     return x if needed == K or heads % needed else jnp.repeat(x, needed // K, axis=2)
@@ -83,6 +85,7 @@ def exchanged(attend: Attend, mesh: Mesh) -> Attend:
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(row_axes(), *spec)))
 
     def over_mesh(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, kind: jax.Array | int) -> jax.Array:
+        chex.assert_rank([q, k, v, segment], [4, 4, 4, 2])
         H = q.shape[2]
         if H % parts:  # whoever reads settings refuses it
             return attend(q, k, v, segment, kind)

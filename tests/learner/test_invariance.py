@@ -5,7 +5,9 @@ import numpy as np
 import optax
 import pytest
 
-SGD = optax.identity()  # the gradient itself, scaled by the learning rate
+from jppo.learner import optim
+
+SGD = optim.at_rate(optax.sgd)  # the gradient itself, scaled by the learning rate
 START = dict(mini=8, epochs=2, lr=0.1, tx=SGD)
 
 
