@@ -3,7 +3,7 @@
     python benchmarks/gae.py                                    # [256, 1024] and [1024, 8192]
     python benchmarks/gae.py --shapes 64x4096 --repeats 5
 
-Packed rows of whole trajectories, tool output inside, float32, always the same. All forms run in one process, in turn,
+A flat batch of responses, tool output inside, float32, always the same. All forms run in one process, in turn,
 on the first device, and every result is compared with jppo's. Compilation is counted apart; each figure is the median
 of --repeats. Writes OUT/<date>-<machine>-gae.json and prints a table.
 """
@@ -33,41 +33,30 @@ from jppo.config import UserError
 GAMMA, LAM = 0.99, 0.95
 UNROLLS = (1, 4, 8, 16, 32)
 FEW = 4  # rows of the loop over tokens, which would take minutes on all of them
-BYTES = 4 + 4 + 1 + 4 + 4 + 4  # of a token: reward, value, mask and segment are read, advantage and returns written
+BYTES = 4 + 4 + 1 + 4 + 4  # of a token: reward, value and mask are read, advantage and returns written
 
 Form = Callable[..., tuple[Any, Any]]
 
 
-def make_rows(R: int, T: int) -> tuple[np.ndarray, ...]:
-    """Reward, value, mask and segment of rows filled with whole trajectories, each with tool output inside."""
+def make_batch(B: int, L: int) -> tuple[np.ndarray, ...]:
+    """Reward, value and mask of responses of L / 4 tokens or more, each with tool output inside."""
     rng = np.random.default_rng(0)
-    segment, mask = np.zeros((R, T), np.int32), np.zeros((R, T), bool)
-    reward = rng.normal(size=(R, T), scale=0.01).astype(np.float32)  # what a KL in the reward leaves at each token
-    for row in range(R):
-        start, number = 0, 1
-        while True:
-            prompt, response = rng.integers(T // 64, T // 16), rng.integers(T // 16, T // 4)
-            end = start + prompt + response
-            if end > T:
-                break
-            segment[row, start:end] = number
-            mask[row, start + prompt : end] = True
-            tool = start + prompt + response // 4
-            mask[row, tool : tool + rng.integers(1, response // 4)] = False
-            reward[row, end - 1] += rng.random() < 0.5
-            start, number = end, number + 1
-    return np.where(mask, reward, np.float32(0.0)), rng.random((R, T), np.float32), mask, segment
+    length = rng.integers(L // 4, L + 1, (B, 1))
+    at = np.arange(L)
+    tool = length // 4
+    mask = (at < length) & ~((tool <= at) & (at < tool + rng.integers(1, L // 16, (B, 1))))
+    reward = rng.normal(size=(B, L), scale=0.01).astype(np.float32)  # what a KL in the reward leaves at each token
+    reward += (at == length - 1) & (rng.random((B, 1)) < 0.5)
+    return np.where(mask, reward, np.float32(0.0)), rng.random((B, L), np.float32), mask
 
 
-def by_token(reward, value, mask, segment):
+def by_token(reward, value, mask):
     """A loop in Python over single tokens."""
     found = np.zeros_like(reward)
     for row in range(len(reward)):
-        r, v, m, s = (x[row].tolist() for x in (reward, value, mask, segment))
+        r, v, m = (x[row].tolist() for x in (reward, value, mask))
         out, next_a, next_v = [0.0] * len(r), 0.0, 0.0
         for t in reversed(range(len(r))):
-            if t + 1 == len(r) or s[t] != s[t + 1]:
-                next_a = next_v = 0.0
             if m[t]:
                 next_a = out[t] = r[t] + GAMMA * next_v - v[t] + GAMMA * LAM * next_a
                 next_v = v[t]
@@ -75,43 +64,36 @@ def by_token(reward, value, mask, segment):
     return found, np.where(mask, found + value, 0.0)
 
 
-def by_position(reward, value, mask, segment):
+def by_position(reward, value, mask):
     """A loop in Python over positions, numpy over the rows."""
     found = np.zeros_like(reward)
     next_a, next_v = np.zeros((2, len(reward)), np.float32)
-    following = segment[:, -1]
     for t in reversed(range(reward.shape[1])):
-        same = segment[:, t] == following
-        next_a, next_v, following = next_a * same, next_v * same, segment[:, t]
         now = reward[:, t] + GAMMA * next_v - value[:, t] + GAMMA * LAM * next_a
         next_a, next_v = np.where(mask[:, t], now, next_a), np.where(mask[:, t], value[:, t], next_v)
         found[:, t] = np.where(mask[:, t], now, 0.0)
     return found, np.where(mask, found + value, 0.0)
 
 
-def two_numbers(reward, value, mask, segment):
+def two_numbers(reward, value, mask):
     """A scan over whole rows that carries the next advantage and the next value, as the equation is written."""
 
     def step(carry, now):
-        next_a, next_v, following = carry
-        r, v, m, s = now
-        same = s == following
-        next_a, next_v = jnp.where(same, next_a, 0.0), jnp.where(same, next_v, 0.0)
+        next_a, next_v = carry
+        r, v, m = now
         a = r + GAMMA * next_v - v + GAMMA * LAM * next_a
-        return (jnp.where(m, a, next_a), jnp.where(m, v, next_v), s), jnp.where(m, a, 0.0)
+        return (jnp.where(m, a, next_a), jnp.where(m, v, next_v)), jnp.where(m, a, 0.0)
 
     nothing = jnp.zeros_like(reward[:, 0])
-    xs = (reward.T, value.T, mask.T, segment.T)
-    found = jax.lax.scan(step, (nothing, nothing, segment[:, -1]), xs, reverse=True)[1].T
+    found = jax.lax.scan(step, (nothing, nothing), (reward.T, value.T, mask.T), reverse=True)[1].T
     return found, jnp.where(mask, found + value, 0.0)
 
 
-def recurrence(solve: Callable[[jax.Array, jax.Array], jax.Array], reward, value, mask, segment):
+def recurrence(solve: Callable[[jax.Array, jax.Array], jax.Array], reward, value, mask):
     """GAE by a solver of C_t = a_t C_{t+1} + b_t: C_t = V_t + λ A_t where the mask keeps, the next C in gaps."""
-    same = jnp.pad(segment[:, :-1] == segment[:, 1:], ((0, 0), (0, 1)))
-    a = jnp.where(same, jnp.where(mask, GAMMA * LAM, 1.0), 0.0)
+    a = jnp.where(mask, GAMMA * LAM, 1.0)
     b = jnp.where(mask, LAM * reward + (1.0 - LAM) * value, 0.0)
-    next_c = jnp.where(same, jnp.pad(solve(a, b)[:, 1:], ((0, 0), (0, 1))), 0.0)
+    next_c = jnp.pad(solve(a, b)[:, 1:], ((0, 0), (0, 1)))
     found = jnp.where(mask, reward - value + GAMMA * next_c, 0.0)
     return found, jnp.where(mask, found + value, 0.0)
 
@@ -149,9 +131,9 @@ def _compose(later, earlier):
     return earlier[0] * later[0], earlier[0] * later[1] + earlier[1]
 
 
-def move(reward, value, mask, segment):
+def move(reward, value, mask):
     """Reads what GAE reads and writes what it writes, once each."""
-    return jnp.where(mask, reward, segment.astype(reward.dtype)), 2.0 * value
+    return jnp.where(mask, reward, 1.0), 2.0 * value
 
 
 def jax_forms(T: int) -> dict[str, Form]:
@@ -172,7 +154,7 @@ def jax_forms(T: int) -> dict[str, Form]:
 
 def measure(R: int, T: int, *, repeats: int) -> dict[str, Any]:
     """Every form on rows of one shape: seconds, compilation, the distance from jppo's numbers."""
-    host = make_rows(R, T)
+    host = make_batch(R, T)
     device = jax.block_until_ready(jax.device_put(host, jax.devices()[0]))
     few = tuple(x[:FEW] for x in host)
     half = np.ones(R * T * BYTES // 2, np.uint8)
@@ -207,8 +189,7 @@ def measure(R: int, T: int, *, repeats: int) -> dict[str, Any]:
     for name, form in forms.items():
         form["of_moving_the_bytes"] = medians[name] / medians["bytes moved, jax"]
         form["of_jppo"] = medians[name] / medians["jppo"]
-    filled, trained = float((host[3] > 0).mean()), float(host[2].mean())
-    return {"bytes": R * T * BYTES, "filled": filled, "in_the_mask": trained, "forms": forms}
+    return {"bytes": R * T * BYTES, "in_the_mask": float(host[2].mean()), "forms": forms}
 
 
 def table(result: dict[str, Any]) -> str:

@@ -27,18 +27,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from machine import ROOT, commit, machine, slug, title, version
 from ml_collections import ConfigDict
 from models import CPU_SCANS, MODELS, some
-from work import SEQUENCES, base_config, change, make_batch, response_lengths
+from work import SEQUENCES, base_config, change, make_batch, make_rows, response_lengths, score_batch
 
 from jppo import assemble
 from jppo.assemble import memory
 from jppo.config import UserError
 from jppo.data.prompts import PromptSet
 from jppo.io.timers import Timers
-from jppo.learner import batch, estimate, ppo
 from jppo.learner.devices import device_peak
 from jppo.models import families
 from jppo.structs import Trajectory
@@ -81,17 +79,8 @@ def make_inputs(c: ConfigDict, described: dict[str, Any]) -> assemble.Inputs:
 
 def step(c: ConfigDict, learner: Any, now: Any, trajectories: list[Trajectory]) -> Any:
     """All of a step that a device sees."""
-    policy = learner.policy(now)
-    rows = batch.make(trajectories, plan=learner.plan, mesh=learner.mesh)
-    scores = np.random.default_rng(2).random(len(trajectories)).astype(np.float32)
-    outcome = estimate.Outcome(score=scores, group=np.arange(len(scores), dtype=np.int32), greedy=None)
-    scored, _ = ppo.score_rows(learner.passes, learner.recipe, rows, policy)
-    scored, penalty = ppo.refer(learner.passes, learner.recipe, scored, policy, learner.reference)
-    if learner.critic is not None:
-        scored = ppo.with_values(learner.passes, scored, learner.value(now))
-    scored, _ = estimate.advantages(learner.passes, scored, penalty, outcome, now.kl_coef)
-    flat = batch.flatten(scored, len(trajectories))
-    return update_models(c, learner, now, flat, trajectories, Timers())[0]
+    data = score_batch(learner, now, trajectories, Timers())
+    return update_models(c, learner, now, data, trajectories, Timers())[0]
 
 
 def status(field: str) -> int | None:
@@ -108,7 +97,7 @@ def measure(name: str, *, layers: int, tokens: int | None, changes: Sequence[str
     mesh, inputs = assemble.make_mesh(c), make_inputs(c, described)
     trajectories = make_batch(inputs.policy, responses)
     plan = assemble.plan_of_run(c, mesh, inputs.policy)
-    entries = sum(r * t for r, t in (rows.inputs.shape for rows in batch.make(trajectories, plan=plan, mesh=mesh)))
+    entries = sum(r * t for r, t in (rows.inputs.shape for rows in make_rows(trajectories, plan, mesh)))
     found = memory.estimate(c, inputs, mesh, entries=entries)
     program = status("VmRSS")
     if CLEAR.is_file():

@@ -41,10 +41,12 @@ from work import (
     SHAPES,
     base_config,
     change,
+    flat_batch,
     forward_flops,
     hf_config,
     lora_update_flops,
     make_batch,
+    make_rows,
     response_lengths,
 )
 
@@ -56,7 +58,7 @@ from jppo.learner import batch, devices, packing, ppo, score, sharding, state, u
 from jppo.models import families, lora
 from jppo.models.families import ModelConfig, pad_vocab
 from jppo.models.lora import Lora
-from jppo.structs import Array, Params, Rows, Scored, Trajectory
+from jppo.structs import Array, Params, Rows, Trajectory
 
 QWEN: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -158,7 +160,7 @@ def make_subject(name: str, c: ConfigDict, responses: np.ndarray, *, prompt: int
         trajectories=trajectories,
         plan=plan,
         mini_batch=mini_batch,
-        rows=batch.make(trajectories, plan=plan, mesh=mesh),
+        rows=make_rows(trajectories, plan, mesh),
         logprob=jax.jit(make_logprob(c, cfg, mesh)),
         multiply=multiply,
         product_flops=product_flops,
@@ -181,15 +183,13 @@ def make_logprob(c: ConfigDict, cfg: ModelConfig, mesh: Any) -> score.LogProb:
 def make_minis(s: Subject) -> list[batch.Mini]:
     """The mini-batches of an update: the batch with its own log-probs, and random advantages."""
     rng = np.random.default_rng(2)
-    found = batch.each(functools.partial(s.logprob, s.trained.learned), s.rows)
-    scored = [
-        Scored(rows=rows, logp=logp, advantage=rng.normal(size=logp.shape).astype(np.float32))
-        for rows, (logp, _) in zip(s.rows, found, strict=True)
-    ]
-    flat = batch.flatten(scored, len(s.trajectories))
+    data = flat_batch(s.trajectories, s.mesh)
+    packed = [(rows, np.asarray(s.logprob(s.trained.learned, rows)[0])) for rows in s.rows]
+    advantage = rng.normal(size=data.mask.shape).astype(np.float32)
+    data = dataclasses.replace(data, old_logprob=batch.unpack(data, packed), advantage=advantage)
     return list(
         batch.mini_batches(
-            flat,
+            data,
             s.trajectories,
             order=np.arange(len(s.trajectories)),
             mini_batch_size=s.mini_batch,
@@ -206,7 +206,6 @@ def make_accumulate(s: Subject) -> Callable[..., Any]:
         score.make_logprob_kl(None, make_logprob(s.c, s.cfg, s.mesh), None),
         recipe.policy_loss,
         recipe.weigh,
-        by_sequence=recipe.by_sequence,
         entropy_coeff=0.0,
         kl_loss_coef=0.0,
     )
@@ -235,7 +234,7 @@ def _over_rows(s: Subject, fn: Any, *, lm_head: bool) -> dict[str, Any]:
     results = sum(one["results"] for one in programs)
     check_room(results + max(one["temporaries"] for one in programs))
     flops = forward_flops(s.cfg, s.responses, prompt=s.prompt, lm_head=lm_head)
-    measured = timed(s, lambda: batch.each(lambda rows: fn(weights, rows), s.rows), flops)
+    measured = timed(s, lambda: jax.block_until_ready([fn(weights, rows) for rows in s.rows]), flops)
     return measured | memory(programs, weights=size(weights))
 
 

@@ -23,13 +23,13 @@ import jax
 import numpy as np
 from machine import ROOT, commit, machine, slug, title, version
 from ml_collections import ConfigDict
-from work import SHAPES, base_config, hf_config, make_batch
+from work import SHAPES, base_config, flat_batch, hf_config, make_batch, make_rows
 
 from jppo import assemble
 from jppo import config as settings
 from jppo.data.prompts import PromptSet
 from jppo.io.timers import Timers
-from jppo.learner import batch, estimate, ppo
+from jppo.learner import batch, ppo
 from jppo.models import families
 from jppo.models.families import ModelConfig
 from jppo.structs import Trajectory
@@ -79,23 +79,21 @@ def make_turn(
     models: dict[str, Any] = dict(policy=cfg, critic=None, reference=None, adapters=None, critic_adapters=None)
     inputs = assemble.Inputs(None, (), empty, empty, (), **models, agent=None, total_steps=1)
     learner, now = assemble.make_learner(c, inputs, mesh)
-    scores = np.random.default_rng(2).random(len(trajectories)).astype(np.float32)
-    group = estimate.groups(np.isnan(scores), c.rollout.n)
-    outcome, state = estimate.Outcome(score=scores, group=group, greedy=None), [now]
+    state = [now]
 
     def turn() -> dict[str, tuple[float, float]]:
         now = state[0]
+        data = flat_batch(trajectories, mesh, samples=c.rollout.n)
         begin = time.perf_counter(), time.process_time()
-        rows = batch.make(trajectories, plan=learner.plan, mesh=mesh)
-        scored, _ = ppo.score_rows(learner.passes, learner.recipe, rows, learner.policy(now))
+        micros = batch.micros(data, trajectories, plan=learner.plan, mesh=mesh)
+        data = ppo.with_old_logprob(learner.passes, learner.recipe, data, micros, learner.policy(now))
         found = {"old_log_prob": since(begin)}
-        scored, _ = estimate.advantages(learner.passes, scored, [None] * len(scored), outcome, now.kl_coef)
-        flat = batch.flatten(scored, len(trajectories))
+        data, _ = ppo.with_advantages(learner.passes, data, now.kl_coef, mesh)
         begin = time.perf_counter(), time.process_time()
-        state[0], _ = update_models(c, learner, now, flat, trajectories, Timers())
+        state[0], _ = update_models(c, learner, now, data, trajectories, Timers())
         return found | {"update_actor": since(begin)}
 
-    shapes = [rows.inputs.shape for rows in batch.make(trajectories, plan=learner.plan, mesh=mesh)]
+    shapes = [rows.inputs.shape for rows in make_rows(trajectories, learner.plan, mesh)]
     return turn, {"rows": [list(shape) for shape in shapes], "entries": sum(r * t for r, t in shapes)}
 
 

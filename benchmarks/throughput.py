@@ -28,7 +28,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
-import numpy as np
 import tokenizers
 import transformers
 from machine import ROOT, commit, machine, slug, title, version
@@ -42,7 +41,9 @@ from work import (
     forward_flops,
     hf_config,
     make_batch,
+    make_rows,
     response_lengths,
+    score_batch,
 )
 
 from jppo import assemble
@@ -50,7 +51,7 @@ from jppo import config as settings
 from jppo.config import UserError
 from jppo.data.prompts import PromptSet
 from jppo.io.timers import Timers
-from jppo.learner import batch, devices, estimate, ppo
+from jppo.learner import devices
 from jppo.models import families
 from jppo.models.families import ModelConfig
 from jppo.rollout.vllm_start import check_vllm
@@ -117,22 +118,12 @@ def step(
     timer: Timers,
 ) -> TrainState:
     """A step as `jppo.train` takes it, but for grading, which random scores stand in for; without a sampler, less."""
-    scores = np.random.default_rng(2).random(len(trajectories)).astype(np.float32)
-    outcome = estimate.Outcome(score=scores, group=np.arange(len(scores), dtype=np.int32), greedy=None)
-    passes, policy = learner.passes, learner.policy(now)
     with timer("step"):
         if sampler is not None:
             with timer("gen"):
                 draw(c, sampler, trajectories, version=int(now.step))
-        rows = batch.make(trajectories, plan=learner.plan, mesh=learner.mesh)
-        with timer("old_log_prob"):
-            scored, _ = ppo.score_rows(passes, learner.recipe, rows, policy)
-        with timer("values"):
-            scored = ppo.with_values(passes, scored, now.value)
-        with timer("adv"):
-            scored, _ = estimate.advantages(passes, scored, [None] * len(scored), outcome, now.kl_coef)
-            flat = batch.flatten(scored, len(trajectories))
-        now, _ = update_models(c, learner, now, flat, trajectories, timer)
+        data = score_batch(learner, now, trajectories, timer)
+        now, _ = update_models(c, learner, now, data, trajectories, timer)
         now = dataclasses.replace(now, step=now.step + 1)
         if sampler is not None:
             with timer("update_weights"):
@@ -169,7 +160,7 @@ def time_stages(
             history.append(timer.next_step())
     stages = [name for name in STAGES if f"timing_s/{name}" in history[-1] and (rollout or name != "step")]
     seconds = {stage: [one[f"timing_s/{stage}"] for one in history[1:]] for stage in stages}
-    shapes = [micro.inputs.shape for micro in batch.make(trajectories, plan=learner.plan, mesh=mesh)]
+    shapes = [micro.inputs.shape for micro in make_rows(trajectories, learner.plan, mesh)]
     packed = {
         "rows": [list(shape) for shape in shapes],
         "filled": sum(len(t.tokens) - 1 for t in trajectories) / sum(r * t for r, t in shapes),

@@ -7,12 +7,15 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
+from jppo import assemble
 from jppo import config as settings
 from jppo.config import UserError
+from jppo.io.timers import Timers
+from jppo.learner import batch, estimate, packing, ppo, sharding
 from jppo.models import cost
 from jppo.models.families import ModelConfig
 from jppo.models.lora import Lora
-from jppo.structs import Trajectory
+from jppo.structs import Batch, Reward, Rows, TrainState, Trajectory
 
 PROMPT, SHORTEST, LONGEST = 64, 16, 128  # tokens of a prompt and of a response
 SEQUENCES, MINI_BATCH = 64, 32
@@ -110,3 +113,37 @@ def change(c: ConfigDict, changes: Sequence[str]) -> ConfigDict:
             raise UserError(f"--set {said}: {e}") from e
     settings.check(c)
     return c
+
+
+def make_rows(trajectories: Sequence[Trajectory], plan: packing.Plan, mesh: Any) -> list[Rows]:
+    """All of them in micro-batches, on their devices."""
+    return [sharding.put_rows(rows, mesh) for rows in packing.pack(trajectories, range(len(trajectories)), plan)]
+
+
+def flat_batch(trajectories: Sequence[Trajectory], mesh: Any, *, samples: int = 1) -> Batch:
+    """The batch with random scores, `samples` of a prompt in turn."""
+    count, devices = len(trajectories), sharding.whole_row_multiple(mesh)
+    scores = np.random.default_rng(2).random(count).astype(np.float32)
+    group = estimate.groups(np.zeros(count, bool), samples)
+    longest = max(int(np.ptp(np.flatnonzero(t.sampled))) + 1 for t in trajectories)
+    shape = -(-count // devices) * devices, longest
+    return batch.flatten(trajectories, [Reward(float(x), {}, None) for x in scores], group, shape=shape)
+
+
+def score_batch(
+    learner: assemble.Learner, now: TrainState, trajectories: Sequence[Trajectory], timer: Timers, *, samples: int = 1
+) -> Batch:
+    """The stages between grading and learning, as a step of `jppo.train` takes them."""
+    data = flat_batch(trajectories, learner.mesh, samples=samples)
+    micros = batch.micros(data, trajectories, plan=learner.plan, mesh=learner.mesh)
+    passes, policy = learner.passes, learner.policy(now)
+    with timer("old_log_prob"):
+        data = ppo.with_old_logprob(passes, learner.recipe, data, micros, policy)
+    if learner.reference is not None:
+        with timer("ref"):
+            data = ppo.with_reference(passes, learner.recipe, data, micros, policy, learner.reference)
+    if learner.critic is not None:
+        with timer("values"):
+            data = ppo.with_values(passes, data, micros, learner.value(now))
+    with timer("adv"):
+        return ppo.with_advantages(passes, data, now.kl_coef, learner.mesh)[0]

@@ -78,7 +78,8 @@ class Registry(Mapping[str, T], Generic[T]):
         part = self.find(spec, setting)
         assert callable(part)
         said_as = f"{setting}={spec!r}"
-        parameters = inspect.signature(part).parameters.values()
+        every = inspect.signature(part).parameters.values()
+        parameters = [one for one in every if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
         for one in parameters:
             if one.name not in values and one.default is inspect.Parameter.empty:
                 section = setting.rpartition(".")[0]

@@ -4,11 +4,13 @@ Letters used in every shape comment of the project:
 
     N prompts of a step           R rows                V vocabulary        H query heads
     G samples of a prompt         T positions in a row  D width (hidden)    K key/value heads
-    B = N * G trajectories        L layers              F width of the MLP  A width of one head
+    B = N * G trajectories        L layers; in [B, L]   F width of the MLP  A width of one head
+                                    tokens of a response
 
 The alignment rule: entry t of every [R, T] array is about emitting `targets[:, t]` after reading
 `inputs[:, :t + 1]`: its log-probability, mask and reward, and the value of the state that it left. The shift
-by one is made once, in `learner/packing.py`; no later line slices by one.
+by one is made once, in `learner/packing.py`; no later line slices by one. Column k of every [B, L] array is about
+emitting the k-th token of the response, which begins with the first token that was sampled.
 """
 
 import dataclasses
@@ -81,10 +83,11 @@ class Trajectory:
 class Reward:
     """What a grader said of one trajectory."""
 
-    score: float  # NaN where the grader failed: such a sample is not trained on
+    score: float  # NaN: there is none
     parts: dict[str, float]
     error: str | None  # why the grader failed: counted and shown
     answer: str | None = None  # what it compared, for majorities ('': it found none); None: it looks for no answer
+    unusable: str | None = None  # why nothing can be learned from the sample; None: it is trained on
 
 
 @jax.tree_util.register_dataclass
@@ -97,20 +100,43 @@ class Rows:
     segment: Array  # [R, T] i32, 1.. for the trajectories of a row, 0 = empty; -1 = a prompt that all behind it share
     position: Array  # [R, T] i32, of the token in its trajectory
     mask: Array  # [R, T] bool, the target was chosen by the policy
-    sampler_logp: Array  # [R, T] f32
     sequence: Array  # [R, T] i32, index of the trajectory in the step's batch; -1 = empty, or a shared prompt
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Scored:
-    """Rows with what the update needs beside them; fields as in the alignment rule. None: nobody asks for it."""
+class Batch:
+    """A step's trajectories, one a row; made by `learner/batch.py`. Rows behind the last trajectory are padding.
 
-    rows: Rows  # the mask without what was rejected
-    logp: Array  # [R, T] f32, of the old policy: the trainer's before this step's updates, or the sampler's
-    ref_logp: Array | None = None  # [R, T] f32, of the frozen reference
+    A field that nothing in the run asks for is None.
+    """
+
+    mask: Array  # [B, L] bool, the policy chose the token and it is learned from
+    rollout_logprob: Array  # [B, L] f32, of the engine that sampled
+    first: Array  # [B] i32, the entry of the trajectory that column 0 is
+    score: Array  # [B] f32, NaN where there is none
+    group: Array  # [B] i32, below B, equal for the samples of one prompt
+    greedy: Array | None  # [B] f32, the score of the prompt's greedy response
+    old_logprob: Array | None = None  # [B, L] f32, of the old policy: the trainer's before this step, or the engine's
+    entropy: Array | None = None  # [B, L] f32, of the old policy
+    ref_logprob: Array | None = None  # [B, L] f32, of the frozen reference
+    exact_kl: Array | None = None  # [B, L] f32, of the old policy to the reference, over the whole vocabulary
+    value: Array | None = None  # [B, L] f32
+    weight: Array | None = None  # [B, L] f32, importance weights
+    advantage: Array | None = None  # [B, L] f32
+    returns: Array | None = None  # [B, L] f32
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """Rows with what the losses need of the batch, in the rows' layout. None: nothing in the run asks for it."""
+
+    rows: Rows  # the mask is the batch's
+    old_logprob: Array  # [R, T] f32
+    ref_logprob: Array | None = None  # [R, T] f32
     value: Array | None = None  # [R, T] f32
-    weight: Array | None = None  # [R, T] f32, importance weights
+    weight: Array | None = None  # [R, T] f32
     advantage: Array | None = None  # [R, T] f32
     returns: Array | None = None  # [R, T] f32
 

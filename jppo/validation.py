@@ -132,6 +132,7 @@ def samples(
             "score": None if math.isnan(r.score) else r.score,
             "parts": r.parts,
             "error": r.error,
+            "unusable": r.unusable,
             "finish": t.finish,
         }
         for p, t, r in zip(prompts, trajectories, rewards, strict=True)

@@ -70,42 +70,34 @@ Adapter = Callable[[Meta, Inputs], dict[str, Found]]
 
 
 def prepared(case: Case, precision: str) -> Inputs:
-    """The inputs in the precision of the run, the mask as bools; rows are sequences, numbered, of one segment each."""
+    """The inputs in the precision of the run, the mask as bools; a row is a sequence, of one segment."""
     x: Inputs = {k: v.astype(precision) if v.dtype.kind == "f" else v for k, v in case.inputs.items()}
     if "mask" in x:
         x["mask"] = x["mask"] > 0
         x["segment"] = np.ones(x["mask"].shape, np.int32)
-        x["sequence"] = np.cumsum(x["segment"], axis=0, dtype=np.int32) - 1
     return x
-
-
-def whitened(raw: Array, mask: Array) -> Array:
-    """Whitened by the moments of up to three parts, as over micro-batches."""
-    parts = np.array_split(np.arange(len(mask)), min(3, len(mask)))
-    _, mean, var = masked.combine([np.asarray(masked.moments(raw[rows], mask[rows])) for rows in parts])
-    return masked.whiten(raw, mask, mean=jnp.asarray(mean, raw.dtype), var=jnp.asarray(var, raw.dtype))
 
 
 def gae(meta: Meta, x: Inputs) -> dict[str, Found]:
     """Advantages are whitened; returns are not, and are a sum with the values in it."""
     mask = x["mask"]
-    raw, returns = GAE(x["rewards"], x["values"], mask, x["segment"], gamma=meta["gamma"], lam=meta["lam"])
+    raw, returns = GAE(x["rewards"], x["values"], mask, gamma=meta["gamma"], lam=meta["lam"])
     terms = jnp.max(jnp.abs(x["values"]), where=mask, initial=0.0)
-    return {"advantages": Found(whitened(raw, mask), mask), "returns": Found(returns, mask, terms)}
+    return {"advantages": Found(masked.whiten(raw, mask), mask), "returns": Found(returns, mask, terms)}
 
 
 def reinforce_plus_plus(meta: Meta, x: Inputs) -> dict[str, Found]:
     """Advantages are whitened returns."""
     mask = x["mask"]
-    returns = REINFORCE(x["rewards"], mask, x["segment"], gamma=meta["gamma"])
-    return {"advantages": Found(whitened(returns, mask), mask), "returns": Found(returns, mask)}
+    returns = REINFORCE(x["rewards"], mask, gamma=meta["gamma"])
+    return {"advantages": Found(masked.whiten(returns, mask), mask), "returns": Found(returns, mask)}
 
 
 def remax(meta: Meta, x: Inputs) -> dict[str, Found]:
     """verl's returns are those before the baseline."""
-    rewards, mask, segment = x["rewards"], x["mask"], x["segment"]
-    found = REMAX(rewards, x["baselines"], mask, segment, x["sequence"])
-    returns = REINFORCE(rewards, mask, segment, gamma=1.0)
+    rewards, mask = x["rewards"], x["mask"]
+    found = REMAX(rewards, x["baselines"], mask)
+    returns = REINFORCE(rewards, mask, gamma=1.0)
     return {"advantages": Found(found, mask), "returns": Found(returns, mask)}
 
 
@@ -116,8 +108,8 @@ def by_sequence(estimate: Callable[[Meta, Array, Array, Array], Array], *, white
         mask, score = x["mask"], jnp.sum(x["rewards"], axis=1)
         group = np.unique(x["index"], return_inverse=True)[1].astype(np.int32)
         whole = estimate(meta, score, jnp.sum(mask, axis=1, dtype=score.dtype), group)
-        each = masked.spread(whole, x["sequence"], mask)
-        found = Found(whitened(each, mask) if whiten else each, mask)
+        each = masked.spread(whole, mask)
+        found = Found(masked.whiten(each, mask) if whiten else each, mask)
         return {"advantages": found, "returns": found}
 
     return adapter
@@ -172,7 +164,7 @@ def policy(loss: Callable[..., losses.PolicyLoss], *settings: str, mode: str | N
         mask, logp, old_logp = x["mask"], x["logprob"], x["old_logprob"]
         given, weight = {name: setting(meta, name) for name in settings}, x.get("is_weights")
         if weight is not None and loss is losses.geo_mean:
-            weight = correction.geometric(weight, mask, x["segment"])
+            weight = correction.geometric(weight, mask)
 
         def each(logp: Array):
             value, *clipped = loss(logp, old_logp, x["advantages"], mask, x["segment"], **given)
@@ -232,20 +224,19 @@ def adaptive_kl(meta: Meta, x: Inputs) -> dict[str, Found]:
 
 def is_weights(meta: Meta, x: Inputs) -> dict[str, Found]:
     """Importance weights, bounded, and normalised where asked for."""
-    mask, segment, level = x["mask"], x["segment"], meta["level"]
+    mask, level = x["mask"], meta["level"]
     lower, upper = importance_band(meta["threshold"])
-    raw = correction.raw_weights(x["log_ratio"], mask, segment, level=level)
+    raw = correction.raw_weights(x["log_ratio"], mask, level=level)
     weight = correction.bounded(raw, lower=lower, upper=upper)
     if meta["batch_normalize"]:
-        whole, count = correction.weight_sums(weight, mask, segment, level=level)
-        weight = correction.normalized(weight, mean=whole / count)
+        weight = correction.normalized(weight, mean=correction.mean_weight(weight, mask, level=level))
     return {"weights": Found(weight, mask)}
 
 
 def rejection_mask(meta: Meta, x: Inputs) -> dict[str, Found]:
     """What is left of the mask."""
     rules = rejection_rules(meta["rs"], meta["threshold"])
-    return {"mask": Found(correction.keep(x["log_ratio"], x["mask"], x["segment"], rules=rules))}
+    return {"mask": Found(correction.keep(x["log_ratio"], x["mask"], rules=rules))}
 
 
 ADAPTERS: dict[str, Adapter] = {

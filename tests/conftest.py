@@ -1,10 +1,12 @@
 """Every test runs on 8 CPU devices, with JAX's strict switches on, and without a network."""
 
+import contextlib
 import json
 import os
 import pathlib
 import re
 import shutil
+import signal
 import tempfile
 from concurrent.futures import Future
 
@@ -41,6 +43,13 @@ jax.config.update("jax_debug_key_reuse", True)
 
 MAPS = pathlib.Path("/proc/self/maps")
 SHARED = pathlib.Path(__file__).resolve().parents[2] / "shared"
+
+
+def pytest_configure():
+    # Under nohup, or in the background of a script, a process inherits that these are ignored, and so do its children.
+    with contextlib.suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_sessionstart():

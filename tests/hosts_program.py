@@ -8,12 +8,13 @@ import signal
 import sys
 
 from jppo import assemble, train
+from jppo.assemble import run_export
 from jppo.config import UserError
 from jppo.rollout.sampler import RolloutError
 from jppo.supply import Supply
 
 what, _, host = sys.argv[1].partition("@")
-take, ask, read, write = Supply.take, Supply._take, assemble.read_inputs, train.write_model
+take, ask, read, write = Supply.take, Supply._take, assemble.read_inputs, run_export.write_model
 
 
 def taking(supply, step):
@@ -57,5 +58,6 @@ def writing(run, path, now):
 
 
 if what != "whole" and os.environ["NODE_RANK"] == host:
-    Supply.take, Supply._take, assemble.read_inputs, train.write_model = taking, asking, reading, writing
+    Supply.take, Supply._take, assemble.read_inputs = taking, asking, reading
+    train.write_model = run_export.write_model = writing
 train.main(sys.argv[2:])

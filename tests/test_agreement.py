@@ -5,6 +5,7 @@ import json
 import math
 import pathlib
 
+import numpy as np
 import pytest
 
 from jppo import assemble, train
@@ -12,8 +13,9 @@ from jppo import config as settings
 from jppo.assemble import agreement
 from jppo.checkup import reading
 from jppo.config import UserError
-from jppo.learner import batch, correct
+from jppo.learner import batch, correct, ppo
 from jppo.rollout.sampler import RolloutError
+from jppo.structs import Reward
 
 CUT = {"rollout.top_p": 0.7, "rollout.top_k": 5, "rollout.min_p": 0.1}
 WEIGHED = {"algorithm.old_logprob": "correction", "algorithm.rollout_is": "token"}
@@ -33,9 +35,11 @@ def test_sampler_and_trainer_agree_whatever_is_cut_and_at_the_temperature_of_sam
     assert "agree" in assemble.agree(c, inputs, learner, now, sampler, 0)
     # what the run then samples is cut: by the same comparison it would not agree
     drawn = sampler.generate(inputs.train.prompts, assemble.sampling(c, 0), version=0)
-    rows, policy = batch.make(drawn, plan=learner.plan, mesh=learner.mesh), learner.policy(now)
-    gaps = batch.each(lambda r: learner.passes.gap(r, learner.passes.logprob(policy, r)[0]), rows)
-    assert correct.gap_metrics(gaps)["rollout/logp_gap_max"] > 0.1
+    rewards = [Reward(0.0, {}, None)] * len(drawn)
+    data = batch.flatten(drawn, rewards, np.zeros(len(drawn), np.int32), shape=learner.shape)
+    micros = batch.micros(data, drawn, plan=learner.plan, mesh=learner.mesh)
+    data = ppo.with_old_logprob(learner.passes, learner.recipe, data, micros, learner.policy(now))
+    assert correct.mismatch(data)["rollout/logp_gap_max"] > 0.1
     c.rollout.temperature = 0.6  # the compiled passes have 0.5
     with pytest.raises(RolloutError, match="differ by up to"):
         assemble.agree(c, inputs, learner, now, sampler, 0)
@@ -130,7 +134,7 @@ def test_the_check_of_the_mismatch_can_be_off_and_looks_at_jumps_only(config, mo
     def seen(values):
         match = assemble.Match(config)
         for value in values:
-            match.require({"rollout_corr/kl": value}, [], [])
+            match.require({"rollout_corr/kl": value}, None, [], [])
 
     def jumps(values):
         monkeypatch.setattr(agreement, "_worst", lambda *_: ("", "1", 5.0))

@@ -123,6 +123,7 @@ def test_a_machine_has_no_name_of_its_own(bench):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_learner_is_measured_and_the_table_says_so(bench, monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(bench.SHAPES, "tiny", (1, 8, 12, 2, 1, 16))
     command = ["--shapes=tiny", "--repeats=1", "--no-rollout", f"--out={tmp_path}"]
@@ -151,17 +152,13 @@ def test_a_wrong_command_is_one_line(bench, capsys):
         assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_gae_rows_are_whole_trajectories_with_tool_output_inside(gae):
-    reward, value, mask, segment = gae.make_rows(8, 1024)
-    assert reward.dtype == value.dtype == np.float32 and mask.dtype == bool and segment.dtype == np.int32
-    assert not reward[~mask].any() and not mask[segment == 0].any()
-    for row in range(8):
-        assert (np.diff(segment[row][segment[row] > 0]) >= 0).all()  # empty space is behind all of them
-        for number in range(1, segment[row].max() + 1):
-            kept = mask[row][segment[row] == number]
-            # masked: prompt, response, tool output, response
-            assert not kept[0] and kept[-1] and np.diff(kept.astype(int)).tolist().count(1) == 2
-    for x, y in zip(gae.make_rows(8, 1024), (reward, value, mask, segment), strict=True):
+def test_gae_has_responses_with_tool_output_inside(gae):
+    reward, value, mask = gae.make_batch(8, 1024)
+    assert reward.dtype == value.dtype == np.float32 and mask.dtype == bool
+    assert not reward[~mask].any()
+    for kept in mask.astype(int):  # response, tool output, response, padding
+        assert kept[0] and np.count_nonzero(np.diff(kept) == 1) == 1
+    for x, y in zip(gae.make_batch(8, 1024), (reward, value, mask), strict=True):
         np.testing.assert_array_equal(x, y)
 
 
@@ -173,7 +170,7 @@ def test_gae_is_measured_and_its_forms_agree(gae, monkeypatch, tmp_path, capsys)
     assert str(file) in out and file.name.endswith("-gae.json")
     result = json.loads(file.read_text())
     for (R, T), (shape, measured) in zip([(8, 256), (2, 130)], result["shapes"].items(), strict=True):
-        assert shape == f"{R}x{T}" and measured["bytes"] == R * T * 21
+        assert shape == f"{R}x{T}" and measured["bytes"] == R * T * 17
         assert out.count(f"| {shape} |") == len(measured["forms"]) == 9
         medians = {name: np.median(form["seconds"]) for name, form in measured["forms"].items()}
         for name, form in measured["forms"].items():
@@ -217,6 +214,7 @@ def test_exact_kl_holds_a_few_chunks_whatever_the_tokens_and_the_vocabulary(tmp_
     assert "| 4,096 | 4,096 |" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_shared_prompts_are_measured_beside_a_row_for_each_sample(tmp_path, capsys):
     prefix = script("prefix")
     small = ["--samples", "4", "--cases", "120:8-16", "--sequences", "32", "--repeats", "1", "--out", str(tmp_path)]
@@ -300,6 +298,7 @@ def test_a_part_of_the_batch_is_whole_sequences(models):
         assert models.some(responses, tokens).tolist() == responses[:sequences].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compilation")
 def test_models_are_measured_and_their_memory_adds_up(models, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(models, "vocabulary", lambda *_: dict(
@@ -386,6 +385,7 @@ def test_a_wrong_command_of_models_is_one_line(models, capsys):
         assert len(capsys.readouterr().err.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_memory_is_compared_as_a_whole_and_without_the_program(beside, monkeypatch, quick_compilation):
     memory = script("memory")
     monkeypatch.setitem(memory.MODELS, "tiny", memory.MODELS["S"] | {"hidden_size": 32, "intermediate_size": 32})
@@ -484,6 +484,7 @@ def small_contest(contest, monkeypatch):
     return contest
 
 
+@pytest.mark.slow
 def test_contestants_are_given_the_same_batch_and_jppo_answers(small_contest, tmp_path):
     about = small_contest.write_work(tmp_path, "tiny", ["data.row_lengths=1"])
     assert about["tokens"] == 8772 and about["flops"]["update"] == about["flops"]["actor"] + about["flops"]["critic"]
@@ -533,6 +534,7 @@ def test_how_far_rates_are_apart():
     assert scale.worst("lengths", cases, "update") == pytest.approx(0.2)  # 50, 40 and 60 FLOP a second
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compilation")
 def test_growth_is_measured_and_the_table_says_so(monkeypatch, tmp_path, capsys):
     scale = script("scale")
@@ -611,6 +613,7 @@ def test_scripts_run_together_into_one_file_and_one_page(monkeypatch, tmp_path, 
         assert e.value.code == 2 and len(capsys.readouterr().err.splitlines()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compilation")
 def test_a_model_for_a_gpu_is_measured_on_a_cpu_and_the_table_says_how_far_it_is(monkeypatch, capsys):
     gpu = script("gpu")

@@ -207,6 +207,7 @@ def test_dry_run_shows_the_settings_and_touches_nothing(capsys, tmp_path, monkey
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup")
 def test_a_real_vllm_answers_by_the_directorys_weights(tmp_path):

@@ -79,6 +79,7 @@ def test_the_page_has_all_five():
     assert all("python" in found and "" in found for name, found in kinds.items() if name != "A model family")
 
 
+@pytest.mark.slow
 def test_what_the_page_says_works(copy):
     folder, commands = copy
     tests = [word for command in commands for word in command.removeprefix("python -m pytest ").split()

@@ -58,6 +58,7 @@ def test_killed_after_three_steps_it_goes_on_to_the_bit(script, lab):
     assert "going on from the checkpoint of step 3" in row.happened
 
 
+@pytest.mark.slow
 def test_killed_between_the_updates_of_actor_and_critic(script, lab):
     (row,) = script.broken_inside(lab, {"kill -9 between actor and critic update": script.BETWEEN_UPDATES})
     assert row.kept, row.happened

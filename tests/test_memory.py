@@ -162,7 +162,7 @@ def test_no_step_of_ten_compiles(small_run, tmp_path, monkeypatch):
     length = {"trainer.total_training_steps": 10, "trainer.save_freq": -1, "trainer.test_freq": -1}
     c = changed(small_run, tmp_path / "run", **how, **kl, **length, **OFFLOAD)
     steps, shapes, plans = [], set(), []
-    step, save, make, cut = train.ppo_step, train.assemble.save, batch.make, batch.mini_batches
+    step, save, make, cut = train.ppo_step, train.assemble.save, batch.micros, batch.mini_batches
     seen, listening = [], True
     monkeypatch.setattr(packing, "MICRO_TOKENS", 0)  # else rows so short would have one shape
 
@@ -182,7 +182,7 @@ def test_no_step_of_ten_compiles(small_run, tmp_path, monkeypatch):
 
     def made(*args, **more):
         rows = make(*args, **more)
-        shapes.update(one.inputs.shape for one in rows)
+        shapes.update(one.host.inputs.shape for one in rows)
         return rows
 
     def minis(*args, **more):
@@ -194,7 +194,7 @@ def test_no_step_of_ten_compiles(small_run, tmp_path, monkeypatch):
     jax.monitoring.register_event_duration_secs_listener(listen)
     monkeypatch.setattr(train, "ppo_step", stepped)
     monkeypatch.setattr(train.assemble, "save", saved)
-    monkeypatch.setattr(batch, "make", made)
+    monkeypatch.setattr(batch, "micros", made)
     monkeypatch.setattr(batch, "mini_batches", minis)
     train.train(c)
     assert len(steps) == 10 and seen and not [one for one in seen if one[0]]

@@ -76,6 +76,7 @@ def test_a_notebook_defines_nothing_that_jppo_has(name):
     assert name == "gsm8k_ppo" or any(module.startswith("jppo") for module in modules)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", ON_CPU)
 def test_it_runs_to_its_end(name, tmp_path):

@@ -69,19 +69,20 @@ def test_no_critic_is_built_trained_or_saved_where_none_is_asked_for(learn, smal
 
 def test_bypass_skips_the_pass_and_takes_the_samplers_log_probs(learn, monkeypatch):
     passes = []
-    score_rows = ppo.score_rows
+    with_old_logprob = ppo.with_old_logprob
 
-    def counted(these, recipe, rows, policy):
-        spied = dataclasses.replace(these, logprob=lambda *a: (passes.append(1), these.logprob(*a))[1])
-        return score_rows(spied, recipe, rows, policy)
+    def counted(these, recipe, data, micros, policy):
+        spied = dataclasses.replace(these, logprob=lambda *a: (passes.append(recipe.bypass), these.logprob(*a))[1])
+        return with_old_logprob(spied, recipe, data, micros, policy)
 
-    monkeypatch.setattr(ppo, "score_rows", counted)
+    monkeypatch.setattr(ppo, "with_old_logprob", counted)
     metrics = learn({"algorithm.old_logprob": "bypass"})
-    assert not passes
+    assert not any(passes), "only the comparison before the first step asks for a pass"
     assert all(line["actor/ratio_max"] > 1.1 for line in metrics[1:]), "the sampler is far from the policy"
     assert all("rollout/logp_gap_max" not in line and line["actor/entropy"] > 0.1 for line in metrics[1:])
+    compared = len(passes)
     learn({"algorithm.old_logprob": "decoupled", "trainer.resume_mode": "disable"})
-    assert passes
+    assert len(passes) >= 2 * compared + 2, "a pass in each of two steps"
 
 
 CORRECTION = {
@@ -167,7 +168,7 @@ def test_a_step_that_is_no_number_is_skipped_counted_and_kept(learn, small_run):
     assert all(line["critic/skipped"] > 0 for line in metrics[1:])
     assert sorted(path.name for path in (run / "bad_steps").iterdir()) == ["step_1.npz", "step_2.npz"]
     with np.load(run / "bad_steps/step_1.npz") as kept:
-        assert kept["inputs"].shape == kept["advantage"].shape == kept["returns"].shape
+        assert kept["tokens"].shape == kept["advantage"].shape == kept["returns"].shape
         assert not np.isfinite(kept["returns"][kept["mask"]]).all() or np.abs(kept["returns"]).max() > 1e30
     with Checkpoints(run / "checkpoints", keep=2) as checkpoints:
         assert checkpoints.latest() == 2
@@ -183,9 +184,10 @@ def test_a_step_whose_samples_were_all_rejected_changes_its_number_alone(learn, 
         states.append((before, jax.device_get(dataclasses.replace(out[0], key=None))))
         return out
 
-    def rejected(c, drawn, version, usable):
-        usable, found = fresh(c, drawn, version, usable)
-        return usable & (version != 1), found
+    def rejected(c, drawn, version, rewards):
+        rewards, found = fresh(c, drawn, version, rewards)
+        why = "said so" if version == 1 else None
+        return [dataclasses.replace(reward, unusable=why) for reward in rewards], found
 
     monkeypatch.setattr(train, "ppo_step", stepped)
     monkeypatch.setattr(assemble, "fresh", rejected)
@@ -226,9 +228,9 @@ def test_only_adapters_are_trained_kept_and_stepped(learn, small_run, monkeypatc
     assert metrics[1]["rollout/logp_gap_mean"] > 0
     names = saved(small_run)
     of_policy = {name for name in names if "policy" in name}
-    assert of_policy and all("lora" in name or "steps" in name for name in of_policy), of_policy
+    assert of_policy and all("lora" in name or "count" in name for name in of_policy), of_policy
     of_value = {name for name in names if "value" in name}
-    assert all("lora" in name or "score" in name or "steps" in name for name in of_value) and of_value
+    assert all("lora" in name or "score" in name or "count" in name for name in of_value) and of_value
     learned = sum(x.size for x in jax.tree.leaves(begin.policy))
     moments = sum(x.size for x in jax.tree.leaves(begin.policy_opt) if x.ndim)
     assert moments == 2 * learned < sum(x.size for x in jax.tree.leaves(base))

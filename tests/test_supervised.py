@@ -155,6 +155,7 @@ def test_killed_at_a_random_moment_it_resumes_to_the_bit(lab, undisturbed):
     assert len(lab.checkpoints("killed")) == 2 and lab.checkpoints("killed")[-1] == str(LONG)
 
 
+@pytest.mark.slow
 def test_a_stopped_command_leaves_a_checkpoint_and_its_exit_code(lab, undisturbed):
     how = dict(trainer__total_training_steps=LONG, trainer__save_freq=-1)
     process = lab.start("stopped", **how)

@@ -377,6 +377,7 @@ def test_a_wrong_command_is_one_line(asked, tmp_path, capsys):
         assert e.value.code == 2 and len(capsys.readouterr().err.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_two_real_runs(tmp_path, tiny_model):
     made = arithmetic.make(seed=1, test=8, sloppy=0.5, demonstrations=1)
     for name in ("train", "test"):

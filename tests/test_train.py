@@ -14,6 +14,7 @@ import pytest
 
 from jppo import train
 from jppo.data import arithmetic
+from jppo.io.rollout_metrics import describe
 from jppo.learner import estimate
 from jppo.structs import Reward, Trajectory
 
@@ -134,6 +135,9 @@ def test_a_fault_of_the_user_is_one_line_and_code_2(run, more, said, capsys):
     assert not (run / "server-0.log").exists()
 
 
+FAILED = Reward(float("nan"), {}, "boom", unusable="not graded: boom")
+
+
 def trajectory(length, finish="stop"):
     return Trajectory(
         uid="a",
@@ -148,8 +152,8 @@ def trajectory(length, finish="stop"):
 
 
 def test_describe_counts_responses_and_errors():
-    rewards = [Reward(1.0, {}, None), Reward(float("nan"), {}, "boom")]
-    found = train.describe([trajectory(2), trajectory(4, "length")], rewards)
+    rewards = [Reward(1.0, {}, None), FAILED]
+    found = describe([trajectory(2), trajectory(4, "length")], rewards)
     assert found["critic/score/mean"] == 1.0 and found["reward/errors"] == 1.0
     assert found["response_length/mean"] == 3.0 and found["response_length/clip_ratio"] == 0.5
     assert found["prompt_length/mean"] == 3.0 and found["perf/total_num_tokens"] == 12.0
@@ -157,7 +161,7 @@ def test_describe_counts_responses_and_errors():
 
 def test_a_step_whose_graders_all_fail_ends_the_run():
     with pytest.raises(train.Diverged, match="boom"):
-        train.describe([trajectory(2)], [Reward(float("nan"), {}, "boom")])
+        train.require_graded([FAILED])
 
 
 @pytest.mark.parametrize("step,every,now", [(10, 5, True), (11, 5, False), (10, -1, False), (0, 5, True)])
@@ -165,7 +169,20 @@ def test_due(step, every, now):
     assert train.due(step, every) is now
 
 
-def test_nothing_is_learned_from_a_sample_whose_grader_failed():
-    sample = trajectory(3)
-    assert estimate.trainable(sample, True) is sample
-    assert not estimate.trainable(sample, False).sampled.any()
+GRADED = Reward(1.0, {}, None)
+
+
+@pytest.mark.parametrize(
+    "rewards, baseline, compared, expected",
+    [
+        ([GRADED, FAILED, GRADED, GRADED], None, False, [None, "not graded: boom", None, None]),
+        ([GRADED, FAILED, GRADED, GRADED], None, True, ["no other response", "not graded: boom", None, None]),
+        ([GRADED] * 4, [FAILED, GRADED], False, ["greedy response is not graded: boom"] * 2 + [None] * 2),
+    ],
+)
+def test_what_a_sample_cannot_be_learned_from_is_said_once(rewards, baseline, compared, expected):
+    found, group, greedy = estimate.compare(rewards, baseline, n=2, compared=compared)
+    for reward, why in zip(found, expected, strict=True):
+        assert reward.unusable is None if why is None else why in reward.unusable
+    assert group.tolist() == ([0, 1, 2, 2] if FAILED in rewards else [0, 0, 2, 2])
+    assert greedy is None if baseline is None else greedy.tolist() == [0, 0, 1, 1]

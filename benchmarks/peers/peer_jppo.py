@@ -1,5 +1,6 @@
 """jppo on the same work: its own log-prob pass and its own updates, as a step of training calls them."""
 
+import dataclasses
 import pathlib
 import sys
 
@@ -8,7 +9,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # after th
 import jax
 import numpy as np
 from machine import version
-from work import base_config, change
+from work import base_config, change, flat_batch
 from worker import Parts, Stage, Work, serve, timed
 
 from jppo import assemble
@@ -16,7 +17,7 @@ from jppo.data.prompts import PromptSet
 from jppo.io.timers import Timers
 from jppo.learner import batch, ppo
 from jppo.models import hf
-from jppo.structs import Scored, Trajectory
+from jppo.structs import Batch, Trajectory
 from jppo.train import update_models
 
 
@@ -31,13 +32,6 @@ def make_trajectories(work: Work) -> list[Trajectory]:
     return found
 
 
-def entries(given: np.ndarray, sequence: np.ndarray, position: np.ndarray, work: Work) -> np.ndarray:
-    """What is given for each token of a response, at the entries of rows; 0 elsewhere."""
-    at = position + 1 - work.prompt
-    inside = (sequence >= 0) & (at >= 0) & (at < work.responses[sequence])
-    return np.where(inside, given[sequence, np.clip(at, 0, given.shape[1] - 1)], np.float32(0))
-
-
 def begin(work: Work) -> tuple[dict, dict[str, Stage]]:
     """Both models, every program compiled."""
     c = base_config(work.model, work.dtype)
@@ -48,20 +42,18 @@ def begin(work: Work) -> tuple[dict, dict[str, Stage]]:
     inputs = assemble.Inputs(None, (), empty, empty, (), **models, agent=None, total_steps=1)
     learner, now = assemble.make_learner(c, inputs, mesh)
     trajectories = make_trajectories(work)
-    rows = batch.make(trajectories, plan=learner.plan, mesh=mesh)
+    data = flat_batch(trajectories, mesh)
+    micros = batch.micros(data, trajectories, plan=learner.plan, mesh=mesh)
 
-    def score() -> list[Scored]:
-        return ppo.score_rows(learner.passes, learner.recipe, rows, learner.policy(now))[0]
+    def score() -> Batch:
+        return ppo.with_old_logprob(learner.passes, learner.recipe, data, micros, learner.policy(now))
 
-    def mean(scored: list[Scored]) -> float:
-        pairs = [(np.asarray(one.logp), np.asarray(one.rows.mask)) for one in scored]
-        return float(sum(x[mask].sum(dtype=np.float64) for x, mask in pairs) / sum(mask.sum() for _, mask in pairs))
+    def mean(found: Batch) -> float:
+        return float(np.asarray(found.old_logprob)[found.mask].mean(dtype=np.float64))
 
     first = score()
-    flat = batch.flatten(first, len(trajectories))
-    at = flat.arrays["sequence"], flat.arrays["position"]
-    for name in ("advantage", "returns", "value"):
-        flat.arrays[name] = entries(getattr(work, name), *at, work)
+    given = {name: getattr(work, name)[:, : data.mask.shape[1]] for name in ("advantage", "returns", "value")}
+    flat = dataclasses.replace(first, **given)
 
     def scored() -> tuple[Parts, float]:
         seconds, check = timed(lambda: mean(score()))
@@ -78,7 +70,7 @@ def begin(work: Work) -> tuple[dict, dict[str, Stage]]:
     updated()  # compiles
     said = {
         "versions": {"jax": version("jax"), "flax": version("flax")},
-        "rows": [list(one.inputs.shape) for one in rows],
+        "rows": [list(one.host.inputs.shape) for one in micros],
         "logp": mean(first),
     }
     return said, {"logprobs": scored, "update": updated}

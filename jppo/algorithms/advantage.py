@@ -1,6 +1,6 @@
 """Advantage estimators.
 
-Two kinds. By token, on packed rows [R, T]: `gae`, `reinforce_plus_plus`, `remax`. By sequence, on the batch's scores
+Two kinds. By token, on the flat batch [B, L]: `gae`, `reinforce_plus_plus`, `remax`. By sequence, on the batch's scores
 [B] and the groups they belong to: `grpo`, `grpo_passk`, `rloo`, `rloo_vectorized`, `reinforce_plus_plus_baseline`,
 `opo`; every token of a sequence then has its advantage. A score is the sum of a sequence's token rewards; `group` [B]
 i32 has equal numbers, below B, for the samples of one prompt.
@@ -16,57 +16,42 @@ import jax.numpy as jnp
 from jppo.algorithms.masked import spread
 from jppo.structs import Array
 
-# Positions that gae turns to [time, R] at once: whole rows would leave the cache between turning and reading, and take
-# two to three times as long (benchmarks/gae.py).
-BLOCK = 128
 
-
-def gae(reward: Array, value: Array, mask: Array, segment: Array, *, gamma: float, lam: float) -> tuple[Array, Array]:
-    """Generalised advantage estimation on packed rows (Schulman et al., arXiv:1506.02438).
+def gae(reward: Array, value: Array, mask: Array, *, gamma: float, lam: float) -> tuple[Array, Array]:
+    """Generalised advantage estimation (Schulman et al., arXiv:1506.02438), all arrays [B, L].
 
         δ_t = r_t + γ V_{t'} - V_t,     A_t = δ_t + γ λ A_{t'},     returns_t = A_t + V_t
 
-    where t' is the next masked position of the same segment, and V_{t'} = A_{t'} = 0 behind the last one.
-    Positions outside the mask (tool output, prompt, empty) are bridged, not discounted over, and get 0.
+    where t' is the next masked position of the row, and V_{t'} = A_{t'} = 0 behind the last one.
+    Positions outside the mask (tool output, padding) are bridged, not discounted over, and get 0.
     """
     chex.assert_rank(reward, 2)
-    chex.assert_equal_shape([reward, value, mask, segment])
+    chex.assert_equal_shape([reward, value, mask])
     dtype = jnp.result_type(reward, value, jnp.float32)
     reward, value = reward.astype(dtype), value.astype(dtype)
-    T = reward.shape[1]
-    length = max(n for n in range(1, BLOCK + 1) if T % n == 0)
-    last = jnp.pad(segment[:, :-1] != segment[:, 1:], ((0, 0), (0, 1)), constant_values=True)  # of its segment
 
     # One number says all of the future: A_t = r_t - V_t + γ C_{t'}, where C_t = V_t + λ A_t.
     def step(next_c, now):  # all rows at one position
-        r, v, m, end = now
-        next_c = jnp.where(end, 0.0, next_c)
+        r, v, m = now
         c = jnp.where(m, lam * r + (1.0 - lam) * v + gamma * lam * next_c, next_c)
         return c, jnp.where(m, r - v + gamma * next_c, 0.0)
 
-    def block(i, state):
-        c, out = state
-        at = T - (i + 1) * length
-        now = tuple(jax.lax.dynamic_slice_in_dim(x, at, length, axis=1).T for x in (reward, value, mask, last))
-        c, advantage = jax.lax.scan(step, c, now, reverse=True)
-        return c, jax.lax.dynamic_update_slice_in_dim(out, advantage.T, at, axis=1)
-
-    nothing = jnp.zeros_like(reward)
-    _, advantage = jax.lax.fori_loop(0, T // length, block, (nothing[:, 0], nothing))  # [R, T] f32
-    return advantage, jnp.where(mask, advantage + value, 0.0)
+    by_time = (reward.T, value.T, jnp.asarray(mask).T)
+    _, advantage = jax.lax.scan(step, jnp.zeros_like(reward[:, 0]), by_time, reverse=True)
+    return advantage.T, jnp.where(mask, advantage.T + value, 0.0)
 
 
-def reinforce_plus_plus(reward: Array, mask: Array, segment: Array, *, gamma: float) -> Array:
+def reinforce_plus_plus(reward: Array, mask: Array, *, gamma: float) -> Array:
     """The discounted return (REINFORCE++, Hu, arXiv:2501.03262): A_t = r_t + γ A_{t'}. GAE with V = 0 and λ = 1."""
-    return gae(reward, jnp.zeros_like(reward), mask, segment, gamma=gamma, lam=1.0)[0]
+    return gae(reward, jnp.zeros_like(reward), mask, gamma=gamma, lam=1.0)[0]
 
 
-def remax(reward: Array, baseline: Array, mask: Array, segment: Array, sequence: Array) -> Array:
+def remax(reward: Array, baseline: Array, mask: Array) -> Array:
     """The return less the score of the greedy response (ReMax, Li et al., arXiv:2310.10505): A_t = Σ_{u ≥ t} r_u - b.
 
-    baseline is [B], `sequence` [R, T] counts into it.
+    baseline is [B].
     """
-    return reinforce_plus_plus(reward, mask, segment, gamma=1.0) - spread(baseline, sequence, mask)
+    return reinforce_plus_plus(reward, mask, gamma=1.0) - spread(baseline, mask)
 
 
 def grpo(score: Array, group: Array, *, norm_adv_by_std: bool) -> Array:  # [B]

@@ -1,13 +1,12 @@
 """Sums, means and moments over the entries that a mask keeps. Every function ignores the values behind a False.
 
-Several sequences may share a row: `segment` [R, T] says which entries belong together (0 = empty). What is one number
-for a sequence stands at each of its entries, so that everything stays [R, T] and rows may be spread over devices.
+On the flat batch [B, L] a row is a sequence. In packed rows [R, T] several sequences share a row: `segment` says which
+entries belong together (0 = empty), and the `sequence_` functions repeat a sequence's number at each of its entries.
 """
 
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jppo.structs import Array
 
@@ -21,7 +20,7 @@ def masked_sum(x: Array, mask: Array) -> Array:
 
 
 def moments(x: Array, mask: Array) -> Array:  # [3] f32
-    """(n, mean, Σ (x - mean)²) of the kept entries: what `combine` needs to whiten over several arrays."""
+    """(n, mean, Σ (x - mean)²) of the kept entries."""
     n = jnp.sum(mask, dtype=x.dtype)
     # Measured from one of them, so that equal entries have exactly their own mean: whitening magnifies what is left.
     some = jax.lax.stop_gradient(jnp.where(n > 0, jnp.min(jnp.where(mask, x, jnp.inf)), 0.0))
@@ -30,24 +29,27 @@ def moments(x: Array, mask: Array) -> Array:  # [3] f32
     return jnp.stack([n, mean, jnp.sum(jnp.square(deviation))])
 
 
-def combine(parts: list[np.ndarray]) -> tuple[float, float, float]:
-    """Count, mean, unbiased variance of a union of parts, each given by its `moments` (Chan et al. 1983)."""
-    n, mean, m2 = 0.0, 0.0, 0.0
-    for part in parts:
-        k, part_mean, part_m2 = (float(p) for p in part)
-        if k == 0:
-            continue
-        delta = part_mean - mean
-        total = n + k
-        mean += delta * k / total
-        m2 += part_m2 + delta**2 * n * k / total
-        n = total
-    return n, mean, m2 / max(n - 1.0, 1.0)
+def variance(moments: Array) -> Array:
+    """The unbiased variance by `moments`; 0 of a single entry."""
+    return moments[2] / jnp.maximum(moments[0] - 1.0, 1.0)
 
 
-def whiten(x: Array, mask: Array, *, mean: Array, var: Array) -> Array:
-    """(x - mean) / √(var + 1e-8) where the mask keeps, 0 elsewhere."""
-    return jnp.where(mask, (x - mean) * (var + 1e-8) ** -0.5, 0.0)
+def whiten(x: Array, mask: Array) -> Array:
+    """(x - mean) / √(var + 1e-8) where the mask keeps, 0 elsewhere; mean and variance are those of all kept entries."""
+    found = moments(x, mask)
+    return jnp.where(mask, x - found[1], 0.0) * (variance(found) + 1e-8) ** -0.5
+
+
+def spread(x: Array, mask: Array) -> Array:  # [B] -> [B, L]
+    """x of each row at its kept entries, 0 elsewhere."""
+    chex.assert_equal_shape_prefix([x, mask], 1)
+    return jnp.where(mask, jnp.asarray(x)[:, None], 0.0)
+
+
+def last(mask: Array) -> Array:  # [B, L] bool
+    """The last kept entry of each row."""
+    behind = jnp.cumsum(mask[:, ::-1], axis=1, dtype=jnp.int32)[:, ::-1]
+    return jnp.asarray(mask) & (behind == 1)
 
 
 def sequence_sum(x: Array, mask: Array, segment: Array) -> Array:  # [R, T]
@@ -65,28 +67,3 @@ def sequence_length(mask: Array, segment: Array, dtype: jnp.dtype = jnp.float32)
 def sequence_mean(x: Array, mask: Array, segment: Array) -> Array:  # [R, T]
     """The mean of x over the kept entries of a sequence, at each of its entries; 0 where none is kept."""
     return sequence_sum(x, mask, segment) / jnp.maximum(sequence_length(mask, segment, x.dtype), 1.0)
-
-
-def sequence_max(x: Array, mask: Array, segment: Array) -> Array:  # [R, T]
-    """The largest x of the kept entries of a sequence, at each of its entries; 0 where none is kept."""
-    chex.assert_equal_shape([x, mask, segment])
-    kept = jnp.where(mask, x, -jnp.inf)
-    most = jax.vmap(lambda x, s: jax.ops.segment_max(x, s, num_segments=s.size + 1)[s])(kept, jnp.asarray(segment))
-    return jnp.where(jnp.isneginf(most), 0.0, most)
-
-
-def last_of_sequence(mask: Array, segment: Array) -> Array:  # [R, T] bool
-    """The last kept entry of each sequence."""
-    order = jnp.cumsum(mask, axis=1, dtype=jnp.float32)  # exact: rows are shorter than 2**24
-    return jnp.asarray(mask) & (order == sequence_max(order, mask, segment))
-
-
-def spread(x: Array, sequence: Array, mask: Array) -> Array:  # [B] -> [R, T]
-    """x of each entry's sequence where the mask keeps, 0 elsewhere; `sequence` [R, T] counts into x, -1 = empty."""
-    return jnp.where(mask, jnp.asarray(x)[jnp.maximum(sequence, 0)], 0.0)
-
-
-def collect(x: Array, sequence: Array, mask: Array, *, sequences: int) -> Array:  # [R, T] -> [B]
-    """Σ x over the kept entries of each of the batch's `sequences`."""
-    kept = jnp.where(mask, x, 0).reshape(-1)
-    return jax.ops.segment_sum(kept, jnp.where(mask, sequence, sequences).reshape(-1), num_segments=sequences + 1)[:-1]

@@ -14,10 +14,10 @@ from jppo.assemble.learner import Learner
 from jppo.io import trajectories
 from jppo.io.checkpoint import NonFinite
 from jppo.io.hosts import ALONE, Hosts
-from jppo.learner import batch, correct
+from jppo.learner import batch, ppo
 from jppo.models import offload, placing
 from jppo.rollout.sampler import RolloutError, Sampler
-from jppo.structs import Array, Rows, Scored, TrainState, Trajectory
+from jppo.structs import Array, Batch, Reward, TrainState, Trajectory
 
 KL = "rollout_corr/kl"
 
@@ -44,9 +44,12 @@ def agree(
     some = dataclasses.replace(sampling(c, version), n=1, top_p=1.0, top_k=-1, min_p=0.0)
     longest = sorted(inputs.train.prompts, key=lambda p: -len(p.ids))[:count]
     drawn = trajectories.of_all(hosts, hosts.together(lambda: sampler.generate(longest, some, version=version)))
-    rows, policy = batch.make(drawn, plan=learner.plan, mesh=learner.mesh), offload.to_device(learner.policy(now))
-    gaps = batch.each(lambda r: learner.passes.gap(r, learner.passes.logprob(policy, r)[0]), rows)
-    gap = correct.gap_metrics(gaps)["rollout/logp_gap_max"]
+    rewards, group = [Reward(math.nan, {}, None) for _ in drawn], np.zeros(len(drawn), np.int32)
+    data = batch.flatten(drawn, rewards, group, shape=(len(drawn), learner.shape[1]))
+    micros, policy = batch.micros(data, drawn, plan=learner.plan, mesh=learner.mesh), learner.policy(now)
+    recipe = dataclasses.replace(learner.recipe, bypass=False)
+    data = ppo.with_old_logprob(learner.passes, recipe, data, micros, policy)
+    gap = float(np.abs(np.asarray(data.old_logprob) - data.rollout_logprob)[data.mask].max())
     if not gap <= c.rollout.logp_tolerance:
         raise RolloutError(
             f"the log-probs of the sampler and the trainer differ by up to {gap:.3g} on the same tokens, more than"
@@ -63,18 +66,24 @@ class Match:
         self._limit: float = c.rollout.max_kl_jump
         # `agree` has just seen a mismatch near 0, but for what cuts take away: that shows in the first step.
         self._before = None if settings.cuts(c.rollout) else 0.0
-        self._rows: Rows | None = None
+        self._last: batch.Micro | None = None
 
-    def require(self, metrics: dict[str, float], scored: Sequence[Scored], drawn: Sequence[Trajectory]) -> None:
+    def require(
+        self,
+        metrics: dict[str, float],
+        data: Batch,
+        micros: Sequence[batch.Micro],
+        trajectories: Sequence[Trajectory],
+    ) -> None:
         """Raises Mismatch where the step's `rollout_corr/kl` is too far above the last one's."""
-        self._rows = scored[0].rows if scored else None
+        self._last = micros[0] if micros else None
         now = metrics.get(KL)
         if now is None:  # the sampler's log-probs are taken as they are
             return
         before, self._before = self._before, now if math.isfinite(now) else self._before
         if not self._limit or before is None or not now - before > self._limit:
             return
-        server, versions, worst = _worst(scored, drawn)
+        server, versions, worst = _worst(data, trajectories)
         raise Mismatch(
             f"{KL} rose from {before:.3g} to {now:.3g} nats a token, more than rollout.max_kl_jump={self._limit:g}:"
             f" {server or 'the engine'} did not sample from version {versions} of the weights ({worst:.3g} nats off);"
@@ -84,13 +93,12 @@ class Match:
 
     def require_finite(self, learner: Learner, now: TrainState) -> None:
         """Raises NonFinite where the models compute NaN or infinities for rows of the last step."""
-        if self._rows is None:
+        if (last := self._last) is None:
             return
-        rows, passes, policy = self._rows, learner.passes, offload.to_device(learner.policy(now))
-        mask = placing.fetch(rows.mask)
+        rows, passes, policy = last.device, learner.passes, offload.to_device(learner.policy(now))
 
         def require(about: str, array: Array) -> None:
-            if not np.isfinite(placing.fetch(array)[mask]).all():
+            if not np.isfinite(placing.fetch(array)[last.host.mask]).all():
                 raise NonFinite(f"the {about} are not finite numbers")
 
         require("log-probs of the policy", passes.logprob(policy, rows)[0])
@@ -98,15 +106,14 @@ class Match:
             require("values of the critic", passes.value(offload.to_device(learner.value(now)), rows))
 
 
-def _worst(scored: Sequence[Scored], drawn: Sequence[Trajectory]) -> tuple[str, str, float]:
+def _worst(data: Batch, trajectories: Sequence[Trajectory]) -> tuple[str, str, float]:
     """The server whose samples are furthest off, the versions that it named, and the mismatch a token."""
-    flat = batch.flatten(scored, len(drawn)).arrays
-    there = flat["mask"] & (flat["sequence"] >= 0)
-    of, gap = flat["sequence"][there], (flat["sampler_logp"] - flat["logp"])[there]
+    count = len(trajectories)
+    mask, gap = np.asarray(data.mask)[:count], np.asarray(data.rollout_logprob - np.asarray(data.old_logprob))[:count]
     found = []
-    for server in sorted({t.server for t in drawn}):
-        mine = np.array([t.server == server for t in drawn])[of]
+    for server in sorted({t.server for t in trajectories}):
+        mine = mask & np.array([t.server == server for t in trajectories])[:, None]
         found.append((float(gap[mine].mean()) if mine.any() else -math.inf, server))
     worst, server = max(found)
-    versions = {int(v) for t in drawn if t.server == server for v in t.version[t.sampled]}
+    versions = {int(v) for t in trajectories if t.server == server for v in t.version[t.sampled]}
     return server, ", ".join(map(str, sorted(versions))), worst

@@ -1,6 +1,8 @@
 """Samples that are drawn ahead: how far, and which of them are too old to learn from."""
 
+import dataclasses
 import functools
+import math
 import pathlib
 import zlib
 from typing import Any
@@ -16,6 +18,7 @@ from jppo.data.stream import Cursor
 from jppo.io.hosts import ALONE, Hosts
 from jppo.rewards.compose import Panel
 from jppo.rollout.sampler import RolloutError
+from jppo.structs import Reward
 from jppo.supply import Drawn, How, Supply, ages
 
 
@@ -59,8 +62,8 @@ def graders(c: ConfigDict) -> dict[str, Any]:
     return found
 
 
-def fresh(c: ConfigDict, drawn: Drawn, step: int, usable: np.ndarray) -> tuple[np.ndarray, dict[str, float]]:
-    """Which of the usable samples [B] bool are not too old, and how old they are.
+def fresh(c: ConfigDict, drawn: Drawn, step: int, rewards: list[Reward]) -> tuple[list[Reward], dict[str, float]]:
+    """The rewards, those of samples that are too old made unusable, and how old the samples are.
 
     A correction of the log-probs takes the old ones too: it weighs them by what has changed.
     """
@@ -71,12 +74,17 @@ def fresh(c: ConfigDict, drawn: Drawn, step: int, usable: np.ndarray) -> tuple[n
             raise RolloutError(
                 f"prompt {old.uid} was sampled by the weights {step - int(age.max())}, not by version {step}"
             )
-        return usable, {}
-    dropped = usable & (age > most) if c.algorithm.old_logprob != "correction" else np.zeros_like(usable)
-    return usable & ~dropped, {
+        return rewards, {}
+    limit = most if c.algorithm.old_logprob != "correction" else math.inf
+    dropped = [i for i, r in enumerate(rewards) if r.unusable is None and age[i] > limit]
+    rewards = list(rewards)
+    for i in dropped:
+        why = f"sampled by weights {age[i]} updates old, more than rollout.max_staleness={most}"
+        rewards[i] = dataclasses.replace(rewards[i], unusable=why)
+    return rewards, {
         "rollout/staleness_mean": float(age.mean()),
         "rollout/staleness_max": float(age.max()),
-        "rollout/stale_dropped": float(dropped.sum()),
+        "rollout/stale_dropped": float(len(dropped)),
         "rollout/sampling_s": drawn.sampling_s,
         "rollout/hidden": max(0.0, 1.0 - drawn.waited_s / drawn.sampling_s) if drawn.sampling_s > 0 else 0.0,
     }

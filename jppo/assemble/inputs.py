@@ -6,6 +6,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jppo.assemble.agent import Agent, make_agent
+from jppo.assemble.optimizers import require_optimizers
 from jppo.assemble.recipe import make_estimator
 from jppo.config import UserError, stop_texts
 from jppo.data.prompts import PromptSet, mixture, read_prompts
@@ -37,6 +38,7 @@ class Inputs:
 
 def read_inputs(c: ConfigDict) -> Inputs:
     """Everything that can be wrong with files is found here, before a device or a server is touched."""
+    require_optimizers(c)
     policy, critic, reference = read_models(c)
     tokenizer = read_tokenizer(c, *(model for model in (policy, critic, reference) if model is not None))
     check_stop_texts(tokenizer, stop_texts(c.rollout.stop))

@@ -11,9 +11,10 @@ from ml_collections import ConfigDict
 from jppo.assemble import machine, waiting
 from jppo.assemble.fit import require_fit
 from jppo.assemble.inputs import Inputs, critic_path
+from jppo.assemble.optimizers import make_optimizer
 from jppo.assemble.recipe import make_recipe
-from jppo.assemble.rows import packing_kind, plan_of_run, sequences_of_step, shared_prompts
-from jppo.learner import compiler, optim, packing, ppo, sharding, state, update
+from jppo.assemble.rows import batch_shape, packing_kind, plan_of_run, sequences_of_step, shared_prompts
+from jppo.learner import compiler, optim, packing, ppo, sharding, state, step, update
 from jppo.models import embedding, fused, offload, spread
 from jppo.models.decoder import Decoder, attention_settings
 from jppo.models.families import ModelConfig, pad_vocab
@@ -29,6 +30,7 @@ class Learner:
     mesh: Any
     cfg: ModelConfig  # of the policy, its vocabulary as wide as the mesh needs it
     plan: packing.Plan
+    shape: tuple[int, int]  # of a step's flat batch, [B, L]
     recipe: ppo.Recipe
     passes: ppo.Passes
     actor: ppo.Descent
@@ -178,7 +180,6 @@ def make_passes(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[ppo.Recipe, p
         recipe,
         temperature=c.rollout.temperature,
         chunk_tokens=chunk_tokens(c, policy[1]),
-        sequences=sequences_of_step(c),
         mesh=mesh,
         options=compiler.options(mesh, c.model.compiler_options),
     )
@@ -208,16 +209,9 @@ def make_learner(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[Learner, Tra
     value = value_opt = critic = None
     if inputs.critic is not None:
         shared = shares_trunk(c, inputs)
-        trained = load_trained(
-            c,
-            mesh,
-            fit(inputs.critic),
-            critic_path(c),
-            head="value",
-            key=keys(1),
-            adapters=inputs.critic_adapters,
-            trunk=policy.base.params if shared and policy.base is not None else None,
-        )
+        trunk = policy.base.params if shared and policy.base is not None else None
+        how = dict[str, Any](adapters=inputs.critic_adapters, trunk=trunk)
+        trained = load_trained(c, mesh, fit(inputs.critic), critic_path(c), head="value", key=keys(1), **how)
         trained = wait(trained, c.critic.param_offload, shared=shared)
         value = trained.learned
         critic, value_opt = make_descent(c.critic, "critic", passes.critic, trained, inputs.total_steps)
@@ -225,6 +219,7 @@ def make_learner(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[Learner, Tra
         mesh=mesh,
         cfg=cfg,
         plan=plan_of_run(c, mesh, inputs.policy),
+        shape=batch_shape(c, mesh),
         recipe=recipe,
         passes=passes,
         actor=actor,
@@ -238,16 +233,12 @@ def make_learner(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[Learner, Tra
 def compile_passes(c: ConfigDict, learner: Learner, begin: TrainState) -> None:
     """Compiles all that a step runs, so that no later one has to."""
     ppo.compile_all(
-        learner.passes,
-        learner.recipe,
-        learner.plan,
-        learner.mesh,
-        now=begin,
-        reference=learner.reference,
-        actor=learner.actor,
-        critic=learner.critic,
-        sequences=sequences_of_step(c),
-    )
+        learner.passes, learner.recipe, learner.plan, learner.mesh,
+        now=begin, reference=learner.reference, actor=learner.actor, critic=learner.critic, shape=learner.shape,
+    )  # fmt: skip
+    step.advance(learner.recipe, begin, 0.0, bad=False, learned=True)
+    for model, section in enumerate((c.actor, c.critic)):
+        step.order(begin, model, 0, sequences_of_step(c), shuffle=section.shuffle)
 
 
 def make_reference(c: ConfigDict, mesh: Any, cfg: ModelConfig, policy: Trained, key: jax.Array) -> Params:
@@ -258,7 +249,11 @@ def make_reference(c: ConfigDict, mesh: Any, cfg: ModelConfig, policy: Trained, 
     if policy.base is not None:  # with adapters that is their base, which is there already
         return policy.base.params
 
-    def apart(x: jax.Array) -> jax.Array:
+    if not c.ref.param_offload and not c.actor.param_offload:
+        places = jax.tree.map(lambda x: x.sharding, policy.learned)
+        return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=places)(policy.learned)
+
+    def apart(x: jax.Array) -> jax.Array:  # one array on the devices at a time
         copy = offload.to_device(x).copy()
         return offload.to_host(copy) if c.ref.param_offload else copy
 
@@ -269,25 +264,13 @@ def make_descent(
     section: ConfigDict, name: str, accumulate: Any, trained: Trained, total_steps: int
 ) -> tuple[ppo.Descent, Any]:
     """The optimizer of one model, by its section of the config, and the optimizer's first state."""
-    tx = make_optimizer(section, trained.what)
+    tx = make_optimizer(section, name, trained.what)
     opt, places = state.init_optimizer(tx, trained.what, trained.learned)
     apply = make_apply(section, tx, trained.what, places, total_steps)
     zeros = update.make_zeros(trained.what.shapes, trained.what.shardings)
     spare = trained.what.spare, state.spare_of_optimizer(tx, trained.what)
     opt = offload.to_host(opt) if section.optimizer_offload else opt
     return ppo.Descent(accumulate, apply, zeros, name=name, base=trained.base, spare=spare), opt
-
-
-def make_optimizer(section: ConfigDict, what: state.Weights) -> Any:
-    """The optimizer that a section of the config asks for, of such parameters."""
-    narrow = any(x.dtype != jnp.float32 for x in jax.tree.leaves(what.shapes))
-    return optim.make_optimizer(
-        grad_clip=section.grad_clip,
-        betas=tuple(section.betas),
-        weight_decay=section.weight_decay,
-        moments_dtype=section.moments_dtype,
-        master=section.master_dtype == "float32" and narrow,
-    )
 
 
 def make_apply(section: ConfigDict, tx: Any, what: state.Weights, places: Any, total_steps: int) -> Any:

@@ -17,14 +17,9 @@ from ml_collections import ConfigDict
 
 from jppo.assemble import waiting
 from jppo.assemble.inputs import Inputs
-from jppo.assemble.learner import (
-    Trained,
-    make_apply,
-    make_optimizer,
-    make_passes,
-    shares_trunk,
-)
+from jppo.assemble.learner import Trained, make_apply, make_passes, shares_trunk
 from jppo.assemble.moments import Estimate, Moment, account, size, whole
+from jppo.assemble.optimizers import make_optimizer
 from jppo.assemble.own_engine import own_engine
 from jppo.assemble.rows import plan_of_run
 from jppo.learner import packing, ppo, sharding, state
@@ -108,7 +103,7 @@ def learning(
     `brought` is what comes from the host for all of the update; the optimizer comes for its step. `useful` are the FLOP
     that the model needs for each micro-batch.
     """
-    tx = make_optimizer(section, trained.what)
+    tx = make_optimizer(section, name, trained.what)
     opt, places = state.abstract_optimizer(tx, trained.what)
     mesh = jax.tree.leaves(trained.what.shardings)[0].mesh
     scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=sharding.replicated(mesh))
@@ -226,16 +221,16 @@ def of_one_model(
 
 def stored(c: ConfigDict, inputs: Inputs, mesh: Any) -> int:
     """Bytes of a checkpoint: what is learned, and the optimizers."""
-    heads: list[tuple[ModelConfig | None, Head, Lora | None, ConfigDict]] = [
-        (inputs.policy, "lm", inputs.adapters, c.actor),
-        (inputs.critic, "value", inputs.critic_adapters, c.critic),
+    heads: list[tuple[ModelConfig | None, Head, Lora | None, str]] = [
+        (inputs.policy, "lm", inputs.adapters, "actor"),
+        (inputs.critic, "value", inputs.critic_adapters, "critic"),
     ]
     total = 0
-    for cfg, head, adapters, section in heads:
+    for cfg, head, adapters, name in heads:
         if cfg is None:
             continue
         trained = sketch(c, mesh, pad_vocab(cfg, mesh.shape["tensor"]), head=head, adapters=adapters)
-        opt, _ = state.abstract_optimizer(make_optimizer(section, trained.what), trained.what)
+        opt, _ = state.abstract_optimizer(make_optimizer(c[name], name, trained.what), trained.what)
         total += whole((trained.learned, opt))
     return total
 
@@ -256,8 +251,8 @@ def _scored(recipe: ppo.Recipe, rows: Rows, with_critic: bool) -> Scored:
     weighed = recipe.correction is not None and recipe.correction.level is not None
     return Scored(
         rows=rows,
-        logp=f32,
-        ref_logp=f32 if recipe.kl_loss_type is not None else None,
+        old_logprob=f32,
+        ref_logprob=f32 if recipe.kl_loss_type is not None else None,
         value=f32 if with_critic else None,
         weight=f32 if weighed else None,
         advantage=f32,
@@ -302,7 +297,7 @@ def _scoring(
         if passes.reference is not None and inputs.reference is not None:
             policy_too = recipe.in_reward(actor)
             flop = useful_forward(c, inputs.reference, shape, None, head=True) + (0 if policy_too is None else flop)
-            models = reference, policy_too, one, _like(one)
+            models = reference, policy_too, one
             how = dict[str, Any](brought=coming.reference, useful=flop, masked=share, entries=entries)
             yield account("reference", 0, passes.reference, *models, **how)
         if passes.value is not None and critic is not None and inputs.critic is not None:

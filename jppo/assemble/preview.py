@@ -29,8 +29,6 @@ from jppo.targets.machines import Machine
 MIB = 2**20
 HERE = Request()  # the machine that this is
 TIGHT = 0.9  # of the room: more is a warning
-# What a step calls once for a batch, not once for a shape of rows.
-ONCE = ("normalized", "sequences")
 Verdict = Literal["OK", "WARN", "FAIL"]
 
 
@@ -84,14 +82,10 @@ def descents(trajectories: Sequence[Trajectory], plan: packing.Plan, *, epochs: 
     return Descents(epochs, len(cuts), size, max(map(len, packed)), entries)
 
 
-def programs(passes: ppo.Passes, recipe: ppo.Recipe, plan: packing.Plan, models: int) -> int:
+def programs(passes: ppo.Passes, plan: packing.Plan, models: int) -> int:
     """How many programs XLA compiles for a run of so many trained models: the large ones, of passes and updates."""
-    unused = {*ONCE, *(() if recipe.entropy_metric and not recipe.bypass else ("entropy",))}
-    unused |= {"gap"} if recipe.bypass else set()
-    by_shape = [
-        f.name for f in dataclasses.fields(passes) if getattr(passes, f.name) is not None and f.name not in unused
-    ]
-    return len(by_shape) * len(plan.shapes) + 2 * models  # an optimizer step and an empty sum of gradients
+    by_shape = [name for name in vars(passes) if name != "advantages" and getattr(passes, name) is not None]
+    return len(by_shape) * len(plan.shapes) + 1 + 2 * models  # the optimizer step and the empty sum of gradients
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,9 +133,9 @@ def sizes(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[list[str], Work]:
     """The derived sizes of a PPO run as lines, and what a step does."""
     plan, per_step = plan_of_run(c, mesh, inputs.policy), sequences_of_step(c)
     prompts = inputs.train.prompts
-    recipe, passes = make_passes(c, inputs, mesh)
+    _, passes = make_passes(c, inputs, mesh)
     step = work(c, inputs, mesh)
-    count = programs(passes, recipe, plan, len(step.updates))
+    count = programs(passes, plan, len(step.updates))
     lines = [
         f"prompts          {len(prompts):,} to train on, {len(inputs.val.prompts):,} to test on",
         f"steps            {inputs.total_steps:,}, each of {c.data.train_batch_size:,} prompts x {c.rollout.n} ="

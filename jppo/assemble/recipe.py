@@ -1,15 +1,19 @@
 """From the names in the settings to the functions of the mathematics, their numbers bound."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
+import jax
 from ml_collections import ConfigDict
 
 from jppo.algorithms import kl, losses
+from jppo.assemble.rows import sequences_of_step
 from jppo.config import importance_band, parts, rejection_rules
 from jppo.learner import correct, ppo
 from jppo.learner.estimate import Estimator
 from jppo.learner.policy_losses import Objective
+from jppo.structs import Array
 
 
 def make_estimator(c: ConfigDict) -> Estimator:
@@ -49,6 +53,15 @@ def make_correction(c: ConfigDict) -> correct.Correction | None:
     )
 
 
+def make_kl_controller(c: ConfigDict) -> Callable[[Array, Array], Array] | None:
+    """What `algorithm.kl_ctrl_type` chooses: the next coefficient of the KL in the reward; None: it is fixed."""
+    a = c.algorithm
+    if a.kl_ctrl_type == "fixed":
+        return None
+    how = dict(steps=sequences_of_step(c), target=a.target_kl, horizon=a.horizon)
+    return jax.jit(functools.partial(kl.adaptive, **how))
+
+
 def make_recipe(c: ConfigDict) -> ppo.Recipe:
     """The mathematics that the config asks for."""
     a, v = c.actor, c.critic
@@ -71,4 +84,5 @@ def make_recipe(c: ConfigDict) -> ppo.Recipe:
         kl_loss_coef=a.kl_loss_coef,
         bypass=c.algorithm.old_logprob == "bypass",
         correction=make_correction(c),
+        adapt_kl=make_kl_controller(c),
     )

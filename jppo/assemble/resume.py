@@ -4,6 +4,7 @@ import dataclasses
 import importlib.metadata
 import math
 import pathlib
+import re
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,6 +35,7 @@ PASSING = (
 )
 PACKAGES = ("jppo", "jax", "jaxlib", "flax", "optax")
 OPTIMIZERS = ("policy_opt", "value_opt")
+ADAMW = re.compile(r"^(\.\w+_opt)(?:\.inner)*(?:\[1\]\[0\])?\.(count|mu|nu)\b")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +149,7 @@ def read_checkpoint(c: ConfigDict, checkpoints: Checkpoints, like: Any, now: dic
         checkpoints.discard_after(-1)
         return None
     checked: dict[str, Any] = {"fits": lambda meta: require_fit(meta, now), "optional": OPTIMIZERS}
+    checked["former_name"] = former_name
     if mode == "auto":
         found = checkpoints.restore_latest(like, **checked)
     else:
@@ -154,6 +157,11 @@ def read_checkpoint(c: ConfigDict, checkpoints: Checkpoints, like: Any, now: dic
     if found is not None:
         checkpoints.discard_after(found.step)
     return found
+
+
+def former_name(name: str) -> str:
+    """The name of an array of AdamW's state in checkpoints from before optimizers were optax chains."""
+    return ADAMW.sub(lambda found: f"{found[1]}.{found[2].replace('count', 'steps')}", name)
 
 
 def require_fit(then: dict[str, Any], now: dict[str, Any]) -> None:
@@ -166,6 +174,11 @@ def require_fit(then: dict[str, Any], now: dict[str, Any]) -> None:
                 f"{name}={now['config'][name]!r} was {before[name]!r} when the checkpoint was written, whose place in"
                 f" the data belongs to it; {remedy}"
             )
+    if "optimizer" in before.get("trainer.save_contents", "optimizer"):
+        for name in ("actor.optimizer", "critic.optimizer", "optim.optimizer"):
+            old, new = before.get(name, "adamw"), now["config"].get(name)
+            if new not in (None, old) and ":" not in old + new:
+                raise UserError(f"{name}={new!r} was {old!r} when the checkpoint was written, with its state; {remedy}")
     for about, what in (("data", "data.train_files"), ("frozen", "")):
         old, new = then.get(about), now[about]
         if old is None or old == new:

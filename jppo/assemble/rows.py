@@ -74,3 +74,9 @@ def critic_mini_batch_size(c: ConfigDict) -> int:
 def sequences_of_step(c: ConfigDict) -> int:
     """How many trajectories a step has."""
     return c.data.train_batch_size * c.rollout.n
+
+
+def batch_shape(c: ConfigDict, mesh: Any) -> tuple[int, int]:
+    """A step's flat batch [B, L]: its trajectories, padded to what the devices share, by the longest response."""
+    devices = sharding.whole_row_multiple(mesh)
+    return -(-sequences_of_step(c) // devices) * devices, c.data.max_response_length

@@ -16,6 +16,7 @@ ESTIMATORS = Registry[Part](
 POLICY_LOSSES = Registry[Part](
     "policy_losses", "jppo.learner.policy_losses:POLICY_LOSSES", returns="jppo.learner.policy_losses:Objective"
 )
+OPTIMIZERS = Registry[Part]("optimizers", "jppo.learner.optim:OPTIMIZERS", returns="optax:GradientTransformation")
 KL_ESTIMATORS = Registry[Part]("kl_estimators", "jppo.algorithms.kl:BY_NAME")
 
 

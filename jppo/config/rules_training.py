@@ -3,6 +3,7 @@
 import ml_collections
 
 from jppo.config import parts
+from jppo.config.table import TABLE
 from jppo.config.texts import rejection_rules
 from jppo.errors import UserError
 
@@ -16,6 +17,7 @@ def check(config: ml_collections.ConfigDict) -> None:
             _mini_batch(config, section)
     for section in ("actor", "critic", "optim"):
         if section in config:
+            _optimizer(config, section)
             _warmup(config, section)
             _master_dtype(config, section)
     _margin(config)
@@ -85,6 +87,12 @@ def _mini_batch(config: ml_collections.ConfigDict, section: str) -> None:
         raise UserError(
             f"{section}.ppo_mini_batch_size={mini} must divide data.train_batch_size*rollout.n={batch}; try {fitting}"
         )
+
+
+def _optimizer(config: ml_collections.ConfigDict, section: str) -> None:
+    betas, usual = tuple(config[section].betas), TABLE[f"{section}.betas"].default
+    if config[section].optimizer == "adafactor" and betas != usual:
+        raise UserError(f"{section}.betas={betas} is not read by {section}.optimizer='adafactor'; leave it at {usual}")
 
 
 def _warmup(config: ml_collections.ConfigDict, section: str) -> None:

@@ -1,7 +1,7 @@
 """Settings of the models, the data, the algorithm and the updates."""
 
 from jppo.config import texts
-from jppo.config.parts import ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
+from jppo.config.parts import ESTIMATORS, KL_ESTIMATORS, OPTIMIZERS, POLICY_LOSSES
 from jppo.config.setting import Setting as S
 
 DTYPES = ("float32", "bfloat16")
@@ -84,9 +84,11 @@ EPOCHS = S("ppo_epochs", 1, "Epochs over the batch of a step", bounds="[1,")
 SHUFFLE = S("shuffle", False, "New mini-batches in every epoch")
 OFFLOAD = S("param_offload", False, "Parameters in host memory while they are not used")
 OPTIMIZER = (
+    S("optimizer", "adamw", "Optimizer, an optax chain", choices=OPTIMIZERS),
     S("grad_clip", 1.0, "Largest global gradient norm; longer gradients are scaled down to it", bounds="(0,"),
-    S("betas", (0.9, 0.999), "Decay rates of Adam's first and second moments", bounds="[0, 1)"),
-    S("weight_decay", 0.01, "Weight decay of AdamW, multiplied by the learning rate", bounds="[0,"),
+    S("betas", (0.9, 0.999), "Decay rates of Adam's two moments; lion reads both, sgd the first as its momentum",
+      bounds="[0, 1)"),
+    S("weight_decay", 0.01, "Decoupled weight decay, multiplied by the learning rate", bounds="[0,"),
     S("lr_scheduler_type", "constant", "Schedule of the learning rate after the warm-up",
       choices=("constant", "cosine")),
     S("lr_warmup_steps", -1, "Warm-up of the learning rate from 0. -1: by lr_warmup_steps_ratio", unit="steps",
@@ -95,7 +97,7 @@ OPTIMIZER = (
     S("min_lr_ratio", 0.0, "Final learning rate of cosine as a fraction of the peak", bounds="[0, 1]"),
     S("master_dtype", "float32", "Dtype of the weights that the optimizer steps; float32 with bfloat16 parameters"
       " keeps a copy", choices=DTYPES),
-    S("moments_dtype", "float32", "Dtype of Adam's moments", choices=DTYPES),
+    S("moments_dtype", "float32", "Dtype of the optimizer's moments; bfloat16 is rounded stochastically", choices=DTYPES),
     S("optimizer_offload", False, "Optimizer state in host memory between its steps"),
 )  # fmt: skip
 LR = S("lr", 1e-6, "Learning rate", bounds="[0,")

@@ -6,6 +6,7 @@ read: storage that changed a bit is found, and the checkpoint before is used ins
 disk, is said and costs that checkpoint only.
 """
 
+import collections
 import dataclasses
 import json
 import logging
@@ -105,10 +106,11 @@ class Checkpoints:
         self.wait()
         named = _named(state)
         arrays = {name: _plain(leaf) for name, leaf in named}
-        if odd := nonfinite(arrays):
+        found = _examined(arrays)
+        if odd := [name for name, (finite, _) in found.items() if not finite]:
             raise NonFinite(f"{odd[0]} has values that are not finite numbers, one of {len(odd)} such arrays")
         self._make_way(step)
-        table = {name: _describe(leaf) | _impl(leaf) | {"checksum": checksum(arrays[name])} for name, leaf in named}
+        table = {name: _describe(leaf) | _impl(leaf) | {"checksum": found[name][1]} for name, leaf in named}
         content = {"step": step, "meta": meta, "arrays": table}
         copies = {name: _one_copy(array) for name, array in arrays.items()}
         items = ocp.args.Composite(state=ocp.args.StandardSave(copies), about=ocp.args.JsonSave(content))
@@ -120,10 +122,8 @@ class Checkpoints:
         except Exception as e:  # orbax and tensorstore raise anything, down to a plain Exception
             self._failed(e)
 
-    def restore_latest(
-        self, like: Any, *, fits: Callable[[dict[str, Any]], None] | None = None, optional: Sequence[str] = ()
-    ) -> Restored | None:
-        """The last checkpoint that is whole, as `restore` reads it; None where there is none.
+    def restore_latest(self, like: Any, **how: Any) -> Restored | None:
+        """The last checkpoint that is whole, as `restore` reads it with `how`; None where there is none.
 
         A damaged one is reported and, unless nothing may be changed, renamed to `<step>.damaged`; the one before is
         read.
@@ -132,7 +132,7 @@ class Checkpoints:
         for step in reversed(self.steps()):
             path = self._directory / str(step)
             try:
-                return restore(path, like, fits=fits, optional=optional)
+                return restore(path, like, **how)
             except Damaged as e:
                 aside = path.with_name(f"{step}.damaged")
                 renamed = "" if self._read_only else f", renamed to {aside.name}"
@@ -243,12 +243,13 @@ def restore(
     *,
     fits: Callable[[dict[str, Any]], None] | None = None,
     optional: Sequence[str] = (),
+    former_name: Callable[[str], str] = str,
 ) -> Restored:
     """Read the checkpoint at `path` into the structure, shapes, dtypes and shardings of `like`.
 
     `like` holds arrays or `jax.ShapeDtypeStruct`s with shardings; its `optional` fields hold arrays, which stay
-    where the checkpoint has nothing for the field. `fits` sees the meta first and raises what speaks against it. A
-    checkpoint of another structure is a user's error.
+    where the checkpoint has nothing for the field. `fits` sees the meta first and raises what speaks against it. An
+    array that is not there is read by its `former_name`. A checkpoint of another structure is a user's error.
     """
     require(path)
     _quiet()
@@ -259,12 +260,20 @@ def restore(
         saved = content["arrays"]
         missing = tuple(field for field in optional if not any(_of_field(name, field) for name in saved))
         whole = dict(_named(like))
-        wanted = {name: leaf for name, leaf in whole.items() if not any(_of_field(name, field) for field in missing)}
+        there = [name for name in whole if not any(_of_field(name, field) for field in missing)]
+        stored = {name: name if name in saved else former_name(name) for name in there}
+        wanted = {stored[name]: whole[name] for name in there}
         _check_structure(path, saved, wanted)
         targets = {name: _target(leaf) for name, leaf in wanted.items()}
         arrays = _read(reader, path.absolute(), state=ocp.args.StandardRestore(targets))["state"]
     _check_sums(path, arrays, saved)
-    leaves = [_rewrap(arrays[name], saved[name]) if name in wanted else leaf for name, leaf in whole.items()]
+    times = collections.Counter(stored.values())
+
+    def found(name: str) -> jax.Array:
+        array = _rewrap(arrays[stored[name]], saved[stored[name]])
+        return array if times[stored[name]] == 1 else array.copy()  # each leaf may be donated
+
+    leaves = [found(name) if name in stored else leaf for name, leaf in whole.items()]
     state = jax.tree.unflatten(jax.tree.structure(like), leaves)
     present = tuple(field for field in missing if any(_of_field(name, field) for name in whole))
     return Restored(content["step"], state, content["meta"], present)
@@ -293,11 +302,12 @@ def restore_field(path: pathlib.Path, field: str, like: Callable[[dict[str, Any]
 
 
 def _check_sums(path: pathlib.Path, arrays: dict[str, jax.Array], saved: dict[str, Any]) -> None:
-    changed = [name for name, array in arrays.items() if checksum(array) != saved[name]["checksum"]]
+    found = _examined(arrays)
+    changed = [name for name, (_, checksum) in found.items() if checksum != saved[name]["checksum"]]
     if changed:
         first = f"{len(changed)} arrays are not what was saved, {changed[0]} among them"
         raise Damaged(f"{path} is damaged: {first}; use another")
-    if odd := nonfinite(arrays):
+    if odd := [name for name, (finite, _) in found.items() if not finite]:
         raise Damaged(f"{path} holds values that are not finite numbers, in {odd[0]} first; use another")
 
 
@@ -389,21 +399,32 @@ def _check_structure(path: pathlib.Path, saved: dict[str, Any], wanted: dict[str
             raise UserError(f"{path} does not fit this run: {name} was saved as {then}, now it is {now}; {remedy}")
 
 
-def checksum(array: jax.Array) -> int:
-    """The sum of the array's bits, word by word, modulo 2^32: the same for any sharding."""
-    return int(_sum_of_bits(_on_device(array)))
-
-
 def checksum_of_all(tree: Any) -> int:
     """One checksum of all arrays of a tree."""
-    return sum(checksum(leaf) for leaf in jax.tree.leaves(tree)) % 2**32
+    arrays = {str(number): leaf for number, leaf in enumerate(jax.tree.leaves(tree))}
+    return sum(checksum for _, checksum in _examined(arrays).values()) % 2**32
 
 
 def nonfinite(arrays: Mapping[str, jax.Array]) -> list[str]:
     """The names of the arrays that hold NaN or an infinity."""
-    floats = {name: array for name, array in arrays.items() if jnp.issubdtype(array.dtype, jnp.floating)}
-    # One after another: exchanges of several programs at once can wait for each other on a CPU.
-    return [name for name, array in floats.items() if not bool(_all_finite(_on_device(array)))]
+    return [name for name, (finite, _) in _examined(arrays).items() if not finite]
+
+
+def _examined(arrays: Mapping[str, jax.Array]) -> dict[str, tuple[bool, int]]:
+    """Of each array whether it is finite, and its checksum; offloaded ones come to the devices one at a time.
+
+    The checksum is the sum of the array's bits, word by word, modulo 2^32: the same for any sharding.
+    """
+    together: dict[Any, list[str]] = {}  # names whose arrays one program can take
+    for name, array in arrays.items():
+        offloaded = "host" in (array.sharding.memory_kind or "")
+        together.setdefault(name if offloaded else frozenset(array.sharding.device_set), []).append(name)
+    found = dict[str, tuple[bool, int]]()
+    for names in together.values():
+        # One after another: exchanges of several programs at once can wait for each other on a CPU.
+        verdicts = jax.device_get(_examine([_on_device(arrays[name]) for name in names]))
+        found |= {name: (bool(finite), int(bits)) for name, (finite, bits) in zip(names, verdicts, strict=True)}
+    return {name: found[name] for name in arrays}
 
 
 def _on_device(array: jax.Array) -> jax.Array:
@@ -413,12 +434,10 @@ def _on_device(array: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def _all_finite(array: jax.Array) -> jax.Array:
-    return jnp.isfinite(array).all()
+def _examine(arrays: list[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:
+    def sum_of_bits(array: jax.Array) -> jax.Array:
+        whole = array.astype(jnp.uint8) if array.dtype == jnp.bool_ else array
+        bits = jax.lax.bitcast_convert_type(whole, jnp.dtype(f"uint{8 * whole.dtype.itemsize}"))
+        return jnp.sum(bits, dtype=jnp.uint32)
 
-
-@jax.jit
-def _sum_of_bits(array: jax.Array) -> jax.Array:
-    whole = array.astype(jnp.uint8) if array.dtype == jnp.bool_ else array
-    bits = jax.lax.bitcast_convert_type(whole, jnp.dtype(f"uint{8 * whole.dtype.itemsize}"))
-    return jnp.sum(bits, dtype=jnp.uint32)
+    return [(jnp.isfinite(array).all(), sum_of_bits(array)) for array in arrays]

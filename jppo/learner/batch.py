@@ -1,32 +1,115 @@
-"""A step's batch: rows for scoring, and the mini-batches that each epoch of an update cuts from them.
+"""A step's batch: flat on the host and for the mathematics between, in rows for the models.
 
-A batch is scored in one layout and learned from in others: policy and critic may have mini-batches of their own, drawn
-anew in each epoch. What was scored moves from one layout to the next by trajectory and position.
+The flat batch [B, L] has the tokens of a trajectory's response in a row. For scoring all of it is packed once; for
+learning each epoch of an update packs mini-batches of its own, drawn anew. `unpack` and `at` go between the layouts, by
+trajectory and position.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jppo.learner import packing, sharding
-from jppo.models import placing
-from jppo.structs import Counts, Rows, Scored, Trajectory
+from jppo.structs import Batch, Counts, Reward, Rows, Scored, Trajectory
 
 _FIELDS = [f.name for f in dataclasses.fields(Scored) if f.name != "rows"]
 
 
-def make(trajectories: Sequence[Trajectory], *, plan: packing.Plan, mesh: Mesh) -> list[Rows]:
-    """The whole batch in micro-batches, on their devices."""
-    return [sharding.put_rows(rows, mesh) for rows in packing.pack(trajectories, range(len(trajectories)), plan)]
+def flatten(
+    trajectories: Sequence[Trajectory],
+    rewards: Sequence[Reward],
+    group: np.ndarray,
+    greedy: np.ndarray | None = None,
+    *,
+    shape: tuple[int, int],
+) -> Batch:
+    """The graded trajectories as arrays [B, L] on the host; `shape` has rows to spare for padding."""
+    B, L = shape
+    count = len(trajectories)
+    out = Batch(
+        mask=np.zeros(shape, np.bool_),
+        rollout_logprob=np.zeros(shape, np.float32),
+        first=np.zeros(B, np.int32),
+        score=np.full(B, np.nan, np.float32),
+        group=np.arange(B, dtype=np.int32),
+        greedy=None if greedy is None else np.pad(greedy, (0, B - count)),
+    )
+    out.score[:count] = [r.score for r in rewards]
+    out.group[:count] = group
+    for b, t in enumerate(trajectories):
+        there = np.flatnonzero(t.sampled[1:])  # by entry: nothing was read before the first token
+        if not there.size:
+            continue
+        response = slice(there[0], len(t.tokens) - 1)
+        n = response.stop - response.start
+        if n > L:
+            raise ValueError(f"trajectory {t.uid} has a response of {n} tokens, the batch holds {L}")
+        sampled = t.sampled[1:][response]
+        out.first[b] = response.start
+        out.mask[b, :n] = sampled & (rewards[b].unusable is None)
+        out.rollout_logprob[b, :n] = np.where(sampled, t.logprob[1:][response], 0.0)
+    return out
 
 
-def each(fn: Callable[..., Any], *micros: Sequence[Any]) -> list[Any]:
-    """fn over the micro-batches that stand in the same place; returns when the device is done."""
-    return jax.block_until_ready([fn(*micro) for micro in zip(*micros, strict=True)])
+def arrays(batch: Batch, trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
+    """What is known of the batch, by name, with the `tokens` [B, L] of the responses; for inspection."""
+    tokens = np.zeros(batch.mask.shape, np.int32)
+    for b, t in enumerate(trajectories):
+        response = t.tokens[batch.first[b] + 1 :][: tokens.shape[1]]
+        tokens[b, : len(response)] = response
+    return {name: x for name, x in vars(batch).items() if x is not None} | {"tokens": tokens}
+
+
+def _places(batch: Batch, rows: Rows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Which entries of rows [R, T] are in the flat batch, and their rows and columns there."""
+    sequence = np.asarray(rows.sequence)
+    column = np.asarray(rows.position) - np.asarray(batch.first)[sequence]
+    there = (sequence >= 0) & (column >= 0) & (column < batch.mask.shape[1])  # no shared prompt, no padding
+    return there, np.where(there, sequence, 0), np.where(there, column, 0)
+
+
+def unpack(batch: Batch, packed: Sequence[tuple[Rows, np.ndarray]]) -> np.ndarray:
+    """What stands in rows [R, T], in the layout of the batch; 0 where it has no entry."""
+    out = np.zeros(batch.mask.shape, packed[0][1].dtype if packed else np.float32)
+    for rows, values in packed:
+        there, b, k = _places(batch, rows)
+        out[b[there], k[there]] = values[there]
+    return out
+
+
+def at(batch: Batch, x: Any, rows: Rows) -> np.ndarray:
+    """An array [B, L] of the batch in the layout of rows [R, T]; 0 at prompts and padding."""
+    there, b, k = _places(batch, rows)
+    found = x[b, k]
+    return np.where(there, found, np.zeros((), found.dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class Micro:
+    """Rows of the batch, here and on the devices."""
+
+    host: Rows
+    device: Rows
+
+
+def scored(batch: Batch, rows: Rows) -> Scored:
+    """The rows with what the losses need of the batch, on the host."""
+    known = {name: x for name in _FIELDS if (x := getattr(batch, name)) is not None}
+    return Scored(rows=rows, **{name: at(batch, x, rows) for name, x in known.items()})
+
+
+def micros(batch: Batch, trajectories: Sequence[Trajectory], *, plan: packing.Plan, mesh: Mesh) -> list[Micro]:
+    """The whole batch in micro-batches, for scoring."""
+    rows = _rows(batch, trajectories, range(len(trajectories)), plan)
+    return [Micro(one, sharding.put_rows(one, mesh)) for one in rows]
+
+
+def _rows(batch: Batch, trajectories: Sequence[Trajectory], part: Sequence[int], plan: packing.Plan) -> Iterator[Rows]:
+    for rows in packing.pack([trajectories[i] for i in part], part, plan):
+        yield dataclasses.replace(rows, mask=at(batch, batch.mask, rows))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,42 +122,8 @@ class Mini:
     learns: bool = True  # False: no token is trained on, so that its optimizer step is left out
 
 
-@dataclasses.dataclass(frozen=True)
-class Flat:
-    """A scored batch on the host: every array end to end, and where each trajectory begins in it.
-
-    A prompt that several share stands elsewhere, so that what such a place has for it means nothing: it is never read.
-    """
-
-    arrays: dict[str, np.ndarray]
-    start: np.ndarray  # [B]
-
-    def at(self, name: str, rows: Rows) -> np.ndarray | None:
-        """The array `name` in the layout of `rows`; 0 where they are empty, None where the batch has none."""
-        if name not in self.arrays:
-            return None
-        sequence, position = np.asarray(rows.sequence), np.asarray(rows.position)
-        there = sequence >= 0  # the others, those of shared prompts among them, have positions but no place
-        found = self.arrays[name][np.where(there, self.start[sequence] + position, 0)]
-        return np.where(there, found, np.zeros((), found.dtype))
-
-
-def flatten(scored: Sequence[Scored], sequences: int) -> Flat:
-    """The scored batch, fetched from its devices."""
-    host: list[dict[str, Any]] = []
-    for one in placing.fetch(list(scored)):
-        fields = {name: getattr(one, name) for name in _FIELDS}
-        rows = {f.name: getattr(one.rows, f.name) for f in dataclasses.fields(one.rows)}
-        host.append({k: v.reshape(-1) for k, v in (rows | fields).items() if v is not None})
-    arrays = {name: np.concatenate([one[name] for one in host]) for name in host[0]}
-    there = np.flatnonzero(arrays["sequence"] >= 0)
-    start = np.zeros(sequences, np.int64)
-    start[arrays["sequence"][there]] = there - arrays["position"][there]
-    return Flat(arrays, start)
-
-
 def mini_batches(
-    flat: Flat,
+    batch: Batch,
     trajectories: Sequence[Trajectory],
     *,
     order: np.ndarray,
@@ -82,18 +131,13 @@ def mini_batches(
     plan: packing.Plan,
     mesh: Mesh,
 ) -> Iterator[Mini]:
-    """The scored batch cut into mini-batches of trajectories in that order, each packed, on the host."""
+    """The batch cut into mini-batches of trajectories in that order, each packed, on the host."""
     place = sharding.rows_sharding(mesh)
     for begin in range(0, len(order), mini_batch_size):
         part = order[begin : begin + mini_batch_size].tolist()
-        micros = []
-        for rows in packing.pack([trajectories[i] for i in part], part, plan):
-            mask = flat.at("mask", rows)
-            assert mask is not None
-            fields: dict[str, Any] = {name: flat.at(name, rows) for name in _FIELDS}
-            micros.append(Scored(rows=dataclasses.replace(rows, mask=mask & rows.mask), **fields))
-        counts = count([micro.rows for micro in micros])
-        yield Mini(micros, counts, place, learns=any(micro.rows.mask.any() for micro in micros))
+        found = [scored(batch, rows) for rows in _rows(batch, trajectories, part, plan)]
+        counts = count([micro.rows for micro in found])
+        yield Mini(found, counts, place, learns=any(micro.rows.mask.any() for micro in found))
 
 
 def count(rows: Sequence[Rows]) -> Counts:

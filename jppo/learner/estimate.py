@@ -1,24 +1,24 @@
-"""From scores to advantages: token rewards, the estimator, whitening over the whole batch."""
+"""The step between scoring and learning, on the flat batch [B, L]: mismatch, correction, KL, rewards, advantages."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jppo.algorithms import masked
-from jppo.learner import batch
-from jppo.structs import Array, Reward, Rows, Scored, Trajectory
+from jppo.algorithms import kl, masked
+from jppo.algorithms.correction import geometric
+from jppo.learner import correct
+from jppo.structs import Array, Batch, Reward
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimator:
     """One of `algorithm.adv_estimator`: what it computes, and what must be there for it."""
 
-    # (token reward, value or None, outcome [B], rows) -> advantage and returns [R, T]
-    tokens: Callable[[Array, Any, Array, Rows], tuple[Array, Array]]
+    # (token reward [B, L], value [B, L] or None, outcome [B], mask [B, L]) -> advantage and returns [B, L]
+    tokens: Callable[[Array, Any, Array, Array], tuple[Array, Array]]
     # (score, length, group) [B] -> the outcome [B] that `tokens` is given; None: the greedy responses' scores
     sequences: Callable[[Array, Array, Array], Array] | None = None
     whiten: bool = False
@@ -26,147 +26,133 @@ class Estimator:
     greedy: bool = False  # a greedy response is drawn and graded for every prompt
 
 
-def spread(reward: Array, value: Array | None, outcome: Array, rows: Rows) -> tuple[Array, Array]:
+def spread(reward: Array, value: Array | None, outcome: Array, mask: Array) -> tuple[Array, Array]:
     """The `tokens` of an estimator by sequence: each token has its sequence's advantage, which is its return too."""
-    advantage = masked.spread(outcome, rows.sequence, rows.mask)
+    advantage = masked.spread(outcome, mask)
     return advantage, advantage
 
 
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """What is known of a batch's trajectories once they are graded; all [B]."""
+def groups(unusable: np.ndarray, n: int) -> np.ndarray:  # [B] bool -> [B] i32
+    """Which samples are compared: `n` in turn are of one prompt; one that is unusable is alone.
 
-    score: np.ndarray  # f32, NaN where the grader failed
-    group: np.ndarray  # i32, equal for the samples of one prompt
-    greedy: np.ndarray | None  # f32, the score of the prompt's greedy response
-
-
-def groups(failed: np.ndarray, n: int) -> np.ndarray:  # [B] bool -> [B] i32
-    """Which samples are compared: `n` in turn are of one prompt; one whose grader failed is alone.
-
-    A group's number is the index of its first member that has a score.
+    A group's number is the index of its first usable member.
     """
-    index = np.arange(len(failed)).reshape(-1, n)
-    first = np.where(failed.reshape(-1, n), len(failed), index).min(1, keepdims=True)
-    return np.where(failed, index.reshape(-1), np.repeat(first, n)).astype(np.int32)
+    index = np.arange(len(unusable)).reshape(-1, n)
+    first = np.where(unusable.reshape(-1, n), len(unusable), index).min(1, keepdims=True)
+    return np.where(unusable, index.reshape(-1), np.repeat(first, n)).astype(np.int32)
 
 
-def outcomes(
+def compare(
     rewards: list[Reward], baseline: list[Reward] | None, *, n: int, compared: bool
-) -> tuple[Outcome, np.ndarray]:
-    """What the estimator is told of a batch, and which samples can be learned from [B] bool.
+) -> tuple[list[Reward], np.ndarray, np.ndarray | None]:
+    """The rewards, the groups [B] and the scores of the greedy responses [B], `n` samples of each prompt in turn.
 
-    A sample can't be whose grader failed, nor one that has nothing to be measured by: its prompt's greedy response was
-    not graded, or, where samples are `compared`, it is the only one of its prompt that was.
+    A sample becomes unusable where it has nothing to be measured by: its prompt's greedy response was not graded, or,
+    where samples are `compared`, no other one of its prompt was.
     """
-    failed = np.isnan([r.score for r in rewards])
-    group = groups(failed, n)
-    best = None
-    usable = ~failed
-    if baseline is not None:
-        best = np.repeat(np.array([r.score for r in baseline], np.float32), n)
-        usable &= ~np.isnan(best)
-        best = np.nan_to_num(best)
-    if compared:
-        usable &= np.bincount(group, minlength=len(group))[group] > 1
-    score = np.array([r.score for r in rewards], np.float32)
-    return Outcome(score=score, group=group, greedy=best), usable
+    group = groups(np.array([r.unusable is not None for r in rewards]), n)
+    best = None if baseline is None else [r for r in baseline for _ in range(n)]
+    size = np.bincount(group, minlength=len(group))[group]
+
+    def why(i: int) -> str | None:
+        if rewards[i].unusable is not None:
+            return rewards[i].unusable
+        if best is not None and best[i].unusable is not None:
+            return f"its prompt's greedy response is {best[i].unusable}"
+        return "no other response to its prompt was graded" if compared and size[i] == 1 else None
+
+    found = [dataclasses.replace(r, unusable=why(i)) for i, r in enumerate(rewards)]
+    greedy = None if best is None else np.array([0.0 if r.unusable else r.score for r in best], np.float32)
+    return found, group, greedy
 
 
-def trainable(trajectory: Trajectory, usable: bool) -> Trajectory:
-    """The trajectory as it is, or one that nothing is learned from."""
-    return trajectory if usable else dataclasses.replace(trajectory, sampled=np.zeros_like(trajectory.sampled))
+def make_advantages(
+    estimator: Estimator, *, kl_penalty: str | None, correction: correct.Correction | None, bypass: bool,
+    by_sequence: bool,
+) -> Callable[[Batch, Array], tuple[dict[str, Array], dict[str, Array]]]:  # fmt: skip
+    """(batch, coefficient of the KL) -> the fields of the batch that are now known, by name, and metrics.
 
+    `bypass`: the engine's log-probs are the old ones, so that there is no mismatch. `by_sequence`: the policy loss is
+    one number for a sequence, and so is its importance weight: the geometric mean.
+    """
 
-def make_reward(sequences: int) -> Callable[..., tuple[Array, dict[str, Array]]]:
-    """(rows, scores [B], KL penalty or None, its coefficient) -> token rewards [R, T], and sums by sequence [B]."""
-
-    def reward(rows: Rows, score: Array, penalty: Array | None, kl_coef: Array) -> tuple[Array, dict[str, Array]]:
-        last = masked.last_of_sequence(rows.mask, rows.segment)
-        out = masked.spread(score, rows.sequence, last)
-        penalty = jnp.zeros_like(out) if penalty is None else penalty
-        out = jnp.where(rows.mask, out - kl_coef * penalty, 0.0)
-        ones = jnp.ones_like(out)
-        return out, {
-            "length": masked.collect(ones, rows.sequence, rows.mask, sequences=sequences),
-            "kl": masked.collect(penalty, rows.sequence, rows.mask, sequences=sequences),
-        }
-
-    return reward
-
-
-def make_tokens(estimator: Estimator) -> Callable[..., dict[str, Array]]:
-    """(rows, token reward, value or None, outcome [B]) -> advantage, returns, and the moments of what is reported."""
-
-    def tokens(rows: Rows, reward: Array, value: Array | None, outcome: Array) -> dict[str, Array]:
-        advantage, returns = estimator.tokens(reward, value, outcome, rows)
-        out = {"advantage": advantage, "returns": returns, "advantage_moments": masked.moments(advantage, rows.mask)}
+    def advantages(batch: Batch, kl_coef: Array) -> tuple[dict[str, Array], dict[str, Array]]:
+        metrics = {} if bypass else correct.mismatch(batch)
+        if batch.entropy is not None:
+            metrics["actor/entropy"] = masked.masked_sum(batch.entropy, batch.mask) / correct.tokens(batch.mask)
+        if correction is not None:
+            batch, found = correct.corrected(correction, batch)
+            metrics |= found
+        mask, value, weight = batch.mask, batch.value, batch.weight
+        if weight is not None and by_sequence:
+            weight = geometric(weight, mask)
+        reward, total, found = rewards(batch, penalty_of(batch, kl_penalty), kl_coef)
+        metrics |= found
+        outcome = jnp.zeros_like(total) if batch.greedy is None else batch.greedy
+        if estimator.sequences is not None:
+            outcome = estimator.sequences(total, jnp.sum(mask, axis=1, dtype=jnp.float32), batch.group)
+        advantage, returns = estimator.tokens(reward, value, outcome, mask)
+        advantage = masked.whiten(advantage, mask) if estimator.whiten else advantage
+        metrics |= advantage_metrics(advantage, mask)
         if value is not None:
-            out["return_moments"] = masked.moments(returns, rows.mask)
-            out["value_moments"] = masked.moments(value, rows.mask)
-            out["error_moments"] = masked.moments(returns - value, rows.mask)
-        return out
+            metrics |= value_metrics(value, returns, mask)
+        known = {"mask": mask, "weight": weight, "advantage": advantage, "returns": None if value is None else returns}
+        return {name: x for name, x in known.items() if x is not None}, metrics
 
-    return tokens
+    return advantages
 
 
-def finish(rows: Rows, advantage: Array, mean: Array, var: Array, *, whiten: bool) -> tuple[Array, dict[str, Array]]:
-    """The advantage as the loss sees it, and its sum and extremes."""
-    out = masked.whiten(advantage, rows.mask, mean=mean, var=var) if whiten else advantage
-    return out, {
-        "sum": masked.masked_sum(out, rows.mask),
-        "max": jnp.max(jnp.where(rows.mask, out, -jnp.inf)),
-        "min": jnp.min(jnp.where(rows.mask, out, jnp.inf)),
+def penalty_of(batch: Batch, kind: str | None) -> Array:  # [B, L]
+    """The KL of each token that the reward is lowered by."""
+    if kind is None:
+        return jnp.zeros_like(batch.rollout_logprob)
+    if kind in kl.EXACT:
+        assert batch.exact_kl is not None
+        return jnp.where(batch.mask, batch.exact_kl, 0.0)
+    assert batch.old_logprob is not None and batch.ref_logprob is not None
+    return jnp.where(batch.mask, kl.ESTIMATORS[kind](batch.old_logprob, batch.ref_logprob), 0.0)
+
+
+def rewards(batch: Batch, penalty: Array, kl_coef: Array) -> tuple[Array, Array, dict[str, Array]]:
+    """The rewards of tokens [B, L] and of sequences [B], and their metrics.
+
+    r_t = -β KL_t, and the score at the last token; a sequence without a token has its score alone.
+    """
+    mask, graded = batch.mask, ~jnp.isnan(batch.score)
+    score = jnp.where(graded, batch.score, 0.0)
+    reward = jnp.where(mask, masked.spread(score, masked.last(mask)) - kl_coef * penalty, 0.0)
+    some = jnp.any(mask, axis=1)
+    total = jnp.where(some, jnp.sum(reward, axis=1), score)
+    whole = jnp.sum(penalty, axis=1)
+    return reward, total, {
+        "critic/rewards/mean": mean(total, graded),
+        "critic/rewards/max": jnp.max(jnp.where(graded, total, -jnp.inf)),
+        "critic/rewards/min": jnp.min(jnp.where(graded, total, jnp.inf)),
+        "actor/reward_kl_penalty": mean(whole / jnp.maximum(jnp.sum(mask, axis=1), 1), some),
+        "actor/reward_kl_penalty_seq": mean(whole, some),
+    }  # fmt: skip
+
+
+def advantage_metrics(advantage: Array, mask: Array) -> dict[str, Array]:
+    """Of the advantages as the loss sees them; 0 where there are none."""
+    some = jnp.any(mask)
+    return {
+        "critic/advantages/mean": mean(advantage, mask),
+        "critic/advantages/max": jnp.where(some, jnp.max(jnp.where(mask, advantage, -jnp.inf)), 0.0),
+        "critic/advantages/min": jnp.where(some, jnp.min(jnp.where(mask, advantage, jnp.inf)), 0.0),
     }
 
 
-def advantages(
-    passes: Any, scored: Sequence[Scored], penalty: Sequence[Array | None], outcome: Outcome, kl_coef: Array
-) -> tuple[list[Scored], dict[str, float]]:
-    """Places the scores, takes off the KL, estimates and whitens: the rows with advantages and returns, and metrics."""
-    rows = [one.rows for one in scored]
-    graded = ~np.isnan(outcome.score)
-    score = np.where(graded, outcome.score, 0.0).astype(np.float32)
-    rewards = batch.each(lambda r, p: passes.reward(r, score, p, kl_coef), rows, penalty)
-    sums = jax.device_get([found for _, found in rewards])
-    length, kl = (np.sum([one[key] for one in sums], axis=0) for key in ("length", "kl"))
-    with np.errstate(over="ignore", invalid="ignore"):  # a KL that overflows is found by the update, which is skipped
-        total = (score - float(kl_coef) * kl).astype(np.float32)
-    whole = outcome.greedy
-    if passes.sequences is not None:
-        whole = passes.sequences(total, length.astype(np.float32), outcome.group)
-    elif whole is None:
-        whole = np.zeros_like(score)
-    raw = batch.each(lambda one, reward: passes.tokens(one.rows, reward[0], one.value, whole), scored, rewards)
-    found = jax.device_get([{k: v for k, v in one.items() if k.endswith("moments")} for one in raw])
-    moments = {name: masked.combine([one[name] for one in found]) for name in found[0]}
-    _, mean, var = (np.float32(x) for x in moments["advantage_moments"])
-    final = batch.each(lambda r, one: passes.finish(r, one["advantage"], mean, var), rows, raw)
-    out = [
-        dataclasses.replace(one, advantage=advantage, returns=None if one.value is None else parts["returns"])
-        for one, parts, (advantage, _) in zip(scored, raw, final, strict=True)
-    ]
-    return out, _metrics(jax.device_get([stats for _, stats in final]), moments, total[graded], kl, length)
-
-
-def _metrics(
-    stats: list[dict[str, np.ndarray]], moments: dict[str, tuple[float, float, float]],
-    total: np.ndarray, kl: np.ndarray, length: np.ndarray,
-) -> dict[str, float]:  # fmt: skip
-    tokens = max(moments["advantage_moments"][0], 1.0)
-    kept = length > 0
-    out = {
-        "critic/rewards/mean": float(total.mean()),
-        "critic/rewards/max": float(total.max()),
-        "critic/rewards/min": float(total.min()),
-        "critic/advantages/mean": float(sum(one["sum"] for one in stats)) / tokens,
-        "critic/advantages/max": float(max(one["max"] for one in stats)) if kept.any() else 0.0,
-        "critic/advantages/min": float(min(one["min"] for one in stats)) if kept.any() else 0.0,
-        "actor/reward_kl_penalty": float(np.mean(kl[kept] / length[kept])) if kept.any() else 0.0,
-        "actor/reward_kl_penalty_seq": float(np.mean(kl[kept])) if kept.any() else 0.0,
+def value_metrics(value: Array, returns: Array, mask: Array) -> dict[str, Array]:
+    """Of the critic's values against what they should have been."""
+    wrong, whole = (masked.variance(masked.moments(x, mask)) for x in (returns - value, returns))
+    return {
+        "critic/returns/mean": mean(returns, mask),
+        "critic/values/mean": mean(value, mask),
+        "critic/vf_explained_var": 1.0 - wrong / (whole + 1e-5),
     }
-    if "value_moments" in moments:
-        out["critic/returns/mean"] = moments["return_moments"][1]
-        out["critic/values/mean"] = moments["value_moments"][1]
-        out["critic/vf_explained_var"] = 1.0 - moments["error_moments"][2] / (moments["return_moments"][2] + 1e-5)
-    return out
+
+
+def mean(x: Array, mask: Array) -> Array:  # []
+    """The mean over the mask; 0 where nothing is kept."""
+    return masked.masked_sum(x, mask) / correct.tokens(mask)

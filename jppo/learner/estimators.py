@@ -13,21 +13,16 @@ from jppo.structs import Array
 
 def gae(*, gamma: float, lam: float) -> Estimator:
     estimate = functools.partial(advantage.gae, gamma=gamma, lam=lam)
-    return Estimator(
-        lambda reward, value, _, rows: estimate(reward, value, rows.mask, rows.segment), whiten=True, critic=True
-    )
+    return Estimator(lambda reward, value, _, mask: estimate(reward, value, mask), whiten=True, critic=True)
 
 
 def reinforce_plus_plus(*, gamma: float) -> Estimator:
     estimate = functools.partial(advantage.reinforce_plus_plus, gamma=gamma)
-    return Estimator(lambda reward, _, __, rows: _twice(estimate(reward, rows.mask, rows.segment)), whiten=True)
+    return Estimator(lambda reward, _, __, mask: _twice(estimate(reward, mask)), whiten=True)
 
 
 def remax() -> Estimator:
-    return Estimator(
-        lambda reward, _, greedy, rows: _twice(advantage.remax(reward, greedy, rows.mask, rows.segment, rows.sequence)),
-        greedy=True,
-    )
+    return Estimator(lambda reward, _, greedy, mask: _twice(advantage.remax(reward, greedy, mask)), greedy=True)
 
 
 def grpo(*, norm_adv_by_std_in_grpo: bool) -> Estimator:

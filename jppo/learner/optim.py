@@ -1,88 +1,236 @@
-"""AdamW with clipping and a schedule, as pure functions. The learning rate goes by PPO steps, as in verl.
+"""The optimizer as an optax chain: clipping, a named or user-defined optimizer, and what jppo adds around them.
 
-A step is computed in f32, whatever is stored. Everything in it is one product by numbers that hold for all
-parameters, so that XLA steps each in its place, with nothing beside it.
+Learning rates go by PPO steps, as in verl, not by optimizer updates. So a chain is a function of the learning rate that
+returns an `optax.GradientTransformation`, and each step traces it with its own rate.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
+from optax import contrib
 
 from jppo.models import offload
 from jppo.structs import Array, Params
 
-EPS = 1e-8
+Chain = Callable[[Any], optax.GradientTransformation]  # learning rate -> optimizer
+Transformation = optax.GradientTransformationExtraArgs
+MUON_RMS = 0.2  # the update's root mean square over the learning rate, about that of AdamW
 
 
-class AdamState(NamedTuple):
-    """The optimizer's state."""
+class Rounded(NamedTuple):
+    """The state of `stochastic_rounding`."""
 
-    steps: Array  # [] i32, that are done
-    mu: Params  # the mean of the gradients
-    nu: Params  # the mean of their squares
-    master: Params | None  # f32, what is stepped and the parameters are made of; None: the parameters themselves
+    count: Array  # [] i32, updates so far
+    inner: Any  # leaves of parameters in bfloat16
+
+
+class Master(NamedTuple):
+    """The state of `master_copy`."""
+
+    inner: Any
+    master: Params  # f32
+
+
+def adamw(learning_rate: Any, *, betas: tuple[float, float], weight_decay: float, **_: Any) -> Any:
+    """Adam with decoupled weight decay."""
+    return optax.adamw(learning_rate, *betas, weight_decay=weight_decay)
+
+
+def lion(learning_rate: Any, *, betas: tuple[float, float], weight_decay: float, **_: Any) -> Any:
+    """The sign of a momentum."""
+    return optax.lion(learning_rate, *betas, weight_decay=weight_decay)
+
+
+def muon(learning_rate: Any, *, betas: tuple[float, float], weight_decay: float, matrices: Params | None = None) -> Any:
+    """Orthogonalized momentum for the matrices of the layers, AdamW for other parameters.
+
+    `matrices` has `contrib.MuonDimensionNumbers` for each matrix and None for other parameters; None alone: all
+    parameters with two axes are matrices.
+    """
+    how = dict(adam_b1=betas[0], adam_b2=betas[1], weight_decay=weight_decay, adam_weight_decay=weight_decay)
+    return contrib.muon(learning_rate, muon_weight_dimension_numbers=matrices, consistent_rms=MUON_RMS, **how)
+
+
+def adafactor(learning_rate: Any, *, weight_decay: float, **_: Any) -> Any:
+    """Factored second moments, no momentum; the learning rate is absolute, as AdamW's."""
+    decay = weight_decay * learning_rate
+    return optax.adafactor(learning_rate, multiply_by_parameter_scale=False, weight_decay_rate=decay)
+
+
+def sgd(learning_rate: Any, *, betas: tuple[float, float], weight_decay: float, **_: Any) -> Any:
+    """Momentum betas[0], decoupled weight decay."""
+    momentum = optax.trace(betas[0]) if betas[0] else optax.identity()
+    return optax.chain(momentum, optax.add_decayed_weights(weight_decay), optax.scale_by_learning_rate(learning_rate))
+
+
+OPTIMIZERS: dict[str, Callable[..., Any]] = {  # by the names of the setting `optimizer`
+    "adamw": adamw,
+    "muon": muon,
+    "adafactor": adafactor,
+    "lion": lion,
+    "sgd": sgd,
+}
 
 
 def make_optimizer(
+    chain: Chain,
     *,
     grad_clip: float,
-    betas: tuple[float, float],
-    weight_decay: float,
     moments_dtype: str = "float32",
     master: bool = False,
-) -> optax.GradientTransformationExtraArgs:
-    """Clipping by the global norm, Adam's direction, decoupled weight decay; `descend` scales it by the rate.
+    padding: Params | None = None,
+) -> Transformation:
+    """Clipping by the global norm, then `chain`, for `descend`.
 
-    With `master` the state keeps an f32 copy of parameters that are narrower, for steps that they could not hold.
+    With `master` the state keeps an f32 copy of narrower parameters. `padding` has the number of last rows of each
+    parameter that are padding.
     """
 
-    def init(params: Params) -> AdamState:
-        def zeros() -> Params:
-            return jax.tree.map(lambda p: jnp.zeros_like(p, dtype=moments_dtype), params)
+    def clipped(learning_rate: Any) -> optax.GradientTransformation:
+        steps = [clip_by_global_norm(grad_clip), chain(learning_rate)]
+        return optax.chain(*steps, *([zero_padding(padding)] if any(jax.tree.leaves(padding)) else []))
 
-        return AdamState(jnp.zeros((), jnp.int32), zeros(), zeros(), in_f32(params) if master else None)
+    tx = at_rate(clipped)
+    if moments_dtype == "bfloat16":
+        tx = stochastic_rounding(tx)
+    return master_copy(tx) if master else tx
 
-    def update(grads: Params, state: AdamState, params: Params, *, good: Any = True) -> tuple[Params, AdamState]:
-        (b1, b2), steps = betas, state.steps + 1
-        norm = optax.tree.norm(grads)
-        clip = jnp.where(norm < grad_clip, 1.0, grad_clip / norm)
-        # Not to choose between two states, which would be there both: numbers with which a step changes nothing.
-        keep1, keep2 = jnp.where(good, b1, 1.0), jnp.where(good, b2, 1.0)
-        grads = jax.tree.map(lambda g: jnp.where(good, g * clip, 0.0), grads)
-        mu = jax.tree.map(lambda m, g: keep1 * m + (1 - b1) * g, in_f32(state.mu), grads)
-        nu = jax.tree.map(lambda v, g: keep2 * v + (1 - b2) * g**2, in_f32(state.nu), grads)
-        if moments_dtype == "bfloat16":
-            mu, nu = jax.tree.map(lambda m: m.astype(jnp.bfloat16), mu), drawn_bf16(nu, steps)
-        of_mu, of_nu = (1 - b ** steps.astype(jnp.float32) for b in betas)
-        direction = jax.tree.map(
-            lambda p, m, v: (m / of_mu) / (jnp.sqrt(v / of_nu) + EPS) + weight_decay * p,
-            params,
-            in_f32(mu),
-            in_f32(nu),
-        )
-        return direction, AdamState(jnp.where(good, steps, state.steps), mu, nu, state.master)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+def descend(
+    tx: Transformation, params: Params, opt: Any, grads: Params, learning_rate: Array, good: Any = True
+) -> tuple[Params, Any]:
+    """One optimizer step in f32, whatever the parameters' dtype; unless `good` neither parameters nor state change."""
+    chex.assert_trees_all_equal_shapes(params, grads)
+
+    def step(params: Params, opt: Any) -> tuple[Params, Any]:
+        wide = in_f32(params)
+        updates, opt = tx.update(in_f32(grads), opt, wide, learning_rate=learning_rate)
+        wide = opt.master if isinstance(opt, Master) else optax.apply_updates(wide, updates)
+        return jax.tree.map(lambda p, w: w.astype(p.dtype), params, wide), opt
+
+    by_platform = {"cpu": functools.partial(branched, good, step), "default": functools.partial(selected, good, step)}
+    new: tuple[Params, Any] = jax.lax.platform_dependent(params, opt, **by_platform)
+    return new
+
+
+def branched(good: Any, step: Callable[..., Any], *old: Any) -> Any:
+    """`step(*old)` where `good`, else `old`: in place on CPUs; GPUs copy the operands of a branch.
+
+    `optax.apply_if_finite` branches too, but returns zero updates, which take memory, and gives up after a number of
+    steps.
+    """
+    return jax.lax.cond(good, step, lambda *old: old, *old)
+
+
+def selected(good: Any, step: Callable[..., Any], *old: Any) -> Any:
+    """The same, element by element: in place on GPUs and TPUs; CPUs keep what is selected from."""
+    return jax.tree.map(lambda new, old: jnp.where(good, new, old), step(*old), old)
+
+
+def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
+    """`optax.clip_by_global_norm` as one factor for all elements: optax's division keeps a copy of the gradient."""
+
+    def clip(updates: Params, _: Params | None) -> Params:
+        factor = jnp.minimum(1.0, limit / optax.tree.norm(updates))
+        return jax.tree.map(lambda u: factor * u, updates)
+
+    return optax.stateless(clip)
+
+
+def at_rate(chain: Chain) -> Transformation:
+    """The chain with each step's learning rate: `optax.inject_hyperparams` without a state of its own."""
+
+    def update(
+        updates: Params, state: Any, params: Params | None = None, *, learning_rate: Any, **extra: Any
+    ) -> tuple[Params, Any]:
+        tx = optax.with_extra_args_support(chain(learning_rate))
+        return tx.update(updates, state, params, **extra)
+
+    return Transformation(lambda params: chain(0.0).init(params), update)
+
+
+def master_copy(inner: Transformation) -> Transformation:
+    """Updates an f32 copy of the parameters, which holds steps that narrower parameters round away."""
+
+    def init(params: Params) -> Master:
+        return Master(inner.init(in_f32(params)), in_f32(params))
+
+    def update(updates: Params, state: Master, params: Params | None = None, **extra: Any) -> tuple[Params, Master]:
+        updates, new = inner.update(updates, state.inner, state.master, **extra)
+        return updates, Master(new, optax.apply_updates(state.master, updates))
+
+    return Transformation(init, update)
+
+
+def stochastic_rounding(inner: Transformation) -> Transformation:
+    """Stores the f32 leaves of the state that belong to parameters in bfloat16, rounded at random.
+
+    Rounded to nearest they stand still: with beta2=0.999 a second moment changes by less than half of bfloat16's step.
+    """
+
+    def narrow(state: Any, params: Params, count: Array) -> Any:
+        numbers = iter(range(len(jax.tree.leaves(state))))
+
+        def one(x: Any, _: Any) -> Any:
+            number = next(numbers)
+            return rounded_bf16(x, count, number) if x.dtype == jnp.float32 else x
+
+        return map_state(one, state, params, other=lambda x: x)
+
+    def wide(x: Any, _: Any) -> Any:
+        return x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
+
+    def init(params: Params) -> Rounded:
+        count = jnp.zeros((), jnp.int32)
+        return Rounded(count, narrow(inner.init(params), params, count))
+
+    def update(updates: Params, state: Rounded, params: Params, **extra: Any) -> tuple[Params, Rounded]:
+        before, count = map_state(wide, state.inner, params, other=lambda x: x), state.count + 1
+        updates, new = inner.update(updates, before, params, **extra)
+        return updates, Rounded(count, narrow(new, params, count))
+
+    return Transformation(init, update)
+
+
+def zero_padding(padding: Params) -> optax.GradientTransformation:
+    """Zero updates for the last `padding` rows of each parameter."""
+
+    def zero(u: Any, rows: int) -> Any:
+        return jnp.where(jax.lax.broadcasted_iota(jnp.int32, u.shape, 0) < len(u) - rows, u, 0) if rows else u
+
+    return optax.stateless(lambda updates, _: jax.tree.map(zero, updates, padding))
+
+
+def map_state(f: Callable[..., Any], state: Any, *trees: Params, other: Callable[[Any], Any]) -> Any:
+    """`f(leaf, *leaves of its parameter)` of an optimizer's state; `other(leaf)` where it belongs to no parameter.
+
+    The path of a leaf ends in that of its parameter, whatever optimizer made the state.
+    """
+    known: dict[Any, tuple[Any, ...]] = {}
+    jax.tree.map_with_path(lambda path, *leaves: known.update({path: leaves}), *trees)
+
+    def one(path: tuple[Any, ...], leaf: Any) -> Any:
+        found = next((known[path[i:]] for i in range(len(path)) if path[i:] in known), None)
+        return other(leaf) if found is None else f(leaf, *found)
+
+    return jax.tree.map_with_path(one, state)
 
 
 def make_schedule(
     kind: str, *, lr: float, warmup_steps: int, total_steps: int, min_lr_ratio: float
 ) -> Callable[[Array], Array]:
     """The learning rate of a step: linear warm-up from 0, then constant, or a cosine down to lr * min_lr_ratio."""
-
-    def schedule(step: Array) -> Array:
-        step = jnp.asarray(step, jnp.float32)
-        warm = jnp.minimum(1.0, step / max(warmup_steps, 1)) if warmup_steps else 1.0
-        if kind == "constant":
-            return jnp.float32(lr) * warm
-        progress = jnp.clip((step - warmup_steps) / max(total_steps - warmup_steps, 1), 0.0, 1.0)
-        cosine = 0.5 * (1.0 + jnp.cos(jnp.pi * progress))
-        return lr * warm * (min_lr_ratio + (1.0 - min_lr_ratio) * cosine)
-
-    return schedule
+    rate: optax.Schedule = optax.constant_schedule(lr)
+    if kind == "cosine":
+        rate = optax.cosine_decay_schedule(lr, max(total_steps - warmup_steps, 1), min_lr_ratio)
+    if warmup_steps:
+        rate = optax.join_schedules([optax.linear_schedule(0.0, lr, warmup_steps), rate], [warmup_steps])
+    return lambda step: jnp.asarray(rate(step), jnp.float32)
 
 
 def in_f32(tree: Params) -> Params:
@@ -90,48 +238,30 @@ def in_f32(tree: Params) -> Params:
     return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
 
-def drawn_bf16(tree: Params, steps: Array) -> Params:
-    """Each f32 of the tree, 0 or more, as one of its two neighbours in bf16, drawn so that the mean is right.
+def rounded_bf16(x: Array, count: Array, number: int) -> Array:
+    """One of the two bfloat16 neighbours of each f32, drawn so that the mean is right.
 
-    The nearest would stand still: with beta2=0.999 a mean of squares changes by less than half of bf16's steps. What
-    is drawn follows from `steps` and the place in the tree, and takes no memory.
+    The draw follows from `count`, the leaf's `number` and the position in it, and takes no memory.
     """
-    leaves, form = jax.tree.flatten(tree)
-
-    def draw(number: int, x: jax.Array) -> jax.Array:
-        places = jnp.zeros(x.shape, jnp.uint32)
-        for axis, size in enumerate(x.shape):
-            places = places * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
-        low = mixed(places ^ mixed(steps.astype(jnp.uint32) + mixed(jnp.uint32(number)))) >> 16
-        bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + low
-        return jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
-
-    return jax.tree.unflatten(form, [draw(number, x) for number, x in enumerate(leaves)])
+    places = jnp.zeros(x.shape, jnp.uint32)
+    for axis, size in enumerate(x.shape):
+        places = places * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+    low = mixed(places ^ mixed(count.astype(jnp.uint32) + mixed(jnp.uint32(number)))) >> 16
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + low
+    return jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
 
 
 def mixed(x: Array) -> Array:
-    """32 bits that look drawn at random, others for each x: the last step of MurmurHash3, with an odd number first."""
+    """32 bits that look random, others for each x: the last step of MurmurHash3, with an odd number first."""
     x = (jnp.asarray(x, jnp.uint32) + jnp.uint32(1)) * jnp.uint32(0x9E3779B9)
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
 
 
-def descend(
-    tx: optax.GradientTransformation, params: Params, opt: Any, grads: Params, lr: Array, good: Any = True
-) -> tuple[Params, Any]:
-    """One optimizer step in f32, whatever the parameters' dtype: p - lr * direction. Nothing changes unless `good`."""
-    master = opt.master if isinstance(opt, AdamState) else None
-    wide = in_f32(params) if master is None else master
-    direction, opt = optax.with_extra_args_support(tx).update(in_f32(grads), opt, wide, good=good)
-    wide = jax.tree.map(lambda p, u: p - jnp.where(good, lr, 0.0) * u, wide, direction)
-    params = jax.tree.map(lambda p, w: w.astype(p.dtype), params, wide)
-    return params, opt if master is None else opt._replace(master=wide)
-
-
 def begun_anew(opt: Any, params: Params) -> Any:
-    """A fresh optimizer's state for other parameters than it was made for: those that a checkpoint has without it."""
-    if not isinstance(opt, AdamState) or opt.master is None:
+    """A fresh state for other parameters than it was made for, as those of a checkpoint without optimizer state."""
+    if not isinstance(opt, Master):
         return opt
     master = jax.tree.map(
         lambda p, old: jax.device_put(offload.to_device(p).astype(old.dtype), old.sharding), params, opt.master

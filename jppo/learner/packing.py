@@ -187,7 +187,6 @@ def _fill(
         segment=np.zeros(shape, np.int32),
         position=np.zeros(shape, np.int32),
         mask=np.zeros(shape, np.bool_),
-        sampler_logp=np.zeros(shape, np.float32),
         sequence=np.full(shape, -1, np.int32),
     )
     for r, row in enumerate(rows):
@@ -208,7 +207,6 @@ def _fill(
                 out.segment[here] = segment
                 out.position[here] = np.arange(a, n)
                 out.mask[here] = t.sampled[a + 1 :]
-                out.sampler_logp[here] = t.logprob[a + 1 :]
                 out.sequence[here] = sequence[i]
                 start += n - a
     return out

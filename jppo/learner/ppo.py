@@ -1,21 +1,19 @@
 """A run's mathematics as compiled passes over rows, and the descent of one model: what `train.py` calls by name."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jppo.algorithms import correction, kl, losses, masked
+from jppo.algorithms import kl, losses
 from jppo.learner import batch, correct, estimate, packing, score, sharding, update
 from jppo.models import offload, placing
 from jppo.models.families import ModelConfig
 from jppo.models.lora import Base, Weights, join
-from jppo.structs import Array, Counts, Params, Rows, Scored, TrainState
+from jppo.structs import Array, Batch, Counts, Params, Rows, TrainState
 
 Model = tuple[Any, ModelConfig]  # the flax module, and what it was made from
 
@@ -46,6 +44,12 @@ class Recipe:
     bypass: bool  # the sampler's log-probs are the old ones
     correction: correct.Correction | None
     entropy_metric: bool = True  # False: the entropy is computed only where the loss has it
+    adapt_kl: Callable[[Array, Array], Array] | None = None  # (β, KL) -> the next β; None: it is fixed
+
+    @property
+    def compares(self) -> bool:
+        """Whether the samples of a prompt are measured by each other."""
+        return self.estimator.sequences is not None
 
     def in_reward(self, policy: Weights) -> Weights | None:
         """The policy where the pass of the reference reads it: for an exact KL."""
@@ -58,19 +62,12 @@ class Recipe:
 
 @dataclasses.dataclass(frozen=True)
 class Passes:
-    """The compiled functions of a step; one compilation of each for every shape of rows."""
+    """The compiled functions of a step: five of the models, compiled for every shape of rows, and one of the batch."""
 
     logprob: score.LogProb
-    entropy: Callable[[Rows, Array], Array]
-    gap: Callable[[Rows, Array], dict[str, Array]]
     reference: Callable[..., tuple[Array | None, Array | None]] | None
     value: score.Value | None
-    correct: Callable[..., tuple[Array | None, Array, dict[str, Array]]] | None
-    normalized: Callable[..., Array]
-    reward: Callable[..., tuple[Array, dict[str, Array]]]
-    sequences: Callable[[Array, Array, Array], Array] | None
-    tokens: Callable[..., dict[str, Array]]
-    finish: Callable[..., tuple[Array, dict[str, Array]]]
+    advantages: Callable[[Batch, Array], tuple[dict[str, Array], dict[str, Array]]]
     actor: Callable[..., tuple[update.Carry, dict[str, Array]]]
     critic: Callable[..., tuple[update.Carry, dict[str, Array]]] | None
 
@@ -81,24 +78,18 @@ def make_passes(
     *,
     temperature: float,
     chunk_tokens: int,
-    sequences: int,
     mesh: Mesh | None = None,
     options: dict[str, Any] | None = None,
 ) -> Passes:
-    """Closes the pure functions over models and numbers; `sequences` is how many trajectories a step has.
-
-    `options` are the compiler's for the programs of the models.
-    """
+    """Closes the pure functions over models and numbers; `options` are the compiler's for the models' programs."""
     r = recipe
     heads = dict[str, Any](temperature=temperature, chunk_tokens=chunk_tokens, mesh=mesh)
-    together = sharding.join_positions(mesh)
 
     def logprob(model: Model, with_entropy: bool) -> score.LogProb:
         return score.make_logprob(*model, **heads, with_entropy=with_entropy)
 
-    def along(fn: Callable[..., Any]) -> Any:
-        """What walks along rows, compiled."""
-        return jax.jit(functools.wraps(fn)(lambda *args: fn(*together(args))))
+    def compiled(fn: Callable[..., Any] | None) -> Any:
+        return None if fn is None else jax.jit(fn, compiler_options=options)
 
     reference = exact = None
     if models.reference is not None:
@@ -112,7 +103,6 @@ def make_passes(
         score.make_logprob_kl(r.kl_loss_type, in_update, exact),
         r.policy_loss,
         r.weigh,
-        by_sequence=r.by_sequence,
         entropy_coeff=r.entropy_coeff,
         entropy_metric=with_entropy,
         kl_loss_coef=r.kl_loss_coef,
@@ -123,19 +113,14 @@ def make_passes(
         critic = update.make_accumulate(
             update.make_critic_loss(value, r.weigh_value, cliprange_value=r.cliprange_value), options=options
         )
-    e = r.estimator
+    advantages = estimate.make_advantages(
+        r.estimator, kl_penalty=r.kl_penalty, correction=r.correction, bypass=r.bypass, by_sequence=r.by_sequence
+    )
     return Passes(
-        logprob=jax.jit(logprob(models.policy, with_entropy=r.entropy_metric), compiler_options=options),
-        entropy=jax.jit(lambda rows, entropy: masked.masked_sum(entropy, rows.mask)),
-        gap=along(correct.make_gap()),
-        reference=None if reference is None else jax.jit(reference, compiler_options=options),
-        value=None if value is None else jax.jit(value, compiler_options=options),
-        correct=None if r.correction is None else along(correct.make_correct(r.correction)),
-        normalized=jax.jit(correction.normalized),
-        reward=along(estimate.make_reward(sequences)),
-        sequences=None if e.sequences is None else jax.jit(e.sequences),
-        tokens=along(estimate.make_tokens(e)),
-        finish=jax.jit(functools.partial(estimate.finish, whiten=e.whiten)),
+        logprob=compiled(logprob(models.policy, with_entropy=r.entropy_metric)),
+        reference=compiled(reference),
+        value=compiled(value),
+        advantages=jax.jit(advantages, out_shardings=None if mesh is None else sharding.replicated(mesh)),
         actor=update.make_accumulate(actor, options=options),
         critic=critic,
     )
@@ -157,38 +142,55 @@ class Descent:
         return join(learned, self.base)
 
 
-def score_rows(
-    passes: Passes, recipe: Recipe, rows: Sequence[Rows], policy: Weights
-) -> tuple[list[Scored], dict[str, float]]:
-    """The old log-probs, the gap to the sampler's and its correction, as the recipe says; and their metrics."""
+def _over_rows(run: Callable[[Rows], Any], data: Batch, micros: Sequence[batch.Micro]) -> list[Any]:
+    """What a pass gives for all micro-batches, in the layout of the batch: each of its results, or None."""
+    found = placing.fetch([run(micro.device) for micro in micros])
+    return [
+        None if parts[0] is None else batch.unpack(data, [(m.host, x) for m, x in zip(micros, parts, strict=True)])
+        for parts in zip(*found, strict=True)
+    ]
+
+
+def with_old_logprob(
+    passes: Passes, recipe: Recipe, data: Batch, micros: Sequence[batch.Micro], policy: Weights
+) -> Batch:
+    """The batch with the old log-probs: the trainer's, with their entropy, or with `bypass` those of the engine."""
     if recipe.bypass:
-        return [Scored(rows=one, logp=one.sampler_logp) for one in rows], {}
+        return dataclasses.replace(data, old_logprob=data.rollout_logprob)
     policy = offload.to_device(policy)
-    found = batch.each(lambda one: passes.logprob(policy, one), rows)
-    scored = [Scored(rows=one, logp=logp) for one, (logp, _) in zip(rows, found, strict=True)]
-    gaps = batch.each(lambda one, pair: passes.gap(one, pair[0]), rows, found)
-    metrics = correct.gap_metrics(gaps)
-    if recipe.entropy_metric:
-        entropy = jax.device_get(batch.each(lambda one, pair: passes.entropy(one, pair[1]), rows, found))
-        tokens = sum(float(one["tokens"]) for one in jax.device_get(gaps))
-        metrics["actor/entropy"] = float(sum(entropy)) / max(tokens, 1.0)
-    if recipe.correction is not None:
-        scored, more = correct.corrected(passes, recipe.correction, scored, gaps)
-        metrics |= more
-    return scored, metrics
+    old, entropy = _over_rows(lambda rows: passes.logprob(policy, rows), data, micros)
+    return dataclasses.replace(data, old_logprob=old, entropy=entropy if recipe.entropy_metric else None)
 
 
-def refer(
-    passes: Passes, recipe: Recipe, scored: Sequence[Scored], policy: Weights, reference: Weights | None
-) -> tuple[list[Scored], list[Array | None]]:
-    """The reference's log-probs where the loss wants them, and the KL of the reward where there is one."""
+def with_reference(
+    passes: Passes,
+    recipe: Recipe,
+    data: Batch,
+    micros: Sequence[batch.Micro],
+    policy: Weights,
+    reference: Weights | None,
+) -> Batch:
+    """The batch with the reference's log-probs or the exact KL to it, where a KL asks for them."""
     if passes.reference is None or reference is None:
-        return list(scored), [None] * len(scored)
-    run = passes.reference
-    models = offload.to_device((reference, recipe.in_reward(policy)))
-    found = batch.each(lambda one: run(*models, one.rows, one.logp), scored)
-    with_reference = [dataclasses.replace(one, ref_logp=pair[0]) for one, pair in zip(scored, found, strict=True)]
-    return with_reference, [penalty for _, penalty in found]
+        return data
+    run, models = passes.reference, offload.to_device((reference, recipe.in_reward(policy)))
+    ref_logprob, exact_kl = _over_rows(lambda rows: run(*models, rows), data, micros)
+    return dataclasses.replace(data, ref_logprob=ref_logprob, exact_kl=exact_kl)
+
+
+def with_values(passes: Passes, data: Batch, micros: Sequence[batch.Micro], value: Weights | None) -> Batch:
+    """The batch with the critic's value of every state, where there is a critic."""
+    if passes.value is None:
+        return data
+    run, value = passes.value, offload.to_device(value)
+    (values,) = _over_rows(lambda rows: (run(value, rows),), data, micros)
+    return dataclasses.replace(data, value=values)
+
+
+def with_advantages(passes: Passes, data: Batch, kl_coef: Array, mesh: Mesh) -> tuple[Batch, dict[str, float]]:
+    """The batch with weights, advantages and returns, without rejected tokens; and the metrics of all of these."""
+    known, metrics = jax.device_get(passes.advantages(placing.put(data, sharding.whole_rows_sharding(mesh)), kl_coef))
+    return dataclasses.replace(data, **known), {name: float(x) for name, x in metrics.items()}
 
 
 def compile_all(
@@ -201,9 +203,12 @@ def compile_all(
     reference: Weights | None,
     actor: Descent,
     critic: Descent | None,
-    sequences: int,
+    shape: tuple[int, int],
 ) -> None:
-    """Runs every pass once on empty rows of every shape, so that no later step compiles; nothing is learned."""
+    """Runs every pass once on empty rows of every shape, so that no later step compiles; nothing is learned.
+
+    `shape` is that of the batch, [B, L].
+    """
     whole = actor.model(now.policy)
     judge = None if critic is None else critic.model(now.value)
     descents: list[tuple[Descent, Params, Any, tuple[Any, ...]]] = [
@@ -211,36 +216,25 @@ def compile_all(
     ]
     if critic is not None:
         descents.append((critic, now.value, now.value_opt, ()))
-    kl_coef = placing.put(jnp.float32(0), sharding.replicated(mesh))  # placed as the state's is
-    outcome = estimate.Outcome(
-        score=np.zeros(sequences, np.float32),
-        group=np.zeros(sequences, np.int32),
-        greedy=np.zeros(sequences, np.float32),
-    )
+    greedy = np.zeros(0, np.float32) if recipe.estimator.greedy else None
+    data = batch.flatten([], [], np.zeros(0, np.int32), greedy, shape=shape)
+    rows = [packing.empty_rows(of_rows) for of_rows in plan.shapes]
+    for one in rows:
+        micros = [batch.Micro(one, sharding.put_rows(one, mesh))]
+        passes.logprob(offload.to_device(whole), micros[0].device)  # for the check before the first step: any recipe
+        data = with_old_logprob(passes, recipe, data, micros, whole)
+        data = with_reference(passes, recipe, data, micros, whole, reference)
+        data = with_values(passes, data, micros, judge)
+    kl_coef = placing.put(np.float32(0), sharding.replicated(mesh))  # placed as the state's is
+    data, _ = with_advantages(passes, data, kl_coef, mesh)
     counts = Counts(tokens=np.ones((), np.float32), sequences=np.ones((), np.float32))
-    place = sharding.rows_sharding(mesh)
-    for shape in plan.shapes:
-        rows = [sharding.put_rows(packing.empty_rows(shape), mesh)]
-        passes.logprob(offload.to_device(whole), rows[0])  # also of use before the first step, whatever the recipe
-        scored, _ = score_rows(passes, recipe, rows, whole)
-        scored, penalty = refer(passes, recipe, scored, whole, reference)
-        scored = with_values(passes, scored, judge)
-        scored, _ = estimate.advantages(passes, scored, penalty, outcome, kl_coef)
-        micro = placing.put(placing.fetch(scored[0]), place)  # as it comes from the host in a step
+    for one in rows:
+        micro = placing.put(batch.scored(data, one), sharding.rows_sharding(mesh))
         for how, learned, _, further in descents:
             models = offload.to_device((learned, how.base, further))
             jax.block_until_ready(how.accumulate(*models[:2], how.zeros(), micro, counts, *models[2]))
     for how, learned, opt, _ in descents:
         how.apply.lower(*offload.shapes((learned, opt)), how.zeros(), now.step, np.True_).compile()
-
-
-def with_values(passes: Passes, scored: Sequence[Scored], value: Weights | None) -> list[Scored]:
-    """The critic's values of every state, where there is a critic."""
-    if passes.value is None:
-        return list(scored)
-    run, value = passes.value, offload.to_device(value)
-    found = batch.each(lambda one: run(value, one.rows), scored)
-    return [dataclasses.replace(one, value=new) for one, new in zip(scored, found, strict=True)]
 
 
 def descend(

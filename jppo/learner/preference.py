@@ -29,7 +29,7 @@ def make_scores(value: Value, *, mesh: Mesh) -> Callable[[Params, Base | None, R
 
     def scores(learned: Params, base: Base | None, rows: Rows, so_far: Array) -> Array:
         found = value(join(learned, base), rows)
-        return so_far + masked.collect(found, rows.sequence, rows.mask, sequences=so_far.shape[0])
+        return jnp.asarray(so_far).at[jnp.where(rows.mask, rows.sequence, so_far.shape[0])].add(found, mode="drop")
 
     return jax.jit(scores, out_shardings=sharding.replicated(mesh))
 
@@ -58,6 +58,6 @@ def make_pulled(value: Value) -> Loss:
     """Σ g r over the sequences of the rows, for the slopes g [B]: its gradient is theirs in the loss of the pairs."""
 
     def loss(params: Weights, rows: Rows, counts: Counts, slope: Array) -> tuple[Array, dict[str, Array]]:
-        return masked.masked_sum(value(params, rows) * masked.spread(slope, rows.sequence, rows.mask), rows.mask), {}
+        return masked.masked_sum(value(params, rows) * slope[jnp.maximum(rows.sequence, 0)], rows.mask), {}
 
     return loss

@@ -13,11 +13,11 @@ from jppo.models.families import ModelConfig
 from jppo.models.lora import Weights
 from jppo.structs import Array, Rows
 
-LogProb = Callable[[Weights, Rows], tuple[Array, Array]]  # -> logp, entropy: [R, T] f32
+LogProb = Callable[[Weights, Rows], tuple[Array, Array]]  # -> log-probs, entropy: [R, T] f32
 Value = Callable[[Weights, Rows], Array]  # -> [R, T] f32
-# (policy, reference, rows) -> logp, entropy, ref_logp, kl: [R, T] f32
+# (policy, reference, rows) -> log-probs, entropy, the reference's log-probs, KL: [R, T] f32
 Exact = Callable[[Weights, Weights, Rows], tuple[Array, Array, Array, Array]]
-# (policy, reference, rows, ref_logp) -> logp, entropy, kl (None where none is asked for): [R, T] f32
+# (policy, reference, rows, ref_logprob) -> log-probs, entropy, KL (None where none is asked for): [R, T] f32
 LogProbKL = Callable[[Weights, Weights | None, Rows, Array | None], tuple[Array, Array, Array | None]]
 
 
@@ -81,17 +81,17 @@ def make_exact(
         def body(
             vocabulary: heads.Vocabulary, targets: jax.Array, logits: jax.Array, ref_logits: jax.Array
         ) -> tuple[jax.Array, ...]:
-            logp = heads.logprob_of(logits, targets, vocabulary)
-            ref_logp = heads.logprob_of(ref_logits, targets, vocabulary)
+            logprobs = heads.logprob_of(logits, targets, vocabulary)
+            ref_logprob = heads.logprob_of(ref_logits, targets, vocabulary)
             penalty = kl.full(logits, ref_logits, log_softmax=vocabulary.log_softmax, total=vocabulary.total)
-            return logp, heads.entropy_of(logits, vocabulary), ref_logp, penalty
+            return logprobs, heads.entropy_of(logits, vocabulary), ref_logprob, penalty
 
         states = [_state(policy, params, rows), _state(reference, jax.lax.stop_gradient(ref_params), rows)]
         targets, mask = jnp.asarray(rows.targets), jnp.asarray(rows.mask)
-        logp, entropy, ref_logp, penalty = heads.by_logits(
+        logprobs, entropy, ref_logprob, penalty = heads.by_logits(
             body, states, targets, temperature=temperature, chunk_tokens=chunk_tokens, mask=mask, mesh=mesh
         )
-        return logp, entropy, ref_logp, penalty
+        return logprobs, entropy, ref_logprob, penalty
 
     return exact
 
@@ -99,39 +99,36 @@ def make_exact(
 def make_logprob_kl(kind: str | None, logprob: LogProb, exact: Exact | None) -> LogProbKL:
     """Log-probs and entropy with the KL to the reference that `kind` names. Differentiable in the policy."""
 
-    def sampled(params: Weights, reference: Weights | None, rows: Rows, ref_logp: Array | None):
-        logp, entropy = logprob(params, rows)
+    def sampled(params: Weights, reference: Weights | None, rows: Rows, ref_logprob: Array | None):
+        logprobs, entropy = logprob(params, rows)
         if kind is None:
-            return logp, entropy, None
-        assert ref_logp is not None
-        here = (jnp.where(rows.mask, x, 0.0) for x in (logp, ref_logp))  # no infinity from behind the mask
-        return logp, entropy, kl.ESTIMATORS[kind](*here)
+            return logprobs, entropy, None
+        assert ref_logprob is not None
+        here = (jnp.where(rows.mask, x, 0.0) for x in (logprobs, ref_logprob))  # no infinity from behind the mask
+        return logprobs, entropy, kl.ESTIMATORS[kind](*here)
 
-    def whole(params: Weights, reference: Weights | None, rows: Rows, ref_logp: Array | None):
+    def whole(params: Weights, reference: Weights | None, rows: Rows, ref_logprob: Array | None):
         assert exact is not None and reference is not None
-        logp, entropy, ref_logp, found = exact(params, reference, rows)
+        logprobs, entropy, ref_logprob, found = exact(params, reference, rows)
         if kind == "full+":
-            here = (jnp.where(rows.mask, x, 0.0) for x in (logp, ref_logp))
+            here = (jnp.where(rows.mask, x, 0.0) for x in (logprobs, ref_logprob))
             found = kl.with_gradient_of_k2(found, *here)
-        return logp, entropy, found
+        return logprobs, entropy, found
 
     return whole if kind in kl.EXACT else sampled
 
 
 def make_reference(
     penalty_kind: str | None, loss_kind: str | None, reference: LogProb, exact: Exact | None
-) -> Callable[[Weights, Weights, Rows, Array], tuple[Array | None, Array | None]]:
-    """(reference, policy, rows, logp) -> the log-probs that a KL in the loss will want, and the KL of the reward."""
-    sampled = [kind for kind in (penalty_kind, loss_kind) if kind is not None and kind not in kl.EXACT]
+) -> Callable[[Weights, Weights | None, Rows], tuple[Array | None, Array | None]]:
+    """(reference, policy, rows) -> the reference's log-probs, and the exact KL of the reward; None: not asked for."""
+    sampled = any(kind is not None and kind not in kl.EXACT for kind in (penalty_kind, loss_kind))
 
-    def passed(ref_params: Weights, params: Weights, rows: Rows, logp: Array) -> tuple[Array | None, Array | None]:
-        ref_logp = reference(ref_params, rows)[0] if sampled else None
-        if penalty_kind is None:
-            return ref_logp, None
-        if penalty_kind in kl.EXACT:
-            assert exact is not None
-            return ref_logp, exact(params, ref_params, rows)[3]
-        assert ref_logp is not None
-        return ref_logp, kl.ESTIMATORS[penalty_kind](logp, ref_logp)
+    def passed(ref_params: Weights, params: Weights | None, rows: Rows) -> tuple[Array | None, Array | None]:
+        ref_logprob = reference(ref_params, rows)[0] if sampled else None
+        if penalty_kind not in kl.EXACT:
+            return ref_logprob, None
+        assert exact is not None and params is not None
+        return ref_logprob, exact(params, ref_params, rows)[3]
 
     return passed

@@ -1,5 +1,6 @@
 """The mesh, and the one table of rules from logical axes to mesh axes."""
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jppo.config import UserError
+from jppo.learner import optim
 from jppo.models import placing
 from jppo.models.spread import COLUMNS, POSITIONS, WHOLE, dividing
 from jppo.models.spread import ROWS as ROW_AXES
@@ -123,10 +125,20 @@ def param_shardings(mesh: Mesh, axes: Params, shapes: Params) -> Params:
 
 
 def optimizer_shardings(tx: optax.GradientTransformation, shapes: Params, shardings: Params) -> Any:
-    """The optimizer's state lies where its parameters lie; its counters everywhere."""
+    """The optimizer's state is sharded as its parameters, a factored leaf by the axes it has; counts are replicated."""
     whole = replicated(jax.tree.leaves(shardings)[0].mesh)
-    state = jax.eval_shape(tx.init, shapes)
-    return optax.tree_utils.tree_map_params(tx, lambda _, s: s, state, shardings, transform_non_params=lambda _: whole)
+
+    def place(leaf: Any, shape: Any, sharding: NamedSharding) -> NamedSharding:
+        axes = next(iter(axes_of(leaf.shape, shape.shape)), ())
+        return NamedSharding(sharding.mesh, PartitionSpec(*(sharding.spec[axis] for axis in axes)))
+
+    return optim.map_state(place, jax.eval_shape(tx.init, shapes), shapes, shardings, other=lambda _: whole)
+
+
+def axes_of(part: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The axes of a parameter that a leaf of the optimizer's state may have, by their sizes; [] where it has others."""
+    found = itertools.combinations(range(len(shape)), len(part))
+    return [axes for axes in found if tuple(shape[axis] for axis in axes) == part]
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

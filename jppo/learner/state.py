@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
+from optax.contrib import MuonDimensionNumbers
 
 from jppo.learner import sharding
-from jppo.learner.optim import in_f32
+from jppo.learner.optim import in_f32, map_state
 from jppo.models import hf, lora, offload, params, placing
 from jppo.models.decoder import init_head, init_params
 from jppo.models.families import ModelConfig
@@ -27,7 +28,8 @@ class Weights:
     head: Head
     shapes: Params
     shardings: Params
-    spare: Params  # rows of the first axis that are there for the mesh alone
+    spare: Params  # rows of the first axis that are padding for the mesh
+    matrices: Params  # MuonDimensionNumbers of the layers' matrices; None: other parameters
 
 
 def weights(cfg: ModelConfig, mesh: Mesh, *, head: Head, param_dtype: Any) -> Weights:
@@ -44,7 +46,8 @@ def adapters(cfg: ModelConfig, mesh: Mesh, how: Lora, *, head: Head) -> Weights:
 def _weights(cfg: ModelConfig, mesh: Mesh, entries: tuple[params.Entry, ...], *, head: Head, dtype: Any) -> Weights:
     shapes = params.tree(entries, lambda entry: jax.ShapeDtypeStruct(entry.shape, dtype))
     places = sharding.param_shardings(mesh, params.tree(entries, lambda entry: entry.axes), shapes)
-    return Weights(cfg, head, shapes, places, params.tree(entries, lambda entry: entry.padding))
+    matrices = params.tree(entries, lambda entry: entry.matrix and MuonDimensionNumbers(*entry.matrix))
+    return Weights(cfg, head, shapes, places, params.tree(entries, lambda entry: entry.padding), matrices)
 
 
 def abstract(what: Weights) -> Params:
@@ -101,8 +104,12 @@ def init_optimizer(tx: optax.GradientTransformation, what: Weights, values: Para
 
 def spare_of_optimizer(tx: optax.GradientTransformation, what: Weights) -> Any:
     """`what.spare` for the optimizer's state."""
-    shapes = jax.eval_shape(tx.init, what.shapes)
-    return optax.tree_utils.tree_map_params(tx, lambda _, n: n, shapes, what.spare, transform_non_params=lambda _: 0)
+
+    def spare(leaf: Any, shape: Any, rows: int) -> int:
+        axes = sharding.axes_of(leaf.shape, shape.shape)
+        return rows if axes and all(0 in one for one in axes) else 0
+
+    return map_state(spare, jax.eval_shape(tx.init, what.shapes), what.shapes, what.spare, other=lambda _: 0)
 
 
 def portable(tree: Any, spare: Any) -> Any:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jppo.algorithms import correction, losses
+from jppo.algorithms import losses
 from jppo.algorithms.masked import FAR, masked_sum
 from jppo.learner import sharding
 from jppo.learner.optim import descend
@@ -30,18 +30,14 @@ def make_actor_loss(
     policy_loss: Callable[..., losses.PolicyLoss],
     weigh: Weigh,
     *,
-    by_sequence: bool,
     entropy_coeff: float,
     entropy_metric: bool = True,
     kl_loss_coef: float,
 ) -> Loss:
-    """policy loss - entropy_coeff H + kl_loss_coef KL(π ‖ reference), each summed with the same weights of tokens.
-
-    Where the policy loss is one number for a sequence (`by_sequence`), so is its importance weight: the geometric mean.
-    """
+    """policy loss - entropy_coeff H + kl_loss_coef KL(π ‖ reference), each summed with the same weights of tokens."""
 
     def loss(params: Weights, scored: Scored, counts: Counts, reference: Weights | None):
-        logp, entropy, penalty = logprob_kl(params, reference, scored.rows, scored.ref_logp)
+        logprob, entropy, penalty = logprob_kl(params, reference, scored.rows, scored.ref_logprob)
         mask, segment = scored.rows.mask, scored.rows.segment
         share = weigh(mask, segment, tokens=counts.tokens, sequences=counts.sequences)
 
@@ -51,12 +47,12 @@ def make_actor_loss(
         def total(x: Array) -> Array:
             return masked_sum(share * x, mask)
 
-        each, held, held_lower = policy_loss(logp, scored.logp, scored.advantage, mask, segment)
+        each, held, held_lower = policy_loss(logprob, scored.old_logprob, scored.advantage, mask, segment)
         if scored.weight is not None:
-            each *= correction.geometric(scored.weight, mask, segment) if by_sequence else scored.weight
+            each *= scored.weight
         surrogate = total(each)
         out = surrogate - entropy_coeff * total(entropy)
-        delta = jnp.clip(jnp.where(mask, logp - scored.logp, 0.0), -FAR, FAR)
+        delta = jnp.clip(jnp.where(mask, logprob - scored.old_logprob, 0.0), -FAR, FAR)
         sums = {
             "actor/pg_loss": surrogate,
             "actor/pg_clipfrac": mean(held),
@@ -99,8 +95,8 @@ def make_imitation_loss(logprob: LogProb) -> Loss:
     """mean over tokens of -log π(target): supervised fine-tuning."""
 
     def loss(params: Weights, rows: Rows, counts: Counts) -> tuple[Array, dict[str, Array]]:
-        logp, _ = logprob(params, rows)
-        out = -masked_sum(logp, rows.mask) / counts.tokens
+        logprobs, _ = logprob(params, rows)
+        out = -masked_sum(logprobs, rows.mask) / counts.tokens
         return out, {"sft/loss": out}
 
     return loss

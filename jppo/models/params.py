@@ -50,6 +50,14 @@ class Entry:
         return self.letters[0] == "L"
 
     @property
+    def matrix(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """The axes of ours that are a layer's matrix's input and output; None where it is no matrix of a layer."""
+        if not self.stacked or len(self.hf_letters) != 2:
+            return None
+        out, into = (tuple(self.letters.index(letter) for letter in word) for word in self.hf_letters)
+        return into, out
+
+    @property
     def hf_shape(self) -> tuple[int, ...]:
         """The shape of HF's tensor, of one layer where ours is stacked."""
         sizes = dict(zip(self.letters, self.shape, strict=True))

@@ -186,8 +186,9 @@ def compose(found: Mapping[str, tuple[float, Reward]], panel: Panel) -> Reward:
     answer = next((reward.answer for _, reward in found.values() if reward.answer is not None), None)
     errors = [f"{name}: {reward.error}" for name, (_, reward) in found.items() if reward.error is not None]
     if errors:
-        score = math.nan if panel.score_on_error is None else panel.score_on_error
-        return Reward(
-            score, {key: value for key, value in parts.items() if math.isfinite(value)}, "; ".join(errors), answer
-        )
+        score, error = panel.score_on_error, "; ".join(errors)
+        finite = {key: value for key, value in parts.items() if math.isfinite(value)}
+        if score is None:
+            return Reward(math.nan, finite, error, answer, unusable=f"not graded: {error}")
+        return Reward(score, finite, error, answer)
     return Reward(math.fsum(weight * reward.score for weight, reward in found.values()), parts, None, answer)

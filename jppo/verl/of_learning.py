@@ -192,9 +192,11 @@ ACTOR = (
     *needless("checkpoints are written while the run goes on", f"{_A}.checkpoint.async_save"),
     *needless("jppo's models read text", f"{_A}.freeze_vision_tower"),
     *needless("it is rollout.n", f"{_A}.rollout_n"),
-    *missing("the optimizer is AdamW", f"{_A}.optim.optimizer", "critic.optim.optimizer", off=("AdamW",)),
+    *missing(
+        "set actor.optimizer, critic.optimizer", f"{_A}.optim.optimizer", "critic.optim.optimizer", off=("AdamW",)
+    ),
     *missing("cosine has half a period", f"{_A}.optim.num_cycles", "critic.optim.num_cycles", off=(0.5,)),
-    *missing("AdamW has no more options than betas and weight_decay", f"{_A}.optim.override_optimizer_config*"),
+    *missing("set actor.optimizer=path.py:name, a user-defined optax chain", f"{_A}.optim.override_optimizer_config*"),
     *missing("set actor.param_offload and actor.optimizer_offload", f"{_A}.fsdp_config.offload_policy"),
     *missing("of losses that jppo has not", f"{_A}.policy_loss.*", off=(0.0002, 1.0, 5.0, 0.1)),
     *missing(

@@ -5,6 +5,7 @@ with prompts, gaps and empty space around them that hold NaN, infinities and hug
 """
 
 import dataclasses
+import functools
 import types
 
 import jax
@@ -69,8 +70,11 @@ def draw(seed: int) -> list[dict[str, np.ndarray]]:
     return batch
 
 
-def lay(batch, *, gaps=0, order=None, shape=(7, 20), numbers=None, dtype=np.float64) -> Laid:
-    """The batch in rows: first-fit, each sequence with up to 6 masked tokens before, between and behind its own."""
+def lay(batch, *, gaps=0, order=None, shape=(7, 20), numbers=None, dtype=np.float64, flat=False) -> Laid:
+    """The batch in rows, each sequence with up to 6 masked tokens before, between and behind its own.
+
+    Sequences share rows, first fit; or each has one, as in the flat batch [B, L], in the batch's order.
+    """
     rng = np.random.default_rng([gaps, 5])
     poison = np.resize(np.array(POISON), shape).astype(dtype)
     rows = {name: poison.copy() for name in batch[0]}
@@ -82,7 +86,7 @@ def lay(batch, *, gaps=0, order=None, shape=(7, 20), numbers=None, dtype=np.floa
     for i in range(len(batch)) if order is None else np.random.default_rng(order).permutation(len(batch)):
         n = batch[i]["logp"].size
         size = n + rng.integers(0, 7)
-        r = int(np.flatnonzero(used + size <= shape[1])[0])
+        r = i if flat else int(np.flatnonzero(used + size <= shape[1])[0])
         columns = used[r] + np.sort(rng.permutation(size)[:n])
         for name, x in batch[i].items():
             rows[name][r, columns] = x
@@ -91,7 +95,7 @@ def lay(batch, *, gaps=0, order=None, shape=(7, 20), numbers=None, dtype=np.floa
         rows["sequence"][r, used[r] : used[r] + size] = i
         where[i] = (np.full(n, r), columns)
         used[r], count[r] = used[r] + size, count[r] + 1
-    assert count.max() > 1 and count.min() == 0, "no row is shared, or none is empty"
+    assert flat or (count.max() > 1 and count.min() == 0), "no row is shared, or none is empty"
     return Laid(rows, where)
 
 
@@ -99,6 +103,12 @@ def lay(batch, *, gaps=0, order=None, shape=(7, 20), numbers=None, dtype=np.floa
 def packed():
     """`draw` a batch, `lay` it into rows, and the `CHANGES` of layout that must change nothing."""
     return types.SimpleNamespace(draw=draw, lay=lay, CHANGES=CHANGES)
+
+
+@pytest.fixture(scope="session")
+def flat():
+    """The same with a sequence a row: the flat batch [B, L]."""
+    return types.SimpleNamespace(draw=draw, lay=functools.partial(lay, flat=True), CHANGES=CHANGES)
 
 
 @pytest.fixture(scope="session", params=CHANGES)

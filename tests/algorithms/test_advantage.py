@@ -15,7 +15,7 @@ from jppo.algorithms import advantage
 FEW = settings(max_examples=5, deadline=None, derandomize=True)
 SEEDS = st.integers(0, 2**16)
 SETTINGS = [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0), (0.0, 1.0), (1.0, 0.5)]
-ROWS = "reward value mask segment"
+ROWS = "reward value mask"
 
 
 @functools.cache
@@ -39,11 +39,11 @@ remax = jax.jit(advantage.remax)
 
 
 @functools.partial(jax.jit, static_argnames=("gamma", "lam"))
-def by_token(reward, value, mask, segment, sequence, baseline, *, gamma=0.9, lam=0.9):
+def by_token(reward, value, mask, baseline, *, gamma=0.9, lam=0.9):
     return (
-        *advantage.gae(reward, value, mask, segment, gamma=gamma, lam=lam),
-        advantage.reinforce_plus_plus(reward, mask, segment, gamma=gamma),
-        advantage.remax(reward, baseline, mask, segment, sequence),
+        *advantage.gae(reward, value, mask, gamma=gamma, lam=lam),
+        advantage.reinforce_plus_plus(reward, mask, gamma=gamma),
+        advantage.remax(reward, jnp.pad(baseline, (0, len(mask) - len(baseline))), mask),
     )
 
 
@@ -55,9 +55,9 @@ def to_go(reward, gamma):
 @pytest.mark.parametrize("gamma,lam", SETTINGS)
 @FEW
 @given(seed=SEEDS)
-def test_gae_is_the_papers(packed, gamma, lam, seed):
-    batch = packed.draw(seed)
-    laid = packed.lay(batch, gaps=seed)
+def test_gae_is_the_papers(flat, gamma, lam, seed):
+    batch = flat.draw(seed)
+    laid = flat.lay(batch, gaps=seed)
     found, returns = gae(gamma, lam)(*laid[ROWS])
     papers = [paper_gae(s["reward"], s["value"], gamma, lam) for s in batch]
     laid.same(found, papers, rtol=1e-10, atol=1e-12)
@@ -66,25 +66,21 @@ def test_gae_is_the_papers(packed, gamma, lam, seed):
 
 @pytest.mark.parametrize("T", [1, 263, 520])
 def test_gae_of_long_rows(T):
-    """However a row is cut to be worked on: one segment from end to end, one that changes every few tokens."""
     rng = np.random.default_rng(T)
     reward, value = rng.normal(size=(2, 2, T))
     mask = rng.random((2, T)) < 0.7
-    segment = np.array([np.ones(T), 1 + np.arange(T) // 7], np.int32)
-    found, _ = gae(0.99, 0.95)(reward, value, mask, segment)
+    found, _ = gae(0.99, 0.95)(reward, value, mask)
     want = np.zeros((2, T))
     for r in range(2):
-        for s in set(segment[r]):
-            at = np.flatnonzero((segment[r] == s) & mask[r])
-            want[r, at] = paper_gae(reward[r, at], value[r, at], 0.99, 0.95)
+        want[r, mask[r]] = paper_gae(reward[r, mask[r]], value[r, mask[r]], 0.99, 0.95)
     np.testing.assert_allclose(found, want, rtol=1e-10, atol=1e-12)
 
 
-def test_gae_leaves_rows_on_their_devices(packed):
+def test_gae_leaves_rows_on_their_devices(flat):
     """Eight devices, one row on each, nothing sent between them."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-    rows = packed.lay(packed.draw(0), shape=(8, 260))[ROWS]
+    rows = flat.lay(flat.draw(0), shape=(8, 260))[ROWS]
     compiled = gae(0.9, 0.9).lower(*jax.device_put(rows, spread)).compile()
     assert not re.findall(r"all-\w+|collective-\w+|reduce-scatter", compiled.as_text())
     for found, want in zip(compiled(*jax.device_put(rows, spread)), gae(0.9, 0.9)(*rows), strict=True):
@@ -101,7 +97,6 @@ def test_gae_by_hand():
         np.float32([[9.0, 0.0, 9.0, 4.0, 9.0]]),
         np.float32([[9.0, 1.0, 9.0, 2.0, 9.0]]),
         np.array([[False, True, False, True, False]]),
-        np.int32([[1, 1, 1, 1, 0]]),
     )
     np.testing.assert_array_equal(found, [[0.0, 0.5, 0.0, 2.0, 0.0]])
     np.testing.assert_array_equal(returns, [[0.0, 1.5, 0.0, 4.0, 0.0]])
@@ -109,12 +104,12 @@ def test_gae_by_hand():
 
 @FEW
 @given(seed=SEEDS)
-def test_the_layout_changes_nothing(packed, change, seed):
-    batch = packed.draw(seed)
+def test_the_layout_changes_nothing(flat, change, seed):
+    batch = flat.draw(seed)
     baseline = np.random.default_rng(seed).normal(size=7)
     out = []
-    for laid in (packed.lay(batch), packed.lay(batch, **change)):
-        out.append((laid, by_token(*laid[ROWS + " sequence"], baseline)))
+    for laid in (flat.lay(batch), flat.lay(batch, **change)):
+        out.append((laid, by_token(*laid[ROWS], baseline)))
     (before, ones), (after, others) = out
     for one, other in zip(ones, others, strict=True):
         after.same(other, before.back(one), rtol=1e-9, atol=1e-12)
@@ -122,11 +117,11 @@ def test_the_layout_changes_nothing(packed, change, seed):
 
 @FEW
 @given(seed=SEEDS)
-def test_returns_of_reinforce_plus_plus_and_remax(packed, seed):
-    batch = packed.draw(seed)
-    laid = packed.lay(batch, gaps=seed)
+def test_returns_of_reinforce_plus_plus_and_remax(flat, seed):
+    batch = flat.draw(seed)
+    laid = flat.lay(batch, gaps=seed)
     greedy = np.random.default_rng(seed).normal(size=7)
-    *_, discounted, less = by_token(*laid[ROWS + " sequence"], greedy)
+    *_, discounted, less = by_token(*laid[ROWS], greedy)
     laid.same(discounted, [to_go(s["reward"], 0.9) for s in batch], rtol=1e-10, atol=1e-12)
     papers = [to_go(s["reward"], 1.0) - b for s, b in zip(batch, greedy, strict=True)]
     laid.same(less, papers, rtol=1e-10, atol=1e-12)
@@ -134,9 +129,9 @@ def test_returns_of_reinforce_plus_plus_and_remax(packed, seed):
 
 @FEW
 @given(seed=SEEDS)
-def test_lambda_0_is_the_td_error_and_lambda_1_the_return_less_the_value(packed, seed):
-    batch = packed.draw(seed)
-    laid = packed.lay(batch)
+def test_lambda_0_is_the_td_error_and_lambda_1_the_return_less_the_value(flat, seed):
+    batch = flat.draw(seed)
+    laid = flat.lay(batch)
     td = [s["reward"] + 0.9 * np.append(s["value"], 0.0)[1:] - s["value"] for s in batch]
     carlo = [to_go(s["reward"], 1.0) - s["value"] for s in batch]
     laid.same(gae(0.9, 0.0)(*laid[ROWS])[0], td, rtol=1e-10, atol=1e-12)
@@ -146,63 +141,63 @@ def test_lambda_0_is_the_td_error_and_lambda_1_the_return_less_the_value(packed,
         assert not np.allclose(found, np.concatenate(td)) and not np.allclose(found, np.concatenate(carlo))
 
 
-def test_gae_without_values_is_reinforce_plus_plus(packed):
-    reward, value, mask, segment = packed.lay(packed.draw(0))[ROWS]
-    plain = reinforce_plus_plus(reward, mask, segment, gamma=0.9)
-    found, returns = gae(0.9, 1.0)(reward, np.zeros_like(value), mask, segment)
+def test_gae_without_values_is_reinforce_plus_plus(flat):
+    reward, value, mask = flat.lay(flat.draw(0))[ROWS]
+    plain = reinforce_plus_plus(reward, mask, gamma=0.9)
+    found, returns = gae(0.9, 1.0)(reward, np.zeros_like(value), mask)
     np.testing.assert_array_equal(found, plain)
     np.testing.assert_array_equal(returns, plain)
-    assert not np.allclose(gae(0.9, 1.0)(reward, value, mask, segment)[0], plain)
-    assert not np.allclose(gae(0.9, 0.9)(reward, np.zeros_like(value), mask, segment)[0], plain)
+    assert not np.allclose(gae(0.9, 1.0)(reward, value, mask)[0], plain)
+    assert not np.allclose(gae(0.9, 0.9)(reward, np.zeros_like(value), mask)[0], plain)
 
 
-def test_remax_of_a_baseline_of_0_is_reinforce_plus_plus_without_discount(packed):
-    laid = packed.lay(packed.draw(1))
-    reward, mask, segment, sequence = laid["reward mask segment sequence"]
-    found = remax(reward, np.zeros(7), mask, segment, sequence)
-    np.testing.assert_array_equal(found, reinforce_plus_plus(reward, mask, segment, gamma=1.0))
+def test_remax_of_a_baseline_of_0_is_reinforce_plus_plus_without_discount(flat):
+    laid = flat.lay(flat.draw(1))
+    reward, mask = laid["reward mask"]
+    found = remax(reward, np.zeros(7), mask)
+    np.testing.assert_array_equal(found, reinforce_plus_plus(reward, mask, gamma=1.0))
 
 
 def test_a_reward_at_the_end_alone_is_every_tokens_score_less_the_greedy_one():
     """Scores 3 and 1, greedy scores 1 and 4: as REINFORCE with a baseline."""
-    mask, segment = np.array([[False, True, True, True, True]]), np.int32([[1, 1, 1, 2, 2]])
-    found = remax(np.float32([[9, 0, 3, 0, 1]]), np.float32([1, 4]), mask, segment, segment - 1)
-    np.testing.assert_array_equal(found, [[0, 2, 2, -3, -3]])
+    mask = np.array([[False, True, True], [True, True, False]])
+    found = remax(np.float32([[9, 0, 3], [0, 1, 9]]), np.float32([1, 4]), mask)
+    np.testing.assert_array_equal(found, [[0, 2, 2], [-3, -3, 0]])
 
 
-def test_rows_of_nothing_have_no_advantage(packed):
-    reward, value, mask, segment = packed.lay(packed.draw(2), dtype=np.float32)[ROWS]
-    for part in gae(0.9, 0.9)(reward, value, np.zeros_like(mask), segment):
+def test_rows_of_nothing_have_no_advantage(flat):
+    reward, value, mask = flat.lay(flat.draw(2), dtype=np.float32)[ROWS]
+    for part in gae(0.9, 0.9)(reward, value, np.zeros_like(mask)):
         np.testing.assert_array_equal(part, 0.0)
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e4])
-def test_gae_and_its_gradient_stay_finite(packed, scale):
+def test_gae_and_its_gradient_stay_finite(flat, scale):
     with jax.enable_x64(False):
-        batch = [s | dict(reward=s["reward"] * scale, value=s["value"] * scale) for s in packed.draw(3)]
-        laid = packed.lay(batch, dtype=np.float32)
-        reward, value, mask, segment = laid[ROWS]
-        grads = jax.jit(jax.grad(lambda r, v: jnp.sum(gae(1.0, 0.95)(r, v, mask, segment)[0] ** 2), argnums=(0, 1)))
-        for part in (*gae(1.0, 0.95)(reward, value, mask, segment), *grads(reward, value)):
+        batch = [s | dict(reward=s["reward"] * scale, value=s["value"] * scale) for s in flat.draw(3)]
+        laid = flat.lay(batch, dtype=np.float32)
+        reward, value, mask = laid[ROWS]
+        grads = jax.jit(jax.grad(lambda r, v: jnp.sum(gae(1.0, 0.95)(r, v, mask)[0] ** 2), argnums=(0, 1)))
+        for part in (*gae(1.0, 0.95)(reward, value, mask), *grads(reward, value)):
             assert np.isfinite(part).all() and part.dtype == np.float32
             np.testing.assert_array_equal(laid.rest(part), 0.0)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_dtype_jit_and_vmap_by_token(packed, dtype):
-    one, other = ((*packed.lay(packed.draw(s), dtype=dtype)[ROWS + " sequence"], np.ones(7, dtype)) for s in (0, 1))
+def test_dtype_jit_and_vmap_by_token(flat, dtype):
+    one, other = ((*flat.lay(flat.draw(s), dtype=dtype)[ROWS], np.ones(7, dtype)) for s in (0, 1))
     both = jax.vmap(by_token)(*(np.stack(x) for x in zip(one, other, strict=True)))
     for two, alone in zip(both, by_token(*other), strict=True):
         assert two.dtype == alone.dtype == dtype
         np.testing.assert_allclose(two[1], alone, rtol=1e-5 if dtype == np.float32 else 1e-12)
 
 
-def test_whole_numbers_as_rewards_are_not_rounded_on_the_way(packed):
-    laid = packed.lay(packed.draw(4), dtype=np.float32)
-    _, value, mask, segment = laid[ROWS]
+def test_whole_numbers_as_rewards_are_not_rounded_on_the_way(flat):
+    laid = flat.lay(flat.draw(4), dtype=np.float32)
+    _, value, mask = laid[ROWS]
     reward = np.where(mask, np.arange(20) % 3, 0)
     for dtype in (np.int32, np.float16):
-        found, _ = gae(0.9, 0.9)(reward.astype(dtype), value, mask, segment)
+        found, _ = gae(0.9, 0.9)(reward.astype(dtype), value, mask)
         assert found.dtype == np.float32
         want = [paper_gae(r, v, 0.9, 0.9) for r, v in zip(laid.back(reward), laid.back(value), strict=True)]
         laid.same(found, want, rtol=1e-5, atol=1e-6)

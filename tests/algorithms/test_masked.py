@@ -13,12 +13,10 @@ FEW = settings(max_examples=5, deadline=None, derandomize=True)
 SEEDS = st.integers(0, 2**16)
 POISON = [np.nan, np.inf, -np.inf, 3e38]
 ask = {name: jax.jit(x) for name, x in vars(masked).items() if callable(x)}
-collect = jax.jit(masked.collect, static_argnames="sequences")
 # Of one sequence's kept entries: what stands at each of its entries.
 BY_SEQUENCE = {
     "sequence_sum": lambda x: sum(x),
     "sequence_mean": lambda x: sum(x) / max(len(x), 1),
-    "sequence_max": lambda x: max(x, default=0.0),
 }
 
 
@@ -53,40 +51,20 @@ def test_moments_are_count_mean_and_squared_deviations(poisoned):
     np.testing.assert_array_equal(masked.moments(x, np.zeros_like(mask)), [0.0, 0.0, 0.0])
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
-@given(st.lists(st.lists(st.floats(-50, 50, width=32), max_size=7), min_size=1, max_size=6))
-def test_combined_moments_are_those_of_the_union(parts):
-    def three(part):
-        part = np.asarray(part, np.float64)
-        mean = part.mean() if part.size else 0.0
-        return np.array([part.size, mean, np.square(part - mean).sum()])
-
-    union = np.concatenate([np.asarray(p, np.float64) for p in parts])
-    n, mean, var = masked.combine([three(p) for p in parts])
-    assert n == union.size
-    np.testing.assert_allclose(mean, union.mean() if union.size else 0.0, atol=1e-9)
-    np.testing.assert_allclose(var, union.var(ddof=1) if union.size > 1 else 0.0, rtol=1e-9, atol=1e-9)
-
-
-def test_a_part_without_entries_changes_nothing():
-    part = np.array([3.0, 2.0, 5.0])
-    assert masked.combine([part, np.array([0.0, 7.0, 7.0])]) == masked.combine([part]) == (3.0, 2.0, 2.5)
-
-
-def test_whitening_over_parts_is_whitening_over_their_union(poisoned):
+def test_whitening_has_mean_0_and_variance_1(poisoned):
     x, mask = poisoned
-    _, mean, var = masked.combine([np.asarray(masked.moments(x[i : i + 1], mask[i : i + 1])) for i in range(4)])
-    out = masked.whiten(x, mask, mean=jnp.float32(mean), var=jnp.float32(var))
+    out = masked.whiten(x, mask)
     kept = x[mask].astype(np.float64)
     expected = (kept - kept.mean()) / np.sqrt(kept.var(ddof=1) + 1e-8)
     np.testing.assert_allclose(np.asarray(out)[mask], expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(np.asarray(out)[~mask], 0.0)
+    np.testing.assert_array_equal(masked.whiten(x, np.zeros_like(mask)), 0.0)
 
 
-def test_equal_entries_whiten_to_zero_and_stay_finite():
+def test_equal_entries_and_a_single_one_whiten_to_zero():
     x = np.full((2, 3), 0.7, np.float32)
-    out = masked.whiten(x, np.ones((2, 3), bool), mean=jnp.float32(0.7), var=jnp.float32(0.0))
-    np.testing.assert_array_equal(out, 0.0)
+    np.testing.assert_array_equal(masked.whiten(x, np.ones((2, 3), bool)), 0.0)
+    np.testing.assert_array_equal(masked.whiten(x, np.eye(2, 3) + [[0], [-1]] > 0.5), 0.0)
 
 
 @FEW
@@ -97,14 +75,35 @@ def test_the_layout_does_not_change_what_whitens(packed, change, seed):
     (x, mask), (moved, moved_mask) = before["reward mask"], after["reward mask"]
     found = ask["moments"](moved, moved_mask)
     np.testing.assert_allclose(found, ask["moments"](x, mask), rtol=1e-12)
-    n, mean, var = masked.combine([np.asarray(found)])
     kept = np.concatenate([s["reward"] for s in batch])
-    np.testing.assert_allclose([n, mean, var], [kept.size, kept.mean(), kept.var(ddof=1)], rtol=1e-10)
-    white = masked.whiten(moved, moved_mask, mean=mean, var=var)
+    np.testing.assert_allclose(masked.variance(found), kept.var(ddof=1), rtol=1e-10)
+    white = masked.whiten(moved, moved_mask)
     after.same(white, [(s["reward"] - kept.mean()) / np.sqrt(kept.var(ddof=1) + 1e-8) for s in batch], rtol=1e-9)
 
 
-# By sequence
+# By row of the flat batch
+
+
+@FEW
+@given(seed=SEEDS)
+def test_the_last_of_a_row_is_its_last_kept_entry(flat, change, seed):
+    batch = flat.draw(seed)
+    laid = flat.lay(batch, **change)
+    expected = [np.arange(s["reward"].size) == s["reward"].size - 1 for s in batch]
+    laid.same(ask["last"](laid.rows["mask"]), expected)
+
+
+@FEW
+@given(seed=SEEDS)
+def test_spread_repeats_a_number_at_each_kept_entry(flat, change, seed):
+    batch = flat.draw(seed)
+    laid = flat.lay(batch, **change)
+    mask = laid.rows["mask"]
+    score = np.where(mask.any(1), np.arange(1.0, len(mask) + 1), np.nan)  # nothing of the others is kept
+    laid.same(ask["spread"](score, mask), [np.full(s["reward"].size, x) for s, x in zip(batch, score, strict=False)])
+
+
+# By sequence of packed rows
 
 
 @pytest.mark.parametrize("name", BY_SEQUENCE)
@@ -127,11 +126,11 @@ def test_by_sequence_by_hand():
     x = np.float32([[1.0, 9.0, -4.0, 5.0], [9.0, 9.0, 9.0, 9.0]])
     mask = np.array([[True, False, True, True], [False, False, False, False]])
     segment = np.int32([[1, 1, 1, 2], [1, 1, 0, 0]])
-    for name, first, second in [("sum", -3.0, 5.0), ("mean", -1.5, 5.0), ("max", 1.0, 5.0)]:
+    for name, first, second in [("sum", -3.0, 5.0), ("mean", -1.5, 5.0)]:
         found = ask[f"sequence_{name}"](x, mask, segment)
         np.testing.assert_array_equal(found, [[first] * 3 + [second], [0.0] * 4])
     np.testing.assert_array_equal(ask["sequence_length"](mask, segment), [[2, 2, 2, 1], [0] * 4])
-    np.testing.assert_array_equal(ask["last_of_sequence"](mask, segment), [[False, False, True, True], [False] * 4])
+    np.testing.assert_array_equal(ask["last"](mask), [[False, False, False, True], [False] * 4])
 
 
 def test_a_row_may_be_full_of_single_tokens():
@@ -140,54 +139,16 @@ def test_a_row_may_be_full_of_single_tokens():
         np.testing.assert_array_equal(ask[name](x, every, np.int32([[1, 2, 3]])), x)
 
 
-def test_a_negative_maximum_is_not_taken_for_nothing():
-    x, one = np.float32([[-3.0, -2.0]]), np.int32([[1, 1]])
-    np.testing.assert_array_equal(ask["sequence_max"](x, np.array([[True, True]]), one), [[-2.0, -2.0]])
-
-
-@FEW
-@given(seed=SEEDS)
-def test_the_last_of_a_sequence_is_its_last_kept_entry(packed, change, seed):
-    batch = packed.draw(seed)
-    laid = packed.lay(batch, **change)
-    expected = [np.arange(s["reward"].size) == s["reward"].size - 1 for s in batch]
-    laid.same(ask["last_of_sequence"](*laid["mask segment"]), expected)
-
-
-@FEW
-@given(seed=SEEDS)
-def test_spread_and_collect_go_between_the_batch_and_its_rows(packed, change, seed):
-    batch = packed.draw(seed)
-    laid = packed.lay(batch, **change)
-    score = np.arange(1.0, 8.0)
-    score[[s["reward"].size == 0 for s in batch]] = np.nan  # nothing of it is kept
-    found = ask["spread"](score, *laid["sequence mask"])
-    laid.same(found, [np.full(s["reward"].size, x) for s, x in zip(batch, score, strict=True)])
-    total = collect(*laid["reward sequence mask"], sequences=7)
-    np.testing.assert_allclose(total, [s["reward"].sum() for s in batch], rtol=1e-10, atol=1e-12)
-    lengths = [s["reward"].size for s in batch]
-    np.testing.assert_allclose(
-        collect(found, *laid["sequence mask"], sequences=7), np.nan_to_num(score) * lengths, rtol=1e-12
-    )
-
-
-def test_a_sequence_that_is_in_no_row_collects_0():
-    found = masked.collect(np.float32([[2.0, 3.0]]), np.int32([[2, 2]]), np.ones((1, 2), bool), sequences=4)
-    np.testing.assert_array_equal(found, [0.0, 0.0, 5.0, 0.0])
-
-
 # Gradients, shapes, dtypes
 
 OF_ROWS = {
     "masked_sum": lambda x, mask, segment, sequence: masked.masked_sum(x, mask),
     "moments": lambda x, mask, segment, sequence: masked.moments(x, mask),
-    "whiten": lambda x, mask, segment, sequence: masked.whiten(x, mask, mean=x.dtype.type(0.5), var=x.dtype.type(2.0)),
+    "whiten": lambda x, mask, segment, sequence: masked.whiten(x, mask) ** 3,  # their sum is 0, that of cubes is not
     "sequence_sum": lambda x, mask, segment, sequence: masked.sequence_sum(x, mask, segment),
     "sequence_length": lambda x, mask, segment, sequence: masked.sequence_length(mask, segment, x.dtype),
     "sequence_mean": lambda x, mask, segment, sequence: masked.sequence_mean(x, mask, segment),
-    "sequence_max": lambda x, mask, segment, sequence: masked.sequence_max(x, mask, segment),
-    "spread": lambda x, mask, segment, sequence: masked.spread(x[0], sequence, mask),
-    "collect": lambda x, mask, segment, sequence: masked.collect(x, sequence, mask, sequences=7),
+    "spread": lambda x, mask, segment, sequence: masked.spread(x[:, 0], mask),
 }
 
 
@@ -219,6 +180,5 @@ def test_no_gradient_comes_from_behind_the_mask(packed, name):
 
 
 def test_a_long_row_has_one_last_entry():
-    mask = np.ones((1, 2**17), bool)
-    found = np.asarray(ask["last_of_sequence"](mask, np.ones(mask.shape, np.int32)))
+    found = np.asarray(ask["last"](np.ones((1, 2**17), bool)))
     assert found.sum() == 1 and found[0, -1]

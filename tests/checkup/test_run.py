@@ -220,6 +220,7 @@ def test_a_config_of_fine_tuning_is_refused(tmp_path, capsys):
     assert e.value.code == 2 and "jppo.sft" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 @needs_vllm
 def test_a_real_server_is_started_gets_the_weights_and_agrees(

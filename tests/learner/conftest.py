@@ -16,7 +16,7 @@ from jppo.learner import batch, estimate, optim, packing, ppo, sharding, state, 
 from jppo.models import embedding, families, spread
 from jppo.models.attention import make_plain
 from jppo.models.decoder import Decoder, attention_settings, init_params
-from jppo.structs import Trajectory
+from jppo.structs import Reward, Trajectory
 
 LONGEST = 24  # tokens of a trajectory
 
@@ -81,9 +81,7 @@ def recipe(estimator="gae", **changes):
     token_mean = functools.partial(losses.token_weights, mode="token-mean", scale=1.0)
     gae = functools.partial(advantage.gae, gamma=s.gamma, lam=s.lam)
     estimators = {
-        "gae": estimate.Estimator(
-            lambda reward, value, _, rows: gae(reward, value, rows.mask, rows.segment), whiten=True, critic=True
-        ),
+        "gae": estimate.Estimator(lambda reward, value, _, mask: gae(reward, value, mask), whiten=True, critic=True),
         "grpo": estimate.Estimator(
             estimate.spread, lambda score, _, group: advantage.grpo(score, group, norm_adv_by_std=True)
         ),
@@ -107,7 +105,7 @@ def recipe(estimator="gae", **changes):
 
 SCORING = dict(temperature=SETTINGS.temperature, chunk_tokens=64)
 KL_COEF = 0.2
-ADAMW = optim.make_optimizer(grad_clip=0.5, betas=(0.9, 0.99), weight_decay=0.1)
+ADAMW = optim.make_optimizer(functools.partial(optim.adamw, betas=(0.9, 0.99), weight_decay=0.1), grad_clip=0.5)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -133,6 +131,7 @@ class Learner:
     mesh_shape: tuple[int, ...] = (1, 1, 1, 1)  # data, fsdp, tensor, sequence; what is left out is 1
     recipe: ppo.Recipe = dataclasses.field(default_factory=recipe)
     sequences: int = 16  # of a step, two samples a prompt
+    padding: int = 0  # rows of the batch behind them, at least
     remat: str = "none"
     shared: tuple[int, int] | None = None  # prompts: the longest, and the longest response
 
@@ -150,9 +149,7 @@ class Learner:
         )
         model = (decoder, self.cfg)
         critic = model if self.recipe.estimator.critic else None
-        self.passes = ppo.make_passes(
-            ppo.Models(model, critic, model), self.recipe, **SCORING, sequences=self.sequences, mesh=self.mesh
-        )
+        self.passes = ppo.make_passes(ppo.Models(model, critic, model), self.recipe, **SCORING, mesh=self.mesh)
         self.what = {
             name: state.weights(self.cfg, self.mesh, head=head, param_dtype=np.float32)
             for name, head in (("actor", "lm"), ("critic", "value"))
@@ -163,6 +160,12 @@ class Learner:
 
     def weights(self, name, seed):
         return jax.device_put(host_weights(self.what[name].head, seed), self.what[name].shardings)
+
+    @property
+    def shape(self):
+        """Of the flat batch."""
+        devices = sharding.whole_row_multiple(self.mesh)
+        return -(-(self.sequences + self.padding) // devices) * devices, LONGEST
 
     def plan(self, kind, tokens_per_micro, sequences):
         return packing.make_plan(
@@ -188,17 +191,17 @@ class Learner:
         )
         return how, opt
 
-    def score(self, trajectories, scores, *, plan, policy, reference, value):
+    def score(self, trajectories, scores, *, plan, policy, reference, value, unusable=()):
         """The stages between rollout and update, as `train.py` calls them."""
-        rows = batch.make(trajectories, plan=plan, mesh=self.mesh)
-        scored, found = ppo.score_rows(self.passes, self.recipe, rows, policy)
-        scored, penalty = ppo.refer(self.passes, self.recipe, scored, policy, reference)
-        scored = ppo.with_values(self.passes, scored, value)
-        kl_coef = jax.device_put(np.float32(KL_COEF), sharding.replicated(self.mesh))
+        rewards = [Reward(x, {}, None, unusable="said so" if i in unusable else None) for i, x in enumerate(scores)]
         group = estimate.groups(np.isnan(scores), 2)
-        outcome = estimate.Outcome(score=scores, group=group, greedy=None)
-        scored, more = estimate.advantages(self.passes, scored, penalty, outcome, kl_coef)
-        return batch.flatten(scored, len(trajectories)), found | more
+        data = batch.flatten(trajectories, rewards, group, shape=self.shape)
+        micros = batch.micros(data, trajectories, plan=plan, mesh=self.mesh)
+        data = ppo.with_old_logprob(self.passes, self.recipe, data, micros, policy)
+        data = ppo.with_reference(self.passes, self.recipe, data, micros, policy, reference)
+        data = ppo.with_values(self.passes, data, micros, value)
+        kl_coef = jax.device_put(np.float32(KL_COEF), sharding.replicated(self.mesh))
+        return ppo.with_advantages(self.passes, data, kl_coef, self.mesh)
 
     def minis(self, flat, trajectories, *, plan, mini, epochs=1, order=None):
         order = np.arange(len(trajectories)) if order is None else order
@@ -209,13 +212,14 @@ class Learner:
 
     def update(
         self, trajectories, scores, *, kind="none", tokens_per_micro=10**6, mini=8, epochs=2, lr=0.1, tx=ADAMW,
-        order=None,
+        order=None, unusable=(),
     ):  # fmt: skip
         """Parameters, metrics and the scored batch after one PPO step of both models."""
         policy, reference = self.weights("actor", 0), self.weights("actor", 1)
         value = self.weights("critic", 2) if self.recipe.estimator.critic else None
         plan = self.plan(kind, tokens_per_micro, mini)
-        flat, found = self.score(trajectories, scores, plan=plan, policy=policy, reference=reference, value=value)
+        models = dict(policy=policy, reference=reference, value=value)
+        flat, found = self.score(trajectories, scores, plan=plan, **models, unusable=unusable)
         out = {}
         for name, params, further in (("actor", policy, (reference,)), ("critic", value, ())):
             if params is None:

@@ -49,7 +49,7 @@ def test_no_step_after_the_first_compiles(new_learner, make_recipe, drawn, mesh_
     now = state.begin(policy, policy_opt, value, value_opt, kl_coef=0.0, seed=0)
     ppo.compile_all(
         ours.passes, ours.recipe, plan, ours.mesh,
-        now=now, reference=reference, actor=how["actor"], critic=how["critic"], sequences=16,
+        now=now, reference=reference, actor=how["actor"], critic=how["critic"], shape=ours.shape,
     )  # fmt: skip
     step = jax.device_put(np.int32(0), sharding.replicated(ours.mesh))
     batches = [drawn(16, seed=seed) for seed in range(4)]

@@ -10,16 +10,15 @@ START = dict(mini=8, epochs=2, lr=0.1, tx=SGD)
 
 
 def by_token(flat, field):
-    """{(trajectory, position): value} of the masked entries of a batch."""
-    arrays = flat.arrays
-    at = np.nonzero(arrays["mask"])
-    keys = zip(arrays["sequence"][at].tolist(), arrays["position"][at].tolist(), strict=True)
-    return dict(zip(keys, arrays[field][at].tolist(), strict=True))
+    """{(trajectory, token of its response): value} of the masked entries of a batch."""
+    at = np.nonzero(flat.mask)
+    keys = zip(*(x.tolist() for x in at), strict=True)
+    return dict(zip(keys, getattr(flat, field)[at].tolist(), strict=True))
 
 
 def assert_same(found, expected, rename=None):
     (params, metrics, scored), (params0, metrics0, scored0) = found, expected
-    for field in ("advantage", "logp"):
+    for field in ("advantage", "old_logprob"):
         a, b = by_token(scored, field), by_token(scored0, field)
         a = a if rename is None else {(rename[s], p): v for (s, p), v in a.items()}
         assert a.keys() == b.keys()

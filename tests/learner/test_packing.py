@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jppo.learner import estimate, packing
+from jppo.learner import packing
 from jppo.structs import Trajectory
 
 KINDS = ("segments", "buckets", "none")
@@ -32,7 +32,7 @@ def entries(micros):
                 at = np.flatnonzero(rows.sequence[r] == i)
                 assert i not in out and (np.diff(at) == 1).all()
                 assert len(set(rows.segment[r, at])) == 1 and rows.segment[r, at[0]] > 0
-                names = ("inputs", "targets", "position", "mask", "sampler_logp")
+                names = ("inputs", "targets", "position", "mask")
                 out[i] = {name: getattr(rows, name)[r, at].tolist() for name in names}
     return out
 
@@ -52,19 +52,12 @@ def test_alignment_by_hand():
     np.testing.assert_array_equal(rows.segment, [[1, 1, 1, 1, 1, 2, 0, 0]])
     np.testing.assert_array_equal(rows.position, [[0, 1, 2, 3, 4, 0, 0, 0]])
     np.testing.assert_array_equal(rows.sequence, [[40, 40, 40, 40, 40, 41, -1, -1]])
-    np.testing.assert_allclose(rows.sampler_logp, [[0, -0.7, -0.8, 0, -1.0, -0.2, 0, 0]])
-    # The reward goes to the last sampled token of each; entry 3 emits the tool's 9 and gets none.
-    scores = np.arange(42, dtype=np.float32)
-    reward, _ = estimate.make_reward(42)(rows, scores, None, np.float32(0.0))
-    np.testing.assert_array_equal(reward, [[0, 0, 0, 0, 40, 41, 0, 0]])
 
 
 def test_dtypes():
     (rows,) = packing.pack([trajectory([1, 2], [0, 1])], [0], plan("none"))
-    kinds = {name: str(getattr(rows, name).dtype) for name in ("inputs", "mask", "sampler_logp", "segment")}
-    assert kinds == dict(inputs="int32", mask="bool", sampler_logp="float32", segment="int32")
-    score = np.array([1.0], np.float32)
-    assert estimate.make_reward(1)(rows, score, None, np.float32(0))[0].dtype == np.float32
+    kinds = {name: str(getattr(rows, name).dtype) for name in ("inputs", "mask", "sequence", "segment")}
+    assert kinds == dict(inputs="int32", mask="bool", sequence="int32", segment="int32")
 
 
 def ragged(lengths, seed=0):
@@ -110,7 +103,6 @@ def test_every_trajectory_once_in_a_shape_of_the_plan(lengths, kind, tokens_per_
                 targets=t.tokens[1:].tolist(),
                 position=list(range(len(t.tokens) - 1)),
                 mask=t.sampled[1:].tolist(),
-                sampler_logp=t.logprob[1:].tolist(),
             )
 
 

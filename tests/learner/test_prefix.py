@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jppo.learner import batch, packing, ppo, prefix
-from jppo.structs import Scored
+from jppo.structs import Reward
 from tests.learner.test_invariance import START, assert_same
 from tests.learner.test_packing import trajectory
 
@@ -42,7 +42,6 @@ def test_alignment_by_hand():
     np.testing.assert_array_equal(rows.segment, [[-1, -1, 1, 1, 1, 2, 2, 0], [1, 0, 0, 0, 0, 0, 0, 0]])
     np.testing.assert_array_equal(rows.position, [[0, 1, 2, 3, 4, 2, 3, 0], [0, 0, 0, 0, 0, 0, 0, 0]])
     np.testing.assert_array_equal(rows.sequence, [[-1, -1, 42, 42, 42, 40, 40, -1], [41, -1, -1, -1, -1, -1, -1, -1]])
-    np.testing.assert_allclose(rows.sampler_logp[0], [0, 0, -0.8, 0, -0.4, -0.8, -0.9, 0])
 
 
 @pytest.mark.parametrize(
@@ -78,7 +77,7 @@ def grouped(sizes, rng, longest=20):
 
 def read_back(micros):
     """{trajectory: its entries, those of its prompt first}, each found once, its own entries side by side."""
-    names, out = ("inputs", "targets", "position", "mask", "sampler_logp"), {}
+    names, out = ("inputs", "targets", "position", "mask"), {}
     for rows in micros:
         for r, numbers in enumerate(rows.sequence):
             (prompt,) = np.nonzero(rows.segment[r] == -1)
@@ -126,24 +125,7 @@ def test_every_trajectory_once_in_a_shape_of_the_plan(
             targets=t.tokens[1:].tolist(),
             position=list(range(len(t.tokens) - 1)),
             mask=t.sampled[1:].tolist(),
-            sampler_logp=t.logprob[1:].tolist(),
         )
-
-
-def test_scores_are_found_again_in_the_rows_of_mini_batches():
-    """Shared prompts have no place in the scored batch, wherever the trajectories of their rows are in it."""
-    p, rng = plan(), np.random.default_rng(0)
-    for _ in range(100):
-        some = grouped([4, 2, 3], rng)
-        scored = [Scored(rows=rows, logp=rows.inputs + 0.5) for rows in packing.pack(some, range(len(some)), p)]
-        flat = batch.flatten(scored, len(some))
-        order = rng.permutation(len(some)).tolist()
-        for part in (order[:5], order[5:]):
-            for rows in packing.pack([some[i] for i in part], part, p):
-                found = flat.at("logp", rows)
-                own = (rows.sequence >= 0) & rows.mask
-                np.testing.assert_array_equal(found[own], (rows.inputs + 0.5)[own])
-                assert (found[rows.sequence < 0] == 0).all()
 
 
 def samples_of(prompt, response, count):
@@ -190,11 +172,12 @@ def test_log_probs_are_those_of_whole_rows_where_an_opening_text_makes_the_promp
     found = {}
     for kind, row in (("none", 31), ("prefix", 256)):
         p = packing.make_plan(kind, max_tokens_per_row=row, shared=(8, 23), **how)
-        rows = packing.pack(some, range(12), p)
-        scored, _ = ppo.score_rows(ours.passes, ours.recipe, rows, ours.weights("actor", 0))
-        found[kind] = [np.asarray(one.logp)[one.rows.sequence == i][-12:] for i in range(12) for one in scored]
-        found[kind] = [logp for logp in found[kind] if logp.size]
-        assert kind == "none" or (rows[0].segment[0] == -1).any()
+        data = batch.flatten(some, [Reward(0.0, {}, None)] * 12, np.zeros(12, np.int32), shape=ours.shape)
+        micros = batch.micros(data, some, plan=p, mesh=ours.mesh)
+        data = ppo.with_old_logprob(ours.passes, ours.recipe, data, micros, ours.weights("actor", 0))
+        found[kind] = data.old_logprob
+        assert kind == "none" or (micros[0].host.segment[0] == -1).any()
+    assert (found["none"][data.mask] < 0).all() and data.mask.sum() == 12 * 12
     np.testing.assert_allclose(found["prefix"], found["none"], atol=1e-5)
 
 

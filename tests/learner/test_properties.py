@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from jppo import assemble
 from jppo import config as options
 from jppo.config.table import TABLE
-from jppo.learner import batch, estimate, packing, ppo, score, sharding, update
-from jppo.structs import Trajectory
+from jppo.learner import batch, packing, ppo, score, sharding, update
+from jppo.structs import Reward, Trajectory
 
 N, G, LONGEST = 6, 3, 24  # prompts, samples of each, tokens
 B = N * G
@@ -75,13 +75,9 @@ def recipe(**changes):
 @functools.cache
 def passes_of(made):
     """The passes of a recipe, tables for models."""
-    passes = ppo.make_passes(
-        ppo.Models((None, None), (None, None), None), made, temperature=1.0, chunk_tokens=1, sequences=B
-    )
+    passes = ppo.make_passes(ppo.Models((None, None), (None, None), None), made, temperature=1.0, chunk_tokens=1)
     with_kl = score.make_logprob_kl(made.kl_loss_type, look_up, None)
-    loss = update.make_actor_loss(
-        with_kl, made.policy_loss, made.weigh, by_sequence=made.by_sequence, entropy_coeff=0.1, kl_loss_coef=0.2
-    )
+    loss = update.make_actor_loss(with_kl, made.policy_loss, made.weigh, entropy_coeff=0.1, kl_loss_coef=0.2)
     value = lambda table, rows: look_up(table, rows)[0]  # noqa: E731
     return dataclasses.replace(
         passes,
@@ -106,18 +102,18 @@ def learn(made, *, kind="none", tokens_per_micro=10**6, order=None, tools=None):
         sequences=B, row_multiple=1,
     )  # fmt: skip
     mesh = sharding.make_mesh((1, 1, 1))
-    rows = batch.make(trajectories, plan=plan, mesh=mesh)
-    scored, _ = ppo.score_rows(passes, made, rows, tables["old"])
-    scored, penalty = ppo.refer(passes, made, scored, tables["old"], tables["reference"])
-    scored = ppo.with_values(passes, scored, tables["value"])
     group = np.array([np.flatnonzero(order // G == i // G)[0] for i in order], np.int32)
-    outcome = estimate.Outcome(score=SCORES[order], group=group, greedy=SCORES[order] / 2)
-    scored, _ = estimate.advantages(passes, scored, penalty, outcome, np.float32(KL_COEF))
-    flat = batch.flatten(scored, B)
+    rewards = [Reward(score, {}, None) for score in SCORES[order]]
+    flat = batch.flatten(trajectories, rewards, group, SCORES[order] / 2, shape=(B, LONGEST))
+    micros = batch.micros(flat, trajectories, plan=plan, mesh=mesh)
+    flat = ppo.with_old_logprob(passes, made, flat, micros, tables["old"])
+    flat = ppo.with_reference(passes, made, flat, micros, tables["old"], tables["reference"])
+    flat = ppo.with_values(passes, flat, micros, tables["value"])
+    flat, _ = ppo.with_advantages(passes, flat, np.float32(KL_COEF), mesh)
     out = {"advantage": np.zeros((B, LONGEST), np.float32)}
-    kept = flat.arrays["mask"]
-    where = order[flat.arrays["sequence"][kept]], flat.arrays["targets"][kept]
-    out["advantage"][where] = flat.arrays["advantage"][kept]
+    row, column = np.nonzero(flat.mask)
+    where = order[row], batch.arrays(flat, trajectories)["tokens"][row, column]
+    out["advantage"][where] = flat.advantage[row, column]
     cut = dict(order=np.random.default_rng(1).permutation(B), mini_batch_size=B, plan=plan, mesh=mesh)
     for mini in batch.mini_batches(flat, trajectories, **cut):
         models = [("actor", (None,))] + ([("critic", ())] if made.estimator.critic else [])

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jppo.config import UserError
-from jppo.learner import optim, packing, sharding
+from jppo.learner import packing, sharding
 
 
 @pytest.mark.parametrize(
@@ -69,16 +69,6 @@ def test_parameters_lie_by_the_rules_and_whole_where_an_axis_does_not_divide():
     found = {name: place.spec for name, place in places.items()}
     width = ("fsdp", "sequence")
     assert found == {"kernel": P(None, width, "tensor", None), "odd": P(None, width), "norm": P(None)}
-
-
-def test_moments_lie_with_their_parameters():
-    mesh = sharding.make_mesh((1, 4, 2))
-    shapes = {"w": jax.ShapeDtypeStruct((16, 8), np.float32)}
-    places = sharding.param_shardings(mesh, {"w": ("embed", "mlp")}, shapes)
-    tx = optim.make_optimizer(grad_clip=1.0, betas=(0.9, 0.999), weight_decay=0.0)
-    adam = sharding.optimizer_shardings(tx, shapes, places)
-    assert adam.mu["w"].spec == adam.nu["w"].spec == P(("fsdp", "sequence"), "tensor")
-    assert adam.steps.spec == P()
 
 
 def test_rows_are_spread_over_data_and_fsdp():

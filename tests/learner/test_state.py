@@ -6,6 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jppo.learner import optim, sharding, state
@@ -43,7 +44,7 @@ def test_random_weights_and_moments_are_drawn_in_their_shards(mesh_shape, head):
     made = jax.jit(draw, out_shardings=what.shardings).lower(jax.random.key(0)).compile().memory_analysis()
     assert made.output_size_in_bytes + made.temp_size_in_bytes < 2.5 * whole / 8 and made.temp_size_in_bytes < largest
 
-    tx = optim.make_optimizer(grad_clip=1.0, betas=(0.9, 0.999), weight_decay=0.0)
+    tx = optim.make_optimizer(optax.adamw, grad_clip=1.0)
     opt, places = state.init_optimizer(tx, what, values)
     (moments,) = on_each(opt)
     assert 2 * here <= moments < 2.01 * here

@@ -1,12 +1,14 @@
 """Conversations in the learner: what tools said lies in the rows, and is neither rewarded nor counted."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from jppo.agent import counts
-from jppo.learner import estimate, packing
+from jppo.io.rollout_metrics import describe
+from jppo.learner import batch, estimate
 from jppo.structs import Exchange, Reward, Trajectory
-from jppo.train import describe
 
 from .conftest import recipe
 
@@ -52,39 +54,35 @@ def by_hand(t, score, value, penalty):
     return advantage, np.where(t.sampled, advantage + value, 0.0)
 
 
-@pytest.mark.parametrize("kind", ["segments", "buckets", "none"])
-def test_rewards_and_advantages_pass_over_what_tools_said(trajectories, kind):
+def test_rewards_and_advantages_pass_over_what_tools_said(trajectories):
     rng = np.random.default_rng(1)
     B, longest = len(trajectories), max(len(t.tokens) for t in trajectories)
     score = rng.normal(size=B).astype(np.float32)
     value, penalty = rng.normal(size=(2, B, longest)).astype(np.float32)  # by trajectory and token
-    plan = packing.make_plan(
-        kind, max_length=longest, row_lengths=2, max_tokens_per_row=2 * longest, tokens_per_micro=4 * longest,
-        sequences=B, row_multiple=1,
-    )  # fmt: skip
-    reward, tokens = estimate.make_reward(B), estimate.make_tokens(recipe().estimator)
-    seen = 0
-    for rows in packing.pack(trajectories, range(B), plan):
-        # Entry t is about token t + 1; what is no entry of a sampled token must not matter, so it is huge.
-        at = np.maximum(rows.sequence, 0), np.minimum(rows.position + 1, longest - 1)
-        v, p = (np.where(rows.mask, x[at], 1e9).astype(np.float32) for x in (value, penalty))
-        token_reward, sums = reward(rows, score, p, np.float32(KL_COEF))
-        found = tokens(rows, token_reward, v, np.zeros(B, np.float32))
-        for b, t in enumerate(trajectories):
-            here = rows.sequence == b
-            if not here.any():
-                continue
-            seen += 1
-            expected, returns = by_hand(t, score[b], value[b, : len(t.tokens)], penalty[b, : len(t.tokens)])
-            np.testing.assert_array_equal(rows.mask[here], t.sampled[1:])
-            np.testing.assert_array_equal(rows.inputs[here], t.tokens[:-1])
-            np.testing.assert_allclose(np.asarray(found["advantage"])[here], expected[1:], rtol=1e-4, atol=1e-5)
-            np.testing.assert_allclose(np.asarray(found["returns"])[here], returns[1:], rtol=1e-4, atol=1e-5)
-            placed = np.asarray(token_reward)[here] + np.where(rows.mask[here], KL_COEF * p[here], 0.0)
-            last = np.flatnonzero(t.sampled)[-1] - 1
-            np.testing.assert_allclose(placed, np.where(np.arange(len(placed)) == last, score[b], 0.0), atol=1e-5)
-            assert np.asarray(sums["length"])[b] == t.sampled.sum()
-    assert seen == B
+    data = batch.flatten(
+        trajectories, [Reward(x, {}, None) for x in score], np.arange(B, dtype=np.int32), shape=(B + 3, longest)
+    )
+
+    def flat(x):
+        """By token of the response; what is of no sampled token must not matter, so it is huge."""
+        at = data.first[:B, None] + 1 + np.arange(longest)
+        found = np.take_along_axis(x, np.minimum(at, longest - 1), axis=1)
+        return np.where(data.mask, np.pad(found, ((0, 3), (0, 0))), np.float32(1e9))
+
+    estimator = dataclasses.replace(recipe().estimator, whiten=False)
+    advantages = estimate.make_advantages(estimator, kl_penalty="full", correction=None, bypass=True, by_sequence=False)
+    known, metrics = advantages(dataclasses.replace(data, value=flat(value), exact_kl=flat(penalty)), KL_COEF)
+    total = []
+    for b, t in enumerate(trajectories):
+        n = len(t.tokens)
+        expected = by_hand(t, score[b], value[b, :n], penalty[b, :n])
+        for name, x in zip(("advantage", "returns"), expected, strict=True):
+            response = x[data.first[b] + 1 :]
+            np.testing.assert_allclose(known[name][b, : len(response)], response, rtol=1e-4, atol=1e-5)
+            assert not np.asarray(known[name])[b, len(response) :].any()
+        total.append(score[b] - KL_COEF * penalty[b, :n][t.sampled].sum())
+    for name, reduce in (("mean", np.mean), ("max", np.max), ("min", np.min)):
+        np.testing.assert_allclose(metrics[f"critic/rewards/{name}"], reduce(total), rtol=1e-4)
 
 
 def test_the_metrics_of_conversations(trajectories):

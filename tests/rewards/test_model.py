@@ -531,6 +531,7 @@ def test_the_worker_scores_a_batch_as_one_by_one(tmp_path, pad):
 # --- vLLM
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup")
 def test_vllm_serves_the_same_scores_and_ends_when_it_is_told(made, tmp_path):

@@ -26,6 +26,7 @@ def random_adapters(cfg, seed):
     )
 
 
+@pytest.mark.slow
 def test_adapters_beside_the_base_are_what_peft_makes_of_both(settings, tmp_path):
     peft = pytest.importorskip("peft")
     config = make_model(tmp_path / "model", tied=True)

@@ -116,7 +116,7 @@ def wait_for_none(leader: int, seconds: float = 15.0) -> None:
         time.sleep(0.1)
 
 
-@pytest.fixture(scope="module", params=["tied", "untied"])
+@pytest.fixture(scope="module", params=["tied", pytest.param("untied", marks=pytest.mark.slow)])
 def served(request, settings, tmp_path_factory):
     """A server, its sampler, and its model's config; version 1 is published."""
     folder = tmp_path_factory.mktemp(request.param)

@@ -97,6 +97,7 @@ def test_changes_come_in_order_and_add_up():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(NO_GPU, reason="XLA's compiler for GPUs is not installed; make target-gpu")
 def test_a_report_for_gpus_that_are_not_here(small_run, tmp_path):
     file, c = tmp_path / "account.json", small_run

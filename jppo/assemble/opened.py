@@ -1,0 +1,195 @@
+"""The start of a PPO run: reads, loads, compiles, resumes, publishes; ends with all parts of the run, `Run`."""
+
+import contextlib
+import dataclasses
+import functools
+import pathlib
+from typing import Any
+
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from jppo import assemble
+from jppo import config as settings
+from jppo.assemble import Begun, Inputs, Learner, Source, auto, preview, waiting
+from jppo.assemble.handover import Handover
+from jppo.io import whole
+from jppo.io.checkpoint import Checkpoints, require
+from jppo.io.hosts import Hosts
+from jppo.io.metrics import Logger, Silent
+from jppo.io.owner import own
+from jppo.io.profile import Profiler
+from jppo.io.timers import Laps, Timers
+from jppo.io.watch import Watch
+from jppo.learner import packing
+from jppo.rewards.compose import Panel
+from jppo.supply import Supply
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """The parts of a run, once all of them are there."""
+
+    c: ConfigDict
+    folder: pathlib.Path
+    hosts: Hosts
+    inputs: Inputs
+    learner: Learner
+    sampler: Source
+    supply: Supply
+    panel: Panel
+    handover: Handover
+    checkpoints: Checkpoints
+    logger: Logger | Silent
+    timer: Timers
+    profile: Profiler
+    watch: Watch
+    match: assemble.Match
+    origin: dict[str, Any]  # what it is, for those who resume from its checkpoints
+
+
+@dataclasses.dataclass(frozen=True)
+class Started:
+    """What takes the time of a start: models in their shards, every pass compiled, an engine with the weights."""
+
+    learner: Learner
+    sampler: Source
+    begun: Begun
+    origin: dict[str, Any]
+    laps: Laps
+
+
+def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: ConfigDict) -> tuple[Run, Begun] | None:
+    """The run and where it begins; `stack` closes it. None: the same command has already run to its end."""
+    folder = pathlib.Path(c.trainer.run_dir).expanduser()
+    assemble.require_shareable(c, hosts)
+    inputs = hosts.together(lambda: read(c))
+    assemble.require_alike(c, hosts, inputs)
+    logs = assemble.own_folder(hosts, folder)
+    profile = make_profiler(c, logs, inputs.total_steps)
+    timer, only_look = Timers(), c.trainer.val_only
+    written = folder / "val_only" if only_look else folder  # what a run has written stays as it is
+    hosts.together(lambda: stack.enter_context(own(written)) if hosts.first else None)
+    limits = dict(stage_timeout_s=c.trainer.stage_timeout_s, stop_timeout_s=c.trainer.stop_timeout_s)
+    ends = dict(hosts=hosts, stopped=c.trainer.stop_exit_code)
+    watch = stack.enter_context(Watch(timer, stacks=logs / "stacks.txt", **ends, **limits))
+    kept = Checkpoints(folder / "checkpoints", keep=c.trainer.max_ckpt_to_keep, read_only=only_look)
+    checkpoints = stack.enter_context(kept)
+    hosts.together(lambda: None)  # the folder of the checkpoints is there, and what was broken off is gone
+    if assemble.finished(c, checkpoints, inputs.total_steps):
+        return None
+    if inputs.agent is not None:
+        stack.callback(inputs.agent.close)
+    mesh = assemble.make_mesh(c)
+    assemble.require_models_fit(inputs, mesh)
+    fits = functools.partial(preview.fits, inputs=inputs, mesh=mesh)
+    c, chosen = (auto.first(c), "") if only_look else auto.settle(c, mesh, folder, fits, hosts)
+    panel = hosts.together(lambda: assemble.make_panel(c, inputs, mesh, hosts))
+    stack.callback(panel.close)
+    kernel = assemble.attention_kernel(c, inputs.policy, mesh)[1]  # refused before a server starts
+    with timer("start"):
+        started = start(stack, hosts, c, inputs, mesh, panel, checkpoints, logs)
+    parts = dict[str, Any](c=c, folder=written, hosts=hosts, inputs=inputs, panel=panel, checkpoints=checkpoints)
+    run = connect(stack, started, parts | dict(timer=timer, profile=profile, watch=watch))
+    introduce(run, started, mesh, kernel, chosen)
+    return run, started.begun
+
+
+def read(c: ConfigDict) -> Inputs:
+    """What a host reads before it touches a device."""
+    assemble.require_loggers(c)
+    assemble.share_gpu(c)
+    inputs = assemble.read_inputs(c)
+    if c.trainer.resume_mode not in ("auto", "disable"):
+        require(pathlib.Path(c.trainer.resume_mode))
+    return inputs
+
+
+def make_profiler(c: ConfigDict, run: pathlib.Path, total_steps: int) -> Profiler:
+    """The profiler for the steps that the settings name, all of them steps of this run."""
+    steps = settings.parse_steps(c.trainer.profile_steps, "trainer.profile_steps")
+    settings.check_within(steps, total_steps, f"trainer.profile_steps={c.trainer.profile_steps!r}")
+    return Profiler(run / "profile", steps)
+
+
+def start(
+    stack: contextlib.ExitStack, hosts: Hosts, c: ConfigDict, inputs: Inputs, mesh: Mesh, panel: Panel,
+    checkpoints: Checkpoints, logs: pathlib.Path,
+) -> Started:  # fmt: skip
+    """Loads and compiles while the engine starts, resumes, and publishes the first weights."""
+    laps = Laps()
+    engine = hosts.together(lambda: assemble.open_engine(c, logs, hosts))  # it loads while JAX compiles
+    stack.callback(engine.close)
+    learner, begin = assemble.make_learner(c, inputs, mesh)
+    laps("models")
+    if not c.trainer.val_only:
+        assemble.compile_passes(c, learner, begin)
+        laps("compilation")
+    origin = assemble.origin(c, inputs, learner)
+    begun = assemble.resume(c, checkpoints, learner, begin, panel, origin)
+    del begin  # a resumed run must not hold two states
+    now, step = begun.state, int(begun.state.step)
+    laps("checkpoint")
+    sampler = hosts.together(lambda: engine.ready(**assemble.speaking(inputs)))
+    laps("waiting for the sampler")
+    assemble.publish_base(c, learner, sampler, step, hosts)
+    assemble.publish(c, learner, sampler, now, inputs.adapters, hosts)
+    laps("publish")
+    hosts.together(panel.ready)
+    laps("graders")
+    return Started(learner, sampler, begun, origin, laps)
+
+
+def connect(stack: contextlib.ExitStack, started: Started, parts: dict[str, Any]) -> Run:
+    """The run: its other parts with a logger, the supply of samples and the handover of weights."""
+    c, hosts, inputs, panel = (parts[name] for name in ("c", "hosts", "inputs", "panel"))
+    learner, sampler, begun = started.learner, started.sampler, started.begun
+    logged = begun.step
+    if begun.step is not None and (begun.pending is not None or c.trainer.val_only):
+        logged = begun.step - 1  # its line is written now
+    logger = assemble.make_logger(c, parts["folder"], hosts, total_steps=inputs.total_steps, resumed_step=logged)
+    stack.enter_context(logger)
+    supply = assemble.make_supply(c, inputs, learner, sampler, panel, begun.cursor, hosts)
+    handover = Handover(
+        lambda now: assemble.publish(c, learner, sampler, now, inputs.adapters, hosts),
+        early=learner.critic is not None and assemble.may_overlap(c, hosts),
+    )
+    stack.enter_context(handover)
+    made = dict[str, Any](learner=learner, sampler=sampler, supply=supply, handover=handover, logger=logger)
+    return Run(**parts, **made, match=assemble.Match(c), origin=started.origin)
+
+
+def introduce(run: Run, started: Started, mesh: Mesh, kernel: str | None, chosen: str) -> None:
+    """Notes on the console what the run is about to do, and compares the policies of engine and trainer."""
+    c, inputs, begun, logger = run.c, run.inputs, started.begun, run.logger
+    step = int(begun.state.step)
+    if run.hosts.first:
+        whole.write_text(run.folder / "config.json", settings.dump(c))
+    lines = [
+        assemble.introduce_sandbox(c, inputs.sources, inputs.agent.toolbox if inputs.agent else None),
+        *sizes(inputs, mesh, run.learner.plan, begun.step),
+        *begun.said,
+        kernel,
+        waiting.introduce(c, inputs, mesh.devices.flat[0]),
+        assemble.introduce_peak(c, mesh),
+        chosen,
+        f"seconds of the start: {started.laps}",
+    ]
+    for line in (*filter(None, lines), *run.profile.introduce(step)):
+        logger.note(line)
+    for finding in assemble.forewarn(c, step):
+        logger.warn(finding)
+    logger.note(assemble.agree(c, inputs, run.learner, begun.state, run.sampler, step, run.hosts))
+
+
+def sizes(inputs: Inputs, mesh: Mesh, plan: packing.Plan, resumed: int | None) -> list[str]:
+    """Prompts, devices and rows of the run, and from where it resumes, as lines."""
+    cut = inputs.train.truncated + inputs.val.truncated
+    left_out = inputs.train.overlong + inputs.val.overlong
+    return [
+        f"{len(inputs.train.prompts)} prompts to train on, {len(inputs.val.prompts)} to test on"
+        f" ({left_out} over-long ones left out, {cut} cut)",
+        f"{mesh.devices.size} {mesh.devices.flat[0].platform} device(s), mesh {dict(mesh.shape)},"
+        f" rows of shape {', '.join(f'{r}x{t}' for r, t in plan.shapes)}",
+        "a new run" if resumed is None else f"going on from the checkpoint of step {resumed}",
+    ]

@@ -1,0 +1,47 @@
+"""What a step changes beside the models: its number, the KL coefficient, the count of bad steps; and its shuffles."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from jppo.learner.ppo import Recipe
+from jppo.models import placing
+from jppo.structs import Array, TrainState
+
+
+def advance(recipe: Recipe, now: TrainState, kl: float, *, bad: bool, learned: bool) -> TrainState:
+    """The state after a step whose KL in the reward was `kl`; `bad`: an update was skipped.
+
+    A step that had no token to learn from (`learned` is False) changes its number alone.
+    """
+    step = scalar(int(now.step) + 1, now.step)
+    if not learned:
+        return dataclasses.replace(now, step=step)
+    kl_coef = now.kl_coef
+    if recipe.adapt_kl is not None and not bad:  # a KL that is not finite would stay in the coefficient
+        kl_coef = scalar(recipe.adapt_kl(now.kl_coef, np.asarray(kl, np.float32)), now.kl_coef)
+    bad_steps = scalar((int(now.bad_steps) + 1) * bad, now.bad_steps)
+    return dataclasses.replace(now, step=step, kl_coef=kl_coef, bad_steps=bad_steps)
+
+
+def scalar(x: Any, like: Array) -> Any:
+    """A number of the host in the dtype and on the devices of another; compiles nothing."""
+    assert isinstance(like, jax.Array)
+    return placing.put(np.asarray(x, like.dtype), like.sharding)
+
+
+def order(now: TrainState, model: int, epoch: int, count: int, *, shuffle: bool) -> np.ndarray:
+    """The order in which a model's update takes the step's trajectories in an epoch."""
+    if not shuffle:
+        return np.arange(count)
+    return np.asarray(_shuffled(now.key, now.step, np.int32(model), np.int32(epoch), count=count))
+
+
+@functools.partial(jax.jit, static_argnames="count")
+def _shuffled(key: Array, step: Array, model: Array, epoch: Array, *, count: int) -> jax.Array:
+    for number in (step, model, epoch):
+        key = jax.random.fold_in(key, number)
+    return jax.random.permutation(key, count)

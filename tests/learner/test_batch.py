@@ -1,0 +1,88 @@
+"""The flat batch: the alignment by hand, and the way to rows and back."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jppo.learner import batch, packing, sharding
+from jppo.structs import Reward, Trajectory
+
+GRADED, FAILED = Reward(0.5, {}, None), Reward(float("nan"), {}, "boom", unusable="boom")
+
+
+def trajectory(tokens, sampled, uid="a"):
+    tokens, sampled = np.asarray(tokens, np.int32), np.asarray(sampled, bool)
+    logprob = np.where(sampled, -tokens / 10, 7.0).astype(np.float32)
+    return Trajectory(uid, tokens, sampled, logprob, np.where(sampled, 3, -1), "", "stop", 1)
+
+
+def test_alignment_by_hand():
+    """Prompt 5 6, sampled 7 8, tool 9, sampled 10; an unusable one; one of which nothing was sampled; padding."""
+    some = [
+        trajectory([5, 6, 7, 8, 9, 10], [0, 0, 1, 1, 0, 1]),
+        trajectory([1, 2], [0, 1]),
+        trajectory([3, 4, 5], [0, 0, 0]),
+    ]
+    group, greedy = np.int32([0, 1, 0]), np.float32([1, 2, 3])
+    data = batch.flatten(some, [GRADED, FAILED, GRADED], group, greedy, shape=(4, 5))
+    np.testing.assert_array_equal(data.mask, [[1, 1, 0, 1, 0], [0] * 5, [0] * 5, [0] * 5])
+    logprob = [[-0.7, -0.8, 0, -1.0, 0], [-0.2, 0, 0, 0, 0], [0] * 5, [0] * 5]
+    np.testing.assert_allclose(data.rollout_logprob, logprob, rtol=1e-6)
+    np.testing.assert_array_equal(data.first, [1, 0, 0, 0])
+    np.testing.assert_array_equal(data.score, np.float32([0.5, np.nan, 0.5, np.nan]))
+    np.testing.assert_array_equal(data.group, [0, 1, 0, 3])
+    np.testing.assert_array_equal(data.greedy, [1, 2, 3, 0])
+    assert some[1].sampled.any(), "what was sampled stays as it was"
+    np.testing.assert_array_equal(batch.arrays(data, some)["tokens"][:2], [[7, 8, 9, 10, 0], [2, 0, 0, 0, 0]])
+
+
+def test_a_response_that_does_not_fit_is_named():
+    with pytest.raises(ValueError, match="trajectory long has a response of 4 tokens, the batch holds 3"):
+        batch.flatten([trajectory(np.ones(6), [0, 0, 1, 1, 1, 1], "long")], [GRADED], np.int32([0]), shape=(1, 3))
+
+
+def drawn(rng, uids):
+    """Trajectories with tool output, those of a prompt in any places of the batch."""
+    prompts = {uid: rng.integers(1, 99, rng.integers(1, 7)) for uid in uids}
+    out = []
+    for uid in uids:
+        rest = int(rng.integers(1, 14))
+        sampled = np.concatenate([np.zeros(len(prompts[uid]), bool), rng.random(rest) < 0.7])
+        out.append(trajectory(np.concatenate([prompts[uid], rng.integers(1, 99, rest)]), sampled, uid))
+    return out
+
+
+@pytest.mark.parametrize("kind", ["none", "buckets", "segments", "prefix"])
+def test_the_way_to_rows_and_back(kind):
+    """Of mini-batches in any order, rejected tokens left out; shared prompts have no place in the batch."""
+    rng, mesh = np.random.default_rng(0), sharding.make_mesh((1, 1, 1))
+    plan = packing.make_plan(
+        kind, max_length=20, row_lengths=2, max_tokens_per_row=40, tokens_per_micro=90, sequences=9, row_multiple=1,
+        shared=(6, 13),
+    )  # fmt: skip
+    for _ in range(20):
+        some = drawn(rng, rng.permutation(list("aaaabbbcc")).tolist())
+        data = batch.flatten(some, [GRADED, FAILED] * 4 + [GRADED], np.zeros(9, np.int32), shape=(12, 13))
+        x = np.where(data.mask, rng.normal(size=data.mask.shape), 0.0).astype(np.float32)
+        micros = batch.micros(data, some, plan=plan, mesh=mesh)
+        packed = [(m.host, batch.at(data, x, m.host)) for m in micros]
+        np.testing.assert_array_equal(batch.unpack(data, packed), x)
+        data.mask[:] &= rng.random(data.mask.shape) < 0.8
+        tokens = batch.arrays(data, some)["tokens"]
+        seen = np.zeros(data.mask.shape, int)
+        order = rng.permutation(9)
+        for mini in batch.mini_batches(
+            dataclasses.replace(data, old_logprob=x), some, order=order, mini_batch_size=5, plan=plan, mesh=mesh
+        ):
+            kept = 0
+            for micro in mini.micros:
+                rows = micro.rows
+                np.testing.assert_array_equal(rows.mask, batch.at(data, data.mask, rows))
+                np.testing.assert_array_equal(micro.old_logprob, batch.at(data, x, rows))
+                np.testing.assert_array_equal(rows.targets[rows.mask], batch.at(data, tokens, rows)[rows.mask])
+                assert not rows.mask[rows.sequence < 0].any()
+                seen += batch.unpack(data, [(rows, rows.mask.astype(int))])
+                kept += rows.mask.sum()
+            assert mini.counts.tokens == max(kept, 1) and mini.learns == bool(kept)
+        np.testing.assert_array_equal(seen, data.mask)

@@ -1,0 +1,227 @@
+"""Each optimizer, a user-defined one too, trains and resumes to the bit; one that cannot be made is one line."""
+
+import json
+import pathlib
+import re
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jppo import assemble, reward_model, sft
+from jppo import config as settings
+from jppo.assemble import supervised
+from jppo.assemble.resume import former_name
+from jppo.config import UserError, commandline
+from jppo.data import arithmetic
+from jppo.io.checkpoint import Checkpoints, restore
+from jppo.io.metrics import read_metrics
+from jppo.learner import optim
+
+STEPS, SAVED = 8, 4
+RATES = {"adamw": 1e-2, "muon": 1e-2, "adafactor": 1e-2, "lion": 3e-3, "sgd": 3e-1, "custom": 1e-2}
+CUSTOM = """
+import optax
+
+
+def chain(learning_rate, weight_decay):
+    return optax.chain(
+        optax.add_noise(1e-4, 0.55, 0),
+        optax.scale_by_rms(0.9),
+        optax.add_decayed_weights(weight_decay),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+
+
+def nothing(learning_rate):
+    return None
+
+
+def broken(lr):
+    return lr.no_such_attribute
+
+
+def misnamed(learning_rate, beta):
+    return None
+
+
+not_a_function = 3
+"""
+NARROW = {"model.param_dtype": "bfloat16", "optim.moments_dtype": "bfloat16"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A small model, sums to learn, and a file of user-defined optimizers."""
+    folder = tmp_path_factory.mktemp("optimizers")
+    sums = [(f"{a}+{b}=", str(a + b)) for a in range(1, 8) for b in range(1, 8)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"prompt": p, "response": r}) + "\n" for p, r in sums))
+    arithmetic.write_model(folder / "model")
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "pad_token_id": None}
+    (folder / "model/config.json").write_text(json.dumps(arithmetic.MODEL | shape))
+    (folder / "mine.py").write_text(CUSTOM)
+    return folder
+
+
+def config(folder, run, **changes):
+    c = settings.sft_default()
+    c.model.path, c.model.init = str(folder / "model"), "random"
+    c.data.train_files, c.data.train_batch_size, c.data.row_lengths = str(folder / "rows.jsonl"), 16, 1
+    c.data.max_prompt_length, c.data.max_response_length = 6, 4
+    c.trainer.run_dir, c.trainer.logger, c.trainer.save_freq = str(folder / run), "console,jsonl", SAVED
+    c.trainer.total_training_steps, c.trainer.compile_cache = STEPS, ""
+    c.update_from_flattened_dict(changes)
+    settings.check(c)
+    return c
+
+
+def trained(c):
+    """Metrics but for the time they took, and the model."""
+    sft.train(c)
+    run = pathlib.Path(c.trainer.run_dir)
+    metrics = [
+        {k: v for k, v in line.items() if not k.startswith(("timing_s/", "perf/"))} for line in read_metrics(run)
+    ]
+    return metrics, (run / "hf/model.safetensors").read_bytes()
+
+
+def resumed(folder, run, **changes):
+    """The same from a checkpoint in the middle, in another folder."""
+    middle = str(folder / run / f"checkpoints/{SAVED}")
+    return trained(config(folder, f"{run}-again", **changes | {"trainer.resume_mode": middle}))
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_an_optimizer_trains_and_resumes_to_the_bit(folder, name):
+    spec = f"{folder}/mine.py:chain" if name == "custom" else name
+    changes = {"optim.optimizer": spec, "optim.lr": RATES[name]}
+    metrics, model = trained(config(folder, name, **changes))
+    losses = [line["sft/loss"] for line in metrics]
+    assert losses[-1] < 0.9 * losses[0], losses
+    again, same = resumed(folder, name, **changes)
+    assert again == metrics[SAVED:] and same == model
+
+
+def test_the_table_has_every_optimizer():
+    assert set(RATES) == {*optim.OPTIMIZERS, "custom"}
+
+
+class AdamState(NamedTuple):
+    """The state of AdamW in checkpoints from before optimizers were optax chains."""
+
+    steps: Any
+    mu: Any
+    nu: Any
+    master: Any
+
+
+@pytest.mark.parametrize("changes", [{}, NARROW], ids=["float32", "bfloat16"])
+def test_an_adamw_checkpoint_of_the_former_layout_resumes_to_the_bit(folder, changes, monkeypatch):
+    run = f"former-{len(changes)}"
+    expected = trained(config(folder, f"{run}-new", **changes))
+    real = supervised.arrays_of
+
+    def former(objective, descent, now):
+        saved = real(objective, descent, now)
+        opt = saved.policy_opt
+        master, opt = (opt.master, opt.inner) if isinstance(opt, optim.Master) else (None, opt)
+        adam = (opt.inner if isinstance(opt, optim.Rounded) else opt)[1][0]
+        return supervised.Saved(saved.policy, AdamState(adam.count, adam.mu, adam.nu, master))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(supervised, "arrays_of", former)
+        patch.setattr(supervised, "read_checkpoint", lambda *_: None)
+        trained(config(folder, run, **changes))
+    metrics, model = resumed(folder, run, **changes)
+    assert metrics == expected[0][SAVED:] and model == expected[1]
+
+
+def test_each_leaf_of_a_former_checkpoint_can_be_donated(tmp_path):
+    """One count of the former layout is two of this one."""
+    params = {"w": jnp.ones((4, 2), jnp.bfloat16)}
+    moments = jax.tree.map(jnp.ones_like, params)
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        old = AdamState(jnp.int32(7), moments, moments, jax.tree.map(lambda p: p.astype(jnp.float32), params))
+        checkpoints.save(1, supervised.Saved(params, old), {})
+        checkpoints.wait()
+    tx = optim.make_optimizer(
+        lambda rate: optim.adamw(rate, betas=(0.9, 0.9), weight_decay=0.0),
+        grad_clip=1.0, moments_dtype="bfloat16", master=True,
+    )  # fmt: skip
+    like = supervised.Saved(params, tx.init(params))
+    found = restore(tmp_path / "1", like, former_name=former_name).state
+    assert found.policy_opt.inner.count == found.policy_opt.inner.inner[1][0].count == 7
+    donated = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)(found)
+    assert donated.policy_opt.inner.count == 8 and (donated.policy_opt.inner.inner[1][0].nu["w"] == 2).all()
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(folder):
+    trained(config(folder, "other"))
+    with pytest.raises(
+        UserError, match=r"optim\.optimizer='lion' was 'adamw' when the checkpoint was written.*old value"
+    ):
+        resumed(folder, "other", **{"optim.optimizer": "lion"})
+
+
+REFUSED = [
+    ("adam", r"'adam' is not known; it is one of 'adamw', .*, or PATH\.py:NAME.*did you mean"),
+    ("FOLDER/none.py:chain", r"no file .*none\.py; give the path of a Python file"),
+    ("FOLDER/mine.py:chains", r"mine\.py defines no 'chains'; it has .*did you mean 'chain'"),
+    ("FOLDER/mine.py:not_a_function", r"'not_a_function' is of type int; it must be a function or a class"),
+    ("FOLDER/mine.py:", r"must be PATH\.py:NAME or MODULE:NAME"),
+    ("FOLDER/mine.py:nothing", r"returns NoneType; it must return a optax\.GradientTransformation"),
+    ("FOLDER/mine.py:broken", r"raises AttributeError: .*no_such_attribute.*; correct it"),
+    ("FOLDER/mine.py:misnamed", r"its parameter 'beta' is no setting of `(optim|actor|critic)`.*did you mean 'betas'"),
+]
+
+
+@pytest.mark.parametrize("spec,said", REFUSED)
+def test_an_optimizer_that_cannot_be_made_is_one_line_and_exit_code_2(folder, spec, said, capsys):
+    def command():
+        sft.train(config(folder, "refused", **{"optim.optimizer": spec.replace("FOLDER", str(folder))}))
+
+    with pytest.raises(SystemExit) as e:
+        commandline.exit_on_user_error(command)()
+    assert e.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(rf"error: optim\.optimizer=.*{said}", line), line
+
+
+@pytest.mark.parametrize("section", ["actor", "critic"])
+@pytest.mark.parametrize("spec,said", REFUSED[1:])
+def test_ppo_refuses_it_before_it_reads_a_model(folder, section, spec, said):
+    c = settings.default()
+    c.model.path, c.data.train_files, c.data.val_files = "no/model", "no.jsonl", "no.jsonl"
+    c[section].optimizer = spec.replace("FOLDER", str(folder))
+    settings.check(c)
+    with pytest.raises(UserError, match=rf"{section}\.optimizer=.*{said}"):
+        assemble.read_inputs(c)
+
+
+@pytest.mark.parametrize("make", [settings.default, settings.sft_default, settings.reward_model_default])
+def test_settings_that_an_optimizer_does_not_read_are_refused(make):
+    c = make()
+    c.model.path = c.data.train_files = "x"
+    if "val_files" in c.data:
+        c.data.val_files = "x"
+    section = "actor" if "actor" in c else "optim"
+    c[section].optimizer, c[section].betas = "adafactor", (0.9, 0.99)
+    with pytest.raises(UserError, match=rf"{section}\.betas=\(0\.9, 0\.99\) is not read by .*; leave it at"):
+        settings.check(c)
+
+
+def test_a_reward_model_learns_by_it_too(folder, monkeypatch):
+    """The section's optimizer is the one that the training loop is given."""
+    rows = [{"prompt": "1+1=", "chosen": "2", "rejected": "3"}] * 8
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    c = settings.reward_model_default()
+    c.model.path, c.model.init = str(folder / "model"), "random"
+    c.data.train_files = c.data.val_files = str(folder / "pairs.jsonl")
+    c.data.train_batch_size, c.data.row_lengths, c.trainer.total_training_steps = 4, 1, 2
+    c.data.max_prompt_length, c.data.max_response_length = 6, 4
+    c.trainer.run_dir, c.trainer.logger, c.trainer.compile_cache = str(folder / "rm"), "jsonl", ""
+    c.optim.optimizer = f"{folder}/mine.py:nothing"
+    settings.check(c)
+    with pytest.raises(UserError, match=r"optim\.optimizer=.*must return a optax\.GradientTransformation"):
+        reward_model.train(c)
