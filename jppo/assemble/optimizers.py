@@ -1,5 +1,6 @@
 """Optimizers from their settings, user-defined ones too."""
 
+from collections import ChainMap
 from typing import Any, cast
 
 import jax
@@ -28,7 +29,7 @@ def make_chain(section: ConfigDict, name: str, matrices: Any = None) -> optim.Ch
     """The optax chain that `optimizer` of the section `name` names, as a function of the learning rate."""
 
     def chain(learning_rate: Any) -> optax.GradientTransformation:
-        values = dict(section) | {"learning_rate": learning_rate, "matrices": matrices}
+        values = ChainMap({"learning_rate": learning_rate, "matrices": matrices}, section)
         made = parts.OPTIMIZERS.make(section.optimizer, f"{name}.optimizer", values)
         return cast(optax.GradientTransformation, made)  # `make` has checked the class
 

@@ -97,7 +97,8 @@ OPTIMIZER = (
     S("min_lr_ratio", 0.0, "Final learning rate of cosine as a fraction of the peak", bounds="[0, 1]"),
     S("master_dtype", "float32", "Dtype of the weights that the optimizer steps; float32 with bfloat16 parameters"
       " keeps a copy", choices=DTYPES),
-    S("moments_dtype", "float32", "Dtype of the optimizer's moments; bfloat16 is rounded stochastically", choices=DTYPES),
+    S("moments_dtype", "float32", "Dtype of the optimizer's moments; bfloat16 is rounded stochastically",
+      choices=DTYPES),
     S("optimizer_offload", False, "Optimizer state in host memory between its steps"),
 )  # fmt: skip
 LR = S("lr", 1e-6, "Learning rate", bounds="[0,")
