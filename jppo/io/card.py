@@ -151,7 +151,7 @@ def _settings(settings: Mapping[str, Any], names: Sequence[str]) -> str:
             continue
         if name in ONLY_GAE and not _may_have_critic(settings.get("algorithm.adv_estimator")):
             continue
-        rows.append(f"| `{name}` | {_plain(_files(value) if name in MAYBE_PATHS else value)} |")
+        rows.append(f"| `{name}` | {_plain(_files(str(value)) if name in MAYBE_PATHS else value)} |")
     return "\n".join(["| setting | value |", "|---|---|", *rows]) if rows else ""
 
 
