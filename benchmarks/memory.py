@@ -112,7 +112,7 @@ def measure(name: str, *, layers: int, tokens: int | None, changes: Sequence[str
     return {
         "parts": found.parts,
         "moments": {m.name: [m.gradients, m.temporaries] for m in found.moments},
-        "estimate": found.peak if jax.default_backend() != "cpu" else found.peak * devices + found.runtime,
+        "estimate": found.peak * (devices if jax.default_backend() == "cpu" else 1),
         "program": program,
         "device_peak": device_peak(),
         "resident_peak": status("VmHWM"),

@@ -6,8 +6,8 @@
 Batch sizes and learning rates are those of verl's examples of this size; the rest is configs/gsm8k.py. The trainer's
 mesh and four servers of vLLM, each on two of the GPUs, take turns: servers sleep while the models learn.
 
-Hardware: eight GPUs of 80 GB. Memory: the trainer takes 40 GiB of each H100 by --dry_run --machine=8xH100, a
-forecast by the compiler, beside what sleeping servers keep.
+Hardware: eight GPUs of 80 GB. Memory: the trainer takes 40 GiB of each H100 by --dry_run --machine=8xH100, forecast by
+the compiler, not measured; sleeping servers keep some more.
 Time and result: not run by jppo. For comparison, verl's page of baselines (docs/algo/baseline.md) has 89 % on this
 test for Qwen2-7B-Instruct with GRPO.
 """

@@ -9,9 +9,9 @@ the only reward; `reward.judge.base_url` names another server with this interfac
 `reward.judge.api_type` another provider. Equal answers are asked once (`cache_dir`). `python -m jppo.rewards.check
 --config=configs/judge.py ...` asks it about one right and one wrong answer before anything is trained.
 
-Hardware: one GPU of 80 GB, as configs/gsm8k.py. Time: with 256 answers a step and 32 requests at a time a step waits
-for eight times what the judge takes for one. Expected: no figure; whether the judge's score means anything is for a
-test with rules, or people, to say.
+Hardware and memory: one GPU of 80 GB, as configs/gsm8k.py. Time: with 256 answers a step and 32 requests at a time a
+step waits for eight times what the judge takes for one. Expected: no figure; whether the judge's score means anything
+is for a test with rules, or people, to say.
 """
 
 import ml_collections

@@ -3,11 +3,11 @@
     python -m jppo.data.gsm8k --out data/gsm8k
     python -m jppo.train --config=configs/math_grpo.py
 
-data/math/ holds train.parquet and test.parquet as verl's examples/data_preprocess/math_dataset.py writes them, or
-jsonl files of rows {prompt, ground_truth, data_source: math}. The settings are those of verl's run_qwen2-7b_math.sh.
+`python -m jppo.data.math --from DIR --out data/math` makes data/math/train.parquet and data/math/test.parquet, as
+verl's examples/data_preprocess/math_dataset.py does. The settings are those of verl's run_qwen2-7b_math.sh.
 
-Hardware: eight GPUs of 80 GB. Memory: by --dry_run for CPUs, whose attention holds its scores, the trainer takes 43
-GiB of each GPU, beside what sleeping servers keep.
+Hardware: eight GPUs of 80 GB. Memory: the trainer takes 31 GiB of each H100 by --dry_run --machine=8xH100, forecast by
+the compiler, not measured; sleeping servers keep some more.
 Time: not measured. Expected, from verl's page of baselines (docs/algo/baseline.md): 89 % on GSM8K, trained on it
 alone.
 """

@@ -7,8 +7,8 @@ or scripts/launch/ssh.sh, or scripts/launch/kubernetes.yaml. One process on each
 two servers of four GPUs of its own, samples its share of the questions and grades it. runs/, data/ and the model are
 the same files on all hosts.
 
-Hardware: four hosts of eight GPUs of 80 GB. Memory: by --dry_run for CPUs, whose attention holds its scores, the
-trainer takes 67 GiB of each GPU, beside what sleeping servers keep.
+Hardware: four hosts of eight GPUs of 80 GB. Memory: the trainer takes 50 GiB of each H100 by --dry_run
+--machine=4x8xH100, forecast by the compiler, not measured; sleeping servers keep some more.
 Time and result: not run. Several hosts were tried as processes of one machine only (docs/scaling.md).
 """
 

@@ -2,8 +2,8 @@
 
     python -m jppo.reward_model --config=configs/tinystories_reward_model.py
 
-It starts from the fine-tuned model; docs/examples/tinystories.md has the commands that make the pairs, and all that
-follows. The argument is the run's folder: --config=configs/tinystories_reward_model.py:runs/other
+Hardware: a CPU. It starts from the fine-tuned model; docs/examples/tinystories.md has the commands that make the pairs,
+and all that follows. The argument is the run's folder: --config=configs/tinystories_reward_model.py:runs/other
 """
 
 import ml_collections

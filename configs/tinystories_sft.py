@@ -2,8 +2,8 @@
 
     python -m jppo.sft --config=configs/tinystories_sft.py --config.model.path=MODEL
 
-MODEL is a directory with a TinyStories Llama; docs/examples/tinystories.md has the commands that make the data, and all
-that follows. The argument is the run's folder: --config=configs/tinystories_sft.py:runs/other
+Hardware: a CPU. MODEL is a directory with a TinyStories Llama; docs/examples/tinystories.md has the commands that make
+the data, and all that follows. The argument is the run's folder: --config=configs/tinystories_sft.py:runs/other
 """
 
 import ml_collections

@@ -19,11 +19,11 @@ from typing import Any
 import jax
 
 from jppo.agent.dialogue import Message, fitting, pieces
-from jppo.config import UserError, exit_on_user_error
+from jppo.config import Parser, UserError, exit_on_user_error
 from jppo.data.prompts import tokenise
 from jppo.data.rows import Row, checked_text
 from jppo.data.tokenizer import decode, end_token_ids, load_tokenizer
-from jppo.io.console import escaped
+from jppo.errors import escaped, one_line
 from jppo.learner import sharding, state
 from jppo.models import hf
 from jppo.models.families import ModelConfig
@@ -226,9 +226,7 @@ def piped() -> Iterator[str]:
 
 def read_arguments(argv: list[str]) -> argparse.Namespace:
     """The command line's words, their numbers checked."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jppo.chat", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("jppo.chat", __doc__)
     parser.add_argument("model", metavar="MODEL_DIR", help="a Hugging Face directory, or a hub's name")
     parser.add_argument("--prompt", metavar="TEXT", help="answer this once and exit")
     parser.add_argument("--system", metavar="TEXT", help="a system message before all others")
@@ -263,7 +261,7 @@ def main(argv: list[str] | None = None) -> None:
         else:
             converse(conversation, piped(), terminal=False)
     except RolloutError as e:
-        print(f"error: {e}", file=sys.stderr)
+        print(one_line(e), file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -9,7 +9,6 @@ trainer, unless there is --no_server. Nothing is trained, and the run's folder s
 something must be mended, 2 where the settings themselves cannot be.
 """
 
-import argparse
 import os
 import pathlib
 import shutil
@@ -69,11 +68,7 @@ def main(argv: list[str] | None = None) -> None:
     if any(word.startswith("--config") for word in argv):
         c, server = read_run(argv)
         sys.exit(report(run.doctor(c, server=server), rich.console.Console()))
-    parser = argparse.ArgumentParser(
-        prog="python -m jppo.doctor",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = settings.Parser("jppo.doctor", __doc__)
     parser.add_argument("--python", default="", help="the interpreter that has vLLM, as in rollout.python")
     args = parser.parse_args(argv)
     sys.exit(report(findings(args.python), rich.console.Console()))

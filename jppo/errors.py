@@ -1,5 +1,19 @@
-"""The errors that every part of jppo may raise."""
+"""The errors that every part of jppo may raise, and how they reach a terminal."""
+
+import re
+
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class UserError(Exception):
     """A mistake that the user can correct, in one line: value, rule, remedy. Commands print it and exit with code 2."""
+
+
+def escaped(text: str) -> str:
+    """The text with control characters of a terminal written as \\x1b and the like; lines and tabs stay."""
+    return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode("ascii"), text)
+
+
+def one_line(error: BaseException) -> str:
+    """The text of an error as a command prints it."""
+    return escaped(f"error: {error}").replace("\n", "\\n")

@@ -8,7 +8,6 @@ Other settings are those of a training, from --config=FILE and as --config.SECTI
 all and stops.
 """
 
-import argparse
 import contextlib
 import json
 import math
@@ -29,6 +28,7 @@ from jppo import assemble, statistics, validation
 from jppo import config as settings
 from jppo.assemble import Inputs
 from jppo.config import UserError
+from jppo.errors import one_line
 from jppo.io import whole
 from jppo.io.metrics import write_samples
 from jppo.io.owner import own
@@ -178,12 +178,7 @@ def notes(found: Mapping[str, Any]) -> Iterator[str]:
 
 def read_settings(argv: list[str]) -> tuple[ConfigDict, bool]:
     """The settings that the command line asks for, checked, and whether they are only to be shown."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jppo.evaluate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = settings.Parser("jppo.evaluate", __doc__, allow_abbrev=False)
     for name, (setting, about) in SHORT.items():
         parser.add_argument(f"--{name}", metavar="", help=f"{setting}{about and f': {about}'}")
     parser.add_argument("--out", metavar="", default=OUT, help=f"the folder of the files, {OUT} unless given")
@@ -225,7 +220,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         graded = evaluate(c, console)
     except RolloutError as e:
-        print(f"error: {e}", file=sys.stderr)
+        print(one_line(e), file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

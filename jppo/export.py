@@ -16,7 +16,7 @@ import jax
 from jppo import __version__
 from jppo.assemble import trained
 from jppo.assemble.trained import Trained
-from jppo.config import UserError, exit_on_user_error
+from jppo.config import Parser, UserError, exit_on_user_error
 from jppo.io import hub
 from jppo.io.card import CURVE, card
 from jppo.io.curve import learning, write_curve
@@ -94,9 +94,7 @@ def require_free(out: pathlib.Path) -> None:
 
 def read_arguments(argv: list[str]) -> argparse.Namespace:
     """The command line's words."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jppo.export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("jppo.export", __doc__)
     parser.add_argument("path", type=pathlib.Path, metavar="RUN_DIR|CHECKPOINT", help="what is exported")
     parser.add_argument("--out", type=pathlib.Path, required=True, metavar="DIR", help="a folder that is not there yet")
     parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step, not the newest")

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jppo import config as settings
-from jppo.config import UserError, commandline
+from jppo.config import UserError, table
 from jppo.verl import page
 from jppo.verl.script import read_script
 from jppo.verl.translate import PATHS, Translation, translate
@@ -52,8 +52,8 @@ def overrides_of(argv: list[str]) -> tuple[list[str], tuple[str, ...]]:
 def arguments(found: Translation) -> list[str]:
     """The overrides of jppo.train: what was asked for, and what differs from jppo's defaults or from the base."""
     file = pathlib.Path(__file__).resolve().parents[1] / BASE
-    base = commandline.settings(settings.parse([f"--config={file}"], "", settings.default())[0])
-    usual = commandline.settings(settings.default())
+    base = table.values(settings.parse([f"--config={file}"], "", settings.default())[0])
+    usual = table.values(settings.default())
     asked = {**usual, **{name: base[name] for name in PATHS}, **found.settings}
     kept = [name for name in usual if name in found.given or asked[name] != base[name] or asked[name] != usual[name]]
     kept = [name for name in kept if name not in PATHS or name in found.given]

@@ -86,7 +86,7 @@ def prepare(c: ConfigDict, request: Request = preview.HERE) -> Task:
         adapters=assemble.make_adapters(c),
         scores=preference.make_scores(value, mesh=mesh),
         slope=preference.make_slope(center=c.loss.center_rewards_coefficient),
-        accumulate=update.make_accumulate(preference.make_pulled(value), options=options),
+        accumulate=update.make_accumulate(preference.make_pulled(value), mesh=mesh, options=options),
     )
 
 
@@ -206,8 +206,7 @@ def estimate(c: ConfigDict, task: Task) -> tuple[memory.Estimate, int]:
     longest = sorted(task.pairs.pairs, key=lambda pair: -len(pair.chosen) - len(pair.rejected))[:count]
     packed = pack(longest, plan)
     parts, away = memory.of_one_model(c, trained, opt, [memory.rows_of(one.inputs.shape, mesh) for one in packed])
-    runtime = memory.runtime(c, task.cfg, plan, passes=1, gradients=1)
-    return memory.Estimate(parts, tuple(moments), runtime, away), len(packed)
+    return memory.Estimate(parts, tuple(moments), away), len(packed)
 
 
 def counted(found: PairSet) -> str:

@@ -74,7 +74,7 @@ def prepare(c: ConfigDict, request: Request = preview.HERE) -> Task:
         ),
         cfg=cfg,
         adapters=assemble.make_adapters(c),
-        accumulate=update.make_accumulate(update.make_imitation_loss(logprob), options=options),
+        accumulate=update.make_accumulate(update.make_imitation_loss(logprob), mesh=mesh, options=options),
     )
 
 
@@ -148,8 +148,7 @@ def estimate(c: ConfigDict, task: Task) -> tuple[memory.Estimate, int]:
     longest = by_length[: c.data.train_batch_size]
     packed = packing.pack(longest, range(len(longest)), plan)
     parts, away = memory.of_one_model(c, trained, opt, [memory.rows_of(one.inputs.shape, mesh) for one in packed])
-    runtime = memory.runtime(c, task.cfg, plan, passes=0, gradients=1)
-    return memory.Estimate(parts, tuple(moments), runtime, away), len(packed)
+    return memory.Estimate(parts, tuple(moments), away), len(packed)
 
 
 def as_trajectory(demonstration: Demonstration, uid: str) -> Trajectory:

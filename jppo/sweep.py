@@ -9,7 +9,6 @@ first, and at the end report.html is about them all. --config.SECTION.NAME=VALUE
 Exit code 0 where all runs have finished, 1 where one has failed.
 """
 
-import argparse
 import dataclasses
 import os
 import pathlib
@@ -164,13 +163,8 @@ def _terminate(number: int, _: Any) -> None:
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jppo.sweep",
-        usage="%(prog)s --config=FILE[:ARGUMENT] [--config.SECTION.NAME=VALUE ...] [options]",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    usage = "%(prog)s --config=FILE[:ARGUMENT] [--config.SECTION.NAME=VALUE ...] [options]"
+    parser = settings.Parser("jppo.sweep", __doc__, usage=usage, allow_abbrev=False)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--resume", action="store_true", help="go on with a sweep: skip what is finished")
     parser.add_argument("--print", action="store_true", help="print the commands and stop")

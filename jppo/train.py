@@ -25,6 +25,7 @@ from jppo.assemble.run_validation import validate
 from jppo.assemble.supervised import due
 from jppo.checkup.run import dry_run
 from jppo.data.stream import Cursor
+from jppo.errors import one_line
 from jppo.io.checkpoint import NonFinite
 from jppo.io.hosts import Elsewhere
 from jppo.io.rollout_metrics import describe
@@ -241,7 +242,7 @@ def main(argv: list[str] | None = None) -> None:
         with ending(config.trainer.run_dir, within_s=config.trainer.stop_timeout_s):
             train(config)
     except (RolloutError, Diverged, Unwritten, Elsewhere) as e:
-        print(f"error: {e}", file=sys.stderr)
+        print(one_line(e), file=sys.stderr)
         sys.exit(1)
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from jppo import statistics
+from jppo.errors import escaped
 from jppo.io import trajectories as of_hosts
-from jppo.io.console import escaped
 from jppo.io.hosts import ALONE, Hosts
 from jppo.rewards.compose import Grading, Panel
 from jppo.rewards.parts import sample_of

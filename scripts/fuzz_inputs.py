@@ -24,13 +24,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jppo import config as settings
-from jppo.config import UserError, commandline
+from jppo.config import UserError, table
 from jppo.data import arithmetic
 from jppo.data.preferences import read_pairs
 from jppo.data.prompts import read_prompts
 from jppo.data.sft import read_demonstrations
 from jppo.data.tokenizer import end_token_ids, load_tokenizer
-from jppo.io.console import escaped
+from jppo.errors import escaped
 from jppo.models import hf
 from jppo.rewards.model import read_classifier
 
@@ -50,13 +50,13 @@ class Slow(BaseException):
 def of_settings(rng: random.Random, folder: pathlib.Path) -> None:
     """One to three settings, as on a command line or as a config file would set them."""
     config = rng.choice(DEFAULTS)()
-    names = sorted(commandline.settings(config))
+    names = sorted(table.values(config))
     config.model.path, config.data.train_files = "model", "train.jsonl"
     if "val_files" in config.data:
         config.data.val_files = "val.jsonl"
     given = []
     for name in rng.choices(names, k=rng.randint(1, 3)):
-        was = commandline.settings(config)[name]
+        was = table.values(config)[name]
         alike = [value for value in ODD if type(value) is type(was)] or list(ODD)  # else the type alone is refused
         given.append(f"--config.{name}={rng.choice(alike) if rng.random() < 0.8 else text(rng)}")
     changed, _ = settings.parse(given, "", config, needs_file=False)
@@ -229,7 +229,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--first", type=int, default=0, help="the number of the first case")
     parser.add_argument("--cases", type=int, default=2000, help="how many")
+    parser.add_argument("--commands", action="store_true", help="whole commands, as fuzz_commands.py describes")
+    parser.add_argument("--setup", type=pathlib.Path, metavar="DIR", help="where the valid inputs of --commands stay")
     args = parser.parse_args()
+    if args.commands:
+        import fuzz_commands  # imports all of jppo
+
+        sys.exit(fuzz_commands.try_all(args.first, args.cases, args.setup) > 0)
     counts, bad = {"accepted": 0, "refused": 0}, 0
     for number in range(args.first, args.first + args.cases):
         with tempfile.TemporaryDirectory() as folder:

@@ -73,7 +73,7 @@ def test_a_program_that_is_gone_is_said():
 def test_every_mesh_axis_and_kind_of_program_is_among_the_cases():
     for cases in check_accounts.CASES.values():
         axes = {name for _, _, changes in cases.values() for name, size in changes.items() if size not in (1, -1)}
-        assert {"mesh.fsdp", "mesh.tensor"} <= axes
+        assert {"mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.sequence"} <= axes
     names = set(check_accounts.GPU)
     assert {"lora", "exact_kl", "long", "hosts"} <= names
 
@@ -96,3 +96,36 @@ def test_no_program_became_worse(platform):
         pytest.skip(f"no accounts are kept; python scripts/check_accounts.py --platform={platform} --write")
     done = run(f"--platform={platform}")
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+GATHERED_AGAIN = """
+import importlib.util, sys
+import jax
+from jppo.models import heads
+
+once = heads._raw
+
+def in_each_chunk(states, kernel):
+    kernel, states = jax.lax.optimization_barrier((kernel, states))
+    width = kernel.shape[1] // jax.lax.axis_size("fsdp")
+    mine = jax.lax.dynamic_slice_in_dim(kernel, jax.lax.axis_index("fsdp") * width, width, axis=1)
+    return once(states, jax.lax.all_gather(mine, "fsdp", axis=1, tiled=True))
+
+heads._raw = in_each_chunk
+spec = importlib.util.spec_from_file_location("check_accounts", sys.argv[1])
+check_accounts = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(check_accounts)
+sys.exit(check_accounts.main(["--platform=gpu", "--only=fsdp"]))
+"""
+
+
+def test_a_head_that_is_gathered_in_each_chunk_is_caught():
+    if not (compilers.folder("gpu") / compilers.READY).is_file():
+        pytest.skip("XLA's compiler for GPUs is not installed; make target-gpu")
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    env |= {"PYTHONPATH": f"{compilers.folder('gpu')}{os.pathsep}{ROOT}", "JAX_PLATFORMS": "cpu", compilers.MARK: "gpu"}
+    command = [sys.executable, "-c", GATHERED_AGAIN, str(SCRIPT)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 1, done.stdout + done.stderr
+    for program in ("log-probs", "actor gradient"):
+        assert f"  {program}: bytes of all-gather fsdp " in done.stdout, done.stdout

@@ -394,7 +394,7 @@ def test_memory_is_compared_as_a_whole_and_without_the_program(beside, monkeypat
     said = found | {"estimate": 300, "program": 1000, "resident_peak": 1400, "device_peak": None}
     assert memory.compared(said) == {"arrays": (300, 400), "process": (1300, 1400)}
     assert memory.compared(said | {"device_peak": 200}) == {"device": (300, 200)}
-    assert found["estimate"] >= memory.memory.RUNTIME + 8 * sum(found["parts"].values())  # 8 devices
+    assert found["estimate"] >= 8 * sum(found["parts"].values())  # 8 devices
     assert found["resident_peak"] > found["program"] > 2**27
     at = {"machine": memory.machine(), "jax": "0", "commit": "c", "date": "d", "load_average": 0.0}
     assert "| tiny | arrays | 0 | 0 | 0.75 |" in memory.table(at | {"models": {"tiny": said}})

@@ -14,7 +14,7 @@ import pytest
 from jppo import config as settings
 from jppo import train
 from jppo.assemble import agent, reward
-from jppo.config import commandline, parts
+from jppo.config import parts, table
 from jppo.config.table import TABLE
 from jppo.learner import sharding
 from jppo.rewards.model import Classifier
@@ -53,7 +53,7 @@ def put(config, name, value):
 
 
 def names(config):
-    return set(commandline.settings(config))
+    return set(table.values(config))
 
 
 def refusal(config, name, value):

@@ -10,7 +10,7 @@ import pytest
 
 from jppo import config, evaluate, statistics
 from jppo.agent import tools
-from jppo.config import commandline, texts
+from jppo.config import table, texts
 from jppo.config.table import TABLE
 from jppo.data.sources import read_sources
 from jppo.io import diagnosis, health, metrics
@@ -99,9 +99,7 @@ def test_commands_exist(name):
 @pytest.mark.parametrize("name", [name for name in DOCS if name not in ABOUT_VERL])
 def test_settings_exist(name):
     known = {
-        n
-        for c in (config.default(), config.sft_default(), config.reward_model_default())
-        for n in commandline.settings(c)
+        n for c in (config.default(), config.sft_default(), config.reward_model_default()) for n in table.values(c)
     }
     known |= {setting.rsplit(".", 1)[0] for setting in known if setting.count(".") > 1}  # a section within one
     sections = {setting.split(".")[0] for setting in known}
@@ -261,7 +259,7 @@ def test_every_setting_of_rewards_and_data_is_explained():
         return {word for page in pages for said in quoted(page) for word in re.findall(r"[\w.]+\w", said)}
 
     every = (config.default(), config.sft_default(), config.reward_model_default())
-    known = {name for c in every for name in commandline.settings(c)}
+    known = {name for c in every for name in table.values(c)}
     of_rewards = {name for name in known if name.startswith(("reward.", "loss."))}
     of_data = {name for name in known if name.startswith("data.")}
     assert len(of_rewards) > 30 and len(of_data) > 15
@@ -271,7 +269,7 @@ def test_every_setting_of_rewards_and_data_is_explained():
 
 def test_every_setting_and_short_name_of_a_test_is_explained():
     said = {word for part in quoted("docs/evaluation.md") for word in re.findall(r"[\w.]+\w|n\b", part)}
-    known = commandline.settings(config.default())
+    known = table.values(config.default())
     of_tests = {name for name in known if "val_" in name or name == "trainer.test_freq"} - {"data.val_files"}
     assert len(of_tests) > 8 and not of_tests - said
     assert not {setting for setting, _ in evaluate.SHORT.values()} - said
@@ -294,7 +292,7 @@ def test_monitoring_names_every_logger():
 
 def test_every_setting_and_tool_of_agents_is_explained():
     said = {word for part in quoted("docs/agents.md") for word in re.findall(r"[\w.]+\w", part)}
-    of_agents = {name for name in commandline.settings(config.default()) if ".multi_turn." in name}
+    of_agents = {name for name in table.values(config.default()) if ".multi_turn." in name}
     assert len(of_agents) > 10 and not of_agents - said
     assert set(tools.TOOLS) | set(TABLE["rollout.multi_turn.format"].choices) <= said
 
@@ -316,7 +314,7 @@ def test_the_classes_of_agents_that_are_shown_work():
 def test_every_setting_of_memory_is_explained():
     said = {word for part in quoted("docs/scaling.md") for word in re.findall(r"[\w.]+\w", part)}
     leaves = ("_offload", ".master_dtype", ".moments_dtype")
-    known = {**commandline.settings(config.default()), **commandline.settings(config.sft_default())}
+    known = {**table.values(config.default()), **table.values(config.sft_default())}
     of_memory = {name for name in known if name.endswith(leaves)}
     assert len(of_memory) > 8 and not of_memory - said
 

@@ -60,8 +60,9 @@ def test_programs_are_those_that_a_run_compiles(small_run, quick_compilation):
     for field in dataclasses.fields(learner.passes):
         if (fn := getattr(learner.passes, field.name)) is not None:
             counted += fn._cache_size()
-    # the optimizers' steps and empty sums of gradients are beside the passes
-    assert f"to compile       {counted + 4} programs for {len(learner.plan.shapes)} shape(s)" in lines
+    assert mesh.shape["data"] > 1
+    # the optimizers' steps, empty sums of gradients and their exchange are beside the passes
+    assert f"to compile       {counted + 6} programs for {len(learner.plan.shapes)} shape(s)" in lines
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,7 @@ def test_room_is_ok_tight_or_too_little(has, verdict):
 
 
 ESTIMATE = memory.Estimate(
-    {"policy": 600, "batch": 0}, (memory.Moment("values", 0, 500), memory.Moment("actor gradient", 300, 250)), 90
+    {"policy": 600, "batch": 0}, (memory.Moment("values", 0, 500), memory.Moment("actor gradient", 300, 250))
 )
 
 
@@ -111,20 +112,11 @@ def test_devices_of_a_processor_share_the_host(monkeypatch, platform, count):
     monkeypatch.setattr(memory, "device_room", lambda mesh: 1200)
     found = preview.rooms(ESTIMATE, mesh, host={"vLLM: cache": 7})
     if platform == "cpu":
-        assert [(room.needs, room.has) for room in found] == [(count * 1150 + 57 + 90, 1050)]
+        assert [(room.needs, room.has) for room in found] == [(count * 1150 + 57, 1050)]
     else:
         assert [(room.needs, room.has, room.verdict) for room in found] == [(1150, 1200, "WARN"), (57, 1050, "OK")]
     text = preview.report(["steps 3"], ESTIMATE, found)
     assert text.startswith("steps 3\n\n") and "\n  sum of gradients " in text and "batch" not in text
-
-
-def test_programs_of_unrolled_layers_take_more(config):
-    cfg, plan = SimpleNamespace(num_layers=4), packing.Plan((8, 16), ((4, 1), (4, 1)), share_rows=False)
-    how = dict(passes=3, gradients=2)
-    config.model.scan_layers = True
-    assert memory.runtime(config, cfg, plan, **how) == memory.RUNTIME + 4 * 9 * memory.LAYER
-    config.model.scan_layers = False
-    assert memory.runtime(config, cfg, plan, **how) == memory.RUNTIME + 4 * 4 * 9 * memory.LAYER
 
 
 def test_a_gpu_has_a_share_for_its_server(small_run, monkeypatch):

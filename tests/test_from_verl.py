@@ -8,7 +8,7 @@ import pytest
 
 from jppo import config as settings
 from jppo import from_verl
-from jppo.config import commandline
+from jppo.config import table
 from jppo.verl import names, page
 from jppo.verl.overrides import read_value
 from jppo.verl.script import read_script
@@ -31,7 +31,7 @@ def said(capsys, *argv: str) -> tuple[dict, str]:
     assert words[:3] == ["python", "-m", "jppo.train"]
     config, _ = settings.parse(words[3:], "", settings.default())
     settings.check(config)
-    return commandline.settings(config), out
+    return table.values(config), out
 
 
 def refusal(capsys, *argv: str) -> str:
@@ -201,7 +201,7 @@ def test_verls_defaults_are_in_the_command(capsys):
 
 def test_nothing_of_the_base_is_left_where_verl_says_otherwise(capsys):
     base, _ = settings.parse([f"--config={from_verl.BASE}"], "", settings.default())
-    usual, base = commandline.settings(settings.default()), commandline.settings(base)
+    usual, base = table.values(settings.default()), table.values(base)
     config, _ = said(capsys, "actor_rollout_ref.rollout.dtype=float32", "algorithm.kl_ctrl.kl_coef=0.5")
     assert base["rollout.logp_tolerance"] != usual["rollout.logp_tolerance"] == config["rollout.logp_tolerance"]
     assert config["algorithm.kl_coef"] == 0.5
@@ -317,7 +317,7 @@ def test_help_shows_an_example(capsys):
 
 
 def test_every_row_of_the_table_can_be_met():
-    known = commandline.settings(settings.default())
+    known = table.values(settings.default())
     for name in names.TABLE:
         found = names.find(name.key)
         assert found is not None and (found is name or "*" in name.key or found.key == name.key), name.key

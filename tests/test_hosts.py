@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from jppo import assemble, train
 from jppo import config as settings
 from jppo.assemble.engine import own_urls
-from jppo.config import UserError, commandline
+from jppo.config import UserError, table
 from jppo.io.hosts import Hosts
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -44,7 +44,7 @@ def in_folder(config, folder):
 
 def launch(config, count=2, how="whole"):
     """The run as `count` processes of one device each, by the script that users have: the exit code, what was said."""
-    usual, mine = commandline.settings(settings.default()), commandline.settings(config)
+    usual, mine = table.values(settings.default()), table.values(config)
     lines = [f"    c.{name} = {value!r}" for name, value in mine.items() if value != usual[name]]
     file = pathlib.Path(config.trainer.run_dir).with_suffix(".py")
     text = ["from jppo.config import default", "", "", "def get_config():", "    c = default()", *lines, "    return c"]

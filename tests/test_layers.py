@@ -27,7 +27,7 @@ LAYERS = (
 )
 LAYER = {place: i for i, row in enumerate(LAYERS, -2) for place in row}  # those below 0 are everybody's
 # Commands that stand with what they look at.
-COMMANDS_BELOW = ("jppo.data.check", "jppo.rewards.check")
+COMMANDS_BELOW = ("jppo.data.check", "jppo.data.math", "jppo.rewards.check")
 
 COMMANDS = (*(f"jppo.{place}" for row in LAYERS[6:] for place in row), *COMMANDS_BELOW)
 # Packages that few may import: a module, or all modules below a package.
@@ -84,6 +84,7 @@ NO_MORE_THAN = {
     "jppo.rewards.suspicion": {*sys.stdlib_module_names},
     "jppo.sandbox": {*sys.stdlib_module_names},
     "jppo.rewards.rules": {*sys.stdlib_module_names, "math_verify"},
+    "jppo.rewards.verl_rules": {*sys.stdlib_module_names},
     "jppo.rollout.launch": {*sys.stdlib_module_names},
 }
 # Imported along with the worker, so they import nothing.
@@ -106,10 +107,11 @@ OF_JPPO = {
     "jppo.rewards.suspicion": (),
     "jppo.sandbox": ("jppo.sandbox",),
     "jppo.rewards.rules": (),
+    "jppo.rewards.verl_rules": ("jppo.rewards.rules",),
     "jppo.rollout.launch": (),
 }
 # Below the commands nothing sees a config: this is what may be taken from jppo.config.
-OF_CONFIG = ("jppo.config.UserError", "jppo.config.exit_on_user_error")
+OF_CONFIG = tuple(f"jppo.config.{name}" for name in ("UserError", "Parser", "escaped", "exit_on_user_error", "natural"))
 # Files, engines and metrics deal in tokens and arrays; an engine that is a model itself is the exception.
 NO_MODEL = ("jppo.data", "jppo.io", "jppo.rollout", "jppo.agent")
 BUT = ("jppo.rollout.inprocess",)

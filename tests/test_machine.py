@@ -1,9 +1,12 @@
 """What is asked of the machine: programs that a second process finds, memory that is not given back."""
 
+import os
 import subprocess
 import sys
 
 import pytest
+
+from jppo.assemble import machine
 
 COMPILE = """
 import jax, jax.numpy as jnp
@@ -63,3 +66,25 @@ def test_memory_that_is_given_back_stays():
     if said == "False":
         pytest.skip("the memory of this system is not glibc's")
     assert int(before) > 60 and int(after) < int(before) / 20  # huge pages are 16 of each 32 MiB
+
+
+SUM = """
+import jax, jax.numpy as jnp
+import jppo.assemble
+n = 32_769
+x = jnp.stack((jnp.arange(n, dtype=jnp.float32), jnp.zeros(n), jnp.zeros(n)), axis=1)
+squares = jax.jit(jax.vmap(lambda row: jnp.sum((jnp.eye(3) @ row) ** 2)))(x)
+print(int(squares[-1]))
+"""
+
+
+@pytest.mark.parametrize("flags", ["", "--xla_force_host_platform_device_count=2"])
+def test_sums_of_products_are_right_on_a_cpu(flags):
+    """jaxlib 0.10.2 alone computes 1065369600 (jax issue 39103)."""
+    assert run(SUM, XLA_FLAGS=flags) == [str(32_768**2)]
+
+
+def test_flags_that_a_user_chose_for_sums_stay(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_experimental_ynn_fusion_type=+reduce")
+    machine.correct_sums()
+    assert os.environ["XLA_FLAGS"] == "--xla_cpu_experimental_ynn_fusion_type=+reduce"

@@ -6,13 +6,13 @@ import subprocess
 import sys
 
 from jppo import config
-from jppo.config import commandline
+from jppo.config import table
 from jppo.config.table import TABLE
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/configuration.md"
 DEFAULTS = (config.reward_model_default(), config.sft_default(), config.default())
-SETTINGS = {name: value for one in DEFAULTS for name, value in commandline.settings(one).items()}
+SETTINGS = {name: value for one in DEFAULTS for name, value in table.values(one).items()}
 
 
 def items() -> dict[str, str]:
@@ -54,5 +54,5 @@ def test_the_page_has_every_setting_with_its_default_and_choices():
 def test_help_says_what_every_setting_means():
     for defaults in DEFAULTS:
         lines = config.describe(defaults).splitlines()
-        assert len(lines) == len(commandline.settings(defaults))
+        assert len(lines) == len(table.values(defaults))
         assert all(re.fullmatch(r"  --config\.[\w.]+=.*\S  +\S.{3,}", line) for line in lines)

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from jppo import config as settings
-from jppo.config import commandline
+from jppo.config import commandline, table
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "scripts/train.sh"
@@ -84,12 +84,12 @@ def resolved(folder, *words, **env):
     settings.check(config)
     named = [word.split("=")[0].removeprefix("--config.") for word in command[3:] if word.startswith("--config.")]
     assert len(named) == len(set(named))
-    return commandline.settings(config), set(named)
+    return table.values(config), set(named)
 
 
 def recipe():
     config, _ = commandline.parse(["--config=jppo://gsm8k"], "", settings.default())
-    return commandline.settings(config)
+    return table.values(config)
 
 
 def test_alone_it_is_the_recipe(folder):

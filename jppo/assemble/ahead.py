@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 from jppo.assemble.engine import Source, sampling
 from jppo.assemble.inputs import Inputs
 from jppo.assemble.learner import Learner
-from jppo.config import commandline
+from jppo.config import table
 from jppo.data.stream import Cursor
 from jppo.io.hosts import ALONE, Hosts
 from jppo.rewards.compose import Panel
@@ -55,7 +55,7 @@ def make_supply(
 def graders(c: ConfigDict) -> dict[str, Any]:
     """What a reward follows from, of JSON types: the settings of the reward, and checksums of the files they name."""
     found = dict[str, Any]()
-    for name, value in commandline.settings(c.reward, "reward.").items():
+    for name, value in table.values(c.reward, "reward.").items():
         text = value if isinstance(value, str) else ""
         path = pathlib.Path(text.rpartition(":")[0] or text).expanduser()
         found[name] = [value, zlib.crc32(path.read_bytes())] if text and path.is_file() else value

@@ -86,7 +86,19 @@ def trainer_share(c: ConfigDict) -> float:
         return DEFAULT_SHARE
     if c.rollout.sleep_level:
         return SHARED_BY_BOTH
-    return DEFAULT_SHARE if c.rollout.urls else max(0.1, SHARED_BY_BOTH - c.rollout.gpu_memory_utilization)
+    if c.rollout.urls or servers_apart(c):
+        return DEFAULT_SHARE
+    return max(0.1, SHARED_BY_BOTH - c.rollout.gpu_memory_utilization)
+
+
+def servers_apart(c: ConfigDict) -> bool:
+    """Whether the servers' GPUs, `rollout.devices`, are none of those of this process, CUDA_VISIBLE_DEVICES."""
+
+    def numbers(text: str) -> set[str]:
+        return {number.strip() for number in text.split(",") if number.strip()}
+
+    theirs, ours = numbers(c.rollout.devices), numbers(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+    return bool(theirs and ours) and not theirs & ours
 
 
 def server_settings(c: ConfigDict) -> ServerSettings:

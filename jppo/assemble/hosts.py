@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 
 from jppo.assemble.inputs import Inputs
 from jppo.assemble.resume import data_checksums
-from jppo.config import UserError, commandline
+from jppo.config import UserError, table
 from jppo.io.hosts import Hosts
 from jppo.io.joining import join
 
@@ -41,7 +41,7 @@ def require_shareable(c: ConfigDict, hosts: Hosts) -> None:
     """UserError where hosts cannot share what the settings ask for, or have other settings."""
     if hosts.count == 1:
         return
-    mine = commandline.settings(c)
+    mine = table.values(c)
     for name, why in NOT_SHARED.items():
         if mine[name]:
             raise UserError(f"{name}=True {why}; leave it at False with trainer.nnodes={hosts.count}")

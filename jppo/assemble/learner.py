@@ -270,7 +270,8 @@ def make_descent(
     zeros = update.make_zeros(trained.what.shapes, trained.what.shardings)
     spare = trained.what.spare, state.spare_of_optimizer(tx, trained.what)
     opt = offload.to_host(opt) if section.optimizer_offload else opt
-    return ppo.Descent(accumulate, apply, zeros, name=name, base=trained.base, spare=spare), opt
+    exchange = update.make_exchange(trained.what.shardings)
+    return ppo.Descent(accumulate, apply, zeros, exchange, name=name, base=trained.base, spare=spare), opt
 
 
 def make_apply(section: ConfigDict, tx: Any, what: state.Weights, places: Any, total_steps: int) -> Any:

@@ -22,7 +22,7 @@ from jppo.assemble.moments import Estimate, Moment, account, size, whole
 from jppo.assemble.optimizers import make_optimizer
 from jppo.assemble.own_engine import own_engine
 from jppo.assemble.rows import plan_of_run
-from jppo.learner import packing, ppo, sharding, state
+from jppo.learner import packing, ppo, sharding, state, update
 from jppo.models import cost, hf
 from jppo.models.families import ModelConfig, pad_vocab
 from jppo.models.lora import Base, Lora
@@ -30,9 +30,6 @@ from jppo.models.params import Head
 from jppo.structs import Counts, Params, Rows, Scored
 
 MANY = 1.1  # a shape of rows with so many times the tokens of the longest rows is compiled, too
-# Measured on a CPU, beside weights and arrays: what a vLLM takes in its two processes, and by how much a trainer's
-# process grows once its programs run, at all and for each layer of a forward pass that stands in one of them.
-PROGRAM, RUNTIME, LAYER = 12 * 2**27, 2**26, 7 * 2**18
 
 
 def texts(c: ConfigDict, shape: Sequence[int]) -> tuple[list[int], int]:
@@ -105,15 +102,11 @@ def learning(
     """
     tx = make_optimizer(section, name, trained.what)
     opt, places = state.abstract_optimizer(tx, trained.what)
-    mesh = jax.tree.leaves(trained.what.shardings)[0].mesh
-    scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=sharding.replicated(mesh))
-    wide = jax.tree.map(
-        lambda x, at: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=at),
-        trained.what.shapes,
-        trained.what.shardings,
-    )
     number: Any = jax.ShapeDtypeStruct((), jnp.float32)
-    carry, counts = (wide, scalar), Counts(tokens=number, sequences=number)
+    carry, counts = (
+        update.abstract_carry(trained.what.shapes, trained.what.shardings),
+        Counts(tokens=number, sequences=number),
+    )
     gradients, learned = size(carry), trained.learned
     models = learned, trained.base, carry
     moments = [
@@ -132,6 +125,8 @@ def learning(
         )
         for one, flop in itertools.zip_longest(micros, useful, fillvalue=0)
     ]
+    if (exchange := update.make_exchange(trained.what.shardings)) is not None:
+        moments.append(account(f"{name} exchange", gradients, exchange, carry, brought=brought))
     apply = make_apply(section, tx, trained.what, places, 1)
     step = jax.ShapeDtypeStruct((), jnp.int32)
     here = brought + (size(opt) if section.optimizer_offload else 0)
@@ -188,25 +183,7 @@ def estimate(c: ConfigDict, inputs: Inputs, mesh: Any, *, entries: int) -> Estim
     host = {name: parts.pop(name) for name in waiting.asked(c) if name in parts}
     # The batch in the rows of scoring, and two micro-batches of an update: one at work, one on its way.
     parts["batch"] = (size(scored[0]) // math.prod(rows[0].inputs.shape) + 1) * entries + 2 * max(map(size, scored))
-    scoring = (passes.logprob, passes.reference, passes.value)
-    return Estimate(
-        parts,
-        tuple(moments),
-        runtime(
-            c,
-            inputs.policy,
-            plan_of_run(c, mesh, inputs.policy),
-            passes=sum(one is not None for one in scoring),
-            gradients=1 if critic is None else 2,
-        ),
-        host,
-    )
-
-
-def runtime(c: ConfigDict, cfg: ModelConfig, plan: packing.Plan, *, passes: int, gradients: int) -> int:
-    """What programs take at work on a CPU beside their arrays: a gradient is three passes, scanned layers are one."""
-    layers = 1 if c.model.scan_layers else cfg.num_layers
-    return RUNTIME + LAYER * layers * (passes + 3 * gradients) * len(plan.shapes)
+    return Estimate(parts, tuple(moments), host)
 
 
 def of_one_model(

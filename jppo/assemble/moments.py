@@ -39,7 +39,6 @@ class Estimate:
 
     parts: dict[str, int]
     moments: tuple[Moment, ...]
-    runtime: int  # by which a process grows whose devices are the processor's, whatever their number
     host: dict[str, int] = dataclasses.field(default_factory=dict)  # what waits on the host for this device
 
     @property
@@ -53,9 +52,14 @@ class Estimate:
         return [one for one in self.moments if one.account is not None and one.account.error is not None]
 
     @property
+    def code(self) -> int:
+        """The compiled programs themselves."""
+        return sum(one.account.code for one in self.moments if one.account is not None)
+
+    @property
     def peak(self) -> int:
         """The most that is held at once."""
-        return sum(self.parts.values()) + self.worst.needs
+        return sum(self.parts.values()) + self.code + self.worst.needs
 
 
 def size(tree: Any) -> int:

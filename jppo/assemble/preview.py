@@ -22,7 +22,7 @@ from jppo.assemble.inputs import Inputs, read_inputs
 from jppo.assemble.learner import make_passes
 from jppo.assemble.memory import Estimate
 from jppo.assemble.rows import critic_mini_batch_size, plan_of_run, sequences_of_step
-from jppo.learner import devices, packing, ppo, sharding
+from jppo.learner import devices, packing, ppo, sharding, update
 from jppo.structs import Prompt, Trajectory
 from jppo.targets.machines import Machine
 
@@ -82,10 +82,11 @@ def descents(trajectories: Sequence[Trajectory], plan: packing.Plan, *, epochs: 
     return Descents(epochs, len(cuts), size, max(map(len, packed)), entries)
 
 
-def programs(passes: ppo.Passes, plan: packing.Plan, models: int) -> int:
+def programs(passes: ppo.Passes, plan: packing.Plan, models: int, mesh: Any) -> int:
     """How many programs XLA compiles for a run of so many trained models: the large ones, of passes and updates."""
     by_shape = [name for name in vars(passes) if name != "advantages" and getattr(passes, name) is not None]
-    return len(by_shape) * len(plan.shapes) + 1 + 2 * models  # the optimizer step and the empty sum of gradients
+    # An optimizer step, an empty sum of gradients, and where groups of devices have their own the exchange of sums.
+    return len(by_shape) * len(plan.shapes) + 1 + (2 if mesh.shape[update.GROUPS] == 1 else 3) * models
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +106,7 @@ class Work:
             update = self.updates.get(model)
             if moment.name in ("log-probs", "reference", "values"):
                 times[moment.name], entries[moment.name] = self.scoring, self.entries
-            elif update is not None and kind in ("gradient", "step"):
+            elif update is not None and kind in ("gradient", "exchange", "step"):
                 micro_batches = update.micro_batches if kind == "gradient" else 1
                 times[moment.name] = update.epochs * update.mini_batches * micro_batches
                 if kind == "gradient":
@@ -135,7 +136,7 @@ def sizes(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[list[str], Work]:
     prompts = inputs.train.prompts
     _, passes = make_passes(c, inputs, mesh)
     step = work(c, inputs, mesh)
-    count = programs(passes, plan, len(step.updates))
+    count = programs(passes, plan, len(step.updates), mesh)
     lines = [
         f"prompts          {len(prompts):,} to train on, {len(inputs.val.prompts):,} to test on",
         f"steps            {inputs.total_steps:,}, each of {c.data.train_batch_size:,} prompts x {c.rollout.n} ="
@@ -166,7 +167,7 @@ def device_parts(found: Estimate) -> dict[str, int]:
     """What a device holds at the worst moment, part by part."""
     worst = found.worst
     parts = found.parts | {"sum of gradients": worst.gradients, f"temporaries: {worst.name}": worst.temporaries}
-    parts["brought from the host for it"] = worst.brought
+    parts |= {"brought from the host for it": worst.brought, "compiled programs": found.code}
     return {about: count for about, count in parts.items() if count}
 
 
@@ -179,7 +180,6 @@ def rooms(found: Estimate, mesh: Any, *, host: dict[str, int]) -> list[Room]:
     room = None if free is None or taken is None else free + taken
     host = {f"{about}, waiting": count * bytes_ for about, bytes_ in found.host.items()} | host
     if device.platform == "cpu":
-        program["its compiled programs at work"] = found.runtime
         here = {about: count * bytes_ for about, bytes_ in parts.items()}
         where = "this machine" if count == 1 else f"this machine, its {count} devices together"
         return [Room(where, here | program | host, room)]
@@ -208,7 +208,6 @@ def host_parts(c: ConfigDict, inputs: Inputs, mesh: Any) -> dict[str, int]:
         parts |= {
             "vLLM: weights": r.servers * memory.served(inputs.policy, r.dtype),
             "vLLM: cache": r.servers * r.kv_cache_memory_bytes,
-            "vLLM: its program": r.servers * memory.PROGRAM,
         }
     return parts
 

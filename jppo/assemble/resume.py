@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 from jppo import config as settings
 from jppo.assemble.inputs import Inputs
 from jppo.assemble.learner import Learner
-from jppo.config import UserError, commandline
+from jppo.config import UserError, table
 from jppo.data.prompts import PromptSet
 from jppo.data.stream import Cursor
 from jppo.io.checkpoint import Checkpoints, Restored, checksum_of_all, restore
@@ -59,7 +59,7 @@ def identity(c: ConfigDict, mesh: Any, *, data: dict[str, int], frozen: dict[str
     """The same of any run: `data` are checksums by source, `frozen` the weights read at every start by setting."""
     devices = f"{mesh.size} x {mesh.devices.flat[0].device_kind}"
     return {
-        "config": {name: list(v) if isinstance(v, tuple) else v for name, v in commandline.settings(c).items()},
+        "config": {name: list(v) if isinstance(v, tuple) else v for name, v in table.values(c).items()},
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES} | {"devices": devices},
         "data": data,
         "frozen": {name: checksum_of_all(tree) for name, tree in frozen.items()},

@@ -6,7 +6,7 @@ from ml_collections import ConfigDict
 
 from jppo.agent.python import Python
 from jppo.agent.tools import Toolbox
-from jppo.rewards.graders import GRADERS, RUNS_CODE
+from jppo.rewards.graders import RUNS_CODE, grader_of
 from jppo.sandbox.choice import describe_sandbox
 
 
@@ -18,7 +18,7 @@ def sandbox_of(c: ConfigDict) -> tuple[str, ...]:
 def introduce_sandbox(c: ConfigDict, sources: Iterable[str], toolbox: Toolbox | None) -> str:
     """The line on active protections that a run prints first; '' where it runs no programs of the model."""
     asked = [c.reward.grader] if c.reward.grader else sources
-    graded = not c.reward.function and any(GRADERS.get(source) in RUNS_CODE for source in asked)
+    graded = not c.reward.function and any(grader_of(source) in RUNS_CODE for source in asked)
     tools = toolbox.tools if toolbox is not None else []
     if not graded and not any(isinstance(tool, Python) for tool in tools):
         return ""

@@ -14,7 +14,7 @@ from jppo.checkup.finding import Finding
 from jppo.data import check as data_check
 from jppo.data.tokenizer import end_token_ids, load_tokenizer
 from jppo.rewards import check as reward_check
-from jppo.rewards.graders import GRADERS
+from jppo.rewards.graders import grader_of
 from jppo.rewards.model import read_classifier
 
 SHORT = 200  # characters of an error
@@ -51,7 +51,8 @@ def sampling(c: ConfigDict) -> Iterator[Finding]:
 def data(c: ConfigDict, inputs: assemble.Inputs) -> Iterator[Finding]:
     """Both sets as `jppo.data.check` sees them, and what training would make of them."""
     read = dict(tokenizer=inputs.tokenizer, system_prompt=c.data.system_prompt, custom_cls=c.data.custom_cls)
-    graders = dict.fromkeys(inputs.sources if _graded_anyway(c) else GRADERS, "rule")
+    graded = (source for source in inputs.sources if _graded_anyway(c) or grader_of(source) is not None)
+    graders = dict.fromkeys(graded, "rule")
     train = data_check.look(c.data.train_files, "data.train_files", **read)
     val = data_check.look(c.data.val_files, "data.val_files", **read)
     for title, seen, kept in (("train data", train, inputs.train), ("test data", val, inputs.val)):

@@ -4,7 +4,7 @@ Only the commands (`train.py`, `sft.py` ...) and `assemble/` read a config; belo
 """
 
 from jppo.config.checks import check
-from jppo.config.commandline import describe, dump, exit_on_user_error, parse
+from jppo.config.commandline import Parser, describe, dump, exit_on_user_error, natural, parse
 from jppo.config.rules_rollout import cuts
 from jppo.config.shipped import recipe
 from jppo.config.steps import check_within, parse_steps
@@ -14,6 +14,7 @@ from jppo.config.texts import importance_band, loggers, rejection_rules, save_co
 from jppo.errors import UserError
 
 __all__ = [
+    "Parser",
     "UserError",
     "by_name",
     "check",
@@ -22,9 +23,12 @@ __all__ = [
     "default",
     "describe",
     "dump",
+    "escaped",
     "exit_on_user_error",
     "importance_band",
     "loggers",
+    "natural",
+    "one_line",
     "parse",
     "parse_steps",
     "recipe",

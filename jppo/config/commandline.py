@@ -1,24 +1,44 @@
 """The command line: --config and its overrides, --help, and errors as one line."""
 
+import argparse
+import errno
 import functools
 import json
-import pathlib
 import re
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
-from jppo.config import shipped
+from jppo.config import configfile, shipped
 from jppo.config.table import TABLE, values
-from jppo.errors import UserError
+from jppo.errors import UserError, one_line
 
+ODD_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EROFS)
 SWITCHES = ("dry_run", "machine", "json", "rollout_tokens_per_s")
-settings = values
 MEANINGS_AT = 52  # column of the meanings in --help; longer settings push theirs to the right
+
+
+class Parser(argparse.ArgumentParser):
+    """The words of a command without settings; a fault in them is a UserError of one line."""
+
+    def __init__(self, module: str, about: str | None, **how: Any) -> None:
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog=f"python -m {module}", description=about, formatter_class=formatter, **how)
+
+    def error(self, message: str) -> NoReturn:
+        """Called by argparse."""
+        raise UserError(f"{message}; {self.prog} --help has all arguments")
+
+
+def natural(text: str) -> int:
+    """A whole number of 0 or more, for an argument of a Parser."""
+    if (value := int(text)) < 0:
+        raise argparse.ArgumentTypeError(f"{text} must be 0 or more")
+    return value
 
 
 def dump(config: ml_collections.ConfigDict) -> str:
@@ -42,11 +62,6 @@ def parse(
     given = flags.FlagValues()  # type: ignore[no-untyped-call]
     argv = [shipped.locate(word) for word in argv]
     named = [a.split("=", 1)[1] for a in argv if a.startswith("--config=")]
-    from_file = needs_file or bool(named)
-    if from_file:
-        config_flags.DEFINE_config_file(
-            "config", None, "a file with get_config()", flag_values=given, sys_argv=["jppo", *argv]
-        )
     flags.DEFINE_bool("dry_run", False, "print the resolved settings and stop", flag_values=given)
     if describes:
         flags.DEFINE_string("machine", "", "a machine that --dry_run compiles for", flag_values=given)
@@ -55,13 +70,17 @@ def parse(
     if "--help" in argv or "-h" in argv:
         print(f"{about}\nSettings and their defaults:\n{describe(defaults)}")
         sys.exit(0)
-    if from_file and (len(named) != 1 or not named[0]):
+    if "--config" in argv:
+        raise UserError("--config is given without a file; name it behind a =, as in --config=configs/quickstart.py")
+    if (needs_file or named) and (len(named) != 1 or not named[0]):
         raise UserError(f"--config is given {len(named)} times; name one file, as in --config=configs/quickstart.py")
-    if from_file and not pathlib.Path(named[0].split(":")[0]).is_file():
-        raise UserError(f"--config={named[0]}: no such file; jppo's own are {shipped.SCHEME}NAME, as jppo://gsm8k is")
-    try:
-        if not from_file:  # reads the overrides at once
-            config_flags.DEFINE_config_dict("config", defaults, flag_values=given, sys_argv=["jppo", *argv])
+    config = configfile.read(named[0]) if named else defaults
+    argv = [word for word in argv if not word.startswith("--config=")]
+    for word in argv:
+        if word.startswith("--config."):
+            _check_known(word.partition("=")[0].removeprefix("--config."), config)
+    try:  # reads the overrides at once
+        config_flags.DEFINE_config_dict("config", config, flag_values=given, sys_argv=["jppo", *argv])
         rest = given(["jppo", *argv])[1:]
     except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as e:
         raise UserError(_explain(e)) from e
@@ -70,19 +89,20 @@ def parse(
     return given["config"].value, {name: given[name].value for name in given if name in SWITCHES}
 
 
+def _check_known(name: str, config: ml_collections.ConfigDict) -> None:
+    """UserError where there is no setting of that name."""
+    node: Any = config
+    for part in name.split("."):
+        if not isinstance(node, ml_collections.ConfigDict) or part not in node:
+            raise UserError(configfile.no_setting(part, node.keys() if hasattr(node, "keys") else []))
+        node = node[part]
+    if isinstance(node, ml_collections.ConfigDict):
+        raise UserError(f"--config.{name} is a section; name a setting of it, as in --config.{name}.{next(iter(node))}")
+
+
 def _explain(error: Exception) -> str:
     """Rewrites an error of absl or ml_collections as one line of value, rule and remedy."""
     text = " ".join(str(error.args[0] if error.args else error).replace('"', "'").split())
-    unknown = re.search(r"(\w+)\W+(?:n)?Did you mean '(\w+)'", text)
-    if unknown:
-        return f"there is no setting {unknown[1]!r}; did you mean {unknown[2]!r}?"
-    if isinstance(error, AttributeError | KeyError):
-        name = re.sub(r"\W", "", text)
-        return f"there is no setting {name!r}; python -m jppo.train --help lists them all"
-    if re.search(r"get_config\(\) takes 0 positional arguments", text):
-        return (
-            "--config=FILE:ARGUMENT: this config takes no argument; settings are given as --config.SECTION.NAME=VALUE"
-        )
     typed = re.match(r"flag (--config\.([\w.]+)=.*?): ", text)
     if typed:
         return f"{typed[1]} must be of type {TABLE[typed[2]].type.__name__}, as {TABLE[typed[2]].default!r} is"
@@ -97,7 +117,12 @@ def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
         try:
             main(*args, **kwargs)
         except UserError as e:
-            print(f"error: {e}", file=sys.stderr)
+            print(one_line(e), file=sys.stderr)
+            sys.exit(2)
+        except OSError as e:
+            if e.errno not in ODD_PATHS or e.filename is None:
+                raise
+            print(one_line(UserError(f"{e.filename}: {e.strerror}; name another path")), file=sys.stderr)
             sys.exit(2)
 
     return command
@@ -106,7 +131,7 @@ def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
 def describe(config: ml_collections.ConfigDict) -> str:
     """Returns all settings with their values and meanings, one per line, for --help."""
     lines = []
-    found = settings(config)
+    found = values(config)
     for name, setting in TABLE.items():
         if name in found:
             unit = f"[{setting.unit}] " if setting.unit else ""

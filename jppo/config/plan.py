@@ -4,14 +4,12 @@ import dataclasses
 import hashlib
 import pathlib
 import re
-import runpy
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jppo.config import checks, commandline, shipped
+from jppo.config import checks, commandline, configfile, shipped, table
 from jppo.config.table import TABLE, default
 from jppo.errors import UserError
-from jppo.registry import did_you_mean
 
 FOLDER = "trainer.run_dir"
 LONGEST_NAME = 120
@@ -42,7 +40,7 @@ def plan(argv: Sequence[str], out: pathlib.Path | None) -> tuple[list[Run], path
     file = next(shipped.locate(a) for a in argv if a.startswith("--config=")).split("=", 1)[1].split(":")[0]
     if out is None:
         out = pathlib.Path("runs") / f"sweep-{pathlib.Path(file).stem}"
-    known, given = commandline.settings(config), {a[len("--config.") :].split("=")[0] for a in argv}
+    known, given = table.values(config), {a[len("--config.") :].split("=")[0] for a in argv}
     if FOLDER in given:
         raise UserError(f"--config.{FOLDER} is given, and each run of a sweep has a folder of its own; use --out")
     runs = []
@@ -59,7 +57,7 @@ def plan(argv: Sequence[str], out: pathlib.Path | None) -> tuple[list[Run], path
 
 def read_sweep(file: str) -> list[dict[str, Any]]:
     """Returns the overrides of each run that the `sweep(add)` of a config file adds."""
-    sweep = runpy.run_path(file).get("sweep")
+    sweep = configfile.functions(file).get("sweep")
     if not callable(sweep):
         raise UserError(f"{file} has no sweep(add); write one beside get_config that calls {ADD} for each run")
     found: list[dict[str, Any]] = []
@@ -69,7 +67,7 @@ def read_sweep(file: str) -> list[dict[str, Any]]:
             raise UserError(f"sweep: add({wrong[0]!r}) gives no names; settings are named, as in {ADD}")
         found.append({name: _plain(value) for name, value in sorted(overrides.items())})
 
-    sweep(add)
+    configfile.explained(file, sweep, add)
     if not found:
         raise UserError(f"sweep(add) of {file} adds no run; call {ADD} for each")
     return found
@@ -79,8 +77,7 @@ def _check_name(name: str, known: dict[str, Any], given: set[str]) -> None:
     if name == FOLDER:
         raise UserError(f"sweep: {FOLDER} cannot be swept, each run has a folder of its own; use --out")
     if name not in known:
-        near = did_you_mean(name, known) or "; python -m jppo.train --help lists them all"
-        raise UserError(f"sweep: there is no setting {name!r}{near}")
+        raise UserError(f"sweep: {configfile.no_setting(name, known)}")
     if name in given:
         raise UserError(f"--config.{name} is given, and the sweep sets it too; leave one of them out")
 
@@ -99,7 +96,7 @@ def _resolve(overrides: dict[str, Any], argv: Sequence[str], out: pathlib.Path, 
         checks.check(config)
     except UserError as e:
         raise UserError(f"sweep, run {name}: {e}") from e
-    values = commandline.settings(config)
+    values = table.values(config)
     for setting, value in overrides.items():
         read = values[setting]
         if read != value or isinstance(read, str) != isinstance(value, str):

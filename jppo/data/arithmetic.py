@@ -12,7 +12,6 @@ problems) and model/ (the starting model's config and character tokenizer; its w
 fine-tuning).
 """
 
-import argparse
 import json
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from jppo.config import UserError, exit_on_user_error
+from jppo.config import Parser, UserError, exit_on_user_error, natural
 from jppo.data.files import make_directory, write_jsonl
 
 SPECIAL = ("<pad>", "<eos>")
@@ -130,13 +129,9 @@ def write(out: pathlib.Path, made: Mapping[str, Sequence[Mapping[str, Any]]], ch
 @exit_on_user_error
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jppo.data.arithmetic",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("jppo.data.arithmetic", __doc__)
     parser.add_argument("--out", type=pathlib.Path, required=True, help="directory to write to")
-    parser.add_argument("--seed", type=int, default=1, help="of all that is drawn")
+    parser.add_argument("--seed", type=natural, default=1, help="of all that is drawn")
     parser.add_argument("--test", type=int, default=1000, help="problems to hold out")
     parser.add_argument("--sloppy", type=float, default=0.65, help="how often the teacher forgets a carry")
     parser.add_argument("--demonstrations", type=int, default=8, help="of each training problem")

@@ -8,7 +8,6 @@ the first prompt as the model will read it. Exit code 0 with a line OK or WARN f
 read or training would refuse them.
 """
 
-import argparse
 import collections
 import dataclasses
 from collections.abc import Sequence
@@ -16,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from jppo.config import UserError, exit_on_user_error
+from jppo.config import Parser, UserError, exit_on_user_error
 from jppo.data.prompts import Messages, check_one_schema, ground_truth, prompt_of, tokenise, with_system_prompt
 from jppo.data.rows import Row, text_column
 from jppo.data.sources import Source, read_sources
 from jppo.data.tokenizer import load_tokenizer
+from jppo.errors import escaped
 
 BINS = 10
 BAR = 40  # characters of the longest bar
@@ -150,18 +150,18 @@ def _key(prompt: Messages) -> str:
     return prompt if isinstance(prompt, str) else repr([(m["role"], m["content"]) for m in prompt])
 
 
-def _graders() -> dict[str, str]:
-    from jppo.rewards.graders import GRADERS  # a command may look beyond data/
+def _graders(*sets: Looked | None) -> dict[str, str]:
+    from jppo.rewards.graders import grader_of  # a command may look beyond data/
 
-    return {source: getattr(grader, "__name__", source) for source, grader in GRADERS.items()}
+    sources = {text_column(row, "data_source") for seen in sets if seen is not None for row in seen.rows}
+    found = {source: grader_of(source) for source in sources}
+    return {source: getattr(grader, "__name__", source) for source, grader in found.items() if grader is not None}
 
 
 @exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jppo.data.check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("jppo.data.check", __doc__)
     parser.add_argument("files", nargs="+", help="parquet, jsonl, json or tfds:NAME/SPLIT@DIR")
     parser.add_argument("--val", default="", help="the test set, in the same forms, separated by commas")
     parser.add_argument(
@@ -175,13 +175,13 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"--max-prompt-length={args.max_prompt_length} is in tokens; give --tokenizer to count them")
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
     read = dict(tokenizer=tokenizer, system_prompt=args.system_prompt, custom_cls=args.custom_cls)
-    said = dict(max_prompt_length=args.max_prompt_length, graders=_graders())
     train = look(",".join(args.files), "FILES", **read)
     val = look(args.val, "--val", **read) if args.val else None
+    said = dict(max_prompt_length=args.max_prompt_length, graders=_graders(train, val))
     lines = report(train, findings(train, **said), "training set", tokenizer)
     if val is not None:
         lines += report(val, [*findings(val, **said), overlap(train, val)], "test set", tokenizer)
-    print("\n".join(lines))
+    print(escaped("\n".join(lines)))
 
 
 if __name__ == "__main__":

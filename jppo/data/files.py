@@ -1,7 +1,10 @@
 """Rows of JSON and parquet files as they stand on disk. First stage of `data/`."""
 
+import gzip
 import json
 import pathlib
+import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +21,8 @@ def read_rows(path: pathlib.Path) -> list[Row]:
     """All rows of one JSON lines, JSON array or parquet file."""
     try:
         rows = _parquet(path) if path.suffix == ".parquet" else _json(path)
+    except (EOFError, zlib.error) as e:
+        raise UserError(f"{path} is not a whole gzip file ({e}); get the file again") from e
     except OSError as e:
         raise UserError(f"{path} cannot be read ({e.strerror or _first_line(e)}); check the file") from e
     if not rows:
@@ -39,11 +44,14 @@ def write_jsonl(path: pathlib.Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _json(path: pathlib.Path) -> list[Row]:
-    unit = "line" if path.suffix == ".jsonl" else "row"
-    data = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+    unit = "row" if path.suffix == ".json" else "line"
+    data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    data = data.removeprefix(b"\xef\xbb\xbf")
     numbered: Iterator[tuple[int, Any]]
     if path.suffix == ".json" and data.lstrip().startswith(b"["):
         numbered = iter(enumerate(_parse(data, str(path)), start=1))
+    elif path.suffix == ".json" and re.match(rb"\s*\{\s*\n", data):  # one object over several lines
+        numbered = iter([(1, _parse(data, str(path)))])
     else:
         lines = enumerate(data.split(b"\n"), start=1)
         numbered = ((n, _parse(line, f"{path}, {unit} {n}")) for n, line in lines if line.strip())

@@ -7,19 +7,15 @@ The layout is verl's, so that either project reads the other's files: the questi
 one chat message, and what stands after `####` in the worked solution, commas removed, as the ground truth.
 """
 
-import argparse
-import io
 import pathlib
 import re
 import tempfile
 from typing import Any
 
 import httpx
-import pyarrow as pa
-import pyarrow.parquet as pq
 
-from jppo.config import UserError, exit_on_user_error
-from jppo.data import gsm8k_tfds
+from jppo.config import Parser, UserError, exit_on_user_error
+from jppo.data import gsm8k_tfds, prepare
 from jppo.data.files import make_directory, read_rows
 from jppo.data.rows import Row, text_column
 
@@ -37,13 +33,9 @@ def example(row: Row, split: str) -> dict[str, Any]:
     match = _ANSWER.search(answer)
     if match is None:
         raise UserError(f"{row.place}: the answer must end with `#### <number>`; it ends with {answer[-40:]!r}")
-    return {
-        "data_source": "openai/gsm8k",
-        "prompt": [{"role": "user", "content": f"{question} {SUFFIX}"}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": match.group(1).replace(",", "")},
-        "extra_info": {"split": split, "index": row.number - 1, "question": question, "answer": answer},
-    }
+    extra = dict(split=split, index=row.number - 1, question=question, answer=answer)
+    truth = match.group(1).replace(",", "")
+    return prepare.example(f"{question} {SUFFIX}", truth, source="openai/gsm8k", **extra)
 
 
 def examples(source: pathlib.Path) -> dict[str, list[dict[str, Any]]]:
@@ -57,15 +49,11 @@ def examples(source: pathlib.Path) -> dict[str, list[dict[str, Any]]]:
 def convert(source: pathlib.Path, out: pathlib.Path, *, tfds: bool = False) -> dict[str, int]:
     """Write each split of the JSON lines in `source`, as parquet or with tfds; what was written, with row counts."""
     splits = examples(source)
-    make_directory(out)
     if tfds:
+        make_directory(out)
         gsm8k_tfds.build(splits, out)
         return {f"tfds:{gsm8k_tfds.NAME}/{split}@{out}": len(rows) for split, rows in splits.items()}
-    for split, rows in splits.items():
-        buffer = io.BytesIO()
-        pq.write_table(pa.Table.from_pylist(rows), buffer)
-        (out / f"{split}.parquet").write_bytes(buffer.getvalue())
-    return {str(out / f"{split}.parquet"): len(rows) for split, rows in splits.items()}
+    return prepare.write(splits, out)
 
 
 def download(directory: pathlib.Path) -> None:
@@ -85,11 +73,7 @@ def download(directory: pathlib.Path) -> None:
 @exit_on_user_error
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jppo.data.gsm8k",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("jppo.data.gsm8k", __doc__)
     parser.add_argument("--out", type=pathlib.Path, required=True, help="directory to write to")
     parser.add_argument("--from", dest="source", type=pathlib.Path, help="directory with train.jsonl and test.jsonl")
     parser.add_argument("--tfds", action="store_true", help="write a data set of tensorflow-datasets")

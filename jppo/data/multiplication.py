@@ -14,13 +14,12 @@ Written are train.jsonl and test.jsonl (prompts), sft.jsonl (the teacher's demon
 model/ (the starting model's config and character tokenizer; its weights come from the fine-tuning).
 """
 
-import argparse
 import pathlib
 from typing import Any
 
 import numpy as np
 
-from jppo.config import UserError, exit_on_user_error
+from jppo.config import Parser, UserError, exit_on_user_error, natural
 from jppo.data import arithmetic
 
 DIGITS = 4
@@ -82,13 +81,9 @@ def write_model(directory: pathlib.Path) -> None:
 @exit_on_user_error
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jppo.data.multiplication",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("jppo.data.multiplication", __doc__)
     parser.add_argument("--out", type=pathlib.Path, required=True, help="directory to write to")
-    parser.add_argument("--seed", type=int, default=1, help="of all that is drawn")
+    parser.add_argument("--seed", type=natural, default=1, help="of all that is drawn")
     parser.add_argument("--train", type=int, default=40_000, help="problems to train on")
     parser.add_argument("--test", type=int, default=500, help="problems to hold out")
     args = parser.parse_args()

@@ -7,14 +7,13 @@ responses are all alike in score give no pair, and responses without a score are
 test.jsonl; a prompt's pairs are all in one of them.
 """
 
-import argparse
 import pathlib
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from jppo.config import UserError, exit_on_user_error
+from jppo.config import Parser, UserError, exit_on_user_error, natural
 from jppo.data.files import make_directory, read_rows, write_jsonl
 from jppo.data.rows import Row
 
@@ -54,15 +53,11 @@ def _of_one(shuffled: Sequence[Row]) -> list[dict[str, Any]]:
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jppo.data.pairs",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("jppo.data.pairs", __doc__)
     parser.add_argument("--samples", type=pathlib.Path, required=True, help="a samples file with scores")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="directory to write to")
     parser.add_argument("--test", type=float, default=0.1, help="share of the prompts whose pairs are held out")
-    parser.add_argument("--seed", type=int, default=1, help="of all that is drawn")
+    parser.add_argument("--seed", type=natural, default=1, help="of all that is drawn")
     args = parser.parse_args(argv)
     if not 0 < args.test < 1:
         raise UserError(f"--test={args.test} is a share: it must be between 0 and 1")

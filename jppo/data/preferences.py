@@ -17,7 +17,7 @@ from jppo.config import UserError
 from jppo.data.prompts import Messages, prompt_of, with_system_prompt
 from jppo.data.rows import Row, brief, checked_messages, text_column
 from jppo.data.sources import read_sources
-from jppo.data.tokenizer import announce_long
+from jppo.data.tokenizer import enough
 
 Encode = Callable[[Messages, str], list[int]]  # prompt and response -> the tokens of both
 
@@ -55,13 +55,14 @@ def read_pairs(
     """Read, check and tokenise comma-separated sources; `margin_column` names the column of margins ('': `margin`)."""
     sources = read_sources(files, setting, custom_cls=custom_cls, tokenizer=tokenizer)
     pairs, overlong, alike = [], 0, 0
+    most = None if tokenizer is None else enough(tokenizer, max_length)
     for row in (row for source in sources for row in source.rows):
-        chosen, rejected = (_tokens(row, half, encode) for half in _halves(row, system_prompt))
+        chosen, rejected = (_tokens(row, half, encode, most, max_length) for half in _halves(row, system_prompt))
         pair = Pair(chosen, rejected, _margin(row, margin_column) if margin_column else margin)
-        if np.array_equal(chosen, rejected):
-            alike += 1
-        elif max(len(chosen), len(rejected)) > max_length:
+        if max(len(chosen), len(rejected)) > max_length:
             overlong += 1
+        elif np.array_equal(chosen, rejected):
+            alike += 1
         else:
             pairs.append(pair)
     if not pairs:
@@ -108,10 +109,15 @@ def _half(row: Row, column: str, prompt: Messages | None) -> tuple[Messages, str
     return before, turns[-1]["content"]
 
 
-def _tokens(row: Row, half: tuple[Messages, str], encode: Encode) -> np.ndarray:
-    announce_long(row.place, str(half[0]), half[1])
+def _tokens(row: Row, half: tuple[Messages, str], encode: Encode, most: int | None, max_length: int) -> np.ndarray:
+    """Tokens of a half; of one that is longer than `max_length` perhaps only of its texts' first `most` characters."""
+    before, response = half
+    cut = before[:most] if isinstance(before, str) else [turn | {"content": turn["content"][:most]} for turn in before]
     try:
-        return np.asarray(encode(*half), np.int32)
+        ids = np.asarray(encode(cut, response[:most]), np.int32)
+        if len(ids) <= max_length and (cut, response[:most]) != half:
+            ids = np.asarray(encode(*half), np.int32)
+        return ids
     except Exception as e:  # a chat template raises what it likes
         said = str(e).strip().partition("\n")[0]
         raise UserError(f"{row.place}: the tokenizer or its chat template refuses a half of the pair: {said}") from e

@@ -9,6 +9,7 @@ that holds all its special tokens already. What else a row has is handed to grad
 """
 
 import dataclasses
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from jppo.data.rows import Row, checked_messages, checked_text, text_column
 from jppo.data.sources import read_sources
 from jppo.data.stream import Part, mix_parts, parse_mix
 from jppo.data.template import make_renderer
-from jppo.data.tokenizer import announce_long, ends_with_eos
+from jppo.data.tokenizer import announce_long, encode_all, ends_with_eos
 from jppo.structs import Prompt
 
 Messages = str | list[dict[str, str]]
@@ -71,7 +72,7 @@ def read_prompts(
     messages = [with_system_prompt(prompt_of(row), system_prompt, row) for row in rows]
     for source in sources:
         check_one_schema(source.rows)
-    ids = tokenise(messages, rows, tokenizer, tools)
+    ids = tokenise(messages, rows, tokenizer, tools, max_length=max_prompt_length if truncation == "error" else None)
     prompts, members, truncated = [], {source.name: [] for source in sources}, 0  # type: ignore[var-annotated]
     for (source, row), message, tokens in zip(numbered, messages, ids, strict=True):
         if len(tokens) > max_prompt_length:
@@ -141,15 +142,20 @@ def truncate(tokens: list[int], length: int, truncation: str, row: Row) -> list[
     if truncation == "middle":
         return tokens[: length // 2] + tokens[length // 2 - length :]
     raise UserError(
-        f"{row.place}: the prompt has {len(tokens)} tokens, more than data.max_prompt_length={length}; raise it, set "
+        f"{row.place}: the prompt has {len(tokens)} tokens or more, data.max_prompt_length={length}; raise it, set "
         "data.filter_overlong_prompts=True to leave such rows out, or cut them by data.truncation"
     )
 
 
 def tokenise(
-    messages: list[Messages], rows: list[Row], tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()
+    messages: list[Messages],
+    rows: list[Row],
+    tokenizer: Any,
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    max_length: int | None = None,
 ) -> list[list[int]]:
-    """Token ids of prompts; `rows` are where they stand, for errors."""
+    """Token ids of prompts, as `encode_all` has them; `rows` are where they stand, for errors."""
     render = make_renderer(tokenizer, tools)
     ids: list[list[int]] = []
     terminal = console.Console(stderr=True)
@@ -163,22 +169,25 @@ def tokenise(
     with progress.Progress(*columns, console=terminal, disable=not shown, transient=True) as bar:
         task = bar.add_task("", total=len(messages))
         for start in range(0, len(messages), _BLOCK):
-            ids += _tokenise(messages[start : start + _BLOCK], rows[start : start + _BLOCK], tokenizer, render)
+            block = slice(start, start + _BLOCK)
+            ids += _tokenise(messages[block], rows[block], tokenizer, render, max_length)
             bar.update(task, completed=len(ids))
     return ids
 
 
-def _tokenise(messages: list[Messages], rows: list[Row], tokenizer: Any, render: Any) -> list[list[int]]:
+def _tokenise(
+    messages: list[Messages], rows: list[Row], tokenizer: Any, render: Any, max_length: int | None
+) -> list[list[int]]:
     chat = [not isinstance(message, str) for message in messages]
     texts = [render(m, row) if c else m for m, c, row in zip(messages, chat, rows, strict=True)]
-    for row, text in zip(rows, texts, strict=True):
+    for row, text in zip(rows, texts, strict=True) if max_length is None else ():
         announce_long(row.place, str(text))
     ids: list[list[int]] = [[] for _ in texts]
     for is_chat in (False, True):
         indices = [i for i, c in enumerate(chat) if c == is_chat]
         if indices:
             batch = [texts[i] for i in indices]
-            encoded = tokenizer(batch, add_special_tokens=not is_chat, verbose=False)["input_ids"]
+            encoded = encode_all(tokenizer, batch, max_length=max_length, add_special_tokens=not is_chat)
             for i, tokens in zip(indices, encoded, strict=True):
                 ids[i] = tokens
     for row, tokens, is_chat in zip(rows, ids, chat, strict=True):
@@ -193,7 +202,7 @@ def _tokenise(messages: list[Messages], rows: list[Row], tokenizer: Any, render:
 
 
 def ground_truth(row: Row) -> str:
-    """The row's answer, in either schema."""
+    """The row's answer, in either schema; an object or a list is taken as its JSON text."""
     nested = row.columns.get("reward_model")
     if nested is not None and not isinstance(nested, dict):
         raise UserError(f"{row.place}: reward_model is of type {type(nested).__name__}; it must be an object")
@@ -206,7 +215,10 @@ def ground_truth(row: Row) -> str:
         )
     if outer is not None and inner is not None and outer != inner:
         raise UserError(f"{row.place}: ground_truth={outer!r} and reward_model.ground_truth={inner!r}; keep one")
-    return checked_text(row, "ground_truth", inner if outer is None else outer)
+    value = inner if outer is None else outer
+    if isinstance(value, dict | list) and value:
+        value = json.dumps(value, ensure_ascii=False)
+    return checked_text(row, "ground_truth", value)
 
 
 def make_prompt(row: Row, messages: Messages, ids: list[int], name: str) -> Prompt:

@@ -18,7 +18,7 @@ from jppo.data.prompts import Messages, prompt_of, tokenise, with_system_prompt
 from jppo.data.rows import Row, brief, checked_messages, checked_text, text_column
 from jppo.data.sources import read_sources
 from jppo.data.template import make_renderer
-from jppo.data.tokenizer import announce_long
+from jppo.data.tokenizer import encode_all
 
 Segments = list[tuple[str, bool]]  # texts that are learned from, with an end token behind each, or not
 
@@ -60,11 +60,9 @@ def read_demonstrations(
     rows = [row for source in sources for row in source.rows]
     whole_chat = make_whole_chat(tokenizer) if learn_turns == "all" else None
     pairs = [_pair(row, system_prompt, whole_chat) for row in rows]
-    prompts = tokenise([prompt for prompt, _ in pairs], rows, tokenizer)
-    for row, (_, segments) in zip(rows, pairs, strict=True):
-        announce_long(row.place, *(text for text, _ in segments))
+    prompts = tokenise([prompt for prompt, _ in pairs], rows, tokenizer, max_length=max_length)
     texts = [text for _, segments in pairs for text, _ in segments]
-    ids = iter(tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"])
+    ids = iter(encode_all(tokenizer, texts, max_length=max_length, add_special_tokens=False))
     whole = []
     for prompt, (_, segments) in zip(prompts, pairs, strict=True):
         parts = [(next(ids) + [tokenizer.eos_token_id] * learn, learn) for _, learn in segments]

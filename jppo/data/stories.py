@@ -10,7 +10,6 @@ With `--samples FILE`, a samples file of a test or a training of these openings,
 fine-tuned on. What a model wrote out as the mark of its end, as in `<|end_story|>`, is cut off.
 """
 
-import argparse
 import itertools
 import pathlib
 import re
@@ -19,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from jppo.config import UserError, exit_on_user_error
+from jppo.config import Parser, UserError, exit_on_user_error, natural
 from jppo.data.files import make_directory, read_rows, write_jsonl
 from jppo.data.rows import Row, text_column
 
@@ -71,14 +70,10 @@ def demonstrations(samples: Sequence[Row]) -> list[dict[str, Any]]:
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jppo.data.stories",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("jppo.data.stories", __doc__)
     parser.add_argument("--out", type=pathlib.Path, required=True, help="directory to write to")
     parser.add_argument("--samples", type=pathlib.Path, help="samples to make demonstrations of")
-    parser.add_argument("--seed", type=int, default=1, help="of all that is drawn")
+    parser.add_argument("--seed", type=natural, default=1, help="of all that is drawn")
     parser.add_argument("--test", type=int, default=64, help="openings to hold out")
     parser.add_argument("--word", default="cat", help="what a story should mention")
     args = parser.parse_args(argv)

@@ -12,6 +12,7 @@ from huggingface_hub import constants
 from jppo.config import UserError
 
 LONG = 1_000_000  # characters of one text
+CUT_FROM = 100_000  # characters; a shorter text is tokenised in no time, whatever it is
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
@@ -58,6 +59,26 @@ def announce_long(place: str, *texts: str) -> None:
     if (most := max(map(len, texts), default=0)) > LONG:
         said = f"a text of {most:,} characters is tokenised, which can take minutes; shorten or remove it"
         print(f"{place}: {said}", file=sys.stderr, flush=True)
+
+
+def enough(tokenizer: Any, max_length: int) -> int:
+    """Characters of which a text has more than `max_length` tokens, by the longest token there is."""
+    return max(CUT_FROM, max_length * max(map(len, tokenizer.get_vocab())) + 1)
+
+
+def encode_all(tokenizer: Any, texts: Sequence[str], *, max_length: int | None = None, **how: Any) -> list[list[int]]:
+    """Token ids of texts; of a text with more than `max_length` tokens (None: no limit) perhaps only the first ones.
+
+    A word of millions of characters takes minutes, and what is too long is left out whatever else it has.
+    """
+    if max_length is None or max(map(len, texts), default=0) <= CUT_FROM:
+        return tokenizer(list(texts), verbose=False, **how)["input_ids"]
+    most = enough(tokenizer, max_length)
+    ids = tokenizer([text[:most] for text in texts], verbose=False, **how)["input_ids"]
+    for i, text in enumerate(texts):
+        if len(text) > most and len(ids[i]) <= max_length:  # as where a normalizer removes blanks
+            ids[i] = tokenizer(text, verbose=False, **how)["input_ids"]
+    return ids
 
 
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:

@@ -6,7 +6,6 @@ Green is within the range of `health.py`, yellow and red are outside; where ther
 import collections
 import contextlib
 import math
-import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -18,6 +17,7 @@ import rich.progress
 import rich.table
 import rich.text
 
+from jppo.errors import escaped
 from jppo.io import health
 from jppo.io.timers import STAGES
 
@@ -59,14 +59,6 @@ LEFT_OUT_FIRST = ("s/step", "ratio", "test")  # of a table that is too wide; the
 STAGE_NAMES = {"old_log_prob": "logp", "update_critic": "critic", "update_actor": "actor", "update_weights": "publish"}
 MEMORY = {"device": "perf/max_memory_allocated_gb", "host": "perf/cpu_memory_used_gb"}
 COLOURS: Mapping[health.Verdict, str] = {"good": "green", "weak": "yellow", "bad": "bold red"}
-
-
-_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-
-
-def escaped(text: str) -> str:
-    """The text with what would steer a terminal, or cannot be printed, as \\x1b and the like; lines and tabs stay."""
-    return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode("ascii"), text)
 
 
 class Screen(Protocol):

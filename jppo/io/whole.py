@@ -1,5 +1,6 @@
 """Files that are there as a whole or not at all, also after a power cut."""
 
+import errno
 import os
 import pathlib
 from collections.abc import Callable
@@ -7,7 +8,12 @@ from collections.abc import Callable
 
 def write(path: pathlib.Path, make: Callable[[pathlib.Path], object]) -> pathlib.Path:
     """Has `make` write a file, which is then given its name; whoever reads meanwhile sees the one before."""
+    if not path.name:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not path.is_file() and not path.is_dir():
+        make(path)  # a device or a pipe is written to; a file in its place would be everyone's loss
+        return path
     new = path.with_name(path.name + ".new")
     try:
         make(new)

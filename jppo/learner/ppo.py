@@ -111,7 +111,7 @@ def make_passes(
     if models.critic is not None:
         value = score.make_value(models.critic[0])
         critic = update.make_accumulate(
-            update.make_critic_loss(value, r.weigh_value, cliprange_value=r.cliprange_value), options=options
+            update.make_critic_loss(value, r.weigh_value, cliprange_value=r.cliprange_value), mesh=mesh, options=options
         )
     advantages = estimate.make_advantages(
         r.estimator, kl_penalty=r.kl_penalty, correction=r.correction, bypass=r.bypass, by_sequence=r.by_sequence
@@ -121,7 +121,7 @@ def make_passes(
         reference=compiled(reference),
         value=compiled(value),
         advantages=jax.jit(advantages, out_shardings=None if mesh is None else sharding.replicated(mesh)),
-        actor=update.make_accumulate(actor, options=options),
+        actor=update.make_accumulate(actor, mesh=mesh, options=options),
         critic=critic,
     )
 
@@ -133,6 +133,7 @@ class Descent:
     accumulate: Callable[..., tuple[update.Carry, dict[str, Array]]]
     apply: jax.stages.Wrapped
     zeros: Callable[[], update.Carry]
+    exchange: Any  # of gradients, between groups of devices; None where there is one group
     name: str  # 'actor' or 'critic', of its metrics
     base: Base | None = None  # what stays of a model with adapters
     spare: tuple[Any, Any] = ((), ())  # of what is learned and of the optimizer: rows for the mesh alone
@@ -234,7 +235,8 @@ def compile_all(
             models = offload.to_device((learned, how.base, further))
             jax.block_until_ready(how.accumulate(*models[:2], how.zeros(), micro, counts, *models[2]))
     for how, learned, opt, _ in descents:
-        how.apply.lower(*offload.shapes((learned, opt)), how.zeros(), now.step, np.True_).compile()
+        carry = how.zeros() if how.exchange is None else how.exchange(how.zeros())
+        how.apply.lower(*offload.shapes((learned, opt)), carry, now.step, np.True_).compile()
 
 
 def descend(
@@ -254,6 +256,7 @@ def descend(
             carry, part = how.accumulate(params, base, carry, rows, mini.counts, *further)
             jax.block_until_ready(sums[-1:])  # else the rows of all of them would be there at once
             sums.append(part)
+        carry = carry if how.exchange is None else how.exchange(carry)
         params, stepped, stats = how.apply(params, offload.take(opt), carry, step, np.bool_(mini.learns))
         opt = offload.put_back(stepped, opt)
         history.append((sums, jax.block_until_ready(stats)))

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jppo.config import UserError
 from jppo.learner import optim
 from jppo.models import placing
-from jppo.models.spread import COLUMNS, POSITIONS, WHOLE, dividing
+from jppo.models.spread import COLUMNS, POSITIONS, WHOLE, dividing, row_axes
 from jppo.models.spread import ROWS as ROW_AXES
 from jppo.structs import Params, Rows
 
@@ -169,8 +169,11 @@ def put_rows(rows: Rows, mesh: Mesh) -> Rows:
 
 def constrain_to_rows(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
     """The function that keeps activations [R, T, D] spread as the rows are."""
-    sharding = rows_sharding(mesh)
-    return lambda x: jax.lax.with_sharding_constraint(x, sharding)
+
+    def constrain(x: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(row_axes(), POSITIONS)))
+
+    return constrain
 
 
 def join_positions(mesh: Mesh | None) -> Callable[[Any], Any]:

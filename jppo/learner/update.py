@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jppo.algorithms import losses
 from jppo.algorithms.masked import FAR, masked_sum
@@ -17,12 +18,16 @@ from jppo.learner import sharding
 from jppo.learner.optim import descend
 from jppo.learner.score import LogProb, LogProbKL, Value
 from jppo.models.lora import Base, Weights, join
+from jppo.models.spread import POSITIONS, divided, row_axes
 from jppo.structs import Array, Counts, Params, Rows, Scored
+
+GROUPS = "data"  # the mesh axis along which groups of devices hold the same parameters
 
 # (params, micro-batch, counts of the mini-batch, further arguments) -> loss, sums over the mini-batch's tokens
 Loss = Callable[..., tuple[Array, dict[str, Array]]]
 Weigh = Callable[..., Array]  # (mask, segment, tokens=, sequences=) -> the weight of each token in the loss
-Carry = tuple[Params, Array]  # the gradient and the loss of the micro-batches so far
+# The gradient and the loss of the micro-batches so far; gradients have a first axis of `data` where that is above 1.
+Carry = tuple[Params, Array]
 
 
 def make_actor_loss(
@@ -103,24 +108,79 @@ def make_imitation_loss(logprob: LogProb) -> Loss:
 
 
 def make_accumulate(
-    loss: Loss, *, options: dict[str, Any] | None = None
+    loss: Loss, *, mesh: Mesh | None = None, options: dict[str, Any] | None = None
 ) -> Callable[..., tuple[Carry, dict[str, Array]]]:
     """(learned, base, carry, micro-batch, counts, ...) -> the carry with its own gradient and loss; its sums.
 
-    The gradient is by what is learned; a frozen `base` has none. `options` are the compiler's.
+    The gradient is by what is learned; a frozen `base` has none. Groups of devices along `data` keep their own sums of
+    gradients, which take no more memory than their sum would; `make_exchange` sums these, once a mini-batch.
+    `options` are the compiler's.
     """
+    groups = 1 if mesh is None else mesh.shape[GROUPS]
+
+    def by_group(x: Array) -> Array:
+        """Rows [R, ...] as [groups, R / groups, ...]."""
+        assert mesh is not None
+        place = NamedSharding(mesh, PartitionSpec(GROUPS, row_axes(), POSITIONS))
+        return jax.lax.with_sharding_constraint(x.reshape(groups, -1, *x.shape[1:]), place)
 
     def accumulate(
         learned: Params, base: Base | None, carry: Carry, micro: Scored | Rows, counts: Counts, *further: Any
     ):
-        def of(learned: Params) -> tuple[Array, dict[str, Array]]:
-            return loss(join(learned, base), micro, counts, *further)
+        def gradient(micro: Scored | Rows) -> Any:
+            def of(learned: Params) -> tuple[Array, dict[str, Array]]:
+                return loss(join(learned, base), micro, counts, *further)
 
-        (new_loss, sums), new = jax.value_and_grad(of, has_aux=True)(learned)
+            return jax.value_and_grad(of, has_aux=True)(learned)
+
         grads, so_far = carry
+        if groups == 1:
+            (new_loss, sums), new = gradient(micro)
+        else:
+            with divided(GROUPS):
+                found = jax.vmap(gradient, spmd_axis_name=GROUPS)(jax.tree.map(by_group, micro))
+            (new_loss, sums), new = found
+            new_loss, sums = jnp.sum(new_loss), {name: _of_all(name, each) for name, each in sums.items()}
         return (jax.tree.map(lambda a, g: a + g.astype(jnp.float32), grads, new), so_far + new_loss), sums
 
     return jax.jit(accumulate, donate_argnums=2, compiler_options=options)
+
+
+def _of_all(name: str, each: Array) -> Array:
+    """A metric of all groups from those of each: sums, but for extremes."""
+    reduce = jnp.max if name.endswith("_max") else jnp.min if name.endswith("_min") else jnp.sum
+    return reduce(each, axis=0)
+
+
+def make_exchange(shardings: Params) -> jax.stages.Wrapped | None:
+    """The carry with each group's gradient replaced by the sum over all groups; None where there is one group.
+
+    The sums take the place of what was summed: a program of its own may have its arguments overwritten.
+    """
+    mesh = jax.tree.leaves(shardings)[0].mesh
+    if mesh.shape[GROUPS] == 1:
+        return None
+    specs = jax.tree.map(lambda place: PartitionSpec(GROUPS, *place.spec), shardings), PartitionSpec()
+
+    def exchange(carry: Carry) -> Carry:
+        return jax.lax.psum(carry[0], GROUPS), carry[1]
+
+    on_each = jax.shard_map(exchange, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False)
+    return jax.jit(on_each, donate_argnums=0)
+
+
+def exchanged(grads: Params, params: Params, places: Params) -> Params:
+    """Gradients that all groups of devices have alike, without the axis of the groups."""
+
+    def one(grad: Array, param: Array, place: Any) -> Array:
+        if grad.ndim == param.ndim:
+            return grad
+        ins, mesh = PartitionSpec(GROUPS, *place.spec), place.mesh
+        local = jax.shard_map(lambda x: x[0], mesh=mesh, in_specs=ins, out_specs=place.spec, check_vma=False)
+        found: Array = local(grad)
+        return found
+
+    return jax.tree.map(one, grads, params, places)
 
 
 def make_apply(
@@ -133,7 +193,7 @@ def make_apply(
     """
 
     def apply(params: Params, opt: Any, carry: Carry, step: Array, learns: Any = True):
-        grads, loss = carry
+        grads, loss = exchanged(carry[0], params, shardings[0]), carry[1]
         lr = schedule(step)
         norm = optax.tree.norm(grads)
         good = jnp.isfinite(norm) & jnp.isfinite(loss)
@@ -144,11 +204,26 @@ def make_apply(
     return jax.jit(apply, donate_argnums=(0, 1), out_shardings=(*shardings, None))
 
 
+def abstract_carry(shapes: Params, shardings: Params) -> Carry:
+    """An f32 accumulator as shapes, in the parameters' shards: one for each group of devices along `data`."""
+    mesh = jax.tree.leaves(shardings)[0].mesh
+    groups = mesh.shape[GROUPS]
+
+    def one(x: Any, place: NamedSharding) -> Any:
+        if groups == 1:
+            return jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=place)
+        place = NamedSharding(mesh, PartitionSpec(GROUPS, *place.spec))
+        return jax.ShapeDtypeStruct((groups, *x.shape), jnp.float32, sharding=place)
+
+    loss: Any = jax.ShapeDtypeStruct((), jnp.float32, sharding=sharding.replicated(mesh))
+    return jax.tree.map(one, shapes, shardings), loss
+
+
 def make_zeros(shapes: Params, shardings: Params) -> Callable[[], Carry]:
-    """A fresh f32 accumulator, in the parameters' shards."""
-    whole = sharding.replicated(jax.tree.leaves(shardings)[0].mesh)
+    """A fresh accumulator."""
+    carry = abstract_carry(shapes, shardings)
 
     def zeros() -> Carry:
-        return jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), shapes), jnp.float32(0)
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), carry)
 
-    return jax.jit(zeros, out_shardings=(shardings, whole))
+    return jax.jit(zeros, out_shardings=jax.tree.map(lambda x: x.sharding, carry))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from jppo.models.spread import HEADS, POSITIONS, ROWS, columns
+from jppo.models.spread import HEADS, POSITIONS, columns, row_axes
 
 # (table [V, D], tokens [R, T], dtype) -> [R, T, D]
 Lookup = Callable[[jax.Array, jax.Array, Any], jax.Array]
@@ -54,7 +54,7 @@ def make_lookup(mesh: Mesh | None) -> Lookup:
                 x = jax.lax.all_to_all(x, axis, split_axis=place, concat_axis=2, tiled=True)
             return x
 
-        specs = PartitionSpec(of_rows, of_columns or None), PartitionSpec(ROWS, POSITIONS)
+        specs = PartitionSpec(of_rows, of_columns or None), PartitionSpec(row_axes(), POSITIONS)
         found: jax.Array = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs[1], check_vma=False)(
             table, tokens
         )

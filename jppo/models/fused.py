@@ -22,7 +22,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jppo.config import UserError
 from jppo.models.attention import NAME, Attend, Windows, make_plain
-from jppo.models.spread import EXCHANGED, Split, repeated
+from jppo.models.spread import EXCHANGED, Split, repeated, row_axes
 
 NAMES = ("auto", "xla", "cudnn", "pallas", "splash")
 
@@ -261,7 +261,8 @@ def _spread(kernel: _Kernel, mesh: Mesh | None, split: Split) -> _Kernel:
     def spread(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array) -> jax.Array:
         H = q.shape[2]
         k, v = repeated(k, H, parts), repeated(v, H, parts)
-        rows, wide = PartitionSpec(split.rows), PartitionSpec(split.rows, None, None if H % parts else split.heads)
+        of_rows = row_axes(split.rows)
+        rows, wide = PartitionSpec(of_rows), PartitionSpec(of_rows, None, None if H % parts else split.heads)
         # Kernels do not say over which axes their results differ, so it cannot be checked.
         on_each = jax.shard_map(kernel, mesh=mesh, in_specs=(wide, wide, wide, rows), out_specs=wide, check_vma=False)
         return on_each(q, k, v, segment)

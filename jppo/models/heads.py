@@ -16,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jppo.models.families import ModelConfig
 from jppo.models.product import einsum, product
-from jppo.models.spread import HEADS, POSITIONS, ROWS, columns
+from jppo.models.spread import HEADS, POSITIONS, columns, groups_of_rows, row_axes
 
 # The logit of what is no token: its probability is 0, and its share of the entropy too.
 NO_TOKEN = -1e30
@@ -152,14 +152,46 @@ class _Plan:
         fn = functools.partial(fn, self, vocabulary, sharded)
         if self.mesh is None or self.alone:
             return fn
-        rows = PartitionSpec(ROWS, POSITIONS)
         of_kernels = tuple(PartitionSpec(vocabulary.axis, axes or None) for axes in sharded)
 
-        def spread(kernels: Any, *arrays: Any) -> Any:
-            ins, outs = (of_kernels, *(rows for _ in arrays)), (of_kernels, rows) if gradients else rows
-            return jax.shard_map(fn, mesh=self.mesh, in_specs=ins, out_specs=outs, check_vma=False)(kernels, *arrays)
+        def spread(fn: Callable[..., Any], *groups: tuple[str, ...]) -> Callable[..., Any]:
+            rows = PartitionSpec(*groups, row_axes(), POSITIONS)
+            outs = (tuple(PartitionSpec(*groups, *spec) for spec in of_kernels), rows) if gradients else rows
 
-        return spread
+            def call(kernels: Any, *arrays: Any) -> Any:
+                ins = of_kernels, *(rows for _ in arrays)
+                on_each = jax.shard_map(fn, mesh=self.mesh, in_specs=ins, out_specs=outs, check_vma=False)
+                return on_each(kernels, *arrays)
+
+            return call
+
+        groups = groups_of_rows()
+        if not groups:
+            return spread(fn)
+        # A loop that vmap maps selects between old and new in each round; so each group runs its own instead.
+        in_groups = jax.custom_batching.custom_vmap(spread(fn))
+        in_groups.def_vmap(functools.partial(_by_group, spread(_of_one_group(fn), groups)))
+        return in_groups
+
+
+def _of_one_group(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` of arrays whose first axis has the one group that a device belongs to."""
+
+    def local(kernels: Any, *arrays: Any) -> Any:
+        return jax.tree.map(lambda x: x[None], fn(kernels, *jax.tree.map(lambda x: x[0], arrays)))
+
+    return local
+
+
+def _by_group(fn: Callable[..., Any], count: int, batched: Any, kernels: Any, *arrays: Any) -> tuple[Any, Any]:
+    """The rule of vmap: kernels are the same for all groups, arrays have one for each."""
+    if any(jax.tree.leaves(batched[0])):
+        raise ValueError("groups of devices share their kernels")
+    arrays = jax.tree.map(
+        lambda x, there: x if there else jnp.broadcast_to(x, (count, *x.shape)), arrays, tuple(batched[1:])
+    )
+    found = fn(kernels, *arrays)
+    return found, jax.tree.map(lambda _: True, found)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -188,7 +220,7 @@ def _gathered(kernels: Sequence[jax.Array], columns: Sequence[tuple[str, ...]], 
 def _exchanged(total: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """A kernel's gradient, summed over the mesh, in the kernel's shards."""
     total = jax.lax.psum_scatter(total, axes, scatter_dimension=1, tiled=True) if axes else total
-    return jax.lax.psum(total, tuple(axis for axis in (*ROWS, POSITIONS) if axis not in axes))
+    return jax.lax.psum(total, tuple(axis for axis in (*row_axes(), POSITIONS) if axis not in axes))
 
 
 def _forward(

@@ -6,6 +6,8 @@ all positions of its share of the heads. What `tensor` has spread already it goe
 
 import dataclasses
 import math
+from contextlib import AbstractContextManager
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,25 @@ from jppo.models.attention import Attend
 
 ROWS, POSITIONS, HEADS = ("data", "fsdp"), "sequence", "tensor"  # the axes of the mesh
 COLUMNS = ("fsdp", POSITIONS)  # the axes that shard a parameter's D
+
+# Axes over which the caller has divided the rows: it maps over groups of devices, and traces for the rows of one.
+_DIVIDED: Any = jax.make_user_context(())
+
+
+def divided(axis: str) -> AbstractContextManager[None]:
+    """Traces for one group of devices along a mesh axis; the caller's vmap has that axis as its `spmd_axis_name`."""
+    found: AbstractContextManager[None] = _DIVIDED((axis,))
+    return found
+
+
+def row_axes(axes: tuple[str, ...] = ROWS) -> tuple[str, ...]:
+    """The axes over which a traced function shards its rows."""
+    return tuple(axis for axis in axes if axis not in _DIVIDED.value)
+
+
+def groups_of_rows() -> tuple[str, ...]:
+    """The axes over which the caller has divided the rows."""
+    return tuple(_DIVIDED.value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +80,7 @@ def exchanged(attend: Attend, mesh: Mesh) -> Attend:
         return attend
 
     def keep(x: jax.Array, *spec: str | tuple[str, ...] | None) -> jax.Array:
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(ROWS, *spec)))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(row_axes(), *spec)))
 
     def over_mesh(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, kind: jax.Array | int) -> jax.Array:
         H = q.shape[2]

@@ -3,20 +3,17 @@
 The page opens from the disk and asks for nothing else: curves, stage times, scores, samples, settings, warnings.
 """
 
-import argparse
 import pathlib
 import sys
 
-from jppo.config import UserError, exit_on_user_error
+from jppo.config import Parser, UserError, exit_on_user_error
 from jppo.report.page import NAME, write_report
 
 
 @exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jppo.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("jppo.report", __doc__)
     parser.add_argument("run_dirs", nargs="+", type=pathlib.Path, metavar="RUN_DIR", help="the folder of a run")
     parser.add_argument("--out", type=pathlib.Path, help=f"the page (RUN_DIR/{NAME} for one run, ./{NAME} for several)")
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)

@@ -8,7 +8,7 @@ from typing import Any
 
 import jppo
 from jppo import config
-from jppo.config import commandline
+from jppo.config import table
 from jppo.report import samples, series
 from jppo.report.folder import Folder, distinct_names, read_folder
 
@@ -93,7 +93,7 @@ def settings(found: Sequence[Mapping[str, Any] | None]) -> list[dict[str, Any]]:
     kinds = {"rollout" if "rollout" in one else "loss" if "loss" in one else "" for one in found if one is not None}
     by_kind = {"rollout": config.default, "loss": config.reward_model_default, "": config.sft_default}
     defaults = by_kind[max(kinds, default="")]()  # 'rollout', of PPO, is the last of them
-    usual = {name: json.dumps(value) for name, value in commandline.settings(defaults).items()}
+    usual = {name: json.dumps(value) for name, value in table.values(defaults).items()}
     rows = []
     for name in dict.fromkeys(name for one in flat for name in one):
         values = [one.get(name) for one in flat]

@@ -38,8 +38,9 @@ def code(
     """1 when the last ```python block of the response passes all tests; the first that fails ends it.
 
     The truth is assert statements, or JSON: a list of {input, output}, given on stdin and compared with stdout
-    but for white space at the ends of lines; or a list of assert statements. A test may take half of `time_s`,
-    then it has failed; where all tests together take longer than `time_s` the sample is an error.
+    but for white space at the ends of lines; the same as {inputs, outputs}; or a list of assert statements. A test
+    may take half of `time_s`, then it has failed; where all tests together take longer than `time_s` the sample is
+    an error.
     """
     tests = read_tests(ground_truth)
     blocks = _BLOCK.findall(response)
@@ -68,6 +69,8 @@ def read_tests(ground_truth: str) -> Tests:
         raise ValueError(f"ground_truth={shown!r} is no JSON: {e}") from e
     if isinstance(rows, list) and rows and all(isinstance(row, str) for row in rows):
         return Tests(asserts=_parsed("\n".join(rows), shown))
+    if isinstance(rows, dict) and set(rows) == {"inputs", "outputs"}:  # as verl's code data sets have them
+        rows = [{"input": i, "output": o} for i, o in zip(rows["inputs"], rows["outputs"], strict=True)]
     if (
         not isinstance(rows, list)
         or not rows

@@ -7,21 +7,23 @@ and never passes for a 0.
 
 import dataclasses
 import functools
-import math as numbers
+import math
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from typing import TypeVar
 
 from jppo.config import UserError
 from jppo.registry import Registry, did_you_mean
 from jppo.rewards import code as programs
-from jppo.rewards import rules
+from jppo.rewards import rules, verl_rules
 from jppo.rewards.parts import Sample, failed
 from jppo.rewards.pool import Pool, Target, plain, ready
 from jppo.sandbox.protections import STRICT
 from jppo.structs import Reward
 
 Grader = Callable[[str, str], Reward]  # (response, ground truth) -> reward
+V = TypeVar("V")
 
 
 def _grader_of(rule: rules.Rule) -> Grader:
@@ -40,21 +42,35 @@ behind_tools = _grader_of(rules.behind_tools)
 choice = _grader_of(rules.choice)
 choice_strict = _grader_of(rules.choice_strict)
 mentions = _grader_of(rules.mentions)
-math = _grader_of(rules.math)
+math_verify = _grader_of(rules.math_verify)
 code = _grader_of(functools.partial(programs.code, time_s=8.0, memory_bytes=2**31))
 
-# Which data source gets which grader; `reward.grader` names one of these keys to overrule it for all rows.
+gsm8k_strict = _grader_of(verl_rules.gsm8k_strict)
+math_reward = _grader_of(verl_rules.math_reward)
+math_dapo = _grader_of(verl_rules.math_dapo)
+search_r1 = _grader_of(verl_rules.search_r1)
+
+# The grader of each data source; `reward.grader` names one of these keys to override it for all rows. Data sources of
+# verl 0.9.1 are graded as there. A key that ends in * stands for all sources that begin so.
 _OWN: dict[str, Grader] = {
-    "openai/gsm8k": gsm8k,
+    "openai/gsm8k": gsm8k_strict,
+    "gsm8k_strict": gsm8k_strict,
     "gsm8k": gsm8k,
     "gsm8k_flexible": gsm8k_flexible,
     "arithmetic": exact,
     "exact": exact,
     "multiplication": behind_tools,
-    "math": math,
-    "lighteval/MATH": math,
-    "DigitalLearningGmbH/MATH-lighteval": math,
-    "HuggingFaceH4/MATH-500": math,
+    "lighteval/MATH": math_reward,
+    "DigitalLearningGmbH/MATH-lighteval": math_reward,
+    "HuggingFaceH4/MATH-500": math_reward,
+    "math_reward": math_reward,
+    "math": math_dapo,
+    "math_dapo": math_dapo,
+    "math_dapo_reasoning": math_dapo,
+    "aime*": math_dapo,
+    "math_verify": math_verify,
+    "searchR1_*": search_r1,
+    "search_r1": search_r1,
     "aqua": choice,
     "deepmind/aqua_rat": choice,
     "choice": choice,
@@ -63,8 +79,16 @@ _OWN: dict[str, Grader] = {
     "code": code,
 }
 GRADERS = Registry("graders", _OWN)
+# What verl 0.9.1 grades and jppo does not, with the reason and the remedy.
+_NUMINA = "verl's rule evaluates text of the response as Python; set reward.grader=math_verify, which parses it"
+_CODE = "verl's rule runs programs without a sandbox; set reward.grader=code and reward.allow_code=True, which has one"
+REFUSED = {
+    "numina_*": _NUMINA,
+    **dict.fromkeys(("codecontests", "apps", "codeforces", "taco"), _CODE),
+    "hiyouga/geometry3k": "its questions are images and jppo's models read text; leave these rows out",
+}
 RUNS_CODE = (code,)  # only where reward.allow_code says so
-_MAY_HANG = (math, code)  # these run in the pool; the others in the trainer's own thread
+_MAY_HANG = (math_verify, code)  # these run in the pool; the others in the trainer's own thread
 _OF_THE_DEADLINE = 0.8  # what a program may take of reward.timeout_s: one that never ends is wrong, and no error
 
 
@@ -98,7 +122,7 @@ class RulePart:
     def _target(grader: Grader, pool: Pool, sandbox: tuple[str, ...]) -> Target | None:
         if grader is code:
             return ("code", str(_OF_THE_DEADLINE * pool.timeout_s), str(pool.memory_bytes), *sandbox)
-        return ("rule", "math") if grader in _MAY_HANG else None
+        return ("rule", "math_verify") if grader in _MAY_HANG else None
 
     def submit(self, sample: Sample) -> Future[Reward]:
         """The reward at once where the rule is quick, else from the pool."""
@@ -150,23 +174,37 @@ def graders_for(data_sources: Iterable[str], *, override: str = "", allow_code: 
 
 def _grader(source: str, override: str, allow_code: bool) -> Grader:
     name, setting = (override, "reward.grader") if override else (source, "data_source")
-    if name not in GRADERS:
+    if (reason := _of_pattern(REFUSED, name)) is not None:
+        raise UserError(f"{setting}={name!r} cannot be graded as verl grades it: {reason}")
+    grader = grader_of(name)
+    if grader is None:
         raise UserError(
             f"{setting}={name!r} has no grader; known are {', '.join(GRADERS)}; rename the source in the data file,"
             f" choose one with reward.grader, or set reward.function=PATH.py:NAME{did_you_mean(name, GRADERS)}"
         )
-    if GRADERS[name] in RUNS_CODE and not allow_code:
+    if grader in RUNS_CODE and not allow_code:
         raise UserError(
             f"{setting}={name!r} runs the programs that responses hold, in the sandbox of reward.sandbox; if that is"
             " what you want, set reward.allow_code=True"
         )
-    return GRADERS[name]
+    return grader
+
+
+def grader_of(source: str) -> Grader | None:
+    """The grader of a data source, None where it has none."""
+    return _of_pattern(GRADERS, source)
+
+
+def _of_pattern(table: Mapping[str, V], source: str) -> V | None:
+    """The entry of `source`: by its name, or by a key that ends in *."""
+    prefixes = (key for key in table if key.endswith("*") and source.startswith(key[:-1]))
+    return table.get(source, table.get(next(prefixes, source)))
 
 
 def _safely(grader: Grader, response: str, ground_truth: str) -> Reward:
     try:
         reward = grader(response, ground_truth)
-        if not numbers.isfinite(reward.score):
+        if not math.isfinite(reward.score):
             raise ValueError(f"the score is {reward.score}; it must be a finite number")
         return reward
     except Exception as e:  # whatever a grader raises costs its own sample only, and is reported with it

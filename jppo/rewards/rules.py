@@ -36,7 +36,7 @@ _STATED = re.compile(
             rf"(?i:option|choice)?{_LETTER}",
             r"(?<![A-Za-z0-9])([A-E])\)?[*_]{0,2} is (?:the )?(?:correct|right)\b",
             r"####[ \t]*\(?([A-Ea-e])\)?(?![A-Za-z0-9])",
-            r"\\boxed\s*\{(?:\s|\\(?:text|textbf|mathrm|mathbf)\b|[{(])*([A-Ea-e])[\s})]*\}",
+            r"\\boxed\s*\{(?:\s|\\(?:text|textbf|mathrm|mathbf)\b|[{(])*([A-Ea-e])(?:[\s})]*|[).:][^{}]*)\}",
             r"^[ \t]*[*_]{0,3}\(?([A-E])[.)]?\)?[*_]{0,3}\.?[ \t]*$",
         )
     ),
@@ -46,7 +46,7 @@ _CHOICE_STRICT = re.compile(r"####[ \t]*\(?([A-Ea-e])\)?(?![A-Za-z0-9])")
 
 
 def gsm8k(response: str, ground_truth: str) -> Verdict:
-    """1 when the number after the first `####` equals the truth: strict, as in the recipe.
+    """1 when the number after the first `####` equals the truth.
 
     Thousands commas, a dollar sign and a full stop at the end are no part of the number. Numbers are compared
     as numbers, exactly: 18.0 is 18.
@@ -84,7 +84,7 @@ def choice(response: str, ground_truth: str) -> Verdict:
     r"""1 when the option that is stated last is the truth, a letter from A to E.
 
     Stated is what follows `answer`, `option` or `choice` ('the answer is (B)', 'Ans: B'), 'B is correct',
-    `#### B`, `\boxed{B}`, and a letter that has a line to itself ('B', '(B)', '**B.**').
+    `#### B`, `\boxed{B}`, `\boxed{B) 5}`, and a letter that has a line to itself ('B', '(B)', '**B.**').
     """
     found = list(_STATED.finditer(response))
     letter = next(group for group in found[-1].groups() if group) if found else None
@@ -97,7 +97,7 @@ def choice_strict(response: str, ground_truth: str) -> Verdict:
     return _letter_verdict(None if match is None else match.group(1), ground_truth)
 
 
-def math(response: str, ground_truth: str) -> Verdict:
+def math_verify(response: str, ground_truth: str) -> Verdict:
     r"""1 when the last `\boxed{}` of the response equals the truth as mathematics, by math-verify.
 
     The truth may be boxed or not. Equal is 1/2 and 0.5, or (x+1)^2 and x^2+2x+1. Without a box that closes, the
@@ -136,21 +136,21 @@ def boxed(text: str) -> str | None:
 
 def _equal(truth: str, answer: str) -> bool:
     try:
-        import math_verify  # half a second of sympy
+        import math_verify as library  # half a second of sympy
     except ImportError as e:
         raise ImportError("the package math-verify is not installed; run `pip install 'jppo[math]'`") from e
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-    config = [math_verify.LatexExtractionConfig(boxed_match_priority=0)]
+    config = [library.LatexExtractionConfig(boxed_match_priority=0)]
 
     def parsed(text: str) -> list:
         # math-verify's own time limit is a signal, which only the main thread can have: the pool has a deadline
-        return math_verify.parse(rf"\boxed{{{text}}}", extraction_config=config, parsing_timeout=None)
+        return library.parse(rf"\boxed{{{text}}}", extraction_config=config, parsing_timeout=None)
 
     of_truth = parsed(truth)
     if not of_truth:
         raise ValueError(f"ground_truth={truth!r} cannot be read as mathematics")
-    return bool(math_verify.verify(of_truth, parsed(answer), timeout_seconds=None))
+    return bool(library.verify(of_truth, parsed(answer), timeout_seconds=None))
 
 
 def _letter_verdict(letter: str | None, ground_truth: str) -> Verdict:

@@ -26,6 +26,7 @@ class Account:
     arguments: int = 0
     temporaries: int = 0
     results: int = 0  # bytes that take no argument's place
+    code: int = 0  # bytes of the program itself; XLA states none for CPUs
     flops: dict[str, int] = dataclasses.field(default_factory=dict)  # of products, by the dtype of their factors
     hbm: int = 0  # bytes read and written
     kernels: dict[str, int] = dataclasses.field(default_factory=dict)  # custom kernels, and calls of each
@@ -77,6 +78,7 @@ def of_program(lowered: Any, sizes: dict[str, int], *, share: float = 1.0) -> Ac
         arguments=memory.argument_size_in_bytes,
         temporaries=memory.temp_size_in_bytes,
         results=max(0, memory.output_size_in_bytes - memory.alias_size_in_bytes),
+        code=memory.generated_code_size_in_bytes,
         flops=flops.of_program(program),
         hbm=sum(times * traffic.of_instruction(program, place, one) for place, one, times in program.executed()),
         kernels=flops.kernels(program),

@@ -100,6 +100,8 @@ def described(machine: Machine) -> list[Any]:
         found = topologies.get_topology_desc("", platform="cuda", target_config=target_config(chip), topology=topology)
     else:
         assert isinstance(chip, Tpu)
+        # Most of a TPU compiler's time is a search for fast code, which changes neither memory nor exchanges.
+        jax.config.update("jax_exec_time_optimization_effort", -1.0)
         more: dict[str, Any] = {"num_slices": machine.groups} if machine.groups > 1 else {}
         if chip.kind == "TPU v4":  # two cores are one device, as they are on a real one
             more["chip_config_name"] = "megacore"

@@ -63,7 +63,7 @@ def test_the_first_prompt_of_gsm8k_as_the_model_sees_it(shared, capsys):
         "--max-prompt-length", "255",
         "--system-prompt", "Add up.",
     )  # fmt: skip
-    assert "OK    source      openai/gsm8k: 7473 rows, graded by gsm8k" in out
+    assert "OK    source      openai/gsm8k: 7473 rows, graded by gsm8k_strict" in out
     at = next(i for i, line in enumerate(out) if "the first prompt" in line)
     assert out[at + 1 : at + 4] == [
         "      | <|im_start|>system",

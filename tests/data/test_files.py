@@ -53,9 +53,11 @@ def test_a_file_that_may_not_be_read(tmp_path, monkeypatch):
         read_rows(path)
 
 
-def test_an_object_over_several_lines_is_no_row_a_line(tmp_path):
+def test_one_object_over_several_lines_is_a_row_and_two_are_an_error(tmp_path):
     (tmp_path / "d.json").write_text(json.dumps({"a": 1}, indent=2))
-    with pytest.raises(UserError, match=r"d\.json, row 1 is not JSON"):
+    assert [row.columns for row in read_rows(tmp_path / "d.json")] == [{"a": 1}]
+    (tmp_path / "d.json").write_text(json.dumps({"a": 1}, indent=2) * 2)
+    with pytest.raises(UserError, match=r"d\.json is not JSON: Extra data"):
         read_rows(tmp_path / "d.json")
     (tmp_path / "a.json").write_text('[{"a": 1}, {"a": ]')
     with pytest.raises(UserError, match=r"a\.json is not JSON: .*line 1 column 18"):

@@ -1,4 +1,5 @@
 import json
+import time
 
 import numpy as np
 import pyarrow as pa
@@ -240,10 +241,25 @@ def test_gsm8k_prompts_have_the_published_lengths(shared):
     assert first.ids.tolist() == whole
 
 
-def test_a_line_that_takes_minutes_is_announced_before_it_is_read(tmp_path, characters, capsys, monkeypatch):
+@pytest.mark.parametrize("filter_overlong", [True, False])
+def test_a_line_of_ten_megabytes_is_left_out_or_refused_at_once(tmp_path, characters, filter_overlong):
+    """A word of that length takes a tokenizer minutes; that it is too long is known from its first characters."""
+    rows = [{"prompt": text, "ground_truth": "1", "data_source": "exact"} for text in ("12", "1" * 10_000_000)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    began = time.monotonic()
+    if filter_overlong:
+        found = read(str(tmp_path / "a.jsonl"), characters)
+        assert len(found.prompts) == 1 and found.overlong == 1
+    else:
+        with pytest.raises(UserError, match=r"a\.jsonl, line 2: the prompt has .* tokens or more"):
+            read(str(tmp_path / "a.jsonl"), characters, keep=False)
+    assert time.monotonic() - began < 20
+
+
+def test_where_long_prompts_are_cut_one_that_takes_minutes_is_announced(tmp_path, characters, capsys, monkeypatch):
     monkeypatch.setattr("jppo.data.tokenizer.LONG", 5)
     rows = [{"prompt": text, "ground_truth": "1", "data_source": "exact"} for text in ("12", "121212")]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    read(str(tmp_path / "a.jsonl"), characters)
+    read(str(tmp_path / "a.jsonl"), characters, keep=False, truncation="left")
     (said,) = capsys.readouterr().err.splitlines()
     assert "a.jsonl, line 2: a text of 6 characters" in said

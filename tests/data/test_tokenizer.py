@@ -3,7 +3,7 @@ import json
 import pytest
 
 from jppo.config import UserError
-from jppo.data.tokenizer import announce_long, decode, end_token_ids, load_tokenizer
+from jppo.data.tokenizer import announce_long, decode, encode_all, end_token_ids, load_tokenizer
 
 
 def test_end_tokens_of_all_three_files_each_once(tmp_path, characters):
@@ -77,3 +77,14 @@ def test_a_text_that_takes_minutes_is_announced(capsys):
     assert capsys.readouterr().err == ""
     announce_long("train.jsonl, line 3", "a", "b" * 10_000_000)
     assert capsys.readouterr().err.startswith("train.jsonl, line 3: a text of 10,000,000 characters is tokenised")
+
+
+def test_tokens_within_the_limit_are_those_of_the_whole_text(characters, monkeypatch):
+    monkeypatch.setattr("jppo.data.tokenizer.CUT_FROM", 10)
+    texts = ["1+1=", "12" * 500, "é" * 3, " " * 2000]
+    whole = characters(texts, verbose=False)["input_ids"]
+    longest = max(map(len, characters.get_vocab()))
+    for most in (1, 4, 100, 1000, 5000):
+        found = encode_all(characters, texts, max_length=most)
+        for ids, all_ids in zip(found, whole, strict=True):
+            assert ids == all_ids if len(all_ids) <= most else most < len(ids) <= max(10, most * longest + 1)

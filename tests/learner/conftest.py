@@ -156,6 +156,7 @@ class Learner:
         }
 
         self.zeros = {name: update.make_zeros(w.shapes, w.shardings) for name, w in self.what.items()}
+        self.exchange = {name: update.make_exchange(w.shardings) for name, w in self.what.items()}
         self.applies = {}
 
     def weights(self, name, seed):
@@ -187,7 +188,11 @@ class Learner:
             schedule = optim.make_schedule("constant", lr=lr, warmup_steps=0, total_steps=1, min_lr_ratio=0.0)
             self.applies[name, lr, tx] = update.make_apply(tx, schedule, shardings=(what.shardings, places))
         how = ppo.Descent(
-            accumulate=getattr(self.passes, name), apply=self.applies[name, lr, tx], zeros=self.zeros[name], name=name
+            accumulate=getattr(self.passes, name),
+            apply=self.applies[name, lr, tx],
+            zeros=self.zeros[name],
+            exchange=self.exchange[name],
+            name=name,
         )
         return how, opt
 

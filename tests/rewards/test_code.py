@@ -27,6 +27,8 @@ def score(program, truth=ASSERTS, *, time_s=8.0, runner=None):
         ("print(sum(map(int, input().split())))", SUMS, 1),
         ("a, b = map(int, input().split())\nprint(a + b, end='  ')\nexit()", SUMS, 1),
         ("print(3)", SUMS, 0),
+        ("print(sum(map(int, input().split())))", '{"inputs": ["1 2", "3 4"], "outputs": ["3", "7"]}', 1),
+        ("print(3)", '{"inputs": ["1 2", "3 4"], "outputs": ["3", "7"]}', 0),
         ("print(sum(map(int, input().split())))\n1 / 0", SUMS, 0),
         (RIGHT, ASSERTS, 1),
         (RIGHT, json.dumps(ASSERTS.splitlines()), 1),

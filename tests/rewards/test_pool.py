@@ -291,13 +291,13 @@ def test_rules_that_may_hang_run_in_the_pool_and_the_others_do_not(shared_pool):
     assert quick.submit(sample("#### 18", "x", source="gsm8k")).result(0).error.startswith("ValueError")
     idle.close()
 
-    part = RulePart(["math"], pool=shared_pool)
+    part = RulePart(["math_verify"], pool=shared_pool)
     tower, half = r"\boxed{9^{9^{9^{9}}}+x}", r"\boxed{1/2}"
-    futures = [part.submit(sample(text, "0.5", source="math")) for text in [half, tower, half, r"\boxed{3}"]]
+    futures = [part.submit(sample(text, "0.5", source="math_verify")) for text in [half, tower, half, r"\boxed{3}"]]
     first, hard, second, wrong = [future.result(30) for future in futures]
     assert (first.score, second.score, wrong.score) == (1.0, 1.0, 0.0)
     assert hard.score == 0.0 or hard.error is not None
-    assert part.submit(sample(half, "", source="math")).result(20).error.startswith("ValueError")
+    assert part.submit(sample(half, "", source="math_verify")).result(20).error.startswith("ValueError")
 
 
 def test_programs_run_only_where_that_is_allowed(shared_pool):

@@ -62,6 +62,9 @@ def test_all_reference_solutions_of_gsm8k_score_1_by_both_rules(shared):
         ("so the answer will be option E", "E"),
         ("Thus, C is the correct answer", "C"),
         (r"so \boxed{D}", "D"),
+        (r"so \boxed{D) 5}", "D"),
+        (r"so \boxed{D. 5 \text km}", "D"),
+        (r"so \boxed{D + 5}", None),
         (r"so $\boxed{\textbf{(D)}}$", "D"),
         ("let me see\n(E)\n", "E"),
         ("**B.**", "B"),
@@ -131,16 +134,16 @@ def test_all_rows_of_aqua(shared):
     ],
 )
 def test_answers_are_compared_as_mathematics(answer, truth, score):
-    assert rules.math(rf"So it is \boxed{{{answer}}}.", truth).score == score
+    assert rules.math_verify(rf"So it is \boxed{{{answer}}}.", truth).score == score
 
 
 def test_only_the_last_box_counts():
     assert rules.boxed(r"\boxed{1} or \boxed{\frac{1}{\sqrt{2}}} it is") == r"\frac{1}{\sqrt{2}}"
     assert rules.boxed(r"\boxed{\{1,2\}}") == r"\{1,2\}"
     assert rules.boxed(r"\boxed{1} or \boxed{2") is None and rules.boxed("1") is None
-    assert rules.math("it is 5", "5") == (0.0, {"exact": 0.0, "answered": 0.0}, "")
+    assert rules.math_verify("it is 5", "5") == (0.0, {"exact": 0.0, "answered": 0.0}, "")
     with pytest.raises(ValueError, match="has no answer"):
-        rules.math(r"\boxed{1}", r"\boxed{}")
+        rules.math_verify(r"\boxed{1}", r"\boxed{}")
 
 
 @pytest.mark.parametrize(
@@ -153,7 +156,7 @@ def test_only_the_last_box_counts():
         (rules.choice, "A", ["#### b", "the answer is (B)", "none"], ["B", "B", ""]),
         (rules.choice_strict, "A", ["#### e", "B"], ["E", ""]),
         (rules.exact, "x", [" a b\n", "a b", ""], ["a b", "a b", ""]),
-        (rules.math, "x", [r"\boxed{ x }", r"\boxed{x} or \boxed{x}", "x"], ["x", "x", ""]),
+        (rules.math_verify, "x", [r"\boxed{ x }", r"\boxed{x} or \boxed{x}", "x"], ["x", "x", ""]),
     ],
 )  # fmt: skip
 def test_answers_that_are_equal_have_one_form(rule, truth, responses, answers):

@@ -56,7 +56,7 @@ def test_a_trainers_share_of_a_gpu_is_what_its_servers_leave(changes, share):
 
 
 def estimate_of(peak, error=None):
-    return Estimate({}, (Moment("actor gradient", 0, int(peak), account=Account(error=error)),), 0)
+    return Estimate({}, (Moment("actor gradient", 0, int(peak), account=Account(error=error)),))
 
 
 def test_a_machine_that_is_too_small_names_the_moment_and_the_first_change_that_fits():
@@ -95,6 +95,16 @@ def test_changes_come_in_order_and_add_up():
     assert found[2] == found[1] | dict.fromkeys(
         ("actor.param_offload", "critic.param_offload", "ref.param_offload"), True
     )
+
+
+@pytest.mark.parametrize("visible, share", [("0", 0.75), ("0,1", 0.1), (None, 0.1)])
+def test_a_trainer_beside_servers_on_other_gpus_has_its_own(monkeypatch, visible, share):
+    c = settings.default()
+    c.rollout.devices, c.rollout.gpu_memory_utilization = "1", 0.85
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert described.capacity(c, machines.parse("H100"))[0] == pytest.approx(share * 84978434048)
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ def candidate(changes, seconds, peak, links=0.0):
     moment = Moment("actor gradient", 0, int(peak * GIB), account=Account())
     one = Forecast(compute=seconds, hbm=0.0, links=links)
     outlook = Outlook(MACHINE, ((moment, one),), Executions({"actor gradient": 1}))
-    return planning.Candidate(changes, Estimate({}, (moment,), 0), outlook, room=60 * GIB)
+    return planning.Candidate(changes, Estimate({}, (moment,)), outlook, room=60 * GIB)
 
 
 def searched(config, monkeypatch, cost):

@@ -1,0 +1,41 @@
+"""AIME as a test: `python -m jppo.data.aime --from downloads/aime --out data/aime_2024`
+
+downloads/aime holds BytedTsinghua-SIA/AIME-2024 (rows of verl's layout, each question 32 times), or rows with
+`problem` and `answer` in any letter case, as HuggingFaceH4/aime_2024, Maxwell-Jia/AIME_2024 and math-ai/aime25 have
+them; these get DAPO's prompt and the data source `aime`. The command writes test.parquet with each question once:
+rollout.val_kwargs.n asks it several times.
+"""
+
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from jppo.config import UserError, exit_on_user_error
+from jppo.data import dapo_math, prepare
+from jppo.data.rows import Row, brief, text_column
+
+
+def example(row: Row, index: int) -> dict[str, Any]:
+    """One row of verl's layout, from such a row or from a problem with its answer."""
+    if "prompt" in row.columns:
+        return dapo_math.example(row, "test")
+    lower = Row(row.source, row.number, {name.lower(): value for name, value in row.columns.items()}, row.unit)
+    problem, answer = text_column(lower, "problem"), lower.columns.get("answer")
+    if not str(answer).strip().isdecimal() or not 0 <= int(answer) <= 999:
+        raise UserError(f"{row.place}: answer is {brief(answer)}; AIME's are integers from 0 to 999")
+    return prepare.example(dapo_math.PROMPT.format(problem), str(int(answer)), source="aime", split="test", index=index)
+
+
+def make(source: pathlib.Path) -> prepare.Made:
+    """Each question once."""
+    return {"test": prepare.different(example(row, i) for i, row in enumerate(prepare.rows_of(source)))}
+
+
+@exit_on_user_error
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    prepare.command("jppo.data.aime", __doc__, make, argv)
+
+
+if __name__ == "__main__":
+    main()

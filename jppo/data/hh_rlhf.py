@@ -1,0 +1,72 @@
+"""HH-RLHF as pairs and prompts: `python -m jppo.data.hh_rlhf --from downloads/hh --out data/hh_rlhf`
+
+downloads/hh holds Anthropic/hh-rlhf (helpful-base/train.jsonl.gz, ...: whole transcripts as `chosen` and `rejected`) or
+Dahoas/full-hh-rlhf (data/train-*.parquet: `prompt`, `chosen`, `rejected`). The command writes pairs/train.parquet and
+pairs/test.parquet for jppo.reward_model, and prompts/train.parquet and prompts/test.parquet for PPO against that model.
+Transcripts become chat messages. Rows whose turns do not alternate, whose halves answer different prompts, or that have
+an empty half are left out and counted.
+"""
+
+import pathlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from jppo.config import UserError, exit_on_user_error
+from jppo.data import prepare
+from jppo.data.rows import Row, text_column
+
+_TURN = re.compile(r"\n\n(Human|Assistant):")
+_ROLES = {"Human": "user", "Assistant": "assistant"}
+
+Messages = list[dict[str, str]]
+
+
+def messages_of(transcript: str, row: Row) -> Messages:
+    """The turns of a transcript."""
+    before, *turns = _TURN.split(transcript)
+    if before.strip() or not turns:
+        raise UserError(f"{row.place}: a transcript must begin with '\\n\\nHuman:'; it begins with {transcript[:40]!r}")
+    return [{"role": _ROLES[who], "content": text.strip()} for who, text in zip(turns[::2], turns[1::2], strict=True)]
+
+
+def pair(row: Row) -> dict[str, Any] | None:
+    """The prompt with both responses; None where they are no pair."""
+    prompt = row.columns.get("prompt") or ""
+    chosen, rejected = (messages_of(prompt + text_column(row, half), row) for half in ("chosen", "rejected"))
+    alternate = [turn["role"] for turn in chosen] == ["user", "assistant"] * (len(chosen) // 2)
+    if not alternate or chosen[:-1] != rejected[:-1] or not all(t["content"] for t in (*chosen, rejected[-1])):
+        return None
+    return {"prompt": chosen[:-1], "chosen": chosen[-1]["content"], "rejected": rejected[-1]["content"]}
+
+
+def make(source: pathlib.Path) -> prepare.Made:
+    """Pairs and prompts of both splits."""
+    made: dict[str, list[dict[str, Any]]] = {}
+    for split in ("train", "test"):
+        rows = prepare.rows_of(source, split)
+        found = [one for one in map(pair, rows) if one is not None]
+        if not found:
+            raise UserError(
+                f"--from={source}: none of the {len(rows)} rows of {split} is a pair of answers to one prompt"
+            )
+        print(f"{split}: {len(rows) - len(found)} of {len(rows)} rows are no pair and left out")
+        name = "Dahoas/full-hh-rlhf" if "prompt" in rows[0].columns else "Anthropic/hh-rlhf"
+        made[f"pairs/{split}"] = found
+        made[f"prompts/{split}"] = prepare.different(
+            prepare.example(
+                one["prompt"], one["chosen"], source=name, ability="alignment", style="model", split=split, index=i
+            )
+            for i, one in enumerate(found)
+        )
+    return made
+
+
+@exit_on_user_error
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    prepare.command("jppo.data.hh_rlhf", __doc__, make, argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+r"""MATH as prompts: `python -m jppo.data.math --from downloads/math --out data/math`
+
+downloads/math holds DigitalLearningGmbH/MATH-lighteval as its publisher lays it out (data/train-*.parquet, ...), or the
+first MATH (train/algebra/1.json, ...): rows with `problem` and `solution`. The command writes train.parquet and
+test.parquet with verl's prompt; the ground truth is the last \boxed{} of the solution.
+"""
+
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from jppo.config import UserError, exit_on_user_error
+from jppo.data import prepare
+from jppo.data.rows import Row, text_column
+from jppo.rewards.verl_rules import last_box
+
+SOURCE = "DigitalLearningGmbH/MATH-lighteval"
+SUFFIX = r"Let's think step by step and output the final answer within \boxed{}."
+
+
+def example(row: Row, split: str, index: int) -> dict[str, Any]:
+    """One row of verl's layout."""
+    problem, solution = text_column(row, "problem"), text_column(row, "solution")
+    truth = last_box(solution)
+    if not truth:
+        raise UserError(f"{row.place}: solution must hold \\boxed{{ANSWER}}; it ends with {solution[-40:]!r}")
+    known = {name: str(row.columns[name]) for name in ("level", "type") if row.columns.get(name) is not None}
+    extra = dict(split=split, index=index, solution=solution, **known)
+    return prepare.example(f"{problem} {SUFFIX}", truth, source=SOURCE, **extra)
+
+
+def make(source: pathlib.Path) -> prepare.Made:
+    """The rows of both splits."""
+    splits = ("train", "test")
+    return {s: [example(row, s, i) for i, row in enumerate(prepare.rows_of(source, s))] for s in splits}
+
+
+@exit_on_user_error
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    prepare.command("jppo.data.math", __doc__, make, argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""What the preparation commands share: a publisher's files are found and read, rows are written in verl's layout."""
+
+import argparse
+import pathlib
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from jppo.config import UserError
+from jppo.data.files import SUFFIXES, make_directory, read_rows
+from jppo.data.rows import Row
+
+Made = Mapping[str, list[dict[str, Any]]]  # rows by the file that they go to, without its suffix
+READ = (*SUFFIXES, ".jsonl.gz")
+
+
+def rows_of(source: pathlib.Path, split: str = "") -> list[Row]:
+    """The rows of all files of a split below `source`, a directory, in the order of their paths; '' is every file.
+
+    A file belongs to a split by its own name (train.jsonl, train-00000-of-00001.parquet) or by a directory's (train/).
+    """
+    if not source.exists():
+        raise UserError(f"--from={source} does not exist; name the directory of the downloaded data set")
+    files = [source] if source.is_file() else sorted(p for p in source.rglob("*") if _is_of(split, p, source))
+    if not files:
+        what = f"{split}.parquet, {split}-*.parquet, {split}.jsonl or {split}/*.json" if split else ", ".join(READ)
+        raise UserError(f"--from={source} has none of {what}; name the directory of the downloaded data set")
+    return [row for file in files for row in read_rows(file)]
+
+
+def _is_of(split: str, path: pathlib.Path, source: pathlib.Path) -> bool:
+    folders = path.relative_to(source).parent.parts
+    hidden = path.name.startswith(".") or any(folder.startswith(".") for folder in folders)
+    named = not split or split in folders or re.match(rf"{split}(?![A-Za-z])", path.name) is not None
+    return named and not hidden and path.name.endswith(READ) and path.is_file()
+
+
+def example(
+    prompt: str | list[dict[str, str]],
+    truth: str,
+    *,
+    source: str,
+    ability: str = "math",
+    style: str = "rule",
+    **extra: Any,
+) -> dict[str, Any]:
+    """One row of verl's layout; a prompt that is text becomes the user's message, `extra` its extra_info."""
+    return {
+        "data_source": source,
+        "prompt": [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt,
+        "ability": ability,
+        "reward_model": {"style": style, "ground_truth": truth},
+        "extra_info": extra,
+    }
+
+
+def different(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first of all rows that have the same prompt and the same answer."""
+    first: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        first.setdefault(repr((row["prompt"], row["reward_model"]["ground_truth"])), row)
+    return list(first.values())
+
+
+def write(made: Made, out: pathlib.Path) -> dict[str, int]:
+    """Write each list of rows as parquet; the paths with their row counts."""
+    counts = {}
+    for name, rows in made.items():
+        path = out / f"{name}.parquet"
+        make_directory(path.parent)
+        try:
+            pq.write_table(pa.Table.from_pylist(rows), path)
+        except OSError as e:
+            raise UserError(f"{path} cannot be written ({e.strerror}); name another --out") from e
+        counts[str(path)] = len(rows)
+    return counts
+
+
+def command(
+    name: str, about: str | None, make: Callable[[pathlib.Path], Made], argv: Sequence[str] | None = None
+) -> None:
+    """The command line of a data set that is made from files on disk; nothing is written before all rows are read."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {name}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--from", dest="source", type=pathlib.Path, required=True, help="directory of the data set's files"
+    )
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="directory to write to")
+    args = parser.parse_args(argv)
+    for written, count in write(make(args.source), args.out).items():
+        print(f"{written}: {count} rows")
