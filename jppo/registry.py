@@ -93,7 +93,8 @@ class Registry(Mapping[str, T], Generic[T]):
         except UserError:
             raise
         except Exception as e:  # a user's function may raise anything
-            raise UserError(f"{said_as}: {spec} raises {said(e)} when called with {given}; correct it") from e
+            named = ", ".join(given) or "no settings"
+            raise UserError(f"{said_as}: {spec} raises {said(e)} when called with {named}; correct it") from e
         if self.returns and not isinstance(made, resolve(self.returns, setting)):
             wanted = self.returns.replace(":", ".")
             raise UserError(f"{said_as}: {spec} returns {type(made).__name__}; it must return a {wanted}")

@@ -1,6 +1,7 @@
 """Settings: rules refuse with value, rule and remedy; every setting is read; bad arguments are one line."""
 
 import functools
+import inspect
 import math
 import os
 import pathlib
@@ -13,7 +14,7 @@ import pytest
 from jppo import config as settings
 from jppo import train
 from jppo.assemble import agent, reward
-from jppo.config import table
+from jppo.config import parts, table
 from jppo.config.table import TABLE
 from jppo.learner import sharding
 from jppo.rewards.model import Classifier
@@ -544,5 +545,7 @@ def test_every_setting_is_read(small_run, quick_compilation, monkeypatch):
     settings.check(small_run)
     train.train(Recorder(small_run, seen))
     read_by_parts(small_run, seen, monkeypatch)
+    for section, registry in (("algorithm", parts.ESTIMATORS), ("actor", parts.POLICY_LOSSES)):
+        seen |= {f"{section}.{one}" for part in registry.values() for one in inspect.signature(part).parameters}
     assert names(small_run) - seen == set()
     assert (pathlib.Path(small_run.trainer.run_dir) / "hf/model.safetensors").is_file()

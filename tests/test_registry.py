@@ -96,7 +96,7 @@ def test_a_part_gets_the_settings_that_its_parameters_name(parts):
     ("name", "said"),
     [
         ("strange", "its parameter 'gama' is no setting of `a`; .* did you mean 'gamma'"),
-        ("failing", "raises ValueError: no when called with {}; correct it"),
+        ("failing", "raises ValueError: no when called with no settings; correct it"),
         ("other", r"returns int; it must return a .*mine\.py\.Made"),
     ],
 )

@@ -1,4 +1,4 @@
-"""User-defined estimators, losses, KL estimators and engines, in a file outside the package: a run, and its errors."""
+"""User-defined estimators, losses, KL estimators, optimizers and engines, in a file outside the package."""
 
 import json
 import pathlib
@@ -13,6 +13,7 @@ from jppo.structs import Reward
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FILE = """
 import jax.numpy as jnp
+import optax
 
 from jppo.algorithms import advantage
 from jppo.learner.estimate import Estimator, spread
@@ -37,6 +38,9 @@ def by_sum():
 def squared(logp, ref_logp):
     return jnp.square(logp - ref_logp)
 
+def plain(learning_rate, *, weight_decay):
+    return optax.chain(optax.add_decayed_weights(weight_decay), optax.sgd(learning_rate))
+
 def strange(*, gama):
     return sign(gamma=gama)
 
@@ -54,13 +58,13 @@ def parts(tmp_path):
 
 
 @pytest.mark.usefixtures("quick_compilation")
-def test_a_run_with_user_defined_estimator_loss_and_kl(small_run, parts, monkeypatch):
+def test_a_run_with_user_defined_estimator_loss_kl_and_optimizer(small_run, parts, monkeypatch):
     c = small_run
     monkeypatch.setitem(graders.GRADERS.own, "arithmetic", lambda text, _: Reward(float(len(text)), {}, None))
     c.rollout.name, c.rollout.n, c.rollout.multi_turn.enable = "inprocess", 2, False
     c.algorithm.adv_estimator, c.actor.loss_mode = f"{parts}:sign", f"{parts}:unclipped"
     c.actor.use_kl_loss, c.actor.kl_loss_type, c.actor.lr = True, f"{parts}:squared", 1e-2
-    c.actor.ppo_mini_batch_size, c.algorithm.gamma = 4, 0.5
+    c.actor.ppo_mini_batch_size, c.algorithm.gamma, c.actor.optimizer = 4, 0.5, f"{parts}:plain"
     settings.check(c)
     train.train(c)
     run = pathlib.Path(c.trainer.run_dir)
@@ -92,6 +96,7 @@ def test_a_run_with_user_defined_estimator_loss_and_kl(small_run, parts, monkeyp
         ("actor.loss_mode", "{}:sign", "its parameter 'gamma' is no setting of `actor`"),
         ("actor.loss_mode", "no.such.module:loss", "cannot be imported (ModuleNotFoundError: No module named 'no')"),
         ("actor.kl_loss_type", "{}:cubed", "defines no 'cubed'"),
+        ("actor.optimizer", "{}:plane", "defines no 'plane'"),
         ("rollout.name", "{}:motor", "defines no 'motor'"),
     ],
 )

@@ -31,7 +31,6 @@ from jppo.structs import Prompt
 
 TOOLS = Registry[Callable[..., Any]]("tools", {"calculator": Calculator, "python": Python, "search": Search})
 SETTING = "rollout.multi_turn.tool_config_path"
-SIDES = ("left", "middle", "right")
 _CUT = "..."
 
 

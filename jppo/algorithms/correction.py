@@ -18,7 +18,7 @@ Rule = tuple[str, float, float]  # name, lower and upper bound; only the rules o
 
 def raw_weights(log_ratio: Array, mask: Array, *, level: str) -> Array:  # [B, L]
     """ρ = exp(log-ratio) of each token, or of its whole sequence: exp(Σ log-ratio). 0 outside the mask."""
-    chex.assert_equal_shape([log_ratio, mask, segment])
+    chex.assert_equal_shape([log_ratio, mask])
     log_ratio = jnp.where(mask, log_ratio, 0.0)
     if level == "sequence":
         log_ratio = jnp.sum(log_ratio, axis=1, keepdims=True)
@@ -62,7 +62,7 @@ def keep(log_ratio: Array, mask: Array, *, rules: tuple[Rule, ...]) -> Array:  #
     With d the log-ratio: k1 = -d must lie within the logs of both bounds; k2 = ½ d² and k3 = e^d - 1 - d must not
     exceed the upper one. `token_` judges each token, `seq_sum_`, `seq_mean_` and `seq_max_` a whole sequence at once.
     """
-    chex.assert_equal_shape([log_ratio, mask, segment])
+    chex.assert_equal_shape([log_ratio, mask])
     d = jnp.clip(jnp.where(mask, log_ratio, 0.0), -FAR, FAR)
     statistics = {"k1": -d, "k2": 0.5 * jnp.square(d), "k3": jnp.expm1(d) - d}  # 0 outside the mask
     over: dict[str, Callable[[Array], Array]] = {
@@ -87,7 +87,7 @@ def divergences(log_ratio: Array, mask: Array) -> dict[str, Array]:
 
     kl = E[-d], k3_kl = E[e^d - d - 1], chi2_token = E[ρ²] - 1, chi2_seq = E[(Π ρ)²] - 1; d the log-ratio.
     """
-    chex.assert_equal_shape([log_ratio, mask, segment])
+    chex.assert_equal_shape([log_ratio, mask])
     d = jnp.where(mask, log_ratio, 0.0)
     near = jnp.clip(d, -FAR, FAR)
     whole, some = jnp.clip(jnp.sum(d, axis=1), -FAR, FAR), jnp.any(mask, axis=1)

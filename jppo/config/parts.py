@@ -1,5 +1,6 @@
 """The registries that settings choose from; a user-defined part is an entry like these (docs/extending.md)."""
 
+from collections import ChainMap
 from collections.abc import Callable
 from typing import Protocol, cast
 
@@ -63,7 +64,8 @@ def estimator(config: ml_collections.ConfigDict) -> Estimates:
 
 def objective(config: ml_collections.ConfigDict) -> Objective:
     """The policy loss that `actor.loss_mode` names; unset clip ranges are `clip_ratio`."""
-    actor = dict(config.actor)
-    for name in ("clip_ratio_low", "clip_ratio_high"):
-        actor[name] = actor["clip_ratio"] if actor[name] is None else actor[name]
-    return cast(Objective, POLICY_LOSSES.make(config.actor.loss_mode, "actor.loss_mode", actor))
+    a = config.actor
+    low = a.clip_ratio if a.clip_ratio_low is None else a.clip_ratio_low
+    high = a.clip_ratio if a.clip_ratio_high is None else a.clip_ratio_high
+    values = ChainMap[str, object](dict(clip_ratio_low=low, clip_ratio_high=high), a)
+    return cast(Objective, POLICY_LOSSES.make(a.loss_mode, "actor.loss_mode", values))
