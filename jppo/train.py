@@ -155,6 +155,7 @@ def train_on(hosts: Hosts, config: ConfigDict) -> None:
             return logger.note(f"nothing was trained; the samples and metrics of this test are in {run}")
         now = learn(parts, begun)
         with timer("save"):
+            checkpoints.wait()  # `finished` compares when the two were written
             hosts.together(lambda: export(parts, now))
     summarise(hosts, run)
 
