@@ -214,7 +214,8 @@ def finished(c: ConfigDict, checkpoints: Checkpoints, total_steps: int) -> bool:
     model = run / "hf"
     if c.trainer.get("val_only") or done < total_steps or not model.is_dir():
         return False
-    return model.stat().st_mtime_ns >= (run / f"checkpoints/{done}").stat().st_mtime_ns
+    written = max(path.stat().st_mtime_ns for path in (model, *model.iterdir()))
+    return written >= (run / f"checkpoints/{done}").stat().st_mtime_ns
 
 
 def command_of(config: Container[str]) -> str | None:
