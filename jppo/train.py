@@ -221,6 +221,7 @@ def train(c: ConfigDict) -> None:
                     return
                 now = learn(run, begun)
                 with run.timer("save"):
+                    run.checkpoints.wait()  # `finished` compares when the two were written
                     hosts.together(lambda: export(run, now))
         if hosts.first:
             folder = pathlib.Path(c.trainer.run_dir).expanduser()

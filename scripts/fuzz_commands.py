@@ -165,17 +165,14 @@ def make_setup(folder: pathlib.Path) -> None:
 
 def train_setup(folder: pathlib.Path) -> None:
     """Adds a finished run of each kind to the setup, and weights to its models."""
-    first = "--config.model.init=random"
-    for words in (
-        ["jppo.train", "--config=train.py", first],
-        ["jppo.sft", "--config=sft.py", first],
-        ["jppo.reward_model", "--config=reward_model.py", first],
-    ):
+    for kind in ("sft", "reward_model", "train"):
+        words = [f"jppo.{kind}", f"--config={kind}.py"] + ["--config.model.init=random"] * (kind != "train")
         ended = run(words, folder, limit_s=600.0)
         if ended.code != 0:
             raise SystemExit(f"{' '.join(words)}: exit code {ended.code}\n{ended.stdout}\n{ended.stderr}")
-    for name, run_dir in (("model", "tuned"), ("reward", "preferred")):
-        shutil.copytree(folder / run_dir / "hf", folder / name, dirs_exist_ok=True)
+        if kind != "train":  # what is random would be another model in a run that resumes
+            model = {"sft": "model", "reward_model": "reward"}[kind]
+            shutil.copytree(folder / folder_of(kind) / "hf", folder / model, dirs_exist_ok=True)
 
 
 # -- the cases
@@ -462,9 +459,9 @@ def of_encoding(rng: random.Random, path: pathlib.Path) -> str:
 # -- running
 
 
-def run(words: Sequence[str], folder: pathlib.Path, *, typed: str = "", limit_s: float = 0.0) -> Ended:
+def run(words: Sequence[str], folder: pathlib.Path, *, typed: str = "", limit_s: float = LIMIT_S) -> Ended:
     """The command in a fork of this process, in `folder`; what is left of its processes is killed at the end."""
-    before, limit_s = time.monotonic(), limit_s or LIMIT_S
+    before = time.monotonic()
     said = {name: folder.parent / f"{folder.name}.{name}" for name in ("in", "out", "err")}
     said["in"].write_text(typed)
     sys.stdout.flush()
@@ -531,7 +528,7 @@ def _ends(command: Callable[[], Any]) -> int:
 # -- the verdict
 
 
-def judge(number: int, setup: pathlib.Path, folder: pathlib.Path, *, keep: bool = False) -> str:
+def judge(number: int, setup: pathlib.Path, folder: pathlib.Path, *, limit_s: float = LIMIT_S) -> str:
     """'accepted', 'refused', 'stopped' (a documented exit code 1), or what is wrong and how to repeat it."""
     rng = random.Random(number)
     case = make_case(rng, number)
@@ -544,12 +541,11 @@ def judge(number: int, setup: pathlib.Path, folder: pathlib.Path, *, keep: bool 
     odd = any(word.startswith("--config.") for word in case.words[:-1])
     times = rng.choice((0, 0, 0, 1)) if odd else rng.choice((1, 1, 1, 2))  # few at once: the first fault ends a command
     done = [spoil(rng, folder, case.files) for _ in range(times if case.files else 0)]
-    ended = run(case.words, folder, typed=case.typed)
+    ended = run(case.words, folder, typed=case.typed, limit_s=limit_s)
     wrong = fault(case, ended)
     if (folder / "null").exists() and not (folder / "null").is_char_device():
         wrong = "a device was replaced by a file"
-    if not keep:
-        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
     if wrong:
         said = "".join(f"\n    {line[:300]}" for line in f"{ended.stderr[-4000:]}".splitlines())
         return f"{wrong} ({ended.seconds:.0f} s): {case.words!r}\n  broken: {done}\n  stderr:{said}"
@@ -572,7 +568,7 @@ def fault(case: Case, ended: Ended) -> str:
     return ""
 
 
-def try_all(first: int, cases: int, setup: pathlib.Path | None) -> int:
+def try_all(first: int, cases: int, setup: pathlib.Path | None, *, limit_s: float = LIMIT_S) -> int:
     """Runs the cases; how many are bad. A `setup` that is there is used, one that is not is made and stays."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "JAX_PLATFORMS": "cpu"}
     os.environ |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": ""}
@@ -589,15 +585,7 @@ def try_all(first: int, cases: int, setup: pathlib.Path | None) -> int:
             train_setup(home / "new")
             shutil.move(home / "new", setup)
         for number in range(first, first + cases):
-            began = time.monotonic()
-            verdict = judge(number, setup, home / f"case-{number}")
-            if os.environ.get("T"):
-                print(number, verdict[:10], f"{time.monotonic() - began:.1f}", flush=True)
-            if verdict[:8] in os.environ.get("T", "-").split():
-                print(
-                    make_case(random.Random(number), number).words,
-                    pathlib.Path(f"{home}/case-{number}.err").read_text()[-500:],
-                )
+            verdict = judge(number, setup, home / f"case-{number}", limit_s=limit_s)
             if verdict in counts:
                 counts[verdict] += 1
             else:

@@ -231,11 +231,12 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=2000, help="how many")
     parser.add_argument("--commands", action="store_true", help="whole commands, as fuzz_commands.py describes")
     parser.add_argument("--setup", type=pathlib.Path, metavar="DIR", help="where the valid inputs of --commands stay")
+    parser.add_argument("--limit_s", type=float, default=LIMIT_S, help="seconds that a command may take")
     args = parser.parse_args()
     if args.commands:
         import fuzz_commands  # imports all of jppo
 
-        sys.exit(fuzz_commands.try_all(args.first, args.cases, args.setup) > 0)
+        sys.exit(fuzz_commands.try_all(args.first, args.cases, args.setup, limit_s=args.limit_s) > 0)
     counts, bad = {"accepted": 0, "refused": 0}, 0
     for number in range(args.first, args.first + args.cases):
         with tempfile.TemporaryDirectory() as folder:

@@ -51,7 +51,10 @@ def test_sampler_and_trainer_agree_whatever_is_cut_and_at_the_temperature_of_sam
         ({}, None),
         ({"rollout.val_kwargs.top_p": 0.9, "rollout.val_kwargs.temperature": 1.0}, None),
         ({"rollout.top_p": 0.9}, "rollout.top_p=0.9"),
-        ({"rollout.top_k": 20, "algorithm.old_logprob": "bypass"}, "rollout.top_k=20"),
+        (
+            {"rollout.top_k": 20, "algorithm.old_logprob": "bypass", "rollout.max_kl_jump": 0.0},
+            "rollout.top_k=20",
+        ),
         ({**CUT, "rollout.top_k": -1}, "rollout.top_p=0.7, rollout.min_p=0.1"),
         ({**CUT, **WEIGHED}, None),
         (
@@ -71,6 +74,14 @@ def test_a_run_that_learns_from_a_cut_policy_is_warned(config, changes, said):
     for one in found:
         assert one.step == 3 and "algorithm.rollout_is=token" in one.remedy
     assert [one.verdict for one in reading.sampling(config)] == ["OK", *(["WARN"] if said else [])]
+
+
+def test_a_jump_that_nothing_would_notice_is_warned_of(config):
+    config.algorithm.old_logprob = "bypass"
+    (found,) = assemble.forewarn(config)
+    assert found.name == "mismatch_unchecked" and found.found.startswith("rollout.max_kl_jump=1:")
+    config.rollout.name = "inprocess"  # whose weights nobody else reaches
+    assert assemble.forewarn(config) == []
 
 
 def test_it_is_said_at_the_start_and_by_dry_run(small_run, engine, quick_compilation, capsys):

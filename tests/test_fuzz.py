@@ -1,7 +1,9 @@
 """scripts/fuzz_inputs.py: its cases are what they are to be, what is bad is seen, and some of them are tried."""
 
 import importlib.util
+import os
 import pathlib
+import subprocess
 import sys
 import time
 
@@ -52,3 +54,33 @@ def test_what_is_bad_is_seen(script, tmp_path, monkeypatch):
     monkeypatch.setattr(script, "LIMIT_S", 1)
     assert "Slow: not done after 1 s" in case(hangs)
     assert case(lambda *_: None) == "accepted"
+
+
+@pytest.mark.slow
+def test_thirty_whole_commands_end_with_exit_code_0_or_2_and_one_line():
+    """In a process of its own: each case is a fork of one that has no JAX backend yet."""
+    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[1])}
+    command = [sys.executable, str(SCRIPT), "--commands", "--first", "7000", "--cases", "30", "--limit_s", "240"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "30 cases" in done.stdout and done.stdout.rstrip().endswith(" 0 otherwise")
+
+
+@pytest.mark.parametrize(
+    ("code", "stdout", "stderr", "said"),
+    [
+        (0, "fine\n", "a warning\n", ""),
+        (2, "", "error: no such file\n", ""),
+        (None, "", "", "no end within the time limit"),
+        (1, "", "Traceback (most recent call last):\n  File\nKeyError: 1\n", "a traceback"),
+        (-11, "", "", "exit code -11"),
+        (1, "", "error: x\n", "exit code 1"),
+        (2, "", "usage: x\nerror: x\n", "2 lines of stderr"),
+        (2, "", "", "0 lines of stderr"),
+        (2, "", "error: \x1b[2J\n", "a control character"),
+    ],
+)
+def test_how_a_command_ends_is_judged(monkeypatch, code, stdout, stderr, said):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    commands = importlib.import_module("fuzz_commands")
+    assert commands.fault(commands.Case([], ()), commands.Ended(code, stdout, stderr, 1.0)) == said

@@ -6,6 +6,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import types
 
 import jax
 import numpy as np
@@ -227,3 +228,20 @@ def test_one_devices_checkpoint_goes_on_over_eight(small_run, tmp_path):
         assert a.keys() == b.keys()
         for name in a:
             np.testing.assert_allclose(b[name], a[name], rtol=1e-4, atol=1e-5, err_msg=f"step {a['step']} {name}")
+
+
+def test_a_model_older_than_the_last_checkpoint_is_no_end(tmp_path):
+    """A run that is killed between its last checkpoint and its model has the model of an earlier end in hf/."""
+    config = settings.default()
+    config.trainer.run_dir = str(tmp_path)
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "checkpoints/3").mkdir(parents=True)
+    latest = types.SimpleNamespace(latest=lambda: 3)
+    os.utime(tmp_path / "hf", ns=(0, 0))
+    assert not assemble.finished(config, latest, 3)
+    os.utime(tmp_path / "hf")
+    assert assemble.finished(config, latest, 3)
+    assert not assemble.finished(config, latest, 4)
+    (tmp_path / "config.json").write_text(settings.dump(settings.sft_default()))
+    with pytest.raises(UserError, match=r"has a run of jppo\.sft, and this is jppo\.train; give it another folder"):
+        assemble.finished(config, latest, 3)

@@ -247,3 +247,16 @@ def test_other_examples_are_refused(lab, monkeypatch):
         lab.train("other", trainer__seed=2)
     with pytest.raises(UserError, match=r"trainer\.resume_mode=nowhere: no such checkpoint"):
         lab.train("other", trainer__resume_mode="nowhere")
+
+
+def test_a_folder_of_another_command_is_refused(lab, small):
+    """Its last checkpoint would count as the end of this one, and nothing would be trained."""
+    other = {"sft": "reward_model", "reward_model": "sft"}[lab.name]
+    written = json.loads((lab.folder / "small/config.json").read_text())
+    changed = written | {"loss": {}} if lab.name == "sft" else {k: v for k, v in written.items() if k != "loss"}
+    (lab.folder / "small/config.json").write_text(json.dumps(changed))
+    try:
+        with pytest.raises(UserError, match=f"has a run of jppo.{other}, and this is jppo.{lab.name}; give it another"):
+            lab.train("small")
+    finally:
+        (lab.folder / "small/config.json").write_text(json.dumps(written))

@@ -21,15 +21,18 @@ def forewarn(c: ConfigDict, step: int = 0) -> list[Finding]:
     A distribution that is cut is renormalised, by what is left of it at every token; the trainer's log-probs are of the
     whole. Importance weights undo just that.
     """
+    found = []
     cut = ", ".join(f"rollout.{name}={value:g}" for name, value in settings.cuts(c.rollout).items())
-    if not cut or (c.algorithm.old_logprob == "correction" and c.algorithm.rollout_is != "none"):
-        return []
-    return [
-        Finding(
-            step,
-            "sampling_cut",
-            f"{cut}: responses are drawn from a part of the policy, and learned from as if from the whole of it",
-            "set algorithm.old_logprob=correction with algorithm.rollout_is=token, or leave the cut to"
-            " rollout.val_kwargs",
+    if cut and (c.algorithm.old_logprob != "correction" or c.algorithm.rollout_is == "none"):
+        said = f"{cut}: responses are drawn from a part of the policy, and learned from as if from the whole of it"
+        remedy = "set algorithm.old_logprob=correction with algorithm.rollout_is=token, or leave the cut to"
+        found.append(Finding(step, "sampling_cut", said, f"{remedy} rollout.val_kwargs"))
+    # In the process nobody but the trainer can change the weights.
+    if c.algorithm.old_logprob == "bypass" and c.rollout.max_kl_jump and c.rollout.name != "inprocess":
+        said = (
+            f"rollout.max_kl_jump={c.rollout.max_kl_jump:g}: servers whose weights are changed in mid-run go unnoticed,"
         )
-    ]
+        remedy = "set algorithm.old_logprob=decoupled, or rollout.max_kl_jump=0 where nobody else reaches the servers"
+        why = "as algorithm.old_logprob=bypass computes no log-probs to compare theirs with"
+        found.append(Finding(step, "mismatch_unchecked", f"{said} {why}", remedy))
+    return found

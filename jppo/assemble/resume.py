@@ -2,11 +2,12 @@
 
 import dataclasses
 import importlib.metadata
+import json
 import math
 import pathlib
 import re
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import numpy as np
@@ -211,8 +212,36 @@ def _of_optimizers(missing: Sequence[str]) -> list[str]:
 
 
 def finished(c: ConfigDict, checkpoints: Checkpoints, total_steps: int) -> bool:
-    """Whether the same command has already run to its end in this folder."""
-    done = checkpoints.latest()
-    whole = (pathlib.Path(c.trainer.run_dir).expanduser() / "hf").is_dir()
-    asked = c.trainer.resume_mode == "auto" and not c.trainer.val_only
-    return asked and done is not None and done >= total_steps and whole
+    """Whether the same command has already run to its end in this folder, and the model there is of its last step.
+
+    UserError where the checkpoints are of another command.
+    """
+    run, done = pathlib.Path(c.trainer.run_dir).expanduser(), checkpoints.latest()
+    if c.trainer.resume_mode != "auto" or done is None:
+        return False
+    wrote, here = command_of(_written_settings(run)), command_of(c)
+    if wrote not in (None, here):
+        raise UserError(
+            f"trainer.run_dir={c.trainer.run_dir} has a run of {wrote}, and this is {here}; give it another folder"
+        )
+    model = run / "hf"
+    if c.trainer.get("val_only") or done < total_steps or not model.is_dir():
+        return False
+    written = max(path.stat().st_mtime_ns for path in (model, *model.iterdir()))
+    return written >= (run / f"checkpoints/{done}").stat().st_mtime_ns
+
+
+def command_of(config: Container[str]) -> str | None:
+    """The training command whose settings have these sections; None where there are none."""
+    if "data" not in config:
+        return None
+    return "jppo.train" if "rollout" in config else "jppo.reward_model" if "loss" in config else "jppo.sft"
+
+
+def _written_settings(run: pathlib.Path) -> dict[str, Any]:
+    """What a run's config.json holds; nothing where it cannot be read."""
+    try:
+        found = json.loads((run / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -19,7 +19,7 @@ from jppo import config as settings
 from jppo.assemble import waiting
 from jppo.assemble.learner import Trained, load_trained, make_descent
 from jppo.assemble.logger import make_logger
-from jppo.assemble.resume import differences, identity, read_checkpoint
+from jppo.assemble.resume import differences, finished, identity, read_checkpoint
 from jppo.config import UserError
 from jppo.data.stream import Cursor, next_batch
 from jppo.io import whole
@@ -120,7 +120,7 @@ def train(c: ConfigDict, task: Task, objective: Objective) -> dict[str, float]:
         stack.enter_context(own(run))
         watch = stack.enter_context(Watch(timer, stacks=run / "stacks.txt", stopped=t.stop_exit_code, **limits))
         checkpoints = stack.enter_context(Checkpoints(run / "checkpoints", keep=t.max_ckpt_to_keep))
-        if complete(c, checkpoints, task.steps):
+        if finished(c, checkpoints, task.steps):
             print(f"all {task.steps} steps are done: nothing is left to train; trainer.resume_mode=disable trains anew")
             return last_metrics(run)
         with timer("start"):
@@ -139,7 +139,7 @@ def train(c: ConfigDict, task: Task, objective: Objective) -> dict[str, float]:
                 if line is not None:
                     logger.note(line)
             now = learn(Run(c, task, objective, descent, checkpoints, logger, timer, watch, origin), begun)
-        checkpoints.wait()  # `complete` compares when the two were written
+        checkpoints.wait()  # `finished` compares when the two were written
         hf.save(
             run / "hf", descent.model(now.learned), task.cfg, source=c.model.path, dtype=c.model.param_dtype,
             head=objective.head, changes=objective.changes,
@@ -156,14 +156,6 @@ def require_resumable(c: ConfigDict) -> None:
     """UserError where trainer.resume_mode names a checkpoint that is not there."""
     if c.trainer.resume_mode not in ("auto", "disable"):
         require(pathlib.Path(c.trainer.resume_mode))
-
-
-def complete(c: ConfigDict, checkpoints: Checkpoints, steps: int) -> bool:
-    """Whether the same command has already run to its end in this folder, and the model is that of its last step."""
-    done, model = checkpoints.latest(), folder(c) / "hf"
-    if c.trainer.resume_mode != "auto" or done is None or done < steps or not model.is_dir():
-        return False
-    return model.stat().st_mtime_ns >= (folder(c) / f"checkpoints/{done}").stat().st_mtime_ns
 
 
 def last_metrics(run: pathlib.Path) -> dict[str, float]:
