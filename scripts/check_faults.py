@@ -55,8 +55,10 @@ STARTS = 4  # of one run at most, each of which may take so many seconds:
 LIMIT_S = 400.0
 # What a program does to itself, once: STEP is the step that is under way, steps count from 1.
 DRIVER = """
-import os, pathlib, signal, sys, threading, time
+import dataclasses, os, pathlib, signal, sys, threading, time
 from jppo import train
+from jppo.io.checkpoint import Checkpoints
+from jppo.supply import Supply
 mark = pathlib.Path({mark!r})
 def die():
     mark.touch()
@@ -66,12 +68,12 @@ if not mark.exists():
 train.main(sys.argv[1:])
 """
 IN_GENERATION = """
-    take = train.Supply.take
+    take = Supply.take
     def broken(self, step):
         if step == 3:
             threading.Timer(0.005, die).start()
         return take(self, step)
-    train.Supply.take = broken
+    Supply.take = broken
 """
 BETWEEN_UPDATES = """
     descend = train.ppo.descend
@@ -82,30 +84,30 @@ BETWEEN_UPDATES = """
     train.ppo.descend = broken
 """
 IN_A_SAVE = """
-    save = train.Checkpoints.save
+    save = Checkpoints.save
     def broken(self, step, *a, **k):
         save(self, step, *a, **k)  # returns while it is being written
         if step == 4:
             die()
-    train.Checkpoints.save = broken
+    Checkpoints.save = broken
 """
 NAN_GRADIENT = """
     update = train.update_models
-    def broken(c, learner, now, flat, *rest):
+    def broken(c, learner, now, data, *rest):
         if int(now.step) == 3:
             mark.touch()
-            flat.arrays["advantage"] = flat.arrays["advantage"] * float("nan")
-        return update(c, learner, now, flat, *rest)
+            data = dataclasses.replace(data, advantage=data.advantage * float("nan"))
+        return update(c, learner, now, data, *rest)
     train.update_models = broken
 """
 STUCK_STAGE = """
-    take = train.Supply.take
+    take = Supply.take
     def broken(self, step):
         if step == 3:
             mark.touch()
             time.sleep(600)
         return take(self, step)
-    train.Supply.take = broken
+    Supply.take = broken
 """
 WORST_MOMENTS = {
     "kill -9 in generation": IN_GENERATION,

@@ -32,6 +32,7 @@ from jppo import train
 from jppo.rollout import weights
 from jppo.rollout.fleet import Fleet, Member
 from jppo.rollout.guard import PROOF_HEADER
+from jppo.supply import Supply
 
 MOMENTS = ("generation", "publish", "between")
 SETTINGS = {
@@ -223,7 +224,7 @@ def break_servers(plan: list[tuple[str, str]], disk: pathlib.Path) -> None:
     def ready(member: Member) -> bool:
         return member.up and not member.mending
 
-    ask_one, take, whole, whole_take = Fleet._ask_one, train.Supply.take, weights.Publisher.whole, weights.Whole.take
+    ask_one, take, whole, whole_take = Fleet._ask_one, Supply.take, weights.Publisher.whole, weights.Whole.take
 
     async def broken_ask_one(self: Fleet, *args: Any, **how: Any) -> Any:
         sent[0] += 1
@@ -253,7 +254,7 @@ def break_servers(plan: list[tuple[str, str]], disk: pathlib.Path) -> None:
         strike("publish")
         whole_take(self, endpoint)
 
-    Fleet._ask_one, train.Supply.take = broken_ask_one, broken_take  # type: ignore[method-assign]
+    Fleet._ask_one, Supply.take = broken_ask_one, broken_take  # type: ignore[method-assign]
     weights.Publisher.whole, weights.Whole.take = broken_whole, broken_whole_take  # type: ignore[method-assign]
 
 

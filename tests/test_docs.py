@@ -197,7 +197,7 @@ def test_every_metric_is_explained_and_every_explained_one_is_written():
     name = rf"(?:{kinds})/[\w/]+"
     written = set(re.findall(rf'"({name})"(?::|\] = )', code))
     described, rest = re.search(
-        r"\ndef describe\(.*?\n    return \{\n(.*?)\n    \}(.*?)\n\n", text("jppo/train.py"), re.S
+        r"\ndef describe\(.*?\n    return \{\n(.*?)\n    \}(.*?)\n\n", text("jppo/io/rollout_metrics.py"), re.S
     ).groups()
     assert rest == " | part_means(rewards)"  # whose names are dynamic
     written |= set(re.findall(r'^ +"(.+?)": ', described, re.M))  # plain names, too

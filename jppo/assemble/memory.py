@@ -181,8 +181,8 @@ def estimate(c: ConfigDict, inputs: Inputs, mesh: Any, *, entries: int) -> Estim
     if own_reference:
         parts["reference"] = size(reference)
     host = {name: parts.pop(name) for name in waiting.asked(c) if name in parts}
-    # The batch in the rows of scoring, and two micro-batches of an update: one at work, one on its way.
-    parts["batch"] = (size(scored[0]) // math.prod(rows[0].inputs.shape) + 1) * entries + 2 * max(map(size, scored))
+    # The rows of scoring, and two micro-batches of an update: one at work, one on its way.
+    parts["batch"] = (size(rows[0]) // math.prod(rows[0].inputs.shape) + 1) * entries + 2 * max(map(size, scored))
     return Estimate(parts, tuple(moments), host)
 
 

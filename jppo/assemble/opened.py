@@ -23,6 +23,7 @@ from jppo.io.timers import Laps, Timers
 from jppo.io.watch import Watch
 from jppo.learner import packing
 from jppo.rewards.compose import Panel
+from jppo.structs import TrainState
 from jppo.supply import Supply
 
 
@@ -46,17 +47,6 @@ class Run:
     watch: Watch
     match: assemble.Match
     origin: dict[str, Any]  # what it is, for those who resume from its checkpoints
-
-
-@dataclasses.dataclass(frozen=True)
-class Started:
-    """What takes the time of a start: models in their shards, every pass compiled, an engine with the weights."""
-
-    learner: Learner
-    sampler: Source
-    begun: Begun
-    origin: dict[str, Any]
-    laps: Laps
 
 
 def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: ConfigDict) -> tuple[Run, Begun] | None:
@@ -87,12 +77,11 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: ConfigDict) -> tuple[
     panel = hosts.together(lambda: assemble.make_panel(c, inputs, mesh, hosts))
     stack.callback(panel.close)
     kernel = assemble.attention_kernel(c, inputs.policy, mesh)[1]  # refused before a server starts
-    with timer("start"):
-        started = start(stack, hosts, c, inputs, mesh, panel, checkpoints, logs)
     parts = dict[str, Any](c=c, folder=written, hosts=hosts, inputs=inputs, panel=panel, checkpoints=checkpoints)
-    run = connect(stack, started, parts | dict(timer=timer, profile=profile, watch=watch))
-    introduce(run, started, mesh, kernel, chosen)
-    return run, started.begun
+    with timer("start"):
+        run, begun, laps = start(stack, parts | dict(timer=timer, profile=profile, watch=watch), mesh, logs)
+    introduce(run, begun, kernel, chosen, laps)
+    return run, begun
 
 
 def read(c: ConfigDict) -> Inputs:
@@ -113,55 +102,48 @@ def make_profiler(c: ConfigDict, run: pathlib.Path, total_steps: int) -> Profile
 
 
 def start(
-    stack: contextlib.ExitStack, hosts: Hosts, c: ConfigDict, inputs: Inputs, mesh: Mesh, panel: Panel,
-    checkpoints: Checkpoints, logs: pathlib.Path,
-) -> Started:  # fmt: skip
-    """Loads and compiles while the engine starts, resumes, and publishes the first weights."""
-    laps = Laps()
+    stack: contextlib.ExitStack, parts: dict[str, Any], mesh: Mesh, logs: pathlib.Path
+) -> tuple[Run, Begun, Laps]:
+    """Loads and compiles while the engine starts, resumes, publishes the first weights; then all parts are there."""
+    c, hosts, inputs, panel = (parts[name] for name in ("c", "hosts", "inputs", "panel"))
+    laps, only_look = Laps(), c.trainer.val_only
     engine = hosts.together(lambda: assemble.open_engine(c, logs, hosts))  # it loads while JAX compiles
     stack.callback(engine.close)
     learner, begin = assemble.make_learner(c, inputs, mesh)
     laps("models")
-    if not c.trainer.val_only:
+    if not only_look:
         assemble.compile_passes(c, learner, begin)
         laps("compilation")
     origin = assemble.origin(c, inputs, learner)
-    begun = assemble.resume(c, checkpoints, learner, begin, panel, origin)
+    begun = assemble.resume(c, parts["checkpoints"], learner, begin, panel, origin)
     del begin  # a resumed run must not hold two states
-    now, step = begun.state, int(begun.state.step)
     laps("checkpoint")
     sampler = hosts.together(lambda: engine.ready(**assemble.speaking(inputs)))
     laps("waiting for the sampler")
-    assemble.publish_base(c, learner, sampler, step, hosts)
-    assemble.publish(c, learner, sampler, now, inputs.adapters, hosts)
+
+    def publish(now: TrainState) -> None:
+        assemble.publish(c, learner, sampler, now, inputs.adapters, hosts)
+
+    assemble.publish_base(c, learner, sampler, int(begun.state.step), hosts)
+    publish(begun.state)
     laps("publish")
     hosts.together(panel.ready)
     laps("graders")
-    return Started(learner, sampler, begun, origin, laps)
-
-
-def connect(stack: contextlib.ExitStack, started: Started, parts: dict[str, Any]) -> Run:
-    """The run: its other parts with a logger, the supply of samples and the handover of weights."""
-    c, hosts, inputs, panel = (parts[name] for name in ("c", "hosts", "inputs", "panel"))
-    learner, sampler, begun = started.learner, started.sampler, started.begun
     logged = begun.step
-    if begun.step is not None and (begun.pending is not None or c.trainer.val_only):
+    if begun.step is not None and (begun.pending is not None or only_look):
         logged = begun.step - 1  # its line is written now
     logger = assemble.make_logger(c, parts["folder"], hosts, total_steps=inputs.total_steps, resumed_step=logged)
     stack.enter_context(logger)
     supply = assemble.make_supply(c, inputs, learner, sampler, panel, begun.cursor, hosts)
-    handover = Handover(
-        lambda now: assemble.publish(c, learner, sampler, now, inputs.adapters, hosts),
-        early=learner.critic is not None and assemble.may_overlap(c, hosts),
-    )
-    stack.enter_context(handover)
+    early = learner.critic is not None and assemble.may_overlap(c, hosts)
+    handover = stack.enter_context(Handover(publish, early=early))
     made = dict[str, Any](learner=learner, sampler=sampler, supply=supply, handover=handover, logger=logger)
-    return Run(**parts, **made, match=assemble.Match(c), origin=started.origin)
+    return Run(**parts, **made, match=assemble.Match(c), origin=origin), begun, laps
 
 
-def introduce(run: Run, started: Started, mesh: Mesh, kernel: str | None, chosen: str) -> None:
+def introduce(run: Run, begun: Begun, kernel: str | None, chosen: str, laps: Laps) -> None:
     """Notes on the console what the run is about to do, and compares the policies of engine and trainer."""
-    c, inputs, begun, logger = run.c, run.inputs, started.begun, run.logger
+    c, inputs, logger, mesh = run.c, run.inputs, run.logger, run.learner.mesh
     step = int(begun.state.step)
     if run.hosts.first:
         whole.write_text(run.folder / "config.json", settings.dump(c))
@@ -173,7 +155,7 @@ def introduce(run: Run, started: Started, mesh: Mesh, kernel: str | None, chosen
         waiting.introduce(c, inputs, mesh.devices.flat[0]),
         assemble.introduce_peak(c, mesh),
         chosen,
-        f"seconds of the start: {started.laps}",
+        f"seconds of the start: {laps}",
     ]
     for line in (*filter(None, lines), *run.profile.introduce(step)):
         logger.note(line)

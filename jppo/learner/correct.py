@@ -23,13 +23,17 @@ class Correction:
 def mismatch(batch: Batch) -> dict[str, Array]:
     """Metrics of the trainer's log-probs less those of the engine, for the same tokens and weights."""
     difference = jnp.where(batch.mask, _log_ratio(batch), 0.0)
-    gap = jnp.abs(difference)
+    gap, apart = jnp.abs(difference), correction.divergences(difference, batch.mask)
     return {
         "rollout/logp_gap_mean": masked_sum(gap, batch.mask) / tokens(batch.mask),
         "rollout/logp_gap_max": jnp.max(gap),
         "rollout/ratio_min": jnp.exp(jnp.maximum(jnp.min(difference), -FAR)),
         "rollout/ratio_max": jnp.exp(jnp.minimum(jnp.max(difference), FAR)),
-    } | {f"rollout_corr/{name}": x for name, x in correction.divergences(difference, batch.mask).items()}
+        "rollout_corr/kl": apart["kl"],
+        "rollout_corr/k3_kl": apart["k3_kl"],
+        "rollout_corr/chi2_token": apart["chi2_token"],
+        "rollout_corr/chi2_seq": apart["chi2_seq"],
+    }
 
 
 def corrected(what: Correction, batch: Batch) -> tuple[Batch, dict[str, Array]]:
@@ -46,7 +50,13 @@ def corrected(what: Correction, batch: Batch) -> tuple[Batch, dict[str, Array]]:
     if what.level is not None:
         raw = correction.raw_weights(log_ratio, mask, level=what.level)
         weight = correction.bounded(raw, lower=what.lower, upper=what.upper)
-        metrics |= {f"rollout_corr/rollout_is_{name}": x for name, x in correction.importance(weight, mask).items()}
+        spread = correction.importance(weight, mask)
+        metrics |= {
+            "rollout_corr/rollout_is_mean": spread["mean"],
+            "rollout_corr/rollout_is_max": spread["max"],
+            "rollout_corr/rollout_is_min": spread["min"],
+            "rollout_corr/rollout_is_eff_sample_size": spread["eff_sample_size"],
+        }
         if what.normalize:
             weight = correction.normalized(weight, mean=correction.mean_weight(weight, mask, level=what.level))
     return dataclasses.replace(batch, mask=kept, weight=weight), metrics

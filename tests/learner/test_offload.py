@@ -53,9 +53,7 @@ def test_what_waits_on_the_host_changes_no_bit(new_learner, make_recipe, drawn, 
 def test_what_is_computed_anew_is_the_same(new_learner, make_recipe, drawn, remat):
     plain, ours = (new_learner((1, 1, 1), make_recipe("grpo")) for _ in range(2))
     model = (Decoder(ours.cfg, remat=remat), ours.cfg)
-    ours.passes = ppo.make_passes(
-        ppo.Models(model, None, model), ours.recipe, temperature=0.8, chunk_tokens=64, sequences=16
-    )
+    ours.passes = ppo.make_passes(ppo.Models(model, None, model), ours.recipe, temperature=0.8, chunk_tokens=64)
     expected = updated(plain, drawn)
     for found in (updated(ours, drawn), updated(ours, drawn, params=True, optimizer=True)):
         jax.tree.map(

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
@@ -70,7 +71,8 @@ def test_rewards_and_advantages_pass_over_what_tools_said(trajectories):
         return np.where(data.mask, np.pad(found, ((0, 3), (0, 0))), np.float32(1e9))
 
     estimator = dataclasses.replace(recipe().estimator, whiten=False)
-    advantages = estimate.make_advantages(estimator, kl_penalty="full", correction=None, bypass=True, by_sequence=False)
+    how = dict(kl_penalty="full", correction=None, bypass=True, by_sequence=False)
+    advantages = jax.jit(estimate.make_advantages(estimator, **how))
     known, metrics = advantages(dataclasses.replace(data, value=flat(value), exact_kl=flat(penalty)), KL_COEF)
     total = []
     for b, t in enumerate(trajectories):
