@@ -19,7 +19,7 @@ from jppo.checkup import machine, run
 from jppo.checkup.finding import GIB, Finding, examine
 from jppo.rollout.sampler import RolloutError
 
-ESTIMATE = Estimate({"all": 1}, (Moment("log-probs", 0, 0),), 0, {})
+ESTIMATE = Estimate(parts={"all": 1}, moments=(Moment("log-probs", 0, 0),))
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup")
 
 
