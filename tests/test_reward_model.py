@@ -194,7 +194,7 @@ def test_a_dry_run_says_what_it_would_be(config, quick_compilation):
     ("changes", "complaint"),
     [
         ({"data.val_files": ""}, "data.val_files is empty"),
-        ({"loss.margin": 0.5, "loss.margin_column": "gap"}, "both say by how much"),
+        ({"loss.margin": 0.5, "loss.margin_column": "gap"}, "both set the margin"),
         ({"loss.margin": -1.0}, "loss.margin=-1.0 must be at least 0.0"),
         ({"loss.center_rewards_coefficient": -0.1}, "must be at least 0.0"),
         ({"trainer.test_freq": 0}, "trainer.test_freq=0 must be at least 1, or -1"),

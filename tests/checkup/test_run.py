@@ -19,7 +19,7 @@ from jppo.checkup import machine, run
 from jppo.checkup.finding import GIB, Finding, examine
 from jppo.rollout.sampler import RolloutError
 
-ESTIMATE = Estimate({"all": 1}, (Moment("log-probs", 0, 0),), {})
+ESTIMATE = Estimate(parts={"all": 1}, moments=(Moment("log-probs", 0, 0),))
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup")
 
 
@@ -112,7 +112,7 @@ def test_the_command_ends_with_1_on_a_failure_and_2_on_settings(small_run, monke
         doctor.main([file, "--no_server", "--config.data.train_files=none.jsonl"])
     out = capsys.readouterr().out
     assert e.value.code == 1 and re.search(r"^FAIL +data +.*none\.jsonl", out, re.M), out
-    assert "1 to fix" in out and not re.search(r"^\w+ +server  ", out, re.M)
+    assert "1 to be mended" in out and not re.search(r"^\w+ +server  ", out, re.M)
     for argument, said in (
         ("--config.actor.ppo_mini_batch_size=3", "must divide"),
         ("--python=x", "rollout.python"),
