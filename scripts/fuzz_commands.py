@@ -553,7 +553,8 @@ def judge(number: int, setup: pathlib.Path, folder: pathlib.Path, *, limit_s: fl
 
 def fault(case: Case, ended: Ended) -> str:
     """What is wrong with how a command ended; '' where nothing is."""
-    lines = [line for line in ended.stderr.splitlines() if line.strip()]
+    # transformers warns of what it finds in a model's files, before jppo refuses them.
+    lines = [line for line in ended.stderr.splitlines() if line.strip() and not line.startswith("[transformers] ")]
     if ended.code is None:
         return "no end within the time limit"
     if "Traceback (most recent call last)" in ended.stderr + ended.stdout:
