@@ -399,7 +399,7 @@ def of_content(rng: random.Random, path: pathlib.Path) -> str:
                 "return",
                 "1/0",
             )
-            odd += ("raise SystemExit(3)", "c.data = 7", "c.model.path = None", "x = = 1", "c.model = {}", "c = None")
+            odd += ("c.data = 7", "c.model.path = None", "x = = 1", "c.model = {}", "c = None")
             lines.insert(rng.randrange(5, len(lines)), f"    {rng.choice(odd)}".encode())
             path.write_bytes(b"\n".join(lines) + b"\n")
         else:
@@ -554,7 +554,8 @@ def judge(number: int, setup: pathlib.Path, folder: pathlib.Path, *, limit_s: fl
 
 def fault(case: Case, ended: Ended) -> str:
     """What is wrong with how a command ended; '' where nothing is."""
-    lines = [line for line in ended.stderr.splitlines() if line.strip()]
+    # transformers warns of what it finds in a model's files, before jppo refuses them.
+    lines = [line for line in ended.stderr.splitlines() if line.strip() and not line.startswith("[transformers] ")]
     if ended.code is None:
         return "no end within the time limit"
     if "Traceback (most recent call last)" in ended.stderr + ended.stdout:

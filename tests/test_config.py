@@ -1,5 +1,6 @@
 """Settings: rules refuse with value, rule and remedy; every setting is read; bad arguments are one line."""
 
+import errno
 import functools
 import inspect
 import math
@@ -451,6 +452,56 @@ def test_a_bad_argument_is_one_line(parse, argument, said):
     with pytest.raises(settings.UserError) as e:
         parse(argument)
     assert said in str(e.value) and "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("raise OSError('no disk')", "line 4: OSError: no disk; mend the file"),
+        ("1 / 0", "line 4: ZeroDivisionError"),
+        ("import nothing_here", "line 4: ModuleNotFoundError"),
+        ("x = = 1", "line 4: SyntaxError"),
+        ("c.actor.lrr = 1", "line 4: there is no setting 'lrr'; did you mean 'lr'?"),
+        ("c.actor.lr = 'fast'", "line 4: TypeError"),
+        ("c.data = 7", "line 4: TypeError"),
+        ("c = None", "get_config() returns None; it must return settings"),
+        ("return", "get_config() returns None"),
+        ("c.model = {}", "model.attention is missing"),
+        ("c.unlock(); c.new = 3", "new is no setting"),
+        ("c.model.path = None", "model.path=None must be of type str"),
+    ],
+)
+def test_a_fault_in_a_config_file_is_one_line_with_its_place(tmp_path, line, said):
+    file = tmp_path / "mine.py"
+    file.write_text(f"from jppo import config\ndef get_config():\n    c = config.default()\n    {line}\n    return c\n")
+    with pytest.raises(settings.UserError) as e:
+        settings.parse([f"--config={file}"], "about", settings.default())
+    assert str(e.value).startswith(str(file)) and said in str(e.value) and "\n" not in str(e.value)
+
+
+def test_a_file_without_get_config_or_with_an_argument_that_it_does_not_take(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("x = 1\n")
+    with pytest.raises(settings.UserError, match=r"has no get_config\(\)"):
+        settings.parse([f"--config={file}"], "about", settings.default())
+    file.write_text("def get_config():\n    return 1\n")
+    with pytest.raises(settings.UserError, match="takes no argument"):
+        settings.parse([f"--config={file}:x"], "about", settings.default())
+
+
+def test_an_error_reaches_the_terminal_as_one_line_without_controls(capsys):
+    @settings.exit_on_user_error
+    def command(error):
+        raise error
+
+    for error in (settings.UserError("a\nb\x1b[2J"), OSError(errno.ENAMETOOLONG, "File name too long", "x")):
+        with pytest.raises(SystemExit) as e:
+            command(error)
+        assert e.value.code == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == r"error: a\nb\x1b[2J" and second == "error: x: File name too long; name another path"
+    with pytest.raises(OSError, match="No space"):  # nothing that a path is to blame for
+        command(OSError(errno.ENOSPC, "No space", "x"))
 
 
 def test_a_config_that_is_not_there():

@@ -177,7 +177,7 @@ def _tokenise(
     messages: list[Messages], rows: list[Row], tokenizer: Any, render: Any, max_length: int | None
 ) -> list[list[int]]:
     chat = [not isinstance(message, str) for message in messages]
-    texts = [render(m, row) if c else m for m, c, row in zip(messages, chat, rows, strict=True)]
+    texts: list[Any] = [render(m, row) if c else m for m, c, row in zip(messages, chat, rows, strict=True)]
     for row, text in zip(rows, texts, strict=True) if max_length is None else ():
         announce_long(row.place, str(text))
     ids: list[list[int]] = [[] for _ in texts]
