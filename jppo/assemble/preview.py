@@ -92,7 +92,7 @@ def programs(passes: ppo.Passes, recipe: ppo.Recipe, plan: packing.Plan, models:
         f.name for f in dataclasses.fields(passes) if getattr(passes, f.name) is not None and f.name not in unused
     ]
     # An optimizer step, an empty sum of gradients, and where groups of devices have their own the exchange of sums.
-    return len(by_shape) * len(plan.shapes) + (2 if mesh.shape[update.GROUPS] == 1 else 3) * models
+    return len(by_shape) * len(plan.shapes) + (2 if update.groups_of(mesh) == 1 else 3) * models
 
 
 @dataclasses.dataclass(frozen=True)
