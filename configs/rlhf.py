@@ -10,9 +10,10 @@ foretell. All stages on a small model are docs/examples/tinystories.md.
 
 Hardware: one GPU of 80 GB, shared by the trainer, the reward model and vLLM. Memory: the trainer takes 28 GiB of an
 H100 by --dry_run --machine=H100, forecast by the compiler, not measured; the reward model is not in it, 1 GiB of
-weights. Not run here on a GPU: time and result are not known. What to expect is that `reward/rm_score/mean` rises while
-`actor/reward_kl_penalty` stays near `algorithm.target_kl`; where the reward rises and the answers in samples/ get worse,
-the target is too high for this reward model. The argument is the run's folder, in which the reward model is: --config=configs/rlhf.py:runs/other
+weights. Not run here on a GPU: time and result are not known. What to expect is that `reward/rm_score/mean` rises
+while `actor/reward_kl_penalty` stays near `algorithm.target_kl`; where the reward rises and the answers in samples/
+get worse, the target is too high for this reward model. The argument is the run's folder, in which the reward model
+is: --config=configs/rlhf.py:runs/other
 """
 
 import ml_collections
