@@ -6,8 +6,8 @@
 Samples come from weights at most one update old; importance weights per token correct the log-prob mismatch
 (`algorithm.old_logprob=correction`). On a CPU: configs/quickstart.py with --config.rollout.mode=async.
 
-Hardware: two GPUs of 80 GB, one for the trainer and one for vLLM. Time: not measured on GPUs; on a CPU the quickstart
-waited 3.5 s of 245 s of sampling. Expected: the score of configs/gsm8k.py, sooner.
+Hardware: two GPUs of 80 GB, one for the trainer and one for vLLM; the memory of configs/gsm8k.py. Time: not measured
+on GPUs; on a CPU the quickstart waited 3.5 s of 245 s of sampling. Expected: the score of configs/gsm8k.py, sooner.
 """
 
 import ml_collections

@@ -59,7 +59,6 @@ TPU: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "fsdp": ("v5e-4", TINY, {"mesh.data": 1, "mesh.fsdp": 4}),
     "tensor": ("v5e-4", TINY, {"mesh.data": 1, "mesh.fsdp": 2, "mesh.tensor": 2}),
     "sequence": ("v5e-4", TINY, {"mesh.data": 1, "mesh.fsdp": 2, "mesh.sequence": 2}),
-    "data": ("v5e-4", TINY, {"mesh.data": 4}),
 }
 CASES = {"gpu": GPU, "tpu": TPU}
 BASE: dict[str, Any] = {

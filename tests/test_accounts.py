@@ -73,7 +73,7 @@ def test_a_program_that_is_gone_is_said():
 def test_every_mesh_axis_and_kind_of_program_is_among_the_cases():
     for cases in check_accounts.CASES.values():
         axes = {name for _, _, changes in cases.values() for name, size in changes.items() if size not in (1, -1)}
-        assert {"mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.sequence"} <= axes
+        assert {"mesh.fsdp", "mesh.tensor", "mesh.sequence"} <= axes
     names = set(check_accounts.GPU)
     assert {"lora", "exact_kl", "long", "hosts"} <= names
 

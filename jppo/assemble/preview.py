@@ -86,7 +86,7 @@ def programs(passes: ppo.Passes, plan: packing.Plan, models: int, mesh: Any) -> 
     """How many programs XLA compiles for a run of so many trained models: the large ones, of passes and updates."""
     by_shape = [name for name in vars(passes) if name != "advantages" and getattr(passes, name) is not None]
     # An optimizer step, an empty sum of gradients, and where groups of devices have their own the exchange of sums.
-    return len(by_shape) * len(plan.shapes) + 1 + (2 if mesh.shape[update.GROUPS] == 1 else 3) * models
+    return len(by_shape) * len(plan.shapes) + 1 + (2 if update.groups_of(mesh) == 1 else 3) * models
 
 
 @dataclasses.dataclass(frozen=True)

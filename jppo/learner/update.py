@@ -111,6 +111,14 @@ def make_imitation_loss(logprob: LogProb) -> Loss:
     return loss
 
 
+def groups_of(mesh: Mesh) -> int:
+    """How many groups of devices along `data` have sums of gradients of their own; 1: sums are exchanged at once.
+
+    libtpu 0.0.42 ends the process while it compiles programs for groups (v5e-4, data=4).
+    """
+    return 1 if sharding.platform(mesh) == "tpu" else mesh.shape[GROUPS]
+
+
 def make_accumulate(
     loss: Loss, *, mesh: Mesh | None = None, options: dict[str, Any] | None = None
 ) -> Callable[..., tuple[Carry, dict[str, Array]]]:
@@ -120,7 +128,7 @@ def make_accumulate(
     gradients, which take no more memory than their sum would; `make_exchange` sums these, once a mini-batch.
     `options` are the compiler's.
     """
-    groups = 1 if mesh is None else mesh.shape[GROUPS]
+    groups = 1 if mesh is None else groups_of(mesh)
 
     def by_group(x: Array) -> Array:
         """Rows [R, ...] as [groups, R / groups, ...]."""
@@ -162,7 +170,7 @@ def make_exchange(shardings: Params) -> jax.stages.Wrapped | None:
     The sums take the place of what was summed: a program of its own may have its arguments overwritten.
     """
     mesh = jax.tree.leaves(shardings)[0].mesh
-    if mesh.shape[GROUPS] == 1:
+    if groups_of(mesh) == 1:
         return None
     specs = jax.tree.map(lambda place: PartitionSpec(GROUPS, *place.spec), shardings), PartitionSpec()
 
@@ -212,7 +220,7 @@ def make_apply(
 def abstract_carry(shapes: Params, shardings: Params) -> Carry:
     """An f32 accumulator as shapes, in the parameters' shards: one for each group of devices along `data`."""
     mesh = jax.tree.leaves(shardings)[0].mesh
-    groups = mesh.shape[GROUPS]
+    groups = groups_of(mesh)
 
     def one(x: Any, place: NamedSharding) -> Any:
         if groups == 1:
