@@ -528,3 +528,20 @@ def test_every_number_is_finite(make, value):
         put(c, name, (value, 0.9) if name.endswith("betas") else value)
         with pytest.raises(settings.UserError, match=rf"{name}=.* must be a finite number"):
             settings.check(c)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("", {}),
+        ("enable_thinking=False", {"enable_thinking": False}),
+        ("enable_thinking=false, effort=low,budget=512", {"enable_thinking": False, "effort": "low", "budget": 512}),
+    ],
+)
+def test_arguments_of_the_chat_template(text, found):
+    assert settings.template_arguments(text) == found
+
+
+@pytest.mark.parametrize("text", ["enable_thinking", "a b=1", "=1", "a=1,a=2"])
+def test_arguments_of_the_chat_template_that_are_none(config, text):
+    assert "enable_thinking=False" in refusal(config, "data.apply_chat_template_kwargs", text)

@@ -11,7 +11,7 @@ from jppo.config.draws import cuts
 from jppo.config.errors import UserError
 from jppo.config.shipped import recipe
 from jppo.config.steps import check_within, parse_steps
-from jppo.config.texts import importance_band, loggers, rejection_rules, save_contents, stop_texts
+from jppo.config.texts import importance_band, loggers, rejection_rules, save_contents, stop_texts, template_arguments
 
 __all__ = [
     "UserError",
@@ -33,4 +33,5 @@ __all__ = [
     "save_contents",
     "sft_default",
     "stop_texts",
+    "template_arguments",
 ]

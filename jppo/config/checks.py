@@ -13,7 +13,7 @@ from jppo.config.errors import UserError
 from jppo.config.memory import check_memory
 from jppo.config.multi_turn import check_multi_turn
 from jppo.config.steps import parse_steps
-from jppo.config.texts import importance_band, loggers, rejection_rules, save_contents
+from jppo.config.texts import importance_band, loggers, rejection_rules, save_contents, template_arguments
 
 _KL = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full")
 _KL_NAMES = (*_KL, *(f"{name}+" for name in _KL))
@@ -168,6 +168,7 @@ ABOVE_ZERO = (
 OFF_OR_POSITIVE = (  # -1 is off
     "rollout.multi_turn.max_assistant_turns",
     "rollout.multi_turn.max_user_turns",
+    "data.train_max_samples",
     "data.val_max_samples",
     "data.val_batch_size",
     "rollout.top_k",
@@ -224,6 +225,7 @@ def check(config: ml_collections.ConfigDict, *, training: bool = True) -> None:
         if _has(config, name) and not _get(config, name):
             raise UserError(f"{name} is empty; give a path, as in --config.{name}=PATH")
     loggers(config.trainer.logger)
+    template_arguments(_find(config, "data.apply_chat_template_kwargs") or "")
     if "rollout" in config:
         if (last := config.rollout.port + config.rollout.servers - 1) > 65535:
             raise UserError(f"rollout.port={config.rollout.port}: the last server has port {last}, ports end at 65535")

@@ -64,11 +64,15 @@ def default() -> ml_collections.ConfigDict:
             train_files="",  # parquet, jsonl, json or tfds:NAME/SPLIT@DIR; several separated by commas
             val_files="",  # the test's, in the same forms
             custom_cls="",  # 'path.py:Class': reads the entries of train_files and val_files, Class(entry, tokenizer=)
+            prompt_key="prompt",  # column of the prompts
+            reward_fn_key="data_source",  # column that names each row's rule
             mix="",  # 'a=0.7,b=0.3': weights of files, by stem, or of data sources; '': all prompts alike
             train_batch_size=256,  # prompts a step
             val_batch_size=-1,  # prompts asked at once in a test; -1: all
+            train_max_samples=-1,  # prompts of training, the first so many; -1: all
             val_max_samples=-1,  # prompts of a test, the first so many; -1: all
             system_prompt="",  # put before chat messages that have no system message; '': none
+            apply_chat_template_kwargs="",  # arguments of the chat template, as in 'enable_thinking=False'; '': none
             max_prompt_length=1024,  # tokens
             max_response_length=512,  # tokens; one that gets there is cut
             filter_overlong_prompts=True,  # leaves over-long prompts out
