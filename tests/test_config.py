@@ -600,3 +600,20 @@ def test_every_setting_is_read(small_run, quick_compilation, monkeypatch):
         seen |= {f"{section}.{one}" for part in registry.values() for one in inspect.signature(part).parameters}
     assert names(small_run) - seen == set()
     assert (pathlib.Path(small_run.trainer.run_dir) / "hf/model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("", {}),
+        ("enable_thinking=False", {"enable_thinking": False}),
+        ("enable_thinking=false, effort=low,budget=512", {"enable_thinking": False, "effort": "low", "budget": 512}),
+    ],
+)
+def test_arguments_of_the_chat_template(text, found):
+    assert settings.template_arguments(text) == found
+
+
+@pytest.mark.parametrize("text", ["enable_thinking", "a b=1", "=1", "a=1,a=2"])
+def test_arguments_of_the_chat_template_that_are_none(config, text):
+    assert "enable_thinking=False" in refusal(config, "data.apply_chat_template_kwargs", text)

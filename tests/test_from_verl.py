@@ -12,6 +12,7 @@ from jppo.config import table
 from jppo.verl import names, page
 from jppo.verl.overrides import read_value
 from jppo.verl.script import read_script
+from jppo.verl.translate import translate
 from tests.verl_scripts import SCRIPTS
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -333,3 +334,14 @@ def test_the_page_is_the_table(capsys):
     printed = capsys.readouterr().out
     assert printed == page.names()
     assert (ROOT / "docs/verl.md").read_text(encoding="utf-8").endswith(printed)
+
+
+def test_names_of_columns_and_arguments_of_the_chat_template():
+    words = ["data.prompt_key=question", "data.reward_fn_key=task", "data.train_max_samples=100"]
+    words += ["+data.apply_chat_template_kwargs.enable_thinking=False", "+data.apply_chat_template_kwargs.effort=low"]
+    found = translate(words)
+    assert {line.kind for line in found.lines} == {"same"}
+    assert found.settings["data.prompt_key"] == "question" and found.settings["data.reward_fn_key"] == "task"
+    assert found.settings["data.train_max_samples"] == 100
+    assert found.settings["data.apply_chat_template_kwargs"] == "enable_thinking=False,effort=low"
+    assert translate(["data.apply_chat_template_kwargs={}"]).settings["data.apply_chat_template_kwargs"] == ""

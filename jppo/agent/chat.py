@@ -6,7 +6,8 @@ that turn, unless it was sampled.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jppo.agent.calls import Schema
@@ -30,14 +31,21 @@ class Chat:
     opening: Callable[[Messages, list[int], str], list[int]]
 
 
-def templated(tokenizer: Any, schemas: Sequence[Schema], *, roles: Sequence[str], name: str) -> Chat:
+def templated(
+    tokenizer: Any,
+    schemas: Sequence[Schema],
+    *,
+    roles: Sequence[str],
+    name: str,
+    arguments: Mapping[str, Any] = types.MappingProxyType({}),
+) -> Chat:
     """Builds a Chat from the chat template, after checking that it keeps earlier messages of these roles."""
     if tokenizer.chat_template is None:
         raise UserError(
             f"rollout.multi_turn.format={name!r} needs a chat template, and the tokenizer has none; give one in"
             " tokenizer_config.json or chat_template.jinja, or set rollout.multi_turn.format=plain"
         )
-    render = make_renderer(tokenizer, schemas)
+    render = make_renderer(tokenizer, schemas, arguments)
 
     def encode(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

@@ -11,6 +11,7 @@ from jppo.agent.calls import PARSERS, Schema
 from jppo.agent.talk import Turns, make_talk
 from jppo.agent.tools import Limits, Toolbox, read_tools
 from jppo.assemble.sandbox import sandbox_of
+from jppo.config import template_arguments
 from jppo.data.tokenizer import decode
 from jppo.rollout.sampler import Talk
 
@@ -52,7 +53,9 @@ def make_agent(c: ConfigDict, tokenizer: Any, ends: tuple[int, ...]) -> Agent | 
         between, told = chat.plain(tokenizer), []
     else:
         roles = [*(["tool"] if toolbox.schemas else []), *(["user"] if begin is not None else [])]
-        between, told = chat.templated(tokenizer, toolbox.schemas, roles=roles, name=m.format), toolbox.schemas
+        arguments = template_arguments(c.data.apply_chat_template_kwargs)
+        between = chat.templated(tokenizer, toolbox.schemas, roles=roles, name=m.format, arguments=arguments)
+        told = toolbox.schemas
 
     def spell(ids: list[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -8,7 +8,7 @@ from ml_collections import ConfigDict
 from jppo.assemble.agent import Agent, make_agent
 from jppo.assemble.optimizers import require_optimizers
 from jppo.assemble.recipe import make_estimator
-from jppo.config import UserError, stop_texts
+from jppo.config import UserError, stop_texts, template_arguments
 from jppo.data.prompts import PromptSet, mixture, read_prompts
 from jppo.data.stream import steps_per_epoch
 from jppo.data.tokenizer import check_stop_texts, decode, end_token_ids, load_tokenizer
@@ -45,7 +45,7 @@ def read_inputs(c: ConfigDict) -> Inputs:
     end_tokens = end_token_ids(c.model.path, tokenizer)
     agent = make_agent(c, tokenizer, end_tokens)
     train = mixture(
-        read_prompts(c.data.train_files, **_reading(c, tokenizer, agent)),
+        read_prompts(c.data.train_files, max_samples=c.data.train_max_samples, **_reading(c, tokenizer, agent)),
         c.data.mix,
         batch_size=c.data.train_batch_size,
     )
@@ -119,8 +119,15 @@ def _reading(c: ConfigDict, tokenizer: Any, agent: Agent | None) -> dict[str, An
         truncation=c.data.truncation,
         system_prompt=c.data.system_prompt,
         custom_cls=c.data.custom_cls,
+        columns=columns_of(c),
+        template_arguments=template_arguments(c.data.apply_chat_template_kwargs),
         tools=() if agent is None else agent.schemas,
     )
+
+
+def columns_of(c: ConfigDict) -> dict[str, str]:
+    """The names that the data files have for jppo's columns."""
+    return {"prompt": c.data.prompt_key, "data_source": c.data.reward_fn_key}
 
 
 def read_models(c: ConfigDict) -> tuple[ModelConfig, ModelConfig | None, ModelConfig | None]:

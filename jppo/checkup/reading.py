@@ -8,9 +8,10 @@ from ml_collections import ConfigDict
 
 from jppo import assemble
 from jppo.assemble import memory
-from jppo.assemble.inputs import critic_path
+from jppo.assemble.inputs import columns_of, critic_path
 from jppo.assemble.reward import make_judge
 from jppo.checkup.finding import Finding
+from jppo.config import template_arguments
 from jppo.data import check as data_check
 from jppo.data.tokenizer import end_token_ids, load_tokenizer
 from jppo.rewards import check as reward_check
@@ -50,7 +51,13 @@ def sampling(c: ConfigDict) -> Iterator[Finding]:
 
 def data(c: ConfigDict, inputs: assemble.Inputs) -> Iterator[Finding]:
     """Checks both sets like `jppo.data.check`, and their use in training."""
-    read = dict(tokenizer=inputs.tokenizer, system_prompt=c.data.system_prompt, custom_cls=c.data.custom_cls)
+    read = dict(
+        tokenizer=inputs.tokenizer,
+        system_prompt=c.data.system_prompt,
+        custom_cls=c.data.custom_cls,
+        columns=columns_of(c),
+        template_arguments=template_arguments(c.data.apply_chat_template_kwargs),
+    )
     graded = (source for source in inputs.sources if _graded_anyway(c) or grader_of(source) is not None)
     graders = dict.fromkeys(graded, "rule")
     train = data_check.look(c.data.train_files, "data.train_files", **read)

@@ -10,7 +10,7 @@ from jppo.config.shipped import recipe
 from jppo.config.steps import check_within, parse_steps
 from jppo.config.table import default, reward_model_default, sft_default
 from jppo.config.table import values as by_name
-from jppo.config.texts import importance_band, loggers, rejection_rules, save_contents, stop_texts
+from jppo.config.texts import importance_band, loggers, rejection_rules, save_contents, stop_texts, template_arguments
 from jppo.errors import UserError
 
 __all__ = [
@@ -37,4 +37,5 @@ __all__ = [
     "save_contents",
     "sft_default",
     "stop_texts",
+    "template_arguments",
 ]

@@ -32,14 +32,19 @@ MODEL = (
 DATA = (
     S("train_files", "", "Training sets: parquet, jsonl, json or tfds:NAME/SPLIT@DIR, separated by commas"),
     S("val_files", "", "Test sets, in the same forms", required=True),
+    S("prompt_key", "prompt", "Column of the prompts", required=True),
+    S("reward_fn_key", "data_source", "Column that names each row's rule", required=True),
     S("custom_cls", "", "User-defined reader of train_files and val_files, PATH.py:CLASS or MODULE:CLASS, called as"
       " Class(entry, tokenizer=)"),
     S("mix", "", "Sampling weights of files (by stem) or data sources, as in a=0.7,b=0.3. '': all prompts are equally"
       " likely"),
     S("train_batch_size", 256, "Prompts per step", bounds="[1,"),
     S("val_batch_size", -1, "Prompts generated concurrently in a test. -1: all", bounds="[1,", off=-1),
+    S("train_max_samples", -1, "Training prompts, the first of the set. -1: all", bounds="[1,", off=-1),
     S("val_max_samples", -1, "Prompts of a test, the first of the set. -1: all", bounds="[1,", off=-1),
     S("system_prompt", "", "System message for chats that have none. '': none is added"),
+    S("apply_chat_template_kwargs", "", "Arguments of the chat template, as in 'enable_thinking=False'",
+      form=texts.template_arguments),
     S("max_prompt_length", 1024, "Longest prompt", unit="tokens", bounds="[1,"),
     S("max_response_length", 512, "Longest response; a response of this length is cut", unit="tokens", bounds="[1,"),
     S("filter_overlong_prompts", True, "Removal of over-long prompts from the set"),

@@ -1,5 +1,8 @@
 """Parsers of settings that are a list or a band in one text."""
 
+import ast
+from typing import Any
+
 from jppo.errors import UserError
 
 SAVE_CONTENTS = ("model", "optimizer", "extra", "hf_model")  # extra: keys, counters, coefficients, data positions
@@ -39,6 +42,23 @@ def loggers(names: str) -> tuple[str, ...]:
             f"trainer.logger={names!r} has no jsonl: metrics.jsonl is what a resumed run and its summary read; try"
             f" {','.join((*found, 'jsonl'))!r}"
         )
+    return found
+
+
+def template_arguments(text: str) -> dict[str, Any]:
+    """The arguments of a chat template, as in 'enable_thinking=False,effort=low': Python literals, or else words."""
+    found: dict[str, Any] = {}
+    for entry in filter(None, (entry.strip() for entry in text.split(","))):
+        name, equals, value = (part.strip() for part in entry.partition("="))
+        if not equals or not name.isidentifier() or name in found:
+            raise UserError(
+                f"data.apply_chat_template_kwargs={text!r}: {entry!r} must be NAME=VALUE, each name once; try"
+                " 'enable_thinking=False'"
+            )
+        try:
+            found[name] = ast.literal_eval({"true": "True", "false": "False", "null": "None"}.get(value, value))
+        except (SyntaxError, ValueError):
+            found[name] = value
     return found
 
 

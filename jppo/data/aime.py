@@ -20,9 +20,11 @@ def example(row: Row, index: int) -> dict[str, Any]:
     if "prompt" in row.columns:
         return dapo_math.example(row, "test")
     lower = Row(row.source, row.number, {name.lower(): value for name, value in row.columns.items()}, row.unit)
-    problem, answer = text_column(lower, "problem"), lower.columns.get("answer")
-    if not str(answer).strip().isdecimal() or not 0 <= int(answer) <= 999:
-        raise UserError(f"{row.place}: answer is {brief(answer)}; AIME's are integers from 0 to 999")
+    problem, answer = text_column(lower, "problem"), str(lower.columns.get("answer"))
+    if not answer.strip().isdecimal() or not 0 <= int(answer) <= 999:
+        raise UserError(
+            f"{row.place}: answer is {brief(lower.columns.get('answer'))}; AIME's are integers from 0 to 999"
+        )
     return prepare.example(dapo_math.PROMPT.format(problem), str(int(answer)), source="aime", split="test", index=index)
 
 

@@ -9,7 +9,8 @@ model reads it. Exit code 0 with a line OK or WARN for each; 2 if the data canno
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+import types
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,14 +48,24 @@ class Looked:
     ids: list[list[int]] | None  # None without a tokenizer
 
 
-def look(files: str, setting: str, *, tokenizer: Any, system_prompt: str, custom_cls: str) -> Looked:
+def look(
+    files: str,
+    setting: str,
+    *,
+    tokenizer: Any,
+    system_prompt: str,
+    custom_cls: str,
+    columns: Mapping[str, str] = types.MappingProxyType({}),
+    template_arguments: Mapping[str, Any] = types.MappingProxyType({}),
+) -> Looked:
     """Reads a set, with the errors that training would raise."""
-    sources = read_sources(files, setting, custom_cls=custom_cls, tokenizer=tokenizer)
+    sources = read_sources(files, setting, custom_cls=custom_cls, tokenizer=tokenizer, columns=columns)
     rows = [row for source in sources for row in source.rows]
     prompts = [with_system_prompt(prompt_of(row), system_prompt, row) for row in rows]
     for source in sources:
         check_one_schema(source.rows)
-    return Looked(sources, rows, prompts, None if tokenizer is None else tokenise(prompts, rows, tokenizer))
+    ids = None if tokenizer is None else tokenise(prompts, rows, tokenizer, template_arguments=template_arguments)
+    return Looked(sources, rows, prompts, ids)
 
 
 def findings(seen: Looked, *, max_prompt_length: int | None, graders: dict[str, str]) -> list[Finding]:

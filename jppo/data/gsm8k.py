@@ -33,7 +33,7 @@ def example(row: Row, split: str) -> dict[str, Any]:
     match = _ANSWER.search(answer)
     if match is None:
         raise UserError(f"{row.place}: the answer must end with `#### <number>`; it ends with {answer[-40:]!r}")
-    extra = dict(split=split, index=row.number - 1, question=question, answer=answer)
+    extra: dict[str, Any] = dict(split=split, index=row.number - 1, question=question, answer=answer)
     truth = match.group(1).replace(",", "")
     return prepare.example(f"{question} {SUFFIX}", truth, source="openai/gsm8k", **extra)
 

@@ -25,7 +25,7 @@ def example(row: Row, split: str, index: int) -> dict[str, Any]:
     if not truth:
         raise UserError(f"{row.place}: solution must hold \\boxed{{ANSWER}}; it ends with {solution[-40:]!r}")
     known = {name: str(row.columns[name]) for name in ("level", "type") if row.columns.get(name) is not None}
-    extra = dict(split=split, index=index, solution=solution, **known)
+    extra: dict[str, Any] = dict(split=split, index=index, solution=solution, **known)
     return prepare.example(f"{problem} {SUFFIX}", truth, source=SOURCE, **extra)
 
 

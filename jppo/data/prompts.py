@@ -9,6 +9,7 @@ special tokens. Other columns are passed to graders in `Prompt.extra`, including
 import dataclasses
 import json
 import sys
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -49,28 +50,32 @@ def read_prompts(
     system_prompt: str = "",
     custom_cls: str = "",
     max_samples: int = -1,
+    columns: Mapping[str, str] = types.MappingProxyType({}),
+    template_arguments: Mapping[str, Any] = types.MappingProxyType({}),
     tools: Sequence[Mapping[str, Any]] = (),
     setting: str = "data.train_files",
 ) -> PromptSet:
     """Reads, checks and tokenises the first `max_samples` rows (-1: all) of comma-separated sources.
 
-    Chat templates show `tools` to the model, by their schemas.
+    `columns` are the files' names for prompt and data_source. Chat templates get `template_arguments`, and show `tools`
+    to the model, by their schemas.
     """
     if max_samples != -1 and max_samples < 1:
-        raise UserError(f"data.val_max_samples={max_samples} must be -1 (all rows) or 1 or more")
+        raise UserError(f"{setting.replace('files', 'max_samples')}={max_samples} must be -1 (all rows) or 1 or more")
     if filter_overlong and truncation != "error":
         raise UserError(
             f"data.truncation={truncation!r} cuts over-long prompts, and data.filter_overlong_prompts=True leaves them "
             "out; set the one to error or the other to False"
         )
-    sources = read_sources(files, setting, custom_cls=custom_cls, tokenizer=tokenizer)
+    sources = read_sources(files, setting, custom_cls=custom_cls, tokenizer=tokenizer, columns=columns)
     numbered = [(source, row) for source in sources for row in source.rows]
     numbered = numbered if max_samples == -1 else numbered[:max_samples]
     rows = [row for _, row in numbered]
     messages = [with_system_prompt(prompt_of(row), system_prompt, row) for row in rows]
     for source in sources:
         check_one_schema(source.rows)
-    ids = tokenise(messages, rows, tokenizer, tools, max_length=max_prompt_length if truncation == "error" else None)
+    most = max_prompt_length if truncation == "error" else None
+    ids = tokenise(messages, rows, tokenizer, tools, template_arguments, max_length=most)
     prompts, members, truncated = [], {source.name: [] for source in sources}, 0  # type: ignore[var-annotated]
     for (source, row), message, tokens in zip(numbered, messages, ids, strict=True):
         if len(tokens) > max_prompt_length:
@@ -150,11 +155,12 @@ def tokenise(
     rows: list[Row],
     tokenizer: Any,
     tools: Sequence[Mapping[str, Any]] = (),
+    template_arguments: Mapping[str, Any] = types.MappingProxyType({}),
     *,
     max_length: int | None = None,
 ) -> list[list[int]]:
-    """Token ids of prompts, as `encode_all` has them; `rows` are where they stand, for errors."""
-    render = make_renderer(tokenizer, tools)
+    """Token ids of prompts, as by `encode_all`; `rows` are their places for errors."""
+    render = make_renderer(tokenizer, tools, template_arguments)
     ids: list[list[int]] = []
     terminal = console.Console(stderr=True)
     shown = len(messages) > SHOWN_FROM and sys.stderr.isatty()

@@ -9,7 +9,8 @@ custom class is.
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable, Iterable
+import types
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jppo.config import UserError
@@ -29,8 +30,18 @@ class Source:
     rows: list[Row]
 
 
-def read_sources(entries: str, setting: str, *, custom_cls: str = "", tokenizer: Any = None) -> list[Source]:
-    """Reads the rows of all sources in a comma-separated list, in order."""
+NAMED_BY = {"prompt": "data.prompt_key", "data_source": "data.reward_fn_key"}
+
+
+def read_sources(
+    entries: str,
+    setting: str,
+    *,
+    custom_cls: str = "",
+    tokenizer: Any = None,
+    columns: Mapping[str, str] = types.MappingProxyType({}),
+) -> list[Source]:
+    """Reads the rows of all sources in a comma-separated list, in order; `columns` are other names for jppo's."""
     listed = [entry.strip() for entry in entries.split(",") if entry.strip()]
     if not listed:
         raise UserError(f"{setting}={entries!r} names no file; give one or more of {FORMS}, separated by commas")
@@ -44,7 +55,20 @@ def read_sources(entries: str, setting: str, *, custom_cls: str = "", tokenizer:
         readers = [_reader(entry, setting) for entry in listed]  # checks that all exist before reading one
     short = [name for _, name in readers]
     names = [name if short.count(name) == 1 else entry for name, entry in zip(short, listed, strict=True)]
-    return [Source(name, read()) for name, (read, _) in zip(names, readers, strict=True)]
+    other = {ours: theirs for ours, theirs in columns.items() if ours != theirs}
+    found = [Source(name, read()) for name, (read, _) in zip(names, readers, strict=True)]
+    return [Source(one.name, [_renamed(row, other) for row in one.rows]) for one in found] if other else found
+
+
+def _renamed(row: Row, columns: Mapping[str, str]) -> Row:
+    for ours, theirs in columns.items():
+        if theirs not in row.columns:
+            raise UserError(
+                f"{row.place} has no {theirs!r}, which {NAMED_BY[ours]} names; its columns are"
+                f" {', '.join(map(str, row.columns))}"
+            )
+    kept = {name: value for name, value in row.columns.items() if name not in (*columns, *columns.values())}
+    return dataclasses.replace(row, columns=kept | {ours: row.columns[theirs] for ours, theirs in columns.items()})
 
 
 def _reader(entry: str, setting: str) -> tuple[functools.partial[list[Row]], str]:

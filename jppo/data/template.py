@@ -7,7 +7,8 @@ Messages are never rendered as templates.
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+import types
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -39,29 +40,46 @@ def unknown_names(template: str) -> dict[str, Any]:
     return {name: _Unknown(name=name) for name in sorted(read - {*_GIVEN, *_TOKENS, *environment.globals})}
 
 
-def make_renderer(tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()) -> Any:
+def make_renderer(
+    tokenizer: Any,
+    tools: Sequence[Mapping[str, Any]] = (),
+    arguments: Mapping[str, Any] = types.MappingProxyType({}),
+) -> Any:
     """Returns a function (messages, row) -> text with the start of the assistant's turn, if `opened`.
 
-    `row` is the place for errors; `tools` are schemas that the template shows to the model.
+    `row` is the place for errors; `tools` are schemas that the template shows to the model; `arguments` are further
+    names that it reads.
     """
     if tokenizer.chat_template is None:
+        _check_arguments(arguments, ())
         return _no_template
     template = tokenizer.get_chat_template()
     taken = {*inspect.signature(tokenizer.apply_chat_template).parameters, *tokenizer.special_tokens_map}
     unknown = {name: value for name, value in unknown_names(template).items() if name not in taken}
+    _check_arguments(arguments, unknown)
 
     told = [dict(tool) for tool in tools] or None
 
     def render(messages: Sequence[Mapping[str, str]], row: Row, opened: bool = True) -> str:
         try:
             return tokenizer.apply_chat_template(
-                messages, tools=told, add_generation_prompt=opened, tokenize=False, **unknown
+                messages, tools=told, add_generation_prompt=opened, tokenize=False, **(unknown | dict(arguments))
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as e:
             said = str(e).strip().partition("\n")[0]
             raise UserError(f"{row.place}: the chat template refuses the prompt: {said}") from e
 
     return render
+
+
+def _check_arguments(arguments: Mapping[str, Any], read: Iterable[str]) -> None:
+    """UserError for an argument that would change nothing."""
+    for name in arguments:
+        if name not in read:
+            raise UserError(
+                f"data.apply_chat_template_kwargs has {name!r}, which the tokenizer's chat template does not read; it"
+                f" reads {', '.join(read) or 'no arguments'}; leave {name} out"
+            )
 
 
 def _no_template(messages: Any, row: Row, opened: bool = True) -> str:

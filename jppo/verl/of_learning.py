@@ -17,20 +17,14 @@ DATA = (
     same("data.truncation", "data.truncation", "error"),
     same("data.shuffle", "data.shuffle", True),
     same("data.seed", "trainer.seed", convert="given", why="jppo has one seed, of everything that is drawn"),
-    *missing(
-        "jppo's column is prompt; rename it, or read the rows by data.custom_cls", "data.prompt_key", off=("prompt",)
-    ),
-    *missing("jppo's column is data_source; rename it", "data.reward_fn_key", off=("data_source",)),
-    *missing("all rows are drawn from; cut the file", "data.train_max_samples", off=(-1,)),
+    same("data.prompt_key", "data.prompt_key"),
+    same("data.reward_fn_key", "data.reward_fn_key"),
+    same("data.train_max_samples", "data.train_max_samples", convert="off", why="the first rows; verl draws them"),
     *missing(
         "verl's is a Dataset of torch; data.custom_cls=PATH.py:CLASS is one that yields rows", "data.custom_cls.*"
     ),
     *missing("every prompt that is drawn is learned from; set data.train_batch_size", "data.gen_batch_size"),
-    *missing(
-        "the template gets no arguments; change chat_template in the model's tokenizer_config.json",
-        "data.apply_chat_template_kwargs*",
-        off=({},),
-    ),
+    same("data.apply_chat_template_kwargs", "data.apply_chat_template_kwargs", convert="arguments"),
     *missing(
         "the tokenizer is that of model.path; put it into that directory", "data.tokenizer", f"{_M}.tokenizer_path"
     ),

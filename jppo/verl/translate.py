@@ -81,6 +81,7 @@ def _read(words: Iterable[str]) -> tuple[dict[str, Any], dict[str, str], list[Li
                 now = today(name)
                 values.pop(now, None)  # in the order of what counts
                 values[now], said[now] = value, f"{key}={text}" if name == key.lstrip("+") else f"{name}={value}"
+    _gather(values, said, "data.apply_chat_template_kwargs")
     _interpolate(values)
     for key, value in values.items():
         usual = row.default if (row := find(key)) else None
@@ -93,6 +94,14 @@ def _read(words: Iterable[str]) -> tuple[dict[str, Any], dict[str, str], list[Li
                 f" the environment, or give {key}=VALUE behind the file"
             )
     return values, said, lines
+
+
+def _gather(values: dict[str, Any], said: dict[str, str], key: str) -> None:
+    """Overrides of the entries of a dict, as one value of `key`."""
+    entries = [name for name in values if name.startswith(f"{key}.")]
+    if entries:
+        said[key] = " ".join(said[name] for name in entries)
+        values[key] = {name.removeprefix(f"{key}."): values.pop(name) for name in entries}
 
 
 def _interpolate(values: dict[str, Any]) -> None:

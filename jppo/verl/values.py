@@ -170,6 +170,7 @@ CONVERSIONS: dict[str, Callable[[Any, Look], Any]] = {
     "commas": lambda value, _: commas(value),
     "text": lambda value, _: "" if value is None else commas(value),
     "off": lambda value, _: off_or(value, -1),
+    "arguments": lambda value, _: ",".join(f"{name}={one}" for name, one in (value or {}).items()),
     "or_zero": lambda value, _: off_or(value, 0.0),
     "or_none": lambda value, _: off_or(value, "none"),
     "pair": lambda value, _: tuple(float(b) for b in value),

@@ -263,3 +263,22 @@ def test_where_long_prompts_are_cut_one_that_takes_minutes_is_announced(tmp_path
     read(str(tmp_path / "a.jsonl"), characters, keep=False, truncation="left")
     (said,) = capsys.readouterr().err.splitlines()
     assert "a.jsonl, line 2: a text of 6 characters" in said
+
+
+def test_columns_may_have_other_names(tmp_path, characters):
+    row = {"question": "1+2=", "ground_truth": "3", "task": "arithmetic", "prompt": "not this", "level": 2}
+    files, columns = write(tmp_path, row, row | {"question": "1+1="}), {"prompt": "question", "data_source": "task"}
+    first, second = read(files, characters, columns=columns).prompts
+    assert (first.messages, first.data_source, first.extra) == ("1+2=", "arithmetic", {"level": 2})
+    assert second.messages == "1+1=" and second.uid == "d:2"
+    for column, setting in (("question", "data.prompt_key"), ("task", "data.reward_fn_key")):
+        lacking = write(tmp_path, {k: v for k, v in row.items() if k != column})
+        with pytest.raises(UserError, match=rf"line 1 has no '{column}', which {setting} names; its columns are"):
+            read(lacking, characters, columns=columns)
+
+
+def test_the_first_rows_of_training(tmp_path, characters):
+    files = write(tmp_path, GOOD, GOOD | {"prompt": "1+1="}, GOOD)
+    assert len(read(files, characters, max_samples=2).prompts) == 2
+    with pytest.raises(UserError, match=r"data\.train_max_samples=0 must be -1"):
+        read(files, characters, max_samples=0)

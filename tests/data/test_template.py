@@ -57,3 +57,24 @@ def test_the_template_of_a_real_model_reads_no_other_name(shared):
     assert unknown_names(tokenizer.chat_template) == {}
     whole = tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, tokenize=False)
     assert make_renderer(tokenizer)(ASKED, Row("d", 1, {})) == whole
+
+
+THINKS = "{% for m in messages %}{{ m.content }}{% endfor %}{% if think is defined and think is false %}={% endif %}"
+
+
+@pytest.mark.parametrize(("arguments", "text"), [({}, "1"), ({"think": True}, "1"), ({"think": False}, "1=")])
+def test_arguments_reach_the_template(characters, arguments, text):
+    characters.chat_template = THINKS
+    assert make_renderer(characters, arguments=arguments)(ASKED, Row("d.jsonl", 3, {})) == text
+
+
+@pytest.mark.parametrize(
+    ("template", "name", "reads"),
+    [(THINKS, "thinking", "think"), (THINKS, "add_generation_prompt", "think"), (None, "think", "no arguments")],
+)
+def test_an_argument_that_changes_nothing_is_an_error(characters, template, name, reads):
+    characters.chat_template = template
+    with pytest.raises(
+        UserError, match=f"has '{name}', which the tokenizer's chat template does not read; it reads {reads}"
+    ):
+        make_renderer(characters, arguments={name: False})
