@@ -18,13 +18,16 @@ def tree(folder: pathlib.Path, depth: int = 0) -> Iterator[str]:
     for path in sorted(folder.iterdir(), key=lambda path: (path.is_dir(), path.name)):
         name = "  " * (depth + 1) + path.name
         if path.suffix == ".sh":
-            yield f"{name:<28} {path.read_text(encoding='utf-8').splitlines()[1].removeprefix('# ').rstrip('.')}"
+            yield _line(name, path.read_text(encoding="utf-8").splitlines()[1].removeprefix("# "))
         elif path.suffix == ".py" and path.name != "__init__.py":
             about = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-            first = textwrap.shorten(about.partition("\n")[0], 120, placeholder=" ...").rstrip(".")
-            yield f"{name:<28} {first}"
+            yield _line(name, about.partition("\n")[0])
         elif path.is_dir() and not path.is_symlink() and any(path.rglob("*.py")):
             yield from tree(path, depth + 1)
+
+
+def _line(name: str, about: str) -> str:
+    return f"{name:<28} {textwrap.shorten(about, 120, placeholder=' ...').rstrip('.')}"
 
 
 def page() -> str:

@@ -30,7 +30,7 @@ def with_template(tokenizer, template):
 
 @pytest.mark.parametrize("template", [COUNTS, LAST_ONLY])
 def test_a_template_that_does_not_keep_what_was_said_is_refused(characters, template):
-    with pytest.raises(UserError, match="chat template renders the beginning of a conversation anew") as e:
+    with pytest.raises(UserError, match="chat template changes the beginning of a conversation") as e:
         chat.templated(with_template(characters, template), [], roles=("user",), name="hermes")
     assert "\n" not in str(e.value)
 
@@ -38,7 +38,7 @@ def test_a_template_that_does_not_keep_what_was_said_is_refused(characters, temp
 def test_a_template_that_refuses_tools_or_does_not_tell_of_them_is_refused(characters):
     with pytest.raises(UserError, match="refuses the prompt: no tools"):
         chat.templated(with_template(characters, REFUSES), [], roles=("tool",), name="hermes")
-    with pytest.raises(UserError, match="does not tell the model of its tools: oven"):
+    with pytest.raises(UserError, match="does not show the tools to the model: oven"):
         chat.templated(with_template(characters, KEEPS), [SCHEMA], roles=("tool",), name="hermes")
     with pytest.raises(UserError, match="format='hermes' needs a chat template"):
         chat.templated(with_template(characters, None), [], roles=("tool",), name="hermes")

@@ -86,7 +86,7 @@ def test_several_calls_are_made_side_by_side_and_answered_in_one_turn(hermes):
 @pytest.mark.parametrize(
     "said,told",
     [
-        ("<tool_call>{oops}</tool_call>", "the call is not valid JSON"),
+        ("<tool_call>{oops}</tool_call>", "the call is not valid"),
         ("<tool_call>12*34", "the call has no </tool_call>"),
         ('<tool_call>{"name": "oven", "arguments": {}}</tool_call>', "there is no tool 'oven'"),
         ('<tool_call>{"name": "calculator", "arguments": {}}</tool_call>', "calculator needs 'expression'"),

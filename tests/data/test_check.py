@@ -52,7 +52,7 @@ def test_good_data_are_ok(tmp_path, capsys):
     out = lines(capsys, *files)
     assert out[0] == "training set: 2 rows" and not [line for line in out if line.startswith("WARN")]
     assert "OK    lengths     1 to 1 characters, mean 1.0" in out
-    assert "      the first prompt, as it stands: give --tokenizer to see it as the model will" in out
+    assert "      the first prompt, raw: use --tokenizer to see it as the model reads it" in out
 
 
 def test_the_first_prompt_of_gsm8k_as_the_model_sees_it(shared, capsys):

@@ -87,8 +87,11 @@ def test_what_is_too_long_or_alike_is_counted(tmp_path):
         ({"prompt": "1", "chosen": 2, "rejected": "3"}, "chosen is 2, of type int; it must be text"),
         ({"prompt": "1", "chosen": [said("2")], "rejected": "3"}, "prompt is text and chosen chat messages"),
         ({"chosen": [said("2")], "rejected": [said("3")]}, "chosen answers nothing"),
-        ({"chosen": [user("2")], "rejected": [user("3")]}, "chosen must end with a turn of the assistant"),
-        ({"chosen": [user("1"), said(" ")], "rejected": [said("3")]}, "chosen must end with a turn of the assistant"),
+        ({"chosen": [user("2")], "rejected": [user("3")]}, "chosen must end with a non-empty turn of the assistant"),
+        (
+            {"chosen": [user("1"), said(" ")], "rejected": [said("3")]},
+            "chosen must end with a non-empty turn of the assistant",
+        ),
         ({"chosen": [], "rejected": []}, "chosen is empty"),
         (
             {"prompt": "9", "chosen": [user("1"), said("2")], "rejected": [user("1"), said("3")]},
