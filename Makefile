@@ -81,7 +81,7 @@ $(READY): pyproject.toml scripts/setup.sh
 
 # The last file that the command writes stands for all of them.
 $(RUN)/data/model/generation_config.json: | $(READY)
-	$(PY) -m jppo.data.arithmetic --out $(RUN)/data --seed $(SEED)
+	$(PY) -m examples.arithmetic --out $(RUN)/data --seed $(SEED)
 
 $(RUN)/sft/hf/config.json: | $(RUN)/data/model/generation_config.json
 	$(TUNED) $(PY) -m jppo.sft --config=configs/quickstart_sft.py:$(RUN) --config.trainer.seed=$(SEED)

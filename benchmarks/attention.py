@@ -27,10 +27,10 @@ import jax.numpy as jnp
 import numpy as np
 from machine import ROOT, commit, machine, slug, version
 
-from jppo import config as settings
-from jppo.config import UserError
+from jppo import settings
 from jppo.models import fused
 from jppo.models.attention import Attend
+from jppo.settings import UserError
 
 SHAPES = {
     "cpu": "2x256x4x2x64",

@@ -32,9 +32,9 @@ from machine import ROOT, commit, machine, slug, title
 from throughput import stage_flops, write_model
 from work import LONGEST, MINI_BATCH, PROMPT, SHAPES, base_config, hf_config, make_batch, response_lengths
 
-from jppo import config as settings
-from jppo.config import UserError
+from jppo import settings
 from jppo.models import decoder, families, hf
+from jppo.settings import UserError
 
 PEERS = ROOT / "benchmarks" / "peers"
 KNOWN = ("torch", "trl", "tunix")

@@ -26,9 +26,9 @@ import jax.numpy as jnp
 import numpy as np
 from machine import ROOT, commit, machine, slug, version
 
-from jppo import config as settings
+from jppo import settings
 from jppo.algorithms import advantage
-from jppo.config import UserError
+from jppo.settings import UserError
 
 GAMMA, LAM = 0.99, 0.95
 UNROLLS = (1, 4, 8, 16, 32)

@@ -28,9 +28,9 @@ from machine import ROOT, commit, machine, title, version
 from models import MODELS, make_config, measure
 from together import run_all, write
 
-from jppo import config as settings
-from jppo.config import UserError
+from jppo import settings
 from jppo.learner import devices
+from jppo.settings import UserError
 
 IN_BF16 = {"q7"}  # weights, too
 # The least share of the maker's peak that is aimed at, on one GPU of H200's class.

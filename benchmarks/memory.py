@@ -32,15 +32,18 @@ from ml_collections import ConfigDict
 from models import CPU_SCANS, MODELS, some
 from work import SEQUENCES, base_config, change, make_batch, make_rows, response_lengths, score_batch
 
-from jppo import assemble
-from jppo.assemble import memory
-from jppo.config import UserError
+from jppo.build.algorithm import make_recipe
+from jppo.build.inputs import Inputs, make_adapters
+from jppo.build.learner import compile_passes, make_learner, make_mesh
+from jppo.build.packing import plan_of_run
 from jppo.data.prompts import PromptSet
-from jppo.io.timers import Timers
+from jppo.dry_run import memory
 from jppo.learner.devices import device_peak
 from jppo.models import families
-from jppo.structs import Trajectory
+from jppo.runlog.timers import Timers
+from jppo.settings import UserError
 from jppo.train import update_models
+from jppo.types import Trajectory
 
 LIMIT = 0.2  # how far off an estimate may be
 STATUS, CLEAR = pathlib.Path("/proc/self/status"), pathlib.Path("/proc/self/clear_refs")
@@ -58,20 +61,20 @@ def make_config(name: str, sequences: int, changes: Sequence[str]) -> ConfigDict
     return change(c, changes)
 
 
-def make_inputs(c: ConfigDict, described: dict[str, Any]) -> assemble.Inputs:
+def make_inputs(c: ConfigDict, described: dict[str, Any]) -> Inputs:
     """What a run would have read, without files."""
     cfg = families.from_hf(described, path="memory.py")
-    return assemble.Inputs(
+    return Inputs(
         tokenizer=None,
         end_tokens=(),
         train=PromptSet([], overlong=0),
         val=PromptSet([], overlong=0),
         sources=(),
         policy=cfg,
-        critic=cfg if assemble.make_recipe(c).estimator.critic else None,
+        critic=cfg if make_recipe(c).estimator.critic else None,
         reference=cfg if c.algorithm.use_kl_in_reward else None,
-        adapters=assemble.make_adapters(c),
-        critic_adapters=assemble.make_adapters(c),
+        adapters=make_adapters(c),
+        critic_adapters=make_adapters(c),
         agent=None,
         total_steps=1,
     )
@@ -94,17 +97,17 @@ def measure(name: str, *, layers: int, tokens: int | None, changes: Sequence[str
     described = MODELS[name] | ({"num_hidden_layers": layers} if layers else {})
     responses = some(response_lengths()[:SEQUENCES], tokens)
     c = make_config(name, len(responses), changes)
-    mesh, inputs = assemble.make_mesh(c), make_inputs(c, described)
+    mesh, inputs = make_mesh(c), make_inputs(c, described)
     trajectories = make_batch(inputs.policy, responses)
-    plan = assemble.plan_of_run(c, mesh, inputs.policy)
+    plan = plan_of_run(c, mesh, inputs.policy)
     entries = sum(r * t for r, t in (rows.inputs.shape for rows in make_rows(trajectories, plan, mesh)))
     found = memory.estimate(c, inputs, mesh, entries=entries)
     program = status("VmRSS")
     if CLEAR.is_file():
         with contextlib.suppress(OSError):
             CLEAR.write_text("5")  # the peak begins anew
-    learner, now = assemble.make_learner(c, inputs, mesh)
-    assemble.compile_passes(c, learner, now)
+    learner, now = make_learner(c, inputs, mesh)
+    compile_passes(c, learner, now)
     for _ in range(2):
         now = step(c, learner, now, trajectories)
     jax.block_until_ready(now)

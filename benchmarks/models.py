@@ -50,15 +50,16 @@ from work import (
     response_lengths,
 )
 
-from jppo import assemble
-from jppo import config as settings
-from jppo.assemble.learner import Trained
-from jppo.config import UserError
+from jppo import settings
+from jppo.build.algorithm import make_recipe
+from jppo.build.learner import Trained, chunk_tokens, load_trained, make_decoder, make_descent, make_mesh
+from jppo.build.packing import make_plan
 from jppo.learner import batch, devices, packing, ppo, score, sharding, state, update
 from jppo.models import families, lora
 from jppo.models.families import ModelConfig, pad_vocab
 from jppo.models.lora import Lora
-from jppo.structs import Array, Params, Rows, Trajectory
+from jppo.settings import UserError
+from jppo.types import Array, Params, Rows, Trajectory
 
 QWEN: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -141,20 +142,20 @@ def some(responses: np.ndarray, tokens: int | None) -> np.ndarray:
 
 def make_subject(name: str, c: ConfigDict, responses: np.ndarray, *, prompt: int, repeats: int) -> Subject:
     """The model with random weights, and the batch."""
-    mesh = assemble.make_mesh(c)
+    mesh = make_mesh(c)
     cfg = pad_vocab(families.from_hf(MODELS[name], path=name), mesh.shape["tensor"])
     what = state.weights(cfg, mesh, head="lm", param_dtype=c.model.param_dtype)
     check_room(size(abstract(what.shapes, what.shardings)))
     key = jax.random.key(c.trainer.seed)
     trajectories = make_batch(cfg, responses, prompt=prompt)
     mini_batch = min(c.actor.ppo_mini_batch_size, len(trajectories))
-    plan = assemble.make_plan(c, mesh, tokens_per_device=c.actor.max_tokens_per_device, sequences=mini_batch)
+    plan = make_plan(c, mesh, tokens_per_device=c.actor.max_tokens_per_device, sequences=mini_batch)
     multiply, product_flops = devices.make_product(mesh, c.model.compute_dtype)
     return Subject(
         c=c,
         mesh=mesh,
         cfg=cfg,
-        trained=assemble.load_trained(c, mesh, cfg, c.model.path, head="lm", key=key, adapters=None),
+        trained=load_trained(c, mesh, cfg, c.model.path, head="lm", key=key, adapters=None),
         responses=responses,
         prompt=prompt,
         trajectories=trajectories,
@@ -171,10 +172,10 @@ def make_subject(name: str, c: ConfigDict, responses: np.ndarray, *, prompt: int
 def make_logprob(c: ConfigDict, cfg: ModelConfig, mesh: Any) -> score.LogProb:
     """The log-prob pass of such a model, as in training; without entropy."""
     return score.make_logprob(
-        assemble.make_decoder(c, cfg, mesh),
+        make_decoder(c, cfg, mesh),
         cfg,
         temperature=c.rollout.temperature,
-        chunk_tokens=assemble.chunk_tokens(c, cfg),
+        chunk_tokens=chunk_tokens(c, cfg),
         with_entropy=False,
         mesh=mesh,
     )
@@ -201,7 +202,7 @@ def make_minis(s: Subject) -> list[batch.Mini]:
 
 def make_accumulate(s: Subject) -> Callable[..., Any]:
     """The gradient of the clipped loss, compiled."""
-    recipe = assemble.make_recipe(s.c)
+    recipe = make_recipe(s.c)
     loss = update.make_actor_loss(
         score.make_logprob_kl(None, make_logprob(s.c, s.cfg, s.mesh), None),
         recipe.policy_loss,
@@ -214,7 +215,7 @@ def make_accumulate(s: Subject) -> Callable[..., Any]:
 
 def forward(s: Subject) -> dict[str, Any]:
     """The pass to the last hidden states."""
-    decoder = assemble.make_decoder(s.c, s.cfg, s.mesh)
+    decoder = make_decoder(s.c, s.cfg, s.mesh)
 
     def hidden(params: Params, rows: Rows) -> Array:
         states: Any = decoder.apply(lora.variables(params), rows.inputs, rows.segment, rows.position)
@@ -259,7 +260,7 @@ def updated(s: Subject, how: Lora | None) -> dict[str, Any]:
     ]
     # The accumulator and Adam's two moments, all in f32, are not there yet.
     check_room(3 * gradients + max(one["results"] + one["temporaries"] for one in programs))
-    descent, opt = assemble.make_descent(s.c.actor, "actor", accumulate, trained, total_steps=1)
+    descent, opt = make_descent(s.c.actor, "actor", accumulate, trained, total_steps=1)
     step = np.zeros((), np.int32)
     programs.append(account("optimizer step", descent.apply, trained.learned, opt, descent.zeros(), step))
     check_room(gradients + programs[-1]["results"] + programs[-1]["temporaries"])
@@ -391,7 +392,7 @@ def vocabulary(dtype: str, changes: Sequence[str]) -> dict[str, Any]:
     c.data.max_prompt_length = c.data.max_response_length = max(LENGTHS) // 2
     c.model.logprob_chunk_bytes = 2**27  # of about the size of the trunk's own temporaries
     change(c, changes)
-    mesh, cases = assemble.make_mesh(c), []
+    mesh, cases = make_mesh(c), []
     for T in LENGTHS:
         shape = TOKENS // T, T
         if shape[0] % sharding.row_multiple(mesh):

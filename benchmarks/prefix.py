@@ -25,15 +25,16 @@ from machine import ROOT, commit, machine, slug, title, version
 from ml_collections import ConfigDict
 from work import SHAPES, base_config, flat_batch, hf_config, make_batch, make_rows
 
-from jppo import assemble
-from jppo import config as settings
+from jppo import settings
+from jppo.build.inputs import Inputs
+from jppo.build.learner import make_learner, make_mesh
 from jppo.data.prompts import PromptSet
-from jppo.io.timers import Timers
 from jppo.learner import batch, ppo
 from jppo.models import families
 from jppo.models.families import ModelConfig
-from jppo.structs import Trajectory
+from jppo.runlog.timers import Timers
 from jppo.train import update_models
+from jppo.types import Trajectory
 
 CASES = ("64:16-128", "256:16-128", "104:56-500")  # prompt:shortest-longest response; the last has GSM8K's means
 STAGES = {"old_log_prob": "log-probs", "update_actor": "actor update"}
@@ -75,10 +76,10 @@ def make_turn(
     c: ConfigDict, cfg: ModelConfig, trajectories: list[Trajectory]
 ) -> tuple[Callable[[], dict[str, tuple[float, float]]], dict[str, Any]]:
     """A function that runs both stages and gives the wall and the process seconds of each; and how rows are filled."""
-    mesh, empty = assemble.make_mesh(c), PromptSet([], overlong=0)
+    mesh, empty = make_mesh(c), PromptSet([], overlong=0)
     models: dict[str, Any] = dict(policy=cfg, critic=None, reference=None, adapters=None, critic_adapters=None)
-    inputs = assemble.Inputs(None, (), empty, empty, (), **models, agent=None, total_steps=1)
-    learner, now = assemble.make_learner(c, inputs, mesh)
+    inputs = Inputs(None, (), empty, empty, (), **models, agent=None, total_steps=1)
+    learner, now = make_learner(c, inputs, mesh)
     state = [now]
 
     def turn() -> dict[str, tuple[float, float]]:

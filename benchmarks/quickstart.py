@@ -26,8 +26,8 @@ from typing import Any
 
 from machine import ROOT, commit, machine, slug, title, version
 
-from jppo import config as settings
-from jppo.config import UserError
+from jppo import settings
+from jppo.settings import UserError
 
 # Events of XLA's programs that are products: thunks on a CPU, kernels on a GPU.
 PRODUCT = re.compile(r"^(ynn_fusion|dot|__onednn|onednn|custom-call.*(gemm|matmul)|.*gemm|cublas|nvjet|cutlass)")

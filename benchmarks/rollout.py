@@ -37,17 +37,17 @@ from models import MODELS
 from throughput import write_model
 from work import LONGEST, PROMPT, base_config
 
-from jppo import assemble
-from jppo import config as settings
-from jppo.assemble.engine import published_dtype, server_settings
-from jppo.config import UserError
+from jppo import settings
+from jppo.build import rollout
+from jppo.build.rollout import open_engine, published_dtype, server_settings, share_gpu
 from jppo.models import decoder, families, hf
 from jppo.models.families import ModelConfig
-from jppo.rollout import layout
-from jppo.rollout.buffers import Buffers, Parcel, make_buffers
-from jppo.rollout.served import ServedSampler
-from jppo.rollout.vllm_start import check_vllm, environment, flags
-from jppo.structs import Params, Prompt
+from jppo.rollout.servers.engine import ServedSampler
+from jppo.rollout.vllm import layout
+from jppo.rollout.vllm.arguments import check_vllm, environment, flags
+from jppo.rollout.vllm.buffers import Buffers, Parcel, make_buffers
+from jppo.settings import UserError
+from jppo.types import Params, Prompt
 
 PROMPTS, SAMPLES = 64, 4  # of each prompt
 TIMEOUT_S = 600.0
@@ -126,7 +126,7 @@ def sampling(
     ]
     c = copy.deepcopy(c)
     c.rollout.n, c.data.max_response_length = SAMPLES, 16 if small else LONGEST
-    how = assemble.sampling(c, 0)
+    how = rollout.sampling(c, 0)
     endpoint = sampler.fleet.members[0].endpoint
     requests: list[dict[str, Any]] = []
     ask = endpoint.ask
@@ -136,7 +136,7 @@ def sampling(
         return await ask(route, body)
 
     c.rollout.name = "inprocess"
-    own = assemble.open_engine(c, pathlib.Path(c.model.path)).ready(eos_token_ids=(), decode=lambda _: "")
+    own = open_engine(c, pathlib.Path(c.model.path)).ready(eos_token_ids=(), decode=lambda _: "")
     own.hold(params, version=0)
     sampler.load(hf.hf_tensors(params, cfg, dtype=published_dtype(c)), version=0)
     endpoint.ask = remember  # type: ignore[method-assign]
@@ -222,9 +222,9 @@ def measure(model: str, args: argparse.Namespace) -> dict[str, Any]:
     cfg = families.from_hf(described, path=f"model {model}")
     with tempfile.TemporaryDirectory() as folder:
         c = base_config(folder, args.dtype)
-        assemble.share_gpu(c)
+        share_gpu(c)
         write_model(pathlib.Path(folder), described)
-        engine = assemble.open_engine(c, pathlib.Path(folder))
+        engine = open_engine(c, pathlib.Path(folder))
         try:
             make = jax.jit(lambda key: decoder.init_params(cfg, key, head="lm", param_dtype=c.model.param_dtype))
             params = jax.block_until_ready(make(jax.random.key(0)))

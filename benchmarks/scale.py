@@ -28,12 +28,13 @@ from machine import ROOT, commit, machine, slug, title, version
 from throughput import make_config, stage_flops, step
 from work import PROMPT, SHAPES, hf_config, make_batch, response_lengths
 
-from jppo import assemble
-from jppo import config as settings
-from jppo.config import UserError
+from jppo import settings
+from jppo.build.inputs import Inputs
+from jppo.build.learner import make_learner, make_mesh
 from jppo.data.prompts import PromptSet
-from jppo.io.timers import Timers
 from jppo.models import families
+from jppo.runlog.timers import Timers
+from jppo.settings import UserError
 
 TIMES = (1, 4, 16)
 LENGTHS, TOKENS = (128, 256, 512, 1024, 2048), 16384
@@ -55,8 +56,8 @@ def make_case(shape: str, responses: np.ndarray, prompt: int, changes: list[str]
     c = make_config("none: the weights are random", "float32", [*(f"{k}={v}" for k, v in sizes.items()), *changes])
     empty = PromptSet([], overlong=0)
     models: dict[str, Any] = dict(policy=cfg, critic=cfg, reference=None, adapters=None, critic_adapters=None)
-    inputs = assemble.Inputs(None, (), empty, empty, (), **models, agent=None, total_steps=1)
-    learner, now = assemble.make_learner(c, inputs, assemble.make_mesh(c))
+    inputs = Inputs(None, (), empty, empty, (), **models, agent=None, total_steps=1)
+    learner, now = make_learner(c, inputs, make_mesh(c))
     timer = Timers()
 
     def run() -> dict[str, float]:

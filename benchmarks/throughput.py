@@ -46,17 +46,20 @@ from work import (
     score_batch,
 )
 
-from jppo import assemble
-from jppo import config as settings
-from jppo.config import UserError
+from jppo import settings
+from jppo.build.inputs import Inputs
+from jppo.build.learner import Learner, make_learner, make_mesh
+from jppo.build.rollout import open_engine, publish, share_gpu
+from jppo.build.rollout import sampling as made_sampling
 from jppo.data.prompts import PromptSet
-from jppo.io.timers import Timers
 from jppo.learner import devices
 from jppo.models import families
 from jppo.models.families import ModelConfig
-from jppo.rollout.vllm_start import check_vllm
-from jppo.structs import Prompt, TrainState, Trajectory
+from jppo.rollout.vllm.arguments import check_vllm
+from jppo.runlog.timers import Timers
+from jppo.settings import UserError
 from jppo.train import update_models
+from jppo.types import Prompt, TrainState, Trajectory
 
 # The stages by their timer in a step, and what the tables call them.
 STAGES = {
@@ -82,7 +85,7 @@ def stage_flops(cfg: ModelConfig, responses: Lengths, *, prompt: int) -> dict[st
 def make_config(folder: str, dtype: str, changes: Sequence[str]) -> ConfigDict:
     """The defaults of training, for this batch; `changes` are SECTION.NAME=VALUE."""
     c = base_config(folder, dtype)
-    assemble.share_gpu(c)  # before JAX starts, as training does
+    share_gpu(c)  # before JAX starts, as training does
     c.model.scan_layers = jax.default_backend() != "cpu"
     return change(c, changes)
 
@@ -99,7 +102,7 @@ def draw(c: ConfigDict, sampler: Any, trajectories: Sequence[Trajectory], *, ver
     """Samples the batch with vLLM, each response to its own length."""
     prompts = [Prompt(t.uid, "", "", t.tokens[:PROMPT], "", {}) for t in trajectories]
     lengths = [int(t.sampled.sum()) for t in trajectories]
-    sampling = dataclasses.replace(assemble.sampling(c, 0), n=1)
+    sampling = dataclasses.replace(made_sampling(c, 0), n=1)
 
     def ask(prompt: Prompt, length: int) -> list[Trajectory]:
         return sampler.generate([prompt], dataclasses.replace(sampling, max_tokens=length), version=version)
@@ -111,7 +114,7 @@ def draw(c: ConfigDict, sampler: Any, trajectories: Sequence[Trajectory], *, ver
 
 def step(
     c: ConfigDict,
-    learner: assemble.Learner,
+    learner: Learner,
     now: TrainState,
     trajectories: list[Trajectory],
     sampler: Any,
@@ -127,7 +130,7 @@ def step(
         now = dataclasses.replace(now, step=now.step + 1)
         if sampler is not None:
             with timer("update_weights"):
-                assemble.publish(c, learner, sampler, now, None)
+                publish(c, learner, sampler, now, None)
     return now
 
 
@@ -135,22 +138,22 @@ def time_stages(
     c: ConfigDict, cfg: ModelConfig, trajectories: list[Trajectory], *, rollout: bool, repeats: int
 ) -> tuple[dict[str, list[float]], dict[str, Any]]:
     """Seconds of each stage of whole steps, a matrix product before each, after one that compiles; what was packed."""
-    mesh = assemble.make_mesh(c)
+    mesh = make_mesh(c)
     empty = PromptSet([], overlong=0)
     models: dict[str, Any] = dict(policy=cfg, critic=cfg, reference=None, adapters=None, critic_adapters=None)
-    inputs = assemble.Inputs(None, (), empty, empty, (), **models, agent=None, total_steps=1)
+    inputs = Inputs(None, (), empty, empty, (), **models, agent=None, total_steps=1)
     multiply, flops = devices.make_product(mesh, c.model.compute_dtype)
     timer, history, products = Timers(), [], []
     with contextlib.ExitStack() as stack:
         sampler = None
         if rollout:
             run = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            engine = assemble.open_engine(c, run)
+            engine = open_engine(c, run)
             stack.callback(engine.close)
-        learner, now = assemble.make_learner(c, inputs, mesh)
+        learner, now = make_learner(c, inputs, mesh)
         if rollout:
             sampler = engine.ready(eos_token_ids=(), decode=lambda _: "")
-            assemble.publish(c, learner, sampler, now, None)
+            publish(c, learner, sampler, now, None)
         timer.next_step()
         for _ in range(1 + repeats):
             start = time.perf_counter()

@@ -21,8 +21,8 @@ from typing import Any
 
 from machine import ROOT, commit, machine, slug
 
-from jppo import config as settings
-from jppo.config import UserError
+from jppo import settings
+from jppo.settings import UserError
 
 # Script and its arguments, in the order of the page.
 SCRIPTS: dict[str, tuple[str, ...]] = {

@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
-from jppo import assemble
-from jppo import config as settings
-from jppo.config import UserError
-from jppo.io.timers import Timers
+from jppo import settings
+from jppo.build.learner import Learner
 from jppo.learner import batch, estimate, packing, ppo, sharding
 from jppo.models import cost
 from jppo.models.families import ModelConfig
 from jppo.models.lora import Lora
-from jppo.structs import Batch, Reward, Rows, TrainState, Trajectory
+from jppo.runlog.timers import Timers
+from jppo.settings import UserError
+from jppo.types import Batch, Reward, Rows, TrainState, Trajectory
 
 PROMPT, SHORTEST, LONGEST = 64, 16, 128  # tokens of a prompt and of a response
 SEQUENCES, MINI_BATCH = 64, 32
@@ -131,7 +131,7 @@ def flat_batch(trajectories: Sequence[Trajectory], mesh: Any, *, samples: int = 
 
 
 def score_batch(
-    learner: assemble.Learner, now: TrainState, trajectories: Sequence[Trajectory], timer: Timers, *, samples: int = 1
+    learner: Learner, now: TrainState, trajectories: Sequence[Trajectory], timer: Timers, *, samples: int = 1
 ) -> Batch:
     """The stages between grading and learning, as a step of `jppo.train` takes them."""
     data = flat_batch(trajectories, learner.mesh, samples=samples)

@@ -1,6 +1,6 @@
 """Agents: PPO teaches a small model to use its calculator, on a CPU, with the in-process engine.
 
-    python -m jppo.data.multiplication --out runs/agent/data
+    python -m examples.multiplication --out runs/agent/data
     python -m jppo.sft --config=configs/agent_calculator_sft.py
     python -m jppo.train --config=configs/agent_calculator.py
 
@@ -11,7 +11,7 @@ estimates. PPO sees only whether an answer is right. The argument is the run's f
 
 import ml_collections
 
-from jppo import config as settings
+from jppo import settings
 
 
 def get_config(arg: str = "runs/agent") -> ml_collections.ConfigDict:

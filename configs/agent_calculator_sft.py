@@ -1,6 +1,6 @@
 """The starting model of configs/agent_calculator.py: a small transformer imitates a teacher that calls or estimates.
 
-    python -m jppo.data.multiplication --out runs/agent/data
+    python -m examples.multiplication --out runs/agent/data
     python -m jppo.sft --config=configs/agent_calculator_sft.py
 
 What the calculator says is read and not imitated. Hardware: a CPU. The argument is the run's folder:
@@ -9,7 +9,7 @@ What the calculator says is read and not imitated. Hardware: a CPU. The argument
 
 import ml_collections
 
-from jppo import config as settings
+from jppo import settings
 
 
 def get_config(arg: str = "runs/agent") -> ml_collections.ConfigDict:

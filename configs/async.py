@@ -12,7 +12,7 @@ on GPUs; on a CPU the quickstart waited 3.5 s of 245 s of sampling. Expected: th
 
 import ml_collections
 
-from jppo import config as settings
+from jppo import settings
 
 
 def get_config() -> ml_collections.ConfigDict:

@@ -14,7 +14,7 @@ test for Qwen2-7B-Instruct with GRPO.
 
 import ml_collections
 
-from jppo import config as settings
+from jppo import settings
 
 
 def get_config() -> ml_collections.ConfigDict:

@@ -16,7 +16,7 @@ is for a test with rules, or people, to say.
 
 import ml_collections
 
-from jppo import config as settings
+from jppo import settings
 
 
 def get_config() -> ml_collections.ConfigDict:

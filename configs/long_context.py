@@ -13,7 +13,7 @@ Time and result: not run.
 
 import ml_collections
 
-from jppo import config as settings
+from jppo import settings
 
 
 def get_config() -> ml_collections.ConfigDict:

@@ -13,7 +13,7 @@ Time: not measured. Expected, from verl's page of baselines (docs/algo/baseline.
 
 import ml_collections
 
-from jppo import config as settings
+from jppo import settings
 
 
 def get_config() -> ml_collections.ConfigDict:

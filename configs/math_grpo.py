@@ -14,7 +14,7 @@ alone.
 
 import ml_collections
 
-from jppo import config as settings
+from jppo import settings
 
 
 def get_config() -> ml_collections.ConfigDict:

@@ -14,7 +14,7 @@ Time and result: not run. Several hosts were tried as processes of one machine o
 
 import ml_collections
 
-from jppo import config as settings
+from jppo import settings
 
 
 def get_config() -> ml_collections.ConfigDict:

@@ -15,7 +15,7 @@ trains it with three learning rates, once `make quickstart` has made data and mo
 
 import ml_collections
 
-from jppo import config as settings
+from jppo import settings
 
 
 def get_config(arg: str = "runs/quickstart") -> ml_collections.ConfigDict:

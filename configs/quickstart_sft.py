@@ -1,6 +1,6 @@
 """The quickstart's starting model: a small transformer imitates a teacher that forgets to carry.
 
-    python -m jppo.data.arithmetic --out runs/quickstart/data
+    python -m examples.arithmetic --out runs/quickstart/data
     python -m jppo.sft --config=configs/quickstart_sft.py
 
 About two minutes on two CPU cores. The argument is the run's folder:
@@ -9,7 +9,7 @@ About two minutes on two CPU cores. The argument is the run's folder:
 
 import ml_collections
 
-from jppo import config as settings
+from jppo import settings
 
 
 def get_config(arg: str = "runs/quickstart") -> ml_collections.ConfigDict:

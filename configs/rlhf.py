@@ -18,7 +18,7 @@ the target is too high for this reward model. The argument is the run's folder, 
 
 import ml_collections
 
-from jppo import config as settings
+from jppo import settings
 
 
 def get_config(arg: str = "runs/rlhf") -> ml_collections.ConfigDict:

@@ -11,7 +11,7 @@ unknown. The argument is the run's folder: --config=configs/rlhf_reward_model.py
 
 import ml_collections
 
-from jppo import config as settings
+from jppo import settings
 
 
 def get_config(arg: str = "runs/rlhf") -> ml_collections.ConfigDict:

@@ -9,7 +9,7 @@ The argument is the run's folder: --config=configs/tinystories_ppo.py:runs/other
 
 import ml_collections
 
-from jppo import config as settings
+from jppo import settings
 
 
 def get_config(arg: str = "runs/tinystories") -> ml_collections.ConfigDict:

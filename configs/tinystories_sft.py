@@ -8,7 +8,7 @@ the data, and all that follows. The argument is the run's folder: --config=confi
 
 import ml_collections
 
-from jppo import config as settings
+from jppo import settings
 
 
 def get_config(arg: str = "runs/tinystories") -> ml_collections.ConfigDict:

@@ -20,7 +20,6 @@ from typing import Any
 import jax
 
 from jppo.agent.dialogue import Message, fitting, pieces
-from jppo.config import Parser, UserError, exit_on_user_error
 from jppo.data.prompts import tokenise
 from jppo.data.rows import Row, checked_text
 from jppo.data.tokenizer import decode, end_token_ids, load_tokenizer
@@ -29,9 +28,10 @@ from jppo.learner import sharding, state
 from jppo.models import hf
 from jppo.models.families import ModelConfig
 from jppo.rollout.inprocess import InprocessSettings, make_programs
-from jppo.rollout.sampler import RolloutError, greedy, sample_seed
-from jppo.rollout.stream import stream
-from jppo.structs import Params
+from jppo.rollout.protocol import RolloutError, greedy, sample_seed
+from jppo.rollout.streaming import stream
+from jppo.settings import Parser, UserError, exit_on_user_error
+from jppo.types import Params
 
 DTYPES = ("float32", "bfloat16", "float16")
 CONTEXT = 4096  # tokens; a longer context costs time and memory

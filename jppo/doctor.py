@@ -18,11 +18,11 @@ from collections.abc import Iterator
 import rich.console
 from ml_collections import ConfigDict
 
-from jppo import config as settings
-from jppo.assemble.memory import available_memory
-from jppo.checkup import machine, run
-from jppo.checkup.finding import GIB, Finding, check_room, report
-from jppo.config import UserError
+from jppo import settings
+from jppo.checks import machine, run
+from jppo.checks.finding import GIB, Finding, check_room, report
+from jppo.dry_run.memory import available_memory
+from jppo.settings import UserError
 
 MEMORY = 3 * GIB  # a small trainer and its vLLM on a CPU
 SHARED_MEMORY = GIB  # used by vLLM's processes

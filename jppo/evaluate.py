@@ -24,15 +24,17 @@ import rich.progress
 import rich.table
 from ml_collections import ConfigDict
 
-from jppo import assemble, statistics, validation
-from jppo import config as settings
-from jppo.assemble import Inputs
-from jppo.config import UserError
+from jppo import settings, statistics, validation
+from jppo.build.inputs import Inputs, read_test, speaking
+from jppo.build.learner import make_mesh
+from jppo.build.reward import make_panel
+from jppo.build.rollout import open_engine, publish_stored, share_gpu, val_sampling
 from jppo.errors import one_line
-from jppo.io import whole
-from jppo.io.metrics import write_samples
-from jppo.io.owner import own
-from jppo.rollout.sampler import RolloutError
+from jppo.rollout.protocol import RolloutError
+from jppo.runlog import atomic_file
+from jppo.runlog.lock import own
+from jppo.runlog.logger import write_samples
+from jppo.settings import UserError
 from jppo.validation import Tested
 
 # Short option: the setting and its help text.
@@ -62,21 +64,21 @@ Summaries = Mapping[str, Mapping[str, statistics.Estimate]]
 def evaluate(c: ConfigDict, console: rich.console.Console) -> bool:
     """Tests the model, prints the table and writes the files; False if nothing could be graded."""
     began, out = time.monotonic(), pathlib.Path(c.trainer.run_dir).expanduser()
-    assemble.share_gpu(c)
-    inputs = assemble.read_test(c)
-    sampling = assemble.val_sampling(c)
+    share_gpu(c)
+    inputs = read_test(c)
+    sampling = val_sampling(c)
     with contextlib.ExitStack() as stack:
         stack.enter_context(own(out, "--out"))
         if inputs.agent is not None:
             stack.callback(inputs.agent.close)
-        panel = assemble.make_panel(c, inputs, assemble.make_mesh(c))
+        panel = make_panel(c, inputs, make_mesh(c))
         stack.callback(panel.close)
-        engine = assemble.open_engine(c, out)
+        engine = open_engine(c, out)
         stack.callback(engine.close)
-        whole.write_text(out / "config.json", settings.dump(c))
+        atomic_file.write_text(out / "config.json", settings.dump(c))
         console.print(introduce(c, inputs), markup=False, highlight=False, soft_wrap=True)
-        sampler = engine.ready(**assemble.speaking(inputs))
-        assemble.publish_stored(c, sampler, inputs.policy)
+        sampler = engine.ready(**speaking(inputs))
+        publish_stored(c, sampler, inputs.policy)
         panel.ready()
         watch = stack.enter_context(watched(len(inputs.val.prompts) * sampling.n))
         tested = validation.evaluate(
@@ -90,7 +92,7 @@ def evaluate(c: ConfigDict, console: rich.console.Console) -> bool:
         )
         rows = write_samples(out, "test", validation.rows(tested))
         found = summary(c, inputs, tested) | {"seconds": round(time.monotonic() - began, 1)}
-        whole.write_text(out / "summary.json", json.dumps(found, indent=2, allow_nan=False) + "\n")
+        atomic_file.write_text(out / "summary.json", json.dumps(found, indent=2, allow_nan=False) + "\n")
         for row in validation.shown(tested, c.trainer.log_val_generations):
             console.print(validation.line(row), markup=False, highlight=False, soft_wrap=True)
         console.print(table(validation.summaries(tested), sampling.n))

@@ -14,15 +14,15 @@ import sys
 import jax
 
 from jppo import __version__
-from jppo.assemble import trained
-from jppo.assemble.trained import Trained
-from jppo.config import Parser, UserError, exit_on_user_error
-from jppo.io import hub
-from jppo.io.card import CURVE, card
-from jppo.io.curve import learning, write_curve
-from jppo.io.metrics import FILE
+from jppo.build import trained_model
+from jppo.build.trained_model import Trained
 from jppo.models import hf
 from jppo.report.folder import read_rows
+from jppo.runlog import hub
+from jppo.runlog.curve import learning, write_curve
+from jppo.runlog.logger import FILE
+from jppo.runlog.model_card import CURVE, card
+from jppo.settings import Parser, UserError, exit_on_user_error
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -32,12 +32,12 @@ def export(args: argparse.Namespace) -> list[str]:
     if args.push:
         hub.require(args.push)
     require_free(args.out)
-    place = trained.find(args.path, step=args.step, best=args.best)
-    run = trained.run_of(place)
-    if trained.is_checkpoint(place):
-        found = trained.of_checkpoint(place, base=args.base, merge=args.merge_lora, dtype=args.dtype)
+    place = trained_model.find(args.path, step=args.step, best=args.best)
+    run = trained_model.run_of(place)
+    if trained_model.is_checkpoint(place):
+        found = trained_model.of_checkpoint(place, base=args.base, merge=args.merge_lora, dtype=args.dtype)
     else:
-        found = trained.of_folder(place, merge=args.merge_lora, dtype=args.dtype)
+        found = trained_model.of_folder(place, merge=args.merge_lora, dtype=args.dtype)
     if found.kind == "adapter" and args.dtype:
         raise UserError(f"--dtype={args.dtype}: adapters are float32; add --merge_lora to get a whole model in another")
     try:

@@ -16,8 +16,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from jppo import config as settings
-from jppo.config import UserError, table
+from jppo import settings
+from jppo.settings import UserError, table
 from jppo.verl import page
 from jppo.verl.script import read_script
 from jppo.verl.translate import PATHS, Translation, translate

@@ -12,10 +12,11 @@ import shlex
 import sys
 import time
 
-from jppo import config as settings
-from jppo.assemble import auto, described, forecast, planning, read_inputs
-from jppo.assemble.described import Request
-from jppo.config import UserError
+from jppo import settings
+from jppo.build.inputs import read_inputs
+from jppo.dry_run import auto, described_machine, forecast, search
+from jppo.dry_run.described_machine import Request
+from jppo.settings import UserError
 from jppo.targets import compilers, machines
 
 HEAD = f"{'s a step':>9}  {'peak GiB':>8}  {'':<12}  {'slowest stage, bound by':<26}  settings"
@@ -39,17 +40,15 @@ def main(argv: list[str] | None = None) -> None:
         compilers.rerun(machine, "jppo.plan", argv)
     began, rate = time.monotonic(), switches["rollout_tokens_per_s"]
     print(f"{machine}\n{HEAD}", flush=True)
-    found = planning.search(
+    found = search.search(
         c, read_inputs(c), machine, rate=rate, say=lambda said: print(said, file=sys.stderr, flush=True)
     )
-    print("\n".join(map(planning.line, found)))
+    print("\n".join(map(search.line, found)))
     print(f"{len(found)} settings compiled in {time.monotonic() - began:.0f} s; {forecast.NOTE}")
-    Request(machine, switches["json"]).write(
-        {"machine": machine.name, "candidates": list(map(planning.as_dict, found))}
-    )
+    Request(machine, switches["json"]).write({"machine": machine.name, "candidates": list(map(search.as_dict, found))})
     best = found[0]
     if not best.fits:
-        room, _ = described.capacity(c, machine)
+        room, _ = described_machine.capacity(c, machine)
         raise UserError(
             f"{machine.name}: none of {len(found)} settings fits a device's {room / machines.GIB:.1f} GiB; take more or"
             " larger devices, or train adapters by model.lora_rank"
@@ -57,7 +56,7 @@ def main(argv: list[str] | None = None) -> None:
     ours = ("--machine", "--json", "--rollout_tokens_per_s")
     given = [word for word in argv if word.split("=")[0] not in ours]
     kept = [word for word in given if word.split("=")[0].removeprefix("--config.") not in best.changes]
-    words = [*map(shlex.quote, kept), *planning.arguments(best.changes).split()]
+    words = [*map(shlex.quote, kept), *search.arguments(best.changes).split()]
     print(f"best: python -m jppo.train {' '.join(words)}")
 
 

@@ -18,22 +18,25 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from jppo import assemble
-from jppo import config as settings
-from jppo.assemble import described, memory, preview, supervised
-from jppo.assemble.described import Request
-from jppo.assemble.forecast import Executions
-from jppo.config import UserError
+from jppo import settings, supervised
+from jppo.build.inputs import make_adapters, read_tokenizer
+from jppo.build.learner import make_decoder
+from jppo.build.logger import require_loggers
+from jppo.build.packing import make_plan
 from jppo.data.preferences import Encode, Pair, PairSet, read_pairs
 from jppo.data.stream import steps_per_epoch
-from jppo.io.console import REWARD_MODEL_COLUMNS
-from jppo.io.watch import ending
+from jppo.dry_run import described_machine, memory, preview
+from jppo.dry_run.described_machine import Request
+from jppo.dry_run.forecast import Executions
 from jppo.learner import batch, compiler, packing, ppo, preference, score, sharding, update
 from jppo.models import cost, hf, offload, placing
 from jppo.models.families import pad_vocab
-from jppo.rewards.model import Texts, without_padding
+from jppo.rewards.model.part import Texts, without_padding
 from jppo.rewards.parts import Sample
-from jppo.structs import Array, Params, Prompt, Rows, Trajectory
+from jppo.runlog.console import REWARD_MODEL_COLUMNS
+from jppo.runlog.watchdog import ending
+from jppo.settings import UserError
+from jppo.types import Array, Params, Prompt, Rows, Trajectory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Task(supervised.Task):
 def prepare(c: ConfigDict, request: Request = preview.HERE) -> Task:
     """Reads the pairs, and the model as its directory describes it."""
     written, cfg = hf.read_config(c.model.path)
-    tokenizer = assemble.read_tokenizer(c, cfg)
+    tokenizer = read_tokenizer(c, cfg)
     changes = hf.classifier_changes(c.model.path, pad_token_id=tokenizer.pad_token_id)
     reading = dict[str, Any](
         encode=make_encode(tokenizer, (written | changes).get("pad_token_id")),
@@ -68,13 +71,13 @@ def prepare(c: ConfigDict, request: Request = preview.HERE) -> Task:
     mesh = request.mesh(c)
     options = compiler.options(mesh, c.model.compiler_options)
     cfg = pad_vocab(cfg, mesh.shape["tensor"])
-    value = score.make_value(assemble.make_decoder(c, cfg, mesh))
+    value = score.make_value(make_decoder(c, cfg, mesh))
     return Task(
         pairs=pairs,
         held_out=held_out,
         steps=by_epochs if steps == -1 else steps,
         mesh=mesh,
-        plan=assemble.make_plan(
+        plan=make_plan(
             c,
             mesh,
             tokens_per_device=c.optim.max_tokens_per_device,
@@ -83,7 +86,7 @@ def prepare(c: ConfigDict, request: Request = preview.HERE) -> Task:
         ),
         cfg=cfg,
         changes=changes,
-        adapters=assemble.make_adapters(c),
+        adapters=make_adapters(c),
         scores=preference.make_scores(value, mesh=mesh),
         slope=preference.make_slope(center=c.loss.center_rewards_coefficient),
         accumulate=update.make_accumulate(preference.make_pulled(value), mesh=mesh, options=options),
@@ -105,7 +108,7 @@ def make_encode(tokenizer: Any, pad_token_id: int | None) -> Encode:
 def train(config: ConfigDict) -> None:
     """Trains on all pairs, or resumes, tests on those held out, and writes the model."""
     c = config
-    assemble.require_loggers(c)
+    require_loggers(c)
     supervised.require_resumable(c)
     task = prepare(c)
     pairs = task.pairs.pairs
@@ -252,7 +255,7 @@ def main(argv: list[str] | None = None) -> None:
     if "loss" not in config:
         raise UserError("--config is of another command; one for jppo.reward_model starts from reward_model_default()")
     settings.check(config)
-    request = described.read(switches, "jppo.reward_model", argv)
+    request = described_machine.read(switches, "jppo.reward_model", argv)
     if switches["dry_run"]:
         print(settings.dump(config), flush=True)
         print(dry_run(config, request), end="")

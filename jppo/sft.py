@@ -15,19 +15,22 @@ from collections.abc import Sequence
 import numpy as np
 from ml_collections import ConfigDict
 
-from jppo import assemble
-from jppo import config as settings
-from jppo.assemble import described, memory, preview, supervised
-from jppo.assemble.described import Request
-from jppo.assemble.forecast import Executions
+from jppo import settings, supervised
+from jppo.build.inputs import make_adapters, read_tokenizer
+from jppo.build.learner import chunk_tokens, make_decoder
+from jppo.build.logger import require_loggers
+from jppo.build.packing import make_plan
 from jppo.data.sft import Demonstration, read_demonstrations
 from jppo.data.stream import steps_per_epoch
-from jppo.io.console import SFT_COLUMNS
-from jppo.io.watch import ending
+from jppo.dry_run import described_machine, memory, preview
+from jppo.dry_run.described_machine import Request
+from jppo.dry_run.forecast import Executions
 from jppo.learner import batch, compiler, packing, ppo, score, sharding, update
 from jppo.models import hf
 from jppo.models.families import pad_vocab
-from jppo.structs import Params, Trajectory
+from jppo.runlog.console import SFT_COLUMNS
+from jppo.runlog.watchdog import ending
+from jppo.types import Params, Trajectory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Task(supervised.Task):
 def prepare(c: ConfigDict, request: Request = preview.HERE) -> Task:
     """Reads the demonstrations, and the model as its directory describes it."""
     _, cfg = hf.read_config(c.model.path)
-    tokenizer = assemble.read_tokenizer(c, cfg)
+    tokenizer = read_tokenizer(c, cfg)
     longest = c.data.max_prompt_length + c.data.max_response_length
     found = read_demonstrations(
         c.data.train_files,
@@ -57,10 +60,10 @@ def prepare(c: ConfigDict, request: Request = preview.HERE) -> Task:
     options = compiler.options(mesh, c.model.compiler_options)
     cfg = pad_vocab(cfg, mesh.shape["tensor"])
     logprob = score.make_logprob(
-        assemble.make_decoder(c, cfg, mesh),
+        make_decoder(c, cfg, mesh),
         cfg,
         temperature=1.0,
-        chunk_tokens=assemble.chunk_tokens(c, cfg),
+        chunk_tokens=chunk_tokens(c, cfg),
         with_entropy=False,
         mesh=mesh,
     )
@@ -69,11 +72,9 @@ def prepare(c: ConfigDict, request: Request = preview.HERE) -> Task:
         overlong=found.overlong,
         steps=per_epoch * c.trainer.total_epochs if steps == -1 else steps,
         mesh=mesh,
-        plan=assemble.make_plan(
-            c, mesh, tokens_per_device=c.optim.max_tokens_per_device, sequences=c.data.train_batch_size
-        ),
+        plan=make_plan(c, mesh, tokens_per_device=c.optim.max_tokens_per_device, sequences=c.data.train_batch_size),
         cfg=cfg,
-        adapters=assemble.make_adapters(c),
+        adapters=make_adapters(c),
         accumulate=update.make_accumulate(update.make_imitation_loss(logprob), mesh=mesh, options=options),
     )
 
@@ -81,7 +82,7 @@ def prepare(c: ConfigDict, request: Request = preview.HERE) -> Task:
 def train(config: ConfigDict) -> None:
     """Trains on all demonstrations, or resumes, and writes the model."""
     c = config
-    assemble.require_loggers(c)
+    require_loggers(c)
     supervised.require_resumable(c)
     task = prepare(c)
     demonstrations = task.demonstrations
@@ -172,7 +173,7 @@ def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     config, switches = settings.parse(argv, __doc__, settings.sft_default(), describes=True)
     settings.check(config)
-    request = described.read(switches, "jppo.sft", argv)
+    request = described_machine.read(switches, "jppo.sft", argv)
     if switches["dry_run"]:
         print(settings.dump(config), flush=True)
         print(dry_run(config, request), end="")

@@ -20,13 +20,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jppo import config as settings
-from jppo.config import UserError
-from jppo.config.plan import Run, check_apart, differing, plan
-from jppo.io import record, table
-from jppo.io.metrics import FILE as METRICS
+from jppo import settings
 from jppo.report import write_report
-from jppo.rollout.launch import die_with_parent
+from jppo.rollout.servers.launch import die_with_parent
+from jppo.runlog import sweep_record, sweep_table
+from jppo.runlog.logger import FILE as METRICS
+from jppo.settings import UserError
+from jppo.settings.plan import Run, check_apart, differing, plan
 
 GRACE_S = 30.0  # for a run to end its servers and close its files
 POLL_S = 0.2
@@ -43,18 +43,18 @@ def train_command(run: Run) -> list[str]:
 def sweep(runs: Sequence[Run], out: pathlib.Path, command: Command, *, jobs: int, resume: bool, metric: str) -> bool:
     """Runs unfinished runs, `jobs` at a time, and updates record and table; whether all have finished."""
     names, arguments = differing(runs), {run.name: run.arguments for run in runs}
-    with record.opened(out, arguments, resume=resume) as states:
+    with sweep_record.opened(out, arguments, resume=resume) as states:
         left = [run for run in runs if states[run.name].status != "finished"]
         of = {run.name: f"[{i}/{len(runs)}] {run.name}" for i, run in enumerate(runs, 1)}
         say(f"{len(runs)} runs in {out}, {len(runs) - len(left)} finished already; {jobs} at a time")
 
-        def rows() -> list[table.Row]:
-            return table.ranked([row(run, states[run.name], names, metric) for run in runs])
+        def rows() -> list[sweep_table.Row]:
+            return sweep_table.ranked([row(run, states[run.name], names, metric) for run in runs])
 
-        def keep(run: Run, state: record.State) -> None:
+        def keep(run: Run, state: sweep_record.State) -> None:
             states[run.name] = state
-            record.write(out, states)
-            table.write_table(out, rows(), metric)
+            sweep_record.write(out, states)
+            sweep_table.write_table(out, rows(), metric)
 
         def began(run: Run) -> None:
             say(f"{of[run.name]}: started, log in {run.folder / LOG}")
@@ -64,25 +64,25 @@ def sweep(runs: Sequence[Run], out: pathlib.Path, command: Command, *, jobs: int
             status = "interrupted" if code is None else "failed" if code else "finished"
             why = f" with exit code {code}: {last_words(run.folder / LOG)}" if code else ""
             say(f"{of[run.name]}: {status} after {seconds:.0f} s{why}")
-            keep(run, record.State(status, states[run.name].seconds + seconds, code, run.arguments))
+            keep(run, sweep_record.State(status, states[run.name].seconds + seconds, code, run.arguments))
 
         execute(left, command, jobs=jobs, began=began, ended=ended)
         found = rows()
-        table.write_table(out, found, metric)
-    say(f"\n{table.markdown(found, metric)}\ntable             {out / 'sweep.md'}, {out / 'sweep.csv'}")
+        sweep_table.write_table(out, found, metric)
+    say(f"\n{sweep_table.markdown(found, metric)}\ntable             {out / 'sweep.md'}, {out / 'sweep.csv'}")
     if begun := [run.folder for run in runs if (run.folder / METRICS).is_file()]:
         say(f"report            {write_report(begun, out / 'report.html')}")
     if all(row.last is None for row in found):
-        known = table.metric_names([run.folder for run in runs])
+        known = sweep_table.metric_names([run.folder for run in runs])
         others = f"--metric takes one of {', '.join(known)}" if known else "there are no metrics yet"
         say(f"no run has the metric {metric!r}; {others}")
     return all(states[run.name].status == "finished" for run in runs)
 
 
-def row(run: Run, state: record.State, names: Sequence[str], metric: str) -> table.Row:
+def row(run: Run, state: sweep_record.State, names: Sequence[str], metric: str) -> sweep_table.Row:
     """Returns the run's row; `names` are the settings in which the runs differ."""
     differs = {name: run.values[name] for name in names}
-    return table.make_row(run.folder, metric, settings=differs, status=state.status, seconds=state.seconds)
+    return sweep_table.make_row(run.folder, metric, settings=differs, status=state.status, seconds=state.seconds)
 
 
 def execute(

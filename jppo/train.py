@@ -15,28 +15,35 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from jppo import assemble
-from jppo import config as settings
-from jppo.agent import counts
-from jppo.assemble import Begun, Learner, described
-from jppo.assemble.opened import Run, open_run
-from jppo.assemble.run_export import Unwritten, export, write_model
-from jppo.assemble.run_validation import validate
-from jppo.assemble.supervised import due
-from jppo.checkup.run import dry_run
+from jppo import settings
+from jppo.agent import turn_metrics
+from jppo.build import resume
+from jppo.build.agreement import Mismatch
+from jppo.build.hosts import join_hosts, summed
+from jppo.build.learner import Learner
+from jppo.build.opened_run import Run, open_run
+from jppo.build.packing import critic_mini_batch_size
+from jppo.build.prefetch import fresh
+from jppo.build.resume import Begun, kept
+from jppo.build.run_export import Unwritten, export, write_model
+from jppo.build.run_validation import validate
+from jppo.build.utilisation import utilisation
+from jppo.checks.run import dry_run
 from jppo.data.stream import Cursor
+from jppo.distributed.hosts import Elsewhere
+from jppo.dry_run import described_machine
 from jppo.errors import one_line
-from jppo.io.checkpoint import NonFinite
-from jppo.io.hosts import Elsewhere
-from jppo.io.rollout_metrics import describe
-from jppo.io.summary import summary
-from jppo.io.timers import Timers
-from jppo.io.watch import Stopped, ending
 from jppo.learner import batch, devices, estimate, ppo
 from jppo.learner.step import advance, order, scalar
 from jppo.report import report_line
-from jppo.rollout.sampler import RolloutError
-from jppo.structs import Batch, Reward, TrainState, Trajectory
+from jppo.rollout.protocol import RolloutError
+from jppo.runlog.checkpoint import NonFinite
+from jppo.runlog.rollout_metrics import describe
+from jppo.runlog.summary import summary
+from jppo.runlog.timers import Timers
+from jppo.runlog.watchdog import Stopped, ending
+from jppo.supervised import due
+from jppo.types import Batch, Reward, TrainState, Trajectory
 from jppo.validation import samples
 
 
@@ -55,12 +62,12 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
     with timer("reward"):
         graded, baseline = drawn.grade()  # the rest of the grading, which began with the first response
     rewards, group, greedy = estimate.compare(graded, baseline, n=c.rollout.n, compared=recipe.compares)
-    rewards, metrics = assemble.fresh(c, drawn, version, rewards)
+    rewards, metrics = fresh(c, drawn, version, rewards)
     asked = [prompt for prompt in drawn.prompts for _ in range(c.rollout.n)]
     run.logger.samples(f"step_{version + 1}", samples(asked, trajectories, rewards))
     require_graded(rewards)
-    metrics |= describe(trajectories, graded) | counts.metrics(trajectories)
-    metrics |= assemble.summed(run.hosts, run.panel.metrics() | run.sampler.metrics())
+    metrics |= describe(trajectories, graded) | turn_metrics.metrics(trajectories)
+    metrics |= summed(run.hosts, run.panel.metrics() | run.sampler.metrics())
     data = batch.flatten(trajectories, rewards, group, greedy, shape=learner.shape)
     micros = batch.micros(data, trajectories, plan=learner.plan, mesh=learner.mesh)
     with timer("old_log_prob"):
@@ -81,7 +88,7 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
     if bad:
         run.logger.arrays(f"step_{version + 1}", batch.arrays(data, trajectories))
     now = advance(recipe, now, metrics["actor/reward_kl_penalty"], bad=bad, learned=bool(data.mask.any()))
-    metrics |= assemble.utilisation(c, run.inputs, learner.mesh, trajectories, timer.so_far())
+    metrics |= utilisation(c, run.inputs, learner.mesh, trajectories, timer.so_far())
     return now, drawn.after, metrics | {"trainer/bad_steps": float(now.bad_steps)}
 
 
@@ -124,7 +131,7 @@ def update_models(
     if learner.critic is not None:
         between(dataclasses.replace(now, step=scalar(int(now.step) + 1, now.step)))
         with timer("update_critic"):
-            cut = minis(c.critic, assemble.critic_mini_batch_size(c), 1)
+            cut = minis(c.critic, critic_mini_batch_size(c), 1)
             value, value_opt, found = ppo.descend(learner.critic, now.value, now.value_opt, now.step, cut)
         now, metrics = dataclasses.replace(now, value=value, value_opt=value_opt), found | metrics
     return now, metrics
@@ -134,7 +141,7 @@ def learn(run: Run, begun: Begun) -> TrainState:
     """All steps that are left, each logged once, whatever ends the run; the last state."""
     c, timer, checkpoints = run.c, run.timer, run.checkpoints
     now, pending = begun.state, begun.pending
-    step, place = int(now.step), assemble.kept(begun.cursor, run.panel)
+    step, place = int(now.step), kept(begun.cursor, run.panel)
     for line in run.hosts.together(lambda: run.supply.load(begun.queue, step)):
         run.logger.note(line)
     try:
@@ -143,7 +150,7 @@ def learn(run: Run, begun: Begun) -> TrainState:
                 with run.profile(step + 1), timer("step"):
                     now, cursor, pending = ppo_step(run, now)
                     run.supply.forget(step)
-                    step, place = step + 1, assemble.kept(cursor, run.panel)
+                    step, place = step + 1, kept(cursor, run.panel)
                     run.watch.check()
                     if c.rollout.on_update == "wait":
                         with timer("gen"):
@@ -172,7 +179,7 @@ def learn(run: Run, begun: Begun) -> TrainState:
         checkpoints.wait()
         if run.hosts.gather(checkpoints.latest)[0] != step:
             # samples of a server that had other weights may wait in the queue
-            more: dict[str, Any] = {"queue": []} if isinstance(e, assemble.Mismatch) else {}
+            more: dict[str, Any] = {"queue": []} if isinstance(e, Mismatch) else {}
             try:
                 save(run, now, place, {}, pending=None if pending is None else pending | timer.next_step(), **more)
             except NonFinite as odd:
@@ -186,7 +193,7 @@ def save(run: Run, now: TrainState, place: dict[str, Any], metrics: dict[str, fl
     with run.timer("save"):
         run.match.require_finite(run.learner, now)
         run.logger.sync()
-        assemble.save(
+        resume.save(
             run.c, run.checkpoints, run.learner, now, run.origin | place | {"queue": run.supply.state()} | more,
             score=metrics.get(run.c.trainer.best_metric),
             export=lambda path: run.hosts.alike(lambda: write_model(run, path, now)),
@@ -206,7 +213,7 @@ def require_progress(run: Run, now: TrainState) -> None:
 
 def train(c: ConfigDict) -> None:
     """Runs the whole of it on each of the hosts; the state is on disk when it returns."""
-    with assemble.join_hosts(c, (RolloutError, Diverged, Unwritten)) as hosts:
+    with join_hosts(c, (RolloutError, Diverged, Unwritten)) as hosts:
         with contextlib.ExitStack() as stack:
             opened = open_run(stack, hosts, c)
             if opened is not None:
@@ -234,7 +241,7 @@ def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     config, switches = settings.parse(argv, __doc__, settings.default(), describes=True)
     settings.check(config)
-    request = described.read(switches, "jppo.train", argv)
+    request = described_machine.read(switches, "jppo.train", argv)
     if switches["dry_run"]:
         print(settings.dump(config), flush=True)
         print(dry_run(config, request), end="")

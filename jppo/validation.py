@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from jppo import statistics
+from jppo.distributed.hosts import ALONE, Hosts
 from jppo.errors import escaped
-from jppo.io import trajectories as of_hosts
-from jppo.io.hosts import ALONE, Hosts
-from jppo.rewards.compose import Grading, Panel
+from jppo.rewards.panel import Grading, Panel
 from jppo.rewards.parts import sample_of
-from jppo.rollout.sampler import Sampler
-from jppo.structs import Prompt, Reward, Sampling, Trajectory
+from jppo.rollout.protocol import Sampler
+from jppo.runlog import trajectories as of_hosts
+from jppo.types import Prompt, Reward, Sampling, Trajectory
 
 
 @dataclasses.dataclass(frozen=True)

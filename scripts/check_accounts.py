@@ -19,11 +19,12 @@ from typing import Any
 
 import jax
 
-from jppo import assemble
-from jppo import config as settings
-from jppo.assemble import described, memory, preview
-from jppo.config import UserError
-from jppo.data import arithmetic
+from examples import arithmetic
+from jppo import settings
+from jppo.build.inputs import read_inputs
+from jppo.build.learner import make_mesh
+from jppo.dry_run import described_machine, memory, preview
+from jppo.settings import UserError
 from jppo.targets import collectives, compilers, machines
 
 KEPT = pathlib.Path(__file__).resolve().parents[1] / "tests/accounts"
@@ -95,8 +96,8 @@ def account_of(machine: machines.Machine, model: dict[str, Any], changes: dict[s
     """What the programs of a case cost: the figures that are compared."""
     with tempfile.TemporaryDirectory() as folder:
         c = config_of(model, changes, pathlib.Path(folder))
-        inputs = assemble.read_inputs(c)
-        mesh = assemble.make_mesh(c, described.devices_of(machine))
+        inputs = read_inputs(c)
+        mesh = make_mesh(c, described_machine.devices_of(machine))
         found = memory.estimate(c, inputs, mesh, entries=preview.work(c, inputs, mesh).entries)
     programs = {}
     for one in found.moments:

@@ -21,17 +21,17 @@ import numpy as np
 import torch
 import transformers
 
-from jppo.config import UserError
 from jppo.data.files import read_rows
 from jppo.data.prompts import prompt_of, tokenise
 from jppo.data.tokenizer import decode, end_token_ids, load_tokenizer
 from jppo.models import decoder, heads, hf
 from jppo.models.families import ModelConfig
-from jppo.rollout.sampler import RolloutError, greedy
-from jppo.rollout.served import Limits
-from jppo.rollout.vllm import start_vllm
-from jppo.rollout.vllm_start import ServerSettings
-from jppo.structs import Params, Prompt
+from jppo.rollout.protocol import RolloutError, greedy
+from jppo.rollout.servers.engine import Limits
+from jppo.rollout.vllm.arguments import ServerSettings
+from jppo.rollout.vllm.client import start_vllm
+from jppo.settings import UserError
+from jppo.types import Params, Prompt
 
 Answers = list[list[int]]  # token ids of each response, the end token included
 

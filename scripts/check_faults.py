@@ -26,7 +26,7 @@ import jax
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from jppo.data import arithmetic
+from examples import arithmetic
 from jppo.models import decoder, hf, params
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -57,8 +57,8 @@ LIMIT_S = 400.0
 DRIVER = """
 import dataclasses, os, pathlib, signal, sys, threading, time
 from jppo import train
-from jppo.io.checkpoint import Checkpoints
-from jppo.supply import Supply
+from jppo.runlog.checkpoint import Checkpoints
+from jppo.prefetch import Supply
 mark = pathlib.Path({mark!r})
 def die():
     mark.touch()
@@ -426,7 +426,7 @@ def servers_of(folder: pathlib.Path) -> list[int]:
             words = path.read_bytes().decode(errors="replace").split("\0")
         except OSError:  # it has ended
             continue
-        serves = "vllm.entrypoints.openai.api_server" in words and "jppo.rollout.launch" not in words
+        serves = "vllm.entrypoints.openai.api_server" in words and "jppo.rollout.servers.launch" not in words
         if serves and any(word.startswith(str(folder)) for word in words):
             found.append(int(path.parent.name))
     return found

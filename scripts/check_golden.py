@@ -30,9 +30,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jppo.algorithms import advantage, correction, kl, losses, masked
-from jppo.config import UserError, importance_band, rejection_rules
 from jppo.models import heads
-from jppo.structs import Array
+from jppo.settings import UserError, importance_band, rejection_rules
+from jppo.types import Array
 
 TOLERANCE = {"float64": 1e-6, "float32": 1e-4}
 FLOOR = 0.1

@@ -29,10 +29,10 @@ from typing import Any
 import check_faults
 
 from jppo import train
-from jppo.rollout import weights
-from jppo.rollout.fleet import Fleet, Member
-from jppo.rollout.guard import PROOF_HEADER
-from jppo.supply import Supply
+from jppo.prefetch import Supply
+from jppo.rollout.servers.fleet import Fleet, Member
+from jppo.rollout.servers.guard import PROOF_HEADER
+from jppo.rollout.vllm import publisher
 
 MOMENTS = ("generation", "publish", "between")
 SETTINGS = {
@@ -224,7 +224,7 @@ def break_servers(plan: list[tuple[str, str]], disk: pathlib.Path) -> None:
     def ready(member: Member) -> bool:
         return member.up and not member.mending
 
-    ask_one, take, whole, whole_take = Fleet._ask_one, Supply.take, weights.Publisher.whole, weights.Whole.take
+    ask_one, take, whole, whole_take = Fleet._ask_one, Supply.take, publisher.Publisher.whole, publisher.Whole.take
 
     async def broken_ask_one(self: Fleet, *args: Any, **how: Any) -> Any:
         sent[0] += 1
@@ -255,7 +255,7 @@ def break_servers(plan: list[tuple[str, str]], disk: pathlib.Path) -> None:
         whole_take(self, endpoint)
 
     Fleet._ask_one, Supply.take = broken_ask_one, broken_take  # type: ignore[method-assign]
-    weights.Publisher.whole, weights.Whole.take = broken_whole, broken_whole_take  # type: ignore[method-assign]
+    publisher.Publisher.whole, publisher.Whole.take = broken_whole, broken_whole_take  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

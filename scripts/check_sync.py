@@ -20,16 +20,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jppo.config import UserError
 from jppo.models import decoder, heads, hf
 from jppo.models.families import ModelConfig
-from jppo.rollout import layout, weights
-from jppo.rollout.buffers import Buffers, Parcel
-from jppo.rollout.sampler import RolloutError, greedy
-from jppo.rollout.served import Limits, ServedSampler
-from jppo.rollout.vllm import start_vllm
-from jppo.rollout.vllm_start import ServerSettings
-from jppo.structs import Params, Prompt, Trajectory
+from jppo.rollout.protocol import RolloutError, greedy
+from jppo.rollout.servers.engine import Limits, ServedSampler
+from jppo.rollout.vllm import layout, publisher
+from jppo.rollout.vllm.arguments import ServerSettings
+from jppo.rollout.vllm.buffers import Buffers, Parcel
+from jppo.rollout.vllm.client import start_vllm
+from jppo.settings import UserError
+from jppo.types import Params, Prompt, Trajectory
 
 PROMPT_TOKENS = 300  # vLLM caches whole blocks, of 128 tokens on a CPU
 SAMPLING = dataclasses.replace(greedy(32), temperature=0.8, n=2, seed=3)
@@ -98,7 +98,7 @@ def check(sampler: ServedSampler, base: Params, cfg: ModelConfig) -> float:
     faults = {
         "a tensor missing": lambda: sampler.load([t for t in tensors.items() if t[0] != name], version=3),
         "a wrong shape": lambda: sampler.load((tensors | {name: tensors[name][:-1]}).items(), version=3),
-        "a cut file": lambda: sampler.fleet.deliver(weights.Publisher(cut).whole(tensors.items(), 3)),
+        "a cut file": lambda: sampler.fleet.deliver(publisher.Publisher(cut).whole(tensors.items(), 3)),
     }
     for fault, publish in faults.items():
         try:

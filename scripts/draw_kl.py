@@ -9,9 +9,9 @@ import pathlib
 import statistics
 from collections.abc import Sequence
 
-from jppo.config import UserError, exit_on_user_error
-from jppo.io.curve import write_curve
-from jppo.io.metrics import read_metrics
+from jppo.runlog.curve import write_curve
+from jppo.runlog.logger import read_metrics
+from jppo.settings import UserError, exit_on_user_error
 
 REWARD, KL = "reward_mean", "actor/reward_kl_penalty_seq"
 

@@ -29,11 +29,11 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jppo import config as settings
-from jppo.config import table
-from jppo.config.checks import CHOICES
-from jppo.data import arithmetic
+from examples import arithmetic
+from jppo import settings
 from jppo.errors import escaped
+from jppo.settings import table
+from jppo.settings.checks import CHOICES
 
 LIMIT_S = 60.0
 MEMORY_BYTES = 12 * 2**30
@@ -149,7 +149,7 @@ def make_setup(folder: pathlib.Path) -> None:
         (folder / f"gsm8k/{split}.jsonl").write_text(problem * 3)
     for name, (maker, given) in KINDS.items():
         lines = [f"    c.{setting} = {value!r}\n" for setting, value in given.items()]
-        text = f"from jppo import config as settings\n\n\ndef get_config():\n    c = settings.{maker}()\n"
+        text = f"from jppo import settings\n\n\ndef get_config():\n    c = settings.{maker}()\n"
         if name == "train":
             lines.append(
                 "    return c\n\n\ndef sweep(add):\n    add(**{'actor.lr': 1e-5})\n    add(**{'actor.lr': 1e-6})\n"
@@ -272,11 +272,11 @@ def preparing(rng: random.Random) -> Case:
         (
             (["jppo.data.pairs", "--samples=samples.jsonl", out], ("samples.jsonl",)),
             (["jppo.data.pairs", "--samples=samples.jsonl", out, f"--{rng.choice(('test', 'seed'))}={odd}"], ()),
-            (["jppo.data.stories", "--samples=samples.jsonl", out], ("samples.jsonl",)),
-            (["jppo.data.stories", out, f"--{rng.choice(('test', 'seed', 'word'))}={odd}"], ()),
-            (["jppo.data.arithmetic", out, "--demonstrations=1"], ()),
-            (["jppo.data.arithmetic", out, f"--{rng.choice(('seed', 'test', 'sloppy'))}={odd}"], ()),
-            (["jppo.data.multiplication", out, f"--{rng.choice(('seed', 'test', 'train'))}={odd}"], ()),
+            (["examples.stories", "--samples=samples.jsonl", out], ("samples.jsonl",)),
+            (["examples.stories", out, f"--{rng.choice(('test', 'seed', 'word'))}={odd}"], ()),
+            (["examples.arithmetic", out, "--demonstrations=1"], ()),
+            (["examples.arithmetic", out, f"--{rng.choice(('seed', 'test', 'sloppy'))}={odd}"], ()),
+            (["examples.multiplication", out, f"--{rng.choice(('seed', 'test', 'train'))}={odd}"], ()),
             (["jppo.data.gsm8k", "--from=gsm8k", out], ("gsm8k/*",)),
         )
     )

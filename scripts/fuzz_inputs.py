@@ -23,16 +23,16 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jppo import config as settings
-from jppo.config import UserError, table
-from jppo.data import arithmetic
+from examples import arithmetic
+from jppo import settings
 from jppo.data.preferences import read_pairs
 from jppo.data.prompts import read_prompts
 from jppo.data.sft import read_demonstrations
 from jppo.data.tokenizer import end_token_ids, load_tokenizer
 from jppo.errors import escaped
 from jppo.models import hf
-from jppo.rewards.model import read_classifier
+from jppo.rewards.model.part import read_classifier
+from jppo.settings import UserError, table
 
 LIMIT_S = 60
 DEFAULTS = (settings.default, settings.sft_default, settings.reward_model_default)

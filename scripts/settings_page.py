@@ -1,12 +1,12 @@
 """Prints docs/configuration.md, all settings as Markdown: python scripts/settings_page.py > docs/configuration.md
 
-All of it is the table of jppo/config/table.py; verl's names are those of jppo/verl/names.py.
+All of it is the table of jppo/settings/table.py; verl's names are those of jppo/verl/names.py.
 """
 
 import textwrap
 
-from jppo.config.setting import Setting
-from jppo.config.table import PPO, REWARD_MODEL, SFT
+from jppo.settings.setting import Setting
+from jppo.settings.table import PPO, REWARD_MODEL, SFT
 from jppo.verl.names import TABLE
 
 WIDTH = 120

@@ -41,8 +41,8 @@ else
 fi
 
 "$python" - <<'EOF'
-from jppo.config import exit_on_user_error
-from jppo.rollout.vllm_start import check_vllm
+from jppo.settings import exit_on_user_error
+from jppo.rollout.vllm.arguments import check_vllm
 
 exit_on_user_error(check_vllm)("")
 EOF

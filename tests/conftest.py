@@ -31,11 +31,11 @@ import jax
 import numpy as np
 import pytest
 
-from jppo import assemble
-from jppo import config as settings
-from jppo.data import arithmetic
+from examples import arithmetic
+from jppo import settings
+from jppo.build import rollout
 from jppo.models import decoder, hf
-from jppo.structs import Trajectory
+from jppo.types import Trajectory
 
 jax.config.update("jax_platforms", "cpu")  # where a plugin imported jax before the lines above
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -163,7 +163,7 @@ class RandomEngine:
 def engine(monkeypatch):
     """The random engine in the place of vLLM; assemble's own start_engine reads the settings of the server."""
     made = RandomEngine()
-    monkeypatch.setattr(assemble.engine, "start_vllm", lambda *_, **__: made)
+    monkeypatch.setattr(rollout, "start_vllm", lambda *_, **__: made)
     return made
 
 

@@ -7,14 +7,15 @@ import os
 import signal
 import sys
 
-from jppo import assemble, train
-from jppo.assemble import run_export
-from jppo.config import UserError
-from jppo.rollout.sampler import RolloutError
-from jppo.supply import Supply
+from jppo import train
+from jppo.build import run_export
+from jppo.build.inputs import read_inputs
+from jppo.prefetch import Supply
+from jppo.rollout.protocol import RolloutError
+from jppo.settings import UserError
 
 what, _, host = sys.argv[1].partition("@")
-take, ask, read, write = Supply.take, Supply._take, assemble.read_inputs, run_export.write_model
+take, ask, read, write = Supply.take, Supply._take, read_inputs, run_export.write_model
 
 
 def taking(supply, step):
@@ -58,6 +59,6 @@ def writing(run, path, now):
 
 
 if what != "whole" and os.environ["NODE_RANK"] == host:
-    Supply.take, Supply._take, assemble.read_inputs = taking, asking, reading
+    Supply.take, Supply._take, read_inputs = taking, asking, reading
     train.write_model = run_export.write_model = writing
 train.main(sys.argv[2:])

@@ -8,14 +8,19 @@ import pathlib
 import numpy as np
 import pytest
 
-from jppo import assemble, train
-from jppo import config as settings
-from jppo.assemble import agreement
-from jppo.checkup import reading
-from jppo.config import UserError
+from jppo import settings, train
+from jppo.build import agreement, rollout
+from jppo.build.agreement import Match, Mismatch, agree
+from jppo.build.inputs import read_inputs
+from jppo.build.learner import make_learner, make_mesh
+from jppo.build.rollout import open_engine, publish
+from jppo.build.sampling_notes import forewarn
+from jppo.checks import models_and_data
+from jppo.dry_run.preview import dry_run
 from jppo.learner import batch, correct, ppo
-from jppo.rollout.sampler import RolloutError
-from jppo.structs import Reward
+from jppo.rollout.protocol import RolloutError
+from jppo.settings import UserError
+from jppo.types import Reward
 
 CUT = {"rollout.top_p": 0.7, "rollout.top_k": 5, "rollout.min_p": 0.1}
 WEIGHED = {"algorithm.old_logprob": "correction", "algorithm.rollout_is": "token"}
@@ -27,14 +32,14 @@ def test_sampler_and_trainer_agree_whatever_is_cut_and_at_the_temperature_of_sam
     c.update_from_flattened_dict(CUT | {"rollout.name": "inprocess", "rollout.temperature": 0.5})
     c.rollout.logp_tolerance = 1e-4
     settings.check(c)
-    inputs, mesh = assemble.read_inputs(c), assemble.make_mesh(c)
-    learner, now = assemble.make_learner(c, inputs, mesh)
-    engine = assemble.open_engine(c, file.parent)
+    inputs, mesh = read_inputs(c), make_mesh(c)
+    learner, now = make_learner(c, inputs, mesh)
+    engine = open_engine(c, file.parent)
     sampler = engine.ready(eos_token_ids=inputs.end_tokens, decode=str)
-    assemble.publish(c, learner, sampler, now, None)
-    assert "agree" in assemble.agree(c, inputs, learner, now, sampler, 0)
+    publish(c, learner, sampler, now, None)
+    assert "agree" in agree(c, inputs, learner, now, sampler, 0)
     # what the run then samples is cut: by the same comparison it would not agree
-    drawn = sampler.generate(inputs.train.prompts, assemble.sampling(c, 0), version=0)
+    drawn = sampler.generate(inputs.train.prompts, rollout.sampling(c, 0), version=0)
     rewards = [Reward(0.0, {}, None)] * len(drawn)
     data = batch.flatten(drawn, rewards, np.zeros(len(drawn), np.int32), shape=learner.shape)
     micros = batch.micros(data, drawn, plan=learner.plan, mesh=learner.mesh)
@@ -42,7 +47,7 @@ def test_sampler_and_trainer_agree_whatever_is_cut_and_at_the_temperature_of_sam
     assert correct.mismatch(data)["rollout/logp_gap_max"] > 0.1
     c.rollout.temperature = 0.6  # the compiled passes have 0.5
     with pytest.raises(RolloutError, match="differ by up to"):
-        assemble.agree(c, inputs, learner, now, sampler, 0)
+        agree(c, inputs, learner, now, sampler, 0)
 
 
 @pytest.mark.parametrize(
@@ -69,19 +74,19 @@ def test_sampler_and_trainer_agree_whatever_is_cut_and_at_the_temperature_of_sam
 def test_a_run_that_learns_from_a_cut_policy_is_warned(config, changes, said):
     config.update_from_flattened_dict(changes)
     settings.check(config)
-    found = assemble.forewarn(config, 3)
+    found = forewarn(config, 3)
     assert [one.found.split(":")[0] for one in found] == ([] if said is None else [said])
     for one in found:
         assert one.step == 3 and "algorithm.rollout_is=token" in one.remedy
-    assert [one.verdict for one in reading.sampling(config)] == ["OK", *(["WARN"] if said else [])]
+    assert [one.verdict for one in models_and_data.sampling(config)] == ["OK", *(["WARN"] if said else [])]
 
 
 def test_a_jump_that_nothing_would_notice_is_warned_of(config):
     config.algorithm.old_logprob = "bypass"
-    (found,) = assemble.forewarn(config)
+    (found,) = forewarn(config)
     assert found.name == "mismatch_unchecked" and found.found.startswith("rollout.max_kl_jump=1:")
     config.rollout.name = "inprocess"  # whose weights nobody else reaches
-    assert assemble.forewarn(config) == []
+    assert forewarn(config) == []
 
 
 def test_it_is_said_at_the_start_and_by_dry_run(small_run, engine, quick_compilation, capsys):
@@ -98,17 +103,17 @@ def test_it_is_said_at_the_start_and_by_dry_run(small_run, engine, quick_compila
         assert (asked.stop, asked.ignore_eos) == (("#\n",), True)
     assert {asked.temperature for asked in engine.asked} == {0.0, 1.0}
     assert {asked.top_p for asked in engine.asked if asked.n == 1 and asked.temperature} == {0.5, 1.0}
-    text = assemble.dry_run(c)
+    text = dry_run(c)
     assert r"sampling         temperature 1, top_p 0.5; a response ends with '#\n' or 6 tokens" in text
     assert "warning: rollout.top_p=0.5: responses are drawn from a part" in text
 
 
 def test_a_stop_text_that_no_response_can_hold_is_refused(small_run, tmp_path):
-    tokenizer = assemble.read_inputs(small_run).tokenizer
+    tokenizer = read_inputs(small_run).tokenizer
     special = tokenizer.eos_token
     small_run.rollout.stop = f"a,b{special}"
     with pytest.raises(UserError, match=r"'b.*' holds the special token .*generation_config\.json"):
-        assemble.read_inputs(small_run)
+        read_inputs(small_run)
 
 
 def test_a_jump_of_the_mismatch_stops_the_run_before_it_learns(small_run, engine, quick_compilation, monkeypatch):
@@ -131,7 +136,7 @@ def test_a_jump_of_the_mismatch_stops_the_run_before_it_learns(small_run, engine
 
     monkeypatch.setattr(engine, "generate", replaced)
     said = r"rollout_corr/kl rose from .* than rollout\.max_kl_jump=1: http://h:1 did not sample from version 1 of"
-    with pytest.raises(assemble.Mismatch, match=said):
+    with pytest.raises(Mismatch, match=said):
         train.train(c)
     run = pathlib.Path(c.trainer.run_dir)
     assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1]
@@ -143,7 +148,7 @@ def test_a_jump_of_the_mismatch_stops_the_run_before_it_learns(small_run, engine
 
 def test_the_check_of_the_mismatch_can_be_off_and_looks_at_jumps_only(config, monkeypatch):
     def seen(values):
-        match = assemble.Match(config)
+        match = Match(config)
         for value in values:
             match.require({"rollout_corr/kl": value}, None, [], [])
 
@@ -151,7 +156,7 @@ def test_the_check_of_the_mismatch_can_be_off_and_looks_at_jumps_only(config, mo
         monkeypatch.setattr(agreement, "_worst", lambda *_: ("", "1", 5.0))
         try:
             seen(values)
-        except assemble.Mismatch:
+        except Mismatch:
             return True
         return False
 

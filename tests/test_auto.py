@@ -5,10 +5,11 @@ import pathlib
 
 import pytest
 
-from jppo import assemble, train
-from jppo import config as settings
-from jppo.assemble import auto, preview
-from jppo.config import UserError
+from jppo import settings, train
+from jppo.build.inputs import read_inputs
+from jppo.build.learner import make_mesh
+from jppo.dry_run import auto, preview
+from jppo.settings import UserError
 from tests.test_resume import again, untimed
 
 
@@ -62,7 +63,7 @@ def test_a_run_takes_what_fits_records_it_and_a_resumed_one_keeps_it(small_run, 
 
 
 def test_a_dry_run_chooses_by_this_machine(small_run):
-    c, chosen = preview.settled(asking(small_run), assemble.read_inputs(small_run), assemble.make_mesh(small_run))
+    c, chosen = preview.settled(asking(small_run), read_inputs(small_run), make_mesh(small_run))
     assert c.model.remat == "none" and chosen == [
         f"chosen by memory model.remat=none, actor.max_tokens_per_device={c.actor.max_tokens_per_device}"
     ]

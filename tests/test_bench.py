@@ -9,9 +9,9 @@ import pathlib
 import numpy as np
 import pytest
 
-from jppo import assemble
-from jppo.config import UserError
+from jppo.build.learner import make_mesh
 from jppo.models import families, lora
+from jppo.settings import UserError
 
 FOLDER = pathlib.Path(__file__).parents[1] / "benchmarks"
 
@@ -365,14 +365,14 @@ def test_models_by_default_have_the_numbers_they_are_known_by():
     parameters = {}
     for name in ("q15", "q7"):
         cfg = families.from_hf(models.MODELS[name], path=name)
-        what = models.state.weights(cfg, assemble.make_mesh(models.make_config(name, "float32", [])), head="lm",
+        what = models.state.weights(cfg, make_mesh(models.make_config(name, "float32", [])), head="lm",
                                     param_dtype="float32")  # fmt: skip
         parameters[name] = sum(x.size for x in models.jax.tree.leaves(what.shapes))
     assert parameters == {"q15": 1_543_714_304, "q7": 7_615_616_512}  # as their cards count them
     cfg = families.from_hf(models.QWEN, path="q05")
     assert (cfg.head_dim, cfg.qkv_bias, cfg.tie_word_embeddings) == (64, True, True)
     c = models.make_config("q05", "float32", [])
-    what = models.state.weights(cfg, assemble.make_mesh(c), head="lm", param_dtype="float32")
+    what = models.state.weights(cfg, make_mesh(c), head="lm", param_dtype="float32")
     assert models.size(models.abstract(what.shapes, what.shardings)) == 4 * 494_032_768  # as its card counts them
     assert c.model.scan_layers and not models.make_config("M", "float32", []).model.scan_layers
 

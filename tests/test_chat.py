@@ -12,10 +12,10 @@ import transformers
 
 from jppo import chat
 from jppo.chat import Conversation, Model
-from jppo.config import UserError
 from jppo.data.tokenizer import decode, end_token_ids, load_tokenizer
 from jppo.rollout.inprocess import InprocessEngine
-from jppo.structs import Prompt, Sampling
+from jppo.settings import UserError
+from jppo.types import Prompt, Sampling
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{{ '=' if m['role'] == 'user' else '+' }}{% endfor %}"
 

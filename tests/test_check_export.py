@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jppo.data.arithmetic import write_model
+from examples.arithmetic import write_model
 from jppo.models import decoder, hf
 
 SCRIPT = pathlib.Path(__file__).parents[1] / "scripts" / "check_export.py"

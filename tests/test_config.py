@@ -12,13 +12,12 @@ import sys
 import ml_collections
 import pytest
 
-from jppo import config as settings
-from jppo import train
-from jppo.assemble import agent, reward
-from jppo.config import parts, table
-from jppo.config.table import TABLE
+from jppo import settings, train
+from jppo.build import agent, reward
 from jppo.learner import sharding
-from jppo.rewards.model import Classifier
+from jppo.rewards.model.part import Classifier
+from jppo.settings import parts, table
+from jppo.settings.table import TABLE
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -473,7 +472,9 @@ def test_a_bad_argument_is_one_line(parse, argument, said):
 )
 def test_a_fault_in_a_config_file_is_one_line_with_its_place(tmp_path, line, said):
     file = tmp_path / "mine.py"
-    file.write_text(f"from jppo import config\ndef get_config():\n    c = config.default()\n    {line}\n    return c\n")
+    file.write_text(
+        f"from jppo import settings\ndef get_config():\n    c = settings.default()\n    {line}\n    return c\n"
+    )
     with pytest.raises(settings.UserError) as e:
         settings.parse([f"--config={file}"], "about", settings.default())
     assert str(e.value).startswith(str(file)) and said in str(e.value) and "\n" not in str(e.value)

@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
+from examples import arithmetic, multiplication
 from jppo import sft, train
-from jppo.checkup import machine
-from jppo.config import shipped
-from jppo.data import arithmetic, multiplication
+from jppo.checks import machine
+from jppo.settings import shipped
 
 QWEN = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "rope_theta": 1e6, "rms_norm_eps": 1e-6}
 QWEN |= {"hidden_act": "silu", "max_position_embeddings": 32768, "initializer_range": 0.02}

@@ -9,16 +9,17 @@ import sys
 import numpy as np
 import pytest
 
-from jppo import config, evaluate, statistics
+from jppo import evaluate, settings, statistics
 from jppo.agent import tools
-from jppo.config import table, texts
-from jppo.config.table import TABLE
 from jppo.data.sources import read_sources
-from jppo.io import diagnosis, health, metrics
-from jppo.io.timers import STAGES
-from jppo.rewards import graders, judge_door, judge_prompts, targets
-from jppo.rewards.judge import JudgePart
-from jppo.structs import Prompt
+from jppo.rewards import graders, pool_tasks
+from jppo.rewards.judge import client, prompts
+from jppo.rewards.judge.part import JudgePart
+from jppo.runlog import diagnosis, healthy_ranges, logger
+from jppo.runlog.timers import STAGES
+from jppo.settings import table, texts
+from jppo.settings.table import TABLE
+from jppo.types import Prompt
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DOCS = (
@@ -98,7 +99,9 @@ def test_commands_exist(name):
 @pytest.mark.parametrize("name", [name for name in DOCS if name not in ABOUT_VERL])
 def test_settings_exist(name):
     known = {
-        n for c in (config.default(), config.sft_default(), config.reward_model_default()) for n in table.values(c)
+        n
+        for c in (settings.default(), settings.sft_default(), settings.reward_model_default())
+        for n in table.values(c)
     }
     known |= {setting.rsplit(".", 1)[0] for setting in known if setting.count(".") > 1}  # a section within one
     sections = {setting.split(".")[0] for setting in known}
@@ -179,7 +182,7 @@ class NoClient:
 
 def judge_metrics() -> set[str]:
     """What a judge counts."""
-    rubric = judge_prompts.make_rubric("math", system_prompt="", scoring_prompt="", max_score=10.0)
+    rubric = prompts.make_rubric("math", system_prompt="", scoring_prompt="", max_score=10.0)
     part = JudgePart(NoClient(), rubric, concurrency=1, retries=0)
     try:
         return set(part.metrics())
@@ -197,7 +200,7 @@ def test_every_metric_is_explained_and_every_explained_one_is_written():
     name = rf"(?:{kinds})/[\w/]+"
     written = set(re.findall(rf'"({name})"(?::|\] = )', code))
     described, rest = re.search(
-        r"\ndef describe\(.*?\n    return \{\n(.*?)\n    \}(.*?)\n\n", text("jppo/io/rollout_metrics.py"), re.S
+        r"\ndef describe\(.*?\n    return \{\n(.*?)\n    \}(.*?)\n\n", text("jppo/runlog/rollout_metrics.py"), re.S
     ).groups()
     assert rest == " | part_means(rewards)"  # whose names are dynamic
     written |= set(re.findall(r'^ +"(.+?)": ', described, re.M))  # plain names, too
@@ -218,14 +221,14 @@ def test_every_metric_is_explained_and_every_explained_one_is_written():
     "names",
     [
         set(graders.GRADERS),
-        set(judge_door.PROVIDERS),
-        {key for provider in judge_door.PROVIDERS.values() for key in provider.keys},
-        {provider.base_url.rstrip("/") for provider in judge_door.PROVIDERS.values()},
-        set(judge_prompts.PRESETS),
+        set(client.PROVIDERS),
+        {key for provider in client.PROVIDERS.values() for key in provider.keys},
+        {provider.base_url.rstrip("/") for provider in client.PROVIDERS.values()},
+        set(prompts.PRESETS),
         set(TABLE["reward.judge.api_type"].choices) - {""},
         set(TABLE["reward.judge.preset"].choices) - {""},
         set(TABLE["reward.model.engine"].choices),
-        set(re.findall(r'"(\w+_score)"', text("jppo/assemble/reward.py"))) | {"rule_score"},
+        set(re.findall(r'"(\w+_score)"', text("jppo/build/reward.py"))) | {"rule_score"},
     ],
     ids=["rules", "providers", "keys", "addresses", "prompts", "judges", "presets", "engines", "parts"],
 )
@@ -238,7 +241,7 @@ def test_every_setting_of_rewards_and_data_is_explained():
     def named(*pages: str) -> set[str]:
         return {word for page in pages for said in quoted(page) for word in re.findall(r"[\w.]+\w", said)}
 
-    every = (config.default(), config.sft_default(), config.reward_model_default())
+    every = (settings.default(), settings.sft_default(), settings.reward_model_default())
     known = {name for c in every for name in table.values(c)}
     of_rewards = {name for name in known if name.startswith(("reward.", "loss."))}
     of_data = {name for name in known if name.startswith("data.")}
@@ -249,7 +252,7 @@ def test_every_setting_of_rewards_and_data_is_explained():
 
 def test_every_setting_and_short_name_of_a_test_is_explained():
     said = {word for part in quoted("docs/evaluation.md") for word in re.findall(r"[\w.]+\w|n\b", part)}
-    known = table.values(config.default())
+    known = table.values(settings.default())
     of_tests = {name for name in known if "val_" in name or name == "trainer.test_freq"} - {"data.val_files"}
     assert len(of_tests) > 8 and not of_tests - said
     assert not {setting for setting, _ in evaluate.SHORT.values()} - said
@@ -261,18 +264,18 @@ def test_every_warning_and_every_range_is_explained():
     table = page[page.index("## Warnings") :]
     rows = re.findall(r"^\| `(\w+)` \| .+ \|\n\| \| (.+) \|$", table, re.M)
     assert {name: remedy.replace("`", "") for name, remedy in rows} == {n: r for n, (_, r) in diagnosis.RULES.items()}
-    for name, r in health.RANGES.items():
+    for name, r in healthy_ranges.RANGES.items():
         assert f"| `{name}` | {r.low:g} to {r.high:g} |" in text("docs/metrics.md")
 
 
 def test_monitoring_names_every_logger():
     assert set(texts.LOGGERS) <= set(quoted("docs/monitoring.md"))
-    assert set(texts.LOGGERS) == {"console", "jsonl", "tensorboard", *metrics.REMOTE}
+    assert set(texts.LOGGERS) == {"console", "jsonl", "tensorboard", *logger.REMOTE}
 
 
 def test_every_setting_and_tool_of_agents_is_explained():
     said = {word for part in quoted("docs/agents.md") for word in re.findall(r"[\w.]+\w", part)}
-    of_agents = {name for name in table.values(config.default()) if ".multi_turn." in name}
+    of_agents = {name for name in table.values(settings.default()) if ".multi_turn." in name}
     assert len(of_agents) > 10 and not of_agents - said
     assert set(tools.TOOLS) | set(TABLE["rollout.multi_turn.format"].choices) <= said
 
@@ -294,7 +297,7 @@ def test_the_classes_of_agents_that_are_shown_work():
 def test_every_setting_of_memory_is_explained():
     said = {word for part in quoted("docs/scaling.md") for word in re.findall(r"[\w.]+\w", part)}
     leaves = ("_offload", ".master_dtype", ".moments_dtype")
-    known = {**table.values(config.default()), **table.values(config.sft_default())}
+    known = {**table.values(settings.default()), **table.values(settings.sft_default())}
     of_memory = {name for name in known if name.endswith(leaves)}
     assert len(of_memory) > 8 and not of_memory - said
 
@@ -307,7 +310,7 @@ def test_the_functions_that_are_shown_score(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "path", list(sys.path))  # which grows by the folder of the file
     shown = re.findall(r"```\n(def compute_score.*?)```", text("docs/rewards.md"), re.S)
     sample = {"data_source": "mine", "text": " four ", "truth": "four", "extra": {}}
-    found = [targets.prepare(("function", str(tmp_path / "mine.py"), "compute_score", source)) for source in shown]
+    found = [pool_tasks.prepare(("function", str(tmp_path / "mine.py"), "compute_score", source)) for source in shown]
     assert [function.batch for function in found] == [False, True]
     for function in found:
         right, wrong = function.call([sample, {**sample, "truth": "five"}])

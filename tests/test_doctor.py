@@ -9,7 +9,7 @@ import pytest
 import rich.console
 
 from jppo import doctor
-from jppo.checkup import machine
+from jppo.checks import machine
 from jppo.doctor import GIB, Finding
 
 REQUIREMENTS = (

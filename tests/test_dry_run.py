@@ -9,12 +9,14 @@ import jax
 import numpy as np
 import pytest
 
-from jppo import assemble, sft, train
-from jppo import config as settings
-from jppo.assemble import memory, preview
-from jppo.config import UserError
+from jppo import settings, sft, train
+from jppo.build.inputs import read_inputs
+from jppo.build.learner import compile_passes, make_learner, make_mesh
+from jppo.build.packing import plan_of_run
+from jppo.dry_run import memory, preview
 from jppo.learner import packing
 from jppo.models import decoder
+from jppo.settings import UserError
 
 
 def held(tree):
@@ -33,9 +35,9 @@ def held(tree):
 def test_parts_are_the_arrays_of_a_run(small_run, quick_compilation, changes):
     c = small_run
     c.update_from_flattened_dict({"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, **changes})
-    inputs, mesh = assemble.read_inputs(c), assemble.make_mesh(c)
+    inputs, mesh = read_inputs(c), make_mesh(c)
     _, found, (room,) = preview.look(c, inputs, mesh)
-    learner, now = assemble.make_learner(c, inputs, mesh)
+    learner, now = make_learner(c, inputs, mesh)
     parts = found.parts
     assert parts["policy"] == held((now.policy, learner.actor.base))
     assert parts["policy's optimizer"] == held(now.policy_opt)
@@ -52,11 +54,11 @@ def test_parts_are_the_arrays_of_a_run(small_run, quick_compilation, changes):
 
 def test_programs_are_those_that_a_run_compiles(small_run, quick_compilation):
     c, counted = small_run, 0
-    inputs, mesh = assemble.read_inputs(c), assemble.make_mesh(c)
+    inputs, mesh = read_inputs(c), make_mesh(c)
     lines, _ = preview.sizes(c, inputs, mesh)
-    learner, now = assemble.make_learner(c, inputs, mesh)
+    learner, now = make_learner(c, inputs, mesh)
     jax.clear_caches()  # some passes are functions that other learners have compiled, too
-    assemble.compile_passes(c, learner, now)
+    compile_passes(c, learner, now)
     for field in dataclasses.fields(learner.passes):
         if (fn := getattr(learner.passes, field.name)) is not None:
             counted += fn._cache_size()
@@ -78,11 +80,11 @@ def test_the_largest_shapes_by_pairs_and_by_tokens(shapes, expected):
 
 
 def test_full_length_batches_are_cut_as_the_packer_cuts_them(small_run):
-    inputs, mesh = assemble.read_inputs(small_run), assemble.make_mesh(small_run)
+    inputs, mesh = read_inputs(small_run), make_mesh(small_run)
     step = preview.full_length(inputs.train.prompts, 12, 6)
     assert [len(t.tokens) for t in step[:8]] == [len(p.ids) + 6 for p in inputs.train.prompts]
     # 12 samples in minis of 4; the packer has rows for 8 devices, so that each mini is one micro-batch
-    plan = assemble.plan_of_run(small_run, mesh, inputs.policy)
+    plan = plan_of_run(small_run, mesh, inputs.policy)
     assert preview.descents(step, plan, epochs=3, size=4) == preview.Descents(3, 3, 4, 1)
     narrow = packing.Plan((13,), ((2, 1),), share_rows=False)
     assert preview.descents(step, narrow, epochs=1, size=5) == preview.Descents(1, 3, 5, 3)  # 2 + 2 + 1 rows
@@ -120,7 +122,7 @@ def test_devices_of_a_processor_share_the_host(monkeypatch, platform, count):
 
 
 def test_a_gpu_has_a_share_for_its_server(small_run, monkeypatch):
-    inputs = assemble.read_inputs(small_run)
+    inputs = read_inputs(small_run)
     cpu, gpu = (SimpleNamespace(devices=np.array([SimpleNamespace(platform=name)], object)) for name in ("cpu", "gpu"))
     monkeypatch.setattr(memory, "device_room", lambda mesh: 52 * 2**30)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.52")

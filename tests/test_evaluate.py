@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from examples import arithmetic
 from jppo import evaluate
-from jppo.data import arithmetic
-from jppo.io.owner import own
 from jppo.models import decoder, hf
 from jppo.rewards import graders
-from jppo.rollout.sampler import RolloutError
-from jppo.structs import Reward
+from jppo.rollout.protocol import RolloutError
+from jppo.runlog.lock import own
+from jppo.types import Reward
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 ANSWERS = "124689"

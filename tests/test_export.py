@@ -14,8 +14,7 @@ import torch
 import transformers
 from huggingface_hub import constants
 
-from jppo import __version__, export, sft, train
-from jppo import config as settings
+from jppo import __version__, export, settings, sft, train
 from jppo.models import decoder, heads, hf
 
 TOKENS = np.array([[3, 5, 12, 7, 2, 13]])  # '13+50=' by the quickstart's tokenizer

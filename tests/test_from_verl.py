@@ -6,9 +6,8 @@ import shlex
 
 import pytest
 
-from jppo import config as settings
-from jppo import from_verl
-from jppo.config import table
+from jppo import from_verl, settings
+from jppo.settings import table
 from jppo.verl import names, page
 from jppo.verl.overrides import read_value
 from jppo.verl.script import read_script

@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from jppo.config import UserError
-from jppo.data import arithmetic
+from examples import arithmetic
 from jppo.data.tokenizer import load_tokenizer
+from jppo.settings import UserError
 
 SCRIPT = pathlib.Path(__file__).parents[1] / "scripts" / "fuzz_inputs.py"
 

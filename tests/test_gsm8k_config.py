@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from jppo import config as settings
+from jppo import settings
 
 RECIPE = {
     "model.path": "Qwen/Qwen2.5-0.5B-Instruct",

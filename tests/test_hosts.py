@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jppo import assemble, train
-from jppo import config as settings
-from jppo.assemble.engine import own_urls
-from jppo.config import UserError, table
-from jppo.io.hosts import Hosts
+from jppo import settings, train
+from jppo.build.hosts import require_shareable
+from jppo.build.rollout import own_urls
+from jppo.distributed.hosts import Hosts
+from jppo.settings import UserError, table
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 STEPS = 3
@@ -47,7 +47,15 @@ def launch(config, count=2, how="whole"):
     usual, mine = table.values(settings.default()), table.values(config)
     lines = [f"    c.{name} = {value!r}" for name, value in mine.items() if value != usual[name]]
     file = pathlib.Path(config.trainer.run_dir).with_suffix(".py")
-    text = ["from jppo.config import default", "", "", "def get_config():", "    c = default()", *lines, "    return c"]
+    text = [
+        "from jppo.settings import default",
+        "",
+        "",
+        "def get_config():",
+        "    c = default()",
+        *lines,
+        "    return c",
+    ]
     file.write_text("\n".join(text) + "\n")
     env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": ""}
     command = [sys.executable, "tests/hosts_program.py", how, f"--config={file}"]
@@ -162,7 +170,7 @@ def test_an_export_that_fails_on_one_host_costs_that_checkpoint_alone(run_of_gro
 def test_hosts_must_agree_on_what_cannot_be_shared(config):
     config.rollout.mode, config.rollout.partial = "async", True
     with pytest.raises(UserError, match=r"rollout.partial=True takes .* trainer.nnodes=2"):
-        assemble.require_shareable(config, Hosts(0, 2))
+        require_shareable(config, Hosts(0, 2))
 
 
 def test_servers_that_are_named_are_shared_out():

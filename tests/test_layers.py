@@ -15,13 +15,15 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 LAYERS = (
     ("errors",),
     ("registry",),
-    ("structs", "config", "tensorheader", "sandbox"),
+    ("types", "settings", "tensorheader"),
     ("algorithms", "models", "statistics"),
-    ("learner", "data", "rewards", "rollout", "io"),
-    ("agent", "validation", "supply", "targets"),
-    ("assemble", "report", "verl"),
+    ("distributed",),
+    ("learner", "data", "rewards", "rollout", "runlog"),
+    ("agent", "validation", "prefetch", "targets"),
+    ("build", "report", "verl"),
+    ("dry_run", "supervised"),
     ("check",),  # COMMANDS_BELOW
-    ("checkup",),
+    ("checks",),
     ("train", "sft", "reward_model", "evaluate", "sweep", "from_verl", "export", "chat", "plan"),
     ("doctor", "__main__"),
 )
@@ -29,27 +31,27 @@ LAYER = {place: i for i, row in enumerate(LAYERS, -2) for place in row}  # those
 # Commands that stand with what they look at.
 COMMANDS_BELOW = ("jppo.data.check", "jppo.data.math", "jppo.rewards.check")
 
-COMMANDS = (*(f"jppo.{place}" for row in LAYERS[6:] for place in row), *COMMANDS_BELOW)
+COMMANDS = (*(f"jppo.{place}" for row in LAYERS[8:] for place in row), *COMMANDS_BELOW)
 # Packages that few may import: a module, or all modules below a package.
 ONLY_IN = {
-    "vllm": ("jppo.rollout.worker",),
-    "torch": ("jppo.rollout.worker", "jppo.rewards.model_worker", "jppo.checkup.parity_worker"),
+    "vllm": ("jppo.rollout.vllm.worker",),
+    "torch": ("jppo.rollout.vllm.worker", "jppo.rewards.model.torch_worker", "jppo.checks.parity_worker"),
     "transformers": (
         "jppo.data.tokenizer",
-        "jppo.rollout.worker",
-        "jppo.rewards.model_worker",
-        "jppo.checkup.parity_worker",
+        "jppo.rollout.vllm.worker",
+        "jppo.rewards.model.torch_worker",
+        "jppo.checks.parity_worker",
     ),
     "tensorflow": ("jppo.data",),
-    "openai": ("jppo.rewards.judge_door",),
-    "anthropic": ("jppo.rewards.judge_door",),
+    "openai": ("jppo.rewards.judge.client",),
+    "anthropic": ("jppo.rewards.judge.client",),
     "math_verify": ("jppo.rewards.rules",),
     "tensorflow_datasets": ("jppo.data",),
-    "wandb": ("jppo.io.to_wandb",),
-    "mlflow": ("jppo.io.to_mlflow",),
-    "orbax": ("jppo.io.checkpoint",),
-    "tensorboardX": ("jppo.io.tensorboard",),
-    "ml_collections": ("configs", "jppo.config", *COMMANDS),
+    "wandb": ("jppo.runlog.to_wandb",),
+    "mlflow": ("jppo.runlog.to_mlflow",),
+    "orbax": ("jppo.runlog.checkpoint",),
+    "tensorboardX": ("jppo.runlog.tensorboard",),
+    "ml_collections": ("configs", "jppo.settings", *COMMANDS),
 }
 # TensorFlow can take the GPU when it is imported; vLLM and transformers cost seconds.
 ONLY_IN_FUNCTIONS = {
@@ -70,55 +72,62 @@ NO_MORE_THAN = {
     "jppo.statistics": PURE - {"jax", "chex"},
     "configs": {"ml_collections"},
     # what runs in vLLM's process, whose environment may have no more of jppo's dependencies
-    "jppo.rollout.worker": {*sys.stdlib_module_names, "numpy", "torch", "transformers", "vllm"},
-    "jppo.rollout.layout": {*sys.stdlib_module_names, "numpy"},
-    "jppo.rollout.transfer": {*sys.stdlib_module_names},
-    "jppo.rewards.model_worker": {*sys.stdlib_module_names, "torch", "transformers"},
-    "jppo.checkup.parity_worker": {*sys.stdlib_module_names, "torch", "transformers"},
+    "jppo.rollout.vllm.worker": {*sys.stdlib_module_names, "numpy", "torch", "transformers", "vllm"},
+    "jppo.rollout.vllm.layout": {*sys.stdlib_module_names, "numpy"},
+    "jppo.rollout.vllm.transfer": {*sys.stdlib_module_names},
+    "jppo.rewards.model.torch_worker": {*sys.stdlib_module_names, "torch", "transformers"},
+    "jppo.checks.parity_worker": {*sys.stdlib_module_names, "torch", "transformers"},
     # what runs in the processes of the pool
-    "jppo.rewards.worker": {*sys.stdlib_module_names},
-    "jppo.rewards.targets": {*sys.stdlib_module_names},
+    "jppo.rewards.pool_worker": {*sys.stdlib_module_names},
+    "jppo.rewards.pool_tasks": {*sys.stdlib_module_names},
     "jppo.rewards.code": {*sys.stdlib_module_names},
     "jppo.rewards.asserts": {*sys.stdlib_module_names},
     "jppo.rewards.expressions": {*sys.stdlib_module_names},
     "jppo.rewards.suspicion": {*sys.stdlib_module_names},
-    "jppo.sandbox": {*sys.stdlib_module_names},
+    "jppo.rewards.sandbox": {*sys.stdlib_module_names},
     "jppo.rewards.rules": {*sys.stdlib_module_names, "math_verify"},
     "jppo.rewards.verl_rules": {*sys.stdlib_module_names},
-    "jppo.rollout.launch": {*sys.stdlib_module_names},
+    "jppo.rollout.servers.launch": {*sys.stdlib_module_names},
 }
 # Imported along with the worker, so they import nothing.
-BARE = ("jppo", "jppo.rollout", "jppo.rewards", "jppo.checkup", "jppo.sandbox")
+BARE = ("jppo", "jppo.rollout", "jppo.rewards", "jppo.checks", "jppo.rewards.sandbox")
 # All that a module may import of jppo.
 OF_JPPO = {
-    "jppo.algorithms": ("jppo.structs", "jppo.algorithms"),
+    "jppo.algorithms": ("jppo.types", "jppo.algorithms"),
     "jppo.statistics": (),
-    "configs": ("jppo.config",),
-    "jppo.rollout.worker": ("jppo.rollout.layout", "jppo.rollout.transfer"),
-    "jppo.rollout.transfer": ("jppo.rollout.layout",),
-    "jppo.rollout.layout": (),
-    "jppo.rewards.model_worker": (),
-    "jppo.checkup.parity_worker": (),
-    "jppo.rewards.worker": ("jppo.rewards.targets",),
-    "jppo.rewards.targets": ("jppo.rewards.code", "jppo.rewards.rules", "jppo.sandbox.choice"),
-    "jppo.rewards.code": ("jppo.rewards.rules", "jppo.rewards.asserts", "jppo.rewards.suspicion", "jppo.sandbox"),
+    "configs": ("jppo.settings",),
+    "jppo.rollout.vllm.worker": ("jppo.rollout.vllm.layout", "jppo.rollout.vllm.transfer"),
+    "jppo.rollout.vllm.transfer": ("jppo.rollout.vllm.layout",),
+    "jppo.rollout.vllm.layout": (),
+    "jppo.rewards.model.torch_worker": (),
+    "jppo.checks.parity_worker": (),
+    "jppo.rewards.pool_worker": ("jppo.rewards.pool_tasks",),
+    "jppo.rewards.pool_tasks": ("jppo.rewards.code", "jppo.rewards.rules", "jppo.rewards.sandbox.choice"),
+    "jppo.rewards.code": (
+        "jppo.rewards.rules",
+        "jppo.rewards.asserts",
+        "jppo.rewards.suspicion",
+        "jppo.rewards.sandbox",
+    ),
     "jppo.rewards.asserts": ("jppo.rewards.expressions",),
     "jppo.rewards.expressions": (),
     "jppo.rewards.suspicion": (),
-    "jppo.sandbox": ("jppo.sandbox",),
+    "jppo.rewards.sandbox": ("jppo.rewards.sandbox",),
     "jppo.rewards.rules": (),
     "jppo.rewards.verl_rules": ("jppo.rewards.rules",),
-    "jppo.rollout.launch": (),
+    "jppo.rollout.servers.launch": (),
 }
-# Below the commands nothing sees a config: this is what may be taken from jppo.config.
-OF_CONFIG = tuple(f"jppo.config.{name}" for name in ("UserError", "Parser", "escaped", "exit_on_user_error", "natural"))
+# Below the commands nothing sees a config: this is what may be taken from jppo.settings.
+OF_CONFIG = tuple(
+    f"jppo.settings.{name}" for name in ("UserError", "Parser", "escaped", "exit_on_user_error", "natural")
+)
 # Files, engines and metrics deal in tokens and arrays; an engine that is a model itself is the exception.
-NO_MODEL = ("jppo.data", "jppo.io", "jppo.rollout", "jppo.agent")
+NO_MODEL = ("jppo.data", "jppo.runlog", "jppo.rollout", "jppo.agent")
 BUT = ("jppo.rollout.inprocess",)
 
 
 class Import(NamedTuple):
-    name: str  # dotted, with what is taken from it: jppo.config.UserError
+    name: str  # dotted, with what is taken from it: jppo.settings.UserError
     line: int
     in_function: bool
 
@@ -173,7 +182,7 @@ def against_jppo(module: str, found: Import) -> Iterator[str]:
     # What is no place is a name of the root package, such as its version.
     if place in LAYER and target in LAYER and target != place and LAYER[target] >= LAYER[place]:
         yield f"layer {LAYER[place]} may import only the layers above it"
-    if LAYER.get(place) in (1, 2, 3) and target == "config" and found.name not in OF_CONFIG:
+    if LAYER.get(place) in (1, 2, 3, 4) and target == "settings" and found.name not in OF_CONFIG:
         yield "below the commands nothing sees a config"
     if any(within(module, p) for p in NO_MODEL) and module not in BUT and LAYER.get(target) == 1:
         yield f"jppo.{place} has nothing to do with models"
@@ -222,77 +231,77 @@ def test_a_command_loads_what_takes_seconds_only_where_it_needs_it():
 
 def test_the_walk_sees_the_project():
     found = {(m, i.name) for m, path in FILES.items() for i in imports(path.read_text(), m, path.stem == "__init__")}
-    assert ("jppo.io.checkpoint", "orbax.checkpoint") in found
-    assert ("jppo.rollout.worker", "jppo.rollout.layout") in found
-    assert ("configs.gsm8k", "jppo.config") in found
+    assert ("jppo.runlog.checkpoint", "orbax.checkpoint") in found
+    assert ("jppo.rollout.vllm.worker", "jppo.rollout.vllm.layout") in found
+    assert ("configs.gsm8k", "jppo.settings") in found
 
 
 @pytest.mark.parametrize(
     "module, source, complaint",
     [
-        ("jppo.structs", "from jppo import config", "layer 0 may import only"),
+        ("jppo.types", "from jppo import settings as config", "layer 0 may import only"),
         ("jppo.models.heads", "from jppo.algorithms import masked", "layer 1 may import only"),
         ("jppo.models.heads", "import jppo.learner.packing", "layer 1 may import only"),
-        ("jppo.rollout.vllm", "from jppo.models import hf", "jppo.rollout has nothing to do with models"),
+        ("jppo.rollout.vllm.client", "from jppo.models import hf", "jppo.rollout has nothing to do with models"),
         ("jppo.rollout.inprocess", "from jppo.models import decoder", None),
         ("jppo.learner.ppo", "from jppo.models import hf", None),
-        ("jppo.rollout.vllm", "from jppo.data.files import Row", "layer 2 may import only"),
-        ("jppo.rollout.vllm", "from ..data import files", "layer 2 may import only"),
-        ("jppo.learner.ppo", "def f():\n    from jppo import train", "layer 2 may import only"),
-        ("jppo.learner.ppo", "from jppo import assemble", "layer 2 may import only"),
-        ("jppo.validation", "from jppo import assemble", "layer 3 may import only"),
-        ("jppo.evaluate", "from jppo import assemble, validation", None),
+        ("jppo.rollout.vllm.client", "from jppo.data.files import Row", "layer 3 may import only"),
+        ("jppo.rollout.vllm.client", "from ...data import files", "layer 3 may import only"),
+        ("jppo.learner.ppo", "def f():\n    from jppo import train", "layer 3 may import only"),
+        ("jppo.learner.ppo", "from jppo import build", "layer 3 may import only"),
+        ("jppo.validation", "from jppo import build", "layer 4 may import only"),
+        ("jppo.evaluate", "from jppo import build, validation", None),
         ("jppo.statistics", "import jax", "may import nothing of the kind"),
         ("jppo.validation", "from jppo import statistics", None),
-        ("jppo.train", "from jppo import assemble, sft", "layer 7 may import only"),
-        ("jppo.train", "from jppo.evaluate import evaluate", "layer 7 may import only"),
+        ("jppo.train", "from jppo import build, sft", "layer 9 may import only"),
+        ("jppo.train", "from jppo.evaluate import evaluate", "layer 9 may import only"),
         ("jppo.train", "from jppo.validation import evaluate", None),
         ("jppo.train", "from jppo.data import check", "jppo.data.check is a command"),
-        ("jppo.train", "from jppo import doctor", "layer 7 may import only"),
-        ("jppo.checkup.run", "from jppo import train", "layer 6 may import only"),
-        ("jppo.train", "from jppo.checkup import run", None),
-        ("jppo.checkup.reading", "from jppo.data import check", None),
+        ("jppo.train", "from jppo import doctor", "layer 9 may import only"),
+        ("jppo.checks.run", "from jppo import train", "layer 8 may import only"),
+        ("jppo.train", "from jppo.checks import run", None),
+        ("jppo.checks.models_and_data", "from jppo.data import check", None),
         ("jppo.learner.ppo", "from . import packing", None),
-        ("jppo.agent.talk", "from jppo.rollout.sampler import Talk", None),
-        ("jppo.rollout.vllm", "from jppo.agent import talk", "layer 2 may import only"),
-        ("jppo.agent.talk", "from jppo.assemble import speaking", "layer 3 may import only"),
-        ("jppo.agent.talk", "from jppo import config", "nothing sees a config"),
-        ("jppo.learner.ppo", "from jppo.config import UserError", None),
-        ("jppo.learner.ppo", "from jppo.config import default", "nothing sees a config"),
-        ("jppo.learner.ppo", "from jppo import config as settings", "nothing sees a config"),
-        ("jppo.learner.ppo", "import jppo.config", "nothing sees a config"),
-        ("jppo.learner.ppo", "from ml_collections import ConfigDict", "only configs, jppo.config"),
+        ("jppo.agent.conversation", "from jppo.rollout.protocol import Talk", None),
+        ("jppo.rollout.vllm.client", "from jppo.agent import conversation as talk", "layer 3 may import only"),
+        ("jppo.agent.conversation", "from jppo.build.inputs import speaking", "layer 4 may import only"),
+        ("jppo.agent.conversation", "from jppo import settings as config", "nothing sees a config"),
+        ("jppo.learner.ppo", "from jppo.settings import UserError", None),
+        ("jppo.learner.ppo", "from jppo.settings import default", "nothing sees a config"),
+        ("jppo.learner.ppo", "from jppo import settings", "nothing sees a config"),
+        ("jppo.learner.ppo", "import jppo.settings", "nothing sees a config"),
+        ("jppo.learner.ppo", "from ml_collections import ConfigDict", "only configs, jppo.settings"),
         ("jppo.strange", "", "has no layer"),
         ("jppo.algorithms.kl", "import flax", "may import nothing of the kind"),
         ("jppo.algorithms.kl", "import pathlib", "may import nothing of the kind"),
-        ("jppo.algorithms.kl", "from jppo.config import UserError", "only jppo.structs, jppo.algorithms"),
+        ("jppo.algorithms.kl", "from jppo.settings import UserError", "only jppo.types, jppo.algorithms"),
         ("jppo.algorithms.kl", "import jax.numpy as jnp", None),
-        ("jppo.rollout.server", "def f():\n    import vllm", "only jppo.rollout.worker may"),
-        ("jppo.rollout.worker", "import vllm", "only inside the function"),
-        ("jppo.rollout.worker", "def f():\n    from vllm import LLM", None),
-        ("jppo.rollout.worker", "import jax", "jppo.rollout.worker may import nothing"),
-        ("jppo.rollout.worker", "from jppo.structs import Prompt", "only jppo.rollout.layout"),
-        ("jppo.rollout.layout", "import httpx", "jppo.rollout.layout may import nothing"),
-        ("jppo.rollout.layout", "from jppo.rollout import sampler", "may import of jppo only nothing"),
+        ("jppo.rollout.servers.process", "def f():\n    import vllm", "only jppo.rollout.vllm.worker may"),
+        ("jppo.rollout.vllm.worker", "import vllm", "only inside the function"),
+        ("jppo.rollout.vllm.worker", "def f():\n    from vllm import LLM", None),
+        ("jppo.rollout.vllm.worker", "import jax", "jppo.rollout.vllm.worker may import nothing"),
+        ("jppo.rollout.vllm.worker", "from jppo.types import Prompt", "only jppo.rollout.vllm.layout"),
+        ("jppo.rollout.vllm.layout", "import httpx", "jppo.rollout.vllm.layout may import nothing"),
+        ("jppo.rollout.vllm.layout", "from jppo.rollout import protocol as sampler", "may import of jppo only nothing"),
         ("jppo.data.tfds", "import tensorflow_datasets as tfds", "only inside the function"),
         ("jppo.data.tfds", "def f():\n    import tensorflow_datasets as tfds", None),
-        ("jppo.io.metrics", "def f():\n    import tensorflow", "only jppo.data may"),
-        ("jppo.io.metrics", "import orbax.checkpoint as ocp", "only jppo.io.checkpoint may"),
-        ("jppo.io.metrics", "def f():\n    import wandb", "only jppo.io.to_wandb may"),
-        ("jppo.io.to_mlflow", "import mlflow", "only inside the function"),
+        ("jppo.runlog.logger", "def f():\n    import tensorflow", "only jppo.data may"),
+        ("jppo.runlog.logger", "import orbax.checkpoint as ocp", "only jppo.runlog.checkpoint may"),
+        ("jppo.runlog.logger", "def f():\n    import wandb", "only jppo.runlog.to_wandb may"),
+        ("jppo.runlog.to_mlflow", "import mlflow", "only inside the function"),
         ("jppo.models.hf", "from transformers import AutoConfig", "only jppo.data.tokenizer"),
-        ("jppo.data.prompts", "import torch", "jppo.rewards.model_worker, jppo.checkup.parity_worker may"),
+        ("jppo.data.prompts", "import torch", "jppo.rewards.model.torch_worker, jppo.checks.parity_worker may"),
         (
             "jppo.data.prompts",
             "import importlib\nimportlib.import_module('torch')",
-            "only jppo.rollout.worker",
+            "only jppo.rollout.vllm.worker",
         ),
-        ("configs.gsm8k", "from jppo import assemble", "configs may import of jppo only jppo.config"),
+        ("configs.gsm8k", "from jppo import build", "configs may import of jppo only jppo.settings"),
         ("configs.gsm8k", "import jax", "configs may import nothing of the kind"),
         ("jppo", "import jax", "jppo must import nothing"),
-        ("jppo.rollout", "from jppo.rollout.vllm import start_vllm", "jppo.rollout must import nothing"),
-        ("jppo.rollout.server", "import jppo", None),
-        ("jppo.rollout.server", "from jppo import __version__", None),
+        ("jppo.rollout", "from jppo.rollout.vllm.client import start_vllm", "jppo.rollout must import nothing"),
+        ("jppo.rollout.servers.process", "import jppo", None),
+        ("jppo.rollout.servers.process", "from jppo import __version__", None),
     ],
 )
 def test_the_rules_see_what_breaks_them_and_nothing_else(module, source, complaint):

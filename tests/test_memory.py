@@ -6,12 +6,13 @@ import pathlib
 import jax
 import pytest
 
-from jppo import assemble, sft, train
-from jppo import config as settings
-from jppo.assemble import preview
-from jppo.io.metrics import read_metrics
+from jppo import settings, sft, train
+from jppo.build.inputs import read_inputs
+from jppo.build.learner import make_learner, make_mesh
+from jppo.dry_run import preview
 from jppo.learner import batch, packing
 from jppo.models import offload
+from jppo.runlog.logger import read_metrics
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 OFFLOAD = {
@@ -121,9 +122,9 @@ NARROW = {"model.param_dtype": "bfloat16", "actor.moments_dtype": "bfloat16", "c
 @pytest.mark.parametrize("changes", [{}, OFFLOAD | NARROW])
 def test_the_estimate_is_what_the_programs_of_a_run_hold(small_run, tmp_path, changes):
     c = changed(small_run, tmp_path / "run", **{"algorithm.use_kl_in_reward": True}, **changes)
-    inputs, mesh = assemble.read_inputs(c), assemble.make_mesh(c)
+    inputs, mesh = read_inputs(c), make_mesh(c)
     _, found, (room,) = preview.look(c, inputs, mesh)
-    learner, now = assemble.make_learner(c, inputs, mesh)
+    learner, now = make_learner(c, inputs, mesh)
     trees = {
         "policy": now.policy,
         "policy's optimizer": now.policy_opt,

@@ -5,11 +5,14 @@ import types
 
 import pytest
 
-from jppo import assemble, train
-from jppo import config as settings
-from jppo.assemble import fit
-from jppo.config import UserError
+from jppo import settings, train
+from jppo.build import mesh_checks, rollout
+from jppo.build.inputs import read_inputs
+from jppo.build.learner import make_mesh
+from jppo.build.packing import plan_of_run
+from jppo.dry_run.preview import dry_run
 from jppo.models import families
+from jppo.settings import UserError
 from tests.learner.test_state import SHAPE
 
 CFG = families.from_hf(SHAPE, path="here")  # 4 heads, 2 of keys and values, width 128, MLP 256
@@ -21,7 +24,7 @@ def mesh(fsdp=1, tensor=1, sequence=1):
 
 @pytest.mark.parametrize("sizes", [{}, dict(tensor=4), dict(sequence=4), dict(fsdp=32, tensor=2, sequence=2)])
 def test_what_divides_fits(sizes):
-    fit.require_fit(CFG, mesh(**sizes))
+    mesh_checks.require_fit(CFG, mesh(**sizes))
 
 
 @pytest.mark.parametrize(
@@ -40,14 +43,14 @@ def test_what_divides_fits(sizes):
 )  # fmt: skip
 def test_what_does_not_is_refused_with_what_would(sizes, changes, said):
     with pytest.raises(UserError) as e:
-        fit.require_fit(dataclasses.replace(CFG, **changes), mesh(**sizes))
+        mesh_checks.require_fit(dataclasses.replace(CFG, **changes), mesh(**sizes))
     assert str(e.value).endswith(said) and "\n" not in str(e.value)
 
 
 def test_a_run_is_refused_before_a_server_starts(small_run, monkeypatch):
-    monkeypatch.setattr(assemble.engine, "start_vllm", lambda *_, **__: pytest.fail("a server was started"))
+    monkeypatch.setattr(rollout, "start_vllm", lambda *_, **__: pytest.fail("a server was started"))
     small_run.mesh.data, small_run.mesh.sequence = 1, 8
-    for command in (train.train, assemble.dry_run):
+    for command in (train.train, dry_run):
         with pytest.raises(UserError, match=r"mesh\.sequence=8 must divide the \d attention heads"):
             command(small_run)
 
@@ -68,5 +71,5 @@ def test_rows_are_cut_evenly_and_a_device_has_its_tokens(small_run):
     c = small_run
     c.mesh.data, c.mesh.fsdp, c.mesh.sequence = 1, 2, 4
     c.actor.max_tokens_per_device = 8
-    plan = assemble.plan_of_run(c, assemble.make_mesh(c), assemble.read_inputs(c).policy)
+    plan = plan_of_run(c, make_mesh(c), read_inputs(c).policy)
     assert plan.shapes == [(4, 16), (2, 16)]  # 13 entries, rounded up; 2 rows on each two of four devices

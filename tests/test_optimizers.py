@@ -9,15 +9,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jppo import assemble, reward_model, sft
-from jppo import config as settings
-from jppo.assemble import supervised
-from jppo.assemble.resume import former_name
-from jppo.config import UserError, commandline
-from jppo.data import arithmetic
-from jppo.io.checkpoint import Checkpoints, restore
-from jppo.io.metrics import read_metrics
+from examples import arithmetic
+from jppo import reward_model, settings, sft, supervised
+from jppo.build.inputs import read_inputs
+from jppo.build.resume import former_name
 from jppo.learner import optim
+from jppo.runlog.checkpoint import Checkpoints, restore
+from jppo.runlog.logger import read_metrics
+from jppo.settings import UserError, commandline
 
 STEPS, SAVED = 8, 4
 RATES = {"adamw": 1e-2, "muon": 1e-2, "adafactor": 1e-2, "lion": 3e-3, "sgd": 3e-1, "custom": 1e-2}
@@ -196,7 +195,7 @@ def test_ppo_refuses_it_before_it_reads_a_model(folder, section, spec, said):
     c[section].optimizer = spec.replace("FOLDER", str(folder))
     settings.check(c)
     with pytest.raises(UserError, match=rf"{section}\.optimizer=.*{said}"):
-        assemble.read_inputs(c)
+        read_inputs(c)
 
 
 @pytest.mark.parametrize("make", [settings.default, settings.sft_default, settings.reward_model_default])

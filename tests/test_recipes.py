@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jppo import assemble, train
-from jppo import config as settings
-from jppo.io.checkpoint import Checkpoints
+from jppo import settings, train
+from jppo.build import learner as build_learner
+from jppo.build import prefetch
+from jppo.build.learner import make_learner as made_make_learner
 from jppo.learner import ppo, state
 from jppo.rewards import graders
-from jppo.structs import Reward
+from jppo.runlog.checkpoint import Checkpoints
+from jppo.types import Reward
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -176,7 +178,7 @@ def test_a_step_that_is_no_number_is_skipped_counted_and_kept(learn, small_run):
 
 def test_a_step_whose_samples_were_all_rejected_changes_its_number_alone(learn, monkeypatch):
     """The second of three, so that momentum and decay would move the weights, and the target the coefficient."""
-    step, fresh, states = train.ppo_step, assemble.fresh, []
+    step, fresh, states = train.ppo_step, prefetch.fresh, []
 
     def stepped(run, now):
         before = jax.device_get(dataclasses.replace(now, key=None))
@@ -190,7 +192,7 @@ def test_a_step_whose_samples_were_all_rejected_changes_its_number_alone(learn, 
         return [dataclasses.replace(reward, unusable=why) for reward in rewards], found
 
     monkeypatch.setattr(train, "ppo_step", stepped)
-    monkeypatch.setattr(assemble, "fresh", rejected)
+    monkeypatch.setattr(prefetch, "fresh", rejected)
     kl = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl_type": "adaptive"}
     metrics = learn(kl | {"trainer.total_training_steps": 3, "actor.lr": 1e-2, "actor.weight_decay": 0.1})
     same = [bits(dataclasses.replace(a, step=0)) == bits(dataclasses.replace(b, step=0)) for a, b in states]
@@ -209,7 +211,7 @@ def bits(params):
 def test_only_adapters_are_trained_kept_and_stepped(learn, small_run, monkeypatch):
     """And the base is held once: by the policy, the critic and the reference."""
     made = []
-    make_learner = assemble.make_learner
+    make_learner = made_make_learner
 
     def spied(*args):
         made.append(make_learner(*args))
@@ -217,7 +219,7 @@ def test_only_adapters_are_trained_kept_and_stepped(learn, small_run, monkeypatc
         return made[0]
 
     before: list[bytes] = []
-    monkeypatch.setattr(assemble, "make_learner", spied)
+    monkeypatch.setattr(build_learner, "make_learner", spied)
     metrics = learn(ADAPTED | {"trainer.save_freq": 2})
     learner, begin = made[0]
     base = learner.actor.base.params

@@ -15,17 +15,17 @@ import yaml
 
 import jppo
 from jppo import __main__ as listing
-from jppo import config as settings
-from jppo.config import commandline, shipped
+from jppo import settings
+from jppo.settings import commandline, shipped
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 # Started by jppo itself, in processes of their own, or by make.
 WORKERS = {
-    "jppo.rollout.launch",
-    "jppo.rollout.sglang_guarded",
-    "jppo.rewards.worker",
-    "jppo.rewards.model_worker",
-    "jppo.checkup.parity_worker",
+    "jppo.rollout.servers.launch",
+    "jppo.rollout.sglang.guarded",
+    "jppo.rewards.pool_worker",
+    "jppo.rewards.model.torch_worker",
+    "jppo.checks.parity_worker",
     "jppo.targets.compilers",
 }
 PYTHON = (sys.executable, "-m")
@@ -170,7 +170,7 @@ def test_a_run_by_a_shipped_config_gets_as_far_as_its_model(unpacked, tmp_path):
 
 def test_the_calculator_of_an_installed_jppo_is_there(unpacked, tmp_path):
     code = (
-        "from jppo.config import commandline, default; import pathlib;"
+        "from jppo.settings import commandline, default; import pathlib;"
         "c, _ = commandline.parse(['--config=jppo://agent_calculator'], '', default());"
         "print(pathlib.Path(c.rollout.multi_turn.tool_config_path).read_text())"
     )

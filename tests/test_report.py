@@ -11,10 +11,10 @@ import zlib
 import numpy as np
 import pytest
 
-from jppo import config
-from jppo.config import UserError
+from jppo import settings as config
 from jppo.report import __main__ as command
 from jppo.report import document, folder, page, report_line, samples, series, write_report
+from jppo.settings import UserError
 from tests import browser
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]

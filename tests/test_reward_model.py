@@ -9,16 +9,16 @@ import ml_collections
 import numpy as np
 import pytest
 
-from jppo import assemble, reward_model
-from jppo import config as settings
-from jppo.config import UserError, table
-from jppo.data import arithmetic
-from jppo.io.metrics import read_metrics
-from jppo.io.owner import own
+from examples import arithmetic
+from jppo import reward_model, settings
+from jppo.build.learner import load_trained, make_descent
 from jppo.learner import batch, packing, sharding
 from jppo.models import hf
-from jppo.rewards.model import Texts, choose_engine, read_classifier
-from jppo.rewards.model_jax import JaxRewardModel
+from jppo.rewards.model.by_jax import JaxRewardModel
+from jppo.rewards.model.part import Texts, choose_engine, read_classifier
+from jppo.runlog.lock import own
+from jppo.runlog.logger import read_metrics
+from jppo.settings import UserError, table
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "pad_token_id": None}
 
@@ -123,10 +123,8 @@ def test_loss_and_gradient_are_torchs_however_the_batch_is_cut(config, kind, tok
     c.mesh.fsdp, c.mesh.tensor, c.mesh.sequence = (8, 1, 1) if tokens == 8192 else (1, 2, 2)
     task = reward_model.prepare(c)
     cfg, pairs = task.cfg, task.pairs.pairs[:12]
-    trained = assemble.load_trained(
-        c, task.mesh, cfg, c.model.path, head="value", key=jax.random.key(3), adapters=task.adapters
-    )
-    descent, _ = assemble.make_descent(c.optim, "rm", task.accumulate, trained, 1)
+    trained = load_trained(c, task.mesh, cfg, c.model.path, head="value", key=jax.random.key(3), adapters=task.adapters)
+    descent, _ = make_descent(c.optim, "rm", task.accumulate, trained, 1)
     path = hf.save(c.trainer.run_dir, trained.learned, cfg, source=c.model.path, dtype="float32", head="value",
                    changes=task.changes)  # fmt: skip
     micros = reward_model.pack(pairs, task.plan)
@@ -174,7 +172,7 @@ def test_a_text_is_read_to_its_end_and_packed_once(config):
 def test_encode_is_what_a_reward_model_of_a_run_reads(config, tiny_model):
     from jppo.data.tokenizer import load_tokenizer
     from jppo.rewards.parts import Sample
-    from jppo.structs import Prompt
+    from jppo.types import Prompt
 
     encode = reward_model.make_encode(load_tokenizer(str(tiny_model)), 0)
     texts = Texts(load_tokenizer(str(tiny_model)), max_length=99)

@@ -5,9 +5,12 @@ import json
 import jax
 import pytest
 
-from jppo import assemble, reward_model
-from jppo import config as settings
-from jppo.data import arithmetic
+from examples import arithmetic
+from jppo import reward_model, settings
+from jppo.build.inputs import read_inputs
+from jppo.build.learner import make_mesh
+from jppo.build.reward import make_panel
+from jppo.dry_run.preview import dry_run
 from jppo.models import decoder, hf
 
 TEMPLATE = (
@@ -49,9 +52,9 @@ def test_ppo_against_a_reward_model(small, quick_compilation):
     prompt = {"prompt": [{"role": "user", "content": "1+2"}], "data_source": "chat", "ground_truth": "-"}
     files = {k: lines(small / f"{k}.jsonl", [prompt] * 256) for k in ("train_files", "val_files")}
     c = parsed("rlhf", small, settings.default(), **files)
-    said = assemble.dry_run(c)
+    said = dry_run(c)
     assert "reference " in said and "critic " in said and "steps            1, each of 256" in said
-    panel = assemble.make_panel(c, assemble.read_inputs(c), assemble.make_mesh(c))
+    panel = make_panel(c, read_inputs(c), make_mesh(c))
     panel.close()
     assert c.algorithm.kl_ctrl_type == "adaptive" and c.algorithm.use_kl_in_reward
 

@@ -12,19 +12,18 @@ import time
 import numpy as np
 import pytest
 
-from jppo import assemble
-from jppo import config as settings
+from jppo import settings
 from jppo.agent.python import Python
-from jppo.assemble.sandbox import introduce_sandbox
-from jppo.config import UserError
+from jppo.build.sandbox import introduce_sandbox
 from jppo.rewards.code import code, run_program
 from jppo.rewards.graders import RulePart
 from jppo.rewards.parts import Sample
 from jppo.rewards.pool import Pool
-from jppo.sandbox import cgroup, choice, kernel, outside, protections, seccomp, service
-from jppo.sandbox.choice import describe_sandbox, make_runner
-from jppo.sandbox.outside import Guards, NoSandbox
-from jppo.structs import Prompt
+from jppo.rewards.sandbox import cgroup, choice, kernel, outside, protections, seccomp, service
+from jppo.rewards.sandbox.choice import describe_sandbox, make_runner
+from jppo.rewards.sandbox.outside import Guards, NoSandbox
+from jppo.settings import UserError
+from jppo.types import Prompt
 from tests.hostile_programs import PROGRAMS
 
 RIGHT = "def f(x):\n    return x + 1\n"
@@ -161,7 +160,7 @@ def test_guards_that_the_kernel_refuses_run_nothing(monkeypatch, tmp_path):
 def test_nothing_is_left_of_a_program_that_the_trainer_no_longer_waits_for(tmp_path):
     """A worker that is killed takes its program along, also one in a process namespace of its own."""
     script = (
-        "from jppo.sandbox import outside, protections\n"
+        "from jppo.rewards.sandbox import outside, protections\n"
         "guards = protections.probe()\nprint('ready', flush=True)\n"
         "outside.run('import time\\ntime.sleep(4711.75)', guards=guards, time_s=60, memory_bytes=2**28)\n"
     )
@@ -348,7 +347,7 @@ def test_a_run_says_first_which_protections_are_active():
     assert introduce_sandbox(c, ["gsm8k", "code"], None).startswith("sandbox: strict, ")
     c.reward.grader = "code"
     c.reward.sandbox, c.reward.sandbox_url = "container", "http://here"
-    assert assemble.introduce_sandbox(c, ["gsm8k"], None) == "sandbox: container, by http://here"
+    assert introduce_sandbox(c, ["gsm8k"], None) == "sandbox: container, by http://here"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from jppo.sandbox.outside import NOBODY
+from jppo.rewards.sandbox.outside import NOBODY
 from tests.hostile_programs import PROGRAMS
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -95,7 +95,7 @@ def test_there_are_forty_programs_of_all_classes():
 OWN_WORKER = """
 import json, os, pickle, struct, subprocess, sys
 length = struct.Struct(">Q")
-command = [sys.executable, "-m", "jppo.rewards.worker", str(os.getpid()), str(2**31)]
+command = [sys.executable, "-m", "jppo.rewards.pool_worker", str(os.getpid()), str(2**31)]
 worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 body = pickle.dumps({"target": ("rule", "exact"), "samples": None})
 worker.stdin.write(length.pack(len(body)) + body)

@@ -5,13 +5,13 @@ import re
 import subprocess
 import sys
 
-from jppo import config
-from jppo.config import table
-from jppo.config.table import TABLE
+from jppo import settings
+from jppo.settings import table
+from jppo.settings.table import TABLE
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/configuration.md"
-DEFAULTS = (config.reward_model_default(), config.sft_default(), config.default())
+DEFAULTS = (settings.reward_model_default(), settings.sft_default(), settings.default())
 SETTINGS = {name: value for one in DEFAULTS for name, value in table.values(one).items()}
 
 
@@ -53,6 +53,6 @@ def test_the_page_has_every_setting_with_its_default_and_choices():
 
 def test_help_says_what_every_setting_means():
     for defaults in DEFAULTS:
-        lines = config.describe(defaults).splitlines()
+        lines = settings.describe(defaults).splitlines()
         assert len(lines) == len(table.values(defaults))
         assert all(re.fullmatch(r"  --config\.[\w.]+=.*\S  +\S.{3,}", line) for line in lines)

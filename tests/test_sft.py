@@ -6,13 +6,12 @@ import os
 import jax
 import pytest
 
-from jppo import config as settings
-from jppo import sft
-from jppo.config import UserError
-from jppo.data import arithmetic
-from jppo.io.metrics import read_metrics
-from jppo.io.owner import own
+from examples import arithmetic
+from jppo import settings, sft
 from jppo.models import hf
+from jppo.runlog.lock import own
+from jppo.runlog.logger import read_metrics
+from jppo.settings import UserError
 
 
 def test_the_loss_falls_and_the_model_is_written(tmp_path):

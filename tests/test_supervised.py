@@ -12,13 +12,11 @@ import time
 
 import pytest
 
-from jppo import config as settings
-from jppo import reward_model, sft
-from jppo.assemble import supervised
-from jppo.config import UserError
-from jppo.data import arithmetic
-from jppo.io.metrics import read_metrics
-from jppo.io.watch import Stopped
+from examples import arithmetic
+from jppo import reward_model, settings, sft, supervised
+from jppo.runlog.logger import read_metrics
+from jppo.runlog.watchdog import Stopped
+from jppo.settings import UserError
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SHAPE = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "pad_token_id": None}
@@ -66,7 +64,7 @@ class Lab:
         c = settings.by_name(self.config(run, **changes))
         file = self.folder / f"{run}.py"
         file.write_text(
-            "from jppo import config as settings\n\n\ndef get_config():\n"
+            "from jppo import settings\n\n\ndef get_config():\n"
             f"    c = settings.{self.name}_default()\n    c.update_from_flattened_dict({c!r})\n    return c\n"
         )
         environment = os.environ | COMPILED

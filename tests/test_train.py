@@ -12,11 +12,11 @@ import time
 import numpy as np
 import pytest
 
+from examples import arithmetic
 from jppo import train
-from jppo.data import arithmetic
-from jppo.io.rollout_metrics import describe
 from jppo.learner import estimate
-from jppo.structs import Reward, Trajectory
+from jppo.runlog.rollout_metrics import describe
+from jppo.types import Reward, Trajectory
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 STEPS = 4
@@ -53,7 +53,7 @@ def servers_of(run):
             line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:  # it has ended
             continue
-        if str(run) in line and ("vllm" in line or "jppo.rollout.launch" in line):
+        if str(run) in line and ("vllm" in line or "jppo.rollout.servers.launch" in line):
             found.append(line)
     return found
 

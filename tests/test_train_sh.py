@@ -7,8 +7,8 @@ import subprocess
 
 import pytest
 
-from jppo import config as settings
-from jppo.config import commandline, table
+from jppo import settings
+from jppo.settings import commandline, table
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "scripts/train.sh"

@@ -5,10 +5,9 @@ import pathlib
 
 import pytest
 
-from jppo import config as settings
-from jppo import train
+from jppo import settings, train
 from jppo.rewards import graders
-from jppo.structs import Reward
+from jppo.types import Reward
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FILE = """

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jppo import config as settings
-from jppo import train
+from jppo import settings, train
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from jppo import validation
-from jppo.rewards.compose import Panel, parse_weights
 from jppo.rewards.graders import RulePart
+from jppo.rewards.panel import Panel, parse_weights
 from jppo.rewards.pool import Pool
-from jppo.rollout.sampler import greedy
-from jppo.structs import Prompt, Reward, Trajectory
+from jppo.rollout.protocol import greedy
+from jppo.types import Prompt, Reward, Trajectory
 
 
 class Answers:

@@ -12,13 +12,14 @@ from machine import version
 from work import base_config, change, flat_batch
 from worker import Parts, Stage, Work, serve, timed
 
-from jppo import assemble
+from jppo.build.inputs import Inputs
+from jppo.build.learner import make_learner, make_mesh
 from jppo.data.prompts import PromptSet
-from jppo.io.timers import Timers
 from jppo.learner import batch, ppo
 from jppo.models import hf
-from jppo.structs import Batch, Trajectory
+from jppo.runlog.timers import Timers
 from jppo.train import update_models
+from jppo.types import Batch, Trajectory
 
 
 def make_trajectories(work: Work) -> list[Trajectory]:
@@ -36,11 +37,11 @@ def begin(work: Work) -> tuple[dict, dict[str, Stage]]:
     """Both models, every program compiled."""
     c = base_config(work.model, work.dtype)
     c = change(c, ["model.init=pretrained", f"model.scan_layers={jax.default_backend() != 'cpu'}", *work.how["jppo"]])
-    mesh, empty = assemble.make_mesh(c), PromptSet([], overlong=0)
+    mesh, empty = make_mesh(c), PromptSet([], overlong=0)
     _, cfg = hf.read_config(work.model)
     models = dict(policy=cfg, critic=cfg, reference=None, adapters=None, critic_adapters=None)
-    inputs = assemble.Inputs(None, (), empty, empty, (), **models, agent=None, total_steps=1)
-    learner, now = assemble.make_learner(c, inputs, mesh)
+    inputs = Inputs(None, (), empty, empty, (), **models, agent=None, total_steps=1)
+    learner, now = make_learner(c, inputs, mesh)
     trajectories = make_trajectories(work)
     data = flat_batch(trajectories, mesh)
     micros = batch.micros(data, trajectories, plan=learner.plan, mesh=mesh)

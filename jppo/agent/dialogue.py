@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from jppo.config import UserError
+from jppo.settings import UserError
 
 Message = dict[str, str]
 HALF = "\N{REPLACEMENT CHARACTER}"  # decoding of an incomplete character

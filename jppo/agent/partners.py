@@ -18,10 +18,10 @@ import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from jppo.agent.beside import UserCodeRunner
 from jppo.agent.tools import Context
-from jppo.config import UserError
+from jppo.agent.user_code import UserCodeRunner
 from jppo.registry import resolve, said
+from jppo.settings import UserError
 
 
 @dataclasses.dataclass(frozen=True)

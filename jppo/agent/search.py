@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from jppo.config import UserError
 from jppo.data.files import read_rows
 from jppo.data.rows import text_column
+from jppo.settings import UserError
 
 K, B = 1.2, 0.75
 _TERM = re.compile(r"\w+")

@@ -19,15 +19,15 @@ from typing import Any, Protocol
 
 import yaml
 
-from jppo.agent.beside import UserCodeRunner
 from jppo.agent.calculator import Calculator
 from jppo.agent.calls import Call, Fault, Found, Schema
 from jppo.agent.python import Python
 from jppo.agent.search import Search
-from jppo.config import UserError
+from jppo.agent.user_code import UserCodeRunner
 from jppo.registry import Registry, said, user_module
-from jppo.sandbox.protections import STRICT
-from jppo.structs import Prompt
+from jppo.rewards.sandbox.protections import STRICT
+from jppo.settings import UserError
+from jppo.types import Prompt
 
 TOOLS = Registry[Callable[..., Any]]("tools", {"calculator": Calculator, "python": Python, "search": Search})
 SETTING = "rollout.multi_turn.tool_config_path"

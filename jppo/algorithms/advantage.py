@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jppo.algorithms.masked import spread
-from jppo.structs import Array
+from jppo.types import Array
 
 
 def gae(reward: Array, value: Array, mask: Array, *, gamma: float, lam: float) -> tuple[Array, Array]:

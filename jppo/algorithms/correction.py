@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jppo.algorithms.masked import FAR, masked_sum
-from jppo.structs import Array
+from jppo.types import Array
 
 Rule = tuple[str, float, float]  # name, lower and upper bound; only the rules of k1 have a lower one
 

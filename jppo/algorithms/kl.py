@@ -10,7 +10,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jppo.structs import Array
+from jppo.types import Array
 
 
 def k1(logp: Array, ref_logp: Array) -> Array:

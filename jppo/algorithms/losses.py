@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jppo.algorithms.masked import FAR, sequence_length, sequence_mean
-from jppo.structs import Array
+from jppo.types import Array
 
 PolicyLoss = tuple[Array, Array, Array]  # loss, clipped, clipped the other way: [R, T] f32, bool, bool
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")

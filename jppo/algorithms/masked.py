@@ -8,7 +8,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jppo.structs import Array
+from jppo.types import Array
 
 FAR = 20.0  # log-ratios are clipped to ±20 before an exponential, as in verl: large, and finite in every dtype
 

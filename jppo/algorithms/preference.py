@@ -4,7 +4,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jppo.structs import Array
+from jppo.types import Array
 
 
 def bradley_terry(chosen: Array, rejected: Array, margin: Array, *, center: float) -> Array:

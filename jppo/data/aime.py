@@ -10,9 +10,9 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from jppo.config import UserError, exit_on_user_error
 from jppo.data import dapo_math, prepare
 from jppo.data.rows import Row, brief, text_column
+from jppo.settings import UserError, exit_on_user_error
 
 
 def example(row: Row, index: int) -> dict[str, Any]:

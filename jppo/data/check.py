@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from jppo.config import Parser, UserError, exit_on_user_error
 from jppo.data.prompts import Messages, check_one_schema, ground_truth, prompt_of, tokenise, with_system_prompt
 from jppo.data.rows import Row, text_column
 from jppo.data.sources import Source, read_sources
 from jppo.data.tokenizer import load_tokenizer
 from jppo.errors import escaped
+from jppo.settings import Parser, UserError, exit_on_user_error
 
 BINS = 10
 BAR = 40  # characters of the longest bar

@@ -9,10 +9,10 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from jppo.config import exit_on_user_error
 from jppo.data import prepare
 from jppo.data.prompts import ground_truth
 from jppo.data.rows import Row, checked_messages, text_column
+from jppo.settings import exit_on_user_error
 
 # DAPO's published prompt; the rule `math_dapo` reads the line of the answer.
 PROMPT = (

@@ -11,8 +11,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jppo.config import UserError
 from jppo.data.rows import Row, brief
+from jppo.settings import UserError
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import httpx
 
-from jppo.config import Parser, UserError, exit_on_user_error
 from jppo.data import gsm8k_tfds, prepare
 from jppo.data.files import make_directory, read_rows
 from jppo.data.rows import Row, text_column
+from jppo.settings import Parser, UserError, exit_on_user_error
 
 SUFFIX = 'Let\'s think step by step and output the final answer after "####".'
 SPLITS = ("train", "test")

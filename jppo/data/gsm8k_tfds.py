@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from jppo.config import UserError
 from jppo.data.tfds import MISSING
+from jppo.settings import UserError
 
 NAME = "gsm8k"
 VERSION = "1.0.0"

@@ -12,9 +12,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from jppo.config import UserError, exit_on_user_error
 from jppo.data import prepare
 from jppo.data.rows import Row, text_column
+from jppo.settings import UserError, exit_on_user_error
 
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 _ROLES = {"Human": "user", "Assistant": "assistant"}

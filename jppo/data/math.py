@@ -9,10 +9,10 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from jppo.config import UserError, exit_on_user_error
 from jppo.data import prepare
 from jppo.data.rows import Row, text_column
 from jppo.rewards.verl_rules import last_box
+from jppo.settings import UserError, exit_on_user_error
 
 SOURCE = "DigitalLearningGmbH/MATH-lighteval"
 SUFFIX = r"Let's think step by step and output the final answer within \boxed{}."

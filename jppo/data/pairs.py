@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from jppo.config import Parser, UserError, exit_on_user_error, natural
 from jppo.data.files import make_directory, read_rows, write_jsonl
 from jppo.data.rows import Row
+from jppo.settings import Parser, UserError, exit_on_user_error, natural
 
 
 def pairs(samples: Sequence[Row], *, seed: int) -> list[list[dict[str, Any]]]:

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from jppo.config import UserError
 from jppo.data.prompts import Messages, prompt_of, with_system_prompt
 from jppo.data.rows import Row, brief, checked_messages, text_column
 from jppo.data.sources import read_sources
 from jppo.data.tokenizer import enough
+from jppo.settings import UserError
 
 Encode = Callable[[Messages, str], list[int]]  # prompt and response -> the tokens of both
 

@@ -9,9 +9,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jppo.config import UserError
 from jppo.data.files import SUFFIXES, make_directory, read_rows
 from jppo.data.rows import Row
+from jppo.settings import UserError
 
 Made = Mapping[str, list[dict[str, Any]]]  # rows by the file that they go to, without its suffix
 READ = (*SUFFIXES, ".jsonl.gz")

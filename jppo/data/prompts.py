@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 from rich import console, progress
 
-from jppo.config import UserError
 from jppo.data.rows import Row, checked_messages, checked_text, text_column
 from jppo.data.sources import read_sources
 from jppo.data.stream import Part, mix_parts, parse_mix
 from jppo.data.template import make_renderer
 from jppo.data.tokenizer import announce_long, encode_all, ends_with_eos
-from jppo.structs import Prompt
+from jppo.settings import UserError
+from jppo.types import Prompt
 
 Messages = str | list[dict[str, str]]
 SHOWN_FROM = 10_000  # rows, from which a progress bar is shown

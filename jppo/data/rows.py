@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from jppo.config import UserError
+from jppo.settings import UserError
 
 
 @dataclasses.dataclass(frozen=True)

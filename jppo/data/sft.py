@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from jppo.config import UserError
 from jppo.data.prompts import Messages, prompt_of, tokenise, with_system_prompt
 from jppo.data.rows import Row, brief, checked_messages, checked_text, text_column
 from jppo.data.sources import read_sources
 from jppo.data.template import make_renderer
 from jppo.data.tokenizer import encode_all
+from jppo.settings import UserError
 
 Segments = list[tuple[str, bool]]  # texts, and whether each is trained on with an end token
 

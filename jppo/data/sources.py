@@ -13,11 +13,11 @@ import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from jppo.config import UserError
 from jppo.data import tfds
 from jppo.data.files import SUFFIXES, read_rows
 from jppo.data.rows import Row, brief
 from jppo.registry import resolve, said
+from jppo.settings import UserError
 
 FORMS = f"{', '.join(SUFFIXES)} or {tfds.PREFIX}NAME/SPLIT"
 

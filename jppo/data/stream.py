@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jppo.config import UserError
+from jppo.settings import UserError
 
 
 @dataclasses.dataclass(frozen=True)

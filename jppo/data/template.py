@@ -14,8 +14,8 @@ from typing import Any
 import jinja2
 from jinja2 import meta
 
-from jppo.config import UserError
 from jppo.data.rows import Row
+from jppo.settings import UserError
 
 # Names that transformers passes to every template; special tokens missing in a tokenizer are empty.
 _GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now")

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jppo.config import UserError
 from jppo.data.rows import Row
+from jppo.settings import UserError
 
 PREFIX = "tfds:"
 MISSING = "tensorflow-datasets cannot be imported ({}); pip install 'jppo[tfds]'"

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 from huggingface_hub import constants
 
-from jppo.config import UserError
+from jppo.settings import UserError
 
 LONG = 1_000_000  # characters of one text
 CUT_FROM = 100_000  # characters; a shorter text is tokenised in no time, whatever it is

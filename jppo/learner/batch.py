@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jppo.learner import packing, sharding
-from jppo.structs import Batch, Counts, Reward, Rows, Scored, Trajectory
+from jppo.types import Batch, Counts, Reward, Rows, Scored, Trajectory
 
 _FIELDS = [f.name for f in dataclasses.fields(Scored) if f.name != "rows"]
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from jppo.algorithms import correction
 from jppo.algorithms.masked import FAR, masked_sum
-from jppo.structs import Array, Batch
+from jppo.types import Array, Batch
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ import numpy as np
 from jppo.algorithms import kl, masked
 from jppo.algorithms.correction import geometric
 from jppo.learner import correct
-from jppo.structs import Array, Batch, Reward
+from jppo.types import Array, Batch, Reward
 
 
 @dataclasses.dataclass(frozen=True)

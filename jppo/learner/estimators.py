@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from jppo.algorithms import advantage
 from jppo.learner.estimate import Estimator, spread
-from jppo.structs import Array
+from jppo.types import Array
 
 
 def gae(*, gamma: float, lam: float) -> Estimator:

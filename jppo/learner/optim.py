@@ -16,7 +16,7 @@ from optax import GradientTransformationExtraArgs as Transformation
 from optax import contrib
 
 from jppo.models import offload
-from jppo.structs import Array, Params
+from jppo.types import Array, Params
 
 Chain = Callable[[Any], optax.GradientTransformation]  # learning rate -> optimizer
 MUON_RMS = 0.2  # the update's root mean square over the learning rate, about that of AdamW

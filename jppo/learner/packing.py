@@ -14,7 +14,7 @@ import numpy as np
 
 from jppo.learner import prefix
 from jppo.learner.prefix import Part
-from jppo.structs import Rows, Trajectory
+from jppo.types import Rows, Trajectory
 
 # What a micro-batch costs beside its rows, in tokens: its gradients are read and written once more to be added up.
 MICRO_TOKENS = 64

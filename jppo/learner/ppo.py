@@ -13,7 +13,7 @@ from jppo.learner import batch, correct, estimate, packing, score, sharding, upd
 from jppo.models import offload, placing
 from jppo.models.families import ModelConfig
 from jppo.models.lora import Base, Weights, join
-from jppo.structs import Array, Batch, Counts, Params, Rows, TrainState
+from jppo.types import Array, Batch, Counts, Params, Rows, TrainState
 
 Model = tuple[Any, ModelConfig]  # the flax module, and what it was made from
 

@@ -19,7 +19,7 @@ from jppo.learner import sharding
 from jppo.learner.score import Value
 from jppo.learner.update import Loss
 from jppo.models.lora import Base, Weights, join
-from jppo.structs import Array, Counts, Params, Rows
+from jppo.types import Array, Counts, Params, Rows
 
 
 def make_scores(value: Value, *, mesh: Mesh) -> Callable[[Params, Base | None, Rows, Array], Array]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jppo.structs import Trajectory
+from jppo.types import Trajectory
 
 COPIES = 8  # so many times its prompt is the longest row: the prompt is an eighth of it
 

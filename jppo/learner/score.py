@@ -11,7 +11,7 @@ from jppo.algorithms import kl
 from jppo.models import decoder, heads, lora
 from jppo.models.families import ModelConfig
 from jppo.models.lora import Weights
-from jppo.structs import Array, Rows
+from jppo.types import Array, Rows
 
 LogProb = Callable[[Weights, Rows], tuple[Array, Array]]  # -> log-probs, entropy: [R, T] f32
 Value = Callable[[Weights, Rows], Array]  # -> [R, T] f32

@@ -11,12 +11,12 @@ import optax
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jppo.config import UserError
 from jppo.learner import optim
 from jppo.models import placing
 from jppo.models.spread import COLUMNS, POSITIONS, WHOLE, dividing, row_axes
 from jppo.models.spread import ROWS as ROW_AXES
-from jppo.structs import Params, Rows
+from jppo.settings import UserError
+from jppo.types import Params, Rows
 
 AXES = ("data", "fsdp", "tensor", "sequence")
 _NEAR_LAST = ("data", "fsdp", "sequence", "tensor")  # devices beside each other are those that exchange most

@@ -17,7 +17,7 @@ from jppo.models.decoder import init_head, init_params
 from jppo.models.families import ModelConfig
 from jppo.models.lora import Base, Lora
 from jppo.models.params import Head
-from jppo.structs import Params, TrainState
+from jppo.types import Params, TrainState
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 
 from jppo.learner.ppo import Recipe
 from jppo.models import placing
-from jppo.structs import Array, TrainState
+from jppo.types import Array, TrainState
 
 
 def advance(recipe: Recipe, now: TrainState, kl: float, *, bad: bool, learned: bool) -> TrainState:

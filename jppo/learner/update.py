@@ -20,7 +20,7 @@ from jppo.learner.optim import descend
 from jppo.learner.score import LogProb, LogProbKL, Value
 from jppo.models.lora import Base, Weights, join
 from jppo.models.spread import POSITIONS, divided, row_axes
-from jppo.structs import Array, Counts, Params, Rows, Scored
+from jppo.types import Array, Counts, Params, Rows, Scored
 
 GROUPS = "data"  # the mesh axis along which groups of devices hold the same parameters
 

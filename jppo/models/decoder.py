@@ -20,7 +20,7 @@ from jppo.models.embedding import Lookup
 from jppo.models.families import ModelConfig
 from jppo.models.params import Head
 from jppo.models.rotary import Place, Places, places, rotate
-from jppo.structs import Params
+from jppo.types import Params
 
 Remat = Literal["none", "dots", "attention", "full"]
 

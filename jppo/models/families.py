@@ -9,8 +9,8 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jppo.config import UserError
 from jppo.models.rotary import Rotary
+from jppo.settings import UserError
 
 _REQUIRED = object()
 

@@ -19,7 +19,7 @@ from jppo.models import cache, decoder, heads, lora
 from jppo.models.cache import Cache, LayerCache
 from jppo.models.families import ModelConfig
 from jppo.models.lora import Weights
-from jppo.structs import Params
+from jppo.types import Params
 
 Constrain = Callable[[jax.Array], jax.Array]
 

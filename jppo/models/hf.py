@@ -17,12 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jppo.config import UserError
 from jppo.models import families, lora, offload, params, placing, tensorfile
 from jppo.models.decoder import init_head
 from jppo.models.families import ModelConfig
 from jppo.models.params import Entry, Head
-from jppo.structs import Params
+from jppo.settings import UserError
+from jppo.types import Params
 
 T = TypeVar("T")
 # What a model directory holds beside its weights and config.json: copied as it is.

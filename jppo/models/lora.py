@@ -12,11 +12,11 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jppo.config import UserError
 from jppo.models import offload, params
 from jppo.models.families import ModelConfig
 from jppo.models.params import Entry, Head
-from jppo.structs import Params
+from jppo.settings import UserError
+from jppo.types import Params
 
 COLLECTION = "lora"
 # The modules that an adapter can stand beside: peft's name, and where ours is in a layer.

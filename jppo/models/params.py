@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jppo.models.families import ModelConfig
-from jppo.structs import Params
+from jppo.types import Params
 
 Head = Literal["lm", "value"]
 

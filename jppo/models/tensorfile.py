@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jppo import tensorheader
-from jppo.config import UserError
+from jppo.settings import UserError
 
 DTYPES = {code: jnp.dtype(name) for name, code in tensorheader.CODES.items()}
 INDEX = "model.safetensors.index.json"

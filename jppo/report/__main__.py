@@ -6,8 +6,8 @@ The page opens from disk without a network: curves, stage times, scores, samples
 import pathlib
 import sys
 
-from jppo.config import Parser, UserError, exit_on_user_error
 from jppo.report.page import NAME, write_report
+from jppo.settings import Parser, UserError, exit_on_user_error
 
 
 @exit_on_user_error

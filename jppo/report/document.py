@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jppo
-from jppo import config
-from jppo.config import table
+from jppo import settings as config
 from jppo.report import samples, series
 from jppo.report.folder import Folder, distinct_names, read_folder
+from jppo.settings import table
 
 BUDGET = 10_000_000  # characters of packed samples in a page, over all runs
 CURVES = 4_000  # points of a metric, over all runs

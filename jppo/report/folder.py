@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from jppo.config import UserError
-from jppo.io import metrics
+from jppo.runlog import logger
+from jppo.settings import UserError
 
 SERVER_HEAD = 65_536  # bytes of a server's log that contain its version
 
@@ -41,14 +41,14 @@ def read_folder(path: pathlib.Path) -> Folder:
     """Reads everything except the samples; UserError if the path is not a run."""
     if not path.is_dir():
         raise UserError(f"{path}: no such folder; use a run folder such as runs/quickstart")
-    if not any((path / name).exists() for name in ("config.json", metrics.FILE, "samples")):
-        raise UserError(f"{path} is not a run: it has none of config.json, {metrics.FILE} and samples/")
+    if not any((path / name).exists() for name in ("config.json", logger.FILE, "samples")):
+        raise UserError(f"{path} is not a run: it has none of config.json, {logger.FILE} and samples/")
     notes: list[str] = []
-    found = read_rows(path / metrics.FILE, notes, "no curves and no times")
+    found = read_rows(path / logger.FILE, notes, "no curves and no times")
     lines = {m["step"]: m for m in found if _is_step(m.get("step"))}  # the last line of a repeated step
     if len(lines) < len(found):
-        notes.append(f"{metrics.FILE}: {len(found) - len(lines)} lines have no step or a repeated one and are skipped")
-    file = path / metrics.FILE
+        notes.append(f"{logger.FILE}: {len(found) - len(lines)} lines have no step or a repeated one and are skipped")
+    file = path / logger.FILE
     return Folder(
         path=path,
         settings=_settings(path / "config.json", notes),

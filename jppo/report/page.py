@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jppo.io import whole
 from jppo.report.document import BUDGET, make_document
 from jppo.report.samples import compact, pack
+from jppo.runlog import atomic_file
 
 NAME = "report.html"
 SCRIPTS = ("shared.js", "plot.js", "curves.js", "stages.js", "scores.js", "samples.js", "settings.js", "main.js")
@@ -18,7 +18,7 @@ SCRIPTS = ("shared.js", "plot.js", "curves.js", "stages.js", "scores.js", "sampl
 def write_report(run_dirs: Sequence[pathlib.Path], out: pathlib.Path, budget: int = BUDGET) -> pathlib.Path:
     """Writes the page about these runs atomically and returns its path."""
     text = make_page(make_document(run_dirs, budget))
-    return whole.write(out, lambda new: new.write_text(text, encoding="utf-8", errors="replace"))
+    return atomic_file.write(out, lambda new: new.write_text(text, encoding="utf-8", errors="replace"))
 
 
 def report_line(run: pathlib.Path) -> str:

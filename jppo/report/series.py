@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jppo.io.timers import STAGES
+from jppo.runlog.timers import STAGES
 
 Lines = Sequence[Mapping[str, Any]]  # of metrics.jsonl, each with its step, increasing
 

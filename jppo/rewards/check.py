@@ -11,12 +11,14 @@ from collections.abc import Sequence
 
 from ml_collections import ConfigDict
 
-from jppo import assemble
-from jppo import config as settings
-from jppo.config import UserError
-from jppo.rewards.compose import Panel
+from jppo import settings
+from jppo.build.inputs import read_inputs
+from jppo.build.learner import make_mesh
+from jppo.build.reward import make_panel
+from jppo.rewards.panel import Panel
 from jppo.rewards.parts import Sample
-from jppo.structs import Prompt, Reward
+from jppo.settings import UserError
+from jppo.types import Prompt, Reward
 
 ROWS = 8  # per source
 # Columns with worked solutions; verl's data sets have the first.
@@ -119,8 +121,8 @@ def run(c: ConfigDict) -> bool:
             f"rollout.multi_turn.environment={world!r} rewards the turns of a conversation, and the data has no right"
             " answers to test it with; read the samples of a short run"
         )
-    inputs = assemble.read_inputs(c)
-    panel = assemble.make_panel(c, inputs, assemble.make_mesh(c))
+    inputs = read_inputs(c)
+    panel = make_panel(c, inputs, make_mesh(c))
     try:
         panel.ready()
         findings = check(panel, inputs.train.prompts)

@@ -3,7 +3,7 @@
 from concurrent.futures import Future
 
 from jppo.rewards.parts import Sample, failed
-from jppo.structs import Reward
+from jppo.types import Reward
 
 
 class ConversationPart:

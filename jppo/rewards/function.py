@@ -12,10 +12,10 @@ import threading
 from concurrent.futures import Future
 from typing import Any
 
-from jppo.config import UserError
 from jppo.rewards.parts import Sample
 from jppo.rewards.pool import Pool, Target, plain, ready
-from jppo.structs import Reward
+from jppo.settings import UserError
+from jppo.types import Reward
 
 
 class FunctionPart:

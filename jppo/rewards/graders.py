@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import TypeVar
 
-from jppo.config import UserError
 from jppo.registry import Registry, did_you_mean
 from jppo.rewards import code as programs
 from jppo.rewards import rules, verl_rules
 from jppo.rewards.parts import Sample, failed
 from jppo.rewards.pool import Pool, Target, plain, ready
-from jppo.sandbox.protections import STRICT
-from jppo.structs import Reward
+from jppo.rewards.sandbox.protections import STRICT
+from jppo.settings import UserError
+from jppo.types import Reward
 
 Grader = Callable[[str, str], Reward]  # (response, ground truth) -> reward
 V = TypeVar("V")

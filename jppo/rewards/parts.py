@@ -4,7 +4,7 @@ import dataclasses
 from concurrent.futures import Future
 from typing import Protocol
 
-from jppo.structs import Exchange, Prompt, Reward, Trajectory
+from jppo.types import Exchange, Prompt, Reward, Trajectory
 
 
 @dataclasses.dataclass(frozen=True)

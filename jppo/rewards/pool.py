@@ -22,10 +22,10 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from jppo.config import UserError
 from jppo.rewards.parts import Sample, failed
-from jppo.rewards.worker import LENGTH
-from jppo.structs import Reward
+from jppo.rewards.pool_worker import LENGTH
+from jppo.settings import UserError
+from jppo.types import Reward
 
 Target = tuple[str, ...]  # as in targets.py
 
@@ -189,7 +189,7 @@ class _Worker:
         one = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # every further thread takes address space
         with open(log or os.devnull, "ab") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "jppo.rewards.worker", str(os.getpid()), str(memory_bytes)],
+                [sys.executable, "-m", "jppo.rewards.pool_worker", str(os.getpid()), str(memory_bytes)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,

@@ -3,10 +3,10 @@
 import re
 from concurrent.futures import Future
 
-from jppo.config import UserError
 from jppo.rewards.parts import Sample
 from jppo.rewards.pool import Pool, Target, plain
-from jppo.structs import Reward
+from jppo.settings import UserError
+from jppo.types import Reward
 
 
 def overlong(length: int, *, max_response_length: int, buffer_tokens: int) -> float:

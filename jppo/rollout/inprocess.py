@@ -19,15 +19,15 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jppo.config import UserError
 from jppo.models import generate, offload
 from jppo.models.families import ModelConfig
 from jppo.models.generate import Choice, Slots
 from jppo.models.lora import Weights
-from jppo.rollout import talks
-from jppo.rollout.sampler import Answer, Done, RolloutError, Talk, greedy
-from jppo.rollout.stops import cut_at
-from jppo.structs import Params, Prompt, Sampling, Trajectory
+from jppo.rollout import conversations
+from jppo.rollout.protocol import Answer, Done, RolloutError, Talk, greedy
+from jppo.rollout.stop_texts import cut_at
+from jppo.settings import UserError
+from jppo.types import Params, Prompt, Sampling, Trajectory
 
 TURNS = 32  # tokens per row between two checks by the host
 FREE = 8  # while samples wait, a call ends when one in this many rows is free
@@ -114,7 +114,7 @@ class InprocessEngine:
     ) -> "InprocessSampler":
         """Returns the sampler without weights; `talk` None means one turn."""
         return InprocessSampler(
-            self.settings, eos_token_ids=eos_token_ids, decode=decode, talk=talk or talks.one_turn(decode)
+            self.settings, eos_token_ids=eos_token_ids, decode=decode, talk=talk or conversations.one_turn(decode)
         )
 
     def close(self) -> None:
@@ -184,7 +184,9 @@ class InprocessSampler:
         async def generate() -> list[Trajectory]:
             turns = self._turns(model, version)
             answering = asyncio.ensure_future(turns.answer_all())
-            talking = asyncio.ensure_future(talks.converse(turns.ask, self._talk, prompts, sampling, done, only))
+            talking = asyncio.ensure_future(
+                conversations.converse(turns.ask, self._talk, prompts, sampling, done, only)
+            )
             try:
                 await asyncio.wait([answering, talking], return_when=asyncio.FIRST_COMPLETED)
                 if answering.done():  # it ends only by failing
@@ -195,7 +197,7 @@ class InprocessSampler:
                 talking.cancel()
                 await asyncio.gather(answering, talking, return_exceptions=True)
 
-        return talks.run(generate())
+        return conversations.run(generate())
 
     def sleep(self) -> None:
         """Does nothing: no memory is held between calls."""

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from jppo.config import UserError
+from jppo.settings import UserError
 from jppo.targets.machines import Gpu, Machine, Tpu, target_config
 
 READY = ".ready"

@@ -12,8 +12,8 @@ import dataclasses
 import math
 import re
 
-from jppo.config import UserError
 from jppo.learner import devices
+from jppo.settings import UserError
 
 GIB = 2**30
 

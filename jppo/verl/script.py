@@ -4,7 +4,7 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 
-from jppo.config import UserError
+from jppo.settings import UserError
 
 _CONTROL = (
     "if",

@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from jppo.config import UserError
+from jppo.settings import UserError
 from jppo.verl.name import Name
 from jppo.verl.names import TABLE, find, today
 from jppo.verl.overrides import flat, read_value

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from jppo.config.texts import LOGGERS
+from jppo.settings.texts import LOGGERS
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 TURNS, RM = f"{R}.multi_turn", "reward.reward_model"

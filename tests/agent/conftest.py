@@ -7,17 +7,17 @@ import functools
 import numpy as np
 import pytest
 
-from jppo.agent import chat
-from jppo.agent.beside import UserCodeRunner
+from examples import multiplication
+from jppo.agent import turn_tokens
 from jppo.agent.calculator import Calculator
 from jppo.agent.calls import PARSERS
-from jppo.agent.talk import Turns, make_talk
+from jppo.agent.conversation import Turns, make_talk
 from jppo.agent.tools import Limits, Toolbox
-from jppo.data import multiplication
+from jppo.agent.user_code import UserCodeRunner
 from jppo.data.template import make_renderer
 from jppo.data.tokenizer import decode, load_tokenizer
-from jppo.rollout.sampler import Answer, greedy
-from jppo.structs import Prompt
+from jppo.rollout.protocol import Answer, greedy
+from jppo.types import Prompt
 
 
 class Scripted:
@@ -61,9 +61,9 @@ class Hall:
     def talk(self):
         toolbox = Toolbox(self.tools, Limits(**self.limits), self.user_code)
         if self.format == "plain":
-            between = chat.plain(self.tokenizer)
+            between = turn_tokens.plain(self.tokenizer)
         else:
-            between = chat.templated(self.tokenizer, toolbox.schemas, roles=self.roles, name=self.format)
+            between = turn_tokens.templated(self.tokenizer, toolbox.schemas, roles=self.roles, name=self.format)
         return make_talk(
             between,
             PARSERS[self.format],

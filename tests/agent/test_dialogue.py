@@ -3,7 +3,7 @@
 import pytest
 
 from jppo.agent.dialogue import fitting, pieces
-from jppo.config import UserError
+from jppo.settings import UserError
 
 
 def talk(*said, system=None):

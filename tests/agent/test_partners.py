@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from jppo.agent.guessing import Guessing
-from jppo.agent.second_try import SecondTry
+from examples.guessing import Guessing
+from examples.second_try import SecondTry
 from jppo.agent.tools import Context
 
 

@@ -6,11 +6,10 @@ import pathlib
 import jax
 import pytest
 
-from jppo import config as settings
-from jppo import evaluate, train
-from jppo.config import UserError
-from jppo.data import arithmetic, multiplication
+from examples import arithmetic, multiplication
+from jppo import evaluate, settings, train
 from jppo.models import decoder, hf
+from jppo.settings import UserError
 
 WORLD = '''
 class World:

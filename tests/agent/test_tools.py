@@ -10,13 +10,13 @@ import time
 import numpy as np
 import pytest
 
-from jppo.agent.beside import UserCodeRunner
 from jppo.agent.calls import Call
 from jppo.agent.python import Python
 from jppo.agent.search import Index, Search
 from jppo.agent.tools import Limits, Toolbox, cut, read_tools
-from jppo.config import UserError
-from jppo.structs import Prompt
+from jppo.agent.user_code import UserCodeRunner
+from jppo.settings import UserError
+from jppo.types import Prompt
 
 
 @pytest.mark.parametrize(

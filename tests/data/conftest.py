@@ -1,6 +1,6 @@
 import pytest
 
-from jppo.data import arithmetic
+from examples import arithmetic
 from jppo.data.tokenizer import load_tokenizer
 
 

@@ -4,8 +4,8 @@ import pytest
 import tokenizers
 from transformers import AutoConfig, AutoTokenizer, Qwen2ForCausalLM
 
-from jppo.config import UserError
-from jppo.data import arithmetic
+from examples import arithmetic
+from jppo.settings import UserError
 
 SETTINGS = {"seed": 1, "test": 1000, "sloppy": 0.6, "demonstrations": 8}
 

@@ -4,8 +4,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jppo.config import UserError
 from jppo.data.files import read_rows
+from jppo.settings import UserError
 
 
 def test_row_groups_are_numbered_through(tmp_path):

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from examples import multiplication
 from jppo.agent.calculator import evaluate
-from jppo.data import multiplication
 from jppo.data.sft import read_demonstrations
 from jppo.data.tokenizer import load_tokenizer
 from jppo.rewards.graders import GRADERS
@@ -70,7 +70,7 @@ def test_an_answer_counts_behind_what_the_tool_said():
 
 
 def test_the_command_writes_all_files(tmp_path):
-    command = [sys.executable, "-m", "jppo.data.multiplication", "--out", str(tmp_path), "--train", "20", "--test"]
+    command = [sys.executable, "-m", "examples.multiplication", "--out", str(tmp_path), "--train", "20", "--test"]
     done = subprocess.run([*command, "5"], capture_output=True, text=True)
     assert done.returncode == 0 and "test.jsonl: 5 rows" in done.stdout
     assert (tmp_path / "model/tokenizer.json").is_file()

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from jppo.data import pairs, stories
+from examples import stories
+from jppo.data import pairs
 from jppo.data.files import read_rows
 from jppo.rewards.graders import GRADERS
 

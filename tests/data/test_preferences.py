@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from jppo.config import UserError
 from jppo.data.preferences import read_pairs
+from jppo.settings import UserError
 
 
 def write(tmp_path, *rows):

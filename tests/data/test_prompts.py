@@ -6,10 +6,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jppo.config import UserError
 from jppo.data import prompts
 from jppo.data.prompts import read_prompts
 from jppo.data.tokenizer import load_tokenizer
+from jppo.settings import UserError
 
 GOOD = {"prompt": "1+2=", "ground_truth": "3", "data_source": "arithmetic"}
 

@@ -2,9 +2,9 @@ import json
 
 import pytest
 
-from jppo.config import UserError
 from jppo.data.sft import read_demonstrations
 from jppo.data.tokenizer import load_tokenizer
+from jppo.settings import UserError
 from jppo.sft import as_trajectory
 
 

@@ -4,10 +4,10 @@ import types
 import numpy as np
 import pytest
 
-from jppo.config import UserError
 from jppo.data import tfds
 from jppo.data.prompts import read_prompts
 from jppo.data.sources import read_sources
+from jppo.settings import UserError
 
 CLASSES = """
 import dataclasses

@@ -4,8 +4,8 @@ import json
 import numpy as np
 import pytest
 
-from jppo.config import UserError
 from jppo.data.stream import Cursor, Part, mix_parts, next_batch, parse_mix, steps_per_epoch
+from jppo.settings import UserError
 
 
 def draw(cursor, steps, **kw):

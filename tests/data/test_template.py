@@ -1,9 +1,9 @@
 import pytest
 
-from jppo.config import UserError
 from jppo.data.rows import Row
 from jppo.data.template import make_renderer, unknown_names
 from jppo.data.tokenizer import load_tokenizer
+from jppo.settings import UserError
 
 ASKED = [{"role": "user", "content": "1"}]
 

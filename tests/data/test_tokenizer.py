@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from jppo.config import UserError
 from jppo.data.tokenizer import announce_long, decode, encode_all, end_token_ids, load_tokenizer
+from jppo.settings import UserError
 
 
 def test_end_tokens_of_all_three_files_each_once(tmp_path, characters):

@@ -16,7 +16,7 @@ from jppo.learner import batch, estimate, optim, packing, ppo, sharding, state, 
 from jppo.models import embedding, families, spread
 from jppo.models.attention import make_plain
 from jppo.models.decoder import Decoder, attention_settings, init_params
-from jppo.structs import Reward, Trajectory
+from jppo.types import Reward, Trajectory
 
 LONGEST = 24  # tokens of a trajectory
 

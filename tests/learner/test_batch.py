@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jppo.learner import batch, packing, sharding
-from jppo.structs import Reward, Trajectory
+from jppo.types import Reward, Trajectory
 
 GRADED, FAILED = Reward(0.5, {}, None), Reward(float("nan"), {}, "boom", unusable="boom")
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jppo.learner import packing
-from jppo.structs import Trajectory
+from jppo.types import Trajectory
 
 KINDS = ("segments", "buckets", "none")
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jppo.learner import batch, packing, ppo, prefix
-from jppo.structs import Reward
+from jppo.types import Reward
 from tests.learner.test_invariance import START, assert_same
 from tests.learner.test_packing import trajectory
 

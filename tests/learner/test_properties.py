@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from jppo import assemble
-from jppo import config as options
-from jppo.config.table import TABLE
+from jppo import settings as options
+from jppo.build.algorithm import make_recipe
 from jppo.learner import batch, packing, ppo, score, sharding, update
-from jppo.structs import Reward, Trajectory
+from jppo.settings.table import TABLE
+from jppo.types import Reward, Trajectory
 
 N, G, LONGEST = 6, 3, 24  # prompts, samples of each, tokens
 B = N * G
@@ -69,7 +69,7 @@ def recipe(**changes):
         section, leaf = name.split("__")
         c[section][leaf] = value
     options.check(c)
-    return assemble.make_recipe(c)
+    return make_recipe(c)
 
 
 @functools.cache

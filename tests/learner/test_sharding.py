@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jppo.config import UserError
 from jppo.learner import packing, sharding
+from jppo.settings import UserError
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-from jppo.agent import counts
-from jppo.io.rollout_metrics import describe
+from jppo.agent import turn_metrics
 from jppo.learner import batch, estimate
-from jppo.structs import Exchange, Reward, Trajectory
+from jppo.runlog.rollout_metrics import describe
+from jppo.types import Exchange, Reward, Trajectory
 
 from .conftest import recipe
 
@@ -93,7 +93,7 @@ def test_the_metrics_of_conversations(trajectories):
     assert found["prompt_length/mean"] == np.mean([prompt for prompt, _ in CONVERSATIONS]) == 3
     assert found["response_length/mean"] == np.mean([sum(turns[::2]) for _, turns in CONVERSATIONS])
     assert found["perf/total_num_tokens"] == sum(prompt + sum(turns) for prompt, turns in CONVERSATIONS)
-    found = counts.metrics(trajectories)
+    found = turn_metrics.metrics(trajectories)
     assert found == {
         "agent/turns/mean": (2 + 3 + 1 + 2 + 3) / 5,
         "agent/turns/max": 3.0,
@@ -103,4 +103,4 @@ def test_the_metrics_of_conversations(trajectories):
         "agent/given_tokens/mean": (5 + 5 + 0 + 4 + 2) / 5,
         "agent/faults": 0.0,
     }
-    assert counts.metrics([]) == {}
+    assert turn_metrics.metrics([]) == {}

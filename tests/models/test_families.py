@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from jppo.config import UserError
 from jppo.models import families
 from jppo.models.rotary import Rotary
+from jppo.settings import UserError
 
 
 def test_fields_are_read(hf_config):

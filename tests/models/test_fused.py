@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jppo.config import UserError
 from jppo.learner.sharding import make_mesh
 from jppo.models import decoder, families, fused
 from jppo.models.fused import Needs
+from jppo.settings import UserError
 
 CLOSE = {"float32": 1e-5, "bfloat16": 1e-2}  # of the norm
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jppo.config import UserError
 from jppo.learner import sharding, state
 from jppo.models import decoder, families, heads, hf, params, tensorfile
+from jppo.settings import UserError
 from tests.models.conftest import SHAPES
 
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jppo.config import UserError
 from jppo.models import decoder, heads, hf, lora, params
 from jppo.models.lora import Lora
+from jppo.settings import UserError
 
 ALL = Lora(rank=3, alpha=8, targets=tuple(lora.TARGETS))
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from jppo.rewards.conversation import ConversationPart
 from jppo.rewards.parts import Sample
-from jppo.structs import Exchange, Prompt
+from jppo.types import Exchange, Prompt
 
 PROMPT = Prompt("u", "s", "q", np.zeros(1, np.int32), "", {})
 

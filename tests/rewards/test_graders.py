@@ -4,11 +4,11 @@ import math
 import numpy as np
 import pytest
 
-from jppo.config import UserError
 from jppo.rewards.graders import GRADERS, RulePart, exact, graders_for, gsm8k
 from jppo.rewards.parts import Sample
 from jppo.rewards.pool import Pool
-from jppo.structs import Prompt
+from jppo.settings import UserError
+from jppo.types import Prompt
 
 
 def prompt(source, truth):

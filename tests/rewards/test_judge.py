@@ -10,17 +10,17 @@ import time
 import numpy as np
 import pytest
 
-from jppo.config import UserError
-from jppo.rewards import judge_door
-from jppo.rewards.judge import JudgePart
-from jppo.rewards.judge_cache import Cache
-from jppo.rewards.judge_door import JudgeClient
-from jppo.rewards.judge_prompts import PRESETS, Rubric, make_rubric, read_score
+from jppo.rewards.judge import client
+from jppo.rewards.judge.cache import Cache
+from jppo.rewards.judge.client import JudgeClient
+from jppo.rewards.judge.part import JudgePart
+from jppo.rewards.judge.prompts import PRESETS, Rubric, make_rubric, read_score
 from jppo.rewards.parts import Sample
-from jppo.structs import Prompt
+from jppo.settings import UserError
+from jppo.types import Prompt
 
 KEY = "sk-Odd/key+with%chars-0123456789abcdef"
-VARIABLES = [name for provider in judge_door.PROVIDERS.values() for name in provider.keys]
+VARIABLES = [name for provider in client.PROVIDERS.values() for name in provider.keys]
 DOORS = {"openai": "/v1", "claude": ""}  # what follows the server's address
 
 
@@ -284,12 +284,12 @@ def test_retry_after_is_waited_for_unless_it_is_too_long(serve):
     ],
 )
 def test_retry_after_in_all_its_forms(headers, seconds):
-    assert judge_door._retry_after(headers) == seconds
+    assert client._retry_after(headers) == seconds
 
 
 def test_retry_after_as_a_date(monkeypatch):
     monkeypatch.setattr(time, "time", lambda: 1445412480.0 - 7)  # the date below, from `date -d`
-    assert judge_door._retry_after({"retry-after": "Wed, 21 Oct 2015 07:28:00 GMT"}) == 7
+    assert client._retry_after({"retry-after": "Wed, 21 Oct 2015 07:28:00 GMT"}) == 7
 
 
 def test_a_server_that_trickles_meets_the_deadline(serve):
@@ -426,7 +426,7 @@ def test_a_score_survives_a_cache_that_cannot_be_written(serve, tmp_path):
 
 @pytest.mark.parametrize("api_type", DOORS)
 def test_the_key_is_sent_and_seen_nowhere_else(serve, api_type, monkeypatch, tmp_path, caplog):
-    monkeypatch.setenv(judge_door.PROVIDERS[api_type].keys[-1], f" {KEY}\n")
+    monkeypatch.setenv(client.PROVIDERS[api_type].keys[-1], f" {KEY}\n")
     caplog.set_level(logging.DEBUG)
     starred = f"{KEY[:8]}{'*' * 20}{KEY[-4:]}"
     echoes = {
@@ -451,11 +451,11 @@ def test_the_key_is_sent_and_seen_nowhere_else(serve, api_type, monkeypatch, tmp
         assert not re.search(rf"{re.escape(KEY[:8])}|{re.escape(KEY[-4:])}", text)
 
 
-@pytest.mark.parametrize("api_type", judge_door.PROVIDERS)
+@pytest.mark.parametrize("api_type", client.PROVIDERS)
 def test_a_missing_key_names_its_variables(api_type):
     with pytest.raises(UserError) as e:
         door(api_type, base_url="")
-    assert all(name in str(e.value) for name in judge_door.PROVIDERS[api_type].keys)
+    assert all(name in str(e.value) for name in client.PROVIDERS[api_type].keys)
 
 
 def test_each_provider_has_its_own_place_and_key(monkeypatch):
@@ -464,9 +464,7 @@ def test_each_provider_has_its_own_place_and_key(monkeypatch):
     for name in VARIABLES:
         monkeypatch.setenv(name, f"key of {name}")
     found = {
-        api: (str(d._client.base_url), d._client.api_key)
-        for api in judge_door.PROVIDERS
-        for d in [door(api, base_url="")]
+        api: (str(d._client.base_url), d._client.api_key) for api in client.PROVIDERS for d in [door(api, base_url="")]
     }
     assert found == {
         "openai": ("https://api.openai.com/v1/", "key of OPENAI_API_KEY"),

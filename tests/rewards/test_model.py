@@ -15,10 +15,12 @@ import pytest
 import tokenizers
 import transformers
 
-from jppo.config import UserError
 from jppo.learner import sharding, state
 from jppo.models import hf
-from jppo.rewards.model import (
+from jppo.rewards.model.by_jax import JaxRewardModel, row_lengths
+from jppo.rewards.model.by_torch import TransformersRewardModel
+from jppo.rewards.model.by_vllm import VllmRewardModel
+from jppo.rewards.model.part import (
     ModelPart,
     Normalizer,
     ScoringError,
@@ -27,14 +29,12 @@ from jppo.rewards.model import (
     read_classifier,
     without_padding,
 )
-from jppo.rewards.model_jax import JaxRewardModel, row_lengths
-from jppo.rewards.model_process import TransformersRewardModel
-from jppo.rewards.model_vllm import VllmRewardModel
 from jppo.rewards.parts import Sample
-from jppo.structs import Prompt
+from jppo.settings import UserError
+from jppo.types import Prompt
 
 torch = pytest.importorskip("torch")
-model_worker = pytest.importorskip("jppo.rewards.model_worker")
+model_worker = pytest.importorskip("jppo.rewards.model.torch_worker")
 
 PAD, BOS, EOS = 0, 1, 2
 SPECIAL = ["[PAD]", "[CLS]", "[SEP]"]
@@ -457,7 +457,7 @@ def test_a_model_of_another_family_is_scored_in_its_process_and_survives_one_cra
     scorer = TransformersRewardModel(what, log=tmp_path / "run/rm.log", timeout_s=120)
     part = ModelPart(scorer, texts, batch_size=2)
     # one whose parent is not there: it ends, though its input does not
-    command = [sys.executable, "-m", "jppo.rewards.model_worker", path, "1", "cpu", "float32", "1"]
+    command = [sys.executable, "-m", "jppo.rewards.model.torch_worker", path, "1", "cpu", "float32", "1"]
     orphan = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     scorer.wait_ready()
     samples = [sample("w1 w2 ", "w3"), sample("", "w5 " * 30), *chats(1, [7])]

@@ -11,13 +11,13 @@ import time
 import numpy as np
 import pytest
 
-from jppo.config import UserError
 from jppo.rewards.function import FunctionPart
 from jppo.rewards.graders import RulePart
 from jppo.rewards.parts import Sample
 from jppo.rewards.pool import Pool
 from jppo.rewards.shape import FormatPart
-from jppo.structs import Prompt
+from jppo.settings import UserError
+from jppo.types import Prompt
 
 NASTY = """
 import os, subprocess, sys, threading, time
@@ -106,7 +106,7 @@ HARMLESS = {
     "run threading.Thread(target=time.sleep, args=(1000,)).start()": 0.5,
     "return True": 1.0,
     "return 2": 2.0,
-    "return any(m in sys.modules for m in ('jax', 'numpy', 'jppo.structs', 'jppo.config'))": 0.0,  # workers are light
+    "return any(m in sys.modules for m in ('jax', 'numpy', 'jppo.types', 'jppo.settings'))": 0.0,  # workers are light
     "return __import__('decimal').Decimal('0.25')": 0.25,
 }
 
@@ -148,7 +148,7 @@ def test_workers_end_when_the_trainer_is_killed(tmp_path):
         "from jppo.rewards.function import FunctionPart\n"
         "from jppo.rewards.pool import Pool\n"
         "from jppo.rewards.parts import Sample\n"
-        "from jppo.structs import Prompt\n"
+        "from jppo.types import Prompt\n"
         f"part = FunctionPart({str(tmp_path / 'mine.py')!r} + ':compute_score', "
         "pool=Pool(1, timeout_s=100, memory_bytes=2**28))\n"
         "text = \"run subprocess.Popen(['sleep', '4713.5'], start_new_session=True); time.sleep(1000)\"\n"

@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
 
-from jppo.config import UserError
 from jppo.rewards.parts import Sample
 from jppo.rewards.shape import OverlongPart, overlong
-from jppo.structs import Prompt
+from jppo.settings import UserError
+from jppo.types import Prompt
 
 
 # L = 100 and b = 20: nothing up to 80, then one twentieth a token

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from jppo.rollout.vllm_start import ServerSettings
+from jppo.rollout.vllm.arguments import ServerSettings
 
 
 class FakeServer:

@@ -7,10 +7,10 @@ import sys
 import numpy as np
 import pytest
 
-from jppo.config import UserError
-from jppo.rollout import buffers as module
-from jppo.rollout import layout
-from jppo.rollout.buffers import Buffers, make_buffers
+from jppo.rollout.vllm import buffers as module
+from jppo.rollout.vllm import layout
+from jppo.rollout.vllm.buffers import Buffers, make_buffers
+from jppo.settings import UserError
 
 TENSORS = {f"w{i}": np.arange(i, i + 500, dtype=np.float32) for i in range(5)}
 SHAPES = {name: tensor.shape for name, tensor in TENSORS.items()}

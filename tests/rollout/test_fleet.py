@@ -8,12 +8,12 @@ import time
 import numpy as np
 import pytest
 
-from jppo.rollout import fleet as module
-from jppo.rollout import member as member_module
-from jppo.rollout.sampler import RolloutError, greedy, sample_seed
-from jppo.rollout.served import Limits
-from jppo.rollout.vllm import GENERATE, start_vllm
-from jppo.structs import Prompt
+from jppo.rollout.protocol import RolloutError, greedy, sample_seed
+from jppo.rollout.servers import fleet as module
+from jppo.rollout.servers import member as member_module
+from jppo.rollout.servers.engine import Limits
+from jppo.rollout.vllm.client import GENERATE, start_vllm
+from jppo.types import Prompt
 from tests.rollout.test_vllm import choice
 
 SAMPLING = dataclasses.replace(greedy(8), temperature=0.7, n=2, seed=5)

@@ -7,11 +7,11 @@ import time
 
 import pytest
 
-from jppo.config import UserError
-from jppo.rollout.endpoint import Endpoint, ServerFault
-from jppo.rollout.guard import Guard, Key, foreign, new_key
-from jppo.rollout.sampler import RolloutError
-from jppo.rollout.served import attached_key
+from jppo.rollout.protocol import RolloutError
+from jppo.rollout.servers.endpoint import Endpoint, ServerFault
+from jppo.rollout.servers.engine import attached_key
+from jppo.rollout.servers.guard import Guard, Key, foreign, new_key
+from jppo.settings import UserError
 from tests.rollout import nobody
 
 ROUTES = ("/health", "/metrics", "/openapi.json", "/v1/models", "/collective_rpc", "/pause", "/anything")
@@ -21,7 +21,7 @@ import sys, uvicorn
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Mount, Route
-from jppo.rollout.guard import Guard
+from jppo.rollout.servers.guard import Guard
 
 async def answer(request):
     return JSONResponse({"route": request.url.path})

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from jppo import train
-from jppo.config import UserError
 from jppo.learner import batch, packing, score, sharding, state
 from jppo.models import decoder, families, heads, lora, params
 from jppo.models.decoder import Decoder
-from jppo.rollout import inprocess, talks
+from jppo.rollout import conversations, inprocess
 from jppo.rollout.inprocess import InprocessEngine, InprocessSampler, InprocessSettings
-from jppo.rollout.sampler import RolloutError, greedy, sample_seed
-from jppo.structs import Prompt
+from jppo.rollout.protocol import RolloutError, greedy, sample_seed
+from jppo.settings import UserError
+from jppo.types import Prompt
 from tests.learner.test_compilations import compilations
 from tests.models.conftest import SHAPES, config_of
 
@@ -181,7 +181,7 @@ def test_samples_that_are_asked_for_in_another_order_are_the_same(made):
     async def late(ask, prompt, **how):
         for _ in range(10 - len(prompt.ids)):
             await asyncio.sleep(0.001)
-        return await talks.one_turn(str)(ask, prompt, **how)
+        return await conversations.one_turn(str)(ask, prompt, **how)
 
     later = InprocessSampler(sampler.settings, eos_token_ids=ENDS, decode=str, talk=late)
     later.hold(made()[2], version=7)
@@ -198,7 +198,7 @@ def test_a_talk_may_ask_again(made):
         )
         more = [*prompt.ids.tolist(), *first.tokens, 5]
         second = await ask(more, sampling=dataclasses.replace(sampling, max_tokens=4), seed=seed, near=near)
-        return talks.respond(dataclasses.replace(prompt, ids=np.array(more)), second, text="")
+        return conversations.respond(dataclasses.replace(prompt, ids=np.array(more)), second, text="")
 
     talking = InprocessSampler(sampler.settings, eos_token_ids=(), decode=str, talk=twice)
     talking.hold(values, version=7)

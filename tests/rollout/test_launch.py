@@ -18,11 +18,11 @@ sys.exit(3)
 """
 LAUNCH = """
 import sys
-from jppo.rollout import launch
+from jppo.rollout.servers import launch
 launch.GRACE_S = 0.5
 launch.main({parent}, sys.argv[1], sys.argv[2:])
 """
-# Stands for the trainer: starts the launcher as `server.py` does, then waits.
+# Stands for the trainer: starts the launcher as `process.py` does, then waits.
 PARENT = """
 import os, subprocess, sys, time
 launch = sys.argv[1].replace("{parent}", str(os.getpid()))

@@ -5,7 +5,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jppo.rollout import layout
+from jppo.rollout.vllm import layout
 
 TENSORS = {
     "a.weight": np.arange(6, dtype=np.float32).reshape(2, 3),

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jppo.models import families, hf, lora
-from jppo.rollout.served import Limits
-from jppo.rollout.vllm import start_vllm
+from jppo.rollout.servers.engine import Limits
+from jppo.rollout.vllm.client import start_vllm
 from tests.rollout.test_real_vllm import GREEDY, PROMPTS, SAMPLING, gap, make_model, random_weights
 
 pytestmark = [

@@ -14,12 +14,12 @@ import time
 import numpy as np
 import pytest
 
-from jppo.rollout import weights
-from jppo.rollout.buffers import Buffers
-from jppo.rollout.sampler import RolloutError, greedy
-from jppo.rollout.served import Limits
-from jppo.rollout.vllm import start_vllm
-from jppo.structs import Prompt
+from jppo.rollout.protocol import RolloutError, greedy
+from jppo.rollout.servers.engine import Limits
+from jppo.rollout.vllm import publisher
+from jppo.rollout.vllm.buffers import Buffers
+from jppo.rollout.vllm.client import start_vllm
+from jppo.types import Prompt
 from tests.rollout import nobody
 
 pytestmark = [
@@ -279,7 +279,7 @@ def test_a_refused_publish_names_the_tensor_and_leaves_the_old_weights(served):
         sampler.load((tensors | {name: tensors[name][:-1]}).items(), version=2)
     cut = CutBuffers("")
     with pytest.raises(RolloutError, match=r"cut: model\.\S+ ends at byte"):
-        sampler.fleet.deliver(weights.Publisher(cut).whole(tensors.items(), 2))
+        sampler.fleet.deliver(publisher.Publisher(cut).whole(tensors.items(), 2))
     cut.close()
     assert same(sampler.generate(PROMPTS, SAMPLING, version=1), before)
 
@@ -378,9 +378,9 @@ def test_a_broken_server_is_started_again_and_nothing_is_lost(served):
 
 TRAINER = """
 import json, sys, time
-from jppo.rollout.served import Limits
-from jppo.rollout.vllm import start_vllm
-from jppo.rollout.vllm_start import ServerSettings
+from jppo.rollout.servers.engine import Limits
+from jppo.rollout.vllm.client import start_vllm
+from jppo.rollout.vllm.arguments import ServerSettings
 model, run, settings, wait = json.loads(sys.argv[1])
 settings = ServerSettings(**settings)
 engine = start_vllm(model, run, settings=settings, urls=[], limits=Limits(60.0, 60.0, 0), publish_dir=run)

@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 
 from jppo import train
-from jppo.config import UserError, check
-from jppo.rollout import folders
-from jppo.rollout.endpoint import Endpoint, ServerFault
-from jppo.rollout.sampler import RolloutError, greedy
-from jppo.rollout.served import Limits
-from jppo.rollout.sglang import GENERATE, Sglang, start_sglang
-from jppo.rollout.sglang_start import OURS, check_sglang, flags
-from jppo.structs import Prompt
+from jppo.rollout.protocol import RolloutError, greedy
+from jppo.rollout.servers.endpoint import Endpoint, ServerFault
+from jppo.rollout.servers.engine import Limits
+from jppo.rollout.sglang import publisher
+from jppo.rollout.sglang.arguments import OURS, check_sglang, flags
+from jppo.rollout.sglang.client import GENERATE, Sglang, start_sglang
+from jppo.settings import UserError, check
+from jppo.types import Prompt
 from tests.rollout import fake_sglang
 from tests.rollout.fake_sglang import EMBED, HEAD
 
@@ -188,7 +188,7 @@ def test_several_servers_share_the_work_and_a_killed_one_comes_back_with_the_sam
     while not (sampler.fleet.restarts and all(m.up and not m.mending for m in sampler.fleet.members)):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    told = [body["weight_version"] for route, body in posted(tmp_path, 1) if route == folders.LOAD]
+    told = [body["weight_version"] for route, body in posted(tmp_path, 1) if route == publisher.LOAD]
     assert told == ["3", "4", "4"]
     assert facts(sampler.generate(PROMPTS, SAMPLING, version=4)) == expected
     assert sum(route == GENERATE for route, _ in posted(tmp_path, 1)) >= 12
@@ -238,16 +238,16 @@ def test_a_publish_that_is_not_the_model_is_refused_before_a_server_hears_of_it(
     assert facts(sampler.generate(PROMPTS, SAMPLING, version=1)) == before
     sampler.load(weights(2).items(), version=2)
     assert facts(sampler.generate(PROMPTS, SAMPLING, version=2)) != before
-    assert [body["weight_version"] for route, body in posted(tmp_path) if route == folders.LOAD] == ["1", "2"]
+    assert [body["weight_version"] for route, body in posted(tmp_path) if route == publisher.LOAD] == ["1", "2"]
 
 
 def test_a_directory_that_the_server_cannot_read_is_an_error_with_its_words(start):
     sampler = start()
     sampler.load(weights(1).items(), version=1)
     path = pathlib.Path(sampler._publisher.whole(weights(2).items(), 2).path)
-    (path / folders.FILE).write_bytes(b"")
+    (path / publisher.FILE).write_bytes(b"")
     with pytest.raises(RolloutError, match=r"answered /update_weights_from_disk with 400.*Failed to update weights"):
-        sampler.fleet.deliver(folders.Directory(path, 2))
+        sampler.fleet.deliver(publisher.Directory(path, 2))
 
 
 def test_a_server_is_attached_to_when_it_is_fit(start, monkeypatch):
@@ -350,6 +350,6 @@ def test_a_training(small_run, python, quick_compilation):
     loads = [
         json.loads(line.partition(" ")[2])
         for line in (run / "server-0.log").read_text().splitlines()
-        if line.startswith(folders.LOAD)
+        if line.startswith(publisher.LOAD)
     ]
     assert [body["weight_version"] for body in loads] == ["0", "1"]

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from jppo.rollout import layout, transfer
-from jppo.rollout.transfer import Address, Sender
+from jppo.rollout.vllm import layout, transfer
+from jppo.rollout.vllm.transfer import Address, Sender
 
 TENSORS = {
     "a": np.arange(700_000, dtype=np.float32),

@@ -6,11 +6,11 @@ import json
 import numpy as np
 import pytest
 
-from jppo.config import UserError
-from jppo.rollout.sampler import RolloutError, greedy, sample_seed
-from jppo.rollout.served import Limits
-from jppo.rollout.vllm import GENERATE, start_vllm
-from jppo.structs import Prompt
+from jppo.rollout.protocol import RolloutError, greedy, sample_seed
+from jppo.rollout.servers.engine import Limits
+from jppo.rollout.vllm.client import GENERATE, start_vllm
+from jppo.settings import UserError
+from jppo.types import Prompt
 
 SAMPLING = dataclasses.replace(greedy(8), temperature=0.7, n=2, seed=5)
 PROMPTS = [Prompt(f"p{i}", "", "", np.array([10 + i, 3, 4], np.int32), "", {}) for i in range(3)]
@@ -149,7 +149,7 @@ def test_a_server_that_fails_again_and_again_ends_the_run_in_one_error(attach, f
     [
         ("/is_paused", (200, {"is_paused": True}), "is paused.*curl -X POST .*http.*/resume"),
         ("/is_paused", (404, {}), "404.*VLLM_SERVER_DEV_MODE=1"),
-        ("jppo_info", (500, {}), "500.*--worker-extension-cls jppo.rollout.worker.WeightLoader"),
+        ("jppo_info", (500, {}), "500.*--worker-extension-cls jppo.rollout.vllm.worker.WeightLoader"),
         ("/openapi.json", (200, {"paths": {}}), "has no /inference/v1/generate.*--enable-scale-out"),
     ],
 )

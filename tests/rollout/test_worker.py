@@ -5,8 +5,8 @@ import sys
 import numpy as np
 import pytest
 
-from jppo.rollout import layout
-from jppo.rollout.buffers import make_buffers
+from jppo.rollout.vllm import layout
+from jppo.rollout.vllm.buffers import make_buffers
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 def test_the_servers_interpreter_needs_no_jax():
     code = (
-        "import sys, jppo.rollout.worker, jppo.rollout.launch;"
+        "import sys, jppo.rollout.vllm.worker, jppo.rollout.servers.launch;"
         "assert not {'jax', 'ml_collections', 'absl', 'httpx'} & set(sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -22,7 +22,7 @@ def test_the_servers_interpreter_needs_no_jax():
 
 def make(tied: bool, head: bool = True):
     """A worker as vLLM would build it, but for the model; and the HF model's own tensors."""
-    from jppo.rollout.worker import WeightLoader
+    from jppo.rollout.vllm.worker import WeightLoader
 
     config = transformers.Qwen2Config(
         vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,

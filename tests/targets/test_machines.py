@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jppo.config import UserError
+from jppo.settings import UserError
 from jppo.targets import compilers, forecast, machines
 from jppo.targets.account import Account
 from jppo.targets.collectives import Collective

@@ -1,0 +1,116 @@
+"""The tokens between two turns of the policy: messages of tools or users, and the start of the next turn.
+
+Sampled tokens are never decoded and re-encoded. The inserted tokens are the difference of two renderings of the chat
+template: of a dummy conversation up to an assistant turn, and of its continuation. They begin with the end token of
+that turn, unless it was sampled.
+"""
+
+import dataclasses
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jppo.agent.calls import Schema
+from jppo.data.prompts import Messages
+from jppo.data.rows import Row
+from jppo.data.template import make_renderer
+from jppo.settings import UserError
+
+_SAID, _AGAIN = "said-by-the-assistant", "said-by-it-again"
+_ANYTHING: list[dict[str, str]] = [{"role": "user", "content": "anything"}]
+_PLACE = Row("rollout.multi_turn", 1, {}, "made-up conversation")
+
+
+@dataclasses.dataclass(frozen=True)
+class Chat:
+    """Functions that continue a conversation in tokens."""
+
+    # (messages, the last sampled token) -> their ids with the start of the next turn
+    between: Callable[[Sequence[dict[str, str]], int], list[int]]
+    # (messages or text of a prompt, its ids, a first observation) -> the ids of both
+    opening: Callable[[Messages, list[int], str], list[int]]
+
+
+def templated(
+    tokenizer: Any,
+    schemas: Sequence[Schema],
+    *,
+    roles: Sequence[str],
+    name: str,
+    arguments: Mapping[str, Any] = types.MappingProxyType({}),
+) -> Chat:
+    """Builds a Chat from the chat template, after checking that it keeps earlier messages of these roles."""
+    if tokenizer.chat_template is None:
+        raise UserError(
+            f"rollout.multi_turn.format={name!r} needs a chat template, and the tokenizer has none; give one in"
+            " tokenizer_config.json or chat_template.jinja, or set rollout.multi_turn.format=plain"
+        )
+    render = make_renderer(tokenizer, schemas, arguments)
+
+    def encode(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def between(messages: Sequence[dict[str, str]], last: int) -> list[int]:
+        whole = render([*_ANYTHING, {"role": "assistant", "content": _SAID}, *messages], _PLACE)
+        ids = encode(whole[whole.index(_SAID) + len(_SAID) :])
+        return ids[1:] if ids and ids[0] == last else ids
+
+    def opening(prompt: Messages, ids: list[int], text: str) -> list[int]:
+        if isinstance(prompt, str):
+            return ids + encode(text)
+        if prompt[-1]["role"] == "user":  # many templates refuse two consecutive user turns
+            before, text = prompt[:-1], f"{prompt[-1]['content']}\n{text}"
+        else:
+            before = list(prompt)
+        return encode(render([*before, {"role": "user", "content": text}], _PLACE))
+
+    for role in roles:
+        _check_prefix(render, role)
+    if schemas:
+        _check_named(render, schemas)
+    return Chat(between, opening)
+
+
+def plain(tokenizer: Any) -> Chat:
+    """Builds a Chat for models without a template: [[a tool's answer]], and other messages on their own lines."""
+
+    def encode(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def between(messages: Sequence[dict[str, str]], last: int) -> list[int]:
+        texts = [f"[[{m['content']}]]" if m["role"] == "tool" else f"\n{m['content']}\n" for m in messages]
+        return encode("".join(texts))
+
+    return Chat(between, lambda prompt, ids, text: ids + encode(f"{text}\n"))
+
+
+def _check_prefix(render: Any, role: str) -> None:
+    """UserError if rendering a longer conversation changes its beginning."""
+    turns = [
+        *_ANYTHING,
+        {"role": "assistant", "content": _SAID},
+        {"role": role, "content": "1"},
+        {"role": "assistant", "content": _AGAIN},
+        {"role": role, "content": "2"},
+    ]
+    short, opened, long = (
+        render(turns[:3], _PLACE, opened=False),
+        render(turns[:3], _PLACE),
+        render(turns, _PLACE, opened=False),
+    )
+    if short.count(_SAID) != 1 or not opened.startswith(short) or not long.startswith(short) or _AGAIN not in long:
+        raise UserError(
+            "rollout.multi_turn.enable=True: the tokenizer's chat template changes the beginning of a conversation"
+            f" when messages of the role {role!r} follow, so tokens cannot be appended; use a template"
+            " that keeps it, or rollout.multi_turn.format=plain"
+        )
+
+
+def _check_named(render: Any, schemas: Sequence[Schema]) -> None:
+    rendered = render(_ANYTHING, _PLACE)
+    lacking = [name for name in (schema["function"]["name"] for schema in schemas) if name not in rendered]
+    if lacking:
+        raise UserError(
+            f"the tokenizer's chat template does not show the tools to the model: {', '.join(lacking)} is missing in"
+            " its output; use a template that reads `tools`, or rollout.multi_turn.format=plain"
+        )

@@ -1,0 +1,119 @@
+"""The proof that sampler and trainer have one policy: the same tokens, the same log-probs."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from jppo import settings
+from jppo.build.inputs import Inputs
+from jppo.build.learner import Learner
+from jppo.build.rollout import sampling
+from jppo.distributed.hosts import ALONE, Hosts
+from jppo.learner import batch, ppo
+from jppo.models import offload, placing
+from jppo.rollout.protocol import RolloutError, Sampler
+from jppo.runlog import trajectories
+from jppo.runlog.checkpoint import NonFinite
+from jppo.types import Array, Batch, Reward, TrainState, Trajectory
+
+KL = "rollout_corr/kl"
+
+
+class Mismatch(RolloutError):
+    """A step's samples are not from the policy that they are labelled with: nothing may be learned from them."""
+
+
+def agree(
+    c: ConfigDict,
+    inputs: Inputs,
+    learner: Learner,
+    now: TrainState,
+    sampler: Sampler,
+    version: int,
+    hosts: Hosts = ALONE,
+) -> str:
+    """Proves that the sampler and the trainer have the same policy, or stops the run and says how far they differ.
+
+    Of several hosts each has its own sampler asked.
+    """
+    count = max(1, min(16, c.actor.ppo_mini_batch_size, len(inputs.train.prompts)) // hosts.count)
+    # Of the whole distribution: where it is cut, the sampler's log-probs are of what is left, the trainer's never are.
+    some = dataclasses.replace(sampling(c, version), n=1, top_p=1.0, top_k=-1, min_p=0.0)
+    longest = sorted(inputs.train.prompts, key=lambda p: -len(p.ids))[:count]
+    drawn = trajectories.of_all(hosts, hosts.together(lambda: sampler.generate(longest, some, version=version)))
+    rewards, group = [Reward(math.nan, {}, None) for _ in drawn], np.zeros(len(drawn), np.int32)
+    data = batch.flatten(drawn, rewards, group, shape=(len(drawn), learner.shape[1]))
+    micros, policy = batch.micros(data, drawn, plan=learner.plan, mesh=learner.mesh), learner.policy(now)
+    recipe = dataclasses.replace(learner.recipe, bypass=False)
+    data = ppo.with_old_logprob(learner.passes, recipe, data, micros, policy)
+    gap = float(np.abs(np.asarray(data.old_logprob) - data.rollout_logprob)[data.mask].max())
+    if not gap <= c.rollout.logp_tolerance:
+        raise RolloutError(
+            f"the log-probs of the sampler and the trainer differ by up to {gap:.3g} on the same tokens, more than"
+            f" rollout.logp_tolerance={c.rollout.logp_tolerance:g}: they do not have the same policy; compare"
+            " rollout.dtype and model.compute_dtype, or raise the tolerance if bfloat16 explains the gap"
+        )
+    return f"sampler and trainer agree: largest log-prob gap {gap:.1e} on {sum(len(t.tokens) for t in drawn)} tokens"
+
+
+class Match:
+    """Compares each step's log-prob mismatch with that of the step before: a jump means another policy sampled."""
+
+    def __init__(self, c: ConfigDict):
+        self._limit: float = c.rollout.max_kl_jump
+        # `agree` has just seen a mismatch near 0, but for what cuts take away: that shows in the first step.
+        self._before = None if settings.cuts(c.rollout) else 0.0
+        self._last: batch.Micro | None = None
+
+    def require(
+        self,
+        metrics: dict[str, float],
+        data: Batch,
+        micros: Sequence[batch.Micro],
+        trajectories: Sequence[Trajectory],
+    ) -> None:
+        """Raises Mismatch where the step's `rollout_corr/kl` is too far above the last one's."""
+        self._last = micros[0] if micros else None
+        now = metrics.get(KL)
+        if now is None:  # the sampler's log-probs are taken as they are
+            return
+        before, self._before = self._before, now if math.isfinite(now) else self._before
+        if not self._limit or before is None or not now - before > self._limit:
+            return
+        server, versions, worst = _worst(data, trajectories)
+        raise Mismatch(
+            f"{KL} rose from {before:.3g} to {now:.3g} nats a token, more than rollout.max_kl_jump={self._limit:g}:"
+            f" {server or 'the engine'} did not sample from version {versions} of the weights ({worst:.3g} nats off);"
+            " nothing is learned from this step. Find out who has changed its weights and give the same command again,"
+            " or raise the limit if the jump is wanted"
+        )
+
+    def require_finite(self, learner: Learner, now: TrainState) -> None:
+        """Raises NonFinite where the models compute NaN or infinities for rows of the last step."""
+        if (last := self._last) is None:
+            return
+        rows, passes, policy = last.device, learner.passes, offload.to_device(learner.policy(now))
+
+        def require(about: str, array: Array) -> None:
+            if not np.isfinite(placing.fetch(array)[last.host.mask]).all():
+                raise NonFinite(f"the {about} are not finite numbers")
+
+        require("log-probs of the policy", passes.logprob(policy, rows)[0])
+        if passes.value is not None:
+            require("values of the critic", passes.value(offload.to_device(learner.value(now)), rows))
+
+
+def _worst(data: Batch, trajectories: Sequence[Trajectory]) -> tuple[str, str, float]:
+    """The server whose samples are furthest off, the versions that it named, and the mismatch a token."""
+    count = len(trajectories)
+    mask, gap = np.asarray(data.mask)[:count], np.asarray(data.rollout_logprob - np.asarray(data.old_logprob))[:count]
+    found = []
+    for server in sorted({t.server for t in trajectories}):
+        mine = mask & np.array([t.server == server for t in trajectories])[:, None]
+        found.append((float(gap[mine].mean()) if mine.any() else -math.inf, server))
+    worst, server = max(found)
+    versions = {int(v) for t in trajectories if t.server == server for v in t.version[t.sampled]}
+    return server, ", ".join(map(str, sorted(versions))), worst

@@ -1,0 +1,94 @@
+"""The hosts of a run as the settings or the launcher name them, and what must be alike on all of them."""
+
+import pathlib
+import uuid
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from jppo.build.inputs import Inputs
+from jppo.build.resume import data_checksums
+from jppo.distributed.hosts import Hosts
+from jppo.distributed.launchers import join
+from jppo.settings import UserError, table
+
+# What each host may have of its own.
+OWN = ("trainer.node_rank", "rollout.urls", "rollout.python", "rollout.publish_host", "rollout.devices", "rollout.port")
+# What would be another thing on each host.
+NOT_SHARED = {
+    "rollout.partial": "takes the responses that are there first, on each host others",
+    "reward.model.normalize": "keeps the mean of the scores that it has seen, on each host others",
+}
+
+
+def join_hosts(c: ConfigDict, faults: Sequence[type[Exception]]) -> Hosts:
+    """All hosts of the run, once they are there; `faults` end them together."""
+    t = c.trainer
+    return join(
+        t.nnodes,
+        t.node_rank,
+        t.coordinator_address,
+        join_timeout_s=t.join_timeout_s,
+        host_timeout_s=t.host_timeout_s,
+        end_timeout_s=t.stop_timeout_s,
+        faults=faults,
+    )
+
+
+def require_shareable(c: ConfigDict, hosts: Hosts) -> None:
+    """UserError where hosts cannot share what the settings ask for, or have other settings."""
+    if hosts.count == 1:
+        return
+    mine = table.values(c)
+    for name, why in NOT_SHARED.items():
+        if mine[name]:
+            raise UserError(f"{name}=True {why}; leave it at False with trainer.nnodes={hosts.count}")
+    alike = {name: repr(value) for name, value in mine.items() if name not in OWN}
+    for rank, other in enumerate(hosts.gather(lambda: alike)):
+        for name, value in alike.items():
+            if (there := other.get(name)) != value:
+                raise UserError(f"{name} is {there} on host {rank} and {value} on host {hosts.rank}; set it alike")
+
+
+def require_alike(c: ConfigDict, hosts: Hosts, inputs: Inputs) -> None:
+    """UserError where hosts have read other data, or do not see the same run's folder."""
+    if hosts.count == 1:
+        return
+    sums = {"data.train_files": data_checksums(inputs.train), "data.val_files": _checksum(inputs)}
+    for rank, other in enumerate(hosts.gather(lambda: sums)):
+        for name, value in sums.items():
+            if other[name] != value:
+                raise UserError(f"{name}: host {rank} has read other rows than host {hosts.rank}; give all the same")
+    folder = pathlib.Path(c.trainer.run_dir).expanduser()
+    mark = hosts.gather(lambda: _mark(folder) if hosts.first else None)[0]
+    seen = hosts.gather(lambda: (folder / mark).exists())
+    hosts.together(lambda: (folder / mark).unlink() if hosts.first else None)
+    if not all(seen):
+        raise UserError(
+            f"trainer.run_dir={c.trainer.run_dir}: host {seen.index(False)} does not see what host 0 writes there;"
+            " name a folder that all hosts share, where checkpoints are written by all"
+        )
+
+
+def own_folder(hosts: Hosts, run: pathlib.Path) -> pathlib.Path:
+    """Where a host's own logs go: the run's folder for host 0, one within it for any other."""
+    return run if hosts.first else run / f"host-{hosts.rank}"
+
+
+def summed(hosts: Hosts, metrics: dict[str, float]) -> dict[str, float]:
+    """What each host counts, added up."""
+    of_all = hosts.gather(lambda: metrics)
+    return {name: float(sum(one[name] for one in of_all)) for name in metrics}
+
+
+def _mark(folder: pathlib.Path) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    mark = f".hosts-{uuid.uuid4().hex[:8]}"
+    (folder / mark).touch()
+    return mark
+
+
+def _checksum(inputs: Inputs) -> Any:
+    return zlib.crc32(b"".join(p.ids.tobytes() + p.ground_truth.encode() for p in inputs.val.prompts))

@@ -1,0 +1,205 @@
+"""What a run reads before it starts anything: models as their directories say, tokenizer, prompts, graders."""
+
+import dataclasses
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from jppo.build.agent import Agent, make_agent
+from jppo.build.algorithm import make_estimator
+from jppo.build.optimizers import require_optimizers
+from jppo.data.prompts import PromptSet, mixture, read_prompts
+from jppo.data.stream import steps_per_epoch
+from jppo.data.tokenizer import check_stop_texts, decode, end_token_ids, load_tokenizer
+from jppo.models import hf, lora
+from jppo.models.families import ModelConfig
+from jppo.models.lora import Lora
+from jppo.models.params import Head
+from jppo.settings import UserError, stop_texts, template_arguments
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """What a run reads before it starts anything."""
+
+    tokenizer: Any
+    end_tokens: tuple[int, ...]
+    train: PromptSet
+    val: PromptSet
+    sources: tuple[str, ...]  # the data_source of every row
+    policy: ModelConfig
+    critic: ModelConfig | None  # None where the estimator needs none
+    reference: ModelConfig | None  # None where no KL is asked for
+    adapters: Lora | None  # of the policy; None: all its weights are trained
+    critic_adapters: Lora | None
+    agent: Agent | None  # None: the policy is asked once
+    total_steps: int
+
+
+def read_inputs(c: ConfigDict) -> Inputs:
+    """Everything that can be wrong with files is found here, before a device or a server is touched."""
+    require_optimizers(c)
+    policy, critic, reference = read_models(c)
+    tokenizer = read_tokenizer(c, *(model for model in (policy, critic, reference) if model is not None))
+    check_stop_texts(tokenizer, stop_texts(c.rollout.stop))
+    end_tokens = end_token_ids(c.model.path, tokenizer)
+    agent = make_agent(c, tokenizer, end_tokens)
+    train = mixture(
+        read_prompts(c.data.train_files, max_samples=c.data.train_max_samples, **_reading(c, tokenizer, agent)),
+        c.data.mix,
+        batch_size=c.data.train_batch_size,
+    )
+    val = read_val(c, tokenizer, agent)
+    sources = {p.data_source for p in (*train.prompts, *val.prompts)}
+    per_epoch = steps_per_epoch(len(train.prompts), c.data.train_batch_size)
+    by_epochs = per_epoch * c.trainer.total_epochs
+    return Inputs(
+        tokenizer=tokenizer,
+        end_tokens=end_tokens,
+        train=train,
+        val=val,
+        sources=tuple(sorted(sources)),
+        policy=policy,
+        critic=critic,
+        reference=reference,
+        adapters=make_adapters(c),
+        critic_adapters=make_critic_adapters(c) if critic is not None else None,
+        agent=agent,
+        total_steps=by_epochs if c.trainer.total_training_steps == -1 else c.trainer.total_training_steps,
+    )
+
+
+def read_test(c: ConfigDict) -> Inputs:
+    """What a test needs of it: the policy, with weights, and the test set; there is nothing to train on."""
+    _, policy = hf.read_config(c.model.path)
+    hf.check_weights(c.model.path, policy, head="lm")
+    tokenizer = read_tokenizer(c, policy)
+    check_stop_texts(tokenizer, stop_texts(c.rollout.stop))
+    end_tokens = end_token_ids(c.model.path, tokenizer)
+    agent = make_agent(c, tokenizer, end_tokens)
+    val = read_val(c, tokenizer, agent)
+    return Inputs(
+        tokenizer=tokenizer,
+        end_tokens=end_tokens,
+        train=PromptSet([], overlong=0),
+        val=val,
+        sources=tuple(sorted({p.data_source for p in val.prompts})),
+        policy=policy,
+        critic=None,
+        reference=None,
+        adapters=None,
+        critic_adapters=None,
+        agent=agent,
+        total_steps=0,
+    )
+
+
+def read_val(c: ConfigDict, tokenizer: Any, agent: Agent | None = None) -> PromptSet:
+    """The prompts of a test."""
+    return read_prompts(
+        c.data.val_files,
+        max_samples=c.data.val_max_samples,
+        setting="data.val_files",
+        **_reading(c, tokenizer, agent),
+    )
+
+
+def speaking(inputs: Inputs) -> dict[str, Any]:
+    """What an engine is told of the answers that are wanted: where they end, their text, and who asks for them."""
+    said = dict(eos_token_ids=inputs.end_tokens, decode=lambda ids: decode(inputs.tokenizer, ids))
+    return said if inputs.agent is None else said | {"talk": inputs.agent.talk}
+
+
+def _reading(c: ConfigDict, tokenizer: Any, agent: Agent | None) -> dict[str, Any]:
+    """How the prompts of both sets are read."""
+    return dict(
+        tokenizer=tokenizer,
+        max_prompt_length=c.data.max_prompt_length,
+        filter_overlong=c.data.filter_overlong_prompts,
+        truncation=c.data.truncation,
+        system_prompt=c.data.system_prompt,
+        custom_cls=c.data.custom_cls,
+        columns=columns_of(c),
+        template_arguments=template_arguments(c.data.apply_chat_template_kwargs),
+        tools=() if agent is None else agent.schemas,
+    )
+
+
+def columns_of(c: ConfigDict) -> dict[str, str]:
+    """The names that the data files have for jppo's columns."""
+    return {"prompt": c.data.prompt_key, "data_source": c.data.reward_fn_key}
+
+
+def read_models(c: ConfigDict) -> tuple[ModelConfig, ModelConfig | None, ModelConfig | None]:
+    """Policy, critic and reference as their directories describe them, their weights seen to be there."""
+
+    def read(path: str, head: Head) -> ModelConfig:
+        _, cfg = hf.read_config(path)
+        if c.model.init == "pretrained":
+            hf.check_weights(path, cfg, head=head)
+        return cfg
+
+    policy = read(c.model.path, "lm")
+    critic = read(critic_path(c), "value") if wants_critic(c) else None
+    if not wants_reference(c):
+        return policy, critic, None
+    reference = policy if c.ref.path == "policy" else read(c.ref.path, "lm")
+    if reference.vocab_size != policy.vocab_size:
+        raise UserError(
+            f"ref.path={c.ref.path}: a reference has the policy's vocabulary, {policy.vocab_size} tokens, and this one"
+            f" has {reference.vocab_size}; use one of the same family"
+        )
+    return policy, critic, reference
+
+
+def critic_path(c: ConfigDict) -> str:
+    """Where the critic's first weights are: the policy's, unless it has its own."""
+    return c.critic.path if c.critic.path else c.model.path
+
+
+def make_adapters(c: ConfigDict) -> Lora | None:
+    """The adapters that are trained in place of the policy's weights."""
+    return _adapters(c, c.model.lora_rank, c.model.lora_alpha)
+
+
+def make_critic_adapters(c: ConfigDict) -> Lora | None:
+    """The critic's; as the policy's where it has no settings of its own."""
+    own = c.critic
+    return _adapters(
+        c,
+        c.model.lora_rank if own.lora_rank is None else own.lora_rank,
+        c.model.lora_alpha if own.lora_alpha is None else own.lora_alpha,
+    )
+
+
+def _adapters(c: ConfigDict, rank: int, alpha: int) -> Lora | None:
+    targets = lora.parse_targets(c.model.target_modules)  # checked where it is not read, too
+    return None if rank == 0 else Lora(rank, alpha, targets)
+
+
+def wants_critic(c: ConfigDict) -> bool:
+    """Whether the estimator reads values."""
+    return make_estimator(c).critic
+
+
+def wants_reference(c: ConfigDict) -> bool:
+    """Whether a KL is asked for."""
+    return c.algorithm.use_kl_in_reward or c.actor.use_kl_loss
+
+
+def read_tokenizer(c: ConfigDict, *models: ModelConfig) -> Any:
+    """The policy's tokenizer, once it and the lengths are seen to fit every model that reads its tokens."""
+    tokenizer = load_tokenizer(c.model.path)
+    longest = c.data.max_prompt_length + c.data.max_response_length
+    for model in models:
+        if len(tokenizer) > model.vocab_size:
+            raise UserError(
+                f"{c.model.path}: the tokenizer has {len(tokenizer)} tokens, the embedding of a model that reads them"
+                f" vocab_size={model.vocab_size}; use the tokenizer that the model was made with"
+            )
+        if longest > model.max_position_embeddings:
+            raise UserError(
+                f"data.max_prompt_length+data.max_response_length={longest} must be within the model's"
+                f" max_position_embeddings={model.max_position_embeddings}; lower one of them"
+            )
+    return tokenizer

@@ -1,0 +1,287 @@
+"""The compiled side of a run: mesh, models in their shards, passes, optimizers."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+
+from jppo.build import offloading, process_setup
+from jppo.build.algorithm import make_recipe
+from jppo.build.inputs import Inputs, critic_path
+from jppo.build.mesh_checks import require_fit
+from jppo.build.optimizers import make_optimizer
+from jppo.build.packing import batch_shape, packing_kind, plan_of_run, sequences_of_step, shared_prompts
+from jppo.learner import compiler, optim, packing, ppo, sharding, state, step, update
+from jppo.models import embedding, fused, offload, spread
+from jppo.models.decoder import Decoder, attention_settings
+from jppo.models.families import ModelConfig, pad_vocab
+from jppo.models.lora import Base, Lora, Weights
+from jppo.models.params import Head
+from jppo.types import Params, TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Learner:
+    """The compiled side of a run: the passes, and what they close over."""
+
+    mesh: Any
+    cfg: ModelConfig  # of the policy, its vocabulary as wide as the mesh needs it
+    plan: packing.Plan
+    shape: tuple[int, int]  # of a step's flat batch, [B, L]
+    recipe: ppo.Recipe
+    passes: ppo.Passes
+    actor: ppo.Descent
+    critic: ppo.Descent | None
+    reference: Params | None
+
+    def policy(self, now: TrainState) -> Weights:
+        """The whole policy."""
+        return self.actor.model(now.policy)
+
+    def value(self, now: TrainState) -> Weights | None:
+        """The whole critic."""
+        return None if self.critic is None else self.critic.model(now.value)
+
+    def portable(self, now: TrainState) -> TrainState:
+        """The state as it is on any mesh."""
+        return dataclasses.replace(
+            now, **{name: state.portable(getattr(now, name), spare) for name, spare in self._spare().items()}
+        )
+
+    def placed(self, now: TrainState, like: TrainState) -> TrainState:
+        """The state on this mesh, as `like` is, from its portable form."""
+        fields = {
+            name: state.placed(getattr(now, name), spare, getattr(like, name)) for name, spare in self._spare().items()
+        }
+        return dataclasses.replace(now, **fields)
+
+    def _spare(self) -> dict[str, Any]:
+        """Rows that are there for the mesh alone, by field of the train state; {} where there are none."""
+        found = dict(zip(("policy", "policy_opt"), self.actor.spare, strict=True))
+        if self.critic is not None:
+            found |= dict(zip(("value", "value_opt"), self.critic.spare, strict=True))
+        return {name: spare for name, spare in found.items() if any(jax.tree.leaves(spare))}
+
+
+def make_mesh(c: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Any:
+    """The devices, this machine's where none are given, as the config lays them out.
+
+    Devices that are given may be only described: they are compiled for and hold nothing.
+    """
+    if devices is None:
+        devices = jax.devices()
+        offloading.require_host(c, devices[0])
+        process_setup.keep_programs(c.trainer.compile_cache)
+    process_setup.keep_memory()
+    shape = sharding.mesh_shape(
+        len(devices), data=c.mesh.data, fsdp=c.mesh.fsdp, tensor=c.mesh.tensor, sequence=c.mesh.sequence
+    )
+    mesh = sharding.make_mesh(shape, devices)
+    if c.model.compute_dtype == "float32" and sharding.platform(mesh) != "cpu":
+        # By default a float32 product is TF32 on GPUs and bfloat16 on TPUs: not what the sampler computes.
+        jax.config.update("jax_default_matmul_precision", "highest")
+    return mesh
+
+
+def attention_kernel(c: ConfigDict, cfg: ModelConfig, mesh: Any) -> tuple[str, str | None, fused.Needs]:
+    """The kernel of attention, why `auto` takes a slower one where it does, and what the model asks of it."""
+    needs = fused.Needs(
+        **attention_settings(cfg),
+        head_dim=cfg.head_dim,
+        dtype=c.model.compute_dtype,
+        one_segment=packing_kind(c, mesh) in ("buckets", "none"),
+        shared=shared_prompts(c, mesh),
+        longest=c.data.max_prompt_length + c.data.max_response_length,
+    )
+    gpu = fused.capability(mesh.devices.flat[0])
+    return *fused.choose(c.model.attention, needs, backend=sharding.platform(mesh), gpu=gpu), needs
+
+
+def make_decoder(c: ConfigDict, cfg: ModelConfig, mesh: Any) -> Decoder:
+    """The transformer of `cfg`, its activations spread over the mesh as the rows are."""
+    require_fit(cfg, mesh)
+    kernel, _, needs = attention_kernel(c, cfg, mesh)
+    return Decoder(
+        cfg,
+        attend=spread.exchanged(fused.make(kernel, needs, mesh=mesh), mesh),
+        dtype=c.model.compute_dtype,
+        param_dtype=c.model.param_dtype,
+        scan_layers=c.model.scan_layers,
+        remat=c.model.remat,
+        constrain=sharding.constrain_to_rows(mesh),
+        lookup=embedding.make_lookup(mesh),
+    )
+
+
+def chunk_tokens(c: ConfigDict, cfg: ModelConfig) -> int:
+    """How many tokens have their f32 logits in memory at a time."""
+    return max(1, c.model.logprob_chunk_bytes // (4 * cfg.vocab_size))
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """One model of a run as it is loaded: what of it is learned, and what stays."""
+
+    what: state.Weights  # the shapes and places of what is learned
+    learned: Params
+    base: Base | None  # None: all is learned
+
+
+def load_trained(
+    c: ConfigDict,
+    mesh: Any,
+    cfg: ModelConfig,
+    path: str,
+    *,
+    head: Head,
+    key: jax.Array,
+    adapters: Lora | None,
+    trunk: Params | None = None,
+) -> Trained:
+    """The model at `path` in its shards, ready to be trained; a critic may stand on a `trunk` that is loaded already.
+
+    What is not read from files, or not there, is drawn from `key`.
+    """
+    what = state.weights(cfg, mesh, head=head, param_dtype=c.model.param_dtype)
+    values = (
+        state.load(what, path, init=c.model.init, key=key) if trunk is None else state.on_trunk(what, trunk, key=key)
+    )
+    if adapters is None:
+        return Trained(what, values, None)
+    what = state.adapters(cfg, mesh, adapters, head=head)
+    learned, base = state.adapt(what, values, adapters, key=key)
+    return Trained(what, learned, base)
+
+
+def wait(trained: Trained, offloaded: bool, *, shared: bool = False) -> Trained:
+    """The model between its uses: where it was, or on the host; a base that is `shared` lies where its owner has it."""
+    if not offloaded:
+        return trained
+    base = trained.base if shared else offload.to_host(trained.base)
+    return dataclasses.replace(trained, learned=offload.to_host(trained.learned), base=base)
+
+
+def make_passes(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[ppo.Recipe, ppo.Passes]:
+    """The passes closed over the config's numbers; nothing is loaded or compiled yet."""
+
+    def model(cfg: ModelConfig) -> ppo.Model:
+        cfg = pad_vocab(cfg, mesh.shape["tensor"])
+        return make_decoder(c, cfg, mesh), cfg
+
+    policy = model(inputs.policy)
+    critic = None if inputs.critic is None else model(inputs.critic)
+    reference = None if inputs.reference is None else model(inputs.reference)
+    recipe = make_recipe(c)
+    passes = ppo.make_passes(
+        ppo.Models(policy, critic, reference),
+        recipe,
+        temperature=c.rollout.temperature,
+        chunk_tokens=chunk_tokens(c, policy[1]),
+        mesh=mesh,
+        options=compiler.options(mesh, c.model.compiler_options),
+    )
+    return recipe, passes
+
+
+def shares_trunk(c: ConfigDict, inputs: Inputs) -> bool:
+    """Whether the critic stands on the policy's own base: what neither of them changes is held once."""
+    return inputs.adapters is not None and inputs.critic_adapters is not None and critic_path(c) == c.model.path
+
+
+def make_learner(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[Learner, TrainState]:
+    """Loads the models into their shards and closes the passes over the config's numbers."""
+    a, path = c.actor, c.model.path
+
+    def keys(number: int) -> jax.Array:
+        return jax.random.fold_in(jax.random.key(c.trainer.seed), number)
+
+    def fit(cfg: ModelConfig) -> ModelConfig:
+        return pad_vocab(cfg, mesh.shape["tensor"])
+
+    cfg = fit(inputs.policy)
+    recipe, passes = make_passes(c, inputs, mesh)
+    policy = load_trained(c, mesh, cfg, path, head="lm", key=keys(0), adapters=inputs.adapters)
+    policy = wait(policy, a.param_offload)
+    actor, policy_opt = make_descent(a, "actor", passes.actor, policy, inputs.total_steps - c.trainer.critic_warmup)
+    value = value_opt = critic = None
+    if inputs.critic is not None:
+        shared = shares_trunk(c, inputs)
+        trunk = policy.base.params if shared and policy.base is not None else None
+        how = dict[str, Any](adapters=inputs.critic_adapters, trunk=trunk)
+        trained = load_trained(c, mesh, fit(inputs.critic), critic_path(c), head="value", key=keys(1), **how)
+        trained = wait(trained, c.critic.param_offload, shared=shared)
+        value = trained.learned
+        critic, value_opt = make_descent(c.critic, "critic", passes.critic, trained, inputs.total_steps)
+    learner = Learner(
+        mesh=mesh,
+        cfg=cfg,
+        plan=plan_of_run(c, mesh, inputs.policy),
+        shape=batch_shape(c, mesh),
+        recipe=recipe,
+        passes=passes,
+        actor=actor,
+        critic=critic,
+        reference=None if inputs.reference is None else make_reference(c, mesh, fit(inputs.reference), policy, keys(2)),
+    )
+    begin = state.begin(policy.learned, policy_opt, value, value_opt, kl_coef=c.algorithm.kl_coef, seed=c.trainer.seed)
+    return learner, begin
+
+
+def compile_passes(c: ConfigDict, learner: Learner, begin: TrainState) -> None:
+    """Compiles all that a step runs, so that no later one has to."""
+    ppo.compile_all(
+        learner.passes, learner.recipe, learner.plan, learner.mesh,
+        now=begin, reference=learner.reference, actor=learner.actor, critic=learner.critic, shape=learner.shape,
+    )  # fmt: skip
+    step.advance(learner.recipe, begin, 0.0, bad=False, learned=True)
+    for model, section in enumerate((c.actor, c.critic)):
+        step.order(begin, model, 0, sequences_of_step(c), shuffle=section.shuffle)
+
+
+def make_reference(c: ConfigDict, mesh: Any, cfg: ModelConfig, policy: Trained, key: jax.Array) -> Params:
+    """The frozen model that a KL is measured against: its own, or the policy as the run begins."""
+    if c.ref.path != "policy":
+        trained = load_trained(c, mesh, cfg, c.ref.path, head="lm", key=key, adapters=None)
+        return wait(trained, c.ref.param_offload).learned
+    if policy.base is not None:  # with adapters that is their base, which is there already
+        return policy.base.params
+
+    if not c.ref.param_offload and not c.actor.param_offload:
+        places = jax.tree.map(lambda x: x.sharding, policy.learned)
+        return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=places)(policy.learned)
+
+    def apart(x: jax.Array) -> jax.Array:  # one array on the devices at a time
+        copy = offload.to_device(x).copy()
+        return offload.to_host(copy) if c.ref.param_offload else copy
+
+    return jax.tree.map(apart, policy.learned)
+
+
+def make_descent(
+    section: ConfigDict, name: str, accumulate: Any, trained: Trained, total_steps: int
+) -> tuple[ppo.Descent, Any]:
+    """The optimizer of one model, by its section of the config, and the optimizer's first state."""
+    tx = make_optimizer(section, name, trained.what)
+    opt, places = state.init_optimizer(tx, trained.what, trained.learned)
+    apply = make_apply(section, tx, trained.what, places, total_steps)
+    zeros = update.make_zeros(trained.what.shapes, trained.what.shardings)
+    spare = trained.what.spare, state.spare_of_optimizer(tx, trained.what)
+    opt = offload.to_host(opt) if section.optimizer_offload else opt
+    exchange = update.make_exchange(trained.what.shardings)
+    return ppo.Descent(accumulate, apply, zeros, exchange, name=name, base=trained.base, spare=spare), opt
+
+
+def make_apply(section: ConfigDict, tx: Any, what: state.Weights, places: Any, total_steps: int) -> Any:
+    """The optimizer's step by its schedule, compiled; its state lies in `places`."""
+    by_ratio = section.lr_warmup_steps == -1
+    schedule = optim.make_schedule(
+        section.lr_scheduler_type,
+        lr=section.lr,
+        warmup_steps=int(section.lr_warmup_steps_ratio * total_steps) if by_ratio else section.lr_warmup_steps,
+        total_steps=total_steps,
+        min_lr_ratio=section.min_lr_ratio,
+    )
+    return update.make_apply(tx, schedule, shardings=(what.shardings, places))

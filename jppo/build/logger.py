@@ -1,0 +1,27 @@
+"""Where the metrics go, as the settings ask for it."""
+
+import json
+import pathlib
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from jppo import settings
+from jppo.distributed.hosts import ALONE, Hosts
+from jppo.runlog.logger import REMOTE, Logger, Silent
+from jppo.runlog.sinks import About
+
+
+def require_loggers(c: ConfigDict) -> None:
+    """UserError where a place cannot take metrics, before anything starts."""
+    for name in settings.loggers(c.trainer.logger):
+        if name in REMOTE:
+            REMOTE[name].require()
+
+
+def make_logger(c: ConfigDict, run: pathlib.Path, hosts: Hosts = ALONE, **kw: Any) -> Logger | Silent:
+    """The logger of a run; further arguments are the Logger's. Of several hosts the first writes and speaks."""
+    if not hosts.first:
+        return Silent()
+    about = About(c.trainer.project_name, c.trainer.experiment_name, json.loads(settings.dump(c)))
+    return Logger(run, places=settings.loggers(c.trainer.logger), about=about, **kw)

@@ -1,0 +1,190 @@
+"""The start of a PPO run: reads, loads, compiles, resumes, publishes; ends with all parts of the run, `Run`."""
+
+import contextlib
+import dataclasses
+import functools
+import pathlib
+from typing import Any
+
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from jppo import settings
+from jppo.build import offloading, resume, rollout
+from jppo.build.agreement import Match, agree
+from jppo.build.hosts import own_folder, require_alike, require_shareable
+from jppo.build.inputs import Inputs, read_inputs, speaking
+from jppo.build.learner import Learner, attention_kernel, compile_passes, make_learner, make_mesh
+from jppo.build.logger import make_logger, require_loggers
+from jppo.build.mesh_checks import require_models_fit
+from jppo.build.prefetch import make_supply
+from jppo.build.publish_overlap import Handover, may_overlap
+from jppo.build.resume import Begun, finished
+from jppo.build.reward import make_panel
+from jppo.build.rollout import Source, open_engine, publish_base, share_gpu
+from jppo.build.sampling_notes import forewarn
+from jppo.build.sandbox import introduce_sandbox
+from jppo.build.utilisation import introduce_peak
+from jppo.distributed.hosts import Hosts
+from jppo.dry_run import auto, preview
+from jppo.learner import packing
+from jppo.prefetch import Supply
+from jppo.rewards.panel import Panel
+from jppo.runlog import atomic_file
+from jppo.runlog.checkpoint import Checkpoints, require
+from jppo.runlog.lock import own
+from jppo.runlog.logger import Logger, Silent
+from jppo.runlog.profile import Profiler
+from jppo.runlog.timers import Laps, Timers
+from jppo.runlog.watchdog import Watch
+from jppo.types import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """The parts of a run, once all of them are there."""
+
+    c: ConfigDict
+    folder: pathlib.Path
+    hosts: Hosts
+    inputs: Inputs
+    learner: Learner
+    sampler: Source
+    supply: Supply
+    panel: Panel
+    handover: Handover
+    checkpoints: Checkpoints
+    logger: Logger | Silent
+    timer: Timers
+    profile: Profiler
+    watch: Watch
+    match: Match
+    origin: dict[str, Any]  # what it is, for those who resume from its checkpoints
+
+
+def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: ConfigDict) -> tuple[Run, Begun] | None:
+    """The run and where it begins; `stack` closes it. None: the same command has already run to its end."""
+    folder = pathlib.Path(c.trainer.run_dir).expanduser()
+    require_shareable(c, hosts)
+    inputs = hosts.together(lambda: read(c))
+    require_alike(c, hosts, inputs)
+    logs = own_folder(hosts, folder)
+    profile = make_profiler(c, logs, inputs.total_steps)
+    timer, only_look = Timers(), c.trainer.val_only
+    written = folder / "val_only" if only_look else folder  # what a run has written stays as it is
+    hosts.together(lambda: stack.enter_context(own(written)) if hosts.first else None)
+    limits = dict(stage_timeout_s=c.trainer.stage_timeout_s, stop_timeout_s=c.trainer.stop_timeout_s)
+    ends = dict(hosts=hosts, stopped=c.trainer.stop_exit_code)
+    watch = stack.enter_context(Watch(timer, stacks=logs / "stacks.txt", **ends, **limits))
+    kept = Checkpoints(folder / "checkpoints", keep=c.trainer.max_ckpt_to_keep, read_only=only_look)
+    checkpoints = stack.enter_context(kept)
+    hosts.together(lambda: None)  # the folder of the checkpoints is there, and what was broken off is gone
+    if finished(c, checkpoints, inputs.total_steps):
+        return None
+    if inputs.agent is not None:
+        stack.callback(inputs.agent.close)
+    mesh = make_mesh(c)
+    require_models_fit(inputs, mesh)
+    fits = functools.partial(preview.fits, inputs=inputs, mesh=mesh)
+    c, chosen = (auto.first(c), "") if only_look else auto.settle(c, mesh, folder, fits, hosts)
+    panel = hosts.together(lambda: make_panel(c, inputs, mesh, hosts))
+    stack.callback(panel.close)
+    kernel = attention_kernel(c, inputs.policy, mesh)[1]  # refused before a server starts
+    parts = dict[str, Any](c=c, folder=written, hosts=hosts, inputs=inputs, panel=panel, checkpoints=checkpoints)
+    with timer("start"):
+        run, begun, laps = start(stack, parts | dict(timer=timer, profile=profile, watch=watch), mesh, logs)
+    introduce(run, begun, kernel, chosen, laps)
+    return run, begun
+
+
+def read(c: ConfigDict) -> Inputs:
+    """What a host reads before it touches a device."""
+    require_loggers(c)
+    share_gpu(c)
+    inputs = read_inputs(c)
+    if c.trainer.resume_mode not in ("auto", "disable"):
+        require(pathlib.Path(c.trainer.resume_mode))
+    return inputs
+
+
+def make_profiler(c: ConfigDict, run: pathlib.Path, total_steps: int) -> Profiler:
+    """The profiler for the steps that the settings name, all of them steps of this run."""
+    steps = settings.parse_steps(c.trainer.profile_steps, "trainer.profile_steps")
+    settings.check_within(steps, total_steps, f"trainer.profile_steps={c.trainer.profile_steps!r}")
+    return Profiler(run / "profile", steps)
+
+
+def start(
+    stack: contextlib.ExitStack, parts: dict[str, Any], mesh: Mesh, logs: pathlib.Path
+) -> tuple[Run, Begun, Laps]:
+    """Loads and compiles while the engine starts, resumes, publishes the first weights; then all parts are there."""
+    c, hosts, inputs, panel = (parts[name] for name in ("c", "hosts", "inputs", "panel"))
+    laps, only_look = Laps(), c.trainer.val_only
+    engine = hosts.together(lambda: open_engine(c, logs, hosts))  # it loads while JAX compiles
+    stack.callback(engine.close)
+    learner, begin = make_learner(c, inputs, mesh)
+    laps("models")
+    if not only_look:
+        compile_passes(c, learner, begin)
+        laps("compilation")
+    origin = resume.origin(c, inputs, learner)
+    begun = resume.resume(c, parts["checkpoints"], learner, begin, panel, origin)
+    del begin  # a resumed run must not hold two states
+    laps("checkpoint")
+    sampler = hosts.together(lambda: engine.ready(**speaking(inputs)))
+    laps("waiting for the sampler")
+
+    def publish(now: TrainState) -> None:
+        rollout.publish(c, learner, sampler, now, inputs.adapters, hosts)
+
+    publish_base(c, learner, sampler, int(begun.state.step), hosts)
+    publish(begun.state)
+    laps("publish")
+    hosts.together(panel.ready)
+    laps("graders")
+    logged = begun.step
+    if begun.step is not None and (begun.pending is not None or only_look):
+        logged = begun.step - 1  # its line is written now
+    logger = make_logger(c, parts["folder"], hosts, total_steps=inputs.total_steps, resumed_step=logged)
+    stack.enter_context(logger)
+    supply = make_supply(c, inputs, learner, sampler, panel, begun.cursor, hosts)
+    early = learner.critic is not None and may_overlap(c, hosts)
+    handover = stack.enter_context(Handover(publish, early=early))
+    made = dict[str, Any](learner=learner, sampler=sampler, supply=supply, handover=handover, logger=logger)
+    return Run(**parts, **made, match=Match(c), origin=origin), begun, laps
+
+
+def introduce(run: Run, begun: Begun, kernel: str | None, chosen: str, laps: Laps) -> None:
+    """Notes on the console what the run is about to do, and compares the policies of engine and trainer."""
+    c, inputs, logger, mesh = run.c, run.inputs, run.logger, run.learner.mesh
+    step = int(begun.state.step)
+    if run.hosts.first:
+        atomic_file.write_text(run.folder / "config.json", settings.dump(c))
+    lines = [
+        introduce_sandbox(c, inputs.sources, inputs.agent.toolbox if inputs.agent else None),
+        *sizes(inputs, mesh, run.learner.plan, begun.step),
+        *begun.said,
+        kernel,
+        offloading.introduce(c, inputs, mesh.devices.flat[0]),
+        introduce_peak(c, mesh),
+        chosen,
+        f"seconds of the start: {laps}",
+    ]
+    for line in (*filter(None, lines), *run.profile.introduce(step)):
+        logger.note(line)
+    for finding in forewarn(c, step):
+        logger.warn(finding)
+    logger.note(agree(c, inputs, run.learner, begun.state, run.sampler, step, run.hosts))
+
+
+def sizes(inputs: Inputs, mesh: Mesh, plan: packing.Plan, resumed: int | None) -> list[str]:
+    """Prompts, devices and rows of the run, and from where it resumes, as lines."""
+    cut = inputs.train.truncated + inputs.val.truncated
+    left_out = inputs.train.overlong + inputs.val.overlong
+    return [
+        f"{len(inputs.train.prompts)} prompts to train on, {len(inputs.val.prompts)} to test on"
+        f" ({left_out} over-long ones left out, {cut} cut)",
+        f"{mesh.devices.size} {mesh.devices.flat[0].platform} device(s), mesh {dict(mesh.shape)},"
+        f" rows of shape {', '.join(f'{r}x{t}' for r, t in plan.shapes)}",
+        "a new run" if resumed is None else f"going on from the checkpoint of step {resumed}",
+    ]

@@ -1,0 +1,43 @@
+"""Optimizers from their settings, user-defined ones too."""
+
+from collections import ChainMap
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import optax
+from ml_collections import ConfigDict
+
+from jppo.learner import optim, state
+from jppo.settings import parts
+
+
+def make_optimizer(section: ConfigDict, name: str, what: state.Weights) -> Any:
+    """The optimizer that a section of the config asks for; `name` as in `make_descent`."""
+    chain = make_chain(section, name if name in ("actor", "critic") else "optim", what.matrices)
+    narrow = any(x.dtype != jnp.float32 for x in jax.tree.leaves(what.shapes))
+    return optim.make_optimizer(
+        chain,
+        grad_clip=section.grad_clip,
+        moments_dtype=section.moments_dtype,
+        master=section.master_dtype == "float32" and narrow,
+        padding=what.spare,
+    )
+
+
+def make_chain(section: ConfigDict, name: str, matrices: Any = None) -> optim.Chain:
+    """The optax chain that `optimizer` of the section `name` names, as a function of the learning rate."""
+
+    def chain(learning_rate: Any) -> optax.GradientTransformation:
+        values = ChainMap({"learning_rate": learning_rate, "matrices": matrices}, section)
+        made = parts.OPTIMIZERS.make(section.optimizer, f"{name}.optimizer", values)
+        return cast(optax.GradientTransformation, made)  # `make` has checked the class
+
+    chain(0.0)
+    return chain
+
+
+def require_optimizers(c: ConfigDict) -> None:
+    """UserError where an optimizer cannot be made; before servers start."""
+    for name in ("actor", "critic"):
+        make_chain(c[name], name)

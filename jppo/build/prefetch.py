@@ -1,0 +1,90 @@
+"""Samples that are drawn ahead: how far, and which of them are too old to learn from."""
+
+import dataclasses
+import functools
+import math
+import pathlib
+import zlib
+from typing import Any
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from jppo.build.inputs import Inputs
+from jppo.build.learner import Learner
+from jppo.build.rollout import Source, sampling
+from jppo.data.stream import Cursor
+from jppo.distributed.hosts import ALONE, Hosts
+from jppo.prefetch import Drawn, How, Supply, ages
+from jppo.rewards.panel import Panel
+from jppo.rollout.protocol import RolloutError
+from jppo.settings import table
+from jppo.types import Reward
+
+
+def staleness(c: ConfigDict) -> int:
+    """By how many updates a sample may be older than the policy that learns from it."""
+    return c.rollout.max_staleness if c.rollout.mode == "async" else 0
+
+
+def make_supply(
+    c: ConfigDict,
+    inputs: Inputs,
+    learner: Learner,
+    sampler: Source,
+    panel: Panel,
+    cursor: Cursor,
+    hosts: Hosts = ALONE,
+) -> Supply:
+    """The samples of a run, from `cursor` on."""
+    how = How(
+        batch_size=c.data.train_batch_size,
+        n=c.rollout.n,
+        seed=c.trainer.seed,
+        shuffle=c.data.shuffle,
+        total_steps=inputs.total_steps,
+        staleness=staleness(c),
+        partial=c.rollout.partial,
+        greedy=learner.recipe.estimator.greedy,
+        draw=functools.partial(sampling, c),
+        graders=graders(c),
+    )
+    return Supply(how, inputs.train, sampler, panel, cursor, hosts)
+
+
+def graders(c: ConfigDict) -> dict[str, Any]:
+    """What a reward follows from, of JSON types: the settings of the reward, and checksums of the files they name."""
+    found = dict[str, Any]()
+    for name, value in table.values(c.reward, "reward.").items():
+        text = value if isinstance(value, str) else ""
+        path = pathlib.Path(text.rpartition(":")[0] or text).expanduser()
+        found[name] = [value, zlib.crc32(path.read_bytes())] if text and path.is_file() else value
+    return found
+
+
+def fresh(c: ConfigDict, drawn: Drawn, step: int, rewards: list[Reward]) -> tuple[list[Reward], dict[str, float]]:
+    """The rewards, those of samples that are too old made unusable, and how old the samples are.
+
+    A correction of the log-probs takes the old ones too: it weighs them by what has changed.
+    """
+    age, most = ages(drawn.trajectories, step), staleness(c)
+    if most == 0:
+        if age.any():
+            old = drawn.trajectories[int(np.argmax(age))]
+            raise RolloutError(
+                f"prompt {old.uid} was sampled by the weights {step - int(age.max())}, not by version {step}"
+            )
+        return rewards, {}
+    limit = most if c.algorithm.old_logprob != "correction" else math.inf
+    dropped = [i for i, r in enumerate(rewards) if r.unusable is None and age[i] > limit]
+    rewards = list(rewards)
+    for i in dropped:
+        why = f"sampled by weights {age[i]} updates old, more than rollout.max_staleness={most}"
+        rewards[i] = dataclasses.replace(rewards[i], unusable=why)
+    return rewards, {
+        "rollout/staleness_mean": float(age.mean()),
+        "rollout/staleness_max": float(age.max()),
+        "rollout/stale_dropped": float(len(dropped)),
+        "rollout/sampling_s": drawn.sampling_s,
+        "rollout/hidden": max(0.0, 1.0 - drawn.waited_s / drawn.sampling_s) if drawn.sampling_s > 0 else 0.0,
+    }

@@ -1,0 +1,247 @@
+"""Going on from a checkpoint: what it keeps beside the train state, and whether this run may go on from it."""
+
+import dataclasses
+import importlib.metadata
+import json
+import math
+import pathlib
+import re
+import zlib
+from collections.abc import Callable, Container, Sequence
+from typing import Any
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from jppo import settings
+from jppo.build.inputs import Inputs
+from jppo.build.learner import Learner
+from jppo.data.prompts import PromptSet
+from jppo.data.stream import Cursor
+from jppo.learner import optim
+from jppo.rewards.panel import Panel
+from jppo.runlog.checkpoint import Checkpoints, Restored, checksum_of_all, restore
+from jppo.settings import UserError, table
+from jppo.types import TrainState
+
+# The place in the data means nothing under another value of these.
+FIXED = ("trainer.seed", "data.shuffle")
+# Where and how a run is started anew is no change of it.
+PASSING = (
+    "trainer.run_dir",
+    "trainer.resume_mode",
+    "trainer.nnodes",
+    "trainer.node_rank",
+    "trainer.coordinator_address",
+)
+PACKAGES = ("jppo", "jax", "jaxlib", "flax", "optax")
+OPTIMIZERS = ("policy_opt", "value_opt")
+ADAMW = re.compile(r"^(\.\w+_opt)(?:\.inner)*(?:\[1\]\[0\])?\.(count|steps|mu|nu)\b")
+
+
+@dataclasses.dataclass(frozen=True)
+class Begun:
+    """Where a run begins."""
+
+    state: TrainState
+    cursor: Cursor
+    step: int | None = None  # of the checkpoint; None: a new run
+    pending: dict[str, float] | None = None  # metrics of its last step, which is not logged yet
+    queue: dict[str, Any] = dataclasses.field(default_factory=dict)  # samples that were drawn ahead
+    said: tuple[str, ...] = ()  # what is to be told
+
+
+def origin(c: ConfigDict, inputs: Inputs, learner: Learner) -> dict[str, Any]:
+    """What a run is, for those who go on from its checkpoints: settings, versions, data, weights that stay."""
+    return identity(c, learner.mesh, data=data_checksums(inputs.train), frozen=frozen_weights(learner))
+
+
+def identity(c: ConfigDict, mesh: Any, *, data: dict[str, int], frozen: dict[str, Any]) -> dict[str, Any]:
+    """The same of any run: `data` are checksums by source, `frozen` the weights read at every start by setting."""
+    devices = f"{mesh.size} x {mesh.devices.flat[0].device_kind}"
+    return {
+        "config": {name: list(v) if isinstance(v, tuple) else v for name, v in table.values(c).items()},
+        "versions": {name: importlib.metadata.version(name) for name in PACKAGES} | {"devices": devices},
+        "data": data,
+        "frozen": {name: checksum_of_all(tree) for name, tree in frozen.items()},
+    }
+
+
+def data_checksums(train: PromptSet) -> dict[str, int]:
+    """A checksum of the tokens and the truths of each source, in their order."""
+    out = {}
+    for part in train.parts:
+        prompts = [train.prompts[i] for i in part.indices]
+        tokens = zlib.crc32(np.concatenate([p.ids for p in prompts]).tobytes() if prompts else b"")
+        lengths = zlib.crc32(np.array([len(p.ids) for p in prompts], np.int64).tobytes(), tokens)
+        out[part.name] = zlib.crc32("\0".join(p.ground_truth for p in prompts).encode(), lengths)
+    return out
+
+
+def frozen_weights(learner: Learner) -> dict[str, Any]:
+    """The weights that are read from files at every start: the reference, the bases of adapters."""
+    found = {
+        "ref.path": learner.reference,
+        "model.path": None if learner.actor.base is None else learner.actor.base.params,
+        "critic.path": None if learner.critic is None or learner.critic.base is None else learner.critic.base.params,
+    }
+    return {name: tree for name, tree in found.items() if tree is not None}
+
+
+def kept(cursor: Cursor, panel: Panel) -> dict[str, Any]:
+    """What changes beside the train state, of JSON types."""
+    return {"cursor": dataclasses.asdict(cursor), "reward": panel.state()}
+
+
+def save(
+    c: ConfigDict,
+    checkpoints: Checkpoints,
+    learner: Learner,
+    now: TrainState,
+    meta: dict[str, Any],
+    *,
+    score: float | None,
+    export: Callable[[pathlib.Path], object],
+) -> None:
+    """Writes a checkpoint as `trainer.save_contents` asks for it; `score` is `trainer.best_metric`, where known."""
+    contents = settings.save_contents(c.trainer.save_contents)
+    whole = learner.portable(now)
+    if "optimizer" not in contents:
+        whole = dataclasses.replace(whole, policy_opt=None, value_opt=None)
+    checkpoints.save(
+        int(now.step),
+        whole,
+        meta,
+        score=(c.trainer.best_metric, score) if score is not None and math.isfinite(score) else None,
+        export=export if "hf_model" in contents else None,
+    )
+
+
+def resume(
+    c: ConfigDict, checkpoints: Checkpoints, learner: Learner, begin: TrainState, panel: Panel, now: dict[str, Any]
+) -> Begun:
+    """The state to go on from, in place of `begin`; `now` is the `origin` of this run."""
+    found = read_checkpoint(c, checkpoints, learner.portable(begin), now)
+    if found is None:
+        return Begun(begin, Cursor())
+    state = learner.placed(found.state, begin)
+    if found.missing:  # what their first state was made of was the model before
+        state = dataclasses.replace(
+            state,
+            policy_opt=optim.begun_anew(state.policy_opt, state.policy),
+            value_opt=optim.begun_anew(state.value_opt, state.value),
+        )
+    if c.algorithm.kl_ctrl_type == "fixed":  # it is the config's, also when it was changed between two starts
+        state = dataclasses.replace(state, kl_coef=begin.kl_coef)
+    if int(state.bad_steps) >= c.trainer.max_bad_steps:  # the run had stopped; whoever goes on wants to
+        state = dataclasses.replace(state, bad_steps=begin.bad_steps)
+    panel.load(found.meta.get("reward", {}))
+    said = (*differences(found.meta, now), *_of_optimizers(found.missing))
+    queue = found.meta.get("queue")
+    if not isinstance(queue, dict):  # an earlier form, whose samples are drawn again
+        queue = {}
+    return Begun(state, Cursor(**found.meta["cursor"]), found.step, found.meta.get("pending"), queue, said)
+
+
+def read_checkpoint(c: ConfigDict, checkpoints: Checkpoints, like: Any, now: dict[str, Any]) -> Restored | None:
+    """The checkpoint that trainer.resume_mode asks for, later ones removed; None where the run begins anew."""
+    mode = c.trainer.resume_mode
+    if mode == "disable":
+        checkpoints.discard_after(-1)
+        return None
+    checked: dict[str, Any] = {"fits": lambda meta: require_fit(meta, now), "optional": OPTIMIZERS}
+    checked["former_name"] = former_name
+    if mode == "auto":
+        found = checkpoints.restore_latest(like, **checked)
+    else:
+        found = restore(pathlib.Path(mode), like, **checked)
+    if found is not None:
+        checkpoints.discard_after(found.step)
+    return found
+
+
+def former_name(name: str) -> str:
+    """The name of an array of AdamW's state in checkpoints from before optimizers were optax chains."""
+    return ADAMW.sub(lambda found: f"{found[1]}.{found[2].replace('count', 'steps')}", name)
+
+
+def require_fit(then: dict[str, Any], now: dict[str, Any]) -> None:
+    """UserError where a run `now` can't go on from a checkpoint that a run `then` wrote."""
+    remedy = "give the old value, or begin anew with another trainer.run_dir or trainer.resume_mode=disable"
+    before = then.get("config", {})
+    for name in FIXED:
+        if name in before and before[name] != now["config"][name]:
+            raise UserError(
+                f"{name}={now['config'][name]!r} was {before[name]!r} when the checkpoint was written, whose place in"
+                f" the data belongs to it; {remedy}"
+            )
+    if "optimizer" in before.get("trainer.save_contents", "optimizer"):
+        for name in ("actor.optimizer", "critic.optimizer", "optim.optimizer"):
+            old, new = before.get(name, "adamw"), now["config"].get(name)
+            if new not in (None, old) and ":" not in old + new:
+                raise UserError(f"{name}={new!r} was {old!r} when the checkpoint was written, with its state; {remedy}")
+    for about, what in (("data", "data.train_files"), ("frozen", "")):
+        old, new = then.get(about), now[about]
+        if old is None or old == new:
+            continue
+        name = next(name for name in (*old, *new) if old.get(name) != new.get(name))
+        change = "is gone" if name not in new else "is new" if name not in old else "has changed"
+        said = f"{what}: source {name!r} {change}" if what else f"{name}: what stays of its weights {change}"
+        raise UserError(f"{said} since the checkpoint was written; {remedy}")
+
+
+def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """One line for the settings that differ from the checkpoint's, one for the versions."""
+    out = []
+    for about, said in (("config", "settings"), ("versions", "versions")):
+        old, new = then.get(about, now[about]), now[about]
+        changed = [
+            f"{name} {old.get(name)!r} → {new.get(name)!r}"
+            for name in dict.fromkeys((*old, *new))
+            if old.get(name) != new.get(name) and name not in PASSING
+        ]
+        if changed:
+            out.append(f"{said} that differ from the checkpoint's: {', '.join(changed)}")
+    return out
+
+
+def _of_optimizers(missing: Sequence[str]) -> list[str]:
+    if not missing:
+        return []
+    return ["the checkpoint has no state of the optimizers (trainer.save_contents): they begin anew"]
+
+
+def finished(c: ConfigDict, checkpoints: Checkpoints, total_steps: int) -> bool:
+    """Whether the same command has already run to its end in this folder, and the model there is of its last step.
+
+    UserError where the checkpoints are of another command.
+    """
+    run, done = pathlib.Path(c.trainer.run_dir).expanduser(), checkpoints.latest()
+    if c.trainer.resume_mode != "auto" or done is None:
+        return False
+    wrote, here = command_of(_written_settings(run)), command_of(c)
+    if wrote not in (None, here):
+        raise UserError(
+            f"trainer.run_dir={c.trainer.run_dir} has a run of {wrote}, and this is {here}; give it another folder"
+        )
+    model = run / "hf"
+    if c.trainer.get("val_only") or done < total_steps or not model.is_dir():
+        return False
+    written = max(path.stat().st_mtime_ns for path in (model, *model.iterdir()))
+    return written >= (run / f"checkpoints/{done}").stat().st_mtime_ns
+
+
+def command_of(config: Container[str]) -> str | None:
+    """The training command whose settings have these sections; None where there are none."""
+    if "data" not in config:
+        return None
+    return "jppo.train" if "rollout" in config else "jppo.reward_model" if "loss" in config else "jppo.sft"
+
+
+def _written_settings(run: pathlib.Path) -> dict[str, Any]:
+    """What a run's config.json holds; nothing where it cannot be read."""
+    try:
+        found = json.loads((run / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,169 @@
+"""The reward as the settings ask for it: which parts there are, what they count, where they run."""
+
+import functools
+import pathlib
+
+import jax
+from ml_collections import ConfigDict
+
+from jppo.build.hosts import own_folder
+from jppo.build.inputs import Inputs
+from jppo.build.sandbox import sandbox_of
+from jppo.data.tokenizer import load_tokenizer
+from jppo.distributed.hosts import ALONE, Hosts
+from jppo.learner import sharding, state
+from jppo.models import fused, hf, spread
+from jppo.models.decoder import attention_settings
+from jppo.rewards.conversation import ConversationPart
+from jppo.rewards.function import FunctionPart
+from jppo.rewards.graders import RulePart
+from jppo.rewards.judge.client import JudgeClient
+from jppo.rewards.judge.part import JudgePart
+from jppo.rewards.judge.prompts import make_rubric
+from jppo.rewards.model.by_jax import JaxRewardModel
+from jppo.rewards.model.by_torch import TransformersRewardModel
+from jppo.rewards.model.by_vllm import VllmRewardModel
+from jppo.rewards.model.part import Classifier, ModelPart, Normalizer, Scorer, Texts, choose_engine, read_classifier
+from jppo.rewards.panel import Panel, parse_weights
+from jppo.rewards.parts import Part
+from jppo.rewards.pool import Pool
+from jppo.rewards.shape import FormatPart, OverlongPart
+from jppo.rollout.vllm.arguments import check_vllm
+from jppo.settings import UserError
+
+RULES = "rule_score"
+
+
+def make_panel(c: ConfigDict, inputs: Inputs, mesh: jax.sharding.Mesh, hosts: Hosts = ALONE) -> Panel:
+    """Every part that is configured, the processes of some started; what they need that is not there is a UserError.
+
+    A host grades its own samples: of the mesh it takes its own part.
+    """
+    mesh = sharding.own_part(mesh)
+    r, talk = c.reward, c.rollout.multi_turn
+    log = own_folder(hosts, pathlib.Path(c.trainer.run_dir).expanduser())
+    asked = {
+        RULES: not r.function and (bool(r.grader) or not talk.environment),  # these take the rules' place
+        "function_score": bool(r.function),
+        "judge_score": bool(r.judge.api_type),
+        "rm_score": bool(r.model.path),
+        "length_score": r.overlong_buffer_tokens > 0,
+        "format_score": bool(r.format_regex),
+        "environment_score": bool(talk.environment),
+        "interaction_score": bool(talk.interaction),
+    }
+    names = [name for name, there in asked.items() if there]
+    weights = parse_weights(r.weights, names, optional=[RULES])
+    used = {source: weights.of(source) for source in inputs.sources}
+    for source, part in weights.of_source:
+        if source not in used:
+            raise UserError(
+                f"reward.weights={r.weights!r}: no row has data_source={source!r}, for which it weighs {part}; the"
+                f" sources are {', '.join(used)}"
+            )
+    for source, parts in used.items():
+        if not parts:
+            raise UserError(f"reward.weights={r.weights!r} leaves data_source={source!r} without any part; give it one")
+
+    @functools.cache
+    def pool() -> Pool:  # one for all parts, closed with any of them
+        log.mkdir(parents=True, exist_ok=True)
+        return Pool(r.workers, timeout_s=r.timeout_s, memory_bytes=r.memory_bytes, log=log / "reward.log")
+
+    def rules() -> Part:
+        of_rules = [source for source, parts in used.items() if RULES in parts]
+        return RulePart(of_rules, override=r.grader, allow_code=r.allow_code, sandbox=sandbox_of(c), pool=pool())
+
+    makers = {
+        RULES: rules,
+        "function_score": lambda: FunctionPart(r.function, pool=pool()),
+        "judge_score": lambda: make_judge(c),
+        "rm_score": lambda: make_reward_model(c, mesh, log),
+        "length_score": lambda: OverlongPart(
+            max_response_length=c.data.max_response_length, buffer_tokens=r.overlong_buffer_tokens
+        ),
+        "format_score": lambda: FormatPart(r.format_regex, pool=pool()),
+        "environment_score": ConversationPart,
+        "interaction_score": ConversationPart,
+    }
+    wanted = [name for name in names if any(name in parts for parts in used.values())]
+    made: dict[str, Part] = {}
+    try:
+        for name in wanted:
+            made[name] = makers[name]()
+    except BaseException:
+        Panel(made, weights, score_on_error=None).close()
+        raise
+    return Panel(made, weights, score_on_error=r.score_on_error)
+
+
+def make_judge(c: ConfigDict) -> JudgePart:
+    """The judge and its way there."""
+    j = c.reward.judge
+    client = JudgeClient(
+        j.api_type,
+        model=j.model,
+        base_url=j.base_url,
+        temperature=j.temperature,
+        max_tokens=j.max_tokens,
+        timeout_s=j.timeout_s,
+    )
+    rubric = make_rubric(
+        j.preset, system_prompt=j.system_prompt, scoring_prompt=j.scoring_prompt, max_score=j.max_score
+    )
+    return JudgePart(client, rubric, concurrency=j.concurrency, retries=j.retries, cache_dir=j.cache_dir)
+
+
+def make_reward_model(c: ConfigDict, mesh: jax.sharding.Mesh, log: pathlib.Path) -> ModelPart:
+    """The reward model behind the engine that suits it."""
+    m = c.reward.model
+    tokenizer = load_tokenizer(m.path)
+    what = read_classifier(m.path, tokenizer=tokenizer, max_length=m.max_length)
+    texts = Texts(tokenizer, max_length=m.max_length)
+    engines = {"jax": _by_jax, "transformers": _by_transformers, "vllm": _by_vllm}
+    scorer = engines[choose_engine(m.engine, what.model_type)](c, what, mesh, log)
+    normalizer = Normalizer() if m.normalize else None
+    return ModelPart(scorer, texts, batch_size=m.batch_size, normalizer=normalizer, clip=m.clip)
+
+
+def _by_jax(c: ConfigDict, what: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Scorer:
+    m = c.reward.model
+    _, cfg = hf.read_config(what.directory)
+    needs = fused.Needs(
+        **attention_settings(cfg), head_dim=cfg.head_dim, dtype=m.dtype, one_segment=True, longest=m.max_length
+    )
+    gpu = fused.capability(mesh.devices.flat[0])
+    kernel, _ = fused.choose("auto", needs, backend=sharding.platform(mesh), gpu=gpu)
+    return JaxRewardModel(
+        what,
+        batch_size=m.batch_size,
+        max_length=m.max_length,
+        dtype=m.dtype,
+        shardings=state.weights(cfg, mesh, head="value", param_dtype=m.dtype).shardings,
+        rows=sharding.whole_rows_sharding(mesh),
+        attend=fused.make(kernel, needs, mesh=mesh, split=spread.WHOLE),
+    )
+
+
+def _by_transformers(c: ConfigDict, what: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Scorer:
+    m = c.reward.model
+    log.mkdir(parents=True, exist_ok=True)
+    return TransformersRewardModel(
+        what, log=log / "reward_model.log", python=m.python, device=m.device, dtype=m.dtype, threads=m.threads
+    )
+
+
+def _by_vllm(c: ConfigDict, what: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Scorer:
+    m = c.reward.model
+    log.mkdir(parents=True, exist_ok=True)
+    return VllmRewardModel(
+        what,
+        build=check_vllm(m.python),
+        batch_size=m.batch_size,
+        max_length=m.max_length,
+        log=log / "reward_model.log",
+        python=m.python,
+        dtype=m.dtype,
+        threads=m.threads,
+        gpu_memory_utilization=m.gpu_memory_utilization,
+    )

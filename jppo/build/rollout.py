@@ -1,0 +1,257 @@
+"""The engine of the rollouts: which one, how it is started, what it is asked for."""
+
+import functools
+import os
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from jppo import settings
+from jppo.build.learner import Learner, make_mesh
+from jppo.build.packing import sequences_of_step
+from jppo.distributed.hosts import ALONE, Hosts
+from jppo.learner import sharding, state
+from jppo.models import cache, hf, placing
+from jppo.models.families import ModelConfig, pad_vocab
+from jppo.models.lora import Lora
+from jppo.rollout.inprocess import InprocessEngine, InprocessSampler, InprocessSettings
+from jppo.rollout.protocol import Served
+from jppo.rollout.servers.engine import Engine, Limits
+from jppo.rollout.sglang.client import start_sglang
+from jppo.rollout.vllm.arguments import ServerSettings
+from jppo.rollout.vllm.client import start_vllm
+from jppo.settings import UserError, parts
+from jppo.types import Sampling, TrainState
+
+Source = Served | InprocessSampler  # of samples
+
+# Shares of a GPU's memory: what JAX takes by default, and what a trainer and its servers have together.
+DEFAULT_SHARE, SHARED_BY_BOTH = 0.75, 0.92
+
+
+def sampling(c: ConfigDict, version: int) -> Sampling:
+    """How this step's responses are drawn; each step has seeds of its own."""
+    seed = int(np.random.SeedSequence([c.trainer.seed, version]).generate_state(1)[0])
+    r = c.rollout
+    return Sampling(
+        temperature=r.temperature,
+        top_p=r.top_p,
+        top_k=r.top_k,
+        min_p=r.min_p,
+        n=r.n,
+        max_tokens=c.data.max_response_length,
+        stop=settings.stop_texts(r.stop),
+        ignore_eos=r.ignore_eos,
+        seed=seed,
+    )
+
+
+def val_sampling(c: ConfigDict) -> Sampling:
+    """How a test's responses are drawn; every test of a run has the same seeds, so that they can be compared."""
+    how = c.rollout.val_kwargs
+    return Sampling(
+        temperature=how.temperature,
+        top_p=how.top_p,
+        top_k=how.top_k,
+        min_p=how.min_p,
+        n=how.n,
+        max_tokens=c.data.max_response_length,
+        stop=settings.stop_texts(c.rollout.stop),
+        ignore_eos=c.rollout.ignore_eos,
+        seed=int(np.random.SeedSequence(c.trainer.seed).generate_state(1)[0]),
+    )
+
+
+def share_gpu(c: ConfigDict) -> None:
+    """Leaves the servers' part of a GPU to them: JAX would take three quarters of it when it starts.
+
+    Beside servers that sleep it gives each array's memory back at once, so that they find it when they wake.
+    """
+    if c.rollout.name != "inprocess" and c.rollout.sleep_level:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
+        return
+    if c.rollout.name != "inprocess" and not c.rollout.urls:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{trainer_share(c):.2f}")
+
+
+def trainer_share(c: ConfigDict) -> float:
+    """The share of a GPU's memory that a trainer may use, beside servers on the same GPU."""
+    if c.rollout.name == "inprocess":
+        return DEFAULT_SHARE
+    if c.rollout.sleep_level:
+        return SHARED_BY_BOTH
+    if c.rollout.urls or servers_apart(c):
+        return DEFAULT_SHARE
+    return max(0.1, SHARED_BY_BOTH - c.rollout.gpu_memory_utilization)
+
+
+def servers_apart(c: ConfigDict) -> bool:
+    """Whether the servers' GPUs, `rollout.devices`, are none of those of this process, CUDA_VISIBLE_DEVICES."""
+
+    def numbers(text: str) -> set[str]:
+        return {number.strip() for number in text.split(",") if number.strip()}
+
+    theirs, ours = numbers(c.rollout.devices), numbers(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+    return bool(theirs and ours) and not theirs & ours
+
+
+def server_settings(c: ConfigDict) -> ServerSettings:
+    """How each server is run."""
+    r = c.rollout
+    return ServerSettings(
+        python=r.python,
+        servers=r.servers,
+        port=r.port,
+        dtype=r.dtype,
+        max_model_len=c.data.max_prompt_length + c.data.max_response_length,
+        max_num_seqs=r.max_num_seqs,
+        enforce_eager=r.enforce_eager,
+        gpu_memory_utilization=r.gpu_memory_utilization,
+        kv_cache_memory_bytes=r.kv_cache_memory_bytes,
+        omp_threads=r.omp_threads,
+        start_timeout_s=r.start_timeout_s,
+        tensor_model_parallel_size=r.tensor_model_parallel_size,
+        devices=tuple(device.strip() for device in r.devices.split(",") if device.strip()),
+        engine_args=r.engine_args,
+        sleeps=r.sleep_level > 0,
+        lora_rank=c.model.lora_rank if r.lora_sync == "adapter" else 0,
+    )
+
+
+def open_engine(c: ConfigDict, run: pathlib.Path, hosts: Hosts = ALONE) -> Engine | InprocessEngine:
+    """This host's engine as `rollout.name` has it, starting; logs go to the folder `run`."""
+    engine = parts.ENGINES.find(c.rollout.name, "rollout.name")(c, run, hosts)
+    for method in ("ready", "close"):
+        if not callable(getattr(engine, method, None)):
+            raise UserError(
+                f"rollout.name={c.rollout.name!r} returns {type(engine).__name__}, which has no {method}(); return an"
+                " engine as in docs/extending.md"
+            )
+    return cast(Engine | InprocessEngine, engine)
+
+
+def start_engine(c: ConfigDict, run: pathlib.Path, hosts: Hosts = ALONE) -> Engine:
+    """This host's servers on their way to being ready, or attached to."""
+    r = c.rollout
+    run.mkdir(parents=True, exist_ok=True)
+    start: Callable[..., Engine] = start_sglang
+    if r.name == "vllm":
+        start = functools.partial(start_vllm, publish_via=r.publish_via, publish_host=r.publish_host)
+    return start(
+        str(hf.resolve(c.model.path, weights=False)),
+        str(run),
+        settings=server_settings(c),
+        urls=own_urls(hosts, [url.strip() for url in r.urls.split(",") if url.strip()]),
+        limits=Limits(
+            request_timeout_s=r.request_timeout_s,
+            health_timeout_s=r.health_timeout_s,
+            max_restarts=r.max_restarts,
+            sleep_level=r.sleep_level,
+        ),
+        publish_dir=r.publish_dir,
+    )
+
+
+def start_inprocess(c: ConfigDict, run: pathlib.Path, hosts: Hosts = ALONE) -> InprocessEngine:
+    """This host's own devices as the engine; nothing is started."""
+    return InprocessEngine(inprocess_settings(c, make_mesh(c)))
+
+
+def inprocess_settings(c: ConfigDict, mesh: Mesh) -> InprocessSettings:
+    """How much that engine does at once, and where it lies."""
+    r = c.rollout
+    _, cfg = hf.read_config(c.model.path)
+    width, mesh = mesh.shape["tensor"], sharding.own_part(mesh)
+    longest, share = c.data.max_prompt_length + c.data.max_response_length, sharding.whole_row_multiple(mesh)
+    rows = min(r.max_num_seqs, -(-sequences_of_step(c) // share) * share)
+    if sharding.platform(mesh) == "cpu":
+        rows = min(rows, r.kv_cache_memory_bytes // cache.row_bytes(cfg, length=longest, dtype=r.dtype))
+    if rows < share:
+        raise UserError(
+            f"rollout.max_num_seqs={r.max_num_seqs} rows of {longest} tokens, within rollout.kv_cache_memory_bytes="
+            f"{r.kv_cache_memory_bytes} on a CPU, must be at least {share}, one for each device that shares them; raise"
+            " what is too low"
+        )
+    return InprocessSettings(
+        cfg=pad_vocab(cfg, width),
+        rows=rows // share * share,
+        row_multiple=share,
+        max_prompt_length=longest - 1 if r.multi_turn.enable else c.data.max_prompt_length,  # of what is read at once
+        max_model_len=longest,
+        dtype=r.dtype,
+        by_row=sharding.whole_rows_sharding(mesh),
+        of_cache=sharding.cache_sharding(mesh, cfg.num_kv_heads),
+        cut=bool(settings.cuts(r) or settings.cuts(r.val_kwargs)),
+    )
+
+
+def own_urls(hosts: Hosts, urls: list[str]) -> list[str]:
+    """Of the servers that the settings name those of this host."""
+    if urls and len(urls) < hosts.count:
+        raise UserError(
+            f"rollout.urls names {len(urls)} server(s), and each of {hosts.count} hosts needs one; name more, or start"
+            " them here by leaving it empty"
+        )
+    share = hosts.share(len(urls))
+    return urls[share.start : share.stop]
+
+
+def published_dtype(c: ConfigDict) -> str:
+    """What the weights are handed over in: the policy's, or the servers' where that has fewer bytes.
+
+    Rounded on the device as vLLM would round them, to the nearest and on a tie to the even one: the same bits, sooner.
+    """
+    ours, theirs = c.model.param_dtype, c.rollout.dtype
+    return theirs if jnp.dtype(theirs).itemsize < jnp.dtype(ours).itemsize else ours
+
+
+def publish(
+    c: ConfigDict, learner: Learner, sampler: Source, now: TrainState, adapters: Lora | None, hosts: Hosts = ALONE
+) -> None:
+    """Makes the policy what the engine samples from: whole, or its adapters beside the base that the engine has."""
+    version, mode = int(now.step), c.rollout.on_update
+    if isinstance(sampler, InprocessSampler):
+        policy, own = learner.policy(now), sharding.own_part(learner.mesh)
+        sampler.hold(policy if own is learner.mesh else placing.local(policy, own), version=version)
+        return
+    if adapters is None or c.rollout.lora_sync == "merge":
+        tensors = hf.hf_tensors(learner.policy(now), learner.cfg, dtype=published_dtype(c))
+        _load(sampler, tensors, hosts, version=version, mode=mode)
+        return
+    save = functools.partial(hf.save_adapter, learned=now.policy, cfg=learner.cfg, how=adapters, base=c.model.path)
+    hosts.together(lambda: sampler.load_adapter(save, version=version, mode=mode))
+
+
+def publish_base(c: ConfigDict, learner: Learner, sampler: Source, version: int, hosts: Hosts = ALONE) -> None:
+    """Gives the engine what stays of the policy, where it will get the adapters alone."""
+    base = learner.actor.base
+    if base is not None and not isinstance(sampler, InprocessSampler) and c.rollout.lora_sync == "adapter":
+        _load(sampler, hf.hf_tensors(base.params, learner.cfg, dtype=published_dtype(c)), hosts, version=version)
+
+
+def _load(sampler: Served, tensors: Iterator[tuple[str, np.ndarray]], hosts: Hosts, **how: Any) -> None:
+    """Every host gives its own servers the whole, and takes part in what the others fetch, also where it failed."""
+
+    def load() -> None:
+        with hf.fetched_by_all(tensors):
+            sampler.load(tensors, **how)
+
+    hosts.together(load)
+
+
+def publish_stored(c: ConfigDict, sampler: Source, cfg: ModelConfig) -> None:
+    """Makes the model that is stored at `model.path` what the engine samples from, as version 0."""
+    if isinstance(sampler, InprocessSampler):
+        mesh = make_mesh(c)
+        cfg = pad_vocab(cfg, mesh.shape["tensor"])
+        what = state.weights(cfg, mesh, head="lm", param_dtype=c.model.param_dtype)
+        values = state.load(what, c.model.path, init="pretrained", key=jax.random.key(c.trainer.seed))
+        sampler.hold(values, version=0)
+    else:
+        sampler.load(hf.stored_tensors(c.model.path, cfg), version=0)

@@ -1,0 +1,38 @@
+"""How the responses of training are sampled, in words, and where that is not what is learned from."""
+
+from ml_collections import ConfigDict
+
+from jppo import settings
+from jppo.runlog.diagnosis import Finding
+
+
+def describe_sampling(c: ConfigDict) -> str:
+    """How the responses of training are drawn and what ends them."""
+    r = c.rollout
+    drawn = ", ".join([f"temperature {r.temperature:g}", *(f"{name} {x:g}" for name, x in settings.cuts(r).items())])
+    texts = " or ".join(map(repr, settings.stop_texts(r.stop)))
+    ends = [*([] if r.ignore_eos else ["an end token"]), *([texts] if texts else [])]
+    return f"{drawn}; a response ends with {' or '.join([*ends, f'{c.data.max_response_length:,} tokens'])}"
+
+
+def forewarn(c: ConfigDict, step: int = 0) -> list[Finding]:
+    """What the settings are to be warned of before the run does anything.
+
+    A distribution that is cut is renormalised, by what is left of it at every token; the trainer's log-probs are of the
+    whole. Importance weights undo just that.
+    """
+    found = []
+    cut = ", ".join(f"rollout.{name}={value:g}" for name, value in settings.cuts(c.rollout).items())
+    if cut and (c.algorithm.old_logprob != "correction" or c.algorithm.rollout_is == "none"):
+        said = f"{cut}: responses are drawn from a part of the policy, and learned from as if from the whole of it"
+        remedy = "set algorithm.old_logprob=correction with algorithm.rollout_is=token, or leave the cut to"
+        found.append(Finding(step, "sampling_cut", said, f"{remedy} rollout.val_kwargs"))
+    # In the process nobody but the trainer can change the weights.
+    if c.algorithm.old_logprob == "bypass" and c.rollout.max_kl_jump and c.rollout.name != "inprocess":
+        said = (
+            f"rollout.max_kl_jump={c.rollout.max_kl_jump:g}: servers whose weights are changed in mid-run go unnoticed,"
+        )
+        remedy = "set algorithm.old_logprob=decoupled, or rollout.max_kl_jump=0 where nobody else reaches the servers"
+        why = "as algorithm.old_logprob=bypass computes no log-probs to compare theirs with"
+        found.append(Finding(step, "mismatch_unchecked", f"{said} {why}", remedy))
+    return found

@@ -1,0 +1,25 @@
+"""The sandbox of graded programs and of the tool python, as `reward.sandbox` asks for it."""
+
+from collections.abc import Iterable
+
+from ml_collections import ConfigDict
+
+from jppo.agent.python import Python
+from jppo.agent.tools import Toolbox
+from jppo.rewards.graders import RUNS_CODE, grader_of
+from jppo.rewards.sandbox.choice import describe_sandbox
+
+
+def sandbox_of(c: ConfigDict) -> tuple[str, ...]:
+    """The mode, and the address of the service."""
+    return (c.reward.sandbox, c.reward.sandbox_url)
+
+
+def introduce_sandbox(c: ConfigDict, sources: Iterable[str], toolbox: Toolbox | None) -> str:
+    """The line on active protections that a run prints first; '' where it runs no programs of the model."""
+    asked = [c.reward.grader] if c.reward.grader else sources
+    graded = not c.reward.function and any(grader_of(source) in RUNS_CODE for source in asked)
+    tools = toolbox.tools if toolbox is not None else []
+    if not graded and not any(isinstance(tool, Python) for tool in tools):
+        return ""
+    return describe_sandbox(*sandbox_of(c))

@@ -1,0 +1,174 @@
+"""What a run has trained, found in its folder and ready to be written as a directory that others load.
+
+From a checkpoint only the policy is read, by the settings that the checkpoint has; from a run that has none, as after
+supervised fine-tuning, the model at its end.
+"""
+
+import dataclasses
+import json
+import pathlib
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jppo.learner import sharding, state
+from jppo.models import hf, lora, tensorfile
+from jppo.models.lora import Lora
+from jppo.runlog.checkpoint import Checkpoints, checksum_of_all, restore_field
+from jppo.settings import UserError, by_name
+from jppo.types import Params
+
+Settings = dict[str, Any]  # by their dotted names
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """A policy as a run left it."""
+
+    kind: str  # 'model', or 'adapter': to stand beside its base
+    step: int | None  # of its checkpoint; None: after the last step of the run
+    dtype: str  # of its weights
+    settings: Settings  # of the run
+    versions: dict[str, str]  # of what trained it, where that is known
+    write: Callable[[pathlib.Path], object]  # as a directory, whole or not at all
+
+
+def find(path: pathlib.Path, *, step: int | None, best: bool) -> pathlib.Path:
+    """The checkpoint that is meant by a run's folder, or by its own; the run's folder itself where it has none."""
+    if not path.is_dir():
+        raise UserError(f"{path}: no such folder; name a run's folder, or RUN_DIR/checkpoints/STEP")
+    if is_checkpoint(path):
+        if best or step is not None:
+            raise UserError(f"{path} is one checkpoint: --step and --best choose among those of a run's folder")
+        return path
+    folder = path / "checkpoints"
+    with Checkpoints(folder, keep=1, read_only=True) as found:
+        steps, newest, marked = found.steps(), found.latest(), found.best()
+    if best:
+        if marked is None:
+            raise UserError(
+                f"{folder} has no best.json that names a checkpoint; name one by --step, or leave --best out"
+            )
+        return folder / str(marked["step"])
+    if step is not None:
+        if step not in steps:
+            there = ", ".join(map(str, steps)) or "no step"
+            raise UserError(f"--step={step}: {folder} has checkpoints of {there}; name one of these")
+        return folder / str(step)
+    if newest is not None:
+        return folder / str(newest)
+    if not (path / "hf").is_dir():
+        raise UserError(
+            f"{path} has neither checkpoints nor hf/: nothing is trained there yet; name the folder of a run"
+            " that has come to a checkpoint (trainer.save_freq) or to its end"
+        )
+    return path
+
+
+def is_checkpoint(path: pathlib.Path) -> bool:
+    """Whether a folder is one checkpoint, complete or not, and no run."""
+    return path.absolute().parent.name == "checkpoints" or (path / "about").is_dir()
+
+
+def run_of(path: pathlib.Path) -> pathlib.Path | None:
+    """The run's folder of what `find` found; None for a checkpoint that was taken out of its own."""
+    if not is_checkpoint(path):
+        return path
+    folder = path.absolute().parent
+    return path.parent.parent if folder.name == "checkpoints" else None
+
+
+def of_checkpoint(path: pathlib.Path, *, base: str | None, merge: bool, dtype: str | None) -> Trained:
+    """The policy of a checkpoint; `base` stands for the model.path of its run, `merge` is of adapters.
+
+    `dtype` None: that of the parameters in training.
+    """
+    mesh = sharding.make_mesh((1,))
+    read: dict[str, Any] = {}
+
+    def like(meta: dict[str, Any]) -> Params:
+        settings = meta.get("config", {})
+        source = settings.get("model.path") if base is None else base
+        if not source:
+            raise UserError(f"{path} does not say what model it began with; name it by --base DIR")
+        try:
+            _, cfg = hf.read_config(source)
+        except UserError as e:
+            raise UserError(f"the run's model.path: {e}, or name another place of it by --base DIR") from e
+        how = _adapters(settings)
+        kind = settings["model.param_dtype"]
+        weights = state.weights(cfg, mesh, head="lm", param_dtype=kind)
+        read.update(settings=settings, source=source, cfg=cfg, how=how, weights=weights, kind=kind)
+        what = weights if how is None else state.adapters(cfg, mesh, how, head="lm")
+        return state.abstract(what)
+
+    found = restore_field(path, "policy", like)
+    cfg, how, settings = read["cfg"], read["how"], read["settings"]
+    about: dict[str, Any] = dict(step=found.step, settings=settings, versions=found.meta.get("versions", {}))
+    if how is not None and not merge:
+
+        def write_adapter(out: pathlib.Path) -> None:
+            hf.save_adapter(out, found.state, cfg, how, base=read["source"])
+
+        return Trained("adapter", dtype="float32", write=write_adapter, **about)
+    dtype = read["kind"] if dtype is None else dtype
+    model = found.state
+    if how is not None:
+        base_params = _base(read["weights"], read["source"], settings, found.meta)
+        model = lora.join(model, lora.Base(base_params, how.scale))
+
+    def write(out: pathlib.Path) -> None:
+        hf.save(out, model, cfg, source=read["source"], dtype=dtype)
+
+    return Trained("model", dtype=dtype, write=write, **about)
+
+
+def of_folder(run: pathlib.Path, *, merge: bool, dtype: str | None) -> Trained:
+    """What a run without checkpoints has: hf/, or its adapter/ where that is wanted; `dtype` None: as it is there."""
+    about: dict[str, Any] = dict(step=None, settings=_settings(run / "config.json"), versions={})
+    if (run / "adapter").is_dir() and not merge:
+        return Trained("adapter", dtype="float32", write=lambda out: shutil.copytree(run / "adapter", out), **about)
+    config, cfg = hf.read_config(run / "hf")
+    hf.check_weights(run / "hf", cfg, head="lm")
+    dtype = _stored_dtype(config) if dtype is None else dtype
+
+    def write(out: pathlib.Path) -> None:
+        model = hf.load_params(run / "hf", cfg, head="lm", param_dtype=dtype)
+        hf.save(out, model, cfg, source=run / "hf", dtype=dtype)
+
+    return Trained("model", dtype=dtype, write=write, **about)
+
+
+def _adapters(settings: Settings) -> Lora | None:
+    rank = settings["model.lora_rank"]
+    targets = lora.parse_targets(settings["model.target_modules"])
+    return None if rank == 0 else Lora(rank, settings["model.lora_alpha"], targets)
+
+
+def _base(what: state.Weights, source: str, settings: Settings, meta: dict[str, Any]) -> Params:
+    """The weights that adapters stand beside, seen to be those that they learned beside."""
+    key = jax.random.fold_in(jax.random.key(settings["trainer.seed"]), 0)
+    found = state.load(what, source, init=settings["model.init"], key=key)
+    then = meta.get("frozen", {}).get("model.path")
+    if then is not None and then != checksum_of_all(found):
+        raise UserError(
+            f"{source}: its weights are not those that the adapters learned beside; name the directory that has them"
+            " by --base DIR"
+        )
+    return found
+
+
+def _stored_dtype(config: dict[str, Any]) -> str:
+    said = str(config.get("dtype", config.get("torch_dtype", "float32")))
+    return said if said in {kind.name for kind in tensorfile.DTYPES.values()} else "float32"
+
+
+def _settings(file: pathlib.Path) -> Settings:
+    """A run's settings by their dotted names; {} where they cannot be read."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return by_name(found) if isinstance(found, dict) else {}

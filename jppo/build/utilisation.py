@@ -1,0 +1,47 @@
+"""How much of what the devices can do the passes of a step reach."""
+
+from collections.abc import Mapping, Sequence
+
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from jppo.build.inputs import Inputs
+from jppo.learner.devices import find_peak
+from jppo.models import cost
+from jppo.types import Trajectory
+
+# verl's names for the stages that are passes of one model and nothing else.
+STAGES = {"perf/mfu/actor": "update_actor", "perf/mfu/critic": "update_critic", "perf/mfu/actor_infer": "old_log_prob"}
+
+
+def introduce_peak(c: ConfigDict, mesh: Mesh) -> str:
+    """What perf/mfu is a share of, for the console."""
+    found = find_peak(mesh, c.model.compute_dtype)  # where it must be measured, the first call of a process does that
+    return f"FLOP utilisation is of {found.flops_per_s / 1e12:,.3g} TFLOP/s, {found.source}"
+
+
+def stage_flops(c: ConfigDict, inputs: Inputs, trajectories: Sequence[Trajectory]) -> dict[str, int]:
+    """FLOP of the stages over the batch; the head is counted on the tokens that were sampled."""
+    lengths = [len(t.tokens) for t in trajectories]
+    sampled = sum(int(t.sampled.sum()) for t in trajectories)
+    policy, how = inputs.policy, inputs.adapters
+    found = {"update_actor": c.actor.ppo_epochs * cost.update(policy, lengths, head_tokens=sampled, how=how)}
+    if c.algorithm.old_logprob != "bypass":
+        found["old_log_prob"] = cost.forward(policy, lengths, head_tokens=sampled, how=how)
+    if inputs.critic is not None:
+        once = cost.update(inputs.critic, lengths, head_tokens=0, how=inputs.critic_adapters)
+        found["update_critic"] = c.critic.ppo_epochs * once
+    return found
+
+
+def utilisation(
+    c: ConfigDict,
+    inputs: Inputs,
+    mesh: Mesh,
+    trajectories: Sequence[Trajectory],
+    seconds: Mapping[str, float],
+) -> dict[str, float]:
+    """The share of the peak that each such stage reached, of those that took place."""
+    flops, rate = stage_flops(c, inputs, trajectories), find_peak(mesh, c.model.compute_dtype).flops_per_s
+    took_place = {name: stage for name, stage in STAGES.items() if stage in flops and stage in seconds}
+    return {name: flops[stage] / seconds[stage] / rate for name, stage in took_place.items()}

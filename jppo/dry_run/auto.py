@@ -1,0 +1,111 @@
+"""Settings that follow from a device's memory: `model.remat=auto`, `actor.max_tokens_per_device=-1`.
+
+Candidates are compiled as the run would compile them, those that recompute least first; the first that fits is taken.
+"""
+
+import json
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from jppo import settings
+from jppo.distributed.hosts import ALONE, Hosts
+from jppo.runlog import atomic_file
+from jppo.settings import UserError
+
+REMATS = ("none", "dots", "attention", "full")  # what is recomputed grows
+FEW, MOST = 4096, 32768  # tokens of a micro-batch on a device: fewer only where nothing else fits; never more
+NAMES = ("model.remat", "actor.max_tokens_per_device")
+
+
+def asked(c: ConfigDict) -> bool:
+    """Whether a setting is left to the memory."""
+    return c.model.remat == "auto" or c.actor.max_tokens_per_device == -1
+
+
+def candidates(c: ConfigDict) -> Iterator[dict[str, Any]]:
+    """The settings to try, in their order."""
+    remats = REMATS if c.model.remat == "auto" else (c.model.remat,)
+    tokens = [c.actor.max_tokens_per_device]
+    if tokens == [-1]:
+        longest = max(c.data.max_prompt_length + c.data.max_response_length, c.data.max_tokens_per_row)
+        sizes = [longest]
+        while sizes[0] * 2 <= MOST:
+            sizes.insert(0, sizes[0] * 2)
+        tokens = sizes
+    many = [size for size in tokens if size >= FEW] or tokens[:1]
+    for remat in remats:
+        for size in many:
+            yield dict(zip(NAMES, (remat, size), strict=True))
+    for size in tokens[len(many) :]:
+        yield dict(zip(NAMES, (remats[-1], size), strict=True))
+
+
+def with_changes(c: ConfigDict, changes: dict[str, Any]) -> ConfigDict:
+    """The config with other settings."""
+    other = c.copy_and_resolve_references()
+    other.update_from_flattened_dict(changes)
+    return other
+
+
+def first(c: ConfigDict) -> ConfigDict:
+    """The config with the first candidate, for what computes no gradient."""
+    return with_changes(c, next(candidates(c))) if asked(c) else c
+
+
+def choose(c: ConfigDict, fits: Callable[[ConfigDict], bool]) -> dict[str, Any]:
+    """The first candidate that fits; UserError where none does."""
+    tried = 0
+    for changes in candidates(c):
+        other = with_changes(c, changes)
+        settings.check(other)
+        tried += 1
+        if fits(other):
+            return changes
+    raise UserError(
+        f"model.remat={c.model.remat} actor.max_tokens_per_device={c.actor.max_tokens_per_device}: none of {tried}"
+        " candidates fits the memory, by the dry run's account; set actor.optimizer_offload=True, spread the models by"
+        " mesh.fsdp, or train adapters by model.lora_rank"
+    )
+
+
+def settle(
+    c: ConfigDict, mesh: Any, run: pathlib.Path, fits: Callable[[ConfigDict], bool], hosts: Hosts = ALONE
+) -> tuple[ConfigDict, str]:
+    """The config with what fits the mesh's devices, and a line about it; a resumed run keeps what it began with.
+
+    The choice is recorded in the run's folder, `auto.json`, with what it was made for.
+    """
+    if not asked(c):
+        return c, ""
+    device = mesh.devices.flat[0].device_kind
+    about: dict[str, Any] = {
+        "asked": {name: c[name.split(".")[0]][name.split(".")[1]] for name in NAMES},
+        "mesh": dict(mesh.shape),
+    }
+    about |= {"device": device, "attempts": [*candidates(c)]}
+
+    def decide() -> dict[str, Any]:
+        path = run / "auto.json"
+        kept = _read(path)
+        if kept is not None and kept.get("about") == about:
+            return dict(kept["chosen"])
+        found = choose(c, fits)
+        if hosts.first:
+            atomic_file.write_text(path, json.dumps({"chosen": found, "about": about}, indent=1) + "\n")
+        return found
+
+    changes = hosts.gather(decide)[0]
+    said = ", ".join(f"{name}={value}" for name, value in changes.items())
+    return with_changes(c, changes), f"chosen by the memory of {device}: {said}"
+
+
+def _read(path: pathlib.Path) -> dict[str, Any] | None:
+    """An earlier choice; None where there is none that can be read."""
+    try:
+        found = json.loads(path.read_text())
+        return found if isinstance(found.get("chosen"), dict) and set(found["chosen"]) == set(NAMES) else None
+    except (OSError, ValueError, AttributeError):
+        return None

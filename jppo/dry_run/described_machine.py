@@ -1,0 +1,132 @@
+"""A run on a machine that is only described: `--dry_run --machine=8xH100`.
+
+Its mesh is made of the machine's devices, so that XLA's compiler for them compiles every program; nothing is computed.
+"""
+
+import dataclasses
+import itertools
+import json
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from jppo.build import rollout
+from jppo.build.learner import make_mesh
+from jppo.dry_run.memory import Estimate
+from jppo.settings import UserError
+from jppo.targets import compilers, machines
+from jppo.targets.machines import GIB, Machine
+
+SMALLEST = 2048  # tokens a device, below which no smaller micro-batch is tried
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What `--dry_run` is asked for beside its report."""
+
+    machine: Machine | None = None  # None: the one it is on
+    json: str = ""  # a file for programs; '' writes none
+    rollout_tokens_per_s: float = 0.0
+
+    def mesh(self, c: ConfigDict) -> Any:
+        """The devices as the config lays them out."""
+        return make_mesh(c, None if self.machine is None else devices_of(self.machine))
+
+    def write(self, said: dict[str, Any]) -> None:
+        """Writes the JSON file, where one is asked for."""
+        if self.json:
+            path = pathlib.Path(self.json)
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(json.dumps(said, indent=1) + "\n")
+            except OSError as e:
+                raise UserError(f"--json={self.json}: cannot be written: {e.strerror}; name another file") from e
+
+
+def read(switches: dict[str, Any], command: str, argv: Sequence[str]) -> Request:
+    """The request that a command line makes; for a described machine the command is run again where its compiler is."""
+    name, rate = switches.get("machine", ""), switches.get("rollout_tokens_per_s", 0.0)
+    if (name or switches.get("json") or rate) and not switches.get("dry_run"):
+        flag = "machine" if name else "json" if switches.get("json") else "rollout_tokens_per_s"
+        raise UserError(f"--{flag} belongs to --dry_run, which trains nothing; add --dry_run")
+    if rate < 0 or (rate and not name):
+        raise UserError(
+            f"--rollout_tokens_per_s={rate:g} must be above 0 and is for a described machine; add --machine"
+        )
+    machine = machines.parse(name) if name else None
+    if machine is not None and not compilers.present(machine):
+        compilers.rerun(machine, command, argv)
+    return Request(machine, switches.get("json", ""), rate)
+
+
+def devices_of(machine: Machine) -> list[Any]:
+    """The machine's devices; UserError where the compiler does not know it."""
+    try:
+        return compilers.described(machine)
+    except Exception as e:
+        if type(e).__name__ not in ("JaxRuntimeError", "XlaRuntimeError"):
+            raise
+        raise UserError(f"--machine={machine.name}: its compiler says: {' '.join(str(e).split())[:300]}") from e
+
+
+def capacity(c: ConfigDict, machine: Machine) -> tuple[int, str]:
+    """Bytes of a device that the trainer may use, and why so many."""
+    if machine.chip.platform == "tpu":
+        return machine.chip.memory, "all that XLA gives a program"
+    share = rollout.trainer_share(c) if "rollout" in c else rollout.DEFAULT_SHARE
+    return int(share * machine.chip.memory), f"{share:.0%} of the memory, JAX's share beside what else is on the GPU"
+
+
+def fits(found: Estimate, room: int) -> bool:
+    """Whether all programs compile and their peak is within the room."""
+    return not found.refused and found.peak <= room
+
+
+def require_room(
+    c: ConfigDict, machine: Machine, found: Estimate, estimate: Callable[[ConfigDict], Estimate | None]
+) -> None:
+    """UserError where the machine is too small: the worst moment, and changes with which it was compiled and fits.
+
+    `estimate` compiles the run with other settings; None where these are none.
+    """
+    room, _ = capacity(c, machine)
+    if fits(found, room):
+        return
+    if found.refused:
+        what = f"{found.refused[0].name} is refused by the compiler: {found.refused[0].account.error}"  # type: ignore[union-attr]
+    else:
+        what = f"{found.worst.name} takes {found.peak / GIB:.1f} GiB of each device's {room / GIB:.1f}"
+    for changes in remedies(c):
+        other = c.copy_and_resolve_references()
+        other.update_from_flattened_dict(changes)
+        tried = estimate(other)
+        if tried is not None and fits(tried, room):
+            said = " ".join(f"--config.{name}={value}" for name, value in changes.items())
+            raise UserError(f"{machine.name}: {what}; {said} fits, by {tried.peak / GIB:.1f} GiB")
+    raise UserError(
+        f"{machine.name}: {what}; neither model.remat=full, smaller micro-batches nor offload is enough: take more"
+        " devices with mesh.fsdp=-1, or model.lora_rank"
+    )
+
+
+def remedies(c: ConfigDict) -> Iterator[dict[str, Any]]:
+    """Changes that need less memory, each with those before it: recomputation, smaller micro-batches, offload."""
+    changes: dict[str, Any] = {}
+    if c.model.remat != "full":
+        changes["model.remat"] = "full"
+        yield dict(changes)
+    section = "actor" if "actor" in c else "optim"
+    longest = c.data.max_prompt_length + c.data.max_response_length
+    tokens = c[section].max_tokens_per_device
+    while tokens // 2 >= max(longest, SMALLEST):
+        tokens //= 2
+        changes[f"{section}.max_tokens_per_device"] = tokens
+        yield dict(changes)
+    trained = [name for name in ("actor", "critic", "optim") if name in c]
+    optimizers = [f"{name}.optimizer_offload" for name in trained if not c[name].optimizer_offload]
+    models = [f"{name}.param_offload" for name in (*trained, "ref") if name in c and "param_offload" in c[name]]
+    for some in itertools.filterfalse(lambda names: not names, (optimizers, models)):
+        changes |= dict.fromkeys(some, True)
+        yield dict(changes)

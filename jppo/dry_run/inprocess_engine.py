@@ -1,0 +1,55 @@
+"""The programs of the trainer's own engine (rollout.name=inprocess) as shapes: prefill and decode."""
+
+import functools
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from jppo.build.rollout import inprocess_settings
+from jppo.dry_run.moments import Moment, account, size
+from jppo.learner import sharding, state
+from jppo.models import generate
+from jppo.rollout.inprocess import TURNS, InprocessSettings, choice_of, filling, make_programs
+from jppo.rollout.protocol import greedy
+
+
+def own_engine(c: ConfigDict, mesh: Any, *, brought: int) -> list[Moment]:
+    """Prefill of the largest prompts and decode, each with the cache and the weights that it reads."""
+    s = inprocess_settings(c, mesh)
+    programs = make_programs(s, (0,), turns=TURNS)
+    model = _prepared(s, programs, sharding.own_part(mesh), c.model.param_dtype)
+    slots = _slots(s)
+    held = size((model, slots))
+    choice = jax.tree.map(_shape, choice_of(greedy(1)))
+    rows = jax.ShapeDtypeStruct((), "int32")
+    largest = max(s.prompt_shapes, key=lambda shape: shape[0] * shape[1])
+    prompts = jax.tree.map(_shape, filling(s.rows, largest))
+    advance = programs.advance_cut if s.cut else programs.advance
+    found = [
+        account("prefill", 0, programs.fill, model, slots, *prompts, brought=brought),
+        account("decode, a token", 0, advance, model, slots, choice, rows, brought=brought),
+    ]
+    return [one.beside(held) for one in found]
+
+
+def _shape(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _slots(s: InprocessSettings) -> Any:
+    """The rows under way: keys and values have four axes."""
+    empty = functools.partial(generate.empty, s.cfg, rows=s.rows, length=s.max_model_len, dtype=s.dtype)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s.of_cache if x.ndim == 4 else s.by_row),
+        jax.eval_shape(empty),
+    )
+
+
+def _prepared(s: InprocessSettings, programs: Any, mesh: Any, param_dtype: str) -> Any:
+    """The weights as the programs read them, where XLA puts them."""
+    weights = state.abstract(state.weights(s.cfg, mesh, head="lm", param_dtype=param_dtype))
+    done = programs.prepare.lower(weights).compile()
+    return jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), done.out_info, done.output_shardings
+    )

@@ -1,0 +1,311 @@
+"""What a run will hold in memory, before any weight is read: by part and device, and on the host.
+
+Parameters, optimizers and sums of gradients follow from the table of parameters and the mesh. What a pass sets aside is
+XLA's own account: each is compiled, for the largest shape of rows, on arguments that are shapes alone. The most that
+is held is at one of a few moments: a gradient, an optimizer's step, or a scoring pass.
+"""
+
+import itertools
+import math
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+
+from jppo.build import offloading
+from jppo.build.inputs import Inputs
+from jppo.build.learner import Trained, make_apply, make_passes, shares_trunk
+from jppo.build.optimizers import make_optimizer
+from jppo.build.packing import plan_of_run
+from jppo.dry_run.inprocess_engine import own_engine
+from jppo.dry_run.moments import Estimate, Moment, account, size, whole
+from jppo.learner import packing, ppo, sharding, state, update
+from jppo.models import cost, hf
+from jppo.models.families import ModelConfig, pad_vocab
+from jppo.models.lora import Base, Lora
+from jppo.models.params import Head
+from jppo.types import Counts, Params, Rows, Scored
+
+MANY = 1.1  # a shape of rows with so many times the tokens of the longest rows is compiled, too
+
+
+def texts(c: ConfigDict, shape: Sequence[int]) -> tuple[list[int], int]:
+    """(lengths, tokens that the language head reads) of rows of that shape that are full of the longest sequences."""
+    longest = c.data.max_prompt_length + c.data.max_response_length
+    entries = math.prod(shape)
+    length = min(longest, shape[1])
+    return [length] * max(1, entries // length), int(entries * sampled_share(c))
+
+
+def sampled_share(c: ConfigDict) -> float:
+    """The share of sampled tokens in the longest sequences."""
+    return float(c.data.max_response_length / (c.data.max_prompt_length + c.data.max_response_length))
+
+
+def useful_forward(c: ConfigDict, cfg: ModelConfig, shape: Sequence[int], how: Lora | None, *, head: bool) -> int:
+    """FLOP that a forward pass over such rows needs."""
+    lengths, read = texts(c, shape)
+    return cost.forward(cfg, lengths, head_tokens=read if head else 0, how=how)
+
+
+def useful_update(c: ConfigDict, cfg: ModelConfig, shape: Sequence[int], how: Lora | None, *, head: bool) -> int:
+    """FLOP that a gradient over such rows needs."""
+    lengths, read = texts(c, shape)
+    return cost.update(cfg, lengths, head_tokens=read if head else 0, how=how)
+
+
+def sketch(c: ConfigDict, mesh: Any, cfg: ModelConfig, *, head: Head, adapters: Lora | None) -> Trained:
+    """`load_trained` with shapes in the place of arrays."""
+    all_of_it = state.weights(cfg, mesh, head=head, param_dtype=c.model.param_dtype)
+    values = state.abstract(all_of_it)
+    if adapters is None:
+        return Trained(all_of_it, values, None)
+    what = state.adapters(cfg, mesh, adapters, head=head)
+    stays = {name: part for name, part in values.items() if head == "lm" or name != "score"}
+    return Trained(what, state.abstract(what), Base(stays, adapters.scale))
+
+
+def rows_of(shape: tuple[int, ...], mesh: Any) -> Rows:
+    """Rows of that shape, as shapes."""
+    place = sharding.rows_sharding(mesh)
+    found: Rows = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), packing.empty_rows((shape[0], shape[1]))
+    )
+    return found
+
+
+def largest(plan: packing.Plan) -> list[tuple[int, int]]:
+    """The shapes of rows that may need most: the one with most pairs of tokens, and one with many more tokens."""
+    by_pairs = max(plan.shapes, key=lambda shape: shape[0] * shape[1] ** 2)
+    by_tokens = max(plan.shapes, key=math.prod)
+    return [by_pairs, *([by_tokens] if math.prod(by_tokens) > MANY * math.prod(by_pairs) else [])]
+
+
+def learning(
+    name: str,
+    accumulate: Any,
+    section: ConfigDict,
+    trained: Trained,
+    micros: Sequence[Any],
+    *further: Any,
+    brought: int = 0,
+    useful: Sequence[int] = (),
+    masked: float = 1.0,
+) -> tuple[Any, list[Moment]]:
+    """The optimizer's state of one model, and the moments of its update; `micros` are micro-batches as shapes.
+
+    `brought` is what comes from the host for all of the update; the optimizer comes for its step. `useful` are the FLOP
+    that the model needs for each micro-batch.
+    """
+    tx = make_optimizer(section, name, trained.what)
+    opt, places = state.abstract_optimizer(tx, trained.what)
+    number: Any = jax.ShapeDtypeStruct((), jnp.float32)
+    carry, counts = (
+        update.abstract_carry(trained.what.shapes, trained.what.shardings),
+        Counts(tokens=number, sequences=number),
+    )
+    gradients, learned = size(carry), trained.learned
+    models = learned, trained.base, carry
+    moments = [
+        account(
+            f"{name} gradient",
+            gradients,
+            accumulate,
+            *models,
+            one,
+            counts,
+            *further,
+            brought=brought,
+            useful=flop,
+            masked=masked,
+            entries=math.prod(jax.tree.leaves(one)[0].shape),
+        )
+        for one, flop in itertools.zip_longest(micros, useful, fillvalue=0)
+    ]
+    if (exchange := update.make_exchange(trained.what.shardings)) is not None:
+        moments.append(account(f"{name} exchange", gradients, exchange, carry, brought=brought))
+    apply = make_apply(section, tx, trained.what, places, 1)
+    step = jax.ShapeDtypeStruct((), jnp.int32)
+    here = brought + (size(opt) if section.optimizer_offload else 0)
+    moments.append(account(f"{name} step", gradients, apply, learned, opt, carry, step, brought=here))
+    return opt, moments
+
+
+def estimate(c: ConfigDict, inputs: Inputs, mesh: Any, *, entries: int) -> Estimate:
+    """The memory of a PPO run whose step has rows of `entries` entries in all, padding included."""
+
+    def fit(cfg: ModelConfig) -> ModelConfig:
+        return pad_vocab(cfg, mesh.shape["tensor"])
+
+    recipe, passes = make_passes(c, inputs, mesh)
+    policy = sketch(c, mesh, fit(inputs.policy), head="lm", adapters=inputs.adapters)
+    critic = None
+    if inputs.critic is not None:
+        critic = sketch(c, mesh, fit(inputs.critic), head="value", adapters=inputs.critic_adapters)
+    reference, own_reference = _reference(c, inputs, mesh, policy)
+    shapes = largest(plan_of_run(c, mesh, inputs.policy))
+    rows = [rows_of(shape, mesh) for shape in shapes]
+    scored = [_scored(recipe, one, critic is not None) for one in rows]
+    coming = offloading.brought(
+        c,
+        recipe,
+        size,
+        policy=policy,
+        critic=critic,
+        reference=reference,
+        shared_trunk=shares_trunk(c, inputs),
+        own_reference=own_reference,
+    )
+    moments = list(_scoring(c, inputs, recipe, passes, policy, reference, critic, rows, coming))
+    if c.rollout.name == "inprocess":
+        moments += own_engine(c, mesh, brought=coming.logprob)
+    judge = recipe.in_loss(reference)
+    share = sampled_share(c)
+    flop = [useful_update(c, inputs.policy, shape, inputs.adapters, head=True) for shape in shapes]
+    policy_opt, found = learning(
+        "actor", passes.actor, c.actor, policy, scored, judge, brought=coming.actor, useful=flop, masked=share
+    )
+    moments += found
+    parts = {"policy": size((policy.learned, policy.base)), "policy's optimizer": size(policy_opt)}
+    if critic is not None and inputs.critic is not None:
+        flop = [useful_update(c, inputs.critic, shape, inputs.critic_adapters, head=False) for shape in shapes]
+        critic_opt, found = learning(
+            "critic", passes.critic, c.critic, critic, scored, brought=coming.critic, useful=flop
+        )
+        moments += found
+        base = None if shares_trunk(c, inputs) else critic.base
+        parts |= {"critic": size((critic.learned, base)), "critic's optimizer": size(critic_opt)}
+    if own_reference:
+        parts["reference"] = size(reference)
+    host = {name: parts.pop(name) for name in offloading.asked(c) if name in parts}
+    # The rows of scoring, and two micro-batches of an update: one at work, one on its way.
+    parts["batch"] = (size(rows[0]) // math.prod(rows[0].inputs.shape) + 1) * entries + 2 * max(map(size, scored))
+    return Estimate(parts, tuple(moments), host)
+
+
+def of_one_model(
+    c: ConfigDict, trained: Trained, opt: Any, batch: Sequence[Rows]
+) -> tuple[dict[str, int], dict[str, int]]:
+    """What a run that trains one model holds throughout, and what of it waits on the host."""
+    optimizer = {"its optimizer": size(opt)}
+    there, away = (optimizer, {}) if not c.optim.optimizer_offload else ({}, optimizer)
+    model = size((trained.learned, trained.base))
+    return {"model": model, **there, "batch": 2 * max(size(rows) for rows in batch)}, away
+
+
+def stored(c: ConfigDict, inputs: Inputs, mesh: Any) -> int:
+    """Bytes of a checkpoint: what is learned, and the optimizers."""
+    heads: list[tuple[ModelConfig | None, Head, Lora | None, str]] = [
+        (inputs.policy, "lm", inputs.adapters, "actor"),
+        (inputs.critic, "value", inputs.critic_adapters, "critic"),
+    ]
+    total = 0
+    for cfg, head, adapters, name in heads:
+        if cfg is None:
+            continue
+        trained = sketch(c, mesh, pad_vocab(cfg, mesh.shape["tensor"]), head=head, adapters=adapters)
+        opt, _ = state.abstract_optimizer(make_optimizer(c[name], name, trained.what), trained.what)
+        total += whole((trained.learned, opt))
+    return total
+
+
+def _reference(c: ConfigDict, inputs: Inputs, mesh: Any, policy: Trained) -> tuple[Params | None, bool]:
+    """The reference as shapes, and whether it takes memory of its own: the policy's base is there already."""
+    if inputs.reference is None:
+        return None, False
+    if c.ref.path == "policy" and policy.base is not None:
+        return policy.base.params, False
+    cfg = pad_vocab(inputs.reference, mesh.shape["tensor"])
+    return sketch(c, mesh, cfg, head="lm", adapters=None).learned, True
+
+
+def _scored(recipe: ppo.Recipe, rows: Rows, with_critic: bool) -> Scored:
+    """A micro-batch of an update, with the fields that the recipe gives it."""
+    f32 = _like(rows)
+    weighed = recipe.correction is not None and recipe.correction.level is not None
+    return Scored(
+        rows=rows,
+        old_logprob=f32,
+        ref_logprob=f32 if recipe.kl_loss_type is not None else None,
+        value=f32 if with_critic else None,
+        weight=f32 if weighed else None,
+        advantage=f32,
+        returns=f32,
+    )
+
+
+def _like(rows: Rows) -> Any:
+    """An f32 array in the layout of the rows."""
+    inputs: Any = rows.inputs
+    return jax.ShapeDtypeStruct(inputs.shape, jnp.float32, sharding=inputs.sharding)
+
+
+def _scoring(
+    c: ConfigDict,
+    inputs: Inputs,
+    recipe: ppo.Recipe,
+    passes: ppo.Passes,
+    policy: Trained,
+    reference: Params | None,
+    critic: Trained | None,
+    rows: Sequence[Rows],
+    coming: offloading.Brought,
+) -> Iterator[Moment]:
+    """The passes without gradients."""
+    actor = ppo.join(policy.learned, policy.base)
+    for one in rows:
+        shape, share = one.inputs.shape, sampled_share(c)
+        entries = math.prod(shape)
+        flop = useful_forward(c, inputs.policy, shape, inputs.adapters, head=True)
+        yield account(
+            "log-probs",
+            0,
+            passes.logprob,
+            actor,
+            one,
+            brought=coming.logprob,
+            useful=flop,
+            masked=share,
+            entries=entries,
+        )
+        if passes.reference is not None and inputs.reference is not None:
+            policy_too = recipe.in_reward(actor)
+            flop = useful_forward(c, inputs.reference, shape, None, head=True) + (0 if policy_too is None else flop)
+            models = reference, policy_too, one
+            how = dict[str, Any](brought=coming.reference, useful=flop, masked=share, entries=entries)
+            yield account("reference", 0, passes.reference, *models, **how)
+        if passes.value is not None and critic is not None and inputs.critic is not None:
+            judge = ppo.join(critic.learned, critic.base)
+            flop = useful_forward(c, inputs.critic, shape, inputs.critic_adapters, head=False)
+            yield account("values", 0, passes.value, judge, one, brought=coming.values, useful=flop, entries=entries)
+
+
+def served(cfg: ModelConfig, dtype: str) -> int:
+    """Bytes of the policy's tensors as a server holds them, or as a file of them has them."""
+    return sum(math.prod(shape) for shape in hf.hf_shapes(cfg).values()) * int(jnp.dtype(dtype).itemsize)
+
+
+def device_room(mesh: Any) -> int | None:
+    """Bytes that JAX may use of a device of the mesh, by its own word; None on a CPU."""
+    stats = mesh.local_devices[0].memory_stats()
+    return stats.get("bytes_limit") if stats else None
+
+
+def available_memory(proc: pathlib.Path, cgroup: pathlib.Path) -> int | None:
+    """Bytes that may still be taken, by the machine and by its container; None where neither says."""
+    rooms = []
+    if (meminfo := proc / "meminfo").is_file():
+        lines = dict(line.split(":") for line in meminfo.read_text().splitlines())
+        rooms.append(int(lines["MemAvailable"].split()[0]) * 1024)
+    limit, used = cgroup / "memory.max", cgroup / "memory.current"
+    if limit.is_file() and used.is_file() and (most := limit.read_text().strip()) != "max":
+        rooms.append(int(most) - int(used.read_text()))
+    return min(rooms, default=None)
+
+
+def host_room() -> int | None:
+    """Bytes that may still be taken on this machine."""
+    return available_memory(pathlib.Path("/proc"), pathlib.Path("/sys/fs/cgroup"))

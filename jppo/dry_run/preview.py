@@ -1,0 +1,347 @@
+"""What a run would be, before it begins: what `--dry_run` says beside the settings, and the doctor looks at.
+
+Models are read as their directories describe them, data as a run reads them; no weight is read, no server started.
+"""
+
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from jppo.build.inputs import Inputs, read_inputs
+from jppo.build.learner import make_passes
+from jppo.build.packing import critic_mini_batch_size, plan_of_run, sequences_of_step
+from jppo.build.rollout import published_dtype, share_gpu
+from jppo.build.sampling_notes import describe_sampling, forewarn
+from jppo.dry_run import auto, described_machine, forecast, memory
+from jppo.dry_run.described_machine import Request
+from jppo.dry_run.forecast import Executions
+from jppo.dry_run.memory import Estimate
+from jppo.learner import devices, packing, ppo, sharding, update
+from jppo.targets.machines import Machine
+from jppo.types import Prompt, Trajectory
+
+MIB = 2**20
+HERE = Request()  # the machine that this is
+TIGHT = 0.9  # of the room: more is a warning
+Verdict = Literal["OK", "WARN", "FAIL"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Room:
+    """What is needed somewhere, part by part, against what there is; in bytes."""
+
+    where: str
+    parts: dict[str, int]
+    has: int | None  # None where nobody says
+
+    @property
+    def needs(self) -> int:
+        """All parts together."""
+        return sum(self.parts.values())
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether it fits: FAIL where it does not, WARN where it does with little to spare."""
+        if self.has is None or self.needs <= TIGHT * self.has:
+            return "OK"
+        return "WARN" if self.needs <= self.has else "FAIL"
+
+
+@dataclasses.dataclass(frozen=True)
+class Descents:
+    """How a model learns in a step."""
+
+    epochs: int
+    mini_batches: int  # of an epoch, each an optimizer step
+    sequences: int  # of a mini-batch
+    micro_batches: int  # of a mini-batch, at most: with all responses as long as they may be
+    entries: int = dataclasses.field(default=0, compare=False)  # of the rows of an epoch, padding included
+
+
+def full_length(prompts: Sequence[Prompt], count: int, response: int, *, samples: int = 1) -> list[Trajectory]:
+    """The first `count` trajectories of an epoch, each with a response as long as it may be."""
+    out = []
+    for i in range(count):
+        prompt = len(prompts[i // samples % len(prompts)].ids)
+        empty, sampled = np.zeros(prompt + response, np.int32), np.arange(prompt + response) >= prompt
+        out.append(Trajectory(str(i // samples), empty, sampled, empty.astype(np.float32), empty, "", "length", 1))
+    return out
+
+
+def descents(trajectories: Sequence[Trajectory], plan: packing.Plan, *, epochs: int, size: int) -> Descents:
+    """The mini-batches of `size` sequences that such a step is cut into."""
+    cuts = [trajectories[start : start + size] for start in range(0, len(trajectories), size)]
+    packed = [packing.pack(cut, range(len(cut)), plan) for cut in cuts]
+    entries = sum(math.prod(rows.inputs.shape) for some in packed for rows in some)
+    return Descents(epochs, len(cuts), size, max(map(len, packed)), entries)
+
+
+def programs(passes: ppo.Passes, plan: packing.Plan, models: int, mesh: Any) -> int:
+    """How many programs XLA compiles for a run of so many trained models: the large ones, of passes and updates."""
+    by_shape = [name for name in vars(passes) if name != "advantages" and getattr(passes, name) is not None]
+    # An optimizer step, an empty sum of gradients, and where groups of devices have their own the exchange of sums.
+    return len(by_shape) * len(plan.shapes) + 1 + (2 if update.groups_of(mesh) == 1 else 3) * models
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a step of a PPO run does, where all responses are as long as they may be."""
+
+    scoring: int  # micro-batches of a scoring pass
+    entries: int  # of their rows, padding included
+    updates: dict[str, Descents]  # by model
+    sampled: int  # tokens that the rollout generates
+
+    def executions(self, found: Estimate) -> Executions:
+        """How often each program runs."""
+        times, entries = dict[str, int](), dict[str, int]()
+        for moment in found.moments:
+            model, _, kind = moment.name.partition(" ")
+            update = self.updates.get(model)
+            if moment.name in ("log-probs", "reference", "values"):
+                times[moment.name], entries[moment.name] = self.scoring, self.entries
+            elif update is not None and kind in ("gradient", "exchange", "step"):
+                micro_batches = update.micro_batches if kind == "gradient" else 1
+                times[moment.name] = update.epochs * update.mini_batches * micro_batches
+                if kind == "gradient":
+                    entries[moment.name] = update.epochs * update.entries
+        return Executions(times, entries, self.sampled)
+
+
+def work(c: ConfigDict, inputs: Inputs, mesh: Any) -> Work:
+    """What a step does."""
+    plan, per_step = plan_of_run(c, mesh, inputs.policy), sequences_of_step(c)
+    step = full_length(inputs.train.prompts, per_step, c.data.max_response_length, samples=c.rollout.n)
+    models = {"actor": (c.actor, c.actor.ppo_mini_batch_size)}
+    if inputs.critic is not None:
+        models["critic"] = (c.critic, critic_mini_batch_size(c))
+    packed = packing.pack(step, range(per_step), plan)
+    return Work(
+        scoring=len(packed),
+        entries=sum(math.prod(rows.inputs.shape) for rows in packed),
+        updates={name: descents(step, plan, epochs=s.ppo_epochs, size=size) for name, (s, size) in models.items()},
+        sampled=per_step * c.data.max_response_length,
+    )
+
+
+def sizes(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[list[str], Work]:
+    """The derived sizes of a PPO run as lines, and what a step does."""
+    plan, per_step = plan_of_run(c, mesh, inputs.policy), sequences_of_step(c)
+    prompts = inputs.train.prompts
+    _, passes = make_passes(c, inputs, mesh)
+    step = work(c, inputs, mesh)
+    count = programs(passes, plan, len(step.updates), mesh)
+    lines = [
+        f"prompts          {len(prompts):,} to train on, {len(inputs.val.prompts):,} to test on",
+        f"steps            {inputs.total_steps:,}, each of {c.data.train_batch_size:,} prompts x {c.rollout.n} ="
+        f" {per_step:,} samples",
+    ]
+    for name, d in step.updates.items():
+        lines.append(
+            f"{name:<16} {d.epochs} epoch(s) x {d.mini_batches} mini-batches of {d.sequences:,} ="
+            f" {d.epochs * d.mini_batches} optimizer steps a step; up to {d.micro_batches} micro-batches each"
+        )
+    lines += [
+        f"sampling         {describe_sampling(c)}",
+        *(f"                 warning: {one.found}; {one.remedy}" for one in forewarn(c)),
+        f"rows             {shapes(plan)}",
+        f"                 {step.scoring} micro-batches a scoring pass, where all responses are as long as they may be",
+        f"to compile       {count} programs for {len(plan.shapes)} shape(s)",
+    ]
+    return lines, step
+
+
+def shapes(plan: packing.Plan) -> str:
+    """The shapes of rows, with how they are filled."""
+    shared = " (shared rows)" if plan.prices is None else " (a prompt once for its samples)"
+    return f"{', '.join(f'{r}x{t}' for r, t in plan.shapes)}{shared if plan.share_rows else ''}"
+
+
+def device_parts(found: Estimate) -> dict[str, int]:
+    """What a device holds at the worst moment, part by part."""
+    worst = found.worst
+    parts = found.parts | {"sum of gradients": worst.gradients, f"temporaries: {worst.name}": worst.temporaries}
+    parts |= {"brought from the host for it": worst.brought, "compiled programs": found.code}
+    return {about: count for about, count in parts.items() if count}
+
+
+def rooms(found: Estimate, mesh: Any, *, host: dict[str, int]) -> list[Room]:
+    """The devices' memory and the host's; those of a CPU are the same."""
+    parts = device_parts(found)
+    device, taken, free = mesh.devices.flat[0], devices.resident(), memory.host_room()
+    count = sum(d.process_index == device.process_index for d in mesh.devices.flat)
+    program = {"the trainer's program": taken} if taken is not None else {}
+    room = None if free is None or taken is None else free + taken
+    host = {f"{about}, waiting": count * bytes_ for about, bytes_ in found.host.items()} | host
+    if device.platform == "cpu":
+        here = {about: count * bytes_ for about, bytes_ in parts.items()}
+        where = "this machine" if count == 1 else f"this machine, its {count} devices together"
+        return [Room(where, here | program | host, room)]
+    return [
+        Room(f"each of {count} {device.device_kind}", parts, memory.device_room(mesh)),
+        Room("this machine", program | host, room),
+    ]
+
+
+def described_rooms(c: ConfigDict, machine: Machine, found: Estimate) -> list[Room]:
+    """The memory of a described machine's devices, and what a host of it must hold."""
+    room, why = described_machine.capacity(c, machine)
+    places = [Room(f"each of {machine.devices} {machine.chip.kind} ({why})", device_parts(found), room)]
+    waiting = {f"{about}, waiting": count for about, count in found.host.items()}
+    return [*places, *([Room("its host, for each device", waiting, None)] if waiting else [])]
+
+
+def host_parts(c: ConfigDict, inputs: Inputs, mesh: Any) -> dict[str, int]:
+    """What a PPO run holds on the host beside the trainer: the published weights, and a vLLM on a CPU."""
+    r, parts = c.rollout, dict[str, int]()
+    if r.name == "inprocess":
+        return parts
+    if not r.publish_dir:  # two files in shared memory, written in turn
+        parts["published weights"] = 2 * memory.served(inputs.policy, published_dtype(c))
+    if r.name == "vllm" and not r.urls and sharding.platform(mesh) == "cpu":  # SGLang's are on a GPU
+        parts |= {
+            "vLLM: weights": r.servers * memory.served(inputs.policy, r.dtype),
+            "vLLM: cache": r.servers * r.kv_cache_memory_bytes,
+        }
+    return parts
+
+
+def of_servers(c: ConfigDict, inputs: Inputs, mesh: Any) -> Room | None:
+    """The servers' share of a GPU; None where they have none."""
+    limit = memory.device_room(mesh)
+    share = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
+    name = {"vllm": "vLLM", "sglang": "SGLang"}.get(c.rollout.name)
+    if name is None or c.rollout.urls or limit is None or share is None or sharding.platform(mesh) != "gpu":
+        return None
+    weights = memory.served(inputs.policy, c.rollout.dtype)
+    has = int(c.rollout.gpu_memory_utilization * limit / float(share))
+    return Room(f"{name}'s share of a GPU, {c.rollout.gpu_memory_utilization:.0%}", {"weights": weights}, has)
+
+
+def table(room: Room) -> list[str]:
+    """A room as lines, its sum and its verdict last."""
+    widest = max(len(about) for about in room.parts)
+    lines = [f"memory of {room.where}, MiB"]
+    lines += [f"  {about:<{widest}}  {count / MIB:>10,.0f}" for about, count in room.parts.items()]
+    said = "" if room.has is None else f"  of {room.has / MIB:,.0f}: {room.verdict}"
+    return [*lines, f"  {'together':<{widest}}  {room.needs / MIB:>10,.0f}{said}"]
+
+
+def look(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[list[str], Estimate, list[Room]]:
+    """Everything of a PPO run on this machine: its sizes as lines, the estimate, and what is needed where."""
+    lines, step = sizes(c, inputs, mesh)
+    found = memory.estimate(c, inputs, mesh, entries=step.entries)
+    share = of_servers(c, inputs, mesh)
+    places = rooms(found, mesh, host=host_parts(c, inputs, mesh)) + ([share] if share is not None else [])
+    return lines, found, places
+
+
+def fits(c: ConfigDict, inputs: Inputs, mesh: Any) -> bool:
+    """Whether a PPO run fits this machine."""
+    _, found, places = look(c, inputs, mesh)
+    return not found.refused and all(place.verdict != "FAIL" for place in places)
+
+
+def settled(c: ConfigDict, inputs: Inputs, mesh: Any, machine: Machine | None = None) -> tuple[ConfigDict, list[str]]:
+    """The config with what `auto` chooses for this machine or a described one, and a line about it."""
+    if not auto.asked(c):
+        return c, []
+
+    def on_described(other: ConfigDict) -> bool:
+        assert machine is not None
+        found = memory.estimate(other, inputs, mesh, entries=work(other, inputs, mesh).entries)
+        return described_machine.fits(found, described_machine.capacity(other, machine)[0])
+
+    here = functools.partial(fits, inputs=inputs, mesh=mesh)
+    changes = auto.choose(c, here if machine is None else on_described)
+    said = ", ".join(f"{name}={value}" for name, value in changes.items())
+    return auto.with_changes(c, changes), [f"chosen by memory {said}"]
+
+
+def report(
+    lines: Sequence[str], found: Estimate, places: Sequence[Room], outlook: forecast.Outlook | None = None
+) -> str:
+    """All of it as text."""
+    blocks = [list(lines), forecast.table(found, outlook), forecast.exchanges(found), *map(table, places)]
+    blocks += [forecast.step(outlook)] if outlook is not None else []
+    return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
+
+
+def take_little() -> None:
+    """Keeps JAX from taking its share of a GPU at once, which a run under way may have."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
+def here(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[list[str], Estimate, list[Room]]:
+    """As `look`, with what `auto` chooses for this machine."""
+    c, chosen = settled(c, inputs, mesh)
+    lines, found, places = look(c, inputs, mesh)
+    return [*lines, *chosen], found, places
+
+
+def report_here(request: Request, lines: Sequence[str], found: Estimate, places: Sequence[Room]) -> str:
+    """The report for this machine; its account goes to the file of --json."""
+    request.write(forecast.as_dict(found, None))
+    return report(lines, found, places)
+
+
+def dry_run(c: ConfigDict, request: Request = HERE) -> str:
+    """What a PPO run by these settings would be."""
+    share_gpu(c)
+    take_little()
+    inputs = read_inputs(c)
+    mesh = request.mesh(c)
+    if request.machine is None:
+        return report_here(request, *here(c, inputs, mesh))
+    c, chosen = settled(c, inputs, mesh, request.machine)
+    lines, step = sizes(c, inputs, mesh)
+    lines += chosen
+    found = memory.estimate(c, inputs, mesh, entries=step.entries)
+
+    def estimate(other: ConfigDict) -> Estimate:
+        return memory.estimate(other, inputs, mesh, entries=work(other, inputs, mesh).entries)
+
+    return on_machine(c, request, mesh, lines, found, step.executions(found), estimate)
+
+
+def of_one_model(
+    c: ConfigDict,
+    request: Request,
+    mesh: Any,
+    lines: Sequence[str],
+    found: Estimate,
+    executions: Executions,
+    estimate: Callable[[ConfigDict], Estimate],
+) -> str:
+    """The report of a run that trains one model, on this machine or on a described one."""
+    if request.machine is not None:
+        return on_machine(c, request, mesh, lines, found, executions, estimate)
+    request.write(forecast.as_dict(found, None))
+    return report(lines, found, rooms(found, mesh, host={}))
+
+
+def on_machine(
+    c: ConfigDict,
+    request: Request,
+    mesh: Any,
+    lines: Sequence[str],
+    found: Estimate,
+    executions: Executions,
+    estimate: Callable[[ConfigDict], Estimate],
+) -> str:
+    """The report for a described machine; printed before the UserError of one that is too small."""
+    machine = request.machine
+    assert machine is not None
+    outlook = forecast.look(found, machine, mesh, executions, request.rollout_tokens_per_s)
+    request.write(forecast.as_dict(found, outlook))
+    text = report([f"machine          {machine}", *lines], found, described_rooms(c, machine, found), outlook)
+    if not described_machine.fits(found, described_machine.capacity(c, machine)[0]):
+        print(text, end="", flush=True)
+        described_machine.require_room(c, machine, found, estimate)
+    return text

@@ -1,0 +1,167 @@
+"""The search for the fastest settings of a run on a described machine: each candidate is compiled, none is guessed.
+
+Meshes first, then recomputation, tokens of a device and packing, each group tried on the best settings so far; offload
+where nothing fits without it.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from jppo import settings
+from jppo.build.inputs import Inputs
+from jppo.build.learner import make_mesh
+from jppo.dry_run import described_machine, forecast, memory, preview
+from jppo.dry_run.forecast import Outlook
+from jppo.dry_run.memory import Estimate
+from jppo.settings import UserError
+from jppo.targets.machines import Machine
+
+REMAT = ("none", "dots", "attention", "full")
+PACKING = ("buckets", "segments")
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """Settings that were tried, and what became of them."""
+
+    changes: dict[str, Any]  # by the settings' names; {} is the config as it is
+    estimate: Estimate | None = None
+    outlook: Outlook | None = None
+    room: int = 0
+    reason: str = ""  # why there is no forecast
+
+    @property
+    def fits(self) -> bool:
+        """Whether all programs compile within a device's memory."""
+        return self.estimate is not None and described_machine.fits(self.estimate, self.room)
+
+    @property
+    def rank(self) -> tuple[bool, float, float]:
+        """The fastest that fits first, of two as fast the one that relies less on overlap; without a forecast last."""
+        if self.outlook is None:
+            return True, math.inf, math.inf
+        return not self.fits, float(f"{self.outlook.step:.3g}"), self.outlook.busy
+
+    @property
+    def slowest(self) -> str:
+        """The stage that takes most of a step, and what bounds it."""
+        if self.outlook is None:
+            return ""
+        stages = self.outlook.stages()
+        name = max(stages, key=lambda stage: stages[stage])
+        bound = next(one.bound for moment, one in self.outlook.programs if moment.name == name)
+        return f"{name}: {bound}"
+
+
+def search(
+    c: ConfigDict, inputs: Inputs, machine: Machine, *, rate: float, say: Callable[[str], None]
+) -> list[Candidate]:
+    """All candidates, the best first; `say` hears of each."""
+    devices = described_machine.devices_of(machine)
+    tried: dict[str, Candidate] = {}
+
+    def attempt(changes: dict[str, Any]) -> None:
+        if str(changes) not in tried:
+            found = tried[str(changes)] = try_settings(c, changes, inputs, machine, devices, rate)
+            say(line(found))
+
+    def best() -> Candidate:
+        return min(tried.values(), key=lambda one: one.rank)
+
+    attempt({})
+    for mesh in meshes(machine):
+        attempt({} if _mesh_of(c, machine.devices) == mesh else mesh)
+    for group in (_remat, _tokens, _packing):
+        for change in group(with_changes(c, best().changes), machine):
+            attempt(best().changes | change)
+    if not best().fits:
+        for changes in described_machine.remedies(with_changes(c, best().changes)):
+            attempt(best().changes | changes)
+            if best().fits:
+                break
+    return sorted(tried.values(), key=lambda one: one.rank)
+
+
+def with_changes(c: ConfigDict, changes: dict[str, Any]) -> ConfigDict:
+    """The config with other settings."""
+    other = c.copy_and_resolve_references()
+    other.update_from_flattened_dict(changes)
+    return other
+
+
+def try_settings(
+    c: ConfigDict, changes: dict[str, Any], inputs: Inputs, machine: Machine, devices: list[Any], rate: float
+) -> Candidate:
+    """Compiles all programs with these settings."""
+    other = with_changes(c, changes)
+    try:
+        settings.check(other)
+        mesh = make_mesh(other, devices)
+        _, work = preview.sizes(other, inputs, mesh)
+        found = memory.estimate(other, inputs, mesh, entries=work.entries)
+    except UserError as e:
+        return Candidate(changes, reason=str(e))
+    room, _ = described_machine.capacity(other, machine)
+    if found.refused:
+        account = found.refused[0].account
+        return Candidate(changes, found, None, room, reason=str(account and account.error))
+    return Candidate(changes, found, forecast.look(found, machine, mesh, work.executions(found), rate), room)
+
+
+def meshes(machine: Machine) -> Iterator[dict[str, int]]:
+    """Meshes worth a try: parameters over all devices or within a group, and two, four or eight devices a row."""
+    n, each = machine.devices, machine.each
+    shapes = [(1, n, 1, 1)]
+    shapes += [(machine.groups, each, 1, 1)] if machine.groups > 1 else []
+    shapes += [(2, n // 2, 1, 1), (n, 1, 1, 1)] if n > 1 and machine.groups == 1 else []
+    for width in (2, 4, 8):
+        if each % width == 0 and n > 1:
+            shapes += [(1, n // width, width, 1), (1, n // width, 1, width)]
+    for data, fsdp, tensor, sequence in dict.fromkeys(shapes):
+        yield {"mesh.data": data, "mesh.fsdp": fsdp, "mesh.tensor": tensor, "mesh.sequence": sequence}
+
+
+def _mesh_of(c: ConfigDict, devices: int) -> dict[str, int]:
+    """The config's own mesh, with no axis left open; {} where it does not fit."""
+    sizes = {f"mesh.{axis}": int(c.mesh[axis]) for axis in ("data", "fsdp", "tensor", "sequence")}
+    known = math.prod(size for size in sizes.values() if size > 0)
+    return {name: devices // known if size == -1 else size for name, size in sizes.items()}
+
+
+def _remat(c: ConfigDict, machine: Machine) -> Iterator[dict[str, Any]]:
+    yield from ({"model.remat": remat} for remat in REMAT if remat != c.model.remat)
+
+
+def _tokens(c: ConfigDict, machine: Machine) -> Iterator[dict[str, Any]]:
+    longest = c.data.max_prompt_length + c.data.max_response_length
+    for tokens in (c.actor.max_tokens_per_device * 2, c.actor.max_tokens_per_device // 2):
+        if tokens >= longest:
+            yield {"actor.max_tokens_per_device": tokens}
+
+
+def _packing(c: ConfigDict, machine: Machine) -> Iterator[dict[str, Any]]:
+    yield from ({"data.packing": packing} for packing in PACKING if packing != c.data.packing)
+
+
+def arguments(changes: dict[str, Any]) -> str:
+    """Settings as words of a command line."""
+    return " ".join(f"--config.{name}={value}" for name, value in changes.items())
+
+
+def line(one: Candidate) -> str:
+    """A candidate as a line of the table."""
+    said = arguments(one.changes).replace("--config.", "") or "(the config as it is)"
+    if one.outlook is None or one.estimate is None:
+        return f"{'-':>9}  {'-':>8}  {'not possible':<12}  {'':<26}  {said}: {one.reason[:160]}"
+    peak, verdict = one.estimate.peak / forecast.GIB, "fits" if one.fits else "does not fit"
+    return f"{one.outlook.step:9,.4g}  {peak:8,.1f}  {verdict:<12}  {one.slowest:<26}  {said}"
+
+
+def as_dict(one: Candidate) -> dict[str, Any]:
+    """A candidate for JSON."""
+    said = forecast.as_dict(one.estimate, one.outlook) if one.estimate is not None else {}
+    return dict(changes=one.changes, fits=one.fits, room=one.room, reason=one.reason, **said)

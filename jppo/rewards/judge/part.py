@@ -1,0 +1,169 @@
+"""A language model as the judge: scores samples over HTTP, concurrently with the rollout.
+
+    sample -> `Rubric.question` -> cache, or `JudgeClient.ask` with retries -> `read_score` -> Reward
+
+A failure is an error of its sample, never a 0. Keys come from the environment and are only sent in requests. Cost is
+reported in tokens.
+"""
+
+import asyncio
+import collections
+import dataclasses
+import random
+import secrets
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from jppo.rewards.judge.cache import Cache
+from jppo.rewards.judge.client import Answer, JudgeClient, JudgeError
+from jppo.rewards.judge.prompts import Rubric, read_score
+from jppo.rewards.parts import Sample, failed
+from jppo.settings import UserError
+from jppo.types import Reward
+
+
+class JudgePart:
+    """The judge as a part of the reward, with its own event loop in a thread."""
+
+    def __init__(
+        self,
+        client: JudgeClient,
+        rubric: Rubric,
+        *,
+        concurrency: int,
+        retries: int,
+        cache_dir: str = "",
+        first_wait_s: float = 2.0,  # before a retry; doubles each time
+        longest_wait_s: float = 60.0,
+    ):
+        if concurrency < 1:
+            raise UserError(f"reward.judge.concurrency={concurrency} must be at least 1")
+        if retries < 0:
+            raise UserError(f"reward.judge.retries={retries} must not be negative; 0 disables retries")
+        self._client, self._rubric = client, rubric
+        self._retries, self._first_wait_s, self._longest_wait_s = retries, first_wait_s, longest_wait_s
+        self._cache = Cache(cache_dir) if cache_dir else None
+        self._slots = asyncio.Semaphore(concurrency)
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._lock = threading.Lock()  # guards the counts and _closed
+        self._closed = False
+        self._tasks: set[asyncio.Task[Reward]] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="jppo-judge", daemon=True)
+        self._thread.start()
+
+    def submit(self, sample: Sample) -> Future[Reward]:
+        """Submits a sample from any thread; the reward has a score from 0 to 1 and `judge_raw` from 0 to max_score."""
+        future: Future[Reward] = Future()
+        future.set_running_or_notify_cancel()  # it cannot be cancelled any more
+        with self._lock:
+            if not self._closed:
+                self._loop.call_soon_threadsafe(self._start, sample, future)
+                return future
+        self._settle(future, failed("the judge was closed before the sample was submitted"))
+        return future
+
+    def flush(self) -> None:
+        """Does nothing: no sample waits for another."""
+
+    def metrics(self) -> dict[str, float]:
+        """Returns counts since the last call: errors are samples, requests include retries."""
+        names = ("requests", "retries", "cache_hits", "prompt_tokens", "completion_tokens", "errors", "cache_failures")
+        with self._lock:
+            counts, self._counts = self._counts, collections.Counter()
+        return {f"judge/{name}": float(counts[name]) for name in names}
+
+    def close(self) -> None:
+        """Stops requests and connections; waiting samples become errors. May be called twice."""
+        with self._lock:
+            first, self._closed = not self._closed, True
+            if first:
+                ended = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+        if first:
+            try:
+                ended.result()
+            finally:
+                self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _end(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._client.close()
+
+    def _start(self, sample: Sample, future: Future[Reward]) -> None:
+        task = self._loop.create_task(self._score(sample))
+        self._tasks.add(task)
+        task.add_done_callback(lambda task: self._finish(task, future))
+
+    def _finish(self, task: asyncio.Task[Reward], future: Future[Reward]) -> None:
+        """Resolves the future of a task, however the task ended."""
+        self._tasks.discard(task)
+        if task.cancelled():
+            reward = failed("the judge was closed before it answered")
+        elif (e := task.exception()) is not None:
+            said = str(e) if isinstance(e, JudgeError) else f"{type(e).__name__}: {e}"
+            reward = failed(self._client.scrub(said))
+        else:
+            reward = task.result()
+        self._settle(future, reward)
+
+    def _settle(self, future: Future[Reward], reward: Reward) -> None:
+        if reward.error is not None:
+            self._count(errors=1)
+        future.set_result(reward)
+
+    async def _score(self, sample: Sample) -> Reward:
+        question = self._rubric.question(sample)  # without the random marks
+        asked = {**self._client.asked, **dataclasses.asdict(self._rubric), "question": question}
+        async with self._slots:  # held during retries, so a busy server gets fewer requests
+            score = None if self._cache is None else self._cache.get(asked)
+            if score is not None:
+                self._count(cache_hits=1)
+            else:
+                answer = await self._answer(self._rubric.question(sample, mark=secrets.token_hex(8)))
+                score = self._read(answer)
+                self._remember(asked, score, answer.text)
+        return Reward(score, {"judge_raw": score * self._rubric.max_score}, error=None)
+
+    async def _answer(self, question: str) -> Answer:
+        """Asks the judge, with retries after growing delays."""
+        for attempt in range(self._retries + 1):
+            self._count(requests=1, retries=int(attempt > 0))
+            try:
+                answer = await self._client.ask(self._rubric.system, question)
+            except JudgeError as e:
+                if not e.again:
+                    raise
+                if attempt == self._retries:
+                    raise JudgeError(f"{e}; {attempt + 1} requests were sent") from e
+                if e.after_s > self._longest_wait_s:
+                    raise JudgeError(f"{e}; it asks to retry after {e.after_s:g} s, which is too long") from e
+                pause = min(self._first_wait_s * 2**attempt, self._longest_wait_s)
+                await asyncio.sleep(max(pause * random.uniform(0.5, 1.0), e.after_s * random.uniform(1.0, 1.1)))
+            else:
+                self._count(prompt_tokens=answer.prompt_tokens, completion_tokens=answer.completion_tokens)
+                return answer
+        raise AssertionError("unreachable")
+
+    def _read(self, answer: Answer) -> float:
+        if answer.finish in ("content_filter", "refusal"):
+            raise JudgeError(f"the judge refused ({answer.finish}): {answer.text[:200]!r}")
+        if not answer.text.strip():
+            raise JudgeError(f"the judge's reply is empty; it finished with {answer.finish!r}")
+        return read_score(answer.text, self._rubric.max_score, cut=answer.finish in ("length", "max_tokens"))
+
+    def _remember(self, asked: Mapping[str, Any], score: float, reply: str) -> None:
+        try:
+            if self._cache is not None:
+                self._cache.put(asked, score, self._client.scrub(reply))
+        except OSError:  # a full disk must not lose a score
+            self._count(cache_failures=1)
+
+    def _count(self, **more: int) -> None:
+        with self._lock:
+            self._counts.update(more)

@@ -1,0 +1,1 @@
+"""Reward models: by JAX, by vLLM, or by transformers and torch."""

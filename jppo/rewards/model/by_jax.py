@@ -1,0 +1,119 @@
+"""A reward model of a supported family, scored by JAX on the trainer's devices, sharded or on one device."""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jppo.models import heads, hf, tensorfile
+from jppo.models.attention import Attend
+from jppo.models.decoder import Decoder, identity
+from jppo.rewards.model.part import Classifier, located, refused, without_padding
+from jppo.settings import UserError
+from jppo.types import Params
+
+SHORTEST = 64  # tokens; shorter rows are padded to this
+
+
+def row_lengths(max_length: int) -> list[int]:
+    """Returns the compiled row lengths: powers of two times SHORTEST, then `max_length`."""
+    lengths = [SHORTEST]
+    while lengths[-1] < max_length:
+        lengths.append(2 * lengths[-1])
+    return [*lengths[:-1], max_length]
+
+
+class JaxRewardModel:
+    """Scores by the logit of the last token, like transformers' sequence classifiers.
+
+    Every batch has `batch_size` rows (more if `rows` does not divide it), so there is one compilation per length.
+    `shardings` places the parameters and `rows` the rows; without them everything is on one device.
+    """
+
+    def __init__(
+        self,
+        what: Classifier,
+        *,
+        batch_size: int,
+        max_length: int,
+        dtype: Any = "float32",
+        shardings: Params | None = None,
+        rows: jax.NamedSharding | None = None,
+        attend: Attend | None = None,
+    ):
+        """Loads the weights; UserError if they are not a reward model's. `attend` is an attention kernel."""
+        try:
+            _, cfg = hf.read_config(what.directory)
+            _check_score(what, cfg.hidden_size)
+            self._params = hf.load_params(what.directory, cfg, head="value", param_dtype=dtype, shardings=shardings)
+        except UserError as e:
+            raise refused(what.path, str(e)) from e
+        self._rows, self._pad_token_id = rows, what.pad_token_id
+        self._lengths = row_lengths(max_length)
+        parts = 1 if rows is None else _parts(rows)
+        self._count = -(-batch_size // parts) * parts
+        constrain = identity if rows is None else functools.partial(_constrain, rows)
+        model = Decoder(cfg, dtype=dtype, param_dtype=dtype, constrain=constrain, attend=attend)
+        whole = None if rows is None else jax.NamedSharding(rows.mesh, jax.P())
+        self._scores = jax.jit(functools.partial(_scores, model), out_shardings=whole)
+
+    def score(self, ids: Sequence[Sequence[int]]) -> list[float]:
+        """Implements Scorer.score."""
+        kept = [without_padding(one, self._pad_token_id) for one in ids]
+        groups = [kept[i : i + self._count] for i in range(0, len(kept), self._count)]
+        return [score for group in groups for score in self._batch(group)]
+
+    def wait_ready(self) -> None:
+        """Compiles every row length, so no training step does."""
+        for length in self._lengths:
+            self._batch([[0] * length])
+
+    def close(self) -> None:
+        """Drops the references to the weights."""
+        self._params = None
+
+    def _batch(self, ids: list[list[int]]) -> list[float]:
+        longest = max(map(len, ids))
+        fitting = [length for length in self._lengths if length >= longest]
+        if not fitting:
+            raise ValueError(f"a text has {longest} tokens, more than max_length={self._lengths[-1]}")
+        tokens = np.zeros((self._count, fitting[0]), np.int32)
+        last = np.zeros(self._count, np.int32)  # an empty row has one token
+        for i, one in enumerate(ids):
+            tokens[i, : len(one)] = one
+            last[i] = len(one) - 1
+        placed = jax.device_put((tokens, last), self._rows)
+        return np.asarray(self._scores(self._params, *placed))[: len(ids)].tolist()
+
+
+def _scores(model: Decoder, params: Params, tokens: jax.Array, last: jax.Array) -> jax.Array:
+    """Returns [R] f32: the value after the token at `last` [R] of each row of tokens [R, T]."""
+    here = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
+    segment = (here <= last[:, None]).astype(jnp.int32)
+    hidden: Any = model.apply({"params": params}, tokens, segment, here)
+    final = jnp.take_along_axis(hidden, last[:, None, None], axis=1)  # [R, 1, D]
+    return heads.values(final, params["score"]["kernel"])[:, 0]
+
+
+def _constrain(rows: jax.NamedSharding, x: jax.Array) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, rows)
+
+
+def _parts(rows: jax.NamedSharding) -> int:
+    """Returns the number of shards along the first axis."""
+    axes = rows.spec[0] if len(rows.spec) else ()
+    return math.prod(rows.mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ()))
+
+
+def _check_score(what: Classifier, hidden_size: int) -> None:
+    slot = tensorfile.slots(located(what.path)).get("score.weight")
+    if slot is None:
+        raise UserError("it has no score.weight; a reward model is a sequence classifier, not a language model")
+    if slot.shape != (1, hidden_size):
+        raise UserError(
+            f"score.weight has shape {list(slot.shape)}, not {[1, hidden_size]}; a reward model has one label"
+        )

@@ -1,0 +1,351 @@
+"""A reward model as a part of the reward: input text, batches, normalisation, clipping.
+
+A `Scorer` computes the scores: `by_jax.py` for families that jppo supports, `by_torch.py` for all others in
+transformers, `by_vllm.py` for classifiers served by vLLM. All take token ids, so the text and its end are the same
+for each.
+"""
+
+import dataclasses
+import json
+import math
+import pathlib
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+import numpy as np
+
+from jppo.models import families, hf
+from jppo.rewards.parts import Sample, failed
+from jppo.settings import UserError
+from jppo.types import Reward
+
+
+class ScoringError(Exception):
+    """A batch could not be scored; the message has the reason."""
+
+
+class Scorer(Protocol):
+    """A sequence classifier with one label."""
+
+    def score(self, ids: Sequence[Sequence[int]]) -> list[float]:
+        """Returns the logit of each token sequence; raises ScoringError on failure."""
+        ...
+
+    def close(self) -> None:
+        """Stops its processes; may be called twice, and while another thread waits for scores."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Classifier:
+    """The config.json of a reward model."""
+
+    path: str  # as in reward.model.path, for errors
+    directory: str  # its local path
+    model_type: str
+    vocab_size: int
+    pad_token_id: int | None
+
+
+def read_classifier(path: str, *, tokenizer: Any, max_length: int) -> Classifier:
+    """Reads the reward model at `path` and checks its config and tokenizer; UserError if it is not one."""
+    directory = located(path)
+    file = directory / "config.json"
+    try:
+        config = json.loads(file.read_text())
+    except FileNotFoundError as e:
+        raise refused(path, f"{file} is missing; a model directory must have it") from e
+    except (ValueError, RecursionError) as e:
+        raise refused(path, f"{file} is not valid JSON: {e}") from e
+    if not isinstance(config, dict):
+        raise refused(path, f"{file} must be a JSON object, not {type(config).__name__}")
+    names = config.get("id2label")
+    labels = len(names) if isinstance(names, dict) else config.get("num_labels")
+    if labels not in (None, 1):
+        raise refused(path, f"{file} has {labels} labels; a reward model has one")
+    inner = config.get("text_config")  # of multimodal models
+    text = inner if isinstance(inner, dict) and inner else config
+    vocab_size = text.get("vocab_size")
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if not isinstance(vocab_size, int) or largest >= vocab_size:
+        raise refused(
+            path,
+            f"its tokenizer has ids up to {largest}, but its embedding has vocab_size={vocab_size} rows;"
+            " put the model's own tokenizer files there",
+        )
+    longest = [text.get("max_position_embeddings") or math.inf, tokenizer.model_max_length]
+    known = [one for one in longest if isinstance(one, int | float)]
+    if len(known) < len(longest):
+        raise refused(
+            path, f"max_position_embeddings={longest[0]!r} and model_max_length={longest[1]!r} must be numbers"
+        )
+    if max_length > min(known):
+        raise UserError(
+            f"reward.model.max_length={max_length} is more than the {min(known)} tokens that the config.json and "
+            f"tokenizer_config.json of reward.model.path={path} allow; set it to {min(known)} or less"
+        )
+    return Classifier(path, str(directory), str(config.get("model_type")), vocab_size, text.get("pad_token_id"))
+
+
+def located(path: str) -> pathlib.Path:
+    """Returns the directory of the reward model after checking for weights."""
+    try:
+        return hf.resolve(path, weights=True)
+    except UserError as e:
+        raise refused(path, str(e)) from e
+
+
+def refused(path: str, why: str) -> UserError:
+    """Returns the error for a reward model that cannot be used."""
+    return UserError(f"reward.model.path={path}: {why}")
+
+
+def choose_engine(engine: str, model_type: str) -> str:
+    """Selects the engine: `auto` is jax for supported families, otherwise transformers."""
+    if engine == "auto":
+        return "jax" if model_type in families.FAMILIES else "transformers"
+    if engine == "jax" and model_type not in families.FAMILIES:
+        raise UserError(
+            f"reward.model.engine='jax' supports {', '.join(families.FAMILIES)}, but the model is a {model_type};  "
+            "set it to 'transformers'"
+        )
+    return engine
+
+
+def without_padding(ids: Sequence[int], pad_token_id: int | None) -> list[int]:
+    """Returns the ids up to the last non-padding token, where transformers reads a decoder's score.
+
+    A causal model gives that token the same score whatever follows. If all tokens are padding, the first one counts.
+    """
+    last = max((i for i, token in enumerate(ids) if token != pad_token_id), default=0)
+    return list(ids[: last + 1])
+
+
+class Texts:
+    """Builds the token input of a reward model for a sample.
+
+    Chat messages and the response as the assistant's turn, in the chat template of the model's own tokenizer. Without a
+    template, and for text prompts, the prompt and then the response, with the tokenizer's special tokens.
+    """
+
+    def __init__(self, tokenizer: Any, *, max_length: int):
+        """Takes the reward model's own tokenizer and sets its truncation side."""
+        if max_length < 1:
+            raise UserError(f"reward.model.max_length={max_length} must be 1 or more")
+        tokenizer.truncation_side = "left"
+        self._tokenizer, self._max_length = tokenizer, max_length
+        self._lock = threading.Lock()  # truncation changes a fast tokenizer's state
+
+    def render(self, sample: Sample) -> tuple[str, bool]:
+        """Returns the text, and whether it already has its special tokens."""
+        messages = sample.prompt.messages
+        if isinstance(messages, str):
+            return messages + sample.text, False
+        if self._tokenizer.chat_template is None:
+            return "\n".join([*(message["content"] for message in messages), sample.text]), False
+        turns = [*messages, {"role": "assistant", "content": sample.text}]
+        return self._tokenizer.apply_chat_template(turns, add_generation_prompt=False, tokenize=False), True
+
+    def read(self, sample: Sample) -> tuple[list[int], bool]:
+        """Returns the tokens, and whether they were truncated; the end of a long text is kept."""
+        text, whole = self.render(sample)
+        with self._lock:
+            ids = self._tokenizer(text, add_special_tokens=not whole, verbose=False)["input_ids"]
+            cut = len(ids) > self._max_length
+            if cut:  # again by the tokenizer, which keeps the special tokens that it adds
+                ids = self._tokenizer(
+                    text, add_special_tokens=not whole, truncation=True, max_length=self._max_length, verbose=False
+                )["input_ids"]
+        if not ids:
+            raise ValueError("the tokenizer of the reward model returns no tokens for the text")
+        return list(ids), cut
+
+
+class Normalizer:
+    """Running mean and standard deviation of all scores, by Welford's method over batches (Chan, Golub and LeVeque).
+
+    With n scores of mean μ and m more of mean ν, δ = ν - μ, the mean moves by δ m / (n + m), and the sum of squared
+    deviations grows by the batch's own and δ² n m / (n + m).
+    """
+
+    def __init__(self) -> None:
+        self.count = self.mean = self.squares = 0.0
+
+    def update(self, raw: np.ndarray) -> None:
+        """Adds a batch of scores; the order does not matter."""
+        if raw.size == 0:
+            return
+        raw = np.sort(raw.astype(np.float64))
+        mean, count = float(raw.mean()), self.count + raw.size
+        delta = mean - self.mean
+        self.squares += float(np.square(raw - mean).sum()) + delta**2 * self.count * raw.size / count
+        self.mean += delta * raw.size / count
+        self.count = count
+
+    def apply(self, raw: np.ndarray) -> np.ndarray:
+        """Returns (raw - mean) / std in f64; 0 if all scores so far are equal."""
+        std = math.sqrt(self.squares / self.count) if self.count else 0.0
+        return (raw.astype(np.float64) - self.mean) / max(std, 1e-8)
+
+    def state(self) -> dict[str, float]:
+        """Returns the state for a checkpoint, as JSON types."""
+        return {"count": self.count, "mean": self.mean, "squares": self.squares}
+
+    def load(self, state: Mapping[str, float]) -> None:
+        """Restores a state."""
+        self.count, self.mean, self.squares = (float(state[key]) for key in ("count", "mean", "squares"))
+
+
+class ModelPart:
+    """A reward model as a part: scores batches of `batch_size` in the background, in the order of submission.
+
+    `parts` has the unnormalised score, `rm_raw`. With a normalizer, all scores up to a flush are normalised together,
+    so they do not depend on thread timing. Without `learn`, as in validation, the normalizer is not updated; while it
+    is empty, the scores of a flush are normalised by their own statistics.
+    """
+
+    def __init__(
+        self,
+        model: Scorer,
+        texts: Texts,
+        *,
+        batch_size: int,
+        normalizer: Normalizer | None = None,
+        clip: float | None = None,
+        learn: bool = True,
+    ):
+        if batch_size < 1:
+            raise UserError(f"reward.model.batch_size={batch_size} must be 1 or more")
+        if clip is not None and clip <= 0:
+            raise UserError(f"reward.model.clip={clip} must be above 0, or None for no limit")
+        self._model, self._texts = model, texts
+        self._batch_size, self._normalizer, self._clip, self._learn = batch_size, normalizer, clip, learn
+        self._lock = threading.Lock()
+        self._closed = False
+        self._waiting: list[tuple[Sample, Future[Reward]]] = []  # not yet a whole batch
+        self._open: set[Future[Reward]] = set()  # unresolved
+        self._scored: list[tuple[Future[Reward], float]] = []  # to be normalised; owned by the thread
+        self._cut = 0  # truncated texts since the last call of `metrics`
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward-model")  # one worker keeps batches in order
+
+    def submit(self, sample: Sample) -> Future[Reward]:
+        """Like Part.submit: the sample waits for a whole batch, or for `flush`."""
+        future: Future[Reward] = Future()
+        future.set_running_or_notify_cancel()  # it cannot be cancelled
+        with self._lock:
+            if self._closed:
+                future.set_result(failed("the reward model is closed"))
+                return future
+            self._open.add(future)
+            self._waiting.append((sample, future))
+            if len(self._waiting) == self._batch_size:
+                self._send()
+        return future
+
+    def flush(self) -> None:
+        """Like Part.flush; returns at once."""
+        with self._lock:
+            if self._closed:
+                return
+            self._send()
+            if self._normalizer is not None:
+                self._thread.submit(self._normalise)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the number of truncated texts since the last call."""
+        with self._lock:
+            cut, self._cut = self._cut, 0
+        return {"reward/rm_cut": float(cut)}
+
+    def ready(self) -> None:
+        """Waits for a model that loads in its own process; UserError if that fails."""
+        wait = getattr(self._model, "wait_ready", None)
+        if wait is not None:
+            wait()
+
+    def testing(self) -> "ModelPart":
+        """Returns the same part for held-out samples, without updating the normalizer; must not be closed."""
+        return ModelPart(
+            self._model,
+            self._texts,
+            batch_size=self._batch_size,
+            normalizer=self._normalizer,
+            clip=self._clip,
+            learn=False,
+        )
+
+    def state(self) -> dict[str, float]:
+        """Returns the normalizer's state for a checkpoint, if there is one."""
+        return {} if self._normalizer is None else self._normalizer.state()
+
+    def load(self, state: Mapping[str, float]) -> None:
+        """Restores `state`; an empty state, from a run without a normalizer, starts a new one."""
+        if self._normalizer is not None and state:
+            self._normalizer.load(state)
+
+    def close(self) -> None:
+        """Closes the model; samples without a score fail."""
+        with self._lock:
+            self._closed, self._waiting = True, []
+        self._model.close()
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        for future in list(self._open):
+            self._resolve(future, failed("the reward model was closed before it had scored this"))
+
+    def _send(self) -> None:
+        batch, self._waiting = self._waiting, []
+        if batch:
+            self._thread.submit(self._score, batch)
+
+    def _score(self, batch: list[tuple[Sample, Future[Reward]]]) -> None:
+        read: list[tuple[Future[Reward], list[int]]] = []
+        for sample, future in batch:
+            try:
+                ids, cut = self._texts.read(sample)
+            except Exception as e:  # a template that refuses the messages is an error of this sample only
+                self._resolve(future, failed(f"{type(e).__name__}: {e}"))
+                continue
+            read.append((future, ids))
+            with self._lock:
+                self._cut += cut
+        try:
+            raw = self._model.score([ids for _, ids in read]) if read else []
+            if len(raw) != len(read):
+                raise ScoringError(f"the reward model gave {len(raw)} scores for {len(read)} texts")
+        except Exception as e:  # an exception is an error of every sample in the batch
+            error = str(e) if isinstance(e, ScoringError) else f"{type(e).__name__}: {e}"
+            for future, _ in read:
+                self._resolve(future, failed(error))
+            return
+        for (future, _), score in zip(read, raw, strict=True):
+            if not math.isfinite(score):
+                self._resolve(future, failed(f"the reward model's score is {score}; it must be a finite number"))
+            elif self._normalizer is not None:
+                self._scored.append((future, score))
+            else:
+                self._resolve(future, self._reward(score, score))
+
+    def _normalise(self) -> None:
+        """Runs after all earlier batches."""
+        assert self._normalizer is not None
+        scored, self._scored = self._scored, []
+        raw = np.array([score for _, score in scored], np.float64)
+        normalizer = self._normalizer
+        if self._learn:
+            normalizer.update(raw)
+        elif not normalizer.count:
+            normalizer = Normalizer()
+            normalizer.update(raw)
+        for (future, score), value in zip(scored, normalizer.apply(raw), strict=True):
+            self._resolve(future, self._reward(float(value), score))
+
+    def _reward(self, score: float, raw: float) -> Reward:
+        if self._clip is not None:
+            score = min(max(score, -self._clip), self._clip)
+        return Reward(score=score, parts={"rm_raw": raw}, error=None)
+
+    def _resolve(self, future: Future[Reward], reward: Reward) -> None:
+        self._open.discard(future)
+        future.set_result(reward)

@@ -1,0 +1,111 @@
+"""The worker process of `by_torch.py`: a transformers sequence classifier in torch.
+
+    python -m jppo.rewards.model.torch_worker DIRECTORY PARENT_PID DEVICE DTYPE THREADS
+
+Messages are JSON with a length prefix of eight bytes. The first output is {"ready": {...}} or {"refused": why}. Each
+input {"ids": [[...], ...]} is answered by {"scores": [...]} or {"error": why}. The interpreter needs only torch and
+transformers. The process ends with its parent.
+"""
+
+import json
+import os
+import struct
+import sys
+import threading
+import time
+from typing import Any, BinaryIO
+
+import torch
+import transformers
+
+POLL_S = 0.5
+
+
+class Refused(Exception):
+    """The directory holds no reward model."""
+
+
+def main(directory: str, parent: int, device: str, dtype: str, threads: int) -> None:
+    """Answers requests until its input ends or its parent is gone."""
+    out = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # output of libraries must not mix with messages
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    torch.set_num_threads(threads)
+    try:
+        model = load(directory, device=device, dtype=dtype)
+    except Refused as e:
+        write(out, {"refused": str(e)})
+        return
+    write(out, {"ready": {"device": device}})
+    while (message := read(sys.stdin.buffer)) is not None:
+        try:
+            write(out, {"scores": score(model, message["ids"])})
+        except BrokenPipeError:
+            return
+        except Exception as e:  # of this batch only, such as out of memory
+            write(out, {"error": f"{type(e).__name__}: {e}"})
+
+
+def load(directory: str, *, device: str, dtype: str) -> Any:
+    """Loads the model with all weights; Refused if some are missing or it has several labels."""
+    config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+    if config.num_labels != 1:
+        raise Refused(f"config.json gives it num_labels={config.num_labels}; a reward model has one")
+    caps = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+    try:
+        model, info = transformers.AutoModelForSequenceClassification.from_pretrained(
+            directory,
+            config=config,
+            dtype=getattr(torch, dtype),
+            output_loading_info=True,
+            local_files_only=True,
+            **({"attn_implementation": "eager"} if caps else {}),  # the only implementation with soft caps
+        )
+    except (OSError, ValueError, RuntimeError) as e:  # no weights, unknown class, other shapes
+        raise Refused(str(e)) from e
+    if info["missing_keys"]:
+        names = ", ".join(sorted(info["missing_keys"])[:3])
+        raise Refused(f"its weights lack {names}, which would be random; a reward model is a sequence classifier")
+    return model.eval().to(device)
+
+
+def score(model: Any, ids: list[list[int]]) -> list[float]:
+    """Returns the logit of each sequence: in one pass if the model has a padding token, otherwise one by one."""
+    pad = model.config.get_text_config().pad_token_id
+    if pad is None and len(ids) > 1:
+        return [score(model, [one])[0] for one in ids]
+    longest = max(map(len, ids))
+    tokens = torch.tensor([one + [pad or 0] * (longest - len(one)) for one in ids])
+    mask = torch.tensor([[1] * len(one) + [0] * (longest - len(one)) for one in ids])
+    with torch.inference_mode():
+        logits = model(input_ids=tokens.to(model.device), attention_mask=mask.to(model.device)).logits
+    if logits.shape != (len(ids), 1):
+        raise ValueError(f"the model gives logits of shape {list(logits.shape)}, not {[len(ids), 1]}")
+    return logits[:, 0].float().tolist()
+
+
+def read(source: BinaryIO) -> Any:
+    """Reads the next message; None at the end."""
+    head = source.read(8)
+    if len(head) < 8:
+        return None
+    (size,) = struct.unpack("<Q", head)
+    body = source.read(size)
+    return json.loads(body) if len(body) == size else None
+
+
+def write(target: BinaryIO, message: Any) -> None:
+    """Writes and flushes a message."""
+    body = json.dumps(message).encode()
+    target.write(struct.pack("<Q", len(body)) + body)
+    target.flush()
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(POLL_S)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4], int(sys.argv[5]))

@@ -1,0 +1,194 @@
+"""The reward of a sample as a weighted sum of parts: rules, a custom function, a judge, a reward model.
+
+Samples are submitted as they are generated, so that slow parts overlap with sampling:
+
+    grading = panel.begin()
+    grading.submit(number, sample)      # from any thread, in any order
+    rewards = grading.collect()         # [B], in the order of the numbers
+"""
+
+import dataclasses
+import math
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from jppo.rewards.parts import Part, Sample
+from jppo.settings import UserError
+from jppo.types import Reward
+
+OFF = "off"  # weight of a part that is not computed for a source
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """The weight of each part, for all data sources and for single ones; None: not computed."""
+
+    general: Mapping[str, float | None]
+    of_source: Mapping[tuple[str, str], float | None]  # by (data source, part)
+
+    def of(self, source: str) -> dict[str, float]:
+        """Returns the parts that score a source, with their weights."""
+        found = {part: self.of_source.get((source, part), weight) for part, weight in self.general.items()}
+        return {part: weight for part, weight in found.items() if weight is not None}
+
+
+def parse_weights(text: str, parts: Sequence[str], *, optional: Sequence[str] = ()) -> Weights:
+    """Parses reward.weights: 'judge_score=0.5', 'SOURCE:judge_score=off', separated by commas.
+
+    An empty text gives every part weight 1. Otherwise every part must be named, except those in `optional`.
+    """
+    if not text.strip():
+        return Weights(dict.fromkeys(parts, 1.0), {})
+    general: dict[str, float | None] = {}
+    of_source: dict[tuple[str, str], float | None] = {}
+    for item in (item.strip() for item in text.split(",") if item.strip()):
+        name, equals, value = item.partition("=")
+        source, colon, part = name.rpartition(":")
+        said = f"reward.weights={text!r}: {item!r}"
+        if not equals or part not in parts:
+            raise UserError(
+                f"{said} must be PART=NUMBER or SOURCE:PART=NUMBER, and the parts of this run are {', '.join(parts)}"
+            )
+        place = (source, part) if colon else part
+        if place in of_source or place in general:
+            raise UserError(f"{said} has a duplicate; remove one")
+        if colon:
+            of_source[source, part] = _weight(value, said)
+        else:
+            general[part] = _weight(value, said)
+    absent = [part for part in parts if part not in general]
+    for part in absent:
+        if part not in optional and not any(p == part for _, p in of_source):
+            raise UserError(
+                f"reward.weights={text!r} has no weight for {part}, which is configured; add one (0 computes and"
+                " logs it only)"
+            )
+    return Weights({part: general.get(part) for part in parts}, of_source)
+
+
+def _weight(value: str, said: str) -> float | None:
+    if value.strip() == OFF:
+        return None
+    try:
+        weight = float(value)
+    except ValueError:
+        weight = math.nan
+    if not math.isfinite(weight):
+        raise UserError(f"{said} must end with a number, or with {OFF}")
+    return weight
+
+
+class Panel:
+    """All parts of a run's reward."""
+
+    def __init__(self, parts: Mapping[str, Part], weights: Weights, *, score_on_error: float | None):
+        self.parts = parts
+        self.weights = weights
+        self.score_on_error = score_on_error
+
+    def begin(self) -> "Grading":
+        """Starts a batch."""
+        return Grading(self)
+
+    def grade(self, samples: Iterable[Sample]) -> list[Reward]:
+        """Returns the rewards of complete samples."""
+        grading = self.begin()
+        for number, sample in enumerate(samples):
+            grading.submit(number, sample)
+        return grading.collect()
+
+    def ready(self) -> None:
+        """Waits until all parts have started."""
+        for part in self.parts.values():
+            getattr(part, "ready", lambda: None)()
+
+    def testing(self) -> "Panel":
+        """Returns the same panel for held-out samples, without updating running statistics."""
+        parts = {name: getattr(part, "testing", lambda part=part: part)() for name, part in self.parts.items()}
+        return Panel(parts, self.weights, score_on_error=self.score_on_error)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the parts' counters since the last call."""
+        found: dict[str, float] = {}
+        for part in self.parts.values():
+            found |= getattr(part, "metrics", dict)()
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """Returns the state of the parts for a checkpoint."""
+        return {name: part.state() for name, part in self.parts.items() if hasattr(part, "state")}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state`."""
+        for name, remembered in state.items():
+            if name in self.parts and hasattr(self.parts[name], "load"):
+                self.parts[name].load(remembered)  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """Stops the parts' processes and connections."""
+        for part in self.parts.values():
+            part.close()
+
+
+class Grading:
+    """The samples of one batch that are being graded."""
+
+    def __init__(self, panel: Panel):
+        self._panel = panel
+        self._waiting: dict[int, dict[str, tuple[float, Future[Reward]]]] = {}
+        self._lock = threading.Lock()
+
+    def submit(self, number: int, sample: Sample) -> None:
+        """Submits a sample to every part that scores its source."""
+        weights = self._panel.weights.of(sample.prompt.data_source)
+        futures = {name: (weight, self._panel.parts[name].submit(sample)) for name, weight in weights.items()}
+        with self._lock:
+            if number in self._waiting:
+                raise ValueError(f"sample {number} was submitted twice")
+            self._waiting[number] = futures
+
+    def finished(self) -> dict[int, Reward]:
+        """Returns the finished rewards by number, without waiting."""
+        with self._lock:
+            waiting = dict(self._waiting)
+        done = {number: futures for number, futures in waiting.items() if all(map(_good, futures.values()))}
+        return {number: self._composed(futures) for number, futures in done.items()}
+
+    def collect(self, numbers: Iterable[int] | None = None) -> list[Reward]:
+        """Waits for the rewards of `numbers` (None: all) and returns them in the order of their numbers."""
+        for part in self._panel.parts.values():
+            part.flush()
+        with self._lock:  # more samples may be submitted meanwhile
+            wanted = sorted(self._waiting if numbers is None else numbers)
+            waiting = [self._waiting[number] for number in wanted]
+        return [self._composed(futures) for futures in waiting]
+
+    def _composed(self, futures: Mapping[str, tuple[float, Future[Reward]]]) -> Reward:
+        return compose({name: (weight, future.result()) for name, (weight, future) in futures.items()}, self._panel)
+
+
+def _good(weighed: tuple[float, Future[Reward]]) -> bool:
+    """Whether a part's reward is finished without an error."""
+    future = weighed[1]
+    return future.done() and future.exception() is None and future.result().error is None
+
+
+def compose(found: Mapping[str, tuple[float, Reward]], panel: Panel) -> Reward:
+    """Sums weight · score over the parts and keeps each part's score; an error of one is the sample's error.
+
+    The answer is that of the rule or the custom function.
+    """
+    parts = {name: reward.score for name, (_, reward) in found.items()}
+    for name, (_, reward) in found.items():
+        parts |= {f"{name}/{key}": value for key, value in reward.parts.items()}
+    answer = next((reward.answer for _, reward in found.values() if reward.answer is not None), None)
+    errors = [f"{name}: {reward.error}" for name, (_, reward) in found.items() if reward.error is not None]
+    if errors:
+        score, error = panel.score_on_error, "; ".join(errors)
+        finite = {key: value for key, value in parts.items() if math.isfinite(value)}
+        if score is None:
+            return Reward(math.nan, finite, error, answer, unusable=f"not graded: {error}")
+        return Reward(score, finite, error, answer)
+    return Reward(math.fsum(weight * reward.score for weight, reward in found.values()), parts, None, answer)

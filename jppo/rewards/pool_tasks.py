@@ -1,0 +1,215 @@
+"""The code that a worker process can run: rules, patterns and custom functions. Used by `worker.py`.
+
+A target is a tuple of texts. `prepare` imports, compiles or loads it once per worker and returns a callable on samples,
+which are plain dicts. Answers are plain JSON dicts. Standard library only: neither jax nor the trainer.
+"""
+
+import functools
+import inspect
+import math
+import os
+import re
+import sys
+import traceback
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from jppo.rewards import code, rules
+from jppo.rewards.sandbox.choice import make_runner
+
+Answer = dict[str, Any]  # score, parts, error and, if any, answer as in Reward
+Sample = dict[str, Any]  # data_source, text, truth, extra
+
+SINGLE = ("data_source", "solution_str", "ground_truth", "extra_info")
+BATCH = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+_MODULE = "jppo_reward_function"
+
+
+class Prepared(NamedTuple):
+    """A prepared target: returns an answer for each sample."""
+
+    call: Callable[[Sequence[Sample]], list[Answer]]
+    batch: bool  # it takes many samples at once
+
+
+def prepare(target: Sequence[str]) -> Prepared:
+    """Prepares a target; raises ValueError with a readable reason."""
+    kind, *rest = target
+    makers: dict[str, Callable[..., Prepared]]
+    makers = {"rule": _rule, "code": _code, "program": _program, "format": _format, "function": _function}
+    return makers[kind](*rest)
+
+
+def failed(error: str) -> Answer:
+    """Returns the answer for a sample that could not be scored."""
+    return {"score": math.nan, "parts": {}, "error": error[:2000]}
+
+
+def explain(e: BaseException) -> str:
+    """Describes an exception in one line, with the line in the user's file."""
+    if isinstance(e, SystemExit):
+        return f"it called exit({'' if e.code is None else e.code})"
+    here = os.path.dirname(__file__)
+    places = [f for f in traceback.extract_tb(e.__traceback__) if os.path.dirname(f.filename) != here]
+    where = f" ({os.path.basename(places[-1].filename)}:{places[-1].lineno})" if places else ""
+    return f"{type(e).__name__}: {e}{where}"
+
+
+def answer_of(result: Any) -> Answer:
+    """Converts a custom function's result to an answer: a number, or a dict with a score and further numbers.
+
+    Entries of the dict that are not finite numbers are dropped. `pred`, verl's name for the extracted answer, is kept
+    as text.
+    """
+    if isinstance(result, dict):
+        if "score" not in result:
+            return failed(f"the function returned a dict without 'score'; it has {sorted(map(str, result))[:20]}")
+        parts = {str(k): _finite(v) for k, v in result.items() if k != "score"}
+        checked = _checked(result["score"], {k: v for k, v in parts.items() if v is not None})
+        return checked | ({"answer": _text(result["pred"])} if "pred" in result else {})
+    return _checked(result, {})
+
+
+def _checked(score: Any, parts: dict[str, float]) -> Answer:
+    number = _finite(score)
+    if number is None:
+        shown = repr(score)[:100]
+        return failed(f"the function returned the score {shown}; it must be a finite number")
+    return {"score": number, "parts": parts, "error": None}
+
+
+def _text(value: Any) -> str:
+    """Returns a prediction as text; None stays None."""
+    try:
+        return "" if value is None else str(value).strip()
+    except Exception:  # a foreign __str__ may raise anything
+        return ""
+
+
+def _finite(value: Any) -> float | None:
+    """Returns the value as a float, also from numpy and torch numbers, but not from text."""
+    if value is None or isinstance(value, str | bytes | bytearray):
+        return None
+    try:
+        number = float(value)
+    except Exception:  # a foreign __float__ may raise anything
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _each(score: Callable[[Sample], rules.Verdict]) -> Prepared:
+    def call(samples: Sequence[Sample]) -> list[Answer]:
+        verdicts = [score(sample) for sample in samples]
+        return [{"score": v.score, "parts": v.parts, "error": None, "answer": v.answer} for v in verdicts]
+
+    return Prepared(call, batch=False)
+
+
+def _rule(name: str) -> Prepared:
+    rule: rules.Rule = getattr(rules, name)
+    if name == "math_verify":
+        rule(r"\boxed{1/2}", "0.5")  # imports and fills sympy's caches before a deadline runs
+    return _each(lambda sample: rule(sample["text"], sample["truth"]))
+
+
+def _code(time_s: str, memory_bytes: str, *sandbox: str) -> Prepared:
+    runner = make_runner(*sandbox)
+    rule = functools.partial(code.code, time_s=float(time_s), memory_bytes=int(memory_bytes), runner=runner)
+    return _each(lambda sample: rule(sample["text"], sample["truth"]))
+
+
+def _program(time_s: str, memory_bytes: str, *sandbox: str) -> Prepared:
+    """Runs the text of a sample; its output is the answer, without a score."""
+    runner = make_runner(*sandbox)
+    execute = functools.partial(code.run_program, time_s=float(time_s), memory_bytes=int(memory_bytes), runner=runner)
+
+    def run(sample: Sample) -> rules.Verdict:
+        return rules.Verdict(0.0, {}, execute(sample["text"]))
+
+    return _each(run)
+
+
+def _format(pattern: str) -> Prepared:
+    compiled = re.compile(pattern, re.DOTALL)
+
+    def score(sample: Sample) -> rules.Verdict:
+        matches = float(compiled.fullmatch(sample["text"]) is not None)
+        return rules.Verdict(matches, {})
+
+    return _each(score)
+
+
+def _function(path: str, name: str, source: str) -> Prepared:
+    function = _load(path, name, source)
+    return Prepared(functools.partial(_batch if _is_batch(function) else _single, function), _is_batch(function))
+
+
+def _load(path: str, name: str, source: str) -> Callable[..., Any]:
+    """Loads the function from the source text read at the start of the run."""
+    module = types.ModuleType(_MODULE)
+    module.__file__ = path
+    sys.modules[_MODULE] = module
+    sys.path.append(os.path.dirname(path))  # it may import files in its folder
+    try:
+        exec(compile(source, path, "exec"), module.__dict__)
+    except MemoryError:
+        raise
+    except BaseException as e:  # exit(), too
+        raise ValueError(f"the file raises at import: {explain(e)}") from e
+    function = getattr(module, name, None)
+    if function is None:
+        there = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
+        raise ValueError(f"the file has no {name!r}; it has {', '.join(there) or 'no function'}")
+    if not callable(function):
+        raise ValueError(f"{name!r} is of type {type(function).__name__}; it must be a function")
+    wanted = BATCH if _is_batch(function) else SINGLE
+    if inspect.iscoroutinefunction(function) or not _takes(function, wanted):
+        what = "is async" if inspect.iscoroutinefunction(function) else f"has the signature {_signature(function)}"
+        raise ValueError(
+            f"{name!r} {what}; it must be a plain function of ({', '.join(SINGLE)}=None), or of ({', '.join(BATCH)}) "
+            "for all samples at once"
+        )
+    return function
+
+
+def _signature(function: Callable[..., Any]) -> str:
+    try:
+        return str(inspect.signature(function))
+    except (TypeError, ValueError):  # some builtins have none
+        return "(?)"
+
+
+def _takes(function: Callable[..., Any], names: Sequence[str]) -> bool:
+    try:
+        inspect.signature(function).bind(**dict.fromkeys(names))
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _is_batch(function: Callable[..., Any]) -> bool:
+    try:
+        return BATCH[1] in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+def _arguments(sample: Sample) -> tuple[Any, ...]:
+    return sample["data_source"], sample["text"], sample["truth"], sample["extra"]
+
+
+def _single(function: Callable[..., Any], samples: Sequence[Sample]) -> list[Answer]:
+    return [answer_of(function(**dict(zip(SINGLE, _arguments(sample), strict=True)))) for sample in samples]
+
+
+def _batch(function: Callable[..., Any], samples: Sequence[Sample]) -> list[Answer]:
+    columns = map(list, zip(*map(_arguments, samples), strict=True))
+    results = function(**dict(zip(BATCH, columns, strict=True)))
+    try:
+        results = list(results)
+    except TypeError as e:
+        raise ValueError(f"the function returned {type(results).__name__}; it must be a list of scores") from e
+    if isinstance(results, str) or len(results) != len(samples):
+        raise ValueError(f"the function returned {len(results)} scores for {len(samples)} samples")
+    return [answer_of(result) for result in results]

@@ -1,0 +1,32 @@
+"""Where programs run: `reward.sandbox`."""
+
+import functools
+from collections.abc import Callable
+
+from jppo.rewards.sandbox import outside, service
+from jppo.rewards.sandbox.protections import BASIC, CONTAINER, STRICT, missing, probe, summary
+
+Runner = Callable[..., outside.Ran]  # as outside.run, without its `guards`
+
+
+def make_runner(mode: str = STRICT, url: str = "") -> Runner:
+    """What runs programs; raises ValueError where `strict` lacks a protection, or the service has no address."""
+    if mode == CONTAINER:
+        return functools.partial(service.run, url=service.check_url(url))
+    guards = probe()
+    if mode == STRICT and (why := missing(guards)):
+        raise ValueError(
+            f"reward.sandbox='strict': {why}; start where they are, set reward.sandbox=container with"
+            " reward.sandbox_url, or, for a model that you trust, reward.sandbox=basic"
+        )
+    return functools.partial(outside.run, guards=guards)
+
+
+def describe_sandbox(mode: str, url: str = "") -> str:
+    """The line that a run begins with: where programs run, and under which protections."""
+    if mode == CONTAINER:
+        return f"sandbox: container, by {url}"
+    guards = probe()
+    lacking = missing(guards)
+    warning = f"; WARNING: programs are not contained: {lacking}" if mode == BASIC and lacking else ""
+    return f"sandbox: {mode}, {summary(guards)}{warning}"

@@ -1,0 +1,126 @@
+"""The protocol of rollout engines: prompts in, trajectories out, new weights in between.
+
+An engine answers tokens with tokens (`Ask`); a `Talk` builds a trajectory from such answers: one turn
+(`conversations.py`), or a conversation with tools. So each conversation runs on every engine.
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import numpy as np
+
+from jppo.types import Prompt, Sampling, Trajectory
+
+Done = Callable[[int, Trajectory], None]
+
+
+class RolloutError(Exception):
+    """The engine died, hung, or violated its protocol; the run cannot continue with it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """The policy's continuation of some tokens; at least one token."""
+
+    tokens: list[int]
+    logprob: list[float]  # per token, of the sampled distribution
+    version: list[int]  # of the weights, per token
+    finish: str  # 'stop' (an end token or text was sampled; it is kept) or 'length'
+    server: str = ""  # that sampled the last token; '': the in-process engine
+
+
+class Ask(Protocol):
+    """An engine as a conversation sees it."""
+
+    async def __call__(self, ids: Sequence[int], *, sampling: Sampling, seed: int, near: Hashable) -> Answer:
+        """Returns an answer to `ids` of up to `sampling.max_tokens` tokens; ignores `sampling.n` and its seed.
+
+        Requests with the same `near` share a prefix; they go to one server if that is no slower.
+        """
+        ...
+
+
+class Talk(Protocol):
+    """Turns a prompt into a trajectory."""
+
+    async def __call__(self, ask: Ask, prompt: Prompt, *, sampling: Sampling, seed: int, near: Hashable) -> Trajectory:
+        """`seed` is the sample's; the seeds of further answers are derived from it."""
+        ...
+
+
+class Sampler(Protocol):
+    """An engine that samples from the last published policy."""
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, done: Done | None = None
+    ) -> list[Trajectory]:
+        """Samples `sampling.n` responses per prompt, concurrently, with the weights `version`.
+
+        `done` gets each response with its index when it is complete, in any order and from any thread.
+        """
+        ...
+
+    def start(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        done: Done | None = None,
+        only: Collection[int] | None = None,
+    ) -> Future[Any]:
+        """Like `generate`, with the current weights at each token; need not block.
+
+        `only`: the indices of the wanted samples; None: all.
+        """
+        ...
+
+    def sleep(self) -> None:
+        """Frees memory: nothing will be sampled before the next weights."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the engine's counters since the last call."""
+        ...
+
+    def close(self) -> None:
+        """Stops the engine and frees its resources; may be called twice."""
+        ...
+
+
+class Served(Sampler, Protocol):
+    """An engine with its own copy of the model, in another process."""
+
+    def load(self, tensors: Iterable[tuple[str, np.ndarray]], *, version: int, mode: str = "wait") -> None:
+        """Replaces the whole model by `tensors` (HF names, a tied embedding once) and sets `version`.
+
+        `mode` is what happens to responses in flight: wait for their end, abort them and continue with the new weights,
+        or keep them, which continues without a new prefill.
+        """
+        ...
+
+    def load_adapter(self, save: Callable[[pathlib.Path], object], *, version: int, mode: str = "wait") -> None:
+        """Adds adapters to the last loaded model and sets `version` for both; `save` writes peft's files."""
+        ...
+
+
+def greedy(max_tokens: int, *, stop: tuple[str, ...] = (), ignore_eos: bool = False) -> Sampling:
+    """Returns settings for one greedy response per prompt."""
+    return Sampling(
+        temperature=0.0,
+        top_p=1.0,
+        top_k=-1,
+        min_p=0.0,
+        n=1,
+        max_tokens=max_tokens,
+        stop=stop,
+        ignore_eos=ignore_eos,
+        seed=0,
+    )
+
+
+def sample_seed(seed: int, prompt: int, sample: int) -> int:
+    """Returns the 31-bit seed of one sample, independent of the other samples."""
+    return int(np.random.SeedSequence((seed, prompt, sample)).generate_state(1)[0] >> 1)

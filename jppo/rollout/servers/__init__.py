@@ -1,0 +1,1 @@
+"""What vLLM and SGLang have in common: server processes, HTTP, fleets of servers."""

@@ -1,0 +1,139 @@
+"""The HTTP client of one running server; failures are one clear error."""
+
+import contextlib
+import copy
+import functools
+import json
+import ssl
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import httpx
+
+from jppo.rollout.protocol import RolloutError
+from jppo.rollout.servers import http
+from jppo.rollout.servers.guard import PROOF_HEADER, Key
+
+OPEN = Key()
+
+
+class ServerFault(RolloutError):
+    """A server does not answer, or answers unexpectedly; repeating the request or restarting may help."""
+
+
+@functools.cache
+def _tls() -> ssl.SSLContext:
+    return ssl.create_default_context()  # slow to create, so clients share it
+
+
+class Endpoint:
+    """The routes of a server; `why` adds details when it does not answer, such as its last log lines.
+
+    Every request has its own connection: a pool would hold connections that closed during a training step, and hundreds
+    of pooled connections cost the client more time than the tokens cost the server.
+    """
+
+    def __init__(self, url: str, *, timeout_s: float, why: Callable[[], str], key: Key = OPEN):
+        self._why = why
+        self._timeout_s = timeout_s
+        self.move(url, key)
+
+    def move(self, url: str, key: Key) -> None:
+        """Sets a new address and key."""
+        self.url, self._key = url.rstrip("/"), key
+
+    def guarded(self) -> bool:
+        """Whether requests without the key are refused."""
+        with httpx.Client(**self._options(Key())) as client, self._explained("/health"):
+            return client.get(f"{self.url}/health").status_code in (401, 403)
+
+    def within(self, timeout_s: float) -> "Endpoint":
+        """Returns the same server with a shorter timeout."""
+        other = copy.copy(self)
+        other._timeout_s = min(timeout_s, self._timeout_s)
+        return other
+
+    def get(self, route: str) -> Any:
+        """Returns the route's JSON."""
+        with httpx.Client(**self._options()) as client, self._explained(route):
+            return self._json(client.get(self.url + route))
+
+    def post(self, route: str, body: Mapping[str, Any] | None = None) -> Any:
+        """Posts `body` and returns the JSON answer."""
+        with httpx.Client(**self._options()) as client, self._explained(route):
+            return self._json(client.post(self.url + route, json=body))
+
+    def tell(self, route: str, body: Mapping[str, Any]) -> None:
+        """Like `post`, for a route that answers with text."""
+        with httpx.Client(**self._options()) as client, self._explained(route):
+            self._accepted(client.post(self.url + route, json=body))
+
+    async def ask(self, route: str, body: Mapping[str, Any]) -> Any:
+        """Like `post`, concurrently and without a timeout: the caller tracks the server's progress."""
+        url = self.url + route
+        with self._explained(route):
+            sent = json.dumps(body).encode()
+            status, headers, content = await http.post(url, sent, tls=_tls(), headers=self._key.headers())
+        kept = {name: value for name, value in headers.items() if name == PROOF_HEADER}  # the content is decoded here
+        return self._json(httpx.Response(status, headers=kept, content=content, request=httpx.Request("POST", url)))
+
+    async def look(self, route: str) -> None:
+        """Returns when the route answers with 200."""
+        async with httpx.AsyncClient(**self._options()) as client:
+            with self._explained(route):
+                self._accepted(await client.get(self.url + route))
+
+    def see(self, route: str) -> None:
+        """Blocking version of `look`."""
+        with httpx.Client(**self._options()) as client, self._explained(route):
+            self._accepted(client.get(self.url + route))
+
+    def call(self, method: str, **kwargs: Any) -> list[Any]:
+        """Calls a method of the worker extension; returns one result per worker."""
+        body = {"method": method, "kwargs": kwargs, "timeout": self._timeout_s}
+        results = self.post("/collective_rpc", body)
+        if not isinstance(results, dict) or not isinstance(results.get("results"), list) or not results["results"]:
+            raise self._failed(f"answered {method} with {str(results)[:300]}")
+        return results["results"]
+
+    @property
+    def timeout_s(self) -> float:
+        """Returns the timeout of a request."""
+        return self._timeout_s
+
+    def late(self, route: str) -> ServerFault:
+        """Returns the fault of a late answer."""
+        return self._failed(f"did not answer {route} within {self._timeout_s:g} s")
+
+    def _options(self, key: Key | None = None) -> dict[str, Any]:
+        headers = (self._key if key is None else key).headers()
+        return {"timeout": self._timeout_s, "verify": _tls(), "trust_env": False, "headers": headers}
+
+    @contextlib.contextmanager
+    def _explained(self, route: str) -> Iterator[None]:
+        try:
+            yield
+        except (httpx.TimeoutException, TimeoutError) as e:
+            raise self.late(route) from e
+        except (httpx.HTTPError, OSError, http.Broken) as e:
+            raise self._failed(f"broke off {route} ({type(e).__name__} {e})") from e
+
+    def _json(self, reply: httpx.Response) -> Any:
+        try:
+            return self._accepted(reply).json()
+        except json.JSONDecodeError as e:
+            raise self._failed(f"answered {reply.url.path} with {reply.text[:200]!r}, which is not valid JSON") from e
+
+    def _accepted(self, reply: httpx.Response) -> httpx.Response:
+        answered = f"answered {reply.url.path} with {reply.status_code}: {reply.text[:500]}"
+        if reply.status_code >= 500:  # the guard may know nothing of a crash
+            raise self._failed(answered)
+        if not self._key.opened(reply.headers):
+            raise self._failed(f"sent no proof on {reply.url.path} that it is the server started here")
+        if reply.status_code != 200:  # an error of the request; the server's message is complete
+            raise RolloutError(f"the server at {self.url} {answered}")
+        return reply
+
+    def _failed(self, what: str) -> ServerFault:
+        why = self._why()
+        return ServerFault(f"the server at {self.url} {what}" + (f"; {why}" if why else ""))

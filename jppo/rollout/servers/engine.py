@@ -1,0 +1,220 @@
+"""The `Sampler` over servers of any kind; `client.py` and `client.py` implement their interfaces."""
+
+import dataclasses
+import os
+import pathlib
+import sys
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+import numpy as np
+
+from jppo.rollout import conversations
+from jppo.rollout.protocol import Done, RolloutError, Talk
+from jppo.rollout.servers import guard
+from jppo.rollout.servers.endpoint import Endpoint
+from jppo.rollout.servers.fleet import Fleet
+from jppo.rollout.servers.kind import Delivery, Dialect
+from jppo.rollout.servers.member import Member
+from jppo.rollout.servers.process import Server, stop_all
+from jppo.settings import UserError
+from jppo.types import Prompt, Sampling, Trajectory
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Timeouts and restart limits of servers, as in the settings of `rollout`."""
+
+    request_timeout_s: float
+    health_timeout_s: float
+    max_restarts: int
+    sleep_level: int = 0
+
+
+class Publisher(Protocol):
+    """Writes weights to where the servers read them."""
+
+    def whole(self, tensors: Iterable[tuple[str, np.ndarray]], version: int) -> Delivery:
+        """Writes a whole policy."""
+        ...
+
+    def adapter(self, save: Callable[[pathlib.Path], object], version: int) -> Delivery:
+        """Writes adapters for the last written policy."""
+        ...
+
+    def refused(self) -> None:
+        """Abandons the last written weights."""
+        ...
+
+    def close(self) -> None:
+        """Frees the files."""
+        ...
+
+
+class ServedSampler:
+    """The Sampler over a fleet."""
+
+    def __init__(self, fleet: Fleet, talk: Talk, publisher: Publisher, *, sleep_level: int):
+        self.fleet = fleet
+        self._sleep_level = sleep_level
+        self._talk = talk
+        self._publisher = publisher
+        self._told = (0, 0)
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, done: Done | None = None
+    ) -> list[Trajectory]:
+        """Samples `sampling.n` responses per prompt with the weights `version`; `done` gets each at once."""
+        if version != self.fleet.version:
+            has = "none" if self.fleet.version is None else f"version {self.fleet.version}"
+            raise RolloutError(f"version {version} of the weights was requested, but the servers have {has}")
+        future = self.start(prompts, sampling, done=done)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def start(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        done: Done | None = None,
+        only: Collection[int] | None = None,
+    ) -> Future[list[Trajectory]]:
+        """Like `generate`, with the current weights at each token; does not block.
+
+        `only`: the indices of the wanted samples; None: all.
+        """
+        return self.fleet.start(conversations.converse(self.fleet.ask, self._talk, prompts, sampling, done, only))
+
+    def load(self, tensors: Iterable[tuple[str, np.ndarray]], *, version: int, mode: str = "wait") -> None:
+        """Replaces the whole model by `tensors` (HF names, a tied embedding once) and sets `version`."""
+        self._deliver(self._publisher.whole(tensors, version), mode)
+
+    def load_adapter(self, save: Callable[[pathlib.Path], object], *, version: int, mode: str = "wait") -> None:
+        """Adds adapters to the last loaded model and sets `version` for both; `save` writes peft's files."""
+        self._deliver(self._publisher.adapter(save, version), mode)
+
+    def sleep(self) -> None:
+        """Frees the servers' memory until the next weights."""
+        if self._sleep_level:
+            self.fleet.sleep(self._sleep_level)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns counts of restarts and repeated requests since the last call."""
+        now, before = (self.fleet.restarts, self.fleet.asked_again), self._told
+        self._told = now
+        return {"rollout/restarts": float(now[0] - before[0]), "rollout/asked_again": float(now[1] - before[1])}
+
+    def close(self) -> None:
+        """Stops the servers that were started here and frees the weights' files; may be called twice."""
+        self.fleet.close()
+        self._publisher.close()
+
+    def _deliver(self, delivery: Delivery, mode: str) -> None:
+        try:
+            self.fleet.deliver(delivery, mode=mode)
+        except RolloutError:
+            self._publisher.refused()
+            raise
+
+
+class Engine:
+    """Servers that are starting."""
+
+    def __init__(
+        self,
+        servers: Sequence[Server],
+        urls: Sequence[str],
+        publisher: Publisher,
+        speak: Callable[[Sequence[int]], Dialect],
+        limits: Limits,
+        *,
+        start_timeout_s: float,
+    ):
+        self.servers = servers
+        self._urls = urls
+        self._publisher = publisher
+        self._speak = speak
+        self._limits = limits
+        self._start_timeout_s = start_timeout_s
+        self._sampler: ServedSampler | None = None
+        for server in servers:
+            server.start()
+
+    def ready(
+        self, *, eos_token_ids: Sequence[int], decode: Callable[[list[int]], str], talk: Talk | None = None
+    ) -> ServedSampler:
+        """Waits for the servers, checks each, and returns the sampler; `talk` None means one turn."""
+        limits = self._limits
+        for started in self.servers:
+            started.wait_ready()
+        dialect = self._speak(eos_token_ids)
+        members = []
+        timeout_s = limits.request_timeout_s
+        own: list[tuple[Server | None, Endpoint]] = [
+            (server, Endpoint(server.url, timeout_s=timeout_s, why=server.why, key=server.key))
+            for server in self.servers
+        ]
+        key = attached_key()
+        attached: list[tuple[Server | None, Endpoint]] = [
+            (None, Endpoint(url, timeout_s=timeout_s, why=str, key=key)) for url in self._urls
+        ]
+        for server, endpoint in own or attached:
+            if server is None:
+                _require_awake(endpoint, dialect)
+                _warn_if_open(endpoint, dialect)
+            try:
+                members.append(Member(endpoint, server, *dialect.inspect(endpoint)))
+            except RolloutError as e:
+                raise UserError(f"{e}; {dialect.how}") from e
+        fleet = Fleet(
+            members,
+            dialect,
+            max_restarts=limits.max_restarts,
+            health_timeout_s=limits.health_timeout_s,
+            start_timeout_s=self._start_timeout_s,
+            decode=decode,
+        )
+        self._sampler = ServedSampler(
+            fleet, talk or conversations.one_turn(decode), self._publisher, sleep_level=limits.sleep_level
+        )
+        return self._sampler
+
+    def close(self) -> None:
+        """Stops the servers that were started here; may be called twice."""
+        if self._sampler is not None:
+            self._sampler.close()
+            return
+        stop_all(self.servers)
+        self._publisher.close()
+
+
+def attached_key() -> guard.Key:
+    """Returns the key of attached servers from the environment; UserError if it is invalid."""
+    token = os.environ.get(guard.TOKEN, "").strip()
+    if not (token.isascii() and token.isprintable()):
+        raise UserError(f"the token in {guard.TOKEN} contains invalid characters; set it again")
+    return guard.Key(token)
+
+
+def _warn_if_open(endpoint: Endpoint, dialect: Dialect) -> None:
+    if not endpoint.guarded():
+        said = "answers without a token: anyone who reaches it can replace the weights that the run samples from"
+        print(f"rollout: warning: the server at {endpoint.url} {said}; {dialect.how}", file=sys.stderr, flush=True)
+
+
+def _require_awake(endpoint: Endpoint, dialect: Dialect) -> None:
+    try:
+        paused = dialect.paused(endpoint)
+    except RolloutError as e:
+        raise UserError(f"{e}; {dialect.how}") from e
+    if paused:
+        raise UserError(
+            f"the server at {endpoint.url} is paused: requests would wait for ever; if no other trainer"
+            f' uses it, resume it with `curl -X POST -H "Authorization: Bearer ${guard.TOKEN}"'
+            f" {endpoint.url}{dialect.resume_route}`"
+        )

@@ -1,0 +1,96 @@
+"""Protocols that `fleet.py` needs for a kind of server: its requests, and the delivery of weights."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from jppo.rollout.servers.endpoint import Endpoint
+from jppo.types import Sampling
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A server's answer to one request; `finish` may be 'abort': a weight update interrupted it."""
+
+    tokens: list[int]
+    logprob: list[float]
+    version: list[str]  # per token, as the server names the weights
+    finish: str
+    server: str = ""
+
+
+class Dialect(Protocol):
+    """The HTTP interface of one kind of server. Unexpected answers are ServerFaults."""
+
+    @property
+    def how(self) -> str:
+        """Returns the command that starts a suitable server."""
+        ...
+
+    @property
+    def resume_route(self) -> str:
+        """Returns the route that ends a pause, for `curl -X POST`."""
+        ...
+
+    def request(self, ids: Sequence[int], sampling: Sampling, seed: int, model: str) -> tuple[str, dict[str, Any]]:
+        """Returns the route and the body of a request for one answer."""
+        ...
+
+    def part(self, reply: Any, sampling: Sampling) -> Part:
+        """Parses the reply to a request with this `sampling`."""
+        ...
+
+    def inspect(self, endpoint: Endpoint) -> tuple[str, int]:
+        """Returns the served model's name and length; UserError if the server is unsuitable for training."""
+        ...
+
+    def paused(self, endpoint: Endpoint) -> bool:
+        """Whether requests would wait."""
+        ...
+
+    def version(self, endpoint: Endpoint) -> int | None:
+        """Returns the version of its weights; None: not from this trainer."""
+        ...
+
+    def pause(self, endpoint: Endpoint, mode: str) -> None:
+        """Stops sampling; `mode` is what happens to requests in flight: wait, abort or keep."""
+        ...
+
+    def resume(self, endpoint: Endpoint) -> None:
+        """Ends a pause; caches of the old weights are dropped."""
+        ...
+
+    def sleep(self, endpoint: Endpoint, level: int) -> None:
+        """Frees device memory, with no requests in flight. Level 1 keeps the weights elsewhere, 2 drops them."""
+        ...
+
+    def wake_up(self, endpoint: Endpoint, what: str) -> None:
+        """Allocates the memory of 'weights' or of the 'kv_cache' again."""
+        ...
+
+
+class Delivery(Protocol):
+    """Weights for the servers; can be delivered as often as needed."""
+
+    @property
+    def version(self) -> int:
+        """Returns their version."""
+        ...
+
+    @property
+    def model(self) -> str | None:
+        """Returns the model name for requests with them; None: the server's own name."""
+        ...
+
+    @property
+    def whole(self) -> bool:
+        """Whether they are the whole model; otherwise an addition to the previous delivery."""
+        ...
+
+    def offer(self, endpoint: Endpoint) -> None:
+        """Lets a server check them without a change; RolloutError if it refuses."""
+        ...
+
+    def take(self, endpoint: Endpoint) -> None:
+        """Makes a server sample from them."""
+        ...

@@ -1,0 +1,1 @@
+"""Rollouts by vLLM, and the transfer of weights to it."""

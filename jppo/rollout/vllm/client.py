@@ -1,0 +1,195 @@
+"""Rollouts by vLLM behind the `Sampler` protocol: servers started here, or attached to by URL.
+
+    engine = start_vllm(...)      returns at once; the servers import and load while the trainer compiles
+    sampler = engine.ready()      waits for them and checks them
+
+Token ids go in and token ids come out. Every sample is a request with its own seed, so samples depend neither on how a
+batch is split nor on repeated requests. `fleet.py` routes the requests.
+"""
+
+import dataclasses
+import math
+import pathlib
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+from jppo.rollout.servers import guard
+from jppo.rollout.servers.endpoint import Endpoint, ServerFault
+from jppo.rollout.servers.engine import Engine, Limits
+from jppo.rollout.servers.kind import Part
+from jppo.rollout.servers.process import Server, check_ports
+from jppo.rollout.vllm import arguments, publisher
+from jppo.rollout.vllm.arguments import ServerSettings
+from jppo.rollout.vllm.buffers import make_buffers
+from jppo.settings import UserError
+from jppo.types import Sampling
+
+GENERATE = "/inference/v1/generate"
+ADAPTER = "/v1/load_lora_adapter"
+
+
+@dataclasses.dataclass(frozen=True)
+class Vllm:
+    """vLLM's `Dialect`."""
+
+    eos_token_ids: Sequence[int]
+    how: str  # command that starts a suitable server
+    needed: Sequence[str]  # routes
+    dtype: str  # compute dtype, and the dtype of published weights
+    resume_route: str = "/resume"
+
+    def request(self, ids: Sequence[int], sampling: Sampling, seed: int, model: str) -> tuple[str, dict[str, Any]]:
+        """Sends every field, so no default of the server applies."""
+        return GENERATE, {
+            "model": model,
+            "token_ids": list(ids),
+            "sampling_params": {
+                "n": 1,
+                "seed": seed,
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k,
+                "min_p": sampling.min_p,
+                "repetition_penalty": 1.0,
+                "presence_penalty": 0.0,
+                "frequency_penalty": 0.0,
+                "max_tokens": sampling.max_tokens,
+                "min_tokens": 0,
+                # only the trainer's ids and texts end a response, not the server's own end token
+                "ignore_eos": True,
+                "stop_token_ids": [] if sampling.ignore_eos else list(self.eos_token_ids),
+                "stop": list(sampling.stop),
+                "include_stop_str_in_output": True,
+                "detokenize": bool(sampling.stop),  # stop texts need decoded text
+                "skip_special_tokens": True,  # as in a trajectory's text
+                "spaces_between_special_tokens": True,
+                "logprobs": 0,  # of the sampled token only
+            },
+        }
+
+    def part(self, reply: Any, sampling: Sampling) -> Part:
+        """Parses the tokens with their log-probs and weight versions."""
+        try:
+            choice = reply["choices"][0]
+            tokens, finish = choice["token_ids"], choice["finish_reason"]
+            logprob = [float(position["logprob"]) for position in choice["logprobs"]["content"]]
+            spans = [(span["start"], span["end"], str(span["version"])) for span in choice["weight_versions"]]
+            version = [name for start, end, name in spans for _ in range(start, end)]
+        except (KeyError, IndexError, TypeError, ValueError) as e:
+            raise ServerFault(f"vLLM's answer has no {e}: {str(reply)[:200]}") from e
+        cut = finish == "abort"
+        if finish not in ("stop", "length", "abort") or not (tokens or cut):
+            raise ServerFault(f"vLLM ended a response of {len(tokens)} tokens with {finish!r}")
+        if not (len(tokens) == len(logprob) == len(version)) or not all(map(math.isfinite, logprob)):
+            raise ServerFault(
+                f"vLLM gave {len(tokens)} tokens with {len(version)} versions and the log-probs {logprob[:8]}..."
+            )
+        return Part(tokens, logprob, version, finish)
+
+    def inspect(self, endpoint: Endpoint) -> tuple[str, int]:
+        """Checks the routes, the worker and the settings that training needs."""
+        try:
+            model = endpoint.get("/v1/models")["data"][0]["id"]
+            info = endpoint.call("jppo_info")[0]
+            routes = endpoint.get("/openapi.json")["paths"]
+            found = [info[name] for name in ("logprobs_mode", "device", "chunked_prefill", "max_model_len", "dtype")]
+        except (KeyError, IndexError, TypeError) as e:
+            raise ServerFault(f"the server at {endpoint.url} does not answer as vLLM would: no {e}") from e
+        mode, device, chunked, length, dtype = found
+        for fit, fault in (
+            *((route in routes, f"has no {route}") for route in self.needed),
+            (dtype == self.dtype, f"computes in {dtype}, rollout.dtype is {self.dtype}"),
+            (mode == "processed_logprobs", f"gives {mode}"),
+            (not (device == "cpu" and chunked), "prefills in chunks on a CPU"),
+        ):
+            if not fit:
+                raise UserError(f"the server at {endpoint.url} {fault}; {self.how}")
+        return model, length
+
+    def paused(self, endpoint: Endpoint) -> bool:
+        """Whether requests would wait."""
+        answered = endpoint.get("/is_paused")
+        if not isinstance(answered, dict) or "is_paused" not in answered:
+            raise ServerFault(f"the server at {endpoint.url} answered /is_paused with {str(answered)[:200]}")
+        return bool(answered["is_paused"])
+
+    def version(self, endpoint: Endpoint) -> int | None:
+        """Returns the version that its worker loaded last, or of the adapters added after it."""
+        answered = endpoint.get("/weight_info")
+        named = str(answered.get("weight_version")) if isinstance(answered, dict) else ""
+        return int(named) if named.isdecimal() else None
+
+    def pause(self, endpoint: Endpoint, mode: str) -> None:
+        """Also drops the prefix cache."""
+        endpoint.post(f"/pause?mode={mode}")
+
+    def resume(self, endpoint: Endpoint) -> None:
+        """Ends a pause."""
+        endpoint.post("/resume")
+
+    def sleep(self, endpoint: Endpoint, level: int) -> None:
+        """Level 1 keeps the weights in host memory, level 2 drops them."""
+        endpoint.post(f"/sleep?level={level}&mode=wait")
+
+    def wake_up(self, endpoint: Endpoint, what: str) -> None:
+        """Weights first; the cache follows after loading."""
+        endpoint.post(f"/wake_up?tags={what}")
+
+
+def start_vllm(
+    model_dir: str,
+    run_dir: str,
+    *,
+    settings: ServerSettings,
+    urls: Sequence[str],
+    limits: Limits,
+    publish_dir: str,
+    publish_via: str = "file",
+    publish_host: str = "",
+) -> Engine:
+    """Starts the servers on `model_dir` (config, tokenizer) or attaches to those at `urls`; does not block."""
+    routes = [GENERATE, *([ADAPTER] if settings.lora_rank else [])]
+
+    def speak(eos_token_ids: Sequence[int]) -> Vllm:
+        return Vllm(eos_token_ids, how_to_start(model_dir, settings), routes, settings.dtype)
+
+    servers: list[Server] = []
+    build = "gpu"
+    if not urls:
+        if not (pathlib.Path(model_dir) / "config.json").is_file():
+            raise UserError(
+                f"no config.json in {model_dir!r}: vLLM needs a folder with the model's config and tokenizer"
+            )
+        build = arguments.check_vllm(settings.python)
+        check_ports(settings.port, settings.servers)
+    see_our_files = not urls or publish_via == "tcp"
+    buffers = make_buffers(
+        publish_dir,
+        named=settings.lora_rank > 0,
+        spare=[run_dir, tempfile.gettempdir()] if see_our_files else [],
+        publish_via=publish_via,
+        publish_host=publish_host,
+        timeout_s=limits.request_timeout_s,
+    )
+    for i in range(0 if urls else settings.servers):
+        program = arguments.program(
+            i, model_dir=model_dir, run_dir=run_dir, settings=settings, build=build, folder=buffers.folder
+        )
+        servers.append(Server(program))
+    return Engine(servers, urls, publisher.Publisher(buffers), speak, limits, start_timeout_s=settings.start_timeout_s)
+
+
+def how_to_start(model_dir: str, settings: ServerSettings) -> str:
+    """Returns the start command of a server for `rollout.urls`."""
+
+    def command(build: str) -> str:
+        variables = " ".join(f"{name}={value}" for name, value in arguments.environment(settings, build).items())
+        options = " ".join(arguments.flags(settings, build))
+        return (
+            f"{guard.TOKEN}=... {variables} python -m vllm.entrypoints.openai.api_server --model {model_dir} {options}"
+        )
+
+    return (
+        f"start it on a GPU with `{command('gpu')}`, on a CPU with `{command('cpu')}`, and set {guard.TOKEN} alike here"
+    )

@@ -1,0 +1,199 @@
+"""Weights over a socket for servers on other machines: `buffers.py` offers them, `worker.py` downloads them.
+
+    receiver: the token               trainer: one byte, yes or no
+                                      for each tensor: its length and checksum, its bytes
+
+As for a file, the list of `Entry` is in the request to load; a tensor with another header is from another publish. The
+token protects the weights on the network; nothing is encrypted. Also imported in the server's interpreter, so it needs
+only the standard library.
+"""
+
+import contextlib
+import dataclasses
+import hmac
+import mmap
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Sequence
+
+from jppo.rollout.vllm import layout
+from jppo.rollout.vllm.layout import Entry, Refused
+
+TOKEN_BYTES = 32  # as sent, hexadecimal
+YES, NO = b"+", b"-"
+HEADER = struct.Struct(">QI")  # bytes of a tensor, its checksum
+HELLO_S = 10.0  # until the token must have arrived
+PIECE = 1 << 20  # bytes that are checksummed while in the processor's cache
+BACKLOG = 128
+CONNECTIONS = 256  # concurrent ones; further ones are refused
+
+
+@dataclasses.dataclass(frozen=True)
+class Address:
+    """The address of the weights of one publish."""
+
+    host: str
+    port: int
+    token: str
+    timeout_s: float  # for all weights
+
+
+@dataclasses.dataclass(frozen=True)
+class _Offer:
+    token: str
+    fd: int
+    entries: Sequence[Entry]
+    under_way: set[socket.socket]
+
+
+class Sender:
+    """Listens at `host` and sends an offered file to clients with its token, concurrently."""
+
+    def __init__(self, host: str, *, timeout_s: float):
+        family, _, _, _, at = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        self._listening = socket.create_server(at[:2], family=family, backlog=BACKLOG)
+        self._host, self._port = host, self._listening.getsockname()[1]
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._offers: list[_Offer] = []
+        self._room = threading.BoundedSemaphore(CONNECTIONS)
+        threading.Thread(target=self._listen, name="weights", daemon=True).start()
+
+    def offer(self, fd: int, entries: Sequence[Entry]) -> Address:
+        """Offers this file until it is withdrawn."""
+        offer = _Offer(secrets.token_hex(TOKEN_BYTES // 2), fd, entries, set())
+        with self._lock:
+            self._offers.append(offer)
+        return Address(self._host, self._port, offer.token, self._timeout_s)
+
+    def withdraw(self, fd: int) -> None:
+        """Ends transfers of this file before it is rewritten or closed."""
+        with self._lock:
+            for offer in [offer for offer in self._offers if offer.fd == fd]:
+                self._end(offer)
+
+    def close(self) -> None:
+        """Stops sending; may be called twice."""
+        with contextlib.suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
+        self._listening.close()
+        with self._lock:
+            for offer in list(self._offers):
+                self._end(offer)
+
+    def _end(self, offer: _Offer) -> None:
+        self._offers.remove(offer)
+        for connection in offer.under_way:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listening.accept()
+            except OSError:  # closed
+                return
+            if not self._room.acquire(blocking=False):
+                connection.close()
+                continue
+            threading.Thread(target=self._serve, args=(connection,), name="weights", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            self._give(connection)
+        finally:
+            self._room.release()
+
+    def _give(self, connection: socket.socket) -> None:
+        # the receiver reports any broken connection
+        with connection, contextlib.suppress(OSError, Refused):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.settimeout(HELLO_S)
+            token = bytearray(TOKEN_BYTES)
+            _fill(connection, memoryview(token), time.monotonic() + HELLO_S)
+            with self._lock:
+                known = [offer for offer in self._offers if hmac.compare_digest(bytes(token), offer.token.encode())]
+                if known:
+                    fd = os.dup(known[0].fd)  # it may be closed meanwhile
+                    known[0].under_way.add(connection)
+            if not known:
+                connection.sendall(NO)
+                return
+            try:
+                with open(fd, "rb") as file:
+                    connection.settimeout(self._timeout_s)
+                    connection.sendall(YES)
+                    for entry in known[0].entries:
+                        connection.sendall(HEADER.pack(entry.nbytes, entry.crc32))
+                        if entry.nbytes:
+                            connection.sendfile(file, entry.offset, entry.nbytes)
+            finally:
+                with self._lock:
+                    known[0].under_way.discard(connection)
+
+
+def receive(address: Address, entries: Sequence[Entry]) -> mmap.mmap:
+    """Downloads the weights into own memory and verifies checksums; Refused, with the reason, if any is missing."""
+    deadline = time.monotonic() + address.timeout_s
+    where = f"{address.host}:{address.port}"
+    try:
+        connection = socket.create_connection((address.host, address.port), timeout=address.timeout_s)
+    except OSError as e:
+        raise Refused(
+            f"the trainer does not answer at {where} ({e}); set rollout.publish_host to its address as seen"
+            " from the server"
+        ) from e
+    with connection:
+        at = "before the first tensor"
+        try:
+            connection.sendall(address.token.encode())
+            answer = bytearray(1)
+            _fill(connection, memoryview(answer), deadline)
+            if answer != YES:
+                raise Refused(f"the trainer at {where} rejects the token: it has published again, or ended")
+            data = _memory(layout.size(entries))
+            with memoryview(data) as view:
+                for entry in entries:
+                    at = f"in {entry.name}"
+                    _receive_one(connection, entry, view[entry.offset : entry.offset + entry.nbytes], deadline)
+            return data
+        except TimeoutError as e:
+            raise Refused(f"the weights did not arrive within {address.timeout_s:g} s: {at} from {where}") from e
+        except OSError as e:
+            raise Refused(f"the transfer from {where} broke off {at}: {e}") from e
+
+
+def _receive_one(connection: socket.socket, entry: Entry, view: memoryview, deadline: float) -> None:
+    header = bytearray(HEADER.size)
+    _fill(connection, memoryview(header), deadline)
+    if HEADER.unpack(header) != (entry.nbytes, entry.crc32):
+        raise Refused(f"{entry.name} has a header with another length or checksum than it was written with")
+    layout.check_sum(entry, _fill(connection, view, deadline))
+
+
+def _fill(connection: socket.socket, view: memoryview, deadline: float) -> int:
+    """Receives the bytes of `view`; returns their checksum."""
+    crc32, filled = 0, 0
+    while filled < len(view):
+        if (left := deadline - time.monotonic()) <= 0:
+            raise TimeoutError
+        connection.settimeout(left)
+        count = connection.recv_into(view[filled : filled + PIECE])
+        if not count:
+            raise ConnectionResetError("the connection was closed")
+        crc32 = zlib.crc32(view[filled : filled + count], crc32)
+        filled += count
+    return crc32
+
+
+def _memory(nbytes: int) -> mmap.mmap:
+    data = mmap.mmap(-1, max(nbytes, 1))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # only an optimization
+            data.madvise(mmap.MADV_HUGEPAGE)
+    return data

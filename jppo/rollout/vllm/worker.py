@@ -1,0 +1,106 @@
+"""The vLLM worker extension: verifies a whole weights file before loading it.
+
+vLLM gets it by `--worker-extension-cls jppo.rollout.vllm.worker.WeightLoader`; `publisher.py` calls it over
+`/collective_rpc`. It runs in the server's interpreter, which needs neither jax nor jppo's other dependencies. A
+refusal is a value (`ok: False` with the reason), never an exception, which would leave vLLM in an undefined state.
+"""
+
+import mmap
+from collections.abc import Container, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from jppo.rollout.vllm import layout, transfer
+
+
+class WeightLoader:
+    """Mixed into vLLM's worker: `model_config`, `vllm_config` and `reload_weights` are vLLM's."""
+
+    model_config: Any
+    vllm_config: Any
+    reload_weights: Any
+    get_model: Any
+    _jppo_expected: tuple[dict[str, tuple[int, ...]], dict[str, list[str]]] | None = None
+    _jppo_checked: tuple[int, list[layout.Entry], mmap.mmap] | None = None
+    _jppo_version: int | None = None
+
+    def jppo_info(self) -> dict[str, Any]:
+        """Returns what the trainer must know about an attached server."""
+        return {
+            "version": self._jppo_version,
+            "logprobs_mode": str(self.model_config.logprobs_mode),
+            "max_model_len": int(self.model_config.max_model_len),
+            "chunked_prefill": bool(self.vllm_config.scheduler_config.enable_chunked_prefill),
+            "device": str(self.vllm_config.device_config.device_type),
+            "dtype": str(self.model_config.dtype).removeprefix("torch."),
+        }
+
+    def jppo_check(
+        self,
+        *,
+        version: int,
+        entries: Sequence[Sequence[Any]],
+        path: str | None = None,
+        address: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Maps the file at `path`, or downloads it from `address`, and compares it with the model."""
+        if self._jppo_expected is None:
+            self._jppo_expected = _expected(self.model_config.hf_config)
+        self._jppo_checked = None  # drops an older one
+        unpacked, expected = layout.unpack(entries), self._jppo_expected[0]
+        try:
+            if path is not None:
+                data = layout.check(path, unpacked, expected)
+            else:
+                assert address is not None  # a publish has one of the two
+                layout.check_names(unpacked, expected)
+                data = transfer.receive(transfer.Address(**address), unpacked)
+        except layout.Refused as e:
+            return {"ok": False, "error": str(e)}
+        self._jppo_checked = (version, unpacked, data)
+        return {"ok": True, "error": None}
+
+    def jppo_load(self, *, version: int) -> dict[str, Any]:
+        """Loads the file of the last successful `jppo_check`."""
+        if self._jppo_checked is None or self._jppo_checked[0] != version:
+            return {"ok": False, "error": f"version {version} was not checked before the load"}
+        _, entries, data = self._jppo_checked
+        assert self._jppo_expected is not None  # jppo_check came first
+        self._jppo_checked = None
+        modules = {name for name, _ in self.get_model().named_modules(remove_duplicate=False)}
+        self.reload_weights(weights_iterator=_stream(entries, data, self._jppo_expected[1], modules))
+        self._jppo_version = version
+        return {"ok": True, "error": None}
+
+
+def _expected(hf_config: Any) -> tuple[dict[str, tuple[int, ...]], dict[str, list[str]]]:
+    """Returns HF names and shapes of the model in `config.json`, and the other names of tied tensors."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf_config)
+    first: dict[int, str] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    tied: dict[str, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in first:
+            tied.setdefault(first[id(parameter)], []).append(name)
+        else:
+            first[id(parameter)] = name
+            shapes[name] = tuple(parameter.shape)
+    return shapes, tied
+
+
+def _stream(
+    entries: Sequence[layout.Entry], data: mmap.mmap, tied: dict[str, list[str]], modules: Container[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for entry in entries:
+        dtype = getattr(torch, entry.dtype)
+        count = entry.nbytes // dtype.itemsize
+        tensor = torch.frombuffer(data, dtype=dtype, count=count, offset=entry.offset).reshape(entry.shape)
+        yield entry.name, tensor
+        # vLLM keeps a tied head stale without its own name; some models have no separate head there
+        for name in tied.get(entry.name, ()):
+            if name.rpartition(".")[0] in modules:
+                yield name, tensor

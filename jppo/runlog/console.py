@@ -1,0 +1,246 @@
+"""The console of a run: a live table with a progress bar on a terminal, one plain line per step elsewhere.
+
+Green is within the range of `healthy_ranges.py`, yellow and red are outside; without colour, a ! marks the latter.
+"""
+
+import collections
+import contextlib
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import rich.box
+import rich.console
+import rich.live
+import rich.progress
+import rich.table
+import rich.text
+
+from jppo.errors import escaped
+from jppo.runlog import healthy_ranges
+from jppo.runlog.timers import STAGES
+
+ROWS = 12  # steps in the live table
+
+Columns = Sequence[tuple[str, str, str]]
+
+# Heading, metric, format. A missing metric is a dash.
+PPO_COLUMNS: Columns = (
+    ("reward", healthy_ranges.REWARD, ".3f"),
+    ("test", "val/score", ".3f"),
+    ("KL", "actor/ppo_kl", ".1e"),
+    ("entropy", "actor/entropy", ".3f"),
+    ("clipped", "actor/pg_clipfrac", ".3f"),
+    ("ratio", "actor/ratio_mean", ".3f"),
+    ("vf expl", "critic/vf_explained_var", ".2f"),
+    ("length", "response_length/mean", ".1f"),
+    ("tok/s", "perf/throughput", ",.0f"),
+    ("s/step", "timing_s/step", ".1f"),
+)
+SFT_COLUMNS: Columns = (
+    ("loss", "sft/loss", ".4f"),
+    ("grad norm", "sft/grad_norm", ".3f"),
+    ("lr", "sft/lr", ".1e"),
+    ("tok/s", "perf/throughput", ",.0f"),
+    ("s/step", "timing_s/step", ".2f"),
+)
+REWARD_MODEL_COLUMNS: Columns = (
+    ("loss", "rm/loss", ".4f"),
+    ("accuracy", "rm/accuracy", ".3f"),
+    ("held out", "rm/val_accuracy", ".3f"),
+    ("margin", "rm/margin", ".2f"),
+    ("grad norm", "rm/grad_norm", ".3f"),
+    ("lr", "rm/lr", ".1e"),
+    ("tok/s", "perf/throughput", ",.0f"),
+    ("s/step", "timing_s/step", ".2f"),
+)
+LEFT_OUT_FIRST = ("s/step", "ratio", "test")  # if the table is too wide
+STAGE_NAMES = {"old_log_prob": "logp", "update_critic": "critic", "update_actor": "actor", "update_weights": "publish"}
+MEMORY = {"device": "perf/max_memory_allocated_gb", "host": "perf/cpu_memory_used_gb"}
+COLOURS: Mapping[healthy_ranges.Verdict, str] = {"good": "green", "weak": "yellow", "bad": "bold red"}
+
+
+class Screen(Protocol):
+    """A display of steps."""
+
+    def show(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Shows one step."""
+
+    def note(self, text: str, style: str = "") -> None:
+        """Prints a text between steps."""
+
+    def close(self) -> None:
+        """Stops drawing."""
+
+
+class Terminal(rich.console.Console):
+    """Standard output; if its reader has gone, further output is dropped and the run continues."""
+
+    def on_broken_pipe(self) -> None:
+        """Keeps the program alive: rich would end it after silencing the console."""
+        with contextlib.suppress(SystemExit):
+            super().on_broken_pipe()
+
+
+def make_screen(total_steps: int, done: int, columns: Columns, console: rich.console.Console) -> Screen:
+    """Returns the screen for the console; a resumed run has `done` steps already."""
+    if console.is_terminal and not console.is_dumb_terminal:
+        return Live(total_steps, done, columns, console)
+    return Lines(total_steps, columns, console)
+
+
+class Pace:
+    """Estimates the remaining time from the pace of the steps so far."""
+
+    def __init__(self, total_steps: int) -> None:
+        self._total = total_steps
+        self._first: tuple[int, float] | None = None
+
+    def left(self, step: int) -> str:
+        """Returns the remaining time after `step` as h:mm:ss; unknown until two steps are done."""
+        now = time.monotonic()
+        if self._first is None:
+            if step > 0:  # step 0 is the test before training
+                self._first = (step, now)
+            return "-:--:--"
+        first, start = self._first
+        if step <= first:
+            return "-:--:--"
+        seconds = round((now - start) / (step - first) * max(self._total - step, 0))
+        return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+
+
+class Rewards:
+    """The rewards of the last steps, for a step's health."""
+
+    def __init__(self) -> None:
+        self._last: collections.deque[float] = collections.deque(maxlen=healthy_ranges.TREND_STEPS)
+
+    def verdicts(self, metrics: Mapping[str, float]) -> dict[str, healthy_ranges.Verdict]:
+        """Returns the verdicts of the next step."""
+        if healthy_ranges.REWARD in metrics:
+            self._last.append(metrics[healthy_ranges.REWARD])
+        return healthy_ranges.verdicts(metrics, tuple(self._last))
+
+
+class Lines:
+    """One plain line per step, for logs."""
+
+    def __init__(self, total_steps: int, columns: Columns, console: rich.console.Console) -> None:
+        self._total = total_steps
+        self._columns = columns
+        self._console = console
+        self._pace = Pace(total_steps)
+        self._rewards = Rewards()
+
+    def show(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Prints the step."""
+        verdicts = self._rewards.verdicts(metrics)
+        shown = [
+            f"{heading} {_text(metrics, name, form)}{_mark(verdicts.get(name))}"
+            for heading, name, form in self._columns
+            if name in metrics
+        ]
+        stages = _stages(metrics)
+        further = [*([f"({' '.join(stages)})"] if stages else []), *_memory(metrics), f"ETA {self._pace.left(step)}"]
+        self.note("  ".join([f"step {step}/{self._total}", *shown, *further]))
+
+    def note(self, text: str, style: str = "") -> None:
+        """Prints the text."""
+        self._console.print(escaped(text), markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
+class Live:
+    """A table of the last steps, redrawn in place above a progress bar."""
+
+    def __init__(self, total_steps: int, done: int, columns: Columns, console: rich.console.Console) -> None:
+        self._columns = columns
+        self._console = console
+        self._steps: collections.deque[tuple[int, dict[str, rich.text.Text]]] = collections.deque(maxlen=ROWS)
+        self._below = ""
+        self._pace = Pace(total_steps)
+        self._rewards = Rewards()
+        self._progress = rich.progress.Progress(
+            rich.progress.TextColumn("[bold]step {task.completed:.0f}/{task.total:.0f}"),
+            rich.progress.BarColumn(bar_width=None),
+            rich.progress.TextColumn("{task.percentage:.0f}%"),
+            rich.progress.TimeElapsedColumn(),
+            rich.progress.TextColumn("ETA {task.fields[left]}"),
+            console=console,
+            expand=True,
+        )
+        self._task = self._progress.add_task("", total=total_steps, completed=done, left="-:--:--")
+        self._live = rich.live.Live(self._draw(), console=console, refresh_per_second=2)
+        self._live.start()
+
+    def show(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Adds the step to the table and moves the bar."""
+        verdicts = self._rewards.verdicts(metrics)
+        cells = {}
+        for heading, name, form in self._columns:
+            verdict = verdicts.get(name)
+            mark = _mark(verdict) if self._console.no_color else ""
+            cells[heading] = rich.text.Text(
+                _text(metrics, name, form) + mark, style="" if verdict is None else COLOURS[verdict]
+            )
+        self._steps.append((step, cells))
+        whole = [f"step {metrics['timing_s/step']:.1f} s:"] if "timing_s/step" in metrics else []
+        self._below = "  ".join([*whole, *_stages(metrics), *_memory(metrics)])
+        self._progress.update(self._task, completed=step, left=self._pace.left(step))
+        self._live.update(self._draw(), refresh=True)
+
+    def note(self, text: str, style: str = "") -> None:
+        """Prints the text above the table."""
+        self._console.print(rich.text.Text(escaped(text), style=style))
+
+    def close(self) -> None:
+        """Leaves the last table on the screen."""
+        self._live.stop()
+
+    def _draw(self) -> rich.console.Group:
+        table = rich.table.Table(
+            box=rich.box.SIMPLE_HEAD, show_edge=False, expand=True, padding=0, header_style="bold cyan"
+        )
+        headings = self._fitting()
+        for heading in ("step", *headings):
+            table.add_column(heading, justify="right", style="bold" if heading == "step" else "", no_wrap=True)
+        for step, cells in self._steps:
+            table.add_row(str(step), *(cells[heading] for heading in headings))
+        below = rich.text.Text(self._below, style="dim")
+        return rich.console.Group(table, *([below] if self._below else []), self._progress)
+
+    def _fitting(self) -> list[str]:
+        """Returns the headings that fit the console."""
+        headings = [heading for heading, _, _ in self._columns]
+        width = {h: 1 + max(len(h), *(len(cells[h]) for _, cells in self._steps), 0) for h in headings}
+        steps = max(len("step"), *(len(str(step)) for step, _ in self._steps), 0)
+        for heading in LEFT_OUT_FIRST:
+            if steps + sum(width[h] for h in headings) > self._console.width and heading in headings:
+                headings.remove(heading)
+        return headings
+
+
+def _text(metrics: Mapping[str, float], name: str, form: str) -> str:
+    if name not in metrics:
+        return "-"
+    value = metrics[name]
+    return format(value, form) if math.isfinite(value) else str(value)
+
+
+def _mark(verdict: healthy_ranges.Verdict | None) -> str:
+    return "" if verdict in (None, "good") else "!"
+
+
+def _stages(metrics: Mapping[str, float]) -> list[str]:
+    """Returns the step's stages with their seconds, without negligible ones."""
+    seconds = {stage: metrics.get(f"timing_s/{stage}", 0.0) for stage in STAGES if stage != "step"}
+    return [f"{STAGE_NAMES.get(stage, stage)} {took:.1f}" for stage, took in seconds.items() if took >= 0.05]
+
+
+def _memory(metrics: Mapping[str, float]) -> list[str]:
+    """Returns the known memory in use."""
+    return [f"{where} {metrics[name]:.1f} GB" for where, name in MEMORY.items() if name in metrics]

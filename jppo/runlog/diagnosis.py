@@ -1,0 +1,324 @@
+"""Warnings about a running training: named rules over the metrics, each reported once with a remedy.
+
+The input is every step's metrics as host floats. Most rules need several steps, because sampling noise alone moves
+the means of one batch. The constants below are the thresholds. Rules take medians where one outlier must not count,
+and compare with the run's own first steps where values depend on the model. A stalled stage is reported at once.
+"""
+
+import collections
+import dataclasses
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+
+from jppo.runlog.healthy_ranges import RANGES
+from jppo.runlog.timers import STAGES
+
+FIRST_STEPS = 5  # baseline that later steps are compared with
+LAST_STEPS = 5  # window of the current median or sum
+IN_A_ROW = 3  # steps, for conditions that no healthy batch meets even once
+KEPT_STEPS = 50  # longest history of a rule
+
+ERROR_SHARE = 0.01  # of the responses of the last steps; above the usual time-outs of a judge
+ENTROPY_LEFT = 0.1  # share of the first steps' entropy
+VALUE_STEPS = 20  # until a critic must have learned something; the last half is compared with the baseline
+TRUNCATED_SHARE = 0.95  # of responses; a few end by chance
+GAP_GROWTH = 5.0  # factor over the first steps' mismatch
+GAP_FLOOR = 1e-3  # nats per token, the default of rollout.logp_tolerance; below it is rounding
+WARM_UP_STEPS = 10  # caches and buffers may grow until then
+MEMORY_STEPS = 33  # each third must be above the one before: a jump to a new plateau is no leak
+MEMORY_GROWTH_GB = 1.0
+MEMORY_GROWTH_SHARE = 0.1
+SLOW_TIMES = 10.0  # factor over the stage's median
+SLOW_SECONDS = 1.0  # minimum: a stage of milliseconds may take ten times as long on a busy core
+SLOW_AFTER = 5  # earlier measurements of the stage
+
+# Values derived from a step's metrics.
+SCORE_SPREAD = "largest minus smallest score"
+ADVANTAGE_SPREAD = "largest minus smallest advantage"
+SPREADS = {
+    SCORE_SPREAD: ("critic/score/max", "critic/score/min"),
+    ADVANTAGE_SPREAD: ("critic/advantages/max", "critic/advantages/min"),
+}
+ERRORS, RESPONSES = "reward/errors", "responses"
+SUSPICIOUS = "reward/code/suspicious"
+MEMORY = "perf/cpu_memory_used_gb"
+TIMED = tuple(f"timing_s/{stage}" for stage in STAGES if stage not in ("start", "step"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One warning."""
+
+    step: int
+    name: str
+    found: str
+    remedy: str
+
+
+class Past:
+    """The history that rules read, the newest step included; non-finite values are left out."""
+
+    def __init__(self) -> None:
+        self.now: Mapping[str, float] = {}
+        self._first: dict[str, list[float]] = collections.defaultdict(list)
+        self._last: dict[str, collections.deque[float]] = collections.defaultdict(
+            lambda: collections.deque(maxlen=KEPT_STEPS)
+        )
+        self._count: collections.Counter[str] = collections.Counter()
+
+    def add(self, metrics: Mapping[str, float | None]) -> None:
+        """Appends a step."""
+        self.now = _observed(metrics)
+        for name, value in self.now.items():
+            self._count[name] += 1
+            self._last[name].append(value)
+            if len(self._first[name]) < FIRST_STEPS:
+                self._first[name].append(value)
+
+    def count(self, name: str) -> int:
+        """Number of steps that had the metric."""
+        return self._count[name]
+
+    def first(self, name: str) -> float:
+        """Median of the first FIRST_STEPS steps that had the metric."""
+        return statistics.median(self._first[name])
+
+    def last(self, name: str, n: int = LAST_STEPS) -> list[float]:
+        """At most the last n values."""
+        return list(self._last[name])[-n:]
+
+    def recent(self, name: str) -> float | None:
+        """Median of the last LAST_STEPS values; None if there are fewer or this step lacks the metric."""
+        values = self.last(name)
+        return statistics.median(values) if len(values) == LAST_STEPS and name in self.now else None
+
+
+def _observed(metrics: Mapping[str, float | None]) -> dict[str, float]:
+    """The finite metrics in READ, and the values derived from them."""
+    out = {name: value for name in READ if (value := metrics.get(name)) is not None and math.isfinite(value)}
+    for spread, (most, least) in SPREADS.items():
+        if most in out and least in out:
+            out[spread] = out[most] - out[least]
+    tokens = out.get("prompt_length/mean", 0.0) + out.get("response_length/mean", 0.0)
+    if tokens > 0 and "perf/total_num_tokens" in out:
+        out[RESPONSES] = out["perf/total_num_tokens"] / tokens
+    return out
+
+
+READ = (
+    *(name for pair in SPREADS.values() for name in pair),
+    "critic/score/mean",
+    ERRORS,
+    SUSPICIOUS,
+    "perf/total_num_tokens",
+    "prompt_length/mean",
+    "response_length/mean",
+    "response_length/clip_ratio",
+    "actor/ppo_kl",
+    "actor/ratio_mean",
+    "actor/entropy",
+    "critic/vf_loss",
+    "critic/vf_explained_var",
+    "rollout/logp_gap_mean",
+    MEMORY,
+    *TIMED,
+)
+
+
+def equal_rewards(past: Past) -> str | None:
+    """All scores or all advantages of a step are equal, for example when the samples of each prompt score alike."""
+    for name, what in ((SCORE_SPREAD, "score"), (ADVANTAGE_SPREAD, "advantage")):
+        values = past.last(name, IN_A_ROW)
+        if name in past.now and len(values) == IN_A_ROW and max(values) <= 1e-6:
+            mean = f", {past.now['critic/score/mean']:g}" if what == "score" and "critic/score/mean" in past.now else ""
+            return f"all responses of {IN_A_ROW} steps in a row have the same {what}{mean}: there is no gradient"
+    return None
+
+
+def reward_errors(past: Past) -> str | None:
+    """Responses failed to be graded: too many in the last steps, or some in each of them."""
+    failed, asked = past.last(ERRORS), past.last(RESPONSES)
+    if not past.now.get(ERRORS) or not asked:
+        return None
+    always = len(failed) == LAST_STEPS and min(failed) > 0
+    if not always and sum(failed) < ERROR_SHARE * sum(asked):
+        return None
+    return f"{sum(failed):.0f} of the {sum(asked):.0f} responses of the last {len(failed)} step(s) could not be graded"
+
+
+def suspicious_programs(past: Past) -> str | None:
+    """Graded programs use names that reach into their interpreter."""
+    count = past.now.get(SUSPICIOUS)
+    return f"{count:.0f} programs of this step reach into their interpreter" if count else None
+
+
+def kl_out_of_range(past: Past) -> str | None:
+    """The policy moves too far in a step. A small KL is no problem: schedules end with one."""
+    kl, high = past.recent("actor/ppo_kl"), RANGES["actor/ppo_kl"].high
+    if kl is None or abs(kl) <= high:
+        return None
+    return f"actor/ppo_kl was {kl:.2g} (median of {LAST_STEPS} steps); the healthy maximum is {high:g}"
+
+
+def ratio_out_of_range(past: Past) -> str | None:
+    """The mean ratio of new to old probability is 1 in expectation if the samples are from the old policy."""
+    ratio, allowed = past.recent("actor/ratio_mean"), RANGES["actor/ratio_mean"]
+    if ratio is None or allowed.low <= ratio <= allowed.high:
+        return None
+    return (
+        f"actor/ratio_mean was {ratio:.3g} (median of {LAST_STEPS} steps); it should be between {allowed.low:g} and"
+        f" {allowed.high:g}"
+    )
+
+
+def entropy_collapse(past: Past) -> str | None:
+    """The policy is nearly deterministic, so its samples no longer differ."""
+    entropy = past.recent("actor/entropy")
+    if entropy is None or entropy >= ENTROPY_LEFT * past.first("actor/entropy"):
+        return None
+    return f"actor/entropy fell from {past.first('actor/entropy'):.3g} to {entropy:.3g}"
+
+
+def value_loss_not_falling(past: Past) -> str | None:
+    """The critic has not improved since the first steps and explains no variance.
+
+    The loss alone is not enough: it grows with the variance of the rewards, even if the critic follows them.
+    """
+    name, fit = "critic/vf_loss", "critic/vf_explained_var"
+    if name not in past.now or past.count(name) < VALUE_STEPS:
+        return None
+    loss, explained = (statistics.median(past.last(n, VALUE_STEPS // 2) or [math.inf]) for n in (name, fit))
+    if loss < past.first(name) or explained > 0:
+        return None
+    return (
+        f"critic/vf_loss is {loss:.3g} after {past.count(name)} steps, {past.first(name):.3g} at the beginning, and"
+        f" critic/vf_explained_var {explained:.2g}"
+    )
+
+
+def all_truncated(past: Past) -> str | None:
+    """Nearly all responses reach the length limit."""
+    shares = past.last("response_length/clip_ratio", IN_A_ROW)
+    if len(shares) < IN_A_ROW or min(shares) < TRUNCATED_SHARE:
+        return None
+    return f"{min(shares):.0%} or more of the responses of {IN_A_ROW} steps in a row were truncated"
+
+
+def sampler_gap_growing(past: Past) -> str | None:
+    """The log-prob mismatch of trainer and rollout grows beyond rounding, with the same weights."""
+    name = "rollout/logp_gap_mean"
+    gap = past.recent(name)
+    if gap is None or gap < GAP_FLOOR or gap < GAP_GROWTH * past.first(name):
+        return None
+    return f"rollout/logp_gap_mean grew from {past.first(name):.2g} to {gap:.2g}"
+
+
+def host_memory_growing(past: Past) -> str | None:
+    """Host memory grows steadily after the warm-up."""
+    if past.count(MEMORY) < FIRST_STEPS + MEMORY_STEPS or MEMORY not in past.now:
+        return None
+    values, third = past.last(MEMORY, MEMORY_STEPS), MEMORY_STEPS // 3
+    a, b, c = (statistics.median(values[i : i + third]) for i in range(0, MEMORY_STEPS, third))
+    grown = c - past.first(MEMORY)
+    steady = min(b - a, c - b) > 0.25 * (c - a) > 0
+    if not steady or grown < max(MEMORY_GROWTH_GB, MEMORY_GROWTH_SHARE * past.first(MEMORY)):
+        return None
+    return f"the host's memory grew from {past.first(MEMORY):.1f} to {c:.1f} GB since the warm-up, and still grows"
+
+
+def slow_stage(past: Past) -> str | None:
+    """A stage takes many times its median."""
+    for name in TIMED:
+        before = past.last(name, KEPT_STEPS)[:-1]
+        if name not in past.now or len(before) < SLOW_AFTER:
+            continue
+        usual, seconds = statistics.median(before), past.now[name]
+        if seconds >= max(SLOW_SECONDS, SLOW_TIMES * usual):
+            return f"{name} was {seconds:.1f} s; its median is {usual:.2g} s"
+    return None
+
+
+# The rules by the names of their warnings, each with its remedy.
+RULES: Mapping[str, tuple[Callable[[Past], str | None], str]] = {
+    "equal_rewards": (
+        equal_rewards,
+        "if all are right in samples/, the task is learned; otherwise run python -m jppo.rewards.check, or raise"
+        " rollout.n or rollout.temperature",
+    ),
+    "reward_errors": (
+        reward_errors,
+        "fix the errors listed in samples/, or raise reward.timeout_s, reward.memory_bytes or reward.judge.retries",
+    ),
+    "suspicious_programs": (
+        suspicious_programs,
+        "read them in samples/; rewrite asserts as calls compared with values (docs/security.md), or disable the rule"
+        " with reward.weights",
+    ),
+    "kl_out_of_range": (
+        kl_out_of_range,
+        "lower actor.lr, actor.ppo_epochs or actor.clip_ratio, or raise actor.ppo_mini_batch_size",
+    ),
+    "ratio_out_of_range": (
+        ratio_out_of_range,
+        "lower actor.lr or actor.ppo_epochs; use algorithm.old_logprob=correction instead of bypass",
+    ),
+    "entropy_collapse": (
+        entropy_collapse,
+        "raise actor.entropy_coeff or rollout.temperature, lower actor.lr, or set actor.use_kl_loss=True",
+    ),
+    "value_loss_not_falling": (
+        value_loss_not_falling,
+        "raise critic.lr, critic.ppo_epochs or critic.cliprange_value, or set trainer.critic_warmup",
+    ),
+    "all_truncated": (
+        all_truncated,
+        "raise data.max_response_length; if answers in samples/ continue after their end, fine-tune on the end token"
+        " (jppo.sft)",
+    ),
+    "sampler_gap_growing": (
+        sampler_gap_growing,
+        "set rollout.dtype and model.compute_dtype alike, or algorithm.old_logprob=correction",
+    ),
+    "host_memory_growing": (
+        host_memory_growing,
+        "check what reward.function or a grader keeps; with trainer.save_freq a stopped run resumes with the same"
+        " command",
+    ),
+    "slow_stage": (
+        slow_stage,
+        "check other load on the machine; for gen see server-0.log, for reward reward.timeout_s, for save the disk",
+    ),
+}
+
+
+class Diagnosis:
+    """Applies every rule to each step; each warning is reported once."""
+
+    def __init__(self, reported: Iterable[str] = ()) -> None:
+        """`reported`: the warnings of this run from before a resume."""
+        self._reported = set(reported)
+        self._past = Past()
+        self._steps = 0
+
+    def once(self, finding: Finding) -> list[Finding]:
+        """A warning found elsewhere, unless it was reported before."""
+        if finding.name in self._reported:
+            return []
+        self._reported.add(finding.name)
+        return [finding]
+
+    def recall(self, metrics: Mapping[str, float | None]) -> None:
+        """Adds a step from before a resume without warnings; its memory belonged to another process."""
+        self._past.add({name: value for name, value in metrics.items() if name != MEMORY})
+
+    def feed(self, step: int, metrics: Mapping[str, float | None]) -> list[Finding]:
+        """Adds a step and returns its new warnings."""
+        self._steps += 1
+        warm = self._steps > WARM_UP_STEPS
+        self._past.add({name: value for name, value in metrics.items() if warm or name != MEMORY})
+        out = []
+        for name, (rule, remedy) in RULES.items():
+            if name not in self._reported and (found := rule(self._past)) is not None:
+                out += self.once(Finding(step, name, found, remedy))
+        return out

@@ -1,0 +1,277 @@
+"""Logging of a run: metrics.jsonl, console, TensorBoard and remote loggers, warnings, samples.
+
+The last stage of a step. metrics.jsonl is authoritative: it is written at every step and truncated to the resumed step
+after a resume, so it has each step once. If a step is logged before it is saved, a killed run loses none. A logger that
+fails, as on a full disk, is reported once; the run continues.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+import operator
+import pathlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import rich.console
+
+from jppo.runlog import atomic_file, to_mlflow, to_wandb
+from jppo.runlog.append_file import Appender, cut_lines, read_lines
+from jppo.runlog.console import PPO_COLUMNS, Columns, Terminal, make_screen
+from jppo.runlog.diagnosis import Diagnosis, Finding
+from jppo.runlog.sinks import About, Rows, Sink
+
+
+class Remote(NamedTuple):
+    """A logger outside the run folder."""
+
+    require: Callable[[], None]  # UserError if it cannot be used
+    make: Callable[..., Sink]  # (run_dir, about, resumed=)
+
+
+FILE, WARNINGS = "metrics.jsonl", "warnings.jsonl"
+DEFAULT = ("console", "jsonl", "tensorboard")
+REMOTE = {
+    "wandb": Remote(to_wandb.require, to_wandb.Wandb),
+    "mlflow": Remote(to_mlflow.require, to_mlflow.MLflow),
+}
+# The fate of records that a logger could not take: they wait in memory, with these exceptions.
+LATER = "records wait in memory"
+LOST = {"samples": "that file is skipped", "bad_steps": "that file is skipped", "wandb": "it is skipped"}
+
+
+class Logger:
+    """Writes the metrics of each step to all loggers; a context manager."""
+
+    def __init__(
+        self,
+        run_dir: pathlib.Path,
+        *,
+        total_steps: int,
+        resumed_step: int | None = None,
+        columns: Columns = PPO_COLUMNS,
+        console: rich.console.Console | None = None,
+        places: Sequence[str] = DEFAULT,
+        about: About | None = None,
+    ) -> None:
+        """Opens the files of `run_dir`; `resumed_step` is the checkpoint's, None for a new run."""
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._run_dir = run_dir
+        done = -1 if resumed_step is None else resumed_step
+        kept = cut_lines(run_dir / FILE, lambda row: row["step"] <= done)
+        told = cut_lines(run_dir / WARNINGS, lambda row: row["step"] <= done)
+        self._diagnosis = Diagnosis(row["name"] for row in told)
+        for row in kept:
+            self._diagnosis.recall(_metrics_of(row))
+        self._failed: set[str] = set()
+        self._mended: set[str] = set()
+        self._screen = None
+        self._lines = JsonLines(run_dir)
+        self._sinks: dict[str, Sink] = {"jsonl": self._lines}
+        if "tensorboard" in places:
+            from jppo.runlog.tensorboard import Board  # tensorboardX imports torch if present, which takes seconds
+
+            self._sinks["tensorboard"] = Board(run_dir / "tensorboard", first=done + 1)
+        for name in (name for name in REMOTE if name in places):
+            sink = REMOTE[name].make(run_dir, about or About(), resumed=resumed_step is not None)
+            self._sinks[name] = sink
+            for row in kept:  # sends missed steps
+                self._safely(name, functools.partial(sink.log, row["step"], _metrics_of(row)))
+        if "console" in places:
+            self._screen = make_screen(total_steps, max(done, 0), columns, console or Terminal())
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Logs one step's metrics and their new warnings."""
+        values = {name: _number(name, value) for name, value in metrics.items()}
+        self._each(operator.methodcaller("log", int(step), values))
+        if self._screen is not None:
+            self._safely("console", functools.partial(self._screen.show, int(step), values))
+        self._tell(self._diagnosis.feed(int(step), values))
+
+    def generations(self, step: int, rows: Rows) -> None:
+        """Logs some samples of a step, before its metrics."""
+        self._each(operator.methodcaller("generations", int(step), rows))
+
+    def samples(self, name: str, rows: Rows) -> None:
+        """Writes samples/NAME.jsonl."""
+        self._safely("samples", lambda: write_samples(self._run_dir, name, rows))
+
+    def arrays(self, name: str, arrays: Mapping[str, np.ndarray]) -> None:
+        """Writes bad_steps/NAME.npz."""
+        self._safely("bad_steps", lambda: write_arrays(self._run_dir, name, arrays))
+
+    def note(self, text: str) -> None:
+        """Prints a text between steps."""
+        self._say(text)
+
+    def sync(self) -> None:
+        """Returns when all lines are on disk, safe from a power cut: a checkpoint relies on them."""
+        self._safely("jsonl", self._lines.sync)
+
+    def warn(self, finding: Finding) -> None:
+        """Reports a warning from before the first step, once per run."""
+        self._tell(self._diagnosis.once(finding))
+
+    def close(self, *, failed: bool) -> None:
+        """Closes the files and the console; remote loggers learn whether the run has failed."""
+        for name, sink in self._sinks.items():
+            self._safely(name, functools.partial(sink.close, failed=failed), again=True)
+        if self._screen is not None:
+            self._screen.close()
+
+    def __enter__(self) -> "Logger":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(failed=kind is not None)
+
+    def _tell(self, findings: Sequence[Finding]) -> None:
+        for finding in findings:
+            self._each(operator.methodcaller("warn", finding))
+            self._warn(f"warning: {finding.name}: {finding.found}; {finding.remedy}")
+
+    def _each(self, act: Callable[[Sink], object]) -> None:
+        for name, sink in self._sinks.items():
+            self._safely(name, functools.partial(act, sink))
+
+    def _safely(self, name: str, act: Callable[[], object], *, again: bool = False) -> None:
+        """Runs an action of a logger; a failure is reported once, and again at the end if it persists."""
+        try:
+            act()
+        except Exception as e:
+            if name not in self._failed or again:
+                fate = "it is incomplete" if again else f"{LOST.get(name, LATER)}, the run continues"
+                self._warn(f"warning: {name} fails: {type(e).__name__}: {e}; {fate}")
+            self._failed.add(name)
+        else:
+            if name in self._failed - self._mended and name not in LOST:
+                self._mended.add(name)
+                self.note(f"{name} works again, and has received the waiting records")
+
+    def _warn(self, text: str) -> None:
+        self._say(text, "yellow")
+        if self._screen is None:
+            print(text, file=sys.stderr)
+
+    def _say(self, text: str, style: str = "") -> None:
+        if self._screen is not None:
+            with contextlib.suppress(OSError):  # a log on a full disk: there is nowhere to report it
+                self._screen.note(text, style)
+
+
+class Silent:
+    """The logger of hosts that write and print nothing."""
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Does nothing."""
+
+    def generations(self, step: int, rows: Rows) -> None:
+        """Does nothing."""
+
+    def samples(self, name: str, rows: Rows) -> None:
+        """Does nothing."""
+
+    def arrays(self, name: str, arrays: Mapping[str, np.ndarray]) -> None:
+        """Does nothing."""
+
+    def note(self, text: str) -> None:
+        """Does nothing."""
+
+    def warn(self, finding: Finding) -> None:
+        """Does nothing."""
+
+    def sync(self) -> None:
+        """Does nothing."""
+
+    def __enter__(self) -> "Silent":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Does nothing."""
+
+
+class JsonLines:
+    """metrics.jsonl and warnings.jsonl: a line per step, a line per warning."""
+
+    def __init__(self, run_dir: pathlib.Path) -> None:
+        self._metrics, self._warnings = Appender(run_dir / FILE), Appender(run_dir / WARNINGS)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Writes a step; NaN and infinities are null and listed by name."""
+        odd = {name: str(value) for name, value in metrics.items() if not math.isfinite(value)}
+        line: dict[str, Any] = {"step": step}
+        line |= {name: None if name in odd else value for name, value in metrics.items()}
+        if odd:
+            line["nonfinite"] = odd
+        self._metrics.append(_line(line))
+
+    def generations(self, step: int, rows: Rows) -> None:
+        """Does nothing: samples have their own files."""
+
+    def warn(self, finding: Finding) -> None:
+        """Writes a warning."""
+        self._warnings.append(_line(dataclasses.asdict(finding)))
+
+    def sync(self) -> None:
+        """Flushes both to disk."""
+        self._metrics.sync()
+        self._warnings.sync()
+
+    def close(self, *, failed: bool) -> None:
+        """Writes waiting records."""
+        try:
+            self._metrics.close()
+        finally:
+            self._warnings.close()
+
+
+def read_metrics(run_dir: pathlib.Path) -> list[dict[str, Any]]:
+    """Reads a run's metrics.jsonl without a truncated last line; [] without a file."""
+    return read_lines(run_dir / FILE)
+
+
+def write_samples(run_dir: pathlib.Path, name: str, rows: Rows) -> pathlib.Path:
+    """Writes samples/NAME.jsonl: prompt, response, score and its parts, one sample per line."""
+    text = "".join(json.dumps(_jsonable(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+    return atomic_file.write_text(run_dir / "samples" / f"{name}.jsonl", text)
+
+
+def write_arrays(run_dir: pathlib.Path, name: str, arrays: Mapping[str, np.ndarray]) -> pathlib.Path:
+    """Writes bad_steps/NAME.npz: the scored batch of a skipped update."""
+
+    def write(path: pathlib.Path) -> None:
+        with path.open("wb") as file:
+            np.savez_compressed(file, **dict(arrays))  # type: ignore[arg-type]  # its stubs take a name for an option
+
+    return atomic_file.write(run_dir / "bad_steps" / f"{name}.npz", write)
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    return (json.dumps(row, allow_nan=False) + "\n").encode()
+
+
+def _metrics_of(row: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the finite metrics of a line."""
+    return {name: value for name, value in row.items() if name != "step" and isinstance(value, int | float)}
+
+
+def _number(name: str, value: Any) -> int | float:
+    if isinstance(value, int):
+        return int(value)
+    try:
+        return float(value)
+    except (TypeError, ValueError) as e:
+        raise TypeError(f"metric {name!r} is {value!r}; it must be one number") from e
+
+
+def _jsonable(value: Any) -> Any:
+    """Converts non-finite numbers to text, because JSON has none."""
+    if isinstance(value, Mapping):
+        return {key: _jsonable(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_jsonable(inner) for inner in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,36 @@
+"""The metrics of a step's samples and rewards that need no device, under verl's names."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jppo.types import Reward, Trajectory
+
+
+def describe(trajectories: Sequence[Trajectory], rewards: Sequence[Reward]) -> dict[str, float]:
+    """Lengths and scores of samples of which at least one was graded."""
+    scores = np.array([r.score for r in rewards if r.unusable is None])
+    lengths = np.array([t.sampled.sum() for t in trajectories])
+    whole = np.array([len(t.tokens) for t in trajectories])
+    prompts = np.array([np.argmax(t.sampled) for t in trajectories])
+    return {
+        "reward_mean": float(scores.mean()),
+        "critic/score/mean": float(scores.mean()),
+        "critic/score/max": float(scores.max()),
+        "critic/score/min": float(scores.min()),
+        "reward/errors": float(sum(r.error is not None for r in rewards)),
+        "response_length/mean": float(lengths.mean()),
+        "response_length/max": float(lengths.max()),
+        "response_length/clip_ratio": float(np.mean([t.finish == "length" for t in trajectories])),
+        "prompt_length/mean": float(prompts.mean()),
+        "perf/total_num_tokens": float(whole.sum()),
+    } | part_means(rewards)
+
+
+def part_means(rewards: Sequence[Reward]) -> dict[str, float]:
+    """The mean of every part of the reward, over the samples that have it."""
+    found: dict[str, list[float]] = {}
+    for reward in rewards:
+        for name, value in reward.parts.items():
+            found.setdefault(f"reward/{name}/mean", []).append(value)
+    return {name: float(np.mean(values)) for name, values in found.items()}

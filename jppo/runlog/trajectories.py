@@ -1,0 +1,58 @@
+"""Serialises trajectories as text for checkpoints and other hosts: compressed arrays and JSON."""
+
+import base64
+import dataclasses
+import io
+import json
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from jppo.distributed.hosts import Hosts
+from jppo.types import Exchange, Reward, Trajectory
+
+ARRAYS = ("tokens", "sampled", "logprob", "version")
+
+
+def pack(trajectories: Sequence[Trajectory]) -> str:
+    """Serialises trajectories, bit for bit."""
+    rest = [{name: value for name, value in dataclasses.asdict(t).items() if name not in ARRAYS} for t in trajectories]
+    arrays = {
+        name: np.concatenate([np.zeros(0, _empty(name)), *(getattr(t, name) for t in trajectories)]).astype(
+            _empty(name)
+        )
+        for name in ARRAYS
+    }
+    lengths = np.array([len(t.tokens) for t in trajectories], np.int64)
+    file = io.BytesIO()
+    np.savez_compressed(file, rest=np.frombuffer(json.dumps(rest).encode(), np.uint8), lengths=lengths, **arrays)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def unpack(text: str) -> list[Trajectory]:
+    """The inverse of `pack`."""
+    with np.load(io.BytesIO(base64.b64decode(text))) as file:
+        rest = json.loads(file["rest"].tobytes())
+        borders = np.cumsum(file["lengths"])[:-1]
+        arrays = {name: np.split(file[name], borders) for name in ARRAYS}
+    for one in rest:
+        one["exchange"] = None if one["exchange"] is None else Exchange(**one["exchange"])
+    return [Trajectory(**one, **{name: arrays[name][i] for name in ARRAYS}) for i, one in enumerate(rest)]  # type: ignore[arg-type]
+
+
+def of_all(hosts: Hosts, own: list[Trajectory]) -> list[Trajectory]:
+    """Returns the trajectories of all hosts, in host order."""
+    if hosts.count == 1:
+        return own
+    return [t for text in hosts.gather(lambda: pack(own)) for t in unpack(text)]
+
+
+def rewards_of_all(hosts: Hosts, own: Callable[[], list[Reward]]) -> list[Reward]:
+    """Waits for rewards and returns those of all hosts, in host order."""
+    if hosts.count == 1:
+        return own()
+    return [Reward(**one) for some in hosts.gather(lambda: [dataclasses.asdict(r) for r in own()]) for one in some]
+
+
+def _empty(name: str) -> type:
+    return {"tokens": np.int32, "sampled": np.bool_, "logprob": np.float32, "version": np.int32}[name]

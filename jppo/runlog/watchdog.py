@@ -1,0 +1,171 @@
+"""Ends a run on a signal, or when a stage is stuck.
+
+A signal raises `Stopped` at once in a stage that only waits, whose work the resumed run repeats; in any other stage the
+step is finished first. The handler of `Stopped` saves. A run that has not ended `stop_timeout_s` later is ended by
+force; the last checkpoint remains.
+"""
+
+import contextlib
+import errno
+import faulthandler
+import os
+import pathlib
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from jppo.distributed.hosts import ALONE, Hosts, Stopped
+from jppo.runlog.timers import Timers
+
+WAITING = ("start", "gen", "reward", "testing")
+POLL_S = 0.2
+STOPPED = 143  # the shell's code for SIGTERM: a batch system must not consider the run finished
+INTERRUPTED = 130  # the shell's code for Ctrl-C
+STUCK = 1  # exit code of a stuck run
+
+
+class Watch:
+    """Watches one run; a context manager around the whole run."""
+
+    def __init__(
+        self,
+        timer: Timers,
+        *,
+        stage_timeout_s: float,
+        stop_timeout_s: float,
+        stacks: pathlib.Path,
+        hosts: Hosts = ALONE,
+        stopped: int = STOPPED,
+    ) -> None:
+        """Sets the limits of stages and of the end; `stacks` is the file for the stacks of a stuck run.
+
+        `stopped` is the exit code after SIGTERM or SIGHUP.
+        """
+        self._codes = {signal.SIGTERM: stopped, signal.SIGHUP: stopped, signal.SIGINT: INTERRUPTED}
+        self._timer = timer
+        self._hosts = hosts
+        self._stage_timeout_s = stage_timeout_s
+        self._stop_timeout_s = stop_timeout_s
+        self._stacks = stacks
+        self._asked: Stopped | None = None
+        self._last_moment = float("inf")
+        self._over = threading.Event()
+        self._handlers: dict[int, Any] = {}
+
+    def check(self) -> None:
+        """Raises a requested stop of any host; called between steps, where the state is consistent."""
+        self._hosts.together(self._raise)
+
+    def _raise(self) -> None:
+        if self._asked is not None:
+            raise self._asked
+
+    def __enter__(self) -> "Watch":
+        if threading.current_thread() is threading.main_thread():  # only the main thread may set handlers
+            self._main = threading.get_ident()
+            for number in (*self._codes, signal.SIGUSR1):
+                if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                    continue  # by nohup: the run should outlive its terminal
+                self._handlers[number] = signal.signal(number, self._signal)
+        self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def _signal(self, number: int, _: Any) -> None:
+        if number == signal.SIGINT and self._asked is not None:
+            raise KeyboardInterrupt  # the second Ctrl-C does not wait
+        if number == signal.SIGHUP:
+            _mute()
+        if number in self._codes:
+            self._ask(Stopped(self._codes[signal.Signals(number)], f"stopped by {signal.Signals(number).name}"))
+        if self._asked is not None and self._timer.stage()[0] in WAITING and self._hosts.working:
+            raise self._asked
+
+    def _ask(self, stopped: Stopped) -> None:
+        if self._asked is None:
+            self._asked = stopped
+            self._last_moment = time.monotonic() + self._stop_timeout_s
+
+    def _look(self) -> None:
+        told = False
+        while not self._over.wait(POLL_S):
+            stage, seconds = self._timer.stage()
+            heard = self._hosts.heard()
+            if self._asked is None and (heard is not None or seconds > self._stage_timeout_s):
+                if heard is None:
+                    self._report(stage, seconds)
+                self._ask(heard or Stopped(STUCK, f"stuck in stage {stage}"))
+                if self._handlers:
+                    signal.pthread_kill(self._main, signal.SIGUSR1)  # wakes it from a wait
+            if self._asked is not None and not told:
+                told = True
+                if not self._asked.heard:
+                    self._hosts.tell(self._asked)
+            if time.monotonic() > self._last_moment:
+                _say(
+                    f"the run did not end within trainer.stop_timeout_s={self._stop_timeout_s:g} in stage {stage}"
+                    f" ({self._asked.why if self._asked else ''}); it is ended by force; the last checkpoint remains"
+                )
+                os._exit(STUCK)
+
+    def _report(self, stage: str, seconds: float) -> None:
+        self._stacks.parent.mkdir(parents=True, exist_ok=True)
+        with self._stacks.open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}: stage {stage} for {seconds:.0f} s\n")
+            file.flush()
+            faulthandler.dump_traceback(file)
+        _say(
+            f"stage {stage} has not ended for {seconds:.0f} s, trainer.stage_timeout_s={self._stage_timeout_s:g}; the"
+            f" stacks of all threads are in {self._stacks}; the run ends with a checkpoint"
+        )
+
+
+@contextlib.contextmanager
+def ending(run_dir: str, *, within_s: float) -> Iterator[None]:
+    """Wraps a whole command: a stop, an interruption and a full disk become one line and the exit code."""
+    resumes = f"the same command resumes from the last of {run_dir}/checkpoints"
+    try:
+        yield
+    except OSError as e:
+        if e.errno != errno.ENOSPC:
+            raise
+        print(f"error: {e}: make room in {run_dir}, and {resumes}", file=sys.stderr)
+        sys.exit(1)
+    except Stopped as e:
+        print(f"{e.why}; {resumes}", file=sys.stderr, flush=True)
+        leave(e.status, within_s=within_s)
+    except KeyboardInterrupt:
+        print(f"interrupted; {resumes}", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+
+
+def leave(code: int, *, within_s: float) -> None:
+    """Ends the process with `code`, by force if threads hang."""
+    threads = threading.Timer(within_s, os._exit, (code,))
+    threads.daemon = True
+    threads.start()
+    sys.exit(code)
+
+
+def _mute() -> None:
+    """Makes later prints succeed when the terminal has gone."""
+    for fd in (1, 2):
+        try:
+            os.write(fd, b"")
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, fd)
+            os.close(nowhere)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,49 @@
+"""The check of a config: every value by the table, then the rules between settings; needs no data, model or device."""
+
+from typing import Any
+
+import ml_collections
+
+from jppo.errors import UserError
+from jppo.registry import did_you_mean
+from jppo.settings import rules_rollout, rules_training
+from jppo.settings.table import TABLE, values
+
+
+def check(config: ml_collections.ConfigDict, *, training: bool = True) -> None:
+    """Raises a UserError at the first value, or combination of values, that is not allowed.
+
+    Without `training`, rules between settings that only training reads are skipped.
+    """
+    found = values(config)
+    for name, value in found.items():
+        if name not in TABLE:
+            raise UserError(f"there is no setting {name!r}; remove it from the config{did_you_mean(name, TABLE)}")
+        TABLE[name].check(value)
+    for name in found:
+        if training or not TABLE[name].only.startswith("rollout.name"):
+            _check_read(name, found)
+    if "rollout" in config:
+        rules_rollout.check(config, training=training)
+    if training:
+        if not config.data.train_files:
+            raise UserError("data.train_files is empty; give a path, as in --config.data.train_files=PATH")
+        rules_training.check(config)
+
+
+def _check_read(name: str, found: dict[str, Any]) -> None:
+    """Refuses a value that no part of the run would read."""
+    setting, value = TABLE[name], found[name]
+    if not setting.only or value == setting.default:
+        return
+    switch, is_not, wanted = setting.only.partition("!=")
+    if not is_not:
+        switch, equals, wanted = setting.only.partition("=")
+    actual = found[switch]
+    read = str(actual) != wanted if is_not else str(actual) == wanted if equals else bool(actual)
+    if not read:
+        when = f"a {switch} other than {wanted!r}" if is_not else f"{switch}={wanted!r}" if equals else f"{switch} set"
+        raise UserError(
+            f"{name}={value!r} is read only with {when}, and {switch}={actual!r}; change that, or leave {name} at"
+            f" {setting.default!r}"
+        )

@@ -1,0 +1,139 @@
+"""The command line: --config and its overrides, --help, and errors as one line."""
+
+import argparse
+import errno
+import functools
+import json
+import re
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import ml_collections
+from absl import flags
+from ml_collections import config_flags
+
+from jppo.errors import UserError, one_line
+from jppo.settings import configfile, shipped
+from jppo.settings.table import TABLE, values
+
+ODD_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EROFS)
+SWITCHES = ("dry_run", "machine", "json", "rollout_tokens_per_s")
+MEANINGS_AT = 52  # column of the meanings in --help; longer settings push theirs to the right
+
+
+class Parser(argparse.ArgumentParser):
+    """The words of a command without settings; a fault in them is a UserError of one line."""
+
+    def __init__(self, module: str, about: str | None, **how: Any) -> None:
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog=f"python -m {module}", description=about, formatter_class=formatter, **how)
+
+    def error(self, message: str) -> NoReturn:
+        """Called by argparse."""
+        raise UserError(f"{message}; {self.prog} --help has all arguments")
+
+
+def natural(text: str) -> int:
+    """A whole number of 0 or more, for an argument of a Parser."""
+    if (value := int(text)) < 0:
+        raise argparse.ArgumentTypeError(f"{text} must be 0 or more")
+    return value
+
+
+def dump(config: ml_collections.ConfigDict) -> str:
+    """Returns the resolved settings as JSON."""
+    return json.dumps(config.to_dict(), indent=2) + "\n"
+
+
+def parse(
+    argv: list[str],
+    about: str,
+    defaults: ml_collections.ConfigDict,
+    *,
+    needs_file: bool = True,
+    describes: bool = False,
+) -> tuple[ml_collections.ConfigDict, dict[str, Any]]:
+    """Returns the config named by --config with its overrides, and the switches; raises a UserError of one line.
+
+    Unless it `needs_file`, a command without --config starts from the defaults. One that `describes` machines has the
+    switches of --dry_run for that.
+    """
+    given = flags.FlagValues()  # type: ignore[no-untyped-call]
+    argv = [shipped.locate(word) for word in argv]
+    named = [a.split("=", 1)[1] for a in argv if a.startswith("--config=")]
+    flags.DEFINE_bool("dry_run", False, "print the resolved settings and stop", flag_values=given)
+    if describes:
+        flags.DEFINE_string("machine", "", "a machine that --dry_run compiles for", flag_values=given)
+        flags.DEFINE_string("json", "", "a file for the account of --dry_run", flag_values=given)
+        flags.DEFINE_float("rollout_tokens_per_s", 0.0, "tokens/s of all rollout engines", flag_values=given)
+    if "--help" in argv or "-h" in argv:
+        print(f"{about}\nSettings and their defaults:\n{describe(defaults)}")
+        sys.exit(0)
+    if "--config" in argv:
+        raise UserError("--config is given without a file; name it behind a =, as in --config=configs/quickstart.py")
+    if (needs_file or named) and (len(named) != 1 or not named[0]):
+        raise UserError(f"--config is given {len(named)} times; name one file, as in --config=configs/quickstart.py")
+    config = configfile.read(named[0]) if named else defaults
+    argv = [word for word in argv if not word.startswith("--config=")]
+    for word in argv:
+        if word.startswith("--config."):
+            _check_known(word.partition("=")[0].removeprefix("--config."), config)
+    try:  # reads the overrides at once
+        config_flags.DEFINE_config_dict("config", config, flag_values=given, sys_argv=["jppo", *argv])
+        rest = given(["jppo", *argv])[1:]
+    except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as e:
+        raise UserError(_explain(e)) from e
+    if rest:
+        raise UserError(f"{rest[0]!r} is not understood; settings are given as --config.SECTION.NAME=VALUE")
+    return given["config"].value, {name: given[name].value for name in given if name in SWITCHES}
+
+
+def _check_known(name: str, config: ml_collections.ConfigDict) -> None:
+    """UserError where there is no setting of that name."""
+    node: Any = config
+    for part in name.split("."):
+        if not isinstance(node, ml_collections.ConfigDict) or part not in node:
+            raise UserError(configfile.no_setting(part, node.keys() if hasattr(node, "keys") else []))
+        node = node[part]
+    if isinstance(node, ml_collections.ConfigDict):
+        raise UserError(f"--config.{name} is a section; name a setting of it, as in --config.{name}.{next(iter(node))}")
+
+
+def _explain(error: Exception) -> str:
+    """Rewrites an error of absl or ml_collections as one line of value, rule and remedy."""
+    text = " ".join(str(error.args[0] if error.args else error).replace('"', "'").split())
+    typed = re.match(r"flag (--config\.([\w.]+)=.*?): ", text)
+    if typed:
+        return f"{typed[1]} must be of type {TABLE[typed[2]].type.__name__}, as {TABLE[typed[2]].default!r} is"
+    return text
+
+
+def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
+    """Wraps a command: a UserError becomes one line on stderr and exit code 2."""
+
+    @functools.wraps(main)
+    def command(*args: Any, **kwargs: Any) -> None:
+        try:
+            main(*args, **kwargs)
+        except UserError as e:
+            print(one_line(e), file=sys.stderr)
+            sys.exit(2)
+        except OSError as e:
+            if e.errno not in ODD_PATHS or e.filename is None:
+                raise
+            print(one_line(UserError(f"{e.filename}: {e.strerror}; name another path")), file=sys.stderr)
+            sys.exit(2)
+
+    return command
+
+
+def describe(config: ml_collections.ConfigDict) -> str:
+    """Returns all settings with their values and meanings, one per line, for --help."""
+    lines = []
+    found = values(config)
+    for name, setting in TABLE.items():
+        if name in found:
+            unit = f"[{setting.unit}] " if setting.unit else ""
+            lines.append(f"  {f'--config.{name}={found[name]!r}':<{MEANINGS_AT}}  {unit}{setting.meaning}")
+    return "\n".join(lines)

@@ -1,0 +1,92 @@
+"""Config files: Python programs of the user's, whose faults become errors that name file and line."""
+
+import pathlib
+import re
+import runpy
+import traceback
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import ml_collections
+
+from jppo.errors import UserError
+from jppo.registry import did_you_mean
+from jppo.settings import shipped
+from jppo.settings.table import PPO, REWARD_MODEL, SFT, values
+
+
+def read(named: str) -> ml_collections.ConfigDict:
+    """The settings that get_config() of FILE or FILE:ARGUMENT returns, locked."""
+    file, _, argument = named.partition(":")
+    if not is_file(file):
+        raise UserError(f"--config={named}: no such file; jppo's own are {shipped.SCHEME}NAME, as jppo://gsm8k is")
+    get_config = functions(file).get("get_config")
+    if not callable(get_config):
+        raise UserError(f"--config={named}: the file has no get_config(); write one that returns the settings")
+    code = getattr(get_config, "__code__", None)
+    if argument and code is not None and code.co_argcount == 0:
+        raise UserError(
+            f"--config={named}: this config takes no argument; settings are given as --config.SECTION.NAME=VALUE"
+        )
+    config = explained(file, get_config, *([argument] if argument else []))
+    _check_names(config, file)
+    return config.lock()
+
+
+def is_file(path: str) -> bool:
+    """Whether there is a file of this name, which may be no possible name."""
+    try:
+        return pathlib.Path(path).is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def functions(file: str) -> dict[str, Any]:
+    """What a Python file defines."""
+    defined: dict[str, Any] = explained(file, runpy.run_path, file)
+    return defined
+
+
+def explained(file: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The result of a call into a user's file, whose errors become one line with the place."""
+    try:
+        return call(*args, **kwargs)
+    except UserError:
+        raise
+    except Exception as e:
+        numbers = [frame.lineno for frame in traceback.extract_tb(e.__traceback__) if frame.filename == file]
+        if isinstance(e, SyntaxError) and e.filename == file:
+            numbers = [e.lineno]
+        place = f"{file}, line {numbers[-1]}" if numbers else file
+        text = " ".join(str(e.args[0] if e.args else e).split())
+        missing = re.search(r"""Key "(\w+)" does not exist""", text)  # ml_collections
+        what = (
+            no_setting(missing[1], re.findall(r"\w+", text[missing.end() :]))
+            if missing
+            else f"{type(e).__name__}: {text:.300}"
+        )
+        raise UserError(f"{place}: {what}; mend the file") from e
+
+
+def no_setting(name: str, names: Iterable[str]) -> str:
+    """The error about a name that is not among the names."""
+    near = did_you_mean(name, {*names} - {name}) or "; python -m jppo.train --help lists them all"
+    return f"there is no setting {name!r}{near}"
+
+
+def _check_names(config: Any, file: str) -> None:
+    """UserError unless the settings are those of the defaults that the file starts from, each with its type."""
+    if not isinstance(config, ml_collections.ConfigDict):
+        raise UserError(
+            f"{file}: get_config() returns {config!r:.40}; it must return settings, as jppo.settings.default() does"
+        )
+    table = PPO if "rollout" in config else REWARD_MODEL if "loss" in config else SFT
+    found = values(config)
+    for name in sorted(table.keys() ^ found.keys()):
+        what = "is missing" if name in table else "is no setting"
+        raise UserError(f"{file}: {name} {what}; start from jppo.settings.default() and change values only")
+    for name, value in found.items():
+        asked = table[name].type
+        integer = asked is float and type(value) is int
+        if not (isinstance(value, asked) or integer or (value is None and table[name].optional)):
+            raise UserError(f"{file}: {name}={value!r:.40} must be of type {asked.__name__}, as the default is")

@@ -1,0 +1,71 @@
+"""The registries that settings choose from; a user-defined part is an entry like these (docs/extending.md)."""
+
+from collections import ChainMap
+from collections.abc import Callable
+from typing import Protocol, cast
+
+import ml_collections
+
+from jppo.registry import Registry, resolve
+
+Part = Callable[..., object]
+
+ESTIMATORS = Registry[Part](
+    "estimators", "jppo.learner.estimators:ESTIMATORS", returns="jppo.learner.estimate:Estimator"
+)
+POLICY_LOSSES = Registry[Part](
+    "policy_losses", "jppo.learner.policy_losses:POLICY_LOSSES", returns="jppo.learner.policy_losses:Objective"
+)
+OPTIMIZERS = Registry[Part]("optimizers", "jppo.learner.optim:OPTIMIZERS", returns="optax:GradientTransformation")
+KL_ESTIMATORS = Registry[Part]("kl_estimators", "jppo.algorithms.kl:BY_NAME")
+
+
+def _imported(where: str) -> Part:
+    """The function 'module:name', whose module is imported with the first call."""
+
+    def part(*given: object, **named: object) -> object:
+        return resolve(where, "rollout.name")(*given, **named)
+
+    return part
+
+
+_SERVED = _imported("jppo.build.rollout:start_engine")
+ENGINES = Registry[Part](
+    "engines",
+    {"vllm": _SERVED, "sglang": _SERVED, "inprocess": _imported("jppo.build.rollout:start_inprocess")},
+)
+
+
+class Estimates(Protocol):
+    """The fields of an advantage estimator that rules between settings read."""
+
+    @property
+    def sequences(self) -> Part | None:
+        """None where the samples of a prompt are not compared."""
+
+    @property
+    def critic(self) -> bool:
+        """Whether it reads values."""
+
+
+class Objective(Protocol):
+    """The fields of a policy loss that rules between settings read."""
+
+    @property
+    def aggregation(self) -> str | None:
+        """How the losses of tokens must be averaged; None for any way."""
+
+
+def estimator(config: ml_collections.ConfigDict) -> Estimates:
+    """The estimator that `algorithm.adv_estimator` names."""
+    made = ESTIMATORS.make(config.algorithm.adv_estimator, "algorithm.adv_estimator", config.algorithm)
+    return cast(Estimates, made)  # `make` has checked the class
+
+
+def objective(config: ml_collections.ConfigDict) -> Objective:
+    """The policy loss that `actor.loss_mode` names; unset clip ranges are `clip_ratio`."""
+    a = config.actor
+    low = a.clip_ratio if a.clip_ratio_low is None else a.clip_ratio_low
+    high = a.clip_ratio if a.clip_ratio_high is None else a.clip_ratio_high
+    values = ChainMap[str, object](dict(clip_ratio_low=low, clip_ratio_high=high), a)
+    return cast(Objective, POLICY_LOSSES.make(a.loss_mode, "actor.loss_mode", values))

@@ -1,0 +1,200 @@
+"""Rules between the settings of the rollout: sampling, the engine, publishing, conversations, secrets."""
+
+import re
+import urllib.parse
+
+import ml_collections
+
+from jppo.errors import UserError
+from jppo.settings.table import PPO
+
+CUTS = ("top_p", "top_k", "min_p")  # settings that remove tokens from the distribution
+COLDEST, HOTTEST = 0.01, 2.0  # temperatures of vLLM, which samples at 0.01 below it and only logs that
+LARGEST_SERVED_RANK = 512  # of adapters in vLLM
+SECRET = re.compile(r"--(?:[\w.-]*[-_.])?(?:api[-_]key|token|password|secret)(?=[\s=]|$)", re.IGNORECASE)
+
+
+def cuts(section: ml_collections.ConfigDict) -> dict[str, float]:
+    """Those of `CUTS` that a section sets, with their values."""
+    return {name: section[name] for name in CUTS if section[name] != PPO[f"rollout.{name}"].default}
+
+
+def check(config: ml_collections.ConfigDict, *, training: bool) -> None:
+    """Raises a UserError at the first rule that is broken."""
+    r = config.rollout
+    if (last := r.port + r.servers - 1) > 65535:
+        raise UserError(f"rollout.port={r.port}: the last server has port {last}, and 65535 is the largest; lower it")
+    _temperature(r, training)
+    _test(r.val_kwargs)
+    _reward(config.reward)
+    _conversation(r.multi_turn)
+    _publish(r)
+    _secrets(r)
+    if training:
+        if r.name == "sglang":
+            _sglang(r)
+        _async(r)
+        _adapters(config)
+
+
+def _temperature(r: ml_collections.ConfigDict, training: bool) -> None:
+    if training and not r.temperature > 0:
+        raise UserError(
+            f"rollout.temperature={r.temperature} must be above 0: greedy responses to a prompt are all the same and"
+            " have no log-probs to learn from; try 1.0 (a test is greedy by rollout.val_kwargs.temperature=0.0)"
+        )
+    used = {"rollout.temperature": r.temperature} if training else {}
+    used["rollout.val_kwargs.temperature"] = r.val_kwargs.temperature
+    for name, value in used.items():
+        if r.name == "vllm" and value != 0 and not COLDEST <= value <= HOTTEST:
+            raise UserError(
+                f"{name}={value}: vLLM samples at temperatures from {COLDEST} to {HOTTEST}; set one of these, or use"
+                " rollout.name=inprocess"
+            )
+
+
+def _test(how: ml_collections.ConfigDict) -> None:
+    if how.temperature != 0.0:
+        return
+    if how.n > 1:
+        raise UserError(
+            f"rollout.val_kwargs.n={how.n}: at rollout.val_kwargs.temperature=0.0 all responses to a prompt are the"
+            " same; raise the temperature, or set n to 1"
+        )
+    for name, value in cuts(how).items():
+        raise UserError(
+            f"rollout.val_kwargs.{name}={value}: at rollout.val_kwargs.temperature=0.0 the likeliest token is taken;"
+            f" raise the temperature, or leave {name} out"
+        )
+
+
+def _reward(reward: ml_collections.ConfigDict) -> None:
+    if reward.sandbox == "container" and not reward.sandbox_url:
+        raise UserError(
+            "reward.sandbox='container' needs the service's address; set reward.sandbox_url=http://HOST:PORT"
+        )
+
+
+def _conversation(m: ml_collections.ConfigDict) -> None:
+    name = "rollout.multi_turn"
+    if m.interaction and m.environment:
+        raise UserError(
+            f"{name}.interaction={m.interaction!r} and {name}.environment={m.environment!r} would both answer the"
+            " policy; leave one empty"
+        )
+    if m.enable and not (m.tool_config_path or m.interaction or m.environment):
+        raise UserError(
+            f"{name}.enable=True, and nothing answers the policy; set one of {name}.tool_config_path, interaction,"
+            " environment"
+        )
+
+
+def _publish(r: ml_collections.ConfigDict) -> None:
+    if r.publish_via == "tcp" and r.name == "sglang":
+        raise UserError(
+            "rollout.publish_via='tcp' is for vLLM, and rollout.name='sglang' reads directories; use file and a"
+            " rollout.publish_dir that trainer and servers share"
+        )
+    if r.publish_host in ("0.0.0.0", "::"):
+        raise UserError(
+            f"rollout.publish_host={r.publish_host!r} is no address that a server can reach; give the trainer's own"
+        )
+    if r.publish_via == "tcp" and r.lora_sync == "adapter" and not r.publish_dir:
+        raise UserError(
+            "rollout.publish_via='tcp' sends whole weights, and rollout.lora_sync='adapter' a folder of adapters; name"
+            " one that trainer and servers share by rollout.publish_dir, or take merge"
+        )
+
+
+def _secrets(r: ml_collections.ConfigDict) -> None:
+    """Refuses secrets, which would be printed and saved, without showing them."""
+    for url in filter(None, map(str.strip, r.urls.split(","))):
+        try:
+            at = urllib.parse.urlsplit(url)
+            valid = at.scheme in ("http", "https") and at.hostname is not None and (at.port or 1) > 0
+        except ValueError:
+            at, valid = None, False
+        if "@" in url or (at is not None and (at.query or at.fragment)):
+            raise UserError(
+                "rollout.urls has a password or a query in it, and settings are printed and saved; give the servers'"
+                " token by JPPO_SERVER_TOKEN in the environment"
+            )
+        if not valid:
+            raise UserError(f"rollout.urls={r.urls!r}: {url!r} is no address; write it like http://127.0.0.1:8000")
+    if found := SECRET.search(r.engine_args):
+        raise UserError(
+            f"rollout.engine_args has {found[0]}, and settings are printed and saved; leave it out: a server that is"
+            " started here has a random token, and other secrets belong in the environment, as HF_TOKEN"
+        )
+
+
+def _sglang(r: ml_collections.ConfigDict) -> None:
+    for name, value in cuts(r).items():
+        raise UserError(
+            f"rollout.{name}={value}: rollout.name='sglang' returns log-probs of the whole distribution, not of the"
+            f" tokens that are kept; leave {name} out, or use rollout.name=vllm"
+        )
+    if r.lora_sync == "adapter":
+        raise UserError(
+            "rollout.lora_sync='adapter' is for rollout.name=vllm; rollout.name='sglang' is given whole weights: take"
+            " rollout.lora_sync=merge"
+        )
+    if r.on_update == "keep":
+        raise UserError(
+            "rollout.on_update='keep' is for rollout.name=vllm; rollout.name='sglang' reports one version of the"
+            " weights for a whole response; take wait or abort"
+        )
+
+
+def _async(r: ml_collections.ConfigDict) -> None:
+    if r.mode != "async":
+        return
+    if r.sleep_level:
+        raise UserError(
+            f"rollout.sleep_level={r.sleep_level} puts the servers to sleep while the trainer learns, and"
+            " rollout.mode='async' samples then; set one of them back"
+        )
+    if r.name == "inprocess" and (r.on_update != "wait" or r.partial):
+        raise UserError(
+            f"rollout.on_update={r.on_update!r} with rollout.partial={r.partial}: rollout.name='inprocess' samples"
+            " between updates and has no running requests then; leave them at 'wait' and False"
+        )
+    if r.partial and r.on_update == "wait":
+        raise UserError(
+            "rollout.partial=True continues responses over updates, and rollout.on_update='wait' waits for their end;"
+            " take abort or keep"
+        )
+    if r.partial and r.max_staleness < 2:
+        raise UserError(
+            f"rollout.partial=True with rollout.max_staleness={r.max_staleness}: a response that continues in the next"
+            " step is two updates old; set it to 2 or more"
+        )
+
+
+def _adapters(config: ml_collections.ConfigDict) -> None:
+    r, rank = config.rollout, config.model.lora_rank
+    if r.lora_sync == "merge":
+        return
+    said = f"rollout.lora_sync={r.lora_sync!r}"
+    if r.name == "inprocess":
+        raise UserError(
+            f"{said} sends adapters to a server, and rollout.name='inprocess' samples from the trainer's own; take"
+            " rollout.lora_sync=merge, or rollout.name=vllm"
+        )
+    if r.sleep_level:
+        raise UserError(
+            f"rollout.sleep_level={r.sleep_level} needs whole weights after each step, and {said} sends adapters"
+            " alone; take merge, or set the level to 0"
+        )
+    if rank == 0:
+        raise UserError(f"{said} publishes adapters, and model.lora_rank=0 trains none; set it, or take merge")
+    if r.on_update == "keep":
+        raise UserError(
+            f"{said} with rollout.on_update='keep': a response that the server keeps continues with the old adapters,"
+            " reported as the new version; take abort or wait, or rollout.lora_sync=merge"
+        )
+    if rank > LARGEST_SERVED_RANK:
+        raise UserError(
+            f"model.lora_rank={rank}: vLLM serves adapters of rank {LARGEST_SERVED_RANK} at most; lower it, or set"
+            " rollout.lora_sync=merge"
+        )

@@ -1,0 +1,173 @@
+"""Rules between the settings of learning: batches, losses, the KL, the correction, rows, memory."""
+
+import ml_collections
+
+from jppo.errors import UserError
+from jppo.settings import parts
+from jppo.settings.table import TABLE
+from jppo.settings.texts import rejection_rules
+
+
+def check(config: ml_collections.ConfigDict) -> None:
+    """Raises a UserError at the first rule that is broken; for the config of any command that trains."""
+    if "rollout" in config:
+        for rule in (_estimator, _loss, _kl, _correction):
+            rule(config)
+        for section in ("actor", "critic"):
+            _mini_batch(config, section)
+    for section in ("actor", "critic", "optim"):
+        if section in config:
+            _optimizer(config, section)
+            _warmup(config, section)
+            _master_dtype(config, section)
+    _margin(config)
+    _packing(config)
+    _lengths(config)
+    _reference_offload(config)
+
+
+def _estimator(config: ml_collections.ConfigDict) -> None:
+    name, n, warmup = config.algorithm.adv_estimator, config.rollout.n, config.trainer.critic_warmup
+    estimator = parts.estimator(config)
+    if estimator.sequences is not None and n < 2:
+        raise UserError(
+            f"algorithm.adv_estimator={name!r} compares the samples of a prompt, and rollout.n={n} generates one;"
+            " raise rollout.n, or take gae, remax or reinforce_plus_plus"
+        )
+    if not estimator.critic and warmup > 0:
+        raise UserError(
+            f"trainer.critic_warmup={warmup} trains a critic, and algorithm.adv_estimator={name!r} has none; set it to"
+            " 0, or take gae"
+        )
+
+
+def _loss(config: ml_collections.ConfigDict) -> None:
+    name, mode, needed = config.actor.loss_mode, config.actor.loss_agg_mode, parts.objective(config).aggregation
+    if needed is not None and mode not in ("token-mean", needed):
+        raise UserError(
+            f"actor.loss_agg_mode={mode!r}: actor.loss_mode={name!r} is always averaged by {needed}; set that"
+        )
+
+
+def _kl(config: ml_collections.ConfigDict) -> None:
+    a, actor = config.algorithm, config.actor
+    used = [f"algorithm.use_kl_in_reward=True with algorithm.kl_penalty={a.kl_penalty!r}"] * a.use_kl_in_reward
+    used += [f"actor.use_kl_loss=True with actor.kl_loss_type={actor.kl_loss_type!r}"] * actor.use_kl_loss
+    if used and not config.ref.path:
+        raise UserError(
+            f"{' and '.join(used)}: a KL needs a reference, and ref.path is empty; give a model's path, or"
+            " ref.path=policy for the initial policy"
+        )
+    if a.kl_ctrl_type == "adaptive" and not a.use_kl_in_reward:
+        raise UserError(
+            "algorithm.kl_ctrl_type='adaptive' controls the KL in the reward, and algorithm.use_kl_in_reward is False;"
+            " set it to True"
+        )
+
+
+def _correction(config: ml_collections.ConfigDict) -> None:
+    a = config.algorithm
+    corrects = a.rollout_is != "none" or bool(rejection_rules(a.rollout_rs, a.rollout_rs_threshold))
+    if corrects and a.old_logprob != "correction":
+        raise UserError(
+            f"algorithm.rollout_is={a.rollout_is!r} and algorithm.rollout_rs={a.rollout_rs!r} belong to"
+            f" algorithm.old_logprob='correction', which is {a.old_logprob!r}; set it, or leave them out"
+        )
+    if a.old_logprob == "correction" and not corrects:
+        raise UserError(
+            "algorithm.old_logprob='correction' corrects nothing yet; set algorithm.rollout_is to token or sequence,"
+            " or algorithm.rollout_rs to a rule such as token_k1"
+        )
+
+
+def _mini_batch(config: ml_collections.ConfigDict, section: str) -> None:
+    batch, mini = config.data.train_batch_size * config.rollout.n, config[section].ppo_mini_batch_size
+    if mini is not None and batch % mini:
+        fitting = max(d for d in range(1, min(mini, batch) + 1) if batch % d == 0)
+        raise UserError(
+            f"{section}.ppo_mini_batch_size={mini} must divide data.train_batch_size*rollout.n={batch}; try {fitting}"
+        )
+
+
+def _optimizer(config: ml_collections.ConfigDict, section: str) -> None:
+    betas, usual = tuple(config[section].betas), TABLE[f"{section}.betas"].default
+    if config[section].optimizer == "adafactor" and betas != usual:
+        raise UserError(f"{section}.betas={betas} is not read by {section}.optimizer='adafactor'; leave it at {usual}")
+
+
+def _warmup(config: ml_collections.ConfigDict, section: str) -> None:
+    steps, ratio = config[section].lr_warmup_steps, config[section].lr_warmup_steps_ratio
+    if steps >= 0 and ratio > 0:
+        raise UserError(
+            f"{section}.lr_warmup_steps={steps} and {section}.lr_warmup_steps_ratio={ratio} both set the length of the"
+            " warm-up; leave one at its default"
+        )
+
+
+def _master_dtype(config: ml_collections.ConfigDict, section: str) -> None:
+    if config[section].master_dtype == "float32":
+        return
+    own = config.critic.lora_rank if section == "critic" else None
+    rank = config.model.lora_rank if own is None else own
+    if config.model.param_dtype == "float32" or rank:
+        held = f"adapters of rank {rank} are" if rank else "model.param_dtype='float32' is"
+        raise UserError(
+            f"{section}.master_dtype='bfloat16': {held} float32, and steps in less would lose precision; leave it at"
+            " 'float32'" + ("" if rank else ", or set model.param_dtype=bfloat16")
+        )
+
+
+def _margin(config: ml_collections.ConfigDict) -> None:
+    if "loss" in config and config.loss.margin and config.loss.margin_column:
+        raise UserError(
+            f"loss.margin={config.loss.margin} and loss.margin_column={config.loss.margin_column!r} both set the margin"
+            " of a pair; leave one at its default"
+        )
+
+
+def _packing(config: ml_collections.ConfigDict) -> None:
+    if config.data.packing == "prefix" and ("rollout" not in config or config.rollout.n < 2):
+        raise UserError(
+            "data.packing='prefix' shares a prompt between its samples, and here each has one; raise rollout.n in PPO,"
+            " or take buckets"
+        )
+
+
+def _lengths(config: ml_collections.ConfigDict) -> None:
+    section = "actor" if "actor" in config else "optim"
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    tokens, row = config[section].max_tokens_per_device, config.data.max_tokens_per_row
+    micro = f"{section}.max_tokens_per_device"
+    if section == "optim" and config.model.remat == "auto":
+        raise UserError(
+            "model.remat='auto' is decided by jppo.train alone; set none, dots, attention or full: the dry run says"
+            " what fits"
+        )
+    if row != -1 and row < longest:
+        raise _too_short("data.max_tokens_per_row", row, longest, 1)
+    if tokens == -1 and section == "actor":
+        return
+    # Devices that share a row; where mesh.sequence is the remaining devices, their number is not known yet.
+    share = longest if config.mesh.sequence == -1 else config.mesh.sequence
+    if tokens * share < longest:
+        raise _too_short(micro, tokens, longest, share)
+    if tokens * share < row:
+        raise UserError(f"{micro}={tokens} must hold a row, data.max_tokens_per_row={row}; raise {micro}")
+
+
+def _too_short(name: str, value: int, longest: int, share: int) -> UserError:
+    shared = f", on mesh.sequence={share} devices each" if 1 < share < longest else ""
+    return UserError(
+        f"{name}={value} must hold a prompt and a response, data.max_prompt_length"
+        f"+data.max_response_length={longest}{shared}; try {-(-longest // share)}"
+    )
+
+
+def _reference_offload(config: ml_collections.ConfigDict) -> None:
+    if "ref" not in config or not config.ref.param_offload or config.actor.param_offload:
+        return
+    if config.model.lora_rank and config.ref.path == "policy":
+        raise UserError(
+            "ref.param_offload=True: with adapters (model.lora_rank) the reference is the policy's own base, which"
+            " actor.param_offload moves; set that, or leave ref.param_offload at False"
+        )

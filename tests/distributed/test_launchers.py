@@ -1,0 +1,90 @@
+"""Where a process stands among the hosts: each launcher's environment, and what is wrong with it."""
+
+import re
+import socket
+
+import pytest
+
+from jppo.distributed import launchers
+from jppo.distributed.hosts import ALONE
+from jppo.distributed.launchers import Place, find, join
+from jppo.settings import UserError
+
+MASTER = {"MASTER_ADDR": "node-a", "MASTER_PORT": "29500"}
+ALL = {"NNODES": "4", "NODE_RANK": "2", **MASTER}
+
+
+@pytest.mark.parametrize(
+    "settings, env, place",
+    [
+        ((-1, -1, ""), {}, None),
+        ((-1, -1, ""), ALL, Place(4, 2, "node-a:29500")),
+        ((-1, -1, ""), {"NNODES": "1"}, None),
+        ((1, -1, ""), ALL, None),  # a setting is stronger
+        ((2, 1, "node-b:1"), {}, Place(2, 1, "node-b:1")),
+        ((2, 0, ""), ALL, Place(2, 0, "node-a:29500")),
+        ((-1, 0, "node-c:7"), ALL, Place(4, 0, "node-c:7")),
+        ((-1, -1, ""), {"WORLD_SIZE": "3", "RANK": "1", **MASTER}, Place(3, 1, "node-a:29500")),
+        (
+            (-1, -1, ""),
+            {"WORLD_SIZE": "3", "RANK": "1", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "1", **MASTER},
+            Place(3, 1, "node-a:29500"),
+        ),
+        ((-1, -1, ""), {"WORLD_SIZE": "1", "RANK": "0"}, None),
+        ((-1, -1, ""), {"SLURM_STEP_NUM_TASKS": "2"}, Place(2)),
+        ((-1, -1, ""), {"SLURM_STEP_NUM_TASKS": "1"}, None),
+        ((-1, -1, ""), {"OMPI_COMM_WORLD_SIZE": "8"}, Place(8)),
+        ((-1, -1, ""), {"TPU_WORKER_HOSTNAMES": "a,b"}, Place(2)),
+        ((-1, -1, ""), {"TPU_WORKER_HOSTNAMES": "localhost"}, None),
+        ((2, -1, ""), {}, Place(2)),  # JAX looks
+    ],
+)
+def test_where_a_process_stands(settings, env, place):
+    assert find(*settings, env) == place
+
+
+@pytest.mark.parametrize(
+    "settings, env, said",
+    [
+        ((-1, -1, ""), {"NNODES": "2"}, "NNODES=2 asks .* NODE_RANK and .* MASTER_ADDR and MASTER_PORT is not set"),
+        ((-1, -1, ""), {"NNODES": "2", **MASTER}, "trainer.node_rank or NODE_RANK is not set"),
+        ((-1, -1, ""), {"NNODES": "2", "NODE_RANK": "0"}, "MASTER_PORT is not set"),
+        ((-1, -1, ""), {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "a"}, "MASTER_PORT is not set"),
+        ((2, 1, ""), {}, "trainer.nnodes=2 asks .*coordinator_address"),
+        ((-1, -1, ""), ALL | {"NODE_RANK": "4"}, "host 4 of NNODES=4: hosts are numbered from 0 to 3"),
+        ((-1, -1, ""), ALL | {"NODE_RANK": "two"}, "NODE_RANK='two'; it must be a whole number, 0 or more"),
+        ((-1, -1, ""), ALL | {"NNODES": "0"}, "NNODES='0'; it must be a whole number, 1 or more"),
+        ((-1, -1, ""), ALL | {"MASTER_PORT": "http"}, "'node-a:http' must be HOST:PORT"),
+        ((-1, -1, "node-a"), ALL, "'node-a' must be HOST:PORT"),
+        ((-1, -1, ""), {"WORLD_SIZE": "16", "RANK": "3", "LOCAL_WORLD_SIZE": "8", **MASTER}, "one process per host"),
+        ((-1, 1, ""), {}, "trainer.node_rank=1 .* set trainer.nnodes"),
+        ((1, -1, "a:1"), {}, "trainer.coordinator_address='a:1' .* set trainer.nnodes"),
+    ],
+)
+def test_half_an_environment_is_one_line(settings, env, said):
+    with pytest.raises(UserError, match=said) as e:
+        find(*settings, env)
+    assert "\n" not in str(e.value)
+
+
+LIMITS = dict(join_timeout_s=0.3, host_timeout_s=1.0, end_timeout_s=1.0)
+
+
+def test_one_host_joins_nobody():
+    assert join(-1, -1, "", **LIMITS, env={}) is ALONE
+
+
+def test_a_coordinator_that_does_not_answer_has_a_deadline():
+    with socket.socket() as bound:  # nobody listens
+        bound.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{bound.getsockname()[1]}"
+        with pytest.raises(UserError, match=re.escape(address) + " within trainer.join_timeout_s=0.3"):
+            join(2, 1, address, **LIMITS, env={})
+
+
+def test_the_coordinator_listens_at_the_address_that_is_named(capsys):
+    assert launchers._listening_at(Place(2, 0, "127.0.0.1:1234")) == "127.0.0.1:1234"
+    assert launchers._listening_at(Place(2, 0, "localhost:1234")) == "localhost:1234"
+    assert launchers._listening_at(Place(2, 1, "192.0.2.1:1234")) is None and capsys.readouterr().err == ""
+    assert launchers._listening_at(Place(2, 0, "192.0.2.1:1234")) is None  # an example's address: not ours
+    assert "192.0.2.1 is no address of host 0 itself" in capsys.readouterr().err

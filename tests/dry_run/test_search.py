@@ -1,0 +1,112 @@
+"""The search for the fastest settings: which candidates are tried, in which order, and what becomes of the best."""
+
+import json
+
+import pytest
+
+from jppo import plan, settings
+from jppo.dry_run import described_machine, search
+from jppo.dry_run.forecast import Executions, Outlook
+from jppo.dry_run.memory import Estimate, Moment
+from jppo.targets import compilers, machines
+from jppo.targets.account import Account
+from jppo.targets.forecast import Forecast
+
+GIB = 2**30
+MACHINE = machines.parse("8xH100")
+
+
+@pytest.fixture
+def config():
+    c = settings.default()
+    c.model.remat, c.rollout.name, c.mesh.fsdp, c.mesh.data = "dots", "inprocess", -1, 1
+    c.data.max_prompt_length = c.data.max_response_length = 4096
+    c.model.path = c.data.train_files = c.data.val_files = "somewhere"
+    return c
+
+
+def candidate(changes, seconds, peak, links=0.0):
+    moment = Moment("actor gradient", 0, int(peak * GIB), account=Account())
+    one = Forecast(compute=seconds, hbm=0.0, links=links)
+    outlook = Outlook(MACHINE, ((moment, one),), Executions({"actor gradient": 1}))
+    return search.Candidate(changes, Estimate({}, (moment,)), outlook, room=60 * GIB)
+
+
+def searched(config, monkeypatch, cost):
+    tried = []
+
+    def attempt(c, changes, inputs, machine, devices, rate):
+        tried.append(changes)
+        return candidate(changes, *cost(changes))
+
+    monkeypatch.setattr(search, "try_settings", attempt)
+    monkeypatch.setattr(described_machine, "devices_of", lambda machine: [])
+    said = []
+    return search.search(config, None, MACHINE, rate=0.0, say=said.append), tried, said
+
+
+def test_each_group_is_tried_on_the_best_so_far(config, monkeypatch):
+    def cost(changes):
+        seconds = 10.0 - 2.0 * (changes.get("mesh.tensor") == 2) - (changes.get("model.remat") == "none")
+        return seconds, 90.0 if changes.get("model.remat") == "none" else 50.0  # which does not fit
+
+    found, tried, said = searched(config, monkeypatch, cost)
+    assert found[0].changes == {"mesh.data": 1, "mesh.fsdp": 4, "mesh.tensor": 2, "mesh.sequence": 1}
+    assert tried[0] == {} and len(said) == len(tried) == len({str(one) for one in tried})
+    later = tried[next(i for i, one in enumerate(tried) if "model.remat" in one) :]
+    assert all(one["mesh.tensor"] == 2 for one in later)
+    assert not any("optimizer_offload" in name for one in tried for name in one)  # something fits
+    assert {one["actor.max_tokens_per_device"] for one in later if "actor.max_tokens_per_device" in one} == {
+        32768,
+        8192,
+    }
+    fitting = [one.fits for one in found]
+    assert fitting == sorted(fitting, reverse=True)
+
+
+def test_of_two_as_fast_the_one_with_less_to_overlap_is_better():
+    found = sorted([candidate({"a": 1}, 10.0, 9, links=9.0), candidate({"b": 1}, 10.01, 9)], key=lambda c: c.rank)
+    assert [one.changes for one in found] == [{"b": 1}, {"a": 1}]
+
+
+def test_offload_is_tried_where_nothing_fits(config, monkeypatch):
+    def cost(changes):
+        return 10.0, 50.0 if changes.get("critic.optimizer_offload") else 90.0
+
+    found, tried, _ = searched(config, monkeypatch, cost)
+    assert found[0].fits and found[0].changes["actor.optimizer_offload"]
+    assert tried[-1] == found[0].changes  # the first that fits is the last that is tried
+
+
+@pytest.mark.parametrize("machine, count", [("8xH100", 9), ("4x8xH100", 8), ("H100", 1), ("v5e-4", 7)])
+def test_meshes_have_all_devices_and_stay_within_a_host(machine, count):
+    found = list(search.meshes(machines.parse(machine)))
+    sizes = [tuple(one.values()) for one in found]
+    assert len(sizes) == len(set(sizes)) == count
+    n, each = machines.parse(machine).devices, machines.parse(machine).each
+    assert all(a * b * c * d == n and c * d <= each for a, b, c, d in sizes)
+
+
+def test_the_command_prints_the_table_and_the_best(config, monkeypatch, capsys, tmp_path):
+    rows = [candidate({"model.remat": "full"}, 5.0, 10.0), candidate({}, 7.0, 20.0), candidate({"a": 1}, 3.0, 99.0)]
+    rows.append(search.Candidate({"mesh.tensor": 8}, reason="mesh.tensor=8 must divide 28"))
+    switches = {"machine": "8xH100", "json": str(tmp_path / "plan.json"), "rollout_tokens_per_s": 0.0}
+    monkeypatch.setattr(settings, "parse", lambda *_, **__: (config, switches))
+    monkeypatch.setattr(compilers, "present", lambda machine: True)
+    monkeypatch.setattr(plan, "read_inputs", lambda c: None)
+    monkeypatch.setattr(search, "search", lambda *_, **__: rows)
+    plan.main(["--config=mine.py", "--config.model.remat=dots", "--machine=8xH100"])
+    out = capsys.readouterr().out.splitlines()
+    assert out[2].split()[:3] == ["5", "10.0", "fits"] and "does not fit" in out[4]
+    assert out[5].endswith("mesh.tensor=8: mesh.tensor=8 must divide 28")
+    assert out[-1] == "best: python -m jppo.train --config=mine.py --config.model.remat=full"
+    said = json.loads((tmp_path / "plan.json").read_text())
+    assert [one["fits"] for one in said["candidates"]] == [True, True, False, False]
+    monkeypatch.setattr(search, "search", lambda *_, **__: rows[2:])
+    with pytest.raises(SystemExit) as e:
+        plan.main(["--config=mine.py"])
+    assert e.value.code == 2 and "none of 2 settings fits a device's 59.4 GiB" in capsys.readouterr().err
+    switches["machine"] = ""
+    with pytest.raises(SystemExit) as e:
+        plan.main(["--config=mine.py"])
+    assert e.value.code == 2 and "--machine is not given" in capsys.readouterr().err

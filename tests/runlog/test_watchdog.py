@@ -1,0 +1,154 @@
+"""The end of a run by signal or by a stage that hangs: small programs of their own, stopped from outside."""
+
+import fcntl
+import os
+import pathlib
+import pty
+import signal
+import subprocess
+import sys
+import termios
+import textwrap
+import time
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+PROGRAM = """
+import sys, time
+from jppo.runlog.timers import Timers
+from jppo.runlog.watchdog import Stopped, Watch, leave
+import pathlib
+timer, saved = Timers(), []
+def hang(stage, seconds=60.0, interruptible=True):
+    with timer(stage):
+        print("in", stage, flush=True)
+        if interruptible:
+            time.sleep(seconds)
+        else:
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                try: time.sleep(0.05)
+                except SystemExit: raise AssertionError("left in the middle")
+try:
+    stacks = pathlib.Path("{stacks}")
+    with Watch(timer, {more}stage_timeout_s={stage_s}, stop_timeout_s={stop_s}, stacks=stacks) as watch:
+        with timer("step"):
+            {body}
+        watch.check()
+        print("the step after", flush=True)
+except Stopped as e:
+    with timer("save"):
+        print("saved,", e.why, flush=True)
+    leave(e.status, within_s=5.0)
+"""
+
+
+def start(tmp_path, body, *, stage_s=3600.0, stop_s=20.0, more="", ignored=(), terminal=None):
+    program = PROGRAM.format(body=body, stage_s=stage_s, stop_s=stop_s, stacks=tmp_path / "stacks.txt", more=more)
+
+    def prepare():
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
+        if terminal is not None:
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    return subprocess.Popen(
+        [sys.executable, "-u", "-c", textwrap.dedent(program)],
+        cwd=ROOT,
+        stdin=terminal,
+        stdout=subprocess.PIPE if terminal is None else terminal,
+        stderr=subprocess.PIPE if terminal is None else terminal,
+        text=True,
+        start_new_session=terminal is not None,
+        preexec_fn=prepare,
+    )
+
+
+def wait_for(process, line):
+    assert process.stdout.readline().strip() == line
+
+
+@pytest.mark.parametrize("number,code", [(signal.SIGTERM, 143), (signal.SIGHUP, 143), (signal.SIGINT, 130)])
+def test_a_stage_that_waits_is_left_at_once(tmp_path, number, code):
+    process = start(tmp_path, 'hang("gen")')
+    wait_for(process, "in gen")
+    began = time.monotonic()
+    process.send_signal(number)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (code, "")
+    assert out == f"saved, stopped by {signal.Signals(number).name}\n"
+    assert time.monotonic() - began < 10
+
+
+def test_any_other_stage_is_finished_first(tmp_path):
+    process = start(tmp_path, 'hang("update_actor", 1.0, False); print("updated", flush=True)')
+    wait_for(process, "in update_actor")
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == 143 and out == "updated\nsaved, stopped by SIGTERM\n"
+
+
+def test_who_was_started_by_nohup_outlives_its_terminal(tmp_path):
+    process = start(tmp_path, 'hang("gen", 1.5)', ignored=[signal.SIGHUP])
+    wait_for(process, "in gen")
+    process.send_signal(signal.SIGHUP)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (0, "the step after\n", "")
+
+
+def test_the_code_of_a_stop_can_be_a_batch_systems(tmp_path):
+    process = start(tmp_path, 'hang("gen")', more="stopped=75, ")
+    wait_for(process, "in gen")
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert process.returncode == 75
+
+
+def test_a_terminal_that_goes_ends_a_run_in_order(tmp_path):
+    """What is printed after that has nowhere to go, which must not keep the run from its checkpoint and its code."""
+    body = 'hang("gen"); print("lost", flush=True)'
+    ours, its = pty.openpty()
+    process = start(tmp_path, body, terminal=its)
+    os.close(its)
+    seen = b""
+    while b"in gen" not in seen:
+        seen += os.read(ours, 100)
+    os.close(ours)
+    assert process.wait(timeout=30) == 143
+
+
+def test_what_does_not_end_in_time_is_ended_by_force(tmp_path):
+    process = start(tmp_path, 'hang("update_actor", 60.0, False)', stop_s=0.5)
+    wait_for(process, "in update_actor")
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "trainer.stop_timeout_s=0.5 in stage update_actor" in err and "the last checkpoint remains" in err
+
+
+def test_the_second_interrupt_waits_for_nothing(tmp_path):
+    process = start(tmp_path, 'hang("update_actor", 60.0, False)')
+    wait_for(process, "in update_actor")
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert "KeyboardInterrupt" in err and process.returncode != 0
+
+
+def test_a_stage_that_hangs_is_named_and_ended(tmp_path):
+    process = start(tmp_path, 'hang("gen")', stage_s=0.5)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 1 and out == "in gen\nsaved, stuck in stage gen\n"
+    assert "stage gen has not ended for" in err and "trainer.stage_timeout_s=0.5" in err
+    stacks = (tmp_path / "stacks.txt").read_text()
+    assert "stage gen" in stacks and "in hang" in stacks  # the line of the program where it hung
+
+
+def test_a_stage_is_timed_from_when_the_one_within_it_ended(tmp_path):
+    body = 'hang("gen", 1.0); hang("reward", 1.0); hang("testing", 1.0)'  # 3 s in all, none near 2.5 s
+    process = start(tmp_path, body, stage_s=2.5)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 0 and out.endswith("the step after\n") and err == ""

@@ -1,0 +1,298 @@
+"""What a checkpoint keeps of samples drawn ahead: at any moment, of several hosts, for settings that have changed."""
+
+import dataclasses
+import json
+import sys
+import threading
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+
+from jppo import prefetch
+from jppo.build import prefetch as build_prefetch
+from jppo.data.stream import Cursor
+from jppo.distributed.hosts import Hosts
+from jppo.rewards.panel import Grading, Weights
+from jppo.rewards.panel import Panel as Parts
+from jppo.runlog import sample_queue, trajectories
+from jppo.types import Reward
+from tests.test_prefetch import HOW, TRAIN, Panel, Slow, order
+
+ANSWERS = "samples that the checkpoint has of the next steps are"
+
+
+def make(sampler, cursor=None, panel=None, hosts=None, **changes):
+    how = dataclasses.replace(HOW, **changes)
+    more = {} if hosts is None else {"hosts": hosts}
+    return prefetch.Supply(how, TRAIN, sampler, panel or Panel(), cursor or Cursor(), **more)
+
+
+def saved(it):
+    return json.loads(json.dumps(it.state()))
+
+
+def take(it, step, sampler, choose):
+    """The samples of a step; while it waits, `choose` names a call and some of its numbers, which are answered."""
+    sampler.version, out = step, []
+    thread = threading.Thread(target=lambda: out.append(it.take(step)))
+    thread.start()
+    while thread.is_alive():
+        if any(call[3] for call in sampler.calls):
+            sampler.answer(*choose(sampler.calls))
+        thread.join(0.002)
+    return out[0]
+
+
+def some_group(rng):
+    def choose(calls):
+        open_ = [(i, call) for i, call in enumerate(calls) if call[3]]
+        i, (_, sampling, _, wanted, _) = open_[rng.integers(len(open_))]
+        group = wanted[rng.integers(len(wanted))] // sampling.n
+        return i, [number for number in wanted if number // sampling.n == group]
+
+    return choose
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_partial_steps_have_every_prompt_once_also_after_a_resume(seed):
+    """Whatever is finished first; a resume after a random step."""
+    rng = np.random.default_rng(seed)
+    how = dict(staleness=2, partial=True, batch_size=2)
+    sampler, stop = Slow(at_once=False), int(rng.integers(6))
+    it, seen = make(sampler, **how), []
+    for step in range(6):
+        drawn = take(it, step, sampler, some_group(rng))
+        assert len(drawn.prompts) == 2 and len(drawn.trajectories) == 4, f"step {step}"
+        seen += [p.uid for p in drawn.prompts]
+        it.forget(step)
+        if step == stop:
+            sampler, state = Slow(at_once=False), saved(it)
+            it = make(sampler, **how)
+            it.load(state, step + 1)
+    assert sorted(seen) == sorted(uid for uids, _ in order(6) for uid in uids)
+
+
+def test_a_state_is_of_one_moment_while_answers_arrive(monkeypatch):
+    sampler = Slow(at_once=False)
+    it = make(sampler, greedy=True)
+    take(it, 0, sampler, lambda calls: next((i, None) for i, call in enumerate(calls) if call[3] and i < 2))
+    pack, packed = trajectories.pack, []
+
+    def packing(found):
+        packed.append(found)
+        if len(packed) == 3:  # step 0 is there, and the samples of step 1
+            sampler.answer(3)  # the greedy responses of step 1
+        return pack(found)
+
+    monkeypatch.setattr(trajectories, "pack", packing)
+    state = saved(it)
+    assert len(packed) == 4
+    again = Slow(at_once=False)
+    make(again, greedy=True).load(state, 0)
+    assert [len(wanted) for *_, wanted, _ in again.calls] == [0, 0, 4, 2]
+
+
+class Half(Hosts):
+    """One of two hosts; what the other says is not heard."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.rank, self.count = rank, 2
+
+    def together(self, work):
+        return work()
+
+    def gather(self, work):
+        return [work()]
+
+
+def test_hosts_that_are_at_different_points_are_merged_by_step():
+    """Host 0 has taken step 0 and asked for step 1; host 1 still waits for its samples of step 0."""
+    states = []
+    for rank in (0, 1):
+        sampler = Slow(at_once=False)
+        it = make(sampler, hosts=Half(rank))
+        thread = threading.Thread(target=lambda it=it: it.take(0), daemon=True)
+        thread.start()
+        while not sampler.calls:
+            pass
+        sampler.answer(0, None if rank == 0 else [2])
+        thread.join(10 if rank == 0 else 0.1)
+        states.append(saved(it))
+    for both in (states, states[::-1]):
+        state = json.loads(json.dumps(sample_queue.merged(both)))
+        again = Slow(at_once=False)
+        resumed = make(again)
+        assert resumed.load(state, 0) == [f"3 {ANSWERS} not drawn again"]
+        assert [wanted for *_, wanted, _ in again.calls] == [[3], [0, 1, 2, 3]]
+        again.at_once = True
+        for call in (0, 1):
+            again.answer(call)
+        for step, (uids, after) in enumerate(order(6)):
+            drawn = resumed.take(step)
+            assert [p.uid for p in drawn.prompts] == uids and drawn.after == after
+            resumed.forget(step)
+
+
+class Interrupted(BaseException):
+    pass
+
+
+def interrupted_after(lines, work):
+    """Whether `work` came to its end before so many lines of the supply were run; then a signal arrives."""
+    left = [lines]
+
+    def trace(frame, event, _):
+        if frame.f_code.co_filename != prefetch.__file__:
+            return None
+        if event == "line":
+            left[0] -= 1
+            if left[0] == 0:
+                raise Interrupted
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+        return True
+    except Interrupted:
+        return False
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.parametrize("begun", [0, 1])
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_signal_between_any_two_statements_loses_nothing(begun, partial):
+    how = dict(staleness=2 if partial else 1, partial=partial, greedy=True)
+    lines, ended = 0, False
+    while not ended:
+        lines += 1
+        sampler = Slow()
+        it = make(sampler, **how)
+        for step in range(begun):
+            it.take(step)
+            it.forget(step)
+        sampler.version = begun
+        ended = interrupted_after(lines, lambda it=it: it.take(begun))
+        again = Slow()
+        resumed = make(again, cursor=order(begun)[-1][1] if begun else None, **how)
+        resumed.load(saved(it), begun)
+        seen = [uid for uids, _ in order(begun) for uid in uids]
+        for step in range(begun, 6):
+            again.version = step
+            drawn = resumed.take(step)
+            assert len(drawn.trajectories) == 4 and len(drawn.grade()[1]) == 2, f"line {lines}, step {step}"
+            seen += [p.uid for p in drawn.prompts]
+            resumed.forget(step)
+        assert sorted(seen) == sorted(uid for uids, _ in order(6) for uid in uids), f"line {lines}"
+    assert lines > 20
+
+
+def half_done(**changes):
+    """A state after step 0, with prompts of steps 1 and 2 asked for and some of their responses there."""
+    sampler = Slow(at_once=False)
+    it = make(sampler, **changes)
+    rng = np.random.default_rng(0)
+    drawn = take(it, 0, sampler, some_group(rng))
+    it.forget(0)
+    for call in sampler.calls:
+        for number in list(call[3])[::2]:
+            sampler.answer(sampler.calls.index(call), [number])
+    return saved(it), [p.uid for p in drawn.prompts]
+
+
+CHANGES = [
+    (dict(staleness=2, partial=True), dict(partial=False, staleness=2)),
+    (dict(staleness=2, partial=True), dict(partial=False, staleness=0)),
+    (dict(staleness=3), dict(staleness=2, partial=True)),
+    (dict(staleness=3), dict(staleness=1)),
+    (dict(staleness=3), dict(staleness=0)),
+    (dict(staleness=2), dict(staleness=2)),
+    (dict(staleness=2), dict(draw=lambda step: dataclasses.replace(HOW.draw(step), max_tokens=3))),
+]
+
+
+@pytest.mark.parametrize("then, now", CHANGES)
+def test_a_queue_fits_settings_that_have_changed(then, now):
+    """Every step has its prompts, each prompt is learned from once, and no response is too old or drawn otherwise."""
+    state, seen = half_done(**then)
+    sampler, now = Slow(), dict(then) | now
+    sampler.version = 1
+    it = make(sampler, cursor=order(1)[0][1], **now)
+    it.load(state, 1)
+    for step in range(1, 6):
+        sampler.version = step
+        drawn = it.take(step)
+        assert len(drawn.prompts) == 2 and len(drawn.trajectories) == 4
+        assert prefetch.ages(drawn.trajectories, step).max() <= now["staleness"]
+        seen += [p.uid for p in drawn.prompts]
+        it.forget(step)
+        state = saved(it)
+        if step == 2:  # once more
+            sampler.version = 3
+            it = make(sampler, cursor=drawn.after, **now)
+            it.load(state, 3)
+    assert sorted(seen) == sorted(uid for uids, _ in order(6) for uid in uids)
+
+
+def test_responses_that_were_drawn_otherwise_are_drawn_again():
+    state, _ = half_done(staleness=2)
+    again = Slow(at_once=False)
+    it = make(again, staleness=2, draw=lambda step: dataclasses.replace(HOW.draw(step), max_tokens=3))
+    [said] = it.load(state, 1)
+    assert said.startswith(f"4 {ANSWERS} drawn again: ")
+    assert [wanted for *_, wanted, _ in again.calls] == [[0, 1, 2, 3]] * 2
+
+
+@pytest.mark.parametrize("graders, count", [({}, 4 + 4 + 4), ({"reward.grader": "other"}, 100 + 4 + 4)])
+def test_what_was_graded_is_not_graded_again_by_the_same_graders(graders, count):
+    """Judges may answer otherwise and cost; a normalizer would count a score twice."""
+    sampler, panel = Slow(), Panel()
+    it = make(sampler, panel=panel)
+    it.take(0).grade()
+    it.forget(0)
+    state = saved(it)
+    resumed = Panel()
+    resumed.count = 100
+    it = make(Slow(), panel=resumed, graders=graders)
+    it.load(state, 1)
+    rewards, _ = it.take(1).grade()
+    assert resumed.count == count, "of steps 0 and 1 before, of step 2 since then"
+    assert [r.answer for r in rewards] == [f"{uid}/{2 * i + j}" for i, uid in enumerate(order(2)[1][0]) for j in (0, 1)]
+
+
+class Part:
+    """Grades what it is told to."""
+
+    def __init__(self):
+        self.futures = []
+
+    def submit(self, sample):
+        self.futures.append(Future())
+        return self.futures[-1]
+
+
+def test_finished_rewards_are_those_whose_parts_are_all_there_without_error():
+    a, b = Part(), Part()
+    grading = Grading(Parts({"a": a, "b": b}, Weights({"a": 1.0, "b": 2.0}, {}), score_on_error=0.0))
+    sample = dataclasses.make_dataclass("Sample", ["prompt"])(TRAIN.prompts[0])
+    for number in range(3):
+        grading.submit(number, sample)
+    for future in a.futures:
+        future.set_result(Reward(1.0, {}, None))
+    assert grading.finished() == {}
+    b.futures[1].set_result(Reward(3.0, {}, None))
+    b.futures[2].set_result(Reward(float("nan"), {}, "down"))
+    assert {number: reward.score for number, reward in grading.finished().items()} == {1: 7.0}
+
+
+def test_a_reward_follows_from_its_settings_and_the_files_they_name(small_run, tmp_path):
+    small_run.reward.function = f"{tmp_path}/mine.py:score"
+    (tmp_path / "mine.py").write_text("a")
+    before = json.loads(json.dumps(build_prefetch.graders(small_run)))
+    assert before == build_prefetch.graders(small_run)
+    (tmp_path / "mine.py").write_text("b")
+    assert before != build_prefetch.graders(small_run)

@@ -1,0 +1,81 @@
+"""The publish of a step: begun beside the critic's update, or after all of it."""
+
+import json
+import pathlib
+import threading
+
+import pytest
+
+from jppo import train
+from jppo.build.publish_overlap import Handover, may_overlap
+from jppo.distributed.hosts import ALONE, Hosts
+from jppo.learner import ppo
+from jppo.rollout.protocol import RolloutError
+
+
+def metrics(run):
+    lines = map(json.loads, (pathlib.Path(run) / "metrics.jsonl").read_text().splitlines())
+    clocks = ("timing", "perf/", "time")
+    return [{k: v for k, v in line.items() if not k.startswith(clocks)} for line in lines]
+
+
+def test_servers_get_the_policy_while_the_critic_learns(small_run, engine, monkeypatch, tmp_path):
+    loading, meet = engine.load, threading.Barrier(2)
+    descend, seen = ppo.descend, []
+
+    def load(tensors, *, version, mode="wait"):
+        if version:
+            meet.wait(60)  # both are at work: else this would not be reached before the critic is through
+        loading(tensors, version=version, mode=mode)
+
+    def descending(how, *rest):
+        seen.append(how.name)
+        if how.name == "critic":
+            meet.wait(60)
+        return descend(how, *rest)
+
+    monkeypatch.setattr(engine, "load", load)
+    monkeypatch.setattr(ppo, "descend", descending)
+    train.train(small_run)
+    assert seen == ["actor", "critic"] * 2
+    monkeypatch.undo()
+    monkeypatch.setattr("jppo.build.rollout.start_vllm", lambda *_, **__: engine)
+    monkeypatch.setattr(train.assemble, "may_overlap", lambda *_: False)
+    small_run.trainer.run_dir, first = str(tmp_path / "after"), small_run.trainer.run_dir
+    train.train(small_run)
+    assert metrics(first) == metrics(tmp_path / "after")
+
+
+def test_a_publish_that_fails_beside_the_critic_ends_the_run_with_a_checkpoint(small_run, engine, monkeypatch):
+    loading = engine.load
+
+    def load(tensors, *, version, mode="wait"):
+        if version == 1:
+            raise RolloutError("the server is gone")
+        loading(tensors, version=version, mode=mode)
+
+    monkeypatch.setattr(engine, "load", load)
+    with pytest.raises(RolloutError, match="the server is gone"):
+        train.train(small_run)
+    assert (pathlib.Path(small_run.trainer.run_dir) / "checkpoints/1").is_dir()
+
+
+def test_what_is_against_it(config):
+    assert may_overlap(config, ALONE)
+    for setting, value in (("mode", "async"), ("sleep_level", 1), ("name", "inprocess")):
+        with config.unlocked():
+            before, config.rollout[setting] = config.rollout[setting], value
+            assert not may_overlap(config, ALONE), setting
+            config.rollout[setting] = before
+    assert not may_overlap(config, Hosts(0, 2))
+
+
+def test_each_state_is_published_once():
+    published = []
+    for early in (True, False):
+        with Handover(published.append, early=early) as handover:
+            for state in ("a", "b"):
+                handover.begin(state)
+                handover.finish(state)
+            handover.finish("c")  # of a step that did not come as far as its critic
+    assert published == ["a", "b", "c"] * 2
