@@ -22,9 +22,6 @@ COMMANDS = {
     "jppo.data.dapo_math": "makes DAPO-Math-17k's file",
     "jppo.data.aime": "makes a test of AIME",
     "jppo.data.hh_rlhf": "makes pairs and prompts of HH-RLHF",
-    "examples.arithmetic": "makes the quickstart's task",
-    "examples.multiplication": "makes a task that needs its tool",
-    "examples.stories": "makes the TinyStories example's data",
     "jppo.data.pairs": "makes preference pairs of scored samples",
     "jppo.rewards.check": "tests a reward on the data's own solutions",
 }

@@ -21,12 +21,9 @@ from jppo.build import resume
 from jppo.build.agreement import Mismatch
 from jppo.build.hosts import join_hosts, summed
 from jppo.build.learner import Learner
-from jppo.build.opened_run import Run, open_run
 from jppo.build.packing import critic_mini_batch_size
 from jppo.build.prefetch import fresh
 from jppo.build.resume import Begun, kept
-from jppo.build.run_export import Unwritten, export, write_model
-from jppo.build.run_validation import validate
 from jppo.build.utilisation import utilisation
 from jppo.checks.run import dry_run
 from jppo.data.stream import Cursor
@@ -37,6 +34,9 @@ from jppo.learner import batch, devices, estimate, ppo
 from jppo.learner.step import advance, order, scalar
 from jppo.report import report_line
 from jppo.rollout.protocol import RolloutError
+from jppo.run.export import Unwritten, export, write_model
+from jppo.run.opened import Run, open_run
+from jppo.run.validation import validate
 from jppo.runlog.checkpoint import NonFinite
 from jppo.runlog.rollout_metrics import describe
 from jppo.runlog.summary import summary

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/architecture.md"
-FOLDERS = ("jppo", "configs", "scripts", "benchmarks")
+FOLDERS = ("jppo", "configs", "examples", "scripts", "benchmarks")
 SECTION = re.compile(r"(?<=^## The tree\n\n```\n).*?(?=^```$)", re.S | re.M)
 
 
@@ -27,7 +27,8 @@ def tree(folder: pathlib.Path, depth: int = 0) -> Iterator[str]:
 
 
 def _line(name: str, about: str) -> str:
-    return f"{name:<28} {textwrap.shorten(about, 120, placeholder=' ...').rstrip('.')}"
+    name = f"{name:<28}"
+    return f"{name} {textwrap.shorten(about, 155 - len(name), placeholder=' ...').rstrip('.')}"
 
 
 def page() -> str:

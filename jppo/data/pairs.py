@@ -1,4 +1,6 @@
-"""Makes preference pairs of scored samples: `python -m jppo.data.pairs --samples=FILE --out=pairs`
+"""Makes preference pairs of scored samples.
+
+    python -m jppo.data.pairs --samples=runs/judged/samples/test.jsonl --out=pairs
 
 A samples file is written by a test (`samples/test.jsonl` of `jppo.evaluate` with several responses per prompt) or by
 training (`samples/step_N.jsonl`). For each prompt, responses with a higher score are paired with lower ones, each

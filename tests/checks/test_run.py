@@ -112,7 +112,7 @@ def test_the_command_ends_with_1_on_a_failure_and_2_on_settings(small_run, monke
         doctor.main([file, "--no_server", "--config.data.train_files=none.jsonl"])
     out = capsys.readouterr().out
     assert e.value.code == 1 and re.search(r"^FAIL +data +.*none\.jsonl", out, re.M), out
-    assert "1 to be mended" in out and not re.search(r"^\w+ +server  ", out, re.M)
+    assert "1 to fix before training" in out and not re.search(r"^\w+ +server  ", out, re.M)
     for argument, said in (
         ("--config.actor.ppo_mini_batch_size=3", "must divide"),
         ("--python=x", "rollout.python"),
@@ -131,7 +131,7 @@ def unwritable(c, tmp_path, monkeypatch):
 
 
 def old_clock(c, tmp_path, monkeypatch):
-    monkeypatch.setattr(run.place, "package_time", lambda: 1e11)
+    monkeypatch.setattr(run.resources, "package_time", lambda: 1e11)
     return "clock"
 
 

@@ -232,7 +232,7 @@ def test_few_shapes_are_compiled(made, quick_compilation):
         (lambda d: edit(d, id2label={"0": "a", "1": "b"}), "2 labels"),
         (lambda d: edit(d, vocab_size=40), "ids up to 64.*vocab_size=40"),
         (lambda d: (d / "config.json").unlink(), "config.json is missing"),
-        (lambda d: (d / "config.json").write_text("{"), "no JSON"),
+        (lambda d: (d / "config.json").write_text("{"), "not valid JSON"),
     ],
 )
 def test_what_is_no_reward_model_is_refused_by_the_setting_that_names_it(made, tmp_path, change, complaint):
@@ -275,7 +275,7 @@ def test_other_faults_name_their_setting(made):
 def test_auto_takes_jax_for_the_families_that_it_knows():
     assert choose_engine("auto", "gemma2") == "jax" and choose_engine("auto", "deberta-v2") == "transformers"
     assert choose_engine("transformers", "qwen2") == "transformers" and choose_engine("vllm", "qwen2") == "vllm"
-    with pytest.raises(UserError, match=r"the model is a deberta-v2; set it to 'transformers'"):
+    with pytest.raises(UserError, match=r"but the model is a deberta-v2; set it to 'transformers'"):
         choose_engine("jax", "deberta-v2")
 
 

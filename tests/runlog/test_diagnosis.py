@@ -9,7 +9,7 @@ import pytest
 from jppo.runlog import diagnosis
 from jppo.runlog.diagnosis import RULES, Diagnosis
 from jppo.settings import default
-from jppo.settings.commandline import settings
+from jppo.settings.table import values
 
 LINES = (pathlib.Path(__file__).parent / "quickstart.jsonl").read_text().splitlines()
 STEPS = [(row.pop("step"), row) for row in map(json.loads, LINES)]
@@ -149,7 +149,7 @@ def test_nothing_and_what_is_no_number_are_no_fault():
 
 
 def test_remedies_name_real_settings():
-    known = settings(default())
+    known = values(default())
     for _, remedy in RULES.values():
         named = [w.strip(".,;:").split("=")[0] for w in remedy.split() if w.count(".") >= 1]
         named = [w for w in named if w.split(".")[0] in default()]

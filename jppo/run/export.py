@@ -2,8 +2,8 @@
 
 import pathlib
 
-from jppo.build.opened_run import Run
 from jppo.models import hf
+from jppo.run.opened import Run
 from jppo.types import TrainState
 
 

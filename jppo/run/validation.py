@@ -1,8 +1,8 @@
 """The test of a run under way, on its validation prompts."""
 
 from jppo import validation
-from jppo.build.opened_run import Run
 from jppo.build.rollout import val_sampling
+from jppo.run.opened import Run
 
 
 def validate(run: Run, version: int) -> dict[str, float]:

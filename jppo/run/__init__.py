@@ -1,0 +1,1 @@
+"""An opened run of PPO: its start, its tests, its export."""
