@@ -161,7 +161,7 @@ class RandomEngine:
 
 @pytest.fixture
 def engine(monkeypatch):
-    """The random engine in the place of vLLM; assemble's own start_engine reads the settings of the server."""
+    """The random engine in the place of vLLM; the start_engine of jppo reads the settings of the server."""
     made = RandomEngine()
     monkeypatch.setattr(rollout, "start_vllm", lambda *_, **__: made)
     return made

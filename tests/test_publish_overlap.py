@@ -40,7 +40,7 @@ def test_servers_get_the_policy_while_the_critic_learns(small_run, engine, monke
     assert seen == ["actor", "critic"] * 2
     monkeypatch.undo()
     monkeypatch.setattr("jppo.build.rollout.start_vllm", lambda *_, **__: engine)
-    monkeypatch.setattr(train.assemble, "may_overlap", lambda *_: False)
+    monkeypatch.setattr("jppo.run.opened.may_overlap", lambda *_: False)
     small_run.trainer.run_dir, first = str(tmp_path / "after"), small_run.trainer.run_dir
     train.train(small_run)
     assert metrics(first) == metrics(tmp_path / "after")

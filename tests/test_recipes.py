@@ -12,9 +12,8 @@ import pytest
 import safetensors.numpy
 
 from jppo import settings, train
-from jppo.build import learner as build_learner
 from jppo.build import prefetch
-from jppo.build.learner import make_learner as made_make_learner
+from jppo.build.learner import make_learner
 from jppo.learner import ppo, state
 from jppo.rewards import graders
 from jppo.runlog.checkpoint import Checkpoints
@@ -192,7 +191,7 @@ def test_a_step_whose_samples_were_all_rejected_changes_its_number_alone(learn, 
         return [dataclasses.replace(reward, unusable=why) for reward in rewards], found
 
     monkeypatch.setattr(train, "ppo_step", stepped)
-    monkeypatch.setattr(prefetch, "fresh", rejected)
+    monkeypatch.setattr(train, "fresh", rejected)
     kl = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl_type": "adaptive"}
     metrics = learn(kl | {"trainer.total_training_steps": 3, "actor.lr": 1e-2, "actor.weight_decay": 0.1})
     same = [bits(dataclasses.replace(a, step=0)) == bits(dataclasses.replace(b, step=0)) for a, b in states]
@@ -211,7 +210,7 @@ def bits(params):
 def test_only_adapters_are_trained_kept_and_stepped(learn, small_run, monkeypatch):
     """And the base is held once: by the policy, the critic and the reference."""
     made = []
-    make_learner = made_make_learner
+    make_learner = make_learner
 
     def spied(*args):
         made.append(make_learner(*args))
@@ -219,7 +218,7 @@ def test_only_adapters_are_trained_kept_and_stepped(learn, small_run, monkeypatc
         return made[0]
 
     before: list[bytes] = []
-    monkeypatch.setattr(build_learner, "make_learner", spied)
+    monkeypatch.setattr("jppo.run.opened.make_learner", spied)
     metrics = learn(ADAPTED | {"trainer.save_freq": 2})
     learner, begin = made[0]
     base = learner.actor.base.params
