@@ -210,7 +210,6 @@ def bits(params):
 def test_only_adapters_are_trained_kept_and_stepped(learn, small_run, monkeypatch):
     """And the base is held once: by the policy, the critic and the reference."""
     made = []
-    make_learner = make_learner
 
     def spied(*args):
         made.append(make_learner(*args))
