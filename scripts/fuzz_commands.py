@@ -33,7 +33,6 @@ from examples import arithmetic
 from jppo import settings
 from jppo.errors import escaped
 from jppo.settings import table
-from jppo.settings.checks import CHOICES
 
 LIMIT_S = 60.0
 MEMORY_BYTES = 12 * 2**30
@@ -316,8 +315,8 @@ def odd_settings(rng: random.Random, kind: str) -> list[str]:
         was = usual[name]
         if name.endswith(("path", "files", "run_dir", "_dir")) and rng.random() < 0.7:
             value: Any = odd_path(rng)
-        elif name in CHOICES and rng.random() < 0.6:
-            value = rng.choice(CHOICES[name])
+        elif (choices := [*table.TABLE[name].choices]) and rng.random() < 0.6:
+            value = rng.choice(choices)
         elif isinstance(was, bool):
             value = rng.choice((not was, not was, *WORDS))
         elif isinstance(was, int | float) and rng.random() < 0.8:
