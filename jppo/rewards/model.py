@@ -112,7 +112,7 @@ def choose_engine(engine: str, model_type: str) -> str:
         return "jax" if model_type in families.FAMILIES else "transformers"
     if engine == "jax" and model_type not in families.FAMILIES:
         raise UserError(
-            f"reward.model.engine='jax' supports {', '.join(families.FAMILIES)}, but the model is a {model_type};  "
+            f"reward.model.engine='jax' supports {', '.join(families.FAMILIES)}, but the model is a {model_type}; "
             "set it to 'transformers'"
         )
     return engine

@@ -42,7 +42,7 @@ def test_a_system_message_stays():
 def test_what_was_said_last_must_fit():
     with pytest.raises(UserError, match="3 tokens, but 2 fit"):
         fitting(talk("aa", "bb", "ccc"), encode, 2)
-    with pytest.raises(UserError, match="4 tokens with the system message, and 3 fit"):
+    with pytest.raises(UserError, match="4 tokens with the system message, but 3 fit"):
         fitting(talk("aa", "bb", "cc", system="s"), encode, 3)
 
 

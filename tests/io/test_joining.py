@@ -87,4 +87,4 @@ def test_the_coordinator_listens_at_the_address_that_is_named(capsys):
     assert joining._listening_at(Place(2, 0, "localhost:1234")) == "localhost:1234"
     assert joining._listening_at(Place(2, 1, "192.0.2.1:1234")) is None and capsys.readouterr().err == ""
     assert joining._listening_at(Place(2, 0, "192.0.2.1:1234")) is None  # an example's address: not ours
-    assert "192.0.2.1 is no address of host 0 itself" in capsys.readouterr().err
+    assert "192.0.2.1 is not an address of host 0 itself" in capsys.readouterr().err

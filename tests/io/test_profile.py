@@ -62,7 +62,7 @@ def test_a_step_that_raises_leaves_a_trace_and_the_next_one_is_traced_too(tmp_pa
 def test_a_resumed_run_says_what_it_is_past(tmp_path):
     profile = Profiler(tmp_path, [range(2, 4)])
     assert profile.introduce(0) == [f"to be profiled into {tmp_path}: steps 2, 3"]
-    past = "not profiled, because the run is past it: step"
+    past = "not profiled, because the run has passed them: step"
     assert profile.introduce(2) == [f"to be profiled into {tmp_path}: step 3", f"{past} 2"]
     assert profile.introduce(3) == [f"{past}s 2, 3"]
     assert Profiler(tmp_path, []).introduce(0) == []

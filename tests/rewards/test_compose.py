@@ -120,8 +120,8 @@ def test_all_parts_are_closed():
         ("rule=x,judge=1", "end with a number"),
         ("rule=nan,judge=1", "end with a number"),
         ("speed=1,rule=1,judge=1", "parts of this run are rule, judge"),
-        ("rule=1", "says nothing of judge"),
-        ("rule=1,rule=2,judge=1", "twice"),
+        ("rule=1", "has no weight for judge"),
+        ("rule=1,rule=2,judge=1", "has a duplicate"),
         ("a:speed=1", "parts of this run"),
     ],
 )

@@ -444,7 +444,7 @@ def test_the_key_is_sent_and_seen_nowhere_else(serve, api_type, monkeypatch, tmp
     sent = server.headers[0]
     assert KEY in (sent.get("x-api-key"), sent.get("authorization", "").removeprefix("Bearer "))
     part.close()
-    seen = [caplog.text, repr(part), repr(part._door), repr(part._rubric), str(part._door.asked), str(rewards)]
+    seen = [caplog.text, repr(part), repr(part._client), repr(part._rubric), str(part._client.asked), str(rewards)]
     seen += [file.read_text() for file in tmp_path.rglob("*.json")]
     assert len(seen) == 7 and caplog.text
     for text in seen:
@@ -479,12 +479,12 @@ def test_each_provider_has_its_own_place_and_key(monkeypatch):
 @pytest.mark.parametrize(
     ("url", "complaint"),
     [
-        ("https://user:hunter2@host/v1", "has a password"),
-        ("user:hunter2@host", "has a password"),
-        ("https://host/v1?key=hunter2", "has a password or a query"),
-        ("host:8000/v1", "is no address"),
-        ("ftp://host", "is no address"),
-        ("http://[host", "is no address"),
+        ("https://user:hunter2@host/v1", "contains a password"),
+        ("user:hunter2@host", "contains a password"),
+        ("https://host/v1?key=hunter2", "contains a password or a query"),
+        ("host:8000/v1", "is not an address"),
+        ("ftp://host", "is not an address"),
+        ("http://[host", "is not an address"),
         ("https://host/v1", "OPENAI_API_KEY"),
     ],
 )
@@ -496,7 +496,7 @@ def test_an_address_that_will_not_do(url, complaint):
 
 def test_a_strange_key_is_not_shown(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "hunter2\nhunter3")
-    with pytest.raises(UserError, match="OPENAI_API_KEY holds characters") as e:
+    with pytest.raises(UserError, match="OPENAI_API_KEY contains invalid characters") as e:
         door()
     assert "hunter" not in str(e.value)
 
@@ -657,7 +657,7 @@ def test_scores_are_read(text, score):
     ],
 )
 def test_what_gives_no_score_is_an_error(text):
-    with pytest.raises(ValueError, match=r"no score|not within|no number"):
+    with pytest.raises(ValueError, match=r"no score|not within|not a number"):
         read_score(text, 10.0)
 
 

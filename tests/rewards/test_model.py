@@ -232,7 +232,7 @@ def test_few_shapes_are_compiled(made, quick_compilation):
         (lambda d: edit(d, id2label={"0": "a", "1": "b"}), "2 labels"),
         (lambda d: edit(d, vocab_size=40), "ids up to 64.*vocab_size=40"),
         (lambda d: (d / "config.json").unlink(), "config.json is missing"),
-        (lambda d: (d / "config.json").write_text("{"), "no JSON"),
+        (lambda d: (d / "config.json").write_text("{"), "not valid JSON"),
     ],
 )
 def test_what_is_no_reward_model_is_refused_by_the_setting_that_names_it(made, tmp_path, change, complaint):

@@ -317,7 +317,7 @@ def test_a_pattern_that_takes_years_costs_only_its_own_sample(shared_pool):
     good, years, bad = [future.result(20) for future in futures]
     assert (good.score, bad.score) == (1.0, 0.0) and years.error == "it took longer than 1 s"
     assert FormatPart("a.b", pool=shared_pool).submit(sample("a\nb")).result(20).score == 1.0
-    with pytest.raises(UserError, match=r"reward\.format_regex='\(' is no regular expression"):
+    with pytest.raises(UserError, match=r"reward\.format_regex='\(' is not a regular expression"):
         FormatPart("(", pool=shared_pool)
 
 
