@@ -119,10 +119,10 @@ def test_without_a_template_each_line_stands_alone(asked, capsys):
 
 
 def test_a_line_that_is_too_long_ends_a_pipe_and_no_terminal(asked, capsys):
-    with pytest.raises(UserError, match="7 tokens, and 6 fit"):
+    with pytest.raises(UserError, match="7 tokens, but 6 fit"):
         chat.converse(conversation(asked, room=6), lines("toolong\nb\n"), terminal=False)
     chat.converse(conversation(asked, room=6, templated=False), lines("toolong\nb\n"), terminal=True)
-    assert asked == ["b"] and "7 tokens, and 6 fit" in capsys.readouterr().err
+    assert asked == ["b"] and "7 tokens, but 6 fit" in capsys.readouterr().err
 
 
 def test_an_answer_that_is_cut_is_said(asked, capsys):
@@ -173,7 +173,7 @@ def test_a_template_is_what_the_model_is_spoken_to_by(tiny_model, tmp_path, caps
         (["{model}", "--max_tokens", "64", "--prompt", "1"], "--max_tokens=64 must be from 1 to 63"),
         (["{model}", "--context", "65", "--prompt", "1"], "--context=65 must be from 2 to the 64 tokens"),
         (["{model}", "--system", "s", "--prompt", "1"], "this model has no chat messages"),
-        (["{model}", "--prompt", "1" * 33], "33 tokens, and 32 fit"),
+        (["{model}", "--prompt", "1" * 33], "33 tokens, but 32 fit"),
         (["{model}", "--prompt", ""], "is empty"),
         (["{model}", "--prompt", "a"], "returns no tokens"),
         (["{adapters}", "--prompt", "1"], "--merge_lora"),

@@ -277,7 +277,7 @@ def test_what_is_cut_or_missing_is_said(tmp_path):
     assert [e["of"] for e in one["samples"]] == [1]
     assert one["notes"] == [
         "metrics.jsonl: 1 of 5 lines cannot be read and are left out",
-        "metrics.jsonl: 2 lines have no step of their own and are left out",
+        "metrics.jsonl: 2 lines have no step or a repeated one and are skipped",
         "config.json cannot be read: no settings, and no planned number of steps",
         "step_1.jsonl: 2 of 3 lines cannot be read and are left out",
     ]

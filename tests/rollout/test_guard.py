@@ -71,9 +71,9 @@ def test_the_trainer_is_let_in_and_knows_its_server(guarded):
     assert asyncio.run(endpoint.ask("/generate", {})) == {"route": "/generate"}
     asyncio.run(endpoint.look("/health"))
     other = Endpoint(url, timeout_s=10.0, why=str, key=Key(key.token, "another"))
-    with pytest.raises(ServerFault, match="did not prove on /v1/models that it is the one that was started here"):
+    with pytest.raises(ServerFault, match="sent no proof on /v1/models that it is the server started here"):
         other.get("/v1/models")
-    with pytest.raises(ServerFault, match="did not prove on /generate"):
+    with pytest.raises(ServerFault, match="sent no proof on /generate"):
         asyncio.run(other.ask("/generate", {}))
     with pytest.raises(RolloutError, match="with 401"):
         Endpoint(url, timeout_s=10.0, why=str).get("/v1/models")
@@ -111,5 +111,5 @@ def test_the_token_of_servers_that_are_attached_to_is_of_the_environment(monkeyp
     monkeypatch.setenv("JPPO_SERVER_TOKEN", "secret\n")
     assert attached_key().headers() == {"Authorization": "Bearer secret"} and "secret" not in repr(attached_key())
     monkeypatch.setenv("JPPO_SERVER_TOKEN", "two\nlines")
-    with pytest.raises(UserError, match="JPPO_SERVER_TOKEN holds characters that no token has"):
+    with pytest.raises(UserError, match="JPPO_SERVER_TOKEN contains invalid characters"):
         attached_key()

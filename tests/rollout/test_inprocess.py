@@ -385,7 +385,7 @@ def test_only_the_version_that_is_held_is_sampled_from(made):
         sampler.generate(ask(1), greedy(2), version=3)
     sampler.close()
     sampler.close()
-    with pytest.raises(RolloutError, match="version 3 of the weights was asked for, and the sampler holds none"):
+    with pytest.raises(RolloutError, match="version 3 of the weights was requested, but the sampler holds none"):
         sampler.generate(ask(1), greedy(2), version=3)
     sampler.hold(values, version=7)
 

@@ -91,7 +91,7 @@ def test_a_wrong_dtype_is_named(tmp_path):
 def test_a_cut_file_is_named_by_its_first_lost_tensor(written):
     path, entries = written
     os.truncate(path, 65)
-    assert "the file is cut: b.bias ends at byte 70, the file at 65" in refusal(path, entries, SHAPES)
+    assert "the file is truncated: b.bias ends at byte 70, the file at 65" in refusal(path, entries, SHAPES)
 
 
 def test_an_empty_or_missing_file_is_refused(written, tmp_path):
@@ -108,4 +108,4 @@ def test_one_flipped_bit_is_named(written):
         byte = file.read(1)[0]
         file.seek(entries[2].offset + 5)
         file.write(bytes([byte ^ 1]))
-    assert "c.weight has another checksum" in refusal(path, entries, SHAPES)
+    assert "c.weight has a different checksum" in refusal(path, entries, SHAPES)

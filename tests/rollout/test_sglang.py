@@ -229,9 +229,9 @@ def test_a_publish_that_is_not_the_model_is_refused_before_a_server_hears_of_it(
     sampler.load(weights(1).items(), version=1)
     before = facts(sampler.generate(PROMPTS, SAMPLING, version=1))
     for wrong, said in [
-        ({EMBED: weights(2)[EMBED]}, r"lm_head.weight has shape none and had \[12, 5\]"),
+        ({EMBED: weights(2)[EMBED]}, r"lm_head.weight has shape none instead of \[12, 5\]"),
         (weights(2) | {HEAD: np.zeros((VOCAB, 4), np.float32)}, r"lm_head.weight has shape \[12, 4\]"),
-        (weights(2) | {"extra": np.zeros(1, np.float32)}, r"extra has shape \[1\] and had none"),
+        (weights(2) | {"extra": np.zeros(1, np.float32)}, r"extra has shape \[1\] instead of none"),
     ]:
         with pytest.raises(RolloutError, match=said):
             sampler.load(wrong.items(), version=2)
@@ -317,7 +317,7 @@ def test_answers_that_cannot_be():
     ):
         with pytest.raises(ServerFault):
             speaks.part(wrong, SAMPLING)
-    with pytest.raises(UserError, match="at token 4, which ends none for jppo; add it to eos_token_id"):
+    with pytest.raises(UserError, match="at token 4, which is no end token here; add it to eos_token_id"):
         speaks.part(reply([4], {"type": "stop", "matched": 4}), SAMPLING)
 
 

@@ -103,7 +103,7 @@ def test_bytes_that_are_not_what_was_written_are_refused(sender, written):
     fd, entries = written
     address = sender.offer(fd, entries)
     os.pwrite(fd, b"x", entries[3].offset + 1_000_001)
-    assert "c has another checksum" in refusal(address, entries)
+    assert "c has a different checksum" in refusal(address, entries)
 
 
 def test_a_tensor_of_another_publish_is_refused(sender, written):

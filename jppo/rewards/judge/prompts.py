@@ -57,7 +57,7 @@ def make_rubric(preset: str, *, system_prompt: str, scoring_prompt: str, max_sco
         raise UserError(f"reward.judge.preset={preset!r} is not known; choose from {', '.join(PRESETS)}")
     if not preset and not scoring_prompt:
         raise UserError(
-            "reward.judge.preset and reward.judge.scoring_prompt are both empty: the judge has no prompt;  "
+            "reward.judge.preset and reward.judge.scoring_prompt are both empty: the judge has no prompt; "
             f"set the preset to one of {', '.join(PRESETS)}, or write a scoring_prompt"
         )
     system, scoring = PRESETS.get(preset, ("", ""))
