@@ -75,7 +75,7 @@ class Match:
         micros: Sequence[batch.Micro],
         trajectories: Sequence[Trajectory],
     ) -> None:
-        """Raises Mismatch where `rollout_corr/kl` rose too far above that of the last step."""
+        """Raises Mismatch where `rollout_corr/kl` rose too far since the last step."""
         self._last = micros[0] if micros else None
         now = metrics.get(KL)
         if now is None:  # bypass: the engine's log-probs are used as they are

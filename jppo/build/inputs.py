@@ -126,7 +126,7 @@ def _reading(c: ConfigDict, tokenizer: Any, agent: Agent | None) -> dict[str, An
 
 
 def columns_of(c: ConfigDict) -> dict[str, str]:
-    """Maps jppo's columns to those of the data files."""
+    """Maps jppo's columns to the data files' columns."""
     return {"prompt": c.data.prompt_key, "data_source": c.data.reward_fn_key}
 
 

@@ -67,7 +67,7 @@ class Learner:
 
 
 def make_mesh(c: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Any:
-    """Makes the mesh of the config from the given devices, by default those of this machine.
+    """Makes the mesh of the config from the given devices, by default this machine's.
 
     Described devices can be given: programs compile for them but cannot run.
     """

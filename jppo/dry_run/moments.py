@@ -35,7 +35,7 @@ class Moment:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """The bytes of a run on one device: permanent parts, and those of its programs."""
+    """The bytes of a run on one device: permanent parts, and per program."""
 
     parts: dict[str, int]
     moments: tuple[Moment, ...]

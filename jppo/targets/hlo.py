@@ -130,7 +130,7 @@ class Program:
         return found.pop() if len(found) == 1 else None
 
     def _with_fusions(self, name: str) -> Iterator[tuple[str, dict[str, Instruction]]]:
-        """Yields a computation and those of its fusions."""
+        """Yields a computation and the ones in its fusions."""
         lines = self.computations.get(name, {})
         yield name, lines
         for one in lines.values():
