@@ -16,7 +16,7 @@ from jppo.settings import UserError, table
 
 # Settings that may differ between hosts.
 OWN = ("trainer.node_rank", "rollout.urls", "rollout.python", "rollout.publish_host", "rollout.devices", "rollout.port")
-# Settings that would diverge between hosts.
+# Settings with different effects on each host.
 NOT_SHARED = {
     "rollout.partial": "takes the responses that are there first, on each host others",
     "reward.model.normalize": "keeps the mean of the scores that it has seen, on each host others",

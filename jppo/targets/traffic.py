@@ -1,6 +1,6 @@
 """Main-memory traffic of a compiled program: bytes of operands read and results written.
 
-A fusion reads its operands once, or only the part that it slices, and writes in-place updates only.
+A fusion reads its operands once, or only the part that it slices. Of an in-place update it writes the new part.
 """
 
 from jppo.targets.hlo import Instruction, Program, Shape
