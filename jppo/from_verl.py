@@ -1,12 +1,12 @@
-"""A command line of verl's as one of jppo's: python -m jppo.from_verl run_qwen2-7b.sh
+"""Converts a verl command line to jppo: python -m jppo.from_verl run_qwen2-7b.sh
 
     python -m jppo.from_verl run_qwen2-7b.sh actor_rollout_ref.rollout.n=8 > run.sh
     python -m jppo.from_verl algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=5 data.train_batch_size=256
 
-It reads a shell script that starts verl.trainer.main_ppo, a file of overrides, or overrides themselves; those behind a
-file count more, as its "$@" would. Nothing of a script is run: variables are those that it or the environment sets. The
-command is printed, checked as a run would check it, and below it, as comments, what became of every override. Exit code
-2 where jppo refuses the settings. docs/verl.md has the table of names, --names prints it.
+Reads a shell script that starts verl.trainer.main_ppo, a file of overrides, or overrides themselves. Overrides after a
+file take precedence, as its "$@" would. Nothing of a script is run: variables are those that it or the environment
+sets. Prints the command, validated as a run would, then the result of every override as comments. Exit code 2 where
+jppo rejects the settings. docs/verl.md has the table of names, --names prints it.
 """
 
 import os
@@ -32,7 +32,7 @@ KINDS = {
 
 
 def overrides_of(argv: list[str]) -> tuple[list[str], tuple[str, ...]]:
-    """verl's overrides that a command line of this command names, and what of a script was not followed."""
+    """Returns the command line's verl overrides, and notes on unsupported syntax in a script."""
     if not argv:
         raise UserError(
             "nothing is given; name a script of verl's or its overrides, as in python -m jppo.from_verl run.sh"
@@ -50,7 +50,7 @@ def overrides_of(argv: list[str]) -> tuple[list[str], tuple[str, ...]]:
 
 
 def arguments(found: Translation) -> list[str]:
-    """The overrides of jppo.train: what was asked for, and what differs from jppo's defaults or from the base."""
+    """Returns jppo.train's arguments: given overrides, and what differs from jppo's defaults or the base."""
     file = pathlib.Path(__file__).resolve().parents[1] / BASE
     base = table.values(settings.parse([f"--config={file}"], "", settings.default())[0])
     usual = table.values(settings.default())
@@ -64,12 +64,12 @@ def arguments(found: Translation) -> list[str]:
 
 
 def command(changes: list[str]) -> str:
-    """The command, a setting a line."""
+    """Formats the command, one setting per line."""
     return " \\\n    ".join([f"python -m jppo.train --config={BASE}", *map(shlex.quote, changes)])
 
 
 def account(found: Translation, notes: tuple[str, ...]) -> Iterator[str]:
-    """What became of each override, as comments of a shell."""
+    """Yields the result of each override as text."""
     for kind, title in KINDS.items():
         lines = [line for line in found.lines if line.kind == kind]
         if lines:
@@ -82,13 +82,13 @@ def account(found: Translation, notes: tuple[str, ...]) -> Iterator[str]:
 
 
 def commented(lines: Iterator[str]) -> str:
-    """Each of them as a comment."""
+    """Formats each line as a shell comment."""
     return "\n".join(f"# {part}".rstrip() if part else "" for line in lines for part in line.split("\n"))
 
 
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> Any:
-    """The command line."""
+    """Runs the command line."""
     argv = sys.argv[1:] if argv is None else argv
     if "--help" in argv or "-h" in argv:
         print(__doc__)

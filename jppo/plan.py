@@ -1,11 +1,11 @@
-"""Fastest settings of a run on a machine that is not there:
+"""Fastest settings of a run on a described machine:
 
     python -m jppo.plan --config=configs/gsm8k_7b.py --machine=8xH100
 
 Tries meshes, model.remat, actor.max_tokens_per_device, data.packing and offload by compiling every program of the run
 for the described machine. Prints a table, the fastest forecast first, and the command line of the best. --json=FILE
-writes it for programs; --rollout_tokens_per_s=N adds the rollout to each step. Every figure is a forecast by the
-compiler, not measured. Nothing is trained, no weight is read.
+writes it as JSON; --rollout_tokens_per_s=N adds the rollout to each step. Every figure is a forecast by the compiler,
+not measured. Nothing is trained, no weight is read.
 """
 
 import shlex
@@ -24,7 +24,7 @@ HEAD = f"{'s a step':>9}  {'peak GiB':>8}  {'':<12}  {'slowest stage, bound by':
 
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    """The command line."""
+    """Runs the command line."""
     argv = sys.argv[1:] if argv is None else argv
     c, switches = settings.parse(argv, __doc__ or "", settings.default(), describes=True)
     if "rollout" not in c:

@@ -33,7 +33,7 @@ POLL_S = 0.5  # polling interval of waits, so that a signal ends them
 
 @dataclasses.dataclass(frozen=True)
 class How:
-    """How steps are supplied, for a whole run."""
+    """The settings of the sample supply, for a whole run."""
 
     batch_size: int  # prompts per step
     n: int
@@ -44,7 +44,7 @@ class How:
     partial: bool
     greedy: bool  # a greedy response per prompt, as a baseline
     draw: Callable[[int], Sampling]  # by step
-    graders: dict[str, Any] = dataclasses.field(default_factory=dict)  # JSON; saved rewards stay if it is equal
+    graders: dict[str, Any] = dataclasses.field(default_factory=dict)  # JSON; saved rewards are kept if it is equal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Drawn:
     after: Cursor  # the position in the data after the step
     waited_s: float
     sampling_s: float  # from the first request to the last answer
-    grade: Callable[[], tuple[list[Reward], list[Reward] | None]]  # waits for the rewards, and those of the baseline
+    grade: Callable[[], tuple[list[Reward], list[Reward] | None]]  # waits for the rewards, and the baseline's
 
 
 class Draws:
@@ -66,7 +66,7 @@ class Draws:
         self.n = n
         self.found: dict[int, Trajectory] = {}
         self.grading: Grading = panel.begin()
-        self.graded: dict[int, Reward] = {}  # from before a resume
+        self.graded: dict[int, Reward] = {}  # before a resume
         self.future: Future[Any] | None = None
         self.began = self.ended = time.monotonic()
         self._prompts = prompts
@@ -141,7 +141,7 @@ class Supply:
         self._settling_s = 0.0
 
     def take(self, step: int) -> Drawn:
-        """Returns the samples that `step` trains on; the sampler has the weights `step`."""
+        """Returns the samples that `step` trains on; the rollout engine has the weights `step`."""
         return self._drawn(*self._hosts.together(lambda: self._take(step)))
 
     def _take(self, step: int) -> tuple[list[tuple[Asked, int]], float]:

@@ -1,11 +1,10 @@
 """Training of a reward model: python -m jppo.reward_model --config=configs/tinystories_reward_model.py
 
-Learns from pairs of responses, of which one was preferred, to score the preferred one higher, with the packing and
-optimizer of PPO and a model whose head is one number, read at the last token. The result is an HF directory,
-RUN_DIR/hf, a sequence classifier with one label: reward.model.path of a PPO run. A run that was killed resumes by the
-same command from its last checkpoint (trainer.save_freq). Settings are given as --config.SECTION.NAME=VALUE; --dry_run
-prints them, with what the run would be and the memory that it would take, and stops. --dry_run --machine=8xH100 does
-so for a machine that is not there.
+Trains on preference pairs to score the chosen response higher, with the packing and optimizer of PPO. The model's
+scalar head is read at the last token. The result is an HF directory, RUN_DIR/hf, a sequence classifier with one label:
+reward.model.path of a PPO run. The same command resumes a killed run from its last checkpoint (trainer.save_freq).
+Settings are given as --config.SECTION.NAME=VALUE. --dry_run prints them with the run's derived sizes and memory, and
+stops. --dry_run --machine=8xH100 does so for a described machine.
 """
 
 import dataclasses
@@ -41,17 +40,17 @@ from jppo.types import Array, Params, Prompt, Rows, Trajectory
 
 @dataclasses.dataclass(frozen=True)
 class Task(supervised.Task):
-    """What a run reads and closes over before it loads the model; `accumulate` is the second pass."""
+    """The inputs of a run, before it loads the model; `accumulate` is the second pass."""
 
     pairs: PairSet
     held_out: PairSet
-    changes: dict[str, Any]  # of config.json, by which the result is a classifier's
+    changes: dict[str, Any]  # to config.json, for a sequence classifier
     scores: Callable[..., Array]  # the first pass, compiled
     slope: Callable[..., Any]
 
 
 def prepare(c: ConfigDict, request: Request = preview.HERE) -> Task:
-    """Reads the pairs, and the model as its directory describes it."""
+    """Reads the pairs and the model config."""
     written, cfg = hf.read_config(c.model.path)
     tokenizer = read_tokenizer(c, cfg)
     changes = hf.classifier_changes(c.model.path, pad_token_id=tokenizer.pad_token_id)
@@ -82,7 +81,7 @@ def prepare(c: ConfigDict, request: Request = preview.HERE) -> Task:
             mesh,
             tokens_per_device=c.optim.max_tokens_per_device,
             sequences=2 * c.data.train_batch_size,
-            more=1,  # of `as_trajectory`
+            more=1,  # added by `as_trajectory`
         ),
         cfg=cfg,
         changes=changes,
@@ -94,7 +93,7 @@ def prepare(c: ConfigDict, request: Request = preview.HERE) -> Task:
 
 
 def make_encode(tokenizer: Any, pad_token_id: int | None) -> Encode:
-    """The tokens of prompt and response as the reward model of a PPO run reads them; none is cut."""
+    """Tokenizes prompt and response as a PPO run's reward model reads them, without truncation."""
     texts = Texts(tokenizer, max_length=sys.maxsize)
     nothing = np.zeros(0, np.int32)
 
@@ -106,7 +105,7 @@ def make_encode(tokenizer: Any, pad_token_id: int | None) -> Encode:
 
 
 def train(config: ConfigDict) -> None:
-    """Trains on all pairs, or resumes, tests on those held out, and writes the model."""
+    """Trains on all pairs, or resumes, tests on held-out pairs, and writes the model."""
     c = config
     require_loggers(c)
     supervised.require_resumable(c)
@@ -142,7 +141,7 @@ def train(config: ConfigDict) -> None:
 
 
 def checksum(pairs: Sequence[Pair]) -> int:
-    """The same for the same tokens and margins in the same order."""
+    """Returns a checksum of tokens, margins and their order."""
     found = 0
     for pair in pairs:
         for array in (pair.chosen, pair.rejected, np.array([pair.margin], np.float32)):
@@ -151,7 +150,7 @@ def checksum(pairs: Sequence[Pair]) -> int:
 
 
 def scored(task: Task, descent: ppo.Descent, learned: Any, rows: Sequence[Rows], pairs: int) -> Array:
-    """The scores of a batch of pairs, [2N] f32: of the chosen halves, then of the rejected."""
+    """Scores a batch of pairs, [2N] f32: the chosen halves, then the rejected."""
     base, params = offload.to_device((descent.base, learned))
     whole, place = sharding.replicated(task.mesh), sharding.rows_sharding(task.mesh)
     found = placing.put(np.zeros(2 * pairs, np.float32), whole)
@@ -161,7 +160,7 @@ def scored(task: Task, descent: ppo.Descent, learned: Any, rows: Sequence[Rows],
 
 
 def test(c: ConfigDict, task: Task, descent: ppo.Descent, learned: Any) -> dict[str, float]:
-    """Loss and accuracy on the pairs that are held out."""
+    """Returns loss and accuracy on held-out pairs."""
     pairs, size = task.held_out.pairs, c.data.train_batch_size
     sums = {"rm/loss": 0.0, "rm/accuracy": 0.0}
     for first in range(0, len(pairs), size):
@@ -172,7 +171,7 @@ def test(c: ConfigDict, task: Task, descent: ppo.Descent, learned: Any) -> dict[
 
 
 def dry_run(c: ConfigDict, request: Request = preview.HERE) -> str:
-    """What a run by these settings would be; no weight is read."""
+    """Reports on a run with these settings; reads no weight."""
     preview.take_little()
     task = prepare(c, request)
     found, micro_batches = estimate(c, task)
@@ -193,7 +192,7 @@ def dry_run(c: ConfigDict, request: Request = preview.HERE) -> str:
 
 
 def estimate(c: ConfigDict, task: Task) -> tuple[memory.Estimate, int]:
-    """The memory of a run, and the micro-batches of a step of its longest pairs."""
+    """Estimates a run's memory and counts the micro-batches of a step of its longest pairs."""
     plan, mesh, count = task.plan, task.mesh, c.data.train_batch_size
     trained = memory.sketch(c, mesh, task.cfg, head="value", adapters=task.adapters)
     shapes = memory.largest(plan)
@@ -213,7 +212,7 @@ def estimate(c: ConfigDict, task: Task) -> tuple[memory.Estimate, int]:
 
 
 def counted(found: PairSet) -> str:
-    """How many pairs there are, and what was left out."""
+    """Formats the number of pairs and of excluded ones."""
     return f"{len(found.pairs):,} ({found.overlong} over-long ones and {found.alike} with equal halves left out)"
 
 
@@ -223,16 +222,16 @@ def margins(pairs: Sequence[Pair]) -> np.ndarray:
 
 
 def pack(pairs: Sequence[Pair], plan: packing.Plan) -> list[Rows]:
-    """Rows that hold both halves of each pair, wherever they fit: of N pairs sequence i is chosen, N + i rejected."""
+    """Packs both halves of each pair in any row: of N pairs sequence i is chosen, N + i rejected."""
     halves = [as_trajectory(ids) for ids in (*(p.chosen for p in pairs), *(p.rejected for p in pairs))]
     return packing.pack(halves, range(len(halves)), plan)
 
 
 def as_trajectory(ids: np.ndarray) -> Trajectory:
-    """A text in the layout of a sampled response, so that one packer serves both.
+    """Converts a text to the layout of a sampled response, so that one packer serves both.
 
-    The packer reads all tokens but the last, which is there to be guessed. A score is of all of them: one more is put
-    behind, of which nothing is read but its place, the one entry in the mask.
+    The packer drops the last token, the prediction target. A score needs all tokens, so one is appended. Only its
+    position is used, as the one entry in the mask.
     """
     count = len(ids) + 1
     return Trajectory(
@@ -249,7 +248,7 @@ def as_trajectory(ids: np.ndarray) -> Trajectory:
 
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    """The command line."""
+    """Runs the command line."""
     argv = sys.argv[1:] if argv is None else argv
     config, switches = settings.parse(argv, __doc__ or "", settings.reward_model_default(), describes=True)
     if "loss" not in config:

@@ -1,10 +1,9 @@
 """Supervised fine-tuning: python -m jppo.sft --config=configs/quickstart_sft.py
 
 Next-token training on the responses of (prompt, response) pairs, with the model, packing and optimizer of PPO. The
-result is an HF directory, RUN_DIR/hf, to start PPO from. A run that was killed resumes by the same command from its
-last checkpoint (trainer.save_freq). Settings are given as --config.SECTION.NAME=VALUE; --dry_run
-prints them, with what the run would be and the memory that it would take, and stops. --dry_run --machine=8xH100 does
-so for a machine that is not there.
+result is an HF directory, RUN_DIR/hf, to start PPO from. The same command resumes a killed run from its last checkpoint
+(trainer.save_freq). Settings are given as --config.SECTION.NAME=VALUE. --dry_run prints them with the run's derived
+sizes and memory, and stops. --dry_run --machine=8xH100 does so for a described machine.
 """
 
 import dataclasses
@@ -35,14 +34,14 @@ from jppo.types import Params, Trajectory
 
 @dataclasses.dataclass(frozen=True)
 class Task(supervised.Task):
-    """What a run reads and closes over before it loads the model."""
+    """The inputs of a run, before it loads the model."""
 
     demonstrations: list[Demonstration]
-    overlong: int  # that were left out
+    overlong: int  # excluded demonstrations
 
 
 def prepare(c: ConfigDict, request: Request = preview.HERE) -> Task:
-    """Reads the demonstrations, and the model as its directory describes it."""
+    """Reads the demonstrations and the model config."""
     _, cfg = hf.read_config(c.model.path)
     tokenizer = read_tokenizer(c, cfg)
     longest = c.data.max_prompt_length + c.data.max_response_length
@@ -107,7 +106,7 @@ def train(config: ConfigDict) -> None:
 
 
 def checksum(demonstrations: Sequence[Demonstration]) -> int:
-    """The same for the same tokens in the same order, and the same ones to learn."""
+    """Returns a checksum of tokens, their order and the loss masks."""
     found = 0
     for one in demonstrations:
         for array in (one.prompt, one.response, one.learn):
@@ -116,7 +115,7 @@ def checksum(demonstrations: Sequence[Demonstration]) -> int:
 
 
 def dry_run(c: ConfigDict, request: Request = preview.HERE) -> str:
-    """What a run by these settings would be; no weight is read."""
+    """Reports on a run with these settings; reads no weight."""
     preview.take_little()
     task = prepare(c, request)
     found, micro_batches = estimate(c, task)
@@ -136,7 +135,7 @@ def dry_run(c: ConfigDict, request: Request = preview.HERE) -> str:
 
 
 def estimate(c: ConfigDict, task: Task) -> tuple[memory.Estimate, int]:
-    """The memory of a run, and the micro-batches of a step of its longest demonstrations."""
+    """Estimates a run's memory and counts the micro-batches of a step of its longest demonstrations."""
     plan, mesh = task.plan, task.mesh
     trained = memory.sketch(c, mesh, task.cfg, head="lm", adapters=task.adapters)
     shapes = memory.largest(plan)
@@ -153,7 +152,7 @@ def estimate(c: ConfigDict, task: Task) -> tuple[memory.Estimate, int]:
 
 
 def as_trajectory(demonstration: Demonstration, uid: str) -> Trajectory:
-    """A demonstration in the layout of a sampled response, so that one packer serves both."""
+    """Converts a demonstration to the layout of a sampled response, so that one packer serves both."""
     before, after = len(demonstration.prompt), len(demonstration.response)
     return Trajectory(
         uid=uid,
@@ -169,7 +168,7 @@ def as_trajectory(demonstration: Demonstration, uid: str) -> Trajectory:
 
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    """The command line."""
+    """Runs the command line."""
     argv = sys.argv[1:] if argv is None else argv
     config, switches = settings.parse(argv, __doc__, settings.sft_default(), describes=True)
     settings.check(config)

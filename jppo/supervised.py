@@ -1,8 +1,7 @@
-"""The training loop that fine-tuning and reward models share: one model, one optimizer, examples from files.
+"""The training loop of fine-tuning and reward models: one model, one optimizer, examples from files.
 
-Checkpoints, resume, signals and metrics are those of PPO: a run that is broken off at any moment and given the same
-command again has the metrics and the model of an undisturbed one, to the bit. `Objective` is what the two do
-differently.
+Checkpoints, resume, signals and metrics are shared with PPO. An interrupted run that resumes has the metrics and the
+model of an uninterrupted one, bit for bit. `Objective` holds the differences between the two.
 """
 
 import contextlib
@@ -39,19 +38,19 @@ from jppo.types import Params
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What a run reads and closes over before it loads the model."""
+    """The inputs and the mesh of a run, before it loads the model."""
 
     steps: int
     mesh: Any
     plan: packing.Plan
     cfg: ModelConfig
     adapters: Lora | None
-    accumulate: Any  # the gradient, compiled
+    accumulate: Any  # compiled gradient
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """The examples of one step, packed."""
+    """The packed examples of one step."""
 
     mini: batch.Mini
     tokens: int
@@ -61,23 +60,23 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """The examples of a run, its loss and its test."""
+    """The examples of a run, its loss and its validation."""
 
-    name: str  # of its metrics and its optimizer: sft, rm
+    name: str  # prefix of metrics and optimizer: sft, rm
     head: Head
     examples: int
-    checksum: int  # of the examples in their order: a resume refuses others
+    checksum: int  # of the examples in order: a resume rejects others
     columns: Columns
-    opening: str  # the first line of the console
-    draw: Callable[[ppo.Descent, Params, np.ndarray], Batch]  # the batch of these indices
+    opening: str  # first console line
+    draw: Callable[[ppo.Descent, Params, np.ndarray], Batch]  # returns the batch of these indices
     test: Callable[[ppo.Descent, Params], dict[str, float]] | None = None
-    changes: Mapping[str, Any] | None = None  # of the model's config.json
+    changes: Mapping[str, Any] | None = None  # to the model's config.json
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """The arrays of a checkpoint, under the names that PPO's has: a policy, or a model of values."""
+    """The arrays of a checkpoint, named as in PPO's: a policy, or a value model."""
 
     policy: Params | None = None
     policy_opt: Any = None
@@ -87,18 +86,18 @@ class Saved:
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """How far a run is."""
+    """The progress of a run."""
 
     learned: Params
     opt: Any
     cursor: Cursor = dataclasses.field(default_factory=Cursor)
     step: int = 0
-    pending: dict[str, float] | None = None  # metrics of the last step, which is not logged yet
+    pending: dict[str, float] | None = None  # metrics of the last step, not logged yet
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The parts of a run, once all of them are there."""
+    """The parts of a run, once all of them exist."""
 
     c: ConfigDict
     task: Task
@@ -148,24 +147,24 @@ def train(c: ConfigDict, task: Task, objective: Objective) -> dict[str, float]:
 
 
 def folder(c: ConfigDict) -> pathlib.Path:
-    """The folder of the run."""
+    """Returns the run folder."""
     return pathlib.Path(c.trainer.run_dir).expanduser()
 
 
 def require_resumable(c: ConfigDict) -> None:
-    """UserError where trainer.resume_mode names a checkpoint that is not there."""
+    """Raises UserError where the checkpoint of trainer.resume_mode is missing."""
     if c.trainer.resume_mode not in ("auto", "disable"):
         require(pathlib.Path(c.trainer.resume_mode))
 
 
 def last_metrics(run: pathlib.Path) -> dict[str, float]:
-    """The last line of a run's metrics.jsonl."""
+    """Reads the last line of a run's metrics.jsonl."""
     lines = read_metrics(run)
     return lines[-1] if lines else {}
 
 
 def make_origin(c: ConfigDict, task: Task, objective: Objective, trained: Trained) -> dict[str, Any]:
-    """The identity of a run in its checkpoints."""
+    """Returns a run's identity for its checkpoints."""
     frozen = {} if trained.base is None else {"model.path": trained.base.params}
     return identity(c, task.mesh, data={"train": objective.checksum}, frozen=frozen)
 
@@ -178,7 +177,7 @@ def begin(
     first: Progress,
     origin: dict[str, Any],
 ) -> tuple[Progress, list[str], int | None]:
-    """Where a run begins, lines about it for the console, and the step of its checkpoint; None: a new run."""
+    """Returns the first state, console lines on it, and the checkpoint's step; None: a new run."""
     found = read_checkpoint(c, checkpoints, arrays_of(objective, descent, first), origin)
     if found is None:
         return first, [], None
@@ -197,12 +196,12 @@ def begin(
 
 
 def field_of(objective: Objective) -> str:
-    """The field of `Saved` that has the model."""
+    """Returns the field of `Saved` with the model."""
     return "policy" if objective.head == "lm" else "value"
 
 
 def arrays_of(objective: Objective, descent: ppo.Descent, now: Progress) -> Saved:
-    """Parameters and optimizer as they are on any mesh."""
+    """Returns parameters and optimizer without mesh padding."""
     learned, opt = (
         state.portable(tree, spare) if any(jax.tree.leaves(spare)) else tree
         for tree, spare in zip((now.learned, now.opt), descent.spare, strict=True)
@@ -212,11 +211,11 @@ def arrays_of(objective: Objective, descent: ppo.Descent, now: Progress) -> Save
 
 
 def learn(run: Run, now: Progress) -> Progress:
-    """All steps that are left, each logged once; a run that is stopped leaves a checkpoint."""
+    """Runs all remaining steps and logs each once; a stopped run leaves a checkpoint."""
     c, timer, steps, drawn = run.c, run.timer, run.task.steps, None
     try:
         while now.pending is not None or now.step < steps:
-            if now.pending is None:  # else a step is done, but not yet tested and logged
+            if now.pending is None:  # else a step is done, but not yet validated and logged
                 now, drawn = take_step(run, now)
                 run.watch.check()
             metrics, last = dict(now.pending or {}), now.step == steps
@@ -243,7 +242,7 @@ def learn(run: Run, now: Progress) -> Progress:
 
 
 def take_step(run: Run, now: Progress) -> tuple[Progress, Batch]:
-    """One optimizer step on the next batch."""
+    """Takes one optimizer step on the next batch."""
     c, objective, descent = run.c, run.objective, run.descent
     with run.timer("step"):
         indices, cursor = next_batch(
@@ -267,12 +266,12 @@ def take_step(run: Run, now: Progress) -> tuple[Progress, Batch]:
 
 
 def remedy(c: ConfigDict) -> str:
-    """What to do where losses, gradients or weights are not finite."""
+    """Returns the remedy for non-finite losses, gradients or weights."""
     return f"lower optim.lr={c.optim.lr}, and give the command again: it resumes from the last checkpoint"
 
 
 def save(run: Run, now: Progress, drawn: Batch | None) -> None:
-    """Starts writing a checkpoint; NonFinite where the state is none to resume from."""
+    """Starts writing a checkpoint; raises NonFinite where the state is unfit to resume from."""
     meta = run.origin | {"cursor": dataclasses.asdict(now.cursor)}
     if now.pending is not None:
         meta["pending"] = now.pending | run.timer.next_step()
@@ -284,7 +283,7 @@ def save(run: Run, now: Progress, drawn: Batch | None) -> None:
 
 
 def require_finite(descent: ppo.Descent, learned: Params, drawn: Batch) -> None:
-    """Raises NonFinite where finite parameters give losses or gradients that are not, for rows of the last step."""
+    """Raises NonFinite where finite parameters give non-finite losses or gradients, for rows of the last step."""
     params, base, further = offload.to_device((learned, descent.base, drawn.further))
     rows = placing.put(drawn.mini.micros[0], drawn.mini.place)
     carry, _ = descent.accumulate(params, base, descent.zeros(), rows, drawn.mini.counts, *further)

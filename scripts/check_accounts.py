@@ -4,9 +4,9 @@
     python scripts/check_accounts.py --platform=tpu --write    renews the kept files
     python scripts/check_accounts.py --platform=gpu --only=fsdp,lora
 
-Every mesh axis, hosts, LoRA, an exact KL and long rows, with few layers of real widths. It fails where bytes of a
-collective, temporaries or the peak grow by more than 3 %, where a fused kernel is lost, or where the partitioner
-gathers an array whole that it did not before. The files are tests/accounts/PLATFORM/NAME.json.
+Cases: every mesh axis, hosts, LoRA, an exact KL and long rows, with few layers of real widths. It fails where bytes of
+a collective, temporaries or the peak grow by more than 3 % or a fused kernel is lost. It also fails where the
+partitioner newly gathers an array whole. The files are tests/accounts/PLATFORM/NAME.json.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from jppo.targets import collectives, compilers, machines
 
 KEPT = pathlib.Path(__file__).resolve().parents[1] / "tests/accounts"
 GROWTH = 1.03
-SMALL = 2**20  # bytes below which growth is no matter
+SMALL = 2**20  # bytes below which growth does not count
 
 HALF = dict(hidden_size=896, intermediate_size=4864, num_attention_heads=14, num_key_value_heads=2, vocab_size=151936)
 SEVEN = dict(hidden_size=3584, intermediate_size=18944, num_attention_heads=28, num_key_value_heads=4)
@@ -78,7 +78,7 @@ BASE: dict[str, Any] = {
 
 
 def config_of(model: dict[str, Any], changes: dict[str, Any], folder: pathlib.Path) -> Any:
-    """The settings of a case, with a model and data of its own in the folder."""
+    """Returns a case's settings, with its model and data in the folder."""
     arithmetic.write_model(folder / "model")
     shape = arithmetic.MODEL | model | {"num_hidden_layers": 2, "max_position_embeddings": 32768}
     (folder / "model/config.json").write_text(json.dumps({k: v for k, v in shape.items() if k != "head_dim"}))
@@ -93,7 +93,7 @@ def config_of(model: dict[str, Any], changes: dict[str, Any], folder: pathlib.Pa
 
 
 def account_of(machine: machines.Machine, model: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """What the programs of a case cost: the figures that are compared."""
+    """Returns the compared figures of a case's programs."""
     with tempfile.TemporaryDirectory() as folder:
         c = config_of(model, changes, pathlib.Path(folder))
         inputs = read_inputs(c)
@@ -113,7 +113,7 @@ def account_of(machine: machines.Machine, model: dict[str, Any], changes: dict[s
 
 
 def differences(kept: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Where the programs of a case became worse, a line each."""
+    """Returns a line for each regression of a case's programs."""
     found = []
     for name, old in kept["programs"].items():
         new = now["programs"].get(name)
@@ -138,7 +138,7 @@ def differences(kept: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def main(argv: list[str]) -> int:
-    """The command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--platform", choices=sorted(CASES), required=True)
     parser.add_argument("--write", action="store_true", help="keep what is found")
@@ -172,7 +172,7 @@ def main(argv: list[str]) -> int:
 
 @settings.exit_on_user_error
 def command() -> None:
-    """Ends with the exit code."""
+    """Exits with the exit code."""
     sys.exit(main(sys.argv[1:]))
 
 

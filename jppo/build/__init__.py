@@ -1,1 +1,1 @@
-"""From settings to the parts of a run. Below it no module reads the settings."""
+"""Builds the components of a run from its settings. No lower layer reads the settings."""

@@ -1,4 +1,4 @@
-"""Conversations as `rollout.multi_turn` asks for them: tools, partner and chat, and the talk over them."""
+"""Multi-turn rollouts from `rollout.multi_turn`: tools, interaction partner, chat template and turn loop."""
 
 import dataclasses
 from typing import Any
@@ -18,21 +18,21 @@ from jppo.settings import template_arguments
 
 @dataclasses.dataclass(frozen=True)
 class Agent:
-    """What a run of conversations has beside its policy."""
+    """The components of a multi-turn rollout next to the policy."""
 
     talk: Talk
-    schemas: list[Schema]  # that the chat template tells the model of
+    schemas: list[Schema]  # rendered by the chat template
     toolbox: Toolbox
     user_code: UserCodeRunner
 
     def close(self) -> None:
-        """Ends what tools and partners have started; may be called twice."""
+        """Stops tools and partners; idempotent."""
         self.toolbox.close()
         self.user_code.close()
 
 
 def make_agent(c: ConfigDict, tokenizer: Any, ends: tuple[int, ...]) -> Agent | None:
-    """The agent of a run, everything seen to be there; None where the policy is asked once."""
+    """Makes and checks the agent of a run; None for single-turn rollouts."""
     m = c.rollout.multi_turn
     if not m.enable:
         return None

@@ -1,4 +1,4 @@
-"""The proof that sampler and trainer have one policy: the same tokens, the same log-probs."""
+"""Checks that rollout engine and trainer have the same policy, by the log-probs of the same tokens."""
 
 import dataclasses
 import math
@@ -23,7 +23,7 @@ KL = "rollout_corr/kl"
 
 
 class Mismatch(RolloutError):
-    """A step's samples are not from the policy that they are labelled with: nothing may be learned from them."""
+    """Samples that the policy of their version label did not generate; the trainer must not learn from them."""
 
 
 def agree(
@@ -35,12 +35,12 @@ def agree(
     version: int,
     hosts: Hosts = ALONE,
 ) -> str:
-    """Proves that the sampler and the trainer have the same policy, or stops the run and says how far they differ.
+    """Returns a line on the log-prob mismatch; raises where engine and trainer have different policies.
 
-    Of several hosts each has its own sampler asked.
+    Each host asks its own engine.
     """
     count = max(1, min(16, c.actor.ppo_mini_batch_size, len(inputs.train.prompts)) // hosts.count)
-    # Of the whole distribution: where it is cut, the sampler's log-probs are of what is left, the trainer's never are.
+    # Filters are off: they renormalise the engine's log-probs; the trainer's are of the full distribution.
     some = dataclasses.replace(sampling(c, version), n=1, top_p=1.0, top_k=-1, min_p=0.0)
     longest = sorted(inputs.train.prompts, key=lambda p: -len(p.ids))[:count]
     drawn = trajectories.of_all(hosts, hosts.together(lambda: sampler.generate(longest, some, version=version)))
@@ -60,11 +60,11 @@ def agree(
 
 
 class Match:
-    """Compares each step's log-prob mismatch with that of the step before: a jump means another policy sampled."""
+    """A check of each step's log-prob mismatch against the step before: a jump means another policy sampled."""
 
     def __init__(self, c: ConfigDict):
         self._limit: float = c.rollout.max_kl_jump
-        # `agree` has just seen a mismatch near 0, but for what cuts take away: that shows in the first step.
+        # `agree` has just measured a mismatch near 0 without filters. With filters, the first step sets the baseline.
         self._before = None if settings.cuts(c.rollout) else 0.0
         self._last: batch.Micro | None = None
 
@@ -75,10 +75,10 @@ class Match:
         micros: Sequence[batch.Micro],
         trajectories: Sequence[Trajectory],
     ) -> None:
-        """Raises Mismatch where the step's `rollout_corr/kl` is too far above the last one's."""
+        """Raises Mismatch where `rollout_corr/kl` rose too far since the last step."""
         self._last = micros[0] if micros else None
         now = metrics.get(KL)
-        if now is None:  # the sampler's log-probs are taken as they are
+        if now is None:  # bypass: the engine's log-probs are used as they are
             return
         before, self._before = self._before, now if math.isfinite(now) else self._before
         if not self._limit or before is None or not now - before > self._limit:
@@ -107,7 +107,7 @@ class Match:
 
 
 def _worst(data: Batch, trajectories: Sequence[Trajectory]) -> tuple[str, str, float]:
-    """The server whose samples are furthest off, the versions that it named, and the mismatch a token."""
+    """Returns the server with the largest mismatch, its version labels, and the mismatch per token."""
     count = len(trajectories)
     mask, gap = np.asarray(data.mask)[:count], np.asarray(data.rollout_logprob - np.asarray(data.old_logprob))[:count]
     found = []

@@ -1,4 +1,4 @@
-"""From the names in the settings to the functions of the mathematics, their numbers bound."""
+"""Advantage estimator, policy loss, KL and rollout correction from the settings."""
 
 import functools
 from collections.abc import Callable
@@ -17,21 +17,21 @@ from jppo.types import Array
 
 
 def make_estimator(c: ConfigDict) -> Estimator:
-    """The estimator that `algorithm.adv_estimator` names."""
+    """Makes the estimator that `algorithm.adv_estimator` names."""
     found = parts.estimator(c)
     assert isinstance(found, Estimator)
     return found
 
 
 def make_objective(c: ConfigDict) -> Objective:
-    """The policy loss that `actor.loss_mode` names."""
+    """Makes the policy loss that `actor.loss_mode` names."""
     found = parts.objective(c)
     assert isinstance(found, Objective)
     return found
 
 
 def kl_name(name: str, setting: str) -> str:
-    """The name of a KL estimator in `kl.ESTIMATORS`; adds a user-defined one there."""
+    """Returns a KL estimator's name in `kl.ESTIMATORS`; registers a user-defined one."""
     if name not in kl.BY_NAME:
         estimate: Any = parts.KL_ESTIMATORS.find(name, setting)
         kl.ESTIMATORS[name] = estimate
@@ -39,7 +39,7 @@ def kl_name(name: str, setting: str) -> str:
 
 
 def make_correction(c: ConfigDict) -> correct.Correction | None:
-    """What is done about the gap between sampler and trainer."""
+    """Makes the correction of the log-prob mismatch, if any."""
     a = c.algorithm
     if a.old_logprob != "correction":
         return None
@@ -54,7 +54,7 @@ def make_correction(c: ConfigDict) -> correct.Correction | None:
 
 
 def make_kl_controller(c: ConfigDict) -> Callable[[Array, Array], Array] | None:
-    """What `algorithm.kl_ctrl_type` chooses: the next coefficient of the KL in the reward; None: it is fixed."""
+    """Makes the `algorithm.kl_ctrl_type` update of the KL coefficient; None: the coefficient is fixed."""
     a = c.algorithm
     if a.kl_ctrl_type == "fixed":
         return None
@@ -63,7 +63,7 @@ def make_kl_controller(c: ConfigDict) -> Callable[[Array, Array], Array] | None:
 
 
 def make_recipe(c: ConfigDict) -> ppo.Recipe:
-    """The mathematics that the config asks for."""
+    """Makes the algorithm's functions from the config."""
     a, v = c.actor, c.critic
     objective = make_objective(c)
     mode = a.loss_agg_mode if objective.aggregation is None else objective.aggregation

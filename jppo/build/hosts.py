@@ -1,4 +1,4 @@
-"""The hosts of a run as the settings or the launcher name them, and what must be alike on all of them."""
+"""Multi-host start from settings or launcher, and checks that the hosts agree."""
 
 import pathlib
 import uuid
@@ -14,9 +14,9 @@ from jppo.distributed.hosts import Hosts
 from jppo.distributed.launchers import join
 from jppo.settings import UserError, table
 
-# What each host may have of its own.
+# Settings that may differ between hosts.
 OWN = ("trainer.node_rank", "rollout.urls", "rollout.python", "rollout.publish_host", "rollout.devices", "rollout.port")
-# What would be another thing on each host.
+# Settings with different effects on each host.
 NOT_SHARED = {
     "rollout.partial": "takes the responses that are there first, on each host others",
     "reward.model.normalize": "keeps the mean of the scores that it has seen, on each host others",
@@ -24,7 +24,7 @@ NOT_SHARED = {
 
 
 def join_hosts(c: ConfigDict, faults: Sequence[type[Exception]]) -> Hosts:
-    """All hosts of the run, once they are there; `faults` end them together."""
+    """Joins all hosts of the run and waits for them; `faults` end them together."""
     t = c.trainer
     return join(
         t.nnodes,
@@ -38,7 +38,7 @@ def join_hosts(c: ConfigDict, faults: Sequence[type[Exception]]) -> Hosts:
 
 
 def require_shareable(c: ConfigDict, hosts: Hosts) -> None:
-    """UserError where hosts cannot share what the settings ask for, or have other settings."""
+    """Raises UserError for settings that multi-host runs exclude or that differ between hosts."""
     if hosts.count == 1:
         return
     mine = table.values(c)
@@ -53,7 +53,7 @@ def require_shareable(c: ConfigDict, hosts: Hosts) -> None:
 
 
 def require_alike(c: ConfigDict, hosts: Hosts, inputs: Inputs) -> None:
-    """UserError where hosts have read other data, or do not see the same run's folder."""
+    """Raises UserError where hosts read different data or do not share the run folder."""
     if hosts.count == 1:
         return
     sums = {"data.train_files": data_checksums(inputs.train), "data.val_files": _checksum(inputs)}
@@ -73,12 +73,12 @@ def require_alike(c: ConfigDict, hosts: Hosts, inputs: Inputs) -> None:
 
 
 def own_folder(hosts: Hosts, run: pathlib.Path) -> pathlib.Path:
-    """Where a host's own logs go: the run's folder for host 0, one within it for any other."""
+    """Returns the folder of a host's logs: the run folder for host 0, else a subfolder."""
     return run if hosts.first else run / f"host-{hosts.rank}"
 
 
 def summed(hosts: Hosts, metrics: dict[str, float]) -> dict[str, float]:
-    """What each host counts, added up."""
+    """Sums the counts of all hosts."""
     of_all = hosts.gather(lambda: metrics)
     return {name: float(sum(one[name] for one in of_all)) for name in metrics}
 

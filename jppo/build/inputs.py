@@ -1,4 +1,4 @@
-"""What a run reads before it starts anything: models as their directories say, tokenizer, prompts, graders."""
+"""The inputs of a run, read before it starts anything: model configs, tokenizer, prompts, graders."""
 
 import dataclasses
 from typing import Any
@@ -20,24 +20,24 @@ from jppo.settings import UserError, stop_texts, template_arguments
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """What a run reads before it starts anything."""
+    """The inputs of a run, read before it starts anything."""
 
     tokenizer: Any
     end_tokens: tuple[int, ...]
     train: PromptSet
     val: PromptSet
-    sources: tuple[str, ...]  # the data_source of every row
+    sources: tuple[str, ...]  # data_source of every row
     policy: ModelConfig
-    critic: ModelConfig | None  # None where the estimator needs none
-    reference: ModelConfig | None  # None where no KL is asked for
-    adapters: Lora | None  # of the policy; None: all its weights are trained
+    critic: ModelConfig | None  # None: the estimator needs none
+    reference: ModelConfig | None  # None: no KL is used
+    adapters: Lora | None  # of the policy; None: full fine-tuning
     critic_adapters: Lora | None
-    agent: Agent | None  # None: the policy is asked once
+    agent: Agent | None  # None: single-turn
     total_steps: int
 
 
 def read_inputs(c: ConfigDict) -> Inputs:
-    """Everything that can be wrong with files is found here, before a device or a server is touched."""
+    """Reads and checks all files before a device or a server is used."""
     require_optimizers(c)
     policy, critic, reference = read_models(c)
     tokenizer = read_tokenizer(c, *(model for model in (policy, critic, reference) if model is not None))
@@ -70,7 +70,7 @@ def read_inputs(c: ConfigDict) -> Inputs:
 
 
 def read_test(c: ConfigDict) -> Inputs:
-    """What a test needs of it: the policy, with weights, and the test set; there is nothing to train on."""
+    """Reads the inputs of an evaluation: the policy, with weights, and the test set; no training data."""
     _, policy = hf.read_config(c.model.path)
     hf.check_weights(c.model.path, policy, head="lm")
     tokenizer = read_tokenizer(c, policy)
@@ -95,7 +95,7 @@ def read_test(c: ConfigDict) -> Inputs:
 
 
 def read_val(c: ConfigDict, tokenizer: Any, agent: Agent | None = None) -> PromptSet:
-    """The prompts of a test."""
+    """Reads the validation prompts."""
     return read_prompts(
         c.data.val_files,
         max_samples=c.data.val_max_samples,
@@ -105,13 +105,13 @@ def read_val(c: ConfigDict, tokenizer: Any, agent: Agent | None = None) -> Promp
 
 
 def speaking(inputs: Inputs) -> dict[str, Any]:
-    """What an engine is told of the answers that are wanted: where they end, their text, and who asks for them."""
+    """Returns the engine's arguments for responses: end tokens, decoder and turn loop."""
     said = dict(eos_token_ids=inputs.end_tokens, decode=lambda ids: decode(inputs.tokenizer, ids))
     return said if inputs.agent is None else said | {"talk": inputs.agent.talk}
 
 
 def _reading(c: ConfigDict, tokenizer: Any, agent: Agent | None) -> dict[str, Any]:
-    """How the prompts of both sets are read."""
+    """Returns the arguments that read either prompt set."""
     return dict(
         tokenizer=tokenizer,
         max_prompt_length=c.data.max_prompt_length,
@@ -126,12 +126,12 @@ def _reading(c: ConfigDict, tokenizer: Any, agent: Agent | None) -> dict[str, An
 
 
 def columns_of(c: ConfigDict) -> dict[str, str]:
-    """The names that the data files have for jppo's columns."""
+    """Maps jppo's columns to the data files' columns."""
     return {"prompt": c.data.prompt_key, "data_source": c.data.reward_fn_key}
 
 
 def read_models(c: ConfigDict) -> tuple[ModelConfig, ModelConfig | None, ModelConfig | None]:
-    """Policy, critic and reference as their directories describe them, their weights seen to be there."""
+    """Reads the configs of policy, critic and reference and checks that their weights exist."""
 
     def read(path: str, head: Head) -> ModelConfig:
         _, cfg = hf.read_config(path)
@@ -153,17 +153,17 @@ def read_models(c: ConfigDict) -> tuple[ModelConfig, ModelConfig | None, ModelCo
 
 
 def critic_path(c: ConfigDict) -> str:
-    """Where the critic's first weights are: the policy's, unless it has its own."""
+    """Returns the path of the critic's initial weights; the policy's by default."""
     return c.critic.path if c.critic.path else c.model.path
 
 
 def make_adapters(c: ConfigDict) -> Lora | None:
-    """The adapters that are trained in place of the policy's weights."""
+    """Makes the policy's LoRA settings; None: full fine-tuning."""
     return _adapters(c, c.model.lora_rank, c.model.lora_alpha)
 
 
 def make_critic_adapters(c: ConfigDict) -> Lora | None:
-    """The critic's; as the policy's where it has no settings of its own."""
+    """Makes the critic's LoRA settings, the policy's by default."""
     own = c.critic
     return _adapters(
         c,
@@ -173,7 +173,7 @@ def make_critic_adapters(c: ConfigDict) -> Lora | None:
 
 
 def _adapters(c: ConfigDict, rank: int, alpha: int) -> Lora | None:
-    targets = lora.parse_targets(c.model.target_modules)  # checked where it is not read, too
+    targets = lora.parse_targets(c.model.target_modules)  # validates unused settings, too
     return None if rank == 0 else Lora(rank, alpha, targets)
 
 
@@ -183,12 +183,12 @@ def wants_critic(c: ConfigDict) -> bool:
 
 
 def wants_reference(c: ConfigDict) -> bool:
-    """Whether a KL is asked for."""
+    """Whether a KL is used."""
     return c.algorithm.use_kl_in_reward or c.actor.use_kl_loss
 
 
 def read_tokenizer(c: ConfigDict, *models: ModelConfig) -> Any:
-    """The policy's tokenizer, once it and the lengths are seen to fit every model that reads its tokens."""
+    """Reads the policy's tokenizer and checks it and the lengths against every model that reads its tokens."""
     tokenizer = load_tokenizer(c.model.path)
     longest = c.data.max_prompt_length + c.data.max_response_length
     for model in models:

@@ -1,4 +1,4 @@
-"""The compiled side of a run: mesh, models in their shards, passes, optimizers."""
+"""The compiled side of a run: mesh, sharded models, passes, optimizers."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -25,10 +25,10 @@ from jppo.types import Params, TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Learner:
-    """The compiled side of a run: the passes, and what they close over."""
+    """The compiled side of a run: the passes and the models that they use."""
 
     mesh: Any
-    cfg: ModelConfig  # of the policy, its vocabulary as wide as the mesh needs it
+    cfg: ModelConfig  # of the policy, its vocabulary padded for the mesh
     plan: packing.Plan
     shape: tuple[int, int]  # of a step's flat batch, [B, L]
     recipe: ppo.Recipe
@@ -38,28 +38,28 @@ class Learner:
     reference: Params | None
 
     def policy(self, now: TrainState) -> Weights:
-        """The whole policy."""
+        """Returns the policy, its frozen base included."""
         return self.actor.model(now.policy)
 
     def value(self, now: TrainState) -> Weights | None:
-        """The whole critic."""
+        """Returns the critic, its frozen base included."""
         return None if self.critic is None else self.critic.model(now.value)
 
     def portable(self, now: TrainState) -> TrainState:
-        """The state as it is on any mesh."""
+        """Returns the state without mesh padding."""
         return dataclasses.replace(
             now, **{name: state.portable(getattr(now, name), spare) for name, spare in self._spare().items()}
         )
 
     def placed(self, now: TrainState, like: TrainState) -> TrainState:
-        """The state on this mesh, as `like` is, from its portable form."""
+        """Shards a portable state over this mesh, laid out as `like`."""
         fields = {
             name: state.placed(getattr(now, name), spare, getattr(like, name)) for name, spare in self._spare().items()
         }
         return dataclasses.replace(now, **fields)
 
     def _spare(self) -> dict[str, Any]:
-        """Rows that are there for the mesh alone, by field of the train state; {} where there are none."""
+        """Returns the padding rows by field of the train state; {} without any."""
         found = dict(zip(("policy", "policy_opt"), self.actor.spare, strict=True))
         if self.critic is not None:
             found |= dict(zip(("value", "value_opt"), self.critic.spare, strict=True))
@@ -67,9 +67,9 @@ class Learner:
 
 
 def make_mesh(c: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Any:
-    """The devices, this machine's where none are given, as the config lays them out.
+    """Makes the mesh of the config from the given devices, by default this machine's.
 
-    Devices that are given may be only described: they are compiled for and hold nothing.
+    Described devices can be given: programs compile for them but cannot run.
     """
     if devices is None:
         devices = jax.devices()
@@ -81,13 +81,13 @@ def make_mesh(c: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Any
     )
     mesh = sharding.make_mesh(shape, devices)
     if c.model.compute_dtype == "float32" and sharding.platform(mesh) != "cpu":
-        # By default a float32 product is TF32 on GPUs and bfloat16 on TPUs: not what the sampler computes.
+        # By default a float32 product is TF32 on GPUs and bfloat16 on TPUs, unlike in the rollout engine.
         jax.config.update("jax_default_matmul_precision", "highest")
     return mesh
 
 
 def attention_kernel(c: ConfigDict, cfg: ModelConfig, mesh: Any) -> tuple[str, str | None, fused.Needs]:
-    """The kernel of attention, why `auto` takes a slower one where it does, and what the model asks of it."""
+    """Returns the attention kernel, why `auto` takes a slower one, if so, and the model's requirements."""
     needs = fused.Needs(
         **attention_settings(cfg),
         head_dim=cfg.head_dim,
@@ -101,7 +101,7 @@ def attention_kernel(c: ConfigDict, cfg: ModelConfig, mesh: Any) -> tuple[str, s
 
 
 def make_decoder(c: ConfigDict, cfg: ModelConfig, mesh: Any) -> Decoder:
-    """The transformer of `cfg`, its activations spread over the mesh as the rows are."""
+    """Makes the transformer of `cfg` with activations sharded over the mesh as the rows are."""
     require_fit(cfg, mesh)
     kernel, _, needs = attention_kernel(c, cfg, mesh)
     return Decoder(
@@ -117,17 +117,17 @@ def make_decoder(c: ConfigDict, cfg: ModelConfig, mesh: Any) -> Decoder:
 
 
 def chunk_tokens(c: ConfigDict, cfg: ModelConfig) -> int:
-    """How many tokens have their f32 logits in memory at a time."""
+    """Returns the number of tokens whose f32 logits are in memory at a time."""
     return max(1, c.model.logprob_chunk_bytes // (4 * cfg.vocab_size))
 
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """One model of a run as it is loaded: what of it is learned, and what stays."""
+    """A loaded model: its trained and its frozen weights."""
 
-    what: state.Weights  # the shapes and places of what is learned
+    what: state.Weights  # shapes and shardings of the trained weights
     learned: Params
-    base: Base | None  # None: all is learned
+    base: Base | None  # None: all is trained
 
 
 def load_trained(
@@ -141,9 +141,9 @@ def load_trained(
     adapters: Lora | None,
     trunk: Params | None = None,
 ) -> Trained:
-    """The model at `path` in its shards, ready to be trained; a critic may stand on a `trunk` that is loaded already.
+    """Loads the model at `path` into its shards for training; a critic may use a loaded `trunk`.
 
-    What is not read from files, or not there, is drawn from `key`.
+    `key` initialises weights that are not in the files.
     """
     what = state.weights(cfg, mesh, head=head, param_dtype=c.model.param_dtype)
     values = (
@@ -157,7 +157,7 @@ def load_trained(
 
 
 def wait(trained: Trained, offloaded: bool, *, shared: bool = False) -> Trained:
-    """The model between its uses: where it was, or on the host; a base that is `shared` lies where its owner has it."""
+    """Offloads the model to the host if asked; a `shared` base stays where its owner put it."""
     if not offloaded:
         return trained
     base = trained.base if shared else offload.to_host(trained.base)
@@ -165,7 +165,7 @@ def wait(trained: Trained, offloaded: bool, *, shared: bool = False) -> Trained:
 
 
 def make_passes(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[ppo.Recipe, ppo.Passes]:
-    """The passes closed over the config's numbers; nothing is loaded or compiled yet."""
+    """Makes the passes of the config; loads and compiles nothing."""
 
     def model(cfg: ModelConfig) -> ppo.Model:
         cfg = pad_vocab(cfg, mesh.shape["tensor"])
@@ -187,12 +187,12 @@ def make_passes(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[ppo.Recipe, p
 
 
 def shares_trunk(c: ConfigDict, inputs: Inputs) -> bool:
-    """Whether the critic stands on the policy's own base: what neither of them changes is held once."""
+    """Whether critic and policy share one frozen base in memory."""
     return inputs.adapters is not None and inputs.critic_adapters is not None and critic_path(c) == c.model.path
 
 
 def make_learner(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[Learner, TrainState]:
-    """Loads the models into their shards and closes the passes over the config's numbers."""
+    """Loads the models into their shards and makes the passes."""
     a, path = c.actor, c.model.path
 
     def keys(number: int) -> jax.Array:
@@ -231,7 +231,7 @@ def make_learner(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[Learner, Tra
 
 
 def compile_passes(c: ConfigDict, learner: Learner, begin: TrainState) -> None:
-    """Compiles all that a step runs, so that no later one has to."""
+    """Compiles every program of a step ahead of time."""
     ppo.compile_all(
         learner.passes, learner.recipe, learner.plan, learner.mesh,
         now=begin, reference=learner.reference, actor=learner.actor, critic=learner.critic, shape=learner.shape,
@@ -242,11 +242,11 @@ def compile_passes(c: ConfigDict, learner: Learner, begin: TrainState) -> None:
 
 
 def make_reference(c: ConfigDict, mesh: Any, cfg: ModelConfig, policy: Trained, key: jax.Array) -> Params:
-    """The frozen model that a KL is measured against: its own, or the policy as the run begins."""
+    """Makes the frozen reference of the KL: its own model, or a copy of the initial policy."""
     if c.ref.path != "policy":
         trained = load_trained(c, mesh, cfg, c.ref.path, head="lm", key=key, adapters=None)
         return wait(trained, c.ref.param_offload).learned
-    if policy.base is not None:  # with adapters that is their base, which is there already
+    if policy.base is not None:  # LoRA: the loaded base is the reference
         return policy.base.params
 
     if not c.ref.param_offload and not c.actor.param_offload:
@@ -263,7 +263,7 @@ def make_reference(c: ConfigDict, mesh: Any, cfg: ModelConfig, policy: Trained, 
 def make_descent(
     section: ConfigDict, name: str, accumulate: Any, trained: Trained, total_steps: int
 ) -> tuple[ppo.Descent, Any]:
-    """The optimizer of one model, by its section of the config, and the optimizer's first state."""
+    """Makes one model's optimizer from its section of the config, and the initial optimizer state."""
     tx = make_optimizer(section, name, trained.what)
     opt, places = state.init_optimizer(tx, trained.what, trained.learned)
     apply = make_apply(section, tx, trained.what, places, total_steps)
@@ -275,7 +275,7 @@ def make_descent(
 
 
 def make_apply(section: ConfigDict, tx: Any, what: state.Weights, places: Any, total_steps: int) -> Any:
-    """The optimizer's step by its schedule, compiled; its state lies in `places`."""
+    """Compiles the optimizer step with its schedule; `places` are the shardings of its state."""
     by_ratio = section.lr_warmup_steps == -1
     schedule = optim.make_schedule(
         section.lr_scheduler_type,

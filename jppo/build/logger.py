@@ -1,4 +1,4 @@
-"""Where the metrics go, as the settings ask for it."""
+"""Metrics loggers from the settings."""
 
 import json
 import pathlib
@@ -13,14 +13,14 @@ from jppo.runlog.sinks import About
 
 
 def require_loggers(c: ConfigDict) -> None:
-    """UserError where a place cannot take metrics, before anything starts."""
+    """Raises UserError for an unusable logger, before anything starts."""
     for name in settings.loggers(c.trainer.logger):
         if name in REMOTE:
             REMOTE[name].require()
 
 
 def make_logger(c: ConfigDict, run: pathlib.Path, hosts: Hosts = ALONE, **kw: Any) -> Logger | Silent:
-    """The logger of a run; further arguments are the Logger's. Of several hosts the first writes and speaks."""
+    """Makes the logger of a run; `kw` are the Logger's. With several hosts, only the first logs."""
     if not hosts.first:
         return Silent()
     about = About(c.trainer.project_name, c.trainer.experiment_name, json.loads(settings.dump(c)))

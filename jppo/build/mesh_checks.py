@@ -1,4 +1,4 @@
-"""Whether a mesh suits a model: an axis that divides nothing of it would hold copies, and is refused."""
+"""Checks that a mesh suits a model: rejects axes that shard nothing of it and would hold copies."""
 
 import math
 
@@ -10,16 +10,16 @@ from jppo.settings import UserError
 
 
 def require_models_fit(inputs: Inputs, mesh: Mesh) -> None:
-    """`require_fit` for every model that a run trains or measures against, before a server is started."""
+    """Runs `require_fit` for every model of a run, before a server starts."""
     for cfg in (inputs.policy, inputs.critic, inputs.reference):
         if cfg is not None:
             require_fit(cfg, mesh)
 
 
 def require_fit(cfg: ModelConfig, mesh: Mesh) -> None:
-    """UserError with the sizes that would do, where heads, MLP or width cannot be shared as the mesh says.
+    """Raises UserError with the valid sizes where the mesh cannot shard heads, MLP or width.
 
-    The vocabulary gets rows that are no tokens, key/value heads are repeated.
+    Padding makes the vocabulary divisible; key/value heads are repeated.
     """
     fsdp, tensor, sequence = (mesh.shape[axis] for axis in ("fsdp", "tensor", "sequence"))
     H, F, D = cfg.num_heads, cfg.intermediate_size, cfg.hidden_size

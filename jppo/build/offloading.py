@@ -1,4 +1,4 @@
-"""What of a run waits on the host between its uses, by its settings, and what comes to the devices for which stage."""
+"""Offload to host memory: the offloaded parts of a run, and what each stage copies to the devices."""
 
 import dataclasses
 from collections.abc import Callable
@@ -23,13 +23,13 @@ SETTINGS = {
 
 
 def asked(c: ConfigDict) -> list[str]:
-    """The parts that are to wait, as SETTINGS names them."""
+    """Returns the parts to offload, named as in SETTINGS."""
     there = {part: getattr(c, section, None) for part, (section, _) in SETTINGS.items()}
     return [part for part, (_, leaf) in SETTINGS.items() if there[part] is not None and getattr(there[part], leaf)]
 
 
 def require_host(c: ConfigDict, device: jax.Device) -> None:
-    """UserError where something is to wait on the host and the devices have no memory of it to be fed from."""
+    """Raises UserError where a part is to be offloaded and the devices have no host memory kind."""
     for part in asked(c):
         if offload.host_kind(device) is None:
             known = ", ".join(memory.kind for memory in device.addressable_memories())
@@ -40,7 +40,7 @@ def require_host(c: ConfigDict, device: jax.Device) -> None:
 
 
 def introduce(c: ConfigDict, inputs: Inputs | None, device: jax.Device) -> str | None:
-    """What waits where, as a line; None where nothing does. `inputs` of PPO say what there is."""
+    """Returns a line on the offloaded parts; None without any. `inputs` of PPO tell which parts exist."""
     parts = asked(c)
     if inputs is not None and inputs.critic is None:
         parts = [part for part in parts if not part.startswith("critic")]
@@ -54,12 +54,12 @@ def introduce(c: ConfigDict, inputs: Inputs | None, device: jax.Device) -> str |
 
 @dataclasses.dataclass(frozen=True)
 class Brought:
-    """Bytes that come to a device for a stage, and are gone after it."""
+    """Bytes that are copied to a device for a stage and freed after it."""
 
     logprob: int
     reference: int
     values: int
-    actor: int  # for the whole of the update; the optimizer comes for its steps
+    actor: int  # for the whole update; the optimizer comes for its steps
     critic: int
 
 
@@ -74,7 +74,7 @@ def brought(
     shared_trunk: bool,
     own_reference: bool,
 ) -> Brought:
-    """What comes when; policy and critic are `Trained`, or None. A base that two of them have is there once."""
+    """Computes the bytes per stage; policy and critic are `Trained`, or None. A shared base counts once."""
     of_policy = size((policy.learned, policy.base)) if c.actor.param_offload else 0
     of_reference = of_critic = 0
     if reference is not None and (c.ref.param_offload if own_reference else c.actor.param_offload):

@@ -1,4 +1,4 @@
-"""Optimizers from their settings, user-defined ones too."""
+"""Optimizers from their settings, user-defined ones included."""
 
 from collections import ChainMap
 from typing import Any, cast
@@ -13,7 +13,7 @@ from jppo.settings import parts
 
 
 def make_optimizer(section: ConfigDict, name: str, what: state.Weights) -> Any:
-    """The optimizer that a section of the config asks for; `name` as in `make_descent`."""
+    """Makes the optimizer of a section of the config; `name` as in `make_descent`."""
     chain = make_chain(section, name if name in ("actor", "critic") else "optim", what.matrices)
     narrow = any(x.dtype != jnp.float32 for x in jax.tree.leaves(what.shapes))
     return optim.make_optimizer(
@@ -26,7 +26,7 @@ def make_optimizer(section: ConfigDict, name: str, what: state.Weights) -> Any:
 
 
 def make_chain(section: ConfigDict, name: str, matrices: Any = None) -> optim.Chain:
-    """The optax chain that `optimizer` of the section `name` names, as a function of the learning rate."""
+    """Returns the optax chain of `optimizer` in section `name`, as a function of the learning rate."""
 
     def chain(learning_rate: Any) -> optax.GradientTransformation:
         values = ChainMap({"learning_rate": learning_rate, "matrices": matrices}, section)
@@ -38,6 +38,6 @@ def make_chain(section: ConfigDict, name: str, matrices: Any = None) -> optim.Ch
 
 
 def require_optimizers(c: ConfigDict) -> None:
-    """UserError where an optimizer cannot be made; before servers start."""
+    """Raises UserError for an invalid optimizer; before servers start."""
     for name in ("actor", "critic"):
         make_chain(c[name], name)

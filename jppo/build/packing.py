@@ -1,4 +1,4 @@
-"""How a run packs its rows: the kind, and the shapes that it will see."""
+"""Packing of a run's rows: the kind and the row shapes."""
 
 from typing import Any
 
@@ -10,14 +10,14 @@ from jppo.models.families import ModelConfig
 
 
 def packing_kind(c: ConfigDict, mesh: Any) -> str:
-    """How rows are packed. Shared rows pay with a fused kernel for segments: else their mask costs a row's square."""
+    """Returns the packing kind. Shared rows need a fused segment kernel: else their mask is quadratic."""
     if c.data.packing != "auto":
         return c.data.packing
     return "segments" if sharding.platform(mesh) == "tpu" and c.model.attention in ("auto", "splash") else "buckets"
 
 
 def shared_prompts(c: ConfigDict, mesh: Any) -> tuple[int, int] | None:
-    """The longest prompt and response where prompts are there once for several responses."""
+    """Returns the longest prompt and response where n responses share one prompt."""
     return (c.data.max_prompt_length, c.data.max_response_length) if packing_kind(c, mesh) == "prefix" else None
 
 
@@ -30,9 +30,9 @@ def make_plan(
     more: int = 0,
     policy: ModelConfig | None = None,
 ) -> packing.Plan:
-    """The shapes of rows that the run will see; `more`: tokens of a sequence beside prompt and response.
+    """Plans the row shapes of a run; `more` is extra tokens per sequence beyond prompt and response.
 
-    Where prompts are shared, what they cost the policy decides.
+    With shared prompts, the policy's cost model sets the lengths.
     """
     multiple, length_multiple = sharding.row_multiple(mesh), sharding.length_multiple(mesh)
     row, of_device, shared = c.data.max_tokens_per_row, tokens_per_device * length_multiple, shared_prompts(c, mesh)
@@ -60,23 +60,23 @@ def make_plan(
 
 
 def plan_of_run(c: ConfigDict, mesh: Any, policy: ModelConfig) -> packing.Plan:
-    """The shapes of rows of a PPO run."""
+    """Plans the row shapes of a PPO run."""
     sequences = max(c.actor.ppo_mini_batch_size, critic_mini_batch_size(c))
     return make_plan(c, mesh, tokens_per_device=c.actor.max_tokens_per_device, sequences=sequences, policy=policy)
 
 
 def critic_mini_batch_size(c: ConfigDict) -> int:
-    """Sequences in an optimizer step of the critic."""
+    """Returns the critic's sequences per optimizer step."""
     own = c.critic.ppo_mini_batch_size
     return c.actor.ppo_mini_batch_size if own is None else own
 
 
 def sequences_of_step(c: ConfigDict) -> int:
-    """How many trajectories a step has."""
+    """Returns the trajectories per step."""
     return c.data.train_batch_size * c.rollout.n
 
 
 def batch_shape(c: ConfigDict, mesh: Any) -> tuple[int, int]:
-    """A step's flat batch [B, L]: its trajectories, padded to what the devices share, by the longest response."""
+    """Returns a step's flat batch [B, L]: trajectories, padded for the mesh, by the longest response."""
     devices = sharding.whole_row_multiple(mesh)
     return -(-sequences_of_step(c) // devices) * devices, c.data.max_response_length

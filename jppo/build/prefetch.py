@@ -1,4 +1,4 @@
-"""Samples that are drawn ahead: how far, and which of them are too old to learn from."""
+"""Prefetched samples: how far ahead, and which are too stale to train on."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ from jppo.types import Reward
 
 
 def staleness(c: ConfigDict) -> int:
-    """By how many updates a sample may be older than the policy that learns from it."""
+    """Returns the maximum staleness of a sample, in updates."""
     return c.rollout.max_staleness if c.rollout.mode == "async" else 0
 
 
@@ -36,7 +36,7 @@ def make_supply(
     cursor: Cursor,
     hosts: Hosts = ALONE,
 ) -> Supply:
-    """The samples of a run, from `cursor` on."""
+    """Makes the sample supply of a run, from `cursor` on."""
     how = How(
         batch_size=c.data.train_batch_size,
         n=c.rollout.n,
@@ -53,7 +53,7 @@ def make_supply(
 
 
 def graders(c: ConfigDict) -> dict[str, Any]:
-    """What a reward follows from, of JSON types: the settings of the reward, and checksums of the files they name."""
+    """Returns what the reward depends on, as JSON types: its settings and checksums of the files they name."""
     found = dict[str, Any]()
     for name, value in table.values(c.reward, "reward.").items():
         text = value if isinstance(value, str) else ""
@@ -63,9 +63,9 @@ def graders(c: ConfigDict) -> dict[str, Any]:
 
 
 def fresh(c: ConfigDict, drawn: Drawn, step: int, rewards: list[Reward]) -> tuple[list[Reward], dict[str, float]]:
-    """The rewards, those of samples that are too old made unusable, and how old the samples are.
+    """Marks the rewards of samples that are too stale as unusable and returns staleness metrics.
 
-    A correction of the log-probs takes the old ones too: it weighs them by what has changed.
+    With a log-prob correction, stale samples are kept: it weights them.
     """
     age, most = ages(drawn.trajectories, step), staleness(c)
     if most == 0:

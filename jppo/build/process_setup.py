@@ -1,4 +1,4 @@
-"""What a process asks of its machine before anything is compiled: programs that are kept, and memory that is."""
+"""Process set-up: compilation cache, allocator, XLA flags."""
 
 import ctypes
 import os
@@ -8,14 +8,14 @@ import sys
 import jax
 import jaxlib
 
-# Of glibc's malloc.h: the parameter, and a value by which memory that was given back stays the process's own.
+# Parameters of glibc's malloc.h, and values by which the process keeps freed memory.
 _KEEP = {"M_MMAP_MAX": (-4, 0), "M_TRIM_THRESHOLD": (-1, -1), "M_ARENA_MAX": (-8, 1)}
 
 
 def correct_sums() -> None:
     """Switches off the fused sums of jaxlib 0.10.2 on CPUs, which are wrong from 32,769 rows on (jax issue 39103).
 
-    XLA reads its flags once, when JAX starts: a process that has used a device before keeps those it had.
+    XLA reads its flags once, when JAX starts: in a process that has used a device, this has no effect.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     if "xla_cpu_experimental_ynn_fusion_type" not in flags and jaxlib.__version__ == "0.10.2":
@@ -26,9 +26,9 @@ correct_sums()
 
 
 def keep_programs(folder: str) -> None:
-    """What XLA compiles is kept in `folder` and found there by later runs; '' keeps nothing.
+    """Keeps compiled programs in `folder` for later runs; '' disables the cache.
 
-    A folder that the environment names by JAX_COMPILATION_CACHE_DIR goes first.
+    JAX_COMPILATION_CACHE_DIR takes precedence.
     """
     if folder and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(folder).expanduser()))
@@ -36,9 +36,9 @@ def keep_programs(folder: str) -> None:
 
 
 def keep_memory() -> bool:
-    """On a CPU: memory that XLA gives back is not returned to the system, whose fresh pages cost a tenth of a pass.
+    """On a CPU, keeps memory that XLA frees in the process: fresh pages cost a tenth of a pass.
 
-    False where that is not to be had: the memory is not glibc's.
+    Returns False where the allocator is not glibc's.
     """
     if jax.default_backend() != "cpu" or not sys.platform.startswith("linux"):
         return False

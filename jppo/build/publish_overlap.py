@@ -1,4 +1,4 @@
-"""The publish of a step's policy, beside the update of the critic where nothing is against it."""
+"""Publishes a step's policy concurrently with the critic's update where possible."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,15 +14,15 @@ from jppo.types import TrainState
 def may_overlap(c: ConfigDict, hosts: Hosts) -> bool:
     """Whether servers may get the policy while the critic learns.
 
-    Several hosts would mix up what they exchange, servers that sleep would wake on a GPU that is still in use, and
-    asynchronous ones are in the middle of responses.
+    Not with several hosts: their exchanges would mix. Not with sleeping servers: they would wake on a GPU in use. Not
+    in asynchronous mode: responses are in flight.
     """
     served = c.rollout.name != "inprocess"
     return hosts.count == 1 and served and c.rollout.mode == "sync" and not c.rollout.sleep_level
 
 
 class Handover:
-    """`publish`, of the state that a step will leave: begun early by `begin`, or done by `finish`."""
+    """A call of `publish` with a step's final policy: started early by `begin`, or made by `finish`."""
 
     def __init__(self, publish: Callable[[TrainState], None], *, early: bool):
         self._publish = publish
@@ -30,12 +30,12 @@ class Handover:
         self._under_way: Future[None] | None = None
 
     def begin(self, now: TrainState) -> None:
-        """The policy of `now` will not change any more; where that is early enough its publish begins."""
+        """Starts publishing the policy of `now`, now final, if it may overlap."""
         if self._pool is not None:
             self._under_way = self._pool.submit(self._publish, now)
 
     def finish(self, now: TrainState) -> None:
-        """Returns when the policy of `now` is published; raises what stopped it."""
+        """Publishes the policy of `now`, or waits for `begin`; raises its error."""
         under_way, self._under_way = self._under_way, None
         if under_way is None:
             self._publish(now)
@@ -47,4 +47,4 @@ class Handover:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._pool is not None:
-            self._pool.shutdown()  # the engine is closed after this
+            self._pool.shutdown()  # before the engine closes

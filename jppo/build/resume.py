@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: what it keeps beside the train state, and whether this run may go on from it."""
+"""Resuming: what a checkpoint keeps next to the train state, and whether this run may resume from it."""
 
 import dataclasses
 import importlib.metadata
@@ -24,9 +24,9 @@ from jppo.runlog.checkpoint import Checkpoints, Restored, checksum_of_all, resto
 from jppo.settings import UserError, table
 from jppo.types import TrainState
 
-# The place in the data means nothing under another value of these.
+# A change of these invalidates the position in the data.
 FIXED = ("trainer.seed", "data.shuffle")
-# Where and how a run is started anew is no change of it.
+# Start-up settings, whose changes are not reported.
 PASSING = (
     "trainer.run_dir",
     "trainer.resume_mode",
@@ -41,23 +41,23 @@ ADAMW = re.compile(r"^(\.\w+_opt)(?:\.inner)*(?:\[1\]\[0\])?\.(count|steps|mu|nu
 
 @dataclasses.dataclass(frozen=True)
 class Begun:
-    """Where a run begins."""
+    """The start of a run."""
 
     state: TrainState
     cursor: Cursor
     step: int | None = None  # of the checkpoint; None: a new run
-    pending: dict[str, float] | None = None  # metrics of its last step, which is not logged yet
-    queue: dict[str, Any] = dataclasses.field(default_factory=dict)  # samples that were drawn ahead
-    said: tuple[str, ...] = ()  # what is to be told
+    pending: dict[str, float] | None = None  # metrics of its last step, not logged yet
+    queue: dict[str, Any] = dataclasses.field(default_factory=dict)  # prefetched samples
+    said: tuple[str, ...] = ()  # lines for the console
 
 
 def origin(c: ConfigDict, inputs: Inputs, learner: Learner) -> dict[str, Any]:
-    """What a run is, for those who go on from its checkpoints: settings, versions, data, weights that stay."""
+    """Returns the identity of a run for its checkpoints: settings, versions, data, frozen weights."""
     return identity(c, learner.mesh, data=data_checksums(inputs.train), frozen=frozen_weights(learner))
 
 
 def identity(c: ConfigDict, mesh: Any, *, data: dict[str, int], frozen: dict[str, Any]) -> dict[str, Any]:
-    """The same of any run: `data` are checksums by source, `frozen` the weights read at every start by setting."""
+    """Returns it for any run: `data` are checksums by source, `frozen` the weights read at every start, by setting."""
     devices = f"{mesh.size} x {mesh.devices.flat[0].device_kind}"
     return {
         "config": {name: list(v) if isinstance(v, tuple) else v for name, v in table.values(c).items()},
@@ -68,7 +68,7 @@ def identity(c: ConfigDict, mesh: Any, *, data: dict[str, int], frozen: dict[str
 
 
 def data_checksums(train: PromptSet) -> dict[str, int]:
-    """A checksum of the tokens and the truths of each source, in their order."""
+    """Returns a checksum of each source's tokens and truths, in their order."""
     out = {}
     for part in train.parts:
         prompts = [train.prompts[i] for i in part.indices]
@@ -79,7 +79,7 @@ def data_checksums(train: PromptSet) -> dict[str, int]:
 
 
 def frozen_weights(learner: Learner) -> dict[str, Any]:
-    """The weights that are read from files at every start: the reference, the bases of adapters."""
+    """Returns the weights read from files at every start: the reference, the bases of adapters."""
     found = {
         "ref.path": learner.reference,
         "model.path": None if learner.actor.base is None else learner.actor.base.params,
@@ -89,7 +89,7 @@ def frozen_weights(learner: Learner) -> dict[str, Any]:
 
 
 def kept(cursor: Cursor, panel: Panel) -> dict[str, Any]:
-    """What changes beside the train state, of JSON types."""
+    """Returns the mutable state outside the train state, as JSON types."""
     return {"cursor": dataclasses.asdict(cursor), "reward": panel.state()}
 
 
@@ -103,7 +103,7 @@ def save(
     score: float | None,
     export: Callable[[pathlib.Path], object],
 ) -> None:
-    """Writes a checkpoint as `trainer.save_contents` asks for it; `score` is `trainer.best_metric`, where known."""
+    """Writes a checkpoint by `trainer.save_contents`; `score` is `trainer.best_metric`, where known."""
     contents = settings.save_contents(c.trainer.save_contents)
     whole = learner.portable(now)
     if "optimizer" not in contents:
@@ -120,31 +120,31 @@ def save(
 def resume(
     c: ConfigDict, checkpoints: Checkpoints, learner: Learner, begin: TrainState, panel: Panel, now: dict[str, Any]
 ) -> Begun:
-    """The state to go on from, in place of `begin`; `now` is the `origin` of this run."""
+    """Resumes, or begins with `begin`; `now` is this run's `origin`."""
     found = read_checkpoint(c, checkpoints, learner.portable(begin), now)
     if found is None:
         return Begun(begin, Cursor())
     state = learner.placed(found.state, begin)
-    if found.missing:  # what their first state was made of was the model before
+    if found.missing:  # their initial values came from the old model
         state = dataclasses.replace(
             state,
             policy_opt=optim.begun_anew(state.policy_opt, state.policy),
             value_opt=optim.begun_anew(state.value_opt, state.value),
         )
-    if c.algorithm.kl_ctrl_type == "fixed":  # it is the config's, also when it was changed between two starts
+    if c.algorithm.kl_ctrl_type == "fixed":  # the config's, even if it changed before the resume
         state = dataclasses.replace(state, kl_coef=begin.kl_coef)
-    if int(state.bad_steps) >= c.trainer.max_bad_steps:  # the run had stopped; whoever goes on wants to
+    if int(state.bad_steps) >= c.trainer.max_bad_steps:  # the run had stopped; resuming it is deliberate
         state = dataclasses.replace(state, bad_steps=begin.bad_steps)
     panel.load(found.meta.get("reward", {}))
     said = (*differences(found.meta, now), *_of_optimizers(found.missing))
     queue = found.meta.get("queue")
-    if not isinstance(queue, dict):  # an earlier form, whose samples are drawn again
+    if not isinstance(queue, dict):  # an older format, whose samples are requested again
         queue = {}
     return Begun(state, Cursor(**found.meta["cursor"]), found.step, found.meta.get("pending"), queue, said)
 
 
 def read_checkpoint(c: ConfigDict, checkpoints: Checkpoints, like: Any, now: dict[str, Any]) -> Restored | None:
-    """The checkpoint that trainer.resume_mode asks for, later ones removed; None where the run begins anew."""
+    """Reads the checkpoint of trainer.resume_mode and removes later ones; None for a new run."""
     mode = c.trainer.resume_mode
     if mode == "disable":
         checkpoints.discard_after(-1)
@@ -161,12 +161,12 @@ def read_checkpoint(c: ConfigDict, checkpoints: Checkpoints, like: Any, now: dic
 
 
 def former_name(name: str) -> str:
-    """The name of an array of AdamW's state in checkpoints from before optimizers were optax chains."""
+    """Returns the name of an AdamW state array in checkpoints from before optax chains."""
     return ADAMW.sub(lambda found: f"{found[1]}.{found[2].replace('count', 'steps')}", name)
 
 
 def require_fit(then: dict[str, Any], now: dict[str, Any]) -> None:
-    """UserError where a run `now` can't go on from a checkpoint that a run `then` wrote."""
+    """Raises UserError where run `now` cannot resume from a checkpoint of run `then`."""
     remedy = "give the old value, or begin anew with another trainer.run_dir or trainer.resume_mode=disable"
     before = then.get("config", {})
     for name in FIXED:
@@ -191,7 +191,7 @@ def require_fit(then: dict[str, Any], now: dict[str, Any]) -> None:
 
 
 def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """One line for the settings that differ from the checkpoint's, one for the versions."""
+    """Returns a line on changed settings and one on changed versions."""
     out = []
     for about, said in (("config", "settings"), ("versions", "versions")):
         old, new = then.get(about, now[about]), now[about]
@@ -212,9 +212,9 @@ def _of_optimizers(missing: Sequence[str]) -> list[str]:
 
 
 def finished(c: ConfigDict, checkpoints: Checkpoints, total_steps: int) -> bool:
-    """Whether the same command has already run to its end in this folder, and the model there is of its last step.
+    """Whether the same command has already finished in this folder and its model is of the last step.
 
-    UserError where the checkpoints are of another command.
+    Raises UserError where the checkpoints are of another command.
     """
     run, done = pathlib.Path(c.trainer.run_dir).expanduser(), checkpoints.latest()
     if c.trainer.resume_mode != "auto" or done is None:
@@ -232,14 +232,14 @@ def finished(c: ConfigDict, checkpoints: Checkpoints, total_steps: int) -> bool:
 
 
 def command_of(config: Container[str]) -> str | None:
-    """The training command whose settings have these sections; None where there are none."""
+    """Returns the training command whose settings have these sections; None if there is none."""
     if "data" not in config:
         return None
     return "jppo.train" if "rollout" in config else "jppo.reward_model" if "loss" in config else "jppo.sft"
 
 
 def _written_settings(run: pathlib.Path) -> dict[str, Any]:
-    """What a run's config.json holds; nothing where it cannot be read."""
+    """Reads a run's config.json; {} if it cannot be read."""
     try:
         found = json.loads((run / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

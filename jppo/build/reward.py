@@ -1,4 +1,4 @@
-"""The reward as the settings ask for it: which parts there are, what they count, where they run."""
+"""Reward parts from the settings: which exist, their weights, where they run."""
 
 import functools
 import pathlib
@@ -35,15 +35,15 @@ RULES = "rule_score"
 
 
 def make_panel(c: ConfigDict, inputs: Inputs, mesh: jax.sharding.Mesh, hosts: Hosts = ALONE) -> Panel:
-    """Every part that is configured, the processes of some started; what they need that is not there is a UserError.
+    """Makes every configured part and starts some processes; raises UserError for missing requirements.
 
-    A host grades its own samples: of the mesh it takes its own part.
+    Each host grades its own samples on its own part of the mesh.
     """
     mesh = sharding.own_part(mesh)
     r, talk = c.reward, c.rollout.multi_turn
     log = own_folder(hosts, pathlib.Path(c.trainer.run_dir).expanduser())
     asked = {
-        RULES: not r.function and (bool(r.grader) or not talk.environment),  # these take the rules' place
+        RULES: not r.function and (bool(r.grader) or not talk.environment),  # these replace the rules
         "function_score": bool(r.function),
         "judge_score": bool(r.judge.api_type),
         "rm_score": bool(r.model.path),
@@ -98,7 +98,7 @@ def make_panel(c: ConfigDict, inputs: Inputs, mesh: jax.sharding.Mesh, hosts: Ho
 
 
 def make_judge(c: ConfigDict) -> JudgePart:
-    """The judge and its way there."""
+    """Makes the judge and its client."""
     j = c.reward.judge
     client = JudgeClient(
         j.api_type,
@@ -115,7 +115,7 @@ def make_judge(c: ConfigDict) -> JudgePart:
 
 
 def make_reward_model(c: ConfigDict, mesh: jax.sharding.Mesh, log: pathlib.Path) -> ModelPart:
-    """The reward model behind the engine that suits it."""
+    """Makes the reward model and its engine."""
     m = c.reward.model
     tokenizer = load_tokenizer(m.path)
     what = read_classifier(m.path, tokenizer=tokenizer, max_length=m.max_length)

@@ -1,4 +1,4 @@
-"""The engine of the rollouts: which one, how it is started, what it is asked for."""
+"""The rollout engine from the settings: kind, start, sampling, weight updates."""
 
 import functools
 import os
@@ -31,12 +31,12 @@ from jppo.types import Sampling, TrainState
 
 Source = Served | InprocessSampler  # of samples
 
-# Shares of a GPU's memory: what JAX takes by default, and what a trainer and its servers have together.
+# Shares of a GPU's memory: JAX's default, and the total of a trainer and its servers.
 DEFAULT_SHARE, SHARED_BY_BOTH = 0.75, 0.92
 
 
 def sampling(c: ConfigDict, version: int) -> Sampling:
-    """How this step's responses are drawn; each step has seeds of its own."""
+    """Makes the sampling parameters of a step; seeds differ by step."""
     seed = int(np.random.SeedSequence([c.trainer.seed, version]).generate_state(1)[0])
     r = c.rollout
     return Sampling(
@@ -53,7 +53,7 @@ def sampling(c: ConfigDict, version: int) -> Sampling:
 
 
 def val_sampling(c: ConfigDict) -> Sampling:
-    """How a test's responses are drawn; every test of a run has the same seeds, so that they can be compared."""
+    """Makes the sampling parameters of a test; all tests of a run use the same seeds, to be comparable."""
     how = c.rollout.val_kwargs
     return Sampling(
         temperature=how.temperature,
@@ -69,9 +69,9 @@ def val_sampling(c: ConfigDict) -> Sampling:
 
 
 def share_gpu(c: ConfigDict) -> None:
-    """Leaves the servers' part of a GPU to them: JAX would take three quarters of it when it starts.
+    """Leaves the servers' share of a GPU to them: JAX would preallocate three quarters of it.
 
-    Beside servers that sleep it gives each array's memory back at once, so that they find it when they wake.
+    With sleeping servers, JAX frees each array's memory at once, so that the servers can wake.
     """
     if c.rollout.name != "inprocess" and c.rollout.sleep_level:
         os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
@@ -81,7 +81,7 @@ def share_gpu(c: ConfigDict) -> None:
 
 
 def trainer_share(c: ConfigDict) -> float:
-    """The share of a GPU's memory that a trainer may use, beside servers on the same GPU."""
+    """Returns the trainer's share of a GPU's memory, given servers on the same GPU."""
     if c.rollout.name == "inprocess":
         return DEFAULT_SHARE
     if c.rollout.sleep_level:
@@ -92,7 +92,7 @@ def trainer_share(c: ConfigDict) -> float:
 
 
 def servers_apart(c: ConfigDict) -> bool:
-    """Whether the servers' GPUs, `rollout.devices`, are none of those of this process, CUDA_VISIBLE_DEVICES."""
+    """Whether the servers' GPUs, `rollout.devices`, are disjoint from CUDA_VISIBLE_DEVICES."""
 
     def numbers(text: str) -> set[str]:
         return {number.strip() for number in text.split(",") if number.strip()}
@@ -102,7 +102,7 @@ def servers_apart(c: ConfigDict) -> bool:
 
 
 def server_settings(c: ConfigDict) -> ServerSettings:
-    """How each server is run."""
+    """Makes the settings of each server."""
     r = c.rollout
     return ServerSettings(
         python=r.python,
@@ -125,7 +125,7 @@ def server_settings(c: ConfigDict) -> ServerSettings:
 
 
 def open_engine(c: ConfigDict, run: pathlib.Path, hosts: Hosts = ALONE) -> Engine | InprocessEngine:
-    """This host's engine as `rollout.name` has it, starting; logs go to the folder `run`."""
+    """Starts this host's engine by `rollout.name`; logs go to the folder `run`."""
     engine = parts.ENGINES.find(c.rollout.name, "rollout.name")(c, run, hosts)
     for method in ("ready", "close"):
         if not callable(getattr(engine, method, None)):
@@ -137,7 +137,7 @@ def open_engine(c: ConfigDict, run: pathlib.Path, hosts: Hosts = ALONE) -> Engin
 
 
 def start_engine(c: ConfigDict, run: pathlib.Path, hosts: Hosts = ALONE) -> Engine:
-    """This host's servers on their way to being ready, or attached to."""
+    """Starts this host's servers without waiting, or attaches to running ones."""
     r = c.rollout
     run.mkdir(parents=True, exist_ok=True)
     start: Callable[..., Engine] = start_sglang
@@ -159,12 +159,12 @@ def start_engine(c: ConfigDict, run: pathlib.Path, hosts: Hosts = ALONE) -> Engi
 
 
 def start_inprocess(c: ConfigDict, run: pathlib.Path, hosts: Hosts = ALONE) -> InprocessEngine:
-    """This host's own devices as the engine; nothing is started."""
+    """Makes the in-process engine on this host's devices; starts nothing."""
     return InprocessEngine(inprocess_settings(c, make_mesh(c)))
 
 
 def inprocess_settings(c: ConfigDict, mesh: Mesh) -> InprocessSettings:
-    """How much that engine does at once, and where it lies."""
+    """Makes the engine's settings: rows, lengths, shardings."""
     r = c.rollout
     _, cfg = hf.read_config(c.model.path)
     width, mesh = mesh.shape["tensor"], sharding.own_part(mesh)
@@ -182,7 +182,7 @@ def inprocess_settings(c: ConfigDict, mesh: Mesh) -> InprocessSettings:
         cfg=pad_vocab(cfg, width),
         rows=rows // share * share,
         row_multiple=share,
-        max_prompt_length=longest - 1 if r.multi_turn.enable else c.data.max_prompt_length,  # of what is read at once
+        max_prompt_length=longest - 1 if r.multi_turn.enable else c.data.max_prompt_length,  # of a prefill
         max_model_len=longest,
         dtype=r.dtype,
         by_row=sharding.whole_rows_sharding(mesh),
@@ -192,7 +192,7 @@ def inprocess_settings(c: ConfigDict, mesh: Mesh) -> InprocessSettings:
 
 
 def own_urls(hosts: Hosts, urls: list[str]) -> list[str]:
-    """Of the servers that the settings name those of this host."""
+    """Returns this host's share of the servers in the settings."""
     if urls and len(urls) < hosts.count:
         raise UserError(
             f"rollout.urls names {len(urls)} server(s), and each of {hosts.count} hosts needs one; name more, or start"
@@ -203,9 +203,9 @@ def own_urls(hosts: Hosts, urls: list[str]) -> list[str]:
 
 
 def published_dtype(c: ConfigDict) -> str:
-    """What the weights are handed over in: the policy's, or the servers' where that has fewer bytes.
+    """Returns the dtype of published weights: the policy's, or the servers' if smaller.
 
-    Rounded on the device as vLLM would round them, to the nearest and on a tie to the even one: the same bits, sooner.
+    Rounded on the device to nearest even, as vLLM would: the same bits, sooner.
     """
     ours, theirs = c.model.param_dtype, c.rollout.dtype
     return theirs if jnp.dtype(theirs).itemsize < jnp.dtype(ours).itemsize else ours
@@ -214,7 +214,7 @@ def published_dtype(c: ConfigDict) -> str:
 def publish(
     c: ConfigDict, learner: Learner, sampler: Source, now: TrainState, adapters: Lora | None, hosts: Hosts = ALONE
 ) -> None:
-    """Makes the policy what the engine samples from: whole, or its adapters beside the base that the engine has."""
+    """Publishes the policy to the engine: whole, or only its adapters."""
     version, mode = int(now.step), c.rollout.on_update
     if isinstance(sampler, InprocessSampler):
         policy, own = learner.policy(now), sharding.own_part(learner.mesh)
@@ -229,14 +229,14 @@ def publish(
 
 
 def publish_base(c: ConfigDict, learner: Learner, sampler: Source, version: int, hosts: Hosts = ALONE) -> None:
-    """Gives the engine what stays of the policy, where it will get the adapters alone."""
+    """Publishes the policy's frozen base, where later only the adapters are published."""
     base = learner.actor.base
     if base is not None and not isinstance(sampler, InprocessSampler) and c.rollout.lora_sync == "adapter":
         _load(sampler, hf.hf_tensors(base.params, learner.cfg, dtype=published_dtype(c)), hosts, version=version)
 
 
 def _load(sampler: Served, tensors: Iterator[tuple[str, np.ndarray]], hosts: Hosts, **how: Any) -> None:
-    """Every host gives its own servers the whole, and takes part in what the others fetch, also where it failed."""
+    """Loads all weights into each host's servers; a host that fails still joins the others' gathers."""
 
     def load() -> None:
         with hf.fetched_by_all(tensors):
@@ -246,7 +246,7 @@ def _load(sampler: Served, tensors: Iterator[tuple[str, np.ndarray]], hosts: Hos
 
 
 def publish_stored(c: ConfigDict, sampler: Source, cfg: ModelConfig) -> None:
-    """Makes the model that is stored at `model.path` what the engine samples from, as version 0."""
+    """Publishes the model stored at `model.path` as version 0."""
     if isinstance(sampler, InprocessSampler):
         mesh = make_mesh(c)
         cfg = pad_vocab(cfg, mesh.shape["tensor"])

@@ -1,4 +1,4 @@
-"""How the responses of training are sampled, in words, and where that is not what is learned from."""
+"""Describes how training samples are drawn and warns where they differ from the trained distribution."""
 
 from ml_collections import ConfigDict
 
@@ -7,7 +7,7 @@ from jppo.runlog.diagnosis import Finding
 
 
 def describe_sampling(c: ConfigDict) -> str:
-    """How the responses of training are drawn and what ends them."""
+    """Describes the sampling of training responses and what ends them."""
     r = c.rollout
     drawn = ", ".join([f"temperature {r.temperature:g}", *(f"{name} {x:g}" for name, x in settings.cuts(r).items())])
     texts = " or ".join(map(repr, settings.stop_texts(r.stop)))
@@ -16,10 +16,10 @@ def describe_sampling(c: ConfigDict) -> str:
 
 
 def forewarn(c: ConfigDict, step: int = 0) -> list[Finding]:
-    """What the settings are to be warned of before the run does anything.
+    """Returns warnings on the sampling settings, before the run does anything.
 
-    A distribution that is cut is renormalised, by what is left of it at every token; the trainer's log-probs are of the
-    whole. Importance weights undo just that.
+    A filtered distribution is renormalised at every token; the trainer's log-probs are of the full one. Importance
+    weights correct exactly this.
     """
     found = []
     cut = ", ".join(f"rollout.{name}={value:g}" for name, value in settings.cuts(c.rollout).items())
@@ -27,7 +27,7 @@ def forewarn(c: ConfigDict, step: int = 0) -> list[Finding]:
         said = f"{cut}: responses are drawn from a part of the policy, and learned from as if from the whole of it"
         remedy = "set algorithm.old_logprob=correction with algorithm.rollout_is=token, or leave the cut to"
         found.append(Finding(step, "sampling_cut", said, f"{remedy} rollout.val_kwargs"))
-    # In the process nobody but the trainer can change the weights.
+    # In process, only the trainer can change the weights.
     if c.algorithm.old_logprob == "bypass" and c.rollout.max_kl_jump and c.rollout.name != "inprocess":
         said = (
             f"rollout.max_kl_jump={c.rollout.max_kl_jump:g}: servers whose weights are changed in mid-run go unnoticed,"

@@ -1,4 +1,4 @@
-"""The sandbox of graded programs and of the tool python, as `reward.sandbox` asks for it."""
+"""The sandbox of graded programs and of the python tool, from `reward.sandbox`."""
 
 from collections.abc import Iterable
 
@@ -11,12 +11,12 @@ from jppo.rewards.sandbox.choice import describe_sandbox
 
 
 def sandbox_of(c: ConfigDict) -> tuple[str, ...]:
-    """The mode, and the address of the service."""
+    """Returns the mode and the service's address."""
     return (c.reward.sandbox, c.reward.sandbox_url)
 
 
 def introduce_sandbox(c: ConfigDict, sources: Iterable[str], toolbox: Toolbox | None) -> str:
-    """The line on active protections that a run prints first; '' where it runs no programs of the model."""
+    """Returns the console line on active protections; '' if the run executes no programs of the model."""
     asked = [c.reward.grader] if c.reward.grader else sources
     graded = not c.reward.function and any(grader_of(source) in RUNS_CODE for source in asked)
     tools = toolbox.tools if toolbox is not None else []

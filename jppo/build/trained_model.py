@@ -1,7 +1,7 @@
-"""What a run has trained, found in its folder and ready to be written as a directory that others load.
+"""The trained policy of a run folder or checkpoint, for export as a model directory.
 
-From a checkpoint only the policy is read, by the settings that the checkpoint has; from a run that has none, as after
-supervised fine-tuning, the model at its end.
+From a checkpoint, only the policy is read, with the checkpoint's settings. From a run without checkpoints, such as
+fine-tuning, the final model is taken.
 """
 
 import dataclasses
@@ -27,16 +27,16 @@ Settings = dict[str, Any]  # by their dotted names
 class Trained:
     """A policy as a run left it."""
 
-    kind: str  # 'model', or 'adapter': to stand beside its base
-    step: int | None  # of its checkpoint; None: after the last step of the run
+    kind: str  # 'model', or 'adapter': needs its base
+    step: int | None  # of its checkpoint; None: the final model
     dtype: str  # of its weights
     settings: Settings  # of the run
-    versions: dict[str, str]  # of what trained it, where that is known
-    write: Callable[[pathlib.Path], object]  # as a directory, whole or not at all
+    versions: dict[str, str]  # of the training software, if known
+    write: Callable[[pathlib.Path], object]  # as a directory, atomically
 
 
 def find(path: pathlib.Path, *, step: int | None, best: bool) -> pathlib.Path:
-    """The checkpoint that is meant by a run's folder, or by its own; the run's folder itself where it has none."""
+    """Finds the checkpoint of a run folder or checkpoint path; the run folder itself if it has none."""
     if not path.is_dir():
         raise UserError(f"{path}: no such folder; name a run's folder, or RUN_DIR/checkpoints/STEP")
     if is_checkpoint(path):
@@ -73,7 +73,7 @@ def is_checkpoint(path: pathlib.Path) -> bool:
 
 
 def run_of(path: pathlib.Path) -> pathlib.Path | None:
-    """The run's folder of what `find` found; None for a checkpoint that was taken out of its own."""
+    """Returns the run folder of a result of `find`; None for a checkpoint moved out of its run."""
     if not is_checkpoint(path):
         return path
     folder = path.absolute().parent
@@ -81,7 +81,7 @@ def run_of(path: pathlib.Path) -> pathlib.Path | None:
 
 
 def of_checkpoint(path: pathlib.Path, *, base: str | None, merge: bool, dtype: str | None) -> Trained:
-    """The policy of a checkpoint; `base` stands for the model.path of its run, `merge` is of adapters.
+    """Makes the policy of a checkpoint; `base` replaces the run's model.path, `merge` merges adapters.
 
     `dtype` None: that of the parameters in training.
     """
@@ -126,7 +126,7 @@ def of_checkpoint(path: pathlib.Path, *, base: str | None, merge: bool, dtype: s
 
 
 def of_folder(run: pathlib.Path, *, merge: bool, dtype: str | None) -> Trained:
-    """What a run without checkpoints has: hf/, or its adapter/ where that is wanted; `dtype` None: as it is there."""
+    """Makes the policy of a run without checkpoints: hf/, or its adapter/ unless merged; `dtype` None: as stored."""
     about: dict[str, Any] = dict(step=None, settings=_settings(run / "config.json"), versions={})
     if (run / "adapter").is_dir() and not merge:
         return Trained("adapter", dtype="float32", write=lambda out: shutil.copytree(run / "adapter", out), **about)
@@ -148,7 +148,7 @@ def _adapters(settings: Settings) -> Lora | None:
 
 
 def _base(what: state.Weights, source: str, settings: Settings, meta: dict[str, Any]) -> Params:
-    """The weights that adapters stand beside, seen to be those that they learned beside."""
+    """Loads the adapters' base and checks that it is the one of training."""
     key = jax.random.fold_in(jax.random.key(settings["trainer.seed"]), 0)
     found = state.load(what, source, init=settings["model.init"], key=key)
     then = meta.get("frozen", {}).get("model.path")
@@ -166,7 +166,7 @@ def _stored_dtype(config: dict[str, Any]) -> str:
 
 
 def _settings(file: pathlib.Path) -> Settings:
-    """A run's settings by their dotted names; {} where they cannot be read."""
+    """Reads a run's settings by their dotted names; {} if they cannot be read."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):

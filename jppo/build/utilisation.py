@@ -1,4 +1,4 @@
-"""How much of what the devices can do the passes of a step reach."""
+"""FLOP utilisation (MFU) of a step's passes."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,18 +10,18 @@ from jppo.learner.devices import find_peak
 from jppo.models import cost
 from jppo.types import Trajectory
 
-# verl's names for the stages that are passes of one model and nothing else.
+# verl's names for the stages that are passes of a single model.
 STAGES = {"perf/mfu/actor": "update_actor", "perf/mfu/critic": "update_critic", "perf/mfu/actor_infer": "old_log_prob"}
 
 
 def introduce_peak(c: ConfigDict, mesh: Mesh) -> str:
-    """What perf/mfu is a share of, for the console."""
-    found = find_peak(mesh, c.model.compute_dtype)  # where it must be measured, the first call of a process does that
+    """Describes the peak FLOP/s behind perf/mfu, for the console."""
+    found = find_peak(mesh, c.model.compute_dtype)  # if measured, once per process
     return f"FLOP utilisation is of {found.flops_per_s / 1e12:,.3g} TFLOP/s, {found.source}"
 
 
 def stage_flops(c: ConfigDict, inputs: Inputs, trajectories: Sequence[Trajectory]) -> dict[str, int]:
-    """FLOP of the stages over the batch; the head is counted on the tokens that were sampled."""
+    """Counts FLOP per stage over the batch; the head counts sampled tokens only."""
     lengths = [len(t.tokens) for t in trajectories]
     sampled = sum(int(t.sampled.sum()) for t in trajectories)
     policy, how = inputs.policy, inputs.adapters
@@ -41,7 +41,7 @@ def utilisation(
     trajectories: Sequence[Trajectory],
     seconds: Mapping[str, float],
 ) -> dict[str, float]:
-    """The share of the peak that each such stage reached, of those that took place."""
+    """Returns MFU by stage, for the stages that ran."""
     flops, rate = stage_flops(c, inputs, trajectories), find_peak(mesh, c.model.compute_dtype).flops_per_s
     took_place = {name: stage for name, stage in STAGES.items() if stage in flops and stage in seconds}
     return {name: flops[stage] / seconds[stage] / rate for name, stage in took_place.items()}

@@ -1,1 +1,1 @@
-"""Dry runs: what a run would be, its memory, and its forecast on this or a described machine."""
+"""Dry runs: derived sizes, memory and forecast of a run on this or a described machine."""

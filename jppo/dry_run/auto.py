@@ -1,6 +1,6 @@
-"""Settings that follow from a device's memory: `model.remat=auto`, `actor.max_tokens_per_device=-1`.
+"""Settings chosen by device memory: `model.remat=auto`, `actor.max_tokens_per_device=-1`.
 
-Candidates are compiled as the run would compile them, those that recompute least first; the first that fits is taken.
+Candidates are compiled as the run would compile them, least recomputation first; the first that fits is taken.
 """
 
 import json
@@ -15,18 +15,18 @@ from jppo.distributed.hosts import ALONE, Hosts
 from jppo.runlog import atomic_file
 from jppo.settings import UserError
 
-REMATS = ("none", "dots", "attention", "full")  # what is recomputed grows
-FEW, MOST = 4096, 32768  # tokens of a micro-batch on a device: fewer only where nothing else fits; never more
+REMATS = ("none", "dots", "attention", "full")  # in order of recomputation
+FEW, MOST = 4096, 32768  # tokens of a device's micro-batch: fewer only if nothing else fits; never more
 NAMES = ("model.remat", "actor.max_tokens_per_device")
 
 
 def asked(c: ConfigDict) -> bool:
-    """Whether a setting is left to the memory."""
+    """Whether memory chooses a setting."""
     return c.model.remat == "auto" or c.actor.max_tokens_per_device == -1
 
 
 def candidates(c: ConfigDict) -> Iterator[dict[str, Any]]:
-    """The settings to try, in their order."""
+    """Yields the settings to try, in order."""
     remats = REMATS if c.model.remat == "auto" else (c.model.remat,)
     tokens = [c.actor.max_tokens_per_device]
     if tokens == [-1]:
@@ -44,19 +44,19 @@ def candidates(c: ConfigDict) -> Iterator[dict[str, Any]]:
 
 
 def with_changes(c: ConfigDict, changes: dict[str, Any]) -> ConfigDict:
-    """The config with other settings."""
+    """Returns the config with changes."""
     other = c.copy_and_resolve_references()
     other.update_from_flattened_dict(changes)
     return other
 
 
 def first(c: ConfigDict) -> ConfigDict:
-    """The config with the first candidate, for what computes no gradient."""
+    """Returns the config of the first candidate, for programs without gradients."""
     return with_changes(c, next(candidates(c))) if asked(c) else c
 
 
 def choose(c: ConfigDict, fits: Callable[[ConfigDict], bool]) -> dict[str, Any]:
-    """The first candidate that fits; UserError where none does."""
+    """Returns the first candidate that fits; raises UserError if none does."""
     tried = 0
     for changes in candidates(c):
         other = with_changes(c, changes)
@@ -74,9 +74,9 @@ def choose(c: ConfigDict, fits: Callable[[ConfigDict], bool]) -> dict[str, Any]:
 def settle(
     c: ConfigDict, mesh: Any, run: pathlib.Path, fits: Callable[[ConfigDict], bool], hosts: Hosts = ALONE
 ) -> tuple[ConfigDict, str]:
-    """The config with what fits the mesh's devices, and a line about it; a resumed run keeps what it began with.
+    """Returns the config that fits the devices, and a line on it; a resumed run keeps its choice.
 
-    The choice is recorded in the run's folder, `auto.json`, with what it was made for.
+    The choice and the conditions that it depends on are recorded in the run folder, `auto.json`.
     """
     if not asked(c):
         return c, ""
@@ -103,7 +103,7 @@ def settle(
 
 
 def _read(path: pathlib.Path) -> dict[str, Any] | None:
-    """An earlier choice; None where there is none that can be read."""
+    """Reads an earlier choice; None if there is none or it is invalid."""
     try:
         found = json.loads(path.read_text())
         return found if isinstance(found.get("chosen"), dict) and set(found["chosen"]) == set(NAMES) else None

@@ -1,6 +1,6 @@
-"""A run on a machine that is only described: `--dry_run --machine=8xH100`.
+"""Dry runs on a described machine: `--dry_run --machine=8xH100`.
 
-Its mesh is made of the machine's devices, so that XLA's compiler for them compiles every program; nothing is computed.
+The mesh has the described devices, so XLA's compiler for them compiles every program; nothing is computed.
 """
 
 import dataclasses
@@ -19,23 +19,23 @@ from jppo.settings import UserError
 from jppo.targets import compilers, machines
 from jppo.targets.machines import GIB, Machine
 
-SMALLEST = 2048  # tokens a device, below which no smaller micro-batch is tried
+SMALLEST = 2048  # tokens per device of the smallest micro-batch tried
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What `--dry_run` is asked for beside its report."""
+    """The options of `--dry_run`."""
 
-    machine: Machine | None = None  # None: the one it is on
-    json: str = ""  # a file for programs; '' writes none
+    machine: Machine | None = None  # None: this one
+    json: str = ""  # path of the JSON report; '' writes none
     rollout_tokens_per_s: float = 0.0
 
     def mesh(self, c: ConfigDict) -> Any:
-        """The devices as the config lays them out."""
+        """Makes the config's mesh of the devices."""
         return make_mesh(c, None if self.machine is None else devices_of(self.machine))
 
     def write(self, said: dict[str, Any]) -> None:
-        """Writes the JSON file, where one is asked for."""
+        """Writes the JSON file, if one is requested."""
         if self.json:
             path = pathlib.Path(self.json)
             try:
@@ -46,7 +46,7 @@ class Request:
 
 
 def read(switches: dict[str, Any], command: str, argv: Sequence[str]) -> Request:
-    """The request that a command line makes; for a described machine the command is run again where its compiler is."""
+    """Reads the command line's request; for a described machine, reruns the command where its compiler is installed."""
     name, rate = switches.get("machine", ""), switches.get("rollout_tokens_per_s", 0.0)
     if (name or switches.get("json") or rate) and not switches.get("dry_run"):
         flag = "machine" if name else "json" if switches.get("json") else "rollout_tokens_per_s"
@@ -62,7 +62,7 @@ def read(switches: dict[str, Any], command: str, argv: Sequence[str]) -> Request
 
 
 def devices_of(machine: Machine) -> list[Any]:
-    """The machine's devices; UserError where the compiler does not know it."""
+    """Returns the machine's devices; raises UserError if the compiler does not know it."""
     try:
         return compilers.described(machine)
     except Exception as e:
@@ -72,7 +72,7 @@ def devices_of(machine: Machine) -> list[Any]:
 
 
 def capacity(c: ConfigDict, machine: Machine) -> tuple[int, str]:
-    """Bytes of a device that the trainer may use, and why so many."""
+    """Returns the bytes of a device that the trainer may use, and the reason."""
     if machine.chip.platform == "tpu":
         return machine.chip.memory, "all that XLA gives a program"
     share = rollout.trainer_share(c) if "rollout" in c else rollout.DEFAULT_SHARE
@@ -80,16 +80,16 @@ def capacity(c: ConfigDict, machine: Machine) -> tuple[int, str]:
 
 
 def fits(found: Estimate, room: int) -> bool:
-    """Whether all programs compile and their peak is within the room."""
+    """Whether all programs compile and their peak fits."""
     return not found.refused and found.peak <= room
 
 
 def require_room(
     c: ConfigDict, machine: Machine, found: Estimate, estimate: Callable[[ConfigDict], Estimate | None]
 ) -> None:
-    """UserError where the machine is too small: the worst moment, and changes with which it was compiled and fits.
+    """Raises UserError where the machine is too small, with the worst moment and changes that fit.
 
-    `estimate` compiles the run with other settings; None where these are none.
+    `estimate` compiles the run with other settings; it returns None for invalid ones.
     """
     room, _ = capacity(c, machine)
     if fits(found, room):
@@ -112,7 +112,7 @@ def require_room(
 
 
 def remedies(c: ConfigDict) -> Iterator[dict[str, Any]]:
-    """Changes that need less memory, each with those before it: recomputation, smaller micro-batches, offload."""
+    """Yields cumulative changes that need less memory: recomputation, smaller micro-batches, offload."""
     changes: dict[str, Any] = {}
     if c.model.remat != "full":
         changes["model.remat"] = "full"

@@ -1,4 +1,4 @@
-"""The programs of a run as a table: what XLA says of each, and on a described machine what it would take."""
+"""The programs of a run as a table: XLA's account of each and, on a described machine, its forecast."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -15,14 +15,14 @@ NOTE = "forecast by the compiler, not measured"
 
 @dataclasses.dataclass(frozen=True)
 class Executions:
-    """How often a step runs a program, where all responses are as long as they may be."""
+    """Executions of each program per step, with all responses at full length."""
 
     by_program: Mapping[str, int]
-    entries: Mapping[str, int] = dataclasses.field(default_factory=dict)  # of all these rows; of another shape, too
+    entries: Mapping[str, int] = dataclasses.field(default_factory=dict)  # total row entries, other shapes included
     sampled: int = 0  # tokens that the rollout generates
 
     def of(self, moment: Moment) -> float:
-        """How often a step runs it, rows of other shapes by their entries."""
+        """Returns the executions per step; rows of other shapes count by their entries."""
         times = self.by_program.get(moment.name, 0)
         return self.entries.get(moment.name, times * moment.entries) / moment.entries if moment.entries else times
 
@@ -34,37 +34,37 @@ class Outlook:
     machine: Machine
     programs: tuple[tuple[Moment, Forecast], ...]
     executions: Executions
-    rollout_tokens_per_s: float = 0.0  # of all engines, given by the user; 0: not given
+    rollout_tokens_per_s: float = 0.0  # of all engines, set by the user; 0: unknown
 
     @property
     def rollout(self) -> float | None:
-        """Seconds of sampling a step."""
+        """Seconds of sampling per step."""
         rate = self.rollout_tokens_per_s
         return self.executions.sampled / rate if rate else None
 
     def stages(self) -> dict[str, float]:
-        """Seconds of a step by program; of several shapes of rows the slowest counts."""
+        """Returns seconds per step by program; of several row shapes, the slowest counts."""
         found: dict[str, float] = {}
         for moment, one in self.programs:
             times = self.executions.of(moment)
-            brought = moment.brought / HOST[0]  # models come once a stage, an optimizer for each step and back
+            brought = moment.brought / HOST[0]  # models are copied once per stage, optimizers both ways per step
             copies = (2 * times if moment.name.endswith(" step") else 1) * brought if times else 0.0
             found[moment.name] = max(found.get(moment.name, 0.0), times * one.seconds + copies)
         return {name: seconds for name, seconds in found.items() if seconds}
 
     @property
     def busy(self) -> float:
-        """Seconds of a step if compute, memory and links did not overlap at all."""
+        """Seconds per step if compute, memory and links did not overlap at all."""
         return sum(self.executions.of(m) * (one.compute + one.hbm + one.links) for m, one in self.programs)
 
     @property
     def step(self) -> float:
-        """Seconds of a step without the publish, and without the rollout where its rate is not given."""
+        """Seconds per step without the publish, and without the rollout if its rate is unknown."""
         return sum(self.stages().values()) + (self.rollout or 0.0)
 
 
 def look(found: Estimate, machine: Machine, mesh: Any, executions: Executions, rate: float = 0.0) -> Outlook:
-    """The forecast of all programs that were compiled."""
+    """Forecasts all compiled programs."""
     programs = tuple(
         (one, forecast.of_account(one.account, machine, mesh, one.useful))
         for one in found.moments
@@ -74,7 +74,7 @@ def look(found: Estimate, machine: Machine, mesh: Any, executions: Executions, r
 
 
 def table(found: Estimate, outlook: Outlook | None) -> list[str]:
-    """The programs as lines: compile time, attention kernel, peak memory, FLOP, bytes; on a machine the forecast."""
+    """Formats the programs: compile time, attention kernel, peak memory, FLOP, bytes; on a machine the forecast."""
     ahead = {} if outlook is None else {id(moment): one for moment, one in outlook.programs}
     there = sum(found.parts.values())
     head = ["program", "compiled", "peak GiB", "temp. GiB", "TFLOP", "HBM GB", "sent GiB"]
@@ -101,7 +101,7 @@ def table(found: Estimate, outlook: Outlook | None) -> list[str]:
 
 
 def exchanges(found: Estimate) -> list[str]:
-    """What each program sends between devices, by kind and axes of the mesh, and the partitioner's warnings."""
+    """Formats each program's collectives by kind and mesh axes, and the partitioner's warnings."""
     lines = []
     for one in found.moments:
         if one.account is None:
@@ -120,7 +120,7 @@ def exchanges(found: Estimate) -> list[str]:
 
 
 def step(outlook: Outlook) -> list[str]:
-    """The forecast of a step, and the rates that are assumed."""
+    """Formats a step's forecast and the assumed rates."""
     lines = [f"a step with all responses as long as they may be; {NOTE}"]
     rows = [
         [f"  {name}", f"{outlook.executions.by_program[name]:,} times", f"{_seconds(seconds)} s"]
@@ -136,7 +136,7 @@ def step(outlook: Outlook) -> list[str]:
 
 
 def as_dict(found: Estimate, outlook: Outlook | None) -> dict[str, Any]:
-    """All of it for programs."""
+    """Returns the report for JSON."""
     ahead = {} if outlook is None else {id(moment): one for moment, one in outlook.programs}
     there = sum(found.parts.values())
     programs = []
@@ -169,7 +169,7 @@ def _kernels(found: Mapping[str, int]) -> str:
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows as lines: the first column to the left, the others to the right, the last of five or more to the left."""
+    """Aligns rows: the first column to the left, the others to the right, the last of five or more to the left."""
     if not rows:
         return []
     widths = [max(len(row[i]) if i < len(row) else 0 for row in rows) for i in range(len(rows[0]))]

@@ -1,4 +1,4 @@
-"""The programs of the trainer's own engine (rollout.name=inprocess) as shapes: prefill and decode."""
+"""Programs of the in-process rollout engine (rollout.name=inprocess) on shapes: prefill and decode."""
 
 import functools
 from typing import Any
@@ -15,7 +15,7 @@ from jppo.rollout.protocol import greedy
 
 
 def own_engine(c: ConfigDict, mesh: Any, *, brought: int) -> list[Moment]:
-    """Prefill of the largest prompts and decode, each with the cache and the weights that it reads."""
+    """Accounts for prefill of the largest prompts and decode, each with its cache and weights."""
     s = inprocess_settings(c, mesh)
     programs = make_programs(s, (0,), turns=TURNS)
     model = _prepared(s, programs, sharding.own_part(mesh), c.model.param_dtype)
@@ -38,7 +38,7 @@ def _shape(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _slots(s: InprocessSettings) -> Any:
-    """The rows under way: keys and values have four axes."""
+    """Returns the active rows' shapes: keys and values have four axes."""
     empty = functools.partial(generate.empty, s.cfg, rows=s.rows, length=s.max_model_len, dtype=s.dtype)
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s.of_cache if x.ndim == 4 else s.by_row),
@@ -47,7 +47,7 @@ def _slots(s: InprocessSettings) -> Any:
 
 
 def _prepared(s: InprocessSettings, programs: Any, mesh: Any, param_dtype: str) -> Any:
-    """The weights as the programs read them, where XLA puts them."""
+    """Returns the shapes of the engine's weights, sharded by XLA."""
     weights = state.abstract(state.weights(s.cfg, mesh, head="lm", param_dtype=param_dtype))
     done = programs.prepare.lower(weights).compile()
     return jax.tree.map(

@@ -1,8 +1,8 @@
-"""What a run will hold in memory, before any weight is read: by part and device, and on the host.
+"""Memory estimate of a run before any weight is read: by part and device, and on the host.
 
-Parameters, optimizers and sums of gradients follow from the table of parameters and the mesh. What a pass sets aside is
-XLA's own account: each is compiled, for the largest shape of rows, on arguments that are shapes alone. The most that
-is held is at one of a few moments: a gradient, an optimizer's step, or a scoring pass.
+Parameters, optimizers and gradient sums follow from the parameter table and the mesh. Temporaries are XLA's own
+account: each pass is compiled for the largest row shape, on abstract arguments. The peak is the largest of a few
+moments: a gradient, an optimizer step, or a scoring pass.
 """
 
 import itertools
@@ -29,11 +29,11 @@ from jppo.models.lora import Base, Lora
 from jppo.models.params import Head
 from jppo.types import Counts, Params, Rows, Scored
 
-MANY = 1.1  # a shape of rows with so many times the tokens of the longest rows is compiled, too
+MANY = 1.1  # a row shape with this many times the tokens of the longest rows is compiled, too
 
 
 def texts(c: ConfigDict, shape: Sequence[int]) -> tuple[list[int], int]:
-    """(lengths, tokens that the language head reads) of rows of that shape that are full of the longest sequences."""
+    """Returns (lengths, tokens that the LM head reads) of rows full of the longest sequences."""
     longest = c.data.max_prompt_length + c.data.max_response_length
     entries = math.prod(shape)
     length = min(longest, shape[1])
@@ -41,24 +41,24 @@ def texts(c: ConfigDict, shape: Sequence[int]) -> tuple[list[int], int]:
 
 
 def sampled_share(c: ConfigDict) -> float:
-    """The share of sampled tokens in the longest sequences."""
+    """Returns the share of sampled tokens in the longest sequences."""
     return float(c.data.max_response_length / (c.data.max_prompt_length + c.data.max_response_length))
 
 
 def useful_forward(c: ConfigDict, cfg: ModelConfig, shape: Sequence[int], how: Lora | None, *, head: bool) -> int:
-    """FLOP that a forward pass over such rows needs."""
+    """Counts useful FLOP of a forward pass over such rows."""
     lengths, read = texts(c, shape)
     return cost.forward(cfg, lengths, head_tokens=read if head else 0, how=how)
 
 
 def useful_update(c: ConfigDict, cfg: ModelConfig, shape: Sequence[int], how: Lora | None, *, head: bool) -> int:
-    """FLOP that a gradient over such rows needs."""
+    """Counts the useful FLOP of a gradient over such rows."""
     lengths, read = texts(c, shape)
     return cost.update(cfg, lengths, head_tokens=read if head else 0, how=how)
 
 
 def sketch(c: ConfigDict, mesh: Any, cfg: ModelConfig, *, head: Head, adapters: Lora | None) -> Trained:
-    """`load_trained` with shapes in the place of arrays."""
+    """Does `load_trained` with shapes in place of arrays."""
     all_of_it = state.weights(cfg, mesh, head=head, param_dtype=c.model.param_dtype)
     values = state.abstract(all_of_it)
     if adapters is None:
@@ -69,7 +69,7 @@ def sketch(c: ConfigDict, mesh: Any, cfg: ModelConfig, *, head: Head, adapters: 
 
 
 def rows_of(shape: tuple[int, ...], mesh: Any) -> Rows:
-    """Rows of that shape, as shapes."""
+    """Makes abstract rows of that shape."""
     place = sharding.rows_sharding(mesh)
     found: Rows = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), packing.empty_rows((shape[0], shape[1]))
@@ -78,7 +78,7 @@ def rows_of(shape: tuple[int, ...], mesh: Any) -> Rows:
 
 
 def largest(plan: packing.Plan) -> list[tuple[int, int]]:
-    """The shapes of rows that may need most: the one with most pairs of tokens, and one with many more tokens."""
+    """Returns the row shapes that may need most: with most token pairs, and with far more tokens."""
     by_pairs = max(plan.shapes, key=lambda shape: shape[0] * shape[1] ** 2)
     by_tokens = max(plan.shapes, key=math.prod)
     return [by_pairs, *([by_tokens] if math.prod(by_tokens) > MANY * math.prod(by_pairs) else [])]
@@ -95,10 +95,10 @@ def learning(
     useful: Sequence[int] = (),
     masked: float = 1.0,
 ) -> tuple[Any, list[Moment]]:
-    """The optimizer's state of one model, and the moments of its update; `micros` are micro-batches as shapes.
+    """Returns a model's optimizer state and its update's moments; `micros` are abstract micro-batches.
 
-    `brought` is what comes from the host for all of the update; the optimizer comes for its step. `useful` are the FLOP
-    that the model needs for each micro-batch.
+    `brought` bytes are copied from the host for the whole update; the optimizer comes for its step. `useful` are the
+    model's FLOP for each micro-batch.
     """
     tx = make_optimizer(section, name, trained.what)
     opt, places = state.abstract_optimizer(tx, trained.what)
@@ -135,7 +135,7 @@ def learning(
 
 
 def estimate(c: ConfigDict, inputs: Inputs, mesh: Any, *, entries: int) -> Estimate:
-    """The memory of a PPO run whose step has rows of `entries` entries in all, padding included."""
+    """Estimates the memory of a PPO run whose step has `entries` row entries in all, padding included."""
 
     def fit(cfg: ModelConfig) -> ModelConfig:
         return pad_vocab(cfg, mesh.shape["tensor"])
@@ -181,7 +181,7 @@ def estimate(c: ConfigDict, inputs: Inputs, mesh: Any, *, entries: int) -> Estim
     if own_reference:
         parts["reference"] = size(reference)
     host = {name: parts.pop(name) for name in offloading.asked(c) if name in parts}
-    # The rows of scoring, and two micro-batches of an update: one at work, one on its way.
+    # The rows of scoring, and two micro-batches of an update: one in use, one being transferred.
     parts["batch"] = (size(rows[0]) // math.prod(rows[0].inputs.shape) + 1) * entries + 2 * max(map(size, scored))
     return Estimate(parts, tuple(moments), host)
 
@@ -189,7 +189,7 @@ def estimate(c: ConfigDict, inputs: Inputs, mesh: Any, *, entries: int) -> Estim
 def of_one_model(
     c: ConfigDict, trained: Trained, opt: Any, batch: Sequence[Rows]
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """What a run that trains one model holds throughout, and what of it waits on the host."""
+    """Returns the permanent bytes of a run that trains one model, and its offloaded bytes."""
     optimizer = {"its optimizer": size(opt)}
     there, away = (optimizer, {}) if not c.optim.optimizer_offload else ({}, optimizer)
     model = size((trained.learned, trained.base))
@@ -197,7 +197,7 @@ def of_one_model(
 
 
 def stored(c: ConfigDict, inputs: Inputs, mesh: Any) -> int:
-    """Bytes of a checkpoint: what is learned, and the optimizers."""
+    """Returns the bytes of a checkpoint: trained weights and optimizers."""
     heads: list[tuple[ModelConfig | None, Head, Lora | None, str]] = [
         (inputs.policy, "lm", inputs.adapters, "actor"),
         (inputs.critic, "value", inputs.critic_adapters, "critic"),
@@ -213,7 +213,7 @@ def stored(c: ConfigDict, inputs: Inputs, mesh: Any) -> int:
 
 
 def _reference(c: ConfigDict, inputs: Inputs, mesh: Any, policy: Trained) -> tuple[Params | None, bool]:
-    """The reference as shapes, and whether it takes memory of its own: the policy's base is there already."""
+    """Returns the abstract reference, and whether it needs memory of its own: LoRA shares the base."""
     if inputs.reference is None:
         return None, False
     if c.ref.path == "policy" and policy.base is not None:
@@ -223,7 +223,7 @@ def _reference(c: ConfigDict, inputs: Inputs, mesh: Any, policy: Trained) -> tup
 
 
 def _scored(recipe: ppo.Recipe, rows: Rows, with_critic: bool) -> Scored:
-    """A micro-batch of an update, with the fields that the recipe gives it."""
+    """Makes a micro-batch of an update, with the recipe's fields."""
     f32 = _like(rows)
     weighed = recipe.correction is not None and recipe.correction.level is not None
     return Scored(
@@ -238,7 +238,7 @@ def _scored(recipe: ppo.Recipe, rows: Rows, with_critic: bool) -> Scored:
 
 
 def _like(rows: Rows) -> Any:
-    """An f32 array in the layout of the rows."""
+    """Makes an abstract f32 array with the rows' layout."""
     inputs: Any = rows.inputs
     return jax.ShapeDtypeStruct(inputs.shape, jnp.float32, sharding=inputs.sharding)
 
@@ -254,7 +254,7 @@ def _scoring(
     rows: Sequence[Rows],
     coming: offloading.Brought,
 ) -> Iterator[Moment]:
-    """The passes without gradients."""
+    """Accounts for the passes without gradients."""
     actor = ppo.join(policy.learned, policy.base)
     for one in rows:
         shape, share = one.inputs.shape, sampled_share(c)
@@ -284,18 +284,18 @@ def _scoring(
 
 
 def served(cfg: ModelConfig, dtype: str) -> int:
-    """Bytes of the policy's tensors as a server holds them, or as a file of them has them."""
+    """Returns the bytes of the policy's tensors in a server or in a published file."""
     return sum(math.prod(shape) for shape in hf.hf_shapes(cfg).values()) * int(jnp.dtype(dtype).itemsize)
 
 
 def device_room(mesh: Any) -> int | None:
-    """Bytes that JAX may use of a device of the mesh, by its own word; None on a CPU."""
+    """Returns the bytes that JAX may use of a mesh device, as it reports; None on a CPU."""
     stats = mesh.local_devices[0].memory_stats()
     return stats.get("bytes_limit") if stats else None
 
 
 def available_memory(proc: pathlib.Path, cgroup: pathlib.Path) -> int | None:
-    """Bytes that may still be taken, by the machine and by its container; None where neither says."""
+    """Returns the available bytes of the machine and its container; None if neither reports any."""
     rooms = []
     if (meminfo := proc / "meminfo").is_file():
         lines = dict(line.split(":") for line in meminfo.read_text().splitlines())
@@ -307,5 +307,5 @@ def available_memory(proc: pathlib.Path, cgroup: pathlib.Path) -> int | None:
 
 
 def host_room() -> int | None:
-    """Bytes that may still be taken on this machine."""
+    """Returns the available bytes of this machine."""
     return available_memory(pathlib.Path("/proc"), pathlib.Path("/sys/fs/cgroup"))

@@ -1,4 +1,4 @@
-"""A program at work, as XLA accounts for it, and what a run holds at its worst moment."""
+"""XLA's memory account of a running program, and the peak memory of a run."""
 
 import dataclasses
 import math
@@ -13,33 +13,33 @@ from jppo.targets.account import Account
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """A program at work: all on one device, in bytes."""
+    """A running program; bytes on one device."""
 
     name: str
-    gradients: int  # the f32 sums that are there
-    temporaries: int  # XLA's account, with results that take no argument's place
-    brought: int = 0  # what waits on the host and is there for it
-    account: Account | None = None  # of its program; None for what is not compiled
-    useful: int = 0  # FLOP that the model needs for it on all devices
-    entries: int = 0  # of its rows; 0 where it has none
+    gradients: int  # f32 gradient sums in memory
+    temporaries: int  # XLA's account, including results that alias no argument
+    brought: int = 0  # offloaded, copied here for it
+    account: Account | None = None  # of its program; None if not compiled
+    useful: int = 0  # FLOP that the model needs, on all devices
+    entries: int = 0  # of its rows; 0 without rows
 
     @property
     def needs(self) -> int:
-        """All of it."""
+        """All of its bytes."""
         return self.gradients + self.temporaries + self.brought
 
     def beside(self, held: int) -> "Moment":
-        """The same with so many more bytes that are there for the program alone."""
+        """Returns it with more bytes for this program alone."""
         return dataclasses.replace(self, temporaries=self.temporaries + held)
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """The bytes of a run on one device: what is always there, and what its programs need beside it."""
+    """The bytes of a run on one device: permanent parts, and per program."""
 
     parts: dict[str, int]
     moments: tuple[Moment, ...]
-    host: dict[str, int] = dataclasses.field(default_factory=dict)  # what waits on the host for this device
+    host: dict[str, int] = dataclasses.field(default_factory=dict)  # offloaded from this device
 
     @property
     def worst(self) -> Moment:
@@ -48,27 +48,27 @@ class Estimate:
 
     @property
     def refused(self) -> list[Moment]:
-        """Programs that the compiler refuses; on a TPU also for want of memory."""
+        """Programs that fail to compile; on a TPU also for lack of memory."""
         return [one for one in self.moments if one.account is not None and one.account.error is not None]
 
     @property
     def code(self) -> int:
-        """The compiled programs themselves."""
+        """Bytes of compiled code."""
         return sum(one.account.code for one in self.moments if one.account is not None)
 
     @property
     def peak(self) -> int:
-        """The most that is held at once."""
+        """Peak bytes in use."""
         return sum(self.parts.values()) + self.code + self.worst.needs
 
 
 def size(tree: Any) -> int:
-    """Bytes of the arrays on one device."""
+    """Returns the bytes on one device."""
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * _itemsize(x) for x in jax.tree.leaves(tree))
 
 
 def whole(tree: Any) -> int:
-    """Bytes of the arrays, each counted once, wherever they lie."""
+    """Returns the arrays' global bytes, each counted once."""
     return sum(math.prod(x.shape) * _itemsize(x) for x in jax.tree.leaves(tree))
 
 
@@ -86,7 +86,7 @@ def account(
     masked: float = 1.0,
     entries: int = 0,
 ) -> Moment:
-    """What the program that `fn` is for such arguments sets aside, by XLA's account of it.
+    """Compiles `fn` for these arguments and returns XLA's memory account.
 
     `masked` is the share of its rows' `entries` that are in the mask.
     """
@@ -95,7 +95,7 @@ def account(
 
 
 def _axes(args: Any) -> dict[str, int]:
-    """The sizes of the mesh that the arguments are sharded over."""
+    """Returns the axis sizes of the arguments' mesh."""
     places = (getattr(x, "sharding", None) for x in jax.tree.leaves(args))
     mesh = next(place.mesh for place in places if isinstance(place, jax.sharding.NamedSharding))
     return dict(mesh.shape)

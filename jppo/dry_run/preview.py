@@ -1,6 +1,6 @@
-"""What a run would be, before it begins: what `--dry_run` says beside the settings, and the doctor looks at.
+"""Dry-run reports: derived sizes, programs and memory of a run, also for the doctor.
 
-Models are read as their directories describe them, data as a run reads them; no weight is read, no server started.
+Model configs and data are read as a run reads them; no weight is read, no server started.
 """
 
 import dataclasses
@@ -27,18 +27,18 @@ from jppo.targets.machines import Machine
 from jppo.types import Prompt, Trajectory
 
 MIB = 2**20
-HERE = Request()  # the machine that this is
-TIGHT = 0.9  # of the room: more is a warning
+HERE = Request()  # this machine
+TIGHT = 0.9  # warning threshold, of the room
 Verdict = Literal["OK", "WARN", "FAIL"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Room:
-    """What is needed somewhere, part by part, against what there is; in bytes."""
+    """The bytes needed in one memory, by part, against its capacity."""
 
     where: str
     parts: dict[str, int]
-    has: int | None  # None where nobody says
+    has: int | None  # None: unknown
 
     @property
     def needs(self) -> int:
@@ -47,7 +47,7 @@ class Room:
 
     @property
     def verdict(self) -> Verdict:
-        """Whether it fits: FAIL where it does not, WARN where it does with little to spare."""
+        """FAIL where it does not fit, WARN where it barely fits."""
         if self.has is None or self.needs <= TIGHT * self.has:
             return "OK"
         return "WARN" if self.needs <= self.has else "FAIL"
@@ -55,17 +55,17 @@ class Room:
 
 @dataclasses.dataclass(frozen=True)
 class Descents:
-    """How a model learns in a step."""
+    """A model's updates per step."""
 
     epochs: int
     mini_batches: int  # of an epoch, each an optimizer step
     sequences: int  # of a mini-batch
-    micro_batches: int  # of a mini-batch, at most: with all responses as long as they may be
+    micro_batches: int  # of a mini-batch, with all responses at full length
     entries: int = dataclasses.field(default=0, compare=False)  # of the rows of an epoch, padding included
 
 
 def full_length(prompts: Sequence[Prompt], count: int, response: int, *, samples: int = 1) -> list[Trajectory]:
-    """The first `count` trajectories of an epoch, each with a response as long as it may be."""
+    """Returns the first `count` trajectories of an epoch, with responses of maximum length."""
     out = []
     for i in range(count):
         prompt = len(prompts[i // samples % len(prompts)].ids)
@@ -75,7 +75,7 @@ def full_length(prompts: Sequence[Prompt], count: int, response: int, *, samples
 
 
 def descents(trajectories: Sequence[Trajectory], plan: packing.Plan, *, epochs: int, size: int) -> Descents:
-    """The mini-batches of `size` sequences that such a step is cut into."""
+    """Splits a step into mini-batches of `size` sequences and counts their parts."""
     cuts = [trajectories[start : start + size] for start in range(0, len(trajectories), size)]
     packed = [packing.pack(cut, range(len(cut)), plan) for cut in cuts]
     entries = sum(math.prod(rows.inputs.shape) for some in packed for rows in some)
@@ -83,15 +83,15 @@ def descents(trajectories: Sequence[Trajectory], plan: packing.Plan, *, epochs: 
 
 
 def programs(passes: ppo.Passes, plan: packing.Plan, models: int, mesh: Any) -> int:
-    """How many programs XLA compiles for a run of so many trained models: the large ones, of passes and updates."""
+    """Counts the large programs that XLA compiles for a run: passes and updates of `models` models."""
     by_shape = [name for name in vars(passes) if name != "advantages" and getattr(passes, name) is not None]
-    # An optimizer step, an empty sum of gradients, and where groups of devices have their own the exchange of sums.
+    # An optimizer step, a zero gradient sum and, where device groups have their own sums, their all-reduce.
     return len(by_shape) * len(plan.shapes) + 1 + (2 if update.groups_of(mesh) == 1 else 3) * models
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What a step of a PPO run does, where all responses are as long as they may be."""
+    """The work of a PPO step with all responses at full length."""
 
     scoring: int  # micro-batches of a scoring pass
     entries: int  # of their rows, padding included
@@ -99,7 +99,7 @@ class Work:
     sampled: int  # tokens that the rollout generates
 
     def executions(self, found: Estimate) -> Executions:
-        """How often each program runs."""
+        """Returns the executions of each program."""
         times, entries = dict[str, int](), dict[str, int]()
         for moment in found.moments:
             model, _, kind = moment.name.partition(" ")
@@ -115,7 +115,7 @@ class Work:
 
 
 def work(c: ConfigDict, inputs: Inputs, mesh: Any) -> Work:
-    """What a step does."""
+    """Computes the work of a step."""
     plan, per_step = plan_of_run(c, mesh, inputs.policy), sequences_of_step(c)
     step = full_length(inputs.train.prompts, per_step, c.data.max_response_length, samples=c.rollout.n)
     models = {"actor": (c.actor, c.actor.ppo_mini_batch_size)}
@@ -131,7 +131,7 @@ def work(c: ConfigDict, inputs: Inputs, mesh: Any) -> Work:
 
 
 def sizes(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[list[str], Work]:
-    """The derived sizes of a PPO run as lines, and what a step does."""
+    """Returns the derived sizes of a PPO run as lines, and a step's work."""
     plan, per_step = plan_of_run(c, mesh, inputs.policy), sequences_of_step(c)
     prompts = inputs.train.prompts
     _, passes = make_passes(c, inputs, mesh)
@@ -158,13 +158,13 @@ def sizes(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[list[str], Work]:
 
 
 def shapes(plan: packing.Plan) -> str:
-    """The shapes of rows, with how they are filled."""
+    """Formats the row shapes and their packing."""
     shared = " (shared rows)" if plan.prices is None else " (a prompt once for its samples)"
     return f"{', '.join(f'{r}x{t}' for r, t in plan.shapes)}{shared if plan.share_rows else ''}"
 
 
 def device_parts(found: Estimate) -> dict[str, int]:
-    """What a device holds at the worst moment, part by part."""
+    """Returns a device's bytes at the peak, by part."""
     worst = found.worst
     parts = found.parts | {"sum of gradients": worst.gradients, f"temporaries: {worst.name}": worst.temporaries}
     parts |= {"brought from the host for it": worst.brought, "compiled programs": found.code}
@@ -172,7 +172,7 @@ def device_parts(found: Estimate) -> dict[str, int]:
 
 
 def rooms(found: Estimate, mesh: Any, *, host: dict[str, int]) -> list[Room]:
-    """The devices' memory and the host's; those of a CPU are the same."""
+    """Returns the rooms of devices and host; on a CPU they are one."""
     parts = device_parts(found)
     device, taken, free = mesh.devices.flat[0], devices.resident(), memory.host_room()
     count = sum(d.process_index == device.process_index for d in mesh.devices.flat)
@@ -190,7 +190,7 @@ def rooms(found: Estimate, mesh: Any, *, host: dict[str, int]) -> list[Room]:
 
 
 def described_rooms(c: ConfigDict, machine: Machine, found: Estimate) -> list[Room]:
-    """The memory of a described machine's devices, and what a host of it must hold."""
+    """Returns the rooms of a described machine's devices, and its host's needs."""
     room, why = described_machine.capacity(c, machine)
     places = [Room(f"each of {machine.devices} {machine.chip.kind} ({why})", device_parts(found), room)]
     waiting = {f"{about}, waiting": count for about, count in found.host.items()}
@@ -198,7 +198,7 @@ def described_rooms(c: ConfigDict, machine: Machine, found: Estimate) -> list[Ro
 
 
 def host_parts(c: ConfigDict, inputs: Inputs, mesh: Any) -> dict[str, int]:
-    """What a PPO run holds on the host beside the trainer: the published weights, and a vLLM on a CPU."""
+    """Returns host bytes outside the trainer: published weights, and vLLM's memory on a CPU."""
     r, parts = c.rollout, dict[str, int]()
     if r.name == "inprocess":
         return parts
@@ -213,7 +213,7 @@ def host_parts(c: ConfigDict, inputs: Inputs, mesh: Any) -> dict[str, int]:
 
 
 def of_servers(c: ConfigDict, inputs: Inputs, mesh: Any) -> Room | None:
-    """The servers' share of a GPU; None where they have none."""
+    """Returns the servers' share of a GPU; None without one."""
     limit = memory.device_room(mesh)
     share = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
     name = {"vllm": "vLLM", "sglang": "SGLang"}.get(c.rollout.name)
@@ -225,7 +225,7 @@ def of_servers(c: ConfigDict, inputs: Inputs, mesh: Any) -> Room | None:
 
 
 def table(room: Room) -> list[str]:
-    """A room as lines, its sum and its verdict last."""
+    """Formats a room, its sum and its verdict last."""
     widest = max(len(about) for about in room.parts)
     lines = [f"memory of {room.where}, MiB"]
     lines += [f"  {about:<{widest}}  {count / MIB:>10,.0f}" for about, count in room.parts.items()]
@@ -234,7 +234,7 @@ def table(room: Room) -> list[str]:
 
 
 def look(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[list[str], Estimate, list[Room]]:
-    """Everything of a PPO run on this machine: its sizes as lines, the estimate, and what is needed where."""
+    """Returns the sizes of a PPO run on this machine as lines, its estimate and its rooms."""
     lines, step = sizes(c, inputs, mesh)
     found = memory.estimate(c, inputs, mesh, entries=step.entries)
     share = of_servers(c, inputs, mesh)
@@ -249,7 +249,7 @@ def fits(c: ConfigDict, inputs: Inputs, mesh: Any) -> bool:
 
 
 def settled(c: ConfigDict, inputs: Inputs, mesh: Any, machine: Machine | None = None) -> tuple[ConfigDict, list[str]]:
-    """The config with what `auto` chooses for this machine or a described one, and a line about it."""
+    """Returns the config with `auto` resolved for this or a described machine, and a line on the choice."""
     if not auto.asked(c):
         return c, []
 
@@ -267,32 +267,32 @@ def settled(c: ConfigDict, inputs: Inputs, mesh: Any, machine: Machine | None = 
 def report(
     lines: Sequence[str], found: Estimate, places: Sequence[Room], outlook: forecast.Outlook | None = None
 ) -> str:
-    """All of it as text."""
+    """Formats the report."""
     blocks = [list(lines), forecast.table(found, outlook), forecast.exchanges(found), *map(table, places)]
     blocks += [forecast.step(outlook)] if outlook is not None else []
     return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
 
 
 def take_little() -> None:
-    """Keeps JAX from taking its share of a GPU at once, which a run under way may have."""
+    """Keeps JAX from preallocating GPU memory, which another run may use."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 def here(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[list[str], Estimate, list[Room]]:
-    """As `look`, with what `auto` chooses for this machine."""
+    """Does `look` with `auto` resolved for this machine."""
     c, chosen = settled(c, inputs, mesh)
     lines, found, places = look(c, inputs, mesh)
     return [*lines, *chosen], found, places
 
 
 def report_here(request: Request, lines: Sequence[str], found: Estimate, places: Sequence[Room]) -> str:
-    """The report for this machine; its account goes to the file of --json."""
+    """Formats the report for this machine; writes the file of --json."""
     request.write(forecast.as_dict(found, None))
     return report(lines, found, places)
 
 
 def dry_run(c: ConfigDict, request: Request = HERE) -> str:
-    """What a PPO run by these settings would be."""
+    """Reports on a PPO run with these settings."""
     share_gpu(c)
     take_little()
     inputs = read_inputs(c)
@@ -319,7 +319,7 @@ def of_one_model(
     executions: Executions,
     estimate: Callable[[ConfigDict], Estimate],
 ) -> str:
-    """The report of a run that trains one model, on this machine or on a described one."""
+    """Reports on a run that trains one model, on this or a described machine."""
     if request.machine is not None:
         return on_machine(c, request, mesh, lines, found, executions, estimate)
     request.write(forecast.as_dict(found, None))
@@ -335,7 +335,7 @@ def on_machine(
     executions: Executions,
     estimate: Callable[[ConfigDict], Estimate],
 ) -> str:
-    """The report for a described machine; printed before the UserError of one that is too small."""
+    """Reports for a described machine; prints the report before raising UserError if it is too small."""
     machine = request.machine
     assert machine is not None
     outlook = forecast.look(found, machine, mesh, executions, request.rollout_tokens_per_s)

@@ -1,7 +1,7 @@
-"""The search for the fastest settings of a run on a described machine: each candidate is compiled, none is guessed.
+"""Search for the fastest settings of a run on a described machine, by compiling each candidate.
 
-Meshes first, then recomputation, tokens of a device and packing, each group tried on the best settings so far; offload
-where nothing fits without it.
+Order: meshes, recomputation, tokens per device, packing; each group is tried on the best settings so far. Offload is
+tried only if nothing fits without it.
 """
 
 import dataclasses
@@ -26,9 +26,9 @@ PACKING = ("buckets", "segments")
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """Settings that were tried, and what became of them."""
+    """A tried setting and its result."""
 
-    changes: dict[str, Any]  # by the settings' names; {} is the config as it is
+    changes: dict[str, Any]  # by setting name; {} is the unchanged config
     estimate: Estimate | None = None
     outlook: Outlook | None = None
     room: int = 0
@@ -41,14 +41,14 @@ class Candidate:
 
     @property
     def rank(self) -> tuple[bool, float, float]:
-        """The fastest that fits first, of two as fast the one that relies less on overlap; without a forecast last."""
+        """Sort key: the fastest that fits first, ties by less overlap; without a forecast last."""
         if self.outlook is None:
             return True, math.inf, math.inf
         return not self.fits, float(f"{self.outlook.step:.3g}"), self.outlook.busy
 
     @property
     def slowest(self) -> str:
-        """The stage that takes most of a step, and what bounds it."""
+        """The stage that takes most of a step, and its bottleneck."""
         if self.outlook is None:
             return ""
         stages = self.outlook.stages()
@@ -60,7 +60,7 @@ class Candidate:
 def search(
     c: ConfigDict, inputs: Inputs, machine: Machine, *, rate: float, say: Callable[[str], None]
 ) -> list[Candidate]:
-    """All candidates, the best first; `say` hears of each."""
+    """Returns all candidates, the best first; `say` receives each."""
     devices = described_machine.devices_of(machine)
     tried: dict[str, Candidate] = {}
 
@@ -87,7 +87,7 @@ def search(
 
 
 def with_changes(c: ConfigDict, changes: dict[str, Any]) -> ConfigDict:
-    """The config with other settings."""
+    """Returns the config with changes."""
     other = c.copy_and_resolve_references()
     other.update_from_flattened_dict(changes)
     return other
@@ -113,7 +113,7 @@ def try_settings(
 
 
 def meshes(machine: Machine) -> Iterator[dict[str, int]]:
-    """Meshes worth a try: parameters over all devices or within a group, and two, four or eight devices a row."""
+    """Yields candidate meshes: parameters over all devices or a group, and two, four or eight devices a row."""
     n, each = machine.devices, machine.each
     shapes = [(1, n, 1, 1)]
     shapes += [(machine.groups, each, 1, 1)] if machine.groups > 1 else []
@@ -126,7 +126,7 @@ def meshes(machine: Machine) -> Iterator[dict[str, int]]:
 
 
 def _mesh_of(c: ConfigDict, devices: int) -> dict[str, int]:
-    """The config's own mesh, with no axis left open; {} where it does not fit."""
+    """Returns the config's mesh, without -1; {} if it does not fit."""
     sizes = {f"mesh.{axis}": int(c.mesh[axis]) for axis in ("data", "fsdp", "tensor", "sequence")}
     known = math.prod(size for size in sizes.values() if size > 0)
     return {name: devices // known if size == -1 else size for name, size in sizes.items()}
@@ -148,12 +148,12 @@ def _packing(c: ConfigDict, machine: Machine) -> Iterator[dict[str, Any]]:
 
 
 def arguments(changes: dict[str, Any]) -> str:
-    """Settings as words of a command line."""
+    """Formats settings as command-line arguments."""
     return " ".join(f"--config.{name}={value}" for name, value in changes.items())
 
 
 def line(one: Candidate) -> str:
-    """A candidate as a line of the table."""
+    """Formats a candidate as a table row."""
     said = arguments(one.changes).replace("--config.", "") or "(the config as it is)"
     if one.outlook is None or one.estimate is None:
         return f"{'-':>9}  {'-':>8}  {'not possible':<12}  {'':<26}  {said}: {one.reason[:160]}"
@@ -162,6 +162,6 @@ def line(one: Candidate) -> str:
 
 
 def as_dict(one: Candidate) -> dict[str, Any]:
-    """A candidate for JSON."""
+    """Returns a candidate for JSON."""
     said = forecast.as_dict(one.estimate, one.outlook) if one.estimate is not None else {}
     return dict(changes=one.changes, fits=one.fits, room=one.room, reason=one.reason, **said)

@@ -1,1 +1,1 @@
-"""An opened run of PPO: its start, its tests, its export."""
+"""An opened PPO run: start, validation, export."""

@@ -1,4 +1,4 @@
-"""The trained policy as files for others: a model directory, and its adapters where it has some."""
+"""Exports the trained policy: a model directory, and its adapters if any."""
 
 import pathlib
 
@@ -8,18 +8,18 @@ from jppo.types import TrainState
 
 
 class Unwritten(Exception):
-    """There is no room for the trained model; the last checkpoint has it."""
+    """A full disk at export; the last checkpoint has the model."""
 
 
 def write_model(run: Run, path: pathlib.Path, now: TrainState) -> None:
-    """The policy as a model directory."""
+    """Writes the policy as a model directory."""
     c, learner = run.c, run.learner
     dtype, write = c.model.param_dtype, run.hosts.first
     hf.save(path, learner.policy(now), learner.cfg, source=c.model.path, dtype=dtype, write=write)
 
 
 def export(run: Run, now: TrainState) -> None:
-    """Writes hf/, and adapter/ where only adapters were trained, to the run's folder."""
+    """Writes hf/, and adapter/ for LoRA runs, to the run folder."""
     adapters, cfg = run.inputs.adapters, run.learner.cfg
     try:
         if adapters is not None:

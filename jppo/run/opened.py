@@ -1,4 +1,4 @@
-"""The start of a PPO run: reads, loads, compiles, resumes, publishes; ends with all parts of the run, `Run`."""
+"""The start of a PPO run: reads, loads, compiles, resumes, publishes; returns the parts of the run, `Run`."""
 
 import contextlib
 import dataclasses
@@ -42,7 +42,7 @@ from jppo.types import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The parts of a run, once all of them are there."""
+    """The parts of a run, once all of them exist."""
 
     c: ConfigDict
     folder: pathlib.Path
@@ -59,11 +59,11 @@ class Run:
     profile: Profiler
     watch: Watch
     match: Match
-    origin: dict[str, Any]  # what it is, for those who resume from its checkpoints
+    origin: dict[str, Any]  # identity for checkpoints that resume it
 
 
 def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: ConfigDict) -> tuple[Run, Begun] | None:
-    """The run and where it begins; `stack` closes it. None: the same command has already run to its end."""
+    """Opens the run and its initial state; `stack` closes it. None: the same command has already finished."""
     folder = pathlib.Path(c.trainer.run_dir).expanduser()
     require_shareable(c, hosts)
     inputs = hosts.together(lambda: read(c))
@@ -71,14 +71,14 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: ConfigDict) -> tuple[
     logs = own_folder(hosts, folder)
     profile = make_profiler(c, logs, inputs.total_steps)
     timer, only_look = Timers(), c.trainer.val_only
-    written = folder / "val_only" if only_look else folder  # what a run has written stays as it is
+    written = folder / "val_only" if only_look else folder  # leaves the run's own files unchanged
     hosts.together(lambda: stack.enter_context(own(written)) if hosts.first else None)
     limits = dict(stage_timeout_s=c.trainer.stage_timeout_s, stop_timeout_s=c.trainer.stop_timeout_s)
     ends = dict(hosts=hosts, stopped=c.trainer.stop_exit_code)
     watch = stack.enter_context(Watch(timer, stacks=logs / "stacks.txt", **ends, **limits))
     kept = Checkpoints(folder / "checkpoints", keep=c.trainer.max_ckpt_to_keep, read_only=only_look)
     checkpoints = stack.enter_context(kept)
-    hosts.together(lambda: None)  # the folder of the checkpoints is there, and what was broken off is gone
+    hosts.together(lambda: None)  # the checkpoint folder exists, without partial writes
     if finished(c, checkpoints, inputs.total_steps):
         return None
     if inputs.agent is not None:
@@ -89,7 +89,7 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: ConfigDict) -> tuple[
     c, chosen = (auto.first(c), "") if only_look else auto.settle(c, mesh, folder, fits, hosts)
     panel = hosts.together(lambda: make_panel(c, inputs, mesh, hosts))
     stack.callback(panel.close)
-    kernel = attention_kernel(c, inputs.policy, mesh)[1]  # refused before a server starts
+    kernel = attention_kernel(c, inputs.policy, mesh)[1]  # raises before a server starts
     parts = dict[str, Any](c=c, folder=written, hosts=hosts, inputs=inputs, panel=panel, checkpoints=checkpoints)
     with timer("start"):
         run, begun, laps = start(stack, parts | dict(timer=timer, profile=profile, watch=watch), mesh, logs)
@@ -98,7 +98,7 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: ConfigDict) -> tuple[
 
 
 def read(c: ConfigDict) -> Inputs:
-    """What a host reads before it touches a device."""
+    """Reads a host's inputs before it uses a device."""
     require_loggers(c)
     share_gpu(c)
     inputs = read_inputs(c)
@@ -108,7 +108,7 @@ def read(c: ConfigDict) -> Inputs:
 
 
 def make_profiler(c: ConfigDict, run: pathlib.Path, total_steps: int) -> Profiler:
-    """The profiler for the steps that the settings name, all of them steps of this run."""
+    """Makes the profiler of the configured steps; checks that they are steps of this run."""
     steps = settings.parse_steps(c.trainer.profile_steps, "trainer.profile_steps")
     settings.check_within(steps, total_steps, f"trainer.profile_steps={c.trainer.profile_steps!r}")
     return Profiler(run / "profile", steps)
@@ -117,7 +117,7 @@ def make_profiler(c: ConfigDict, run: pathlib.Path, total_steps: int) -> Profile
 def start(
     stack: contextlib.ExitStack, parts: dict[str, Any], mesh: Mesh, logs: pathlib.Path
 ) -> tuple[Run, Begun, Laps]:
-    """Loads and compiles while the engine starts, resumes, publishes the first weights; then all parts are there."""
+    """Loads and compiles while the engine starts, resumes, and publishes the first weights."""
     c, hosts, inputs, panel = (parts[name] for name in ("c", "hosts", "inputs", "panel"))
     laps, only_look = Laps(), c.trainer.val_only
     engine = hosts.together(lambda: open_engine(c, logs, hosts))  # it loads while JAX compiles
@@ -155,7 +155,7 @@ def start(
 
 
 def introduce(run: Run, begun: Begun, kernel: str | None, chosen: str, laps: Laps) -> None:
-    """Notes on the console what the run is about to do, and compares the policies of engine and trainer."""
+    """Logs what the run will do, and compares the policies of engine and trainer."""
     c, inputs, logger, mesh = run.c, run.inputs, run.logger, run.learner.mesh
     step = int(begun.state.step)
     if run.hosts.first:
@@ -178,7 +178,7 @@ def introduce(run: Run, begun: Begun, kernel: str | None, chosen: str, laps: Lap
 
 
 def sizes(inputs: Inputs, mesh: Mesh, plan: packing.Plan, resumed: int | None) -> list[str]:
-    """Prompts, devices and rows of the run, and from where it resumes, as lines."""
+    """Returns lines on prompts, devices, rows and the resumed step."""
     cut = inputs.train.truncated + inputs.val.truncated
     left_out = inputs.train.overlong + inputs.val.overlong
     return [

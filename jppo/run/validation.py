@@ -1,4 +1,4 @@
-"""The test of a run under way, on its validation prompts."""
+"""Validation during a run."""
 
 from jppo import validation
 from jppo.build.rollout import val_sampling
@@ -6,7 +6,7 @@ from jppo.run.opened import Run
 
 
 def validate(run: Run, version: int) -> dict[str, float]:
-    """Its metrics; its samples go to the run folder, a few to the console and the loggers."""
+    """Returns validation metrics; samples go to the run folder, a few to the console and the loggers."""
     c = run.c
     tested = validation.evaluate(
         run.sampler,

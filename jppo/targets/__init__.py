@@ -1,1 +1,1 @@
-"""Described machines: XLA's own compilers for GPUs and TPUs that are not there, and accounts of what they compile."""
+"""Described machines: ahead-of-time compilation for absent GPUs and TPUs, and accounts of the programs."""

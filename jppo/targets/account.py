@@ -1,4 +1,4 @@
-"""The account of a compiled program: its memory, products, kernels, and what it sends between devices."""
+"""The account of a compiled program: memory, matrix products, kernels, collectives."""
 
 import contextlib
 import dataclasses
@@ -19,28 +19,28 @@ NOISE = ("cudart_stub", "before absl::InitializeLog", "hlo_rematerialization.cc"
 
 @dataclasses.dataclass(frozen=True)
 class Account:
-    """What one device does in one execution of a program; bytes and FLOP by shapes."""
+    """The work of one device in one execution of a program; bytes and FLOP from shapes."""
 
     compile_s: float = 0.0
-    error: str | None = None  # the compiler's reason, in one line; all else is 0 then
+    error: str | None = None  # the compiler's, in one line; all else is 0 then
     arguments: int = 0
     temporaries: int = 0
-    results: int = 0  # bytes that take no argument's place
-    code: int = 0  # bytes of the program itself; XLA states none for CPUs
+    results: int = 0  # bytes that alias no argument
+    code: int = 0  # bytes of the program; XLA states none for CPUs
     flops: dict[str, int] = dataclasses.field(default_factory=dict)  # of products, by the dtype of their factors
     hbm: int = 0  # bytes read and written
-    kernels: dict[str, int] = dataclasses.field(default_factory=dict)  # custom kernels, and calls of each
+    kernels: dict[str, int] = dataclasses.field(default_factory=dict)  # calls of each custom kernel
     collectives: tuple[Collective, ...] = ()
     warnings: tuple[str, ...] = ()  # operations that the partitioner gathers whole on every device
-    unknown_loops: tuple[str, ...] = ()  # loops that count once, for want of a trip count
+    unknown_loops: tuple[str, ...] = ()  # loops that count once, for lack of a trip count
 
     @property
     def total_flops(self) -> int:
-        """Of all products."""
+        """FLOP of all products."""
         return sum(self.flops.values())
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: collectives summed by kind and axes."""
+        """Returns JSON types; collectives are summed by kind and axes."""
         found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         rows = collectives.totals(self.collectives)
         found["collectives"] = [
@@ -57,9 +57,9 @@ class Account:
 
 
 def of_program(lowered: Any, sizes: dict[str, int], *, share: float = 1.0) -> Account:
-    """Compiles a lowered program and takes its account; `sizes` are the axes of its mesh, in the mesh's order.
+    """Compiles a lowered program and takes its account; `sizes` are its mesh axes, in the mesh's order.
 
-    `share` of the tokens are in the mask: that much of a loop over them runs.
+    `share` of the tokens are in the mask: that share of a loop over them runs.
     """
     began = time.perf_counter()
     said: list[str] = []
@@ -90,7 +90,7 @@ def of_program(lowered: Any, sizes: dict[str, int], *, share: float = 1.0) -> Ac
 
 @contextlib.contextmanager
 def heard(lines: list[str]) -> Iterator[None]:
-    """Appends what XLA writes to stderr to `lines`; all but the partitioner's warnings is then written there."""
+    """Captures XLA's stderr in `lines`, then passes on all but the partitioner's warnings."""
     sys.stderr.flush()
     kept = os.dup(2)
     with tempfile.TemporaryFile() as file:
@@ -108,12 +108,12 @@ def heard(lines: list[str]) -> Iterator[None]:
 
 
 def _noise(line: str) -> bool:
-    """What XLA writes wherever there is no GPU, and of programs that do not fit, as the account says itself."""
+    """Whether XLA logs this on any GPU-less host, or of a program that does not fit, as the account already does."""
     return any(word in line for word in NOISE)
 
 
 def _operation(warning: str) -> str:
-    """The operation of a partitioner's warning, with where it is from."""
+    """Returns the operation of a partitioner's warning, with its source."""
     named = re.search(r"for HLO operation %?([\w.\-]+) = (\S+?)\{", warning)
     source = re.search(r'op_name="([^"]+)"', warning)
     said = f"{named[1]} {named[2]}" if named else warning[:120]
@@ -121,5 +121,5 @@ def _operation(warning: str) -> str:
 
 
 def _reason(error: str) -> str:
-    """The first lines of a compiler's error that say why, as one."""
+    """Returns a compiler error's reason as one line."""
     return " ".join(error.split("\n\n")[0].split())[:400]

@@ -1,4 +1,4 @@
-"""What a compiled program sends between devices: which arrays, along which axes of the mesh, and how often."""
+"""Collectives of a compiled program: arrays, mesh axes, executions."""
 
 import dataclasses
 import itertools
@@ -21,13 +21,13 @@ class Collective:
     """One collective operation of a program."""
 
     kind: str
-    axes: tuple[str, ...]  # of the mesh, along which the members of a group differ; () where devices keep their own
-    groups: tuple[tuple[int, ...], ...]  # places in the mesh, row by row
+    axes: tuple[str, ...]  # mesh axes along which a group extends; () without exchange
+    groups: tuple[tuple[int, ...], ...]  # positions in the mesh, row by row
     times: int  # in one execution of the program
     bytes: int  # of the whole array, once: gathered, reduced, exchanged
     dtypes: tuple[str, ...]
     in_loop: bool
-    source: str  # the operation of the traced program that it is from
+    source: str  # the traced program's operation
 
     @property
     def total(self) -> int:
@@ -36,7 +36,7 @@ class Collective:
 
 
 def find(program: Program, sizes: dict[str, int]) -> list[Collective]:
-    """All collectives of a program, those in fusions too, the largest first; `sizes` are the axes of the mesh."""
+    """Returns all collectives of a program, fused ones too, the largest first; `sizes` are the mesh axes."""
     found = []
     for computation, one, times in program.executed():
         for kind, inner, operands in _in(program, computation, one):
@@ -60,7 +60,7 @@ def find(program: Program, sizes: dict[str, int]) -> list[Collective]:
 
 
 def _in(program: Program, computation: str, one: Instruction) -> list[tuple[str, Instruction, list[tuple[Shape, ...]]]]:
-    """(kind, instruction, shapes of its operands): an instruction itself, or what it wraps."""
+    """Returns (kind, instruction, operand shapes) of an instruction or of those that it wraps."""
     kind = one.opcode.removesuffix("-start")
     if kind in KINDS:
         return [(kind, one, program.shapes_of(computation, one))]
@@ -69,7 +69,7 @@ def _in(program: Program, computation: str, one: Instruction) -> list[tuple[str,
     found = []
     for name in one.called:
         inside = program.computations.get(name, {})
-        # A TPU writes a reduce-scatter as a fusion of an all-reduce and the slice that a device keeps.
+        # A TPU writes a reduce-scatter as a fusion of an all-reduce and a slice.
         sliced = "reduce-scatter" in name or "reduce-scatter" in one.name
         for inner in inside.values():
             for kind, line, operands in _in(program, name, inner):
@@ -79,7 +79,7 @@ def _in(program: Program, computation: str, one: Instruction) -> list[tuple[str,
 
 
 def _whole(kind: str, one: Instruction, operands: list[tuple[Shape, ...]]) -> Sequence[Shape]:
-    """The arrays in full: what is reduced is as large before, what is gathered after."""
+    """Returns the full arrays: a reduction's before it, a gather's after it."""
     if kind in ("reduce-scatter", "all-reduce"):
         return [shape for shapes in operands for shape in shapes] or one.shapes
     if not one.opcode.endswith("-start"):
@@ -90,7 +90,7 @@ def _whole(kind: str, one: Instruction, operands: list[tuple[Shape, ...]]) -> Se
 
 
 def _groups(one: Instruction, devices: int, kind: str) -> tuple[tuple[int, ...], ...]:
-    """The groups of devices that exchange among themselves, in any of XLA's spellings."""
+    """Returns the device groups that exchange, from any of XLA's notations."""
     text = one.attributes
     if kind == "collective-permute":
         pairs = re.search(r"source_target_pairs=\{(.*?\})\}", text)
@@ -110,7 +110,7 @@ def _groups(one: Instruction, devices: int, kind: str) -> tuple[tuple[int, ...],
 
 
 def _iota(text: str, count: int) -> np.ndarray:
-    """`<=[2,2,2]T(1,0,2)`, or `[2,2,2]T(1,0,2)`: the numbers 0, 1 ... in that shape, transposed, in a row."""
+    """Parses `<=[2,2,2]T(1,0,2)`, or `[2,2,2]T(1,0,2)`: an iota in that shape, transposed, flattened."""
     dims = re.search(r"\[([\d,]+)\]", text)
     turned = re.search(r"T\(([\d,]+)\)", text)
     numbers = np.arange(count)
@@ -122,9 +122,9 @@ def _iota(text: str, count: int) -> np.ndarray:
 
 
 def _mesh_groups(mesh: str, devices: str | None, chosen: str) -> tuple[tuple[int, ...], ...]:
-    """`mesh['a'=4,'b'=2] {'a','b':(1)2}`: groups along axes of a mesh of XLA's own, or along a part of an axis."""
+    """Parses `mesh['a'=4,'b'=2] {'a','b':(1)2}`: groups along axes of XLA's own mesh, or along part of an axis."""
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
-    parts = {name: [size] for name, size in sizes.items()}  # each axis, cut where a part of it is chosen
+    parts = {name: [size] for name, size in sizes.items()}  # each axis, split where a part of it is chosen
     along: list[tuple[str, int]] = []
     for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", chosen):
         if before:
@@ -148,7 +148,7 @@ def _tuples(groups: np.ndarray) -> tuple[tuple[int, ...], ...]:
 
 
 def _axes(groups: Sequence[Sequence[int]], sizes: dict[str, int]) -> tuple[str, ...]:
-    """The axes of the mesh along which members of a group differ."""
+    """Returns the mesh axes along which members of a group differ."""
     shape = tuple(sizes.values())
     differing: set[int] = set()
     for group in groups:
@@ -159,14 +159,14 @@ def _axes(groups: Sequence[Sequence[int]], sizes: dict[str, int]) -> tuple[str, 
 
 
 def crossings(groups: Sequence[Sequence[int]], place: Sequence[int]) -> tuple[int, int]:
-    """(members of the largest group, how many places, such as hosts, its members are in) by each device's place."""
+    """Returns (members of the largest group, most places per group); `place` is each device's host or other place."""
     largest = max(groups, key=len)
     spread = max(len({place[one] for one in group}) for group in groups)
     return len(largest), spread
 
 
 def totals(found: Sequence[Collective]) -> list[tuple[str, tuple[str, ...], int, int]]:
-    """(kind, axes, executions, bytes) by kind and axes, most bytes first."""
+    """Returns (kind, axes, executions, bytes) by kind and axes, most bytes first."""
     key = lambda one: (one.kind, one.axes)  # noqa: E731
     rows = []
     for (kind, axes), some in itertools.groupby(sorted(found, key=key), key):

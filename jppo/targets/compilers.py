@@ -1,4 +1,4 @@
-"""XLA's compilers for devices that are not there: their packages, in a folder of their own, and the devices described.
+"""XLA's compilers for absent devices: their packages, installed in a separate folder, and device descriptions.
 
 The folder is `.targets/gpu` or `.targets/tpu` of a checkout, else of the user's cache. Only a process that compiles for
 such a machine sees it; JAX computes on the CPU there.
@@ -18,23 +18,23 @@ from jppo.settings import UserError
 from jppo.targets.machines import Gpu, Machine, Tpu, target_config
 
 READY = ".ready"
-# No more than compiling takes: of CUDA's packages only cuDNN is read, for the plans of its attention.
+# Only what compiling needs: of CUDA's packages only cuDNN is read, for its attention plans.
 PACKAGES = {
     "gpu": ("jax-cuda13-plugin=={jax}", "jax-cuda13-pjrt=={jax}", "nvidia-cudnn-cu13"),
     "tpu": ("libtpu",),
 }
-MARK = "JPPO_COMPILES_FOR"  # in the environment of a process that can: its platform
+MARK = "JPPO_COMPILES_FOR"  # environment variable of such a process: its platform
 
 
 def folder(platform: str) -> pathlib.Path:
-    """Where the compiler of a platform is installed."""
+    """Returns the folder of a platform's compiler."""
     root = pathlib.Path(__file__).resolve().parents[2]
     cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME", pathlib.Path.home() / ".cache"))
     return (root / ".targets" if (root / "pyproject.toml").is_file() else cache / "jppo/targets") / platform
 
 
 def requirements(platform: str) -> list[str]:
-    """What pip installs: the packages for this version of JAX, with its own bounds."""
+    """Returns pip's requirements: the packages for this version of JAX, with its own bounds."""
     bounds = {}
     for line in importlib.metadata.requires("jax") or ():
         name, _, rest = line.partition(";")[0].strip().partition("=")
@@ -44,7 +44,7 @@ def requirements(platform: str) -> list[str]:
 
 
 def install(platform: str) -> None:
-    """Installs the compiler with pip; without its dependencies, which are the driver's and the kernels'."""
+    """Installs the compiler with pip, without its dependencies: the driver and the kernels."""
     where = folder(platform)
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--upgrade", "--no-deps", "--target", str(where)]
     subprocess.run([*command, *requirements(platform)], check=True)
@@ -52,7 +52,7 @@ def install(platform: str) -> None:
 
 
 def require(machine: Machine) -> dict[str, str]:
-    """The environment of a process that can compile for the machine; UserError with the command that installs it."""
+    """Returns the environment of a process that compiles for the machine; raises UserError with the install command."""
     platform, where = machine.chip.platform, folder(machine.chip.platform)
     ready = where / READY
     if not ready.is_file() or ready.read_text().strip() != jax.__version__:
@@ -81,16 +81,16 @@ def present(machine: Machine) -> bool:
 
 
 def rerun(machine: Machine, command: str, argv: Sequence[str]) -> NoReturn:
-    """Runs the command in a process that can compile for the machine, and ends as that does.
+    """Reruns the command in a process that can compile for the machine; exits with its code.
 
-    JAX looks for the compiler when it is imported, so that this process cannot have it.
+    JAX looks for the compiler only at import, so this process cannot use it.
     """
     env = require(machine)
     sys.exit(subprocess.run([sys.executable, "-m", command, *argv], env=env, check=False).returncode)
 
 
 def described(machine: Machine) -> list[Any]:
-    """The machine's devices, for meshes and shapes; nothing can be put on them."""
+    """Returns the machine's devices, for meshes and shapes; they hold no arrays."""
     from jax.experimental import topologies
 
     jax.config.update("jax_enable_compilation_cache", False)  # reads no program without its device
@@ -100,10 +100,10 @@ def described(machine: Machine) -> list[Any]:
         found = topologies.get_topology_desc("", platform="cuda", target_config=target_config(chip), topology=topology)
     else:
         assert isinstance(chip, Tpu)
-        # Most of a TPU compiler's time is a search for fast code, which changes neither memory nor exchanges.
+        # Most TPU compile time is a search for fast code, which changes neither memory nor exchanges.
         jax.config.update("jax_exec_time_optimization_effort", -1.0)
         more: dict[str, Any] = {"num_slices": machine.groups} if machine.groups > 1 else {}
-        if chip.kind == "TPU v4":  # two cores are one device, as they are on a real one
+        if chip.kind == "TPU v4":  # two cores are one device, as on real ones
             more["chip_config_name"] = "megacore"
         if machine.each < 4:
             more["chips_per_host_bounds"] = (1, 1, 1)

@@ -1,4 +1,4 @@
-"""FLOP of the products in a compiled program, from shapes: dots, convolutions, and kernels that are called by name."""
+"""FLOP of the products in a compiled program, from shapes: dots, convolutions, named kernels."""
 
 import collections
 import math
@@ -9,8 +9,7 @@ from jppo.targets.hlo import Instruction, Program, Shape
 
 FUSIONS = ("fusion", "async-start")
 PALLAS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "triton_kernel_call")
-# JAX's attention kernels by the beginning of their name: the products of all pairs that each makes, and which axis of
-# the queries is their length.
+# JAX's attention kernels by name prefix: the number of pairwise products of each, and the queries' length axis.
 ATTENTION = {"splash_mha_fwd": (2, 2), "splash_mha_dq": (3, 2), "splash_mha_dkv": (4, 2), "mha_forward": (2, 1)}
 ATTENTION |= {"mha_backward": (7, 1)}
 
@@ -18,7 +17,7 @@ Operands = list[tuple[Shape, ...]]
 
 
 def of_program(program: Program) -> dict[str, int]:
-    """FLOP of one execution by the dtype of the factors: float32 where one of them is."""
+    """Counts FLOP of one execution by factor dtype: float32 if either is."""
     found: collections.Counter[str] = collections.Counter()
     for computation, one, times in program.executed():
         pairs = [(computation, one), *(_fused(program, one) if one.opcode in FUSIONS else ())]
@@ -31,7 +30,7 @@ def of_program(program: Program) -> dict[str, int]:
 
 
 def kernels(program: Program) -> dict[str, int]:
-    """Custom kernels by name, and how often each is called."""
+    """Counts the calls of each custom kernel."""
     found: collections.Counter[str] = collections.Counter()
     for computation, one, times in program.executed():
         pairs = [(computation, one), *(_fused(program, one) if one.opcode in FUSIONS else ())]
@@ -42,7 +41,7 @@ def kernels(program: Program) -> dict[str, int]:
 
 
 def _fused(program: Program, one: Instruction) -> Iterator[tuple[str, Instruction]]:
-    """(computation, instruction) of all that a fusion holds."""
+    """Yields (computation, instruction) for all that a fusion holds."""
     for name in one.called:
         for line in program.computations.get(name, {}).values():
             yield name, line
@@ -51,7 +50,7 @@ def _fused(program: Program, one: Instruction) -> Iterator[tuple[str, Instructio
 
 
 def of_instruction(one: Instruction, operands: Operands) -> int:
-    """FLOP of one execution; a multiplication and an addition are two. 0 for what is no product."""
+    """Counts FLOP of one execution, two per multiply-add; 0 if it is no product."""
     if one.opcode == "dot":
         return _dot(one, operands)
     if one.opcode == "convolution":
@@ -62,7 +61,7 @@ def of_instruction(one: Instruction, operands: Operands) -> int:
 
 
 def kernel_of(one: Instruction) -> str | None:
-    """The name of the custom kernel that an instruction calls; None for what is no kernel."""
+    """Returns the name of the custom kernel that an instruction calls; None if it calls none."""
     if one.opcode != "custom-call":
         return None
     target = one.attribute(r'custom_call_target="([^"]+)"') or ""
@@ -80,7 +79,7 @@ def _dot(one: Instruction, operands: Operands) -> int:
 
 
 def _convolution(one: Instruction, operands: Operands) -> int:
-    """A TPU's products are convolutions: those positions of the window count that meet the input and no padding."""
+    """Counts a convolution, a TPU's matrix product: only window positions on the input count, not on padding."""
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", one.attributes)
     assert labels is not None, one.attributes[:200]
     lhs, rhs, out = operands[0][0], operands[1][0], one.shapes[0]
@@ -98,7 +97,7 @@ def _convolution(one: Instruction, operands: Operands) -> int:
 
 
 def _meetings(window: str, n: int, inputs: int, size: int, outputs: int) -> int:
-    """Pairs of an output and a position of the window that meet an input, along one spatial dimension."""
+    """Counts pairs of an output and a window position on the input, along one spatial dimension."""
 
     def part(name: str, otherwise: str) -> str:
         found = re.search(rf"\b{name}=([\dx_\-]+)", window)
@@ -120,7 +119,7 @@ def _meetings(window: str, n: int, inputs: int, size: int, outputs: int) -> int:
 
 
 def _kernel(one: Instruction, operands: Operands) -> int:
-    """FLOP of the kernels that are known: cuDNN's attention, cuBLAS's products, and what a kernel states of itself."""
+    """Counts FLOP of known kernels: cuDNN's attention, cuBLAS's products, and a kernel's own cost estimate."""
     target = one.attribute(r'custom_call_target="([^"]+)"') or ""
     if target.startswith("__cudnn$fmha"):
         return _cudnn_attention(one, operands, backward="Backward" in target)
@@ -137,7 +136,7 @@ def _kernel(one: Instruction, operands: Operands) -> int:
 
 
 def _cudnn_attention(one: Instruction, operands: Operands, *, backward: bool) -> int:
-    """Two products forward and five backward, of the pairs that a causal mask leaves."""
+    """Counts two products forward and five backward, over the pairs of a causal mask."""
     found = one.attribute(r'intermediate_tensor_shape":\s*\{[^}]*?"dimensions":\s*\[([^\]]*)\]')
     assert found is not None, one.attributes[:200]
     pairs = math.prod(int(n) for n in re.findall(r"\d+", found))

@@ -1,6 +1,6 @@
-"""Seconds that a program takes on a described machine: the largest of compute, memory and links.
+"""Forecast of a program's seconds on a described machine: the largest of compute, memory and links.
 
-Forecast from XLA's own program and from the vendors' rates, not measured. It assumes that the three overlap; the rates,
+A forecast from XLA's own program and the vendors' rates, not measured. It assumes that the three overlap. The rates,
 and the share of them that programs reach, are in `machines.py`.
 """
 
@@ -15,12 +15,12 @@ from jppo.targets.machines import EFFICIENCY, HOST, Gpu, Machine, Tpu
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
-    """Seconds of one execution, by what they are spent on."""
+    """Seconds of one execution by resource."""
 
     compute: float
     hbm: float
     links: float
-    mfu: float | None = None  # at most, at the vendor's rates; None where the useful FLOP are not known
+    mfu: float | None = None  # upper bound at the vendor's rates; None if the useful FLOP are unknown
 
     @property
     def seconds(self) -> float:
@@ -29,16 +29,16 @@ class Forecast:
 
     @property
     def bound(self) -> str:
-        """What takes longest."""
+        """The bottleneck."""
         return max(("compute", "hbm", "links"), key=lambda name: getattr(self, name))
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns JSON types."""
         return dataclasses.asdict(self) | {"seconds": self.seconds, "bound": self.bound}
 
 
 def of_account(account: Account, machine: Machine, mesh: Any, useful: int = 0) -> Forecast:
-    """The forecast for one execution; `useful` FLOP are what the model needs on all devices, without recomputation."""
+    """Forecasts one execution; `useful` FLOP are the model's on all devices, without recomputation."""
     chip = machine.chip
     ideal = {
         "compute": sum(count / chip.peak(dtype) for dtype, count in account.flops.items()),
@@ -52,7 +52,7 @@ def of_account(account: Account, machine: Machine, mesh: Any, useful: int = 0) -
 
 
 def seconds_of(one: Collective, machine: Machine, devices: Sequence[Any]) -> float:
-    """Seconds of one execution of a collective at the vendor's rates."""
+    """Returns seconds of one execution of a collective at the vendor's rates."""
     chip = machine.chip
     members, groups = crossings(one.groups, [_group(device, chip) for device in devices])
     near = members // groups  # members of a group in one host, or slice
@@ -65,7 +65,7 @@ def seconds_of(one: Collective, machine: Machine, devices: Sequence[Any]) -> flo
         return one.bytes / (chip.network if groups > 1 else link)
     if one.kind in ("all-to-all", "ragged-all-to-all"):
         inside = one.bytes * (near - 1) / members / link
-        if isinstance(chip, Tpu):  # each hop of a ring carries it: a quarter of gathering what all have together
+        if isinstance(chip, Tpu):  # each ring hop carries it: a quarter of gathering all of it
             inside = one.bytes * near / 4 / link
         return max(inside, one.bytes * (members - near) / members / chip.network)
     passes = 2 if one.kind == "all-reduce" else 1
@@ -75,14 +75,14 @@ def seconds_of(one: Collective, machine: Machine, devices: Sequence[Any]) -> flo
 
 
 def _group(device: Any, chip: Any) -> int:
-    """The host of a GPU, the slice of a TPU."""
+    """Returns the host of a GPU or the slice of a TPU."""
     if isinstance(chip, Gpu):
         return int(device.process_index)
     return int(getattr(device, "slice_index", None) or 0)
 
 
 def _torus(one: Collective, machine: Machine, devices: Sequence[Any]) -> float:
-    """Bytes/s into a chip along the axes of the torus in which a group's members differ; both ways where it closes."""
+    """Returns bytes/s into a chip along the torus axes of a group; both ways on a closed axis."""
     assert isinstance(machine.chip, Tpu)
     group = max(one.groups, key=len)
     places = [tuple(devices[i].coords) for i in group]
@@ -94,7 +94,7 @@ def _torus(one: Collective, machine: Machine, devices: Sequence[Any]) -> float:
 
 
 def rates(machine: Machine) -> list[str]:
-    """The assumed rates as lines."""
+    """Formats the assumed rates."""
     chip = machine.chip
     near, far = ("NVLink or PCIe", "between hosts") if isinstance(chip, Gpu) else ("ICI, an axis", "between slices")
     lines = [

@@ -1,4 +1,4 @@
-"""XLA's optimised HLO text as data: computations, their instructions, and how often each runs.
+"""Parser of XLA's optimised HLO text: computations, instructions, and executions of each.
 
     found = parse(compiled.as_text())
     for one, times in found.executed(): ...
@@ -36,12 +36,12 @@ class Shape:
 
     @property
     def elements(self) -> int:
-        """How many numbers it has."""
+        """Number of elements."""
         return math.prod(self.dims)
 
     @property
     def bytes(self) -> int:
-        """What it takes."""
+        """Bytes of the array."""
         return -(-self.elements * BITS[self.dtype] // 8)
 
 
@@ -66,32 +66,32 @@ class Instruction:
         return tuple(names)
 
     def attribute(self, pattern: str) -> str | None:
-        """The first group of a pattern in the rest of the line."""
+        """Returns a pattern's first group in the attributes."""
         found = re.search(pattern, self.attributes)
         return found[1] if found else None
 
     @property
     def source(self) -> str:
-        """The operation of the traced program that it is from."""
+        """The traced program's operation."""
         return self.attribute(r'op_name="([^"]*)"') or ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A module."""
+    """An HLO module."""
 
     entry: str
     computations: dict[str, dict[str, Instruction]]
-    share: float = 1.0  # of their longest length that loops run whose length depends on data
+    share: float = 1.0  # assumed share of iterations in data-dependent loops
 
     def executed(self) -> Iterator[tuple[str, Instruction, int]]:
-        """(computation, instruction, executions) outside of fusions: of the entry, and of what it calls, loops too."""
+        """Yields (computation, instruction, executions) outside of fusions, from the entry on, loops included."""
         for name, times in self._times().items():
             for one in self.computations[name].values():
                 yield name, one, times
 
     def inside(self, one: Instruction) -> Iterator[Instruction]:
-        """The instructions of the computations that a fusion, or what is wrapped, calls."""
+        """Yields the instructions of the computations that a fusion or wrapper calls."""
         for name in one.called:
             for inner in self.computations.get(name, {}).values():
                 yield inner
@@ -99,16 +99,16 @@ class Program:
                     yield from self.inside(inner)
 
     def shapes_of(self, computation: str, one: Instruction) -> list[tuple[Shape, ...]]:
-        """The shapes of an instruction's operands."""
+        """Returns the shapes of an instruction's operands."""
         here = self.computations[computation]
         return [here[name].shapes if name in here else () for name in one.operands]
 
     def unknown_loops(self) -> list[str]:
-        """Loops of which nothing states a trip count; they count once."""
+        """Returns the loops without a known trip count; they count once."""
         return [one.name for _, one, _ in self.executed() if one.opcode == "while" and self.trips(one) is None]
 
     def trips(self, loop: Instruction) -> int | None:
-        """How often a loop's body runs in one execution: as XLA or its condition states, else by what it slices."""
+        """Returns a loop's trip count: from XLA or its condition, else from the array that it slices."""
         stated = loop.attribute(r'known_trip_count":\{"n":"(\d+)"')
         if stated is not None:
             return int(stated)
@@ -119,7 +119,7 @@ class Program:
         return found
 
     def _sliced(self, body: str) -> int | None:
-        """N where each turn takes one entry of an s32 [N, ...], as the loop over the tokens of a mask does."""
+        """Returns N where each iteration slices an s32 [N, ...], as the loop over a mask's tokens does."""
         found = set()
         for name, lines in self._with_fusions(body):
             for one in lines.values():
@@ -130,7 +130,7 @@ class Program:
         return found.pop() if len(found) == 1 else None
 
     def _with_fusions(self, name: str) -> Iterator[tuple[str, dict[str, Instruction]]]:
-        """A computation and those that its fusions call."""
+        """Yields a computation and the ones in its fusions."""
         lines = self.computations.get(name, {})
         yield name, lines
         for one in lines.values():
@@ -138,7 +138,7 @@ class Program:
                 yield from self._with_fusions(inner)
 
     def _bound(self, condition: str) -> int | None:
-        """N of the one comparison `i < N` that a condition makes; the index of such a loop begins at 0."""
+        """Returns N of a condition's only comparison, `i < N`; the index of such a loop begins at 0."""
         lines = list(self.computations.get(condition, {}).values())
         every = [*lines, *(inner for one in lines if one.opcode in WRAPS for inner in self.inside(one))]
         limits = {int(v) for one in every if one.opcode == "constant" and (v := one.attribute(r"^(\d+)\)"))}
@@ -148,7 +148,7 @@ class Program:
         return None
 
     def _times(self) -> dict[str, int]:
-        """How often each computation outside of fusions runs in one execution of the program."""
+        """Counts the executions of each computation outside of fusions."""
         times: collections.Counter[str] = collections.Counter()
 
         def visit(name: str, count: int) -> None:
@@ -158,7 +158,7 @@ class Program:
                     body = one.attribute(r"body=%?([\w.\-]+)")
                     if body in self.computations:
                         visit(body, count * (self.trips(one) or 1))
-                elif one.opcode in ("call", "conditional"):  # of a conditional's branches all count: the most there is
+                elif one.opcode in ("call", "conditional"):  # all branches of a conditional count: an upper bound
                     for inner in one.called:
                         if inner in self.computations:
                             visit(inner, count)
@@ -171,7 +171,7 @@ WRAPS = ("fusion", "async-start", "call")
 
 
 def parse(text: str, share: float = 1.0) -> Program:
-    """A module's text as data; ValueError where it has no entry."""
+    """Parses a module's text; raises ValueError if it has no entry."""
     computations: dict[str, dict[str, Instruction]] = {}
     here: dict[str, Instruction] | None = None
     entry = None
@@ -218,7 +218,7 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def _closing(text: str, at: int) -> int:
-    """Where the parenthesis that opens at `at` has closed."""
+    """Returns the end of the parenthesis that opens at `at`."""
     depth = 0
     for found in re.finditer(r"[()]", text[at:]):
         depth += 1 if found[0] == "(" else -1

@@ -1,4 +1,4 @@
-"""Machines by the names that people use, with their vendors' figures: the one table of assumed rates.
+"""Machines by their common names, with the vendors' figures: the one table of assumed rates.
 
     parse("8xH100")       eight GPUs of one host
     parse("4x8xH100")     four such hosts
@@ -20,18 +20,18 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One JAX device; rates in bytes/s, of one direction."""
+    """One JAX device; rates in bytes/s, in one direction."""
 
     kind: str  # as JAX calls it
     platform: str  # 'gpu' or 'tpu'
     memory: int  # bytes that programs may use
     hbm: float  # bandwidth of its memory
-    link: float  # of a GPU to the others of its host; of a TPU along one axis of the torus, one way
+    link: float  # of a GPU to the others of its host; of a TPU along one torus axis, one way
     network: float  # of a device to other hosts (GPU) or slices (TPU)
     source: str  # of the figures
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s of dense products, the vendor's figure."""
+        """Returns the vendor's FLOP/s of dense products."""
         found = devices.known_peak(self.kind, dtype)
         assert found is not None, self.kind
         return found
@@ -39,7 +39,7 @@ class Chip:
 
 @dataclasses.dataclass(frozen=True)
 class Gpu(Chip):
-    """A GPU, with what XLA's GPU compiler asks of it beside."""
+    """A GPU, with the figures of XLA's GPU compiler."""
 
     capability: tuple[int, int] = (0, 0)
     cores: int = 0  # streaming multiprocessors
@@ -56,9 +56,9 @@ class Tpu(Chip):
     """A TPU chip."""
 
     dimensions: int = 2  # of its torus
-    wrapped: int = 16  # chips along an axis from which on it closes to a ring
-    cores: int = 1  # that its name counts for a chip
-    topology: str = ""  # as libtpu calls it
+    wrapped: int = 16  # chips from which on an axis closes to a ring
+    cores: int = 1  # counted per chip in a slice's name
+    topology: str = ""  # libtpu's name
 
 
 _NVLINK = "NVIDIA's data sheet; one direction of NVLink; network: 400 Gb/s a GPU, as in DGX H100"
@@ -67,7 +67,7 @@ _PCIE = "NVIDIA's data sheet; PCIe 4.0 x16; network: 100 Gb/s a host, assumed"
 
 
 def _gpu(kind: str, total: int, hbm: float, link: float, network: float, source: str, **more: object) -> Gpu:
-    # By default JAX's allocator takes three quarters of a GPU; a run beside servers has another share.
+    # By default JAX's allocator takes three quarters of a GPU; next to servers the share differs.
     return Gpu(kind, "gpu", total, hbm, link, network, source, total=total, **more)  # type: ignore[arg-type]
 
 
@@ -101,14 +101,14 @@ TPUS: dict[str, Tpu] = {
     "v6e": Tpu("TPU v6 lite", "tpu", int(31.25 * GIB), 1.64e12, 90e9, 12.5e9, _BOOK, topology="v6e"),
 }  # fmt: skip
 
-# Shares of the vendors' rates that programs are assumed to reach; the bound on MFU assumes all of them.
+# Shares of the vendors' rates that programs are assumed to reach; the MFU bound assumes full rates.
 EFFICIENCY = {
     "compute": (0.75, "assumed: large bfloat16 products of XLA on H100 and v5e"),
     "hbm": (0.85, "assumed: long streams"),
     "links": (0.8, "assumed: large messages of NCCL, and of ICI"),
 }
 
-# Bytes/s between a device and its host's memory, of models and optimizers that are offloaded.
+# Bytes/s between a device and its host's memory, for offloaded models and optimizers.
 HOST = (25e9, "assumed: half of PCIe 5.0 x16, as all devices of a host copy together")
 
 _FLAT = {1: (1, 1), 4: (2, 2), 8: (2, 4), 16: (4, 4), 32: (4, 8), 64: (8, 8), 128: (8, 16), 256: (16, 16)}
@@ -116,7 +116,7 @@ _FLAT = {1: (1, 1), 4: (2, 2), 8: (2, 4), 16: (4, 4), 32: (4, 8), 64: (8, 8), 12
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """A number of such devices and how they stand together."""
+    """A number of identical devices and their topology."""
 
     name: str
     chip: Chip
@@ -126,7 +126,7 @@ class Machine:
 
     @property
     def devices(self) -> int:
-        """All of them."""
+        """Number of devices."""
         return self.groups * self.each
 
     def __str__(self) -> str:
@@ -134,7 +134,7 @@ class Machine:
 
 
 def known() -> str:
-    """Examples of names, for errors and --help."""
+    """Returns example names, for errors and --help."""
     gpus = ", ".join(GPUS)
     return (
         f"{gpus} (8xH100: a host of eight, 4x8xH100: four hosts), v4-8, v5e-16, v5p-64, v6e-8 (2xv6e-256: two slices)"
@@ -142,7 +142,7 @@ def known() -> str:
 
 
 def parse(name: str) -> Machine:
-    """The machine of that name; UserError with the known ones."""
+    """Parses a machine's name; raises UserError with the known ones."""
     found = re.fullmatch(r"(?:(\d+)x)?(?:(\d+)x)?([A-Za-z][\w\-]*)", name.strip())
     counts = [int(n) for n in found.groups()[:2] if n] if found else []
     if found is None or 0 in counts:
@@ -163,10 +163,10 @@ def parse(name: str) -> Machine:
 
 
 def _torus(tpu: Tpu, size: int) -> tuple[int, ...] | None:
-    """The shape of a slice by the number in its name; None where there is none of that size."""
+    """Returns a slice's shape by the number in its name; None if that size does not exist."""
     if tpu.dimensions == 2:
         return _FLAT.get(size)
-    if size % (4 * tpu.cores) or size > 1024 * tpu.cores:  # no less than a host, 2x2x1
+    if size % (4 * tpu.cores) or size > 1024 * tpu.cores:  # at least a host, 2x2x1
         return None
     chips, shape = size // tpu.cores, [2, 2, 1]
     while math.prod(shape) < chips:
@@ -175,7 +175,7 @@ def _torus(tpu: Tpu, size: int) -> tuple[int, ...] | None:
 
 
 def target_config(gpu: Gpu) -> str:
-    """The description of a GPU that XLA compiles for, as text of its GpuTargetConfigProto."""
+    """Returns XLA's GPU target description, a text GpuTargetConfigProto."""
     major, minor = gpu.capability
     return f"""
 gpu_device_info {{

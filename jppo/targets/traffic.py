@@ -1,11 +1,11 @@
-"""Bytes that a compiled program moves through a device's main memory: operands read and results written.
+"""Main-memory traffic of a compiled program: bytes of operands read and results written.
 
-A fusion reads its operands once, or only the part that it slices, and writes what it updates in place.
+A fusion reads its operands once, or only the part that it slices. Of an in-place update it writes the new part.
 """
 
 from jppo.targets.hlo import Instruction, Program, Shape
 
-# Instructions that move nothing, or whose work is counted where it is done.
+# Instructions that move nothing, or are counted elsewhere.
 FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "after-all",
     "add-dependency", "partition-id", "replica-id", "opt-barrier", "iota", "domain", "get-dimension-size",
@@ -15,7 +15,7 @@ _SLICES = ("dynamic-slice", "slice", "gather")
 
 
 def of_instruction(program: Program, computation: str, one: Instruction) -> int:
-    """Bytes read and written by one execution of an instruction outside of fusions."""
+    """Counts bytes read and written by one execution of an instruction outside of fusions."""
     if one.opcode in FREE or one.opcode.endswith("-done"):
         return 0
     operands = program.shapes_of(computation, one)
@@ -50,7 +50,7 @@ def _fusion(program: Program, one: Instruction, operands: list[tuple[Shape, ...]
 
 
 def _read(line: Instruction, users: dict[str, list[Instruction]], whole: tuple[Shape, ...]) -> int:
-    """Bytes of an operand that a fusion reads: slices of it where nothing else reads it."""
+    """Counts bytes of an operand that a fusion reads: only slices if nothing else reads it."""
     if any(shape.space for shape in whole):
         return 0
     total = 0
@@ -73,7 +73,7 @@ def _width(shapes: tuple[Shape, ...]) -> float:
 
 
 def _written(inner: dict[str, Instruction], one: Instruction) -> int:
-    """Bytes that a fusion writes: of an update in place the part that is new."""
+    """Counts bytes that a fusion writes: only the new part of in-place updates."""
     root = next(line for line in inner.values() if line.root)
     parts = [inner[name] for name in root.operands if name in inner] if root.opcode == "tuple" else [root]
     if len(parts) != len(one.shapes):

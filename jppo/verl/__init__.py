@@ -1,1 +1,1 @@
-"""A command line of verl's in jppo's words: its names, its values, its shell scripts."""
+"""Translation of verl command lines to jppo: names, values, shell scripts."""

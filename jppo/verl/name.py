@@ -1,4 +1,4 @@
-"""A name of verl's: what it is in jppo, or why it is nothing there."""
+"""One verl setting: its counterpart in jppo, or why it has none."""
 
 import dataclasses
 from typing import Any
@@ -6,15 +6,15 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Name:
-    """A key of verl's, or all keys of a pattern."""
+    """A verl key, or a pattern of keys."""
 
     key: str
-    kind: str  # same: it is a setting; needless: it has no meaning in jppo; missing: jppo has nothing of the kind
+    kind: str  # same: a jppo setting; needless: no meaning in jppo; missing: not supported
     setting: str = ""  # jppo's
-    convert: str = "as_is"  # of `values.CONVERSIONS`
-    default: Any = None  # verl's, where a script that leaves it out must get it; None: jppo's own is taken
+    convert: str = "as_is"  # a name in `values.CONVERSIONS`
+    default: Any = None  # verl's, if a script that omits the key must get it; None: jppo's own
     why: str = ""
-    off: tuple = (False, None)  # missing: values that ask for nothing
+    off: tuple = (False, None)  # missing: values that disable the feature
 
 
 def same(key: str, setting: str, default: Any = None, convert: str = "as_is", why: str = "") -> Name:

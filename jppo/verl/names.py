@@ -1,6 +1,6 @@
-"""The one table of verl's names, whose defaults are those of verl 0.9.1. A `*` in a key stands for anything.
+"""The table of verl's settings, with the defaults of verl 0.9.1. A `*` in a key matches anything.
 
-`docs/verl.md` is this table. A key may match several rows: the first counts.
+`docs/verl.md` is this table. If several rows match a key, the first counts.
 """
 
 import fnmatch
@@ -12,7 +12,7 @@ from jppo.verl.of_running import MODEL, REF, REWARD, ROLLOUT, TRAINER
 _A = "actor_rollout_ref.actor"
 TABLE: tuple[Name, ...] = (*DATA, *MODEL, *ACTOR, *CRITIC, *REF, *ROLLOUT, *ALGORITHM, *REWARD, *TRAINER)
 
-# What older versions of verl call the same thing, or what is said in two places; the beginning of a key is enough.
+# Aliases: keys of older verl versions, or second keys of one setting; a prefix of a key is enough.
 OLDER = {
     "actor_rollout_ref.actor.grad_clip": "actor_rollout_ref.actor.optim.clip_grad",
     "actor_rollout_ref.actor.optim.grad_clip": "actor_rollout_ref.actor.optim.clip_grad",
@@ -50,7 +50,7 @@ OLDER = {
 
 
 def today(key: str) -> str:
-    """The key as verl 0.9.1 spells it."""
+    """Returns the key as verl 0.9.1 spells it."""
     for old, new in OLDER.items():
         if key == old or (old.endswith(".") and key.startswith(old)):
             return new + key[len(old) :]
@@ -58,5 +58,5 @@ def today(key: str) -> str:
 
 
 def find(key: str) -> Name | None:
-    """The row of a key, as verl 0.9.1 spells it."""
+    """Returns the row of a verl 0.9.1 key."""
     return next((name for name in TABLE if fnmatch.fnmatchcase(key, name.key)), None)

@@ -1,4 +1,4 @@
-"""verl's names of data, algorithm, actor and critic."""
+"""verl's settings of data, algorithm, actor and critic."""
 
 from jppo.verl.name import missing, needless, same
 

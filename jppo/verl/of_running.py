@@ -1,4 +1,4 @@
-"""verl's names of model, reference, rollout, reward and trainer, and what it has besides."""
+"""verl's settings of model, reference, rollout, reward and trainer, and all others."""
 
 from jppo.verl.name import missing, needless, same
 

@@ -1,4 +1,4 @@
-"""One override of Hydra's, KEY=VALUE, read."""
+"""Parser of a Hydra override, KEY=VALUE."""
 
 import re
 from typing import Any
@@ -8,7 +8,7 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
 def read_value(text: str) -> Any:
-    """The value as Hydra's grammar has it: null, numbers, booleans, quoted or bare text, lists and dicts of these."""
+    """Parses a value by Hydra's grammar: null, numbers, booleans, quoted or bare text, lists and dicts."""
     text = text.strip()
     if text in _WORDS:
         return _WORDS[text]
@@ -25,14 +25,14 @@ def read_value(text: str) -> Any:
 
 
 def flat(key: str, value: Any) -> dict[str, Any]:
-    """A dict's entries as keys of their own."""
+    """Flattens a dict to dotted keys."""
     if not isinstance(value, dict) or not value:
         return {key: value}
     return {k: v for name, inner in value.items() for k, v in flat(f"{key}.{name}", inner).items()}
 
 
 def _parts(text: str) -> list[str]:
-    """What commas separate, but for those in quotes and brackets."""
+    """Splits at commas outside quotes and brackets."""
     parts, depth, quote = [""], 0, ""
     for character in text:
         if quote:

@@ -1,4 +1,4 @@
-"""The table of names as Markdown: what docs/verl.md ends with."""
+"""The table of verl's settings as Markdown, for docs/verl.md."""
 
 import textwrap
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ WIDTH = 120
 
 
 def names() -> str:
-    """All rows: settings, what has no meaning, what is not supported, older names."""
+    """Formats all rows: settings, needless keys, unsupported keys, older names."""
     parts = [
         "### Settings\n",
         *(_setting(name) for name in TABLE if name.kind == "same"),
@@ -36,7 +36,7 @@ def _setting(name: Name) -> str:
 
 
 def _grouped(kind: str) -> Iterator[str]:
-    """The rows of a kind by their reason."""
+    """Yields the rows of a kind by their reason."""
     rows = [name for name in TABLE if name.kind == kind]
     for why in dict.fromkeys(name.why for name in rows):
         yield _item(f"{why}: {', '.join(f'`{name.key}`' for name in rows if name.why == why)}")

@@ -1,4 +1,4 @@
-"""verl's overrides out of a shell script. Nothing of the script is run: words, quotes, variables and sums are read."""
+"""Reader of verl overrides in a shell script. It runs nothing: it reads words, quotes, variables and arithmetic."""
 
 import dataclasses
 import re
@@ -26,12 +26,12 @@ _ENDS = ("then", "fi", "do", "done", "esac")
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.S)
 _MAIN = re.compile(r"(^|[./])main_(ppo|dapo|\w*ppo\w*)(\.py)?$")
 _OTHER = re.compile(r"(^|[./])(fsdp_sft_trainer|sft_trainer\w*|main_generation|main_eval)(\.py)?$")
-UNREAD = "\x00"  # begins and ends what the script would have to be run for
+UNREAD = "\x00"  # marks text that only running the script could expand
 
 
 @dataclasses.dataclass
 class _Shell:
-    """What the script has said so far."""
+    """The variables that the script has set so far."""
 
     values: dict[str, str]
     arrays: dict[str, list[str]]
@@ -39,14 +39,14 @@ class _Shell:
 
 @dataclasses.dataclass(frozen=True)
 class Script:
-    """The words behind verl's module, and what was not followed."""
+    """The arguments of verl's module, and notes on unsupported syntax."""
 
     words: tuple[str, ...]
     notes: tuple[str, ...]
 
 
 def read_script(text: str, name: str, environment: Mapping[str, str]) -> Script:
-    """The overrides of the one command of verl's in the text; of a file without one, its words that are overrides."""
+    """Returns the overrides of the text's only verl command; without a command, all words that are overrides."""
     shell, found, loose, notes = _Shell(dict(environment), {}), [], [], []
     for line, words in _commands(text, shell, name):
         while words and words[0] in ("export", "declare", "local", "readonly", "env", "nohup"):
@@ -77,7 +77,7 @@ def read_script(text: str, name: str, environment: Mapping[str, str]) -> Script:
 
 
 def _commands(text: str, shell: _Shell, name: str) -> Iterator[tuple[int, list[str]]]:
-    """The commands with their lines, word by word, as the shell would see them; arrays are kept in `shell`."""
+    """Yields commands as line number and words, expanded as in a shell; stores arrays in `shell`."""
     reader = _Reader(text.replace("\r\n", "\n"), shell, name)
     while reader.at < len(reader.text):
         line = reader.line()
@@ -87,7 +87,7 @@ def _commands(text: str, shell: _Shell, name: str) -> Iterator[tuple[int, list[s
 
 
 class _Reader:
-    """A place in the text."""
+    """A position in the text."""
 
     def __init__(self, text: str, shell: _Shell, name: str):
         self.text, self.shell, self.name, self.at = text, shell, name, 0
@@ -96,7 +96,7 @@ class _Reader:
         return self.text.count("\n", 0, self.at) + 1
 
     def command(self, end: str = "\n;&|") -> list[str]:
-        """Words up to a separator."""
+        """Reads words up to a separator."""
         words: list[str] = []
         while self.at < len(self.text):
             rest = self.text[self.at :]
@@ -127,7 +127,7 @@ class _Reader:
         return words
 
     def word(self, end: str) -> list[str]:
-        """One word with its quotes taken off; of a list its entries; none of "$@" and what else is empty."""
+        """Reads a word and unquotes it; a list gives its entries, "$@" and other empty expansions nothing."""
         out, begun = [""], self.line()
         while self.at < len(self.text):
             character = self.text[self.at]
@@ -201,7 +201,7 @@ class _Reader:
         self.at += match.end()
 
     def _braces(self, out: list[str]) -> None:
-        """${NAME}, ${NAME:-else} and its like; the other forms are left unread."""
+        """Expands ${NAME}, ${NAME:-else} and similar forms; leaves others unread."""
         depth, end = 0, self.at
         for mark in re.finditer(r"\$\{|\}", self.text[self.at :]):
             depth, end = depth + (1 if mark[0] == "${" else -1), self.at + mark.end()

@@ -1,4 +1,4 @@
-"""verl's overrides to jppo's settings, with what became of each of them."""
+"""Translates verl's overrides to jppo's settings, with an account of each."""
 
 import contextlib
 import dataclasses
@@ -12,30 +12,30 @@ from jppo.verl.overrides import flat, read_value
 from jppo.verl.script import UNREAD
 from jppo.verl.values import CONVERSIONS, FOLLOWING, Moot, Unfit
 
-PATHS = ("model.path", "data.train_files", "data.val_files")  # settings that the base gives where verl's line does not
+PATHS = ("model.path", "data.train_files", "data.val_files")  # from the base config, if verl's line omits them
 
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """What became of one override."""
+    """The result of one override."""
 
-    said: str  # KEY=VALUE, as it was given
+    said: str  # KEY=VALUE, as given
     kind: str  # same, needless, missing or unknown
-    why: str  # of same: jppo's SETTING=VALUE
+    why: str  # for same: jppo's SETTING=VALUE
 
 
 @dataclasses.dataclass(frozen=True)
 class Translation:
-    """jppo's settings, and the account of verl's."""
+    """jppo's settings, and the account of verl's overrides."""
 
     settings: dict[str, Any]
-    given: frozenset[str]  # those of them that the overrides ask for; the others are verl's defaults
+    given: frozenset[str]  # set by overrides; the others are verl's defaults
     lines: tuple[Line, ...]
     notes: tuple[str, ...]
 
 
 def translate(words: Iterable[str]) -> Translation:
-    """Of several overrides of one key the last counts, as in Hydra."""
+    """Translates overrides. The last one of a key wins, as in Hydra."""
     values, said, lines = _read(words)
 
     def look(key: str) -> Any:
@@ -64,7 +64,7 @@ def translate(words: Iterable[str]) -> Translation:
 
 
 def _read(words: Iterable[str]) -> tuple[dict[str, Any], dict[str, str], list[Line]]:
-    """Values and spellings by verl's keys of today, and the words that are no override."""
+    """Returns values and spellings by current verl key, and lines on words that are no override."""
     values: dict[str, Any] = {}
     said: dict[str, str] = {}
     lines = []
@@ -79,7 +79,7 @@ def _read(words: Iterable[str]) -> tuple[dict[str, Any], dict[str, str], list[Li
         else:
             for name, value in flat(key.lstrip("+"), read_value(text)).items():
                 now = today(name)
-                values.pop(now, None)  # in the order of what counts
+                values.pop(now, None)  # order of the last overrides
                 values[now], said[now] = value, f"{key}={text}" if name == key.lstrip("+") else f"{name}={value}"
     _gather(values, said, "data.apply_chat_template_kwargs")
     _interpolate(values)
@@ -97,7 +97,7 @@ def _read(words: Iterable[str]) -> tuple[dict[str, Any], dict[str, str], list[Li
 
 
 def _gather(values: dict[str, Any], said: dict[str, str], key: str) -> None:
-    """Overrides of the entries of a dict, as one value of `key`."""
+    """Merges overrides of a dict's entries into one value of `key`."""
     entries = [name for name in values if name.startswith(f"{key}.")]
     if entries:
         said[key] = " ".join(said[name] for name in entries)
@@ -105,7 +105,7 @@ def _gather(values: dict[str, Any], said: dict[str, str], key: str) -> None:
 
 
 def _interpolate(values: dict[str, Any]) -> None:
-    """${KEY}, where another key's value is all of it."""
+    """Expands values that are just ${KEY}."""
     for key, value in values.items():
         named = value.strip(UNREAD) if isinstance(value, str) else ""
         if named.startswith("${") and named.endswith("}") and (other := today(named[2:-1])) != key and other in values:
@@ -113,7 +113,7 @@ def _interpolate(values: dict[str, Any]) -> None:
 
 
 def _account(key: str, value: Any, said: str, look: Any) -> tuple[Line, str, Any]:
-    """The line of an override, and the setting with its value where there is one."""
+    """Returns an override's line, and its setting and value if there is one."""
     name = find(key)
     if name is None:
         return Line(said, "unknown", "no name of verl's that jppo knows of; it is left out"), "", None

@@ -1,4 +1,4 @@
-"""verl's values as jppo's. A conversion sees the value and, by `look`, those of other keys, verl's defaults too."""
+"""Conversions of verl's values. `look` returns other keys' values, verl's defaults included."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,25 +15,25 @@ Look = Callable[[str], Any]
 
 
 class Moot(Exception):
-    """The value has no meaning beside the others; the message says why."""
+    """A value without meaning given the others; the message says why."""
 
 
 class Unfit(Exception):
-    """jppo has nothing of the kind; the message names the nearest."""
+    """A feature that jppo lacks; the message names the nearest one."""
 
 
 def longest(look: Look) -> int:
-    """Tokens of the longest prompt and response."""
+    """Returns the maximum tokens of prompt plus response."""
     return look("data.max_prompt_length") + look("data.max_response_length")
 
 
 def on_each(look: Look, sequences: int) -> int:
-    """Tokens of so many of the longest, on each of the devices that share a row."""
+    """Returns each device's tokens of `sequences` of the longest, divided by sequence parallelism."""
     return -(-sequences * longest(look) // (look(f"{A}.ulysses_sequence_parallel_size") or 1))
 
 
 def reward_model(look: Look) -> bool:
-    """Whether there is one that scores by itself."""
+    """Whether a reward model alone gives the score."""
     return bool(look(f"{RM}.enable") and not look(f"{FUNCTION}.path"))
 
 
@@ -42,7 +42,7 @@ def off_or(value: Any, usual: Any) -> Any:
 
 
 def need(value: Any, truth: Any, why: str) -> Any:
-    """The value where that is so, and it is given."""
+    """Returns the value if the condition holds and it is set; else raises Moot."""
     if not truth:
         raise Moot(why)
     if value is None:
@@ -213,7 +213,7 @@ CONVERSIONS: dict[str, Callable[[Any, Look], Any]] = {
 
 
 def _room(look: Look) -> int | None:
-    """verl refuses a run that says nothing of micro-batches; jppo's default must hold the longest then."""
+    """Returns a default that holds the longest sequence if no micro-batch size is set, where verl refuses to run."""
     said = look(f"{A}.use_dynamic_bsz") or any(
         look(f"{A}.{name}") for name in ("ppo_micro_batch_size_per_gpu", "ppo_micro_batch_size")
     )
@@ -234,7 +234,7 @@ def _data_axis(look: Look) -> int:
     return 1 if look(f"{A}.fsdp_config.fsdp_size") == -1 else -1
 
 
-# Settings that follow from several keys, with why; None: jppo's own default is taken.
+# Settings that follow from several keys, and why; None: jppo's own default.
 FOLLOWING: dict[str, tuple[Callable[[Look], Any], str]] = {
     "actor.max_tokens_per_device": (_room, "nothing is said of micro-batches"),
     "mesh.data": (_data_axis, "fsdp_size=-1 has the model in as many parts as there are devices"),
