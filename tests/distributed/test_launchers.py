@@ -83,15 +83,8 @@ def test_a_coordinator_that_does_not_answer_has_a_deadline():
 
 
 def test_the_coordinator_listens_at_the_address_that_is_named(capsys):
-<<<<<<< HEAD:tests/distributed/test_launchers.py
     assert launchers._listening_at(Place(2, 0, "127.0.0.1:1234")) == "127.0.0.1:1234"
     assert launchers._listening_at(Place(2, 0, "localhost:1234")) == "localhost:1234"
     assert launchers._listening_at(Place(2, 1, "192.0.2.1:1234")) is None and capsys.readouterr().err == ""
     assert launchers._listening_at(Place(2, 0, "192.0.2.1:1234")) is None  # an example's address: not ours
-=======
-    assert joining._listening_at(Place(2, 0, "127.0.0.1:1234")) == "127.0.0.1:1234"
-    assert joining._listening_at(Place(2, 0, "localhost:1234")) == "localhost:1234"
-    assert joining._listening_at(Place(2, 1, "192.0.2.1:1234")) is None and capsys.readouterr().err == ""
-    assert joining._listening_at(Place(2, 0, "192.0.2.1:1234")) is None  # an example's address: not ours
->>>>>>> words:tests/io/test_joining.py
     assert "192.0.2.1 is not an address of host 0 itself" in capsys.readouterr().err
