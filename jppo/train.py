@@ -189,7 +189,7 @@ def learn(run: Run, begun: Begun) -> TrainState:
 
 
 def save(run: Run, now: TrainState, place: dict[str, Any], metrics: dict[str, float], **more: Any) -> None:
-    """Starts writing a checkpoint; raises NonFinite if the models are no state to resume from."""
+    """Starts writing a checkpoint; raises NonFinite if a model has NaN or infinities."""
     with run.timer("save"):
         run.match.require_finite(run.learner, now)
         run.logger.sync()

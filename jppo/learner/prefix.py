@@ -27,7 +27,7 @@ class Part:
 def groups(trajectories: Sequence[Trajectory], entries: Sequence[int], most: tuple[int, int]) -> list[Part]:
     """Groups the trajectories that have entries by prompt.
 
-    `most` are the most entries of a shared prompt, and of a sample, that attention supports. A longer common
+    `most` are attention's limits on the entries of a shared prompt and of a sample. A longer common
     beginning, such as an environment's opening text, is shared up to there. If a sample has more entries of its own,
     each is alone.
     """

@@ -1,7 +1,7 @@
 """Offloading of arrays to host memory; they move to their devices while in use.
 
-An array's memory kind says whether it is offloaded. `to_device` returns arrays that are already there unchanged; users
-call it first, so that no program gets an offloaded array.
+An array's memory kind says whether it is offloaded. `to_device` returns arrays that are already there unchanged.
+It is called before each use, so that no program gets an offloaded array.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ def waits(array: Any) -> bool:
 
 
 def to_host(tree: Any) -> Any:
-    """Offloads the arrays to host memory, each shard at its device; the same bits."""
+    """Offloads the arrays to host memory, shard by shard; the same bits."""
     return jax.tree.map(_to_host, tree)
 
 
