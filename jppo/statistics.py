@@ -1,7 +1,7 @@
 """Statistics of n samples per prompt, such as pass@k and maj@k: means over prompts, with standard errors.
 
 Numpy on the host, no jax: scores are a few floats a prompt and come ragged. Every estimate is the mean over all ways
-to choose k of the n samples, computed by counting, not drawn; so it is unbiased for k fresh samples. A prompt with
+to choose k of the n samples, computed by counting, not drawn. So it is unbiased for k fresh samples. A prompt with
 fewer than k samples is left out for k.
 """
 

@@ -8,9 +8,9 @@ Letters used in every shape comment of the project:
                                     tokens of a response
 
 The alignment rule: entry t of every [R, T] array is about emitting `targets[:, t]` after reading
-`inputs[:, :t + 1]`: its log-probability, mask and reward, and the value of the state before it. The shift
-by one is made once, in `learner/packing.py`; no later line slices by one. Column k of every [B, L] array is about
-emitting the k-th token of the response, which begins with the first sampled token.
+`inputs[:, :t + 1]`. It is that token's log-probability, mask or reward, or the value of the state before it. The
+shift by one is made once, in `learner/packing.py`; no later line slices by one. Column k of every [B, L] array is
+about emitting the k-th token of the response, which begins with the first sampled token.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ class Prompt:
 
     uid: str  # the same for all samples of one prompt; unique within a file set
     data_source: str  # name of the grader
-    messages: str | list[dict[str, str]]  # text or chat messages, with the system prompt of the settings
+    messages: str | list[dict[str, str]]  # text or chat messages, with the settings' system prompt
     ids: np.ndarray  # [P] i32, after the chat template
     ground_truth: str
     extra: dict[str, Any]  # the row's other columns

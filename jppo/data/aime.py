@@ -1,7 +1,7 @@
 """AIME as a test: `python -m jppo.data.aime --from downloads/aime --out data/aime_2024`
 
-downloads/aime holds BytedTsinghua-SIA/AIME-2024 (rows of verl's layout, each question 32 times), or rows with
-`problem` and `answer` in any letter case, as in HuggingFaceH4/aime_2024, Maxwell-Jia/AIME_2024 and math-ai/aime25.
+downloads/aime holds BytedTsinghua-SIA/AIME-2024 (rows of verl's layout, each question 32 times). Or it has
+rows with `problem` and `answer` in any letter case: HuggingFaceH4/aime_2024, Maxwell-Jia/AIME_2024, math-ai/aime25.
 These get DAPO's prompt and the data source `aime`. The command writes test.parquet with each question once:
 rollout.val_kwargs.n asks it several times.
 """

@@ -47,7 +47,7 @@ def compare(
 ) -> tuple[list[Reward], np.ndarray, np.ndarray | None]:
     """Returns the rewards, the groups [B] and the greedy responses' scores [B], for `n` consecutive samples per prompt.
 
-    A sample becomes unusable without a baseline: its prompt's greedy response was not graded, or, where samples are
+    A sample without a baseline becomes unusable. Then its prompt's greedy response was not graded, or, if samples are
     `compared`, no other sample of its prompt was.
     """
     group = groups(np.array([r.unusable is not None for r in rewards]), n)

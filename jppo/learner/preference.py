@@ -2,7 +2,7 @@
 
 A pair's loss needs both of its scores, and the packer puts each half where it fits. So the first pass computes all
 scores without a gradient. Then come the loss and its slope by every score, g = dL/dr. The second pass computes,
-micro-batch by micro-batch, the gradient of Σ g r with g held fixed, which by the chain rule is the gradient of L. Loss
+micro-batch by micro-batch, the gradient of Σ g r with g held fixed: by the chain rule, the gradient of L. Loss
 and gradient do not depend on how the batch is cut. The price is one more forward pass.
 """
 

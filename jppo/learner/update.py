@@ -201,7 +201,7 @@ def make_apply(
     """(params, optimizer state, carry, step, learns) -> the next two, the gradient norm before clipping, the rate.
 
     A non-finite loss or gradient leaves both unchanged and counts as `skipped`. So does a mini-batch without a token to
-    learn from (`learns` is False), which counts as `empty`: AdamW would decay the weights and move them by momentum.
+    learn from (`learns` is False), counted as `empty`. AdamW would decay the weights and move them by momentum.
     """
 
     def apply(params: Params, opt: Any, carry: Carry, step: Array, learns: Any = True):

@@ -1,6 +1,6 @@
 """FLOP of a model's passes, for MFU and benchmarks.
 
-Counted for whole sequences of real tokens: every matrix product, each pair of a query and a key that it sees, and the
+Counted for whole sequences of real tokens: matrix products, pairs of a query and a key that it sees, and the
 language head where it is read. A multiplication and an addition are two. Not counted: padding, the masked half of
 attention, and recomputation in the backward pass. Nor are norms, activations, embedding look-ups, and the one column
 of a value head.

@@ -30,8 +30,8 @@ def lookup(table: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
 def make_lookup(mesh: Mesh | None) -> Lookup:
     """Makes the same for a table whose D and V the mesh shards, and tokens sharded as rows.
 
-    A device reads its columns of the table for the tokens of all devices that share it, then exchanges them for all
-    columns of its own tokens. XLA alone would gather the table or all activations.
+    A device reads its columns of the table for the tokens of all devices that share it. It then exchanges them for
+    all columns of its own tokens. XLA alone would gather the table or all activations.
     """
     if mesh is None or mesh.size == 1:
         return lookup

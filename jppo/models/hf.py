@@ -222,7 +222,7 @@ def hf_tensors(
     """Yields a model's tensors under HF's names, in the order of `hf_shapes`; a tied matrix once, as the embedding.
 
     Adapters are merged. Each tensor is made on the device, in `dtype` (None: unchanged), and fetched while earlier ones
-    are used: `AHEAD` bytes, or the largest tensor and one more, are in flight.
+    are used. `AHEAD` bytes, or the largest tensor and one more, are in flight.
     """
     coming: deque[tuple[str, jax.Array]] = deque()
     for name, tensor in _on_device(model, cfg, head, dtype):
