@@ -1,4 +1,4 @@
-"""The errors that every part of jppo may raise, and how they reach a terminal."""
+"""Errors that every part of jppo may raise, and their form in a terminal."""
 
 import re
 
@@ -10,10 +10,10 @@ class UserError(Exception):
 
 
 def escaped(text: str) -> str:
-    """The text with control characters of a terminal written as \\x1b and the like; lines and tabs stay."""
+    """Escapes a terminal's control characters as \x1b and the like; lines and tabs stay."""
     return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode("ascii"), text)
 
 
 def one_line(error: BaseException) -> str:
-    """The text of an error as a command prints it."""
+    """Returns the text of an error as a command prints it."""
     return escaped(f"error: {error}").replace("\n", "\\n")

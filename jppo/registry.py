@@ -1,7 +1,7 @@
-"""Parts that a setting chooses by name: advantage estimators, policy losses, graders, tools, engines, optimizers.
+"""Registries of parts by name: advantage estimators, policy losses, graders, tools, engines, optimizers.
 
-A registry knows jppo's own parts by name. A user-defined part is named by where it is, 'path.py:name' or 'module:name';
-an installed package may also register names, as entry points of the group `jppo.<group>`.
+A registry knows jppo's own parts by name. A user-defined part is named by its place, 'path.py:name' or 'module:name'.
+An installed package may also register names, as entry points of the group `jppo.<group>`.
 """
 
 import difflib
@@ -25,15 +25,15 @@ class Registry(Mapping[str, T], Generic[T]):
     """Parts of one kind by name: jppo's own, and those of installed packages."""
 
     def __init__(self, group: str, own: dict[str, T] | str, *, returns: str = ""):
-        """`own` may be the name 'module:name' of a dict, imported when a part is looked up.
+        """Takes jppo's own parts, or the name 'module:name' of a dict, imported when a part is looked up.
 
-        `returns` is the class, 'module:name', of what the parts return; `make` checks it.
+        `returns` is the class, 'module:name', of the parts' results; `make` checks it.
         """
         self.group, self.returns, self._own = group, returns, own
 
     @functools.cached_property
     def own(self) -> dict[str, T]:
-        """jppo's own parts."""
+        """Returns jppo's own parts."""
         if isinstance(self._own, dict):
             return self._own
         module, _, name = self._own.partition(":")
@@ -61,7 +61,7 @@ class Registry(Mapping[str, T], Generic[T]):
         return part
 
     def find(self, spec: str, setting: str) -> T:
-        """The part that `spec` names, else a UserError that begins with the setting."""
+        """Returns the part named `spec`; raises a UserError that begins with the setting."""
         if spec in self:
             return self[spec]
         if ":" not in spec:
@@ -74,7 +74,7 @@ class Registry(Mapping[str, T], Generic[T]):
         return part
 
     def make(self, spec: str, setting: str, values: Mapping[str, object]) -> object:
-        """Calls the part that `spec` names with those of the settings' `values` that its parameters name."""
+        """Calls the part named `spec` with the settings in `values` that its parameters name."""
         part = self.find(spec, setting)
         assert callable(part)
         said_as = f"{setting}={spec!r}"
@@ -102,13 +102,13 @@ class Registry(Mapping[str, T], Generic[T]):
 
 
 def did_you_mean(word: str, known: Collection[str]) -> str:
-    """The end of an error about an unknown word: the nearest of those known, or nothing."""
+    """Returns the end of an error about an unknown word: the nearest known one, or nothing."""
     near = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def resolve(spec: str, setting: str) -> Any:
-    """The callable that 'path.py:name' or 'module:name' names, else a UserError that begins with `setting`."""
+    """Imports the callable 'path.py:name' or 'module:name'; raises a UserError that begins with `setting`."""
     place, colon, name = spec.rpartition(":")
     said_as = f"{setting}={spec!r}"
     by_path = place.endswith(".py")
@@ -127,7 +127,7 @@ def resolve(spec: str, setting: str) -> Any:
 
 
 def user_module(path: pathlib.Path, said_as: str) -> ModuleType:
-    """The user's file as a module; it runs once, and again where it has changed. `said_as` begins the error."""
+    """Imports the user's file as a module, once, and again after a change. `said_as` begins the error."""
     if not path.is_file():
         raise UserError(f"{said_as}: no file {path}; give the path of a Python file")
     try:
@@ -153,5 +153,5 @@ def _import(name: str, said_as: str) -> ModuleType:
 
 
 def said(error: BaseException) -> str:
-    """The error's type and the first line of its message."""
+    """Returns the error's type and the first line of its message."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

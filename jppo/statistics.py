@@ -1,8 +1,8 @@
-"""What n samples of each prompt say of a policy that may answer k times: means over prompts, with standard errors.
+"""Statistics of n samples per prompt, such as pass@k and maj@k: means over prompts, with standard errors.
 
-Numpy on the host, no jax: scores are a few floats a prompt and come ragged. Every estimate is what k of the n samples
-would have given on average over all ways to choose the k, worked out by counting, not drawn; so it is unbiased for k
-fresh samples. A prompt with fewer than k samples says nothing of k.
+Numpy on the host, no jax: scores are a few floats a prompt and come ragged. Every estimate is the mean over all ways
+to choose k of the n samples, computed by counting, not drawn. So it is unbiased for k fresh samples. A prompt with
+fewer than k samples is left out for k.
 """
 
 import collections
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-PASS = 1.0 - 1e-9  # the score from which on a response is right: a sum of weighted parts may round
+PASS = 1.0 - 1e-9  # the lowest score of a right response: a sum of weighted parts may round
 
 
 class Estimate(NamedTuple):
@@ -25,14 +25,14 @@ class Estimate(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """What is known of the samples of one prompt."""
+    """The scores and answers of one prompt's samples."""
 
     scores: Sequence[float]
-    answers: Sequence[str | None]  # '': it has none; None: nobody looked for one
+    answers: Sequence[str | None]  # '': no answer; None: the grader looks for none
 
 
 def mean(values: Sequence[float]) -> Estimate:
-    """The mean of one value a prompt, and the deviation of that mean: s / √N with s over N - 1."""
+    """Returns the mean of one value a prompt, and its standard error: s / √N with s over N - 1."""
     x = np.asarray(values, np.float64)
     if len(x) == 0:
         return Estimate(math.nan, math.nan, 0)
@@ -47,20 +47,20 @@ def pass_at(scores: Sequence[float], k: int) -> float:
 
 
 def best_at(scores: Sequence[float], k: int) -> float:
-    """The best score of k of the n samples: Σ_i C(i - 1, k - 1) x_(i) / C(n, k), x_(1) <= x_(2) <= ..."""
+    """The expected best score of k of the n samples: Σ_i C(i - 1, k - 1) x_(i) / C(n, k), x_(1) <= x_(2) <= ..."""
     ways = math.comb(len(scores), k)
     return math.fsum(math.comb(i, k - 1) / ways * score for i, score in enumerate(sorted(scores)))
 
 
 def worst_at(scores: Sequence[float], k: int) -> float:
-    """The worst score of k of the n samples."""
+    """The expected worst score of k of the n samples."""
     return -best_at([-score for score in scores], k)
 
 
 def maj_at(samples: Samples, k: int) -> float:
-    """The score of the answer that most of k of the n samples give; among answers with as many, of any alike.
+    """The expected score of the most common answer of k of the n samples; ties are split evenly.
 
-    Samples without an answer have no vote, and count where none of the k has one. Samples that give the same answer
+    Samples without an answer have no vote, and count only if none of the k has one. Samples with the same answer
     may differ in score: it has their mean.
     """
     of_answer: dict[str, list[float]] = collections.defaultdict(list)
@@ -75,11 +75,11 @@ def maj_at(samples: Samples, k: int) -> float:
     return total + none * math.fsum(silent) / len(silent)
 
 
-@functools.lru_cache(maxsize=2**16)  # prompts with as many samples mostly split in a few ways
+@functools.lru_cache(maxsize=2**16)  # prompts with equally many samples mostly split in a few ways
 def wins(counts: tuple[int, ...], silent: int, k: int) -> dict[int, float]:
-    """The chance of an answer that c samples give to win a vote of k, for each c in `counts`.
+    """Returns the chance of an answer that c samples give to win a vote of k, for each c in `counts`.
 
-    The votes of answers are independent binomial draws, given that they add up to k: their product is a polynomial
+    The votes of answers are independent binomial draws, given that they add up to k. Their product is a polynomial
     in votes and ties, and a tie of t + 1 answers is split evenly.
     """
     n = sum(counts) + silent
@@ -104,7 +104,7 @@ def wins(counts: tuple[int, ...], silent: int, k: int) -> dict[int, float]:
 
 
 def _times(product: np.ndarray, pmf: np.ndarray, votes: int) -> np.ndarray:
-    """The product with one answer more, which has fewer votes or is tied."""
+    """Multiplies the product by one more answer, which has fewer votes or is tied."""
     out = np.zeros_like(product)
     for i in range(min(votes + 1, len(pmf), len(product))):
         tied = int(i == votes)
@@ -113,20 +113,20 @@ def _times(product: np.ndarray, pmf: np.ndarray, votes: int) -> np.ndarray:
 
 
 def _binomial(n: int, p: float) -> np.ndarray:
-    """By logarithms: C(n, i) itself may be too large for a float."""
+    """Computes by logarithms: C(n, i) itself may be too large for a float."""
     ways = [math.lgamma(n + 1) - math.lgamma(i + 1) - math.lgamma(n - i + 1) for i in range(n + 1)]
     return np.exp([w + i * math.log(p) + (n - i) * math.log1p(-p) for i, w in enumerate(ways)])
 
 
 def ladder(n: int) -> list[int]:
-    """2, 4, 8 ... below n, and n: how often a policy may answer; nothing where it answers once."""
+    """Returns the values of k: 2, 4, 8 ... below n, and n; nothing for n = 1."""
     return [2**i for i in range(1, n.bit_length()) if 2**i < n] + [n] * (n > 1)
 
 
 def summarise(prompts: Sequence[Samples], n: int) -> dict[str, Estimate]:
-    """`score`, and with n > 1 `pass@k` from 1 on and `best@k`, `worst@k` and `maj@k` from 2 on, k up to n.
+    """Summarises `score`, and with n > 1 `pass@k` from 1 on and `best@k`, `worst@k` and `maj@k` from 2 on, k up to n.
 
-    Prompts without a sample are left out; so is maj@k where nobody looked for answers.
+    Prompts without a sample are left out; so is maj@k if the grader looks for no answers.
     """
     found = {"score": mean([math.fsum(s.scores) / len(s.scores) for s in prompts if s.scores])}
     if n == 1:

@@ -1,6 +1,6 @@
-"""The head of a safetensors file: eight bytes of length, and JSON of dtype, shape and place by name. Pure.
+"""The header of a safetensors file: eight bytes of length, and JSON of dtype, shape and offsets by name. Pure.
 
-The tensors' bytes follow it without a gap. `models/tensorfile.py` writes and reads such files as checkpoints,
+The tensors' bytes follow it directly. `models/tensorfile.py` writes and reads such files as checkpoints;
 `rollout/folders.py` writes them for a server.
 """
 
@@ -12,8 +12,8 @@ CODES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16
 
 
 def head(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], *, room: int = 0) -> bytes:
-    """The head, of `room` bytes or more, of a file of tensors: each a name, a dtype, a shape and a count of bytes."""
-    items: dict = {"__metadata__": {"format": "pt"}}  # transformers insists on a format; row-major is all it means
+    """Makes the header, of `room` bytes or more, for tensors given by name, dtype, shape and byte count."""
+    items: dict = {"__metadata__": {"format": "pt"}}  # transformers requires a format; it only means row-major
     end = 0
     for name, dtype, shape, count in tensors:
         first, end = end, end + count

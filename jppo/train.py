@@ -1,9 +1,9 @@
 """PPO training, read from top to bottom: python -m jppo.train --config=configs/gsm8k.py --config.actor.lr=5e-7
 
 Each step: sample with the rollout engine, grade, score, estimate advantages, update actor and critic, publish the new
-weights to the engine, log, test, save. Settings are given as --config.SECTION.NAME=VALUE; --dry_run prints them all,
-with what the run would be and the memory that it would take, and stops. --dry_run --machine=8xH100 does so for a
-machine that is not there; --json=FILE and --rollout_tokens_per_s=N belong to it.
+weights to the engine, log, test, save. Settings are given as --config.SECTION.NAME=VALUE. --dry_run prints all of them,
+the derived sizes and the estimated memory, then exits. --dry_run --machine=8xH100 does so for another machine;
+--json=FILE and --rollout_tokens_per_s=N go with it.
 """
 
 import contextlib
@@ -48,11 +48,11 @@ from jppo.validation import samples
 
 
 class Diverged(Exception):
-    """Losses or gradients that are not finite, or graders that all fail; the run cannot continue."""
+    """Non-finite losses or gradients, or failure of every grader; the run cannot continue."""
 
 
 def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, float]]:
-    """One step of PPO, all but the publish: the next state, the next place in the data, and the metrics."""
+    """Runs one PPO step except the publish; returns the next state, the next data cursor and the metrics."""
     c, learner, timer = run.c, run.learner, run.timer
     passes, recipe, policy, version = learner.passes, learner.recipe, learner.policy(now), int(now.step)
     with timer("gen"):
@@ -60,7 +60,7 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
         run.sampler.sleep()
     trajectories = drawn.trajectories
     with timer("reward"):
-        graded, baseline = drawn.grade()  # the rest of the grading, which began with the first response
+        graded, baseline = drawn.grade()  # waits for the grading, which began with the first response
     rewards, group, greedy = estimate.compare(graded, baseline, n=c.rollout.n, compared=recipe.compares)
     rewards, metrics = fresh(c, drawn, version, rewards)
     asked = [prompt for prompt in drawn.prompts for _ in range(c.rollout.n)]
@@ -93,7 +93,7 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
 
 
 def require_graded(rewards: list[Reward]) -> None:
-    """Stops the run where nothing was graded."""
+    """Raises Diverged if every grader failed."""
     if all(r.error is not None for r in rewards):
         raise Diverged(f"every grader of the step failed; the first said: {rewards[0].error}")
 
@@ -107,9 +107,9 @@ def update_models(
     timer: Timers,
     between: Callable[[TrainState], None] = lambda _: None,
 ) -> tuple[TrainState, dict[str, float]]:
-    """Actor and critic learn from the batch, each in its own mini-batches and epochs.
+    """Updates actor and critic on the batch, each with its own mini-batches and epochs.
 
-    Between the two updates `between` sees the step's state, whose policy is what it will be.
+    `between` is called between the two updates with the step's state, whose policy is final.
     """
 
     def minis(section: ConfigDict, size: int, model: int) -> Iterator[batch.Mini]:
@@ -120,7 +120,7 @@ def update_models(
             )
 
     metrics = {}
-    warm = scalar(int(now.step) - c.trainer.critic_warmup, now.step)  # the actor's schedule begins with it
+    warm = scalar(int(now.step) - c.trainer.critic_warmup, now.step)  # the actor's schedule starts here
     if int(warm) >= 0:
         with timer("update_actor"):
             cut = minis(c.actor, c.actor.ppo_mini_batch_size, 0)
@@ -138,7 +138,7 @@ def update_models(
 
 
 def learn(run: Run, begun: Begun) -> TrainState:
-    """All steps that are left, each logged once, whatever ends the run; the last state."""
+    """Runs all remaining steps and logs each once, even if the run fails; returns the last state."""
     c, timer, checkpoints = run.c, run.timer, run.checkpoints
     now, pending = begun.state, begun.pending
     step, place = int(now.step), kept(begun.cursor, run.panel)
@@ -146,7 +146,7 @@ def learn(run: Run, begun: Begun) -> TrainState:
         run.logger.note(line)
     try:
         while pending is not None or step < run.inputs.total_steps:
-            if pending is None:  # else a step is done, but not yet tested and logged
+            if pending is None:  # else the last step is not yet tested and logged
                 with run.profile(step + 1), timer("step"):
                     now, cursor, pending = ppo_step(run, now)
                     run.supply.forget(step)
@@ -178,7 +178,7 @@ def learn(run: Run, begun: Begun) -> TrainState:
     except (RolloutError, Diverged, Stopped) as e:
         checkpoints.wait()
         if run.hosts.gather(checkpoints.latest)[0] != step:
-            # samples of a server that had other weights may wait in the queue
+            # the queue may hold samples of a server with other weights
             more: dict[str, Any] = {"queue": []} if isinstance(e, Mismatch) else {}
             try:
                 save(run, now, place, {}, pending=None if pending is None else pending | timer.next_step(), **more)
@@ -189,7 +189,7 @@ def learn(run: Run, begun: Begun) -> TrainState:
 
 
 def save(run: Run, now: TrainState, place: dict[str, Any], metrics: dict[str, float], **more: Any) -> None:
-    """Starts writing a checkpoint; NonFinite where the models are none to resume from."""
+    """Starts writing a checkpoint; raises NonFinite if a model has NaN or infinities."""
     with run.timer("save"):
         run.match.require_finite(run.learner, now)
         run.logger.sync()
@@ -201,7 +201,7 @@ def save(run: Run, now: TrainState, place: dict[str, Any], metrics: dict[str, fl
 
 
 def require_progress(run: Run, now: TrainState) -> None:
-    """Stops the run where too many steps in a row had an update that was skipped."""
+    """Raises Diverged after too many consecutive skipped updates."""
     most = run.c.trainer.max_bad_steps
     if int(now.bad_steps) >= most:
         raise Diverged(
@@ -212,7 +212,7 @@ def require_progress(run: Run, now: TrainState) -> None:
 
 
 def train(c: ConfigDict) -> None:
-    """Runs the whole of it on each of the hosts; the state is on disk when it returns."""
+    """Runs a whole training on each host; when it returns, the state is on disk."""
     with join_hosts(c, (RolloutError, Diverged, Unwritten)) as hosts:
         with contextlib.ExitStack() as stack:
             opened = open_run(stack, hosts, c)
@@ -228,7 +228,7 @@ def train(c: ConfigDict) -> None:
                     return
                 now = learn(run, begun)
                 with run.timer("save"):
-                    run.checkpoints.wait()  # `finished` compares when the two were written
+                    run.checkpoints.wait()  # `finished` compares the times of the two files
                     hosts.together(lambda: export(run, now))
         if hosts.first:
             folder = pathlib.Path(c.trainer.run_dir).expanduser()
@@ -237,7 +237,7 @@ def train(c: ConfigDict) -> None:
 
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    """The command line."""
+    """Runs the command line."""
     argv = sys.argv[1:] if argv is None else argv
     config, switches = settings.parse(argv, __doc__, settings.default(), describes=True)
     settings.check(config)

@@ -1,4 +1,4 @@
-"""The data types that flow through jppo, and the legend of their shapes. Imports nothing of jppo.
+"""The data types of jppo, and the legend of their shapes. Imports nothing of jppo.
 
 Letters used in every shape comment of the project:
 
@@ -8,9 +8,9 @@ Letters used in every shape comment of the project:
                                     tokens of a response
 
 The alignment rule: entry t of every [R, T] array is about emitting `targets[:, t]` after reading
-`inputs[:, :t + 1]`: its log-probability, mask and reward, and the value of the state that it left. The shift
-by one is made once, in `learner/packing.py`; no later line slices by one. Column k of every [B, L] array is about
-emitting the k-th token of the response, which begins with the first token that was sampled.
+`inputs[:, :t + 1]`. It is that token's log-probability, mask or reward, or the value of the state before it. The
+shift by one is made once, in `learner/packing.py`; no later line slices by one. Column k of every [B, L] array is
+about emitting the k-th token of the response, which begins with the first sampled token.
 """
 
 import dataclasses
@@ -25,102 +25,102 @@ Array = jax.Array | np.ndarray
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """One question, tokenised, as it leaves `data/`."""
+    """A tokenised question from `data/`."""
 
     uid: str  # the same for all samples of one prompt; unique within a file set
-    data_source: str  # names the grader
-    messages: str | list[dict[str, str]]  # text or chat messages, with the system prompt of the settings
+    data_source: str  # name of the grader
+    messages: str | list[dict[str, str]]  # text or chat messages, with the settings' system prompt
     ids: np.ndarray  # [P] i32, after the chat template
     ground_truth: str
-    extra: dict[str, Any]  # the row's further columns
+    extra: dict[str, Any]  # the row's other columns
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How to sample: everything that an engine may be asked for, each field always sent."""
+    """Sampling parameters; each field is sent in every request."""
 
     temperature: float  # 0.0 is greedy
     top_p: float  # 1.0 is off
     top_k: int  # -1 is off
-    min_p: float  # of the likeliest token's probability; 0.0 is off
+    min_p: float  # relative to the likeliest token's probability; 0.0 is off
     n: int  # samples of each prompt
-    max_tokens: int  # longest response, its end token included
-    stop: tuple[str, ...]  # texts that end a response and stay in it
-    ignore_eos: bool  # end tokens end no response
-    seed: int  # sample j of prompt i draws from a seed made of (seed, i, j)
+    max_tokens: int  # maximum response length, its end token included
+    stop: tuple[str, ...]  # texts that end a response, which includes them
+    ignore_eos: bool  # end tokens do not end a response
+    seed: int  # sample j of prompt i has a seed made of (seed, i, j)
 
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """What went on between the turns of a conversation. Made by `agent/`."""
+    """Tool and environment results of a conversation. Made by `agent/`."""
 
     calls: int  # of tools
-    call_errors: int  # of these: malformed, of no tool there is, or failed; the model was told each
-    call_s: float  # seconds that all of them took
-    score: float  # what environment or simulated user gave, added up
-    fault: str | None  # why it failed: such a response has no reward
+    call_errors: int  # calls that were malformed, to an unknown tool, or failed; the model saw each error
+    call_s: float  # seconds in all calls
+    score: float  # sum of the scores from an environment or simulated user
+    fault: str | None  # the failure's reason: such a response has no reward
 
 
 @dataclasses.dataclass(frozen=True)
 class Trajectory:
-    """One sampled response with its prompt; n tokens in all. Made by `rollout/`."""
+    """A sampled response with its prompt; n tokens in all. Made by `rollout/`."""
 
     uid: str  # of its prompt
     tokens: np.ndarray  # [n] i32, prompt then response
     sampled: np.ndarray  # [n] bool, true where the policy chose the token; false for prompt and tool output
-    logprob: np.ndarray  # [n] f32, the sampler's; valid where sampled, 0 elsewhere
+    logprob: np.ndarray  # [n] f32, the rollout engine's; valid where sampled, 0 elsewhere
     version: np.ndarray  # [n] i32, of the weights that sampled the token; -1 where not sampled
     text: str  # the decoded response, for graders and people; tool output in it too
     finish: (
         str  # 'stop' (an end token or a stop text was sampled), 'length', or 'abort'; of a conversation its last turn's
     )
     turns: int  # of the policy
-    exchange: Exchange | None = None  # None: the policy spoke alone
-    server: str = ""  # that sampled its end; '': the trainer's own engine
+    exchange: Exchange | None = None  # None: no tools or environment
+    server: str = ""  # server of the last turn; '': the trainer's own engine
 
 
 @dataclasses.dataclass(frozen=True)
 class Reward:
-    """What a grader said of one trajectory."""
+    """A grader's result for one trajectory."""
 
-    score: float  # NaN: there is none
+    score: float  # NaN: none
     parts: dict[str, float]
-    error: str | None  # why the grader failed: counted and shown
-    answer: str | None = None  # what it compared, for majorities ('': it found none); None: it looks for no answer
-    unusable: str | None = None  # why nothing can be learned from the sample; None: it is trained on
+    error: str | None  # the grader's failure, counted and shown
+    answer: str | None = None  # the compared answer, for majorities ('': none found); None: not looked for
+    unusable: str | None = None  # why the sample is not trained on; None: it is
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Packed trajectories: the only layout the learner sees. Made by `learner/packing.py`."""
+    """Packed trajectories, the learner's only layout. Made by `learner/packing.py`."""
 
     inputs: Array  # [R, T] i32
     targets: Array  # [R, T] i32
-    segment: Array  # [R, T] i32, 1.. for the trajectories of a row, 0 = empty; -1 = a prompt that all behind it share
+    segment: Array  # [R, T] i32, 1.. for the trajectories of a row, 0 = empty; -1 = a prompt that later ones share
     position: Array  # [R, T] i32, of the token in its trajectory
-    mask: Array  # [R, T] bool, the target was chosen by the policy
+    mask: Array  # [R, T] bool, the policy sampled the target
     sequence: Array  # [R, T] i32, index of the trajectory in the step's batch; -1 = empty, or a shared prompt
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """A step's trajectories, one a row; made by `learner/batch.py`. Rows behind the last trajectory are padding.
+    """A step's trajectories, one a row; made by `learner/batch.py`. Rows after the last trajectory are padding.
 
-    A field that nothing in the run asks for is None.
+    A field is None if the run does not need it.
     """
 
-    mask: Array  # [B, L] bool, the policy chose the token and it is learned from
-    rollout_logprob: Array  # [B, L] f32, of the engine that sampled
-    first: Array  # [B] i32, the entry of the trajectory that column 0 is
-    score: Array  # [B] f32, NaN where there is none
+    mask: Array  # [B, L] bool, the policy sampled the token and it is trained on
+    rollout_logprob: Array  # [B, L] f32, the rollout engine's
+    first: Array  # [B] i32, the trajectory's entry at column 0
+    score: Array  # [B] f32, NaN if there is none
     group: Array  # [B] i32, below B, equal for the samples of one prompt
     greedy: Array | None  # [B] f32, the score of the prompt's greedy response
     old_logprob: Array | None = None  # [B, L] f32, of the old policy: the trainer's before this step, or the engine's
     entropy: Array | None = None  # [B, L] f32, of the old policy
     ref_logprob: Array | None = None  # [B, L] f32, of the frozen reference
-    exact_kl: Array | None = None  # [B, L] f32, of the old policy to the reference, over the whole vocabulary
+    exact_kl: Array | None = None  # [B, L] f32, old policy to reference, over the whole vocabulary
     value: Array | None = None  # [B, L] f32
     weight: Array | None = None  # [B, L] f32, importance weights
     advantage: Array | None = None  # [B, L] f32
@@ -130,7 +130,7 @@ class Batch:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Scored:
-    """Rows with what the losses need of the batch, in the rows' layout. None: nothing in the run asks for it."""
+    """Rows with the batch's fields for the losses, in the rows' layout. None: the run does not need it."""
 
     rows: Rows  # the mask is the batch's
     old_logprob: Array  # [R, T] f32
@@ -144,22 +144,22 @@ class Scored:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """What the means over a mini-batch are divided by, however it is cut."""
+    """The denominators of the means over a mini-batch, however it is cut."""
 
-    tokens: Array  # [] f32, that are trained on
+    tokens: Array  # [] f32, trained on
     sequences: Array  # [] f32, with such a token
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Everything that training changes; with the data cursor, all that a resume needs."""
+    """The state of a training; with the data cursor, all that a resume needs."""
 
     step: Array  # [] i32, PPO steps done; also the version of the policy's weights
     policy: Params
     policy_opt: Any
-    value: Params | None  # None where the estimator needs no critic
+    value: Params | None  # None if the estimator needs no critic
     value_opt: Any
     kl_coef: Array  # [] f32
-    bad_steps: Array  # [] i32, how many steps in a row had an update that was skipped
+    bad_steps: Array  # [] i32, consecutive steps with a skipped update
     key: Array  # jax.random key; the randomness of a step is fold_in(key, step)

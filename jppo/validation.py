@@ -76,7 +76,7 @@ def sample(
         return sampler.generate(prompts, sampling, version=version, done=done), grading
     share = hosts.share(len(prompts))
     only = range(share.start * sampling.n, share.stop * sampling.n)
-    future = sampler.start(prompts, sampling, done=done, only=only)  # seeded by the index among all
+    future = sampler.start(prompts, sampling, done=done, only=only)  # seeded by its index among all hosts' prompts
     try:
         return future.result(), grading
     except BaseException:

@@ -1,1 +1,1 @@
-"""The mathematics: small pure functions of arrays. jax.numpy only, no state, no config."""
+"""The algorithms: small pure functions of arrays. jax.numpy only, no state, no config."""

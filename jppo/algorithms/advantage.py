@@ -1,9 +1,9 @@
 """Advantage estimators.
 
 Two kinds. By token, on the flat batch [B, L]: `gae`, `reinforce_plus_plus`, `remax`. By sequence, on the batch's scores
-[B] and the groups they belong to: `grpo`, `grpo_passk`, `rloo`, `rloo_vectorized`, `reinforce_plus_plus_baseline`,
-`opo`; every token of a sequence then has its advantage. A score is the sum of a sequence's token rewards; `group` [B]
-i32 has equal numbers, below B, for the samples of one prompt.
+[B] and their groups: `grpo`, `grpo_passk`, `rloo`, `rloo_vectorized`, `reinforce_plus_plus_baseline`, `opo`; every
+token of a sequence then has its advantage. A score is the sum of a sequence's token rewards. `group` [B] i32 has equal
+numbers, below B, for the samples of one prompt.
 
 The advantages of gae, reinforce_plus_plus and reinforce_plus_plus_baseline are whitened afterwards, over all tokens of
 the batch: `masked.whiten`.
@@ -30,7 +30,7 @@ def gae(reward: Array, value: Array, mask: Array, *, gamma: float, lam: float) -
     dtype = jnp.result_type(reward, value, jnp.float32)
     reward, value = reward.astype(dtype), value.astype(dtype)
 
-    # One number says all of the future: A_t = r_t - V_t + γ C_{t'}, where C_t = V_t + λ A_t.
+    # One number carries all of the future: A_t = r_t - V_t + γ C_{t'}, where C_t = V_t + λ A_t.
     def step(next_c, now):  # all rows at one position
         r, v, m = now
         c = jnp.where(m, lam * r + (1.0 - lam) * v + gamma * lam * next_c, next_c)
@@ -47,7 +47,7 @@ def reinforce_plus_plus(reward: Array, mask: Array, *, gamma: float) -> Array:
 
 
 def remax(reward: Array, baseline: Array, mask: Array) -> Array:
-    """The return less the score of the greedy response (ReMax, Li et al., arXiv:2310.10505): A_t = Σ_{u ≥ t} r_u - b.
+    """The return minus the score of the greedy response (ReMax, Li et al., arXiv:2310.10505): A_t = Σ_{u ≥ t} r_u - b.
 
     baseline is [B].
     """
@@ -66,9 +66,9 @@ def grpo(score: Array, group: Array, *, norm_adv_by_std: bool) -> Array:  # [B]
 
 
 def grpo_passk(score: Array, group: Array, *, norm_adv_by_std: bool) -> Array:  # [B]
-    """Only the best of a group learns, by its lead over the second (pass@k, Tang et al., arXiv:2503.19595).
+    """Trains only the best of a group, by its lead over the second (pass@k, Tang et al., arXiv:2503.19595).
 
-    A = (s_1 - s_2) / (std + 1e-6) for the best, 0 for all others, also where the best are equal or a group has one.
+    A = (s_1 - s_2) / (std + 1e-6) for the best. All others have 0, as do ties for the best and groups of one.
     """
     count, _, std = _group_moments(score, group)
     best = _group(jax.ops.segment_max, score, group)
@@ -103,16 +103,16 @@ def opo(score: Array, length: Array, group: Array) -> Array:  # [B]
 
 
 def _group(reduce, x: Array, group: Array) -> Array:  # [B]
-    """x reduced over each group, at each of its members."""
+    """Reduces x over each group, for each of its members."""
     return reduce(x, group, num_segments=x.shape[0])[group]
 
 
 def _group_moments(score: Array, group: Array) -> tuple[Array, Array, Array]:  # three of [B]
-    """Count, mean and unbiased standard deviation of each group, at each of its members; the last is 0 for one."""
+    """Returns count, mean and unbiased standard deviation of each group, for each member; the last is 0 for one."""
     chex.assert_rank([score, group], 1)
     chex.assert_equal_shape([score, group])
     count = _group(jax.ops.segment_sum, jnp.ones_like(score), group)
-    # Measured from the best, so that equal scores have exactly their own mean: grpo divides what is left by 1e-6.
+    # Relative to the best, so that equal scores have exactly their own mean: grpo divides the remainder by 1e-6.
     best = _group(jax.ops.segment_max, score, group)
     mean = best + _group(jax.ops.segment_sum, score - best, group) / count
     squares = _group(jax.ops.segment_sum, jnp.square(score - mean), group)

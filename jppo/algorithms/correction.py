@@ -1,4 +1,4 @@
-"""Rollout correction: the sampler's policy is not the trainer's, by rounding or by age; weigh tokens or leave them out.
+"""Rollout correction for the log-prob mismatch from rounding or staleness: importance weights and rejection.
 
 `log_ratio` [B, L] is log π_trainer - log π_rollout of the sampled tokens, a sequence a row. After verl's rollout
 correction and Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training".
@@ -42,13 +42,13 @@ def mean_weight(weight: Array, mask: Array, *, level: str) -> Array:  # []
 
 
 def normalized(weight: Array, *, mean: Array) -> Array:
-    """ρ / mean, so that the batch's mean is 1; as it is where the mean is next to nothing."""
+    """ρ / mean, so that the batch's mean is 1; unchanged where the mean is almost 0."""
     chex.assert_rank(mean, 0)
     return weight / jnp.where(mean > 1e-8, mean, 1.0)
 
 
 def geometric(weight: Array, mask: Array) -> Array:  # [B, L]
-    """exp(mean over the sequence of log w): the weight of a loss that is one number for a sequence.
+    """exp(mean over the sequence of log w): the weight of a loss with one number per sequence.
 
     1e-10 is added to each w, as in verl, so that a token of weight 0 does not silence its sequence.
     """
@@ -57,9 +57,9 @@ def geometric(weight: Array, mask: Array) -> Array:  # [B, L]
 
 
 def keep(log_ratio: Array, mask: Array, *, rules: tuple[Rule, ...]) -> Array:  # [B, L] bool
-    """The tokens of the mask that pass every rule.
+    """Returns the tokens of the mask that pass every rule.
 
-    With d the log-ratio: k1 = -d must lie within the logs of both bounds; k2 = ½ d² and k3 = e^d - 1 - d must not
+    With d the log-ratio: k1 = -d must be within the logs of both bounds; k2 = ½ d² and k3 = e^d - 1 - d must not
     exceed the upper one. `token_` judges each token, `seq_sum_`, `seq_mean_` and `seq_max_` a whole sequence at once.
     """
     chex.assert_equal_shape([log_ratio, mask])
@@ -83,7 +83,7 @@ def keep(log_ratio: Array, mask: Array, *, rules: tuple[Rule, ...]) -> Array:  #
 
 
 def divergences(log_ratio: Array, mask: Array) -> dict[str, Array]:
-    """How far the trainer's policy is from the sampler's, as means over tokens or over sequences.
+    """Measures how far the trainer's policy is from the rollout engine's, as means over tokens or over sequences.
 
     kl = E[-d], k3_kl = E[e^d - d - 1], chi2_token = E[ρ²] - 1, chi2_seq = E[(Π ρ)²] - 1; d the log-ratio.
     """
@@ -114,5 +114,5 @@ def importance(weight: Array, mask: Array) -> dict[str, Array]:
 
 
 def _lengths(mask: Array, dtype: jnp.dtype) -> Array:  # [B, 1]
-    """The kept entries of each row, at least 1."""
+    """Counts the kept entries of each row, at least 1."""
     return jnp.maximum(jnp.sum(mask, axis=1, keepdims=True, dtype=dtype), 1.0)

@@ -1,7 +1,7 @@
-"""KL(policy ‖ reference): estimators from the log-probs of sampled tokens, the exact one, and its controller.
+"""KL(policy ‖ reference): estimators from the log-probs of sampled tokens, the exact KL, and its controller.
 
-Schulman, "Approximating KL divergence". The expected value of k1, abs, k3 says nothing of their gradient; k2 has the
-right one. So every name may carry a `+`: its own value with the gradient of k2.
+Schulman, "Approximating KL divergence". An unbiased value of k1, abs or k3 does not imply an unbiased gradient; k2's
+is right. So every name may carry a `+`: its own value with the gradient of k2.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ def k1(logp: Array, ref_logp: Array) -> Array:
 
 
 def absolute(logp: Array, ref_logp: Array) -> Array:
-    """|log π(a) - log π_ref(a)|, with no gradient where the two are equal, as everywhere in a first step."""
+    """|log π(a) - log π_ref(a)|, with no gradient where the two are equal, as in a first step."""
     chex.assert_equal_shape([logp, ref_logp])
     d = logp - ref_logp
     return d * jnp.sign(d)
@@ -63,7 +63,7 @@ def full(
 
 
 def with_gradient_of_k2(value: Array, logp: Array, ref_logp: Array) -> Array:
-    """The value as it is, with the gradient of k2: what a trailing `+` means."""
+    """Returns the value with the gradient of k2: the meaning of a trailing `+`."""
     chex.assert_equal_shape([value, logp, ref_logp])
     straight = k2(logp, ref_logp)
     return straight - jax.lax.stop_gradient(straight) + jax.lax.stop_gradient(value)
@@ -76,13 +76,13 @@ def _plus(estimate: Callable[[Array, Array], Array]) -> Callable[[Array, Array],
 _BY_TOKEN = {"kl": k1, "k1": k1, "abs": absolute, "mse": k2, "k2": k2, "low_var_kl": k3, "k3": k3}
 ESTIMATORS: dict[str, Callable[[Array, Array], Array]] = _BY_TOKEN | {f"{k}+": _plus(f) for k, f in _BY_TOKEN.items()}
 EXACT = ("full", "full+")
-BY_NAME: dict[str, Callable[..., Array]] = {**ESTIMATORS, **dict.fromkeys(EXACT, full)}  # all names of the settings
+BY_NAME: dict[str, Callable[..., Array]] = {**ESTIMATORS, **dict.fromkeys(EXACT, full)}  # all names in settings
 
 
 def adaptive(coef: Array, current_kl: Array | float, *, steps: int, target: float, horizon: float) -> Array:
     """The next coefficient (Ziegler et al., arXiv:1909.08593): β (1 + clip(KL / target - 1, -0.2, 0.2) n / horizon).
 
-    `steps` is the n: the sequences that the KL was measured on.
+    `steps` is the n: the number of sequences in the KL.
     """
     chex.assert_rank([coef, current_kl], 0)
     error = jnp.clip(current_kl / target - 1.0, -0.2, 0.2)

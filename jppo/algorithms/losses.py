@@ -1,8 +1,8 @@
-"""Losses of the policy and the value function, per token, and the weights that add them up.
+"""Policy and value losses per token, and their token weights.
 
-A policy loss takes log-probs now and before the update, advantages and the mask, all [R, T], and gives the loss of each
-token with two masks of where it was clipped: in the usual direction and in the other one. Entries outside the mask may
-hold anything in its inputs; what stands there in its outputs means nothing, and no gradient comes from it.
+A policy loss takes current and old log-probs, advantages and the mask, all [R, T]. It returns the loss of each token
+with two masks of clipped tokens: in the usual direction and in the other one. Inputs outside the mask are arbitrary;
+outputs there mean nothing and have no gradient.
 """
 
 import chex
@@ -58,7 +58,7 @@ def geo_mean(
 
         L = -mean(A) exp(mean of sgn(A) min(sgn(A) log ρ, sgn(A) clip(log ρ, -ε_low, ε_high)))
 
-    It is one number for a sequence, at each of its entries: to be averaged by seq-mean-token-mean.
+    It is one number per sequence, at each of its entries, to be averaged by seq-mean-token-mean.
     """
     chex.assert_equal_shape([logp, old_logp, advantage, mask, segment])
     log_ratio = jnp.where(mask, logp - old_logp, 0.0)
@@ -72,7 +72,7 @@ def geo_mean(
 def cispo(
     logp: Array, old_logp: Array, advantage: Array, mask: Array, segment: Array, *, clip_low: float, clip_high: float
 ) -> PolicyLoss:
-    """REINFORCE weighed by the clipped ratio, which has no gradient (CISPO, MiniMax, arXiv:2506.13585).
+    """REINFORCE weighted by the clipped ratio, which has no gradient (CISPO, MiniMax, arXiv:2506.13585).
 
     L = -A sg[clip(ρ, 1 - ε_low, 1 + ε_high)] log π
     """
@@ -97,7 +97,7 @@ def sapo(
 
 
 def gpg(logp: Array, old_logp: Array, advantage: Array, mask: Array, segment: Array) -> PolicyLoss:
-    """REINFORCE, whatever the old policy (GPG, Chu et al., arXiv:2504.02546): L = -A log π."""
+    """REINFORCE without the old policy (GPG, Chu et al., arXiv:2504.02546): L = -A log π."""
     chex.assert_equal_shape([logp, old_logp, advantage, mask, segment])
     return -advantage * jnp.where(mask, logp, 0.0), jnp.zeros_like(mask), jnp.zeros_like(mask)
 
@@ -108,9 +108,9 @@ def _log_ratio(logp: Array, old_logp: Array, mask: Array) -> Array:
 
 
 def clipped_value(value: Array, old_value: Array, returns: Array, *, cliprange_value: float) -> tuple[Array, Array]:
-    """Half the squared error, of the value or of the value clipped around the old one, whichever is larger.
+    """Half the larger squared error: of the value, or of the value clipped around the old one.
 
-    L = ½ max((V - R)², (clip(V, V_old - c, V_old + c) - R)²), and where the clip holds.
+    L = ½ max((V - R)², (clip(V, V_old - c, V_old + c) - R)²), and where the clip is active.
     """
     chex.assert_equal_shape([value, old_value, returns])
     near = jnp.clip(value, old_value - cliprange_value, old_value + cliprange_value)
@@ -121,15 +121,15 @@ def clipped_value(value: Array, old_value: Array, returns: Array, *, cliprange_v
 def token_weights(
     mask: Array, segment: Array, *, mode: str, tokens: Array, sequences: Array, scale: float
 ) -> Array:  # [R, T]
-    """The weight of each token in the mean over a mini-batch: Σ weight · loss is what `mode` names.
+    """Returns each token's weight in the mean over a mini-batch: Σ weight · loss is the aggregation `mode`.
 
     token-mean                1 / tokens
     seq-mean-token-sum        1 / sequences
     seq-mean-token-mean       1 / (sequences · the sequence's length)
     seq-mean-token-sum-norm   1 / (sequences · scale)      (Dr. GRPO, Liu et al., arXiv:2503.20783)
 
-    `tokens` and `sequences` count the whole mini-batch, sequences without a kept token left out, however it is cut into
-    the rows that are given here. Lengths count kept tokens.
+    `tokens` and `sequences` count the whole mini-batch, however it is cut into rows, without sequences that have no
+    kept token. Lengths count kept tokens.
     """
     chex.assert_rank([tokens, sequences], 0)
     chex.assert_equal_shape([mask, segment])

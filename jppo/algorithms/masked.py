@@ -1,7 +1,7 @@
-"""Sums, means and moments over the entries that a mask keeps. Every function ignores the values behind a False.
+"""Sums, means and moments over masked-in entries. Every function ignores the values behind a False.
 
 On the flat batch [B, L] a row is a sequence. In packed rows [R, T] several sequences share a row: `segment` says which
-entries belong together (0 = empty), and the `sequence_` functions repeat a sequence's number at each of its entries.
+entries belong together (0 = empty). The `sequence_` functions repeat a sequence's number at each of its entries.
 """
 
 import chex
@@ -22,7 +22,7 @@ def masked_sum(x: Array, mask: Array) -> Array:
 def moments(x: Array, mask: Array) -> Array:  # [3] f32
     """(n, mean, Σ (x - mean)²) of the kept entries."""
     n = jnp.sum(mask, dtype=x.dtype)
-    # Measured from one of them, so that equal entries have exactly their own mean: whitening magnifies what is left.
+    # Relative to one of them, so that equal entries have exactly their own mean: whitening magnifies the remainder.
     some = jax.lax.stop_gradient(jnp.where(n > 0, jnp.min(jnp.where(mask, x, jnp.inf)), 0.0))
     mean = some + masked_sum(x - some, mask) / jnp.maximum(n, 1.0)
     deviation = jnp.where(mask, x - mean, 0.0)  # before the square, whose gradient would be 0 * inf
@@ -35,7 +35,7 @@ def variance(moments: Array) -> Array:
 
 
 def whiten(x: Array, mask: Array) -> Array:
-    """(x - mean) / √(var + 1e-8) where the mask keeps, 0 elsewhere; mean and variance are those of all kept entries."""
+    """(x - mean) / √(var + 1e-8) where the mask keeps, 0 elsewhere; mean and variance are over all kept entries."""
     chex.assert_equal_shape([x, mask])
     found = moments(x, mask)
     return jnp.where(mask, x - found[1], 0.0) * (variance(found) + 1e-8) ** -0.5

@@ -1,8 +1,8 @@
 """AIME as a test: `python -m jppo.data.aime --from downloads/aime --out data/aime_2024`
 
-downloads/aime holds BytedTsinghua-SIA/AIME-2024 (rows of verl's layout, each question 32 times), or rows with
-`problem` and `answer` in any letter case, as HuggingFaceH4/aime_2024, Maxwell-Jia/AIME_2024 and math-ai/aime25 have
-them; these get DAPO's prompt and the data source `aime`. The command writes test.parquet with each question once:
+downloads/aime holds BytedTsinghua-SIA/AIME-2024 (rows of verl's layout, each question 32 times). Or it has
+rows with `problem` and `answer` in any letter case: HuggingFaceH4/aime_2024, Maxwell-Jia/AIME_2024, math-ai/aime25.
+These get DAPO's prompt and the data source `aime`. The command writes test.parquet with each question once:
 rollout.val_kwargs.n asks it several times.
 """
 
@@ -16,7 +16,7 @@ from jppo.settings import UserError, exit_on_user_error
 
 
 def example(row: Row, index: int) -> dict[str, Any]:
-    """One row of verl's layout, from such a row or from a problem with its answer."""
+    """Makes a row in verl's layout, from such a row or from a problem with its answer."""
     if "prompt" in row.columns:
         return dapo_math.example(row, "test")
     lower = Row(row.source, row.number, {name.lower(): value for name, value in row.columns.items()}, row.unit)
@@ -29,13 +29,13 @@ def example(row: Row, index: int) -> dict[str, Any]:
 
 
 def make(source: pathlib.Path) -> prepare.Made:
-    """Each question once."""
+    """Keeps each question once."""
     return {"test": prepare.different(example(row, i) for i, row in enumerate(prepare.rows_of(source)))}
 
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Runs the command line."""
     prepare.command("jppo.data.aime", __doc__, make, argv)
 
 

@@ -1,7 +1,7 @@
 """DAPO-Math-17k as prompts: `python -m jppo.data.dapo_math --from downloads/dapo --out data/dapo_math`
 
-downloads/dapo holds BytedTsinghua-SIA/DAPO-Math-17k (data/dapo-math-17k.parquet), whose rows have verl's layout
-already. The command writes train.parquet with each question once; the publisher repeats each of the 17,000 about a
+downloads/dapo holds BytedTsinghua-SIA/DAPO-Math-17k (data/dapo-math-17k.parquet), whose rows already have verl's
+layout. The command writes train.parquet with each question once; the publisher repeats each of the 17,000 about a
 hundred times.
 """
 
@@ -23,20 +23,20 @@ PROMPT = (
 
 
 def example(row: Row, split: str) -> dict[str, Any]:
-    """A row that has verl's layout, checked."""
+    """Checks a row that already has verl's layout."""
     messages = checked_messages(row, "prompt", row.columns.get("prompt"))
     extra = {"split": split} | (row.columns.get("extra_info") or {})
     return prepare.example(messages, ground_truth(row), source=text_column(row, "data_source"), **extra)
 
 
 def make(source: pathlib.Path) -> prepare.Made:
-    """Each question once."""
+    """Keeps each question once."""
     return {"train": prepare.different(example(row, "train") for row in prepare.rows_of(source))}
 
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Runs the command line."""
     prepare.command("jppo.data.dapo_math", __doc__, make, argv)
 
 

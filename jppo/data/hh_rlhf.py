@@ -2,9 +2,9 @@
 
 downloads/hh holds Anthropic/hh-rlhf (helpful-base/train.jsonl.gz, ...: whole transcripts as `chosen` and `rejected`) or
 Dahoas/full-hh-rlhf (data/train-*.parquet: `prompt`, `chosen`, `rejected`). The command writes pairs/train.parquet and
-pairs/test.parquet for jppo.reward_model, and prompts/train.parquet and prompts/test.parquet for PPO against that model.
-Transcripts become chat messages. Rows whose turns do not alternate, whose halves answer different prompts, or that have
-an empty half are left out and counted.
+pairs/test.parquet for jppo.reward_model, and prompts/train.parquet and prompts/test.parquet for PPO with that model.
+Transcripts become chat messages. Rows are left out and counted if their turns do not alternate, their halves answer
+different prompts, or a half is empty.
 """
 
 import pathlib
@@ -23,7 +23,7 @@ Messages = list[dict[str, str]]
 
 
 def messages_of(transcript: str, row: Row) -> Messages:
-    """The turns of a transcript."""
+    """Parses the turns of a transcript."""
     before, *turns = _TURN.split(transcript)
     if before.strip() or not turns:
         raise UserError(f"{row.place}: a transcript must begin with '\\n\\nHuman:'; it begins with {transcript[:40]!r}")
@@ -31,7 +31,7 @@ def messages_of(transcript: str, row: Row) -> Messages:
 
 
 def pair(row: Row) -> dict[str, Any] | None:
-    """The prompt with both responses; None where they are no pair."""
+    """Returns the prompt with both responses; None for no pair."""
     prompt = row.columns.get("prompt") or ""
     chosen, rejected = (messages_of(prompt + text_column(row, half), row) for half in ("chosen", "rejected"))
     alternate = [turn["role"] for turn in chosen] == ["user", "assistant"] * (len(chosen) // 2)
@@ -41,7 +41,7 @@ def pair(row: Row) -> dict[str, Any] | None:
 
 
 def make(source: pathlib.Path) -> prepare.Made:
-    """Pairs and prompts of both splits."""
+    """Makes pairs and prompts of both splits."""
     made: dict[str, list[dict[str, Any]]] = {}
     for split in ("train", "test"):
         rows = prepare.rows_of(source, split)
@@ -64,7 +64,7 @@ def make(source: pathlib.Path) -> prepare.Made:
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Runs the command line."""
     prepare.command("jppo.data.hh_rlhf", __doc__, make, argv)
 
 

@@ -19,7 +19,7 @@ SUFFIX = r"Let's think step by step and output the final answer within \boxed{}.
 
 
 def example(row: Row, split: str, index: int) -> dict[str, Any]:
-    """One row of verl's layout."""
+    """Makes a row in verl's layout."""
     problem, solution = text_column(row, "problem"), text_column(row, "solution")
     truth = last_box(solution)
     if not truth:
@@ -30,14 +30,14 @@ def example(row: Row, split: str, index: int) -> dict[str, Any]:
 
 
 def make(source: pathlib.Path) -> prepare.Made:
-    """The rows of both splits."""
+    """Makes the rows of both splits."""
     splits = ("train", "test")
     return {s: [example(row, s, i) for i, row in enumerate(prepare.rows_of(source, s))] for s in splits}
 
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Runs the command line."""
     prepare.command("jppo.data.math", __doc__, make, argv)
 
 

@@ -1,4 +1,4 @@
-"""What the preparation commands share: a publisher's files are found and read, rows are written in verl's layout."""
+"""Shared parts of the preparation commands: reading a publisher's files and writing rows in verl's layout."""
 
 import argparse
 import pathlib
@@ -13,12 +13,12 @@ from jppo.data.files import SUFFIXES, make_directory, read_rows
 from jppo.data.rows import Row
 from jppo.settings import UserError
 
-Made = Mapping[str, list[dict[str, Any]]]  # rows by the file that they go to, without its suffix
+Made = Mapping[str, list[dict[str, Any]]]  # rows by output file, without its suffix
 READ = (*SUFFIXES, ".jsonl.gz")
 
 
 def rows_of(source: pathlib.Path, split: str = "") -> list[Row]:
-    """The rows of all files of a split below `source`, a directory, in the order of their paths; '' is every file.
+    """Reads the rows of all files of a split below the directory `source`, ordered by path; '' is every file.
 
     A file belongs to a split by its own name (train.jsonl, train-00000-of-00001.parquet) or by a directory's (train/).
     """
@@ -47,7 +47,7 @@ def example(
     style: str = "rule",
     **extra: Any,
 ) -> dict[str, Any]:
-    """One row of verl's layout; a prompt that is text becomes the user's message, `extra` its extra_info."""
+    """Makes a row in verl's layout; a text prompt becomes the user's message, `extra` its extra_info."""
     return {
         "data_source": source,
         "prompt": [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt,
@@ -58,7 +58,7 @@ def example(
 
 
 def different(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The first of all rows that have the same prompt and the same answer."""
+    """Removes duplicates: keeps the first row of each prompt and answer."""
     first: dict[str, dict[str, Any]] = {}
     for row in rows:
         first.setdefault(repr((row["prompt"], row["reward_model"]["ground_truth"])), row)
@@ -66,7 +66,7 @@ def different(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def write(made: Made, out: pathlib.Path) -> dict[str, int]:
-    """Write each list of rows as parquet; the paths with their row counts."""
+    """Writes each list of rows as parquet; returns the paths with their row counts."""
     counts = {}
     for name, rows in made.items():
         path = out / f"{name}.parquet"
@@ -82,7 +82,7 @@ def write(made: Made, out: pathlib.Path) -> dict[str, int]:
 def command(
     name: str, about: str | None, make: Callable[[pathlib.Path], Made], argv: Sequence[str] | None = None
 ) -> None:
-    """The command line of a data set that is made from files on disk; nothing is written before all rows are read."""
+    """Runs the command line of a data set made from files on disk; nothing is written before all rows are read."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {name}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,1 +1,1 @@
-"""From trajectories to gradients: packing, sharding, scoring, updating."""
+"""The learner: packing, sharding, scoring and updates, from trajectories to gradients."""

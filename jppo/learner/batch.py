@@ -1,8 +1,8 @@
-"""A step's batch: flat on the host and for the mathematics between, in rows for the models.
+"""A step's batch: flat [B, L] on the host and for advantages, packed rows [R, T] for the models.
 
-The flat batch [B, L] has the tokens of a trajectory's response in a row. For scoring all of it is packed once; for
-learning each epoch of an update packs mini-batches of its own, drawn anew. `unpack` and `at` go between the layouts, by
-trajectory and position.
+A row of the flat batch [B, L] has the tokens of one response. For scoring, the whole batch is packed once. For
+learning, each epoch of an update shuffles and packs its own mini-batches. `unpack` and `at` convert between the
+layouts, by trajectory and position.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ def flatten(
     *,
     shape: tuple[int, int],
 ) -> Batch:
-    """The graded trajectories as arrays [B, L] on the host; `shape` has rows to spare for padding."""
+    """Builds the batch of graded trajectories, [B, L] on the host; rows of `shape` beyond them are padding."""
     B, L = shape
     count = len(trajectories)
     out = Batch(
@@ -40,7 +40,7 @@ def flatten(
     out.score[:count] = [r.score for r in rewards]
     out.group[:count] = group
     for b, t in enumerate(trajectories):
-        there = np.flatnonzero(t.sampled[1:])  # by entry: nothing was read before the first token
+        there = np.flatnonzero(t.sampled[1:])  # by entry: the first token has none
         if not there.size:
             continue
         response = slice(there[0], len(t.tokens) - 1)
@@ -55,7 +55,7 @@ def flatten(
 
 
 def arrays(batch: Batch, trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
-    """What is known of the batch, by name, with the `tokens` [B, L] of the responses; for inspection."""
+    """Returns the batch's fields by name, with the `tokens` [B, L] of the responses, for inspection."""
     tokens = np.zeros(batch.mask.shape, np.int32)
     for b, t in enumerate(trajectories):
         response = t.tokens[batch.first[b] + 1 :][: tokens.shape[1]]
@@ -64,7 +64,7 @@ def arrays(batch: Batch, trajectories: Sequence[Trajectory]) -> dict[str, np.nda
 
 
 def _places(batch: Batch, rows: Rows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Which entries of rows [R, T] are in the flat batch, and their rows and columns there."""
+    """Finds which entries of rows [R, T] are in the flat batch, and their rows and columns there."""
     sequence = np.asarray(rows.sequence)
     column = np.asarray(rows.position) - np.asarray(batch.first)[sequence]
     there = (sequence >= 0) & (column >= 0) & (column < batch.mask.shape[1])  # no shared prompt, no padding
@@ -72,7 +72,7 @@ def _places(batch: Batch, rows: Rows) -> tuple[np.ndarray, np.ndarray, np.ndarra
 
 
 def unpack(batch: Batch, packed: Sequence[tuple[Rows, np.ndarray]]) -> np.ndarray:
-    """What stands in rows [R, T], in the layout of the batch; 0 where it has no entry."""
+    """Converts rows [R, T] to the layout of the batch; 0 where it has no entry."""
     out = np.zeros(batch.mask.shape, packed[0][1].dtype if packed else np.float32)
     for rows, values in packed:
         there, b, k = _places(batch, rows)
@@ -81,7 +81,7 @@ def unpack(batch: Batch, packed: Sequence[tuple[Rows, np.ndarray]]) -> np.ndarra
 
 
 def at(batch: Batch, x: Any, rows: Rows) -> np.ndarray:
-    """An array [B, L] of the batch in the layout of rows [R, T]; 0 at prompts and padding."""
+    """Converts an array [B, L] of the batch to the layout of rows [R, T]; 0 at prompts and padding."""
     there, b, k = _places(batch, rows)
     found = x[b, k]
     return np.where(there, found, np.zeros((), found.dtype))
@@ -89,20 +89,20 @@ def at(batch: Batch, x: Any, rows: Rows) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Micro:
-    """Rows of the batch, here and on the devices."""
+    """Rows of the batch, on the host and on the devices."""
 
     host: Rows
     device: Rows
 
 
 def scored(batch: Batch, rows: Rows) -> Scored:
-    """The rows with what the losses need of the batch, on the host."""
+    """Adds the batch's fields for the losses to the rows, on the host."""
     known = {name: x for name in _FIELDS if (x := getattr(batch, name)) is not None}
     return Scored(rows=rows, **{name: at(batch, x, rows) for name, x in known.items()})
 
 
 def micros(batch: Batch, trajectories: Sequence[Trajectory], *, plan: packing.Plan, mesh: Mesh) -> list[Micro]:
-    """The whole batch in micro-batches, for scoring."""
+    """Packs the whole batch into micro-batches for scoring."""
     rows = _rows(batch, trajectories, range(len(trajectories)), plan)
     return [Micro(one, sharding.put_rows(one, mesh)) for one in rows]
 
@@ -114,12 +114,12 @@ def _rows(batch: Batch, trajectories: Sequence[Trajectory], part: Sequence[int],
 
 @dataclasses.dataclass(frozen=True)
 class Mini:
-    """The data of one optimizer step: micro-batches on the host, and what their losses are divided by."""
+    """The data of one optimizer step: micro-batches on the host, and the denominators of their losses."""
 
     micros: list[Any]
     counts: Counts
     place: NamedSharding  # of the rows, on their devices
-    learns: bool = True  # False: no token is trained on, so that its optimizer step is left out
+    learns: bool = True  # False: no token is trained on; the optimizer step is skipped
 
 
 def mini_batches(
@@ -131,7 +131,7 @@ def mini_batches(
     plan: packing.Plan,
     mesh: Mesh,
 ) -> Iterator[Mini]:
-    """The batch cut into mini-batches of trajectories in that order, each packed, on the host."""
+    """Cuts the batch in the given order into mini-batches of trajectories, each packed, on the host."""
     place = sharding.rows_sharding(mesh)
     for begin in range(0, len(order), mini_batch_size):
         part = order[begin : begin + mini_batch_size].tolist()
@@ -141,7 +141,7 @@ def mini_batches(
 
 
 def count(rows: Sequence[Rows]) -> Counts:
-    """The tokens of a mini-batch that are trained on, and the sequences that have any; at least 1 of each."""
+    """Counts the trained tokens of a mini-batch and the sequences that have any; at least 1 of each."""
     tokens = sum(int(np.sum(one.mask)) for one in rows)
     sequences = sum(np.unique(np.asarray(one.sequence)[np.asarray(one.mask)]).size for one in rows)
     return Counts(tokens=np.asarray(max(tokens, 1), np.float32), sequences=np.asarray(max(sequences, 1), np.float32))

@@ -1,4 +1,4 @@
-"""The compiler options of the passes' programs, by platform; each for a reason that an account shows."""
+"""Compiler options of the passes, by platform, each justified by an account of the compiled programs."""
 
 from typing import Any
 
@@ -6,14 +6,14 @@ from jax.sharding import Mesh
 
 from jppo.learner.sharding import platform
 
-# Forecasts of the compilers, not measured. On GPUs a lower threshold for combining reduce-scatters gained nothing.
+# Compilers' forecasts, not measured. On GPUs a lower threshold for combining reduce-scatters gained nothing.
 _TABLE: dict[str, dict[str, Any]] = {
-    # XLA would write a product with a gathered kernel as a loop over its shards, whose operands go through HBM in each
-    # iteration: log-probs of a 7B model on v6e-16 read and wrote 270 GiB so, and 51 GiB without.
+    # XLA would write a product with a gathered kernel as a loop over its shards, with operands read from HBM in each
+    # iteration: log-probs of a 7B model on v6e-16 moved 270 GiB that way, 51 GiB without it.
     "tpu": {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"},
 }
 
 
 def options(mesh: Mesh, kind: str) -> dict[str, Any] | None:
-    """The options for the mesh's platform where `kind` is 'auto'; None where there are none."""
+    """Returns the options for the mesh's platform if `kind` is 'auto', or None."""
     return _TABLE.get(platform(mesh)) if kind == "auto" else None

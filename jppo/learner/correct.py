@@ -1,4 +1,4 @@
-"""The log-prob mismatch between rollout engine and trainer: measured in every step, corrected where it is asked for."""
+"""The log-prob mismatch (trainer vs. rollout engine): measured in every step, corrected on request."""
 
 import dataclasses
 
@@ -11,17 +11,17 @@ from jppo.types import Array, Batch
 
 @dataclasses.dataclass(frozen=True)
 class Correction:
-    """What `algorithm.old_logprob='correction'` does: importance weights, rejection, or both."""
+    """The effect of `algorithm.old_logprob='correction'`: importance weights, rejection, or both."""
 
     level: str | None  # token or sequence; None: no weights
     lower: float | None
     upper: float
     normalize: bool
-    rules: tuple[correction.Rule, ...]  # empty: nothing is rejected
+    rules: tuple[correction.Rule, ...]  # empty: no rejection
 
 
 def mismatch(batch: Batch) -> dict[str, Array]:
-    """Metrics of the trainer's log-probs less those of the engine, for the same tokens and weights."""
+    """Computes metrics of the trainer's log-probs minus the engine's, for the same tokens and weights."""
     difference = jnp.where(batch.mask, _log_ratio(batch), 0.0)
     gap, apart = jnp.abs(difference), correction.divergences(difference, batch.mask)
     return {
@@ -37,7 +37,7 @@ def mismatch(batch: Batch) -> dict[str, Array]:
 
 
 def corrected(what: Correction, batch: Batch) -> tuple[Batch, dict[str, Array]]:
-    """The batch with its weights, and without the tokens that are rejected; and metrics of both."""
+    """Returns the batch with weights and without rejected tokens, and metrics of both."""
     log_ratio, mask = _log_ratio(batch), batch.mask
     kept = correction.keep(log_ratio, mask, rules=what.rules)
     rejected = mask & ~kept
@@ -68,5 +68,5 @@ def _log_ratio(batch: Batch) -> Array:
 
 
 def tokens(mask: Array) -> Array:  # [] f32
-    """The kept tokens, at least 1."""
+    """Counts the kept tokens, at least 1."""
     return jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)

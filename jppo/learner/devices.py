@@ -1,6 +1,6 @@
-"""What the devices can do and what they hold: the peak of their FLOP rate, and memory.
+"""Peak FLOP/s and memory of the devices.
 
-A device that is in the table has its maker's rate; any other, such as a CPU, that of a large matrix product.
+A device in the table has its vendor's figure. For any other, such as a CPU, a large matrix product is measured.
 """
 
 import dataclasses
@@ -20,9 +20,9 @@ from jppo.learner import sharding
 TERA, GIB = 1e12, 2**30
 MEASURE_S = 0.25
 
-# TFLOP/s of one JAX device by the first words of its kind, the longer ones first: products of bfloat16, dense, and of
-# float32 as training asks for them, at the highest precision. On a GPU these are the plain FP32 units, not TF32; on
-# a TPU a product is made of six of bfloat16. None: the maker gives no such rate.
+# Peak TFLOP/s of one JAX device by the first words of its kind, longer ones first: dense products of bfloat16, and of
+# float32 at the highest precision, as training uses them. On a GPU these are the plain FP32 units, not TF32. On
+# a TPU a product takes six of bfloat16. None: the vendor gives no figure.
 PEAKS: dict[str, tuple[float | None, float | None]] = {
     "NVIDIA B200": (2250.0, 75.0),
     "NVIDIA H200 NVL": (835.5, 60.0),
@@ -52,14 +52,14 @@ PEAKS: dict[str, tuple[float | None, float | None]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
-    """The most FLOP a second that all devices of a mesh do together, and where the number is from."""
+    """The peak FLOP/s of all devices of a mesh together, and the source of the number."""
 
     flops_per_s: float
     source: str
 
 
 def known_peak(kind: str, dtype: str) -> float | None:
-    """The maker's FLOP a second for one device of that kind; None where the table has none, or for a part of a GPU."""
+    """Returns the vendor's peak FLOP/s for one device; None if the table has none, or for a part of a GPU."""
     for name, (bfloat16, float32) in PEAKS.items():
         if kind == name or (kind.startswith((f"{name} ", f"{name}-")) and " MIG " not in kind):
             rate = bfloat16 if dtype == "bfloat16" else float32
@@ -69,12 +69,12 @@ def known_peak(kind: str, dtype: str) -> float | None:
 
 @functools.cache
 def find_peak(mesh: Mesh, dtype: str) -> Peak:
-    """The peak for products of `dtype`: the maker's, or the best of what is measured in a moment, once a process."""
+    """Returns the peak for products of `dtype`: the vendor's, or the best of a short test, once a process."""
     kind, count = mesh.devices.flat[0].device_kind, mesh.devices.size
     rate = known_peak(kind, dtype)
     if rate is not None:
         return Peak(rate * count, f"the maker's for {count} x {kind}, {dtype}")
-    own = sharding.own_part(mesh)  # in a time of its own, no host waits for another
+    own = sharding.own_part(mesh)  # measured on each host alone: no host waits for another
     multiply, flops = make_product(own, dtype)
     multiply()  # compiles
     best, end = 0.0, time.perf_counter() + MEASURE_S
@@ -87,7 +87,7 @@ def find_peak(mesh: Mesh, dtype: str) -> Peak:
 
 
 def make_product(mesh: Mesh, dtype: str) -> tuple[Callable[[], Any], int]:
-    """A large matrix product, square where the devices divide it, over all devices, compiled, and its FLOP."""
+    """Compiles a large matrix product over all devices, square where they divide it; returns it and its FLOP."""
     n = 2048 if sharding.platform(mesh) == "cpu" else 8192
     rows = -(-n // mesh.devices.size) * mesh.devices.size
     split = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
@@ -99,14 +99,14 @@ def make_product(mesh: Mesh, dtype: str) -> tuple[Callable[[], Any], int]:
 
 
 def device_peak() -> int | None:
-    """The most bytes that one of the devices has held since the start, by their own word; None where they say none."""
+    """Returns the peak bytes in use of the fullest device since the start; None if no device reports them."""
     found = [device.memory_stats() or {} for device in jax.local_devices()]
     peaks = [stats["peak_bytes_in_use"] for stats in found if "peak_bytes_in_use" in stats]
     return max(peaks) if peaks else None
 
 
 def resident() -> int | None:
-    """Bytes of this process that are in the machine's memory now; None where the system does not say."""
+    """Returns the resident memory of this process in bytes; None if the system does not report it."""
     statm = pathlib.Path("/proc/self/statm")
     if not statm.is_file():
         return None
@@ -114,6 +114,6 @@ def resident() -> int | None:
 
 
 def memory() -> dict[str, float]:
-    """Memory as metrics, in GiB; what nobody says is left out."""
+    """Returns memory metrics in GiB, without values that are not reported."""
     found = {"perf/max_memory_allocated_gb": device_peak(), "perf/cpu_memory_used_gb": resident()}
     return {name: size / GIB for name, size in found.items() if size is not None}

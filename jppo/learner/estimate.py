@@ -1,4 +1,4 @@
-"""The step between scoring and learning, on the flat batch [B, L]: mismatch, correction, KL, rewards, advantages."""
+"""The stage between scoring and learning, on the flat batch [B, L]: mismatch, correction, KL, rewards, advantages."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,25 +15,25 @@ from jppo.types import Array, Batch, Reward
 
 @dataclasses.dataclass(frozen=True)
 class Estimator:
-    """One of `algorithm.adv_estimator`: what it computes, and what must be there for it."""
+    """An advantage estimator of `algorithm.adv_estimator`: its function and the inputs that it needs."""
 
     # (token reward [B, L], value [B, L] or None, outcome [B], mask [B, L]) -> advantage and returns [B, L]
     tokens: Callable[[Array, Any, Array, Array], tuple[Array, Array]]
-    # (score, length, group) [B] -> the outcome [B] that `tokens` is given; None: the greedy responses' scores
+    # (score, length, group) [B] -> the outcome [B] for `tokens`; None: the greedy responses' scores
     sequences: Callable[[Array, Array, Array], Array] | None = None
     whiten: bool = False
     critic: bool = False
-    greedy: bool = False  # a greedy response is drawn and graded for every prompt
+    greedy: bool = False  # each prompt also gets a greedy response, which is graded
 
 
 def spread(reward: Array, value: Array | None, outcome: Array, mask: Array) -> tuple[Array, Array]:
-    """The `tokens` of an estimator by sequence: each token has its sequence's advantage, which is its return too."""
+    """Gives each token its sequence's advantage, which is its return too: the `tokens` of an estimator by sequence."""
     advantage = masked.spread(outcome, mask)
     return advantage, advantage
 
 
 def groups(unusable: np.ndarray, n: int) -> np.ndarray:  # [B] bool -> [B] i32
-    """Which samples are compared: `n` in turn are of one prompt; one that is unusable is alone.
+    """Groups the `n` consecutive samples of each prompt for comparison; an unusable one is alone.
 
     A group's number is the index of its first usable member.
     """
@@ -45,10 +45,10 @@ def groups(unusable: np.ndarray, n: int) -> np.ndarray:  # [B] bool -> [B] i32
 def compare(
     rewards: list[Reward], baseline: list[Reward] | None, *, n: int, compared: bool
 ) -> tuple[list[Reward], np.ndarray, np.ndarray | None]:
-    """The rewards, the groups [B] and the scores of the greedy responses [B], `n` samples of each prompt in turn.
+    """Returns the rewards, the groups [B] and the greedy responses' scores [B], for `n` consecutive samples per prompt.
 
-    A sample becomes unusable where it has nothing to be measured by: its prompt's greedy response was not graded, or,
-    where samples are `compared`, no other one of its prompt was.
+    A sample without a baseline becomes unusable. Then its prompt's greedy response was not graded, or, if samples are
+    `compared`, no other sample of its prompt was.
     """
     group = groups(np.array([r.unusable is not None for r in rewards]), n)
     best = None if baseline is None else [r for r in baseline for _ in range(n)]
@@ -70,10 +70,10 @@ def make_advantages(
     estimator: Estimator, *, kl_penalty: str | None, correction: correct.Correction | None, bypass: bool,
     by_sequence: bool,
 ) -> Callable[[Batch, Array], tuple[dict[str, Array], dict[str, Array]]]:  # fmt: skip
-    """(batch, coefficient of the KL) -> the fields of the batch that are now known, by name, and metrics.
+    """Makes (batch, KL coefficient) -> new fields of the batch by name, and metrics.
 
     `bypass`: the engine's log-probs are the old ones, so that there is no mismatch. `by_sequence`: the policy loss is
-    one number for a sequence, and so is its importance weight: the geometric mean.
+    one number per sequence, and so is its importance weight, the geometric mean.
     """
 
     def advantages(batch: Batch, kl_coef: Array) -> tuple[dict[str, Array], dict[str, Array]]:
@@ -103,7 +103,7 @@ def make_advantages(
 
 
 def penalty_of(batch: Batch, kind: str | None) -> Array:  # [B, L]
-    """The KL of each token that the reward is lowered by."""
+    """Returns the KL of each token that is subtracted from the reward."""
     if kind is None:
         return jnp.zeros_like(batch.rollout_logprob)
     if kind in kl.EXACT:
@@ -114,9 +114,9 @@ def penalty_of(batch: Batch, kind: str | None) -> Array:  # [B, L]
 
 
 def rewards(batch: Batch, penalty: Array, kl_coef: Array) -> tuple[Array, Array, dict[str, Array]]:
-    """The rewards of tokens [B, L] and of sequences [B], and their metrics.
+    """Returns the rewards of tokens [B, L] and of sequences [B], and their metrics.
 
-    r_t = -β KL_t, and the score at the last token; a sequence without a token has its score alone.
+    r_t = -β KL_t, plus the score at the last token; a sequence without a token has only its score.
     """
     mask, graded = batch.mask, ~jnp.isnan(batch.score)
     score = jnp.where(graded, batch.score, 0.0)
@@ -134,7 +134,7 @@ def rewards(batch: Batch, penalty: Array, kl_coef: Array) -> tuple[Array, Array,
 
 
 def advantage_metrics(advantage: Array, mask: Array) -> dict[str, Array]:
-    """Of the advantages as the loss sees them; 0 where there are none."""
+    """Computes metrics of the advantages as the loss sees them; 0 if there are none."""
     some = jnp.any(mask)
     return {
         "critic/advantages/mean": mean(advantage, mask),
@@ -144,7 +144,7 @@ def advantage_metrics(advantage: Array, mask: Array) -> dict[str, Array]:
 
 
 def value_metrics(value: Array, returns: Array, mask: Array) -> dict[str, Array]:
-    """Of the critic's values against what they should have been."""
+    """Computes metrics of the critic's values against the returns."""
     wrong, whole = (masked.variance(masked.moments(x, mask)) for x in (returns - value, returns))
     return {
         "critic/returns/mean": mean(returns, mask),
@@ -154,5 +154,5 @@ def value_metrics(value: Array, returns: Array, mask: Array) -> dict[str, Array]
 
 
 def mean(x: Array, mask: Array) -> Array:  # []
-    """The mean over the mask; 0 where nothing is kept."""
+    """Computes the mean over the mask; 0 where nothing is kept."""
     return masked.masked_sum(x, mask) / correct.tokens(mask)

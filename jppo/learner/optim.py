@@ -1,7 +1,7 @@
-"""The optimizer as an optax chain: clipping, a named or user-defined optimizer, and what jppo adds around them.
+"""The optimizer as an optax chain: clipping, a named or user-defined optimizer, and jppo's own transformations.
 
-Learning rates go by PPO steps, as in verl, not by optimizer updates. So a chain is a function of the learning rate that
-returns an `optax.GradientTransformation`, and each step traces it with its own rate.
+Learning rates follow PPO steps, as in verl, not optimizer updates. A chain is therefore a function of the learning rate
+that returns an `optax.GradientTransformation`, and each step traces it with its own rate.
 """
 
 import functools
@@ -19,7 +19,7 @@ from jppo.models import offload
 from jppo.types import Array, Params
 
 Chain = Callable[[Any], optax.GradientTransformation]  # learning rate -> optimizer
-MUON_RMS = 0.2  # the update's root mean square over the learning rate, about that of AdamW
+MUON_RMS = 0.2  # RMS of the update over the learning rate, about AdamW's
 
 
 class Rounded(NamedTuple):
@@ -49,15 +49,15 @@ def lion(learning_rate: Any, *, betas: tuple[float, float], weight_decay: float,
 def muon(learning_rate: Any, *, betas: tuple[float, float], weight_decay: float, matrices: Params | None = None) -> Any:
     """Orthogonalized momentum for the matrices of the layers, AdamW for other parameters.
 
-    `matrices` has `contrib.MuonDimensionNumbers` for each matrix and None for other parameters; None alone: all
-    parameters with two axes are matrices.
+    `matrices` has `contrib.MuonDimensionNumbers` for each matrix and None for other parameters. A single None makes all
+    parameters with two axes matrices.
     """
     how = dict(adam_b1=betas[0], adam_b2=betas[1], weight_decay=weight_decay, adam_weight_decay=weight_decay)
     return contrib.muon(learning_rate, muon_weight_dimension_numbers=matrices, consistent_rms=MUON_RMS, **how)
 
 
 def adafactor(learning_rate: Any, *, weight_decay: float, **_: Any) -> Any:
-    """Factored second moments, no momentum; the learning rate is absolute, as AdamW's."""
+    """Factored second moments without momentum; the learning rate is absolute, as in AdamW."""
     decay = weight_decay * learning_rate
     return optax.adafactor(learning_rate, multiply_by_parameter_scale=False, weight_decay_rate=decay)
 
@@ -85,10 +85,10 @@ def make_optimizer(
     master: bool = False,
     padding: Params | None = None,
 ) -> Transformation:
-    """Clipping by the global norm, then `chain`, for `descend`.
+    """Makes the optimizer for `descend`: clipping by the global norm, then `chain`.
 
-    With `master` the state keeps an f32 copy of narrower parameters. `padding` has the number of last rows of each
-    parameter that are padding.
+    With `master` the state keeps an f32 copy of narrower parameters. `padding` is the number of padding rows at the end
+    of each parameter.
     """
 
     def clipped(learning_rate: Any) -> optax.GradientTransformation:
@@ -104,7 +104,7 @@ def make_optimizer(
 def descend(
     tx: Transformation, params: Params, opt: Any, grads: Params, learning_rate: Array, good: Any = True
 ) -> tuple[Params, Any]:
-    """One optimizer step in f32, whatever the parameters' dtype; unless `good` neither parameters nor state change."""
+    """Takes one optimizer step in f32 for any parameter dtype; unless `good`, parameters and state stay the same."""
     chex.assert_trees_all_equal_shapes(params, grads)
 
     def step(params: Params, opt: Any) -> tuple[Params, Any]:
@@ -119,7 +119,7 @@ def descend(
 
 
 def branched(good: Any, step: Callable[..., Any], *old: Any) -> Any:
-    """`step(*old)` where `good`, else `old`: in place on CPUs; GPUs copy the operands of a branch.
+    """Returns `step(*old)` if `good`, else `old`, by a branch: in place on CPUs; GPUs copy its operands.
 
     `optax.apply_if_finite` branches too, but returns zero updates, which take memory, and gives up after a number of
     steps.
@@ -128,12 +128,12 @@ def branched(good: Any, step: Callable[..., Any], *old: Any) -> Any:
 
 
 def selected(good: Any, step: Callable[..., Any], *old: Any) -> Any:
-    """The same, element by element: in place on GPUs and TPUs; CPUs keep what is selected from."""
+    """Selects the same element by element: in place on GPUs and TPUs; CPUs keep both operands."""
     return jax.tree.map(lambda new, old: jnp.where(good, new, old), step(*old), old)
 
 
 def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
-    """`optax.clip_by_global_norm` as one factor for all elements: optax's division keeps a copy of the gradient."""
+    """Clips as `optax.clip_by_global_norm`, by one factor for all elements: optax's division copies the gradient."""
 
     def clip(updates: Params, _: Params | None) -> Params:
         factor = jnp.minimum(1.0, limit / optax.tree.norm(updates))
@@ -143,7 +143,7 @@ def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
 
 
 def at_rate(chain: Chain) -> Transformation:
-    """The chain with each step's learning rate: `optax.inject_hyperparams` without a state of its own."""
+    """Applies each step's learning rate to the chain: `optax.inject_hyperparams` without a state."""
 
     def update(
         updates: Params, state: Any, params: Params | None = None, *, learning_rate: Any, **extra: Any
@@ -155,7 +155,7 @@ def at_rate(chain: Chain) -> Transformation:
 
 
 def master_copy(inner: Transformation) -> Transformation:
-    """Updates an f32 copy of the parameters, which holds steps that narrower parameters round away."""
+    """Updates an f32 copy of the parameters, which keeps steps that narrower parameters round away."""
 
     def init(params: Params) -> Master:
         return Master(inner.init(in_f32(params)), in_f32(params))
@@ -168,9 +168,9 @@ def master_copy(inner: Transformation) -> Transformation:
 
 
 def stochastic_rounding(inner: Transformation) -> Transformation:
-    """Stores the f32 leaves of the state that belong to parameters in bfloat16, rounded at random.
+    """Stores the f32 leaves of the state that belong to parameters in bfloat16, stochastically rounded.
 
-    Rounded to nearest they stand still: with beta2=0.999 a second moment changes by less than half of bfloat16's step.
+    Rounding to nearest freezes them: with beta2=0.999 a second moment changes by less than half of bfloat16's step.
     """
 
     def narrow(state: Any, params: Params, steps: Array) -> Any:
@@ -198,7 +198,7 @@ def stochastic_rounding(inner: Transformation) -> Transformation:
 
 
 def zero_padding(padding: Params) -> optax.GradientTransformation:
-    """Zero updates for the last `padding` rows of each parameter."""
+    """Zeroes the updates of the last `padding` rows of each parameter."""
 
     def zero(u: Any, rows: int) -> Any:
         return jnp.where(jax.lax.broadcasted_iota(jnp.int32, u.shape, 0) < len(u) - rows, u, 0) if rows else u
@@ -207,9 +207,9 @@ def zero_padding(padding: Params) -> optax.GradientTransformation:
 
 
 def map_state(f: Callable[..., Any], state: Any, *trees: Params, other: Callable[[Any], Any]) -> Any:
-    """`f(leaf, *leaves of its parameter)` of an optimizer's state; `other(leaf)` where it belongs to no parameter.
+    """Applies `f(leaf, *leaves of its parameter)` to an optimizer's state, and `other(leaf)` to leaves of no parameter.
 
-    The path of a leaf ends in that of its parameter, whatever optimizer made the state.
+    A leaf's path ends in its parameter's path, in any optimizer's state.
     """
     known: dict[Any, tuple[Any, ...]] = {}
     jax.tree.map_with_path(lambda path, *leaves: known.update({path: leaves}), *trees)
@@ -224,7 +224,7 @@ def map_state(f: Callable[..., Any], state: Any, *trees: Params, other: Callable
 def make_schedule(
     kind: str, *, lr: float, warmup_steps: int, total_steps: int, min_lr_ratio: float
 ) -> Callable[[Array], Array]:
-    """The learning rate of a step: linear warm-up from 0, then constant, or a cosine down to lr * min_lr_ratio."""
+    """Computes a step's learning rate: linear warm-up from 0, then constant, or a cosine down to lr * min_lr_ratio."""
     rate: optax.Schedule = optax.constant_schedule(lr)
     if kind == "cosine":
         rate = optax.cosine_decay_schedule(lr, max(total_steps - warmup_steps, 1), min_lr_ratio)
@@ -234,14 +234,14 @@ def make_schedule(
 
 
 def in_f32(tree: Params) -> Params:
-    """The tree in f32."""
+    """Casts the tree to f32."""
     return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
 
 def rounded_bf16(x: Array, steps: Array, number: int) -> Array:
-    """One of the two bfloat16 neighbours of each f32, drawn so that the mean is right.
+    """Rounds each f32 to one of its two bfloat16 neighbours at random, with the right mean.
 
-    The draw follows from `steps`, the leaf's `number` and the position in it, and takes no memory.
+    The random bits follow from `steps`, the leaf's `number` and the position in it, and take no memory.
     """
     places = jnp.zeros(x.shape, jnp.uint32)
     for axis, size in enumerate(x.shape):
@@ -252,7 +252,7 @@ def rounded_bf16(x: Array, steps: Array, number: int) -> Array:
 
 
 def mixed(x: Array) -> Array:
-    """32 bits that look random, others for each x: the last step of MurmurHash3, with an odd number first."""
+    """Hashes x to 32 pseudo-random bits: the last step of MurmurHash3, with an odd number first."""
     x = (jnp.asarray(x, jnp.uint32) + jnp.uint32(1)) * jnp.uint32(0x9E3779B9)
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
@@ -260,7 +260,7 @@ def mixed(x: Array) -> Array:
 
 
 def begun_anew(opt: Any, params: Params) -> Any:
-    """A fresh state for other parameters than it was made for, as those of a checkpoint without optimizer state."""
+    """Makes a fresh state for loaded parameters, such as a checkpoint's without optimizer state."""
     if not isinstance(opt, Master):
         return opt
     master = jax.tree.map(

@@ -1,7 +1,7 @@
-"""Trajectories to rows: the one place that shifts by one, and the one that decides every shape the device sees.
+"""Packing of trajectories into rows: the only shift by one, and all shapes that the devices see.
 
-A mini-batch of trajectories is laid out in rows of a few lengths, and the rows are cut into micro-batches of a few
-row counts. `Plan.shapes` lists every [R, T] that can come out, so that all are compiled before they are needed.
+A mini-batch of trajectories is packed into rows of a few lengths, and the rows are cut into micro-batches of a few
+row counts. `Plan.shapes` lists every possible [R, T], so that all are compiled before they are needed.
 Numpy in, numpy out.
 """
 
@@ -16,24 +16,24 @@ from jppo.learner import prefix
 from jppo.learner.prefix import Part
 from jppo.types import Rows, Trajectory
 
-# What a micro-batch costs beside its rows, in tokens: its gradients are read and written once more to be added up.
+# Fixed cost of a micro-batch in tokens, besides its rows: its gradients are read and written once more to be summed.
 MICRO_TOKENS = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The shapes of a run: row lengths, how many rows a micro-batch of each length has, and how rows are filled."""
+    """The shapes of a run: row lengths, row counts of a micro-batch for each length, and how rows are filled."""
 
     lengths: tuple[int, ...]  # of rows, ascending
     counts: tuple[tuple[int, ...], ...]  # for each length the row counts of a micro-batch, descending
     share_rows: bool  # several trajectories in a row (segments), or one
-    # What a token costs in a row of each length, where a row may have a prompt once for several of its samples.
+    # Cost of a token in a row of each length, where a row may have a prompt once for several of its samples.
     prices: tuple[float, ...] | None = None
-    shared: tuple[int, int] = (0, 0)  # the most entries of a shared prompt, and of a sample behind it
+    shared: tuple[int, int] = (0, 0)  # the most entries of a shared prompt, and of a sample after it
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """Every (R, T) that `pack` can make."""
+        """Lists every (R, T) that `pack` can make."""
         return [(r, t) for t, counts in zip(self.lengths, self.counts, strict=True) for r in counts]
 
 
@@ -50,14 +50,18 @@ def make_plan(
     shared: tuple[int, int] = (0, 0),
     price: Callable[[int], float] = lambda _: 1.0,
 ) -> Plan:
-    """The plan for mini-batches of `sequences` trajectories of up to `max_length` tokens.
+    """Makes the plan for mini-batches of `sequences` trajectories of up to `max_length` tokens.
 
-    kind is 'segments' (rows of `max_tokens_per_row`, shared), 'buckets' (`row_lengths` lengths, evenly spaced, one
-    trajectory a row), 'none' (one length, one trajectory a row) or 'prefix' (rows of up to `max_tokens_per_row`, of
-    `row_lengths` lengths, evenly spaced, shared by samples of one prompt; `price` says what a token costs in a row of
-    some length, `shared` as in `Plan` and in `attention.make_plain`). Row counts are multiples of `row_multiple`, the
-    number of devices that share the rows, lengths are rounded up to multiples of `length_multiple`, of those that share
-    a row's positions.
+    kind is one of
+
+        segments  rows of `max_tokens_per_row`, shared
+        buckets   `row_lengths` lengths, evenly spaced, one trajectory a row
+        none      one length, one trajectory a row
+        prefix    `row_lengths` lengths up to `max_tokens_per_row`, evenly spaced, shared by samples of one prompt
+
+    For prefix, `price` is the cost of a token by row length, and `shared` is as in `Plan` and `attention.make_plain`.
+    Row counts are multiples of `row_multiple`, the number of devices that share the rows. Lengths are rounded up to
+    multiples of `length_multiple`, the number of devices that share a row's positions.
     """
     entries = max_tokens_per_row if kind == "prefix" else max_length - 1
     grain = 64 if entries >= 512 else 8 if entries >= 64 else 1
@@ -67,7 +71,7 @@ def make_plan(
         steps = 1 if kind == "none" else row_lengths
         lengths = sorted({_up(math.ceil(entries * i / steps), grain) for i in range(1, steps + 1)})
     lengths = sorted({_up(length, length_multiple) for length in lengths})
-    # Of longer rows, which several samples share, there are fewer, and one that is empty is more of a loss.
+    # Longer rows, shared by several samples, are fewer, and an empty one wastes more.
     parts = (1, 4, 16) if kind == "prefix" else (1, 4)
     counts = []
     for length in lengths:
@@ -86,7 +90,7 @@ def _up(n: int, multiple: int) -> int:
 
 
 def pack(trajectories: Sequence[Trajectory], sequence: Sequence[int], plan: Plan) -> list[Rows]:
-    """Micro-batches that hold each trajectory once; `sequence` gives their indices in the step's batch."""
+    """Packs each trajectory once into micro-batches; `sequence` gives their indices in the step's batch."""
     entries = [len(t.tokens) - 1 for t in trajectories]  # the first token has none: nothing was read before it
     order = sorted((i for i, n in enumerate(entries) if n), key=lambda i: -entries[i])
     if order and entries[order[0]] > plan.lengths[-1]:
@@ -104,7 +108,7 @@ def pack(trajectories: Sequence[Trajectory], sequence: Sequence[int], plan: Plan
 
 
 def _whole(order: Sequence[int], entries: Sequence[int], plan: Plan) -> tuple[list[list[Part]], list[tuple[int, int]]]:
-    """Rows of whole trajectories, and the shapes of the micro-batches that take them in turn."""
+    """Packs whole trajectories into rows; returns the rows and the shapes of consecutive micro-batches."""
     if plan.share_rows:
         rows = [[order[i] for i in row] for row in prefix.first_fit([entries[i] for i in order], plan.lengths[-1])]
         shapes = cut([plan.lengths[-1]] * len(rows), plan.shapes)
@@ -118,9 +122,9 @@ def _whole(order: Sequence[int], entries: Sequence[int], plan: Plan) -> tuple[li
 def _with_prompts(
     trajectories: Sequence[Trajectory], order: Sequence[int], entries: Sequence[int], plan: Plan
 ) -> tuple[list[list[Part]], list[tuple[int, int]]]:
-    """Rows of a prompt with samples of it, or of one trajectory each; what costs least, and its shapes.
+    """Packs rows of a prompt with its samples, or of one trajectory each, by least cost; returns also the shapes.
 
-    Long rows have fewer copies of prompts, and tokens that cost more.
+    Long rows hold fewer copies of prompts, but their tokens cost more.
     """
     groups, longest = prefix.groups(trajectories, entries, plan.shared), entries[order[0]] if order else 0
     prices = dict(zip(plan.lengths, plan.prices or (), strict=True))
@@ -133,7 +137,7 @@ def _with_prompts(
 
 
 def _cost(shape: tuple[int, int], prices: Mapping[int, float]) -> float:
-    """What a micro-batch costs, in tokens."""
+    """Returns the cost of a micro-batch in tokens."""
     r, t = shape
     return r * t * prices.get(t, 1.0) + MICRO_TOKENS
 
@@ -141,12 +145,11 @@ def _cost(shape: tuple[int, int], prices: Mapping[int, float]) -> float:
 def cut(
     lengths: Sequence[int], shapes: Sequence[tuple[int, int]], prices: Mapping[int, float] = MappingProxyType({})
 ) -> list[tuple[int, int]]:
-    """The shapes [R, T] of micro-batches that take rows of such lengths, which fall, in turn and at the least cost.
+    """Cuts rows of descending lengths into consecutive micro-batches; returns their shapes [R, T] of least total cost.
 
-    A micro-batch costs its R T tokens, and `MICRO_TOKENS` of its own; `prices` are those of a token by the row's
-    length, 1 unless said.
+    A micro-batch costs R T tokens plus `MICRO_TOKENS`; `prices` are the costs of a token by row length, 1 by default.
     """
-    least: list[float] = [0] * (len(lengths) + 1)  # to take the rows from here on
+    least: list[float] = [0] * (len(lengths) + 1)  # for the rows from each index on
     taken: list[tuple[int, int]] = [(0, 0)] * len(lengths)
     for i in reversed(range(len(lengths))):
         fitting = [
@@ -161,9 +164,9 @@ def cut(
 
 
 def _evened(rows: list[list[int]], count: int, entries: Sequence[int], length: int) -> list[list[int]]:
-    """The members spread over `count` rows, which are there anyway: each to the row with the least attention so far.
+    """Spreads the members over all `count` rows, each to the row with the least attention so far.
 
-    So that devices which share the rows have about as much to do. Where that does not fit, the rows as they are.
+    This balances the devices that share the rows. If that does not fit, the rows are returned unchanged.
     """
     out: list[list[int]] = [[] for _ in range(count)]
     room, scores = [length] * count, [0] * count
@@ -213,5 +216,5 @@ def _fill(
 
 
 def empty_rows(shape: tuple[int, int]) -> Rows:
-    """Rows that hold nothing: what every pass is compiled on before there is data."""
+    """Returns rows without data, on which every pass is compiled before there is data."""
     return _fill([], shape, (), ())

@@ -13,7 +13,7 @@ from jppo.algorithms import losses
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """A policy loss per token, and how its tokens must be averaged."""
+    """A policy loss per token, and the required aggregation over tokens."""
 
     loss: Callable[..., losses.PolicyLoss]  # (logp, old_logp, advantage, mask, segment) [R, T]
     by_sequence: bool = False  # one number for a sequence, at each of its entries

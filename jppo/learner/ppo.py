@@ -1,4 +1,4 @@
-"""A run's mathematics as compiled passes over rows, and the descent of one model: what `train.py` calls by name."""
+"""Compiled passes of a run over rows, and the updates of one model: the functions that `train.py` calls by name."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
@@ -15,12 +15,12 @@ from jppo.models.families import ModelConfig
 from jppo.models.lora import Base, Weights, join
 from jppo.types import Array, Batch, Counts, Params, Rows, TrainState
 
-Model = tuple[Any, ModelConfig]  # the flax module, and what it was made from
+Model = tuple[Any, ModelConfig]  # the flax module, and its config
 
 
 @dataclasses.dataclass(frozen=True)
 class Models:
-    """The models of a run; None where nothing asks for one."""
+    """The models of a run; None for a model that no setting needs."""
 
     policy: Model
     critic: Model | None
@@ -29,34 +29,34 @@ class Models:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What is computed: pure functions with their numbers bound."""
+    """The computations of a run: pure functions with their settings bound."""
 
     estimator: estimate.Estimator
     policy_loss: Callable[..., losses.PolicyLoss]
-    by_sequence: bool  # the policy loss is one number for a sequence
-    weigh: update.Weigh  # tokens in the policy's loss
-    weigh_value: update.Weigh  # tokens in the critic's
+    by_sequence: bool  # the policy loss is one number per sequence
+    weigh: update.Weigh  # token weights in the policy's loss
+    weigh_value: update.Weigh  # token weights in the critic's loss
     cliprange_value: float
     entropy_coeff: float
-    kl_penalty: str | None  # of the KL in the reward; None: there is none
-    kl_loss_type: str | None  # of the KL in the loss; None: there is none
+    kl_penalty: str | None  # of the KL in the reward; None: no such KL
+    kl_loss_type: str | None  # of the KL in the loss; None: no such KL
     kl_loss_coef: float
-    bypass: bool  # the sampler's log-probs are the old ones
+    bypass: bool  # the engine's log-probs are the old ones
     correction: correct.Correction | None
-    entropy_metric: bool = True  # False: the entropy is computed only where the loss has it
-    adapt_kl: Callable[[Array, Array], Array] | None = None  # (β, KL) -> the next β; None: it is fixed
+    entropy_metric: bool = True  # False: the entropy is computed only for a loss that has it
+    adapt_kl: Callable[[Array, Array], Array] | None = None  # (β, KL) -> the next β; None: a fixed β
 
     @property
     def compares(self) -> bool:
-        """Whether the samples of a prompt are measured by each other."""
+        """Whether a prompt's samples are compared with each other."""
         return self.estimator.sequences is not None
 
     def in_reward(self, policy: Weights) -> Weights | None:
-        """The policy where the pass of the reference reads it: for an exact KL."""
+        """Returns the policy for the reference pass of an exact KL in the reward, else None."""
         return policy if self.kl_penalty in kl.EXACT else None
 
     def in_loss(self, reference: Weights | None) -> Weights | None:
-        """The reference where the policy's loss reads it: for an exact KL."""
+        """Returns the reference for the policy loss of an exact KL, else None."""
         return reference if self.kl_loss_type in kl.EXACT else None
 
 
@@ -81,7 +81,7 @@ def make_passes(
     mesh: Mesh | None = None,
     options: dict[str, Any] | None = None,
 ) -> Passes:
-    """Closes the pure functions over models and numbers; `options` are the compiler's for the models' programs."""
+    """Closes the pure functions over models and settings; `options` are the compiler's for the models' programs."""
     r = recipe
     heads = dict[str, Any](temperature=temperature, chunk_tokens=chunk_tokens, mesh=mesh)
 
@@ -96,7 +96,7 @@ def make_passes(
         if r.kl_penalty in kl.EXACT or r.kl_loss_type in kl.EXACT:
             exact = score.make_exact(models.policy, models.reference, **heads)
         reference = score.make_reference(r.kl_penalty, r.kl_loss_type, logprob(models.reference, False), exact)
-    # Without a pass for the old log-probs the update is where the entropy is seen.
+    # Without a pass for the old log-probs the update computes the entropy.
     with_entropy = r.entropy_coeff != 0.0 or (r.bypass and r.entropy_metric)
     in_update = logprob(models.policy, with_entropy=with_entropy)
     actor = update.make_actor_loss(
@@ -128,23 +128,23 @@ def make_passes(
 
 @dataclasses.dataclass(frozen=True)
 class Descent:
-    """What one model is trained by: its compiled gradient, optimizer step and accumulator."""
+    """The update of one model: its compiled gradient, optimizer step and accumulator."""
 
     accumulate: Callable[..., tuple[update.Carry, dict[str, Array]]]
     apply: jax.stages.Wrapped
     zeros: Callable[[], update.Carry]
     exchange: Any  # of gradients, between groups of devices; None where there is one group
     name: str  # 'actor' or 'critic', of its metrics
-    base: Base | None = None  # what stays of a model with adapters
-    spare: tuple[Any, Any] = ((), ())  # of what is learned and of the optimizer: rows for the mesh alone
+    base: Base | None = None  # frozen weights of a model with adapters
+    spare: tuple[Any, Any] = ((), ())  # padding rows of the learned parameters and of the optimizer state
 
     def model(self, learned: Params) -> Weights:
-        """The whole model."""
+        """Returns the whole model."""
         return join(learned, self.base)
 
 
 def _over_rows(run: Callable[[Rows], Any], data: Batch, micros: Sequence[batch.Micro]) -> list[Any]:
-    """What a pass gives for all micro-batches, in the layout of the batch: each of its results, or None."""
+    """Runs a pass over all micro-batches; returns each of its results in the layout of the batch, or None."""
     found = placing.fetch([run(micro.device) for micro in micros])
     return [
         None if parts[0] is None else batch.unpack(data, [(m.host, x) for m, x in zip(micros, parts, strict=True)])
@@ -155,7 +155,7 @@ def _over_rows(run: Callable[[Rows], Any], data: Batch, micros: Sequence[batch.M
 def with_old_logprob(
     passes: Passes, recipe: Recipe, data: Batch, micros: Sequence[batch.Micro], policy: Weights
 ) -> Batch:
-    """The batch with the old log-probs: the trainer's, with their entropy, or with `bypass` those of the engine."""
+    """Adds the old log-probs: the trainer's, with their entropy, or the engine's with `bypass`."""
     if recipe.bypass:
         return dataclasses.replace(data, old_logprob=data.rollout_logprob)
     policy = offload.to_device(policy)
@@ -171,7 +171,7 @@ def with_reference(
     policy: Weights,
     reference: Weights | None,
 ) -> Batch:
-    """The batch with the reference's log-probs or the exact KL to it, where a KL asks for them."""
+    """Adds the reference's log-probs, or the exact KL to it, if a KL needs them."""
     if passes.reference is None or reference is None:
         return data
     run, models = passes.reference, offload.to_device((reference, recipe.in_reward(policy)))
@@ -180,7 +180,7 @@ def with_reference(
 
 
 def with_values(passes: Passes, data: Batch, micros: Sequence[batch.Micro], value: Weights | None) -> Batch:
-    """The batch with the critic's value of every state, where there is a critic."""
+    """Adds the critic's value of every state, if there is a critic."""
     if passes.value is None:
         return data
     run, value = passes.value, offload.to_device(value)
@@ -189,7 +189,7 @@ def with_values(passes: Passes, data: Batch, micros: Sequence[batch.Micro], valu
 
 
 def with_advantages(passes: Passes, data: Batch, kl_coef: Array, mesh: Mesh) -> tuple[Batch, dict[str, float]]:
-    """The batch with weights, advantages and returns, without rejected tokens; and the metrics of all of these."""
+    """Adds weights, advantages and returns, and removes rejected tokens; returns also the metrics of all these."""
     known, metrics = jax.device_get(passes.advantages(placing.put(data, sharding.whole_rows_sharding(mesh)), kl_coef))
     return dataclasses.replace(data, **known), {name: float(x) for name, x in metrics.items()}
 
@@ -208,7 +208,7 @@ def compile_all(
 ) -> None:
     """Runs every pass once on empty rows of every shape, so that no later step compiles; nothing is learned.
 
-    `shape` is that of the batch, [B, L].
+    `shape` is the batch's, [B, L].
     """
     whole = actor.model(now.policy)
     judge = None if critic is None else critic.model(now.value)
@@ -222,7 +222,7 @@ def compile_all(
     rows = [packing.empty_rows(of_rows) for of_rows in plan.shapes]
     for one in rows:
         micros = [batch.Micro(one, sharding.put_rows(one, mesh))]
-        passes.logprob(offload.to_device(whole), micros[0].device)  # for the check before the first step: any recipe
+        passes.logprob(offload.to_device(whole), micros[0].device)  # for the check before the first step, in any recipe
         data = with_old_logprob(passes, recipe, data, micros, whole)
         data = with_reference(passes, recipe, data, micros, whole, reference)
         data = with_values(passes, data, micros, judge)
@@ -242,9 +242,9 @@ def compile_all(
 def descend(
     how: Descent, params: Params, opt: Any, step: Array, minis: Iterable[batch.Mini], *further: Any
 ) -> tuple[Params, Any, dict[str, float]]:
-    """One optimizer step a mini-batch, gradients accumulated over its micro-batches.
+    """Takes one optimizer step per mini-batch, with gradients accumulated over its micro-batches.
 
-    What waits on the host is on the devices while it is used: the models for all of it, the optimizer for its steps.
+    Offloaded arrays are moved to the devices: the models for the whole update, the optimizer state for its steps.
     """
     before, history = params, []
     base, further = offload.to_device((how.base, further))
@@ -254,19 +254,19 @@ def descend(
         for micro in mini.micros:
             rows = placing.put(micro, mini.place)
             carry, part = how.accumulate(params, base, carry, rows, mini.counts, *further)
-            jax.block_until_ready(sums[-1:])  # else the rows of all of them would be there at once
+            jax.block_until_ready(sums[-1:])  # else the rows of all micro-batches would be on the devices at once
             sums.append(part)
         carry = carry if how.exchange is None else how.exchange(carry)
         params, stepped, stats = how.apply(params, offload.take(opt), carry, step, np.bool_(mini.learns))
         opt = offload.put_back(stepped, opt)
         history.append((sums, jax.block_until_ready(stats)))
-        del carry, stepped  # before there are others
+        del carry, stepped  # frees them before the next ones exist
     params = jax.block_until_ready(offload.put_back(params, before))
     return params, opt, _mean_metrics(jax.device_get(history), how.name)
 
 
 def _mean_metrics(history: list[tuple[list[dict[str, Any]], dict[str, Any]]], name: str) -> dict[str, float]:
-    """Micro-batches add up to their mini-batch, except for extremes; mini-batches are averaged."""
+    """Sums metrics over micro-batches, except extremes, and averages them over mini-batches."""
     minis = []
     for sums, stats in history:
         mini = {key: float(sum(part[key] for part in sums)) for key in sums[0] if not key.endswith(("_max", "_min"))}

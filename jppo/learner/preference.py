@@ -1,9 +1,9 @@
-"""The gradient of a loss of pairs whose halves lie anywhere in a batch, in two passes over its rows.
+"""The gradient of a pairwise loss whose halves are anywhere in a batch, in two passes over its rows.
 
-The loss of a pair wants both of its scores, and the packer puts each half where it fits. So all scores come first,
-without a gradient; then the loss and its slope by every score, g = dL/dr; then, micro-batch by micro-batch, the
-gradient of Σ g r with g held fixed, which by the chain rule is that of L. However the batch is cut, loss and gradient
-are the same, and rows are packed as for any other training; the price is one more forward pass.
+A pair's loss needs both of its scores, and the packer puts each half where it fits. So the first pass computes all
+scores without a gradient. Then come the loss and its slope by every score, g = dL/dr. The second pass computes,
+micro-batch by micro-batch, the gradient of Σ g r with g held fixed: by the chain rule, the gradient of L. Loss
+and gradient do not depend on how the batch is cut. The price is one more forward pass.
 """
 
 from collections.abc import Callable
@@ -23,9 +23,9 @@ from jppo.types import Array, Counts, Params, Rows
 
 
 def make_scores(value: Value, *, mesh: Mesh) -> Callable[[Params, Base | None, Rows, Array], Array]:
-    """(learned, base, rows, scores [B]) -> the scores, those of the sequences in these rows added.
+    """Makes (learned, base, rows, scores [B]) -> scores, with those of the sequences in these rows added.
 
-    A sequence's score is the value at its one entry in the mask, its last.
+    A sequence's score is the value at its only entry in the mask, its last.
     """
 
     def scores(learned: Params, base: Base | None, rows: Rows, so_far: Array) -> Array:
@@ -37,9 +37,9 @@ def make_scores(value: Value, *, mesh: Mesh) -> Callable[[Params, Base | None, R
 
 
 def make_slope(*, center: float) -> Callable[[Array, Array], tuple[tuple[Array, dict[str, Array]], Array]]:
-    """(scores [2N], margin [N]) -> (the mean loss of the pairs, metrics), its slope by each score [2N].
+    """Makes (scores [2N], margin [N]) -> (the mean loss of the pairs, metrics), its slope by each score [2N].
 
-    Scores are those of the N chosen halves, then of the N rejected ones in the same order.
+    Scores are in the order of N chosen halves, then the N rejected ones.
     """
 
     def loss(scores: Array, margin: Array) -> tuple[Array, dict[str, Array]]:
@@ -58,7 +58,7 @@ def make_slope(*, center: float) -> Callable[[Array, Array], tuple[tuple[Array, 
 
 
 def make_pulled(value: Value) -> Loss:
-    """Σ g r over the sequences of the rows, for the slopes g [B]: its gradient is theirs in the loss of the pairs."""
+    """Makes Σ g r over the rows' sequences for slopes g [B]; its gradient is their part of the loss gradient."""
 
     def loss(params: Weights, rows: Rows, counts: Counts, slope: Array) -> tuple[Array, dict[str, Array]]:
         chex.assert_rank(slope, 1)

@@ -1,8 +1,8 @@
-"""Rows in which a prompt stands once, before the samples that share it. Used by `packing.py`, which writes them down.
+"""Rows with a shared prompt, stored once before its samples. Used by `packing.py`, which writes the arrays.
 
-What samples of one prompt share are its entries but the last: each begins with the prompt's last token, so that its
-first response token is emitted inside its own segment. A row has one prompt, with as many of its samples as it has room
-for; others of them are in further rows, with the prompt again.
+Samples of one prompt share its entries except the last. Each sample begins with the prompt's last token, so that its
+first response token is emitted inside its own segment. A row has one prompt, with as many of its samples as fit. Other
+samples are in further rows, with the prompt again.
 """
 
 import dataclasses
@@ -12,12 +12,12 @@ import numpy as np
 
 from jppo.types import Trajectory
 
-COPIES = 8  # so many times its prompt is the longest row: the prompt is an eighth of it
+COPIES = 8  # the longest row is so many times its prompt: the prompt is an eighth of it
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What stands together in a row: `shared` entries of a prompt, then what else each of its samples has."""
+    """A part of a row: `shared` entries of a prompt, then the remaining entries of each of its samples."""
 
     shared: int  # 0: one trajectory alone
     members: tuple[int, ...]
@@ -25,10 +25,11 @@ class Part:
 
 
 def groups(trajectories: Sequence[Trajectory], entries: Sequence[int], most: tuple[int, int]) -> list[Part]:
-    """The trajectories that have entries, each with the others of its prompt.
+    """Groups the trajectories that have entries by prompt.
 
-    `most` are the entries of a shared prompt and of a sample that attention looks for. A longer beginning, as with an
-    environment's opening text, is shared up to there; where a sample has more entries of its own, each is alone.
+    `most` are attention's limits on the entries of a shared prompt and of a sample. A longer common
+    beginning, such as an environment's opening text, is shared up to there. If a sample has more entries of its own,
+    each is alone.
     """
     by_prompt: dict[str, list[int]] = {}
     for i, t in enumerate(trajectories):
@@ -43,9 +44,9 @@ def groups(trajectories: Sequence[Trajectory], entries: Sequence[int], most: tup
 
 
 def shared_entries(samples: Sequence[Trajectory]) -> int:
-    """How many entries trajectories share: those of the tokens before the first that was sampled, while all agree.
+    """Counts the entries that trajectories share: the equal tokens before the first sampled one.
 
-    Each has one of its own.
+    Each keeps at least one of its own.
     """
     most = min(min(_before_sampled(t), len(t.tokens) - 1) for t in samples)
     tokens = np.stack([t.tokens[:most] for t in samples])
@@ -58,13 +59,13 @@ def _before_sampled(t: Trajectory) -> int:
 
 
 def _part(shared: int, members: Sequence[int], entries: Sequence[int]) -> Part:
-    """The members together; one that is alone shares nothing."""
+    """Makes a part of these members; a single one shares nothing."""
     own = sum(entries[i] - shared for i in members)
     return Part(shared if len(members) > 1 else 0, tuple(members), shared + own)
 
 
 def split(groups: Sequence[Part], entries: Sequence[int], capacity: int) -> list[Part]:
-    """Parts of at most `capacity` entries, the largest first: first fit by falling size. No trajectory has more."""
+    """Splits into parts of at most `capacity` entries by first-fit decreasing. No trajectory has more."""
     parts: list[Part] = []
     for group in groups:
         members = sorted(group.members, key=lambda i: -entries[i])
@@ -74,9 +75,9 @@ def split(groups: Sequence[Part], entries: Sequence[int], capacity: int) -> list
 
 
 def first_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Bins of `capacity`; each index of `sizes` goes to the first that has room for it."""
+    """Puts each index of `sizes` into the first bin of `capacity` that has room for it."""
     bins: list[list[int]] = []
-    room = np.full(len(sizes), capacity)  # a bin for each, if need be
+    room = np.full(len(sizes), capacity)  # at most one bin per index
     for i, size in enumerate(sizes):
         place = int(np.argmax(room >= size))
         if place == len(bins):
@@ -87,5 +88,5 @@ def first_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def longest_row(prompt: int, response: int, *, samples: int) -> int:
-    """The length of rows beyond which little is left to save: all samples of a prompt, or `COPIES` times the prompt."""
+    """Returns the row length beyond which little is saved: all samples of a prompt, or `COPIES` times the prompt."""
     return min(prompt + samples * response, max(prompt + response, COPIES * prompt))

@@ -1,4 +1,4 @@
-"""Passes over rows: log-probs, values, the reference and its KL. Those of policy and critic are differentiable."""
+"""Passes over rows: log-probs, values, the reference and its KL. Policy and critic passes are differentiable."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,12 +17,12 @@ LogProb = Callable[[Weights, Rows], tuple[Array, Array]]  # -> log-probs, entrop
 Value = Callable[[Weights, Rows], Array]  # -> [R, T] f32
 # (policy, reference, rows) -> log-probs, entropy, the reference's log-probs, KL: [R, T] f32
 Exact = Callable[[Weights, Weights, Rows], tuple[Array, Array, Array, Array]]
-# (policy, reference, rows, ref_logprob) -> log-probs, entropy, KL (None where none is asked for): [R, T] f32
+# (policy, reference, rows, ref_logprob) -> log-probs, entropy, KL (None if not requested): [R, T] f32
 LogProbKL = Callable[[Weights, Weights | None, Rows, Array | None], tuple[Array, Array, Array | None]]
 
 
 def _state(model: tuple[Any, ModelConfig], params: Weights, rows: Rows) -> heads.State:
-    """Hidden states of the rows, with all that makes logits of them."""
+    """Computes hidden states of the rows; returns them with the inputs of the logits."""
     variables = lora.variables(params)
     hidden = model[0].apply(variables, rows.inputs, rows.segment, rows.position)
     return hidden, decoder.head_kernel(variables["params"], model[1]), model[1]
@@ -37,7 +37,7 @@ def make_logprob(
     with_entropy: bool,
     mesh: Mesh | None = None,
 ) -> LogProb:
-    """log π(target) and the entropy of π at each entry of the mask, 0 elsewhere, at the temperature of sampling.
+    """Makes log π(target) and the entropy of π at each entry of the mask, 0 elsewhere, at the sampling temperature.
 
     Differentiable.
     """
@@ -57,7 +57,7 @@ def make_logprob(
 
 
 def make_value(model: Any) -> Value:
-    """The value of the state that each entry left. Differentiable."""
+    """Makes the value of the state before each entry's target. Differentiable."""
 
     def value(params: Weights, rows: Rows) -> Array:
         variables = lora.variables(params)
@@ -75,7 +75,7 @@ def make_exact(
     chunk_tokens: int,
     mesh: Mesh | None = None,
 ) -> Exact:
-    """Both models in one pass, and KL(π ‖ π_ref) over the whole vocabulary, a chunk of tokens at a time."""
+    """Makes one pass of both models with KL(π ‖ π_ref) over the whole vocabulary, a chunk of tokens at a time."""
 
     def exact(params: Weights, ref_params: Weights, rows: Rows) -> tuple[Array, Array, Array, Array]:
         def body(
@@ -97,14 +97,14 @@ def make_exact(
 
 
 def make_logprob_kl(kind: str | None, logprob: LogProb, exact: Exact | None) -> LogProbKL:
-    """Log-probs and entropy with the KL to the reference that `kind` names. Differentiable in the policy."""
+    """Makes log-probs and entropy with the KL to the reference that `kind` names. Differentiable in the policy."""
 
     def sampled(params: Weights, reference: Weights | None, rows: Rows, ref_logprob: Array | None):
         logprobs, entropy = logprob(params, rows)
         if kind is None:
             return logprobs, entropy, None
         assert ref_logprob is not None
-        here = (jnp.where(rows.mask, x, 0.0) for x in (logprobs, ref_logprob))  # no infinity from behind the mask
+        here = (jnp.where(rows.mask, x, 0.0) for x in (logprobs, ref_logprob))  # no infinity from masked entries
         return logprobs, entropy, kl.ESTIMATORS[kind](*here)
 
     def whole(params: Weights, reference: Weights | None, rows: Rows, ref_logprob: Array | None):
@@ -121,7 +121,7 @@ def make_logprob_kl(kind: str | None, logprob: LogProb, exact: Exact | None) -> 
 def make_reference(
     penalty_kind: str | None, loss_kind: str | None, reference: LogProb, exact: Exact | None
 ) -> Callable[[Weights, Weights | None, Rows], tuple[Array | None, Array | None]]:
-    """(reference, policy, rows) -> the reference's log-probs, and the exact KL of the reward; None: not asked for."""
+    """Makes (reference, policy, rows) -> the reference's log-probs, and the reward's exact KL or None."""
     sampled = any(kind is not None and kind not in kl.EXACT for kind in (penalty_kind, loss_kind))
 
     def passed(ref_params: Weights, params: Weights | None, rows: Rows) -> tuple[Array | None, Array | None]:

@@ -1,4 +1,4 @@
-"""The mesh, and the one table of rules from logical axes to mesh axes."""
+"""The device mesh, and the rules from logical axes to mesh axes."""
 
 import itertools
 import math
@@ -19,11 +19,11 @@ from jppo.settings import UserError
 from jppo.types import Params, Rows
 
 AXES = ("data", "fsdp", "tensor", "sequence")
-_NEAR_LAST = ("data", "fsdp", "sequence", "tensor")  # devices beside each other are those that exchange most
+_NEAR_LAST = ("data", "fsdp", "sequence", "tensor")  # adjacent devices communicate most
 ROWS = PartitionSpec(ROW_AXES, POSITIONS)  # the batch [R, T, ...]
-WHOLE_ROWS = PartitionSpec(WHOLE.rows)  # rows whose positions stay together
+WHOLE_ROWS = PartitionSpec(WHOLE.rows)  # rows whose positions stay on one device
 
-# Logical axis of a parameter -> mesh axes. An axis that a dimension doesn't divide by leaves it whole.
+# Logical axis of a parameter -> mesh axes. A dimension that the mesh axes do not divide stays whole.
 RULES: dict[str | None, tuple[str, ...]] = {
     "vocab": ("tensor",),
     "embed": COLUMNS,
@@ -37,7 +37,7 @@ RULES: dict[str | None, tuple[str, ...]] = {
 
 
 def mesh_shape(devices: int, *, data: int, fsdp: int, tensor: int, sequence: int = 1) -> tuple[int, int, int, int]:
-    """The sizes of the axes, one of which may be -1: all that is left. UserError where they do not fit."""
+    """Returns the sizes of the axes, one of which may be -1: the remaining devices. UserError if they do not fit."""
     sizes = [data, fsdp, tensor, sequence]
     said = " ".join(f"mesh.{axis}={size}" for axis, size in zip(AXES, sizes, strict=True))
     if sizes.count(-1) > 1 or any(s == 0 or s < -1 for s in sizes):
@@ -51,8 +51,8 @@ def mesh_shape(devices: int, *, data: int, fsdp: int, tensor: int, sequence: int
 
 
 def _fitting(devices: int, sizes: list[int]) -> str:
-    """The same axes with the fewest changes that make a mesh of so many devices."""
-    for i in range(len(AXES)):  # what is left goes to one axis, data first
+    """Returns the axes with the fewest changes that make a mesh of so many devices."""
+    for i in range(len(AXES)):  # the remaining factor goes to one axis, data first
         others = int(np.prod([s for j, s in enumerate(sizes) if j != i and s > 0]))
         if devices % others == 0:
             found = [devices // others if j == i else max(1, s) for j, s in enumerate(sizes)]
@@ -61,13 +61,13 @@ def _fitting(devices: int, sizes: list[int]) -> str:
 
 
 def platform(mesh: Mesh) -> str:
-    """'cpu', 'gpu' or 'tpu': of the mesh's devices, which need not be this machine's."""
+    """Returns 'cpu', 'gpu' or 'tpu' for the mesh's devices, which need not be this machine's."""
     name = mesh.devices.flat[0].platform
     return "gpu" if name in ("cuda", "rocm") else str(name)
 
 
 def make_mesh(shape: tuple[int, ...], devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh by the sizes of AXES, the last 1 where left out; XLA places what the shardings of inputs leave open."""
+    """Makes a mesh by the sizes of AXES, the last 1 by default; XLA chooses shardings that the inputs leave open."""
     sizes = dict.fromkeys(AXES, 1) | dict(zip(AXES, shape, strict=False))
     near = tuple(sizes[axis] for axis in _NEAR_LAST)
     types = (AxisType.Auto,) * len(AXES)
@@ -77,7 +77,7 @@ def make_mesh(shape: tuple[int, ...], devices: Sequence[jax.Device] | None = Non
 
 
 def _on_torus(near: tuple[int, ...], devices: Sequence[jax.Device]) -> np.ndarray:
-    """TPUs in such a shape: axes along the torus, which may be cut; several slices share `data` alone."""
+    """Arranges TPUs in such a shape: axes along the torus, which may be cut; several slices share `data` alone."""
     slices = len({getattr(device, "slice_index", None) or 0 for device in devices})
     if slices == 1:
         return mesh_utils.create_device_mesh(near, devices, allow_split_physical_axes=True)
@@ -91,22 +91,22 @@ def _on_torus(near: tuple[int, ...], devices: Sequence[jax.Device]) -> np.ndarra
 
 
 def own_part(mesh: Mesh) -> Mesh:
-    """The part of the mesh that is this host's devices: all of it where there is one host."""
+    """Returns the part of the mesh on this host's devices; all of it with one host."""
     return mesh.local_mesh if mesh.is_multi_process else mesh
 
 
 def row_multiple(mesh: Mesh) -> int:
-    """Row counts of a batch must be multiples of it."""
+    """Returns the divisor of a batch's row counts."""
     return _parts(mesh, ROW_AXES)
 
 
 def length_multiple(mesh: Mesh) -> int:
-    """Row lengths of a batch must be multiples of it."""
+    """Returns the divisor of a batch's row lengths."""
     return mesh.shape[POSITIONS]
 
 
 def whole_row_multiple(mesh: Mesh) -> int:
-    """Row counts where positions stay together must be multiples of it."""
+    """Returns the divisor of row counts whose positions stay together."""
     return _parts(mesh, WHOLE.rows)
 
 
@@ -115,7 +115,7 @@ def _parts(mesh: Mesh, axes: tuple[str, ...]) -> int:
 
 
 def param_shardings(mesh: Mesh, axes: Params, shapes: Params) -> Params:
-    """A NamedSharding for each parameter, from its logical axes (a tuple of names) by RULES."""
+    """Makes a NamedSharding for each parameter, from its logical axes (a tuple of names) by RULES."""
 
     def sharding(names: tuple[str | None, ...], leaf: Any) -> NamedSharding:
         spec = [dividing(mesh, RULES[name], size) or None for name, size in zip(names, leaf.shape, strict=True)]
@@ -125,7 +125,7 @@ def param_shardings(mesh: Mesh, axes: Params, shapes: Params) -> Params:
 
 
 def optimizer_shardings(tx: optax.GradientTransformation, shapes: Params, shardings: Params) -> Any:
-    """The optimizer's state is sharded as its parameters, a factored leaf by the axes it has; counts are replicated."""
+    """Shards the optimizer's state as its parameters, a factored leaf by its remaining axes; counts are replicated."""
     whole = replicated(jax.tree.leaves(shardings)[0].mesh)
 
     def place(leaf: Any, shape: Any, sharding: NamedSharding) -> NamedSharding:
@@ -136,39 +136,39 @@ def optimizer_shardings(tx: optax.GradientTransformation, shapes: Params, shardi
 
 
 def axes_of(part: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """The axes of a parameter that a leaf of the optimizer's state may have, by their sizes; [] where it has others."""
+    """Returns candidates for the parameter axes of an optimizer state's leaf, by their sizes; [] if none fit."""
     found = itertools.combinations(range(len(shape)), len(part))
     return [axes for axes in found if tuple(shape[axis] for axis in axes) == part]
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """On every device, whole."""
+    """Replicates on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def rows_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows [R, T, ...] are spread over data and fsdp, their positions over sequence."""
+    """Shards rows [R, T, ...] over data and fsdp, their positions over sequence."""
     return NamedSharding(mesh, ROWS)
 
 
 def whole_rows_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows [R, ...] that no device has a part of only are spread over sequence, too."""
+    """Shards rows [R, ...] whose positions stay on one device over sequence, too."""
     return NamedSharding(mesh, WHOLE_ROWS)
 
 
 def cache_sharding(mesh: Mesh, kv_heads: int) -> NamedSharding:
-    """Keys and values [R, T, K, A] lie where their rows are, and their heads where those of the parameters are."""
+    """Shards keys and values [R, T, K, A] as their rows, and their heads as the parameters' heads."""
     return NamedSharding(mesh, PartitionSpec(*WHOLE_ROWS, None, dividing(mesh, RULES["kv_heads"], kv_heads) or None))
 
 
 def put_rows(rows: Rows, mesh: Mesh) -> Rows:
-    """A micro-batch on its devices."""
+    """Puts a micro-batch on its devices."""
     placed: Rows = placing.put(rows, rows_sharding(mesh))
     return placed
 
 
 def constrain_to_rows(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
-    """The function that keeps activations [R, T, D] spread as the rows are."""
+    """Makes the function that keeps activations [R, T, D] sharded as the rows."""
 
     def constrain(x: jax.Array) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(row_axes(), POSITIONS)))
@@ -177,7 +177,7 @@ def constrain_to_rows(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
 
 
 def join_positions(mesh: Mesh | None) -> Callable[[Any], Any]:
-    """The function that puts the positions of each [R, T] together, for what walks along them."""
+    """Makes the function that gathers the positions of each [R, T], for loops along them."""
     if mesh is None or mesh.shape[POSITIONS] == 1:
         return lambda tree: tree
     rows = NamedSharding(mesh, PartitionSpec(ROW_AXES))

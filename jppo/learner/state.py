@@ -1,4 +1,4 @@
-"""The train state: made once, in its shards; everything that training changes."""
+"""The train state, initialised in its shards: everything that training changes."""
 
 import dataclasses
 import functools
@@ -22,24 +22,24 @@ from jppo.types import Params, TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """The parameters of one model as shapes and places: what is known before any is loaded."""
+    """The parameters of one model as shapes and shardings, before any is loaded."""
 
     cfg: ModelConfig
     head: Head
     shapes: Params
     shardings: Params
-    spare: Params  # rows of the first axis that are padding for the mesh
+    spare: Params  # padding rows of the first axis
     matrices: Params  # MuonDimensionNumbers of the layers' matrices; None: other parameters
 
 
 def weights(cfg: ModelConfig, mesh: Mesh, *, head: Head, param_dtype: Any) -> Weights:
-    """Shapes and shardings of a model with this head, from the table of parameters."""
+    """Returns shapes and shardings of a model with this head, from the table of parameters."""
     entries = params.table(cfg, head=head)
     return _weights(cfg, mesh, entries, head=head, dtype=param_dtype)
 
 
 def adapters(cfg: ModelConfig, mesh: Mesh, how: Lora, *, head: Head) -> Weights:
-    """Shapes and shardings of what is learned beside such a model: adapters, and the score of a critic; in f32."""
+    """Returns shapes and shardings of the adapters of such a model, and of a critic's score; in f32."""
     return _weights(cfg, mesh, lora.table(cfg, how, head=head), head=head, dtype=jnp.float32)
 
 
@@ -51,12 +51,12 @@ def _weights(cfg: ModelConfig, mesh: Mesh, entries: tuple[params.Entry, ...], *,
 
 
 def abstract(what: Weights) -> Params:
-    """The parameters as what XLA has to know of them; nothing is allocated."""
+    """Returns the parameters as abstract arrays; nothing is allocated."""
     return _placed(what.shapes, what.shardings)
 
 
 def abstract_optimizer(tx: optax.GradientTransformation, what: Weights) -> tuple[Any, Any]:
-    """The optimizer's state likewise, and its shards."""
+    """Returns the optimizer's state as abstract arrays, and its shardings."""
     places = sharding.optimizer_shardings(tx, what.shapes, what.shardings)
     return _placed(jax.eval_shape(lambda p: tx.init(in_f32(p)), what.shapes), places), places
 
@@ -66,7 +66,7 @@ def _placed(shapes: Any, places: Any) -> Any:
 
 
 def load(what: Weights, path: str, *, init: str, key: jax.Array) -> Params:
-    """The parameters in their shards: of the checkpoint at `path`, or random where init is 'random'."""
+    """Loads the parameters in their shards from the checkpoint at `path`, or random ones if init is 'random'."""
     dtype = jax.tree.leaves(what.shapes)[0].dtype
     if init == "random":
         draw = functools.partial(init_params, what.cfg, head=what.head, param_dtype=dtype)
@@ -75,7 +75,7 @@ def load(what: Weights, path: str, *, init: str, key: jax.Array) -> Params:
 
 
 def on_trunk(what: Weights, trunk: Params, *, key: jax.Array) -> Params:
-    """A critic on a policy's own trunk: the same arrays, and a score that is drawn."""
+    """Makes a critic on a policy's own trunk: the same arrays, and a random score."""
     dtype = jax.tree.leaves(what.shapes)[0].dtype
     score = init_head(what.cfg, key, head="value", param_dtype=dtype)["score"]
     rest = {name: part for name, part in trunk.items() if name in what.shapes}
@@ -83,7 +83,7 @@ def on_trunk(what: Weights, trunk: Params, *, key: jax.Array) -> Params:
 
 
 def adapt(what: Weights, values: Params, how: Lora, *, key: jax.Array) -> tuple[Params, Base]:
-    """What is learned of a model and what stays: fresh adapters of shape `what`, and the score that a critic has."""
+    """Splits a model into learned and frozen weights: fresh adapters `what` with a critic's score, and the base."""
 
     def learned(values: Params) -> Params:
         fresh = lora.init(what.cfg, how, key)
@@ -97,13 +97,13 @@ def adapt(what: Weights, values: Params, how: Lora, *, key: jax.Array) -> tuple[
 
 
 def init_optimizer(tx: optax.GradientTransformation, what: Weights, values: Params) -> tuple[Any, Any]:
-    """The optimizer's state in its shards, and those shards."""
+    """Initialises the optimizer's state in its shards; returns also its shardings."""
     places = sharding.optimizer_shardings(tx, what.shapes, what.shardings)
     return jax.jit(lambda p: tx.init(in_f32(p)), out_shardings=places)(offload.to_device(values)), places
 
 
 def spare_of_optimizer(tx: optax.GradientTransformation, what: Weights) -> Any:
-    """`what.spare` for the optimizer's state."""
+    """Returns `what.spare` for the optimizer's state."""
 
     def spare(leaf: Any, shape: Any, rows: int) -> int:
         axes = sharding.axes_of(leaf.shape, shape.shape)
@@ -113,12 +113,12 @@ def spare_of_optimizer(tx: optax.GradientTransformation, what: Weights) -> Any:
 
 
 def portable(tree: Any, spare: Any) -> Any:
-    """The arrays without the rows that are there for the mesh alone: the same on any."""
+    """Removes the padding rows from the arrays, so that they fit any mesh."""
     return jax.tree.map(lambda x, n: offload.to_device(x)[: x.shape[0] - n] if n else x, tree, spare)
 
 
 def placed(tree: Any, spare: Any, like: Any) -> Any:
-    """The inverse of `portable`: such rows are zeros, and each array lies where that of `like` lies."""
+    """Inverts `portable`: adds padding rows of zeros, and shards each array as in `like`."""
 
     def place(x: jax.Array, n: int, like: jax.Array) -> jax.Array:
         return jax.device_put(jnp.pad(x, [(0, n)] + [(0, 0)] * (x.ndim - 1)), like.sharding) if n else x
@@ -129,7 +129,7 @@ def placed(tree: Any, spare: Any, like: Any) -> Any:
 def begin(
     policy: Params, policy_opt: Any, value: Params | None, value_opt: Any, *, kl_coef: float, seed: int
 ) -> TrainState:
-    """The state before the first step."""
+    """Makes the state before the first step."""
     place = jax.tree.leaves(policy)[0].sharding
     assert isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh)
     whole = sharding.replicated(place.mesh)

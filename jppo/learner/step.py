@@ -1,4 +1,4 @@
-"""What a step changes beside the models: its number, the KL coefficient, the count of bad steps; and its shuffles."""
+"""The step's state besides the models: its number, the KL coefficient, the count of skipped steps; and its shuffles."""
 
 import dataclasses
 import functools
@@ -13,28 +13,28 @@ from jppo.types import Array, TrainState
 
 
 def advance(recipe: Recipe, now: TrainState, kl: float, *, bad: bool, learned: bool) -> TrainState:
-    """The state after a step whose KL in the reward was `kl`; `bad`: an update was skipped.
+    """Returns the state after a step with KL `kl` in the reward; `bad`: an update was skipped.
 
-    A step that had no token to learn from (`learned` is False) changes its number alone.
+    A step without a token to learn from (`learned` is False) changes only its number.
     """
     step = scalar(int(now.step) + 1, now.step)
     if not learned:
         return dataclasses.replace(now, step=step)
     kl_coef = now.kl_coef
-    if recipe.adapt_kl is not None and not bad:  # a KL that is not finite would stay in the coefficient
+    if recipe.adapt_kl is not None and not bad:  # a non-finite KL would stay in the coefficient
         kl_coef = scalar(recipe.adapt_kl(now.kl_coef, np.asarray(kl, np.float32)), now.kl_coef)
     bad_steps = scalar((int(now.bad_steps) + 1) * bad, now.bad_steps)
     return dataclasses.replace(now, step=step, kl_coef=kl_coef, bad_steps=bad_steps)
 
 
 def scalar(x: Any, like: Array) -> Any:
-    """A number of the host in the dtype and on the devices of another; compiles nothing."""
+    """Puts a host number in another array's dtype on its devices, without compiling."""
     assert isinstance(like, jax.Array)
     return placing.put(np.asarray(x, like.dtype), like.sharding)
 
 
 def order(now: TrainState, model: int, epoch: int, count: int, *, shuffle: bool) -> np.ndarray:
-    """The order in which a model's update takes the step's trajectories in an epoch."""
+    """Returns the order of the step's trajectories in one epoch of a model's update."""
     if not shuffle:
         return np.arange(count)
     return np.asarray(_shuffled(now.key, now.step, np.int32(model), np.int32(epoch), count=count))

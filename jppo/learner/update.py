@@ -1,6 +1,6 @@
 """Gradient steps: losses of a micro-batch, accumulated in f32 over a mini-batch, then one optimizer step.
 
-Loss and gradient do not depend on how a mini-batch is cut: every token's weight follows from the counts of the whole
+Loss and gradient do not depend on how a mini-batch is cut. Every token's weight follows from the counts of the whole
 mini-batch, taken beforehand, and micro-batches are summed.
 """
 
@@ -27,7 +27,7 @@ GROUPS = "data"  # the mesh axis along which groups of devices hold the same par
 # (params, micro-batch, counts of the mini-batch, further arguments) -> loss, sums over the mini-batch's tokens
 Loss = Callable[..., tuple[Array, dict[str, Array]]]
 Weigh = Callable[..., Array]  # (mask, segment, tokens=, sequences=) -> the weight of each token in the loss
-# The gradient and the loss of the micro-batches so far; gradients have a first axis of `data` where that is above 1.
+# Gradient and loss of the micro-batches so far; gradients have a first axis of `data` if that is above 1.
 Carry = tuple[Params, Array]
 
 
@@ -40,7 +40,7 @@ def make_actor_loss(
     entropy_metric: bool = True,
     kl_loss_coef: float,
 ) -> Loss:
-    """policy loss - entropy_coeff H + kl_loss_coef KL(π ‖ reference), each summed with the same weights of tokens."""
+    """Policy loss - entropy_coeff H + kl_loss_coef KL(π ‖ reference), each summed with the same weights of tokens."""
 
     def loss(params: Weights, scored: Scored, counts: Counts, reference: Weights | None):
         chex.assert_equal_shape([*jax.tree.leaves(scored)])
@@ -80,7 +80,7 @@ def make_actor_loss(
 
 
 def make_critic_loss(value: Value, weigh: Weigh, *, cliprange_value: float) -> Loss:
-    """The clipped value loss, summed with the weights of tokens."""
+    """Makes the clipped value loss, summed with the weights of tokens."""
 
     def loss(params: Weights, scored: Scored, counts: Counts) -> tuple[Array, dict[str, Array]]:
         chex.assert_equal_shape([*jax.tree.leaves(scored)])
@@ -100,7 +100,7 @@ def make_critic_loss(value: Value, weigh: Weigh, *, cliprange_value: float) -> L
 
 
 def make_imitation_loss(logprob: LogProb) -> Loss:
-    """mean over tokens of -log π(target): supervised fine-tuning."""
+    """Makes the mean over tokens of -log π(target): supervised fine-tuning."""
 
     def loss(params: Weights, rows: Rows, counts: Counts) -> tuple[Array, dict[str, Array]]:
         chex.assert_rank(rows.mask, 2)
@@ -112,7 +112,7 @@ def make_imitation_loss(logprob: LogProb) -> Loss:
 
 
 def groups_of(mesh: Mesh) -> int:
-    """How many groups of devices along `data` have sums of gradients of their own; 1: sums are exchanged at once.
+    """Returns how many groups of devices along `data` sum gradients separately; 1: sums are exchanged at once.
 
     libtpu 0.0.42 ends the process while it compiles programs for groups (v5e-4, data=4).
     """
@@ -122,16 +122,16 @@ def groups_of(mesh: Mesh) -> int:
 def make_accumulate(
     loss: Loss, *, mesh: Mesh | None = None, options: dict[str, Any] | None = None
 ) -> Callable[..., tuple[Carry, dict[str, Array]]]:
-    """(learned, base, carry, micro-batch, counts, ...) -> the carry with its own gradient and loss; its sums.
+    """(learned, base, carry, micro-batch, counts, ...) -> the carry with gradient and loss added; the metric sums.
 
-    The gradient is by what is learned; a frozen `base` has none. Groups of devices along `data` keep their own sums of
-    gradients, which take no more memory than their sum would; `make_exchange` sums these, once a mini-batch.
+    The gradient is by the learned parameters; a frozen `base` has none. Groups of devices along `data` keep their own
+    sums of gradients, which take no more memory than one sum. `make_exchange` adds these up, once a mini-batch.
     `options` are the compiler's.
     """
     groups = 1 if mesh is None else groups_of(mesh)
 
     def by_group(x: Array) -> Array:
-        """Rows [R, ...] as [groups, R / groups, ...]."""
+        """Reshapes rows [R, ...] to [groups, R / groups, ...]."""
         assert mesh is not None
         place = NamedSharding(mesh, PartitionSpec(GROUPS, row_axes(), POSITIONS))
         return jax.lax.with_sharding_constraint(x.reshape(groups, -1, *x.shape[1:]), place)
@@ -159,15 +159,15 @@ def make_accumulate(
 
 
 def _of_all(name: str, each: Array) -> Array:
-    """A metric of all groups from those of each: sums, but for extremes."""
+    """Combines a metric of each group: sums, except extremes."""
     reduce = jnp.max if name.endswith("_max") else jnp.min if name.endswith("_min") else jnp.sum
     return reduce(each, axis=0)
 
 
 def make_exchange(shardings: Params) -> jax.stages.Wrapped | None:
-    """The carry with each group's gradient replaced by the sum over all groups; None where there is one group.
+    """Makes the exchange that replaces each group's gradient in the carry by the sum over all; None with one group.
 
-    The sums take the place of what was summed: a program of its own may have its arguments overwritten.
+    A separate program, so that its arguments may be donated: the sums overwrite their summands.
     """
     mesh = jax.tree.leaves(shardings)[0].mesh
     if groups_of(mesh) == 1:
@@ -182,7 +182,7 @@ def make_exchange(shardings: Params) -> jax.stages.Wrapped | None:
 
 
 def exchanged(grads: Params, params: Params, places: Params) -> Params:
-    """Gradients that all groups of devices have alike, without the axis of the groups."""
+    """Removes the axis of groups from gradients that are equal in all groups."""
 
     def one(grad: Array, param: Array, place: Any) -> Array:
         if grad.ndim == param.ndim:
@@ -198,10 +198,10 @@ def exchanged(grads: Params, params: Params, places: Params) -> Params:
 def make_apply(
     tx: optax.GradientTransformation, schedule: Callable[[Array], Array], *, shardings: tuple[Any, Any]
 ) -> jax.stages.Wrapped:
-    """(params, optimizer state, carry, step, learns) -> the next two, the gradient's norm before clipping, the rate.
+    """(params, optimizer state, carry, step, learns) -> the next two, the gradient norm before clipping, the rate.
 
-    A non-finite loss or gradient leaves both as they are and counts as `skipped`. A mini-batch without a token to learn
-    from (`learns` is False) does too and counts as `empty`: AdamW would decay the weights and move them by momentum.
+    A non-finite loss or gradient leaves both unchanged and counts as `skipped`. So does a mini-batch without a token to
+    learn from (`learns` is False), counted as `empty`. AdamW would decay the weights and move them by momentum.
     """
 
     def apply(params: Params, opt: Any, carry: Carry, step: Array, learns: Any = True):
@@ -213,12 +213,12 @@ def make_apply(
         params, opt = descend(tx, params, opt, grads, lr, good & learns)
         return params, opt, {"grad_norm": norm, "lr": lr, "skipped": 1.0 - good, "empty": 1.0 - jnp.asarray(learns)}
 
-    # The gradients are not donated: what came out in their place would be copied, not computed there.
+    # The gradients are not donated: the results in their place would be copied, not computed there.
     return jax.jit(apply, donate_argnums=(0, 1), out_shardings=(*shardings, None))
 
 
 def abstract_carry(shapes: Params, shardings: Params) -> Carry:
-    """An f32 accumulator as shapes, in the parameters' shards: one for each group of devices along `data`."""
+    """Returns the f32 accumulator as shapes, in the parameters' shards: one for each group of devices along `data`."""
     mesh = jax.tree.leaves(shardings)[0].mesh
     groups = groups_of(mesh)
 
@@ -233,7 +233,7 @@ def abstract_carry(shapes: Params, shardings: Params) -> Carry:
 
 
 def make_zeros(shapes: Params, shardings: Params) -> Callable[[], Carry]:
-    """A fresh accumulator."""
+    """Makes a fresh accumulator."""
     carry = abstract_carry(shapes, shardings)
 
     def zeros() -> Carry:

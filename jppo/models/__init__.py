@@ -1,1 +1,1 @@
-"""The models: one decoder, one table of its parameters, and the way to and from Hugging Face files."""
+"""The models: a decoder, the table of its parameters, and conversion to and from Hugging Face files."""

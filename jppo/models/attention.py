@@ -1,4 +1,4 @@
-"""Causal attention inside segments, and against a cache of what came before. Used by `decoder.py`."""
+"""Causal attention within segments, and against a key/value cache. Used by `decoder.py`."""
 
 import functools
 from collections.abc import Callable
@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-# (q [R, T, H, A], k and v [R, T, K, A], segment [R, T], kind []) -> [R, T, H, A]; kind: which of the layers' windows
+# (q [R, T, H, A], k and v [R, T, K, A], segment [R, T], kind []) -> [R, T, H, A]; kind: index into the layers' windows
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | int], jax.Array]
 
-Windows = tuple[int | None, ...]  # of each kind of layer; None sees all
+Windows = tuple[int | None, ...]  # of each kind of layer; None: no window
 
 Spans = tuple[slice, ...]  # of keys
 
-NAME = "attention"  # by which a remat policy keeps outputs and what their gradient needs of the softmax
+NAME = "attention"  # under which remat policies save outputs and the softmax's residuals
 
 SMALLEST_BLOCK, LARGEST_BLOCK = 64, 1024  # of queries
 UNSEEN = -1e30  # the score of a key that is not seen
@@ -25,12 +25,12 @@ UNSEEN = -1e30  # the score of a key that is not seen
 def make_plain(
     *, scale: float, softcap: float | None, windows: Windows, shared: tuple[int, int] | None = None
 ) -> Attend:
-    """Attention by XLA alone, on any backend. It holds the scores of one block of queries, forwards and backwards.
+    """Makes attention by XLA alone, on any backend. It holds the scores of one block of queries at a time.
 
-    Backwards they are made again, from what the softmax of each query was divided by. Where prompts are `shared`, the
-    segment -1 is a prompt that all behind it in its row see, beside their own segments: it ends before position
-    `shared[0]`, and segments that end behind the sum of the two are no longer than `shared[1]`. What no query of a
-    block can see is not computed. Windows, which count positions of a row, are none then.
+    The backward pass recomputes them from each query's log Σ exp(scores). With `shared` prompts, segment -1 is a
+    prompt that all later segments of its row see, besides themselves. It ends before position `shared[0]`. Segments
+    that end after the sum of the two are no longer than `shared[1]`. Keys that no query of a block sees are skipped.
+    Windows, which count positions of a row, must all be None then.
     """
     assert shared is None or all(window is None for window in windows)
     look = functools.partial(_scores, scale=scale, softcap=softcap, windows=windows, shared_prompts=shared is not None)
@@ -60,7 +60,7 @@ def _scores(
     windows: Windows,
     shared_prompts: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """The scores of a block's queries of [R, K, G, T, A] over the keys in `spans`, and which of them are seen."""
+    """Computes scores of a block's queries of [R, K, G, T, A] over the keys in `spans`, and the mask of seen keys."""
     queries = q[:, :, :, block]
     R, K, G, B, A = queries.shape
     keys = _take(k, spans, 2)
@@ -83,7 +83,7 @@ def _forward(
     segment: jax.Array,
     kind: jax.Array | int,
 ) -> tuple[jax.Array, Any]:
-    """softmax(scores) v, and what `_backward` needs: the arguments, and log Σ exp(scores) of each query."""
+    """Computes softmax(scores) v; returns it and, for `_backward`, the arguments and each query's log Σ exp(scores)."""
     queries, keys, vals = _by_head(q, k.shape[2]), _by_head(k)[:, :, 0], _by_head(v)[:, :, 0]
     mixed, logs = [], []
     for block, spans in blocks(q.shape[1], shared):
@@ -109,7 +109,7 @@ def _backward(
     scale: float,
     softcap: float | None,
 ) -> tuple[Any, ...]:
-    """The gradients of q, k and v: with w the softmax, that of a score is w (given·v - Σ w given·v)."""
+    """Computes the gradients of q, k and v: with w the softmax, a score's is w (given·v - Σ w given·v)."""
     q, k, v, segment, kind, logs = held
     K = k.shape[2]
     queries, keys, vals = _by_head(q, K), _by_head(k)[:, :, 0], _by_head(v)[:, :, 0]
@@ -136,10 +136,10 @@ def _backward(
 
 
 def blocks(length: int, shared: tuple[int, int] | None = None) -> list[tuple[slice, Spans]]:
-    """The blocks of queries in a row, each with where its keys may be.
+    """Returns the blocks of queries in a row, each with the spans of its keys.
 
-    A block is a quarter of a row, which halves what is computed for later keys; or of the longest prompt and sample,
-    where these are shorter: behind them its keys are the prompt's, and those that a sample has room for.
+    A block is a quarter of a row, which halves the computation for later keys. If the longest prompt and sample are
+    shorter, it is a quarter of these: blocks after these see the prompt's keys and the longest sample's.
     """
     longest = length if shared is None else min(length, sum(shared))
     size = min(max(-(-longest // (4 * 8)) * 8, SMALLEST_BLOCK), LARGEST_BLOCK)
@@ -154,7 +154,7 @@ def blocks(length: int, shared: tuple[int, int] | None = None) -> list[tuple[sli
 
 
 def computed(length: int, shared: tuple[int, int] | None = None) -> int:
-    """The pairs of a query and a key whose scores are computed in a row."""
+    """Counts the pairs of a query and a key whose scores are computed in a row."""
     each = blocks(length, shared)
     return sum((block.stop - block.start) * len(range(length)[span]) for block, spans in each for span in spans)
 
@@ -165,7 +165,7 @@ def _take(x: jax.Array, spans: Spans, axis: int) -> jax.Array:
 
 
 def _add(total: jax.Array, spans: Spans, found: jax.Array) -> jax.Array:
-    """The total [R, K, S, A] with what was found for the keys in `spans`."""
+    """Adds the results for the keys in `spans` to the total [R, K, S, A]."""
     start = 0
     for span in spans:
         stop = start + len(range(total.shape[2])[span])
@@ -175,14 +175,14 @@ def _add(total: jax.Array, spans: Spans, found: jax.Array) -> jax.Array:
 
 
 def _by_head(x: jax.Array, kv_heads: int | None = None) -> jax.Array:
-    """[R, T, H, A] as [R, K, H/K, T, A]."""
+    """Reshapes [R, T, H, A] to [R, K, H/K, T, A]."""
     R, T, H, A = x.shape
     K = H if kv_heads is None else kv_heads
     return x.reshape(R, T, K, H // K, A).transpose(0, 2, 3, 1, 4)
 
 
 def _by_token(x: jax.Array) -> jax.Array:
-    """The inverse of `_by_head`."""
+    """Inverts `_by_head`."""
     R, K, G, T, A = x.shape
     return x.transpose(0, 3, 1, 2, 4).reshape(R, T, K * G, A)
 
@@ -202,7 +202,7 @@ def attend_cached(
     softcap: float | None,
     windows: Windows,
 ) -> jax.Array:
-    """The same for queries at `position` [R, P] over a cache: entry s of k and v [R, S, K, A] is position s."""
+    """Attends from queries at `position` [R, P] to a cache: entry s of k and v [R, S, K, A] is position s."""
     chex.assert_rank([q, k, v, position], [4, 4, 4, 2])
     slots = jnp.arange(k.shape[1], dtype=jnp.int32)
     seen = _in_window(position[:, :, None], slots[None, None, :], windows, kind)
@@ -210,7 +210,7 @@ def attend_cached(
 
 
 def _in_window(query: jax.Array, key: jax.Array, windows: Windows, kind: jax.Array | int) -> jax.Array:
-    """Whether the query's position sees the key's."""
+    """Whether the key is in the window of the query's position."""
     seen = key <= query
     if all(window is None for window in windows):
         return seen
@@ -222,7 +222,7 @@ def _in_window(query: jax.Array, key: jax.Array, windows: Windows, kind: jax.Arr
 def _softmax_mix(
     q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array, *, scale: float, softcap: float | None
 ) -> jax.Array:
-    """softmax(cap(q k^T scale)) v over what is `seen` [R or 1, T, S]; each kv head is shared by H/K query heads.
+    """Computes softmax(cap(q k^T scale)) v over `seen` [R or 1, T, S]; each kv head is shared by H/K query heads.
 
     Every query must see a key. Empty positions (segment 0) see each other, so that all is finite.
     """

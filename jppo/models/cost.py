@@ -1,9 +1,9 @@
-"""FLOP that a model's passes need: for the share of a device's rate that training reaches, and for benchmarks.
+"""FLOP of a model's passes, for MFU and benchmarks.
 
-What is counted is what whole sequences of real tokens need: every product of a matrix, the pairs of a query and a key
-that it sees, the language head where it is read; a multiplication and an addition are two. What the code computes
-beyond that (padding, the other half of attention, what the backward pass computes anew) counts nothing, as do norms,
-activations, the look-up of embeddings, and the one column of a value head.
+Counted for whole sequences of real tokens: matrix products, pairs of a query and a key that it sees, and the
+language head where it is read. A multiplication and an addition are two. Not counted: padding, the masked half of
+attention, and recomputation in the backward pass. Nor are norms, activations, embedding look-ups, and the one column
+of a value head.
 """
 
 import math
@@ -13,37 +13,37 @@ from jppo.models import lora
 from jppo.models.families import ModelConfig
 from jppo.models.lora import Lora
 
-# How much longer a FLOP of attention by XLA takes than one of a product with weights: scores are exponentiated, and
-# written and read between their two products. Roughly, from one run on a CPU that was busy.
+# Time of a FLOP of attention by XLA relative to one of a product with weights: scores are exponentiated, and
+# written and read between their two products. Roughly, from one run on a busy CPU.
 SLOWER = 2.5
 
 
 def attention(cfg: ModelConfig, lengths: Sequence[int]) -> int:
-    """FLOP of the products of queries, keys and values in a forward pass: of keys in the window that came before."""
+    """Returns FLOP of the attention products in a forward pass, with earlier keys in the window."""
     pairs = sum(_pairs(n, cfg.kinds[kind].window) for kind in cfg.layer_kinds for n in lengths)
     return 2 * 2 * pairs * cfg.num_heads * cfg.head_dim  # a pair is a product with k and one with v
 
 
 def _pairs(length: int, window: int | None) -> int:
-    """The keys that the queries of one sequence see, each itself and what lies before it in the window."""
+    """Counts the keys that the queries of one sequence see: each its own and earlier ones in the window."""
     near = length if window is None else min(length, window)
     return near * (near + 1) // 2 + (length - near) * near
 
 
 def price(cfg: ModelConfig, keys: float) -> float:
-    """How much longer a token takes with attention by XLA over so many keys, padding included, than without."""
+    """Returns a token's time with attention by XLA over so many keys, padding included, relative to none."""
     by_token = forward(cfg, [1], head_tokens=1) - attention(cfg, [1])
     by_key = 2 * 2 * cfg.num_layers * cfg.num_heads * cfg.head_dim
     return 1.0 + SLOWER * keys * by_key / by_token
 
 
 def adapters(cfg: ModelConfig, how: Lora, lengths: Sequence[int]) -> int:
-    """FLOP of the adapters in a forward pass."""
+    """Returns FLOP of the adapters in a forward pass."""
     return 2 * sum(lengths) * sum(math.prod(entry.shape) for entry in lora.table(cfg, how, head="lm"))
 
 
 def forward(cfg: ModelConfig, lengths: Sequence[int], *, head_tokens: int, how: Lora | None = None) -> int:
-    """FLOP of a forward pass over sequences of `lengths`, with the language head on `head_tokens` of their tokens."""
+    """Returns FLOP of a forward pass over sequences of `lengths`, with the language head on `head_tokens` tokens."""
     D, H, K, A, F = cfg.hidden_size, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.intermediate_size
     matrices = D * H * A + 2 * D * K * A + H * A * D + 3 * D * F  # of a layer
     trunk = 2 * cfg.num_layers * sum(lengths) * matrices + attention(cfg, lengths)
@@ -52,10 +52,10 @@ def forward(cfg: ModelConfig, lengths: Sequence[int], *, head_tokens: int, how: 
 
 
 def update(cfg: ModelConfig, lengths: Sequence[int], *, head_tokens: int, how: Lora | None = None) -> int:
-    """FLOP of an update: a forward pass, and a backward one that costs two.
+    """Returns FLOP of an update: a forward pass, and a backward one that costs two.
 
-    With adapters alone the kernels that stay have a gradient in their input and none of their own, which spares a
-    forward pass of them; attention, whose factors all have gradients, and the adapters are as before.
+    With adapters, frozen kernels have a gradient of their input but none of their own, which saves one forward pass of
+    them. Attention, whose factors all have gradients, and the adapters cost the same.
     """
     whole = forward(cfg, lengths, head_tokens=head_tokens)
     if how is None:

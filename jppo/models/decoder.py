@@ -1,6 +1,6 @@
-"""The transformer: tokens to hidden states, one module for all families. Its heads are in `heads.py`.
+"""The transformer decoder: tokens to hidden states, one module for all families. Its heads are in `heads.py`.
 
-The parameters of the layers are stacked, [L, ...], whether the layers are scanned or unrolled: `params.py`
+The layers' parameters are stacked, [L, ...], whether the layers are scanned or unrolled: `params.py`
 has the table of them.
 """
 
@@ -26,14 +26,14 @@ Remat = Literal["none", "dots", "attention", "full"]
 
 
 def _keep(*names: str) -> Callable[..., Any]:
-    """The policy that keeps what has one of the names, and outputs of cuDNN's attention, which can have none."""
+    """Makes the policy that saves outputs with these names, and those of cuDNN's attention, which cannot be named."""
     named = jax.checkpoint_policies.save_only_these_names(*names)
     return lambda primitive, *args, **how: primitive.name == _CUDNN or named(primitive, *args, **how)
 
 
 _CUDNN = "dot_product_attention_fwd_wrapper"
 _POLICIES = {
-    # Keeps the products with weights, in the activations' dtype, and attention; computes all else again.
+    # Saves the products with weights, in the activations' dtype, and attention; recomputes the rest.
     "dots": _keep(product.NAME, attention.NAME),
     "attention": _keep(attention.NAME),
     "full": jax.checkpoint_policies.nothing_saveable,
@@ -46,7 +46,7 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def identity(x: jax.Array) -> jax.Array:
-    """x."""
+    """Returns x."""
     return x
 
 
@@ -68,7 +68,7 @@ class RMSNorm(nn.Module):
 
 
 class Project(nn.Module):
-    """einsum of x with a kernel, a bias where the family has one, and an adapter where there is one."""
+    """Multiplies x with a kernel by einsum, with a bias and an adapter where present."""
 
     equation: str
     shape: tuple[int, ...]  # of the kernel
@@ -91,7 +91,7 @@ class Project(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions; against a cache where there is one."""
+    """Grouped-query attention with rotary positions; against a cache if there is one."""
 
     cfg: ModelConfig
     param_dtype: Any
@@ -142,7 +142,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """One block: x + attention(norm(x)), then x + mlp(norm(x)). The body of the scan over layers."""
+    """A block: x + attention(norm(x)), then x + mlp(norm(x)). The body of the scan over layers."""
 
     cfg: ModelConfig
     param_dtype: Any
@@ -165,7 +165,7 @@ class Layer(nn.Module):
 
 
 class Embed(nn.Module):
-    """Rows of the embedding table."""
+    """The embedding look-up."""
 
     cfg: ModelConfig
     param_dtype: Any
@@ -181,16 +181,16 @@ class Embed(nn.Module):
 
 
 class Decoder(nn.Module):
-    """`apply({'params': params}, tokens, segment, position)` is the state after the last norm, [R, T, D].
+    """A decoder: `apply({'params': params}, tokens, segment, position)` is the state after the last norm, [R, T, D].
 
-    With a collection `lora` beside `params` (`lora.py`) its adapters are part of the model.
+    With a collection `lora` next to `params` (`lora.py`) its adapters are part of the model.
     """
 
     cfg: ModelConfig
     dtype: Any = jnp.float32  # of the activations and of the products
     param_dtype: Any = jnp.float32
     scan_layers: bool = True  # False unrolls: slower to compile, faster on CPU
-    remat: Remat = "none"  # what the backward pass keeps of a layer: all, products and attention, attention, nothing
+    remat: Remat = "none"  # saved for the backward pass of a layer: all, products and attention, attention, nothing
     constrain: Callable[[jax.Array], jax.Array] = identity  # on activations [R, T, D]: their sharding
     attend: Attend | None = None  # None: by XLA alone
     lookup: Lookup = embedding.lookup  # of token embeddings
@@ -204,7 +204,7 @@ class Decoder(nn.Module):
         x = self.constrain(embedded(embed(tokens), cfg, self.dtype))
         layer: Any = Layer
         if self.remat != "none":
-            # In a real loop XLA cannot merge the second computation with the first; unrolled it could.
+            # In a real loop XLA cannot merge the recomputation with the first computation; unrolled it could.
             layer = nn.remat(layer, policy=_POLICIES[self.remat], prevent_cse=not self.scan_layers)
         layers = nn.scan(
             layer,
@@ -222,24 +222,24 @@ class Decoder(nn.Module):
 
 
 def attention_settings(cfg: ModelConfig) -> dict[str, Any]:
-    """What attention has to know of a model."""
+    """Returns a model's arguments of attention."""
     windows = tuple(kind.window for kind in cfg.kinds)
     return dict(scale=cfg.query_scale, softcap=cfg.attn_softcap, windows=windows)
 
 
 def places_of(cfg: ModelConfig, position: jax.Array, segment: jax.Array | None) -> Places:
-    """Where tokens stand, for every kind of layer."""
+    """Returns the tokens' places for every kind of layer."""
     return places([kind.rotary for kind in cfg.kinds], cfg.head_dim, position, segment)
 
 
 def embedded(rows: jax.Array, cfg: ModelConfig, dtype: Any) -> jax.Array:
-    """Rows of the embedding as the first layer reads them."""
+    """Looks up the embeddings as inputs of the first layer."""
     x = rows.astype(dtype)
     return x if cfg.embed_scale == 1.0 else x * jnp.asarray(cfg.embed_scale, dtype)  # rounded, as by transformers
 
 
 def split_layers(variables: Params, cfg: ModelConfig) -> Params:
-    """The variables with a tuple of the layers in place of their stack: once before a loop of `forward_cached`."""
+    """Splits the stacked layers into a tuple: once before a loop of `forward_cached`."""
     layers = {name: part["layers"] for name, part in variables.items() if "layers" in part}
     each = tuple(jax.tree.map(lambda x, i=i: x[i], layers) for i in range(cfg.num_layers))
     return {"layers": each, "embed": variables["params"]["embed"], "norm": variables["params"]["norm"]}
@@ -254,10 +254,10 @@ def forward_cached(
     *,
     constrain: Callable[[jax.Array], jax.Array] = identity,
 ) -> tuple[jax.Array, Cache]:
-    """Tokens [R, P] that come at `position` after what the cache holds: their states [R, P, D], and the next cache.
+    """Runs tokens [R, P] at `position` after the cache's tokens; returns states [R, P, D] and the next cache.
 
-    A prompt is one call, each further token one. A token sees every entry up to its own position: rows whose prompts
-    are shorter are filled up with anything, which later tokens overwrite before they see it.
+    A prompt takes one call, each further token another. A token sees every entry up to its own position. Shorter
+    prompts are padded with any tokens, which later tokens overwrite before they see them.
     """
     chex.assert_rank([tokens, position], 2)
     dtype = cache[0].k.dtype
@@ -274,7 +274,7 @@ def forward_cached(
 
 
 def init_params(cfg: ModelConfig, key: jax.Array, *, head: Head, param_dtype: Any) -> Params:
-    """Random parameters: normal by `initializer_range`, norms 1, biases 0; pure, so jit may shard them."""
+    """Initialises parameters: normal by `initializer_range`, norms 1, biases 0; pure, so jit may shard them."""
     empty = jnp.zeros((1, 1), jnp.int32)
     decoder = Decoder(cfg, param_dtype=param_dtype)
     trunk = decoder.init(jax.random.fold_in(key, 0), empty, empty, empty)["params"]
@@ -282,7 +282,7 @@ def init_params(cfg: ModelConfig, key: jax.Array, *, head: Head, param_dtype: An
 
 
 def init_head(cfg: ModelConfig, key: jax.Array, *, head: Head, param_dtype: Any) -> Params:
-    """The part of the parameters that is the head: `score` or `lm_head`, or nothing where that is tied."""
+    """Initialises the head's parameters: `score` or `lm_head`, or nothing if it is tied."""
     if head == "value":
         # Hidden states leave the norm with variance about 1: values start with a variance below 1.
         std = (cfg.hidden_size + 1) ** -0.5
@@ -294,5 +294,5 @@ def init_head(cfg: ModelConfig, key: jax.Array, *, head: Head, param_dtype: Any)
 
 
 def head_kernel(params: Params, cfg: ModelConfig) -> jax.Array:
-    """The matrix from hidden states to logits, [V, D]: the embedding table itself where the two are tied."""
+    """Returns the matrix from hidden states to logits, [V, D]: the embedding table itself if the two are tied."""
     return params["embed"]["embedding"] if cfg.tie_word_embeddings else params["lm_head"]["kernel"]

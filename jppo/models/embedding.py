@@ -1,6 +1,6 @@
-"""The lookup of token embeddings, with a gradient that frequent tokens keep in narrow parameters.
+"""Token embedding look-up, with an f32 sum of gradients for narrow tables.
 
-On a mesh devices exchange rows of activations, and never the table.
+On a mesh, devices exchange rows of activations, never the table.
 """
 
 from collections.abc import Callable
@@ -18,20 +18,20 @@ Lookup = Callable[[jax.Array, jax.Array, Any], jax.Array]
 
 
 def lookup(table: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
-    """Rows [..., D] of the table for tokens [...], in such a dtype.
+    """Looks up rows [..., D] of the table for tokens [...], cast to this dtype.
 
-    Autodiff adds the cotangents of a token's occurrences up in the table's dtype. In bfloat16 a sum stands still once
-    it is 2^8 times as large as its terms, so narrow tables get a backward pass of their own.
+    Autodiff sums the cotangents of a token's occurrences in the table's dtype. In bfloat16 a sum stops growing at 2^8
+    times the size of its terms, so narrow tables get a backward pass of their own.
     """
     chex.assert_rank(table, 2)
     return (table[tokens] if table.dtype.itemsize >= 4 else _narrow(table, tokens)).astype(dtype)
 
 
 def make_lookup(mesh: Mesh | None) -> Lookup:
-    """The same for a table whose D and V the mesh shards, and tokens sharded as rows are.
+    """Makes the same for a table whose D and V the mesh shards, and tokens sharded as rows.
 
-    A device reads its columns of the table for the tokens of all that share it, and gets all columns of its own tokens
-    in exchange. Left to XLA, the table or all activations would be gathered.
+    A device reads its columns of the table for the tokens of all devices that share it. It then exchanges them for
+    all columns of its own tokens. XLA alone would gather the table or all activations.
     """
     if mesh is None or mesh.size == 1:
         return lookup
@@ -72,12 +72,12 @@ def _narrow(table: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def _forward(table: jax.Array, tokens: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    # Of the table only shape and dtype are read.
+    # Only shape and dtype of the table are read.
     return table[tokens], (table, tokens)
 
 
 def _backward(held: tuple[jax.Array, jax.Array], given: jax.Array) -> tuple[jax.Array, None]:
-    """Sums by distinct token in f32, [min(N, V), D], each rounded once: no [V, D] in f32."""
+    """Sums the cotangents by distinct token in f32, [min(N, V), D], each rounded once: no [V, D] in f32."""
     table, tokens = held
     V, D = table.shape
     distinct, which = jnp.unique(tokens.reshape(-1), size=min(tokens.size, V), fill_value=V, return_inverse=True)

@@ -1,6 +1,6 @@
-"""An HF `config.json` to one frozen dataclass: all that the decoder and the parameter table know of a model.
+"""Model families: an HF `config.json` to one frozen dataclass for the decoder and the parameter table.
 
-A field that changes the mathematics and is not supported is an error that names it: nothing is dropped.
+An unsupported field that changes the mathematics is an error that names it: nothing is dropped.
 """
 
 import dataclasses
@@ -17,15 +17,15 @@ _REQUIRED = object()
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What differs between the layers of one model."""
+    """A kind of layer in one model."""
 
-    window: int | None  # a token sees itself and the window - 1 tokens before it; None: all of them
+    window: int | None  # a token sees itself and the window - 1 tokens before it; None: all earlier ones
     rotary: Rotary
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A decoder's shape and mathematics, whatever its family; hashable, so that it may be static in jit."""
+    """A decoder's shape and mathematics, of any family; hashable, so that it may be static in jit."""
 
     family: str  # HF's model_type
     vocab_size: int  # V
@@ -35,44 +35,44 @@ class ModelConfig:
     num_heads: int  # H
     num_kv_heads: int  # K
     head_dim: int  # A
-    kinds: tuple[Kind, ...]  # of layers, without repeats
+    kinds: tuple[Kind, ...]  # of layers, without duplicates
     layer_kinds: tuple[int, ...]  # [L], index into kinds
     rms_norm_eps: float
     norm_offset: float  # a norm multiplies by its scale plus this
-    qk_norm: bool  # queries and keys are normed, head by head, before they are turned
-    post_norms: bool  # what a block adds to the residual is normed too
+    qk_norm: bool  # queries and keys are normed, head by head, before rotation
+    post_norms: bool  # a block's output is normed too, before it is added to the residual
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
     activation: str  # of the MLP's gate
-    embed_scale: float  # on embeddings as they come in
+    embed_scale: float  # on input embeddings
     query_scale: float  # on the products of queries and keys
-    attn_softcap: float | None  # c tanh(x / c) on those
+    attn_softcap: float | None  # c tanh(x / c) on these products
     logit_softcap: float | None  # and on the logits
     tie_word_embeddings: bool
     max_position_embeddings: int
     initializer_range: float  # standard deviation of random weights
-    padded_vocab_size: int  # rows of the embedding: V, or more so that a mesh divides them; the rest is no token
+    padded_vocab_size: int  # rows of the embedding: V, or more so that a mesh divides them; the rest is padding
 
 
 @dataclasses.dataclass(frozen=True)
 class _Family:
-    """Where a family differs: what a field is when config.json leaves it out, and what has no field."""
+    """The differences of a family: defaults of fields that config.json omits, and properties without a field."""
 
-    slides: Callable[["_Fields", int], bool]  # whether a layer has a sliding window, where no `layer_types` say it
-    qkv_bias: bool | None = None  # None: as the field `attention_bias` says
+    slides: Callable[["_Fields", int], bool]  # whether a layer has a sliding window, if `layer_types` is absent
+    qkv_bias: bool | None = None  # None: by the field `attention_bias`
     o_bias: bool | None = None
-    mlp_bias: bool | None = False  # None: as the field `mlp_bias` says
+    mlp_bias: bool | None = False  # None: by the field `mlp_bias`
     tie_word_embeddings: bool = False
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
     activation: str = "silu"
     gemma: bool = False  # norms by 1 + scale, embeddings times sqrt(D)
     qk_norm: bool = False
     post_norms: bool = False
-    query_pre_attn_scalar: bool = False  # takes the place of head_dim in the scale of attention
+    query_pre_attn_scalar: bool = False  # replaces head_dim in the scale of attention
     attn_softcap: float | None = None
     logit_softcap: float | None = None
-    local_theta: float | None = None  # sliding layers have frequencies of their own
+    local_theta: float | None = None  # sliding layers have their own frequencies
     theta: float = 10000.0
 
 
@@ -83,10 +83,10 @@ class _Fields:
         self.config, self.path = config, path
 
     def __contains__(self, key: str) -> bool:
-        return self.config.get(key) is not None  # HF writes null for "as the class has it"
+        return self.config.get(key) is not None  # HF writes null for "the class's default"
 
     def get(self, key: str, kind: type, default: Any = _REQUIRED) -> Any:
-        """The field's value, positive where it is a whole number."""
+        """Returns the field's value, positive if it is a whole number."""
         value = self.config.get(key)
         if value is None:
             if default is _REQUIRED:
@@ -106,18 +106,18 @@ class _Fields:
         return result
 
     def above_zero(self, key: str, default: float) -> float:
-        """The value of a field that is a number above 0."""
+        """Returns the value of a field that is a number above 0."""
         value: float = self.get(key, float, default)
         if not value > 0:
             raise UserError(f"{self.path}: {key}={value!r} must be above 0")
         return value
 
     def or_null(self, key: str, kind: type, default: Any) -> Any:
-        """The same for a field in which null means that there is none, and absence the default."""
+        """Returns the same for a field in which null means none, and absence the default."""
         return self.get(key, kind, None) if key in self.config else default
 
     def refuse(self, key: str, why: str) -> UserError:
-        """The error of a field that is not supported."""
+        """Makes the error of an unsupported field."""
         return UserError(f"{self.path}: {key}={self.config.get(key)!r} {why}")
 
 
@@ -137,7 +137,7 @@ def _late(fields: _Fields, layer: int) -> bool:
 
 
 def _but_every(count: int) -> Callable[[_Fields, int], bool]:
-    """All but the last of each `count` layers."""
+    """Returns all but the last of each `count` layers."""
     return lambda fields, layer: (layer + 1) % fields.get("sliding_window_pattern", int, count) != 0
 
 
@@ -157,10 +157,10 @@ FAMILIES = {
     "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA3,
 }
-MOST_LAYERS = 10_000  # more than any model has; each is gone through
+MOST_LAYERS = 10_000  # more than any model has; a loop visits each
 WINDOW = 4096  # of sliding layers, in every family, where the field is absent
 
-# Fields that change the mathematics, and the values under which they change nothing. An absent field is None.
+# Fields that change the mathematics, and the values without effect. An absent field is None.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "pretraining_tp": (None, 1),
     "quantization_config": (None,),
@@ -169,7 +169,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (None, False),
 }
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
-_RELATIVES = {  # what people try, and what can be said
+_RELATIVES = {  # models that users try, and their errors
     "gemma3": "it reads pictures too; its text model alone is gemma3_text",
     "mixtral": "a mixture of experts",
     "qwen2_moe": "a mixture of experts",
@@ -178,7 +178,7 @@ _RELATIVES = {  # what people try, and what can be said
 
 
 def from_hf(config: Mapping[str, Any], *, path: str | os.PathLike) -> ModelConfig:
-    """The model that the parsed `config` describes; `path` is its file, for the errors."""
+    """Reads the model from the parsed `config`; `path` is its file, for the errors."""
     name = config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         why = f" ({_RELATIVES[name]})" if isinstance(name, str) and name in _RELATIVES else ""
@@ -235,7 +235,7 @@ def from_hf(config: Mapping[str, Any], *, path: str | os.PathLike) -> ModelConfi
 
 
 def pad_vocab(cfg: ModelConfig, multiple: int) -> ModelConfig:
-    """The model with so many rows of embedding that `multiple` divides them; the new ones are no tokens."""
+    """Pads the embedding to a multiple of `multiple` rows; the new ones are no tokens."""
     return dataclasses.replace(cfg, padded_vocab_size=-(-cfg.vocab_size // multiple) * multiple)
 
 
@@ -269,9 +269,9 @@ def _softcap(fields: _Fields, key: str, default: float | None) -> float | None:
 
 
 def _windows(fields: _Fields, family: _Family, num_layers: int) -> list[int | None]:
-    """The window of each layer, None where it sees all."""
+    """Returns the window of each layer, or None."""
     window = fields.or_null("sliding_window", int, WINDOW)
-    switch = family.slides is _late  # qwen's, whose window counts only when it is switched on
+    switch = family.slides is _late  # qwen's, whose window counts only if switched on
     if switch and not fields.get("use_sliding_window", bool, False):
         window = None
     types = fields.get("layer_types", list, None)
@@ -291,7 +291,7 @@ def _windows(fields: _Fields, family: _Family, num_layers: int) -> list[int | No
 
 
 def _rotary(fields: _Fields, family: _Family) -> tuple[Rotary, Rotary | None]:
-    """The frequencies of full layers, and those of sliding ones where they have their own."""
+    """Returns the frequencies of full layers, and of sliding ones if they have their own."""
     places = {}
     for key in ("rope_scaling", "rope_parameters"):
         places[key] = fields.config.get(key) or {}
@@ -299,7 +299,7 @@ def _rotary(fields: _Fields, family: _Family) -> tuple[Rotary, Rotary | None]:
             raise fields.refuse(key, "must be an object or null")
     theta = fields.get("rope_theta", float, family.theta)
     if family.local_theta is None:
-        key = "rope_scaling" if places["rope_scaling"] else "rope_parameters"  # where HF kept it before, and keeps it
+        key = "rope_scaling" if places["rope_scaling"] else "rope_parameters"  # HF's earlier and present place
         return _stretched(fields, key, places[key], theta), None
     local_theta = fields.get("rope_local_base_freq", float, family.local_theta)
     both = dict(places["rope_parameters"])
@@ -312,7 +312,7 @@ def _rotary(fields: _Fields, family: _Family) -> tuple[Rotary, Rotary | None]:
     )
 
 
-# What each supported rope_type has to say, beside its base.
+# Required fields of each supported rope_type, besides its base.
 _STRETCHES = {
     "default": (),
     "linear": ("factor",),
@@ -343,6 +343,6 @@ def _stretched(fields: _Fields, key: str, rope: Mapping[str, Any], theta: float)
 
 
 def _context(fields: _Fields, rotary: Rotary) -> int:
-    """How many positions the model was made for."""
+    """Returns the model's context length."""
     context = fields.get("max_position_embeddings", int)
     return context if rotary.llama3 is not None else int(context * rotary.factor)

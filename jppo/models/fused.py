@@ -1,8 +1,8 @@
-"""Attention by the fused kernels that JAX ships, which hold no row's T^2 scores, and the choice among them.
+"""The fused attention kernels of JAX, which hold no row's T^2 scores, and the choice among them.
 
-`choose` names the kernel, `make` makes it, behind the signature of `attention.Attend`:
+`choose` names the kernel, `make` builds it with the signature of `attention.Attend`:
 
-    xla     any device        all that there is, prompts that segments share too; it holds the scores
+    xla     any device        every feature, shared prompts too; it holds the scores
     cudnn   NVIDIA's GPUs     rows of one trajectory, bfloat16 or float16, sliding windows
     pallas  GPUs, by Triton   shared rows, float32 too
     splash  TPUs              shared rows, float32 too, sliding windows, soft cap
@@ -27,9 +27,9 @@ from jppo.settings import UserError
 NAMES = ("auto", "xla", "cudnn", "pallas", "splash")
 
 _BACKENDS = {"cudnn": "gpu", "pallas": "gpu", "splash": "tpu"}
-_AUTO = {"gpu": ("cudnn", "pallas"), "tpu": ("splash",)}  # the first that can
+_AUTO = {"gpu": ("cudnn", "pallas"), "tpu": ("splash",)}  # the first supported one
 
-_TILE = 128  # lengths are made multiples of it
+_TILE = 128  # lengths are padded to multiples of it
 
 # (q, k, v, segment) -> [R, T, H, A], for layers of one window
 _Kernel = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
@@ -37,26 +37,26 @@ _Kernel = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-    """What a model and its rows ask of attention."""
+    """The requirements of a model and its rows on attention."""
 
     scale: float
     softcap: float | None
     windows: Windows
     head_dim: int
     dtype: Any  # of queries, keys and values
-    one_segment: bool  # every row holds one trajectory from its first position on, then nothing
-    longest: int | None = None  # no trajectory has more tokens: a window that reaches as far is none
+    one_segment: bool  # every row holds one trajectory from its first position on, then padding
+    longest: int | None = None  # length of the longest trajectory: a window this large has no effect
     shared: tuple[int, int] | None = None  # rows with prompts that several segments see, as in `attention.make_plain`
 
     @property
     def reach(self) -> Windows:
-        """The windows, without those that leave nothing out."""
+        """Returns the windows, None where they have no effect."""
         far = math.inf if self.longest is None else self.longest
         return tuple(None if window is None or window >= far else window for window in self.windows)
 
 
 def capability(device: jax.Device) -> tuple[int, int]:
-    """The compute capability of a GPU; (0, 0) for devices of other vendors than NVIDIA."""
+    """Returns the compute capability of a GPU; (0, 0) for devices of other vendors than NVIDIA."""
     found = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
@@ -64,10 +64,10 @@ def capability(device: jax.Device) -> tuple[int, int]:
 def choose(
     name: str, needs: Needs, *, backend: str, gpu: tuple[int, int] = (0, 0), setting: str = "model.attention"
 ) -> tuple[str, str | None]:
-    """The kernel that `name` stands for on `backend` ('cpu', 'gpu' or 'tpu'), and why none is fused.
+    """Resolves `name` to a kernel on `backend` ('cpu', 'gpu' or 'tpu'); returns also the reason if none is fused.
 
-    A kernel asked for by name that cannot do what is needed is a UserError; 'auto' takes what can, and says in a
-    sentence why that is XLA where a fused kernel could have been. `gpu` is the compute capability of a GPU.
+    A named kernel that lacks a requirement is a UserError. 'auto' takes a supported one, and XLA with a one-sentence
+    reason if the backend's fused kernels do not fit. `gpu` is the compute capability of a GPU.
     """
     if name not in NAMES:
         raise UserError(f"{setting}={name!r} must be one of {', '.join(NAMES)}")
@@ -97,9 +97,9 @@ def choose(
 def make(
     kernel: str, needs: Needs, *, mesh: Mesh | None = None, split: Split = EXCHANGED, interpret: bool = False
 ) -> Attend:
-    """Attention by one of the kernels, rows and heads spread over the mesh; one that lacks something is a UserError.
+    """Makes attention by one of the kernels, rows and heads sharded over the mesh; UserError if it lacks something.
 
-    Where the devices that share heads do not divide the query heads, each of them computes all.
+    If the devices that share heads do not divide the query heads, each of them computes all.
     `interpret` runs a kernel on any device, slowly: as its own program, and cudnn's as the same call to XLA.
     """
     if kernel == "xla":
@@ -122,12 +122,12 @@ def make(
 
 
 def _window(needs: Needs) -> int | None:
-    """The first window that leaves something out."""
+    """Returns the first window with an effect."""
     return next((window for window in needs.reach if window is not None), None)
 
 
 def _lacks(kernel: str, needs: Needs, gpu: tuple[int, int] | None) -> str | None:
-    """Why a kernel cannot do what is needed; None where it can. `gpu` None: on any that can."""
+    """Returns why a kernel does not support these needs, else None. `gpu` None: any GPU that supports it."""
     dtype, A = jnp.dtype(needs.dtype), needs.head_dim
     window = _window(needs)
     if needs.shared is not None:
@@ -154,7 +154,7 @@ def _lacks(kernel: str, needs: Needs, gpu: tuple[int, int] | None) -> str | None
 
 
 def _cudnn(needs: Needs, window: int | None, *, interpret: bool) -> _Kernel:
-    """By causality alone: what is behind a row's trajectory is seen by no token of it."""
+    """Masks by causality alone: no token sees the padding after its row's trajectory."""
 
     def kernel(q: jax.Array, k: jax.Array, v: jax.Array, _: jax.Array) -> jax.Array:
         return jax.nn.dot_product_attention(
@@ -178,16 +178,16 @@ def _pallas(needs: Needs, window: int | None, *, interpret: bool) -> _Kernel:
 
     def kernel(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array) -> jax.Array:
         shared = q.shape[2] // k.shape[2]
-        k, v = (jnp.repeat(x, shared, axis=2) for x in (k, v))  # it has as many key/value heads as query heads
+        k, v = (jnp.repeat(x, shared, axis=2) for x in (k, v))  # it needs as many key/value heads as query heads
         return triton.mha(q, k, v, segment, needs.scale, causal=True, block_sizes=blocks, interpret=interpret)
 
     return kernel
 
 
 def _triton_blocks(head_dim: int, itemsize: int) -> dict[str, Any]:
-    """How many queries and keys lie in a GPU's shared memory at a time: 96 KiB of it, which every such GPU has.
+    """Returns the block sizes of queries and keys that fit in 96 KiB of shared memory, which every such GPU has.
 
-    Forward holds its queries, and its keys and values twice, as the next are loaded beside them; backward 6 blocks.
+    Forward holds its queries, and double-buffered keys and values; backward holds 6 blocks.
     """
     row = itemsize * 2 ** math.ceil(math.log2(head_dim))
     room = 96 * 2**10 // row
@@ -221,10 +221,10 @@ def _splash(needs: Needs, window: int | None, *, interpret: bool) -> _Kernel:
 
 
 def _splash_blocks(T: int, row: int) -> dict[str, Any]:
-    """Block sizes of the splash kernels for rows of T positions, whose heads have `row` bytes.
+    """Returns block sizes of the splash kernels for rows of T positions, whose heads have `row` bytes.
 
     Larger blocks are faster, as far as they fit in a core's memory. The fused backward kernel computes scores once
-    instead of twice; it holds the gradient of the queries once for each block of keys, so that long rows do without.
+    instead of twice. It holds the queries' gradient once per block of keys, so long rows do without.
     """
     block = next(size for size in (1024, 512, 256, 128) if T % size == 0 and size * row <= 2**18)
     names = ("q", "kv", "q_dkv", "kv_dkv")
@@ -236,9 +236,9 @@ def _splash_blocks(T: int, row: int) -> dict[str, Any]:
 
 
 def _tiled(kernel: _Kernel) -> _Kernel:
-    """The same for any T: empty positions fill the last tile.
+    """Extends the kernel to any T: empty positions fill the last tile.
 
-    Of cuDNN too: its gradients at lengths that are none of a tile's multiples have been NaN more than once.
+    Also for cuDNN, whose gradients at other lengths than multiples of a tile have repeatedly been NaN.
     """
 
     def tiled(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array) -> jax.Array:
@@ -253,7 +253,7 @@ def _tiled(kernel: _Kernel) -> _Kernel:
 
 
 def _spread(kernel: _Kernel, mesh: Mesh | None, split: Split) -> _Kernel:
-    """The same on each device with its rows and heads: XLA cannot divide a kernel, and would run it whole on each."""
+    """Runs the kernel on each device with its rows and heads: XLA cannot partition it, and would repeat it on each."""
     if mesh is None or mesh.size == 1:
         return kernel
     parts = split.parts(mesh)
@@ -263,7 +263,7 @@ def _spread(kernel: _Kernel, mesh: Mesh | None, split: Split) -> _Kernel:
         k, v = repeated(k, H, parts), repeated(v, H, parts)
         of_rows = row_axes(split.rows)
         rows, wide = PartitionSpec(of_rows), PartitionSpec(of_rows, None, None if H % parts else split.heads)
-        # Kernels do not say over which axes their results differ, so it cannot be checked.
+        # Kernels do not declare over which axes their results differ, so it cannot be checked.
         on_each = jax.shard_map(kernel, mesh=mesh, in_specs=(wide, wide, wide, rows), out_specs=wide, check_vma=False)
         return on_each(q, k, v, segment)
 

@@ -1,10 +1,10 @@
-"""Sampling token by token over a cache: rows that are filled with prompts and carried on together. Pure.
+"""Token-by-token sampling over a cache, with continuous batching of rows. Pure.
 
-    fill(...)       prompts go into rows that are free
-    advance(...)    every row that is live gets its next tokens, one a turn, until enough rows are free
+    fill(...)       puts prompts into free rows
+    advance(...)    gives every live row its next tokens, one a turn, until enough rows are free
 
-A token is drawn with a key made of its row's seed and of its position alone: it does not depend on what is sampled
-beside it, in which row, or when. `jppo/rollout/inprocess.py` decides what goes where.
+A token's random key depends on its row's seed and its position alone, not on other rows, on its row or on the time.
+`jppo/rollout/inprocess.py` schedules the rows.
 """
 
 import dataclasses
@@ -27,20 +27,20 @@ Constrain = Callable[[jax.Array], jax.Array]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Slots:
-    """Rows under way; T is the longest prompt and response. A row is live while `last < until`, else free."""
+    """Rows in progress; T is the longest prompt and response. A row is live while `last < until`, else free."""
 
     cache: Cache  # of every token before the last one; T - 1 positions
     tokens: jax.Array  # [R, T] i32, prompt and response
-    logprob: jax.Array  # [R, T] f32, of the tokens that were sampled
+    logprob: jax.Array  # [R, T] f32, of the sampled tokens
     last: jax.Array  # [R] i32, the position of the last token so far
-    until: jax.Array  # [R] i32, the position of the last token that there may be
+    until: jax.Array  # [R] i32, the largest allowed position
     seed: jax.Array  # [R] u32
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """How tokens are chosen, and whether they end a row; the fields of `Sampling`."""
+    """The sampling parameters, from the fields of `Sampling`."""
 
     temperature: jax.Array  # [] f32
     top_p: jax.Array  # [] f32
@@ -50,7 +50,7 @@ class Choice:
 
 
 def empty(cfg: ModelConfig, *, rows: int, length: int, dtype: Any) -> Slots:
-    """Free rows for `length` tokens each."""
+    """Allocates free rows of `length` tokens each."""
     counts = jnp.zeros((rows,), jnp.int32)
     return Slots(
         cache=cache.empty(cfg, rows=rows, length=max(1, length - 1), dtype=dtype),
@@ -63,7 +63,7 @@ def empty(cfg: ModelConfig, *, rows: int, length: int, dtype: Any) -> Slots:
 
 
 def prepare(model: Weights, cfg: ModelConfig, *, dtype: Any) -> Params:
-    """The model as `fill` and `advance` take it: layer by layer, in the dtype of its products; norms as they are."""
+    """Prepares the model for `fill` and `advance`: layer by layer, in the dtype of its products; norms unchanged."""
     variables = lora.variables(model)
     head = {} if cfg.tie_word_embeddings else {"lm_head": variables["params"]["lm_head"]}
     return jax.tree_util.tree_map_with_path(
@@ -83,9 +83,9 @@ def fill(
     *,
     constrain: Constrain = decoder.identity,
 ) -> Slots:
-    """Puts prompt `source` [R] of `prompts` [N, P] into each row, -1: the row stays what it is.
+    """Puts prompt `source` [R] of `prompts` [N, P] into each row; -1 leaves the row unchanged.
 
-    A prompt's length [R] may be below P: what fills it up is overwritten before it is seen. Its last token is left to
+    A prompt's length [R] may be below P: its padding is overwritten before it is seen. Its last token is left to
     `advance`, which samples after it as after any other.
     """
     chex.assert_rank([prompts, source, length, until, seed], [2, 1, 1, 1, 1])
@@ -93,7 +93,7 @@ def fill(
     new = source >= 0
     which = jnp.maximum(source, 0)
 
-    def put(old: jax.Array, made: jax.Array) -> jax.Array:  # made [N, P', ...] into old [R, T, ...]
+    def put(old: jax.Array, made: jax.Array) -> jax.Array:  # new [N, P', ...] into old [R, T, ...]
         width = made.shape[1]
         here = new.reshape(-1, *[1] * (old.ndim - 1))
         return old.at[:, :width].set(jnp.where(here, made[which].astype(old.dtype), old[:, :width]))
@@ -129,7 +129,7 @@ def advance(
     """Gives every live row a token a turn; stops after `turns`, or when `enough` [] rows are free.
 
     A row is free after one of the tokens `ends`, unless these are ignored, or at its `until`. `cut`: top_p, top_k and
-    min_p are to be heeded.
+    min_p apply.
     """
     chex.assert_equal_shape([slots.last, slots.until, slots.seed])
     kernel = decoder.head_kernel(model, cfg)
@@ -165,10 +165,10 @@ def advance(
 def choose(
     logits: jax.Array, seed: jax.Array, position: jax.Array, choice: Choice, *, cut: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """A token for each row of logits [R, V], and its log-prob in the distribution that it is drawn from.
+    """Samples a token for each row of logits [R, V]; returns also its log-prob in the sampling distribution.
 
-    That is softmax(logits / temperature), renormalised over what min_p, top_k and top_p leave. Temperature 0 takes the
-    likeliest token; its log-prob is that of softmax(logits), as vLLM gives it.
+    The distribution is softmax(logits / temperature), renormalised after min_p, top_k and top_p. Temperature 0 takes
+    the likeliest token with its log-prob under softmax(logits), as in vLLM.
     """
     chex.assert_rank([logits, seed, position], [2, 1, 1])
     greedy = choice.temperature == 0.0
@@ -188,11 +188,11 @@ def choose(
 
 
 def likeliest(logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
-    """The logits [R, V] of the tokens that stay; the others' no token's. In vLLM's order:
+    """Filters the logits [R, V]; removed tokens get the logit of no token. The order is vLLM's:
 
-    those at least min_p times as likely as the likeliest, of these the top_k likeliest, and of these the fewest that
-    have top_p of what they have together. A min_p of 0, top_k below 1 and top_p of 1 are off. Tokens that are as likely
-    as the last one that stays, stay too.
+    tokens at least min_p times as likely as the likeliest, of these the top_k likeliest, and of these the fewest that
+    have top_p of the remaining probability. A min_p of 0, top_k below 1 and top_p of 1 are off. Tokens as likely as the
+    last kept one are kept too.
     """
     chex.assert_rank([logits, top_k, top_p, min_p], [2, 0, 0, 0])
     V = logits.shape[-1]

@@ -1,7 +1,7 @@
-"""From hidden states to log-probs, entropy and values; logits exist for one chunk of tokens at a time.
+"""Heads: hidden states to log-probs, entropy and values; logits exist for one chunk of tokens at a time.
 
-The kernel of the logits is [V, D], as an embedding table is, so that a tied one is not copied to turn it. It may have
-more rows than there are tokens, so that a mesh divides them: those have no probability.
+The kernel of the logits is [V, D], as an embedding table, so that a tied one needs no transposed copy. It may have
+padding rows, so that a mesh divides them; these have probability 0.
 """
 
 import dataclasses
@@ -18,10 +18,10 @@ from jppo.models.families import ModelConfig
 from jppo.models.product import einsum, product
 from jppo.models.spread import HEADS, POSITIONS, columns, groups_of_rows, row_axes
 
-# The logit of what is no token: its probability is 0, and its share of the entropy too.
+# The logit of padding: its probability is 0, and its share of the entropy too.
 NO_TOKEN = -1e30
 
-# Hidden states [R, T, D], the kernel [V, D] that makes logits of them, and the model that both are of.
+# Hidden states [R, T, D], the kernel [V, D] of the logits, and their model's config.
 State = tuple[jax.Array, jax.Array, ModelConfig]
 
 
@@ -35,7 +35,7 @@ def logprob_entropy(
     mask: jax.Array | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """log p(target) and H(p) where p = softmax(logits / temperature): two of [R, T] f32, 0 outside the mask.
+    """Computes log p(target) and H(p) with p = softmax(logits / temperature): two of [R, T] f32, 0 outside the mask.
 
     targets is [R, T]. Without entropy the second is 0.
     """
@@ -60,12 +60,12 @@ def by_logits(
     mask: jax.Array | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[jax.Array, ...]:
-    """`body(vocabulary, targets, *logits)`, arrays [R, T] f32, for the logits of each state at the temperature.
+    """Runs `body(vocabulary, targets, *logits)` on the logits of each state at the temperature; arrays [R, T] f32.
 
-    The body sees [C] targets and [C, V] f32 logits, C at most `chunk_tokens`, backwards too; outside the mask its
-    outputs are 0. Each device of the mesh goes through its own tokens of the mask. It gathers the kernel's columns, in
-    the states' dtype, once for each direction, and sums the kernel's gradient over its chunks in f32 before devices
-    exchange it. Where the mesh shards the vocabulary, it stays sharded, and sums over it are exchanged.
+    The body sees [C] targets and [C, V] f32 logits, C at most `chunk_tokens`, also in the backward pass. Outside the
+    mask its outputs are 0. Each device of the mesh processes its own tokens of the mask. It gathers the kernel's
+    columns, in the states' dtype, once for each direction. It sums the kernel's gradient over its chunks in f32 before
+    devices exchange it. A sharded vocabulary stays sharded, and sums over it are exchanged.
     """
     hidden, kernels = (tuple(jnp.asarray(state[i]) for state in states) for i in (0, 1))
     models, targets = tuple(state[2] for state in states), jnp.asarray(targets)
@@ -81,29 +81,29 @@ def by_logits(
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """The tokens along the last axis of logits; where a mesh axis shards them, each of its devices has a part."""
+    """The tokens along the last axis of logits; a mesh axis may shard them over its devices."""
 
     axis: str | None = None
 
     def tokens(self, logits: jax.Array) -> jax.Array:
-        """The token of each logit."""
+        """Returns the token of each logit."""
         here = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
         return here if self.axis is None else here + jax.lax.axis_index(self.axis) * logits.shape[-1]
 
     def total(self, x: jax.Array) -> jax.Array:
-        """The sum over tokens."""
+        """Sums over tokens."""
         here = jnp.sum(x, axis=-1)
         return here if self.axis is None else _sum_over(self.axis, here)
 
     def logsumexp(self, logits: jax.Array) -> jax.Array:
-        """log Σ exp(logits)."""
+        """Computes log Σ exp(logits)."""
         if self.axis is None:
             return jax.nn.logsumexp(logits, axis=-1)
         most = jax.lax.pmax(jnp.max(jax.lax.stop_gradient(logits), axis=-1), self.axis)
         return most + jnp.log(self.total(jnp.exp(logits - most[..., None])))
 
     def log_softmax(self, logits: jax.Array) -> jax.Array:
-        """Logits as log-probs."""
+        """Converts logits to log-probs."""
         if self.axis is None:
             return jax.nn.log_softmax(logits)
         return logits - _used_over(self.axis, self.logsumexp(logits))[..., None]
@@ -111,7 +111,7 @@ class Vocabulary:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sum_over(axis: str, x: jax.Array) -> jax.Array:
-    """The sum over a mesh axis: the same on all of its devices, and so is its cotangent."""
+    """Sums over a mesh axis; the result is the same on all its devices, and so is its cotangent."""
     return jax.lax.psum(x, axis)
 
 
@@ -120,7 +120,7 @@ _sum_over.defvjp(lambda axis, x: (_sum_over(axis, x), None), lambda axis, _, giv
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _used_over(axis: str, x: jax.Array) -> jax.Array:
-    """x, equal on all devices of a mesh axis, of which each makes something else: cotangents are summed."""
+    """Returns x, equal on all devices of a mesh axis; its different cotangents are summed."""
     return x
 
 
@@ -141,13 +141,13 @@ class _Plan:
         return self.mesh is None or self.mesh.size == 1
 
     def vocabulary(self, kernel: jax.Array) -> Vocabulary:
-        """How the mesh shards the rows of such a whole kernel."""
+        """Returns how the mesh shards the rows of such a whole kernel."""
         if self.mesh is None or self.alone or kernel.shape[0] % self.mesh.shape[HEADS]:
             return Vocabulary()
         return Vocabulary(HEADS if self.mesh.shape[HEADS] > 1 else None)
 
     def on_mesh(self, fn: Callable[..., Any], kernels: Sequence[jax.Array], gradients: bool) -> Callable[..., Any]:
-        """`fn(vocabulary, columns, kernels, *arrays of rows)`, on each device with its own part of the arrays."""
+        """Maps `fn(vocabulary, columns, kernels, *arrays of rows)` over devices, each with its part of the arrays."""
         vocabulary, sharded = self.vocabulary(kernels[0]), tuple(columns(self.mesh, k.shape[1]) for k in kernels)
         fn = functools.partial(fn, self, vocabulary, sharded)
         if self.mesh is None or self.alone:
@@ -168,14 +168,14 @@ class _Plan:
         groups = groups_of_rows()
         if not groups:
             return spread(fn)
-        # A loop that vmap maps selects between old and new in each round; so each group runs its own instead.
+        # vmap turns a loop into selects between old and new in each round; so each group runs its own loop instead.
         in_groups = jax.custom_batching.custom_vmap(spread(fn))
         in_groups.def_vmap(functools.partial(_by_group, spread(_of_one_group(fn), groups)))
         return in_groups
 
 
 def _of_one_group(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` of arrays whose first axis has the one group that a device belongs to."""
+    """Wraps `fn` for arrays with a first axis of length 1, the device's group."""
 
     def local(kernels: Any, *arrays: Any) -> Any:
         return jax.tree.map(lambda x: x[None], fn(kernels, *jax.tree.map(lambda x: x[0], arrays)))
@@ -184,7 +184,7 @@ def _of_one_group(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _by_group(fn: Callable[..., Any], count: int, batched: Any, kernels: Any, *arrays: Any) -> tuple[Any, Any]:
-    """The rule of vmap: kernels are the same for all groups, arrays have one for each."""
+    """Maps over groups, for vmap: kernels are the same for all groups, arrays have one for each."""
     if any(jax.tree.leaves(batched[0])):
         raise ValueError("groups of devices share their kernels")
     arrays = jax.tree.map(
@@ -212,13 +212,13 @@ _outputs.defvjp(_outputs_forward, _outputs_backward)
 
 
 def _gathered(kernels: Sequence[jax.Array], columns: Sequence[tuple[str, ...]], dtype: Any) -> list[jax.Array]:
-    """The kernels with all of their columns, in such a dtype."""
+    """Gathers all columns of the kernels, in this dtype."""
     pairs = zip((kernel.astype(dtype) for kernel in kernels), columns, strict=True)
     return [jax.lax.all_gather(kernel, axes, axis=1, tiled=True) if axes else kernel for kernel, axes in pairs]
 
 
 def _exchanged(total: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """A kernel's gradient, summed over the mesh, in the kernel's shards."""
+    """Sums a kernel's gradient over the mesh, in the kernel's shards."""
     total = jax.lax.psum_scatter(total, axes, scatter_dimension=1, tiled=True) if axes else total
     return jax.lax.psum(total, tuple(axis for axis in (*row_axes(), POSITIONS) if axis not in axes))
 
@@ -226,7 +226,7 @@ def _exchanged(total: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 def _forward(
     plan: _Plan, vocabulary: Vocabulary, columns: Any, kernels: Any, hidden: Any, targets: jax.Array, mask: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """The outputs of a device's tokens [R, T]."""
+    """Computes the outputs of a device's tokens [R, T]."""
     flat, targets = [x.reshape(-1, x.shape[-1]) for x in hidden], targets.reshape(-1)
     whole, chunks = _gathered(kernels, columns, flat[0].dtype), _Chunks.of(mask, plan.chunk)
 
@@ -252,7 +252,7 @@ def _backward(
     mask: jax.Array,
     given: Any,
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """The gradients of the kernels and of a device's hidden states; logits are computed again."""
+    """Computes the gradients of the kernels and of a device's hidden states, with logits recomputed."""
     flat, targets = [x.reshape(-1, x.shape[-1]) for x in hidden], targets.reshape(-1)
     given = jax.tree.map(lambda x: jnp.where(mask, x, 0).reshape(-1), given)
     dtype = flat[0].dtype
@@ -271,7 +271,7 @@ def _backward(
 
     zeros = [jnp.zeros(kernel.shape, jnp.promote_types(kernel.dtype, jnp.float32)) for kernel in whole]
     sums, slopes = chunks.loop(one, (zeros, [jnp.zeros_like(x) for x in flat]))
-    if vocabulary.axis is not None:  # each device has the share of its part of the vocabulary
+    if vocabulary.axis is not None:  # each device has a partial sum, from its part of the vocabulary
         slopes = [jax.lax.psum(new, vocabulary.axis) for new in slopes]
     if not plan.alone:
         sums = [_exchanged(total, axes) for total, axes in zip(sums, columns, strict=True)]
@@ -281,14 +281,14 @@ def _backward(
 
 @dataclasses.dataclass(frozen=True)
 class _Chunks:
-    """A device's tokens, cut into chunks: those of the mask first, so that chunks without any are left out."""
+    """A device's tokens in chunks, masked-in tokens first, so that chunks without any are skipped."""
 
-    order: jax.Array | None  # [chunks, width] of token indices, N where there is no token; None: one chunk of all
+    order: jax.Array | None  # [chunks, width] of token indices, N for padding; None: one chunk of all
     needed: jax.Array | None  # [] i32, chunks with a token of the mask
 
     @classmethod
     def of(cls, mask: jax.Array, most: int) -> "_Chunks":
-        """Chunks of at most so many tokens, even ones: less padding at the end."""
+        """Makes even chunks of at most so many tokens: less padding at the end."""
         N = mask.size
         count = max(1, -(-N // most))
         if count == 1:
@@ -299,7 +299,7 @@ class _Chunks:
         return cls(order, -(-jnp.sum(mask, dtype=jnp.int32) // width))
 
     def loop(self, one: Callable[[jax.Array | None, Any], Any], start: Any) -> Any:
-        """`one(indices, so_far)` over the chunks that are needed."""
+        """Runs `one(indices, so_far)` over the chunks that are needed."""
         if self.order is None or self.needed is None:
             return one(None, start)
         order = self.order
@@ -307,16 +307,16 @@ class _Chunks:
             return jax.lax.fori_loop(0, self.needed, lambda i, so_far: one(order[i], so_far), start)
 
     def take(self, x: jax.Array, index: jax.Array | None) -> jax.Array:
-        """A chunk of x; 0 where there is no token."""
+        """Takes a chunk of x; 0 for padding."""
         return x if index is None else x.at[index].get(mode="fill", fill_value=0)
 
     def put(self, x: jax.Array, index: jax.Array | None, part: jax.Array) -> jax.Array:
-        """x with a chunk of it replaced."""
+        """Replaces a chunk of x."""
         return part if index is None else x.at[index].set(part, mode="drop")
 
 
 def _raw(states: jax.Array, kernel: jax.Array) -> jax.Array:
-    """[C, V] products of states [C, D] with the kernel, f32 at least."""
+    """Computes [C, V] products of states [C, D] with the kernel, f32 at least."""
     return einsum("cd,vd->cv", states, kernel, jnp.promote_types(states.dtype, jnp.float32))
 
 
@@ -328,13 +328,13 @@ def _finished(
     targets: jax.Array,
     *raw: jax.Array,
 ) -> tuple[jax.Array, ...]:
-    """The body's outputs of raw logits [C, V]."""
+    """Runs the body on raw logits [C, V]."""
     logits = (_logits(x, cfg, vocabulary) / temperature for x, cfg in zip(raw, models, strict=True))
     return body(vocabulary, targets, *logits)
 
 
 def logprob_of(logits: jax.Array, targets: jax.Array, vocabulary: Vocabulary = Vocabulary()) -> jax.Array:
-    """log p(target) [...] of logits [..., V]."""
+    """Computes log p(target) [...] of logits [..., V]."""
     chex.assert_rank(logits, targets.ndim + 1)
     # A comparison and not a gather: it fuses, its gradient is no scatter, and the vocabulary may be sharded.
     chosen = vocabulary.tokens(logits) == targets[..., None]
@@ -342,20 +342,20 @@ def logprob_of(logits: jax.Array, targets: jax.Array, vocabulary: Vocabulary = V
 
 
 def entropy_of(logits: jax.Array, vocabulary: Vocabulary = Vocabulary()) -> jax.Array:
-    """H(p) = -Σ p log p [...] of logits [..., V]."""
+    """Computes H(p) = -Σ p log p [...] of logits [..., V]."""
     every = vocabulary.log_softmax(logits)  # of every token: large logits would cancel otherwise
     return -vocabulary.total(jnp.exp(every) * every)
 
 
 def logits_of(state: State) -> jax.Array:
-    """[R, T, V] logits, f32 at least: for a few positions only."""
+    """Computes [R, T, V] logits, f32 at least: for a few positions only."""
     hidden, kernel, cfg = state
     dtype = jnp.promote_types(hidden.dtype, jnp.float32)
     return _logits(product("rtd,vd->rtv", hidden, kernel, dtype), cfg)
 
 
 def _logits(raw: jax.Array, cfg: ModelConfig, vocabulary: Vocabulary = Vocabulary()) -> jax.Array:
-    """Logits [..., V] of products with the kernel: capped, and without rows of the kernel that are no tokens."""
+    """Finishes logits [..., V] of products with the kernel: soft-capped, and with padding rows masked."""
     if cfg.logit_softcap is not None:
         raw = cfg.logit_softcap * jnp.tanh(raw / cfg.logit_softcap)
     if cfg.padded_vocab_size == cfg.vocab_size:
@@ -364,6 +364,6 @@ def _logits(raw: jax.Array, cfg: ModelConfig, vocabulary: Vocabulary = Vocabular
 
 
 def values(hidden: jax.Array, kernel: jax.Array) -> jax.Array:
-    """[R, T] f32 values of the states, from hidden [R, T, D] and the score kernel [D, 1]."""
+    """Computes [R, T] f32 values of the states, from hidden [R, T, D] and the score kernel [D, 1]."""
     chex.assert_rank([hidden, kernel], [3, 2])
     return jnp.einsum("rtd,d->rt", hidden.astype(jnp.float32), kernel[:, 0].astype(jnp.float32))

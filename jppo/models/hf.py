@@ -1,4 +1,4 @@
-"""Hugging Face directories to parameters and back, by the table of `params.py`: the file edge."""
+"""Hugging Face model directories: reading and writing, by the table of `params.py`."""
 
 import contextlib
 import functools
@@ -25,7 +25,7 @@ from jppo.settings import UserError
 from jppo.types import Params
 
 T = TypeVar("T")
-# What a model directory holds beside its weights and config.json: copied as it is.
+# Other files of a model directory besides weights and config.json: copied unchanged.
 _COMPANIONS = (
     "generation_config.json",
     "tokenizer.json",
@@ -38,12 +38,12 @@ _COMPANIONS = (
     "chat_template.jinja",
     "chat_template.json",
 )
-AHEAD = 1 << 26  # bytes of tensors that are fetched from the device while others are used
+AHEAD = 1 << 26  # bytes of tensors in flight from the device while earlier ones are used
 _BUFFERS = re.compile(r".*\.(rotary_emb\.inv_freq|masked_bias)$")  # stored by old versions of transformers
 
 
 def resolve(path: str | os.PathLike, *, weights: bool) -> pathlib.Path:
-    """The local directory of a model: `path` itself, or what the hub has under that name."""
+    """Returns a model's local directory: `path` itself, or the hub's copy under that name."""
     directory = pathlib.Path(path).expanduser()
     if directory.is_dir():
         return directory
@@ -51,7 +51,7 @@ def resolve(path: str | os.PathLike, *, weights: bool) -> pathlib.Path:
     name = os.fspath(path)
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
         raise UserError(f"model path {name!r} is not a directory; {remedy}")
-    import huggingface_hub  # only when a hub name was given
+    import huggingface_hub  # only for a hub name
 
     sought = ["config.json", *_COMPANIONS, *(["*.safetensors", tensorfile.INDEX] if weights else [])]
     try:
@@ -65,7 +65,7 @@ def resolve(path: str | os.PathLike, *, weights: bool) -> pathlib.Path:
 
 
 def read_config(path: str | os.PathLike) -> tuple[dict[str, Any], ModelConfig]:
-    """The parsed config.json of a model, and ours."""
+    """Reads a model's config.json, parsed, and as ModelConfig."""
     file = resolve(path, weights=False) / "config.json"
     if not file.is_file():
         raise UserError(f"{file} is missing; a model directory must hold it")
@@ -87,11 +87,11 @@ def load_params(
     shardings: Params | None = None,
     key: jax.Array | None = None,
 ) -> Params:
-    """The parameters of a checkpoint, each tensor read from the file's map straight into its shards.
+    """Loads the parameters of a checkpoint, each tensor from a memory map straight into its shards.
 
-    The host holds one tensor at a time beside them. Without shardings they go to the default device. A value model
-    takes `score.weight` where the checkpoint has it (a sequence classifier), else it draws the score from `key`; the
-    language head that it has no use for is left in the file.
+    The host holds one tensor at a time besides the shards. Without shardings they go to the default device. A value
+    model takes `score.weight` if the checkpoint has it (a sequence classifier), else it draws the score from `key`.
+    Its unused language head is not read.
     """
     entries, slots = _find(path, cfg, head)
     out = params.tree(entries, lambda entry: _read(entry, slots, param_dtype, _sharding(shardings, entry.path)))
@@ -108,14 +108,14 @@ def _sharding(shardings: Params | None, path: tuple[str, ...]) -> Any:
 
 
 def check_weights(path: str | os.PathLike, cfg: ModelConfig, *, head: Head) -> None:
-    """UserError where a tensor is missing, left over, misshapen or cut for `load_params`; by headers."""
+    """Raises UserError for a missing, extra, misshapen or truncated tensor; reads headers only."""
     _find(path, cfg, head)
 
 
 def _find(
     path: str | os.PathLike, cfg: ModelConfig, head: Head
 ) -> tuple[tuple[Entry, ...], dict[str, tensorfile.Slot]]:
-    """The parameters that the checkpoint holds (not a score yet to be drawn), and where each lies."""
+    """Finds the parameters that the checkpoint holds (not a score yet to be drawn), and their places."""
     directory = resolve(path, weights=True)
     slots = {name: slot for name, slot in tensorfile.slots(directory).items() if not _BUFFERS.match(name)}
     entries = params.table(cfg, head=head)
@@ -129,7 +129,7 @@ def _find(
 
 
 def _one_name_each(entries: tuple[Entry, ...], slots: dict[str, tensorfile.Slot]) -> dict[str, tensorfile.Slot]:
-    """A matrix that is stored under its alias, or under both names, is found under its own name."""
+    """Renames a matrix stored under its alias to its own name; removes a second copy."""
     slots = dict(slots)
     for entry in entries:
         if entry.alias is None or entry.alias not in slots:
@@ -170,7 +170,7 @@ def _some(names: list[str]) -> str:
 
 
 def _read(entry: Entry, slots: dict[str, tensorfile.Slot], dtype: Any, sharding: Any) -> jax.Array:
-    """One of our parameters, filled tensor by tensor where it will stay."""
+    """Reads one parameter, filled tensor by tensor in its shards."""
     out = jax.jit(functools.partial(jnp.zeros, entry.shape, dtype), out_shardings=sharding)()
     for i, name in enumerate(entry.hf_names):
         tensor = params.from_hf(entry, tensorfile.read(slots[name], name))
@@ -183,7 +183,7 @@ def _read(entry: Entry, slots: dict[str, tensorfile.Slot], dtype: Any, sharding:
 
 
 def _of_piece(sharding: Any, shape: tuple[int, ...]) -> Any:
-    """Where a tensor lies that will be part of a parameter: as the parameter does, where its own shape allows."""
+    """Returns the sharding of a tensor that becomes part of a parameter: the parameter's, where its shape allows."""
     if sharding is None:
         return None
     spec = [
@@ -199,7 +199,7 @@ def _parts(sharding: Any, axes: str | tuple[str, ...]) -> int:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _fill(out: jax.Array, piece: jax.Array, first: jax.Array | int) -> jax.Array:
-    """`out` with the piece from index `first` of its first axis on."""
+    """Writes the piece into `out` from index `first` of its first axis on."""
     return jax.lax.dynamic_update_slice(out, piece.astype(out.dtype), (first,) + (0,) * (out.ndim - 1))
 
 
@@ -207,7 +207,7 @@ def _fill(out: jax.Array, piece: jax.Array, first: jax.Array | int) -> jax.Array
 def _export(
     array: jax.Array, beside: dict[str, jax.Array] | None, layer: jax.Array | int, *, entry: Entry, dtype: np.dtype
 ) -> jax.Array:
-    """HF's tensor of one layer (of a parameter that is not stacked: the whole), its adapter merged."""
+    """Converts one layer (of an unstacked parameter: all of it) to HF's tensor, its adapter merged."""
     if entry.stacked:
         array, beside = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, layer, 1), (array, beside))
     if beside is not None:
@@ -219,10 +219,10 @@ def _export(
 def hf_tensors(
     model: lora.Weights, cfg: ModelConfig, *, head: Head = "lm", dtype: Any = None
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """A model's tensors under HF's names, in the order of `hf_shapes`; a tied matrix once, as the embedding.
+    """Yields a model's tensors under HF's names, in the order of `hf_shapes`; a tied matrix once, as the embedding.
 
-    Adapters are merged. Each is made on the device, in `dtype` (None: as it is), and fetched while the ones before it
-    are used: `AHEAD` bytes, or the largest tensor and one more, are on their way at a time.
+    Adapters are merged. Each tensor is made on the device, in `dtype` (None: unchanged), and fetched while earlier ones
+    are used. `AHEAD` bytes, or the largest tensor and one more, are in flight.
     """
     coming: deque[tuple[str, jax.Array]] = deque()
     for name, tensor in _on_device(model, cfg, head, dtype):
@@ -241,7 +241,7 @@ def _fetched(name: str, tensor: jax.Array) -> tuple[str, np.ndarray]:
 
 
 def _on_device(model: lora.Weights, cfg: ModelConfig, head: Head, dtype: Any) -> Iterator[tuple[str, jax.Array]]:
-    """HF's tensors where they are made; what lies as HF has it already is not copied."""
+    """Yields HF's tensors on the device; arrays already in HF's layout are not copied."""
     for entry in params.table(cfg, head=head):
         array, beside = lora.parts(entry, model)
         cast = array.dtype if dtype is None else np.dtype(dtype)
@@ -254,13 +254,13 @@ def _on_device(model: lora.Weights, cfg: ModelConfig, head: Head, dtype: Any) ->
 
 
 def _apart(array: jax.Array) -> jax.Array:
-    """The same array as another object: an array keeps what was fetched of it, and this one will not live long."""
+    """Returns the array as a new object: an array caches its host copy, and this one is short-lived."""
     shards = [shard.data for shard in array.addressable_shards]
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
 
 
 def stored_tensors(path: str | os.PathLike, cfg: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
-    """A checkpoint's tensors as `hf_tensors` would yield them, straight from its files: no device is touched."""
+    """Yields a checkpoint's tensors as `hf_tensors` would, straight from its files, without a device."""
     entries, slots = _find(path, cfg, "lm")
     for entry in entries:
         for name in entry.hf_names:
@@ -269,7 +269,7 @@ def stored_tensors(path: str | os.PathLike, cfg: ModelConfig) -> Iterator[tuple[
 
 
 def hf_shapes(cfg: ModelConfig, *, head: Head = "lm") -> dict[str, tuple[int, ...]]:
-    """The names and shapes that `hf_tensors` yields, in its order."""
+    """Returns the names and shapes that `hf_tensors` yields, in its order."""
     return {name: entry.hf_shape for entry in params.table(cfg, head=head) for name in entry.hf_names}
 
 
@@ -285,9 +285,9 @@ def save(
     max_shard_bytes: int = 5 * 10**9,
     write: bool = True,
 ) -> pathlib.Path:
-    """Writes a model directory, whole or not at all; config, but for `changes`, and tokenizer are `source`'s.
+    """Writes a model directory atomically; config, with `changes`, and tokenizer are `source`'s.
 
-    Not where `write` is False: such a host takes part in fetching what another one writes.
+    A host with `write` False writes nothing, but takes part in fetching the tensors.
     """
     out, kind = pathlib.Path(out_dir), np.dtype(dtype)
     with fetched_by_all(hf_tensors(model, cfg, head=head, dtype=kind)) as tensors:
@@ -297,9 +297,9 @@ def save(
 
 
 def classifier_changes(path: str | os.PathLike, *, pad_token_id: int | None) -> dict[str, Any]:
-    """What config.json says of a sequence classifier with one label that was made from the model at `path`.
+    """Returns config.json's changes for a one-label sequence classifier made from the model at `path`.
 
-    transformers scores several texts at once only where it knows what they are filled up with.
+    transformers scores several texts at once only if it knows their padding token.
     """
     config, _ = read_config(path)
     named = {"gemma3_text": "Gemma3TextForCausalLM"}.get(config["model_type"])  # whose classifier has the longer name
@@ -318,7 +318,7 @@ def classifier_changes(path: str | os.PathLike, *, pad_token_id: int | None) -> 
 
 @contextlib.contextmanager
 def fetched_by_all(tensors: Iterator[T]) -> Iterator[Iterator[T]]:
-    """Goes on to the end where other hosts take part, whatever the block leaves or raises: they would wait."""
+    """Exhausts the iterator after the block, even on errors, if there are other hosts, which would wait."""
     try:
         yield tensors
     finally:
@@ -339,7 +339,7 @@ def _save(
     origin = resolve(source, weights=False)
     config, _ = read_config(origin)
     with in_place_of(out) as tmp:
-        stale = {"torch_dtype", "tie_word_embeddings"}  # said anew
+        stale = {"torch_dtype", "tie_word_embeddings"}  # rewritten
         config = {k: v for k, v in config.items() if k not in stale}
         config |= {"dtype": kind.name, "tie_word_embeddings": cfg.tie_word_embeddings, **changes}
         (tmp / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -352,7 +352,7 @@ def _save(
 def adapter_tensors(
     learned: Params, cfg: ModelConfig, how: lora.Lora, *, head: Head = "lm"
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """What is learned of a model with adapters, under peft's names."""
+    """Yields the learned weights of a model with adapters, under peft's names."""
     for entry in lora.table(cfg, how, head=head):
         array = offload.to_device(params.get(learned, entry.path))
         for layer, name in enumerate(entry.hf_names):
@@ -369,7 +369,7 @@ def save_adapter(
     base: str,
     write: bool = True,
 ) -> pathlib.Path:
-    """Writes adapters as a directory that peft and vLLM load beside the model `base`, whole or not at all.
+    """Writes adapters as a directory for peft and vLLM with the base model `base`, atomically.
 
     `write` as in `save`.
     """
@@ -386,7 +386,7 @@ def save_adapter(
 
 @contextlib.contextmanager
 def in_place_of(out: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A folder to write to, which takes the place of `out` once all of it is written."""
+    """Yields a folder to write to, which replaces `out` once it is complete."""
     out.parent.mkdir(parents=True, exist_ok=True)
     tmp = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}"
     tmp.mkdir()
@@ -398,7 +398,7 @@ def in_place_of(out: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def _replace(out: pathlib.Path, new: pathlib.Path) -> None:
-    """Puts `new` in the place of `out`; a directory that was there is removed after, not before."""
+    """Moves `new` to `out`; an existing directory is removed after that, not before."""
     if not out.exists():
         new.rename(out)
         return
@@ -431,7 +431,7 @@ def _write_shards(
     weight_map: dict[str, str] = {}
     for i, group in enumerate(groups, 1):
         file = f"model-{i:05d}-of-{len(groups):05d}.safetensors"
-        # One tensor more is never drawn than the shard has: the iterator goes on in the next one.
+        # Never takes one tensor too many: the iterator continues in the next shard.
         tensorfile.write(directory / file, group, dtype, (next(arrays) for _ in group))
         weight_map |= dict.fromkeys(group, file)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}

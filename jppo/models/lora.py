@@ -1,7 +1,7 @@
-"""LoRA (Hu et al., arXiv:2106.09685): adapters beside frozen kernels, y = W x + (alpha / rank) B A x.
+"""LoRA (Hu et al., arXiv:2106.09685): adapters on frozen kernels, y = W x + (alpha / rank) B A x.
 
-Adapters are a collection of their own, so that the same model without it is the model before training. What learns of
-an adapted model is the tree `{'lora': adapters}`, for a critic with its `score` beside them; the rest is its base.
+Adapters are a separate collection, so that the model without it is the model before training. The learned weights are
+the tree `{'lora': adapters}`, for a critic with its `score`; the rest is the frozen base.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from jppo.settings import UserError
 from jppo.types import Params
 
 COLLECTION = "lora"
-# The modules that an adapter can stand beside: peft's name, and where ours is in a layer.
+# The modules that can have an adapter: peft's name, and our path in a layer.
 TARGETS = {
     "q_proj": ("attn", "q"),
     "k_proj": ("attn", "k"),
@@ -33,7 +33,7 @@ TARGETS = {
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """Which adapters a model has."""
+    """The adapters of a model."""
 
     rank: int
     alpha: float
@@ -41,17 +41,17 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """What B A counts."""
+        """Returns the factor of B A."""
         return self.alpha / self.rank
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Base:
-    """The part of an adapted model that stays."""
+    """The frozen weights of a model with adapters."""
 
     params: Params
-    scale: float = dataclasses.field(metadata=dict(static=True))  # what B A counts
+    scale: float = dataclasses.field(metadata=dict(static=True))  # the factor of B A
 
 
 @jax.tree_util.register_dataclass
@@ -63,16 +63,16 @@ class Adapted:
     learned: Params
 
 
-Weights = Params | Adapted  # of a model, as the passes take it
+Weights = Params | Adapted  # of a model, as the passes' argument
 
 
 def join(learned: Params, base: Base | None) -> Weights:
-    """The model of what is learned: all of it, or what stands beside the base."""
+    """Joins the learned weights with the frozen base; without a base they are the model."""
     return learned if base is None else Adapted(base, learned)
 
 
 def variables(model: Weights) -> dict[str, Params]:
-    """The collections of the flax module: `params`, and the adapters, B times their scale, where there are any."""
+    """Returns the collections of the flax module: `params`, and any adapters, B times their scale."""
     if not isinstance(model, Adapted):
         return {"params": model}
     learned = dict(model.learned)
@@ -83,7 +83,7 @@ def variables(model: Weights) -> dict[str, Params]:
 
 
 def equations(equation: str) -> tuple[str, str]:
-    """The einsums of A and of B beside a kernel's: of 'rtd,dha->rtha' they are 'rtd,dz->rtz' and 'rtz,zha->rtha'."""
+    """Derives A's and B's einsums from a kernel's: of 'rtd,dha->rtha' they are 'rtd,dz->rtz' and 'rtz,zha->rtha'."""
     ins, outs = equation.split("->")
     x, kernel = ins.split(",")
     inner, outer = [c for c in kernel if c not in outs], [c for c in kernel if c in outs]
@@ -92,7 +92,7 @@ def equations(equation: str) -> tuple[str, str]:
 
 
 def parse_targets(text: str) -> tuple[str, ...]:
-    """The modules that a setting names, by peft's names and separated by commas; or all-linear: every one."""
+    """Parses the modules of a setting, by peft's names and separated by commas; or all-linear: every one."""
     if text == "all-linear":
         return tuple(TARGETS)
     names = [name.strip() for name in text.split(",") if name.strip()]
@@ -106,7 +106,7 @@ def parse_targets(text: str) -> tuple[str, ...]:
 
 
 def table(model: ModelConfig, lora: Lora, *, head: Head) -> tuple[Entry, ...]:
-    """Every parameter that learns, under peft's names."""
+    """Lists every learned parameter, under peft's names."""
     kernels = {entry.path: entry for entry in params.table(model, head=head)}
     out = []
     for name in lora.targets:
@@ -125,7 +125,7 @@ def table(model: ModelConfig, lora: Lora, *, head: Head) -> tuple[Entry, ...]:
 
 
 def _inner(kernel: Entry) -> str:
-    """The letters of a kernel that its input has: those of the second axis of HF's."""
+    """Returns a kernel's letters that its input has: the second axis of HF's."""
     return kernel.hf_letters[1]
 
 
@@ -144,7 +144,7 @@ def _entry(kernel: Entry, lora: Lora, name: str, theirs: str, hf_letters: tuple[
 
 
 def init(model: ModelConfig, lora: Lora, key: jax.Array) -> Params:
-    """Fresh adapters: A uniform within 1 / sqrt(its inputs), as peft draws it, B zero. Pure, so jit may shard them."""
+    """Initialises adapters: A uniform within 1 / sqrt(its inputs), as in peft, B zero. Pure, so jit may shard them."""
 
     def leaf(entry: Entry) -> jax.Array:
         if entry.path[-1] == "b":
@@ -157,7 +157,7 @@ def init(model: ModelConfig, lora: Lora, key: jax.Array) -> Params:
 
 
 def parts(entry: Entry, model: Weights) -> tuple[jax.Array, dict[str, jax.Array] | None]:
-    """The parameter of `entry` on its devices, and the adapter beside it with B times its scale, or None."""
+    """Returns the parameter of `entry` on its devices, and its adapter with B times its scale, or None."""
     if not isinstance(model, Adapted):
         return offload.to_device(params.get(model, entry.path)), None
     known = model.learned if entry.path[0] in model.learned else model.base.params
@@ -168,7 +168,7 @@ def parts(entry: Entry, model: Weights) -> tuple[jax.Array, dict[str, jax.Array]
 
 
 def merge(entry: Entry, kernel: jax.Array, beside: dict[str, jax.Array]) -> jax.Array:
-    """W + B A, in W's dtype: both are of `entry`, all layers of it or some."""
+    """Computes W + B A, in W's dtype: both of `entry`, all layers of it or some."""
     chex.assert_rank(kernel, len(entry.letters))
     inner = _inner(entry)
     outer = "".join(letter for letter in entry.letters[1:] if letter not in inner)
@@ -177,14 +177,14 @@ def merge(entry: Entry, kernel: jax.Array, beside: dict[str, jax.Array]) -> jax.
 
 
 def _beside(adapters: Any, path: tuple[str, ...]) -> Any:
-    """The adapter of a module, None where it has none."""
+    """Returns the adapter of a module, or None."""
     for key in path:
         adapters = adapters.get(key) if adapters is not None else None
     return adapters
 
 
 def peft_config(lora: Lora, *, head: Head, base: str) -> dict[str, Any]:
-    """The adapter_config.json with which peft loads them."""
+    """Returns peft's adapter_config.json."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if head == "lm" else "SEQ_CLS",

@@ -1,34 +1,34 @@
-"""Arrays that wait in the host's memory and come to their devices for as long as they are used.
+"""Offloading of arrays to host memory; they move to their devices while in use.
 
-Where an array waits is a fact of the array: its memory kind. So whoever uses one asks for it with `to_device`, which
-gives what is there already as it is, and no program is ever called with an array that waits.
+An array's memory kind says whether it is offloaded. `to_device` returns arrays that are already there unchanged.
+It is called before each use, so that no program gets an offloaded array.
 """
 
 from typing import Any
 
 import jax
 
-KINDS = ("pinned_host", "unpinned_host")  # of the host's memory, what a device copies from quickest first
+KINDS = ("pinned_host", "unpinned_host")  # kinds of host memory, the fastest for device copies first
 
 
 def host_kind(device: jax.Device) -> str | None:
-    """The memory of the host that arrays of this device may wait in; None where its backend has none."""
+    """Returns the memory kind for arrays offloaded from this device; None if its backend has none."""
     known = {memory.kind for memory in device.addressable_memories()}
     return next((kind for kind in KINDS if kind in known), None)
 
 
 def waits(array: Any) -> bool:
-    """Whether the array lies in the host's memory."""
+    """Whether the array is offloaded to host memory."""
     return isinstance(array, jax.Array) and array.sharding.memory_kind in KINDS
 
 
 def to_host(tree: Any) -> Any:
-    """The arrays in the host's memory, each shard beside its device; the same bits."""
+    """Offloads the arrays to host memory, shard by shard; the same bits."""
     return jax.tree.map(_to_host, tree)
 
 
 def to_device(tree: Any) -> Any:
-    """The arrays on their devices; one that stands in the tree twice is there once."""
+    """Moves the arrays to their devices; an array that is in the tree twice is moved once."""
     moved: dict[int, jax.Array] = {}
 
     def move(x: Any) -> Any:
@@ -42,7 +42,7 @@ def to_device(tree: Any) -> Any:
 
 
 def take(tree: Any) -> Any:
-    """The arrays on their devices, to be donated; what waited in the host's memory is given up."""
+    """Moves the arrays to their devices, to be donated; offloaded originals are deleted."""
     out = jax.block_until_ready(to_device(tree))
     for x in jax.tree.leaves(tree):
         if waits(x):
@@ -51,17 +51,17 @@ def take(tree: Any) -> Any:
 
 
 def put_back(tree: Any, like: Any) -> Any:
-    """The arrays where those of `like` lie or lay: those that came from the host's memory wait there again."""
+    """Moves the arrays back to the memory of those in `like`: arrays that were offloaded are offloaded again."""
     return jax.tree.map(lambda x, old: _to_host(x) if waits(old) else x, tree, like)
 
 
 def shapes(tree: Any) -> Any:
-    """The arrays as a program sees them that will be called with them on their devices."""
+    """Returns the abstract arguments of a program that is called with the arrays on their devices."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_device(x.sharding)), tree)
 
 
 def on_device(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
-    """The same shards in the memory of their devices."""
+    """Returns the same sharding in device memory."""
     return sharding.with_memory_kind("device")
 
 

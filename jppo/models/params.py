@@ -1,6 +1,6 @@
-"""The one table of parameters: our path, HF's name, shape, logical axes, layout and ties of each.
+"""The table of parameters: path, HF's name, shape, logical axes, layout and ties of each.
 
-Loading, saving, sharding and the export to the sampler all read it; nothing else knows a weight's name.
+Loading, saving, sharding and the export to the rollout engine all read it; no other module knows a weight's name.
 Parameters of the layers are stored stacked: their first axis is the layer.
 """
 
@@ -19,7 +19,7 @@ from jppo.types import Params
 
 Head = Literal["lm", "value"]
 
-# The letters of the legend as the logical axes that sharding rules speak of.
+# The legend's letters as the logical axes of the sharding rules.
 AXES = {
     "L": "layers",
     "V": "vocab",
@@ -34,25 +34,25 @@ AXES = {
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One parameter; `letters` name the axes of ours, `hf_letters` those of HF's tensor (of one layer)."""
+    """A parameter; `letters` name the axes of ours, `hf_letters` those of HF's tensor (of one layer)."""
 
     path: tuple[str, ...]
     hf: str  # with {layer} where ours is stacked
-    hf_letters: tuple[str, ...]  # a word is several of our axes in one of HF's: ('HA', 'D')
+    hf_letters: tuple[str, ...]  # a word joins several of our axes in one of HF's: ('HA', 'D')
     letters: str  # of ours; first L where stacked
     shape: tuple[int, ...]  # of ours
     axes: tuple[str | None, ...]  # logical, of ours
     alias: str | None  # another name under which a checkpoint may store the same matrix
-    padding: int = 0  # rows of ours, on the first axis, that HF's has not
+    padding: int = 0  # rows of ours, on the first axis, that HF's lacks
 
     @property
     def stacked(self) -> bool:
-        """True where the first axis is the layer."""
+        """Whether the first axis is the layer."""
         return self.letters[0] == "L"
 
     @property
     def matrix(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """The axes of ours that are a layer's matrix's input and output; None where it is no matrix of a layer."""
+        """Returns the input and output axes of a layer's matrix; None for other parameters."""
         if not self.stacked or len(self.hf_letters) != 2:
             return None
         out, into = (tuple(self.letters.index(letter) for letter in word) for word in self.hf_letters)
@@ -60,19 +60,19 @@ class Entry:
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
-        """The shape of HF's tensor, of one layer where ours is stacked."""
+        """Returns the shape of HF's tensor, of one layer where ours is stacked."""
         sizes = dict(zip(self.letters, self.shape, strict=True))
         sizes[self.letters[0]] -= self.padding
         return tuple(math.prod(sizes[letter] for letter in word) for word in self.hf_letters)
 
     @property
     def hf_names(self) -> tuple[str, ...]:
-        """HF's names: one a layer where ours is stacked, else one."""
+        """Returns HF's names: one a layer where ours is stacked, else one."""
         return tuple(self.hf.format(layer=i) for i in range(self.shape[0])) if self.stacked else (self.hf,)
 
 
 def table(model: ModelConfig, *, head: Head) -> tuple[Entry, ...]:
-    """Every parameter of the model with this head, in the order of HF's files' layers."""
+    """Lists every parameter of the model with this head, in the order of HF's files' layers."""
     sizes = {
         "L": model.num_layers,
         "V": model.padded_vocab_size,
@@ -98,7 +98,7 @@ def table(model: ModelConfig, *, head: Head) -> tuple[Entry, ...]:
         )
 
     tied = "lm_head.weight" if model.tie_word_embeddings else None
-    # Where there is a norm on what attention adds, it has the name that the MLP's own norm has elsewhere.
+    # With a norm on attention's output, it has the usual name of the MLP's own norm.
     before_mlp = "pre_feedforward_layernorm.weight" if model.post_norms else "post_attention_layernorm.weight"
     rows = [
         entry("embed/embedding", "model.embed_tokens.weight", "V D", "VD", tied),
@@ -145,7 +145,7 @@ def table(model: ModelConfig, *, head: Head) -> tuple[Entry, ...]:
 
 
 def from_hf(entry: Entry, tensor: np.ndarray) -> np.ndarray:
-    """HF's tensor (of one layer) in our layout; a view."""
+    """Converts HF's tensor (of one layer) to our layout; a view."""
     chex.assert_rank(tensor, len(entry.hf_letters))
     ours = entry.letters.lstrip("L")
     theirs = "".join(entry.hf_letters)
@@ -156,9 +156,9 @@ def from_hf(entry: Entry, tensor: np.ndarray) -> np.ndarray:
 
 
 def to_hf(entry: Entry, array: jax.Array) -> jax.Array:
-    """Our array (some or all layers) in HF's layout, still stacked; pure, the inverse of `from_hf`."""
+    """Converts our array (some or all layers) to HF's layout, still stacked; pure, the inverse of `from_hf`."""
     chex.assert_rank(array, len(entry.letters))
-    array = array[: array.shape[0] - entry.padding]  # a row that is no token is ours alone
+    array = array[: array.shape[0] - entry.padding]  # HF has no padding rows
     lead = "L" if entry.stacked else ""
     theirs = lead + "".join(entry.hf_letters)
     merged = array.shape[: len(lead)] + entry.hf_shape
@@ -166,7 +166,7 @@ def to_hf(entry: Entry, array: jax.Array) -> jax.Array:
 
 
 def tree(entries: tuple[Entry, ...], leaf: Callable[[Entry], Any]) -> dict[str, Any]:
-    """The nested dict of `params` with `leaf(entry)` in each place."""
+    """Makes the nested dict of `params` with `leaf(entry)` in each place."""
     root: dict[str, Any] = {}
     for entry in entries:
         node = root
@@ -177,17 +177,17 @@ def tree(entries: tuple[Entry, ...], leaf: Callable[[Entry], Any]) -> dict[str, 
 
 
 def get(params: Params, path: tuple[str, ...]) -> Any:
-    """The leaf of a nested dict at `path`."""
+    """Returns the leaf of a nested dict at `path`."""
     for key in path:
         params = params[key]
     return params
 
 
 def abstract(model: ModelConfig, *, head: Head, param_dtype: Any) -> dict[str, Any]:
-    """`params` as shapes and dtypes: nothing is allocated."""
+    """Returns `params` as shapes and dtypes: nothing is allocated."""
     return tree(table(model, head=head), lambda entry: jax.ShapeDtypeStruct(entry.shape, param_dtype))
 
 
 def logical_axes(model: ModelConfig, *, head: Head) -> dict[str, Any]:
-    """`params` with a tuple of logical axis names in place of each array."""
+    """Returns `params` with a tuple of logical axis names in place of each array."""
     return tree(table(model, head=head), lambda entry: entry.axes)

@@ -1,6 +1,6 @@
-"""Arrays to their devices and back, also where some of the devices are other hosts'.
+"""Arrays to devices and back, on one host or several.
 
-There every host holds the same values, gives its own devices their part, and takes part when they are fetched.
+With several hosts, every host holds the same values and puts its part on its own devices. All take part in a fetch.
 """
 
 import functools
@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
 def put(tree: Any, sharding: Any) -> Any:
-    """Values that every host has, on the devices: all by one sharding, or each by its own of a tree like theirs."""
+    """Puts values that every host has on the devices, by one sharding or by a tree of them."""
     if sharding is not None and not isinstance(sharding, jax.sharding.Sharding):
         return jax.tree.map(put, tree, sharding)
     if sharding is None or sharding.is_fully_addressable:
@@ -28,7 +28,7 @@ def put(tree: Any, sharding: Any) -> Any:
 
 
 def whole(array: jax.Array) -> jax.Array:
-    """The array so that this host has all of it."""
+    """Gathers the array, so that this host has all of it."""
     if array.is_fully_addressable or array.is_fully_replicated:
         return array
     assert isinstance(array.sharding, NamedSharding)
@@ -36,12 +36,12 @@ def whole(array: jax.Array) -> jax.Array:
 
 
 def fetch(tree: Any) -> Any:
-    """The values on the host."""
+    """Copies the values to the host."""
     return jax.device_get(jax.tree.map(lambda x: whole(x) if isinstance(x, jax.Array) else x, tree))
 
 
 def local(tree: Any, mesh: Mesh) -> Any:
-    """A copy of the arrays on `mesh`, this host's part of theirs; one of them is whole on each device at a time."""
+    """Copies the arrays to `mesh`, this host's part; one at a time is whole on each device."""
 
     def copy(x: jax.Array) -> jax.Array:
         assert isinstance(x.sharding, NamedSharding)

@@ -1,7 +1,7 @@
 """Products of activations with parameters, for any dtype of either: `product`.
 
 Autodiff alone would multiply a bfloat16 operand with an f32 cotangent, which XLA does in f32 at a fraction of the
-speed, and would round a parameter's gradient to the activations' dtype before it is summed.
+speed. It would also round a parameter's gradient to the activations' dtype before it is summed.
 """
 
 import functools
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-NAME = "product"  # by which a remat policy keeps what comes out
+NAME = "product"  # under which remat policies save outputs
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
@@ -20,9 +20,10 @@ def _product(equation: str, x: jax.Array, kernel: jax.Array, dtype: Any) -> jax.
 
 
 def product(equation: str, x: jax.Array, kernel: jax.Array, dtype: Any = None) -> jax.Array:
-    """einsum of x and the kernel, which is cast to x's dtype, in `dtype`, or that of x where it is None.
+    """Multiplies x and the kernel, cast to x's dtype, by einsum; the result is in `dtype`, or x's if None.
 
-    Backwards the cotangent is cast to x's dtype too, and the kernel's gradient is summed in f32 and comes in its own.
+    In the backward pass the cotangent is cast to x's dtype too; the kernel's gradient is summed in f32.
+    It has the kernel's dtype.
     """
     return checkpoint_name(_product(equation, x, kernel, x.dtype if dtype is None else dtype), NAME)
 
@@ -44,9 +45,9 @@ _product.defvjp(_forward, _backward)
 
 
 def einsum(equation: str, a: jax.Array, b: jax.Array, dtype: Any) -> jax.Array:
-    """The product of two operands of one dtype, summed in f32 and returned in `dtype`."""
+    """Multiplies two operands of one dtype, summed in f32 and returned in `dtype`."""
 
-    def direct(a: jax.Array, b: jax.Array) -> jax.Array:  # an accelerator sums in f32 whatever the result's dtype
+    def direct(a: jax.Array, b: jax.Array) -> jax.Array:  # an accelerator sums in f32 for any result dtype
         return jnp.einsum(equation, a, b, preferred_element_type=dtype)
 
     def wide(a: jax.Array, b: jax.Array) -> jax.Array:

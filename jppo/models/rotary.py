@@ -1,4 +1,4 @@
-"""Rotary positions: the frequencies of a model's layers, and the turn of queries and keys by them."""
+"""Rotary positions: the frequencies of a model's layers, and the rotation of queries and keys."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,15 +11,15 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Rotary:
-    """Which frequencies: theta^(-2i/A), i < A/2, and how they are stretched to longer contexts."""
+    """The frequencies theta^(-2i/A), i < A/2, and their scaling to longer contexts."""
 
     theta: float
     factor: float = 1.0  # they are divided by it
-    llama3: tuple[float, float, int] | None = None  # only the slow ones are: low and high factor, first context
+    llama3: tuple[float, float, int] | None = None  # only slow ones are divided: low and high factor, first context
 
 
 def frequencies(rotary: Rotary, head_dim: int) -> np.ndarray:
-    """[A/2] f32, computed as transformers and vLLM do, so that the angles are theirs to the last bit."""
+    """Computes [A/2] f32 exactly as transformers and vLLM do, to the last bit."""
     f32 = np.float32
     plain = f32(1.0) / f32(rotary.theta) ** (np.arange(0, head_dim, 2, dtype=f32) / f32(head_dim))
     slow = plain / f32(rotary.factor)
@@ -36,14 +36,14 @@ def frequencies(rotary: Rotary, head_dim: int) -> np.ndarray:
 
 
 def angles(position: jax.Array, frequency: np.ndarray) -> tuple[jax.Array, jax.Array]:
-    """cos and sin of position times each frequency [A/2]: two of [R, T, A/2] f32."""
+    """Computes cos and sin of position times each frequency [A/2]: two of [R, T, A/2] f32."""
     chex.assert_rank([position, frequency], [2, 1])
     angle = position[:, :, None].astype(jnp.float32) * frequency[None, None, :]  # [R, T, A/2]
     return jnp.cos(angle), jnp.sin(angle)
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Turns the pairs (x_i, x_{i + A/2}) of each head by the position's angles; x [R, T, heads, A]."""
+    """Rotates the pairs (x_i, x_{i + A/2}) of each head by the position's angles; x [R, T, heads, A]."""
     chex.assert_rank([x, cos, sin], [4, 3, 3])
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]  # [R, T, 1, A/2]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
@@ -54,9 +54,9 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where the tokens of a forward pass stand, as one layer sees it."""
+    """The tokens' segments, positions and angles in a forward pass, for one layer."""
 
-    segment: jax.Array | None  # [R, T] i32; None where a cache says what came before
+    segment: jax.Array | None  # [R, T] i32; None with a cache
     position: jax.Array  # [R, T] i32
     cos: jax.Array  # [R, T, A/2] f32
     sin: jax.Array  # [R, T, A/2] f32
@@ -74,7 +74,7 @@ class Places:
     sin: tuple[jax.Array, ...]
 
     def of(self, kind: jax.Array | int) -> Place:
-        """What a layer of this kind sees."""
+        """Returns the view of a layer of this kind."""
         if len(self.cos) == 1:
             return Place(self.segment, self.position, self.cos[0], self.sin[0], 0)
         cos, sin = jnp.stack(self.cos), jnp.stack(self.sin)
@@ -82,6 +82,6 @@ class Places:
 
 
 def places(rotaries: Sequence[Rotary], head_dim: int, position: jax.Array, segment: jax.Array | None) -> Places:
-    """The angles of every position, for every kind of layer."""
+    """Computes the angles of every position, for every kind of layer."""
     turns = [angles(position, frequencies(rotary, head_dim)) for rotary in rotaries]
     return Places(segment, position, tuple(cos for cos, _ in turns), tuple(sin for _, sin in turns))

@@ -1,7 +1,7 @@
-"""Attention on a mesh. Everywhere else a device has some positions of a row, and attention needs all of them.
+"""Attention on a mesh whose devices each have some positions of a row, although attention needs all of them.
 
-For it positions are exchanged for heads, and back afterwards (Ulysses, Jacobs et al., arXiv:2309.14509): a device has
-all positions of its share of the heads. What `tensor` has spread already it goes on to divide.
+Positions are exchanged for heads, and back afterwards (Ulysses, Jacobs et al., arXiv:2309.14509): a device has
+all positions of its share of the heads. Heads that `tensor` shards are divided further.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from jppo.models.attention import Attend
 ROWS, POSITIONS, HEADS = ("data", "fsdp"), "sequence", "tensor"  # the axes of the mesh
 COLUMNS = ("fsdp", POSITIONS)  # the axes that shard a parameter's D
 
-# Axes over which the caller has divided the rows: it maps over groups of devices, and traces for the rows of one.
+# Axes along which the caller has split the rows: it maps over groups of devices, and traces for one group's rows.
 _DIVIDED: Any = jax.make_user_context(())
 
 
@@ -30,45 +30,45 @@ def divided(axis: str) -> AbstractContextManager[None]:
 
 
 def row_axes(axes: tuple[str, ...] = ROWS) -> tuple[str, ...]:
-    """The axes over which a traced function shards its rows."""
+    """Returns the axes over which a traced function shards its rows."""
     return tuple(axis for axis in axes if axis not in _DIVIDED.value)
 
 
 def groups_of_rows() -> tuple[str, ...]:
-    """The axes over which the caller has divided the rows."""
+    """Returns the axes over which the caller has divided the rows."""
     return tuple(_DIVIDED.value)
 
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """Over which axes of the mesh attention has its rows and its heads; a row's positions are together."""
+    """The mesh axes of attention's rows and of its heads; a row's positions are together."""
 
     rows: tuple[str, ...]
     heads: tuple[str, ...]
 
     def parts(self, mesh: Mesh) -> int:
-        """Among how many devices the heads of a row are shared."""
+        """Returns the number of devices that share the heads of a row."""
         return math.prod(mesh.shape[axis] for axis in self.heads)
 
 
-EXCHANGED = Split(ROWS, (HEADS, POSITIONS))  # rows whose positions are spread
-WHOLE = Split((*ROWS, POSITIONS), (HEADS,))  # rows of which no device has a part only
+EXCHANGED = Split(ROWS, (HEADS, POSITIONS))  # rows whose positions are sharded
+WHOLE = Split((*ROWS, POSITIONS), (HEADS,))  # rows that are whole on a device
 
 
 def dividing(mesh: Mesh, axes: tuple[str, ...], size: int) -> tuple[str, ...]:
-    """The axes, without the last ones if they are too many for the size."""
+    """Returns the axes, without the last ones if they are too many for the size."""
     while axes and size % math.prod(mesh.shape[axis] for axis in axes):
         axes = axes[:-1]
     return axes
 
 
 def columns(mesh: Mesh | None, size: int) -> tuple[str, ...]:
-    """The mesh axes that shard a parameter's D of that size; () without a mesh."""
+    """Returns the mesh axes that shard a parameter's D of that size; () without a mesh."""
     return () if mesh is None or mesh.size == 1 else dividing(mesh, COLUMNS, size)
 
 
 def repeated(x: jax.Array, heads: int, parts: int) -> jax.Array:
-    """Keys or values [R, T, K, A] in copies, as few as `parts` divides; each serves the query heads that follow it."""
+    """Repeats keys or values [R, T, K, A] as little as `parts` allows; each serves the query heads that follow it."""
     chex.assert_rank(x, 4)
     K = x.shape[2]
     needed = math.lcm(K, parts)
@@ -76,7 +76,7 @@ def repeated(x: jax.Array, heads: int, parts: int) -> jax.Array:
 
 
 def exchanged(attend: Attend, mesh: Mesh) -> Attend:
-    """The same attention for q, k and v whose positions are spread over `sequence` and heads over `tensor`."""
+    """Wraps attention for q, k and v whose positions are sharded over `sequence` and heads over `tensor`."""
     parts = EXCHANGED.parts(mesh)
     if parts == 1:
         return attend
@@ -87,10 +87,10 @@ def exchanged(attend: Attend, mesh: Mesh) -> Attend:
     def over_mesh(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, kind: jax.Array | int) -> jax.Array:
         chex.assert_rank([q, k, v, segment], [4, 4, 4, 2])
         H = q.shape[2]
-        if H % parts:  # whoever reads settings refuses it
+        if H % parts:  # settings checks refuse it
             return attend(q, k, v, segment, kind)
         k, v = repeated(k, H, parts), repeated(v, H, parts)
-        # Both ends are said: else XLA exchanges what is projected, or scores in the backward pass, which are far more.
+        # Both ends are constrained: else XLA exchanges projections, or backward scores, which are far larger.
         q, k, v = (keep(keep(x, POSITIONS, HEADS), None, EXCHANGED.heads) for x in (q, k, v))
         mixed = attend(q, k, v, keep(segment), kind)
         return keep(keep(mixed, None, EXCHANGED.heads), POSITIONS, HEADS)

@@ -1,8 +1,7 @@
 """Safetensors files, read as memory maps and written one tensor at a time. Used by `hf.py`.
 
-A file is eight bytes of header length, a JSON header of dtype, shape and offsets by name, and the bytes.
-Reading it here, not through the safetensors package, gives bfloat16 without torch and errors that name the
-tensor.
+A file is eight bytes of header length, a JSON header of dtype, shape and offsets by name, and the bytes. This
+reader, unlike the safetensors package, gives bfloat16 without torch and errors that name the tensor.
 """
 
 import dataclasses
@@ -25,7 +24,7 @@ SINGLE = "model.safetensors"
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """Where a tensor lies in its file."""
+    """A tensor's file, dtype, shape and offset."""
 
     file: pathlib.Path
     code: str  # safetensors' name of the dtype
@@ -34,14 +33,14 @@ class Slot:
 
 
 def read(slot: Slot, name: str) -> np.ndarray:
-    """The tensor as a read-only memory map."""
+    """Reads the tensor as a read-only memory map."""
     if slot.code not in DTYPES:
         raise UserError(f"{slot.file}: {name} has dtype {slot.code}; only {', '.join(DTYPES)} are weights")
     return np.memmap(slot.file, DTYPES[slot.code], mode="r", offset=slot.offset, shape=slot.shape)
 
 
 def slots(directory: pathlib.Path) -> dict[str, Slot]:
-    """All tensors of a checkpoint directory by name, from one file or from the index of several."""
+    """Lists all tensors of a checkpoint directory by name, from one file or from the index of several."""
     if (directory / SINGLE).is_file():
         return _file_slots(directory / SINGLE)
     index = directory / INDEX
@@ -91,7 +90,7 @@ def _file_slots(file: pathlib.Path) -> dict[str, Slot]:
 
 
 def _described(file: pathlib.Path, name: str, item: object) -> tuple[str, tuple[int, ...], int, int]:
-    """A tensor's dtype, shape, first byte and the one after its last; UserError where the header does not say them."""
+    """Reads a tensor's dtype, shape, first byte and end from the header; raises UserError if it lacks one."""
     said = item if isinstance(item, dict) else {}
     code, shape, offsets = said.get("dtype"), said.get("shape"), said.get("data_offsets")
     if isinstance(code, str) and isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2:
@@ -107,7 +106,7 @@ def _described(file: pathlib.Path, name: str, item: object) -> tuple[str, tuple[
 def write(
     file: pathlib.Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype, tensors: Iterable[np.ndarray]
 ) -> None:
-    """Writes `tensors`, which come in the order of `shapes` and have this dtype, holding one at a time."""
+    """Writes `tensors`, in the order of `shapes` and of this dtype, holding one at a time."""
     sizes = {name: dtype.itemsize * int(np.prod(shape)) for name, shape in shapes.items()}
     head = tensorheader.head((name, dtype.name, shape, sizes[name]) for name, shape in shapes.items())
     with file.open("wb") as f:

@@ -37,10 +37,10 @@ def code(
 ) -> Verdict:
     """1 if the last ```python block of the response passes all tests; stops at the first failure.
 
-    The truth is assert statements, or JSON: a list of {input, output}, given on stdin and compared with stdout
-    but for white space at the ends of lines; the same as {inputs, outputs}; or a list of assert statements. A test
-    may take half of `time_s`, then it has failed; where all tests together take longer than `time_s` the sample is
-    an error.
+    The truth is assert statements, or JSON: a list of {input, output}, the same as {inputs, outputs}, or a list of
+    assert statements. Inputs are given on stdin; outputs are compared with stdout except white space at the ends of
+    lines. A test that takes over half of `time_s` fails. If all tests together take over `time_s`, the sample is an
+    error.
     """
     tests = read_tests(ground_truth)
     blocks = _BLOCK.findall(response)

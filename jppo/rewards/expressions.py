@@ -39,7 +39,7 @@ _CONVERSIONS = (
     "bytes", "dict", "float", "frozenset", "int", "len", "list", "max", "min", "repr", "round", "set", "sorted", "str",
     "sum", "tuple",
 )  # fmt: skip
-_METHODS = ("startswith", "endswith", "issubset", "issuperset")  # methods whose result is the outcome of a test
+_METHODS = ("startswith", "endswith", "issubset", "issuperset")  # methods whose result is a test's outcome
 _PLAIN = (str, bytes, list, tuple, set, frozenset, dict)
 
 

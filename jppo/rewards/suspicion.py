@@ -15,7 +15,7 @@ _ATTRIBUTES = {
 
 
 def suspicious(program: str) -> tuple[str, ...]:
-    """Returns the names of that kind in a program, sorted."""
+    """Returns such names in a program, sorted."""
     try:
         nodes = list(ast.walk(ast.parse(program)))
     except (SyntaxError, ValueError, RecursionError, MemoryError):

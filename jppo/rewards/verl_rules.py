@@ -1,8 +1,8 @@
 r"""verl 0.9.1's rules for its own data sources: the same score for the same response and truth.
 
-Reimplemented from their behaviour, quirks included, and held by `tests/rewards/golden`. `rules.py` has jppo's own
-rules, which read answers as numbers or as mathematics. Standard library only; linear in the length of a response.
-A truth is compared as text, so that none is refused: one that no answer can equal scores as a wrong answer does.
+Reimplemented from their behaviour, quirks included, and tested against `tests/rewards/golden`. `rules.py` has jppo's
+own rules, which read answers as numbers or as mathematics. Standard library only; linear in the length of a response.
+Truths are compared as text, so none is rejected: if no answer can equal it, every answer scores as wrong.
 """
 
 import functools
@@ -39,13 +39,13 @@ _MANY_TAGS = 10
 
 
 def gsm8k_strict(response: str, ground_truth: str) -> Verdict:
-    """1 when the number after the last `#### ` of the last 300 characters is the truth, as text without commas."""
+    """1 if the number after the last `#### ` of the last 300 characters is the truth, as text without commas."""
     found = _GSM8K.findall(response[-_GSM8K_END:])
     return _verdict(found[-1].replace(",", "") if found else None, ground_truth)
 
 
 def math_reward(response: str, ground_truth: str) -> Verdict:
-    r"""1 when the last `\boxed{}`, or what follows the last `\boxed ` up to a `$`, equals the truth, both normalised.
+    r"""1 if the last `\boxed{}`, or the text from the last `\boxed ` to a `$`, equals the truth, both normalised.
 
     The normalisation of Hendrycks et al. 2021: spellings of fractions and roots, units, degrees and percent.
     """
@@ -54,13 +54,13 @@ def math_reward(response: str, ground_truth: str) -> Verdict:
         return _verdict(None, ground_truth)
     try:
         same = normal_math(answer) == normal_math(ground_truth)
-    except ValueError:  # one of them cannot be normalised: both are compared as they are written
+    except ValueError:  # one of them cannot be normalised: both are compared as written
         same = answer == ground_truth
     return Verdict(float(same), {"exact": float(same), "answered": 1.0}, answer)
 
 
 def math_dapo(response: str, ground_truth: str) -> Verdict:
-    r"""1, or else -1: what follows the last `Answer:` of the last 300 characters is the truth, both normalised.
+    r"""1, else -1: the text after the last `Answer:` of the last 300 characters is the truth, both normalised.
 
     Without an `Answer:`, the last `\boxed{}` of the last 100 characters is compared with the truth as text.
     """
@@ -78,7 +78,7 @@ def math_dapo(response: str, ground_truth: str) -> Verdict:
 
 
 def search_r1(response: str, ground_truth: str) -> Verdict:
-    """1 when the last `<answer>` is one of the truths, but for case, punctuation, articles and white space.
+    """1 if the last `<answer>` is one of the truths, ignoring case, punctuation, articles and white space.
 
     The truth is text, or JSON with one text or a list of texts as `target`. More than ten opening or closing tags cost
     three quarters of the score.
@@ -92,7 +92,7 @@ def search_r1(response: str, ground_truth: str) -> Verdict:
 
 
 def normal_math(text: str) -> str:
-    """The one spelling of what Hendrycks' normalisation calls equal; ValueError where it fails."""
+    """Normalises by Hendrycks' rules; raises ValueError if they fail."""
     for old, new in (("\n", ""), ("\\!", ""), ("\\\\", "\\"), ("tfrac", "frac"), ("dfrac", "frac"), (r"\left", ""),
                      (r"\right", ""), (r"^{\circ}", ""), (r"^\circ", ""), (r"\$", "")):  # fmt: skip
         text = text.replace(old, new)
@@ -110,7 +110,7 @@ def normal_math(text: str) -> str:
 
 
 def normal_minerva(text: str) -> str:
-    """The one spelling of what Minerva's normalisation calls equal."""
+    """Normalises by Minerva's rules."""
     text = text.split("=")[-1]
     for old, new in _REPLACED:
         text = text.replace(old, new)
@@ -126,7 +126,7 @@ def normal_minerva(text: str) -> str:
 
 
 def last_box(response: str) -> str | None:
-    r"""The answer that `math_reward` compares: `\boxed 5` goes before `\boxed{5}`; None where there is none."""
+    r"""Returns the answer for `math_reward`: `\boxed 5` has priority over `\boxed{5}`; None if there is none."""
     if r"\boxed " in response:
         return response.rpartition(r"\boxed ")[2].partition("$")[0]
     start = response.rfind(r"\boxed")
@@ -140,7 +140,7 @@ def _verdict(answer: str | None, ground_truth: str) -> Verdict:
 
 
 def _to_closing_brace(text: str) -> str | None:
-    """The text up to the brace that closes its first one."""
+    """Returns the text up to the brace that closes its first one."""
     depth = 0
     for brace in re.finditer(r"[{}]", text):
         depth += 1 if brace.group() == "{" else -1
@@ -157,7 +157,7 @@ def _braced_roots(text: str) -> str:
 
 
 def _braced_fractions(text: str) -> str:
-    r"""\frac12 and \frac1{2} as \frac{1}{2}; unchanged where a fraction has one character."""
+    r"""Rewrites \frac12 and \frac1{2} as \frac{1}{2}; unchanged where a fraction has one character."""
     first, *others = text.split(r"\frac")
     braced = [first]
     for one in others:
@@ -172,7 +172,7 @@ def _braced_fractions(text: str) -> str:
 
 
 def _spelt_fraction(text: str) -> str:
-    """3/4 as a fraction, where both are integers as Python writes them."""
+    """Rewrites 3/4 as a fraction if both are integers as Python writes them."""
     match = _SHORT_FRACTION.fullmatch(text)
     written = match is not None and all(_is_written_integer(number) for number in match.groups())
     return rf"\frac{{{match.group(1)}}}{{{match.group(2)}}}" if match is not None and written else text
@@ -180,7 +180,7 @@ def _spelt_fraction(text: str) -> str:
 
 def _is_written_integer(number: str) -> bool:
     digits = number.removeprefix("-")
-    return number == "0" or (digits[0] != "0" and len(digits) <= 4300)  # Python reads no longer ones
+    return number == "0" or (digits[0] != "0" and len(digits) <= 4300)  # Python's limit of digits
 
 
 def _last_answer(response: str) -> str | None:
@@ -197,7 +197,7 @@ def _normal_words(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
 
 
-@functools.lru_cache(maxsize=1024)  # a prompt's responses have one truth
+@functools.lru_cache(maxsize=1024)  # a prompt's responses share one truth
 def _targets(ground_truth: str) -> tuple[str, ...]:
     try:
         held = json.loads(ground_truth)

@@ -1,6 +1,6 @@
-"""Settings: the table, the checks that need no device, and the command line, where errors become one line.
+"""Settings: the table, the checks that need no device, and the command line with its one-line errors.
 
-Only the commands (`train.py`, `sft.py` ...) and `build/` read a config; below them numbers are passed on.
+Only the commands (`train.py`, `sft.py` ...) and `build/` read a config; other modules get its numbers as arguments.
 """
 
 from jppo.errors import UserError

@@ -32,7 +32,7 @@ def check(config: ml_collections.ConfigDict, *, training: bool = True) -> None:
 
 
 def _check_read(name: str, found: dict[str, Any]) -> None:
-    """Refuses a value that no part of the run would read."""
+    """Raises a UserError for a value that no part of the run would read."""
     setting, value = TABLE[name], found[name]
     if not setting.only or value == setting.default:
         return

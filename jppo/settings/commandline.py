@@ -23,19 +23,19 @@ MEANINGS_AT = 52  # column of the meanings in --help; longer settings push their
 
 
 class Parser(argparse.ArgumentParser):
-    """The words of a command without settings; a fault in them is a UserError of one line."""
+    """A parser of a command without settings; raises its errors as a UserError of one line."""
 
     def __init__(self, module: str, about: str | None, **how: Any) -> None:
         formatter = argparse.RawDescriptionHelpFormatter
         super().__init__(prog=f"python -m {module}", description=about, formatter_class=formatter, **how)
 
     def error(self, message: str) -> NoReturn:
-        """Called by argparse."""
+        """Raises a UserError; called by argparse."""
         raise UserError(f"{message}; {self.prog} --help has all arguments")
 
 
 def natural(text: str) -> int:
-    """A whole number of 0 or more, for an argument of a Parser."""
+    """Parses a whole number of 0 or more, for an argument of a Parser."""
     if (value := int(text)) < 0:
         raise argparse.ArgumentTypeError(f"{text} must be 0 or more")
     return value
@@ -56,8 +56,8 @@ def parse(
 ) -> tuple[ml_collections.ConfigDict, dict[str, Any]]:
     """Returns the config named by --config with its overrides, and the switches; raises a UserError of one line.
 
-    Unless it `needs_file`, a command without --config starts from the defaults. One that `describes` machines has the
-    switches of --dry_run for that.
+    Unless it `needs_file`, a command without --config starts from the defaults. With `describes` it also has the
+    switches of --dry_run for a described machine.
     """
     given = flags.FlagValues()  # type: ignore[no-untyped-call]
     argv = [shipped.locate(word) for word in argv]
@@ -90,7 +90,7 @@ def parse(
 
 
 def _check_known(name: str, config: ml_collections.ConfigDict) -> None:
-    """UserError where there is no setting of that name."""
+    """Raises a UserError for an unknown setting."""
     node: Any = config
     for part in name.split("."):
         if not isinstance(node, ml_collections.ConfigDict) or part not in node:

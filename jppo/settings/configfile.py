@@ -1,4 +1,4 @@
-"""Config files: Python programs of the user's, whose faults become errors that name file and line."""
+"""Config files: users' Python programs; their faults become errors that name file and line."""
 
 import pathlib
 import re
@@ -16,7 +16,7 @@ from jppo.settings.table import PPO, REWARD_MODEL, SFT, values
 
 
 def read(named: str) -> ml_collections.ConfigDict:
-    """The settings that get_config() of FILE or FILE:ARGUMENT returns, locked."""
+    """Returns the settings from get_config() of FILE or FILE:ARGUMENT, locked."""
     file, _, argument = named.partition(":")
     if not is_file(file):
         raise UserError(f"--config={named}: no such file; jppo's own are {shipped.SCHEME}NAME, as jppo://gsm8k is")
@@ -34,7 +34,7 @@ def read(named: str) -> ml_collections.ConfigDict:
 
 
 def is_file(path: str) -> bool:
-    """Whether there is a file of this name, which may be no possible name."""
+    """Whether a file of this name exists; the name may be invalid."""
     try:
         return pathlib.Path(path).is_file()
     except (OSError, ValueError):
@@ -42,13 +42,13 @@ def is_file(path: str) -> bool:
 
 
 def functions(file: str) -> dict[str, Any]:
-    """What a Python file defines."""
+    """Returns the functions that a Python file defines."""
     defined: dict[str, Any] = explained(file, runpy.run_path, file)
     return defined
 
 
 def explained(file: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The result of a call into a user's file, whose errors become one line with the place."""
+    """Calls into a user's file; its errors become one line with the place."""
     try:
         return call(*args, **kwargs)
     except UserError:
@@ -69,13 +69,13 @@ def explained(file: str, call: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
 
 def no_setting(name: str, names: Iterable[str]) -> str:
-    """The error about a name that is not among the names."""
+    """Makes the error about an unknown name."""
     near = did_you_mean(name, {*names} - {name}) or "; python -m jppo.train --help lists them all"
     return f"there is no setting {name!r}{near}"
 
 
 def _check_names(config: Any, file: str) -> None:
-    """UserError unless the settings are those of the defaults that the file starts from, each with its type."""
+    """Raises a UserError unless names and types of the settings are those of the file's defaults."""
     if not isinstance(config, ml_collections.ConfigDict):
         raise UserError(
             f"{file}: get_config() returns {config!r:.40}; it must return settings, as jppo.settings.default() does"

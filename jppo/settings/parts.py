@@ -1,4 +1,4 @@
-"""The registries that settings choose from; a user-defined part is an entry like these (docs/extending.md)."""
+"""The registries of parts that settings name; a user-defined part is an entry like these (docs/extending.md)."""
 
 from collections import ChainMap
 from collections.abc import Callable
@@ -21,7 +21,7 @@ KL_ESTIMATORS = Registry[Part]("kl_estimators", "jppo.algorithms.kl:BY_NAME")
 
 
 def _imported(where: str) -> Part:
-    """The function 'module:name', whose module is imported with the first call."""
+    """Makes a function that imports 'module:name' at the first call."""
 
     def part(*given: object, **named: object) -> object:
         return resolve(where, "rollout.name")(*given, **named)
@@ -41,7 +41,7 @@ class Estimates(Protocol):
 
     @property
     def sequences(self) -> Part | None:
-        """None where the samples of a prompt are not compared."""
+        """None if the samples of a prompt are not compared."""
 
     @property
     def critic(self) -> bool:
@@ -53,17 +53,17 @@ class Objective(Protocol):
 
     @property
     def aggregation(self) -> str | None:
-        """How the losses of tokens must be averaged; None for any way."""
+        """The required aggregation over tokens; None for any."""
 
 
 def estimator(config: ml_collections.ConfigDict) -> Estimates:
-    """The estimator that `algorithm.adv_estimator` names."""
+    """Returns the estimator that `algorithm.adv_estimator` names."""
     made = ESTIMATORS.make(config.algorithm.adv_estimator, "algorithm.adv_estimator", config.algorithm)
     return cast(Estimates, made)  # `make` has checked the class
 
 
 def objective(config: ml_collections.ConfigDict) -> Objective:
-    """The policy loss that `actor.loss_mode` names; unset clip ranges are `clip_ratio`."""
+    """Returns the policy loss that `actor.loss_mode` names; unset clip ranges are `clip_ratio`."""
     a = config.actor
     low = a.clip_ratio if a.clip_ratio_low is None else a.clip_ratio_low
     high = a.clip_ratio if a.clip_ratio_high is None else a.clip_ratio_high

@@ -1,4 +1,4 @@
-"""The runs of a sweep: those that `sweep(add)` of a config file adds, each checked as training checks it."""
+"""The runs of a sweep: those added by `sweep(add)` of a config file, each checked as in training."""
 
 import dataclasses
 import hashlib
@@ -20,9 +20,9 @@ ADD = "add(**{'actor.lr': 1e-5, 'trainer.seed': 2})"
 class Run:
     """One run of a sweep."""
 
-    name: str  # of its folder: made of its overrides alone, so that it stays when other runs are added or removed
+    name: str  # of its folder: made of its overrides alone, so that other runs do not change it
     folder: pathlib.Path
-    overrides: dict[str, Any]  # by the settings' names
+    overrides: dict[str, Any]  # by setting
     arguments: tuple[str, ...]  # of jppo.train
     values: dict[str, Any]  # all settings, resolved
 

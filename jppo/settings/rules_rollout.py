@@ -9,13 +9,13 @@ from jppo.errors import UserError
 from jppo.settings.table import PPO
 
 CUTS = ("top_p", "top_k", "min_p")  # settings that remove tokens from the distribution
-COLDEST, HOTTEST = 0.01, 2.0  # temperatures of vLLM, which samples at 0.01 below it and only logs that
+COLDEST, HOTTEST = 0.01, 2.0  # temperatures of vLLM, which raises lower ones to 0.01 with only a log message
 LARGEST_SERVED_RANK = 512  # of adapters in vLLM
 SECRET = re.compile(r"--(?:[\w.-]*[-_.])?(?:api[-_]key|token|password|secret)(?=[\s=]|$)", re.IGNORECASE)
 
 
 def cuts(section: ml_collections.ConfigDict) -> dict[str, float]:
-    """Those of `CUTS` that a section sets, with their values."""
+    """Returns the settings of `CUTS` that a section sets, with their values."""
     return {name: section[name] for name in CUTS if section[name] != PPO[f"rollout.{name}"].default}
 
 
@@ -107,7 +107,7 @@ def _publish(r: ml_collections.ConfigDict) -> None:
 
 
 def _secrets(r: ml_collections.ConfigDict) -> None:
-    """Refuses secrets, which would be printed and saved, without showing them."""
+    """Rejects secrets, which would be printed and saved, without showing them."""
     for url in filter(None, map(str.strip, r.urls.split(","))):
         try:
             at = urllib.parse.urlsplit(url)

@@ -147,7 +147,7 @@ def _lengths(config: ml_collections.ConfigDict) -> None:
         raise _too_short("data.max_tokens_per_row", row, longest, 1)
     if tokens == -1 and section == "actor":
         return
-    # Devices that share a row; where mesh.sequence is the remaining devices, their number is not known yet.
+    # Devices that share a row; if mesh.sequence is the remaining devices, their number is not known yet.
     share = longest if config.mesh.sequence == -1 else config.mesh.sequence
     if tokens * share < longest:
         raise _too_short(micro, tokens, longest, share)

@@ -74,7 +74,7 @@ class Setting:
             self.form(value)
 
     def _outside(self, number: float) -> str:
-        """The rule that the number breaks; '' where it keeps all."""
+        """Returns the rule that the number breaks, or ''."""
         return next((rule for rule, kept in self._rules(number) if not kept), "")
 
     def _rules(self, number: float = 0) -> Iterator[tuple[str, bool]]:
@@ -88,7 +88,7 @@ class Setting:
 
     @property
     def interval(self) -> tuple[int | None, int | None]:
-        """The lower and the upper bound; None for none."""
+        """Parses the lower and the upper bound; None for none."""
         if not self.bounds:
             return None, None
         found = re.fullmatch(r"[\[(]([^,]*),\s*([^\])]*)[\])]?", self.bounds)
@@ -97,7 +97,7 @@ class Setting:
         return low, high
 
     def allowed(self) -> str:
-        """The rule of a value as a sentence without its full stop; '' where any value of the type may be."""
+        """Returns the rule of a value as a sentence without its full stop; '' if every value of the type is allowed."""
         if self.choices:
             names = [f"`{one!r}`" if one == "" else f"`{one}`" for one in self.choices]
             more = ", or `PATH.py:NAME`, or `MODULE:NAME`" if isinstance(self.choices, Registry) else ""

@@ -1,4 +1,4 @@
-"""The configs that come with jppo, wherever it is installed: --config=jppo://quickstart is configs/quickstart.py."""
+"""The configs shipped with jppo: --config=jppo://quickstart is configs/quickstart.py."""
 
 import pathlib
 import runpy

@@ -61,22 +61,22 @@ TABLE: Table = PPO | SFT | REWARD_MODEL
 
 
 def default() -> ml_collections.ConfigDict:
-    """All settings of PPO training with their defaults; verl's names where they mean what verl's mean."""
+    """Returns all settings of PPO training with their defaults; names are verl's where the meaning is verl's."""
     return _config(PPO)
 
 
 def sft_default() -> ml_collections.ConfigDict:
-    """All settings of supervised fine-tuning; sections and names as for PPO, with one optimizer in `optim`."""
+    """Returns all settings of supervised fine-tuning; sections and names as for PPO, with one optimizer in `optim`."""
     return _config(SFT)
 
 
 def reward_model_default() -> ml_collections.ConfigDict:
-    """All settings of a reward model's training: those of fine-tuning, held-out pairs and the loss of pairs."""
+    """Returns all settings of reward model training: those of fine-tuning, held-out pairs and the loss of pairs."""
     return _config(REWARD_MODEL)
 
 
 def values(config: ml_collections.ConfigDict | dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Every setting's value by its dotted name, of a config or of the contents of a config.json."""
+    """Returns every setting's value by its dotted name, from a config or the contents of a config.json."""
     found: dict[str, Any] = {}
     for name, value in config.items():
         if isinstance(value, ml_collections.ConfigDict | dict):

@@ -46,7 +46,7 @@ def loggers(names: str) -> tuple[str, ...]:
 
 
 def template_arguments(text: str) -> dict[str, Any]:
-    """The arguments of a chat template, as in 'enable_thinking=False,effort=low': Python literals, or else words."""
+    """Parses a chat template's arguments, as in 'enable_thinking=False,effort=low': Python literals, or else words."""
     found: dict[str, Any] = {}
     for entry in filter(None, (entry.strip() for entry in text.split(","))):
         name, equals, value = (part.strip() for part in entry.partition("="))
@@ -65,7 +65,7 @@ def template_arguments(text: str) -> dict[str, Any]:
 def stop_texts(texts: str) -> tuple[str, ...]:
     """Parses the texts that end a response; spaces count, and a backslash begins one of `ESCAPES`."""
     shown = texts.replace("\n", r"\n")
-    said = f"rollout.stop='{shown}'"  # as it was written: repr would double its backslashes
+    said = f"rollout.stop='{shown}'"  # as written: repr would double its backslashes
     found, characters = [""], iter(texts)
     for character in characters:
         if character == ",":

@@ -1,1 +1,1 @@
-"""Runs untrusted Python programs under limits that the kernel enforces; `docs/security.md` says what that promises."""
+"""Sandbox for untrusted Python programs, with limits enforced by the kernel; `docs/security.md` has its guarantees."""

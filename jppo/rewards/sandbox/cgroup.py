@@ -1,6 +1,6 @@
-"""Control groups: bounds on a program's memory and threads as the kernel counts them, where groups may be made.
+"""Control groups: limits on a program's memory and threads, counted by the kernel, where groups can be made.
 
-Version 2 needs a delegated group with the controllers memory and pids; version 1 writable hierarchies of the two.
+Version 2 needs a delegated group with the controllers memory and pids; version 1 needs writable hierarchies of the two.
 """
 
 import contextlib
@@ -15,12 +15,12 @@ _REMOVE_S = 1.0
 
 
 def bases() -> tuple[str, ...]:
-    """The folders in which groups with a bound on memory or processes can be made; none is usual."""
+    """Returns the folders in which groups with a limit on memory or processes can be made, often none."""
     return tuple(base for base in _own() if _works(base))
 
 
 def make(bases: Iterable[str], *, memory: int, processes: int) -> list[str]:
-    """New groups, one in each base, with these bounds. Raises OSError."""
+    """Makes new groups, one in each base, with these limits. Raises OSError."""
     made = []
     for base in bases:
         group = f"{base}/jppo-{os.getpid()}-{next(_NUMBERS)}"
@@ -34,7 +34,7 @@ def make(bases: Iterable[str], *, memory: int, processes: int) -> list[str]:
 
 
 def remove(groups: Iterable[str]) -> None:
-    """Kills what is left in groups and removes them; a group that stays busy is left to `bases` of a later run."""
+    """Kills remaining processes in groups and removes the groups; `bases` of a later run removes busy ones."""
     end = time.monotonic() + _REMOVE_S
     for group in groups:
         with contextlib.suppress(OSError):
@@ -54,7 +54,7 @@ def _write(path: str, value: int) -> None:
 
 
 def _own() -> list[str]:
-    """This process's groups: that of version 2, and those of memory and pids of version 1."""
+    """Returns this process's groups: version 2's, and version 1's of memory and pids."""
     try:
         with open("/proc/self/cgroup", encoding="utf-8") as f:
             entries = [line.rstrip("\n").split(":", 2) for line in f]

@@ -1,4 +1,4 @@
-"""Where programs run: `reward.sandbox`."""
+"""The sandbox that `reward.sandbox` selects."""
 
 import functools
 from collections.abc import Callable
@@ -10,7 +10,7 @@ Runner = Callable[..., outside.Ran]  # as outside.run, without its `guards`
 
 
 def make_runner(mode: str = STRICT, url: str = "") -> Runner:
-    """What runs programs; raises ValueError where `strict` lacks a protection, or the service has no address."""
+    """Makes the function that runs programs; ValueError if `strict` lacks a protection, or the service an address."""
     if mode == CONTAINER:
         return functools.partial(service.run, url=service.check_url(url))
     guards = probe()
@@ -23,7 +23,7 @@ def make_runner(mode: str = STRICT, url: str = "") -> Runner:
 
 
 def describe_sandbox(mode: str, url: str = "") -> str:
-    """The line that a run begins with: where programs run, and under which protections."""
+    """Describes where programs run, and under which protections, for the start of a run's log."""
     if mode == CONTAINER:
         return f"sandbox: container, by {url}"
     guards = probe()

@@ -1,8 +1,8 @@
-"""The first thing that runs in a sandbox's process: it closes the sandbox around itself, then runs the program.
+"""The sandboxed process: it restricts itself, then runs the program.
 
     python -I -S -c '...' JOB_FD: started by `outside.py`, which writes the job to JOB_FD by marshal.
 
-Nothing that has to stay secret comes here: the job is the program and what the tests ask of it.
+No secret gets here: the job is the program and the tests' requests to it.
 """
 
 import marshal
@@ -14,7 +14,7 @@ from jppo.rewards.sandbox import kernel, landlock, program, seccomp, spaces
 
 # What Python imports here delays every program: no json, re, typing or signal.
 _SIGKILL, _SIGSTOP = 9, 19
-CLOSED = "closed"  # the first reply, before the program runs; without it the sandbox could not be closed
+CLOSED = "closed"  # the first reply, before the program runs; missing if the sandbox could not be closed
 _EXIT_NOT_CLOSED = 1
 FILES_OPEN = 128
 
@@ -40,7 +40,7 @@ def main(job_fd: int) -> None:
 
 
 def _close(limits: dict, parent: int) -> str:
-    """Gives up everything that the program must not have; returns its folder."""
+    """Drops every right that the program must not have; returns its folder."""
     _die_with(parent)
     for group in limits["groups"]:
         with open(f"{group}/cgroup.procs", "w", encoding="ascii") as f:
@@ -84,7 +84,7 @@ def _die_with(parent: int) -> None:
 
 
 def _become_child() -> None:
-    """Goes on in a child, the first of the process namespace; this process ends as the child does."""
+    """Continues in a child, the first of the process namespace; this process ends as the child does."""
     alive, mine = os.pipe()
     child = os.fork()
     if child == 0:
@@ -92,7 +92,7 @@ def _become_child() -> None:
         kernel.prctl(kernel.PR_SET_PDEATHSIG, _SIGKILL)
         os.set_blocking(alive, False)
         try:
-            gone = os.read(alive, 1) == b""  # the parent ended before the signal was asked for
+            gone = os.read(alive, 1) == b""  # the parent ended before the signal was requested
         except BlockingIOError:
             gone = False
         os.close(alive)

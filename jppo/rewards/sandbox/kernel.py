@@ -21,34 +21,34 @@ CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 
 
 def syscall(number: int, *args: object) -> int:
-    """Calls the kernel; raises OSError where it refuses."""
+    """Calls the kernel; raises OSError on failure."""
     found = _LIBC.syscall(ctypes.c_long(number), *(ctypes.c_long(a) if isinstance(a, int) else a for a in args))
     return _checked(found, f"syscall {number}")
 
 
 def prctl(option: int, value: int) -> None:
-    """Sets an attribute of this process; raises OSError where the kernel refuses."""
+    """Sets an attribute of this process; raises OSError on failure."""
     _checked(_LIBC.prctl(option, ctypes.c_ulong(value), 0, 0, 0), f"prctl {option}")
 
 
 def unshare(flags: int) -> None:
-    """Moves this process to new namespaces; raises OSError where the kernel refuses."""
+    """Moves this process to new namespaces; raises OSError on failure."""
     _checked(_LIBC.unshare(flags), "unshare")
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
-    """Mounts a file system; raises OSError where the kernel refuses."""
+    """Mounts a file system; raises OSError on failure."""
     found = _LIBC.mount(source.encode(), os.fsencode(target), kind.encode(), ctypes.c_ulong(flags), options.encode())
     _checked(found, f"mount on {target}")
 
 
 def unmount(target: str, flags: int) -> None:
-    """Unmounts a file system; raises OSError where the kernel refuses."""
+    """Unmounts a file system; raises OSError on failure."""
     _checked(_LIBC.umount2(os.fsencode(target), flags), f"umount {target}")
 
 
 def drop_capabilities() -> None:
-    """Gives up every capability of this process, also for what it might execute."""
+    """Drops every capability of this process, also for programs that it executes."""
     if MACHINE not in CAPSET:
         return
     for number in range(64):

@@ -27,7 +27,7 @@ class _PathBeneath(ctypes.Structure):
 
 
 def abi() -> int:
-    """The version of the kernel's Landlock; 0 where there is none."""
+    """Returns the version of the kernel's Landlock; 0 if there is none."""
     try:
         return kernel.syscall(kernel.LANDLOCK_CREATE_RULESET, 0, 0, _VERSION_FLAG)
     except OSError:
@@ -35,7 +35,7 @@ def abi() -> int:
 
 
 def restrict(*, read: list[str], write: list[str], devices: list[str]) -> int:
-    """Leaves this process reading `read`, anything but devices below `write`, and reading and writing `devices`.
+    """Restricts this process to reading `read`, anything but devices below `write`, and reading and writing `devices`.
 
     TCP (ABI 4) and signals to processes outside (ABI 6) are refused. Returns the ABI; raises OSError without one.
     Needs PR_SET_NO_NEW_PRIVS.

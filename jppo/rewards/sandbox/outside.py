@@ -1,7 +1,7 @@
-"""Starts a program in a sandbox, watches it, and takes it away: the trusted side. `inside.py` is the other.
+"""The trusted side of the sandbox: starts a program, watches it, and removes it. `inside.py` is the other side.
 
-The program is one process with threads. It gets its own text, its input, and what tests ask of it; it shares no
-file descriptor with its parent but the ends of pipes to be read here.
+The program is one process with threads. It gets its own text, its input, and the tests' requests. The only file
+descriptors that it shares with its parent are pipes that are read here.
 """
 
 import contextlib
@@ -25,16 +25,16 @@ from jppo.rewards.sandbox import cgroup, spaces
 from jppo.rewards.sandbox.inside import CLOSED
 
 FILE_BYTES = 2**24  # of each file that a program writes
-FOLDER_BYTES = 2**26  # of all of them together
-OUTPUT_BYTES = 2**24  # of what it prints, and of its replies
+FOLDER_BYTES = 2**26  # of all files together
+OUTPUT_BYTES = 2**24  # of its output, and of its replies
 THREADS = 64  # where the user is not root
 FILES = 4096  # in the program's folder
 OPEN_FILES = 128
 NOBODY = 65534
 _OF_PYTHON = 2**26  # memory of the process that waits for a program in namespaces
 TOO_LONG = "took too long"
-_PREFIX, _OLD_S = "jppo-code-", 3600.0  # folders of programs, and the age from which one may be left over
-_TICK_S = 0.05  # how often the folder is measured that has no quota
+_PREFIX, _OLD_S = "jppo-code-", 3600.0  # folders of programs, and the minimum age of a leftover
+_TICK_S = 0.05  # how often a folder without a quota is measured
 _ROOT = str(pathlib.Path(__file__).resolve().parents[3])
 _BOOT = (
     f"import sys; sys.path.insert(0, {_ROOT!r}); from jppo.rewards.sandbox.inside import main; main(int(sys.argv[1]))"
@@ -46,7 +46,7 @@ Request = tuple[str, str]  # as in program.py
 
 @dataclasses.dataclass(frozen=True)
 class Guards:
-    """Which protections the kernel gives here; `protections.py` finds out."""
+    """The protections that the kernel supports here; `protections.py` finds out."""
 
     landlock: int = 0  # its ABI; 0: none
     seccomp: bool = False
@@ -57,7 +57,7 @@ class Guards:
 
 @dataclasses.dataclass(frozen=True)
 class Ran:
-    """How a program ended: `status` is None where it was killed for what `why` says."""
+    """The end of a program: `status` is None if it was killed, for the reason `why`."""
 
     status: int | None
     printed: str
@@ -80,9 +80,9 @@ def run(
     stdin: str = "",
     requests: Sequence[Request] | None = None,
 ) -> Ran:
-    """Runs a program; with `requests` also what they ask of it, each answered by one of the replies.
+    """Runs a program; `requests` are also made to it, and each is answered by one of the replies.
 
-    Raises NoSandbox where the kernel refuses one of the `guards`.
+    Raises NoSandbox if the kernel refuses one of the `guards`.
     """
     _sweep(tempfile.gettempdir())
     folder = os.path.realpath(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
@@ -103,13 +103,13 @@ def run(
     finally:
         _remove(folder)
         cgroup.remove(groups)
-    if ran.replies[:1] != (CLOSED,) and not ran.why:  # by an exit code a program could pretend it
+    if ran.replies[:1] != (CLOSED,) and not ran.why:  # a program could fake an exit code
         raise NoSandbox(ran.errors.strip() or "the sandbox's process ended before it was closed")
     return dataclasses.replace(ran, replies=ran.replies[1:])
 
 
 def readable() -> list[str]:
-    """What programs may read beside their folder: Python, its packages, and the system's libraries."""
+    """Returns paths that programs may read besides their folder: Python, its packages, and system libraries."""
     prefixes = {sys.prefix, sys.base_prefix, sys.base_exec_prefix}
     paths = {f"{prefix}/{lib}" for prefix in prefixes for lib in ("lib", "lib64")}
     paths |= {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
@@ -176,13 +176,13 @@ def _run(job: dict[str, Any], stdin: str, folder: str, time_s: float, *, quota: 
 
 
 class _Watch:
-    """Reads what a process writes, until it ends or has to be ended."""
+    """A reader of a process's output until it ends or must be killed."""
 
     def __init__(self, child: subprocess.Popen, deadline: float, folder: str | None):
         self._child, self._deadline, self._folder = child, deadline, folder
 
     def read(self, pipes: Sequence[int]) -> tuple[list[bytes], str]:
-        """What came through the pipes, and why the process has to be ended; '' where it ended."""
+        """Returns the pipes' contents, and why the process must be killed, or ''."""
         got = {fd: bytearray() for fd in pipes}
         with selectors.DefaultSelector() as waiting:
             for fd in pipes:
@@ -234,7 +234,7 @@ def _raise(e: OSError) -> None:
 
 
 def _memory_file(stack: contextlib.ExitStack, data: bytes) -> int:
-    """A file descriptor to read the data from."""
+    """Makes a file descriptor to read the data from."""
     fd = os.memfd_create("jppo")
     stack.callback(os.close, fd)
     with os.fdopen(os.dup(fd), "wb") as f:
@@ -252,7 +252,7 @@ def _kill(child: subprocess.Popen) -> None:
 
 @functools.cache
 def _sweep(place: str) -> None:
-    """Removes the folders of workers that were killed: old ones of this user or NOBODY, whose process is gone."""
+    """Removes folders of killed workers: old ones of this user or NOBODY, whose process is gone."""
     for path in pathlib.Path(place).glob(f"{_PREFIX}*-*"):
         with contextlib.suppress(OSError):
             at = path.lstat()
@@ -264,7 +264,7 @@ def _sweep(place: str) -> None:
 def _remove(folder: str) -> None:
     with contextlib.suppress(OSError, RecursionError):
         shutil.rmtree(folder)
-    if os.path.lexists(folder):  # folders without rights, or thousands in each other
+    if os.path.lexists(folder):  # folders without rights, or thousands of nested ones
         for command in (["chmod", "-R", "u+rwx", folder], ["rm", "-rf", "--", folder]):
             subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
 
@@ -274,7 +274,7 @@ def _within(path: str, place: str) -> bool:
 
 
 def _processes_of(user: int) -> int:
-    """Threads of a user as the kernel counts them against RLIMIT_NPROC; 0 where there is no /proc."""
+    """Counts a user's threads as the kernel does for RLIMIT_NPROC; 0 without /proc."""
     total = 0
     for process in pathlib.Path("/proc").glob("[0-9]*/task"):
         with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
-"""Runs a program and answers requests about it: the part of the sandbox that a hostile program can change at will.
+"""Runs a program and answers requests about it, in the part of the sandbox that a hostile program can change.
 
-Nothing here is secret, and nothing that comes out of it is trusted: an answer is the value that the program claims.
-Standard library only and no import of jppo, because an HTTP sandbox service gets this file as text.
+Nothing here is secret, and its output is not trusted: an answer is the value that the program claims. Standard library
+only and no import of jppo, because an HTTP sandbox service gets this file as text.
 """
 
 import builtins
@@ -17,8 +17,8 @@ _DEEPEST = 50
 def run(text, requests, answer):
     """Runs the program's text in a new `__main__`; then makes the requests, and answers each by a line of JSON.
 
-    A request is (kind, source): `exec` answers null, `eval` the value. The first that raises ends it. With no requests
-    the program is `__main__` by name as well, and what it raises is raised here.
+    A request is (kind, source): `exec` answers null, `eval` the value. The first that raises ends it. Without requests
+    the program is `__main__` by name as well, and its exceptions are raised here.
     """
     for name in ("exit", "quit"):  # as the module site has them
         if not hasattr(builtins, name):
@@ -47,7 +47,7 @@ def run(text, requests, answer):
 
 
 def plain(value, depth=0):
-    """A value as JSON, with the types that Python tells apart; what is no plain value is its type's name."""
+    """Encodes a value as JSON, with Python's types kept apart; other values become their type's name."""
     if depth > _DEEPEST:
         return {"other": "nested"}
     if value is None or isinstance(value, bool):

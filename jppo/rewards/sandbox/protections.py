@@ -1,6 +1,6 @@
-"""Finds out which protections the kernel gives here, by running a program under them, and names them.
+"""Detection of the kernel's protections, by running a program under them, and their names.
 
-`docs/security.md` has the table of what each promises.
+`docs/security.md` has the table of their guarantees.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ _PROBE_S, _PROBE_BYTES = 30.0, 2**30
 
 @functools.cache
 def probe(without: Collection[str] = frozenset()) -> Guards:
-    """The strongest guards that work here; `without` names protections to be taken for missing."""
+    """Finds the strongest guards that work here; `without` names protections to treat as missing."""
     for guards in _candidates(frozenset(without)):
         try:
             ran = outside.run(_PROBE, guards=guards, time_s=_PROBE_S, memory_bytes=_PROBE_BYTES)
@@ -31,7 +31,7 @@ def probe(without: Collection[str] = frozenset()) -> Guards:
 
 
 def _grouped(guards: Guards) -> Guards:
-    """The guards with control groups, where these can be made."""
+    """Adds control groups to the guards, where these can be made."""
     grouped = dataclasses.replace(guards, groups=cgroup.bases())
     try:
         ran = outside.run("print(1)", guards=grouped, time_s=_PROBE_S, memory_bytes=_PROBE_BYTES)
@@ -52,7 +52,7 @@ def _candidates(without: Collection[str]) -> Iterator[Guards]:
 
 
 def describe(guards: Guards) -> dict[str, str]:
-    """What is active by the names of docs/security.md; '' is absent."""
+    """Names what is active as in docs/security.md; '' is absent."""
     own = guards.spaces != spaces.NONE
     return {
         "landlock": f"ABI {guards.landlock}" if guards.landlock else "",
@@ -66,7 +66,7 @@ def describe(guards: Guards) -> dict[str, str]:
 
 
 def summary(guards: Guards) -> str:
-    """One line for logs."""
+    """Returns one line for logs."""
     found = describe(guards)
     active = ", ".join(name if how == "on" else f"{name} ({how})" for name, how in found.items() if how)
     absent = ", ".join(name for name, how in found.items() if not how)
@@ -74,7 +74,7 @@ def summary(guards: Guards) -> str:
 
 
 def missing(guards: Guards) -> str:
-    """Why programs of a model that is not trusted must not run under these guards; '' where they may."""
+    """Returns why untrusted models' programs must not run under these guards, or ''."""
     lacks = []
     if not guards.landlock and guards.spaces == spaces.NONE:
         lacks.append("neither Landlock (Linux 5.13) nor namespaces keep programs to their folder")

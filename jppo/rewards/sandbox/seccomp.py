@@ -1,7 +1,7 @@
-"""A seccomp filter that a sandboxed program cannot remove: one process with threads, without sockets (Linux 3.17).
+"""A permanent seccomp filter for a sandboxed program: one process with threads, without sockets (Linux 3.17).
 
-Refused system calls fail with EPERM, so that Python raises PermissionError. Calls that are newer than the table fail
-with ENOSYS, so that libraries take an older one; calls of another architecture end the process.
+Refused system calls fail with EPERM, so that Python raises PermissionError. Calls newer than the table fail
+with ENOSYS, so that libraries fall back to an older one. Calls of another architecture end the process.
 """
 
 import ctypes
@@ -22,14 +22,14 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     # new processes and programs
     "fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281), "setsid": (112, 157),
     "setpgid": (109, 154), "uselib": (134, None),
-    # network and talk between processes
+    # network and communication between processes
     "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201), "accept": (43, 202),
     "accept4": (288, 242), "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "msgget": (68, 186),
     "msgsnd": (69, 189), "msgrcv": (70, 188), "msgctl": (71, 187), "semget": (64, 190), "semop": (65, 193),
     "semtimedop": (220, 192), "semctl": (66, 191), "mq_open": (240, 180), "mq_unlink": (241, 181),
     "mq_notify": (244, 184), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427), "memfd_create": (319, 279), "memfd_secret": (447, 447),
-    # the view of the file system, and what Landlock leaves open
+    # the view of the file system, and calls that Landlock does not restrict
     "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "move_mount": (429, 429),
     "open_tree": (428, 428), "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432),
     "fspick": (433, 433), "mount_setattr": (442, 442), "mknod": (133, None), "mknodat": (259, 33),
@@ -40,7 +40,7 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "utimensat": (280, 88), "futimesat": (261, None), "truncate": (76, 45), "inotify_init": (253, None),
     "inotify_init1": (294, 26), "inotify_add_watch": (254, 27), "fanotify_init": (300, 262),
     "fanotify_mark": (301, 263),
-    # the system, and parts of the kernel with a history of holes
+    # the system, and parts of the kernel with a history of vulnerabilities
     "unshare": (272, 97), "setns": (308, 268), "bpf": (321, 280), "userfaultfd": (323, 282),
     "perf_event_open": (298, 241), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
     "setrlimit": (160, 164), "personality": (135, 92), "kexec_load": (246, 104), "kexec_file_load": (320, 294),
@@ -84,7 +84,7 @@ def supported() -> bool:
 
 
 def install(pid: int) -> None:
-    """Filters the system calls of this process, whose id is `pid`, for good. Needs PR_SET_NO_NEW_PRIVS."""
+    """Installs the permanent filter for this process, whose id is `pid`. Needs PR_SET_NO_NEW_PRIVS."""
     code = build(kernel.MACHINE, pid)
     instructions = (_Instruction * len(code))(*(_Instruction(*one) for one in code))
     program = _Program(len(code), ctypes.addressof(instructions))
@@ -92,7 +92,7 @@ def install(pid: int) -> None:
 
 
 def build(machine: str, pid: int) -> list[Instruction]:
-    """The filter's instructions."""
+    """Builds the filter's instructions."""
     column = 0 if machine == kernel.X86_64 else 1
     code: list[Instruction] = [
         (_LOAD, 0, 0, _ARCH),
@@ -116,7 +116,7 @@ def build(machine: str, pid: int) -> list[Instruction]:
 def _rules(name: str, pid: int) -> list[Instruction]:
     if name == "clone":  # threads only
         return [_low(0), (_ANY_BIT, 1, 0, _CLONE_THREAD), _refuse(errno.EPERM)]
-    if name in ("clone3", "openat2"):  # their flags are behind a pointer; libraries then take the older call
+    if name in ("clone3", "openat2"):  # their flags are behind a pointer; libraries then fall back to the older call
         return [_refuse(errno.ENOSYS)]
     if name in ("kill", "tgkill"):  # this process alone
         return [_low(0), (_EQUAL, 1, 0, pid), _refuse(errno.EPERM)]
@@ -131,7 +131,7 @@ def _rules(name: str, pid: int) -> list[Instruction]:
         for half in (_low(2), _high(2)):
             read += [half, (_EQUAL, 1, 0, 0), _refuse(errno.EPERM)]
         return read
-    # open and openat: Landlock before ABI 3 lets a file be emptied that is opened for reading
+    # open and openat: before ABI 3, Landlock lets a file opened for reading be truncated
     flags = _low(1 if name == "open" else 2)
     return [flags, (_ANY_BIT, 2, 0, os.O_WRONLY | os.O_RDWR), (_ANY_BIT, 0, 1, os.O_TRUNC), _refuse(errno.EPERM)]
 

@@ -1,4 +1,4 @@
-"""Runs programs by an HTTP sandbox service with the interface of Sandbox Fusion: POST /run_code."""
+"""Client of an HTTP sandbox service with the interface of Sandbox Fusion: POST /run_code."""
 
 import http.client
 import inspect
@@ -15,9 +15,9 @@ from jppo.rewards.sandbox import program
 from jppo.rewards.sandbox.outside import TOO_LONG, NoSandbox, Ran, Request
 
 RETRIES = 4
-FIRST_WAIT_S, MARGIN_S = 0.5, 10.0  # before the first retry; what a request may take beside the program
+FIRST_WAIT_S, MARGIN_S = 0.5, 10.0  # before the first retry; time of a request on top of the program's
 _RETRY_STATUS = (408, 429, 500, 502, 503, 504)
-# After the text of program.py: its replies are the standard output, and what the program prints is dropped.
+# Appended to program.py: its replies are the standard output, and the program's output is dropped.
 _HARNESS = """
 import json
 
@@ -29,7 +29,7 @@ run(text, requests, lambda line: write_all(out, line))
 
 
 def check_url(url: str) -> str:
-    """The address that programs are sent to; raises ValueError where it is none, or has a password in it."""
+    """Returns the URL for programs; raises ValueError if it is invalid, or has a password in it."""
     parts = urllib.parse.urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"reward.sandbox_url={url!r} must be an address such as http://HOST:8080")
@@ -47,7 +47,7 @@ def run(
     stdin: str = "",
     requests: Sequence[Request] | None = None,
 ) -> Ran:
-    """As `outside.run`, elsewhere. Raises NoSandbox where the service fails more than RETRIES times."""
+    """Runs a program as `outside.run` does, on the service. Raises NoSandbox after more than RETRIES failures."""
     code = text
     if requests is not None:
         code = inspect.getsource(program) + _HARNESS.format(job=json.dumps([text, requests]))
@@ -71,7 +71,7 @@ def run(
 
 
 class _Again(Exception):
-    """The service failed in a way that may pass."""
+    """A failure of the service that may pass."""
 
 
 def _post(url: str, body: dict[str, Any], timeout_s: float) -> Any:

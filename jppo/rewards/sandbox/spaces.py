@@ -1,10 +1,10 @@
-"""Namespaces: a file tree, a network, processes and IPC of the sandbox alone. Needs root or user namespaces."""
+"""Namespaces: a separate file tree, network, processes and IPC for the sandbox. Needs root or user namespaces."""
 
 import os
 
 from jppo.rewards.sandbox import kernel
 
-AS_ROOT, AS_USER, NONE = "root", "user", "none"  # how namespaces are made
+AS_ROOT, AS_USER, NONE = "root", "user", "none"  # ways to make namespaces
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 _MS_NOEXEC, _MS_NOATIME, _MS_NODIRATIME, _MS_RELATIME, _MNT_DETACH = 8, 1024, 2048, 1 << 21, 2
 # Flags of a mount that a user namespace may not clear, as statvfs and mount spell them.
@@ -31,7 +31,7 @@ def enter(how: str) -> None:
 
 
 def build_tree(base: str, *, read: list[str], devices: list[str], size: int, owner: tuple[int, int]) -> None:
-    """Makes a file tree the root of this process: `read` as it is but read-only, `devices`, and HOME of `size` bytes.
+    """Makes a file tree the root of this process: `read` read-only, `devices`, and HOME of `size` bytes.
 
     `base` is an empty folder to mount on. HOME is a tmpfs of `owner`, and the working directory. Raises OSError.
     """
@@ -46,7 +46,7 @@ def build_tree(base: str, *, read: list[str], devices: list[str], size: int, own
     uid, gid = owner
     kernel.mount("box", base + HOME, "tmpfs", quiet, f"size={size},nr_inodes=4096,mode=700,uid={uid},gid={gid}")
     os.chdir(base)
-    # The old root goes on top of the new one, and away: pivot_root(2).
+    # Mounts the old root over the new one, then unmounts it: pivot_root(2).
     kernel.syscall(kernel.PIVOT_ROOT[kernel.MACHINE], b".", b".")
     kernel.unmount(".", _MNT_DETACH)
     kernel.mount("none", "/", "", _MS_REMOUNT | _MS_BIND | _MS_RDONLY | quiet)
