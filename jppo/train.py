@@ -171,7 +171,7 @@ def learn(run: Run, begun: Begun) -> TrainState:
                     save(run, now, place, metrics)
                 except NonFinite as e:
                     raise Diverged(
-                        f"step {step}: {e}; nothing was saved, and the checkpoint before stands: lower actor.lr or"
+                        f"step {step}: {e}; nothing was saved, the last checkpoint remains: lower actor.lr or"
                         " critic.lr, and give the command again"
                     ) from e
             run.watch.check()
@@ -183,7 +183,7 @@ def learn(run: Run, begun: Begun) -> TrainState:
             try:
                 save(run, now, place, {}, pending=None if pending is None else pending | timer.next_step(), **more)
             except NonFinite as odd:
-                run.logger.note(f"step {step} is not saved: {odd}; the checkpoint before stands")
+                run.logger.note(f"step {step} is not saved: {odd}; the last checkpoint remains")
         raise
     return now
 
@@ -205,9 +205,9 @@ def require_progress(run: Run, now: TrainState) -> None:
     most = run.c.trainer.max_bad_steps
     if int(now.bad_steps) >= most:
         raise Diverged(
-            f"step {int(now.step)}: {int(now.bad_steps)} steps in a row had a loss or gradient that is no finite"
-            f" number (trainer.max_bad_steps={most}); their updates were skipped and their batches"
-            f" are in {run.folder / 'bad_steps'}; lower actor.lr or critic.lr, or go on with the same command"
+            f"step {int(now.step)}: {int(now.bad_steps)} steps in a row had a non-finite loss or"
+            f" gradient (trainer.max_bad_steps={most}); their updates were skipped and their batches"
+            f" are in {run.folder / 'bad_steps'}; lower actor.lr or critic.lr, or resume with the same command"
         )
 
 

@@ -163,7 +163,7 @@ def test_a_step_that_is_no_number_is_skipped_counted_and_kept(learn, small_run):
     """An infinite learning signal: the value loss overflows, the actor goes on."""
     infinite = {"algorithm.kl_coef": 1e38, "algorithm.use_kl_in_reward": True, "algorithm.kl_penalty": "k2"}
     infinite |= {"algorithm.old_logprob": "bypass", "trainer.max_bad_steps": 2, "trainer.total_training_steps": 5}
-    metrics = learn(infinite, stop="2 steps in a row had a loss or gradient that is no finite number")
+    metrics = learn(infinite, stop="2 steps in a row had a non-finite loss or gradient")
     run = pathlib.Path(small_run.trainer.run_dir)
     assert [line["trainer/bad_steps"] for line in metrics[1:]] == [1.0, 2.0]
     assert all(line["critic/skipped"] > 0 for line in metrics[1:])
