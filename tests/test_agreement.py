@@ -112,7 +112,7 @@ def test_a_stop_text_that_no_response_can_hold_is_refused(small_run, tmp_path):
     tokenizer = read_inputs(small_run).tokenizer
     special = tokenizer.eos_token
     small_run.rollout.stop = f"a,b{special}"
-    with pytest.raises(UserError, match=r"'b.*' holds the special token .*generation_config\.json"):
+    with pytest.raises(UserError, match=r"'b.*' has the special token .*generation_config\.json"):
         read_inputs(small_run)
 
 

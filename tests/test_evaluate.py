@@ -165,8 +165,8 @@ def test_an_engine_that_fails_is_one_line_and_code_1(command, engine, capsys):
     "argument,said",
     [
         ("--model=/no/such/model", "/no/such/model"),
-        ("--model=", "--model is not given"),
-        ("--data=", "--data is not given"),
+        ("--model=", "--model is missing"),
+        ("--data=", "--data is missing"),
         ("--data=missing.jsonl", "missing.jsonl"),
         ("--n=4", "rollout.val_kwargs.n=4: at rollout.val_kwargs.temperature=0.0"),
         ("--n=two", "must be of type int"),

@@ -70,7 +70,7 @@ def test_memory_that_is_given_back_stays():
 
 SUM = """
 import jax, jax.numpy as jnp
-import jppo.build
+import jppo.build.learner
 n = 32_769
 x = jnp.stack((jnp.arange(n, dtype=jnp.float32), jnp.zeros(n), jnp.zeros(n)), axis=1)
 squares = jax.jit(jax.vmap(lambda row: jnp.sum((jnp.eye(3) @ row) ** 2)))(x)

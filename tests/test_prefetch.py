@@ -329,11 +329,13 @@ def test_samples_that_are_too_old_are_dropped_or_corrected(small_run):
     drawn = dataclasses.make_dataclass("Drawn", ["trajectories", "sampling_s", "waited_s"])
     old = [sample(PROMPTS[0], 0, version, 0) for version in (1, 2, 3)]
     small_run.rollout.mode, small_run.rollout.max_staleness = "async", 1
-    usable, metrics = fresh(small_run, drawn(old, 4.0, 1.0), 3, np.array([True, True, False]))
-    assert usable.tolist() == [False, True, False] and metrics["rollout/stale_dropped"] == 1
+    graded = [Reward(score=1.0), Reward(score=1.0), Reward(score=1.0, unusable="not graded")]
+    found, metrics = fresh(small_run, drawn(old, 4.0, 1.0), 3, graded)
+    assert [r.unusable is None for r in found] == [False, True, False] and metrics["rollout/stale_dropped"] == 1
+    assert "2 updates old" in found[0].unusable and found[2].unusable == "not graded"
     assert (metrics["rollout/staleness_mean"], metrics["rollout/hidden"]) == (1.0, 0.75)
     small_run.algorithm.old_logprob = "correction"
-    assert fresh(small_run, drawn(old, 4.0, 1.0), 3, np.ones(3, bool))[0].all()
+    assert fresh(small_run, drawn(old, 4.0, 1.0), 3, graded)[0] == graded
     small_run.rollout.mode = "sync"
     with pytest.raises(RolloutError, match="p0 was sampled by the weights 1, not by version 3"):
-        fresh(small_run, drawn(old, 4.0, 1.0), 3, np.ones(3, bool))
+        fresh(small_run, drawn(old, 4.0, 1.0), 3, graded)

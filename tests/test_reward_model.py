@@ -67,6 +67,12 @@ class Recorder:
         self._seen.add(self._prefix + name)
         return value
 
+    def __getitem__(self, name):
+        return getattr(self, name)
+
+    def __contains__(self, name):
+        return name in self._config
+
 
 @pytest.fixture
 def seen():

@@ -115,7 +115,7 @@ def test_a_term_signal_ends_the_run_and_its_server(run):
     until(lambda: servers_of(run) or process.poll() is not None, 60, "the server's start")
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=60)
-    assert process.returncode == 143 and "stopped by SIGTERM; the same command goes on" in said
+    assert process.returncode == 143 and "stopped by SIGTERM; the same command resumes" in said
     until(lambda: not servers_of(run), 30, "the server's end")
 
 

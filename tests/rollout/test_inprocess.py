@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jppo import train
-from jppo.learner import batch, packing, score, sharding, state
+from jppo.learner import packing, score, sharding, state
 from jppo.models import decoder, families, heads, lora, params
 from jppo.models.decoder import Decoder
 from jppo.rollout import conversations, inprocess
@@ -272,7 +272,8 @@ def scored(cfg, mesh, weights, trajectories, temperature):
     )  # fmt: skip
     logprob = score.make_logprob(Decoder(cfg), cfg, temperature=temperature, chunk_tokens=64, with_entropy=False)
     found = {}
-    for rows in batch.make(trajectories, plan=plan, mesh=mesh):
+    for packed in packing.pack(trajectories, range(len(trajectories)), plan):
+        rows = sharding.put_rows(packed, mesh)
         logp = np.asarray(jax.jit(logprob)(weights, rows)[0])
         mask, sequence = np.asarray(rows.mask), np.asarray(rows.sequence)
         found |= {b: logp[(sequence == b) & mask] for b in range(len(trajectories)) if (sequence == b).any()}
