@@ -329,7 +329,7 @@ def test_samples_that_are_too_old_are_dropped_or_corrected(small_run):
     drawn = dataclasses.make_dataclass("Drawn", ["trajectories", "sampling_s", "waited_s"])
     old = [sample(PROMPTS[0], 0, version, 0) for version in (1, 2, 3)]
     small_run.rollout.mode, small_run.rollout.max_staleness = "async", 1
-    graded = [Reward(score=1.0), Reward(score=1.0), Reward(score=1.0, unusable="not graded")]
+    graded = [Reward(1.0, {}, None), Reward(1.0, {}, None), Reward(1.0, {}, None, unusable="not graded")]
     found, metrics = fresh(small_run, drawn(old, 4.0, 1.0), 3, graded)
     assert [r.unusable is None for r in found] == [False, True, False] and metrics["rollout/stale_dropped"] == 1
     assert "2 updates old" in found[0].unusable and found[2].unusable == "not graded"

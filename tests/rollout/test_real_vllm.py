@@ -278,7 +278,7 @@ def test_a_refused_publish_names_the_tensor_and_leaves_the_old_weights(served):
     with pytest.raises(RolloutError, match=f"{name} has shape"):
         sampler.load((tensors | {name: tensors[name][:-1]}).items(), version=2)
     cut = CutBuffers("")
-    with pytest.raises(RolloutError, match=r"cut: model\.\S+ ends at byte"):
+    with pytest.raises(RolloutError, match=r"truncated: model\.\S+ ends at byte"):
         sampler.fleet.deliver(publisher.Publisher(cut).whole(tensors.items(), 2))
     cut.close()
     assert same(sampler.generate(PROMPTS, SAMPLING, version=1), before)
