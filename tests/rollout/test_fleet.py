@@ -161,6 +161,8 @@ def test_a_server_that_breaks_in_its_sleep_is_awake_when_it_is_back(made, fakes)
     fakes[0].answers["/health"] = (503, None)
     until(lambda: not sampler.fleet.members[0].up)
     serve(fakes[0])
+    time.sleep(0.5)  # ten probes
+    assert not sampler.fleet.members[0].up and sampler.fleet.restarts == 1, "it is not back before it is healthy"
     fakes[0].answers["/health"] = (200, None)
     until(lambda: sampler.fleet.members[0].up)
     sampler.load(TENSORS.items(), version=8)

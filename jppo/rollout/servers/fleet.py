@@ -349,6 +349,7 @@ class Fleet:
         deadline = time.monotonic() + self._start_timeout_s
         while not self._closed:
             try:
+                member.endpoint.within(self._health_timeout_s).see("/health")
                 member.model, member.max_model_len = self._dialect.inspect(member.endpoint)
                 return
             except RolloutError as e:
