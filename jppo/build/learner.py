@@ -75,12 +75,13 @@ def make_mesh(c: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Any
         devices = jax.devices()
         offloading.require_host(c, devices[0])
         process_setup.keep_programs(c.trainer.compile_cache)
-    process_setup.keep_memory()
     shape = sharding.mesh_shape(
         len(devices), data=c.mesh.data, fsdp=c.mesh.fsdp, tensor=c.mesh.tensor, sequence=c.mesh.sequence
     )
     mesh = sharding.make_mesh(shape, devices)
-    if c.model.compute_dtype == "float32" and sharding.platform(mesh) != "cpu":
+    if sharding.platform(mesh) == "cpu":
+        process_setup.keep_memory()
+    elif c.model.compute_dtype == "float32":
         # By default a float32 product is TF32 on GPUs and bfloat16 on TPUs, unlike in the rollout engine.
         jax.config.update("jax_default_matmul_precision", "highest")
     return mesh
