@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jppo.models.product import einsum
+
 # (q [R, T, H, A], k and v [R, T, K, A], segment [R, T], kind []) -> [R, T, H, A]; kind: index into the layers' windows
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | int], jax.Array]
 
@@ -188,7 +190,7 @@ def _by_token(x: jax.Array) -> jax.Array:
 
 
 def _dot(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.einsum(equation, a, b, preferred_element_type=jnp.promote_types(a.dtype, jnp.float32))
+    return einsum(equation, a, b, jnp.promote_types(a.dtype, jnp.float32))
 
 
 def attend_cached(

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jppo.models.product import product
+from jppo.models.product import einsum, product
 
 EQUATIONS = {
     "rtd,df->rtf": ((2, 3, 8), (8, 5)),
@@ -37,6 +37,25 @@ def test_a_kernel_in_f32_gets_its_gradient_unrounded(rng):
     assert float(by_kernel[0, 0]) == 4096 * (1 + 2**-7)
 
 
+TRANSPOSED = {
+    "cv,cd->vd": ((8, 6), (8, 5)),
+    "rkqs,rkqa->rksa": ((2, 3, 4, 5), (2, 3, 4, 6)),
+    "rtd,rtf->df": ((1, 6, 3), (1, 6, 4)),
+    "qs,qa->sa": ((7, 3), (7, 2)),  # an odd sum
+}
+
+
+@pytest.mark.parametrize("equation", TRANSPOSED)
+def test_sums_over_the_first_axis_are_numpys(rng, equation):
+    a, b = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in TRANSPOSED[equation])
+    for dtype in (jnp.float32, jnp.bfloat16):
+        found = jax.jit(einsum, static_argnums=(0, 3))(equation, a, b, dtype)
+        exact = np.einsum(equation, np.asarray(a, np.float64), np.asarray(b, np.float64))
+        assert found.dtype == dtype
+        tolerance = 1e-5 if dtype == jnp.float32 else 2**-7
+        np.testing.assert_allclose(np.asarray(found, np.float64), exact, rtol=tolerance, atol=tolerance)
+
+
 def test_products_of_bfloat16_stay_so():
     """No operand is widened before a product, forwards or backwards: that would be the slow kind on every device."""
 
@@ -45,7 +64,7 @@ def test_products_of_bfloat16_stay_so():
 
     made = jax.make_jaxpr(jax.grad(loss, (0, 1)))(jnp.ones((1, 2, 4), jnp.bfloat16), jnp.ones((3, 4)))
     products = [e for e in jaxpr_equations(made.jaxpr) if e.primitive.name == "dot_general"]
-    assert len(products) == 4  # of one of them there is a CPU's variant
+    assert len(products) == 6  # three, each with a variant for CPUs
     assert {v.aval.dtype for e in products for v in e.invars} == {jnp.dtype(jnp.bfloat16)}
 
 
