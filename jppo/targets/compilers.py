@@ -7,6 +7,7 @@ such a machine sees it; JAX computes on the CPU there.
 import importlib.metadata
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -86,7 +87,14 @@ def rerun(machine: Machine, command: str, argv: Sequence[str]) -> NoReturn:
     JAX looks for the compiler only at import, so this process cannot use it.
     """
     env = require(machine)
-    sys.exit(subprocess.run([sys.executable, "-m", command, *argv], env=env, check=False).returncode)
+    code = subprocess.run([sys.executable, "-m", command, *argv], env=env, check=False).returncode
+    if code < 0:
+        log = "; its log is in /tmp/tpu_logs" if machine.chip.platform == "tpu" else ""
+        raise UserError(
+            f"--machine={machine.name}: XLA's compiler crashed ({signal.Signals(-code).name}); try another mesh, such"
+            f" as mesh.fsdp=-1, or another number of devices{log}"
+        )
+    sys.exit(code)
 
 
 def described(machine: Machine) -> list[Any]:

@@ -1,5 +1,6 @@
 """Machines by name, their rates, and what a collective takes on them; against arithmetic by hand."""
 
+import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -122,3 +123,10 @@ def test_the_packages_are_of_this_jax():
     assert f"jax-cuda13-plugin=={jax.__version__}" in compilers.requirements("gpu")
     (libtpu,) = compilers.requirements("tpu")
     assert libtpu.startswith("libtpu==")
+
+
+def test_a_compiler_that_crashes_is_one_line(tmp_path, monkeypatch):
+    (tmp_path / "crashes.py").write_text("import os; os.abort()")
+    monkeypatch.setattr(compilers, "require", lambda machine: os.environ | {"PYTHONPATH": str(tmp_path)})
+    with pytest.raises(UserError, match=r"--machine=v5p-8: XLA's compiler crashed \(SIGABRT\); try another mesh"):
+        compilers.rerun(machines.parse("v5p-8"), "crashes", [])
