@@ -1,7 +1,8 @@
 """Search for the fastest settings of a run on a described machine, by compiling each candidate.
 
-Order: meshes, recomputation, tokens per device, packing; each group is tried on the best settings so far. Offload is
-tried only if nothing fits without it.
+Order: meshes, recomputation, tokens per device, packing; each group is tried on the best settings so far. A fastest
+mesh that does not fit is tried with recomputation and fewer tokens per device. Offload is tried only if nothing else
+fits.
 """
 
 import dataclasses
@@ -72,17 +73,24 @@ def search(
     def best() -> Candidate:
         return min(tried.values(), key=lambda one: one.rank)
 
+    def repair(start: dict[str, Any], *, offload: bool) -> None:
+        for changes in described_machine.remedies(with_changes(c, start)):
+            if offload or not any(name.endswith("offload") for name in changes):
+                attempt(start | changes)
+                if tried[str(start | changes)].fits:
+                    return
+
     attempt({})
     for mesh in meshes(machine):
         attempt({} if _mesh_of(c, machine.devices) == mesh else mesh)
+    fastest = min(tried.values(), key=lambda one: one.rank[1:])
+    if not fastest.fits and fastest.outlook is not None:
+        repair(fastest.changes, offload=False)
     for group in (_remat, _tokens, _packing):
         for change in group(with_changes(c, best().changes), machine):
             attempt(best().changes | change)
     if not best().fits:
-        for changes in described_machine.remedies(with_changes(c, best().changes)):
-            attempt(best().changes | changes)
-            if best().fits:
-                break
+        repair(best().changes, offload=True)
     return sorted(tried.values(), key=lambda one: one.rank)
 
 

@@ -64,6 +64,17 @@ def test_each_group_is_tried_on_the_best_so_far(config, monkeypatch):
     assert fitting == sorted(fitting, reverse=True)
 
 
+def test_the_fastest_mesh_is_tried_with_fewer_tokens(config, monkeypatch):
+    def cost(changes):
+        tensor, tokens = changes.get("mesh.tensor", 1) == 2, changes.get("actor.max_tokens_per_device", 16384)
+        return (20.0, 30.0) if tensor else (10.0, tokens / 200)  # 16,384 tokens do not fit, 8,192 do
+
+    config.model.remat = "full"
+    found, _, _ = searched(config, monkeypatch, cost)
+    assert found[0].fits and found[0].outlook.step == 10.0
+    assert found[0].changes["actor.max_tokens_per_device"] == 8192
+
+
 def test_of_two_as_fast_the_one_with_less_to_overlap_is_better():
     found = sorted([candidate({"a": 1}, 10.0, 9, links=9.0), candidate({"b": 1}, 10.01, 9)], key=lambda c: c.rank)
     assert [one.changes for one in found] == [{"b": 1}, {"a": 1}]
