@@ -17,12 +17,13 @@ from jppo.algorithms.masked import spread
 from jppo.types import Array
 
 
-def gae(reward: Array, value: Array, mask: Array, *, gamma: float, lam: float) -> tuple[Array, Array]:
+def gae(reward: Array, value: Array, mask: Array, *, gamma: float, lam: float | Array) -> tuple[Array, Array]:
     """Generalised advantage estimation (Schulman et al., arXiv:1506.02438), all arrays [B, L].
 
         δ_t = r_t + γ V_{t'} - V_t,     A_t = δ_t + γ λ A_{t'},     returns_t = A_t + V_t
 
     where t' is the next masked position of the row, and V_{t'} = A_{t'} = 0 behind the last one.
+    λ may be one number per row, [B].
     Positions outside the mask (tool output, padding) are bridged, not discounted over, and get 0.
     """
     chex.assert_rank(reward, 2)
@@ -39,6 +40,12 @@ def gae(reward: Array, value: Array, mask: Array, *, gamma: float, lam: float) -
     by_time = (reward.T, value.T, jnp.asarray(mask).T)
     _, advantage = jax.lax.scan(step, jnp.zeros_like(reward[:, 0]), by_time, reverse=True)
     return advantage.T, jnp.where(mask, advantage.T + value, 0.0)
+
+
+def adaptive_lam(mask: Array, *, alpha: float) -> Array:  # [B]
+    """Length-adaptive λ = 1 - 1 / (α l), at least 0, for l kept tokens (VAPO, Yue et al., arXiv:2504.05118)."""
+    length = jnp.sum(mask, axis=1, dtype=jnp.float32)
+    return 1.0 - 1.0 / jnp.maximum(alpha * length, 1.0)
 
 
 def reinforce_plus_plus(reward: Array, mask: Array, *, gamma: float) -> Array:

@@ -11,9 +11,17 @@ from jppo.learner.estimate import Estimator, spread
 from jppo.types import Array
 
 
-def gae(*, gamma: float, lam: float) -> Estimator:
-    estimate = functools.partial(advantage.gae, gamma=gamma, lam=lam)
-    return Estimator(lambda reward, value, _, mask: estimate(reward, value, mask), whiten=True, critic=True)
+def gae(*, gamma: float, lam: float, lam_alpha: float | None, critic_lam: float | None) -> Estimator:
+    """Makes GAE; the returns have a λ of their own if `critic_lam` is set (VC-PPO, Yuan et al., arXiv:2503.01491)."""
+
+    def estimate(reward: Array, value: Array, _: Array, mask: Array) -> tuple[Array, Array]:
+        how = functools.partial(advantage.gae, reward, value, mask, gamma=gamma)
+        found, returns = how(lam=lam if lam_alpha is None else advantage.adaptive_lam(mask, alpha=lam_alpha))
+        if critic_lam is not None and (lam_alpha is not None or critic_lam != lam):
+            returns = how(lam=critic_lam)[1]
+        return found, returns
+
+    return Estimator(estimate, whiten=True, critic=True)
 
 
 def reinforce_plus_plus(*, gamma: float) -> Estimator:

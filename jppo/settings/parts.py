@@ -57,8 +57,9 @@ class Objective(Protocol):
 
 
 def estimator(config: ml_collections.ConfigDict) -> Estimates:
-    """Returns the estimator that `algorithm.adv_estimator` names."""
-    made = ESTIMATORS.make(config.algorithm.adv_estimator, "algorithm.adv_estimator", config.algorithm)
+    """Returns the estimator that `algorithm.adv_estimator` names; `critic.lam` is its `critic_lam`."""
+    values = ChainMap[str, object](dict(critic_lam=config.critic.lam), config.algorithm)
+    made = ESTIMATORS.make(config.algorithm.adv_estimator, "algorithm.adv_estimator", values)
     return cast(Estimates, made)  # `make` has checked the class
 
 

@@ -64,6 +64,8 @@ ALGORITHM = (
       " rollout.n above 1", choices=ESTIMATORS),
     S("gamma", 1.0, "Discount factor of gae and reinforce_plus_plus", bounds="[0, 1]"),
     S("lam", 1.0, "λ of gae", bounds="[0, 1]"),
+    S("lam_alpha", None, "α of the length-adaptive λ of gae, 1 - 1/(α l) for a response of l tokens; replaces lam."
+      " None: lam", kind=float, bounds="(0,"),
     S("norm_adv_by_std_in_grpo", True, "Division by the group's standard deviation in grpo and grpo_passk"),
     S("use_kl_in_reward", False, "KL penalty to the reference in the token rewards"),
     S("kl_penalty", "kl", "KL estimator of the reward penalty", choices=KL_ESTIMATORS),
@@ -145,10 +147,12 @@ CRITIC = (
     SHUFFLE,
     S("loss_agg_mode", None, "Average of the token losses. None: the actor's", kind=str, choices=AGGREGATIONS),
     S("loss_scale_factor", None, "Divisor of seq-mean-token-sum-norm. None: the actor's", kind=float, bounds="(0,"),
+    S("lam", None, "λ of the returns that the critic learns. None: the λ of the advantages", kind=float,
+      bounds="[0, 1]"),
     S("cliprange_value", 0.5, "Clip range of a value around the old value", bounds="[0,"),
     OFFLOAD,
     *OPTIMIZER,
-)
+)  # fmt: skip
 
 REF = (
     S("path", "policy", "Reference model: an HF directory; policy: the initial policy; '': no reference"),

@@ -102,6 +102,27 @@ def test_gae_by_hand():
     np.testing.assert_array_equal(returns, [[0.0, 1.5, 0.0, 4.0, 0.0]])
 
 
+def test_gae_with_a_lambda_per_row(flat):
+    """Each row is that of its own λ."""
+    reward, value, mask = flat.lay(flat.draw(5))[ROWS]
+    lams = np.linspace(0.0, 1.0, len(mask))
+    found, returns = jax.jit(advantage.gae, static_argnames="gamma")(reward, value, mask, gamma=0.9, lam=lams)
+    for row, lam in enumerate(lams):
+        alone = gae(0.9, lam)(reward[row : row + 1], value[row : row + 1], mask[row : row + 1])
+        np.testing.assert_allclose(found[row], alone[0][0], rtol=1e-12)
+        np.testing.assert_allclose(returns[row], alone[1][0], rtol=1e-12)
+
+
+def test_adaptive_lambda_by_hand():
+    """α = 0.05, so that 1 / (α l) is 20 / l; below 20 tokens λ is 0, and the mask's gaps are no tokens."""
+    mask = np.zeros((5, 450), np.bool_)
+    for row, length in enumerate((0, 10, 25, 100, 400)):
+        mask[row, 2 : 2 + length] = True
+    mask[4, 2:402:2], mask[4, 3:402:2] = True, False  # 200 of them kept
+    found = advantage.adaptive_lam(mask, alpha=0.05)
+    np.testing.assert_allclose(found, [0.0, 0.0, 0.2, 0.8, 0.9], rtol=1e-6, atol=1e-7)
+
+
 @FEW
 @given(seed=SEEDS)
 def test_the_layout_changes_nothing(flat, change, seed):
