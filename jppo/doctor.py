@@ -52,11 +52,6 @@ def read_run(argv: list[str]) -> tuple[ConfigDict, bool]:
     if [word for word in rest if word.split("=")[0] == "--python"]:
         raise UserError("--python is for checks without settings; with --config use --config.rollout.python=FILE")
     c, _ = settings.parse(rest, __doc__ or "", settings.default())
-    if "rollout" not in c:
-        raise UserError(
-            "--config is for jppo.sft or jppo.reward_model, but the doctor checks those of jppo.train; use their"
-            " --dry_run"
-        )
     settings.check(c)
     return c, len(rest) == len(argv)
 

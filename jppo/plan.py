@@ -27,10 +27,6 @@ def main(argv: list[str] | None = None) -> None:
     """Runs the command line."""
     argv = sys.argv[1:] if argv is None else argv
     c, switches = settings.parse(argv, __doc__ or "", settings.default(), describes=True)
-    if "rollout" not in c:
-        raise UserError(
-            "--config is not of jppo.train, which is what is planned; name a file that begins with default()"
-        )
     settings.check(c)
     c = auto.first(c)
     if not switches["machine"]:

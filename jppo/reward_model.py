@@ -18,13 +18,12 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jppo import settings, supervised
-from jppo.build.inputs import make_adapters, read_tokenizer
+from jppo.build.inputs import make_adapters, read_tokenizer, total_steps
 from jppo.build.learner import make_decoder
 from jppo.build.logger import require_loggers
 from jppo.build.packing import make_plan
 from jppo.data.preferences import Encode, Pair, PairSet, read_pairs
-from jppo.data.stream import steps_per_epoch
-from jppo.dry_run import described_machine, memory, preview
+from jppo.dry_run import memory, preview
 from jppo.dry_run.described_machine import Request
 from jppo.dry_run.forecast import Executions
 from jppo.learner import batch, compiler, packing, ppo, preference, score, sharding, update
@@ -32,9 +31,8 @@ from jppo.models import cost, hf, offload, placing
 from jppo.models.families import pad_vocab
 from jppo.rewards.model.part import Texts, without_padding
 from jppo.rewards.parts import Sample
+from jppo.run import command
 from jppo.runlog.console import REWARD_MODEL_COLUMNS
-from jppo.runlog.watchdog import ending
-from jppo.settings import UserError
 from jppo.types import Array, Params, Prompt, Rows, Trajectory
 
 
@@ -65,8 +63,6 @@ def prepare(c: ConfigDict, request: Request = preview.HERE) -> Task:
     )
     pairs = read_pairs(c.data.train_files, **reading)
     held_out = read_pairs(c.data.val_files, **reading, setting="data.val_files")
-    by_epochs = steps_per_epoch(len(pairs.pairs), c.data.train_batch_size) * c.trainer.total_epochs
-    steps = c.trainer.total_training_steps
     mesh = request.mesh(c)
     options = compiler.options(mesh, c.model.compiler_options)
     cfg = pad_vocab(cfg, mesh.shape["tensor"])
@@ -74,7 +70,7 @@ def prepare(c: ConfigDict, request: Request = preview.HERE) -> Task:
     return Task(
         pairs=pairs,
         held_out=held_out,
-        steps=by_epochs if steps == -1 else steps,
+        steps=total_steps(c, len(pairs.pairs)),
         mesh=mesh,
         plan=make_plan(
             c,
@@ -188,7 +184,7 @@ def dry_run(c: ConfigDict, request: Request = preview.HERE) -> str:
         return estimate(other, prepare(other, request))[0]
 
     executions = Executions({"rm gradient": micro_batches, "rm step": 1, "scores": micro_batches})
-    return preview.of_one_model(c, request, task.mesh, lines, found, executions, again)
+    return preview.of_estimate(c, request, task.mesh, lines, found, executions, again)
 
 
 def estimate(c: ConfigDict, task: Task) -> tuple[memory.Estimate, int]:
@@ -207,8 +203,7 @@ def estimate(c: ConfigDict, task: Task) -> tuple[memory.Estimate, int]:
         moments.append(memory.account("scores", 0, task.scores, *models, useful=needed))
     longest = sorted(task.pairs.pairs, key=lambda pair: -len(pair.chosen) - len(pair.rejected))[:count]
     packed = pack(longest, plan)
-    parts, away = memory.of_one_model(c, trained, opt, [memory.rows_of(one.inputs.shape, mesh) for one in packed])
-    return memory.Estimate(parts, tuple(moments), away), len(packed)
+    return memory.of_one_model(c, mesh, trained, opt, moments, packed), len(packed)
 
 
 def counted(found: PairSet) -> str:
@@ -249,18 +244,7 @@ def as_trajectory(ids: np.ndarray) -> Trajectory:
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     """Runs the command line."""
-    argv = sys.argv[1:] if argv is None else argv
-    config, switches = settings.parse(argv, __doc__ or "", settings.reward_model_default(), describes=True)
-    if "loss" not in config:
-        raise UserError("--config is of another command; one for jppo.reward_model starts from reward_model_default()")
-    settings.check(config)
-    request = described_machine.read(switches, "jppo.reward_model", argv)
-    if switches["dry_run"]:
-        print(settings.dump(config), flush=True)
-        print(dry_run(config, request), end="")
-        return
-    with ending(config.trainer.run_dir, within_s=config.trainer.stop_timeout_s):
-        train(config)
+    command.run(argv, "jppo.reward_model", __doc__, settings.reward_model_default(), dry_run=dry_run, train=train)
 
 
 if __name__ == "__main__":

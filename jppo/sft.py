@@ -7,7 +7,6 @@ sizes and memory, and stops. --dry_run --machine=8xH100 does so for a described 
 """
 
 import dataclasses
-import sys
 import zlib
 from collections.abc import Sequence
 
@@ -15,20 +14,19 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jppo import settings, supervised
-from jppo.build.inputs import make_adapters, read_tokenizer
+from jppo.build.inputs import make_adapters, read_tokenizer, total_steps
 from jppo.build.learner import chunk_tokens, make_decoder
 from jppo.build.logger import require_loggers
 from jppo.build.packing import make_plan
 from jppo.data.sft import Demonstration, read_demonstrations
-from jppo.data.stream import steps_per_epoch
-from jppo.dry_run import described_machine, memory, preview
+from jppo.dry_run import memory, preview
 from jppo.dry_run.described_machine import Request
 from jppo.dry_run.forecast import Executions
 from jppo.learner import batch, compiler, packing, ppo, score, sharding, update
 from jppo.models import hf
 from jppo.models.families import pad_vocab
+from jppo.run import command
 from jppo.runlog.console import SFT_COLUMNS
-from jppo.runlog.watchdog import ending
 from jppo.types import Params, Trajectory
 
 
@@ -53,8 +51,6 @@ def prepare(c: ConfigDict, request: Request = preview.HERE) -> Task:
         custom_cls=c.data.custom_cls,
         learn_turns=c.data.learn_turns,
     )
-    per_epoch = steps_per_epoch(len(found.demonstrations), c.data.train_batch_size)
-    steps = c.trainer.total_training_steps
     mesh = request.mesh(c)
     options = compiler.options(mesh, c.model.compiler_options)
     cfg = pad_vocab(cfg, mesh.shape["tensor"])
@@ -69,7 +65,7 @@ def prepare(c: ConfigDict, request: Request = preview.HERE) -> Task:
     return Task(
         demonstrations=found.demonstrations,
         overlong=found.overlong,
-        steps=per_epoch * c.trainer.total_epochs if steps == -1 else steps,
+        steps=total_steps(c, len(found.demonstrations)),
         mesh=mesh,
         plan=make_plan(c, mesh, tokens_per_device=c.optim.max_tokens_per_device, sequences=c.data.train_batch_size),
         cfg=cfg,
@@ -131,7 +127,7 @@ def dry_run(c: ConfigDict, request: Request = preview.HERE) -> str:
         return estimate(other, prepare(other, request))[0]
 
     executions = Executions({"sft gradient": micro_batches, "sft step": 1})
-    return preview.of_one_model(c, request, task.mesh, lines, found, executions, again)
+    return preview.of_estimate(c, request, task.mesh, lines, found, executions, again)
 
 
 def estimate(c: ConfigDict, task: Task) -> tuple[memory.Estimate, int]:
@@ -147,8 +143,7 @@ def estimate(c: ConfigDict, task: Task) -> tuple[memory.Estimate, int]:
     by_length = sorted((as_trajectory(one, "") for one in task.demonstrations), key=lambda t: -len(t.tokens))
     longest = by_length[: c.data.train_batch_size]
     packed = packing.pack(longest, range(len(longest)), plan)
-    parts, away = memory.of_one_model(c, trained, opt, [memory.rows_of(one.inputs.shape, mesh) for one in packed])
-    return memory.Estimate(parts, tuple(moments), away), len(packed)
+    return memory.of_one_model(c, mesh, trained, opt, moments, packed), len(packed)
 
 
 def as_trajectory(demonstration: Demonstration, uid: str) -> Trajectory:
@@ -169,16 +164,7 @@ def as_trajectory(demonstration: Demonstration, uid: str) -> Trajectory:
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     """Runs the command line."""
-    argv = sys.argv[1:] if argv is None else argv
-    config, switches = settings.parse(argv, __doc__, settings.sft_default(), describes=True)
-    settings.check(config)
-    request = described_machine.read(switches, "jppo.sft", argv)
-    if switches["dry_run"]:
-        print(settings.dump(config), flush=True)
-        print(dry_run(config, request), end="")
-        return
-    with ending(config.trainer.run_dir, within_s=config.trainer.stop_timeout_s):
-        train(config)
+    command.run(argv, "jppo.sft", __doc__, settings.sft_default(), dry_run=dry_run, train=train)
 
 
 if __name__ == "__main__":

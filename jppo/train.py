@@ -28,12 +28,12 @@ from jppo.build.utilisation import utilisation
 from jppo.checks.run import dry_run
 from jppo.data.stream import Cursor
 from jppo.distributed.hosts import Elsewhere
-from jppo.dry_run import described_machine
 from jppo.errors import one_line
 from jppo.learner import batch, devices, estimate, ppo
 from jppo.learner.step import advance, order, scalar
 from jppo.report import report_line
 from jppo.rollout.protocol import RolloutError
+from jppo.run import command
 from jppo.run.export import Unwritten, export, write_model
 from jppo.run.opened import Run, open_run
 from jppo.run.validation import validate
@@ -41,7 +41,7 @@ from jppo.runlog.checkpoint import NonFinite
 from jppo.runlog.rollout_metrics import describe
 from jppo.runlog.summary import summary
 from jppo.runlog.timers import Timers
-from jppo.runlog.watchdog import Stopped, ending
+from jppo.runlog.watchdog import Stopped
 from jppo.supervised import due
 from jppo.types import Batch, Reward, TrainState, Trajectory
 from jppo.validation import samples
@@ -238,17 +238,8 @@ def train(c: ConfigDict) -> None:
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     """Runs the command line."""
-    argv = sys.argv[1:] if argv is None else argv
-    config, switches = settings.parse(argv, __doc__, settings.default(), describes=True)
-    settings.check(config)
-    request = described_machine.read(switches, "jppo.train", argv)
-    if switches["dry_run"]:
-        print(settings.dump(config), flush=True)
-        print(dry_run(config, request), end="")
-        return
     try:
-        with ending(config.trainer.run_dir, within_s=config.trainer.stop_timeout_s):
-            train(config)
+        command.run(argv, "jppo.train", __doc__, settings.default(), dry_run=dry_run, train=train)
     except (RolloutError, Diverged, Unwritten, Elsewhere) as e:
         print(one_line(e), file=sys.stderr)
         sys.exit(1)

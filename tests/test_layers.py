@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 LAYERS = (
     ("errors",),
     ("registry",),
-    ("types", "settings", "tensorheader"),
+    ("types", "settings", "tensorheader", "interpreter"),
     ("algorithms", "models", "statistics"),
     ("distributed",),
     ("learner", "data", "rewards", "rollout", "runlog"),

@@ -213,7 +213,7 @@ def test_settings_that_cannot_be_are_refused(config, changes, complaint):
 def test_a_config_of_another_command_is_one_line(capsys):
     with pytest.raises(SystemExit) as e:
         reward_model.main(["--config=configs/quickstart_sft.py"])
-    assert e.value.code == 2 and "--config is of another command" in capsys.readouterr().err
+    assert e.value.code == 2 and "is a config of jppo.sft; name one of jppo.reward_model" in capsys.readouterr().err
 
 
 def test_adapters_are_merged_into_what_is_written(config):

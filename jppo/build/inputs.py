@@ -51,8 +51,6 @@ def read_inputs(c: ConfigDict) -> Inputs:
     )
     val = read_val(c, tokenizer, agent)
     sources = {p.data_source for p in (*train.prompts, *val.prompts)}
-    per_epoch = steps_per_epoch(len(train.prompts), c.data.train_batch_size)
-    by_epochs = per_epoch * c.trainer.total_epochs
     return Inputs(
         tokenizer=tokenizer,
         end_tokens=end_tokens,
@@ -65,8 +63,14 @@ def read_inputs(c: ConfigDict) -> Inputs:
         adapters=make_adapters(c),
         critic_adapters=make_critic_adapters(c) if critic is not None else None,
         agent=agent,
-        total_steps=by_epochs if c.trainer.total_training_steps == -1 else c.trainer.total_training_steps,
+        total_steps=total_steps(c, len(train.prompts)),
     )
+
+
+def total_steps(c: ConfigDict, examples: int) -> int:
+    """Returns the steps of a run: `trainer.total_training_steps`, or those of all epochs."""
+    steps = c.trainer.total_training_steps
+    return steps if steps != -1 else steps_per_epoch(examples, c.data.train_batch_size) * c.trainer.total_epochs
 
 
 def read_test(c: ConfigDict) -> Inputs:

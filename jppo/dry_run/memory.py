@@ -187,13 +187,14 @@ def estimate(c: ConfigDict, inputs: Inputs, mesh: Any, *, entries: int) -> Estim
 
 
 def of_one_model(
-    c: ConfigDict, trained: Trained, opt: Any, batch: Sequence[Rows]
-) -> tuple[dict[str, int], dict[str, int]]:
-    """Returns the permanent bytes of a run that trains one model, and its offloaded bytes."""
+    c: ConfigDict, mesh: Any, trained: Trained, opt: Any, moments: Sequence[Moment], packed: Sequence[Rows]
+) -> Estimate:
+    """Estimates a run that trains one model; `packed` is its largest batch."""
     optimizer = {"its optimizer": size(opt)}
     there, away = (optimizer, {}) if not c.optim.optimizer_offload else ({}, optimizer)
     model = size((trained.learned, trained.base))
-    return {"model": model, **there, "batch": 2 * max(size(rows) for rows in batch)}, away
+    batch = 2 * max(size(rows_of(rows.inputs.shape, mesh)) for rows in packed)
+    return Estimate({"model": model, **there, "batch": batch}, tuple(moments), away)
 
 
 def stored(c: ConfigDict, inputs: Inputs, mesh: Any) -> int:

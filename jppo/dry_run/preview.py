@@ -307,10 +307,10 @@ def dry_run(c: ConfigDict, request: Request = HERE) -> str:
     def estimate(other: ConfigDict) -> Estimate:
         return memory.estimate(other, inputs, mesh, entries=work(other, inputs, mesh).entries)
 
-    return on_machine(c, request, mesh, lines, found, step.executions(found), estimate)
+    return of_estimate(c, request, mesh, lines, found, step.executions(found), estimate)
 
 
-def of_one_model(
+def of_estimate(
     c: ConfigDict,
     request: Request,
     mesh: Any,
@@ -319,25 +319,13 @@ def of_one_model(
     executions: Executions,
     estimate: Callable[[ConfigDict], Estimate],
 ) -> str:
-    """Reports on a run that trains one model, on this or a described machine."""
-    if request.machine is not None:
-        return on_machine(c, request, mesh, lines, found, executions, estimate)
-    request.write(forecast.as_dict(found, None))
-    return report(lines, found, rooms(found, mesh, host={}))
+    """Reports on a run without servers on this machine, or on any run on a described one.
 
-
-def on_machine(
-    c: ConfigDict,
-    request: Request,
-    mesh: Any,
-    lines: Sequence[str],
-    found: Estimate,
-    executions: Executions,
-    estimate: Callable[[ConfigDict], Estimate],
-) -> str:
-    """Reports for a described machine; prints the report before raising UserError if it is too small."""
+    Prints the report before raising UserError if the described machine is too small.
+    """
     machine = request.machine
-    assert machine is not None
+    if machine is None:
+        return report_here(request, lines, found, rooms(found, mesh, host={}))
     outlook = forecast.look(found, machine, mesh, executions, request.rollout_tokens_per_s)
     request.write(forecast.as_dict(found, outlook))
     text = report([f"machine          {machine}", *lines], found, described_rooms(c, machine, found), outlook)

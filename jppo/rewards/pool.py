@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from jppo.interpreter import python_path
 from jppo.rewards.parts import Sample, failed
 from jppo.rewards.pool_worker import LENGTH
 from jppo.settings import UserError
@@ -31,7 +32,6 @@ Target = tuple[str, ...]  # as in targets.py
 
 START_TIMEOUT_S = 120.0  # for a worker to start and import a target's modules
 _TICK_S = 0.05  # polling interval for close() and for deaths that leave the pipe open
-_ROOT = str(pathlib.Path(__file__).resolve().parents[2])
 
 
 class NotReady(Exception):
@@ -185,7 +185,6 @@ class _Worker:
     """One worker process with its guard and two pipes; used by one thread."""
 
     def __init__(self, memory_bytes: int, log: pathlib.Path | None, closed: threading.Event):
-        path = os.pathsep.join([_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
         one = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # every further thread takes address space
         with open(log or os.devnull, "ab") as errors:
             self._process = subprocess.Popen(
@@ -193,7 +192,7 @@ class _Worker:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                env=one | os.environ | {"PYTHONPATH": path},
+                env=one | os.environ | {"PYTHONPATH": python_path()},
                 start_new_session=True,
                 bufsize=0,
             )

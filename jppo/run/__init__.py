@@ -1,1 +1,1 @@
-"""An opened PPO run: start, validation, export."""
+"""A run: its command line; start, validation and export of PPO."""

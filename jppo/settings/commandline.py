@@ -75,6 +75,10 @@ def parse(
     if (needs_file or named) and (len(named) != 1 or not named[0]):
         raise UserError(f"--config is given {len(named)} times; name one file, as in --config=configs/quickstart.py")
     config = configfile.read(named[0]) if named else defaults
+    if set(config) != set(defaults):
+        raise UserError(
+            f"--config={named[0]} is a config of {_command_of(config)}; name one of {_command_of(defaults)}"
+        )
     argv = [word for word in argv if not word.startswith("--config=")]
     for word in argv:
         if word.startswith("--config."):
@@ -87,6 +91,10 @@ def parse(
     if rest:
         raise UserError(f"{rest[0]!r} is not understood; settings are given as --config.SECTION.NAME=VALUE")
     return given["config"].value, {name: given[name].value for name in given if name in SWITCHES}
+
+
+def _command_of(config: ml_collections.ConfigDict) -> str:
+    return "jppo.reward_model" if "loss" in config else "jppo.sft" if "optim" in config else "jppo.train"
 
 
 def _check_known(name: str, config: ml_collections.ConfigDict) -> None:

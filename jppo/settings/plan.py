@@ -35,8 +35,6 @@ def plan(argv: Sequence[str], out: pathlib.Path | None) -> tuple[list[Run], path
     config, switches = commandline.parse(list(argv), "", default())
     if switches["dry_run"]:
         raise UserError("--dry_run starts nothing, and a sweep starts runs; --print shows them")
-    if "rollout" not in config:
-        raise UserError("--config is not of jppo.train, which a sweep runs; name a file that begins with default()")
     file = next(shipped.locate(a) for a in argv if a.startswith("--config=")).split("=", 1)[1].split(":")[0]
     if out is None:
         out = pathlib.Path("runs") / f"sweep-{pathlib.Path(file).stem}"

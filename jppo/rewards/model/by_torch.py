@@ -5,28 +5,22 @@ import json
 import os
 import pathlib
 import select
-import shutil
 import struct
 import subprocess
-import sys
-import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import IO, Any
 
-import jppo
-from jppo.rewards.model.part import Classifier, ScoringError, refused
-from jppo.settings import UserError
-
-LOG_LINES = 8
-STARTS = 2  # of one process: after a crash it is restarted once
+from jppo.interpreter import executable
+from jppo.rewards.model.part import Classifier, ScoringError
+from jppo.rewards.model.process import STARTS, ScorerProcess
 
 
 class _Gone(Exception):
     """The process no longer answers."""
 
 
-class TransformersRewardModel:
+class TransformersRewardModel(ScorerProcess):
     """Starts `torch_worker.py` and sends it batches; a crash fails the current batch, and one crash is survived.
 
     `python` is an interpreter with torch and transformers ('' is the trainer's own), `device` is a torch device,
@@ -44,31 +38,19 @@ class TransformersRewardModel:
         threads: int = 1,
         timeout_s: float = 600.0,
     ):
-        self._path, self._log, self._timeout_s = what.path, log, timeout_s
-        self._command = [interpreter(python), "-m", "jppo.rewards.model.torch_worker", what.directory, str(os.getpid())]
-        self._command += [device, dtype, str(threads)]
-        self._env = {**os.environ, "PYTHONPATH": python_path(), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}
-        self._process: subprocess.Popen | None = None
-        self._starts, self._ready, self._closed, self._why = 0, False, False, ""
-        self._state = threading.Lock()  # guards starting and closing
-        self._turn = threading.Lock()  # one request at a time
-        self._start()
-
-    def wait_ready(self) -> None:
-        """Waits until the model is loaded; UserError if that fails."""
-        try:
-            with self._turn:
-                self._load()
-        except ScoringError as e:
-            raise refused(self._path, str(e)) from e
+        self._timeout_s = timeout_s
+        program = [executable(python, "reward.model.python"), "-m", "jppo.rewards.model.torch_worker"]
+        super().__init__(
+            what.path,
+            command=[*program, what.directory, str(os.getpid()), device, dtype, str(threads)],
+            env={"OMP_NUM_THREADS": str(threads)},
+            log=log,
+        )
 
     def score(self, ids: Sequence[Sequence[int]]) -> list[float]:
         """Implements Scorer.score."""
         with self._turn:
-            if self._process is None or (self._ready and self._process.poll() is not None):
-                self._end()
-                self._start()
-            self._load()
+            self._ensure()
             answer = self._ask({"ids": [list(one) for one in ids]})
         if "error" in answer:
             raise ScoringError(f"the reward model failed: {answer['error']}")
@@ -85,27 +67,13 @@ class TransformersRewardModel:
             with self._turn:  # waiting callers have seen the end
                 _close_pipes(process)
 
-    def _start(self) -> None:
-        with self._state:
-            if self._closed:
-                raise ScoringError("the reward model is closed")
-            if self._starts == STARTS:
-                raise ScoringError(f"the reward model crashed {STARTS} times and is not restarted; {self._why}")
-            self._starts, self._ready = self._starts + 1, False
-            self._log.parent.mkdir(parents=True, exist_ok=True)
-            with open(self._log, "ab") as log:
-                self._log_start = log.tell()
-                self._process = subprocess.Popen(
-                    self._command,
-                    env=self._env,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=log,
-                    bufsize=0,
-                    start_new_session=True,  # Ctrl-C in the terminal reaches only the trainer
-                )
+    def _popen(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
+        pipe = subprocess.PIPE
+        return subprocess.Popen(
+            self._command, env=self._env, stdin=pipe, stdout=pipe, stderr=log, bufsize=0, start_new_session=True
+        )
 
-    def _load(self) -> None:
+    def _wait(self) -> None:
         if self._ready:
             return
         answer = self._ask(None)
@@ -131,10 +99,10 @@ class TransformersRewardModel:
         except _Gone as e:
             code = self._end()
             said = "is closed" if self._closed else str(e) or f"ended with code {code}"
-            self._why = "\n  ".join([f"{self._log} says:", *last_lines(self._log, self._log_start)])
+            self._why = self._log_end()
             raise ScoringError(f"the reward model's process {said}; {self._why}") from e
 
-    def _read(self, process: subprocess.Popen, size: int, deadline: float) -> bytes:
+    def _read(self, process: subprocess.Popen[bytes], size: int, deadline: float) -> bytes:
         assert process.stdout is not None
         pieces: list[bytes] = []
         while size:
@@ -161,13 +129,13 @@ class TransformersRewardModel:
         return process.wait()
 
 
-def _close_pipes(process: subprocess.Popen) -> None:
+def _close_pipes(process: subprocess.Popen[bytes]) -> None:
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
             pipe.close()
 
 
-def _write(process: subprocess.Popen, data: bytes) -> None:
+def _write(process: subprocess.Popen[bytes], data: bytes) -> None:
     assert process.stdin is not None
     view = memoryview(data)
     try:
@@ -175,25 +143,3 @@ def _write(process: subprocess.Popen, data: bytes) -> None:
             view = view[process.stdin.write(view) :]
     except OSError as e:
         raise _Gone from e
-
-
-def last_lines(log: pathlib.Path, start: int) -> list[str]:
-    """Returns the last lines written to the log from byte `start` on."""
-    with open(log, "rb") as file:
-        file.seek(start)
-        lines = file.read().decode(errors="replace").splitlines()
-    return [line[:300] for line in lines if line.strip()][-LOG_LINES:]
-
-
-def interpreter(python: str) -> str:
-    """Resolves the interpreter; UserError if it does not exist."""
-    found = shutil.which(os.path.expanduser(python)) if python else sys.executable
-    if found is None:
-        raise UserError(f"the reward model's interpreter {python!r} is not a program; give the path of a Python")
-    return found
-
-
-def python_path() -> str:
-    """Returns a PYTHONPATH with which another interpreter finds jppo."""
-    package, inherited = str(pathlib.Path(jppo.__file__).resolve().parents[1]), os.environ.get("PYTHONPATH")
-    return package if not inherited else os.pathsep.join((package, inherited))

@@ -10,21 +10,24 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
+from typing import IO
 
 import httpx
 
-from jppo.rewards.model.by_torch import STARTS, interpreter, last_lines, python_path
-from jppo.rewards.model.part import Classifier, ScoringError, refused, without_padding
+from jppo.interpreter import executable
+from jppo.rewards.model.part import Classifier, ScoringError, without_padding
+from jppo.rewards.model.process import ScorerProcess
 
 POLL_S = 0.2
 STOP_S = 15.0  # longer than the launcher takes
 NAME = "reward-model"
+# Variables that would override the cache's size, and ask for a key on a socket that its permissions protect.
+DROPPED = ("VLLM_CPU_KVCACHE_SPACE", "VLLM_API_KEY")
 
 
-class VllmRewardModel:
+class VllmRewardModel(ScorerProcess):
     """Starts vLLM and calls its classification route; a crash fails the current batch, and one crash is survived.
 
     `build` is the platform of the interpreter's vLLM, 'cpu' or 'gpu'. vLLM scores the last token that `without_padding`
@@ -46,7 +49,7 @@ class VllmRewardModel:
         start_timeout_s: float = 300.0,
         timeout_s: float = 600.0,
     ):
-        self._what, self._log, self._start_timeout_s = what, log, start_timeout_s
+        self._what, self._start_timeout_s = what, start_timeout_s
         self._folder = tempfile.mkdtemp(prefix="jppo-rm-")  # a socket path must be short
         self._socket = os.path.join(self._folder, "vllm.sock")
         arguments = [
@@ -56,43 +59,25 @@ class VllmRewardModel:
             *("--max-num-batched-tokens", str(max(max_length, 4096))),
             *("--enforce-eager", "--disable-uvicorn-access-log", "--disable-log-stats"),
         ]
-        self._env = {**os.environ, "PYTHONPATH": python_path(), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        env = {"VLLM_NO_USAGE_STATS": "1"}
         if build == "gpu":
             arguments += ["--gpu-memory-utilization", str(gpu_memory_utilization)]
         else:
             arguments += ["--kv-cache-memory-bytes", str(2**27)]
-            self._env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": str(threads)}
-            self._env.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override the size above
-        self._env.pop("VLLM_API_KEY", None)  # the socket's permissions protect it
+            env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": str(threads)}
         # Run by name, because the launcher is a separate program: it ends vLLM with us and removes the folder.
         launcher = [sys.executable, "-m", "jppo.rollout.servers.launch", str(os.getpid()), self._folder]
-        self._command = [*launcher, interpreter(python), "-m", "vllm.entrypoints.openai.api_server", *arguments]
+        program = [executable(python, "reward.model.python"), "-m", "vllm.entrypoints.openai.api_server"]
         self._client = httpx.Client(
             transport=httpx.HTTPTransport(uds=self._socket), base_url="http://reward-model", timeout=timeout_s
         )
-        self._process: subprocess.Popen | None = None
-        self._starts, self._ready, self._closed = 0, False, False
-        self._state = threading.Lock()  # guards starting and closing
-        self._turn = threading.Lock()  # one request at a time
-        self._start()
-
-    def wait_ready(self) -> None:
-        """Waits until vLLM answers; UserError with its last log lines if it ends or is late."""
-        try:
-            with self._turn:
-                self._wait()
-        except ScoringError as e:
-            raise refused(self._what.path, str(e)) from e
+        super().__init__(what.path, command=[*launcher, *program, *arguments], env=env, log=log)
 
     def score(self, ids: Sequence[Sequence[int]]) -> list[float]:
         """Implements Scorer.score."""
         kept = [without_padding(one, self._what.pad_token_id) for one in ids]
         with self._turn:
-            if self._process is None or (self._ready and self._process.poll() is not None):
-                with self._state:
-                    self._end()
-                self._start()
-            self._wait()
+            self._ensure()
             try:
                 body = {"model": NAME, "input": kept, "use_activation": False}  # the logit itself
                 reply = self._client.post("/classify", json=body)
@@ -111,31 +96,18 @@ class VllmRewardModel:
         """Implements Scorer.close."""
         with self._state:
             self._closed = True
-            self._end()
+        self._end()
         with self._turn:
             self._client.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _start(self) -> None:
-        with self._state:
-            if self._closed:
-                raise ScoringError("the reward model is closed")
-            if self._starts == STARTS:
-                raise ScoringError(f"the reward model's vLLM failed {STARTS} times and is not restarted")
-            self._starts, self._ready = self._starts + 1, False
-            pathlib.Path(self._socket).unlink(missing_ok=True)
-            self._log.parent.mkdir(parents=True, exist_ok=True)
-            with open(self._log, "ab") as log:
-                self._log_start = log.tell()
-                self._process = subprocess.Popen(
-                    self._command,
-                    env=self._env,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            atexit.register(self.close)
+    def _popen(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
+        pathlib.Path(self._socket).unlink(missing_ok=True)
+        env = {name: value for name, value in self._env.items() if name not in DROPPED}
+        atexit.register(self.close)
+        return subprocess.Popen(
+            self._command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
 
     def _wait(self) -> None:
         deadline = time.monotonic() + self._start_timeout_s
@@ -152,13 +124,12 @@ class VllmRewardModel:
 
     def _failed(self, what: str) -> ScoringError:
         """Ends the server, to be restarted for the next batch, and returns the error."""
-        with self._state:
-            self._end()
-        lines = last_lines(self._log, self._log_start)
-        return ScoringError("\n  ".join([f"the reward model's vLLM {what}; {self._log} says:", *lines]))
+        self._end()
+        return ScoringError(f"the reward model's vLLM {what}; {self._log_end()}")
 
     def _end(self) -> None:
-        process, self._process = self._process, None
+        with self._state:
+            process, self._process = self._process, None
         atexit.unregister(self.close)
         if process is None:
             return

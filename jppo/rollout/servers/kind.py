@@ -69,6 +69,24 @@ class Dialect(Protocol):
         ...
 
 
+def sampling_params(sampling: Sampling, eos_token_ids: Sequence[int]) -> dict[str, Any]:
+    """Returns the parameters of one answer that all kinds of servers name alike."""
+    return {
+        "n": 1,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "stop_token_ids": [] if sampling.ignore_eos else list(eos_token_ids),
+        "stop": list(sampling.stop),
+        "skip_special_tokens": True,  # as in a trajectory's text
+        "spaces_between_special_tokens": True,
+    }
+
+
 class Delivery(Protocol):
     """Weights for the servers; can be delivered as often as needed."""
 

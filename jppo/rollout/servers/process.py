@@ -10,7 +10,6 @@ import dataclasses
 import os
 import pathlib
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -209,15 +208,6 @@ def _strip(prefix: str, line: str) -> str:
     while (shorter := re.sub(prefix, "", line)) != line:
         line = shorter
     return line.rstrip()
-
-
-def interpreter(python: str) -> str:
-    if not python:
-        return sys.executable
-    found = shutil.which(os.path.expanduser(python))
-    if found is None:
-        raise UserError(f"rollout.python={python!r} is not a program; set it to a Python with the engine")
-    return found
 
 
 def _reserve(port: int) -> socket.socket:

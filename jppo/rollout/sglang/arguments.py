@@ -1,11 +1,11 @@
 """The start command, options and environment of SGLang servers for training."""
 
 import os
-import pathlib
 import subprocess
 
-from jppo.rollout.servers.process import HOST, Program, interpreter
-from jppo.rollout.vllm.arguments import ServerSettings, devices, engine_args, python_path
+from jppo import interpreter
+from jppo.rollout.servers.process import Program
+from jppo.rollout.vllm.arguments import ServerSettings, devices, engine_args, make_program
 from jppo.settings import UserError
 
 MODULE = "jppo.rollout.sglang.guarded"
@@ -34,7 +34,7 @@ print(importlib.metadata.version("sglang") if importlib.util.find_spec("sglang")
 
 def check_sglang(python: str) -> str:
     """Returns the version of the interpreter's SGLang; UserError if it has none."""
-    executable = interpreter(python)
+    executable = interpreter.executable(python)
     probe = subprocess.run([executable, "-c", _PROBE], capture_output=True, text=True, check=False, timeout=120)
     if probe.returncode != 0:
         raise UserError(f"rollout.python={executable} does not run: {probe.stderr.strip()[-300:]}")
@@ -67,7 +67,7 @@ def flags(settings: ServerSettings) -> list[str]:
 def environment() -> dict[str, str]:
     """Returns SGLang's additional environment variables."""
     return {
-        "PYTHONPATH": python_path(),
+        "PYTHONPATH": interpreter.python_path(),
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # otherwise a paused server is unhealthy
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for the tokens of ROOM, which never occur
         "HF_HUB_OFFLINE": "1",
@@ -76,22 +76,7 @@ def environment() -> dict[str, str]:
 
 def program(index: int, *, model_dir: str, run_dir: str, settings: ServerSettings, folder: str) -> Program:
     """Returns the SGLang program number `index` of a run."""
-    executable = interpreter(settings.python)
-
-    def command(port: int, name: str) -> list[str]:
-        return [
-            *(executable, "-m", MODULE, "--model-path", model_dir),
-            *("--host", HOST, "--port", str(port), "--served-model-name", name),
-            *flags(settings),
-        ]
-
     env = {**os.environ, **environment(), **devices(index, settings)}
     env.pop("SGLANG_RETURN_ORIGINAL_LOGPROB", None)  # log-probs must be at the sampling temperature
-    return Program(
-        command=command,
-        env=env,
-        log=pathlib.Path(run_dir) / f"server-{index}.log",
-        port=settings.port + index if settings.port else 0,
-        folder=folder,
-        start_timeout_s=settings.start_timeout_s,
-    )
+    start = [MODULE, "--model-path", model_dir]
+    return make_program(index, start, flags(settings), env, run_dir=run_dir, settings=settings, folder=folder)

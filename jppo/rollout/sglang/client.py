@@ -13,7 +13,7 @@ from typing import Any
 from jppo.rollout.servers import guard
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.servers.engine import Engine, Limits
-from jppo.rollout.servers.kind import Part
+from jppo.rollout.servers.kind import Part, sampling_params
 from jppo.rollout.servers.process import Server, check_ports
 from jppo.rollout.sglang import arguments
 from jppo.rollout.sglang import publisher as folders
@@ -39,23 +39,12 @@ class Sglang:
         return GENERATE, {
             "input_ids": list(ids),
             "sampling_params": {
-                "n": 1,
+                **sampling_params(sampling, self.eos_token_ids),
                 "sampling_seed": seed,
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p,
-                "top_k": sampling.top_k,
-                "min_p": sampling.min_p,
-                "repetition_penalty": 1.0,
-                "presence_penalty": 0.0,
-                "frequency_penalty": 0.0,
                 "max_new_tokens": sampling.max_tokens,
                 "min_new_tokens": 0,
-                "ignore_eos": sampling.ignore_eos,  # also the end tokens below
-                "stop_token_ids": [] if sampling.ignore_eos else list(self.eos_token_ids),
-                "stop": list(sampling.stop),
+                "ignore_eos": sampling.ignore_eos,  # also the end tokens above
                 "no_stop_trim": True,
-                "skip_special_tokens": True,  # as in a trajectory's text
-                "spaces_between_special_tokens": True,
             },
             "return_logprob": True,
             "logprob_start_len": -1,  # of the answer only

