@@ -16,7 +16,7 @@ def names() -> str:
         "### Settings\n",
         *(_setting(name) for name in TABLE if name.kind == "same"),
         "\n### What follows from several\n",
-        *(_item(f"`{setting}`: {why}") for setting, (_, why) in FOLLOWING.items()),
+        *(_item(f"`{setting}`: {why}") for setting, (_, _, why) in FOLLOWING.items()),
         "\n### No meaning in jppo\n",
         *_grouped("needless"),
         "\n### Not supported\n",

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jppo.settings import UserError
@@ -10,7 +10,7 @@ from jppo.verl.name import Name
 from jppo.verl.names import TABLE, find, today
 from jppo.verl.overrides import flat, read_value
 from jppo.verl.script import UNREAD
-from jppo.verl.values import CONVERSIONS, FOLLOWING, Moot, Unfit
+from jppo.verl.values import CONVERSIONS, FOLLOWING, OF_CONFIG, UNCHANGED, Moot, Unfit
 
 PATHS = ("model.path", "data.train_files", "data.val_files")  # from the base config, if verl's line omits them
 
@@ -34,24 +34,34 @@ class Translation:
     notes: tuple[str, ...]
 
 
-def translate(words: Iterable[str]) -> Translation:
-    """Translates overrides. The last one of a key wins, as in Hydra."""
+def translate(words: Iterable[str], config: Mapping[str, Any] | None = None) -> Translation:
+    """Translates overrides. The last one of a key wins, as in Hydra.
+
+    Keys that no override gives have verl's defaults; with a jppo `config`, its values, and the result has no settings
+    but those that the overrides change.
+    """
     values, said, lines = _read(words)
 
     def look(key: str) -> Any:
         if key in values:
             return values[key]
         name = find(key)
+        if config is not None and key in OF_CONFIG:
+            return OF_CONFIG[key](config, values)
+        if config is not None and name and name.key == key and name.setting and name.convert in UNCHANGED:
+            return config[name.setting]
         default = name.default if name and name.key == key else None
         return look(default[1:]) if isinstance(default, str) and default.startswith("=") else default
 
     settings: dict[str, Any] = {}
     for name in TABLE:
+        if config is not None:
+            break
         if name.default is not None and name.key not in values and not _of_no_critic(name.key, look):
             with contextlib.suppress(Moot, Unfit):
                 settings[name.setting] = CONVERSIONS[name.convert](look(name.key), look)
-    for setting, (follow, _) in FOLLOWING.items():
-        if (value := follow(look)) is not None:
+    for setting, (follow, keys, _) in FOLLOWING.items():
+        if (config is None or any(key in values for key in keys)) and (value := follow(look)) is not None:
             settings[setting] = value
     given = set()
     for key, value in values.items():
@@ -60,7 +70,8 @@ def translate(words: Iterable[str]) -> Translation:
         if setting:
             settings[setting] = converted
             given.add(setting)
-    return Translation(settings, frozenset(given), tuple(lines), tuple(_notes(values, look)))
+    notes = _notes(values, look) if config is None else ()
+    return Translation(settings, frozenset(given), tuple(lines), tuple(notes))
 
 
 def _read(words: Iterable[str]) -> tuple[dict[str, Any], dict[str, str], list[Line]]:

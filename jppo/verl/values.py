@@ -1,6 +1,6 @@
 """Conversions of verl's values. `look` returns other keys' values, verl's defaults included."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jppo.settings.texts import LOGGERS
@@ -9,6 +9,7 @@ A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 TURNS, RM = f"{R}.multi_turn", "reward.reward_model"
 OVERLONG, CORRECTION = "reward.reward_kwargs.overlong_buffer_cfg", "algorithm.rollout_correction"
 FUNCTION = "reward.custom_reward_function"
+MICRO = ("ppo_micro_batch_size_per_gpu", "ppo_micro_batch_size")
 _DTYPES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 
 Look = Callable[[str], Any]
@@ -214,9 +215,7 @@ CONVERSIONS: dict[str, Callable[[Any, Look], Any]] = {
 
 def _room(look: Look) -> int | None:
     """Returns a default that holds the longest sequence if no micro-batch size is set, where verl refuses to run."""
-    said = look(f"{A}.use_dynamic_bsz") or any(
-        look(f"{A}.{name}") for name in ("ppo_micro_batch_size_per_gpu", "ppo_micro_batch_size")
-    )
+    said = look(f"{A}.use_dynamic_bsz") or any(look(f"{A}.{name}") for name in MICRO)
     return None if said else max(16384, on_each(look, 1))
 
 
@@ -234,21 +233,54 @@ def _data_axis(look: Look) -> int:
     return 1 if look(f"{A}.fsdp_config.fsdp_size") == -1 else -1
 
 
-# Settings that follow from several keys, and why; None: jppo's own default.
-FOLLOWING: dict[str, tuple[Callable[[Look], Any], str]] = {
-    "actor.max_tokens_per_device": (_room, "nothing is said of micro-batches"),
-    "mesh.data": (_data_axis, "fsdp_size=-1 has the model in as many parts as there are devices"),
-    "reward.weights": (_weights, "verl's reward model scores alone, the overlong penalty is taken off by its factor"),
+# Settings that follow from several keys, and why; None: jppo's own default. The keys are those that decide, for an
+# override on top of a jppo config.
+FOLLOWING: dict[str, tuple[Callable[[Look], Any], tuple[str, ...], str]] = {
+    "actor.max_tokens_per_device": (_room, (), "nothing is said of micro-batches"),
+    "mesh.data": (
+        _data_axis,
+        (f"{A}.fsdp_config.fsdp_size",),
+        "fsdp_size=-1 has the model in as many parts as there are devices",
+    ),
+    "reward.weights": (
+        _weights,
+        (f"{RM}.enable", f"{FUNCTION}.path", f"{OVERLONG}.enable"),
+        "verl's reward model scores alone, the overlong penalty is taken off by its factor",
+    ),
     "reward.model.max_length": (
         lambda look: longest(look) if reward_model(look) and not look(f"{RM}.max_length") else None,
+        (f"{RM}.enable",),
         "verl's reward model reads all of prompt and response",
     ),
     "rollout.logp_tolerance": (
         lambda look: 0.5 if look(f"{R}.dtype") != "float32" else None,
+        (f"{R}.dtype",),
         "two engines in less than float32 round differently",
     ),
     "trainer.run_dir": (
         lambda look: None if look("trainer.default_local_dir") else f"runs/{look('trainer.experiment_name')}",
+        ("trainer.experiment_name",),
         "a folder by the experiment's name",
     ),
+}
+
+# For overrides on top of a jppo config: conversions that leave a value as it is, and keys without such a setting.
+UNCHANGED = (
+    "as_is",
+    "dtype",
+    "drawn",
+    "engine",
+    "given",
+    "in_turns",
+    "off",
+    "overlong",
+    "top_k",
+    "warmup_steps",
+    "with_model",
+)
+OF_CONFIG: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Any]] = {
+    f"{A}.use_dynamic_bsz": lambda _, values: not any(f"{A}.{name}" in values for name in MICRO),
+    f"{RM}.enable": lambda config, _: bool(config["reward.model.path"]),
+    f"{OVERLONG}.enable": lambda config, _: config["reward.overlong_buffer_tokens"] > 0,
+    f"{FUNCTION}.path": lambda config, _: config["reward.function"].partition(":")[0],
 }
