@@ -211,6 +211,24 @@ def test_nothing_of_the_base_is_left_where_verl_says_otherwise(capsys):
     "given, setting, value",
     [
         ("trainer.critic_warmup=10", "trainer.critic_warmup", 9),
+        ("critic.optim.warmup_steps=7", "critic.lr_warmup_steps", 7),
+        ("actor_rollout_ref.actor.optim.warmup_steps=7", "actor.lr_warmup_steps", 7),
+        ("actor_rollout_ref.actor.fsdp_config.gradient_checkpointing=False", "model.remat", "none"),
+        ("critic.fsdp_config.param_offload=True", "critic.param_offload", True),
+        ("actor_rollout_ref.actor.megatron_config.tensor_model_parallel_size=4", "mesh.tensor", 4),
+        ("actor_rollout_ref.rollout.max_new_tokens=2048", "data.max_response_length", 2048),
+        ("actor_rollout_ref.rollout.max_concurrent_requests=512", "rollout.max_concurrent_requests", 512),
+        ("actor_rollout_ref.actor.optim.optimizer=SGD", "actor.optimizer", "sgd"),
+        ("actor_rollout_ref.actor.optim.lr_decay_style=cosine", "actor.lr_scheduler_type", "cosine"),
+        ("critic.optim.min_lr=5e-6", "critic.min_lr_ratio", 0.5),
+        ("+actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space=8", "rollout.engine_args", "--swap-space 8"),
+        ("actor_rollout_ref.model.lora.rank=8", "model.lora_alpha", 32),
+        ("reward.sandbox_fusion.url=http://127.0.0.1:8080/run_code", "reward.sandbox", "container"),
+        (
+            "trainer.default_local_dir=checkpoints/${trainer.project_name}",
+            "trainer.run_dir",
+            "checkpoints/verl_examples",
+        ),
         ("trainer.total_training_steps=null", "trainer.total_training_steps", -1),
         ("actor_rollout_ref.actor.clip_ratio_low=null", "actor.clip_ratio_low", None),
         ("critic.model.path=other/model", "critic.path", "other/model"),
@@ -231,6 +249,30 @@ def test_a_value_is_what_it_means(given, setting, value, capsys):
     extra = ["actor_rollout_ref.actor.ppo_mini_batch_size=1024"] if "${" in given else []
     config, _ = said(capsys, given, *extra)
     assert config[setting] == value
+
+
+def test_a_reward_model_by_the_short_name(capsys):
+    config, _ = said(capsys, "reward_model.enable=True", "reward_model.path=some/rm")
+    assert (config["reward.model.path"], config["reward.weights"]) == ("some/rm", "rm_score=1")
+
+
+def test_hosts_of_a_launchers_script(capsys):
+    hosts = ["trainer.nnodes=2", "trainer.node_rank=1", "trainer.master_addr=10.0.0.1"]
+    config, _ = said(capsys, *hosts)
+    assert (config["trainer.node_rank"], config["trainer.coordinator_address"]) == (1, "10.0.0.1:29500")
+    config, _ = said(capsys, *hosts, "trainer.master_port=1234")
+    assert config["trainer.coordinator_address"] == "10.0.0.1:1234"
+    config, _ = said(capsys, "trainer.nnodes=1", "trainer.node_rank=0", "trainer.master_addr=10.0.0.1")
+    assert (config["trainer.node_rank"], config["trainer.coordinator_address"]) == (-1, "")
+
+
+def test_tools_by_the_agent_loop(capsys):
+    loop = "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent"
+    tools = "actor_rollout_ref.rollout.multi_turn.tool_config_path=configs/agent_calculator.yaml"
+    config, _ = said(capsys, loop, tools, "actor_rollout_ref.rollout.multi_turn.format=openai")
+    assert config["rollout.multi_turn.enable"] and config["rollout.multi_turn.format"] == "openai"
+    assert config["rollout.multi_turn.tool_config_path"] == "configs/agent_calculator.yaml"
+    assert translate([loop.replace("tool_agent", "single_turn_agent")]).lines[0].kind == "needless"
 
 
 def test_what_is_given_behind_a_file_counts_more(tmp_path, capsys):

@@ -3,9 +3,9 @@
 import textwrap
 from collections.abc import Iterator
 
+from jppo.verl.following import FOLLOWING
 from jppo.verl.name import Name
 from jppo.verl.names import OLDER, TABLE
-from jppo.verl.values import FOLLOWING
 
 WIDTH = 120
 

@@ -2,16 +2,24 @@
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jppo.settings import UserError
+from jppo.verl.following import FOLLOWING, OF_CONFIG, UNCHANGED
+from jppo.verl.look import Moot, Unfit
 from jppo.verl.name import Name
 from jppo.verl.names import TABLE, find, today
 from jppo.verl.overrides import flat, read_value
 from jppo.verl.script import UNREAD
-from jppo.verl.values import CONVERSIONS, FOLLOWING, OF_CONFIG, UNCHANGED, Moot, Unfit
+from jppo.verl.values import CONVERSIONS
 
+DICTS = (  # keys whose value is a dict
+    "data.apply_chat_template_kwargs",
+    "actor_rollout_ref.rollout.engine_kwargs.vllm",
+    "actor_rollout_ref.rollout.engine_kwargs.sglang",
+)
 PATHS = ("model.path", "data.train_files", "data.val_files")  # from the base config, if verl's line omits them
 
 
@@ -92,7 +100,8 @@ def _read(words: Iterable[str]) -> tuple[dict[str, Any], dict[str, str], list[Li
                 now = today(name)
                 values.pop(now, None)  # order of the last overrides
                 values[now], said[now] = value, f"{key}={text}" if name == key.lstrip("+") else f"{name}={value}"
-    _gather(values, said, "data.apply_chat_template_kwargs")
+    for key in DICTS:
+        _gather(values, said, key)
     _interpolate(values)
     for key, value in values.items():
         usual = row.default if (row := find(key)) else None
@@ -116,11 +125,15 @@ def _gather(values: dict[str, Any], said: dict[str, str], key: str) -> None:
 
 
 def _interpolate(values: dict[str, Any]) -> None:
-    """Expands values that are just ${KEY}."""
+    """Expands ${KEY}, the whole of a value or a part of a text."""
     for key, value in values.items():
-        named = value.strip(UNREAD) if isinstance(value, str) else ""
-        if named.startswith("${") and named.endswith("}") and (other := today(named[2:-1])) != key and other in values:
-            values[key] = values[other]
+        for mark, named in (
+            re.findall(rf"({UNREAD}?\$\{{([\w.]+)\}}{UNREAD}?)", value) if isinstance(value, str) else ()
+        ):
+            other = today(named)
+            found = values.get(other, row.default if (row := find(other)) and row.key == other else None)
+            if other != key and found is not None and isinstance(values[key], str):
+                values[key] = found if values[key] == mark else values[key].replace(mark, str(found))
 
 
 def _account(key: str, value: Any, said: str, look: Any) -> tuple[Line, str, Any]:
@@ -134,6 +147,8 @@ def _account(key: str, value: Any, said: str, look: Any) -> tuple[Line, str, Any
             "",
             None,
         )
+    if name.only and key != name.only and not look(name.only):
+        return Line(said, "needless", f"read only with {name.only}"), "", None
     if name.kind == "missing" and value in name.off:
         return Line(said, "needless", "it asks for nothing"), "", None
     if name.kind != "same":
