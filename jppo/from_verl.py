@@ -25,6 +25,7 @@ from jppo.verl.script import read_script
 from jppo.verl.translate import PATHS, Translation, translate
 
 BASE = "configs/gsm8k.py"
+OWN = ("--config=", "--config.")  # arguments of jppo
 KINDS = {
     "same": "jppo's settings",
     "needless": "no meaning in jppo",
@@ -67,7 +68,7 @@ def arguments(found: Translation) -> list[str]:
 
 def on_top(argv: list[str]) -> tuple[list[str], Translation]:
     """Returns the arguments that overrides add to those of a jppo command, and their account."""
-    own = [word for word in argv if word.startswith("--config")]
+    own = [word for word in argv if word.startswith(OWN)]
     config, _ = settings.parse(own, "", settings.default())
     found = translate([word for word in argv if word not in own], table.values(config))
     if unknown := [line.said for line in found.lines if line.kind == "unknown"]:
@@ -108,7 +109,7 @@ def main(argv: list[str] | None = None) -> Any:
     if argv == ["--names"]:
         print(page.names(), end="")
         return
-    if any(word.startswith("--config") for word in argv):
+    if any(word.startswith(OWN) for word in argv):
         changes, found = on_top(argv)
         print("\n".join([*changes, commented(account(found, ()))]))
         return

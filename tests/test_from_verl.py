@@ -239,6 +239,11 @@ def test_nothing_of_the_base_is_left_where_verl_says_otherwise(capsys):
         ("custom_reward_function.path=mine.py", "reward.function", "mine.py:compute_score"),
         ("+trainer.val_before_train=false", "trainer.val_before_train", False),
         ("actor_rollout_ref.actor.checkpoint.save_contents=[model,extra]", "trainer.save_contents", "model,extra"),
+        (
+            "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]",
+            "trainer.save_contents",
+            "model,extra,hf_model",
+        ),
         ("algorithm.rollout_correction.bypass_mode=True", "algorithm.old_logprob", "bypass"),
         ("algorithm.rollout_correction.rollout_is=token", "algorithm.old_logprob", "correction"),
         ("actor_rollout_ref.actor.fsdp_config={param_offload: true}", "actor.param_offload", True),
@@ -330,7 +335,7 @@ def test_values_are_those_of_hydra(text, value):
         ("python3 -m verl.trainer.main_ppo a.b=1\npython3 -m verl.trainer.main_ppo a.b=2\n", "each start verl"),
         ("torchrun -m verl.trainer.fsdp_sft_trainer a.b=1\n", "is no PPO of verl's"),
         (
-            "python3 -m verl.trainer.main_ppo trainer.experiment_name=$(date +%s)\n",
+            "python3 -m verl.trainer.main_ppo trainer.default_local_dir=$(date +%s)\n",
             "$(date +%s): nothing of the script",
         ),
         ("python3 -m verl.trainer.main_ppo data.train_files=$NO_SUCH_VARIABLE\n", "$NO_SUCH_VARIABLE: nothing"),
@@ -341,6 +346,24 @@ def test_a_script_that_cannot_be_read_is_one_line(script, complaint, tmp_path, c
     file = tmp_path / "run.sh"
     file.write_text(script)
     assert complaint in refusal(capsys, str(file))
+
+
+def test_a_runs_name_is_what_the_script_says_of_it(tmp_path, capsys):
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "a=3\nMODEL=Qwen/Some-B\nset -- one\npython3 -m verl.trainer.main_ppo trainer.experiment_name=ppo-$(date +%s) \\\n"
+        " trainer.project_name=$(now) trainer.total_epochs=$(((a + 1) * 2)) data.train_files=${MODEL,,}${a:+-x} ${@:2}"
+    )
+    config, out = said(capsys, str(script))
+    assert (config["trainer.experiment_name"], config["trainer.total_epochs"]) == ("ppo", 8)
+    assert (config["trainer.project_name"], config["data.train_files"]) == ("verl_examples", "qwen/some-b-x")
+    assert "trainer.project_name=$(now): nothing of the script is run; it is left out" in out
+    assert "it is ppo" in out and "# unknown" not in out
+
+
+def test_verls_own_yaml_files_are_no_loss():
+    lines = translate(["--config-path=config", "--config-name=ppo_megatron_trainer.yaml", "--config-name=mine"]).lines
+    assert [line.kind for line in lines] == ["needless", "needless", "missing"]
 
 
 def test_what_jppo_refuses_is_said_in_its_own_words(capsys):

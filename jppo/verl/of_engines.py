@@ -99,6 +99,7 @@ def _engine(model: str, section: str) -> Iterator[Name]:
     yield from missing("the model is as its config.json describes it", f"{megatron}.override_*", off=({},))
     yield from missing("training is not quantized", f"{megatron}.qat.*", only=f"{megatron}.qat.enable")
     yield from missing("mixtures of experts are not in jppo", f"{megatron}.router_replay.*", off=("disabled",))
+    yield from missing("mixtures of experts are not in jppo", f"{model}.router_replay.*", off=("disabled",))
     yield from needless(_OTHERS, f"{megatron}.*")
     yield from needless("trainer.profile_steps writes traces of JAX's profiler", f"{model}.profiler.*")
 

@@ -151,7 +151,7 @@ ACTOR = (
     same(f"{_A}.kl_loss_coef", "actor.kl_loss_coef", 0.001),
     same(f"{_A}.kl_loss_type", "actor.kl_loss_type", "low_var_kl"),
     same(f"{_A}.ulysses_sequence_parallel_size", "mesh.sequence", 1),
-    same(f"{_A}.checkpoint.save_contents", "trainer.save_contents", convert="commas"),
+    same(f"{_A}.checkpoint.save_contents", "trainer.save_contents", convert="contents", why="with model and extra"),
     *needless(_PACKED, f"{_A}.use_dynamic_bsz", f"{_A}.use_remove_padding", f"{_A}.pad_to_length*"),
     *needless("one mesh shards everything", f"{_A}.strategy"),
     *needless("XLA compiles every program", f"{_A}.use_torch_compile", f"{_A}.use_fused_kernels"),

@@ -19,7 +19,7 @@ MODEL = (
         f"{_M}.enable_gradient_checkpointing", "model.remat", True, "remat", "full is what verl recomputes: each layer"
     ),
     same(f"{_M}.lora_rank", "model.lora_rank", 0),
-    same(f"{_M}.lora_alpha", "model.lora_alpha", 16),
+    same(f"{_M}.lora_alpha", "model.lora_alpha", 16, "lora_alpha"),
     same(f"{_M}.target_modules", "model.target_modules", "all-linear", "modules"),
     same(f"{_M}.lora.rank", "model.lora_rank", convert="megatron_lora", why="Megatron's adapters"),
     same(f"{_M}.lora.alpha", "model.lora_alpha", convert="megatron_lora", why="Megatron's adapters"),

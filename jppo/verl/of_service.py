@@ -76,6 +76,8 @@ TRAINER = (
         convert="given",
         why="verl keeps all by default, jppo two",
     ),
+    *needless("trainer.max_ckpt_to_keep removes older checkpoints", "trainer.remove_previous_ckpt_in_save"),
+    *missing("the reference is frozen", "trainer.ref_update_freq", off=(-1,)),
     *needless("policy and critic are one checkpoint", "trainer.max_critic_ckpt_to_keep"),
     same("trainer.nnodes", "trainer.nnodes", 1, why="the command is started on each of them"),
     same("trainer.node_rank", "trainer.node_rank", convert="of_hosts", why="launchers' scripts have it, verl does not"),
@@ -111,8 +113,8 @@ TRAINER = (
         "hydra.*",
         "actor_rollout_ref.hybrid_engine",
         "actor_rollout_ref.nccl_timeout",
-        "model_engine",
     ),
+    *needless("there is one engine", "model_engine"),
     *needless("a checkpoint stays where it is", "trainer.del_local_ckpt_after_load"),
     *missing(
         "name a folder that all hosts see, by trainer.run_dir",

@@ -20,6 +20,8 @@ DICTS = (  # keys whose value is a dict
     "actor_rollout_ref.rollout.engine_kwargs.vllm",
     "actor_rollout_ref.rollout.engine_kwargs.sglang",
 )
+NAMES = ("trainer.project_name", "trainer.experiment_name")
+OWN_FILES = ("config", "ppo_trainer", "ppo_megatron_trainer")  # of Hydra's --config-path and --config-name
 PATHS = ("model.path", "data.train_files", "data.val_files")  # from the base config, if verl's line omits them
 
 
@@ -48,7 +50,7 @@ def translate(words: Iterable[str], config: Mapping[str, Any] | None = None) -> 
     Keys that no override gives have verl's defaults; with a jppo `config`, its values, and the result has no settings
     but those that the overrides change.
     """
-    values, said, lines = _read(words)
+    values, said, lines, notes = _read(words)
 
     def look(key: str) -> Any:
         if key in values:
@@ -78,21 +80,20 @@ def translate(words: Iterable[str], config: Mapping[str, Any] | None = None) -> 
         if setting:
             settings[setting] = converted
             given.add(setting)
-    notes = _notes(values, look) if config is None else ()
+    if config is None:
+        notes += _notes(values, look)
     return Translation(settings, frozenset(given), tuple(lines), tuple(notes))
 
 
-def _read(words: Iterable[str]) -> tuple[dict[str, Any], dict[str, str], list[Line]]:
-    """Returns values and spellings by current verl key, and lines on words that are no override."""
+def _read(words: Iterable[str]) -> tuple[dict[str, Any], dict[str, str], list[Line], list[str]]:
+    """Returns values and spellings by current verl key, lines on words that are no override, and notes."""
     values: dict[str, Any] = {}
     said: dict[str, str] = {}
     lines = []
     for word in words:
         key, equals, text = word.partition("=")
         if word.startswith("-"):
-            lines.append(
-                Line(_shown(word), "missing", "verl's YAML files are not read; give their settings as overrides")
-            )
+            lines.append(Line(_shown(word), *_option(key, text)))
         elif word.startswith("~") or not equals or not key.strip("+"):
             lines.append(Line(_shown(word), "unknown", "it is no KEY=VALUE"))
         else:
@@ -103,6 +104,7 @@ def _read(words: Iterable[str]) -> tuple[dict[str, Any], dict[str, str], list[Li
     for key in DICTS:
         _gather(values, said, key)
     _interpolate(values)
+    notes = _without_unread(values)
     for key, value in values.items():
         usual = row.default if (row := find(key)) else None
         numeric = isinstance(usual, int | float) and not isinstance(usual, bool)
@@ -113,7 +115,28 @@ def _read(words: Iterable[str]) -> tuple[dict[str, Any], dict[str, str], list[Li
                 f"{_shown(said[key])}: nothing of the script is run, and this is not said in it; set the variable in"
                 f" the environment, or give {key}=VALUE behind the file"
             )
-    return values, said, lines
+    return values, said, lines, notes
+
+
+def _without_unread(values: dict[str, Any]) -> list[str]:
+    """Leaves the parts of a run's names that only the script could expand out of them; returns notes."""
+    notes = []
+    for key in NAMES:
+        if UNREAD in (text := str(values.get(key, ""))):
+            left = re.sub(rf"{UNREAD}[^{UNREAD}]*{UNREAD}", "", text).strip("-_ ")
+            notes.append(f"{key}={_shown(text)}: nothing of the script is run; it is {left or 'left out'}")
+            if left:
+                values[key] = left
+            else:
+                del values[key]
+    return notes
+
+
+def _option(key: str, text: str) -> tuple[str, str]:
+    """Returns what becomes of an option of Hydra."""
+    if text.strip("./'\"").removesuffix(".yaml") in OWN_FILES:
+        return "needless", "verl's own settings are read"
+    return "missing", "verl's YAML files are not read; give their settings as overrides"
 
 
 def _gather(values: dict[str, Any], said: dict[str, str], key: str) -> None:

@@ -47,6 +47,12 @@ def loggers(value: Any, _: Look) -> str:
     return ",".join(dict.fromkeys([*(name for name in names if name in LOGGERS), "jsonl"]))
 
 
+def contents(value: Any, _: Look) -> str:
+    """Returns the parts of a checkpoint; without model and extra no run could resume from it."""
+    given = commas(value).split(",")
+    return ",".join([*(one for one in ("model", "extra") if one not in given), *given])
+
+
 def micro_tokens(value: int | None, look: Look) -> int:
     why = "use_dynamic_bsz=True reads ppo_max_token_len_per_gpu"
     return on_each(look, need(value, not look(f"{A}.use_dynamic_bsz"), why))
@@ -194,7 +200,7 @@ def of_tools(value: Any, look: Look) -> Any:
 def call_format(value: str | None, look: Look) -> str:
     formats = TABLE["rollout.multi_turn.format"].choices
     if in_turns(value, look) not in formats:
-        raise Unfit(f"{', '.join(formats)} are there")
+        raise Unfit(f"{', '.join(map(str, formats))} are there")
     return str(value)
 
 
@@ -225,7 +231,8 @@ CONVERSIONS: dict[str, Callable[[Any, Look], Any]] = {
     "files": lambda value, _: commas(value),
     "commas": lambda value, _: commas(value),
     "text": lambda value, _: "" if value is None else commas(value),
-    "off": lambda value, _: off_or(value, -1),
+    "off": lambda value, _: -1 if value is False else off_or(value, -1),
+    "lora_alpha": lambda value, look: need(value, lora_rank(look), "read only with lora_rank above 0"),
     "arguments": lambda value, _: ",".join(f"{name}={one}" for name, one in (value or {}).items()),
     "or_zero": lambda value, _: off_or(value, 0.0),
     "or_none": lambda value, _: off_or(value, "none"),
@@ -278,7 +285,7 @@ CONVERSIONS: dict[str, Callable[[Any, Look], Any]] = {
                 agent_loop,
                 profiled,
             ),
-            *(of_hosts, master, call_format),
+            *(of_hosts, master, call_format, contents),
         )
     },
 }
