@@ -47,7 +47,6 @@ def get_config() -> ml_collections.ConfigDict:
 
     config.critic.path = ""  # the policy's
     config.critic.lr = 1e-5
-    config.critic.ppo_epochs = 1
     config.critic.cliprange_value = 0.5
     config.critic.grad_clip = 1.0
 

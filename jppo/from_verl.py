@@ -2,11 +2,13 @@
 
     python -m jppo.from_verl run_qwen2-7b.sh actor_rollout_ref.rollout.n=8 > run.sh
     python -m jppo.from_verl algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=5 data.train_batch_size=256
+    python -m jppo.from_verl --config=jppo://gsm8k actor_rollout_ref.model.lora_rank=8
 
 Reads a shell script that starts verl.trainer.main_ppo, a file of overrides, or overrides themselves. Overrides after a
 file take precedence, as its "$@" would. Nothing of a script is run: variables are those that it or the environment
 sets. Prints the command, validated as a run would, then the result of every override as comments. Exit code 2 where
-jppo rejects the settings. docs/verl.md has the table of names, --names prints it.
+jppo rejects the settings. docs/verl.md has the table of names, --names prints it. With a jppo --config, and
+--config.SECTION.NAME=VALUE, only the settings that the overrides change are printed; an unknown key is an error.
 """
 
 import os
@@ -23,6 +25,7 @@ from jppo.verl.script import read_script
 from jppo.verl.translate import PATHS, Translation, translate
 
 BASE = "configs/gsm8k.py"
+OWN = ("--config=", "--config.")  # arguments of jppo
 KINDS = {
     "same": "jppo's settings",
     "needless": "no meaning in jppo",
@@ -63,6 +66,16 @@ def arguments(found: Translation) -> list[str]:
     return out
 
 
+def on_top(argv: list[str]) -> tuple[list[str], Translation]:
+    """Returns the arguments that overrides add to those of a jppo command, and their account."""
+    own = [word for word in argv if word.startswith(OWN)]
+    config, _ = settings.parse(own, "", settings.default())
+    found = translate([word for word in argv if word not in own], table.values(config))
+    if unknown := [line.said for line in found.lines if line.kind == "unknown"]:
+        raise UserError(f"{unknown[0]}: verl 0.9.1 has no such key; python -m jppo.from_verl --names lists them")
+    return [f"--config.{name}={value}" for name, value in found.settings.items()], found
+
+
 def command(changes: list[str]) -> str:
     """Formats the command, one setting per line."""
     return " \\\n    ".join([f"python -m jppo.train --config={BASE}", *map(shlex.quote, changes)])
@@ -95,6 +108,10 @@ def main(argv: list[str] | None = None) -> Any:
         return
     if argv == ["--names"]:
         print(page.names(), end="")
+        return
+    if any(word.startswith(OWN) for word in argv):
+        changes, found = on_top(argv)
+        print("\n".join([*changes, commented(account(found, ()))]))
         return
     words, notes = overrides_of(argv)
     found = translate(words)

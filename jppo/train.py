@@ -21,7 +21,7 @@ from jppo.build import resume
 from jppo.build.agreement import Mismatch
 from jppo.build.hosts import join_hosts, summed
 from jppo.build.learner import Learner
-from jppo.build.packing import critic_mini_batch_size
+from jppo.build.packing import critic_epochs, critic_mini_batch_size
 from jppo.build.prefetch import fresh
 from jppo.build.resume import Begun, kept
 from jppo.build.utilisation import utilisation
@@ -112,9 +112,9 @@ def update_models(
     `between` is called between the two updates with the step's state, whose policy is final.
     """
 
-    def minis(section: ConfigDict, size: int, model: int) -> Iterator[batch.Mini]:
-        for epoch in range(section.ppo_epochs):
-            taken = order(now, model, epoch, len(trajectories), shuffle=section.shuffle)
+    def minis(epochs: int, shuffle: bool, size: int, model: int) -> Iterator[batch.Mini]:
+        for epoch in range(epochs):
+            taken = order(now, model, epoch, len(trajectories), shuffle=shuffle)
             yield from batch.mini_batches(
                 data, trajectories, order=taken, mini_batch_size=size, plan=learner.plan, mesh=learner.mesh
             )
@@ -123,7 +123,7 @@ def update_models(
     warm = scalar(int(now.step) - c.trainer.critic_warmup, now.step)  # the actor's schedule starts here
     if int(warm) >= 0:
         with timer("update_actor"):
-            cut = minis(c.actor, c.actor.ppo_mini_batch_size, 0)
+            cut = minis(c.actor.ppo_epochs, c.actor.shuffle, c.actor.ppo_mini_batch_size, 0)
             policy, policy_opt, found = ppo.descend(
                 learner.actor, now.policy, now.policy_opt, warm, cut, learner.recipe.in_loss(learner.reference)
             )
@@ -131,7 +131,7 @@ def update_models(
     if learner.critic is not None:
         between(dataclasses.replace(now, step=scalar(int(now.step) + 1, now.step)))
         with timer("update_critic"):
-            cut = minis(c.critic, critic_mini_batch_size(c), 1)
+            cut = minis(critic_epochs(c), c.critic.shuffle, critic_mini_batch_size(c), 1)
             value, value_opt, found = ppo.descend(learner.critic, now.value, now.value_opt, now.step, cut)
         now, metrics = dataclasses.replace(now, value=value, value_opt=value_opt), found | metrics
     return now, metrics

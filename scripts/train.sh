@@ -2,6 +2,7 @@
 # PPO on a model and data of your own: prints the python -m jppo.train that the options stand for, and runs it.
 #
 #   scripts/train.sh --model DIR --data train.jsonl --val_data test.jsonl --epochs 2
+#   scripts/train.sh --model DIR --data train.jsonl actor_rollout_ref.model.lora_rank=8
 #   scripts/train.sh --help
 set -euo pipefail
 
@@ -25,10 +26,10 @@ readonly TABLE='--model|MODEL_PATH|model|model.path|the policy to start from: a 
 -|ROLLOUT_TP_SIZE|whole|rollout.tensor_model_parallel_size|GPUs of a server
 -|GPU_MEMORY_UTILIZATION|number|rollout.gpu_memory_utilization|its share of a GPU
 --reward_model|REWARD_MODEL_PATH|model|reward.model.path|scores in the place of the rules, by this classifier
---use_api_reward|-|switch|-|scores in the place of the rules, by a judge; needs --rm_api_type, --rm_model and a prompt
---rm_api_type|-|text|reward.judge.api_type|openai, dashscope, gemini or claude
---rm_model|-|text|reward.judge.model|the name of the model that judges
---rm_prompt_preset|-|text|reward.judge.preset|math, code, dialogue or safety
+--use_api_reward|-|switch|-|scores by a judge in the place of the rules
+--rm_api_type|-|text|reward.judge.api_type|dashscope (the default), openai, gemini or claude
+--rm_model|-|text|reward.judge.model|model name of the judge; by default qwen-plus, gpt-4o, gemini-2.5-flash or claude-sonnet-4-5
+--rm_prompt_preset|-|text|reward.judge.preset|math (the default), code, dialogue or safety
 --rm_system_prompt|-|text|reward.judge.system_prompt|in the place of the preset'"'"'s
 --rm_scoring_prompt|-|text|reward.judge.scoring_prompt|with {prompt}, {response}, {ground_truth}
 --n_gpus|N_GPUS|whole|mesh.data|GPUs of this host: the first so many; not where --config.mesh. says more
@@ -45,12 +46,13 @@ fail() {
 
 usage() {
     cat <<TEXT
-usage: scripts/train.sh [OPTION VALUE ...] [--config=FILE] [--config.SECTION.NAME=VALUE ...]
+usage: scripts/train.sh [OPTION VALUE ...] [--config=FILE] [--config.SECTION.NAME=VALUE ...] [VERL.KEY=VALUE ...]
 
 Prints the python -m jppo.train that the options stand for, and runs it. An option goes before its environment
 variable, which counts as unset when it is empty. What neither says is what --config says, which is
 $RECIPE where it is not given; --config.SECTION.NAME=VALUE and --dry_run are handed on. Own data without
 --config get a folder of their own, runs/NAME. PYTHON is the interpreter: .venv's here if there is one, else python.
+Overrides in verl's names, as in actor_rollout_ref.model.lora_rank=8, are translated by python -m jppo.from_verl.
 
 TEXT
     local option variable kind setting meaning
@@ -109,6 +111,7 @@ done <<<"$TABLE"
 
 declare -A given=() direct=() # by option; by setting, where --config.SETTING names it
 handed=()
+overrides=() # in verl's names
 own_config=
 while (($#)); do
     word=$1
@@ -132,6 +135,10 @@ while (($#)); do
             [[ -z ${direct[${name#--config.}]+set} ]] || fail "$name is given twice; leave one of them out"
             direct[${name#--config.}]=${word#*=}
             handed+=("$word")
+            continue
+            ;;
+        [a-z+]*.*=*)
+            overrides+=("$word")
             continue
             ;;
         --config*) fail "$word is not understood; write --config=FILE, or --config.SECTION.NAME=VALUE" ;;
@@ -165,6 +172,32 @@ while IFS='|' read -r option variable kind setting _; do
     if [[ -n ${chosen[$setting]+set} ]]; then check "${said_by[$setting]}" "$kind" "${chosen[$setting]}"; fi
 done <<<"$TABLE"
 
+python=${PYTHON-}
+if [[ -z $python ]]; then
+    python=$(dirname "$(dirname "$(realpath "$0")")")/.venv/bin/python
+    if [[ ! -x $python ]]; then python=python; fi
+fi
+
+# Overrides in verl's names become --config.SETTING=VALUE; the environment gives way to them.
+if ((${#overrides[@]})); then
+    command -v "$python" >/dev/null || fail "PYTHON=$python cannot be run; name an interpreter that has jppo"
+    settings=("--config=${own_config:-$RECIPE}" "${handed[@]}")
+    for setting in "${!chosen[@]}"; do settings+=("--config.$setting=${chosen[$setting]}"); done
+    translated=$("$python" -m jppo.from_verl "${settings[@]}" "${overrides[@]}") || exit 2
+    while IFS= read -r word; do
+        if [[ $word != --config.* ]]; then
+            if [[ -n $word ]]; then echo "$word" >&2; fi
+            continue
+        fi
+        setting=${word%%=*} setting=${setting#--config.}
+        [[ -z ${direct[$setting]+set} ]] || fail "an override of verl's gives $setting as --config.$setting does; leave one of them out"
+        [[ ${said_by[$setting]-} != --* ]] || fail "an override of verl's gives $setting as ${said_by[$setting]} does; leave one of them out"
+        unset 'chosen[$setting]'
+        direct[$setting]=${word#*=}
+        handed+=("$word")
+    done <<<"$translated"
+fi
+
 # What a setting will be, as far as it is said here.
 said() { echo "${chosen[$1]-${direct[$1]-}}"; }
 
@@ -172,6 +205,32 @@ said() { echo "${chosen[$1]-${direct[$1]-}}"; }
 more=()
 also() { # unless it is named already
     if [[ -z ${direct[$1]+set} && -z ${chosen[$1]+set} ]]; then more+=("--config.$1=$2"); fi
+}
+
+# The judge's settings that no option gives.
+judge_defaults() {
+    also reward.judge.api_type dashscope
+    if [[ -z $(said reward.judge.model) ]]; then
+        [[ -z $(said reward.judge.base_url) ]] ||
+            fail "--use_api_reward with --config.reward.judge.base_url needs --rm_model: the name that this server gives its model"
+        local provider
+        provider=$(said reward.judge.api_type)
+        case ${provider:-dashscope} in
+            dashscope) also reward.judge.model qwen-plus ;;
+            openai) also reward.judge.model gpt-4o ;;
+            gemini) also reward.judge.model gemini-2.5-flash ;;
+            claude) also reward.judge.model claude-sonnet-4-5 ;;
+            *) fail "--rm_api_type $provider is not known; give dashscope, openai, gemini or claude" ;;
+        esac
+    fi
+    if [[ -z $(said reward.judge.scoring_prompt) ]]; then also reward.judge.preset math; fi
+}
+
+# Whether --config describes a judge.
+names_a_judge() {
+    local file=${own_config%%:*}
+    [[ $own_config != jppo://* ]] || file=$(dirname "$(dirname "$(realpath "$0")")")/jppo/configs/${own_config#jppo://}.py
+    [[ -n $own_config ]] && grep -qs 'judge\.api_type' "$file"
 }
 
 if [[ -n ${given[--data]+set} && -z $own_config ]]; then
@@ -197,12 +256,7 @@ weights=()
 if [[ -n ${chosen[reward.model.path]+set} ]]; then weights+=(rm_score=1); fi
 if [[ -n ${given[--use_api_reward]+set} ]]; then
     weights+=(judge_score=1)
-    for option in --rm_api_type:api_type --rm_model:model; do
-        [[ -n $(said "reward.judge.${option#*:}") ]] ||
-            fail "--use_api_reward needs ${option%:*}; give it, as in --rm_api_type openai --rm_model NAME"
-    done
-    [[ -n $(said reward.judge.preset)$(said reward.judge.scoring_prompt) ]] ||
-        fail "--use_api_reward needs --rm_prompt_preset (math, code, dialogue or safety) or --rm_scoring_prompt"
+    if ! names_a_judge; then judge_defaults; fi
 else
     for option in "${!given[@]}"; do
         [[ $option != --rm_* ]] || fail "$option is for a judge, which nobody asks; give --use_api_reward too"
@@ -237,11 +291,6 @@ if [[ -n $gpus ]]; then
     done
 fi
 
-python=${PYTHON-}
-if [[ -z $python ]]; then
-    python=$(dirname "$(dirname "$(realpath "$0")")")/.venv/bin/python
-    if [[ ! -x $python ]]; then python=python; fi
-fi
 command=("$python" -m jppo.train "--config=${own_config:-$RECIPE}")
 while IFS='|' read -r _ _ _ setting _; do
     if [[ $setting != - && -n ${chosen[$setting]+set} ]]; then command+=("--config.$setting=${chosen[$setting]}"); fi

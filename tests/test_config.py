@@ -14,6 +14,8 @@ import pytest
 
 from jppo import settings, train
 from jppo.build import agent, reward
+from jppo.build.packing import critic_epochs
+from jppo.build.rollout import connections
 from jppo.learner import sharding
 from jppo.rewards.model.part import Classifier
 from jppo.settings import parts, table
@@ -620,3 +622,18 @@ def test_arguments_of_the_chat_template(text, found):
 @pytest.mark.parametrize("text", ["enable_thinking", "a b=1", "=1", "a=1,a=2"])
 def test_arguments_of_the_chat_template_that_are_none(config, text):
     assert "enable_thinking=False" in refusal(config, "data.apply_chat_template_kwargs", text)
+
+
+def test_critic_epochs_are_the_actors_unless_set():
+    config = settings.default()
+    config.actor.ppo_epochs = 3
+    assert critic_epochs(config) == 3
+    config.critic.ppo_epochs = 2
+    assert critic_epochs(config) == 2
+
+
+def test_requests_in_flight_follow_max_num_seqs():
+    config = settings.default()
+    assert [connections(config) for config.rollout.max_num_seqs in (8, 1024)] == [256, 1024]
+    config.rollout.max_concurrent_requests = 64
+    assert connections(config) == 64

@@ -211,6 +211,24 @@ def test_nothing_of_the_base_is_left_where_verl_says_otherwise(capsys):
     "given, setting, value",
     [
         ("trainer.critic_warmup=10", "trainer.critic_warmup", 9),
+        ("critic.optim.warmup_steps=7", "critic.lr_warmup_steps", 7),
+        ("actor_rollout_ref.actor.optim.warmup_steps=7", "actor.lr_warmup_steps", 7),
+        ("actor_rollout_ref.actor.fsdp_config.gradient_checkpointing=False", "model.remat", "none"),
+        ("critic.fsdp_config.param_offload=True", "critic.param_offload", True),
+        ("actor_rollout_ref.actor.megatron_config.tensor_model_parallel_size=4", "mesh.tensor", 4),
+        ("actor_rollout_ref.rollout.max_new_tokens=2048", "data.max_response_length", 2048),
+        ("actor_rollout_ref.rollout.max_concurrent_requests=512", "rollout.max_concurrent_requests", 512),
+        ("actor_rollout_ref.actor.optim.optimizer=SGD", "actor.optimizer", "sgd"),
+        ("actor_rollout_ref.actor.optim.lr_decay_style=cosine", "actor.lr_scheduler_type", "cosine"),
+        ("critic.optim.min_lr=5e-6", "critic.min_lr_ratio", 0.5),
+        ("+actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space=8", "rollout.engine_args", "--swap-space 8"),
+        ("actor_rollout_ref.model.lora.rank=8", "model.lora_alpha", 32),
+        ("reward.sandbox_fusion.url=http://127.0.0.1:8080/run_code", "reward.sandbox", "container"),
+        (
+            "trainer.default_local_dir=checkpoints/${trainer.project_name}",
+            "trainer.run_dir",
+            "checkpoints/verl_examples",
+        ),
         ("trainer.total_training_steps=null", "trainer.total_training_steps", -1),
         ("actor_rollout_ref.actor.clip_ratio_low=null", "actor.clip_ratio_low", None),
         ("critic.model.path=other/model", "critic.path", "other/model"),
@@ -221,6 +239,11 @@ def test_nothing_of_the_base_is_left_where_verl_says_otherwise(capsys):
         ("custom_reward_function.path=mine.py", "reward.function", "mine.py:compute_score"),
         ("+trainer.val_before_train=false", "trainer.val_before_train", False),
         ("actor_rollout_ref.actor.checkpoint.save_contents=[model,extra]", "trainer.save_contents", "model,extra"),
+        (
+            "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]",
+            "trainer.save_contents",
+            "model,extra,hf_model",
+        ),
         ("algorithm.rollout_correction.bypass_mode=True", "algorithm.old_logprob", "bypass"),
         ("algorithm.rollout_correction.rollout_is=token", "algorithm.old_logprob", "correction"),
         ("actor_rollout_ref.actor.fsdp_config={param_offload: true}", "actor.param_offload", True),
@@ -231,6 +254,30 @@ def test_a_value_is_what_it_means(given, setting, value, capsys):
     extra = ["actor_rollout_ref.actor.ppo_mini_batch_size=1024"] if "${" in given else []
     config, _ = said(capsys, given, *extra)
     assert config[setting] == value
+
+
+def test_a_reward_model_by_the_short_name(capsys):
+    config, _ = said(capsys, "reward_model.enable=True", "reward_model.path=some/rm")
+    assert (config["reward.model.path"], config["reward.weights"]) == ("some/rm", "rm_score=1")
+
+
+def test_hosts_of_a_launchers_script(capsys):
+    hosts = ["trainer.nnodes=2", "trainer.node_rank=1", "trainer.master_addr=10.0.0.1"]
+    config, _ = said(capsys, *hosts)
+    assert (config["trainer.node_rank"], config["trainer.coordinator_address"]) == (1, "10.0.0.1:29500")
+    config, _ = said(capsys, *hosts, "trainer.master_port=1234")
+    assert config["trainer.coordinator_address"] == "10.0.0.1:1234"
+    config, _ = said(capsys, "trainer.nnodes=1", "trainer.node_rank=0", "trainer.master_addr=10.0.0.1")
+    assert (config["trainer.node_rank"], config["trainer.coordinator_address"]) == (-1, "")
+
+
+def test_tools_by_the_agent_loop(capsys):
+    loop = "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent"
+    tools = "actor_rollout_ref.rollout.multi_turn.tool_config_path=configs/agent_calculator.yaml"
+    config, _ = said(capsys, loop, tools, "actor_rollout_ref.rollout.multi_turn.format=openai")
+    assert config["rollout.multi_turn.enable"] and config["rollout.multi_turn.format"] == "openai"
+    assert config["rollout.multi_turn.tool_config_path"] == "configs/agent_calculator.yaml"
+    assert translate([loop.replace("tool_agent", "single_turn_agent")]).lines[0].kind == "needless"
 
 
 def test_what_is_given_behind_a_file_counts_more(tmp_path, capsys):
@@ -288,7 +335,7 @@ def test_values_are_those_of_hydra(text, value):
         ("python3 -m verl.trainer.main_ppo a.b=1\npython3 -m verl.trainer.main_ppo a.b=2\n", "each start verl"),
         ("torchrun -m verl.trainer.fsdp_sft_trainer a.b=1\n", "is no PPO of verl's"),
         (
-            "python3 -m verl.trainer.main_ppo trainer.experiment_name=$(date +%s)\n",
+            "python3 -m verl.trainer.main_ppo trainer.default_local_dir=$(date +%s)\n",
             "$(date +%s): nothing of the script",
         ),
         ("python3 -m verl.trainer.main_ppo data.train_files=$NO_SUCH_VARIABLE\n", "$NO_SUCH_VARIABLE: nothing"),
@@ -299,6 +346,24 @@ def test_a_script_that_cannot_be_read_is_one_line(script, complaint, tmp_path, c
     file = tmp_path / "run.sh"
     file.write_text(script)
     assert complaint in refusal(capsys, str(file))
+
+
+def test_a_runs_name_is_what_the_script_says_of_it(tmp_path, capsys):
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "a=3\nMODEL=Qwen/Some-B\nset -- one\npython3 -m verl.trainer.main_ppo trainer.experiment_name=ppo-$(date +%s) \\\n"
+        " trainer.project_name=$(now) trainer.total_epochs=$(((a + 1) * 2)) data.train_files=${MODEL,,}${a:+-x} ${@:2}"
+    )
+    config, out = said(capsys, str(script))
+    assert (config["trainer.experiment_name"], config["trainer.total_epochs"]) == ("ppo", 8)
+    assert (config["trainer.project_name"], config["data.train_files"]) == ("verl_examples", "qwen/some-b-x")
+    assert "trainer.project_name=$(now): nothing of the script is run; it is left out" in out
+    assert "it is ppo" in out and "# unknown" not in out
+
+
+def test_verls_own_yaml_files_are_no_loss():
+    lines = translate(["--config-path=config", "--config-name=ppo_megatron_trainer.yaml", "--config-name=mine"]).lines
+    assert [line.kind for line in lines] == ["needless", "needless", "missing"]
 
 
 def test_what_jppo_refuses_is_said_in_its_own_words(capsys):

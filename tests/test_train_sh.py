@@ -4,6 +4,7 @@ import os
 import pathlib
 import shlex
 import subprocess
+import sys
 
 import pytest
 
@@ -181,6 +182,62 @@ def test_a_judge_takes_the_place_of_the_rules(folder):
     assert resolved(folder, *JUDGE)[0]["reward.judge.preset"] == "math"
 
 
+@pytest.mark.parametrize(
+    "words, changed",
+    [
+        ([], {}),
+        (["--rm_api_type", "dashscope", "--rm_model", "qwen-max"], {"model": "qwen-max"}),
+        (["--rm_api_type", "openai"], {"api_type": "openai", "model": "gpt-4o"}),
+        (["--rm_api_type", "claude", "--rm_model", "name"], {"api_type": "claude", "model": "name"}),
+        (["--rm_prompt_preset", "code"], {"preset": "code"}),
+        (["--rm_prompt_preset=safety"], {"preset": "safety"}),
+        (["--rm_system_prompt", "Be brief."], {"system_prompt": "Be brief."}),
+        (["--rm_scoring_prompt", "Rate {response}"], {"preset": "", "scoring_prompt": "Rate {response}"}),
+        (["--config.reward.judge.model=own"], {"model": "own"}),
+    ],
+)  # fmt: skip
+def test_a_judge_has_the_usual_defaults(folder, words, changed):
+    usual = {"api_type": "dashscope", "model": "qwen-plus", "preset": "math"} | changed
+    found, _ = resolved(folder, "--use_api_reward", *words)
+    assert found == recipe() | {f"reward.judge.{k}": v for k, v in usual.items()} | {"reward.weights": "judge_score=1"}
+
+
+def test_a_judge_of_the_config_is_kept(folder):
+    _, (_, *command) = run(folder, "--use_api_reward", "--config=jppo://judge", "--rm_model=name")
+    assert [word for word in command if ".judge." in word] == ["--config.reward.judge.model=name"]
+
+
+def translated(folder, *words, **env):
+    """The settings that the printed command names, with the real interpreter."""
+    done, _ = run(folder, "--print_only", *words, **{"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), **env})
+    named = [word.removeprefix("--config.").split("=", 1) for word in shlex.split(done.stdout)]
+    return done, {pair[0]: pair[1] for pair in named if len(pair) == 2 and "." in pair[0]}
+
+
+def test_overrides_in_verls_names_are_translated(folder):
+    verl = ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.actor.ppo_mini_batch_size=16"]
+    done, named = translated(folder, "--lr=1e-5", *verl, ROLLOUT_N="4")
+    wanted = {"actor.lr": "1e-5", "rollout.n": "4", "model.lora_rank": "8", "actor.ppo_mini_batch_size": "64"}
+    assert done.returncode == 0 and named == wanted
+    assert "actor_rollout_ref.model.lora_rank=8 -> model.lora_rank=8" in done.stderr
+    _, named = translated(folder, "actor_rollout_ref.rollout.n=2", "trainer.logger=['console','wandb']", ROLLOUT_N="4")
+    assert named == {"rollout.n": "2", "trainer.logger": "console,wandb,jsonl"}
+
+
+@pytest.mark.parametrize(
+    "words, complaint",
+    [
+        (["actor_rollout_ref.actor.no_such=1"], "verl 0.9.1 has no such key"),
+        (["--lr", "1", "actor_rollout_ref.actor.optim.lr=2"], "gives actor.lr as --lr does"),
+        (["--config.actor.lr=1", "actor_rollout_ref.actor.optim.lr=2"], "gives actor.lr as --config.actor.lr does"),
+    ],
+)
+def test_an_override_that_cannot_be_is_one_line(folder, words, complaint):
+    done, _ = translated(folder, *words)
+    assert (done.returncode, done.stdout) == (2, "") and complaint in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: ")
+
+
 def test_a_judge_and_a_reward_model_are_added_up_unless_the_weights_are_given(folder):
     both = [*JUDGE, "--reward_model", "my model"]
     assert resolved(folder, *both)[0]["reward.weights"] == "rm_score=1,judge_score=1"
@@ -257,9 +314,8 @@ def test_what_is_printed_is_what_is_run(folder):
         (["--model", "empty"], "--model=empty has no config.json"),
         (["--reward_model", "/no/rm"], "--reward_model=/no/rm: no such folder"),
         (["--use_api_reward=yes"], "--use_api_reward takes no value"),
-        (["--use_api_reward"], "--use_api_reward needs --rm_api_type"),
-        (JUDGE[:3], "--use_api_reward needs --rm_model"),
-        (JUDGE[:5], "--use_api_reward needs --rm_prompt_preset"),
+        (["--use_api_reward", "--rm_api_type", "bard"], "--rm_api_type bard is not known"),
+        (["--use_api_reward", "--config.reward.judge.base_url=http://127.0.0.1:1/v1"], "needs --rm_model"),
         (JUDGE[1:3], "--rm_api_type is for a judge"),
         (["--rm_system_prompt", "be strict"], "--rm_system_prompt is for a judge"),
         (["--kl_coef", "1", "--config.algorithm.use_kl_in_reward=False"], "--kl_coef=1 is of the KL in the reward"),

@@ -2,7 +2,8 @@
 
 An invalid call becomes a `Fault`, whose message is the answer to the model.
 
-    hermes, qwen3   <tool_call>{"name": "NAME", "arguments": {"KEY": VALUE}}</tool_call>
+    hermes, openai, qwen3
+                    <tool_call>{"name": "NAME", "arguments": {"KEY": VALUE}}</tool_call>
     qwen3_coder     <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>
     plain           <<NAME ARGUMENTS>>, for models without a chat template
 """
@@ -134,4 +135,8 @@ def _typed(value: str, kind: Any) -> Any:
     return value if kind in (None, "string") else json.loads(value.strip())
 
 
-PARSERS: dict[str, Parser] = {"hermes": hermes, "qwen3": hermes, "qwen3_coder": qwen3_coder, "plain": plain}
+PARSERS: dict[str, Parser] = {
+    **dict.fromkeys(("hermes", "openai", "qwen3"), hermes),
+    "qwen3_coder": qwen3_coder,
+    "plain": plain,
+}

@@ -71,6 +71,12 @@ def critic_mini_batch_size(c: ConfigDict) -> int:
     return c.actor.ppo_mini_batch_size if own is None else own
 
 
+def critic_epochs(c: ConfigDict) -> int:
+    """Returns the critic's epochs over a step's batch."""
+    own = c.critic.ppo_epochs
+    return c.actor.ppo_epochs if own is None else own
+
+
 def sequences_of_step(c: ConfigDict) -> int:
     """Returns the trajectories per step."""
     return c.data.train_batch_size * c.rollout.n

@@ -23,6 +23,7 @@ from jppo.models.lora import Lora
 from jppo.rollout.inprocess import InprocessEngine, InprocessSampler, InprocessSettings
 from jppo.rollout.protocol import Served
 from jppo.rollout.servers.engine import Engine, Limits
+from jppo.rollout.servers.member import CONNECTIONS
 from jppo.rollout.sglang.client import start_sglang
 from jppo.rollout.vllm.arguments import ServerSettings
 from jppo.rollout.vllm.client import start_vllm
@@ -144,9 +145,16 @@ def start_engine(c: ConfigDict, run: pathlib.Path, hosts: Hosts = ALONE) -> Engi
             health_timeout_s=r.health_timeout_s,
             max_restarts=r.max_restarts,
             sleep_level=r.sleep_level,
+            connections=connections(c),
         ),
         publish_dir=r.publish_dir,
     )
+
+
+def connections(c: ConfigDict) -> int:
+    """Returns the largest number of requests in flight at one server."""
+    asked: int = c.rollout.max_concurrent_requests
+    return asked if asked > 0 else max(CONNECTIONS, c.rollout.max_num_seqs)
 
 
 def start_inprocess(c: ConfigDict, run: pathlib.Path, hosts: Hosts = ALONE) -> InprocessEngine:

@@ -6,6 +6,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from jppo.build.inputs import Inputs
+from jppo.build.packing import critic_epochs
 from jppo.learner.devices import find_peak
 from jppo.models import cost
 from jppo.types import Trajectory
@@ -30,7 +31,7 @@ def stage_flops(c: ConfigDict, inputs: Inputs, trajectories: Sequence[Trajectory
         found["old_log_prob"] = cost.forward(policy, lengths, head_tokens=sampled, how=how)
     if inputs.critic is not None:
         once = cost.update(inputs.critic, lengths, head_tokens=0, how=inputs.critic_adapters)
-        found["update_critic"] = c.critic.ppo_epochs * once
+        found["update_critic"] = critic_epochs(c) * once
     return found
 
 

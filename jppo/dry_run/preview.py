@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 
 from jppo.build.inputs import Inputs, read_inputs
 from jppo.build.learner import make_passes
-from jppo.build.packing import critic_mini_batch_size, plan_of_run, sequences_of_step
+from jppo.build.packing import critic_epochs, critic_mini_batch_size, plan_of_run, sequences_of_step
 from jppo.build.rollout import published_dtype, share_gpu
 from jppo.build.sampling_notes import describe_sampling, forewarn
 from jppo.dry_run import auto, described_machine, forecast, memory
@@ -118,14 +118,14 @@ def work(c: ConfigDict, inputs: Inputs, mesh: Any) -> Work:
     """Computes the work of a step."""
     plan, per_step = plan_of_run(c, mesh, inputs.policy), sequences_of_step(c)
     step = full_length(inputs.train.prompts, per_step, c.data.max_response_length, samples=c.rollout.n)
-    models = {"actor": (c.actor, c.actor.ppo_mini_batch_size)}
+    models = {"actor": (c.actor.ppo_epochs, c.actor.ppo_mini_batch_size)}
     if inputs.critic is not None:
-        models["critic"] = (c.critic, critic_mini_batch_size(c))
+        models["critic"] = (critic_epochs(c), critic_mini_batch_size(c))
     packed = packing.pack(step, range(per_step), plan)
     return Work(
         scoring=len(packed),
         entries=sum(math.prod(rows.inputs.shape) for rows in packed),
-        updates={name: descents(step, plan, epochs=s.ppo_epochs, size=size) for name, (s, size) in models.items()},
+        updates={name: descents(step, plan, epochs=epochs, size=size) for name, (epochs, size) in models.items()},
         sampled=per_step * c.data.max_response_length,
     )
 

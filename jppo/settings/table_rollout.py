@@ -20,8 +20,9 @@ MULTI_TURN = (
     S("tool_config_path", "", "Tools: a YAML file, or a Python file with tools()", only=_TURNS),
     S("tool_timeout_s", 10.0, "Time limit of a tool call, and of an answer of a user or an environment",
       unit="seconds", bounds="(0,", only=_TURNS),
-    S("format", "hermes", "Syntax of tool calls. plain: for models without a chat template",
-      choices=("hermes", "qwen3", "qwen3_coder", "plain"), only=_TURNS),
+    S("format", "hermes", "Syntax of tool calls. openai and qwen3: as hermes; plain: for models without a chat"
+      " template",
+      choices=("hermes", "openai", "qwen3", "qwen3_coder", "plain"), only=_TURNS),
     S("interaction", "", "User-defined simulated user, PATH.py:CLASS or MODULE:CLASS", only=_TURNS),
     S("environment", "", "User-defined environment, PATH.py:CLASS or MODULE:CLASS; its reward is the response's",
       only=_TURNS),
@@ -63,6 +64,8 @@ ROLLOUT = (
     S("sleep_level", 0, "Sleep of servers on the trainer's GPU while it learns. 0: none; 1 and 2: vLLM's levels",
       choices=(0, 1, 2), only=_SERVERS),
     S("max_num_seqs", 256, "Concurrent responses of a server", bounds="[1,"),
+    S("max_concurrent_requests", -1, "Requests in flight at a server, which queues those over max_num_seqs. -1:"
+      " max_num_seqs, at least 256", bounds="[1,", off=-1, only=_SERVERS),
     S("gpu_memory_utilization", 0.4, "Fraction of a GPU's memory for a server", bounds="(0, 1]", only=_SERVERS),
     S("kv_cache_memory_bytes", 268435456, "KV cache on a CPU", unit="bytes", bounds="(0,"),
     S("omp_threads", 1, "Threads of a server on a CPU", bounds="[1,", only=_SERVERS),

@@ -143,7 +143,7 @@ CRITIC = (
     S("lora_alpha", None, "Scale of the critic's adapters. None: the policy's", kind=int, bounds="(0,"),
     S("lr", 1e-5, "Learning rate", bounds="[0,"),
     S("ppo_mini_batch_size", None, f"{MINI_BATCH}. None: the actor's", kind=int, bounds="[1,"),
-    EPOCHS,
+    S("ppo_epochs", None, f"{EPOCHS.meaning}. None: the actor's", kind=int, bounds="[1,"),
     SHUFFLE,
     S("loss_agg_mode", None, "Average of the token losses. None: the actor's", kind=str, choices=AGGREGATIONS),
     S("loss_scale_factor", None, "Divisor of seq-mean-token-sum-norm. None: the actor's", kind=float, bounds="(0,"),

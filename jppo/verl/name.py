@@ -15,6 +15,7 @@ class Name:
     default: Any = None  # verl's, if a script that omits the key must get it; None: jppo's own
     why: str = ""
     off: tuple = (False, None)  # missing: values that disable the feature
+    only: str = ""  # missing: the key that must be on for verl to read this one
 
 
 def same(key: str, setting: str, default: Any = None, convert: str = "as_is", why: str = "") -> Name:
@@ -25,5 +26,5 @@ def needless(why: str, *keys: str) -> tuple[Name, ...]:
     return tuple(Name(key, "needless", why=why) for key in keys)
 
 
-def missing(why: str, *keys: str, off: tuple = ()) -> tuple[Name, ...]:
-    return tuple(Name(key, "missing", why=why, off=(False, None, *off)) for key in keys)
+def missing(why: str, *keys: str, off: tuple = (), only: str = "") -> tuple[Name, ...]:
+    return tuple(Name(key, "missing", why=why, off=(False, None, *off), only=only) for key in keys)

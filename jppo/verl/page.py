@@ -3,9 +3,9 @@
 import textwrap
 from collections.abc import Iterator
 
+from jppo.verl.following import FOLLOWING
 from jppo.verl.name import Name
 from jppo.verl.names import OLDER, TABLE
-from jppo.verl.values import FOLLOWING
 
 WIDTH = 120
 
@@ -16,7 +16,7 @@ def names() -> str:
         "### Settings\n",
         *(_setting(name) for name in TABLE if name.kind == "same"),
         "\n### What follows from several\n",
-        *(_item(f"`{setting}`: {why}") for setting, (_, why) in FOLLOWING.items()),
+        *(_item(f"`{setting}`: {why}") for setting, (_, _, why) in FOLLOWING.items()),
         "\n### No meaning in jppo\n",
         *_grouped("needless"),
         "\n### Not supported\n",

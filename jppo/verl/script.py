@@ -86,6 +86,16 @@ def _commands(text: str, shell: _Shell, name: str) -> Iterator[tuple[int, list[s
             yield line, words
 
 
+def _closing(text: str) -> int:
+    """Returns the end of an arithmetic expansion at the start of the text; 0 if it has none."""
+    depth = 0
+    for mark in re.finditer(r"[()]", text):
+        depth += 1 if mark[0] == "(" else -1
+        if depth == 0:
+            return mark.end() if text[: mark.end()].endswith("))") else 0
+    return 0
+
+
 class _Reader:
     """A position in the text."""
 
@@ -147,7 +157,7 @@ class _Reader:
             else:
                 out[-1] += character
                 self.at += 1
-        return [word for word in out if word]
+        return [word for word in out if word.strip()]
 
     def _until(self, quote: str, begun: int) -> str:
         close = self.text.find(quote, self.at + 1)
@@ -179,10 +189,12 @@ class _Reader:
             entries = self.shell.arrays.get(match[1], [])
             out[-1] += entries[0] if entries else ""
             out.extend(entries[1:])
-        elif match := re.match(r"\$[@*]|\$\{[@*]\}", rest):
+        elif match := re.match(r"\$[@*]|\$\{[@*](:\d+)?\}", rest):
             pass
-        elif match := re.match(r"\$\(\((.*?)\)\)", rest, re.S):
-            out[-1] += self._sum(match[1], match[0])
+        elif rest.startswith("$((") and (end := _closing(rest)):
+            out[-1] += self._sum(rest[3 : end - 2], rest[:end])
+            self.at += end
+            return
         elif match := re.match(r"\$\(pwd\)", rest):
             out[-1] += self._value("PWD", match[0])
         elif rest.startswith("${"):
@@ -210,6 +222,14 @@ class _Reader:
         if depth:
             raise UserError(f"{self.name}:{self.line()}: ${{ has no end")
         said, self.at = self.text[self.at : end], end
+        if match := re.fullmatch(r"\$\{(\w+):?\+(.*)\}", said, re.S):
+            if self.shell.values.get(match[1]):
+                out[-1] += "".join(_Reader(match[2], self.shell, self.name).word(""))
+            return
+        if (match := re.fullmatch(r"\$\{(\w+)(,,|\^\^)\}", said)) and match[1] in self.shell.values:
+            known = self.shell.values[match[1]]
+            out[-1] += known.lower() if match[2] == ",," else known.upper()
+            return
         match = re.fullmatch(r"\$\{(\w+)(?:(:?)[-=](.*))?\}", said, re.S)
         if match is None:
             out[-1] += f"{UNREAD}{said}{UNREAD}"

@@ -2,16 +2,26 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jppo.settings import UserError
+from jppo.verl.following import FOLLOWING, OF_CONFIG, UNCHANGED
+from jppo.verl.look import Moot, Unfit
 from jppo.verl.name import Name
 from jppo.verl.names import TABLE, find, today
 from jppo.verl.overrides import flat, read_value
 from jppo.verl.script import UNREAD
-from jppo.verl.values import CONVERSIONS, FOLLOWING, Moot, Unfit
+from jppo.verl.values import CONVERSIONS
 
+DICTS = (  # keys whose value is a dict
+    "data.apply_chat_template_kwargs",
+    "actor_rollout_ref.rollout.engine_kwargs.vllm",
+    "actor_rollout_ref.rollout.engine_kwargs.sglang",
+)
+NAMES = ("trainer.project_name", "trainer.experiment_name")
+OWN_FILES = ("config", "ppo_trainer", "ppo_megatron_trainer")  # of Hydra's --config-path and --config-name
 PATHS = ("model.path", "data.train_files", "data.val_files")  # from the base config, if verl's line omits them
 
 
@@ -34,24 +44,34 @@ class Translation:
     notes: tuple[str, ...]
 
 
-def translate(words: Iterable[str]) -> Translation:
-    """Translates overrides. The last one of a key wins, as in Hydra."""
-    values, said, lines = _read(words)
+def translate(words: Iterable[str], config: Mapping[str, Any] | None = None) -> Translation:
+    """Translates overrides. The last one of a key wins, as in Hydra.
+
+    Keys that no override gives have verl's defaults; with a jppo `config`, its values, and the result has no settings
+    but those that the overrides change.
+    """
+    values, said, lines, notes = _read(words)
 
     def look(key: str) -> Any:
         if key in values:
             return values[key]
         name = find(key)
+        if config is not None and key in OF_CONFIG:
+            return OF_CONFIG[key](config, values)
+        if config is not None and name and name.key == key and name.setting and name.convert in UNCHANGED:
+            return config[name.setting]
         default = name.default if name and name.key == key else None
         return look(default[1:]) if isinstance(default, str) and default.startswith("=") else default
 
     settings: dict[str, Any] = {}
     for name in TABLE:
+        if config is not None:
+            break
         if name.default is not None and name.key not in values and not _of_no_critic(name.key, look):
             with contextlib.suppress(Moot, Unfit):
                 settings[name.setting] = CONVERSIONS[name.convert](look(name.key), look)
-    for setting, (follow, _) in FOLLOWING.items():
-        if (value := follow(look)) is not None:
+    for setting, (follow, keys, _) in FOLLOWING.items():
+        if (config is None or any(key in values for key in keys)) and (value := follow(look)) is not None:
             settings[setting] = value
     given = set()
     for key, value in values.items():
@@ -60,20 +80,20 @@ def translate(words: Iterable[str]) -> Translation:
         if setting:
             settings[setting] = converted
             given.add(setting)
-    return Translation(settings, frozenset(given), tuple(lines), tuple(_notes(values, look)))
+    if config is None:
+        notes += _notes(values, look)
+    return Translation(settings, frozenset(given), tuple(lines), tuple(notes))
 
 
-def _read(words: Iterable[str]) -> tuple[dict[str, Any], dict[str, str], list[Line]]:
-    """Returns values and spellings by current verl key, and lines on words that are no override."""
+def _read(words: Iterable[str]) -> tuple[dict[str, Any], dict[str, str], list[Line], list[str]]:
+    """Returns values and spellings by current verl key, lines on words that are no override, and notes."""
     values: dict[str, Any] = {}
     said: dict[str, str] = {}
     lines = []
     for word in words:
         key, equals, text = word.partition("=")
         if word.startswith("-"):
-            lines.append(
-                Line(_shown(word), "missing", "verl's YAML files are not read; give their settings as overrides")
-            )
+            lines.append(Line(_shown(word), *_option(key, text)))
         elif word.startswith("~") or not equals or not key.strip("+"):
             lines.append(Line(_shown(word), "unknown", "it is no KEY=VALUE"))
         else:
@@ -81,8 +101,10 @@ def _read(words: Iterable[str]) -> tuple[dict[str, Any], dict[str, str], list[Li
                 now = today(name)
                 values.pop(now, None)  # order of the last overrides
                 values[now], said[now] = value, f"{key}={text}" if name == key.lstrip("+") else f"{name}={value}"
-    _gather(values, said, "data.apply_chat_template_kwargs")
+    for key in DICTS:
+        _gather(values, said, key)
     _interpolate(values)
+    notes = _without_unread(values)
     for key, value in values.items():
         usual = row.default if (row := find(key)) else None
         numeric = isinstance(usual, int | float) and not isinstance(usual, bool)
@@ -93,7 +115,28 @@ def _read(words: Iterable[str]) -> tuple[dict[str, Any], dict[str, str], list[Li
                 f"{_shown(said[key])}: nothing of the script is run, and this is not said in it; set the variable in"
                 f" the environment, or give {key}=VALUE behind the file"
             )
-    return values, said, lines
+    return values, said, lines, notes
+
+
+def _without_unread(values: dict[str, Any]) -> list[str]:
+    """Leaves the parts of a run's names that only the script could expand out of them; returns notes."""
+    notes = []
+    for key in NAMES:
+        if UNREAD in (text := str(values.get(key, ""))):
+            left = re.sub(rf"{UNREAD}[^{UNREAD}]*{UNREAD}", "", text).strip("-_ ")
+            notes.append(f"{key}={_shown(text)}: nothing of the script is run; it is {left or 'left out'}")
+            if left:
+                values[key] = left
+            else:
+                del values[key]
+    return notes
+
+
+def _option(key: str, text: str) -> tuple[str, str]:
+    """Returns what becomes of an option of Hydra."""
+    if text.strip("./'\"").removesuffix(".yaml") in OWN_FILES:
+        return "needless", "verl's own settings are read"
+    return "missing", "verl's YAML files are not read; give their settings as overrides"
 
 
 def _gather(values: dict[str, Any], said: dict[str, str], key: str) -> None:
@@ -105,11 +148,15 @@ def _gather(values: dict[str, Any], said: dict[str, str], key: str) -> None:
 
 
 def _interpolate(values: dict[str, Any]) -> None:
-    """Expands values that are just ${KEY}."""
+    """Expands ${KEY}, the whole of a value or a part of a text."""
     for key, value in values.items():
-        named = value.strip(UNREAD) if isinstance(value, str) else ""
-        if named.startswith("${") and named.endswith("}") and (other := today(named[2:-1])) != key and other in values:
-            values[key] = values[other]
+        for mark, named in (
+            re.findall(rf"({UNREAD}?\$\{{([\w.]+)\}}{UNREAD}?)", value) if isinstance(value, str) else ()
+        ):
+            other = today(named)
+            found = values.get(other, row.default if (row := find(other)) and row.key == other else None)
+            if other != key and found is not None and isinstance(values[key], str):
+                values[key] = found if values[key] == mark else values[key].replace(mark, str(found))
 
 
 def _account(key: str, value: Any, said: str, look: Any) -> tuple[Line, str, Any]:
@@ -123,6 +170,8 @@ def _account(key: str, value: Any, said: str, look: Any) -> tuple[Line, str, Any
             "",
             None,
         )
+    if name.only and key != name.only and not look(name.only):
+        return Line(said, "needless", f"read only with {name.only}"), "", None
     if name.kind == "missing" and value in name.off:
         return Line(said, "needless", "it asks for nothing"), "", None
     if name.kind != "same":

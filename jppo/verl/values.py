@@ -1,59 +1,38 @@
 """Conversions of verl's values. `look` returns other keys' values, verl's defaults included."""
 
+import json
+import shlex
 from collections.abc import Callable
 from typing import Any
 
+from jppo.settings.table import TABLE
 from jppo.settings.texts import LOGGERS
+from jppo.verl.look import (
+    CORRECTION,
+    FUNCTION,
+    OVERLONG,
+    RM,
+    TURNS,
+    A,
+    Look,
+    M,
+    Moot,
+    R,
+    Unfit,
+    commas,
+    lora_rank,
+    need,
+    off_or,
+    on_each,
+)
 
-A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-TURNS, RM = f"{R}.multi_turn", "reward.reward_model"
-OVERLONG, CORRECTION = "reward.reward_kwargs.overlong_buffer_cfg", "algorithm.rollout_correction"
-FUNCTION = "reward.custom_reward_function"
 _DTYPES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
-
-Look = Callable[[str], Any]
-
-
-class Moot(Exception):
-    """A value without meaning given the others; the message says why."""
-
-
-class Unfit(Exception):
-    """A feature that jppo lacks; the message names the nearest one."""
-
-
-def longest(look: Look) -> int:
-    """Returns the maximum tokens of prompt plus response."""
-    return look("data.max_prompt_length") + look("data.max_response_length")
-
-
-def on_each(look: Look, sequences: int) -> int:
-    """Returns each device's tokens of `sequences` of the longest, divided by sequence parallelism."""
-    return -(-sequences * longest(look) // (look(f"{A}.ulysses_sequence_parallel_size") or 1))
-
-
-def reward_model(look: Look) -> bool:
-    """Whether a reward model alone gives the score."""
-    return bool(look(f"{RM}.enable") and not look(f"{FUNCTION}.path"))
-
-
-def off_or(value: Any, usual: Any) -> Any:
-    return usual if value is None else value
-
-
-def need(value: Any, truth: Any, why: str) -> Any:
-    """Returns the value if the condition holds and it is set; else raises Moot."""
-    if not truth:
-        raise Moot(why)
-    if value is None:
-        raise Moot("null asks for nothing")
-    return value
-
-
-def commas(value: Any, look: Look | None = None) -> str:
-    if value is None:
-        raise Moot("null asks for nothing")
-    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+FUSED = {  # Megatron's projections
+    "linear_qkv": "q_proj,k_proj,v_proj",
+    "linear_proj": "o_proj",
+    "linear_fc1": "gate_proj,up_proj",
+    "linear_fc2": "down_proj",
+}
 
 
 def engine(value: str, _: Look) -> str:
@@ -66,6 +45,12 @@ def engine(value: str, _: Look) -> str:
 def loggers(value: Any, _: Look) -> str:
     names = ["jsonl" if name == "file" else name for name in commas(value).split(",")]
     return ",".join(dict.fromkeys([*(name for name in names if name in LOGGERS), "jsonl"]))
+
+
+def contents(value: Any, _: Look) -> str:
+    """Returns the parts of a checkpoint; without model and extra no run could resume from it."""
+    given = commas(value).split(",")
+    return ",".join([*(one for one in ("model", "extra") if one not in given), *given])
 
 
 def micro_tokens(value: int | None, look: Look) -> int:
@@ -98,7 +83,76 @@ def critic_path(value: str | None, look: Look) -> str:
 
 
 def critic_lora(value: int, look: Look) -> int:
-    return need(value, look("actor_rollout_ref.model.lora_rank") or value, "the policy has no adapters either")
+    return need(value, lora_rank(look) or value, "the policy has no adapters either")
+
+
+def megatron_lora(value: Any, look: Look) -> Any:
+    return need(value, look(f"{M}.lora.rank"), "read only with model.lora.rank above 0")
+
+
+def modules(value: Any, _: Look) -> str:
+    """Returns names of projections; Megatron's fused ones are several."""
+    return ",".join(FUSED.get(name, name) for name in commas(value).split(","))
+
+
+def megatron_modules(value: Any, look: Look) -> str:
+    return modules(megatron_lora(value, look), look)
+
+
+def optimizer(value: str, _: Look) -> str:
+    name = {"adam": "adamw", "_adamw": "adamw"}.get(value if value == "adam" else value.lower(), value.lower())
+    if value == "Adam" or name not in ("adamw", "sgd", "muon", "adafactor", "lion"):
+        raise Unfit("adamw, muon, adafactor, lion and sgd are there, with decoupled weight decay; or PATH.py:NAME")
+    return name
+
+
+def schedule(value: str | None, _: Look) -> str:
+    if need(value, True, "") not in ("constant", "cosine"):
+        raise Unfit("constant and cosine are there")
+    return str(value)
+
+
+def min_lr(value: float | None, look: Look, optim: str) -> float:
+    return off_or(value, 0.0) / look(f"{optim}.lr")
+
+
+def server_args(value: dict[str, Any] | None, look: Look, engine: str) -> str:
+    """Returns options of a server's command line."""
+    if look(f"{R}.name") not in (engine, f"{engine}_async"):
+        raise Moot(f"read only with rollout.name={engine}")
+    words = []
+    for key, one in need(value or None, True, "").items():
+        name = key.replace("_", "-")
+        if one is None:
+            continue
+        words += [f"--{name}"] if one is True else [f"--no-{name}"] if one is False else [f"--{name}", quoted(one)]
+    return " ".join(words)
+
+
+def quoted(value: Any) -> str:
+    return shlex.quote(json.dumps(value) if isinstance(value, dict | list) else str(value))
+
+
+def agent_loop(value: str, _: Look) -> bool:
+    if value != "tool_agent":
+        raise (
+            Moot("it is what multi_turn.enable=False is")
+            if value in (None, "single_turn_agent")
+            else Unfit("rollout.multi_turn.enable makes conversations; there is no other loop")
+        )
+    return True
+
+
+def profiled(value: Any, look: Look) -> str:
+    return commas(need(value, look("global_profiler.tool"), "read only with global_profiler.tool"))
+
+
+def of_hosts(value: Any, look: Look) -> Any:
+    return need(value, look("trainer.nnodes") > 1, "read only with trainer.nnodes above 1")
+
+
+def master(value: str | None, look: Look) -> str:
+    return f"{of_hosts(value, look)}:{look('trainer.master_port') or 29500}"
 
 
 def resume(value: str, look: Look) -> str:
@@ -134,12 +188,20 @@ def model_engine(value: str, look: Look) -> str:
 
 
 def in_turns(value: Any, look: Look) -> Any:
-    return need(value, look(f"{TURNS}.enable"), "read only with multi_turn.enable=True")
+    enabled = look(f"{TURNS}.enable") or look(f"{R}.agent.default_agent_loop") == "tool_agent"
+    return need(value, enabled, "read only with multi_turn.enable=True")
 
 
 def of_tools(value: Any, look: Look) -> Any:
     in_turns(value, look)
     return need(value, look(f"{TURNS}.tool_config_path"), "read only with multi_turn.tool_config_path")
+
+
+def call_format(value: str | None, look: Look) -> str:
+    formats = TABLE["rollout.multi_turn.format"].choices
+    if in_turns(value, look) not in formats:
+        raise Unfit(f"{', '.join(map(str, formats))} are there")
+    return str(value)
 
 
 def unless_greedy(value: Any, look: Look) -> Any:
@@ -152,7 +214,7 @@ def top_k(value: int | None, _: Look) -> int:
 
 
 def ref_offload(value: bool, look: Look) -> bool:
-    adapters = look("actor_rollout_ref.model.lora_rank") and not look(f"{A}.fsdp_config.param_offload")
+    adapters = lora_rank(look) and not look(f"{A}.fsdp_config.param_offload")
     return need(
         value, not adapters, "beside adapters the reference is the policy's own base; actor.param_offload moves it"
     )
@@ -169,7 +231,8 @@ CONVERSIONS: dict[str, Callable[[Any, Look], Any]] = {
     "files": lambda value, _: commas(value),
     "commas": lambda value, _: commas(value),
     "text": lambda value, _: "" if value is None else commas(value),
-    "off": lambda value, _: off_or(value, -1),
+    "off": lambda value, _: -1 if value is False else off_or(value, -1),
+    "lora_alpha": lambda value, look: need(value, lora_rank(look), "read only with lora_rank above 0"),
     "arguments": lambda value, _: ",".join(f"{name}={one}" for name, one in (value or {}).items()),
     "or_zero": lambda value, _: off_or(value, 0.0),
     "or_none": lambda value, _: off_or(value, "none"),
@@ -181,6 +244,11 @@ CONVERSIONS: dict[str, Callable[[Any, Look], Any]] = {
     "times_n": lambda value, look: need(value, True, "") * look(f"{R}.n"),
     "critic_warmup": lambda value, _: max(0, value - 1),
     "warmup_steps": lambda value, _: value if value is not None and value > 0 else -1,
+    "actor_min_lr": lambda value, look: min_lr(value, look, f"{A}.optim"),
+    "critic_min_lr": lambda value, look: min_lr(value, look, "critic.optim"),
+    "vllm_args": lambda value, look: server_args(value, look, "vllm"),
+    "sglang_args": lambda value, look: server_args(value, look, "sglang"),
+    "sandbox_url": lambda value, _: need(value, True, ""),
     "actor_warmup_ratio": lambda value, look: warmup_ratio(value, look, A),
     "critic_warmup_ratio": lambda value, look: warmup_ratio(value, look, "critic"),
     "controller": lambda value, look: need(
@@ -206,49 +274,18 @@ CONVERSIONS: dict[str, Callable[[Any, Look], Any]] = {
                 micro_tokens,
             ),
             *(model_engine, of_tools, old_logprob, ref_offload, resume, servers, tokens, top_k, trainer_mode),
-            *(unless_greedy, with_model),
+            *(
+                unless_greedy,
+                with_model,
+                megatron_lora,
+                megatron_modules,
+                modules,
+                optimizer,
+                schedule,
+                agent_loop,
+                profiled,
+            ),
+            *(of_hosts, master, call_format, contents),
         )
     },
-}
-
-
-def _room(look: Look) -> int | None:
-    """Returns a default that holds the longest sequence if no micro-batch size is set, where verl refuses to run."""
-    said = look(f"{A}.use_dynamic_bsz") or any(
-        look(f"{A}.{name}") for name in ("ppo_micro_batch_size_per_gpu", "ppo_micro_batch_size")
-    )
-    return None if said else max(16384, on_each(look, 1))
-
-
-def _weights(look: Look) -> str | None:
-    factor = off_or(look(f"{OVERLONG}.penalty_factor"), 1.0)
-    own = {"rm_score": 1.0} if reward_model(look) else {}
-    if look(f"{FUNCTION}.path"):
-        own = {"function_score": 1.0}
-    if look(f"{OVERLONG}.enable") and look(f"{OVERLONG}.len"):
-        own = {**(own or {"rule_score": 1.0}), "length_score": float(factor)}
-    return ",".join(f"{part}={weight:g}" for part, weight in own.items()) or None
-
-
-def _data_axis(look: Look) -> int:
-    return 1 if look(f"{A}.fsdp_config.fsdp_size") == -1 else -1
-
-
-# Settings that follow from several keys, and why; None: jppo's own default.
-FOLLOWING: dict[str, tuple[Callable[[Look], Any], str]] = {
-    "actor.max_tokens_per_device": (_room, "nothing is said of micro-batches"),
-    "mesh.data": (_data_axis, "fsdp_size=-1 has the model in as many parts as there are devices"),
-    "reward.weights": (_weights, "verl's reward model scores alone, the overlong penalty is taken off by its factor"),
-    "reward.model.max_length": (
-        lambda look: longest(look) if reward_model(look) and not look(f"{RM}.max_length") else None,
-        "verl's reward model reads all of prompt and response",
-    ),
-    "rollout.logp_tolerance": (
-        lambda look: 0.5 if look(f"{R}.dtype") != "float32" else None,
-        "two engines in less than float32 round differently",
-    ),
-    "trainer.run_dir": (
-        lambda look: None if look("trainer.default_local_dir") else f"runs/{look('trainer.experiment_name')}",
-        "a folder by the experiment's name",
-    ),
 }

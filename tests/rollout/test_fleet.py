@@ -10,7 +10,6 @@ import pytest
 
 from jppo.rollout.protocol import RolloutError, greedy, sample_seed
 from jppo.rollout.servers import fleet as module
-from jppo.rollout.servers import member as member_module
 from jppo.rollout.servers.engine import Limits
 from jppo.rollout.vllm.client import GENERATE, start_vllm
 from jppo.types import Prompt
@@ -49,7 +48,7 @@ def made(fakes, settings, monkeypatch):
     monkeypatch.setattr(module, "PROBE_S", 0.05)
     engines = []
 
-    def make(count=2, timeout_s=20.0, health_s=5.0, start_s=20.0, restarts=3, lora_rank=0, decode=str):
+    def make(count=2, timeout_s=20.0, health_s=5.0, start_s=20.0, restarts=3, lora_rank=0, decode=str, connections=256):
         for fake in fakes:
             serve(fake)
         if lora_rank:
@@ -62,7 +61,7 @@ def made(fakes, settings, monkeypatch):
                 "run",
                 settings=settings(start_timeout_s=start_s, lora_rank=lora_rank),
                 urls=[fake.url for fake in fakes[:count]],
-                limits=Limits(timeout_s, health_s, restarts),
+                limits=Limits(timeout_s, health_s, restarts, connections=connections),
                 publish_dir="",
             )
         )
@@ -262,9 +261,8 @@ def test_what_begins_alike_goes_to_one_server_unless_it_is_busy(made, fakes, mon
     assert len(future.result()) == 24
 
 
-def test_no_more_are_under_way_than_a_server_has_room_for(made, fakes, monkeypatch):
-    sampler = made(1)
-    monkeypatch.setattr(module, "CONNECTIONS", 3)
+def test_no_more_are_under_way_than_a_server_has_room_for(made, fakes):
+    sampler = made(1, connections=3)
     now, most, lock, (_, good) = [0], [0], threading.Lock(), fakes[0].answers[GENERATE]
 
     def slow(body):
@@ -383,10 +381,8 @@ def test_a_request_that_a_server_forgot_is_asked_again_while_others_are_answered
     assert sampler.metrics() == {"rollout/restarts": 0.0, "rollout/asked_again": 1.0}
 
 
-def test_a_request_whose_turn_has_passed_is_asked_again_though_others_keep_coming(made, fakes, monkeypatch):
-    monkeypatch.setattr(member_module, "CONNECTIONS", 6)
-    monkeypatch.setattr(module, "CONNECTIONS", 6)
-    sampler = made(1, timeout_s=0.5)
+def test_a_request_whose_turn_has_passed_is_asked_again_though_others_keep_coming(made, fakes):
+    sampler = made(1, timeout_s=0.5, connections=6)
     one_at_a_time(fakes[0], 0.2)
     (_, good), first = fakes[0].answers[GENERATE], []
     fakes[0].answers[GENERATE] = (200, lambda b: good(b) if first else first.append(1) or fakes[0].hang.wait(20))

@@ -16,7 +16,7 @@ from jppo.rollout.servers import guard
 from jppo.rollout.servers.endpoint import Endpoint
 from jppo.rollout.servers.fleet import Fleet
 from jppo.rollout.servers.kind import Delivery, Dialect
-from jppo.rollout.servers.member import Member
+from jppo.rollout.servers.member import CONNECTIONS, Member
 from jppo.rollout.servers.process import Server, stop_all
 from jppo.settings import UserError
 from jppo.types import Prompt, Sampling, Trajectory
@@ -30,6 +30,7 @@ class Limits:
     health_timeout_s: float
     max_restarts: int
     sleep_level: int = 0
+    connections: int = CONNECTIONS  # requests in flight at one server
 
 
 class Publisher(Protocol):
@@ -168,7 +169,7 @@ class Engine:
                 _require_awake(endpoint, dialect)
                 _warn_if_open(endpoint, dialect)
             try:
-                members.append(Member(endpoint, server, *dialect.inspect(endpoint)))
+                members.append(Member(endpoint, server, *dialect.inspect(endpoint), limits.connections))
             except RolloutError as e:
                 raise UserError(f"{e}; {dialect.how}") from e
         fleet = Fleet(

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from jppo.rollout.protocol import Answer, RolloutError, sample_seed
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.servers.kind import Delivery, Dialect, Part
-from jppo.rollout.servers.member import CONNECTIONS, Cut, Member
+from jppo.rollout.servers.member import Cut, Member
 from jppo.rollout.servers.process import stop_all
 from jppo.rollout.stop_texts import begun, cut_at
 from jppo.settings import UserError
@@ -193,7 +193,7 @@ class Fleet:
                 least = min(fit, key=lambda member: member.under_way)
                 home = self.members[hash(near) % len(self.members)]
                 chosen = home if home in fit and home.under_way <= least.under_way + SLACK else least
-                if chosen.under_way < CONNECTIONS:
+                if chosen.under_way < chosen.connections:
                     chosen.under_way += 1
                     return chosen
             turn: asyncio.Future[None] = self._loop.create_future()

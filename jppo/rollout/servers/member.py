@@ -8,7 +8,7 @@ from typing import Any
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.servers.process import Server
 
-CONNECTIONS = 256  # requests in flight at one server, which queues the rest
+CONNECTIONS = 256  # least default of the requests in flight at one server, which queues the rest
 
 
 class Cut(ServerFault):
@@ -27,6 +27,7 @@ class Member:
     server: Server | None  # None: attached
     model: str
     max_model_len: int
+    connections: int = CONNECTIONS  # requests in flight
     up: bool = True
     mending: bool = False
     asleep: bool = False
@@ -69,4 +70,4 @@ class Member:
             await asyncio.wait({request}, timeout=timeout_s if its_turn else left)
             if its_turn and not request.done():
                 raise self.endpoint.late(route)
-            its_turn = self.answers - before >= CONNECTIONS  # all earlier requests are done
+            its_turn = self.answers - before >= self.connections  # all earlier requests are done

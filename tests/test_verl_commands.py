@@ -1,0 +1,50 @@
+"""Commands of verl's pages and scripts: each becomes a command that passes jppo's checks, or is refused for its reason."""
+
+import pathlib
+import re
+
+import pytest
+
+from jppo import from_verl, settings
+from jppo.settings import UserError, table
+from jppo.verl.translate import translate
+
+FILE = pathlib.Path(__file__).parent / "verl_commands.sh"
+START, *BLOCKS = re.split(r"(?m)^### (.*)\n", FILE.read_text())
+COMMANDS = dict(zip(BLOCKS[::2], BLOCKS[1::2], strict=True))
+USED_UP = ("unknown", "missing")
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    monkeypatch.setattr("os.environ", {"HOME": "/home/me"})
+
+
+def expected(block: str) -> tuple[set[str], str, dict[str, str]]:
+    """The keys that are not supported, the beginning of the refusal, and settings."""
+    lines = [line.removeprefix("## ") for line in block.splitlines() if line.startswith("## ")]
+    kinds = {"not supported": "", "refused": ""} | dict(line.split(": ", 1) for line in lines if ": " in line[:16])
+    named = dict(line.split("=", 1) for line in lines if not line.startswith(tuple(kinds)))
+    return set(kinds["not supported"].split()), kinds["refused"], named
+
+
+def test_there_are_enough_of_them():
+    assert len(COMMANDS) >= 60
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_is_translated_or_refused(name, tmp_path, environment):
+    lacking, refused, named = expected(COMMANDS[name])
+    script = tmp_path / "run.sh"
+    script.write_text(START + COMMANDS[name])
+    try:
+        words, _ = from_verl.overrides_of([str(script)])
+        found = translate(words)
+        lost = {line.said.lstrip("+").partition("=")[0] for line in found.lines if line.kind in USED_UP}
+        assert lost == lacking and [line for line in found.lines if line.kind == "unknown"] == []
+        config, _ = settings.parse(["--config=configs/gsm8k.py", *from_verl.arguments(found)], "", settings.default())
+    except UserError as e:
+        assert refused and str(e).startswith(refused), str(e)
+        return
+    assert not refused
+    assert {setting: str(table.values(config)[setting]) for setting in named} == named
