@@ -54,7 +54,7 @@ def read_run(argv: list[str]) -> tuple[ConfigDict, bool]:
     c, _ = settings.parse(rest, __doc__ or "", settings.default())
     if "rollout" not in c:
         raise UserError(
-            "--config is for jppo.sft or jppo.reward_model, but the doctor checks those of jppo.train; use their"
+            "--config is for jppo.sft or jppo.reward_model, but the doctor checks configs of jppo.train; use their"
             " --dry_run"
         )
     settings.check(c)

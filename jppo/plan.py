@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> None:
     c, switches = settings.parse(argv, __doc__ or "", settings.default(), describes=True)
     if "rollout" not in c:
         raise UserError(
-            "--config is not of jppo.train, which is what is planned; name a file that begins with default()"
+            "--config is not a config of jppo.train, which jppo.plan needs; name a file that begins with default()"
         )
     settings.check(c)
     c = auto.first(c)

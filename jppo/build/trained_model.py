@@ -1,7 +1,7 @@
 """The trained policy of a run folder or checkpoint, for export as a model directory.
 
 From a checkpoint, only the policy is read, with the checkpoint's settings. From a run without checkpoints, such as
-fine-tuning, the final model is taken.
+fine-tuning, the source is the final model.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ def find(path: pathlib.Path, *, step: int | None, best: bool) -> pathlib.Path:
         raise UserError(f"{path}: no such folder; name a run's folder, or RUN_DIR/checkpoints/STEP")
     if is_checkpoint(path):
         if best or step is not None:
-            raise UserError(f"{path} is one checkpoint: --step and --best choose among those of a run's folder")
+            raise UserError(f"{path} is one checkpoint: --step and --best select a checkpoint of a run folder")
         return path
     folder = path / "checkpoints"
     with Checkpoints(folder, keep=1, read_only=True) as found:
@@ -83,7 +83,7 @@ def run_of(path: pathlib.Path) -> pathlib.Path | None:
 def of_checkpoint(path: pathlib.Path, *, base: str | None, merge: bool, dtype: str | None) -> Trained:
     """Makes the policy of a checkpoint; `base` replaces the run's model.path, `merge` merges adapters.
 
-    `dtype` None: that of the parameters in training.
+    `dtype` None: the dtype of the parameters in training.
     """
     mesh = sharding.make_mesh((1,))
     read: dict[str, Any] = {}
