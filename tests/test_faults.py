@@ -55,7 +55,7 @@ def test_a_difference_is_seen(script, lab):
 def test_killed_after_three_steps_it_goes_on_to_the_bit(script, lab):
     (row,) = script.killed_after_three(lab)
     assert row.kept, row.happened
-    assert "going on from the checkpoint of step 3" in row.happened
+    assert "resuming from the checkpoint of step 3" in row.happened
 
 
 @pytest.mark.slow

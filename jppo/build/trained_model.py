@@ -62,7 +62,7 @@ def find(path: pathlib.Path, *, step: int | None, best: bool) -> pathlib.Path:
     if not (path / "hf").is_dir():
         raise UserError(
             f"{path} has neither checkpoints nor hf/: nothing is trained there yet; name the folder of a run"
-            " that has come to a checkpoint (trainer.save_freq) or to its end"
+            " with a checkpoint (trainer.save_freq) or of a finished run"
         )
     return path
 
@@ -92,7 +92,7 @@ def of_checkpoint(path: pathlib.Path, *, base: str | None, merge: bool, dtype: s
         settings = meta.get("config", {})
         source = settings.get("model.path") if base is None else base
         if not source:
-            raise UserError(f"{path} does not say what model it began with; name it by --base DIR")
+            raise UserError(f"{path} does not name its base model; give it by --base DIR")
         try:
             _, cfg = hf.read_config(source)
         except UserError as e:
@@ -154,7 +154,7 @@ def _base(what: state.Weights, source: str, settings: Settings, meta: dict[str, 
     then = meta.get("frozen", {}).get("model.path")
     if then is not None and then != checksum_of_all(found):
         raise UserError(
-            f"{source}: its weights are not those that the adapters learned beside; name the directory that has them"
+            f"{source}: its weights differ from the base of the adapters; name the directory of that base"
             " by --base DIR"
         )
     return found

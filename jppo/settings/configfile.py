@@ -65,7 +65,7 @@ def explained(file: str, call: Callable[..., Any], *args: Any, **kwargs: Any) ->
             if missing
             else f"{type(e).__name__}: {text:.300}"
         )
-        raise UserError(f"{place}: {what}; mend the file") from e
+        raise UserError(f"{place}: {what}; fix the file") from e
 
 
 def no_setting(name: str, names: Iterable[str]) -> str:

@@ -280,7 +280,12 @@ def scored(cfg, mesh, weights, trajectories, temperature):
     return np.concatenate([found[b] for b in range(len(trajectories))])
 
 
-@pytest.mark.parametrize("name", SHAPES)
+# A family with every kind of head, window and cap; tests/models/ compares all of them with and without a cache.
+SCORED = ("qwen2-untied", "qwen3-biased", "gemma2-capped", "gemma3-long")
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in SHAPES if name not in SCORED]
+
+
+@pytest.mark.parametrize("name", [*SCORED, *OTHERS])
 def test_log_probs_are_the_scorers(name):
     cfg, mesh, values = model_of(name)
     sampler = engine_of(cfg, mesh, rows=4)
