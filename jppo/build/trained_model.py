@@ -154,8 +154,7 @@ def _base(what: state.Weights, source: str, settings: Settings, meta: dict[str, 
     then = meta.get("frozen", {}).get("model.path")
     if then is not None and then != checksum_of_all(found):
         raise UserError(
-            f"{source}: its weights differ from the base of the adapters; name the directory of that base"
-            " by --base DIR"
+            f"{source}: its weights differ from the base of the adapters; name the directory of that base by --base DIR"
         )
     return found
 
