@@ -117,35 +117,36 @@ def mutants(path: pathlib.Path) -> Iterator[Mutant]:
             yield Mutant(path, node.lineno, start, end, source[start:end].decode(), after)
 
 
-def tests(checkout: pathlib.Path, mutant: Mutant) -> list[str]:
-    """Returns the test files of the package, the module's own first and slow ones last, then the other package's."""
+def stages(checkout: pathlib.Path, mutant: Mutant) -> list[list[str]]:
+    """Returns test files by session: the module's own, quick ones of its package, the rest of both packages."""
     package, name = mutant.path.parts[1], mutant.path.stem
-    rooms = [package, *(other for other in PACKAGES if other != package)]
+    found: list[list[str]] = [[], [], []]
+    for room in (package, *(other for other in PACKAGES if other != package)):
+        for file in sorted((checkout / "tests" / room).glob("test_*.py")):
+            place = 0 if file.stem == f"test_{name}" else 2 if file.stem in SLOW or room != package else 1
+            found[place].append(str(file.relative_to(checkout)))
+    return [files for files in found if files]
 
-    def rank(file: pathlib.Path) -> tuple[bool, int, bool, str]:
-        return file.stem != f"test_{name}", rooms.index(file.parent.name), file.stem in SLOW, file.stem
 
-    files = [file for room in rooms for file in (checkout / "tests" / room).glob("test_*.py")]
-    return [str(file.relative_to(checkout)) for file in sorted(files, key=rank)]
-
-
-def run_tests(checkout: pathlib.Path, files: list[str], log: pathlib.Path) -> None:
+def run_tests(checkout: pathlib.Path, sessions: list[list[str]], log: pathlib.Path) -> None:
     """Runs the tests of a copy until one fails and exits as pytest does; for a forked process."""
     with log.open("w") as out:
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)
     os.chdir(checkout)
     sys.path.insert(0, str(checkout))
-    options = ["-x", "-n", "0", "-p", "no:cacheprovider", "-p", "no:randomly", "-m", "not slow"]
-    code = int(pytest.main([*options, *files]))
+    options = ["-x", "-n", "0", "-p", "no:cacheprovider", "-m", "not slow"]
+    code = 0
+    for files in sessions:
+        code = code or int(pytest.main([*options, *files]))
     sys.stdout.flush()
     os._exit(code)
 
 
-def catches(checkout: pathlib.Path, files: list[str], timeout_s: float) -> tuple[bool, str]:
+def catches(checkout: pathlib.Path, sessions: list[list[str]], timeout_s: float) -> tuple[bool, str]:
     """Whether a test fails, and which; tests that run into the timeout count as failed."""
     log = checkout.parent / "log"
-    process = multiprocessing.get_context("fork").Process(target=run_tests, args=(checkout, files, log))
+    process = multiprocessing.get_context("fork").Process(target=run_tests, args=(checkout, sessions, log))
     process.start()
     process.join(timeout_s)
     if process.exitcode is None:
@@ -189,7 +190,7 @@ def main() -> None:
             began, target = time.monotonic(), checkout / mutant.path
             source = target.read_bytes()
             target.write_bytes(source[: mutant.start] + mutant.after.encode() + source[mutant.end :])
-            caught, by = catches(checkout, tests(checkout, mutant), args.timeout_s)
+            caught, by = catches(checkout, stages(checkout, mutant), args.timeout_s)
             target.write_bytes(source)
             alive += [] if caught else [mutant]
             took = f"{time.monotonic() - began:.0f} s"

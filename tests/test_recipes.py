@@ -246,6 +246,7 @@ def test_a_run_with_adapters_exports_both_and_goes_on_from_its_checkpoint(learn,
     assert again[: len(first)] == first
 
 
+@pytest.mark.slow
 def test_rank_0_is_no_adapter_to_the_bit(learn, small_run):
     plain = learn({})
     small_run.trainer.run_dir += "-again"
@@ -257,6 +258,7 @@ def test_rank_0_is_no_adapter_to_the_bit(learn, small_run):
         }
 
 
+@pytest.mark.slow
 def test_a_critic_may_have_adapters_of_its_own_or_none(learn, small_run):
     learn({"model.lora_rank": 4, "critic.lora_rank": 0})
     names = saved(small_run)

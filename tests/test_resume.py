@@ -214,6 +214,7 @@ def by_command(small_run, run, devices, *more):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_one_devices_checkpoint_goes_on_over_eight(small_run, tmp_path):
     one, eight = tmp_path / "one", tmp_path / "eight"
     by_command(small_run, one, 1)

@@ -19,7 +19,7 @@ USERS = {"own user": 0, "nobody": NOBODY}
 MIXES = [
     ("own user", ""),
     ("own user", "namespaces"),
-    ("own user", "landlock"),
+    pytest.param("own user", "landlock", marks=pytest.mark.slow),
     ("nobody", ""),
     pytest.param("nobody", "namespaces", marks=pytest.mark.slow),
 ]

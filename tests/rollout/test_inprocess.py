@@ -396,11 +396,12 @@ def test_only_the_version_that_is_held_is_sampled_from(made):
     sampler.hold(values, version=7)
 
 
-def test_a_training_samples_from_what_it_learned(small_run, engine):
+@pytest.mark.parametrize("mesh", [(8, 1, 1, 1), pytest.param((1, 2, 2, 2), marks=pytest.mark.slow)])
+def test_a_training_samples_from_what_it_learned(small_run, engine, mesh):
     small_run.rollout.name, small_run.rollout.logp_tolerance = "inprocess", 1e-4  # which train.agree holds it to
     small_run.rollout.temperature, small_run.actor.use_kl_loss, small_run.actor.ppo_mini_batch_size = 0.6, True, 8
     small_run.actor.lr, small_run.rollout.n = 1e-2, 2
-    small_run.mesh.data, small_run.mesh.fsdp, small_run.mesh.tensor, small_run.mesh.sequence = 1, 2, 2, 2
+    small_run.mesh.data, small_run.mesh.fsdp, small_run.mesh.tensor, small_run.mesh.sequence = mesh
     train.train(small_run)
     assert not engine.asked  # the other engine was not there
     run = pathlib.Path(small_run.trainer.run_dir)
