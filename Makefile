@@ -1,4 +1,4 @@
-# Everything that a checkout can do; `make help` lists it. Each target sets up .venv first where it must.
+# `make help` lists the targets. Each sets up .venv first if it needs it.
 
 PYTHON = python3
 SEED = 1
@@ -9,15 +9,15 @@ SPACE = $(COMMA:,=) $(COMMA:,=)
 RUN = runs/quickstart$(if $(filter-out 1,$(SEED)),-seed$(SEED))
 
 VENV = .venv
-# glibc gives large temporaries huge pages: a tenth to a fifth faster on a CPU. Read when a process starts.
+# Huge pages for large temporaries: 10% to 20% faster on a CPU. glibc reads this when a process starts.
 TUNED = GLIBC_TUNABLES=glibc.malloc.hugetlb=1
 PY = $(VENV)/bin/python
-# A file's tests stay together: they share what was made and compiled for them.
-SPREAD = -n $(JOBS) --dist loadfile
+# A file's tests share fixtures and compiled programs, so one worker runs them; tests/conftest.py orders the files.
+SPREAD = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 READY = $(VENV)/.ready
 BEGAN := $(shell date +%s)
 
-# Another environment's settings would lead Python or pip away from ours.
+# Settings of another environment would redirect Python or pip.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PIP_TARGET PIP_PREFIX PIP_USER PIP_REQUIRE_VIRTUALENV
 
 .DEFAULT_GOAL = help
@@ -27,17 +27,17 @@ unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PIP_TARGET PIP_PREFIX PIP_USER PIP_RE
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(READY)  ## make .venv, with vLLM for this machine; PYTHON=... names another interpreter
+setup: $(READY)  ## create .venv, with vLLM for this machine; PYTHON=... selects another interpreter
 	@echo "$(VENV) is ready"
 
-quickstart: $(RUN)/sft/hf/config.json  ## train a small model from nothing and show what happened; SEED=1 RUN=DIR
+quickstart: $(RUN)/sft/hf/config.json  ## train a small model from scratch and write a report; SEED=1 RUN=DIR
 	$(TUNED) $(PY) -m jppo.train --config=configs/quickstart.py:$(RUN) --config.trainer.seed=$(SEED)
-	@echo "all together      $$(($$(date +%s) - $(BEGAN))) s, with all that had to be made first"
+	@echo "all together      $$(($$(date +%s) - $(BEGAN))) s, set-up included"
 
-test: $(READY)  ## run the tests, a real vLLM among them; JOBS=2 processes at a time
+test: $(READY)  ## run the tests, with a real vLLM; JOBS=2 workers
 	$(PY) -m pytest $(SPREAD) -m "not slow"
 
-test-all: $(READY)  ## run the tests that take minutes too
+test-all: $(READY)  ## run all tests, also those that take minutes
 	$(PY) -m pytest $(SPREAD)
 
 lint: $(READY)  ## check style and format
@@ -47,39 +47,39 @@ lint: $(READY)  ## check style and format
 types: $(READY)  ## check types
 	$(PY) -m mypy
 
-docs: $(READY)  ## make a site of docs/ in site/
+docs: $(READY)  ## build the site of docs/ in site/
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
-	@echo "site/index.html is ready; with its search: $(PY) -m http.server -d site"
+	@echo "site/index.html is ready; with search: $(PY) -m http.server -d site"
 
-bench: $(RUN)/sft/hf/config.json  ## measure all that is in benchmarks/, with tables; ARGS=...
+bench: $(RUN)/sft/hf/config.json  ## run the benchmarks and write tables; ARGS=...
 	$(TUNED) $(PY) benchmarks/together.py $(ARGS)
 
-bench-peers: $(READY)  ## measure jppo beside torch with transformers, TRL and tunix; PEERS=... ARGS=...
+bench-peers: $(READY)  ## compare jppo with torch and transformers, TRL and tunix; PEERS=... ARGS=...
 	@benchmarks/peers/setup.sh $(PYTHON) $(PEERS)
 	$(TUNED) $(PY) benchmarks/contest.py --peers $(subst $(SPACE),$(COMMA),$(PEERS)) $(ARGS)
 
-doctor: $(READY)  ## say what of this machine, and of a run by CONFIG=FILE, would stop a training; ARGS=...
+doctor: $(READY)  ## check this machine, and a run by CONFIG=FILE, before training; ARGS=...
 	@$(PY) -m jppo.doctor $(if $(CONFIG),--config=$(CONFIG)) $(ARGS)
 
-target-gpu: $(READY)  ## install XLA's compiler for GPUs that are not here in .targets/gpu, for --dry_run --machine=8xH100
+target-gpu: $(READY)  ## install XLA's GPU compiler in .targets/gpu, for --dry_run --machine=8xH100 without a GPU
 	$(PY) -m jppo.targets.compilers gpu
 
-target-tpu: $(READY)  ## the same for TPUs, for --dry_run --machine=v5e-16
+target-tpu: $(READY)  ## install XLA's TPU compiler in .targets/tpu, for --dry_run --machine=v5e-16
 	$(PY) -m jppo.targets.compilers tpu
 
-pictures: $(READY)  ## photograph the report of a run for docs/, by a headless Chromium; RUN=DIR
+pictures: $(READY)  ## screenshot the report of a run for docs/ with headless Chromium; RUN=DIR
 	JPPO_PICTURES_OF=$(RUN) $(PY) -m pytest tests/test_report.py -k pictures
 
 clean:  ## remove caches and builds; .venv and runs stay
 	rm -rf build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .jax_cache
 	find . -path ./$(VENV) -prune -o -path ./runs -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
-# Written last: a setup that was interrupted is done again.
+# Written last, so an interrupted setup runs again.
 $(READY): pyproject.toml scripts/setup.sh
 	@scripts/setup.sh $(VENV) $(PYTHON)
 	@touch $@
 
-# The last file that the command writes stands for all of them.
+# The last file that the command writes marks it as done.
 $(RUN)/data/model/generation_config.json: | $(READY)
 	$(PY) -m examples.arithmetic --out $(RUN)/data --seed $(SEED)
 

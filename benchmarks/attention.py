@@ -44,7 +44,7 @@ Arrays = tuple[jax.Array, ...]
 
 
 def attends(needs: fused.Needs) -> tuple[dict[str, Attend], dict[str, str]]:
-    """Every kernel that can run here, XLA alone first, and why each other cannot."""
+    """Returns the kernels that can run here, plain XLA first, and the reason for each other."""
     able: dict[str, Attend] = {}
     reasons: dict[str, str] = {}
     for name in KERNELS:
@@ -58,7 +58,7 @@ def attends(needs: fused.Needs) -> tuple[dict[str, Attend], dict[str, str]]:
 
 
 def make_batch(shape: tuple[int, ...], trajectories: int, dtype: str) -> Arrays:
-    """Random q, k and v, a weight for each output, and the segments: so many trajectories a row, its end empty."""
+    """Makes random q, k, v, output weights and segments, with padding at the end of each row."""
     R, T, H, K, A = shape
     rng = np.random.default_rng(0)
     q, k, v, weight = (jnp.asarray(rng.standard_normal((R, T, heads, A), np.float32), dtype) for heads in (H, K, K, H))
@@ -84,7 +84,7 @@ def backward(attend: Attend) -> Callable[..., Arrays]:
 
 
 def difference(found: Arrays, batch: Arrays, needs: fused.Needs) -> float:
-    """How far the first row and key/value head are from XLA's in float32: of output and gradients the worst."""
+    """Returns the largest deviation from XLA in float32, of output and gradients, in the first row and head."""
     q, k, _, _, segment = batch
     shared = q.shape[2] // k.shape[2]
     heads = (shared, 1, 1, shared)
@@ -99,7 +99,7 @@ def difference(found: Arrays, batch: Arrays, needs: fused.Needs) -> float:
 
 
 def measure(shape: tuple[int, ...], trajectories: int, *, dtype: str, window: int | None, repeats: int) -> Any:
-    """Every kernel on rows of one shape: seconds, temporaries, the distance from XLA; and why others are left out."""
+    """Measures each kernel on rows of one shape: seconds, temporaries, deviation; and why others were skipped."""
     A = shape[-1]
     needs = fused.Needs(A**-0.5, None, (window,), A, dtype, one_segment=trajectories == 1)
     able, reasons = attends(needs)

@@ -50,7 +50,7 @@ Contestant = dict[str, Any]
 
 
 def find_jemalloc(envs: pathlib.Path) -> str | None:
-    """jemalloc of this machine, or the one that the set-up has put beside the environments."""
+    """Returns the machine's jemalloc, or the one that the set-up installed next to the environments."""
     if found := ctypes.util.find_library("jemalloc"):
         return found
     return next((str(path) for path in sorted(envs.glob("jemalloc/**/libjemalloc.so*"))), None)
@@ -59,7 +59,7 @@ def find_jemalloc(envs: pathlib.Path) -> str | None:
 def contestants(
     peers: Sequence[str], dtypes: Sequence[str], envs: pathlib.Path, jemalloc: str | None
 ) -> dict[str, Contestant]:
-    """Who runs: by name the peer, the precision, the allocator and the interpreter."""
+    """Returns peer, precision, allocator and interpreter of each contestant."""
     found: dict[str, Contestant] = {}
     more = {"default": {}} | ({"jemalloc": {"LD_PRELOAD": jemalloc}} if jemalloc else {})
     for peer in ("jppo", *peers):
@@ -75,7 +75,7 @@ def contestants(
 
 
 def write_work(folder: pathlib.Path, shape: str, changes: Sequence[str]) -> dict[str, Any]:
-    """Model, batch and numbers of one shape; what is to be said of them."""
+    """Writes model, batch and numbers of one shape; returns their description."""
     described = hf_config(*SHAPES[shape])
     cfg = families.from_hf(described, path=f"shape {shape}")
     source = folder / "source"
@@ -104,11 +104,11 @@ def write_work(folder: pathlib.Path, shape: str, changes: Sequence[str]) -> dict
 
 
 class Ended(Exception):
-    """A worker that is gone."""
+    """A worker process has ended."""
 
 
 class Worker:
-    """One contestant's process: asked by lines."""
+    """A contestant's process, controlled by lines on its standard input."""
 
     def __init__(self, who: Contestant, folder: pathlib.Path):
         ours = () if who["peer"] == "jppo" else ("PYTHONPATH", "GLIBC_TUNABLES")
@@ -144,7 +144,7 @@ class Worker:
 def workers(
     entered: dict[str, Contestant], folder: pathlib.Path
 ) -> Iterator[tuple[dict[str, Worker], dict[str, Any], dict[str, str]]]:
-    """All that make ready, one after the other; what each said, and why others are left out."""
+    """Starts the contestants one after the other; returns their reports, and why others are left out."""
     with contextlib.ExitStack() as stack:
         able, said, left_out = {}, {}, {}
         for name, who in entered.items():
@@ -163,7 +163,7 @@ def workers(
 
 
 def agree(entered: dict[str, Contestant], said: dict[str, Any]) -> None:
-    """Raises where a float32 contestant's mean log-prob is not the first's: it would do other work."""
+    """Raises if a float32 contestant's mean log-prob differs from the first's."""
     first = next(name for name in said if entered[name]["dtype"] == "float32")
     for name, x in said.items():
         apart = abs(x["logp"] - said[first]["logp"])
@@ -172,7 +172,7 @@ def agree(entered: dict[str, Contestant], said: dict[str, Any]) -> None:
 
 
 def measure(shape: str, entered: dict[str, Contestant], *, changes: Sequence[str], repeats: int) -> Any:
-    """Every contestant on one shape, in turn."""
+    """Measures all contestants on one shape, in turn."""
     with tempfile.TemporaryDirectory() as place:
         folder = pathlib.Path(place)
         out = write_work(folder, shape, changes)
@@ -203,7 +203,7 @@ def note(result: dict[str, Any], stage: str, answer: dict[str, Any]) -> None:
 
 
 def ratios(measured: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
-    """By precision ('best': each in its own) and stage: jppo against the peer that comes nearest to it."""
+    """Returns jppo's speed relative to the nearest peer, by precision ('best': each in its faster one) and stage."""
     everyone = measured["contestants"]
 
     def over(mine: Contestant, theirs: Contestant, stage: str) -> float:
@@ -254,7 +254,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def chosen(option: str, text: str, known: Sequence[str]) -> list[str]:
-    """What is named in an option, each of it known."""
+    """Parses the names in an option; unknown names are errors."""
     names = text.split(",")
     if unknown := [name for name in names if name not in known]:
         raise UserError(f"{option}={text}: {unknown[0]!r} is not one of {', '.join(known)}")
@@ -279,7 +279,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.repeats < 1:
         raise UserError(f"--repeats={args.repeats} must be 1 or more")
     jax.config.update("jax_platforms", "cpu")
-    load, at = os.getloadavg()[0], commit()  # before the run: it is what runs, and what ran beside it
+    load, at = os.getloadavg()[0], commit()  # before the run: the load of other programs
     jemalloc = find_jemalloc(args.envs)
     entered = contestants(peers, dtypes, args.envs, jemalloc)
     result: dict[str, Any] = {

@@ -30,7 +30,7 @@ ROWS = 4  # the tokens stand in as many rows
 
 
 def model(vocab: int) -> families.ModelConfig:
-    """A model of which the logits only matter: no soft cap, no padding."""
+    """A model with plain logits: no soft cap, no padding."""
     shape = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=1)
     return families.from_hf(
         dict(model_type="llama", vocab_size=vocab, max_position_embeddings=1, **shape), path="exact_kl.py"
@@ -53,7 +53,7 @@ def make_gradient(chunk_tokens: int, vocab: int) -> Any:
 
 
 def measure(tokens: int, vocab: int, *, width: int, chunk_bytes: int, repeats: int) -> dict[str, Any]:
-    """Temporaries of the compiled gradient in bytes; seconds of each repeat, where it is run."""
+    """Returns the temporaries of the compiled gradient in bytes, and the seconds of each repeat."""
     shapes = (ROWS, tokens // ROWS, width), (vocab, width)
     states = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
     targets = jax.ShapeDtypeStruct(shapes[0][:2], jnp.int32)

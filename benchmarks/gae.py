@@ -45,13 +45,13 @@ def make_batch(B: int, L: int) -> tuple[np.ndarray, ...]:
     at = np.arange(L)
     tool = length // 4
     mask = (at < length) & ~((tool <= at) & (at < tool + rng.integers(1, L // 16, (B, 1))))
-    reward = rng.normal(size=(B, L), scale=0.01).astype(np.float32)  # what a KL in the reward leaves at each token
+    reward = rng.normal(size=(B, L), scale=0.01).astype(np.float32)  # as a KL in the reward
     reward += (at == length - 1) & (rng.random((B, 1)) < 0.5)
     return np.where(mask, reward, np.float32(0.0)), rng.random((B, L), np.float32), mask
 
 
 def by_token(reward, value, mask):
-    """A loop in Python over single tokens."""
+    """A Python loop over tokens."""
     found = np.zeros_like(reward)
     for row in range(len(reward)):
         r, v, m = (x[row].tolist() for x in (reward, value, mask))
@@ -65,7 +65,7 @@ def by_token(reward, value, mask):
 
 
 def by_position(reward, value, mask):
-    """A loop in Python over positions, numpy over the rows."""
+    """A Python loop over positions, with numpy over the rows."""
     found = np.zeros_like(reward)
     next_a, next_v = np.zeros((2, len(reward)), np.float32)
     for t in reversed(range(reward.shape[1])):
@@ -99,7 +99,7 @@ def recurrence(solve: Callable[[jax.Array, jax.Array], jax.Array], reward, value
 
 
 def by_scan(a: jax.Array, b: jax.Array, *, unroll: int) -> jax.Array:
-    """One multiplication and one sum for each position, over whole rows."""
+    """Scans whole rows with one multiplication and one sum per position."""
 
     def step(c, now):
         c = now[0] * c + now[1]
@@ -109,12 +109,12 @@ def by_scan(a: jax.Array, b: jax.Array, *, unroll: int) -> jax.Array:
 
 
 def by_tree(a: jax.Array, b: jax.Array) -> jax.Array:
-    """log T rounds over all positions at once."""
+    """Uses log T rounds over all positions."""
     return jax.lax.associative_scan(_compose, (a, b), reverse=True, axis=1)[1]
 
 
 def by_trees(a: jax.Array, b: jax.Array, *, length: int) -> jax.Array:
-    """A scan over blocks of time with such rounds inside each."""
+    """Scans blocks of time, with such rounds inside each."""
     R, T = b.shape
 
     def block(c, now):
@@ -127,17 +127,17 @@ def by_trees(a: jax.Array, b: jax.Array, *, length: int) -> jax.Array:
 
 
 def _compose(later, earlier):
-    """The step from behind both to before both, of C -> a C + b."""
+    """Composes two steps C -> a C + b."""
     return earlier[0] * later[0], earlier[0] * later[1] + earlier[1]
 
 
 def move(reward, value, mask):
-    """Reads what GAE reads and writes what it writes, once each."""
+    """Reads GAE's inputs and writes its outputs once."""
     return jnp.where(mask, reward, 1.0), 2.0 * value
 
 
 def jax_forms(T: int) -> dict[str, Form]:
-    """The forms that are compiled."""
+    """Returns the compiled forms."""
     length = max(n for n in range(1, 65) if T % n == 0)
     forms: dict[str, Form] = {
         "jppo": functools.partial(advantage.gae, gamma=GAMMA, lam=LAM),
@@ -153,7 +153,7 @@ def jax_forms(T: int) -> dict[str, Form]:
 
 
 def measure(R: int, T: int, *, repeats: int) -> dict[str, Any]:
-    """Every form on rows of one shape: seconds, compilation, the distance from jppo's numbers."""
+    """Measures each form on rows of one shape: seconds, compilation, deviation from jppo."""
     host = make_batch(R, T)
     device = jax.block_until_ready(jax.device_put(host, jax.devices()[0]))
     few = tuple(x[:FEW] for x in host)
@@ -231,7 +231,7 @@ def main(argv: list[str] | None = None) -> None:
             raise UserError(f"--shapes={args.shapes}: {shape!r} must be rows x positions, 128 or more, as 256x1024")
     if args.repeats < 1:
         raise UserError(f"--repeats={args.repeats} must be 1 or more")
-    load, at = os.getloadavg()[0], commit()  # before the run: it is what runs, and what ran beside it
+    load, at = os.getloadavg()[0], commit()  # before the run: the load of other programs
     result: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "machine": machine(),

@@ -7,7 +7,7 @@
 Each model is in a process of its own and goes through the passes of models.py in bfloat16, its layers scanned and
 rematerialised: hidden states, log-probs, an update of adapters and one of all weights (clipped loss, AdamW), where
 they fit. The batch is --sequences of --length tokens, half of each prompt; weights are random. Utilisation is the FLOP
-that the real tokens need by the maker's dense peak, where the device is known; beside it by a large matrix product.
+that the real tokens need relative to the vendor's dense peak, for known devices, and to a large matrix product.
 Weights are float32 except for those of 7B, which are bfloat16 as are their optimizer's moments. Then attention.py, and
 memory.py with the first model: the estimate of --dry_run against the peak that the device reports. vLLM is not needed.
 Writes OUT/<date>-<machine>-gpu.json, and the tables as markdown.
@@ -55,7 +55,7 @@ def one(name: str, *, sequences: int, length: int, repeats: int, changes: list[s
 
 
 def in_process(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """`one` in a process of its own, whose memory is its own."""
+    """Runs `one` in a separate process, with its own memory."""
     command = [sys.executable, __file__, "--measure", name]
     for option in ("sequences", "length", "repeats"):
         command += [f"--{option}", str(getattr(args, option))]

@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
 def machine() -> dict[str, Any]:
-    """What was measured on, in words that fit any machine of the kind."""
+    """Describes the hardware by its kind."""
     cpu = platform.processor() or platform.machine()
     info = pathlib.Path("/proc/cpuinfo")
     if info.is_file() and (found := re.search(r"model name\s*: (.*)", info.read_text())):
@@ -31,20 +31,20 @@ def machine() -> dict[str, Any]:
 
 
 def title(found: dict[str, Any]) -> str:
-    """The machine in a line: its processor and cores, or its accelerators."""
+    """Returns a line with processor and cores, or accelerators."""
     on_cpu = found["device"] == "cpu"
     return f"{found['cpu']}, {found['cores']} cores" if on_cpu else f"{found['devices']} × {found['device']}"
 
 
 def slug(found: dict[str, Any]) -> str:
-    """The machine in a file name: its accelerators, or its processor and cores."""
+    """Returns the machine as part of a file name: accelerators, or processor and cores."""
     on_cpu = found["device"] == "cpu"
     name = f"{found['cpu']} {found['cores']} cores" if on_cpu else f"{found['devices']} {found['device']}"
     return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\([^)]*\)", "", name.lower())).strip("-")
 
 
 def commit() -> str | None:
-    """The commit of the checkout, with '+' where its files differ from it; None outside of git."""
+    """Returns the commit of the checkout, with '+' if files are changed; None outside git."""
     described = subprocess.run(
         ["git", "describe", "--always", "--exclude=*", "--dirty=+"],
         cwd=ROOT, capture_output=True, text=True, check=False,
@@ -53,7 +53,7 @@ def commit() -> str | None:
 
 
 def version(package: str) -> str | None:
-    """The installed version, None where there is none."""
+    """Returns the installed version, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -2,14 +2,13 @@
 
     python benchmarks/memory.py                                   # shapes S and M, PPO with a critic and a reference
     python benchmarks/memory.py --models q05 --tokens 1024 --set algorithm.adv_estimator=reinforce_plus_plus
-    python benchmarks/memory.py --models q05 --layers 4           # a q05 that is less deep
+    python benchmarks/memory.py --models q05 --layers 4           # q05 with 4 layers
 
 Each model has random weights and goes through the start and two steps of training as `jppo.train` does them, without
 vLLM: every pass on empty rows of every shape, then log-probs, the reference's, values, advantages and both updates, on
-the batch of throughput.py, of which --tokens takes a part. Each runs in a process of its own, twice: the first compiles
-into a cache, so that no compiler's memory is in what the second one measures. On a CPU that is the peak of its resident
-memory: above what it had before any array was made, and as a whole, with the program itself on both sides. On an
-accelerator it is the peak that the device reports.
+the batch of throughput.py, or a part of it by --tokens. Each runs twice in a separate process: the first run compiles
+into a cache, so the second one measures no compiler memory. On a CPU the figure is the peak of resident memory, above
+the memory before any array and in total. On an accelerator it is the peak that the device reports.
 Exit code 1 where an estimate is off by more than 20%.
 """
 
@@ -52,7 +51,7 @@ TRUE_PEAK = {"MALLOC_MMAP_THRESHOLD_": str(2**17)}
 
 
 def make_config(name: str, sequences: int, changes: Sequence[str]) -> ConfigDict:
-    """The defaults of training with a KL in the reward, for the model and so many sequences of the batch."""
+    """Returns the default config with a KL in the reward, for the model and this number of sequences."""
     c = base_config("none: the weights are random", "float32")
     c.model.scan_layers = jax.default_backend() != "cpu" or name in CPU_SCANS
     c.data.train_batch_size = sequences
@@ -62,7 +61,7 @@ def make_config(name: str, sequences: int, changes: Sequence[str]) -> ConfigDict
 
 
 def make_inputs(c: ConfigDict, described: dict[str, Any]) -> Inputs:
-    """What a run would have read, without files."""
+    """Makes the inputs of a run without files."""
     cfg = families.from_hf(described, path="memory.py")
     return Inputs(
         tokenizer=None,
@@ -81,19 +80,19 @@ def make_inputs(c: ConfigDict, described: dict[str, Any]) -> Inputs:
 
 
 def step(c: ConfigDict, learner: Any, now: Any, trajectories: list[Trajectory]) -> Any:
-    """All of a step that a device sees."""
+    """Runs the device part of a step."""
     data = score_batch(learner, now, trajectories, Timers())
     return update_models(c, learner, now, data, trajectories, Timers())[0]
 
 
 def status(field: str) -> int | None:
-    """Bytes of a line of this process's status; None where there is none."""
+    """Returns the bytes in a line of this process's status, or None."""
     lines = STATUS.read_text().splitlines() if STATUS.is_file() else []
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{field}:")), None)
 
 
 def measure(name: str, *, layers: int, tokens: int | None, changes: Sequence[str]) -> dict[str, Any]:
-    """The estimate, then two steps; in a process of its own."""
+    """Measures the estimate and two steps, in this process."""
     described = MODELS[name] | ({"num_hidden_layers": layers} if layers else {})
     responses = some(response_lengths()[:SEQUENCES], tokens)
     c = make_config(name, len(responses), changes)
@@ -124,7 +123,7 @@ def measure(name: str, *, layers: int, tokens: int | None, changes: Sequence[str
 
 
 def in_process(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """`measure` in processes of their own: one that compiles, one that counts."""
+    """Runs `measure` in two processes: the first compiles, the second counts."""
     command = [sys.executable, __file__, "--measure", name, "--layers", str(args.layers)]
     command += [] if args.tokens is None else ["--tokens", str(args.tokens)]
     command += [part for change in args.changes for part in ("--set", change)]

@@ -92,7 +92,7 @@ WIDER = {  # the same family's larger models; their heads are 128 wide
 MODELS = {name: hf_config(*shape) for name, shape in SHAPES.items()} | {"q05": QWEN}
 MODELS |= {name: QWEN | more for name, more in WIDER.items()} | {"tiny": hf_config(2, 64, 128, 4, 2, 512)}
 BY_DEFAULT = ("S", "M", "q05")
-CPU_TOKENS = {"q05": 1024}  # of the batch, so that a CPU takes a minute or two; the others have all of it
+CPU_TOKENS = {"q05": 1024}  # tokens of the batch for a minute or two on a CPU; other models use all
 CPU_SCANS = {"q05"}  # unrolled, XLA copies the weights of every layer on a CPU; the small ones are faster so
 RANK = 16  # of the adapters
 
@@ -108,7 +108,7 @@ class TooLarge(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """One model on the devices, its batch, and the matrix product that sets the scale."""
+    """One model on the devices, its batch, and the matrix product of the reference rate."""
 
     c: ConfigDict
     mesh: Any
@@ -134,7 +134,7 @@ def make_config(name: str, dtype: str, changes: Sequence[str]) -> ConfigDict:
 
 
 def some(responses: np.ndarray, tokens: int | None) -> np.ndarray:
-    """The first sequences of the batch that have so many tokens together, or fewer; one at least. None: all."""
+    """Returns the first sequences of the batch with at most this many tokens, at least one sequence. None: all."""
     if tokens is None:
         return responses
     return responses[: max(1, int(np.searchsorted(np.cumsum(PROMPT + responses), tokens, side="right")))]
@@ -240,7 +240,7 @@ def _over_rows(s: Subject, fn: Any, *, lm_head: bool) -> dict[str, Any]:
 
 
 def updated(s: Subject, how: Lora | None) -> dict[str, Any]:
-    """An update over the batch, of all weights, or of the adapters `how` says: gradients and optimizer steps."""
+    """An update over the batch, of all weights or of the adapters `how`: gradients and optimizer steps."""
     minis, accumulate = make_minis(s), make_accumulate(s)
     trained, flops = s.trained, 3 * forward_flops(s.cfg, s.responses, prompt=s.prompt, lm_head=True)
     if how is not None:
@@ -281,7 +281,7 @@ def _of_each_shape(micros: Sequence[Any]) -> dict[tuple[int, ...], Any]:
 
 
 def timed(s: Subject, call: Callable[[], Any], flops: int) -> dict[str, Any]:
-    """Seconds of the call, a matrix product before each, after a round that compiles; and the peak, where it rose."""
+    """Returns seconds of each call, after a matrix product and a warm-up; and the peak, if it rose."""
     before = devices.device_peak()
     seconds: list[float] = []
     products: list[float] = []
@@ -306,7 +306,7 @@ def timed(s: Subject, call: Callable[[], Any], flops: int) -> dict[str, Any]:
 
 
 def abstract(shapes: Any, places: Any) -> Any:
-    """What XLA has to know of arrays to compile for them."""
+    """Returns the abstract arrays for compilation."""
     return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, places)
 
 
@@ -316,7 +316,7 @@ def size(tree: Any) -> int:
 
 
 def account(name: str, fn: Any, *args: Any) -> Account:
-    """XLA's account of the program that `fn` is for such arguments; a call with them compiles nothing more."""
+    """Returns XLA's memory analysis of `fn` compiled for these arguments; a call reuses the program."""
     found: Any = fn.lower(*args).compile().memory_analysis()
     return {
         "program": name,
@@ -327,7 +327,7 @@ def account(name: str, fn: Any, *args: Any) -> Account:
 
 
 def memory(programs: list[Account], *, weights: int, optimizer: int = 0, gradients: int = 0) -> dict[str, Any]:
-    """What a pass holds and, in the largest of its programs, sets aside; the peak is all of that and the results."""
+    """Returns the arrays of a pass and the temporaries of its largest program; the peak adds the results."""
     peak = max(one["results"] + one["temporaries"] for one in programs) + weights + optimizer + gradients
     return {
         "weights": weights,
@@ -340,7 +340,7 @@ def memory(programs: list[Account], *, weights: int, optimizer: int = 0, gradien
 
 
 def room() -> int | None:
-    """Bytes that are free on a device; None where nobody says."""
+    """Returns the free bytes of a device; None if it does not report them."""
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
@@ -350,14 +350,14 @@ def room() -> int | None:
 
 
 def check_room(needed: int) -> None:
-    """TooLarge where it would leave less than a tenth of what is free."""
+    """Raises TooLarge if less than a tenth of the free memory would remain."""
     free = room()
     if free is not None and needed > 0.9 * free:
         raise TooLarge(f"it takes {needed / 2**30:.1f} GiB more, and {free / 2**30:.1f} are free")
 
 
 def measure(name: str, c: ConfigDict, responses: np.ndarray, *, prompt: int = PROMPT, repeats: int) -> dict[str, Any]:
-    """Every pass of one model, the smaller ones first; why one is left out."""
+    """Measures the passes of one model, smaller ones first; and the reasons for skipped ones."""
     adapters = Lora(RANK, c.model.lora_alpha, lora.parse_targets(c.model.target_modules))
     passes: dict[str, Callable[[Subject], dict[str, Any]]] = {
         "forward": forward,
@@ -387,7 +387,7 @@ def measure(name: str, c: ConfigDict, responses: np.ndarray, *, prompt: int = PR
 
 
 def vocabulary(dtype: str, changes: Sequence[str]) -> dict[str, Any]:
-    """Temporaries of the log-prob pass over so many tokens with a large vocabulary and a small one; compiled only."""
+    """Returns the temporaries of the log-prob pass with a large and a small vocabulary; only compiles."""
     c = base_config("none: there are no weights", dtype)
     c.data.max_prompt_length = c.data.max_response_length = max(LENGTHS) // 2
     c.model.logprob_chunk_bytes = 2**27  # of about the size of the trunk's own temporaries
@@ -483,7 +483,7 @@ def main(argv: list[str] | None = None) -> None:
     for name, value in (("repeats", args.repeats), ("tokens", 1 if args.tokens is None else args.tokens)):
         if value < 1:
             raise UserError(f"--{name}={value} must be 1 or more")
-    load, at = os.getloadavg()[0], commit()  # before the run: it is what runs, and what ran beside it
+    load, at = os.getloadavg()[0], commit()  # before the run: the load of other programs
     by_default = CPU_TOKENS if jax.default_backend() == "cpu" else {}
     models = {}
     for name in names:

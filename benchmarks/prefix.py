@@ -43,14 +43,14 @@ Lengths = tuple[int, int, int]  # of a prompt, of the shortest and of the longes
 
 
 def parse(case: str) -> Lengths:
-    """'64:16-128' as numbers."""
+    """Parses '64:16-128'."""
     prompt, responses = case.split(":")
     shortest, longest = responses.split("-")
     return int(prompt), int(shortest), int(longest)
 
 
 def make_samples(cfg: ModelConfig, lengths: Lengths, *, samples: int, sequences: int) -> list[Trajectory]:
-    """Ragged responses, `samples` in turn to one prompt."""
+    """Makes ragged responses, `samples` per prompt."""
     prompt, shortest, longest = lengths
     responses = np.random.default_rng(0).integers(shortest, longest + 1, sequences)
     drawn = make_batch(cfg, responses, prompt=prompt)
@@ -62,7 +62,7 @@ def make_samples(cfg: ModelConfig, lengths: Lengths, *, samples: int, sequences:
 
 
 def make_config(packing: str, lengths: Lengths, *, samples: int, sequences: int) -> ConfigDict:
-    """The settings of such a batch: samples compared with each other, no critic."""
+    """Returns the settings for the batch: a group estimator, no critic."""
     c = base_config("random", "float32")
     c.model.scan_layers = jax.default_backend() != "cpu"
     c.data.max_prompt_length, c.data.max_response_length = lengths[0], lengths[2]
@@ -75,7 +75,7 @@ def make_config(packing: str, lengths: Lengths, *, samples: int, sequences: int)
 def make_turn(
     c: ConfigDict, cfg: ModelConfig, trajectories: list[Trajectory]
 ) -> tuple[Callable[[], dict[str, tuple[float, float]]], dict[str, Any]]:
-    """A function that runs both stages and gives the wall and the process seconds of each; and how rows are filled."""
+    """Makes a function that runs both stages and returns wall and CPU seconds of each; and the fill of rows."""
     mesh, empty = make_mesh(c), PromptSet([], overlong=0)
     models: dict[str, Any] = dict(policy=cfg, critic=None, reference=None, adapters=None, critic_adapters=None)
     inputs = Inputs(None, (), empty, empty, (), **models, agent=None, total_steps=1)
@@ -99,12 +99,12 @@ def make_turn(
 
 
 def since(begin: tuple[float, float]) -> tuple[float, float]:
-    """Seconds by the clock and of this process since then."""
+    """Returns elapsed wall and CPU seconds."""
     return time.perf_counter() - begin[0], time.process_time() - begin[1]
 
 
 def measure(shape: str, case: str, *, samples: int, sequences: int, repeats: int) -> dict[str, Any]:
-    """Both packings in turn on one batch."""
+    """Measures both packings in turn on one batch."""
     cfg, lengths = families.from_hf(hf_config(*SHAPES[shape]), path=f"shape {shape}"), parse(case)
     trajectories = make_samples(cfg, lengths, samples=samples, sequences=sequences)
     how = dict(samples=samples, sequences=sequences)
@@ -173,7 +173,7 @@ def main(argv: list[str] | None = None) -> None:
     for case in args.cases:
         for n in args.samples:
             result["measured"].append(measure(args.shape, case, samples=n, **how))
-            out.write_text(json.dumps(result, indent=1) + "\n")  # what is there stays, whatever becomes of the rest
+            out.write_text(json.dumps(result, indent=1) + "\n")  # kept if a later case fails
     print(f"{table(result)}\n\n{out}")
 
 

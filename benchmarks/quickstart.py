@@ -1,6 +1,6 @@
 """Time of a quickstart step: vLLM's generation, matrix products, the rest; and whether bfloat16 learns.
 
-    python benchmarks/quickstart.py                                # after `make quickstart`, or what it makes first
+    python benchmarks/quickstart.py                                # needs the starting model of `make quickstart`
     python benchmarks/quickstart.py --learn float32,bfloat16       # the whole quickstart in each, minutes apiece
 
 A real run of configs/quickstart.py with a real vLLM, in a folder of its own, of --steps steps without tests and saves,
@@ -36,7 +36,7 @@ STAGES = ("gen", "old_log_prob", "ref", "values", "adv", "update_critic", "updat
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """The length of the union of spans, each a beginning and an end."""
+    """Returns the length of the union of (start, end) spans."""
     total, end = 0.0, float("-inf")
     for first, last in sorted(spans):
         total += max(0.0, last - max(first, end))
@@ -45,7 +45,7 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def product_seconds(trace: pathlib.Path) -> float:
-    """Seconds of a trace in which a product ran."""
+    """Returns the seconds of a trace in which a product ran."""
     with gzip.open(trace) as file:
         events = json.load(file)["traceEvents"]
     spans = [(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("ph") == "X" and PRODUCT.match(e["name"])]
@@ -53,7 +53,7 @@ def product_seconds(trace: pathlib.Path) -> float:
 
 
 def run(started: pathlib.Path, folder: pathlib.Path, *flags: str) -> list[dict[str, Any]]:
-    """A run that begins where the quickstart does: its metrics."""
+    """Runs from the quickstart's starting model and returns the metrics."""
     command = [sys.executable, "-m", "jppo.train", f"--config=configs/quickstart.py:{started}"]
     command += [f"--config.trainer.run_dir={folder}", *(f"--config.{flag}" for flag in flags)]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
@@ -63,7 +63,7 @@ def run(started: pathlib.Path, folder: pathlib.Path, *flags: str) -> list[dict[s
 
 
 def split(started: pathlib.Path, steps: int, profiled: int) -> dict[str, Any]:
-    """Seconds of the traced steps: in all, by stage, in products."""
+    """Returns the seconds of the traced steps: in total, by stage, in products."""
     with tempfile.TemporaryDirectory() as place:
         folder = pathlib.Path(place) / "run"
         first = steps - profiled + 1
@@ -87,7 +87,7 @@ def split(started: pathlib.Path, steps: int, profiled: int) -> dict[str, Any]:
 
 
 def learned(started: pathlib.Path, dtype: str) -> dict[str, Any]:
-    """The test scores of a whole quickstart in that precision, by step."""
+    """Returns the test scores by step of a whole quickstart in this precision."""
     with tempfile.TemporaryDirectory() as place:
         flags = [f"model.compute_dtype={dtype}", f"rollout.dtype={dtype}"]
         if dtype == "bfloat16":

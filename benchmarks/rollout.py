@@ -55,7 +55,7 @@ TIMEOUT_S = 600.0
 
 @contextlib.contextmanager
 def offline(model: str, options: Sequence[str], variables: dict[str, str]) -> Iterator[Callable[[Any], Any]]:
-    """vLLM's engine in a process of its own: what it answers to a question."""
+    """vLLM's engine in a separate process."""
     command = [sys.executable, str(ROOT / "benchmarks" / "offline.py"), "--model", model, *options]
     env = {**os.environ, **variables}
     with tempfile.TemporaryFile("w+") as said:
@@ -85,7 +85,7 @@ def offline(model: str, options: Sequence[str], variables: dict[str, str]) -> It
 
 
 def as_one_post(requests: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """All prompts in one body; there is one seed for them."""
+    """Sends all prompts in one request, with one seed."""
     sampling = {k: v for k, v in requests[0]["sampling_params"].items() if k not in ("n", "detokenize", "min_tokens")}
     prompts = [request["token_ids"] for request in requests]
     return {"model": requests[0]["model"], "prompt": prompts, "return_token_ids": True, **sampling}
@@ -98,7 +98,7 @@ def timed(what: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def publish(sampler: ServedSampler, parcel: Parcel, number: int) -> dict[str, float]:
-    """The server's part, step by step, as a delivery takes them."""
+    """Times the server's part of a publish, step by step."""
     endpoint = sampler.fleet.members[0].endpoint
 
     def accept(method: str, **kwargs: Any) -> None:
@@ -118,7 +118,7 @@ def publish(sampler: ServedSampler, parcel: Parcel, number: int) -> dict[str, fl
 def sampling(
     c: ConfigDict, cfg: ModelConfig, params: Params, sampler: ServedSampler, repeats: int, *, small: bool
 ) -> dict[str, Any]:
-    """Tokens a second of each way, interleaved."""
+    """Measures tokens/s of each path, interleaved."""
     rng = np.random.default_rng(0)
     prompts = [
         Prompt(str(i), "", "", rng.integers(1, cfg.vocab_size, PROMPT).astype(np.int32), "", {})
@@ -181,7 +181,7 @@ def sampling(
 
 
 def publishing(c: ConfigDict, cfg: ModelConfig, params: Params, sampler: ServedSampler, repeats: int) -> dict[str, Any]:
-    """Seconds of each part of a publish, from a file and over a socket."""
+    """Measures the seconds of each part of a publish, from a file and over a socket."""
     how = dict(named=False, spare=[], publish_host="", timeout_s=TIMEOUT_S)
     seconds: dict[str, list[float]] = {}
 
@@ -217,7 +217,7 @@ def publishing(c: ConfigDict, cfg: ModelConfig, params: Params, sampler: ServedS
 
 
 def measure(model: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Both parts for one model, on one server."""
+    """Measures both parts for one model, on one server."""
     described = MODELS[model]
     cfg = families.from_hf(described, path=f"model {model}")
     with tempfile.TemporaryDirectory() as folder:
@@ -273,7 +273,7 @@ def main(argv: list[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="S,q05", help="that are published, separated by commas")
-    parser.add_argument("--sample", default="S", help="those of them that are sampled from")
+    parser.add_argument("--sample", default="S", help="the models to sample from")
     parser.add_argument("--repeats", type=int, default=5, help="of each; the median counts")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of vLLM")
     parser.add_argument("--small", action="store_true", help="few and short responses: to see that it runs")
@@ -287,7 +287,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.repeats < 1:
         raise UserError(f"--repeats={args.repeats} must be 1 or more")
     check_vllm("")
-    load, at = os.getloadavg()[0], commit()  # before the run: it is what runs, and what ran beside it
+    load, at = os.getloadavg()[0], commit()  # before the run: the load of other programs
     measured = {}
     for model in models:
         measured[model] = measure(model, args)

@@ -44,7 +44,7 @@ TIMED = {"logprobs": ("old_log_prob",), "update": ("update_critic", "update_acto
 
 
 def make_case(shape: str, responses: np.ndarray, prompt: int, changes: list[str]) -> tuple[Callable[[], Any], Any]:
-    """What takes a step without vLLM on such a batch and gives the seconds of its stages; tokens and FLOP of these."""
+    """Makes a function that runs a step without vLLM and returns seconds by stage; and their tokens and FLOP."""
     cfg = families.from_hf(hf_config(*SHAPES[shape]), path=shape)
     trajectories = make_batch(cfg, responses, prompt=prompt)
     sizes = {
@@ -73,7 +73,7 @@ def make_case(shape: str, responses: np.ndarray, prompt: int, changes: list[str]
 
 
 def in_turn(cases: dict[str, tuple[Callable[[], Any], Any]], repeats: int) -> dict[str, Any]:
-    """Each case with its seconds."""
+    """Measures the cases in turn."""
     found = {name: about | {"seconds": {part: [] for part in TIMED}} for name, (_, about) in cases.items()}
     for _ in range(repeats):
         for name, (run, _) in cases.items():
@@ -83,13 +83,13 @@ def in_turn(cases: dict[str, tuple[Callable[[], Any], Any]], repeats: int) -> di
 
 
 def by_batch(shape: str, repeats: int, changes: list[str]) -> dict[str, Any]:
-    """The batch so many times over."""
+    """Measures several copies of the batch."""
     cases = {f"{n} x": make_case(shape, np.tile(response_lengths(), n), PROMPT, changes) for n in TIMES}
     return in_turn(cases, repeats)
 
 
 def by_length(shape: str, repeats: int, changes: list[str]) -> dict[str, Any]:
-    """As many tokens in sequences of each length."""
+    """Measures the same number of tokens in sequences of each length."""
     cases = {}
     for length in LENGTHS:
         responses = np.full(max(1, TOKENS // length), length - length // 2)
@@ -98,7 +98,7 @@ def by_length(shape: str, repeats: int, changes: list[str]) -> dict[str, Any]:
 
 
 def by_devices(shape: str, repeats: int, changes: list[str]) -> dict[str, Any]:
-    """One CPU device and several, each in a process of its own; the work of contest.py."""
+    """Measures one CPU device and several, each in a separate process, on the workload of contest.py."""
     who = {"peer": "jppo", "dtype": "float32", "python": sys.executable}
     flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in f]
     entered = {
@@ -121,7 +121,7 @@ PARTS = {"batch": by_batch, "lengths": by_length, "devices": by_devices}
 
 
 def worst(part: str, cases: dict[str, Any], stage: str) -> float:
-    """How far the rates are apart: below the first one; of lengths above or below, by FLOP."""
+    """Returns the largest deviation of the rates: below the first; for lengths in FLOP/s, in either direction."""
     amount = (lambda x: x["flops"][stage]) if part == "lengths" else (lambda x: x["tokens"])
     rates = [amount(x) / statistics.median(x["seconds"][stage]) for x in cases.values()]
     if part == "lengths":

@@ -61,7 +61,7 @@ from jppo.settings import UserError
 from jppo.train import update_models
 from jppo.types import Prompt, TrainState, Trajectory
 
-# The stages by their timer in a step, and what the tables call them.
+# Stages by timer, with their names in the tables.
 STAGES = {
     "gen": "rollout",
     "old_log_prob": "log-probs",
@@ -74,7 +74,7 @@ STAGES = {
 
 
 def stage_flops(cfg: ModelConfig, responses: Lengths, *, prompt: int) -> dict[str, int]:
-    """FLOP of each stage over the batch; an update is a forward pass and a backward one, which costs two."""
+    """Counts the FLOP of each stage over the batch; a backward pass costs two forward passes."""
     policy = forward_flops(cfg, responses, prompt=prompt, lm_head=True)
     critic = forward_flops(cfg, responses, prompt=prompt, lm_head=False)
     flops = {"gen": policy, "old_log_prob": policy, "values": critic}
@@ -91,7 +91,7 @@ def make_config(folder: str, dtype: str, changes: Sequence[str]) -> ConfigDict:
 
 
 def write_model(folder: pathlib.Path, described: dict[str, Any]) -> None:
-    """The folder that vLLM starts from: config and a tokenizer of as many words; no weights."""
+    """Writes vLLM's model directory: config and a tokenizer of this vocabulary, no weights."""
     (folder / "config.json").write_text(json.dumps(described))
     words = {f"w{i}": i for i in range(described["vocab_size"])}
     plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
@@ -120,7 +120,7 @@ def step(
     sampler: Any,
     timer: Timers,
 ) -> TrainState:
-    """A step as `jppo.train` takes it, but for grading, which random scores stand in for; without a sampler, less."""
+    """Runs a step of `jppo.train` with random scores instead of grading; without a sampler, no rollout."""
     with timer("step"):
         if sampler is not None:
             with timer("gen"):
@@ -137,7 +137,7 @@ def step(
 def time_stages(
     c: ConfigDict, cfg: ModelConfig, trajectories: list[Trajectory], *, rollout: bool, repeats: int
 ) -> tuple[dict[str, list[float]], dict[str, Any]]:
-    """Seconds of each stage of whole steps, a matrix product before each, after one that compiles; what was packed."""
+    """Returns seconds by stage of whole steps, each after a matrix product, after a warm-up; and the packing."""
     mesh = make_mesh(c)
     empty = PromptSet([], overlong=0)
     models: dict[str, Any] = dict(policy=cfg, critic=cfg, reference=None, adapters=None, critic_adapters=None)
@@ -173,7 +173,7 @@ def time_stages(
 
 
 def measure(shape: str, c: ConfigDict, *, rollout: bool, repeats: int) -> dict[str, Any]:
-    """All stages on one shape: seconds, tokens and FLOP a second, the share of the matrix product's rate."""
+    """Measures all stages on one shape: seconds, tokens/s, FLOP/s, share of the matmul rate."""
     described = hf_config(*SHAPES[shape])
     cfg = families.from_hf(described, path=f"shape {shape}")
     responses = response_lengths()
@@ -223,7 +223,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def why_no_rollout(asked: bool) -> str | None:
-    """The reason to leave the rollout out, None where it can run."""
+    """Returns the reason to skip the rollout; None if it can run."""
     if not asked:
         return "--no-rollout"
     try:
@@ -249,7 +249,7 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"--shapes={args.shapes}: {unknown[0]!r} is not one of {', '.join(SHAPES)}")
     if args.repeats < 1:
         raise UserError(f"--repeats={args.repeats} must be 1 or more")
-    load, at = os.getloadavg()[0], commit()  # before the run: it is what runs, and what ran beside it
+    load, at = os.getloadavg()[0], commit()  # before the run: the load of other programs
     reason = why_no_rollout(args.rollout)
     if reason is not None:
         print(f"no rollout: {reason}")

@@ -4,7 +4,7 @@
     python benchmarks/together.py --only throughput,gae --args throughput="--shapes S --no-rollout"
 
 Each script is run as by hand, into a folder of its own. Writes OUT/<date>-<machine>.json, with the result of each
-script under its name, and the tables beside it as markdown.
+script under its name, and the tables next to it as markdown.
 """
 
 import argparse
@@ -34,11 +34,11 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "gae": (),
     "exact_kl": (),
 }
-Found = dict[str, dict[str, Any]]  # by script: what it wrote, what it printed, or why it failed
+Found = dict[str, dict[str, Any]]  # by script: its result, its output, or its error
 
 
 def run_script(name: str, argv: Sequence[str], out: pathlib.Path) -> dict[str, Any]:
-    """The script as it is run by hand: its result, the tables that it printed, and its exit code."""
+    """Runs a script; returns its result, its printed tables and its exit code."""
     command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), *argv, "--out", str(out)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     files = sorted(out.glob("*.json"))
@@ -48,7 +48,7 @@ def run_script(name: str, argv: Sequence[str], out: pathlib.Path) -> dict[str, A
 
 
 def run_all(scripts: dict[str, Sequence[str]]) -> Found:
-    """One after the other; one that fails does not end the others."""
+    """Runs the scripts one after the other; a failure does not end the others."""
     found = {}
     for name, argv in scripts.items():
         print(f"== {name} {' '.join(argv)}".rstrip(), file=sys.stderr, flush=True)
@@ -67,7 +67,7 @@ def page(found: Found) -> str:
 
 
 def arguments(said: Sequence[str], known: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """What each NAME=ARGUMENTS gives a script."""
+    """Parses the scripts' arguments from NAME=ARGUMENTS."""
     found = {}
     for one in said:
         name, equals, text = one.partition("=")
@@ -78,7 +78,7 @@ def arguments(said: Sequence[str], known: Sequence[str]) -> dict[str, tuple[str,
 
 
 def write(found: Found, out: pathlib.Path, about: dict[str, Any], suffix: str = "") -> pathlib.Path:
-    """The file and the page; where the file is."""
+    """Writes the file and the page; returns the file's path."""
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"{about['date']}-{slug(about['machine'])}{suffix}.json"
     kept = {name: {"exit_code": x["exit_code"], "result": x["result"]} for name, x in found.items()}
@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> None:
     if unknown := [name for name in names if name not in SCRIPTS]:
         raise UserError(f"--only={args.only}: {unknown[0]!r} is not one of {', '.join(SCRIPTS)}")
     given = arguments(args.args, list(SCRIPTS))
-    load, at = os.getloadavg()[0], commit()  # before the run: it is what runs, and what ran beside it
+    load, at = os.getloadavg()[0], commit()  # before the run: the load of other programs
     found = run_all({name: given.get(name, SCRIPTS[name]) for name in names})
     date = datetime.date.today().isoformat()
     # Asked for last: who asks for the machine takes its accelerator, which the scripts need.

@@ -100,7 +100,7 @@ def base_config(path: str, dtype: str) -> ConfigDict:
 
 
 def change(c: ConfigDict, changes: Sequence[str]) -> ConfigDict:
-    """The config with the `changes`, each SECTION.NAME=VALUE, made in place and checked."""
+    """Applies `changes`, each SECTION.NAME=VALUE, in place and checks the config."""
     for said in changes:
         name, _, text = said.partition("=")
         try:
@@ -116,12 +116,12 @@ def change(c: ConfigDict, changes: Sequence[str]) -> ConfigDict:
 
 
 def make_rows(trajectories: Sequence[Trajectory], plan: packing.Plan, mesh: Any) -> list[Rows]:
-    """All of them in micro-batches, on their devices."""
+    """Packs the trajectories into micro-batches on the devices."""
     return [sharding.put_rows(rows, mesh) for rows in packing.pack(trajectories, range(len(trajectories)), plan)]
 
 
 def flat_batch(trajectories: Sequence[Trajectory], mesh: Any, *, samples: int = 1) -> Batch:
-    """The batch with random scores, `samples` of a prompt in turn."""
+    """Makes the flat batch with random scores, `samples` per prompt."""
     count, devices = len(trajectories), sharding.whole_row_multiple(mesh)
     scores = np.random.default_rng(2).random(count).astype(np.float32)
     group = estimate.groups(np.zeros(count, bool), samples)
@@ -133,7 +133,7 @@ def flat_batch(trajectories: Sequence[Trajectory], mesh: Any, *, samples: int = 
 def score_batch(
     learner: Learner, now: TrainState, trajectories: Sequence[Trajectory], timer: Timers, *, samples: int = 1
 ) -> Batch:
-    """The stages between grading and learning, as a step of `jppo.train` takes them."""
+    """Runs the stages of a `jppo.train` step between grading and learning."""
     data = flat_batch(trajectories, learner.mesh, samples=samples)
     micros = batch.micros(data, trajectories, plan=learner.plan, mesh=learner.mesh)
     passes, policy = learner.passes, learner.policy(now)

@@ -3,7 +3,7 @@
     python -m examples.multiplication --out runs/agent/data
     python -m jppo.sft --config=configs/agent_calculator_sft.py
 
-What the calculator says is read and not imitated. Hardware: a CPU. The argument is the run's folder:
+The calculator's output is read, not imitated. Hardware: a CPU. The argument is the run's folder:
 --config=configs/agent_calculator_sft.py:runs/other
 """
 

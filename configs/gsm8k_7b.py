@@ -3,7 +3,7 @@
     python -m jppo.data.gsm8k --out data/gsm8k
     python -m jppo.train --config=configs/gsm8k_7b.py
 
-Batch sizes and learning rates are those of verl's examples of this size; the rest is configs/gsm8k.py. The trainer
+Batch sizes and learning rates are from verl's examples of this size, the rest from configs/gsm8k.py. The trainer
 and four vLLM servers on two GPUs each alternate: the servers sleep while the trainer learns.
 
 Hardware: eight GPUs of 80 GB. Memory: the trainer takes 40 GiB of each H100 by --dry_run --machine=8xH100, forecast by

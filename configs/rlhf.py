@@ -1,4 +1,4 @@
-"""RLHF for a chat model of your own: PPO against a reward model, with an adaptive KL in the reward.
+"""RLHF for your own chat model: PPO against a reward model, with an adaptive KL in the reward.
 
     python -m jppo.reward_model --config=configs/rlhf_reward_model.py
     python -m jppo.train --config=configs/rlhf.py

@@ -91,7 +91,7 @@ def write_model(directory: pathlib.Path, characters: str = CHARACTERS) -> None:
     """Writes the starting model's config, generation config and character tokenizer; no weights."""
     make_directory(directory)
     vocabulary = {token: i for i, token in enumerate([*SPECIAL, *characters])}
-    # transformers builds a qwen2 tokenizer as byte-level BPE, whatever tokenizer.json says;
+    # transformers builds a qwen2 tokenizer as byte-level BPE and ignores tokenizer.json;
     # without merges that is one token per character.
     tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, merges=[]))
     tokenizer.normalizer = normalizers.NFC()

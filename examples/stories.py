@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--samples", type=pathlib.Path, help="samples to make demonstrations of")
     parser.add_argument("--seed", type=natural, default=1, help="random seed")
     parser.add_argument("--test", type=int, default=64, help="openings to hold out")
-    parser.add_argument("--word", default="cat", help="what a story should mention")
+    parser.add_argument("--word", default="cat", help="word that a story should mention")
     args = parser.parse_args(argv)
     if args.samples is None:
         made: dict[str, list[dict[str, Any]]] = dict(make(seed=args.seed, test=args.test, word=args.word))

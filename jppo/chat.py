@@ -108,7 +108,7 @@ def engine_settings(cfg: ModelConfig, dtype: str, context: int, longest_prompt: 
         dtype=dtype,
         by_row=sharding.whole_rows_sharding(mesh),
         of_cache=sharding.cache_sharding(mesh, cfg.num_kv_heads),
-        cut=False,  # compile only what is used
+        cut=False,  # compile only the programs in use
     )
 
 

@@ -49,7 +49,7 @@ SHORT = {
     "max_prompt_length": ("data.max_prompt_length", "tokens; longer prompts are left out and counted"),
     "max_response_length": ("data.max_response_length", "tokens"),
     "limit": ("data.val_max_samples", "number of prompts; -1: all"),
-    "grader": ("reward.grader", "a rule for all prompts, whatever their data_source"),
+    "grader": ("reward.grader", "one rule for all prompts; ignores data_source"),
     "function": ("reward.function", "a custom function FILE.py:NAME in place of the rules"),
     "seed": ("trainer.seed", ""),
     "engine": ("rollout.name", ""),
@@ -192,7 +192,7 @@ def read_settings(argv: list[str]) -> tuple[ConfigDict, bool]:
     ]
     c, switches = settings.parse([*rest, *short], __doc__, settings.default(), needs_file=False)
     with c.unlocked():
-        c.trainer.run_dir = given.out  # a config's run_dir is that of a training
+        c.trainer.run_dir = given.out  # not the config's run_dir, which holds a training run
         c.rollout.lora_sync = "merge"  # the weights of a directory are whole
     for name in ("model", "data"):
         setting = SHORT[name][0]

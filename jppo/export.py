@@ -59,7 +59,7 @@ def export(args: argparse.Namespace) -> list[str]:
 
 
 def describe(out: pathlib.Path, found: Trained, run: pathlib.Path | None, *, name: str) -> list[str]:
-    """Writes the model card and the curve up to the step; returns what the card lacks, and why."""
+    """Writes the model card and the curve up to the step; returns the missing parts of the card, and why."""
     notes: list[str] = [] if found.settings else ["settings: no readable config.json"]
     if run is None:
         notes.append("scores and curve: the checkpoint is not in a run folder")
@@ -95,7 +95,7 @@ def require_free(out: pathlib.Path) -> None:
 def read_arguments(argv: list[str]) -> argparse.Namespace:
     """The command line's words."""
     parser = Parser("jppo.export", __doc__)
-    parser.add_argument("path", type=pathlib.Path, metavar="RUN_DIR|CHECKPOINT", help="what is exported")
+    parser.add_argument("path", type=pathlib.Path, metavar="RUN_DIR|CHECKPOINT", help="the source")
     parser.add_argument("--out", type=pathlib.Path, required=True, metavar="DIR", help="a folder that is not there yet")
     parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step, not the newest")
     parser.add_argument("--best", action="store_true", help="the checkpoint in checkpoints/best.json")

@@ -1,6 +1,6 @@
 """The samples of each step: requested on demand, or prefetched while the trainer learns.
 
-    take(step)      returns the samples of a step; requests those of later steps
+    take(step)      returns the samples of a step and requests those of later steps
     settle()        waits for all requests, before an update that must not overlap any
     forget(step)    ends the step
     state()         requests that are not yet trained on, with finished responses, for a checkpoint

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Registry(Mapping[str, T], Generic[T]):
-    """Parts of one kind by name: jppo's own, and those of installed packages."""
+    """Parts of one kind by name, from jppo and from installed packages."""
 
     def __init__(self, group: str, own: dict[str, T] | str, *, returns: str = ""):
         """Takes jppo's own parts, or the name 'module:name' of a dict, imported when a part is looked up.

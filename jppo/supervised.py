@@ -120,7 +120,7 @@ def train(c: ConfigDict, task: Task, objective: Objective) -> dict[str, float]:
         watch = stack.enter_context(Watch(timer, stacks=run / "stacks.txt", stopped=t.stop_exit_code, **limits))
         checkpoints = stack.enter_context(Checkpoints(run / "checkpoints", keep=t.max_ckpt_to_keep))
         if finished(c, checkpoints, task.steps):
-            print(f"all {task.steps} steps are done: nothing is left to train; trainer.resume_mode=disable trains anew")
+            print(f"all {task.steps} steps are done: nothing is left to train; trainer.resume_mode=disable restarts")
             return last_metrics(run)
         with timer("start"):
             key = jax.random.key(t.seed)
@@ -190,7 +190,7 @@ def begin(
         state.placed(tree, spare, like) if any(jax.tree.leaves(spare)) else tree
         for (tree, like), spare in zip(pairs, descent.spare, strict=True)
     )
-    said = [f"going on from the checkpoint of step {found.step}", *differences(found.meta, origin)]
+    said = [f"resuming from the checkpoint of step {found.step}", *differences(found.meta, origin)]
     now = Progress(learned, opt, Cursor(**found.meta["cursor"]), found.step, found.meta.get("pending"))
     return now, said, found.step
 

@@ -168,7 +168,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--resume", action="store_true", help="continue a sweep: skip finished runs")
     parser.add_argument("--print", action="store_true", help="print the commands and stop")
-    parser.add_argument("--metric", default="val/score", help="what the table is sorted by, largest first")
+    parser.add_argument("--metric", default="val/score", help="metric by which the table is sorted, largest first")
     parser.add_argument("--out", type=pathlib.Path, help="the folder of all runs (default runs/sweep-CONFIG)")
     args, rest = parser.parse_known_args(argv)
     if args.jobs < 1:

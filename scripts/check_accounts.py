@@ -141,7 +141,7 @@ def main(argv: list[str]) -> int:
     """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--platform", choices=sorted(CASES), required=True)
-    parser.add_argument("--write", action="store_true", help="keep what is found")
+    parser.add_argument("--write", action="store_true", help="write the reference accounts")
     parser.add_argument("--only", default="", help="names of cases, separated by commas")
     args = parser.parse_args(argv)
     cases, folder = CASES[args.platform], KEPT / args.platform

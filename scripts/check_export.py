@@ -37,7 +37,7 @@ Answers = list[list[int]]  # token ids of each response, the end token included
 
 
 def by_transformers(hf_dir: str, prompts: Sequence[np.ndarray], *, max_tokens: int, end: Sequence[int]) -> Answers:
-    """Greedy answers of transformers' own model, read by transformers."""
+    """Returns greedy answers of transformers."""
     path = hf.resolve(hf_dir, weights=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager"
@@ -124,7 +124,7 @@ def by_vllm(
 
 
 def first_difference(a: Answers, b: Answers) -> tuple[int, int] | None:
-    """Prompt and token where the two first differ, None where they are the same."""
+    """Returns prompt and token of the first difference, or None."""
     for i, (one, other) in enumerate(zip(a, b, strict=True)):
         if one != other:
             same = [x == y for x, y in zip(one, other, strict=False)]
@@ -133,7 +133,7 @@ def first_difference(a: Answers, b: Answers) -> tuple[int, int] | None:
 
 
 def compare(args: argparse.Namespace) -> int:
-    """Prints what agrees; 1 where anything differs."""
+    """Prints the comparison; returns 1 on any difference."""
     _, cfg = hf.read_config(args.hf_dir)
     tokenizer = load_tokenizer(args.hf_dir)
     end = end_token_ids(args.hf_dir, tokenizer)
@@ -166,7 +166,7 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0 where all agree, 1 where they do not, 2 where the model or the prompts cannot be read."""
+    """Exits with 0 if all agree, 1 if they differ, 2 if the model or the prompts cannot be read."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("hf_dir")
     parser.add_argument("--prompts", type=pathlib.Path)

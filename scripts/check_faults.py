@@ -252,7 +252,7 @@ def broken_inside(lab: Lab, patches: dict[str, str] | None = None) -> Iterator[R
     for fault, patch in (WORST_MOMENTS if patches is None else patches).items():
         run = lab.folder / fault.replace(" ", "-")
         starts, said = to_the_end(lab.settings, run, patch=patch)
-        yield verdict(lab, fault, run, starts, telling(said, "going on from"))
+        yield verdict(lab, fault, run, starts, telling(said, "resuming from"))
 
 
 def killed_after_three(lab: Lab, name: str = "kill -9 after step 3") -> Iterator[Row]:
@@ -263,7 +263,7 @@ def killed_after_three(lab: Lab, name: str = "kill -9 after step 3") -> Iterator
     process.kill()
     process.wait()
     starts, said = to_the_end(lab.settings, run)
-    yield verdict(lab, name, run, starts + 1, telling(said, "going on from"))
+    yield verdict(lab, name, run, starts + 1, telling(said, "resuming from"))
 
 
 def stuck_stage(lab: Lab) -> Iterator[Row]:

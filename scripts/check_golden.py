@@ -8,10 +8,9 @@ both agree with every expected number b:
 
     |a - b| <= tolerance * max(|b|, FLOOR * largest),     tolerance 1e-6 in float64, 1e-4 in float32
 
-where `largest` is the array's largest |b|, and for a sum or mean the sum or mean of its terms' magnitudes: what cancels
-is as exact as what it was made of, not as what is left. Advantages, returns and weights are compared where the mask
-keeps; behind it verl leaves what means nothing, and jppo must have 0. The last line is `N passed, N failed`; the exit
-code is 0 only where none failed.
+where `largest` is the array's largest |b|; for a sum or mean it is the sum or mean of the terms' magnitudes, because
+terms may cancel. Advantages, returns and weights are compared inside the mask; outside, verl's values are arbitrary and
+jppo's must be 0. The last line is `N passed, N failed`; the exit code is 0 only if none failed.
 """
 
 import argparse
@@ -52,7 +51,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What jppo has for one expected output."""
+    """jppo's value for one expected output."""
 
     value: Array
     where: Array | None = None  # compared here, 0 elsewhere; None: compared everywhere
@@ -70,7 +69,7 @@ Adapter = Callable[[Meta, Inputs], dict[str, Found]]
 
 
 def prepared(case: Case, precision: str) -> Inputs:
-    """The inputs in the precision of the run, the mask as bools; a row is a sequence, of one segment."""
+    """Casts the inputs to the precision of the run and the mask to bool."""
     x: Inputs = {k: v.astype(precision) if v.dtype.kind == "f" else v for k, v in case.inputs.items()}
     if "mask" in x:
         x["mask"] = x["mask"] > 0
@@ -79,7 +78,7 @@ def prepared(case: Case, precision: str) -> Inputs:
 
 
 def gae(meta: Meta, x: Inputs) -> dict[str, Found]:
-    """Advantages are whitened; returns are not, and are a sum with the values in it."""
+    """Whitens the advantages, not the returns, which include the values."""
     mask = x["mask"]
     raw, returns = GAE(x["rewards"], x["values"], mask, gamma=meta["gamma"], lam=meta["lam"])
     terms = jnp.max(jnp.abs(x["values"]), where=mask, initial=0.0)
@@ -94,7 +93,7 @@ def reinforce_plus_plus(meta: Meta, x: Inputs) -> dict[str, Found]:
 
 
 def remax(meta: Meta, x: Inputs) -> dict[str, Found]:
-    """verl's returns are those before the baseline."""
+    """Returns are before the baseline, as in verl."""
     rewards, mask = x["rewards"], x["mask"]
     found = REMAX(rewards, x["baselines"], mask)
     returns = REINFORCE(rewards, mask, gamma=1.0)
@@ -102,7 +101,7 @@ def remax(meta: Meta, x: Inputs) -> dict[str, Found]:
 
 
 def by_sequence(estimate: Callable[[Meta, Array, Array, Array], Array], *, whiten: bool = False) -> Adapter:
-    """For an estimator of settings, scores, lengths and groups [B]; the returns are the advantages."""
+    """Adapts an estimator of settings, scores, lengths and groups [B]; the returns are the advantages."""
 
     def adapter(meta: Meta, x: Inputs) -> dict[str, Found]:
         mask, score = x["mask"], jnp.sum(x["rewards"], axis=1)
@@ -122,7 +121,7 @@ def mean(each: Array, mask: Array, dtype: np.dtype) -> Found:
 
 
 def total(each: Array, meta: Meta, x: Inputs, mode: str) -> tuple[Array, Array]:
-    """The sum over the tokens as `mode` weighs them, and of their magnitudes; verl's scale is the row's length."""
+    """Returns the sum over tokens weighted by `mode`, and of magnitudes; verl's scale is the row length."""
     mask, factor = x["mask"], meta.get("loss_scale_factor")
     weight = losses.token_weights(
         mask,
@@ -138,7 +137,7 @@ def total(each: Array, meta: Meta, x: Inputs, mode: str) -> tuple[Array, Array]:
 def with_gradient(
     each: Callable[[Array], tuple[Array, Any]], at: Array, meta: Meta, x: Inputs, mode: str
 ) -> tuple[dict[str, Found], Any]:
-    """The sum of the first that `each` gives with its gradient, and the second."""
+    """Returns the sum of the first result of `each`, its gradient, and the second result."""
 
     def loss(at: Array) -> tuple[Array, Any]:
         value, more = each(at)
@@ -158,7 +157,7 @@ def setting(meta: Meta, name: str) -> float:
 
 
 def policy(loss: Callable[..., losses.PolicyLoss], *settings: str, mode: str | None = None) -> Adapter:
-    """For a policy loss with the settings it takes; without `mode` the case says how it is averaged."""
+    """Adapts a policy loss with its settings; without `mode` the case has the aggregation."""
 
     def adapter(meta: Meta, x: Inputs) -> dict[str, Found]:
         mask, logp, old_logp = x["mask"], x["logprob"], x["old_logprob"]
@@ -194,7 +193,7 @@ def value_loss(meta: Meta, x: Inputs) -> dict[str, Found]:
 
 
 def agg_loss(meta: Meta, x: Inputs) -> dict[str, Found]:
-    """The sum of a loss that is given."""
+    """Aggregates the given loss."""
     return with_gradient(lambda loss: (loss, None), x["loss"], meta, x, meta["mode"])[0]
 
 
@@ -206,14 +205,14 @@ def entropy(meta: Meta, x: Inputs) -> dict[str, Found]:
 
 
 def kl_penalty(meta: Meta, x: Inputs) -> dict[str, Found]:
-    """The estimate of each token, and the gradient of their sum over the mask."""
+    """Returns the estimate per token, and the gradient of their sum over the mask."""
     estimate, logp, ref = kl.ESTIMATORS[meta["kind"]], x["logprob"], x["ref_logprob"]
     gradient = jax.grad(lambda logp: masked.masked_sum(estimate(logp, ref), x["mask"]))(logp)
     return {"kl": Found(estimate(logp, ref)), "grad": Found(gradient)}
 
 
 def adaptive_kl(meta: Meta, x: Inputs) -> dict[str, Found]:
-    """The coefficient after each of the updates."""
+    """Returns the coefficient after each update."""
     out: list[Array] = []
     coef: Array = jnp.asarray(meta["init"], x["kl"].dtype)
     for current, steps in zip(x["kl"], x["n_steps"], strict=True):
@@ -223,7 +222,7 @@ def adaptive_kl(meta: Meta, x: Inputs) -> dict[str, Found]:
 
 
 def is_weights(meta: Meta, x: Inputs) -> dict[str, Found]:
-    """Importance weights, bounded, and normalised where asked for."""
+    """Returns bounded importance weights, normalised if the case asks for it."""
     mask, level = x["mask"], meta["level"]
     lower, upper = importance_band(meta["threshold"])
     raw = correction.raw_weights(x["log_ratio"], mask, level=level)
@@ -234,7 +233,7 @@ def is_weights(meta: Meta, x: Inputs) -> dict[str, Found]:
 
 
 def rejection_mask(meta: Meta, x: Inputs) -> dict[str, Found]:
-    """What is left of the mask."""
+    """Returns the remaining mask."""
     rules = rejection_rules(meta["rs"], meta["threshold"])
     return {"mask": Found(correction.keep(x["log_ratio"], x["mask"], rules=rules))}
 
@@ -268,7 +267,7 @@ ADAPTERS: dict[str, Adapter] = {
 
 
 def error(found: Found, expected: np.ndarray) -> float:
-    """The largest |a - b| / max(|b|, FLOOR * largest); infinite where a is no number, or not 0 outside its mask."""
+    """The largest |a - b| / max(|b|, FLOOR * largest); infinite where a is NaN, or not 0 outside its mask."""
     a, b = np.asarray(found.value, np.float64), np.asarray(expected, np.float64)
     if a.shape != b.shape:
         raise ValueError(f"jppo's shape is {a.shape}, not {b.shape}")
@@ -283,7 +282,7 @@ def error(found: Found, expected: np.ndarray) -> float:
 
 
 def check(case: Case) -> tuple[list[str], dict[str, float]]:
-    """What is wrong with a case, one line for each, and its largest error in each precision."""
+    """Returns the faults of a case, one line each, and its largest error in each precision."""
     faults, worst = [], {}
     for precision, tolerance in TOLERANCE.items():
         with jax.enable_x64(precision == "float64"), jax.default_device(jax.devices("cpu")[0]):
@@ -302,7 +301,7 @@ def check(case: Case) -> tuple[list[str], dict[str, float]]:
 
 
 def run(case: Case, precision: str) -> dict[str, tuple[Found, np.ndarray]]:
-    """What jppo has for each expected output of the case, beside it."""
+    """Returns jppo's output next to each expected output of the case."""
     fn = case.meta.get("fn")
     if fn not in ADAPTERS:
         raise ValueError(f"fn={fn!r} is not known; it is one of {', '.join(ADAPTERS)}")
@@ -349,7 +348,7 @@ def read_case(file: pathlib.Path, name: str) -> Case:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0 where all cases pass, 1 where one fails, 2 where they cannot be read."""
+    """Exits with 0 if all cases pass, 1 if one fails, 2 if they cannot be read."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("dir", metavar="DIR", help="looked through for .npz cases")
     parser.add_argument("--verbose", action="store_true", help="a line for each case that passes, too")

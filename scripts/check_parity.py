@@ -28,7 +28,7 @@ TOLERANCE = 1e-4
 
 
 def main() -> int:
-    """Exit code 0 where the two agree, 1 where they do not, 2 where the model cannot be read."""
+    """Exits with 0 if both agree, 1 if they differ, 2 if the model cannot be read."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("hf_dir")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of both models")
@@ -53,7 +53,7 @@ def main() -> int:
 def write_random(hf_dir: str, folder: str, seed: int) -> None:
     """A checkpoint of random weights in the shape of hf_dir's config.json, biases not 0 and norms not 1."""
     file = hf.resolve(hf_dir, weights=False) / "config.json"
-    hf.read_config(file.parent)  # refuses what is not supported, before the weights are drawn
+    hf.read_config(file.parent)  # rejects unsupported models before the weights are initialised
     shutil.copy(file, folder)
     torch.manual_seed(seed)
     config = transformers.AutoConfig.from_pretrained(folder)
@@ -67,7 +67,7 @@ def write_random(hf_dir: str, folder: str, seed: int) -> None:
 
 
 def kind_of(hf_dir: str | pathlib.Path) -> Any:
-    """transformers' class for what the directory says it holds."""
+    """Returns transformers' class for the directory."""
     architectures = hf.read_config(hf_dir)[0].get("architectures") or [""]
     if architectures[0].endswith("ForSequenceClassification"):
         return transformers.AutoModelForSequenceClassification
@@ -75,7 +75,7 @@ def kind_of(hf_dir: str | pathlib.Path) -> Any:
 
 
 def compare(hf_dir: str, dtype: str, lengths: list[int], temperature: float, seed: int, greedy: int) -> int:
-    """Prints the table of differences; 1 where one is above the tolerance."""
+    """Prints the table of differences; returns 1 if one is above the tolerance."""
     _, cfg = hf.read_config(hf_dir)
     kind = kind_of(hf_dir)
     classifier = kind is transformers.AutoModelForSequenceClassification
@@ -134,14 +134,14 @@ def reference(model, tokens: np.ndarray, goals: np.ndarray, temperature: float) 
 
 
 def reference_values(model, tokens: np.ndarray) -> tuple[np.ndarray, ...]:
-    """transformers' value [T] of the state after every token: what its classifier says of every beginning."""
+    """Returns transformers' value [T] after every token: its classifier's output on every prefix."""
     with torch.no_grad():
         hidden = model.base_model(torch.from_numpy(tokens)[None].long()).last_hidden_state[0]
         return (model.score(hidden)[:, 0].float().numpy(),)
 
 
 def agreement(model, values, cfg, dtype: str, prompt: np.ndarray, count: int) -> int:
-    """How many tokens both write alike after the prompt, each the likeliest: jppo by its cache."""
+    """Counts the greedy tokens after the prompt on which both agree; jppo uses its cache."""
     with torch.no_grad():
         expected = model.generate(
             torch.from_numpy(prompt)[None].long(), max_new_tokens=count, min_new_tokens=count, do_sample=False,
@@ -167,7 +167,7 @@ def agreement(model, values, cfg, dtype: str, prompt: np.ndarray, count: int) ->
 
 
 def padded(parts: list[np.ndarray]) -> tuple[np.ndarray, ...]:
-    """One sequence a row: tokens, segment, position [R, T], and which entries are real."""
+    """Packs one sequence per row: tokens, segment, position [R, T], and the mask of real entries."""
     longest = max(map(len, parts)) + 3
     tokens = np.stack([np.pad(part, (0, longest - len(part))) for part in parts])
     segment = np.stack([np.repeat([1, 0], [len(part), longest - len(part)]) for part in parts]).astype(np.int32)

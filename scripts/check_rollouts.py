@@ -51,7 +51,7 @@ SENT = 5  # a fault of the generation strikes when so many requests are under wa
 
 
 def processes(member: Member) -> dict[int, str]:
-    """The server's processes but for the launcher, with their command lines."""
+    """Returns the server's processes without the launcher, with their command lines."""
     found, leader = {}, member.server.pid
     for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -90,12 +90,12 @@ def kill_both(members: list[Member], _: "Tools") -> None:
 
 
 def stop(members: list[Member], _: "Tools") -> None:
-    """SIGSTOP: it accepts connections and says nothing."""
+    """SIGSTOP: the server accepts connections and never answers."""
     signal_all(members[1], signal.SIGSTOP)
 
 
 def steal_port(members: list[Member], tools: "Tools") -> None:
-    """It is killed, and another program takes its port before it is started again."""
+    """Kills the server, and binds its port before the restart."""
     port = int(members[0].endpoint.url.rpartition(":")[2])
     os.killpg(members[0].server.pid, signal.SIGKILL)
     thief = socket.socket()
@@ -112,7 +112,7 @@ def steal_port(members: list[Member], tools: "Tools") -> None:
 
 
 def full_disk(_: list[Member], tools: "Tools") -> None:
-    """Where the weights are written there is no room any more."""
+    """Fills the disk of published weights."""
     with contextlib.suppress(OSError), (tools.disk / "filler").open("wb") as file:
         while True:
             file.write(bytes(1 << 14))
@@ -126,7 +126,7 @@ def garbage(members: list[Member], tools: "Tools") -> None:
 
 
 def cut(members: list[Member], tools: "Tools") -> None:
-    """A proxy hands the load of the weights on and breaks off before the answer."""
+    """A proxy forwards the load of the weights and closes the connection before the answer."""
     left = [1]
 
     def breaks(body: bytes) -> tuple[int, bytes] | None:
@@ -154,13 +154,13 @@ PLAN = [(fault, moment) for fault, (_, moments) in FAULTS.items() for moment in 
 
 @dataclasses.dataclass
 class Tools:
-    """What faults need beside the servers."""
+    """Further inputs of faults."""
 
     disk: pathlib.Path
     held: list[Any] = dataclasses.field(default_factory=list)
 
     def through_proxy(self, member: Member, answer: Callable[[bytes], tuple[int, bytes] | None]) -> None:
-        """Puts a proxy before the server; `answer` may reply in its place, -1: break off once it has replied."""
+        """Puts a proxy in front of the server; `answer` may reply instead; -1 closes the connection after the reply."""
         target = member.endpoint.url.removeprefix("http://")
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -200,7 +200,7 @@ class Tools:
         member.endpoint.url = f"http://127.0.0.1:{proxy.server_port}"
 
     def end(self, fleet: Fleet) -> None:
-        """The fault is over: ports are given back, the disk has room, proxies go."""
+        """Ends the fault: frees ports and disk, removes proxies."""
         for member in fleet.members:
             if member.up and not member.mending:
                 member.endpoint.url = member.server.url
@@ -211,7 +211,7 @@ class Tools:
 
 
 def break_servers(plan: list[tuple[str, str]], disk: pathlib.Path) -> None:
-    """Has a fault of the plan strike in each step of the training that follows in this process."""
+    """Injects a fault of the plan into each step of the next training in this process."""
     tools = Tools(disk)
     fleet: list[Fleet] = []
     armed: dict[str, Callable[[list[Member], Tools], None]] = {}
@@ -260,7 +260,7 @@ def break_servers(plan: list[tuple[str, str]], disk: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def small_disk(folder: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A disk that can be filled."""
+    """A small disk to fill."""
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(folder)], check=True)
     try:
@@ -270,7 +270,7 @@ def small_disk(folder: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def run(settings: dict[str, Any], folder: pathlib.Path, *more: str) -> str:
-    """One training in a process of its own; what it said."""
+    """Runs one training in a separate process; returns its output."""
     given = [f"--config.{name}={value}" for name, value in (settings | {"trainer.run_dir": folder}).items()]
     config = f"--config={check_faults.ROOT / 'configs/quickstart.py'}:{folder}"
     environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # an engine process to kill
@@ -283,7 +283,7 @@ def run(settings: dict[str, Any], folder: pathlib.Path, *more: str) -> str:
 
 
 def lines(folder: pathlib.Path) -> dict[int, dict[str, Any]]:
-    """The metrics of each step but for seconds and what counts the faults."""
+    """Returns the metrics of each step without seconds and fault counts."""
     return {
         line["step"]: {k: v for k, v in line.items() if k not in ("rollout/restarts", "rollout/asked_again")}
         for line in check_faults.outcome(folder)["metrics"]

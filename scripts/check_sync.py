@@ -36,10 +36,10 @@ SAMPLING = dataclasses.replace(greedy(32), temperature=0.8, n=2, seed=3)
 
 
 class CutBuffers(Buffers):
-    """Loses the last byte of all that is written."""
+    """Drops the last byte of every write."""
 
     def write(self, tensors: Iterable[tuple[str, np.ndarray]]) -> Parcel:
-        """As the real one, then cuts."""
+        """Writes, then truncates."""
         parcel = super().write(tensors)
         os.truncate(parcel.path, layout.size(parcel.entries) - 1)
         return parcel
@@ -75,7 +75,7 @@ def gap(params: Params, cfg: ModelConfig, trajectories: Sequence[Trajectory]) ->
 
 
 def check(sampler: ServedSampler, base: Params, cfg: ModelConfig) -> float:
-    """Publishes, generates, compares, breaks; the largest gap. RolloutError if a fault is let through."""
+    """Publishes, generates, compares, injects faults; returns the largest gap. RolloutError if a fault passes."""
     rng = np.random.default_rng(0)
     prompts = [
         Prompt(str(i), "", "", rng.integers(3, cfg.vocab_size, PROMPT_TOKENS).astype(np.int32), "", {})
@@ -111,7 +111,7 @@ def check(sampler: ServedSampler, base: Params, cfg: ModelConfig) -> float:
             raise RolloutError(f"{fault} was not refused")
         still = gap(params, cfg, sampler.generate(prompts, SAMPLING, version=2))
         largest = max(largest, still)
-        print(f"  the server goes on with version 2: largest gap {still:.2e}")
+        print(f"  the server continues with version 2: largest gap {still:.2e}")
     cut.close()
     return largest
 

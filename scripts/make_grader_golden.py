@@ -143,7 +143,7 @@ SEARCH_TRUTHS = (["Paris"], ["Rome", "the city of light", "PARIS"], ["São Paulo
 
 
 def load(verl: pathlib.Path, name: str) -> types.ModuleType:
-    """A module of verl's, without the package around it."""
+    """Loads a module of verl without its package."""
     spec = importlib.util.spec_from_file_location(name, verl / f"verl/utils/reward_score/{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -152,7 +152,7 @@ def load(verl: pathlib.Path, name: str) -> types.ModuleType:
 
 
 def score(function: Any, response: str, truth: Any) -> float:
-    """The score that verl's own `default_compute_score` would take from what the function returns."""
+    """Returns the score that verl's `default_compute_score` takes from the function's result."""
     with contextlib.redirect_stdout(io.StringIO()):
         found = function(response, truth)
     return float(found["score"] if isinstance(found, dict) else found)

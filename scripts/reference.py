@@ -14,13 +14,13 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def pages() -> dict[str, str]:
-    """The text of each page by its place in the site."""
+    """Returns the text of each page by its path in the site."""
     packages = sorted({path.parent for path in modules(ROOT / "jppo")})
     return {f"{FOLDER}/{package.name}.md": page(package) for package in packages}
 
 
 def page(package: pathlib.Path) -> str:
-    """The modules of a package, one behind the other."""
+    """Joins the modules of a package."""
     parts = [f"# {dotted(package)}\n"]
     init = ast.parse((package / "__init__.py").read_text(encoding="utf-8"))
     if said := ast.get_docstring(init):
@@ -32,7 +32,7 @@ def page(package: pathlib.Path) -> str:
 
 
 def module(path: pathlib.Path) -> Iterator[str]:
-    """A module: what it says of itself, and what is public in it."""
+    """A module: its docstring and its public names."""
     source, name = path.read_text(encoding="utf-8"), dotted(path)
     tree, lines = ast.parse(source), source.splitlines()
     yield f"## {name} {{ #{name} }}\n"
@@ -45,7 +45,7 @@ def module(path: pathlib.Path) -> Iterator[str]:
 
 
 def outline(node: Function | ast.ClassDef, lines: list[str]) -> Iterator[str]:
-    """The lines of a function to the end of its docstring; of a class its fields too, and its public methods."""
+    """Yields the lines of a function up to its docstring's end; for a class also fields and public methods."""
     said = node.body[0] if ast.get_docstring(node) is not None else None
     first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
     yield from lines[first - 1 : node.body[0].lineno - 1 if said is None else said.end_lineno]
@@ -61,15 +61,15 @@ def outline(node: Function | ast.ClassDef, lines: list[str]) -> Iterator[str]:
 
 
 def prose(text: str) -> str:
-    """What is written for readers of the source, with the line breaks that it has there."""
+    """Returns a docstring with its line breaks."""
     return f'<pre class="said">{html.escape(text)}</pre>\n'
 
 
 def modules(package: pathlib.Path) -> list[pathlib.Path]:
-    """The modules of a package and of those within."""
+    """Returns the modules of a package and its subpackages."""
     return [path for path in sorted(package.rglob("*.py")) if path.name not in ("__init__.py", "__main__.py")]
 
 
 def dotted(path: pathlib.Path) -> str:
-    """Its name to Python."""
+    """Returns the dotted module name."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts)

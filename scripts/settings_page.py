@@ -1,6 +1,6 @@
 """Prints docs/configuration.md, all settings as Markdown: python scripts/settings_page.py > docs/configuration.md
 
-All of it is the table of jppo/settings/table.py; verl's names are those of jppo/verl/names.py.
+All of it is the table of jppo/settings/table.py; verl's names come from jppo/verl/names.py.
 """
 
 import textwrap
@@ -82,7 +82,7 @@ def item(setting: Setting, verls: dict[str, str]) -> str:
 
 
 def condition(setting: Setting) -> str:
-    """When the setting is read; '' for always."""
+    """Returns the condition under which the setting is read; '' for always."""
     switch, is_not, wanted = setting.only.partition("!=")
     if is_not:
         return f"Not with `{switch}={wanted}`"
@@ -93,7 +93,7 @@ def condition(setting: Setting) -> str:
 
 
 def names_of_verl() -> dict[str, str]:
-    """The first of verl's names for each setting."""
+    """Returns the first of verl's names for each setting."""
     found: dict[str, str] = {}
     for row in TABLE:
         if row.kind == "same" and "*" not in row.key:
@@ -102,7 +102,7 @@ def names_of_verl() -> dict[str, str]:
 
 
 def wrapped(text: str, mark: str) -> str:
-    """A list's item in lines that can be read."""
+    """Wraps a list item."""
     return textwrap.fill(
         text, WIDTH, initial_indent=mark, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     )

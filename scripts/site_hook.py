@@ -26,7 +26,7 @@ FENCE = re.compile(r"^(```.*?^```)$", re.S | re.M)
 
 
 def on_files(files: Files, config) -> Files:
-    """Adds those pages, and copies of what the pages link to."""
+    """Adds those pages, and copies of files that the pages link to."""
     for page in PAGES.values():
         files.append(File.generated(config, page, content=""))  # read in on_page_read_source
     for page in [file for file in files if file.is_documentation_page()]:
@@ -41,13 +41,13 @@ def on_files(files: Files, config) -> Files:
 
 
 def on_page_read_source(page, config) -> str | None:
-    """The text of a page that stands elsewhere."""
+    """Returns the text of a page stored elsewhere."""
     source = source_of(page.file.src_uri)
     return (ROOT / source).read_text(encoding="utf-8") if source in PAGES else None
 
 
 def on_page_markdown(markdown: str, page, config, files) -> str:
-    """The links of a page as they are in the site."""
+    """Rewrites the links of a page for the site."""
     here = page.file.src_uri
     source = source_of(here)
 
@@ -63,22 +63,22 @@ def on_page_markdown(markdown: str, page, config, files) -> str:
 
 
 def source_of(page: str) -> str:
-    """The file in the repository that a page of the site is."""
+    """Returns the repository file of a page of the site."""
     return next((source for source, name in PAGES.items() if name == page), f"docs/{page}")
 
 
 def place(source: str) -> str:
-    """Where a file of the repository is in the site."""
+    """Returns the path of a repository file in the site."""
     return PAGES.get(source, source.removeprefix("docs/"))
 
 
 def resolve(target: str, source: str) -> str:
-    """The file in the repository that a link in `source` names."""
+    """Returns the repository file that a link in `source` names."""
     return posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
 
 
 def targets(text: str, source: str) -> set[str]:
-    """The files of the repository outside docs/ that a page links to, but for other pages."""
+    """Returns the repository files outside docs/ that a page links to, except pages."""
     prose = FENCE.sub("", text)
     found = {resolve(match[2], source) for match in TARGET.finditer(prose) if match[2] and "://" not in match[2]}
     return {name for name in found if not name.startswith("docs/") and name not in PAGES and (ROOT / name).is_file()}

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# PPO on a model and data of your own: prints the python -m jppo.train that the options stand for, and runs it.
+# PPO on your own model and data: prints the python -m jppo.train that the options stand for, and runs it.
 #
 #   scripts/train.sh --model DIR --data train.jsonl --val_data test.jsonl --epochs 2
 #   scripts/train.sh --model DIR --data train.jsonl actor_rollout_ref.model.lora_rank=8

@@ -8,23 +8,21 @@ import re
 import shutil
 import signal
 import tempfile
+import time
 from concurrent.futures import Future
 
 os.environ["XLA_FLAGS"] = (
     re.sub(r"--xla_force_host_platform_device_count=\S*", "", os.environ.get("XLA_FLAGS", ""))
-    + " --xla_force_host_platform_device_count=8"
+    + " --xla_force_host_platform_device_count=8 --xla_cpu_parallel_codegen_split_count=1"
 )
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch and vLLM: more only disturb each other on few cores
-# Programs that several tests compile, also those that they start as commands, are compiled once, whichever of the
-# processes of `pytest -n` needs them.
-os.environ["JAX_COMPILATION_CACHE_DIR"] = (
-    os.environ["JAX_COMPILATION_CACHE_DIR"]
-    if "PYTEST_XDIST_WORKER" in os.environ
-    else tempfile.mkdtemp(prefix="jppo-tests-")
+# All workers of `pytest -n`, and the commands that tests start, share one cache of compiled programs.
+os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ.get("JAX_COMPILATION_CACHE_DIR") or tempfile.mkdtemp(
+    prefix="jppo-tests-"
 )
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import jax
@@ -41,6 +39,11 @@ jax.config.update("jax_platforms", "cpu")  # where a plugin imported jax before 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_debug_key_reuse", True)
 
+QUICK = "jax_disable_most_optimizations"
+# Whole runs and real servers: they start first, so that no worker is left alone with one at the end.
+LONG = ["test_train", "test_real_vllm", "test_supervised", "test_faults", "test_hosts", "test_resume", "test_recipes"]
+LONG += ["test_invariance", "test_inprocess", "test_memory", "test_prefix", "test_decoder", "test_optimizers"]
+LONG += ["test_accounts", "test_configs"]
 MAPS = pathlib.Path("/proc/self/maps")
 SHARED = pathlib.Path(__file__).resolve().parents[2] / "shared"
 
@@ -58,16 +61,24 @@ def pytest_sessionstart():
         pytest.exit(f"tests need 8 CPU devices, jax has {found}: something used it before conftest.py", 3)
 
 
+def pytest_collection_modifyitems(items):
+    places = {name: i for i, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(LONG)))
+
+
 def pytest_unconfigure():
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+    programs = pathlib.Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
+    if "PYTEST_XDIST_WORKER" not in os.environ and programs.name.startswith("jppo-tests-"):
+        shutil.rmtree(programs, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)
 def room_for_programs():
     """Forgets compiled programs before XLA crashes: each has maps of memory, and Linux allows a process 65,530."""
+    began = time.monotonic()
     yield
-    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > 20_000:
+    compiled = time.monotonic() - began > 0.2  # reading the maps takes longer than most tests
+    if compiled and MAPS.exists() and MAPS.read_bytes().count(b"\n") > 40_000:
         jax.clear_caches()
 
 
@@ -89,21 +100,26 @@ def tiny_model(tmp_path_factory):
     return hf.save(root / "hf", values, cfg, source=root / "source", dtype="float32")
 
 
-@pytest.fixture
-def config():
+def with_paths():
     """The defaults with the paths that have none."""
     c = settings.default()
     c.model.path, c.data.train_files, c.data.val_files = "some/model", "train.jsonl", "val.jsonl"
     return c
 
 
+@pytest.fixture
+def config():
+    """The defaults with the paths that have none."""
+    return with_paths()
+
+
 @pytest.fixture(autouse=True)
 def quick_compilation():
     """XLA does not try hard: small models run a few times only. Commands that tests start compile as a user's do."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
+    before = jax.config.read(QUICK)
+    jax.config.update(QUICK, True)
     yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    jax.config.update(QUICK, before)
 
 
 class RandomEngine:
@@ -169,7 +185,26 @@ def engine(monkeypatch):
 
 @pytest.fixture
 def small_run(config, engine, tmp_path):
-    """Two steps of the arithmetic task with a model of one layer, sampled from at random."""
+    """Two steps of the arithmetic task with a model of one layer; the engine answers at random."""
+    return write_small_run(config, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory):
+    """The config of `small_run` after training; tests copy its folder and change nothing in it."""
+    from jppo import train
+
+    c, before = write_small_run(with_paths(), tmp_path_factory.mktemp("finished")), jax.config.read(QUICK)
+    jax.config.update(QUICK, True)  # set up before quick_compilation is
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rollout, "start_vllm", lambda *_, **__: RandomEngine())
+        train.train(c)
+    jax.config.update(QUICK, before)
+    return c
+
+
+def write_small_run(config, tmp_path):
+    """Writes data and model of two steps of the arithmetic task; fills in the config."""
     made = arithmetic.make(seed=0, test=4, sloppy=0.5, demonstrations=1)
     for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made[name][:8]))

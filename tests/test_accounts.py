@@ -88,13 +88,16 @@ def test_an_unknown_case_is_one_line():
     assert done.returncode == 2 and done.stderr.startswith("error: --only=none: 'none' must be one of one, ")
 
 
-@pytest.mark.parametrize("platform", ["gpu", pytest.param("tpu", marks=pytest.mark.slow)])
-def test_no_program_became_worse(platform):
+@pytest.mark.parametrize(
+    "platform, only",
+    [("gpu", "tensor"), *(pytest.param(platform, "", marks=pytest.mark.slow) for platform in ("gpu", "tpu"))],
+)
+def test_no_program_became_worse(platform, only):
     if not (compilers.folder(platform) / compilers.READY).is_file():
         pytest.skip(f"XLA's compiler for {platform.upper()}s is not installed; make target-{platform}")
     if not (check_accounts.KEPT / platform).is_dir():
         pytest.skip(f"no accounts are kept; python scripts/check_accounts.py --platform={platform} --write")
-    done = run(f"--platform={platform}")
+    done = run(f"--platform={platform}", f"--only={only}")
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -45,7 +45,7 @@ def test_it_goes_on_as_transformers_does(tiny_model, capsys):
     assert said(capsys, tiny_model, *asked, "--max_tokens", 21) == expected + "\n" and len(expected) > 4
 
 
-@pytest.mark.parametrize("name", ["stories260k", "tinystories-656k"])
+@pytest.mark.parametrize("name", ["stories260k", pytest.param("tinystories-656k", marks=pytest.mark.slow)])
 def test_it_goes_on_with_a_story_as_transformers_does(shared, capsys, name):
     model, text = shared / "models" / name, "Once upon a time there was a cat. The cat"
     asked = ("--prompt", text, "--temperature", 0, "--max_tokens", 30, "--context", 128)

@@ -460,7 +460,7 @@ def test_a_bad_argument_is_one_line(parse, argument, said):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("raise OSError('no disk')", "line 4: OSError: no disk; mend the file"),
+        ("raise OSError('no disk')", "line 4: OSError: no disk; fix the file"),
         ("1 / 0", "line 4: ZeroDivisionError"),
         ("import nothing_here", "line 4: ModuleNotFoundError"),
         ("x = = 1", "line 4: SyntaxError"),

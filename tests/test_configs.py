@@ -29,8 +29,8 @@ SHAPES = {
     "google/gemma-2-2b-it": (GEMMA, (2304, 9216, 26, 8, 4, 256000, True), 2_614_341_888),
 }
 FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-QUICK = ("gsm8k", "gsm8k_7b", "math_grpo", "lora")
-SLOW = ("gsm8k_gemma", "judge", "async", "multi_host", "long_context")
+QUICK = ("gsm8k",)
+SLOW = ("lora", "gsm8k_7b", "math_grpo", "gsm8k_gemma", "judge", "async", "multi_host", "long_context")
 RECIPES = (*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW))
 OWN = ("quickstart", "quickstart_sft", "agent_calculator", "agent_calculator_sft")  # that make what they need
 ELSEWHERE = {"rlhf", "rlhf_reward_model", "tinystories_sft", "tinystories_reward_model", "tinystories_ppo"}

@@ -229,7 +229,7 @@ def test_a_base_that_is_gone_or_another_is_said(adapted, tiny_model, tmp_path, c
     step, out = adapted / "checkpoints/2", tmp_path / "out"
     gone = refused(capsys, step, "--base", tmp_path / "gone", "--out", out)
     assert "is not a directory" in gone and "--base DIR" in gone
-    assert "not those that the adapters learned beside" in refused(
+    assert "differ from the base of the adapters" in refused(
         capsys, step, "--merge_lora", "--base", adapted / "hf", "--out", out
     )
     assert "does not fit" in refused(capsys, step, "--base", tiny_model, "--out", out)

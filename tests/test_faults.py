@@ -30,6 +30,7 @@ def lab(script, tmp_path_factory):
         yield script.Lab(folder, settings, script.outcome(folder / "undisturbed"), seconds=10.0)
 
 
+@pytest.mark.slow
 def test_the_run_has_what_makes_it_hard(lab):
     """A critic, a coefficient that moves, scores that are normalised: else going on to the bit would be easy."""
     lines = lab.expected["metrics"]
@@ -41,6 +42,7 @@ def test_the_run_has_what_makes_it_hard(lab):
     assert "model.safetensors" in lab.expected["files"]
 
 
+@pytest.mark.slow
 def test_a_difference_is_seen(script, lab):
     changed = {"metrics": [dict(line) for line in lab.expected["metrics"]], "files": dict(lab.expected["files"])}
     assert script.difference(changed, lab.expected) == ""
@@ -52,10 +54,11 @@ def test_a_difference_is_seen(script, lab):
     assert script.difference(other, lab.expected) == "model.safetensors differs"
 
 
+@pytest.mark.slow
 def test_killed_after_three_steps_it_goes_on_to_the_bit(script, lab):
     (row,) = script.killed_after_three(lab)
     assert row.kept, row.happened
-    assert "going on from the checkpoint of step 3" in row.happened
+    assert "resuming from the checkpoint of step 3" in row.happened
 
 
 @pytest.mark.slow

@@ -90,26 +90,32 @@ def assert_equal_runs(folder, reference, steps=STEPS):
             np.testing.assert_allclose(ours[name], array, atol=1e-5, rtol=0, err_msg=name)
 
 
-def test_two_hosts_are_one_process_and_go_on_as_each_other(run_of_groups, tmp_path):
-    reference = pathlib.Path(run_of_groups.trainer.run_dir)
+@pytest.fixture
+def reference(run_of_groups):
+    """The folder of the run as one process."""
     train.train(run_of_groups)
+    return pathlib.Path(run_of_groups.trainer.run_dir)
 
-    # From nothing as two hosts, one of which is killed when two steps are done; one process goes on from there.
+
+def test_two_hosts_are_one_process_which_resumes_when_a_host_is_killed(run_of_groups, reference, tmp_path):
+    """Host 1 is killed after two steps."""
     broken = in_folder(run_of_groups, tmp_path / "broken")
     code, said = launch(broken, how="kill@1")
     assert code == 1 and "error: host 1 is lost: no sign of it within trainer.host_timeout_s=15" in said, said
     assert_equal_runs(tmp_path / "broken", reference, steps=2)
+    assert said.count("step 2/3") == 1  # only one host prints
     assert (tmp_path / "broken/checkpoints/1").is_dir()
     train.train(broken)
     assert_equal_runs(tmp_path / "broken", reference)
 
-    # Two hosts go on from what one process has saved after its first step.
+
+@pytest.mark.slow
+def test_two_hosts_resume_from_the_checkpoint_of_one_process(run_of_groups, reference, tmp_path):
     shutil.copytree(reference, tmp_path / "continued")
     for gone in ("checkpoints/2", "checkpoints/3", "hf"):
         shutil.rmtree(tmp_path / "continued" / gone)
     code, said = launch(in_folder(run_of_groups, tmp_path / "continued"))
-    assert code == 0 and "going on from the checkpoint of step 1" in said, said
-    assert said.count("step 2/3") == 1  # one speaks
+    assert code == 0 and "resuming from the checkpoint of step 1" in said, said
     assert_equal_runs(tmp_path / "continued", reference)
 
 
@@ -130,7 +136,7 @@ def test_four_hosts_with_critic_and_draws_ahead_are_one_process(run_of_groups, t
     "how, code, said, saved",
     [
         ("kill@0", 137, "error: host 0 is lost, which coordinates the run", None),
-        ("crash@1", 1, "error: host 1 has ended by an error of its own: 'nobody expects this'", None),
+        ("crash@1", 1, "error: host 1 failed: 'nobody expects this'", None),
         ("rollout@1", 1, "error: host 1: the server is gone for good", 2),
         ("terminate@1", 143, "host 1: stopped by SIGTERM", 3),
         ("user@1", 2, "error: host 1: this host has no such file", None),

@@ -65,6 +65,7 @@ def test_a_run_whose_models_wait_on_the_host_is_the_same_to_the_bit(small_run, t
     assert outcome(waiting) == outcome(plain)
 
 
+@pytest.mark.slow
 def test_adapters_and_the_trainers_own_engine_read_what_waits(small_run, tmp_path):
     """The engine agrees with the scorer, base and reference are one, and files are the same to the byte."""
     small_run.rollout.name, small_run.rollout.logp_tolerance = "inprocess", 1e-3
@@ -92,7 +93,7 @@ def test_a_master_copy_is_of_the_weights_that_a_checkpoint_has(small_run, tmp_pa
     assert outcome(other)[0] != learned
 
 
-@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("narrow", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_fine_tuning_with_an_optimizer_that_waits(small_run, tmp_path, narrow):
     c = settings.sft_default()
     c.model = small_run.model
@@ -157,10 +158,10 @@ def test_devices_without_such_memory_are_refused_before_anything_starts(small_ru
         train.train(c)
 
 
-def test_no_step_of_ten_compiles(small_run, tmp_path, monkeypatch):
-    how = {"data.row_lengths": 3, "rollout.n": 8, "actor.max_tokens_per_device": 14, "actor.shuffle": True}
+def test_no_step_of_six_compiles(small_run, tmp_path, monkeypatch):
+    how = {"data.row_lengths": 2, "rollout.n": 8, "actor.max_tokens_per_device": 14, "actor.shuffle": True}
     kl = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl_type": "adaptive"}
-    length = {"trainer.total_training_steps": 10, "trainer.save_freq": -1, "trainer.test_freq": -1}
+    length = {"trainer.total_training_steps": 6, "trainer.save_freq": -1, "trainer.test_freq": -1}
     c = changed(small_run, tmp_path / "run", **how, **kl, **length, **OFFLOAD)
     steps, shapes, plans = [], set(), []
     step, save, make, cut = train.ppo_step, train.resume.save, batch.micros, batch.mini_batches
@@ -198,5 +199,5 @@ def test_no_step_of_ten_compiles(small_run, tmp_path, monkeypatch):
     monkeypatch.setattr(batch, "micros", made)
     monkeypatch.setattr(batch, "mini_batches", minis)
     train.train(c)
-    assert len(steps) == 10 and seen and not [one for one in seen if one[0]]
+    assert len(steps) == 6 and seen and not [one for one in seen if one[0]]
     assert len(shapes) > 1 and shapes <= set(plans[0].shapes)

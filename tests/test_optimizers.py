@@ -90,7 +90,10 @@ def resumed(folder, run, **changes):
     return trained(config(folder, f"{run}-again", **changes | {"trainer.resume_mode": middle}))
 
 
-@pytest.mark.parametrize("name", RATES)
+# test_supervised.py resumes runs with adamw; sgd has the least state.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ("adamw", "sgd") else name for name in RATES]
+)
 def test_an_optimizer_trains_and_resumes_to_the_bit(folder, name):
     spec = f"{folder}/mine.py:chain" if name == "custom" else name
     changes = {"optim.optimizer": spec, "optim.lr": RATES[name]}
@@ -114,7 +117,7 @@ class AdamState(NamedTuple):
     master: Any
 
 
-@pytest.mark.parametrize("changes", [{}, NARROW], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("changes", [pytest.param({}, marks=pytest.mark.slow), NARROW], ids=["float32", "bfloat16"])
 def test_an_adamw_checkpoint_of_the_former_layout_resumes_to_the_bit(folder, changes, monkeypatch):
     run = f"former-{len(changes)}"
     expected = trained(config(folder, f"{run}-new", **changes))

@@ -246,6 +246,7 @@ def test_a_run_with_adapters_exports_both_and_goes_on_from_its_checkpoint(learn,
     assert again[: len(first)] == first
 
 
+@pytest.mark.slow
 def test_rank_0_is_no_adapter_to_the_bit(learn, small_run):
     plain = learn({})
     small_run.trainer.run_dir += "-again"
@@ -257,6 +258,7 @@ def test_rank_0_is_no_adapter_to_the_bit(learn, small_run):
         }
 
 
+@pytest.mark.slow
 def test_a_critic_may_have_adapters_of_its_own_or_none(learn, small_run):
     learn({"model.lora_rank": 4, "critic.lora_rank": 0})
     names = saved(small_run)
@@ -322,9 +324,10 @@ def test_a_reward_that_says_nothing_is_warned_of_once_and_a_full_disk_ends_no_ru
     assert all(0.5 < line["actor/ratio_mean"] < 2 for line in metrics[1:])
 
 
+@pytest.mark.slow
 def test_a_prompt_that_is_there_once_changes_no_metric(learn, small_run, tmp_path):
     """Two steps of grpo with three samples a prompt, mini-batches that tear them apart, both ways."""
-    changes = {"algorithm.adv_estimator": "grpo", "rollout.n": 3, "actor.shuffle": True, "data.row_lengths": 3}
+    changes = {"algorithm.adv_estimator": "grpo", "rollout.n": 3, "actor.shuffle": True, "data.row_lengths": 2}
     changes |= {"actor.ppo_mini_batch_size": 6, "actor.max_tokens_per_device": 28, "model.compute_dtype": "float32"}
     expected = learn(changes | {"data.packing": "buckets"})
     small_run.trainer.run_dir = str(tmp_path / "again")

@@ -133,6 +133,7 @@ def unpacked(tmp_path_factory):
     return top / "site"
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_all_that_is_no_test(unpacked):
     def files(folder):
         walked = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
@@ -146,6 +147,7 @@ def test_the_wheel_holds_all_that_is_no_test(unpacked):
     assert (about / "licenses/LICENSE").read_text() == (ROOT / "LICENSE").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words, said",
     [
@@ -161,6 +163,7 @@ def test_an_installed_jppo_finds_its_configs_anywhere(unpacked, tmp_path, words,
     assert said in done.stdout
 
 
+@pytest.mark.slow
 def test_a_run_by_a_shipped_config_gets_as_far_as_its_model(unpacked, tmp_path):
     env = os.environ | {"PYTHONPATH": str(unpacked)}
     command = [*PYTHON, "jppo.train", "--config=jppo://quickstart:here"]
@@ -168,6 +171,7 @@ def test_a_run_by_a_shipped_config_gets_as_far_as_its_model(unpacked, tmp_path):
     assert done.returncode == 2 and "here/sft/hf" in done.stderr and done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_the_calculator_of_an_installed_jppo_is_there(unpacked, tmp_path):
     code = (
         "from jppo.settings import commandline, default; import pathlib;"

@@ -46,10 +46,11 @@ def weights(run):
 
 
 @pytest.fixture
-def whole(small_run, quick_compilation, tmp_path):
-    """A run of two steps that nothing disturbed: its config."""
-    train.train(small_run)
-    return small_run
+def whole(finished_run, engine, tmp_path):
+    """The config of a finished run of two steps, in a copy of its folder."""
+    c = again(finished_run, trainer__run_dir=str(tmp_path / "run"))
+    shutil.copytree(finished_run.trainer.run_dir, c.trainer.run_dir)
+    return c
 
 
 def broken_off(config, run, monkeypatch, *, in_call_of, at, error):
@@ -102,18 +103,17 @@ def test_a_step_whose_test_was_broken_off_is_saved_as_any_other_by_the_run_that_
     assert json.loads((run / "checkpoints/best.json").read_text())["step"] in (1, 2)
 
 
-@pytest.mark.parametrize("section, rate", [("actor", 1e30), ("critic", 1e30)])
-def test_a_run_that_diverges_leaves_the_checkpoint_before(small_run, quick_compilation, tmp_path, section, rate):
-    """Weights that are huge, or no numbers: neither is saved, and the same command with another rate goes on."""
-    small_run.trainer.total_training_steps, small_run.trainer.val_before_train = 1, False
-    train.train(small_run)
-    wild = again(small_run, **{"trainer__total_training_steps": 3, f"{section}__lr": rate})
-    with pytest.raises(train.Diverged, match=r"step 2: .* not finite numbers.*lower actor\.lr or critic\.lr"):
+@pytest.mark.parametrize("section, rate", [("actor", 1e30), pytest.param("critic", 1e30, marks=pytest.mark.slow)])
+def test_a_run_that_diverges_leaves_the_checkpoint_before(whole, section, rate):
+    """Non-finite weights are not saved, and the same command with another rate resumes."""
+    run = pathlib.Path(whole.trainer.run_dir)
+    before = {path.name for path in (run / "checkpoints").glob("[0-9]*")}
+    wild = again(whole, **{"trainer__total_training_steps": 4, f"{section}__lr": rate})
+    with pytest.raises(train.Diverged, match=r"step 3: .* not finite numbers.*lower actor\.lr or critic\.lr"):
         train.train(wild)
-    run = pathlib.Path(small_run.trainer.run_dir)
-    assert [path.name for path in (run / "checkpoints").glob("[0-9]*")] == ["1"]
-    train.train(again(small_run, trainer__total_training_steps=3))
-    assert [m["step"] for m in untimed(run)] == [1, 2, 3]
+    assert {path.name for path in (run / "checkpoints").glob("[0-9]*")} == before
+    train.train(again(whole, trainer__total_training_steps=4))
+    assert [m["step"] for m in untimed(run)] == [0, 1, 2, 3, 4]
 
 
 def test_a_change_of_the_settings_is_told(whole, capsys):
@@ -131,9 +131,9 @@ def test_what_the_place_in_the_data_hangs_on_may_not_change(whole, name, value):
         train.train(again(whole, trainer__total_training_steps=3, **{name: value}))
 
 
-def test_other_data_are_refused(whole):
-    file = pathlib.Path(whole.data.train_files)
-    lines = file.read_text().splitlines()
+def test_other_data_are_refused(whole, tmp_path):
+    lines, file = pathlib.Path(whole.data.train_files).read_text().splitlines(), tmp_path / "train.jsonl"
+    whole.data.train_files = str(file)
     row = json.loads(lines[0])
     file.write_text("\n".join([json.dumps(row | {"ground_truth": row["ground_truth"] + "1"}), *lines[1:]]) + "\n")
     with pytest.raises(UserError, match=r"data.train_files: source 'train' has changed since the checkpoint"):
@@ -144,7 +144,7 @@ def test_other_data_are_refused(whole):
 def test_the_weights_that_stay_must_be_the_same(small_run, quick_compilation):
     small_run.algorithm.use_kl_in_reward = True
     train.train(small_run)
-    with pytest.raises(UserError, match=r"ref.path: what stays of its weights has changed"):
+    with pytest.raises(UserError, match=r"ref.path: the checksum of its frozen weights has changed"):
         folder = pathlib.Path(small_run.trainer.run_dir)
         other = again(small_run, trainer__total_training_steps=3)
         other.model.init, other.model.path = "pretrained", str(folder / "hf")  # the trained one is no reference
@@ -159,7 +159,7 @@ def test_without_the_optimizers_they_begin_anew(small_run, quick_compilation, ca
     assert any(".policy[" in name for name in names) and not any("_opt" in name for name in names)
     assert (last / "hf/model.safetensors").read_bytes() == weights(small_run.trainer.run_dir)
     train.train(again(small_run, trainer__total_training_steps=3))
-    assert "no state of the optimizers (trainer.save_contents): they begin anew" in capsys.readouterr().out
+    assert "no optimizer state (trainer.save_contents): the optimizers start fresh" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("contents,said", [("model", "without extra"), ("model,extra,all", "'all' is not known")])
@@ -214,6 +214,7 @@ def by_command(small_run, run, devices, *more):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_one_devices_checkpoint_goes_on_over_eight(small_run, tmp_path):
     one, eight = tmp_path / "one", tmp_path / "eight"
     by_command(small_run, one, 1)
@@ -222,7 +223,7 @@ def test_one_devices_checkpoint_goes_on_over_eight(small_run, tmp_path):
     shutil.copytree(one / "checkpoints/2", eight / "checkpoints/2")
     shutil.copy(one / "metrics.jsonl", eight)
     said = by_command(small_run, eight, 8, "--config.mesh.fsdp=4", "--config.mesh.tensor=2")
-    assert "going on from the checkpoint of step 2" in said
+    assert "resuming from the checkpoint of step 2" in said
     assert "mesh.fsdp 1 → 4" in said and "devices '1 x cpu' → '8 x cpu'" in said
     alone, spread = untimed(one), untimed(eight)
     assert [m["step"] for m in spread] == [0, 1, 2, 3, 4] and spread[:3] == alone[:3]

@@ -119,8 +119,15 @@ def test_it_learns_and_transformers_gives_the_same_scores(trained, config, seen)
     assert min(expected[0], expected[3]) > max(expected[1], expected[2])
 
 
-@pytest.mark.parametrize("kind", ["buckets", "segments"])
-@pytest.mark.parametrize("tokens", [8192, 16])
+@pytest.mark.parametrize(
+    "tokens, kind",
+    [
+        (16, "buckets"),
+        (8192, "segments"),
+        pytest.param(16, "segments", marks=pytest.mark.slow),
+        pytest.param(8192, "buckets", marks=pytest.mark.slow),
+    ],
+)
 def test_loss_and_gradient_are_torchs_however_the_batch_is_cut(config, kind, tokens):
     torch = pytest.importorskip("torch")
     c = config

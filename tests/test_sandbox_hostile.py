@@ -19,10 +19,11 @@ USERS = {"own user": 0, "nobody": NOBODY}
 MIXES = [
     ("own user", ""),
     ("own user", "namespaces"),
-    ("own user", "landlock"),
+    pytest.param("own user", "landlock", marks=pytest.mark.slow),
     ("nobody", ""),
-    ("nobody", "namespaces"),
+    pytest.param("nobody", "namespaces", marks=pytest.mark.slow),
 ]
+MIX_NAMES = ["own user-all", "own user-namespaces", "own user-landlock", "nobody-all", "nobody-namespaces"]
 
 
 def interpreter(uid: int) -> str | None:
@@ -68,7 +69,7 @@ def results(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize(("user", "without"), MIXES, ids=[f"{user}-{mix or 'all'}" for user, mix in MIXES])
+@pytest.mark.parametrize(("user", "without"), MIXES, ids=MIX_NAMES)
 @pytest.mark.parametrize(
     ("group", "name", "right"), [(g, n, s) for g, n, _, _, s in PROGRAMS], ids=[f"{g}-{n}" for g, n, *_ in PROGRAMS]
 )
@@ -80,7 +81,7 @@ def test_a_hostile_program_changes_reads_and_earns_nothing(results, user, withou
     assert score in right and not harm
 
 
-@pytest.mark.parametrize(("user", "without"), MIXES, ids=[f"{user}-{mix or 'all'}" for user, mix in MIXES])
+@pytest.mark.parametrize(("user", "without"), MIXES, ids=MIX_NAMES)
 def test_the_mix_is_what_it_says(results, user, without):
     guards = results(user, without)["guards"]
     assert not without or not guards[without]

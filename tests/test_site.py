@@ -37,6 +37,9 @@ class Page(html.parser.HTMLParser):
             self.loaded.add(found[LOADED[tag]])
 
 
+pytestmark = pytest.mark.slow  # test_docs.py checks links and anchors
+
+
 def build(folder: pathlib.Path, *more: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder), *more]
     env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}

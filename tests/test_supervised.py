@@ -21,7 +21,7 @@ from jppo.settings import UserError
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SHAPE = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "pad_token_id": None}
 STEPS = 6  # of runs in this process
-LONG = 40  # of commands, so that a signal comes in time
+LONG = 24  # of commands, so that a signal comes in time
 COMMANDS = {"sft": sft, "reward_model": reward_model}
 COMPILED = {  # of all commands: they must agree to the bit
     "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
@@ -104,7 +104,8 @@ class Lab:
         return sorted(path.name for path in (self.folder / run / "checkpoints").iterdir() if path.name != "best.json")
 
 
-@pytest.fixture(scope="module", params=list(COMMANDS))
+# Both commands run the loop of jppo/supervised.py; the reward model's adds tests.
+@pytest.fixture(scope="module", params=["reward_model", pytest.param("sft", marks=pytest.mark.slow)])
 def lab(request, tmp_path_factory):
     return Lab(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -148,7 +149,7 @@ def test_killed_at_a_random_moment_it_resumes_to_the_bit(lab, undisturbed):
     process.communicate()
     assert process.returncode == -signal.SIGKILL
     said = lab.to_the_end("killed", trainer__total_training_steps=LONG)
-    assert "going on from the checkpoint of step" in said
+    assert "resuming from the checkpoint of step" in said
     assert lab.outcome("killed") == undisturbed
     assert len(lab.checkpoints("killed")) == 2 and lab.checkpoints("killed")[-1] == str(LONG)
 
@@ -163,12 +164,21 @@ def test_a_stopped_command_leaves_a_checkpoint_and_its_exit_code(lab, undisturbe
     assert process.returncode == 143 and "stopped by SIGTERM; the same command resumes" in said, said
     [step] = lab.checkpoints("stopped")
     assert 1 <= int(step) < LONG
-    assert f"going on from the checkpoint of step {step}" in lab.to_the_end("stopped", **how)
+    assert f"resuming from the checkpoint of step {step}" in lab.to_the_end("stopped", **how)
     assert lab.outcome("stopped") == undisturbed
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"model__lora_rank": 2}, {"mesh__tensor": 2, "model__param_dtype": "bfloat16"}]
+    "lab, changes",
+    [
+        ("sft", {"model__lora_rank": 2}),
+        ("reward_model", {"mesh__tensor": 2, "model__param_dtype": "bfloat16"}),
+        pytest.param("sft", {}, marks=pytest.mark.slow),
+        pytest.param("sft", {"mesh__tensor": 2, "model__param_dtype": "bfloat16"}, marks=pytest.mark.slow),
+        pytest.param("reward_model", {}, marks=pytest.mark.slow),
+        pytest.param("reward_model", {"model__lora_rank": 2}, marks=pytest.mark.slow),
+    ],
+    indirect=["lab"],
 )
 def test_any_state_resumes_to_the_bit(lab, changes, monkeypatch, tmp_path):
     name = tmp_path.name

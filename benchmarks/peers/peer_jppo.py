@@ -23,7 +23,7 @@ from jppo.types import Batch, Trajectory
 
 
 def make_trajectories(work: Work) -> list[Trajectory]:
-    """The batch as vLLM would have given it."""
+    """Makes the batch in the form of vLLM's responses."""
     found = []
     for i, n in enumerate(work.responses):
         sampled = np.repeat([False, True], [work.prompt, n])
@@ -34,7 +34,7 @@ def make_trajectories(work: Work) -> list[Trajectory]:
 
 
 def begin(work: Work) -> tuple[dict, dict[str, Stage]]:
-    """Both models, every program compiled."""
+    """Prepares both models and compiles all programs."""
     c = base_config(work.model, work.dtype)
     c = change(c, ["model.init=pretrained", f"model.scan_layers={jax.default_backend() != 'cpu'}", *work.how["jppo"]])
     mesh, empty = make_mesh(c), PromptSet([], overlong=0)

@@ -57,13 +57,13 @@ def logprobs(model, batch: Batch, at: slice) -> torch.Tensor:
 
 
 def values(model, batch: Batch, at: slice) -> torch.Tensor:
-    """[b, N] values of the states that the responses' tokens were chosen in."""
+    """[b, N] values of the states before the responses' tokens."""
     out = model(input_ids=batch.tokens[at], attention_mask=batch.valid[at], use_cache=False)
     return out.logits[:, batch.prompt - 1 : -1, 0].float()
 
 
 def descend(model, optimizer, batch: Batch, work: Work, micro: int, loss, *, whole: bool = True) -> float:
-    """One epoch: a step a mini-batch, the mean over its tokens whatever the micro-batches; the mean loss.
+    """Runs one epoch, with one step per mini-batch by the mean over its tokens; returns the mean loss.
 
     Not whole: the first mini-batch alone.
     """
@@ -91,7 +91,7 @@ def adamw(model, how) -> torch.optim.Optimizer:
 
 
 def begin(work: Work) -> tuple[dict, dict[str, Stage]]:
-    """Both models, warm."""
+    """Prepares and warms up both models."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     torch.manual_seed(0)
     how, batch = work.how, Batch(work)

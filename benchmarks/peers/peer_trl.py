@@ -53,7 +53,7 @@ def make_trainer(work: Work, folder: str) -> trl.GRPOTrainer:
 
 
 def descend(trainer: trl.GRPOTrainer, batch: Batch, work: Work, micro: int, *, whole: bool = True) -> float:
-    """One epoch, or the first mini-batch of it: a step a mini-batch; the mean loss."""
+    """Runs one epoch or its first mini-batch, with one step per mini-batch; returns the mean loss."""
     model, accelerator, P = trainer.model, trainer.accelerator, work.prompt
     trainer.current_gradient_accumulation_steps = trainer.args.steps_per_generation = work.mini_batch // micro
     total, minis = 0.0, range(0, len(batch.tokens) if whole else 1, work.mini_batch)
@@ -81,7 +81,7 @@ def descend(trainer: trl.GRPOTrainer, batch: Batch, work: Work, micro: int, *, w
 
 
 def begin(work: Work) -> tuple[dict, dict[str, Stage]]:
-    """The trainer, warm."""
+    """Prepares and warms up the trainer."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     batch = Batch(work)
     trainer = make_trainer(work, tempfile.mkdtemp())

@@ -50,7 +50,7 @@ def make_actor(work: Work) -> nnx.Module:
 
 
 def make_critic(actor: nnx.Module) -> nnx.Module:
-    """The critic that tunix makes of a policy, which must have a head to replace: a tied one has none."""
+    """The critic, as tunix makes it: it replaces the policy's head, so the head must be untied."""
     actor.config.use_tied_embedding = False
     actor.lm_head = nnx.Linear(actor.config.embed_dim, 1, use_bias=False, rngs=nnx.Rngs(0))
     critic = create_critic_model(actor)
@@ -79,7 +79,7 @@ def make_step(model: nnx.Module, work: Work, micro: int, loss, further: dict):
 
 
 def begin(work: Work) -> tuple[dict, dict[str, Stage]]:
-    """Both models, every program compiled."""
+    """Prepares both models and compiles all programs."""
     jax.set_mesh(mesh())
     P, how = work.prompt, work.how
     actor = make_actor(work)

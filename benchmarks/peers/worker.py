@@ -25,7 +25,7 @@ Stage = Callable[[], tuple[Parts, float]]
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What every worker is given; P tokens of a prompt, at most N of a response."""
+    """The workload of every worker: P prompt tokens, at most N response tokens."""
 
     model: str  # a directory of weights in float32
     dtype: str  # of the products: float32, or bfloat16 with weights in float32
@@ -50,28 +50,28 @@ class Work:
 
 
 def read(folder: pathlib.Path, dtype: str) -> Work:
-    """The work in the folder."""
+    """Reads the workload in the folder."""
     batch = np.load(folder / "batch.npz")
     said = json.loads((folder / "work.json").read_text())
     return Work(model=str(folder / "model"), dtype=dtype, **{name: batch[name] for name in batch.files}, **said)
 
 
 def timed(what: Callable[[], float]) -> tuple[float, float]:
-    """Seconds, and what came out."""
+    """Returns seconds and result."""
     start = time.perf_counter()
     found = what()
     return time.perf_counter() - start, found
 
 
 def best_of(choices: Iterable[int], run: Callable[[int], Any]) -> int:
-    """The choice that is the fastest, each timed once after one that warms up."""
+    """Returns the fastest choice; each is timed once after a warm-up."""
     choices = list(choices)
     run(choices[0])
     return min(choices, key=lambda choice: timed(lambda: run(choice))[0])
 
 
 def serve(begin: Callable[[Work], tuple[dict[str, Any], dict[str, Stage]]]) -> None:
-    """The command line: `begin` warms up, and gives what is to be said of it and the stages."""
+    """The command line: `begin` warms up and returns a description and the stages."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=pathlib.Path)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])

@@ -42,7 +42,7 @@ class Python:
                 "description": "Runs a Python program and returns what it prints.",
                 "parameters": {
                     "type": "object",
-                    "properties": {"code": {"type": "string", "description": "the program; print what is to be seen"}},
+                    "properties": {"code": {"type": "string", "description": "the program; it must print its results"}},
                     "required": ["code"],
                 },
             },

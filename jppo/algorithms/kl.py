@@ -27,7 +27,7 @@ def absolute(logp: Array, ref_logp: Array) -> Array:
 
 
 def k2(logp: Array, ref_logp: Array) -> Array:
-    """½ (log π(a) - log π_ref(a))²: biased, never negative; the expected gradient is that of the KL."""
+    """½ (log π(a) - log π_ref(a))²: biased, never negative; its expected gradient equals the KL's."""
     chex.assert_equal_shape([logp, ref_logp])
     return 0.5 * jnp.square(logp - ref_logp)
 

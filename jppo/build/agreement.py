@@ -52,11 +52,11 @@ def agree(
     gap = float(np.abs(np.asarray(data.old_logprob) - data.rollout_logprob)[data.mask].max())
     if not gap <= c.rollout.logp_tolerance:
         raise RolloutError(
-            f"the log-probs of the sampler and the trainer differ by up to {gap:.3g} on the same tokens, more than"
+            f"the log-probs of engine and trainer differ by up to {gap:.3g} on the same tokens, more than"
             f" rollout.logp_tolerance={c.rollout.logp_tolerance:g}: they do not have the same policy; compare"
             " rollout.dtype and model.compute_dtype, or raise the tolerance if bfloat16 explains the gap"
         )
-    return f"sampler and trainer agree: largest log-prob gap {gap:.1e} on {sum(len(t.tokens) for t in drawn)} tokens"
+    return f"engine and trainer agree: largest log-prob gap {gap:.1e} on {sum(len(t.tokens) for t in drawn)} tokens"
 
 
 class Match:

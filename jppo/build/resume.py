@@ -1,4 +1,4 @@
-"""Resuming: what a checkpoint keeps next to the train state, and whether this run may resume from it."""
+"""Resuming: the metadata of a checkpoint, and the check that this run may resume from it."""
 
 import dataclasses
 import importlib.metadata
@@ -167,7 +167,7 @@ def former_name(name: str) -> str:
 
 def require_fit(then: dict[str, Any], now: dict[str, Any]) -> None:
     """Raises UserError where run `now` cannot resume from a checkpoint of run `then`."""
-    remedy = "give the old value, or begin anew with another trainer.run_dir or trainer.resume_mode=disable"
+    remedy = "give the old value, or start a new run with another trainer.run_dir or trainer.resume_mode=disable"
     before = then.get("config", {})
     for name in FIXED:
         if name in before and before[name] != now["config"][name]:
@@ -186,7 +186,7 @@ def require_fit(then: dict[str, Any], now: dict[str, Any]) -> None:
             continue
         name = next(name for name in (*old, *new) if old.get(name) != new.get(name))
         change = "is gone" if name not in new else "is new" if name not in old else "has changed"
-        said = f"{what}: source {name!r} {change}" if what else f"{name}: what stays of its weights {change}"
+        said = f"{what}: source {name!r} {change}" if what else f"{name}: the checksum of its frozen weights {change}"
         raise UserError(f"{said} since the checkpoint was written; {remedy}")
 
 
@@ -208,7 +208,7 @@ def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
 def _of_optimizers(missing: Sequence[str]) -> list[str]:
     if not missing:
         return []
-    return ["the checkpoint has no state of the optimizers (trainer.save_contents): they begin anew"]
+    return ["the checkpoint has no optimizer state (trainer.save_contents): the optimizers start fresh"]
 
 
 def finished(c: ConfigDict, checkpoints: Checkpoints, total_steps: int) -> bool:

@@ -1,7 +1,7 @@
 """The trained policy of a run folder or checkpoint, for export as a model directory.
 
 From a checkpoint, only the policy is read, with the checkpoint's settings. From a run without checkpoints, such as
-fine-tuning, the final model is taken.
+fine-tuning, the source is the final model.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ def find(path: pathlib.Path, *, step: int | None, best: bool) -> pathlib.Path:
         raise UserError(f"{path}: no such folder; name a run's folder, or RUN_DIR/checkpoints/STEP")
     if is_checkpoint(path):
         if best or step is not None:
-            raise UserError(f"{path} is one checkpoint: --step and --best choose among those of a run's folder")
+            raise UserError(f"{path} is one checkpoint: --step and --best select a checkpoint of a run folder")
         return path
     folder = path / "checkpoints"
     with Checkpoints(folder, keep=1, read_only=True) as found:
@@ -62,7 +62,7 @@ def find(path: pathlib.Path, *, step: int | None, best: bool) -> pathlib.Path:
     if not (path / "hf").is_dir():
         raise UserError(
             f"{path} has neither checkpoints nor hf/: nothing is trained there yet; name the folder of a run"
-            " that has come to a checkpoint (trainer.save_freq) or to its end"
+            " with a checkpoint (trainer.save_freq) or of a finished run"
         )
     return path
 
@@ -83,7 +83,7 @@ def run_of(path: pathlib.Path) -> pathlib.Path | None:
 def of_checkpoint(path: pathlib.Path, *, base: str | None, merge: bool, dtype: str | None) -> Trained:
     """Makes the policy of a checkpoint; `base` replaces the run's model.path, `merge` merges adapters.
 
-    `dtype` None: that of the parameters in training.
+    `dtype` None: the dtype of the parameters in training.
     """
     mesh = sharding.make_mesh((1,))
     read: dict[str, Any] = {}
@@ -92,7 +92,7 @@ def of_checkpoint(path: pathlib.Path, *, base: str | None, merge: bool, dtype: s
         settings = meta.get("config", {})
         source = settings.get("model.path") if base is None else base
         if not source:
-            raise UserError(f"{path} does not say what model it began with; name it by --base DIR")
+            raise UserError(f"{path} does not name its base model; give it by --base DIR")
         try:
             _, cfg = hf.read_config(source)
         except UserError as e:
@@ -154,8 +154,7 @@ def _base(what: state.Weights, source: str, settings: Settings, meta: dict[str, 
     then = meta.get("frozen", {}).get("model.path")
     if then is not None and then != checksum_of_all(found):
         raise UserError(
-            f"{source}: its weights are not those that the adapters learned beside; name the directory that has them"
-            " by --base DIR"
+            f"{source}: its weights differ from the base of the adapters; name the directory of that base by --base DIR"
         )
     return found
 

@@ -76,7 +76,7 @@ def _findings(check: Check) -> list[Finding]:
     except RolloutError as e:
         found.append(Finding(check.about, "FAIL", str(e), "fix what it names, and run the check again"))
     except _TimeIsUp:
-        remedy = "find out what it waits for, or use a less busy machine"
+        remedy = "check what blocks it, or use a less busy machine"
         found.append(Finding(check.about, "FAIL", f"no result in {check.limit_s:.0f} s", remedy))
     except Exception as e:
         said = str(e).strip().partition("\n")[0]
@@ -105,7 +105,7 @@ def _limit(seconds: float) -> Iterator[None]:
 
 
 def check_room(about: str, free: int, *, warn: int, fail: int, remedy: str) -> Finding:
-    """Compares free bytes with what a run needs."""
+    """Compares free bytes with the need of a run."""
     verdict: Verdict = "FAIL" if free < fail else "WARN" if free < warn else "OK"
     found = f"{free / GIB:.1f} GiB free"
     return Finding(about, verdict, found, "" if verdict == "OK" else remedy)

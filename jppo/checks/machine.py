@@ -1,4 +1,4 @@
-"""Programs, devices and protections of this machine: what a run needs whatever its settings are."""
+"""Checks that do not depend on settings: programs, devices and sandbox protections of this machine."""
 
 import http.server
 import importlib.metadata
@@ -22,7 +22,7 @@ from jppo.rollout.sglang.arguments import check_sglang
 from jppo.rollout.vllm.arguments import check_vllm
 from jppo.settings import UserError
 
-# In a process of its own: a broken jaxlib ends the process, and a device may be slow or taken.
+# Runs in a separate process: a broken jaxlib ends it, and a device may be slow or in use.
 _DEVICES = """
 import json, jax
 print(json.dumps([jax.default_backend(), [d.device_kind for d in jax.devices()]]))
@@ -32,14 +32,14 @@ LOOPBACK_TIMEOUT_S = 5.0
 
 
 def check_python(version: str, wanted: str) -> Finding:
-    """The interpreter against the package's `requires-python`."""
+    """Compares the interpreter with the package's `requires-python`."""
     if version in SpecifierSet(wanted):
         return Finding("Python", "OK", version)
     return Finding("Python", "FAIL", f"{version}, not {wanted}", "make the environment with a newer Python")
 
 
 def check_packages(requirements: Iterable[str], version: Callable[[str], str | None]) -> Iterator[Finding]:
-    """Installed versions against the tested bounds; an extra counts where all of its packages are there."""
+    """Compares installed versions with the tested bounds; an extra counts if all of its packages are installed."""
     core: list[Requirement] = []
     extras: dict[str, list[Requirement]] = {}
     for requirement in map(Requirement, requirements):
@@ -61,7 +61,7 @@ def check_packages(requirements: Iterable[str], version: Callable[[str], str | N
 
 
 def check_devices(has_gpu: bool) -> Finding:
-    """What JAX will train on."""
+    """Lists the devices that JAX will train on."""
     env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # leaves the memory to a run under way
     command = [sys.executable, "-c", _DEVICES]
     try:
@@ -71,7 +71,7 @@ def check_devices(has_gpu: bool) -> Finding:
         return Finding("JAX", "FAIL", f"no device in {DEVICES_TIMEOUT_S} s", remedy)
     if probe.returncode != 0:
         said = (probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"])[-1]
-        return Finding("JAX", "FAIL", said[-300:], "install jax anew, or set JAX_PLATFORMS=cpu")
+        return Finding("JAX", "FAIL", said[-300:], "reinstall jax, or set JAX_PLATFORMS=cpu")
     backend, kinds = json.loads(probe.stdout.splitlines()[-1])
     found = f"{len(kinds)} x {kinds[0]} ({backend})"
     if backend != "cpu" or not has_gpu:
@@ -82,7 +82,7 @@ def check_devices(has_gpu: bool) -> Finding:
 
 
 def check_server(python: str, has_gpu: bool) -> Finding:
-    """The vLLM of the interpreter that will run the server, and the packages that break it."""
+    """Checks the vLLM of the server's interpreter, and packages that break it."""
     build = _probe("vLLM", check_vllm, python)
     if isinstance(build, Finding):
         return build
@@ -103,7 +103,7 @@ def _probe(name: str, check: Callable[[str], str], python: str) -> str | Finding
 
 
 def check_sglang_server(python: str, has_gpu: bool) -> Finding:
-    """The SGLang of the interpreter that will run the server."""
+    """Checks the SGLang of the server's interpreter."""
     version = _probe("SGLang", check_sglang, python)
     if isinstance(version, Finding):
         return version
@@ -114,7 +114,7 @@ def check_sglang_server(python: str, has_gpu: bool) -> Finding:
 
 
 def check_loopback() -> Finding:
-    """The trainer's way to its servers: a request to a free port of this host, past any proxy."""
+    """Sends a request to a free port of this host without a proxy, as the trainer does to its servers."""
     try:
         with http.server.HTTPServer((HOST, 0), _Answer) as server:
             threading.Thread(target=server.handle_request, daemon=True).start()
@@ -126,7 +126,7 @@ def check_loopback() -> Finding:
 
 
 def check_sandbox() -> Finding:
-    """The protections that programs of the model run under, where code is graded or the tool python is on."""
+    """Reports the sandbox protections, if the run executes programs of the model."""
     guards = protections.probe()
     if why := protections.missing(guards):
         remedy = "grade programs by reward.sandbox=container, or on a newer kernel; docs/security.md has the table"
@@ -147,7 +147,7 @@ class _Answer(http.server.BaseHTTPRequestHandler):
 
 
 def environment(python: str | None, engine: str = "vllm") -> Iterator[Finding]:
-    """Programs and devices; `python` is the interpreter of `engine`, None where no server will be started."""
+    """Checks programs and devices; `python` is the interpreter of `engine`, None if no server will be started."""
     try:
         metadata = importlib.metadata.distribution("jppo")
     except importlib.metadata.PackageNotFoundError:

@@ -25,7 +25,7 @@ COMPILE_S, READ_S, PUBLISH_S, FETCH_S = 900.0, 600.0, 900.0, 3600.0
 
 
 class Read:
-    """The inputs, mesh and memory estimate of a run, each made when it is first asked for."""
+    """The inputs, mesh and memory estimate of a run, each computed on first use."""
 
     def __init__(self, c: ConfigDict):
         self.c = c
@@ -42,12 +42,12 @@ class Read:
 
     @functools.cached_property
     def estimate(self) -> tuple[list[str], memory.Estimate, list[preview.Room]]:
-        """The report's lines, the estimate, and the memory needed against the memory there is."""
+        """The report's lines, the estimate, and needed against available memory."""
         return preview.here(self.c, self.inputs, self.mesh)
 
 
 def doctor(c: ConfigDict, *, server: bool) -> Iterator[Finding]:
-    """The findings of `jppo.doctor` for a run by these settings; with `server` one is started."""
+    """Yields the findings of `jppo.doctor` for a run by these settings; `server` starts one."""
     first = list(of_machine(c))
     yield from first
     with contextlib.ExitStack() as stack:
@@ -55,7 +55,7 @@ def doctor(c: ConfigDict, *, server: bool) -> Iterator[Finding]:
 
 
 def dry_run(c: ConfigDict, request: Request) -> str:
-    """The report of `--dry_run`: what a run would be, and the findings of the doctor's checks that start no server."""
+    """Prints the report of `--dry_run`: a preview of the run, and the doctor's findings that need no server."""
     if request.machine is not None:
         return preview.dry_run(c, request)
     read, found = Read(c), list(of_machine(c))
@@ -68,7 +68,7 @@ def dry_run(c: ConfigDict, request: Request) -> str:
 
 
 def of_machine(c: ConfigDict) -> Iterator[Finding]:
-    """Programs, devices and protections; before JAX takes a device."""
+    """Checks programs, devices and protections; call it before JAX takes a device."""
     share_gpu(c)
     preview.take_little()
     served = c.rollout.name != "inprocess" and not c.rollout.urls
@@ -78,19 +78,19 @@ def of_machine(c: ConfigDict) -> Iterator[Finding]:
 
 
 def failures(found: Iterable[Finding]) -> list[str]:
-    """The names of failed checks."""
+    """Returns the names of failed checks."""
     return [one.about for one in found if one.verdict == "FAIL"]
 
 
 def doctor_checks(c: ConfigDict, stack: contextlib.ExitStack, *, server: bool) -> list[Check]:
-    """The checks of the dry run, and those that load weights or start a server; the `stack` ends what they start."""
+    """Lists the checks of the dry run, and further ones that load weights or start a server, which `stack` stops."""
     read = Read(c)
     compared = Check("parity", lambda: parity.check(c), needs=("model files",), limit_s=2 * parity.LIMIT_S)
     return [*checks(read, stack, ask=True), compared, *(with_server(read, stack) if server else ())]
 
 
 def checks(read: Read, stack: contextlib.ExitStack, *, ask: bool) -> list[Check]:
-    """The checks that train nothing and start no server; without `ask` no judge and no reward model score anything."""
+    """Lists the checks that need no server; without `ask`, judges and reward models are not called."""
     c = read.c
     run = pathlib.Path(c.trainer.run_dir).expanduser()
     logging, _ = elsewhere(c, stack)
@@ -109,7 +109,7 @@ def checks(read: Read, stack: contextlib.ExitStack, *, ask: bool) -> list[Check]
             return models_and_data.scorers(c)
         return models_and_data.reward(logging, read.inputs, read.mesh)
 
-    served = c.rollout.name != "inprocess"  # by somebody who listens at a port and reads weights from a file
+    served = c.rollout.name != "inprocess"  # by a server with a port, which reads weights from a file
     return [
         Check("clock", lambda: resources.clock(time.time(), newest=resources.package_time())),
         Check("run folder", lambda: resources.folder(c)),
@@ -127,7 +127,7 @@ def checks(read: Read, stack: contextlib.ExitStack, *, ask: bool) -> list[Check]
 
 
 def elsewhere(c: ConfigDict, stack: contextlib.ExitStack) -> tuple[ConfigDict, pathlib.Path]:
-    """The settings with a temporary folder for logs: the run's own stays as it is."""
+    """Returns the settings with a temporary run folder, so the run's folder stays unchanged."""
     scratch = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jppo-doctor-")))
     c = c.copy_and_resolve_references()
     c.trainer.run_dir = str(scratch)
@@ -135,7 +135,7 @@ def elsewhere(c: ConfigDict, stack: contextlib.ExitStack) -> tuple[ConfigDict, p
 
 
 def with_server(read: Read, stack: contextlib.ExitStack) -> list[Check]:
-    """The start of a server, a publish, and that both sides then have one policy."""
+    """Checks the start of a server, a publish, and that engine and trainer then have the same policy."""
     c, scratch = elsewhere(read.c, stack)
 
     @functools.cache

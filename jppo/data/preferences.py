@@ -117,7 +117,7 @@ def _tokens(row: Row, half: tuple[Messages, str], encode: Encode, most: int | No
         if len(ids) <= max_length and (cut, response[:most]) != half:
             ids = np.asarray(encode(*half), np.int32)
         return ids
-    except Exception as e:  # a chat template raises what it likes
+    except Exception as e:  # a chat template may raise anything
         said = str(e).strip().partition("\n")[0]
         raise UserError(f"{row.place}: the tokenizer or its chat template refuses a half of the pair: {said}") from e
 

@@ -117,7 +117,7 @@ def check_one_schema(rows: list[Row]) -> None:
             lacks = row.columns.get("prompt" if what == "prompt" else form.partition(".")[0]) is None
             if form != first[what] and not lacks:  # errors about the row itself come later
                 raise UserError(
-                    f"{row.place}: the {what} is in the form of {form}, and that of {rows[0].unit} {rows[0].number} in"
+                    f"{row.place}: the {what} is in the form of {form}, but {rows[0].unit} {rows[0].number} in"
                     f" the form of {first[what]}; a source has one form: make two files of it"
                 )
 
@@ -206,7 +206,7 @@ def _tokenise(
 
 
 def ground_truth(row: Row) -> str:
-    """The row's answer, in either schema; an object or a list is taken as its JSON text."""
+    """The row's answer, in either schema; an object or a list becomes JSON text."""
     nested = row.columns.get("reward_model")
     if nested is not None and not isinstance(nested, dict):
         raise UserError(f"{row.place}: reward_model is of type {type(nested).__name__}; it must be an object")

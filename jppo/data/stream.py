@@ -124,7 +124,7 @@ def _mixed(
     if len(places or parts) != len(parts):
         raise UserError(
             f"data.mix names {len(parts)} sources, but the checkpoint has {len(places)}; resume with those"
-            " of the checkpoint, or start anew with trainer.resume_mode=disable"
+            " of the checkpoint, or start a new run with trainer.resume_mode=disable"
         )
     rng = np.random.default_rng([seed, batch, size])
     bounds = np.cumsum([part.weight for part in parts])

@@ -12,7 +12,7 @@ from huggingface_hub import constants
 from jppo.settings import UserError
 
 LONG = 1_000_000  # characters of one text
-CUT_FROM = 100_000  # characters; a shorter text is tokenised in no time, whatever it is
+CUT_FROM = 100_000  # characters; shorter texts are always tokenised quickly
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
@@ -62,14 +62,14 @@ def announce_long(place: str, *texts: str) -> None:
 
 
 def enough(tokenizer: Any, max_length: int) -> int:
-    """Characters of which a text has more than `max_length` tokens, by the longest token there is."""
+    """Length in characters above which a text has more than `max_length` tokens, by the longest token."""
     return max(CUT_FROM, max_length * max(map(len, tokenizer.get_vocab())) + 1)
 
 
 def encode_all(tokenizer: Any, texts: Sequence[str], *, max_length: int | None = None, **how: Any) -> list[list[int]]:
     """Token ids of texts; of a text with more than `max_length` tokens (None: no limit) perhaps only the first ones.
 
-    A word of millions of characters takes minutes, and what is too long is left out whatever else it has.
+    A word of millions of characters takes minutes to tokenise, and a text that is too long is dropped anyway.
     """
     if max_length is None or max(map(len, texts), default=0) <= CUT_FROM:
         return tokenizer(list(texts), verbose=False, **how)["input_ids"]

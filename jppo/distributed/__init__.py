@@ -1,1 +1,1 @@
-"""Several hosts as one run: how they find one another, and what they exchange."""
+"""Several hosts as one run: discovery and exchange of data."""

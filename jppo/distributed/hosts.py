@@ -218,7 +218,7 @@ class Hosts:
             number, now = number + 1, time.monotonic()
             for rank, text in gone.items():
                 if rank != self.rank:
-                    self.leave(LOST, f"host {rank} has ended by an error of its own: {text}")
+                    self.leave(LOST, f"host {rank} failed: {text}")
             for rank, sign in alive.items():
                 if seen[rank][0] != sign:
                     seen[rank] = sign, now

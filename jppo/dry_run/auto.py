@@ -1,6 +1,6 @@
 """Settings chosen by device memory: `model.remat=auto`, `actor.max_tokens_per_device=-1`.
 
-Candidates are compiled as the run would compile them, least recomputation first; the first that fits is taken.
+Candidates are compiled as the run would compile them, least recomputation first; the first that fits is selected.
 """
 
 import json

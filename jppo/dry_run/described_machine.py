@@ -76,7 +76,7 @@ def capacity(c: ConfigDict, machine: Machine) -> tuple[int, str]:
     if machine.chip.platform == "tpu":
         return machine.chip.memory, "all that XLA gives a program"
     share = rollout.trainer_share(c) if "rollout" in c else rollout.DEFAULT_SHARE
-    return int(share * machine.chip.memory), f"{share:.0%} of the memory, JAX's share beside what else is on the GPU"
+    return int(share * machine.chip.memory), f"{share:.0%} of the memory, JAX's share of the GPU"
 
 
 def fits(found: Estimate, room: int) -> bool:

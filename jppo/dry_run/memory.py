@@ -214,7 +214,7 @@ def stored(c: ConfigDict, inputs: Inputs, mesh: Any) -> int:
 
 
 def _reference(c: ConfigDict, inputs: Inputs, mesh: Any, policy: Trained) -> tuple[Params | None, bool]:
-    """Returns the abstract reference, and whether it needs memory of its own: LoRA shares the base."""
+    """Returns the abstract reference, and whether it takes further memory: with LoRA it is the policy's base."""
     if inputs.reference is None:
         return None, False
     if c.ref.path == "policy" and policy.base is not None:

@@ -23,7 +23,7 @@ from jppo.types import Array, Counts, Params, Rows
 
 
 def make_scores(value: Value, *, mesh: Mesh) -> Callable[[Params, Base | None, Rows, Array], Array]:
-    """Makes (learned, base, rows, scores [B]) -> scores, with those of the sequences in these rows added.
+    """Makes (learned, base, rows, scores [B]) -> scores plus the scores of the sequences in these rows.
 
     A sequence's score is the value at its only entry in the mask, its last.
     """

@@ -26,7 +26,7 @@ Remat = Literal["none", "dots", "attention", "full"]
 
 
 def _keep(*names: str) -> Callable[..., Any]:
-    """Makes the policy that saves outputs with these names, and those of cuDNN's attention, which cannot be named."""
+    """Makes the policy that saves named outputs and the output of cuDNN's attention, which cannot have a name."""
     named = jax.checkpoint_policies.save_only_these_names(*names)
     return lambda primitive, *args, **how: primitive.name == _CUDNN or named(primitive, *args, **how)
 

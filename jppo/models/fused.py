@@ -74,7 +74,7 @@ def choose(
     if needs.shared is not None and (window := _window(needs)) is not None:
         raise UserError(
             f"data.packing=prefix: the model has a sliding window of {window} tokens, less than a prompt and a response"
-            f" may have ({needs.longest}), and it would count those of other samples; use data.packing=buckets"
+            f" may have ({needs.longest}), and it would attend to other samples; use data.packing=buckets"
         )
 
     def reason(kernel: str) -> str | None:
@@ -213,7 +213,7 @@ def _splash(needs: Needs, window: int | None, *, interpret: bool) -> _Kernel:
             residual_checkpoint_name=NAME,
             interpret=interpret,
         )
-        scaled = (needs.scale * q.astype(jnp.float32)).astype(q.dtype)  # it has no scale of its own
+        scaled = (needs.scale * q.astype(jnp.float32)).astype(q.dtype)  # the kernel takes no scale
         heads_first = (x.swapaxes(1, 2) for x in (scaled, k, v))
         return jax.vmap(mixed)(*heads_first, splash.SegmentIds(segment, segment)).swapaxes(1, 2)
 

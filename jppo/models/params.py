@@ -34,16 +34,16 @@ AXES = {
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A parameter; `letters` name the axes of ours, `hf_letters` those of HF's tensor (of one layer)."""
+    """A parameter. `letters` names the axes of our array, `hf_letters` the axes of the HF tensor (of one layer)."""
 
     path: tuple[str, ...]
-    hf: str  # with {layer} where ours is stacked
+    hf: str  # name of the HF tensor, with {layer} if our array is stacked
     hf_letters: tuple[str, ...]  # a word joins several of our axes in one of HF's: ('HA', 'D')
-    letters: str  # of ours; first L where stacked
-    shape: tuple[int, ...]  # of ours
-    axes: tuple[str | None, ...]  # logical, of ours
+    letters: str  # of our array; first L if stacked
+    shape: tuple[int, ...]  # of our array
+    axes: tuple[str | None, ...]  # logical axes of our array
     alias: str | None  # another name under which a checkpoint may store the same matrix
-    padding: int = 0  # rows of ours, on the first axis, that HF's lacks
+    padding: int = 0  # rows on the first axis that the HF tensor lacks
 
     @property
     def stacked(self) -> bool:

@@ -65,7 +65,7 @@ def read_folder(path: pathlib.Path) -> Folder:
 def read_rows(path: pathlib.Path, notes: list[str], without: str | None) -> list[dict[str, Any]]:
     """Returns the objects of a jsonl file; counts invalid lines in `notes`.
 
-    `without` is what the report lacks without the file; None: the file is optional.
+    `without` names the parts of the report that need the file; None: the file is optional.
     """
     if not path.is_file():
         if without is not None:

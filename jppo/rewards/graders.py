@@ -88,7 +88,7 @@ REFUSED = {
 }
 RUNS_CODE = (code,)  # only where reward.allow_code says so
 _MAY_HANG = (math_verify, code)  # these run in the pool; the others in the trainer's own thread
-_OF_THE_DEADLINE = 0.8  # what a program may take of reward.timeout_s: one that never ends is wrong, and no error
+_OF_THE_DEADLINE = 0.8  # fraction of reward.timeout_s for a program: one that never ends is wrong, not an error
 
 
 @dataclasses.dataclass

@@ -178,7 +178,7 @@ def _good(weighed: tuple[float, Future[Reward]]) -> bool:
 def compose(found: Mapping[str, tuple[float, Reward]], panel: Panel) -> Reward:
     """Sums weight · score over the parts and keeps each part's score; an error of one is the sample's error.
 
-    The answer is that of the rule or the custom function.
+    The answer comes from the rule or the custom function.
     """
     parts = {name: reward.score for name, (_, reward) in found.items()}
     for name, (_, reward) in found.items():

@@ -13,7 +13,7 @@ class Sample:
 
     prompt: Prompt
     text: str  # the response
-    length: int  # tokens, including those of tools
+    length: int  # tokens, tool output included
     finish: str  # as in Trajectory
     exchange: Exchange | None = None  # as in Trajectory
 

@@ -260,7 +260,7 @@ class _Worker:
 
 def _future() -> Future[Any]:
     future: Future[Any] = Future()
-    future.set_running_or_notify_cancel()  # nobody can cancel it
+    future.set_running_or_notify_cancel()  # from here it cannot be cancelled
     return future
 
 

@@ -58,7 +58,7 @@ def gsm8k(response: str, ground_truth: str) -> Verdict:
 def gsm8k_flexible(response: str, ground_truth: str) -> Verdict:
     """1 if the last number of the response equals the truth; numbers as in `gsm8k`.
 
-    Only written digits count: the last number of 1/2 is 2, and that of 5% is 5.
+    Only written digits count: the last number of 1/2 is 2, of 5% it is 5.
     """
     found = _ANY_NUMBER.findall(response)
     return _number_verdict(found[-1] if found else None, ground_truth)

@@ -15,7 +15,7 @@ def stream(
 ) -> Iterator[list[int]]:
     """Yields the tokens after `ids` as they are sampled, including an end token; uses one row.
 
-    They equal those of `InprocessSampler` for the same seed: a token depends only on the seed and its position.
+    They equal the tokens of `InprocessSampler` for the same seed: a token depends only on the seed and its position.
     """
     length = next(n for _, n in s.prompt_shapes if n >= len(ids))
     prompt = np.zeros((1, length), np.int32)

@@ -186,5 +186,5 @@ def sizes(inputs: Inputs, mesh: Mesh, plan: packing.Plan, resumed: int | None) -
         f" ({left_out} over-long ones left out, {cut} cut)",
         f"{mesh.devices.size} {mesh.devices.flat[0].platform} device(s), mesh {dict(mesh.shape)},"
         f" rows of shape {', '.join(f'{r}x{t}' for r, t in plan.shapes)}",
-        "a new run" if resumed is None else f"going on from the checkpoint of step {resumed}",
+        "a new run" if resumed is None else f"resuming from the checkpoint of step {resumed}",
     ]

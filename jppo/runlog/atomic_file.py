@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 
 def write(path: pathlib.Path, make: Callable[[pathlib.Path], object]) -> pathlib.Path:
-    """Has `make` write a file, which is then given its name; whoever reads meanwhile sees the one before."""
+    """Writes a file with `make`, then renames it to its name; readers see the old file until then."""
     if not path.name:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not path.is_file() and not path.is_dir():
-        make(path)  # a device or a pipe is written to; a file in its place would be everyone's loss
+        make(path)  # writes to a device or a pipe directly: a rename would replace it by a file
         return path
     new = path.with_name(path.name + ".new")
     try:

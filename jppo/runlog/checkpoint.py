@@ -141,7 +141,7 @@ class Checkpoints:
         return None
 
     def discard_after(self, step: int) -> None:
-        """Deletes the checkpoints after `step`, for a run that resumes there, or starts anew with -1."""
+        """Deletes the checkpoints after `step`, for a run that resumes there; -1 deletes all."""
         self.wait()
         later = [] if self._read_only else [s for s in self.steps() if s > step]
         if later and jax.process_index() == 0:
@@ -304,7 +304,7 @@ def _check_sums(path: pathlib.Path, arrays: dict[str, jax.Array], saved: dict[st
     found = _examined(arrays)
     changed = [name for name, (_, checksum) in found.items() if checksum != saved[name]["checksum"]]
     if changed:
-        first = f"{len(changed)} arrays are not what was saved, {changed[0]} among them"
+        first = f"{len(changed)} arrays differ from the saved ones, {changed[0]} among them"
         raise Damaged(f"{path} is damaged: {first}; use another")
     if odd := [name for name, (finite, _) in found.items() if not finite]:
         raise Damaged(f"{path} holds values that are not finite numbers, in {odd[0]} first; use another")
@@ -388,7 +388,7 @@ def _impl(leaf: Any) -> dict[str, str]:
 
 
 def _check_structure(path: pathlib.Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
-    remedy = "resume with the settings of that run, or start anew with another trainer.run_dir"
+    remedy = "resume with the settings of that run, or start a new run with another trainer.run_dir"
     for name in sorted(saved.keys() ^ wanted.keys()):
         where = "the checkpoint only" if name in saved else "the model or optimizer of this run only"
         raise UserError(f"{path} does not fit this run: {name} is in {where}; {remedy}")

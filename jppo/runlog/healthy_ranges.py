@@ -62,7 +62,7 @@ def trend(values: Sequence[float]) -> Literal["rising", "falling"] | None:
 
 
 def verdicts(metrics: Mapping[str, float], rewards: Sequence[float]) -> dict[str, Verdict]:
-    """Verdicts of a step's metrics; `rewards` are those of the last steps, this one included.
+    """Verdicts of a step's metrics; `rewards` has one value per recent step, the last for this step.
 
     A reward without a clear trend gets no verdict: it may be noise or a learned task.
     """

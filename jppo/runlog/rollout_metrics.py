@@ -8,7 +8,7 @@ from jppo.types import Reward, Trajectory
 
 
 def describe(trajectories: Sequence[Trajectory], rewards: Sequence[Reward]) -> dict[str, float]:
-    """Lengths and scores of samples of which at least one was graded."""
+    """Returns lengths and scores of samples; at least one must be graded."""
     scores = np.array([r.score for r in rewards if r.unusable is None])
     lengths = np.array([t.sampled.sum() for t in trajectories])
     whole = np.array([len(t.tokens) for t in trajectories])

@@ -103,7 +103,7 @@ def _require_alike(state: Mapping[str, Any], kind: Mapping[str, Any]) -> None:
             what = "algorithm.adv_estimator samples greedy responses" if name == "greedy" else name
             raise UserError(
                 f"{what}={kind[name]!r} was {state[name]!r} when the checkpoint was written, and its next samples"
-                " depend on it; use the old value, or start anew with another trainer.run_dir or"
+                " depend on it; use the old value, or start a new run with another trainer.run_dir or"
                 " trainer.resume_mode=disable"
             )
 

@@ -48,7 +48,7 @@ def of_all(hosts: Hosts, own: list[Trajectory]) -> list[Trajectory]:
 
 
 def rewards_of_all(hosts: Hosts, own: Callable[[], list[Reward]]) -> list[Reward]:
-    """Waits for rewards and returns those of all hosts, in host order."""
+    """Waits for rewards and returns the rewards of all hosts, in host order."""
     if hosts.count == 1:
         return own()
     return [Reward(**one) for some in hosts.gather(lambda: [dataclasses.asdict(r) for r in own()]) for one in some]

@@ -65,7 +65,7 @@ def explained(file: str, call: Callable[..., Any], *args: Any, **kwargs: Any) ->
             if missing
             else f"{type(e).__name__}: {text:.300}"
         )
-        raise UserError(f"{place}: {what}; mend the file") from e
+        raise UserError(f"{place}: {what}; fix the file") from e
 
 
 def no_setting(name: str, names: Iterable[str]) -> str:
@@ -75,7 +75,7 @@ def no_setting(name: str, names: Iterable[str]) -> str:
 
 
 def _check_names(config: Any, file: str) -> None:
-    """Raises a UserError unless names and types of the settings are those of the file's defaults."""
+    """Raises a UserError unless names and types of the settings match the file's defaults."""
     if not isinstance(config, ml_collections.ConfigDict):
         raise UserError(
             f"{file}: get_config() returns {config!r:.40}; it must return settings, as jppo.settings.default() does"

@@ -20,7 +20,7 @@ ADD = "add(**{'actor.lr': 1e-5, 'trainer.seed': 2})"
 class Run:
     """One run of a sweep."""
 
-    name: str  # of its folder: made of its overrides alone, so that other runs do not change it
+    name: str  # of its folder: from its overrides only, so other runs do not change it
     folder: pathlib.Path
     overrides: dict[str, Any]  # by setting
     arguments: tuple[str, ...]  # of jppo.train
@@ -40,7 +40,7 @@ def plan(argv: Sequence[str], out: pathlib.Path | None) -> tuple[list[Run], path
         out = pathlib.Path("runs") / f"sweep-{pathlib.Path(file).stem}"
     known, given = table.values(config), {a[len("--config.") :].split("=")[0] for a in argv}
     if FOLDER in given:
-        raise UserError(f"--config.{FOLDER} is given, and each run of a sweep has a folder of its own; use --out")
+        raise UserError(f"--config.{FOLDER} is given, but each run of a sweep has a separate folder; use --out")
     runs = []
     for overrides in read_sweep(file):
         for name in overrides:
@@ -57,7 +57,7 @@ def read_sweep(file: str) -> list[dict[str, Any]]:
     """Returns the overrides of each run that the `sweep(add)` of a config file adds."""
     sweep = configfile.functions(file).get("sweep")
     if not callable(sweep):
-        raise UserError(f"{file} has no sweep(add); write one beside get_config that calls {ADD} for each run")
+        raise UserError(f"{file} has no sweep(add); write one next to get_config that calls {ADD} for each run")
     found: list[dict[str, Any]] = []
 
     def add(*wrong: Any, **overrides: Any) -> None:
@@ -73,7 +73,7 @@ def read_sweep(file: str) -> list[dict[str, Any]]:
 
 def _check_name(name: str, known: dict[str, Any], given: set[str]) -> None:
     if name == FOLDER:
-        raise UserError(f"sweep: {FOLDER} cannot be swept, each run has a folder of its own; use --out")
+        raise UserError(f"sweep: {FOLDER} cannot be swept, because each run has a separate folder; use --out")
     if name not in known:
         raise UserError(f"sweep: {configfile.no_setting(name, known)}")
     if name in given:

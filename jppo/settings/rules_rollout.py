@@ -63,7 +63,7 @@ def _test(how: ml_collections.ConfigDict) -> None:
         )
     for name, value in cuts(how).items():
         raise UserError(
-            f"rollout.val_kwargs.{name}={value}: at rollout.val_kwargs.temperature=0.0 the likeliest token is taken;"
+            f"rollout.val_kwargs.{name}={value}: at rollout.val_kwargs.temperature=0.0 decoding is greedy;"
             f" raise the temperature, or leave {name} out"
         )
 

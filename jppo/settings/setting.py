@@ -21,7 +21,7 @@ class Setting:
     unit: str = ""
     choices: Collection[str | int] = ()  # a Registry also takes PATH.py:NAME and MODULE:NAME
     bounds: str = ""  # an interval: '[0, 1)', '(0,'; of a tuple's elements; '' for any number
-    off: int | None = None  # a number outside the bounds with a meaning of its own
+    off: int | None = None  # a special value outside the bounds
     kind: type | None = None  # of the value where the default is None
     only: str = ""  # the condition under which it is read: 'a.b', 'a.b=x', 'a.b!=x'; '' for always
     required: bool = False  # must not be empty

@@ -71,7 +71,7 @@ def sft_default() -> ml_collections.ConfigDict:
 
 
 def reward_model_default() -> ml_collections.ConfigDict:
-    """Returns all settings of reward model training: those of fine-tuning, held-out pairs and the loss of pairs."""
+    """Returns all settings of reward model training: fine-tuning, held-out pairs and the pair loss."""
     return _config(REWARD_MODEL)
 
 

@@ -47,7 +47,7 @@ def test_a_small_run_is_fit_and_its_folder_is_left_alone(small_run, quick_compil
         assert about in [one.about for one in found]
     last = [one.about for one in found][-7:]
     assert last == ["memory", "publish room", "disk", "parity", "server", "publish", "log-probs"]
-    assert "sampler and trainer agree" in found[-1].found
+    assert "engine and trainer agree" in found[-1].found
     assert not (tmp_path / "run").exists()
 
 

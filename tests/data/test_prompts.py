@@ -111,7 +111,7 @@ def test_max_samples_takes_the_first_rows(tmp_path, characters):
         (GOOD | {"reward_model": "rule"}, "must be an object"),
         (without("data_source"), "has no 'data_source'"),
         (GOOD | {"prompt": "1+2=<eos>"}, "ends with the end token"),
-        (GOOD | {"prompt": [{"role": "user", "content": "1"}]}, "in the form of chat messages, and that of line 1"),
+        (GOOD | {"prompt": [{"role": "user", "content": "1"}]}, "in the form of chat messages, but line 1"),
         ({"reward_model": {"ground_truth": "3"}} | without("ground_truth"), "in the form of reward_model.ground_truth"),
         (GOOD | {"prompt": "1\ud83d="}, "half of a surrogate pair"),
         (GOOD | {"prompt": [{"role": "user", "content": "\udc00"}]}, "half of a surrogate pair"),

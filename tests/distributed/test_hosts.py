@@ -179,4 +179,4 @@ def test_who_is_ending_or_gone_is_heard(monkeypatch):
     store.key_value_set("jppo/gone/0", "KeyError: 'x'")
     waiting.join(10)
     first._over.set()
-    assert left == [(1, 1, "host 0 has ended by an error of its own: KeyError: 'x'")]
+    assert left == [(1, 1, "host 0 failed: KeyError: 'x'")]

@@ -38,7 +38,15 @@ def test_the_count_sees_a_compilation():
     assert len(seen) == 1
 
 
-@pytest.mark.parametrize("mesh_shape,changes", [((1, 1, 1), {}), ((1, 2, 2, 2), {}), ((1, 1, 1), CORRECTED)])
+@pytest.mark.parametrize(
+    "mesh_shape,changes",
+    [
+        ((1, 2, 1, 1), {}),
+        ((1, 1, 1), CORRECTED),
+        pytest.param((1, 1, 1), {}, marks=pytest.mark.slow),
+        pytest.param((1, 2, 2, 2), {}, marks=pytest.mark.slow),
+    ],
+)
 def test_no_step_after_the_first_compiles(new_learner, make_recipe, drawn, mesh_shape, changes):
     ours = new_learner(mesh_shape, make_recipe(**changes))
     plan = ours.plan("buckets", 23, 8)  # two shapes

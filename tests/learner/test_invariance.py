@@ -62,8 +62,19 @@ def test_the_update_is_no_small_thing(learner, base):
 
 
 @pytest.mark.parametrize(
-    "kind,tokens_per_micro",
-    [("none", 60), ("buckets", 24), ("segments", 10**6), ("segments", 48)],
+    "base,kind,tokens_per_micro",
+    [
+        ("gae", "none", 60),
+        ("gae", "buckets", 24),
+        ("gae", "segments", 48),
+        ("grpo", "segments", 48),
+        pytest.param("gae", "segments", 10**6, marks=pytest.mark.slow),
+        *(
+            pytest.param("grpo", *case, marks=pytest.mark.slow)
+            for case in [("none", 60), ("buckets", 24), ("segments", 10**6)]
+        ),
+    ],
+    indirect=["base"],
 )
 def test_packing_and_micro_batches(learner, base, kind, tokens_per_micro):
     estimator, data, expected = base
@@ -95,14 +106,24 @@ def test_mini_batches_in_another_order_of_the_same_members(learner, base):
 
 # data, fsdp, tensor, sequence: each alone, and products of them, on 2, 4 and 8 devices
 @pytest.mark.parametrize(
-    "mesh_shape,kind,tokens_per_micro,remat",
+    "base,mesh_shape,kind,tokens_per_micro,remat",
     [
-        ((2, 2, 1, 1), "segments", 48, "none"),
-        ((1, 1, 1, 2), "buckets", 24, "none"),
-        ((1, 2, 2, 2), "none", 100, "none"),
-        ((2, 1, 1, 4), "segments", 10**6, "full"),
+        ("grpo", (2, 2, 1, 1), "segments", 48, "none"),
+        ("gae", (1, 2, 2, 2), "none", 100, "none"),
+        ("gae", (2, 1, 1, 4), "segments", 10**6, "full"),
+        pytest.param("gae", (1, 1, 1, 2), "buckets", 24, "none", marks=pytest.mark.slow),
+        pytest.param("gae", (2, 2, 1, 1), "segments", 48, "none", marks=pytest.mark.slow),
         *(
-            pytest.param(*case, marks=pytest.mark.slow)
+            pytest.param("grpo", *case, marks=pytest.mark.slow)
+            for case in [
+                ((1, 1, 1, 2), "buckets", 24, "none"),
+                ((1, 2, 2, 2), "none", 100, "none"),
+                ((2, 1, 1, 4), "segments", 10**6, "full"),
+            ]
+        ),
+        *(
+            pytest.param(estimator, *case, marks=pytest.mark.slow)
+            for estimator in ("gae", "grpo")
             for case in [
                 ((2, 1, 1, 1), "buckets", 48, "none"),
                 ((1, 2, 1, 1), "segments", 10**6, "full"),
@@ -120,6 +141,7 @@ def test_mini_batches_in_another_order_of_the_same_members(learner, base):
             ]
         ),
     ],
+    indirect=["base"],
 )
 def test_devices(new_learner, make_recipe, base, mesh_shape, kind, tokens_per_micro, remat):
     estimator, data, expected = base
@@ -128,6 +150,7 @@ def test_devices(new_learner, make_recipe, base, mesh_shape, kind, tokens_per_mi
     assert_same(ours.update(*data, kind=kind, tokens_per_micro=tokens_per_micro, **START), expected)
 
 
+@pytest.mark.parametrize("base", ["gae", pytest.param("grpo", marks=pytest.mark.slow)], indirect=True)
 def test_adamw_on_eight_devices(learner, base):
     estimator, data, _ = base
     how = dict(mini=8, epochs=1, lr=1e-4)  # Adam divides by the size of the gradient, and so of its rounding

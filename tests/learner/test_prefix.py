@@ -159,7 +159,7 @@ def test_the_longest_row_holds_all_samples_or_many_times_their_prompt(prompt, re
     assert prefix.longest_row(prompt, response, samples=samples) == expected
 
 
-@pytest.mark.parametrize("opening", [0, 5, 11])
+@pytest.mark.parametrize("opening", [0, pytest.param(5, marks=pytest.mark.slow), 11])
 def test_log_probs_are_those_of_whole_rows_where_an_opening_text_makes_the_prompt_longer(
     new_learner, make_recipe, opening
 ):
@@ -206,7 +206,16 @@ def base(request, learner, shared):
     return request.param, learner(estimator=request.param).update(*shared, **START)
 
 
-@pytest.mark.parametrize("tokens_per_micro, shuffled", [(10**6, False), (60, True)])
+@pytest.mark.parametrize(
+    "base, tokens_per_micro, shuffled",
+    [
+        ("gae", 60, True),
+        ("grpo", 10**6, False),
+        pytest.param("gae", 10**6, False, marks=pytest.mark.slow),
+        pytest.param("grpo", 60, True, marks=pytest.mark.slow),
+    ],
+    indirect=["base"],
+)
 def test_the_update_is_that_of_whole_rows(new_learner, make_recipe, shared, base, tokens_per_micro, shuffled):
     """Log-probs, values, advantages, losses, gradients; with mini-batches that have only some samples of a prompt."""
     estimator, expected = base
@@ -220,13 +229,17 @@ def test_the_update_is_that_of_whole_rows(new_learner, make_recipe, shared, base
 
 
 @pytest.mark.parametrize(
-    "mesh_shape",
+    "base, mesh_shape",
     [
-        (1, 1, 1, 2),
-        pytest.param((2, 1, 2, 1), marks=pytest.mark.slow),
-        pytest.param((1, 2, 1, 1), marks=pytest.mark.slow),
-        pytest.param((1, 2, 2, 2), marks=pytest.mark.slow),
+        ("grpo", (1, 1, 1, 2)),
+        pytest.param("gae", (1, 1, 1, 2), marks=pytest.mark.slow),
+        *(
+            pytest.param(estimator, shape, marks=pytest.mark.slow)
+            for estimator in ("gae", "grpo")
+            for shape in [(2, 1, 2, 1), (1, 2, 1, 1), (1, 2, 2, 2)]
+        ),
     ],
+    indirect=["base"],
 )
 def test_devices(new_learner, make_recipe, shared, base, mesh_shape):
     estimator, expected = base

@@ -1,5 +1,7 @@
 """The decoder against transformers, packed against apart, scanned against unrolled."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,11 +33,6 @@ init = jax.jit(
     lambda key, head: decoder.init_params(CFG, key, head=head, param_dtype=jnp.float32),
     static_argnames="head",
 )
-
-
-@pytest.fixture(autouse=True)
-def quick_compilation():
-    """Not here: the model is compiled as it is for a user."""
 
 
 def load(directory, head="lm", key=None):
@@ -90,8 +87,14 @@ def test_logits_and_logprobs_equal_transformers(checkpoint, rng, name):
     assert_close(entropy, -(scaled.exp() * scaled).sum(-1).numpy())
 
 
+@pytest.fixture
+def full_compilation(quick_compilation):
+    """XLA optimizes as it does for a user."""
+    jax.config.update("jax_disable_most_optimizations", False)  # quick_compilation restores it
+
+
 @pytest.mark.parametrize("name", REAL)
-def test_real_models_equal_transformers(shared, rng, name):
+def test_real_models_equal_transformers(shared, rng, full_compilation, name):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     directory = shared / "models" / name
@@ -184,12 +187,14 @@ def test_constrain_sees_every_residual_and_compute_dtype_is_kept(rng):
         seen.append((x.shape, x.dtype))
         return x
 
-    hidden = decoder.Decoder(CFG, dtype=jnp.bfloat16, constrain=constrain).apply(
-        {"params": values}, tokens, *row(tokens)
-    )
+    @functools.partial(jax.jit, static_argnums=0)
+    def apply(model, values):
+        return model.apply({"params": values}, tokens, *row(tokens))
+
+    hidden = apply(decoder.Decoder(CFG, dtype=jnp.bfloat16, constrain=constrain), values)
     assert hidden.dtype == jnp.bfloat16
     assert len(seen) >= 3 and set(seen) == {((2, 5, 24), jnp.dtype(jnp.bfloat16))}
-    exact = decoder.Decoder(CFG).apply({"params": values}, tokens, *row(tokens))
+    exact = apply(decoder.Decoder(CFG), values)
     assert np.abs(np.asarray(hidden, np.float32) - exact).mean() < 0.05 * np.abs(exact).mean()
 
 

@@ -8,6 +8,8 @@ import pytest
 from jppo.models import generate, heads
 from jppo.models.generate import Choice
 
+choose = jax.jit(generate.choose, static_argnames="cut")
+
 
 def choice(temperature=1.0, top_p=1.0, top_k=-1, min_p=0.0):
     return Choice(np.float32(temperature), np.float32(top_p), np.int32(top_k), np.float32(min_p), np.False_)
@@ -58,7 +60,7 @@ def test_tokens_come_as_often_as_their_log_probs_say(temperature, top_p, top_k, 
     count = 20_000
     rows = jnp.broadcast_to(jnp.asarray(logits)[None], (count, 7))
     seeds, position = jnp.arange(count, dtype=jnp.uint32), jnp.full(count, 3, jnp.int32)
-    token, logp = generate.choose(rows, seeds, position, choice(temperature, top_p, top_k, min_p), cut=top_k > 0)
+    token, logp = choose(rows, seeds, position, choice(temperature, top_p, top_k, min_p), cut=top_k > 0)
     expected = left(logits / temperature, top_k, top_p, min_p)
     np.testing.assert_allclose(np.bincount(token, minlength=7) / count, expected, atol=0.012)  # three deviations
     np.testing.assert_allclose(np.exp(logp), expected[np.asarray(token)], rtol=1e-5)
@@ -66,7 +68,7 @@ def test_tokens_come_as_often_as_their_log_probs_say(temperature, top_p, top_k, 
 
 def test_greedy_takes_the_likeliest_whatever_else_is_asked_and_gives_its_plain_log_prob():
     logits = np.random.default_rng(2).normal(0, 1, (5, 9)).astype(np.float32)
-    token, logp = generate.choose(
+    token, logp = choose(
         jnp.asarray(logits), jnp.zeros(5, jnp.uint32), jnp.zeros(5, jnp.int32), choice(0.0, 0.3, 1, 0.5), cut=True
     )
     assert np.array_equal(token, logits.argmax(1))
@@ -76,12 +78,12 @@ def test_greedy_takes_the_likeliest_whatever_else_is_asked_and_gives_its_plain_l
 def test_a_draw_depends_on_seed_and_position_alone():
     logits = jnp.asarray(np.random.default_rng(3).normal(0, 1, (64, 13)), jnp.float32)
     seeds, position = jnp.arange(64, dtype=jnp.uint32), jnp.arange(64, dtype=jnp.int32) % 5
-    token, _ = generate.choose(logits, seeds, position, choice(), cut=False)
+    token, _ = choose(logits, seeds, position, choice(), cut=False)
     order = np.random.default_rng(4).permutation(64)[:40]
-    fewer, _ = generate.choose(logits[order], seeds[order], position[order], choice(), cut=False)
+    fewer, _ = choose(logits[order], seeds[order], position[order], choice(), cut=False)
     assert np.array_equal(fewer, token[order])
     for changed in ((seeds + 1, position), (seeds, position + 1)):
-        assert not np.array_equal(generate.choose(logits, *changed, choice(), cut=False)[0], token)
+        assert not np.array_equal(choose(logits, *changed, choice(), cut=False)[0], token)
 
 
 @pytest.mark.parametrize("temperature", [0.01, 1.0, 100.0])
@@ -91,5 +93,5 @@ def test_what_is_no_token_is_never_drawn(temperature):
     seeds = jnp.arange(500, dtype=jnp.uint32)
     for cut in (False, True):
         drawn = choice(temperature, 0.9 if cut else 1.0, 7 if cut else -1, 0.1 if cut else 0.0)
-        token, logp = generate.choose(logits, seeds, jnp.zeros(500, jnp.int32), drawn, cut=cut)
+        token, logp = choose(logits, seeds, jnp.zeros(500, jnp.int32), drawn, cut=cut)
         assert int(token.max()) == 4 and np.isfinite(logp).all()

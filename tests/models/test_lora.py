@@ -47,8 +47,17 @@ def test_equations():
     assert lora.equations("rtf,fd->rtd") == ("rtf,fz->rtz", "rtz,zd->rtd")
 
 
-@pytest.mark.parametrize("name", ["qwen2-tied", "llama-biased", "gemma3-long"])
-@pytest.mark.parametrize("targets", [tuple(lora.TARGETS), ("v_proj", "down_proj")])
+@pytest.mark.parametrize(
+    "name, targets",
+    [
+        ("qwen2-tied", ("v_proj", "down_proj")),
+        ("llama-biased", tuple(lora.TARGETS)),
+        ("gemma3-long", tuple(lora.TARGETS)),
+        pytest.param("qwen2-tied", tuple(lora.TARGETS), marks=pytest.mark.slow),
+        pytest.param("llama-biased", ("v_proj", "down_proj"), marks=pytest.mark.slow),
+        pytest.param("gemma3-long", ("v_proj", "down_proj"), marks=pytest.mark.slow),
+    ],
+)
 def test_merged_weights_are_the_adapters_beside_them(checkpoint, rng, tmp_path, name, targets):
     directory, _ = checkpoint(name)
     cfg, model = adapted(directory, Lora(2, 16, targets))

@@ -280,7 +280,12 @@ def scored(cfg, mesh, weights, trajectories, temperature):
     return np.concatenate([found[b] for b in range(len(trajectories))])
 
 
-@pytest.mark.parametrize("name", SHAPES)
+# A family with every kind of head, window and cap; tests/models/ compares all of them with and without a cache.
+SCORED = ("qwen2-untied", "qwen3-biased", "gemma2-capped", "gemma3-long")
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in SHAPES if name not in SCORED]
+
+
+@pytest.mark.parametrize("name", [*SCORED, *OTHERS])
 def test_log_probs_are_the_scorers(name):
     cfg, mesh, values = model_of(name)
     sampler = engine_of(cfg, mesh, rows=4)
@@ -391,11 +396,12 @@ def test_only_the_version_that_is_held_is_sampled_from(made):
     sampler.hold(values, version=7)
 
 
-def test_a_training_samples_from_what_it_learned(small_run, engine):
+@pytest.mark.parametrize("mesh", [(8, 1, 1, 1), pytest.param((1, 2, 2, 2), marks=pytest.mark.slow)])
+def test_a_training_samples_from_what_it_learned(small_run, engine, mesh):
     small_run.rollout.name, small_run.rollout.logp_tolerance = "inprocess", 1e-4  # which train.agree holds it to
     small_run.rollout.temperature, small_run.actor.use_kl_loss, small_run.actor.ppo_mini_batch_size = 0.6, True, 8
     small_run.actor.lr, small_run.rollout.n = 1e-2, 2
-    small_run.mesh.data, small_run.mesh.fsdp, small_run.mesh.tensor, small_run.mesh.sequence = 1, 2, 2, 2
+    small_run.mesh.data, small_run.mesh.fsdp, small_run.mesh.tensor, small_run.mesh.sequence = mesh
     train.train(small_run)
     assert not engine.asked  # the other engine was not there
     run = pathlib.Path(small_run.trainer.run_dir)

@@ -392,7 +392,8 @@ time.sleep(1000)
 """
 
 
-@pytest.mark.parametrize("ready", [False, True])
+# test_train.py kills a trainer whose server is ready.
+@pytest.mark.parametrize("ready", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_trainer_that_is_killed_takes_its_server_with_it(tmp_path, settings, ready):
     make_model(tmp_path / "model", True)
     (tmp_path / "run").mkdir()

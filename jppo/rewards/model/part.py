@@ -117,7 +117,7 @@ def choose_engine(engine: str, model_type: str) -> str:
 def without_padding(ids: Sequence[int], pad_token_id: int | None) -> list[int]:
     """Returns the ids up to the last non-padding token, where transformers reads a decoder's score.
 
-    A causal model gives that token the same score whatever follows. If all tokens are padding, the first one counts.
+    The score of a causal model does not depend on later tokens. If all tokens are padding, the first one counts.
     """
     last = max((i for i, token in enumerate(ids) if token != pad_token_id), default=0)
     return list(ids[: last + 1])

@@ -52,7 +52,7 @@ def _candidates(without: Collection[str]) -> Iterator[Guards]:
 
 
 def describe(guards: Guards) -> dict[str, str]:
-    """Names what is active as in docs/security.md; '' is absent."""
+    """Returns the state of each protection by its name in docs/security.md; '' is absent."""
     own = guards.spaces != spaces.NONE
     return {
         "landlock": f"ABI {guards.landlock}" if guards.landlock else "",

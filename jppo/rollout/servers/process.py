@@ -35,7 +35,7 @@ STOLEN = 3  # times that another program takes the port between two checks, befo
 
 
 def check_ports(port: int, servers: int) -> None:
-    """UserError if a requested port is taken."""
+    """UserError if a requested port is in use."""
     for wanted in range(port, port + servers) if port else ():
         try:
             _reserve(wanted).close()
@@ -90,7 +90,7 @@ class Server:
         self._deadline = time.monotonic() + self._program.start_timeout_s
 
     def restart(self) -> None:
-        """Kills what is left of it and starts it again, on another port if its own was taken."""
+        """Kills the server's remaining processes and starts it again, on another port if its port is in use."""
         with self._changing:
             if self._ended:
                 raise RolloutError(f"the server at {self.url} was ended")
