@@ -22,7 +22,7 @@ def tree(folder: pathlib.Path, depth: int = 0) -> Iterator[str]:
         elif path.suffix == ".py" and path.name != "__init__.py":
             about = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
             yield _line(name, about.partition("\n")[0])
-        elif path.is_dir() and not path.is_symlink() and any(path.rglob("*.py")):
+        elif path.is_dir() and not path.name.startswith(".") and not path.is_symlink() and any(path.rglob("*.py")):
             yield from tree(path, depth + 1)
 
 
