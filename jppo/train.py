@@ -21,7 +21,7 @@ from jppo.build import resume
 from jppo.build.agreement import Mismatch
 from jppo.build.hosts import join_hosts, summed
 from jppo.build.learner import Learner
-from jppo.build.packing import critic_mini_batch_size
+from jppo.build.packing import critic_epochs, critic_mini_batch_size
 from jppo.build.prefetch import fresh
 from jppo.build.resume import Begun, kept
 from jppo.build.utilisation import utilisation
@@ -79,7 +79,7 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
         with timer("values"):
             data = ppo.with_values(passes, data, micros, learner.value(now))
     with timer("adv"):
-        data, found = ppo.with_advantages(passes, data, now.kl_coef, learner.mesh)
+        data, found = ppo.with_advantages(passes, data, now.kl_coef, learner.mesh, now.value_norm)
     metrics |= found | {"actor/reward_kl_penalty_coeff": float(now.kl_coef)}
     run.match.require(metrics, data, micros, trajectories)
     now, found = update_models(c, learner, now, data, trajectories, timer, run.handover.begin)
@@ -87,8 +87,15 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
     bad = metrics.get("actor/skipped", 0.0) + metrics.get("critic/skipped", 0.0) > 0
     if bad:
         run.logger.arrays(f"step_{version + 1}", batch.arrays(data, trajectories))
-    now = advance(recipe, now, metrics["actor/reward_kl_penalty"], bad=bad, learned=bool(data.mask.any()))
-    metrics |= utilisation(c, run.inputs, learner.mesh, trajectories, timer.so_far())
+    now = advance(
+        recipe,
+        now,
+        metrics["actor/reward_kl_penalty"],
+        bad=bad,
+        learned=bool(data.mask.any()),
+        value_norm=data.value_norm,
+    )
+    metrics |= utilisation(c, run.inputs, learner.mesh, trajectories, timer.so_far(), step=version)
     return now, drawn.after, metrics | {"trainer/bad_steps": float(now.bad_steps)}
 
 
@@ -112,8 +119,8 @@ def update_models(
     `between` is called between the two updates with the step's state, whose policy is final.
     """
 
-    def minis(section: ConfigDict, size: int, model: int) -> Iterator[batch.Mini]:
-        for epoch in range(section.ppo_epochs):
+    def minis(section: ConfigDict, size: int, model: int, epochs: int) -> Iterator[batch.Mini]:
+        for epoch in range(epochs):
             taken = order(now, model, epoch, len(trajectories), shuffle=section.shuffle)
             yield from batch.mini_batches(
                 data, trajectories, order=taken, mini_batch_size=size, plan=learner.plan, mesh=learner.mesh
@@ -123,7 +130,7 @@ def update_models(
     warm = scalar(int(now.step) - c.trainer.critic_warmup, now.step)  # the actor's schedule starts here
     if int(warm) >= 0:
         with timer("update_actor"):
-            cut = minis(c.actor, c.actor.ppo_mini_batch_size, 0)
+            cut = minis(c.actor, c.actor.ppo_mini_batch_size, 0, c.actor.ppo_epochs)
             policy, policy_opt, found = ppo.descend(
                 learner.actor, now.policy, now.policy_opt, warm, cut, learner.recipe.in_loss(learner.reference)
             )
@@ -131,7 +138,7 @@ def update_models(
     if learner.critic is not None:
         between(dataclasses.replace(now, step=scalar(int(now.step) + 1, now.step)))
         with timer("update_critic"):
-            cut = minis(c.critic, critic_mini_batch_size(c), 1)
+            cut = minis(c.critic, critic_mini_batch_size(c), 1, critic_epochs(c, int(now.step)))
             value, value_opt, found = ppo.descend(learner.critic, now.value, now.value_opt, now.step, cut)
         now, metrics = dataclasses.replace(now, value=value, value_opt=value_opt), found | metrics
     return now, metrics

@@ -194,6 +194,8 @@ def test_what_is_none_unless_given_may_be_given(config):
         ({"algorithm.adv_estimator": "rloo"}, ["rollout.n=1", "raise rollout.n"]),
         ({"algorithm.adv_estimator": "remax", "trainer.critic_warmup": 3}, ["trainer.critic_warmup=3", "take gae"]),
         ({"algorithm.adv_estimator": "remax", "critic.lam": 1.0}, ["critic.lam=1.0", "take gae"]),
+        ({"algorithm.adv_estimator": "remax", "critic.value_norm_decay": 0.9}, ["critic.value_norm_decay=0.9", "None"]),
+        ({"critic.warmup_epochs": 4}, ["critic.warmup_epochs=4 is read only with trainer.critic_warmup set"]),
         ({"algorithm.adv_estimator": "remax", "algorithm.lam_alpha": 0.05}, ["algorithm.lam_alpha=0.05", "take gae"]),
         ({"actor.clip_ratio_c": 1.0}, ["actor.clip_ratio_c=1.0", "above 1"]),
         ({"actor.clip_ratio_c": float("nan")}, ["actor.clip_ratio_c=nan", "finite"]),

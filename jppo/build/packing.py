@@ -71,6 +71,13 @@ def critic_mini_batch_size(c: ConfigDict) -> int:
     return c.actor.ppo_mini_batch_size if own is None else own
 
 
+def critic_epochs(c: ConfigDict, step: int) -> int:
+    """Returns the critic's epochs over the batch of a step; in its warm-up they may be more."""
+    warm, own = step < c.trainer.critic_warmup, c.critic.warmup_epochs
+    epochs: int = own if warm and own is not None else c.critic.ppo_epochs
+    return epochs
+
+
 def sequences_of_step(c: ConfigDict) -> int:
     """Returns the trajectories per step."""
     return c.data.train_batch_size * c.rollout.n
