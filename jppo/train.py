@@ -79,7 +79,7 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
         with timer("values"):
             data = ppo.with_values(passes, data, micros, learner.value(now))
     with timer("adv"):
-        data, found = ppo.with_advantages(passes, data, now.kl_coef, learner.mesh)
+        data, found = ppo.with_advantages(passes, data, now.kl_coef, learner.mesh, now.value_norm)
     metrics |= found | {"actor/reward_kl_penalty_coeff": float(now.kl_coef)}
     run.match.require(metrics, data, micros, trajectories)
     now, found = update_models(c, learner, now, data, trajectories, timer, run.handover.begin)
@@ -87,8 +87,15 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
     bad = metrics.get("actor/skipped", 0.0) + metrics.get("critic/skipped", 0.0) > 0
     if bad:
         run.logger.arrays(f"step_{version + 1}", batch.arrays(data, trajectories))
-    now = advance(recipe, now, metrics["actor/reward_kl_penalty"], bad=bad, learned=bool(data.mask.any()))
-    metrics |= utilisation(c, run.inputs, learner.mesh, trajectories, timer.so_far())
+    now = advance(
+        recipe,
+        now,
+        metrics["actor/reward_kl_penalty"],
+        bad=bad,
+        learned=bool(data.mask.any()),
+        value_norm=data.value_norm,
+    )
+    metrics |= utilisation(c, run.inputs, learner.mesh, trajectories, timer.so_far(), step=version)
     return now, drawn.after, metrics | {"trainer/bad_steps": float(now.bad_steps)}
 
 
@@ -131,7 +138,7 @@ def update_models(
     if learner.critic is not None:
         between(dataclasses.replace(now, step=scalar(int(now.step) + 1, now.step)))
         with timer("update_critic"):
-            cut = minis(critic_epochs(c), c.critic.shuffle, critic_mini_batch_size(c), 1)
+            cut = minis(critic_epochs(c, int(now.step)), c.critic.shuffle, critic_mini_batch_size(c), 1)
             value, value_opt, found = ppo.descend(learner.critic, now.value, now.value_opt, now.step, cut)
         now, metrics = dataclasses.replace(now, value=value, value_opt=value_opt), found | metrics
     return now, metrics

@@ -121,10 +121,11 @@ class Batch:
     entropy: Array | None = None  # [B, L] f32, of the old policy
     ref_logprob: Array | None = None  # [B, L] f32, of the frozen reference
     exact_kl: Array | None = None  # [B, L] f32, old policy to reference, over the whole vocabulary
-    value: Array | None = None  # [B, L] f32
+    value: Array | None = None  # [B, L] f32, the critic's output
     weight: Array | None = None  # [B, L] f32, importance weights
     advantage: Array | None = None  # [B, L] f32
-    returns: Array | None = None  # [B, L] f32
+    returns: Array | None = None  # [B, L] f32, normalised as the values are
+    value_norm: Array | None = None  # [3] f32, statistics that normalise values, with this step's returns
 
 
 @jax.tree_util.register_dataclass
@@ -163,3 +164,4 @@ class TrainState:
     kl_coef: Array  # [] f32
     bad_steps: Array  # [] i32, consecutive steps with a skipped update
     key: Array  # jax.random key; the randomness of a step is fold_in(key, step)
+    value_norm: Array | None = None  # [3] f32, weight, mean, variance of past returns; None: values are not normalised

@@ -196,6 +196,8 @@ def test_what_is_none_unless_given_may_be_given(config):
         ({"algorithm.adv_estimator": "rloo"}, ["rollout.n=1", "raise rollout.n"]),
         ({"algorithm.adv_estimator": "remax", "trainer.critic_warmup": 3}, ["trainer.critic_warmup=3", "take gae"]),
         ({"algorithm.adv_estimator": "remax", "critic.lam": 1.0}, ["critic.lam=1.0", "take gae"]),
+        ({"algorithm.adv_estimator": "remax", "critic.value_norm_decay": 0.9}, ["critic.value_norm_decay=0.9", "None"]),
+        ({"critic.warmup_epochs": 4}, ["critic.warmup_epochs=4 is read only with trainer.critic_warmup set"]),
         ({"algorithm.adv_estimator": "remax", "algorithm.lam_alpha": 0.05}, ["algorithm.lam_alpha=0.05", "take gae"]),
         ({"actor.clip_ratio_c": 1.0}, ["actor.clip_ratio_c=1.0", "above 1"]),
         ({"actor.clip_ratio_c": float("nan")}, ["actor.clip_ratio_c=nan", "finite"]),
@@ -627,9 +629,9 @@ def test_arguments_of_the_chat_template_that_are_none(config, text):
 def test_critic_epochs_are_the_actors_unless_set():
     config = settings.default()
     config.actor.ppo_epochs = 3
-    assert critic_epochs(config) == 3
+    assert critic_epochs(config, step=0) == 3
     config.critic.ppo_epochs = 2
-    assert critic_epochs(config) == 2
+    assert critic_epochs(config, step=0) == 2
 
 
 def test_requests_in_flight_follow_max_num_seqs():

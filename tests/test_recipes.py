@@ -145,6 +145,20 @@ def test_in_the_critics_warm_up_only_the_critic_learns(learn, small_run):
     assert metrics[2]["actor/lr"] == pytest.approx(1e-2) and metrics[2]["actor/grad_norm"] > 0
 
 
+def test_the_critic_may_have_more_epochs_while_it_alone_learns(learn, monkeypatch):
+    steps = []
+    descend = ppo.descend
+
+    def counted(how, params, opt, step, minis, *further):
+        minis = list(minis)
+        steps.append((how.name, len(minis)))
+        return descend(how, params, opt, step, minis, *further)
+
+    monkeypatch.setattr(ppo, "descend", counted)
+    learn({"trainer.critic_warmup": 1, "critic.warmup_epochs": 5, "critic.ppo_epochs": 2})
+    assert steps == [("critic", 5), ("actor", 1), ("critic", 2)]
+
+
 def test_the_critic_has_mini_batches_and_epochs_of_its_own(learn, monkeypatch):
     steps = {"actor": 0, "critic": 0}
     descend = ppo.descend

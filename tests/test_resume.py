@@ -87,6 +87,20 @@ def test_whatever_ends_a_run_each_step_counts_once(whole, monkeypatch, tmp_path,
     assert weights(c.trainer.run_dir) == weights(whole.trainer.run_dir)
 
 
+def test_a_resume_keeps_the_statistics_that_normalise_values(
+    small_run, engine, quick_compilation, monkeypatch, tmp_path
+):
+    critic = dict(critic__value_norm_decay=0.5, critic__lam=1.0, critic__warmup_epochs=3, trainer__critic_warmup=1)
+    config = again(small_run, **critic)
+    train.train(config)
+    c = broken_off(config, tmp_path / "other", monkeypatch, in_call_of="update_models", at=2, error=Stopped(0, "asked"))
+    train.train(c)
+    assert untimed(c.trainer.run_dir) == untimed(config.trainer.run_dir)
+    assert weights(c.trainer.run_dir) == weights(config.trainer.run_dir)
+    with pytest.raises(UserError, match=r"critic.value_norm_decay=None was 0.5 when the checkpoint was written"):
+        train.train(again(c, critic__value_norm_decay=None, trainer__total_training_steps=3))
+
+
 def test_a_step_whose_test_was_broken_off_is_saved_as_any_other_by_the_run_that_resumes(
     whole, monkeypatch, tmp_path, capsys
 ):

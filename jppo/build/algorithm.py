@@ -85,4 +85,5 @@ def make_recipe(c: ConfigDict) -> ppo.Recipe:
         bypass=c.algorithm.old_logprob == "bypass",
         correction=make_correction(c),
         adapt_kl=make_kl_controller(c),
+        value_norm_decay=v.value_norm_decay,
     )

@@ -227,7 +227,10 @@ def make_learner(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[Learner, Tra
         critic=critic,
         reference=None if inputs.reference is None else make_reference(c, mesh, fit(inputs.reference), policy, keys(2)),
     )
-    begin = state.begin(policy.learned, policy_opt, value, value_opt, kl_coef=c.algorithm.kl_coef, seed=c.trainer.seed)
+    begin = state.begin(
+        policy.learned, policy_opt, value, value_opt, kl_coef=c.algorithm.kl_coef, seed=c.trainer.seed,
+        value_norm=recipe.value_norm_decay is not None,
+    )  # fmt: skip
     return learner, begin
 
 
@@ -237,7 +240,7 @@ def compile_passes(c: ConfigDict, learner: Learner, begin: TrainState) -> None:
         learner.passes, learner.recipe, learner.plan, learner.mesh,
         now=begin, reference=learner.reference, actor=learner.actor, critic=learner.critic, shape=learner.shape,
     )  # fmt: skip
-    step.advance(learner.recipe, begin, 0.0, bad=False, learned=True)
+    step.advance(learner.recipe, begin, 0.0, bad=False, learned=True, value_norm=begin.value_norm)
     for model, section in enumerate((c.actor, c.critic)):
         step.order(begin, model, 0, sequences_of_step(c), shuffle=section.shuffle)
 

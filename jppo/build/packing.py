@@ -71,10 +71,10 @@ def critic_mini_batch_size(c: ConfigDict) -> int:
     return c.actor.ppo_mini_batch_size if own is None else own
 
 
-def critic_epochs(c: ConfigDict) -> int:
-    """Returns the critic's epochs over a step's batch."""
-    own = c.critic.ppo_epochs
-    return c.actor.ppo_epochs if own is None else own
+def critic_epochs(c: ConfigDict, step: int) -> int:
+    """Returns the critic's epochs over the batch of a step; in its warm-up they may be more."""
+    warm = c.critic.warmup_epochs if step < c.trainer.critic_warmup else None
+    return next(int(epochs) for epochs in (warm, c.critic.ppo_epochs, c.actor.ppo_epochs) if epochs is not None)
 
 
 def sequences_of_step(c: ConfigDict) -> int:

@@ -175,6 +175,12 @@ def require_fit(then: dict[str, Any], now: dict[str, Any]) -> None:
                 f"{name}={now['config'][name]!r} was {before[name]!r} when the checkpoint was written, whose place in"
                 f" the data belongs to it; {remedy}"
             )
+    name = "critic.value_norm_decay"
+    old, new = before.get(name), now["config"].get(name)
+    if (old is None) != (new is None):
+        raise UserError(
+            f"{name}={new} was {old} when the checkpoint was written, and its critic has values on that scale; {remedy}"
+        )
     if "optimizer" in before.get("trainer.save_contents", "optimizer"):
         for name in ("actor.optimizer", "critic.optimizer", "optim.optimizer"):
             old, new = before.get(name, "adamw"), now["config"].get(name)

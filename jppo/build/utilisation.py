@@ -21,8 +21,8 @@ def introduce_peak(c: ConfigDict, mesh: Mesh) -> str:
     return f"FLOP utilisation is of {found.flops_per_s / 1e12:,.3g} TFLOP/s, {found.source}"
 
 
-def stage_flops(c: ConfigDict, inputs: Inputs, trajectories: Sequence[Trajectory]) -> dict[str, int]:
-    """Counts FLOP per stage over the batch; the head counts sampled tokens only."""
+def stage_flops(c: ConfigDict, inputs: Inputs, trajectories: Sequence[Trajectory], epochs: int) -> dict[str, int]:
+    """Counts FLOP per stage over the batch, of the critic in so many epochs; the head counts sampled tokens only."""
     lengths = [len(t.tokens) for t in trajectories]
     sampled = sum(int(t.sampled.sum()) for t in trajectories)
     policy, how = inputs.policy, inputs.adapters
@@ -31,7 +31,7 @@ def stage_flops(c: ConfigDict, inputs: Inputs, trajectories: Sequence[Trajectory
         found["old_log_prob"] = cost.forward(policy, lengths, head_tokens=sampled, how=how)
     if inputs.critic is not None:
         once = cost.update(inputs.critic, lengths, head_tokens=0, how=inputs.critic_adapters)
-        found["update_critic"] = critic_epochs(c) * once
+        found["update_critic"] = epochs * once
     return found
 
 
@@ -41,8 +41,11 @@ def utilisation(
     mesh: Mesh,
     trajectories: Sequence[Trajectory],
     seconds: Mapping[str, float],
+    *,
+    step: int,
 ) -> dict[str, float]:
-    """Returns MFU by stage, for the stages that ran."""
-    flops, rate = stage_flops(c, inputs, trajectories), find_peak(mesh, c.model.compute_dtype).flops_per_s
+    """Returns MFU by stage, for the stages that ran in this step."""
+    epochs = critic_epochs(c, step)
+    flops, rate = stage_flops(c, inputs, trajectories, epochs), find_peak(mesh, c.model.compute_dtype).flops_per_s
     took_place = {name: stage for name, stage in STAGES.items() if stage in flops and stage in seconds}
     return {name: flops[stage] / seconds[stage] / rate for name, stage in took_place.items()}

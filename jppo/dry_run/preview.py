@@ -120,7 +120,7 @@ def work(c: ConfigDict, inputs: Inputs, mesh: Any) -> Work:
     step = full_length(inputs.train.prompts, per_step, c.data.max_response_length, samples=c.rollout.n)
     models = {"actor": (c.actor.ppo_epochs, c.actor.ppo_mini_batch_size)}
     if inputs.critic is not None:
-        models["critic"] = (critic_epochs(c), critic_mini_batch_size(c))
+        models["critic"] = (critic_epochs(c, c.trainer.critic_warmup), critic_mini_batch_size(c))
     packed = packing.pack(step, range(per_step), plan)
     return Work(
         scoring=len(packed),

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jppo.algorithms import kl, masked
+from jppo.algorithms import kl, masked, values
 from jppo.algorithms.correction import geometric
 from jppo.learner import correct
 from jppo.types import Array, Batch, Reward
@@ -68,15 +68,18 @@ def compare(
 
 def make_advantages(
     estimator: Estimator, *, kl_penalty: str | None, correction: correct.Correction | None, bypass: bool,
-    by_sequence: bool,
-) -> Callable[[Batch, Array], tuple[dict[str, Array], dict[str, Array]]]:  # fmt: skip
-    """Makes (batch, KL coefficient) -> new fields of the batch by name, and metrics.
+    by_sequence: bool, value_norm_decay: float | None = None,
+) -> Callable[..., tuple[dict[str, Array], dict[str, Array]]]:  # fmt: skip
+    """Makes (batch, KL coefficient, statistics of returns) -> new fields of the batch by name, and metrics.
 
     `bypass`: the engine's log-probs are the old ones, so that there is no mismatch. `by_sequence`: the policy loss is
-    one number per sequence, and so is its importance weight, the geometric mean.
+    one number per sequence, and so is its importance weight, the geometric mean. With `value_norm_decay`, values are
+    outputs of the critic on the scale of the past returns, and the returns become its targets on their new scale.
     """
 
-    def advantages(batch: Batch, kl_coef: Array) -> tuple[dict[str, Array], dict[str, Array]]:
+    def advantages(
+        batch: Batch, kl_coef: Array, value_norm: Array | None = None
+    ) -> tuple[dict[str, Array], dict[str, Array]]:
         metrics = {} if bypass else correct.mismatch(batch)
         if batch.entropy is not None:
             metrics["actor/entropy"] = masked.masked_sum(batch.entropy, batch.mask) / correct.tokens(batch.mask)
@@ -84,6 +87,8 @@ def make_advantages(
             batch, found = correct.corrected(correction, batch)
             metrics |= found
         mask, value, weight = batch.mask, batch.value, batch.weight
+        if value is not None and value_norm is not None:
+            value = values.denormalised(value, value_norm)
         if weight is not None and by_sequence:
             weight = geometric(weight, mask)
         reward, total, found = rewards(batch, penalty_of(batch, kl_penalty), kl_coef)
@@ -96,7 +101,11 @@ def make_advantages(
         metrics |= advantage_metrics(advantage, mask)
         if value is not None:
             metrics |= value_metrics(value, returns, mask)
-        known = {"mask": mask, "weight": weight, "advantage": advantage, "returns": None if value is None else returns}
+            if value_norm is not None and value_norm_decay is not None:
+                value_norm = values.updated(value_norm, returns, mask, decay=value_norm_decay)
+                returns = jnp.where(mask, values.normalised(returns, value_norm), 0.0)
+        known = {"mask": mask, "weight": weight, "advantage": advantage, "value_norm": value_norm}
+        known["returns"] = None if value is None else returns
         return {name: x for name, x in known.items() if x is not None}, metrics
 
     return advantages

@@ -45,6 +45,7 @@ class Recipe:
     correction: correct.Correction | None
     entropy_metric: bool = True  # False: the entropy is computed only for a loss that has it
     adapt_kl: Callable[[Array, Array], Array] | None = None  # (β, KL) -> the next β; None: a fixed β
+    value_norm_decay: float | None = None  # of the statistics of returns; None: values are not normalised
 
     @property
     def compares(self) -> bool:
@@ -67,7 +68,7 @@ class Passes:
     logprob: score.LogProb
     reference: Callable[..., tuple[Array | None, Array | None]] | None
     value: score.Value | None
-    advantages: Callable[[Batch, Array], tuple[dict[str, Array], dict[str, Array]]]
+    advantages: Callable[..., tuple[dict[str, Array], dict[str, Array]]]
     actor: Callable[..., tuple[update.Carry, dict[str, Array]]]
     critic: Callable[..., tuple[update.Carry, dict[str, Array]]] | None
 
@@ -114,8 +115,9 @@ def make_passes(
             update.make_critic_loss(value, r.weigh_value, cliprange_value=r.cliprange_value), mesh=mesh, options=options
         )
     advantages = estimate.make_advantages(
-        r.estimator, kl_penalty=r.kl_penalty, correction=r.correction, bypass=r.bypass, by_sequence=r.by_sequence
-    )
+        r.estimator, kl_penalty=r.kl_penalty, correction=r.correction, bypass=r.bypass, by_sequence=r.by_sequence,
+        value_norm_decay=r.value_norm_decay,
+    )  # fmt: skip
     return Passes(
         logprob=compiled(logprob(models.policy, with_entropy=r.entropy_metric)),
         reference=compiled(reference),
@@ -188,9 +190,12 @@ def with_values(passes: Passes, data: Batch, micros: Sequence[batch.Micro], valu
     return dataclasses.replace(data, value=values)
 
 
-def with_advantages(passes: Passes, data: Batch, kl_coef: Array, mesh: Mesh) -> tuple[Batch, dict[str, float]]:
+def with_advantages(
+    passes: Passes, data: Batch, kl_coef: Array, mesh: Mesh, value_norm: Array | None = None
+) -> tuple[Batch, dict[str, float]]:
     """Adds weights, advantages and returns, and removes rejected tokens; returns also the metrics of all these."""
-    known, metrics = jax.device_get(passes.advantages(placing.put(data, sharding.whole_rows_sharding(mesh)), kl_coef))
+    rows = placing.put(data, sharding.whole_rows_sharding(mesh))
+    known, metrics = jax.device_get(passes.advantages(rows, kl_coef, value_norm))
     return dataclasses.replace(data, **known), {name: float(x) for name, x in metrics.items()}
 
 
@@ -227,7 +232,7 @@ def compile_all(
         data = with_reference(passes, recipe, data, micros, whole, reference)
         data = with_values(passes, data, micros, judge)
     kl_coef = placing.put(np.float32(0), sharding.replicated(mesh))  # placed as the state's is
-    data, _ = with_advantages(passes, data, kl_coef, mesh)
+    data, _ = with_advantages(passes, data, kl_coef, mesh, now.value_norm)
     counts = Counts(tokens=np.ones((), np.float32), sequences=np.ones((), np.float32))
     for one in rows:
         micro = placing.put(batch.scored(data, one), sharding.rows_sharding(mesh))

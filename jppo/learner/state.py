@@ -127,7 +127,14 @@ def placed(tree: Any, spare: Any, like: Any) -> Any:
 
 
 def begin(
-    policy: Params, policy_opt: Any, value: Params | None, value_opt: Any, *, kl_coef: float, seed: int
+    policy: Params,
+    policy_opt: Any,
+    value: Params | None,
+    value_opt: Any,
+    *,
+    kl_coef: float,
+    seed: int,
+    value_norm: bool = False,
 ) -> TrainState:
     """Makes the state before the first step."""
     place = jax.tree.leaves(policy)[0].sharding
@@ -142,4 +149,5 @@ def begin(
         kl_coef=placing.put(jnp.float32(kl_coef), whole),
         bad_steps=placing.put(jnp.int32(0), whole),
         key=placing.put(jax.random.key(seed), whole),
+        value_norm=placing.put(jnp.zeros(3, jnp.float32), whole) if value_norm else None,
     )

@@ -12,8 +12,12 @@ from jppo.models import placing
 from jppo.types import Array, TrainState
 
 
-def advance(recipe: Recipe, now: TrainState, kl: float, *, bad: bool, learned: bool) -> TrainState:
-    """Returns the state after a step with KL `kl` in the reward; `bad`: an update was skipped.
+def advance(
+    recipe: Recipe, now: TrainState, kl: float, *, bad: bool, learned: bool, value_norm: Any = None
+) -> TrainState:
+    """Returns the state after a step with KL `kl` in the reward and new statistics of returns.
+
+    `bad`: an update was skipped, and its statistics may be non-finite.
 
     A step without a token to learn from (`learned` is False) changes only its number.
     """
@@ -24,11 +28,13 @@ def advance(recipe: Recipe, now: TrainState, kl: float, *, bad: bool, learned: b
     if recipe.adapt_kl is not None and not bad:  # a non-finite KL would stay in the coefficient
         kl_coef = scalar(recipe.adapt_kl(now.kl_coef, np.asarray(kl, np.float32)), now.kl_coef)
     bad_steps = scalar((int(now.bad_steps) + 1) * bad, now.bad_steps)
+    if now.value_norm is not None and not bad:
+        now = dataclasses.replace(now, value_norm=scalar(value_norm, now.value_norm))
     return dataclasses.replace(now, step=step, kl_coef=kl_coef, bad_steps=bad_steps)
 
 
 def scalar(x: Any, like: Array) -> Any:
-    """Puts a host number in another array's dtype on its devices, without compiling."""
+    """Puts a host number or array in another array's dtype on its devices, without compiling."""
     assert isinstance(like, jax.Array)
     return placing.put(np.asarray(x, like.dtype), like.sharding)
 

@@ -39,11 +39,12 @@ def _estimator(config: ml_collections.ConfigDict) -> None:
             f"trainer.critic_warmup={warmup} trains a critic, and algorithm.adv_estimator={name!r} has none; set it to"
             " 0, or take gae"
         )
-    for one, value in (("algorithm.lam_alpha", config.algorithm.lam_alpha), ("critic.lam", config.critic.lam)):
-        if not estimator.critic and value is not None:
+    for one in ("algorithm.lam_alpha", "critic.lam", "critic.value_norm_decay"):
+        section, _, leaf = one.partition(".")
+        if not estimator.critic and config[section][leaf] is not None:
             raise UserError(
-                f"{one}={value} is read with a critic, and algorithm.adv_estimator={name!r} has none; leave it at None,"
-                " or take gae"
+                f"{one}={config[section][leaf]} is read with a critic, and algorithm.adv_estimator={name!r} has none;"
+                " leave it at None, or take gae"
             )
 
 

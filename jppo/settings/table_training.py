@@ -144,12 +144,17 @@ CRITIC = (
     S("lr", 1e-5, "Learning rate", bounds="[0,"),
     S("ppo_mini_batch_size", None, f"{MINI_BATCH}. None: the actor's", kind=int, bounds="[1,"),
     S("ppo_epochs", None, f"{EPOCHS.meaning}. None: the actor's", kind=int, bounds="[1,"),
+    S("warmup_epochs", None, "Epochs over the batch of a step in which only the critic learns. None: ppo_epochs",
+      kind=int, bounds="[1,", only="trainer.critic_warmup"),
     SHUFFLE,
     S("loss_agg_mode", None, "Average of the token losses. None: the actor's", kind=str, choices=AGGREGATIONS),
     S("loss_scale_factor", None, "Divisor of seq-mean-token-sum-norm. None: the actor's", kind=float, bounds="(0,"),
     S("lam", None, "λ of the returns that the critic learns. None: the λ of the advantages", kind=float,
       bounds="[0, 1]"),
-    S("cliprange_value", 0.5, "Clip range of a value around the old value", bounds="[0,"),
+    S("value_norm_decay", None, "Decay per step of the running mean and standard deviation of returns, which normalize"
+      " values. None: no normalization", kind=float, bounds="[0, 1)"),
+    S("cliprange_value", 0.5, "Clip range of a value around the old value; of normalized values in their own unit",
+      bounds="[0,"),
     OFFLOAD,
     *OPTIMIZER,
 )  # fmt: skip

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jppo.algorithms import advantage, losses
-from jppo.learner import batch, estimate, optim, packing, ppo, sharding, state, update
+from jppo.learner import batch, estimate, estimators, optim, packing, ppo, sharding, state, update
 from jppo.models import embedding, families, spread
 from jppo.models.attention import make_plain
 from jppo.models.decoder import Decoder, attention_settings, init_params
@@ -80,14 +80,15 @@ def recipe(estimator="gae", **changes):
     s = SETTINGS
     token_mean = functools.partial(losses.token_weights, mode="token-mean", scale=1.0)
     gae = functools.partial(advantage.gae, gamma=s.gamma, lam=s.lam)
-    estimators = {
+    made = {
         "gae": estimate.Estimator(lambda reward, value, _, mask: gae(reward, value, mask), whiten=True, critic=True),
+        "decoupled": estimators.gae(gamma=s.gamma, lam=s.lam, lam_alpha=0.3, critic_lam=1.0),
         "grpo": estimate.Estimator(
             estimate.spread, lambda score, _, group: advantage.grpo(score, group, norm_adv_by_std=True)
         ),
     }
     settings = dict(
-        estimator=estimators[estimator],
+        estimator=made[estimator],
         policy_loss=functools.partial(losses.clipped, clip_low=s.clip_ratio, clip_high=s.clip_ratio, clip_c=s.clip_c),
         by_sequence=False,
         weigh=token_mean,
@@ -105,6 +106,7 @@ def recipe(estimator="gae", **changes):
 
 SCORING = dict(temperature=SETTINGS.temperature, chunk_tokens=64)
 KL_COEF = 0.2
+VALUE_NORM = np.float32([0.5, 0.3, 1.7])  # after some steps: weight, mean and variance of the returns
 ADAMW = optim.make_optimizer(functools.partial(optim.adamw, betas=(0.9, 0.99), weight_decay=0.1), grad_clip=0.5)
 
 
@@ -205,8 +207,9 @@ class Learner:
         data = ppo.with_old_logprob(self.passes, self.recipe, data, micros, policy)
         data = ppo.with_reference(self.passes, self.recipe, data, micros, policy, reference)
         data = ppo.with_values(self.passes, data, micros, value)
-        kl_coef = jax.device_put(np.float32(KL_COEF), sharding.replicated(self.mesh))
-        return ppo.with_advantages(self.passes, data, kl_coef, self.mesh)
+        place = sharding.replicated(self.mesh)
+        norm = None if self.recipe.value_norm_decay is None else jax.device_put(VALUE_NORM, place)
+        return ppo.with_advantages(self.passes, data, jax.device_put(np.float32(KL_COEF), place), self.mesh, norm)
 
     def minis(self, flat, trajectories, *, plan, mini, epochs=1, order=None):
         order = np.arange(len(trajectories)) if order is None else order

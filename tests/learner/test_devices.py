@@ -102,13 +102,15 @@ def test_shares_are_of_the_stages_that_took_place(config, monkeypatch):
     inputs = types.SimpleNamespace(policy=CFG, critic=CFG, adapters=None, critic_adapters=Lora(2, 1.0, ("q_proj",)))
     monkeypatch.setattr(utilisation, "find_peak", lambda *_: devices.Peak(1e6, ""))
     seconds = {"update_actor": 0.5, "update_critic": 0.25, "old_log_prob": 0.125, "gen": 9.0}
-    found = utilisation.utilisation(config, inputs, None, both, seconds)
+    found = utilisation.utilisation(config, inputs, None, both, seconds, step=0)
     assert found == {
         "perf/mfu/actor": 2 * cost.update(CFG, [5, 9], head_tokens=6) / 0.5 / 1e6,
         "perf/mfu/critic": 3 * cost.update(CFG, [5, 9], head_tokens=0, how=inputs.critic_adapters) / 0.25 / 1e6,
         "perf/mfu/actor_infer": cost.forward(CFG, [5, 9], head_tokens=6) / 0.125 / 1e6,
     }
-    assert list(utilisation.utilisation(config, inputs, None, both, {"update_critic": 1.0})) == ["perf/mfu/critic"]
+    assert list(utilisation.utilisation(config, inputs, None, both, {"update_critic": 1.0}, step=0)) == [
+        "perf/mfu/critic"
+    ]
     config.algorithm.old_logprob = "bypass"
     alone = types.SimpleNamespace(**vars(inputs) | {"critic": None})
-    assert list(utilisation.utilisation(config, alone, None, both, seconds)) == ["perf/mfu/actor"]
+    assert list(utilisation.utilisation(config, alone, None, both, seconds, step=0)) == ["perf/mfu/actor"]

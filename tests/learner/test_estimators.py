@@ -1,10 +1,13 @@
 """Estimators as their settings make them."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 
-from jppo.learner import estimators
+from jppo.learner import estimate, estimators
+from jppo.types import Batch
 
 
 def test_the_critic_may_have_another_lambda():
@@ -31,3 +34,25 @@ def test_a_second_scan_only_for_a_second_lambda(how, scans):
     made = estimators.gae(**dict(gamma=1.0, lam=0.9, lam_alpha=None, critic_lam=None) | how)
     rows, mask = np.ones((2, 3), np.float32), np.ones((2, 3), np.bool_)
     assert str(jax.make_jaxpr(made.tokens)(rows, rows, rows[:, 0], mask)).count("= scan[") == scans
+
+
+def test_normalised_values_by_hand():
+    """A response of two tokens with the score 4 and the outputs (1, 2), statistics of weight 0.5, mean 1, variance 4.
+
+    V = 1 + 2 · (1, 2) = (3, 5); with γ = λ = 1 the returns are (4, 4) and A = (1, -1). The statistics have the new
+    batch with 2/3: the mean is 1 + 2/3 · 3 = 3, the variance 1/3 · 4 + 2/9 · 9 = 10/3. The targets are on that scale.
+    """
+    mask = np.array([[True, True, False]])
+    data = Batch(
+        mask=mask, rollout_logprob=np.zeros((1, 3), np.float32), first=np.zeros(1, np.int32), score=np.float32([4.0]),
+        group=np.zeros(1, np.int32), greedy=None, value=np.float32([[1.0, 2.0, 9.0]]),
+    )  # fmt: skip
+    made = dataclasses.replace(estimators.gae(gamma=1.0, lam=1.0, lam_alpha=None, critic_lam=None), whiten=False)
+    how = dict(kl_penalty=None, correction=None, bypass=True, by_sequence=False)
+    advantages = jax.jit(estimate.make_advantages(made, **how, value_norm_decay=0.5))
+    known, metrics = advantages(data, np.float32(0), np.float32([0.5, 1.0, 4.0]))
+    np.testing.assert_allclose(known["advantage"], [[1.0, -1.0, 0.0]], rtol=1e-6)
+    np.testing.assert_allclose(known["value_norm"], [0.75, 3.0, 10 / 3], rtol=1e-6)
+    np.testing.assert_allclose(known["returns"], np.where(mask, 1 / np.sqrt(10 / 3), 0.0), rtol=1e-6)
+    np.testing.assert_allclose(metrics["critic/values/mean"], 4.0, rtol=1e-6)
+    np.testing.assert_allclose(metrics["critic/returns/mean"], 4.0, rtol=1e-6)

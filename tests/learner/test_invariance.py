@@ -150,6 +150,16 @@ def test_devices(new_learner, make_recipe, base, mesh_shape, kind, tokens_per_mi
     assert_same(ours.update(*data, kind=kind, tokens_per_micro=tokens_per_micro, **START), expected)
 
 
+def test_normalised_values_and_two_lambdas(new_learner, make_recipe, drawn):
+    data, made = drawn(16), make_recipe("decoupled", value_norm_decay=0.8)
+    expected = new_learner((1, 1, 1, 1), made).update(*data, **START)
+    found = new_learner((2, 2, 1, 1), made, padding=8).update(*data, kind="segments", tokens_per_micro=48, **START)
+    assert_same(found, expected)
+    stats = [flat.value_norm for _, _, flat in (found, expected)]
+    np.testing.assert_allclose(*stats, rtol=1e-5)
+    assert stats[0][0] == np.float32(0.8) * np.float32(0.5) + np.float32(0.2), "the batch is in them"
+
+
 @pytest.mark.parametrize("base", ["gae", pytest.param("grpo", marks=pytest.mark.slow)], indirect=True)
 def test_adamw_on_eight_devices(learner, base):
     estimator, data, _ = base
