@@ -23,7 +23,7 @@ from jppo.build.packing import plan_of_run
 from jppo.dry_run.inprocess_engine import own_engine
 from jppo.dry_run.moments import Estimate, Moment, account, size, whole
 from jppo.learner import packing, ppo, sharding, state, update
-from jppo.models import cost, hf
+from jppo.models import cost, hf_write
 from jppo.models.families import ModelConfig, pad_vocab
 from jppo.models.lora import Base, Lora
 from jppo.models.params import Head
@@ -286,7 +286,7 @@ def _scoring(
 
 def served(cfg: ModelConfig, dtype: str) -> int:
     """Returns the bytes of the policy's tensors in a server or in a published file."""
-    return sum(math.prod(shape) for shape in hf.hf_shapes(cfg).values()) * int(jnp.dtype(dtype).itemsize)
+    return sum(math.prod(shape) for shape in hf_write.hf_shapes(cfg).values()) * int(jnp.dtype(dtype).itemsize)
 
 
 def device_room(mesh: Any) -> int | None:
