@@ -290,7 +290,7 @@ def test_the_walk_sees_the_project():
         (
             "jppo.runlog.logger",
             "import orbax.checkpoint as ocp",
-            "only jppo.runlog.checkpoint, jppo.runlog.restore may",
+            "jppo.runlog.restore may",
         ),
         ("jppo.runlog.logger", "def f():\n    import wandb", "only jppo.runlog.to_wandb may"),
         ("jppo.runlog.to_mlflow", "import mlflow", "only inside the function"),
