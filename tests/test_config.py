@@ -15,7 +15,7 @@ import pytest
 from jppo import settings, train
 from jppo.build import agent, reward
 from jppo.learner import sharding
-from jppo.rewards.model.part import Classifier
+from jppo.rewards.model.classifier import Classifier
 from jppo.settings import parts, table
 from jppo.settings.table import TABLE
 

@@ -124,7 +124,7 @@ OF_CONFIG = tuple(
 )
 # Files, engines and metrics deal in tokens and arrays; an engine that is a model itself is the exception.
 NO_MODEL = ("jppo.data", "jppo.runlog", "jppo.rollout", "jppo.agent")
-BUT = ("jppo.rollout.inprocess",)
+BUT = ("jppo.rollout.inprocess", "jppo.rollout.continuous_batching")
 
 
 class Import(NamedTuple):

@@ -15,7 +15,7 @@ from jppo.build.learner import load_trained, make_descent
 from jppo.learner import batch, packing, sharding
 from jppo.models import hf, hf_write
 from jppo.rewards.model.by_jax import JaxRewardModel
-from jppo.rewards.model.part import Texts, choose_engine, read_classifier
+from jppo.rewards.model.classifier import Texts, choose_engine, read_classifier
 from jppo.runlog.lock import own
 from jppo.runlog.logger import read_metrics
 from jppo.settings import UserError, table

@@ -34,7 +34,7 @@ def gae(reward: Array, value: Array, mask: Array, *, gamma: float, lam: float) -
     reward, value = reward.astype(dtype), value.astype(dtype)
 
     # One number carries all of the future: A_t = r_t - V_t + γ C_{t'}, where C_t = V_t + λ A_t.
-    def step(next_c: Array, now: Any) -> tuple[Array, Array]:  # all rows at one position
+    def step(next_c: jax.Array, now: Any) -> tuple[jax.Array, jax.Array]:  # all rows at one position
         r, v, m = now
         c = jnp.where(m, lam * r + (1.0 - lam) * v + gamma * lam * next_c, next_c)
         return c, jnp.where(m, r - v + gamma * next_c, 0.0)

@@ -24,7 +24,8 @@ from jppo.rewards.judge.prompts import make_rubric
 from jppo.rewards.model.by_jax import JaxRewardModel
 from jppo.rewards.model.by_torch import TransformersRewardModel
 from jppo.rewards.model.by_vllm import VllmRewardModel
-from jppo.rewards.model.part import Classifier, ModelPart, Normalizer, Scorer, Texts, choose_engine, read_classifier
+from jppo.rewards.model.classifier import Classifier, Texts, choose_engine, read_classifier
+from jppo.rewards.model.part import ModelPart, Normalizer, Scorer
 from jppo.rewards.panel import Panel, Weights, parse_weights
 from jppo.rewards.parts import Part
 from jppo.rewards.pool import Pool

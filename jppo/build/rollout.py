@@ -20,7 +20,8 @@ from jppo.learner import sharding, state
 from jppo.models import cache, hf, hf_write, placing
 from jppo.models.families import ModelConfig, pad_vocab
 from jppo.models.lora import Lora
-from jppo.rollout.inprocess import InprocessEngine, InprocessSampler, InprocessSettings
+from jppo.rollout.continuous_batching import InprocessSettings
+from jppo.rollout.inprocess import InprocessEngine, InprocessSampler
 from jppo.rollout.protocol import Served
 from jppo.rollout.servers.engine import Engine, Limits
 from jppo.rollout.sglang.client import start_sglang
