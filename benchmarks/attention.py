@@ -11,10 +11,7 @@ a thousandth) ends the run. Writes OUT/<date>-<machine>-attention.json and print
 """
 
 import argparse
-import datetime
 import functools
-import json
-import os
 import pathlib
 import re
 import statistics
@@ -25,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from machine import ROOT, commit, machine, slug, version
+from machine import ROOT, begin, write
 
 from jppo import settings
 from jppo.models import fused
@@ -196,22 +193,15 @@ def main(argv: list[str] | None = None) -> None:
     if args.dtype == "float32" and backend != "cpu":
         # As in training: by default a float32 product is TF32 on GPUs and bfloat16 on TPUs.
         jax.config.update("jax_default_matmul_precision", "highest")
-    load, at = os.getloadavg()[0], commit()
+    begun = begin()
     how = dict(dtype=args.dtype, window=args.window, repeats=args.repeats)
     result: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "machine": machine(),
-        "load_average": load,
-        "commit": at,
-        "jax": version("jax"),
+        **begun,
         "dtype": args.dtype,
         "window": args.window,
         "cases": [measure(shape, trajectories, **how) for shape in shapes for trajectories in (1, 4)],
     }
-    args.out.mkdir(parents=True, exist_ok=True)
-    out = args.out / f"{result['date']}-{slug(result['machine'])}-attention.json"
-    out.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"\n{table(result)}\n\n{out}")
+    write(result, table, args.out, "attention")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ Writes OUT/<date>-<machine>-peers.json and prints tables.
 import argparse
 import contextlib
 import ctypes.util
-import datetime
 import json
 import os
 import pathlib
@@ -28,12 +27,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from machine import ROOT, commit, machine, slug, title
+from machine import ROOT, begin, title, write
 from throughput import stage_flops, write_model
 from work import LONGEST, MINI_BATCH, PROMPT, SHAPES, base_config, hf_config, make_batch, response_lengths
 
 from jppo import settings
-from jppo.models import decoder, families, hf
+from jppo.models import decoder, families, hf_write
 from jppo.settings import UserError
 
 PEERS = ROOT / "benchmarks" / "peers"
@@ -82,7 +81,7 @@ def write_work(folder: pathlib.Path, shape: str, changes: Sequence[str]) -> dict
     source.mkdir()
     write_model(source, described)
     params = jax.jit(lambda key: decoder.init_params(cfg, key, head="lm", param_dtype="float32"))(jax.random.key(0))
-    hf.save(folder / "model", params, cfg, source=source, dtype="float32")
+    hf_write.save(folder / "model", params, cfg, source=source, dtype="float32")
     responses = response_lengths()
     tokens = np.zeros((len(responses), PROMPT + LONGEST), np.int32)
     for row, trajectory in zip(tokens, make_batch(cfg, responses), strict=True):
@@ -127,11 +126,9 @@ class Worker:
         return json.loads(line)
 
     def go(self, stage: str) -> dict[str, Any]:
-        try:
+        with contextlib.suppress(BrokenPipeError):  # the worker has ended: `answer` raises its last words
             self.process.stdin.write(f"go {stage}\n")
             self.process.stdin.flush()
-        except BrokenPipeError:
-            pass  # the answer says why
         return self.answer()
 
     def close(self) -> None:
@@ -279,22 +276,16 @@ def main(argv: list[str] | None = None) -> None:
     if args.repeats < 1:
         raise UserError(f"--repeats={args.repeats} must be 1 or more")
     jax.config.update("jax_platforms", "cpu")
-    load, at = os.getloadavg()[0], commit()  # before the run: the load of other programs
+    begun = begin()
     jemalloc = find_jemalloc(args.envs)
     entered = contestants(peers, dtypes, args.envs, jemalloc)
     result: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "machine": machine(),
-        "load_average": load,
-        "commit": at,
+        **begun,
         "jemalloc": jemalloc is not None,
         "changes": args.changes,
         "shapes": {shape: measure(shape, entered, changes=args.changes, repeats=args.repeats) for shape in shapes},
     }
-    args.out.mkdir(parents=True, exist_ok=True)
-    out = args.out / f"{result['date']}-{slug(result['machine'])}-peers.json"
-    out.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"\n{table(result)}\n\n{out}")
+    write(result, table, args.out, "peers")
 
 
 if __name__ == "__main__":

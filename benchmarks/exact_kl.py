@@ -10,9 +10,6 @@ OUT/<date>-<machine>-exact_kl.json.
 """
 
 import argparse
-import datetime
-import json
-import os
 import pathlib
 import statistics
 import time
@@ -21,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from machine import ROOT, commit, machine, slug, version
+from machine import ROOT, begin, write
 
 from jppo.algorithms import kl
 from jppo.models import families, heads
@@ -106,27 +103,19 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=1, help="0 compiles only")
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
     args = parser.parse_args(argv)
-    load, at = os.getloadavg()[0], commit()
+    begun = begin()
     cases = [
         measure(t, v, width=args.width, chunk_bytes=args.chunk_bytes, repeats=args.repeats)
         for v in args.vocab
         for t in args.tokens
     ]
     result = {
-        "date": datetime.date.today().isoformat(),
-        "machine": machine(),
-        "commit": at,
-        "load_average": load,
-        "jax": version("jax"),
+        **begun,
         "width": args.width,
         "chunk_bytes": args.chunk_bytes,
         "cases": cases,
     }
-    args.out.mkdir(parents=True, exist_ok=True)
-    out = args.out / f"{result['date']}-{slug(result['machine'])}-exact_kl.json"
-    out.write_text(json.dumps(result, indent=1) + "\n")
-    print(table(result))
-    print(f"\n{out}")
+    write(result, table, args.out, "exact_kl")
 
 
 if __name__ == "__main__":

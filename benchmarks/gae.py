@@ -9,12 +9,8 @@ of --repeats. Writes OUT/<date>-<machine>-gae.json and prints a table.
 """
 
 import argparse
-import datetime
 import functools
-import json
-import os
 import pathlib
-import platform
 import re
 import statistics
 import time
@@ -24,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from machine import ROOT, commit, machine, slug, version
+from machine import ROOT, begin, version, write
 
 from jppo import settings
 from jppo.algorithms import advantage
@@ -231,21 +227,12 @@ def main(argv: list[str] | None = None) -> None:
             raise UserError(f"--shapes={args.shapes}: {shape!r} must be rows x positions, 128 or more, as 256x1024")
     if args.repeats < 1:
         raise UserError(f"--repeats={args.repeats} must be 1 or more")
-    load, at = os.getloadavg()[0], commit()  # before the run: the load of other programs
     result: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "machine": machine(),
-        "load_average": load,
-        "commit": at,
-        "python": platform.python_version(),
-        "jax": version("jax"),
+        **begin(),
         "numpy": version("numpy"),
         "shapes": {shape: measure(*map(int, shape.split("x")), repeats=args.repeats) for shape in shapes},
     }
-    args.out.mkdir(parents=True, exist_ok=True)
-    out = args.out / f"{result['date']}-{slug(result['machine'])}-gae.json"
-    out.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"\n{table(result)}\n\n{out}")
+    write(result, table, args.out, "gae")
 
 
 if __name__ == "__main__":

@@ -14,9 +14,7 @@ Writes OUT/<date>-<machine>-gpu.json, and the tables as markdown.
 """
 
 import argparse
-import datetime
 import json
-import os
 import pathlib
 import statistics
 import subprocess
@@ -24,7 +22,7 @@ import sys
 from typing import Any
 
 import numpy as np
-from machine import ROOT, commit, machine, title, version
+from machine import ROOT, begin, machine, title
 from models import MODELS, make_config, measure
 from together import run_all, write
 
@@ -121,17 +119,14 @@ def main(argv: list[str] | None = None) -> None:
     names = args.models.split(",")
     if unknown := [name for name in names if name not in MODELS]:
         raise UserError(f"--models={args.models}: {unknown[0]!r} is not one of {', '.join(MODELS)}")
-    load, at = os.getloadavg()[0], commit()
+    begun = begin()
     # This process must not take the device before its children: it asks for the machine when they are done.
     models = {name: in_process(name, args) for name in names}
     others = {"attention": (), "memory": ("--models", names[0], "--set", "model.compute_dtype=bfloat16")}
     found = run_all(others) if args.others else {}
     about: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
+        **begun,
         "machine": next((x["machine"] for x in models.values() if "machine" in x), None) or machine(),
-        "load_average": load,
-        "commit": at,
-        "jax": version("jax"),
         "sequences": args.sequences,
         "length": args.length,
         "changes": args.changes,

@@ -1,11 +1,14 @@
 """The machine and versions of a benchmark, for the head of every result."""
 
+import datetime
 import importlib.metadata
+import json
 import os
 import pathlib
 import platform
 import re
 import subprocess
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -50,6 +53,26 @@ def commit() -> str | None:
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     return described.stdout.strip() if described.returncode == 0 else None
+
+
+def begin() -> dict[str, Any]:
+    """The head of a result, before the run: it is what runs, and what ran beside it."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "load_average": os.getloadavg()[0],
+        "commit": commit(),
+        "python": platform.python_version(),
+        "jax": version("jax"),
+    }
+
+
+def write(result: dict[str, Any], table: Callable[[dict[str, Any]], str], folder: pathlib.Path, *names: str) -> None:
+    """Adds the machine, writes the result as JSON to a file named after both and prints its table."""
+    result["machine"] = machine()  # last: a benchmark's processes may need the device before this one takes it
+    folder.mkdir(parents=True, exist_ok=True)
+    out = folder / f"{'-'.join([result['date'], slug(result['machine']), *names])}.json"
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"\n{table(result)}\n\n{out}")
 
 
 def version(package: str) -> str | None:

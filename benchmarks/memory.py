@@ -14,11 +14,9 @@ Exit code 1 where an estimate is off by more than 20%.
 
 import argparse
 import contextlib
-import datetime
 import json
 import os
 import pathlib
-import platform
 import subprocess
 import sys
 import tempfile
@@ -26,7 +24,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from machine import ROOT, commit, machine, slug, title, version
+from machine import ROOT, begin, title, write
 from ml_collections import ConfigDict
 from models import CPU_SCANS, MODELS, some
 from work import SEQUENCES, base_config, change, make_batch, make_rows, response_lengths, score_batch
@@ -178,23 +176,14 @@ def main(argv: list[str] | None = None) -> None:
     names = args.models.split(",")
     if unknown := [name for name in names if name not in MODELS]:
         sys.exit(f"--models={args.models}: {unknown[0]!r} is not one of {', '.join(MODELS)}")
-    load, at = os.getloadavg()[0], commit()
     result: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "machine": machine(),
-        "load_average": load,
-        "commit": at,
-        "python": platform.python_version(),
-        "jax": version("jax"),
+        **begin(),
         "layers": args.layers,
         "tokens": args.tokens,
         "changes": args.changes,
         "models": {name: in_process(name, args) for name in names},
     }
-    args.out.mkdir(parents=True, exist_ok=True)
-    out = args.out / f"{'-'.join([result['date'], slug(result['machine']), 'memory', *names])}.json"
-    out.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"{table(result)}\n\n{out}")
+    write(result, table, args.out, "memory", *names)
     ratios = [said / found for x in result["models"].values() for said, found in compared(x).values()]
     if max(abs(ratio - 1) for ratio in ratios) > LIMIT:
         sys.exit(f"an estimate is off by more than {LIMIT:.0%}")

@@ -17,13 +17,9 @@ Writes OUT/<date>-<machine>-models-<models>.json and prints tables.
 
 import argparse
 import dataclasses
-import datetime
 import functools
-import json
 import math
-import os
 import pathlib
-import platform
 import re
 import statistics
 import sys
@@ -34,7 +30,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from machine import ROOT, commit, machine, slug, title, version
+from machine import ROOT, begin, title, write
 from ml_collections import ConfigDict
 from work import (
     PROMPT,
@@ -483,7 +479,7 @@ def main(argv: list[str] | None = None) -> None:
     for name, value in (("repeats", args.repeats), ("tokens", 1 if args.tokens is None else args.tokens)):
         if value < 1:
             raise UserError(f"--{name}={value} must be 1 or more")
-    load, at = os.getloadavg()[0], commit()  # before the run: the load of other programs
+    begun = begin()
     by_default = CPU_TOKENS if jax.default_backend() == "cpu" else {}
     models = {}
     for name in names:
@@ -491,21 +487,13 @@ def main(argv: list[str] | None = None) -> None:
         c, responses = make_config(name, args.dtype, args.changes), some(response_lengths(), tokens)
         models[name] = measure(name, c, responses, repeats=args.repeats)
     result: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "machine": machine(),
-        "load_average": load,
-        "commit": at,
-        "python": platform.python_version(),
-        "jax": version("jax"),
+        **begun,
         "dtype": args.dtype,
         "changes": args.changes,
         "models": models,
         "vocabulary": vocabulary(args.dtype, args.changes),
     }
-    args.out.mkdir(parents=True, exist_ok=True)
-    out = args.out / f"{'-'.join([result['date'], slug(result['machine']), 'models', *names])}.json"
-    out.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"\n{table(result)}\n\n{out}")
+    write(result, table, args.out, "models", *names)
     if (worst := result["vocabulary"]["worst"]) >= LIMIT:
         sys.exit(f"the vocabulary test failed: {worst:.2f} times the temporaries, and the limit is {LIMIT}")
 

@@ -10,9 +10,7 @@ Writes OUT/<date>-<machine>-prefix.json.
 
 import argparse
 import dataclasses
-import datetime
 import json
-import os
 import pathlib
 import statistics
 import time
@@ -21,7 +19,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from machine import ROOT, commit, machine, slug, title, version
+from machine import ROOT, begin, machine, slug, title
 from ml_collections import ConfigDict
 from work import SHAPES, base_config, flat_batch, hf_config, make_batch, make_rows
 
@@ -157,14 +155,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
     args = parser.parse_args(argv)
-    load, at = os.getloadavg()[0], commit()
     how = dict(sequences=args.sequences, repeats=args.repeats)
     result: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
+        **begin(),
         "machine": machine(),
-        "commit": at,
-        "load_average": load,
-        "jax": version("jax"),
         "sequences": args.sequences,
         "measured": [],
     }

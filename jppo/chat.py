@@ -27,7 +27,7 @@ from jppo.errors import escaped, one_line
 from jppo.learner import sharding, state
 from jppo.models import hf
 from jppo.models.families import ModelConfig
-from jppo.rollout.inprocess import InprocessSettings, make_programs
+from jppo.rollout.continuous_batching import InprocessSettings, make_programs
 from jppo.rollout.protocol import RolloutError, greedy, sample_seed
 from jppo.rollout.streaming import stream
 from jppo.settings import Parser, UserError, exit_on_user_error

@@ -21,7 +21,7 @@ from ml_collections import ConfigDict
 from jppo import settings
 from jppo.checks import machine, run
 from jppo.checks.finding import GIB, Finding, check_room, report
-from jppo.dry_run.memory import available_memory
+from jppo.dry_run.rooms import available_memory
 from jppo.settings import UserError
 
 MEMORY = 3 * GIB  # a small trainer and its vLLM on a CPU

@@ -16,7 +16,7 @@ import jax
 from jppo import __version__
 from jppo.build import trained_model
 from jppo.build.trained_model import Trained
-from jppo.models import hf
+from jppo.models import hf_write
 from jppo.report.folder import read_rows
 from jppo.runlog import hub
 from jppo.runlog.curve import learning, write_curve
@@ -41,7 +41,7 @@ def export(args: argparse.Namespace) -> list[str]:
     if found.kind == "adapter" and args.dtype:
         raise UserError(f"--dtype={args.dtype}: adapters are float32; add --merge_lora to get a whole model in another")
     try:
-        with hf.in_place_of(args.out) as tmp:
+        with hf_write.in_place_of(args.out) as tmp:
             found.write(tmp / "model")
             for file in sorted((tmp / "model").iterdir()):
                 file.rename(tmp / file.name)

@@ -27,9 +27,9 @@ from jppo.dry_run import memory, preview
 from jppo.dry_run.described_machine import Request
 from jppo.dry_run.forecast import Executions
 from jppo.learner import batch, compiler, packing, ppo, preference, score, sharding, update
-from jppo.models import cost, hf, offload, placing
+from jppo.models import cost, hf, hf_write, offload, placing
 from jppo.models.families import pad_vocab
-from jppo.rewards.model.part import Texts, without_padding
+from jppo.rewards.model.classifier import Texts, without_padding
 from jppo.rewards.parts import Sample
 from jppo.run import command
 from jppo.runlog.console import REWARD_MODEL_COLUMNS
@@ -51,7 +51,7 @@ def prepare(c: ConfigDict, request: Request = preview.HERE) -> Task:
     """Reads the pairs and the model config."""
     written, cfg = hf.read_config(c.model.path)
     tokenizer = read_tokenizer(c, cfg)
-    changes = hf.classifier_changes(c.model.path, pad_token_id=tokenizer.pad_token_id)
+    changes = hf_write.classifier_changes(c.model.path, pad_token_id=tokenizer.pad_token_id)
     reading = dict[str, Any](
         encode=make_encode(tokenizer, (written | changes).get("pad_token_id")),
         max_length=c.data.max_prompt_length + c.data.max_response_length,

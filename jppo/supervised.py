@@ -21,15 +21,17 @@ from jppo.build.logger import make_logger
 from jppo.build.resume import differences, finished, identity, read_checkpoint
 from jppo.data.stream import Cursor, next_batch
 from jppo.learner import batch, packing, ppo, state
-from jppo.models import hf, offload, placing
+from jppo.models import hf_write, offload, placing
 from jppo.models.families import ModelConfig
 from jppo.models.lora import Lora
 from jppo.models.params import Head
 from jppo.runlog import atomic_file
-from jppo.runlog.checkpoint import Checkpoints, NonFinite, nonfinite, require
+from jppo.runlog.checkpoint import Checkpoints, NonFinite
+from jppo.runlog.checkpoint_arrays import nonfinite
 from jppo.runlog.console import Columns
 from jppo.runlog.lock import own
 from jppo.runlog.logger import Logger, Silent, read_metrics
+from jppo.runlog.restore import require
 from jppo.runlog.timers import Timers
 from jppo.runlog.watchdog import Stopped, Watch
 from jppo.settings import UserError
@@ -139,7 +141,7 @@ def train(c: ConfigDict, task: Task, objective: Objective) -> dict[str, float]:
                     logger.note(line)
             now = learn(Run(c, task, objective, descent, checkpoints, logger, timer, watch, origin), begun)
         checkpoints.wait()  # `finished` compares when the two were written
-        hf.save(
+        hf_write.save(
             run / "hf", descent.model(now.learned), task.cfg, source=c.model.path, dtype=c.model.param_dtype,
             head=objective.head, changes=objective.changes,
         )  # fmt: skip

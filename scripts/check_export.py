@@ -24,7 +24,7 @@ import transformers
 from jppo.data.files import read_rows
 from jppo.data.prompts import prompt_of, tokenise
 from jppo.data.tokenizer import decode, end_token_ids, load_tokenizer
-from jppo.models import decoder, heads, hf
+from jppo.models import decoder, heads, hf, hf_write
 from jppo.models.families import ModelConfig
 from jppo.rollout.protocol import RolloutError, greedy
 from jppo.rollout.servers.engine import Limits
@@ -116,7 +116,7 @@ def by_vllm(
         )
         try:
             sampler = engine.ready(eos_token_ids=end, decode=lambda _: "")
-            sampler.load(hf.hf_tensors(params, cfg), version=1)
+            sampler.load(hf_write.hf_tensors(params, cfg), version=1)
             drawn = sampler.generate(asked, greedy(args.max_tokens), version=1)
         finally:
             engine.close()

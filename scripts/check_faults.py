@@ -8,6 +8,7 @@ exported weights must be those of the undisturbed run to the bit. Prints a table
 """
 
 import argparse
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -367,13 +368,10 @@ def full_disk(lab: Lab) -> Iterator[Row]:
         run, filler = disk / "run", disk / "filler"
         process = start(lab.settings, run)
         wait_until(lambda: (run / "checkpoints/2").is_dir(), process)
-        with filler.open("wb") as file:
-            try:
-                while True:
-                    file.write(bytes(1 << 16))
-                    file.flush()
-            except OSError:
-                pass
+        with filler.open("wb") as file, contextlib.suppress(OSError):  # until the disk is full
+            while True:
+                file.write(bytes(1 << 16))
+                file.flush()
         said = process.communicate(timeout=LIMIT_S)[0]
         code = process.returncode
         filler.unlink()

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jppo.models import decoder, heads, hf
+from jppo.models import decoder, heads, hf, hf_write
 from jppo.models.families import ModelConfig
 from jppo.rollout.protocol import RolloutError, greedy
 from jppo.rollout.servers.engine import Limits, ServedSampler
@@ -86,13 +86,13 @@ def check(sampler: ServedSampler, base: Params, cfg: ModelConfig) -> float:
     for version in (1, 2):
         before = params
         params = changed(base, jax.random.key(version))
-        sampler.load(hf.hf_tensors(params, cfg), version=version)
+        sampler.load(hf_write.hf_tensors(params, cfg), version=version)
         trajectories = sampler.generate(prompts, SAMPLING, version=version)
         found, stale = gap(params, cfg, trajectories), gap(before, cfg, trajectories)
         largest = max(largest, found)
         print(f"version {version}: largest gap {found:.2e}, to the weights before {stale:.2e}")
 
-    tensors = dict(hf.hf_tensors(changed(base, jax.random.key(3)), cfg))
+    tensors = dict(hf_write.hf_tensors(changed(base, jax.random.key(3)), cfg))
     name = list(tensors)[-1]
     cut = CutBuffers("")
     faults = {

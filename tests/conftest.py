@@ -32,7 +32,7 @@ import pytest
 from examples import arithmetic
 from jppo import settings
 from jppo.build import rollout
-from jppo.models import decoder, hf
+from jppo.models import decoder, hf, hf_write
 from jppo.types import Trajectory
 
 jax.config.update("jax_platforms", "cpu")  # where a plugin imported jax before the lines above
@@ -97,7 +97,7 @@ def tiny_model(tmp_path_factory):
     arithmetic.write_model(root / "source")
     _, cfg = hf.read_config(root / "source")
     values = decoder.init_params(cfg, jax.random.key(0), head="lm", param_dtype="float32")
-    return hf.save(root / "hf", values, cfg, source=root / "source", dtype="float32")
+    return hf_write.save(root / "hf", values, cfg, source=root / "source", dtype="float32")
 
 
 def with_paths():

@@ -114,11 +114,12 @@ def test_settings_can_be_changed_and_are_checked(bench):
             bench.make_config("model", "float32", [wrong])
 
 
-def test_a_machine_has_no_name_of_its_own(bench):
+def test_a_machine_has_no_name_of_its_own():
+    machine = script("machine")
     found = {"cpu": "Intel(R) Xeon(R) CPU @ 2.20GHz", "cores": 2, "device": "cpu", "devices": 1}
-    assert bench.slug(found) == "intel-xeon-cpu-2-20ghz-2-cores"
-    assert bench.slug(found | {"device": "NVIDIA H200", "devices": 8}) == "8-nvidia-h200"
-    assert set(bench.machine()) == {
+    assert machine.slug(found) == "intel-xeon-cpu-2-20ghz-2-cores"
+    assert machine.slug(found | {"device": "NVIDIA H200", "devices": 8}) == "8-nvidia-h200"
+    assert set(machine.machine()) == {
         "cpu", "cores", "memory_gib", "device", "devices", "environment",
     }  # fmt: skip
 
@@ -396,7 +397,7 @@ def test_memory_is_compared_as_a_whole_and_without_the_program(beside, monkeypat
     assert memory.compared(said | {"device_peak": 200}) == {"device": (300, 200)}
     assert found["estimate"] >= 8 * sum(found["parts"].values())  # 8 devices
     assert found["resident_peak"] > found["program"] > 2**27
-    at = {"machine": memory.machine(), "jax": "0", "commit": "c", "date": "d", "load_average": 0.0}
+    at = {"machine": script("machine").machine(), "jax": "0", "commit": "c", "date": "d", "load_average": 0.0}
     assert "| tiny | arrays | 0 | 0 | 0.75 |" in memory.table(at | {"models": {"tiny": said}})
 
 
@@ -428,7 +429,7 @@ def test_the_rollout_benchmark_says_what_was_asked_and_what_differs(rollout):
         "sampling": {"requests": 4, "tokens": 1000, "same_tokens": False, "ways": ways},
         "publishing": {"bytes": 2 * 10**9, "dtype": "float32", "parts": {"load": {"seconds": [3.0], "s_per_gb": 1.5}}},
     }
-    at = {"machine": rollout.machine(), "jax": "0", "vllm": "0", "commit": "c", "dtype": "float32"}
+    at = {"machine": script("machine").machine(), "jax": "0", "vllm": "0", "commit": "c", "dtype": "float32"}
     said = rollout.table(at | {"load_average": 0.1, "load_after": 0.2, "models": {"S": measured}})
     assert "| jppo | 250 | 4.000 | 2.000 |" in said and "**other tokens** without a server" in said
     assert "| S | 2.000 | load | 3.0000 | 1.500 |" in said
@@ -468,7 +469,7 @@ def test_a_ratio_is_of_the_same_round_and_against_the_peer_that_comes_nearest(co
     assert found["best"]["logprobs"]["ratio"] == 2.0 and found["best"]["update"]["jppo"] == "jppo float32"
     shapes = {"S": {"tokens": 100, "flops": dict.fromkeys(("logprobs", "update"), 10**9), "contestants": everyone,
                     "left_out": {"tunix float32": "ImportError"}}}  # fmt: skip
-    at = {"machine": contest.machine(), "commit": "c", "date": "d", "load_average": 0.0, "shapes": shapes}
+    at = {"machine": script("machine").machine(), "commit": "c", "date": "d", "load_average": 0.0, "shapes": shapes}
     said = contest.table(at)
     assert "| S | torch float32 | logprobs | 33 | 0 | 3.000 |" in said
     assert "| S | update | jppo float32 | torch float32 jemalloc | 2.50 | 2.5, met |" in said
@@ -566,7 +567,7 @@ def test_products_that_overlap_count_once(tmp_path):
     assert quickstart.product_seconds(file) == 3.0
     step = {"step": 10.0, "stages": {"gen": 5.0}, "products": 3.0}
     split = {"steps": [step, step | {"products": 1.0}, step], "untraced": []}
-    at = {"machine": script("throughput").machine(), "jax": "0", "vllm": "0", "commit": "c", "date": "d"}
+    at = {"machine": script("machine").machine(), "jax": "0", "vllm": "0", "commit": "c", "date": "d"}
     said = quickstart.table(at | {"load_average": 0.0, "split": split, "learned": {}})
     assert "| generation | 5.000 | 50% |" in said and "products: 80%; goal 70%, met." in said
 

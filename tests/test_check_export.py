@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from examples.arithmetic import write_model
-from jppo.models import decoder, hf
+from jppo.models import decoder, hf, hf_write
 
 SCRIPT = pathlib.Path(__file__).parents[1] / "scripts" / "check_export.py"
 PROMPTS = ["47+85=", "1+1=", "99+99=", "2"]
@@ -32,7 +32,7 @@ def exported(tmp_path_factory):
     _, cfg = hf.read_config(tmp_path / "start")
     params = decoder.init_params(cfg, jax.random.key(0), head="lm", param_dtype=jnp.float32)
     params = jax.tree.map(lambda x: 8 * x, params)  # answers that differ from prompt to prompt, and end
-    hf.save(tmp_path / "hf", params, cfg, source=tmp_path / "start", dtype="float32")
+    hf_write.save(tmp_path / "hf", params, cfg, source=tmp_path / "start", dtype="float32")
     (tmp_path / "data").mkdir()
     lines = [json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS]
     (tmp_path / "data" / "test.jsonl").write_text("".join(lines))

@@ -17,7 +17,7 @@ from jppo.build import agent, reward
 from jppo.build.packing import critic_epochs
 from jppo.build.rollout import connections
 from jppo.learner import sharding
-from jppo.rewards.model.part import Classifier
+from jppo.rewards.model.classifier import Classifier
 from jppo.settings import parts, table
 from jppo.settings.table import TABLE
 

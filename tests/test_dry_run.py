@@ -13,7 +13,7 @@ from jppo import settings, sft, train
 from jppo.build.inputs import read_inputs
 from jppo.build.learner import compile_passes, make_learner, make_mesh
 from jppo.build.packing import plan_of_run
-from jppo.dry_run import memory, preview
+from jppo.dry_run import memory, preview, rooms
 from jppo.learner import packing
 from jppo.models import decoder
 from jppo.settings import UserError
@@ -92,7 +92,7 @@ def test_full_length_batches_are_cut_as_the_packer_cuts_them(small_run):
 
 @pytest.mark.parametrize("has, verdict", [(None, "OK"), (1000, "OK"), (999, "WARN"), (900, "WARN"), (899, "FAIL")])
 def test_room_is_ok_tight_or_too_little(has, verdict):
-    room = preview.Room("here", {"a": 600, "b": 300}, has)
+    room = rooms.Room("here", {"a": 600, "b": 300}, has)
     assert (room.needs, room.verdict) == (900, verdict)
 
 
@@ -111,8 +111,8 @@ def test_devices_of_a_processor_share_the_host(monkeypatch, platform, count):
     mesh = SimpleNamespace(devices=np.array(devices, object))
     monkeypatch.setattr("jppo.learner.devices.resident", lambda: 50)
     monkeypatch.setattr(memory, "host_room", lambda: 1000)
-    monkeypatch.setattr(memory, "device_room", lambda mesh: 1200)
-    found = preview.rooms(ESTIMATE, mesh, host={"vLLM: cache": 7})
+    monkeypatch.setattr(rooms, "device_room", lambda mesh: 1200)
+    found = rooms.of_machine(ESTIMATE, mesh, host={"vLLM: cache": 7})
     if platform == "cpu":
         assert [(room.needs, room.has) for room in found] == [(count * 1150 + 57, 1050)]
     else:
@@ -124,12 +124,12 @@ def test_devices_of_a_processor_share_the_host(monkeypatch, platform, count):
 def test_a_gpu_has_a_share_for_its_server(small_run, monkeypatch):
     inputs = read_inputs(small_run)
     cpu, gpu = (SimpleNamespace(devices=np.array([SimpleNamespace(platform=name)], object)) for name in ("cpu", "gpu"))
-    monkeypatch.setattr(memory, "device_room", lambda mesh: 52 * 2**30)
+    monkeypatch.setattr(rooms, "device_room", lambda mesh: 52 * 2**30)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.52")
-    assert preview.of_servers(small_run, inputs, cpu) is None  # on a CPU it is the host's
-    room = preview.of_servers(small_run, inputs, gpu)
+    assert rooms.of_servers(small_run, inputs, cpu) is None  # on a CPU it is the host's
+    room = rooms.of_servers(small_run, inputs, gpu)
     assert room.has == pytest.approx(40 * 2**30) and set(room.parts) == {"weights"}
-    assert set(preview.host_parts(small_run, inputs, gpu)) == {"published weights"}
+    assert set(rooms.host_parts(small_run, inputs, gpu)) == {"published weights"}
 
 
 def test_what_a_server_holds(tiny_model):

@@ -50,7 +50,7 @@ ONLY_IN = {
     "tensorflow_datasets": ("jppo.data",),
     "wandb": ("jppo.runlog.to_wandb",),
     "mlflow": ("jppo.runlog.to_mlflow",),
-    "orbax": ("jppo.runlog.checkpoint",),
+    "orbax": ("jppo.runlog.checkpoint", "jppo.runlog.restore"),
     "tensorboardX": ("jppo.runlog.tensorboard",),
     "ml_collections": ("configs", "jppo.settings", *COMMANDS),
 }
@@ -124,7 +124,7 @@ OF_CONFIG = tuple(
 )
 # Files, engines and metrics deal in tokens and arrays; an engine that is a model itself is the exception.
 NO_MODEL = ("jppo.data", "jppo.runlog", "jppo.rollout", "jppo.agent")
-BUT = ("jppo.rollout.inprocess",)
+BUT = ("jppo.rollout.inprocess", "jppo.rollout.continuous_batching")
 
 
 class Import(NamedTuple):
@@ -287,7 +287,11 @@ def test_the_walk_sees_the_project():
         ("jppo.data.tfds", "import tensorflow_datasets as tfds", "only inside the function"),
         ("jppo.data.tfds", "def f():\n    import tensorflow_datasets as tfds", None),
         ("jppo.runlog.logger", "def f():\n    import tensorflow", "only jppo.data may"),
-        ("jppo.runlog.logger", "import orbax.checkpoint as ocp", "only jppo.runlog.checkpoint may"),
+        (
+            "jppo.runlog.logger",
+            "import orbax.checkpoint as ocp",
+            "jppo.runlog.restore may",
+        ),
         ("jppo.runlog.logger", "def f():\n    import wandb", "only jppo.runlog.to_wandb may"),
         ("jppo.runlog.to_mlflow", "import mlflow", "only inside the function"),
         ("jppo.models.hf", "from transformers import AutoConfig", "only jppo.data.tokenizer"),

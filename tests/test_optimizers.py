@@ -14,8 +14,9 @@ from jppo import reward_model, settings, sft, supervised
 from jppo.build.inputs import read_inputs
 from jppo.build.resume import former_name
 from jppo.learner import optim
-from jppo.runlog.checkpoint import Checkpoints, restore
+from jppo.runlog.checkpoint import Checkpoints
 from jppo.runlog.logger import read_metrics
+from jppo.runlog.restore import restore
 from jppo.settings import UserError, commandline
 
 STEPS, SAVED = 8, 4

@@ -9,7 +9,7 @@ import pytest
 
 from jppo import settings
 from jppo.build import rollout
-from jppo.models import decoder, hf, lora
+from jppo.models import decoder, hf, hf_write, lora
 
 
 class Served:
@@ -53,7 +53,7 @@ def test_weights_go_out_in_the_narrower_dtype(small_run, policy, ours, theirs, s
     rollout.publish(small_run, learner_of(cfg, values), served, now, None)
     assert {tensor.dtype.name for tensor in served.loaded[0].values()} == {sent}
     if ours == sent:
-        for name, tensor in hf.hf_tensors(values, cfg):
+        for name, tensor in hf_write.hf_tensors(values, cfg):
             assert np.array_equal(served.loaded[0][name].view(np.uint8), tensor.view(np.uint8))
 
 
@@ -70,7 +70,7 @@ def test_the_device_rounds_as_vllm_does(policy, dtype):
     bits = np.concatenate([np.array(HARD, np.uint32), random])[: random.size].view(np.float32)
     bits = np.where(np.isnan(bits), np.float32(1.0), bits).reshape(cfg.vocab_size, cfg.hidden_size)
     values["embed"]["embedding"] = jnp.asarray(bits)
-    ours = dict(hf.hf_tensors(values, cfg, dtype=dtype))["model.embed_tokens.weight"]
+    ours = dict(hf_write.hf_tensors(values, cfg, dtype=dtype))["model.embed_tokens.weight"]
     theirs = torch.empty(bits.shape, dtype=getattr(torch, dtype)).copy_(torch.from_numpy(bits.copy()))
     assert np.array_equal(ours.view(np.uint16), theirs.view(torch.uint16).numpy())
 
@@ -80,7 +80,7 @@ def test_beside_the_base_only_adapters_go_out(small_run, policy, monkeypatch):
     small_run.rollout.lora_sync, small_run.model.lora_rank = "adapter", 2
     settings.check(small_run)
     served, now = Served(), types.SimpleNamespace(step=3, policy=None)
-    monkeypatch.setattr(hf, "_export", None)  # no tensor is made
+    monkeypatch.setattr(hf_write, "_export", None)  # no tensor is made
     how = lora.Lora(2, 4.0, lora.parse_targets("all-linear"))
     rollout.publish(small_run, learner_of(cfg, None), served, now, how)
     assert served.adapters == [3] and served.loaded == []
@@ -89,7 +89,7 @@ def test_beside_the_base_only_adapters_go_out(small_run, policy, monkeypatch):
 def test_an_array_keeps_nothing_of_what_was_fetched_of_it(policy):
     """A copy on the host that is kept by every parameter would be a second one of the model; a donation needs none."""
     cfg, values = policy
-    before = {name: tensor.copy() for name, tensor in hf.hf_tensors(values, cfg)}
+    before = {name: tensor.copy() for name, tensor in hf_write.hf_tensors(values, cfg)}
     leaf = values["embed"]["embedding"]
     at = leaf.unsafe_buffer_pointer() if len(leaf.devices()) == 1 else None
     moved = jax.jit(lambda x: x + 1, donate_argnums=0)(leaf)
@@ -100,9 +100,9 @@ def test_an_array_keeps_nothing_of_what_was_fetched_of_it(policy):
 def test_only_so_many_tensors_are_on_their_way(policy, monkeypatch):
     cfg, values = policy
     made = []
-    real = hf._on_device
-    monkeypatch.setattr(hf, "_on_device", lambda *args: (made.append(pair[0]) or pair for pair in real(*args)))
-    monkeypatch.setattr(hf, "AHEAD", 0)
-    for i, _ in enumerate(hf.hf_tensors(values, cfg)):
+    real = hf_write._on_device
+    monkeypatch.setattr(hf_write, "_on_device", lambda *args: (made.append(pair[0]) or pair for pair in real(*args)))
+    monkeypatch.setattr(hf_write, "AHEAD", 0)
+    for i, _ in enumerate(hf_write.hf_tensors(values, cfg)):
         assert len(made) <= i + 3
     assert len(made) == i + 1

@@ -13,9 +13,9 @@ from examples import arithmetic
 from jppo import reward_model, settings
 from jppo.build.learner import load_trained, make_descent
 from jppo.learner import batch, packing, sharding
-from jppo.models import hf
+from jppo.models import hf, hf_write
 from jppo.rewards.model.by_jax import JaxRewardModel
-from jppo.rewards.model.part import Texts, choose_engine, read_classifier
+from jppo.rewards.model.classifier import Texts, choose_engine, read_classifier
 from jppo.runlog.lock import own
 from jppo.runlog.logger import read_metrics
 from jppo.settings import UserError, table
@@ -138,7 +138,7 @@ def test_loss_and_gradient_are_torchs_however_the_batch_is_cut(config, kind, tok
     cfg, pairs = task.cfg, task.pairs.pairs[:12]
     trained = load_trained(c, task.mesh, cfg, c.model.path, head="value", key=jax.random.key(3), adapters=task.adapters)
     descent, _ = make_descent(c.optim, "rm", task.accumulate, trained, 1)
-    path = hf.save(c.trainer.run_dir, trained.learned, cfg, source=c.model.path, dtype="float32", head="value",
+    path = hf_write.save(c.trainer.run_dir, trained.learned, cfg, source=c.model.path, dtype="float32", head="value",
                    changes=task.changes)  # fmt: skip
     micros = reward_model.pack(pairs, task.plan)
     assert len(micros) > 2 or tokens == 8192
@@ -152,7 +152,7 @@ def test_loss_and_gradient_are_torchs_however_the_batch_is_cut(config, kind, tok
         carry, _ = task.accumulate(trained.learned, None, carry, rows, mini.counts, slopes[1])
     # groups of devices along `data` have sums of their own
     whole = jax.tree.map(lambda g, p: g.sum(0) if g.ndim > p.ndim else g, carry[0], trained.learned)
-    ours = dict(hf.hf_tensors(whole, cfg, head="value"))
+    ours = dict(hf_write.hf_tensors(whole, cfg, head="value"))
 
     model, _ = theirs(path)
     halves = [

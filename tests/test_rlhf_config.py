@@ -11,7 +11,7 @@ from jppo.build.inputs import read_inputs
 from jppo.build.learner import make_mesh
 from jppo.build.reward import make_panel
 from jppo.dry_run.preview import dry_run
-from jppo.models import decoder, hf
+from jppo.models import decoder, hf, hf_write
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
@@ -32,7 +32,7 @@ def small(tmp_path):
     _, cfg = hf.read_config(source)
     for head, name in (("lm", "chat"), ("value", "run/reward_model/hf")):
         values = decoder.init_params(cfg, jax.random.key(0), head=head, param_dtype="float32")
-        hf.save(tmp_path / name, values, cfg, source=source, dtype="float32", head=head)
+        hf_write.save(tmp_path / name, values, cfg, source=source, dtype="float32", head=head)
     return tmp_path
 
 

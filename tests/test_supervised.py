@@ -232,7 +232,7 @@ def test_the_model_of_an_earlier_end_is_replaced(lab, small, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(supervised.hf, "save", die)
+        patch.setattr(supervised.hf_write, "save", die)
         lab.train("longer", optim__lr_scheduler_type="constant")
     whole = lab.train("constant", optim__lr_scheduler_type="constant")
     assert lab.train("longer", optim__lr_scheduler_type="constant") == whole

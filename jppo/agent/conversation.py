@@ -67,6 +67,30 @@ class _State:
     score: float = 0.0
     fault: str | None = None
 
+    async def open(self, begin: Begin | None) -> str:
+        """Returns the partner's first message, if any."""
+        if begin is None:
+            return ""
+        try:
+            first, self.respond = await begin(Context(self.prompt, {}, self.memory))
+        except PartnerError as e:
+            first, self.fault = "", str(e)
+        return first
+
+    def trajectory(self, record: _Record, text: str, finish: str) -> Trajectory:
+        """Returns the finished conversation."""
+        return Trajectory(
+            uid=self.prompt.uid,
+            tokens=np.asarray(record.ids, np.int32),
+            sampled=np.asarray(record.sampled),
+            logprob=np.asarray(record.logprob, np.float32),
+            version=np.asarray(record.version, np.int32),
+            text=text,
+            finish=finish,
+            turns=self.turns,
+            exchange=Exchange(self.calls, self.call_errors, self.call_s, self.score, self.fault),
+        )
+
 
 def make_talk(
     chat: Chat,
@@ -80,15 +104,6 @@ def make_talk(
     ends: tuple[int, ...],
 ) -> Talk:
     """Closes over the parts of a run: `decode` drops special tokens, `spell` keeps them."""
-
-    async def start(state: _State) -> str:
-        if begin is None:
-            return ""
-        try:
-            first, state.respond = await begin(Context(state.prompt, {}, state.memory))
-        except PartnerError as e:
-            first, state.fault = "", str(e)
-        return first
 
     async def heard(state: _State, tokens: list[int]) -> list[dict[str, str]]:
         """Returns the messages that answer these tokens; empty if the conversation ends."""
@@ -115,7 +130,7 @@ def make_talk(
 
     async def talk(ask: Ask, prompt: Prompt, *, sampling: Sampling, seed: int, near: Hashable) -> Trajectory:
         state = _State(prompt, _as_messages(prompt))
-        first = await start(state)
+        first = await state.open(begin)
         state.messages += [{"role": "user", "content": first}] if first else []
         room = len(prompt.ids) + sampling.max_tokens
         record = _Record(opening(chat, prompt, first, room))
@@ -136,17 +151,7 @@ def make_talk(
             record.hear(ids)
             state.messages += new
             state.heard += 1
-        return Trajectory(
-            uid=prompt.uid,
-            tokens=np.asarray(record.ids, np.int32),
-            sampled=np.asarray(record.sampled),
-            logprob=np.asarray(record.logprob, np.float32),
-            version=np.asarray(record.version, np.int32),
-            text=decode(record.ids[begun:]),
-            finish=finish,
-            turns=state.turns,
-            exchange=Exchange(state.calls, state.call_errors, state.call_s, state.score, state.fault),
-        )
+        return state.trajectory(record, decode(record.ids[begun:]), finish)
 
     return talk
 

@@ -9,6 +9,9 @@ The advantages of gae, reinforce_plus_plus and reinforce_plus_plus_baseline are 
 the batch: `masked.whiten`.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -32,7 +35,7 @@ def gae(reward: Array, value: Array, mask: Array, *, gamma: float, lam: float | 
     reward, value = reward.astype(dtype), value.astype(dtype)
 
     # One number carries all of the future: A_t = r_t - V_t + γ C_{t'}, where C_t = V_t + λ A_t.
-    def step(next_c, now):  # all rows at one position
+    def step(next_c: jax.Array, now: Any) -> tuple[jax.Array, jax.Array]:  # all rows at one position
         r, v, m = now
         c = jnp.where(m, lam * r + (1.0 - lam) * v + gamma * lam * next_c, next_c)
         return c, jnp.where(m, r - v + gamma * next_c, 0.0)
@@ -109,9 +112,10 @@ def opo(score: Array, length: Array, group: Array) -> Array:  # [B]
     return score - jnp.where(_group_moments(score, group)[0] > 1, baseline, 0.0)
 
 
-def _group(reduce, x: Array, group: Array) -> Array:  # [B]
+def _group(reduce: Callable[..., Array], x: Array, group: Array) -> Array:  # [B]
     """Reduces x over each group, for each of its members."""
-    return reduce(x, group, num_segments=x.shape[0])[group]
+    whole: Array = reduce(x, group, num_segments=x.shape[0])[group]
+    return whole
 
 
 def _group_moments(score: Array, group: Array) -> tuple[Array, Array, Array]:  # three of [B]

@@ -20,7 +20,9 @@ from jppo.data.prompts import PromptSet
 from jppo.data.stream import Cursor
 from jppo.learner import optim
 from jppo.rewards.panel import Panel
-from jppo.runlog.checkpoint import Checkpoints, Restored, checksum_of_all, restore
+from jppo.runlog.checkpoint import Checkpoints
+from jppo.runlog.checkpoint_arrays import checksum_of_all
+from jppo.runlog.restore import Restored, restore
 from jppo.settings import UserError, table
 from jppo.types import TrainState
 

@@ -2,6 +2,7 @@
 
 import functools
 import pathlib
+from collections.abc import Sequence
 
 import jax
 from ml_collections import ConfigDict
@@ -23,8 +24,9 @@ from jppo.rewards.judge.prompts import make_rubric
 from jppo.rewards.model.by_jax import JaxRewardModel
 from jppo.rewards.model.by_torch import TransformersRewardModel
 from jppo.rewards.model.by_vllm import VllmRewardModel
-from jppo.rewards.model.part import Classifier, ModelPart, Normalizer, Scorer, Texts, choose_engine, read_classifier
-from jppo.rewards.panel import Panel, parse_weights
+from jppo.rewards.model.classifier import Classifier, Texts, choose_engine, read_classifier
+from jppo.rewards.model.part import ModelPart, Normalizer, Scorer
+from jppo.rewards.panel import Panel, Weights, parse_weights
 from jppo.rewards.parts import Part
 from jppo.rewards.pool import Pool
 from jppo.rewards.shape import FormatPart, OverlongPart
@@ -54,16 +56,7 @@ def make_panel(c: ConfigDict, inputs: Inputs, mesh: jax.sharding.Mesh, hosts: Ho
     }
     names = [name for name, there in asked.items() if there]
     weights = parse_weights(r.weights, names, optional=[RULES])
-    used = {source: weights.of(source) for source in inputs.sources}
-    for source, part in weights.of_source:
-        if source not in used:
-            raise UserError(
-                f"reward.weights={r.weights!r}: no row has data_source={source!r}, for which it weighs {part}; the"
-                f" sources are {', '.join(used)}"
-            )
-    for source, parts in used.items():
-        if not parts:
-            raise UserError(f"reward.weights={r.weights!r} leaves data_source={source!r} without any part; give it one")
+    used = _used_parts(weights, r.weights, inputs.sources)
 
     @functools.cache
     def pool() -> Pool:  # one for all parts, closed with any of them
@@ -95,6 +88,21 @@ def make_panel(c: ConfigDict, inputs: Inputs, mesh: jax.sharding.Mesh, hosts: Ho
         Panel(made, weights, score_on_error=None).close()
         raise
     return Panel(made, weights, score_on_error=r.score_on_error)
+
+
+def _used_parts(weights: Weights, text: str, sources: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Returns the parts of each source; UserError for weights of other sources, and for sources without any."""
+    used = {source: weights.of(source) for source in sources}
+    for source, part in weights.of_source:
+        if source not in used:
+            raise UserError(
+                f"reward.weights={text!r}: no row has data_source={source!r}, for which it weighs {part}; the"
+                f" sources are {', '.join(used)}"
+            )
+    for source, parts in used.items():
+        if not parts:
+            raise UserError(f"reward.weights={text!r} leaves data_source={source!r} without any part; give it one")
+    return used
 
 
 def make_judge(c: ConfigDict) -> JudgePart:

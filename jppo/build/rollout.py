@@ -17,10 +17,11 @@ from jppo.build.learner import Learner, make_mesh
 from jppo.build.packing import sequences_of_step
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.learner import sharding, state
-from jppo.models import cache, hf, placing
+from jppo.models import cache, hf, hf_write, placing
 from jppo.models.families import ModelConfig, pad_vocab
 from jppo.models.lora import Lora
-from jppo.rollout.inprocess import InprocessEngine, InprocessSampler, InprocessSettings
+from jppo.rollout.continuous_batching import InprocessSettings
+from jppo.rollout.inprocess import InprocessEngine, InprocessSampler
 from jppo.rollout.protocol import Served
 from jppo.rollout.servers.engine import Engine, Limits
 from jppo.rollout.servers.member import CONNECTIONS
@@ -220,10 +221,12 @@ def publish(
         sampler.hold(policy if own is learner.mesh else placing.local(policy, own), version=version)
         return
     if adapters is None or c.rollout.lora_sync == "merge":
-        tensors = hf.hf_tensors(learner.policy(now), learner.cfg, dtype=published_dtype(c))
+        tensors = hf_write.hf_tensors(learner.policy(now), learner.cfg, dtype=published_dtype(c))
         _load(sampler, tensors, hosts, version=version, mode=mode)
         return
-    save = functools.partial(hf.save_adapter, learned=now.policy, cfg=learner.cfg, how=adapters, base=c.model.path)
+    save = functools.partial(
+        hf_write.save_adapter, learned=now.policy, cfg=learner.cfg, how=adapters, base=c.model.path
+    )
     hosts.together(lambda: sampler.load_adapter(save, version=version, mode=mode))
 
 
@@ -231,14 +234,14 @@ def publish_base(c: ConfigDict, learner: Learner, sampler: Source, version: int,
     """Publishes the policy's frozen base, where later only the adapters are published."""
     base = learner.actor.base
     if base is not None and not isinstance(sampler, InprocessSampler) and c.rollout.lora_sync == "adapter":
-        _load(sampler, hf.hf_tensors(base.params, learner.cfg, dtype=published_dtype(c)), hosts, version=version)
+        _load(sampler, hf_write.hf_tensors(base.params, learner.cfg, dtype=published_dtype(c)), hosts, version=version)
 
 
 def _load(sampler: Served, tensors: Iterator[tuple[str, np.ndarray]], hosts: Hosts, **how: Any) -> None:
     """Loads all weights into each host's servers; a host that fails still joins the others' gathers."""
 
     def load() -> None:
-        with hf.fetched_by_all(tensors):
+        with hf_write.fetched_by_all(tensors):
             sampler.load(tensors, **how)
 
     hosts.together(load)

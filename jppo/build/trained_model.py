@@ -14,9 +14,11 @@ from typing import Any
 import jax
 
 from jppo.learner import sharding, state
-from jppo.models import hf, lora, tensorfile
+from jppo.models import hf, hf_write, lora, tensorfile
 from jppo.models.lora import Lora
-from jppo.runlog.checkpoint import Checkpoints, checksum_of_all, restore_field
+from jppo.runlog.checkpoint import Checkpoints
+from jppo.runlog.checkpoint_arrays import checksum_of_all
+from jppo.runlog.restore import restore_field
 from jppo.settings import UserError, by_name
 from jppo.types import Params
 
@@ -110,7 +112,7 @@ def of_checkpoint(path: pathlib.Path, *, base: str | None, merge: bool, dtype: s
     if how is not None and not merge:
 
         def write_adapter(out: pathlib.Path) -> None:
-            hf.save_adapter(out, found.state, cfg, how, base=read["source"])
+            hf_write.save_adapter(out, found.state, cfg, how, base=read["source"])
 
         return Trained("adapter", dtype="float32", write=write_adapter, **about)
     dtype = read["kind"] if dtype is None else dtype
@@ -120,7 +122,7 @@ def of_checkpoint(path: pathlib.Path, *, base: str | None, merge: bool, dtype: s
         model = lora.join(model, lora.Base(base_params, how.scale))
 
     def write(out: pathlib.Path) -> None:
-        hf.save(out, model, cfg, source=read["source"], dtype=dtype)
+        hf_write.save(out, model, cfg, source=read["source"], dtype=dtype)
 
     return Trained("model", dtype=dtype, write=write, **about)
 
@@ -136,7 +138,7 @@ def of_folder(run: pathlib.Path, *, merge: bool, dtype: str | None) -> Trained:
 
     def write(out: pathlib.Path) -> None:
         model = hf.load_params(run / "hf", cfg, head="lm", param_dtype=dtype)
-        hf.save(out, model, cfg, source=run / "hf", dtype=dtype)
+        hf_write.save(out, model, cfg, source=run / "hf", dtype=dtype)
 
     return Trained("model", dtype=dtype, write=write, **about)
 

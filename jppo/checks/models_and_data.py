@@ -15,7 +15,7 @@ from jppo.data.tokenizer import end_token_ids, load_tokenizer
 from jppo.dry_run import memory
 from jppo.rewards import check as reward_check
 from jppo.rewards.graders import grader_of
-from jppo.rewards.model.part import read_classifier
+from jppo.rewards.model.classifier import read_classifier
 from jppo.settings import template_arguments
 
 SHORT = 200  # characters of an error

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from jppo.build.inputs import read_models
 from jppo.checks.finding import GIB, Finding
-from jppo.dry_run import memory
+from jppo.dry_run import memory, rooms
 from jppo.interpreter import python_path
 from jppo.models import decoder, heads, hf
 from jppo.models.families import ModelConfig
@@ -33,7 +33,7 @@ def check(c: ConfigDict) -> Iterator[Finding]:
     if c.model.init == "random":
         yield Finding("parity", "OK", "skipped: random weights")
         return
-    needs, free = memory.served(policy, "float32") + PROGRAM, memory.host_room()
+    needs, free = memory.served(policy, "float32") + PROGRAM, rooms.host_room()
     if free is not None and needs > free:
         said = f"skipped: it takes {needs / GIB:.1f} GiB, and {free / GIB:.1f} are free"
         yield Finding("parity", "WARN", said, "run scripts/check_parity.py on a larger machine")

@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 import jppo
 from jppo import settings
 from jppo.checks.finding import GIB, Finding, Verdict
-from jppo.dry_run.preview import Room
+from jppo.dry_run.rooms import Room
 from jppo.rollout.servers.process import check_ports
 
 DAY_S = 86_400

@@ -17,7 +17,7 @@ from jppo.build.learner import Learner, make_learner, make_mesh
 from jppo.build.rollout import open_engine, publish_base, published_dtype, share_gpu
 from jppo.checks import machine, models_and_data, parity, resources
 from jppo.checks.finding import Check, Finding, examine
-from jppo.dry_run import memory, preview
+from jppo.dry_run import memory, preview, rooms
 from jppo.dry_run.described_machine import Request
 from jppo.types import TrainState
 
@@ -41,7 +41,7 @@ class Read:
         return make_mesh(self.c)
 
     @functools.cached_property
-    def estimate(self) -> tuple[list[str], memory.Estimate, list[preview.Room]]:
+    def estimate(self) -> tuple[list[str], memory.Estimate, list[rooms.Room]]:
         """The report's lines, the estimate, and needed against available memory."""
         return preview.here(self.c, self.inputs, self.mesh)
 
@@ -164,7 +164,7 @@ def with_server(read: Read, stack: contextlib.ExitStack) -> list[Check]:
         start = time.monotonic()
         publish_base(c, trainer, sampler(), 0)
         rollout.publish(c, trainer, sampler(), begin, read.inputs.adapters)
-        size = memory.served(read.inputs.policy, c.model.param_dtype) / preview.MIB
+        size = memory.served(read.inputs.policy, c.model.param_dtype) / rooms.MIB
         yield Finding("publish", "OK", f"{size:,.0f} MiB checked and loaded in {time.monotonic() - start:.1f} s")
 
     def agree() -> Iterator[Finding]:

@@ -1,5 +1,6 @@
 """Reads and writes rows of JSON and parquet files."""
 
+import contextlib
 import gzip
 import json
 import pathlib
@@ -91,10 +92,8 @@ def _parquet(path: pathlib.Path) -> list[Row]:
 
 
 def _to_python(table: pa.Table, path: pathlib.Path, first: int) -> list[dict[str, Any]]:
-    try:
+    with contextlib.suppress(UnicodeDecodeError):  # one of the rows has the fault: the loop below names it
         return table.to_pylist()
-    except UnicodeDecodeError:
-        pass  # one of the rows has the fault
     rows = []
     for i in range(table.num_rows):
         try:

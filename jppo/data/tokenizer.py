@@ -1,5 +1,6 @@
 """The tokenizer of an HF directory, the end tokens of a response, and decoding."""
 
+import contextlib
 import json
 import pathlib
 import sys
@@ -111,10 +112,8 @@ def _read_tokenizer(source: str, **how: Any) -> Any:
 def _from_hub(name: str) -> Any:
     if name.startswith(("/", ".", "~")) or name.count("/") != 1:
         raise UserError(f"no directory {name}; give the path of an HF directory with tokenizer.json, or a hub name")
-    try:
-        return _read_tokenizer(name, local_files_only=True)  # from the cache
-    except (OSError, ValueError):
-        pass
+    with contextlib.suppress(OSError, ValueError):  # not in the cache, or only in part: it is fetched below
+        return _read_tokenizer(name, local_files_only=True)
     sought = f"tokenizer.json of {name!r} was not found: neither a local directory nor in the cache"
     remedy = "download the model on a machine with a network and use its path"
     if constants.HF_HUB_OFFLINE:

@@ -10,7 +10,7 @@ from jppo.build.rollout import inprocess_settings
 from jppo.dry_run.moments import Moment, account, size
 from jppo.learner import sharding, state
 from jppo.models import generate
-from jppo.rollout.inprocess import TURNS, InprocessSettings, choice_of, filling, make_programs
+from jppo.rollout.continuous_batching import TURNS, InprocessSettings, choice_of, filling, make_programs
 from jppo.rollout.protocol import greedy
 
 

@@ -7,7 +7,6 @@ moments: a gradient, an optimizer step, or a scoring pass.
 
 import itertools
 import math
-import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -23,9 +22,9 @@ from jppo.build.packing import plan_of_run
 from jppo.dry_run.inprocess_engine import own_engine
 from jppo.dry_run.moments import Estimate, Moment, account, size, whole
 from jppo.learner import packing, ppo, sharding, state, update
-from jppo.models import cost, hf
+from jppo.models import cost, hf_write
 from jppo.models.families import ModelConfig, pad_vocab
-from jppo.models.lora import Base, Lora
+from jppo.models.lora import Base, Lora, join
 from jppo.models.params import Head
 from jppo.types import Counts, Params, Rows, Scored
 
@@ -256,7 +255,7 @@ def _scoring(
     coming: offloading.Brought,
 ) -> Iterator[Moment]:
     """Accounts for the passes without gradients."""
-    actor = ppo.join(policy.learned, policy.base)
+    actor = join(policy.learned, policy.base)
     for one in rows:
         shape, share = one.inputs.shape, sampled_share(c)
         entries = math.prod(shape)
@@ -279,34 +278,11 @@ def _scoring(
             how = dict[str, Any](brought=coming.reference, useful=flop, masked=share, entries=entries)
             yield account("reference", 0, passes.reference, *models, **how)
         if passes.value is not None and critic is not None and inputs.critic is not None:
-            judge = ppo.join(critic.learned, critic.base)
+            judge = join(critic.learned, critic.base)
             flop = useful_forward(c, inputs.critic, shape, inputs.critic_adapters, head=False)
             yield account("values", 0, passes.value, judge, one, brought=coming.values, useful=flop, entries=entries)
 
 
 def served(cfg: ModelConfig, dtype: str) -> int:
     """Returns the bytes of the policy's tensors in a server or in a published file."""
-    return sum(math.prod(shape) for shape in hf.hf_shapes(cfg).values()) * int(jnp.dtype(dtype).itemsize)
-
-
-def device_room(mesh: Any) -> int | None:
-    """Returns the bytes that JAX may use of a mesh device, as it reports; None on a CPU."""
-    stats = mesh.local_devices[0].memory_stats()
-    return stats.get("bytes_limit") if stats else None
-
-
-def available_memory(proc: pathlib.Path, cgroup: pathlib.Path) -> int | None:
-    """Returns the available bytes of the machine and its container; None if neither reports any."""
-    rooms = []
-    if (meminfo := proc / "meminfo").is_file():
-        lines = dict(line.split(":") for line in meminfo.read_text().splitlines())
-        rooms.append(int(lines["MemAvailable"].split()[0]) * 1024)
-    limit, used = cgroup / "memory.max", cgroup / "memory.current"
-    if limit.is_file() and used.is_file() and (most := limit.read_text().strip()) != "max":
-        rooms.append(int(most) - int(used.read_text()))
-    return min(rooms, default=None)
-
-
-def host_room() -> int | None:
-    """Returns the available bytes of this machine."""
-    return available_memory(pathlib.Path("/proc"), pathlib.Path("/sys/fs/cgroup"))
+    return sum(math.prod(shape) for shape in hf_write.hf_shapes(cfg).values()) * int(jnp.dtype(dtype).itemsize)

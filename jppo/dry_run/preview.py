@@ -8,7 +8,7 @@ import functools
 import math
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from ml_collections import ConfigDict
@@ -16,41 +16,17 @@ from ml_collections import ConfigDict
 from jppo.build.inputs import Inputs, read_inputs
 from jppo.build.learner import make_passes
 from jppo.build.packing import critic_epochs, critic_mini_batch_size, plan_of_run, sequences_of_step
-from jppo.build.rollout import published_dtype, share_gpu
+from jppo.build.rollout import share_gpu
 from jppo.build.sampling_notes import describe_sampling, forewarn
-from jppo.dry_run import auto, described_machine, forecast, memory
+from jppo.dry_run import auto, described_machine, forecast, memory, rooms
 from jppo.dry_run.described_machine import Request
 from jppo.dry_run.forecast import Executions
 from jppo.dry_run.memory import Estimate
-from jppo.learner import devices, packing, ppo, sharding, update
+from jppo.learner import packing, ppo, update
 from jppo.targets.machines import Machine
 from jppo.types import Prompt, Trajectory
 
-MIB = 2**20
 HERE = Request()  # this machine
-TIGHT = 0.9  # warning threshold, of the room
-Verdict = Literal["OK", "WARN", "FAIL"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Room:
-    """The bytes needed in one memory, by part, against its capacity."""
-
-    where: str
-    parts: dict[str, int]
-    has: int | None  # None: unknown
-
-    @property
-    def needs(self) -> int:
-        """All parts together."""
-        return sum(self.parts.values())
-
-    @property
-    def verdict(self) -> Verdict:
-        """FAIL where it does not fit, WARN where it barely fits."""
-        if self.has is None or self.needs <= TIGHT * self.has:
-            return "OK"
-        return "WARN" if self.needs <= self.has else "FAIL"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,82 +139,14 @@ def shapes(plan: packing.Plan) -> str:
     return f"{', '.join(f'{r}x{t}' for r, t in plan.shapes)}{shared if plan.share_rows else ''}"
 
 
-def device_parts(found: Estimate) -> dict[str, int]:
-    """Returns a device's bytes at the peak, by part."""
-    worst = found.worst
-    parts = found.parts | {"sum of gradients": worst.gradients, f"temporaries: {worst.name}": worst.temporaries}
-    parts |= {"brought from the host for it": worst.brought, "compiled programs": found.code}
-    return {about: count for about, count in parts.items() if count}
-
-
-def rooms(found: Estimate, mesh: Any, *, host: dict[str, int]) -> list[Room]:
-    """Returns the rooms of devices and host; on a CPU they are one."""
-    parts = device_parts(found)
-    device, taken, free = mesh.devices.flat[0], devices.resident(), memory.host_room()
-    count = sum(d.process_index == device.process_index for d in mesh.devices.flat)
-    program = {"the trainer's program": taken} if taken is not None else {}
-    room = None if free is None or taken is None else free + taken
-    host = {f"{about}, waiting": count * bytes_ for about, bytes_ in found.host.items()} | host
-    if device.platform == "cpu":
-        here = {about: count * bytes_ for about, bytes_ in parts.items()}
-        where = "this machine" if count == 1 else f"this machine, its {count} devices together"
-        return [Room(where, here | program | host, room)]
-    return [
-        Room(f"each of {count} {device.device_kind}", parts, memory.device_room(mesh)),
-        Room("this machine", program | host, room),
-    ]
-
-
-def described_rooms(c: ConfigDict, machine: Machine, found: Estimate) -> list[Room]:
-    """Returns the rooms of a described machine's devices, and its host's needs."""
-    room, why = described_machine.capacity(c, machine)
-    places = [Room(f"each of {machine.devices} {machine.chip.kind} ({why})", device_parts(found), room)]
-    waiting = {f"{about}, waiting": count for about, count in found.host.items()}
-    return [*places, *([Room("its host, for each device", waiting, None)] if waiting else [])]
-
-
-def host_parts(c: ConfigDict, inputs: Inputs, mesh: Any) -> dict[str, int]:
-    """Returns host bytes outside the trainer: published weights, and vLLM's memory on a CPU."""
-    r, parts = c.rollout, dict[str, int]()
-    if r.name == "inprocess":
-        return parts
-    if not r.publish_dir:  # two files in shared memory, written in turn
-        parts["published weights"] = 2 * memory.served(inputs.policy, published_dtype(c))
-    if r.name == "vllm" and not r.urls and sharding.platform(mesh) == "cpu":  # SGLang's are on a GPU
-        parts |= {
-            "vLLM: weights": r.servers * memory.served(inputs.policy, r.dtype),
-            "vLLM: cache": r.servers * r.kv_cache_memory_bytes,
-        }
-    return parts
-
-
-def of_servers(c: ConfigDict, inputs: Inputs, mesh: Any) -> Room | None:
-    """Returns the servers' share of a GPU; None without one."""
-    limit = memory.device_room(mesh)
-    share = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
-    name = {"vllm": "vLLM", "sglang": "SGLang"}.get(c.rollout.name)
-    if name is None or c.rollout.urls or limit is None or share is None or sharding.platform(mesh) != "gpu":
-        return None
-    weights = memory.served(inputs.policy, c.rollout.dtype)
-    has = int(c.rollout.gpu_memory_utilization * limit / float(share))
-    return Room(f"{name}'s share of a GPU, {c.rollout.gpu_memory_utilization:.0%}", {"weights": weights}, has)
-
-
-def table(room: Room) -> list[str]:
-    """Formats a room, its sum and its verdict last."""
-    widest = max(len(about) for about in room.parts)
-    lines = [f"memory of {room.where}, MiB"]
-    lines += [f"  {about:<{widest}}  {count / MIB:>10,.0f}" for about, count in room.parts.items()]
-    said = "" if room.has is None else f"  of {room.has / MIB:,.0f}: {room.verdict}"
-    return [*lines, f"  {'together':<{widest}}  {room.needs / MIB:>10,.0f}{said}"]
-
-
-def look(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[list[str], Estimate, list[Room]]:
+def look(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[list[str], Estimate, list[rooms.Room]]:
     """Returns the sizes of a PPO run on this machine as lines, its estimate and its rooms."""
     lines, step = sizes(c, inputs, mesh)
     found = memory.estimate(c, inputs, mesh, entries=step.entries)
-    share = of_servers(c, inputs, mesh)
-    places = rooms(found, mesh, host=host_parts(c, inputs, mesh)) + ([share] if share is not None else [])
+    share = rooms.of_servers(c, inputs, mesh)
+    places = rooms.of_machine(found, mesh, host=rooms.host_parts(c, inputs, mesh)) + (
+        [share] if share is not None else []
+    )
     return lines, found, places
 
 
@@ -265,10 +173,10 @@ def settled(c: ConfigDict, inputs: Inputs, mesh: Any, machine: Machine | None = 
 
 
 def report(
-    lines: Sequence[str], found: Estimate, places: Sequence[Room], outlook: forecast.Outlook | None = None
+    lines: Sequence[str], found: Estimate, places: Sequence[rooms.Room], outlook: forecast.Outlook | None = None
 ) -> str:
     """Formats the report."""
-    blocks = [list(lines), forecast.table(found, outlook), forecast.exchanges(found), *map(table, places)]
+    blocks = [list(lines), forecast.table(found, outlook), forecast.exchanges(found), *map(rooms.table, places)]
     blocks += [forecast.step(outlook)] if outlook is not None else []
     return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
 
@@ -278,14 +186,14 @@ def take_little() -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
-def here(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[list[str], Estimate, list[Room]]:
+def here(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[list[str], Estimate, list[rooms.Room]]:
     """Does `look` with `auto` resolved for this machine."""
     c, chosen = settled(c, inputs, mesh)
     lines, found, places = look(c, inputs, mesh)
     return [*lines, *chosen], found, places
 
 
-def report_here(request: Request, lines: Sequence[str], found: Estimate, places: Sequence[Room]) -> str:
+def report_here(request: Request, lines: Sequence[str], found: Estimate, places: Sequence[rooms.Room]) -> str:
     """Formats the report for this machine; writes the file of --json."""
     request.write(forecast.as_dict(found, None))
     return report(lines, found, places)
@@ -325,10 +233,10 @@ def of_estimate(
     """
     machine = request.machine
     if machine is None:
-        return report_here(request, lines, found, rooms(found, mesh, host={}))
+        return report_here(request, lines, found, rooms.of_machine(found, mesh, host={}))
     outlook = forecast.look(found, machine, mesh, executions, request.rollout_tokens_per_s)
     request.write(forecast.as_dict(found, outlook))
-    text = report([f"machine          {machine}", *lines], found, described_rooms(c, machine, found), outlook)
+    text = report([f"machine          {machine}", *lines], found, rooms.described_rooms(c, machine, found), outlook)
     if not described_machine.fits(found, described_machine.capacity(c, machine)[0]):
         print(text, end="", flush=True)
         described_machine.require_room(c, machine, found, estimate)

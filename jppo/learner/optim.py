@@ -149,7 +149,8 @@ def at_rate(chain: Chain) -> Transformation:
         updates: Params, state: Any, params: Params | None = None, *, learning_rate: Any, **extra: Any
     ) -> tuple[Params, Any]:
         tx = optax.with_extra_args_support(chain(learning_rate))
-        return tx.update(updates, state, params, **extra)
+        out: tuple[Params, Any] = tx.update(updates, state, params, **extra)
+        return out
 
     return Transformation(lambda params: chain(0.0).init(params), update)
 

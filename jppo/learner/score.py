@@ -18,7 +18,8 @@ Value = Callable[[Weights, Rows], Array]  # -> [R, T] f32
 # (policy, reference, rows) -> log-probs, entropy, the reference's log-probs, KL: [R, T] f32
 Exact = Callable[[Weights, Weights, Rows], tuple[Array, Array, Array, Array]]
 # (policy, reference, rows, ref_logprob) -> log-probs, entropy, KL (None if not requested): [R, T] f32
-LogProbKL = Callable[[Weights, Weights | None, Rows, Array | None], tuple[Array, Array, Array | None]]
+Scores = tuple[Array, Array, Array | None]  # log-probs, entropy, KL
+LogProbKL = Callable[[Weights, Weights | None, Rows, Array | None], Scores]
 
 
 def _state(model: tuple[Any, ModelConfig], params: Weights, rows: Rows) -> heads.State:
@@ -99,7 +100,7 @@ def make_exact(
 def make_logprob_kl(kind: str | None, logprob: LogProb, exact: Exact | None) -> LogProbKL:
     """Makes log-probs and entropy with the KL to the reference that `kind` names. Differentiable in the policy."""
 
-    def sampled(params: Weights, reference: Weights | None, rows: Rows, ref_logprob: Array | None):
+    def sampled(params: Weights, reference: Weights | None, rows: Rows, ref_logprob: Array | None) -> Scores:
         logprobs, entropy = logprob(params, rows)
         if kind is None:
             return logprobs, entropy, None
@@ -107,7 +108,7 @@ def make_logprob_kl(kind: str | None, logprob: LogProb, exact: Exact | None) -> 
         here = (jnp.where(rows.mask, x, 0.0) for x in (logprobs, ref_logprob))  # no infinity from masked entries
         return logprobs, entropy, kl.ESTIMATORS[kind](*here)
 
-    def whole(params: Weights, reference: Weights | None, rows: Rows, ref_logprob: Array | None):
+    def whole(params: Weights, reference: Weights | None, rows: Rows, ref_logprob: Array | None) -> Scores:
         assert exact is not None and reference is not None
         logprobs, entropy, ref_logprob, found = exact(params, reference, rows)
         if kind == "full+":

@@ -102,7 +102,7 @@ def row_multiple(mesh: Mesh) -> int:
 
 def length_multiple(mesh: Mesh) -> int:
     """Returns the divisor of a batch's row lengths."""
-    return mesh.shape[POSITIONS]
+    return int(mesh.shape[POSITIONS])
 
 
 def whole_row_multiple(mesh: Mesh) -> int:
@@ -171,7 +171,8 @@ def constrain_to_rows(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
     """Makes the function that keeps activations [R, T, D] sharded as the rows."""
 
     def constrain(x: jax.Array) -> jax.Array:
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(row_axes(), POSITIONS)))
+        out: jax.Array = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(row_axes(), POSITIONS)))
+        return out
 
     return constrain
 

@@ -42,7 +42,9 @@ def make_actor_loss(
 ) -> Loss:
     """Policy loss - entropy_coeff H + kl_loss_coef KL(π ‖ reference), each summed with the same weights of tokens."""
 
-    def loss(params: Weights, scored: Scored, counts: Counts, reference: Weights | None):
+    def loss(
+        params: Weights, scored: Scored, counts: Counts, reference: Weights | None
+    ) -> tuple[Array, dict[str, Array]]:
         chex.assert_equal_shape([*jax.tree.leaves(scored)])
         logprob, entropy, penalty = logprob_kl(params, reference, scored.rows, scored.ref_logprob)
         mask, segment = scored.rows.mask, scored.rows.segment
@@ -134,11 +136,12 @@ def make_accumulate(
         """Reshapes rows [R, ...] to [groups, R / groups, ...]."""
         assert mesh is not None
         place = NamedSharding(mesh, PartitionSpec(GROUPS, row_axes(), POSITIONS))
-        return jax.lax.with_sharding_constraint(x.reshape(groups, -1, *x.shape[1:]), place)
+        out: Array = jax.lax.with_sharding_constraint(x.reshape(groups, -1, *x.shape[1:]), place)
+        return out
 
     def accumulate(
         learned: Params, base: Base | None, carry: Carry, micro: Scored | Rows, counts: Counts, *further: Any
-    ):
+    ) -> tuple[Carry, dict[str, Array]]:
         def gradient(micro: Scored | Rows) -> Any:
             def of(learned: Params) -> tuple[Array, dict[str, Array]]:
                 return loss(join(learned, base), micro, counts, *further)
@@ -188,7 +191,7 @@ def exchanged(grads: Params, params: Params, places: Params) -> Params:
         if grad.ndim == param.ndim:
             return grad
         ins, mesh = PartitionSpec(GROUPS, *place.spec), place.mesh
-        local = jax.shard_map(lambda x: x[0], mesh=mesh, in_specs=ins, out_specs=place.spec, check_vma=False)
+        local: Any = jax.shard_map(lambda x: x[0], mesh=mesh, in_specs=ins, out_specs=place.spec, check_vma=False)
         found: Array = local(grad)
         return found
 
@@ -204,7 +207,9 @@ def make_apply(
     learn from (`learns` is False), counted as `empty`. AdamW would decay the weights and move them by momentum.
     """
 
-    def apply(params: Params, opt: Any, carry: Carry, step: Array, learns: Any = True):
+    def apply(
+        params: Params, opt: Any, carry: Carry, step: Array, learns: Any = True
+    ) -> tuple[Params, Any, dict[str, Array]]:
         chex.assert_rank(step, 0)
         grads, loss = exchanged(carry[0], params, shardings[0]), carry[1]
         lr = schedule(step)
@@ -237,6 +242,7 @@ def make_zeros(shapes: Params, shardings: Params) -> Callable[[], Carry]:
     carry = abstract_carry(shapes, shardings)
 
     def zeros() -> Carry:
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), carry)
+        out: Carry = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), carry)
+        return out
 
     return jax.jit(zeros, out_shardings=jax.tree.map(lambda x: x.sharding, carry))

@@ -30,7 +30,7 @@ def empty(cfg: ModelConfig, *, rows: int, length: int, dtype: Any) -> Cache:
 
 def row_bytes(cfg: ModelConfig, *, length: int, dtype: Any) -> int:
     """Returns the bytes of `length` positions of one row."""
-    return 2 * cfg.num_layers * length * cfg.num_kv_heads * cfg.head_dim * jnp.dtype(dtype).itemsize
+    return 2 * cfg.num_layers * length * cfg.num_kv_heads * cfg.head_dim * int(jnp.dtype(dtype).itemsize)
 
 
 def extend(held: LayerCache, k: jax.Array, v: jax.Array, position: jax.Array) -> LayerCache:

@@ -295,4 +295,5 @@ def init_head(cfg: ModelConfig, key: jax.Array, *, head: Head, param_dtype: Any)
 
 def head_kernel(params: Params, cfg: ModelConfig) -> jax.Array:
     """Returns the matrix from hidden states to logits, [V, D]: the embedding table itself if the two are tied."""
-    return params["embed"]["embedding"] if cfg.tie_word_embeddings else params["lm_head"]["kernel"]
+    kernel: jax.Array = params["embed"]["embedding"] if cfg.tie_word_embeddings else params["lm_head"]["kernel"]
+    return kernel

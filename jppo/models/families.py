@@ -177,7 +177,7 @@ _RELATIVES = {  # models that users try, and their errors
 }
 
 
-def from_hf(config: Mapping[str, Any], *, path: str | os.PathLike) -> ModelConfig:
+def from_hf(config: Mapping[str, Any], *, path: str | os.PathLike[str]) -> ModelConfig:
     """Reads the model from the parsed `config`; `path` is its file, for the errors."""
     name = config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
@@ -253,7 +253,7 @@ def _refuse_unsupported(fields: _Fields, family: _Family) -> None:
 
 def _activation(fields: _Fields, family: _Family) -> str:
     key = "hidden_activation" if family.post_norms else "hidden_act"
-    name = fields.get(key, str, family.activation)
+    name: str = fields.get(key, str, family.activation)
     if family.gemma and name == "gelu":  # old files say gelu and mean the approximation
         name = family.activation
     if name not in ACTIVATIONS:
@@ -262,7 +262,7 @@ def _activation(fields: _Fields, family: _Family) -> str:
 
 
 def _softcap(fields: _Fields, key: str, default: float | None) -> float | None:
-    cap = fields.or_null(key, float, default)
+    cap: float | None = fields.or_null(key, float, default)
     if cap is not None and cap <= 0:
         raise fields.refuse(key, "must be above 0, or null for none")
     return cap

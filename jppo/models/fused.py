@@ -116,7 +116,8 @@ def make(
         chex.assert_rank([q, k, v, segment], [4, 4, 4, 2])
         if len(kernels) == 1:
             return kernels[0](q, k, v, segment)
-        return jax.lax.switch(jnp.asarray(which, jnp.int32)[kind], kernels, q, k, v, segment)
+        out: jax.Array = jax.lax.switch(jnp.asarray(which, jnp.int32)[kind], kernels, q, k, v, segment)
+        return out
 
     return attend
 
@@ -179,7 +180,8 @@ def _pallas(needs: Needs, window: int | None, *, interpret: bool) -> _Kernel:
     def kernel(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array) -> jax.Array:
         shared = q.shape[2] // k.shape[2]
         k, v = (jnp.repeat(x, shared, axis=2) for x in (k, v))  # it needs as many key/value heads as query heads
-        return triton.mha(q, k, v, segment, needs.scale, causal=True, block_sizes=blocks, interpret=interpret)
+        out: jax.Array = triton.mha(q, k, v, segment, needs.scale, causal=True, block_sizes=blocks, interpret=interpret)
+        return out
 
     return kernel
 
@@ -215,7 +217,8 @@ def _splash(needs: Needs, window: int | None, *, interpret: bool) -> _Kernel:
         )
         scaled = (needs.scale * q.astype(jnp.float32)).astype(q.dtype)  # the kernel takes no scale
         heads_first = (x.swapaxes(1, 2) for x in (scaled, k, v))
-        return jax.vmap(mixed)(*heads_first, splash.SegmentIds(segment, segment)).swapaxes(1, 2)
+        out: jax.Array = jax.vmap(mixed)(*heads_first, splash.SegmentIds(segment, segment)).swapaxes(1, 2)
+        return out
 
     return kernel
 

@@ -99,7 +99,7 @@ class Vocabulary:
         """Computes log Σ exp(logits)."""
         if self.axis is None:
             return jax.nn.logsumexp(logits, axis=-1)
-        most = jax.lax.pmax(jnp.max(jax.lax.stop_gradient(logits), axis=-1), self.axis)
+        most: jax.Array = jax.lax.pmax(jnp.max(jax.lax.stop_gradient(logits), axis=-1), self.axis)
         return most + jnp.log(self.total(jnp.exp(logits - most[..., None])))
 
     def log_softmax(self, logits: jax.Array) -> jax.Array:
@@ -112,7 +112,8 @@ class Vocabulary:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sum_over(axis: str, x: jax.Array) -> jax.Array:
     """Sums over a mesh axis; the result is the same on all its devices, and so is its cotangent."""
-    return jax.lax.psum(x, axis)
+    out: jax.Array = jax.lax.psum(x, axis)
+    return out
 
 
 _sum_over.defvjp(lambda axis, x: (_sum_over(axis, x), None), lambda axis, _, given: (given,))
@@ -220,7 +221,8 @@ def _gathered(kernels: Sequence[jax.Array], columns: Sequence[tuple[str, ...]], 
 def _exchanged(total: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Sums a kernel's gradient over the mesh, in the kernel's shards."""
     total = jax.lax.psum_scatter(total, axes, scatter_dimension=1, tiled=True) if axes else total
-    return jax.lax.psum(total, tuple(axis for axis in (*row_axes(), POSITIONS) if axis not in axes))
+    out: jax.Array = jax.lax.psum(total, tuple(axis for axis in (*row_axes(), POSITIONS) if axis not in axes))
+    return out
 
 
 def _forward(
@@ -239,7 +241,8 @@ def _forward(
 
     kinds = jax.eval_shape(outputs, None)
     found = chunks.loop(one, jax.tree.map(lambda kind: jnp.zeros(mask.size, kind.dtype), kinds))
-    return jax.tree.map(lambda x: jnp.where(mask, x.reshape(mask.shape), 0), found)
+    out: tuple[jax.Array, ...] = jax.tree.map(lambda x: jnp.where(mask, x.reshape(mask.shape), 0), found)
+    return out
 
 
 def _backward(

@@ -68,4 +68,5 @@ def on_device(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
 def _to_host(x: jax.Array) -> jax.Array:
     kind = host_kind(next(iter(x.sharding.device_set)))
     assert kind is not None, "asked for where there is such a memory only"
-    return jax.device_put(x, x.sharding.with_memory_kind(kind))
+    out: jax.Array = jax.device_put(x, x.sharding.with_memory_kind(kind))
+    return out

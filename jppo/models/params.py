@@ -71,8 +71,7 @@ class Entry:
         return tuple(self.hf.format(layer=i) for i in range(self.shape[0])) if self.stacked else (self.hf,)
 
 
-def table(model: ModelConfig, *, head: Head) -> tuple[Entry, ...]:
-    """Lists every parameter of the model with this head, in the order of HF's files' layers."""
+def _make_entry(model: ModelConfig) -> Callable[..., Entry]:
     sizes = {
         "L": model.num_layers,
         "V": model.padded_vocab_size,
@@ -97,6 +96,12 @@ def table(model: ModelConfig, *, head: Head) -> tuple[Entry, ...]:
             padding=model.padded_vocab_size - model.vocab_size if letters[0] == "V" else 0,
         )
 
+    return entry
+
+
+def table(model: ModelConfig, *, head: Head) -> tuple[Entry, ...]:
+    """Lists every parameter of the model with this head, in the order of HF's files' layers."""
+    entry = _make_entry(model)
     tied = "lm_head.weight" if model.tie_word_embeddings else None
     # With a norm on attention's output, it has the usual name of the MLP's own norm.
     before_mlp = "pre_feedforward_layernorm.weight" if model.post_norms else "post_attention_layernorm.weight"

@@ -19,8 +19,9 @@ def put(tree: Any, sharding: Any) -> Any:
         return jax.device_put(tree, sharding)
 
     def place(x: Any) -> jax.Array:
-        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-            return jax.random.wrap_key_data(place(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+        if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
+            key: jax.Array = jax.random.wrap_key_data(place(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+            return key
         values = np.asarray(x)
         return jax.make_array_from_callback(values.shape, sharding, lambda part: values[part])
 
@@ -32,7 +33,8 @@ def whole(array: jax.Array) -> jax.Array:
     if array.is_fully_addressable or array.is_fully_replicated:
         return array
     assert isinstance(array.sharding, NamedSharding)
-    return _everywhere(array.sharding.mesh)(array)
+    out: jax.Array = _everywhere(array.sharding.mesh)(array)
+    return out
 
 
 def fetch(tree: Any) -> Any:
@@ -46,7 +48,8 @@ def local(tree: Any, mesh: Mesh) -> Any:
     def copy(x: jax.Array) -> jax.Array:
         assert isinstance(x.sharding, NamedSharding)
         at = NamedSharding(mesh, x.sharding.spec)
-        return jax.block_until_ready(jax.device_put(whole(x).addressable_data(0), at))
+        out: jax.Array = jax.block_until_ready(jax.device_put(whole(x).addressable_data(0), at))
+        return out
 
     return jax.tree.map(copy, tree)
 

@@ -25,7 +25,8 @@ def product(equation: str, x: jax.Array, kernel: jax.Array, dtype: Any = None) -
     In the backward pass the cotangent is cast to x's dtype too; the kernel's gradient is summed in f32.
     It has the kernel's dtype.
     """
-    return checkpoint_name(_product(equation, x, kernel, x.dtype if dtype is None else dtype), NAME)
+    out: jax.Array = checkpoint_name(_product(equation, x, kernel, x.dtype if dtype is None else dtype), NAME)
+    return out
 
 
 def _forward(equation: str, x: jax.Array, kernel: jax.Array, dtype: Any) -> tuple[jax.Array, Any]:
@@ -57,7 +58,8 @@ def einsum(equation: str, a: jax.Array, b: jax.Array, dtype: Any) -> jax.Array:
 
     if a.dtype == summed == dtype:
         return direct(a, b)
-    return jax.lax.platform_dependent(a, b, cpu=wide, default=direct)
+    out: jax.Array = jax.lax.platform_dependent(a, b, cpu=wide, default=direct)
+    return out
 
 
 def _transposed(equation: str, a: jax.Array, b: jax.Array) -> tuple[str, jax.Array, jax.Array]:

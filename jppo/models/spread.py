@@ -82,7 +82,8 @@ def exchanged(attend: Attend, mesh: Mesh) -> Attend:
         return attend
 
     def keep(x: jax.Array, *spec: str | tuple[str, ...] | None) -> jax.Array:
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(row_axes(), *spec)))
+        out: jax.Array = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(row_axes(), *spec)))
+        return out
 
     def over_mesh(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, kind: jax.Array | int) -> jax.Array:
         chex.assert_rank([q, k, v, segment], [4, 4, 4, 2])

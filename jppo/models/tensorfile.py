@@ -1,4 +1,4 @@
-"""Safetensors files, read as memory maps and written one tensor at a time. Used by `hf.py`.
+"""Safetensors files, read as memory maps and written one tensor at a time. Used by `hf.py` and `hf_write.py`.
 
 A file is eight bytes of header length, a JSON header of dtype, shape and offsets by name, and the bytes. This
 reader, unlike the safetensors package, gives bfloat16 without torch and errors that name the tensor.

@@ -304,11 +304,12 @@ class _Replace(ast.NodeTransformer):
 def _literal(value: Any) -> ast.expr:
     text = repr(value)
     try:
-        if ast.literal_eval(text) == value:
-            return ast.parse(text, mode="eval").body
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
-        pass
-    raise NotByValue
+        same = ast.literal_eval(text) == value
+    except (ValueError, SyntaxError, RecursionError, MemoryError) as e:
+        raise NotByValue from e
+    if not same:
+        raise NotByValue
+    return ast.parse(text, mode="eval").body
 
 
 def _there(key: ast.expr | None) -> ast.expr:

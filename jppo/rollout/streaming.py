@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import jax
 import numpy as np
 
-from jppo.rollout.inprocess import InprocessSettings, Programs, choice_of
+from jppo.rollout.continuous_batching import InprocessSettings, Programs, choice_of
 from jppo.rollout.protocol import RolloutError
 from jppo.types import Params, Sampling
 

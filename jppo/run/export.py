@@ -2,7 +2,7 @@
 
 import pathlib
 
-from jppo.models import hf
+from jppo.models import hf_write
 from jppo.run.opened import Run
 from jppo.types import TrainState
 
@@ -15,7 +15,7 @@ def write_model(run: Run, path: pathlib.Path, now: TrainState) -> None:
     """Writes the policy as a model directory."""
     c, learner = run.c, run.learner
     dtype, write = c.model.param_dtype, run.hosts.first
-    hf.save(path, learner.policy(now), learner.cfg, source=c.model.path, dtype=dtype, write=write)
+    hf_write.save(path, learner.policy(now), learner.cfg, source=c.model.path, dtype=dtype, write=write)
 
 
 def export(run: Run, now: TrainState) -> None:
@@ -24,7 +24,7 @@ def export(run: Run, now: TrainState) -> None:
     try:
         if adapters is not None:
             path, write = run.folder / "adapter", run.hosts.first
-            hf.save_adapter(path, now.policy, cfg, adapters, base=run.c.model.path, write=write)
+            hf_write.save_adapter(path, now.policy, cfg, adapters, base=run.c.model.path, write=write)
         write_model(run, run.folder / "hf", now)
     except OSError as e:
         remedy = "make room, and give the same command again"

@@ -31,10 +31,11 @@ from jppo.learner import packing
 from jppo.prefetch import Supply
 from jppo.rewards.panel import Panel
 from jppo.runlog import atomic_file
-from jppo.runlog.checkpoint import Checkpoints, require
+from jppo.runlog.checkpoint import Checkpoints
 from jppo.runlog.lock import own
 from jppo.runlog.logger import Logger, Silent
 from jppo.runlog.profile import Profiler
+from jppo.runlog.restore import require
 from jppo.runlog.timers import Laps, Timers
 from jppo.runlog.watchdog import Watch
 from jppo.types import TrainState

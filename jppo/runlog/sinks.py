@@ -1,5 +1,6 @@
 """The protocol of loggers, and the resume state of remote ones."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -67,12 +68,10 @@ class Sent:
         self._write()
 
     def _read(self) -> dict[str, Any]:
-        try:
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # truncated, or NULs after a power cut
             found = json.loads(self._path.read_text(encoding="utf-8"))
             if isinstance(found["id"], str | None) and isinstance(found["step"], int):
                 return found
-        except (ValueError, KeyError, TypeError):  # truncated, or NULs after a power cut
-            pass
         print(f"{self._path} cannot be read: the run gets a new id there and sends all of its steps again", flush=True)
         return {}
 

@@ -8,7 +8,7 @@ import pytest
 
 from examples import arithmetic, multiplication
 from jppo import evaluate, settings, train
-from jppo.models import decoder, hf
+from jppo.models import decoder, hf, hf_write
 from jppo.settings import UserError
 
 WORLD = '''
@@ -78,7 +78,7 @@ def tiny_multiplier(agent_run, tmp_path):
     """The random model of such a run, with weights."""
     _, cfg = hf.read_config(agent_run.model.path)
     values = decoder.init_params(cfg, jax.random.key(0), head="lm", param_dtype="float32")
-    return hf.save(tmp_path / "multiplier", values, cfg, source=agent_run.model.path, dtype="float32")
+    return hf_write.save(tmp_path / "multiplier", values, cfg, source=agent_run.model.path, dtype="float32")
 
 
 @pytest.mark.parametrize(

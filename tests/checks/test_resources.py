@@ -11,7 +11,7 @@ import pytest
 from jppo import settings
 from jppo.checks import resources
 from jppo.checks.finding import GIB
-from jppo.dry_run.preview import Room
+from jppo.dry_run.rooms import Room
 from jppo.settings import UserError
 
 

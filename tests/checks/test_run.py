@@ -16,7 +16,7 @@ from jppo.checks import machine, run
 from jppo.checks.finding import GIB, Finding, examine
 from jppo.dry_run import memory
 from jppo.dry_run.moments import Estimate, Moment
-from jppo.dry_run.preview import Room
+from jppo.dry_run.rooms import Room
 from jppo.rollout.protocol import RolloutError
 
 ESTIMATE = Estimate(parts={"all": 1}, moments=(Moment("log-probs", 0, 0),))

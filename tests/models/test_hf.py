@@ -11,7 +11,7 @@ import pytest
 import safetensors.numpy
 
 from jppo.learner import sharding, state
-from jppo.models import decoder, families, heads, hf, params, tensorfile
+from jppo.models import decoder, families, heads, hf, hf_write, params, tensorfile
 from jppo.settings import UserError
 from tests.models.conftest import SHAPES
 
@@ -49,9 +49,9 @@ def test_export_of_an_import_is_the_identity(checkpoint, tmp_path, name):
     directory, _ = checkpoint(name)
     cfg, values = load(directory)
     original = stored(directory)
-    assert_same_bits(dict(hf.hf_tensors(values, cfg)), original)
-    assert {k: v.shape for k, v in original.items()} == hf.hf_shapes(cfg)
-    out = hf.save(tmp_path / "out", values, cfg, source=directory, dtype=jnp.float32)
+    assert_same_bits(dict(hf_write.hf_tensors(values, cfg)), original)
+    assert {k: v.shape for k, v in original.items()} == hf_write.hf_shapes(cfg)
+    out = hf_write.save(tmp_path / "out", values, cfg, source=directory, dtype=jnp.float32)
     assert_same_bits(stored(out), original)
 
 
@@ -60,7 +60,7 @@ def test_saved_model_loads_in_transformers_without_a_complaint(checkpoint, tmp_p
     transformers = pytest.importorskip("transformers")
     directory, model = checkpoint("qwen2-tied")
     cfg, values = load(directory)
-    out = hf.save(tmp_path / "deep" / "out", values, cfg, source=directory, dtype=jnp.bfloat16)
+    out = hf_write.save(tmp_path / "deep" / "out", values, cfg, source=directory, dtype=jnp.bfloat16)
     again, info = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     assert again.dtype == torch.bfloat16
@@ -82,9 +82,9 @@ def test_half_precision_files_load_and_come_back(checkpoint, tmp_path, dtype):
     cfg, values = load(half)
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(values))
     np.testing.assert_array_equal(values["lm_head"]["kernel"], original["lm_head.weight"].astype(np.float32))
-    assert_same_bits(dict(hf.hf_tensors(values, cfg, dtype=kind)), original)
+    assert_same_bits(dict(hf_write.hf_tensors(values, cfg, dtype=kind)), original)
     _, kept = load(half, dtype=kind)
-    assert_same_bits(dict(hf.hf_tensors(kept, cfg)), original)
+    assert_same_bits(dict(hf_write.hf_tensors(kept, cfg)), original)
 
 
 def test_bfloat16_model_of_transformers_loads(checkpoint, tmp_path, rng):
@@ -117,7 +117,7 @@ def test_a_tied_matrix_loads_under_either_name_or_both(checkpoint, tmp_path, nam
         _, values = load(other, head=head, key=jax.random.key(0))
         np.testing.assert_array_equal(values["embed"]["embedding"], expected["embed"]["embedding"])
     cfg, values = load(other)
-    names = [name for name, _ in hf.hf_tensors(values, cfg)]
+    names = [name for name, _ in hf_write.hf_tensors(values, cfg)]
     assert names.count("model.embed_tokens.weight") == 1 and "lm_head.weight" not in names
 
 
@@ -161,7 +161,7 @@ def test_value_model_from_a_sequence_classifier_equals_it(checkpoint, rng):
 def test_shards_are_written_and_read(checkpoint, tmp_path):
     directory, model = checkpoint("qwen2-untied")
     cfg, values = load(directory)
-    out = hf.save(tmp_path / "out", values, cfg, source=directory, dtype=jnp.float32, max_shard_bytes=20_000)
+    out = hf_write.save(tmp_path / "out", values, cfg, source=directory, dtype=jnp.float32, max_shard_bytes=20_000)
     files = sorted(out.glob("*.safetensors"))
     assert len(files) > 2 and not (out / "model.safetensors").exists()
     assert all(file.stat().st_size < 20_000 + 5_000 for file in files)
@@ -186,7 +186,7 @@ def test_save_takes_the_tokenizer_along_and_replaces_whole(shared, tmp_path):
     cfg, values = load(source)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "stale").write_text("")
-    out = hf.save(tmp_path / "out", values, cfg, source=source, dtype=jnp.bfloat16)
+    out = hf_write.save(tmp_path / "out", values, cfg, source=source, dtype=jnp.bfloat16)
     held = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"}
     assert {f.name for f in out.iterdir()} == held | {"config.json", "model.safetensors"}
     assert (out / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
@@ -198,11 +198,11 @@ def test_save_takes_the_tokenizer_along_and_replaces_whole(shared, tmp_path):
 def test_a_failed_save_leaves_what_was_there(checkpoint, tmp_path):
     directory, _ = checkpoint("llama-tied")
     cfg, values = load(directory)
-    out = hf.save(tmp_path / "out", values, cfg, source=directory, dtype=jnp.float32)
+    out = hf_write.save(tmp_path / "out", values, cfg, source=directory, dtype=jnp.float32)
     before = {f.name: f.read_bytes() for f in out.iterdir()}
     values["norm"]["scale"] = values["norm"]["scale"][:-1]
     with pytest.raises(TypeError):
-        hf.save(out, values, cfg, source=directory, dtype=jnp.float32)
+        hf_write.save(out, values, cfg, source=directory, dtype=jnp.float32)
     assert {f.name: f.read_bytes() for f in out.iterdir()} == before
     assert [f.name for f in tmp_path.iterdir()] == ["out"]
 
@@ -249,8 +249,8 @@ def test_rows_of_padding_are_zero_and_stay_out_of_the_file(checkpoint):
         assert params.get(values, name).shape == (64, 48)
         np.testing.assert_array_equal(params.get(values, name)[:61], params.get(expected, name))
         assert (np.asarray(params.get(values, name)[61:]) == 0).all()
-    assert_same_bits(dict(hf.hf_tensors(values, wide)), stored(directory))
-    assert hf.hf_shapes(wide) == hf.hf_shapes(cfg)
+    assert_same_bits(dict(hf_write.hf_tensors(values, wide)), stored(directory))
+    assert hf_write.hf_shapes(wide) == hf_write.hf_shapes(cfg)
 
 
 def test_the_file_may_change_once_it_is_loaded(checkpoint, tmp_path):

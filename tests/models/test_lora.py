@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jppo.models import decoder, heads, hf, lora, params
+from jppo.models import decoder, heads, hf, hf_write, lora, params
 from jppo.models.lora import Lora
 from jppo.settings import UserError
 
@@ -62,7 +62,7 @@ def test_merged_weights_are_the_adapters_beside_them(checkpoint, rng, tmp_path, 
     directory, _ = checkpoint(name)
     cfg, model = adapted(directory, Lora(2, 16, targets))
     tokens = rng.integers(0, cfg.vocab_size, (2, 13)).astype(np.int32)
-    out = hf.save(tmp_path / "merged", model, cfg, source=directory, dtype=jnp.float32)
+    out = hf_write.save(tmp_path / "merged", model, cfg, source=directory, dtype=jnp.float32)
     values = hf.load_params(out, cfg, head="lm", param_dtype=jnp.float32)
     beside = logits(cfg, model, tokens)
     assert_close(beside, logits(cfg, values, tokens))
@@ -75,7 +75,7 @@ def test_peft_loads_them_and_says_the_same(checkpoint, rng, tmp_path, name):
     transformers = pytest.importorskip("transformers")
     directory, _ = checkpoint(name)
     cfg, model = adapted(directory, ALL)
-    out = hf.save_adapter(tmp_path / "adapter", model.learned, cfg, ALL, base=str(directory))
+    out = hf_write.save_adapter(tmp_path / "adapter", model.learned, cfg, ALL, base=str(directory))
     base = transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
     theirs = peft.PeftModel.from_pretrained(base, out)
     found = {k: v for k, v in theirs.state_dict().items() if "lora_" in k}
@@ -92,7 +92,7 @@ def test_peft_loads_a_critics_with_its_score(checkpoint, tmp_path):
     directory, _ = checkpoint("qwen2-tied", "AutoModelForSequenceClassification")
     cfg, model = adapted(directory, ALL, head="value")
     model.learned["score"] = jax.tree.map(lambda x: x + 1.0, model.learned["score"])
-    out = hf.save_adapter(tmp_path / "adapter", model.learned, cfg, ALL, head="value", base=str(directory))
+    out = hf_write.save_adapter(tmp_path / "adapter", model.learned, cfg, ALL, head="value", base=str(directory))
     base = transformers.AutoModelForSequenceClassification.from_pretrained(directory)
     theirs = peft.PeftModel.from_pretrained(base, out)
     tokens = np.arange(2, 11, dtype=np.int32)[None]
@@ -156,7 +156,7 @@ def test_targets_are_read_in_one_order():
 def test_what_peft_reads(tmp_path, checkpoint):
     directory, _ = checkpoint("llama-tied")
     cfg, model = adapted(directory, Lora(2, 16, ("q_proj",)))
-    out = hf.save_adapter(tmp_path / "a", model.learned, cfg, Lora(2, 16, ("q_proj",)), base="some/base")
+    out = hf_write.save_adapter(tmp_path / "a", model.learned, cfg, Lora(2, 16, ("q_proj",)), base="some/base")
     said = json.loads((out / "adapter_config.json").read_text())
     assert (said["r"], said["lora_alpha"], said["target_modules"]) == (2, 16, ["q_proj"])
     assert said["base_model_name_or_path"] == "some/base" and said["task_type"] == "CAUSAL_LM"

@@ -20,15 +20,8 @@ from jppo.models import hf
 from jppo.rewards.model.by_jax import JaxRewardModel, row_lengths
 from jppo.rewards.model.by_torch import TransformersRewardModel
 from jppo.rewards.model.by_vllm import VllmRewardModel
-from jppo.rewards.model.part import (
-    ModelPart,
-    Normalizer,
-    ScoringError,
-    Texts,
-    choose_engine,
-    read_classifier,
-    without_padding,
-)
+from jppo.rewards.model.classifier import Texts, choose_engine, read_classifier, without_padding
+from jppo.rewards.model.part import ModelPart, Normalizer, ScoringError
 from jppo.rewards.parts import Sample
 from jppo.settings import UserError
 from jppo.types import Prompt

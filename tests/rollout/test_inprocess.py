@@ -15,8 +15,9 @@ from jppo import train
 from jppo.learner import packing, score, sharding, state
 from jppo.models import decoder, families, heads, lora, params
 from jppo.models.decoder import Decoder
-from jppo.rollout import conversations, inprocess
-from jppo.rollout.inprocess import InprocessEngine, InprocessSampler, InprocessSettings
+from jppo.rollout import continuous_batching, conversations
+from jppo.rollout.continuous_batching import InprocessSettings
+from jppo.rollout.inprocess import InprocessEngine, InprocessSampler
 from jppo.rollout.protocol import RolloutError, greedy, sample_seed
 from jppo.settings import UserError
 from jppo.types import Prompt
@@ -241,7 +242,7 @@ def test_what_is_cut_is_not_sampled(made, top_p, top_k, min_p):
 @pytest.mark.parametrize("turns", [2, 32])
 def test_stop_texts_end_a_response_where_the_text_first_holds_one(monkeypatch, turns):
     """However seldom the host looks; across tokens too, beside end tokens and where these are ignored."""
-    monkeypatch.setattr(inprocess, "TURNS", turns)
+    monkeypatch.setattr(continuous_batching, "TURNS", turns)
     cfg, mesh, values = model_of(NAME)
     sampler = engine_of(cfg, mesh, rows=4)
     sampler.hold(values, version=7)

@@ -6,7 +6,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from jppo.models import families, hf, lora
+from jppo.models import families, hf_write, lora
 from jppo.rollout.servers.engine import Limits
 from jppo.rollout.vllm.client import start_vllm
 from tests.rollout.test_real_vllm import GREEDY, PROMPTS, SAMPLING, gap, make_model, random_weights
@@ -47,11 +47,12 @@ def test_adapters_beside_the_base_are_what_peft_makes_of_both(settings, tmp_path
         models = {}
         for version in (1, 2):
             learned = random_adapters(cfg, version)
-            path = hf.save_adapter(tmp_path / f"v{version}", learned, cfg, HOW, base="model")
+            path = hf_write.save_adapter(tmp_path / f"v{version}", learned, cfg, HOW, base="model")
             fresh, _ = random_weights(config, 1)
             models[version] = peft.PeftModel.from_pretrained(fresh, path).eval()
             sampler.load_adapter(
-                lambda out, learned=learned: hf.save_adapter(out, learned, cfg, HOW, base="model"), version=version
+                lambda out, learned=learned: hf_write.save_adapter(out, learned, cfg, HOW, base="model"),
+                version=version,
             )
             # the prompts are long enough to be cached: nothing of the version before may be left
             for sampling in (SAMPLING, GREEDY):

@@ -14,8 +14,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jppo.runlog import checkpoint
-from jppo.runlog.checkpoint import Checkpoints, restore
+from jppo.runlog import checkpoint, checkpoint_arrays
+from jppo.runlog.checkpoint import Checkpoints
+from jppo.runlog.restore import restore
 from jppo.settings import UserError
 from jppo.types import TrainState
 
@@ -70,9 +71,9 @@ def test_a_train_state_comes_back_bit_for_bit(tmp_path):
     equal(restored.state, saved)
 
 
-@pytest.mark.parametrize("large,cut", [(checkpoint.LARGE, False), (0, True)])
+@pytest.mark.parametrize("large,cut", [(checkpoint_arrays.LARGE, False), (0, True)])
 def test_only_large_arrays_that_all_devices_hold_are_cut_by_programs(tmp_path, monkeypatch, caplog, large, cut):
-    monkeypatch.setattr(checkpoint, "LARGE", large)
+    monkeypatch.setattr(checkpoint_arrays, "LARGE", large)
     array = np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)
     saved = dataclasses.replace(state(1), value={"held": jax.device_put(array, sharding((8, 1)))})
     jax.clear_caches()
@@ -337,9 +338,9 @@ def test_one_that_was_saved_all_the_same_is_skipped(tmp_path, capsys, monkeypatc
     with Checkpoints(tmp_path, keep=2) as checkpoints:
         checkpoints.save(1, good, {})
         with monkeypatch.context() as patch:
-            real = checkpoint._examined
+            real = checkpoint_arrays.examined
             finite = lambda arrays: {name: (True, bits) for name, (_, bits) in real(arrays).items()}  # noqa: E731
-            patch.setattr(checkpoint, "_examined", finite)  # as earlier versions did
+            patch.setattr(checkpoint_arrays, "examined", finite)  # as earlier versions did
             checkpoints.save(2, odd, {})
         assert checkpoints.restore_latest(good).step == 1
     assert "checkpoint 2 is damaged and skipped, renamed to 2.damaged" in capsys.readouterr().out

@@ -12,7 +12,7 @@ import numpy as np
 from jppo.models import heads, hf, tensorfile
 from jppo.models.attention import Attend
 from jppo.models.decoder import Decoder, identity
-from jppo.rewards.model.part import Classifier, located, refused, without_padding
+from jppo.rewards.model.classifier import Classifier, located, refused, without_padding
 from jppo.settings import UserError
 from jppo.types import Params
 

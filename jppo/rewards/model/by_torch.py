@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from typing import IO, Any
 
 from jppo.interpreter import executable
-from jppo.rewards.model.part import Classifier, ScoringError
+from jppo.rewards.model.classifier import Classifier
+from jppo.rewards.model.part import ScoringError
 from jppo.rewards.model.process import STARTS, ScorerProcess
 
 

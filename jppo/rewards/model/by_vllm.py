@@ -17,7 +17,8 @@ from typing import IO
 import httpx
 
 from jppo.interpreter import executable
-from jppo.rewards.model.part import Classifier, ScoringError, without_padding
+from jppo.rewards.model.classifier import Classifier, without_padding
+from jppo.rewards.model.part import ScoringError
 from jppo.rewards.model.process import ScorerProcess
 
 POLL_S = 0.2

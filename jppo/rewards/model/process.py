@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import IO
 
 from jppo.interpreter import python_path
-from jppo.rewards.model.part import ScoringError, refused
+from jppo.rewards.model.classifier import refused
+from jppo.rewards.model.part import ScoringError
 
 LOG_LINES = 8
 STARTS = 2  # of one process: after a crash it is restarted once

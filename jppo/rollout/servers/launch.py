@@ -7,6 +7,7 @@ the whole group gets SIGTERM and, some seconds later, SIGKILL. When the parent i
 too. It watches from the start, before vLLM's imports end.
 """
 
+import contextlib
 import ctypes
 import os
 import shutil
@@ -28,11 +29,10 @@ def main(parent: int, folder: str, command: list[str]) -> None:
     signal.signal(signal.SIGTERM, _stop)
     child = None
     try:
-        child = subprocess.Popen(command, preexec_fn=die_with_parent)
-        while os.getppid() == parent and child.poll() is None:
-            time.sleep(POLL_S)
-    except _Stop:
-        pass
+        with contextlib.suppress(_Stop):  # SIGTERM: all end below
+            child = subprocess.Popen(command, preexec_fn=die_with_parent)
+            while os.getppid() == parent and child.poll() is None:
+                time.sleep(POLL_S)
     finally:
         signal.signal(signal.SIGTERM, lambda *_: None)  # a late child would inherit SIG_IGN
         if child is not None and child.poll() is not None:

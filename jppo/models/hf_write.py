@@ -1,0 +1,250 @@
+"""Hugging Face model directories: the export of tensors, and writing models and adapters; `hf.py` reads them."""
+
+import contextlib
+import functools
+import json
+import os
+import pathlib
+import re
+import shutil
+import uuid
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from jppo.models import hf, lora, offload, params, placing, tensorfile
+from jppo.models.families import ModelConfig
+from jppo.models.params import Entry, Head
+from jppo.types import Params
+
+T = TypeVar("T")
+AHEAD = 1 << 26  # bytes of tensors in flight from the device while earlier ones are used
+
+
+@functools.partial(jax.jit, static_argnames=("entry", "dtype"))
+def _export(
+    array: jax.Array, beside: dict[str, jax.Array] | None, layer: jax.Array | int, *, entry: Entry, dtype: np.dtype
+) -> jax.Array:
+    """Converts one layer (of an unstacked parameter: all of it) to HF's tensor, its adapter merged."""
+    if entry.stacked:
+        array, beside = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, layer, 1), (array, beside))
+    if beside is not None:
+        array = lora.merge(entry, array, beside)
+    tensor = params.to_hf(entry, array).astype(dtype)
+    return tensor[0] if entry.stacked else tensor
+
+
+def hf_tensors(
+    model: lora.Weights, cfg: ModelConfig, *, head: Head = "lm", dtype: Any = None
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields a model's tensors under HF's names, in the order of `hf_shapes`; a tied matrix once, as the embedding.
+
+    Adapters are merged. Each tensor is made on the device, in `dtype` (None: unchanged), and fetched while earlier ones
+    are used. `AHEAD` bytes, or the largest tensor and one more, are in flight.
+    """
+    coming: deque[tuple[str, jax.Array]] = deque()
+    for name, tensor in _on_device(model, cfg, head, dtype):
+        tensor = placing.whole(tensor)
+        tensor.copy_to_host_async()
+        coming.append((name, tensor))
+        del tensor  # else it would be kept until the next one is made
+        while len(coming) > 2 and sum(array.nbytes for _, array in coming) > AHEAD:
+            yield _fetched(*coming.popleft())
+    while coming:
+        yield _fetched(*coming.popleft())
+
+
+def _fetched(name: str, tensor: jax.Array) -> tuple[str, np.ndarray]:
+    return name, np.asarray(tensor)
+
+
+def _on_device(model: lora.Weights, cfg: ModelConfig, head: Head, dtype: Any) -> Iterator[tuple[str, jax.Array]]:
+    """Yields HF's tensors on the device; arrays already in HF's layout are not copied."""
+    for entry in params.table(cfg, head=head):
+        array, beside = lora.parts(entry, model)
+        cast = array.dtype if dtype is None else np.dtype(dtype)
+        alike = entry.letters == "".join(entry.hf_letters) and array.shape == entry.hf_shape
+        if alike and beside is None and array.dtype == cast:
+            yield entry.hf, _apart(array)
+            continue
+        for layer, name in enumerate(entry.hf_names):
+            yield name, _export(array, beside, layer, entry=entry, dtype=cast)
+
+
+def _apart(array: jax.Array) -> jax.Array:
+    """Returns the array as a new object: an array caches its host copy, and this one is short-lived."""
+    shards = [shard.data for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
+
+
+def hf_shapes(cfg: ModelConfig, *, head: Head = "lm") -> dict[str, tuple[int, ...]]:
+    """Returns the names and shapes that `hf_tensors` yields, in its order."""
+    return {name: entry.hf_shape for entry in params.table(cfg, head=head) for name in entry.hf_names}
+
+
+def save(
+    out_dir: str | os.PathLike[str],
+    model: lora.Weights,
+    cfg: ModelConfig,
+    *,
+    source: str | os.PathLike[str],
+    dtype: Any,
+    head: Head = "lm",
+    changes: Mapping[str, Any] | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    write: bool = True,
+) -> pathlib.Path:
+    """Writes a model directory atomically; config, with `changes`, and tokenizer are `source`'s.
+
+    A host with `write` False writes nothing, but takes part in fetching the tensors.
+    """
+    out, kind = pathlib.Path(out_dir), np.dtype(dtype)
+    with fetched_by_all(hf_tensors(model, cfg, head=head, dtype=kind)) as tensors:
+        if write:
+            _save(out, tensors, cfg, source, kind, head, changes or {}, max_shard_bytes)
+    return out
+
+
+def classifier_changes(path: str | os.PathLike[str], *, pad_token_id: int | None) -> dict[str, Any]:
+    """Returns config.json's changes for a one-label sequence classifier made from the model at `path`.
+
+    transformers scores several texts at once only if it knows their padding token.
+    """
+    config, _ = hf.read_config(path)
+    named = {"gemma3_text": "Gemma3TextForCausalLM"}.get(config["model_type"])  # whose classifier has the longer name
+    names = [named] if named else config.get("architectures") or []
+    said: dict[str, Any] = {
+        "architectures": [
+            re.sub("ForCausalLM$", "ForSequenceClassification", name) for name in names if isinstance(name, str)
+        ],
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+    }
+    if config.get("pad_token_id") is None and pad_token_id is not None:
+        said["pad_token_id"] = pad_token_id
+    return said
+
+
+@contextlib.contextmanager
+def fetched_by_all(tensors: Iterator[T]) -> Iterator[Iterator[T]]:
+    """Exhausts the iterator after the block, even on errors, if there are other hosts, which would wait."""
+    try:
+        yield tensors
+    finally:
+        if jax.process_count() > 1:
+            deque(tensors, maxlen=0)
+
+
+def _save(
+    out: pathlib.Path,
+    tensors: Iterator[tuple[str, np.ndarray]],
+    cfg: ModelConfig,
+    source: str | os.PathLike[str],
+    kind: np.dtype,
+    head: Head,
+    changes: Mapping[str, Any],
+    max_shard_bytes: int,
+) -> None:
+    origin = hf.resolve(source, weights=False)
+    config, _ = hf.read_config(origin)
+    with in_place_of(out) as tmp:
+        stale = {"torch_dtype", "tie_word_embeddings"}  # rewritten
+        config = {k: v for k, v in config.items() if k not in stale}
+        config |= {"dtype": kind.name, "tie_word_embeddings": cfg.tie_word_embeddings, **changes}
+        (tmp / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        for name in hf.COMPANIONS:
+            if (origin / name).is_file():
+                shutil.copyfile(origin / name, tmp / name)
+        _write_shards(tmp, hf_shapes(cfg, head=head), kind, tensors, max_shard_bytes)
+
+
+def adapter_tensors(
+    learned: Params, cfg: ModelConfig, how: lora.Lora, *, head: Head = "lm"
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the learned weights of a model with adapters, under peft's names."""
+    for entry in lora.table(cfg, how, head=head):
+        array = offload.to_device(params.get(learned, entry.path))
+        for layer, name in enumerate(entry.hf_names):
+            yield name, placing.fetch(_export(array, None, layer, entry=entry, dtype=np.dtype(array.dtype)))
+
+
+def save_adapter(
+    out_dir: str | os.PathLike[str],
+    learned: Params,
+    cfg: ModelConfig,
+    how: lora.Lora,
+    *,
+    head: Head = "lm",
+    base: str,
+    write: bool = True,
+) -> pathlib.Path:
+    """Writes adapters as a directory for peft and vLLM with the base model `base`, atomically.
+
+    `write` as in `save`.
+    """
+    arrays = (array for _, array in adapter_tensors(learned, cfg, how, head=head))
+    with fetched_by_all(arrays):
+        if write:
+            with in_place_of(pathlib.Path(out_dir)) as tmp:
+                settings = lora.peft_config(how, head=head, base=base)
+                (tmp / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+                shapes = {name: e.hf_shape for e in lora.table(cfg, how, head=head) for name in e.hf_names}
+                tensorfile.write(tmp / "adapter_model.safetensors", shapes, np.dtype(np.float32), arrays)
+    return pathlib.Path(out_dir)
+
+
+@contextlib.contextmanager
+def in_place_of(out: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yields a folder to write to, which replaces `out` once it is complete."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    tmp = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}"
+    tmp.mkdir()
+    try:
+        yield tmp
+        _replace(out, tmp)
+    finally:
+        shutil.rmtree(tmp, ignore_errors=True)
+
+
+def _replace(out: pathlib.Path, new: pathlib.Path) -> None:
+    """Moves `new` to `out`; an existing directory is removed after that, not before."""
+    if not out.exists():
+        new.rename(out)
+        return
+    old = new.with_name(new.name + ".old")
+    out.rename(old)
+    new.rename(out)
+    shutil.rmtree(old)
+
+
+def _write_shards(
+    directory: pathlib.Path,
+    shapes: dict[str, tuple[int, ...]],
+    dtype: np.dtype,
+    tensors: Iterator[tuple[str, np.ndarray]],
+    max_shard_bytes: int,
+) -> None:
+    groups: list[dict[str, tuple[int, ...]]] = [{}]
+    total = filled = 0
+    for name, shape in shapes.items():
+        nbytes = dtype.itemsize * int(np.prod(shape))
+        if groups[-1] and filled + nbytes > max_shard_bytes:
+            groups.append({})
+            filled = 0
+        groups[-1][name] = shape
+        filled, total = filled + nbytes, total + nbytes
+    arrays = (array for _, array in tensors)
+    if len(groups) == 1:
+        tensorfile.write(directory / tensorfile.SINGLE, shapes, dtype, arrays)
+        return
+    weight_map: dict[str, str] = {}
+    for i, group in enumerate(groups, 1):
+        file = f"model-{i:05d}-of-{len(groups):05d}.safetensors"
+        # Never takes one tensor too many: the iterator continues in the next shard.
+        tensorfile.write(directory / file, group, dtype, (next(arrays) for _ in group))
+        weight_map |= dict.fromkeys(group, file)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / tensorfile.INDEX).write_text(json.dumps(index, indent=2) + "\n")

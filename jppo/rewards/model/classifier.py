@@ -1,0 +1,138 @@
+"""The files of a reward model: its config and tokenizer, and the text that it reads for a sample."""
+
+import dataclasses
+import json
+import math
+import pathlib
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from jppo.models import families, hf
+from jppo.rewards.parts import Sample
+from jppo.settings import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Classifier:
+    """The config.json of a reward model."""
+
+    path: str  # as in reward.model.path, for errors
+    directory: str  # its local path
+    model_type: str
+    vocab_size: int
+    pad_token_id: int | None
+
+
+def read_classifier(path: str, *, tokenizer: Any, max_length: int) -> Classifier:
+    """Reads the reward model at `path` and checks its config and tokenizer; UserError if it is not one."""
+    directory = located(path)
+    file = directory / "config.json"
+    try:
+        config = json.loads(file.read_text())
+    except FileNotFoundError as e:
+        raise refused(path, f"{file} is missing; a model directory must have it") from e
+    except (ValueError, RecursionError) as e:
+        raise refused(path, f"{file} is not valid JSON: {e}") from e
+    if not isinstance(config, dict):
+        raise refused(path, f"{file} must be a JSON object, not {type(config).__name__}")
+    names = config.get("id2label")
+    labels = len(names) if isinstance(names, dict) else config.get("num_labels")
+    if labels not in (None, 1):
+        raise refused(path, f"{file} has {labels} labels; a reward model has one")
+    inner = config.get("text_config")  # of multimodal models
+    text = inner if isinstance(inner, dict) and inner else config
+    vocab_size = text.get("vocab_size")
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if not isinstance(vocab_size, int) or largest >= vocab_size:
+        raise refused(
+            path,
+            f"its tokenizer has ids up to {largest}, but its embedding has vocab_size={vocab_size} rows;"
+            " put the model's own tokenizer files there",
+        )
+    longest = [text.get("max_position_embeddings") or math.inf, tokenizer.model_max_length]
+    known = [one for one in longest if isinstance(one, int | float)]
+    if len(known) < len(longest):
+        raise refused(
+            path, f"max_position_embeddings={longest[0]!r} and model_max_length={longest[1]!r} must be numbers"
+        )
+    if max_length > min(known):
+        raise UserError(
+            f"reward.model.max_length={max_length} is more than the {min(known)} tokens that the config.json and "
+            f"tokenizer_config.json of reward.model.path={path} allow; set it to {min(known)} or less"
+        )
+    return Classifier(path, str(directory), str(config.get("model_type")), vocab_size, text.get("pad_token_id"))
+
+
+def located(path: str) -> pathlib.Path:
+    """Returns the directory of the reward model after checking for weights."""
+    try:
+        return hf.resolve(path, weights=True)
+    except UserError as e:
+        raise refused(path, str(e)) from e
+
+
+def refused(path: str, why: str) -> UserError:
+    """Returns the error for a reward model that cannot be used."""
+    return UserError(f"reward.model.path={path}: {why}")
+
+
+def choose_engine(engine: str, model_type: str) -> str:
+    """Selects the engine: `auto` is jax for supported families, otherwise transformers."""
+    if engine == "auto":
+        return "jax" if model_type in families.FAMILIES else "transformers"
+    if engine == "jax" and model_type not in families.FAMILIES:
+        raise UserError(
+            f"reward.model.engine='jax' supports {', '.join(families.FAMILIES)}, but the model is a {model_type}; "
+            "set it to 'transformers'"
+        )
+    return engine
+
+
+def without_padding(ids: Sequence[int], pad_token_id: int | None) -> list[int]:
+    """Returns the ids up to the last non-padding token, where transformers reads a decoder's score.
+
+    The score of a causal model does not depend on later tokens. If all tokens are padding, the first one counts.
+    """
+    last = max((i for i, token in enumerate(ids) if token != pad_token_id), default=0)
+    return list(ids[: last + 1])
+
+
+class Texts:
+    """Builds the token input of a reward model for a sample.
+
+    Chat messages and the response as the assistant's turn, in the chat template of the model's own tokenizer. Without a
+    template, and for text prompts, the prompt and then the response, with the tokenizer's special tokens.
+    """
+
+    def __init__(self, tokenizer: Any, *, max_length: int):
+        """Takes the reward model's own tokenizer and sets its truncation side."""
+        if max_length < 1:
+            raise UserError(f"reward.model.max_length={max_length} must be 1 or more")
+        tokenizer.truncation_side = "left"
+        self._tokenizer, self._max_length = tokenizer, max_length
+        self._lock = threading.Lock()  # truncation changes a fast tokenizer's state
+
+    def render(self, sample: Sample) -> tuple[str, bool]:
+        """Returns the text, and whether it already has its special tokens."""
+        messages = sample.prompt.messages
+        if isinstance(messages, str):
+            return messages + sample.text, False
+        if self._tokenizer.chat_template is None:
+            return "\n".join([*(message["content"] for message in messages), sample.text]), False
+        turns = [*messages, {"role": "assistant", "content": sample.text}]
+        return self._tokenizer.apply_chat_template(turns, add_generation_prompt=False, tokenize=False), True
+
+    def read(self, sample: Sample) -> tuple[list[int], bool]:
+        """Returns the tokens, and whether they were truncated; the end of a long text is kept."""
+        text, whole = self.render(sample)
+        with self._lock:
+            ids = self._tokenizer(text, add_special_tokens=not whole, verbose=False)["input_ids"]
+            cut = len(ids) > self._max_length
+            if cut:  # again by the tokenizer, which keeps the special tokens that it adds
+                ids = self._tokenizer(
+                    text, add_special_tokens=not whole, truncation=True, max_length=self._max_length, verbose=False
+                )["input_ids"]
+        if not ids:
+            raise ValueError("the tokenizer of the reward model returns no tokens for the text")
+        return list(ids), cut
