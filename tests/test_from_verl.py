@@ -351,8 +351,9 @@ def test_a_script_that_cannot_be_read_is_one_line(script, complaint, tmp_path, c
 def test_a_runs_name_is_what_the_script_says_of_it(tmp_path, capsys):
     script = tmp_path / "run.sh"
     script.write_text(
-        "a=3\nMODEL=Qwen/Some-B\nset -- one\npython3 -m verl.trainer.main_ppo trainer.experiment_name=ppo-$(date +%s) \\\n"
-        " trainer.project_name=$(now) trainer.total_epochs=$(((a + 1) * 2)) data.train_files=${MODEL,,}${a:+-x} ${@:2}"
+        "a=3\nMODEL=Qwen/Some-B\nset -- one\npython3 -m verl.trainer.main_ppo"
+        " trainer.experiment_name=ppo-$(date +%s) \\\n trainer.project_name=$(now)"
+        " trainer.total_epochs=$(((a + 1) * 2)) data.train_files=${MODEL,,}${a:+-x} ${@:2}"
     )
     config, out = said(capsys, str(script))
     assert (config["trainer.experiment_name"], config["trainer.total_epochs"]) == ("ppo", 8)

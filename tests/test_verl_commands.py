@@ -1,4 +1,4 @@
-"""Commands of verl's pages and scripts: each becomes a command that passes jppo's checks, or is refused for its reason."""
+"""Commands of verl's pages and scripts: each passes jppo's checks, or is refused for its reason."""
 
 import pathlib
 import re
