@@ -203,7 +203,7 @@ def test_every_metric_is_explained_and_every_explained_one_is_written():
         r"\ndef describe\(.*?\n    return \{\n(.*?)\n    \}(.*?)\n\n", text("jppo/runlog/rollout_metrics.py"), re.S
     ).groups()
     assert rest == " | part_means(rewards)"  # whose names are dynamic
-    written |= {f"{x}/{s}" for x in re.findall(r'distribution\("(.+?)"', code) for s in ("mean", "max", "min", "std")}
+    written |= {f"{x}/{s}" for x in re.findall(r'distribution\("(critic/.+?)"', code) for s in ("mean", "max", "min", "std")}
     written |= set(re.findall(r'^ +"(.+?)": ', described, re.M))  # plain names, too
     made = re.search(r"return params, opt, \{(.*)\}", text("jppo/learner/update.py"))[1]  # under the model's name
     written |= {
