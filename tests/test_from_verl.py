@@ -362,6 +362,11 @@ def test_a_runs_name_is_what_the_script_says_of_it(tmp_path, capsys):
     assert "it is ppo" in out and "# unknown" not in out
 
 
+def test_float16_training_is_not_supported():
+    (line,) = translate(["actor_rollout_ref.actor.fsdp_config.dtype=fp16"]).lines
+    assert line.kind == "missing" and "needs no loss scaling" in line.why
+
+
 def test_verls_own_yaml_files_are_no_loss():
     lines = translate(["--config-path=config", "--config-name=ppo_megatron_trainer.yaml", "--config-name=mine"]).lines
     assert [line.kind for line in lines] == ["needless", "needless", "missing"]

@@ -10,7 +10,7 @@ import re
 import shutil
 import uuid
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -31,6 +31,7 @@ _COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
+    "spm.model",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -42,8 +43,8 @@ AHEAD = 1 << 26  # bytes of tensors in flight from the device while earlier ones
 _BUFFERS = re.compile(r".*\.(rotary_emb\.inv_freq|masked_bias)$")  # stored by old versions of transformers
 
 
-def resolve(path: str | os.PathLike, *, weights: bool) -> pathlib.Path:
-    """Returns a model's local directory: `path` itself, or the hub's copy under that name."""
+def resolve(path: str | os.PathLike, *, weights: bool, further: Sequence[str] = ()) -> pathlib.Path:
+    """Returns a model's local directory: `path` itself, or the hub's copy under that name, with `further` files."""
     directory = pathlib.Path(path).expanduser()
     if directory.is_dir():
         return directory
@@ -53,7 +54,7 @@ def resolve(path: str | os.PathLike, *, weights: bool) -> pathlib.Path:
         raise UserError(f"model path {name!r} is not a directory; {remedy}")
     import huggingface_hub  # only for a hub name
 
-    sought = ["config.json", *_COMPANIONS, *(["*.safetensors", tensorfile.INDEX] if weights else [])]
+    sought = ["config.json", *_COMPANIONS, *(["*.safetensors", tensorfile.INDEX] if weights else []), *further]
     try:
         return pathlib.Path(huggingface_hub.snapshot_download(name, allow_patterns=sought))
     except (OSError, ValueError) as e:  # no network, no such model, no access, no valid name
