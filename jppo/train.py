@@ -38,7 +38,7 @@ from jppo.run.export import Unwritten, export, write_model
 from jppo.run.opened import Run, open_run
 from jppo.run.validation import validate
 from jppo.runlog.checkpoint import NonFinite
-from jppo.runlog.rollout_metrics import describe
+from jppo.runlog.rollout_metrics import describe, source_means
 from jppo.runlog.summary import summary
 from jppo.runlog.timers import Timers
 from jppo.runlog.watchdog import Stopped
@@ -66,7 +66,8 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
     asked = [prompt for prompt in drawn.prompts for _ in range(c.rollout.n)]
     run.logger.samples(f"step_{version + 1}", samples(asked, trajectories, rewards))
     require_graded(rewards)
-    metrics |= describe(trajectories, graded) | turn_metrics.metrics(trajectories)
+    sources = [prompt.data_source for prompt in asked]
+    metrics |= describe(trajectories, graded) | source_means(graded, sources) | turn_metrics.metrics(trajectories)
     metrics |= summed(run.hosts, run.panel.metrics() | run.sampler.metrics())
     data = batch.flatten(trajectories, rewards, group, greedy, shape=learner.shape)
     micros = batch.micros(data, trajectories, plan=learner.plan, mesh=learner.mesh)

@@ -351,15 +351,20 @@ def test_a_script_that_cannot_be_read_is_one_line(script, complaint, tmp_path, c
 def test_a_runs_name_is_what_the_script_says_of_it(tmp_path, capsys):
     script = tmp_path / "run.sh"
     script.write_text(
-        "a=3\nMODEL=Qwen/Some-B\nset -- one\n"
-        "python3 -m verl.trainer.main_ppo trainer.experiment_name=ppo-$(date +%s) \\\n"
-        " trainer.project_name=$(now) trainer.total_epochs=$(((a + 1) * 2)) data.train_files=${MODEL,,}${a:+-x} ${@:2}"
+        "a=3\nMODEL=Qwen/Some-B\nset -- one\npython3 -m verl.trainer.main_ppo"
+        " trainer.experiment_name=ppo-$(date +%s) \\\n trainer.project_name=$(now)"
+        " trainer.total_epochs=$(((a + 1) * 2)) data.train_files=${MODEL,,}${a:+-x} ${@:2}"
     )
     config, out = said(capsys, str(script))
     assert (config["trainer.experiment_name"], config["trainer.total_epochs"]) == ("ppo", 8)
     assert (config["trainer.project_name"], config["data.train_files"]) == ("verl_examples", "qwen/some-b-x")
     assert "trainer.project_name=$(now): nothing of the script is run; it is left out" in out
     assert "it is ppo" in out and "# unknown" not in out
+
+
+def test_float16_training_is_not_supported():
+    (line,) = translate(["actor_rollout_ref.actor.fsdp_config.dtype=fp16"]).lines
+    assert line.kind == "missing" and "needs no loss scaling" in line.why
 
 
 def test_verls_own_yaml_files_are_no_loss():

@@ -15,7 +15,7 @@ import pytest
 from examples import arithmetic
 from jppo import train
 from jppo.learner import estimate
-from jppo.runlog.rollout_metrics import describe
+from jppo.runlog.rollout_metrics import describe, source_means
 from jppo.types import Reward, Trajectory
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -156,7 +156,14 @@ def test_describe_counts_responses_and_errors():
     found = describe([trajectory(2), trajectory(4, "length")], rewards)
     assert found["critic/score/mean"] == 1.0 and found["reward/errors"] == 1.0
     assert found["response_length/mean"] == 3.0 and found["response_length/clip_ratio"] == 0.5
+    assert (found["response_length/min"], found["response_length/max"]) == (2.0, 4.0)
     assert found["prompt_length/mean"] == 3.0 and found["perf/total_num_tokens"] == 12.0
+
+
+def test_scores_by_data_source():
+    rewards = [Reward(score, {}, None) for score in (1.0, 0.0, 1.0, 1.0)]
+    assert source_means([*rewards, FAILED], [*"aabb", "a"]) == {"train/a/score": 0.5, "train/b/score": 1.0}
+    assert source_means(rewards, [*"aaaa"]) == {}
 
 
 def test_a_step_whose_graders_all_fail_ends_the_run():

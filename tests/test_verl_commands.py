@@ -1,4 +1,4 @@
-"""Commands of verl's pages and scripts: each passes jppo's checks once translated, or is refused for its reason."""
+"""Commands of verl's pages and scripts: each passes jppo's checks, or is refused for its reason."""
 
 import pathlib
 import re

@@ -24,7 +24,8 @@ from jppo.rewards.judge.prompts import make_rubric
 from jppo.rewards.model.by_jax import JaxRewardModel
 from jppo.rewards.model.by_torch import TransformersRewardModel
 from jppo.rewards.model.by_vllm import VllmRewardModel
-from jppo.rewards.model.classifier import Classifier, Texts, choose_engine, read_classifier
+from jppo.rewards.model.classifier import Classifier, Texts, choose_engine, located, read_classifier
+from jppo.rewards.model.convert import converted
 from jppo.rewards.model.part import ModelPart, Normalizer, Scorer
 from jppo.rewards.panel import Panel, Weights, parse_weights
 from jppo.rewards.parts import Part
@@ -126,7 +127,8 @@ def make_reward_model(c: ConfigDict, mesh: jax.sharding.Mesh, log: pathlib.Path)
     """Makes the reward model and its engine."""
     m = c.reward.model
     tokenizer = load_tokenizer(m.path)
-    what = read_classifier(m.path, tokenizer=tokenizer, max_length=m.max_length)
+    directory = converted(located(m.path), python=m.python)
+    what = read_classifier(m.path, tokenizer=tokenizer, max_length=m.max_length, directory=directory)
     texts = Texts(tokenizer, max_length=m.max_length)
     engines = {"jax": _by_jax, "transformers": _by_transformers, "vllm": _by_vllm}
     scorer = engines[choose_engine(m.engine, what.model_type)](c, what, mesh, log)

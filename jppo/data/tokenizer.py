@@ -15,7 +15,7 @@ from jppo.settings import UserError
 LONG = 1_000_000  # characters of one text
 CUT_FROM = 100_000  # characters; shorter texts are always tokenised quickly
 
-FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "spm.model", "tekken.json")
 
 
 def load_tokenizer(path: str) -> Any:

@@ -98,7 +98,7 @@ def make_advantages(
             outcome = estimator.sequences(total, jnp.sum(mask, axis=1, dtype=jnp.float32), batch.group)
         advantage, returns = estimator.tokens(reward, value, outcome, mask)
         advantage = masked.whiten(advantage, mask) if estimator.whiten else advantage
-        metrics |= advantage_metrics(advantage, mask)
+        metrics |= distribution("critic/advantages", advantage, mask)  # as the loss sees them
         if value is not None:
             metrics |= value_metrics(value, returns, mask)
             if value_norm is not None and value_norm_decay is not None:
@@ -142,24 +142,22 @@ def rewards(batch: Batch, penalty: Array, kl_coef: Array) -> tuple[Array, Array,
     }  # fmt: skip
 
 
-def advantage_metrics(advantage: Array, mask: Array) -> dict[str, Array]:
-    """Computes metrics of the advantages as the loss sees them; 0 if there are none."""
+def distribution(name: str, x: Array, mask: Array) -> dict[str, Array]:
+    """Computes mean, extremes and standard deviation over the mask as metrics; 0 where nothing is kept."""
     some = jnp.any(mask)
     return {
-        "critic/advantages/mean": mean(advantage, mask),
-        "critic/advantages/max": jnp.where(some, jnp.max(jnp.where(mask, advantage, -jnp.inf)), 0.0),
-        "critic/advantages/min": jnp.where(some, jnp.min(jnp.where(mask, advantage, jnp.inf)), 0.0),
+        f"{name}/mean": mean(x, mask),
+        f"{name}/max": jnp.where(some, jnp.max(jnp.where(mask, x, -jnp.inf)), 0.0),
+        f"{name}/min": jnp.where(some, jnp.min(jnp.where(mask, x, jnp.inf)), 0.0),
+        f"{name}/std": jnp.sqrt(masked.variance(masked.moments(x, mask))),
     }
 
 
 def value_metrics(value: Array, returns: Array, mask: Array) -> dict[str, Array]:
     """Computes metrics of the critic's values against the returns."""
     wrong, whole = (masked.variance(masked.moments(x, mask)) for x in (returns - value, returns))
-    return {
-        "critic/returns/mean": mean(returns, mask),
-        "critic/values/mean": mean(value, mask),
-        "critic/vf_explained_var": 1.0 - wrong / (whole + 1e-5),
-    }
+    explained = {"critic/vf_explained_var": 1.0 - wrong / (whole + 1e-5)}
+    return explained | distribution("critic/returns", returns, mask) | distribution("critic/values", value, mask)
 
 
 def mean(x: Array, mask: Array) -> Array:  # []

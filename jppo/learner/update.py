@@ -76,7 +76,7 @@ def make_actor_loss(
         if penalty is not None:
             sums["actor/kl_loss"] = total(penalty)
             out += kl_loss_coef * sums["actor/kl_loss"]
-        return out, sums
+        return out, sums | {"actor/loss": out}
 
     return loss
 

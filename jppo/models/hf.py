@@ -6,7 +6,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
+    "spm.model",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -36,8 +37,8 @@ COMPANIONS = (
 _BUFFERS = re.compile(r".*\.(rotary_emb\.inv_freq|masked_bias)$")  # stored by old versions of transformers
 
 
-def resolve(path: str | os.PathLike[str], *, weights: bool) -> pathlib.Path:
-    """Returns a model's local directory: `path` itself, or the hub's copy under that name."""
+def resolve(path: str | os.PathLike[str], *, weights: bool, further: Sequence[str] = ()) -> pathlib.Path:
+    """Returns a model's local directory: `path` itself, or the hub's copy under that name, with `further` files."""
     directory = pathlib.Path(path).expanduser()
     if directory.is_dir():
         return directory
@@ -47,7 +48,7 @@ def resolve(path: str | os.PathLike[str], *, weights: bool) -> pathlib.Path:
         raise UserError(f"model path {name!r} is not a directory; {remedy}")
     import huggingface_hub  # only for a hub name
 
-    sought = ["config.json", *COMPANIONS, *(["*.safetensors", tensorfile.INDEX] if weights else [])]
+    sought = ["config.json", *COMPANIONS, *(["*.safetensors", tensorfile.INDEX] if weights else []), *further]
     try:
         return pathlib.Path(huggingface_hub.snapshot_download(name, allow_patterns=sought))
     except (OSError, ValueError) as e:  # no network, no such model, no access, no valid name

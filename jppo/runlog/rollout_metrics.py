@@ -21,10 +21,23 @@ def describe(trajectories: Sequence[Trajectory], rewards: Sequence[Reward]) -> d
         "reward/errors": float(sum(r.error is not None for r in rewards)),
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
+        "response_length/min": float(lengths.min()),
         "response_length/clip_ratio": float(np.mean([t.finish == "length" for t in trajectories])),
         "prompt_length/mean": float(prompts.mean()),
+        "prompt_length/max": float(prompts.max()),
+        "prompt_length/min": float(prompts.min()),
         "perf/total_num_tokens": float(whole.sum()),
     } | part_means(rewards)
+
+
+def source_means(rewards: Sequence[Reward], sources: Sequence[str]) -> dict[str, float]:
+    """The mean score of each data source, if the step has several; `sources` has that of each sample."""
+    found: dict[str, list[float]] = {}
+    for reward, source in zip(rewards, sources, strict=False):
+        if reward.unusable is None:
+            found.setdefault(f"train/{source}/score", []).append(reward.score)
+    several = len(set(sources)) > 1
+    return {name: float(np.mean(found[name])) for name in sorted(found)} if several else {}
 
 
 def part_means(rewards: Sequence[Reward]) -> dict[str, float]:

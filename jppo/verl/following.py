@@ -78,6 +78,7 @@ UNCHANGED = (
     "off",
     "overlong",
     "top_k",
+    "train_dtype",
     "warmup_steps",
     "with_model",
 )

@@ -57,8 +57,8 @@ def _engine(model: str, section: str) -> Iterator[Name]:
     megatron = f"{model}.megatron"
     if section == "actor":
         yield same(f"{fsdp}.fsdp_size", "mesh.fsdp", -1, why="-1 is all devices; else mesh.data has the remaining ones")
-        yield same(f"{fsdp}.model_dtype", "model.param_dtype", "float32", "dtype")
-        yield same(f"{fsdp}.dtype", "model.compute_dtype", "bfloat16", "dtype")
+        yield same(f"{fsdp}.model_dtype", "model.param_dtype", "float32", "train_dtype")
+        yield same(f"{fsdp}.dtype", "model.compute_dtype", "bfloat16", "train_dtype")
         yield same(f"{megatron}.tensor_model_parallel_size", "mesh.tensor", 1)
         yield from missing(
             "there is no pipeline and no expert axis; mesh.tensor and mesh.fsdp shard the model",

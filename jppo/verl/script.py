@@ -227,8 +227,8 @@ class _Reader:
                 out[-1] += "".join(_Reader(match[2], self.shell, self.name).word(""))
             return
         if (match := re.fullmatch(r"\$\{(\w+)(,,|\^\^)\}", said)) and match[1] in self.shell.values:
-            known = self.shell.values[match[1]]
-            out[-1] += known.lower() if match[2] == ",," else known.upper()
+            text = self.shell.values[match[1]]
+            out[-1] += text.lower() if match[2] == ",," else text.upper()
             return
         match = re.fullmatch(r"\$\{(\w+)(?:(:?)[-=](.*))?\}", said, re.S)
         if match is None:

@@ -47,6 +47,13 @@ def loggers(value: Any, _: Look) -> str:
     return ",".join(dict.fromkeys([*(name for name in names if name in LOGGERS), "jsonl"]))
 
 
+def train_dtype(value: str, _: Look) -> str:
+    dtype = _DTYPES.get(value, value)
+    if dtype == "float16":
+        raise Unfit("bfloat16 has the range of float32, and needs no loss scaling; rollout.dtype may be float16")
+    return dtype
+
+
 def contents(value: Any, _: Look) -> str:
     """Returns the parts of a checkpoint; without model and extra no run could resume from it."""
     given = commas(value).split(",")
@@ -285,7 +292,7 @@ CONVERSIONS: dict[str, Callable[[Any, Look], Any]] = {
                 agent_loop,
                 profiled,
             ),
-            *(of_hosts, master, call_format, contents),
+            *(of_hosts, master, call_format, contents, train_dtype),
         )
     },
 }

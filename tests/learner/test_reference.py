@@ -150,6 +150,10 @@ def test_one_step_equals_plain_torch(new_learner, settings, drawn, tmp_path, thr
     assert metrics["actor/pg_clipfrac"] > 0.05 and metrics["critic/vf_clipfrac"] > 0.05
     flat_returns = torch.cat(returns).mean()
     np.testing.assert_allclose(metrics["critic/returns/mean"], flat_returns, rtol=1e-4)
+    for key, theirs_of in (("returns", returns), ("values", values)):
+        whole = torch.cat(theirs_of)
+        for name, x in (("max", whole.max()), ("min", whole.min()), ("std", whole.std())):
+            np.testing.assert_allclose(metrics[f"critic/{key}/{name}"], x.item(), rtol=1e-3, atol=1e-5)
     for name in ("actor", "critic"):
         np.testing.assert_allclose(metrics[f"{name}/grad_norm"], norms[name], rtol=1e-3)
         expected = to_jax(name, "after")

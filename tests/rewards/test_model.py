@@ -1,6 +1,7 @@
 """Reward models against transformers' own sequence classifiers, random ones of a few shapes."""
 
 import importlib.util
+import io
 import json
 import os
 import pathlib
@@ -15,18 +16,21 @@ import pytest
 import tokenizers
 import transformers
 
+from jppo.data import tokenizer
 from jppo.learner import sharding, state
 from jppo.models import hf
 from jppo.rewards.model.by_jax import JaxRewardModel, row_lengths
 from jppo.rewards.model.by_torch import TransformersRewardModel
 from jppo.rewards.model.by_vllm import VllmRewardModel
 from jppo.rewards.model.classifier import Texts, choose_engine, read_classifier, without_padding
+from jppo.rewards.model.convert import converted
 from jppo.rewards.model.part import ModelPart, Normalizer, ScoringError
 from jppo.rewards.parts import Sample
 from jppo.settings import UserError
 from jppo.types import Prompt
 
 torch = pytest.importorskip("torch")
+files_of_torch = pytest.importorskip("safetensors.torch")
 model_worker = pytest.importorskip("jppo.rewards.model.torch_worker")
 
 PAD, BOS, EOS = 0, 1, 2
@@ -511,6 +515,106 @@ def test_the_worker_loads_whole_models_of_one_label_only(made, tmp_path):
     (tmp_path / "cut/model.safetensors").unlink()
     with pytest.raises(model_worker.Refused, match=r"model\.safetensors"):
         model_worker.load(str(tmp_path / "cut"), device="cpu", dtype="float32")
+
+
+def to_v_head(folder, model, head, root):
+    """The classifier's weights as those of a causal model with a value head."""
+    (folder / "model.safetensors").unlink()
+    tensors = {name.replace("model.", f"{root}.", 1): tensor for name, tensor in model.state_dict().items()}
+    tensors[head] = tensors.pop("score.weight")
+    edit(folder, architectures=["LlamaForCausalLM"], id2label=None, label2id=None)
+    return tensors | {f"{head.removesuffix('weight')}bias": torch.tensor([0.5]), "lm_head.weight": torch.ones(65, 36)}
+
+
+@pytest.mark.parametrize(
+    "head, root, file",
+    [
+        ("v_head.weight", "transformer", "pytorch_model.bin"),  # Starling
+        ("v_head.summary.weight", "model", "model.safetensors"),  # TRL
+    ],
+)
+def test_a_causal_model_with_a_value_head_scores_as_the_classifier(tmp_path, head, root, file, quick_compilation):
+    folder = tmp_path / "starling"
+    model = make_model(folder, "llama")
+    tensors = to_v_head(folder, model, head, root)
+    if file.endswith(".bin"):
+        torch.save(tensors, folder / file)
+    else:
+        files_of_torch.save_file(tensors, folder / file, metadata={"format": "pt"})
+    copy = converted(folder, python=sys.executable, cache=str(tmp_path / "cache"))
+    what = read_classifier(str(folder), tokenizer=load_tokenizer(str(folder)), max_length=64, directory=copy)
+    found = JaxRewardModel(what, batch_size=2, max_length=64).score([[1, 7, 8, 9], [1, 5]])
+    np.testing.assert_allclose(found, [logit(model, [1, 7, 8, 9]), logit(model, [1, 5])], rtol=1e-4, atol=1e-5)
+    assert converted(folder, python="/no/python", cache=str(tmp_path / "cache")) == copy  # made once
+
+
+def test_pytorch_weights_are_converted_once_and_run_no_code(tmp_path):
+    folder = tmp_path / "deberta"
+    model = make_model(folder, "deberta-v2")
+    assert converted(folder, python=sys.executable, cache=str(tmp_path / "cache")) == folder
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    copy = converted(folder, python=sys.executable, cache=str(tmp_path / "cache"))
+    loaded = model_worker.load(str(copy), device="cpu", dtype="float32")
+    np.testing.assert_allclose(model_worker.score(loaded, [[1, 7, 8, 2]]), [logit(model, [1, 7, 8, 2])], rtol=1e-5)
+    torch.save({"score.weight": Hostile(tmp_path / "hit")}, folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"reward.model.path=.*cannot be converted to safetensors: .*"):
+        converted(folder, python=sys.executable, cache=str(tmp_path / "cache"))
+    assert not (tmp_path / "hit").exists()
+
+
+class Hostile:
+    """A pickle that touches a file when it is loaded."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return pathlib.Path.touch, (self.path,)
+
+
+def test_a_tokenizer_of_sentencepiece_alone_is_read(tmp_path):
+    """As DeBERTa-v3 has it."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    texts, written = [f"alpha beta gamma {i} two three" for i in range(200)], io.BytesIO()
+    pieces = {f"{name}_piece": f"[{name.upper()}]" for name in ("pad", "unk")}
+    pieces |= {
+        "minloglevel": 2,
+        "hard_vocab_limit": False,
+        "bos_piece": "[CLS]",
+        "eos_piece": "[SEP]",
+        "pad_id": 0,
+        "bos_id": 1,
+        "eos_id": 2,
+        "unk_id": 3,
+    }
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts),
+        model_writer=written,
+        vocab_size=60,
+        hard_vocab_limit=False,
+        minloglevel=2,
+        **pieces,
+    )
+    (tmp_path / "spm.model").write_bytes(written.getvalue())
+    (tmp_path / "config.json").write_text('{"model_type": "deberta-v2", "vocab_size": 200}')
+    found = tokenizer.load_tokenizer(str(tmp_path))("beta gamma two")["input_ids"]
+    plain = sentencepiece.SentencePieceProcessor(model_proto=written.getvalue())
+    assert found == [1, *plain.encode("beta gamma two"), 2]
+
+
+def test_a_model_with_code_of_its_own_is_refused_with_the_way_around_it(made, tmp_path):
+    folder = tmp_path / "rm"
+    made("qwen2")[1].save_pretrained(folder)
+    tokenizer = load_tokenizer(made("qwen2")[0])
+    edit(
+        folder, auto_map={"AutoModel": "modeling.X"}, model_type="internlm2", architectures=["InternLM2ForRewardModel"]
+    )
+    with pytest.raises(UserError, match=r"InternLM2ForRewardModel is code of its own .*reward.function"):
+        read_classifier(str(folder), tokenizer=tokenizer, max_length=64)
+    edit(folder, model_type="llama", id2label={str(i): f"LABEL_{i}" for i in range(19)})  # as ArmoRM
+    with pytest.raises(UserError, match=r"has 19 labels; a reward model has one; reward.function"):
+        read_classifier(str(folder), tokenizer=tokenizer, max_length=64)
 
 
 @pytest.mark.parametrize("pad", [PAD, None])

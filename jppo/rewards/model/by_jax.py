@@ -2,6 +2,7 @@
 
 import functools
 import math
+import pathlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 from jppo.models import heads, hf, tensorfile
 from jppo.models.attention import Attend
 from jppo.models.decoder import Decoder, identity
-from jppo.rewards.model.classifier import Classifier, located, refused, without_padding
+from jppo.rewards.model.classifier import Classifier, refused, without_padding
 from jppo.settings import UserError
 from jppo.types import Params
 
@@ -110,7 +111,7 @@ def _parts(rows: jax.NamedSharding) -> int:
 
 
 def _check_score(what: Classifier, hidden_size: int) -> None:
-    slot = tensorfile.slots(located(what.path)).get("score.weight")
+    slot = tensorfile.slots(pathlib.Path(what.directory)).get("score.weight")
     if slot is None:
         raise UserError("it has no score.weight; a reward model is a sequence classifier, not a language model")
     if slot.shape != (1, hidden_size):

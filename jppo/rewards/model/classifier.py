@@ -24,9 +24,15 @@ class Classifier:
     pad_token_id: int | None
 
 
-def read_classifier(path: str, *, tokenizer: Any, max_length: int) -> Classifier:
-    """Reads the reward model at `path` and checks its config and tokenizer; UserError if it is not one."""
-    directory = located(path)
+OWN = "reward.function=PATH.py:compute_score can run any model, and reward.judge.* asks a server"
+
+
+def read_classifier(path: str, *, tokenizer: Any, max_length: int, directory: pathlib.Path | None = None) -> Classifier:
+    """Reads the reward model at `path` and checks its config and tokenizer; UserError if it is not one.
+
+    `directory` is a converted copy.
+    """
+    directory = located(path) if directory is None else directory
     file = directory / "config.json"
     try:
         config = json.loads(file.read_text())
@@ -39,7 +45,10 @@ def read_classifier(path: str, *, tokenizer: Any, max_length: int) -> Classifier
     names = config.get("id2label")
     labels = len(names) if isinstance(names, dict) else config.get("num_labels")
     if labels not in (None, 1):
-        raise refused(path, f"{file} has {labels} labels; a reward model has one")
+        raise refused(path, f"{file} has {labels} labels; a reward model has one; {OWN}")
+    if "auto_map" in config and not _known(config.get("model_type")):
+        kind = ", ".join(map(str, config.get("architectures") or ["its class"]))
+        raise refused(path, f"{kind} is code of its own (auto_map in {file}), which is not run; {OWN}")
     inner = config.get("text_config")  # of multimodal models
     text = inner if isinstance(inner, dict) and inner else config
     vocab_size = text.get("vocab_size")
@@ -64,10 +73,20 @@ def read_classifier(path: str, *, tokenizer: Any, max_length: int) -> Classifier
     return Classifier(path, str(directory), str(config.get("model_type")), vocab_size, text.get("pad_token_id"))
 
 
+def _known(model_type: Any) -> bool:
+    """Whether transformers has the family."""
+    import transformers
+
+    return model_type in transformers.CONFIG_MAPPING
+
+
 def located(path: str) -> pathlib.Path:
     """Returns the directory of the reward model after checking for weights."""
     try:
-        return hf.resolve(path, weights=True)
+        directory = hf.resolve(path, weights=True)
+        if not list(directory.glob("*.safetensors")):  # of the hub's models some have PyTorch weights alone
+            directory = hf.resolve(path, weights=True, further=["pytorch_model*.bin"])
+        return directory
     except UserError as e:
         raise refused(path, str(e)) from e
 
