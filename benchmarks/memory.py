@@ -102,7 +102,7 @@ def measure(name: str, *, layers: int, tokens: int | None, changes: Sequence[str
     program = status("VmRSS")
     if CLEAR.is_file():
         with contextlib.suppress(OSError):
-            CLEAR.write_text("5")  # the peak begins anew
+            CLEAR.write_text("5")  # resets the peak
     learner, now = make_learner(c, inputs, mesh)
     compile_passes(c, learner, now)
     for _ in range(2):

@@ -40,10 +40,27 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_debug_key_reuse", True)
 
 QUICK = "jax_disable_most_optimizations"
-# Whole runs and real servers: they start first, so that no worker is left alone with one at the end.
-LONG = ["test_train", "test_real_vllm", "test_supervised", "test_faults", "test_hosts", "test_resume", "test_recipes"]
-LONG += ["test_invariance", "test_inprocess", "test_memory", "test_prefix", "test_decoder", "test_optimizers"]
-LONG += ["test_accounts", "test_configs"]
+# Files that take longest start first, so that both workers end at the same time.
+LONG = [
+    "test_train",
+    "test_recipes",
+    "test_invariance",
+    "test_supervised",
+    "test_decoder",
+    "test_resume",
+    "test_inprocess",
+]
+LONG += [
+    "test_hf",
+    "test_memory",
+    "test_hosts",
+    "test_real_vllm",
+    "test_optimizers",
+    "test_lora",
+    "test_chat",
+    "test_fused",
+]
+LONG += ["test_prefix", "test_accounts"]
 MAPS = pathlib.Path("/proc/self/maps")
 SHARED = pathlib.Path(__file__).resolve().parents[2] / "shared"
 

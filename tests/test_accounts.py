@@ -122,6 +122,7 @@ sys.exit(check_accounts.main(["--platform=gpu", "--only=fsdp"]))
 """
 
 
+@pytest.mark.slow
 def test_a_head_that_is_gathered_in_each_chunk_is_caught():
     if not (compilers.folder("gpu") / compilers.READY).is_file():
         pytest.skip("XLA's compiler for GPUs is not installed; make target-gpu")

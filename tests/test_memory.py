@@ -80,6 +80,7 @@ def test_adapters_and_the_trainers_own_engine_read_what_waits(small_run, tmp_pat
     assert adapters[0].read_bytes() == adapters[1].read_bytes()
 
 
+@pytest.mark.slow
 def test_a_master_copy_is_of_the_weights_that_a_checkpoint_has(small_run, tmp_path):
     """Without the optimizers' state, too: with a rate of 0 the next step leaves what was learned."""
     narrow = {"model.param_dtype": "bfloat16", "trainer.save_contents": "model,extra", "actor.lr": 1e-2}

@@ -377,6 +377,7 @@ def rows_of(png):
     return width, height, len({raw[i : i + len(raw) // height] for i in range(0, len(raw), len(raw) // height)})
 
 
+@pytest.mark.slow
 def test_a_report_of_ten_thousand_steps_is_small_and_opens_at_once(tab, tmp_path):
     file = write_report([long_run(tmp_path / "run")], tmp_path / "report.html")
     assert 1e6 < file.stat().st_size < 20e6

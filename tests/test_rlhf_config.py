@@ -48,6 +48,7 @@ def parsed(name, small, defaults, **files):
     return c
 
 
+@pytest.mark.slow
 def test_ppo_against_a_reward_model(small, quick_compilation):
     prompt = {"prompt": [{"role": "user", "content": "1+2"}], "data_source": "chat", "ground_truth": "-"}
     files = {k: lines(small / f"{k}.jsonl", [prompt] * 256) for k in ("train_files", "val_files")}

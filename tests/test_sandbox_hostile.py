@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 USERS = {"own user": 0, "nobody": NOBODY}
 MIXES = [
     ("own user", ""),
-    ("own user", "namespaces"),
+    pytest.param("own user", "namespaces", marks=pytest.mark.slow),
     pytest.param("own user", "landlock", marks=pytest.mark.slow),
     ("nobody", ""),
     pytest.param("nobody", "namespaces", marks=pytest.mark.slow),

@@ -3,8 +3,8 @@
 #
 #   scripts/launch/local.sh 2 python -m jppo.train --config=configs/quickstart.py ...
 #
-# For trying things out: a machine needs one process only. PORT names the coordinator's port; a free one is taken
-# otherwise. Ends with the code of the first process that ended with one other than 0.
+# For tests: a machine needs only one process. PORT is the coordinator's port, by default a free one.
+# The exit code is the first non-zero one of the processes.
 set -euo pipefail
 
 if [[ $# -lt 2 || ! $1 =~ ^[1-9][0-9]*$ ]]; then

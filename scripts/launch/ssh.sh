@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# One process on each of several hosts, by ssh; the folder that this is called from must be there under the same path:
+# Starts one process on each host by ssh. The current folder must exist on all hosts under the same path:
 #
 #   scripts/launch/ssh.sh node-a,node-b,user@node-c .venv/bin/python -m jppo.train --config=FILE ...
 #
-# The first host coordinates. MASTER_ADDR is its address as the others reach it (its name in the list otherwise),
-# MASTER_PORT a free port there (29500), SSH the command in the place of ssh. Ends with the code of the first host
-# that ended with one other than 0.
+# The first host coordinates. MASTER_ADDR is its address for the others (default: its name in the list),
+# MASTER_PORT a free port there (29500), SSH a command to use instead of ssh. The exit code is the first non-zero one
+# of the hosts.
 set -euo pipefail
 
 if [[ $# -lt 2 ]]; then
@@ -23,7 +23,7 @@ for rank in "${!hosts[@]}"; do
     printf -v line '%s&& exec env %q %q %q %q ' "$line" \
         "NNODES=${#hosts[@]}" "NODE_RANK=$rank" "MASTER_ADDR=$address" "MASTER_PORT=$port"
     printf -v command '%q ' "$@"
-    # With a terminal of its own (-tt) the process ends when the connection does.
+    # -tt allocates a terminal, so the process ends with the connection.
     ${SSH:-ssh -tt -o BatchMode=yes} "${hosts[$rank]}" "$line$command" </dev/null &
     pids+=($!)
 done

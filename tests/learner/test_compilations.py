@@ -41,7 +41,7 @@ def test_the_count_sees_a_compilation():
 @pytest.mark.parametrize(
     "mesh_shape,changes",
     [
-        ((1, 2, 1, 1), {}),
+        pytest.param((1, 2, 1, 1), {}, marks=pytest.mark.slow),
         ((1, 1, 1), CORRECTED),
         pytest.param((1, 1, 1), {}, marks=pytest.mark.slow),
         pytest.param((1, 2, 2, 2), {}, marks=pytest.mark.slow),

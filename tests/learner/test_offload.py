@@ -32,7 +32,7 @@ def updated(ours, drawn, *, params=False, optimizer=False, reference=False, toke
     return after
 
 
-@pytest.mark.parametrize("mesh_shape", [(1, 1, 1), (2, 2, 2)])
+@pytest.mark.parametrize("mesh_shape", [pytest.param((1, 1, 1), marks=pytest.mark.slow), (2, 2, 2)])
 def test_what_waits_on_the_host_changes_no_bit(new_learner, make_recipe, drawn, mesh_shape):
     ours = new_learner(mesh_shape, make_recipe("grpo", kl_loss_type="full", kl_penalty="full"))
     expected = updated(ours, drawn)
@@ -49,7 +49,7 @@ def test_what_waits_on_the_host_changes_no_bit(new_learner, make_recipe, drawn, 
         assert metrics == expected[2]
 
 
-@pytest.mark.parametrize("remat", ["dots", "full"])
+@pytest.mark.parametrize("remat", ["dots", pytest.param("full", marks=pytest.mark.slow)])
 def test_what_is_computed_anew_is_the_same(new_learner, make_recipe, drawn, remat):
     plain, ours = (new_learner((1, 1, 1), make_recipe("grpo")) for _ in range(2))
     model = (Decoder(ours.cfg, remat=remat), ours.cfg)

@@ -209,10 +209,10 @@ def base(request, learner, shared):
 @pytest.mark.parametrize(
     "base, tokens_per_micro, shuffled",
     [
-        ("gae", 60, True),
         ("grpo", 10**6, False),
+        ("grpo", 60, True),
         pytest.param("gae", 10**6, False, marks=pytest.mark.slow),
-        pytest.param("grpo", 60, True, marks=pytest.mark.slow),
+        pytest.param("gae", 60, True, marks=pytest.mark.slow),
     ],
     indirect=["base"],
 )
