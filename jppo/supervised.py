@@ -26,7 +26,7 @@ from jppo.models.families import ModelConfig
 from jppo.models.lora import Lora
 from jppo.models.params import Head
 from jppo.runlog import atomic_file
-from jppo.runlog.checkpoint import Checkpoints, NonFinite, nonfinite, require
+from jppo.runlog.checkpoint import Checkpoints, NonFinite, nonfinite
 from jppo.runlog.console import Columns
 from jppo.runlog.lock import own
 from jppo.runlog.logger import Logger, Silent, read_metrics
@@ -149,12 +149,6 @@ def train(c: ConfigDict, task: Task, objective: Objective) -> dict[str, float]:
 def folder(c: ConfigDict) -> pathlib.Path:
     """Returns the run folder."""
     return pathlib.Path(c.trainer.run_dir).expanduser()
-
-
-def require_resumable(c: ConfigDict) -> None:
-    """Raises UserError where the checkpoint of trainer.resume_mode is missing."""
-    if c.trainer.resume_mode not in ("auto", "disable"):
-        require(pathlib.Path(c.trainer.resume_mode))
 
 
 def last_metrics(run: pathlib.Path) -> dict[str, float]:

@@ -31,7 +31,7 @@ from jppo.learner import packing
 from jppo.prefetch import Supply
 from jppo.rewards.panel import Panel
 from jppo.runlog import atomic_file
-from jppo.runlog.checkpoint import Checkpoints, require
+from jppo.runlog.checkpoint import Checkpoints
 from jppo.runlog.lock import own
 from jppo.runlog.logger import Logger, Silent
 from jppo.runlog.profile import Profiler
@@ -102,8 +102,7 @@ def read(c: ConfigDict) -> Inputs:
     require_loggers(c)
     share_gpu(c)
     inputs = read_inputs(c)
-    if c.trainer.resume_mode not in ("auto", "disable"):
-        require(pathlib.Path(c.trainer.resume_mode))
+    resume.require_resumable(c)
     return inputs
 
 
