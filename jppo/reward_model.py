@@ -22,6 +22,8 @@ from jppo.build.inputs import make_adapters, read_tokenizer, total_steps
 from jppo.build.learner import make_decoder
 from jppo.build.logger import require_loggers
 from jppo.build.packing import make_plan
+from jppo.build.resume import require_resumable
+from jppo.checks.run import dry_run_of_one_model
 from jppo.data.preferences import Encode, Pair, PairSet, read_pairs
 from jppo.dry_run import memory, preview
 from jppo.dry_run.described_machine import Request
@@ -50,6 +52,8 @@ class Task(supervised.Task):
 def prepare(c: ConfigDict, request: Request = preview.HERE) -> Task:
     """Reads the pairs and the model config."""
     written, cfg = hf.read_config(c.model.path)
+    if c.model.init == "pretrained":
+        hf.check_weights(c.model.path, cfg, head="value")
     tokenizer = read_tokenizer(c, cfg)
     changes = hf_write.classifier_changes(c.model.path, pad_token_id=tokenizer.pad_token_id)
     reading = dict[str, Any](
@@ -104,7 +108,7 @@ def train(config: ConfigDict) -> None:
     """Trains on all pairs, or resumes, tests on held-out pairs, and writes the model."""
     c = config
     require_loggers(c)
-    supervised.require_resumable(c)
+    require_resumable(c)
     task = prepare(c)
     pairs = task.pairs.pairs
 
@@ -184,7 +188,8 @@ def dry_run(c: ConfigDict, request: Request = preview.HERE) -> str:
         return estimate(other, prepare(other, request))[0]
 
     executions = Executions({"rm gradient": micro_batches, "rm step": 1, "scores": micro_batches})
-    return preview.of_estimate(c, request, task.mesh, lines, found, executions, again)
+    text = preview.of_estimate(c, request, task.mesh, lines, found, executions, again)
+    return text if request.machine is not None else dry_run_of_one_model(c, task, "value", text)
 
 
 def estimate(c: ConfigDict, task: Task) -> tuple[memory.Estimate, int]:

@@ -18,6 +18,8 @@ from jppo.build.inputs import make_adapters, read_tokenizer, total_steps
 from jppo.build.learner import chunk_tokens, make_decoder
 from jppo.build.logger import require_loggers
 from jppo.build.packing import make_plan
+from jppo.build.resume import require_resumable
+from jppo.checks.run import dry_run_of_one_model
 from jppo.data.sft import Demonstration, read_demonstrations
 from jppo.dry_run import memory, preview
 from jppo.dry_run.described_machine import Request
@@ -41,6 +43,8 @@ class Task(supervised.Task):
 def prepare(c: ConfigDict, request: Request = preview.HERE) -> Task:
     """Reads the demonstrations and the model config."""
     _, cfg = hf.read_config(c.model.path)
+    if c.model.init == "pretrained":
+        hf.check_weights(c.model.path, cfg, head="lm")
     tokenizer = read_tokenizer(c, cfg)
     longest = c.data.max_prompt_length + c.data.max_response_length
     found = read_demonstrations(
@@ -78,7 +82,7 @@ def train(config: ConfigDict) -> None:
     """Trains on all demonstrations, or resumes, and writes the model."""
     c = config
     require_loggers(c)
-    supervised.require_resumable(c)
+    require_resumable(c)
     task = prepare(c)
     demonstrations = task.demonstrations
 
@@ -127,7 +131,8 @@ def dry_run(c: ConfigDict, request: Request = preview.HERE) -> str:
         return estimate(other, prepare(other, request))[0]
 
     executions = Executions({"sft gradient": micro_batches, "sft step": 1})
-    return preview.of_estimate(c, request, task.mesh, lines, found, executions, again)
+    text = preview.of_estimate(c, request, task.mesh, lines, found, executions, again)
+    return text if request.machine is not None else dry_run_of_one_model(c, task, "lm", text)
 
 
 def estimate(c: ConfigDict, task: Task) -> tuple[memory.Estimate, int]:

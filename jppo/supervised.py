@@ -31,7 +31,6 @@ from jppo.runlog.checkpoint_arrays import nonfinite
 from jppo.runlog.console import Columns
 from jppo.runlog.lock import own
 from jppo.runlog.logger import Logger, Silent, read_metrics
-from jppo.runlog.restore import require
 from jppo.runlog.timers import Timers
 from jppo.runlog.watchdog import Stopped, Watch
 from jppo.settings import UserError
@@ -151,12 +150,6 @@ def train(c: ConfigDict, task: Task, objective: Objective) -> dict[str, float]:
 def folder(c: ConfigDict) -> pathlib.Path:
     """Returns the run folder."""
     return pathlib.Path(c.trainer.run_dir).expanduser()
-
-
-def require_resumable(c: ConfigDict) -> None:
-    """Raises UserError where the checkpoint of trainer.resume_mode is missing."""
-    if c.trainer.resume_mode not in ("auto", "disable"):
-        require(pathlib.Path(c.trainer.resume_mode))
 
 
 def last_metrics(run: pathlib.Path) -> dict[str, float]:

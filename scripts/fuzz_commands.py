@@ -29,8 +29,11 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+
 from examples import arithmetic
 from jppo import settings
+from jppo.data.tokenizer import load_tokenizer
 from jppo.errors import escaped
 from jppo.settings import table
 
@@ -572,18 +575,22 @@ def try_all(first: int, cases: int, setup: pathlib.Path | None, *, limit_s: floa
     """Runs the cases; how many are bad. A `setup` that is there is used, one that is not is made and stays."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "JAX_PLATFORMS": "cpu"}
     os.environ |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": ""}
+    jax.config.update("jax_platforms", "cpu")  # JAX, which is imported, has read its part of the environment before
+    jax.config.update("jax_disable_most_optimizations", True)
     for number in range(len(COMMANDS)):
         main_of(make_case(random.Random(number), number).words[0])
     counts, bad = {"accepted": 0, "refused": 0, "stopped": 0}, 0
     home = pathlib.Path(tempfile.mkdtemp())  # no TemporaryDirectory: the end of a fork would remove it
     try:
-        os.environ |= {"JAX_COMPILATION_CACHE_DIR": f"{setup or home}-compiled"}
-        os.environ |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
         setup = setup.resolve() if setup else home / "setup"
+        os.environ |= {"JAX_COMPILATION_CACHE_DIR": f"{setup}-compiled"}  # jppo keeps programs nowhere else then
+        jax.config.update("jax_compilation_cache_dir", f"{setup}-compiled")
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
         if not setup.exists():
             make_setup(home / "new")
             train_setup(home / "new")
             shutil.move(home / "new", setup)
+        load_tokenizer(str(setup / "model"))  # imports transformers once, not in each case
         for number in range(first, first + cases):
             verdict = judge(number, setup, home / f"case-{number}", limit_s=limit_s)
             if verdict in counts:

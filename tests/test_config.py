@@ -201,6 +201,7 @@ def test_what_is_none_unless_given_may_be_given(config):
         ({"algorithm.adv_estimator": "remax", "algorithm.lam_alpha": 0.05}, ["algorithm.lam_alpha=0.05", "take gae"]),
         ({"actor.clip_ratio_c": 1.0}, ["actor.clip_ratio_c=1.0", "above 1"]),
         ({"actor.clip_ratio_c": float("nan")}, ["actor.clip_ratio_c=nan", "finite"]),
+        ({"actor.weight_decay": 1e308}, ["actor.weight_decay=1e+308", "finite number, at most 3.4e+38 in float32"]),
         (
             {"actor.loss_mode": "sapo", "actor.loss_agg_mode": "seq-mean-token-sum"},
             ["'seq-mean-token-sum'", "set that", "'sapo'"],

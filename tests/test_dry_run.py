@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import math
+import pathlib
+import shutil
 from types import SimpleNamespace
 
 import jax
@@ -186,6 +188,43 @@ def test_fine_tuning_has_its_own(small_run, quick_compilation, monkeypatch, caps
     report = out[json.JSONDecoder().raw_decode(out)[1] :]
     assert "demonstrations   2 (0 over-long" in report and "steps            5, each of 2" in report
     assert "its optimizer" in report and "temporaries: sft" in report and "vLLM" not in report
+    assert "checks of this machine, as by jppo.doctor: " in report and not (tmp_path / "run").exists()
     c.data.train_files = "none.jsonl"
     with pytest.raises(UserError, match=r"none\.jsonl"):
         sft.dry_run(c)
+
+
+@pytest.mark.parametrize("fault", ["permission", "run folder", "disk", "resume", "weights"])
+def test_fine_tuning_previews_what_would_end_its_run(small_run, quick_compilation, monkeypatch, tmp_path, fault):
+    """Each fault is found before the run starts, as the doctor finds those of a PPO run."""
+    c = settings.sft_default()
+    c.model = small_run.model
+    (tmp_path / "demonstrations.jsonl").write_text(json.dumps({"prompt": "1+2=", "response": "3"}) + "\n")
+    c.data.train_files, c.data.train_batch_size = str(tmp_path / "demonstrations.jsonl"), 1
+    c.data.max_prompt_length, c.data.max_response_length = 8, 6
+    run = tmp_path / "run"
+    c.trainer.run_dir = str(run)
+    expected = f"FAIL {fault}: "
+    if fault == "permission":
+        run.write_text("a file")
+        expected += f"{run} is not writable"
+    elif fault == "run folder":
+        (run / "checkpoints/3").mkdir(parents=True)
+        (run / "config.json").write_text(json.dumps({"data": {}, "rollout": {}}))
+        expected += f"trainer.run_dir={run} has a run of jppo.train, and this is jppo.sft"
+    elif fault == "disk":
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**20))
+        expected += "0.0 GiB free; "
+    elif fault == "resume":
+        c.trainer.resume_mode = "nowhere"
+        expected = "FAIL run folder: trainer.resume_mode=nowhere: no such checkpoint"
+    else:
+        c.model.init = "pretrained"
+        (tmp_path / "empty").mkdir()
+        for file in pathlib.Path(c.model.path).glob("*.json"):
+            shutil.copy(file, tmp_path / "empty")
+        c.model.path = str(tmp_path / "empty")
+        with pytest.raises(UserError, match="safetensors"):
+            sft.dry_run(c)
+        return
+    assert expected in sft.dry_run(c)

@@ -199,6 +199,9 @@ def test_a_dry_run_says_what_it_would_be(config, quick_compilation):
     assert "pairs            512 (0 over-long ones and 0 with equal halves left out)" in said
     assert "held out         100 (" in said and "steps            24, each of 64 pairs" in said
     assert "its optimizer" in said and "temporaries: rm" in said and "\n  scores " in said
+    assert "checks of this machine, as by jppo.doctor: " in said and "FAIL" not in said
+    pathlib.Path(config.trainer.run_dir).write_text("a file")
+    assert f"FAIL permission: {config.trainer.run_dir} is not writable" in reward_model.dry_run(config)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from jppo.learner import optim
 from jppo.rewards.panel import Panel
 from jppo.runlog.checkpoint import Checkpoints
 from jppo.runlog.checkpoint_arrays import checksum_of_all
-from jppo.runlog.restore import Restored, restore
+from jppo.runlog.restore import Restored, require, restore
 from jppo.settings import UserError, table
 from jppo.types import TrainState
 
@@ -220,23 +220,31 @@ def _of_optimizers(missing: Sequence[str]) -> list[str]:
 
 
 def finished(c: ConfigDict, checkpoints: Checkpoints, total_steps: int) -> bool:
-    """Whether the same command has already finished in this folder and its model is of the last step.
-
-    Raises UserError where the checkpoints are of another command.
-    """
+    """Whether the same command has already finished in this folder and its model is of the last step."""
     run, done = pathlib.Path(c.trainer.run_dir).expanduser(), checkpoints.latest()
     if c.trainer.resume_mode != "auto" or done is None:
         return False
-    wrote, here = command_of(_written_settings(run)), command_of(c)
-    if wrote not in (None, here):
-        raise UserError(
-            f"trainer.run_dir={c.trainer.run_dir} has a run of {wrote}, and this is {here}; give it another folder"
-        )
+    require_own(c)
     model = run / "hf"
     if c.trainer.get("val_only") or done < total_steps or not model.is_dir():
         return False
     written = max(path.stat().st_mtime_ns for path in (model, *model.iterdir()))
     return written >= (run / f"checkpoints/{done}").stat().st_mtime_ns
+
+
+def require_own(c: ConfigDict) -> None:
+    """Raises UserError where the checkpoints of the run folder are of another command."""
+    wrote, here = command_of(_written_settings(pathlib.Path(c.trainer.run_dir).expanduser())), command_of(c)
+    if wrote not in (None, here):
+        raise UserError(
+            f"trainer.run_dir={c.trainer.run_dir} has a run of {wrote}, and this is {here}; give it another folder"
+        )
+
+
+def require_resumable(c: ConfigDict) -> None:
+    """Raises UserError where the checkpoint of trainer.resume_mode is missing."""
+    if c.trainer.resume_mode not in ("auto", "disable"):
+        require(pathlib.Path(c.trainer.resume_mode))
 
 
 def command_of(config: Container[str]) -> str | None:

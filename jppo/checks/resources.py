@@ -12,6 +12,8 @@ from ml_collections import ConfigDict
 
 import jppo
 from jppo import settings
+from jppo.build.logger import require_loggers
+from jppo.build.resume import require_own, require_resumable
 from jppo.checks.finding import GIB, Finding, Verdict
 from jppo.dry_run.rooms import Room
 from jppo.rollout.servers.process import check_ports
@@ -125,7 +127,9 @@ def package_time() -> float:
 
 
 def folder(c: ConfigDict) -> Iterator[Finding]:
-    """Checks the contents of the run folder, and what a run with these settings would do with it."""
+    """Checks what a run with these settings would write, and what it would do with an earlier run of its folder."""
+    require_loggers(c)
+    require_resumable(c)
     run = pathlib.Path(c.trainer.run_dir).expanduser()
     steps = _steps(run / "checkpoints")
     if not steps:
@@ -135,6 +139,7 @@ def folder(c: ConfigDict) -> Iterator[Finding]:
         remedy = "use another trainer.run_dir to keep them"
         yield Finding("run folder", "WARN", f"{run}: trainer.resume_mode=disable removes its checkpoints", remedy)
         return
+    require_own(c)
     changed = differences(run / "config.json", c)
     if changed:
         more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""

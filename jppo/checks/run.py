@@ -5,7 +5,7 @@ import functools
 import pathlib
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
@@ -19,6 +19,8 @@ from jppo.checks import machine, models_and_data, parity, resources
 from jppo.checks.finding import Check, Finding, examine
 from jppo.dry_run import memory, preview, rooms
 from jppo.dry_run.described_machine import Request
+from jppo.models.params import Head
+from jppo.supervised import Task
 from jppo.types import TrainState
 
 COMPILE_S, READ_S, PUBLISH_S, FETCH_S = 900.0, 600.0, 900.0, 3600.0
@@ -62,6 +64,21 @@ def dry_run(c: ConfigDict, request: Request) -> str:
     text = preview.report_here(request, *read.estimate)
     with contextlib.ExitStack() as stack:
         found += examine(checks(read, stack, ask=False), failed=failures(found))
+    return with_findings(text, found)
+
+
+def dry_run_of_one_model(c: ConfigDict, task: Task, head: Head, text: str) -> str:
+    """The report of `--dry_run` for fine-tuning or a reward model: the `text`, and the findings of its checks."""
+
+    def disk() -> Iterator[Finding]:
+        stored = memory.stored_model(c, task.mesh, task.cfg, task.adapters, head, "optim")
+        return room_on_disk(c, stored, memory.served(task.cfg, c.model.param_dtype))
+
+    return with_findings(text, [*machine.environment(None), *examine([*of_folder(c), Check("disk", disk)])])
+
+
+def with_findings(text: str, found: Sequence[Finding]) -> str:
+    """Adds the findings that are not good to a report."""
     lines = [f"{one.verdict:<4} {one.about}: {one.found}; {one.remedy}" for one in found if one.verdict != "OK"]
     good = len(found) - len(lines)
     return "\n".join([f"{text}\nchecks of this machine, as by jppo.doctor: {good} OK", *lines]) + "\n"
@@ -92,13 +109,11 @@ def doctor_checks(c: ConfigDict, stack: contextlib.ExitStack, *, server: bool) -
 def checks(read: Read, stack: contextlib.ExitStack, *, ask: bool) -> list[Check]:
     """Lists the checks that need no server; without `ask`, judges and reward models are not called."""
     c = read.c
-    run = pathlib.Path(c.trainer.run_dir).expanduser()
     logging, _ = elsewhere(c, stack)
 
     def disk() -> Iterator[Finding]:
         export = memory.served(read.inputs.policy, c.model.param_dtype)
-        stored = memory.stored(c, read.inputs, read.mesh)
-        return resources.disk(run, checkpoint=stored, keep=c.trainer.max_ckpt_to_keep, export=export)
+        return room_on_disk(c, memory.stored(c, read.inputs, read.mesh), export)
 
     def publish_room() -> Iterator[Finding]:
         weights = memory.served(read.inputs.policy, published_dtype(c))
@@ -111,9 +126,7 @@ def checks(read: Read, stack: contextlib.ExitStack, *, ask: bool) -> list[Check]
 
     served = c.rollout.name != "inprocess"  # by a server with a port, which reads weights from a file
     return [
-        Check("clock", lambda: resources.clock(time.time(), newest=resources.package_time())),
-        Check("run folder", lambda: resources.folder(c)),
-        Check("permission", lambda: resources.writable("permission", run)),
+        *of_folder(c),
         *([Check("server ports", lambda: resources.ports(c))] if served else []),
         Check("model files", lambda: models_and_data.models(c), limit_s=FETCH_S),
         Check("tokenizer", lambda: models_and_data.tokenizer(c), needs=("model files",)),
@@ -124,6 +137,22 @@ def checks(read: Read, stack: contextlib.ExitStack, *, ask: bool) -> list[Check]
         *([Check("publish room", publish_room, needs=("data",))] if served else []),
         Check("disk", disk, needs=("data",)),
     ]
+
+
+def of_folder(c: ConfigDict) -> list[Check]:
+    """The checks of the clock and the run folder, for every training command."""
+    run = pathlib.Path(c.trainer.run_dir).expanduser()
+    return [
+        Check("clock", lambda: resources.clock(time.time(), newest=resources.package_time())),
+        Check("run folder", lambda: resources.folder(c)),
+        Check("permission", lambda: resources.writable("permission", run)),
+    ]
+
+
+def room_on_disk(c: ConfigDict, checkpoint: int, export: int) -> Iterator[Finding]:
+    """Compares the disk of the run folder with the bytes of a checkpoint and of the exported model."""
+    run = pathlib.Path(c.trainer.run_dir).expanduser()
+    return resources.disk(run, checkpoint=checkpoint, keep=c.trainer.max_ckpt_to_keep, export=export)
 
 
 def elsewhere(c: ConfigDict, stack: contextlib.ExitStack) -> tuple[ConfigDict, pathlib.Path]:

@@ -198,18 +198,17 @@ def of_one_model(
 
 def stored(c: ConfigDict, inputs: Inputs, mesh: Any) -> int:
     """Returns the bytes of a checkpoint: trained weights and optimizers."""
-    heads: list[tuple[ModelConfig | None, Head, Lora | None, str]] = [
-        (inputs.policy, "lm", inputs.adapters, "actor"),
-        (inputs.critic, "value", inputs.critic_adapters, "critic"),
-    ]
-    total = 0
-    for cfg, head, adapters, name in heads:
-        if cfg is None:
-            continue
-        trained = sketch(c, mesh, pad_vocab(cfg, mesh.shape["tensor"]), head=head, adapters=adapters)
-        opt, _ = state.abstract_optimizer(make_optimizer(c[name], name, trained.what), trained.what)
-        total += whole((trained.learned, opt))
-    return total
+    policy = stored_model(c, mesh, inputs.policy, inputs.adapters, "lm", "actor")
+    if inputs.critic is None:
+        return policy
+    return policy + stored_model(c, mesh, inputs.critic, inputs.critic_adapters, "value", "critic")
+
+
+def stored_model(c: ConfigDict, mesh: Any, cfg: ModelConfig, adapters: Lora | None, head: Head, optimizer: str) -> int:
+    """Returns the bytes of one model in a checkpoint; `optimizer` is its section of the settings."""
+    trained = sketch(c, mesh, pad_vocab(cfg, mesh.shape["tensor"]), head=head, adapters=adapters)
+    opt, _ = state.abstract_optimizer(make_optimizer(c[optimizer], optimizer, trained.what), trained.what)
+    return whole((trained.learned, opt))
 
 
 def _reference(c: ConfigDict, inputs: Inputs, mesh: Any, policy: Trained) -> tuple[Params | None, bool]:

@@ -35,7 +35,6 @@ from jppo.runlog.checkpoint import Checkpoints
 from jppo.runlog.lock import own
 from jppo.runlog.logger import Logger, Silent
 from jppo.runlog.profile import Profiler
-from jppo.runlog.restore import require
 from jppo.runlog.timers import Laps, Timers
 from jppo.runlog.watchdog import Watch
 from jppo.types import TrainState
@@ -103,8 +102,7 @@ def read(c: ConfigDict) -> Inputs:
     require_loggers(c)
     share_gpu(c)
     inputs = read_inputs(c)
-    if c.trainer.resume_mode not in ("auto", "disable"):
-        require(pathlib.Path(c.trainer.resume_mode))
+    resume.require_resumable(c)
     return inputs
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 from jppo.errors import UserError
 from jppo.registry import Registry, did_you_mean
 
+LARGEST = (2 - 2**-23) * 2.0**127  # float32's: the device computes in it
 Value = bool | int | float | str | tuple[float, ...] | None
 
 
@@ -45,8 +46,9 @@ class Setting:
         several = tuple(value) if isinstance(value, tuple | list) else (value,)
         numbers = [one for one in several if isinstance(one, int | float)]
         for number in numbers:
-            if math.isnan(number) or (math.isinf(number) and not self.infinite):
-                raise UserError(f"{self.name}={value} must be a finite number; the default is {self.default!r}")
+            if not abs(number) <= LARGEST and not (self.infinite and abs(number) == math.inf):
+                rule = f"a finite number, at most {LARGEST:.3g} in float32"
+                raise UserError(f"{self.name}={value} must be {rule}; the default is {self.default!r}")
         if isinstance(self.default, tuple):
             if len(several) != len(self.default) or len(numbers) != len(several) or any(map(self._outside, numbers)):
                 raise UserError(

@@ -17,8 +17,8 @@ import sys
 import tempfile
 from typing import Any
 
+from jppo.interpreter import executable, python_path
 from jppo.models import tensorfile
-from jppo.rewards.model.by_torch import interpreter, python_path
 from jppo.rewards.model.classifier import refused
 from jppo.settings import UserError
 
@@ -40,7 +40,7 @@ def converted(directory: pathlib.Path, *, python: str, cache: str = CACHE) -> pa
     target.parent.mkdir(parents=True, exist_ok=True)
     made = tempfile.mkdtemp(dir=target.parent)
     try:
-        command = [interpreter(python), "-m", "jppo.rewards.model.convert", str(directory), made]
+        command = [executable(python, "reward.model.python"), "-m", "jppo.rewards.model.convert", str(directory), made]
         env = {**os.environ, "PYTHONPATH": python_path(), "HF_HUB_OFFLINE": "1"}
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
         if done.returncode:
