@@ -95,7 +95,7 @@ def main(source: pathlib.Path, target: pathlib.Path) -> None:
         load = torch.load(file, map_location="cpu", weights_only=True) if files else safetensors.torch.load_file(file)
         tensors |= load
     if any(name in V_HEADS for name in tensors):
-        kind = transformers.AutoModelForSequenceClassification._model_mapping[type(config)]
+        kind: Any = transformers.AutoModelForSequenceClassification._model_mapping[type(config)]
         tensors = renamed(tensors, kind.base_model_prefix)
         config.architectures, config.num_labels = [kind.__name__], 1
     pointers: set[int] = set()
