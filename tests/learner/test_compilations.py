@@ -12,6 +12,7 @@ CORRECTED = dict(
     correction=correct.Correction("sequence", 0.5, 2.0, normalize=True, rules=(("token_k1", 0.5, 2.0),)),
     kl_penalty="full",
     kl_loss_type="full+",
+    value_norm_decay=0.8,
 )
 EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -54,7 +55,9 @@ def test_no_step_after_the_first_compiles(new_learner, make_recipe, drawn, mesh_
     how = {}
     how["actor"], policy_opt = ours.descent("actor", policy, lr=1e-3, tx=ours.adamw)
     how["critic"], value_opt = ours.descent("critic", value, lr=1e-3, tx=ours.adamw)
-    now = state.begin(policy, policy_opt, value, value_opt, kl_coef=0.0, seed=0)
+    now = state.begin(
+        policy, policy_opt, value, value_opt, kl_coef=0.0, seed=0, value_norm="value_norm_decay" in changes
+    )
     ppo.compile_all(
         ours.passes, ours.recipe, plan, ours.mesh,
         now=now, reference=reference, actor=how["actor"], critic=how["critic"], shape=ours.shape,
