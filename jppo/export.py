@@ -15,7 +15,7 @@ import jax
 
 from jppo import __version__
 from jppo.build import trained_model
-from jppo.build.trained_model import Trained
+from jppo.build.trained_model import TrainedPolicy
 from jppo.models import hf_write
 from jppo.report.folder import read_rows
 from jppo.runlog import hub
@@ -58,7 +58,7 @@ def export(args: argparse.Namespace) -> list[str]:
     return said
 
 
-def describe(out: pathlib.Path, found: Trained, run: pathlib.Path | None, *, name: str) -> list[str]:
+def describe(out: pathlib.Path, found: TrainedPolicy, run: pathlib.Path | None, *, name: str) -> list[str]:
     """Writes the model card and the curve up to the step; returns the missing parts of the card, and why."""
     notes: list[str] = [] if found.settings else ["settings: no readable config.json"]
     if run is None:

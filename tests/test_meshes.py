@@ -24,7 +24,7 @@ def mesh(fsdp=1, tensor=1, sequence=1):
 
 @pytest.mark.parametrize("sizes", [{}, dict(tensor=4), dict(sequence=4), dict(fsdp=32, tensor=2, sequence=2)])
 def test_what_divides_fits(sizes):
-    mesh_checks.require_fit(CFG, mesh(**sizes))
+    mesh_checks.require_divisible(CFG, mesh(**sizes))
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_what_divides_fits(sizes):
 )  # fmt: skip
 def test_what_does_not_is_refused_with_what_would(sizes, changes, said):
     with pytest.raises(UserError) as e:
-        mesh_checks.require_fit(dataclasses.replace(CFG, **changes), mesh(**sizes))
+        mesh_checks.require_divisible(dataclasses.replace(CFG, **changes), mesh(**sizes))
     assert str(e.value).endswith(said) and "\n" not in str(e.value)
 
 

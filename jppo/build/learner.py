@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 from jppo.build import offloading, process_setup
 from jppo.build.algorithm import make_recipe
 from jppo.build.inputs import Inputs, critic_path
-from jppo.build.mesh_checks import require_fit
+from jppo.build.mesh_checks import require_divisible
 from jppo.build.optimizers import make_optimizer
 from jppo.build.packing import batch_shape, packing_kind, plan_of_run, sequences_of_step, shared_prompts
 from jppo.learner import compiler, optim, packing, ppo, sharding, state, step, update
@@ -103,7 +103,7 @@ def attention_kernel(c: ConfigDict, cfg: ModelConfig, mesh: Any) -> tuple[str, s
 
 def make_decoder(c: ConfigDict, cfg: ModelConfig, mesh: Any) -> Decoder:
     """Makes the transformer of `cfg` with activations sharded over the mesh as the rows are."""
-    require_fit(cfg, mesh)
+    require_divisible(cfg, mesh)
     kernel, _, needs = attention_kernel(c, cfg, mesh)
     return Decoder(
         cfg,

@@ -10,13 +10,13 @@ from jppo.settings import UserError
 
 
 def require_models_fit(inputs: Inputs, mesh: Mesh) -> None:
-    """Runs `require_fit` for every model of a run, before a server starts."""
+    """Runs `require_divisible` for every model of a run, before a server starts."""
     for cfg in (inputs.policy, inputs.critic, inputs.reference):
         if cfg is not None:
-            require_fit(cfg, mesh)
+            require_divisible(cfg, mesh)
 
 
-def require_fit(cfg: ModelConfig, mesh: Mesh) -> None:
+def require_divisible(cfg: ModelConfig, mesh: Mesh) -> None:
     """Raises UserError with the valid sizes where the mesh cannot shard heads, MLP or width.
 
     Padding makes the vocabulary divisible; key/value heads are repeated.

@@ -151,7 +151,7 @@ def read_checkpoint(c: ConfigDict, checkpoints: Checkpoints, like: Any, now: dic
     if mode == "disable":
         checkpoints.discard_after(-1)
         return None
-    checked: dict[str, Any] = {"fits": lambda meta: require_fit(meta, now), "optional": OPTIMIZERS}
+    checked: dict[str, Any] = {"fits": lambda meta: require_same_run(meta, now), "optional": OPTIMIZERS}
     checked["former_name"] = former_name
     if mode == "auto":
         found = checkpoints.restore_latest(like, **checked)
@@ -167,7 +167,7 @@ def former_name(name: str) -> str:
     return ADAMW.sub(lambda found: f"{found[1]}.{found[2].replace('count', 'steps')}", name)
 
 
-def require_fit(then: dict[str, Any], now: dict[str, Any]) -> None:
+def require_same_run(then: dict[str, Any], now: dict[str, Any]) -> None:
     """Raises UserError where run `now` cannot resume from a checkpoint of run `then`."""
     remedy = "give the old value, or start a new run with another trainer.run_dir or trainer.resume_mode=disable"
     before = then.get("config", {})

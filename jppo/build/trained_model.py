@@ -26,7 +26,7 @@ Settings = dict[str, Any]  # by their dotted names
 
 
 @dataclasses.dataclass(frozen=True)
-class Trained:
+class TrainedPolicy:
     """A policy as a run left it."""
 
     kind: str  # 'model', or 'adapter': needs its base
@@ -82,7 +82,7 @@ def run_of(path: pathlib.Path) -> pathlib.Path | None:
     return path.parent.parent if folder.name == "checkpoints" else None
 
 
-def of_checkpoint(path: pathlib.Path, *, base: str | None, merge: bool, dtype: str | None) -> Trained:
+def of_checkpoint(path: pathlib.Path, *, base: str | None, merge: bool, dtype: str | None) -> TrainedPolicy:
     """Makes the policy of a checkpoint; `base` replaces the run's model.path, `merge` merges adapters.
 
     `dtype` None: the dtype of the parameters in training.
@@ -114,7 +114,7 @@ def of_checkpoint(path: pathlib.Path, *, base: str | None, merge: bool, dtype: s
         def write_adapter(out: pathlib.Path) -> None:
             hf_write.save_adapter(out, found.state, cfg, how, base=read["source"])
 
-        return Trained("adapter", dtype="float32", write=write_adapter, **about)
+        return TrainedPolicy("adapter", dtype="float32", write=write_adapter, **about)
     dtype = read["kind"] if dtype is None else dtype
     model = found.state
     if how is not None:
@@ -124,14 +124,16 @@ def of_checkpoint(path: pathlib.Path, *, base: str | None, merge: bool, dtype: s
     def write(out: pathlib.Path) -> None:
         hf_write.save(out, model, cfg, source=read["source"], dtype=dtype)
 
-    return Trained("model", dtype=dtype, write=write, **about)
+    return TrainedPolicy("model", dtype=dtype, write=write, **about)
 
 
-def of_folder(run: pathlib.Path, *, merge: bool, dtype: str | None) -> Trained:
+def of_folder(run: pathlib.Path, *, merge: bool, dtype: str | None) -> TrainedPolicy:
     """Makes the policy of a run without checkpoints: hf/, or its adapter/ unless merged; `dtype` None: as stored."""
     about: dict[str, Any] = dict(step=None, settings=_settings(run / "config.json"), versions={})
     if (run / "adapter").is_dir() and not merge:
-        return Trained("adapter", dtype="float32", write=lambda out: shutil.copytree(run / "adapter", out), **about)
+        return TrainedPolicy(
+            "adapter", dtype="float32", write=lambda out: shutil.copytree(run / "adapter", out), **about
+        )
     config, cfg = hf.read_config(run / "hf")
     hf.check_weights(run / "hf", cfg, head="lm")
     dtype = _stored_dtype(config) if dtype is None else dtype
@@ -140,7 +142,7 @@ def of_folder(run: pathlib.Path, *, merge: bool, dtype: str | None) -> Trained:
         model = hf.load_params(run / "hf", cfg, head="lm", param_dtype=dtype)
         hf_write.save(out, model, cfg, source=run / "hf", dtype=dtype)
 
-    return Trained("model", dtype=dtype, write=write, **about)
+    return TrainedPolicy("model", dtype=dtype, write=write, **about)
 
 
 def _adapters(settings: Settings) -> Lora | None:

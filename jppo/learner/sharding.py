@@ -175,11 +175,3 @@ def constrain_to_rows(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
         return out
 
     return constrain
-
-
-def join_positions(mesh: Mesh | None) -> Callable[[Any], Any]:
-    """Makes the function that gathers the positions of each [R, T], for loops along them."""
-    if mesh is None or mesh.shape[POSITIONS] == 1:
-        return lambda tree: tree
-    rows = NamedSharding(mesh, PartitionSpec(ROW_AXES))
-    return lambda tree: jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, rows) if x.ndim == 2 else x, tree)

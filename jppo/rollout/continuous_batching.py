@@ -113,7 +113,7 @@ class Request:
         return self.ids.tobytes()
 
 
-class Turns:
+class Batcher:
     """Answers all requests, row by row, with one version of the weights."""
 
     def __init__(

@@ -16,7 +16,7 @@ import jax
 from jppo.models import offload
 from jppo.models.lora import Weights
 from jppo.rollout import continuous_batching, conversations
-from jppo.rollout.continuous_batching import InprocessSettings, Turns, make_programs
+from jppo.rollout.continuous_batching import Batcher, InprocessSettings, make_programs
 from jppo.rollout.protocol import Done, RolloutError, Talk
 from jppo.settings import UserError
 from jppo.types import Params, Prompt, Sampling, Trajectory
@@ -63,7 +63,7 @@ class InprocessSampler:
         """Sets the parameters to sample from, as `version`, valid until the caller donates them."""
         self._held = version, policy
         if not self._compiled:
-            self._turns(self._programs.prepare(offload.to_device(policy)), version).compile()
+            self._batcher(self._programs.prepare(offload.to_device(policy)), version).compile()
             self._compiled = True
 
     def generate(
@@ -101,10 +101,10 @@ class InprocessSampler:
         model = self._programs.prepare(offload.to_device(self._policy(version)))
 
         async def generate() -> list[Trajectory]:
-            turns = self._turns(model, version)
-            answering = asyncio.ensure_future(turns.answer_all())
+            batcher = self._batcher(model, version)
+            answering = asyncio.ensure_future(batcher.answer_all())
             talking = asyncio.ensure_future(
-                conversations.converse(turns.ask, self._talk, prompts, sampling, done, only)
+                conversations.converse(batcher.ask, self._talk, prompts, sampling, done, only)
             )
             try:
                 await asyncio.wait([answering, talking], return_when=asyncio.FIRST_COMPLETED)
@@ -129,8 +129,8 @@ class InprocessSampler:
         """Drops the weights; may be called twice."""
         self._held = None
 
-    def _turns(self, model: Params, version: int) -> Turns:
-        return Turns(self.settings, self._programs, model, self._ends, self._decode, version)
+    def _batcher(self, model: Params, version: int) -> Batcher:
+        return Batcher(self.settings, self._programs, model, self._ends, self._decode, version)
 
     def _check(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
         s = self.settings

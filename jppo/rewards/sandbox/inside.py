@@ -16,7 +16,6 @@ from jppo.rewards.sandbox import kernel, landlock, program, seccomp, spaces
 _SIGKILL, _SIGSTOP = 9, 19
 CLOSED = "closed"  # the first reply, before the program runs; missing if the sandbox could not be closed
 _EXIT_NOT_CLOSED = 1
-FILES_OPEN = 128
 
 
 def main(job_fd: int) -> None:

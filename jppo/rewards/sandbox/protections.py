@@ -12,7 +12,6 @@ from jppo.rewards.sandbox import cgroup, landlock, outside, seccomp, spaces
 from jppo.rewards.sandbox.outside import Guards
 
 STRICT, BASIC, CONTAINER = "strict", "basic", "container"
-MODES = (STRICT, BASIC, CONTAINER)  # of reward.sandbox
 _PROBE = "import bisect, json, random, threading\nt = threading.Thread(target=print, args=(1,))\nt.start()\nt.join()"
 _PROBE_S, _PROBE_BYTES = 30.0, 2**30
 
