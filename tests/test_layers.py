@@ -36,12 +36,18 @@ COMMANDS = (*(f"jppo.{place}" for row in LAYERS[7:] for place in row), *COMMANDS
 # Packages that few may import: a module, or all modules below a package.
 ONLY_IN = {
     "vllm": ("jppo.rollout.vllm.worker",),
-    "torch": ("jppo.rollout.vllm.worker", "jppo.rewards.model.torch_worker", "jppo.checks.parity_worker"),
+    "torch": (
+        "jppo.rollout.vllm.worker",
+        "jppo.rewards.model.torch_worker",
+        "jppo.checks.parity_worker",
+        "jppo.rewards.model.convert_worker",
+    ),
     "transformers": (
         "jppo.data.tokenizer",
         "jppo.rollout.vllm.worker",
         "jppo.rewards.model.torch_worker",
         "jppo.checks.parity_worker",
+        "jppo.rewards.model.convert_worker",
     ),
     "tensorflow": ("jppo.data",),
     "openai": ("jppo.rewards.judge.client",),
@@ -77,6 +83,7 @@ NO_MORE_THAN = {
     "jppo.rollout.vllm.layout": {*sys.stdlib_module_names, "numpy"},
     "jppo.rollout.vllm.transfer": {*sys.stdlib_module_names},
     "jppo.rewards.model.torch_worker": {*sys.stdlib_module_names, "torch", "transformers"},
+    "jppo.rewards.model.convert_worker": {*sys.stdlib_module_names, "torch", "transformers", "safetensors"},
     "jppo.checks.parity_worker": {*sys.stdlib_module_names, "torch", "transformers"},
     # what runs in the processes of the pool
     "jppo.rewards.pool_worker": {*sys.stdlib_module_names},
@@ -101,6 +108,7 @@ OF_JPPO = {
     "jppo.rollout.vllm.transfer": ("jppo.rollout.vllm.layout",),
     "jppo.rollout.vllm.layout": (),
     "jppo.rewards.model.torch_worker": (),
+    "jppo.rewards.model.convert_worker": (),
     "jppo.checks.parity_worker": (),
     "jppo.rewards.pool_worker": ("jppo.rewards.pool_tasks",),
     "jppo.rewards.pool_tasks": ("jppo.rewards.code", "jppo.rewards.rules", "jppo.rewards.sandbox.choice"),
@@ -295,7 +303,7 @@ def test_the_walk_sees_the_project():
         ("jppo.runlog.logger", "def f():\n    import wandb", "only jppo.runlog.to_wandb may"),
         ("jppo.runlog.to_mlflow", "import mlflow", "only inside the function"),
         ("jppo.models.hf", "from transformers import AutoConfig", "only jppo.data.tokenizer"),
-        ("jppo.data.prompts", "import torch", "jppo.rewards.model.torch_worker, jppo.checks.parity_worker may"),
+        ("jppo.data.prompts", "import torch", "jppo.checks.parity_worker, jppo.rewards.model.convert_worker may"),
         (
             "jppo.data.prompts",
             "import importlib\nimportlib.import_module('torch')",

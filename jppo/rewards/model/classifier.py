@@ -46,9 +46,6 @@ def read_classifier(path: str, *, tokenizer: Any, max_length: int, directory: pa
     labels = len(names) if isinstance(names, dict) else config.get("num_labels")
     if labels not in (None, 1):
         raise refused(path, f"{file} has {labels} labels; a reward model has one; {OWN}")
-    if "auto_map" in config and not _known(config.get("model_type")):
-        kind = ", ".join(map(str, config.get("architectures") or ["its class"]))
-        raise refused(path, f"{kind} is code of its own (auto_map in {file}), which is not run; {OWN}")
     inner = config.get("text_config")  # of multimodal models
     text = inner if isinstance(inner, dict) and inner else config
     vocab_size = text.get("vocab_size")
@@ -71,13 +68,6 @@ def read_classifier(path: str, *, tokenizer: Any, max_length: int, directory: pa
             f"tokenizer_config.json of reward.model.path={path} allow; set it to {min(known)} or less"
         )
     return Classifier(path, str(directory), str(config.get("model_type")), vocab_size, text.get("pad_token_id"))
-
-
-def _known(model_type: Any) -> bool:
-    """Whether transformers has the family."""
-    import transformers
-
-    return model_type in transformers.CONFIG_MAPPING
 
 
 def located(path: str) -> pathlib.Path:

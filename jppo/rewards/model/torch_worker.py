@@ -48,7 +48,13 @@ def main(directory: str, parent: int, device: str, dtype: str, threads: int) -> 
 
 def load(directory: str, *, device: str, dtype: str) -> Any:
     """Loads the model with all weights; Refused if some are missing or it has several labels."""
-    config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+    try:
+        config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError) as e:  # a family that transformers lacks
+        raise Refused(
+            f"transformers cannot read its config.json, and a model's own code (auto_map) is not run: {str(e)[:200]};"
+            " reward.function=PATH.py:compute_score can run any model, and reward.judge.* asks a server"
+        ) from e
     if config.num_labels != 1:
         raise Refused(f"config.json gives it num_labels={config.num_labels}; a reward model has one")
     caps = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None

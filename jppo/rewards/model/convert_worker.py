@@ -1,0 +1,58 @@
+"""Writes a reward model's weights as a sequence classifier's in safetensors. It needs only torch and transformers.
+
+    python -m jppo.rewards.model.convert_worker FROM TO
+
+PyTorch files are read with `weights_only`, so that they run no code.
+"""
+
+import pathlib
+import shutil
+import sys
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+V_HEADS = ("v_head.weight", "v_head.summary.weight")  # Starling's and TRL's
+V_BIASES = ("v_head.bias", "v_head.summary.bias")
+TEXTS = (".json", ".model", ".txt", ".jinja")
+
+
+def main(source: pathlib.Path, target: pathlib.Path) -> None:
+    """Writes the converted copy of a model directory."""
+    config = transformers.AutoConfig.from_pretrained(source, local_files_only=True)
+    tensors: dict[str, Any] = {}
+    for file in sorted(source.glob("*.safetensors")):
+        tensors |= load_file(file)
+    for file in [] if tensors else sorted(source.glob("pytorch_model*.bin")):
+        tensors |= torch.load(file, map_location="cpu", weights_only=True)
+    if any(name in V_HEADS for name in tensors):
+        kind: Any = transformers.AutoModelForSequenceClassification._model_mapping[type(config)]
+        tensors = renamed(tensors, kind.base_model_prefix)
+        config.architectures, config.num_labels = [kind.__name__], 1
+    pointers: set[int] = set()
+    for name, tensor in tensors.items():  # tied ones are written twice
+        tensors[name] = tensor.clone() if tensor.data_ptr() in pointers else tensor.contiguous()
+        pointers.add(tensor.data_ptr())
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    for file in source.iterdir():
+        if file.is_file() and file.suffix in TEXTS and "index" not in file.name:
+            shutil.copy(file, target)
+    config.save_pretrained(target)
+
+
+def renamed(tensors: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """Returns a causal model with a value head as a classifier of that base prefix."""
+    head = next(name for name in V_HEADS if name in tensors)
+    out = {"score.weight": tensors[head]}
+    for name, tensor in tensors.items():
+        inner = name.removeprefix("pretrained_model.")
+        if name not in (head, *V_BIASES) and not inner.startswith("lm_head."):
+            root, _, rest = inner.partition(".")
+            out[f"{prefix}.{rest}" if root in ("transformer", "model") else inner] = tensor
+    return out
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]))
