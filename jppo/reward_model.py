@@ -29,6 +29,7 @@ from jppo.data.stream import steps_per_epoch
 from jppo.dry_run import described_machine, memory, preview
 from jppo.dry_run.described_machine import Request
 from jppo.dry_run.forecast import Executions
+from jppo.errors import escaped
 from jppo.learner import batch, compiler, packing, ppo, preference, score, sharding, update
 from jppo.models import cost, hf, offload, placing
 from jppo.models.families import pad_vocab
@@ -141,7 +142,7 @@ def train(config: ConfigDict) -> None:
     metrics = supervised.train(c, task, objective)
     if "rm/val_accuracy" in metrics:
         print(f"held-out accuracy {metrics['rm/val_accuracy']:.4f} on {len(task.held_out.pairs)} pairs")
-    print(f"model             {supervised.folder(c) / 'hf'}")
+    print(escaped(f"model             {supervised.folder(c) / 'hf'}"))
 
 
 def checksum(pairs: Sequence[Pair]) -> int:

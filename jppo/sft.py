@@ -26,6 +26,7 @@ from jppo.data.stream import steps_per_epoch
 from jppo.dry_run import described_machine, memory, preview
 from jppo.dry_run.described_machine import Request
 from jppo.dry_run.forecast import Executions
+from jppo.errors import escaped
 from jppo.learner import batch, compiler, packing, ppo, score, sharding, update
 from jppo.models import hf
 from jppo.models.families import pad_vocab
@@ -106,7 +107,7 @@ def train(config: ConfigDict) -> None:
         draw=draw,
     )
     supervised.train(c, task, objective)
-    print(f"model             {supervised.folder(c) / 'hf'}")
+    print(escaped(f"model             {supervised.folder(c) / 'hf'}"))
 
 
 def checksum(demonstrations: Sequence[Demonstration]) -> int:
