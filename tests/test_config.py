@@ -513,7 +513,6 @@ def test_an_error_reaches_the_terminal_as_one_line_without_controls(capsys):
     "module, words",
     [
         ("jppo.sft", ["--config=configs/quickstart_sft.py", "--config.model.path=~nobody-here/x", "--dry_run"]),
-        ("jppo.report.__main__", ["~nobody-here/x"]),
         ("jppo.data.check", ["~nobody-here/x"]),
         ("jppo.chat", ["~nobody-here/x"]),
         ("jppo.sweep", ["--config=configs/quickstart.py", "--out=~nobody-here/x", "--print"]),
