@@ -19,6 +19,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from jppo.data.files import make_directory, write_jsonl
+from jppo.errors import escaped
 from jppo.settings import Parser, UserError, exit_on_user_error, natural
 
 SPECIAL = ("<pad>", "<eos>")
@@ -118,9 +119,9 @@ def write(out: pathlib.Path, made: Mapping[str, Sequence[Mapping[str, Any]]], ch
     make_directory(out)
     for name, rows in made.items():
         write_jsonl(out / f"{name}.jsonl", rows)
-        print(f"{out / f'{name}.jsonl'}: {len(rows)} rows")
+        print(escaped(f"{out / f'{name}.jsonl'}: {len(rows)} rows"))
     write_model(out / "model", characters)
-    print(f"{out / 'model'}: config and tokenizer")
+    print(escaped(f"{out / 'model'}: config and tokenizer"))
 
 
 @exit_on_user_error

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from jppo.data.files import make_directory, read_rows, write_jsonl
-from jppo.data.rows import Row, text_column
+from jppo.data.rows import Row, checked_prompt, checked_text
+from jppo.errors import escaped
 from jppo.settings import Parser, UserError, exit_on_user_error, natural
 
 GIRLS = ("Lily", "Sue", "Mia", "Anna", "Lucy", "Sara", "Amy", "Emma", "Jane", "Molly")
@@ -55,9 +56,9 @@ def demonstrations(samples: Sequence[Row]) -> list[dict[str, Any]]:
     for row in samples:
         if row.columns.get("finish") is None:
             raise UserError(f"{row.place} has no 'finish'; use a file of a run's samples/")
-        story = _MARK.sub("", row.columns.get("response") or "")
+        story = _MARK.sub("", checked_text(row, "response", row.columns.get("response") or "", blank=True))
         if row.columns["finish"] == "stop" and story.strip():
-            found.append({"prompt": row.columns.get("prompt") or text_column(row, "prompt"), "response": story})
+            found.append({"prompt": checked_prompt(row, "prompt", row.columns.get("prompt")), "response": story})
     if not found:
         raise UserError(
             f"{samples[0].source}: none of {len(samples)} samples was ended by its model; raise"
@@ -83,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     make_directory(args.out)
     for name, rows in made.items():
         write_jsonl(args.out / f"{name}.jsonl", rows)
-        print(f"{args.out / f'{name}.jsonl'}: {len(rows)} rows")
+        print(escaped(f"{args.out / f'{name}.jsonl'}: {len(rows)} rows"))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
-"""Errors that every part of jppo may raise, and their form in a terminal."""
+"""Errors that every part of jppo may raise, their form in a terminal, and paths as a user writes them."""
 
+import os
+import pathlib
 import re
 
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -17,3 +19,11 @@ def escaped(text: str) -> str:
 def one_line(error: BaseException) -> str:
     """Returns the text of an error as a command prints it."""
     return escaped(f"error: {error}").replace("\n", "\\n")
+
+
+def expanded(path: str | os.PathLike[str]) -> pathlib.Path:
+    """Returns the path with a home folder in place of ~; UserError where ~ names no user."""
+    try:
+        return pathlib.Path(path).expanduser()
+    except RuntimeError as e:
+        raise UserError(f"{path}: {pathlib.Path(path).parts[0]} is no user's home folder; write the path out") from e

@@ -11,7 +11,6 @@ and stops.
 import contextlib
 import json
 import math
-import pathlib
 import signal
 import sys
 import time
@@ -29,7 +28,7 @@ from jppo.build.inputs import Inputs, read_test, speaking
 from jppo.build.learner import make_mesh
 from jppo.build.reward import make_panel
 from jppo.build.rollout import open_engine, publish_stored, share_gpu, val_sampling
-from jppo.errors import one_line
+from jppo.errors import expanded, one_line
 from jppo.rollout.protocol import RolloutError
 from jppo.runlog import atomic_file
 from jppo.runlog.lock import own
@@ -63,7 +62,7 @@ Summaries = Mapping[str, Mapping[str, statistics.Estimate]]
 
 def evaluate(c: ConfigDict, console: rich.console.Console) -> bool:
     """Tests the model, prints the table and writes the files; False if nothing could be graded."""
-    began, out = time.monotonic(), pathlib.Path(c.trainer.run_dir).expanduser()
+    began, out = time.monotonic(), expanded(c.trainer.run_dir)
     share_gpu(c)
     inputs = read_test(c)
     sampling = val_sampling(c)

@@ -16,6 +16,7 @@ import jax
 from jppo import __version__
 from jppo.build import trained_model
 from jppo.build.trained_model import TrainedPolicy
+from jppo.errors import escaped
 from jppo.models import hf_write
 from jppo.report.folder import read_rows
 from jppo.runlog import hub
@@ -115,7 +116,7 @@ def main(argv: list[str] | None = None) -> None:
     args = read_arguments(sys.argv[1:] if argv is None else argv)
     jax.config.update("jax_platforms", "cpu")  # nothing is computed, and a training may use the accelerator
     for line in export(args):
-        print(line)
+        print(escaped(line))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jppo import settings
+from jppo.errors import expanded
 from jppo.settings import UserError, table
 from jppo.verl import page
 from jppo.verl.script import read_script
@@ -42,7 +43,7 @@ def overrides_of(argv: list[str]) -> tuple[list[str], tuple[str, ...]]:
         )
     if "=" in argv[0]:
         return argv, ()
-    path = pathlib.Path(argv[0]).expanduser()
+    path = expanded(argv[0])
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Mapping
 from types import ModuleType
 from typing import Any, Generic, TypeVar
 
-from jppo.errors import UserError
+from jppo.errors import UserError, expanded
 
 T = TypeVar("T")
 
@@ -114,7 +114,7 @@ def resolve(spec: str, setting: str) -> Any:
     by_path = place.endswith(".py")
     if not (colon and name and (by_path or all(part.isidentifier() for part in place.split(".")))):
         raise UserError(f"{said_as} must be PATH.py:NAME or MODULE:NAME, as in parts.py:Part or mypackage.parts:Part")
-    module = user_module(pathlib.Path(place).expanduser(), said_as) if by_path else _import(place, said_as)
+    module = user_module(expanded(place), said_as) if by_path else _import(place, said_as)
     found = getattr(module, name, None)
     if found is None:
         there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]

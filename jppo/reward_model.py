@@ -28,6 +28,7 @@ from jppo.data.preferences import Encode, Pair, PairSet, read_pairs
 from jppo.dry_run import memory, preview
 from jppo.dry_run.described_machine import Request
 from jppo.dry_run.forecast import Executions
+from jppo.errors import escaped
 from jppo.learner import batch, compiler, packing, ppo, preference, score, sharding, update
 from jppo.models import cost, hf, hf_write, offload, placing
 from jppo.models.families import pad_vocab
@@ -137,7 +138,7 @@ def train(config: ConfigDict) -> None:
     metrics = supervised.train(c, task, objective)
     if "rm/val_accuracy" in metrics:
         print(f"held-out accuracy {metrics['rm/val_accuracy']:.4f} on {len(task.held_out.pairs)} pairs")
-    print(f"model             {supervised.folder(c) / 'hf'}")
+    print(escaped(f"model             {supervised.folder(c) / 'hf'}"))
 
 
 def checksum(pairs: Sequence[Pair]) -> int:

@@ -24,6 +24,7 @@ from jppo.data.sft import Demonstration, read_demonstrations
 from jppo.dry_run import memory, preview
 from jppo.dry_run.described_machine import Request
 from jppo.dry_run.forecast import Executions
+from jppo.errors import escaped
 from jppo.learner import batch, compiler, packing, ppo, score, sharding, update
 from jppo.models import hf
 from jppo.models.families import pad_vocab
@@ -102,7 +103,7 @@ def train(config: ConfigDict) -> None:
         draw=draw,
     )
     supervised.train(c, task, objective)
-    print(f"model             {supervised.folder(c) / 'hf'}")
+    print(escaped(f"model             {supervised.folder(c) / 'hf'}"))
 
 
 def checksum(demonstrations: Sequence[Demonstration]) -> int:

@@ -20,6 +20,7 @@ from jppo.build.learner import Trained, load_trained, make_descent
 from jppo.build.logger import make_logger
 from jppo.build.resume import differences, finished, identity, read_checkpoint
 from jppo.data.stream import Cursor, next_batch
+from jppo.errors import expanded
 from jppo.learner import batch, packing, ppo, state
 from jppo.models import hf_write, offload, placing
 from jppo.models.families import ModelConfig
@@ -149,7 +150,7 @@ def train(c: ConfigDict, task: Task, objective: Objective) -> dict[str, float]:
 
 def folder(c: ConfigDict) -> pathlib.Path:
     """Returns the run folder."""
-    return pathlib.Path(c.trainer.run_dir).expanduser()
+    return expanded(c.trainer.run_dir)
 
 
 def last_metrics(run: pathlib.Path) -> dict[str, float]:

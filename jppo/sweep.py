@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jppo import settings
+from jppo.errors import expanded
 from jppo.report import write_report
 from jppo.rollout.servers.launch import die_with_parent
 from jppo.runlog import sweep_record, sweep_table
@@ -173,7 +174,7 @@ def main(argv: list[str] | None = None) -> None:
     args, rest = parser.parse_known_args(argv)
     if args.jobs < 1:
         raise UserError(f"--jobs={args.jobs} must be 1 or more")
-    runs, out = plan(rest, None if args.out is None else args.out.expanduser())
+    runs, out = plan(rest, None if args.out is None else expanded(args.out))
     if args.jobs > 1:
         check_apart(runs)
     if args.print:

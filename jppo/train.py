@@ -8,7 +8,6 @@ the derived sizes and the estimated memory, then exits. --dry_run --machine=8xH1
 
 import contextlib
 import dataclasses
-import pathlib
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,7 +27,7 @@ from jppo.build.utilisation import utilisation
 from jppo.checks.run import dry_run
 from jppo.data.stream import Cursor
 from jppo.distributed.hosts import Elsewhere
-from jppo.errors import one_line
+from jppo.errors import expanded, one_line
 from jppo.learner import batch, devices, estimate, ppo
 from jppo.learner.step import advance, order, scalar
 from jppo.report import report_line
@@ -239,7 +238,7 @@ def train(c: ConfigDict) -> None:
                     run.checkpoints.wait()  # `finished` compares the times of the two files
                     hosts.together(lambda: export(run, now))
         if hosts.first:
-            folder = pathlib.Path(c.trainer.run_dir).expanduser()
+            folder = expanded(c.trainer.run_dir)
             summary(folder, report_line(folder))
 
 

@@ -283,7 +283,9 @@ def stopped_by_signals(lab: Lab) -> Iterator[Row]:
     """SIGTERM and SIGHUP in mid-run."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         run = lab.folder / number.name
+        before = signal.signal(number, signal.SIG_DFL)  # a run that nohup started ignores SIGHUP
         process = start(lab.settings, run)
+        signal.signal(number, before)
         wait_until(lambda run=run: (run / "checkpoints/2").is_dir(), process)
         process.send_signal(number)
         began = time.monotonic()

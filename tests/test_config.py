@@ -2,7 +2,9 @@
 
 import errno
 import functools
+import importlib
 import inspect
+import json
 import math
 import os
 import pathlib
@@ -16,6 +18,7 @@ from jppo import settings, train
 from jppo.build import agent, reward
 from jppo.build.packing import critic_epochs
 from jppo.build.rollout import connections
+from jppo.data import gsm8k
 from jppo.learner import sharding
 from jppo.rewards.model.classifier import Classifier
 from jppo.settings import parts, table
@@ -510,6 +513,34 @@ def test_an_error_reaches_the_terminal_as_one_line_without_controls(capsys):
     assert first == r"error: a\nb\x1b[2J" and second == "error: x: File name too long; name another path"
     with pytest.raises(OSError, match="No space"):  # nothing that a path is to blame for
         command(OSError(errno.ENOSPC, "No space", "x"))
+
+
+@pytest.mark.parametrize(
+    "module, words",
+    [
+        ("jppo.sft", ["--config=configs/quickstart_sft.py", "--config.model.path=~nobody-here/x", "--dry_run"]),
+        ("jppo.data.check", ["~nobody-here/x"]),
+        ("jppo.chat", ["~nobody-here/x"]),
+        ("jppo.sweep", ["--config=configs/quickstart.py", "--out=~nobody-here/x", "--print"]),
+    ],
+)
+def test_a_home_folder_of_nobody_is_one_line(module, words, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as e:
+        importlib.import_module(module).main(words)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert e.value.code == 2 and "~nobody-here is no user's home folder; write the path out" in line
+
+
+def test_a_path_with_controls_is_escaped_where_a_command_prints_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gsm8k").mkdir()
+    for split in ("train", "test"):
+        row = {"question": "How much is 1 + 1?", "answer": "#### 2"}
+        (tmp_path / f"gsm8k/{split}.jsonl").write_text(json.dumps(row) + "\n")
+    monkeypatch.setattr(sys, "argv", ["gsm8k", "--from=gsm8k", "--out=a\x1b[2J"])
+    gsm8k.main()
+    assert r"a\x1b[2J" in capsys.readouterr().out and (tmp_path / "a\x1b[2J").is_dir()
 
 
 def test_a_config_that_is_not_there():

@@ -6,13 +6,19 @@ import sys
 import threading
 from concurrent.futures import Future
 
+import jax
 import numpy as np
 import pytest
 
+from examples import arithmetic
 from jppo import prefetch
 from jppo.build import prefetch as build_prefetch
 from jppo.data.stream import Cursor
+from jppo.data.tokenizer import load_tokenizer
 from jppo.distributed.hosts import Hosts
+from jppo.models import decoder, hf
+from jppo.rewards.model.by_jax import JaxRewardModel
+from jppo.rewards.model.part import ModelPart, Normalizer, read_classifier
 from jppo.rewards.panel import Grading, Weights
 from jppo.rewards.panel import Panel as Parts
 from jppo.runlog import sample_queue, trajectories
@@ -262,6 +268,63 @@ def test_what_was_graded_is_not_graded_again_by_the_same_graders(graders, count)
     rewards, _ = it.take(1).grade()
     assert resumed.count == count, "of steps 0 and 1 before, of step 2 since then"
     assert [r.answer for r in rewards] == [f"{uid}/{2 * i + j}" for i, uid in enumerate(order(2)[1][0]) for j in (0, 1)]
+
+
+class Ids:
+    """Texts as ids of a small vocabulary."""
+
+    def read(self, sample):
+        return [3 + ord(character) % 10 for character in sample.text], False
+
+
+def test_a_real_reward_model_scores_no_kept_sample_again(tmp_path, quick_compilation):
+    """Scores and the normalizer's statistics are those of a run that was not interrupted."""
+    arithmetic.write_model(tmp_path)
+    config = arithmetic.MODEL | {"num_hidden_layers": 1, "architectures": ["Qwen2ForSequenceClassification"]}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"id2label": {"0": "score"}}))
+    _, cfg = hf.read_config(tmp_path)
+    values = decoder.init_params(cfg, jax.random.key(7), head="value", param_dtype="float32")
+    hf.save(tmp_path / "hf", values, cfg, source=str(tmp_path), dtype="float32", head="value")
+    what = read_classifier(str(tmp_path / "hf"), tokenizer=load_tokenizer(str(tmp_path)), max_length=16)
+    scored = []
+
+    class Model(JaxRewardModel):
+        def score(self, texts):
+            scored.extend(map(tuple, texts))
+            return super().score(texts)
+
+    def open_panel():
+        part = ModelPart(Model(what, batch_size=4, max_length=16), Ids(), batch_size=4, normalizer=Normalizer())
+        return Parts({"rm_score": part}, Weights({"rm_score": 1.0}, {}), score_on_error=0.0)
+
+    def steps(it, sampler, *numbers):
+        rewards = []
+        for step in numbers:
+            sampler.version = step
+            rewards += [reward.score for reward in it.take(step).grade()[0]]
+            it.forget(step)
+        return rewards
+
+    sampler, whole = Slow(), open_panel()
+    expected = steps(make(sampler, panel=whole, total_steps=3), sampler, 0, 1, 2)
+    times = len(scored)
+    scored.clear()
+    sampler, first = Slow(), open_panel()
+    found = steps(it := make(sampler, panel=first, total_steps=3), sampler, 0)
+    kept, remembered = saved(it), json.loads(json.dumps(first.state()))
+    before = len(scored)
+    resumed = open_panel()
+    resumed.load(remembered)
+    sampler = Slow()
+    sampler.version = 1
+    it = make(sampler, panel=resumed, cursor=order(1)[0][1], total_steps=3)
+    it.load(kept, 1)
+    found += steps(it, sampler, 1, 2)
+    assert before == 8 and len(scored) == times, "steps 0 and 1 before; later steps once"
+    assert found == expected and len(set(expected)) > 4
+    assert resumed.state() == whole.state()
+    for panel in (whole, first, resumed):
+        panel.close()
 
 
 class Part:

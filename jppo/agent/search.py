@@ -6,7 +6,6 @@ over the terms t of the query, with N texts of which n_t contain t, f_td times i
 """
 
 import collections
-import pathlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 
 from jppo.data.files import read_rows
 from jppo.data.rows import text_column
+from jppo.errors import expanded
 from jppo.settings import UserError
 
 K, B = 1.2, 0.75
@@ -89,7 +89,7 @@ class Search:
 
 def read_corpus(path: str, column: str) -> list[str]:
     """Reads the texts of a file; UserError if it has none."""
-    file = pathlib.Path(path).expanduser()
+    file = expanded(path)
     if file.suffix not in (".txt", ".jsonl", ".json", ".parquet"):
         raise UserError(f"the tool search: path={path!r} must be a .txt, .jsonl, .json or .parquet file")
     if not file.is_file():

@@ -24,6 +24,7 @@ from jppo.agent.calls import Call, Fault, Found, Schema
 from jppo.agent.python import Python
 from jppo.agent.search import Search
 from jppo.agent.user_code import UserCodeRunner
+from jppo.errors import expanded
 from jppo.registry import Registry, said, user_module
 from jppo.rewards.sandbox.protections import STRICT
 from jppo.settings import UserError
@@ -157,7 +158,7 @@ def read_tools(path: str, *, allow_code: bool, sandbox: tuple[str, ...] = (STRIC
     """
     if not path:
         return []
-    file, where = pathlib.Path(path).expanduser(), f"{SETTING}={path}"
+    file, where = expanded(path), f"{SETTING}={path}"
     tools = _from_python(file, where) if file.suffix == ".py" else _from_yaml(file, where, sandbox)
     if not tools:
         raise UserError(f"{where} lists no tool; add one, or leave the setting empty")

@@ -12,6 +12,7 @@ from jppo.build.inputs import Inputs
 from jppo.build.resume import data_checksums
 from jppo.distributed.hosts import Hosts
 from jppo.distributed.launchers import join
+from jppo.errors import expanded
 from jppo.settings import UserError, table
 
 # Settings that may differ between hosts.
@@ -61,7 +62,7 @@ def require_alike(c: ConfigDict, hosts: Hosts, inputs: Inputs) -> None:
         for name, value in sums.items():
             if other[name] != value:
                 raise UserError(f"{name}: host {rank} has read other rows than host {hosts.rank}; give all the same")
-    folder = pathlib.Path(c.trainer.run_dir).expanduser()
+    folder = expanded(c.trainer.run_dir)
     mark = hosts.gather(lambda: _mark(folder) if hosts.first else None)[0]
     seen = hosts.gather(lambda: (folder / mark).exists())
     hosts.together(lambda: (folder / mark).unlink() if hosts.first else None)

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import pathlib
 import zlib
 from typing import Any
 
@@ -15,6 +14,7 @@ from jppo.build.learner import Learner
 from jppo.build.rollout import Source, sampling
 from jppo.data.stream import Cursor
 from jppo.distributed.hosts import ALONE, Hosts
+from jppo.errors import expanded
 from jppo.prefetch import Drawn, How, Supply, ages
 from jppo.rewards.panel import Panel
 from jppo.rollout.protocol import RolloutError
@@ -57,7 +57,7 @@ def graders(c: ConfigDict) -> dict[str, Any]:
     found = dict[str, Any]()
     for name, value in table.values(c.reward, "reward.").items():
         text = value if isinstance(value, str) else ""
-        path = pathlib.Path(text.rpartition(":")[0] or text).expanduser()
+        path = expanded(text.rpartition(":")[0] or text)
         found[name] = [value, zlib.crc32(path.read_bytes())] if text and path.is_file() else value
     return found
 

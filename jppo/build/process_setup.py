@@ -2,11 +2,12 @@
 
 import ctypes
 import os
-import pathlib
 import sys
 
 import jax
 import jaxlib
+
+from jppo.errors import expanded
 
 # Parameters of glibc's malloc.h, and values by which the process keeps freed memory.
 _KEEP = {"M_MMAP_MAX": (-4, 0), "M_TRIM_THRESHOLD": (-1, -1), "M_ARENA_MAX": (-8, 1)}
@@ -31,7 +32,7 @@ def keep_programs(folder: str) -> None:
     JAX_COMPILATION_CACHE_DIR takes precedence.
     """
     if folder and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(folder).expanduser()))
+        jax.config.update("jax_compilation_cache_dir", str(expanded(folder)))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 

@@ -18,6 +18,7 @@ from jppo.build.inputs import Inputs
 from jppo.build.learner import Learner
 from jppo.data.prompts import PromptSet
 from jppo.data.stream import Cursor
+from jppo.errors import expanded
 from jppo.learner import optim
 from jppo.rewards.panel import Panel
 from jppo.runlog.checkpoint import Checkpoints
@@ -221,7 +222,7 @@ def _of_optimizers(missing: Sequence[str]) -> list[str]:
 
 def finished(c: ConfigDict, checkpoints: Checkpoints, total_steps: int) -> bool:
     """Whether the same command has already finished in this folder and its model is of the last step."""
-    run, done = pathlib.Path(c.trainer.run_dir).expanduser(), checkpoints.latest()
+    run, done = expanded(c.trainer.run_dir), checkpoints.latest()
     if c.trainer.resume_mode != "auto" or done is None:
         return False
     require_own(c)
@@ -234,7 +235,7 @@ def finished(c: ConfigDict, checkpoints: Checkpoints, total_steps: int) -> bool:
 
 def require_own(c: ConfigDict) -> None:
     """Raises UserError where the checkpoints of the run folder are of another command."""
-    wrote, here = command_of(_written_settings(pathlib.Path(c.trainer.run_dir).expanduser())), command_of(c)
+    wrote, here = command_of(_written_settings(expanded(c.trainer.run_dir))), command_of(c)
     if wrote not in (None, here):
         raise UserError(
             f"trainer.run_dir={c.trainer.run_dir} has a run of {wrote}, and this is {here}; give it another folder"

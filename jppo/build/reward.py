@@ -12,6 +12,7 @@ from jppo.build.inputs import Inputs
 from jppo.build.sandbox import sandbox_of
 from jppo.data.tokenizer import load_tokenizer
 from jppo.distributed.hosts import ALONE, Hosts
+from jppo.errors import expanded
 from jppo.learner import sharding, state
 from jppo.models import fused, hf, spread
 from jppo.models.decoder import attention_settings
@@ -44,7 +45,7 @@ def make_panel(c: ConfigDict, inputs: Inputs, mesh: jax.sharding.Mesh, hosts: Ho
     """
     mesh = sharding.own_part(mesh)
     r, talk = c.reward, c.rollout.multi_turn
-    log = own_folder(hosts, pathlib.Path(c.trainer.run_dir).expanduser())
+    log = own_folder(hosts, expanded(c.trainer.run_dir))
     asked = {
         RULES: not r.function and (bool(r.grader) or not talk.environment),  # these replace the rules
         "function_score": bool(r.function),

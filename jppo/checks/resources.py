@@ -16,6 +16,7 @@ from jppo.build.logger import require_loggers
 from jppo.build.resume import require_own, require_resumable
 from jppo.checks.finding import GIB, Finding, Verdict
 from jppo.dry_run.rooms import Room
+from jppo.errors import expanded
 from jppo.rollout.servers.process import check_ports
 
 DAY_S = 86_400
@@ -130,7 +131,7 @@ def folder(c: ConfigDict) -> Iterator[Finding]:
     """Checks what a run with these settings would write, and what it would do with an earlier run of its folder."""
     require_loggers(c)
     require_resumable(c)
-    run = pathlib.Path(c.trainer.run_dir).expanduser()
+    run = expanded(c.trainer.run_dir)
     steps = _steps(run / "checkpoints")
     if not steps:
         yield Finding("run folder", "OK", f"{run}: a new run")

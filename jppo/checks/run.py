@@ -19,6 +19,7 @@ from jppo.checks import machine, models_and_data, parity, resources
 from jppo.checks.finding import Check, Finding, examine
 from jppo.dry_run import memory, preview, rooms
 from jppo.dry_run.described_machine import Request
+from jppo.errors import expanded
 from jppo.models.params import Head
 from jppo.supervised import Task
 from jppo.types import TrainState
@@ -141,7 +142,7 @@ def checks(read: Read, stack: contextlib.ExitStack, *, ask: bool) -> list[Check]
 
 def of_folder(c: ConfigDict) -> list[Check]:
     """The checks of the clock and the run folder, for every training command."""
-    run = pathlib.Path(c.trainer.run_dir).expanduser()
+    run = expanded(c.trainer.run_dir)
     return [
         Check("clock", lambda: resources.clock(time.time(), newest=resources.package_time())),
         Check("run folder", lambda: resources.folder(c)),
@@ -151,7 +152,7 @@ def of_folder(c: ConfigDict) -> list[Check]:
 
 def room_on_disk(c: ConfigDict, checkpoint: int, export: int) -> Iterator[Finding]:
     """Compares the disk of the run folder with the bytes of a checkpoint and of the exported model."""
-    run = pathlib.Path(c.trainer.run_dir).expanduser()
+    run = expanded(c.trainer.run_dir)
     return resources.disk(run, checkpoint=checkpoint, keep=c.trainer.max_ckpt_to_keep, export=export)
 
 

@@ -17,6 +17,7 @@ import httpx
 from jppo.data import gsm8k_tfds, prepare
 from jppo.data.files import make_directory, read_rows
 from jppo.data.rows import Row, text_column
+from jppo.errors import escaped
 from jppo.settings import Parser, UserError, exit_on_user_error
 
 SUFFIX = 'Let\'s think step by step and output the final answer after "####".'
@@ -85,7 +86,7 @@ def main() -> None:
             download(pathlib.Path(directory))
             counts = convert(pathlib.Path(directory), args.out, tfds=args.tfds)
     for written, count in counts.items():
-        print(f"{written}: {count} rows")
+        print(escaped(f"{written}: {count} rows"))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from jppo.data.files import make_directory, read_rows, write_jsonl
-from jppo.data.rows import Row
+from jppo.data.rows import Row, brief, checked_prompt, checked_text, is_finite
+from jppo.errors import escaped
 from jppo.settings import Parser, UserError, exit_on_user_error, natural
 
 
@@ -26,8 +27,13 @@ def pairs(samples: Sequence[Row], *, seed: int) -> list[list[dict[str, Any]]]:
         missing = [name for name in ("uid", "prompt", "response", "score") if name not in row.columns]
         if missing:
             raise UserError(f"{row.place} has no {missing[0]!r}; use a file of a run's samples/")
-        if row.columns["score"] is not None and (row.columns["response"] or "").strip():
-            of_prompt.setdefault(row.columns["uid"], []).append(row)
+        uid, response = checked_text(row, "uid", row.columns["uid"]), row.columns["response"] or ""
+        checked_prompt(row, "prompt", row.columns["prompt"])
+        score = row.columns["score"]
+        if score is not None and not is_finite(score):
+            raise UserError(f"{row.place}: score is {brief(score)}; it must be a finite number")
+        if score is not None and checked_text(row, "response", response, blank=True).strip():
+            of_prompt.setdefault(uid, []).append(row)
     rng = np.random.default_rng(seed)
     found = [_of_one([group[i] for i in rng.permutation(len(group))]) for group in of_prompt.values()]
     return [group for group in found if group]
@@ -73,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, which in made.items():
         rows = [pair for i in which for pair in found[i]]
         write_jsonl(args.out / f"{name}.jsonl", rows)
-        print(f"{args.out / f'{name}.jsonl'}: {len(rows)} pairs of {len(which)} prompts")
+        print(escaped(f"{args.out / f'{name}.jsonl'}: {len(rows)} pairs of {len(which)} prompts"))
 
 
 if __name__ == "__main__":

@@ -6,14 +6,13 @@ beginning. `encode` is the tokenisation that the reward model uses in scoring.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from jppo.data.prompts import Messages, prompt_of, with_system_prompt
-from jppo.data.rows import Row, brief, checked_messages, text_column
+from jppo.data.rows import Row, brief, checked_messages, is_finite, text_column
 from jppo.data.sources import read_sources
 from jppo.data.tokenizer import enough
 from jppo.settings import UserError
@@ -129,6 +128,6 @@ def _margin(row: Row, column: str) -> float:
             f"{', '.join(map(str, row.columns))}"
         )
     value = row.columns[column]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if not is_finite(value):
         raise UserError(f"{row.place}: {column} is {brief(value)}; a margin must be a finite number")
     return float(value)

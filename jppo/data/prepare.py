@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 
 from jppo.data.files import SUFFIXES, make_directory, read_rows
 from jppo.data.rows import Row
+from jppo.errors import escaped
 from jppo.settings import UserError
 
 Made = Mapping[str, list[dict[str, Any]]]  # rows by output file, without its suffix
@@ -92,4 +93,4 @@ def command(
     parser.add_argument("--out", type=pathlib.Path, required=True, help="directory to write to")
     args = parser.parse_args(argv)
     for written, count in write(make(args.source), args.out).items():
-        print(f"{written}: {count} rows")
+        print(escaped(f"{written}: {count} rows"))

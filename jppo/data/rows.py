@@ -1,6 +1,7 @@
 """A row of data with its place for errors, and checks of its columns."""
 
 import dataclasses
+import sys
 from typing import Any
 
 from jppo.settings import UserError
@@ -28,14 +29,24 @@ def text_column(row: Row, column: str) -> str:
     return checked_text(row, column, row.columns[column])
 
 
-def checked_text(row: Row, column: str, value: Any) -> str:
-    """Returns `value` if it is non-empty text."""
+def checked_text(row: Row, column: str, value: Any, *, blank: bool = False) -> str:
+    """Returns `value` if it is text; only with `blank` may it be empty."""
     if not isinstance(value, str):
         raise UserError(f"{row.place}: {column} is {brief(value)}, of type {type(value).__name__}; it must be text")
-    if not value.strip():
+    if not blank and not value.strip():
         raise UserError(f"{row.place}: {column} is empty; fill it in or remove the row")
     _check_characters(row, column, value)
     return value
+
+
+def checked_prompt(row: Row, column: str, value: Any) -> str | list[dict[str, str]]:
+    """Returns `value` if it is non-empty text or chat messages."""
+    return checked_messages(row, column, value) if isinstance(value, list) else checked_text(row, column, value)
+
+
+def is_finite(value: Any) -> bool:
+    """Whether `value` is a finite number, which a bool is not."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def checked_messages(row: Row, column: str, value: Any) -> list[dict[str, str]]:

@@ -16,6 +16,7 @@ from typing import Any
 from jppo.data import tfds
 from jppo.data.files import SUFFIXES, read_rows
 from jppo.data.rows import Row, brief
+from jppo.errors import expanded
 from jppo.registry import resolve, said
 from jppo.settings import UserError
 
@@ -76,7 +77,7 @@ def _reader(entry: str, setting: str) -> tuple[functools.partial[list[Row]], str
     if entry.startswith(tfds.PREFIX):
         spec = tfds.parse(entry, setting)
         return functools.partial(tfds.read_rows, spec), f"{spec.name}/{spec.split}"
-    path = pathlib.Path(entry).expanduser()
+    path = expanded(entry)
     if path.suffix not in SUFFIXES:
         raise UserError(f"{setting}: {path} ends in {path.suffix!r}; data sources are {FORMS}")
     if not path.is_file():

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 from huggingface_hub import constants
 
+from jppo.errors import expanded
 from jppo.settings import UserError
 
 LONG = 1_000_000  # characters of one text
@@ -22,7 +23,7 @@ def load_tokenizer(path: str) -> Any:
     """Loads the tokenizer of a local directory or a hub name."""
     if not path:
         raise UserError("model.path is empty; set it to an HF directory or a hub name")
-    local = pathlib.Path(path).expanduser()
+    local = expanded(path)
     if not local.is_dir():
         return _from_hub(path)
     # transformers creates an empty tokenizer for a directory without one.
@@ -128,7 +129,7 @@ def _from_hub(name: str) -> Any:
 def _read_config(path: str, name: str) -> dict[str, Any]:
     import transformers
 
-    local = pathlib.Path(path).expanduser()
+    local = expanded(path)
     found = (
         str(local / name)
         if local.is_dir()

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jppo.errors import expanded
 from jppo.models import families, params, placing, tensorfile
 from jppo.models.decoder import init_head
 from jppo.models.families import ModelConfig
@@ -39,7 +40,7 @@ _BUFFERS = re.compile(r".*\.(rotary_emb\.inv_freq|masked_bias)$")  # stored by o
 
 def resolve(path: str | os.PathLike[str], *, weights: bool, further: Sequence[str] = ()) -> pathlib.Path:
     """Returns a model's local directory: `path` itself, or the hub's copy under that name, with `further` files."""
-    directory = pathlib.Path(path).expanduser()
+    directory = expanded(path)
     if directory.is_dir():
         return directory
     remedy = "give the path of a directory with config.json, the tokenizer and *.safetensors"

@@ -6,6 +6,7 @@ The page opens from disk without a network: curves, stage times, scores, samples
 import pathlib
 import sys
 
+from jppo.errors import escaped
 from jppo.report.page import NAME, write_report
 from jppo.settings import Parser, UserError, exit_on_user_error
 
@@ -21,7 +22,7 @@ def main(argv: list[str] | None = None) -> None:
     if out is None:
         out = (args.run_dirs[0] if len(args.run_dirs) == 1 else pathlib.Path()) / NAME
     try:
-        print(write_report(args.run_dirs, out))
+        print(escaped(str(write_report(args.run_dirs, out))))
     except OSError as e:
         raise UserError(f"{e.filename or out}: {e.strerror}; use another file by --out") from e
 

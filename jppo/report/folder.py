@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from jppo.errors import expanded
 from jppo.runlog import logger
 from jppo.settings import UserError
 
@@ -93,7 +94,7 @@ def read_rows(path: pathlib.Path, notes: list[str], without: str | None) -> list
 
 def distinct_names(paths: Sequence[pathlib.Path]) -> list[str]:
     """Returns the last part of each path, with as many parents as make it unique."""
-    parts = [path.expanduser().resolve().parts for path in paths]
+    parts = [expanded(path).resolve().parts for path in paths]
     depth = [1] * len(parts)
     while True:
         names = ["/".join(p[-d:]) for p, d in zip(parts, depth, strict=True)]

@@ -7,11 +7,11 @@ The parameter names select the form. The second gets all samples submitted befor
 """
 
 import functools
-import pathlib
 import threading
 from concurrent.futures import Future
 from typing import Any
 
+from jppo.errors import expanded
 from jppo.rewards.parts import Sample
 from jppo.rewards.pool import Pool, Target, plain, ready
 from jppo.settings import UserError
@@ -63,7 +63,7 @@ def _target(function: str) -> Target:
     file, colon, name = function.rpartition(":")
     if not (colon and file and name):
         raise UserError(f"reward.function={function!r} must be 'path.py:name', as in 'rewards/mine.py:compute_score'")
-    path = pathlib.Path(file).expanduser().resolve()
+    path = expanded(file).resolve()
     try:
         source = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as e:

@@ -27,6 +27,7 @@ from jppo.build.sandbox import introduce_sandbox
 from jppo.build.utilisation import introduce_peak
 from jppo.distributed.hosts import Hosts
 from jppo.dry_run import auto, preview
+from jppo.errors import expanded
 from jppo.learner import packing
 from jppo.prefetch import Supply
 from jppo.rewards.panel import Panel
@@ -64,7 +65,7 @@ class Run:
 
 def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: ConfigDict) -> tuple[Run, Begun] | None:
     """Opens the run and its initial state; `stack` closes it. None: the same command has already finished."""
-    folder = pathlib.Path(c.trainer.run_dir).expanduser()
+    folder = expanded(c.trainer.run_dir)
     require_shareable(c, hosts)
     inputs = hosts.together(lambda: read(c))
     require_alike(c, hosts, inputs)

@@ -40,6 +40,14 @@ def test_the_better_of_a_prompts_responses_are_set_against_the_worse(tmp_path, c
         ([sample("a", "r", 1.0)], [], "0 prompts have responses of different scores"),
         ([sample("a", "r", 1.0)], ["--test", "1"], "--test=1.0 is a share"),
         ([], [], "has no rows"),
+        ([sample("a", "r", 1.0) | {"uid": {"a": 1}}], [], "line 1: uid is {'a': 1}, of type dict; it must be text"),
+        ([sample("a", "r", 1.0) | {"response": [1]}], [], "line 1: response is [1], of type list; it must be text"),
+        ([sample("a", "r", 1.0) | {"response": "\ud800"}], [], "half of a surrogate pair"),
+        ([sample("a", "r", 1.0) | {"prompt": 3}], [], "line 1: prompt is 3, of type int; it must be text"),
+        *(
+            ([sample("a", "r", score)], [], "it must be a finite number")
+            for score in (True, "1", float("nan"), float("-inf"), 10**400, [1.0])
+        ),
     ],
 )
 def test_what_gives_no_pairs_is_one_line(tmp_path, capsys, rows, more, complaint):

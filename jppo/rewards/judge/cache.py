@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
+from jppo.errors import expanded
 from jppo.settings import UserError
 
 
@@ -17,7 +18,7 @@ class Cache:
     """Scores from 0 to 1, keyed by the request and the judge. An unreadable entry is ignored and rewritten."""
 
     def __init__(self, folder: str | os.PathLike[str]):
-        self._folder = pathlib.Path(folder).expanduser()
+        self._folder = expanded(folder)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as e:

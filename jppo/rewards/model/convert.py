@@ -31,15 +31,9 @@ def converted(directory: pathlib.Path, *, python: str, cache: str = CACHE) -> pa
     target.parent.mkdir(parents=True, exist_ok=True)
     made = tempfile.mkdtemp(dir=target.parent)
     try:
-        command = [
-            executable(python, "reward.model.python"),
-            "-m",
-            "jppo.rewards.model.convert_worker",
-            str(directory),
-            made,
-        ]
+        program = [executable(python, "reward.model.python"), "-m", "jppo.rewards.model.convert_worker"]
         env = {**os.environ, "PYTHONPATH": python_path(), "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        done = subprocess.run([*program, str(directory), made], env=env, capture_output=True, text=True, check=False)
         if done.returncode:
             said = (done.stderr.strip().splitlines() or ["it says nothing"])[-1][:300]
             raise refused(str(directory), f"its weights cannot be converted to safetensors: {said}")
