@@ -104,7 +104,7 @@ def require_room(
         tried = estimate(other)
         if tried is not None and fits(tried, room):
             said = " ".join(f"--config.{name}={value}" for name, value in changes.items())
-            raise UserError(f"{machine.name}: {what}; {said} fits, by {tried.peak / GIB:.1f} GiB")
+            raise UserError(f"{machine.name}: {what}; {said} fits: {tried.peak / GIB:.1f} GiB")
     raise UserError(
         f"{machine.name}: {what}; neither model.remat=full, smaller micro-batches nor offload is enough: take more"
         " devices with mesh.fsdp=-1, or model.lora_rank"

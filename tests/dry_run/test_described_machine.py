@@ -70,7 +70,7 @@ def test_a_machine_that_is_too_small_names_the_moment_and_the_first_change_that_
 
     said = (
         r"H100: actor gradient takes 80\.0 GiB of each device's 59\.4; --config\.model\.remat=full"
-        r" --config\.actor\.max_tokens_per_device=8192 fits, by 10\.0 GiB"
+        r" --config\.actor\.max_tokens_per_device=8192 fits: 10\.0 GiB"
     )
     with pytest.raises(UserError, match=said):
         described_machine.require_room(c, machines.parse("H100"), estimate_of(80 * GIB), estimate)
