@@ -133,8 +133,7 @@ def make_talk(
         first = await state.open(begin)
         state.messages += [{"role": "user", "content": first}] if first else []
         room = len(prompt.ids) + sampling.max_tokens
-        record = _Record(opening(chat, prompt, first, room))
-        begun = len(record.ids)
+        record = _Record(start := opening(chat, prompt, first, room))
         while True:
             own = dataclasses.replace(sampling, max_tokens=room - len(record.ids))
             drawn_by = seed if state.turns == 0 else sample_seed(seed, state.turns, 0)
@@ -149,9 +148,8 @@ def make_talk(
                 finish = "length"
                 break
             record.hear(ids)
-            state.messages += new
-            state.heard += 1
-        return state.trajectory(record, decode(record.ids[begun:]), finish)
+            state.messages, state.heard = state.messages + new, state.heard + 1
+        return state.trajectory(record, decode(record.ids[len(start) :]), finish)
 
     return talk
 
