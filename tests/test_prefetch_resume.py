@@ -16,9 +16,10 @@ from jppo.build import prefetch as build_prefetch
 from jppo.data.stream import Cursor
 from jppo.data.tokenizer import load_tokenizer
 from jppo.distributed.hosts import Hosts
-from jppo.models import decoder, hf
+from jppo.models import decoder, hf, hf_write
 from jppo.rewards.model.by_jax import JaxRewardModel
-from jppo.rewards.model.part import ModelPart, Normalizer, read_classifier
+from jppo.rewards.model.classifier import read_classifier
+from jppo.rewards.model.part import ModelPart, Normalizer
 from jppo.rewards.panel import Grading, Weights
 from jppo.rewards.panel import Panel as Parts
 from jppo.runlog import sample_queue, trajectories
@@ -284,7 +285,7 @@ def test_a_real_reward_model_scores_no_kept_sample_again(tmp_path, quick_compila
     (tmp_path / "config.json").write_text(json.dumps(config | {"id2label": {"0": "score"}}))
     _, cfg = hf.read_config(tmp_path)
     values = decoder.init_params(cfg, jax.random.key(7), head="value", param_dtype="float32")
-    hf.save(tmp_path / "hf", values, cfg, source=str(tmp_path), dtype="float32", head="value")
+    hf_write.save(tmp_path / "hf", values, cfg, source=str(tmp_path), dtype="float32", head="value")
     what = read_classifier(str(tmp_path / "hf"), tokenizer=load_tokenizer(str(tmp_path)), max_length=16)
     scored = []
 
@@ -358,4 +359,13 @@ def test_a_reward_follows_from_its_settings_and_the_files_they_name(small_run, t
     before = json.loads(json.dumps(build_prefetch.graders(small_run)))
     assert before == build_prefetch.graders(small_run)
     (tmp_path / "mine.py").write_text("b")
+    assert before != build_prefetch.graders(small_run)
+
+
+def test_a_reward_follows_from_the_reward_model_in_its_folder(small_run, tmp_path):
+    small_run.reward.model.path = str(tmp_path)
+    (tmp_path / "model.safetensors").write_text("a")
+    before = json.loads(json.dumps(build_prefetch.graders(small_run)))
+    assert before == build_prefetch.graders(small_run)
+    (tmp_path / "model.safetensors").write_text("other weights")
     assert before != build_prefetch.graders(small_run)

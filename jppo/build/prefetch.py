@@ -53,12 +53,21 @@ def make_supply(
 
 
 def graders(c: ConfigDict) -> dict[str, Any]:
-    """Returns what the reward depends on, as JSON types: its settings and checksums of the files they name."""
+    """Returns what the reward depends on, as JSON types: its settings and the state of the files they name.
+
+    Of a file the checksum; of a folder, such as a reward model's, the sizes and times of its files.
+    """
     found = dict[str, Any]()
     for name, value in table.values(c.reward, "reward.").items():
         text = value if isinstance(value, str) else ""
         path = expanded(text.rpartition(":")[0] or text)
-        found[name] = [value, zlib.crc32(path.read_bytes())] if text and path.is_file() else value
+        if text and path.is_file():
+            found[name] = [value, zlib.crc32(path.read_bytes())]
+        elif text and path.is_dir():
+            stats = {file.name: file.stat() for file in sorted(path.iterdir())}
+            found[name] = [value, [[file, stat.st_size, stat.st_mtime_ns] for file, stat in stats.items()]]
+        else:
+            found[name] = value
     return found
 
 
