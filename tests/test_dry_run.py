@@ -112,7 +112,7 @@ def test_devices_of_a_processor_share_the_host(monkeypatch, platform, count):
     devices = [SimpleNamespace(platform=platform, process_index=0, device_kind="H") for _ in range(count)]
     mesh = SimpleNamespace(devices=np.array(devices, object))
     monkeypatch.setattr("jppo.learner.devices.resident", lambda: 50)
-    monkeypatch.setattr(memory, "host_room", lambda: 1000)
+    monkeypatch.setattr(rooms, "host_room", lambda: 1000)
     monkeypatch.setattr(rooms, "device_room", lambda mesh: 1200)
     found = rooms.of_machine(ESTIMATE, mesh, host={"vLLM: cache": 7})
     if platform == "cpu":

@@ -17,7 +17,7 @@ from jppo.checks.finding import Check, examine
 @pytest.fixture(autouse=True)
 def ample(monkeypatch):
     """A machine with room, whatever else it runs."""
-    monkeypatch.setattr(parity.memory, "host_room", lambda: 2**40)
+    monkeypatch.setattr(parity.rooms, "host_room", lambda: 2**40)
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_parity_with_transformers_and_without_torch(real, quick_compilation, tmp
     real.rollout.python = str(bare)
     (found,) = looked(parity.check, real)
     assert found.verdict == "OK" and "skipped: no torch" in found.found
-    monkeypatch.setattr(parity.memory, "host_room", lambda: 1)
+    monkeypatch.setattr(parity.rooms, "host_room", lambda: 1)
     (found,) = looked(parity.check, real)
     assert found.verdict == "WARN" and "skipped: it takes" in found.found
     real.model.init = "random"

@@ -14,7 +14,7 @@ from jppo import doctor, settings, train
 from jppo.build import rollout
 from jppo.checks import machine, run
 from jppo.checks.finding import GIB, Finding, examine
-from jppo.dry_run import memory
+from jppo.dry_run import memory, rooms
 from jppo.dry_run.moments import Estimate, Moment
 from jppo.dry_run.rooms import Room
 from jppo.rollout.protocol import RolloutError
@@ -26,7 +26,7 @@ needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 @pytest.fixture(autouse=True)
 def ample(monkeypatch):
     """A machine with room, whatever else it runs."""
-    monkeypatch.setattr(memory, "host_room", lambda: 2**40)
+    monkeypatch.setattr(rooms, "host_room", lambda: 2**40)
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_what_depends_on_a_fault_is_skipped_and_the_rest_is_looked_at(small_run,
 
 
 def test_too_little_memory_keeps_the_server_from_being_started(small_run, quick_compilation, monkeypatch):
-    monkeypatch.setattr(memory, "host_room", lambda: -GIB)
+    monkeypatch.setattr(rooms, "host_room", lambda: -GIB)
     found = {one.about: one for one in all_of(small_run, server=True)}
     assert found["memory"].verdict == "FAIL" and "model.remat" in found["memory"].remedy
     assert found["server"].found == "skipped: because of memory"
