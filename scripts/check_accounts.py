@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # the checkout, for examples/
 from examples import arithmetic
 from jppo import settings
 from jppo.build.inputs import read_inputs

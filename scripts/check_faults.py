@@ -27,6 +27,7 @@ import jax
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # the checkout, for examples/
 from examples import arithmetic
 from jppo.models import decoder, hf, params
 

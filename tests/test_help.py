@@ -2,8 +2,10 @@
 
 import argparse
 import importlib
+import os
 import pathlib
 import re
+import subprocess
 import sys
 
 import pytest
@@ -43,3 +45,14 @@ def test_help_has_an_example_and_describes_each_option(command, monkeypatch, cap
         assert parser.description
         assert not [action.option_strings or action.dest for action in parser._actions if not action.help]
         assert len(parser._actions) > 1
+
+
+def test_scripts_start_from_any_folder(tmp_path):
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    names = [path for path in sorted((ROOT / "scripts").glob("*.py")) if "argparse" in path.read_text()]
+    started = [
+        subprocess.Popen([sys.executable, path, "--help"], cwd=tmp_path, env=env, stderr=-1, stdout=-1, text=True)
+        for path in names
+    ]
+    ended = {path.name: (one.communicate()[1], one.returncode) for path, one in zip(names, started, strict=True)}
+    assert len(ended) >= 8 and ended == dict.fromkeys(ended, ("", 0))
