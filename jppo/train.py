@@ -87,14 +87,8 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
     bad = metrics.get("actor/skipped", 0.0) + metrics.get("critic/skipped", 0.0) > 0
     if bad:
         run.logger.arrays(f"step_{version + 1}", batch.arrays(data, trajectories))
-    now = advance(
-        recipe,
-        now,
-        metrics["actor/reward_kl_penalty"],
-        bad=bad,
-        learned=bool(data.mask.any()),
-        value_norm=data.value_norm,
-    )
+    kl, learned = metrics["actor/reward_kl_penalty"], bool(data.mask.any())
+    now = advance(recipe, now, kl, bad=bad, learned=learned, value_norm=data.value_norm)
     metrics |= utilisation(c, run.inputs, learner.mesh, trajectories, timer.so_far(), step=version)
     return now, drawn.after, metrics | {"trainer/bad_steps": float(now.bad_steps)}
 
