@@ -24,6 +24,7 @@ WORKERS = {
     "jppo.rollout.servers.launch",
     "jppo.rollout.sglang.guarded",
     "jppo.rewards.pool_worker",
+    "jppo.rewards.model.convert_worker",
     "jppo.rewards.model.torch_worker",
     "jppo.checks.parity_worker",
     "jppo.targets.compilers",

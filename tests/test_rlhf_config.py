@@ -69,9 +69,16 @@ def test_its_reward_model(small, quick_compilation):
     assert "pairs            64 (0 over-long" in said and "steps            1, each of 64 pairs" in said
 
 
-@pytest.mark.parametrize("name", ["tinystories_sft", "tinystories_reward_model", "tinystories_ppo"])
-def test_the_stages_of_the_example_find_each_other(name):
-    c, _ = settings.parse([f"--config=configs/{name}.py:here"], "", settings.default())
+@pytest.mark.parametrize(
+    "name, defaults",
+    [
+        ("tinystories_sft", settings.sft_default),
+        ("tinystories_reward_model", settings.reward_model_default),
+        ("tinystories_ppo", settings.default),
+    ],
+)
+def test_the_stages_of_the_example_find_each_other(name, defaults):
+    c, _ = settings.parse([f"--config=configs/{name}.py:here"], "", defaults())
     with c.unlocked():
         c.model.path = c.model.path or "given"
     settings.check(c)

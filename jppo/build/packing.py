@@ -73,8 +73,10 @@ def critic_mini_batch_size(c: ConfigDict) -> int:
 
 def critic_epochs(c: ConfigDict, step: int) -> int:
     """Returns the critic's epochs over the batch of a step; in its warm-up they may be more."""
-    warm = c.critic.warmup_epochs if step < c.trainer.critic_warmup else None
-    return next(int(epochs) for epochs in (warm, c.critic.ppo_epochs, c.actor.ppo_epochs) if epochs is not None)
+    of_warmup, own, actors = c.critic.warmup_epochs, c.critic.ppo_epochs, c.actor.ppo_epochs
+    if step < c.trainer.critic_warmup and of_warmup is not None:
+        return int(of_warmup)
+    return int(actors if own is None else own)
 
 
 def sequences_of_step(c: ConfigDict) -> int:

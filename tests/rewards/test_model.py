@@ -589,12 +589,7 @@ def test_a_tokenizer_of_sentencepiece_alone_is_read(tmp_path):
         "unk_id": 3,
     }
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(texts),
-        model_writer=written,
-        vocab_size=60,
-        hard_vocab_limit=False,
-        minloglevel=2,
-        **pieces,
+        sentence_iterator=iter(texts), model_writer=written, vocab_size=60, **pieces
     )
     (tmp_path / "spm.model").write_bytes(written.getvalue())
     (tmp_path / "config.json").write_text('{"model_type": "deberta-v2", "vocab_size": 200}')

@@ -365,9 +365,9 @@ def one_at_a_time(fake, seconds):
 
 
 def test_a_server_that_works_its_queue_off_is_not_late(made, fakes):
-    """Twelve requests of 0.2 s, one at a time: the last waits longer than any may take."""
-    sampler = made(1, timeout_s=1.0)
-    one_at_a_time(fakes[0], 0.2)
+    """Twelve requests of 0.3 s, one at a time: the last waits longer than any may take."""
+    sampler = made(1, timeout_s=3.0)
+    one_at_a_time(fakes[0], 0.3)
     assert whole(sampler.generate(PROMPTS, SAMPLING, version=7))
     assert sampler.metrics() == {"rollout/restarts": 0.0, "rollout/asked_again": 0.0}
 
