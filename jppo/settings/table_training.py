@@ -54,7 +54,7 @@ DATA = (
     S("packing", "auto", "Layout of rows. segments: several trajectories share a row; buckets: one per row, in a few"
       " lengths; prefix: a prompt once with its samples; none: one per row, one length; auto: segments on TPUs,"
       " else buckets", choices=("auto", "segments", "buckets", "prefix", "none")),
-    S("row_lengths", 4, "Number of row lengths for buckets and prefix; each is a shape to compile", bounds="[1,"),
+    S("row_lengths", 4, "Number of row lengths for buckets and prefix; each is a shape to compile", bounds="[1,256]"),
     S("max_tokens_per_row", -1, "Longest row for segments and prefix. -1: derived from the longest prompt and"
       " response", unit="tokens", bounds="[1,", off=-1),
 )  # fmt: skip
