@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jppo import settings
-from jppo.errors import expanded
+from jppo.errors import escaped, expanded
 from jppo.settings import UserError, table
 from jppo.verl import page
 from jppo.verl.script import read_script
@@ -112,16 +112,16 @@ def main(argv: list[str] | None = None) -> Any:
         return
     if any(word.startswith(OWN) for word in argv):
         changes, found = on_top(argv)
-        print("\n".join([*changes, commented(account(found, ()))]))
+        print(escaped("\n".join([*changes, commented(account(found, ()))])))
         return
     words, notes = overrides_of(argv)
     found = translate(words)
     try:
-        print(command(arguments(found)))
+        print(escaped(command(arguments(found))))
     except UserError as e:
-        print(commented(account(found, notes)))
+        print(escaped(commented(account(found, notes))))
         raise UserError(f"jppo refuses the settings: {e}; give verl's key with another value behind the file") from e
-    print(commented(account(found, notes)))
+    print(escaped(commented(account(found, notes))))
 
 
 if __name__ == "__main__":

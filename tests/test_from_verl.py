@@ -174,6 +174,12 @@ def test_what_becomes_of_each_key_is_said(tmp_path, capsys):
     assert "reward_model.overlong_buffer.len=4096 -> reward.overlong_buffer_tokens=4096" in sections["jppo's settings"]
 
 
+def test_control_characters_are_shown_and_not_executed(capsys):
+    from_verl.main(["+x.y=\x1b[2J", "trainer.experiment_name=a\x1bb"])
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and out.count(r"\x1b") == 2
+
+
 def test_verls_defaults_are_in_the_command(capsys):
     """The base has other values of these, or jppo: those of verl 0.9.1's ppo_trainer.yaml."""
     config, out = said(capsys, "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2")

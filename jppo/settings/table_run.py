@@ -68,7 +68,7 @@ TRAINER = (
     S("seed", 1, "Seed of everything that is sampled", bounds="[0,"),
     S("total_epochs", 1, "Epochs over the prompts", bounds="[1,"),
     S("total_training_steps", -1, "Steps of the run, over all its starts. -1: by total_epochs",
-      bounds="[1,", off=-1),
+      bounds="[1,2147483647]", off=-1),
     S("critic_warmup", 0, "First steps in which only the critic learns", bounds="[0,"),
     S("max_bad_steps", 3, "Skipped steps (non-finite loss or gradient) in a row before the run stops",
       bounds="[1,"),
