@@ -177,7 +177,8 @@ def test_what_becomes_of_each_key_is_said(tmp_path, capsys):
 def test_control_characters_are_shown_and_not_executed(capsys):
     from_verl.main(["+x.y=\x1b[2J", "trainer.experiment_name=a\x1bb"])
     out = capsys.readouterr().out
-    assert "\x1b" not in out and out.count(r"\x1b") == 2
+    assert "\x1b" not in out
+    assert r"+x.y=\x1b[2J" in out and r"experiment_name=a\x1bb" in out
 
 
 def test_verls_defaults_are_in_the_command(capsys):
