@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jppo import settings
-from jppo.errors import expanded
+from jppo.errors import escaped, expanded
 from jppo.report import write_report
 from jppo.rollout.servers.launch import die_with_parent
 from jppo.runlog import sweep_record, sweep_table
@@ -154,7 +154,7 @@ def last_words(log: pathlib.Path) -> str:
 
 def say(text: str) -> None:
     """Prints a line and flushes."""
-    print(text, flush=True)
+    print(escaped(text), flush=True)
 
 
 def _terminate(number: int, _: Any) -> None:
@@ -178,7 +178,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.jobs > 1:
         check_apart(runs)
     if args.print:
-        print("\n".join(shlex.join(train_command(run)) for run in runs))
+        say("\n".join(shlex.join(train_command(run)) for run in runs))
         return
     signal.signal(signal.SIGTERM, _terminate)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # ignored under nohup

@@ -11,6 +11,7 @@ import rich.console
 import rich.table
 import rich.text
 
+from jppo.errors import escaped
 from jppo.rollout.protocol import RolloutError
 from jppo.settings import UserError
 
@@ -120,7 +121,7 @@ def report(found: Iterable[Finding], console: rich.console.Console) -> int:
             row.add_column(width=width)
         row.add_column()
         verdict = rich.text.Text(finding.verdict, STYLE[finding.verdict])
-        told = f"{finding.found}\n→ {finding.remedy}" if finding.remedy else finding.found
+        told = escaped(f"{finding.found}\n→ {finding.remedy}" if finding.remedy else finding.found)
         row.add_row(verdict, rich.text.Text(finding.about), rich.text.Text(told, overflow="fold"))
         console.print(row)
         failed += finding.verdict == "FAIL"

@@ -22,6 +22,7 @@ from jppo.dry_run import auto, described_machine, forecast, memory, rooms
 from jppo.dry_run.described_machine import Request
 from jppo.dry_run.forecast import Executions
 from jppo.dry_run.memory import Estimate
+from jppo.errors import escaped
 from jppo.learner import packing, ppo, update
 from jppo.targets.machines import Machine
 from jppo.types import Prompt, Trajectory
@@ -238,6 +239,6 @@ def of_estimate(
     request.write(forecast.as_dict(found, outlook))
     text = report([f"machine          {machine}", *lines], found, rooms.described_rooms(c, machine, found), outlook)
     if not described_machine.fits(found, described_machine.capacity(c, machine)[0]):
-        print(text, end="", flush=True)
+        print(escaped(text), end="", flush=True)
         described_machine.require_room(c, machine, found, estimate)
     return text

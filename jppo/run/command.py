@@ -8,6 +8,7 @@ from ml_collections import ConfigDict
 from jppo import settings
 from jppo.dry_run import described_machine
 from jppo.dry_run.described_machine import Request
+from jppo.errors import escaped
 from jppo.runlog.watchdog import ending
 
 
@@ -27,7 +28,7 @@ def run(
     request = described_machine.read(switches, name, argv)
     if switches["dry_run"]:
         print(settings.dump(config), flush=True)
-        print(dry_run(config, request), end="")
+        print(escaped(dry_run(config, request)), end="")
         return
     with ending(config.trainer.run_dir, within_s=config.trainer.stop_timeout_s):
         train(config)

@@ -9,6 +9,8 @@ from jppo.errors import UserError
 from jppo.registry import Registry, did_you_mean
 
 LARGEST = (2 - 2**-23) * 2.0**127  # float32's: the device computes in it
+MOST = 2**31 - 1  # int32's: the device counts in it
+MOST_BYTES = 2**63 - 1
 Value = bool | int | float | str | tuple[float, ...] | None
 
 
@@ -49,6 +51,9 @@ class Setting:
             if not abs(number) <= LARGEST and not (self.infinite and abs(number) == math.inf):
                 rule = f"a finite number, at most {LARGEST:.3g} in float32"
                 raise UserError(f"{self.name}={value} must be {rule}; the default is {self.default!r}")
+            most = MOST_BYTES if self.unit == "bytes" else MOST
+            if self.type is int and self.interval[1] is None and abs(number) > most:
+                raise UserError(f"{self.name}={value} must be at most {most}; the default is {self.default!r}")
         if isinstance(self.default, tuple):
             if len(several) != len(self.default) or len(numbers) != len(several) or any(map(self._outside, numbers)):
                 raise UserError(
