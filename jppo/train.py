@@ -35,6 +35,7 @@ from jppo.rollout.protocol import RolloutError
 from jppo.run import command
 from jppo.run.export import Unwritten, export, write_model
 from jppo.run.opened import Run, open_run
+from jppo.run.token_values import record_tokens
 from jppo.run.validation import validate
 from jppo.runlog.checkpoint import NonFinite
 from jppo.runlog.rollout_metrics import describe, source_means
@@ -80,6 +81,7 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
             data = ppo.with_values(passes, data, micros, learner.value(now))
     with timer("adv"):
         data, found = ppo.with_advantages(passes, data, now.kl_coef, learner.mesh, now.value_norm)
+    record_tokens(run, version + 1, data, trajectories, now.value_norm)
     metrics |= found | {"actor/reward_kl_penalty_coeff": float(now.kl_coef)}
     run.match.require(metrics, data, micros, trajectories)
     now, found = update_models(c, learner, now, data, trajectories, timer, run.handover.begin)

@@ -125,6 +125,7 @@ class Batch:
     weight: Array | None = None  # [B, L] f32, importance weights
     advantage: Array | None = None  # [B, L] f32
     returns: Array | None = None  # [B, L] f32, normalised as the values are
+    reward: Array | None = None  # [B, L] f32, of the token, with its share of the KL
     value_norm: Array | None = None  # [3] f32, statistics that normalise values, with this step's returns
 
 

@@ -11,7 +11,7 @@ from jppo.agent.conversation import Turns, make_talk
 from jppo.agent.tools import Limits, Toolbox, read_tools
 from jppo.agent.user_code import UserCodeRunner
 from jppo.build.sandbox import sandbox_of
-from jppo.data.tokenizer import decode
+from jppo.data.tokenizer import decode, spell
 from jppo.rollout.protocol import Talk
 from jppo.settings import template_arguments
 
@@ -57,9 +57,6 @@ def make_agent(c: ConfigDict, tokenizer: Any, ends: tuple[int, ...]) -> Agent | 
         between = turn_tokens.templated(tokenizer, toolbox.schemas, roles=roles, name=m.format, arguments=arguments)
         told = toolbox.schemas
 
-    def spell(ids: list[int]) -> str:
-        return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
     talk = make_talk(
         between,
         PARSERS[m.format],
@@ -67,7 +64,7 @@ def make_agent(c: ConfigDict, tokenizer: Any, ends: tuple[int, ...]) -> Agent | 
         begin,
         turns=Turns(assistant=m.max_assistant_turns, user=m.max_user_turns),
         decode=lambda ids: decode(tokenizer, ids),
-        spell=spell,
+        spell=lambda ids: spell(tokenizer, ids),
         ends=ends,
     )
     return Agent(talk, told, toolbox, user_code)

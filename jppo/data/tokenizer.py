@@ -15,6 +15,7 @@ from jppo.settings import UserError
 
 LONG = 1_000_000  # characters of one text
 CUT_FROM = 100_000  # characters; shorter texts are always tokenised quickly
+LONGEST = 32  # tokens of one character; bytes that are no text would make later ones wait for ever
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "spm.model", "tekken.json")
 
@@ -86,6 +87,24 @@ def encode_all(tokenizer: Any, texts: Sequence[str], *, max_length: int | None =
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:
     """Decodes token ids without special tokens."""
     return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def spell(tokenizer: Any, ids: Sequence[int]) -> str:
+    """Decodes token ids with special tokens."""
+    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """Splits the text of `spell` by token; a character of several tokens belongs to the last, the others have ''."""
+    found = []
+    context = begin = 0  # tokens from `begin` have no text yet; those from `context` are decoded with them
+    for end in range(1, len(ids) + 1):
+        text = spell(tokenizer, ids[context:end])
+        waits = text.endswith("\N{REPLACEMENT CHARACTER}") and end < len(ids) and end - begin < LONGEST
+        found.append("" if waits else text[len(spell(tokenizer, ids[context:begin])) :])
+        if not waits:
+            context, begin = begin, end
+    return found
 
 
 def check_stop_texts(tokenizer: Any, texts: Sequence[str]) -> None:

@@ -104,7 +104,7 @@ def make_advantages(
             if value_norm is not None and value_norm_decay is not None:
                 value_norm = values.updated(value_norm, returns, mask, decay=value_norm_decay)
                 returns = jnp.where(mask, values.normalised(returns, value_norm), 0.0)
-        known = {"mask": mask, "weight": weight, "advantage": advantage, "value_norm": value_norm}
+        known = {"mask": mask, "weight": weight, "reward": reward, "advantage": advantage, "value_norm": value_norm}
         known["returns"] = None if value is None else returns
         return {name: x for name, x in known.items() if x is not None}, metrics
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jppo
 from jppo import settings as config
-from jppo.report import samples, series
+from jppo.report import samples, series, tokens
 from jppo.report.folder import Folder, distinct_names, read_folder
 from jppo.settings import table
 
@@ -19,7 +19,7 @@ CURVES = 4_000  # points of a metric, over all runs
 def make_document(run_dirs: Sequence[pathlib.Path], budget: int = BUDGET) -> dict[str, Any]:
     """Returns the document: common data, and under `runs` each run's data."""
     folders = [read_folder(path) for path in run_dirs]
-    read = [samples.read_samples(f.samples, budget // len(folders), f.notes) for f in folders]
+    read = [read_samples(f, budget // len(folders)) for f in folders]
     graded = [s for entries in read for e in entries for s in e["scores"] if s is not None]
     rows = samples.levels(graded)
     names = distinct_names([f.path for f in folders])
@@ -34,10 +34,23 @@ def make_document(run_dirs: Sequence[pathlib.Path], budget: int = BUDGET) -> dic
                 "scores": samples.histogram(entries, rows),
                 "samples": [{k: v for k, v in e.items() if k != "scores"} for e in entries],
                 "left_out": samples.told(folder.samples, entries),
+                "tokens_left_out": tokens.told(folder.tokens, entries),
             }
             for folder, name, entries in zip(folders, names, read, strict=True)
         ],
     }
+
+
+def read_samples(folder: Folder, budget: int) -> list[dict[str, Any]]:
+    """Returns an entry per file of samples, with the token records of its step; they get a quarter of the budget."""
+    files = samples.choose(folder.samples)
+    steps = {file.step for file in files if file.kind == "step"}
+    found = tokens.read_records([file for file in folder.tokens if file.step in steps], budget // 4, folder.notes)
+    budget -= sum(len(one.packed) for one in found.values())
+    entries = samples.read_samples(files, budget, folder.notes, {step: one.samples for step, one in found.items()})
+    for entry in entries:
+        entry["records"] = found[entry["step"]].packed if entry["kind"] == "step" and entry["step"] in found else ""
+    return entries
 
 
 def describe(folder: Folder, name: str, points: int = series.POINTS) -> dict[str, Any]:

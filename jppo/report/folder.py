@@ -16,9 +16,9 @@ SERVER_HEAD = 65_536  # bytes of a server's log that contain its version
 
 @dataclasses.dataclass(frozen=True)
 class SampleFile:
-    """One file of samples/: of a training step, or of the test after it."""
+    """One file of samples/: of a training step, of the test after it, or the step's token records."""
 
-    kind: str  # 'step' or 'test'
+    kind: str  # 'step', 'test' or 'tokens'
     step: int
     path: pathlib.Path
 
@@ -32,6 +32,7 @@ class Folder:
     lines: list[dict[str, Any]]  # of metrics.jsonl, by step
     warnings: list[dict[str, Any]]
     samples: list[SampleFile]  # by kind and step
+    tokens: list[SampleFile]  # token records of training steps, by step
     exported: bool  # hf/ is written last
     written: float | None  # time of the last metrics line, in seconds since 1970
     versions: dict[str, str]
@@ -49,13 +50,14 @@ def read_folder(path: pathlib.Path) -> Folder:
     lines = {m["step"]: m for m in found if _is_step(m.get("step"))}  # the last line of a repeated step
     if len(lines) < len(found):
         notes.append(f"{logger.FILE}: {len(found) - len(lines)} lines have no step or a repeated one and are skipped")
-    file = path / logger.FILE
+    file, files = path / logger.FILE, _sample_files(path / "samples", notes)
     return Folder(
         path=path,
         settings=_settings(path / "config.json", notes),
         lines=[lines[step] for step in sorted(lines)],
         warnings=read_rows(path / "warnings.jsonl", notes, None),
-        samples=_sample_files(path / "samples", notes),
+        samples=[f for f in files if f.kind != "tokens"],
+        tokens=[f for f in files if f.kind == "tokens"],
         exported=(path / "hf").is_dir(),
         written=file.stat().st_mtime if file.is_file() else None,
         versions=_versions(path),
@@ -125,7 +127,7 @@ def _settings(path: pathlib.Path, notes: list[str]) -> dict[str, Any] | None:
 def _sample_files(folder: pathlib.Path, notes: list[str]) -> list[SampleFile]:
     found = []
     for path in folder.glob("*.jsonl"):
-        match = re.fullmatch(r"(step|test)_(\d+)\.jsonl", path.name)
+        match = re.fullmatch(r"(step|test|tokens)_(\d+)\.jsonl", path.name)
         if match:
             found.append(SampleFile(match[1], int(match[2]), path))
     if not found:

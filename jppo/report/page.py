@@ -12,7 +12,17 @@ from jppo.report.samples import compact, pack
 from jppo.runlog import atomic_file
 
 NAME = "report.html"
-SCRIPTS = ("shared.js", "plot.js", "curves.js", "stages.js", "scores.js", "samples.js", "settings.js", "main.js")
+SCRIPTS = (
+    "shared.js",
+    "plot.js",
+    "curves.js",
+    "stages.js",
+    "scores.js",
+    "tokens.js",
+    "samples.js",
+    "settings.js",
+    "main.js",
+)
 
 
 def write_report(run_dirs: Sequence[pathlib.Path], out: pathlib.Path, budget: int = BUDGET) -> pathlib.Path:
@@ -37,9 +47,10 @@ def make_page(document: Mapping[str, Any]) -> str:
     """
     runs, texts = [], []
     for i, run in enumerate(document["runs"]):
-        entries = [{k: v for k, v in e.items() if k != "packed"} for e in run["samples"]]
+        entries = [{k: v for k, v in e.items() if k not in ("packed", "records")} for e in run["samples"]]
         runs.append({**run, "samples": entries})
         texts += [_data(f"samples-{i}-{e['kind']}-{e['step']}", e["packed"]) for e in run["samples"]]
+        texts += [_data(f"tokens-{i}-{e['step']}", e["records"]) for e in run["samples"] if e["records"]]
     parts = {
         "title": html.escape(", ".join(run["name"] for run in runs)),
         "style": _file("page.css"),

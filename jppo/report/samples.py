@@ -19,16 +19,26 @@ TEXT = 20_000  # characters kept of a text
 RATIO = 6.0  # assumed compression of texts, until some are packed
 
 
-def read_samples(files: Sequence[SampleFile], budget: int, notes: list[str]) -> list[dict[str, Any]]:
+def choose(files: Sequence[SampleFile]) -> list[SampleFile]:
+    """Returns the files that are read."""
+    return [f for kind, most in FILES.items() for f in spread([f for f in files if f.kind == kind], most)]
+
+
+def read_samples(
+    files: Sequence[SampleFile], budget: int, notes: list[str], recorded: Mapping[int, Sequence[int]]
+) -> list[dict[str, Any]]:
     """Returns an entry per file: its step, its scores, and the packed rows that fit.
 
-    `budget` is in characters of packed text, in total.
+    `budget` is in characters of packed text, in total. `recorded` has the lines of a step's samples with a token
+    record; they get its index as `token_record`.
     """
-    chosen = [f for kind, most in FILES.items() for f in spread([f for f in files if f.kind == kind], most)]
     entries, ratio = [], RATIO
-    for i, file in enumerate(chosen):
+    for i, file in enumerate(files):
         rows = read_rows(file.path, notes, "no samples of it")
-        kept, packed, ratio = fit(rows, budget // (len(chosen) - i), ratio)
+        for index, line in enumerate(recorded.get(file.step, ()) if file.kind == "step" else ()):
+            if line < len(rows):
+                rows[line]["token_record"] = index
+        kept, packed, ratio = fit(rows, budget // (len(files) - i), ratio)
         budget -= len(packed)
         scores = [score(row) for row in rows]
         entries.append(
@@ -51,19 +61,25 @@ def told(files: Sequence[SampleFile], entries: Sequence[Mapping[str, Any]]) -> s
 def fit(rows: Sequence[Mapping[str, Any]], budget: int, ratio: float = RATIO) -> tuple[int, str, float]:
     """Returns the number of kept rows, their packed text of at most `budget` characters, and the compression.
 
-    Keeps all rows, or those of evenly spaced prompts. `ratio` is the initial guess of the compression.
+    Keeps all rows, or those of evenly spaced prompts, first of prompts with token records. `ratio` is the initial
+    guess of the compression.
     """
     groups: list[list[str]] = []
+    recorded: set[int] = set()
     before = None
     for row in rows:
         if not groups or before is None or row.get("uid") != before:
             groups.append([])
         groups[-1].append(compact(cut(row)))
         before = row.get("uid")
+        if "token_record" in row:
+            recorded.add(len(groups) - 1)
     size = sum(len(text) for group in groups for text in group)
     count = len(groups) if size <= budget * ratio else int(len(groups) * budget * ratio / size)
     while count:
-        kept = [text for group in spread(groups, count) for text in group]
+        first = spread(sorted(recorded), count)
+        others = spread([i for i in range(len(groups)) if i not in recorded], count - len(first))
+        kept = [text for i in sorted([*first, *others]) for text in groups[i]]
         text = f"[{','.join(kept)}]"
         packed = pack(text)
         if len(packed) <= budget:

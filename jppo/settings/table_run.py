@@ -77,6 +77,8 @@ TRAINER = (
     S("val_before_train", True, "Test before the first step"),
     S("val_only", False, "Test of the policy that a start would resume, in RUN_DIR/val_only, and no training"),
     S("log_val_generations", 8, "Prompts of a test whose responses are logged", bounds="[0,"),
+    S("token_samples", 4, "Responses of each step whose tokens are logged with reward, value, advantage and log-ratios."
+      " 0: none", bounds="[0,"),
     S("resume_mode", "auto", "Start of the run. auto: from the last checkpoint of run_dir; disable: step 0; or the path"
       " of a checkpoint"),
     S("max_ckpt_to_keep", 2, "Checkpoints that are kept, the last ones; the best is kept in addition", bounds="[1,"),

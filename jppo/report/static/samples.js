@@ -2,7 +2,7 @@
 
 const PAGE = 20; // samples that are shown at once
 const FOLD = 420; // characters from which a text is folded
-const KNOWN = ["uid", "prompt", "response", "ground_truth", "score", "parts", "error", "finish"];
+const KNOWN = ["uid", "prompt", "response", "ground_truth", "score", "parts", "error", "finish", "token_record"];
 const ORDERS = {
   "as in the file": null,
   "score, lowest first": (a, b) => (scoreOf(a) ?? -Infinity) - (scoreOf(b) ?? -Infinity),
@@ -47,7 +47,7 @@ function drawSamples(runs) {
     search: field("search", { placeholder: "words of a prompt or response" }),
     everywhere: field("checkbox"),
     low: field("number", { step: "any" }), high: field("number", { step: "any" }),
-    only: choice(["all", "graded", "not graded", "cut by its length"]),
+    only: choice(["all", "graded", "not graded", "cut by its length", "with token values"]),
     order: choice(Object.keys(ORDERS)),
   };
   const before = element("button", { type: "button", "aria-label": "the step before" }, "‹");
@@ -73,7 +73,7 @@ function drawSamples(runs) {
     }).filter(Boolean));
     const last = entries().map((entry) => entry.kind).lastIndexOf("step");
     ask.step.value = last < 0 ? entries().length - 1 : last;
-    const leftOut = runs[run()].left_out;
+    const leftOut = [runs[run()].left_out, runs[run()].tokens_left_out].filter(Boolean).join("; ");
     into.querySelector(".hint").textContent = leftOut ? `${leftOut}; all of them are in ${runs[run()].path}/samples/.` : "";
   }
 
@@ -89,7 +89,7 @@ function drawSamples(runs) {
       const rows = await rowsOf(run(), entry);
       if (mine !== wanted) return; // somebody has asked for something else meanwhile
       all += rows.length;
-      rows.forEach((row, k) => { if (fits(row, words, low, high, ask.only.value)) hits.push({ row, entry, k }); });
+      rows.forEach((row, k) => { if (fits(row, words, low, high, ask.only.value)) hits.push({ run: run(), row, entry, k }); });
     }
     const order = ORDERS[ask.order.value];
     if (order) hits.sort((a, b) => order(a.row, b.row));
@@ -145,10 +145,11 @@ function fits(row, words, low, high, only) {
   if (only === "graded" && score === null) return false;
   if (only === "not graded" && score !== null) return false;
   if (only === "cut by its length" && row.finish !== "length") return false;
+  if (only === "with token values" && !Number.isInteger(row.token_record)) return false;
   return !words || textOf(row.prompt).toLowerCase().includes(words) || textOf(row.response).toLowerCase().includes(words);
 }
 
-function sampleCard({ row, entry, k }, words, named) {
+function sampleCard({ run, row, entry, k }, words, named) {
   const score = scoreOf(row);
   const parts = row.parts && typeof row.parts === "object" ? Object.entries(row.parts) : [];
   const others = Object.entries(row).filter(([key]) => !KNOWN.includes(key));
@@ -159,7 +160,9 @@ function sampleCard({ row, entry, k }, words, named) {
     parts.map(([name, value]) => element("span", { class: "chip" }, `${name} ${typeof value === "number" ? said(value) : textOf(value)}`)),
     row.finish === undefined ? null : element("span", { class: row.finish === "stop" ? "soft" : "bad" }, `ended by ${textOf(row.finish)}`),
     element("span", { class: "soft" }, [named ? entryName(entry) : null, row.uid === undefined ? `no. ${k + 1}` : textOf(row.uid)].filter(Boolean).join(" · ")));
-  const texts = element("div", { class: "texts" }, block("Prompt", row.prompt, words), block("Response", row.response, words),
+  const response = block("Response", row.response, words);
+  if (Number.isInteger(row.token_record)) offerTokens(response, `tokens-${run}-${entry.step}`, row.token_record);
+  const texts = element("div", { class: "texts" }, block("Prompt", row.prompt, words), response,
     brief || textOf(row.ground_truth) === "" ? null : block("Truth", row.ground_truth, ""),
     row.error ? block("Error", row.error, "", "bad") : null,
     others.length ? block("Further fields", others.map(([key, value]) => `${key}: ${textOf(value)}`).join("\n"), "") : null);
@@ -174,16 +177,21 @@ function block(title, value, words, kind = "") {
   const text = element("p", { class: `text ${kind}`, dir: "auto" }, content);
   const box = element("div", { class: title === "Further fields" || title === "Error" ? "whole" : null }, element("h4", {}, title), text);
   const plain = textOf(value);
-  if (plain.length > FOLD || plain.split("\n").length > 7) {
-    text.classList.add("folded");
-    const fold = element("button", { type: "button", class: "fold", "aria-expanded": "false", onclick: () => {
-      const folded = text.classList.toggle("folded");
-      fold.textContent = folded ? `all ${whole(plain.length)} characters` : "fold";
-      fold.setAttribute("aria-expanded", String(!folded));
-    } }, `all ${whole(plain.length)} characters`);
-    box.append(fold);
-  }
+  if (isLong(plain)) box.append(folding(text, `all ${whole(plain.length)} characters`));
   return box;
+}
+
+const isLong = (plain) => plain.length > FOLD || plain.split("\n").length > 7;
+
+// Folds the text; the button that unfolds it says `all`.
+function folding(text, all) {
+  text.classList.add("folded");
+  const fold = element("button", { type: "button", class: "fold", "aria-expanded": "false", onclick: () => {
+    const folded = text.classList.toggle("folded");
+    fold.textContent = folded ? all : "fold";
+    fold.setAttribute("aria-expanded", String(!folded));
+  } }, all);
+  return fold;
 }
 
 // The text in pieces, what is searched for in <mark>.
