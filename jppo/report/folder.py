@@ -50,10 +50,11 @@ def read_folder(path: pathlib.Path) -> Folder:
     lines = {m["step"]: m for m in found if _is_step(m.get("step"))}  # the last line of a repeated step
     if len(lines) < len(found):
         notes.append(f"{logger.FILE}: {len(found) - len(lines)} lines have no step or a repeated one and are skipped")
-    file, files = path / logger.FILE, _sample_files(path / "samples", notes)
+    file, settings = path / logger.FILE, _settings(path / "config.json", notes)
+    files = _sample_files(path / "samples", notes)
     return Folder(
         path=path,
-        settings=_settings(path / "config.json", notes),
+        settings=settings,
         lines=[lines[step] for step in sorted(lines)],
         warnings=read_rows(path / "warnings.jsonl", notes, None),
         samples=[f for f in files if f.kind != "tokens"],

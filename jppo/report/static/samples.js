@@ -152,7 +152,7 @@ function fits(row, words, low, high, only) {
 function sampleCard({ run, row, entry, k }, words, named) {
   const score = scoreOf(row);
   const parts = row.parts && typeof row.parts === "object" ? Object.entries(row.parts) : [];
-  const others = Object.entries(row).filter(([key]) => !KNOWN.includes(key));
+  const others = Object.entries(row).filter(([key, value]) => !KNOWN.includes(key) && value !== null);
   const brief = ["string", "number"].includes(typeof row.ground_truth) && /^.{1,40}$/.test(textOf(row.ground_truth));
   const facts = element("div", { class: "facts" },
     score === null ? element("span", { class: "score bad" }, "no score") : element("span", { class: "score" }, `score ${said(score)}`),

@@ -6,7 +6,7 @@ const QUANTITIES = {
 };
 const UNSEEN = /[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}]/gu;
 const records = new Map();
-let colouredBy = ""; // also in samples that are shown later
+let colouredBy = ""; // in all samples, also in those that are shown later
 
 function recordsOf(id) {
   if (!records.has(id)) records.set(id, byId(id) ? unpack(id) : []);
@@ -25,13 +25,20 @@ function offerTokens(box, id, index) {
     view.replaceChildren(...(on ? tokenView(record, choice.value) : []));
   };
   box.children[0].after(element("label", { class: "colouring" }, "Tokens coloured by ", choice), view);
-  choice.addEventListener("change", () => { colouredBy = choice.value; show(); });
+  const follow = () => {
+    if ([...choice.options].some((option) => option.value === colouredBy)) choice.value = colouredBy;
+    show();
+  };
+  choice.follow = follow;
+  choice.addEventListener("change", () => {
+    colouredBy = choice.value;
+    document.querySelectorAll(".colouring select").forEach((other) => other.follow());
+  });
   return recordsOf(id).then?.((found) => {
     record = found[index];
     const known = Object.keys(QUANTITIES).filter((name) => record && Array.isArray(record[name]));
     choice.append(...known.map((name) => element("option", { value: name }, QUANTITIES[name])));
-    if (known.includes(colouredBy)) choice.value = colouredBy;
-    show();
+    follow();
   });
 }
 
@@ -48,6 +55,7 @@ function tokenView(record, name) {
     tokens[current]?.classList.remove("current");
     current = Math.min(Math.max(i, 0), tokens.length - 1);
     tokens[current].classList.add("current");
+    readout.classList.add("read"); // stays in sight below a long text
     readout.replaceChildren(...values(record, current, name));
   };
   text.onpointermove = text.onpointerdown = (event) => {
