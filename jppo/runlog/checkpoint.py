@@ -93,6 +93,7 @@ class Checkpoints:
         self._make_way(step)
         table = {name: checkpoint_arrays.description(leaf, found[name][1]) for name, leaf in named}
         content = {"step": step, "meta": meta, "arrays": table}
+        content["checksum"] = checkpoint_arrays.text_checksum(content)
         copies = {name: checkpoint_arrays.one_copy(array) for name, array in arrays.items()}
         items = ocp.args.Composite(state=ocp.args.StandardSave(copies), about=ocp.args.JsonSave(content))
         self._writing = _Save(step, score, None if export is None else self._directory / f"{step}{EXPORT}")

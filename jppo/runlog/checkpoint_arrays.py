@@ -1,6 +1,8 @@
 """The arrays of a checkpoint: names, structure, checksums, and the conversions of keys and copies that orbax needs."""
 
+import json
 import pathlib
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -77,6 +79,11 @@ def checksum_of_all(tree: Any) -> int:
 def nonfinite(arrays: Mapping[str, jax.Array]) -> list[str]:
     """The names of the arrays that hold NaN or an infinity."""
     return [name for name, (finite, _) in examined(arrays).items() if not finite]
+
+
+def text_checksum(content: Mapping[str, Any]) -> int:
+    """Returns the checksum of a JSON object, the same after it is written and read."""
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def examined(arrays: Mapping[str, jax.Array]) -> dict[str, tuple[bool, int]]:

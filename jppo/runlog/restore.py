@@ -52,7 +52,7 @@ def restore(
     require(path)
     quiet()
     with checkpointer() as reader:
-        content = _read(reader, path.absolute(), about=ocp.args.JsonRestore())["about"]
+        content = _about(reader, path)
         if fits is not None:
             fits(content["meta"])
         saved = content["arrays"]
@@ -81,7 +81,7 @@ def restore_field(path: pathlib.Path, field: str, like: Callable[[dict[str, Any]
     """Reads one field of the state, with the structure that `like` derives from the meta."""
     quiet()
     with checkpointer() as reader:
-        content = _read(reader, path.absolute(), about=ocp.args.JsonRestore())["about"]
+        content = _about(reader, path)
         tree = like(content["meta"])
         wanted = {f".{field}{name}": leaf for name, leaf in checkpoint_arrays.named(tree)}
         saved = {name: item for name, item in content["arrays"].items() if _of_field(name, field)}
@@ -97,6 +97,17 @@ def restore_field(path: pathlib.Path, field: str, like: Callable[[dict[str, Any]
     return Restored(
         content["step"], jax.tree.unflatten(jax.tree.structure(tree), [arrays[n] for n in wanted]), content["meta"]
     )
+
+
+def _about(reader: ocp.AsyncCheckpointer, path: pathlib.Path) -> dict[str, Any]:
+    """Reads step, meta and the table of arrays; Damaged if they are not what was saved."""
+    content = _read(reader, path.absolute(), about=ocp.args.JsonRestore())["about"]
+    if not isinstance(content, dict) or not {"step", "meta", "arrays"} <= content.keys():
+        raise Damaged(f"{path} is damaged: its about/ lacks step, meta or arrays; use another")
+    checksum = content.pop("checksum", None)  # former checkpoints have none
+    if checksum is not None and checksum != checkpoint_arrays.text_checksum(content):
+        raise Damaged(f"{path} is damaged: its about/ differs from what was saved; use another")
+    return content
 
 
 def _check_sums(path: pathlib.Path, arrays: dict[str, jax.Array], saved: dict[str, Any]) -> None:
@@ -134,8 +145,10 @@ def _not_orbax(record: logging.LogRecord) -> bool:
 
 
 def _unraisable(what: Any) -> None:
-    """Filters tensorstore's errors about an event loop of orbax that ended with a failed save."""
-    if not (isinstance(what.exc_value, RuntimeError) and str(what.exc_value) == "Event loop is closed"):
+    """Filters errors of orbax's coroutines and of its closed event loop; the save or read that failed has reported."""
+    closed = isinstance(what.exc_value, RuntimeError) and str(what.exc_value) == "Event loop is closed"
+    code = getattr(what.object, "cr_code", None)
+    if not closed and not (code is not None and "orbax" in code.co_filename):
         _other_hook(what)
 
 

@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import os
 import pathlib
 import signal
@@ -115,7 +116,7 @@ def test_arrays_may_be_donated_once_save_has_returned(tmp_path):
     assert float(jnp.abs(restored.state["x"]).max()) == 0.0
 
 
-@pytest.mark.parametrize("how", ["bytes", "cut", "about"])
+@pytest.mark.parametrize("how", ["bytes", "cut", "about", "lacking", "changed"])
 def test_a_damaged_checkpoint_is_skipped_and_said(tmp_path, capsys, how):
     with Checkpoints(tmp_path, keep=3) as checkpoints:
         for step in (1, 2):
@@ -126,7 +127,9 @@ def test_a_damaged_checkpoint_is_skipped_and_said(tmp_path, capsys, how):
         file = max((p for p in (tmp_path / "2").rglob("*") if "/d/" in str(p)), key=lambda p: p.stat().st_size)
         os.truncate(file, file.stat().st_size // 2)
     else:
-        next((tmp_path / "2/about").glob("metadata")).write_text('{"step": ')
+        file = tmp_path / "2/about/metadata"
+        changed = json.dumps(json.loads(file.read_text()) | {"meta": {"cursor": 7}})
+        file.write_text({"about": '{"step": ', "lacking": '{"step": 2}', "changed": changed}[how])
     with Checkpoints(tmp_path, keep=3) as checkpoints:
         restored = checkpoints.restore_latest({"x": jnp.zeros(4096)})
         assert restored.step == 1
