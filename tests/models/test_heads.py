@@ -117,6 +117,22 @@ def test_bfloat16_states_have_f32_logits_and_an_f32_gradient_sum(rng):
     assert np.abs(found - exact).max() < 0.02 * np.abs(exact).max()
 
 
+def test_a_bfloat16_kernels_gradient_is_summed_over_chunks_in_f32(rng):
+    hidden, kernel, _ = (jnp.asarray(x) for x in draw(rng, R=8, T=512))
+    targets, kernel = jnp.full(hidden.shape[:2], 3), kernel.astype(jnp.bfloat16)
+
+    def gradient(chunk_tokens):
+        def loss(kernel):
+            given = dict(temperature=1.0, chunk_tokens=chunk_tokens, with_entropy=False)
+            return logprob_entropy(hidden.astype(jnp.bfloat16), kernel, targets, **given)[0].sum()
+
+        return np.asarray(jax.grad(loss)(kernel), np.float32)
+
+    whole, cut = gradient(10_000), gradient(8)  # 512 chunks: a sum in bfloat16 would stop growing
+    assert np.abs(cut - whole).max() <= 2**-7 * np.abs(whole).max()  # one rounding of the result
+    assert np.linalg.norm(cut - whole) <= 0.003 * np.linalg.norm(whole)
+
+
 @pytest.mark.parametrize("bad", [dict(temperature=0.0), dict(chunk_tokens=0)])
 def test_impossible_settings_are_refused(rng, bad):
     settings = dict(temperature=1.0, chunk_tokens=8, with_entropy=False) | bad
