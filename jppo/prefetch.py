@@ -57,6 +57,7 @@ class Drawn:
     waited_s: float
     sampling_s: float  # from the first request to the last answer
     grade: Callable[[], tuple[list[Reward], list[Reward] | None]]  # waits for the rewards, and the baseline's
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # of dynamic sampling
 
 
 class Draws:

@@ -63,6 +63,7 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
         graded, baseline = drawn.grade()  # waits for the grading, which began with the first response
     rewards, group, greedy = estimate.compare(graded, baseline, n=c.rollout.n, compared=recipe.compares)
     rewards, metrics = fresh(c, drawn, version, rewards)
+    metrics |= drawn.metrics
     asked = [prompt for prompt in drawn.prompts for _ in range(c.rollout.n)]
     run.logger.samples(f"step_{version + 1}", samples(asked, trajectories, rewards))
     require_graded(rewards)
