@@ -1,8 +1,9 @@
 """Dynamic sampling (DAPO, arXiv:2503.14476): prompts whose samples all score the same are replaced by new prompts.
 
 A step samples gen batches of `data.gen_batch_size` prompts until `data.train_batch_size` groups have samples that
-differ in `algorithm.filter_groups_metric`. It trains on the first of these and drops the rest, as verl does. Nothing
-passes from one step to the next but the position in the data, so a checkpoint needs no more than that.
+differ in `algorithm.filter_groups_metric`. It trains on the first of these and drops the rest, as verl does. After
+`algorithm.max_num_gen_batches` it trains on the groups it has. Only the position in the data passes from one step to
+the next, so a checkpoint needs no more than that.
 """
 
 import dataclasses
@@ -73,7 +74,7 @@ class DynamicSupply:
             new = [r for group in found for r in group.rewards]
             rewards, after = rewards + new, drawn[-1].after
             if all(r.error is not None for r in new):  # more batches would not help; the step raises it
-                kept = found
+                kept = kept or found
                 break
             if index == 0:
                 require_metric(how.metric, sorted({name for r in new for name in r.parts}))
@@ -90,8 +91,11 @@ class DynamicSupply:
             )
         metrics = {
             "train/num_gen_batches": float(len(drawn)),
-            "train/dropped_groups": 1.0 - len(kept) / count,
+            "train/num_prompts": float(min(len(kept), how.prompts)),
+            "training/filter_groups/evicted_samples": float(count - len(kept)),
+            "training/filter_groups/discarded_surplus_samples": float(max(0, len(kept) - how.prompts)),
             "train/sampled_score": _mean([r.score for r in rewards if r.unusable is None]),
+            "train/sampled_errors": float(sum(r.error is not None for r in rewards)),
         }
         return _joined(kept[: how.prompts], drawn, metrics)
 

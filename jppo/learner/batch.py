@@ -137,6 +137,8 @@ def mini_batches(
         part = order[begin : begin + mini_batch_size].tolist()
         found = [scored(batch, rows) for rows in _rows(batch, trajectories, part, plan)]
         counts = count([micro.rows for micro in found])
+        positive = max(sum(float(np.sum(micro.positive)) for micro in found if micro.positive is not None), 1.0)
+        found = [m if m.positive is None else dataclasses.replace(m, positive=m.positive / positive) for m in found]
         yield Mini(found, counts, place, learns=any(micro.rows.mask.any() for micro in found))
 
 

@@ -140,6 +140,8 @@ ACTOR = (
     S("use_kl_loss", False, "KL to the reference as a term of the loss"),
     S("kl_loss_coef", 0.001, "Coefficient of the KL term", bounds="[0,"),
     S("kl_loss_type", "low_var_kl", "KL estimator of the loss", choices=KL_ESTIMATORS),
+    S("positive_lm_coef", 0.0, "Coefficient of the negative log-likelihood of responses with a score above 0",
+      bounds="[0,"),
     MAX_TOKENS,
     OFFLOAD,
     *OPTIMIZER,
