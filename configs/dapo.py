@@ -49,7 +49,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.actor.clip_ratio_high = 0.28
     config.actor.loss_agg_mode = "token-mean"  # §3.3: token-level loss
     config.actor.entropy_coeff = 0.0  # verl
-    config.actor.max_tokens_per_device = 11264  # half of verl's; affects memory, not results
+    config.actor.max_tokens_per_device = 22528  # verl
 
     config.mesh.sequence = 8  # verl: ulysses_sequence_parallel_size
 

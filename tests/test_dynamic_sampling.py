@@ -189,3 +189,19 @@ def test_a_part_that_the_run_lacks_is_refused_before_the_engine_starts(dynamic):
     with pytest.raises(UserError, match=r"'rule_score' is no part of this run's reward; .* 'score', 'function_score'"):
         train.train(dynamic)
     assert not (pathlib.Path(dynamic.trainer.run_dir) / "config.json").exists()
+
+
+def test_a_custom_order_is_resumed_with_its_own_alone(dynamic, quick_compilation, monkeypatch, tmp_path):
+    (tmp_path / "mine.py").write_text("def backwards(prompts, epoch, seed):\n    return range(len(prompts))[::-1]\n")
+    dynamic.data.sampler = f"{tmp_path}/mine.py:backwards"
+    train.train(dynamic)
+    c = broken_off(
+        dynamic, tmp_path / "other", monkeypatch, in_call_of="update_models", at=2, error=Stopped(0, "asked")
+    )
+    with pytest.raises(UserError, match=r"data\.sampler='' was '.*backwards' when the checkpoint was written"):
+        train.train(again(c, data__sampler=""))
+    train.train(c)
+    assert untimed(c.trainer.run_dir) == untimed(dynamic.trainer.run_dir)
+    assert weights(c.trainer.run_dir) == weights(dynamic.trainer.run_dir)
+    with pytest.raises(UserError, match=r"data\.sampler=.* leave one empty"):
+        again(c, data__mix="a=1")

@@ -9,7 +9,7 @@ from jppo.build.agent import Agent, make_agent
 from jppo.build.algorithm import make_estimator
 from jppo.build.optimizers import require_optimizers
 from jppo.data.prompts import PromptSet, mixture, read_prompts
-from jppo.data.stream import steps_per_epoch
+from jppo.data.stream import steps_per_epoch, user_order
 from jppo.data.tokenizer import check_stop_texts, decode, end_token_ids, load_tokenizer
 from jppo.models import hf, lora
 from jppo.models.families import ModelConfig
@@ -49,6 +49,8 @@ def read_inputs(c: ConfigDict) -> Inputs:
         c.data.mix,
         batch_size=prompts_per_batch(c),
     )
+    if c.data.sampler:
+        train = dataclasses.replace(train, order_of=user_order(c.data.sampler, train.prompts, seed=c.trainer.seed))
     val = read_val(c, tokenizer, agent)
     sources = {p.data_source for p in (*train.prompts, *val.prompts)}
     return Inputs(

@@ -31,7 +31,11 @@ DATA = (
         why="with algorithm.filter_groups.enable; else the step's prompts are sampled at once",
     ),
     *missing("the tokenizer is in the directory of model.path; put it there", "data.tokenizer", f"{_M}.tokenizer_path"),
-    *missing("there are no curricula; data.mix weighs sources", "data.sampler.*", "data.curriculum*"),
+    *missing(
+        "verl's is a torch Sampler; data.sampler=PATH.py:NAME is a function with the order of an epoch",
+        "data.sampler.*",
+        "data.curriculum*",
+    ),
     *missing("tests read the prompts in the order of the files", "data.validation_shuffle"),
     *missing(
         "name them by rollout.multi_turn.tool_config_path, a Python file with tools()",
