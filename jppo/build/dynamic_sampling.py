@@ -66,38 +66,49 @@ class DynamicSupply:
 
     def take(self, step: int) -> Drawn:
         """Samples and grades the groups of a step; raises RolloutError if none is left to learn from."""
-        how, after = self._how, self._cursor
-        kept, drawn, rewards = list[Group](), list[Drawn](), list[Reward]()
-        for index in itertools.count():
-            drawn.append(self._gen_batch(index, after).take(step))
-            found = _groups(drawn[-1], how.n)
+        how, after, waited, sampling = self._how, self._cursor, 0.0, 0.0
+        kept, rewards = list[Group](), list[Reward]()
+        for batches in itertools.count(1):
+            drawn = self._gen_batch(batches - 1, after).take(step)
+            found = _groups(drawn, how.n)
             new = [r for group in found for r in group.rewards]
-            rewards, after = rewards + new, drawn[-1].after
-            if all(r.error is not None for r in new):  # more batches would not help; the step raises it
+            rewards, after = rewards + new, drawn.after
+            waited, sampling = waited + drawn.waited_s, sampling + drawn.sampling_s
+            if all(r.error is not None for r in new):  # more batches would not help; without others the step raises it
                 kept = kept or found
                 break
-            if index == 0:
+            if batches == 1:
                 require_metric(how.metric, sorted({name for r in new for name in r.parts}))
             kept += [group for group in found if differs(group.rewards, how.metric)]
-            if len(kept) >= how.prompts or index + 1 == how.most:
+            if len(kept) >= how.prompts or batches == how.most:
                 break
         self._cursor = after
-        count = len(rewards) // how.n
+        count, used = len(rewards) // how.n, kept[: how.prompts]
         if not kept:
             raise RolloutError(
-                f"step {step + 1}: none of the {count} prompts of {len(drawn)} gen batches has samples that differ in"
+                f"step {step + 1}: none of the {count} prompts of {batches} gen batches has samples that differ in"
                 f" algorithm.filter_groups_metric={how.metric}; raise algorithm.max_num_gen_batches={how.most}, take"
                 " easier or harder data, or set algorithm.filter_groups=False"
             )
         metrics = {
-            "train/num_gen_batches": float(len(drawn)),
-            "train/num_prompts": float(min(len(kept), how.prompts)),
+            "train/num_gen_batches": float(batches),
+            "train/num_prompts": float(len(used)),
             "training/filter_groups/evicted_samples": float(count - len(kept)),
-            "training/filter_groups/discarded_surplus_samples": float(max(0, len(kept) - how.prompts)),
+            "training/filter_groups/discarded_surplus_samples": float(len(kept) - len(used)),
             "train/sampled_score": _mean([r.score for r in rewards if r.unusable is None]),
             "train/sampled_errors": float(sum(r.error is not None for r in rewards)),
         }
-        return _joined(kept[: how.prompts], drawn, metrics)
+        chosen = [reward for group in used for reward in group.rewards]
+        best = [group.baseline for group in used if group.baseline is not None]
+        return Drawn(
+            prompts=[group.prompt for group in used],
+            trajectories=[t for group in used for t in group.trajectories],
+            after=after,
+            waited_s=waited,
+            sampling_s=sampling,
+            grade=lambda: (chosen, best or None),
+            metrics=metrics,
+        )
 
     def settle(self) -> None:
         """Does nothing: no request is in flight between steps."""
@@ -127,20 +138,6 @@ def _groups(drawn: Drawn, n: int) -> list[Group]:
         )
         for i, prompt in enumerate(drawn.prompts)
     ]
-
-
-def _joined(groups: Sequence[Group], drawn: Sequence[Drawn], metrics: dict[str, float]) -> Drawn:
-    rewards = [reward for group in groups for reward in group.rewards]
-    best = [group.baseline for group in groups if group.baseline is not None]
-    return Drawn(
-        prompts=[group.prompt for group in groups],
-        trajectories=[t for group in groups for t in group.trajectories],
-        after=drawn[-1].after,
-        waited_s=sum(one.waited_s for one in drawn),
-        sampling_s=sum(one.sampling_s for one in drawn),
-        grade=lambda: (rewards, best or None),
-        metrics=metrics,
-    )
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -50,7 +50,9 @@ def make_supply(
         draw=functools.partial(sampling, c),
         graders=graders(c),
     )
-    if not c.algorithm.filter_groups:
+    a = c.algorithm
+    of_step = Filter(c.data.train_batch_size, c.rollout.n, a.filter_groups_metric, a.max_num_gen_batches)
+    if not a.filter_groups:
         return Supply(how, inputs.train, sampler, panel, cursor, hosts)
     how = dataclasses.replace(how, batch_size=prompts_per_batch(c))
 
@@ -58,8 +60,6 @@ def make_supply(
         drawn = functools.partial(sampling, c, gen_batch=index)
         return Supply(dataclasses.replace(how, draw=drawn), inputs.train, sampler, panel, at, hosts)
 
-    a = c.algorithm
-    of_step = Filter(c.data.train_batch_size, c.rollout.n, a.filter_groups_metric, a.max_num_gen_batches)
     return DynamicSupply(of_step, gen_batch, cursor)
 
 

@@ -140,9 +140,8 @@ def mix_parts(
         most = math.ceil(weight * batch_size - 1e-9)
         if most > len(members[name]):
             raise UserError(
-                f"{said}: a batch of {batch_size} prompts (data.train_batch_size, data.gen_batch_size) draws up to"
-                f" {most} of {name!r}, which has {len(members[name])}; lower its weight or the batch size, or fix the"
-                " name"
+                f"{said}: a batch of {batch_size} (data.train_batch_size, or gen_batch_size) draws up to {most} prompts"
+                f" of {name!r}, which has {len(members[name])}; lower its weight or the batch size, or fix the name"
             )
     return tuple(Part(name, np.array(members[name]), weight) for name, weight in weights.items())
 
