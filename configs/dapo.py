@@ -5,8 +5,8 @@
     sbatch --nodes=16 scripts/launch/slurm.sbatch .venv/bin/python -m jppo.train --config=configs/dapo.py
 
 Each setting has its source: the paper (§4.1 unless named), or verl's recipe/dapo/run_dapo_qwen2.5_32b.sh where the
-paper is silent. The paper's over-long filtering, an ablation before the length penalty, is not in that script and not
-here.
+paper is silent. The paper's over-long filtering, an ablation before the length penalty, is not in that script and off
+here (algorithm.filter_truncated).
 
 Hardware: 16 hosts of eight GPUs of 80 GB. Memory: the trainer takes PEAK GiB of each H100 by --dry_run
 --machine=16x8xH100, forecast by the compiler, not measured; sleeping servers keep some more.

@@ -63,7 +63,7 @@ def test_a_recipe_passes_a_dry_run(name, tiny_model, tmp_path, capsys, monkeypat
     config = shipped.recipe(name)
     family, shape, parameters = SHAPES[config.model.path]
     write_stand_in(tmp_path / "model", family, shape, tiny_model)
-    rows = [{"prompt": f"{i % 90 + 10}+11=", "ground_truth": "1", "data_source": "gsm8k"} for i in range(1024)]
+    rows = [{"prompt": f"{i % 90 + 10}+11=", "ground_truth": "1", "data_source": "gsm8k"} for i in range(1536)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     here = {"model.path": "model", "data.train_files": "data.jsonl", "data.val_files": "data.jsonl"}
     words = [f"--config.{key}={tmp_path / value}" for key, value in here.items()]

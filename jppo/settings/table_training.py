@@ -84,6 +84,8 @@ ALGORITHM = (
       required=True, only="algorithm.filter_groups"),
     S("max_num_gen_batches", 10, "Gen batches of a step; after the last, the step has fewer prompts. 0: no bound",
       bounds="[0,", only="algorithm.filter_groups"),
+    S("filter_truncated", False, "Over-long filtering: truncated responses are not learned; their scores still count in"
+      " their groups"),
     S("old_logprob", "decoupled", "Old log-probs of the loss. decoupled: recomputed by the trainer; bypass: those of"
       " the rollout engine; correction: recomputed, with the log-prob mismatch corrected",
       choices=("decoupled", "bypass", "correction")),
