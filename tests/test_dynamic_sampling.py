@@ -160,6 +160,7 @@ def dynamic(small_run, tmp_path):
     c.rollout.name, c.rollout.n, c.rollout.logp_tolerance = "inprocess", 2, 1e-3
     c.algorithm.adv_estimator, c.algorithm.filter_groups, c.algorithm.max_num_gen_batches = "grpo", True, 0
     c.data.train_batch_size, c.data.gen_batch_size = 2, 3
+    c.actor.positive_lm_coef = 0.1
     return again(c, trainer__total_training_steps=3)
 
 
@@ -169,6 +170,8 @@ def test_a_killed_run_resumes_to_the_bit(dynamic, quick_compilation, monkeypatch
     steps = read_metrics(pathlib.Path(dynamic.trainer.run_dir))[1:]
     assert len(steps) == 3 and all(m["train/num_prompts"] == 2 for m in steps)
     assert max(m["train/num_gen_batches"] for m in steps) > 1, "no step needed a second gen batch: nothing is shown"
+    assert all(m["actor/positive_lm_loss"] > 0 for m in steps)
+    assert all(m["actor/loss"] > m["actor/pg_loss"] for m in steps)
     assert all(m["critic/score/mean"] == 0.5 for m in steps), "a group of two that differ has one of each score"
     c = broken_off(dynamic, tmp_path / "other", monkeypatch, in_call_of=function, at=at, error=Stopped(0, "asked"))
     train.train(c)
