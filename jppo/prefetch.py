@@ -57,6 +57,7 @@ class Drawn:
     waited_s: float
     sampling_s: float  # from the first request to the last answer
     grade: Callable[[], tuple[list[Reward], list[Reward] | None]]  # waits for the rewards, and the baseline's
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # of dynamic sampling
 
 
 class Draws:
@@ -238,7 +239,7 @@ class Supply:
         for step in range(max(version, self._now.next), last + 1):
             indices, cursor = next_batch(
                 self._now.cursor, n=len(self._train.prompts), batch_size=how.batch_size, seed=how.seed,
-                shuffle=how.shuffle, parts=self._train.parts,
+                shuffle=how.shuffle, parts=self._train.parts, order_of=self._train.order_of,
             )  # fmt: skip
             asked = self._begin(step, version, indices, cursor, frozenset(range(len(indices))))
             self._now = dataclasses.replace(self._now, cursor=cursor, next=step + 1, queue=(*self._now.queue, asked))

@@ -63,13 +63,15 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
         graded, baseline = drawn.grade()  # waits for the grading, which began with the first response
     rewards, group, greedy = estimate.compare(graded, baseline, n=c.rollout.n, compared=recipe.compares)
     rewards, metrics = fresh(c, drawn, version, rewards)
+    metrics |= drawn.metrics
     asked = [prompt for prompt in drawn.prompts for _ in range(c.rollout.n)]
     run.logger.samples(f"step_{version + 1}", samples(asked, trajectories, rewards))
     require_graded(rewards)
     sources = [prompt.data_source for prompt in asked]
     metrics |= describe(trajectories, graded) | source_means(graded, sources) | turn_metrics.metrics(trajectories)
     metrics |= summed(run.hosts, run.panel.metrics() | run.sampler.metrics())
-    data = batch.flatten(trajectories, rewards, group, greedy, shape=learner.shape)
+    filtered = dict(filter_truncated=c.algorithm.filter_truncated)
+    data = batch.flatten(trajectories, rewards, group, greedy, shape=learner.shape, **filtered)
     micros = batch.micros(data, trajectories, plan=learner.plan, mesh=learner.mesh)
     with timer("old_log_prob"):
         data = ppo.with_old_logprob(passes, recipe, data, micros, policy)

@@ -127,6 +127,7 @@ class Batch:
     returns: Array | None = None  # [B, L] f32, normalised as the values are
     reward: Array | None = None  # [B, L] f32, of the token, with its share of the KL
     value_norm: Array | None = None  # [3] f32, statistics that normalise values, with this step's returns
+    positive: Array | None = None  # [B, L] f32, 1 on the trained tokens of responses with a score above 0, else 0
 
 
 @jax.tree_util.register_dataclass
@@ -141,6 +142,7 @@ class Scored:
     weight: Array | None = None  # [R, T] f32
     advantage: Array | None = None  # [R, T] f32
     returns: Array | None = None  # [R, T] f32
+    positive: Array | None = None  # [R, T] f32, the batch's, divided by its sum over the mini-batch
 
 
 @jax.tree_util.register_dataclass

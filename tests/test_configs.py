@@ -26,11 +26,12 @@ SHAPES = {
     "Qwen/Qwen2.5-7B-Instruct": (QWEN, (3584, 18944, 28, 28, 4, 152064, False), 7_615_616_512),
     "Qwen/Qwen2-7B-Instruct": (QWEN, (3584, 18944, 28, 28, 4, 152064, False), 7_615_616_512),
     "Qwen/Qwen2.5-32B-Instruct": (QWEN, (5120, 27648, 64, 40, 8, 152064, False), 32_763_876_352),
+    "Qwen/Qwen2.5-32B": (QWEN, (5120, 27648, 64, 40, 8, 152064, False), 32_763_876_352),
     "google/gemma-2-2b-it": (GEMMA, (2304, 9216, 26, 8, 4, 256000, True), 2_614_341_888),
 }
 FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 QUICK = ("gsm8k",)
-SLOW = ("lora", "gsm8k_7b", "math_grpo", "gsm8k_gemma", "judge", "async", "multi_host", "long_context")
+SLOW = ("lora", "gsm8k_7b", "math_grpo", "gsm8k_gemma", "judge", "async", "multi_host", "long_context", "dapo", "vapo")
 RECIPES = (*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW))
 OWN = ("quickstart", "quickstart_sft", "agent_calculator", "agent_calculator_sft")  # that make what they need
 ELSEWHERE = {"rlhf", "rlhf_reward_model", "tinystories_sft", "tinystories_reward_model", "tinystories_ppo"}
@@ -62,7 +63,7 @@ def test_a_recipe_passes_a_dry_run(name, tiny_model, tmp_path, capsys, monkeypat
     config = shipped.recipe(name)
     family, shape, parameters = SHAPES[config.model.path]
     write_stand_in(tmp_path / "model", family, shape, tiny_model)
-    rows = [{"prompt": f"{i % 90 + 10}+11=", "ground_truth": "1", "data_source": "gsm8k"} for i in range(1024)]
+    rows = [{"prompt": f"{i % 90 + 10}+11=", "ground_truth": "1", "data_source": "gsm8k"} for i in range(1536)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     here = {"model.path": "model", "data.train_files": "data.jsonl", "data.val_files": "data.jsonl"}
     words = [f"--config.{key}={tmp_path / value}" for key, value in here.items()]

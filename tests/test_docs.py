@@ -195,7 +195,7 @@ def test_every_metric_is_explained_and_every_explained_one_is_written():
     table = re.search(r"## The table\n(.*?)\n## ", text("docs/metrics.md"), re.S)[1]
     explained = {name for row in re.findall(r"^\|(.*?)\|", table, re.M) for name in re.findall(r"`(.+?)`", row)}
     code = "\n".join(path.read_text(encoding="utf-8") for path in SOURCES)
-    kinds = r"agent|actor|critic|train|val|reward|judge|rollout|rollout_corr|trainer|perf|sft|rm"
+    kinds = r"agent|actor|critic|train|training|val|reward|judge|rollout|rollout_corr|trainer|perf|sft|rm"
     kinds += r"|response_length|prompt_length"
     name = rf"(?:{kinds})/[\w/]+"
     written = set(re.findall(rf'"({name})"(?::|\] = )', code))

@@ -168,8 +168,11 @@ def test_what_becomes_of_each_key_is_said(tmp_path, capsys):
     _, out = said(capsys, str(script), "actor_rollout_ref.actor.no_such=3")
     sections = dict(re.findall(r"# ([\w' ]+) \(\d+\):\n((?:#   .*\n?)+)", out))
     assert "use_dynamic_bsz=True: packing does it" in sections["no meaning in jppo"]
-    assert "algorithm.filter_groups.enable=True" in sections["not supported"]
-    assert "data.gen_batch_size=1536" in sections["not supported"]
+    assert "data.gen_batch_size=1536 -> data.gen_batch_size=1536" in sections["jppo's settings"]
+    assert (
+        "algorithm.filter_groups.metric=acc -> algorithm.filter_groups_metric=rule_score" in sections["jppo's settings"]
+    )
+    assert "not supported" not in sections
     assert "actor_rollout_ref.actor.no_such=3" in sections["unknown"]
     assert "reward_model.overlong_buffer.len=4096 -> reward.overlong_buffer_tokens=4096" in sections["jppo's settings"]
 

@@ -271,7 +271,10 @@ $PPO --config-name=ppo_megatron_trainer "${GRPO[@]}" "${GSM8K[@]}" "${QWEN[@]}" 
 ## actor.clip_ratio_high=0.28
 ## reward.overlong_buffer_tokens=4096
 ## actor.max_tokens_per_device=22528
-## not supported: data.gen_batch_size algorithm.filter_groups.enable algorithm.filter_groups.metric algorithm.filter_groups.max_num_gen_batches
+## algorithm.filter_groups=True
+## algorithm.filter_groups_metric=rule_score
+## algorithm.max_num_gen_batches=10
+## data.gen_batch_size=1536
 max_prompt_length=$((1024 * 2))
 max_response_length=$((1024 * 20))
 python3 -m recipe.dapo.main_dapo data.train_files="${TRAIN_FILE:-$HOME/data/dapo-math-17k.parquet}" data.val_files=$HOME/data/aime-2024.parquet data.prompt_key=prompt data.truncation='left' data.max_prompt_length=${max_prompt_length} data.max_response_length=${max_response_length} data.gen_batch_size=1536 data.train_batch_size=512 "${GRPO[@]}" actor_rollout_ref.actor.use_kl_loss=False actor_rollout_ref.rollout.n=16 "${QWEN[@]}" actor_rollout_ref.actor.clip_ratio_low=0.2 actor_rollout_ref.actor.clip_ratio_high=0.28 actor_rollout_ref.actor.clip_ratio_c=10.0 actor_rollout_ref.actor.loss_agg_mode=token-mean algorithm.filter_groups.enable=True algorithm.filter_groups.metric=acc algorithm.filter_groups.max_num_gen_batches=10 actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.ppo_max_token_len_per_gpu=$((max_prompt_length + max_response_length)) actor_rollout_ref.actor.ppo_mini_batch_size=32 reward_model.reward_manager=dapo +reward_model.reward_kwargs.overlong_buffer_cfg.enable=True +reward_model.reward_kwargs.overlong_buffer_cfg.len=4096 +reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor=1.0 +reward_model.reward_kwargs.max_resp_len=${max_response_length} "${RUN[@]}"

@@ -86,4 +86,5 @@ def make_recipe(c: ConfigDict) -> ppo.Recipe:
         correction=make_correction(c),
         adapt_kl=make_kl_controller(c),
         value_norm_decay=v.value_norm_decay,
+        positive_lm_coef=a.positive_lm_coef,
     )

@@ -9,7 +9,7 @@ from jppo.build.agent import Agent, make_agent
 from jppo.build.algorithm import make_estimator
 from jppo.build.optimizers import require_optimizers
 from jppo.data.prompts import PromptSet, mixture, read_prompts
-from jppo.data.stream import steps_per_epoch
+from jppo.data.stream import steps_per_epoch, user_order
 from jppo.data.tokenizer import check_stop_texts, decode, end_token_ids, load_tokenizer
 from jppo.models import hf, lora
 from jppo.models.families import ModelConfig
@@ -47,8 +47,10 @@ def read_inputs(c: ConfigDict) -> Inputs:
     train = mixture(
         read_prompts(c.data.train_files, max_samples=c.data.train_max_samples, **_reading(c, tokenizer, agent)),
         c.data.mix,
-        batch_size=c.data.train_batch_size,
+        batch_size=prompts_per_batch(c),
     )
+    if c.data.sampler:
+        train = dataclasses.replace(train, order_of=user_order(c.data.sampler, train.prompts, seed=c.trainer.seed))
     val = read_val(c, tokenizer, agent)
     sources = {p.data_source for p in (*train.prompts, *val.prompts)}
     return Inputs(
@@ -67,9 +69,17 @@ def read_inputs(c: ConfigDict) -> Inputs:
     )
 
 
+def prompts_per_batch(c: ConfigDict) -> int:
+    """Returns the prompts that are sampled at once: those of a step, or of a gen batch of dynamic sampling."""
+    size: int = c.data.train_batch_size if c.data.gen_batch_size is None else c.data.gen_batch_size
+    return size
+
+
 def total_steps(c: ConfigDict, examples: int) -> int:
     """Returns the steps of a run: `trainer.total_training_steps`, or those of all epochs."""
-    steps = c.trainer.total_training_steps
+    steps, size = c.trainer.total_training_steps, c.data.gen_batch_size
+    if size is not None and size > examples:
+        raise UserError(f"data.gen_batch_size={size} must be at most the number of prompts, {examples}")
     return steps if steps != -1 else steps_per_epoch(examples, c.data.train_batch_size) * c.trainer.total_epochs
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
-from jppo.build.inputs import Inputs
+from jppo.build.dynamic_sampling import DynamicSupply, Filter
+from jppo.build.inputs import Inputs, prompts_per_batch
 from jppo.build.learner import Learner
 from jppo.build.rollout import Source, sampling
 from jppo.data.stream import Cursor
@@ -35,7 +36,7 @@ def make_supply(
     panel: Panel,
     cursor: Cursor,
     hosts: Hosts = ALONE,
-) -> Supply:
+) -> Supply | DynamicSupply:
     """Makes the sample supply of a run, from `cursor` on."""
     how = How(
         batch_size=c.data.train_batch_size,
@@ -49,7 +50,17 @@ def make_supply(
         draw=functools.partial(sampling, c),
         graders=graders(c),
     )
-    return Supply(how, inputs.train, sampler, panel, cursor, hosts)
+    a = c.algorithm
+    of_step = Filter(c.data.train_batch_size, c.rollout.n, a.filter_groups_metric, a.max_num_gen_batches)
+    if not a.filter_groups:
+        return Supply(how, inputs.train, sampler, panel, cursor, hosts)
+    how = dataclasses.replace(how, batch_size=prompts_per_batch(c))
+
+    def gen_batch(index: int, at: Cursor) -> Supply:
+        drawn = functools.partial(sampling, c, gen_batch=index)
+        return Supply(dataclasses.replace(how, draw=drawn), inputs.train, sampler, panel, at, hosts)
+
+    return DynamicSupply(of_step, gen_batch, cursor)
 
 
 def graders(c: ConfigDict) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from jppo.settings import UserError, table
 from jppo.types import TrainState
 
 # A change of these invalidates the position in the data.
-FIXED = ("trainer.seed", "data.shuffle")
+FIXED = ("trainer.seed", "data.shuffle", "data.sampler")
 # Start-up settings, whose changes are not reported.
 PASSING = (
     "trainer.run_dir",

@@ -37,9 +37,9 @@ Source = Served | InprocessSampler  # of samples
 DEFAULT_SHARE, SHARED_BY_BOTH = 0.75, 0.92
 
 
-def sampling(c: ConfigDict, version: int) -> Sampling:
-    """Makes the sampling parameters of a step; seeds differ by step."""
-    return _sampling(c, c.rollout, [c.trainer.seed, version])
+def sampling(c: ConfigDict, version: int, gen_batch: int = 0) -> Sampling:
+    """Makes the sampling parameters of a step's gen batch; seeds differ by step and gen batch."""
+    return _sampling(c, c.rollout, [c.trainer.seed, version, gen_batch])
 
 
 def val_sampling(c: ConfigDict) -> Sampling:

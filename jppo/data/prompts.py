@@ -18,7 +18,7 @@ from rich import console, progress
 
 from jppo.data.rows import Row, checked_messages, checked_text, text_column
 from jppo.data.sources import read_sources
-from jppo.data.stream import Part, mix_parts, parse_mix
+from jppo.data.stream import Order, Part, mix_parts, parse_mix
 from jppo.data.template import make_renderer
 from jppo.data.tokenizer import announce_long, encode_all, ends_with_eos
 from jppo.settings import UserError
@@ -38,6 +38,7 @@ class PromptSet:
     overlong: int  # rows left out because their prompt is too long
     truncated: int = 0  # prompts that were truncated
     parts: tuple[Part, ...] = ()  # the prompts of each source
+    order_of: Order | None = None  # user-defined
 
 
 def read_prompts(

@@ -10,13 +10,18 @@ changes, but not for other sources or rows.
 """
 
 import dataclasses
+import functools
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from jppo.registry import resolve, said
 from jppo.settings import UserError
+
+Order = Callable[[int], np.ndarray]  # epoch -> indices of all prompts, [n] i64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +54,13 @@ def steps_per_epoch(n: int, batch_size: int) -> int:
 
 
 def next_batch(
-    cursor: Cursor, *, n: int, batch_size: int, seed: int, shuffle: bool, parts: Sequence[Part] = ()
-) -> tuple[np.ndarray, Cursor]:
-    """Returns the indices of the next `batch_size` of n prompts, [N] i64, and the position after them."""
+    cursor: Cursor, *, n: int, batch_size: int, seed: int, shuffle: bool, parts: Sequence[Part] = (),
+    order_of: Order | None = None,
+) -> tuple[np.ndarray, Cursor]:  # fmt: skip
+    """Returns the indices of the next `batch_size` of n prompts, [N] i64, and the position after them.
+
+    `order_of` is a user-defined order.
+    """
     steps_per_epoch(n, batch_size)
     if cursor.index + batch_size > n:
         cursor = Cursor(cursor.epoch + 1, 0, cursor.sources)
@@ -61,10 +70,33 @@ def next_batch(
         batch = cursor.epoch * (n // batch_size) + cursor.index // batch_size
         indices, places = _mixed(cursor.sources, named, batch=batch, size=batch_size, seed=seed, shuffle=shuffle)
         return indices, Cursor(cursor.epoch, end, places)
+    if order_of is not None:
+        return order_of(cursor.epoch)[cursor.index : end], Cursor(cursor.epoch, end)
     if not shuffle:
         return np.arange(cursor.index, end), Cursor(cursor.epoch, end)
     order = np.random.default_rng([seed, cursor.epoch]).permutation(n)[cursor.index : end]
     return (np.concatenate([p.indices for p in named])[order] if named else order), Cursor(cursor.epoch, end)
+
+
+def user_order(spec: str, prompts: Sequence[Any], *, seed: int) -> Order:
+    """Makes the order of `data.sampler`, a function (prompts, epoch, seed); raises UserError for a wrong one."""
+    function, begin = resolve(spec, "data.sampler"), f"data.sampler={spec!r}"
+
+    @functools.lru_cache(maxsize=1)
+    def order(epoch: int) -> np.ndarray:
+        try:
+            found = np.asarray(function(prompts, epoch, seed))
+        except Exception as e:  # a user's function may raise anything
+            raise UserError(f"{begin} raises {said(e)} for epoch {epoch}; correct it") from e
+        if found.dtype.kind not in "iu" or not np.array_equal(np.sort(found, axis=None), np.arange(len(prompts))):
+            raise UserError(
+                f"{begin} returns {found.dtype} of shape {found.shape} for epoch {epoch}; it must return each index"
+                f" from 0 to {len(prompts) - 1} once"
+            )
+        return found.reshape(-1).astype(np.int64)
+
+    order(0)  # before anything starts
+    return order
 
 
 def parse_mix(mix: str) -> dict[str, float]:
@@ -108,8 +140,8 @@ def mix_parts(
         most = math.ceil(weight * batch_size - 1e-9)
         if most > len(members[name]):
             raise UserError(
-                f"{said}: a batch of data.train_batch_size={batch_size} draws up to {most} prompts of {name!r}, which"
-                f" has {len(members[name])}; lower its weight or the batch size, or fix the name"
+                f"{said}: a batch of {batch_size} (data.train_batch_size, or gen_batch_size) draws up to {most} prompts"
+                f" of {name!r}, which has {len(members[name])}; lower its weight or the batch size, or fix the name"
             )
     return tuple(Part(name, np.array(members[name]), weight) for name, weight in weights.items())
 

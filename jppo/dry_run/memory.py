@@ -233,6 +233,7 @@ def _scored(recipe: ppo.Recipe, rows: Rows, with_critic: bool) -> Scored:
         weight=f32 if weighed else None,
         advantage=f32,
         returns=f32,
+        positive=f32 if recipe.positive_lm_coef > 0 else None,
     )
 
 

@@ -25,8 +25,12 @@ def flatten(
     greedy: np.ndarray | None = None,
     *,
     shape: tuple[int, int],
+    filter_truncated: bool = False,
 ) -> Batch:
-    """Builds the batch of graded trajectories, [B, L] on the host; rows of `shape` beyond them are padding."""
+    """Builds the batch of graded trajectories, [B, L] on the host; rows of `shape` beyond them are padding.
+
+    With `filter_truncated`, no token of a truncated response is trained on, but its score counts in its group.
+    """
     B, L = shape
     count = len(trajectories)
     out = Batch(
@@ -49,7 +53,8 @@ def flatten(
             raise ValueError(f"trajectory {t.uid} has a response of {n} tokens, the batch holds {L}")
         sampled = t.sampled[1:][response]
         out.first[b] = response.start
-        out.mask[b, :n] = sampled & (rewards[b].unusable is None)
+        filtered = filter_truncated and t.finish == "length"
+        out.mask[b, :n] = sampled & (rewards[b].unusable is None and not filtered)
         out.rollout_logprob[b, :n] = np.where(sampled, t.logprob[1:][response], 0.0)
     return out
 
@@ -137,6 +142,8 @@ def mini_batches(
         part = order[begin : begin + mini_batch_size].tolist()
         found = [scored(batch, rows) for rows in _rows(batch, trajectories, part, plan)]
         counts = count([micro.rows for micro in found])
+        positive = max(sum(float(np.sum(micro.positive)) for micro in found if micro.positive is not None), 1.0)
+        found = [m if m.positive is None else dataclasses.replace(m, positive=m.positive / positive) for m in found]
         yield Mini(found, counts, place, learns=any(micro.rows.mask.any() for micro in found))
 
 

@@ -68,13 +68,14 @@ def compare(
 
 def make_advantages(
     estimator: Estimator, *, kl_penalty: str | None, correction: correct.Correction | None, bypass: bool,
-    by_sequence: bool, value_norm_decay: float | None = None,
+    by_sequence: bool, value_norm_decay: float | None = None, positive: bool = False,
 ) -> Callable[..., tuple[dict[str, Array], dict[str, Array]]]:  # fmt: skip
     """Makes (batch, KL coefficient, statistics of returns) -> new fields of the batch by name, and metrics.
 
     `bypass`: the engine's log-probs are the old ones, so that there is no mismatch. `by_sequence`: the policy loss is
     one number per sequence, and so is its importance weight, the geometric mean. With `value_norm_decay`, values are
     outputs of the critic on the scale of the past returns, and the returns become its targets on their new scale.
+    `positive`: the loss has a term of the responses with a score above 0.
     """
 
     def advantages(
@@ -106,6 +107,7 @@ def make_advantages(
                 returns = jnp.where(mask, values.normalised(returns, value_norm), 0.0)
         known = {"mask": mask, "weight": weight, "reward": reward, "advantage": advantage, "value_norm": value_norm}
         known["returns"] = None if value is None else returns
+        known["positive"] = jnp.where(mask & (batch.score > 0)[:, None], 1.0, 0.0) if positive else None
         return {name: x for name, x in known.items() if x is not None}, metrics
 
     return advantages

@@ -46,6 +46,7 @@ class Recipe:
     entropy_metric: bool = True  # False: the entropy is computed only for a loss that has it
     adapt_kl: Callable[[Array, Array], Array] | None = None  # (β, KL) -> the next β; None: a fixed β
     value_norm_decay: float | None = None  # of the statistics of returns; None: values are not normalised
+    positive_lm_coef: float = 0.0  # of the log-probs of positive examples; 0: no such term
 
     @property
     def compares(self) -> bool:
@@ -107,6 +108,7 @@ def make_passes(
         entropy_coeff=r.entropy_coeff,
         entropy_metric=with_entropy,
         kl_loss_coef=r.kl_loss_coef,
+        positive_lm_coef=r.positive_lm_coef,
     )
     value = critic = None
     if models.critic is not None:
@@ -116,7 +118,7 @@ def make_passes(
         )
     advantages = estimate.make_advantages(
         r.estimator, kl_penalty=r.kl_penalty, correction=r.correction, bypass=r.bypass, by_sequence=r.by_sequence,
-        value_norm_decay=r.value_norm_decay,
+        value_norm_decay=r.value_norm_decay, positive=r.positive_lm_coef > 0,
     )  # fmt: skip
     return Passes(
         logprob=compiled(logprob(models.policy, with_entropy=r.entropy_metric)),

@@ -39,8 +39,12 @@ def make_actor_loss(
     entropy_coeff: float,
     entropy_metric: bool = True,
     kl_loss_coef: float,
+    positive_lm_coef: float = 0.0,
 ) -> Loss:
-    """Policy loss - entropy_coeff H + kl_loss_coef KL(π ‖ reference), each summed with the same weights of tokens."""
+    """Policy loss - entropy_coeff H + kl_loss_coef KL(π ‖ reference), each summed with the same weights of tokens.
+
+    Plus positive_lm_coef times the mean of -log π over the positive examples' tokens (VAPO, arXiv:2504.05118, eq. 9).
+    """
 
     def loss(
         params: Weights, scored: Scored, counts: Counts, reference: Weights | None
@@ -76,6 +80,9 @@ def make_actor_loss(
         if penalty is not None:
             sums["actor/kl_loss"] = total(penalty)
             out += kl_loss_coef * sums["actor/kl_loss"]
+        if scored.positive is not None:
+            sums["actor/positive_lm_loss"] = -masked_sum(scored.positive * logprob, mask)
+            out += positive_lm_coef * sums["actor/positive_lm_loss"]
         return out, sums | {"actor/loss": out}
 
     return loss

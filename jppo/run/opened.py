@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 from jppo import settings
 from jppo.build import offloading, resume, rollout
 from jppo.build.agreement import Match, agree
+from jppo.build.dynamic_sampling import DynamicSupply, require_metric
 from jppo.build.hosts import own_folder, require_alike, require_shareable
 from jppo.build.inputs import Inputs, read_inputs, speaking
 from jppo.build.learner import Learner, attention_kernel, compile_passes, make_learner, make_mesh
@@ -51,7 +52,7 @@ class Run:
     inputs: Inputs
     learner: Learner
     sampler: Source
-    supply: Supply
+    supply: Supply | DynamicSupply
     panel: Panel
     handover: Handover
     checkpoints: Checkpoints
@@ -90,6 +91,8 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: ConfigDict) -> tuple[
     c, chosen = (auto.first(c), "") if only_look else auto.settle(c, mesh, folder, fits, hosts)
     panel = hosts.together(lambda: make_panel(c, inputs, mesh, hosts))
     stack.callback(panel.close)
+    if c.algorithm.filter_groups:
+        require_metric(c.algorithm.filter_groups_metric.partition("/")[0], panel.parts)
     kernel = attention_kernel(c, inputs.policy, mesh)[1]  # raises before a server starts
     parts = dict[str, Any](c=c, folder=written, hosts=hosts, inputs=inputs, panel=panel, checkpoints=checkpoints)
     with timer("start"):

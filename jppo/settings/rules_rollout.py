@@ -34,6 +34,7 @@ def check(config: ml_collections.ConfigDict, *, training: bool) -> None:
         if r.name == "sglang":
             _sglang(r)
         _async(r)
+        _dynamic_sampling(config)
         _adapters(config)
 
 
@@ -168,6 +169,20 @@ def _async(r: ml_collections.ConfigDict) -> None:
         raise UserError(
             f"rollout.partial=True with rollout.max_staleness={r.max_staleness}: a response that continues in the next"
             " step is two updates old; set it to 2 or more"
+        )
+
+
+def _dynamic_sampling(config: ml_collections.ConfigDict) -> None:
+    r = config.rollout
+    if config.algorithm.filter_groups and r.n < 2:
+        raise UserError(
+            f"algorithm.filter_groups=True compares the samples of a prompt, and rollout.n={r.n} generates one; raise"
+            " rollout.n"
+        )
+    if config.algorithm.filter_groups and r.mode == "async":
+        raise UserError(
+            "algorithm.filter_groups=True samples until a step has enough prompts, and rollout.mode='async' requests"
+            " its samples before; take rollout.mode=sync"
         )
 
 

@@ -11,7 +11,7 @@ from jppo.settings.texts import rejection_rules
 def check(config: ml_collections.ConfigDict) -> None:
     """Raises a UserError at the first rule that is broken; for the config of any command that trains."""
     if "rollout" in config:
-        for rule in (_estimator, _loss, _kl, _correction):
+        for rule in (_estimator, _loss, _kl, _correction, _order):
             rule(config)
         for section in ("actor", "critic"):
             _mini_batch(config, section)
@@ -53,6 +53,15 @@ def _loss(config: ml_collections.ConfigDict) -> None:
     if needed is not None and mode not in ("token-mean", needed):
         raise UserError(
             f"actor.loss_agg_mode={mode!r}: actor.loss_mode={name!r} is always averaged by {needed}; set that"
+        )
+
+
+def _order(config: ml_collections.ConfigDict) -> None:
+    d = config.data
+    if d.sampler and d.mix:
+        raise UserError(
+            f"data.sampler={d.sampler!r} orders all prompts, and data.mix={d.mix!r} samples them by weight; leave one"
+            " empty"
         )
 
 

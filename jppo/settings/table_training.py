@@ -38,7 +38,11 @@ DATA = (
       " Class(entry, tokenizer=)"),
     S("mix", "", "Sampling weights of files (by stem) or data sources, as in a=0.7,b=0.3. '': all prompts are equally"
       " likely"),
+    S("sampler", "", "User-defined order of the prompts, PATH.py:NAME or MODULE:NAME, called as NAME(prompts, epoch,"
+      " seed). '': by shuffle"),
     S("train_batch_size", 256, "Prompts per step", bounds="[1,"),
+    S("gen_batch_size", None, "Prompts per gen batch of dynamic sampling. None: train_batch_size", kind=int,
+      bounds="[1,", only="algorithm.filter_groups"),
     S("val_batch_size", -1, "Prompts generated concurrently in a test. -1: all", bounds="[1,", off=-1),
     S("train_max_samples", -1, "Training prompts, the first of the set. -1: all", bounds="[1,", off=-1),
     S("val_max_samples", -1, "Prompts of a test, the first of the set. -1: all", bounds="[1,", off=-1),
@@ -74,6 +78,14 @@ ALGORITHM = (
       choices=("fixed", "adaptive")),
     S("target_kl", 0.1, "Target KL of the adaptive schedule", unit="nats", bounds="(0,"),
     S("horizon", 10000, "Horizon of the adaptive schedule; larger is slower", unit="responses", bounds="[1,"),
+    S("filter_groups", False, "Dynamic sampling: prompts whose samples are all equal in filter_groups_metric are"
+      " replaced by new prompts"),
+    S("filter_groups_metric", "score", "Metric that must differ: score, or a part of the reward, such as rule_score",
+      required=True, only="algorithm.filter_groups"),
+    S("max_num_gen_batches", 10, "Gen batches of a step; after the last, the step has fewer prompts. 0: no bound",
+      bounds="[0,", only="algorithm.filter_groups"),
+    S("filter_truncated", False, "Over-long filtering: truncated responses are not learned; their scores still count in"
+      " their groups"),
     S("old_logprob", "decoupled", "Old log-probs of the loss. decoupled: recomputed by the trainer; bypass: those of"
       " the rollout engine; correction: recomputed, with the log-prob mismatch corrected",
       choices=("decoupled", "bypass", "correction")),
@@ -132,6 +144,8 @@ ACTOR = (
     S("use_kl_loss", False, "KL to the reference as a term of the loss"),
     S("kl_loss_coef", 0.001, "Coefficient of the KL term", bounds="[0,"),
     S("kl_loss_type", "low_var_kl", "KL estimator of the loss", choices=KL_ESTIMATORS),
+    S("positive_lm_coef", 0.0, "Coefficient of the negative log-likelihood of responses with a score above 0",
+      bounds="[0,"),
     MAX_TOKENS,
     OFFLOAD,
     *OPTIMIZER,

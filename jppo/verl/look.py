@@ -6,7 +6,7 @@ from typing import Any
 A, M, R = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 TURNS, RM = f"{R}.multi_turn", "reward.reward_model"
 OVERLONG, CORRECTION = "reward.reward_kwargs.overlong_buffer_cfg", "algorithm.rollout_correction"
-FUNCTION = "reward.custom_reward_function"
+FUNCTION, FILTER = "reward.custom_reward_function", "algorithm.filter_groups"
 MICRO = ("ppo_micro_batch_size_per_gpu", "ppo_micro_batch_size")
 
 Look = Callable[[str], Any]

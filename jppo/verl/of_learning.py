@@ -24,9 +24,18 @@ DATA = (
     *missing(
         "verl's is a torch Dataset; data.custom_cls=PATH.py:CLASS names a class that yields rows", "data.custom_cls.*"
     ),
-    *missing("every sampled prompt is learned; set data.train_batch_size", "data.gen_batch_size"),
+    same(
+        "data.gen_batch_size",
+        "data.gen_batch_size",
+        convert="filtering",
+        why="with algorithm.filter_groups.enable; else the step's prompts are sampled at once",
+    ),
     *missing("the tokenizer is in the directory of model.path; put it there", "data.tokenizer", f"{_M}.tokenizer_path"),
-    *missing("there are no curricula; data.mix weighs sources", "data.sampler.*", "data.curriculum*"),
+    *missing(
+        "verl's is a torch Sampler; data.sampler=PATH.py:NAME is a function with the order of an epoch",
+        "data.sampler.*",
+        "data.curriculum*",
+    ),
     *missing("tests read the prompts in the order of the files", "data.validation_shuffle"),
     *missing(
         "name them by rollout.multi_turn.tool_config_path, a Python file with tools()",
@@ -82,14 +91,23 @@ ALGORITHM = (
         off=("ppo_clip",),
         only=f"{_CORR}.bypass_mode",
     ),
-    *missing(
-        "groups with equal scores are not sampled again; under grpo they have no advantage",
-        "algorithm.filter_groups.enable",
+    same("algorithm.filter_groups.enable", "algorithm.filter_groups", False),
+    same(
+        "algorithm.filter_groups.metric",
+        "algorithm.filter_groups_metric",
+        convert="filter_metric",
+        why="reward is score; acc and score are rule_score, or of the custom function",
     ),
-    *missing(
-        "groups with equal scores are not sampled again",
-        "algorithm.filter_groups.*",
-        only="algorithm.filter_groups.enable",
+    same(
+        "algorithm.filter_groups.max_num_gen_batches",
+        "algorithm.max_num_gen_batches",
+        0,
+        "filtering",
+        "at the bound the step has fewer prompts; verl's DAPO recipe ends, verl 0.9.1 ignores it",
+    ),
+    *needless(
+        "gen batches follow one another, each of data.gen_batch_size prompts",
+        "algorithm.filter_groups.max_inflight_gen_batches",
     ),
     *missing("prompts are not weighted by their scores", "algorithm.use_pf_ppo"),
     *missing("prompts are not weighted by their scores", "algorithm.pf_ppo.*", only="algorithm.use_pf_ppo"),

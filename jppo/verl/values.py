@@ -9,6 +9,7 @@ from jppo.settings.table import TABLE
 from jppo.settings.texts import LOGGERS
 from jppo.verl.look import (
     CORRECTION,
+    FILTER,
     FUNCTION,
     OVERLONG,
     RM,
@@ -211,6 +212,22 @@ def call_format(value: str | None, look: Look) -> str:
     return str(value)
 
 
+def filtering(value: Any, look: Look) -> Any:
+    return need(value, look(f"{FILTER}.enable"), f"read only with {FILTER}.enable=True")
+
+
+def filter_metric(value: str | None, look: Look) -> str:
+    """Returns the part of the reward that a key of verl's rewards is here."""
+    part = "function_score" if look(f"{FUNCTION}.path") else "rule_score"
+    if filtering(value, look) in ("reward", "seq_reward"):
+        return "score"
+    if value == "score" or (value == "acc" and part == "rule_score"):
+        return part
+    if value == "seq_final_reward":
+        raise Unfit("algorithm.filter_groups_metric=score has no KL in it")
+    return f"{part}/{value}"
+
+
 def unless_greedy(value: Any, look: Look) -> Any:
     greedy = look(f"{R}.val_kwargs.temperature") == 0
     return need(value, not greedy, "a greedy test takes the likeliest token, whatever else is left")
@@ -292,7 +309,7 @@ CONVERSIONS: dict[str, Callable[[Any, Look], Any]] = {
                 agent_loop,
                 profiled,
             ),
-            *(of_hosts, master, call_format, contents, train_dtype),
+            *(filter_metric, filtering, of_hosts, master, call_format, contents, train_dtype),
         )
     },
 }

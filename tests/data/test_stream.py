@@ -4,7 +4,7 @@ import json
 import numpy as np
 import pytest
 
-from jppo.data.stream import Cursor, Part, mix_parts, next_batch, parse_mix, steps_per_epoch
+from jppo.data.stream import Cursor, Part, mix_parts, next_batch, parse_mix, steps_per_epoch, user_order
 from jppo.settings import UserError
 
 
@@ -158,3 +158,37 @@ def test_weights_that_do_not_fit_the_prompts():
             mix_parts(weights, parts, sources, batch_size=batch_size)
     with pytest.raises(UserError, match="'a' twice"):
         parse_mix("a=1,a=2")
+
+
+CURRICULUM = """
+import numpy as np
+def short_first(prompts, epoch, seed):
+    order = np.argsort([len(prompt) for prompt in prompts], kind="stable")
+    return order if epoch == 0 else order[::-1]
+def once_more(prompts, epoch, seed):
+    return [0, 1, 1]
+def broken(prompts, epoch, seed):
+    return order
+"""
+
+
+def test_a_user_defined_order_goes_by_epochs(tmp_path):
+    (tmp_path / "mine.py").write_text(CURRICULUM)
+    order = user_order(f"{tmp_path}/mine.py:short_first", ["long one", "a", "two"], seed=1)
+    kw = dict(n=3, batch_size=1, seed=1, shuffle=True, order_of=order)
+    assert draw(Cursor(), 6, **kw)[0].ravel().tolist() == [1, 2, 0, 0, 2, 1]
+    assert draw(through_json(draw(Cursor(), 4, **kw)[1]), 2, **kw)[0].ravel().tolist() == [2, 1], "a resume"
+
+
+@pytest.mark.parametrize(
+    "name,said",
+    [
+        ("once_more", r"returns int64 of shape \(3,\) for epoch 0; it must return each index from 0 to 2 once"),
+        ("broken", r"raises NameError: name 'order' is not defined for epoch 0; correct it"),
+        ("other", r"defines no 'other'"),
+    ],
+)
+def test_a_wrong_order_is_refused(tmp_path, name, said):
+    (tmp_path / "mine.py").write_text(CURRICULUM)
+    with pytest.raises(UserError, match=rf"data\.sampler='.*mine\.py:{name}'.* {said}"):
+        user_order(f"{tmp_path}/mine.py:{name}", ["a", "b", "c"], seed=1)

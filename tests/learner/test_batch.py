@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jppo.learner import batch, packing, sharding
+from jppo.learner import batch, estimate, estimators, packing, sharding
 from jppo.types import Reward, Trajectory
 
 GRADED, FAILED = Reward(0.5, {}, None), Reward(float("nan"), {}, "boom", unusable="boom")
@@ -35,6 +35,20 @@ def test_alignment_by_hand():
     np.testing.assert_array_equal(data.greedy, [1, 2, 3, 0])
     assert some[1].sampled.any(), "what was sampled stays as it was"
     np.testing.assert_array_equal(batch.arrays(data, some)["tokens"][:2], [[7, 8, 9, 10, 0], [2, 0, 0, 0, 0]])
+
+
+def test_a_truncated_response_is_not_learned_but_compared():
+    """GRPO of the scores 1, 0 and 0, whose second is of a truncated response: 1 - 1/3 and -1/3, and no token of it."""
+    some = [trajectory([1, 2, 3], [0, 1, 1]) for _ in range(3)]
+    some[1] = dataclasses.replace(some[1], finish="length")
+    rewards = [Reward(score, {}, None) for score in (1.0, 0.0, 0.0)]
+    data = batch.flatten(some, rewards, np.zeros(3, np.int32), shape=(3, 2), filter_truncated=True)
+    np.testing.assert_array_equal(data.mask, [[1, 1], [0, 0], [1, 1]])
+    data = dataclasses.replace(data, old_logprob=data.rollout_logprob)
+    how = dict(kl_penalty=None, correction=None, bypass=True, by_sequence=False)
+    found, _ = estimate.make_advantages(estimators.grpo(norm_adv_by_std_in_grpo=False), **how)(data, np.float32(0))
+    np.testing.assert_allclose(found["advantage"], np.float32([[2, 2], [0, 0], [-1, -1]]) / 3, rtol=1e-5)
+    assert batch.flatten(some, rewards, np.zeros(3, np.int32), shape=(3, 2)).mask.all(), "without the filter"
 
 
 def test_a_response_that_does_not_fit_is_named():

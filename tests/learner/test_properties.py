@@ -77,7 +77,8 @@ def passes_of(made):
     """The passes of a recipe, tables for models."""
     passes = ppo.make_passes(ppo.Models((None, None), (None, None), None), made, temperature=1.0, chunk_tokens=1)
     with_kl = score.make_logprob_kl(made.kl_loss_type, look_up, None)
-    loss = update.make_actor_loss(with_kl, made.policy_loss, made.weigh, entropy_coeff=0.1, kl_loss_coef=0.2)
+    coefficients = dict(entropy_coeff=0.1, kl_loss_coef=0.2, positive_lm_coef=made.positive_lm_coef)
+    loss = update.make_actor_loss(with_kl, made.policy_loss, made.weigh, **coefficients)
     value = lambda table, rows: look_up(table, rows)[0]  # noqa: E731
     return dataclasses.replace(
         passes,
@@ -142,6 +143,7 @@ RECIPES = {
     "gae sums": dict(actor__loss_agg_mode="seq-mean-token-sum", algorithm__kl_penalty="k2"),
     "gae banded": BANDED | dict(actor__loss_agg_mode="seq-mean-token-mean", algorithm__kl_penalty="abs"),
     "gae decoupled": dict(algorithm__lam_alpha=0.4, critic__lam=1.0),
+    "gae positive": dict(actor__positive_lm_coef=0.5),
     "grpo": dict(algorithm__adv_estimator="grpo", actor__loss_agg_mode="seq-mean-token-sum-norm"),
     "passk": dict(algorithm__adv_estimator="grpo_passk", actor__loss_mode="cispo", actor__kl_loss_type="k3+"),
     "rloo": CORRECTED | dict(algorithm__adv_estimator="rloo", actor__kl_loss_type="abs+"),
@@ -195,3 +197,29 @@ def test_cut_packed_and_permuted(base, kind, tokens_per_micro):
 def test_tokens_that_the_policy_did_not_choose_change_nothing(base, tools):
     made, expected = base
     assert_same(learn(made, kind="buckets", tokens_per_micro=FEW, tools=tools), expected)
+
+
+def test_the_loss_of_positive_examples_by_hand():
+    """μ times the mean of -log π over the tokens of all responses with a score above 0, whatever their lengths."""
+    without, with_term = learn(recipe()), learn(recipe(actor__positive_lm_coef=0.5))
+    tokens = (SCORES > 0)[:, None] & (np.arange(LONGEST) < LENGTHS[:, None])
+    assert 0 < tokens.sum() < LENGTHS.sum()
+    gradient = with_term["actor gradient"] - without["actor gradient"]
+    np.testing.assert_allclose(gradient, -0.5 / tokens.sum() * tokens, atol=1e-7)
+    likelihood = -(TABLES["new"] * 1.1)[tokens].mean()  # the policy of `learn`
+    np.testing.assert_allclose(with_term["actor loss"] - without["actor loss"], 0.5 * likelihood, rtol=1e-4)
+    np.testing.assert_array_equal(with_term["critic gradient"], without["critic gradient"])
+
+
+def test_a_mini_batch_without_a_positive_example_has_no_such_loss():
+    trajectories = [trajectory(i) for i in range(2)]
+    mesh, shape = sharding.make_mesh((1, 1, 1)), (2, LONGEST)
+    flat = batch.flatten(trajectories, [Reward(0.0, {}, None)] * 2, np.arange(2), shape=shape)
+    zeros = np.zeros(shape, np.float32)
+    flat = dataclasses.replace(flat, old_logprob=zeros, advantage=zeros, positive=zeros)
+    plan = packing.make_plan(
+        "none", max_length=LONGEST, row_lengths=1, max_tokens_per_row=LONGEST, tokens_per_micro=FEW, sequences=2,
+        row_multiple=1,
+    )  # fmt: skip
+    [mini] = batch.mini_batches(flat, trajectories, order=np.arange(2), mini_batch_size=2, plan=plan, mesh=mesh)
+    assert [micro.positive.sum() for micro in mini.micros] == [0.0] * len(mini.micros)

@@ -1,0 +1,210 @@
+"""Dynamic sampling: which prompts a step keeps, by hand, and a run that is killed and resumed to the bit."""
+
+import pathlib
+
+import numpy as np
+import pytest
+
+from jppo import settings, train
+from jppo.build.dynamic_sampling import DynamicSupply, Filter, differs
+from jppo.data.stream import Cursor
+from jppo.prefetch import Drawn
+from jppo.rollout.protocol import RolloutError
+from jppo.runlog.logger import read_metrics
+from jppo.runlog.watchdog import Stopped
+from jppo.settings import UserError
+from jppo.types import Prompt, Reward, Trajectory
+from tests.test_resume import again, broken_off, untimed, weights
+
+FAILED = Reward(float("nan"), {}, "rule_score: it broke", unusable="not graded: it broke")
+
+
+def reward(score, **parts):
+    return Reward(score, parts, None)
+
+
+def trajectory(uid):
+    nothing = np.zeros(0, np.int32)
+    return Trajectory(uid, nothing, nothing > 0, nothing.astype(np.float32), nothing, "", "stop", 1)
+
+
+class GenBatches:
+    """Gen batches with the given rewards, [batch][prompt][sample]; prompt `b.p` is number p of gen batch b."""
+
+    def __init__(self, batches, baseline=False):
+        self.batches, self.baseline, self.asked = batches, baseline, []
+
+    def __call__(self, index, cursor):
+        self.asked.append((index, cursor.index))
+        self.now = self.batches[len(self.asked) - 1], len(self.asked) - 1, cursor
+        return self
+
+    def take(self, step):
+        rewards, b, cursor = self.now
+        prompts = [Prompt(f"{b}.{p}", "", "", np.zeros(1, np.int32), "", {}) for p in range(len(rewards))]
+        best = [reward(10.0 * b + p) for p in range(len(rewards))] if self.baseline else None
+        return Drawn(
+            prompts=prompts,
+            trajectories=[
+                trajectory(f"{p.uid}/{i}") for p, group in zip(prompts, rewards, strict=True) for i in range(len(group))
+            ],
+            after=Cursor(cursor.epoch, cursor.index + len(rewards)),
+            waited_s=1.0,
+            sampling_s=2.0,
+            grade=lambda: ([r for group in rewards for r in group], best),
+        )
+
+
+def supply(batches, *, prompts=2, most=0, metric="score", **how):
+    gen_batch = GenBatches(batches, **how)
+    return DynamicSupply(Filter(prompts, 2, metric, most), gen_batch, Cursor()), gen_batch
+
+
+SAME, OTHER = [reward(1.0), reward(1.0)], [reward(1.0), reward(-1.0)]
+
+
+@pytest.mark.parametrize(
+    "rewards,metric,expected",
+    [
+        (SAME, "score", False),
+        (OTHER, "score", True),
+        ([reward(0.5, rule_score=1.0), reward(0.9, rule_score=1.0)], "score", True),  # the length penalty differs
+        ([reward(0.5, rule_score=1.0), reward(0.9, rule_score=1.0)], "rule_score", False),
+        ([reward(0.0, rule_score=1.0), reward(0.0, rule_score=-1.0)], "rule_score", True),
+        ([reward(1.0), FAILED], "score", False),  # one score does not differ from itself
+        ([FAILED, FAILED], "score", False),  # NaN is no score
+    ],
+)
+def test_a_group_is_kept_if_its_scores_differ(rewards, metric, expected):
+    assert differs(rewards, metric) is expected
+
+
+def test_a_step_samples_until_it_has_its_prompts_and_drops_the_surplus():
+    it, asked = supply([[SAME, OTHER], [SAME, SAME], [OTHER, OTHER], [OTHER, OTHER]])
+    drawn = it.take(0)
+    assert [p.uid for p in drawn.prompts] == ["0.1", "2.0"]
+    assert [t.uid for t in drawn.trajectories] == ["0.1/0", "0.1/1", "2.0/0", "2.0/1"]
+    assert drawn.grade() == ([*OTHER, *OTHER], None)
+    assert asked.asked == [(0, 0), (1, 2), (2, 4)] and drawn.after == Cursor(0, 6)
+    assert (drawn.waited_s, drawn.sampling_s) == (3.0, 6.0)
+    assert drawn.metrics == {
+        "train/num_gen_batches": 3.0,
+        "train/num_prompts": 2.0,
+        "training/filter_groups/evicted_samples": 3.0,
+        "training/filter_groups/discarded_surplus_samples": 1.0,
+        "train/sampled_score": pytest.approx(0.5),  # 3 groups of mean 1, and 3 of mean 0
+        "train/sampled_errors": 0.0,
+    }
+    following = it.take(1)
+    assert asked.asked[3:] == [(0, 6)], "each step counts its own gen batches, and begins after the last one's"
+    assert [p.uid for p in following.prompts] == ["3.0", "3.1"] and it.state() == {}
+
+
+def test_a_kept_group_keeps_its_greedy_response():
+    it, _ = supply([[SAME, OTHER], [OTHER, SAME]], baseline=True)
+    assert it.take(0).grade()[1] == [reward(1.0), reward(10.0)]
+
+
+def test_at_the_bound_a_step_has_fewer_prompts():
+    it, asked = supply([[SAME, SAME], [SAME, OTHER], [OTHER, OTHER]], most=2)
+    drawn = it.take(0)
+    assert [p.uid for p in drawn.prompts] == ["1.1"] and len(asked.asked) == 2
+    assert drawn.metrics["train/num_prompts"] == 1 and drawn.metrics["train/num_gen_batches"] == 2
+
+
+def test_a_step_without_any_group_ends_the_run():
+    it, _ = supply([[SAME, SAME], [SAME, SAME]], most=2)
+    with pytest.raises(RolloutError, match=r"step 8: none of the 4 prompts of 2 gen batches .*max_num_gen_batches=2"):
+        it.take(7)
+
+
+def test_broken_graders_end_the_search():
+    it, asked = supply([[[FAILED, FAILED]] * 2, [OTHER, OTHER]])
+    with pytest.raises(train.Diverged, match="every grader of the step failed"):
+        train.require_graded(it.take(0).grade()[0])
+    assert len(asked.asked) == 1
+    it, _ = supply([[SAME, OTHER], [[FAILED, FAILED]] * 2, [OTHER, OTHER]])
+    drawn = it.take(0)
+    assert [p.uid for p in drawn.prompts] == ["0.1"] and drawn.metrics["train/sampled_errors"] == 4
+
+
+def test_a_metric_that_no_reward_has_is_refused():
+    it, _ = supply([[[reward(1.0, rule_score=1.0)] * 2]], metric="acc")
+    with pytest.raises(UserError, match=r"filter_groups_metric='acc' .* one of 'score', 'rule_score'"):
+        it.take(0)
+
+
+@pytest.mark.parametrize(
+    "changes,said",
+    [
+        (dict(rollout__n=1), r"rollout\.n=1 generates one; raise rollout\.n"),
+        (dict(rollout__mode="async"), r"take rollout\.mode=sync"),
+        (dict(algorithm__filter_groups=False, data__gen_batch_size=8), r"data\.gen_batch_size"),
+    ],
+)
+def test_what_dynamic_sampling_cannot_go_with(config, changes, said):
+    config.algorithm.filter_groups, config.rollout.n = True, 2
+    with pytest.raises(UserError, match=said):
+        again(config, **changes)
+
+
+GRADE = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return {}\n"
+
+
+@pytest.fixture
+def dynamic(small_run, tmp_path):
+    """Two steps of two prompts from gen batches of three, by the engine in the process."""
+    c = small_run
+    (tmp_path / "grade.py").write_text(GRADE.format("float(len(solution_str) > 2)"))
+    c.reward.function = str(tmp_path / "grade.py") + ":compute_score"
+    c.rollout.name, c.rollout.n, c.rollout.logp_tolerance = "inprocess", 2, 1e-3
+    c.algorithm.adv_estimator, c.algorithm.filter_groups, c.algorithm.max_num_gen_batches = "grpo", True, 0
+    c.data.train_batch_size, c.data.gen_batch_size = 2, 3
+    c.actor.positive_lm_coef = 0.1
+    return again(c, trainer__total_training_steps=3)
+
+
+@pytest.mark.parametrize("function,at", [("update_models", 2), ("validate", 3)])
+def test_a_killed_run_resumes_to_the_bit(dynamic, quick_compilation, monkeypatch, tmp_path, function, at):
+    train.train(dynamic)
+    steps = read_metrics(pathlib.Path(dynamic.trainer.run_dir))[1:]
+    assert len(steps) == 3 and all(m["train/num_prompts"] == 2 for m in steps)
+    assert max(m["train/num_gen_batches"] for m in steps) > 1, "no step needed a second gen batch: nothing is shown"
+    assert all(m["actor/positive_lm_loss"] > 0 for m in steps)
+    assert all(m["actor/loss"] > m["actor/pg_loss"] for m in steps)
+    assert all(m["critic/score/mean"] == 0.5 for m in steps), "a group of two that differ has one of each score"
+    c = broken_off(dynamic, tmp_path / "other", monkeypatch, in_call_of=function, at=at, error=Stopped(0, "asked"))
+    train.train(c)
+    assert untimed(c.trainer.run_dir) == untimed(dynamic.trainer.run_dir)
+    assert weights(c.trainer.run_dir) == weights(dynamic.trainer.run_dir)
+
+
+def test_a_run_at_the_bound_learns_from_what_it_has(dynamic, quick_compilation):
+    dynamic.data.gen_batch_size, dynamic.algorithm.max_num_gen_batches, dynamic.data.train_batch_size = 8, 1, 8
+    settings.check(dynamic)
+    train.train(dynamic)
+    steps = read_metrics(pathlib.Path(dynamic.trainer.run_dir))[1:]
+    assert all(0 < m["train/num_prompts"] < 8 and m["actor/grad_norm"] > 0 for m in steps)
+
+
+def test_a_part_that_the_run_lacks_is_refused_before_the_engine_starts(dynamic):
+    dynamic.algorithm.filter_groups_metric = "rule_score"
+    with pytest.raises(UserError, match=r"'rule_score' is no part of this run's reward; .* 'score', 'function_score'"):
+        train.train(dynamic)
+    assert not (pathlib.Path(dynamic.trainer.run_dir) / "config.json").exists()
+
+
+def test_a_custom_order_is_resumed_with_its_own_alone(dynamic, quick_compilation, monkeypatch, tmp_path):
+    (tmp_path / "mine.py").write_text("def backwards(prompts, epoch, seed):\n    return range(len(prompts))[::-1]\n")
+    dynamic.data.sampler = f"{tmp_path}/mine.py:backwards"
+    train.train(dynamic)
+    c = broken_off(
+        dynamic, tmp_path / "other", monkeypatch, in_call_of="update_models", at=2, error=Stopped(0, "asked")
+    )
+    with pytest.raises(UserError, match=r"data\.sampler='' was '.*backwards' when the checkpoint was written"):
+        train.train(again(c, data__sampler=""))
+    train.train(c)
+    assert untimed(c.trainer.run_dir) == untimed(dynamic.trainer.run_dir)
+    assert weights(c.trainer.run_dir) == weights(dynamic.trainer.run_dir)
+    with pytest.raises(UserError, match=r"data\.sampler=.* leave one empty"):
+        again(c, data__mix="a=1")
