@@ -69,7 +69,7 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
     sources = [prompt.data_source for prompt in asked]
     metrics |= describe(trajectories, graded) | source_means(graded, sources) | turn_metrics.metrics(trajectories)
     metrics |= summed(run.hosts, run.panel.metrics() | run.sampler.metrics())
-    data = batch.flatten(trajectories, rewards, group, greedy, shape=learner.shape)
+    data = batch.flatten(trajectories, rewards, group, greedy, shape=learner.shape, earns=recipe.earns)
     micros = batch.micros(data, trajectories, plan=learner.plan, mesh=learner.mesh)
     with timer("old_log_prob"):
         data = ppo.with_old_logprob(passes, recipe, data, micros, policy)

@@ -54,6 +54,21 @@ def last(mask: Array) -> Array:  # [B, L] bool
     return jnp.asarray(mask) & (behind == 1)
 
 
+def moved(x: Array, mask: Array) -> Array:  # [B, L]
+    """Moves each entry outside the mask to the last kept entry before it, or else to the row's first kept entry."""
+    chex.assert_equal_shape([x, mask])
+    mask = jnp.asarray(mask)
+
+    def step(pending: Array, now: tuple[Array, Array]) -> tuple[Array, Array]:  # all rows at one position
+        one, kept = now
+        whole = one + pending
+        return jnp.where(kept, 0.0, whole), jnp.where(kept, whole, 0.0)
+
+    pending, placed = jax.lax.scan(step, jnp.zeros_like(x[:, 0]), (jnp.asarray(x).T, mask.T), reverse=True)
+    first = mask & (jnp.cumsum(mask, axis=1, dtype=jnp.int32) == 1)
+    return placed.T + spread(pending, first)
+
+
 def sequence_sum(x: Array, mask: Array, segment: Array) -> Array:  # [R, T]
     """Σ x over the kept entries of a sequence, at each of its entries."""
     chex.assert_equal_shape([x, mask, segment])

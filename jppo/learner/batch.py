@@ -25,10 +25,15 @@ def flatten(
     greedy: np.ndarray | None = None,
     *,
     shape: tuple[int, int],
+    earns: bool = False,
 ) -> Batch:
-    """Builds the batch of graded trajectories, [B, L] on the host; rows of `shape` beyond them are padding."""
+    """Builds the batch of graded trajectories, [B, L] on the host; rows of `shape` beyond them are padding.
+
+    `earns`: rewards of the run may be earned inside a response, and the batch has `earned`.
+    """
     B, L = shape
     count = len(trajectories)
+    earned = np.zeros(shape, np.float32) if earns else None
     out = Batch(
         mask=np.zeros(shape, np.bool_),
         rollout_logprob=np.zeros(shape, np.float32),
@@ -36,6 +41,7 @@ def flatten(
         score=np.full(B, np.nan, np.float32),
         group=np.arange(B, dtype=np.int32),
         greedy=None if greedy is None else np.pad(greedy, (0, B - count)),
+        earned=earned,
     )
     out.score[:count] = [r.score for r in rewards]
     out.group[:count] = group
@@ -51,6 +57,9 @@ def flatten(
         out.first[b] = response.start
         out.mask[b, :n] = sampled & (rewards[b].unusable is None)
         out.rollout_logprob[b, :n] = np.where(sampled, t.logprob[1:][response], 0.0)
+        if earned is not None:
+            for k, amount in rewards[b].earned:
+                earned[b, k] += amount
     return out
 
 

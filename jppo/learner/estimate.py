@@ -125,13 +125,17 @@ def penalty_of(batch: Batch, kind: str | None) -> Array:  # [B, L]
 def rewards(batch: Batch, penalty: Array, kl_coef: Array) -> tuple[Array, Array, dict[str, Array]]:
     """Returns the rewards of tokens [B, L] and of sequences [B], and their metrics.
 
-    r_t = -β KL_t, plus the score at the last token; a sequence without a token has only its score.
+    r_t = -β KL_t + e_t, plus the rest of the score, s - Σ e, at the last token. Of the earned e, parts outside the mask
+    move (`masked.moved`). A sequence without a token has only its score.
     """
     mask, graded = batch.mask, ~jnp.isnan(batch.score)
     score = jnp.where(graded, batch.score, 0.0)
     reward = jnp.where(mask, masked.spread(score, masked.last(mask)) - kl_coef * penalty, 0.0)
     some = jnp.any(mask, axis=1)
-    total = jnp.where(some, jnp.sum(reward, axis=1), score)
+    total = jnp.where(some, jnp.sum(reward, axis=1), score)  # whose rounding does not depend on the places
+    if batch.earned is not None:
+        earned = masked.moved(batch.earned, mask)
+        reward = reward + earned - masked.spread(jnp.sum(earned, axis=1), masked.last(mask))
     whole = jnp.sum(penalty, axis=1)
     return reward, total, {
         "critic/rewards/mean": mean(total, graded),
