@@ -54,6 +54,12 @@ def last(mask: Array) -> Array:  # [B, L] bool
     return jnp.asarray(mask) & (behind == 1)
 
 
+def ends(mask: Array) -> Array:  # [B, L] bool
+    """The last entry of each run of kept entries."""
+    chex.assert_rank(mask, 2)
+    return jnp.asarray(mask) & ~jnp.pad(jnp.asarray(mask)[:, 1:], ((0, 0), (0, 1)))
+
+
 def moved(x: Array, mask: Array) -> Array:  # [B, L]
     """Moves each entry outside the mask to the last kept entry before it, or else to the row's first kept entry."""
     chex.assert_equal_shape([x, mask])

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,12 +17,13 @@ class Estimator:
     """An advantage estimator of `algorithm.adv_estimator`: its function and the inputs that it needs."""
 
     # (token reward [B, L], value [B, L] or None, outcome [B], mask [B, L]) -> advantage and returns [B, L]
-    tokens: Callable[[Array, Any, Array, Array], tuple[Array, Array]]
+    tokens: Callable[..., tuple[Array, Array]]
     # (score, length, group) [B] -> the outcome [B] for `tokens`; None: the greedy responses' scores
     sequences: Callable[[Array, Array, Array], Array] | None = None
     whiten: bool = False
     critic: bool = False
     greedy: bool = False  # each prompt also gets a greedy response, which is graded
+    by_turn: bool = False  # `tokens` gets a fifth argument, the last tokens of the policy's turns, [B, L] bool
 
 
 def spread(reward: Array, value: Array | None, outcome: Array, mask: Array) -> tuple[Array, Array]:
@@ -81,6 +81,7 @@ def make_advantages(
         batch: Batch, kl_coef: Array, value_norm: Array | None = None
     ) -> tuple[dict[str, Array], dict[str, Array]]:
         metrics = {} if bypass else correct.mismatch(batch)
+        turns = (masked.ends(batch.mask),) if estimator.by_turn else ()  # before tokens are rejected
         if batch.entropy is not None:
             metrics["actor/entropy"] = masked.masked_sum(batch.entropy, batch.mask) / correct.tokens(batch.mask)
         if correction is not None:
@@ -96,7 +97,7 @@ def make_advantages(
         outcome = jnp.zeros_like(total) if batch.greedy is None else batch.greedy
         if estimator.sequences is not None:
             outcome = estimator.sequences(total, jnp.sum(mask, axis=1, dtype=jnp.float32), batch.group)
-        advantage, returns = estimator.tokens(reward, value, outcome, mask)
+        advantage, returns = estimator.tokens(reward, value, outcome, mask, *turns)
         advantage = masked.whiten(advantage, mask) if estimator.whiten else advantage
         metrics |= distribution("critic/advantages", advantage, mask)  # as the loss sees them
         if value is not None:

@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from jppo.learner import batch, estimate, estimators
+from jppo.algorithms import masked
+from jppo.learner import batch, correct, estimate, estimators
 from jppo.types import Reward, Trajectory
 
 GAMMA, LAM, KL_COEF = 0.9, 0.8, 0.5
@@ -105,6 +106,53 @@ def test_a_run_without_such_rewards_has_the_same_numbers_to_the_bit():
     (one, *_), (other, *_) = (made(gae, flat(some, earns=earns)) for earns in (True, False))
     for name in ("advantage", "returns"):
         np.testing.assert_array_equal(one[name], other[name])
+
+
+@pytest.mark.parametrize("rejected", [None, "some", "a turn"])
+def test_discounting_by_turn_is_by_the_definition(rejected):
+    """γ to the number of turn ends between two tokens; turns count even if none of their tokens is kept."""
+    sampled = np.bool_([1, 1, 0, 0, 1, 1, 1, 0, 1])
+    turn = np.array([0, 0, 0, 0, 1, 1, 1, 1, 2])
+    kept = sampled.copy()
+    if rejected is not None:
+        kept[[1, 5] if rejected == "some" else [4, 5, 6]] = False
+    rng = np.random.default_rng(3)
+    reward, value = np.where(kept, rng.normal(size=(2, 9)), 0.0)
+    chosen = np.flatnonzero(kept)
+    expected = dict.fromkeys(chosen, 0.0)
+    for i, t in enumerate(chosen):
+        for j, u in enumerate(chosen[i:], i):  # Σ_u (discount from t to u) λ^(tokens between) δ_u
+            after = chosen[j + 1] if j + 1 < len(chosen) else None
+            delta = reward[u] - value[u]
+            delta += 0.0 if after is None else GAMMA ** (turn[after] - turn[u]) * value[after]
+            expected[t] += GAMMA ** (turn[u] - turn[t]) * LAM ** (j - i) * delta
+    made = estimators.gae(gamma=GAMMA, gamma_by="turn", lam=LAM, lam_alpha=None, critic_lam=None)
+    ends = masked.ends(sampled[None])
+    assert np.flatnonzero(ends[0]).tolist() == [1, 6, 8]
+    rows = np.float32(reward[None]), np.float32(value[None]), np.zeros(1, np.float32), kept[None]
+    advantage, returns = made.tokens(*rows, ends)
+    np.testing.assert_allclose(advantage[0, chosen], list(expected.values()), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(returns[0, chosen], value[chosen] + list(expected.values()), rtol=1e-5, atol=1e-6)
+    other = estimators.reinforce_plus_plus(gamma=GAMMA, gamma_by="turn").tokens(*rows, ends)[0]
+    to_go = [sum(GAMMA ** (turn[u] - turn[t]) * reward[u] for u in chosen if u >= t) for t in chosen]
+    np.testing.assert_allclose(other[0, chosen], to_go, rtol=1e-5, atol=1e-6)
+
+
+def test_turns_are_those_before_tokens_are_rejected():
+    """A rejected token inside a turn ends no turn, with a correction as in a run; one turn is not discounted at all."""
+    some = [Reward(1.0, {}, None, earned=((0, 0.5),)) for _ in CASES]
+    data = flat(some)
+    old = data.rollout_logprob.copy()
+    old[2, 1] += 9.0  # rejected by its ratio
+    old = dataclasses.replace(data, old_logprob=old)
+    reject = correct.Correction(level=None, lower=0.5, upper=2.0, normalize=False, rules=(("token_k1", 0.5, 2.0),))
+    made = estimators.reinforce_plus_plus(gamma=GAMMA, gamma_by="turn")
+    how = dict(kl_penalty=None, correction=reject, bypass=False, by_sequence=False)
+    run = jax.jit(estimate.make_advantages(dataclasses.replace(made, whiten=False), **how))
+    known, _ = run(old, np.float32(0))
+    assert np.asarray(known["mask"])[2].tolist() == [True, False, True, False, False, False]
+    np.testing.assert_allclose(known["advantage"][2, [0, 2]], [1.0, 0.5], rtol=1e-6)
+    np.testing.assert_allclose(known["advantage"][3, [0, 1, 4]], [0.5 + 0.5 * GAMMA, 0.5 * GAMMA, 0.5], rtol=1e-6)
 
 
 def test_an_unusable_sample_and_padding_earn_nothing():
