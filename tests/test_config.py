@@ -204,7 +204,12 @@ def test_what_is_none_unless_given_may_be_given(config):
         ({"algorithm.adv_estimator": "remax", "algorithm.lam_alpha": 0.05}, ["algorithm.lam_alpha=0.05", "take gae"]),
         ({"algorithm.gamma_by": "turn"}, ["algorithm.gamma_by='turn'", "multi_turn.enable is False", "set it to True"]),
         (
-            {"algorithm.gamma_by": "turn", "rollout.multi_turn.enable": True, "algorithm.adv_estimator": "remax"},
+            {
+                "algorithm.gamma_by": "turn",
+                "algorithm.adv_estimator": "remax",
+                "rollout.multi_turn.enable": True,
+                "rollout.multi_turn.interaction": "examples/second_try.py:SecondTry",
+            },
             ["algorithm.gamma_by='turn'", "'remax' does not discount", "take gae"],
         ),
         ({"actor.clip_ratio_c": 1.0}, ["actor.clip_ratio_c=1.0", "above 1"]),

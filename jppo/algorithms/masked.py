@@ -4,6 +4,8 @@ On the flat batch [B, L] a row is a sequence. In packed rows [R, T] several sequ
 entries belong together (0 = empty). The `sequence_` functions repeat a sequence's number at each of its entries.
 """
 
+from typing import Any
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -65,7 +67,7 @@ def moved(x: Array, mask: Array) -> Array:  # [B, L]
     chex.assert_equal_shape([x, mask])
     mask = jnp.asarray(mask)
 
-    def step(pending: Array, now: tuple[Array, Array]) -> tuple[Array, Array]:  # all rows at one position
+    def step(pending: jax.Array, now: Any) -> tuple[jax.Array, jax.Array]:  # all rows at one position
         one, kept = now
         whole = one + pending
         return jnp.where(kept, 0.0, whole), jnp.where(kept, whole, 0.0)
