@@ -70,8 +70,8 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
     sources = [prompt.data_source for prompt in asked]
     metrics |= describe(trajectories, graded) | source_means(graded, sources) | turn_metrics.metrics(trajectories)
     metrics |= summed(run.hosts, run.panel.metrics() | run.sampler.metrics())
-    filtered = dict(filter_truncated=c.algorithm.filter_truncated)
-    data = batch.flatten(trajectories, rewards, group, greedy, shape=learner.shape, **filtered)
+    how = dict(earns=recipe.earns, filter_truncated=c.algorithm.filter_truncated)
+    data = batch.flatten(trajectories, rewards, group, greedy, shape=learner.shape, **how)
     micros = batch.micros(data, trajectories, plan=learner.plan, mesh=learner.mesh)
     with timer("old_log_prob"):
         data = ppo.with_old_logprob(passes, recipe, data, micros, policy)

@@ -59,6 +59,7 @@ class Exchange:
     call_s: float  # seconds in all calls
     score: float  # sum of the scores from an environment or simulated user
     fault: str | None  # the failure's reason: such a response has no reward
+    earned: tuple[tuple[int, float], ...] = ()  # the scores, as in Reward: each at the last token of its turn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +89,9 @@ class Reward:
     error: str | None  # the grader's failure, counted and shown
     answer: str | None = None  # the compared answer, for majorities ('': none found); None: not looked for
     unusable: str | None = None  # why the sample is not trained on; None: it is
+    # (token, amount): parts of the score that are earned at this token of the response, which begins with the first
+    # sampled one; the rest of the score is earned at the last token
+    earned: tuple[tuple[int, float], ...] = ()
 
 
 @jax.tree_util.register_dataclass
@@ -117,6 +121,7 @@ class Batch:
     score: Array  # [B] f32, NaN if there is none
     group: Array  # [B] i32, below B, equal for the samples of one prompt
     greedy: Array | None  # [B] f32, the score of the prompt's greedy response
+    earned: Array | None = None  # [B, L] f32, parts of the score that are earned at a token
     old_logprob: Array | None = None  # [B, L] f32, of the old policy: the trainer's before this step, or the engine's
     entropy: Array | None = None  # [B, L] f32, of the old policy
     ref_logprob: Array | None = None  # [B, L] f32, of the frozen reference

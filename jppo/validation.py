@@ -131,6 +131,7 @@ def samples(
             "answer": r.answer,
             "score": None if math.isnan(r.score) else r.score,
             "parts": r.parts,
+            "earned": r.earned,
             "error": r.error,
             "unusable": r.unusable,
             "finish": t.finish,

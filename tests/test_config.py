@@ -202,6 +202,16 @@ def test_what_is_none_unless_given_may_be_given(config):
         ({"algorithm.adv_estimator": "remax", "critic.value_norm_decay": 0.9}, ["critic.value_norm_decay=0.9", "None"]),
         ({"critic.warmup_epochs": 4}, ["critic.warmup_epochs=4 is read only with trainer.critic_warmup set"]),
         ({"algorithm.adv_estimator": "remax", "algorithm.lam_alpha": 0.05}, ["algorithm.lam_alpha=0.05", "take gae"]),
+        ({"algorithm.gamma_by": "turn"}, ["algorithm.gamma_by='turn'", "multi_turn.enable is False", "set it to True"]),
+        (
+            {
+                "algorithm.gamma_by": "turn",
+                "algorithm.adv_estimator": "remax",
+                "rollout.multi_turn.enable": True,
+                "rollout.multi_turn.interaction": "examples/second_try.py:SecondTry",
+            },
+            ["algorithm.gamma_by='turn'", "'remax' does not discount", "take gae"],
+        ),
         ({"actor.clip_ratio_c": 1.0}, ["actor.clip_ratio_c=1.0", "above 1"]),
         ({"actor.clip_ratio_c": float("nan")}, ["actor.clip_ratio_c=nan", "finite"]),
         ({"actor.weight_decay": 1e308}, ["actor.weight_decay=1e+308", "finite number, at most 3.4e+38 in float32"]),

@@ -311,12 +311,14 @@ def test_data_name_every_way_to_cut():
 def test_the_functions_that_are_shown_score(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "path", list(sys.path))  # which grows by the folder of the file
     shown = re.findall(r"```\n(def compute_score.*?)```", text("docs/rewards.md"), re.S)
-    sample = {"data_source": "mine", "text": " four ", "truth": "four", "extra": {}}
+    sample = {"data_source": "mine", "text": " four ", "truth": "four", "extra": {}, "turns": 1}
     found = [pool_tasks.prepare(("function", str(tmp_path / "mine.py"), "compute_score", source)) for source in shown]
-    assert [function.batch for function in found] == [False, True]
+    assert [function.batch for function in found] == [False, True, False]
     for function in found:
         right, wrong = function.call([sample, {**sample, "truth": "five"}])
         assert (right["score"], wrong["score"], right["error"]) == (1.0, 0.0, None)
+    (steps,) = found[-1].call([{**sample, "text": "2+2=4\n\n\n\nfour"}])
+    assert steps["score"] == 1.1 and steps["earned"] == ("characters", ((5, 0.1), (13, 0.0)))
 
 
 def test_the_class_that_is_shown_gives_rows(tmp_path):

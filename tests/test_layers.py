@@ -88,6 +88,7 @@ NO_MORE_THAN = {
     # what runs in the processes of the pool
     "jppo.rewards.pool_worker": {*sys.stdlib_module_names},
     "jppo.rewards.pool_tasks": {*sys.stdlib_module_names},
+    "jppo.rewards.earned": {*sys.stdlib_module_names},
     "jppo.rewards.code": {*sys.stdlib_module_names},
     "jppo.rewards.asserts": {*sys.stdlib_module_names},
     "jppo.rewards.expressions": {*sys.stdlib_module_names},
@@ -111,7 +112,13 @@ OF_JPPO = {
     "jppo.rewards.model.convert_worker": (),
     "jppo.checks.parity_worker": (),
     "jppo.rewards.pool_worker": ("jppo.rewards.pool_tasks",),
-    "jppo.rewards.pool_tasks": ("jppo.rewards.code", "jppo.rewards.rules", "jppo.rewards.sandbox.choice"),
+    "jppo.rewards.pool_tasks": (
+        "jppo.rewards.code",
+        "jppo.rewards.earned",
+        "jppo.rewards.rules",
+        "jppo.rewards.sandbox.choice",
+    ),
+    "jppo.rewards.earned": (),
     "jppo.rewards.code": (
         "jppo.rewards.rules",
         "jppo.rewards.asserts",

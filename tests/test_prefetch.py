@@ -101,7 +101,7 @@ class Graded(Grading):
         return {number: self.reward(number) for number in self.texts}
 
     def reward(self, number):
-        return Reward(float(number), {}, None, self.texts[number])
+        return Reward(float(number), {}, None, self.texts[number], earned=((0, 0.1), (1, float(number))))
 
 
 def supply(sampler, cursor=None, **changes):
@@ -251,6 +251,7 @@ def test_a_queue_is_kept_and_only_what_is_missing_is_asked_for_again(forgotten):
         drawn = resumed.take(step)
         assert [p.uid for p in drawn.prompts] == order(3)[step][0]
         assert {t.tokens[1] for t in drawn.trajectories} == {step}
+        assert all(r.earned == ((0, 0.1), (1, r.score)) for r in drawn.grade()[0])
         if step == 1 and forgotten:
             assert drawn.trajectories[1].version.tolist() == [-1, 0, 0]  # kept
             assert drawn.trajectories[0].version.tolist() == [-1, 1, 1]
@@ -287,7 +288,7 @@ def test_trajectories_go_through_text_to_the_bit():
         for i in range(3)
     ]
     made = [dataclasses.replace(t, logprob=rng.normal(size=3).astype(np.float32), text="é\n") for t in made]
-    made[1] = dataclasses.replace(made[1], exchange=Exchange(2, 1, 0.5, 1.0, None))
+    made[1] = dataclasses.replace(made[1], exchange=Exchange(2, 1, 0.5, 1.0, None, earned=((0, 0.3), (2, 0.7))))
     for there, back in zip(made, trajectories.unpack(trajectories.pack(made)), strict=True):
         for field in dataclasses.fields(Trajectory):
             a, b = getattr(there, field.name), getattr(back, field.name)

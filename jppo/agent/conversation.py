@@ -64,7 +64,7 @@ class _State:
     calls: int = 0
     call_errors: int = 0
     call_s: float = 0.0
-    score: float = 0.0
+    earned: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     fault: str | None = None
 
     async def open(self, begin: Begin | None) -> str:
@@ -88,7 +88,14 @@ class _State:
             text=text,
             finish=finish,
             turns=self.turns,
-            exchange=Exchange(self.calls, self.call_errors, self.call_s, self.score, self.fault),
+            exchange=Exchange(
+                self.calls,
+                self.call_errors,
+                self.call_s,
+                sum(x for _, x in self.earned),
+                self.fault,
+                tuple(self.earned),
+            ),
         )
 
 
@@ -105,8 +112,11 @@ def make_talk(
 ) -> Talk:
     """Closes over the parts of a run: `decode` drops special tokens, `spell` keeps them."""
 
-    async def heard(state: _State, tokens: list[int]) -> list[dict[str, str]]:
-        """Returns the messages that answer these tokens; empty if the conversation ends."""
+    async def heard(state: _State, tokens: list[int], end: int) -> list[dict[str, str]]:
+        """Returns the messages that answer these tokens; empty if the conversation ends.
+
+        `end` is the last of them, counted from the first token of the response.
+        """
         text = spell(tokens[:-1] if tokens[-1] in ends else tokens)
         state.messages.append({"role": "assistant", "content": text})
         last = state.turns == turns.assistant or state.heard == turns.user
@@ -125,7 +135,7 @@ def make_talk(
         except PartnerError as e:
             state.fault = str(e)
             return []
-        state.score += reply.score
+        state.earned.append((end, reply.score))
         return [] if reply.done or last else [{"role": "user", "content": reply.text}]
 
     async def talk(ask: Ask, prompt: Prompt, *, sampling: Sampling, seed: int, near: Hashable) -> Trajectory:
@@ -140,7 +150,8 @@ def make_talk(
             answer = await ask(record.ids, sampling=own, seed=drawn_by, near=near)
             record.say(answer)
             state.turns, finish = state.turns + 1, answer.finish
-            new = await heard(state, answer.tokens) if finish == "stop" else []
+            end = len(record.ids) - len(start) - 1
+            new = await heard(state, answer.tokens, end) if finish == "stop" else []
             if not new:
                 break
             ids = chat.between(new, answer.tokens[-1])

@@ -20,14 +20,14 @@ from jppo.algorithms.masked import spread
 from jppo.types import Array
 
 
-def gae(reward: Array, value: Array, mask: Array, *, gamma: float, lam: float | Array) -> tuple[Array, Array]:
+def gae(reward: Array, value: Array, mask: Array, *, gamma: float | Array, lam: float | Array) -> tuple[Array, Array]:
     """Generalised advantage estimation (Schulman et al., arXiv:1506.02438), all arrays [B, L].
 
         δ_t = r_t + γ V_{t'} - V_t,     A_t = δ_t + γ λ A_{t'},     returns_t = A_t + V_t
 
     where t' is the next masked position of the row, and V_{t'} = A_{t'} = 0 behind the last one.
-    λ may be one number per row, [B].
-    Positions outside the mask (tool output, padding) are bridged, not discounted over, and get 0.
+    λ may be one number per row, [B]. γ may be [B, L]: the discount of all that follows a position, masked or not.
+    With a single γ, positions outside the mask (tool output, padding) are bridged, not discounted over, and get 0.
     """
     chex.assert_rank(reward, 2)
     chex.assert_equal_shape([reward, value, mask])
@@ -36,11 +36,14 @@ def gae(reward: Array, value: Array, mask: Array, *, gamma: float, lam: float | 
 
     # One number carries all of the future: A_t = r_t - V_t + γ C_{t'}, where C_t = V_t + λ A_t.
     def step(next_c: jax.Array, now: Any) -> tuple[jax.Array, jax.Array]:  # all rows at one position
-        r, v, m = now
-        c = jnp.where(m, lam * r + (1.0 - lam) * v + gamma * lam * next_c, next_c)
-        return c, jnp.where(m, r - v + gamma * next_c, 0.0)
+        r, v, m, *own = now
+        discount: Any = gamma
+        if own:
+            next_c, discount = own[0] * next_c, 1.0
+        c = jnp.where(m, lam * r + (1.0 - lam) * v + discount * lam * next_c, next_c)
+        return c, jnp.where(m, r - v + discount * next_c, 0.0)
 
-    by_time = (reward.T, value.T, jnp.asarray(mask).T)
+    by_time = (reward.T, value.T, jnp.asarray(mask).T, *([] if jnp.ndim(gamma) == 0 else [jnp.asarray(gamma).T]))
     _, advantage = jax.lax.scan(step, jnp.zeros_like(reward[:, 0]), by_time, reverse=True)
     return advantage.T, jnp.where(mask, advantage.T + value, 0.0)
 
@@ -51,7 +54,7 @@ def adaptive_lam(mask: Array, *, alpha: float) -> Array:  # [B]
     return 1.0 - 1.0 / jnp.maximum(alpha * length, 1.0)
 
 
-def reinforce_plus_plus(reward: Array, mask: Array, *, gamma: float) -> Array:
+def reinforce_plus_plus(reward: Array, mask: Array, *, gamma: float | Array) -> Array:
     """The discounted return (REINFORCE++, Hu, arXiv:2501.03262): A_t = r_t + γ A_{t'}. GAE with V = 0 and λ = 1."""
     return gae(reward, jnp.zeros_like(reward), mask, gamma=gamma, lam=1.0)[0]
 

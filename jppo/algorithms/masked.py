@@ -4,6 +4,8 @@ On the flat batch [B, L] a row is a sequence. In packed rows [R, T] several sequ
 entries belong together (0 = empty). The `sequence_` functions repeat a sequence's number at each of its entries.
 """
 
+from typing import Any
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -52,6 +54,27 @@ def last(mask: Array) -> Array:  # [B, L] bool
     chex.assert_rank(mask, 2)
     behind = jnp.cumsum(mask[:, ::-1], axis=1, dtype=jnp.int32)[:, ::-1]
     return jnp.asarray(mask) & (behind == 1)
+
+
+def ends(mask: Array) -> Array:  # [B, L] bool
+    """The last entry of each run of kept entries."""
+    chex.assert_rank(mask, 2)
+    return jnp.asarray(mask) & ~jnp.pad(jnp.asarray(mask)[:, 1:], ((0, 0), (0, 1)))
+
+
+def moved(x: Array, mask: Array) -> Array:  # [B, L]
+    """Moves each entry outside the mask to the last kept entry before it, or else to the row's first kept entry."""
+    chex.assert_equal_shape([x, mask])
+    mask = jnp.asarray(mask)
+
+    def step(pending: jax.Array, now: Any) -> tuple[jax.Array, jax.Array]:  # all rows at one position
+        one, kept = now
+        whole = one + pending
+        return jnp.where(kept, 0.0, whole), jnp.where(kept, whole, 0.0)
+
+    pending, placed = jax.lax.scan(step, jnp.zeros_like(x[:, 0]), (jnp.asarray(x).T, mask.T), reverse=True)
+    first = mask & (jnp.cumsum(mask, axis=1, dtype=jnp.int32) == 1)
+    return placed.T + spread(pending, first)
 
 
 def sequence_sum(x: Array, mask: Array, segment: Array) -> Array:  # [R, T]

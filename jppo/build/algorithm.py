@@ -64,7 +64,7 @@ def make_kl_controller(c: ConfigDict) -> Callable[[Array, Array], Array] | None:
 
 def make_recipe(c: ConfigDict) -> ppo.Recipe:
     """Makes the algorithm's functions from the config."""
-    a, v = c.actor, c.critic
+    a, v, talk = c.actor, c.critic, c.rollout.multi_turn
     objective = make_objective(c)
     mode = a.loss_agg_mode if objective.aggregation is None else objective.aggregation
     value_mode = a.loss_agg_mode if v.loss_agg_mode is None else v.loss_agg_mode
@@ -87,4 +87,5 @@ def make_recipe(c: ConfigDict) -> ppo.Recipe:
         adapt_kl=make_kl_controller(c),
         value_norm_decay=v.value_norm_decay,
         positive_lm_coef=a.positive_lm_coef,
+        earns=bool(c.reward.function or talk.environment or talk.interaction),
     )

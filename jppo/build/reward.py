@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 from jppo.build.hosts import own_folder
 from jppo.build.inputs import Inputs
 from jppo.build.sandbox import sandbox_of
-from jppo.data.tokenizer import load_tokenizer
+from jppo.data.tokenizer import decode, load_tokenizer
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.errors import expanded
 from jppo.learner import sharding, state
@@ -71,7 +71,9 @@ def make_panel(c: ConfigDict, inputs: Inputs, mesh: jax.sharding.Mesh, hosts: Ho
 
     makers = {
         RULES: rules,
-        "function_score": lambda: FunctionPart(r.function, pool=pool()),
+        "function_score": lambda: FunctionPart(
+            r.function, pool=pool(), decode=functools.partial(decode, inputs.tokenizer)
+        ),
         "judge_score": lambda: make_judge(c),
         "rm_score": lambda: make_reward_model(c, mesh, log),
         "length_score": lambda: OverlongPart(

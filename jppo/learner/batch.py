@@ -26,13 +26,16 @@ def flatten(
     *,
     shape: tuple[int, int],
     filter_truncated: bool = False,
+    earns: bool = False,
 ) -> Batch:
     """Builds the batch of graded trajectories, [B, L] on the host; rows of `shape` beyond them are padding.
 
     With `filter_truncated`, no token of a truncated response is trained on, but its score counts in its group.
+    `earns`: rewards of the run may be earned inside a response, and the batch has `earned`.
     """
     B, L = shape
     count = len(trajectories)
+    earned = np.zeros(shape, np.float32) if earns else None
     out = Batch(
         mask=np.zeros(shape, np.bool_),
         rollout_logprob=np.zeros(shape, np.float32),
@@ -40,6 +43,7 @@ def flatten(
         score=np.full(B, np.nan, np.float32),
         group=np.arange(B, dtype=np.int32),
         greedy=None if greedy is None else np.pad(greedy, (0, B - count)),
+        earned=earned,
     )
     out.score[:count] = [r.score for r in rewards]
     out.group[:count] = group
@@ -56,6 +60,9 @@ def flatten(
         filtered = filter_truncated and t.finish == "length"
         out.mask[b, :n] = sampled & (rewards[b].unusable is None and not filtered)
         out.rollout_logprob[b, :n] = np.where(sampled, t.logprob[1:][response], 0.0)
+        if earned is not None:
+            for k, amount in rewards[b].earned:
+                earned[b, k] += amount
     return out
 
 

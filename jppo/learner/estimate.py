@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,12 +17,13 @@ class Estimator:
     """An advantage estimator of `algorithm.adv_estimator`: its function and the inputs that it needs."""
 
     # (token reward [B, L], value [B, L] or None, outcome [B], mask [B, L]) -> advantage and returns [B, L]
-    tokens: Callable[[Array, Any, Array, Array], tuple[Array, Array]]
+    tokens: Callable[..., tuple[Array, Array]]
     # (score, length, group) [B] -> the outcome [B] for `tokens`; None: the greedy responses' scores
     sequences: Callable[[Array, Array, Array], Array] | None = None
     whiten: bool = False
     critic: bool = False
     greedy: bool = False  # each prompt also gets a greedy response, which is graded
+    by_turn: bool = False  # `tokens` gets a fifth argument, the last tokens of the policy's turns, [B, L] bool
 
 
 def spread(reward: Array, value: Array | None, outcome: Array, mask: Array) -> tuple[Array, Array]:
@@ -82,6 +82,7 @@ def make_advantages(
         batch: Batch, kl_coef: Array, value_norm: Array | None = None
     ) -> tuple[dict[str, Array], dict[str, Array]]:
         metrics = {} if bypass else correct.mismatch(batch)
+        turns = (masked.ends(batch.mask),) if estimator.by_turn else ()  # before tokens are rejected
         if batch.entropy is not None:
             metrics["actor/entropy"] = masked.masked_sum(batch.entropy, batch.mask) / correct.tokens(batch.mask)
         if correction is not None:
@@ -97,7 +98,7 @@ def make_advantages(
         outcome = jnp.zeros_like(total) if batch.greedy is None else batch.greedy
         if estimator.sequences is not None:
             outcome = estimator.sequences(total, jnp.sum(mask, axis=1, dtype=jnp.float32), batch.group)
-        advantage, returns = estimator.tokens(reward, value, outcome, mask)
+        advantage, returns = estimator.tokens(reward, value, outcome, mask, *turns)
         advantage = masked.whiten(advantage, mask) if estimator.whiten else advantage
         metrics |= distribution("critic/advantages", advantage, mask)  # as the loss sees them
         if value is not None:
@@ -127,13 +128,17 @@ def penalty_of(batch: Batch, kind: str | None) -> Array:  # [B, L]
 def rewards(batch: Batch, penalty: Array, kl_coef: Array) -> tuple[Array, Array, dict[str, Array]]:
     """Returns the rewards of tokens [B, L] and of sequences [B], and their metrics.
 
-    r_t = -β KL_t, plus the score at the last token; a sequence without a token has only its score.
+    r_t = -β KL_t + e_t, plus the rest of the score, s - Σ e, at the last token. Of the earned e, parts outside the mask
+    move (`masked.moved`). A sequence without a token has only its score.
     """
     mask, graded = batch.mask, ~jnp.isnan(batch.score)
     score = jnp.where(graded, batch.score, 0.0)
     reward = jnp.where(mask, masked.spread(score, masked.last(mask)) - kl_coef * penalty, 0.0)
     some = jnp.any(mask, axis=1)
-    total = jnp.where(some, jnp.sum(reward, axis=1), score)
+    total = jnp.where(some, jnp.sum(reward, axis=1), score)  # whose rounding does not depend on the places
+    if batch.earned is not None:
+        earned = masked.moved(batch.earned, mask)
+        reward = reward + earned - masked.spread(jnp.sum(earned, axis=1), masked.last(mask))
     whole = jnp.sum(penalty, axis=1)
     return reward, total, {
         "critic/rewards/mean": mean(total, graded),

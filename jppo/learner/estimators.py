@@ -6,27 +6,38 @@ A user-defined estimator is such a function in another file, named as 'path.py:n
 import functools
 from collections.abc import Callable
 
+import jax.numpy as jnp
+
 from jppo.algorithms import advantage
 from jppo.learner.estimate import Estimator, spread
 from jppo.types import Array
 
 
-def gae(*, gamma: float, lam: float, lam_alpha: float | None, critic_lam: float | None) -> Estimator:
+def gae(
+    *, gamma: float, lam: float, lam_alpha: float | None, critic_lam: float | None, gamma_by: str = "token"
+) -> Estimator:
     """Makes GAE; the returns have a λ of their own if `critic_lam` is set (VC-PPO, Yuan et al., arXiv:2503.01491)."""
 
-    def estimate(reward: Array, value: Array, _: Array, mask: Array) -> tuple[Array, Array]:
-        how = functools.partial(advantage.gae, reward, value, mask, gamma=gamma)
+    def estimate(reward: Array, value: Array, _: Array, mask: Array, *turns: Array) -> tuple[Array, Array]:
+        how = functools.partial(advantage.gae, reward, value, mask, gamma=_discount(gamma, *turns))
         found, returns = how(lam=lam if lam_alpha is None else advantage.adaptive_lam(mask, alpha=lam_alpha))
         if critic_lam is not None and (lam_alpha is not None or critic_lam != lam):
             returns = how(lam=critic_lam)[1]
         return found, returns
 
-    return Estimator(estimate, whiten=True, critic=True)
+    return Estimator(estimate, whiten=True, critic=True, by_turn=gamma_by == "turn")
 
 
-def reinforce_plus_plus(*, gamma: float) -> Estimator:
-    estimate = functools.partial(advantage.reinforce_plus_plus, gamma=gamma)
-    return Estimator(lambda reward, _, __, mask: _twice(estimate(reward, mask)), whiten=True)
+def reinforce_plus_plus(*, gamma: float, gamma_by: str = "token") -> Estimator:
+    def estimate(reward: Array, _: Array, __: Array, mask: Array, *turns: Array) -> tuple[Array, Array]:
+        return _twice(advantage.reinforce_plus_plus(reward, mask, gamma=_discount(gamma, *turns)))
+
+    return Estimator(estimate, whiten=True, by_turn=gamma_by == "turn")
+
+
+def _discount(gamma: float, *turns: Array) -> float | Array:
+    """Returns γ, or with the last tokens of turns γ after each of them and 1 elsewhere."""
+    return jnp.where(turns[0], gamma, 1.0) if turns else gamma
 
 
 def remax() -> Estimator:

@@ -47,6 +47,7 @@ class Recipe:
     adapt_kl: Callable[[Array, Array], Array] | None = None  # (β, KL) -> the next β; None: a fixed β
     value_norm_decay: float | None = None  # of the statistics of returns; None: values are not normalised
     positive_lm_coef: float = 0.0  # of the log-probs of positive examples; 0: no such term
+    earns: bool = False  # rewards may be earned inside a response
 
     @property
     def compares(self) -> bool:
@@ -225,7 +226,7 @@ def compile_all(
     if critic is not None:
         descents.append((critic, now.value, now.value_opt, ()))
     greedy = np.zeros(0, np.float32) if recipe.estimator.greedy else None
-    data = batch.flatten([], [], np.zeros(0, np.int32), greedy, shape=shape)
+    data = batch.flatten([], [], np.zeros(0, np.int32), greedy, shape=shape, earns=recipe.earns)
     rows = [packing.empty_rows(of_rows) for of_rows in plan.shapes]
     for one in rows:
         micros = [batch.Micro(one, sharding.put_rows(one, mesh))]

@@ -7,7 +7,7 @@ from jppo.types import Reward
 
 
 class ConversationPart:
-    """Returns the sum of the scores of all turns; an error if the environment or user failed."""
+    """Returns the sum of the scores of all turns, earned at their ends; an error if the environment or user failed."""
 
     def submit(self, sample: Sample) -> Future[Reward]:
         """Returns the score at once."""
@@ -16,7 +16,8 @@ class ConversationPart:
         if found is None:  # a sample without a conversation, as in checks
             future.set_result(Reward(0.0, {}, error=None))
         else:
-            future.set_result(Reward(found.score, {}, error=None) if found.fault is None else failed(found.fault))
+            reward = Reward(found.score, {}, error=None, earned=found.earned)
+            future.set_result(reward if found.fault is None else failed(found.fault))
         return future
 
     def flush(self) -> None:

@@ -3,17 +3,20 @@
     compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float or {"score": float, ...}
     compute_score(data_sources, solution_strs, ground_truths, extra_infos) -> list of those
 
-The parameter names select the form. The second gets all samples submitted before `flush` at once.
+The parameter names select the form. The second gets all samples submitted before `flush` at once. A dict may have
+amounts that are earned inside the response (`earned.py`).
 """
 
 import functools
 import threading
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
 from jppo.errors import expanded
+from jppo.rewards.earned import at_characters
 from jppo.rewards.parts import Sample
-from jppo.rewards.pool import Pool, Target, plain, ready
+from jppo.rewards.pool import Pool, Read, Target, plain, ready
 from jppo.settings import UserError
 from jppo.types import Reward
 
@@ -25,34 +28,58 @@ class FunctionPart:
     of the batch in the second form.
     """
 
-    def __init__(self, function: str, *, pool: Pool):
+    def __init__(self, function: str, *, pool: Pool, decode: Callable[[list[int]], str]):
         target = _target(function)
         self.batch = ready(pool, target, f"reward.function={function!r}")
-        self._target, self._pool = target, pool
-        self._waiting: list[tuple[dict[str, Any], Future[Reward]]] = []
+        self._target, self._pool, self._decode = target, pool, decode
+        self._waiting: list[tuple[Sample, Future[Reward]]] = []
         self._lock = threading.Lock()
 
     def submit(self, sample: Sample) -> Future[Reward]:
         """Submits the sample to a worker, or keeps it for the batch."""
         if not self.batch:
-            return self._pool.submit(self._target, plain(sample))
+            return self._pool.submit(self._target, self._plain(sample), self._read(sample))
         future: Future[Reward] = Future()
         with self._lock:
-            self._waiting.append((plain(sample), future))
+            self._waiting.append((sample, future))
         return future
 
     def flush(self) -> None:
         """Submits the waiting samples to one worker as a batch."""
         with self._lock:
             waiting, self._waiting = self._waiting, []
-        scored = self._pool.submit_batch(self._target, [sample for sample, _ in waiting])
+        asked, reads = [self._plain(sample) for sample, _ in waiting], [self._read(sample) for sample, _ in waiting]
+        scored = self._pool.submit_batch(self._target, asked, reads)
         for inner, (_, future) in zip(scored, waiting, strict=True):
             inner.add_done_callback(functools.partial(_pass_on, future))
+
+    def _plain(self, sample: Sample) -> dict[str, Any]:
+        """Adds the number of turns, and their texts to the `extra_info` of a conversation."""
+        asked = plain(sample) | {"turns": len(sample.turns)}
+        if sample.exchange is None or sample.tokens is None or not isinstance(asked["extra"], Mapping):
+            return asked
+        texts = [self._decode(sample.tokens[begin:end].tolist()) for begin, end in sample.turns]
+        return asked | {"extra": {**asked["extra"], "turns": texts}}
+
+    def _read(self, sample: Sample) -> Read:
+        return functools.partial(_reward, sample, self._decode)
 
     def close(self) -> None:
         """Stops the pool's processes; waiting samples become errors."""
         self._pool.close()
         self.flush()
+
+
+def _reward(sample: Sample, decode: Callable[[list[int]], str], answer: dict[str, Any]) -> Reward:
+    """Returns the reward of a worker's answer, with its amounts on the tokens of the sample."""
+    unit, amounts = answer.pop("earned", ("", ()))
+    if sample.tokens is None:  # a text without tokens, as in checks
+        amounts = ()
+    elif unit == "turns":
+        amounts = [(sample.turns[turn][1] - 1, amount) for turn, amount in amounts]
+    else:
+        amounts = at_characters(amounts, sample.tokens.tolist(), decode)
+    return Reward(**answer, earned=tuple(amounts))
 
 
 def _pass_on(future: Future[Reward], scored: Future[Reward]) -> None:

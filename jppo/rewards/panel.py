@@ -178,7 +178,7 @@ def _good(weighed: tuple[float, Future[Reward]]) -> bool:
 def compose(found: Mapping[str, tuple[float, Reward]], panel: Panel) -> Reward:
     """Sums weight · score over the parts and keeps each part's score; an error of one is the sample's error.
 
-    The answer comes from the rule or the custom function.
+    Amounts earned inside the response have their part's weight. The answer comes from the rule or the custom function.
     """
     parts = {name: reward.score for name, (_, reward) in found.items()}
     for name, (_, reward) in found.items():
@@ -191,4 +191,6 @@ def compose(found: Mapping[str, tuple[float, Reward]], panel: Panel) -> Reward:
         if score is None:
             return Reward(math.nan, finite, error, answer, unusable=f"not graded: {error}")
         return Reward(score, finite, error, answer)
-    return Reward(math.fsum(weight * reward.score for weight, reward in found.values()), parts, None, answer)
+    score = math.fsum(weight * reward.score for weight, reward in found.values())
+    earned = [(token, weight * amount) for weight, reward in found.values() for token, amount in reward.earned]
+    return Reward(score, parts, None, answer, earned=tuple((token, amount) for token, amount in earned if amount))

@@ -4,6 +4,8 @@ import dataclasses
 from concurrent.futures import Future
 from typing import Protocol
 
+import numpy as np
+
 from jppo.types import Exchange, Prompt, Reward, Trajectory
 
 
@@ -16,11 +18,23 @@ class Sample:
     length: int  # tokens, tool output included
     finish: str  # as in Trajectory
     exchange: Exchange | None = None  # as in Trajectory
+    tokens: np.ndarray | None = None  # of the response, from the first sampled one; None: a text without tokens
+    turns: tuple[tuple[int, int], ...] = ((0, 0),)  # of the policy: the first token of each, and the one after it
 
 
 def sample_of(prompt: Prompt, t: Trajectory) -> Sample:
     """Returns the sample of a trajectory."""
-    return Sample(prompt, t.text, len(t.tokens) - len(prompt.ids), t.finish, t.exchange)
+    edges = np.flatnonzero(np.diff(t.sampled, prepend=False, append=False)).tolist()
+    first = edges[0] if edges else len(t.tokens)
+    return Sample(
+        prompt,
+        t.text,
+        len(t.tokens) - len(prompt.ids),
+        t.finish,
+        t.exchange,
+        tokens=t.tokens[first:],
+        turns=tuple((begin - first, end - first) for begin, end in zip(edges[::2], edges[1::2], strict=True)),
+    )
 
 
 class Part(Protocol):

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -29,6 +29,7 @@ from jppo.settings import UserError
 from jppo.types import Reward
 
 Target = tuple[str, ...]  # as in targets.py
+Read = Callable[[dict[str, Any]], Reward]  # an answer of a worker -> a reward; never raises
 
 START_TIMEOUT_S = 120.0  # for a worker to start and import a target's modules
 _TICK_S = 0.05  # polling interval for close() and for deaths that leave the pipe open
@@ -47,6 +48,7 @@ class _Job:
     target: Target
     samples: list[dict[str, Any]] | None  # None: only prepare the target
     futures: list[Future[Any]]
+    reads: Sequence[Read] = ()  # of the samples
 
 
 def plain(sample: Sample) -> dict[str, Any]:
@@ -54,6 +56,11 @@ def plain(sample: Sample) -> dict[str, Any]:
     prompt = sample.prompt
     extra = prompt.extra.get("extra_info", prompt.extra)  # verl's column, otherwise all further columns
     return {"data_source": prompt.data_source, "text": sample.text, "truth": prompt.ground_truth, "extra": extra}
+
+
+def as_reward(answer: dict[str, Any]) -> Reward:
+    """Returns an answer that has the fields of a reward."""
+    return Reward(**answer)
 
 
 class Pool:
@@ -79,15 +86,17 @@ class Pool:
         self._lock = threading.Lock()
         self._closed = threading.Event()
 
-    def submit(self, target: Target, sample: Mapping[str, Any]) -> Future[Reward]:
+    def submit(self, target: Target, sample: Mapping[str, Any], read: Read = as_reward) -> Future[Reward]:
         """Submits one sample; the future never raises."""
-        return self.submit_batch(target, [sample])[0]
+        return self.submit_batch(target, [sample], [read])[0]
 
-    def submit_batch(self, target: Target, samples: Sequence[Mapping[str, Any]]) -> list[Future[Reward]]:
+    def submit_batch(
+        self, target: Target, samples: Sequence[Mapping[str, Any]], reads: Sequence[Read]
+    ) -> list[Future[Reward]]:
         """Like `submit`, for samples that one worker gets at once."""
         futures: list[Future[Reward]] = [_future() for _ in samples]
         if samples:
-            self._put(_Job(target, [dict(sample) for sample in samples], futures))
+            self._put(_Job(target, [dict(sample) for sample in samples], futures, reads))
         return futures
 
     def prepare(self, target: Target) -> bool:
@@ -159,8 +168,8 @@ class Pool:
         elif job.samples is None:
             job.futures[0].set_result(reply["batch"])
         else:
-            for future, answer in zip(job.futures, reply["answers"], strict=True):
-                future.set_result(Reward(**answer))
+            for future, read, answer in zip(job.futures, job.reads, reply["answers"], strict=True):
+                future.set_result(read(answer))
         if reply.get("retire"):
             worker.kill()
             return None

@@ -15,11 +15,11 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from jppo.rewards import code, rules
+from jppo.rewards import code, earned, rules
 from jppo.rewards.sandbox.choice import make_runner
 
-Answer = dict[str, Any]  # score, parts, error and, if any, answer as in Reward
-Sample = dict[str, Any]  # data_source, text, truth, extra
+Answer = dict[str, Any]  # score, parts, error and, if any, answer as in Reward; earned as from `earned.read`
+Sample = dict[str, Any]  # data_source, text, truth, extra and, for custom functions, the number of turns
 
 SINGLE = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
@@ -56,23 +56,30 @@ def explain(e: BaseException) -> str:
     return f"{type(e).__name__}: {e}{where}"
 
 
-def answer_of(result: Any) -> Answer:
+def answer_of(result: Any, sample: Sample) -> Answer:
     """Converts a custom function's result to an answer: a number, or a dict with a score and further numbers.
 
     Entries of the dict that are not finite numbers are dropped. `pred`, verl's name for the extracted answer, is kept
-    as text.
+    as text. Without a score, the sum of the amounts earned inside the response is the score.
     """
-    if isinstance(result, dict):
-        if "score" not in result:
-            return failed(f"the function returned a dict without 'score'; it has {sorted(map(str, result))[:20]}")
-        parts = {str(k): _finite(v) for k, v in result.items() if k != "score"}
-        checked = _checked(result["score"], {k: v for k, v in parts.items() if v is not None})
-        return checked | ({"answer": _text(result["pred"])} if "pred" in result else {})
-    return _checked(result, {})
+    if not isinstance(result, dict):
+        return _checked(result, {})
+    try:
+        found = earned.read(result, text=sample["text"], turns=sample["turns"])
+    except ValueError as e:
+        return failed(str(e))
+    if "score" not in result and found is None:
+        return failed(f"the function returned a dict without 'score'; it has {sorted(map(str, result))[:20]}")
+    score = result["score"] if "score" in result or found is None else math.fsum(amount for _, amount in found[1])
+    parts = {str(k): earned.finite(v) for k, v in result.items() if k != "score"}
+    checked = _checked(score, {k: v for k, v in parts.items() if v is not None})
+    if checked["error"] is None and found is not None:
+        checked["earned"] = found
+    return checked | ({"answer": _text(result["pred"])} if "pred" in result else {})
 
 
 def _checked(score: Any, parts: dict[str, float]) -> Answer:
-    number = _finite(score)
+    number = earned.finite(score)
     if number is None:
         shown = repr(score)[:100]
         return failed(f"the function returned the score {shown}; it must be a finite number")
@@ -85,17 +92,6 @@ def _text(value: Any) -> str:
         return "" if value is None else str(value).strip()
     except Exception:  # a foreign __str__ may raise anything
         return ""
-
-
-def _finite(value: Any) -> float | None:
-    """Returns the value as a float, also from numpy and torch numbers, but not from text."""
-    if value is None or isinstance(value, str | bytes | bytearray):
-        return None
-    try:
-        number = float(value)
-    except Exception:  # a foreign __float__ may raise anything
-        return None
-    return number if math.isfinite(number) else None
 
 
 def _each(score: Callable[[Sample], rules.Verdict]) -> Prepared:
@@ -200,7 +196,7 @@ def _arguments(sample: Sample) -> tuple[Any, ...]:
 
 
 def _single(function: Callable[..., Any], samples: Sequence[Sample]) -> list[Answer]:
-    return [answer_of(function(**dict(zip(SINGLE, _arguments(sample), strict=True)))) for sample in samples]
+    return [answer_of(function(**dict(zip(SINGLE, _arguments(sample), strict=True))), sample) for sample in samples]
 
 
 def _batch(function: Callable[..., Any], samples: Sequence[Sample]) -> list[Answer]:
@@ -212,4 +208,4 @@ def _batch(function: Callable[..., Any], samples: Sequence[Sample]) -> list[Answ
         raise ValueError(f"the function returned {type(results).__name__}; it must be a list of scores") from e
     if isinstance(results, str) or len(results) != len(samples):
         raise ValueError(f"the function returned {len(results)} scores for {len(samples)} samples")
-    return [answer_of(result) for result in results]
+    return [answer_of(result, sample) for result, sample in zip(results, samples, strict=True)]

@@ -186,7 +186,7 @@ def _unpacked(one: Mapping[str, Any]) -> Step:
         Found(
             way["per_prompt"],
             dict(zip(way["numbers"], trajectories.unpack(way["responses"]), strict=True)),
-            {number: Reward(**reward) for number, reward in way["rewards"]},
+            {number: trajectories.reward_of(reward) for number, reward in way["rewards"]},
         )
         for way in one["found"]
     ]

@@ -4,7 +4,8 @@ import base64
 import dataclasses
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -36,7 +37,7 @@ def unpack(text: str) -> list[Trajectory]:
         borders = np.cumsum(file["lengths"])[:-1]
         arrays = {name: np.split(file[name], borders) for name in ARRAYS}
     for one in rest:
-        one["exchange"] = None if one["exchange"] is None else Exchange(**one["exchange"])
+        one["exchange"] = None if one["exchange"] is None else Exchange(**_with_earned(one["exchange"]))
     return [Trajectory(**one, **{name: arrays[name][i] for name in ARRAYS}) for i, one in enumerate(rest)]  # type: ignore[arg-type]
 
 
@@ -51,7 +52,17 @@ def rewards_of_all(hosts: Hosts, own: Callable[[], list[Reward]]) -> list[Reward
     """Waits for rewards and returns the rewards of all hosts, in host order."""
     if hosts.count == 1:
         return own()
-    return [Reward(**one) for some in hosts.gather(lambda: [dataclasses.asdict(r) for r in own()]) for one in some]
+    return [reward_of(one) for some in hosts.gather(lambda: [dataclasses.asdict(r) for r in own()]) for one in some]
+
+
+def reward_of(saved: Mapping[str, Any]) -> Reward:
+    """Returns a reward from its fields of JSON types."""
+    return Reward(**_with_earned(saved))
+
+
+def _with_earned(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Restores tuples from JSON's lists; checkpoints of earlier versions have none."""
+    return {**saved, "earned": tuple((token, amount) for token, amount in saved.get("earned", ()))}
 
 
 def _empty(name: str) -> type:

@@ -47,6 +47,10 @@ class Estimates(Protocol):
     def critic(self) -> bool:
         """Whether it reads values."""
 
+    @property
+    def by_turn(self) -> bool:
+        """Whether it discounts from turn to turn."""
+
 
 class Objective(Protocol):
     """The fields of a policy loss that rules between settings read."""

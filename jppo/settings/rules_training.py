@@ -39,6 +39,17 @@ def _estimator(config: ml_collections.ConfigDict) -> None:
             f"trainer.critic_warmup={warmup} trains a critic, and algorithm.adv_estimator={name!r} has none; set it to"
             " 0, or take gae"
         )
+    if config.algorithm.gamma_by == "turn":
+        if not config.rollout.multi_turn.enable:
+            raise UserError(
+                "algorithm.gamma_by='turn' discounts between the turns of a conversation, and"
+                " rollout.multi_turn.enable is False; set it to True, or algorithm.gamma_by to token"
+            )
+        if not estimator.by_turn:
+            raise UserError(
+                f"algorithm.gamma_by='turn': algorithm.adv_estimator={name!r} does not discount; leave it at token, or"
+                " take gae or reinforce_plus_plus"
+            )
     for one in ("algorithm.lam_alpha", "critic.lam", "critic.value_norm_decay"):
         section, _, leaf = one.partition(".")
         if not estimator.critic and config[section][leaf] is not None:

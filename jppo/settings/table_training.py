@@ -67,6 +67,8 @@ ALGORITHM = (
     S("adv_estimator", "gae", "Advantage estimator. gae has a critic; those that compare the samples of a prompt need"
       " rollout.n above 1", choices=ESTIMATORS),
     S("gamma", 1.0, "Discount factor of gae and reinforce_plus_plus", bounds="[0, 1]"),
+    S("gamma_by", "token", "Steps that gamma discounts. token: from token to token; turn: from turn to turn of a"
+      " conversation, and not within a turn", choices=("token", "turn")),
     S("lam", 1.0, "λ of gae", bounds="[0, 1]"),
     S("lam_alpha", None, "α of the length-adaptive λ of gae, 1 - 1/(α l) for a response of l tokens; replaces lam."
       " None: lam", kind=float, bounds="(0,"),

@@ -283,7 +283,9 @@ def test_a_simulated_user_answers_until_it_is_content(hermes, users):
     ]
     text = hermes.tokenizer.apply_chat_template(messages, tools=[hermes.tools[0].schema], tokenize=False)
     assert [*t.tokens.tolist(), *hermes.encode("\n")] == hermes.encode(text)
-    assert t.exchange == Exchange(0, 0, 0.0, score=0.5, fault=None) and t.turns == 3
+    edges = np.flatnonzero(np.diff(t.sampled, append=False)) - np.argmax(t.sampled)
+    earned = tuple(zip(edges[1::2].tolist(), (-0.25, -0.25, 1.0), strict=True))  # each at the end of its turn
+    assert t.exchange == Exchange(0, 0, 0.0, score=0.5, fault=None, earned=earned) and t.turns == 3
 
 
 def test_a_user_and_tools_share_a_conversation(hermes, users):
@@ -300,6 +302,8 @@ def test_an_environment_begins_and_rewards_every_turn_the_last_one_too(hermes, p
         first = len(ask.asked[0])
         assert first > len(prompt.ids) and not t.sampled[:first].any() and t.sampled[first]
         assert len(t.tokens) <= len(prompt.ids) + 400
+        ends = np.flatnonzero(t.sampled[first:] & ~np.append(t.sampled[first + 1 :], False))
+        assert t.exchange.earned == tuple((k, 0.5) for k in ends.tolist()) and len(ends) == 3
         hall.turns = Turns(assistant=2, user=-1)
         assert hall.hold("5", "6", prompt=prompt)[0].exchange.score == 1.0
     opened = hermes.tokenizer.decode(hermes.hold("5", "6", prompt=hermes.prompt())[1].asked[0])

@@ -182,3 +182,21 @@ def test_no_gradient_comes_from_behind_the_mask(packed, name):
 def test_a_long_row_has_one_last_entry():
     found = np.asarray(ask["last"](np.ones((1, 2**17), bool)))
     assert found.sum() == 1 and found[0, -1]
+
+
+def test_entries_outside_the_mask_move_by_hand():
+    mask = np.bool_([[0, 1, 0, 0, 1, 0], [1, 1, 0, 1, 0, 0], [0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 1]])
+    x = np.float32([[1, 2, 4, 8, 16, 32], [1, 2, 4, 8, 0, 0], [1, 1, 1, 1, 1, 1], [1, 0, 2, 0, 0, 4]])
+    expected = [[0, 15, 0, 0, 48, 0], [1, 6, 0, 8, 0, 0], [0] * 6, [0, 0, 0, 0, 0, 7]]
+    np.testing.assert_array_equal(masked.moved(x, mask), expected)
+
+
+@FEW
+@given(seed=SEEDS)
+def test_what_moves_is_neither_lost_nor_made(seed):
+    rng = np.random.default_rng(seed)
+    x, mask = rng.integers(-9, 9, (5, 12)).astype(np.float32), rng.random((5, 12)) < 0.4
+    found = np.asarray(masked.moved(x, mask))
+    np.testing.assert_array_equal(found.sum(axis=1), np.where(mask.any(axis=1), x.sum(axis=1), 0))
+    assert not found[~mask].any()
+    np.testing.assert_array_equal(masked.moved(found, mask), found)  # moved already

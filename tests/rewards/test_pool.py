@@ -50,10 +50,15 @@ def shared_pool():
     made.close()
 
 
+def bytes_as_text(ids):
+    """A tokenizer whose tokens are bytes."""
+    return bytes(ids).decode(errors="replace")
+
+
 def function(tmp_path, source, pool, name="compute_score"):
     path = tmp_path / "mine.py"
     path.write_text(source)
-    return FunctionPart(f"{path}:{name}", pool=pool)
+    return FunctionPart(f"{path}:{name}", pool=pool, decode=bytes_as_text)
 
 
 def running(mark):
@@ -150,7 +155,7 @@ def test_workers_end_when_the_trainer_is_killed(tmp_path):
         "from jppo.rewards.parts import Sample\n"
         "from jppo.types import Prompt\n"
         f"part = FunctionPart({str(tmp_path / 'mine.py')!r} + ':compute_score', "
-        "pool=Pool(1, timeout_s=100, memory_bytes=2**28))\n"
+        "pool=Pool(1, timeout_s=100, memory_bytes=2**28), decode=str)\n"
         "text = \"run subprocess.Popen(['sleep', '4713.5'], start_new_session=True); time.sleep(1000)\"\n"
         "future = part.submit(Sample(Prompt('u', 's', 'q', np.zeros(1, np.int32), '0', {}), text, 1, 'stop'))\n"
         "print('going', flush=True)\n"
@@ -269,9 +274,9 @@ def test_a_file_that_never_ends_or_is_not_there(tmp_path):
         ("", "must be"),
     ):
         with pytest.raises(UserError, match=complaint):
-            FunctionPart(spec, pool=pool)
+            FunctionPart(spec, pool=pool, decode=bytes_as_text)
     with pytest.raises(UserError, match="cannot be read"):
-        FunctionPart(f"{tmp_path}:f", pool=pool)
+        FunctionPart(f"{tmp_path}:f", pool=pool, decode=bytes_as_text)
 
 
 def test_a_run_keeps_the_file_that_it_began_with(tmp_path, pool):

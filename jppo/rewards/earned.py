@@ -1,0 +1,144 @@
+"""Rewards earned inside a response: read from a custom function's result, and placed on tokens. Pure.
+
+A result is a dict with one of
+
+    spans: [(start, end, amount), ...]     characters of the response
+    steps: [amount, ...]                   texts between delimiters, which `delimiter` sets; blank ones are no steps
+    turns: [amount, ...]                   turns of the policy
+
+An amount is earned at the last token of its span, step or turn. Standard library only: workers import this file.
+"""
+
+import bisect
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+FORMS = ("spans", "steps", "turns")
+DELIMITER = "\n\n"  # of steps
+HALF = "\N{REPLACEMENT CHARACTER}"  # decoding of an incomplete character
+_BLOCK = 32  # tokens that are decoded at once
+
+Amounts = tuple[tuple[int, float], ...]  # (place, amount)
+
+
+def finite(value: Any) -> float | None:
+    """Returns the value as a float, also from numpy and torch numbers, but not from text."""
+    if value is None or isinstance(value, str | bytes | bytearray):
+        return None
+    try:
+        number = float(value)
+    except Exception:  # a foreign __float__ may raise anything
+        return None
+    return number if math.isfinite(number) else None
+
+
+def read(result: Mapping[str, Any], *, text: str, turns: int) -> tuple[str, Amounts] | None:
+    """Returns ('characters' or 'turns', amounts) by the last character or by the turn; None without amounts.
+
+    Raises ValueError with a readable reason.
+    """
+    given = {form: amounts for form in FORMS if (amounts := _listed(result.get(form))) is not None}
+    if not given:
+        return None
+    if len(given) > 1:
+        raise ValueError(f"the function returned {' and '.join(given)}; return one of {', '.join(FORMS)}")
+    ((form, amounts),) = given.items()
+    if form == "spans":
+        return "characters", tuple(_span(one, len(text)) for one in amounts)
+    ends, rule = list(range(turns)), "one for each"
+    if form == "steps":
+        delimiter = result.get("delimiter", DELIMITER)
+        if not isinstance(delimiter, str) or not delimiter:
+            raise ValueError(f"the function returned delimiter={_short(delimiter)}; it must be a text, and not empty")
+        ends, rule = step_ends(text, delimiter), f"one for each text between delimiter={delimiter!r} that is not blank"
+    if len(amounts) != len(ends):
+        raise ValueError(
+            f"the function returned {len(amounts)} amounts for the {len(ends)} {form} of the response; return {rule}"
+        )
+    found = tuple((end, _amount(one, form)) for end, one in zip(ends, amounts, strict=True))
+    return "characters" if form == "steps" else form, found
+
+
+def _listed(amounts: Any) -> list[Any] | None:
+    """Returns the amounts; None for a number, which is a part of the score that has such a name."""
+    try:
+        return None if isinstance(amounts, str) else list(amounts)
+    except TypeError:
+        return None
+
+
+def step_ends(text: str, delimiter: str) -> list[int]:
+    """Returns the number of characters up to the end of each step."""
+    ends, begin = [], 0
+    for piece in text.split(delimiter):
+        if piece.strip():
+            ends.append(begin + len(piece))
+        begin += len(piece) + len(delimiter)
+    return ends
+
+
+def _span(given: Any, length: int) -> tuple[int, float]:
+    try:
+        start, end, amount = given
+        inside = 0 <= int(start) == start < end == int(end) <= length
+    except (TypeError, ValueError, OverflowError):
+        inside = False
+    if not inside:
+        raise ValueError(
+            f"the function returned the span {_short(given)} of a response of {length} characters; a span is (start,"
+            " end, amount) with whole numbers 0 <= start < end, and end at most the number of characters"
+        )
+    return int(end), _amount(amount, "spans")
+
+
+def _amount(given: Any, form: str) -> float:
+    amount = finite(given)
+    if amount is None:
+        raise ValueError(f"the function returned the amount {_short(given)} in {form}; it must be a finite number")
+    return amount
+
+
+def _short(value: Any) -> str:
+    return re.sub(r"\s+", " ", repr(value))[:100]
+
+
+def at_characters(amounts: Amounts, tokens: Sequence[int], decode: Callable[[list[int]], str]) -> Amounts:
+    """Places amounts by the number of characters before their end on the tokens that complete these characters."""
+    if not amounts or not tokens:
+        return ()
+    blocks = _blocks(tokens, decode)
+
+    def place(end: int) -> int:
+        here = blocks[min(bisect.bisect_left(blocks, end, key=lambda block: block.done), len(blocks) - 1)]
+
+        def done(k: int) -> int:
+            return here.offset + len(decode(list(tokens[here.window : k + 1])).rstrip(HALF))
+
+        inside = range(here.first, here.behind)
+        return min(here.first + bisect.bisect_left(inside, end, key=done), here.behind - 1)
+
+    return tuple((place(end), amount) for end, amount in amounts)
+
+
+class _Block(NamedTuple):
+    """Some consecutive tokens. A token's text may depend on the one before, so they are decoded with earlier ones."""
+
+    first: int
+    behind: int
+    window: int  # the first token that is decoded
+    offset: int  # characters before the window
+    done: int  # characters up to the end of the block
+
+
+def _blocks(tokens: Sequence[int], decode: Callable[[list[int]], str]) -> list[_Block]:
+    out: list[_Block] = []
+    window = first = done = 0
+    for behind in (*range(_BLOCK, len(tokens), _BLOCK), len(tokens)):
+        before, text = decode(list(tokens[window:first])), decode(list(tokens[window:behind]))
+        whole = len(text) > len(before) and not text.endswith(HALF)  # otherwise the block grows
+        if whole or behind == len(tokens):
+            out.append(_Block(first, behind, window, done - len(before), done - len(before) + len(text)))
+            window, first, done = first, behind, out[-1].done
+    return out
