@@ -22,6 +22,7 @@ class Estimator:
     # (score, length, group) [B] -> the outcome [B] for `tokens`; None: the greedy responses' scores
     sequences: Callable[[Array, Array, Array], Array] | None = None
     whiten: bool = False
+    scored: bool = True  # False: the score is a metric only, and the reward is the KL to the reference alone
     critic: bool = False
     greedy: bool = False  # each prompt also gets a greedy response, which is graded
 
@@ -91,7 +92,8 @@ def make_advantages(
             value = values.denormalised(value, value_norm)
         if weight is not None and by_sequence:
             weight = geometric(weight, mask)
-        reward, total, found = rewards(batch, penalty_of(batch, kl_penalty), kl_coef)
+        score = batch.score if estimator.scored else jnp.zeros_like(batch.score)
+        reward, total, found = rewards(dataclasses.replace(batch, score=score), penalty_of(batch, kl_penalty), kl_coef)
         metrics |= found
         outcome = jnp.zeros_like(total) if batch.greedy is None else batch.greedy
         if estimator.sequences is not None:
