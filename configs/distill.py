@@ -6,7 +6,7 @@
 The loss is the exact KL(student ‖ teacher) of every sampled token. There is no critic, and scores are metrics only.
 Both models have a vocab_size of 151,936; Qwen2.5-7B and larger ones have 152,064 and are refused.
 
-Hardware: one GPU of 80 GB, shared by the trainer and vLLM. Memory: the trainer takes PEAK GiB of an H100 by --dry_run
+Hardware: one GPU of 80 GB, shared by the trainer and vLLM. Memory: the trainer takes 31 GiB of an H100 by --dry_run
 --machine=H100, forecast by the compiler, not measured.
 Time and result: not run by jppo. docs/distillation.md has a measured run of the quickstart's task.
 """

@@ -18,10 +18,10 @@ LOSS = DISTILL | {"algorithm.use_kl_in_reward": False, "actor.use_kl_loss": True
 
 @pytest.fixture
 def student(small_run, tmp_path):
-    """A run in process whose policy is nearly uniform, with a teacher of strong preferences."""
+    """A run in process whose policy is nearly uniform, with a teacher that has preferences."""
     arithmetic.write_model(tmp_path / "teacher")
     about = json.loads((tmp_path / "model/config.json").read_text())
-    (tmp_path / "teacher/config.json").write_text(json.dumps(about | {"initializer_range": 0.5}))
+    (tmp_path / "teacher/config.json").write_text(json.dumps(about | {"initializer_range": 0.2}))
     small_run.ref.path, small_run.rollout.name = str(tmp_path / "teacher"), "inprocess"
     small_run.data.train_batch_size = small_run.actor.ppo_mini_batch_size = 8
     small_run.trainer.test_freq = small_run.trainer.save_freq = 1000
@@ -46,14 +46,14 @@ def run(config, changes):
     ],
 )
 def test_the_kl_to_the_teacher_falls(student, how, metric):
-    steps = run(student, how | {"actor.lr": 1e-2, "trainer.total_training_steps": 40})
+    steps = run(student, how | {"actor.lr": 1e-2, "trainer.total_training_steps": 60})
     distances = [line[metric] for line in steps]
-    assert min(distances[:3]) > 1.0, "nats a token"
-    assert sum(distances[-5:]) / 5 < 0.5 * distances[0]
+    assert distances[0] > 0.7, "nats a token"
+    assert sum(distances[-5:]) / 5 < 0.4 * distances[0]
     assert not any(name.startswith("critic/v") for name in steps[-1]), "no critic"
     assert not (pathlib.Path(student.trainer.run_dir) / "warnings.jsonl").read_text(), "of equal scores"
     if how is not REWARD:
-        assert [line["actor/pg_loss"] for line in steps] == [0.0] * 40
+        assert [line["actor/pg_loss"] for line in steps] == [0.0] * 60
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def _plus(estimate: Callable[[Array, Array], Array]) -> Callable[[Array, Array],
 
 _BY_TOKEN = {"kl": k1, "k1": k1, "abs": absolute, "mse": k2, "k2": k2, "low_var_kl": k3, "k3": k3}
 ESTIMATORS: dict[str, Callable[[Array, Array], Array]] = _BY_TOKEN | {f"{k}+": _plus(f) for k, f in _BY_TOKEN.items()}
-EXACT: dict[str, Callable[..., Array]] = {"full": full, "full+": full, "full_forward": full_forward}
+EXACT: dict[str, Callable[..., jax.Array]] = {"full": full, "full+": full, "full_forward": full_forward}
 BY_NAME: dict[str, Callable[..., Array]] = {**ESTIMATORS, **EXACT}  # all names in settings
 
 

@@ -69,7 +69,7 @@ def make_value(model: Any) -> Value:
 
 
 def make_exact(
-    divergence: Callable[..., Array],
+    divergence: Callable[..., jax.Array],
     policy: tuple[Any, ModelConfig],
     reference: tuple[Any, ModelConfig],
     *,
