@@ -231,6 +231,18 @@ def test_what_is_none_unless_given_may_be_given(config):
             ["kl_loss_type='full'", "ref.path is empty"],
         ),
         ({"algorithm.kl_ctrl_type": "adaptive"}, ["use_kl_in_reward is False"]),
+        ({"algorithm.adv_estimator": "distill"}, ["'distill' learns from a teacher", "set algorithm.use_kl_in_reward"]),
+        (
+            {"algorithm.adv_estimator": "distill", "algorithm.use_kl_in_reward": True},
+            ["ref.path='policy'", "the teacher's directory"],
+        ),
+        (
+            {
+                "algorithm.adv_estimator": "distill", "algorithm.use_kl_in_reward": True, "algorithm.gamma": 0.0,
+                "algorithm.kl_penalty": "full_forward", "ref.path": "some/teacher",
+            },
+            ["kl_penalty='full_forward'", "algorithm.gamma=0.0", "take kl"],
+        ),
         ({"algorithm.rollout_is_threshold": "2_0.5"}, ["'2_0.5'", "low_high"]),
         ({"algorithm.rollout_is_threshold": "0"}, ["'0'", "above 0"]),
         ({"algorithm.rollout_is_threshold": "x"}, ["'x'", "above 0"]),

@@ -31,7 +31,19 @@ SHAPES = {
 }
 FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 QUICK = ("gsm8k",)
-SLOW = ("lora", "gsm8k_7b", "math_grpo", "gsm8k_gemma", "judge", "async", "multi_host", "long_context", "dapo", "vapo")
+SLOW = (
+    "lora",
+    "gsm8k_7b",
+    "math_grpo",
+    "gsm8k_gemma",
+    "judge",
+    "async",
+    "multi_host",
+    "long_context",
+    "dapo",
+    "vapo",
+    "distill",
+)
 RECIPES = (*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW))
 OWN = ("quickstart", "quickstart_sft", "agent_calculator", "agent_calculator_sft")  # that make what they need
 ELSEWHERE = {"rlhf", "rlhf_reward_model", "tinystories_sft", "tinystories_reward_model", "tinystories_ppo"}
@@ -63,9 +75,12 @@ def test_a_recipe_passes_a_dry_run(name, tiny_model, tmp_path, capsys, monkeypat
     config = shipped.recipe(name)
     family, shape, parameters = SHAPES[config.model.path]
     write_stand_in(tmp_path / "model", family, shape, tiny_model)
+    if config.ref.path in SHAPES:
+        write_stand_in(tmp_path / "teacher", *SHAPES[config.ref.path][:2], tiny_model)
     rows = [{"prompt": f"{i % 90 + 10}+11=", "ground_truth": "1", "data_source": "gsm8k"} for i in range(1536)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     here = {"model.path": "model", "data.train_files": "data.jsonl", "data.val_files": "data.jsonl"}
+    here |= {"ref.path": "teacher"} if config.ref.path in SHAPES else {}
     words = [f"--config.{key}={tmp_path / value}" for key, value in here.items()]
     words.append("--config.data.row_lengths=1")  # a quarter of the programs to compile, the largest among them
     train.main(

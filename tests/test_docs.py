@@ -26,6 +26,7 @@ DOCS = (
     "README.md",
     "docs/architecture.md",
     "docs/algorithms.md",
+    "docs/distillation.md",
     "docs/data.md",
     "docs/rollout.md",
     "docs/rewards.md",

@@ -1,4 +1,4 @@
-"""KL(policy ‖ reference): estimators from the log-probs of sampled tokens, the exact KL, and its controller.
+"""KL(policy ‖ reference): estimators from the log-probs of sampled tokens, the exact KL both ways, its controller.
 
 Schulman, "Approximating KL divergence". An unbiased value of k1, abs or k3 does not imply an unbiased gradient; k2's
 is right. So every name may carry a `+`: its own value with the gradient of k2.
@@ -62,6 +62,17 @@ def full(
     return total(jnp.exp(logp) * (logp - ref_logp))
 
 
+def full_forward(
+    logits: jax.Array,  # [..., V] -> [...]
+    ref_logits: jax.Array,
+    *,
+    log_softmax: Callable[[jax.Array], jax.Array] = jax.nn.log_softmax,
+    total: Callable[[jax.Array], jax.Array] = _total,
+) -> jax.Array:
+    """Σ_a π_ref(a) (log π_ref(a) - log π(a)): the exact KL(π_ref ‖ π), with its gradient in π."""
+    return full(ref_logits, logits, log_softmax=log_softmax, total=total)
+
+
 def with_gradient_of_k2(value: Array, logp: Array, ref_logp: Array) -> Array:
     """Returns the value with the gradient of k2: the meaning of a trailing `+`."""
     chex.assert_equal_shape([value, logp, ref_logp])
@@ -75,8 +86,8 @@ def _plus(estimate: Callable[[Array, Array], Array]) -> Callable[[Array, Array],
 
 _BY_TOKEN = {"kl": k1, "k1": k1, "abs": absolute, "mse": k2, "k2": k2, "low_var_kl": k3, "k3": k3}
 ESTIMATORS: dict[str, Callable[[Array, Array], Array]] = _BY_TOKEN | {f"{k}+": _plus(f) for k, f in _BY_TOKEN.items()}
-EXACT = ("full", "full+")
-BY_NAME: dict[str, Callable[..., Array]] = {**ESTIMATORS, **dict.fromkeys(EXACT, full)}  # all names in settings
+EXACT: dict[str, Callable[..., jax.Array]] = {"full": full, "full+": full, "full_forward": full_forward}
+BY_NAME: dict[str, Callable[..., Array]] = {**ESTIMATORS, **EXACT}  # all names in settings
 
 
 def adaptive(coef: Array, current_kl: Array | float, *, steps: int, target: float, horizon: float) -> Array:

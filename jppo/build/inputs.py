@@ -10,7 +10,8 @@ from jppo.build.algorithm import make_estimator
 from jppo.build.optimizers import require_optimizers
 from jppo.data.prompts import PromptSet, mixture, read_prompts
 from jppo.data.stream import steps_per_epoch, user_order
-from jppo.data.tokenizer import check_stop_texts, decode, end_token_ids, load_tokenizer
+from jppo.data.tokenizer import FILES, check_stop_texts, decode, end_token_ids, load_tokenizer
+from jppo.errors import expanded
 from jppo.models import hf, lora
 from jppo.models.families import ModelConfig
 from jppo.models.lora import Lora
@@ -161,7 +162,7 @@ def read_models(c: ConfigDict) -> tuple[ModelConfig, ModelConfig | None, ModelCo
     if reference.vocab_size != policy.vocab_size:
         raise UserError(
             f"ref.path={c.ref.path}: a reference has the policy's vocabulary, {policy.vocab_size} tokens, and this one"
-            f" has {reference.vocab_size}; use one of the same family"
+            f" has {reference.vocab_size}; use a model with that vocab_size"
         )
     return policy, critic, reference
 
@@ -216,4 +217,20 @@ def read_tokenizer(c: ConfigDict, *models: ModelConfig) -> Any:
                 f"data.max_prompt_length+data.max_response_length={longest} must be within the model's"
                 f" max_position_embeddings={model.max_position_embeddings}; lower one of them"
             )
+    if wants_reference(c) and c.ref.path != "policy":
+        _check_reference_tokens(c.ref.path, tokenizer)
     return tokenizer
+
+
+def _check_reference_tokens(path: str, tokenizer: Any) -> None:
+    """Raises a UserError if a token has another id in the reference's tokenizer. A directory may have no tokenizer."""
+    local = expanded(path)
+    if local.is_dir() and not any((local / name).is_file() for name in FILES):
+        return
+    theirs = load_tokenizer(path).get_vocab()
+    for token, number in tokenizer.get_vocab().items():
+        if theirs.get(token, number) != number:
+            raise UserError(
+                f"ref.path={path}: a reference reads the policy's token ids, and its tokenizer gives {token!r} the id"
+                f" {theirs[token]} in place of {number}; use a model with the policy's tokenizer"
+            )

@@ -21,6 +21,7 @@ class Estimator:
     # (score, length, group) [B] -> the outcome [B] for `tokens`; None: the greedy responses' scores
     sequences: Callable[[Array, Array, Array], Array] | None = None
     whiten: bool = False
+    scored: bool = True  # False: the score is a metric only, and the reward is the KL to the reference alone
     critic: bool = False
     greedy: bool = False  # each prompt also gets a greedy response, which is graded
     by_turn: bool = False  # `tokens` gets a fifth argument, the last tokens of the policy's turns, [B, L] bool
@@ -93,7 +94,10 @@ def make_advantages(
             value = values.denormalised(value, value_norm)
         if weight is not None and by_sequence:
             weight = geometric(weight, mask)
-        reward, total, found = rewards(batch, penalty_of(batch, kl_penalty), kl_coef)
+        graded = batch
+        if not estimator.scored:
+            graded = dataclasses.replace(batch, score=jnp.zeros_like(batch.score), earned=None)
+        reward, total, found = rewards(graded, penalty_of(batch, kl_penalty), kl_coef)
         metrics |= found
         outcome = jnp.zeros_like(total) if batch.greedy is None else batch.greedy
         if estimator.sequences is not None:

@@ -40,6 +40,12 @@ def _discount(gamma: float, *turns: Array) -> float | Array:
     return jnp.where(turns[0], gamma, 1.0) if turns else gamma
 
 
+def distill(*, gamma: float) -> Estimator:
+    """Makes the return of -β KL to a teacher, without score or whitening: at γ = 0 on-policy distillation by token."""
+    estimate = functools.partial(advantage.reinforce_plus_plus, gamma=gamma)
+    return Estimator(lambda reward, _, __, mask: _twice(estimate(reward, mask)), scored=False)
+
+
 def remax() -> Estimator:
     return Estimator(lambda reward, _, greedy, mask: _twice(advantage.remax(reward, greedy, mask)), greedy=True)
 
@@ -74,5 +80,6 @@ def _twice(x: Array) -> tuple[Array, Array]:
     return x, x  # no critic reads the returns
 
 
+_BY_TOKEN = (gae, reinforce_plus_plus, distill, remax)
 _BY_GROUP = (grpo, grpo_passk, rloo, rloo_vectorized, reinforce_plus_plus_baseline, opo)
-ESTIMATORS: dict[str, Callable[..., Estimator]] = {f.__name__: f for f in (gae, reinforce_plus_plus, remax, *_BY_GROUP)}
+ESTIMATORS: dict[str, Callable[..., Estimator]] = {f.__name__: f for f in (*_BY_TOKEN, *_BY_GROUP)}

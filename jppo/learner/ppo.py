@@ -94,16 +94,20 @@ def make_passes(
     def compiled(fn: Callable[..., Any] | None) -> Any:
         return None if fn is None else jax.jit(fn, compiler_options=options)
 
-    reference = exact = None
+    def exact(kind: str | None) -> score.Exact | None:
+        if kind is None or kind not in kl.EXACT or models.reference is None:
+            return None
+        return score.make_exact(kl.EXACT[kind], models.policy, models.reference, **heads)
+
+    reference = None
     if models.reference is not None:
-        if r.kl_penalty in kl.EXACT or r.kl_loss_type in kl.EXACT:
-            exact = score.make_exact(models.policy, models.reference, **heads)
-        reference = score.make_reference(r.kl_penalty, r.kl_loss_type, logprob(models.reference, False), exact)
+        by_token = logprob(models.reference, False)
+        reference = score.make_reference(r.kl_penalty, r.kl_loss_type, by_token, exact(r.kl_penalty))
     # Without a pass for the old log-probs the update computes the entropy.
     with_entropy = r.entropy_coeff != 0.0 or (r.bypass and r.entropy_metric)
     in_update = logprob(models.policy, with_entropy=with_entropy)
     actor = update.make_actor_loss(
-        score.make_logprob_kl(r.kl_loss_type, in_update, exact),
+        score.make_logprob_kl(r.kl_loss_type, in_update, exact(r.kl_loss_type)),
         r.policy_loss,
         r.weigh,
         entropy_coeff=r.entropy_coeff,

@@ -69,6 +69,7 @@ def make_value(model: Any) -> Value:
 
 
 def make_exact(
+    divergence: Callable[..., jax.Array],
     policy: tuple[Any, ModelConfig],
     reference: tuple[Any, ModelConfig],
     *,
@@ -76,7 +77,7 @@ def make_exact(
     chunk_tokens: int,
     mesh: Mesh | None = None,
 ) -> Exact:
-    """Makes one pass of both models with KL(π ‖ π_ref) over the whole vocabulary, a chunk of tokens at a time."""
+    """Makes one pass of both models with a divergence over the whole vocabulary, one of `kl.EXACT`, in token chunks."""
 
     def exact(params: Weights, ref_params: Weights, rows: Rows) -> tuple[Array, Array, Array, Array]:
         def body(
@@ -84,7 +85,7 @@ def make_exact(
         ) -> tuple[jax.Array, ...]:
             logprobs = heads.logprob_of(logits, targets, vocabulary)
             ref_logprob = heads.logprob_of(ref_logits, targets, vocabulary)
-            penalty = kl.full(logits, ref_logits, log_softmax=vocabulary.log_softmax, total=vocabulary.total)
+            penalty = divergence(logits, ref_logits, log_softmax=vocabulary.log_softmax, total=vocabulary.total)
             return logprobs, heads.entropy_of(logits, vocabulary), ref_logprob, penalty
 
         states = [_state(policy, params, rows), _state(reference, jax.lax.stop_gradient(ref_params), rows)]

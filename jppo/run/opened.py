@@ -34,6 +34,7 @@ from jppo.prefetch import Supply
 from jppo.rewards.panel import Panel
 from jppo.runlog import atomic_file
 from jppo.runlog.checkpoint import Checkpoints
+from jppo.runlog.diagnosis import NOT_OF_DISTILLATION
 from jppo.runlog.lock import own
 from jppo.runlog.logger import Logger, Silent
 from jppo.runlog.profile import Profiler
@@ -148,7 +149,8 @@ def start(
     logged = begun.step
     if begun.step is not None and (begun.pending is not None or only_look):
         logged = begun.step - 1  # its line is written now
-    logger = make_logger(c, parts["folder"], hosts, total_steps=inputs.total_steps, resumed_step=logged)
+    muted = () if learner.recipe.estimator.scored else NOT_OF_DISTILLATION
+    logger = make_logger(c, parts["folder"], hosts, total_steps=inputs.total_steps, resumed_step=logged, muted=muted)
     stack.enter_context(logger)
     supply = make_supply(c, inputs, learner, sampler, panel, begun.cursor, hosts)
     early = learner.critic is not None and may_overlap(c, hosts)

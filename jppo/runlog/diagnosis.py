@@ -291,6 +291,9 @@ RULES: Mapping[str, tuple[Callable[[Past], str | None], str]] = {
     ),
 }
 
+# Rules that a healthy distillation breaks: scores are metrics only, and the entropy falls to the teacher's.
+NOT_OF_DISTILLATION = ("equal_rewards", "entropy_collapse")
+
 
 class Diagnosis:
     """Applies every rule to each step; each warning is reported once."""

@@ -57,14 +57,18 @@ class Logger:
         console: rich.console.Console | None = None,
         places: Sequence[str] = DEFAULT,
         about: About | None = None,
+        muted: Sequence[str] = (),
     ) -> None:
-        """Opens the files of `run_dir`; `resumed_step` is the checkpoint's, None for a new run."""
+        """Opens the files of `run_dir`; `resumed_step` is the checkpoint's, None for a new run.
+
+        `muted` names warnings that are never reported.
+        """
         run_dir.mkdir(parents=True, exist_ok=True)
         self._run_dir = run_dir
         done = -1 if resumed_step is None else resumed_step
         kept = cut_lines(run_dir / FILE, lambda row: row["step"] <= done)
         told = cut_lines(run_dir / WARNINGS, lambda row: row["step"] <= done)
-        self._diagnosis = Diagnosis(row["name"] for row in told)
+        self._diagnosis = Diagnosis([*muted, *(row["name"] for row in told)])
         for row in kept:
             self._diagnosis.recall(_metrics_of(row))
         self._failed: set[str] = set()

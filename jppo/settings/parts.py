@@ -44,6 +44,10 @@ class Estimates(Protocol):
         """None if the samples of a prompt are not compared."""
 
     @property
+    def scored(self) -> bool:
+        """Whether it reads the score."""
+
+    @property
     def critic(self) -> bool:
         """Whether it reads values."""
 

@@ -11,7 +11,7 @@ from jppo.settings.texts import rejection_rules
 def check(config: ml_collections.ConfigDict) -> None:
     """Raises a UserError at the first rule that is broken; for the config of any command that trains."""
     if "rollout" in config:
-        for rule in (_estimator, _loss, _kl, _correction, _order):
+        for rule in (_estimator, _loss, _kl, _teacher, _correction, _order):
             rule(config)
         for section in ("actor", "critic"):
             _mini_batch(config, section)
@@ -89,6 +89,28 @@ def _kl(config: ml_collections.ConfigDict) -> None:
         raise UserError(
             "algorithm.kl_ctrl_type='adaptive' controls the KL in the reward, and algorithm.use_kl_in_reward is False;"
             " set it to True"
+        )
+
+
+def _teacher(config: ml_collections.ConfigDict) -> None:
+    a = config.algorithm
+    if parts.estimator(config).scored:
+        return
+    said = f"algorithm.adv_estimator={a.adv_estimator!r} learns from a teacher alone"
+    if not a.use_kl_in_reward and not config.actor.use_kl_loss:
+        raise UserError(
+            f"{said}, and no KL to it is used; set algorithm.use_kl_in_reward=True or actor.use_kl_loss=True"
+        )
+    if config.ref.path == "policy":
+        raise UserError(
+            f"{said}, and ref.path='policy' is the initial policy, which has nothing to teach; set it to the teacher's"
+            " directory"
+        )
+    if a.use_kl_in_reward and a.kl_penalty in ("full", "full+", "full_forward") and a.gamma == 0:
+        raise UserError(
+            f"algorithm.kl_penalty={a.kl_penalty!r} is equal for all tokens that could have been sampled, so with"
+            f" algorithm.gamma={a.gamma} none of them is preferred; take kl, or put it into the loss with"
+            " algorithm.use_kl_in_reward=False and actor.use_kl_loss=True"
         )
 
 

@@ -65,8 +65,8 @@ DATA = (
 
 ALGORITHM = (
     S("adv_estimator", "gae", "Advantage estimator. gae has a critic; those that compare the samples of a prompt need"
-      " rollout.n above 1", choices=ESTIMATORS),
-    S("gamma", 1.0, "Discount factor of gae and reinforce_plus_plus", bounds="[0, 1]"),
+      " rollout.n above 1; distill reads no score, only the KL to the teacher ref.path", choices=ESTIMATORS),
+    S("gamma", 1.0, "Discount factor of gae, reinforce_plus_plus and distill", bounds="[0, 1]"),
     S("gamma_by", "token", "Steps that gamma discounts. token: from token to token; turn: from turn to turn of a"
       " conversation, and not within a turn", choices=("token", "turn")),
     S("lam", 1.0, "λ of gae", bounds="[0, 1]"),
@@ -176,7 +176,7 @@ CRITIC = (
 )  # fmt: skip
 
 REF = (
-    S("path", "policy", "Reference model: an HF directory; policy: the initial policy; '': no reference"),
+    S("path", "policy", "Reference model or teacher: an HF directory; policy: the initial policy; '': no reference"),
     OFFLOAD,
 )
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -158,6 +159,28 @@ def test_full_by_hand():
     np.testing.assert_allclose(full(p, q), np.log(3) / 2, rtol=1e-12)
     assert full(p, p) == 0.0
     np.testing.assert_allclose(full_slope(p, p), 0.0, atol=1e-16)
+
+
+@pytest.mark.parametrize("name,other_way", [("full", False), ("full_forward", True)])
+def test_both_directions_have_torchs_values_and_gradients(name, other_way):
+    """torch's kl_div(x, y) is KL(y ‖ x) of log-probs."""
+    logits, ref_logits = np.random.default_rng(2).normal(0.0, 2.0, (2, 5, 13))
+    here, there = torch.tensor(logits, requires_grad=True), torch.tensor(ref_logits)
+    logp, ref_logp = here.log_softmax(-1), there.log_softmax(-1)
+    two = (logp, ref_logp) if other_way else (ref_logp, logp)
+    expected = torch.nn.functional.kl_div(*two, reduction="none", log_target=True).sum(-1)
+    expected.sum().backward()
+    divergence = kl.EXACT[name]
+    np.testing.assert_allclose(divergence(logits, ref_logits), expected.detach(), rtol=1e-10)
+    slope = jax.grad(lambda logits: jnp.sum(divergence(logits, ref_logits)))(logits)
+    np.testing.assert_allclose(slope, here.grad, rtol=1e-9, atol=1e-13)
+
+
+def test_full_forward_by_hand():
+    """(½, ½) to a teacher of (¼, ¾): ¼ ln ½ + ¾ ln 3/2; the slope of the logits is π - π_ref = (¼, -¼)."""
+    p, q = np.log([1.0, 1.0]), np.log([1.0, 3.0])
+    np.testing.assert_allclose(kl.full_forward(p, q), 0.25 * np.log(0.5) + 0.75 * np.log(1.5), rtol=1e-12)
+    np.testing.assert_allclose(jax.grad(kl.full_forward)(p, q), [0.25, -0.25], rtol=1e-12)
 
 
 @pytest.mark.parametrize("scale", [100.0, 1e4])

@@ -36,6 +36,26 @@ def test_a_second_scan_only_for_a_second_lambda(how, scans):
     assert str(jax.make_jaxpr(made.tokens)(rows, rows, rows[:, 0], mask)).count("= scan[") == scans
 
 
+@pytest.mark.parametrize("gamma,expected", [(0.0, [-0.2, -0.4, 0.0, 0.6]), (0.5, [-0.25, -0.1, 0.0, 0.6])])
+def test_distillation_by_hand(gamma, expected):
+    """β = 2 and log-ratios to the teacher of 0.1, 0.2, -0.3, with a tool's token before the last; the score is 5.
+
+    r = -2 d = (-0.2, -0.4, 0.6), and A_t = r_t + γ A_t': with γ = ½ (-0.2 - ½ · 0.1, -0.4 + ½ · 0.6, 0.6).
+    """
+    mask = np.array([[True, True, False, True]])
+    data = Batch(
+        mask=mask, rollout_logprob=np.zeros((1, 4), np.float32), first=np.zeros(1, np.int32), score=np.float32([5.0]),
+        group=np.zeros(1, np.int32), greedy=None, old_logprob=np.float32([[-1.0, -1.0, np.nan, -1.0]]),
+        ref_logprob=np.float32([[-1.1, -1.2, np.nan, -0.7]]),
+    )  # fmt: skip
+    how = dict(kl_penalty="kl", correction=None, bypass=True, by_sequence=False)
+    known, metrics = jax.jit(estimate.make_advantages(estimators.distill(gamma=gamma), **how))(data, np.float32(2))
+    np.testing.assert_allclose(known["advantage"], [expected], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(metrics["critic/rewards/mean"], 0.0, atol=1e-6)  # -2 (0.1 + 0.2 - 0.3), without the 5
+    alone = jax.jit(estimate.make_advantages(estimators.distill(gamma=gamma), **how | {"kl_penalty": None}))
+    np.testing.assert_array_equal(alone(data, np.float32(2))[0]["advantage"], 0.0)
+
+
 def test_normalised_values_by_hand():
     """A response of two tokens with the score 4 and the outputs (1, 2), statistics of weight 0.5, mean 1, variance 4.
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jppo.algorithms import kl
 from jppo.learner import packing, score, sharding
 from jppo.models import decoder, heads
 
@@ -34,7 +35,7 @@ def log_softmax(model, params, rows):
 @pytest.mark.parametrize("chunk_tokens", [8, 10**6])
 def test_exact_kl_is_the_sum_over_the_vocabulary(setting, chunk_tokens):
     model, policy, reference, rows = setting
-    exact = score.make_exact(model, model, temperature=TEMPERATURE, chunk_tokens=chunk_tokens)
+    exact = score.make_exact(kl.full, model, model, temperature=TEMPERATURE, chunk_tokens=chunk_tokens)
     logp, entropy, ref_logp, found = jax.jit(exact)(policy, reference, rows)
     p, q = (log_softmax(model, params, rows) for params in (policy, reference))
     mask = np.asarray(rows.mask)
@@ -48,25 +49,28 @@ def test_exact_kl_is_the_sum_over_the_vocabulary(setting, chunk_tokens):
     np.testing.assert_allclose(jax.jit(exact)(policy, policy, rows)[3], 0, atol=1e-6)
 
 
-def test_exact_kl_is_the_mean_of_k1_over_what_the_policy_would_say(setting):
-    """The gradient too: of the exact KL, and of Σ π k1 with all of it differentiated."""
+@pytest.mark.parametrize("name", ["full", "full_forward"])
+def test_exact_kl_both_ways_with_gradients(setting, name):
+    """Of the chunks, and of the sum over all logits at once: Σ π (log π - log π_ref), and with the two exchanged."""
     model, policy, reference, rows = setting
     module, cfg = model
-    exact = score.make_exact(model, model, temperature=TEMPERATURE, chunk_tokens=16)
+    exact = score.make_exact(kl.EXACT[name], model, model, temperature=TEMPERATURE, chunk_tokens=16)
 
-    def mean(kl):
-        return jnp.sum(jnp.where(rows.mask, kl, 0.0)) / rows.mask.sum()
+    def mean(found):
+        return jnp.sum(jnp.where(rows.mask, found, 0.0)) / rows.mask.sum()
 
     def plain(params):
         def logs(weights):
             hidden = module.apply({"params": weights}, rows.inputs, rows.segment, rows.position)
             return jax.nn.log_softmax(heads.logits_of((hidden, decoder.head_kernel(weights, cfg), cfg)) / TEMPERATURE)
 
-        p = logs(params)
-        return mean(jnp.sum(jnp.exp(p) * (p - jax.lax.stop_gradient(logs(reference))), -1))
+        p, q = logs(params), jax.lax.stop_gradient(logs(reference))
+        p, q = (p, q) if name == "full" else (q, p)
+        return mean(jnp.sum(jnp.exp(p) * (p - q), -1))
 
-    found = jax.jit(jax.grad(lambda params: mean(exact(params, reference, rows)[3])))(policy)
-    expected = jax.jit(jax.grad(plain))(policy)
+    value, found = jax.jit(jax.value_and_grad(lambda params: mean(exact(params, reference, rows)[3])))(policy)
+    expected_value, expected = jax.jit(jax.value_and_grad(plain))(policy)
+    np.testing.assert_allclose(value, expected_value, rtol=1e-5)
     largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(expected))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4 * largest), found, expected)
     frozen = jax.grad(lambda ref: mean(exact(policy, ref, rows)[3]))(reference)
@@ -74,20 +78,21 @@ def test_exact_kl_is_the_mean_of_k1_over_what_the_policy_would_say(setting):
 
 
 @pytest.mark.parametrize(
-    "penalty,loss,ref_logp,kl",
+    "penalty,loss,ref_logp,whole",
     [
         ("kl", None, True, False),
         (None, "k3", True, False),
         ("full", None, False, True),
         (None, "full+", False, False),
+        (None, "full_forward", False, False),
         ("full", "k2", True, True),
     ],
 )
-def test_the_reference_gives_what_is_asked_for_and_no_more(setting, penalty, loss, ref_logp, kl):
+def test_the_reference_gives_what_is_asked_for_and_no_more(setting, penalty, loss, ref_logp, whole):
     model, policy, reference, rows = setting
     how = dict(temperature=TEMPERATURE, chunk_tokens=64)
-    exact = score.make_exact(model, model, **how)
+    exact = score.make_exact(kl.full, model, model, **how)
     logprob = score.make_logprob(*model, **how, with_entropy=False)
     passed = score.make_reference(penalty, loss, logprob, exact)
     found = passed(reference, policy, rows)
-    assert [x is not None for x in found] == [ref_logp, kl]
+    assert [x is not None for x in found] == [ref_logp, whole]
