@@ -9,6 +9,7 @@ reported in tokens.
 import asyncio
 import collections
 import dataclasses
+import itertools
 import random
 import secrets
 import threading
@@ -20,7 +21,6 @@ from jppo.rewards.judge.cache import Cache
 from jppo.rewards.judge.client import Answer, JudgeClient, JudgeError
 from jppo.rewards.judge.prompts import Rubric, read_score
 from jppo.rewards.parts import Sample, failed
-from jppo.settings import UserError
 from jppo.types import Reward
 
 
@@ -38,10 +38,6 @@ class JudgePart:
         first_wait_s: float = 2.0,  # before a retry; doubles each time
         longest_wait_s: float = 60.0,
     ):
-        if concurrency < 1:
-            raise UserError(f"reward.judge.concurrency={concurrency} must be at least 1")
-        if retries < 0:
-            raise UserError(f"reward.judge.retries={retries} must not be negative; 0 disables retries")
         self._client, self._rubric = client, rubric
         self._retries, self._first_wait_s, self._longest_wait_s = retries, first_wait_s, longest_wait_s
         self._cache = Cache(cache_dir) if cache_dir else None
@@ -132,7 +128,7 @@ class JudgePart:
 
     async def _answer(self, question: str) -> Answer:
         """Asks the judge, with retries after growing delays."""
-        for attempt in range(self._retries + 1):
+        for attempt in itertools.count():
             self._count(requests=1, retries=int(attempt > 0))
             try:
                 answer = await self._client.ask(self._rubric.system, question)
@@ -148,7 +144,6 @@ class JudgePart:
             else:
                 self._count(prompt_tokens=answer.prompt_tokens, completion_tokens=answer.completion_tokens)
                 return answer
-        raise AssertionError("unreachable")
 
     def _read(self, answer: Answer) -> float:
         if answer.finish in ("content_filter", "refusal"):
