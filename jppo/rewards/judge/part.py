@@ -9,7 +9,6 @@ reported in tokens.
 import asyncio
 import collections
 import dataclasses
-import itertools
 import random
 import secrets
 import threading
@@ -128,7 +127,7 @@ class JudgePart:
 
     async def _answer(self, question: str) -> Answer:
         """Asks the judge, with retries after growing delays."""
-        for attempt in itertools.count():
+        for attempt in range(self._retries + 1):
             self._count(requests=1, retries=int(attempt > 0))
             try:
                 answer = await self._client.ask(self._rubric.system, question)
@@ -144,6 +143,7 @@ class JudgePart:
             else:
                 self._count(prompt_tokens=answer.prompt_tokens, completion_tokens=answer.completion_tokens)
                 return answer
+        raise AssertionError("unreachable")
 
     def _read(self, answer: Answer) -> float:
         if answer.finish in ("content_filter", "refusal"):
