@@ -4,15 +4,13 @@ An unsupported field that changes the mathematics is an error that names it: not
 """
 
 import dataclasses
-import math
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jppo.models.config_fields import Fields
 from jppo.models.rotary import Rotary
 from jppo.settings import UserError
-
-_REQUIRED = object()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +57,7 @@ class ModelConfig:
 class _Family:
     """The differences of a family: defaults of fields that config.json omits, and properties without a field."""
 
-    slides: Callable[["_Fields", int], bool]  # whether a layer has a sliding window, if `layer_types` is absent
+    slides: Callable[[Fields, int], bool]  # whether a layer has a sliding window, if `layer_types` is absent
     qkv_bias: bool | None = None  # None: by the field `attention_bias`
     o_bias: bool | None = None
     mlp_bias: bool | None = False  # None: by the field `mlp_bias`
@@ -76,67 +74,22 @@ class _Family:
     theta: float = 10000.0
 
 
-class _Fields:
-    """The fields of one config.json, each read with its type; an error names file, field and value."""
-
-    def __init__(self, config: Mapping[str, Any], path: str):
-        self.config, self.path = config, path
-
-    def __contains__(self, key: str) -> bool:
-        return self.config.get(key) is not None  # HF writes null for "the class's default"
-
-    def get(self, key: str, kind: type, default: Any = _REQUIRED) -> Any:
-        """Returns the field's value, positive if it is a whole number."""
-        value = self.config.get(key)
-        if value is None:
-            if default is _REQUIRED:
-                raise UserError(f"{self.path}: {key} is missing; a model's config.json must give it")
-            return default
-        accepted = (int, float) if kind is float else kind
-        if not isinstance(value, accepted) or isinstance(value, bool) != (kind is bool):
-            raise UserError(f"{self.path}: {key}={value!r} must be of type {kind.__name__}")
-        try:
-            result = kind(value)
-        except OverflowError:
-            result = math.inf
-        if kind is float and not math.isfinite(result):
-            raise UserError(f"{self.path}: {key}={value!r} must be a finite number")
-        if kind is int and result < 1:
-            raise UserError(f"{self.path}: {key}={value} must be positive")
-        return result
-
-    def above_zero(self, key: str, default: float) -> float:
-        """Returns the value of a field that is a number above 0."""
-        value: float = self.get(key, float, default)
-        if not value > 0:
-            raise UserError(f"{self.path}: {key}={value!r} must be above 0")
-        return value
-
-    def or_null(self, key: str, kind: type, default: Any) -> Any:
-        """Returns the same for a field in which null means none, and absence the default."""
-        return self.get(key, kind, None) if key in self.config else default
-
-    def refuse(self, key: str, why: str) -> UserError:
-        """Makes the error of an unsupported field."""
-        return UserError(f"{self.path}: {key}={self.config.get(key)!r} {why}")
-
-
-def _never(_: _Fields, __: int) -> bool:
+def _never(_: Fields, __: int) -> bool:
     return False
 
 
-def _always(_: _Fields, __: int) -> bool:
+def _always(_: Fields, __: int) -> bool:
     return True
 
 
-def _late(fields: _Fields, layer: int) -> bool:
+def _late(fields: Fields, layer: int) -> bool:
     first = fields.config.get("max_window_layers", 28)
     if not isinstance(first, int):
         raise fields.refuse("max_window_layers", "must be a whole number")
     return layer >= first
 
 
-def _but_every(count: int) -> Callable[[_Fields, int], bool]:
+def _but_every(count: int) -> Callable[[Fields, int], bool]:
     """Returns all but the last of each `count` layers."""
     return lambda fields, layer: (layer + 1) % fields.get("sliding_window_pattern", int, count) != 0
 
@@ -183,7 +136,7 @@ def from_hf(config: Mapping[str, Any], *, path: str | os.PathLike[str]) -> Model
     if not isinstance(name, str) or name not in FAMILIES:
         why = f" ({_RELATIVES[name]})" if isinstance(name, str) and name in _RELATIVES else ""
         raise UserError(f"{path}: model_type={name!r} is not supported{why}; use one of {', '.join(FAMILIES)}")
-    family, fields = FAMILIES[name], _Fields(config, str(path))
+    family, fields = FAMILIES[name], Fields(config, str(path))
     _refuse_unsupported(fields, family)
     attention_bias = fields.get("attention_bias", bool, False)
     hidden_size, num_heads = fields.get("hidden_size", int), fields.get("num_attention_heads", int)
@@ -197,10 +150,8 @@ def from_hf(config: Mapping[str, Any], *, path: str | os.PathLike[str]) -> Model
     if head_dim % 2 or not head_dim:
         raise UserError(f"{path}: head_dim={head_dim} must be even and above 0: rotary embedding turns pairs")
     rotary, local = _rotary(fields, family)
-    layers = [
-        Kind(window, rotary if window is None or local is None else local)
-        for window in _windows(fields, family, num_layers)
-    ]
+    windows = _windows(fields, family, num_layers)
+    layers = [Kind(window, rotary if window is None or local is None else local) for window in windows]
     kinds = tuple(dict.fromkeys(layers))
     vocab_size = fields.get("vocab_size", int)
     return ModelConfig(
@@ -239,7 +190,7 @@ def pad_vocab(cfg: ModelConfig, multiple: int) -> ModelConfig:
     return dataclasses.replace(cfg, padded_vocab_size=-(-cfg.vocab_size // multiple) * multiple)
 
 
-def _refuse_unsupported(fields: _Fields, family: _Family) -> None:
+def _refuse_unsupported(fields: Fields, family: _Family) -> None:
     neutral = dict(_NEUTRAL)
     if family.attn_softcap is None:
         neutral["attn_logit_softcapping"] = (None,)
@@ -251,7 +202,7 @@ def _refuse_unsupported(fields: _Fields, family: _Family) -> None:
             raise fields.refuse(key, f"changes the mathematics and is not supported; only {allowed}")
 
 
-def _activation(fields: _Fields, family: _Family) -> str:
+def _activation(fields: Fields, family: _Family) -> str:
     key = "hidden_activation" if family.post_norms else "hidden_act"
     name: str = fields.get(key, str, family.activation)
     if family.gemma and name == "gelu":  # old files say gelu and mean the approximation
@@ -261,14 +212,14 @@ def _activation(fields: _Fields, family: _Family) -> str:
     return name
 
 
-def _softcap(fields: _Fields, key: str, default: float | None) -> float | None:
+def _softcap(fields: Fields, key: str, default: float | None) -> float | None:
     cap: float | None = fields.or_null(key, float, default)
     if cap is not None and cap <= 0:
         raise fields.refuse(key, "must be above 0, or null for none")
     return cap
 
 
-def _windows(fields: _Fields, family: _Family, num_layers: int) -> list[int | None]:
+def _windows(fields: Fields, family: _Family, num_layers: int) -> list[int | None]:
     """Returns the window of each layer, or None."""
     window = fields.or_null("sliding_window", int, WINDOW)
     switch = family.slides is _late  # qwen's, whose window counts only if switched on
@@ -290,7 +241,7 @@ def _windows(fields: _Fields, family: _Family, num_layers: int) -> list[int | No
     return [window if one else None for one in slides]
 
 
-def _rotary(fields: _Fields, family: _Family) -> tuple[Rotary, Rotary | None]:
+def _rotary(fields: Fields, family: _Family) -> tuple[Rotary, Rotary | None]:
     """Returns the frequencies of full layers, and of sliding ones if they have their own."""
     places = {}
     for key in ("rope_scaling", "rope_parameters"):
@@ -320,8 +271,8 @@ _STRETCHES = {
 }
 
 
-def _stretched(fields: _Fields, key: str, rope: Mapping[str, Any], theta: float) -> Rotary:
-    inner = _Fields(rope, f"{fields.path}: {key}={dict(rope)!r}")
+def _stretched(fields: Fields, key: str, rope: Mapping[str, Any], theta: float) -> Rotary:
+    inner = Fields(rope, f"{fields.path}: {key}={dict(rope)!r}")
     kind = rope.get("rope_type", rope.get("type", "default"))
     said = {k for k, v in rope.items() if v is not None} - {"rope_theta", "rope_type", "type"}
     if rope.get("partial_rotary_factor") == 1.0:
@@ -342,7 +293,7 @@ def _stretched(fields: _Fields, key: str, rope: Mapping[str, Any], theta: float)
     return Rotary(theta, factor, (low, high, context))
 
 
-def _context(fields: _Fields, rotary: Rotary) -> int:
+def _context(fields: Fields, rotary: Rotary) -> int:
     """Returns the model's context length."""
     context = fields.get("max_position_embeddings", int)
     return context if rotary.llama3 is not None else int(context * rotary.factor)

@@ -11,7 +11,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from jppo.rewards.expressions import Check, Expressions, NotByValue, parameters_of
+from jppo.rewards.expressions import Check, Expressions
+from jppo.rewards.syntax import NotByValue, parameters_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,8 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jppo.rewards.syntax import NotByValue, Replace, bound_names, free_names, literal, parameters_of, there
+
 Check = Callable[[Sequence[Any]], Any]  # takes the values of all requests
 
 _MOST_REQUESTS = 10_000
@@ -41,10 +43,6 @@ _CONVERSIONS = (
 )  # fmt: skip
 _METHODS = ("startswith", "endswith", "issubset", "issuperset")  # methods whose result is a test's outcome
 _PLAIN = (str, bytes, list, tuple, set, frozenset, dict)
-
-
-class NotByValue(Exception):
-    """A statement that has to run in the program's process."""
 
 
 class Expressions:
@@ -128,7 +126,7 @@ class Expressions:
                 built = [self._build(item) for item in items]
                 return lambda seen: made(item(seen) for item in built)
             case ast.Dict(keys=keys, values=values):
-                pairs = [(self._build(_there(k)), self._build(v)) for k, v in zip(keys, values, strict=True)]
+                pairs = [(self._build(there(k)), self._build(v)) for k, v in zip(keys, values, strict=True)]
                 return lambda seen: {k(seen): v(seen) for k, v in pairs}
             case ast.Subscript(value=of, slice=at) if not self._asks(of) and not isinstance(at, ast.Slice):
                 inner, index = self._build(of), self._build(at)
@@ -231,9 +229,9 @@ class Expressions:
         match helper:
             case ast.FunctionDef(body=[ast.Return(value=ast.expr() as returned)], decorator_list=[]):
                 parameters = parameters_of(helper)
-                if len(parameters) == len(node.args) and not node.keywords and not _bound_names(returned):
+                if len(parameters) == len(node.args) and not node.keywords and not bound_names(returned):
                     by = dict(zip(parameters, node.args, strict=True))
-                    return _Replace(by).visit(ast.parse(ast.unparse(returned), mode="eval").body)
+                    return Replace(by).visit(ast.parse(ast.unparse(returned), mode="eval").body)
         raise NotByValue
 
     def _method(self, node: ast.Call, function: ast.Attribute) -> Check:
@@ -251,7 +249,7 @@ class Expressions:
 
     def _asks(self, node: ast.AST) -> bool:
         """Whether an expression needs the program: it has a name that is not known here."""
-        free = _free_names(node) - self.known.keys()
+        free = free_names(node) - self.known.keys()
         return any(name in self.alias or name in self._defined or name not in _BUILTINS for name in free)
 
     def _observed(self, node: ast.expr) -> Check:
@@ -269,53 +267,10 @@ class Expressions:
         names.discard("math")
         if not names:
             return text
-        if names & _bound_names(node):
+        if names & bound_names(node):
             raise NotByValue
-        replaced = _Replace({name: self.alias.get(name) or _literal(self.known[name]) for name in names})
+        replaced = Replace({name: self.alias.get(name) or literal(self.known[name]) for name in names})
         return ast.unparse(replaced.visit(ast.parse(text, mode="eval")))
-
-
-def parameters_of(helper: ast.FunctionDef) -> list[str]:
-    """Returns the parameters of a function with plain parameters only."""
-    a = helper.args
-    if a.posonlyargs or a.vararg or a.kwonlyargs or a.kwarg or a.defaults:
-        raise NotByValue
-    return [one.arg for one in a.args]
-
-
-def _bound_names(node: ast.AST) -> set[str]:
-    """Returns names that an expression binds itself, as in comprehensions and lambdas."""
-    parameters = {n.arg for n in ast.walk(node) if isinstance(n, ast.arg)}
-    return parameters | {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-
-
-def _free_names(node: ast.AST) -> set[str]:
-    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)} - _bound_names(node)
-
-
-class _Replace(ast.NodeTransformer):
-    def __init__(self, by: dict[str, ast.expr]):
-        self._by = by
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        return self._by.get(node.id, node)
-
-
-def _literal(value: Any) -> ast.expr:
-    text = repr(value)
-    try:
-        same = ast.literal_eval(text) == value
-    except (ValueError, SyntaxError, RecursionError, MemoryError) as e:
-        raise NotByValue from e
-    if not same:
-        raise NotByValue
-    return ast.parse(text, mode="eval").body
-
-
-def _there(key: ast.expr | None) -> ast.expr:
-    if key is None:  # {**other}
-        raise NotByValue
-    return key
 
 
 def _small(value: Any) -> bool:

@@ -5,19 +5,27 @@ the means of one batch. The constants below are the thresholds. Rules take media
 and compare with the run's own first steps where values depend on the model. A stalled stage is reported at once.
 """
 
-import collections
 import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 
 from jppo.runlog.healthy_ranges import RANGES
-from jppo.runlog.timers import STAGES
+from jppo.runlog.metric_history import (
+    ADVANTAGE_SPREAD,
+    ERRORS,
+    FIRST_STEPS,
+    KEPT_STEPS,
+    LAST_STEPS,
+    MEMORY,
+    RESPONSES,
+    SCORE_SPREAD,
+    SUSPICIOUS,
+    TIMED,
+    Past,
+)
 
-FIRST_STEPS = 5  # baseline that later steps are compared with
-LAST_STEPS = 5  # window of the current median or sum
 IN_A_ROW = 3  # steps, for conditions that no healthy batch meets even once
-KEPT_STEPS = 50  # longest history of a rule
 
 ERROR_SHARE = 0.01  # of the responses of the last steps; above the usual time-outs of a judge
 ENTROPY_LEFT = 0.1  # share of the first steps' entropy
@@ -33,18 +41,6 @@ SLOW_TIMES = 10.0  # factor over the stage's median
 SLOW_SECONDS = 1.0  # minimum: a stage of milliseconds may take ten times as long on a busy core
 SLOW_AFTER = 5  # earlier measurements of the stage
 
-# Values derived from a step's metrics.
-SCORE_SPREAD = "largest minus smallest score"
-ADVANTAGE_SPREAD = "largest minus smallest advantage"
-SPREADS = {
-    SCORE_SPREAD: ("critic/score/max", "critic/score/min"),
-    ADVANTAGE_SPREAD: ("critic/advantages/max", "critic/advantages/min"),
-}
-ERRORS, RESPONSES = "reward/errors", "responses"
-SUSPICIOUS = "reward/code/suspicious"
-MEMORY = "perf/cpu_memory_used_gb"
-TIMED = tuple(f"timing_s/{stage}" for stage in STAGES if stage not in ("start", "step"))
-
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
@@ -54,76 +50,6 @@ class Finding:
     name: str
     found: str
     remedy: str
-
-
-class Past:
-    """The history that rules read, the newest step included; non-finite values are left out."""
-
-    def __init__(self) -> None:
-        self.now: Mapping[str, float] = {}
-        self._first: dict[str, list[float]] = collections.defaultdict(list)
-        self._last: dict[str, collections.deque[float]] = collections.defaultdict(
-            lambda: collections.deque(maxlen=KEPT_STEPS)
-        )
-        self._count: collections.Counter[str] = collections.Counter()
-
-    def add(self, metrics: Mapping[str, float | None]) -> None:
-        """Appends a step."""
-        self.now = _observed(metrics)
-        for name, value in self.now.items():
-            self._count[name] += 1
-            self._last[name].append(value)
-            if len(self._first[name]) < FIRST_STEPS:
-                self._first[name].append(value)
-
-    def count(self, name: str) -> int:
-        """Number of steps that had the metric."""
-        return self._count[name]
-
-    def first(self, name: str) -> float:
-        """Median of the first FIRST_STEPS steps that had the metric."""
-        return statistics.median(self._first[name])
-
-    def last(self, name: str, n: int = LAST_STEPS) -> list[float]:
-        """At most the last n values."""
-        return list(self._last[name])[-n:]
-
-    def recent(self, name: str) -> float | None:
-        """Median of the last LAST_STEPS values; None if there are fewer or this step lacks the metric."""
-        values = self.last(name)
-        return statistics.median(values) if len(values) == LAST_STEPS and name in self.now else None
-
-
-def _observed(metrics: Mapping[str, float | None]) -> dict[str, float]:
-    """The finite metrics in READ, and the values derived from them."""
-    out = {name: value for name in READ if (value := metrics.get(name)) is not None and math.isfinite(value)}
-    for spread, (most, least) in SPREADS.items():
-        if most in out and least in out:
-            out[spread] = out[most] - out[least]
-    tokens = out.get("prompt_length/mean", 0.0) + out.get("response_length/mean", 0.0)
-    if tokens > 0 and "perf/total_num_tokens" in out:
-        out[RESPONSES] = out["perf/total_num_tokens"] / tokens
-    return out
-
-
-READ = (
-    *(name for pair in SPREADS.values() for name in pair),
-    "critic/score/mean",
-    ERRORS,
-    SUSPICIOUS,
-    "perf/total_num_tokens",
-    "prompt_length/mean",
-    "response_length/mean",
-    "response_length/clip_ratio",
-    "actor/ppo_kl",
-    "actor/ratio_mean",
-    "actor/entropy",
-    "critic/vf_loss",
-    "critic/vf_explained_var",
-    "rollout/logp_gap_mean",
-    MEMORY,
-    *TIMED,
-)
 
 
 def equal_rewards(past: Past) -> str | None:

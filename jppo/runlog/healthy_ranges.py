@@ -5,6 +5,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+import numpy as np
+
 Verdict = Literal["good", "weak", "bad"]  # bad: moves too far or in the wrong direction; weak: hardly moves
 
 
@@ -52,11 +54,8 @@ def trend(values: Sequence[float]) -> Literal["rising", "falling"] | None:
     n = len(values)
     if n < FEWEST_STEPS or not all(map(math.isfinite, values)):
         return None
-    middle, mean = (n - 1) / 2, math.fsum(values) / n
-    spread = math.fsum((t - middle) ** 2 for t in range(n))
-    slope = math.fsum((t - middle) * (v - mean) for t, v in enumerate(values)) / spread
-    residual = math.fsum((v - mean - slope * (t - middle)) ** 2 for t, v in enumerate(values))
-    if abs(slope) <= SURE * math.sqrt(residual / (n - 2) / spread) or abs(slope) <= 1e-9 * abs(mean):
+    (slope, _), covariance = np.polyfit(range(n), values, 1, cov=True)
+    if abs(slope) <= max(SURE * math.sqrt(covariance[0, 0]), 1e-9 * abs(np.mean(values))):
         return None
     return "rising" if slope > 0 else "falling"
 

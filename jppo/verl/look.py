@@ -3,13 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-A, M, R = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
-TURNS, RM = f"{R}.multi_turn", "reward.reward_model"
-OVERLONG, CORRECTION = "reward.reward_kwargs.overlong_buffer_cfg", "algorithm.rollout_correction"
-FUNCTION, FILTER = "reward.custom_reward_function", "algorithm.filter_groups"
-MICRO = ("ppo_micro_batch_size_per_gpu", "ppo_micro_batch_size")
+MICRO = ("A.ppo_micro_batch_size_per_gpu", "A.ppo_micro_batch_size")
 
-Look = Callable[[str], Any]
+Look = Callable[[str], Any]  # by a key, also in short
 
 
 class Moot(Exception):
@@ -27,19 +23,19 @@ def longest(look: Look) -> int:
 
 def on_each(look: Look, sequences: int) -> int:
     """Returns each device's tokens of `sequences` of the longest, divided by sequence parallelism."""
-    return -(-sequences * longest(look) // (look(f"{A}.ulysses_sequence_parallel_size") or 1))
+    return -(-sequences * longest(look) // (look("A.ulysses_sequence_parallel_size") or 1))
 
 
 def reward_model(look: Look) -> bool:
     """Whether a reward model alone gives the score."""
-    return bool(look(f"{RM}.enable") and not look(f"{FUNCTION}.path"))
+    return bool(look("RM.enable") and not look("FUNCTION.path"))
 
 
 def off_or(value: Any, usual: Any) -> Any:
     return usual if value is None else value
 
 
-def need(value: Any, truth: Any, why: str) -> Any:
+def need(value: Any, truth: Any = True, why: str = "") -> Any:
     """Returns the value if the condition holds and it is set; else raises Moot."""
     if not truth:
         raise Moot(why)
@@ -48,11 +44,9 @@ def need(value: Any, truth: Any, why: str) -> Any:
     return value
 
 
-def commas(value: Any, look: Look | None = None) -> str:
-    if value is None:
-        raise Moot("null asks for nothing")
-    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+def commas(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(need(value))
 
 
 def lora_rank(look: Look) -> int:
-    return look(f"{M}.lora_rank") or look(f"{M}.lora.rank") or 0
+    return look("M.lora_rank") or look("M.lora.rank") or 0

@@ -3,6 +3,21 @@
 import dataclasses
 from typing import Any
 
+_ROLLOUT = "actor_rollout_ref.rollout"
+PLACES = {  # the first words of keys in this package, in short
+    "A": "actor_rollout_ref.actor",
+    "M": "actor_rollout_ref.model",
+    "R": _ROLLOUT,
+    "REF": "actor_rollout_ref.ref",
+    "TURNS": f"{_ROLLOUT}.multi_turn",
+    "VAL": f"{_ROLLOUT}.val_kwargs",
+    "CORRECTION": "algorithm.rollout_correction",
+    "RM": "reward.reward_model",
+    "FUNCTION": "reward.custom_reward_function",
+    "OVERLONG": "reward.reward_kwargs.overlong_buffer_cfg",
+    "BOX": "reward.sandbox_fusion",
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Name:
@@ -12,19 +27,41 @@ class Name:
     kind: str  # same: a jppo setting; needless: no meaning in jppo; missing: not supported
     setting: str = ""  # jppo's
     convert: str = "as_is"  # a name in `values.CONVERSIONS`
-    default: Any = None  # verl's, if a script that omits the key must get it; None: jppo's own
+    default: Any = None  # verl's, if a script that omits the key must get it; '=KEY': that key's; None: jppo's own
     why: str = ""
     off: tuple = (False, None)  # missing: values that disable the feature
     only: str = ""  # missing: the key that must be on for verl to read this one
 
 
+def key_of(short: str) -> str:
+    """Returns a key with its first word spelt out, as A.shuffle is actor_rollout_ref.actor.shuffle."""
+    place, dot, rest = short.partition(".")
+    return f"{PLACES.get(place, place)}{dot}{rest}"
+
+
 def same(key: str, setting: str, default: Any = None, convert: str = "as_is", why: str = "") -> Name:
-    return Name(key, "same", setting, convert, default, why)
+    if isinstance(default, str) and default.startswith("="):
+        default = f"={key_of(default[1:])}"
+    return Name(key_of(key), "same", setting, convert, default, why)
 
 
-def needless(why: str, *keys: str) -> tuple[Name, ...]:
-    return tuple(Name(key, "needless", why=why) for key in keys)
+def needless(why: str, keys: str) -> tuple[Name, ...]:
+    return tuple(Name(key, "needless", why=why) for key in _keys(keys))
 
 
-def missing(why: str, *keys: str, off: tuple = (), only: str = "") -> tuple[Name, ...]:
-    return tuple(Name(key, "missing", why=why, off=(False, None, *off), only=only) for key in keys)
+def missing(why: str, keys: str, off: tuple = (), only: str = "") -> tuple[Name, ...]:
+    return tuple(Name(key, "missing", why=why, off=(False, None, *off), only=key_of(only)) for key in _keys(keys))
+
+
+def _keys(words: str) -> list[str]:
+    """Splits short keys at blanks; BOTH is the policy's model and the critic's."""
+    found = []
+    for word in words.split():
+        place, _, rest = word.partition(".")
+        found += [f"{PLACES['M']}.{rest}", f"critic.model.{rest}"] if place == "BOTH" else [key_of(word)]
+    return found
+
+
+def within(place: str, names: str) -> str:
+    """Returns the keys of a place by their names."""
+    return " ".join(f"{place}.{name}" for name in names.split())

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 
-from jppo.verl.name import Name, missing, needless, same
+from jppo.verl.name import Name, missing, needless, same, within
 
-_A, _F, _R = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 _OTHERS = "it is of another engine of verl; jppo has one"
-_COMPILED = "XLA compiles every program, and schedules its communication"
 _MOMENTS = "actor.moments_dtype and critic.moments_dtype set the optimizer's precision"
+_PROFILER = "trainer.profile_steps writes traces of JAX's profiler"
+_ONE_MESH = "one mesh shards everything"
+_NO_EXPERTS = "mixtures of experts are not in jppo"
 
 
 def _optimizer(optim: str, section: str, lr: float) -> Iterator[Name]:
@@ -21,34 +22,25 @@ def _optimizer(optim: str, section: str, lr: float) -> Iterator[Name]:
     yield same(f"{optim}.lr_scheduler_type", f"{section}.lr_scheduler_type", "constant", "schedule")
     yield same(f"{optim}.min_lr_ratio", f"{section}.min_lr_ratio", 0.0, "or_zero")
     yield same(f"{optim}.min_lr", f"{section}.min_lr_ratio", convert=f"{section}_min_lr", why="over the learning rate")
-    yield same(
-        f"{optim}.optimizer", f"{section}.optimizer", convert="optimizer", why="AdamW, SGD and Muon, in lower case"
-    )
-    yield from missing(
-        "optax has the optimizers; actor.moments_dtype=bfloat16 makes their state smaller",
-        f"{optim}.optimizer_impl",
-        off=("torch.optim",),
-    )
+    why = "AdamW, SGD and Muon, in lower case"
+    yield same(f"{optim}.optimizer", f"{section}.optimizer", convert="optimizer", why=why)
+    chains = "optax has the optimizers; actor.moments_dtype=bfloat16 makes their state smaller"
+    yield from missing(chains, f"{optim}.optimizer_impl", off=("torch.optim",))
     yield from missing("cosine has half a period", f"{optim}.num_cycles", off=(0.5,))
     yield from missing("a warm-up starts at 0 in step 1", f"{optim}.zero_indexed_step", off=(True,))
-    yield from missing("a warm-up starts at 0", f"{optim}.lr_warmup_init", f"{optim}.lr_start", off=(0,))
-    yield from missing(
-        "the schedule ends with the run", f"{optim}.lr_decay_steps", f"{optim}.lr_decay_ratio", off=(1.0,)
-    )
+    yield from missing("a warm-up starts at 0", within(optim, "lr_warmup_init lr_start"), off=(0,))
+    yield from missing("the schedule ends with the run", within(optim, "lr_decay_steps lr_decay_ratio"), off=(1.0,))
     yield from needless("it is trainer.total_training_steps, in verl too", f"{optim}.total_training_steps")
     yield from missing("the weight decay is constant", f"{optim}.weight_decay_incr_style", off=("constant",))
-    yield from needless("it is of a schedule that jppo does not have", f"{optim}.lr_wsd_decay_*", f"{optim}.decay_type")
+    yield from needless("it is of a schedule that jppo does not have", within(optim, "lr_wsd_decay_* decay_type"))
     yield from needless("a resume restores the schedule", f"{optim}.use_checkpoint_opt_param_scheduler")
     yield from missing(_MOMENTS, f"{optim}.use_precision_aware_optimizer")
-    yield from missing(
-        _MOMENTS, *(f"{optim}.{name}_dtype" for name in ("main_grads", "exp_avg", "exp_avg_sq")), off=("fp32",)
-    )
-    yield from needless("one mesh shards everything", f"{optim}.use_layer_wise_distributed_optimizer")
+    yield from missing(_MOMENTS, within(optim, "main_grads_dtype exp_avg_dtype exp_avg_sq_dtype"), off=("fp32",))
+    yield from needless(_ONE_MESH, f"{optim}.use_layer_wise_distributed_optimizer")
     yield from needless(f"{section}.optimizer=muon has optax's defaults", f"{optim}.muon_*")
     yield from missing("eps is optax's default", f"{optim}.eps", off=(1e-8,))
-    yield from missing(
-        f"set {section}.optimizer=PATH.py:NAME, a custom optax chain", f"{optim}.override_optimizer_config*", off=({},)
-    )
+    own = f"set {section}.optimizer=PATH.py:NAME, a custom optax chain"
+    yield from missing(own, f"{optim}.override_optimizer_config*", off=({},))
 
 
 def _engine(model: str, section: str) -> Iterator[Name]:
@@ -60,57 +52,53 @@ def _engine(model: str, section: str) -> Iterator[Name]:
         yield same(f"{fsdp}.model_dtype", "model.param_dtype", "float32", "train_dtype")
         yield same(f"{fsdp}.dtype", "model.compute_dtype", "bfloat16", "train_dtype")
         yield same(f"{megatron}.tensor_model_parallel_size", "mesh.tensor", 1)
+        axes = "pipeline_model virtual_pipeline_model expert_model expert_tensor"
         yield from missing(
             "there is no pipeline and no expert axis; mesh.tensor and mesh.fsdp shard the model",
-            *(f"{megatron}.{name}_model_parallel_size" for name in ("pipeline", "virtual_pipeline", "expert")),
-            f"{megatron}.expert_tensor_parallel_size",
+            within(megatron, " ".join(f"{axis}_parallel_size" for axis in axes.split())),
             off=(1,),
         )
     else:
-        yield from needless("all models share the actor's mesh", f"{fsdp}.fsdp_size", f"{megatron}.*_parallel_size")
-        yield from needless("all models have the dtypes of model.*", f"{fsdp}.model_dtype", f"{fsdp}.dtype")
+        mesh = f"{fsdp}.fsdp_size {megatron}.*_parallel_size"
+        yield from needless("all models share the actor's mesh", mesh)
+        yield from needless("all models have the dtypes of model.*", within(fsdp, "model_dtype dtype"))
     convert = "ref_offload" if section == "ref" else "as_is"
     yield same(f"{fsdp}.param_offload", f"{section}.param_offload", False, convert)
     if section == "ref":
-        yield from needless("the reference has no optimizer", f"{fsdp}.optimizer_offload", f"{model}.optim.*")
+        yield from needless("the reference has no optimizer", f"{fsdp}.optimizer_offload {model}.optim.*")
     else:
         yield same(f"{fsdp}.optimizer_offload", f"{section}.optimizer_offload", False)
     yield from needless("gradients are not kept between steps", f"{fsdp}.grad_offload")
     yield from missing("set param_offload and optimizer_offload", f"{fsdp}.offload_policy")
-    yield from needless("one mesh shards everything", f"{fsdp}.strategy", f"{fsdp}.ulysses_sequence_parallel_size")
+    yield from needless(_ONE_MESH, within(fsdp, "strategy ulysses_sequence_parallel_size"))
     yield from needless("trainer.seed is the seed of everything", f"{fsdp}.seed")
     yield from missing("on a GPU, set XLA_FLAGS=--xla_gpu_deterministic_ops=true", f"{fsdp}.full_determinism")
-    yield from needless(
-        _COMPILED,
-        *(
-            f"{fsdp}.{name}"
-            for name in ("wrap_policy.*", "reshard_after_forward", "forward_prefetch", "use_orig_params")
-        ),
-        *(f"{fsdp}.{name}" for name in ("use_torch_compile", "use_no_sync_for_gradient_accumulation", "forward_only")),
-    )
+    compiled = "wrap_policy.* reshard_after_forward forward_prefetch use_orig_params use_torch_compile"
+    compiled += " use_no_sync_for_gradient_accumulation forward_only"
+    yield from needless("XLA compiles every program, and schedules its communication", within(fsdp, compiled))
     yield from needless("model.param_dtype and model.compute_dtype are the dtypes", f"{fsdp}.mixed_precision*")
     yield from needless("model.logprob_chunk_bytes is the size of a chunk", f"{fsdp}.entropy_*")
     yield from needless("packing does it: no row is padded to the longest", f"{fsdp}.pad_to_length*")
     for quantized in (f"{fsdp}.qat", f"{model}.qat"):
         yield from missing("training is not quantized", f"{quantized}.*", only=f"{quantized}.enable")
-    yield from needless(_OTHERS, f"{fsdp}.turbo_config.*", f"{model}.veomni*", f"{model}.torchtitan*")
+    yield from needless(_OTHERS, f"{fsdp}.turbo_config.* {model}.veomni* {model}.torchtitan*")
     yield from needless("model.remat sets what is recomputed", f"{megatron}.override_transformer_config.recompute_*")
     yield from needless("model.attention chooses", f"{megatron}.override_transformer_config.attention_backend")
     yield from missing("the model is as its config.json describes it", f"{megatron}.override_*", off=({},))
     yield from missing("training is not quantized", f"{megatron}.qat.*", only=f"{megatron}.qat.enable")
-    yield from missing("mixtures of experts are not in jppo", f"{megatron}.router_replay.*", off=("disabled",))
-    yield from missing("mixtures of experts are not in jppo", f"{model}.router_replay.*", off=("disabled",))
+    yield from missing(_NO_EXPERTS, f"{megatron}.router_replay.*", off=("disabled",))
+    yield from missing(_NO_EXPERTS, f"{model}.router_replay.*", off=("disabled",))
     yield from needless(_OTHERS, f"{megatron}.*")
-    yield from needless("trainer.profile_steps writes traces of JAX's profiler", f"{model}.profiler.*")
+    yield from needless(_PROFILER, f"{model}.profiler.*")
 
 
 ENGINES = (
-    *_optimizer(f"{_A}.optim", "actor", 1e-6),
+    *_optimizer("A.optim", "actor", 1e-6),
     *_optimizer("critic.optim", "critic", 1e-5),
-    *_engine(_A, "actor"),
+    *_engine("A", "actor"),
     *_engine("critic", "critic"),
-    *_engine(_F, "ref"),
-    *needless("trainer.profile_steps writes traces of JAX's profiler", f"{_R}.profiler.*"),
+    *_engine("REF", "ref"),
+    *needless(_PROFILER, "R.profiler.*"),
     same("global_profiler.steps", "trainer.profile_steps", convert="profiled"),
-    *needless("trainer.profile_steps writes traces of JAX's profiler", "global_profiler.*"),
+    *needless(_PROFILER, "global_profiler.*"),
 )

@@ -2,26 +2,13 @@
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from jppo.settings import UserError
 
 _CONTROL = (
-    "if",
-    "then",
-    "elif",
-    "else",
-    "fi",
-    "for",
-    "while",
-    "until",
-    "do",
-    "done",
-    "case",
-    "esac",
-    "function",
-    "select",
-)
+    "if", "then", "elif", "else", "fi", "for", "while", "until", "do", "done", "case", "esac", "function", "select",
+)  # fmt: skip
 _ENDS = ("then", "fi", "do", "done", "esac")
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.S)
 _MAIN = re.compile(r"(^|[./])main_(ppo|dapo|\w*ppo\w*)(\.py)?$")
@@ -48,7 +35,9 @@ class Script:
 def read_script(text: str, name: str, environment: Mapping[str, str]) -> Script:
     """Returns the overrides of the text's only verl command; without a command, all words that are overrides."""
     shell, found, loose, notes = _Shell(dict(environment), {}), [], [], []
-    for line, words in _commands(text, shell, name):
+    reader = _Reader(text.replace("\r\n", "\n"), shell, name)
+    while reader.at < len(reader.text):
+        line, words = reader.line(), reader.command()
         while words and words[0] in ("export", "declare", "local", "readonly", "env", "nohup"):
             words = words[1:]
         if words and words[0] in _CONTROL:
@@ -70,20 +59,8 @@ def read_script(text: str, name: str, environment: Mapping[str, str]) -> Script:
         raise UserError(f"{name}: lines {lines} each start verl; leave one of them")
     words = found[0][1] if found else loose
     if not words:
-        raise UserError(
-            f"{name}: there is no command of verl's in it, as in python3 -m verl.trainer.main_ppo KEY=VALUE"
-        )
+        raise UserError(f"{name}: there is no command of verl's in it, as python3 -m verl.trainer.main_ppo KEY=VALUE")
     return Script(tuple(words), tuple(notes))
-
-
-def _commands(text: str, shell: _Shell, name: str) -> Iterator[tuple[int, list[str]]]:
-    """Yields commands as line number and words, expanded as in a shell; stores arrays in `shell`."""
-    reader = _Reader(text.replace("\r\n", "\n"), shell, name)
-    while reader.at < len(reader.text):
-        line = reader.line()
-        words = reader.command()
-        if words:
-            yield line, words
 
 
 def _closing(text: str) -> int:

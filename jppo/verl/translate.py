@@ -9,7 +9,7 @@ from typing import Any
 from jppo.settings import UserError
 from jppo.verl.following import FOLLOWING, OF_CONFIG, UNCHANGED
 from jppo.verl.look import Moot, Unfit
-from jppo.verl.name import Name
+from jppo.verl.name import Name, key_of
 from jppo.verl.names import TABLE, find, today
 from jppo.verl.overrides import flat, read_value
 from jppo.verl.script import UNREAD
@@ -17,8 +17,8 @@ from jppo.verl.values import CONVERSIONS
 
 DICTS = (  # keys whose value is a dict
     "data.apply_chat_template_kwargs",
-    "actor_rollout_ref.rollout.engine_kwargs.vllm",
-    "actor_rollout_ref.rollout.engine_kwargs.sglang",
+    key_of("R.engine_kwargs.vllm"),
+    key_of("R.engine_kwargs.sglang"),
 )
 NAMES = ("trainer.project_name", "trainer.experiment_name")
 OWN_FILES = ("config", "ppo_trainer", "ppo_megatron_trainer")  # of Hydra's --config-path and --config-name
@@ -52,7 +52,8 @@ def translate(words: Iterable[str], config: Mapping[str, Any] | None = None) -> 
     """
     values, said, lines, notes = _read(words)
 
-    def look(key: str) -> Any:
+    def look(short: str) -> Any:
+        key = key_of(short)
         if key in values:
             return values[key]
         name = find(key)
@@ -64,14 +65,13 @@ def translate(words: Iterable[str], config: Mapping[str, Any] | None = None) -> 
         return look(default[1:]) if isinstance(default, str) and default.startswith("=") else default
 
     settings: dict[str, Any] = {}
-    for name in TABLE:
-        if config is not None:
-            break
+    for name in TABLE if config is None else ():
         if name.default is not None and name.key not in values and not _of_no_critic(name.key, look):
             with contextlib.suppress(Moot, Unfit):
                 settings[name.setting] = CONVERSIONS[name.convert](look(name.key), look)
     for setting, (follow, keys, _) in FOLLOWING.items():
-        if (config is None or any(key in values for key in keys)) and (value := follow(look)) is not None:
+        decides = config is None or any(key_of(key) in values for key in keys.split())
+        if decides and (value := follow(look)) is not None:
             settings[setting] = value
     given = set()
     for key, value in values.items():
@@ -164,19 +164,14 @@ def _account(key: str, value: Any, said: str, look: Any) -> tuple[Line, str, Any
     name = find(key)
     if name is None:
         return Line(said, "unknown", "no name of verl's that jppo knows of; it is left out"), "", None
+    kind, why = name.kind, name.why
     if _of_no_critic(key, look):
-        return (
-            Line(said, "needless", f"algorithm.adv_estimator={look('algorithm.adv_estimator')} has no critic"),
-            "",
-            None,
-        )
-    if name.only and key != name.only and not look(name.only):
-        return Line(said, "needless", f"read only with {name.only}"), "", None
-    if name.kind == "missing" and value in name.off:
-        return Line(said, "needless", "it asks for nothing"), "", None
-    if name.kind != "same":
-        return Line(said, name.kind, name.why), "", None
-    return _convert(name, value, said, look)
+        kind, why = "needless", f"algorithm.adv_estimator={look('algorithm.adv_estimator')} has no critic"
+    elif name.only and key != name.only and not look(name.only):
+        kind, why = "needless", f"read only with {name.only}"
+    elif kind == "missing" and value in name.off:
+        kind, why = "needless", "it asks for nothing"
+    return _convert(name, value, said, look) if kind == "same" else (Line(said, kind, why), "", None)
 
 
 def _convert(name: Name, value: Any, said: str, look: Any) -> tuple[Line, str, Any]:
@@ -189,15 +184,11 @@ def _convert(name: Name, value: Any, said: str, look: Any) -> tuple[Line, str, A
     except (TypeError, ValueError, AttributeError, ZeroDivisionError) as e:
         raise UserError(f"{said}: a value of this kind has no meaning in verl; it stands for {name.setting}") from e
     why = f"{name.setting}={converted}"
-    if name.convert == "loggers" and (
-        left := [one for one in str(value).strip("[]").split(",") if _no_logger(one, converted)]
-    ):
-        why += f" (not supported: {', '.join(one.strip(chr(39) + ' ') for one in left)})"
+    if name.convert == "loggers":
+        given = [one.strip("' ") for one in str(value).strip("[]").split(",")]
+        if left := [one for one in given if one not in (*converted.split(","), "file")]:
+            why += f" (not supported: {', '.join(left)})"
     return Line(said, "same", why), name.setting, converted
-
-
-def _no_logger(name: str, kept: str) -> bool:
-    return name.strip("' ") not in (*kept.split(","), "file")
 
 
 def _of_no_critic(key: str, look: Any) -> bool:
@@ -215,7 +206,7 @@ def _notes(values: dict[str, Any], look: Any) -> Iterable[str]:
             "algorithm.kl_ctrl.kl_coef is read only with algorithm.use_kl_in_reward=True, which verl 0.9.1 leaves at"
             " False; verl before 0.3 always had the KL in the reward"
         )
-    a = "actor_rollout_ref.actor.clip_ratio"
+    a = key_of("A.clip_ratio")
     if a in values and (look(f"{a}_low"), look(f"{a}_high")) != (values[a], values[a]):
         low, high = look(f"{a}_low"), look(f"{a}_high")
         yield f"{a}={values[a]} clips nothing in verl: clip_ratio_low={low} and clip_ratio_high={high} do"

@@ -7,25 +7,7 @@ from typing import Any
 
 from jppo.settings.table import TABLE
 from jppo.settings.texts import LOGGERS
-from jppo.verl.look import (
-    CORRECTION,
-    FILTER,
-    FUNCTION,
-    OVERLONG,
-    RM,
-    TURNS,
-    A,
-    Look,
-    M,
-    Moot,
-    R,
-    Unfit,
-    commas,
-    lora_rank,
-    need,
-    off_or,
-    on_each,
-)
+from jppo.verl.look import Look, Moot, Unfit, commas, lora_rank, need, off_or, on_each
 
 _DTYPES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 FUSED = {  # Megatron's projections
@@ -63,7 +45,7 @@ def contents(value: Any, _: Look) -> str:
 
 def micro_tokens(value: int | None, look: Look) -> int:
     why = "use_dynamic_bsz=True reads ppo_max_token_len_per_gpu"
-    return on_each(look, need(value, not look(f"{A}.use_dynamic_bsz"), why))
+    return on_each(look, need(value, not look("A.use_dynamic_bsz"), why))
 
 
 def all_micro_tokens(value: int | None, look: Look) -> int:
@@ -72,22 +54,16 @@ def all_micro_tokens(value: int | None, look: Look) -> int:
 
 
 def tokens(value: int, look: Look) -> int:
-    if not look(f"{A}.use_dynamic_bsz"):
-        raise Moot("read only with use_dynamic_bsz=True")
-    return value
+    return need(value, look("A.use_dynamic_bsz"), "read only with use_dynamic_bsz=True")
 
 
 def old_logprob(value: bool | None, look: Look) -> str:
-    asked = any(look(f"{CORRECTION}.{name}") not in (None, "none", "") for name in ("rollout_is", "rollout_rs"))
+    asked = any(look(f"CORRECTION.{name}") not in (None, "none", "") for name in ("rollout_is", "rollout_rs"))
     return "bypass" if value else "correction" if asked else "decoupled"
 
 
-def clip_bound(value: float | None, _: Look) -> float:
-    return need(value, True, "")
-
-
 def critic_path(value: str | None, look: Look) -> str:
-    return "" if value in (None, look("actor_rollout_ref.model.path")) else value
+    return "" if value in (None, look("M.path")) else value
 
 
 def critic_lora(value: int, look: Look) -> int:
@@ -95,7 +71,7 @@ def critic_lora(value: int, look: Look) -> int:
 
 
 def megatron_lora(value: Any, look: Look) -> Any:
-    return need(value, look(f"{M}.lora.rank"), "read only with model.lora.rank above 0")
+    return need(value, look("M.lora.rank"), "read only with model.lora.rank above 0")
 
 
 def modules(value: Any, _: Look) -> str:
@@ -115,7 +91,7 @@ def optimizer(value: str, _: Look) -> str:
 
 
 def schedule(value: str | None, _: Look) -> str:
-    if need(value, True, "") not in ("constant", "cosine"):
+    if need(value) not in ("constant", "cosine"):
         raise Unfit("constant and cosine are there")
     return str(value)
 
@@ -126,28 +102,23 @@ def min_lr(value: float | None, look: Look, optim: str) -> float:
 
 def server_args(value: dict[str, Any] | None, look: Look, engine: str) -> str:
     """Returns options of a server's command line."""
-    if look(f"{R}.name") not in (engine, f"{engine}_async"):
+    if look("R.name") not in (engine, f"{engine}_async"):
         raise Moot(f"read only with rollout.name={engine}")
     words = []
-    for key, one in need(value or None, True, "").items():
+    for key, one in need(value or None).items():
         name = key.replace("_", "-")
         if one is None:
             continue
-        words += [f"--{name}"] if one is True else [f"--no-{name}"] if one is False else [f"--{name}", quoted(one)]
+        text = shlex.quote(json.dumps(one) if isinstance(one, dict | list) else str(one))
+        words.append(f"--{name}" if one is True else f"--no-{name}" if one is False else f"--{name} {text}")
     return " ".join(words)
 
 
-def quoted(value: Any) -> str:
-    return shlex.quote(json.dumps(value) if isinstance(value, dict | list) else str(value))
-
-
 def agent_loop(value: str, _: Look) -> bool:
+    if value in (None, "single_turn_agent"):
+        raise Moot("it is what multi_turn.enable=False is")
     if value != "tool_agent":
-        raise (
-            Moot("it is what multi_turn.enable=False is")
-            if value in (None, "single_turn_agent")
-            else Unfit("rollout.multi_turn.enable makes conversations; there is no other loop")
-        )
+        raise Unfit("rollout.multi_turn.enable makes conversations; there is no other loop")
     return True
 
 
@@ -165,12 +136,12 @@ def master(value: str | None, look: Look) -> str:
 
 def resume(value: str, look: Look) -> str:
     if value == "resume_path":
-        return need(look("trainer.resume_from_path"), True, "")
+        return need(look("trainer.resume_from_path"))
     return value
 
 
 def servers(value: int, look: Look) -> int:
-    return max(1, value // (look(f"{R}.tensor_model_parallel_size") or 1))
+    return max(1, value // (look("R.tensor_model_parallel_size") or 1))
 
 
 def trainer_mode(value: str, _: Look) -> str:
@@ -180,13 +151,13 @@ def trainer_mode(value: str, _: Look) -> str:
 
 
 def function(value: str | None, look: Look) -> str:
-    return f"{need(value, True, '')}:{look(f'{FUNCTION}.name') or 'compute_score'}"
+    return f"{need(value)}:{look('FUNCTION.name') or 'compute_score'}"
 
 
 def with_model(value: Any, look: Look) -> Any:
-    if look(f"{RM}.enable") and look(f"{FUNCTION}.path"):
+    if look("RM.enable") and look("FUNCTION.path"):
         raise Unfit("verl's function may ask it over HTTP; reward.model.path adds its score to the function's")
-    return need(value, look(f"{RM}.enable"), "read only with reward_model.enable=True")
+    return need(value, look("RM.enable"), "read only with reward_model.enable=True")
 
 
 def model_engine(value: str, look: Look) -> str:
@@ -196,13 +167,13 @@ def model_engine(value: str, look: Look) -> str:
 
 
 def in_turns(value: Any, look: Look) -> Any:
-    enabled = look(f"{TURNS}.enable") or look(f"{R}.agent.default_agent_loop") == "tool_agent"
+    enabled = look("TURNS.enable") or look("R.agent.default_agent_loop") == "tool_agent"
     return need(value, enabled, "read only with multi_turn.enable=True")
 
 
 def of_tools(value: Any, look: Look) -> Any:
     in_turns(value, look)
-    return need(value, look(f"{TURNS}.tool_config_path"), "read only with multi_turn.tool_config_path")
+    return need(value, look("TURNS.tool_config_path"), "read only with multi_turn.tool_config_path")
 
 
 def call_format(value: str | None, look: Look) -> str:
@@ -213,12 +184,12 @@ def call_format(value: str | None, look: Look) -> str:
 
 
 def filtering(value: Any, look: Look) -> Any:
-    return need(value, look(f"{FILTER}.enable"), f"read only with {FILTER}.enable=True")
+    return need(value, look("algorithm.filter_groups.enable"), "read only with algorithm.filter_groups.enable=True")
 
 
 def filter_metric(value: str | None, look: Look) -> str:
     """Returns the part of the reward that a key of verl's rewards is here."""
-    part = "function_score" if look(f"{FUNCTION}.path") else "rule_score"
+    part = "function_score" if look("FUNCTION.path") else "rule_score"
     if filtering(value, look) in ("reward", "seq_reward"):
         return "score"
     if value == "score" or (value == "acc" and part == "rule_score"):
@@ -229,7 +200,7 @@ def filter_metric(value: str | None, look: Look) -> str:
 
 
 def unless_greedy(value: Any, look: Look) -> Any:
-    greedy = look(f"{R}.val_kwargs.temperature") == 0
+    greedy = look("R.val_kwargs.temperature") == 0
     return need(value, not greedy, "a greedy test takes the likeliest token, whatever else is left")
 
 
@@ -238,7 +209,7 @@ def top_k(value: int | None, _: Look) -> int:
 
 
 def ref_offload(value: bool, look: Look) -> bool:
-    adapters = lora_rank(look) and not look(f"{A}.fsdp_config.param_offload")
+    adapters = lora_rank(look) and not look("A.fsdp_config.param_offload")
     return need(
         value, not adapters, "beside adapters the reference is the policy's own base; actor.param_offload moves it"
     )
@@ -250,9 +221,7 @@ def warmup_ratio(value: float | None, look: Look, section: str) -> float:
 
 
 CONVERSIONS: dict[str, Callable[[Any, Look], Any]] = {
-    "as_is": lambda value, _: need(value, True, ""),
-    "given": lambda value, _: need(value, True, ""),
-    "files": lambda value, _: commas(value),
+    "as_is": lambda value, _: need(value),
     "commas": lambda value, _: commas(value),
     "text": lambda value, _: "" if value is None else commas(value),
     "off": lambda value, _: -1 if value is False else off_or(value, -1),
@@ -262,54 +231,31 @@ CONVERSIONS: dict[str, Callable[[Any, Look], Any]] = {
     "or_none": lambda value, _: off_or(value, "none"),
     "pair": lambda value, _: tuple(float(b) for b in value),
     "dtype": lambda value, _: _DTYPES.get(value, value),
-    "shared_prompts": lambda value, look: "prefix" if need(value, look(f"{R}.n") > 1, "rollout.n=1") else "auto",
+    "shared_prompts": lambda value, look: "prefix" if need(value, look("R.n") > 1, "rollout.n=1") else "auto",
     "remat": lambda value, _: "full" if value else "none",
     "sleep": lambda value, _: 2 if value else 0,
-    "times_n": lambda value, look: need(value, True, "") * look(f"{R}.n"),
+    "times_n": lambda value, look: need(value) * look("R.n"),
     "critic_warmup": lambda value, _: max(0, value - 1),
     "warmup_steps": lambda value, _: value if value is not None and value > 0 else -1,
-    "actor_min_lr": lambda value, look: min_lr(value, look, f"{A}.optim"),
+    "actor_min_lr": lambda value, look: min_lr(value, look, "A.optim"),
     "critic_min_lr": lambda value, look: min_lr(value, look, "critic.optim"),
     "vllm_args": lambda value, look: server_args(value, look, "vllm"),
     "sglang_args": lambda value, look: server_args(value, look, "sglang"),
-    "sandbox_url": lambda value, _: need(value, True, ""),
-    "actor_warmup_ratio": lambda value, look: warmup_ratio(value, look, A),
+    "actor_warmup_ratio": lambda value, look: warmup_ratio(value, look, "A"),
     "critic_warmup_ratio": lambda value, look: warmup_ratio(value, look, "critic"),
     "controller": lambda value, look: need(
         value, value == "fixed" or look("algorithm.use_kl_in_reward"), "read only with algorithm.use_kl_in_reward=True"
     ),
-    "drawn": lambda value, look: 0.0 if look(f"{R}.do_sample") is False else value,
-    "turns": lambda value, look: off_or(value, -1) if value is None else in_turns(value, look),
+    "drawn": lambda value, look: 0.0 if look("R.do_sample") is False else value,
+    "turns": lambda value, look: -1 if value is None else in_turns(value, look),
     "top_k_unless_greedy": lambda value, look: top_k(unless_greedy(value, look), look),
-    "overlong": lambda value, look: need(value, look(f"{OVERLONG}.enable"), "read only with its enable=True"),
+    "overlong": lambda value, look: need(value, look("OVERLONG.enable"), "read only with its enable=True"),
     "model_dtype": lambda value, look: _DTYPES.get(with_model(value, look), value),
-    **{
-        f.__name__: f
-        for f in (
-            *(
-                all_micro_tokens,
-                clip_bound,
-                critic_lora,
-                critic_path,
-                engine,
-                function,
-                in_turns,
-                loggers,
-                micro_tokens,
-            ),
-            *(model_engine, of_tools, old_logprob, ref_offload, resume, servers, tokens, top_k, trainer_mode),
-            *(
-                unless_greedy,
-                with_model,
-                megatron_lora,
-                megatron_modules,
-                modules,
-                optimizer,
-                schedule,
-                agent_loop,
-                profiled,
-            ),
-            *(filter_metric, filtering, of_hosts, master, call_format, contents, train_dtype),
-        )
-    },
 }
+_NAMED = (
+    agent_loop, all_micro_tokens, call_format, contents, critic_lora, critic_path, engine, filter_metric,
+    filtering, function, in_turns, loggers, master, megatron_lora, megatron_modules, micro_tokens, model_engine,
+    modules, of_hosts, of_tools, old_logprob, optimizer, profiled, ref_offload, resume, schedule, servers,
+    tokens, top_k, train_dtype, trainer_mode, unless_greedy, with_model,
+)  # fmt: skip
+CONVERSIONS |= {function.__name__: function for function in _NAMED}

@@ -499,17 +499,6 @@ def test_a_strange_key_is_not_shown(monkeypatch):
     assert "hunter" not in str(e.value)
 
 
-def test_settings_that_will_not_do(tmp_path):
-    rubric = Rubric("", "{response}", 10.0)
-    for options, complaint in [(dict(concurrency=0), "concurrency=0"), (dict(retries=-1), "retries=-1")]:
-        with pytest.raises(UserError, match=complaint):
-            JudgePart(door(), rubric, **dict(concurrency=1, retries=0) | options)
-    with pytest.raises(UserError, match=r"api_type='azure'.*openai, dashscope, gemini, claude"):
-        door("azure")
-    with pytest.raises(UserError, match="timeout_s=0"):
-        door(timeout_s=0)
-
-
 def test_a_closed_judge_answers_all_the_same(serve):
     server, part = serve(lambda _: "hang", timeout_s=30.0, concurrency=2)
     futures = [part.submit(sample(str(i))) for i in range(5)]
@@ -549,11 +538,8 @@ def test_chat_messages_become_lines_and_braces_stay():
         (dict(scoring_prompt="{response} {truth}"), r"has \{truth\}; known are"),
         (dict(scoring_prompt="{prompt}"), r"has no \{response\}"),
         (dict(system_prompt="see {response}", preset="math"), r"system_prompt has \{response\}"),
-        (dict(preset="maths"), "preset='maths'.*math, code, dialogue, safety"),
         (dict(), "both empty"),
         (dict(system_prompt="be fair"), "both empty"),
-        (dict(preset="math", max_score=0.0), "max_score=0.0"),
-        (dict(preset="math", max_score=math.inf), "max_score=inf"),
     ],
 )
 def test_prompts_that_will_not_do(options, complaint):

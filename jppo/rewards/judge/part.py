@@ -20,7 +20,6 @@ from jppo.rewards.judge.cache import Cache
 from jppo.rewards.judge.client import Answer, JudgeClient, JudgeError
 from jppo.rewards.judge.prompts import Rubric, read_score
 from jppo.rewards.parts import Sample, failed
-from jppo.settings import UserError
 from jppo.types import Reward
 
 
@@ -38,10 +37,6 @@ class JudgePart:
         first_wait_s: float = 2.0,  # before a retry; doubles each time
         longest_wait_s: float = 60.0,
     ):
-        if concurrency < 1:
-            raise UserError(f"reward.judge.concurrency={concurrency} must be at least 1")
-        if retries < 0:
-            raise UserError(f"reward.judge.retries={retries} must not be negative; 0 disables retries")
         self._client, self._rubric = client, rubric
         self._retries, self._first_wait_s, self._longest_wait_s = retries, first_wait_s, longest_wait_s
         self._cache = Cache(cache_dir) if cache_dir else None

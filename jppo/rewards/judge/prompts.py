@@ -23,8 +23,6 @@ class Rubric:
     max_score: float
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.max_score) and self.max_score > 0):
-            raise UserError(f"reward.judge.max_score={self.max_score} must be a positive number")
         unknown = sorted({name for name in _PLACEHOLDER.findall(self.scoring) if name not in _NAMES})
         if unknown:
             raise UserError(
@@ -53,8 +51,6 @@ class Rubric:
 
 def make_rubric(preset: str, *, system_prompt: str, scoring_prompt: str, max_score: float) -> Rubric:
     """Returns a preset's prompts, with custom prompts in place of one or both; '' selects the preset's."""
-    if preset and preset not in PRESETS:
-        raise UserError(f"reward.judge.preset={preset!r} is not known; choose from {', '.join(PRESETS)}")
     if not preset and not scoring_prompt:
         raise UserError(
             "reward.judge.preset and reward.judge.scoring_prompt are both empty: the judge has no prompt; "

@@ -15,7 +15,6 @@ import numpy as np
 
 from jppo.rewards.model.classifier import Texts
 from jppo.rewards.parts import Sample, failed
-from jppo.settings import UserError
 from jppo.types import Reward
 
 
@@ -88,10 +87,6 @@ class ModelPart:
         clip: float | None = None,
         learn: bool = True,
     ):
-        if batch_size < 1:
-            raise UserError(f"reward.model.batch_size={batch_size} must be 1 or more")
-        if clip is not None and clip <= 0:
-            raise UserError(f"reward.model.clip={clip} must be above 0, or None for no limit")
         self._model, self._texts = model, texts
         self._batch_size, self._normalizer, self._clip, self._learn = batch_size, normalizer, clip, learn
         self._lock = threading.Lock()
