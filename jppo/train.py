@@ -63,13 +63,11 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
         graded, baseline = drawn.grade()  # waits for the grading, which began with the first response
     rewards, group, greedy = estimate.compare(graded, baseline, n=c.rollout.n, compared=recipe.compares)
     rewards, metrics = fresh(c, drawn, version, rewards)
-    metrics |= drawn.metrics
     asked = [prompt for prompt in drawn.prompts for _ in range(c.rollout.n)]
     run.logger.samples(f"step_{version + 1}", samples(asked, trajectories, rewards))
     require_graded(rewards)
-    sources = [prompt.data_source for prompt in asked]
-    metrics |= describe(trajectories, graded) | source_means(graded, sources) | turn_metrics.metrics(trajectories)
-    metrics |= summed(run.hosts, run.panel.metrics() | run.sampler.metrics())
+    metrics |= drawn.metrics | describe(trajectories, graded) | source_means(graded, [p.data_source for p in asked])
+    metrics |= turn_metrics.metrics(trajectories) | summed(run.hosts, run.panel.metrics() | run.sampler.metrics())
     how = dict(earns=recipe.earns, filter_truncated=c.algorithm.filter_truncated)
     data = batch.flatten(trajectories, rewards, group, greedy, shape=learner.shape, **how)
     micros = batch.micros(data, trajectories, plan=learner.plan, mesh=learner.mesh)
@@ -175,10 +173,8 @@ def learn(run: Run, begun: Begun) -> TrainState:
                 try:
                     save(run, now, place, metrics)
                 except NonFinite as e:
-                    raise Diverged(
-                        f"step {step}: {e}; nothing was saved, the last checkpoint remains: lower actor.lr or"
-                        " critic.lr, and give the command again"
-                    ) from e
+                    said = f"step {step}: {e}; nothing was saved, the last checkpoint remains"
+                    raise Diverged(f"{said}: lower actor.lr or critic.lr, and give the command again") from e
             run.watch.check()
     except (RolloutError, Diverged, Stopped) as e:
         checkpoints.wait()
@@ -210,9 +206,9 @@ def require_progress(run: Run, now: TrainState) -> None:
     most = run.c.trainer.max_bad_steps
     if int(now.bad_steps) >= most:
         raise Diverged(
-            f"step {int(now.step)}: {int(now.bad_steps)} steps in a row had a non-finite loss or"
-            f" gradient (trainer.max_bad_steps={most}); their updates were skipped and their batches"
-            f" are in {run.folder / 'bad_steps'}; lower actor.lr or critic.lr, or resume with the same command"
+            f"step {int(now.step)}: {int(now.bad_steps)} steps in a row had a non-finite loss or gradient"
+            f" (trainer.max_bad_steps={most}); their updates were skipped, and their batches are in"
+            f" {run.folder / 'bad_steps'}; lower actor.lr or critic.lr, or resume with the same command"
         )
 
 
