@@ -50,6 +50,10 @@ def read_inputs(c: ConfigDict) -> Inputs:
         c.data.mix,
         batch_size=prompts_per_batch(c),
     )
+    if c.data.gen_batch_size is not None and c.data.gen_batch_size > len(train.prompts):
+        raise UserError(
+            f"data.gen_batch_size={c.data.gen_batch_size} must be at most the number of prompts, {len(train.prompts)}"
+        )
     if c.data.sampler:
         train = dataclasses.replace(train, order_of=user_order(c.data.sampler, train.prompts, seed=c.trainer.seed))
     val = read_val(c, tokenizer, agent)
@@ -78,9 +82,7 @@ def prompts_per_batch(c: ConfigDict) -> int:
 
 def total_steps(c: ConfigDict, examples: int) -> int:
     """Returns the steps of a run: `trainer.total_training_steps`, or those of all epochs."""
-    steps, size = c.trainer.total_training_steps, c.data.gen_batch_size
-    if size is not None and size > examples:
-        raise UserError(f"data.gen_batch_size={size} must be at most the number of prompts, {examples}")
+    steps = c.trainer.total_training_steps
     return steps if steps != -1 else steps_per_epoch(examples, c.data.train_batch_size) * c.trainer.total_epochs
 
 
@@ -217,7 +219,7 @@ def read_tokenizer(c: ConfigDict, *models: ModelConfig) -> Any:
                 f"data.max_prompt_length+data.max_response_length={longest} must be within the model's"
                 f" max_position_embeddings={model.max_position_embeddings}; lower one of them"
             )
-    if wants_reference(c) and c.ref.path != "policy":
+    if "ref" in c and wants_reference(c) and c.ref.path != "policy":  # other commands have no reference
         _check_reference_tokens(c.ref.path, tokenizer)
     return tokenizer
 
