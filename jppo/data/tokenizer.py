@@ -31,7 +31,9 @@ def load_tokenizer(path: str) -> Any:
     if not any((local / name).is_file() for name in FILES):
         raise UserError(f"no tokenizer.json in {local}; copy the model's tokenizer files there")
     try:
-        return _read_tokenizer(str(local))
+        tokenizer = _read_tokenizer(str(local))
+        tokenizer("")  # some errors in its files appear only here
+        return tokenizer
     except Exception as e:  # tokenizers raises a plain Exception, transformers various errors
         raise UserError(f"the tokenizer in {local} cannot be read: {_first_line(e)}") from e
 

@@ -1,4 +1,5 @@
 import json
+import shutil
 
 import pytest
 
@@ -70,6 +71,15 @@ def test_a_cut_config_beside_the_tokenizer_is_one_line(tmp_path, characters, nam
     with pytest.raises(UserError, match=f"{name} (is not valid JSON|must be a JSON object)") as e:
         end_token_ids(str(tmp_path), characters)
     assert "\n" not in str(e.value)
+
+
+def test_a_limit_that_is_no_number_is_one_line(tmp_path, character_model):
+    shutil.copytree(character_model, tmp_path / "model")
+    file = tmp_path / "model/tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": {"a": 1}}))
+    with pytest.raises(UserError, match="cannot be read"):
+        load_tokenizer(str(tmp_path / "model"))
+
 
 
 def test_a_text_that_takes_minutes_is_announced(capsys):
