@@ -81,7 +81,6 @@ def test_a_limit_that_is_no_number_is_one_line(tmp_path, character_model):
         load_tokenizer(str(tmp_path / "model"))
 
 
-
 def test_a_text_that_takes_minutes_is_announced(capsys):
     announce_long("train.jsonl, line 3", "a" * 1000, "b")
     assert capsys.readouterr().err == ""

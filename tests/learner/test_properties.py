@@ -144,7 +144,7 @@ RECIPES = {
     "gae banded": BANDED | dict(actor__loss_agg_mode="seq-mean-token-mean", algorithm__kl_penalty="abs"),
     "gae decoupled": dict(algorithm__lam_alpha=0.4, critic__lam=1.0),
     "gae positive": dict(actor__positive_lm_coef=0.5),
-    "distill": dict(algorithm__adv_estimator="distill"),
+    "distill": dict(algorithm__adv_estimator="distill", ref__path="teacher"),
     "grpo": dict(algorithm__adv_estimator="grpo", actor__loss_agg_mode="seq-mean-token-sum-norm"),
     "passk": dict(algorithm__adv_estimator="grpo_passk", actor__loss_mode="cispo", actor__kl_loss_type="k3+"),
     "rloo": CORRECTED | dict(algorithm__adv_estimator="rloo", actor__kl_loss_type="abs+"),
