@@ -8,14 +8,13 @@ import signal
 import sys
 
 from jppo import train
-from jppo.build.inputs import read_inputs
 from jppo.prefetch import Supply
 from jppo.rollout.protocol import RolloutError
-from jppo.run import export
+from jppo.run import export, opened
 from jppo.settings import UserError
 
 what, _, host = sys.argv[1].partition("@")
-take, ask, read, write = Supply.take, Supply._take, read_inputs, export.write_model
+take, ask, read, write = Supply.take, Supply._take, opened.read_inputs, export.write_model
 
 
 def taking(supply, step):
@@ -59,6 +58,6 @@ def writing(run, path, now):
 
 
 if what != "whole" and os.environ["NODE_RANK"] == host:
-    Supply.take, Supply._take, read_inputs = taking, asking, reading
+    Supply.take, Supply._take, opened.read_inputs = taking, asking, reading
     train.write_model = export.write_model = writing
 train.main(sys.argv[2:])
