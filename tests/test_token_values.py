@@ -72,11 +72,25 @@ def test_responses_are_evenly_spaced_among_those_with_trained_tokens(count, expe
     assert token_values.choose(mask, count) == expected
 
 
+def array(column):
+    return np.array([np.nan if x is None else x for x in column])
+
+
+def by_the_definition(reward, value, a):
+    """GAE of the trained tokens of one response, from its end."""
+    out, ahead, next_value = [], 0.0, 0.0
+    for r, v in reversed([(r, v) for r, v in zip(reward, value, strict=True) if not np.isnan(r)]):
+        ahead = r + a.gamma * next_value - v + a.gamma * a.lam * ahead
+        out, next_value = [ahead, *out], v
+    return out
+
+
 def test_a_run_writes_records_that_match_its_samples(finished_run):
     folder, c = pathlib.Path(finished_run.trainer.run_dir), finished_run
     files = sorted((folder / "samples").glob("tokens_*.jsonl"))
     assert len(files) == c.trainer.total_training_steps
     for file in files:
+        found, written = list[float](), list[float]()
         records = [json.loads(line) for line in file.read_text().splitlines()]
         samples = (folder / "samples" / file.name.replace("tokens", "step")).read_text().splitlines()
         assert len(records) == min(c.trainer.token_samples, len(samples))
@@ -84,8 +98,14 @@ def test_a_run_writes_records_that_match_its_samples(finished_run):
             sample = json.loads(samples[record["sample"]])
             assert sample["uid"] == record["uid"] and "".join(record["pieces"]).startswith(sample["response"])
             assert all(len(record[name]) == len(record["pieces"]) for name in ("tokens", "trained", "advantage"))
-            if not c.algorithm.use_kl_in_reward:
-                assert np.isclose(sum(x for x in record["reward"] if x is not None), sample["score"])
+            assert np.isclose(np.nansum(array(record["reward"])), sample["score"])  # the reward has no KL
+            # Whitening is affine and the same for all tokens of the step.
+            found += by_the_definition(array(record["reward"]), array(record["value"]), c.algorithm)
+            written += [x for x in record["advantage"] if x is not None]
+        assert len(found) == len(written) > 8
+        slope, level = np.polyfit(found, written, 1)
+        assert slope > 0
+        np.testing.assert_allclose(np.multiply(found, slope) + level, written, atol=1e-4)
 
 
 def test_a_character_of_several_tokens_belongs_to_the_last(shared):

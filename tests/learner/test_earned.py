@@ -11,7 +11,7 @@ from jppo.learner import batch, correct, estimate, estimators
 from jppo.types import Reward, Trajectory
 
 GAMMA, LAM, KL_COEF = 0.9, 0.8, 0.5
-# Sampled tokens from the first one on; what is earned where; the total.
+# Per trajectory: which tokens are sampled, from the first sampled one on; (token, amount) pairs; the score.
 CASES = {
     "within": ([1, 1, 1, 1], ((0, 0.5), (2, -1.0)), 2.0),
     "everything": ([1, 1, 1], ((0, 0.25), (1, 0.5)), 0.75),
