@@ -82,8 +82,8 @@ def nonfinite(arrays: Mapping[str, jax.Array]) -> list[str]:
 
 
 def text_checksum(content: Mapping[str, Any]) -> int:
-    """Returns the checksum of a JSON object, the same after it is written and read."""
-    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+    """Returns the checksum of a JSON object, the same after it is written and read: a number as a key becomes text."""
+    return zlib.crc32(json.dumps(json.loads(json.dumps(content)), sort_keys=True).encode())
 
 
 def examined(arrays: Mapping[str, jax.Array]) -> dict[str, tuple[bool, int]]:
