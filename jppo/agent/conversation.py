@@ -113,10 +113,7 @@ def make_talk(
     """Closes over the parts of a run: `decode` drops special tokens, `spell` keeps them."""
 
     async def heard(state: _State, tokens: list[int], end: int) -> list[dict[str, str]]:
-        """Returns the messages that answer these tokens; empty if the conversation ends.
-
-        `end` is the last of them, counted from the first token of the response.
-        """
+        """Returns the messages that answer tokens up to `end` of the response; empty if the conversation ends."""
         text = spell(tokens[:-1] if tokens[-1] in ends else tokens)
         state.messages.append({"role": "assistant", "content": text})
         last = state.turns == turns.assistant or state.heard == turns.user
@@ -150,8 +147,7 @@ def make_talk(
             answer = await ask(record.ids, sampling=own, seed=drawn_by, near=near)
             record.say(answer)
             state.turns, finish = state.turns + 1, answer.finish
-            end = len(record.ids) - len(start) - 1
-            new = await heard(state, answer.tokens, end) if finish == "stop" else []
+            new = await heard(state, answer.tokens, len(record.ids) - len(start) - 1) if finish == "stop" else []
             if not new:
                 break
             ids = chat.between(new, answer.tokens[-1])
