@@ -5,6 +5,7 @@ is right. So every name may carry a `+`: its own value with the gradient of k2.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import chex
 import jax
@@ -62,15 +63,9 @@ def full(
     return total(jnp.exp(logp) * (logp - ref_logp))
 
 
-def full_forward(
-    logits: jax.Array,  # [..., V] -> [...]
-    ref_logits: jax.Array,
-    *,
-    log_softmax: Callable[[jax.Array], jax.Array] = jax.nn.log_softmax,
-    total: Callable[[jax.Array], jax.Array] = _total,
-) -> jax.Array:
-    """Σ_a π_ref(a) (log π_ref(a) - log π(a)): the exact KL(π_ref ‖ π), with its gradient in π."""
-    return full(ref_logits, logits, log_softmax=log_softmax, total=total)
+def full_forward(logits: jax.Array, ref_logits: jax.Array, **sharded: Any) -> jax.Array:
+    """Σ_a π_ref(a) (log π_ref(a) - log π(a)): the exact KL(π_ref ‖ π), with its gradient in π. See `full`."""
+    return full(ref_logits, logits, **sharded)
 
 
 def with_gradient_of_k2(value: Array, logp: Array, ref_logp: Array) -> Array:

@@ -42,6 +42,8 @@ def read_inputs(c: ConfigDict) -> Inputs:
     require_optimizers(c)
     policy, critic, reference = read_models(c)
     tokenizer = read_tokenizer(c, *(model for model in (policy, critic, reference) if model is not None))
+    if reference is not None and c.ref.path != "policy":
+        _check_reference_tokens(c.ref.path, tokenizer)
     check_stop_texts(tokenizer, stop_texts(c.rollout.stop))
     end_tokens = end_token_ids(c.model.path, tokenizer)
     agent = make_agent(c, tokenizer, end_tokens)
@@ -75,7 +77,7 @@ def read_inputs(c: ConfigDict) -> Inputs:
 
 
 def prompts_per_batch(c: ConfigDict) -> int:
-    """Returns the prompts that are sampled at once: those of a step, or of a gen batch of dynamic sampling."""
+    """Returns the number of prompts sampled together: `data.train_batch_size`, or one gen batch of dynamic sampling."""
     size: int = c.data.train_batch_size if c.data.gen_batch_size is None else c.data.gen_batch_size
     return size
 
@@ -219,8 +221,6 @@ def read_tokenizer(c: ConfigDict, *models: ModelConfig) -> Any:
                 f"data.max_prompt_length+data.max_response_length={longest} must be within the model's"
                 f" max_position_embeddings={model.max_position_embeddings}; lower one of them"
             )
-    if "ref" in c and wants_reference(c) and c.ref.path != "policy":  # other commands have no reference
-        _check_reference_tokens(c.ref.path, tokenizer)
     return tokenizer
 
 

@@ -106,7 +106,7 @@ def _teacher(config: ml_collections.ConfigDict) -> None:
             f"{said}, and ref.path='policy' is the initial policy, which has nothing to teach; set it to the teacher's"
             " directory"
         )
-    if a.use_kl_in_reward and a.kl_penalty in ("full", "full+", "full_forward") and a.gamma == 0:
+    if a.use_kl_in_reward and a.kl_penalty.startswith("full") and a.gamma == 0:
         raise UserError(
             f"algorithm.kl_penalty={a.kl_penalty!r} is equal for all tokens that could have been sampled, so with"
             f" algorithm.gamma={a.gamma} none of them is preferred; take kl, or put it into the loss with"
