@@ -14,7 +14,6 @@ import pytest
 
 from examples import arithmetic
 from jppo import train
-from jppo.learner import estimate
 from jppo.runlog.rollout_metrics import describe, source_means
 from jppo.types import Reward, Trajectory
 
@@ -174,22 +173,3 @@ def test_a_step_whose_graders_all_fail_ends_the_run():
 @pytest.mark.parametrize("step,every,now", [(10, 5, True), (11, 5, False), (10, -1, False), (0, 5, True)])
 def test_due(step, every, now):
     assert train.due(step, every) is now
-
-
-GRADED = Reward(1.0, {}, None)
-
-
-@pytest.mark.parametrize(
-    "rewards, baseline, compared, expected",
-    [
-        ([GRADED, FAILED, GRADED, GRADED], None, False, [None, "not graded: boom", None, None]),
-        ([GRADED, FAILED, GRADED, GRADED], None, True, ["no other response", "not graded: boom", None, None]),
-        ([GRADED] * 4, [FAILED, GRADED], False, ["greedy response is not graded: boom"] * 2 + [None] * 2),
-    ],
-)
-def test_what_a_sample_cannot_be_learned_from_is_said_once(rewards, baseline, compared, expected):
-    found, group, greedy = estimate.compare(rewards, baseline, n=2, compared=compared)
-    for reward, why in zip(found, expected, strict=True):
-        assert reward.unusable is None if why is None else why in reward.unusable
-    assert group.tolist() == ([0, 1, 2, 2] if FAILED in rewards else [0, 0, 2, 2])
-    assert greedy is None if baseline is None else greedy.tolist() == [0, 0, 1, 1]

@@ -1,0 +1,159 @@
+"""Groups, rewards and their metrics on the flat batch, beside the same by loops in numpy."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jppo.algorithms import kl
+from jppo.learner import correct, estimate
+from jppo.types import Batch, Reward
+
+GRADED, FAILED = Reward(1.0, {}, None), Reward(0.0, {}, None, unusable="not graded: boom")
+B, L = 6, 5
+
+
+@pytest.fixture
+def batch():
+    """Rows of 0 to 5 sampled tokens with gaps between them; the last but one has no score."""
+    rng = np.random.default_rng(0)
+    mask = rng.random((B, L)) < 0.6
+    mask[0], mask[1], mask[2] = True, False, [False, True, False, True, True]
+    score = rng.normal(size=B).astype(np.float32)
+    score[4] = np.nan
+    some = {name: rng.normal(size=(B, L)).astype(np.float32) for name in ("rollout", "old", "ref", "exact", "value")}
+    return Batch(
+        mask=mask,
+        rollout_logprob=some["rollout"],
+        first=np.zeros(B, np.int32),
+        score=score,
+        group=np.arange(B, dtype=np.int32),
+        greedy=None,
+        old_logprob=some["old"],
+        ref_logprob=some["ref"],
+        exact_kl=some["exact"],
+        value=some["value"],
+    )
+
+
+def moments_of(name, values):
+    return {
+        f"{name}/mean": np.mean(values),
+        f"{name}/max": np.max(values),
+        f"{name}/min": np.min(values),
+        f"{name}/std": np.std(values, ddof=1) if len(values) > 1 else 0.0,
+    }
+
+
+def assert_same(found, expected):
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=2e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "unusable, n, expected",
+    [
+        ("......", 3, [0, 0, 0, 3, 3, 3]),
+        ("x.....", 3, [0, 1, 1, 3, 3, 3]),
+        (".x..xx", 3, [0, 1, 0, 3, 4, 5]),
+        ("xxx.x.", 3, [0, 1, 2, 3, 4, 3]),
+        ("..x.", 1, [0, 1, 2, 3]),
+        ("xx..x.", 2, [0, 1, 2, 2, 4, 5]),
+    ],
+)
+def test_a_group_has_the_usable_samples_of_a_prompt(unusable, n, expected):
+    found = estimate.groups(np.array([x == "x" for x in unusable]), n)
+    assert found.tolist() == expected and found.dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    "rewards, baseline, compared, expected",
+    [
+        ([GRADED, FAILED, GRADED, GRADED], None, False, [None, "not graded: boom", None, None]),
+        ([GRADED, FAILED, GRADED, GRADED], None, True, ["no other response", "not graded: boom", None, None]),
+        ([GRADED] * 4, [FAILED, GRADED], False, ["greedy response is not graded: boom"] * 2 + [None] * 2),
+    ],
+)
+def test_what_a_sample_cannot_be_learned_from_is_said_once(rewards, baseline, compared, expected):
+    found, group, greedy = estimate.compare(rewards, baseline, n=2, compared=compared)
+    for reward, why in zip(found, expected, strict=True):
+        assert reward.unusable is None if why is None else why in reward.unusable
+    assert group.tolist() == ([0, 1, 2, 2] if FAILED in rewards else [0, 0, 2, 2])
+    assert greedy is None if baseline is None else greedy.tolist() == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("kind", [None, "full", "kl", "low_var_kl"])
+def test_the_penalty_is_the_named_kl_of_sampled_tokens(batch, kind):
+    by_token = {None: np.zeros((B, L)), "full": batch.exact_kl, "kl": batch.old_logprob - batch.ref_logprob}
+    d = batch.ref_logprob - batch.old_logprob
+    by_token["low_var_kl"] = np.clip(np.exp(d) - d - 1, -10, 10)
+    expected = np.where(batch.mask, by_token[kind], 0)
+    np.testing.assert_allclose(estimate.penalty_of(batch, kind), expected, rtol=1e-5, atol=1e-6)
+    assert kind is None or kind in kl.EXACT or kind in kl.ESTIMATORS
+
+
+def test_the_score_comes_with_the_last_token_and_kl_with_each(batch):
+    beta, penalty = 0.3, np.where(batch.mask, batch.exact_kl, 0).astype(np.float32)
+    reward, total, metrics = estimate.rewards(batch, penalty, beta)
+    expected, totals, graded, kls, kl_means = np.zeros((B, L)), [], [], [], []
+    for b in range(B):
+        kept, score = np.flatnonzero(batch.mask[b]), 0.0 if np.isnan(batch.score[b]) else batch.score[b]
+        expected[b, kept] = -beta * batch.exact_kl[b, kept]
+        if len(kept):
+            expected[b, kept[-1]] += score
+            kls.append(batch.exact_kl[b, kept].sum())
+            kl_means.append(batch.exact_kl[b, kept].mean())
+        totals.append(expected[b].sum() if len(kept) else score)
+        if not np.isnan(batch.score[b]):
+            graded.append(totals[-1])
+    np.testing.assert_allclose(reward, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(total, totals, rtol=1e-5, atol=1e-6)
+    about = {name: value for name, value in moments_of("critic/rewards", graded).items() if "std" not in name}
+    about |= {"actor/reward_kl_penalty": np.mean(kl_means), "actor/reward_kl_penalty_seq": np.mean(kls)}
+    assert_same(metrics, about)
+
+
+def test_what_is_earned_on_the_way_leaves_the_rest_for_the_last_token(batch):
+    """Rows 0 and 2 earn at their second token, and row 2 where it sampled nothing."""
+    earned = np.zeros((B, L), np.float32)
+    earned[0, 1], earned[2, 3], earned[2, 2] = 0.5, -0.25, 2.0
+    plain, total, _ = estimate.rewards(batch, np.zeros((B, L), np.float32), 0.0)
+    found, same, _ = estimate.rewards(dataclasses.replace(batch, earned=earned), np.zeros((B, L), np.float32), 0.0)
+    expected = np.array(plain)  # row 2: tokens 1, 3, 4; what it earned at 2 belongs to the sampled token before
+    expected[0, [1, 4]] += [0.5, -0.5]
+    expected[2, [1, 3, 4]] += [2.0, -0.25, -1.75]
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_allclose(same, total, atol=1e-6)
+
+
+def test_a_distribution_is_that_of_kept_entries(batch):
+    assert_same(estimate.distribution("x", batch.value, batch.mask), moments_of("x", batch.value[batch.mask]))
+    nothing = estimate.distribution("x", jnp.asarray(batch.value), jnp.zeros((B, L), bool))
+    assert_same(nothing, dict.fromkeys(nothing, 0.0))
+
+
+def test_explained_variance_is_the_share_that_values_explain(batch):
+    returns = 2 * batch.value + np.float32(0.1) * batch.exact_kl
+    found = estimate.value_metrics(batch.value, returns, batch.mask)
+    kept, value = returns[batch.mask], batch.value[batch.mask]
+    expected = {"critic/vf_explained_var": 1 - np.var(kept - value, ddof=1) / np.var(kept, ddof=1)}
+    assert_same(found, expected | moments_of("critic/returns", kept) | moments_of("critic/values", value))
+
+
+def test_the_mismatch_is_measured_over_sampled_tokens(batch):
+    found = correct.mismatch(batch)
+    d = (batch.old_logprob - batch.rollout_logprob)[batch.mask]
+    expected = {
+        "rollout/logp_gap_mean": np.abs(d).mean(),
+        "rollout/logp_gap_max": np.abs(d).max(),
+        "rollout/ratio_min": np.exp(d.min()),
+        "rollout/ratio_max": np.exp(d.max()),
+        "rollout_corr/kl": -d.mean(),
+        "rollout_corr/k3_kl": np.mean(np.exp(d) - d - 1),
+        "rollout_corr/chi2_token": np.mean(np.exp(2 * d)) - 1,
+    }
+    whole = np.where(batch.mask, batch.old_logprob - batch.rollout_logprob, 0).sum(1)[batch.mask.any(1)]
+    expected["rollout_corr/chi2_seq"] = np.mean(np.exp(2 * whole)) - 1
+    assert_same(found, expected)

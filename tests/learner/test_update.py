@@ -1,0 +1,129 @@
+"""What updates report, beside the same in numpy: sums of micro-batches, extremes, clipped shares; skipped and empty."""
+
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jppo.algorithms import losses
+from jppo.learner import optim, ppo, sharding, update
+from jppo.types import Counts, Rows, Scored
+
+R, T, CLIP, CLIP_C, COEF = 3, 6, 0.1, 1.5, dict(entropy_coeff=0.02, kl_loss_coef=0.3, positive_lm_coef=0.7)
+
+
+@pytest.fixture
+def scored():
+    """Three rows; the second holds two sequences, the last position of each is no token of a policy."""
+    rng = np.random.default_rng(1)
+
+    def some(scale=1.0):
+        return rng.normal(scale=scale, size=(R, T)).astype(np.float32)
+
+    mask = rng.random((R, T)) < 0.7
+    mask[:, -1] = False
+    segment = np.ones((R, T), np.int32)
+    segment[1, 3:] = 2
+    zeros = np.zeros((R, T), np.int32)
+    rows = Rows(zeros, zeros, segment, zeros, mask, zeros)
+    new = types.SimpleNamespace(logprob=some(), entropy=np.abs(some()), penalty=np.abs(some()), value=some())
+    old = new.logprob + some(0.3)
+    fields = dict(value=some(), weight=np.exp(some(0.2)), advantage=some(), returns=some(), positive=np.abs(some()))
+    return Scored(rows=rows, old_logprob=old, **fields), new
+
+
+def actor_loss(new, weigh):
+    clipped = functools.partial(losses.clipped, clip_low=CLIP, clip_high=CLIP, clip_c=CLIP_C)
+    return update.make_actor_loss(lambda *_: (new.logprob, new.entropy, new.penalty), clipped, weigh, **COEF)
+
+
+def counts_of(rows):
+    return Counts(np.float32(rows.mask.sum()), np.float32(4))
+
+
+def test_the_actors_loss_and_metrics_are_those_of_the_papers(scored):
+    batch, new = scored
+    weigh = functools.partial(losses.token_weights, mode="token-mean", scale=1.0)
+    out, sums = actor_loss(new, weigh)(None, batch, counts_of(batch.rows), None)
+    kept = batch.rows.mask
+    ratio = np.exp(new.logprob - batch.old_logprob)[kept]
+    a = batch.advantage[kept]
+    plain, held = -a * ratio, -a * np.clip(ratio, 1 - CLIP, 1 + CLIP)
+    worse = np.maximum(plain, held)
+    bound = np.where(a < 0, np.minimum(worse, -a * CLIP_C), worse)
+    policy = np.mean(bound * batch.weight[kept])
+    expected = {
+        "actor/pg_loss": policy,
+        "actor/pg_clipfrac": np.mean(held > plain),
+        "actor/pg_clipfrac_lower": np.mean((a < 0) & (worse > -a * CLIP_C)),
+        "actor/ppo_kl": np.mean((batch.old_logprob - new.logprob)[kept]),
+        "actor/ratio_mean": ratio.mean(),
+        "actor/ratio_max": max(ratio.max(), 1.0),
+        "actor/ratio_min": min(ratio.min(), 1.0),
+        "actor/entropy": new.entropy[kept].mean(),
+        "actor/kl_loss": new.penalty[kept].mean(),
+        "actor/positive_lm_loss": -np.sum((batch.positive * new.logprob)[kept]),
+    }
+    expected["actor/loss"] = (
+        policy
+        - COEF["entropy_coeff"] * expected["actor/entropy"]
+        + COEF["kl_loss_coef"] * expected["actor/kl_loss"]
+        + COEF["positive_lm_coef"] * expected["actor/positive_lm_loss"]
+    )
+    assert set(sums) == set(expected)
+    for name, value in expected.items():
+        np.testing.assert_allclose(sums[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+    np.testing.assert_allclose(out, expected["actor/loss"], rtol=1e-5)
+
+
+def test_the_critics_loss_and_metrics_are_those_of_the_papers(scored):
+    batch, new = scored
+    weigh = functools.partial(losses.token_weights, mode="token-mean", scale=1.0)
+    loss = update.make_critic_loss(lambda *_: new.value, weigh, cliprange_value=0.2)
+    out, sums = loss(None, batch, counts_of(batch.rows))
+    kept = batch.rows.mask
+    value, old, returns = new.value[kept], batch.value[kept], batch.returns[kept]
+    near = old + np.clip(value - old, -0.2, 0.2)
+    plain, held = (value - returns) ** 2, (near - returns) ** 2
+    expected = np.mean(np.maximum(plain, held)) / 2
+    np.testing.assert_allclose([out, sums["critic/vf_loss"]], expected, rtol=1e-5)
+    np.testing.assert_allclose(sums["critic/vf_clipfrac"], np.mean(held > plain), rtol=1e-6)
+    np.testing.assert_allclose(sums["critic/vpred_mean"], value.mean(), rtol=1e-5)
+
+
+def test_a_metric_is_summed_over_micro_batches_and_averaged_over_mini_batches():
+    history = [
+        ([{"a": 1.0, "a_max": 1.0, "a_min": 1.0}, {"a": 2.0, "a_max": 7.0, "a_min": 3.0}], {"skipped": 1.0}),
+        ([{"a": 5.0, "a_max": 2.0, "a_min": -1.0}], {"skipped": 0.0}),
+    ]
+    assert ppo._mean_metrics(history, "actor") == {"a": 4.0, "a_max": 7.0, "a_min": -1.0, "actor/skipped": 0.5}
+
+
+@pytest.mark.parametrize("name, expected", [("x", 6.0), ("x_max", 3.0), ("x_min", 1.0)])
+def test_metrics_of_groups_of_devices_are_combined_by_their_names(name, expected):
+    assert float(update._of_all(name, jnp.array([2.0, 3.0, 1.0]))) == expected
+
+
+@pytest.mark.parametrize(
+    "gradient, loss, learns, skipped, empty",
+    [(0.5, 1.0, True, 0, 0), (np.nan, 1.0, True, 1, 0), (0.5, np.inf, True, 1, 0), (0.5, 1.0, False, 0, 1)],
+)
+def test_a_step_that_is_skipped_or_empty_says_so_and_changes_nothing(gradient, loss, learns, skipped, empty):
+    mesh = sharding.make_mesh((1, 1, 1))
+    params = {"w": np.float32([3.0, 4.0])}
+    place = jax.tree.map(lambda _: sharding.replicated(mesh), params)
+    tx = optim.make_optimizer(lambda rate: optax.sgd(rate), grad_clip=100.0)
+    opt = jax.device_put(tx.init(params), sharding.replicated(mesh))
+    at = (place, jax.tree.map(lambda _: sharding.replicated(mesh), opt))
+    apply = update.make_apply(tx, lambda step: jnp.float32(0.1) * (step + 1), shardings=at)
+    carry = jax.device_put(({"w": np.float32([gradient, 1.2])}, np.float32(loss)), sharding.replicated(mesh))
+    new, _, stats = apply(jax.device_put(params, place), opt, carry, np.int32(1), np.bool_(learns))
+    changed = not (skipped or empty)
+    np.testing.assert_allclose(new["w"], params["w"] - changed * 0.2 * np.float32([0.5, 1.2]), rtol=1e-6)
+    assert (float(stats["skipped"]), float(stats["empty"])) == (skipped, empty)
+    np.testing.assert_allclose(stats["lr"], 0.2, rtol=1e-6)
+    np.testing.assert_allclose(stats["grad_norm"], np.hypot(gradient, 1.2), rtol=1e-6)
