@@ -247,13 +247,14 @@ def rounded_bf16(x: Array, steps: Array, number: int) -> Array:
     places = jnp.zeros(x.shape, jnp.uint32)
     for axis, size in enumerate(x.shape):
         places = places * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
-    low = mixed(places ^ mixed(steps.astype(jnp.uint32) + mixed(jnp.uint32(number)))) >> 16
+    hashed = (places + mixed(steps.astype(jnp.uint32) + mixed(jnp.uint32(number)))) * jnp.uint32(0x9E3779B9)
+    low = (hashed ^ (hashed >> 16)) * jnp.uint32(0x85EBCA6B) >> 16  # two products an element, which CPUs feel
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + low
     return jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
 
 
 def mixed(x: Array) -> Array:
-    """Hashes x to 32 pseudo-random bits: the last step of MurmurHash3, with an odd number first."""
+    """Hashes a scalar to 32 pseudo-random bits: the last step of MurmurHash3, with an odd number first."""
     x = (jnp.asarray(x, jnp.uint32) + jnp.uint32(1)) * jnp.uint32(0x9E3779B9)
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
