@@ -16,9 +16,9 @@ from jppo.types import Array, Batch, Reward
 class Estimator:
     """An advantage estimator of `algorithm.adv_estimator`: its function and the inputs that it needs."""
 
-    # (token reward [B, L], value [B, L] or None, outcome [B], mask [B, L]) -> advantage and returns [B, L]
+    # (token reward [B, L], value [B, L] or None, outcome [B] or None, mask [B, L]) -> advantage and returns [B, L]
     tokens: Callable[..., tuple[Array, Array]]
-    # (score, length, group) [B] -> the outcome [B] for `tokens`; None: the greedy responses' scores
+    # (score, length, group) [B] -> the outcome [B] for `tokens`; without it: the greedy responses' scores, if any
     sequences: Callable[[Array, Array, Array], Array] | None = None
     whiten: bool = False
     scored: bool = True  # False: the score is a metric only, and the reward is the KL to the reference alone
@@ -99,7 +99,7 @@ def make_advantages(
             graded = dataclasses.replace(batch, score=jnp.zeros_like(batch.score), earned=None)
         reward, total, found = rewards(graded, penalty_of(batch, kl_penalty), kl_coef)
         metrics |= found
-        outcome = jnp.zeros_like(total) if batch.greedy is None else batch.greedy
+        outcome = batch.greedy
         if estimator.sequences is not None:
             outcome = estimator.sequences(total, jnp.sum(mask, axis=1, dtype=jnp.float32), batch.group)
         advantage, returns = estimator.tokens(reward, value, outcome, mask, *turns)

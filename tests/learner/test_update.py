@@ -127,3 +127,21 @@ def test_a_step_that_is_skipped_or_empty_says_so_and_changes_nothing(gradient, l
     assert (float(stats["skipped"]), float(stats["empty"])) == (skipped, empty)
     np.testing.assert_allclose(stats["lr"], 0.2, rtol=1e-6)
     np.testing.assert_allclose(stats["grad_norm"], np.hypot(gradient, 1.2), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "changes, expected",
+    [
+        (dict(entropy_coeff=0.0, bypass=False), (True, False)),  # a metric of the pass before the update
+        (dict(entropy_coeff=0.5, bypass=False), (True, True)),
+        (dict(entropy_coeff=0.0, bypass=True), (True, True)),
+        (dict(entropy_coeff=0.0, bypass=True, entropy_metric=False), (False, False)),
+    ],
+)
+def test_the_update_computes_the_entropy_where_nothing_else_does(make_recipe, monkeypatch, changes, expected):
+    wanted = []
+    monkeypatch.setattr(ppo.score, "make_logprob", lambda *_, with_entropy, **__: wanted.append(with_entropy))
+    models = ppo.Models((None, None), None, None)
+    ppo.make_passes(models, make_recipe("grpo", **changes), temperature=1.0, chunk_tokens=8)
+    update_first, own = wanted[0], wanted[1]
+    assert (own, update_first) == expected
