@@ -64,6 +64,27 @@ def test_gae_is_the_papers(flat, gamma, lam, seed):
     laid.same(returns, [a + s["value"] for a, s in zip(papers, batch, strict=True)], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("lam", [0.0, 0.7, 1.0])
+def test_gae_with_a_discount_at_each_position(lam):
+    """A_t = Σ_u λ^(kept between) D(t, u) δ_u; D is the product of the discounts from t to before u, kept or not."""
+    rng = np.random.default_rng(3)
+    reward, value, gamma = rng.normal(size=(3, 4, 9))
+    mask, gamma = rng.random((4, 9)) < 0.6, np.abs(gamma) / 2
+    found, returns = jax.jit(advantage.gae, static_argnames="lam")(reward, value, mask, gamma=gamma, lam=lam)
+    for b in range(4):
+        kept = np.flatnonzero(mask[b])
+        ahead = [*kept[1:], None]
+        delta = {
+            t: reward[b, t] - value[b, t] + (0.0 if u is None else gamma[b, t:u].prod() * value[b, u])
+            for t, u in zip(kept, ahead, strict=True)
+        }
+        want = np.zeros(9)
+        for i, t in enumerate(kept):
+            want[t] = sum(lam**k * gamma[b, t:u].prod() * delta[u] for k, u in enumerate(kept[i:]))
+        np.testing.assert_allclose(found[b], want, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(returns[b], np.where(mask[b], want + value[b], 0.0), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("T", [1, 263, 520])
 def test_gae_of_long_rows(T):
     rng = np.random.default_rng(T)

@@ -184,6 +184,11 @@ def test_a_long_row_has_one_last_entry():
     assert found.sum() == 1 and found[0, -1]
 
 
+def test_ends_are_the_last_entries_of_runs_by_hand():
+    mask = np.bool_([[0, 1, 1, 0, 1, 0], [1, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0]])
+    np.testing.assert_array_equal(masked.ends(mask), [[0, 0, 1, 0, 1, 0], [1, 0, 0, 0, 0, 1], [0] * 6])
+
+
 def test_entries_outside_the_mask_move_by_hand():
     mask = np.bool_([[0, 1, 0, 0, 1, 0], [1, 1, 0, 1, 0, 0], [0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 1]])
     x = np.float32([[1, 2, 4, 8, 16, 32], [1, 2, 4, 8, 0, 0], [1, 1, 1, 1, 1, 1], [1, 0, 2, 0, 0, 4]])
