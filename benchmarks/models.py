@@ -258,7 +258,7 @@ def updated(s: Subject, how: Lora | None) -> dict[str, Any]:
     check_room(3 * gradients + max(one["results"] + one["temporaries"] for one in programs))
     descent, opt = make_descent(s.c.actor, "actor", accumulate, trained, total_steps=1)
     step = np.zeros((), np.int32)
-    programs.append(account("optimizer step", descent.apply, trained.learned, opt, descent.zeros(), step))
+    programs.append(account("optimizer step", descent.apply, trained.learned, opt, descent.zeros(), step, np.True_))
     check_room(gradients + programs[-1]["results"] + programs[-1]["temporaries"])
     weights, optimizer = size((trained.learned, trained.base)), size(opt)
     now = [trained.learned, opt]

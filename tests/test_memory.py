@@ -4,6 +4,7 @@ import json
 import pathlib
 
 import jax
+import numpy as np
 import pytest
 
 from jppo import settings, sft, train
@@ -141,7 +142,7 @@ def test_the_estimate_is_what_the_programs_of_a_run_hold(small_run, tmp_path, ch
     waiting = sum(found.host.values())
     assert sum(bytes_ for name, bytes_ in room.parts.items() if name.endswith(", waiting")) == 8 * waiting
     zeros = learner.actor.zeros()
-    step = learner.actor.apply.lower(*offload.shapes((now.policy, now.policy_opt)), zeros, now.step)
+    step = learner.actor.apply.lower(*offload.shapes((now.policy, now.policy_opt)), zeros, now.step, np.True_)
     true = step.compile().memory_analysis()
     needs = true.argument_size_in_bytes + true.temp_size_in_bytes
     needs += true.output_size_in_bytes - true.alias_size_in_bytes

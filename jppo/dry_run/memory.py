@@ -127,9 +127,9 @@ def learning(
     if (exchange := update.make_exchange(trained.what.shardings)) is not None:
         moments.append(account(f"{name} exchange", gradients, exchange, carry, brought=brought))
     apply = make_apply(section, tx, trained.what, places, 1)
-    step = jax.ShapeDtypeStruct((), jnp.int32)
+    numbers = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.bool_)  # step, learns
     here = brought + (size(opt) if section.optimizer_offload else 0)
-    moments.append(account(f"{name} step", gradients, apply, learned, opt, carry, step, brought=here))
+    moments.append(account(f"{name} step", gradients, apply, learned, opt, carry, *numbers, brought=here))
     return opt, moments
 
 

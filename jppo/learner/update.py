@@ -215,7 +215,7 @@ def make_apply(
     """
 
     def apply(
-        params: Params, opt: Any, carry: Carry, step: Array, learns: Any = True
+        params: Params, opt: Any, carry: Carry, step: Array, learns: Array
     ) -> tuple[Params, Any, dict[str, Array]]:
         chex.assert_rank(step, 0)
         grads, loss = exchanged(carry[0], params, shardings[0]), carry[1]
@@ -223,7 +223,7 @@ def make_apply(
         norm = optax.tree.norm(grads)
         good = jnp.isfinite(norm) & jnp.isfinite(loss)
         params, opt = descend(tx, params, opt, grads, lr, good & learns)
-        return params, opt, {"grad_norm": norm, "lr": lr, "skipped": 1.0 - good, "empty": 1.0 - jnp.asarray(learns)}
+        return params, opt, {"grad_norm": norm, "lr": lr, "skipped": 1.0 - good, "empty": 1.0 - learns}
 
     # The gradients are not donated: the results in their place would be copied, not computed there.
     return jax.jit(apply, donate_argnums=(0, 1), out_shardings=(*shardings, None))

@@ -31,8 +31,10 @@ def test_by_hand():
     # One return of 5 with weight 0.5 beside 0.25: mean (0.25 · 2 + 0.5 · 5) / 0.75 = 4.
     stats = values.updated(stats, np.float32([[5.0, 9.0]]), np.array([[True, False]]), decay=0.5)
     np.testing.assert_allclose(stats, [0.75, 4.0, (1 / 3) * 1 + (1 / 3) * (2 / 3) * 9], rtol=1e-6)
-    np.testing.assert_allclose(values.denormalised(np.float32(2.0), np.float32([0.5, 3.0, 4.0])), 7.0)
-    np.testing.assert_allclose(values.normalised(np.float32(7.0), np.float32([0.5, 3.0, 4.0])), 2.0)
+    for mean in (3.0, -3.0):
+        stats = np.float32([0.5, mean, 4.0])
+        np.testing.assert_allclose(values.denormalised(np.float32(2.0), stats), mean + 4.0)
+        np.testing.assert_allclose(values.normalised(np.float32(mean + 4.0), stats), 2.0)
 
 
 def test_before_the_first_batch_and_without_tokens_nothing_changes():

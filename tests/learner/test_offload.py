@@ -111,9 +111,9 @@ def test_what_is_replaced_is_given_away(new_learner, make_recipe):
     policy = ours.weights("actor", 0)
     how, opt = ours.descent("actor", policy, lr=1e-2, tx=ours.adamw)
     weights = sum(x.nbytes for x in jax.tree.leaves(policy))
-    held = how.apply.lower(policy, opt, how.zeros(), np.int32(0)).compile().memory_analysis()
+    held = how.apply.lower(policy, opt, how.zeros(), np.int32(0), np.True_).compile().memory_analysis()
     assert held.alias_size_in_bytes >= 3 * weights  # parameters and both means
     assert held.temp_size_in_bytes < 0.2 * weights
-    after = how.apply(policy, opt, how.zeros(), np.int32(0))
+    after = how.apply(policy, opt, how.zeros(), np.int32(0), np.True_)
     assert all(x.is_deleted() for x in jax.tree.leaves((policy, opt)))
     assert not any(x.is_deleted() for x in jax.tree.leaves(after))
