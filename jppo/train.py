@@ -76,6 +76,10 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
     if learner.reference is not None:
         with timer("ref"):
             data = ppo.with_reference(passes, recipe, data, micros, policy, learner.reference)
+    elif run.reference is not None:
+        with timer("ref"):
+            logprobs, counted = run.reference.logprobs(trajectories)
+            data, metrics = batch.with_reference(data, logprobs), metrics | counted
     if learner.critic is not None:
         with timer("values"):
             data = ppo.with_values(passes, data, micros, learner.value(now))

@@ -243,6 +243,18 @@ def test_what_is_none_unless_given_may_be_given(config):
             },
             ["kl_penalty='full_forward'", "algorithm.gamma=0.0", "take kl"],
         ),
+        *(
+            ({"ref.url": "http://h:1", "algorithm.use_kl_in_reward": True} | changes, ["ref.url='http://h:1'", *said])
+            for changes, said in (
+                ({"ref.path": "some/teacher"}, ["'some/teacher' names another", "leave one of them out"]),
+                ({"algorithm.use_kl_in_reward": False}, ["no KL to it is used", "use_kl_in_reward=True"]),
+                ({"algorithm.kl_penalty": "full"}, ["algorithm.kl_penalty='full' needs all", "ref.path"]),
+                ({"actor.use_kl_loss": True, "actor.kl_loss_type": "full_forward"}, ["kl_loss_type='full_forward'"]),
+                ({"rollout.temperature": 0.7}, ["rollout.temperature=0.7", "set that to 1"]),
+            )
+        ),
+        ({"ref.url": "http://me:p4ss@h:1"}, ["ref.url has a password or a query", "leave it out"]),
+        ({"ref.url": "h:8000"}, ["ref.url", "is no address", "http://127.0.0.1:8000"]),
         ({"algorithm.rollout_is_threshold": "2_0.5"}, ["'2_0.5'", "low_high"]),
         ({"algorithm.rollout_is_threshold": "0"}, ["'0'", "above 0"]),
         ({"algorithm.rollout_is_threshold": "x"}, ["'x'", "above 0"]),

@@ -197,7 +197,7 @@ def test_every_metric_is_explained_and_every_explained_one_is_written():
     explained = {name for row in re.findall(r"^\|(.*?)\|", table, re.M) for name in re.findall(r"`(.+?)`", row)}
     code = "\n".join(path.read_text(encoding="utf-8") for path in SOURCES)
     kinds = r"agent|actor|critic|train|training|val|reward|judge|rollout|rollout_corr|trainer|perf|sft|rm"
-    kinds += r"|response_length|prompt_length"
+    kinds += r"|response_length|prompt_length|ref"
     name = rf"(?:{kinds})/[\w/]+"
     written = set(re.findall(rf'"({name})"(?::|\] = )', code))
     described, rest = re.search(

@@ -160,7 +160,7 @@ def read_models(c: ConfigDict) -> tuple[ModelConfig, ModelConfig | None, ModelCo
 
     policy = read(c.model.path, "lm")
     critic = read(critic_path(c), "value") if wants_critic(c) else None
-    if not wants_reference(c):
+    if not wants_reference(c) or c.ref.url:
         return policy, critic, None
     reference = policy if c.ref.path == "policy" else read(c.ref.path, "lm")
     if reference.vocab_size != policy.vocab_size:

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from jppo import settings
+from jppo.build.inputs import Inputs
 from jppo.build.learner import Learner, make_mesh
 from jppo.build.packing import sequences_of_step
 from jppo.distributed.hosts import ALONE, Hosts
@@ -28,6 +29,7 @@ from jppo.rollout.servers.member import CONNECTIONS
 from jppo.rollout.sglang.client import start_sglang
 from jppo.rollout.vllm.arguments import ServerSettings
 from jppo.rollout.vllm.client import start_vllm
+from jppo.rollout.vllm.served_reference import ServedReference
 from jppo.settings import UserError, parts
 from jppo.types import Sampling, TrainState
 
@@ -92,6 +94,17 @@ def servers_apart(c: ConfigDict) -> bool:
 
     theirs, ours = numbers(c.rollout.devices), numbers(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
     return bool(theirs and ours) and not theirs & ours
+
+
+def served_reference(c: ConfigDict, inputs: Inputs, hosts: Hosts = ALONE) -> ServedReference | None:
+    """Attaches to the reference of ref.url and checks it; None without one."""
+    if not c.ref.url:
+        return None
+    if hosts.count > 1:
+        raise UserError(f"ref.url={c.ref.url!r} is for one host, and this run has {hosts.count}; set ref.path")
+    longest = c.data.max_prompt_length + c.data.max_response_length
+    timeout_s = c.rollout.request_timeout_s
+    return ServedReference(c.ref.url, longest=longest, tokenizer=inputs.tokenizer, timeout_s=timeout_s)
 
 
 def server_settings(c: ConfigDict) -> ServerSettings:

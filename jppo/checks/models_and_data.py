@@ -8,6 +8,7 @@ from ml_collections import ConfigDict
 
 from jppo.build.inputs import Inputs, columns_of, critic_path, read_models, read_tokenizer
 from jppo.build.reward import make_judge, make_panel
+from jppo.build.rollout import served_reference
 from jppo.build.sampling_notes import describe_sampling, forewarn
 from jppo.checks.finding import Finding
 from jppo.data import check as data_check
@@ -30,7 +31,16 @@ def models(c: ConfigDict) -> Iterator[Finding]:
         said.append(f"critic {critic_path(c)}")
     if reference is not None and c.ref.path != "policy":
         said.append(f"reference {c.ref.path}")
+    if c.ref.url:
+        said.append(f"reference at {c.ref.url}")
     yield Finding("model files", "OK", "; ".join(said))
+
+
+def reference_server(c: ConfigDict, inputs: Inputs) -> Iterator[Finding]:
+    """Asks the server of ref.url for its model."""
+    server = served_reference(c, inputs)
+    if server is not None:
+        yield Finding("teacher", "OK", f"{server.model} at {c.ref.url}")
 
 
 def tokenizer(c: ConfigDict) -> Iterator[Finding]:

@@ -125,6 +125,9 @@ def checks(read: Read, stack: contextlib.ExitStack, *, ask: bool) -> list[Check]
             return models_and_data.scorers(c)
         return models_and_data.reward(logging, read.inputs, read.mesh)
 
+    def teacher() -> Iterator[Finding]:
+        return models_and_data.reference_server(c, read.inputs)
+
     served = c.rollout.name != "inprocess"  # by a server with a port, which reads weights from a file
     return [
         *of_folder(c),
@@ -134,6 +137,7 @@ def checks(read: Read, stack: contextlib.ExitStack, *, ask: bool) -> list[Check]
         Check("sampling", lambda: models_and_data.sampling(c)),
         Check("data", lambda: models_and_data.data(c, read.inputs), needs=("tokenizer",), limit_s=READ_S),
         Check("reward", reward, needs=("data",), limit_s=READ_S),
+        *([Check("teacher", teacher, needs=("data",))] if ask and c.ref.url else []),
         Check("memory", lambda: resources.rooms(read.estimate[2]), needs=("data",), limit_s=COMPILE_S),
         *([Check("publish room", publish_room, needs=("data",))] if served else []),
         Check("disk", disk, needs=("data",)),

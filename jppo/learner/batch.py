@@ -66,6 +66,15 @@ def flatten(
     return out
 
 
+def with_reference(batch: Batch, logprobs: Sequence[np.ndarray]) -> Batch:
+    """Adds the reference's log-probs from those of all tokens of each trajectory."""
+    out = np.zeros(batch.mask.shape, np.float32)
+    for b, logprob in enumerate(logprobs):
+        response = logprob[batch.first[b] + 1 :][: out.shape[1]]
+        out[b, : len(response)] = response
+    return dataclasses.replace(batch, ref_logprob=out)
+
+
 def arrays(batch: Batch, trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
     """Returns the batch's fields by name, with the `tokens` [B, L] of the responses, for inspection."""
     tokens = np.zeros(batch.mask.shape, np.int32)

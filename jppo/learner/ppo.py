@@ -238,6 +238,8 @@ def compile_all(
         data = with_old_logprob(passes, recipe, data, micros, whole)
         data = with_reference(passes, recipe, data, micros, whole, reference)
         data = with_values(passes, data, micros, judge)
+    if passes.reference is None and (recipe.kl_penalty or recipe.kl_loss_type):  # by a server
+        data = batch.with_reference(data, [])
     kl_coef = placing.put(np.float32(0), sharding.replicated(mesh))  # placed as the state's is
     data, _ = with_advantages(passes, data, kl_coef, mesh, now.value_norm)
     counts = Counts(tokens=np.ones((), np.float32), sequences=np.ones((), np.float32))

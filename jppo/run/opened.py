@@ -22,7 +22,7 @@ from jppo.build.prefetch import make_supply
 from jppo.build.publish_overlap import Handover, may_overlap
 from jppo.build.resume import Begun, finished
 from jppo.build.reward import make_panel
-from jppo.build.rollout import Source, open_engine, publish_base, share_gpu
+from jppo.build.rollout import Source, open_engine, publish_base, served_reference, share_gpu
 from jppo.build.sampling_notes import forewarn
 from jppo.build.sandbox import introduce_sandbox
 from jppo.build.utilisation import introduce_peak
@@ -32,6 +32,7 @@ from jppo.errors import expanded
 from jppo.learner import packing
 from jppo.prefetch import Supply
 from jppo.rewards.panel import Panel
+from jppo.rollout.vllm.served_reference import ServedReference
 from jppo.runlog import atomic_file
 from jppo.runlog.checkpoint import Checkpoints
 from jppo.runlog.diagnosis import NOT_OF_DISTILLATION
@@ -62,6 +63,7 @@ class Run:
     profile: Profiler
     watch: Watch
     match: Match
+    reference: ServedReference | None  # ref.url; None: on the mesh, or none
     origin: dict[str, Any]  # identity for checkpoints that resume it
 
 
@@ -96,6 +98,7 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: ConfigDict) -> tuple[
         require_metric(c.algorithm.filter_groups_metric.partition("/")[0], panel.parts)
     kernel = attention_kernel(c, inputs.policy, mesh)[1]  # raises before a server starts
     parts = dict[str, Any](c=c, folder=written, hosts=hosts, inputs=inputs, panel=panel, checkpoints=checkpoints)
+    parts["reference"] = served_reference(c, inputs, hosts)
     with timer("start"):
         run, begun, laps = start(stack, parts | dict(timer=timer, profile=profile, watch=watch), mesh, logs)
     introduce(run, begun, kernel, chosen, laps)

@@ -29,7 +29,7 @@ def check(config: ml_collections.ConfigDict, *, training: bool) -> None:
     _reward(config.reward)
     _conversation(r.multi_turn)
     _publish(r)
-    _secrets(r)
+    _secrets(config)
     if training:
         if r.name == "sglang":
             _sglang(r)
@@ -107,21 +107,24 @@ def _publish(r: ml_collections.ConfigDict) -> None:
         )
 
 
-def _secrets(r: ml_collections.ConfigDict) -> None:
+def _secrets(config: ml_collections.ConfigDict) -> None:
     """Rejects secrets, which would be printed and saved, without showing them."""
-    for url in filter(None, map(str.strip, r.urls.split(","))):
+    r = config.rollout
+    urls = [("rollout.urls", url) for url in map(str.strip, r.urls.split(",")) if url]
+    if "ref" in config and config.ref.url:
+        urls.append(("ref.url", config.ref.url))
+    for name, url in urls:
         try:
             at = urllib.parse.urlsplit(url)
             valid = at.scheme in ("http", "https") and at.hostname is not None and (at.port or 1) > 0
         except ValueError:
             at, valid = None, False
         if "@" in url or (at is not None and (at.query or at.fragment)):
-            raise UserError(
-                "rollout.urls has a password or a query in it, and settings are printed and saved; give the servers'"
-                " token by JPPO_SERVER_TOKEN in the environment"
-            )
+            token = "the servers' token belongs into JPPO_SERVER_TOKEN in the environment"
+            way = token if name == "rollout.urls" else "leave it out"
+            raise UserError(f"{name} has a password or a query in it, and settings are printed and saved; {way}")
         if not valid:
-            raise UserError(f"rollout.urls={r.urls!r}: {url!r} is no address; write it like http://127.0.0.1:8000")
+            raise UserError(f"{name}: {url!r} is no address; write it like http://127.0.0.1:8000")
     if found := SECRET.search(r.engine_args):
         raise UserError(
             f"rollout.engine_args has {found[0]}, and settings are printed and saved; leave it out: a server that is"

@@ -11,7 +11,7 @@ from jppo.settings.texts import rejection_rules
 def check(config: ml_collections.ConfigDict) -> None:
     """Raises a UserError at the first rule that is broken; for the config of any command that trains."""
     if "rollout" in config:
-        for rule in (_estimator, _loss, _kl, _teacher, _correction, _order):
+        for rule in (_estimator, _loss, _kl, _served_reference, _teacher, _correction, _order):
             rule(config)
         for section in ("actor", "critic"):
             _mini_batch(config, section)
@@ -80,7 +80,7 @@ def _kl(config: ml_collections.ConfigDict) -> None:
     a, actor = config.algorithm, config.actor
     used = [f"algorithm.use_kl_in_reward=True with algorithm.kl_penalty={a.kl_penalty!r}"] * a.use_kl_in_reward
     used += [f"actor.use_kl_loss=True with actor.kl_loss_type={actor.kl_loss_type!r}"] * actor.use_kl_loss
-    if used and not config.ref.path:
+    if used and not config.ref.path and not config.ref.url:
         raise UserError(
             f"{' and '.join(used)}: a KL needs a reference, and ref.path is empty; give a model's path, or"
             " ref.path=policy for the initial policy"
@@ -89,6 +89,31 @@ def _kl(config: ml_collections.ConfigDict) -> None:
         raise UserError(
             "algorithm.kl_ctrl_type='adaptive' controls the KL in the reward, and algorithm.use_kl_in_reward is False;"
             " set it to True"
+        )
+
+
+def _served_reference(config: ml_collections.ConfigDict) -> None:
+    a, actor, url = config.algorithm, config.actor, config.ref.url
+    if not url:
+        return
+    said = f"ref.url={url!r} has the reference on a server"
+    if config.ref.path not in ("", "policy"):
+        raise UserError(f"{said}, and ref.path={config.ref.path!r} names another; leave one of them out")
+    if not a.use_kl_in_reward and not actor.use_kl_loss:
+        raise UserError(f"{said}, and no KL to it is used; set algorithm.use_kl_in_reward=True")
+    for name, used, kind in (
+        ("algorithm.kl_penalty", a.use_kl_in_reward, a.kl_penalty),
+        ("actor.kl_loss_type", actor.use_kl_loss, actor.kl_loss_type),
+    ):
+        if used and kind.startswith("full"):
+            raise UserError(
+                f"{said}, which has log-probs of sampled tokens alone, and {name}={kind!r} needs all; take kl, or"
+                " load the model on the mesh by ref.path"
+            )
+    if config.rollout.temperature != 1:
+        raise UserError(
+            f"{said}, where log-probs are at temperature 1, and rollout.temperature={config.rollout.temperature}; set"
+            " that to 1, or load the model on the mesh by ref.path"
         )
 
 
@@ -101,7 +126,7 @@ def _teacher(config: ml_collections.ConfigDict) -> None:
         raise UserError(
             f"{said}, and no KL to it is used; set algorithm.use_kl_in_reward=True or actor.use_kl_loss=True"
         )
-    if config.ref.path == "policy":
+    if config.ref.path == "policy" and not config.ref.url:
         raise UserError(
             f"{said}, and ref.path='policy' is the initial policy, which has nothing to teach; set it to the teacher's"
             " directory"

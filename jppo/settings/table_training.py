@@ -177,8 +177,10 @@ CRITIC = (
 
 REF = (
     S("path", "policy", "Reference model or teacher: an HF directory; policy: the initial policy; '': no reference"),
+    S("url", "", "Address of a vLLM server that has the reference, in place of path; for a KL of sampled tokens. '': it"
+      " is on the mesh"),
     OFFLOAD,
-)
+)  # fmt: skip
 
 MESH = (
     S("data", -1, "Devices over which rows are sharded. -1, here or below: the remaining devices",
