@@ -2,6 +2,7 @@
 
     take(step)      returns the samples of a step and requests those of later steps
     settle()        waits for all requests, before an update that must not overlap any
+    learned(...)    passes its rewards to the order of the prompts
     forget(step)    ends the step
     state()         requests that are not yet trained on, with finished responses, for a checkpoint
 
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from jppo.data.prompts import PromptSet
-from jppo.data.stream import Cursor, next_batch
+from jppo.data.stream import Cursor, next_batch, seen
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.rewards.panel import Grading, Panel
 from jppo.rewards.parts import sample_of
@@ -164,6 +165,12 @@ class Supply:
             )
         )
         self._settling_s += time.monotonic() - began
+
+    def learned(self, drawn: Drawn, rewards: Sequence[Reward]) -> Cursor:
+        """Passes the step's rewards to a sampler that learns from them; returns the position in the data after it."""
+        after = seen(self._now.cursor, self._train.order_of, drawn.prompts, rewards)
+        self._now = dataclasses.replace(self._now, cursor=after)
+        return dataclasses.replace(drawn.after, curriculum=after.curriculum)
 
     def forget(self, step: int) -> None:
         """Ends the step: its samples are not needed again."""

@@ -96,7 +96,8 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
     kl, learned = metrics["actor/reward_kl_penalty"], bool(data.mask.any())
     now = advance(recipe, now, kl, bad=bad, learned=learned, value_norm=data.value_norm)
     metrics |= utilisation(c, run.inputs, learner.mesh, trajectories, timer.so_far(), step=version)
-    return now, drawn.after, metrics | {"trainer/bad_steps": float(now.bad_steps)}
+    after = run.supply.learned(drawn, graded)
+    return now, after, metrics | {"trainer/bad_steps": float(now.bad_steps)}
 
 
 def require_graded(rewards: list[Reward]) -> None:

@@ -54,6 +54,9 @@ class GenBatches:
             grade=lambda: ([r for group in rewards for r in group], best),
         )
 
+    def learned(self, drawn, rewards):
+        return drawn.after
+
 
 def supply(batches, *, prompts=2, most=0, metric="score", **how):
     gen_batch = GenBatches(batches, **how)
@@ -194,8 +197,23 @@ def test_a_part_that_the_run_lacks_is_refused_before_the_engine_starts(dynamic):
     assert not (pathlib.Path(dynamic.trainer.run_dir) / "config.json").exists()
 
 
-def test_a_custom_order_is_resumed_with_its_own_alone(dynamic, quick_compilation, monkeypatch, tmp_path):
-    (tmp_path / "mine.py").write_text("def backwards(prompts, epoch, seed):\n    return range(len(prompts))[::-1]\n")
+BACKWARDS = "def backwards(prompts, epoch, seed):\n    return range(len(prompts))[::-1]\n"
+SEEN = """
+class backwards:
+    def __init__(self, prompts, seed):
+        self.n = len(prompts)
+    def begin(self):
+        return [0.0] * self.n
+    def batch(self, state, size):
+        return sorted(range(self.n), key=lambda i: (state[i], -i))[:size], state
+    def update(self, state, indices, scores):
+        return [total + sum(1 + sum(s) for j, s in zip(indices, scores) if i == j) for i, total in enumerate(state)]
+"""
+
+
+@pytest.mark.parametrize("mine", [BACKWARDS, SEEN])
+def test_a_custom_order_is_resumed_with_its_own_alone(dynamic, quick_compilation, monkeypatch, tmp_path, mine):
+    (tmp_path / "mine.py").write_text(mine)
     dynamic.data.sampler = f"{tmp_path}/mine.py:backwards"
     train.train(dynamic)
     c = broken_off(

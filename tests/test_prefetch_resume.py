@@ -13,6 +13,7 @@ import pytest
 from examples import arithmetic
 from jppo import prefetch
 from jppo.build import prefetch as build_prefetch
+from jppo.data.curriculum import Curriculum
 from jppo.data.stream import Cursor
 from jppo.data.tokenizer import load_tokenizer
 from jppo.distributed.hosts import Hosts
@@ -78,6 +79,57 @@ def test_partial_steps_have_every_prompt_once_also_after_a_resume(seed):
             it = make(sampler, **how)
             it.load(state, step + 1)
     assert sorted(seen) == sorted(uid for uids, _ in order(6) for uid in uids)
+
+
+class Least:
+    """A curriculum: the prompts with the lowest total of scores so far."""
+
+    def __init__(self, prompts, seed):
+        self.n = len(prompts)
+
+    def begin(self):
+        return [0.0] * self.n
+
+    def batch(self, state, size):
+        found = np.argsort(state, kind="stable")[:size]
+        return found, [total + 0.5 * (i in found) for i, total in enumerate(state)]
+
+    def update(self, state, indices, scores):
+        return [total + sum(map(sum, (s for j, s in zip(indices, scores, strict=True) if i == j)))
+                for i, total in enumerate(state)]  # fmt: skip
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+def test_a_curriculum_with_prefetched_samples_resumes_to_the_bit(staleness, in_step):
+    """Killed in step 3, in the middle or at the end; a checkpoint has the position of the last finished step."""
+    spec = f"{__name__}:Least"
+
+    def begin(cursor=None):
+        order_of = Curriculum(spec, TRAIN.prompts, seed=1, batch_size=2)
+        how = dataclasses.replace(HOW, staleness=staleness, total_steps=8)
+        train = dataclasses.replace(TRAIN, order_of=order_of)
+        return prefetch.Supply(how, train, Slow(), Panel(), cursor or Cursor())
+
+    def step(it, number, finish=True):
+        drawn = it.take(number)
+        if finish:
+            place = it.learned(drawn, drawn.grade()[0])
+            it.forget(number)
+            return [p.uid for p in drawn.prompts], json.loads(json.dumps(dataclasses.asdict(place)))
+        return None
+
+    it = begin()
+    whole = [step(it, number) for number in range(8)]
+    it = begin()
+    place = [step(it, number) for number in range(3 if in_step else 4)][-1][1]
+    if in_step:
+        step(it, 3, finish=False)
+    state, first = saved(it), 3 if in_step else 4
+    it = begin(Cursor(**place))
+    it.load(state, first)
+    assert [step(it, number) for number in range(first, 8)] == whole[first:]
+    assert len({uid for uids, _ in whole for uid in uids}) > 4 and whole[-1][0] != whole[0][0]
 
 
 def test_a_state_is_of_one_moment_while_answers_arrive(monkeypatch):

@@ -69,10 +69,11 @@ class DynamicSupply:
         how, after, waited, sampling = self._how, self._cursor, 0.0, 0.0
         kept, rewards = list[Group](), list[Reward]()
         for batches in itertools.count(1):
-            drawn = self._gen_batch(batches - 1, after).take(step)
+            supply = self._gen_batch(batches - 1, after)
+            drawn = supply.take(step)
             found = _groups(drawn, how.n)
             new = [r for group in found for r in group.rewards]
-            rewards, after = rewards + new, drawn.after
+            rewards, after = rewards + new, supply.learned(drawn, new)
             waited, sampling = waited + drawn.waited_s, sampling + drawn.sampling_s
             if all(r.error is not None for r in new):  # more batches would not help; without others the step raises it
                 kept = kept or found
@@ -112,6 +113,10 @@ class DynamicSupply:
 
     def settle(self) -> None:
         """Does nothing: no request is in flight between steps."""
+
+    def learned(self, drawn: Drawn, rewards: Sequence[Reward]) -> Cursor:
+        """Returns the position in the data after a step: the order of the prompts knows the rewards already."""
+        return drawn.after
 
     def forget(self, step: int) -> None:
         """Does nothing: no sample is kept."""

@@ -57,7 +57,8 @@ def read_inputs(c: ConfigDict) -> Inputs:
             f"data.gen_batch_size={c.data.gen_batch_size} must be at most the number of prompts, {len(train.prompts)}"
         )
     if c.data.sampler:
-        train = dataclasses.replace(train, order_of=user_order(c.data.sampler, train.prompts, seed=c.trainer.seed))
+        how = dict(seed=c.trainer.seed, batch_size=prompts_per_batch(c))
+        train = dataclasses.replace(train, order_of=user_order(c.data.sampler, train.prompts, **how))
     val = read_val(c, tokenizer, agent)
     sources = {p.data_source for p in (*train.prompts, *val.prompts)}
     return Inputs(

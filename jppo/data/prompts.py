@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from rich import console, progress
 
+from jppo.data.curriculum import Curriculum
 from jppo.data.rows import Row, checked_messages, checked_text, text_column
 from jppo.data.sources import read_sources
 from jppo.data.stream import Order, Part, mix_parts, parse_mix
@@ -38,7 +39,7 @@ class PromptSet:
     overlong: int  # rows left out because their prompt is too long
     truncated: int = 0  # prompts that were truncated
     parts: tuple[Part, ...] = ()  # the prompts of each source
-    order_of: Order | None = None  # user-defined
+    order_of: Order | Curriculum | None = None  # user-defined
 
 
 def read_prompts(

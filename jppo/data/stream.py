@@ -18,8 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from jppo.data.curriculum import Curriculum
 from jppo.registry import resolve, said
 from jppo.settings import UserError
+from jppo.types import Prompt, Reward
 
 Order = Callable[[int], np.ndarray]  # epoch -> indices of all prompts, [n] i64
 
@@ -31,6 +33,7 @@ class Cursor:
     epoch: int = 0
     index: int = 0  # the next prompt in the epoch's order; mixed: the number of prompts taken in it
     sources: tuple[tuple[int, int], ...] = ()  # mixed: (epoch, index) of each source, by name
+    curriculum: str = ""  # the state of a user-defined `Curriculum`, JSON
 
     def __post_init__(self) -> None:
         """Converts JSON lists to tuples."""
@@ -55,7 +58,7 @@ def steps_per_epoch(n: int, batch_size: int) -> int:
 
 def next_batch(
     cursor: Cursor, *, n: int, batch_size: int, seed: int, shuffle: bool, parts: Sequence[Part] = (),
-    order_of: Order | None = None,
+    order_of: Order | Curriculum | None = None,
 ) -> tuple[np.ndarray, Cursor]:  # fmt: skip
     """Returns the indices of the next `batch_size` of n prompts, [N] i64, and the position after them.
 
@@ -63,13 +66,16 @@ def next_batch(
     """
     steps_per_epoch(n, batch_size)
     if cursor.index + batch_size > n:
-        cursor = Cursor(cursor.epoch + 1, 0, cursor.sources)
+        cursor = dataclasses.replace(cursor, epoch=cursor.epoch + 1, index=0)
     end = cursor.index + batch_size
     named = sorted(parts, key=lambda part: part.name)
     if named and named[0].weight is not None:
         batch = cursor.epoch * (n // batch_size) + cursor.index // batch_size
         indices, places = _mixed(cursor.sources, named, batch=batch, size=batch_size, seed=seed, shuffle=shuffle)
         return indices, Cursor(cursor.epoch, end, places)
+    if isinstance(order_of, Curriculum):
+        indices, state = order_of.batch(cursor.curriculum, batch_size)
+        return indices, Cursor(cursor.epoch, end, curriculum=state)
     if order_of is not None:
         return order_of(cursor.epoch)[cursor.index : end], Cursor(cursor.epoch, end)
     if not shuffle:
@@ -78,9 +84,20 @@ def next_batch(
     return (np.concatenate([p.indices for p in named])[order] if named else order), Cursor(cursor.epoch, end)
 
 
-def user_order(spec: str, prompts: Sequence[Any], *, seed: int) -> Order:
-    """Makes the order of `data.sampler`, a function (prompts, epoch, seed); raises UserError for a wrong one."""
+def seen(
+    cursor: Cursor, order_of: Order | Curriculum | None, prompts: Sequence[Prompt], rewards: Sequence[Reward]
+) -> Cursor:
+    """Returns the position after the user's `Curriculum`, if there is one, has seen these rewards."""
+    if not isinstance(order_of, Curriculum):
+        return cursor
+    return dataclasses.replace(cursor, curriculum=order_of.update(cursor.curriculum, prompts, rewards))
+
+
+def user_order(spec: str, prompts: Sequence[Any], *, seed: int, batch_size: int) -> Order | Curriculum:
+    """Makes the order of `data.sampler`: a `Curriculum` of a class, or a function (prompts, epoch, seed)."""
     function, begin = resolve(spec, "data.sampler"), f"data.sampler={spec!r}"
+    if isinstance(function, type):
+        return Curriculum(spec, prompts, seed=seed, batch_size=batch_size)
 
     @functools.lru_cache(maxsize=1)
     def order(epoch: int) -> np.ndarray:

@@ -38,8 +38,8 @@ DATA = (
       " Class(entry, tokenizer=)"),
     S("mix", "", "Sampling weights of files (by stem) or data sources, as in a=0.7,b=0.3. '': all prompts are equally"
       " likely"),
-    S("sampler", "", "User-defined order of the prompts, PATH.py:NAME or MODULE:NAME, called as NAME(prompts, epoch,"
-      " seed). '': by shuffle"),
+    S("sampler", "", "User-defined order of the prompts, PATH.py:NAME or MODULE:NAME: a function (prompts, epoch, seed)"
+      " or a class that learns from scores. '': by shuffle"),
     S("train_batch_size", 256, "Prompts per step", bounds="[1,"),
     S("gen_batch_size", None, "Prompts per gen batch of dynamic sampling. None: train_batch_size", kind=int,
       bounds="[1,", only="algorithm.filter_groups"),

@@ -25,7 +25,8 @@ DATA = (
     same("data.gen_batch_size", "data.gen_batch_size", convert="filtering",
       why="with algorithm.filter_groups.enable; else the step's prompts are sampled at once"),
     *missing("the tokenizer is in the directory of model.path; put it there", "data.tokenizer M.tokenizer_path"),
-    *missing("verl's is a torch Sampler; data.sampler=PATH.py:NAME is a function with the order of an epoch",
+    *missing("verl's is a torch Sampler; data.sampler=PATH.py:NAME is a function with the order of an epoch, or a class"
+      " with batch and update",
       "data.sampler.* data.curriculum*"),
     *missing("tests read the prompts in the order of the files", "data.validation_shuffle"),
     *missing("name them by rollout.multi_turn.tool_config_path, a Python file with tools()",

@@ -4,8 +4,9 @@ import json
 import numpy as np
 import pytest
 
-from jppo.data.stream import Cursor, Part, mix_parts, next_batch, parse_mix, steps_per_epoch, user_order
+from jppo.data.stream import Cursor, Part, mix_parts, next_batch, parse_mix, seen, steps_per_epoch, user_order
 from jppo.settings import UserError
+from jppo.types import Prompt, Reward
 
 
 def draw(cursor, steps, **kw):
@@ -174,7 +175,7 @@ def broken(prompts, epoch, seed):
 
 def test_a_user_defined_order_goes_by_epochs(tmp_path):
     (tmp_path / "mine.py").write_text(CURRICULUM)
-    order = user_order(f"{tmp_path}/mine.py:short_first", ["long one", "a", "two"], seed=1)
+    order = user_order(f"{tmp_path}/mine.py:short_first", ["long one", "a", "two"], seed=1, batch_size=1)
     kw = dict(n=3, batch_size=1, seed=1, shuffle=True, order_of=order)
     assert draw(Cursor(), 6, **kw)[0].ravel().tolist() == [1, 2, 0, 0, 2, 1]
     assert draw(through_json(draw(Cursor(), 4, **kw)[1]), 2, **kw)[0].ravel().tolist() == [2, 1], "a resume"
@@ -191,4 +192,95 @@ def test_a_user_defined_order_goes_by_epochs(tmp_path):
 def test_a_wrong_order_is_refused(tmp_path, name, said):
     (tmp_path / "mine.py").write_text(CURRICULUM)
     with pytest.raises(UserError, match=rf"data\.sampler='.*mine\.py:{name}'.* {said}"):
-        user_order(f"{tmp_path}/mine.py:{name}", ["a", "b", "c"], seed=1)
+        user_order(f"{tmp_path}/mine.py:{name}", ["a", "b", "c"], seed=1, batch_size=1)
+
+
+LEARNING = """
+import numpy as np
+class Uncertain:
+    def __init__(self, prompts, seed):
+        self.n, self.seed = len(prompts), seed
+    def begin(self):
+        return {"step": 0, "mean": [0.5] * self.n}
+    def batch(self, state, size):
+        weight = np.array(state["mean"]) * (1 - np.array(state["mean"])) + 0.01
+        rng = np.random.default_rng([self.seed, state["step"]])
+        chosen = rng.choice(self.n, size, replace=False, p=weight / weight.sum())
+        state["step"] += 1
+        return chosen, state
+    def update(self, state, indices, scores):
+        for i, found in zip(indices, scores):
+            if found:
+                state["mean"][i] = sum(found) / len(found)
+        return state
+class Same(Uncertain):
+    def batch(self, state, size):
+        return [0] * size, state
+class Beyond(Uncertain):
+    def batch(self, state, size):
+        return [self.n - size + 1 + i for i in range(size)], state
+class Alone(Uncertain):
+    def batch(self, state, size):
+        return range(size)
+class Deaf(Uncertain):
+    update = None
+class Lost(Uncertain):
+    def __init__(self, prompts):
+        pass
+class Odd(Uncertain):
+    def begin(self):
+        return {1j}
+"""
+MEMBERS = [Prompt(f"p{i}", "", "", np.array([i], np.int32), "", {}) for i in range(6)]
+
+
+def curriculum(tmp_path, name="Uncertain"):
+    (tmp_path / "mine.py").write_text(LEARNING)
+    return user_order(f"{tmp_path}/mine.py:{name}", MEMBERS, seed=3, batch_size=2)
+
+
+def graded(*scores):
+    return [Reward(score, {}, None, unusable="not graded" if score is None else None) for score in scores]
+
+
+def test_a_curriculum_sees_the_usable_scores_of_each_prompt(tmp_path):
+    order = curriculum(tmp_path)
+    _, cursor = next_batch(Cursor(), n=6, batch_size=2, seed=3, shuffle=True, order_of=order)
+    cursor = seen(cursor, order, [MEMBERS[4], MEMBERS[1]], graded(1.0, None, 0.0, 0.5))
+    assert json.loads(cursor.curriculum) == {"step": 1, "mean": [0.5, 0.25, 0.5, 0.5, 1.0, 0.5]}
+    assert seen(cursor, None, MEMBERS, []) is cursor
+
+
+def test_a_curriculum_resumes_from_the_position_alone(tmp_path):
+    kw = dict(n=6, batch_size=2, seed=3, shuffle=True)
+
+    def steps(order, cursor, first, last, drawn):
+        for step in range(first, last):
+            batch, cursor = next_batch(cursor, order_of=order, **kw)
+            drawn.append(batch.tolist())
+            rewards = graded(*(float((i + step) % 3 == 0) for i in (*batch, *batch)))
+            cursor = seen(cursor, order, [MEMBERS[i] for i in batch], rewards)
+        return cursor
+
+    whole, halves = [], []
+    end = steps(curriculum(tmp_path), Cursor(), 0, 20, whole)
+    middle = through_json(steps(curriculum(tmp_path), Cursor(), 0, 7, halves))
+    assert steps(curriculum(tmp_path), middle, 7, 20, halves) == end and halves == whole
+    unseen, _ = draw(Cursor(), 20, order_of=curriculum(tmp_path), **kw)
+    assert unseen[0].tolist() == whole[0] and unseen.tolist() != whole, "the scores matter"
+
+
+@pytest.mark.parametrize(
+    "name,said",
+    [
+        ("Same", r"batch must return \(2 different indices, state\), not \(\[0, 0\]"),
+        ("Beyond", "batch returns indices outside 0 to 5; correct it"),
+        ("Alone", r"batch must return \(2 different indices, state\), not range\(0, 2\)"),
+        ("Deaf", "has no method update; a class has begin, batch and update"),
+        ("Lost", "__init__ raises TypeError: .*; correct it"),
+        ("Odd", "begin raises TypeError: Object of type set is not JSON serializable; correct it"),
+    ],
+)
+def test_a_wrong_curriculum_is_refused_before_anything_starts(tmp_path, name, said):
+    with pytest.raises(UserError, match=rf"data\.sampler='.*mine\.py:{name}'.* ?{said}"):
+        curriculum(tmp_path, name)
