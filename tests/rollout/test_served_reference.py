@@ -16,6 +16,8 @@ import pytest
 
 from examples import arithmetic
 from jppo import settings, train
+from jppo.build.inputs import read_inputs
+from jppo.checks import models_and_data
 from jppo.data.tokenizer import load_tokenizer
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.vllm import served_reference
@@ -110,6 +112,15 @@ def test_a_server_that_does_not_fit_is_refused_at_the_start(fake, tokenizer):
     fake.answers["/v1/models"] = (404, {})
     with pytest.raises(RolloutError, match=r"^ref\.url: .* start vLLM there, or correct the address"):
         attach(fake, tokenizer)
+
+
+def test_the_doctor_asks_the_server_and_the_mesh_has_no_reference(fake, small_run):
+    small_run.ref.url, small_run.algorithm.use_kl_in_reward = fake.url, True
+    settings.check(small_run)
+    inputs = read_inputs(small_run)
+    assert inputs.reference is None
+    [found] = models_and_data.reference_server(small_run, inputs)
+    assert (found.verdict, found.found) == ("OK", f"teacher at {fake.url}")
 
 
 @contextlib.contextmanager
