@@ -157,3 +157,27 @@ def test_the_mismatch_is_measured_over_sampled_tokens(batch):
     whole = np.where(batch.mask, batch.old_logprob - batch.rollout_logprob, 0).sum(1)[batch.mask.any(1)]
     expected["rollout_corr/chi2_seq"] = np.mean(np.exp(2 * whole)) - 1
     assert_same(found, expected)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_weights_are_capped_and_rejected_tokens_are_counted(batch, normalize):
+    rules = (("token_k1", 0.3, 3.0),)
+    what = correct.Correction(level="token", lower=None, upper=1.5, normalize=normalize, rules=rules)
+    found, metrics = correct.corrected(what, batch)
+    d = batch.old_logprob - batch.rollout_logprob
+    kept = batch.mask & (-d >= np.log(0.3)) & (-d <= np.log(3.0))
+    lost, weight = batch.mask & ~kept, np.minimum(np.exp(d), 1.5)
+    inside = weight[batch.mask]
+    assert 0 < lost.sum() < batch.mask.sum()
+    np.testing.assert_array_equal(found.mask, kept)
+    scale = inside.mean() if normalize else 1.0
+    np.testing.assert_allclose(found.weight, np.where(batch.mask, weight, 0) / scale, rtol=1e-5, atol=1e-6)
+    expected = {
+        "rollout_corr/rollout_rs_masked_fraction": lost.sum() / batch.mask.sum(),
+        "rollout_corr/rollout_rs_seq_masked_fraction": lost.any(1).sum() / batch.mask.any(1).sum(),
+        "rollout_corr/rollout_is_mean": inside.mean(),
+        "rollout_corr/rollout_is_max": inside.max(),
+        "rollout_corr/rollout_is_min": inside.min(),
+        "rollout_corr/rollout_is_eff_sample_size": inside.sum() ** 2 / (len(inside) * (inside**2).sum()),
+    }
+    assert_same(metrics, expected)

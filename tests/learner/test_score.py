@@ -1,5 +1,8 @@
 """The passes over rows: the exact KL against a sum over the vocabulary in numpy, its gradient, what is asked for."""
 
+import functools
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -96,3 +99,17 @@ def test_the_reference_gives_what_is_asked_for_and_no_more(setting, penalty, los
     passed = score.make_reference(penalty, loss, logprob, exact)
     found = passed(reference, policy, rows)
     assert [x is not None for x in found] == [ref_logp, whole]
+
+
+def test_the_exact_kl_with_a_plus_has_the_gradient_of_k2():
+    mask, w = np.bool_([[1, 0, 1]]), jnp.float32([[0.5, jnp.nan, -1.0]])
+    ref, kl_of = np.float32([[0.2, np.inf, 0.3]]), np.float32([[7.0, 8.0, 9.0]])
+    make = functools.partial(score.make_logprob_kl, "full+", None)
+    found = make(lambda params, *_: (params, params, ref, kl_of))
+
+    def total(params):
+        return jnp.sum(jnp.where(mask, found(params, params, types.SimpleNamespace(mask=mask), None)[2], 0.0))
+
+    value, slope = jax.value_and_grad(total)(w)
+    assert float(value) == 16.0
+    np.testing.assert_allclose(slope, [[0.3, 0.0, -1.3]], rtol=1e-6)  # of (log π - log π_ref)² / 2
