@@ -1,0 +1,299 @@
+"""PPO against GRPO, RLOO and REINFORCE++ at equal numbers of sampled tokens, on four small tasks.
+
+    python benchmarks/learning.py --stories_model=MODEL                      # all tasks, 5 seeds
+    python benchmarks/learning.py --tasks=chain,bisection --seeds=10
+
+learning_tasks.py describes the tasks. Each run samples 64 responses a step in process, from the same starting model.
+Every finished run is a line of OUT/<date>-<machine>-learning.jsonl; the same command later adds the missing runs.
+--tables prints the tables of that file without running anything, --plot also draws the curves of one task.
+
+A score is the mean over the responses of a step, at temperature 1. A task's budget is the number of tokens of the run
+that sampled fewest. "final" is the mean score over the last fifth of the budget, "mean" over all of it. Intervals are
+95%, by Student's t over seeds; those of differences are Welch's.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import pathlib
+import shutil
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import scipy.stats
+from learning_tasks import TASKS
+from machine import ROOT, begin, machine, slug, title
+from ml_collections import ConfigDict
+
+from jppo import settings, train
+from jppo.runlog.curve import write_curve
+from jppo.runlog.logger import read_metrics
+from jppo.settings import UserError
+
+GROUP = 8
+COMMON: dict[str, Any] = {
+    "model.scan_layers": False,
+    "data.train_batch_size": 64,
+    "data.row_lengths": 1,
+    "data.val_max_samples": 256,
+    "actor.ppo_mini_batch_size": 16,
+    "actor.lr_scheduler_type": "cosine",
+    "actor.lr_warmup_steps": 5,
+    "actor.weight_decay": 0.0,
+    "rollout.name": "inprocess",
+    "rollout.val_kwargs.temperature": 1.0,
+    "reward.workers": 1,
+    "trainer.total_training_steps": 40,
+    "trainer.val_before_train": False,
+    "trainer.logger": "jsonl",
+    "trainer.token_samples": 0,
+    "trainer.log_val_generations": 0,
+}
+GROUPS = {"data.train_batch_size": 64 // GROUP, "rollout.n": GROUP}
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "PPO": {
+        "algorithm.adv_estimator": "gae",
+        "algorithm.lam": 0.95,
+        "critic.lam": 1.0,
+        "critic.lr": 1e-3,
+        "critic.weight_decay": 0.0,
+        "critic.value_norm_decay": 0.9,
+        "critic.warmup_epochs": 8,
+        "trainer.critic_warmup": 2,
+    },
+    "GRPO": {"algorithm.adv_estimator": "grpo", **GROUPS},
+    "RLOO": {"algorithm.adv_estimator": "rloo", **GROUPS},
+    "REINFORCE++": {"algorithm.adv_estimator": "reinforce_plus_plus"},
+}
+SCORE, EXPLAINED = "critic/score/mean", "critic/vf_explained_var"
+LOGGED = (SCORE, EXPLAINED, "reward/rule_score/mean", "actor/reward_kl_penalty_seq", "actor/entropy")
+STEP = 10  # at which the explained variance is compared
+
+Row = dict[str, Any]  # a finished run
+
+
+class Interval(NamedTuple):
+    """A mean with the half width of its 95% interval."""
+
+    mean: float
+    half: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f}" + ("" if math.isnan(self.half) else f" ± {self.half:.3f}")
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """The mean over seeds with Student's interval; NaN with fewer than two."""
+    x = np.asarray(values, np.float64)
+    if len(x) < 2:
+        return Interval(float(x.mean()) if len(x) else math.nan, math.nan)
+    half = scipy.stats.t.ppf(0.975, len(x) - 1) * x.std(ddof=1) / math.sqrt(len(x))
+    return Interval(float(x.mean()), float(half))
+
+
+def difference(a: Sequence[float], b: Sequence[float]) -> Interval:
+    """The difference of two means with Welch's interval: variances may differ, and seeds are not paired."""
+    found = float(np.mean(a) - np.mean(b))
+    if min(len(a), len(b)) < 2:
+        return Interval(found, math.nan)
+    va, vb = np.var(a, ddof=1) / len(a), np.var(b, ddof=1) / len(b)
+    if va + vb == 0:
+        return Interval(found, 0.0)
+    freedom = (va + vb) ** 2 / (va**2 / (len(a) - 1) + vb**2 / (len(b) - 1))
+    return Interval(found, float(scipy.stats.t.ppf(0.975, freedom) * math.sqrt(va + vb)))
+
+
+def mean_score(tokens: Sequence[float], scores: Sequence[float], begin: float, end: float) -> float:
+    """The mean of the steps' scores over the sampled tokens from `begin` to `end`; `tokens` are those of each step."""
+    ends = np.cumsum(tokens)
+    covered = np.clip(np.minimum(ends, end) - np.maximum(ends - tokens, begin), 0.0, None)
+    return float(covered @ np.asarray(scores) / covered.sum())
+
+
+def settings_of(task: str, algorithm: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """All settings of a run that differ from the defaults, but for paths and the seed."""
+    return {**COMMON, **TASKS[task].settings, **ALGORITHMS[algorithm], **changes}
+
+
+def make_config(task: str, algorithm: str, seed: int, work: pathlib.Path, changes: Mapping[str, Any]) -> ConfigDict:
+    """The config of a run, in the folder `work`."""
+    paths = {**TASKS[task].paths, **(TASKS[task].critic if algorithm == "PPO" else {})}
+    c = settings.default()
+    c.update_from_flattened_dict(settings_of(task, algorithm, changes))
+    c.update_from_flattened_dict({name: str(work / task / path) for name, path in paths.items()})
+    c.trainer.run_dir, c.trainer.seed = str(work / "run"), seed
+    c.trainer.compile_cache = str(work / "programs")
+    settings.check(c)
+    return c
+
+
+def run(task: str, algorithm: str, seed: int, work: pathlib.Path, changes: Mapping[str, Any]) -> Row:
+    """Trains once and returns the line of the result."""
+    c = make_config(task, algorithm, seed, work, changes)
+    folder = pathlib.Path(c.trainer.run_dir)
+    shutil.rmtree(folder, ignore_errors=True)
+    with (work / "log").open("a") as log, contextlib.redirect_stdout(log):
+        train.train(c)
+    lines = read_metrics(folder)
+    steps = [line for line in lines if SCORE in line]
+    responses = c.data.train_batch_size * c.rollout.n
+    shutil.rmtree(folder)
+    jax.clear_caches()
+    return {
+        "tokens": [round(line["response_length/mean"] * responses) for line in steps],
+        "test": next(line["val/score"] for line in reversed(lines) if "val/score" in line),
+        "seconds": round(sum(line["timing_s/step"] for line in steps), 1),
+        "curves": {name: [round(line[name], 5) for line in steps] for name in LOGGED if name in steps[0]},
+    }
+
+
+def identity(row: Row) -> tuple[str, str, int, str]:
+    """The key of a run; runs with other settings are other runs."""
+    return row["task"], row["algorithm"], row["seed"], json.dumps(row["settings"], sort_keys=True)
+
+
+def place(out: pathlib.Path, date: str) -> pathlib.Path:
+    """The newest results of this machine, or a new file of today."""
+    name = f"{slug(machine())}-learning.jsonl"
+    return max(out.glob(f"*-{name}"), default=out / f"{date}-{name}")
+
+
+def read(path: pathlib.Path) -> list[Row]:
+    """The finished runs of a file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def run_missing(args: argparse.Namespace, path: pathlib.Path) -> None:
+    """Runs what the file lacks, seed by seed, and adds each run to it."""
+    changes = {CHANGES[option]: vars(args)[option] for option in CHANGES if vars(args)[option] is not None}
+    done = {identity(row) for row in read(path)}
+    for task in args.tasks:
+        folder = args.work / task
+        if not (folder / "ready").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            TASKS[task].prepare(folder, args.stories_model)
+            (folder / "ready").touch()
+        for seed in range(args.first_seed, args.first_seed + args.seeds):
+            for algorithm in args.algorithms:
+                row = {"task": task, "algorithm": algorithm, "seed": seed}
+                row["settings"] = settings_of(task, algorithm, changes)
+                if identity(row) in done:
+                    continue
+                row |= begin() | {"machine": machine()} | run(task, algorithm, seed, args.work, changes)
+                with path.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+                print(f"{task} {algorithm} seed {seed}: test {row['test']:.3f}, {row['seconds']} s", flush=True)
+
+
+def select(rows: Sequence[Row], task: str, seeds: int) -> dict[str, list[Row]]:
+    """The runs of a task with today's settings, by algorithm; empty unless each algorithm has `seeds` of them."""
+    found: dict[str, list[Row]] = {}
+    for name in ALGORITHMS:
+        mine = settings_of(task, name, {})
+        found[name] = [r for r in rows if (r["task"], r["algorithm"], r["settings"]) == (task, name, mine)]
+    return found if all(len(runs) >= seeds for runs in found.values()) else {}
+
+
+def figures(found: Mapping[str, Sequence[Row]]) -> tuple[int, dict[str, dict[str, list[float]]]]:
+    """The budget in tokens, and by algorithm the values of each seed."""
+    budget = min(sum(row["tokens"]) for runs in found.values() for row in runs)
+    values = {}
+    for name, runs in found.items():
+        scores = [(row["tokens"], row["curves"][SCORE]) for row in runs]
+        values[name] = {
+            "final": [mean_score(*one, 0.8 * budget, budget) for one in scores],
+            "mean": [mean_score(*one, 0.0, budget) for one in scores],
+            "explained": [row["curves"][EXPLAINED][STEP - 1] for row in runs if EXPLAINED in row["curves"]],
+            "test": [row["test"] for row in runs],
+        }
+    return budget, values
+
+
+def tables(rows: Sequence[Row], tasks: Sequence[str], seeds: int) -> str:
+    """The complete tasks as markdown."""
+    lines = [
+        f"| task (tokens) | algorithm | seeds | final | mean | test | explained variance, step {STEP} |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    versus = ["| task | PPO minus | final | mean |", "|---|---|---:|---:|"]
+    incomplete = []
+    for task in tasks:
+        if not (found := select(rows, task, seeds)):
+            incomplete.append(task)
+            continue
+        budget, values = figures(found)
+        for name, v in values.items():
+            head = f"{task} ({budget:,})" if name == "PPO" else ""
+            explained = str(interval(v["explained"])) if v["explained"] else ""
+            shown = " | ".join(str(interval(v[kind])) for kind in ("final", "mean", "test"))
+            lines.append(f"| {head} | {name} | {len(v['final'])} | {shown} | {explained} |")
+            if name != "PPO":
+                against = (difference(values["PPO"][kind], v[kind]) for kind in ("final", "mean"))
+                versus.append(f"| {task} | {name} | {' | '.join(map(str, against))} |")
+    left = f"\nWithout {seeds} seeds of every algorithm: {', '.join(incomplete)}." if incomplete else ""
+    return "\n".join([*lines, "", *versus]) + left
+
+
+def draw(rows: Sequence[Row], task: str, seeds: int, path: pathlib.Path) -> None:
+    """Draws the mean scores of a task over its steps."""
+    lines = {}
+    for name, runs in select(rows, task, seeds).items():
+        mean = np.mean([row["curves"][SCORE] for row in runs], axis=0)
+        lines[name] = [(step, float(score)) for step, score in enumerate(mean, 1)]
+    if not lines:
+        raise UserError(f"--plot={path}: {task} has fewer than --seeds={seeds} runs of some algorithm; run it first")
+    write_curve(path, title=f"Mean score of {seeds} seeds: {task}", lines=lines, dots={})
+
+
+CHANGES = {"steps": "trainer.total_training_steps", "lr": "actor.lr"}  # options that change a setting
+
+
+def chosen(text: str, known: Sequence[str], option: str) -> list[str]:
+    """Splits an option at commas and checks the names."""
+    names = text.split(",")
+    if unknown := [name for name in names if name not in known]:
+        raise UserError(f"--{option}={text}: {unknown[0]!r} is not one of {', '.join(known)}")
+    return names
+
+
+@settings.exit_on_user_error
+def main(argv: list[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", default=",".join(TASKS))
+    parser.add_argument("--algorithms", default=",".join(ALGORITHMS))
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--first_seed", type=int, default=1)
+    parser.add_argument("--steps", type=int, help="of a run, in place of 40")
+    parser.add_argument("--lr", type=float, help="of the actor, in place of the task's")
+    parser.add_argument("--stories_model", type=pathlib.Path, help="directory of a TinyStories Llama, for rlhf")
+    parser.add_argument("--work", type=pathlib.Path, default=ROOT / "runs/learning", help="starting models, programs")
+    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--tables", action="store_true", help="only print the tables")
+    parser.add_argument("--plot", type=pathlib.Path, help="also draw the first task's curves to this SVG file")
+    args = parser.parse_args(argv)
+    args.tasks = chosen(args.tasks, list(TASKS), "tasks")
+    args.algorithms = chosen(args.algorithms, list(ALGORITHMS), "algorithms")
+    if args.seeds < 1:
+        raise UserError(f"--seeds={args.seeds} must be 1 or more; an interval needs 2")
+    args.work = args.work.resolve()
+    path = place(args.out, begin()["date"])
+    if not args.tables:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        run_missing(args, path)
+    rows = read(path)
+    if rows:
+        print(f"{title(rows[-1]['machine'])}; commit {rows[-1]['commit']}\n")
+    print(tables(rows, args.tasks, args.seeds))
+    if args.plot is not None:
+        draw(rows, args.tasks[0], args.seeds, args.plot)
+    print(f"\n{os.path.relpath(path)}")
+
+
+if __name__ == "__main__":
+    main()
