@@ -19,6 +19,7 @@ import math
 import os
 import pathlib
 import shutil
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -125,7 +126,7 @@ def make_config(task: str, algorithm: str, seed: int, work: pathlib.Path, change
     c = settings.default()
     c.update_from_flattened_dict(settings_of(task, algorithm, changes))
     c.update_from_flattened_dict({name: str(work / task / path) for name, path in paths.items()})
-    c.trainer.run_dir, c.trainer.seed = str(work / "run"), seed
+    c.trainer.run_dir, c.trainer.seed = str(work / task / "run"), seed
     c.trainer.compile_cache = str(work / "programs")
     settings.check(c)
     return c
@@ -136,7 +137,7 @@ def run(task: str, algorithm: str, seed: int, work: pathlib.Path, changes: Mappi
     c = make_config(task, algorithm, seed, work, changes)
     folder = pathlib.Path(c.trainer.run_dir)
     shutil.rmtree(folder, ignore_errors=True)
-    with (work / "log").open("a") as log, contextlib.redirect_stdout(log):
+    with (work / task / "log").open("a") as log, contextlib.redirect_stdout(log):
         train.train(c)
     lines = read_metrics(folder)
     steps = [line for line in lines if SCORE in line]
@@ -151,9 +152,17 @@ def run(task: str, algorithm: str, seed: int, work: pathlib.Path, changes: Mappi
     }
 
 
-def identity(row: Row) -> tuple[str, str, int, str]:
-    """The key of a run; runs with other settings are other runs."""
-    return row["task"], row["algorithm"], row["seed"], json.dumps(row["settings"], sort_keys=True)
+def identity(row: Row) -> str:
+    """The key of a run; runs with other settings, data or starting models are other runs."""
+    return json.dumps([row[name] for name in ("task", "algorithm", "seed", "settings", "start")], sort_keys=True)
+
+
+def checksum(folder: pathlib.Path) -> int:
+    """A checksum of a task's prompts and of its models' weights."""
+    found = 0
+    for path in (folder / "data/train.jsonl", folder / "data/test.jsonl", *sorted(folder.glob("*/hf/*.safetensors"))):
+        found = zlib.crc32(path.read_bytes(), found)
+    return found
 
 
 def place(out: pathlib.Path, date: str) -> pathlib.Path:
@@ -181,7 +190,7 @@ def run_missing(args: argparse.Namespace, path: pathlib.Path) -> None:
         for seed in range(args.first_seed, args.first_seed + args.seeds):
             for algorithm in args.algorithms:
                 row = {"task": task, "algorithm": algorithm, "seed": seed}
-                row["settings"] = settings_of(task, algorithm, changes)
+                row |= {"settings": settings_of(task, algorithm, changes), "start": checksum(folder)}
                 if identity(row) in done:
                     continue
                 row |= begin() | {"machine": machine()} | run(task, algorithm, seed, args.work, changes)
@@ -191,11 +200,15 @@ def run_missing(args: argparse.Namespace, path: pathlib.Path) -> None:
 
 
 def select(rows: Sequence[Row], task: str, seeds: int) -> dict[str, list[Row]]:
-    """The runs of a task with today's settings, by algorithm; empty unless each algorithm has `seeds` of them."""
+    """The runs of a task with today's settings and its last starting model, by algorithm.
+
+    Empty unless each algorithm has `seeds` of them.
+    """
+    start = next((row["start"] for row in reversed(rows) if row["task"] == task), None)
     found: dict[str, list[Row]] = {}
     for name in ALGORITHMS:
-        mine = settings_of(task, name, {})
-        found[name] = [r for r in rows if (r["task"], r["algorithm"], r["settings"]) == (task, name, mine)]
+        mine = (task, name, settings_of(task, name, {}), start)
+        found[name] = [r for r in rows if (r["task"], r["algorithm"], r["settings"], r["start"]) == mine]
     return found if all(len(runs) >= seeds for runs in found.values()) else {}
 
 
@@ -269,7 +282,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--algorithms", default=",".join(ALGORITHMS))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first_seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, help="of a run, in place of 40")
+    parser.add_argument("--steps", type=int, help="of a run, in place of the task's")
     parser.add_argument("--lr", type=float, help="of the actor, in place of the task's")
     parser.add_argument("--stories_model", type=pathlib.Path, help="directory of a TinyStories Llama, for rlhf")
     parser.add_argument("--work", type=pathlib.Path, default=ROOT / "runs/learning", help="starting models, programs")

@@ -28,7 +28,7 @@ from jppo.settings import UserError
 REWARDS = ROOT / "benchmarks" / "learning_rewards.py"
 TEST = 256  # held-out prompts
 WORD = "play"  # that a story of `rlhf` should mention
-IMITATION_STEPS, PAIR_STEPS, SAMPLES = 400, 100, 32  # of fine-tuning, of the reward model; stories per opening
+IMITATION_STEPS, PAIR_STEPS, SAMPLES = 400, 250, 32  # of fine-tuning, of the reward model; stories per opening
 # 110,000 parameters, for chain and bisection
 SMALL = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": 48}
 SMALL |= {"max_position_embeddings": 128}
@@ -47,7 +47,7 @@ class Task:
 def prepare_quickstart(folder: pathlib.Path, model: pathlib.Path | None) -> None:
     """The data and the starting model of `make quickstart`."""
     arithmetic.write(folder / "data", arithmetic.make(seed=1, test=1000, sloppy=0.65, demonstrations=8))
-    _imitate(settings.recipe("quickstart_sft", str(folder)))
+    _imitate(settings.recipe("quickstart_sft", str(folder)), IMITATION_STEPS)
 
 
 def prepare_rlhf(folder: pathlib.Path, model: pathlib.Path | None) -> None:
@@ -72,7 +72,7 @@ def prepare_rlhf(folder: pathlib.Path, model: pathlib.Path | None) -> None:
 
 
 def prepare_chain(folder: pathlib.Path, model: pathlib.Path | None) -> None:
-    """Chains of a teacher who forgets four carries in five."""
+    """Chains of a teacher who forgets most carries, and writes any number once in ten times."""
     rng = np.random.default_rng(1)
     starts = rng.permutation([(start, addend) for start in range(100) for addend in range(1, 10)])
     rows = [
@@ -80,16 +80,15 @@ def prepare_chain(folder: pathlib.Path, model: pathlib.Path | None) -> None:
         for start, addend in starts
     ]
     demonstrations = []
-    for _ in range(8):
-        for start, addend in starts[TEST:]:
-            numbers = [int(start)]
-            for forgets in rng.random(STEPS) < 0.8:
-                number = numbers[-1] + addend - 10 * (forgets and arithmetic.carries(numbers[-1], addend))
-                numbers.append(number % 100)
-            response = ",".join(f"{number:02d}" for number in numbers[1:])
-            demonstrations.append({"prompt": f"{start:02d}+{addend}=", "response": response})
+    for start, addend in np.tile(starts[TEST:], (40, 1)):
+        numbers = [int(start)]
+        for forgets, slips in rng.random((STEPS, 2)) < (0.65, 0.1):
+            number = numbers[-1] + addend - 10 * (forgets and arithmetic.carries(numbers[-1], addend))
+            numbers.append(int(rng.integers(100)) if slips else number % 100)
+        response = ",".join(f"{number:02d}" for number in numbers[1:])
+        demonstrations.append({"prompt": f"{start:02d}+{addend}=", "response": response})
     made = {"train": rows[TEST:], "test": rows[:TEST], "sft": demonstrations}
-    _start(folder, made, "0123456789+=,", longest=(5, 3 * STEPS))
+    _start(folder, made, "0123456789+=,", longest=(5, 3 * STEPS), steps=2 * IMITATION_STEPS)
 
 
 def prepare_bisection(folder: pathlib.Path, model: pathlib.Path | None) -> None:
@@ -109,10 +108,12 @@ def prepare_bisection(folder: pathlib.Path, model: pathlib.Path | None) -> None:
             low, high = (low, min(high, guess - 1)) if number < guess else (max(low, guess + 1), high)
         demonstrations.append({"prompt": "?", "response": turns})
     made = {"train": rows[TEST:], "test": rows[:TEST], "sft": demonstrations}
-    _start(folder, made, f"{NUMBERS}<>?", longest=(1, 3 * GUESSES))
+    _start(folder, made, f"{NUMBERS}<>?", longest=(1, 3 * GUESSES), steps=IMITATION_STEPS)
 
 
-def _start(folder: pathlib.Path, made: Mapping[str, Any], characters: str, *, longest: tuple[int, int]) -> None:
+def _start(
+    folder: pathlib.Path, made: Mapping[str, Any], characters: str, *, longest: tuple[int, int], steps: int
+) -> None:
     """Writes the rows of each set and fine-tunes a small model on `sft`."""
     (folder / "data").mkdir(parents=True, exist_ok=True)
     for name, rows in made.items():
@@ -122,11 +123,11 @@ def _start(folder: pathlib.Path, made: Mapping[str, Any], characters: str, *, lo
     c = settings.recipe("quickstart_sft", str(folder))
     c.data.max_prompt_length, c.data.max_response_length = longest
     c.data.train_batch_size = 64
-    _imitate(c)
+    _imitate(c, steps)
 
 
-def _imitate(c: ConfigDict) -> None:
-    c.trainer.total_training_steps, c.trainer.logger = IMITATION_STEPS, "jsonl"
+def _imitate(c: ConfigDict, steps: int) -> None:
+    c.trainer.total_training_steps, c.trainer.logger = steps, "jsonl"
     settings.check(c)
     sft.train(c)
 
@@ -151,6 +152,7 @@ TASKS = {
             "reward.weights": "rm_score=1,rule_score=0",
             "reward.model.max_length": 64,
             "actor.lr": 5e-4,
+            "trainer.total_training_steps": 25,
         },
         prepare_rlhf,
         _FILES | {"reward.model.path": "rm/hf"},

@@ -27,6 +27,7 @@ DOCS = (
     "docs/architecture.md",
     "docs/algorithms.md",
     "docs/distillation.md",
+    "docs/learning.md",
     "docs/data.md",
     "docs/rollout.md",
     "docs/rewards.md",

@@ -52,7 +52,7 @@ def row(learning, algorithm, seed, scores, tokens):
     if algorithm == "PPO":
         curves[learning.EXPLAINED] = [0.1 * seed] * len(scores)
     chosen = json.loads(json.dumps(learning.settings_of("chain", algorithm, {})))
-    about = {"task": "chain", "algorithm": algorithm, "seed": seed, "settings": chosen}
+    about = {"task": "chain", "algorithm": algorithm, "seed": seed, "settings": chosen, "start": 1}
     return about | {"tokens": [tokens] * len(scores), "test": 0.5, "curves": curves}
 
 
