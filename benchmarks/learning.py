@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import scipy.stats
-from learning_tasks import TASKS
+from learning_tasks import ALGORITHMS, COMMON, TASKS
 from machine import ROOT, begin, machine, slug, title
 from ml_collections import ConfigDict
 
@@ -35,41 +35,6 @@ from jppo.runlog.curve import write_curve
 from jppo.runlog.logger import read_metrics
 from jppo.settings import UserError
 
-GROUP = 8
-COMMON: dict[str, Any] = {
-    "model.scan_layers": False,
-    "data.train_batch_size": 64,
-    "data.row_lengths": 1,
-    "data.val_max_samples": 256,
-    "actor.ppo_mini_batch_size": 16,
-    "actor.lr_scheduler_type": "cosine",
-    "actor.lr_warmup_steps": 5,
-    "actor.weight_decay": 0.0,
-    "rollout.name": "inprocess",
-    "rollout.val_kwargs.temperature": 1.0,
-    "reward.workers": 1,
-    "trainer.total_training_steps": 40,
-    "trainer.val_before_train": False,
-    "trainer.logger": "jsonl",
-    "trainer.token_samples": 0,
-    "trainer.log_val_generations": 0,
-}
-GROUPS = {"data.train_batch_size": 64 // GROUP, "rollout.n": GROUP}
-ALGORITHMS: dict[str, dict[str, Any]] = {
-    "PPO": {
-        "algorithm.adv_estimator": "gae",
-        "algorithm.lam": 0.95,
-        "critic.lam": 1.0,
-        "critic.lr": 1e-3,
-        "critic.weight_decay": 0.0,
-        "critic.value_norm_decay": 0.9,
-        "critic.warmup_epochs": 8,
-        "trainer.critic_warmup": 2,
-    },
-    "GRPO": {"algorithm.adv_estimator": "grpo", **GROUPS},
-    "RLOO": {"algorithm.adv_estimator": "rloo", **GROUPS},
-    "REINFORCE++": {"algorithm.adv_estimator": "reinforce_plus_plus"},
-}
 SCORE, EXPLAINED = "critic/score/mean", "critic/vf_explained_var"
 LOGGED = (SCORE, EXPLAINED, "reward/rule_score/mean", "actor/reward_kl_penalty_seq", "actor/entropy")
 STEP = 10  # at which the explained variance is compared

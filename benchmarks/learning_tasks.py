@@ -1,4 +1,4 @@
-"""The tasks of learning.py: their data, starting models and settings.
+"""The tasks and algorithms of learning.py: data, starting models and settings.
 
 | task | response | rewards |
 |---|---|---|
@@ -174,4 +174,40 @@ TASKS = {
         prepare_bisection,
         _FILES | {f"{_TURNS}.environment": f"{REWARDS}:Bisection"},
     ),
+}
+
+# The settings of all runs, and those of each algorithm.
+COMMON: dict[str, Any] = {
+    "model.scan_layers": False,
+    "data.train_batch_size": 64,
+    "data.row_lengths": 1,
+    "data.val_max_samples": 256,
+    "actor.ppo_mini_batch_size": 16,
+    "actor.lr_scheduler_type": "cosine",
+    "actor.lr_warmup_steps": 5,
+    "actor.weight_decay": 0.0,
+    "rollout.name": "inprocess",
+    "rollout.val_kwargs.temperature": 1.0,
+    "reward.workers": 1,
+    "trainer.total_training_steps": 40,
+    "trainer.val_before_train": False,
+    "trainer.logger": "jsonl",
+    "trainer.token_samples": 0,
+    "trainer.log_val_generations": 0,
+}
+GROUPS = {"data.train_batch_size": 8, "rollout.n": 8}  # as many responses
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "PPO": {
+        "algorithm.adv_estimator": "gae",
+        "algorithm.lam": 0.95,
+        "critic.lam": 1.0,
+        "critic.lr": 1e-3,
+        "critic.weight_decay": 0.0,
+        "critic.value_norm_decay": 0.9,
+        "critic.warmup_epochs": 8,
+        "trainer.critic_warmup": 2,
+    },
+    "GRPO": {"algorithm.adv_estimator": "grpo", **GROUPS},
+    "RLOO": {"algorithm.adv_estimator": "rloo", **GROUPS},
+    "REINFORCE++": {"algorithm.adv_estimator": "reinforce_plus_plus"},
 }

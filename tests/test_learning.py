@@ -67,6 +67,8 @@ def test_tables_compare_at_the_smallest_budget_and_leave_out_incomplete_tasks(le
     assert "Without 2 seeds of every algorithm: rlhf." in text
     other = [*rows[:-1], rows[-1] | {"settings": rows[-1]["settings"] | {"actor.lr": 1.0}}]
     assert "Without 2 seeds of every algorithm: chain." in learning.tables(other, ["chain"], seeds=2)
+    other = [*rows, rows[-1] | {"start": 2}]  # the runs before it began with another model
+    assert "Without 2 seeds of every algorithm: chain." in learning.tables(other, ["chain"], seeds=2)
 
 
 def test_rewards_of_a_chain():
