@@ -1,4 +1,4 @@
-"""The rewards of the tasks `chain` and `bisection` of learning.py: a function for steps and an environment for turns.
+"""Rewards of the tasks `chain` and `bisection` of learning.py: a function for steps, an environment for turns.
 
 Standard library only, because the reward's worker processes import this file.
 """
