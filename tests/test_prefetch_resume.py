@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from examples import arithmetic
-from jppo import prefetch
 from jppo.build import prefetch as build_prefetch
 from jppo.data.curriculum import Curriculum
 from jppo.data.stream import Cursor
 from jppo.data.tokenizer import load_tokenizer
 from jppo.distributed.hosts import Hosts
 from jppo.models import decoder, hf, hf_write
+from jppo.prefetch import requests, supply
 from jppo.rewards.model.by_jax import JaxRewardModel
 from jppo.rewards.model.classifier import read_classifier
 from jppo.rewards.model.part import ModelPart, Normalizer
@@ -33,7 +33,7 @@ ANSWERS = "samples that the checkpoint has of the next steps are"
 def make(sampler, cursor=None, panel=None, hosts=None, **changes):
     how = dataclasses.replace(HOW, **changes)
     more = {} if hosts is None else {"hosts": hosts}
-    return prefetch.Supply(how, TRAIN, sampler, panel or Panel(), cursor or Cursor(), **more)
+    return supply.Supply(how, TRAIN, sampler, panel or Panel(), cursor or Cursor(), **more)
 
 
 def saved(it):
@@ -203,7 +203,7 @@ def interrupted_after(lines, work):
     left = [lines]
 
     def trace(frame, event, _):
-        if frame.f_code.co_filename != prefetch.__file__:
+        if frame.f_code.co_filename not in (requests.__file__, supply.__file__):
             return None
         if event == "line":
             left[0] -= 1
@@ -286,7 +286,7 @@ def test_a_queue_fits_settings_that_have_changed(then, now):
         sampler.version = step
         drawn = it.take(step)
         assert len(drawn.prompts) == 2 and len(drawn.trajectories) == 4
-        assert prefetch.ages(drawn.trajectories, step).max() <= now["staleness"]
+        assert supply.ages(drawn.trajectories, step).max() <= now["staleness"]
         seen += [p.uid for p in drawn.prompts]
         it.forget(step)
         state = saved(it)
