@@ -18,6 +18,7 @@ from jppo.data.tokenizer import load_tokenizer
 from jppo.distributed.hosts import Hosts
 from jppo.models import decoder, hf, hf_write
 from jppo.prefetch import requests, supply
+from jppo.rewards import parts
 from jppo.rewards.model.by_jax import JaxRewardModel
 from jppo.rewards.model.classifier import read_classifier
 from jppo.rewards.model.part import ModelPart, Normalizer
@@ -380,7 +381,7 @@ def test_a_real_reward_model_scores_no_kept_sample_again(tmp_path, quick_compila
         panel.close()
 
 
-class Part:
+class Told(parts.Part):
     """Grades what it is told to."""
 
     def __init__(self):
@@ -392,7 +393,7 @@ class Part:
 
 
 def test_finished_rewards_are_those_whose_parts_are_all_there_without_error():
-    a, b = Part(), Part()
+    a, b = Told(), Told()
     grading = Grading(Parts({"a": a, "b": b}, Weights({"a": 1.0, "b": 2.0}, {}), score_on_error=0.0))
     sample = dataclasses.make_dataclass("Sample", ["prompt"])(TRAIN.prompts[0])
     for number in range(3):

@@ -15,13 +15,13 @@ from typing import Any
 
 from jppo.errors import expanded
 from jppo.rewards.earned import at_characters
-from jppo.rewards.parts import Sample
+from jppo.rewards.parts import Part, Sample
 from jppo.rewards.pool import Pool, Read, Target, plain, ready
 from jppo.settings import UserError
 from jppo.types import Reward
 
 
-class FunctionPart:
+class FunctionPart(Part):
     """A custom function as a part of the reward; loads the file at once, and closes the pool with itself.
 
     Invalid files and functions are UserErrors here. In training, a failure is an error of its sample, or of all samples

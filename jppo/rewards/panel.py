@@ -102,29 +102,29 @@ class Panel:
     def ready(self) -> None:
         """Waits until all parts have started."""
         for part in self.parts.values():
-            getattr(part, "ready", lambda: None)()
+            part.ready()
 
     def testing(self) -> "Panel":
         """Returns the same panel for held-out samples, without updating running statistics."""
-        parts = {name: getattr(part, "testing", lambda part=part: part)() for name, part in self.parts.items()}
+        parts = {name: part.testing() for name, part in self.parts.items()}
         return Panel(parts, self.weights, score_on_error=self.score_on_error)
 
     def metrics(self) -> dict[str, float]:
         """Returns the parts' counters since the last call."""
         found: dict[str, float] = {}
         for part in self.parts.values():
-            found |= getattr(part, "metrics", dict)()
+            found |= part.metrics()
         return found
 
     def state(self) -> dict[str, Any]:
         """Returns the state of the parts for a checkpoint."""
-        return {name: part.state() for name, part in self.parts.items() if hasattr(part, "state")}
+        return {name: state for name, part in self.parts.items() if (state := part.state())}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state`."""
         for name, remembered in state.items():
-            if name in self.parts and hasattr(self.parts[name], "load"):
-                self.parts[name].load(remembered)  # type: ignore[attr-defined]
+            if name in self.parts:
+                self.parts[name].load(remembered)
 
     def close(self) -> None:
         """Stops the parts' processes and connections."""

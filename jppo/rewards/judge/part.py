@@ -19,11 +19,11 @@ from typing import Any
 from jppo.rewards.judge.cache import Cache
 from jppo.rewards.judge.client import Answer, JudgeClient, JudgeError
 from jppo.rewards.judge.prompts import Rubric, read_score
-from jppo.rewards.parts import Sample, failed
+from jppo.rewards.parts import Part, Sample, failed
 from jppo.types import Reward
 
 
-class JudgePart:
+class JudgePart(Part):
     """The judge as a part of the reward, with its own event loop in a thread."""
 
     def __init__(
@@ -59,9 +59,6 @@ class JudgePart:
                 return future
         self._settle(future, failed("the judge was closed before the sample was submitted"))
         return future
-
-    def flush(self) -> None:
-        """Does nothing: no sample waits for another."""
 
     def metrics(self) -> dict[str, float]:
         """Returns counts since the last call: errors are samples, requests include retries."""
