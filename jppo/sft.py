@@ -142,7 +142,7 @@ def estimate(c: ConfigDict, task: Task) -> tuple[memory.Estimate, int]:
     trained = memory.sketch(c, mesh, task.cfg, head="lm", adapters=task.adapters)
     shapes = memory.largest(plan)
     rows = [memory.rows_of(shape, mesh) for shape in shapes]
-    flop = [memory.useful_update(c, task.cfg, shape, task.adapters, head=True) for shape in shapes]
+    flop = [memory.useful(c, task.cfg, shape, task.adapters, head=True) for shape in shapes]
     opt, moments = memory.learning(
         "sft", task.accumulate, c.optim, trained, rows, useful=flop, masked=memory.sampled_share(c)
     )

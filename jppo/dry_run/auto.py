@@ -50,6 +50,11 @@ def with_changes(c: ConfigDict, changes: dict[str, Any]) -> ConfigDict:
     return other
 
 
+def arguments(changes: dict[str, Any]) -> str:
+    """Formats settings as command-line arguments."""
+    return " ".join(f"--config.{name}={value}" for name, value in changes.items())
+
+
 def first(c: ConfigDict) -> ConfigDict:
     """Returns the config of the first candidate, for programs without gradients."""
     return with_changes(c, next(candidates(c))) if asked(c) else c

@@ -7,9 +7,8 @@ from typing import Any
 from jppo.dry_run.memory import Estimate, Moment
 from jppo.targets import collectives, forecast
 from jppo.targets.forecast import Forecast
-from jppo.targets.machines import HOST, Machine
+from jppo.targets.machines import GIB, HOST, Machine
 
-GIB = 2**30
 NOTE = "forecast by the compiler, not measured"
 
 

@@ -123,7 +123,11 @@ class RulePart(Part):
             return {}
         with self._lock:
             counts, self._counts = self._counts, collections.Counter()
-        return {f"reward/code/{name}": float(counts[name]) for name in ("suspicious", "errors", "retries")}
+        return {
+            "reward/code/suspicious": float(counts["suspicious"]),
+            "reward/code/errors": float(counts["errors"]),
+            "reward/code/retries": float(counts["retries"]),
+        }
 
     def close(self) -> None:
         """Stops the pool's processes."""

@@ -8,7 +8,7 @@ import dataclasses
 import pathlib
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -52,7 +52,9 @@ class Talk(Protocol):
 
 
 class Sampler(Protocol):
-    """An engine that samples from the last published policy."""
+    """An engine that samples from the last published policy. A subclass needs `version` and `start` alone."""
+
+    version: int | None  # of the weights; None: it has none yet
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, done: Done | None = None
@@ -61,7 +63,15 @@ class Sampler(Protocol):
 
         `done` gets each response with its index when it is complete, in any order and from any thread.
         """
-        ...
+        if version != self.version:
+            has = "none" if self.version is None else f"version {self.version}"
+            raise RolloutError(f"version {version} of the weights was requested, but the engine has {has}")
+        future = self.start(prompts, sampling, done=done)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
 
     def start(
         self,
@@ -70,7 +80,7 @@ class Sampler(Protocol):
         *,
         done: Done | None = None,
         only: Collection[int] | None = None,
-    ) -> Future[Any]:
+    ) -> Future[list[Trajectory]]:
         """Like `generate`, with the current weights at each token; need not block.
 
         `only`: the indices of the wanted samples; None: all.
@@ -79,15 +89,13 @@ class Sampler(Protocol):
 
     def sleep(self) -> None:
         """Frees memory: nothing will be sampled before the next weights."""
-        ...
 
     def metrics(self) -> dict[str, float]:
         """Returns the engine's counters since the last call."""
-        ...
+        return {}
 
     def close(self) -> None:
         """Stops the engine and frees its resources; may be called twice."""
-        ...
 
 
 class Served(Sampler, Protocol):

@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import jax
+
 from jppo.targets import collectives, flops, hlo, traffic
 from jppo.targets.collectives import Collective
 
@@ -66,9 +68,7 @@ def of_program(lowered: Any, sizes: dict[str, int], *, share: float = 1.0) -> Ac
     try:
         with heard(said):
             done = lowered.compile()
-    except Exception as e:
-        if type(e).__name__ not in ("JaxRuntimeError", "XlaRuntimeError"):
-            raise
+    except jax.errors.JaxRuntimeError as e:
         return Account(compile_s=time.perf_counter() - began, error=_reason(str(e)))
     seconds = time.perf_counter() - began
     memory: Any = done.memory_analysis()

@@ -254,7 +254,7 @@ def test_a_new_publish_leaves_no_stale_cache_and_no_stale_head(served):
     trajectories = sampler.generate(PROMPTS, SAMPLING, version=2)
     assert gap(new, trajectories) < 1e-3
     assert gap(old, trajectories) > 0.1  # the test can tell them apart
-    with pytest.raises(RolloutError, match="version 1 of the weights was requested, but the servers have version 2"):
+    with pytest.raises(RolloutError, match="version 1 of the weights was requested, but the engine has version 2"):
         sampler.generate(PROMPTS[:1], SAMPLING, version=1)
     sampler.load(random_weights(config, 1)[1].items(), version=1)
 

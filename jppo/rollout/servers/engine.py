@@ -1,4 +1,4 @@
-"""The `Sampler` over servers of any kind; `client.py` and `client.py` implement their interfaces."""
+"""The `Sampler` over servers of any kind; the `client.py` of each kind implements their interfaces."""
 
 import dataclasses
 import os
@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from jppo.rollout import conversations
-from jppo.rollout.protocol import Done, RolloutError, Talk
+from jppo.rollout.protocol import Done, RolloutError, Served, Talk
 from jppo.rollout.servers import guard
 from jppo.rollout.servers.endpoint import Endpoint
 from jppo.rollout.servers.fleet import Fleet
@@ -53,29 +53,16 @@ class Publisher(Protocol):
         ...
 
 
-class ServedSampler:
+class ServedSampler(Served):
     """The Sampler over a fleet."""
 
     def __init__(self, fleet: Fleet, talk: Talk, publisher: Publisher, *, sleep_level: int):
         self.fleet = fleet
+        self.version = None
         self._sleep_level = sleep_level
         self._talk = talk
         self._publisher = publisher
         self._told = (0, 0)
-
-    def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, done: Done | None = None
-    ) -> list[Trajectory]:
-        """Samples `sampling.n` responses per prompt with the weights `version`; `done` gets each at once."""
-        if version != self.fleet.version:
-            has = "none" if self.fleet.version is None else f"version {self.fleet.version}"
-            raise RolloutError(f"version {version} of the weights was requested, but the servers have {has}")
-        future = self.start(prompts, sampling, done=done)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
 
     def start(
         self,
@@ -85,10 +72,7 @@ class ServedSampler:
         done: Done | None = None,
         only: Collection[int] | None = None,
     ) -> Future[list[Trajectory]]:
-        """Like `generate`, with the current weights at each token; does not block.
-
-        `only`: the indices of the wanted samples; None: all.
-        """
+        """Like `Sampler.start`; does not block."""
         return self.fleet.start(conversations.converse(self.fleet.ask, self._talk, prompts, sampling, done, only))
 
     def load(self, tensors: Iterable[tuple[str, np.ndarray]], *, version: int, mode: str = "wait") -> None:
@@ -121,6 +105,7 @@ class ServedSampler:
         except RolloutError:
             self._publisher.refused()
             raise
+        self.version = delivery.version
 
 
 class Engine:
