@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib.metadata
-import json
 import math
 import pathlib
 import re
@@ -235,7 +234,7 @@ def finished(c: ConfigDict, checkpoints: Checkpoints, total_steps: int) -> bool:
 
 def require_own(c: ConfigDict) -> None:
     """Raises UserError where the checkpoints of the run folder are of another command."""
-    wrote, here = command_of(_written_settings(expanded(c.trainer.run_dir))), command_of(c)
+    wrote, here = command_of(settings.read_dump(expanded(c.trainer.run_dir) / "config.json")), command_of(c)
     if wrote not in (None, here):
         raise UserError(
             f"trainer.run_dir={c.trainer.run_dir} has a run of {wrote}, and this is {here}; give it another folder"
@@ -253,12 +252,3 @@ def command_of(config: Container[str]) -> str | None:
     if "data" not in config:
         return None
     return "jppo.train" if "rollout" in config else "jppo.reward_model" if "loss" in config else "jppo.sft"
-
-
-def _written_settings(run: pathlib.Path) -> dict[str, Any]:
-    """Reads a run's config.json; {} if it cannot be read."""
-    try:
-        found = json.loads((run / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -29,6 +29,12 @@ class NonFinite(Exception):
     """A state has NaN or infinities: it is not saved, because no run could resume from it."""
 
 
+def steps_in(directory: pathlib.Path) -> list[int]:
+    """Returns the steps of the complete checkpoints in a folder, in order: only these have a number as a name."""
+    there = directory.iterdir() if directory.is_dir() else ()
+    return sorted(int(path.name) for path in there if path.name.isdecimal())
+
+
 class Checkpoints:
     """The checkpoints of one run; a context manager."""
 
@@ -52,9 +58,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Returns the steps of the complete checkpoints, in order."""
-        if not self._directory.is_dir():
-            return []
-        return sorted(int(path.name) for path in self._directory.iterdir() if path.name.isdecimal())
+        return steps_in(self._directory)
 
     def latest(self) -> int | None:
         """Returns the step of the last complete checkpoint; None without one."""

@@ -170,32 +170,12 @@ class Logger:
 class Silent:
     """The logger of hosts that write and print nothing."""
 
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Does nothing."""
+    def _nothing(self, *_: object) -> None: ...
 
-    def generations(self, step: int, rows: Rows) -> None:
-        """Does nothing."""
-
-    def samples(self, name: str, rows: Rows) -> None:
-        """Does nothing."""
-
-    def arrays(self, name: str, arrays: Mapping[str, np.ndarray]) -> None:
-        """Does nothing."""
-
-    def note(self, text: str) -> None:
-        """Does nothing."""
-
-    def warn(self, finding: Finding) -> None:
-        """Does nothing."""
-
-    def sync(self) -> None:
-        """Does nothing."""
+    log = generations = samples = arrays = note = warn = sync = __exit__ = _nothing
 
     def __enter__(self) -> "Silent":
         return self
-
-    def __exit__(self, *_: object) -> None:
-        """Does nothing."""
 
 
 class JsonLines:
