@@ -57,7 +57,7 @@ SHORT = {
 OUT = "runs/evaluate"
 KINDS = ("pass", "maj", "best", "worst")  # columns of the table with several responses per prompt
 
-Summaries = Mapping[str, Mapping[str, statistics.Estimate]]
+Summaries = Mapping[str, Mapping[str, statistics.MeanSe]]
 
 
 def evaluate(c: ConfigDict, console: rich.console.Console) -> bool:
@@ -162,7 +162,7 @@ def table(summaries: Summaries, n: int) -> rich.table.Table:
     return drawn
 
 
-def _estimate(found: statistics.Estimate | None) -> str:
+def _estimate(found: statistics.MeanSe | None) -> str:
     if found is None or math.isnan(found.mean):
         return "" if found is None else "none"
     return f"{found.mean:.4f}" + ("" if math.isnan(found.se) else f" ± {found.se:.4f}")

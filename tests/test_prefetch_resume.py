@@ -22,7 +22,7 @@ from jppo.rewards import parts
 from jppo.rewards.model.by_jax import JaxRewardModel
 from jppo.rewards.model.classifier import read_classifier
 from jppo.rewards.model.part import ModelPart, Normalizer
-from jppo.rewards.panel import Grading, Weights
+from jppo.rewards.panel import Grading, PartWeights
 from jppo.rewards.panel import Panel as Parts
 from jppo.runlog import sample_queue, trajectories
 from jppo.types import Reward
@@ -349,7 +349,7 @@ def test_a_real_reward_model_scores_no_kept_sample_again(tmp_path, quick_compila
 
     def open_panel():
         part = ModelPart(Model(what, batch_size=4, max_length=16), Ids(), batch_size=4, normalizer=Normalizer())
-        return Parts({"rm_score": part}, Weights({"rm_score": 1.0}, {}), score_on_error=0.0)
+        return Parts({"rm_score": part}, PartWeights({"rm_score": 1.0}, {}), score_on_error=0.0)
 
     def steps(it, sampler, *numbers):
         rewards = []
@@ -394,7 +394,7 @@ class Told(parts.Part):
 
 def test_finished_rewards_are_those_whose_parts_are_all_there_without_error():
     a, b = Told(), Told()
-    grading = Grading(Parts({"a": a, "b": b}, Weights({"a": 1.0, "b": 2.0}, {}), score_on_error=0.0))
+    grading = Grading(Parts({"a": a, "b": b}, PartWeights({"a": 1.0, "b": 2.0}, {}), score_on_error=0.0))
     sample = dataclasses.make_dataclass("Sample", ["prompt"])(TRAIN.prompts[0])
     for number in range(3):
         grading.submit(number, sample)

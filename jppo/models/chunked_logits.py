@@ -15,7 +15,7 @@ from jppo.models.vocabulary import Vocabulary
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Chunking:
     """How each device of a mesh computes the outputs of its own tokens."""
 
     outputs: Callable[..., tuple[jax.Array, ...]]  # (vocabulary, targets [C], *raw logits [C, V]) -> arrays [C]
@@ -82,17 +82,17 @@ def _by_group(fn: Callable[..., Any], count: int, batched: Any, kernels: Any, *a
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def outputs(plan: Plan, kernels: Any, hidden: Any, targets: jax.Array, mask: jax.Array) -> tuple[jax.Array, ...]:
+def outputs(plan: Chunking, kernels: Any, hidden: Any, targets: jax.Array, mask: jax.Array) -> tuple[jax.Array, ...]:
     """Computes the plan's outputs [R, T] of each token of the mask, 0 elsewhere, from a kernel and states per model."""
     found: tuple[jax.Array, ...] = plan.on_mesh(_forward, kernels, False)(kernels, hidden, targets, mask)
     return found
 
 
-def _outputs_forward(plan: Plan, *args: Any) -> tuple[Any, Any]:
+def _outputs_forward(plan: Chunking, *args: Any) -> tuple[Any, Any]:
     return outputs(plan, *args), args
 
 
-def _outputs_backward(plan: Plan, args: Any, given: Any) -> tuple[Any, ...]:
+def _outputs_backward(plan: Chunking, args: Any, given: Any) -> tuple[Any, ...]:
     return *plan.on_mesh(_backward, args[0], True)(*args, given), None, None
 
 
@@ -113,7 +113,7 @@ def _exchanged(total: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def _forward(
-    plan: Plan, vocabulary: Vocabulary, columns: Any, kernels: Any, hidden: Any, targets: jax.Array, mask: jax.Array
+    plan: Chunking, vocabulary: Vocabulary, columns: Any, kernels: Any, hidden: Any, targets: jax.Array, mask: jax.Array
 ) -> tuple[jax.Array, ...]:
     """Computes the outputs of a device's tokens [R, T]."""
     flat, targets = [x.reshape(-1, x.shape[-1]) for x in hidden], targets.reshape(-1)
@@ -133,7 +133,7 @@ def _forward(
 
 
 def _backward(
-    plan: Plan,
+    plan: Chunking,
     vocabulary: Vocabulary,
     columns: Any,
     kernels: Any,

@@ -73,7 +73,7 @@ def by_logits(
     if temperature <= 0 or chunk_tokens < 1:
         raise ValueError(f"{temperature=} must be above 0 and {chunk_tokens=} at least 1")
     mask = jnp.ones(targets.shape, bool) if mask is None else mask
-    plan = chunked_logits.Plan(functools.partial(_finished, body, models, temperature), chunk_tokens, mesh)
+    plan = chunked_logits.Chunking(functools.partial(_finished, body, models, temperature), chunk_tokens, mesh)
     found: tuple[jax.Array, ...] = chunked_logits.outputs(plan, kernels, hidden, targets, mask)
     return found
 

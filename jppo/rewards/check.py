@@ -28,7 +28,7 @@ FORMS = ("#### {}", "\\boxed{{{}}}", "The answer is {}.", "{}")
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
+class SourceCheck:
     """The result for one source."""
 
     source: str
@@ -44,7 +44,7 @@ class Finding:
         return not self.errors and self.truth > self.wrong
 
 
-def check(panel: Panel, prompts: Sequence[Prompt], *, rows: int = ROWS) -> list[Finding]:
+def check(panel: Panel, prompts: Sequence[Prompt], *, rows: int = ROWS) -> list[SourceCheck]:
     """Returns a finding for each data source, from its first rows."""
     sources = sorted({prompt.data_source for prompt in prompts})
     return [_source(panel, [p for p in prompts if p.data_source == source][: max(rows, 2)]) for source in sources]
@@ -57,7 +57,7 @@ def solutions(prompt: Prompt) -> list[str]:
     return worked + [form.format(prompt.ground_truth) for form in FORMS]
 
 
-def _source(panel: Panel, prompts: list[Prompt]) -> Finding:
+def _source(panel: Panel, prompts: list[Prompt]) -> SourceCheck:
     """Uses the form of solution with the highest score, because the format is up to the rule."""
     forms = [solutions(prompt) for prompt in prompts]
     others = [_other(i, prompts) for i in range(len(prompts))]
@@ -70,7 +70,7 @@ def _source(panel: Panel, prompts: list[Prompt]) -> Finding:
     best = max(range(len(means)), key=lambda i: means[i])
     chosen, wrong = rights[best], graded[len(rights) + best]
     errors = [r.error for r in (*graded[best], *wrong) if r.error is not None]
-    return Finding(
+    return SourceCheck(
         source=prompts[0].data_source,
         rows=len(prompts),
         truth=means[best],
@@ -96,7 +96,7 @@ def _mean(rewards: Sequence[Reward]) -> float:
     return sum(scores) / len(scores) if scores else float("-inf")
 
 
-def report(findings: Sequence[Finding]) -> str:
+def report(findings: Sequence[SourceCheck]) -> str:
     """Formats a line per source, and a remedy for failures."""
     lines = []
     for f in findings:

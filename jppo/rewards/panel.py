@@ -22,7 +22,7 @@ OFF = "off"  # weight of a part that is not computed for a source
 
 
 @dataclasses.dataclass(frozen=True)
-class Weights:
+class PartWeights:
     """The weight of each part, for all data sources and for single ones; None: not computed."""
 
     general: Mapping[str, float | None]
@@ -34,13 +34,13 @@ class Weights:
         return {part: weight for part, weight in found.items() if weight is not None}
 
 
-def parse_weights(text: str, parts: Sequence[str], *, optional: Sequence[str] = ()) -> Weights:
+def parse_weights(text: str, parts: Sequence[str], *, optional: Sequence[str] = ()) -> PartWeights:
     """Parses reward.weights: 'judge_score=0.5', 'SOURCE:judge_score=off', separated by commas.
 
     An empty text gives every part weight 1. Otherwise every part must be named, except those in `optional`.
     """
     if not text.strip():
-        return Weights(dict.fromkeys(parts, 1.0), {})
+        return PartWeights(dict.fromkeys(parts, 1.0), {})
     general: dict[str, float | None] = {}
     of_source: dict[tuple[str, str], float | None] = {}
     for item in (item.strip() for item in text.split(",") if item.strip()):
@@ -65,7 +65,7 @@ def parse_weights(text: str, parts: Sequence[str], *, optional: Sequence[str] = 
                 f"reward.weights={text!r} has no weight for {part}, which is configured; add one (0 computes and"
                 " logs it only)"
             )
-    return Weights({part: general.get(part) for part in parts}, of_source)
+    return PartWeights({part: general.get(part) for part in parts}, of_source)
 
 
 def _weight(value: str, said: str) -> float | None:
@@ -83,7 +83,7 @@ def _weight(value: str, said: str) -> float | None:
 class Panel:
     """All parts of a run's reward."""
 
-    def __init__(self, parts: Mapping[str, Part], weights: Weights, *, score_on_error: float | None):
+    def __init__(self, parts: Mapping[str, Part], weights: PartWeights, *, score_on_error: float | None):
         self.parts = parts
         self.weights = weights
         self.score_on_error = score_on_error

@@ -98,7 +98,7 @@ def make_programs(s: InprocessSettings, ends: Sequence[int], *, turns: int) -> P
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class Waiting:
     """A waiting request."""
 
     number: int  # in order of arrival
@@ -131,14 +131,14 @@ class Batcher:
         self._ends = ends
         self._decode = decode
         self._version = version
-        self._waiting: list[Request] = []
+        self._waiting: list[Waiting] = []
         self._came = asyncio.Event()
         self._asked = 0
 
     async def ask(self, ids: Sequence[int], *, sampling: Sampling, seed: int, near: Hashable) -> Answer:
         """Returns one answer to `ids`; waits for a row."""
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._waiting.append(Request(self._asked, np.asarray(ids, np.int32), sampling, seed, answer))
+        self._waiting.append(Waiting(self._asked, np.asarray(ids, np.int32), sampling, seed, answer))
         self._asked += 1
         self._came.set()
         return await answer
@@ -156,7 +156,7 @@ class Batcher:
     async def answer_all(self) -> None:
         """Answers requests until it is cancelled."""
         s = self.settings
-        slots, under_way = self._programs.empty(), dict[int, Request]()
+        slots, under_way = self._programs.empty(), dict[int, Waiting]()
         while True:
             if not under_way:
                 self._came.clear()
@@ -196,7 +196,7 @@ class Batcher:
         advance = self._programs.advancing(sampling, self.settings.cfg.vocab_size)
         return advance(self._model, slots, choice_of(sampling), np.int32(enough))
 
-    def _fill(self, slots: Slots, waiting: Sequence[Request], free: Sequence[int]) -> tuple[Slots, Sequence[Request]]:
+    def _fill(self, slots: Slots, waiting: Sequence[Waiting], free: Sequence[int]) -> tuple[Slots, Sequence[Waiting]]:
         """Fills free rows with the first waiting requests, as many as one prefill takes; returns them."""
         count, length = next(shape for shape in self.settings.prompt_shapes if shape[1] >= len(waiting[0].ids))
         read: dict[bytes, int] = {}
@@ -205,7 +205,7 @@ class Batcher:
         )
         return self._programs.fill(self._model, slots, *self._filling(taken, free, (count, length))), taken
 
-    def _filling(self, taken: Sequence[Request], free: Sequence[int], shape: tuple[int, int]) -> tuple[np.ndarray, ...]:
+    def _filling(self, taken: Sequence[Waiting], free: Sequence[int], shape: tuple[int, int]) -> tuple[np.ndarray, ...]:
         """Returns the further arguments of `generate.fill`: prompts, source, length, until and seed."""
         prompts, source, length, until, seed = filling(self.settings.rows, shape)
         places: dict[bytes, int] = {}

@@ -43,7 +43,7 @@ SLOW_AFTER = 5  # earlier measurements of the stage
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
+class Alert:
     """One warning."""
 
     step: int
@@ -230,18 +230,18 @@ class Diagnosis:
         self._past = Past()
         self._steps = 0
 
-    def once(self, finding: Finding) -> list[Finding]:
+    def once(self, alert: Alert) -> list[Alert]:
         """A warning found elsewhere, unless it was reported before."""
-        if finding.name in self._reported:
+        if alert.name in self._reported:
             return []
-        self._reported.add(finding.name)
-        return [finding]
+        self._reported.add(alert.name)
+        return [alert]
 
     def recall(self, metrics: Mapping[str, float | None]) -> None:
         """Adds a step from before a resume without warnings; its memory belonged to another process."""
         self._past.add({name: value for name, value in metrics.items() if name != MEMORY})
 
-    def feed(self, step: int, metrics: Mapping[str, float | None]) -> list[Finding]:
+    def feed(self, step: int, metrics: Mapping[str, float | None]) -> list[Alert]:
         """Adds a step and returns its new warnings."""
         self._steps += 1
         warm = self._steps > WARM_UP_STEPS
@@ -249,5 +249,5 @@ class Diagnosis:
         out = []
         for name, (rule, remedy) in RULES.items():
             if name not in self._reported and (found := rule(self._past)) is not None:
-                out += self.once(Finding(step, name, found, remedy))
+                out += self.once(Alert(step, name, found, remedy))
         return out

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from jppo.runlog import atomic_file
-from jppo.runlog.diagnosis import Finding
+from jppo.runlog.diagnosis import Alert
 
 Rows = Sequence[Mapping[str, Any]]  # samples, as in evaluate.samples
 COLUMNS = ("prompt", "response", "ground_truth", "score", "error", "finish")  # shown of samples
@@ -24,7 +24,7 @@ class Sink(Protocol):
     def generations(self, step: int, rows: Rows) -> None:
         """Logs some samples of a step, before its metrics."""
 
-    def warn(self, finding: Finding) -> None:
+    def warn(self, alert: Alert) -> None:
         """Logs a warning."""
 
     def close(self, *, failed: bool) -> None:

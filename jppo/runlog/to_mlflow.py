@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from jppo.runlog.diagnosis import Finding
+from jppo.runlog.diagnosis import Alert
 from jppo.runlog.sinks import COLUMNS, About, Rows, Sent, cell, finite
 from jppo.settings import UserError
 
@@ -80,10 +80,10 @@ class MLflow:
             shown = [{name: cell(row.get(name)) for name in COLUMNS} for row in rows]
             self._client.log_dict(self._id, {"rows": shown}, f"generations/step_{step}.json")
 
-    def warn(self, finding: Finding) -> None:
+    def warn(self, alert: Alert) -> None:
         """Sets a tag of the run."""
-        said = f"step {finding.step}: {finding.found}; {finding.remedy}"
-        self._client.set_tag(self._id, f"warnings.{finding.name}", said)
+        said = f"step {alert.step}: {alert.found}; {alert.remedy}"
+        self._client.set_tag(self._id, f"warnings.{alert.name}", said)
 
     def close(self, *, failed: bool) -> None:
         """Ends the run."""

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from jppo.runlog.diagnosis import Finding
+from jppo.runlog.diagnosis import Alert
 from jppo.runlog.sinks import COLUMNS, About, Rows, Sent, cell, finite
 from jppo.settings import UserError
 
@@ -64,9 +64,9 @@ class Wandb:
             data = [[cell(row.get(name)) for name in COLUMNS] for row in rows]
             self._run.log({"generations": self._table(columns=list(COLUMNS), data=data)}, step=step, commit=False)
 
-    def warn(self, finding: Finding) -> None:
+    def warn(self, alert: Alert) -> None:
         """Adds a line to the run's summary."""
-        self._run.summary[f"warnings/{finding.name}"] = f"step {finding.step}: {finding.found}; {finding.remedy}"
+        self._run.summary[f"warnings/{alert.name}"] = f"step {alert.step}: {alert.found}; {alert.remedy}"
 
     def close(self, *, failed: bool) -> None:
         """Sends the rest, with a time limit."""

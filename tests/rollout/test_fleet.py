@@ -10,7 +10,7 @@ import pytest
 
 from jppo.rollout.protocol import RolloutError, greedy, sample_seed
 from jppo.rollout.servers import repair, router
-from jppo.rollout.servers.engine import Limits
+from jppo.rollout.servers.engine import ServerLimits
 from jppo.rollout.vllm.client import GENERATE, start_vllm
 from jppo.types import Prompt
 from tests.rollout.test_vllm import choice
@@ -61,7 +61,7 @@ def made(fakes, settings, monkeypatch):
                 "run",
                 settings=settings(start_timeout_s=start_s, lora_rank=lora_rank),
                 urls=[fake.url for fake in fakes[:count]],
-                limits=Limits(timeout_s, health_s, restarts, connections=connections),
+                limits=ServerLimits(timeout_s, health_s, restarts, connections=connections),
                 publish_dir="",
             )
         )

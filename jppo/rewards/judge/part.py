@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from jppo.rewards.judge.cache import Cache
-from jppo.rewards.judge.client import Answer, JudgeClient, JudgeError
+from jppo.rewards.judge.client import JudgeClient, JudgeError, JudgeReply
 from jppo.rewards.judge.prompts import Rubric, read_score
 from jppo.rewards.parts import Part, Sample, failed
 from jppo.types import Reward
@@ -122,7 +122,7 @@ class JudgePart(Part):
                 self._remember(asked, score, answer.text)
         return Reward(score, {"judge_raw": score * self._rubric.max_score}, error=None)
 
-    async def _answer(self, question: str) -> Answer:
+    async def _answer(self, question: str) -> JudgeReply:
         """Asks the judge, with retries after growing delays."""
         for attempt in range(self._retries + 1):
             self._count(requests=1, retries=int(attempt > 0))
@@ -142,7 +142,7 @@ class JudgePart(Part):
                 return answer
         raise AssertionError("unreachable")
 
-    def _read(self, answer: Answer) -> float:
+    def _read(self, answer: JudgeReply) -> float:
         if answer.finish in ("content_filter", "refusal"):
             raise JudgeError(f"the judge refused ({answer.finish}): {answer.text[:200]!r}")
         if not answer.text.strip():

@@ -23,7 +23,7 @@ from jppo.types import Prompt, Sampling, Trajectory
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class ServerLimits:
     """Timeouts and restart limits of servers, as in the settings of `rollout`."""
 
     request_timeout_s: float
@@ -117,7 +117,7 @@ class Engine:
         urls: Sequence[str],
         publisher: Publisher,
         speak: Callable[[Sequence[int]], Dialect],
-        limits: Limits,
+        limits: ServerLimits,
         *,
         start_timeout_s: float,
     ):

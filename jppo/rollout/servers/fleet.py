@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from jppo.rollout.protocol import Answer, RolloutError, sample_seed
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
-from jppo.rollout.servers.kind import Delivery, Dialect, Part
+from jppo.rollout.servers.kind import Completion, Delivery, Dialect
 from jppo.rollout.servers.member import Cut, Member
 from jppo.rollout.servers.process import stop_all
 from jppo.rollout.servers.repair import Delivered, Repairs
@@ -172,7 +172,9 @@ class Fleet:
 
     # Methods on the loop.
 
-    async def _ask_one(self, ids: Sequence[int], sampling: Sampling, seed: int, near: Hashable, *, sure: bool) -> Part:
+    async def _ask_one(
+        self, ids: Sequence[int], sampling: Sampling, seed: int, near: Hashable, *, sure: bool
+    ) -> Completion:
         member = await self._router.take(near)
         try:
             oldest = self.version
@@ -201,7 +203,7 @@ class Fleet:
         given = self._delivered.deliveries[-1].model if self._delivered.deliveries else None
         return member.model if given is None else given
 
-    def _require_versions(self, part: Part, oldest: int | None, member: Member) -> None:
+    def _require_versions(self, part: Completion, oldest: int | None, member: Member) -> None:
         known = {str(v) for v in range(oldest or 0, (self.version or 0) + 1)}
         if strange := sorted(set(part.version) - known):
             raise ServerFault(

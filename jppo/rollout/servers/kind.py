@@ -9,7 +9,7 @@ from jppo.types import Sampling
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class Completion:
     """A server's answer to one request; `finish` may be 'abort': a weight update interrupted it."""
 
     tokens: list[int]
@@ -36,7 +36,7 @@ class Dialect(Protocol):
         """Returns the route and the body of a request for one answer."""
         ...
 
-    def part(self, reply: Any, sampling: Sampling) -> Part:
+    def part(self, reply: Any, sampling: Sampling) -> Completion:
         """Parses the reply to a request with this `sampling`."""
         ...
 

@@ -39,7 +39,7 @@ class Folders:
             folder.mkdir()
             shutil.copy(config, folder)
 
-    def write(self, tensors: Iterable[tuple[str, np.ndarray]]) -> tuple[pathlib.Path, list[layout.Entry]]:
+    def write(self, tensors: Iterable[tuple[str, np.ndarray]]) -> tuple[pathlib.Path, list[layout.TensorEntry]]:
         """Writes into the directory that was not written last; returns it and its entries."""
         self._folders.reverse()
         folder = self._folders[0]

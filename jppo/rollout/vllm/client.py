@@ -16,8 +16,8 @@ from typing import Any
 
 from jppo.rollout.servers import guard
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
-from jppo.rollout.servers.engine import Engine, Limits
-from jppo.rollout.servers.kind import Part, sampling_params
+from jppo.rollout.servers.engine import Engine, ServerLimits
+from jppo.rollout.servers.kind import Completion, sampling_params
 from jppo.rollout.servers.process import Server, check_ports
 from jppo.rollout.vllm import arguments, publisher
 from jppo.rollout.vllm.arguments import ServerSettings
@@ -57,7 +57,7 @@ class Vllm:
             },
         }
 
-    def part(self, reply: Any, sampling: Sampling) -> Part:
+    def part(self, reply: Any, sampling: Sampling) -> Completion:
         """Parses the tokens with their log-probs and weight versions."""
         try:
             choice = reply["choices"][0]
@@ -74,7 +74,7 @@ class Vllm:
             raise ServerFault(
                 f"vLLM gave {len(tokens)} tokens with {len(version)} versions and the log-probs {logprob[:8]}..."
             )
-        return Part(tokens, logprob, version, finish)
+        return Completion(tokens, logprob, version, finish)
 
     def inspect(self, endpoint: Endpoint) -> tuple[str, int]:
         """Checks the routes, the worker and the settings that training needs."""
@@ -132,7 +132,7 @@ def start_vllm(
     *,
     settings: ServerSettings,
     urls: Sequence[str],
-    limits: Limits,
+    limits: ServerLimits,
     publish_dir: str,
     publish_via: str = "file",
     publish_host: str = "",
