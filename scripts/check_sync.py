@@ -23,7 +23,8 @@ import numpy as np
 from jppo.models import decoder, heads, hf, hf_write
 from jppo.models.families import ModelConfig
 from jppo.rollout.protocol import RolloutError, greedy
-from jppo.rollout.servers.engine import ServedSampler, ServerLimits
+from jppo.rollout.servers.engine import ServedSampler
+from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.vllm import layout, publisher
 from jppo.rollout.vllm.arguments import ServerSettings
 from jppo.rollout.vllm.buffers import Buffers, Parcel

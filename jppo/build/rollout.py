@@ -24,8 +24,8 @@ from jppo.models.lora import Lora
 from jppo.rollout.continuous_batching import InprocessSettings
 from jppo.rollout.inprocess import InprocessEngine, InprocessSampler
 from jppo.rollout.protocol import Served
-from jppo.rollout.servers.engine import Engine, ServerLimits
-from jppo.rollout.servers.member import CONNECTIONS
+from jppo.rollout.servers.engine import Engine
+from jppo.rollout.servers.member import CONNECTIONS, ServerLimits
 from jppo.rollout.sglang.client import start_sglang
 from jppo.rollout.vllm.arguments import ServerSettings
 from jppo.rollout.vllm.client import start_vllm

@@ -10,7 +10,7 @@ import pytest
 
 from jppo.rollout.protocol import RolloutError, greedy, sample_seed
 from jppo.rollout.servers import repair, router
-from jppo.rollout.servers.engine import ServerLimits
+from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.vllm.client import GENERATE, start_vllm
 from jppo.types import Prompt
 from tests.rollout.test_vllm import choice

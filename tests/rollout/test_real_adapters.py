@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jppo.models import families, hf_write, lora
-from jppo.rollout.servers.engine import ServerLimits
+from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.vllm.client import start_vllm
 from tests.rollout.test_real_vllm import GREEDY, PROMPTS, SAMPLING, gap, make_model, random_weights
 

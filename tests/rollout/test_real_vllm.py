@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jppo.rollout.protocol import RolloutError, greedy
-from jppo.rollout.servers.engine import ServerLimits
+from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.vllm import publisher
 from jppo.rollout.vllm.buffers import Buffers
 from jppo.rollout.vllm.client import start_vllm
@@ -378,7 +378,7 @@ def test_a_broken_server_is_started_again_and_nothing_is_lost(served):
 
 TRAINER = """
 import json, sys, time
-from jppo.rollout.servers.engine import ServerLimits
+from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.vllm.client import start_vllm
 from jppo.rollout.vllm.arguments import ServerSettings
 model, run, settings, wait = json.loads(sys.argv[1])

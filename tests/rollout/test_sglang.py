@@ -17,7 +17,7 @@ import pytest
 from jppo import train
 from jppo.rollout.protocol import RolloutError, greedy
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
-from jppo.rollout.servers.engine import ServerLimits
+from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.sglang import publisher
 from jppo.rollout.sglang.arguments import OURS, check_sglang, flags
 from jppo.rollout.sglang.client import GENERATE, Sglang, start_sglang

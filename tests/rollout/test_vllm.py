@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jppo.rollout.protocol import RolloutError, greedy, sample_seed
-from jppo.rollout.servers.engine import ServerLimits
+from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.vllm.client import GENERATE, start_vllm
 from jppo.settings import UserError
 from jppo.types import Prompt

@@ -1,6 +1,5 @@
 """The `Sampler` over servers of any kind; the `client.py` of each kind implements their interfaces."""
 
-import dataclasses
 import os
 import pathlib
 import sys
@@ -16,21 +15,10 @@ from jppo.rollout.servers import guard
 from jppo.rollout.servers.endpoint import Endpoint
 from jppo.rollout.servers.fleet import Fleet
 from jppo.rollout.servers.kind import Delivery, Dialect
-from jppo.rollout.servers.member import CONNECTIONS, Member
+from jppo.rollout.servers.member import Member, ServerLimits
 from jppo.rollout.servers.process import Server, stop_all
 from jppo.settings import UserError
 from jppo.types import Prompt, Sampling, Trajectory
-
-
-@dataclasses.dataclass(frozen=True)
-class ServerLimits:
-    """Timeouts and restart limits of servers, as in the settings of `rollout`."""
-
-    request_timeout_s: float
-    health_timeout_s: float
-    max_restarts: int
-    sleep_level: int = 0
-    connections: int = CONNECTIONS  # requests in flight at one server
 
 
 class Publisher(Protocol):
@@ -157,14 +145,7 @@ class Engine:
                 members.append(Member(endpoint, server, *dialect.inspect(endpoint), limits.connections))
             except RolloutError as e:
                 raise UserError(f"{e}; {dialect.how}") from e
-        fleet = Fleet(
-            members,
-            dialect,
-            max_restarts=limits.max_restarts,
-            health_timeout_s=limits.health_timeout_s,
-            start_timeout_s=self._start_timeout_s,
-            decode=decode,
-        )
+        fleet = Fleet(members, dialect, limits, start_timeout_s=self._start_timeout_s, decode=decode)
         self._sampler = ServedSampler(
             fleet, talk or conversations.one_turn(decode), self._publisher, sleep_level=limits.sleep_level
         )

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from jppo.rollout.protocol import Answer, RolloutError, sample_seed
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.servers.kind import Completion, Delivery, Dialect
-from jppo.rollout.servers.member import Cut, Member
+from jppo.rollout.servers.member import Cut, Member, ServerLimits
 from jppo.rollout.servers.process import stop_all
 from jppo.rollout.servers.repair import Delivered, Repairs
 from jppo.rollout.servers.router import Router
@@ -37,9 +37,8 @@ class Fleet:
         self,
         members: Sequence[Member],
         dialect: Dialect,
+        limits: ServerLimits,
         *,
-        max_restarts: int,
-        health_timeout_s: float,
         start_timeout_s: float,
         decode: Callable[[list[int]], str] = str,
     ):
@@ -51,14 +50,7 @@ class Fleet:
         self._delivered = Delivered()
         self._updates = 0
         self._router = Router(members)
-        self._repairs = Repairs(
-            self._router,
-            dialect,
-            self._delivered,
-            max_restarts=max_restarts,
-            health_timeout_s=health_timeout_s,
-            start_timeout_s=start_timeout_s,
-        )
+        self._repairs = Repairs(self._router, dialect, self._delivered, limits, start_timeout_s=start_timeout_s)
         self._pool = ThreadPoolExecutor(2 * len(members) + 1, thread_name_prefix="jppo-fleet")
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(self._pool)

@@ -12,7 +12,7 @@ import time
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers.endpoint import ServerFault
 from jppo.rollout.servers.kind import Delivery, Dialect
-from jppo.rollout.servers.member import Member
+from jppo.rollout.servers.member import Member, ServerLimits
 from jppo.rollout.servers.router import Router
 
 PROBE_S = 2.0  # between two health checks
@@ -32,22 +32,14 @@ class Repairs:
     """The repairs of a fleet; methods run on its event loop, with its thread pool as the loop's executor."""
 
     def __init__(
-        self,
-        router: Router,
-        dialect: Dialect,
-        delivered: Delivered,
-        *,
-        max_restarts: int,
-        health_timeout_s: float,
-        start_timeout_s: float,
+        self, router: Router, dialect: Dialect, delivered: Delivered, limits: ServerLimits, *, start_timeout_s: float
     ):
         self.restarts = 0
         self.closed = False
         self._router = router
         self._dialect = dialect
         self._delivered = delivered
-        self._max_restarts = max_restarts
-        self._health_timeout_s = health_timeout_s
+        self._limits = limits
         self._start_timeout_s = start_timeout_s
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -70,7 +62,7 @@ class Repairs:
         try:
             if member.server is not None and not member.server.alive():
                 raise ServerFault(f"the server at {member.endpoint.url} has ended; {member.server.why()}")
-            await member.endpoint.within(self._health_timeout_s).look("/health")
+            await member.endpoint.within(self._limits.health_timeout_s).look("/health")
         except ServerFault as e:
             self.suspect(member, e, sure=True)
         except Exception as e:  # as in `_mend`
@@ -84,8 +76,8 @@ class Repairs:
             member.up = False
             member.give_up()
             while not self.closed:
-                if self.restarts >= self._max_restarts:
-                    said = f"it is not restarted: rollout.max_restarts={self._max_restarts}"
+                if self.restarts >= self._limits.max_restarts:
+                    said = f"it is not restarted: rollout.max_restarts={self._limits.max_restarts}"
                     self._router.fail(RolloutError(f"{fault}; {said}"))
                     return
                 _say(f"{fault}; it is {'waited for' if member.server is None else 'restarted'}")
@@ -119,7 +111,7 @@ class Repairs:
         """Whether a failed server is really broken."""
         if member.server is not None and not member.server.alive():
             return True
-        endpoint = member.endpoint.within(self._health_timeout_s)
+        endpoint = member.endpoint.within(self._limits.health_timeout_s)
         try:
             with self._delivered.lock:  # no update is in progress
                 return self._dialect.paused(endpoint) or self._dialect.version(endpoint) != self._delivered.version
@@ -148,7 +140,7 @@ class Repairs:
         deadline = time.monotonic() + self._start_timeout_s
         while not self.closed:
             try:
-                member.endpoint.within(self._health_timeout_s).see("/health")
+                member.endpoint.within(self._limits.health_timeout_s).see("/health")
                 member.model, member.max_model_len = self._dialect.inspect(member.endpoint)
                 return
             except RolloutError as e:

@@ -12,8 +12,9 @@ from typing import Any
 
 from jppo.rollout.servers import guard
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
-from jppo.rollout.servers.engine import Engine, ServerLimits
+from jppo.rollout.servers.engine import Engine
 from jppo.rollout.servers.kind import Completion, sampling_params
+from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.servers.process import Server, check_ports
 from jppo.rollout.sglang import arguments
 from jppo.rollout.sglang import publisher as folders

@@ -16,8 +16,9 @@ from typing import Any
 
 from jppo.rollout.servers import guard
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
-from jppo.rollout.servers.engine import Engine, ServerLimits
+from jppo.rollout.servers.engine import Engine
 from jppo.rollout.servers.kind import Completion, sampling_params
+from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.servers.process import Server, check_ports
 from jppo.rollout.vllm import arguments, publisher
 from jppo.rollout.vllm.arguments import ServerSettings
