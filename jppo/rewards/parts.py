@@ -49,7 +49,6 @@ class Part(Protocol):
 
         The future never raises: a failure is a Reward with an error and a NaN score.
         """
-        ...
 
     def ready(self) -> None:
         """Waits until the part has started."""

@@ -40,7 +40,6 @@ class Ask(Protocol):
 
         Requests with the same `near` share a prefix; they go to one server if that is no slower.
         """
-        ...
 
 
 class Talk(Protocol):
@@ -48,7 +47,6 @@ class Talk(Protocol):
 
     async def __call__(self, ask: Ask, prompt: Prompt, *, sampling: Sampling, seed: int, near: Hashable) -> Trajectory:
         """`seed` is the sample's; the seeds of further answers are derived from it."""
-        ...
 
 
 class Sampler(Protocol):
@@ -85,7 +83,6 @@ class Sampler(Protocol):
 
         `only`: the indices of the wanted samples; None: all.
         """
-        ...
 
     def sleep(self) -> None:
         """Frees memory: nothing will be sampled before the next weights."""
@@ -107,11 +104,9 @@ class Served(Sampler, Protocol):
         `mode` is what happens to responses in flight: wait for their end, abort them and continue with the new weights,
         or keep them, which continues without a new prefill.
         """
-        ...
 
     def load_adapter(self, save: Callable[[pathlib.Path], object], *, version: int, mode: str = "wait") -> None:
         """Adds adapters to the last loaded model and sets `version` for both; `save` writes peft's files."""
-        ...
 
 
 def greedy(max_tokens: int, *, stop: tuple[str, ...] = (), ignore_eos: bool = False) -> Sampling:

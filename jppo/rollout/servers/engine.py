@@ -26,19 +26,15 @@ class Publisher(Protocol):
 
     def whole(self, tensors: Iterable[tuple[str, np.ndarray]], version: int) -> Delivery:
         """Writes a whole policy."""
-        ...
 
     def adapter(self, save: Callable[[pathlib.Path], object], version: int) -> Delivery:
         """Writes adapters for the last written policy."""
-        ...
 
     def refused(self) -> None:
         """Abandons the last written weights."""
-        ...
 
     def close(self) -> None:
         """Frees the files."""
-        ...
 
 
 class ServedSampler(Served):
