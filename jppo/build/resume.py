@@ -6,7 +6,7 @@ import math
 import pathlib
 import re
 import zlib
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -78,6 +78,14 @@ def data_checksums(train: PromptSet) -> dict[str, int]:
         lengths = zlib.crc32(np.array([len(p.ids) for p in prompts], np.int64).tobytes(), tokens)
         out[part.name] = zlib.crc32("\0".join(p.ground_truth for p in prompts).encode(), lengths)
     return out
+
+
+def checksum_of(arrays: Iterable[np.ndarray]) -> int:
+    """Returns a checksum of arrays, their lengths and their order."""
+    found = 0
+    for array in arrays:
+        found = zlib.crc32(array.tobytes(), zlib.crc32(str(len(array)).encode(), found))
+    return found
 
 
 def frozen_weights(learner: Learner) -> dict[str, Any]:

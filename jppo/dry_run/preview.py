@@ -25,7 +25,7 @@ from jppo.dry_run.memory import Estimate
 from jppo.errors import escaped
 from jppo.learner import packing, ppo, update
 from jppo.targets.machines import Machine
-from jppo.types import Prompt, Trajectory
+from jppo.types import Prompt, Trajectory, given_text
 
 HERE = Request()  # this machine
 
@@ -46,8 +46,8 @@ def full_length(prompts: Sequence[Prompt], count: int, response: int, *, samples
     out = []
     for i in range(count):
         prompt = len(prompts[i // samples % len(prompts)].ids)
-        empty, sampled = np.zeros(prompt + response, np.int32), np.arange(prompt + response) >= prompt
-        out.append(Trajectory(str(i // samples), empty, sampled, empty.astype(np.float32), empty, "", "length", 1))
+        tokens, sampled = np.zeros(prompt + response, np.int32), np.arange(prompt + response) >= prompt
+        out.append(given_text(tokens, sampled, str(i // samples)))
     return out
 
 
