@@ -18,7 +18,7 @@ from jppo.build import trained_model
 from jppo.build.trained_model import TrainedPolicy
 from jppo.errors import escaped
 from jppo.models import hf_write
-from jppo.report.folder import read_rows
+from jppo.report.folder import read_jsonl
 from jppo.runlog import hub
 from jppo.runlog.curve import learning, write_curve
 from jppo.runlog.logger import FILE
@@ -64,7 +64,7 @@ def describe(out: pathlib.Path, found: TrainedPolicy, run: pathlib.Path | None, 
     notes: list[str] = [] if found.settings else ["settings: no readable config.json"]
     if run is None:
         notes.append("scores and curve: the checkpoint is not in a run folder")
-    rows = [] if run is None else read_rows(run / FILE, notes, "no scores and no curve")
+    rows = [] if run is None else read_jsonl(run / FILE, notes, "no scores and no curve")
     lines = [m for m in rows if isinstance(m.get("step"), int) and (found.step is None or m["step"] <= found.step)]
     if lines:
         write_curve(out / CURVE, title=name, **learning(lines))

@@ -186,7 +186,7 @@ def estimate(c: ConfigDict, task: Task) -> tuple[memory.Estimate, int]:
     scores = jax.ShapeDtypeStruct((2 * count,), np.float32, sharding=sharding.replicated(mesh))
     whole = [[length] * some for some, length in shapes]
     flop = [cost.update(task.cfg, lengths, head_tokens=0, how=task.adapters) for lengths in whole]
-    opt, moments = memory.learning("rm", task.accumulate, c.optim, trained, rows, scores, useful=flop)
+    opt, moments = memory.update_moments("rm", task.accumulate, c.optim, trained, rows, scores, useful=flop)
     for one, lengths in zip(rows, whole, strict=True):
         needed = cost.forward(task.cfg, lengths, head_tokens=0, how=task.adapters)
         models = trained.learned, trained.base, one, scores

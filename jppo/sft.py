@@ -126,7 +126,7 @@ def estimate(c: ConfigDict, task: Task) -> tuple[memory.Estimate, int]:
     shapes = memory.largest(plan)
     rows = [memory.rows_of(shape, mesh) for shape in shapes]
     flop = [memory.useful(c, task.cfg, shape, task.adapters, head=True) for shape in shapes]
-    opt, moments = memory.learning(
+    opt, moments = memory.update_moments(
         "sft", task.accumulate, c.optim, trained, rows, useful=flop, masked=memory.sampled_share(c)
     )
     by_length = sorted((as_trajectory(one, "") for one in task.demonstrations), key=lambda t: -len(t.tokens))

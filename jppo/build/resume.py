@@ -55,10 +55,10 @@ class Begun:
 
 def origin(c: ConfigDict, inputs: Inputs, learner: Learner) -> dict[str, Any]:
     """Returns the identity of a run for its checkpoints: settings, versions, data, frozen weights."""
-    return identity(c, learner.mesh, data=data_checksums(inputs.train), frozen=frozen_weights(learner))
+    return run_identity(c, learner.mesh, data=data_checksums(inputs.train), frozen=frozen_weights(learner))
 
 
-def identity(c: ConfigDict, mesh: Any, *, data: dict[str, int], frozen: dict[str, Any]) -> dict[str, Any]:
+def run_identity(c: ConfigDict, mesh: Any, *, data: dict[str, int], frozen: dict[str, Any]) -> dict[str, Any]:
     """Returns it for any run: `data` are checksums by source, `frozen` the weights read at every start, by setting."""
     devices = f"{mesh.size} x {mesh.devices.flat[0].device_kind}"
     return {

@@ -117,7 +117,7 @@ def check_loopback() -> Finding:
 def check_sandbox() -> Finding:
     """Reports the sandbox protections, if the run executes programs of the model."""
     guards = protections.probe()
-    if why := protections.missing(guards):
+    if why := protections.lacks(guards):
         remedy = "grade programs by reward.sandbox=container, or on a newer kernel; docs/security.md has the table"
         return Finding(
             "sandbox", "WARN", f"{protections.summary(guards)}; reward.sandbox=strict refuses: {why}", remedy

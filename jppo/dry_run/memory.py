@@ -20,7 +20,7 @@ from jppo.build.learner import Trained, make_apply, make_passes, shares_trunk
 from jppo.build.optimizers import make_optimizer
 from jppo.build.packing import plan_of_run
 from jppo.dry_run.inprocess_engine import own_engine
-from jppo.dry_run.moments import Estimate, Moment, account, size, whole
+from jppo.dry_run.moments import Estimate, Moment, account, global_size, size
 from jppo.learner import packing, ppo, sharding, state, update
 from jppo.models import cost, hf_write
 from jppo.models.families import ModelConfig, pad_vocab
@@ -73,7 +73,7 @@ def largest(plan: packing.Plan) -> list[tuple[int, int]]:
     return [by_pairs, *([by_tokens] if math.prod(by_tokens) > MANY * math.prod(by_pairs) else [])]
 
 
-def learning(
+def update_moments(
     name: str,
     accumulate: Any,
     section: ConfigDict,
@@ -131,14 +131,14 @@ def estimate(c: ConfigDict, inputs: Inputs, mesh: Any, *, entries: int) -> Estim
     judge = recipe.in_loss(reference)
     share = sampled_share(c)
     flop = [useful(c, inputs.policy, shape, inputs.adapters, head=True) for shape in shapes]
-    policy_opt, found = learning(
+    policy_opt, found = update_moments(
         "actor", passes.actor, c.actor, policy, scored, judge, brought=coming.actor, useful=flop, masked=share
     )
     moments += found
     parts = {"policy": size((policy.learned, policy.base)), "policy's optimizer": size(policy_opt)}
     if critic is not None and inputs.critic is not None:
         flop = [useful(c, inputs.critic, shape, inputs.critic_adapters, head=False) for shape in shapes]
-        critic_opt, found = learning(
+        critic_opt, found = update_moments(
             "critic", passes.critic, c.critic, critic, scored, brought=coming.critic, useful=flop
         )
         moments += found
@@ -175,7 +175,7 @@ def stored_model(c: ConfigDict, mesh: Any, cfg: ModelConfig, adapters: Lora | No
     """Returns the bytes of one model in a checkpoint; `optimizer` is its section of the settings."""
     trained = sketch(c, mesh, pad_vocab(cfg, mesh.shape["tensor"]), head=head, adapters=adapters)
     opt, _ = state.abstract_optimizer(make_optimizer(c[optimizer], optimizer, trained.what), trained.what)
-    return whole((trained.learned, opt))
+    return global_size((trained.learned, opt))
 
 
 def _reference(c: ConfigDict, inputs: Inputs, mesh: Any, policy: Trained) -> tuple[Params | None, bool]:

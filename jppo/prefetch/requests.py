@@ -71,7 +71,7 @@ class Asked:
 
 
 @dataclasses.dataclass(frozen=True)
-class Progress:
+class Queue:
     """The state of the requests, replaced as a whole in one statement, so a signal finds it consistent."""
 
     cursor: Cursor  # in the data
@@ -80,7 +80,7 @@ class Progress:
     held: tuple[sample_queue.Step, ...] = ()  # from a checkpoint, not requested yet: before new prompts
 
 
-def rewards(groups: Sequence[tuple[Draws, int]]) -> list[Reward]:
+def rewards_of(groups: Sequence[tuple[Draws, int]]) -> list[Reward]:
     """Waits for the rewards of groups, and returns them in the order of the groups; collects each grading once."""
     wanted: dict[int, tuple[Draws, list[int]]] = {}
     for draws, group in groups:

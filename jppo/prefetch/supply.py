@@ -22,7 +22,7 @@ import numpy as np
 from jppo.data.prompts import PromptSet
 from jppo.data.stream import Cursor, next_batch, seen
 from jppo.distributed.hosts import ALONE, Hosts
-from jppo.prefetch.requests import Asked, Draws, Progress, rewards
+from jppo.prefetch.requests import Asked, Draws, Queue, rewards_of
 from jppo.rewards.panel import Panel
 from jppo.rollout.protocol import Sampler, greedy
 from jppo.runlog import sample_queue, trajectories
@@ -72,7 +72,7 @@ class Supply:
         self._train = train
         self._sampler = sampler
         self._panel = panel
-        self._now = Progress(cursor)
+        self._now = Queue(cursor)
         self._taken: dict[int, list[tuple[Asked, int]]] = {}  # of unfinished steps
         self._changed = threading.Condition()
         self._settling_s = 0.0
@@ -153,7 +153,7 @@ class Supply:
         if any(way.rewards for one in kept for way in one.found):
             self._panel.load(state["reward"])
         following = state["next"] if self._how.partial else step + len(kept)
-        self._now = Progress(Cursor(**state["cursor"]), following, held=tuple(kept))
+        self._now = Queue(Cursor(**state["cursor"]), following, held=tuple(kept))
         self._ask_held(self._last(step))
         return lines
 
@@ -259,10 +259,10 @@ class Supply:
     def _grade(
         self, samples: Sequence[tuple[Draws, int]], best: Sequence[tuple[Draws, int]]
     ) -> tuple[list[Reward], list[Reward] | None]:
-        found = trajectories.rewards_of_all(self._hosts, lambda: rewards(samples))
+        found = trajectories.rewards_of_all(self._hosts, lambda: rewards_of(samples))
         if not self._how.greedy:
             return found, None
-        return found, trajectories.rewards_of_all(self._hosts, lambda: rewards(best))
+        return found, trajectories.rewards_of_all(self._hosts, lambda: rewards_of(best))
 
 
 def ages(found: Sequence[Trajectory], step: int) -> np.ndarray:

@@ -46,7 +46,7 @@ def read_folder(path: pathlib.Path) -> Folder:
     if not any((path / name).exists() for name in ("config.json", logger.FILE, "samples")):
         raise UserError(f"{path} is not a run: it has none of config.json, {logger.FILE} and samples/")
     notes: list[str] = []
-    found = read_rows(path / logger.FILE, notes, "no curves and no times")
+    found = read_jsonl(path / logger.FILE, notes, "no curves and no times")
     lines = {m["step"]: m for m in found if _is_step(m.get("step"))}  # the last line of a repeated step
     if len(lines) < len(found):
         notes.append(f"{logger.FILE}: {len(found) - len(lines)} lines have no step or a repeated one and are skipped")
@@ -56,7 +56,7 @@ def read_folder(path: pathlib.Path) -> Folder:
         path=path,
         settings=settings,
         lines=[lines[step] for step in sorted(lines)],
-        warnings=read_rows(path / "warnings.jsonl", notes, None),
+        warnings=read_jsonl(path / "warnings.jsonl", notes, None),
         samples=[f for f in files if f.kind != "tokens"],
         tokens=[f for f in files if f.kind == "tokens"],
         exported=(path / "hf").is_dir(),
@@ -66,7 +66,7 @@ def read_folder(path: pathlib.Path) -> Folder:
     )
 
 
-def read_rows(path: pathlib.Path, notes: list[str], without: str | None) -> list[dict[str, Any]]:
+def read_jsonl(path: pathlib.Path, notes: list[str], without: str | None) -> list[dict[str, Any]]:
     """Returns the objects of a jsonl file; counts invalid lines in `notes`.
 
     `without` names the parts of the report that need the file; None: the file is optional.

@@ -16,7 +16,7 @@ from typing import Any
 from jppo.errors import expanded
 from jppo.rewards.earned import at_characters
 from jppo.rewards.parts import Part, Sample
-from jppo.rewards.pool import Pool, Read, Target, plain, ready
+from jppo.rewards.pool import Pool, Read, Target, as_plain, ready
 from jppo.settings import UserError
 from jppo.types import Reward
 
@@ -55,7 +55,7 @@ class FunctionPart(Part):
 
     def _plain(self, sample: Sample) -> dict[str, Any]:
         """Adds the number of turns, and their texts to the `extra_info` of a conversation."""
-        asked = plain(sample) | {"turns": len(sample.turns)}
+        asked = as_plain(sample) | {"turns": len(sample.turns)}
         if sample.exchange is None or sample.tokens is None or not isinstance(asked["extra"], Mapping):
             return asked
         texts = [self._decode(sample.tokens[begin:end].tolist()) for begin, end in sample.turns]

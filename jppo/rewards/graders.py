@@ -15,7 +15,7 @@ from typing import TypeVar
 from jppo.registry import Registry, did_you_mean
 from jppo.rewards import code, rules, verl_rules
 from jppo.rewards.parts import Part, Sample, failed, graded
-from jppo.rewards.pool import Pool, Target, plain, ready
+from jppo.rewards.pool import Pool, Target, as_plain, ready
 from jppo.rewards.rules import Verdict
 from jppo.rewards.sandbox.protections import STRICT
 from jppo.settings import UserError
@@ -100,7 +100,7 @@ class RulePart(Part):
         source = sample.prompt.data_source
         target = self._targets.get(source)
         if target is not None:
-            submitted = self._pool.submit(target, plain(sample))
+            submitted = self._pool.submit(target, as_plain(sample))
             if target[0] == "code":
                 submitted.add_done_callback(self._count)
             return submitted

@@ -51,7 +51,7 @@ class _Job:
     reads: Sequence[Read] = ()  # of the samples
 
 
-def plain(sample: Sample) -> dict[str, Any]:
+def as_plain(sample: Sample) -> dict[str, Any]:
     """Returns a sample as workers read it."""
     prompt = sample.prompt
     extra = prompt.extra.get("extra_info", prompt.extra)  # verl's column, otherwise all further columns

@@ -4,7 +4,7 @@ import re
 from concurrent.futures import Future
 
 from jppo.rewards.parts import Part, Sample, graded
-from jppo.rewards.pool import Pool, Target, plain
+from jppo.rewards.pool import Pool, Target, as_plain
 from jppo.settings import UserError
 from jppo.types import Reward
 
@@ -50,7 +50,7 @@ class FormatPart(Part):
 
     def submit(self, sample: Sample) -> Future[Reward]:
         """Submits the sample to a worker."""
-        return self._pool.submit(self._target, plain(sample) | {"extra": None})
+        return self._pool.submit(self._target, as_plain(sample) | {"extra": None})
 
     def close(self) -> None:
         """Stops the pool's processes."""

@@ -79,7 +79,7 @@ class Sent:
         atomic_file.write_text(self._path, json.dumps({"id": self.id, "step": self._step}) + "\n")
 
 
-def finite(metrics: Mapping[str, float | None]) -> dict[str, float]:
+def finite_metrics(metrics: Mapping[str, float | None]) -> dict[str, float]:
     """Returns the finite metrics."""
     return {name: value for name, value in metrics.items() if value is not None and math.isfinite(value)}
 

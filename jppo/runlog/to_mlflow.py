@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jppo.runlog.diagnosis import Alert
-from jppo.runlog.sinks import COLUMNS, About, Rows, Sent, cell, finite
+from jppo.runlog.sinks import COLUMNS, About, Rows, Sent, cell, finite_metrics
 from jppo.settings import UserError
 
 AT_ONCE = 1000  # metrics per request
@@ -67,7 +67,8 @@ class MLflow:
         """Sends a step, unless it was sent before."""
         if self._sent.new(step):
             now = int(time.time() * 1000)
-            self._waiting.append([self._metric(name, value, now, step) for name, value in finite(metrics).items()])
+            found = finite_metrics(metrics).items()
+            self._waiting.append([self._metric(name, value, now, step) for name, value in found])
         while self._waiting:
             values = self._waiting[0]
             for first in range(0, len(values), AT_ONCE):

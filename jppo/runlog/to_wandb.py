@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jppo.runlog.diagnosis import Alert
-from jppo.runlog.sinks import COLUMNS, About, Rows, Sent, cell, finite
+from jppo.runlog.sinks import COLUMNS, About, Rows, Sent, cell, finite_metrics
 from jppo.settings import UserError
 
 GIVE_UP_S = 120.0  # at the end; unsent data is then in RUN/wandb/ for `wandb sync`
@@ -55,7 +55,7 @@ class Wandb:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Sends a step, unless it was sent before."""
         if self._sent.new(step):
-            self._run.log(finite(metrics), step=step, commit=True)
+            self._run.log(finite_metrics(metrics), step=step, commit=True)
             self._sent.done(step)
 
     def generations(self, step: int, rows: Rows) -> None:
