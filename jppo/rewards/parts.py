@@ -52,9 +52,11 @@ class Part(Protocol):
 
     def ready(self) -> None:
         """Waits until the part has started."""
+        return
 
     def flush(self) -> None:
         """Ends a batch: a part that waits for whole batches scores the rest."""
+        return
 
     def testing(self) -> "Part":
         """Returns the part for held-out samples, which update no running statistics."""
@@ -70,9 +72,11 @@ class Part(Protocol):
 
     def load(self, state: Any) -> None:
         """Restores `state`."""
+        return
 
     def close(self) -> None:
         """Stops processes and closes connections; may be called twice."""
+        return
 
 
 def graded(reward: Reward) -> Future[Reward]:

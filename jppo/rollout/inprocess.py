@@ -57,7 +57,7 @@ class InprocessSampler(Sampler):
         self._talk = talk
         self._programs = make_programs(settings, eos_token_ids, turns=continuous_batching.TURNS)
         self._compiled = False
-        self.version = None
+        self.version: int | None = None
         self._policy: Weights | None = None
 
     def hold(self, policy: Weights, *, version: int) -> None:

@@ -86,6 +86,7 @@ class Sampler(Protocol):
 
     def sleep(self) -> None:
         """Frees memory: nothing will be sampled before the next weights."""
+        return
 
     def metrics(self) -> dict[str, float]:
         """Returns the engine's counters since the last call."""
@@ -93,6 +94,7 @@ class Sampler(Protocol):
 
     def close(self) -> None:
         """Stops the engine and frees its resources; may be called twice."""
+        return
 
 
 class Served(Sampler, Protocol):

@@ -42,7 +42,7 @@ class ServedSampler(Served):
 
     def __init__(self, fleet: Fleet, talk: Talk, publisher: Publisher, *, sleep_level: int):
         self.fleet = fleet
-        self.version = None
+        self.version: int | None = None
         self._sleep_level = sleep_level
         self._talk = talk
         self._publisher = publisher
