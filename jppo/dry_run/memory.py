@@ -122,7 +122,7 @@ def estimate(c: ConfigDict, inputs: Inputs, mesh: Any, *, entries: int) -> Estim
     shapes = largest(plan_of_run(c, mesh, inputs.policy))
     rows = [rows_of(shape, mesh) for shape in shapes]
     scored = [_scored(recipe, one, critic is not None) for one in rows]
-    models = dict(policy=policy, critic=critic, reference=reference)
+    models: dict[str, Any] = dict(policy=policy, critic=critic, reference=reference)
     own = dict(shared_trunk=shares_trunk(c, inputs), own_reference=own_reference)
     coming = offloading.brought(c, recipe, size, **models, **own)
     moments = list(_scoring(c, inputs, recipe, passes, policy, reference, critic, rows, coming))
