@@ -178,7 +178,7 @@ def notes(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def read_settings(argv: list[str]) -> tuple[ConfigDict, bool]:
-    """The settings that the command line asks for, checked, and whether they are only to be shown."""
+    """Returns the checked settings of the command line, and whether to print them only."""
     parser = settings.Parser("jppo.evaluate", __doc__, allow_abbrev=False)
     for name, (setting, about) in SHORT.items():
         parser.add_argument(f"--{name}", metavar="", help=f"{setting}{about and f': {about}'}")
@@ -208,7 +208,7 @@ def _terminate(number: int, _: Any) -> None:
 
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    """Command line."""
+    """Runs the command line."""
     c, only_shown = read_settings(sys.argv[1:] if argv is None else argv)
     if only_shown:
         print(settings.dump(c), end="")

@@ -94,7 +94,7 @@ def require_free(out: pathlib.Path) -> None:
 
 
 def read_arguments(argv: list[str]) -> argparse.Namespace:
-    """The command line's words."""
+    """Parses the command line."""
     parser = Parser("jppo.export", __doc__)
     parser.add_argument("path", type=pathlib.Path, metavar="RUN_DIR|CHECKPOINT", help="the source")
     parser.add_argument("--out", type=pathlib.Path, required=True, metavar="DIR", help="a folder that is not there yet")
@@ -112,7 +112,7 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
 
 @exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    """Command line."""
+    """Runs the command line."""
     args = read_arguments(sys.argv[1:] if argv is None else argv)
     jax.config.update("jax_platforms", "cpu")  # nothing is computed, and a training may use the accelerator
     for line in export(args):

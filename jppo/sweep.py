@@ -165,7 +165,7 @@ def _terminate(number: int, _: Any) -> None:
 
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    """The command line."""
+    """Runs the command line."""
     usage = "%(prog)s --config=FILE[:ARGUMENT] [--config.SECTION.NAME=VALUE ...] [options]"
     parser = settings.Parser("jppo.sweep", __doc__, usage=usage, allow_abbrev=False)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")

@@ -158,7 +158,7 @@ def _version(name: str) -> str | None:
 
 
 def _extra(requirement: Requirement) -> str | None:
-    """The extra that asks for the requirement, by its marker; None is the core."""
+    """Returns the extra of a requirement, by its marker; None for the core."""
     marker = str(requirement.marker)
     return marker.split('extra == "')[1].split('"')[0] if 'extra == "' in marker else None
 

@@ -170,7 +170,7 @@ def checks(read: Read, stack: contextlib.ExitStack, *, ask: bool) -> list[Check]
 
 
 def of_folder(c: ConfigDict) -> list[Check]:
-    """The checks of the clock and the run folder, for every training command."""
+    """Lists the checks of the clock and the run folder, for every training command."""
     run = expanded(c.trainer.run_dir)
     return [
         Check("clock", lambda: resources.clock(time.time(), newest=resources.package_time())),

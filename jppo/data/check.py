@@ -170,7 +170,7 @@ def _graders(*sets: Looked | None) -> dict[str, str]:
 
 @exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    """The command line."""
+    """Runs the command line."""
     parser = Parser("jppo.data.check", __doc__)
     parser.add_argument("files", nargs="+", help="parquet, jsonl, json or tfds:NAME/SPLIT@DIR")
     parser.add_argument("--val", default="", help="the test set, in the same forms, separated by commas")

@@ -134,7 +134,7 @@ def run(c: ConfigDict) -> bool:
 
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    """Command line."""
+    """Runs the command line."""
     config, switches = settings.parse(sys.argv[1:] if argv is None else argv, __doc__, settings.default())
     settings.check(config)
     if switches["dry_run"]:

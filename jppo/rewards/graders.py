@@ -158,12 +158,12 @@ def _grader(source: str, override: str, allow_code: bool) -> Grader:
 
 
 def grader_of(source: str) -> Grader | None:
-    """The grader of a data source, None where it has none."""
+    """Returns the grader of a data source; None without one."""
     return _of_pattern(GRADERS, source)
 
 
 def _of_pattern(table: Mapping[str, V], source: str) -> V | None:
-    """The entry of `source`: by its name, or by a key that ends in *."""
+    """Returns the entry of `source`: by its name, or by a key that ends in *."""
     prefixes = (key for key in table if key.endswith("*") and source.startswith(key[:-1]))
     return table.get(source, table.get(next(prefixes, source)))
 

@@ -121,7 +121,7 @@ class Panel:
         return {name: state for name, part in self.parts.items() if (state := part.state())}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state`."""
+        """Restores `state`."""
         for name, remembered in state.items():
             if name in self.parts:
                 self.parts[name].load(remembered)

@@ -109,7 +109,7 @@ class Checkpoints:
             self._failed(e)
 
     def restore_latest(self, like: Any, **how: Any) -> Restored | None:
-        """The last checkpoint that is whole, as `restore` reads it with `how`; None where there is none.
+        """Reads the last undamaged checkpoint by `restore` with `how`; None without one.
 
         A damaged one is reported and renamed to `<step>.damaged` (unless read-only), and the previous one is read.
         """

@@ -231,7 +231,7 @@ class Diagnosis:
         self._steps = 0
 
     def once(self, alert: Alert) -> list[Alert]:
-        """A warning found elsewhere, unless it was reported before."""
+        """Returns a warning found elsewhere, unless it was reported before."""
         if alert.name in self._reported:
             return []
         self._reported.add(alert.name)

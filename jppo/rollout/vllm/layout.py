@@ -109,7 +109,7 @@ def check(path: str, entries: Sequence[TensorEntry], expected: Mapping[str, tupl
 
 
 def check_sum(entry: TensorEntry, crc32: int) -> None:
-    """WeightsRefused if the checksum differs from the written one."""
+    """Raises WeightsRefused if the checksum differs from the written one."""
     if crc32 != entry.crc32:
         raise WeightsRefused(f"{entry.name} has a different checksum than when it was written")
 
@@ -125,12 +125,12 @@ def pack(entries: Sequence[TensorEntry]) -> list[list[Any]]:
 
 
 def unpack(packed: Sequence[Sequence[Any]]) -> list[TensorEntry]:
-    """The inverse of `pack`."""
+    """Restores packed entries."""
     return [TensorEntry(name, dtype, tuple(shape), *rest) for name, dtype, shape, *rest in packed]
 
 
 def check_names(entries: Sequence[TensorEntry], expected: Mapping[str, tuple[int, ...]]) -> None:
-    """WeightsRefused if the entries do not have the `expected` names and shapes."""
+    """Raises WeightsRefused if the entries do not have the `expected` names and shapes."""
     names = [entry.name for entry in entries]
     if missing := [name for name in expected if name not in set(names)]:
         raise WeightsRefused(f"{_some(missing)} missing: every publish must have every tensor of the model")
