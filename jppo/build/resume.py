@@ -20,6 +20,7 @@ from jppo.data.stream import Cursor
 from jppo.errors import expanded
 from jppo.learner import optim
 from jppo.rewards.panel import Panel
+from jppo.runlog import atomic_file
 from jppo.runlog.checkpoint import Checkpoints
 from jppo.runlog.checkpoint_arrays import checksum_of_all
 from jppo.runlog.restore import Restored, require, restore
@@ -242,7 +243,7 @@ def finished(c: ConfigDict, checkpoints: Checkpoints, total_steps: int) -> bool:
 
 def require_own(c: ConfigDict) -> None:
     """Raises UserError where the checkpoints of the run folder are of another command."""
-    wrote, here = command_of(settings.read_dump(expanded(c.trainer.run_dir) / "config.json")), command_of(c)
+    wrote, here = command_of(atomic_file.read_json(expanded(c.trainer.run_dir) / "config.json")), command_of(c)
     if wrote not in (None, here):
         raise UserError(
             f"trainer.run_dir={c.trainer.run_dir} has a run of {wrote}, and this is {here}; give it another folder"

@@ -18,6 +18,7 @@ from jppo.checks.finding import GIB, Finding, Verdict
 from jppo.dry_run.rooms import Room
 from jppo.errors import expanded
 from jppo.rollout.servers.process import check_ports
+from jppo.runlog import atomic_file
 from jppo.runlog.checkpoint import steps_in
 
 DAY_S = 86_400
@@ -153,7 +154,7 @@ def folder(c: ConfigDict) -> Iterator[Finding]:
 
 def changed_settings(file: pathlib.Path, c: ConfigDict) -> list[str]:
     """Returns settings of a run's config.json that differ from `c`, as name=theirs."""
-    theirs = settings.by_name(settings.read_dump(file))
+    theirs = settings.by_name(atomic_file.read_json(file))
     if not theirs:
         return [f"{file.name} cannot be read"]
     ours = settings.by_name(json.loads(settings.dump(c)))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jppo.errors import expanded
-from jppo.runlog import logger
+from jppo.runlog import atomic_file, logger
 from jppo.settings import UserError
 
 SERVER_HEAD = 65_536  # bytes of a server's log that contain its version
@@ -115,14 +115,9 @@ def _settings(path: pathlib.Path, notes: list[str]) -> dict[str, Any] | None:
     if not path.is_file():
         notes.append("no config.json: no settings, and no planned number of steps")
         return None
-    try:
-        found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-    except (ValueError, RecursionError):
-        found = None
-    if isinstance(found, dict):
-        return found
-    notes.append("config.json cannot be read: no settings, and no planned number of steps")
-    return None
+    if not (found := atomic_file.read_json(path)):
+        notes.append("config.json cannot be read: no settings, and no planned number of steps")
+    return found or None
 
 
 def _sample_files(folder: pathlib.Path, notes: list[str]) -> list[SampleFile]:

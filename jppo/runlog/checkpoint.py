@@ -66,12 +66,8 @@ class Checkpoints:
 
     def best(self) -> dict[str, Any] | None:
         """Returns `step`, `metric` and `value` of the best complete checkpoint; None without one."""
-        path = self._directory / BEST
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            return found if found["step"] in self.steps() else None
-        except (OSError, ValueError, KeyError, TypeError):  # missing, or truncated by a kill
-            return None
+        found = atomic_file.read_json(self._directory / BEST)
+        return found if found.get("step") in self.steps() else None
 
     def save(
         self,

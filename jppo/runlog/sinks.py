@@ -1,6 +1,5 @@
 """The protocol of loggers, and the resume state of remote ones."""
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -68,10 +67,9 @@ class Sent:
         self._write()
 
     def _read(self) -> dict[str, Any]:
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # truncated, or NULs after a power cut
-            found = json.loads(self._path.read_text(encoding="utf-8"))
-            if isinstance(found["id"], str | None) and isinstance(found["step"], int):
-                return found
+        found = atomic_file.read_json(self._path)  # {} if truncated, or NULs after a power cut
+        if isinstance(found.get("id", 0), str | None) and isinstance(found.get("step"), int):
+            return found
         print(f"{self._path} cannot be read: the run gets a new id there and sends all of its steps again", flush=True)
         return {}
 

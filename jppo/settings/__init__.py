@@ -5,7 +5,7 @@ Only the commands (`train.py`, `sft.py` ...) and `build/` read a config; other m
 
 from jppo.errors import UserError
 from jppo.settings.checks import check
-from jppo.settings.commandline import Parser, describe, dump, exit_on_user_error, natural, parse, read_dump
+from jppo.settings.commandline import Parser, describe, dump, exit_on_user_error, natural, parse
 from jppo.settings.rules_rollout import cuts
 from jppo.settings.shipped import recipe
 from jppo.settings.steps import check_within, parse_steps
@@ -29,7 +29,6 @@ __all__ = [
     "natural",
     "parse",
     "parse_steps",
-    "read_dump",
     "recipe",
     "rejection_rules",
     "reward_model_default",

@@ -4,7 +4,6 @@ import argparse
 import errno
 import functools
 import json
-import pathlib
 import re
 import sys
 from collections.abc import Callable
@@ -45,15 +44,6 @@ def natural(text: str) -> int:
 def dump(config: ml_collections.ConfigDict) -> str:
     """Returns the resolved settings as JSON."""
     return json.dumps(config.to_dict(), indent=2) + "\n"
-
-
-def read_dump(file: pathlib.Path) -> dict[str, Any]:
-    """Returns the settings of a run's config.json, as `dump` wrote them; {} if they cannot be read."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def parse(
