@@ -56,6 +56,13 @@ class Endpoint:
         """Returns the route's JSON."""
         return self._json(self._sent("GET", route))
 
+    def get_field(self, route: str, name: str) -> Any:
+        """Returns a field of the route's JSON object; ServerFault without it."""
+        answered = self.get(route)
+        if not isinstance(answered, dict) or name not in answered:
+            raise ServerFault(f"the server at {self.url} answered {route} with {str(answered)[:200]}")
+        return answered[name]
+
     def post(self, route: str, body: Mapping[str, Any] | None = None) -> Any:
         """Posts `body` and returns the JSON answer."""
         return self._json(self._sent("POST", route, body))

@@ -156,12 +156,11 @@ def start_sglang(
     def speak(eos_token_ids: Sequence[int]) -> Sglang:
         return Sglang(eos_token_ids, how_to_start(model_dir, settings))
 
-    written = folders.Folders(publish_dir, config)
+    publisher = folders.Publisher(publish_dir, config)
     servers = [
-        Server(arguments.program(i, model_dir=model_dir, run_dir=run_dir, settings=settings, folder=written.folder))
+        Server(arguments.program(i, model_dir=model_dir, run_dir=run_dir, settings=settings, folder=publisher.folder))
         for i in range(0 if urls else settings.servers)
     ]
-    publisher = folders.Publisher(written)
     return Engine(servers, urls, publisher, speak, limits, start_timeout_s=settings.start_timeout_s)
 
 

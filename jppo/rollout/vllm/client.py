@@ -99,10 +99,7 @@ class Vllm:
 
     def paused(self, endpoint: Endpoint) -> bool:
         """Whether requests would wait."""
-        answered = endpoint.get("/is_paused")
-        if not isinstance(answered, dict) or "is_paused" not in answered:
-            raise ServerFault(f"the server at {endpoint.url} answered /is_paused with {str(answered)[:200]}")
-        return bool(answered["is_paused"])
+        return bool(endpoint.get_field("/is_paused", "is_paused"))
 
     def version(self, endpoint: Endpoint) -> int | None:
         """Returns the version that its worker loaded last, or of the adapters added after it."""
