@@ -6,7 +6,7 @@ import math
 import pathlib
 import re
 import zlib
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import numpy as np
@@ -147,7 +147,8 @@ def resume(
     if int(state.bad_steps) >= c.trainer.max_bad_steps:  # the run had stopped; resuming it is deliberate
         state = dataclasses.replace(state, bad_steps=begin.bad_steps)
     panel.load(found.meta.get("reward", {}))
-    said = (*differences(found.meta, now), *_of_optimizers(found.missing))
+    fresh = ["the checkpoint has no optimizer state (trainer.save_contents): the optimizers start fresh"]
+    said = (*differences(found.meta, now), *(fresh if found.missing else ()))
     queue = found.meta.get("queue")
     if not isinstance(queue, dict):  # an older format, whose samples are requested again
         queue = {}
@@ -220,12 +221,6 @@ def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
         if changed:
             out.append(f"{said} that differ from the checkpoint's: {', '.join(changed)}")
     return out
-
-
-def _of_optimizers(missing: Sequence[str]) -> list[str]:
-    if not missing:
-        return []
-    return ["the checkpoint has no optimizer state (trainer.save_contents): the optimizers start fresh"]
 
 
 def finished(c: ConfigDict, checkpoints: Checkpoints, total_steps: int) -> bool:
