@@ -190,7 +190,8 @@ def _reference(c: ConfigDict, inputs: Inputs, mesh: Any, policy: Trained) -> tup
 
 def _scored(recipe: ppo.Recipe, rows: Rows, with_critic: bool) -> Scored:
     """Makes a micro-batch of an update, with the recipe's fields."""
-    f32 = _like(rows)
+    inputs: Any = rows.inputs
+    f32: Any = jax.ShapeDtypeStruct(inputs.shape, jnp.float32, sharding=inputs.sharding)
     weighed = recipe.correction is not None and recipe.correction.level is not None
     return Scored(
         rows=rows,
@@ -202,12 +203,6 @@ def _scored(recipe: ppo.Recipe, rows: Rows, with_critic: bool) -> Scored:
         returns=f32,
         positive=f32 if recipe.positive_lm_coef > 0 else None,
     )
-
-
-def _like(rows: Rows) -> Any:
-    """Makes an abstract f32 array with the rows' layout."""
-    inputs: Any = rows.inputs
-    return jax.ShapeDtypeStruct(inputs.shape, jnp.float32, sharding=inputs.sharding)
 
 
 def _scoring(

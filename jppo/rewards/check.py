@@ -60,7 +60,9 @@ def solutions(prompt: Prompt) -> list[str]:
 def _source(panel: Panel, prompts: list[Prompt]) -> SourceCheck:
     """Uses the form of solution with the highest score, because the format is up to the rule."""
     forms = [solutions(prompt) for prompt in prompts]
-    others = [_other(i, prompts) for i in range(len(prompts))]
+    truths = [prompt.ground_truth for prompt in prompts]
+    # The first row with another truth; None if all are equal.
+    others = [next((j for j, other in enumerate(truths) if other != truth), None) for truth in truths]
     rights = [[texts[min(i, len(texts) - 1)] for texts in forms] for i in range(len(forms[0]))]
     wrongs = [[None if j is None else right[j] for j in others] for right in rights]
     # All at once: a part that normalises scores uses the same scale for all.
@@ -78,12 +80,6 @@ def _source(panel: Panel, prompts: list[Prompt]) -> SourceCheck:
         errors=errors,
         example=chosen[0],
     )
-
-
-def _other(i: int, prompts: list[Prompt]) -> int | None:
-    """Returns a row of the source with another truth; None if all are equal."""
-    different = [j for j, p in enumerate(prompts) if p.ground_truth != prompts[i].ground_truth]
-    return different[0] if different else None
 
 
 def _grade(panel: Panel, prompts: Sequence[Prompt], texts: Sequence[str | None]) -> list[Reward]:

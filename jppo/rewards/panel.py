@@ -150,11 +150,11 @@ class Grading:
             self._waiting[number] = futures
 
     def finished(self) -> dict[int, Reward]:
-        """Returns the finished rewards by number, without waiting."""
+        """Returns the finished rewards without an error by number, without waiting."""
         with self._lock:
             waiting = dict(self._waiting)
-        done = {number: futures for number, futures in waiting.items() if all(map(_good, futures.values()))}
-        return {number: self._composed(futures) for number, futures in done.items()}
+        found = {number: self._composed(of) for number, of in waiting.items() if all(f.done() for _, f in of.values())}
+        return {number: reward for number, reward in found.items() if reward.error is None}
 
     def collect(self, numbers: Iterable[int] | None = None) -> list[Reward]:
         """Waits for the rewards of `numbers` (None: all) and returns them in the order of their numbers."""
@@ -167,12 +167,6 @@ class Grading:
 
     def _composed(self, futures: Mapping[str, tuple[float, Future[Reward]]]) -> Reward:
         return compose({name: (weight, future.result()) for name, (weight, future) in futures.items()}, self._panel)
-
-
-def _good(weighed: tuple[float, Future[Reward]]) -> bool:
-    """Whether a part's reward is finished without an error."""
-    future = weighed[1]
-    return future.done() and future.exception() is None and future.result().error is None
 
 
 def compose(found: Mapping[str, tuple[float, Reward]], panel: Panel) -> Reward:

@@ -173,7 +173,8 @@ class Batcher:
                 waiting, free = waiting[len(taken) :], free[len(taken) :]
             self._waiting = waiting
             enough = max(1, s.rows // FREE) if waiting else s.rows
-            slots = self._advance(slots, sampling, enough)
+            advance = self._programs.advancing(sampling, s.cfg.vocab_size)
+            slots = advance(self._model, slots, choice_of(sampling), np.int32(enough))
             looked_at = (slots.tokens, slots.logprob, slots.last, slots.until)
             tokens, logprob, last, until = await asyncio.to_thread(jax.device_get, looked_at)
             until = until.copy()
@@ -191,10 +192,6 @@ class Batcher:
                 until[row] = last[row]
             if sampling.stop:  # the device does not know about stop texts
                 slots = dataclasses.replace(slots, until=jax.device_put(until, s.by_row))
-
-    def _advance(self, slots: Slots, sampling: Sampling, enough: int) -> Slots:
-        advance = self._programs.advancing(sampling, self.settings.cfg.vocab_size)
-        return advance(self._model, slots, choice_of(sampling), np.int32(enough))
 
     def _fill(self, slots: Slots, waiting: Sequence[Waiting], free: Sequence[int]) -> tuple[Slots, Sequence[Waiting]]:
         """Fills free rows with the first waiting requests, as many as one prefill takes; returns them."""
