@@ -93,8 +93,11 @@ def table(found: Estimate, outlook: Outlook | None) -> list[str]:
         cells = [one.name, f"{a.compile_s:.1f} s", _gib(there + one.needs), _gib(one.temporaries)]
         cells += [f"{a.total_flops / 1e12:,.3g}", f"{a.hbm / 1e9:,.3g}", _gib(sent)]
         if outlook is not None:
-            cells += ["", "", ""] if f is None else [_seconds(f.seconds), f.bound, _share(f.mfu)]
-        rows.append([*cells, _kernels(a.kernels)])
+            cells += (
+                ["", "", ""] if f is None else [_seconds(f.seconds), f.bound, "" if f.mfu is None else f"{f.mfu:.0%}"]
+            )
+        kernels = ", ".join(f"{name.removeprefix('__')} x{times}" for name, times in a.kernels.items())
+        rows.append([*cells, kernels or "-"])
     title = "programs, of one device" + ("" if outlook is None else f" of {outlook.machine.name}; {NOTE}")
     return [title, *_columns(rows)]
 
@@ -157,14 +160,6 @@ def _gib(count: float) -> str:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:,.3g}"
-
-
-def _share(share: float | None) -> str:
-    return "" if share is None else f"{share:.0%}"
-
-
-def _kernels(found: Mapping[str, int]) -> str:
-    return ", ".join(f"{name.removeprefix('__')} x{times}" for name, times in found.items()) or "-"
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:

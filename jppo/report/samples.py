@@ -40,7 +40,7 @@ def read_samples(
                 rows[line]["token_record"] = index
         kept, packed, ratio = fit(rows, budget // (len(files) - i), ratio)
         budget -= len(packed)
-        scores = [score(row) for row in rows]
+        scores = [number(row.get("score")) for row in rows]  # None: not graded
         entries.append(
             {"kind": file.kind, "step": file.step, "of": len(rows), "kept": kept, "packed": packed, "scores": scores}
         )
@@ -117,11 +117,6 @@ def evenly(items: Sequence[Any], most: int) -> list[Any]:
     if most == 1:
         return [items[-1]]
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
-
-
-def score(row: Mapping[str, Any]) -> float | None:
-    """Returns the sample's score; None if it could not be graded."""
-    return number(row.get("score"))
 
 
 def levels(scores: Sequence[float]) -> dict[str, Any]:

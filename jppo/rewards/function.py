@@ -51,7 +51,7 @@ class FunctionPart(Part):
         asked, reads = [self._plain(sample) for sample, _ in waiting], [self._read(sample) for sample, _ in waiting]
         scored = self._pool.submit_batch(self._target, asked, reads)
         for inner, (_, future) in zip(scored, waiting, strict=True):
-            inner.add_done_callback(functools.partial(_pass_on, future))
+            inner.add_done_callback(lambda done, future=future: future.set_result(done.result()))
 
     def _plain(self, sample: Sample) -> dict[str, Any]:
         """Adds the number of turns, and their texts to the `extra_info` of a conversation."""
@@ -80,10 +80,6 @@ def _reward(sample: Sample, decode: Callable[[list[int]], str], answer: dict[str
     else:
         amounts = at_characters(amounts, sample.tokens.tolist(), decode)
     return Reward(**answer, earned=tuple(amounts))
-
-
-def _pass_on(future: Future[Reward], scored: Future[Reward]) -> None:
-    future.set_result(scored.result())
 
 
 def _target(function: str) -> Target:
