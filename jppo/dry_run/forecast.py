@@ -93,9 +93,8 @@ def table(found: Estimate, outlook: Outlook | None) -> list[str]:
         cells = [one.name, f"{a.compile_s:.1f} s", _gib(there + one.needs), _gib(one.temporaries)]
         cells += [f"{a.total_flops / 1e12:,.3g}", f"{a.hbm / 1e9:,.3g}", _gib(sent)]
         if outlook is not None:
-            cells += (
-                ["", "", ""] if f is None else [_seconds(f.seconds), f.bound, "" if f.mfu is None else f"{f.mfu:.0%}"]
-            )
+            mfu = "" if f is None or f.mfu is None else f"{f.mfu:.0%}"
+            cells += ["", "", ""] if f is None else [_seconds(f.seconds), f.bound, mfu]
         kernels = ", ".join(f"{name.removeprefix('__')} x{times}" for name, times in a.kernels.items())
         rows.append([*cells, kernels or "-"])
     title = "programs, of one device" + ("" if outlook is None else f" of {outlook.machine.name}; {NOTE}")
