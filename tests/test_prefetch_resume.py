@@ -110,7 +110,7 @@ def test_a_curriculum_with_prefetched_samples_resumes_to_the_bit(staleness, in_s
         order_of = Curriculum(spec, TRAIN.prompts, seed=1, batch_size=2)
         how = dataclasses.replace(HOW, staleness=staleness, total_steps=8)
         train = dataclasses.replace(TRAIN, order_of=order_of)
-        return prefetch.Supply(how, train, Slow(), Panel(), cursor or Cursor())
+        return supply.Supply(how, train, Slow(), Panel(), cursor or Cursor())
 
     def step(it, number, finish=True):
         drawn = it.take(number)
