@@ -35,7 +35,7 @@ def listing() -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line."""
+    """Runs the command line."""
     argv = sys.argv[1:] if argv is None else argv
     if argv in ([], ["--help"], ["-h"]):
         print(listing(), end="")

@@ -246,7 +246,7 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
 
 @exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    """Command line."""
+    """Runs the command line."""
     args = read_arguments(sys.argv[1:] if argv is None else argv)
     try:
         conversation = Conversation(load(args), system=args.system)

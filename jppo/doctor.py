@@ -30,7 +30,7 @@ DISK_WARN, DISK_FAIL = 10 * GIB, GIB
 
 
 def findings(python: str) -> Iterator[Finding]:
-    """Everything that is looked at without a config, in the order of the report."""
+    """Yields the findings that need no config, in the order of the report."""
     yield from machine.environment(python)
     free = available_memory(pathlib.Path("/proc"), pathlib.Path("/sys/fs/cgroup"))
     if free is not None:
@@ -58,7 +58,7 @@ def read_run(argv: list[str]) -> tuple[ConfigDict, bool]:
 
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    """Command line."""
+    """Runs the command line."""
     argv = sys.argv[1:] if argv is None else argv
     if any(word.startswith("--config") for word in argv):
         c, server = read_run(argv)

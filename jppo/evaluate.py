@@ -57,7 +57,7 @@ SHORT = {
 OUT = "runs/evaluate"
 KINDS = ("pass", "maj", "best", "worst")  # columns of the table with several responses per prompt
 
-Summaries = Mapping[str, Mapping[str, statistics.Estimate]]
+Summaries = Mapping[str, Mapping[str, statistics.MeanSe]]
 
 
 def evaluate(c: ConfigDict, console: rich.console.Console) -> bool:
@@ -162,7 +162,7 @@ def table(summaries: Summaries, n: int) -> rich.table.Table:
     return drawn
 
 
-def _estimate(found: statistics.Estimate | None) -> str:
+def _estimate(found: statistics.MeanSe | None) -> str:
     if found is None or math.isnan(found.mean):
         return "" if found is None else "none"
     return f"{found.mean:.4f}" + ("" if math.isnan(found.se) else f" ± {found.se:.4f}")
@@ -178,7 +178,7 @@ def notes(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def read_settings(argv: list[str]) -> tuple[ConfigDict, bool]:
-    """The settings that the command line asks for, checked, and whether they are only to be shown."""
+    """Returns the checked settings of the command line, and whether to print them only."""
     parser = settings.Parser("jppo.evaluate", __doc__, allow_abbrev=False)
     for name, (setting, about) in SHORT.items():
         parser.add_argument(f"--{name}", metavar="", help=f"{setting}{about and f': {about}'}")
@@ -208,7 +208,7 @@ def _terminate(number: int, _: Any) -> None:
 
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    """Command line."""
+    """Runs the command line."""
     c, only_shown = read_settings(sys.argv[1:] if argv is None else argv)
     if only_shown:
         print(settings.dump(c), end="")

@@ -18,7 +18,7 @@ from jppo.build import trained_model
 from jppo.build.trained_model import TrainedPolicy
 from jppo.errors import escaped
 from jppo.models import hf_write
-from jppo.report.folder import read_rows
+from jppo.report.folder import read_jsonl
 from jppo.runlog import hub
 from jppo.runlog.curve import learning, write_curve
 from jppo.runlog.logger import FILE
@@ -64,7 +64,7 @@ def describe(out: pathlib.Path, found: TrainedPolicy, run: pathlib.Path | None, 
     notes: list[str] = [] if found.settings else ["settings: no readable config.json"]
     if run is None:
         notes.append("scores and curve: the checkpoint is not in a run folder")
-    rows = [] if run is None else read_rows(run / FILE, notes, "no scores and no curve")
+    rows = [] if run is None else read_jsonl(run / FILE, notes, "no scores and no curve")
     lines = [m for m in rows if isinstance(m.get("step"), int) and (found.step is None or m["step"] <= found.step)]
     if lines:
         write_curve(out / CURVE, title=name, **learning(lines))
@@ -94,7 +94,7 @@ def require_free(out: pathlib.Path) -> None:
 
 
 def read_arguments(argv: list[str]) -> argparse.Namespace:
-    """The command line's words."""
+    """Parses the command line."""
     parser = Parser("jppo.export", __doc__)
     parser.add_argument("path", type=pathlib.Path, metavar="RUN_DIR|CHECKPOINT", help="the source")
     parser.add_argument("--out", type=pathlib.Path, required=True, metavar="DIR", help="a folder that is not there yet")
@@ -112,7 +112,7 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
 
 @exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    """Command line."""
+    """Runs the command line."""
     args = read_arguments(sys.argv[1:] if argv is None else argv)
     jax.config.update("jax_platforms", "cpu")  # nothing is computed, and a training may use the accelerator
     for line in export(args):

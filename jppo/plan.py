@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
     ours = ("--machine", "--json", "--rollout_tokens_per_s")
     given = [word for word in argv if word.split("=")[0] not in ours]
     kept = [word for word in given if word.split("=")[0].removeprefix("--config.") not in best.changes]
-    words = [*map(shlex.quote, kept), *search.arguments(best.changes).split()]
+    words = [*map(shlex.quote, kept), *auto.arguments(best.changes).split()]
     print(f"best: python -m jppo.train {' '.join(words)}")
 
 

@@ -9,7 +9,6 @@ stops. --dry_run --machine=8xH100 does so for a described machine.
 
 import dataclasses
 import sys
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,12 +21,11 @@ from jppo.build.inputs import make_adapters, read_tokenizer, total_steps
 from jppo.build.learner import make_decoder
 from jppo.build.logger import require_loggers
 from jppo.build.packing import make_plan
-from jppo.build.resume import require_resumable
+from jppo.build.resume import checksum_of, require_resumable
 from jppo.checks.run import dry_run_of_one_model
 from jppo.data.preferences import Encode, Pair, PairSet, read_pairs
 from jppo.dry_run import memory, preview
 from jppo.dry_run.described_machine import Request
-from jppo.dry_run.forecast import Executions
 from jppo.errors import escaped
 from jppo.learner import batch, compiler, packing, ppo, preference, score, sharding, update
 from jppo.models import cost, hf, hf_write, offload, placing
@@ -36,7 +34,7 @@ from jppo.rewards.model.classifier import Texts, without_padding
 from jppo.rewards.parts import Sample
 from jppo.run import command
 from jppo.runlog.console import REWARD_MODEL_COLUMNS
-from jppo.types import Array, Params, Prompt, Rows, Trajectory
+from jppo.types import Array, Params, Prompt, Rows, Trajectory, given_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +126,7 @@ def train(config: ConfigDict) -> None:
         name="rm",
         head="value",
         examples=len(pairs),
-        checksum=checksum(pairs),
+        checksum=checksum_of(array for one in pairs for array in (one.chosen, one.rejected, margins([one]))),
         columns=REWARD_MODEL_COLUMNS,
         opening=f"pairs             {counted(task.pairs)}; held out {counted(task.held_out)}",
         draw=draw,
@@ -139,15 +137,6 @@ def train(config: ConfigDict) -> None:
     if "rm/val_accuracy" in metrics:
         print(f"held-out accuracy {metrics['rm/val_accuracy']:.4f} on {len(task.held_out.pairs)} pairs")
     print(escaped(f"model             {supervised.folder(c) / 'hf'}"))
-
-
-def checksum(pairs: Sequence[Pair]) -> int:
-    """Returns a checksum of tokens, margins and their order."""
-    found = 0
-    for pair in pairs:
-        for array in (pair.chosen, pair.rejected, np.array([pair.margin], np.float32)):
-            found = zlib.crc32(array.tobytes(), zlib.crc32(str(len(array)).encode(), found))
-    return found
 
 
 def scored(task: Task, descent: ppo.Descent, learned: Any, rows: Sequence[Rows], pairs: int) -> Array:
@@ -173,24 +162,19 @@ def test(c: ConfigDict, task: Task, descent: ppo.Descent, learned: Any) -> dict[
 
 def dry_run(c: ConfigDict, request: Request = preview.HERE) -> str:
     """Reports on a run with these settings; reads no weight."""
-    preview.take_little()
-    task = prepare(c, request)
-    found, micro_batches = estimate(c, task)
-    lines = [
-        f"pairs            {counted(task.pairs)}",
-        f"held out         {counted(task.held_out)}",
-        f"steps            {task.steps:,}, each of {c.data.train_batch_size:,} pairs, one optimizer step",
-        f"rows             {preview.shapes(task.plan)}",
-        f"                 up to {micro_batches} micro-batches a step, each read twice",
-        f"to compile       {2 * len(task.plan.shapes) + 3} programs for {len(task.plan.shapes)} shape(s)",
-    ]
 
-    def again(other: ConfigDict) -> memory.Estimate:
-        return estimate(other, prepare(other, request))[0]
+    def describe(task: Task, micro_batches: int) -> tuple[list[str], dict[str, int]]:
+        lines = [
+            f"pairs            {counted(task.pairs)}",
+            f"held out         {counted(task.held_out)}",
+            f"steps            {task.steps:,}, each of {c.data.train_batch_size:,} pairs, one optimizer step",
+            f"rows             {preview.shapes(task.plan)}",
+            f"                 up to {micro_batches} micro-batches a step, each read twice",
+            f"to compile       {2 * len(task.plan.shapes) + 3} programs for {len(task.plan.shapes)} shape(s)",
+        ]
+        return lines, {"rm gradient": micro_batches, "rm step": 1, "scores": micro_batches}
 
-    executions = Executions({"rm gradient": micro_batches, "rm step": 1, "scores": micro_batches})
-    text = preview.of_estimate(c, request, task.mesh, lines, found, executions, again)
-    return text if request.machine is not None else dry_run_of_one_model(c, task, "value", text)
+    return dry_run_of_one_model(c, request, prepare, estimate, describe, head="value")
 
 
 def estimate(c: ConfigDict, task: Task) -> tuple[memory.Estimate, int]:
@@ -202,7 +186,7 @@ def estimate(c: ConfigDict, task: Task) -> tuple[memory.Estimate, int]:
     scores = jax.ShapeDtypeStruct((2 * count,), np.float32, sharding=sharding.replicated(mesh))
     whole = [[length] * some for some, length in shapes]
     flop = [cost.update(task.cfg, lengths, head_tokens=0, how=task.adapters) for lengths in whole]
-    opt, moments = memory.learning("rm", task.accumulate, c.optim, trained, rows, scores, useful=flop)
+    opt, moments = memory.update_moments("rm", task.accumulate, c.optim, trained, rows, scores, useful=flop)
     for one, lengths in zip(rows, whole, strict=True):
         needed = cost.forward(task.cfg, lengths, head_tokens=0, how=task.adapters)
         models = trained.learned, trained.base, one, scores
@@ -234,17 +218,7 @@ def as_trajectory(ids: np.ndarray) -> Trajectory:
     The packer drops the last token, the prediction target. A score needs all tokens, so one is appended. Only its
     position is used, as the one entry in the mask.
     """
-    count = len(ids) + 1
-    return Trajectory(
-        uid="",
-        tokens=np.append(ids, 0).astype(np.int32),
-        sampled=np.arange(count) == count - 1,
-        logprob=np.zeros(count, np.float32),
-        version=np.full(count, -1, np.int32),
-        text="",
-        finish="stop",
-        turns=1,
-    )
+    return given_text(np.append(ids, 0), np.arange(len(ids) + 1) == len(ids))
 
 
 @settings.exit_on_user_error

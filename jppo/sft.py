@@ -7,8 +7,6 @@ sizes and memory, and stops. --dry_run --machine=8xH100 does so for a described 
 """
 
 import dataclasses
-import zlib
-from collections.abc import Sequence
 
 import numpy as np
 from ml_collections import ConfigDict
@@ -18,19 +16,18 @@ from jppo.build.inputs import make_adapters, read_tokenizer, total_steps
 from jppo.build.learner import chunk_tokens, make_decoder
 from jppo.build.logger import require_loggers
 from jppo.build.packing import make_plan
-from jppo.build.resume import require_resumable
+from jppo.build.resume import checksum_of, require_resumable
 from jppo.checks.run import dry_run_of_one_model
 from jppo.data.sft import Demonstration, read_demonstrations
 from jppo.dry_run import memory, preview
 from jppo.dry_run.described_machine import Request
-from jppo.dry_run.forecast import Executions
 from jppo.errors import escaped
 from jppo.learner import batch, compiler, packing, ppo, score, sharding, update
 from jppo.models import hf
 from jppo.models.families import pad_vocab
 from jppo.run import command
 from jppo.runlog.console import SFT_COLUMNS
-from jppo.types import Params, Trajectory
+from jppo.types import Params, Trajectory, given_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +94,7 @@ def train(config: ConfigDict) -> None:
         name="sft",
         head="lm",
         examples=len(demonstrations),
-        checksum=checksum(demonstrations),
+        checksum=checksum_of(array for one in demonstrations for array in (one.prompt, one.response, one.learn)),
         columns=SFT_COLUMNS,
         opening=f"{len(demonstrations)} demonstrations ({task.overlong} over-long ones left out)",
         draw=draw,
@@ -106,34 +103,20 @@ def train(config: ConfigDict) -> None:
     print(escaped(f"model             {supervised.folder(c) / 'hf'}"))
 
 
-def checksum(demonstrations: Sequence[Demonstration]) -> int:
-    """Returns a checksum of tokens, their order and the loss masks."""
-    found = 0
-    for one in demonstrations:
-        for array in (one.prompt, one.response, one.learn):
-            found = zlib.crc32(array.tobytes(), zlib.crc32(str(len(array)).encode(), found))
-    return found
-
-
 def dry_run(c: ConfigDict, request: Request = preview.HERE) -> str:
     """Reports on a run with these settings; reads no weight."""
-    preview.take_little()
-    task = prepare(c, request)
-    found, micro_batches = estimate(c, task)
-    lines = [
-        f"demonstrations   {len(task.demonstrations):,} ({task.overlong} over-long ones left out)",
-        f"steps            {task.steps:,}, each of {c.data.train_batch_size:,} demonstrations, one optimizer step",
-        f"rows             {preview.shapes(task.plan)}",
-        f"                 up to {micro_batches} micro-batches a step",
-        f"to compile       {len(task.plan.shapes) + 2} programs for {len(task.plan.shapes)} shape(s)",
-    ]
 
-    def again(other: ConfigDict) -> memory.Estimate:
-        return estimate(other, prepare(other, request))[0]
+    def describe(task: Task, micro_batches: int) -> tuple[list[str], dict[str, int]]:
+        lines = [
+            f"demonstrations   {len(task.demonstrations):,} ({task.overlong} over-long ones left out)",
+            f"steps            {task.steps:,}, each of {c.data.train_batch_size:,} demonstrations, one optimizer step",
+            f"rows             {preview.shapes(task.plan)}",
+            f"                 up to {micro_batches} micro-batches a step",
+            f"to compile       {len(task.plan.shapes) + 2} programs for {len(task.plan.shapes)} shape(s)",
+        ]
+        return lines, {"sft gradient": micro_batches, "sft step": 1}
 
-    executions = Executions({"sft gradient": micro_batches, "sft step": 1})
-    text = preview.of_estimate(c, request, task.mesh, lines, found, executions, again)
-    return text if request.machine is not None else dry_run_of_one_model(c, task, "lm", text)
+    return dry_run_of_one_model(c, request, prepare, estimate, describe, head="lm")
 
 
 def estimate(c: ConfigDict, task: Task) -> tuple[memory.Estimate, int]:
@@ -142,8 +125,8 @@ def estimate(c: ConfigDict, task: Task) -> tuple[memory.Estimate, int]:
     trained = memory.sketch(c, mesh, task.cfg, head="lm", adapters=task.adapters)
     shapes = memory.largest(plan)
     rows = [memory.rows_of(shape, mesh) for shape in shapes]
-    flop = [memory.useful_update(c, task.cfg, shape, task.adapters, head=True) for shape in shapes]
-    opt, moments = memory.learning(
+    flop = [memory.useful(c, task.cfg, shape, task.adapters, head=True) for shape in shapes]
+    opt, moments = memory.update_moments(
         "sft", task.accumulate, c.optim, trained, rows, useful=flop, masked=memory.sampled_share(c)
     )
     by_length = sorted((as_trajectory(one, "") for one in task.demonstrations), key=lambda t: -len(t.tokens))
@@ -154,17 +137,8 @@ def estimate(c: ConfigDict, task: Task) -> tuple[memory.Estimate, int]:
 
 def as_trajectory(demonstration: Demonstration, uid: str) -> Trajectory:
     """Converts a demonstration to the layout of a sampled response, so that one packer serves both."""
-    before, after = len(demonstration.prompt), len(demonstration.response)
-    return Trajectory(
-        uid=uid,
-        tokens=np.concatenate([demonstration.prompt, demonstration.response]),
-        sampled=np.concatenate([np.zeros(before, bool), demonstration.learn]),
-        logprob=np.zeros(before + after, np.float32),
-        version=np.full(before + after, -1, np.int32),
-        text="",
-        finish="stop",
-        turns=1,
-    )
+    sampled = np.concatenate([np.zeros(len(demonstration.prompt), bool), demonstration.learn])
+    return given_text(np.concatenate([demonstration.prompt, demonstration.response]), sampled, uid)
 
 
 @settings.exit_on_user_error

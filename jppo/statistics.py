@@ -16,7 +16,7 @@ import numpy as np
 PASS = 1.0 - 1e-9  # the lowest score of a right response: a sum of weighted parts may round
 
 
-class Estimate(NamedTuple):
+class MeanSe(NamedTuple):
     """A mean over prompts."""
 
     mean: float  # NaN without a prompt
@@ -31,13 +31,13 @@ class Samples(NamedTuple):
     answers: Sequence[str | None]  # '': no answer; None: the grader looks for none
 
 
-def mean(values: Sequence[float]) -> Estimate:
+def mean(values: Sequence[float]) -> MeanSe:
     """Returns the mean of one value a prompt, and its standard error: s / √N with s over N - 1."""
     x = np.asarray(values, np.float64)
     if len(x) == 0:
-        return Estimate(math.nan, math.nan, 0)
+        return MeanSe(math.nan, math.nan, 0)
     se = float(x.std(ddof=1) / math.sqrt(len(x))) if len(x) > 1 else math.nan
-    return Estimate(float(x.mean()), se, len(x))
+    return MeanSe(float(x.mean()), se, len(x))
 
 
 def pass_at(scores: Sequence[float], k: int) -> float:
@@ -123,7 +123,7 @@ def ladder(n: int) -> list[int]:
     return [2**i for i in range(1, n.bit_length()) if 2**i < n] + [n] * (n > 1)
 
 
-def summarise(prompts: Sequence[Samples], n: int) -> dict[str, Estimate]:
+def summarise(prompts: Sequence[Samples], n: int) -> dict[str, MeanSe]:
     """Summarises `score`, and with n > 1 `pass@k` from 1 on and `best@k`, `worst@k` and `maj@k` from 2 on, k up to n.
 
     Prompts without a sample are left out; so is maj@k if the grader looks for no answers.

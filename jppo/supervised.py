@@ -18,7 +18,7 @@ from jppo import settings
 from jppo.build import offloading
 from jppo.build.learner import Trained, load_trained, make_descent
 from jppo.build.logger import make_logger
-from jppo.build.resume import differences, finished, identity, read_checkpoint
+from jppo.build.resume import differences, finished, read_checkpoint, run_identity
 from jppo.data.stream import Cursor, next_batch
 from jppo.errors import expanded
 from jppo.learner import batch, packing, ppo, state
@@ -162,7 +162,7 @@ def last_metrics(run: pathlib.Path) -> dict[str, float]:
 def make_origin(c: ConfigDict, task: Task, objective: Objective, trained: Trained) -> dict[str, Any]:
     """Returns a run's identity for its checkpoints."""
     frozen = {} if trained.base is None else {"model.path": trained.base.params}
-    return identity(c, task.mesh, data={"train": objective.checksum}, frozen=frozen)
+    return run_identity(c, task.mesh, data={"train": objective.checksum}, frozen=frozen)
 
 
 def begin(

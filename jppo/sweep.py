@@ -27,21 +27,23 @@ from jppo.rollout.servers.launch import die_with_parent
 from jppo.runlog import sweep_record, sweep_table
 from jppo.runlog.logger import FILE as METRICS
 from jppo.settings import UserError
-from jppo.settings.plan import Run, check_apart, differing, plan
+from jppo.settings.plan import PlannedRun, check_apart, differing, plan
 
 GRACE_S = 30.0  # for a run to end its servers and close its files
 POLL_S = 0.2
 LOG, PROMPT = "train.log", "$ "
 
-Command = Callable[[Run], list[str]]
+Command = Callable[[PlannedRun], list[str]]
 
 
-def train_command(run: Run) -> list[str]:
+def train_command(run: PlannedRun) -> list[str]:
     """Returns the command of the run."""
     return [sys.executable, "-m", "jppo.train", *run.arguments]
 
 
-def sweep(runs: Sequence[Run], out: pathlib.Path, command: Command, *, jobs: int, resume: bool, metric: str) -> bool:
+def sweep(
+    runs: Sequence[PlannedRun], out: pathlib.Path, command: Command, *, jobs: int, resume: bool, metric: str
+) -> bool:
     """Runs unfinished runs, `jobs` at a time, and updates record and table; whether all have finished."""
     names, arguments = differing(runs), {run.name: run.arguments for run in runs}
     with sweep_record.opened(out, arguments, resume=resume) as states:
@@ -49,19 +51,19 @@ def sweep(runs: Sequence[Run], out: pathlib.Path, command: Command, *, jobs: int
         of = {run.name: f"[{i}/{len(runs)}] {run.name}" for i, run in enumerate(runs, 1)}
         say(f"{len(runs)} runs in {out}, {len(runs) - len(left)} finished already; {jobs} at a time")
 
-        def rows() -> list[sweep_table.Row]:
+        def rows() -> list[sweep_table.SweepRow]:
             return sweep_table.ranked([row(run, states[run.name], names, metric) for run in runs])
 
-        def keep(run: Run, state: sweep_record.State) -> None:
+        def keep(run: PlannedRun, state: sweep_record.State) -> None:
             states[run.name] = state
             sweep_record.write(out, states)
             sweep_table.write_table(out, rows(), metric)
 
-        def began(run: Run) -> None:
+        def began(run: PlannedRun) -> None:
             say(f"{of[run.name]}: started, log in {run.folder / LOG}")
             keep(run, dataclasses.replace(states[run.name], status="running"))
 
-        def ended(run: Run, code: int | None, seconds: float) -> None:
+        def ended(run: PlannedRun, code: int | None, seconds: float) -> None:
             status = "interrupted" if code is None else "failed" if code else "finished"
             why = f" with exit code {code}: {last_words(run.folder / LOG)}" if code else ""
             say(f"{of[run.name]}: {status} after {seconds:.0f} s{why}")
@@ -80,22 +82,22 @@ def sweep(runs: Sequence[Run], out: pathlib.Path, command: Command, *, jobs: int
     return all(states[run.name].status == "finished" for run in runs)
 
 
-def row(run: Run, state: sweep_record.State, names: Sequence[str], metric: str) -> sweep_table.Row:
+def row(run: PlannedRun, state: sweep_record.State, names: Sequence[str], metric: str) -> sweep_table.SweepRow:
     """Returns the run's row; `names` are the settings in which the runs differ."""
     differs = {name: run.values[name] for name in names}
     return sweep_table.make_row(run.folder, metric, settings=differs, status=state.status, seconds=state.seconds)
 
 
 def execute(
-    runs: Sequence[Run],
+    runs: Sequence[PlannedRun],
     command: Command,
     *,
     jobs: int,
-    began: Callable[[Run], None],
-    ended: Callable[[Run, int | None, float], None],
+    began: Callable[[PlannedRun], None],
+    ended: Callable[[PlannedRun, int | None, float], None],
 ) -> None:
     """Runs every command in order, `jobs` at a time; on an interruption it ends running ones first."""
-    waiting, active = list(runs), dict[subprocess.Popen, tuple[Run, float]]()
+    waiting, active = list(runs), dict[subprocess.Popen, tuple[PlannedRun, float]]()
     try:
         while waiting or active:
             while waiting and len(active) < jobs:
@@ -163,7 +165,7 @@ def _terminate(number: int, _: Any) -> None:
 
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    """The command line."""
+    """Runs the command line."""
     usage = "%(prog)s --config=FILE[:ARGUMENT] [--config.SECTION.NAME=VALUE ...] [options]"
     parser = settings.Parser("jppo.sweep", __doc__, usage=usage, allow_abbrev=False)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")

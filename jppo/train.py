@@ -39,7 +39,7 @@ from jppo.run.token_values import record_tokens
 from jppo.run.validation import validate
 from jppo.runlog.checkpoint import NonFinite
 from jppo.runlog.rollout_metrics import describe, source_means
-from jppo.runlog.summary import summary
+from jppo.runlog.summary import print_summary
 from jppo.runlog.timers import Timers
 from jppo.runlog.watchdog import Stopped
 from jppo.supervised import due
@@ -238,7 +238,7 @@ def train(c: ConfigDict) -> None:
                     hosts.together(lambda: export(run, now))
         if hosts.first:
             folder = expanded(c.trainer.run_dir)
-            summary(folder, report_line(folder))
+            print_summary(folder, report_line(folder))
 
 
 @settings.exit_on_user_error

@@ -80,6 +80,12 @@ class Trajectory:
     server: str = ""  # server of the last turn; '': the trainer's own engine
 
 
+def given_text(tokens: np.ndarray, sampled: np.ndarray, uid: str = "") -> Trajectory:
+    """Returns tokens that no engine sampled in the layout of a response; `sampled` marks those to learn from."""
+    empty = np.zeros(len(tokens), np.float32)
+    return Trajectory(uid, tokens.astype(np.int32), sampled, empty, np.full(len(tokens), -1, np.int32), "", "stop", 1)
+
+
 @dataclasses.dataclass(frozen=True)
 class Reward:
     """A grader's result for one trajectory."""

@@ -84,7 +84,7 @@ def sample(
         raise
 
 
-def summaries(tested: Tested) -> dict[str, dict[str, statistics.Estimate]]:
+def summaries(tested: Tested) -> dict[str, dict[str, statistics.MeanSe]]:
     """Returns statistics over all prompts, under '', and per data source; ungraded responses are left out."""
     of_source: dict[str, list[statistics.Samples]] = {"": []}
     for i, prompt in enumerate(tested.prompts):

@@ -27,7 +27,7 @@ from jppo.data.tokenizer import decode, end_token_ids, load_tokenizer
 from jppo.models import decoder, heads, hf, hf_write
 from jppo.models.families import ModelConfig
 from jppo.rollout.protocol import RolloutError, greedy
-from jppo.rollout.servers.engine import Limits
+from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.vllm.arguments import ServerSettings
 from jppo.rollout.vllm.client import start_vllm
 from jppo.settings import UserError
@@ -111,7 +111,7 @@ def by_vllm(
             run_dir,
             settings=settings,
             urls=[],
-            limits=Limits(request_timeout_s=600.0, health_timeout_s=60.0, max_restarts=0),
+            limits=ServerLimits(request_timeout_s=600.0, health_timeout_s=60.0, max_restarts=0),
             publish_dir="",
         )
         try:

@@ -29,9 +29,10 @@ from typing import Any
 import check_faults
 
 from jppo import train
-from jppo.prefetch import Supply
-from jppo.rollout.servers.fleet import Fleet, Member
+from jppo.prefetch.supply import Supply
+from jppo.rollout.servers.fleet import Fleet
 from jppo.rollout.servers.guard import PROOF_HEADER
+from jppo.rollout.servers.member import Member
 from jppo.rollout.vllm import publisher
 
 MOMENTS = ("generation", "publish", "between")

@@ -23,7 +23,8 @@ import numpy as np
 from jppo.models import decoder, heads, hf, hf_write
 from jppo.models.families import ModelConfig
 from jppo.rollout.protocol import RolloutError, greedy
-from jppo.rollout.servers.engine import Limits, ServedSampler
+from jppo.rollout.servers.engine import ServedSampler
+from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.vllm import layout, publisher
 from jppo.rollout.vllm.arguments import ServerSettings
 from jppo.rollout.vllm.buffers import Buffers, Parcel
@@ -138,7 +139,7 @@ def main() -> None:
         start_timeout_s=300.0,
     )
     with tempfile.TemporaryDirectory() as run_dir:
-        limits = Limits(request_timeout_s=120.0, health_timeout_s=60.0, max_restarts=0)
+        limits = ServerLimits(request_timeout_s=120.0, health_timeout_s=60.0, max_restarts=0)
         engine = start_vllm(args.hf_dir, run_dir, settings=settings, urls=[], limits=limits, publish_dir="")
         try:
             if list(pathlib.Path(args.hf_dir).glob("*.safetensors")):

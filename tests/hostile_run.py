@@ -68,7 +68,7 @@ def main(uid, without, out):
         victim.kill()
         victim.wait()
     print(
-        json.dumps({"guards": protections.describe(guards), "missing": protections.missing(guards), "results": results})
+        json.dumps({"guards": protections.describe(guards), "missing": protections.lacks(guards), "results": results})
     )
 
 

@@ -8,7 +8,7 @@ import signal
 import sys
 
 from jppo import train
-from jppo.prefetch import Supply
+from jppo.prefetch.supply import Supply
 from jppo.rollout.protocol import RolloutError
 from jppo.run import export, opened
 from jppo.settings import UserError

@@ -104,9 +104,9 @@ def test_no_program_became_worse(platform, only):
 GATHERED_AGAIN = """
 import importlib.util, sys
 import jax
-from jppo.models import heads
+from jppo.models import chunked_logits
 
-once = heads._raw
+once = chunked_logits._raw
 
 def in_each_chunk(states, kernel):
     kernel, states = jax.lax.optimization_barrier((kernel, states))
@@ -114,7 +114,7 @@ def in_each_chunk(states, kernel):
     mine = jax.lax.dynamic_slice_in_dim(kernel, jax.lax.axis_index("fsdp") * width, width, axis=1)
     return once(states, jax.lax.all_gather(mine, "fsdp", axis=1, tiled=True))
 
-heads._raw = in_each_chunk
+chunked_logits._raw = in_each_chunk
 spec = importlib.util.spec_from_file_location("check_accounts", sys.argv[1])
 check_accounts = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(check_accounts)

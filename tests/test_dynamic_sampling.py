@@ -8,7 +8,7 @@ import pytest
 from jppo import settings, train
 from jppo.build.dynamic_sampling import DynamicSupply, Filter, differs
 from jppo.data.stream import Cursor
-from jppo.prefetch import Drawn
+from jppo.prefetch.supply import Drawn
 from jppo.rollout.protocol import RolloutError
 from jppo.runlog.logger import read_metrics
 from jppo.runlog.watchdog import Stopped

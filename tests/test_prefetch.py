@@ -13,7 +13,7 @@ from jppo import train
 from jppo.build.prefetch import fresh
 from jppo.data.prompts import PromptSet
 from jppo.data.stream import Cursor, Part, next_batch
-from jppo.prefetch import How, Supply, ages
+from jppo.prefetch.supply import How, Supply, ages
 from jppo.rewards.panel import Grading
 from jppo.rollout.protocol import RolloutError, greedy
 from jppo.runlog import trajectories

@@ -11,17 +11,18 @@ import numpy as np
 import pytest
 
 from examples import arithmetic
-from jppo import prefetch
 from jppo.build import prefetch as build_prefetch
 from jppo.data.curriculum import Curriculum
 from jppo.data.stream import Cursor
 from jppo.data.tokenizer import load_tokenizer
 from jppo.distributed.hosts import Hosts
 from jppo.models import decoder, hf, hf_write
+from jppo.prefetch import requests, supply
+from jppo.rewards import parts
 from jppo.rewards.model.by_jax import JaxRewardModel
 from jppo.rewards.model.classifier import read_classifier
 from jppo.rewards.model.part import ModelPart, Normalizer
-from jppo.rewards.panel import Grading, Weights
+from jppo.rewards.panel import Grading, PartWeights
 from jppo.rewards.panel import Panel as Parts
 from jppo.runlog import sample_queue, trajectories
 from jppo.types import Reward
@@ -33,7 +34,7 @@ ANSWERS = "samples that the checkpoint has of the next steps are"
 def make(sampler, cursor=None, panel=None, hosts=None, **changes):
     how = dataclasses.replace(HOW, **changes)
     more = {} if hosts is None else {"hosts": hosts}
-    return prefetch.Supply(how, TRAIN, sampler, panel or Panel(), cursor or Cursor(), **more)
+    return supply.Supply(how, TRAIN, sampler, panel or Panel(), cursor or Cursor(), **more)
 
 
 def saved(it):
@@ -109,7 +110,7 @@ def test_a_curriculum_with_prefetched_samples_resumes_to_the_bit(staleness, in_s
         order_of = Curriculum(spec, TRAIN.prompts, seed=1, batch_size=2)
         how = dataclasses.replace(HOW, staleness=staleness, total_steps=8)
         train = dataclasses.replace(TRAIN, order_of=order_of)
-        return prefetch.Supply(how, train, Slow(), Panel(), cursor or Cursor())
+        return supply.Supply(how, train, Slow(), Panel(), cursor or Cursor())
 
     def step(it, number, finish=True):
         drawn = it.take(number)
@@ -203,7 +204,7 @@ def interrupted_after(lines, work):
     left = [lines]
 
     def trace(frame, event, _):
-        if frame.f_code.co_filename != prefetch.__file__:
+        if frame.f_code.co_filename not in (requests.__file__, supply.__file__):
             return None
         if event == "line":
             left[0] -= 1
@@ -286,7 +287,7 @@ def test_a_queue_fits_settings_that_have_changed(then, now):
         sampler.version = step
         drawn = it.take(step)
         assert len(drawn.prompts) == 2 and len(drawn.trajectories) == 4
-        assert prefetch.ages(drawn.trajectories, step).max() <= now["staleness"]
+        assert supply.ages(drawn.trajectories, step).max() <= now["staleness"]
         seen += [p.uid for p in drawn.prompts]
         it.forget(step)
         state = saved(it)
@@ -348,7 +349,7 @@ def test_a_real_reward_model_scores_no_kept_sample_again(tmp_path, quick_compila
 
     def open_panel():
         part = ModelPart(Model(what, batch_size=4, max_length=16), Ids(), batch_size=4, normalizer=Normalizer())
-        return Parts({"rm_score": part}, Weights({"rm_score": 1.0}, {}), score_on_error=0.0)
+        return Parts({"rm_score": part}, PartWeights({"rm_score": 1.0}, {}), score_on_error=0.0)
 
     def steps(it, sampler, *numbers):
         rewards = []
@@ -380,7 +381,7 @@ def test_a_real_reward_model_scores_no_kept_sample_again(tmp_path, quick_compila
         panel.close()
 
 
-class Part:
+class Told(parts.Part):
     """Grades what it is told to."""
 
     def __init__(self):
@@ -392,8 +393,8 @@ class Part:
 
 
 def test_finished_rewards_are_those_whose_parts_are_all_there_without_error():
-    a, b = Part(), Part()
-    grading = Grading(Parts({"a": a, "b": b}, Weights({"a": 1.0, "b": 2.0}, {}), score_on_error=0.0))
+    a, b = Told(), Told()
+    grading = Grading(Parts({"a": a, "b": b}, PartWeights({"a": 1.0, "b": 2.0}, {}), score_on_error=0.0))
     sample = dataclasses.make_dataclass("Sample", ["prompt"])(TRAIN.prompts[0])
     for number in range(3):
         grading.submit(number, sample)

@@ -204,7 +204,7 @@ def test_a_very_long_text_is_cut_in_the_middle():
 
 @pytest.mark.parametrize("count, most, expected", [(3, 5, [0, 1, 2]), (9, 3, [0, 4, 8]), (5, 1, [4]), (0, 3, [])])
 def test_spread(count, most, expected):
-    assert samples.spread(range(count), most) == expected
+    assert samples.evenly(range(count), most) == expected
 
 
 def test_the_histogram_counts_what_is_there():

@@ -112,7 +112,7 @@ def test_the_strongest_guards_are_found_and_pretending_weakens_them():
     ],
 )
 def test_what_strict_needs(guards, why, monkeypatch):
-    assert protections.missing(guards).startswith(why) and bool(protections.missing(guards)) == bool(why)
+    assert protections.lacks(guards).startswith(why) and bool(protections.lacks(guards)) == bool(why)
     monkeypatch.setattr(choice, "probe", lambda: guards)
     if why:
         with pytest.raises(ValueError, match=rf"reward.sandbox='strict': {why}.*reward.sandbox=container"):

@@ -286,7 +286,7 @@ def test_one_sweep_at_a_time_in_a_folder(go, asked):
     runs, out = asked("add()")
     with (
         sweep_record.opened(out, {run.name: run.arguments for run in runs}, resume=False),
-        pytest.raises(UserError, match="another sweep runs there"),
+        pytest.raises(UserError, match=f"belongs to process {os.getpid()}"),
     ):
         go("ok", resume=True)
     assert go("ok", resume=True) is True

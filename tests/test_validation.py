@@ -10,6 +10,7 @@ import pytest
 from jppo import validation
 from jppo.rewards.graders import RulePart
 from jppo.rewards.panel import Panel, parse_weights
+from jppo.rewards.parts import Part
 from jppo.rewards.pool import Pool
 from jppo.rollout.protocol import greedy
 from jppo.types import Prompt, Reward, Trajectory
@@ -118,13 +119,11 @@ def test_what_failed_is_left_out_of_its_prompt_and_no_zero():
 
 
 def test_a_source_in_which_nobody_looks_for_answers_has_no_majority():
-    class Length:
+    class Length(Part):
         def submit(self, sample):
             future = Future()
             future.set_result(Reward(float(len(sample.text)), {}, None))
             return future
-
-        flush = close = lambda self: None
 
     panel = Panel({"length": Length()}, parse_weights("", ["length"]), score_on_error=None)
     tested = validation.evaluate(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from jppo.data.stream import Cursor
-from jppo.prefetch import Drawn, Supply
+from jppo.prefetch.supply import Drawn, Supply
 from jppo.rollout.protocol import RolloutError
 from jppo.settings import UserError
 from jppo.types import Prompt, Reward, Trajectory

@@ -57,7 +57,8 @@ def require_alike(c: ConfigDict, hosts: Hosts, inputs: Inputs) -> None:
     """Raises UserError where hosts read different data or do not share the run folder."""
     if hosts.count == 1:
         return
-    sums = {"data.train_files": data_checksums(inputs.train), "data.val_files": _checksum(inputs)}
+    of_val = zlib.crc32(b"".join(p.ids.tobytes() + p.ground_truth.encode() for p in inputs.val.prompts))
+    sums: dict[str, Any] = {"data.train_files": data_checksums(inputs.train), "data.val_files": of_val}
     for rank, other in enumerate(hosts.gather(lambda: sums)):
         for name, value in sums.items():
             if other[name] != value:
@@ -89,7 +90,3 @@ def _mark(folder: pathlib.Path) -> str:
     mark = f".hosts-{uuid.uuid4().hex[:8]}"
     (folder / mark).touch()
     return mark
-
-
-def _checksum(inputs: Inputs) -> Any:
-    return zlib.crc32(b"".join(p.ids.tobytes() + p.ground_truth.encode() for p in inputs.val.prompts))

@@ -29,12 +29,12 @@ class Inputs:
     val: PromptSet
     sources: tuple[str, ...]  # data_source of every row
     policy: ModelConfig
-    critic: ModelConfig | None  # None: the estimator needs none
-    reference: ModelConfig | None  # None: no KL is used
-    adapters: Lora | None  # of the policy; None: full fine-tuning
-    critic_adapters: Lora | None
-    agent: Agent | None  # None: single-turn
-    total_steps: int
+    critic: ModelConfig | None = None  # None: the estimator needs none
+    reference: ModelConfig | None = None  # None: no KL is used
+    adapters: Lora | None = None  # of the policy; None: full fine-tuning
+    critic_adapters: Lora | None = None
+    agent: Agent | None = None  # None: single-turn
+    total_steps: int = 0
 
 
 def read_inputs(c: ConfigDict) -> Inputs:
@@ -71,7 +71,7 @@ def read_inputs(c: ConfigDict) -> Inputs:
         critic=critic,
         reference=reference,
         adapters=make_adapters(c),
-        critic_adapters=make_critic_adapters(c) if critic is not None else None,
+        critic_adapters=make_adapters(c, c.critic) if critic is not None else None,
         agent=agent,
         total_steps=total_steps(c, len(train.prompts)),
     )
@@ -105,12 +105,7 @@ def read_test(c: ConfigDict) -> Inputs:
         val=val,
         sources=tuple(sorted({p.data_source for p in val.prompts})),
         policy=policy,
-        critic=None,
-        reference=None,
-        adapters=None,
-        critic_adapters=None,
         agent=agent,
-        total_steps=0,
     )
 
 
@@ -177,23 +172,13 @@ def critic_path(c: ConfigDict) -> str:
     return c.critic.path if c.critic.path else c.model.path
 
 
-def make_adapters(c: ConfigDict) -> Lora | None:
-    """Makes the policy's LoRA settings; None: full fine-tuning."""
-    return _adapters(c, c.model.lora_rank, c.model.lora_alpha)
-
-
-def make_critic_adapters(c: ConfigDict) -> Lora | None:
-    """Makes the critic's LoRA settings, the policy's by default."""
-    own = c.critic
-    return _adapters(
-        c,
-        c.model.lora_rank if own.lora_rank is None else own.lora_rank,
-        c.model.lora_alpha if own.lora_alpha is None else own.lora_alpha,
-    )
-
-
-def _adapters(c: ConfigDict, rank: int, alpha: int) -> Lora | None:
+def make_adapters(c: ConfigDict, own: ConfigDict | None = None) -> Lora | None:
+    """Makes the LoRA settings of `model`, or of a section with its `own`; None: full fine-tuning."""
     targets = lora.parse_targets(c.model.target_modules)  # validates unused settings, too
+    rank, alpha = c.model.lora_rank, c.model.lora_alpha
+    if own is not None:
+        rank = rank if own.lora_rank is None else own.lora_rank
+        alpha = alpha if own.lora_alpha is None else own.lora_alpha
     return None if rank == 0 else Lora(rank, alpha, targets)
 
 

@@ -16,7 +16,7 @@ from jppo.build.rollout import Source, sampling
 from jppo.data.stream import Cursor
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.errors import expanded
-from jppo.prefetch import Drawn, How, Supply, ages
+from jppo.prefetch.supply import Drawn, How, Supply, ages
 from jppo.rewards.panel import Panel
 from jppo.rollout.protocol import RolloutError
 from jppo.settings import table

@@ -2,12 +2,11 @@
 
 import dataclasses
 import importlib.metadata
-import json
 import math
 import pathlib
 import re
 import zlib
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from jppo.data.stream import Cursor
 from jppo.errors import expanded
 from jppo.learner import optim
 from jppo.rewards.panel import Panel
+from jppo.runlog import atomic_file
 from jppo.runlog.checkpoint import Checkpoints
 from jppo.runlog.checkpoint_arrays import checksum_of_all
 from jppo.runlog.restore import Restored, require, restore
@@ -56,10 +56,10 @@ class Begun:
 
 def origin(c: ConfigDict, inputs: Inputs, learner: Learner) -> dict[str, Any]:
     """Returns the identity of a run for its checkpoints: settings, versions, data, frozen weights."""
-    return identity(c, learner.mesh, data=data_checksums(inputs.train), frozen=frozen_weights(learner))
+    return run_identity(c, learner.mesh, data=data_checksums(inputs.train), frozen=frozen_weights(learner))
 
 
-def identity(c: ConfigDict, mesh: Any, *, data: dict[str, int], frozen: dict[str, Any]) -> dict[str, Any]:
+def run_identity(c: ConfigDict, mesh: Any, *, data: dict[str, int], frozen: dict[str, Any]) -> dict[str, Any]:
     """Returns it for any run: `data` are checksums by source, `frozen` the weights read at every start, by setting."""
     devices = f"{mesh.size} x {mesh.devices.flat[0].device_kind}"
     return {
@@ -79,6 +79,14 @@ def data_checksums(train: PromptSet) -> dict[str, int]:
         lengths = zlib.crc32(np.array([len(p.ids) for p in prompts], np.int64).tobytes(), tokens)
         out[part.name] = zlib.crc32("\0".join(p.ground_truth for p in prompts).encode(), lengths)
     return out
+
+
+def checksum_of(arrays: Iterable[np.ndarray]) -> int:
+    """Returns a checksum of arrays, their lengths and their order."""
+    found = 0
+    for array in arrays:
+        found = zlib.crc32(array.tobytes(), zlib.crc32(str(len(array)).encode(), found))
+    return found
 
 
 def frozen_weights(learner: Learner) -> dict[str, Any]:
@@ -139,7 +147,8 @@ def resume(
     if int(state.bad_steps) >= c.trainer.max_bad_steps:  # the run had stopped; resuming it is deliberate
         state = dataclasses.replace(state, bad_steps=begin.bad_steps)
     panel.load(found.meta.get("reward", {}))
-    said = (*differences(found.meta, now), *_of_optimizers(found.missing))
+    fresh = ["the checkpoint has no optimizer state (trainer.save_contents): the optimizers start fresh"]
+    said = (*differences(found.meta, now), *(fresh if found.missing else ()))
     queue = found.meta.get("queue")
     if not isinstance(queue, dict):  # an older format, whose samples are requested again
         queue = {}
@@ -214,12 +223,6 @@ def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return out
 
 
-def _of_optimizers(missing: Sequence[str]) -> list[str]:
-    if not missing:
-        return []
-    return ["the checkpoint has no optimizer state (trainer.save_contents): the optimizers start fresh"]
-
-
 def finished(c: ConfigDict, checkpoints: Checkpoints, total_steps: int) -> bool:
     """Whether the same command has already finished in this folder and its model is of the last step."""
     run, done = expanded(c.trainer.run_dir), checkpoints.latest()
@@ -235,7 +238,7 @@ def finished(c: ConfigDict, checkpoints: Checkpoints, total_steps: int) -> bool:
 
 def require_own(c: ConfigDict) -> None:
     """Raises UserError where the checkpoints of the run folder are of another command."""
-    wrote, here = command_of(_written_settings(expanded(c.trainer.run_dir))), command_of(c)
+    wrote, here = command_of(atomic_file.read_json(expanded(c.trainer.run_dir) / "config.json")), command_of(c)
     if wrote not in (None, here):
         raise UserError(
             f"trainer.run_dir={c.trainer.run_dir} has a run of {wrote}, and this is {here}; give it another folder"
@@ -253,12 +256,3 @@ def command_of(config: Container[str]) -> str | None:
     if "data" not in config:
         return None
     return "jppo.train" if "rollout" in config else "jppo.reward_model" if "loss" in config else "jppo.sft"
-
-
-def _written_settings(run: pathlib.Path) -> dict[str, Any]:
-    """Reads a run's config.json; {} if it cannot be read."""
-    try:
-        found = json.loads((run / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}

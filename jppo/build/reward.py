@@ -28,7 +28,7 @@ from jppo.rewards.model.by_vllm import VllmRewardModel
 from jppo.rewards.model.classifier import Classifier, Texts, choose_engine, located, read_classifier
 from jppo.rewards.model.convert import converted
 from jppo.rewards.model.part import ModelPart, Normalizer, Scorer
-from jppo.rewards.panel import Panel, Weights, parse_weights
+from jppo.rewards.panel import Panel, PartWeights, parse_weights
 from jppo.rewards.parts import Part
 from jppo.rewards.pool import Pool
 from jppo.rewards.shape import FormatPart, OverlongPart
@@ -94,7 +94,7 @@ def make_panel(c: ConfigDict, inputs: Inputs, mesh: jax.sharding.Mesh, hosts: Ho
     return Panel(made, weights, score_on_error=r.score_on_error)
 
 
-def _used_parts(weights: Weights, text: str, sources: Sequence[str]) -> dict[str, dict[str, float]]:
+def _used_parts(weights: PartWeights, text: str, sources: Sequence[str]) -> dict[str, dict[str, float]]:
     """Returns the parts of each source; UserError for weights of other sources, and for sources without any."""
     used = {source: weights.of(source) for source in sources}
     for source, part in weights.of_source:

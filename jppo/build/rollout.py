@@ -24,8 +24,8 @@ from jppo.models.lora import Lora
 from jppo.rollout.continuous_batching import InprocessSettings
 from jppo.rollout.inprocess import InprocessEngine, InprocessSampler
 from jppo.rollout.protocol import Served
-from jppo.rollout.servers.engine import Engine, Limits
-from jppo.rollout.servers.member import CONNECTIONS
+from jppo.rollout.servers.engine import Engine
+from jppo.rollout.servers.member import CONNECTIONS, ServerLimits
 from jppo.rollout.sglang.client import start_sglang
 from jppo.rollout.vllm.arguments import ServerSettings
 from jppo.rollout.vllm.client import start_vllm
@@ -154,7 +154,7 @@ def start_engine(c: ConfigDict, run: pathlib.Path, hosts: Hosts = ALONE) -> Engi
         str(run),
         settings=server_settings(c),
         urls=own_urls(hosts, [url.strip() for url in r.urls.split(",") if url.strip()]),
-        limits=Limits(
+        limits=ServerLimits(
             request_timeout_s=r.request_timeout_s,
             health_timeout_s=r.health_timeout_s,
             max_restarts=r.max_restarts,

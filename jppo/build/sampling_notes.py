@@ -3,7 +3,7 @@
 from ml_collections import ConfigDict
 
 from jppo import settings
-from jppo.runlog.diagnosis import Finding
+from jppo.runlog.diagnosis import Alert
 
 
 def describe_sampling(c: ConfigDict) -> str:
@@ -15,7 +15,7 @@ def describe_sampling(c: ConfigDict) -> str:
     return f"{drawn}; a response ends with {' or '.join([*ends, f'{c.data.max_response_length:,} tokens'])}"
 
 
-def forewarn(c: ConfigDict, step: int = 0) -> list[Finding]:
+def forewarn(c: ConfigDict, step: int = 0) -> list[Alert]:
     """Returns warnings on the sampling settings, before the run does anything.
 
     A filtered distribution is renormalised at every token; the trainer's log-probs are of the full one. Importance
@@ -26,7 +26,7 @@ def forewarn(c: ConfigDict, step: int = 0) -> list[Finding]:
     if cut and (c.algorithm.old_logprob != "correction" or c.algorithm.rollout_is == "none"):
         said = f"{cut}: responses are drawn from a part of the policy, and learned from as if from the whole of it"
         remedy = "set algorithm.old_logprob=correction with algorithm.rollout_is=token, or leave the cut to"
-        found.append(Finding(step, "sampling_cut", said, f"{remedy} rollout.val_kwargs"))
+        found.append(Alert(step, "sampling_cut", said, f"{remedy} rollout.val_kwargs"))
     # In process, only the trainer can change the weights.
     if c.algorithm.old_logprob == "bypass" and c.rollout.max_kl_jump and c.rollout.name != "inprocess":
         said = (
@@ -34,5 +34,5 @@ def forewarn(c: ConfigDict, step: int = 0) -> list[Finding]:
         )
         remedy = "set algorithm.old_logprob=decoupled, or rollout.max_kl_jump=0 where nobody else reaches the servers"
         why = "as algorithm.old_logprob=bypass computes no log-probs to compare theirs with"
-        found.append(Finding(step, "mismatch_unchecked", f"{said} {why}", remedy))
+        found.append(Alert(step, "mismatch_unchecked", f"{said} {why}", remedy))
     return found

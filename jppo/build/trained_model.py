@@ -5,7 +5,6 @@ fine-tuning, the source is the final model.
 """
 
 import dataclasses
-import json
 import pathlib
 import shutil
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import jax
 from jppo.learner import sharding, state
 from jppo.models import hf, hf_write, lora, tensorfile
 from jppo.models.lora import Lora
+from jppo.runlog import atomic_file
 from jppo.runlog.checkpoint import Checkpoints
 from jppo.runlog.checkpoint_arrays import checksum_of_all
 from jppo.runlog.restore import restore_field
@@ -129,7 +129,7 @@ def of_checkpoint(path: pathlib.Path, *, base: str | None, merge: bool, dtype: s
 
 def of_folder(run: pathlib.Path, *, merge: bool, dtype: str | None) -> TrainedPolicy:
     """Makes the policy of a run without checkpoints: hf/, or its adapter/ unless merged; `dtype` None: as stored."""
-    about: dict[str, Any] = dict(step=None, settings=_settings(run / "config.json"), versions={})
+    about: dict[str, Any] = dict(step=None, settings=by_name(atomic_file.read_json(run / "config.json")), versions={})
     if (run / "adapter").is_dir() and not merge:
         return TrainedPolicy(
             "adapter", dtype="float32", write=lambda out: shutil.copytree(run / "adapter", out), **about
@@ -166,12 +166,3 @@ def _base(what: state.Weights, source: str, settings: Settings, meta: dict[str, 
 def _stored_dtype(config: dict[str, Any]) -> str:
     said = str(config.get("dtype", config.get("torch_dtype", "float32")))
     return said if said in {kind.name for kind in tensorfile.DTYPES.values()} else "float32"
-
-
-def _settings(file: pathlib.Path) -> Settings:
-    """Reads a run's settings by their dotted names; {} if they cannot be read."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return by_name(found) if isinstance(found, dict) else {}

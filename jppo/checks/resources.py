@@ -18,6 +18,8 @@ from jppo.checks.finding import GIB, Finding, Verdict
 from jppo.dry_run.rooms import Room
 from jppo.errors import expanded
 from jppo.rollout.servers.process import check_ports
+from jppo.runlog import atomic_file
+from jppo.runlog.checkpoint import steps_in
 
 DAY_S = 86_400
 LAST_YEAR = 2100
@@ -132,7 +134,7 @@ def folder(c: ConfigDict) -> Iterator[Finding]:
     require_loggers(c)
     require_resumable(c)
     run = expanded(c.trainer.run_dir)
-    steps = _steps(run / "checkpoints")
+    steps = steps_in(run / "checkpoints")
     if not steps:
         yield Finding("run folder", "OK", f"{run}: a new run")
         return
@@ -141,7 +143,7 @@ def folder(c: ConfigDict) -> Iterator[Finding]:
         yield Finding("run folder", "WARN", f"{run}: trainer.resume_mode=disable removes its checkpoints", remedy)
         return
     require_own(c)
-    changed = differences(run / "config.json", c)
+    changed = changed_settings(run / "config.json", c)
     if changed:
         more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
         said = f"{run} has a run with other settings, which resumes at step {steps[-1]}: {', '.join(changed[:SHOWN])}"
@@ -150,18 +152,11 @@ def folder(c: ConfigDict) -> Iterator[Finding]:
     yield Finding("run folder", "OK", f"{run}: resumes after step {steps[-1]}")
 
 
-def _steps(checkpoints: pathlib.Path) -> list[int]:
-    """Returns the complete ones: only these have a number as a name."""
-    found = checkpoints.iterdir() if checkpoints.is_dir() else ()
-    return sorted(int(place.name) for place in found if place.name.isdigit())
-
-
-def differences(file: pathlib.Path, c: ConfigDict) -> list[str]:
+def changed_settings(file: pathlib.Path, c: ConfigDict) -> list[str]:
     """Returns settings of a run's config.json that differ from `c`, as name=theirs."""
-    try:
-        theirs = settings.by_name(json.loads(file.read_text()))
-    except (OSError, ValueError) as e:
-        return [f"{file.name} cannot be read ({e})"]
+    theirs = settings.by_name(atomic_file.read_json(file))
+    if not theirs:
+        return [f"{file.name} cannot be read"]
     ours = settings.by_name(json.loads(settings.dump(c)))
     names = dict.fromkeys([*ours, *theirs])
     return [f"{name}={theirs.get(name)}" for name in names if theirs.get(name) != ours.get(name)]

@@ -5,8 +5,8 @@ import functools
 import pathlib
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
@@ -19,10 +19,13 @@ from jppo.checks import machine, models_and_data, parity, resources
 from jppo.checks.finding import Check, Finding, examine
 from jppo.dry_run import memory, preview, rooms
 from jppo.dry_run.described_machine import Request
+from jppo.dry_run.forecast import Executions
 from jppo.errors import expanded
 from jppo.models.params import Head
 from jppo.supervised import Task
 from jppo.types import TrainState
+
+T = TypeVar("T", bound=Task)
 
 COMPILE_S, READ_S, PUBLISH_S, FETCH_S = 900.0, 600.0, 900.0, 3600.0
 
@@ -68,8 +71,30 @@ def dry_run(c: ConfigDict, request: Request) -> str:
     return with_findings(text, found)
 
 
-def dry_run_of_one_model(c: ConfigDict, task: Task, head: Head, text: str) -> str:
-    """The report of `--dry_run` for fine-tuning or a reward model: the `text`, and the findings of its checks."""
+def dry_run_of_one_model(
+    c: ConfigDict,
+    request: Request,
+    prepare: Callable[[ConfigDict, Request], T],
+    estimate: Callable[[ConfigDict, T], tuple[memory.Estimate, int]],
+    describe: Callable[[T, int], tuple[list[str], dict[str, int]]],
+    *,
+    head: Head,
+) -> str:
+    """Reports on fine-tuning or a reward model: the preview, and the findings of its checks. Reads no weight.
+
+    `describe` returns lines, and the executions of each program, from the task and its micro-batches a step.
+    """
+    preview.take_little()
+    task = prepare(c, request)
+    found, micro_batches = estimate(c, task)
+    lines, times = describe(task, micro_batches)
+
+    def again(other: ConfigDict) -> memory.Estimate:
+        return estimate(other, prepare(other, request))[0]
+
+    text = preview.of_estimate(c, request, task.mesh, lines, found, Executions(times), again)
+    if request.machine is not None:
+        return text
 
     def disk() -> Iterator[Finding]:
         stored = memory.stored_model(c, task.mesh, task.cfg, task.adapters, head, "optim")
@@ -145,7 +170,7 @@ def checks(read: Read, stack: contextlib.ExitStack, *, ask: bool) -> list[Check]
 
 
 def of_folder(c: ConfigDict) -> list[Check]:
-    """The checks of the clock and the run folder, for every training command."""
+    """Lists the checks of the clock and the run folder, for every training command."""
     run = expanded(c.trainer.run_dir)
     return [
         Check("clock", lambda: resources.clock(time.time(), newest=resources.package_time())),

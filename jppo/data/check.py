@@ -27,7 +27,7 @@ BAR = 40  # characters of the longest bar
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
+class DataNote:
     """One line of the report."""
 
     good: bool
@@ -68,17 +68,17 @@ def look(
     return Looked(sources, rows, prompts, ids)
 
 
-def findings(seen: Looked, *, max_prompt_length: int | None, graders: dict[str, str]) -> list[Finding]:
+def findings(seen: Looked, *, max_prompt_length: int | None, graders: dict[str, str]) -> list[DataNote]:
     """Returns the findings about one set; `graders` maps known data sources to graders."""
     out = []
     for source in seen.sources:
         columns = collections.Counter(column for row in source.rows for column in row.columns)
         partly = [column for column, count in columns.items() if count < len(source.rows)]
         said = f"{source.name}: {len(source.rows)}; columns {', '.join(map(str, columns))}"
-        out.append(Finding(not partly, "rows", f"{said}; not every row has {', '.join(partly)}" if partly else said))
+        out.append(DataNote(not partly, "rows", f"{said}; not every row has {', '.join(partly)}" if partly else said))
     for name, count in collections.Counter(text_column(row, "data_source") for row in seen.rows).most_common():
         grader = f"graded by {graders[name]}" if name in graders else "no grader: set reward.grader or reward.function"
-        out.append(Finding(name in graders, "source", f"{name}: {count} rows, {grader}"))
+        out.append(DataNote(name in graders, "source", f"{name}: {count} rows, {grader}"))
     empty = [row for row in seen.rows if not _has_answer(row)]
     out.append(_counted("answers", "without an answer", empty, len(seen.rows)))
     first: dict[str, Row] = {}
@@ -96,7 +96,7 @@ def findings(seen: Looked, *, max_prompt_length: int | None, graders: dict[str, 
     return out
 
 
-def overlap(train: Looked, val: Looked) -> Finding:
+def overlap(train: Looked, val: Looked) -> DataNote:
     """Counts rows of the second set whose prompt is in the first."""
     known = set(map(_key, train.prompts))
     both = [row for row, prompt in zip(val.rows, val.prompts, strict=True) if _key(prompt) in known]
@@ -125,7 +125,7 @@ def histogram(values: np.ndarray) -> list[str]:
     return lines
 
 
-def report(seen: Looked, found: Sequence[Finding], title: str, tokenizer: Any) -> list[str]:
+def report(seen: Looked, found: Sequence[DataNote], title: str, tokenizer: Any) -> list[str]:
     """Returns the printed lines of one set."""
     values, unit = lengths(seen)
     said = f"{values.min()} to {values.max()} {unit}, mean {values.mean():.1f}"
@@ -135,16 +135,16 @@ def report(seen: Looked, found: Sequence[Finding], title: str, tokenizer: Any) -
     return [
         f"{title}: {len(seen.rows)} rows",
         *map(str, found),
-        str(Finding(True, "lengths", said)),
+        str(DataNote(True, "lengths", said)),
         *histogram(values),
         f"      the first prompt{note}",
         *(f"      | {line}" for line in text.split("\n")),
     ]
 
 
-def _counted(about: str, what: str, rows: list[Row], of: int) -> Finding:
+def _counted(about: str, what: str, rows: list[Row], of: int) -> DataNote:
     said = f"{len(rows)} of {of} rows {what}"
-    return Finding(not rows, about, f"{said}, the first is {rows[0].place}" if rows else said)
+    return DataNote(not rows, about, f"{said}, the first is {rows[0].place}" if rows else said)
 
 
 def _has_answer(row: Row) -> bool:
@@ -170,7 +170,7 @@ def _graders(*sets: Looked | None) -> dict[str, str]:
 
 @exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    """The command line."""
+    """Runs the command line."""
     parser = Parser("jppo.data.check", __doc__)
     parser.add_argument("files", nargs="+", help="parquet, jsonl, json or tfds:NAME/SPLIT@DIR")
     parser.add_argument("--val", default="", help="the test set, in the same forms, separated by commas")

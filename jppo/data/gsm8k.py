@@ -73,7 +73,7 @@ def download(directory: pathlib.Path) -> None:
 
 @exit_on_user_error
 def main() -> None:
-    """The command line."""
+    """Runs the command line."""
     parser = Parser("jppo.data.gsm8k", __doc__)
     parser.add_argument("--out", type=pathlib.Path, required=True, help="directory to write to")
     parser.add_argument("--from", dest="source", type=pathlib.Path, help="directory with train.jsonl and test.jsonl")

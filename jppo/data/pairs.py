@@ -57,7 +57,7 @@ def _of_one(shuffled: Sequence[Row]) -> list[dict[str, Any]]:
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Runs the command line."""
     parser = Parser("jppo.data.pairs", __doc__)
     parser.add_argument("--samples", type=pathlib.Path, required=True, help="a samples file with scores")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="directory to write to")

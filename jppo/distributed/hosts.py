@@ -63,7 +63,7 @@ class Hosts:
         timeout_s: float = 60.0,
         end_timeout_s: float = 120.0,
     ) -> None:
-        """By default a single host. `faults`: errors that end every host like a single one."""
+        """Makes a single host by default. `faults`: errors that end every host like a single one."""
         self.rank = rank
         self.count = count
         self.working = count == 1  # a stop may interrupt the current work

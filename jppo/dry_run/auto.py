@@ -50,6 +50,11 @@ def with_changes(c: ConfigDict, changes: dict[str, Any]) -> ConfigDict:
     return other
 
 
+def arguments(changes: dict[str, Any]) -> str:
+    """Formats settings as command-line arguments."""
+    return " ".join(f"--config.{name}={value}" for name, value in changes.items())
+
+
 def first(c: ConfigDict) -> ConfigDict:
     """Returns the config of the first candidate, for programs without gradients."""
     return with_changes(c, next(candidates(c))) if asked(c) else c
@@ -89,8 +94,8 @@ def settle(
 
     def decide() -> dict[str, Any]:
         path = run / "auto.json"
-        kept = _read(path)
-        if kept is not None and kept.get("about") == about:
+        kept = atomic_file.read_json(path)
+        if kept.get("about") == about and set(kept.get("chosen") or ()) == set(NAMES):
             return dict(kept["chosen"])
         found = choose(c, fits)
         if hosts.first:
@@ -100,12 +105,3 @@ def settle(
     changes = hosts.gather(decide)[0]
     said = ", ".join(f"{name}={value}" for name, value in changes.items())
     return with_changes(c, changes), f"chosen by the memory of {device}: {said}"
-
-
-def _read(path: pathlib.Path) -> dict[str, Any] | None:
-    """Reads an earlier choice; None if there is none or it is invalid."""
-    try:
-        found = json.loads(path.read_text())
-        return found if isinstance(found.get("chosen"), dict) and set(found["chosen"]) == set(NAMES) else None
-    except (OSError, ValueError, AttributeError):
-        return None

@@ -4,16 +4,17 @@ The mesh has the described devices, so XLA's compiler for them compiles every pr
 """
 
 import dataclasses
-import itertools
 import json
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 from ml_collections import ConfigDict
 
 from jppo.build import rollout
 from jppo.build.learner import make_mesh
+from jppo.dry_run import auto
 from jppo.dry_run.memory import Estimate
 from jppo.settings import UserError
 from jppo.targets import compilers, machines
@@ -65,9 +66,7 @@ def devices_of(machine: Machine) -> list[Any]:
     """Returns the machine's devices; raises UserError if the compiler does not know it."""
     try:
         return compilers.described(machine)
-    except Exception as e:
-        if type(e).__name__ not in ("JaxRuntimeError", "XlaRuntimeError"):
-            raise
+    except jax.errors.JaxRuntimeError as e:
         raise UserError(f"--machine={machine.name}: its compiler says: {' '.join(str(e).split())[:300]}") from e
 
 
@@ -99,11 +98,9 @@ def require_room(
     else:
         what = f"{found.worst.name} takes {found.peak / GIB:.1f} GiB of each device's {room / GIB:.1f}"
     for changes in remedies(c):
-        other = c.copy_and_resolve_references()
-        other.update_from_flattened_dict(changes)
-        tried = estimate(other)
+        tried = estimate(auto.with_changes(c, changes))
         if tried is not None and fits(tried, room):
-            said = " ".join(f"--config.{name}={value}" for name, value in changes.items())
+            said = auto.arguments(changes)
             raise UserError(f"{machine.name}: {what}; {said} fits: {tried.peak / GIB:.1f} GiB")
     raise UserError(
         f"{machine.name}: {what}; neither model.remat=full, smaller micro-batches nor offload is enough: take more"
@@ -127,6 +124,6 @@ def remedies(c: ConfigDict) -> Iterator[dict[str, Any]]:
     trained = [name for name in ("actor", "critic", "optim") if name in c]
     optimizers = [f"{name}.optimizer_offload" for name in trained if not c[name].optimizer_offload]
     models = [f"{name}.param_offload" for name in (*trained, "ref") if name in c and "param_offload" in c[name]]
-    for some in itertools.filterfalse(lambda names: not names, (optimizers, models)):
+    for some in filter(None, (optimizers, models)):
         changes |= dict.fromkeys(some, True)
         yield dict(changes)

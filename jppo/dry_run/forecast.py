@@ -7,9 +7,8 @@ from typing import Any
 from jppo.dry_run.memory import Estimate, Moment
 from jppo.targets import collectives, forecast
 from jppo.targets.forecast import Forecast
-from jppo.targets.machines import HOST, Machine
+from jppo.targets.machines import GIB, HOST, Machine
 
-GIB = 2**30
 NOTE = "forecast by the compiler, not measured"
 
 
@@ -94,8 +93,10 @@ def table(found: Estimate, outlook: Outlook | None) -> list[str]:
         cells = [one.name, f"{a.compile_s:.1f} s", _gib(there + one.needs), _gib(one.temporaries)]
         cells += [f"{a.total_flops / 1e12:,.3g}", f"{a.hbm / 1e9:,.3g}", _gib(sent)]
         if outlook is not None:
-            cells += ["", "", ""] if f is None else [_seconds(f.seconds), f.bound, _share(f.mfu)]
-        rows.append([*cells, _kernels(a.kernels)])
+            mfu = "" if f is None or f.mfu is None else f"{f.mfu:.0%}"
+            cells += ["", "", ""] if f is None else [_seconds(f.seconds), f.bound, mfu]
+        kernels = ", ".join(f"{name.removeprefix('__')} x{times}" for name, times in a.kernels.items())
+        rows.append([*cells, kernels or "-"])
     title = "programs, of one device" + ("" if outlook is None else f" of {outlook.machine.name}; {NOTE}")
     return [title, *_columns(rows)]
 
@@ -158,14 +159,6 @@ def _gib(count: float) -> str:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:,.3g}"
-
-
-def _share(share: float | None) -> str:
-    return "" if share is None else f"{share:.0%}"
-
-
-def _kernels(found: Mapping[str, int]) -> str:
-    return ", ".join(f"{name.removeprefix('__')} x{times}" for name, times in found.items()) or "-"
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -20,7 +20,7 @@ from jppo.build.learner import Trained, make_apply, make_passes, shares_trunk
 from jppo.build.optimizers import make_optimizer
 from jppo.build.packing import plan_of_run
 from jppo.dry_run.inprocess_engine import own_engine
-from jppo.dry_run.moments import Estimate, Moment, account, size, whole
+from jppo.dry_run.moments import Estimate, Moment, account, global_size, size
 from jppo.learner import packing, ppo, sharding, state, update
 from jppo.models import cost, hf_write
 from jppo.models.families import ModelConfig, pad_vocab
@@ -31,29 +31,19 @@ from jppo.types import Counts, Params, Rows, Scored
 MANY = 1.1  # a row shape with this many times the tokens of the longest rows is compiled, too
 
 
-def texts(c: ConfigDict, shape: Sequence[int]) -> tuple[list[int], int]:
-    """Returns (lengths, tokens that the LM head reads) of rows full of the longest sequences."""
-    longest = c.data.max_prompt_length + c.data.max_response_length
-    entries = math.prod(shape)
-    length = min(longest, shape[1])
-    return [length] * max(1, entries // length), int(entries * sampled_share(c))
-
-
 def sampled_share(c: ConfigDict) -> float:
     """Returns the share of sampled tokens in the longest sequences."""
     return float(c.data.max_response_length / (c.data.max_prompt_length + c.data.max_response_length))
 
 
-def useful_forward(c: ConfigDict, cfg: ModelConfig, shape: Sequence[int], how: Lora | None, *, head: bool) -> int:
-    """Counts useful FLOP of a forward pass over such rows."""
-    lengths, read = texts(c, shape)
-    return cost.forward(cfg, lengths, head_tokens=read if head else 0, how=how)
-
-
-def useful_update(c: ConfigDict, cfg: ModelConfig, shape: Sequence[int], how: Lora | None, *, head: bool) -> int:
-    """Counts the useful FLOP of a gradient over such rows."""
-    lengths, read = texts(c, shape)
-    return cost.update(cfg, lengths, head_tokens=read if head else 0, how=how)
+def useful(
+    c: ConfigDict, cfg: ModelConfig, shape: Sequence[int], how: Lora | None, *, head: bool, count: Any = cost.update
+) -> int:
+    """Counts the useful FLOP over rows full of the longest sequences: of a gradient, or of what `count` counts."""
+    entries, length = math.prod(shape), min(c.data.max_prompt_length + c.data.max_response_length, shape[1])
+    read = int(entries * sampled_share(c)) if head else 0
+    found: int = count(cfg, [length] * max(1, entries // length), head_tokens=read, how=how)
+    return found
 
 
 def sketch(c: ConfigDict, mesh: Any, cfg: ModelConfig, *, head: Head, adapters: Lora | None) -> Trained:
@@ -83,7 +73,7 @@ def largest(plan: packing.Plan) -> list[tuple[int, int]]:
     return [by_pairs, *([by_tokens] if math.prod(by_tokens) > MANY * math.prod(by_pairs) else [])]
 
 
-def learning(
+def update_moments(
     name: str,
     accumulate: Any,
     section: ConfigDict,
@@ -102,28 +92,12 @@ def learning(
     tx = make_optimizer(section, name, trained.what)
     opt, places = state.abstract_optimizer(tx, trained.what)
     number: Any = jax.ShapeDtypeStruct((), jnp.float32)
-    carry, counts = (
-        update.abstract_carry(trained.what.shapes, trained.what.shardings),
-        Counts(tokens=number, sequences=number),
-    )
-    gradients, learned = size(carry), trained.learned
-    models = learned, trained.base, carry
-    moments = [
-        account(
-            f"{name} gradient",
-            gradients,
-            accumulate,
-            *models,
-            one,
-            counts,
-            *further,
-            brought=brought,
-            useful=flop,
-            masked=masked,
-            entries=math.prod(jax.tree.leaves(one)[0].shape),
-        )
-        for one, flop in itertools.zip_longest(micros, useful, fillvalue=0)
-    ]
+    carry = update.abstract_carry(trained.what.shapes, trained.what.shardings)
+    gradients, learned, moments = size(carry), trained.learned, []
+    for one, flop in itertools.zip_longest(micros, useful, fillvalue=0):
+        given = learned, trained.base, carry, one, Counts(tokens=number, sequences=number), *further
+        how = dict(brought=brought, useful=flop, entries=math.prod(jax.tree.leaves(one)[0].shape))
+        moments.append(account(f"{name} gradient", gradients, accumulate, *given, masked=masked, **how))
     if (exchange := update.make_exchange(trained.what.shardings)) is not None:
         moments.append(account(f"{name} exchange", gradients, exchange, carry, brought=brought))
     apply = make_apply(section, tx, trained.what, places, 1)
@@ -148,30 +122,23 @@ def estimate(c: ConfigDict, inputs: Inputs, mesh: Any, *, entries: int) -> Estim
     shapes = largest(plan_of_run(c, mesh, inputs.policy))
     rows = [rows_of(shape, mesh) for shape in shapes]
     scored = [_scored(recipe, one, critic is not None) for one in rows]
-    coming = offloading.brought(
-        c,
-        recipe,
-        size,
-        policy=policy,
-        critic=critic,
-        reference=reference,
-        shared_trunk=shares_trunk(c, inputs),
-        own_reference=own_reference,
-    )
+    models: dict[str, Any] = dict(policy=policy, critic=critic, reference=reference)
+    own = dict(shared_trunk=shares_trunk(c, inputs), own_reference=own_reference)
+    coming = offloading.brought(c, recipe, size, **models, **own)
     moments = list(_scoring(c, inputs, recipe, passes, policy, reference, critic, rows, coming))
     if c.rollout.name == "inprocess":
         moments += own_engine(c, mesh, brought=coming.logprob)
     judge = recipe.in_loss(reference)
     share = sampled_share(c)
-    flop = [useful_update(c, inputs.policy, shape, inputs.adapters, head=True) for shape in shapes]
-    policy_opt, found = learning(
+    flop = [useful(c, inputs.policy, shape, inputs.adapters, head=True) for shape in shapes]
+    policy_opt, found = update_moments(
         "actor", passes.actor, c.actor, policy, scored, judge, brought=coming.actor, useful=flop, masked=share
     )
     moments += found
     parts = {"policy": size((policy.learned, policy.base)), "policy's optimizer": size(policy_opt)}
     if critic is not None and inputs.critic is not None:
-        flop = [useful_update(c, inputs.critic, shape, inputs.critic_adapters, head=False) for shape in shapes]
-        critic_opt, found = learning(
+        flop = [useful(c, inputs.critic, shape, inputs.critic_adapters, head=False) for shape in shapes]
+        critic_opt, found = update_moments(
             "critic", passes.critic, c.critic, critic, scored, brought=coming.critic, useful=flop
         )
         moments += found
@@ -208,7 +175,7 @@ def stored_model(c: ConfigDict, mesh: Any, cfg: ModelConfig, adapters: Lora | No
     """Returns the bytes of one model in a checkpoint; `optimizer` is its section of the settings."""
     trained = sketch(c, mesh, pad_vocab(cfg, mesh.shape["tensor"]), head=head, adapters=adapters)
     opt, _ = state.abstract_optimizer(make_optimizer(c[optimizer], optimizer, trained.what), trained.what)
-    return whole((trained.learned, opt))
+    return global_size((trained.learned, opt))
 
 
 def _reference(c: ConfigDict, inputs: Inputs, mesh: Any, policy: Trained) -> tuple[Params | None, bool]:
@@ -223,7 +190,8 @@ def _reference(c: ConfigDict, inputs: Inputs, mesh: Any, policy: Trained) -> tup
 
 def _scored(recipe: ppo.Recipe, rows: Rows, with_critic: bool) -> Scored:
     """Makes a micro-batch of an update, with the recipe's fields."""
-    f32 = _like(rows)
+    inputs: Any = rows.inputs
+    f32: Any = jax.ShapeDtypeStruct(inputs.shape, jnp.float32, sharding=inputs.sharding)
     weighed = recipe.correction is not None and recipe.correction.level is not None
     return Scored(
         rows=rows,
@@ -235,12 +203,6 @@ def _scored(recipe: ppo.Recipe, rows: Rows, with_critic: bool) -> Scored:
         returns=f32,
         positive=f32 if recipe.positive_lm_coef > 0 else None,
     )
-
-
-def _like(rows: Rows) -> Any:
-    """Makes an abstract f32 array with the rows' layout."""
-    inputs: Any = rows.inputs
-    return jax.ShapeDtypeStruct(inputs.shape, jnp.float32, sharding=inputs.sharding)
 
 
 def _scoring(
@@ -259,27 +221,18 @@ def _scoring(
     for one in rows:
         shape, share = one.inputs.shape, sampled_share(c)
         entries = math.prod(shape)
-        flop = useful_forward(c, inputs.policy, shape, inputs.adapters, head=True)
-        yield account(
-            "log-probs",
-            0,
-            passes.logprob,
-            actor,
-            one,
-            brought=coming.logprob,
-            useful=flop,
-            masked=share,
-            entries=entries,
-        )
+        flop = useful(c, inputs.policy, shape, inputs.adapters, head=True, count=cost.forward)
+        how = dict[str, Any](brought=coming.logprob, useful=flop, masked=share, entries=entries)
+        yield account("log-probs", 0, passes.logprob, actor, one, **how)
         if passes.reference is not None and inputs.reference is not None:
             policy_too = recipe.in_reward(actor)
-            flop = useful_forward(c, inputs.reference, shape, None, head=True) + (0 if policy_too is None else flop)
-            models = reference, policy_too, one
-            how = dict[str, Any](brought=coming.reference, useful=flop, masked=share, entries=entries)
-            yield account("reference", 0, passes.reference, *models, **how)
+            again = 0 if policy_too is None else flop
+            flop = useful(c, inputs.reference, shape, None, head=True, count=cost.forward)
+            how |= dict(brought=coming.reference, useful=flop + again)
+            yield account("reference", 0, passes.reference, reference, policy_too, one, **how)
         if passes.value is not None and critic is not None and inputs.critic is not None:
             judge = join(critic.learned, critic.base)
-            flop = useful_forward(c, inputs.critic, shape, inputs.critic_adapters, head=False)
+            flop = useful(c, inputs.critic, shape, inputs.critic_adapters, head=False, count=cost.forward)
             yield account("values", 0, passes.value, judge, one, brought=coming.values, useful=flop, entries=entries)
 
 

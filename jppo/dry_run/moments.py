@@ -67,7 +67,7 @@ def size(tree: Any) -> int:
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * _itemsize(x) for x in jax.tree.leaves(tree))
 
 
-def whole(tree: Any) -> int:
+def global_size(tree: Any) -> int:
     """Returns the arrays' global bytes, each counted once."""
     return sum(math.prod(x.shape) * _itemsize(x) for x in jax.tree.leaves(tree))
 

@@ -25,7 +25,7 @@ from jppo.dry_run.memory import Estimate
 from jppo.errors import escaped
 from jppo.learner import packing, ppo, update
 from jppo.targets.machines import Machine
-from jppo.types import Prompt, Trajectory
+from jppo.types import Prompt, Trajectory, given_text
 
 HERE = Request()  # this machine
 
@@ -46,8 +46,8 @@ def full_length(prompts: Sequence[Prompt], count: int, response: int, *, samples
     out = []
     for i in range(count):
         prompt = len(prompts[i // samples % len(prompts)].ids)
-        empty, sampled = np.zeros(prompt + response, np.int32), np.arange(prompt + response) >= prompt
-        out.append(Trajectory(str(i // samples), empty, sampled, empty.astype(np.float32), empty, "", "length", 1))
+        tokens, sampled = np.zeros(prompt + response, np.int32), np.arange(prompt + response) >= prompt
+        out.append(given_text(tokens, sampled, str(i // samples)))
     return out
 
 
@@ -110,12 +110,10 @@ def work(c: ConfigDict, inputs: Inputs, mesh: Any) -> Work:
 def sizes(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[list[str], Work]:
     """Returns the derived sizes of a PPO run as lines, and a step's work."""
     plan, per_step = plan_of_run(c, mesh, inputs.policy), sequences_of_step(c)
-    prompts = inputs.train.prompts
-    _, passes = make_passes(c, inputs, mesh)
     step = work(c, inputs, mesh)
-    count = programs(passes, plan, len(step.updates), mesh)
+    count = programs(make_passes(c, inputs, mesh)[1], plan, len(step.updates), mesh)
     lines = [
-        f"prompts          {len(prompts):,} to train on, {len(inputs.val.prompts):,} to test on",
+        f"prompts          {len(inputs.train.prompts):,} to train on, {len(inputs.val.prompts):,} to test on",
         f"steps            {inputs.total_steps:,}, each of {c.data.train_batch_size:,} prompts x {c.rollout.n} ="
         f" {per_step:,} samples",
     ]
@@ -145,14 +143,19 @@ def look(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[list[str], Estimate,
     lines, step = sizes(c, inputs, mesh)
     found = memory.estimate(c, inputs, mesh, entries=step.entries)
     share = rooms.of_servers(c, inputs, mesh)
-    places = rooms.of_machine(found, mesh, host=rooms.host_parts(c, inputs, mesh)) + (
-        [share] if share is not None else []
-    )
-    return lines, found, places
+    places = rooms.of_machine(found, mesh, host=rooms.host_parts(c, inputs, mesh))
+    return lines, found, [*places, *filter(None, [share])]
 
 
-def fits(c: ConfigDict, inputs: Inputs, mesh: Any) -> bool:
-    """Whether a PPO run fits this machine."""
+def estimate(c: ConfigDict, inputs: Inputs, mesh: Any) -> Estimate:
+    """Estimates the memory of a PPO run."""
+    return memory.estimate(c, inputs, mesh, entries=work(c, inputs, mesh).entries)
+
+
+def fits(c: ConfigDict, inputs: Inputs, mesh: Any, machine: Machine | None = None) -> bool:
+    """Whether a PPO run fits this machine, or a described one."""
+    if machine is not None:
+        return described_machine.fits(estimate(c, inputs, mesh), described_machine.capacity(c, machine)[0])
     _, found, places = look(c, inputs, mesh)
     return not found.refused and all(place.verdict != "FAIL" for place in places)
 
@@ -161,14 +164,7 @@ def settled(c: ConfigDict, inputs: Inputs, mesh: Any, machine: Machine | None = 
     """Returns the config with `auto` resolved for this or a described machine, and a line on the choice."""
     if not auto.asked(c):
         return c, []
-
-    def on_described(other: ConfigDict) -> bool:
-        assert machine is not None
-        found = memory.estimate(other, inputs, mesh, entries=work(other, inputs, mesh).entries)
-        return described_machine.fits(found, described_machine.capacity(other, machine)[0])
-
-    here = functools.partial(fits, inputs=inputs, mesh=mesh)
-    changes = auto.choose(c, here if machine is None else on_described)
+    changes = auto.choose(c, functools.partial(fits, inputs=inputs, mesh=mesh, machine=machine))
     said = ", ".join(f"{name}={value}" for name, value in changes.items())
     return auto.with_changes(c, changes), [f"chosen by memory {said}"]
 
@@ -212,11 +208,8 @@ def dry_run(c: ConfigDict, request: Request = HERE) -> str:
     lines, step = sizes(c, inputs, mesh)
     lines += chosen
     found = memory.estimate(c, inputs, mesh, entries=step.entries)
-
-    def estimate(other: ConfigDict) -> Estimate:
-        return memory.estimate(other, inputs, mesh, entries=work(other, inputs, mesh).entries)
-
-    return of_estimate(c, request, mesh, lines, found, step.executions(found), estimate)
+    again = functools.partial(estimate, inputs=inputs, mesh=mesh)
+    return of_estimate(c, request, mesh, lines, found, step.executions(found), again)
 
 
 def of_estimate(

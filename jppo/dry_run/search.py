@@ -16,12 +16,12 @@ from jppo import settings
 from jppo.build.inputs import Inputs
 from jppo.build.learner import make_mesh
 from jppo.dry_run import described_machine, forecast, memory, preview
+from jppo.dry_run.auto import REMATS, arguments, with_changes
 from jppo.dry_run.forecast import Outlook
 from jppo.dry_run.memory import Estimate
 from jppo.settings import UserError
-from jppo.targets.machines import Machine
+from jppo.targets.machines import GIB, Machine
 
-REMAT = ("none", "dots", "attention", "full")
 PACKING = ("buckets", "segments")
 
 
@@ -94,13 +94,6 @@ def search(
     return sorted(tried.values(), key=lambda one: one.rank)
 
 
-def with_changes(c: ConfigDict, changes: dict[str, Any]) -> ConfigDict:
-    """Returns the config with changes."""
-    other = c.copy_and_resolve_references()
-    other.update_from_flattened_dict(changes)
-    return other
-
-
 def try_settings(
     c: ConfigDict, changes: dict[str, Any], inputs: Inputs, machine: Machine, devices: list[Any], rate: float
 ) -> Candidate:
@@ -141,7 +134,7 @@ def _mesh_of(c: ConfigDict, devices: int) -> dict[str, int]:
 
 
 def _remat(c: ConfigDict, machine: Machine) -> Iterator[dict[str, Any]]:
-    yield from ({"model.remat": remat} for remat in REMAT if remat != c.model.remat)
+    yield from ({"model.remat": remat} for remat in REMATS if remat != c.model.remat)
 
 
 def _tokens(c: ConfigDict, machine: Machine) -> Iterator[dict[str, Any]]:
@@ -155,17 +148,12 @@ def _packing(c: ConfigDict, machine: Machine) -> Iterator[dict[str, Any]]:
     yield from ({"data.packing": packing} for packing in PACKING if packing != c.data.packing)
 
 
-def arguments(changes: dict[str, Any]) -> str:
-    """Formats settings as command-line arguments."""
-    return " ".join(f"--config.{name}={value}" for name, value in changes.items())
-
-
 def line(one: Candidate) -> str:
     """Formats a candidate as a table row."""
     said = arguments(one.changes).replace("--config.", "") or "(the config as it is)"
     if one.outlook is None or one.estimate is None:
         return f"{'-':>9}  {'-':>8}  {'not possible':<12}  {'':<26}  {said}: {one.reason[:160]}"
-    peak, verdict = one.estimate.peak / forecast.GIB, "fits" if one.fits else "does not fit"
+    peak, verdict = one.estimate.peak / GIB, "fits" if one.fits else "does not fit"
     return f"{one.outlook.step:9,.4g}  {peak:8,.1f}  {verdict:<12}  {one.slowest:<26}  {said}"
 
 

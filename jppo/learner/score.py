@@ -11,6 +11,7 @@ from jppo.algorithms import kl
 from jppo.models import decoder, heads, lora
 from jppo.models.families import ModelConfig
 from jppo.models.lora import Weights
+from jppo.models.vocabulary import Vocabulary
 from jppo.types import Array, Rows
 
 LogProb = Callable[[Weights, Rows], tuple[Array, Array]]  # -> log-probs, entropy: [R, T] f32
@@ -81,7 +82,7 @@ def make_exact(
 
     def exact(params: Weights, ref_params: Weights, rows: Rows) -> tuple[Array, Array, Array, Array]:
         def body(
-            vocabulary: heads.Vocabulary, targets: jax.Array, logits: jax.Array, ref_logits: jax.Array
+            vocabulary: Vocabulary, targets: jax.Array, logits: jax.Array, ref_logits: jax.Array
         ) -> tuple[jax.Array, ...]:
             logprobs = heads.logprob_of(logits, targets, vocabulary)
             ref_logprob = heads.logprob_of(ref_logits, targets, vocabulary)

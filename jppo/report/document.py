@@ -97,12 +97,12 @@ def group_warnings(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def settings(found: Sequence[Mapping[str, Any] | None]) -> list[dict[str, Any]]:
+def settings(found: Sequence[dict[str, Any] | None]) -> list[dict[str, Any]]:
     """Returns every setting of the runs and its default, as JSON; None if missing.
 
     `differs`: from the default for a single run, or between runs.
     """
-    flat = [{} if one is None else flatten(one) for one in found]
+    flat = [{name: json.dumps(value) for name, value in table.values(one or {}).items()} for one in found]
     kinds = {"rollout" if "rollout" in one else "loss" if "loss" in one else "" for one in found if one is not None}
     by_kind = {"rollout": config.default, "loss": config.reward_model_default, "": config.sft_default}
     defaults = by_kind[max(kinds, default="")]()  # 'rollout', of PPO, is the last of them
@@ -114,17 +114,6 @@ def settings(found: Sequence[Mapping[str, Any] | None]) -> list[dict[str, Any]]:
         differs = len(compared | ({usual.get(name)} if len(flat) == 1 else set())) > 1
         rows.append({"name": name, "default": usual.get(name), "values": values, "differs": differs})
     return rows
-
-
-def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Returns every setting by its dotted name, as JSON."""
-    found: dict[str, str] = {}
-    for name, inner in value.items():
-        if isinstance(inner, Mapping) and inner:
-            found |= flatten(inner, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = json.dumps(inner)
-    return found
 
 
 def _time(seconds: float) -> str:

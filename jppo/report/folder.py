@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jppo.errors import expanded
-from jppo.runlog import logger
+from jppo.runlog import atomic_file, logger
 from jppo.settings import UserError
 
 SERVER_HEAD = 65_536  # bytes of a server's log that contain its version
@@ -46,7 +46,7 @@ def read_folder(path: pathlib.Path) -> Folder:
     if not any((path / name).exists() for name in ("config.json", logger.FILE, "samples")):
         raise UserError(f"{path} is not a run: it has none of config.json, {logger.FILE} and samples/")
     notes: list[str] = []
-    found = read_rows(path / logger.FILE, notes, "no curves and no times")
+    found = read_jsonl(path / logger.FILE, notes, "no curves and no times")
     lines = {m["step"]: m for m in found if _is_step(m.get("step"))}  # the last line of a repeated step
     if len(lines) < len(found):
         notes.append(f"{logger.FILE}: {len(found) - len(lines)} lines have no step or a repeated one and are skipped")
@@ -56,7 +56,7 @@ def read_folder(path: pathlib.Path) -> Folder:
         path=path,
         settings=settings,
         lines=[lines[step] for step in sorted(lines)],
-        warnings=read_rows(path / "warnings.jsonl", notes, None),
+        warnings=read_jsonl(path / "warnings.jsonl", notes, None),
         samples=[f for f in files if f.kind != "tokens"],
         tokens=[f for f in files if f.kind == "tokens"],
         exported=(path / "hf").is_dir(),
@@ -66,7 +66,7 @@ def read_folder(path: pathlib.Path) -> Folder:
     )
 
 
-def read_rows(path: pathlib.Path, notes: list[str], without: str | None) -> list[dict[str, Any]]:
+def read_jsonl(path: pathlib.Path, notes: list[str], without: str | None) -> list[dict[str, Any]]:
     """Returns the objects of a jsonl file; counts invalid lines in `notes`.
 
     `without` names the parts of the report that need the file; None: the file is optional.
@@ -115,14 +115,9 @@ def _settings(path: pathlib.Path, notes: list[str]) -> dict[str, Any] | None:
     if not path.is_file():
         notes.append("no config.json: no settings, and no planned number of steps")
         return None
-    try:
-        found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-    except (ValueError, RecursionError):
-        found = None
-    if isinstance(found, dict):
-        return found
-    notes.append("config.json cannot be read: no settings, and no planned number of steps")
-    return None
+    if not (found := atomic_file.read_json(path)):
+        notes.append("config.json cannot be read: no settings, and no planned number of steps")
+    return found or None
 
 
 def _sample_files(folder: pathlib.Path, notes: list[str]) -> list[SampleFile]:

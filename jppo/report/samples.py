@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jppo.report.folder import SampleFile, read_rows
+from jppo.report.folder import SampleFile, read_jsonl
 from jppo.report.series import number
 
 FILES = {"step": 150, "test": 50}  # maximum number of files read per run, evenly spaced
@@ -21,7 +21,7 @@ RATIO = 6.0  # assumed compression of texts, until some are packed
 
 def choose(files: Sequence[SampleFile]) -> list[SampleFile]:
     """Returns the files that are read."""
-    return [f for kind, most in FILES.items() for f in spread([f for f in files if f.kind == kind], most)]
+    return [f for kind, most in FILES.items() for f in evenly([f for f in files if f.kind == kind], most)]
 
 
 def read_samples(
@@ -34,13 +34,13 @@ def read_samples(
     """
     entries, ratio = [], RATIO
     for i, file in enumerate(files):
-        rows = read_rows(file.path, notes, "no samples of it")
+        rows = read_jsonl(file.path, notes, "no samples of it")
         for index, line in enumerate(recorded.get(file.step, ()) if file.kind == "step" else ()):
             if line < len(rows):
                 rows[line]["token_record"] = index
         kept, packed, ratio = fit(rows, budget // (len(files) - i), ratio)
         budget -= len(packed)
-        scores = [score(row) for row in rows]
+        scores = [number(row.get("score")) for row in rows]  # None: not graded
         entries.append(
             {"kind": file.kind, "step": file.step, "of": len(rows), "kept": kept, "packed": packed, "scores": scores}
         )
@@ -77,8 +77,8 @@ def fit(rows: Sequence[Mapping[str, Any]], budget: int, ratio: float = RATIO) ->
     size = sum(len(text) for group in groups for text in group)
     count = len(groups) if size <= budget * ratio else int(len(groups) * budget * ratio / size)
     while count:
-        first = spread(sorted(recorded), count)
-        others = spread([i for i in range(len(groups)) if i not in recorded], count - len(first))
+        first = evenly(sorted(recorded), count)
+        others = evenly([i for i in range(len(groups)) if i not in recorded], count - len(first))
         kept = [text for i in sorted([*first, *others]) for text in groups[i]]
         text = f"[{','.join(kept)}]"
         packed = pack(text)
@@ -110,18 +110,13 @@ def cut(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def spread(items: Sequence[Any], most: int) -> list[Any]:
+def evenly(items: Sequence[Any], most: int) -> list[Any]:
     """Returns at most `most` evenly spaced items, including the first and the last."""
     if len(items) <= most:
         return list(items)
     if most == 1:
         return [items[-1]]
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
-
-
-def score(row: Mapping[str, Any]) -> float | None:
-    """Returns the sample's score; None if it could not be graded."""
-    return number(row.get("score"))
 
 
 def levels(scores: Sequence[float]) -> dict[str, Any]:

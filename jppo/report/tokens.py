@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jppo.report.folder import SampleFile, read_rows
-from jppo.report.samples import compact, pack, spread
+from jppo.report.folder import SampleFile, read_jsonl
+from jppo.report.samples import compact, evenly, pack
 from jppo.report.series import number
 
 QUANTITIES = ("reward", "value", "advantage", "log_ratio_engine", "log_ratio_reference")
@@ -24,8 +24,8 @@ def read_records(files: Sequence[SampleFile], budget: int, notes: list[str]) -> 
     size = sum(file.path.stat().st_size for file in files)
     count = len(files) if size <= budget * RATIO else max(1, int(len(files) * budget * RATIO / size))
     found: dict[int, Records] = {}
-    for file in reversed(spread(files, count)):
-        lines = read_rows(file.path, notes, None)
+    for file in reversed(evenly(files, count)):
+        lines = read_jsonl(file.path, notes, None)
         rows = [row for row in map(record, lines) if row is not None]
         if len(rows) < len(lines):
             notes.append(f"{file.path.name}: {len(lines) - len(rows)} of {len(lines)} records are broken and left out")

@@ -1,8 +1,8 @@
 """Splits assert statements into calls for the program's process and comparisons in the worker.
 
-`plan` turns a block of asserts into requests (calls with their arguments) and checks on the returned plain values.
-Expected values stay in the worker. Asserts that cannot be split, such as those inside a `try`, run in the program's
-process. `Plan.in_program` counts them; a hostile program can pass those.
+`plan_asserts` turns a block of asserts into requests (calls with their arguments) and checks on the returned plain
+values. Expected values stay in the worker. Asserts that cannot be split, such as those inside a `try`, run in the
+program's process. `AssertPlan.in_program` counts them; a hostile program can pass those.
 """
 
 import ast
@@ -16,7 +16,7 @@ from jppo.rewards.syntax import NotByValue, parameters_of
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class AssertPlan:
     """Requests to the program's process, and the checks of its replies."""
 
     requests: tuple[tuple[str, str], ...]  # (exec or eval, source)
@@ -39,7 +39,7 @@ class Foreign:
         return len(list(iter(self)))
 
 
-def plan(tests: str, program: str) -> Plan:
+def plan_asserts(tests: str, program: str) -> AssertPlan:
     """Plans a block of asserts about a program. Raises ValueError if the block has no asserts."""
     tree = ast.parse(tests)
     defined, imported = _names_of(program)
@@ -54,10 +54,10 @@ def plan(tests: str, program: str) -> Plan:
         kept = frozenset(used)
     if not planner.checks and not planner.in_program:
         raise ValueError(f"ground_truth={tests[:60]!r} has no assert that runs; give it assert statements")
-    return Plan(tuple(planner.requests), tuple(planner.checks), planner.in_program)
+    return AssertPlan(tuple(planner.requests), tuple(planner.checks), planner.in_program)
 
 
-def holds(found: Plan, replies: Sequence[str]) -> bool:
+def holds(found: AssertPlan, replies: Sequence[str]) -> bool:
     """Whether all checks hold for the replies of the program's process, which may be anything."""
     if len(replies) != len(found.requests):
         return False

@@ -28,7 +28,7 @@ FORMS = ("#### {}", "\\boxed{{{}}}", "The answer is {}.", "{}")
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
+class SourceCheck:
     """The result for one source."""
 
     source: str
@@ -44,7 +44,7 @@ class Finding:
         return not self.errors and self.truth > self.wrong
 
 
-def check(panel: Panel, prompts: Sequence[Prompt], *, rows: int = ROWS) -> list[Finding]:
+def check(panel: Panel, prompts: Sequence[Prompt], *, rows: int = ROWS) -> list[SourceCheck]:
     """Returns a finding for each data source, from its first rows."""
     sources = sorted({prompt.data_source for prompt in prompts})
     return [_source(panel, [p for p in prompts if p.data_source == source][: max(rows, 2)]) for source in sources]
@@ -57,10 +57,12 @@ def solutions(prompt: Prompt) -> list[str]:
     return worked + [form.format(prompt.ground_truth) for form in FORMS]
 
 
-def _source(panel: Panel, prompts: list[Prompt]) -> Finding:
+def _source(panel: Panel, prompts: list[Prompt]) -> SourceCheck:
     """Uses the form of solution with the highest score, because the format is up to the rule."""
     forms = [solutions(prompt) for prompt in prompts]
-    others = [_other(i, prompts) for i in range(len(prompts))]
+    truths = [prompt.ground_truth for prompt in prompts]
+    # The first row with another truth; None if all are equal.
+    others = [next((j for j, other in enumerate(truths) if other != truth), None) for truth in truths]
     rights = [[texts[min(i, len(texts) - 1)] for texts in forms] for i in range(len(forms[0]))]
     wrongs = [[None if j is None else right[j] for j in others] for right in rights]
     # All at once: a part that normalises scores uses the same scale for all.
@@ -70,7 +72,7 @@ def _source(panel: Panel, prompts: list[Prompt]) -> Finding:
     best = max(range(len(means)), key=lambda i: means[i])
     chosen, wrong = rights[best], graded[len(rights) + best]
     errors = [r.error for r in (*graded[best], *wrong) if r.error is not None]
-    return Finding(
+    return SourceCheck(
         source=prompts[0].data_source,
         rows=len(prompts),
         truth=means[best],
@@ -78,12 +80,6 @@ def _source(panel: Panel, prompts: list[Prompt]) -> Finding:
         errors=errors,
         example=chosen[0],
     )
-
-
-def _other(i: int, prompts: list[Prompt]) -> int | None:
-    """Returns a row of the source with another truth; None if all are equal."""
-    different = [j for j, p in enumerate(prompts) if p.ground_truth != prompts[i].ground_truth]
-    return different[0] if different else None
 
 
 def _grade(panel: Panel, prompts: Sequence[Prompt], texts: Sequence[str | None]) -> list[Reward]:
@@ -96,7 +92,7 @@ def _mean(rewards: Sequence[Reward]) -> float:
     return sum(scores) / len(scores) if scores else float("-inf")
 
 
-def report(findings: Sequence[Finding]) -> str:
+def report(findings: Sequence[SourceCheck]) -> str:
     """Formats a line per source, and a remedy for failures."""
     lines = []
     for f in findings:
@@ -134,7 +130,7 @@ def run(c: ConfigDict) -> bool:
 
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    """Command line."""
+    """Runs the command line."""
     config, switches = settings.parse(sys.argv[1:] if argv is None else argv, __doc__, settings.default())
     settings.check(config)
     if switches["dry_run"]:

@@ -104,7 +104,7 @@ class _Counted:
 
 
 def _passes_asserts(program: str, tests: str, run: _Counted, time_s: float, reaching: bool) -> bool:
-    plan = asserts.plan(tests, program)
+    plan = asserts.plan_asserts(tests, program)
     if plan.in_program and reaching:  # such a program could pass without being right
         return False
     ran = run(program, requests=plan.requests, time_s=time_s / 2)

@@ -15,13 +15,13 @@ from typing import Any
 
 from jppo.errors import expanded
 from jppo.rewards.earned import at_characters
-from jppo.rewards.parts import Sample
-from jppo.rewards.pool import Pool, Read, Target, plain, ready
+from jppo.rewards.parts import Part, Sample
+from jppo.rewards.pool import Pool, Read, Target, as_plain, ready
 from jppo.settings import UserError
 from jppo.types import Reward
 
 
-class FunctionPart:
+class FunctionPart(Part):
     """A custom function as a part of the reward; loads the file at once, and closes the pool with itself.
 
     Invalid files and functions are UserErrors here. In training, a failure is an error of its sample, or of all samples
@@ -51,11 +51,11 @@ class FunctionPart:
         asked, reads = [self._plain(sample) for sample, _ in waiting], [self._read(sample) for sample, _ in waiting]
         scored = self._pool.submit_batch(self._target, asked, reads)
         for inner, (_, future) in zip(scored, waiting, strict=True):
-            inner.add_done_callback(functools.partial(_pass_on, future))
+            inner.add_done_callback(lambda done, future=future: future.set_result(done.result()))
 
     def _plain(self, sample: Sample) -> dict[str, Any]:
         """Adds the number of turns, and their texts to the `extra_info` of a conversation."""
-        asked = plain(sample) | {"turns": len(sample.turns)}
+        asked = as_plain(sample) | {"turns": len(sample.turns)}
         if sample.exchange is None or sample.tokens is None or not isinstance(asked["extra"], Mapping):
             return asked
         texts = [self._decode(sample.tokens[begin:end].tolist()) for begin, end in sample.turns]
@@ -80,10 +80,6 @@ def _reward(sample: Sample, decode: Callable[[list[int]], str], answer: dict[str
     else:
         amounts = at_characters(amounts, sample.tokens.tolist(), decode)
     return Reward(**answer, earned=tuple(amounts))
-
-
-def _pass_on(future: Future[Reward], scored: Future[Reward]) -> None:
-    future.set_result(scored.result())
 
 
 def _target(function: str) -> Target:

@@ -4,7 +4,7 @@ A grader takes a response and the row's ground truth and returns a reward. A wro
 grader that fails gives an error, which is counted and shown, never a 0.
 """
 
-import dataclasses
+import collections
 import functools
 import math
 import threading
@@ -13,92 +13,63 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from jppo.registry import Registry, did_you_mean
-from jppo.rewards import code as programs
-from jppo.rewards import rules, verl_rules
-from jppo.rewards.parts import Sample, failed
-from jppo.rewards.pool import Pool, Target, plain, ready
+from jppo.rewards import code, rules, verl_rules
+from jppo.rewards.parts import Part, Sample, failed, graded
+from jppo.rewards.pool import Pool, Target, as_plain, ready
+from jppo.rewards.rules import Verdict
 from jppo.rewards.sandbox.protections import STRICT
 from jppo.settings import UserError
 from jppo.types import Reward
 
-Grader = Callable[[str, str], Reward]  # (response, ground truth) -> reward
+Grader = Callable[[str, str], Verdict | Reward]  # (response, ground truth)
 V = TypeVar("V")
 
 
-def _grader_of(rule: rules.Rule) -> Grader:
-    @functools.wraps(getattr(rule, "func", rule))
-    def grader(response: str, ground_truth: str) -> Reward:
-        verdict = rule(response, ground_truth)
-        return Reward(verdict.score, verdict.parts, error=None, answer=verdict.answer)
-
-    return grader
-
-
-gsm8k = _grader_of(rules.gsm8k)
-gsm8k_flexible = _grader_of(rules.gsm8k_flexible)
-exact = _grader_of(rules.exact)
-behind_tools = _grader_of(rules.behind_tools)
-choice = _grader_of(rules.choice)
-choice_strict = _grader_of(rules.choice_strict)
-mentions = _grader_of(rules.mentions)
-math_verify = _grader_of(rules.math_verify)
-code = _grader_of(functools.partial(programs.code, time_s=8.0, memory_bytes=2**31))
-
-gsm8k_strict = _grader_of(verl_rules.gsm8k_strict)
-math_reward = _grader_of(verl_rules.math_reward)
-math_dapo = _grader_of(verl_rules.math_dapo)
-search_r1 = _grader_of(verl_rules.search_r1)
+_CODE = functools.partial(code.code, time_s=8.0, memory_bytes=2**31)
 
 # The grader of each data source; `reward.grader` names one of these keys to override it for all rows. Data sources of
 # verl 0.9.1 are graded as there. A key that ends in * stands for all sources that begin so.
 _OWN: dict[str, Grader] = {
-    "openai/gsm8k": gsm8k_strict,
-    "gsm8k_strict": gsm8k_strict,
-    "gsm8k": gsm8k,
-    "gsm8k_flexible": gsm8k_flexible,
-    "arithmetic": exact,
-    "exact": exact,
-    "multiplication": behind_tools,
-    "lighteval/MATH": math_reward,
-    "DigitalLearningGmbH/MATH-lighteval": math_reward,
-    "HuggingFaceH4/MATH-500": math_reward,
-    "math_reward": math_reward,
-    "math": math_dapo,
-    "math_dapo": math_dapo,
-    "math_dapo_reasoning": math_dapo,
-    "aime*": math_dapo,
-    "math_verify": math_verify,
-    "searchR1_*": search_r1,
-    "search_r1": search_r1,
-    "aqua": choice,
-    "deepmind/aqua_rat": choice,
-    "choice": choice,
-    "choice_strict": choice_strict,
-    "mentions": mentions,
-    "code": code,
+    "openai/gsm8k": verl_rules.gsm8k_strict,
+    "gsm8k_strict": verl_rules.gsm8k_strict,
+    "gsm8k": rules.gsm8k,
+    "gsm8k_flexible": rules.gsm8k_flexible,
+    "arithmetic": rules.exact,
+    "exact": rules.exact,
+    "multiplication": rules.behind_tools,
+    "lighteval/MATH": verl_rules.math_reward,
+    "DigitalLearningGmbH/MATH-lighteval": verl_rules.math_reward,
+    "HuggingFaceH4/MATH-500": verl_rules.math_reward,
+    "math_reward": verl_rules.math_reward,
+    "math": verl_rules.math_dapo,
+    "math_dapo": verl_rules.math_dapo,
+    "math_dapo_reasoning": verl_rules.math_dapo,
+    "aime*": verl_rules.math_dapo,
+    "math_verify": rules.math_verify,
+    "searchR1_*": verl_rules.search_r1,
+    "search_r1": verl_rules.search_r1,
+    "aqua": rules.choice,
+    "deepmind/aqua_rat": rules.choice,
+    "choice": rules.choice,
+    "choice_strict": rules.choice_strict,
+    "mentions": rules.mentions,
+    "code": _CODE,
 }
 GRADERS = Registry("graders", _OWN)
 # What verl 0.9.1 grades and jppo does not, with the reason and the remedy.
 _NUMINA = "verl's rule evaluates text of the response as Python; set reward.grader=math_verify, which parses it"
-_CODE = "verl's rule runs programs without a sandbox; set reward.grader=code and reward.allow_code=True, which has one"
+_PROGRAMS = "verl's rule runs programs without a sandbox; set reward.grader=code, which has one, and reward.allow_code"
 REFUSED = {
     "numina_*": _NUMINA,
-    **dict.fromkeys(("codecontests", "apps", "codeforces", "taco"), _CODE),
+    **dict.fromkeys(("codecontests", "apps", "codeforces", "taco"), _PROGRAMS),
     "hiyouga/geometry3k": "its questions are images and jppo's models read text; leave these rows out",
 }
-RUNS_CODE = (code,)  # only where reward.allow_code says so
-_MAY_HANG = (math_verify, code)  # these run in the pool; the others in the trainer's own thread
+RUNS_CODE = (_CODE,)  # only where reward.allow_code says so
+_MAY_HANG = (rules.math_verify, _CODE)  # these run in the pool; the others in the trainer's own thread
 _OF_THE_DEADLINE = 0.8  # fraction of reward.timeout_s for a program: one that never ends is wrong, not an error
 
 
-@dataclasses.dataclass
-class _Counts:
-    suspicious: float = 0.0  # programs with names that reach into their interpreter
-    errors: float = 0.0
-    retries: float = 0.0  # retried requests to a sandbox service
-
-
-class RulePart:
+class RulePart(Part):
     """The rules of the data sources as a part of the reward; closes the pool with itself."""
 
     def __init__(
@@ -113,13 +84,14 @@ class RulePart:
         self._graders = graders_for(data_sources, override=override, allow_code=allow_code)
         self._targets = {source: self._target(grader, pool, sandbox) for source, grader in self._graders.items()}
         self._pool = pool
-        self._counts, self._lock = _Counts(), threading.Lock()
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._lock = threading.Lock()
         for target in {target for target in self._targets.values() if target is not None}:
             ready(pool, target, f"the rule {target[1] if target[0] == 'rule' else target[0]!r}")
 
     @staticmethod
     def _target(grader: Grader, pool: Pool, sandbox: tuple[str, ...]) -> Target | None:
-        if grader is code:
+        if grader is _CODE:
             return ("code", str(_OF_THE_DEADLINE * pool.timeout_s), str(pool.memory_bytes), *sandbox)
         return ("rule", "math_verify") if grader in _MAY_HANG else None
 
@@ -128,38 +100,34 @@ class RulePart:
         source = sample.prompt.data_source
         target = self._targets.get(source)
         if target is not None:
-            submitted = self._pool.submit(target, plain(sample))
+            submitted = self._pool.submit(target, as_plain(sample))
             if target[0] == "code":
                 submitted.add_done_callback(self._count)
             return submitted
-        future: Future[Reward] = Future()
-        if source in self._graders:
-            future.set_result(_safely(self._graders[source], sample.text, sample.prompt.ground_truth))
-        else:
-            future.set_result(failed(f"data_source={source!r} is not one of the sources at the start of the run"))
-        return future
+        if source not in self._graders:
+            return graded(failed(f"data_source={source!r} is not one of the sources at the start of the run"))
+        return graded(_safely(self._graders[source], sample.text, sample.prompt.ground_truth))
 
     def _count(self, done: Future[Reward]) -> None:
         reward = done.result()
         with self._lock:
-            self._counts.suspicious += reward.parts.get(programs.SUSPICIOUS, 0.0)
-            self._counts.retries += reward.parts.get(programs.RETRIES, 0.0)
-            self._counts.errors += reward.error is not None
+            self._counts.update(
+                suspicious=int(reward.parts.get(code.SUSPICIOUS, 0)),  # with names that reach into their interpreter
+                retries=int(reward.parts.get(code.RETRIES, 0)),  # of requests to a sandbox service
+                errors=int(reward.error is not None),
+            )
 
     def metrics(self) -> dict[str, float]:
-        """Returns the counts of graded programs since the last call; empty without programs."""
-        if code not in self._graders.values():
+        """Returns the counts of graded programs since the last call; empty without code."""
+        if _CODE not in self._graders.values():
             return {}
         with self._lock:
-            counts, self._counts = self._counts, _Counts()
+            counts, self._counts = self._counts, collections.Counter()
         return {
-            "reward/code/suspicious": counts.suspicious,
-            "reward/code/errors": counts.errors,
-            "reward/code/retries": counts.retries,
+            "reward/code/suspicious": float(counts["suspicious"]),
+            "reward/code/errors": float(counts["errors"]),
+            "reward/code/retries": float(counts["retries"]),
         }
-
-    def flush(self) -> None:
-        """Does nothing: no sample waits."""
 
     def close(self) -> None:
         """Stops the pool's processes."""
@@ -190,12 +158,12 @@ def _grader(source: str, override: str, allow_code: bool) -> Grader:
 
 
 def grader_of(source: str) -> Grader | None:
-    """The grader of a data source, None where it has none."""
+    """Returns the grader of a data source; None without one."""
     return _of_pattern(GRADERS, source)
 
 
 def _of_pattern(table: Mapping[str, V], source: str) -> V | None:
-    """The entry of `source`: by its name, or by a key that ends in *."""
+    """Returns the entry of `source`: by its name, or by a key that ends in *."""
     prefixes = (key for key in table if key.endswith("*") and source.startswith(key[:-1]))
     return table.get(source, table.get(next(prefixes, source)))
 
@@ -203,6 +171,8 @@ def _of_pattern(table: Mapping[str, V], source: str) -> V | None:
 def _safely(grader: Grader, response: str, ground_truth: str) -> Reward:
     try:
         reward = grader(response, ground_truth)
+        if isinstance(reward, Verdict):
+            reward = Reward(reward.score, reward.parts, error=None, answer=reward.answer)
         if not math.isfinite(reward.score):
             raise ValueError(f"the score is {reward.score}; it must be a finite number")
         return reward

@@ -22,7 +22,7 @@ OFF = "off"  # weight of a part that is not computed for a source
 
 
 @dataclasses.dataclass(frozen=True)
-class Weights:
+class PartWeights:
     """The weight of each part, for all data sources and for single ones; None: not computed."""
 
     general: Mapping[str, float | None]
@@ -34,13 +34,13 @@ class Weights:
         return {part: weight for part, weight in found.items() if weight is not None}
 
 
-def parse_weights(text: str, parts: Sequence[str], *, optional: Sequence[str] = ()) -> Weights:
+def parse_weights(text: str, parts: Sequence[str], *, optional: Sequence[str] = ()) -> PartWeights:
     """Parses reward.weights: 'judge_score=0.5', 'SOURCE:judge_score=off', separated by commas.
 
     An empty text gives every part weight 1. Otherwise every part must be named, except those in `optional`.
     """
     if not text.strip():
-        return Weights(dict.fromkeys(parts, 1.0), {})
+        return PartWeights(dict.fromkeys(parts, 1.0), {})
     general: dict[str, float | None] = {}
     of_source: dict[tuple[str, str], float | None] = {}
     for item in (item.strip() for item in text.split(",") if item.strip()):
@@ -65,7 +65,7 @@ def parse_weights(text: str, parts: Sequence[str], *, optional: Sequence[str] = 
                 f"reward.weights={text!r} has no weight for {part}, which is configured; add one (0 computes and"
                 " logs it only)"
             )
-    return Weights({part: general.get(part) for part in parts}, of_source)
+    return PartWeights({part: general.get(part) for part in parts}, of_source)
 
 
 def _weight(value: str, said: str) -> float | None:
@@ -83,7 +83,7 @@ def _weight(value: str, said: str) -> float | None:
 class Panel:
     """All parts of a run's reward."""
 
-    def __init__(self, parts: Mapping[str, Part], weights: Weights, *, score_on_error: float | None):
+    def __init__(self, parts: Mapping[str, Part], weights: PartWeights, *, score_on_error: float | None):
         self.parts = parts
         self.weights = weights
         self.score_on_error = score_on_error
@@ -102,29 +102,29 @@ class Panel:
     def ready(self) -> None:
         """Waits until all parts have started."""
         for part in self.parts.values():
-            getattr(part, "ready", lambda: None)()
+            part.ready()
 
     def testing(self) -> "Panel":
         """Returns the same panel for held-out samples, without updating running statistics."""
-        parts = {name: getattr(part, "testing", lambda part=part: part)() for name, part in self.parts.items()}
+        parts = {name: part.testing() for name, part in self.parts.items()}
         return Panel(parts, self.weights, score_on_error=self.score_on_error)
 
     def metrics(self) -> dict[str, float]:
         """Returns the parts' counters since the last call."""
         found: dict[str, float] = {}
         for part in self.parts.values():
-            found |= getattr(part, "metrics", dict)()
+            found |= part.metrics()
         return found
 
     def state(self) -> dict[str, Any]:
         """Returns the state of the parts for a checkpoint."""
-        return {name: part.state() for name, part in self.parts.items() if hasattr(part, "state")}
+        return {name: state for name, part in self.parts.items() if (state := part.state())}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state`."""
+        """Restores `state`."""
         for name, remembered in state.items():
-            if name in self.parts and hasattr(self.parts[name], "load"):
-                self.parts[name].load(remembered)  # type: ignore[attr-defined]
+            if name in self.parts:
+                self.parts[name].load(remembered)
 
     def close(self) -> None:
         """Stops the parts' processes and connections."""
@@ -150,11 +150,11 @@ class Grading:
             self._waiting[number] = futures
 
     def finished(self) -> dict[int, Reward]:
-        """Returns the finished rewards by number, without waiting."""
+        """Returns the finished rewards without an error by number, without waiting."""
         with self._lock:
             waiting = dict(self._waiting)
-        done = {number: futures for number, futures in waiting.items() if all(map(_good, futures.values()))}
-        return {number: self._composed(futures) for number, futures in done.items()}
+        found = {number: self._composed(of) for number, of in waiting.items() if all(f.done() for _, f in of.values())}
+        return {number: reward for number, reward in found.items() if reward.error is None}
 
     def collect(self, numbers: Iterable[int] | None = None) -> list[Reward]:
         """Waits for the rewards of `numbers` (None: all) and returns them in the order of their numbers."""
@@ -167,12 +167,6 @@ class Grading:
 
     def _composed(self, futures: Mapping[str, tuple[float, Future[Reward]]]) -> Reward:
         return compose({name: (weight, future.result()) for name, (weight, future) in futures.items()}, self._panel)
-
-
-def _good(weighed: tuple[float, Future[Reward]]) -> bool:
-    """Whether a part's reward is finished without an error."""
-    future = weighed[1]
-    return future.done() and future.exception() is None and future.result().error is None
 
 
 def compose(found: Mapping[str, tuple[float, Reward]], panel: Panel) -> Reward:

@@ -1,8 +1,9 @@
 """The protocol of reward parts: each scores samples as they arrive."""
 
 import dataclasses
+from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -38,22 +39,51 @@ def sample_of(prompt: Prompt, t: Trajectory) -> Sample:
 
 
 class Part(Protocol):
-    """One source of scores, created once per run: rules, a custom function, a judge, a reward model."""
+    """One source of scores, created once per run: rules, a custom function, a judge, a reward model.
+
+    A subclass needs `submit` alone.
+    """
 
     def submit(self, sample: Sample) -> Future[Reward]:
         """Submits a sample, at any time and from any thread, and returns the future of its reward.
 
         The future never raises: a failure is a Reward with an error and a NaN score.
         """
-        ...
+
+    def ready(self) -> None:
+        """Waits until the part has started."""
+        return
 
     def flush(self) -> None:
         """Ends a batch: a part that waits for whole batches scores the rest."""
-        ...
+        return
+
+    def testing(self) -> "Part":
+        """Returns the part for held-out samples, which update no running statistics."""
+        return self
+
+    def metrics(self) -> dict[str, float]:
+        """Returns counters since the last call."""
+        return {}
+
+    def state(self) -> Mapping[str, Any]:
+        """Returns the state for a checkpoint, {} without any."""
+        return {}
+
+    def load(self, state: Any) -> None:
+        """Restores `state`."""
+        return
 
     def close(self) -> None:
         """Stops processes and closes connections; may be called twice."""
-        ...
+        return
+
+
+def graded(reward: Reward) -> Future[Reward]:
+    """Returns the future of a reward that is there already."""
+    future: Future[Reward] = Future()
+    future.set_result(reward)
+    return future
 
 
 def failed(error: str) -> Reward:

@@ -51,7 +51,7 @@ class _Job:
     reads: Sequence[Read] = ()  # of the samples
 
 
-def plain(sample: Sample) -> dict[str, Any]:
+def as_plain(sample: Sample) -> dict[str, Any]:
     """Returns a sample as workers read it."""
     prompt = sample.prompt
     extra = prompt.extra.get("extra_info", prompt.extra)  # verl's column, otherwise all further columns
@@ -164,7 +164,7 @@ class Pool:
         if job.samples is not None and job.target in worker.ready:
             reply = worker.ask({"target": job.target, "samples": job.samples}, self.timeout_s * len(job.samples))
         if "memory" in reply or "error" in reply:
-            _fail(job, reply["error"] if "error" in reply else _memory(self.memory_bytes))
+            _fail(job, reply.get("error", f"it used more than {self.memory_bytes / 2**20:g} MiB of memory"))
         elif job.samples is None:
             job.futures[0].set_result(reply["batch"])
         else:
@@ -181,13 +181,9 @@ def ready(pool: Pool, target: Target, what: str) -> bool:
     try:
         return pool.prepare(target)
     except NotReady as e:
-        more = "; raise reward.memory_bytes if it needs more" if _looks_like_memory(str(e)) else ""
+        by_memory = any(sign in str(e) for sign in ("memory", "failed to map", "allocate", "signal 6", "signal 11"))
+        more = "; raise reward.memory_bytes if it needs more" if by_memory else ""
         raise UserError(f"{what}: {e}{more}") from e
-
-
-def _looks_like_memory(reason: str) -> bool:
-    signs = ("memory", "failed to map", "allocate", "signal 6", "signal 11")
-    return any(sign in reason for sign in signs)
 
 
 class _Worker:
@@ -271,10 +267,6 @@ def _future() -> Future[Any]:
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()  # from here it cannot be cancelled
     return future
-
-
-def _memory(memory_bytes: int) -> str:
-    return f"it used more than {memory_bytes / 2**20:g} MiB of memory"
 
 
 def _fail(job: _Job, why: str) -> None:

@@ -3,8 +3,8 @@
 import re
 from concurrent.futures import Future
 
-from jppo.rewards.parts import Sample
-from jppo.rewards.pool import Pool, Target, plain
+from jppo.rewards.parts import Part, Sample, graded
+from jppo.rewards.pool import Pool, Target, as_plain
 from jppo.settings import UserError
 from jppo.types import Reward
 
@@ -17,7 +17,7 @@ def overlong(length: int, *, max_response_length: int, buffer_tokens: int) -> fl
     return min(0.0, (max_response_length - buffer_tokens - length) / buffer_tokens)
 
 
-class OverlongPart:
+class OverlongPart(Part):
     """`overlong` as a part of the reward."""
 
     def __init__(self, *, max_response_length: int, buffer_tokens: int):
@@ -30,18 +30,10 @@ class OverlongPart:
 
     def submit(self, sample: Sample) -> Future[Reward]:
         """Returns the score at once."""
-        future: Future[Reward] = Future()
-        future.set_result(Reward(overlong(sample.length, **self._limits), {}, error=None))
-        return future
-
-    def flush(self) -> None:
-        """Does nothing: no sample waits."""
-
-    def close(self) -> None:
-        """Does nothing."""
+        return graded(Reward(overlong(sample.length, **self._limits), {}, error=None))
 
 
-class FormatPart:
+class FormatPart(Part):
     """1 if a pattern matches the whole response, line breaks included, else 0.
 
     It runs in the pool, because some patterns take extremely long on some texts; such a sample is an error. The pool is
@@ -58,10 +50,7 @@ class FormatPart:
 
     def submit(self, sample: Sample) -> Future[Reward]:
         """Submits the sample to a worker."""
-        return self._pool.submit(self._target, plain(sample) | {"extra": None})
-
-    def flush(self) -> None:
-        """Does nothing: no sample waits."""
+        return self._pool.submit(self._target, as_plain(sample) | {"extra": None})
 
     def close(self) -> None:
         """Stops the pool's processes."""

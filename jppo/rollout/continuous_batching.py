@@ -98,7 +98,7 @@ def make_programs(s: InprocessSettings, ends: Sequence[int], *, turns: int) -> P
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class Waiting:
     """A waiting request."""
 
     number: int  # in order of arrival
@@ -131,14 +131,14 @@ class Batcher:
         self._ends = ends
         self._decode = decode
         self._version = version
-        self._waiting: list[Request] = []
+        self._waiting: list[Waiting] = []
         self._came = asyncio.Event()
         self._asked = 0
 
     async def ask(self, ids: Sequence[int], *, sampling: Sampling, seed: int, near: Hashable) -> Answer:
         """Returns one answer to `ids`; waits for a row."""
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._waiting.append(Request(self._asked, np.asarray(ids, np.int32), sampling, seed, answer))
+        self._waiting.append(Waiting(self._asked, np.asarray(ids, np.int32), sampling, seed, answer))
         self._asked += 1
         self._came.set()
         return await answer
@@ -156,7 +156,7 @@ class Batcher:
     async def answer_all(self) -> None:
         """Answers requests until it is cancelled."""
         s = self.settings
-        slots, under_way = self._programs.empty(), dict[int, Request]()
+        slots, under_way = self._programs.empty(), dict[int, Waiting]()
         while True:
             if not under_way:
                 self._came.clear()
@@ -173,7 +173,8 @@ class Batcher:
                 waiting, free = waiting[len(taken) :], free[len(taken) :]
             self._waiting = waiting
             enough = max(1, s.rows // FREE) if waiting else s.rows
-            slots = self._advance(slots, sampling, enough)
+            advance = self._programs.advancing(sampling, s.cfg.vocab_size)
+            slots = advance(self._model, slots, choice_of(sampling), np.int32(enough))
             looked_at = (slots.tokens, slots.logprob, slots.last, slots.until)
             tokens, logprob, last, until = await asyncio.to_thread(jax.device_get, looked_at)
             until = until.copy()
@@ -192,11 +193,7 @@ class Batcher:
             if sampling.stop:  # the device does not know about stop texts
                 slots = dataclasses.replace(slots, until=jax.device_put(until, s.by_row))
 
-    def _advance(self, slots: Slots, sampling: Sampling, enough: int) -> Slots:
-        advance = self._programs.advancing(sampling, self.settings.cfg.vocab_size)
-        return advance(self._model, slots, choice_of(sampling), np.int32(enough))
-
-    def _fill(self, slots: Slots, waiting: Sequence[Request], free: Sequence[int]) -> tuple[Slots, Sequence[Request]]:
+    def _fill(self, slots: Slots, waiting: Sequence[Waiting], free: Sequence[int]) -> tuple[Slots, Sequence[Waiting]]:
         """Fills free rows with the first waiting requests, as many as one prefill takes; returns them."""
         count, length = next(shape for shape in self.settings.prompt_shapes if shape[1] >= len(waiting[0].ids))
         read: dict[bytes, int] = {}
@@ -205,7 +202,7 @@ class Batcher:
         )
         return self._programs.fill(self._model, slots, *self._filling(taken, free, (count, length))), taken
 
-    def _filling(self, taken: Sequence[Request], free: Sequence[int], shape: tuple[int, int]) -> tuple[np.ndarray, ...]:
+    def _filling(self, taken: Sequence[Waiting], free: Sequence[int], shape: tuple[int, int]) -> tuple[np.ndarray, ...]:
         """Returns the further arguments of `generate.fill`: prompts, source, length, until and seed."""
         prompts, source, length, until, seed = filling(self.settings.rows, shape)
         places: dict[bytes, int] = {}

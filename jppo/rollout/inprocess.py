@@ -17,7 +17,7 @@ from jppo.models import offload
 from jppo.models.lora import Weights
 from jppo.rollout import continuous_batching, conversations
 from jppo.rollout.continuous_batching import Batcher, InprocessSettings, make_programs
-from jppo.rollout.protocol import Done, RolloutError, Talk
+from jppo.rollout.protocol import Done, RolloutError, Sampler, Talk
 from jppo.settings import UserError
 from jppo.types import Params, Prompt, Sampling, Trajectory
 
@@ -40,7 +40,7 @@ class InprocessEngine:
         """Does nothing."""
 
 
-class InprocessSampler:
+class InprocessSampler(Sampler):
     """The Sampler over the trainer's own parameters."""
 
     def __init__(
@@ -57,20 +57,15 @@ class InprocessSampler:
         self._talk = talk
         self._programs = make_programs(settings, eos_token_ids, turns=continuous_batching.TURNS)
         self._compiled = False
-        self._held: tuple[int, Weights] | None = None
+        self.version: int | None = None
+        self._policy: Weights | None = None
 
     def hold(self, policy: Weights, *, version: int) -> None:
         """Sets the parameters to sample from, as `version`, valid until the caller donates them."""
-        self._held = version, policy
+        self.version, self._policy = version, policy
         if not self._compiled:
-            self._batcher(self._programs.prepare(offload.to_device(policy)), version).compile()
+            self._batcher(self._programs.prepare(offload.to_device(policy))).compile()
             self._compiled = True
-
-    def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, done: Done | None = None
-    ) -> list[Trajectory]:
-        """Samples `sampling.n` responses per prompt with the weights `version`; `done` gets each at once."""
-        return self._generate(prompts, sampling, version, done, None)
 
     def start(
         self,
@@ -80,28 +75,12 @@ class InprocessSampler:
         done: Done | None = None,
         only: Collection[int] | None = None,
     ) -> Future[list[Trajectory]]:
-        """Like `generate`, with the current weights; blocks, because the devices are the trainer's.
-
-        `only`: the indices of the wanted samples; None: all.
-        """
-        future: Future[list[Trajectory]] = Future()
-        version = -1 if self._held is None else self._held[0]
-        future.set_result(self._generate(prompts, sampling, version, done, only))
-        return future
-
-    def _generate(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: Sampling,
-        version: int,
-        done: Done | None,
-        only: Collection[int] | None,
-    ) -> list[Trajectory]:
+        """Like `Sampler.start`; blocks, because the devices are the trainer's."""
         self._check(prompts, sampling)
-        model = self._programs.prepare(offload.to_device(self._policy(version)))
+        model = self._programs.prepare(offload.to_device(self._held()))
 
         async def generate() -> list[Trajectory]:
-            batcher = self._batcher(model, version)
+            batcher = self._batcher(model)
             answering = asyncio.ensure_future(batcher.answer_all())
             talking = asyncio.ensure_future(
                 conversations.converse(batcher.ask, self._talk, prompts, sampling, done, only)
@@ -116,21 +95,17 @@ class InprocessSampler:
                 talking.cancel()
                 await asyncio.gather(answering, talking, return_exceptions=True)
 
-        return conversations.run(generate())
-
-    def sleep(self) -> None:
-        """Does nothing: no memory is held between calls."""
-
-    def metrics(self) -> dict[str, float]:
-        """Returns nothing: there is no server to fail."""
-        return {}
+        future: Future[list[Trajectory]] = Future()
+        future.set_result(conversations.run(generate()))
+        return future
 
     def close(self) -> None:
         """Drops the weights; may be called twice."""
-        self._held = None
+        self.version = self._policy = None
 
-    def _batcher(self, model: Params, version: int) -> Batcher:
-        return Batcher(self.settings, self._programs, model, self._ends, self._decode, version)
+    def _batcher(self, model: Params) -> Batcher:
+        assert self.version is not None  # `model` is of it
+        return Batcher(self.settings, self._programs, model, self._ends, self._decode, self.version)
 
     def _check(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
         s = self.settings
@@ -149,11 +124,11 @@ class InprocessSampler:
                 f"{how.top_p} above 0 and at most 1, min_p={how.min_p} at least 0 and below 1"
             )
 
-    def _policy(self, version: int) -> Weights:
-        if self._held is None or self._held[0] != version:
-            has = "none" if self._held is None else f"version {self._held[0]}"
-            raise RolloutError(f"version {version} of the weights was requested, but the sampler holds {has}")
-        policy = self._held[1]
-        if any(x.is_deleted() for x in jax.tree.leaves(policy)):
-            raise RolloutError(f"version {version} of the weights is gone: it was trained on, and none was published")
-        return policy
+    def _held(self) -> Weights:
+        if self._policy is None:
+            raise RolloutError("the engine has no weights yet; publish some first")
+        if any(x.is_deleted() for x in jax.tree.leaves(self._policy)):
+            raise RolloutError(
+                f"version {self.version} of the weights is gone: it was trained on, and none was published"
+            )
+        return self._policy

@@ -8,7 +8,7 @@ import dataclasses
 import pathlib
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -40,7 +40,6 @@ class Ask(Protocol):
 
         Requests with the same `near` share a prefix; they go to one server if that is no slower.
         """
-        ...
 
 
 class Talk(Protocol):
@@ -48,11 +47,12 @@ class Talk(Protocol):
 
     async def __call__(self, ask: Ask, prompt: Prompt, *, sampling: Sampling, seed: int, near: Hashable) -> Trajectory:
         """`seed` is the sample's; the seeds of further answers are derived from it."""
-        ...
 
 
 class Sampler(Protocol):
-    """An engine that samples from the last published policy."""
+    """An engine that samples from the last published policy. A subclass needs `version` and `start` alone."""
+
+    version: int | None  # of the weights; None: it has none yet
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, done: Done | None = None
@@ -61,7 +61,15 @@ class Sampler(Protocol):
 
         `done` gets each response with its index when it is complete, in any order and from any thread.
         """
-        ...
+        if version != self.version:
+            has = "none" if self.version is None else f"version {self.version}"
+            raise RolloutError(f"version {version} of the weights was requested, but the engine has {has}")
+        future = self.start(prompts, sampling, done=done)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
 
     def start(
         self,
@@ -70,24 +78,23 @@ class Sampler(Protocol):
         *,
         done: Done | None = None,
         only: Collection[int] | None = None,
-    ) -> Future[Any]:
+    ) -> Future[list[Trajectory]]:
         """Like `generate`, with the current weights at each token; need not block.
 
         `only`: the indices of the wanted samples; None: all.
         """
-        ...
 
     def sleep(self) -> None:
         """Frees memory: nothing will be sampled before the next weights."""
-        ...
+        return
 
     def metrics(self) -> dict[str, float]:
         """Returns the engine's counters since the last call."""
-        ...
+        return {}
 
     def close(self) -> None:
         """Stops the engine and frees its resources; may be called twice."""
-        ...
+        return
 
 
 class Served(Sampler, Protocol):
@@ -99,11 +106,9 @@ class Served(Sampler, Protocol):
         `mode` is what happens to responses in flight: wait for their end, abort them and continue with the new weights,
         or keep them, which continues without a new prefill.
         """
-        ...
 
     def load_adapter(self, save: Callable[[pathlib.Path], object], *, version: int, mode: str = "wait") -> None:
         """Adds adapters to the last loaded model and sets `version` for both; `save` writes peft's files."""
-        ...
 
 
 def greedy(max_tokens: int, *, stop: tuple[str, ...] = (), ignore_eos: bool = False) -> Sampling:

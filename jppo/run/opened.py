@@ -30,7 +30,7 @@ from jppo.distributed.hosts import Hosts
 from jppo.dry_run import auto, preview
 from jppo.errors import expanded
 from jppo.learner import packing
-from jppo.prefetch import Supply
+from jppo.prefetch.supply import Supply
 from jppo.rewards.panel import Panel
 from jppo.rollout.vllm.served_reference import ServedReference
 from jppo.runlog import atomic_file

@@ -1,9 +1,11 @@
-"""Atomic file writes that also survive a power cut."""
+"""Atomic file writes that also survive a power cut, and a reader of what remains of a file after one."""
 
 import errno
+import json
 import os
 import pathlib
 from collections.abc import Callable
+from typing import Any
 
 
 def write(path: pathlib.Path, make: Callable[[pathlib.Path], object]) -> pathlib.Path:
@@ -27,6 +29,15 @@ def write(path: pathlib.Path, make: Callable[[pathlib.Path], object]) -> pathlib
 def write_text(path: pathlib.Path, text: str) -> pathlib.Path:
     """Writes a text atomically."""
     return write(path, lambda new: new.write_text(text, encoding="utf-8"))
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """Returns the JSON object in a file; {} if it is missing, truncated or something else."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def sync(path: pathlib.Path) -> None:

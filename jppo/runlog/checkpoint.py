@@ -29,6 +29,12 @@ class NonFinite(Exception):
     """A state has NaN or infinities: it is not saved, because no run could resume from it."""
 
 
+def steps_in(directory: pathlib.Path) -> list[int]:
+    """Returns the steps of the complete checkpoints in a folder, in order: only these have a number as a name."""
+    there = directory.iterdir() if directory.is_dir() else ()
+    return sorted(int(path.name) for path in there if path.name.isdecimal())
+
+
 class Checkpoints:
     """The checkpoints of one run; a context manager."""
 
@@ -52,9 +58,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Returns the steps of the complete checkpoints, in order."""
-        if not self._directory.is_dir():
-            return []
-        return sorted(int(path.name) for path in self._directory.iterdir() if path.name.isdecimal())
+        return steps_in(self._directory)
 
     def latest(self) -> int | None:
         """Returns the step of the last complete checkpoint; None without one."""
@@ -62,12 +66,8 @@ class Checkpoints:
 
     def best(self) -> dict[str, Any] | None:
         """Returns `step`, `metric` and `value` of the best complete checkpoint; None without one."""
-        path = self._directory / BEST
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            return found if found["step"] in self.steps() else None
-        except (OSError, ValueError, KeyError, TypeError):  # missing, or truncated by a kill
-            return None
+        found = atomic_file.read_json(self._directory / BEST)
+        return found if found.get("step") in self.steps() else None
 
     def save(
         self,
@@ -105,7 +105,7 @@ class Checkpoints:
             self._failed(e)
 
     def restore_latest(self, like: Any, **how: Any) -> Restored | None:
-        """The last checkpoint that is whole, as `restore` reads it with `how`; None where there is none.
+        """Reads the last undamaged checkpoint by `restore` with `how`; None without one.
 
         A damaged one is reported and renamed to `<step>.damaged` (unless read-only), and the previous one is read.
         """

@@ -71,13 +71,13 @@ def check_structure(path: pathlib.Path, saved: dict[str, Any], wanted: dict[str,
 
 
 def checksum_of_all(tree: Any) -> int:
-    """One checksum of all arrays of a tree."""
+    """Returns one checksum of all arrays of a tree."""
     arrays = {str(number): leaf for number, leaf in enumerate(jax.tree.leaves(tree))}
     return sum(checksum for _, checksum in examined(arrays).values()) % 2**32
 
 
 def nonfinite(arrays: Mapping[str, jax.Array]) -> list[str]:
-    """The names of the arrays that hold NaN or an infinity."""
+    """Returns the names of arrays with NaN or infinities."""
     return [name for name, (finite, _) in examined(arrays).items() if not finite]
 
 
@@ -87,7 +87,7 @@ def text_checksum(content: Mapping[str, Any]) -> int:
 
 
 def examined(arrays: Mapping[str, jax.Array]) -> dict[str, tuple[bool, int]]:
-    """Of each array whether it is finite, and its checksum; offloaded ones come to the devices one at a time.
+    """Returns for each array whether it is finite, and its checksum; copies offloaded ones to the devices one by one.
 
     The checksum is the sum of the array's bits, word by word, modulo 2^32: the same for any sharding.
     """

@@ -43,7 +43,7 @@ SLOW_AFTER = 5  # earlier measurements of the stage
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
+class Alert:
     """One warning."""
 
     step: int
@@ -52,6 +52,22 @@ class Finding:
     remedy: str
 
 
+Rule = Callable[[Past], str | None]  # returns what is wrong, or None
+RULES: dict[str, tuple[Rule, str]] = {}  # by the names of their warnings, each with its remedy
+
+
+def _rule(remedy: str) -> Callable[[Rule], Rule]:
+    def register(rule: Rule) -> Rule:
+        RULES[rule.__name__] = rule, remedy
+        return rule
+
+    return register
+
+
+@_rule(
+    "if all are right in samples/, the task is learned; otherwise run python -m jppo.rewards.check, or raise"
+    " rollout.n or rollout.temperature"
+)
 def equal_rewards(past: Past) -> str | None:
     """All scores or all advantages of a step are equal, for example when the samples of each prompt score alike."""
     for name, what in ((SCORE_SPREAD, "score"), (ADVANTAGE_SPREAD, "advantage")):
@@ -62,6 +78,7 @@ def equal_rewards(past: Past) -> str | None:
     return None
 
 
+@_rule("fix the errors listed in samples/, or raise reward.timeout_s, reward.memory_bytes or reward.judge.retries")
 def reward_errors(past: Past) -> str | None:
     """Responses failed to be graded: too many in the last steps, or some in each of them."""
     failed, asked = past.last(ERRORS), past.last(RESPONSES)
@@ -73,12 +90,17 @@ def reward_errors(past: Past) -> str | None:
     return f"{sum(failed):.0f} of the {sum(asked):.0f} responses of the last {len(failed)} step(s) could not be graded"
 
 
+@_rule(
+    "read them in samples/; rewrite asserts as calls compared with values (docs/security.md), or disable the rule"
+    " with reward.weights"
+)
 def suspicious_programs(past: Past) -> str | None:
     """Graded programs use names that reach into their interpreter."""
     count = past.now.get(SUSPICIOUS)
     return f"{count:.0f} programs of this step reach into their interpreter" if count else None
 
 
+@_rule("lower actor.lr, actor.ppo_epochs or actor.clip_ratio, or raise actor.ppo_mini_batch_size")
 def kl_out_of_range(past: Past) -> str | None:
     """The policy moves too far in a step. A small KL is no problem: schedules end with one."""
     kl, high = past.recent("actor/ppo_kl"), RANGES["actor/ppo_kl"].high
@@ -87,6 +109,7 @@ def kl_out_of_range(past: Past) -> str | None:
     return f"actor/ppo_kl was {kl:.2g} (median of {LAST_STEPS} steps); the healthy maximum is {high:g}"
 
 
+@_rule("lower actor.lr or actor.ppo_epochs; use algorithm.old_logprob=correction instead of bypass")
 def ratio_out_of_range(past: Past) -> str | None:
     """The mean ratio of new to old probability is 1 in expectation if the samples are from the old policy."""
     ratio, allowed = past.recent("actor/ratio_mean"), RANGES["actor/ratio_mean"]
@@ -98,6 +121,7 @@ def ratio_out_of_range(past: Past) -> str | None:
     )
 
 
+@_rule("raise actor.entropy_coeff or rollout.temperature, lower actor.lr, or set actor.use_kl_loss=True")
 def entropy_collapse(past: Past) -> str | None:
     """The policy is nearly deterministic, so its samples no longer differ."""
     entropy = past.recent("actor/entropy")
@@ -106,6 +130,7 @@ def entropy_collapse(past: Past) -> str | None:
     return f"actor/entropy fell from {past.first('actor/entropy'):.3g} to {entropy:.3g}"
 
 
+@_rule("raise critic.lr, critic.ppo_epochs or critic.cliprange_value, or set trainer.critic_warmup")
 def value_loss_not_falling(past: Past) -> str | None:
     """The critic has not improved since the first steps and explains no variance.
 
@@ -123,6 +148,10 @@ def value_loss_not_falling(past: Past) -> str | None:
     )
 
 
+@_rule(
+    "raise data.max_response_length; if answers in samples/ continue after their end, fine-tune on the end token"
+    " (jppo.sft)"
+)
 def all_truncated(past: Past) -> str | None:
     """Nearly all responses reach the length limit."""
     shares = past.last("response_length/clip_ratio", IN_A_ROW)
@@ -131,6 +160,7 @@ def all_truncated(past: Past) -> str | None:
     return f"{min(shares):.0%} or more of the responses of {IN_A_ROW} steps in a row were truncated"
 
 
+@_rule("set rollout.dtype and model.compute_dtype alike, or algorithm.old_logprob=correction")
 def sampler_gap_growing(past: Past) -> str | None:
     """The log-prob mismatch of trainer and rollout grows beyond rounding, with the same weights."""
     name = "rollout/logp_gap_mean"
@@ -140,6 +170,9 @@ def sampler_gap_growing(past: Past) -> str | None:
     return f"rollout/logp_gap_mean grew from {past.first(name):.2g} to {gap:.2g}"
 
 
+@_rule(
+    "check what reward.function or a grader keeps; with trainer.save_freq a stopped run resumes with the same command"
+)
 def host_memory_growing(past: Past) -> str | None:
     """Host memory grows steadily after the warm-up."""
     if past.count(MEMORY) < FIRST_STEPS + MEMORY_STEPS or MEMORY not in past.now:
@@ -153,6 +186,7 @@ def host_memory_growing(past: Past) -> str | None:
     return f"the host's memory grew from {past.first(MEMORY):.1f} to {c:.1f} GB since the warm-up, and still grows"
 
 
+@_rule("check other load on the machine; for gen see server-0.log, for reward reward.timeout_s, for save the disk")
 def slow_stage(past: Past) -> str | None:
     """A stage takes many times its median."""
     for name in TIMED:
@@ -164,58 +198,6 @@ def slow_stage(past: Past) -> str | None:
             return f"{name} was {seconds:.1f} s; its median is {usual:.2g} s"
     return None
 
-
-# The rules by the names of their warnings, each with its remedy.
-RULES: Mapping[str, tuple[Callable[[Past], str | None], str]] = {
-    "equal_rewards": (
-        equal_rewards,
-        "if all are right in samples/, the task is learned; otherwise run python -m jppo.rewards.check, or raise"
-        " rollout.n or rollout.temperature",
-    ),
-    "reward_errors": (
-        reward_errors,
-        "fix the errors listed in samples/, or raise reward.timeout_s, reward.memory_bytes or reward.judge.retries",
-    ),
-    "suspicious_programs": (
-        suspicious_programs,
-        "read them in samples/; rewrite asserts as calls compared with values (docs/security.md), or disable the rule"
-        " with reward.weights",
-    ),
-    "kl_out_of_range": (
-        kl_out_of_range,
-        "lower actor.lr, actor.ppo_epochs or actor.clip_ratio, or raise actor.ppo_mini_batch_size",
-    ),
-    "ratio_out_of_range": (
-        ratio_out_of_range,
-        "lower actor.lr or actor.ppo_epochs; use algorithm.old_logprob=correction instead of bypass",
-    ),
-    "entropy_collapse": (
-        entropy_collapse,
-        "raise actor.entropy_coeff or rollout.temperature, lower actor.lr, or set actor.use_kl_loss=True",
-    ),
-    "value_loss_not_falling": (
-        value_loss_not_falling,
-        "raise critic.lr, critic.ppo_epochs or critic.cliprange_value, or set trainer.critic_warmup",
-    ),
-    "all_truncated": (
-        all_truncated,
-        "raise data.max_response_length; if answers in samples/ continue after their end, fine-tune on the end token"
-        " (jppo.sft)",
-    ),
-    "sampler_gap_growing": (
-        sampler_gap_growing,
-        "set rollout.dtype and model.compute_dtype alike, or algorithm.old_logprob=correction",
-    ),
-    "host_memory_growing": (
-        host_memory_growing,
-        "check what reward.function or a grader keeps; with trainer.save_freq a stopped run resumes with the same"
-        " command",
-    ),
-    "slow_stage": (
-        slow_stage,
-        "check other load on the machine; for gen see server-0.log, for reward reward.timeout_s, for save the disk",
-    ),
-}
 
 # Rules that a healthy distillation breaks: scores are metrics only, and the entropy falls to the teacher's.
 NOT_OF_DISTILLATION = ("equal_rewards", "entropy_collapse")
@@ -230,18 +212,18 @@ class Diagnosis:
         self._past = Past()
         self._steps = 0
 
-    def once(self, finding: Finding) -> list[Finding]:
-        """A warning found elsewhere, unless it was reported before."""
-        if finding.name in self._reported:
+    def once(self, alert: Alert) -> list[Alert]:
+        """Returns a warning found elsewhere, unless it was reported before."""
+        if alert.name in self._reported:
             return []
-        self._reported.add(finding.name)
-        return [finding]
+        self._reported.add(alert.name)
+        return [alert]
 
     def recall(self, metrics: Mapping[str, float | None]) -> None:
         """Adds a step from before a resume without warnings; its memory belonged to another process."""
         self._past.add({name: value for name, value in metrics.items() if name != MEMORY})
 
-    def feed(self, step: int, metrics: Mapping[str, float | None]) -> list[Finding]:
+    def feed(self, step: int, metrics: Mapping[str, float | None]) -> list[Alert]:
         """Adds a step and returns its new warnings."""
         self._steps += 1
         warm = self._steps > WARM_UP_STEPS
@@ -249,5 +231,5 @@ class Diagnosis:
         out = []
         for name, (rule, remedy) in RULES.items():
             if name not in self._reported and (found := rule(self._past)) is not None:
-                out += self.once(Finding(step, name, found, remedy))
+                out += self.once(Alert(step, name, found, remedy))
         return out

@@ -47,7 +47,7 @@ def verdict(name: str, value: float) -> Verdict | None:
 
 
 def trend(values: Sequence[float]) -> Literal["rising", "falling"] | None:
-    """Direction of the least-squares line through the values; None if it may be noise.
+    """Returns the direction of the least-squares line through the values; None if it may be noise.
 
     slope = Σ (t - t̄)(v - v̄) / Σ (t - t̄)², with the standard error √(Σ residual² / (n - 2) / Σ (t - t̄)²).
     """
@@ -61,7 +61,7 @@ def trend(values: Sequence[float]) -> Literal["rising", "falling"] | None:
 
 
 def verdicts(metrics: Mapping[str, float], rewards: Sequence[float]) -> dict[str, Verdict]:
-    """Verdicts of a step's metrics; `rewards` has one value per recent step, the last for this step.
+    """Returns the verdicts of a step's metrics; `rewards` has one value per recent step, the last for this step.
 
     A reward without a clear trend gets no verdict: it may be noise or a learned task.
     """

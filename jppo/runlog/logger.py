@@ -22,7 +22,7 @@ import rich.console
 from jppo.runlog import atomic_file, to_mlflow, to_wandb
 from jppo.runlog.append_file import Appender, cut_lines, read_lines
 from jppo.runlog.console import PPO_COLUMNS, Columns, Terminal, make_screen
-from jppo.runlog.diagnosis import Diagnosis, Finding
+from jppo.runlog.diagnosis import Alert, Diagnosis
 from jppo.runlog.sinks import About, Rows, Sink
 
 
@@ -116,9 +116,9 @@ class Logger:
         """Returns when all lines are on disk, safe from a power cut: a checkpoint relies on them."""
         self._safely("jsonl", self._lines.sync)
 
-    def warn(self, finding: Finding) -> None:
+    def warn(self, alert: Alert) -> None:
         """Reports a warning from before the first step, once per run."""
-        self._tell(self._diagnosis.once(finding))
+        self._tell(self._diagnosis.once(alert))
 
     def close(self, *, failed: bool) -> None:
         """Closes the files and the console; remote loggers learn whether the run has failed."""
@@ -133,10 +133,10 @@ class Logger:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(failed=kind is not None)
 
-    def _tell(self, findings: Sequence[Finding]) -> None:
-        for finding in findings:
-            self._each(operator.methodcaller("warn", finding))
-            self._warn(f"warning: {finding.name}: {finding.found}; {finding.remedy}")
+    def _tell(self, alerts: Sequence[Alert]) -> None:
+        for alert in alerts:
+            self._each(operator.methodcaller("warn", alert))
+            self._warn(f"warning: {alert.name}: {alert.found}; {alert.remedy}")
 
     def _each(self, act: Callable[[Sink], object]) -> None:
         for name, sink in self._sinks.items():
@@ -170,32 +170,12 @@ class Logger:
 class Silent:
     """The logger of hosts that write and print nothing."""
 
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Does nothing."""
+    def _nothing(self, *_: object) -> None: ...
 
-    def generations(self, step: int, rows: Rows) -> None:
-        """Does nothing."""
-
-    def samples(self, name: str, rows: Rows) -> None:
-        """Does nothing."""
-
-    def arrays(self, name: str, arrays: Mapping[str, np.ndarray]) -> None:
-        """Does nothing."""
-
-    def note(self, text: str) -> None:
-        """Does nothing."""
-
-    def warn(self, finding: Finding) -> None:
-        """Does nothing."""
-
-    def sync(self) -> None:
-        """Does nothing."""
+    log = generations = samples = arrays = note = warn = sync = __exit__ = _nothing
 
     def __enter__(self) -> "Silent":
         return self
-
-    def __exit__(self, *_: object) -> None:
-        """Does nothing."""
 
 
 class JsonLines:
@@ -216,9 +196,9 @@ class JsonLines:
     def generations(self, step: int, rows: Rows) -> None:
         """Does nothing: samples have their own files."""
 
-    def warn(self, finding: Finding) -> None:
+    def warn(self, alert: Alert) -> None:
         """Writes a warning."""
-        self._warnings.append(_line(dataclasses.asdict(finding)))
+        self._warnings.append(_line(dataclasses.asdict(alert)))
 
     def sync(self) -> None:
         """Flushes both to disk."""

@@ -63,25 +63,25 @@ class Past:
                 self._first[name].append(value)
 
     def count(self, name: str) -> int:
-        """Number of steps that had the metric."""
+        """Returns the number of steps that had the metric."""
         return self._count[name]
 
     def first(self, name: str) -> float:
-        """Median of the first FIRST_STEPS steps that had the metric."""
+        """Returns the median of the first FIRST_STEPS steps that had the metric."""
         return statistics.median(self._first[name])
 
     def last(self, name: str, n: int = LAST_STEPS) -> list[float]:
-        """At most the last n values."""
+        """Returns at most the last n values."""
         return list(self._last[name])[-n:]
 
     def recent(self, name: str) -> float | None:
-        """Median of the last LAST_STEPS values; None if there are fewer or this step lacks the metric."""
+        """Returns the median of the last LAST_STEPS values; None if there are fewer or this step lacks the metric."""
         values = self.last(name)
         return statistics.median(values) if len(values) == LAST_STEPS and name in self.now else None
 
 
 def observed(metrics: Mapping[str, float | None]) -> dict[str, float]:
-    """The finite metrics in READ, and the values derived from them."""
+    """Returns the finite metrics in READ, and the values derived from them."""
     out = {name: value for name in READ if (value := metrics.get(name)) is not None and math.isfinite(value)}
     for spread, (most, least) in SPREADS.items():
         if most in out and least in out:

@@ -31,7 +31,7 @@ def describe(trajectories: Sequence[Trajectory], rewards: Sequence[Reward]) -> d
 
 
 def source_means(rewards: Sequence[Reward], sources: Sequence[str]) -> dict[str, float]:
-    """The mean score of each data source, if the step has several; `sources` has that of each sample."""
+    """Returns the mean score of each data source, if the step has several; `sources` has each sample's."""
     found: dict[str, list[float]] = {}
     for reward, source in zip(rewards, sources, strict=False):
         if reward.unusable is None:
@@ -41,7 +41,7 @@ def source_means(rewards: Sequence[Reward], sources: Sequence[str]) -> dict[str,
 
 
 def part_means(rewards: Sequence[Reward]) -> dict[str, float]:
-    """The mean of every part of the reward, over the samples that have it."""
+    """Returns the mean of every part of the reward over the samples that have it."""
     found: dict[str, list[float]] = {}
     for reward in rewards:
         for name, value in reward.parts.items():

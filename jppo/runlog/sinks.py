@@ -1,6 +1,5 @@
 """The protocol of loggers, and the resume state of remote ones."""
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -9,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from jppo.runlog import atomic_file
-from jppo.runlog.diagnosis import Finding
+from jppo.runlog.diagnosis import Alert
 
 Rows = Sequence[Mapping[str, Any]]  # samples, as in evaluate.samples
 COLUMNS = ("prompt", "response", "ground_truth", "score", "error", "finish")  # shown of samples
@@ -24,7 +23,7 @@ class Sink(Protocol):
     def generations(self, step: int, rows: Rows) -> None:
         """Logs some samples of a step, before its metrics."""
 
-    def warn(self, finding: Finding) -> None:
+    def warn(self, alert: Alert) -> None:
         """Logs a warning."""
 
     def close(self, *, failed: bool) -> None:
@@ -68,10 +67,9 @@ class Sent:
         self._write()
 
     def _read(self) -> dict[str, Any]:
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # truncated, or NULs after a power cut
-            found = json.loads(self._path.read_text(encoding="utf-8"))
-            if isinstance(found["id"], str | None) and isinstance(found["step"], int):
-                return found
+        found = atomic_file.read_json(self._path)  # {} if truncated, or NULs after a power cut
+        if isinstance(found.get("id", 0), str | None) and isinstance(found.get("step"), int):
+            return found
         print(f"{self._path} cannot be read: the run gets a new id there and sends all of its steps again", flush=True)
         return {}
 
@@ -79,7 +77,7 @@ class Sent:
         atomic_file.write_text(self._path, json.dumps({"id": self.id, "step": self._step}) + "\n")
 
 
-def finite(metrics: Mapping[str, float | None]) -> dict[str, float]:
+def finite_metrics(metrics: Mapping[str, float | None]) -> dict[str, float]:
     """Returns the finite metrics."""
     return {name: value for name, value in metrics.items() if value is not None and math.isfinite(value)}
 

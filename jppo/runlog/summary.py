@@ -8,7 +8,7 @@ from jppo.runlog.logger import WARNINGS, read_metrics
 from jppo.runlog.timers import STAGES
 
 
-def summary(run: pathlib.Path, report: str) -> None:
+def print_summary(run: pathlib.Path, report: str) -> None:
     """Prints test scores before and after, time by stage, and the paths of results."""
     lines = read_metrics(run)
     drawn = learning(lines)

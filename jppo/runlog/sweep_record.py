@@ -2,13 +2,13 @@
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jppo.runlog import atomic_file
+from jppo.runlog.lock import own
 from jppo.settings import UserError
 
 FILE = "sweep.json"
@@ -31,16 +31,7 @@ def opened(out: pathlib.Path, runs: Mapping[str, tuple[str, ...]], *, resume: bo
         raise UserError(f"--out={out} is a file; choose a folder")
     if not resume and out.is_dir() and any(out.iterdir()):
         raise UserError(f"--out={out} is not empty; use --resume to continue, or another folder")
-    with contextlib.ExitStack() as stack:
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-            lock = stack.enter_context((out / "sweep.lock").open("w"))
-        except OSError as e:
-            raise UserError(f"--out={out} cannot be written ({e.strerror}); choose another folder") from e
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as e:
-            raise UserError(f"--out={out}: another sweep runs there; wait for its end, or choose another folder") from e
+    with own(out, "--out"):
         known = _read(out)
         yield {name: _now(known.get(name, State()), out / name, arguments) for name, arguments in runs.items()}
 

@@ -12,7 +12,7 @@ from jppo.runlog.logger import read_metrics
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class SweepRow:
     """The table's row of one run; None for missing numbers."""
 
     name: str
@@ -25,14 +25,16 @@ class Row:
     seconds: float
 
 
-def make_row(folder: pathlib.Path, metric: str, *, settings: Mapping[str, Any], status: str, seconds: float) -> Row:
+def make_row(
+    folder: pathlib.Path, metric: str, *, settings: Mapping[str, Any], status: str, seconds: float
+) -> SweepRow:
     """Returns the row of the run in `folder`, from its metrics so far."""
     lines = read_metrics(folder)
     found = [(line[metric], line["step"]) for line in lines if line.get(metric) is not None]
     best, best_step = max(found, key=lambda pair: (pair[0], -pair[1]), default=(None, None))
     step = lines[-1]["step"] if lines else None
     last = found[-1][0] if found else None
-    return Row(folder.name, dict(settings), status, step, last, best, best_step, seconds)
+    return SweepRow(folder.name, dict(settings), status, step, last, best, best_step, seconds)
 
 
 def metric_names(folders: Sequence[pathlib.Path]) -> list[str]:
@@ -42,12 +44,12 @@ def metric_names(folders: Sequence[pathlib.Path]) -> list[str]:
     )
 
 
-def ranked(rows: Sequence[Row]) -> list[Row]:
+def ranked(rows: Sequence[SweepRow]) -> list[SweepRow]:
     """Sorts by the last value, largest first; runs without one last, ties in order."""
     return sorted(rows, key=lambda row: (row.last is None, -(row.last or 0.0)))
 
 
-def cells(rows: Sequence[Row], metric: str) -> list[list[str]]:
+def cells(rows: Sequence[SweepRow], metric: str) -> list[list[str]]:
     """Returns heading and rows as text; numbers in full."""
     names = list(dict.fromkeys(name for row in rows for name in row.settings))
     heading = ["run", *names, metric, f"best {metric}", "at step", "steps", "seconds", "status"]
@@ -63,7 +65,7 @@ def cells(rows: Sequence[Row], metric: str) -> list[list[str]]:
     ]
 
 
-def markdown(rows: Sequence[Row], metric: str) -> str:
+def markdown(rows: Sequence[SweepRow], metric: str) -> str:
     """Returns a markdown table; the metric with four digits."""
     short = [dataclasses.replace(row, last=_rounded(row.last), best=_rounded(row.best)) for row in rows]
     heading, *body = [[cell.replace("|", "\\|") for cell in line] for line in cells(short, metric)]
@@ -71,7 +73,7 @@ def markdown(rows: Sequence[Row], metric: str) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in (heading, rule, *body)) + "\n"
 
 
-def write_table(folder: pathlib.Path, rows: Sequence[Row], metric: str) -> None:
+def write_table(folder: pathlib.Path, rows: Sequence[SweepRow], metric: str) -> None:
     """Writes FOLDER/sweep.md and FOLDER/sweep.csv."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(cells(rows, metric))

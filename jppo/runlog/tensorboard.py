@@ -17,7 +17,7 @@ from tensorboardX import record_writer, summary
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from jppo.runlog.append_file import Appender
-from jppo.runlog.diagnosis import Finding
+from jppo.runlog.diagnosis import Alert
 
 
 class Board:
@@ -43,10 +43,10 @@ class Board:
         if rows:
             self._write(Event(summary=summary.text("val_generations", _markdown(rows))), step)
 
-    def warn(self, finding: Finding) -> None:
+    def warn(self, alert: Alert) -> None:
         """Writes a warning as text."""
-        said = f"{finding.found}; {finding.remedy}"
-        self._write(Event(summary=summary.text(f"warnings/{finding.name}", said)), finding.step)
+        said = f"{alert.found}; {alert.remedy}"
+        self._write(Event(summary=summary.text(f"warnings/{alert.name}", said)), alert.step)
 
     def close(self, *, failed: bool) -> None:
         """Writes waiting records."""

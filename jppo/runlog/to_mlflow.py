@@ -10,8 +10,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from jppo.runlog.diagnosis import Finding
-from jppo.runlog.sinks import COLUMNS, About, Rows, Sent, cell, finite
+from jppo.runlog.diagnosis import Alert
+from jppo.runlog.sinks import COLUMNS, About, Rows, Sent, cell, finite_metrics
 from jppo.settings import UserError
 
 AT_ONCE = 1000  # metrics per request
@@ -67,7 +67,8 @@ class MLflow:
         """Sends a step, unless it was sent before."""
         if self._sent.new(step):
             now = int(time.time() * 1000)
-            self._waiting.append([self._metric(name, value, now, step) for name, value in finite(metrics).items()])
+            found = finite_metrics(metrics).items()
+            self._waiting.append([self._metric(name, value, now, step) for name, value in found])
         while self._waiting:
             values = self._waiting[0]
             for first in range(0, len(values), AT_ONCE):
@@ -80,10 +81,10 @@ class MLflow:
             shown = [{name: cell(row.get(name)) for name in COLUMNS} for row in rows]
             self._client.log_dict(self._id, {"rows": shown}, f"generations/step_{step}.json")
 
-    def warn(self, finding: Finding) -> None:
+    def warn(self, alert: Alert) -> None:
         """Sets a tag of the run."""
-        said = f"step {finding.step}: {finding.found}; {finding.remedy}"
-        self._client.set_tag(self._id, f"warnings.{finding.name}", said)
+        said = f"step {alert.step}: {alert.found}; {alert.remedy}"
+        self._client.set_tag(self._id, f"warnings.{alert.name}", said)
 
     def close(self, *, failed: bool) -> None:
         """Ends the run."""

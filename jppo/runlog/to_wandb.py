@@ -9,8 +9,8 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from jppo.runlog.diagnosis import Finding
-from jppo.runlog.sinks import COLUMNS, About, Rows, Sent, cell, finite
+from jppo.runlog.diagnosis import Alert
+from jppo.runlog.sinks import COLUMNS, About, Rows, Sent, cell, finite_metrics
 from jppo.settings import UserError
 
 GIVE_UP_S = 120.0  # at the end; unsent data is then in RUN/wandb/ for `wandb sync`
@@ -55,7 +55,7 @@ class Wandb:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Sends a step, unless it was sent before."""
         if self._sent.new(step):
-            self._run.log(finite(metrics), step=step, commit=True)
+            self._run.log(finite_metrics(metrics), step=step, commit=True)
             self._sent.done(step)
 
     def generations(self, step: int, rows: Rows) -> None:
@@ -64,9 +64,9 @@ class Wandb:
             data = [[cell(row.get(name)) for name in COLUMNS] for row in rows]
             self._run.log({"generations": self._table(columns=list(COLUMNS), data=data)}, step=step, commit=False)
 
-    def warn(self, finding: Finding) -> None:
+    def warn(self, alert: Alert) -> None:
         """Adds a line to the run's summary."""
-        self._run.summary[f"warnings/{finding.name}"] = f"step {finding.step}: {finding.found}; {finding.remedy}"
+        self._run.summary[f"warnings/{alert.name}"] = f"step {alert.step}: {alert.found}; {alert.remedy}"
 
     def close(self, *, failed: bool) -> None:
         """Sends the rest, with a time limit."""

@@ -31,7 +31,7 @@ def pack(trajectories: Sequence[Trajectory]) -> str:
 
 
 def unpack(text: str) -> list[Trajectory]:
-    """The inverse of `pack`."""
+    """Restores packed trajectories."""
     with np.load(io.BytesIO(base64.b64decode(text))) as file:
         rest = json.loads(file["rest"].tobytes())
         borders = np.cumsum(file["lengths"])[:-1]

@@ -17,7 +17,7 @@ ADD = "add(**{'actor.lr': 1e-5, 'trainer.seed': 2})"
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class PlannedRun:
     """One run of a sweep."""
 
     name: str  # of its folder: from its overrides only, so other runs do not change it
@@ -27,7 +27,7 @@ class Run:
     values: dict[str, Any]  # all settings, resolved
 
 
-def plan(argv: Sequence[str], out: pathlib.Path | None) -> tuple[list[Run], pathlib.Path]:
+def plan(argv: Sequence[str], out: pathlib.Path | None) -> tuple[list[PlannedRun], pathlib.Path]:
     """Returns all runs of the sweep that --config names, and their folder; raises a UserError at the first invalid one.
 
     `argv` is --config with the overrides of every run. Without `out` the folder is named after the file.
@@ -80,7 +80,7 @@ def _check_name(name: str, known: dict[str, Any], given: set[str]) -> None:
         raise UserError(f"--config.{name} is given, and the sweep sets it too; leave one of them out")
 
 
-def _resolve(overrides: dict[str, Any], argv: Sequence[str], out: pathlib.Path, known: dict[str, Any]) -> Run:
+def _resolve(overrides: dict[str, Any], argv: Sequence[str], out: pathlib.Path, known: dict[str, Any]) -> PlannedRun:
     """Returns the run, with its arguments parsed and checked as its own command line does."""
     name = run_name(overrides)
     folder = out / name
@@ -99,7 +99,7 @@ def _resolve(overrides: dict[str, Any], argv: Sequence[str], out: pathlib.Path, 
         read = values[setting]
         if read != value or isinstance(read, str) != isinstance(value, str):
             raise UserError(f"sweep, run {name}: {setting}={value!r} must be of type {TABLE[setting].type.__name__}")
-    return Run(name, folder, overrides, arguments, values)
+    return PlannedRun(name, folder, overrides, arguments, values)
 
 
 def run_name(overrides: dict[str, Any]) -> str:
@@ -113,7 +113,7 @@ def run_name(overrides: dict[str, Any]) -> str:
     return f"{clean[:LONGEST_NAME]}-{hashlib.sha256(exact.encode()).hexdigest()[:8]}"
 
 
-def check_apart(runs: Sequence[Run]) -> None:
+def check_apart(runs: Sequence[PlannedRun]) -> None:
     """Raises a UserError where concurrent runs would share a server, or its port."""
     taken: dict[str, str] = {}
     for run in runs:
@@ -132,13 +132,13 @@ def _claims(values: dict[str, Any]) -> Iterator[str]:
     yield from (f"the server {url.strip()}" for url in values["rollout.urls"].split(",") if url.strip())
 
 
-def differing(runs: Sequence[Run]) -> list[str]:
+def differing(runs: Sequence[PlannedRun]) -> list[str]:
     """Returns the settings of the sweep that differ between its runs."""
     names = dict.fromkeys(name for run in runs for name in run.overrides)
     return [name for name in names if len({repr(run.values[name]) for run in runs}) > 1]
 
 
-def _compared(run: Run) -> dict[str, Any]:
+def _compared(run: PlannedRun) -> dict[str, Any]:
     return {name: repr(value) for name, value in run.values.items() if name != FOLDER}
 
 

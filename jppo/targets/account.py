@@ -10,10 +10,13 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import jax
+
 from jppo.targets import collectives, flops, hlo, traffic
 from jppo.targets.collectives import Collective
 
 PARTITIONER = "Involuntary full rematerialization"
+# XLA logs these on any host without a GPU, or of a program that does not fit, as the account already does.
 NOISE = ("cudart_stub", "before absl::InitializeLog", "hlo_rematerialization.cc", "gpu_hlo_schedule.cc")
 
 
@@ -66,10 +69,8 @@ def of_program(lowered: Any, sizes: dict[str, int], *, share: float = 1.0) -> Ac
     try:
         with heard(said):
             done = lowered.compile()
-    except Exception as e:
-        if type(e).__name__ not in ("JaxRuntimeError", "XlaRuntimeError"):
-            raise
-        return Account(compile_s=time.perf_counter() - began, error=_reason(str(e)))
+    except jax.errors.JaxRuntimeError as e:
+        return Account(compile_s=time.perf_counter() - began, error=" ".join(str(e).split("\n\n")[0].split())[:400])
     seconds = time.perf_counter() - began
     memory: Any = done.memory_analysis()
     program = hlo.parse(done.as_text(), share)
@@ -102,14 +103,9 @@ def heard(lines: list[str]) -> Iterator[None]:
             os.close(kept)
             file.seek(0)
             lines += file.read().decode(errors="replace").splitlines()
-            rest = [line for line in lines if PARTITIONER not in line and not _noise(line)]
+            rest = [line for line in lines if not any(word in line for word in (PARTITIONER, *NOISE))]
             if rest:
                 os.write(2, ("\n".join(rest) + "\n").encode())
-
-
-def _noise(line: str) -> bool:
-    """Whether XLA logs this on any GPU-less host, or of a program that does not fit, as the account already does."""
-    return any(word in line for word in NOISE)
 
 
 def _operation(warning: str) -> str:
@@ -118,8 +114,3 @@ def _operation(warning: str) -> str:
     source = re.search(r'op_name="([^"]+)"', warning)
     said = f"{named[1]} {named[2]}" if named else warning[:120]
     return f"{re.sub(r'[.][0-9]+', '', said)} ({source[1]})" if source else re.sub(r"[.][0-9]+", "", said)
-
-
-def _reason(error: str) -> str:
-    """Returns a compiler error's reason as one line."""
-    return " ".join(error.split("\n\n")[0].split())[:400]

@@ -19,34 +19,36 @@ Operands = list[tuple[Shape, ...]]
 def of_program(program: Program) -> dict[str, int]:
     """Counts FLOP of one execution by factor dtype: float32 if either is."""
     found: collections.Counter[str] = collections.Counter()
-    for computation, one, times in program.executed():
-        pairs = [(computation, one), *(_fused(program, one) if one.opcode in FUSIONS else ())]
-        for place, line in pairs:
-            operands = program.shapes_of(place, line)
-            if flop := of_instruction(line, operands):
-                wide = any(shape.dtype in ("f32", "f64") for shapes in operands[:2] for shape in shapes)
-                found["float32" if wide else "bfloat16"] += times * flop
+    for place, line, times in _lines(program):
+        operands = program.shapes_of(place, line)
+        if flop := of_instruction(line, operands):
+            wide = any(shape.dtype in ("f32", "f64") for shapes in operands[:2] for shape in shapes)
+            found["float32" if wide else "bfloat16"] += times * flop
     return dict(found)
 
 
 def kernels(program: Program) -> dict[str, int]:
     """Counts the calls of each custom kernel."""
     found: collections.Counter[str] = collections.Counter()
-    for computation, one, times in program.executed():
-        pairs = [(computation, one), *(_fused(program, one) if one.opcode in FUSIONS else ())]
-        for _, line in pairs:
-            if (name := kernel_of(line)) is not None:
-                found[name] += times
+    for _, line, times in _lines(program):
+        if (name := kernel_of(line)) is not None:
+            found[name] += times
     return dict(found)
+
+
+def _lines(program: Program) -> Iterator[tuple[str, Instruction, int]]:
+    """Yields (computation, instruction, executions), fused ones too."""
+    for computation, one, times in program.executed():
+        yield computation, one, times
+        yield from ((place, line, times) for place, line in _fused(program, one))
 
 
 def _fused(program: Program, one: Instruction) -> Iterator[tuple[str, Instruction]]:
     """Yields (computation, instruction) for all that a fusion holds."""
-    for name in one.called:
+    for name in one.called if one.opcode in FUSIONS else ():
         for line in program.computations.get(name, {}).values():
             yield name, line
-            if line.opcode in FUSIONS:
-                yield from _fused(program, line)
+            yield from _fused(program, line)
 
 
 def of_instruction(one: Instruction, operands: Operands) -> int:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from jppo.rewards import expressions
-from jppo.rewards.asserts import holds, plan
+from jppo.rewards.asserts import holds, plan_asserts
 from jppo.rewards.sandbox.program import plain
 from jppo.rewards.suspicion import suspicious
 
@@ -47,7 +47,7 @@ check(f)
     ],
 )
 def test_expected_values_stay_here(tests, requests):
-    found = plan(tests, PROGRAM)
+    found = plan_asserts(tests, PROGRAM)
     assert [source for _, source in found.requests if not source.startswith("import")] == requests
     assert found.in_program == 0
 
@@ -65,14 +65,14 @@ def test_expected_values_stay_here(tests, requests):
     ],
 )
 def test_what_cannot_be_split_runs_beside_the_program(tests):
-    found = plan(tests, PROGRAM)
+    found = plan_asserts(tests, PROGRAM)
     assert found.in_program == 1 and any(
         (kind == "exec" and "f(1)" in text) or "f('a')" in text for kind, text in found.requests
     )
 
 
 def test_one_statement_beside_leaves_the_others_here():
-    found = plan("assert f(1) == 41\ntry:\n    assert f(2)\nexcept TypeError: pass\nassert f(3) == 43", PROGRAM)
+    found = plan_asserts("assert f(1) == 41\ntry:\n    assert f(2)\nexcept TypeError: pass\nassert f(3) == 43", PROGRAM)
     assert found.in_program == 1 and len(found.checks) == 2
     assert not any("41" in text or "43" in text for _, text in found.requests)
 
@@ -135,7 +135,7 @@ class Int(int):
     ],
 )
 def test_values_compare_as_in_python(test, value, right):
-    found = plan(f"assert {test}", PROGRAM)
+    found = plan_asserts(f"assert {test}", PROGRAM)
     if right is None:
         assert found.in_program
     else:
@@ -160,26 +160,26 @@ def test_values_compare_as_in_python(test, value, right):
     ],
 )
 def test_a_forged_reply_is_a_wrong_answer(replies):
-    assert holds(plan("assert f(1) == 2", PROGRAM), replies) is False
+    assert holds(plan_asserts("assert f(1) == 2", PROGRAM), replies) is False
 
 
 def test_a_builtin_that_a_program_defines_does_not_compare():
     cheat = "def abs(x): return 0\ndef f(x): return 7"
-    found = plan("assert abs(f(1) - 2) < 0.1", cheat)
+    found = plan_asserts("assert abs(f(1) - 2) < 0.1", cheat)
     assert found.requests == (("eval", "f(1)"),) and not holds(found, answers(7))
-    assert plan("assert abs(-3) == 3", cheat).requests == (("eval", "abs(-3)"),)  # it is what is asked for
+    assert plan_asserts("assert abs(-3) == 3", cheat).requests == (("eval", "abs(-3)"),)  # it is what is asked for
 
 
 def test_long_expressions_take_no_time():
     many = " + ".join(f"f({i})" for i in range(150))
-    found = plan(f"assert {many} == 150 and abs(abs(abs(abs(abs(abs(f(1))))))) == 1", PROGRAM)
+    found = plan_asserts(f"assert {many} == 150 and abs(abs(abs(abs(abs(abs(f(1))))))) == 1", PROGRAM)
     assert len(found.requests) == 151 and holds(found, answers(*[1] * 151))
 
 
 @pytest.mark.parametrize("tests", ["x = 1", "def check(c):\n    assert c(1) == 2", "# assert"])
 def test_a_block_that_asserts_nothing_is_an_error(tests):
     with pytest.raises(ValueError, match="has no assert that runs"):
-        plan(tests, PROGRAM)
+        plan_asserts(tests, PROGRAM)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jppo.rewards.panel import Panel, parse_weights
-from jppo.rewards.parts import Sample, failed
+from jppo.rewards.parts import Part, Sample, failed
 from jppo.settings import UserError
 from jppo.types import Prompt, Reward
 
@@ -18,7 +18,7 @@ def sample(text, source="a"):
     return Sample(Prompt("0", source, "?", np.zeros(1, np.int32), "", {}), text, len(text), "stop")
 
 
-class Table:
+class Table(Part):
     """A part that looks scores up; at once, or all of them when it is flushed."""
 
     def __init__(self, scores, *, late=False):

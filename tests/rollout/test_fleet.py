@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jppo.rollout.protocol import RolloutError, greedy, sample_seed
-from jppo.rollout.servers import fleet as module
-from jppo.rollout.servers.engine import Limits
+from jppo.rollout.servers import repair, router
+from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.vllm.client import GENERATE, start_vllm
 from jppo.types import Prompt
 from tests.rollout.test_vllm import choice
@@ -44,8 +44,8 @@ def serve(fake, version="default"):
 @pytest.fixture
 def made(fakes, settings, monkeypatch):
     """A maker of samplers over two fakes that version 7 was published to."""
-    monkeypatch.setattr(module, "POLL_S", 0.05)
-    monkeypatch.setattr(module, "PROBE_S", 0.05)
+    monkeypatch.setattr(repair, "POLL_S", 0.05)
+    monkeypatch.setattr(repair, "PROBE_S", 0.05)
     engines = []
 
     def make(count=2, timeout_s=20.0, health_s=5.0, start_s=20.0, restarts=3, lora_rank=0, decode=str, connections=256):
@@ -61,7 +61,7 @@ def made(fakes, settings, monkeypatch):
                 "run",
                 settings=settings(start_timeout_s=start_s, lora_rank=lora_rank),
                 urls=[fake.url for fake in fakes[:count]],
-                limits=Limits(timeout_s, health_s, restarts, connections=connections),
+                limits=ServerLimits(timeout_s, health_s, restarts, connections=connections),
                 publish_dir="",
             )
         )
@@ -252,7 +252,7 @@ def test_what_begins_alike_goes_to_one_server_unless_it_is_busy(made, fakes, mon
     sampler.generate(PROMPTS, SAMPLING, version=7)
     firsts = [sorted(b["token_ids"][0] for b in fake.bodies if b and "token_ids" in b) for fake in fakes]
     assert firsts == [[10, 10, 12, 12, 14, 14], [11, 11, 13, 13, 15, 15]]
-    monkeypatch.setattr(module, "SLACK", 1)
+    monkeypatch.setattr(router, "SLACK", 1)
     held, (_, good) = threading.Event(), fakes[0].answers[GENERATE]
     fakes[0].answers[GENERATE] = (200, lambda body: held.wait(20) and good(body))
     future = sampler.start([PROMPTS[0]] * 12, SAMPLING)

@@ -378,7 +378,7 @@ def test_edges(made):
 def test_only_the_version_that_is_held_is_sampled_from(made):
     sampler, _, values = made()
     sampler.hold(values, version=1)
-    with pytest.raises(RolloutError, match="sampler holds version 1"):
+    with pytest.raises(RolloutError, match="the engine has version 1"):
         sampler.generate(ask(1), greedy(2), version=2)
     first = responses(sampler.generate(ask(3), SAMPLING, version=1))
     other = jax.tree.map(lambda x: x * 0.5, values)
@@ -392,7 +392,7 @@ def test_only_the_version_that_is_held_is_sampled_from(made):
         sampler.generate(ask(1), greedy(2), version=3)
     sampler.close()
     sampler.close()
-    with pytest.raises(RolloutError, match="version 3 of the weights was requested, but the sampler holds none"):
+    with pytest.raises(RolloutError, match="version 3 of the weights was requested, but the engine has none"):
         sampler.generate(ask(1), greedy(2), version=3)
     sampler.hold(values, version=7)
 

@@ -56,7 +56,7 @@ def test_a_shorter_second_write_leaves_nothing_of_the_first(tmp_path):
 
 
 def refusal(path, entries, expected) -> str:
-    with pytest.raises(layout.Refused) as caught:
+    with pytest.raises(layout.WeightsRefused) as caught:
         layout.check(str(path), entries, expected)
     return str(caught.value)
 

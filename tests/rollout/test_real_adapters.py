@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jppo.models import families, hf_write, lora
-from jppo.rollout.servers.engine import Limits
+from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.vllm.client import start_vllm
 from tests.rollout.test_real_vllm import GREEDY, PROMPTS, SAMPLING, gap, make_model, random_weights
 
@@ -37,7 +37,7 @@ def test_adapters_beside_the_base_are_what_peft_makes_of_both(settings, tmp_path
         str(tmp_path / "run"),
         settings=settings(max_model_len=384, max_num_seqs=64, start_timeout_s=180.0, lora_rank=HOW.rank),
         urls=[],
-        limits=Limits(request_timeout_s=60.0, health_timeout_s=60.0, max_restarts=0),
+        limits=ServerLimits(request_timeout_s=60.0, health_timeout_s=60.0, max_restarts=0),
         publish_dir="",
     )
     try:

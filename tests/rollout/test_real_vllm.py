@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jppo.rollout.protocol import RolloutError, greedy
-from jppo.rollout.servers.engine import Limits
+from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.vllm import publisher
 from jppo.rollout.vllm.buffers import Buffers
 from jppo.rollout.vllm.client import start_vllm
@@ -28,7 +28,7 @@ pytestmark = [
 ]
 
 VOCAB = 96
-LIMITS = Limits(request_timeout_s=60.0, health_timeout_s=5.0, max_restarts=1)
+LIMITS = ServerLimits(request_timeout_s=60.0, health_timeout_s=5.0, max_restarts=1)
 GREEDY = greedy(12)
 SAMPLING = dataclasses.replace(GREEDY, temperature=0.7, n=2, seed=11)
 RNG = np.random.default_rng(0)
@@ -254,7 +254,7 @@ def test_a_new_publish_leaves_no_stale_cache_and_no_stale_head(served):
     trajectories = sampler.generate(PROMPTS, SAMPLING, version=2)
     assert gap(new, trajectories) < 1e-3
     assert gap(old, trajectories) > 0.1  # the test can tell them apart
-    with pytest.raises(RolloutError, match="version 1 of the weights was requested, but the servers have version 2"):
+    with pytest.raises(RolloutError, match="version 1 of the weights was requested, but the engine has version 2"):
         sampler.generate(PROMPTS[:1], SAMPLING, version=1)
     sampler.load(random_weights(config, 1)[1].items(), version=1)
 
@@ -378,12 +378,12 @@ def test_a_broken_server_is_started_again_and_nothing_is_lost(served):
 
 TRAINER = """
 import json, sys, time
-from jppo.rollout.servers.engine import Limits
+from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.vllm.client import start_vllm
 from jppo.rollout.vllm.arguments import ServerSettings
 model, run, settings, wait = json.loads(sys.argv[1])
 settings = ServerSettings(**settings)
-engine = start_vllm(model, run, settings=settings, urls=[], limits=Limits(60.0, 60.0, 0), publish_dir=run)
+engine = start_vllm(model, run, settings=settings, urls=[], limits=ServerLimits(60.0, 60.0, 0), publish_dir=run)
 print(engine.servers[0].pid, flush=True)
 if wait:
     engine.ready(eos_token_ids=[2], decode=str)

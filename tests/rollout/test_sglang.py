@@ -17,7 +17,7 @@ import pytest
 from jppo import train
 from jppo.rollout.protocol import RolloutError, greedy
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
-from jppo.rollout.servers.engine import Limits
+from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.sglang import publisher
 from jppo.rollout.sglang.arguments import OURS, check_sglang, flags
 from jppo.rollout.sglang.client import GENERATE, Sglang, start_sglang
@@ -76,7 +76,7 @@ def start(python, settings, tmp_path):
                 str(tmp_path / "run"),
                 settings=settings(python=python, servers=servers, max_model_len=11, devices=("0", "1"), **changes),
                 urls=urls,
-                limits=Limits(request_timeout_s=20.0, health_timeout_s=3.0, max_restarts=2),
+                limits=ServerLimits(request_timeout_s=20.0, health_timeout_s=3.0, max_restarts=2),
                 publish_dir="",
             )
         )

@@ -41,7 +41,7 @@ SENT = {name: tensor.tobytes() for name, tensor in TENSORS.items()}
 
 
 def refusal(address, entries) -> str:
-    with pytest.raises(layout.Refused) as caught:
+    with pytest.raises(layout.WeightsRefused) as caught:
         transfer.receive(address, entries)
     return str(caught.value)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jppo.rollout.protocol import RolloutError, greedy, sample_seed
-from jppo.rollout.servers.engine import Limits
+from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.vllm.client import GENERATE, start_vllm
 from jppo.settings import UserError
 from jppo.types import Prompt
@@ -44,7 +44,7 @@ def attach(fakes, settings):
         engines.append(
             start_vllm(
                 "model", "run", settings=settings(), urls=[fake.url for fake in fakes[:count]],
-                limits=Limits(timeout_s, timeout_s, 2), publish_dir="",
+                limits=ServerLimits(timeout_s, timeout_s, 2), publish_dir="",
             )
         )  # fmt: skip
         sampler = engines[-1].ready(eos_token_ids=[2, 9], decode=lambda ids: f"<{ids}>")
@@ -173,5 +173,5 @@ def test_a_server_with_the_wrong_settings(attach, fakes, info, said):
 def test_no_model_is_refused_before_any_server(settings, tmp_path):
     with pytest.raises(UserError, match=r"no config\.json"):
         start_vllm(
-            str(tmp_path), str(tmp_path), settings=settings(), urls=[], limits=Limits(1.0, 1.0, 0), publish_dir=""
+            str(tmp_path), str(tmp_path), settings=settings(), urls=[], limits=ServerLimits(1.0, 1.0, 0), publish_dir=""
         )

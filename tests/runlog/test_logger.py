@@ -15,7 +15,7 @@ import rich.console
 from tensorboardX.proto.event_pb2 import Event
 
 from jppo.runlog import logger as module
-from jppo.runlog.diagnosis import Finding
+from jppo.runlog.diagnosis import Alert
 from jppo.runlog.logger import Logger, read_metrics, write_samples
 from jppo.runlog.sinks import Sent
 
@@ -152,7 +152,7 @@ def test_a_warning_from_outside_is_told_once_in_a_run_that_is_resumed(tmp_path):
     for resumed in (None, 4):
         with logger(tmp_path, resumed_step=resumed) as log:
             for step in (4, 5):
-                log.warn(Finding(step, "sampling_cut", "cut", "mend"))
+                log.warn(Alert(step, "sampling_cut", "cut", "mend"))
     assert warnings_of(tmp_path) == [{"step": 4, "name": "sampling_cut", "found": "cut", "remedy": "mend"}]
 
 

@@ -243,7 +243,7 @@ def test_the_account_of_a_program_compiled_here():
 def test_a_program_that_the_compiler_refuses_has_its_reason():
     class Refusing:
         def compile(self):
-            raise type("XlaRuntimeError", (RuntimeError,), {})("RESOURCE_EXHAUSTED: Used 17G\nof 15.75G\n\nmore")
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Used 17G\nof 15.75G\n\nmore")
 
     assert account.of_program(Refusing(), {}).error == "RESOURCE_EXHAUSTED: Used 17G of 15.75G"
 

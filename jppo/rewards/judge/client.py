@@ -50,7 +50,7 @@ class JudgeError(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
+class JudgeReply:
     """A judge's reply."""
 
     text: str
@@ -92,7 +92,7 @@ class JudgeClient:
             self._client = self._sdk.AsyncAnthropic(**options)
             self._send, self._read = self._send_anthropic, _read_anthropic
 
-    async def ask(self, system: str, question: str) -> Answer:
+    async def ask(self, system: str, question: str) -> JudgeReply:
         """Sends one request with its own deadline."""
         sdk, forms = self._sdk, frozenset(self._other_forms)
         try:
@@ -153,13 +153,13 @@ def _user(question: str) -> dict[str, str]:
     return {"role": "user", "content": question}
 
 
-def _read_openai(reply: Any) -> Answer:
+def _read_openai(reply: Any) -> JudgeReply:
     choice, usage = reply.choices[0], reply.usage
     refusal = getattr(choice.message, "refusal", None)
     text = refusal or choice.message.content or ""
     if not isinstance(text, str):
         raise TypeError("the content is not text")
-    return Answer(
+    return JudgeReply(
         text=text,
         finish="refusal" if refusal else str(choice.finish_reason),
         prompt_tokens=int(usage.prompt_tokens) if usage else 0,
@@ -167,8 +167,8 @@ def _read_openai(reply: Any) -> Answer:
     )
 
 
-def _read_anthropic(reply: Any) -> Answer:
-    return Answer(
+def _read_anthropic(reply: Any) -> JudgeReply:
+    return JudgeReply(
         text="".join(block.text for block in reply.content if block.type == "text"),
         finish=str(reply.stop_reason),
         prompt_tokens=int(reply.usage.input_tokens),

@@ -17,13 +17,13 @@ from concurrent.futures import Future
 from typing import Any
 
 from jppo.rewards.judge.cache import Cache
-from jppo.rewards.judge.client import Answer, JudgeClient, JudgeError
+from jppo.rewards.judge.client import JudgeClient, JudgeError, JudgeReply
 from jppo.rewards.judge.prompts import Rubric, read_score
-from jppo.rewards.parts import Sample, failed
+from jppo.rewards.parts import Part, Sample, failed, graded
 from jppo.types import Reward
 
 
-class JudgePart:
+class JudgePart(Part):
     """The judge as a part of the reward, with its own event loop in a thread."""
 
     def __init__(
@@ -44,7 +44,6 @@ class JudgePart:
         self._counts: collections.Counter[str] = collections.Counter()
         self._lock = threading.Lock()  # guards the counts and _closed
         self._closed = False
-        self._tasks: set[asyncio.Task[Reward]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="jppo-judge", daemon=True)
         self._thread.start()
@@ -55,13 +54,10 @@ class JudgePart:
         future.set_running_or_notify_cancel()  # it cannot be cancelled any more
         with self._lock:
             if not self._closed:
-                self._loop.call_soon_threadsafe(self._start, sample, future)
+                asyncio.run_coroutine_threadsafe(self._grade(sample, future), self._loop)
                 return future
-        self._settle(future, failed("the judge was closed before the sample was submitted"))
-        return future
-
-    def flush(self) -> None:
-        """Does nothing: no sample waits for another."""
+        self._count(errors=1)
+        return graded(failed("the judge was closed before the sample was submitted"))
 
     def metrics(self) -> dict[str, float]:
         """Returns counts since the last call: errors are samples, requests include retries."""
@@ -85,32 +81,23 @@ class JudgePart:
         self._loop.close()
 
     async def _end(self) -> None:
-        for task in self._tasks:
+        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._client.close()
 
-    def _start(self, sample: Sample, future: Future[Reward]) -> None:
-        task = self._loop.create_task(self._score(sample))
-        self._tasks.add(task)
-        task.add_done_callback(lambda task: self._finish(task, future))
-
-    def _finish(self, task: asyncio.Task[Reward], future: Future[Reward]) -> None:
-        """Resolves the future of a task, however the task ended."""
-        self._tasks.discard(task)
-        if task.cancelled():
-            reward = failed("the judge was closed before it answered")
-        elif (e := task.exception()) is not None:
-            said = str(e) if isinstance(e, JudgeError) else f"{type(e).__name__}: {e}"
-            reward = failed(self._client.scrub(said))
-        else:
-            reward = task.result()
-        self._settle(future, reward)
-
-    def _settle(self, future: Future[Reward], reward: Reward) -> None:
-        if reward.error is not None:
-            self._count(errors=1)
-        future.set_result(reward)
+    async def _grade(self, sample: Sample, future: Future[Reward]) -> None:
+        """Resolves the future of a sample; a failure of any kind is an error of the sample."""
+        try:
+            future.set_result(await self._score(sample))
+            return
+        except asyncio.CancelledError:
+            said = "the judge was closed before it answered"
+        except Exception as e:
+            said = self._client.scrub(str(e) if isinstance(e, JudgeError) else f"{type(e).__name__}: {e}")
+        self._count(errors=1)
+        future.set_result(failed(said))
 
     async def _score(self, sample: Sample) -> Reward:
         question = self._rubric.question(sample)  # without the random marks
@@ -125,7 +112,7 @@ class JudgePart:
                 self._remember(asked, score, answer.text)
         return Reward(score, {"judge_raw": score * self._rubric.max_score}, error=None)
 
-    async def _answer(self, question: str) -> Answer:
+    async def _answer(self, question: str) -> JudgeReply:
         """Asks the judge, with retries after growing delays."""
         for attempt in range(self._retries + 1):
             self._count(requests=1, retries=int(attempt > 0))
@@ -145,7 +132,7 @@ class JudgePart:
                 return answer
         raise AssertionError("unreachable")
 
-    def _read(self, answer: Answer) -> float:
+    def _read(self, answer: JudgeReply) -> float:
         if answer.finish in ("content_filter", "refusal"):
             raise JudgeError(f"the judge refused ({answer.finish}): {answer.text[:200]!r}")
         if not answer.text.strip():

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 
 from jppo.rewards.sandbox import outside, service
-from jppo.rewards.sandbox.protections import BASIC, CONTAINER, STRICT, missing, probe, summary
+from jppo.rewards.sandbox.protections import BASIC, CONTAINER, STRICT, lacks, probe, summary
 
 Runner = Callable[..., outside.Ran]  # as outside.run, without its `guards`
 
@@ -14,7 +14,7 @@ def make_runner(mode: str = STRICT, url: str = "") -> Runner:
     if mode == CONTAINER:
         return functools.partial(service.run, url=service.check_url(url))
     guards = probe()
-    if mode == STRICT and (why := missing(guards)):
+    if mode == STRICT and (why := lacks(guards)):
         raise ValueError(
             f"reward.sandbox='strict': {why}; start where they are, set reward.sandbox=container with"
             " reward.sandbox_url, or, for a model that you trust, reward.sandbox=basic"
@@ -27,6 +27,6 @@ def describe_sandbox(mode: str, url: str = "") -> str:
     if mode == CONTAINER:
         return f"sandbox: container, by {url}"
     guards = probe()
-    lacking = missing(guards)
+    lacking = lacks(guards)
     warning = f"; WARNING: programs are not contained: {lacking}" if mode == BASIC and lacking else ""
     return f"sandbox: {mode}, {summary(guards)}{warning}"

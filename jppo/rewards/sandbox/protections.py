@@ -72,11 +72,11 @@ def summary(guards: Guards) -> str:
     return active + (f"; not here: {absent}" if absent else "")
 
 
-def missing(guards: Guards) -> str:
+def lacks(guards: Guards) -> str:
     """Returns why untrusted models' programs must not run under these guards, or ''."""
-    lacks = []
+    found = []
     if not guards.landlock and guards.spaces == spaces.NONE:
-        lacks.append("neither Landlock (Linux 5.13) nor namespaces keep programs to their folder")
+        found.append("neither Landlock (Linux 5.13) nor namespaces keep programs to their folder")
     if not guards.seccomp:
-        lacks.append("no seccomp filter keeps them from the network and other processes")
-    return "; ".join(lacks)
+        found.append("no seccomp filter keeps them from the network and other processes")
+    return "; ".join(found)

@@ -44,8 +44,7 @@ class Endpoint:
 
     def guarded(self) -> bool:
         """Whether requests without the key are refused."""
-        with httpx.Client(**self._options(Key())) as client, self._explained("/health"):
-            return client.get(f"{self.url}/health").status_code in (401, 403)
+        return self._sent("GET", "/health", key=Key()).status_code in (401, 403)
 
     def within(self, timeout_s: float) -> "Endpoint":
         """Returns the same server with a shorter timeout."""
@@ -55,18 +54,22 @@ class Endpoint:
 
     def get(self, route: str) -> Any:
         """Returns the route's JSON."""
-        with httpx.Client(**self._options()) as client, self._explained(route):
-            return self._json(client.get(self.url + route))
+        return self._json(self._sent("GET", route))
+
+    def get_field(self, route: str, name: str) -> Any:
+        """Returns a field of the route's JSON object; ServerFault without it."""
+        answered = self.get(route)
+        if not isinstance(answered, dict) or name not in answered:
+            raise ServerFault(f"the server at {self.url} answered {route} with {str(answered)[:200]}")
+        return answered[name]
 
     def post(self, route: str, body: Mapping[str, Any] | None = None) -> Any:
         """Posts `body` and returns the JSON answer."""
-        with httpx.Client(**self._options()) as client, self._explained(route):
-            return self._json(client.post(self.url + route, json=body))
+        return self._json(self._sent("POST", route, body))
 
     def tell(self, route: str, body: Mapping[str, Any]) -> None:
         """Like `post`, for a route that answers with text."""
-        with httpx.Client(**self._options()) as client, self._explained(route):
-            self._accepted(client.post(self.url + route, json=body))
+        self._accepted(self._sent("POST", route, body))
 
     async def ask(self, route: str, body: Mapping[str, Any]) -> Any:
         """Like `post`, concurrently and without a timeout: the caller tracks the server's progress."""
@@ -85,8 +88,7 @@ class Endpoint:
 
     def see(self, route: str) -> None:
         """Blocking version of `look`."""
-        with httpx.Client(**self._options()) as client, self._explained(route):
-            self._accepted(client.get(self.url + route))
+        self._accepted(self._sent("GET", route))
 
     def call(self, method: str, **kwargs: Any) -> list[Any]:
         """Calls a method of the worker extension; returns one result per worker."""
@@ -104,6 +106,10 @@ class Endpoint:
     def late(self, route: str) -> ServerFault:
         """Returns the fault of a late answer."""
         return self._failed(f"did not answer {route} within {self._timeout_s:g} s")
+
+    def _sent(self, method: str, route: str, body: Mapping[str, Any] | None = None, key: Key | None = None) -> Any:
+        with httpx.Client(**self._options(key)) as client, self._explained(route):
+            return client.request(method, self.url + route, json=body)
 
     def _options(self, key: Key | None = None) -> dict[str, Any]:
         headers = (self._key if key is None else key).headers()

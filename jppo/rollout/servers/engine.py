@@ -1,6 +1,5 @@
-"""The `Sampler` over servers of any kind; `client.py` and `client.py` implement their interfaces."""
+"""The `Sampler` over servers of any kind; the `client.py` of each kind implements their interfaces."""
 
-import dataclasses
 import os
 import pathlib
 import sys
@@ -11,26 +10,15 @@ from typing import Protocol
 import numpy as np
 
 from jppo.rollout import conversations
-from jppo.rollout.protocol import Done, RolloutError, Talk
+from jppo.rollout.protocol import Done, RolloutError, Served, Talk
 from jppo.rollout.servers import guard
 from jppo.rollout.servers.endpoint import Endpoint
 from jppo.rollout.servers.fleet import Fleet
 from jppo.rollout.servers.kind import Delivery, Dialect
-from jppo.rollout.servers.member import CONNECTIONS, Member
+from jppo.rollout.servers.member import Member, ServerLimits
 from jppo.rollout.servers.process import Server, stop_all
 from jppo.settings import UserError
 from jppo.types import Prompt, Sampling, Trajectory
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """Timeouts and restart limits of servers, as in the settings of `rollout`."""
-
-    request_timeout_s: float
-    health_timeout_s: float
-    max_restarts: int
-    sleep_level: int = 0
-    connections: int = CONNECTIONS  # requests in flight at one server
 
 
 class Publisher(Protocol):
@@ -38,44 +26,27 @@ class Publisher(Protocol):
 
     def whole(self, tensors: Iterable[tuple[str, np.ndarray]], version: int) -> Delivery:
         """Writes a whole policy."""
-        ...
 
     def adapter(self, save: Callable[[pathlib.Path], object], version: int) -> Delivery:
         """Writes adapters for the last written policy."""
-        ...
 
     def refused(self) -> None:
         """Abandons the last written weights."""
-        ...
 
     def close(self) -> None:
         """Frees the files."""
-        ...
 
 
-class ServedSampler:
+class ServedSampler(Served):
     """The Sampler over a fleet."""
 
     def __init__(self, fleet: Fleet, talk: Talk, publisher: Publisher, *, sleep_level: int):
         self.fleet = fleet
+        self.version: int | None = None
         self._sleep_level = sleep_level
         self._talk = talk
         self._publisher = publisher
         self._told = (0, 0)
-
-    def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, done: Done | None = None
-    ) -> list[Trajectory]:
-        """Samples `sampling.n` responses per prompt with the weights `version`; `done` gets each at once."""
-        if version != self.fleet.version:
-            has = "none" if self.fleet.version is None else f"version {self.fleet.version}"
-            raise RolloutError(f"version {version} of the weights was requested, but the servers have {has}")
-        future = self.start(prompts, sampling, done=done)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
 
     def start(
         self,
@@ -85,10 +56,7 @@ class ServedSampler:
         done: Done | None = None,
         only: Collection[int] | None = None,
     ) -> Future[list[Trajectory]]:
-        """Like `generate`, with the current weights at each token; does not block.
-
-        `only`: the indices of the wanted samples; None: all.
-        """
+        """Like `Sampler.start`; does not block."""
         return self.fleet.start(conversations.converse(self.fleet.ask, self._talk, prompts, sampling, done, only))
 
     def load(self, tensors: Iterable[tuple[str, np.ndarray]], *, version: int, mode: str = "wait") -> None:
@@ -121,6 +89,7 @@ class ServedSampler:
         except RolloutError:
             self._publisher.refused()
             raise
+        self.version = delivery.version
 
 
 class Engine:
@@ -132,7 +101,7 @@ class Engine:
         urls: Sequence[str],
         publisher: Publisher,
         speak: Callable[[Sequence[int]], Dialect],
-        limits: Limits,
+        limits: ServerLimits,
         *,
         start_timeout_s: float,
     ):
@@ -172,14 +141,7 @@ class Engine:
                 members.append(Member(endpoint, server, *dialect.inspect(endpoint), limits.connections))
             except RolloutError as e:
                 raise UserError(f"{e}; {dialect.how}") from e
-        fleet = Fleet(
-            members,
-            dialect,
-            max_restarts=limits.max_restarts,
-            health_timeout_s=limits.health_timeout_s,
-            start_timeout_s=self._start_timeout_s,
-            decode=decode,
-        )
+        fleet = Fleet(members, dialect, limits, start_timeout_s=self._start_timeout_s, decode=decode)
         self._sampler = ServedSampler(
             fleet, talk or conversations.one_turn(decode), self._publisher, sleep_level=limits.sleep_level
         )

@@ -9,7 +9,7 @@ from jppo.types import Sampling
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class Completion:
     """A server's answer to one request; `finish` may be 'abort': a weight update interrupted it."""
 
     tokens: list[int]
@@ -25,48 +25,37 @@ class Dialect(Protocol):
     @property
     def how(self) -> str:
         """Returns the command that starts a suitable server."""
-        ...
 
     @property
     def resume_route(self) -> str:
         """Returns the route that ends a pause, for `curl -X POST`."""
-        ...
 
     def request(self, ids: Sequence[int], sampling: Sampling, seed: int, model: str) -> tuple[str, dict[str, Any]]:
         """Returns the route and the body of a request for one answer."""
-        ...
 
-    def part(self, reply: Any, sampling: Sampling) -> Part:
+    def part(self, reply: Any, sampling: Sampling) -> Completion:
         """Parses the reply to a request with this `sampling`."""
-        ...
 
     def inspect(self, endpoint: Endpoint) -> tuple[str, int]:
         """Returns the served model's name and length; UserError if the server is unsuitable for training."""
-        ...
 
     def paused(self, endpoint: Endpoint) -> bool:
         """Whether requests would wait."""
-        ...
 
     def version(self, endpoint: Endpoint) -> int | None:
         """Returns the version of its weights; None: not from this trainer."""
-        ...
 
     def pause(self, endpoint: Endpoint, mode: str) -> None:
         """Stops sampling; `mode` is what happens to requests in flight: wait, abort or keep."""
-        ...
 
     def resume(self, endpoint: Endpoint) -> None:
         """Ends a pause; caches of the old weights are dropped."""
-        ...
 
     def sleep(self, endpoint: Endpoint, level: int) -> None:
         """Frees device memory, with no requests in flight. Level 1 keeps the weights elsewhere, 2 drops them."""
-        ...
 
     def wake_up(self, endpoint: Endpoint, what: str) -> None:
         """Allocates the memory of 'weights' or of the 'kv_cache' again."""
-        ...
 
 
 def sampling_params(sampling: Sampling, eos_token_ids: Sequence[int]) -> dict[str, Any]:
@@ -93,22 +82,17 @@ class Delivery(Protocol):
     @property
     def version(self) -> int:
         """Returns their version."""
-        ...
 
     @property
     def model(self) -> str | None:
         """Returns the model name for requests with them; None: the server's own name."""
-        ...
 
     @property
     def whole(self) -> bool:
         """Whether they are the whole model; otherwise an addition to the previous delivery."""
-        ...
 
     def offer(self, endpoint: Endpoint) -> None:
         """Lets a server check them without a change; RolloutError if it refuses."""
-        ...
 
     def take(self, endpoint: Endpoint) -> None:
         """Makes a server sample from them."""
-        ...

@@ -11,6 +11,17 @@ from jppo.rollout.servers.process import Server
 CONNECTIONS = 256  # least default of the requests in flight at one server, which queues the rest
 
 
+@dataclasses.dataclass(frozen=True)
+class ServerLimits:
+    """Timeouts and restart limits of servers, as in the settings of `rollout`."""
+
+    request_timeout_s: float
+    health_timeout_s: float
+    max_restarts: int
+    sleep_level: int = 0
+    connections: int = CONNECTIONS  # requests in flight at one server
+
+
 class Cut(ServerFault):
     """The server was given up while the request was in flight: not the request's fault."""
 

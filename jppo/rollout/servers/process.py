@@ -46,7 +46,7 @@ def check_ports(port: int, servers: int) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class ServerProgram:
     """A server's command, environment and limits."""
 
     command: Callable[[int, str], list[str]]  # takes the port and the model name, by which the server is recognised
@@ -60,7 +60,7 @@ class Program:
 class Server:
     """One server process and its log."""
 
-    def __init__(self, program: Program):
+    def __init__(self, program: ServerProgram):
         self.log = program.log
         self.name = f"policy-{uuid.uuid4().hex[:12]}"
         self._program = program

@@ -4,7 +4,7 @@ import os
 import subprocess
 
 from jppo import interpreter
-from jppo.rollout.servers.process import Program
+from jppo.rollout.servers.process import ServerProgram
 from jppo.rollout.vllm.arguments import ServerSettings, devices, engine_args, make_program
 from jppo.settings import UserError
 
@@ -74,7 +74,7 @@ def environment() -> dict[str, str]:
     }
 
 
-def program(index: int, *, model_dir: str, run_dir: str, settings: ServerSettings, folder: str) -> Program:
+def program(index: int, *, model_dir: str, run_dir: str, settings: ServerSettings, folder: str) -> ServerProgram:
     """Returns the SGLang program number `index` of a run."""
     env = {**os.environ, **environment(), **devices(index, settings)}
     env.pop("SGLANG_RETURN_ORIGINAL_LOGPROB", None)  # log-probs must be at the sampling temperature

@@ -12,8 +12,9 @@ from typing import Any
 
 from jppo.rollout.servers import guard
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
-from jppo.rollout.servers.engine import Engine, Limits
-from jppo.rollout.servers.kind import Part, sampling_params
+from jppo.rollout.servers.engine import Engine
+from jppo.rollout.servers.kind import Completion, sampling_params
+from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.servers.process import Server, check_ports
 from jppo.rollout.sglang import arguments
 from jppo.rollout.sglang import publisher as folders
@@ -52,7 +53,7 @@ class Sglang:
             "stream": False,
         }
 
-    def part(self, reply: Any, sampling: Sampling) -> Part:
+    def part(self, reply: Any, sampling: Sampling) -> Completion:
         """Parses the tokens with their log-probs, all of one weight version."""
         try:
             meta = reply["meta_info"]
@@ -73,7 +74,7 @@ class Sglang:
         ends = not sampling.ignore_eos and tokens[-1:] and tokens[-1] in self.eos_token_ids
         if finish == "length" and (ends or any(stop in text for stop in sampling.stop)):
             finish = "stop"  # SGLang checks the length first
-        return Part(tokens, logprob, version, finish)
+        return Completion(tokens, logprob, version, finish)
 
     def inspect(self, endpoint: Endpoint) -> tuple[str, int]:
         """Checks support for seeds, and returns the context length."""
@@ -140,7 +141,7 @@ def start_sglang(
     *,
     settings: ServerSettings,
     urls: Sequence[str],
-    limits: Limits,
+    limits: ServerLimits,
     publish_dir: str,
 ) -> Engine:
     """Starts the servers on `model_dir` (config, tokenizer) or attaches to those at `urls`; does not block."""
@@ -155,12 +156,11 @@ def start_sglang(
     def speak(eos_token_ids: Sequence[int]) -> Sglang:
         return Sglang(eos_token_ids, how_to_start(model_dir, settings))
 
-    written = folders.Folders(publish_dir, config)
+    publisher = folders.Publisher(publish_dir, config)
     servers = [
-        Server(arguments.program(i, model_dir=model_dir, run_dir=run_dir, settings=settings, folder=written.folder))
+        Server(arguments.program(i, model_dir=model_dir, run_dir=run_dir, settings=settings, folder=publisher.folder))
         for i in range(0 if urls else settings.servers)
     ]
-    publisher = folders.Publisher(written)
     return Engine(servers, urls, publisher, speak, limits, start_timeout_s=settings.start_timeout_s)
 
 

@@ -27,42 +27,6 @@ FILE = "model.safetensors"
 HEAD_ROOM = 1 << 20  # bytes reserved for the header, which is known after all tensors are written
 
 
-class Folders:
-    """The two directories, in shared memory or in `publish_dir`; both have the model's `config`."""
-
-    def __init__(self, publish_dir: str, config: pathlib.Path):
-        if not publish_dir and os.path.isdir(buffers.SHARED_MEMORY):
-            publish_dir = buffers.SHARED_MEMORY
-        self.folder = buffers.make_folder(publish_dir)
-        self._folders = [pathlib.Path(self.folder) / name for name in ("a", "b")]
-        for folder in self._folders:
-            folder.mkdir()
-            shutil.copy(config, folder)
-
-    def write(self, tensors: Iterable[tuple[str, np.ndarray]]) -> tuple[pathlib.Path, list[layout.Entry]]:
-        """Writes into the directory that was not written last; returns it and its entries."""
-        self._folders.reverse()
-        folder = self._folders[0]
-        try:
-            (folder / FILE).unlink(missing_ok=True)  # a file that a server still reads stays unchanged
-            with (folder / FILE).open("wb") as file:
-                entries = layout.write(file.fileno(), tensors, start=HEAD_ROOM, align=1)
-                head = tensorheader.head(((e.name, e.dtype, e.shape, e.nbytes) for e in entries), room=HEAD_ROOM)
-                if len(head) > HEAD_ROOM:
-                    raise UserError(f"a model of {len(entries)} tensors is too large for SGLang; use vLLM")
-                file.write(head)
-        except OSError as e:
-            raise UserError(
-                f"the weights cannot be written to {self.folder}: {e}; set rollout.publish_dir to a folder with"
-                " room for two copies"
-            ) from e
-        return folder, entries
-
-    def close(self) -> None:
-        """Removes both directories."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-
 @dataclasses.dataclass(frozen=True)
 class Directory:
     """A whole policy in one of the two directories."""
@@ -92,15 +56,21 @@ class Directory:
 
 
 class Publisher:
-    """Writes whole policies as directories."""
+    """Writes whole policies as directories: two, in shared memory or in `publish_dir`, with the model's `config`."""
 
-    def __init__(self, folders: Folders):
-        self._folders = folders
+    def __init__(self, publish_dir: str, config: pathlib.Path):
+        if not publish_dir and os.path.isdir(buffers.SHARED_MEMORY):
+            publish_dir = buffers.SHARED_MEMORY
+        self.folder = buffers.make_folder(publish_dir)
+        self._folders = [pathlib.Path(self.folder) / name for name in ("a", "b")]
+        for folder in self._folders:
+            folder.mkdir()
+            shutil.copy(config, folder)
         self._first: dict[str, tuple[int, ...]] = {}
 
     def whole(self, tensors: Iterable[tuple[str, np.ndarray]], version: int) -> Directory:
         """Writes a whole policy; RolloutError if its tensors differ from the first publish."""
-        path, entries = self._folders.write(tensors)
+        path, entries = self._write(tensors)
         shapes = {entry.name: entry.shape for entry in entries}
         self._first = self._first or shapes
         if differ := sorted(name for name in {*shapes, *self._first} if shapes.get(name) != self._first.get(name)):
@@ -120,15 +90,31 @@ class Publisher:
 
     def close(self) -> None:
         """Removes the directories."""
-        self._folders.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _write(self, tensors: Iterable[tuple[str, np.ndarray]]) -> tuple[pathlib.Path, list[layout.TensorEntry]]:
+        """Writes into the directory that was not written last."""
+        self._folders.reverse()
+        folder = self._folders[0]
+        try:
+            (folder / FILE).unlink(missing_ok=True)  # a file that a server still reads stays unchanged
+            with (folder / FILE).open("wb") as file:
+                entries = layout.write(file.fileno(), tensors, start=HEAD_ROOM, align=1)
+                head = tensorheader.head(((e.name, e.dtype, e.shape, e.nbytes) for e in entries), room=HEAD_ROOM)
+                if len(head) > HEAD_ROOM:
+                    raise UserError(f"a model of {len(entries)} tensors is too large for SGLang; use vLLM")
+                file.write(head)
+        except OSError as e:
+            raise UserError(
+                f"the weights cannot be written to {self.folder}: {e}; set rollout.publish_dir to a folder with"
+                " room for two copies"
+            ) from e
+        return folder, entries
 
 
 def named(endpoint: Endpoint) -> str:
     """Returns the name of a server's weights."""
-    answered = endpoint.get(INFO)
-    if not isinstance(answered, dict) or "weight_version" not in answered:
-        raise ServerFault(f"the server at {endpoint.url} answered {INFO} with {str(answered)[:200]}")
-    return str(answered["weight_version"])
+    return str(endpoint.get_field(INFO, "weight_version"))
 
 
 def _said(shape: tuple[int, ...] | None) -> str:

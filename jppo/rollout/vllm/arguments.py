@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from jppo import interpreter
 from jppo.rollout.servers import guard
-from jppo.rollout.servers.process import HOST, Program
+from jppo.rollout.servers.process import HOST, ServerProgram
 from jppo.settings import UserError
 
 MODULE = "vllm.entrypoints.openai.api_server"
@@ -173,7 +173,7 @@ def environment(settings: ServerSettings, build: str) -> dict[str, str]:
 
 def program(
     index: int, *, model_dir: str, run_dir: str, settings: ServerSettings, build: str, folder: str | None
-) -> Program:
+) -> ServerProgram:
     """Returns the vLLM program number `index` of a run."""
     start = [MODULE, "--model", model_dir]
     env = {**os.environ, **environment(settings, build)}
@@ -195,7 +195,7 @@ def make_program(
     run_dir: str,
     settings: ServerSettings,
     folder: str | None,
-) -> Program:
+) -> ServerProgram:
     """Returns a server program: `start` is its module and model, `folder` that of its weights."""
     executable = interpreter.executable(settings.python)
 
@@ -203,7 +203,7 @@ def make_program(
         place = ("--host", HOST, "--port", str(port), "--served-model-name", name)
         return [executable, "-m", *start, *place, *options]
 
-    return Program(
+    return ServerProgram(
         command=command,
         env=env,
         log=pathlib.Path(run_dir) / f"server-{index}.log",

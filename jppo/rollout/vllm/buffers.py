@@ -25,7 +25,7 @@ IN_TIME = 0.8  # fraction of the request timeout: a longer transfer is refused, 
 class Parcel:
     """One published set of weights."""
 
-    entries: list[layout.Entry]
+    entries: list[layout.TensorEntry]
     path: str  # of the file, as seen by other processes of this machine
     address: transfer.Address | None  # for servers on other machines
 

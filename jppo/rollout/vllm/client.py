@@ -16,8 +16,9 @@ from typing import Any
 
 from jppo.rollout.servers import guard
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
-from jppo.rollout.servers.engine import Engine, Limits
-from jppo.rollout.servers.kind import Part, sampling_params
+from jppo.rollout.servers.engine import Engine
+from jppo.rollout.servers.kind import Completion, sampling_params
+from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.servers.process import Server, check_ports
 from jppo.rollout.vllm import arguments, publisher
 from jppo.rollout.vllm.arguments import ServerSettings
@@ -57,7 +58,7 @@ class Vllm:
             },
         }
 
-    def part(self, reply: Any, sampling: Sampling) -> Part:
+    def part(self, reply: Any, sampling: Sampling) -> Completion:
         """Parses the tokens with their log-probs and weight versions."""
         try:
             choice = reply["choices"][0]
@@ -74,7 +75,7 @@ class Vllm:
             raise ServerFault(
                 f"vLLM gave {len(tokens)} tokens with {len(version)} versions and the log-probs {logprob[:8]}..."
             )
-        return Part(tokens, logprob, version, finish)
+        return Completion(tokens, logprob, version, finish)
 
     def inspect(self, endpoint: Endpoint) -> tuple[str, int]:
         """Checks the routes, the worker and the settings that training needs."""
@@ -98,10 +99,7 @@ class Vllm:
 
     def paused(self, endpoint: Endpoint) -> bool:
         """Whether requests would wait."""
-        answered = endpoint.get("/is_paused")
-        if not isinstance(answered, dict) or "is_paused" not in answered:
-            raise ServerFault(f"the server at {endpoint.url} answered /is_paused with {str(answered)[:200]}")
-        return bool(answered["is_paused"])
+        return bool(endpoint.get_field("/is_paused", "is_paused"))
 
     def version(self, endpoint: Endpoint) -> int | None:
         """Returns the version that its worker loaded last, or of the adapters added after it."""
@@ -132,7 +130,7 @@ def start_vllm(
     *,
     settings: ServerSettings,
     urls: Sequence[str],
-    limits: Limits,
+    limits: ServerLimits,
     publish_dir: str,
     publish_via: str = "file",
     publish_host: str = "",

@@ -1,7 +1,7 @@
 """The file format of published weights: written by `buffers.py`, read by `worker.py`.
 
-The file holds only the tensors' bytes; the list of `Entry` is in the request to load it. Also imported in the server's
-interpreter, so it needs only the standard library and numpy.
+The file holds only the tensors' bytes; the list of `TensorEntry` is in the request to load it. Also imported in the
+server's interpreter, so it needs only the standard library and numpy.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """The place, shape and checksum of one tensor."""
 
     name: str
@@ -36,7 +36,7 @@ class Entry:
     crc32: int
 
 
-class Refused(Exception):
+class WeightsRefused(Exception):
     """The file or its entries do not match the model; nothing was changed."""
 
 
@@ -47,18 +47,18 @@ def write(
     start: int = 0,
     align: int = ALIGN,
     elsewhere: Callable[[int, OSError], int] | None = None,
-) -> list[Entry]:
+) -> list[TensorEntry]:
     """Writes `tensors` consecutively from byte `start` of the file and returns their entries.
 
     Threads write while the next tensors are made; at most `UNDER_WAY` bytes, or the largest tensor, wait. If there is
     no room, `elsewhere(done, why)` returns another file with the first `done` bytes, and writing continues there.
     """
-    entries: list[Entry] = []
-    waiting: deque[tuple[Entry, memoryview, Future[int]]] = deque()
+    entries: list[TensorEntry] = []
+    waiting: deque[tuple[TensorEntry, memoryview, Future[int]]] = deque()
     offset = start
     with ThreadPoolExecutor(THREADS) as pool:
 
-        def begin(entry: Entry, data: memoryview) -> None:
+        def begin(entry: TensorEntry, data: memoryview) -> None:
             waiting.append((entry, data, pool.submit(_put, fd, data, entry.offset)))
 
         def settle() -> None:
@@ -79,7 +79,7 @@ def write(
 
         for name, tensor in tensors:
             data = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data
-            begin(Entry(name, tensor.dtype.name, tuple(tensor.shape), offset, data.nbytes, 0), data)
+            begin(TensorEntry(name, tensor.dtype.name, tuple(tensor.shape), offset, data.nbytes, 0), data)
             offset += -(-data.nbytes // align) * align
             while len(waiting) > 1 and sum(entry.nbytes for entry, _, _ in waiting) > UNDER_WAY:
                 settle()
@@ -89,18 +89,18 @@ def write(
     return entries
 
 
-def check(path: str, entries: Sequence[Entry], expected: Mapping[str, tuple[int, ...]]) -> mmap.mmap:
-    """Maps the file if its entries have the `expected` names and shapes and all bytes exist; otherwise Refused."""
+def check(path: str, entries: Sequence[TensorEntry], expected: Mapping[str, tuple[int, ...]]) -> mmap.mmap:
+    """Maps the file; WeightsRefused unless its entries have the `expected` names and shapes and all bytes exist."""
     check_names(entries, expected)
     try:
         with open(path, "rb") as file:
             # private and writable: torch wants writable memory, and writes do not reach the file
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except (OSError, ValueError) as e:
-        raise Refused(f"{path} cannot be read: {e}; trainer and server must share it") from e
+        raise WeightsRefused(f"{path} cannot be read: {e}; trainer and server must share it") from e
     for entry in entries:
         if (end := entry.offset + entry.nbytes) > len(data):
-            raise Refused(f"the file is truncated: {entry.name} ends at byte {end}, the file at {len(data)}")
+            raise WeightsRefused(f"the file is truncated: {entry.name} ends at byte {end}, the file at {len(data)}")
     with memoryview(data) as view, ThreadPoolExecutor(THREADS) as pool:
         sums = pool.map(lambda e: zlib.crc32(view[e.offset : e.offset + e.nbytes]), entries)
         for entry, crc32 in zip(entries, sums, strict=True):
@@ -108,42 +108,42 @@ def check(path: str, entries: Sequence[Entry], expected: Mapping[str, tuple[int,
     return data
 
 
-def check_sum(entry: Entry, crc32: int) -> None:
-    """Refused if the checksum differs from the written one."""
+def check_sum(entry: TensorEntry, crc32: int) -> None:
+    """Raises WeightsRefused if the checksum differs from the written one."""
     if crc32 != entry.crc32:
-        raise Refused(f"{entry.name} has a different checksum than when it was written")
+        raise WeightsRefused(f"{entry.name} has a different checksum than when it was written")
 
 
-def size(entries: Sequence[Entry]) -> int:
+def size(entries: Sequence[TensorEntry]) -> int:
     """Returns the bytes from the first tensor's start to the last one's end."""
     return max((entry.offset + entry.nbytes for entry in entries), default=0)
 
 
-def pack(entries: Sequence[Entry]) -> list[list[Any]]:
+def pack(entries: Sequence[TensorEntry]) -> list[list[Any]]:
     """Returns the entries as JSON."""
     return [list(dataclasses.astuple(entry)) for entry in entries]
 
 
-def unpack(packed: Sequence[Sequence[Any]]) -> list[Entry]:
-    """The inverse of `pack`."""
-    return [Entry(name, dtype, tuple(shape), *rest) for name, dtype, shape, *rest in packed]
+def unpack(packed: Sequence[Sequence[Any]]) -> list[TensorEntry]:
+    """Restores packed entries."""
+    return [TensorEntry(name, dtype, tuple(shape), *rest) for name, dtype, shape, *rest in packed]
 
 
-def check_names(entries: Sequence[Entry], expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Refused if the entries do not have the `expected` names and shapes."""
+def check_names(entries: Sequence[TensorEntry], expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises WeightsRefused if the entries do not have the `expected` names and shapes."""
     names = [entry.name for entry in entries]
     if missing := [name for name in expected if name not in set(names)]:
-        raise Refused(f"{_some(missing)} missing: every publish must have every tensor of the model")
+        raise WeightsRefused(f"{_some(missing)} missing: every publish must have every tensor of the model")
     if unknown := [name for name in names if name not in expected]:
-        raise Refused(f"{_some(unknown)} not in the served model")
+        raise WeightsRefused(f"{_some(unknown)} not in the served model")
     if len(names) != len(set(names)):
-        raise Refused(f"{_some([n for n in set(names) if names.count(n) > 1])} given twice")
+        raise WeightsRefused(f"{_some([n for n in set(names) if names.count(n) > 1])} given twice")
     for entry in entries:
         if entry.shape != tuple(expected[entry.name]):
             served = list(expected[entry.name])
-            raise Refused(f"{entry.name} has shape {list(entry.shape)}, the served model's is {served}")
+            raise WeightsRefused(f"{entry.name} has shape {list(entry.shape)}, the served model's is {served}")
         if entry.dtype not in DTYPES:
-            raise Refused(f"{entry.name} has dtype {entry.dtype}, must be one of {', '.join(DTYPES)}")
+            raise WeightsRefused(f"{entry.name} has dtype {entry.dtype}, must be one of {', '.join(DTYPES)}")
 
 
 def _some(names: Sequence[str]) -> str:

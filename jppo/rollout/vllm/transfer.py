@@ -3,9 +3,9 @@
     receiver: the token               trainer: one byte, yes or no
                                       for each tensor: its length and checksum, its bytes
 
-As for a file, the list of `Entry` is in the request to load; a tensor with another header is from another publish. The
-token protects the weights on the network; nothing is encrypted. Also imported in the server's interpreter, so it needs
-only the standard library.
+As for a file, the list of `TensorEntry` is in the request to load; a tensor with another header is from another
+publish. The token protects the weights on the network; nothing is encrypted. Also imported in the server's interpreter,
+so it needs only the standard library.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ import zlib
 from collections.abc import Sequence
 
 from jppo.rollout.vllm import layout
-from jppo.rollout.vllm.layout import Entry, Refused
+from jppo.rollout.vllm.layout import TensorEntry, WeightsRefused
 
 TOKEN_BYTES = 32  # as sent, hexadecimal
 YES, NO = b"+", b"-"
@@ -47,7 +47,7 @@ class Address:
 class _Offer:
     token: str
     fd: int
-    entries: Sequence[Entry]
+    entries: Sequence[TensorEntry]
     under_way: set[socket.socket]
 
 
@@ -64,7 +64,7 @@ class Sender:
         self._room = threading.BoundedSemaphore(CONNECTIONS)
         threading.Thread(target=self._listen, name="weights", daemon=True).start()
 
-    def offer(self, fd: int, entries: Sequence[Entry]) -> Address:
+    def offer(self, fd: int, entries: Sequence[TensorEntry]) -> Address:
         """Offers this file until it is withdrawn."""
         offer = _Offer(secrets.token_hex(TOKEN_BYTES // 2), fd, entries, set())
         with self._lock:
@@ -111,7 +111,7 @@ class Sender:
 
     def _give(self, connection: socket.socket) -> None:
         # the receiver reports any broken connection
-        with connection, contextlib.suppress(OSError, Refused):
+        with connection, contextlib.suppress(OSError, WeightsRefused):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.settimeout(HELLO_S)
             token = bytearray(TOKEN_BYTES)
@@ -137,14 +137,14 @@ class Sender:
                     known[0].under_way.discard(connection)
 
 
-def receive(address: Address, entries: Sequence[Entry]) -> mmap.mmap:
-    """Downloads the weights into own memory and verifies checksums; Refused, with the reason, if any is missing."""
+def receive(address: Address, entries: Sequence[TensorEntry]) -> mmap.mmap:
+    """Downloads the weights into own memory and verifies checksums; WeightsRefused if any is missing."""
     deadline = time.monotonic() + address.timeout_s
     where = f"{address.host}:{address.port}"
     try:
         connection = socket.create_connection((address.host, address.port), timeout=address.timeout_s)
     except OSError as e:
-        raise Refused(
+        raise WeightsRefused(
             f"the trainer does not answer at {where} ({e}); set rollout.publish_host to its address as seen"
             " from the server"
         ) from e
@@ -155,7 +155,7 @@ def receive(address: Address, entries: Sequence[Entry]) -> mmap.mmap:
             answer = bytearray(1)
             _fill(connection, memoryview(answer), deadline)
             if answer != YES:
-                raise Refused(f"the trainer at {where} rejects the token: it has published again, or ended")
+                raise WeightsRefused(f"the trainer at {where} rejects the token: it has published again, or ended")
             data = _memory(layout.size(entries))
             with memoryview(data) as view:
                 for entry in entries:
@@ -163,16 +163,16 @@ def receive(address: Address, entries: Sequence[Entry]) -> mmap.mmap:
                     _receive_one(connection, entry, view[entry.offset : entry.offset + entry.nbytes], deadline)
             return data
         except TimeoutError as e:
-            raise Refused(f"the weights did not arrive within {address.timeout_s:g} s: {at} from {where}") from e
+            raise WeightsRefused(f"the weights did not arrive within {address.timeout_s:g} s: {at} from {where}") from e
         except OSError as e:
-            raise Refused(f"the transfer from {where} broke off {at}: {e}") from e
+            raise WeightsRefused(f"the transfer from {where} broke off {at}: {e}") from e
 
 
-def _receive_one(connection: socket.socket, entry: Entry, view: memoryview, deadline: float) -> None:
+def _receive_one(connection: socket.socket, entry: TensorEntry, view: memoryview, deadline: float) -> None:
     header = bytearray(HEADER.size)
     _fill(connection, memoryview(header), deadline)
     if HEADER.unpack(header) != (entry.nbytes, entry.crc32):
-        raise Refused(f"{entry.name} has a header with another length or checksum than it was written with")
+        raise WeightsRefused(f"{entry.name} has a header with another length or checksum than it was written with")
     layout.check_sum(entry, _fill(connection, view, deadline))
 
 

@@ -22,7 +22,7 @@ class WeightLoader:
     reload_weights: Any
     get_model: Any
     _jppo_expected: tuple[dict[str, tuple[int, ...]], dict[str, list[str]]] | None = None
-    _jppo_checked: tuple[int, list[layout.Entry], mmap.mmap] | None = None
+    _jppo_checked: tuple[int, list[layout.TensorEntry], mmap.mmap] | None = None
     _jppo_version: int | None = None
 
     def jppo_info(self) -> dict[str, Any]:
@@ -56,7 +56,7 @@ class WeightLoader:
                 assert address is not None  # a publish has one of the two
                 layout.check_names(unpacked, expected)
                 data = transfer.receive(transfer.Address(**address), unpacked)
-        except layout.Refused as e:
+        except layout.WeightsRefused as e:
             return {"ok": False, "error": str(e)}
         self._jppo_checked = (version, unpacked, data)
         return {"ok": True, "error": None}
@@ -93,7 +93,7 @@ def _expected(hf_config: Any) -> tuple[dict[str, tuple[int, ...]], dict[str, lis
 
 
 def _stream(
-    entries: Sequence[layout.Entry], data: mmap.mmap, tied: dict[str, list[str]], modules: Container[str]
+    entries: Sequence[layout.TensorEntry], data: mmap.mmap, tied: dict[str, list[str]], modules: Container[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     for entry in entries:
         dtype = getattr(torch, entry.dtype)

@@ -1,0 +1,154 @@
+"""Checks the health of a run's servers; a broken one is restarted and gets the current weights.
+
+An attached server is waited for instead. The other servers continue.
+"""
+
+import asyncio
+import dataclasses
+import sys
+import threading
+import time
+
+from jppo.rollout.protocol import RolloutError
+from jppo.rollout.servers.endpoint import ServerFault
+from jppo.rollout.servers.kind import Delivery, Dialect
+from jppo.rollout.servers.member import Member, ServerLimits
+from jppo.rollout.servers.router import Router
+
+PROBE_S = 2.0  # between two health checks
+POLL_S = 0.5
+
+
+@dataclasses.dataclass
+class Delivered:
+    """The servers' current weights."""
+
+    version: int | None = None
+    deliveries: tuple[Delivery, ...] = ()  # a whole model, then the latest addition
+    lock: threading.RLock = dataclasses.field(default_factory=threading.RLock)  # held while weights are delivered
+
+
+class Repairs:
+    """The repairs of a fleet; methods run on its event loop, with its thread pool as the loop's executor."""
+
+    def __init__(
+        self, router: Router, dialect: Dialect, delivered: Delivered, limits: ServerLimits, *, start_timeout_s: float
+    ):
+        self.restarts = 0
+        self.closed = False
+        self._router = router
+        self._dialect = dialect
+        self._delivered = delivered
+        self._limits = limits
+        self._start_timeout_s = start_timeout_s
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def watch(self) -> None:
+        """Checks the servers' health until cancelled."""
+        while True:
+            await asyncio.sleep(PROBE_S)
+            healthy = [member for member in self._router.members if member.up and not member.mending]
+            await asyncio.gather(*map(self._probe, healthy))
+
+    def suspect(self, member: Member, fault: ServerFault, *, sure: bool) -> None:
+        """Schedules a check of a failed server; `sure`: it is broken without a check."""
+        if not member.mending and not self.closed:
+            member.mending = True
+            task = asyncio.get_running_loop().create_task(self._mend(member, fault, sure=sure))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _probe(self, member: Member) -> None:
+        try:
+            if member.server is not None and not member.server.alive():
+                raise ServerFault(f"the server at {member.endpoint.url} has ended; {member.server.why()}")
+            await member.endpoint.within(self._limits.health_timeout_s).look("/health")
+        except ServerFault as e:
+            self.suspect(member, e, sure=True)
+        except Exception as e:  # as in `_mend`
+            self._router.fail(e)
+
+    async def _mend(self, member: Member, fault: RolloutError, *, sure: bool) -> None:
+        try:
+            # A second failure, as after a lost reply in an update: this task must repair it.
+            if not sure and not await asyncio.to_thread(self._broken, member) and member.up:
+                return
+            member.up = False
+            member.give_up()
+            while not self.closed:
+                if self.restarts >= self._limits.max_restarts:
+                    said = f"it is not restarted: rollout.max_restarts={self._limits.max_restarts}"
+                    self._router.fail(RolloutError(f"{fault}; {said}"))
+                    return
+                _say(f"{fault}; it is {'waited for' if member.server is None else 'restarted'}")
+                self.restarts += 1
+                began = time.monotonic()
+                try:
+                    await asyncio.to_thread(self._revive, member)
+                    _say(f"the server at {member.endpoint.url} is back after {time.monotonic() - began:.1f} s")
+                    return
+                except RolloutError as e:
+                    fault = e
+                    if member.server is None:
+                        self._give_up(member, e)
+                        return
+        except Exception as e:  # an error of settings or code: no other task waits for this one
+            self._router.fail(e)
+        finally:
+            member.mending = False
+            self._router.wake_all()
+
+    def _give_up(self, member: Member, why: RolloutError) -> None:
+        """Removes an attached server that does not come back; the others continue."""
+        if any(other.up or other.mending for other in self._router.members if other is not member):
+            _say(f"{why}; the other servers continue")
+        else:
+            self._router.fail(RolloutError(f"{why}; it was the last server"))
+
+    # In the pool's threads.
+
+    def _broken(self, member: Member) -> bool:
+        """Whether a failed server is really broken."""
+        if member.server is not None and not member.server.alive():
+            return True
+        endpoint = member.endpoint.within(self._limits.health_timeout_s)
+        try:
+            with self._delivered.lock:  # no update is in progress
+                return self._dialect.paused(endpoint) or self._dialect.version(endpoint) != self._delivered.version
+        except RolloutError:
+            return True
+
+    def _revive(self, member: Member) -> None:
+        """Restarts the server, or waits for an attached one, and delivers the current weights."""
+        if member.server is None:
+            self._wait_for(member)
+        else:
+            member.server.restart()
+            member.server.wait_ready()
+            member.endpoint.move(member.server.url, member.server.key)
+            member.model, member.max_model_len = self._dialect.inspect(member.endpoint)
+        with self._delivered.lock:
+            member.asleep = False
+            for delivery in self._delivered.deliveries:
+                delivery.offer(member.endpoint)
+                self._dialect.pause(member.endpoint, "abort")
+                delivery.take(member.endpoint)
+                self._dialect.resume(member.endpoint)
+            member.up = True
+
+    def _wait_for(self, member: Member) -> None:
+        deadline = time.monotonic() + self._start_timeout_s
+        while not self.closed:
+            try:
+                member.endpoint.within(self._limits.health_timeout_s).see("/health")
+                member.model, member.max_model_len = self._dialect.inspect(member.endpoint)
+                return
+            except RolloutError as e:
+                if time.monotonic() > deadline:
+                    said = f"did not come back within rollout.start_timeout_s={self._start_timeout_s:g}"
+                    raise RolloutError(f"the server at {member.endpoint.url} {said}; {e}") from e
+            time.sleep(POLL_S)
+
+
+def _say(line: str) -> None:
+    print(f"rollout: {line}", file=sys.stderr, flush=True)
