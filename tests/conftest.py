@@ -87,8 +87,10 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
+    """Full collections pass over what imports made, a second each once torch is loaded: fewer of them."""
     gc.collect()
-    gc.freeze()  # else each full collection passes over all that the imports made
+    gc.freeze()
+    gc.set_threshold(700, 10, 100)
 
 
 def pytest_unconfigure():
@@ -105,6 +107,7 @@ def room_for_programs():
     compiled = time.monotonic() - began > 0.2  # reading the maps takes longer than most tests
     if compiled and MAPS.exists() and MAPS.read_bytes().count(b"\n") > 40_000:
         jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture
