@@ -41,7 +41,7 @@ def run(config, changes):
     "how,metric",
     [
         (REWARD, "actor/reward_kl_penalty"),
-        (LOSS | {"actor.kl_loss_type": "full"}, "actor/kl_loss"),
+        pytest.param(LOSS | {"actor.kl_loss_type": "full"}, "actor/kl_loss", marks=pytest.mark.slow),
         (LOSS | {"actor.kl_loss_type": "full_forward"}, "actor/kl_loss"),
     ],
 )

@@ -181,7 +181,7 @@ def test_fine_tuning_has_its_own(small_run, quick_compilation, monkeypatch, caps
     (tmp_path / "demonstrations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     c.data.train_files = str(tmp_path / "demonstrations.jsonl")
     c.data.train_batch_size, c.data.max_prompt_length, c.data.max_response_length = 2, 8, 6
-    c.trainer.run_dir, c.trainer.total_epochs = str(tmp_path / "run"), 5
+    c.trainer.run_dir, c.trainer.total_epochs, c.data.row_lengths = str(tmp_path / "run"), 5, 1
     settings.check(c)
     command(sft.main, monkeypatch, c)
     out = capsys.readouterr().out
@@ -201,7 +201,7 @@ def test_fine_tuning_previews_what_would_end_its_run(small_run, quick_compilatio
     c.model = small_run.model
     (tmp_path / "demonstrations.jsonl").write_text(json.dumps({"prompt": "1+2=", "response": "3"}) + "\n")
     c.data.train_files, c.data.train_batch_size = str(tmp_path / "demonstrations.jsonl"), 1
-    c.data.max_prompt_length, c.data.max_response_length = 8, 6
+    c.data.max_prompt_length, c.data.max_response_length, c.data.row_lengths = 8, 6, 1
     run = tmp_path / "run"
     c.trainer.run_dir = str(run)
     expected = f"FAIL {fault}: "

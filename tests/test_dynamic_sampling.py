@@ -167,8 +167,7 @@ def dynamic(small_run, tmp_path):
     return again(c, trainer__total_training_steps=3)
 
 
-@pytest.mark.parametrize("function,at", [("update_models", 2), ("validate", 3)])
-def test_a_killed_run_resumes_to_the_bit(dynamic, quick_compilation, monkeypatch, tmp_path, function, at):
+def test_a_killed_run_resumes_to_the_bit(dynamic, quick_compilation, monkeypatch, tmp_path):
     train.train(dynamic)
     steps = read_metrics(pathlib.Path(dynamic.trainer.run_dir))[1:]
     assert len(steps) == 3 and all(m["train/num_prompts"] == 2 for m in steps)
@@ -176,10 +175,12 @@ def test_a_killed_run_resumes_to_the_bit(dynamic, quick_compilation, monkeypatch
     assert all(m["actor/positive_lm_loss"] > 0 for m in steps)
     assert all(m["actor/loss"] > m["actor/pg_loss"] for m in steps)
     assert all(m["critic/score/mean"] == 0.5 for m in steps), "a group of two that differ has one of each score"
-    c = broken_off(dynamic, tmp_path / "other", monkeypatch, in_call_of=function, at=at, error=Stopped(0, "asked"))
-    train.train(c)
-    assert untimed(c.trainer.run_dir) == untimed(dynamic.trainer.run_dir)
-    assert weights(c.trainer.run_dir) == weights(dynamic.trainer.run_dir)
+    for function, at in (("update_models", 2), ("validate", 3)):
+        stopped = dict(in_call_of=function, at=at, error=Stopped(0, "asked"))
+        c = broken_off(dynamic, tmp_path / function, monkeypatch, **stopped)
+        train.train(c)
+        assert untimed(c.trainer.run_dir) == untimed(dynamic.trainer.run_dir), function
+        assert weights(c.trainer.run_dir) == weights(dynamic.trainer.run_dir), function
 
 
 def test_a_run_at_the_bound_learns_from_what_it_has(dynamic, quick_compilation):

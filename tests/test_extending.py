@@ -94,8 +94,8 @@ def test_what_the_page_says_works(copy):
 def test_what_is_added_is_as_tidy_as_the_rest(copy):
     folder, _ = copy
     added = sorted({block.file for block in blocks() if block.file.endswith(".py")})
-    run([sys.executable, "-m", "ruff", "check", "--no-cache", *added], folder)
-    run([sys.executable, "-m", "ruff", "format", "--no-cache", "--check", *added], folder)
+    assert "All checks passed!" in run([sys.executable, "-m", "ruff", "check", "--no-cache", *added], folder)
+    assert "already formatted" in run([sys.executable, "-m", "ruff", "format", "--no-cache", "--check", *added], folder)
 
 
 @pytest.mark.parametrize(

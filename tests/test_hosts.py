@@ -57,7 +57,8 @@ def launch(config, count=2, how="whole"):
         "    return c",
     ]
     file.write_text("\n".join(text) + "\n")
-    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": ""}
+    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    env["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false"
     command = [sys.executable, "tests/hosts_program.py", how, f"--config={file}"]
     done = subprocess.run(
         ["scripts/launch/local.sh", str(count), *command],

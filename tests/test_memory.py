@@ -103,7 +103,7 @@ def test_fine_tuning_with_an_optimizer_that_waits(small_run, tmp_path, narrow):
     (tmp_path / "demonstrations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     c.data.train_files, c.optim.lr = str(tmp_path / "demonstrations.jsonl"), 1e-2
     c.data.train_batch_size, c.data.max_prompt_length, c.data.max_response_length = 2, 8, 6
-    c.trainer.total_epochs = 2
+    c.trainer.total_epochs, c.data.row_lengths = 2, 1
     if narrow:
         c.update_from_flattened_dict({"model.param_dtype": "bfloat16", "optim.moments_dtype": "bfloat16"})
     runs = {"plain": {}, "waiting": {"optim.optimizer_offload": True}}

@@ -91,9 +91,9 @@ def resumed(folder, run, **changes):
     return trained(config(folder, f"{run}-again", **changes | {"trainer.resume_mode": middle}))
 
 
-# test_supervised.py resumes runs with adamw; sgd has the least state.
+# test_supervised.py resumes runs with adamw; tests/learner/test_optim.py compares each with optax's.
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ("adamw", "sgd") else name for name in RATES]
+    "name", [name if name in ("muon", "custom") else pytest.param(name, marks=pytest.mark.slow) for name in RATES]
 )
 def test_an_optimizer_trains_and_resumes_to_the_bit(folder, name):
     spec = f"{folder}/mine.py:chain" if name == "custom" else name

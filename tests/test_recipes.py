@@ -22,14 +22,19 @@ from jppo.types import Reward
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def digits_are_worth_something(monkeypatch):
     """Random responses are never right: this grader finds some better than others."""
     monkeypatch.setitem(graders.GRADERS.own, "arithmetic", lambda text, _: Reward(int(f"0{text}"[-1]) / 9, {}, None))
 
 
+def metrics_of(config):
+    lines = (pathlib.Path(config.trainer.run_dir) / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
 @pytest.fixture
-def learn(small_run):
+def learn(small_run, digits_are_worth_something):
     """changes -> the metrics of a run of two steps with them."""
 
     def learn(changes, stop=None):
@@ -40,8 +45,7 @@ def learn(small_run):
         with pytest.raises(train.Diverged) if stop else contextlib.nullcontext() as e:
             train.train(small_run)
         assert stop is None or stop in str(e.value)
-        lines = (pathlib.Path(small_run.trainer.run_dir) / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
+        return metrics_of(small_run)
 
     return learn
 
@@ -52,7 +56,7 @@ def saved(config):
     return json.loads(about.read_text())["arrays"].keys()
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "remax"])
+@pytest.mark.parametrize("estimator", [pytest.param("grpo", marks=pytest.mark.slow), "remax"])
 def test_no_critic_is_built_trained_or_saved_where_none_is_asked_for(learn, small_run, engine, monkeypatch, estimator):
     loaded = []
     load = state.load
@@ -68,7 +72,20 @@ def test_no_critic_is_built_trained_or_saved_where_none_is_asked_for(learn, smal
     assert len(greedy) == (3 if estimator != "remax" else 5), "three tests; remax asks once more in each step"
 
 
+def both_kls(kind):
+    """The KL in the reward and in the loss, and a rate by which the policy leaves its reference."""
+    both = {"algorithm.use_kl_in_reward": True, "algorithm.kl_penalty": kind}
+    return both | {"actor.use_kl_loss": True, "actor.kl_loss_type": kind, "actor.lr": 1e-2}
+
+
+def test_both_kls_at_once(learn):
+    first, second = learn(both_kls("k3+"))[1:]
+    assert first["actor/reward_kl_penalty"] == pytest.approx(0, abs=1e-5)  # the policy begins as its own reference
+    assert second["actor/reward_kl_penalty"] > 1e-4 and second["actor/kl_loss"] > 1e-4
+
+
 def test_bypass_skips_the_pass_and_takes_the_samplers_log_probs(learn, monkeypatch):
+    """With the exact KL, which knows the policy all the same."""
     passes = []
     with_old_logprob = ppo.with_old_logprob
 
@@ -77,13 +94,13 @@ def test_bypass_skips_the_pass_and_takes_the_samplers_log_probs(learn, monkeypat
         return with_old_logprob(spied, recipe, data, micros, policy)
 
     monkeypatch.setattr(ppo, "with_old_logprob", counted)
-    metrics = learn({"algorithm.old_logprob": "bypass"})
-    assert not any(passes), "only the comparison before the first step asks for a pass"
+    metrics = learn(both_kls("full") | {"algorithm.old_logprob": "bypass"})
+    assert passes and not any(passes), "only the comparison before the first step asks for a pass"
     assert all(line["actor/ratio_max"] > 1.1 for line in metrics[1:]), "the sampler is far from the policy"
     assert all("rollout/logp_gap_max" not in line and line["actor/entropy"] > 0.1 for line in metrics[1:])
-    compared = len(passes)
-    learn({"algorithm.old_logprob": "decoupled", "trainer.resume_mode": "disable"})
-    assert len(passes) >= 2 * compared + 2, "a pass in each of two steps"
+    first, second = metrics[1:]
+    assert first["actor/reward_kl_penalty"] == pytest.approx(0, abs=1e-5)
+    assert second["actor/reward_kl_penalty"] > 1e-4 and second["actor/kl_loss"] > 1e-4
 
 
 CORRECTION = {
@@ -107,17 +124,6 @@ def test_correction_reports_what_it_did(learn):
         assert line["rollout_corr/k3_kl"] > 0 and line["rollout_corr/chi2_token"] > -1
 
 
-@pytest.mark.parametrize("kind,mode", [("full", "bypass"), ("k3+", "decoupled")])
-def test_both_kls_at_once(learn, kind, mode):
-    both = {"algorithm.use_kl_in_reward": True, "algorithm.kl_penalty": kind}
-    both |= {"actor.use_kl_loss": True, "actor.kl_loss_type": kind, "algorithm.old_logprob": mode, "actor.lr": 1e-2}
-    first, second = learn(both)[1:]
-    # The policy begins as its own reference; with the sampler's log-probs for old ones only the exact KL knows it.
-    if mode == "decoupled" or kind != "k3+":
-        assert first["actor/reward_kl_penalty"] == pytest.approx(0, abs=1e-5)
-    assert second["actor/reward_kl_penalty"] > 1e-4 and second["actor/kl_loss"] > 1e-4
-
-
 def test_a_reference_of_its_own(learn, small_run, tmp_path):
     other = small_run.model.path
     metrics = learn({"algorithm.use_kl_in_reward": True, "ref.path": other, "algorithm.kl_penalty": "full"})
@@ -139,13 +145,7 @@ def test_an_adaptive_coefficient_follows_the_kl_and_survives_a_resume(learn, sma
     assert third["step"] == 3 and third["actor/reward_kl_penalty_coeff"] == pytest.approx(expected)
 
 
-def test_in_the_critics_warm_up_only_the_critic_learns(learn, small_run):
-    metrics = learn({"trainer.critic_warmup": 1, "actor.lr_warmup_steps_ratio": 0.0, "actor.lr": 1e-2})
-    assert "actor/pg_loss" not in metrics[1] and metrics[1]["critic/grad_norm"] > 0
-    assert metrics[2]["actor/lr"] == pytest.approx(1e-2) and metrics[2]["actor/grad_norm"] > 0
-
-
-def test_the_critic_may_have_more_epochs_while_it_alone_learns(learn, monkeypatch):
+def test_the_critic_has_a_warm_up_mini_batches_and_epochs_of_its_own(learn, monkeypatch):
     steps = []
     descend = ppo.descend
 
@@ -155,22 +155,13 @@ def test_the_critic_may_have_more_epochs_while_it_alone_learns(learn, monkeypatc
         return descend(how, params, opt, step, minis, *further)
 
     monkeypatch.setattr(ppo, "descend", counted)
-    learn({"trainer.critic_warmup": 1, "critic.warmup_epochs": 5, "critic.ppo_epochs": 2})
-    assert steps == [("critic", 5), ("actor", 1), ("critic", 2)]
-
-
-def test_the_critic_has_mini_batches_and_epochs_of_its_own(learn, monkeypatch):
-    steps = {"actor": 0, "critic": 0}
-    descend = ppo.descend
-
-    def counted(how, params, opt, step, minis, *further):
-        minis = list(minis)
-        steps[how.name] += len(minis)
-        return descend(how, params, opt, step, minis, *further)
-
-    monkeypatch.setattr(ppo, "descend", counted)
-    learn({"critic.ppo_mini_batch_size": 2, "critic.ppo_epochs": 3, "critic.shuffle": True, "actor.ppo_epochs": 2})
-    assert steps == {"actor": 2 * 2, "critic": 2 * 2 * 3}
+    warm_up = {"trainer.critic_warmup": 1, "critic.warmup_epochs": 5}
+    actor = {"actor.ppo_epochs": 3, "actor.lr_warmup_steps_ratio": 0.0, "actor.lr": 1e-2}
+    critic = {"critic.ppo_mini_batch_size": 2, "critic.ppo_epochs": 2, "critic.shuffle": True}
+    metrics = learn(warm_up | actor | critic)
+    assert steps == [("critic", 5 * 2), ("actor", 3), ("critic", 2 * 2)]
+    assert "actor/pg_loss" not in metrics[1] and metrics[1]["critic/grad_norm"] > 0
+    assert metrics[2]["actor/lr"] == pytest.approx(1e-2) and metrics[2]["actor/grad_norm"] > 0
 
 
 def test_a_step_that_is_no_number_is_skipped_counted_and_kept(learn, small_run):
@@ -221,8 +212,8 @@ def bits(params):
     return [np.asarray(x).tobytes() for x in jax.tree.leaves(params)]
 
 
-def test_only_adapters_are_trained_kept_and_stepped(learn, small_run, monkeypatch):
-    """And the base is held once: by the policy, the critic and the reference."""
+def test_only_adapters_are_trained_kept_and_stepped(learn, small_run):
+    """The base is held once, by the policy, the critic and the reference; both are exported; a resume goes on."""
     made = []
 
     def spied(*args):
@@ -231,8 +222,9 @@ def test_only_adapters_are_trained_kept_and_stepped(learn, small_run, monkeypatc
         return made[0]
 
     before: list[bytes] = []
-    monkeypatch.setattr("jppo.run.opened.make_learner", spied)
-    metrics = learn(ADAPTED | {"trainer.save_freq": 2})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jppo.run.opened.make_learner", spied)
+        metrics = learn(ADAPTED)
     learner, begin = made[0]
     base = learner.actor.base.params
     assert learner.reference is base
@@ -248,16 +240,12 @@ def test_only_adapters_are_trained_kept_and_stepped(learn, small_run, monkeypatc
     learned = sum(x.size for x in jax.tree.leaves(begin.policy))
     moments = sum(x.size for x in jax.tree.leaves(begin.policy_opt) if x.ndim)
     assert moments == 2 * learned < sum(x.size for x in jax.tree.leaves(base))
-
-
-def test_a_run_with_adapters_exports_both_and_goes_on_from_its_checkpoint(learn, small_run):
-    first = learn(ADAPTED | {"trainer.total_training_steps": 2})
     run = pathlib.Path(small_run.trainer.run_dir)
     assert {path.name for path in (run / "adapter").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
     assert (run / "hf/model.safetensors").is_file()
     again = learn({"trainer.total_training_steps": 3})
     assert [line["step"] for line in again] == [0, 1, 2, 3]
-    assert again[: len(first)] == first
+    assert again[: len(metrics)] == metrics
 
 
 @pytest.mark.slow
@@ -308,10 +296,10 @@ def test_mixed_sources_are_drawn_by_weight_and_gone_on_with(learn, small_run, tm
         assert files == ["other", "train", "train", "train"]
 
 
-def test_the_entropy_is_left_out_where_nobody_wants_it(learn, small_run):
-    with_it = learn({})
-    small_run.trainer.run_dir += "-without"
-    without = learn({"actor.calculate_entropy": False})
+def test_the_entropy_is_left_out_where_nobody_wants_it(finished_run, small_run):
+    small_run.actor.calculate_entropy = False
+    train.train(small_run)
+    with_it, without = metrics_of(finished_run), metrics_of(small_run)
     assert with_it[1]["actor/entropy"] > 0 and "actor/entropy" not in without[1]
     for name in ("actor/pg_loss", "actor/grad_norm", "critic/vf_loss"):
         assert without[2][name] == pytest.approx(with_it[2][name], rel=1e-4, abs=1e-6)

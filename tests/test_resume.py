@@ -218,7 +218,7 @@ def by_command(small_run, run, devices, *more):
         "--config.trainer.max_ckpt_to_keep=9", "--config.trainer.total_training_steps=4", *more,
     ]  # fmt: skip
     environment = os.environ | {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_cpu_use_fusion_emitters=false",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     }
     done = subprocess.run(

@@ -24,7 +24,7 @@ STEPS = 6  # of runs in this process
 LONG = 24  # of commands, so that a signal comes in time
 COMMANDS = {"sft": sft, "reward_model": reward_model}
 COMPILED = {  # of all commands: they must agree to the bit
-    "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=1 --xla_cpu_use_fusion_emitters=false",
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
 }
 

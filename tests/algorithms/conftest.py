@@ -41,7 +41,7 @@ class Laid:
         """The entries of x that the mask leaves out."""
         return np.asarray(x)[~self.rows["mask"]]
 
-    def same(self, found, expected: list, **tolerance) -> None:
+    def assert_same(self, found, expected: list, **tolerance) -> None:
         """Asserts that x [R, T] holds the expected numbers of each sequence, and 0 elsewhere."""
         for one, other in zip(self.back(found), expected, strict=True):
             np.testing.assert_allclose(one, other, **tolerance)

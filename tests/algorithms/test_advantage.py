@@ -60,8 +60,8 @@ def test_gae_is_the_papers(flat, gamma, lam, seed):
     laid = flat.lay(batch, gaps=seed)
     found, returns = gae(gamma, lam)(*laid[ROWS])
     papers = [paper_gae(s["reward"], s["value"], gamma, lam) for s in batch]
-    laid.same(found, papers, rtol=1e-10, atol=1e-12)
-    laid.same(returns, [a + s["value"] for a, s in zip(papers, batch, strict=True)], rtol=1e-10, atol=1e-12)
+    laid.assert_same(found, papers, rtol=1e-10, atol=1e-12)
+    laid.assert_same(returns, [a + s["value"] for a, s in zip(papers, batch, strict=True)], rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.7, 1.0])
@@ -154,7 +154,7 @@ def test_the_layout_changes_nothing(flat, change, seed):
         out.append((laid, by_token(*laid[ROWS], baseline)))
     (before, ones), (after, others) = out
     for one, other in zip(ones, others, strict=True):
-        after.same(other, before.back(one), rtol=1e-9, atol=1e-12)
+        after.assert_same(other, before.back(one), rtol=1e-9, atol=1e-12)
 
 
 @FEW
@@ -164,9 +164,9 @@ def test_returns_of_reinforce_plus_plus_and_remax(flat, seed):
     laid = flat.lay(batch, gaps=seed)
     greedy = np.random.default_rng(seed).normal(size=7)
     *_, discounted, less = by_token(*laid[ROWS], greedy)
-    laid.same(discounted, [to_go(s["reward"], 0.9) for s in batch], rtol=1e-10, atol=1e-12)
+    laid.assert_same(discounted, [to_go(s["reward"], 0.9) for s in batch], rtol=1e-10, atol=1e-12)
     papers = [to_go(s["reward"], 1.0) - b for s, b in zip(batch, greedy, strict=True)]
-    laid.same(less, papers, rtol=1e-10, atol=1e-12)
+    laid.assert_same(less, papers, rtol=1e-10, atol=1e-12)
 
 
 @FEW
@@ -176,8 +176,8 @@ def test_lambda_0_is_the_td_error_and_lambda_1_the_return_less_the_value(flat, s
     laid = flat.lay(batch)
     td = [s["reward"] + 0.9 * np.append(s["value"], 0.0)[1:] - s["value"] for s in batch]
     carlo = [to_go(s["reward"], 1.0) - s["value"] for s in batch]
-    laid.same(gae(0.9, 0.0)(*laid[ROWS])[0], td, rtol=1e-10, atol=1e-12)
-    laid.same(gae(1.0, 1.0)(*laid[ROWS])[0], carlo, rtol=1e-10, atol=1e-12)
+    laid.assert_same(gae(0.9, 0.0)(*laid[ROWS])[0], td, rtol=1e-10, atol=1e-12)
+    laid.assert_same(gae(1.0, 1.0)(*laid[ROWS])[0], carlo, rtol=1e-10, atol=1e-12)
     for wrong in (gae(0.9, 0.1), gae(1.0, 0.99), gae(0.99, 1.0)):
         found = np.concatenate(laid.back(wrong(*laid[ROWS])[0]))
         assert not np.allclose(found, np.concatenate(td)) and not np.allclose(found, np.concatenate(carlo))
@@ -242,7 +242,7 @@ def test_whole_numbers_as_rewards_are_not_rounded_on_the_way(flat):
         found, _ = gae(0.9, 0.9)(reward.astype(dtype), value, mask)
         assert found.dtype == np.float32
         want = [paper_gae(r, v, 0.9, 0.9) for r, v in zip(laid.back(reward), laid.back(value), strict=True)]
-        laid.same(found, want, rtol=1e-5, atol=1e-6)
+        laid.assert_same(found, want, rtol=1e-5, atol=1e-6)
 
 
 # By sequence: what the papers say of one group, its scores and lengths.

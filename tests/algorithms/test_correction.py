@@ -66,18 +66,18 @@ def test_weights_and_their_sums_by_a_loop_in_any_layout(flat, change, level, see
     d, mask = laid["d mask"]
     weight = raw_weights(d, mask, level=level)
     papers = [paper_weights(s["d"], level) for s in batch]
-    laid.same(weight, papers, rtol=1e-10)
+    laid.assert_same(weight, papers, rtol=1e-10)
     truncated = correction.bounded(weight, lower=None, upper=1.2)
-    laid.same(truncated, [[min(w, 1.2) for w in p] for p in papers], rtol=1e-10)
+    laid.assert_same(truncated, [[min(w, 1.2) for w in p] for p in papers], rtol=1e-10)
     banded = correction.bounded(weight, lower=0.7, upper=1.2)
-    laid.same(banded, [[w if 0.7 <= w <= 1.2 else 0.0 for w in p] for p in papers], rtol=1e-10)
+    laid.assert_same(banded, [[w if 0.7 <= w <= 1.2 else 0.0 for w in p] for p in papers], rtol=1e-10)
 
     whole = [p for p in papers if p]
     one_each = [w for p in whole for w in p] if level == "token" else [np.mean(p) for p in whole]
     np.testing.assert_allclose(mean_weight(weight, mask, level=level), np.mean(one_each), rtol=1e-10)
     mean = correction.normalized(weight, mean=np.mean(one_each))
     np.testing.assert_allclose(mean_weight(mean, mask, level=level), 1.0, rtol=1e-10)
-    laid.same(mean, [[w / np.mean(one_each) for w in p] for p in papers], rtol=1e-10)
+    laid.assert_same(mean, [[w / np.mean(one_each) for w in p] for p in papers], rtol=1e-10)
 
     found, every = correction.importance(weight, mask), np.concatenate(whole)
     want = dict(mean=every.mean(), max=every.max(), min=every.min())
@@ -121,7 +121,7 @@ def test_rejection_by_a_loop_in_any_layout(flat, change, rule, seed):
     laid = flat.lay(batch, **change)
     found = keep(*laid["d mask"], rules=(rule,))
     assert found.dtype == bool
-    laid.same(found, [paper_keeps(s["d"], rule) for s in batch])
+    laid.assert_same(found, [paper_keeps(s["d"], rule) for s in batch])
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule[0])

@@ -142,8 +142,8 @@ def test_loss_clips_and_gradient_are_the_papers(packed, name, seed):
     *found, grad = asked(name, **LOSSES[name])(*laid[FIELDS], *laid["weight"])
     papers = [PAPERS[name](s["logp"], s["logp"], s["old_logp"], s["advantage"], **LOSSES[name]) for s in batch]
     for k, part in enumerate(found):
-        laid.same(part, [np.array([token[k] for token in p]) for p in papers], rtol=1e-10)
-    laid.same(grad, [slopes(PAPERS[name], s, LOSSES[name]) for s in batch], rtol=1e-6, atol=1e-7)
+        laid.assert_same(part, [np.array([token[k] for token in p]) for p in papers], rtol=1e-10)
+    laid.assert_same(grad, [slopes(PAPERS[name], s, LOSSES[name]) for s in batch], rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -154,7 +154,7 @@ def test_the_layout_changes_neither_loss_nor_gradient(packed, change, name, seed
     before, after = packed.lay(batch), packed.lay(batch, **change)
     ask = asked(name, **LOSSES[name])
     for one, other in zip(ask(*before[FIELDS + " weight"]), ask(*after[FIELDS + " weight"]), strict=True):
-        after.same(other, before.back(one), rtol=1e-12, atol=1e-14)
+        after.assert_same(other, before.back(one), rtol=1e-12, atol=1e-14)
 
 
 # ratio, advantage -> loss, clipped, clipped the other way, d loss / d logp; ε = 0.2, c = 3
@@ -220,7 +220,7 @@ def test_ratio_1_gives_the_plain_policy_gradient(packed, name):
         s["weight"][:] = 1 / (6 * max(s["weight"].size, 1))
     laid = packed.lay([s | dict(old_logp=s["logp"]) for s in batch])
     grad = asked(name, **LOSSES[name])(*laid[FIELDS + " weight"])[-1]
-    laid.same(grad, [-s["advantage"] * s["weight"] for s in batch], rtol=1e-12)
+    laid.assert_same(grad, [-s["advantage"] * s["weight"] for s in batch], rtol=1e-12)
     elsewhere = asked(name, **LOSSES[name])(*packed.lay(batch)[FIELDS + " weight"])[-1]
     assert np.allclose(elsewhere, grad) == (name == "gpg")
 
@@ -233,7 +233,7 @@ def test_without_a_second_bound_it_is_ppo(packed):
         [-min(r * a, np.clip(r, 0.8, 1.3) * a) for r, a in zip(np.exp(n - o), adv, strict=True)]
         for n, o, adv in zip(*map(laid.back, laid["logp old_logp advantage"]), strict=True)
     ]
-    laid.same(free[0], papers, rtol=1e-12)
+    laid.assert_same(free[0], papers, rtol=1e-12)
     assert not free[2].any() and bounded[2].any()
     np.testing.assert_array_equal(free[0] != bounded[0], bounded[2])
 
@@ -419,7 +419,7 @@ def weigh(mask, segment, tokens, *, mode):
 def test_weights_are_the_means_that_they_name(packed, mode, seed):
     laid = packed.lay(packed.draw(seed), gaps=seed)
     lengths = [at[0].size for at in laid.where]
-    laid.same(
+    laid.assert_same(
         weigh(*laid["mask segment"], float(sum(lengths)), mode=mode), paper_weights(lengths, mode, 13.0), rtol=1e-12
     )
 
@@ -432,7 +432,7 @@ def test_weights_do_not_depend_on_the_layout_nor_on_the_cut(packed, change, mode
     before, after = packed.lay(batch), packed.lay(batch, **change)
     tokens = float(before.rows["mask"].sum())
     whole = weigh(*before["mask segment"], tokens, mode=mode)
-    after.same(weigh(*after["mask segment"], tokens, mode=mode), before.back(whole), rtol=1e-12)
+    after.assert_same(weigh(*after["mask segment"], tokens, mode=mode), before.back(whole), rtol=1e-12)
     # Two micro-batches, each told the counts of both.
     parts = [weigh(*(x[rows] for x in before["mask segment"]), tokens, mode=mode) for rows in (slice(3), slice(3, 7))]
     np.testing.assert_array_equal(np.concatenate(parts), whole)

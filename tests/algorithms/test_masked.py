@@ -78,7 +78,7 @@ def test_the_layout_does_not_change_what_whitens(packed, change, seed):
     kept = np.concatenate([s["reward"] for s in batch])
     np.testing.assert_allclose(masked.variance(found), kept.var(ddof=1), rtol=1e-10)
     white = masked.whiten(moved, moved_mask)
-    after.same(white, [(s["reward"] - kept.mean()) / np.sqrt(kept.var(ddof=1) + 1e-8) for s in batch], rtol=1e-9)
+    after.assert_same(white, [(s["reward"] - kept.mean()) / np.sqrt(kept.var(ddof=1) + 1e-8) for s in batch], rtol=1e-9)
 
 
 # By row of the flat batch
@@ -90,7 +90,7 @@ def test_the_last_of_a_row_is_its_last_kept_entry(flat, change, seed):
     batch = flat.draw(seed)
     laid = flat.lay(batch, **change)
     expected = [np.arange(s["reward"].size) == s["reward"].size - 1 for s in batch]
-    laid.same(ask["last"](laid.rows["mask"]), expected)
+    laid.assert_same(ask["last"](laid.rows["mask"]), expected)
 
 
 @FEW
@@ -100,7 +100,9 @@ def test_spread_repeats_a_number_at_each_kept_entry(flat, change, seed):
     laid = flat.lay(batch, **change)
     mask = laid.rows["mask"]
     score = np.where(mask.any(1), np.arange(1.0, len(mask) + 1), np.nan)  # nothing of the others is kept
-    laid.same(ask["spread"](score, mask), [np.full(s["reward"].size, x) for s, x in zip(batch, score, strict=False)])
+    laid.assert_same(
+        ask["spread"](score, mask), [np.full(s["reward"].size, x) for s, x in zip(batch, score, strict=False)]
+    )
 
 
 # By sequence of packed rows

@@ -148,18 +148,28 @@ def test_empty_rows_are_finite_and_give_no_gradient(rng):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), both, full)
 
 
+@pytest.fixture(scope="module")
+def loss_and_gradient():
+    """Settings of the decoder -> a loss and its gradient; computed once."""
+    values = init(jax.random.key(1), head="lm")
+    tokens = np.random.default_rng(0).integers(0, 37, (2, 9)).astype(np.int32)
+
+    @functools.cache
+    def compute(settings):
+        def loss(values):
+            return jnp.mean(decoder.Decoder(CFG, **dict(settings)).apply({"params": values}, tokens, *row(tokens)) ** 3)
+
+        return jax.jit(jax.value_and_grad(loss))(values)
+
+    return lambda settings: compute(tuple(settings.items()))
+
+
 @pytest.mark.parametrize(
     "settings",
     [dict(scan_layers=False), dict(remat="dots"), dict(remat="attention"), dict(remat="full", scan_layers=False)],
 )
-def test_unrolling_and_rematerialising_change_no_number(rng, settings):
-    values = init(jax.random.key(1), head="lm")
-    tokens = rng.integers(0, 37, (2, 9)).astype(np.int32)
-
-    def loss(values, settings):
-        return jnp.mean(decoder.Decoder(CFG, **settings).apply({"params": values}, tokens, *row(tokens)) ** 3)
-
-    plain, other = (jax.jit(jax.value_and_grad(lambda v, s=s: loss(v, s)))(values) for s in ({}, settings))
+def test_unrolling_and_rematerialising_change_no_number(loss_and_gradient, settings):
+    plain, other = loss_and_gradient({}), loss_and_gradient(settings)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), plain, other)
 
 
@@ -218,9 +228,11 @@ def test_layers_that_differ_may_be_unrolled_and_rematerialised(checkpoint, rng, 
     assert_close(logits(cfg, values, tokens, *row(tokens), **settings), reference_logits(model, tokens))
 
 
-@pytest.mark.parametrize(
-    "name", ["qwen2-sliding", "qwen3-biased", "llama-llama3", "mistral-sliding", "gemma2-capped", "gemma3-long"]
-)
+# tests/rollout/test_inprocess.py decodes the slow ones by a cache, too.
+OF_ENGINE = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3-biased", "gemma2-capped", "gemma3-long")]
+
+
+@pytest.mark.parametrize("name", ["qwen2-sliding", "llama-llama3", "mistral-sliding", *OF_ENGINE])
 def test_a_cache_gives_the_logits_of_the_whole_row(checkpoint, rng, name):
     """Prompts of two lengths in one call, then token by token, against the same rows at once."""
     directory, _ = checkpoint(name)

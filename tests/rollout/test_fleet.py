@@ -516,7 +516,7 @@ def test_a_call_that_is_interrupted_leaves_nothing_under_way(made, fakes):
         del fake.answers[GENERATE]
     future = sampler.start(PROMPTS, SAMPLING)
     until(lambda: sum(member.under_way for member in sampler.fleet.members) == 12)
-    future.cancel()
+    assert future.cancel()
     until(lambda: sum(member.under_way for member in sampler.fleet.members) == 0)
 
 

@@ -111,7 +111,7 @@ def test_a_request_that_is_given_up_leaves_nothing_open():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
                     await http.post(f"http://127.0.0.1:{port}/", b"{}", tls=TLS, headers={})
-            await asyncio.wait_for(hung.wait(), 5)  # the server saw its end
+            assert await asyncio.wait_for(hung.wait(), 5)  # the server saw its end
 
     asyncio.run(run())
     gc.collect()

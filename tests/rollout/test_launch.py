@@ -31,11 +31,12 @@ time.sleep(100)
 """
 
 
-def wait_for(truth, seconds=10.0):
+def eventually(truth, seconds=10.0):
+    """Whether it comes true in that time."""
     deadline = time.monotonic() + seconds
-    while not truth():
-        assert time.monotonic() < deadline
+    while not truth() and time.monotonic() < deadline:
         time.sleep(0.02)
+    return truth()
 
 
 def alive(pid: int) -> bool:
@@ -55,7 +56,7 @@ def folder(tmp_path):
 
 
 def started(pids):
-    wait_for(pids.exists)
+    assert eventually(pids.exists)
     return [int(pid) for pid in pids.read_text().split()]
 
 
@@ -67,8 +68,8 @@ def test_all_die_with_a_parent_that_is_killed(tmp_path, folder, how):
     children = started(pids)
     parent.kill()
     parent.wait()
-    wait_for(lambda: not any(map(alive, children)))
-    wait_for(lambda: not folder.exists())
+    assert eventually(lambda: not any(map(alive, children)))
+    assert eventually(lambda: not folder.exists())
 
 
 def test_all_die_when_the_parent_is_gone_before_the_launcher_looks(tmp_path, folder):
@@ -93,7 +94,7 @@ def test_all_die_when_the_child_ends_and_its_code_is_said(tmp_path, folder):
     pids = tmp_path / "pids"
     launcher = launch(str(folder), sys.executable, "-c", CHILD, str(pids), "short", stderr=subprocess.PIPE)
     assert b"ended with code 3" in launcher.communicate(timeout=10)[1]
-    wait_for(lambda: not any(map(alive, started(pids))))
+    assert eventually(lambda: not any(map(alive, started(pids))))
     assert folder.exists()  # the parent lives: it may start another server
 
 
@@ -103,7 +104,7 @@ def test_sigterm_ends_all(tmp_path):
     children = started(pids)
     launcher.terminate()
     launcher.wait(10)
-    wait_for(lambda: not any(map(alive, children)))
+    assert eventually(lambda: not any(map(alive, children)))
 
 
 def test_the_child_goes_when_the_launcher_itself_is_killed(tmp_path):
@@ -111,6 +112,6 @@ def test_the_child_goes_when_the_launcher_itself_is_killed(tmp_path):
     launcher = launch("", sys.executable, "-c", CHILD, str(pids))
     child, other = started(pids)
     os.kill(launcher.pid, signal.SIGKILL)
-    wait_for(lambda: not alive(child))
+    assert eventually(lambda: not alive(child))
     os.kill(other, signal.SIGKILL)  # vLLM ends its own children; this stand-in does not
     launcher.wait()

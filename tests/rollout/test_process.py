@@ -1,14 +1,17 @@
+import contextlib
 import os
 import pathlib
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
 import jppo
 from jppo.rollout.protocol import RolloutError
+from jppo.rollout.servers import process
 from jppo.rollout.servers.process import Server, check_ports, telling
 from jppo.rollout.vllm.arguments import LORA_RANKS, check_vllm, environment, flags, program
 from jppo.settings import UserError, rules_rollout
@@ -282,7 +285,7 @@ def test_a_server_starts_again_on_its_port(fake_vllm):
 
 
 def thief(url):
-    """Somebody else who listens at the address."""
+    """Somebody else who listens at the address, and hangs up on each caller."""
     taken = socket.socket()
     taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     deadline = time.monotonic() + 5
@@ -294,10 +297,18 @@ def thief(url):
             assert time.monotonic() < deadline
             time.sleep(0.01)
     taken.listen()
+    threading.Thread(target=hang_up, args=(taken,), daemon=True).start()
     return taken
 
 
-def test_a_port_that_is_stolen_meanwhile_is_given_up(fake_vllm):
+def hang_up(taken):
+    with contextlib.suppress(OSError):  # closed: the test is over
+        while True:
+            taken.accept()[0].close()
+
+
+def test_a_port_that_is_stolen_meanwhile_is_given_up(fake_vllm, monkeypatch):
+    monkeypatch.setattr(process, "PORT_S", 0.5)
     server = fake_vllm()
     server.wait_ready()
     url = server.url

@@ -31,4 +31,5 @@ def test_everything_is_inside_the_picture(tmp_path):
 
 def test_few_points_or_none_still_draw(tmp_path):
     for points in ([], [(0, 0.4)], [(3, 0.0), (4, 0.0)]):
-        draw(tmp_path, lines={"reward": points}, dots={"test": points})
+        root = draw(tmp_path, lines={"reward": points}, dots={"test": points})
+        assert len(root.findall(f"{SVG}circle")) >= len(points)
