@@ -1,13 +1,16 @@
 """Token classifiers that score steps: beside transformers' own, and the amounts that responses earn, by hand."""
 
+import json
 import math
+import pathlib
+import re
 import sys
 
 import numpy as np
 import pytest
 import transformers
 
-from jppo import settings
+from jppo import settings, train
 from jppo.learner import sharding, state
 from jppo.models import hf
 from jppo.rewards.model.by_jax import JaxRewardModel
@@ -272,11 +275,11 @@ def test_what_goes_wrong_is_an_error_of_the_samples_that_it_concerns(folder):
 @pytest.mark.parametrize(
     "change, steps, said",
     [
-        ({}, False, r"LlamaForTokenClassification.*scores steps; set reward.model.step_aggregation"),
+        ({}, False, r"LlamaForTokenClassification.*scores steps; set reward.model.step_aggregation=min"),
         (
             {"architectures": ["LlamaForSequenceClassification"]},
             True,
-            "whole responses; leave .*step_aggregation empty",
+            "scores responses; leave .*step_aggregation empty",
         ),
         ({"id2label": {"0": "a", "1": "b", "2": "c"}}, True, "3 labels; a model of steps has one, or two"),
     ],
@@ -320,3 +323,27 @@ def test_settings_that_cannot_be_are_one_line(small_run, change, said):
     with pytest.raises(UserError) as e:
         settings.check(small_run)
     assert said in str(e.value) and "\n" not in str(e.value)
+
+
+# --- a run
+
+
+def test_a_run_learns_from_a_model_that_scores_steps(small_run, tmp_path, quick_compilation):
+    """The model's tokenizer, of words, is not the policy's, of characters."""
+    make_classifier(tmp_path / "prm", "llama", labels=2)
+    m, c = small_run.reward.model, small_run
+    m.path, m.step_aggregation, m.step_delimiter, m.step_token = str(tmp_path / "prm"), "min", "1", " [SEP] "
+    c.reward.weights, c.trainer.total_training_steps, c.trainer.test_freq, c.trainer.save_freq = "rm_score=2", 1, -1, -1
+    settings.check(c)
+    train.train(c)
+    run = pathlib.Path(c.trainer.run_dir)
+    rows = [json.loads(line) for line in (run / "samples/step_1.jsonl").read_text().splitlines()]
+    assert {row["error"] for row in rows} == {None}
+    several = 0
+    for row in rows:
+        ends = [match.end() - 1 for match in re.finditer("[^1]+", row["response"])]  # a token has one character
+        amounts = dict(row["earned"])
+        assert set(amounts) <= set(ends) and row["score"] == pytest.approx(sum(amounts.values()), abs=1e-6)
+        assert 0 <= row["score"] < 2 and all(amounts[end] < 0 for end in ends[1:] if end in amounts)
+        several += len(amounts) > 1
+    assert several

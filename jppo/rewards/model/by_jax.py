@@ -69,7 +69,7 @@ class JaxRewardModel:
         return [scores[-1] for scores in self._all(kept)]
 
     def score_at(self, ids: Sequence[Sequence[int]], places: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Implements StepScorer.score_at."""
+        """Returns the log-odds of each text at its places, by a token classifier."""
         return [[scores[k] for k in chosen] for scores, chosen in zip(self._all(ids), places, strict=True)]
 
     def _all(self, ids: Sequence[Sequence[int]]) -> Iterator[list[float]]:

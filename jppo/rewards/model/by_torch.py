@@ -54,7 +54,7 @@ class TransformersRewardModel(ScorerProcess):
         return self._scores(ids=ids)
 
     def score_at(self, ids: Sequence[Sequence[int]], places: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Implements StepScorer.score_at."""
+        """Returns the log-odds of each text at its places, by a token classifier."""
         return self._scores(ids=ids, places=places)
 
     def _scores(self, **asked: Sequence[Sequence[int]]) -> Any:

@@ -50,7 +50,12 @@ def read_classifier(
         raise refused(path, f"{file} must be a JSON object, not {type(config).__name__}")
     names = config.get("id2label")
     labels = len(names) if isinstance(names, dict) else config.get("num_labels")
-    _check_kind(path, f"{file} has architectures={config.get('architectures')}", steps)
+    wrong = "Sequence" if steps else "Token"
+    if f"For{wrong}Classification" in (kind := str(config.get("architectures"))):
+        way = (
+            "leave reward.model.step_aggregation empty" if steps else "set reward.model.step_aggregation=min or another"
+        )
+        raise refused(path, f"{file} has architectures={kind}, which scores {'responses' if steps else 'steps'}; {way}")
     if labels not in ((None, 1, 2) if steps else (None, 1)):
         rule = "a model of steps has one, or two of which the second is good" if steps else "a reward model has one"
         raise refused(path, f"{file} has {labels} labels; {rule}; {OWN}")
@@ -78,13 +83,6 @@ def read_classifier(
             f"tokenizer_config.json of reward.model.path={path} allow; set it to {min(known)} or less"
         )
     return Classifier(path, str(directory), str(config.get("model_type")), vocab_size, text.get("pad_token_id"), steps)
-
-
-def _check_kind(path: str, said: str, steps: bool) -> None:
-    if steps and "ForSequenceClassification" in said:
-        raise refused(path, f"{said}, which scores whole responses; leave reward.model.step_aggregation empty")
-    if not steps and "ForTokenClassification" in said:
-        raise refused(path, f"{said}, which scores steps; set reward.model.step_aggregation, as to min")
 
 
 def located(path: str) -> pathlib.Path:

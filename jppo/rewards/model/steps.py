@@ -10,13 +10,13 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from jppo.rewards.earned import at_characters, step_ends
 from jppo.rewards.model.classifier import Texts
-from jppo.rewards.model.part import ModelPart, Scorer
+from jppo.rewards.model.part import ModelPart
 from jppo.rewards.parts import Sample, failed
 from jppo.types import Reward
 
@@ -28,14 +28,6 @@ AGGREGATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "sum": np.cumsum,
     "mean": lambda p: np.cumsum(p) / np.arange(1, len(p) + 1),
 }
-
-
-class StepScorer(Scorer, Protocol):
-    """A token classifier with one label, or with two of which the second is good."""
-
-    def score_at(self, ids: Sequence[Sequence[int]], places: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Returns the log-odds of each token sequence at its places; raises ScoringError on failure."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +44,7 @@ class StepPart(ModelPart):
 
     def __init__(
         self,
-        model: StepScorer,
+        model: Any,
         texts: Texts,
         *,
         batch_size: int,
@@ -61,7 +53,10 @@ class StepPart(ModelPart):
         mark: str,
         decode: Callable[[list[int]], str],
     ):
-        """`decode` is the policy's tokenizer; `mark` follows each step in the model's input."""
+        """`model` is a Scorer with `score_at(ids, places)`, which returns the log-odds of each text at its places.
+
+        `decode` is the policy's tokenizer; `mark` follows each step in the model's input.
+        """
         super().__init__(model, texts, batch_size=batch_size)
         self._steps, self._decode = model, decode
         self._running, self._delimiter, self._mark = AGGREGATIONS[aggregation], delimiter, mark
