@@ -60,6 +60,7 @@ class Exchange:
     score: float  # sum of the scores from an environment or simulated user
     fault: str | None  # the failure's reason: such a response has no reward
     earned: tuple[tuple[int, float], ...] = ()  # the scores, as in Reward: each at the last token of its turn
+    tool_earned: tuple[tuple[int, float], ...] = ()  # the rewards from tools, in the same form
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ import numpy as np
 
 from jppo.agent.calls import Parser
 from jppo.agent.partners import Begin, PartnerError, Respond
-from jppo.agent.tools import Context, Toolbox
+from jppo.agent.tools import Context, Toolbox, ToolReplies
 from jppo.agent.turn_tokens import Chat
 from jppo.rollout.protocol import Answer, Ask, Talk, sample_seed
 from jppo.settings import UserError
@@ -65,6 +65,7 @@ class _State:
     call_errors: int = 0
     call_s: float = 0.0
     earned: list[tuple[int, float]] = dataclasses.field(default_factory=list)
+    tool_earned: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     fault: str | None = None
 
     async def open(self, begin: Begin | None) -> str:
@@ -76,6 +77,16 @@ class _State:
         except PartnerError as e:
             first, self.fault = "", str(e)
         return first
+
+    def heard_tools(self, calls: int, told: ToolReplies, end: int) -> list[dict[str, str]]:
+        """Returns the answers of tools to the turn that ends at `end`; none after a wrong reward."""
+        self.calls += calls
+        self.call_errors += told.errors
+        self.call_s += told.seconds
+        if told.reward:
+            self.tool_earned.append((end, told.reward))
+        self.fault = self.fault or told.fault
+        return told.messages if told.fault is None else []
 
     def trajectory(self, record: _Record, text: str, finish: str) -> Trajectory:
         """Returns the finished conversation."""
@@ -95,6 +106,7 @@ class _State:
                 sum(x for _, x in self.earned),
                 self.fault,
                 tuple(self.earned),
+                tuple(self.tool_earned),
             ),
         )
 
@@ -121,10 +133,7 @@ def make_talk(
             if last:
                 return []
             told = await toolbox.call(found, state.prompt, state.memory)
-            state.calls += len(found)
-            state.call_errors += told.errors
-            state.call_s += told.seconds
-            return told.messages
+            return state.heard_tools(len(found), told, end)
         if state.respond is None:
             return []
         try:

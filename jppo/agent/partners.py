@@ -14,13 +14,13 @@ response then has no reward.
 """
 
 import dataclasses
-import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from jppo.agent.tools import Context
 from jppo.agent.user_code import UserCodeRunner
 from jppo.registry import resolve, said
+from jppo.rewards.earned import finite, short
 from jppo.settings import UserError
 
 
@@ -109,10 +109,7 @@ def _three(found: Any, method: str, form: str) -> tuple[Any, Any, Any]:
 
 
 def _reply(text: Any, done: Any, score: Any, method: str) -> Reply:
-    try:
-        number = float(score)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not isinstance(text, str) or isinstance(score, str) or not math.isfinite(number):
-        raise PartnerError(f"{method} returned {str(text)[:40]!r} and {score!r}; they must be text and a finite number")
+    number = finite(score)
+    if not isinstance(text, str) or number is None:
+        raise PartnerError(f"{method} returned {short(text)} and {short(score)}; they must be text and a finite number")
     return Reply(text, bool(done), number)

@@ -26,6 +26,7 @@ from jppo.agent.search import Search
 from jppo.agent.user_code import UserCodeRunner
 from jppo.errors import expanded
 from jppo.registry import Registry, said, user_module
+from jppo.rewards.earned import finite, short
 from jppo.rewards.sandbox.protections import STRICT
 from jppo.settings import UserError
 from jppo.types import Prompt
@@ -50,7 +51,10 @@ class Tool(Protocol):
     schema: Schema
 
     async def __call__(self, arguments: Mapping[str, Any], context: Context) -> Any:
-        """Returns the answer, as text; an exception becomes an error answer. A plain function runs in a thread."""
+        """Returns the answer, as text; an exception becomes an error answer. A plain function runs in a thread.
+
+        With the attribute `rewards = True` it may return (text, reward of the turn).
+        """
         ...
 
 
@@ -66,11 +70,13 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class ToolReplies:
-    """The tools' answers to the calls of one turn."""
+    """The tools' answers to the calls of one turn, or to one of them."""
 
     messages: list[dict[str, str]]
     errors: int
     seconds: float  # summed over calls
+    reward: float = 0.0  # the same
+    fault: str | None = None  # an invalid reward
 
 
 class Toolbox:
@@ -80,45 +86,58 @@ class Toolbox:
         self.schemas = [tool.schema for tool in tools]
         self._tools = {tool.schema["function"]["name"]: tool for tool in tools}
         self.tools = list(tools)
+        self.rewards = any(getattr(tool, "rewards", False) for tool in tools)
         self._limits = limits
         self._user_code = user_code
 
     async def call(self, found: Sequence[Found], prompt: Prompt, memory: dict[str, Any]) -> ToolReplies:
         """Makes the calls concurrently; every call has an answer. Calls above the limit are not made."""
         most = self._limits.parallel
-        answers = list(await asyncio.gather(*(self._one(one, prompt, memory) for one in found[:most])))
+        replies = list(await asyncio.gather(*(self._one(one, prompt, memory) for one in found[:most])))
         if (surplus := len(found) - most) > 0:
             why = f"error: {surplus} calls were not made, only {most} may be made at once"
-            answers.append(({"role": "tool", "name": "error", "content": self._cut(why)}, surplus, 0.0))
+            replies.append(ToolReplies([{"role": "tool", "name": "error", "content": self._cut(why)}], surplus, 0.0))
         return ToolReplies(
-            [message for message, _, _ in answers],
-            errors=sum(errors for _, errors, _ in answers),
-            seconds=sum(seconds for _, _, seconds in answers),
+            [message for one in replies for message in one.messages],
+            errors=sum(one.errors for one in replies),
+            seconds=sum(one.seconds for one in replies),
+            reward=sum(one.reward for one in replies),
+            fault=next((one.fault for one in replies if one.fault is not None), None),
         )
 
-    async def _one(self, found: Found, prompt: Prompt, memory: dict[str, Any]) -> tuple[dict[str, str], int, float]:
+    async def _one(self, found: Found, prompt: Prompt, memory: dict[str, Any]) -> ToolReplies:
         began = time.monotonic()
-        name, text, failed = "error", "", True
+        name, text, failed, reward, fault = "error", "", True, 0.0, ""
         if isinstance(found, Fault):
             text = f"error: {found.why}"
         else:
             name = found.name
             try:
-                text, failed = await self._answer(found, prompt, memory), False
+                text, reward, fault = await self._answer(found, prompt, memory)
+                failed = bool(fault)
             except TimeoutError:
                 text = f"error: {name} took longer than {self._limits.timeout_s:g} s"
             except Exception as e:  # a tool may raise anything
                 text = f"error: {said(e)}"
         message = {"role": "tool", "name": name, "content": self._cut(text)}
-        return message, int(failed), time.monotonic() - began
+        return ToolReplies([message], int(failed), time.monotonic() - began, reward, fault or None)
 
-    async def _answer(self, call: Call, prompt: Prompt, memory: dict[str, Any]) -> str:
+    async def _answer(self, call: Call, prompt: Prompt, memory: dict[str, Any]) -> tuple[str, float, str]:
+        """Returns the text, the reward, and what is wrong with the reward."""
         context = Context(prompt, of_row(prompt, call.name), memory)
         tool = self._tools[call.name]
         slots = getattr(tool, "concurrency", None)
-        return str(
-            await self._user_code.run(tool, call.arguments, context, timeout_s=self._limits.timeout_s, slots=slots)
-        )
+        found = await self._user_code.run(tool, call.arguments, context, timeout_s=self._limits.timeout_s, slots=slots)
+        if not isinstance(found, tuple):
+            return str(found), 0.0, ""
+        if not getattr(tool, "rewards", False):
+            raise TypeError("the tool returned a tuple, which only a tool with rewards=True may")
+        text, reward = found if len(found) == 2 else (None, None)
+        number = 0.0 if reward is None else finite(reward)
+        if not isinstance(text, str) or number is None:
+            rule = "it must be text, or (text, a finite number or None)"
+            return "", 0.0, f"the tool {call.name} returned {short(found)}; {rule}"
+        return text, number, ""
 
     def _cut(self, text: str) -> str:
         text = text.encode("utf-8", "replace").decode("utf-8")  # a tokenizer cannot encode half a surrogate pair

@@ -87,5 +87,5 @@ def make_recipe(c: ConfigDict) -> ppo.Recipe:
         adapt_kl=make_kl_controller(c),
         value_norm_decay=v.value_norm_decay,
         positive_lm_coef=a.positive_lm_coef,
-        earns=bool(c.reward.function or talk.environment or talk.interaction),
+        earns=bool(c.reward.function or c.reward.model.step_aggregation or talk.enable),
     )

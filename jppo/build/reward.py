@@ -3,6 +3,7 @@
 import functools
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from ml_collections import ConfigDict
@@ -27,7 +28,8 @@ from jppo.rewards.model.by_torch import TransformersRewardModel
 from jppo.rewards.model.by_vllm import VllmRewardModel
 from jppo.rewards.model.classifier import Classifier, Texts, choose_engine, located, read_classifier
 from jppo.rewards.model.convert import converted
-from jppo.rewards.model.part import ModelPart, Normalizer, Scorer
+from jppo.rewards.model.part import ModelPart, Normalizer
+from jppo.rewards.model.steps import StepPart
 from jppo.rewards.panel import Panel, PartWeights, parse_weights
 from jppo.rewards.parts import Part
 from jppo.rewards.pool import Pool
@@ -55,6 +57,7 @@ def make_panel(c: ConfigDict, inputs: Inputs, mesh: jax.sharding.Mesh, hosts: Ho
         "format_score": bool(r.format_regex),
         "environment_score": bool(talk.environment),
         "interaction_score": bool(talk.interaction),
+        "tool_score": inputs.agent is not None and inputs.agent.toolbox.rewards,
     }
     names = [name for name, there in asked.items() if there]
     weights = parse_weights(r.weights, names, optional=[RULES])
@@ -75,13 +78,14 @@ def make_panel(c: ConfigDict, inputs: Inputs, mesh: jax.sharding.Mesh, hosts: Ho
             r.function, pool=pool(), decode=functools.partial(decode, inputs.tokenizer)
         ),
         "judge_score": lambda: make_judge(c),
-        "rm_score": lambda: make_reward_model(c, mesh, log),
+        "rm_score": lambda: make_reward_model(c, inputs, mesh, log),
         "length_score": lambda: OverlongPart(
             max_response_length=c.data.max_response_length, buffer_tokens=r.overlong_buffer_tokens
         ),
         "format_score": lambda: FormatPart(r.format_regex, pool=pool()),
         "environment_score": ConversationPart,
         "interaction_score": ConversationPart,
+        "tool_score": lambda: ConversationPart(tools=True),
     }
     wanted = [name for name in names if any(name in parts for parts in used.values())]
     made: dict[str, Part] = {}
@@ -126,20 +130,30 @@ def make_judge(c: ConfigDict) -> JudgePart:
     return JudgePart(client, rubric, concurrency=j.concurrency, retries=j.retries, cache_dir=j.cache_dir)
 
 
-def make_reward_model(c: ConfigDict, mesh: jax.sharding.Mesh, log: pathlib.Path) -> ModelPart:
+def make_reward_model(c: ConfigDict, inputs: Inputs, mesh: jax.sharding.Mesh, log: pathlib.Path) -> ModelPart:
     """Makes the reward model and its engine."""
     m = c.reward.model
-    tokenizer = load_tokenizer(m.path)
-    directory = converted(located(m.path), python=m.python)
-    what = read_classifier(m.path, tokenizer=tokenizer, max_length=m.max_length, directory=directory)
+    tokenizer, steps = load_tokenizer(m.path), bool(m.step_aggregation)
+    directory = converted(located(m.path), python=m.python, steps=steps)
+    what = read_classifier(m.path, tokenizer=tokenizer, max_length=m.max_length, directory=directory, steps=steps)
     texts = Texts(tokenizer, max_length=m.max_length)
     engines = {"jax": _by_jax, "transformers": _by_transformers, "vllm": _by_vllm}
     scorer = engines[choose_engine(m.engine, what.model_type)](c, what, mesh, log)
+    if steps:
+        return StepPart(
+            scorer,
+            texts,
+            batch_size=m.batch_size,
+            aggregation=m.step_aggregation,
+            delimiter=m.step_delimiter,
+            mark=m.step_token or m.step_delimiter,
+            decode=functools.partial(decode, inputs.tokenizer),
+        )
     normalizer = Normalizer() if m.normalize else None
     return ModelPart(scorer, texts, batch_size=m.batch_size, normalizer=normalizer, clip=m.clip)
 
 
-def _by_jax(c: ConfigDict, what: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Scorer:
+def _by_jax(c: ConfigDict, what: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Any:
     m = c.reward.model
     _, cfg = hf.read_config(what.directory)
     needs = fused.Needs(
@@ -152,13 +166,13 @@ def _by_jax(c: ConfigDict, what: Classifier, mesh: jax.sharding.Mesh, log: pathl
         batch_size=m.batch_size,
         max_length=m.max_length,
         dtype=m.dtype,
-        shardings=state.weights(cfg, mesh, head="value", param_dtype=m.dtype).shardings,
+        shardings=state.weights(cfg, mesh, head="trunk", param_dtype=m.dtype).shardings,
         rows=sharding.whole_rows_sharding(mesh),
         attend=fused.make(kernel, needs, mesh=mesh, split=spread.WHOLE),
     )
 
 
-def _by_transformers(c: ConfigDict, what: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Scorer:
+def _by_transformers(c: ConfigDict, what: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Any:
     m = c.reward.model
     log.mkdir(parents=True, exist_ok=True)
     return TransformersRewardModel(
@@ -166,7 +180,7 @@ def _by_transformers(c: ConfigDict, what: Classifier, mesh: jax.sharding.Mesh, l
     )
 
 
-def _by_vllm(c: ConfigDict, what: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Scorer:
+def _by_vllm(c: ConfigDict, what: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Any:
     m = c.reward.model
     log.mkdir(parents=True, exist_ok=True)
     return VllmRewardModel(

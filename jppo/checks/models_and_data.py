@@ -108,8 +108,9 @@ def scorers(c: ConfigDict) -> Iterator[Finding]:
     if c.reward.judge.api_type:
         make_judge(c).close()
     if c.reward.model.path:
-        path, longest = c.reward.model.path, c.reward.model.max_length
-        read_classifier(path, tokenizer=load_tokenizer(path), max_length=longest)
+        m = c.reward.model
+        tokenizer, steps = load_tokenizer(m.path), bool(m.step_aggregation)
+        read_classifier(m.path, tokenizer=tokenizer, max_length=m.max_length, steps=steps)
     yield Finding("reward", "OK", "nothing was scored: jppo.doctor asks the judge and the reward model")
 
 

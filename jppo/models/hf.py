@@ -117,8 +117,10 @@ def _find(
     entries = params.table(cfg, head=head)
     if head == "value" and "score.weight" not in slots:
         entries = tuple(entry for entry in entries if entry.hf != "score.weight")
-    if head == "value" and not cfg.tie_word_embeddings:
+    if head != "lm" and not cfg.tie_word_embeddings:
         slots.pop("lm_head.weight", None)
+    if head == "trunk":
+        slots = {name: slot for name, slot in slots.items() if name not in ("score.weight", "score.bias")}
     slots = _one_name_each(entries, slots)
     _check_names(directory, entries, slots)
     return entries, slots

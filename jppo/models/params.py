@@ -17,7 +17,7 @@ import numpy as np
 from jppo.models.families import ModelConfig
 from jppo.types import Params
 
-Head = Literal["lm", "value"]
+Head = Literal["lm", "value", "trunk"]  # trunk: none
 
 # The legend's letters as the logical axes of the sharding rules.
 AXES = {
@@ -144,7 +144,7 @@ def table(model: ModelConfig, *, head: Head) -> tuple[Entry, ...]:
         ]
     if head == "value":
         rows += [entry("score/kernel", "score.weight", "1 D", "D1")]
-    elif not model.tie_word_embeddings:
+    elif head == "lm" and not model.tie_word_embeddings:
         rows += [entry("lm_head/kernel", "lm_head.weight", "V D", "VD")]
     return tuple(rows)
 

@@ -1,4 +1,4 @@
-"""The reward part for scores given during a conversation: by an environment or a simulated user."""
+"""The reward part for scores given during a conversation: by an environment, a simulated user, or tools."""
 
 from concurrent.futures import Future
 
@@ -9,6 +9,10 @@ from jppo.types import Reward
 class ConversationPart(Part):
     """Returns the sum of the scores of all turns, earned at their ends; an error if the environment or user failed."""
 
+    def __init__(self, *, tools: bool = False):
+        """Reads the rewards from tools, or else those from the environment or user."""
+        self._tools = tools
+
     def submit(self, sample: Sample) -> Future[Reward]:
         """Returns the score at once."""
         found = sample.exchange
@@ -16,4 +20,7 @@ class ConversationPart(Part):
             return graded(Reward(0.0, {}, error=None))
         if found.fault is not None:
             return graded(failed(found.fault))
-        return graded(Reward(found.score, {}, error=None, earned=found.earned))
+        score, earned = found.score, found.earned
+        if self._tools:
+            score, earned = sum(amount for _, amount in found.tool_earned), found.tool_earned
+        return graded(Reward(score, {}, error=None, earned=earned))

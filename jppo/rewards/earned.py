@@ -51,7 +51,7 @@ def read(result: Mapping[str, Any], *, text: str, turns: int) -> tuple[str, Amou
     if form == "steps":
         delimiter = result.get("delimiter", DELIMITER)
         if not isinstance(delimiter, str) or not delimiter:
-            raise ValueError(f"the function returned delimiter={_short(delimiter)}; it must be a text, and not empty")
+            raise ValueError(f"the function returned delimiter={short(delimiter)}; it must be a text, and not empty")
         ends, rule = step_ends(text, delimiter), f"one for each text between delimiter={delimiter!r} that is not blank"
     if len(amounts) != len(ends):
         raise ValueError(
@@ -87,7 +87,7 @@ def _span(given: Any, length: int) -> tuple[int, float]:
         inside = False
     if not inside:
         raise ValueError(
-            f"the function returned the span {_short(given)} of a response of {length} characters; a span is (start,"
+            f"the function returned the span {short(given)} of a response of {length} characters; a span is (start,"
             " end, amount) with whole numbers 0 <= start < end, and end at most the number of characters"
         )
     return int(end), _amount(amount, "spans")
@@ -96,12 +96,16 @@ def _span(given: Any, length: int) -> tuple[int, float]:
 def _amount(given: Any, form: str) -> float:
     amount = finite(given)
     if amount is None:
-        raise ValueError(f"the function returned the amount {_short(given)} in {form}; it must be a finite number")
+        raise ValueError(f"the function returned the amount {short(given)} in {form}; it must be a finite number")
     return amount
 
 
-def _short(value: Any) -> str:
-    return re.sub(r"\s+", " ", repr(value))[:100]
+def short(value: Any) -> str:
+    """Shows a user's value in one line."""
+    try:
+        return re.sub(r"\s+", " ", repr(value))[:100]
+    except Exception:  # a foreign __repr__ may raise anything, and that of an int with 5,000 digits does
+        return type(value).__name__
 
 
 def at_characters(amounts: Amounts, tokens: Sequence[int], decode: Callable[[list[int]], str]) -> Amounts:

@@ -16,6 +16,7 @@ from typing import Any
 
 from jppo.rewards.parts import Part, Sample
 from jppo.settings import UserError
+from jppo.settings.setting import LARGEST
 from jppo.types import Reward
 
 OFF = "off"  # weight of a part that is not computed for a source
@@ -173,12 +174,13 @@ def compose(found: Mapping[str, tuple[float, Reward]], panel: Panel) -> Reward:
     """Sums weight · score over the parts and keeps each part's score; an error of one is the sample's error.
 
     Amounts earned inside the response have their part's weight. The answer comes from the rule or the custom function.
+    A number beyond float32, in which the trainer computes, is an error, too.
     """
     parts = {name: reward.score for name, (_, reward) in found.items()}
     for name, (_, reward) in found.items():
         parts |= {f"{name}/{key}": value for key, value in reward.parts.items()}
     answer = next((reward.answer for _, reward in found.values() if reward.answer is not None), None)
-    errors = [f"{name}: {reward.error}" for name, (_, reward) in found.items() if reward.error is not None]
+    errors = [f"{name}: {why}" for name, one in found.items() if (why := _error(*one)) is not None]
     if errors:
         score, error = panel.score_on_error, "; ".join(errors)
         finite = {key: value for key, value in parts.items() if math.isfinite(value)}
@@ -188,3 +190,11 @@ def compose(found: Mapping[str, tuple[float, Reward]], panel: Panel) -> Reward:
     score = math.fsum(weight * reward.score for weight, reward in found.values())
     earned = [(token, weight * amount) for weight, reward in found.values() for token, amount in reward.earned]
     return Reward(score, parts, None, answer, earned=tuple((token, amount) for token, amount in earned if amount))
+
+
+def _error(weight: float, reward: Reward) -> str | None:
+    if reward.error is not None:
+        return reward.error
+    numbers = [weight * number for number in (reward.score, *(amount for _, amount in reward.earned))]
+    large = next((number for number in numbers if not abs(number) <= LARGEST), None)
+    return None if large is None else f"the weighted reward {large:g} must be finite in float32; scale it down"

@@ -70,7 +70,7 @@ def answer_of(result: Any, sample: Sample) -> Answer:
         return failed(str(e))
     if "score" not in result and found is None:
         return failed(f"the function returned a dict without 'score'; it has {sorted(map(str, result))[:20]}")
-    score = result["score"] if "score" in result or found is None else math.fsum(amount for _, amount in found[1])
+    score = result["score"] if "score" in result or found is None else sum(amount for _, amount in found[1])
     parts = {str(k): earned.finite(v) for k, v in result.items() if k != "score"}
     checked = _checked(score, {k: v for k, v in parts.items() if v is not None})
     if checked["error"] is None and found is not None:
@@ -81,8 +81,7 @@ def answer_of(result: Any, sample: Sample) -> Answer:
 def _checked(score: Any, parts: dict[str, float]) -> Answer:
     number = earned.finite(score)
     if number is None:
-        shown = repr(score)[:100]
-        return failed(f"the function returned the score {shown}; it must be a finite number")
+        return failed(f"the function returned the score {earned.short(score)}; it must be a finite number")
     return {"score": number, "parts": parts, "error": None}
 
 

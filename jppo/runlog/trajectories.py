@@ -37,7 +37,7 @@ def unpack(text: str) -> list[Trajectory]:
         borders = np.cumsum(file["lengths"])[:-1]
         arrays = {name: np.split(file[name], borders) for name in ARRAYS}
     for one in rest:
-        one["exchange"] = None if one["exchange"] is None else Exchange(**_with_earned(one["exchange"]))
+        one["exchange"] = None if one["exchange"] is None else Exchange(**_with_tuples(one["exchange"]))
     return [Trajectory(**one, **{name: arrays[name][i] for name in ARRAYS}) for i, one in enumerate(rest)]  # type: ignore[arg-type]
 
 
@@ -57,12 +57,13 @@ def rewards_of_all(hosts: Hosts, own: Callable[[], list[Reward]]) -> list[Reward
 
 def reward_of(saved: Mapping[str, Any]) -> Reward:
     """Returns a reward from its fields of JSON types."""
-    return Reward(**_with_earned(saved))
+    return Reward(**_with_tuples(saved))
 
 
-def _with_earned(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Restores tuples from JSON's lists; checkpoints of earlier versions have none."""
-    return {**saved, "earned": tuple((token, amount) for token, amount in saved.get("earned", ()))}
+def _with_tuples(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Restores tuples from JSON's lists; checkpoints of earlier versions lack some."""
+    lists = [name for name in ("earned", "tool_earned") if name in saved]
+    return {**saved, **{name: tuple((token, amount) for token, amount in saved[name]) for name in lists}}
 
 
 def _empty(name: str) -> type:

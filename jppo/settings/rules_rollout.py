@@ -74,6 +74,25 @@ def _reward(reward: ml_collections.ConfigDict) -> None:
         raise UserError(
             "reward.sandbox='container' needs the service's address; set reward.sandbox_url=http://HOST:PORT"
         )
+    _steps(reward.model)
+
+
+def _steps(m: ml_collections.ConfigDict) -> None:
+    if not m.step_aggregation:
+        return
+    said = f"reward.model.step_aggregation={m.step_aggregation!r}"
+    if m.engine == "vllm":
+        raise UserError(f"reward.model.engine='vllm' scores whole responses; with {said} set it to jax or transformers")
+    for name in ("normalize", "clip"):
+        if m[name]:
+            raise UserError(
+                f"reward.model.{name}={m[name]} is for logits, and {said} gives probabilities; leave it out, and scale"
+                " them by reward.weights"
+            )
+    if not m.step_delimiter:
+        raise UserError(
+            f"reward.model.step_delimiter='' separates no steps of {said}; leave it at '\\n\\n', or set a text"
+        )
 
 
 def _conversation(m: ml_collections.ConfigDict) -> None:

@@ -4,7 +4,7 @@ from jppo.settings import texts
 from jppo.settings.setting import Setting as S
 from jppo.settings.steps import parse_steps
 
-_JUDGE, _MODEL = "reward.judge.api_type", "reward.model.path"
+_JUDGE, _MODEL, _STEPS = "reward.judge.api_type", "reward.model.path", "reward.model.step_aggregation"
 
 REWARD = (
     S("grader", "", "Rule for all rows. '': each row's data_source names it", only="reward.function="),
@@ -43,7 +43,7 @@ JUDGE = (
 )  # fmt: skip
 
 REWARD_MODEL = (
-    S("path", "", "Sequence classifier with one label. '': no reward model"),
+    S("path", "", "Sequence classifier with one label, or token classifier. '': no reward model"),
     S("engine", "auto", "Engine of the reward model. auto: jax for the families that jppo has, else transformers",
       choices=("auto", "jax", "transformers", "vllm"), only=_MODEL),
     S("python", "", "Python interpreter with torch or vLLM, where one is needed. '': the trainer's", only=_MODEL),
@@ -56,6 +56,11 @@ REWARD_MODEL = (
       only=_MODEL),
     S("normalize", False, "Normalization by the running mean and standard deviation of the scores", only=_MODEL),
     S("clip", None, "Clip range of a score around 0. None: no clip", kind=float, bounds="(0,", only=_MODEL),
+    S("step_aggregation", "", "Score of a response from its steps' scores by a token classifier. '': a sequence"
+      " classifier scores the response", choices=("", "last", "min", "prod", "sum", "mean"), only=_MODEL),
+    S("step_delimiter", "\n\n", "Text between the steps of a response", only=_STEPS),
+    S("step_token", "", "Text after each step in the model's input, where its score is read. '': step_delimiter",
+      only=_STEPS),
 )  # fmt: skip
 
 TRAINER = (

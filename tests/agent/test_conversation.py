@@ -246,6 +246,10 @@ class NotANumber(User):
     def respond(self, messages, context):
         return "a", False, float("nan")
 
+class Huge(User):
+    def respond(self, messages, context):
+        return "a", False, 10**5000
+
 class Sleeps(User):
     def respond(self, messages, context):
         import time
@@ -316,6 +320,7 @@ def test_an_environment_begins_and_rewards_every_turn_the_last_one_too(hermes, p
         ("Raises", "respond raised KeyError: 'who'"),
         ("Text", "respond returned str; it must be (text, done, score)"),
         ("NotANumber", "respond returned 'a' and nan"),
+        ("Huge", "respond returned 'a' and int; they must be"),
         ("Sleeps", "respond took longer than 0.1 s"),
         ("BadReset", "reset returned int; it must be text"),
     ],

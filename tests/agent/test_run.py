@@ -60,6 +60,27 @@ def test_an_environment_trains_the_policy(agent_run, tmp_path, quick_compilation
     assert second["prompt_length/mean"] == 10 + 2  # with what the environment says first
 
 
+PAYS = """
+class Pays:
+    rewards = True
+    schema = {"type": "function", "function": {"name": "pay", "parameters": {"properties": {"x": {}}}}}
+    def __call__(self, arguments, context):
+        return "1", 0.5
+"""
+
+
+def test_a_tool_that_gives_rewards_is_a_part_of_the_reward(agent_run, tmp_path, quick_compilation):
+    (tmp_path / "pays.py").write_text(PAYS)
+    (tmp_path / "tools.yaml").write_text(f"tools:\n- class_name: {tmp_path / 'pays.py'}:Pays\n")
+    agent_run.rollout.multi_turn.tool_config_path = str(tmp_path / "tools.yaml")
+    agent_run.trainer.total_training_steps = 1
+    settings.check(agent_run)
+    train.train(agent_run)
+    (only,) = metrics_of(agent_run)
+    assert {"reward/tool_score/mean", "reward/rule_score/mean"} <= set(only)
+    assert only["reward/tool_score/mean"] == only["agent/faults"] == 0.0  # a random model calls nothing
+
+
 def test_a_model_is_tested_with_its_tools(agent_run, tiny_multiplier, tmp_path, capsys):
     c = agent_run
     (tmp_path / "tools.yaml").write_text("tools:\n- class_name: calculator\n")

@@ -96,6 +96,10 @@ def test_a_function_of_the_batch_returns_either_form(graded):
     assert (one.score, one.earned) == (1.0, ())
     assert (two.score, two.earned) == (2.0, ((2, 2.0),))
     assert "0 amounts for the 1 turns" in three.error
+    one, two = graded(
+        "[1.0, {'steps': [1e308] * solution_strs[1].count('x')}]", conversation("a"), conversation("x\n\nx"), batch=True
+    )
+    assert one.score == 1.0 and "the score inf" in two.error  # an error of its own sample
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -141,6 +145,10 @@ def test_a_space_that_a_decoder_drops_at_the_start_does_not_shift_later_tokens()
         ("{'steps': [1, 2], 'delimiter': ''}", "delimiter=''; it must be a text"),
         ("{'steps': [1, 2], 'score': float('inf')}", "the score inf"),
         ("{'steps': 3}", "a dict without 'score'"),
+        ("{'steps': [1e308, 1e308]}", "the score inf; it must be a finite number"),
+        ("{'steps': [1e39, -1e39], 'score': 0}", r"the weighted reward 1e\+39 must be finite in float32"),
+        ("{'score': 10**5000}", "the score int; it must be"),
+        ("1e300", r"the weighted reward 1e\+300 must be"),
     ],
 )
 def test_a_wrong_result_is_an_error_of_its_sample(graded, returned, said):

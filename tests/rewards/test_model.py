@@ -57,7 +57,7 @@ SHAPES = {
 }
 
 
-def make_model(folder, family, *, labels=1, template=TEMPLATE, **more):
+def make_model(folder, family, *, labels=1, template=TEMPLATE, kind="Sequence", **more):
     """A random classifier of that family with a tokenizer of words, as an HF directory; the torch model."""
     plain = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="[PAD]"))
     plain.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
@@ -77,8 +77,9 @@ def make_model(folder, family, *, labels=1, template=TEMPLATE, **more):
         eos_token_id=EOS,
         **shape | SHAPES[family] | more,
     )
-    kind = {"attn_implementation": "eager"} if family == "gemma2" else {}
-    model = transformers.AutoModelForSequenceClassification.from_config(config, dtype=torch.float32, **kind).eval()
+    how = {"attn_implementation": "eager"} if family == "gemma2" else {}
+    cls = getattr(transformers, f"AutoModelFor{kind}Classification")
+    model = cls.from_config(config, dtype=torch.float32, **how).eval()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -451,7 +452,7 @@ def test_a_model_of_another_family_is_scored_in_its_process_and_survives_one_cra
     scorer = TransformersRewardModel(what, log=tmp_path / "run/rm.log", timeout_s=120)
     part = ModelPart(scorer, texts, batch_size=2)
     # one whose parent is not there: it ends, though its input does not
-    command = [sys.executable, "-m", "jppo.rewards.model.torch_worker", path, "1", "cpu", "float32", "1"]
+    command = [sys.executable, "-m", "jppo.rewards.model.torch_worker", path, "1", "cpu", "float32", "1", "sequence"]
     orphan = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     scorer.wait_ready()
     samples = [sample("w1 w2 ", "w3"), sample("", "w5 " * 30), *chats(1, [7])]

@@ -3,7 +3,7 @@
 import functools
 import math
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -29,7 +29,7 @@ def row_lengths(max_length: int) -> list[int]:
 
 
 class JaxRewardModel:
-    """Scores by the logit of the last token, like transformers' sequence classifiers.
+    """Scores by the logit of the last token, like transformers' sequence classifiers, or by those of chosen tokens.
 
     Every batch has `batch_size` rows (more if `rows` does not divide it), so there is one compilation per length.
     `shardings` places the parameters and `rows` the rows; without them everything is on one device.
@@ -49,24 +49,33 @@ class JaxRewardModel:
         """Loads the weights; UserError if they are not a reward model's. `attend` is an attention kernel."""
         try:
             _, cfg = hf.read_config(what.directory)
-            _check_score(what, cfg.hidden_size)
-            self._params = hf.load_params(what.directory, cfg, head="value", param_dtype=dtype, shardings=shardings)
+            score = _read_score(what, cfg.hidden_size, dtype)
+            trunk = hf.load_params(what.directory, cfg, head="trunk", param_dtype=dtype, shardings=shardings)
         except UserError as e:
             raise refused(what.path, str(e)) from e
+        whole = None if rows is None else jax.NamedSharding(rows.mesh, jax.P())
+        self._params = trunk | {"score": jax.device_put(score, whole)}
         self._rows, self._pad_token_id = rows, what.pad_token_id
         self._lengths = row_lengths(max_length)
         parts = 1 if rows is None else _parts(rows)
         self._count = -(-batch_size // parts) * parts
         constrain = identity if rows is None else functools.partial(_constrain, rows)
         model = Decoder(cfg, dtype=dtype, param_dtype=dtype, constrain=constrain, attend=attend)
-        whole = None if rows is None else jax.NamedSharding(rows.mesh, jax.P())
-        self._scores = jax.jit(functools.partial(_scores, model), out_shardings=whole)
+        self._scores = jax.jit(functools.partial(_scores, model, what.steps), out_shardings=whole)
 
     def score(self, ids: Sequence[Sequence[int]]) -> list[float]:
         """Implements Scorer.score."""
         kept = [without_padding(one, self._pad_token_id) for one in ids]
-        groups = [kept[i : i + self._count] for i in range(0, len(kept), self._count)]
-        return [score for group in groups for score in self._batch(group)]
+        return [scores[-1] for scores in self._all(kept)]
+
+    def score_at(self, ids: Sequence[Sequence[int]], places: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Returns the log-odds of each text at its places, by a token classifier."""
+        return [[scores[k] for k in chosen] for scores, chosen in zip(self._all(ids), places, strict=True)]
+
+    def _all(self, ids: Sequence[Sequence[int]]) -> Iterator[list[float]]:
+        """Yields the scores of each text's tokens, or of its last one."""
+        for i in range(0, len(ids), self._count):
+            yield from self._batch(ids[i : i + self._count])
 
     def wait_ready(self) -> None:
         """Compiles every row length, so no training step does."""
@@ -77,7 +86,7 @@ class JaxRewardModel:
         """Drops the references to the weights."""
         self._params = None
 
-    def _batch(self, ids: list[list[int]]) -> list[float]:
+    def _batch(self, ids: Sequence[Sequence[int]]) -> list[list[float]]:
         longest = max(map(len, ids))
         fitting = [length for length in self._lengths if length >= longest]
         if not fitting:
@@ -91,13 +100,15 @@ class JaxRewardModel:
         return np.asarray(self._scores(self._params, *placed))[: len(ids)].tolist()
 
 
-def _scores(model: Decoder, params: Params, tokens: jax.Array, last: jax.Array) -> jax.Array:
-    """Returns [R] f32: the value after the token at `last` [R] of each row of tokens [R, T]."""
+def _scores(model: Decoder, steps: bool, params: Params, tokens: jax.Array, last: jax.Array) -> jax.Array:
+    """Returns [R, 1] f32: the score after the token at `last` [R] of each row of tokens [R, T]; with `steps` all."""
     here = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
     segment = (here <= last[:, None]).astype(jnp.int32)
     hidden: Any = model.apply({"params": params}, tokens, segment, here)
-    final = jnp.take_along_axis(hidden, last[:, None, None], axis=1)  # [R, 1, D]
-    return heads.values(final, params["score"]["kernel"])[:, 0]
+    if not steps:
+        hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)
+    kernel, bias = params["score"]
+    return heads.values(hidden, kernel) + bias
 
 
 def _constrain(rows: jax.NamedSharding, x: jax.Array) -> jax.Array:
@@ -110,11 +121,22 @@ def _parts(rows: jax.NamedSharding) -> int:
     return math.prod(rows.mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ()))
 
 
-def _check_score(what: Classifier, hidden_size: int) -> None:
-    slot = tensorfile.slots(pathlib.Path(what.directory)).get("score.weight")
+def _read_score(what: Classifier, hidden_size: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Reads the kernel [D, 1] and the bias [] of the score; of two labels the differences, which are log-odds."""
+    slots = tensorfile.slots(pathlib.Path(what.directory))
+    slot, bias = slots.get("score.weight"), slots.get("score.bias")
     if slot is None:
-        raise UserError("it has no score.weight; a reward model is a sequence classifier, not a language model")
-    if slot.shape != (1, hidden_size):
-        raise UserError(
-            f"score.weight has shape {list(slot.shape)}, not {[1, hidden_size]}; a reward model has one label"
-        )
+        raise UserError("it has no score.weight; a reward model is a classifier, not a language model")
+    allowed = [[n, hidden_size] for n in ((1, 2) if what.steps else (1,))]
+    if list(slot.shape) not in allowed:
+        rule = f"{' or '.join(map(str, allowed))}; a reward model has one label"
+        raise UserError(f"score.weight has shape {list(slot.shape)}, not {rule}")
+    if bias is not None and (not what.steps or bias.shape != slot.shape[:1]):
+        rule = f"has shape {[slot.shape[0]]} in a token classifier and is absent in a sequence classifier"
+        raise UserError(f"score.bias has shape {list(bias.shape)}; it {rule}")
+    stored = np.zeros(slot.shape[0]) if bias is None else tensorfile.read(bias, "score.bias")
+    weight = jnp.asarray(tensorfile.read(slot, "score.weight"), dtype).astype(jnp.float32)
+    offset = jnp.asarray(stored, dtype).astype(jnp.float32)
+    if slot.shape[0] == 2:
+        weight, offset = weight[1:] - weight[:1], offset[1:] - offset[:1]
+    return weight.T, offset[0]

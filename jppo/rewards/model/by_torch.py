@@ -41,18 +41,26 @@ class TransformersRewardModel(ScorerProcess):
     ):
         self._timeout_s = timeout_s
         program = [executable(python, "reward.model.python"), "-m", "jppo.rewards.model.torch_worker"]
+        kind = "token" if what.steps else "sequence"
         super().__init__(
             what.path,
-            command=[*program, what.directory, str(os.getpid()), device, dtype, str(threads)],
+            command=[*program, what.directory, str(os.getpid()), device, dtype, str(threads), kind],
             env={"OMP_NUM_THREADS": str(threads)},
             log=log,
         )
 
     def score(self, ids: Sequence[Sequence[int]]) -> list[float]:
         """Implements Scorer.score."""
+        return self._scores(ids=ids)
+
+    def score_at(self, ids: Sequence[Sequence[int]], places: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Returns the log-odds of each text at its places, by a token classifier."""
+        return self._scores(ids=ids, places=places)
+
+    def _scores(self, **asked: Sequence[Sequence[int]]) -> Any:
         with self._turn:
             self._ensure()
-            answer = self._ask({"ids": [list(one) for one in ids]})
+            answer = self._ask({name: [list(one) for one in some] for name, some in asked.items()})
         if "error" in answer:
             raise ScoringError(f"the reward model failed: {answer['error']}")
         return answer["scores"]

@@ -1,11 +1,13 @@
 """The files of a reward model: its config and tokenizer, and the text that it reads for a sample."""
 
+import bisect
 import dataclasses
+import itertools
 import json
 import math
 import pathlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jppo.models import families, hf
@@ -22,15 +24,19 @@ class Classifier:
     model_type: str
     vocab_size: int
     pad_token_id: int | None
+    steps: bool = False  # a token classifier
 
 
+_PLACE = "said-by-the-policy"
 OWN = "reward.function=PATH.py:compute_score can run any model, and reward.judge.* asks a server"
 
 
-def read_classifier(path: str, *, tokenizer: Any, max_length: int, directory: pathlib.Path | None = None) -> Classifier:
+def read_classifier(
+    path: str, *, tokenizer: Any, max_length: int, directory: pathlib.Path | None = None, steps: bool = False
+) -> Classifier:
     """Reads the reward model at `path` and checks its config and tokenizer; UserError if it is not one.
 
-    `directory` is a converted copy.
+    `directory` is a converted copy; `steps`: a token classifier.
     """
     directory = located(path) if directory is None else directory
     file = directory / "config.json"
@@ -44,8 +50,17 @@ def read_classifier(path: str, *, tokenizer: Any, max_length: int, directory: pa
         raise refused(path, f"{file} must be a JSON object, not {type(config).__name__}")
     names = config.get("id2label")
     labels = len(names) if isinstance(names, dict) else config.get("num_labels")
-    if labels not in (None, 1):
-        raise refused(path, f"{file} has {labels} labels; a reward model has one; {OWN}")
+    wrong = "Sequence" if steps else "Token"
+    if f"For{wrong}Classification" in (kind := str(config.get("architectures"))):
+        way = (
+            "leave reward.model.step_aggregation empty" if steps else "set reward.model.step_aggregation=min or another"
+        )
+        raise refused(path, f"{file} has architectures={kind}, which scores {'responses' if steps else 'steps'}; {way}")
+    if labels not in ((None, 1, 2) if steps else (None, 1)):
+        rule = "a model of steps has one, or two of which the second is good" if steps else "a reward model has one"
+        raise refused(path, f"{file} has {labels} labels; {rule}; {OWN}")
+    if steps and not tokenizer.is_fast:
+        raise refused(path, "its tokenizer has no offsets, which locate the steps; put a tokenizer.json there")
     inner = config.get("text_config")  # of multimodal models
     text = inner if isinstance(inner, dict) and inner else config
     vocab_size = text.get("vocab_size")
@@ -67,7 +82,7 @@ def read_classifier(path: str, *, tokenizer: Any, max_length: int, directory: pa
             f"reward.model.max_length={max_length} is more than the {min(known)} tokens that the config.json and "
             f"tokenizer_config.json of reward.model.path={path} allow; set it to {min(known)} or less"
         )
-    return Classifier(path, str(directory), str(config.get("model_type")), vocab_size, text.get("pad_token_id"))
+    return Classifier(path, str(directory), str(config.get("model_type")), vocab_size, text.get("pad_token_id"), steps)
 
 
 def located(path: str) -> pathlib.Path:
@@ -134,14 +149,37 @@ class Texts:
 
     def read(self, sample: Sample) -> tuple[list[int], bool]:
         """Returns the tokens, and whether they were truncated; the end of a long text is kept."""
-        text, whole = self.render(sample)
+        encoded, cut = self._encoded(*self.render(sample))
+        return list(encoded["input_ids"]), cut
+
+    def read_marked(self, sample: Sample, pieces: Sequence[str]) -> tuple[list[int], list[int], bool]:
+        """Like `read`, of a response of such pieces; the second result is the token that ends each piece.
+
+        The chat template does not see the response, which some templates change.
+        """
+        text, whole = self.render(dataclasses.replace(sample, text=_PLACE))
+        before, found, after = text.rpartition(_PLACE)
+        if not found:
+            raise ValueError("the chat template of the reward model omits the response; remove the template")
+        encoded, cut = self._encoded("".join([before, *pieces, after]), whole, return_offsets_mapping=True)
+        spans = [(begin, i) for i, (begin, end) in enumerate(encoded["offset_mapping"]) if begin < end]
+        ends = (len(before) + length for length in itertools.accumulate(map(len, pieces)))
+        inside = [bisect.bisect_left(spans, (end,)) - 1 for end in ends]  # the last token that begins before the end
+        if lost := inside.count(-1):
+            raise ValueError(
+                f"truncation to reward.model.max_length={self._max_length} removes {lost} of {len(pieces)} steps; raise"
+                " it, or lower data.max_response_length"
+            )
+        return list(encoded["input_ids"]), [spans[k][1] for k in inside], cut
+
+    def _encoded(self, text: str, whole: bool, **how: Any) -> tuple[Mapping[str, Any], bool]:
+        """Tokenises a text, which may have its special tokens; the second result: whether it was truncated."""
+        how |= dict(add_special_tokens=not whole, verbose=False)
         with self._lock:
-            ids = self._tokenizer(text, add_special_tokens=not whole, verbose=False)["input_ids"]
-            cut = len(ids) > self._max_length
+            encoded = self._tokenizer(text, **how)
+            cut = len(encoded["input_ids"]) > self._max_length
             if cut:  # again by the tokenizer, which keeps the special tokens that it adds
-                ids = self._tokenizer(
-                    text, add_special_tokens=not whole, truncation=True, max_length=self._max_length, verbose=False
-                )["input_ids"]
-        if not ids:
+                encoded = self._tokenizer(text, truncation=True, max_length=self._max_length, **how)
+        if not encoded["input_ids"]:
             raise ValueError("the tokenizer of the reward model returns no tokens for the text")
-        return list(ids), cut
+        return encoded, cut

@@ -18,14 +18,18 @@ CACHE = "~/.cache/jppo/reward_models"
 V_HEADS = ("v_head.weight", "v_head.summary.weight")  # Starling's and TRL's
 
 
-def converted(directory: pathlib.Path, *, python: str, cache: str = CACHE) -> pathlib.Path:
-    """Returns the directory, or its converted copy in the cache if it needs one; UserError if that fails."""
+def converted(directory: pathlib.Path, *, python: str, cache: str = CACHE, steps: bool = False) -> pathlib.Path:
+    """Returns the directory, or its converted copy in the cache if it needs one; UserError if that fails.
+
+    A causal model with a value head becomes a sequence classifier, or a token classifier with `steps`.
+    """
     weights = torch_files(directory)
     if not weights and not has_v_head(directory):
         return directory
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(directory.iterdir())]
     key = hashlib.sha256(json.dumps([str(directory.resolve()), stats]).encode()).hexdigest()[:16]
-    target = pathlib.Path(cache).expanduser() / f"{directory.name}-{key}"
+    kind = "token" if steps else "sequence"
+    target = pathlib.Path(cache).expanduser() / f"{directory.name}-{key}{'-steps' if steps else ''}"
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -33,7 +37,9 @@ def converted(directory: pathlib.Path, *, python: str, cache: str = CACHE) -> pa
     try:
         program = [executable(python, "reward.model.python"), "-m", "jppo.rewards.model.convert_worker"]
         env = {**os.environ, "PYTHONPATH": python_path(), "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run([*program, str(directory), made], env=env, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [*program, str(directory), made, kind], env=env, capture_output=True, text=True, check=False
+        )
         if done.returncode:
             said = (done.stderr.strip().splitlines() or ["it says nothing"])[-1][:300]
             raise refused(str(directory), f"its weights cannot be converted to safetensors: {said}")

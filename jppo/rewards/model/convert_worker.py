@@ -1,6 +1,6 @@
-"""Writes a reward model's weights as a sequence classifier's in safetensors. It needs only torch and transformers.
+"""Writes a reward model's weights as a classifier's in safetensors. It needs only torch and transformers.
 
-    python -m jppo.rewards.model.convert_worker FROM TO
+    python -m jppo.rewards.model.convert_worker FROM TO sequence|token
 
 PyTorch files are read with `weights_only`, so that they run no code.
 """
@@ -19,7 +19,7 @@ V_BIASES = ("v_head.bias", "v_head.summary.bias")
 TEXTS = (".json", ".model", ".txt", ".jinja")
 
 
-def main(source: pathlib.Path, target: pathlib.Path) -> None:
+def main(source: pathlib.Path, target: pathlib.Path, kind: str) -> None:
     """Writes the converted copy of a model directory."""
     config = transformers.AutoConfig.from_pretrained(source, local_files_only=True)
     tensors: dict[str, Any] = {}
@@ -28,9 +28,10 @@ def main(source: pathlib.Path, target: pathlib.Path) -> None:
     for file in [] if tensors else sorted(source.glob("pytorch_model*.bin")):
         tensors |= torch.load(file, map_location="cpu", weights_only=True)
     if any(name in V_HEADS for name in tensors):
-        kind: Any = transformers.AutoModelForSequenceClassification._model_mapping[type(config)]
-        tensors = renamed(tensors, kind.base_model_prefix)
-        config.architectures, config.num_labels = [kind.__name__], 1
+        cls: Any = getattr(transformers, f"AutoModelFor{kind.title()}Classification")._model_mapping[type(config)]
+        tensors = renamed(tensors, cls.base_model_prefix, bias=kind == "token")
+        config.architectures, config.num_labels = [cls.__name__], 1
+        config.token_classification_bias = "score.bias" in tensors
     pointers: set[int] = set()
     for name, tensor in tensors.items():  # tied ones are written twice
         tensors[name] = tensor.clone() if tensor.data_ptr() in pointers else tensor.contiguous()
@@ -42,11 +43,13 @@ def main(source: pathlib.Path, target: pathlib.Path) -> None:
     config.save_pretrained(target)
 
 
-def renamed(tensors: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """Returns a causal model with a value head as a classifier of that base prefix."""
+def renamed(tensors: dict[str, Any], prefix: str, *, bias: bool) -> dict[str, Any]:
+    """Returns a causal model with a value head as a classifier of that base prefix, with or without the head's bias."""
     head = next(name for name in V_HEADS if name in tensors)
     out = {"score.weight": tensors[head]}
     for name, tensor in tensors.items():
+        if name in V_BIASES and bias:
+            out["score.bias"] = tensor
         inner = name.removeprefix("pretrained_model.")
         if name not in (head, *V_BIASES) and not inner.startswith("lm_head."):
             root, _, rest = inner.partition(".")
@@ -55,4 +58,4 @@ def renamed(tensors: dict[str, Any], prefix: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]))
+    main(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3])

@@ -9,7 +9,7 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -167,18 +167,18 @@ class ModelPart:
             self._thread.submit(self._score, batch)
 
     def _score(self, batch: list[tuple[Sample, Future[Reward]]]) -> None:
-        read: list[tuple[Future[Reward], list[int]]] = []
+        read: list[tuple[Future[Reward], Any]] = []
         for sample, future in batch:
             try:
-                ids, cut = self._texts.read(sample)
+                asked, cut = self._read(sample)
             except Exception as e:  # a template that refuses the messages is an error of this sample only
                 self._resolve(future, failed(f"{type(e).__name__}: {e}"))
                 continue
-            read.append((future, ids))
+            read.append((future, asked))
             with self._lock:
                 self._cut += cut
         try:
-            raw = self._model.score([ids for _, ids in read]) if read else []
+            raw = self._scores([asked for _, asked in read]) if read else []
             if len(raw) != len(read):
                 raise ScoringError(f"the reward model gave {len(raw)} scores for {len(read)} texts")
         except Exception as e:  # an exception is an error of every sample in the batch
@@ -186,13 +186,24 @@ class ModelPart:
             for future, _ in read:
                 self._resolve(future, failed(error))
             return
-        for (future, _), score in zip(read, raw, strict=True):
-            if not math.isfinite(score):
-                self._resolve(future, failed(f"the reward model's score is {score}; it must be a finite number"))
-            elif self._normalizer is not None:
-                self._scored.append((future, score))
-            else:
-                self._resolve(future, self._reward(score, score))
+        for (future, asked), score in zip(read, raw, strict=True):
+            self._finish(future, asked, score)
+
+    def _read(self, sample: Sample) -> tuple[Any, bool]:
+        """Returns the model's input for a sample, and whether it was truncated."""
+        return self._texts.read(sample)
+
+    def _scores(self, asked: Sequence[Any]) -> Sequence[Any]:
+        return self._model.score(asked)
+
+    def _finish(self, future: Future[Reward], asked: Any, score: Any) -> None:
+        """Resolves the future by the model's score, or keeps the score for `_normalise`."""
+        if not math.isfinite(score):
+            self._resolve(future, failed(f"the reward model's score is {score}; it must be a finite number"))
+        elif self._normalizer is not None:
+            self._scored.append((future, score))
+        else:
+            self._resolve(future, self._reward(score, score))
 
     def _normalise(self) -> None:
         """Runs after all earlier batches."""

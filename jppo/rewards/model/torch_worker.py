@@ -1,10 +1,11 @@
-"""The worker process of `by_torch.py`: a transformers sequence classifier in torch.
+"""The worker process of `by_torch.py`: a transformers sequence or token classifier in torch.
 
-    python -m jppo.rewards.model.torch_worker DIRECTORY PARENT_PID DEVICE DTYPE THREADS
+    python -m jppo.rewards.model.torch_worker DIRECTORY PARENT_PID DEVICE DTYPE THREADS KIND
 
 Messages are JSON with a length prefix of eight bytes. The first output is {"ready": {...}} or {"refused": why}. Each
-input {"ids": [[...], ...]} is answered by {"scores": [...]} or {"error": why}. The interpreter needs only torch and
-transformers. The process ends with its parent.
+input {"ids": [[...], ...]} is answered by {"scores": [...]} or {"error": why}. A token classifier (KIND is token) also
+reads "places", and gives the log-odds of each text at them. The interpreter needs only torch and transformers. The
+process ends with its parent.
 """
 
 import json
@@ -25,29 +26,30 @@ class Refused(Exception):
     """The directory holds no reward model."""
 
 
-def main(directory: str, parent: int, device: str, dtype: str, threads: int) -> None:
+def main(directory: str, parent: int, device: str, dtype: str, threads: int, kind: str) -> None:
     """Answers requests until its input ends or its parent is gone."""
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # output of libraries must not mix with messages
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     torch.set_num_threads(threads)
     try:
-        model = load(directory, device=device, dtype=dtype)
+        model = load(directory, device=device, dtype=dtype, kind=kind)
     except Refused as e:
         write(out, {"refused": str(e)})
         return
     write(out, {"ready": {"device": device}})
     while (message := read(sys.stdin.buffer)) is not None:
         try:
-            write(out, {"scores": score(model, message["ids"])})
+            found = score_at(model, **message) if kind == "token" else score(model, message["ids"])
+            write(out, {"scores": found})
         except BrokenPipeError:
             return
         except Exception as e:  # of this batch only, such as out of memory
             write(out, {"error": f"{type(e).__name__}: {e}"})
 
 
-def load(directory: str, *, device: str, dtype: str) -> Any:
-    """Loads the model with all weights; Refused if some are missing or it has several labels."""
+def load(directory: str, *, device: str, dtype: str, kind: str = "sequence") -> Any:
+    """Loads the model with all weights; Refused if some are missing or it has too many labels."""
     try:
         config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError) as e:  # a family that transformers lacks
@@ -55,11 +57,11 @@ def load(directory: str, *, device: str, dtype: str) -> Any:
             f"transformers cannot read its config.json, and a model's own code (auto_map) is not run: {str(e)[:200]};"
             " reward.function=PATH.py:compute_score can run any model, and reward.judge.* asks a server"
         ) from e
-    if config.num_labels != 1:
+    if config.num_labels not in ((1, 2) if kind == "token" else (1,)):
         raise Refused(f"config.json gives it num_labels={config.num_labels}; a reward model has one")
     caps = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
     try:
-        model, info = transformers.AutoModelForSequenceClassification.from_pretrained(
+        model, info = getattr(transformers, f"AutoModelFor{kind.title()}Classification").from_pretrained(
             directory,
             config=config,
             dtype=getattr(torch, dtype),
@@ -71,7 +73,7 @@ def load(directory: str, *, device: str, dtype: str) -> Any:
         raise Refused(str(e)) from e
     if info["missing_keys"]:
         names = ", ".join(sorted(info["missing_keys"])[:3])
-        raise Refused(f"its weights lack {names}, which would be random; a reward model is a sequence classifier")
+        raise Refused(f"its weights lack {names}, which would be random; a reward model is a {kind} classifier")
     return model.eval().to(device)
 
 
@@ -80,14 +82,25 @@ def score(model: Any, ids: list[list[int]]) -> list[float]:
     pad = model.config.get_text_config().pad_token_id
     if pad is None and len(ids) > 1:
         return [score(model, [one])[0] for one in ids]
-    longest = max(map(len, ids))
-    tokens = torch.tensor([one + [pad or 0] * (longest - len(one)) for one in ids])
-    mask = torch.tensor([[1] * len(one) + [0] * (longest - len(one)) for one in ids])
-    with torch.inference_mode():
-        logits = model(input_ids=tokens.to(model.device), attention_mask=mask.to(model.device)).logits
+    logits = _logits(model, ids)
     if logits.shape != (len(ids), 1):
         raise ValueError(f"the model gives logits of shape {list(logits.shape)}, not {[len(ids), 1]}")
-    return logits[:, 0].float().tolist()
+    return logits[:, 0].tolist()
+
+
+def score_at(model: Any, ids: list[list[int]], places: list[list[int]]) -> list[list[float]]:
+    """Returns the log-odds of each sequence at its places: the logit, or the second logit minus the first."""
+    logits = _logits(model, ids)  # [texts, tokens, labels]
+    odds = logits[..., -1] - (logits[..., 0] if logits.shape[-1] == 2 else 0)
+    return [odds[i, chosen].tolist() for i, chosen in enumerate(places)]
+
+
+def _logits(model: Any, ids: list[list[int]]) -> Any:
+    pad, longest = model.config.get_text_config().pad_token_id or 0, max(map(len, ids))
+    tokens = torch.tensor([one + [pad] * (longest - len(one)) for one in ids])
+    mask = torch.tensor([[1] * len(one) + [0] * (longest - len(one)) for one in ids])
+    with torch.inference_mode():
+        return model(input_ids=tokens.to(model.device), attention_mask=mask.to(model.device)).logits.float()
 
 
 def read(source: BinaryIO) -> Any:
@@ -114,4 +127,4 @@ def _end_with(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4], int(sys.argv[5]))
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4], int(sys.argv[5]), sys.argv[6])
