@@ -63,7 +63,7 @@ class _Blocks:
         count = -(-sizes // self.size)
         last = jnp.cumsum(count)
         number = jnp.arange(rows // self.size + groups)
-        self.group = jnp.minimum(jnp.searchsorted(last, number, side="right"), groups - 1)
+        self.group = jnp.minimum(jnp.searchsorted(last, number, side="right", method="compare_all"), groups - 1)
         self.end = jnp.cumsum(sizes)[self.group]  # of the group
         self.start = self.end - sizes[self.group] + self.size * (number - (last - count)[self.group])
         self.needed = last[-1]

@@ -8,7 +8,7 @@ _OTHERS = "it is of another engine of verl; jppo has one"
 _MOMENTS = "actor.moments_dtype and critic.moments_dtype set the optimizer's precision"
 _PROFILER = "trainer.profile_steps writes traces of JAX's profiler"
 _ONE_MESH = "one mesh shards everything"
-_NO_REPLAY = "routing replay and a mesh axis for experts are not in jppo"
+_NO_REPLAY = "routing replay is not in jppo"
 
 
 def _optimizer(optim: str, section: str, lr: float) -> Iterator[Name]:
