@@ -77,9 +77,11 @@ def read(fields: Fields, names: Names | None, num_layers: int) -> Experts | None
     sparse = _sparse(fields, num_layers) if names.mixed else (True,) * num_layers
     if not any(sparse):
         return None
-    count, active = fields.get(names.count, int), fields.get("num_experts_per_tok", int)
+    # transformers 5 writes num_experts under its other name.
+    counted = "num_local_experts" if "num_local_experts" in fields else names.count
+    count, active = fields.get(counted, int), fields.get("num_experts_per_tok", int)
     if active > count:
-        raise fields.refuse("num_experts_per_tok", f"must be at most {names.count}={count}")
+        raise fields.refuse("num_experts_per_tok", f"must be at most {counted}={count}")
     return Experts(
         count=count,
         active=active,

@@ -12,7 +12,7 @@ import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jppo.models import product
 from jppo.models.families import ModelConfig
@@ -57,7 +57,7 @@ def mix(kernels: tuple[jax.Array, ...], x: jax.Array, logits: jax.Array, cfg: Mo
     return _mix(_Plan(cfg, None, False), kernels, x, logits)
 
 
-def make_mix(mesh: Mesh | None, *, whole_rows: bool = False) -> Mix:
+def make_mix(mesh: Mesh | AbstractMesh | None, *, whole_rows: bool = False) -> Mix:
     """Makes the same on a mesh, with x sharded as rows and their positions; `whole_rows`: as whole rows."""
     mesh = None if mesh is None or mesh.size == 1 else mesh
     return lambda kernels, x, logits, cfg: _mix(_Plan(cfg, mesh, whole_rows), kernels, x, logits)
@@ -68,7 +68,7 @@ class _Plan:
     """How each device of a mesh computes the outputs of its own tokens."""
 
     cfg: ModelConfig
-    mesh: Mesh | None
+    mesh: Mesh | AbstractMesh | None
     whole_rows: bool
 
     def on_mesh(self, fn: Callable[..., Any], kernels: tuple[jax.Array, ...], gradients: bool) -> Callable[..., Any]:

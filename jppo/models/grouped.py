@@ -103,7 +103,8 @@ def _kernel_by_blocks(a: jax.Array, b: jax.Array, sizes: jax.Array, *, dtype: An
         own = jnp.where(here[:, None], blocks.rows(left, i), 0)
         new = jnp.einsum("nd,nm->dm", own, blocks.rows(right, i), preferred_element_type=wide)
         group = blocks.group[i]
-        return jax.lax.dynamic_update_index_in_dim(total, total[group] + new, group, 0)
+        out: jax.Array = jax.lax.dynamic_update_index_in_dim(total, total[group] + new, group, 0)
+        return out
 
     zeros = jnp.zeros((len(sizes), a.shape[1], b.shape[1]), wide)
     found: jax.Array = jax.lax.fori_loop(0, blocks.needed, one, zeros)

@@ -14,7 +14,7 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jppo.models.attention import Attend
 
@@ -57,14 +57,14 @@ EXCHANGED = Split(ROWS, (HEADS, POSITIONS))  # rows whose positions are sharded
 WHOLE = Split((*ROWS, POSITIONS), (HEADS,))  # rows that are whole on a device
 
 
-def dividing(mesh: Mesh, axes: tuple[str, ...], size: int) -> tuple[str, ...]:
+def dividing(mesh: Mesh | AbstractMesh, axes: tuple[str, ...], size: int) -> tuple[str, ...]:
     """Returns the axes, without the last ones if they are too many for the size."""
     while axes and size % math.prod(mesh.shape[axis] for axis in axes):
         axes = axes[:-1]
     return axes
 
 
-def columns(mesh: Mesh | None, size: int) -> tuple[str, ...]:
+def columns(mesh: Mesh | AbstractMesh | None, size: int) -> tuple[str, ...]:
     """Returns the mesh axes that shard a parameter's D of that size; () without a mesh."""
     return () if mesh is None or mesh.size == 1 else dividing(mesh, COLUMNS, size)
 

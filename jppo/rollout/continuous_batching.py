@@ -79,7 +79,7 @@ def make_programs(s: InprocessSettings, ends: Sequence[int], *, turns: int) -> P
     def constrain(x: jax.Array) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, s.by_row)
 
-    on_mesh = dict(constrain=constrain, mix=experts.make_mix(s.by_row.mesh, whole_rows=True))
+    on_mesh: dict[str, Any] = dict(constrain=constrain, mix=experts.make_mix(s.by_row.mesh, whole_rows=True))
 
     def fill(model: Params, slots: Slots, *new: Any) -> Slots:
         return generate.fill(model, s.cfg, slots, *new, **on_mesh)

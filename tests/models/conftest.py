@@ -407,8 +407,10 @@ def torch_model(name, *, kind="AutoModelForCausalLM", seed=0):
     extra = {"num_labels": 1} if "Sequence" in kind else {}
     settings = config_of(name) | extra
     config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
-    # eager: the one form of theirs in which every family has its soft caps
-    model = getattr(transformers, kind).from_config(config, dtype=torch.float32, attn_implementation="eager")
+    # eager: the one form of theirs in which every family has its soft caps, and experts may have any width
+    model = getattr(transformers, kind).from_config(
+        config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, p in model.named_parameters():
