@@ -80,9 +80,12 @@ def compare(hf_dir: str, dtype: str, lengths: list[int], temperature: float, see
     kind = kind_of(hf_dir)
     classifier = kind is transformers.AutoModelForSequenceClassification
     values = hf.load_params(hf_dir, cfg, head="value" if classifier else "lm", param_dtype=jnp.dtype(dtype))
-    # eager: the one form of theirs in which every family has its soft caps
+    # eager: the one form of theirs in which every family has its soft caps, and experts may have any width
     model = kind.from_pretrained(
-        hf.resolve(hf_dir, weights=True), dtype=getattr(torch, dtype), attn_implementation="eager"
+        hf.resolve(hf_dir, weights=True),
+        dtype=getattr(torch, dtype),
+        attn_implementation="eager",
+        experts_implementation="eager",
     )
     rng = np.random.default_rng(seed)
     parts = [rng.integers(0, cfg.vocab_size, n).astype(np.int32) for n in lengths]

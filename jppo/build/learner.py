@@ -15,7 +15,7 @@ from jppo.build.mesh_checks import require_divisible
 from jppo.build.optimizers import make_optimizer
 from jppo.build.packing import batch_shape, packing_kind, plan_of_run, sequences_of_step, shared_prompts
 from jppo.learner import compiler, optim, packing, ppo, sharding, state, step, update
-from jppo.models import embedding, fused, offload, spread
+from jppo.models import embedding, experts, fused, offload, spread
 from jppo.models.decoder import Decoder, attention_settings
 from jppo.models.families import ModelConfig, pad_vocab
 from jppo.models.lora import Base, Lora, Weights
@@ -114,6 +114,7 @@ def make_decoder(c: ConfigDict, cfg: ModelConfig, mesh: Any) -> Decoder:
         remat=c.model.remat,
         constrain=sharding.constrain_to_rows(mesh),
         lookup=embedding.make_lookup(mesh),
+        mix=experts.make_mix(mesh),
     )
 
 

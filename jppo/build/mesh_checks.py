@@ -22,10 +22,12 @@ def require_divisible(cfg: ModelConfig, mesh: Mesh) -> None:
     Padding makes the vocabulary divisible; key/value heads are repeated.
     """
     fsdp, tensor, sequence = (mesh.shape[axis] for axis in ("fsdp", "tensor", "sequence"))
-    H, F, D = cfg.num_heads, cfg.intermediate_size, cfg.hidden_size
+    H, D = cfg.num_heads, cfg.hidden_size
     model = f"of the {cfg.family} model"
-    if H % tensor or F % tensor:
-        _refuse(f"mesh.tensor={tensor}", f"the {H} attention heads and the MLP's width of {F} {model}", math.gcd(H, F))
+    for F in cfg.mlp_widths:
+        if H % tensor or F % tensor:
+            said = f"the {H} attention heads and the MLP's width of {F} {model}"
+            _refuse(f"mesh.tensor={tensor}", said, math.gcd(H, F))
     if (H // tensor) % sequence:
         rest = f" that are left by mesh.tensor={tensor}" if tensor > 1 else ""
         _refuse(f"mesh.sequence={sequence}", f"the {H // tensor} attention heads {model}{rest}", H // tensor)

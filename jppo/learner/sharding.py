@@ -31,6 +31,7 @@ RULES: dict[str | None, tuple[str, ...]] = {
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
     "layers": (),
+    "experts": (),
     "norm": (),
     None: (),
 }

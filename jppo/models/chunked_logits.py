@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jppo.models.product import einsum
-from jppo.models.spread import HEADS, POSITIONS, columns, groups_of_rows, row_axes
+from jppo.models.spread import HEADS, POSITIONS, columns, gathered, in_groups, row_axes, summed
 from jppo.models.vocabulary import Vocabulary
 
 
@@ -52,33 +52,7 @@ class Chunking:
 
             return call
 
-        groups = groups_of_rows()
-        if not groups:
-            return spread(fn)
-        # vmap turns a loop into selects between old and new in each round; so each group runs its own loop instead.
-        in_groups = jax.custom_batching.custom_vmap(spread(fn))
-        in_groups.def_vmap(functools.partial(_by_group, spread(_of_one_group(fn), groups)))
-        return in_groups
-
-
-def _of_one_group(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `fn` for arrays with a first axis of length 1, the device's group."""
-
-    def local(kernels: Any, *arrays: Any) -> Any:
-        return jax.tree.map(lambda x: x[None], fn(kernels, *jax.tree.map(lambda x: x[0], arrays)))
-
-    return local
-
-
-def _by_group(fn: Callable[..., Any], count: int, batched: Any, kernels: Any, *arrays: Any) -> tuple[Any, Any]:
-    """Maps over groups, for vmap: kernels are the same for all groups, arrays have one for each."""
-    if any(jax.tree.leaves(batched[0])):
-        raise ValueError("groups of devices share their kernels")
-    arrays = jax.tree.map(
-        lambda x, there: x if there else jnp.broadcast_to(x, (count, *x.shape)), arrays, tuple(batched[1:])
-    )
-    found = fn(kernels, *arrays)
-    return found, jax.tree.map(lambda _: True, found)
+        return in_groups(spread, fn)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -99,25 +73,12 @@ def _outputs_backward(plan: Chunking, args: Any, given: Any) -> tuple[Any, ...]:
 outputs.defvjp(_outputs_forward, _outputs_backward)
 
 
-def _gathered(kernels: Sequence[jax.Array], columns: Sequence[tuple[str, ...]], dtype: Any) -> list[jax.Array]:
-    """Gathers all columns of the kernels, in this dtype."""
-    pairs = zip((kernel.astype(dtype) for kernel in kernels), columns, strict=True)
-    return [jax.lax.all_gather(kernel, axes, axis=1, tiled=True) if axes else kernel for kernel, axes in pairs]
-
-
-def _exchanged(total: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Sums a kernel's gradient over the mesh, in the kernel's shards."""
-    total = jax.lax.psum_scatter(total, axes, scatter_dimension=1, tiled=True) if axes else total
-    out: jax.Array = jax.lax.psum(total, tuple(axis for axis in (*row_axes(), POSITIONS) if axis not in axes))
-    return out
-
-
 def _forward(
     plan: Chunking, vocabulary: Vocabulary, columns: Any, kernels: Any, hidden: Any, targets: jax.Array, mask: jax.Array
 ) -> tuple[jax.Array, ...]:
     """Computes the outputs of a device's tokens [R, T]."""
     flat, targets = [x.reshape(-1, x.shape[-1]) for x in hidden], targets.reshape(-1)
-    whole, chunks = _gathered(kernels, columns, flat[0].dtype), _Chunks.of(mask, plan.chunk)
+    whole, chunks = gathered(kernels, columns, flat[0].dtype), _Chunks.of(mask, plan.chunk)
 
     def of_chunk(index: jax.Array | None) -> tuple[jax.Array, ...]:
         raw = [_raw(chunks.take(x, index), kernel) for x, kernel in zip(flat, whole, strict=True)]
@@ -146,7 +107,7 @@ def _backward(
     flat, targets = [x.reshape(-1, x.shape[-1]) for x in hidden], targets.reshape(-1)
     given = jax.tree.map(lambda x: jnp.where(mask, x, 0).reshape(-1), given)
     dtype = flat[0].dtype
-    whole, chunks = _gathered(kernels, columns, dtype), _Chunks.of(mask, plan.chunk)
+    whole, chunks = gathered(kernels, columns, dtype), _Chunks.of(mask, plan.chunk)
 
     def one(index: jax.Array | None, so_far: Any) -> Any:
         sums, slopes = so_far
@@ -164,7 +125,7 @@ def _backward(
     if vocabulary.axis is not None:  # each device has a partial sum, from its part of the vocabulary
         slopes = [jax.lax.psum(new, vocabulary.axis) for new in slopes]
     if not plan.alone:
-        sums = [_exchanged(total, axes) for total, axes in zip(sums, columns, strict=True)]
+        sums = [summed(total, axes) for total, axes in zip(sums, columns, strict=True)]
     by_kernel = tuple(total.astype(kernel.dtype) for total, kernel in zip(sums, kernels, strict=True))
     return by_kernel, tuple(new.reshape(x.shape) for new, x in zip(slopes, hidden, strict=True))
 

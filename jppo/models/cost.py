@@ -45,8 +45,12 @@ def adapters(cfg: ModelConfig, how: Lora, lengths: Sequence[int]) -> int:
 def forward(cfg: ModelConfig, lengths: Sequence[int], *, head_tokens: int, how: Lora | None = None) -> int:
     """Returns FLOP of a forward pass over sequences of `lengths`, with the language head on `head_tokens` tokens."""
     D, H, K, A, F = cfg.hidden_size, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.intermediate_size
-    matrices = D * H * A + 2 * D * K * A + H * A * D + 3 * D * F  # of a layer
-    trunk = 2 * cfg.num_layers * sum(lengths) * matrices + attention(cfg, lengths)
+    matrices = D * H * A + 2 * D * K * A + H * A * D  # of a layer's attention
+    sparse = 0
+    if (e := cfg.experts) is not None:
+        sparse = 3 * D * (e.active * e.width + e.shared_width) + D * (e.count + (e.shared_width > 0))
+    inner = sum(stack.count * (sparse if stack.sparse else 3 * D * F) for stack in cfg.stacks)
+    trunk = 2 * sum(lengths) * (cfg.num_layers * matrices + inner) + attention(cfg, lengths)
     beside = 0 if how is None else adapters(cfg, how, lengths)
     return trunk + 2 * head_tokens * D * cfg.vocab_size + beside
 

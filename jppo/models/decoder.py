@@ -4,7 +4,6 @@ The layers' parameters are stacked, [L, ...], whether the layers are scanned or 
 has the table of them.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -13,11 +12,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jppo.models import attention, embedding, lora, product
+from jppo.models import attention, embedding, experts, lora, product
 from jppo.models.attention import Attend, attend_cached, make_plain
 from jppo.models.cache import Cache, LayerCache, extend
 from jppo.models.embedding import Lookup
+from jppo.models.experts import Mix, Mixture
 from jppo.models.families import ModelConfig
+from jppo.models.modules import MLP, Project, RMSNorm
 from jppo.models.params import Head
 from jppo.models.rotary import Place, Places, places, rotate
 from jppo.types import Params
@@ -39,55 +40,10 @@ _POLICIES = {
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 
-_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
-}
-
 
 def identity(x: jax.Array) -> jax.Array:
     """Returns x."""
     return x
-
-
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * (scale + offset) over the last axis, in f32."""
-
-    cfg: ModelConfig
-    param_dtype: Any
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        start = nn.initializers.constant(1.0 - self.cfg.norm_offset)
-        scale = self.param("scale", start, x.shape[-1:], self.param_dtype)
-        wide = x.astype(jnp.float32)
-        variance = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-        normed = wide * jax.lax.rsqrt(variance + self.cfg.rms_norm_eps)
-        gain = scale.astype(jnp.float32) + self.cfg.norm_offset
-        return (normed * gain.reshape((1,) * (x.ndim - 1) + x.shape[-1:])).astype(x.dtype)
-
-
-class Project(nn.Module):
-    """Multiplies x with a kernel by einsum, with a bias and an adapter where present."""
-
-    equation: str
-    shape: tuple[int, ...]  # of the kernel
-    bias: tuple[int, ...] | None
-    std: float
-    param_dtype: Any
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        kernel = self.param("kernel", nn.initializers.normal(self.std), self.shape, self.param_dtype)
-        y = product.product(self.equation, x, kernel)
-        if self.bias is not None:
-            y += self.param("bias", nn.initializers.zeros, self.bias, self.param_dtype)[None, None].astype(x.dtype)
-        if self.has_variable(lora.COLLECTION, "a"):
-            down, up = lora.equations(self.equation)
-            a: jax.Array = self.get_variable(lora.COLLECTION, "a")
-            b: jax.Array = self.get_variable(lora.COLLECTION, "b")
-            y += product.product(up, product.product(down, x, a), b)
-        return y
 
 
 class Attention(nn.Module):
@@ -108,9 +64,10 @@ class Attention(nn.Module):
         q = project("q", "rtd,dha->rtha", (D, H, A), (H, A) if cfg.qkv_bias else None)(x)
         k = project("k", "rtd,dka->rtka", (D, K, A), (K, A) if cfg.qkv_bias else None)(x)
         v = project("v", "rtd,dka->rtka", (D, K, A), (K, A) if cfg.qkv_bias else None)(x)
-        if cfg.qk_norm:
-            q = RMSNorm(cfg, self.param_dtype, name="q_norm")(q)
-            k = RMSNorm(cfg, self.param_dtype, name="k_norm")(k)
+        if cfg.qk_norm is not None:
+            axes = 1 if cfg.qk_norm == "head" else 2
+            q = RMSNorm(cfg, self.param_dtype, axes, name="q_norm")(q)
+            k = RMSNorm(cfg, self.param_dtype, axes, name="k_norm")(k)
         q, k = rotate(q, place.cos, place.sin), rotate(k, place.cos, place.sin)
         if held is None:
             assert place.segment is not None
@@ -121,33 +78,14 @@ class Attention(nn.Module):
         return project("o", "rtha,had->rtd", (H, A, D), (D,) if cfg.o_bias else None)(mixed), held
 
 
-class MLP(nn.Module):
-    """down(activation(gate(x)) * up(x))."""
-
-    cfg: ModelConfig
-    param_dtype: Any
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        cfg = self.cfg
-        D, F = cfg.hidden_size, cfg.intermediate_size
-
-        def project(name: str, equation: str, shape: tuple[int, int]) -> Project:
-            bias = shape[1:] if cfg.mlp_bias else None
-            return Project(equation, shape, bias, cfg.initializer_range, self.param_dtype, name=name)
-
-        gate = project("gate", "rtd,df->rtf", (D, F))(x)
-        up = project("up", "rtd,df->rtf", (D, F))(x)
-        return project("down", "rtf,fd->rtd", (F, D))(_ACTIVATIONS[cfg.activation](gate) * up)
-
-
 class Layer(nn.Module):
-    """A block: x + attention(norm(x)), then x + mlp(norm(x)). The body of the scan over layers."""
+    """A block: x + attention(norm(x)), then x + mlp(norm(x)), or experts. The body of the scan over layers."""
 
     cfg: ModelConfig
     param_dtype: Any
     constrain: Callable[[jax.Array], jax.Array]
     attend: Attend
+    mix: Mix | None  # None: no experts, an MLP
 
     @nn.compact
     def __call__(
@@ -159,7 +97,10 @@ class Layer(nn.Module):
         mix = Attention(self.cfg, self.param_dtype, self.attend, name="attn")
         y, held = mix(norm("attn_norm", x), places.of(kind), held)
         x = x + (norm("attn_post_norm", y) if self.cfg.post_norms else y)
-        y = MLP(self.cfg, self.param_dtype, name="mlp")(norm("mlp_norm", x))
+        mlp: Any = MLP(self.cfg, self.param_dtype, self.cfg.intermediate_size, name="mlp")
+        if self.mix is not None:
+            mlp = Mixture(self.cfg, self.param_dtype, self.mix, name="experts")
+        y = mlp(norm("mlp_norm", x))
         x = x + (norm("mlp_post_norm", y) if self.cfg.post_norms else y)
         return self.constrain(x), held
 
@@ -194,6 +135,7 @@ class Decoder(nn.Module):
     constrain: Callable[[jax.Array], jax.Array] = identity  # on activations [R, T, D]: their sharding
     attend: Attend | None = None  # None: by XLA alone
     lookup: Lookup = embedding.lookup  # of token embeddings
+    mix: Mix = experts.mix  # of experts' outputs
 
     @nn.compact
     def __call__(self, tokens: jax.Array, segment: jax.Array, position: jax.Array) -> jax.Array:
@@ -206,18 +148,20 @@ class Decoder(nn.Module):
         if self.remat != "none":
             # In a real loop XLA cannot merge the recomputation with the first computation; unrolled it could.
             layer = nn.remat(layer, policy=_POLICIES[self.remat], prevent_cse=not self.scan_layers)
-        layers = nn.scan(
-            layer,
-            variable_axes={"params": 0, lora.COLLECTION: 0},
-            split_rngs={"params": True},
-            in_axes=(0, nn.broadcast),
-            length=cfg.num_layers,
-            unroll=1 if self.scan_layers else cfg.num_layers,
-        )
         attend = make_plain(**attention_settings(cfg)) if self.attend is None else self.attend
-        kinds = jnp.asarray(cfg.layer_kinds, jnp.int32)
-        layer_stack = layers(cfg, self.param_dtype, self.constrain, attend, name="layers")
-        x, _ = layer_stack(x, kinds, places_of(cfg, position, segment))
+        where = places_of(cfg, position, segment)
+        for stack in cfg.stacks:
+            layers = nn.scan(
+                layer,
+                variable_axes={"params": 0, lora.COLLECTION: 0},
+                split_rngs={"params": True},
+                in_axes=(0, nn.broadcast),
+                length=stack.count,
+                unroll=1 if self.scan_layers else stack.count,
+            )
+            kinds = jnp.asarray(cfg.layer_kinds[stack.layers], jnp.int32)
+            mix = self.mix if stack.sparse else None
+            x, _ = layers(cfg, self.param_dtype, self.constrain, attend, mix, name=stack.name)(x, kinds, where)
         return self.constrain(RMSNorm(cfg, self.param_dtype, name="norm")(x))
 
 
@@ -240,9 +184,11 @@ def embedded(rows: jax.Array, cfg: ModelConfig, dtype: Any) -> jax.Array:
 
 def split_layers(variables: Params, cfg: ModelConfig) -> Params:
     """Splits the stacked layers into a tuple: once before a loop of `forward_cached`."""
-    layers = {name: part["layers"] for name, part in variables.items() if "layers" in part}
-    each = tuple(jax.tree.map(lambda x, i=i: x[i], layers) for i in range(cfg.num_layers))
-    return {"layers": each, "embed": variables["params"]["embed"], "norm": variables["params"]["norm"]}
+    each: list[Params] = []
+    for stack in cfg.stacks:
+        layers = {name: part[stack.name] for name, part in variables.items() if stack.name in part}
+        each += [jax.tree.map(lambda x, i=i: x[i], layers) for i in range(stack.count)]
+    return {"layers": tuple(each), "embed": variables["params"]["embed"], "norm": variables["params"]["norm"]}
 
 
 def forward_cached(
@@ -253,6 +199,7 @@ def forward_cached(
     cache: Cache,
     *,
     constrain: Callable[[jax.Array], jax.Array] = identity,
+    mix: Mix = experts.mix,
 ) -> tuple[jax.Array, Cache]:
     """Runs tokens [R, P] at `position` after the cache's tokens; returns states [R, P, D] and the next cache.
 
@@ -263,9 +210,11 @@ def forward_cached(
     dtype = cache[0].k.dtype
     x = constrain(embedded(split["embed"]["embedding"][tokens], cfg, dtype))
     where = places_of(cfg, position, None)
-    layer = Layer(cfg, dtype, constrain, make_plain(**attention_settings(cfg)))
+    attend = make_plain(**attention_settings(cfg))
+    sparse = [stack.sparse for stack in cfg.stacks for _ in range(stack.count)]
     after: list[LayerCache] = []
-    for variables, kind, held in zip(split["layers"], cfg.layer_kinds, cache, strict=True):
+    for variables, kind, held, mixed in zip(split["layers"], cfg.layer_kinds, cache, sparse, strict=True):
+        layer = Layer(cfg, dtype, constrain, attend, mix if mixed else None)
         applied: Any = layer.apply(variables, x, kind, where, held)
         x, new = applied
         after.append(new)

@@ -6,8 +6,10 @@ An unsupported field that changes the mathematics is an error that names it: not
 import dataclasses
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
+from jppo.models import config_experts, config_rotary
+from jppo.models.config_experts import Experts, Stack
 from jppo.models.config_fields import Fields
 from jppo.models.rotary import Rotary
 from jppo.settings import UserError
@@ -37,7 +39,7 @@ class ModelConfig:
     layer_kinds: tuple[int, ...]  # [L], index into kinds
     rms_norm_eps: float
     norm_offset: float  # a norm multiplies by its scale plus this
-    qk_norm: bool  # queries and keys are normed, head by head, before rotation
+    qk_norm: Literal["head", "all"] | None  # queries and keys are normed before rotation, by head or over all heads
     post_norms: bool  # a block's output is normed too, before it is added to the residual
     qkv_bias: bool
     o_bias: bool
@@ -51,6 +53,19 @@ class ModelConfig:
     max_position_embeddings: int
     initializer_range: float  # standard deviation of random weights
     padded_vocab_size: int  # rows of the embedding: V, or more so that a mesh divides them; the rest is padding
+    experts: Experts | None  # None: every layer has an MLP
+
+    @property
+    def stacks(self) -> tuple[Stack, ...]:
+        """Returns the runs of layers whose parameters are stacked."""
+        return config_experts.stacks(self.num_layers, self.experts)
+
+    @property
+    def mlp_widths(self) -> tuple[int, ...]:
+        """Returns the widths of MLPs and experts."""
+        dense = any(not stack.sparse for stack in self.stacks)
+        own = (self.intermediate_size,) if dense else ()
+        return own if self.experts is None else (*own, *self.experts.widths)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,13 +80,17 @@ class _Family:
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
     activation: str = "silu"
     gemma: bool = False  # norms by 1 + scale, embeddings times sqrt(D)
-    qk_norm: bool = False
+    qk_norm: Literal["head", "all"] | None = None
     post_norms: bool = False
     query_pre_attn_scalar: bool = False  # replaces head_dim in the scale of attention
     attn_softcap: float | None = None
     logit_softcap: float | None = None
     local_theta: float | None = None  # sliding layers have their own frequencies
     theta: float = 10000.0
+    window: int | None = 4096  # of sliding layers, where the field is absent
+    rms_norm_eps: float = 1e-6
+    bias_field: str = "attention_bias"
+    experts: config_experts.Names | None = None
 
 
 def _never(_: Fields, __: int) -> bool:
@@ -99,19 +118,24 @@ _GEMMA2 = dataclasses.replace(
     _GEMMA, slides=_but_every(2), post_norms=True, query_pre_attn_scalar=True, attn_softcap=50.0, logit_softcap=30.0
 )
 _GEMMA3 = dataclasses.replace(
-    _GEMMA2, slides=_but_every(6), qk_norm=True, attn_softcap=None, logit_softcap=None, theta=1e6, local_theta=1e4
+    _GEMMA2, slides=_but_every(6), qk_norm="head", attn_softcap=None, logit_softcap=None, theta=1e6, local_theta=1e4
 )
 FAMILIES = {
     "qwen2": _Family(_late, qkv_bias=True, o_bias=False),
-    "qwen3": _Family(_late, head_dim=128, qk_norm=True),
+    "qwen3": _Family(_late, head_dim=128, qk_norm="head"),
     "llama": _Family(_never, mlp_bias=None),
     "mistral": _Family(_always, qkv_bias=False, o_bias=False),
     "gemma": _GEMMA,
     "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA3,
+    "qwen2_moe": _Family(_never, o_bias=False, bias_field="qkv_bias", experts=config_experts.QWEN2),
+    "qwen3_moe": _Family(_never, qk_norm="head", experts=config_experts.QWEN3),
+    "mixtral": _Family(
+        _always, qkv_bias=False, o_bias=False, theta=1e6, window=None, rms_norm_eps=1e-5, experts=config_experts.MIXTRAL
+    ),
+    "olmoe": _Family(_never, qk_norm="all", rms_norm_eps=1e-5, experts=config_experts.OLMOE),
 }
 MOST_LAYERS = 10_000  # more than any model has; a loop visits each
-WINDOW = 4096  # of sliding layers, in every family, where the field is absent
 
 # Fields that change the mathematics, and the values without effect. An absent field is None.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -120,13 +144,14 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (None, 1.0),
     "attention_dropout": (None, 0.0),
     "use_bidirectional_attention": (None, False),
+    "clip_qkv": (None,),
+    "router_jitter_noise": (None, 0.0),
 }
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 _RELATIVES = {  # models that users try, and their errors
     "gemma3": "it reads pictures too; its text model alone is gemma3_text",
-    "mixtral": "a mixture of experts",
-    "qwen2_moe": "a mixture of experts",
-    "qwen3_moe": "a mixture of experts",
+    "gpt_oss": "a mixture of experts with attention sinks",
+    "deepseek_v3": "a mixture of experts with latent attention",
 }
 
 
@@ -138,7 +163,7 @@ def from_hf(config: Mapping[str, Any], *, path: str | os.PathLike[str]) -> Model
         raise UserError(f"{path}: model_type={name!r} is not supported{why}; use one of {', '.join(FAMILIES)}")
     family, fields = FAMILIES[name], Fields(config, str(path))
     _refuse_unsupported(fields, family)
-    attention_bias = fields.get("attention_bias", bool, False)
+    attention_bias = fields.get(family.bias_field, bool, family.bias_field == "qkv_bias")
     hidden_size, num_heads = fields.get("hidden_size", int), fields.get("num_attention_heads", int)
     num_layers = fields.get("num_hidden_layers", int)
     if num_layers > MOST_LAYERS:
@@ -149,7 +174,7 @@ def from_hf(config: Mapping[str, Any], *, path: str | os.PathLike[str]) -> Model
         raise fields.refuse("num_key_value_heads", f"must divide num_attention_heads={num_heads}")
     if head_dim % 2 or not head_dim:
         raise UserError(f"{path}: head_dim={head_dim} must be even and above 0: rotary embedding turns pairs")
-    rotary, local = _rotary(fields, family)
+    rotary, local = config_rotary.read(fields, family.theta, family.local_theta)
     windows = _windows(fields, family, num_layers)
     layers = [Kind(window, rotary if window is None or local is None else local) for window in windows]
     kinds = tuple(dict.fromkeys(layers))
@@ -165,7 +190,7 @@ def from_hf(config: Mapping[str, Any], *, path: str | os.PathLike[str]) -> Model
         head_dim=head_dim,
         kinds=kinds,
         layer_kinds=tuple(kinds.index(kind) for kind in layers),
-        rms_norm_eps=fields.above_zero("rms_norm_eps", 1e-6),
+        rms_norm_eps=fields.above_zero("rms_norm_eps", family.rms_norm_eps),
         norm_offset=1.0 if family.gemma else 0.0,
         qk_norm=family.qk_norm,
         post_norms=family.post_norms,
@@ -179,9 +204,10 @@ def from_hf(config: Mapping[str, Any], *, path: str | os.PathLike[str]) -> Model
         attn_softcap=_softcap(fields, "attn_logit_softcapping", family.attn_softcap),
         logit_softcap=_softcap(fields, "final_logit_softcapping", family.logit_softcap),
         tie_word_embeddings=fields.get("tie_word_embeddings", bool, family.tie_word_embeddings),
-        max_position_embeddings=_context(fields, rotary),
+        max_position_embeddings=config_rotary.context(fields, rotary),
         initializer_range=fields.above_zero("initializer_range", 0.02),
         padded_vocab_size=vocab_size,
+        experts=config_experts.read(fields, family.experts, num_layers),
     )
 
 
@@ -194,6 +220,8 @@ def _refuse_unsupported(fields: Fields, family: _Family) -> None:
     neutral = dict(_NEUTRAL)
     if family.attn_softcap is None:
         neutral["attn_logit_softcapping"] = (None,)
+    if family.experts is not None:
+        neutral["use_sliding_window"] = (None, False)
     if not family.post_norms:
         neutral["final_logit_softcapping"] = (None,)
     for key, values in neutral.items():
@@ -221,7 +249,8 @@ def _softcap(fields: Fields, key: str, default: float | None) -> float | None:
 
 def _windows(fields: Fields, family: _Family, num_layers: int) -> list[int | None]:
     """Returns the window of each layer, or None."""
-    window = fields.or_null("sliding_window", int, WINDOW)
+    # transformers writes 0 for a mixture without windows.
+    window = None if family.slides is _never else fields.or_null("sliding_window", int, family.window)
     switch = family.slides is _late  # qwen's, whose window counts only if switched on
     if switch and not fields.get("use_sliding_window", bool, False):
         window = None
@@ -239,61 +268,3 @@ def _windows(fields: Fields, family: _Family, num_layers: int) -> list[int | Non
     if any(slides) and (window is None or family.slides is _never):
         raise fields.refuse("layer_types", f"is not supported with sliding_window={window}: no layer can slide")
     return [window if one else None for one in slides]
-
-
-def _rotary(fields: Fields, family: _Family) -> tuple[Rotary, Rotary | None]:
-    """Returns the frequencies of full layers, and of sliding ones if they have their own."""
-    places = {}
-    for key in ("rope_scaling", "rope_parameters"):
-        places[key] = fields.config.get(key) or {}
-        if not isinstance(places[key], Mapping):
-            raise fields.refuse(key, "must be an object or null")
-    theta = fields.get("rope_theta", float, family.theta)
-    if family.local_theta is None:
-        key = "rope_scaling" if places["rope_scaling"] else "rope_parameters"  # HF's earlier and present place
-        return _stretched(fields, key, places[key], theta), None
-    local_theta = fields.get("rope_local_base_freq", float, family.local_theta)
-    both = dict(places["rope_parameters"])
-    full, local = both.pop("full_attention", None) or {}, both.pop("sliding_attention", None) or {}
-    if both:
-        raise fields.refuse("rope_parameters", "may hold full_attention and sliding_attention only")
-    return (
-        _stretched(fields, "rope_scaling", {**full, **places["rope_scaling"]}, theta),
-        _stretched(fields, "rope_parameters", local, local_theta),
-    )
-
-
-# Required fields of each supported rope_type, besides its base.
-_STRETCHES = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
-
-
-def _stretched(fields: Fields, key: str, rope: Mapping[str, Any], theta: float) -> Rotary:
-    inner = Fields(rope, f"{fields.path}: {key}={dict(rope)!r}")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    said = {k for k, v in rope.items() if v is not None} - {"rope_theta", "rope_type", "type"}
-    if rope.get("partial_rotary_factor") == 1.0:
-        said.remove("partial_rotary_factor")
-    if not isinstance(kind, str) or kind not in _STRETCHES or said - set(_STRETCHES[kind]):
-        why = "; it depends on the longest row of a batch" if kind == "dynamic" else ""
-        raise UserError(f"{fields.path}: {key}={dict(rope)!r} is not supported, only {', '.join(_STRETCHES)}{why}")
-    theta = inner.get("rope_theta", float, theta)
-    factor = 1.0 if kind == "default" else inner.get("factor", float)
-    if theta <= 0 or factor <= 0:
-        raise UserError(f"{fields.path}: {key}={dict(rope)!r}: rope_theta and factor must be above 0")
-    if kind != "llama3":
-        return Rotary(theta, factor)
-    low, high = inner.get("low_freq_factor", float), inner.get("high_freq_factor", float)
-    if not 0 < low < high:
-        raise UserError(f"{fields.path}: {key}={dict(rope)!r}: high_freq_factor must be above low_freq_factor, above 0")
-    context = inner.get("original_max_position_embeddings", int, fields.get("max_position_embeddings", int))
-    return Rotary(theta, factor, (low, high, context))
-
-
-def _context(fields: Fields, rotary: Rotary) -> int:
-    """Returns the model's context length."""
-    context = fields.get("max_position_embeddings", int)
-    return context if rotary.llama3 is not None else int(context * rotary.factor)

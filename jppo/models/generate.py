@@ -8,6 +8,7 @@ A token's random key depends on its row's seed and its position alone, not on ot
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +16,9 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jppo.models import cache, decoder, heads, lora
+from jppo.models import cache, decoder, experts, heads, lora
 from jppo.models.cache import Cache, LayerCache
+from jppo.models.experts import Mix
 from jppo.models.families import ModelConfig
 from jppo.models.lora import Weights
 from jppo.types import Params
@@ -82,6 +84,7 @@ def fill(
     seed: jax.Array,
     *,
     constrain: Constrain = decoder.identity,
+    mix: Mix = experts.mix,
 ) -> Slots:
     """Puts prompt `source` [R] of `prompts` [N, P] into each row; -1 leaves the row unchanged.
 
@@ -102,7 +105,7 @@ def fill(
     if P > 1:
         fresh = cache.empty(cfg, rows=N, length=P - 1, dtype=held[0].k.dtype)
         position = jnp.broadcast_to(jnp.arange(P - 1, dtype=jnp.int32)[None], (N, P - 1))
-        _, made = decoder.forward_cached(model, cfg, prompts[:, :-1], position, fresh, constrain=constrain)
+        _, made = decoder.forward_cached(model, cfg, prompts[:, :-1], position, fresh, constrain=constrain, mix=mix)
         held = tuple(LayerCache(put(a.k, b.k), put(a.v, b.v)) for a, b in zip(held, made, strict=True))
     return Slots(
         cache=held,
@@ -125,6 +128,7 @@ def advance(
     turns: int,
     cut: bool,
     constrain: Constrain = decoder.identity,
+    mix: Mix = experts.mix,
 ) -> Slots:
     """Gives every live row a token a turn; stops after `turns`, or when `enough` [] rows are free.
 
@@ -133,6 +137,7 @@ def advance(
     """
     chex.assert_equal_shape([slots.last, slots.until, slots.seed])
     kernel = decoder.head_kernel(model, cfg)
+    forward = functools.partial(decoder.forward_cached, model, cfg, constrain=constrain, mix=mix)
     row = jnp.arange(slots.last.shape[0], dtype=jnp.int32)
 
     def going(state: tuple[jax.Array, Slots]) -> jax.Array:
@@ -143,7 +148,7 @@ def advance(
         turn, now = state
         live = now.last < now.until
         token = jnp.take_along_axis(now.tokens, now.last[:, None], axis=1)
-        hidden, held = decoder.forward_cached(model, cfg, token, now.last[:, None], now.cache, constrain=constrain)
+        hidden, held = forward(token, now.last[:, None], now.cache)
         logits = heads.logits_of((hidden, kernel, cfg))[:, 0]
         new, logp = choose(logits, now.seed, now.last + 1, choice, cut=cut)
         last = jnp.where(live, now.last + 1, now.last)

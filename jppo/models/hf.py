@@ -170,12 +170,12 @@ def _some(names: list[str]) -> str:
 def _read(entry: Entry, slots: dict[str, tensorfile.Slot], dtype: Any, sharding: Any) -> jax.Array:
     """Reads one parameter, filled tensor by tensor in its shards."""
     out: jax.Array = jax.jit(functools.partial(jnp.zeros, entry.shape, dtype), out_shardings=sharding)()
-    for i, name in enumerate(entry.hf_names):
+    for at, name in zip(np.ndindex(entry.numbered), entry.hf_names, strict=True):
         tensor = params.from_hf(entry, tensorfile.read(slots[name], name))
         if entry.padding and sharding is not None:  # else no mesh divides it, and each device would get all of it
             tensor = np.pad(tensor, [(0, entry.padding)] + [(0, 0)] * (tensor.ndim - 1))
-        piece = tensor[None] if entry.stacked else tensor
-        out = _fill(out, placing.put(piece, _of_piece(sharding, piece.shape)), i if entry.stacked else 0)
+        piece = tensor[(None,) * len(at)]
+        out = _fill(out, placing.put(piece, _of_piece(sharding, piece.shape)), at)
         out.block_until_ready()  # one tensor on the host at a time
     return out
 
@@ -196,9 +196,9 @@ def _parts(sharding: Any, axes: str | tuple[str, ...]) -> int:
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _fill(out: jax.Array, piece: jax.Array, first: jax.Array | int) -> jax.Array:
-    """Writes the piece into `out` from index `first` of its first axis on."""
-    return jax.lax.dynamic_update_slice(out, piece.astype(out.dtype), (first,) + (0,) * (out.ndim - 1))
+def _fill(out: jax.Array, piece: jax.Array, at: tuple[int, ...]) -> jax.Array:
+    """Writes the piece into `out` from the indices `at` of its first axes on."""
+    return jax.lax.dynamic_update_slice(out, piece.astype(out.dtype), at + (0,) * (out.ndim - len(at)))
 
 
 def stored_tensors(path: str | os.PathLike[str], cfg: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:

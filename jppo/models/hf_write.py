@@ -26,15 +26,17 @@ AHEAD = 1 << 26  # bytes of tensors in flight from the device while earlier ones
 
 @functools.partial(jax.jit, static_argnames=("entry", "dtype"))
 def _export(
-    array: jax.Array, beside: dict[str, jax.Array] | None, layer: jax.Array | int, *, entry: Entry, dtype: np.dtype
+    array: jax.Array, beside: dict[str, jax.Array] | None, at: tuple[int, ...], *, entry: Entry, dtype: np.dtype
 ) -> jax.Array:
-    """Converts one layer (of an unstacked parameter: all of it) to HF's tensor, its adapter merged."""
-    if entry.stacked:
-        array, beside = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, layer, 1), (array, beside))
+    """Converts one layer and expert (of an unstacked parameter: all of it) to HF's tensor, its adapter merged."""
+    for axis, i in enumerate(at):  # a parameter of experts has no adapter
+        array, beside = jax.tree.map(
+            lambda x, i=i, axis=axis: jax.lax.dynamic_slice_in_dim(x, i, 1, axis), (array, beside)
+        )
     if beside is not None:
         array = lora.merge(entry, array, beside)
     tensor = params.to_hf(entry, array).astype(dtype)
-    return tensor[0] if entry.stacked else tensor
+    return tensor[(0,) * len(at)]
 
 
 def hf_tensors(
@@ -70,8 +72,8 @@ def _on_device(model: lora.Weights, cfg: ModelConfig, head: Head, dtype: Any) ->
         if alike and beside is None and array.dtype == cast:
             yield entry.hf, _apart(array)
             continue
-        for layer, name in enumerate(entry.hf_names):
-            yield name, _export(array, beside, layer, entry=entry, dtype=cast)
+        for at, name in zip(np.ndindex(entry.numbered), entry.hf_names, strict=True):
+            yield name, _export(array, beside, at, entry=entry, dtype=cast)
 
 
 def _apart(array: jax.Array) -> jax.Array:
@@ -167,8 +169,8 @@ def adapter_tensors(
     """Yields the learned weights of a model with adapters, under peft's names."""
     for entry in lora.table(cfg, how, head=head):
         array = offload.to_device(params.get(learned, entry.path))
-        for layer, name in enumerate(entry.hf_names):
-            yield name, placing.fetch(_export(array, None, layer, entry=entry, dtype=np.dtype(array.dtype)))
+        for at, name in zip(np.ndindex(entry.numbered), entry.hf_names, strict=True):
+            yield name, placing.fetch(_export(array, None, at, entry=entry, dtype=np.dtype(array.dtype)))
 
 
 def save_adapter(

@@ -5,6 +5,7 @@ the tree `{'lora': adapters}`, for a critic with its `score`; the rest is the fr
 """
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -109,8 +110,13 @@ def table(model: ModelConfig, lora: Lora, *, head: Head) -> tuple[Entry, ...]:
     """Lists every learned parameter, under peft's names."""
     kernels = {entry.path: entry for entry in params.table(model, head=head)}
     out = []
-    for name in lora.targets:
-        kernel = kernels["layers", *TARGETS[name], "kernel"]
+    for name, stack in itertools.product(lora.targets, model.stacks):
+        if model.experts is not None and TARGETS[name][0] == "mlp":
+            raise UserError(
+                f"model.target_modules: {name} of a {model.family} model is a part of its experts, which cannot have"
+                f" adapters; use {','.join(name for name, path in TARGETS.items() if path[0] == 'attn')}"
+            )
+        kernel = kernels[stack.name, *TARGETS[name], "kernel"]
         into = _inner(kernel)
         ours = kernel.letters[1:]
         outer = "".join(letter for letter in ours if letter not in into)
@@ -140,6 +146,7 @@ def _entry(kernel: Entry, lora: Lora, name: str, theirs: str, hf_letters: tuple[
         shape=tuple(sizes[letter] for letter in letters),
         axes=tuple(axes[letter] for letter in letters),
         alias=None,
+        first=kernel.first,
     )
 
 
@@ -151,6 +158,7 @@ def init(model: ModelConfig, lora: Lora, key: jax.Array) -> Params:
             return jnp.zeros(entry.shape, jnp.float32)
         bound = 1 / math.sqrt(math.prod(entry.shape[1:-1]))
         number = [*TARGETS.values()].index((entry.path[-3], entry.path[-2]))
+        number += len(TARGETS) * [stack.name for stack in model.stacks].index(entry.path[1])
         return jax.random.uniform(jax.random.fold_in(key, number), entry.shape, jnp.float32, -bound, bound)
 
     return params.tree(table(model, lora, head="lm"), leaf)

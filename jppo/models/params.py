@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jppo.models.config_experts import Experts, Stack
 from jppo.models.families import ModelConfig
 from jppo.types import Params
 
@@ -27,6 +28,9 @@ AXES = {
     "H": "heads",
     "K": "kv_heads",
     "F": "mlp",
+    "E": "experts",
+    "M": "mlp",  # of an expert
+    "S": "mlp",  # of a shared expert
     "A": None,
     "1": None,
 }
@@ -37,18 +41,24 @@ class Entry:
     """A parameter. `letters` names the axes of our array, `hf_letters` the axes of the HF tensor (of one layer)."""
 
     path: tuple[str, ...]
-    hf: str  # name of the HF tensor, with {layer} if our array is stacked
+    hf: str  # name of the HF tensor, with {layer} if our array is stacked, and {expert} if it has each one's own
     hf_letters: tuple[str, ...]  # a word joins several of our axes in one of HF's: ('HA', 'D')
     letters: str  # of our array; first L if stacked
     shape: tuple[int, ...]  # of our array
     axes: tuple[str | None, ...]  # logical axes of our array
     alias: str | None  # another name under which a checkpoint may store the same matrix
     padding: int = 0  # rows on the first axis that the HF tensor lacks
+    first: int = 0  # layer of a stacked array
 
     @property
     def stacked(self) -> bool:
         """Whether the first axis is the layer."""
         return self.letters[0] == "L"
+
+    @property
+    def numbered(self) -> tuple[int, ...]:
+        """Returns the sizes of our first axes that HF's names number: layers, then experts."""
+        return self.shape[: ("{layer}" in self.hf) + ("{expert}" in self.hf)]
 
     @property
     def matrix(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
@@ -60,20 +70,20 @@ class Entry:
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
-        """Returns the shape of HF's tensor, of one layer where ours is stacked."""
+        """Returns the shape of HF's tensor, of one layer and expert where ours has several."""
         sizes = dict(zip(self.letters, self.shape, strict=True))
         sizes[self.letters[0]] -= self.padding
         return tuple(math.prod(sizes[letter] for letter in word) for word in self.hf_letters)
 
     @property
     def hf_names(self) -> tuple[str, ...]:
-        """Returns HF's names: one a layer where ours is stacked, else one."""
-        return tuple(self.hf.format(layer=i) for i in range(self.shape[0])) if self.stacked else (self.hf,)
+        """Returns HF's names, in the order of `np.ndindex(numbered)`."""
+        places = (dict(zip(("layer", "expert"), at, strict=False)) for at in np.ndindex(self.numbered))
+        return tuple(self.hf.format(**at | {"layer": self.first + at.get("layer", 0)}) for at in places)
 
 
 def _make_entry(model: ModelConfig) -> Callable[..., Entry]:
     sizes = {
-        "L": model.num_layers,
         "V": model.padded_vocab_size,
         "D": model.hidden_size,
         "H": model.num_heads,
@@ -82,18 +92,23 @@ def _make_entry(model: ModelConfig) -> Callable[..., Entry]:
         "A": model.head_dim,
         "1": 1,
     }
+    if model.experts is not None:
+        sizes |= {"E": model.experts.count, "M": model.experts.width, "S": model.experts.shared_width}
 
-    def entry(path: str, hf: str, hf_letters: str, letters: str, alias: str | None = None) -> Entry:
+    def entry(
+        path: str, hf: str, hf_letters: str, letters: str, alias: str | None = None, stack: Stack | None = None
+    ) -> Entry:
         vector = letters.lstrip("L") in ("D", "A")  # norms, and biases of the residual stream
         return Entry(
-            path=tuple(path.split("/")),
-            hf=f"model.layers.{{layer}}.{hf}" if letters[0] == "L" else hf,
+            path=tuple(path.split("/")) if stack is None else (stack.name, *path.split("/")),
+            hf=hf if stack is None else f"model.layers.{{layer}}.{hf}",
             hf_letters=tuple(hf_letters.split()),
             letters=letters,
-            shape=tuple(sizes[letter] for letter in letters),
+            shape=tuple(stack.count if stack and letter == "L" else sizes[letter] for letter in letters),
             axes=tuple("norm" if vector and letter in "DA" else AXES[letter] for letter in letters),
             alias=alias,
             padding=model.padded_vocab_size - model.vocab_size if letters[0] == "V" else 0,
+            first=0 if stack is None else stack.first,
         )
 
     return entry
@@ -102,46 +117,54 @@ def _make_entry(model: ModelConfig) -> Callable[..., Entry]:
 def table(model: ModelConfig, *, head: Head) -> tuple[Entry, ...]:
     """Lists every parameter of the model with this head, in the order of HF's files' layers."""
     entry = _make_entry(model)
+
+    def layer(*row: str, sparse: bool | None = None) -> list[Entry]:
+        """Makes the entry of every stack; of those with experts or those without if `sparse` is given."""
+        return [entry(*row, stack=stack) for stack in model.stacks if sparse in (None, stack.sparse)]
+
     tied = "lm_head.weight" if model.tie_word_embeddings else None
     # With a norm on attention's output, it has the usual name of the MLP's own norm.
     before_mlp = "pre_feedforward_layernorm.weight" if model.post_norms else "post_attention_layernorm.weight"
     rows = [
         entry("embed/embedding", "model.embed_tokens.weight", "V D", "VD", tied),
-        entry("layers/attn_norm/scale", "input_layernorm.weight", "D", "LD"),
-        entry("layers/attn/q/kernel", "self_attn.q_proj.weight", "HA D", "LDHA"),
-        entry("layers/attn/k/kernel", "self_attn.k_proj.weight", "KA D", "LDKA"),
-        entry("layers/attn/v/kernel", "self_attn.v_proj.weight", "KA D", "LDKA"),
-        entry("layers/attn/o/kernel", "self_attn.o_proj.weight", "D HA", "LHAD"),
-        entry("layers/mlp_norm/scale", before_mlp, "D", "LD"),
-        entry("layers/mlp/gate/kernel", "mlp.gate_proj.weight", "F D", "LDF"),
-        entry("layers/mlp/up/kernel", "mlp.up_proj.weight", "F D", "LDF"),
-        entry("layers/mlp/down/kernel", "mlp.down_proj.weight", "D F", "LFD"),
+        *layer("attn_norm/scale", "input_layernorm.weight", "D", "LD"),
+        *layer("attn/q/kernel", "self_attn.q_proj.weight", "HA D", "LDHA"),
+        *layer("attn/k/kernel", "self_attn.k_proj.weight", "KA D", "LDKA"),
+        *layer("attn/v/kernel", "self_attn.v_proj.weight", "KA D", "LDKA"),
+        *layer("attn/o/kernel", "self_attn.o_proj.weight", "D HA", "LHAD"),
+        *layer("mlp_norm/scale", before_mlp, "D", "LD"),
+        *layer("mlp/gate/kernel", "mlp.gate_proj.weight", "F D", "LDF", sparse=False),
+        *layer("mlp/up/kernel", "mlp.up_proj.weight", "F D", "LDF", sparse=False),
+        *layer("mlp/down/kernel", "mlp.down_proj.weight", "D F", "LFD", sparse=False),
         entry("norm/scale", "model.norm.weight", "D", "D"),
     ]
     if model.post_norms:
         rows += [
-            entry("layers/attn_post_norm/scale", "post_attention_layernorm.weight", "D", "LD"),
-            entry("layers/mlp_post_norm/scale", "post_feedforward_layernorm.weight", "D", "LD"),
+            *layer("attn_post_norm/scale", "post_attention_layernorm.weight", "D", "LD"),
+            *layer("mlp_post_norm/scale", "post_feedforward_layernorm.weight", "D", "LD"),
         ]
-    if model.qk_norm:
+    if model.qk_norm is not None:
+        of_q, of_k = ("A", "A") if model.qk_norm == "head" else ("HA", "KA")
         rows += [
-            entry("layers/attn/q_norm/scale", "self_attn.q_norm.weight", "A", "LA"),
-            entry("layers/attn/k_norm/scale", "self_attn.k_norm.weight", "A", "LA"),
+            *layer("attn/q_norm/scale", "self_attn.q_norm.weight", of_q, f"L{of_q}"),
+            *layer("attn/k_norm/scale", "self_attn.k_norm.weight", of_k, f"L{of_k}"),
         ]
     if model.qkv_bias:
         rows += [
-            entry("layers/attn/q/bias", "self_attn.q_proj.bias", "HA", "LHA"),
-            entry("layers/attn/k/bias", "self_attn.k_proj.bias", "KA", "LKA"),
-            entry("layers/attn/v/bias", "self_attn.v_proj.bias", "KA", "LKA"),
+            *layer("attn/q/bias", "self_attn.q_proj.bias", "HA", "LHA"),
+            *layer("attn/k/bias", "self_attn.k_proj.bias", "KA", "LKA"),
+            *layer("attn/v/bias", "self_attn.v_proj.bias", "KA", "LKA"),
         ]
     if model.o_bias:
-        rows += [entry("layers/attn/o/bias", "self_attn.o_proj.bias", "D", "LD")]
+        rows += [*layer("attn/o/bias", "self_attn.o_proj.bias", "D", "LD")]
     if model.mlp_bias:
         rows += [
-            entry("layers/mlp/gate/bias", "mlp.gate_proj.bias", "F", "LF"),
-            entry("layers/mlp/up/bias", "mlp.up_proj.bias", "F", "LF"),
-            entry("layers/mlp/down/bias", "mlp.down_proj.bias", "D", "LD"),
+            *layer("mlp/gate/bias", "mlp.gate_proj.bias", "F", "LF", sparse=False),
+            *layer("mlp/up/bias", "mlp.up_proj.bias", "F", "LF", sparse=False),
+            *layer("mlp/down/bias", "mlp.down_proj.bias", "D", "LD", sparse=False),
         ]
+    if model.experts is not None:
+        rows += _experts(model.experts, layer)
     if head == "value":
         rows += [entry("score/kernel", "score.weight", "1 D", "D1")]
     elif head == "lm" and not model.tie_word_embeddings:
@@ -149,10 +172,29 @@ def table(model: ModelConfig, *, head: Head) -> tuple[Entry, ...]:
     return tuple(rows)
 
 
+def _experts(experts: Experts, layer: Callable[..., list[Entry]]) -> list[Entry]:
+    names = experts.names
+    each = f"{names.module}.experts.{{expert}}"
+    rows = [
+        *layer("experts/router", f"{names.module}.gate.weight", "E D", "LDE", sparse=True),
+        *layer("experts/gate", f"{each}.{names.gate}.weight", "M D", "LEDM", sparse=True),
+        *layer("experts/up", f"{each}.{names.up}.weight", "M D", "LEDM", sparse=True),
+        *layer("experts/down", f"{each}.{names.down}.weight", "D M", "LEDM", sparse=True),
+    ]
+    if experts.shared_width:
+        rows += [
+            *layer("experts/shared/gate/kernel", "mlp.shared_expert.gate_proj.weight", "S D", "LDS", sparse=True),
+            *layer("experts/shared/up/kernel", "mlp.shared_expert.up_proj.weight", "S D", "LDS", sparse=True),
+            *layer("experts/shared/down/kernel", "mlp.shared_expert.down_proj.weight", "D S", "LSD", sparse=True),
+            *layer("experts/shared_gate", "mlp.shared_expert_gate.weight", "1 D", "LD1", sparse=True),
+        ]
+    return rows
+
+
 def from_hf(entry: Entry, tensor: np.ndarray) -> np.ndarray:
-    """Converts HF's tensor (of one layer) to our layout; a view."""
+    """Converts HF's tensor (of one layer, and expert) to our layout; a view."""
     chex.assert_rank(tensor, len(entry.hf_letters))
-    ours = entry.letters.lstrip("L")
+    ours = entry.letters[len(entry.numbered) :]
     theirs = "".join(entry.hf_letters)
     sizes = dict(zip(entry.letters, entry.shape, strict=True))
     sizes[entry.letters[0]] -= entry.padding
@@ -161,10 +203,10 @@ def from_hf(entry: Entry, tensor: np.ndarray) -> np.ndarray:
 
 
 def to_hf(entry: Entry, array: jax.Array) -> jax.Array:
-    """Converts our array (some or all layers) to HF's layout, still stacked; pure, the inverse of `from_hf`."""
+    """Converts our array (some or all layers and experts) to HF's layout, still stacked; the inverse of `from_hf`."""
     chex.assert_rank(array, len(entry.letters))
     array = array[: array.shape[0] - entry.padding]  # HF has no padding rows
-    lead = "L" if entry.stacked else ""
+    lead = entry.letters[: len(entry.numbered)]
     theirs = lead + "".join(entry.hf_letters)
     merged = array.shape[: len(lead)] + entry.hf_shape
     return jnp.transpose(array, [entry.letters.index(letter) for letter in theirs]).reshape(merged)

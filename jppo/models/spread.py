@@ -1,18 +1,20 @@
-"""Attention on a mesh whose devices each have some positions of a row, although attention needs all of them.
+"""Computation on each device of a mesh: attention with positions that several devices share, and groups of devices.
 
 Positions are exchanged for heads, and back afterwards (Ulysses, Jacobs et al., arXiv:2309.14509): a device has
 all positions of its share of the heads. Heads that `tensor` shards are divided further.
 """
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jppo.models.attention import Attend
 
@@ -55,14 +57,14 @@ EXCHANGED = Split(ROWS, (HEADS, POSITIONS))  # rows whose positions are sharded
 WHOLE = Split((*ROWS, POSITIONS), (HEADS,))  # rows that are whole on a device
 
 
-def dividing(mesh: Mesh, axes: tuple[str, ...], size: int) -> tuple[str, ...]:
+def dividing(mesh: Mesh | AbstractMesh, axes: tuple[str, ...], size: int) -> tuple[str, ...]:
     """Returns the axes, without the last ones if they are too many for the size."""
     while axes and size % math.prod(mesh.shape[axis] for axis in axes):
         axes = axes[:-1]
     return axes
 
 
-def columns(mesh: Mesh | None, size: int) -> tuple[str, ...]:
+def columns(mesh: Mesh | AbstractMesh | None, size: int) -> tuple[str, ...]:
     """Returns the mesh axes that shard a parameter's D of that size; () without a mesh."""
     return () if mesh is None or mesh.size == 1 else dividing(mesh, COLUMNS, size)
 
@@ -97,3 +99,49 @@ def exchanged(attend: Attend, mesh: Mesh) -> Attend:
         return keep(keep(mixed, None, EXCHANGED.heads), POSITIONS, HEADS)
 
     return over_mesh
+
+
+def in_groups(spread: Callable[..., Any], fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Maps a device's `fn(kernels, *arrays of rows)` over the mesh by `spread(fn, *groups)`, also under `divided`.
+
+    vmap turns a loop into selects between old and new in each round; so each group runs its own loop instead.
+    """
+    groups = groups_of_rows()
+    if not groups:
+        return spread(fn)  # type: ignore[no-any-return]
+    mapped: Callable[..., Any] = jax.custom_batching.custom_vmap(spread(fn))
+    mapped.def_vmap(functools.partial(_by_group, spread(_of_one_group(fn), groups)))  # type: ignore[attr-defined]
+    return mapped
+
+
+def _of_one_group(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `fn` for arrays with a first axis of length 1, the device's group."""
+
+    def local(kernels: Any, *arrays: Any) -> Any:
+        return jax.tree.map(lambda x: x[None], fn(kernels, *jax.tree.map(lambda x: x[0], arrays)))
+
+    return local
+
+
+def _by_group(fn: Callable[..., Any], count: int, batched: Any, kernels: Any, *arrays: Any) -> tuple[Any, Any]:
+    """Maps over groups, for vmap: kernels are the same for all groups, arrays have one for each."""
+    if any(jax.tree.leaves(batched[0])):
+        raise ValueError("groups of devices share their kernels")
+    arrays = jax.tree.map(
+        lambda x, there: x if there else jnp.broadcast_to(x, (count, *x.shape)), arrays, tuple(batched[1:])
+    )
+    found = fn(kernels, *arrays)
+    return found, jax.tree.map(lambda _: True, found)
+
+
+def gathered(kernels: Sequence[jax.Array], columns: Sequence[tuple[str, ...]], dtype: Any) -> list[jax.Array]:
+    """Gathers all columns of a device's kernels, in this dtype."""
+    pairs = zip((kernel.astype(dtype) for kernel in kernels), columns, strict=True)
+    return [jax.lax.all_gather(kernel, axes, axis=1, tiled=True) if axes else kernel for kernel, axes in pairs]
+
+
+def summed(total: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Sums a kernel's gradient over the mesh, in the kernel's shards."""
+    total = jax.lax.psum_scatter(total, axes, scatter_dimension=1, tiled=True) if axes else total
+    out: jax.Array = jax.lax.psum(total, tuple(axis for axis in (*row_axes(), POSITIONS) if axis not in axes))
+    return out

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jppo.models import generate
+from jppo.models import experts, generate
 from jppo.models.families import ModelConfig
 from jppo.models.generate import Choice, Slots
 from jppo.models.lora import Weights
@@ -79,13 +79,13 @@ def make_programs(s: InprocessSettings, ends: Sequence[int], *, turns: int) -> P
     def constrain(x: jax.Array) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, s.by_row)
 
+    on_mesh: dict[str, Any] = dict(constrain=constrain, mix=experts.make_mix(s.by_row.mesh, whole_rows=True))
+
     def fill(model: Params, slots: Slots, *new: Any) -> Slots:
-        return generate.fill(model, s.cfg, slots, *new, constrain=constrain)
+        return generate.fill(model, s.cfg, slots, *new, **on_mesh)
 
     def advance(model: Params, slots: Slots, choice: Choice, enough: Any, *, cut: bool) -> Slots:
-        return generate.advance(
-            model, s.cfg, slots, choice, enough, ends=tuple(ends), turns=turns, cut=cut, constrain=constrain
-        )
+        return generate.advance(model, s.cfg, slots, choice, enough, ends=tuple(ends), turns=turns, cut=cut, **on_mesh)
 
     in_place = functools.partial(jax.jit, donate_argnums=1, out_shardings=places)
     return Programs(

@@ -13,7 +13,7 @@ import pytest
 
 from jppo.algorithms import advantage, losses
 from jppo.learner import batch, estimate, estimators, optim, packing, ppo, sharding, state, update
-from jppo.models import embedding, families, spread
+from jppo.models import embedding, experts, families, spread
 from jppo.models.attention import make_plain
 from jppo.models.decoder import Decoder, attention_settings, init_params
 from jppo.types import Reward, Trajectory
@@ -38,6 +38,20 @@ def hf_config():
         hidden_act="silu",
         tie_word_embeddings=False,
         initializer_range=0.3,
+    )
+
+
+def experts_config():
+    """The same width as a mixture of experts, whose first layer is dense."""
+    return hf_config() | dict(
+        model_type="qwen2_moe",
+        architectures=["Qwen2MoeForCausalLM"],
+        num_experts=5,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=8,
+        norm_topk_prob=True,
+        mlp_only_layers=[0],
     )
 
 
@@ -120,9 +134,8 @@ def quick_compilation():
 
 
 @functools.cache
-def host_weights(head, seed):
+def host_weights(cfg, head, seed):
     """The same random weights for every mesh."""
-    cfg = families.from_hf(hf_config(), path="config.json")
     return jax.device_get(init_params(cfg, jax.random.key(seed), head=head, param_dtype=np.float32))
 
 
@@ -136,10 +149,11 @@ class Learner:
     padding: int = 0  # rows of the batch behind them, at least
     remat: str = "none"
     shared: tuple[int, int] | None = None  # prompts: the longest, and the longest response
+    experts: bool = False
 
     def __post_init__(self):
-        self.hf, self.kl_coef, self.adamw = hf_config(), KL_COEF, ADAMW
-        self.cfg = families.from_hf(hf_config(), path="config.json")
+        self.hf, self.kl_coef, self.adamw = experts_config() if self.experts else hf_config(), KL_COEF, ADAMW
+        self.cfg = families.from_hf(self.hf, path="config.json")
         self.mesh = sharding.make_mesh(self.mesh_shape)
         plain = make_plain(**attention_settings(self.cfg), shared=self.shared)
         decoder = Decoder(
@@ -148,6 +162,7 @@ class Learner:
             attend=spread.exchanged(plain, self.mesh),
             lookup=embedding.make_lookup(self.mesh),
             remat=self.remat,
+            mix=experts.make_mix(self.mesh),
         )
         model = (decoder, self.cfg)
         critic = model if self.recipe.estimator.critic else None
@@ -162,7 +177,7 @@ class Learner:
         self.applies = {}
 
     def weights(self, name, seed):
-        return jax.device_put(host_weights(self.what[name].head, seed), self.what[name].shardings)
+        return jax.device_put(host_weights(self.cfg, self.what[name].head, seed), self.what[name].shardings)
 
     @property
     def shape(self):

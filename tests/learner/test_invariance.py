@@ -150,6 +150,23 @@ def test_devices(new_learner, make_recipe, base, mesh_shape, kind, tokens_per_mi
     assert_same(ours.update(*data, kind=kind, tokens_per_micro=tokens_per_micro, **START), expected)
 
 
+@pytest.mark.parametrize(
+    "mesh_shape,kind,tokens_per_micro,remat",
+    [
+        ((1, 1, 1, 1), "segments", 48, "none"),
+        ((2, 2, 1, 1), "segments", 48, "none"),  # groups of devices sum gradients apart
+        ((1, 2, 2, 1), "none", 100, "full"),
+        pytest.param((1, 1, 1, 2), "buckets", 24, "none", marks=pytest.mark.slow),
+        pytest.param((2, 1, 1, 1), "buckets", 10**6, "none", marks=pytest.mark.slow),
+    ],
+)
+def test_experts(new_learner, make_recipe, drawn, mesh_shape, kind, tokens_per_micro, remat):
+    data, made = drawn(16), make_recipe("gae")
+    expected = new_learner((1, 1, 1, 1), made, experts=True).update(*data, **START)
+    found = new_learner(mesh_shape, made, remat=remat, experts=True)
+    assert_same(found.update(*data, kind=kind, tokens_per_micro=tokens_per_micro, **START), expected)
+
+
 def test_normalised_values_and_two_lambdas(new_learner, make_recipe, drawn):
     data, made = drawn(16), make_recipe("decoupled", value_norm_decay=0.8)
     expected = new_learner((1, 1, 1, 1), made).update(*data, **START)

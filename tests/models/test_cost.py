@@ -35,6 +35,16 @@ def test_a_forward_pass_is_the_sum_of_its_products(cfg, length):
     assert cost.forward(cfg, [length], head_tokens=1) == counted(cfg, length, 1)
 
 
+def test_a_token_costs_its_active_experts_and_the_router():
+    config = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=7, shared_expert_intermediate_size=3)
+    mixture = SHAPE | config | {"model_type": "qwen2_moe", "mlp_only_layers": [1]}
+    # The MLP's 3 products of 8 by 12 give way in one layer: 2 experts of 3 of 8 by 7, a shared one of 3 of 8 by 3, the
+    # router's of 8 by 5 and the shared one's gate, 8 by 1.
+    saved = 2 * 4 * (3 * 8 * 12 - (2 * 3 * 8 * 7 + 3 * 8 * 3 + 8 * 5 + 8))
+    found = cost.forward(families.from_hf(mixture, path="here"), [4], head_tokens=1)
+    assert found == cost.forward(QWEN, [4], head_tokens=1) - saved
+
+
 def test_a_window_saves_and_sequences_add_up():
     assert cost.attention(SLIDING, [9]) < cost.attention(QWEN, [9])
     assert cost.attention(SLIDING, [3]) == cost.attention(QWEN, [3])

@@ -108,8 +108,9 @@ def test_real_models_equal_transformers(shared, rng, full_compilation, name):
     assert_close(jax.nn.log_softmax(ours), torch.log_softmax(torch.from_numpy(theirs), -1).numpy())
 
 
-def test_packed_and_padded_rows_equal_separate_ones(checkpoint, rng):
-    directory, model = checkpoint("qwen2-tied")
+@pytest.mark.parametrize("name", ["qwen2-tied", "qwen2-moe-mixed", "qwen3-moe-normed", "mixtral-sliding", "olmoe-tied"])
+def test_packed_and_padded_rows_equal_separate_ones(checkpoint, rng, name):
+    directory, model = checkpoint(name)
     cfg, values = load(directory)
     parts = [rng.integers(0, cfg.vocab_size, (1, n)).astype(np.int32) for n in (7, 1, 12)]
     theirs = [reference_logits(model, part)[0] for part in parts]
@@ -219,7 +220,7 @@ def test_init_is_what_it_says():
     assert not np.array_equal(layers[0], layers[1])  # each layer draws its own
 
 
-@pytest.mark.parametrize("name", ["qwen2-sliding", "gemma3-long"])
+@pytest.mark.parametrize("name", ["qwen2-sliding", "gemma3-long", "qwen3-moe-stepped", "mixtral-full", "olmoe-grouped"])
 @pytest.mark.parametrize("settings", [dict(scan_layers=False), dict(remat="full")])
 def test_layers_that_differ_may_be_unrolled_and_rematerialised(checkpoint, rng, name, settings):
     directory, model = checkpoint(name)
@@ -232,7 +233,10 @@ def test_layers_that_differ_may_be_unrolled_and_rematerialised(checkpoint, rng, 
 OF_ENGINE = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3-biased", "gemma2-capped", "gemma3-long")]
 
 
-@pytest.mark.parametrize("name", ["qwen2-sliding", "llama-llama3", "mistral-sliding", *OF_ENGINE])
+EXPERTS = ("qwen2-moe-mixed", "qwen3-moe-normed", "mixtral-sliding", "olmoe-grouped")
+
+
+@pytest.mark.parametrize("name", ["qwen2-sliding", "llama-llama3", "mistral-sliding", *EXPERTS, *OF_ENGINE])
 def test_a_cache_gives_the_logits_of_the_whole_row(checkpoint, rng, name):
     """Prompts of two lengths in one call, then token by token, against the same rows at once."""
     directory, _ = checkpoint(name)

@@ -9,7 +9,7 @@ import pytest
 
 from jppo.models import decoder, families, params
 
-NAMES = ("qwen2-tied", "qwen2-untied", "llama-biased", "llama-tied")
+NAMES = ("qwen2-tied", "qwen2-untied", "llama-biased", "llama-tied", "qwen2-moe-mixed", "olmoe-grouped")
 
 
 @pytest.mark.parametrize("head", ["lm", "value"])
@@ -51,15 +51,14 @@ def test_heads_are_cut_out_of_hfs_rows(hf_config, rng):
     assert params.from_hf(o, theirs)[2, 3, 7] == theirs[7, 2 * 10 + 3]
 
 
-@pytest.mark.parametrize("head", ["lm", "value"])
-def test_to_hf_inverts_from_hf(hf_config, rng, head):
-    cfg = families.from_hf(hf_config("llama-biased"), path="config.json")
+@pytest.mark.parametrize("name, head", [("llama-biased", "lm"), ("llama-biased", "value"), ("qwen2-moe-mixed", "lm")])
+def test_to_hf_inverts_from_hf(hf_config, rng, name, head):
+    cfg = families.from_hf(hf_config(name), path="config.json")
     for entry in params.table(cfg, head=head):
         theirs = rng.normal(size=(len(entry.hf_names), *entry.hf_shape)).astype(np.float32)
-        ours = np.stack([params.from_hf(entry, x) for x in theirs])
-        assert (ours if entry.stacked else ours[0]).shape == entry.shape
-        back = params.to_hf(entry, jnp.asarray(ours if entry.stacked else ours[0]))
-        np.testing.assert_array_equal(back, theirs if entry.stacked else theirs[0])
+        ours = np.stack([params.from_hf(entry, x) for x in theirs]).reshape(entry.shape)
+        back = params.to_hf(entry, jnp.asarray(ours))
+        np.testing.assert_array_equal(back.reshape(theirs.shape), theirs)
 
 
 def test_tied_and_value_models_have_no_language_head(hf_config):

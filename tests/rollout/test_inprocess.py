@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jppo import train
+from jppo.build.inputs import read_inputs
 from jppo.learner import packing, score, sharding, state
 from jppo.models import decoder, families, heads, lora, params
 from jppo.models.decoder import Decoder
@@ -282,7 +283,7 @@ def scored(cfg, mesh, weights, trajectories, temperature):
 
 
 # A family with every kind of head, window and cap; tests/models/ compares all of them with and without a cache.
-SCORED = ("qwen2-untied", "qwen3-biased", "gemma2-capped", "gemma3-long")
+SCORED = ("qwen2-untied", "qwen3-biased", "gemma2-capped", "gemma3-long", "qwen2-moe-mixed", "olmoe-grouped")
 OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in SHAPES if name not in SCORED]
 
 
@@ -319,6 +320,16 @@ def test_eight_devices_sample_what_one_does(made, sampling):
     found = responses(sampler.generate(ask(9), sampling, version=7))
     assert found == responses(made()[0].generate(ask(9), sampling, version=7))
     assert max(map(max, found)) < 83
+
+
+def test_experts_on_eight_devices_sample_what_they_do_on_one():
+    found = []
+    for mesh_shape in ((1, 1, 1), (1, 4, 2)):
+        cfg, mesh, values = model_of("qwen2-moe-mixed", mesh_shape)
+        sampler = engine_of(cfg, mesh, rows=8)
+        sampler.hold(values, version=0)
+        found.append(responses(sampler.generate(ask(9), SAMPLING, version=0)))
+    assert found[0] == found[1]
 
 
 def test_rows_and_parameters_lie_in_their_shards(made):
@@ -397,8 +408,33 @@ def test_only_the_version_that_is_held_is_sampled_from(made):
     sampler.hold(values, version=7)
 
 
-@pytest.mark.parametrize("mesh", [(8, 1, 1, 1), pytest.param((1, 2, 2, 2), marks=pytest.mark.slow)])
-def test_a_training_samples_from_what_it_learned(small_run, engine, mesh):
+EXPERTS = dict(
+    model_type="qwen2_moe", architectures=["Qwen2MoeForCausalLM"], num_experts=4, num_experts_per_tok=2,
+    moe_intermediate_size=16, shared_expert_intermediate_size=8, norm_topk_prob=True,
+)  # fmt: skip
+
+
+def with_experts(c):
+    """The run with a mixture of experts."""
+    file = pathlib.Path(c.model.path) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | EXPERTS))
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_experts_are_refused_where_a_publish_would_break_them(small_run, name):
+    with_experts(small_run)
+    small_run.rollout.name = name
+    with pytest.raises(UserError, match=f"rollout.name='{name}'.* experts of a qwen2_moe model.*'inprocess'$"):
+        read_inputs(small_run)
+
+
+@pytest.mark.parametrize(
+    "mesh, experts",
+    [((8, 1, 1, 1), False), ((2, 2, 2, 1), True), pytest.param((1, 2, 2, 2), False, marks=pytest.mark.slow)],
+)
+def test_a_training_samples_from_what_it_learned(small_run, engine, mesh, experts):
+    if experts:
+        with_experts(small_run)
     small_run.rollout.name, small_run.rollout.logp_tolerance = "inprocess", 1e-4  # which train.agree holds it to
     small_run.rollout.temperature, small_run.actor.use_kl_loss, small_run.actor.ppo_mini_batch_size = 0.6, True, 8
     small_run.actor.lr, small_run.rollout.n = 1e-2, 2

@@ -13,6 +13,7 @@ import numpy as np
 from jppo.models import heads, hf, tensorfile
 from jppo.models.attention import Attend
 from jppo.models.decoder import Decoder, identity
+from jppo.models.experts import make_mix
 from jppo.rewards.model.classifier import Classifier, refused, without_padding
 from jppo.settings import UserError
 from jppo.types import Params
@@ -59,8 +60,9 @@ class JaxRewardModel:
         self._lengths = row_lengths(max_length)
         parts = 1 if rows is None else _parts(rows)
         self._count = -(-batch_size // parts) * parts
+        mix = make_mix(None if rows is None else rows.mesh, whole_rows=True)
         constrain = identity if rows is None else functools.partial(_constrain, rows)
-        model = Decoder(cfg, dtype=dtype, param_dtype=dtype, constrain=constrain, attend=attend)
+        model = Decoder(cfg, dtype=dtype, param_dtype=dtype, constrain=constrain, attend=attend, mix=mix)
         self._scores = jax.jit(functools.partial(_scores, model, what.steps), out_shardings=whole)
 
     def score(self, ids: Sequence[Sequence[int]]) -> list[float]:

@@ -1,0 +1,101 @@
+"""The experts that a config.json asks for, and the runs of layers with and without them."""
+
+import dataclasses
+import itertools
+
+from jppo.models.config_fields import Fields
+
+
+@dataclasses.dataclass(frozen=True)
+class Names:
+    """A family's names, in config.json and of its tensors."""
+
+    count: str = "num_experts"
+    width: str = "moe_intermediate_size"
+    module: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    shared: bool = False  # there is an expert that every token uses
+    normalized: bool | None = None  # None: by the field norm_topk_prob
+    mixed: bool = True  # config.json may give some layers an MLP in place of experts
+
+
+QWEN2 = Names(shared=True)
+QWEN3 = Names()
+OLMOE = Names(width="intermediate_size", mixed=False)
+MIXTRAL = Names(
+    "num_local_experts", "intermediate_size", "block_sparse_moe", "w1", "w3", "w2", normalized=True, mixed=False
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """The experts of a model's sparse layers."""
+
+    count: int  # E
+    active: int  # of each token
+    width: int  # M
+    shared_width: int  # S, of the expert that every token uses; 0: there is none
+    normalized: bool  # the weights of a token's active experts sum to 1
+    sparse: tuple[bool, ...]  # [L], whether a layer has experts
+    names: Names
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Returns the widths of the experts."""
+        return (self.width, self.shared_width) if self.shared_width else (self.width,)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """Consecutive layers with the same parameters, which are stored stacked and scanned over."""
+
+    name: str
+    first: int  # its first layer
+    count: int
+    sparse: bool  # these layers have experts
+
+    @property
+    def layers(self) -> slice:
+        """Returns the layers' indices."""
+        return slice(self.first, self.first + self.count)
+
+
+def stacks(num_layers: int, experts: Experts | None) -> tuple[Stack, ...]:
+    """Returns the model's runs of layers: one named `layers`, or `layers0`, `layers1`, ... where kinds are mixed."""
+    sparse = (False,) * num_layers if experts is None else experts.sparse
+    runs = [[i for i, _ in run] for _, run in itertools.groupby(enumerate(sparse), key=lambda pair: pair[1])]
+    name = "layers" if len(runs) == 1 else "layers{}"
+    return tuple(Stack(name.format(i), run[0], len(run), sparse[run[0]]) for i, run in enumerate(runs))
+
+
+def read(fields: Fields, names: Names | None, num_layers: int) -> Experts | None:
+    """Reads the experts; None if no layer has any."""
+    if names is None:
+        return None
+    sparse = _sparse(fields, num_layers) if names.mixed else (True,) * num_layers
+    if not any(sparse):
+        return None
+    # transformers 5 writes num_experts under its other name.
+    counted = "num_local_experts" if "num_local_experts" in fields else names.count
+    count, active = fields.get(counted, int), fields.get("num_experts_per_tok", int)
+    if active > count:
+        raise fields.refuse("num_experts_per_tok", f"must be at most {counted}={count}")
+    return Experts(
+        count=count,
+        active=active,
+        width=fields.get(names.width, int),
+        shared_width=fields.get("shared_expert_intermediate_size", int) if names.shared else 0,
+        normalized=fields.get("norm_topk_prob", bool, False) if names.normalized is None else names.normalized,
+        sparse=sparse,
+        names=names,
+    )
+
+
+def _sparse(fields: Fields, num_layers: int) -> tuple[bool, ...]:
+    every = fields.get("decoder_sparse_step", int, 1)
+    dense = fields.get("mlp_only_layers", list, [])
+    if not all(isinstance(i, int) and 0 <= i < num_layers for i in dense):
+        raise fields.refuse("mlp_only_layers", f"must hold layers from 0 to {num_layers - 1}")
+    return tuple(i not in dense and (i + 1) % every == 0 for i in range(num_layers))

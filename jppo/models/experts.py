@@ -1,0 +1,178 @@
+"""Mixtures of experts: a router sends each token to some of a layer's experts. None is dropped.
+
+Each device sorts its own tokens by expert. It gathers the columns of the experts' kernels once for each direction.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from jppo.models import product
+from jppo.models.families import ModelConfig
+from jppo.models.grouped import grouped
+from jppo.models.modules import ACTIVATIONS, MLP
+from jppo.models.spread import HEADS, POSITIONS, WHOLE, columns, gathered, in_groups, row_axes, summed
+
+# (kernels, x [R, T, D], the router's logits [R, T, E], model) -> [R, T, D]
+# The kernels, of gate, up and down, are [E, D, M].
+Mix = Callable[[tuple[jax.Array, ...], jax.Array, jax.Array, ModelConfig], jax.Array]
+
+
+class Mixture(nn.Module):
+    """The sum of a token's active experts by the router's weights; with a shared expert by its own gate."""
+
+    cfg: ModelConfig
+    param_dtype: Any
+    mix: Mix
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        cfg, how = self.cfg, self.cfg.experts
+        assert how is not None
+
+        def param(name: str, *shape: int) -> jax.Array:
+            out: jax.Array = self.param(name, nn.initializers.normal(cfg.initializer_range), shape, self.param_dtype)
+            return out
+
+        D, E = cfg.hidden_size, how.count
+        logits = product.product("rtd,de->rte", x, param("router", D, E), jnp.float32)
+        kernels = tuple(param(name, E, D, how.width) for name in ("gate", "up", "down"))
+        y = self.mix(kernels, x, logits, cfg)
+        if not how.shared_width:
+            return y
+        share = jax.nn.sigmoid(product.product("rtd,dx->rtx", x, param("shared_gate", D, 1)))
+        return y + share * MLP(cfg, self.param_dtype, how.shared_width, name="shared")(x)
+
+
+def mix(kernels: tuple[jax.Array, ...], x: jax.Array, logits: jax.Array, cfg: ModelConfig) -> jax.Array:
+    """Computes the experts' outputs on one device."""
+    chex.assert_rank([*kernels, x, logits], [3, 3, 3, 3, 3])
+    return _mix(_Plan(cfg, None, False), kernels, x, logits)
+
+
+def make_mix(mesh: Mesh | AbstractMesh | None, *, whole_rows: bool = False) -> Mix:
+    """Makes the same on a mesh, with x sharded as rows and their positions; `whole_rows`: as whole rows."""
+    mesh = None if mesh is None or mesh.size == 1 else mesh
+    return lambda kernels, x, logits, cfg: _mix(_Plan(cfg, mesh, whole_rows), kernels, x, logits)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """How each device of a mesh computes the outputs of its own tokens."""
+
+    cfg: ModelConfig
+    mesh: Mesh | AbstractMesh | None
+    whole_rows: bool
+
+    def on_mesh(self, fn: Callable[..., Any], kernels: tuple[jax.Array, ...], gradients: bool) -> Callable[..., Any]:
+        """Maps `fn(plan, width's axis, columns, kernels, *arrays of rows)` over devices."""
+        mesh, (_, D, M) = self.mesh, kernels[0].shape
+        split, sharded = HEADS if mesh is not None and M % mesh.shape[HEADS] == 0 else None, columns(mesh, D)
+        fn = functools.partial(fn, self, split, sharded)
+        if mesh is None:
+            return fn
+        of_kernels = (PartitionSpec(None, sharded or None, split),) * len(kernels)
+
+        def spread(fn: Callable[..., Any], *groups: tuple[str, ...]) -> Callable[..., Any]:
+            rows = PartitionSpec(*groups, row_axes(), POSITIONS)
+            if self.whole_rows:
+                rows = PartitionSpec(WHOLE.rows)
+            outs = (tuple(PartitionSpec(*groups, *spec) for spec in of_kernels), rows, rows) if gradients else rows
+
+            def call(kernels: Any, *arrays: Any) -> Any:
+                ins = of_kernels, *(rows for _ in arrays)
+                return jax.shard_map(fn, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)(kernels, *arrays)
+
+            return call
+
+        return in_groups(spread, fn)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _mix(plan: _Plan, kernels: tuple[jax.Array, ...], x: jax.Array, logits: jax.Array) -> jax.Array:
+    out: jax.Array = plan.on_mesh(_forward, kernels, False)(kernels, x, logits)
+    return out
+
+
+def _mix_forward(plan: _Plan, *args: Any) -> tuple[jax.Array, Any]:
+    return _mix(plan, *args), args
+
+
+def _mix_backward(plan: _Plan, args: Any, given: jax.Array) -> tuple[Any, ...]:
+    found: tuple[Any, ...] = plan.on_mesh(_backward, args[0], True)(*args, given)
+    return found
+
+
+_mix.defvjp(_mix_forward, _mix_backward)
+
+
+def _forward(
+    plan: _Plan, split: str | None, columns: tuple[str, ...], kernels: Any, x: jax.Array, logits: jax.Array
+) -> jax.Array:
+    """Computes the outputs of a device's tokens [R, T, D]."""
+    whole = gathered(kernels, [columns] * len(kernels), x.dtype)
+    out = _local(plan.cfg, tuple(whole), x, logits)
+    return out if split is None else jax.lax.psum(out, split)
+
+
+def _backward(
+    plan: _Plan,
+    split: str | None,
+    columns: tuple[str, ...],
+    kernels: Any,
+    x: jax.Array,
+    logits: jax.Array,
+    given: jax.Array,
+) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array]:
+    """Computes the gradients of the kernels and of a device's tokens, with the experts' activations recomputed."""
+    whole = gathered(kernels, [columns] * len(kernels), x.dtype)
+    # Gradients of kernels are summed in f32: the products cast wide kernels to x's dtype.
+    wide = tuple(kernel.astype(jnp.promote_types(kernel.dtype, jnp.float32)) for kernel in whole)
+    by_kernels, by_x, by_logits = jax.vjp(functools.partial(_local, plan.cfg), wide, x, logits)[1](given)
+    if split is not None:  # each device has a partial sum, from its part of the experts' width
+        by_x, by_logits = jax.lax.psum((by_x, by_logits), split)
+    if plan.mesh is not None:
+        by_kernels = tuple(summed(slope, columns) for slope in by_kernels)
+    return tuple(new.astype(old.dtype) for new, old in zip(by_kernels, kernels, strict=True)), by_x, by_logits
+
+
+def _local(cfg: ModelConfig, kernels: tuple[jax.Array, ...], x: jax.Array, logits: jax.Array) -> jax.Array:
+    """Computes the outputs [R, T, D] of tokens with whole kernels, or with a part of the experts' width."""
+    how, (gate, up, down), flat = cfg.experts, kernels, x.reshape(-1, x.shape[-1])
+    assert how is not None
+    weight, chosen = jax.lax.top_k(jax.nn.softmax(logits.reshape(-1, how.count)), how.active)  # [N, active]
+    if how.normalized:
+        weight /= jnp.sum(weight, axis=-1, keepdims=True)
+    order = jnp.argsort(chosen.reshape(-1), stable=True)  # of pairs of a token and an expert
+    place = jnp.argsort(order)  # of each pair among the sorted ones
+    sizes = jnp.bincount(chosen.reshape(-1), length=how.count).astype(jnp.int32)
+    rows = _taken(how.active, flat, order, place)
+    inner = ACTIVATIONS[cfg.activation](grouped(rows, gate, sizes)) * grouped(rows, up, sizes)
+    each = _taken(1, grouped(inner, down, sizes, True), place, order).reshape(*chosen.shape, -1)
+    mixed = jnp.sum(weight[:, :, None] * each.astype(weight.dtype), axis=1)
+    return mixed.astype(x.dtype).reshape(x.shape)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _taken(times: int, x: jax.Array, order: jax.Array, place: jax.Array) -> jax.Array:
+    """Returns x's rows, each repeated so many times, in this order; `place` inverts it. No gradient is a scatter."""
+    return x[order // times]
+
+
+def _taken_forward(times: int, x: jax.Array, order: jax.Array, place: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return _taken(times, x, order, place), place
+
+
+def _taken_backward(times: int, place: jax.Array, given: jax.Array) -> tuple[jax.Array, None, None]:
+    each = given[place].reshape(-1, times, given.shape[-1])
+    return jnp.sum(each, axis=1, dtype=jnp.promote_types(given.dtype, jnp.float32)).astype(given.dtype), None, None
+
+
+_taken.defvjp(_taken_forward, _taken_backward)

@@ -1,0 +1,79 @@
+"""Flax modules that the layers of the decoder are made of: norm, projection, MLP."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jppo.models import lora, product
+from jppo.models.families import ModelConfig
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * (scale + offset) over the last axes, in f32."""
+
+    cfg: ModelConfig
+    param_dtype: Any
+    axes: int = 1
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        start = nn.initializers.constant(1.0 - self.cfg.norm_offset)
+        scale = self.param("scale", start, x.shape[-self.axes :], self.param_dtype)
+        wide = x.astype(jnp.float32)
+        variance = jnp.mean(jnp.square(wide), axis=tuple(range(-self.axes, 0)), keepdims=True)
+        normed = wide * jax.lax.rsqrt(variance + self.cfg.rms_norm_eps)
+        gain = scale.astype(jnp.float32) + self.cfg.norm_offset
+        return (normed * gain.reshape((1,) * (x.ndim - self.axes) + gain.shape)).astype(x.dtype)
+
+
+class Project(nn.Module):
+    """Multiplies x with a kernel by einsum, with a bias and an adapter where present."""
+
+    equation: str
+    shape: tuple[int, ...]  # of the kernel
+    bias: tuple[int, ...] | None
+    std: float
+    param_dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        kernel = self.param("kernel", nn.initializers.normal(self.std), self.shape, self.param_dtype)
+        y = product.product(self.equation, x, kernel)
+        if self.bias is not None:
+            y += self.param("bias", nn.initializers.zeros, self.bias, self.param_dtype)[None, None].astype(x.dtype)
+        if self.has_variable(lora.COLLECTION, "a"):
+            down, up = lora.equations(self.equation)
+            a: jax.Array = self.get_variable(lora.COLLECTION, "a")
+            b: jax.Array = self.get_variable(lora.COLLECTION, "b")
+            y += product.product(up, product.product(down, x, a), b)
+        return y
+
+
+class MLP(nn.Module):
+    """down(activation(gate(x)) * up(x))."""
+
+    cfg: ModelConfig
+    param_dtype: Any
+    width: int  # F
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        cfg = self.cfg
+        D, F = cfg.hidden_size, self.width
+
+        def project(name: str, equation: str, shape: tuple[int, int]) -> Project:
+            bias = shape[1:] if cfg.mlp_bias else None
+            return Project(equation, shape, bias, cfg.initializer_range, self.param_dtype, name=name)
+
+        gate = project("gate", "rtd,df->rtf", (D, F))(x)
+        up = project("up", "rtd,df->rtf", (D, F))(x)
+        return project("down", "rtf,fd->rtd", (F, D))(ACTIVATIONS[cfg.activation](gate) * up)

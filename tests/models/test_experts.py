@@ -1,0 +1,240 @@
+"""Experts: their products, the gradient of a whole model against transformers', meshes, memory and bad input."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jppo.learner import sharding, state
+from jppo.models import decoder, embedding, experts, families, heads, hf, hf_write, lora, spread
+from jppo.models.attention import make_plain
+from jppo.models.grouped import grouped
+from jppo.settings import UserError
+from tests.models.conftest import SHAPES, config_of
+
+SPARSE = tuple(name for name in SHAPES if "num_experts_per_tok" in SHAPES[name])
+
+
+def by_group(x, kernel, sizes, transposed):
+    """The same row by row."""
+    groups = np.repeat(np.arange(len(sizes)), sizes)
+    return np.stack([row @ (kernel[g].T if transposed else kernel[g]) for row, g in zip(x, groups, strict=True)])
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("sizes", [(3, 0, 5, 1), (0, 0, 9, 0), (70, 0, 1, 300), (0, 0, 0, 1), (16, 16, 16, 16)])
+def test_every_row_is_multiplied_with_the_kernel_of_its_group(rng, sizes, transposed):
+    kernel = rng.normal(size=(4, 6, 5)).astype(np.float32)
+    x = rng.normal(size=(sum(sizes), 5 if transposed else 6)).astype(np.float32)
+    given = rng.normal(size=(sum(sizes), 6 if transposed else 5)).astype(np.float32)
+    found, pull = jax.vjp(lambda *args: grouped(*args, jnp.asarray(sizes), transposed), *map(jnp.asarray, (x, kernel)))
+    np.testing.assert_allclose(found, by_group(x, kernel, sizes, transposed), rtol=1e-4, atol=1e-5)
+    by_x, by_kernel = pull(jnp.asarray(given))
+    np.testing.assert_allclose(by_x, by_group(given, kernel, sizes, not transposed), rtol=1e-4, atol=1e-5)
+    ends = np.cumsum(sizes)
+    for g, (end, size) in enumerate(zip(ends, sizes, strict=True)):
+        here = slice(end - size, end)
+        expected = given[here].T @ x[here] if transposed else x[here].T @ given[here]
+        np.testing.assert_allclose(by_kernel[g], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_narrow_product_is_summed_in_f32(rng):
+    x = jnp.asarray(rng.normal(size=(40, 64)), jnp.bfloat16)
+    kernel = jnp.asarray(rng.normal(size=(3, 64, 8)), jnp.float32)
+    sizes = jnp.asarray([11, 9, 20])
+    found, pull = jax.vjp(lambda kernel: grouped(x, kernel, sizes), kernel)
+    exact = by_group(np.asarray(x, np.float32), np.asarray(kernel.astype(jnp.bfloat16), np.float32), [11, 9, 20], False)
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(found, np.float32), exact, rtol=2**-8, atol=1e-3)
+    slope = pull(jnp.ones((40, 8), jnp.bfloat16))[0]
+    assert slope.dtype == jnp.float32
+    expected = np.asarray(x, np.float32)[:11].sum(axis=0)
+    np.testing.assert_allclose(slope[0], np.broadcast_to(expected[:, None], (64, 8)), rtol=1e-5, atol=1e-5)
+
+
+def fused(model):
+    """The gradients of a transformers model under the names of its files, where experts are apart."""
+    found = {}
+    for name, p in model.named_parameters():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            found[name] = p.grad.numpy()
+            continue
+        for i, grad in enumerate(p.grad.numpy()):
+            parts = np.split(grad, 2) if "gate_up" in name else [grad]
+            names = ("gate_proj", "up_proj") if "gate_up" in name else ("down_proj",)
+            for part, projection in zip(parts, names, strict=True):
+                found[f"{name.rsplit('.', 1)[0]}.{i}.{projection}.weight"] = part
+    return found
+
+
+def as_mixtrals(name):
+    """A tensor's name in Mixtral's files."""
+    if ".mlp." not in name:
+        return name
+    names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    for theirs, other in names.items():
+        name = name.replace(theirs, other)
+    return name.replace(".mlp.", ".block_sparse_moe.")
+
+
+@pytest.mark.parametrize("name", SPARSE[::2])
+def test_the_gradient_is_that_of_transformers_the_routers_included(checkpoint, rng, name):
+    torch = pytest.importorskip("torch")
+    directory, model = checkpoint(name)
+    _, cfg = hf.read_config(directory)
+    values = hf.load_params(directory, cfg, head="lm", param_dtype=jnp.float32)
+    # 0 is padding to transformers, and has no gradient there.
+    tokens, targets = rng.integers(1, cfg.vocab_size, (2, 2, 19)).astype(np.int32)
+    share = rng.normal(size=(2, 19)).astype(np.float32)
+
+    def loss(values):
+        segment, position = np.ones_like(tokens), np.broadcast_to(np.arange(19, dtype=np.int32), tokens.shape)
+        hidden = decoder.Decoder(cfg).apply({"params": values}, tokens, segment, position)
+        logp, _ = heads.logprob_entropy(
+            (hidden, decoder.head_kernel(values, cfg), cfg),
+            targets,
+            temperature=1.0,
+            chunk_tokens=64,
+            with_entropy=False,
+        )
+        return jnp.sum(share * logp)
+
+    ours = dict(hf_write.hf_tensors(jax.jit(jax.grad(loss))(values), cfg))
+    model.zero_grad()
+    logp = torch.log_softmax(model(torch.from_numpy(tokens).long()).logits, -1)
+    chosen = logp.gather(2, torch.from_numpy(targets).long()[:, :, None])[:, :, 0]
+    (torch.from_numpy(share) * chosen).sum().backward()
+    theirs = fused(model)
+    model.zero_grad()
+    if cfg.family == "mixtral":
+        theirs = {as_mixtrals(key): grad for key, grad in theirs.items()}
+    assert ours.keys() == theirs.keys()
+    routers = [key for key in theirs if key.endswith(".gate.weight")]
+    assert routers and all(np.abs(theirs[key]).max() > 1e-3 for key in routers)
+    for key, grad in theirs.items():
+        assert np.abs(ours[key] - grad).max() <= 1e-4 * max(np.abs(grad).max(), 1e-2), key
+
+
+MESHED = config_of("qwen2-moe-mixed") | dict(
+    hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48, moe_intermediate_size=24,
+    shared_expert_intermediate_size=16, vocab_size=64, num_hidden_layers=3, mlp_only_layers=[0], initializer_range=0.3,
+)  # fmt: skip
+
+
+def graded(mesh_shape, tokens, segment, position, **settings):
+    """The loss of a model on a mesh, and its gradient."""
+    cfg, mesh = families.from_hf(MESHED, path="config.json"), sharding.make_mesh(mesh_shape)
+    what = state.weights(cfg, mesh, head="lm", param_dtype=np.float32)
+    values = jax.jit(lambda key: decoder.init_params(cfg, key, head="lm", param_dtype=jnp.float32))(jax.random.key(0))
+    model = decoder.Decoder(
+        cfg,
+        constrain=sharding.constrain_to_rows(mesh),
+        attend=spread.exchanged(make_plain(**decoder.attention_settings(cfg)), mesh),
+        lookup=embedding.make_lookup(mesh),
+        mix=experts.make_mix(mesh),
+        **settings,
+    )
+
+    def loss(values, tokens, segment, position):
+        hidden = model.apply({"params": values}, tokens, segment, position)
+        state = hidden, decoder.head_kernel(values, cfg), cfg
+        logp, entropy = heads.logprob_entropy(
+            state, tokens, temperature=1.0, chunk_tokens=16, with_entropy=True, mask=segment > 0, mesh=mesh
+        )
+        return jnp.sum(logp + 0.1 * entropy) / jnp.sum(segment > 0)
+
+    rows = [jax.device_put(x, sharding.rows_sharding(mesh)) for x in (tokens, segment, position)]
+    return jax.device_get(jax.jit(jax.value_and_grad(loss))(jax.device_put(values, what.shardings), *rows))
+
+
+@functools.cache
+def on_one_device():
+    rng = np.random.default_rng(3)
+    tokens = rng.integers(0, 64, (4, 16)).astype(np.int32)
+    segment = (np.arange(16) < np.array([16, 9, 3, 12])[:, None]).astype(np.int32)
+    rows = tokens, segment, np.broadcast_to(np.arange(16, dtype=np.int32), tokens.shape)
+    return rows, graded((1, 1, 1, 1), *rows)
+
+
+@pytest.mark.parametrize(
+    "mesh_shape, settings",
+    [
+        ((2, 1, 1, 1), {}),
+        ((1, 2, 1, 1), dict(remat="full")),
+        ((1, 1, 2, 1), dict(scan_layers=False)),
+        ((1, 1, 1, 2), {}),
+        ((1, 2, 2, 1), dict(remat="dots")),
+        ((1, 2, 1, 2), {}),
+        ((1, 4, 1, 1), {}),
+    ],
+)
+def test_loss_and_gradient_are_those_of_one_device(mesh_shape, settings):
+    rows, (loss, gradient) = on_one_device()
+    found = graded(mesh_shape, *rows, **settings)
+    np.testing.assert_allclose(found[0], loss, rtol=1e-5)
+    jax.tree.map_with_path(
+        lambda path, a, b: np.testing.assert_allclose(a, b, atol=1e-5, err_msg=jax.tree_util.keystr(path)),
+        found[1],
+        gradient,
+    )
+    assert min(np.abs(x).max() for x in jax.tree.leaves(gradient)) > 1e-3
+
+
+def test_padding_and_neighbours_change_no_token(rng):
+    """Tokens are routed one by one: no expert is ever full."""
+    cfg = families.from_hf(MESHED, path="config.json")
+    kernels = [jnp.asarray(rng.normal(size=(5, 32, 24)), jnp.float32) for _ in range(3)]
+    x, logits = (jnp.asarray(rng.normal(size=(2, 30, n)), jnp.float32) for n in (32, 5))
+    logits = logits.at[:, :20].set(jnp.asarray([9.0, 5.0, 0.0, 0.0, 0.0]))  # most tokens go to two experts
+    together = experts.mix(tuple(kernels), x, logits, cfg)
+    apart = [experts.mix(tuple(kernels), x[i : i + 1, 13:], logits[i : i + 1, 13:], cfg) for i in range(2)]
+    np.testing.assert_allclose(together[:, 13:], np.concatenate(apart), rtol=1e-4, atol=1e-4)
+
+
+def test_no_array_has_tokens_by_experts_by_width():
+    config = MESHED | dict(num_experts=64, moe_intermediate_size=64)
+    cfg = families.from_hf(config, path="config.json")
+    shapes = [jax.ShapeDtypeStruct((64, 32, 64), jnp.float32)] * 3
+    x, logits = (jax.ShapeDtypeStruct((4, 512, n), jnp.float32) for n in (32, 64))
+
+    def loss(kernels, x, logits):
+        return jnp.sum(experts.mix(kernels, x, logits, cfg) ** 2)
+
+    compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(tuple(shapes), x, logits).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * (4 * 512) * 64 * 64 / 2
+
+
+@pytest.mark.parametrize(
+    "name, changes, said",
+    [
+        ("qwen3-moe-normed", dict(num_experts_per_tok=10), "num_experts_per_tok=10 must be at most num_experts=9"),
+        ("qwen3-moe-normed", dict(num_experts=None), "num_experts is missing"),
+        ("qwen3-moe-normed", dict(moe_intermediate_size=0), "moe_intermediate_size=0 must be positive"),
+        ("qwen3-moe-normed", dict(use_sliding_window=True), "use_sliding_window=True changes the mathematics"),
+        ("qwen3-moe-normed", dict(norm_topk_prob="yes"), "norm_topk_prob='yes' must be of type bool"),
+        ("qwen2-moe-mixed", dict(mlp_only_layers=[5]), r"mlp_only_layers=\[5\] must hold layers from 0 to 4"),
+        ("qwen2-moe-mixed", dict(shared_expert_intermediate_size=None), "shared_expert_intermediate_size is missing"),
+        ("mixtral-full", dict(router_jitter_noise=0.1), "router_jitter_noise=0.1 changes the mathematics"),
+        ("mixtral-full", dict(num_local_experts=None), "num_local_experts is missing"),
+        ("mixtral-full", dict(quantization_config={"quant_method": "mxfp4"}), "quantization_config=.*mxfp4"),
+        ("olmoe-grouped", dict(clip_qkv=8.0), "clip_qkv=8.0 changes the mathematics"),
+    ],
+)
+def test_experts_that_cannot_be_read_are_refused_by_field(name, changes, said):
+    with pytest.raises(UserError, match=rf"config\.json: {said}") as e:
+        families.from_hf(config_of(name) | changes, path="config.json")
+    assert "\n" not in str(e.value)
+
+
+def test_a_model_without_a_sparse_layer_has_no_experts():
+    cfg = families.from_hf(config_of("qwen2-moe-mixed") | dict(decoder_sparse_step=6), path="config.json")
+    assert cfg.experts is None and [stack.name for stack in cfg.stacks] == ["layers"]
+
+
+def test_adapters_of_experts_are_refused():
+    cfg = families.from_hf(config_of("mixtral-full"), path="config.json")
+    with pytest.raises(UserError, match=r"down_proj of a mixtral model.*use q_proj,k_proj,v_proj,o_proj$") as e:
+        lora.table(cfg, lora.Lora(2, 16, ("q_proj", "down_proj")), head="lm")
+    assert "\n" not in str(e.value)
