@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 from jppo import settings
 from jppo.agent import turn_metrics
 from jppo.build import resume
-from jppo.build.agreement import Mismatch
+from jppo.build.agreement import Mismatch, require_published
 from jppo.build.hosts import join_hosts, summed
 from jppo.build.learner import Learner
 from jppo.build.packing import critic_epochs, critic_mini_batch_size
@@ -165,6 +165,7 @@ def learn(run: Run, begun: Begun) -> TrainState:
                             run.supply.settle()
                     with timer("update_weights"):
                         run.handover.finish(now)
+                        require_published(c, run.inputs, run.learner, now, run.sampler, run.hosts)
             last = step == run.inputs.total_steps
             if last or due(step, c.trainer.test_freq):
                 with timer("testing"):
