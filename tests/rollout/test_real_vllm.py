@@ -60,6 +60,7 @@ def make_model(folder: pathlib.Path, tied: bool, experts: bool = False):
     config.save_pretrained(folder)
     words = {f"w{i}": i for i in range(VOCAB)}
     plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    plain.decoder = tokenizers.decoders.Fuse()  # no spaces between words
     transformers.PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="w2").save_pretrained(folder)
     return config
 

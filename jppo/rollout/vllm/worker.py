@@ -106,9 +106,9 @@ def _let_experts_be_packed(model: torch.nn.Module) -> dict[str, Any]:
     vLLM 0.32 packs the experts of a layer only while it has no kernel. A later reload puts unpacked tensors where its
     kernel expects packed ones, without an error.
     """
-    found = {}
+    found: dict[str, Any] = {}
     for name, module in model.named_modules():
-        method = getattr(module, "quant_method", None)
+        method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None and all(p.device.type == "cpu" for p in module.parameters()):
             method.moe_kernel = None
             found[name] = method
