@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 from jppo import settings
 from jppo.agent import turn_metrics
 from jppo.build import resume
-from jppo.build.agreement import Mismatch
+from jppo.build.agreement import Mismatch, require_published
 from jppo.build.hosts import join_hosts, summed
 from jppo.build.learner import Learner
 from jppo.build.packing import critic_epochs, critic_mini_batch_size
@@ -35,6 +35,7 @@ from jppo.rollout.protocol import RolloutError
 from jppo.run import command
 from jppo.run.export import Unwritten, export, write_model
 from jppo.run.opened import Run, open_run
+from jppo.run.reference import with_reference
 from jppo.run.token_values import record_tokens
 from jppo.run.validation import validate
 from jppo.runlog.checkpoint import NonFinite
@@ -73,20 +74,14 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
     micros = batch.micros(data, trajectories, plan=learner.plan, mesh=learner.mesh)
     with timer("old_log_prob"):
         data = ppo.with_old_logprob(passes, recipe, data, micros, policy)
-    if learner.reference is not None:
-        with timer("ref"):
-            data = ppo.with_reference(passes, recipe, data, micros, policy, learner.reference)
-    elif run.reference is not None:
-        with timer("ref"):
-            logprobs, counted = run.reference.logprobs(trajectories)
-            data, metrics = batch.with_reference(data, logprobs), metrics | counted
+    data, counted = with_reference(run, data, micros, trajectories, policy)
     if learner.critic is not None:
         with timer("values"):
             data = ppo.with_values(passes, data, micros, learner.value(now))
     with timer("adv"):
         data, found = ppo.with_advantages(passes, data, now.kl_coef, learner.mesh, now.value_norm)
     record_tokens(run, version + 1, data, trajectories, now.value_norm)
-    metrics |= found | {"actor/reward_kl_penalty_coeff": float(now.kl_coef)}
+    metrics |= found | counted | {"actor/reward_kl_penalty_coeff": float(now.kl_coef)}
     run.match.require(metrics, data, micros, trajectories)
     now, found = update_models(c, learner, now, data, trajectories, timer, run.handover.begin)
     metrics = found | metrics
@@ -96,8 +91,7 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
     kl, learned = metrics["actor/reward_kl_penalty"], bool(data.mask.any())
     now = advance(recipe, now, kl, bad=bad, learned=learned, value_norm=data.value_norm)
     metrics |= utilisation(c, run.inputs, learner.mesh, trajectories, timer.so_far(), step=version)
-    after = run.supply.learned(drawn, graded)
-    return now, after, metrics | {"trainer/bad_steps": float(now.bad_steps)}
+    return now, run.supply.learned(drawn, graded), metrics | {"trainer/bad_steps": float(now.bad_steps)}
 
 
 def require_graded(rewards: list[Reward]) -> None:
@@ -165,6 +159,7 @@ def learn(run: Run, begun: Begun) -> TrainState:
                             run.supply.settle()
                     with timer("update_weights"):
                         run.handover.finish(now)
+                        require_published(c, run.inputs, run.learner, now, run.sampler, run.hosts)
             last = step == run.inputs.total_steps
             if last or due(step, c.trainer.test_freq):
                 with timer("testing"):

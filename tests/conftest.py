@@ -185,6 +185,9 @@ class RandomEngine:
         future.set_result([everything[number] for number in wanted])
         return future
 
+    def probe(self, prompts, sampling):
+        return type(self).generate(self, prompts, sampling, version=self.version)
+
     def load_adapter(self, save, *, version, mode="wait"):
         self.version = version
         self.adapters.append((version, save(self.folder / f"adapter-{version}")))

@@ -146,6 +146,45 @@ def test_a_jump_of_the_mismatch_stops_the_run_before_it_learns(small_run, engine
     assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"algorithm.old_logprob": "bypass", "rollout.top_p": 0.9},
+        {"rollout.mode": "async", "rollout.max_staleness": 1},
+    ],
+)
+def test_a_publish_of_wrong_weights_ends_the_run_before_it_learns_from_them(
+    small_run, engine, quick_compilation, monkeypatch, changes
+):
+    c, honest = small_run, engine.probe
+    c.update_from_flattened_dict(changes)
+    c.trainer.total_training_steps, c.trainer.save_freq, c.trainer.test_freq = 3, -1, -1
+    c.trainer.val_before_train, c.data.max_response_length = False, 3
+    asked = []
+
+    def probe(prompts, sampling):
+        """The second publish fails on one of two servers."""
+        asked.append((len(prompts), sampling.n, sampling.max_tokens, sampling.top_p))
+        wrong = 40.0 if engine.version == 2 else 0.0
+        return [
+            dataclasses.replace(t, logprob=t.logprob - wrong * t.sampled * (i % 2), server=f"http://h:{i % 2}")
+            for i, t in enumerate(honest(prompts, sampling))
+        ]
+
+    monkeypatch.setattr(engine, "probe", probe)
+    said = r"publish of version 2, the log-probs of http://h:1 differ .* by (39|40)\S* nats .*logp_tolerance=100: "
+    with pytest.raises(Mismatch, match=said):
+        train.train(c)
+    assert asked == [(8, 1, 3, 1.0)] * 2  # few tokens of few responses, and not cut
+    run = pathlib.Path(c.trainer.run_dir)
+    assert [path.name for path in (run / "checkpoints").glob("[0-9]*")] == ["2"]
+    assert not (run / "samples/step_3.jsonl").exists()
+    monkeypatch.setattr(engine, "probe", honest)
+    train.train(c)  # resumes after the last good step, with new samples
+    assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+
+
 def test_the_check_of_the_mismatch_can_be_off_and_looks_at_jumps_only(config, monkeypatch):
     def seen(values):
         match = Match(config)

@@ -22,20 +22,20 @@ STEPS = 3
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup")
 
 
-def command(run, *more):
+def command(run, *more, begin=(sys.executable, "-m", "jppo.train")):
     return [
-        sys.executable, "-m", "jppo.train", f"--config={ROOT / 'configs/quickstart.py'}:{run}",
+        *begin, f"--config={ROOT / 'configs/quickstart.py'}:{run}",
         "--config.data.train_batch_size=32", "--config.actor.ppo_mini_batch_size=16",
         "--config.data.val_max_samples=8", "--config.model.scan_layers=True", "--config.trainer.test_freq=-1",
         "--config.trainer.save_freq=1", f"--config.trainer.total_training_steps={STEPS}", *more,
     ]  # fmt: skip
 
 
-def start(run, *more):
+def start(run, *more, **how):
     quick = {"XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     environment = os.environ | quick  # on one device
     return subprocess.Popen(
-        command(run, *more),
+        command(run, *more, **how),
         cwd=ROOT,
         env=environment,
         stdout=subprocess.PIPE,
@@ -107,6 +107,22 @@ def test_a_killed_run_goes_on_and_leaves_no_server(run):
         for row in map(json.loads, (run / f"samples/step_{step}.jsonl").read_text().splitlines())
     }
     assert len(uids) == 32 * STEPS  # within an epoch no prompt is drawn again, also over the kill
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_a_worker_that_corrupts_a_tensor_is_seen_at_its_publish(run):
+    code = (
+        "from jppo import train; from jppo.rollout.vllm import arguments;"
+        "arguments.EXTENSION = 'tests.rollout.corrupting.CorruptingLoader'; train.main()"
+    )
+    process = start(run, begin=[sys.executable, "-c", code])
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == 1, said
+    assert "after the publish of version 2, the log-probs of http://127.0.0.1:" in said
+    assert "a quarter of rollout.logp_tolerance=0.001: it does not sample from the published weights" in said
+    assert (run / "checkpoints/2").is_dir() and not (run / "samples/step_3.jsonl").exists()
 
 
 @needs_vllm

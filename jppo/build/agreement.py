@@ -1,6 +1,7 @@
 """Checks that rollout engine and trainer have the same policy, by the log-probs of the same tokens."""
 
 import dataclasses
+import heapq
 import math
 from collections.abc import Sequence
 
@@ -10,16 +11,19 @@ from ml_collections import ConfigDict
 from jppo import settings
 from jppo.build.inputs import Inputs
 from jppo.build.learner import Learner
-from jppo.build.rollout import sampling
+from jppo.build.rollout import Source, sampling
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.learner import batch, ppo
 from jppo.models import offload, placing
+from jppo.rollout.inprocess import InprocessSampler
 from jppo.rollout.protocol import RolloutError, Sampler
 from jppo.runlog import trajectories
 from jppo.runlog.checkpoint import NonFinite
-from jppo.types import Array, Batch, Reward, TrainState, Trajectory
+from jppo.types import Array, Batch, Prompt, Reward, Sampling, TrainState, Trajectory
 
 KL = "rollout_corr/kl"
+PROBES, PROBE_TOKENS = 8, 4  # responses, and tokens of each, that check a publish
+MEAN = 0.25  # of rollout.logp_tolerance, which bounds the largest mismatch: rounding alone has a far smaller mean
 
 
 class Mismatch(RolloutError):
@@ -40,16 +44,9 @@ def agree(
     Each host asks its own engine.
     """
     count = max(1, min(16, c.actor.ppo_mini_batch_size, len(inputs.train.prompts)) // hosts.count)
-    # Filters are off: they renormalise the engine's log-probs; the trainer's are of the full distribution.
-    some = dataclasses.replace(sampling(c, version), n=1, top_p=1.0, top_k=-1, min_p=0.0)
-    longest = sorted(inputs.train.prompts, key=lambda p: -len(p.ids))[:count]
+    longest, some = _longest(inputs, count), _unfiltered(c, version)
     drawn = trajectories.of_all(hosts, hosts.together(lambda: sampler.generate(longest, some, version=version)))
-    rewards, group = [Reward(math.nan, {}, None) for _ in drawn], np.zeros(len(drawn), np.int32)
-    data = batch.flatten(drawn, rewards, group, shape=(len(drawn), learner.shape[1]))
-    micros, policy = batch.micros(data, drawn, plan=learner.plan, mesh=learner.mesh), learner.policy(now)
-    recipe = dataclasses.replace(learner.recipe, bypass=False)
-    data = ppo.with_old_logprob(learner.passes, recipe, data, micros, policy)
-    gap = float(np.abs(np.asarray(data.old_logprob) - data.rollout_logprob)[data.mask].max())
+    gap = float(np.concatenate(_gaps(learner, now, drawn)).max())
     if not gap <= c.rollout.logp_tolerance:
         raise RolloutError(
             f"the log-probs of engine and trainer differ by up to {gap:.3g} on the same tokens, more than"
@@ -57,6 +54,54 @@ def agree(
             " rollout.dtype and model.compute_dtype, or raise the tolerance if bfloat16 explains the gap"
         )
     return f"engine and trainer agree: largest log-prob gap {gap:.1e} on {sum(len(t.tokens) for t in drawn)} tokens"
+
+
+def require_published(
+    c: ConfigDict, inputs: Inputs, learner: Learner, now: TrainState, sampler: Source, hosts: Hosts = ALONE
+) -> None:
+    """Raises Mismatch where a server does not sample from the weights that were just published.
+
+    Compares the log-probs of a few tokens per server. Each host asks its own servers.
+    """
+    if isinstance(sampler, InprocessSampler):  # samples from the trainer's arrays
+        return
+    version, longest = int(now.step), _longest(inputs, PROBES)
+    some = dataclasses.replace(_unfiltered(c, version), max_tokens=min(PROBE_TOKENS, c.data.max_response_length))
+    drawn = trajectories.of_all(hosts, hosts.together(lambda: sampler.probe(longest, some)))
+    by_server: dict[str, list[np.ndarray]] = {}
+    for trajectory, gap in zip(drawn, _gaps(learner, now, drawn), strict=True):
+        by_server.setdefault(trajectory.server, []).append(gap)
+    for server, gaps in by_server.items():
+        mean, limit = float(np.concatenate(gaps).mean()), c.rollout.logp_tolerance
+        if not mean <= MEAN * limit:
+            raise Mismatch(
+                f"after the publish of version {version}, the log-probs of {server or 'the engine'} differ from the"
+                f" trainer's by {mean:.3g} nats a token, more than a quarter of rollout.logp_tolerance={limit:g}: it"
+                " does not sample from the published weights, and nothing is learned from its samples; look for a"
+                " warning in its log, and give the same command again, or raise the tolerance if rounding explains the"
+                " difference"
+            )
+
+
+def _longest(inputs: Inputs, count: int) -> list[Prompt]:
+    """Returns the longest prompts: only whole blocks of tokens are cached, and a stale cache must show."""
+    return heapq.nlargest(count, inputs.train.prompts, key=lambda p: len(p.ids))
+
+
+def _unfiltered(c: ConfigDict, version: int) -> Sampling:
+    """Returns the sampling without filters: they renormalise the engine's log-probs, but not the trainer's."""
+    return dataclasses.replace(sampling(c, version), n=1, top_p=1.0, top_k=-1, min_p=0.0)
+
+
+def _gaps(learner: Learner, now: TrainState, drawn: Sequence[Trajectory]) -> list[np.ndarray]:
+    """Returns |trainer's log-prob - engine's| of the sampled tokens of each response."""
+    rewards, group = [Reward(math.nan, {}, None) for _ in drawn], np.zeros(len(drawn), np.int32)
+    data = batch.flatten(drawn, rewards, group, shape=(len(drawn), learner.shape[1]))
+    micros = batch.micros(data, drawn, plan=learner.plan, mesh=learner.mesh)
+    recipe = dataclasses.replace(learner.recipe, bypass=False)
+    data = ppo.with_old_logprob(learner.passes, recipe, data, micros, learner.policy(now))
+    gap = np.abs(np.asarray(data.old_logprob) - data.rollout_logprob)
+    return [row[mask] for row, mask in zip(gap, np.asarray(data.mask), strict=True)]
 
 
 class Match:

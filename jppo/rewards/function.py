@@ -51,7 +51,7 @@ class FunctionPart(Part):
         asked, reads = [self._plain(sample) for sample, _ in waiting], [self._read(sample) for sample, _ in waiting]
         scored = self._pool.submit_batch(self._target, asked, reads)
         for inner, (_, future) in zip(scored, waiting, strict=True):
-            inner.add_done_callback(lambda done, future=future: future.set_result(done.result()))
+            inner.add_done_callback(functools.partial(_pass_on, future))
 
     def _plain(self, sample: Sample) -> dict[str, Any]:
         """Adds the number of turns, and their texts to the `extra_info` of a conversation."""
@@ -68,6 +68,10 @@ class FunctionPart(Part):
         """Stops the pool's processes; waiting samples become errors."""
         self._pool.close()
         self.flush()
+
+
+def _pass_on(future: Future[Reward], done: Future[Reward]) -> None:
+    future.set_result(done.result())
 
 
 def _reward(sample: Sample, decode: Callable[[list[int]], str], answer: dict[str, Any]) -> Reward:

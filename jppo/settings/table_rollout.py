@@ -86,8 +86,8 @@ ROLLOUT = (
     S("publish_host", "", "Address of the trainer as the servers see it. '': 127.0.0.1", only=_TCP),
     S("publish_dir", "", "Folder of published weights, for servers in a container. '': nameless shared memory",
       only=_SERVERS),
-    S("logp_tolerance", 1e-3, "Largest log-prob mismatch between trainer and rollout before step 1", unit="nats",
-      bounds="[0,"),
+    S("logp_tolerance", 1e-3, "Largest log-prob mismatch between trainer and rollout: of a token before step 1. The"
+      " mean of a server's tokens after each publish may be a quarter of it", unit="nats", bounds="[0,"),
     S("max_kl_jump", 1.0, "Largest rise of rollout_corr/kl in a step; a larger one stops the run. 0.0: no limit",
       unit="nats", bounds="[0,"),
 )  # fmt: skip

@@ -114,3 +114,15 @@ def test_shares_are_of_the_stages_that_took_place(config, monkeypatch):
     config.algorithm.old_logprob = "bypass"
     alone = types.SimpleNamespace(**vars(inputs) | {"critic": None})
     assert list(utilisation.utilisation(config, alone, None, both, seconds, step=0)) == ["perf/mfu/actor"]
+
+
+def test_the_best_of_all_products_within_the_time_is_the_peak(monkeypatch):
+    mesh, clock, seconds = sharding.make_mesh((8, 1, 1)), [0.0], iter([9.0, 0.1, 0.05, 0.2, 0.01])
+
+    def multiply():  # compiles in 9 s; the time is over after the fourth
+        clock[0] += next(seconds)
+
+    monkeypatch.setattr(devices, "make_product", lambda *_: (multiply, 1000))
+    monkeypatch.setattr(devices.time, "perf_counter", lambda: clock[0])
+    assert devices.find_peak.__wrapped__(mesh, "float32").flops_per_s == pytest.approx(1000 / 0.05)
+    assert list(seconds) == [0.01]

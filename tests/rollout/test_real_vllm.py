@@ -36,12 +36,14 @@ RNG = np.random.default_rng(0)
 PROMPTS = [Prompt(str(i), "", "", RNG.integers(3, VOCAB, 300).astype(np.int32), "", {}) for i in range(4)]
 
 
-def make_model(folder: pathlib.Path, tied: bool):
-    """A random qwen2 with heads of 32 as an HF folder without weights, tokenizer included."""
+def make_model(folder: pathlib.Path, tied: bool, experts: bool = False):
+    """A random qwen2 or qwen3_moe with heads of 32 as an HF folder without weights, tokenizer included."""
     import tokenizers
     import transformers
 
-    config = transformers.Qwen2Config(
+    own = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 32}
+    make, more = (transformers.Qwen3MoeConfig, own) if experts else (transformers.Qwen2Config, {})
+    config = make(
         vocab_size=VOCAB,
         hidden_size=64,
         intermediate_size=96,
@@ -52,26 +54,30 @@ def make_model(folder: pathlib.Path, tied: bool):
         tie_word_embeddings=tied,
         eos_token_id=2,
         initializer_range=0.15,
-        architectures=["Qwen2ForCausalLM"],
+        architectures=["Qwen3MoeForCausalLM" if experts else "Qwen2ForCausalLM"],
+        **more,
     )
     config.save_pretrained(folder)
     words = {f"w{i}": i for i in range(VOCAB)}
     plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    plain.decoder = tokenizers.decoders.Fuse()  # no spaces between words
     transformers.PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="w2").save_pretrained(folder)
     return config
 
 
 def random_weights(config, seed: int):
-    """Another random model of that shape, and its tensors."""
+    """Another random model of that shape, and its tensors as in the files."""
     import torch
     import transformers
+    from transformers.core_model_loading import revert_weight_conversion
 
     torch.manual_seed(seed)
-    model = transformers.Qwen2ForCausalLM(config).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))  # biases and norms are not 0 and 1
-    return model, {name: p.detach().numpy() for name, p in model.named_parameters()}
+    tensors = revert_weight_conversion(model, dict(model.named_parameters()))
+    return model, {name: p.detach().contiguous().numpy() for name, p in tensors.items()}
 
 
 def logps(model, trajectory, temperature: float) -> np.ndarray:
@@ -116,11 +122,14 @@ def wait_for_none(leader: int, seconds: float = 15.0) -> None:
         time.sleep(0.1)
 
 
-@pytest.fixture(scope="module", params=["tied", pytest.param("untied", marks=pytest.mark.slow)])
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("untied", "experts")]
+
+
+@pytest.fixture(scope="module", params=["tied", *SLOW])
 def served(request, settings, tmp_path_factory):
     """A server, its sampler, and its model's config; version 1 is published."""
     folder = tmp_path_factory.mktemp(request.param)
-    config = make_model(folder / "model", request.param == "tied")
+    config = make_model(folder / "model", request.param == "tied", request.param == "experts")
     engine = start_vllm(
         str(folder / "model"),
         str(folder / "run"),
@@ -236,8 +245,8 @@ def test_stop_texts_end_a_response_and_stay_in_it(served):
         words = ["" if i == 2 else f"w{i}" for i in w.tokens[w.sampled]]  # 2 is special, which no text shows
         texts = ["".join(words[: n + 1]) for n in range(12)]
         first = next((n + 1 for n, text in enumerate(texts) if any(s in text for s in stop)), None)
-        assert int(t.sampled.sum()) == (first or 12) and t.finish == ("stop" if first else "length")
         assert np.array_equal(t.tokens, w.tokens[: len(t.tokens)])
+        assert int(t.sampled.sum()) == (first or 12) and t.finish == ("stop" if first else "length")
         np.testing.assert_allclose(t.logprob, w.logprob[: len(t.logprob)], atol=1e-5)
         ended.add(next((s for s in stop if first and s in texts[first - 1]), None))
     assert ended == {None, *stop}
@@ -330,9 +339,7 @@ def test_a_server_on_another_machine_pulls_its_weights(served, settings, monkeyp
             return parcel
 
         monkeypatch.setattr(Buffers, "write", write_and_break)
-        with pytest.raises(
-            RolloutError, match=r"refused version 5 .* model\.embed_tokens\.weight has a different checksum"
-        ):
+        with pytest.raises(RolloutError, match=r"refused version 5 .* \S+\.weight has a different checksum"):
             attached.load(tensors.items(), version=5)
     finally:
         attached.close()

@@ -38,7 +38,7 @@ def attach(fakes, settings):
     """A maker of samplers over the fake servers."""
     engines = []
 
-    def make(count=2, timeout_s=5.0):
+    def make(count=2, timeout_s=5.0, talk=None):
         for fake in fakes:
             fake.answers.setdefault(GENERATE, (200, echo))
         engines.append(
@@ -47,7 +47,7 @@ def attach(fakes, settings):
                 limits=ServerLimits(timeout_s, timeout_s, 2), publish_dir="",
             )
         )  # fmt: skip
-        sampler = engines[-1].ready(eos_token_ids=[2, 9], decode=lambda ids: f"<{ids}>")
+        sampler = engines[-1].ready(eos_token_ids=[2, 9], decode=lambda ids: f"<{ids}>", talk=talk)
         sampler.load([("w", np.zeros(1, np.float32))], version=7)
         return sampler
 
@@ -93,6 +93,15 @@ def test_what_ends_a_response_and_what_is_cut_are_sent_as_asked(attach, fakes):
     assert (sent["top_p"], sent["top_k"], sent["min_p"], sent["stop"]) == (0.9, 5, 0.1, ["</a>", "\n,"])
     # with texts to be found tokens must be decoded; where end tokens are ignored none is among those that stop
     assert (sent["detokenize"], sent["ignore_eos"], sent["stop_token_ids"]) == (True, True, [])
+
+
+def test_a_probe_asks_every_server_and_no_tool_or_environment(attach, fakes):
+    async def talk(*_, **__):
+        raise AssertionError("a conversation was begun")
+
+    found = attach(talk=talk).probe(PROMPTS[:1], dataclasses.replace(SAMPLING, n=1))
+    assert [t.server for t in found] == [fake.url for fake in fakes]
+    assert [t.tokens[:3].tolist() for t in found] == [[10, 3, 4]] * 2
 
 
 def test_no_prompts_no_trajectories(attach):

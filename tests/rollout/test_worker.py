@@ -73,6 +73,28 @@ def test_a_tied_head_that_the_server_has_not_is_not_loaded(tmp_path):
     assert {name for name, _ in worker.loaded[0]} == set(tensors)
 
 
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral", "GptOss", "DeepseekV3"])
+def test_experts_have_the_names_and_shapes_of_the_files(tmp_path, family):
+    from jppo.rollout.vllm.worker import _expected
+
+    sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2)
+    many = {"num_local_experts": 4, "num_experts": 4, "n_routed_experts": 8, "num_experts_per_tok": 2}
+    config = getattr(transformers, f"{family}Config")(**sizes, **many, head_dim=8, num_key_value_heads=2)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    size, *_ = np.frombuffer((data := (tmp_path / "model.safetensors").read_bytes())[:8], "<u8").tolist()
+    header = json.loads(data[8 : 8 + size])
+    assert _expected(config)[0] == {name: tuple(e["shape"]) for name, e in header.items() if name != "__metadata__"}
+
+
+def test_experts_that_a_reload_does_not_reach_are_named(tmp_path):
+    """As GPT-OSS on a CPU; test_real_vllm.py has experts that it reaches."""
+    worker, tensors = make(True)
+    worker.get_model().model.layers[1].quant_method = type("Method", (), {"moe_kernel": "packed"})()
+    send(worker, tmp_path / "w", tensors.items(), 1)
+    answer = worker.jppo_load(version=1)
+    assert not answer["ok"] and answer["error"].startswith("model.layers.1 keeps its old values: vLLM cannot reload")
+
+
 def test_bfloat16_arrives_as_bfloat16(tmp_path):
     import ml_dtypes
 

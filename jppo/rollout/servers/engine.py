@@ -1,5 +1,6 @@
 """The `Sampler` over servers of any kind; the `client.py` of each kind implements their interfaces."""
 
+import itertools
 import os
 import pathlib
 import sys
@@ -58,6 +59,12 @@ class ServedSampler(Served):
     ) -> Future[list[Trajectory]]:
         """Like `Sampler.start`; does not block."""
         return self.fleet.start(conversations.converse(self.fleet.ask, self._talk, prompts, sampling, done, only))
+
+    def probe(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Trajectory]:
+        """Samples one answer per prompt, and at least one on every server, without tools or environments."""
+        count, one_turn = max(len(prompts), len(self.fleet.members)), conversations.one_turn(lambda _: "")
+        asked = list(itertools.islice(itertools.cycle(prompts), count))  # an idle fleet takes turns
+        return self.fleet.start(conversations.converse(self.fleet.ask, one_turn, asked, sampling, None)).result()
 
     def load(self, tensors: Iterable[tuple[str, np.ndarray]], *, version: int, mode: str = "wait") -> None:
         """Replaces the whole model by `tensors` (HF names, a tied embedding once) and sets `version`."""

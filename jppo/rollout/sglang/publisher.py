@@ -4,7 +4,7 @@
 
 SGLang has no route that checks a directory without loading it, and it silently keeps old values for missing tensors. So
 names and shapes are compared with the first publish here, before any server loads them; the agreement of log-probs
-checks the first publish. Two directories are written alternately, like the files of `publisher.py`.
+checks every publish. Two directories are written alternately, like the files of `publisher.py`.
 """
 
 import dataclasses

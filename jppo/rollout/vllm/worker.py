@@ -68,28 +68,51 @@ class WeightLoader:
         _, entries, data = self._jppo_checked
         assert self._jppo_expected is not None  # jppo_check came first
         self._jppo_checked = None
-        modules = {name for name, _ in self.get_model().named_modules(remove_duplicate=False)}
+        model = self.get_model()
+        experts = _let_experts_be_packed(model)
+        modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
         self.reload_weights(weights_iterator=_stream(entries, data, self._jppo_expected[1], modules))
+        if unloaded := [name for name, method in experts.items() if method.moe_kernel is None]:
+            said = "keeps its old values: vLLM cannot reload these experts on a CPU; use rollout.name=inprocess, serve"
+            remedy = "the model on a GPU or, for adapters, set rollout.lora_sync=merge"
+            return {"ok": False, "error": f"{unloaded[0]} {said} {remedy}"}
         self._jppo_version = version
         return {"ok": True, "error": None}
 
 
 def _expected(hf_config: Any) -> tuple[dict[str, tuple[int, ...]], dict[str, list[str]]]:
-    """Returns HF names and shapes of the model in `config.json`, and the other names of tied tensors."""
+    """Returns names and shapes in the HF files of the model in `config.json`, and the other names of tied tensors."""
     from transformers import AutoModelForCausalLM
+    from transformers.core_model_loading import revert_weight_conversion
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf_config)
     first: dict[int, str] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
+    tensors: dict[str, torch.Tensor] = {}
     tied: dict[str, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in first:
-            tied.setdefault(first[id(parameter)], []).append(name)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in first:
+            tied.setdefault(first[id(tensor)], []).append(name)
         else:
-            first[id(parameter)] = name
-            shapes[name] = tuple(parameter.shape)
-    return shapes, tied
+            first[id(tensor)] = name
+            tensors[name] = tensor
+    # transformers stacks the experts of a layer; most files have a tensor for each
+    return {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, tensors).items()}, tied
+
+
+def _let_experts_be_packed(model: torch.nn.Module) -> dict[str, Any]:
+    """Makes a reload on a CPU pack the experts as a start does; returns their layers' methods by name.
+
+    vLLM 0.32 packs the experts of a layer only while it has no kernel. A later reload puts unpacked tensors where its
+    kernel expects packed ones, without an error.
+    """
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        method: Any = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None and all(p.device.type == "cpu" for p in module.parameters()):
+            method.moe_kernel = None
+            found[name] = method
+    return found
 
 
 def _stream(

@@ -1,0 +1,24 @@
+"""The reference's log-probs of a step: of the model on the mesh, or of the server at `ref.url`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jppo.learner import batch, ppo
+from jppo.models.lora import Weights
+from jppo.run.opened import Run
+from jppo.types import Batch, Trajectory
+
+
+def with_reference(
+    run: Run, data: Batch, micros: Any, trajectories: Sequence[Trajectory], policy: Weights
+) -> tuple[Batch, dict[str, float]]:
+    """Adds the log-probs, or the exact KL to the reference, to the batch; returns also metrics of a server."""
+    learner = run.learner
+    if learner.reference is not None:
+        with run.timer("ref"):
+            return ppo.with_reference(learner.passes, learner.recipe, data, micros, policy, learner.reference), {}
+    if run.reference is not None:
+        with run.timer("ref"):
+            logprobs, metrics = run.reference.logprobs(trajectories)
+            return batch.with_reference(data, logprobs), metrics
+    return data, {}
