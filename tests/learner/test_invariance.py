@@ -153,9 +153,9 @@ def test_devices(new_learner, make_recipe, base, mesh_shape, kind, tokens_per_mi
 @pytest.mark.parametrize(
     "mesh_shape,kind,tokens_per_micro,remat",
     [
-        ((1, 1, 1, 1), "segments", 48, "none"),
         ((2, 2, 1, 1), "segments", 48, "none"),  # groups of devices sum gradients apart
-        ((1, 2, 2, 1), "none", 100, "full"),
+        pytest.param((1, 1, 1, 1), "segments", 48, "none", marks=pytest.mark.slow),
+        pytest.param((1, 2, 2, 1), "none", 100, "full", marks=pytest.mark.slow),
         pytest.param((1, 1, 1, 2), "buckets", 24, "none", marks=pytest.mark.slow),
         pytest.param((2, 1, 1, 1), "buckets", 10**6, "none", marks=pytest.mark.slow),
     ],
