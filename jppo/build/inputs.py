@@ -93,7 +93,6 @@ def read_test(c: ConfigDict) -> Inputs:
     """Reads the inputs of an evaluation: the policy, with weights, and the test set; no training data."""
     _, policy = hf.read_config(c.model.path)
     hf.check_weights(c.model.path, policy, head="lm")
-    _require_publishable(c, policy)
     tokenizer = read_tokenizer(c, policy)
     check_stop_texts(tokenizer, stop_texts(c.rollout.stop))
     end_tokens = end_token_ids(c.model.path, tokenizer)
@@ -156,7 +155,6 @@ def read_models(c: ConfigDict) -> tuple[ModelConfig, ModelConfig | None, ModelCo
         return cfg
 
     policy = read(c.model.path, "lm")
-    _require_publishable(c, policy)
     critic = read(critic_path(c), "value") if wants_critic(c) else None
     if not wants_reference(c) or c.ref.url:
         return policy, critic, None
@@ -167,15 +165,6 @@ def read_models(c: ConfigDict) -> tuple[ModelConfig, ModelConfig | None, ModelCo
             f" has {reference.vocab_size}; use a model with that vocab_size"
         )
     return policy, critic, reference
-
-
-def _require_publishable(c: ConfigDict, policy: ModelConfig) -> None:
-    """Raises UserError for experts that a server would compute wrongly after a publish: vLLM 0.32 raises nothing."""
-    if policy.experts is not None and c.rollout.name in ("vllm", "sglang"):
-        raise UserError(
-            f"rollout.name={c.rollout.name!r}: a publish to it leaves the experts of a {policy.family} model wrong; use"
-            " rollout.name='inprocess'"
-        )
 
 
 def critic_path(c: ConfigDict) -> str:

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from jppo import train
-from jppo.build.inputs import read_inputs
 from jppo.learner import packing, score, sharding, state
 from jppo.models import decoder, families, heads, lora, params
 from jppo.models.decoder import Decoder
@@ -418,14 +417,6 @@ def with_experts(c):
     """The run with a mixture of experts."""
     file = pathlib.Path(c.model.path) / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | EXPERTS))
-
-
-@pytest.mark.parametrize("name", ["vllm", "sglang"])
-def test_experts_are_refused_where_a_publish_would_break_them(small_run, name):
-    with_experts(small_run)
-    small_run.rollout.name = name
-    with pytest.raises(UserError, match=f"rollout.name='{name}'.* experts of a qwen2_moe model.*'inprocess'$"):
-        read_inputs(small_run)
 
 
 @pytest.mark.parametrize(
