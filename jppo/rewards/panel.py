@@ -14,11 +14,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
+
 from jppo.rewards.parts import Part, Sample
 from jppo.settings import UserError
-from jppo.settings.setting import LARGEST
 from jppo.types import Reward
 
+FLOAT32 = float(np.finfo(np.float32).max)
 OFF = "off"  # weight of a part that is not computed for a source
 
 
@@ -196,5 +198,5 @@ def _error(weight: float, reward: Reward) -> str | None:
     if reward.error is not None:
         return reward.error
     numbers = [weight * number for number in (reward.score, *(amount for _, amount in reward.earned))]
-    large = next((number for number in numbers if not abs(number) <= LARGEST), None)
+    large = next((number for number in numbers if not abs(number) <= FLOAT32), None)
     return None if large is None else f"the weighted reward {large:g} must be finite in float32; scale it down"

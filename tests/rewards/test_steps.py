@@ -332,7 +332,8 @@ def test_a_run_learns_from_a_model_that_scores_steps(small_run, tmp_path, quick_
     """The model's tokenizer, of words, is not the policy's, of characters."""
     make_classifier(tmp_path / "prm", "llama", labels=2)
     m, c = small_run.reward.model, small_run
-    m.path, m.step_aggregation, m.step_delimiter, m.step_token = str(tmp_path / "prm"), "min", "1", " [SEP] "
+    m.path, m.step_aggregation, m.step_delimiter, m.step_token = str(tmp_path / "prm"), "sum", "9", " [SEP] "
+    m.max_length = 64
     c.reward.weights, c.trainer.total_training_steps, c.trainer.test_freq, c.trainer.save_freq = "rm_score=2", 1, -1, -1
     settings.check(c)
     train.train(c)
@@ -341,9 +342,9 @@ def test_a_run_learns_from_a_model_that_scores_steps(small_run, tmp_path, quick_
     assert {row["error"] for row in rows} == {None}
     several = 0
     for row in rows:
-        ends = [match.end() - 1 for match in re.finditer("[^1]+", row["response"])]  # a token has one character
+        ends = [match.end() - 1 for match in re.finditer("[^9]+", row["response"])]  # a token has one character
         amounts = dict(row["earned"])
-        assert set(amounts) <= set(ends) and row["score"] == pytest.approx(sum(amounts.values()), abs=1e-6)
-        assert 0 <= row["score"] < 2 and all(amounts[end] < 0 for end in ends[1:] if end in amounts)
+        assert list(amounts) == ends and row["score"] == pytest.approx(sum(amounts.values()), abs=1e-6)
+        assert all(0 < amount < 2 for amount in amounts.values())
         several += len(amounts) > 1
     assert several
