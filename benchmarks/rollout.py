@@ -38,7 +38,8 @@ from work import LONGEST, PROMPT, base_config
 
 from jppo import settings
 from jppo.build import rollout
-from jppo.build.rollout import open_engine, published_dtype, server_settings, share_gpu
+from jppo.build.publish import published_dtype
+from jppo.build.rollout import open_engine, server_settings, share_gpu
 from jppo.models import decoder, families, hf_write
 from jppo.models.families import ModelConfig
 from jppo.rollout.servers.engine import ServedSampler

@@ -46,7 +46,8 @@ from work import (
 from jppo import settings
 from jppo.build.inputs import Inputs
 from jppo.build.learner import Learner, make_learner, make_mesh
-from jppo.build.rollout import open_engine, publish, share_gpu
+from jppo.build.publish import publish_policy
+from jppo.build.rollout import open_engine, share_gpu
 from jppo.build.rollout import sampling as made_sampling
 from jppo.data.prompts import PromptSet
 from jppo.learner import devices
@@ -127,7 +128,7 @@ def step(
         now = dataclasses.replace(now, step=now.step + 1)
         if sampler is not None:
             with timer("update_weights"):
-                publish(c, learner, sampler, now, None)
+                publish_policy(c, learner, sampler, now, None)
     return now
 
 
@@ -150,7 +151,7 @@ def time_stages(
         learner, now = make_learner(c, inputs, mesh)
         if rollout:
             sampler = engine.ready(eos_token_ids=(), decode=lambda _: "")
-            publish(c, learner, sampler, now, None)
+            publish_policy(c, learner, sampler, now, None)
         timer.next_step()
         for _ in range(1 + repeats):
             start = time.perf_counter()

@@ -26,8 +26,9 @@ from ml_collections import ConfigDict
 from jppo import settings, statistics, validation
 from jppo.build.inputs import Inputs, read_test, speaking
 from jppo.build.learner import make_mesh
+from jppo.build.publish import publish_stored
 from jppo.build.reward import make_panel
-from jppo.build.rollout import open_engine, publish_stored, share_gpu, val_sampling
+from jppo.build.rollout import open_engine, share_gpu, val_sampling
 from jppo.errors import expanded, one_line
 from jppo.rollout.protocol import RolloutError
 from jppo.runlog import atomic_file

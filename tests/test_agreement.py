@@ -13,7 +13,8 @@ from jppo.build import agreement, rollout
 from jppo.build.agreement import Match, Mismatch, agree
 from jppo.build.inputs import read_inputs
 from jppo.build.learner import make_learner, make_mesh
-from jppo.build.rollout import open_engine, publish
+from jppo.build.publish import publish_policy
+from jppo.build.rollout import open_engine
 from jppo.build.sampling_notes import forewarn
 from jppo.checks import models_and_data
 from jppo.dry_run.preview import dry_run
@@ -36,7 +37,7 @@ def test_sampler_and_trainer_agree_whatever_is_cut_and_at_the_temperature_of_sam
     learner, now = make_learner(c, inputs, mesh)
     engine = open_engine(c, file.parent)
     sampler = engine.ready(eos_token_ids=inputs.end_tokens, decode=str)
-    publish(c, learner, sampler, now, None)
+    publish_policy(c, learner, sampler, now, None)
     assert "agree" in agree(c, inputs, learner, now, sampler, 0)
     # what the run then samples is cut: by the same comparison it would not agree
     drawn = sampler.generate(inputs.train.prompts, rollout.sampling(c, 0), version=0)

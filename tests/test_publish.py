@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jppo import settings
-from jppo.build import rollout
+from jppo.build import publish
 from jppo.models import decoder, hf, hf_write, lora
 
 
@@ -50,7 +50,7 @@ def test_weights_go_out_in_the_narrower_dtype(small_run, policy, ours, theirs, s
     small_run.model.param_dtype, small_run.rollout.dtype = ours, theirs
     values = jax.tree.map(lambda x: x.astype(ours), values)
     served, now = Served(), types.SimpleNamespace(step=3)
-    rollout.publish(small_run, learner_of(cfg, values), served, now, None)
+    publish.publish_policy(small_run, learner_of(cfg, values), served, now, None)
     assert {tensor.dtype.name for tensor in served.loaded[0].values()} == {sent}
     if ours == sent:
         for name, tensor in hf_write.hf_tensors(values, cfg):
@@ -82,7 +82,7 @@ def test_beside_the_base_only_adapters_go_out(small_run, policy, monkeypatch):
     served, now = Served(), types.SimpleNamespace(step=3, policy=None)
     monkeypatch.setattr(hf_write, "_export", None)  # no tensor is made
     how = lora.Lora(2, 4.0, lora.parse_targets("all-linear"))
-    rollout.publish(small_run, learner_of(cfg, None), served, now, how)
+    publish.publish_policy(small_run, learner_of(cfg, None), served, now, how)
     assert served.adapters == [3] and served.loaded == []
 
 

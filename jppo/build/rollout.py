@@ -3,24 +3,21 @@
 import functools
 import os
 import pathlib
-from collections.abc import Callable, Iterator
-from typing import Any, cast
+from collections.abc import Callable
+from typing import cast
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from jppo import settings
 from jppo.build.inputs import Inputs
-from jppo.build.learner import Learner, make_mesh
+from jppo.build.learner import make_mesh
 from jppo.build.packing import sequences_of_step
 from jppo.distributed.hosts import ALONE, Hosts
-from jppo.learner import sharding, state
-from jppo.models import cache, hf, hf_write, placing
-from jppo.models.families import ModelConfig, pad_vocab
-from jppo.models.lora import Lora
+from jppo.learner import sharding
+from jppo.models import cache, hf
+from jppo.models.families import pad_vocab
 from jppo.rollout.continuous_batching import InprocessSettings
 from jppo.rollout.inprocess import InprocessEngine, InprocessSampler
 from jppo.rollout.protocol import Served
@@ -31,7 +28,7 @@ from jppo.rollout.vllm.arguments import ServerSettings
 from jppo.rollout.vllm.client import start_vllm
 from jppo.rollout.vllm.served_reference import ServedReference
 from jppo.settings import UserError, parts
-from jppo.types import Sampling, TrainState
+from jppo.types import Sampling
 
 Source = Served | InprocessSampler  # of samples
 
@@ -213,60 +210,3 @@ def own_urls(hosts: Hosts, urls: list[str]) -> list[str]:
         )
     share = hosts.share(len(urls))
     return urls[share.start : share.stop]
-
-
-def published_dtype(c: ConfigDict) -> str:
-    """Returns the dtype of published weights: the policy's, or the servers' if smaller.
-
-    Rounded on the device to nearest even, as vLLM would: the same bits, sooner.
-    """
-    ours, theirs = c.model.param_dtype, c.rollout.dtype
-    return theirs if jnp.dtype(theirs).itemsize < jnp.dtype(ours).itemsize else ours
-
-
-def publish(
-    c: ConfigDict, learner: Learner, sampler: Source, now: TrainState, adapters: Lora | None, hosts: Hosts = ALONE
-) -> None:
-    """Publishes the policy to the engine: whole, or only its adapters."""
-    version, mode = int(now.step), c.rollout.on_update
-    if isinstance(sampler, InprocessSampler):
-        policy, own = learner.policy(now), sharding.own_part(learner.mesh)
-        sampler.hold(policy if own is learner.mesh else placing.local(policy, own), version=version)
-        return
-    if adapters is None or c.rollout.lora_sync == "merge":
-        tensors = hf_write.hf_tensors(learner.policy(now), learner.cfg, dtype=published_dtype(c))
-        _load(sampler, tensors, hosts, version=version, mode=mode)
-        return
-    save = functools.partial(
-        hf_write.save_adapter, learned=now.policy, cfg=learner.cfg, how=adapters, base=c.model.path
-    )
-    hosts.together(lambda: sampler.load_adapter(save, version=version, mode=mode))
-
-
-def publish_base(c: ConfigDict, learner: Learner, sampler: Source, version: int, hosts: Hosts = ALONE) -> None:
-    """Publishes the policy's frozen base, where later only the adapters are published."""
-    base = learner.actor.base
-    if base is not None and not isinstance(sampler, InprocessSampler) and c.rollout.lora_sync == "adapter":
-        _load(sampler, hf_write.hf_tensors(base.params, learner.cfg, dtype=published_dtype(c)), hosts, version=version)
-
-
-def _load(sampler: Served, tensors: Iterator[tuple[str, np.ndarray]], hosts: Hosts, **how: Any) -> None:
-    """Loads all weights into each host's servers; a host that fails still joins the others' gathers."""
-
-    def load() -> None:
-        with hf_write.fetched_by_all(tensors):
-            sampler.load(tensors, **how)
-
-    hosts.together(load)
-
-
-def publish_stored(c: ConfigDict, sampler: Source, cfg: ModelConfig) -> None:
-    """Publishes the model stored at `model.path` as version 0."""
-    if isinstance(sampler, InprocessSampler):
-        mesh = make_mesh(c)
-        cfg = pad_vocab(cfg, mesh.shape["tensor"])
-        what = state.weights(cfg, mesh, head="lm", param_dtype=c.model.param_dtype)
-        values = state.load(what, c.model.path, init="pretrained", key=jax.random.key(c.trainer.seed))
-        sampler.hold(values, version=0)
-    else:
-        sampler.load(hf.stored_tensors(c.model.path, cfg), version=0)

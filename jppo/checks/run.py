@@ -11,10 +11,11 @@ from typing import Any, TypeVar
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from jppo.build import agreement, rollout
+from jppo.build import agreement
 from jppo.build.inputs import Inputs, read_inputs, speaking
 from jppo.build.learner import Learner, make_learner, make_mesh
-from jppo.build.rollout import open_engine, publish_base, published_dtype, share_gpu
+from jppo.build.publish import publish_base, publish_policy, published_dtype
+from jppo.build.rollout import open_engine, share_gpu
 from jppo.checks import machine, models_and_data, parity, resources
 from jppo.checks.finding import Check, Finding, examine
 from jppo.dry_run import memory, preview, rooms
@@ -222,7 +223,7 @@ def with_server(read: Read, stack: contextlib.ExitStack) -> list[Check]:
         trainer, begin = learner()
         start = time.monotonic()
         publish_base(c, trainer, sampler(), 0)
-        rollout.publish(c, trainer, sampler(), begin, read.inputs.adapters)
+        publish_policy(c, trainer, sampler(), begin, read.inputs.adapters)
         size = memory.served(read.inputs.policy, c.model.param_dtype) / rooms.MIB
         yield Finding("publish", "OK", f"{size:,.0f} MiB checked and loaded in {time.monotonic() - start:.1f} s")
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from ml_collections import ConfigDict
 
 from jppo.build.inputs import Inputs
-from jppo.build.rollout import published_dtype
+from jppo.build.publish import published_dtype
 from jppo.dry_run import described_machine, memory
 from jppo.dry_run.memory import Estimate
 from jppo.learner import devices, sharding

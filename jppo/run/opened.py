@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from jppo import settings
-from jppo.build import offloading, resume, rollout
+from jppo.build import offloading, resume
 from jppo.build.agreement import Match, agree
 from jppo.build.dynamic_sampling import DynamicSupply, require_metric
 from jppo.build.hosts import own_folder, require_alike, require_shareable
@@ -19,10 +19,10 @@ from jppo.build.learner import Learner, attention_kernel, compile_passes, make_l
 from jppo.build.logger import make_logger, require_loggers
 from jppo.build.mesh_checks import require_models_fit
 from jppo.build.prefetch import make_supply
-from jppo.build.publish_overlap import Handover, may_overlap
+from jppo.build.publish import Handover, may_overlap, publish_base, publish_policy
 from jppo.build.resume import Begun, finished
 from jppo.build.reward import make_panel
-from jppo.build.rollout import Source, open_engine, publish_base, served_reference, share_gpu
+from jppo.build.rollout import Source, open_engine, served_reference, share_gpu
 from jppo.build.sampling_notes import forewarn
 from jppo.build.sandbox import introduce_sandbox
 from jppo.build.utilisation import introduce_peak
@@ -142,7 +142,7 @@ def start(
     laps("waiting for the sampler")
 
     def publish(now: TrainState) -> None:
-        rollout.publish(c, learner, sampler, now, inputs.adapters, hosts)
+        publish_policy(c, learner, sampler, now, inputs.adapters, hosts)
 
     publish_base(c, learner, sampler, int(begun.state.step), hosts)
     publish(begun.state)

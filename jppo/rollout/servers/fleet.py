@@ -73,7 +73,7 @@ class Fleet:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def ask(self, ids: Sequence[int], *, sampling: Sampling, seed: int, near: Hashable) -> Answer:
-        """Returns one answer from any server; see `sampler.Ask`."""
+        """Returns one answer from any server; see `protocol.Ask`."""
         longest = min(member.max_model_len for member in self.members)
         if len(ids) + sampling.max_tokens > longest:
             raise UserError(

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from jppo import train
-from jppo.build.publish_overlap import Handover, may_overlap
+from jppo.build.publish import Handover, may_overlap
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.learner import ppo
 from jppo.rollout.protocol import RolloutError
