@@ -10,6 +10,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import types
 
 import ml_collections
 import pytest
@@ -650,9 +651,10 @@ def read_by_parts(config, seen, monkeypatch):
     what = Classifier(path="", directory=config.model.path, model_type="qwen2", vocab_size=9, pad_token_id=0)
     monkeypatch.setattr(reward, "read_classifier", lambda *_, **__: what)
     mesh = sharding.make_mesh((8, 1, 1))
-    for engine in ("jax", "transformers", "vllm"):
-        config.reward.model.engine = engine
-        reward.make_reward_model(recorder, mesh, pathlib.Path(config.trainer.run_dir)).testing()
+    inputs, log = types.SimpleNamespace(tokenizer=None), pathlib.Path(config.trainer.run_dir)
+    for engine, steps in (("jax", ""), ("transformers", ""), ("vllm", ""), ("jax", "min")):
+        config.reward.model.engine, config.reward.model.step_aggregation = engine, steps
+        reward.make_reward_model(recorder, inputs, mesh, log).testing()
     talks = config.rollout.multi_turn
     talks.enable, talks.format, talks.tool_config_path = True, "plain", str(ROOT / "configs/agent_calculator.yaml")
     agent.make_agent(recorder, None, ()).close()
