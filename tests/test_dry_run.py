@@ -29,7 +29,7 @@ def held(tree):
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         pytest.param({"model.lora_rank": 2, "algorithm.use_kl_in_reward": True}, marks=pytest.mark.slow),
         {"mesh.data": 1, "mesh.sequence": 2, "model.lora_rank": 2, "critic.lora_rank": 0},
     ],

@@ -122,7 +122,7 @@ def held(tree, kind):
 NARROW = {"model.param_dtype": "bfloat16", "actor.moments_dtype": "bfloat16", "critic.master_dtype": "bfloat16"}
 
 
-@pytest.mark.parametrize("changes", [{}, OFFLOAD | NARROW])
+@pytest.mark.parametrize("changes", [pytest.param({}, marks=pytest.mark.slow), OFFLOAD | NARROW])
 def test_the_estimate_is_what_the_programs_of_a_run_hold(small_run, tmp_path, changes):
     c = changed(small_run, tmp_path / "run", **{"algorithm.use_kl_in_reward": True}, **changes)
     inputs, mesh = read_inputs(c), make_mesh(c)

@@ -76,7 +76,8 @@ def broken_off(config, run, monkeypatch, *, in_call_of, at, error):
     "function,at,error",
     [
         ("update_models", 2, Stopped(0, "asked")),  # in the second step: it is done again
-        ("validate", 2, Stopped(0, "asked")),  # in the test after the first step: the step stays done, the test is made
+        # In the test after the first step: the step stays done, the test is made.
+        pytest.param("validate", 2, Stopped(0, "asked"), marks=pytest.mark.slow),
         ("validate", 3, RolloutError("the server died")),  # in the test after the last
     ],
 )

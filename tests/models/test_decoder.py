@@ -229,14 +229,12 @@ def test_layers_that_differ_may_be_unrolled_and_rematerialised(checkpoint, rng, 
     assert_close(logits(cfg, values, tokens, *row(tokens), **settings), reference_logits(model, tokens))
 
 
-# tests/rollout/test_inprocess.py decodes the slow ones by a cache, too.
-OF_ENGINE = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3-biased", "gemma2-capped", "gemma3-long")]
+# tests/rollout/test_inprocess.py decodes some of the slow ones by a cache, too.
+QUICK = ("qwen2-sliding", "llama-llama3", "mistral-sliding", "qwen2-moe-mixed", "mixtral-sliding")
+SLOW = ("qwen3-biased", "gemma2-capped", "gemma3-long", "qwen3-moe-normed", "olmoe-grouped")
 
 
-EXPERTS = ("qwen2-moe-mixed", "qwen3-moe-normed", "mixtral-sliding", "olmoe-grouped")
-
-
-@pytest.mark.parametrize("name", ["qwen2-sliding", "llama-llama3", "mistral-sliding", *EXPERTS, *OF_ENGINE])
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_a_cache_gives_the_logits_of_the_whole_row(checkpoint, rng, name):
     """Prompts of two lengths in one call, then token by token, against the same rows at once."""
     directory, _ = checkpoint(name)
