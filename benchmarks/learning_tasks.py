@@ -11,6 +11,7 @@
 import dataclasses
 import json
 import pathlib
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ from learning_rewards import GUESSES, NUMBERS, STEPS
 from machine import ROOT
 from ml_collections import ConfigDict
 
+sys.path.insert(0, str(ROOT))  # the checkout, for examples/
 from examples import arithmetic, stories
 from jppo import evaluate, reward_model, settings, sft
 from jppo.data import pairs
