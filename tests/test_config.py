@@ -83,7 +83,8 @@ def outside(setting):
     low, high = setting.interval
     number = setting.type if setting.type in (int, float) else float
     if isinstance(setting.default, tuple):
-        yield from ((0.9,), (0.9, 1.0), (-0.1, 0.9), (0.9, "x"), (0.9, 0.99, 0.999), (math.nan, 0.9), (0.9, math.inf))
+        yield from ((0.9,), (0.9, "x"), (0.9, 0.99, 0.999), (math.nan, 0.9), (0.9, math.inf))
+        yield from ((0.9, 1.0), (-0.1, 0.9)) if setting.bounds else ()
         return
     if low is not None:
         yield from (number(value) for value in (low - 1, low - 2) if value != setting.off)
@@ -201,6 +202,12 @@ def test_what_is_none_unless_given_may_be_given(config):
         ({"algorithm.adv_estimator": "remax", "trainer.critic_warmup": 3}, ["trainer.critic_warmup=3", "take gae"]),
         ({"algorithm.adv_estimator": "remax", "critic.lam": 1.0}, ["critic.lam=1.0", "take gae"]),
         ({"algorithm.adv_estimator": "remax", "critic.value_norm_decay": 0.9}, ["critic.value_norm_decay=0.9", "None"]),
+        ({"algorithm.adv_estimator": "remax", "critic.value_bins": 51}, ["critic.value_bins=51", "leave it at 0"]),
+        ({"critic.value_bins": 1}, ["critic.value_bins=1", "at least 2, or 0"]),
+        ({"critic.value_bins": 51, "critic.value_range": (1.0, 1.0)}, ["critic.value_range=(1.0, 1.0)", "a lower and"]),
+        ({"critic.value_bins": 51, "critic.value_range": (0.0, float("inf"))}, ["critic.value_range=", "finite"]),
+        ({"critic.value_range": (0.0, 1.0)}, ["critic.value_range=(0.0, 1.0) is read only with critic.value_bins set"]),
+        ({"critic.value_bins": 51, "critic.cliprange_value": 0.2}, ["critic.cliprange_value=0.2", "leave"]),
         ({"critic.warmup_epochs": 4}, ["critic.warmup_epochs=4 is read only with trainer.critic_warmup set"]),
         ({"algorithm.adv_estimator": "remax", "algorithm.lam_alpha": 0.05}, ["algorithm.lam_alpha=0.05", "take gae"]),
         ({"algorithm.gamma_by": "turn"}, ["algorithm.gamma_by='turn'", "multi_turn.enable is False", "set it to True"]),
@@ -667,7 +674,7 @@ def test_every_setting_is_read(small_run, quick_compilation, monkeypatch):
     a.use_kl_in_reward = small_run.actor.use_kl_loss = True
     a.kl_ctrl_type, a.old_logprob, a.rollout_is, a.rollout_rs = "adaptive", "correction", "token", "token_k2"
     a.rollout_rs_threshold = "100"
-    small_run.rollout.mode = "async"
+    small_run.rollout.mode, small_run.critic.value_bins = "async", 9
     settings.check(small_run)
     train.train(Recorder(small_run, seen))
     read_by_parts(small_run, seen, monkeypatch)

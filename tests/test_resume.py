@@ -88,11 +88,12 @@ def test_whatever_ends_a_run_each_step_counts_once(whole, monkeypatch, tmp_path,
     assert weights(c.trainer.run_dir) == weights(whole.trainer.run_dir)
 
 
+@pytest.mark.parametrize("head", [{}, dict(critic__value_bins=9, critic__value_range=(-3.0, 3.0))])
 def test_a_resume_keeps_the_statistics_that_normalise_values(
-    small_run, engine, quick_compilation, monkeypatch, tmp_path
+    small_run, engine, quick_compilation, monkeypatch, tmp_path, head
 ):
     critic = dict(critic__value_norm_decay=0.5, critic__lam=1.0, critic__warmup_epochs=3, trainer__critic_warmup=1)
-    config = again(small_run, **critic)
+    config = again(small_run, **critic, **head)
     train.train(config)
     c = broken_off(config, tmp_path / "other", monkeypatch, in_call_of="update_models", at=2, error=Stopped(0, "asked"))
     train.train(c)
@@ -100,6 +101,8 @@ def test_a_resume_keeps_the_statistics_that_normalise_values(
     assert weights(c.trainer.run_dir) == weights(config.trainer.run_dir)
     with pytest.raises(UserError, match=r"critic.value_norm_decay=None was 0.5 when the checkpoint was written"):
         train.train(again(c, critic__value_norm_decay=None, trainer__total_training_steps=3))
+    with pytest.raises(UserError, match=r"critic.value_bins=5 was (0|9) when the checkpoint .* whose critic's head"):
+        train.train(again(c, critic__value_bins=5, trainer__total_training_steps=3))
 
 
 def test_a_step_whose_test_was_broken_off_is_saved_as_any_other_by_the_run_that_resumes(

@@ -86,6 +86,7 @@ def make_recipe(c: ConfigDict) -> ppo.Recipe:
         correction=make_correction(c),
         adapt_kl=make_kl_controller(c),
         value_norm_decay=v.value_norm_decay,
+        value_range=v.value_range if v.value_bins else None,
         positive_lm_coef=a.positive_lm_coef,
         earns=bool(c.reward.function or c.reward.model.step_aggregation or talk.enable),
     )

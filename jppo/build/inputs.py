@@ -150,6 +150,8 @@ def read_models(c: ConfigDict) -> tuple[ModelConfig, ModelConfig | None, ModelCo
 
     def read(path: str, head: Head) -> ModelConfig:
         _, cfg = hf.read_config(path)
+        if head == "value" and c.critic.value_bins:
+            cfg = dataclasses.replace(cfg, value_bins=c.critic.value_bins)
         if c.model.init == "pretrained":
             hf.check_weights(path, cfg, head=head)
         return cfg

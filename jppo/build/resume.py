@@ -27,8 +27,9 @@ from jppo.runlog.restore import Restored, require, restore
 from jppo.settings import UserError, table
 from jppo.types import TrainState
 
-# A change of these invalidates the position in the data.
-FIXED = ("trainer.seed", "data.shuffle", "data.sampler")
+# Settings that a resume cannot change, and what of the checkpoint depends on them.
+FIXED = dict.fromkeys(("trainer.seed", "data.shuffle", "data.sampler"), "place in the data")
+FIXED |= dict.fromkeys(("critic.value_bins", "critic.value_range"), "critic's head")
 # Start-up settings, whose changes are not reported.
 PASSING = (
     "trainer.run_dir",
@@ -181,11 +182,11 @@ def require_same_run(then: dict[str, Any], now: dict[str, Any]) -> None:
     """Raises UserError where run `now` cannot resume from a checkpoint of run `then`."""
     remedy = "give the old value, or start a new run with another trainer.run_dir or trainer.resume_mode=disable"
     before = then.get("config", {})
-    for name in FIXED:
-        if name in before and before[name] != now["config"][name]:
+    for name, part in FIXED.items():
+        if name in before and before[name] != now["config"].get(name):
             raise UserError(
-                f"{name}={now['config'][name]!r} was {before[name]!r} when the checkpoint was written, whose place in"
-                f" the data belongs to it; {remedy}"
+                f"{name}={now['config'].get(name)!r} was {before[name]!r} when the checkpoint was written, whose {part}"
+                f" belongs to it; {remedy}"
             )
     name = "critic.value_norm_decay"
     old, new = before.get(name), now["config"].get(name)

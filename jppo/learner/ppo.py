@@ -46,6 +46,7 @@ class Recipe:
     entropy_metric: bool = True  # False: the entropy is computed only for a loss that has it
     adapt_kl: Callable[[Array, Array], Array] | None = None  # (β, KL) -> the next β; None: a fixed β
     value_norm_decay: float | None = None  # of the statistics of returns; None: values are not normalised
+    value_range: tuple[float, float] | None = None  # of a critic's histogram; None: a scalar head
     positive_lm_coef: float = 0.0  # of the log-probs of positive examples; 0: no such term
     earns: bool = False  # rewards may be earned inside a response
 
@@ -117,10 +118,10 @@ def make_passes(
     )
     value = critic = None
     if models.critic is not None:
-        value = score.make_value(models.critic[0])
-        critic = update.make_accumulate(
-            update.make_critic_loss(value, r.weigh_value, cliprange_value=r.cliprange_value), mesh=mesh, options=options
-        )
+        output, clip = score.make_value(models.critic[0]), r.cliprange_value
+        loss = update.make_critic_loss(output, r.weigh_value, cliprange_value=clip, value_range=r.value_range)
+        critic = update.make_accumulate(loss, mesh=mesh, options=options)
+        value = score.make_expected(output, r.value_range)
     advantages = estimate.make_advantages(
         r.estimator, kl_penalty=r.kl_penalty, correction=r.correction, bypass=r.bypass, by_sequence=r.by_sequence,
         value_norm_decay=r.value_norm_decay, positive=r.positive_lm_coef > 0,

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jppo.algorithms import kl
+from jppo.algorithms import hl_gauss, kl
 from jppo.models import decoder, heads, lora
 from jppo.models.families import ModelConfig
 from jppo.models.lora import Weights
@@ -15,7 +15,7 @@ from jppo.models.vocabulary import Vocabulary
 from jppo.types import Array, Rows
 
 LogProb = Callable[[Weights, Rows], tuple[Array, Array]]  # -> log-probs, entropy: [R, T] f32
-Value = Callable[[Weights, Rows], Array]  # -> [R, T] f32
+Value = Callable[[Weights, Rows], Array]  # -> [R, T] f32; of a head of B bins the logits, [R, T, B] f32
 # (policy, reference, rows) -> log-probs, entropy, the reference's log-probs, KL: [R, T] f32
 Exact = Callable[[Weights, Weights, Rows], tuple[Array, Array, Array, Array]]
 # (policy, reference, rows, ref_logprob) -> log-probs, entropy, KL (None if not requested): [R, T] f32
@@ -67,6 +67,11 @@ def make_value(model: Any) -> Value:
         return heads.values(hidden, variables["params"]["score"]["kernel"])
 
     return value
+
+
+def make_expected(value: Value, value_range: tuple[float, float] | None) -> Value:
+    """Makes the values of a critic; with `value_range`, `value` returns the logits of a histogram."""
+    return value if value_range is None else lambda params, rows: hl_gauss.value(value(params, rows), value_range)
 
 
 def make_exact(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jppo.algorithms import losses
+from jppo.algorithms import hl_gauss, losses
 from jppo.algorithms.masked import FAR, masked_sum
 from jppo.learner import sharding
 from jppo.learner.optim import descend
@@ -88,15 +88,21 @@ def make_actor_loss(
     return loss
 
 
-def make_critic_loss(value: Value, weigh: Weigh, *, cliprange_value: float) -> Loss:
-    """Makes the clipped value loss, summed with the weights of tokens."""
+def make_critic_loss(
+    value: Value, weigh: Weigh, *, cliprange_value: float, value_range: tuple[float, float] | None = None
+) -> Loss:
+    """Makes the clipped value loss, or with `value_range` the histogram's, summed with the weights of tokens."""
 
     def loss(params: Weights, scored: Scored, counts: Counts) -> tuple[Array, dict[str, Array]]:
         chex.assert_equal_shape([*jax.tree.leaves(scored)])
         mask, segment = scored.rows.mask, scored.rows.segment
         assert scored.value is not None and scored.returns is not None
         new = value(params, scored.rows)
-        each, held = losses.clipped_value(new, scored.value, scored.returns, cliprange_value=cliprange_value)
+        if value_range is None:
+            each, held = losses.clipped_value(new, scored.value, scored.returns, cliprange_value=cliprange_value)
+        else:
+            each, held = hl_gauss.loss(new, scored.returns, value_range)
+            new = hl_gauss.value(new, value_range)
         out = masked_sum(each * weigh(mask, segment, tokens=counts.tokens, sequences=counts.sequences), mask)
         sums = {
             "critic/vf_loss": out,

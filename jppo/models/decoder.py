@@ -235,7 +235,7 @@ def init_head(cfg: ModelConfig, key: jax.Array, *, head: Head, param_dtype: Any)
     if head == "value":
         # Hidden states leave the norm with variance about 1: values start with a variance below 1.
         std = (cfg.hidden_size + 1) ** -0.5
-        return {"score": {"kernel": std * jax.random.normal(key, (cfg.hidden_size, 1), param_dtype)}}
+        return {"score": {"kernel": std * jax.random.normal(key, (cfg.hidden_size, cfg.value_bins), param_dtype)}}
     if cfg.tie_word_embeddings:
         return {}
     shape = (cfg.padded_vocab_size, cfg.hidden_size)

@@ -54,6 +54,7 @@ class ModelConfig:
     initializer_range: float  # standard deviation of random weights
     padded_vocab_size: int  # rows of the embedding: V, or more so that a mesh divides them; the rest is padding
     experts: Experts | None  # None: every layer has an MLP
+    value_bins: int = 1  # outputs of a value head: one value, or the logits of a histogram
 
     @property
     def stacks(self) -> tuple[Stack, ...]:

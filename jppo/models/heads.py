@@ -122,6 +122,11 @@ def _logits(raw: jax.Array, cfg: ModelConfig, vocabulary: Vocabulary = WHOLE) ->
 
 
 def values(hidden: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Computes [R, T] f32 values of the states, from hidden [R, T, D] and the score kernel [D, 1]."""
+    """Computes [R, T] f32 values of the states, from hidden [R, T, D] and the score kernel [D, 1].
+
+    A kernel [D, B] of a histogram makes its logits, [R, T, B] f32.
+    """
     chex.assert_rank([hidden, kernel], [3, 2])
-    return jnp.einsum("rtd,d->rt", hidden.astype(jnp.float32), kernel[:, 0].astype(jnp.float32))
+    hidden, kernel = hidden.astype(jnp.float32), kernel.astype(jnp.float32)
+    one = kernel.shape[1] == 1
+    return jnp.einsum("rtd,d->rt", hidden, kernel[:, 0]) if one else jnp.einsum("rtd,db->rtb", hidden, kernel)

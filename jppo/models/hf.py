@@ -87,7 +87,7 @@ def load_params(
 
     The host holds one tensor at a time besides the shards. Without shardings they go to the default device. A value
     model takes `score.weight` if the checkpoint has it (a sequence classifier), else it draws the score from `key`.
-    Its unused language head is not read.
+    A head of several bins is always drawn. Its unused language head is not read.
     """
     entries, slots = _find(path, cfg, head)
     out = params.tree(entries, lambda entry: _read(entry, slots, param_dtype, _sharding(shardings, entry.path)))
@@ -115,6 +115,8 @@ def _find(
     directory = resolve(path, weights=True)
     slots = {name: slot for name, slot in tensorfile.slots(directory).items() if not _BUFFERS.match(name)}
     entries = params.table(cfg, head=head)
+    if cfg.value_bins > 1:  # scores of a classifier, not logits of a histogram
+        slots.pop("score.weight", None)
     if head == "value" and "score.weight" not in slots:
         entries = tuple(entry for entry in entries if entry.hf != "score.weight")
     if head != "lm" and not cfg.tie_word_embeddings:

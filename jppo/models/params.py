@@ -32,6 +32,7 @@ AXES = {
     "M": "mlp",  # of an expert
     "S": "mlp",  # of a shared expert
     "A": None,
+    "B": None,  # outputs of a value head
     "1": None,
 }
 
@@ -90,6 +91,7 @@ def _make_entry(model: ModelConfig) -> Callable[..., Entry]:
         "K": model.num_kv_heads,
         "F": model.intermediate_size,
         "A": model.head_dim,
+        "B": model.value_bins,
         "1": 1,
     }
     if model.experts is not None:
@@ -166,7 +168,7 @@ def table(model: ModelConfig, *, head: Head) -> tuple[Entry, ...]:
     if model.experts is not None:
         rows += _experts(model.experts, layer)
     if head == "value":
-        rows += [entry("score/kernel", "score.weight", "1 D", "D1")]
+        rows += [entry("score/kernel", "score.weight", "B D", "DB")]
     elif head == "lm" and not model.tie_word_embeddings:
         rows += [entry("lm_head/kernel", "lm_head.weight", "V D", "VD")]
     return tuple(rows)

@@ -50,13 +50,16 @@ def _estimator(config: ml_collections.ConfigDict) -> None:
                 f"algorithm.gamma_by='turn': algorithm.adv_estimator={name!r} does not discount; leave it at token, or"
                 " take gae or reinforce_plus_plus"
             )
-    for one in ("algorithm.lam_alpha", "critic.lam", "critic.value_norm_decay"):
+    for one in ("algorithm.lam_alpha", "critic.lam", "critic.value_norm_decay", "critic.value_bins"):
         section, _, leaf = one.partition(".")
-        if not estimator.critic and config[section][leaf] is not None:
+        if not estimator.critic and config[section][leaf] != TABLE[one].default:
             raise UserError(
                 f"{one}={config[section][leaf]} is read with a critic, and algorithm.adv_estimator={name!r} has none;"
-                " leave it at None, or take gae"
+                f" leave it at {TABLE[one].default}, or take gae"
             )
+    low, high = config.critic.value_range
+    if not low < high:
+        raise UserError(f"critic.value_range={(low, high)} must be a lower and a higher number, such as (-5.0, 5.0)")
 
 
 def _loss(config: ml_collections.ConfigDict) -> None:

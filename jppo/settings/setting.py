@@ -56,9 +56,8 @@ class Setting:
                 raise UserError(f"{self.name}={value} must be at most {most}; the default is {self.default!r}")
         if isinstance(self.default, tuple):
             if len(several) != len(self.default) or len(numbers) != len(several) or any(map(self._outside, numbers)):
-                raise UserError(
-                    f"{self.name}={value} must be {len(self.default)} numbers in {self.bounds}, such as {self.default}"
-                )
+                kind = self.allowed().lower() or "numbers"
+                raise UserError(f"{self.name}={value} must be {len(self.default)} {kind}, such as {self.default}")
         elif numbers and value != self.off and (rule := self._outside(numbers[0])):
             more = "" if self.off is None else f", or {self.off}"
             raise UserError(f"{self.name}={value} must be {rule}{more}; the default is {self.default!r}")
@@ -110,6 +109,6 @@ class Setting:
             more = ", or `PATH.py:NAME`, or `MODULE:NAME`" if isinstance(self.choices, Registry) else ""
             return f"One of {', '.join(names)}{more}"
         if isinstance(self.default, tuple):
-            return f"Numbers in {self.bounds}"
+            return f"Numbers in {self.bounds}" if self.bounds else ""
         rules = " and ".join(rule for rule, _ in self._rules())
         return f"{rules[:1].upper()}{rules[1:]}{'' if self.off is None or not rules else f', or {self.off}'}"

@@ -165,11 +165,13 @@ class Learner:
             mix=experts.make_mix(self.mesh),
         )
         model = (decoder, self.cfg)
-        critic = model if self.recipe.estimator.critic else None
+        bins = 1 if self.recipe.value_range is None else 8
+        critic_cfg = dataclasses.replace(self.cfg, value_bins=bins)
+        critic = (decoder, critic_cfg) if self.recipe.estimator.critic else None
         self.passes = ppo.make_passes(ppo.Models(model, critic, model), self.recipe, **SCORING, mesh=self.mesh)
         self.what = {
-            name: state.weights(self.cfg, self.mesh, head=head, param_dtype=np.float32)
-            for name, head in (("actor", "lm"), ("critic", "value"))
+            name: state.weights(cfg, self.mesh, head=head, param_dtype=np.float32)
+            for name, cfg, head in (("actor", self.cfg, "lm"), ("critic", critic_cfg, "value"))
         }
 
         self.zeros = {name: update.make_zeros(w.shapes, w.shardings) for name, w in self.what.items()}
@@ -177,7 +179,7 @@ class Learner:
         self.applies = {}
 
     def weights(self, name, seed):
-        return jax.device_put(host_weights(self.cfg, self.what[name].head, seed), self.what[name].shardings)
+        return jax.device_put(host_weights(self.what[name].cfg, self.what[name].head, seed), self.what[name].shardings)
 
     @property
     def shape(self):

@@ -13,6 +13,7 @@ CORRECTED = dict(
     kl_penalty="full",
     kl_loss_type="full+",
     value_norm_decay=0.8,
+    value_range=(-3.0, 3.0),
 )
 EVENT = "/jax/core/compile/backend_compile_duration"
 

@@ -167,8 +167,9 @@ def test_experts(new_learner, make_recipe, drawn, mesh_shape, kind, tokens_per_m
     assert_same(found.update(*data, kind=kind, tokens_per_micro=tokens_per_micro, **START), expected)
 
 
-def test_normalised_values_and_two_lambdas(new_learner, make_recipe, drawn):
-    data, made = drawn(16), make_recipe("decoupled", value_norm_decay=0.8)
+@pytest.mark.parametrize("value_range", [None, (-1.0, 1.0)])
+def test_normalised_values_and_two_lambdas(new_learner, make_recipe, drawn, value_range):
+    data, made = drawn(16), make_recipe("decoupled", value_norm_decay=0.8, value_range=value_range)
     expected = new_learner((1, 1, 1, 1), made).update(*data, **START)
     found = new_learner((2, 2, 1, 1), made, padding=8).update(*data, kind="segments", tokens_per_micro=48, **START)
     assert_same(found, expected)

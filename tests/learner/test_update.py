@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from scipy import special
 
 from jppo.algorithms import losses
 from jppo.learner import optim, ppo, sharding, update
@@ -93,6 +94,25 @@ def test_the_critics_loss_and_metrics_are_those_of_the_papers(scored):
     np.testing.assert_allclose([out, sums["critic/vf_loss"]], expected, rtol=1e-5)
     np.testing.assert_allclose(sums["critic/vf_clipfrac"], np.mean(held > plain), rtol=1e-6)
     np.testing.assert_allclose(sums["critic/vpred_mean"], value.mean(), rtol=1e-5)
+
+
+def test_a_histograms_loss_and_metrics_are_those_of_the_paper(scored):
+    batch, _ = scored
+    weigh = functools.partial(losses.token_weights, mode="token-mean", scale=1.0)
+    logits = np.random.default_rng(2).normal(size=(R, T, 4)).astype(np.float32)
+    loss = update.make_critic_loss(lambda *_: logits, weigh, cliprange_value=0.2, value_range=(-1.0, 1.0))
+    out, sums = loss(None, batch, counts_of(batch.rows))
+    kept = batch.rows.mask
+    returns, logp = batch.returns[kept], logits[kept] - np.log(np.sum(np.exp(logits[kept]), -1, keepdims=True))
+    edges, sigma = np.linspace(-1, 1, 5), 0.75 * 0.5
+    below = special.ndtr((edges - np.clip(returns, -1, 1)[:, None]) / sigma)
+    target = np.diff(below) / (below[:, -1:] - below[:, :1])
+    np.testing.assert_allclose([out, sums["critic/vf_loss"]], -np.mean(np.sum(target * logp, -1)), rtol=1e-5)
+    outside = np.mean(np.abs(returns) > 1)
+    assert 0 < outside < 1
+    np.testing.assert_allclose(sums["critic/vf_clipfrac"], outside, rtol=1e-6)
+    values = np.exp(logp) @ [-0.75, -0.25, 0.25, 0.75]
+    np.testing.assert_allclose(sums["critic/vpred_mean"], values.mean(), rtol=1e-5)
 
 
 def test_a_metric_is_summed_over_micro_batches_and_averaged_over_mini_batches():

@@ -146,6 +146,10 @@ def test_values_are_f32_products(rng):
     found = heads.values(hidden, kernel)
     assert found.dtype == jnp.float32 and found.shape == (2, 3)
     np.testing.assert_allclose(found, (np.asarray(hidden, np.float64) @ kernel)[:, :, 0], rtol=1e-5, atol=1e-6)
+    bins = rng.normal(size=(5, 3)).astype(np.float32)
+    found = heads.values(hidden, bins)
+    assert found.dtype == jnp.float32 and found.shape == (2, 3, 3)
+    np.testing.assert_allclose(found, np.asarray(hidden, np.float64) @ bins, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("chunk_tokens", [8, 1000])

@@ -1,5 +1,6 @@
 """Checkpoints in and out: the identity in bits, ties, dtypes, shards, value heads and faults by name."""
 
+import dataclasses
 import json
 import shutil
 import struct
@@ -156,6 +157,18 @@ def test_value_model_from_a_sequence_classifier_equals_it(checkpoint, rng):
     assert float(heads.values(hidden, values["score"]["kernel"])[0, -1]) == pytest.approx(theirs, rel=1e-4)
     with pytest.raises(UserError, match=r"lacks lm_head\.weight"):
         load(directory)
+
+
+def test_a_histogram_from_a_sequence_classifier_draws_its_head(checkpoint):
+    directory, _ = checkpoint("llama-biased", "AutoModelForSequenceClassification")
+    cfg, scalar = load(directory, head="value")
+    cfg = dataclasses.replace(cfg, value_bins=4)
+    hf.check_weights(directory, cfg, head="value")
+    how = dict(head="value", param_dtype=jnp.float32, key=jax.random.key(5))
+    values = hf.load_params(directory, cfg, **how)
+    jax.tree.map(np.testing.assert_array_equal, values["layers"], scalar["layers"])
+    assert values["score"]["kernel"].shape == (cfg.hidden_size, 4)
+    assert 0.5 < np.std(values["score"]["kernel"]) * cfg.hidden_size**0.5 < 1.5
 
 
 def test_shards_are_written_and_read(checkpoint, tmp_path):
