@@ -1,7 +1,7 @@
 """Products of sorted rows with one kernel for each group of rows: `grouped`, without an array of rows by groups."""
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -54,19 +54,14 @@ def _backward(transposed: bool, held: Any, given: jax.Array) -> tuple[jax.Array,
 grouped.defvjp(_forward, _backward)
 
 
-class _Blocks:
+class _Blocks(NamedTuple):
     """Blocks of consecutive rows of one group each. XLA's CPU backend would multiply every row with every kernel."""
 
-    def __init__(self, rows: int, sizes: jax.Array):
-        groups = len(sizes)
-        self.size = 1 << min(8, max(3, (rows // groups).bit_length() - 1))  # rows of a block, 8 to 256
-        count = -(-sizes // self.size)
-        last = jnp.cumsum(count)
-        number = jnp.arange(rows // self.size + groups)
-        self.group = jnp.minimum(jnp.searchsorted(last, number, side="right", method="compare_all"), groups - 1)
-        self.end = jnp.cumsum(sizes)[self.group]  # of the group
-        self.start = self.end - sizes[self.group] + self.size * (number - (last - count)[self.group])
-        self.needed = last[-1]
+    size: int  # rows of a block, 8 to 256
+    needed: jax.Array  # [] i32, blocks that have rows
+    group: jax.Array  # [blocks] i32
+    start: jax.Array  # [blocks] i32, its first row
+    end: jax.Array  # [blocks] i32, of its group
 
     def padded(self, x: jax.Array) -> jax.Array:
         """Appends rows, so that the last block is whole."""
@@ -77,8 +72,20 @@ class _Blocks:
         return jax.lax.dynamic_slice_in_dim(x, self.start[i], self.size)
 
 
+def _blocks(rows: int, sizes: jax.Array) -> _Blocks:
+    groups = len(sizes)
+    size = 1 << min(8, max(3, (rows // groups).bit_length() - 1))
+    count = -(-sizes // size)
+    last = jnp.cumsum(count)
+    number = jnp.arange(rows // size + groups)
+    group = jnp.minimum(jnp.searchsorted(last, number, side="right", method="compare_all"), groups - 1)
+    end = jnp.cumsum(sizes)[group]
+    start = end - sizes[group] + size * (number - (last - count)[group])
+    return _Blocks(size, last[-1], group, start, end)
+
+
 def _by_blocks(x: jax.Array, kernel: jax.Array, sizes: jax.Array, *, transposed: bool) -> jax.Array:
-    blocks, wide = _Blocks(len(x), sizes), jnp.promote_types(x.dtype, jnp.float32)
+    blocks, wide = _blocks(len(x), sizes), jnp.promote_types(x.dtype, jnp.float32)
     padded = blocks.padded(x)
 
     def one(i: jax.Array, out: jax.Array) -> jax.Array:
@@ -95,7 +102,7 @@ def _by_blocks(x: jax.Array, kernel: jax.Array, sizes: jax.Array, *, transposed:
 
 
 def _kernel_by_blocks(a: jax.Array, b: jax.Array, sizes: jax.Array, *, dtype: Any) -> jax.Array:
-    blocks, wide = _Blocks(len(a), sizes), jnp.promote_types(dtype, jnp.float32)
+    blocks, wide = _blocks(len(a), sizes), jnp.promote_types(dtype, jnp.float32)
     left, right = blocks.padded(a), blocks.padded(b)
 
     def one(i: jax.Array, total: jax.Array) -> jax.Array:
