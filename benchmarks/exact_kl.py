@@ -22,11 +22,12 @@ from machine import ROOT, begin, write
 
 from jppo.algorithms import kl
 from jppo.models import families, heads
+from jppo.models.config import ModelConfig
 
 ROWS = 4  # the tokens stand in as many rows
 
 
-def model(vocab: int) -> families.ModelConfig:
+def model(vocab: int) -> ModelConfig:
     """A model with plain logits: no soft cap, no padding."""
     shape = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=1)
     return families.from_hf(

@@ -52,7 +52,7 @@ from jppo.build.learner import Trained, chunk_tokens, load_trained, make_decoder
 from jppo.build.packing import make_plan
 from jppo.learner import batch, devices, packing, ppo, score, sharding, state, update
 from jppo.models import families, lora
-from jppo.models.families import ModelConfig, pad_vocab
+from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.lora import Lora
 from jppo.settings import UserError
 from jppo.types import Array, Params, Rows, Trajectory

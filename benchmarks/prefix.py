@@ -29,7 +29,7 @@ from jppo.build.learner import make_learner, make_mesh
 from jppo.data.prompts import PromptSet
 from jppo.learner import batch, ppo
 from jppo.models import families
-from jppo.models.families import ModelConfig
+from jppo.models.config import ModelConfig
 from jppo.runlog.timers import Timers
 from jppo.train import update_models
 from jppo.types import Trajectory

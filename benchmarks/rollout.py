@@ -41,7 +41,7 @@ from jppo.build import rollout
 from jppo.build.publish import published_dtype
 from jppo.build.rollout import open_engine, server_settings, share_gpu
 from jppo.models import decoder, families, hf_write
-from jppo.models.families import ModelConfig
+from jppo.models.config import ModelConfig
 from jppo.rollout.servers.engine import ServedSampler
 from jppo.rollout.vllm import layout
 from jppo.rollout.vllm.arguments import check_vllm, environment, flags

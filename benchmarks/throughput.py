@@ -52,7 +52,7 @@ from jppo.build.rollout import sampling as made_sampling
 from jppo.data.prompts import PromptSet
 from jppo.learner import devices
 from jppo.models import families
-from jppo.models.families import ModelConfig
+from jppo.models.config import ModelConfig
 from jppo.rollout.vllm.arguments import check_vllm
 from jppo.runlog.timers import Timers
 from jppo.settings import UserError

@@ -11,7 +11,7 @@ from jppo import settings
 from jppo.build.learner import Learner
 from jppo.learner import batch, estimate, packing, ppo, sharding
 from jppo.models import cost
-from jppo.models.families import ModelConfig
+from jppo.models.config import ModelConfig
 from jppo.models.lora import Lora
 from jppo.runlog.timers import Timers
 from jppo.settings import UserError

@@ -26,7 +26,7 @@ from jppo.data.tokenizer import decode, end_token_ids, load_tokenizer
 from jppo.errors import escaped, one_line
 from jppo.learner import sharding, state
 from jppo.models import hf
-from jppo.models.families import ModelConfig
+from jppo.models.config import ModelConfig
 from jppo.rollout.continuous_batching import InprocessSettings, make_programs
 from jppo.rollout.protocol import RolloutError, greedy, sample_seed
 from jppo.rollout.streaming import stream

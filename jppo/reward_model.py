@@ -29,7 +29,7 @@ from jppo.dry_run.described_machine import Request
 from jppo.errors import escaped
 from jppo.learner import batch, compiler, packing, ppo, preference, score, sharding, update
 from jppo.models import cost, hf, hf_write, offload, placing
-from jppo.models.families import pad_vocab
+from jppo.models.config import pad_vocab
 from jppo.rewards.model.classifier import Texts, without_padding
 from jppo.rewards.parts import Sample
 from jppo.run import command

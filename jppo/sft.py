@@ -24,7 +24,7 @@ from jppo.dry_run.described_machine import Request
 from jppo.errors import escaped
 from jppo.learner import batch, compiler, packing, ppo, score, sharding, update
 from jppo.models import hf
-from jppo.models.families import pad_vocab
+from jppo.models.config import pad_vocab
 from jppo.run import command
 from jppo.runlog.console import SFT_COLUMNS
 from jppo.types import Params, Trajectory, given_text

@@ -23,7 +23,7 @@ from jppo.data.stream import Cursor, next_batch
 from jppo.errors import expanded
 from jppo.learner import batch, packing, ppo, state
 from jppo.models import hf_write, offload, placing
-from jppo.models.families import ModelConfig
+from jppo.models.config import ModelConfig
 from jppo.models.lora import Lora
 from jppo.models.params import Head
 from jppo.runlog import atomic_file

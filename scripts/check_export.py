@@ -25,7 +25,7 @@ from jppo.data.files import read_rows
 from jppo.data.prompts import prompt_of, tokenise
 from jppo.data.tokenizer import decode, end_token_ids, load_tokenizer
 from jppo.models import decoder, heads, hf, hf_write
-from jppo.models.families import ModelConfig
+from jppo.models.config import ModelConfig
 from jppo.rollout.protocol import RolloutError, greedy
 from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.vllm.arguments import ServerSettings

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jppo.models import decoder, heads, hf, hf_write
-from jppo.models.families import ModelConfig
+from jppo.models.config import ModelConfig
 from jppo.rollout.protocol import RolloutError, greedy
 from jppo.rollout.servers.engine import ServedSampler
 from jppo.rollout.servers.member import ServerLimits

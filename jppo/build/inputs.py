@@ -13,7 +13,7 @@ from jppo.data.stream import steps_per_epoch, user_order
 from jppo.data.tokenizer import FILES, check_stop_texts, decode, end_token_ids, load_tokenizer
 from jppo.errors import expanded
 from jppo.models import hf, lora
-from jppo.models.families import ModelConfig
+from jppo.models.config import ModelConfig
 from jppo.models.lora import Lora
 from jppo.models.params import Head
 from jppo.settings import UserError, stop_texts, template_arguments

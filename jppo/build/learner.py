@@ -16,8 +16,8 @@ from jppo.build.optimizers import make_optimizer
 from jppo.build.packing import batch_shape, packing_kind, plan_of_run, sequences_of_step, shared_prompts
 from jppo.learner import compiler, optim, packing, ppo, sharding, state, step, update
 from jppo.models import embedding, experts, fused, offload, spread
+from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.decoder import Decoder, attention_settings
-from jppo.models.families import ModelConfig, pad_vocab
 from jppo.models.lora import Base, Lora, Weights
 from jppo.models.params import Head
 from jppo.types import Params, TrainState

@@ -5,7 +5,7 @@ import math
 from jax.sharding import Mesh
 
 from jppo.build.inputs import Inputs
-from jppo.models.families import ModelConfig
+from jppo.models.config import ModelConfig
 from jppo.settings import UserError
 
 

@@ -6,7 +6,7 @@ from ml_collections import ConfigDict
 
 from jppo.learner import packing, prefix, sharding
 from jppo.models import attention, cost
-from jppo.models.families import ModelConfig
+from jppo.models.config import ModelConfig
 
 
 def packing_kind(c: ConfigDict, mesh: Any) -> str:

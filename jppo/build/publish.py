@@ -16,7 +16,7 @@ from jppo.build.rollout import Source
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.learner import sharding, state
 from jppo.models import hf, hf_write, placing
-from jppo.models.families import ModelConfig, pad_vocab
+from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.lora import Lora
 from jppo.rollout.inprocess import InprocessSampler
 from jppo.rollout.protocol import Served

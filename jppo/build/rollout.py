@@ -17,7 +17,7 @@ from jppo.build.packing import sequences_of_step
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.learner import sharding
 from jppo.models import cache, hf
-from jppo.models.families import pad_vocab
+from jppo.models.config import pad_vocab
 from jppo.rollout.continuous_batching import InprocessSettings
 from jppo.rollout.inprocess import InprocessEngine, InprocessSampler
 from jppo.rollout.protocol import Served

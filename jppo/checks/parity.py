@@ -17,7 +17,7 @@ from jppo.checks.finding import GIB, Finding
 from jppo.dry_run import memory, rooms
 from jppo.interpreter import python_path
 from jppo.models import decoder, heads, hf
-from jppo.models.families import ModelConfig
+from jppo.models.config import ModelConfig
 from jppo.settings import UserError
 from jppo.types import Params
 

@@ -23,7 +23,7 @@ from jppo.dry_run.inprocess_engine import own_engine
 from jppo.dry_run.moments import Estimate, Moment, account, global_size, size
 from jppo.learner import packing, ppo, sharding, state, update
 from jppo.models import cost, hf_write
-from jppo.models.families import ModelConfig, pad_vocab
+from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.lora import Base, Lora, join
 from jppo.models.params import Head
 from jppo.types import Counts, Params, Rows, Scored

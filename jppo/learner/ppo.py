@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jppo.algorithms import kl, losses
 from jppo.learner import batch, correct, estimate, packing, score, sharding, update
 from jppo.models import offload, placing
-from jppo.models.families import ModelConfig
+from jppo.models.config import ModelConfig
 from jppo.models.lora import Base, Weights, join
 from jppo.types import Array, Batch, Counts, Params, Rows, TrainState
 

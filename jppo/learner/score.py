@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from jppo.algorithms import hl_gauss, kl
 from jppo.models import decoder, heads, lora
-from jppo.models.families import ModelConfig
+from jppo.models.config import ModelConfig
 from jppo.models.lora import Weights
 from jppo.models.vocabulary import Vocabulary
 from jppo.types import Array, Rows

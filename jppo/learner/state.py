@@ -13,8 +13,8 @@ from optax.contrib import MuonDimensionNumbers
 from jppo.learner import sharding
 from jppo.learner.optim import in_f32, map_state
 from jppo.models import hf, lora, offload, params, placing
+from jppo.models.config import ModelConfig
 from jppo.models.decoder import init_head, init_params
-from jppo.models.families import ModelConfig
 from jppo.models.lora import Base, Lora
 from jppo.models.params import Head
 from jppo.types import Params, TrainState

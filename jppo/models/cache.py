@@ -7,7 +7,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jppo.models.families import ModelConfig
+from jppo.models.config import ModelConfig
 
 
 @jax.tree_util.register_dataclass

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from jppo.models import lora
-from jppo.models.families import ModelConfig
+from jppo.models.config import ModelConfig
 from jppo.models.lora import Lora
 
 # Time of a FLOP of attention by XLA relative to one of a product with weights: scores are exponentiated, and

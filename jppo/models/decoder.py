@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jppo.models import attention, embedding, experts, lora, product
 from jppo.models.attention import Attend, attend_cached, make_plain
 from jppo.models.cache import Cache, LayerCache, extend
+from jppo.models.config import ModelConfig
 from jppo.models.embedding import Lookup
 from jppo.models.experts import Mix, Mixture
-from jppo.models.families import ModelConfig
 from jppo.models.modules import MLP, Project, RMSNorm
 from jppo.models.params import Head
 from jppo.models.rotary import Place, Places, places, rotate

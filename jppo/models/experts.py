@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jppo.models import product
-from jppo.models.families import ModelConfig
+from jppo.models.config import ModelConfig
 from jppo.models.grouped import grouped
 from jppo.models.modules import ACTIVATIONS, MLP
 from jppo.models.spread import HEADS, POSITIONS, WHOLE, columns, gathered, in_groups, row_axes, summed

@@ -3,139 +3,16 @@
 An unsupported field that changes the mathematics is an error that names it: nothing is dropped.
 """
 
-import dataclasses
 import os
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
 from jppo.models import config_experts, config_rotary
-from jppo.models.config_experts import Experts, Stack
+from jppo.models.config import Kind, ModelConfig
 from jppo.models.config_fields import Fields
-from jppo.models.rotary import Rotary
+from jppo.models.family_table import FAMILIES, Family, always, late, never
 from jppo.settings import UserError
 
-
-@dataclasses.dataclass(frozen=True)
-class Kind:
-    """A kind of layer in one model."""
-
-    window: int | None  # a token sees itself and the window - 1 tokens before it; None: all earlier ones
-    rotary: Rotary
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelConfig:
-    """A decoder's shape and mathematics, of any family; hashable, so that it may be static in jit."""
-
-    family: str  # HF's model_type
-    vocab_size: int  # V
-    hidden_size: int  # D
-    intermediate_size: int  # F
-    num_layers: int  # L
-    num_heads: int  # H
-    num_kv_heads: int  # K
-    head_dim: int  # A
-    kinds: tuple[Kind, ...]  # of layers, without duplicates
-    layer_kinds: tuple[int, ...]  # [L], index into kinds
-    rms_norm_eps: float
-    norm_offset: float  # a norm multiplies by its scale plus this
-    qk_norm: Literal["head", "all"] | None  # queries and keys are normed before rotation, by head or over all heads
-    post_norms: bool  # a block's output is normed too, before it is added to the residual
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    activation: str  # of the MLP's gate
-    embed_scale: float  # on input embeddings
-    query_scale: float  # on the products of queries and keys
-    attn_softcap: float | None  # c tanh(x / c) on these products
-    logit_softcap: float | None  # and on the logits
-    tie_word_embeddings: bool
-    max_position_embeddings: int
-    initializer_range: float  # standard deviation of random weights
-    padded_vocab_size: int  # rows of the embedding: V, or more so that a mesh divides them; the rest is padding
-    experts: Experts | None  # None: every layer has an MLP
-    value_bins: int = 1  # outputs of a value head: one value, or the logits of a histogram
-
-    @property
-    def stacks(self) -> tuple[Stack, ...]:
-        """Returns the runs of layers whose parameters are stacked."""
-        return config_experts.stacks(self.num_layers, self.experts)
-
-    @property
-    def mlp_widths(self) -> tuple[int, ...]:
-        """Returns the widths of MLPs and experts."""
-        dense = any(not stack.sparse for stack in self.stacks)
-        own = (self.intermediate_size,) if dense else ()
-        return own if self.experts is None else (*own, *self.experts.widths)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Family:
-    """The differences of a family: defaults of fields that config.json omits, and properties without a field."""
-
-    slides: Callable[[Fields, int], bool]  # whether a layer has a sliding window, if `layer_types` is absent
-    qkv_bias: bool | None = None  # None: by the field `attention_bias`
-    o_bias: bool | None = None
-    mlp_bias: bool | None = False  # None: by the field `mlp_bias`
-    tie_word_embeddings: bool = False
-    head_dim: int | None = None  # None: hidden_size / num_attention_heads
-    activation: str = "silu"
-    gemma: bool = False  # norms by 1 + scale, embeddings times sqrt(D)
-    qk_norm: Literal["head", "all"] | None = None
-    post_norms: bool = False
-    query_pre_attn_scalar: bool = False  # replaces head_dim in the scale of attention
-    attn_softcap: float | None = None
-    logit_softcap: float | None = None
-    local_theta: float | None = None  # sliding layers have their own frequencies
-    theta: float = 10000.0
-    window: int | None = 4096  # of sliding layers, where the field is absent
-    rms_norm_eps: float = 1e-6
-    bias_field: str = "attention_bias"
-    experts: config_experts.Names | None = None
-
-
-def _never(_: Fields, __: int) -> bool:
-    return False
-
-
-def _always(_: Fields, __: int) -> bool:
-    return True
-
-
-def _late(fields: Fields, layer: int) -> bool:
-    first = fields.config.get("max_window_layers", 28)
-    if not isinstance(first, int):
-        raise fields.refuse("max_window_layers", "must be a whole number")
-    return layer >= first
-
-
-def _but_every(count: int) -> Callable[[Fields, int], bool]:
-    """Returns all but the last of each `count` layers."""
-    return lambda fields, layer: (layer + 1) % fields.get("sliding_window_pattern", int, count) != 0
-
-
-_GEMMA = _Family(_never, tie_word_embeddings=True, head_dim=256, activation="gelu_pytorch_tanh", gemma=True)
-_GEMMA2 = dataclasses.replace(
-    _GEMMA, slides=_but_every(2), post_norms=True, query_pre_attn_scalar=True, attn_softcap=50.0, logit_softcap=30.0
-)
-_GEMMA3 = dataclasses.replace(
-    _GEMMA2, slides=_but_every(6), qk_norm="head", attn_softcap=None, logit_softcap=None, theta=1e6, local_theta=1e4
-)
-FAMILIES = {
-    "qwen2": _Family(_late, qkv_bias=True, o_bias=False),
-    "qwen3": _Family(_late, head_dim=128, qk_norm="head"),
-    "llama": _Family(_never, mlp_bias=None),
-    "mistral": _Family(_always, qkv_bias=False, o_bias=False),
-    "gemma": _GEMMA,
-    "gemma2": _GEMMA2,
-    "gemma3_text": _GEMMA3,
-    "qwen2_moe": _Family(_never, o_bias=False, bias_field="qkv_bias", experts=config_experts.QWEN2),
-    "qwen3_moe": _Family(_never, qk_norm="head", experts=config_experts.QWEN3),
-    "mixtral": _Family(
-        _always, qkv_bias=False, o_bias=False, theta=1e6, window=None, rms_norm_eps=1e-5, experts=config_experts.MIXTRAL
-    ),
-    "olmoe": _Family(_never, qk_norm="all", rms_norm_eps=1e-5, experts=config_experts.OLMOE),
-}
 MOST_LAYERS = 10_000  # more than any model has; a loop visits each
 
 # Fields that change the mathematics, and the values without effect. An absent field is None.
@@ -212,12 +89,7 @@ def from_hf(config: Mapping[str, Any], *, path: str | os.PathLike[str]) -> Model
     )
 
 
-def pad_vocab(cfg: ModelConfig, multiple: int) -> ModelConfig:
-    """Pads the embedding to a multiple of `multiple` rows; the new ones are no tokens."""
-    return dataclasses.replace(cfg, padded_vocab_size=-(-cfg.vocab_size // multiple) * multiple)
-
-
-def _refuse_unsupported(fields: Fields, family: _Family) -> None:
+def _refuse_unsupported(fields: Fields, family: Family) -> None:
     neutral = dict(_NEUTRAL)
     if family.attn_softcap is None:
         neutral["attn_logit_softcapping"] = (None,)
@@ -231,7 +103,7 @@ def _refuse_unsupported(fields: Fields, family: _Family) -> None:
             raise fields.refuse(key, f"changes the mathematics and is not supported; only {allowed}")
 
 
-def _activation(fields: Fields, family: _Family) -> str:
+def _activation(fields: Fields, family: Family) -> str:
     key = "hidden_activation" if family.post_norms else "hidden_act"
     name: str = fields.get(key, str, family.activation)
     if family.gemma and name == "gelu":  # old files say gelu and mean the approximation
@@ -248,16 +120,16 @@ def _softcap(fields: Fields, key: str, default: float | None) -> float | None:
     return cap
 
 
-def _windows(fields: Fields, family: _Family, num_layers: int) -> list[int | None]:
+def _windows(fields: Fields, family: Family, num_layers: int) -> list[int | None]:
     """Returns the window of each layer, or None."""
     # transformers writes 0 for a mixture without windows.
-    window = None if family.slides is _never else fields.or_null("sliding_window", int, family.window)
-    switch = family.slides is _late  # qwen's, whose window counts only if switched on
+    window = None if family.slides is never else fields.or_null("sliding_window", int, family.window)
+    switch = family.slides is late  # qwen's, whose window counts only if switched on
     if switch and not fields.get("use_sliding_window", bool, False):
         window = None
     types = fields.get("layer_types", list, None)
-    if types is None or family.slides is _always:
-        optional = switch or family.slides is _always  # no window: no layer slides
+    if types is None or family.slides is always:
+        optional = switch or family.slides is always  # no window: no layer slides
         slides = [family.slides(fields, i) and not (optional and window is None) for i in range(num_layers)]
     else:
         slides = [kind == "sliding_attention" for kind in types]
@@ -266,6 +138,6 @@ def _windows(fields: Fields, family: _Family, num_layers: int) -> list[int | Non
         raise fields.refuse("layer_types", f"must be {num_layers} of full_attention and sliding_attention, as {said}")
     if len(said) != num_layers:
         raise fields.refuse("layer_types", f"must have one entry for each of num_hidden_layers={num_layers}")
-    if any(slides) and (window is None or family.slides is _never):
+    if any(slides) and (window is None or family.slides is never):
         raise fields.refuse("layer_types", f"is not supported with sliding_window={window}: no layer can slide")
     return [window if one else None for one in slides]

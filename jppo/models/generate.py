@@ -18,8 +18,8 @@ import jax.numpy as jnp
 
 from jppo.models import cache, decoder, experts, heads, lora
 from jppo.models.cache import Cache, LayerCache
+from jppo.models.config import ModelConfig
 from jppo.models.experts import Mix
-from jppo.models.families import ModelConfig
 from jppo.models.lora import Weights
 from jppo.types import Params
 

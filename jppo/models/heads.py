@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jppo.models import chunked_logits
-from jppo.models.families import ModelConfig
+from jppo.models.config import ModelConfig
 from jppo.models.product import product
 from jppo.models.vocabulary import WHOLE, Vocabulary
 

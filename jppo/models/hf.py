@@ -15,8 +15,8 @@ import numpy as np
 
 from jppo.errors import expanded
 from jppo.models import families, params, placing, tensorfile
+from jppo.models.config import ModelConfig
 from jppo.models.decoder import init_head
-from jppo.models.families import ModelConfig
 from jppo.models.params import Entry, Head
 from jppo.settings import UserError
 from jppo.types import Params

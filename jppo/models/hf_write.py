@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from jppo.models import hf, lora, offload, params, placing, tensorfile
-from jppo.models.families import ModelConfig
+from jppo.models.config import ModelConfig
 from jppo.models.params import Entry, Head
 from jppo.types import Params
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jppo.models import offload, params
-from jppo.models.families import ModelConfig
+from jppo.models.config import ModelConfig
 from jppo.models.params import Entry, Head
 from jppo.settings import UserError
 from jppo.types import Params

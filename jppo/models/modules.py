@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jppo.models import lora, product
-from jppo.models.families import ModelConfig
+from jppo.models.config import ModelConfig
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jppo.models.config import ModelConfig
 from jppo.models.config_experts import Experts, Stack
-from jppo.models.families import ModelConfig
 from jppo.types import Params
 
 Head = Literal["lm", "value", "trunk"]  # trunk: none

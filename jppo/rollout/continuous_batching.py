@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jppo.models import experts, generate
-from jppo.models.families import ModelConfig
+from jppo.models.config import ModelConfig
 from jppo.models.generate import Choice, Slots
 from jppo.models.lora import Weights
 from jppo.rollout.protocol import Answer, RolloutError, greedy

@@ -11,6 +11,7 @@ import pytest
 
 from jppo.learner import optim, sharding, state
 from jppo.models import families
+from jppo.models.config import pad_vocab
 
 BETAS = (0.8, 0.95)
 MATRIX = optax.contrib.MuonDimensionNumbers((1,), (2,))
@@ -207,7 +208,7 @@ def test_state_of_any_optimizer_is_sharded_as_its_parameters(name):
         num_key_value_heads=2, vocab_size=1001, max_position_embeddings=64, rms_norm_eps=1e-6, rope_theta=1e4,
         hidden_act="silu",
     )  # fmt: skip
-    cfg = families.pad_vocab(families.from_hf(shape, path="here"), mesh.shape["tensor"])
+    cfg = pad_vocab(families.from_hf(shape, path="here"), mesh.shape["tensor"])
     what = state.weights(cfg, mesh, head="lm", param_dtype=jnp.float32)
     tx = make(name, matrices=what.matrices if name == "muon" else None)
     opt, places = state.abstract_optimizer(tx, what)

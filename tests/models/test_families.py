@@ -5,6 +5,7 @@ import math
 import pytest
 
 from jppo.models import families
+from jppo.models.config import Kind
 from jppo.models.rotary import Rotary
 from jppo.settings import UserError
 
@@ -13,7 +14,7 @@ def test_fields_are_read(hf_config):
     cfg = families.from_hf(hf_config("llama-biased"), path="config.json")
     assert (cfg.family, cfg.vocab_size, cfg.hidden_size, cfg.intermediate_size) == ("llama", 71, 36, 50)
     assert (cfg.num_layers, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim) == (2, 4, 1, 14)
-    assert cfg.kinds == (families.Kind(None, Rotary(5e5)),) and cfg.layer_kinds == (0, 0)
+    assert cfg.kinds == (Kind(None, Rotary(5e5)),) and cfg.layer_kinds == (0, 0)
     assert (cfg.rms_norm_eps, cfg.max_position_embeddings) == (1e-5, 128)
     assert (cfg.qkv_bias, cfg.o_bias, cfg.mlp_bias, cfg.tie_word_embeddings) == (True, True, True, False)
     qwen = families.from_hf(hf_config("qwen2-untied"), path="config.json")

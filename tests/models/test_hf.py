@@ -12,7 +12,8 @@ import pytest
 import safetensors.numpy
 
 from jppo.learner import sharding, state
-from jppo.models import decoder, families, heads, hf, hf_write, params, tensorfile
+from jppo.models import decoder, heads, hf, hf_write, params, tensorfile
+from jppo.models.config import pad_vocab
 from jppo.settings import UserError
 from tests.models.conftest import SHAPES
 
@@ -237,7 +238,7 @@ def test_shardings_decide_the_place_and_change_no_bit(checkpoint, name, mesh_sha
 def test_no_device_has_a_whole_matrix_at_any_time(checkpoint, monkeypatch):
     """Tensors come from the file into their shards, those too that have rows for the mesh alone."""
     directory, _ = checkpoint("qwen2-untied")  # 61 tokens
-    cfg = families.pad_vocab(hf.read_config(directory)[1], 8)
+    cfg = pad_vocab(hf.read_config(directory)[1], 8)
     seen, fill = [], hf._fill
 
     def spied(out, piece, first):
@@ -255,7 +256,7 @@ def test_no_device_has_a_whole_matrix_at_any_time(checkpoint, monkeypatch):
 def test_rows_of_padding_are_zero_and_stay_out_of_the_file(checkpoint):
     directory, _ = checkpoint("qwen2-untied")  # 61 tokens
     cfg, expected = load(directory)
-    wide = families.pad_vocab(cfg, 8)
+    wide = pad_vocab(cfg, 8)
     assert wide.padded_vocab_size == 64
     values = hf.load_params(directory, wide, head="lm", param_dtype=jnp.float32)
     for name in (("embed", "embedding"), ("lm_head", "kernel")):

@@ -14,6 +14,7 @@ import pytest
 from jppo import train
 from jppo.learner import packing, score, sharding, state
 from jppo.models import decoder, families, heads, lora, params
+from jppo.models.config import pad_vocab
 from jppo.models.decoder import Decoder
 from jppo.rollout import continuous_batching, conversations
 from jppo.rollout.continuous_batching import InprocessSettings
@@ -38,7 +39,7 @@ def quick(quick_compilation):
 def model_of(name, mesh_shape=(1, 1, 1)):
     """A random model on a mesh, the same on every mesh, with weights that matter; rows that are no token shout."""
     mesh = sharding.make_mesh(mesh_shape)
-    cfg = families.pad_vocab(families.from_hf(config_of(name), path="config.json"), mesh.shape["tensor"])
+    cfg = pad_vocab(families.from_hf(config_of(name), path="config.json"), mesh.shape["tensor"])
     rng = np.random.default_rng(1)
 
     def draw(entry):

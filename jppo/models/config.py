@@ -1,0 +1,67 @@
+"""A model's shape and mathematics as one frozen dataclass: what the decoder and the parameter table read."""
+
+import dataclasses
+from typing import Literal
+
+from jppo.models import config_experts
+from jppo.models.config_experts import Experts, Stack
+from jppo.models.rotary import Rotary
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A kind of layer in one model."""
+
+    window: int | None  # a token sees itself and the window - 1 tokens before it; None: all earlier ones
+    rotary: Rotary
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A decoder's shape and mathematics, of any family; hashable, so that it may be static in jit."""
+
+    family: str  # HF's model_type
+    vocab_size: int  # V
+    hidden_size: int  # D
+    intermediate_size: int  # F
+    num_layers: int  # L
+    num_heads: int  # H
+    num_kv_heads: int  # K
+    head_dim: int  # A
+    kinds: tuple[Kind, ...]  # of layers, without duplicates
+    layer_kinds: tuple[int, ...]  # [L], index into kinds
+    rms_norm_eps: float
+    norm_offset: float  # a norm multiplies by its scale plus this
+    qk_norm: Literal["head", "all"] | None  # queries and keys are normed before rotation, by head or over all heads
+    post_norms: bool  # a block's output is normed too, before it is added to the residual
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    activation: str  # of the MLP's gate
+    embed_scale: float  # on input embeddings
+    query_scale: float  # on the products of queries and keys
+    attn_softcap: float | None  # c tanh(x / c) on these products
+    logit_softcap: float | None  # and on the logits
+    tie_word_embeddings: bool
+    max_position_embeddings: int
+    initializer_range: float  # standard deviation of random weights
+    padded_vocab_size: int  # rows of the embedding: V, or more so that a mesh divides them; the rest is padding
+    experts: Experts | None  # None: every layer has an MLP
+    value_bins: int = 1  # outputs of a value head: one value, or the logits of a histogram
+
+    @property
+    def stacks(self) -> tuple[Stack, ...]:
+        """Returns the runs of layers whose parameters are stacked."""
+        return config_experts.stacks(self.num_layers, self.experts)
+
+    @property
+    def mlp_widths(self) -> tuple[int, ...]:
+        """Returns the widths of MLPs and experts."""
+        dense = any(not stack.sparse for stack in self.stacks)
+        own = (self.intermediate_size,) if dense else ()
+        return own if self.experts is None else (*own, *self.experts.widths)
+
+
+def pad_vocab(cfg: ModelConfig, multiple: int) -> ModelConfig:
+    """Pads the embedding to a multiple of `multiple` rows; the new ones are no tokens."""
+    return dataclasses.replace(cfg, padded_vocab_size=-(-cfg.vocab_size // multiple) * multiple)

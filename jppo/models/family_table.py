@@ -1,0 +1,77 @@
+"""The table of model families: what a family means where its config.json has no field, or omits it."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal
+
+from jppo.models import config_experts
+from jppo.models.config_fields import Fields
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """The differences of a family: defaults of fields that config.json omits, and properties without a field."""
+
+    slides: Callable[[Fields, int], bool]  # whether a layer has a sliding window, if `layer_types` is absent
+    qkv_bias: bool | None = None  # None: by the field `attention_bias`
+    o_bias: bool | None = None
+    mlp_bias: bool | None = False  # None: by the field `mlp_bias`
+    tie_word_embeddings: bool = False
+    head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    activation: str = "silu"
+    gemma: bool = False  # norms by 1 + scale, embeddings times sqrt(D)
+    qk_norm: Literal["head", "all"] | None = None
+    post_norms: bool = False
+    query_pre_attn_scalar: bool = False  # replaces head_dim in the scale of attention
+    attn_softcap: float | None = None
+    logit_softcap: float | None = None
+    local_theta: float | None = None  # sliding layers have their own frequencies
+    theta: float = 10000.0
+    window: int | None = 4096  # of sliding layers, where the field is absent
+    rms_norm_eps: float = 1e-6
+    bias_field: str = "attention_bias"
+    experts: config_experts.Names | None = None
+
+
+def never(_: Fields, __: int) -> bool:
+    return False
+
+
+def always(_: Fields, __: int) -> bool:
+    return True
+
+
+def late(fields: Fields, layer: int) -> bool:
+    first = fields.config.get("max_window_layers", 28)
+    if not isinstance(first, int):
+        raise fields.refuse("max_window_layers", "must be a whole number")
+    return layer >= first
+
+
+def _but_every(count: int) -> Callable[[Fields, int], bool]:
+    """Returns all but the last of each `count` layers."""
+    return lambda fields, layer: (layer + 1) % fields.get("sliding_window_pattern", int, count) != 0
+
+
+_GEMMA = Family(never, tie_word_embeddings=True, head_dim=256, activation="gelu_pytorch_tanh", gemma=True)
+_GEMMA2 = dataclasses.replace(
+    _GEMMA, slides=_but_every(2), post_norms=True, query_pre_attn_scalar=True, attn_softcap=50.0, logit_softcap=30.0
+)
+_GEMMA3 = dataclasses.replace(
+    _GEMMA2, slides=_but_every(6), qk_norm="head", attn_softcap=None, logit_softcap=None, theta=1e6, local_theta=1e4
+)
+FAMILIES = {
+    "qwen2": Family(late, qkv_bias=True, o_bias=False),
+    "qwen3": Family(late, head_dim=128, qk_norm="head"),
+    "llama": Family(never, mlp_bias=None),
+    "mistral": Family(always, qkv_bias=False, o_bias=False),
+    "gemma": _GEMMA,
+    "gemma2": _GEMMA2,
+    "gemma3_text": _GEMMA3,
+    "qwen2_moe": Family(never, o_bias=False, bias_field="qkv_bias", experts=config_experts.QWEN2),
+    "qwen3_moe": Family(never, qk_norm="head", experts=config_experts.QWEN3),
+    "mixtral": Family(
+        always, qkv_bias=False, o_bias=False, theta=1e6, window=None, rms_norm_eps=1e-5, experts=config_experts.MIXTRAL
+    ),
+    "olmoe": Family(never, qk_norm="all", rms_norm_eps=1e-5, experts=config_experts.OLMOE),
+}
