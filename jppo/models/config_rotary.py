@@ -1,10 +1,11 @@
 """The rotary frequencies that a config.json asks for."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from jppo.models.config_fields import Fields
-from jppo.models.rotary import Rotary
+from jppo.models.rotary import Rotary, Yarn
 from jppo.settings import UserError
 
 
@@ -30,11 +31,15 @@ def read(fields: Fields, theta: float, local_theta: float | None) -> tuple[Rotar
     )
 
 
-# Required fields of each supported rope_type, besides its base.
-_STRETCHES = {
+# Fields of each supported rope_type, besides its base.
+_STRETCHES: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (
+        *("factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
+        "original_max_position_embeddings",
+    ),
 }
 
 
@@ -51,16 +56,34 @@ def _stretched(fields: Fields, key: str, rope: Mapping[str, Any], theta: float) 
     factor = 1.0 if kind == "default" else inner.get("factor", float)
     if theta <= 0 or factor <= 0:
         raise UserError(f"{fields.path}: {key}={dict(rope)!r}: rope_theta and factor must be above 0")
-    if kind != "llama3":
+    if kind in ("default", "linear"):
         return Rotary(theta, factor)
+    first = inner.get("original_max_position_embeddings", int, fields.get("max_position_embeddings", int))
+    if kind == "yarn":
+        return _yarn(inner, theta, factor, first)
     low, high = inner.get("low_freq_factor", float), inner.get("high_freq_factor", float)
     if not 0 < low < high:
         raise UserError(f"{fields.path}: {key}={dict(rope)!r}: high_freq_factor must be above low_freq_factor, above 0")
-    context = inner.get("original_max_position_embeddings", int, fields.get("max_position_embeddings", int))
-    return Rotary(theta, factor, (low, high, context))
+    return Rotary(theta, factor, (low, high, first))
+
+
+def _yarn(inner: Fields, theta: float, factor: float, first: int) -> Rotary:
+    fast, slow = inner.above_zero("beta_fast", 32.0), inner.above_zero("beta_slow", 1.0)
+    if fast <= slow or theta == 1.0:
+        raise inner.refuse("beta_fast", f"must be above beta_slow={slow}, and rope_theta={theta} not 1")
+    one, all_dims = inner.get("mscale", float, 0.0), inner.get("mscale_all_dim", float, 0.0)
+    inferred = _mscale(factor, one) / _mscale(factor, all_dims) if one and all_dims else _mscale(factor, 1.0)
+    scale = inner.above_zero("attention_factor", inferred)
+    return Rotary(theta, factor, yarn=Yarn(fast, slow, first, inner.get("truncate", bool, True)), scale=scale)
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def context(fields: Fields, rotary: Rotary) -> int:
     """Returns the model's context length."""
-    context = fields.get("max_position_embeddings", int)
+    context: int = fields.get("max_position_embeddings", int)
+    if rotary.yarn is not None:  # max_position_embeddings is the scaled one; vLLM's table of angles ends here
+        return min(context, int(rotary.yarn.context * rotary.factor))
     return context if rotary.llama3 is not None else int(context * rotary.factor)

@@ -1,12 +1,23 @@
 """Rotary positions: the frequencies of a model's layers, and the rotation of queries and keys."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+
+class Yarn(NamedTuple):
+    """YaRN's ramp (Peng et al., arXiv:2309.00071) from frequencies that are kept to those that are divided."""
+
+    fast: float  # turns within the first context: those that turn at least so often are kept
+    slow: float  # and those that turn at most so often are divided
+    context: int  # the first one
+    truncate: bool  # the ramp's ends are rounded to whole indices of frequencies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,12 +27,20 @@ class Rotary:
     theta: float
     factor: float = 1.0  # they are divided by it
     llama3: tuple[float, float, int] | None = None  # only slow ones are divided: low and high factor, first context
+    yarn: Yarn | None = None  # only slow ones are divided
+    scale: float = 1.0  # of cos and sin
 
 
 def frequencies(rotary: Rotary, head_dim: int) -> np.ndarray:
     """Computes [A/2] f32 exactly as transformers and vLLM do, to the last bit."""
     f32 = np.float32
-    plain = f32(1.0) / f32(rotary.theta) ** (np.arange(0, head_dim, 2, dtype=f32) / f32(head_dim))
+    periods = f32(rotary.theta) ** (np.arange(0, head_dim, 2, dtype=f32) / f32(head_dim))
+    plain = f32(1.0) / periods
+    if rotary.yarn is not None:
+        kept = _kept(rotary.yarn, rotary.theta, len(plain))
+        divided = f32(1.0) / (f32(rotary.factor) * periods)
+        ramp: np.ndarray = divided * (f32(1.0) - kept) + plain * kept
+        return ramp
     slow = plain / f32(rotary.factor)
     if rotary.llama3 is None:
         return slow
@@ -33,6 +52,22 @@ def frequencies(rotary: Rotary, head_dim: int) -> np.ndarray:
     stretched = np.where(wavelength > context / low, slow, plain)
     between = (wavelength >= context / high) & (wavelength <= context / low)
     return np.where(between, mixed, stretched)
+
+
+def _kept(yarn: Yarn, theta: float, count: int) -> np.ndarray:
+    """Computes the share of each frequency that is not divided, [A/2] f32."""
+
+    def index(turns: float) -> float:
+        """Returns the index of the frequency that turns so often within the first context."""
+        return count * math.log(yarn.context / (turns * 2 * math.pi)) / math.log(theta)
+
+    first, last = index(yarn.fast), index(yarn.slow)
+    if yarn.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * count - 1)
+    width = np.float32((last - first) or 0.001)
+    past = (np.arange(count, dtype=np.float32) - np.float32(first)) / width
+    return np.float32(1.0) - np.clip(past, np.float32(0.0), np.float32(1.0))
 
 
 def angles(position: jax.Array, frequency: np.ndarray) -> tuple[jax.Array, jax.Array]:
@@ -83,5 +118,6 @@ class Places:
 
 def places(rotaries: Sequence[Rotary], head_dim: int, position: jax.Array, segment: jax.Array | None) -> Places:
     """Computes the angles of every position, for every kind of layer."""
-    turns = [angles(position, frequencies(rotary, head_dim)) for rotary in rotaries]
-    return Places(segment, position, tuple(cos for cos, _ in turns), tuple(sin for _, sin in turns))
+    turns = [(angles(position, frequencies(rotary, head_dim)), rotary.scale) for rotary in rotaries]
+    cos, sin = (tuple(turn[i] if scale == 1.0 else turn[i] * scale for turn, scale in turns) for i in (0, 1))
+    return Places(segment, position, cos, sin)

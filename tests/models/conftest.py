@@ -90,6 +90,22 @@ SHAPES = {
         rope_theta=1e4,
         rope_scaling=dict(type="linear", factor=2.5),
     ),
+    # some frequencies kept, some divided, some between
+    "llama-yarn": dict(
+        model_type="llama",
+        tie_word_embeddings=False,
+        hidden_size=44,
+        intermediate_size=38,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=26,
+        vocab_size=49,
+        rope_theta=1e4,
+        rope_scaling=dict(
+            rope_type="yarn", factor=6.0, original_max_position_embeddings=24, beta_fast=4.0, beta_slow=0.5
+        ),
+    ),
     # the window counts from the second layer on
     "qwen2-sliding": dict(
         model_type="qwen2",
