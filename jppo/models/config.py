@@ -33,14 +33,17 @@ class ModelConfig:
     rms_norm_eps: float
     norm_offset: float  # a norm multiplies by its scale plus this
     qk_norm: Literal["head", "all"] | None  # queries and keys are normed before rotation, by head or over all heads
-    post_norms: bool  # a block's output is normed too, before it is added to the residual
+    pre_norms: bool  # a block's input is normed
+    post_norms: bool  # a block's output is normed, before it is added to the residual
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
     activation: str  # of the MLP's gate
     embed_scale: float  # on input embeddings
+    residual_scale: float  # on a block's output, before it is added to the residual
     query_scale: float  # on the products of queries and keys
     attn_softcap: float | None  # c tanh(x / c) on these products
+    logit_divisor: float  # of the logits, before their cap
     logit_softcap: float | None  # and on the logits
     tie_word_embeddings: bool
     max_position_embeddings: int

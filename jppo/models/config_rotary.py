@@ -31,6 +31,15 @@ def read(fields: Fields, theta: float, local_theta: float | None) -> tuple[Rotar
     )
 
 
+def bare_layers(fields: Fields, num_layers: int) -> list[bool]:
+    """Returns whether each layer has no rotary positions: SmolLM3's `no_rope_layers`, in which 1 means that it has."""
+    every = fields.get("no_rope_layer_interval", int, 4)
+    turned = fields.get("no_rope_layers", list, [int((i + 1) % every != 0) for i in range(num_layers)])
+    if len(turned) < num_layers or not all(one in (0, 1) for one in turned):
+        raise fields.refuse("no_rope_layers", f"must have a 0 or 1 for each of num_hidden_layers={num_layers}")
+    return [not one for one in turned[:num_layers]]
+
+
 # Fields of each supported rope_type, besides its base.
 _STRETCHES: dict[str, tuple[str, ...]] = {
     "default": (),

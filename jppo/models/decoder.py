@@ -46,6 +46,11 @@ def identity(x: jax.Array) -> jax.Array:
     return x
 
 
+def scaled(x: jax.Array, factor: float) -> jax.Array:
+    """Multiplies in f32: half precision would round the factor."""
+    return x if factor == 1.0 else (x.astype(jnp.float32) * factor).astype(x.dtype)
+
+
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions; against a cache if there is one."""
 
@@ -79,7 +84,10 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """A block: x + attention(norm(x)), then x + mlp(norm(x)), or experts. The body of the scan over layers."""
+    """A block: x + attention(norm(x)), then x + mlp(norm(x)), or experts. The body of the scan over layers.
+
+    The norms may be on the outputs instead, or on both.
+    """
 
     cfg: ModelConfig
     param_dtype: Any
@@ -91,17 +99,19 @@ class Layer(nn.Module):
     def __call__(
         self, x: jax.Array, kind: jax.Array | int, places: Places, held: LayerCache | None = None
     ) -> tuple[jax.Array, LayerCache | None]:
-        def norm(name: str, y: jax.Array) -> jax.Array:
-            return RMSNorm(self.cfg, self.param_dtype, name=name)(y)
+        cfg = self.cfg
 
-        mix = Attention(self.cfg, self.param_dtype, self.attend, name="attn")
-        y, held = mix(norm("attn_norm", x), places.of(kind), held)
-        x = x + (norm("attn_post_norm", y) if self.cfg.post_norms else y)
-        mlp: Any = MLP(self.cfg, self.param_dtype, self.cfg.intermediate_size, name="mlp")
+        def norm(name: str, y: jax.Array, applied: bool) -> jax.Array:
+            return RMSNorm(cfg, self.param_dtype, name=name)(y) if applied else y
+
+        mix = Attention(cfg, self.param_dtype, self.attend, name="attn")
+        y, held = mix(norm("attn_norm", x, cfg.pre_norms), places.of(kind), held)
+        x = x + scaled(norm("attn_post_norm", y, cfg.post_norms), cfg.residual_scale)
+        mlp: Any = MLP(cfg, self.param_dtype, cfg.intermediate_size, name="mlp")
         if self.mix is not None:
-            mlp = Mixture(self.cfg, self.param_dtype, self.mix, name="experts")
-        y = mlp(norm("mlp_norm", x))
-        x = x + (norm("mlp_post_norm", y) if self.cfg.post_norms else y)
+            mlp = Mixture(cfg, self.param_dtype, self.mix, name="experts")
+        y = mlp(norm("mlp_norm", x, cfg.pre_norms))
+        x = x + scaled(norm("mlp_post_norm", y, cfg.post_norms), cfg.residual_scale)
         return self.constrain(x), held
 
 

@@ -11,6 +11,7 @@ from jppo.models import config_experts, config_rotary
 from jppo.models.config import Kind, ModelConfig
 from jppo.models.config_fields import Fields
 from jppo.models.family_table import FAMILIES, Family, always, late, never
+from jppo.models.rotary import STILL
 from jppo.settings import UserError
 
 MOST_LAYERS = 10_000  # more than any model has; a loop visits each
@@ -54,7 +55,9 @@ def from_hf(config: Mapping[str, Any], *, path: str | os.PathLike[str]) -> Model
         raise UserError(f"{path}: head_dim={head_dim} must be even and above 0: rotary embedding turns pairs")
     rotary, local = config_rotary.read(fields, family.theta, family.local_theta)
     windows = _windows(fields, family, num_layers)
-    layers = [Kind(window, rotary if window is None or local is None else local) for window in windows]
+    bare = config_rotary.bare_layers(fields, num_layers) if family.bare_layers else [False] * num_layers
+    turns = [rotary if window is None or local is None else local for window in windows]
+    layers = [Kind(window, STILL if one else turn) for window, turn, one in zip(windows, turns, bare, strict=True)]
     kinds = tuple(dict.fromkeys(layers))
     vocab_size = fields.get("vocab_size", int)
     return ModelConfig(
@@ -71,15 +74,17 @@ def from_hf(config: Mapping[str, Any], *, path: str | os.PathLike[str]) -> Model
         rms_norm_eps=fields.above_zero("rms_norm_eps", family.rms_norm_eps),
         norm_offset=1.0 if family.gemma else 0.0,
         qk_norm=family.qk_norm,
+        pre_norms=family.pre_norms,
         post_norms=family.post_norms,
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         o_bias=attention_bias if family.o_bias is None else family.o_bias,
         mlp_bias=fields.get("mlp_bias", bool, False) if family.mlp_bias is None else family.mlp_bias,
         activation=_activation(fields, family),
-        embed_scale=hidden_size**0.5 if family.gemma else 1.0,
-        query_scale=(fields.above_zero("query_pre_attn_scalar", 256.0) if family.query_pre_attn_scalar else head_dim)
-        ** -0.5,
+        embed_scale=hidden_size**0.5 if family.gemma else _multiplier(fields, family, "embedding_multiplier"),
+        residual_scale=_multiplier(fields, family, "residual_multiplier"),
+        query_scale=_query_scale(fields, family, head_dim),
         attn_softcap=_softcap(fields, "attn_logit_softcapping", family.attn_softcap),
+        logit_divisor=_multiplier(fields, family, "logits_scaling"),
         logit_softcap=_softcap(fields, "final_logit_softcapping", family.logit_softcap),
         tie_word_embeddings=fields.get("tie_word_embeddings", bool, family.tie_word_embeddings),
         max_position_embeddings=config_rotary.context(fields, rotary),
@@ -93,9 +98,9 @@ def _refuse_unsupported(fields: Fields, family: Family) -> None:
     neutral = dict(_NEUTRAL)
     if family.attn_softcap is None:
         neutral["attn_logit_softcapping"] = (None,)
-    if family.experts is not None:
+    if family.experts is not None or family.bare_layers:
         neutral["use_sliding_window"] = (None, False)
-    if not family.post_norms:
+    if not family.query_pre_attn_scalar:
         neutral["final_logit_softcapping"] = (None,)
     for key, values in neutral.items():
         if fields.config.get(key) not in values:
@@ -104,13 +109,24 @@ def _refuse_unsupported(fields: Fields, family: Family) -> None:
 
 
 def _activation(fields: Fields, family: Family) -> str:
-    key = "hidden_activation" if family.post_norms else "hidden_act"
+    key = "hidden_activation" if family.query_pre_attn_scalar else "hidden_act"
     name: str = fields.get(key, str, family.activation)
     if family.gemma and name == "gelu":  # old files say gelu and mean the approximation
         name = family.activation
     if name not in ACTIVATIONS:
         raise fields.refuse(key, f"changes the mathematics and is not supported; only {' or '.join(ACTIVATIONS)}")
     return name
+
+
+def _multiplier(fields: Fields, family: Family, key: str) -> float:
+    return fields.above_zero(key, 1.0) if family.multipliers else 1.0
+
+
+def _query_scale(fields: Fields, family: Family, head_dim: int) -> float:
+    if family.multipliers:
+        return _multiplier(fields, family, "attention_multiplier")
+    scalar = fields.above_zero("query_pre_attn_scalar", 256.0) if family.query_pre_attn_scalar else head_dim
+    return float(scalar**-0.5)
 
 
 def _softcap(fields: Fields, key: str, default: float | None) -> float | None:

@@ -21,8 +21,11 @@ class Family:
     activation: str = "silu"
     gemma: bool = False  # norms by 1 + scale, embeddings times sqrt(D)
     qk_norm: Literal["head", "all"] | None = None
+    pre_norms: bool = True
     post_norms: bool = False
     query_pre_attn_scalar: bool = False  # replaces head_dim in the scale of attention
+    multipliers: bool = False  # of embeddings, attention and residuals, and a divisor of logits, are fields
+    bare_layers: bool = False  # layers without rotary positions are a field
     attn_softcap: float | None = None
     logit_softcap: float | None = None
     local_theta: float | None = None  # sliding layers have their own frequencies
@@ -60,6 +63,7 @@ _GEMMA2 = dataclasses.replace(
 _GEMMA3 = dataclasses.replace(
     _GEMMA2, slides=_but_every(6), qk_norm="head", attn_softcap=None, logit_softcap=None, theta=1e6, local_theta=1e4
 )
+_OLMO2 = Family(never, qk_norm="all", pre_norms=False, post_norms=True, rms_norm_eps=1e-5)
 FAMILIES = {
     "qwen2": Family(late, qkv_bias=True, o_bias=False),
     "qwen3": Family(late, head_dim=128, qk_norm="head"),
@@ -73,5 +77,9 @@ FAMILIES = {
     "mixtral": Family(
         always, qkv_bias=False, o_bias=False, theta=1e6, window=None, rms_norm_eps=1e-5, experts=config_experts.MIXTRAL
     ),
+    "olmo2": _OLMO2,
+    "olmo3": dataclasses.replace(_OLMO2, slides=_but_every(4), theta=5e5, local_theta=5e5),
+    "smollm3": Family(never, mlp_bias=None, tie_word_embeddings=True, theta=2e6, bare_layers=True),
+    "granite": Family(never, mlp_bias=None, multipliers=True),
     "olmoe": Family(never, qk_norm="all", rms_norm_eps=1e-5, experts=config_experts.OLMOE),
 }

@@ -113,7 +113,9 @@ def logits_of(state: State) -> jax.Array:
 
 
 def _logits(raw: jax.Array, cfg: ModelConfig, vocabulary: Vocabulary = WHOLE) -> jax.Array:
-    """Finishes logits [..., V] of products with the kernel: soft-capped, and with padding rows masked."""
+    """Finishes logits [..., V] of products with the kernel: divided, soft-capped, and with padding rows masked."""
+    if cfg.logit_divisor != 1.0:
+        raw = raw / cfg.logit_divisor
     if cfg.logit_softcap is not None:
         raw = cfg.logit_softcap * jnp.tanh(raw / cfg.logit_softcap)
     if cfg.padded_vocab_size == cfg.vocab_size:

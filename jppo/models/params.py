@@ -125,21 +125,24 @@ def table(model: ModelConfig, *, head: Head) -> tuple[Entry, ...]:
         return [entry(*row, stack=stack) for stack in model.stacks if sparse in (None, stack.sparse)]
 
     tied = "lm_head.weight" if model.tie_word_embeddings else None
-    # With a norm on attention's output, it has the usual name of the MLP's own norm.
+    # A norm on attention's output has the usual name of the MLP's own norm.
     before_mlp = "pre_feedforward_layernorm.weight" if model.post_norms else "post_attention_layernorm.weight"
     rows = [
         entry("embed/embedding", "model.embed_tokens.weight", "V D", "VD", tied),
-        *layer("attn_norm/scale", "input_layernorm.weight", "D", "LD"),
         *layer("attn/q/kernel", "self_attn.q_proj.weight", "HA D", "LDHA"),
         *layer("attn/k/kernel", "self_attn.k_proj.weight", "KA D", "LDKA"),
         *layer("attn/v/kernel", "self_attn.v_proj.weight", "KA D", "LDKA"),
         *layer("attn/o/kernel", "self_attn.o_proj.weight", "D HA", "LHAD"),
-        *layer("mlp_norm/scale", before_mlp, "D", "LD"),
         *layer("mlp/gate/kernel", "mlp.gate_proj.weight", "F D", "LDF", sparse=False),
         *layer("mlp/up/kernel", "mlp.up_proj.weight", "F D", "LDF", sparse=False),
         *layer("mlp/down/kernel", "mlp.down_proj.weight", "D F", "LFD", sparse=False),
         entry("norm/scale", "model.norm.weight", "D", "D"),
     ]
+    if model.pre_norms:
+        rows += [
+            *layer("attn_norm/scale", "input_layernorm.weight", "D", "LD"),
+            *layer("mlp_norm/scale", before_mlp, "D", "LD"),
+        ]
     if model.post_norms:
         rows += [
             *layer("attn_post_norm/scale", "post_attention_layernorm.weight", "D", "LD"),

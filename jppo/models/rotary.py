@@ -31,6 +31,9 @@ class Rotary:
     scale: float = 1.0  # of cos and sin
 
 
+STILL = Rotary(1.0, math.inf)  # frequencies 0: a layer without positions
+
+
 def frequencies(rotary: Rotary, head_dim: int) -> np.ndarray:
     """Computes [A/2] f32 exactly as transformers and vLLM do, to the last bit."""
     f32 = np.float32

@@ -108,7 +108,11 @@ def test_real_models_equal_transformers(shared, rng, full_compilation, name):
     assert_close(jax.nn.log_softmax(ours), torch.log_softmax(torch.from_numpy(theirs), -1).numpy())
 
 
-@pytest.mark.parametrize("name", ["qwen2-tied", "qwen2-moe-mixed", "qwen3-moe-normed", "mixtral-sliding", "olmoe-tied"])
+PACKED = ("qwen2-tied", "qwen2-moe-mixed", "qwen3-moe-normed", "mixtral-sliding", "olmoe-tied")
+ALSO_PACKED = ("olmo2-grouped", "olmo3-long", "smollm3-tied", "granite-scaled")
+
+
+@pytest.mark.parametrize("name", PACKED + ALSO_PACKED)
 def test_packed_and_padded_rows_equal_separate_ones(checkpoint, rng, name):
     directory, model = checkpoint(name)
     cfg, values = load(directory)
@@ -220,7 +224,11 @@ def test_init_is_what_it_says():
     assert not np.array_equal(layers[0], layers[1])  # each layer draws its own
 
 
-@pytest.mark.parametrize("name", ["qwen2-sliding", "gemma3-long", "qwen3-moe-stepped", "mixtral-full", "olmoe-grouped"])
+DIFFERING = ("qwen2-sliding", "gemma3-long", "qwen3-moe-stepped", "mixtral-full", "olmoe-grouped")
+ALSO_DIFFERING = ("olmo3-mixed", "smollm3-biased", "granite-biased")
+
+
+@pytest.mark.parametrize("name", DIFFERING + ALSO_DIFFERING)
 @pytest.mark.parametrize("settings", [dict(scan_layers=False), dict(remat="full")])
 def test_layers_that_differ_may_be_unrolled_and_rematerialised(checkpoint, rng, name, settings):
     directory, model = checkpoint(name)
@@ -230,8 +238,16 @@ def test_layers_that_differ_may_be_unrolled_and_rematerialised(checkpoint, rng, 
 
 
 # tests/rollout/test_inprocess.py decodes some of the slow ones by a cache, too.
-QUICK = ("qwen2-sliding", "llama-llama3", "mistral-sliding", "qwen2-moe-mixed", "mixtral-sliding")
-SLOW = ("qwen3-biased", "gemma2-capped", "gemma3-long", "qwen3-moe-normed", "olmoe-grouped")
+QUICK = ("qwen2-sliding", "llama-llama3", "mistral-sliding", "qwen2-moe-mixed", "mixtral-sliding", "olmo3-long")
+SLOW = (
+    "qwen3-biased",
+    "gemma2-capped",
+    "gemma3-long",
+    "qwen3-moe-normed",
+    "olmoe-grouped",
+    "smollm3-tied",
+    "granite-scaled",
+)
 
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])

@@ -117,3 +117,23 @@ def test_numbers_that_no_model_has_are_refused_by_name(hf_config, field, value):
     with pytest.raises(UserError, match=rf"config\.json: .*({field}|factor|head_dim=0)") as e:
         families.from_hf(hf_config("llama-tied") | {field: value}, path="config.json")
     assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("smollm3-tied", "no_rope_layers", [1, 1, 0, 1]),
+        ("smollm3-tied", "no_rope_layers", [1, 1, 0, 1, 2]),
+        ("smollm3-tied", "use_sliding_window", True),
+        ("olmo2-grouped", "clip_qkv", 8.0),
+        ("olmo2-grouped", "final_logit_softcapping", 3.0),
+        ("olmo3-long", "layer_types", ["chunked_attention"] * 5),
+        ("olmo3-long", "rope_parameters", {"rope_theta": 1e4}),
+        ("granite-scaled", "residual_multiplier", 0.0),
+        ("granite-scaled", "logits_scaling", "8"),
+    ],
+)
+def test_a_familys_own_fields_are_refused_by_name(hf_config, name, field, value):
+    with pytest.raises(UserError, match=rf"^config\.json: {field}") as e:
+        families.from_hf(hf_config(name) | {field: value}, path="config.json")
+    assert "\n" not in str(e.value)

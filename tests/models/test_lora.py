@@ -69,7 +69,7 @@ def test_merged_weights_are_the_adapters_beside_them(checkpoint, rng, tmp_path, 
     assert np.abs(beside - logits(cfg, model.base.params, tokens)).max() > 0.1 * np.abs(beside).max()
 
 
-@pytest.mark.parametrize("name", ["qwen2-untied", "gemma2-capped"])
+@pytest.mark.parametrize("name", ["qwen2-untied", "gemma2-capped", "olmo3-mixed", "smollm3-biased", "granite-scaled"])
 def test_peft_loads_them_and_says_the_same(checkpoint, rng, tmp_path, name):
     peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
