@@ -59,7 +59,7 @@ def load(args: argparse.Namespace) -> Model:
     """Reads the model and closes its programs over it; they compile on first use."""
     if (pathlib.Path(args.model) / "adapter_config.json").is_file():
         raise UserError(f"{args.model} has only adapters; export the run with --merge_lora, and use that directory")
-    _, cfg = hf.read_config(args.model)
+    _, cfg = hf.read_config(args.model, longest=args.context)
     hf.check_weights(args.model, cfg, head="lm")
     tokenizer = load_tokenizer(args.model)
     ends = end_token_ids(args.model, tokenizer)

@@ -17,7 +17,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jppo import settings, supervised
-from jppo.build.inputs import make_adapters, read_tokenizer, total_steps
+from jppo.build.inputs import longest_row, make_adapters, read_tokenizer, total_steps
 from jppo.build.learner import make_decoder
 from jppo.build.logger import require_loggers
 from jppo.build.packing import make_plan
@@ -50,14 +50,14 @@ class Task(supervised.Task):
 
 def prepare(c: ConfigDict, request: Request = preview.HERE) -> Task:
     """Reads the pairs and the model config."""
-    written, cfg = hf.read_config(c.model.path)
+    written, cfg = hf.read_config(c.model.path, longest=longest_row(c))
     if c.model.init == "pretrained":
         hf.check_weights(c.model.path, cfg, head="value")
     tokenizer = read_tokenizer(c, cfg)
     changes = hf_write.classifier_changes(c.model.path, pad_token_id=tokenizer.pad_token_id)
     reading = dict[str, Any](
         encode=make_encode(tokenizer, (written | changes).get("pad_token_id")),
-        max_length=c.data.max_prompt_length + c.data.max_response_length,
+        max_length=longest_row(c),
         margin=c.loss.margin,
         margin_column=c.loss.margin_column,
         system_prompt=c.data.system_prompt,

@@ -12,7 +12,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jppo import settings, supervised
-from jppo.build.inputs import make_adapters, read_tokenizer, total_steps
+from jppo.build.inputs import longest_row, make_adapters, read_tokenizer, total_steps
 from jppo.build.learner import chunk_tokens, make_decoder
 from jppo.build.logger import require_loggers
 from jppo.build.packing import make_plan
@@ -40,11 +40,11 @@ class Task(supervised.Task):
 
 def prepare(c: ConfigDict, request: Request = preview.HERE) -> Task:
     """Reads the demonstrations and the model config."""
-    _, cfg = hf.read_config(c.model.path)
+    longest = longest_row(c)
+    _, cfg = hf.read_config(c.model.path, longest=longest)
     if c.model.init == "pretrained":
         hf.check_weights(c.model.path, cfg, head="lm")
     tokenizer = read_tokenizer(c, cfg)
-    longest = c.data.max_prompt_length + c.data.max_response_length
     found = read_demonstrations(
         c.data.train_files,
         tokenizer=tokenizer,

@@ -5,7 +5,7 @@
 Prints the largest difference of each, relative to transformers' largest value, and exits with 1 when one is
 above 1e-4. A classifier with one label (a reward model) is compared by its values. Needs torch. With --random only
 HF_DIR's config.json is read: both take the same random weights. With --greedy both also write so many tokens, which
-must be the same.
+must be the same. The lengths of a model with longrope must all be within its first context, or all beyond it.
 """
 
 import argparse
@@ -76,7 +76,7 @@ def kind_of(hf_dir: str | pathlib.Path) -> Any:
 
 def compare(hf_dir: str, dtype: str, lengths: list[int], temperature: float, seed: int, greedy: int) -> int:
     """Prints the table of differences; returns 1 if one is above the tolerance."""
-    _, cfg = hf.read_config(hf_dir)
+    _, cfg = hf.read_config(hf_dir, longest=max(max(lengths), greedy + 1))
     kind = kind_of(hf_dir)
     classifier = kind is transformers.AutoModelForSequenceClassification
     values = hf.load_params(hf_dir, cfg, head="value" if classifier else "lm", param_dtype=jnp.dtype(dtype))

@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--tolerance", type=float, default=1e-3)
     parser.add_argument("--python", default="", help="the interpreter that has vLLM")
     args = parser.parse_args()
-    _, cfg = hf.read_config(args.hf_dir)
+    _, cfg = hf.read_config(args.hf_dir, longest=PROMPT_TOKENS + SAMPLING.max_tokens)
     settings = ServerSettings(
         python=args.python,
         servers=1,

@@ -83,6 +83,11 @@ def prompts_per_batch(c: ConfigDict) -> int:
     return size
 
 
+def longest_row(c: ConfigDict) -> int:
+    """Returns the tokens of the longest allowed prompt and response together."""
+    return int(c.data.max_prompt_length + c.data.max_response_length)
+
+
 def total_steps(c: ConfigDict, examples: int) -> int:
     """Returns the steps of a run: `trainer.total_training_steps`, or those of all epochs."""
     steps = c.trainer.total_training_steps
@@ -91,7 +96,7 @@ def total_steps(c: ConfigDict, examples: int) -> int:
 
 def read_test(c: ConfigDict) -> Inputs:
     """Reads the inputs of an evaluation: the policy, with weights, and the test set; no training data."""
-    _, policy = hf.read_config(c.model.path)
+    _, policy = hf.read_config(c.model.path, longest=longest_row(c))
     hf.check_weights(c.model.path, policy, head="lm")
     tokenizer = read_tokenizer(c, policy)
     check_stop_texts(tokenizer, stop_texts(c.rollout.stop))
@@ -149,7 +154,7 @@ def read_models(c: ConfigDict) -> tuple[ModelConfig, ModelConfig | None, ModelCo
     """Reads the configs of policy, critic and reference and checks that their weights exist."""
 
     def read(path: str, head: Head) -> ModelConfig:
-        _, cfg = hf.read_config(path)
+        _, cfg = hf.read_config(path, longest=longest_row(c))
         if head == "value" and c.critic.value_bins:
             cfg = dataclasses.replace(cfg, value_bins=c.critic.value_bins)
         if c.model.init == "pretrained":
@@ -197,7 +202,7 @@ def wants_reference(c: ConfigDict) -> bool:
 def read_tokenizer(c: ConfigDict, *models: ModelConfig) -> Any:
     """Reads the policy's tokenizer and checks it and the lengths against every model that reads its tokens."""
     tokenizer = load_tokenizer(c.model.path)
-    longest = c.data.max_prompt_length + c.data.max_response_length
+    longest = longest_row(c)
     for model in models:
         if len(tokenizer) > model.vocab_size:
             raise UserError(

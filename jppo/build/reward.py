@@ -155,7 +155,7 @@ def make_reward_model(c: ConfigDict, inputs: Inputs, mesh: jax.sharding.Mesh, lo
 
 def _by_jax(c: ConfigDict, what: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Any:
     m = c.reward.model
-    _, cfg = hf.read_config(what.directory)
+    _, cfg = hf.read_config(what.directory, longest=m.max_length)
     needs = fused.Needs(
         **attention_settings(cfg), head_dim=cfg.head_dim, dtype=m.dtype, one_segment=True, longest=m.max_length
     )

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from jppo import settings
-from jppo.build.inputs import Inputs
+from jppo.build.inputs import Inputs, longest_row
 from jppo.build.learner import make_mesh
 from jppo.build.packing import sequences_of_step
 from jppo.distributed.hosts import ALONE, Hosts
@@ -99,9 +99,8 @@ def served_reference(c: ConfigDict, inputs: Inputs, hosts: Hosts = ALONE) -> Ser
         return None
     if hosts.count > 1:
         raise UserError(f"ref.url={c.ref.url!r} is for one host, and this run has {hosts.count}; set ref.path")
-    longest = c.data.max_prompt_length + c.data.max_response_length
     timeout_s = c.rollout.request_timeout_s
-    return ServedReference(c.ref.url, longest=longest, tokenizer=inputs.tokenizer, timeout_s=timeout_s)
+    return ServedReference(c.ref.url, longest=longest_row(c), tokenizer=inputs.tokenizer, timeout_s=timeout_s)
 
 
 def server_settings(c: ConfigDict) -> ServerSettings:
@@ -112,7 +111,7 @@ def server_settings(c: ConfigDict) -> ServerSettings:
         servers=r.servers,
         port=r.port,
         dtype=r.dtype,
-        max_model_len=c.data.max_prompt_length + c.data.max_response_length,
+        max_model_len=longest_row(c),
         max_num_seqs=r.max_num_seqs,
         enforce_eager=r.enforce_eager,
         gpu_memory_utilization=r.gpu_memory_utilization,
@@ -176,9 +175,9 @@ def start_inprocess(c: ConfigDict, run: pathlib.Path, hosts: Hosts = ALONE) -> I
 def inprocess_settings(c: ConfigDict, mesh: Mesh) -> InprocessSettings:
     """Makes the engine's settings: rows, lengths, shardings."""
     r = c.rollout
-    _, cfg = hf.read_config(c.model.path)
+    _, cfg = hf.read_config(c.model.path, longest=longest_row(c))
     width, mesh = mesh.shape["tensor"], sharding.own_part(mesh)
-    longest, share = c.data.max_prompt_length + c.data.max_response_length, sharding.whole_row_multiple(mesh)
+    longest, share = longest_row(c), sharding.whole_row_multiple(mesh)
     rows = min(r.max_num_seqs, -(-sequences_of_step(c) // share) * share)
     if sharding.platform(mesh) == "cpu":
         rows = min(rows, r.kv_cache_memory_bytes // cache.row_bytes(cfg, length=longest, dtype=r.dtype))

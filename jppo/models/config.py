@@ -35,6 +35,7 @@ class ModelConfig:
     qk_norm: Literal["head", "all"] | None  # queries and keys are normed before rotation, by head or over all heads
     pre_norms: bool  # a block's input is normed
     post_norms: bool  # a block's output is normed, before it is added to the residual
+    fused: bool  # q, k and v are one projection, and so are gate and up
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool

@@ -1,33 +1,49 @@
 """The rotary frequencies that a config.json asks for."""
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
 
 from jppo.models.config_fields import Fields
+from jppo.models.family_table import Family
 from jppo.models.rotary import Rotary, Yarn
 from jppo.settings import UserError
 
 
-def read(fields: Fields, theta: float, local_theta: float | None) -> tuple[Rotary, Rotary | None]:
-    """Returns the frequencies of full layers, and of sliding ones if they have their own; with a family's defaults."""
+@dataclasses.dataclass(frozen=True)
+class _Model:
+    """The facts of a model that its frequencies depend on."""
+
+    fields: Fields
+    family: Family
+    head_dim: int
+    longest: int | None  # tokens of a row
+
+
+def read(fields: Fields, family: Family, head_dim: int, longest: int | None) -> tuple[Rotary, Rotary | None]:
+    """Returns the frequencies of full layers, and of sliding ones if they have their own.
+
+    `longest` is the largest number of tokens of a row, by which `longrope` chooses; None: the first context.
+    """
     places = {}
     for key in ("rope_scaling", "rope_parameters"):
         places[key] = fields.config.get(key) or {}
         if not isinstance(places[key], Mapping):
             raise fields.refuse(key, "must be an object or null")
-    theta = fields.get("rope_theta", float, theta)
-    if local_theta is None:
+    model = _Model(fields, family, head_dim, longest)
+    theta = fields.get("rope_theta", float, family.theta)
+    if family.local_theta is None:
         key = "rope_scaling" if places["rope_scaling"] else "rope_parameters"  # HF's earlier and present place
-        return _stretched(fields, key, places[key], theta), None
-    local_theta = fields.get("rope_local_base_freq", float, local_theta)
+        return _stretched(model, key, places[key], theta), None
+    local_theta = fields.get("rope_local_base_freq", float, family.local_theta)
     both = dict(places["rope_parameters"])
     full, local = both.pop("full_attention", None) or {}, both.pop("sliding_attention", None) or {}
     if both:
         raise fields.refuse("rope_parameters", "may hold full_attention and sliding_attention only")
     return (
-        _stretched(fields, "rope_scaling", {**full, **places["rope_scaling"]}, theta),
-        _stretched(fields, "rope_parameters", local, local_theta),
+        _stretched(model, "rope_scaling", {**full, **places["rope_scaling"]}, theta),
+        _stretched(model, "rope_parameters", local, local_theta),
     )
 
 
@@ -44,36 +60,64 @@ def bare_layers(fields: Fields, num_layers: int) -> list[bool]:
 _STRETCHES: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
+    "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": (
         *("factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
         "original_max_position_embeddings",
     ),
+    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
 }
 
 
-def _stretched(fields: Fields, key: str, rope: Mapping[str, Any], theta: float) -> Rotary:
+def _stretched(model: _Model, key: str, rope: Mapping[str, Any], theta: float) -> Rotary:
+    fields = model.fields
     inner = Fields(rope, f"{fields.path}: {key}={dict(rope)!r}")
     kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = "longrope" if kind == "su" else kind  # its first name
+    part = _part(model, inner)
     said = {k for k, v in rope.items() if v is not None} - {"rope_theta", "rope_type", "type"}
-    if rope.get("partial_rotary_factor") == 1.0:
-        said.remove("partial_rotary_factor")
+    if part == 1.0 or model.family.partial_rotary:
+        said.discard("partial_rotary_factor")
     if not isinstance(kind, str) or kind not in _STRETCHES or said - set(_STRETCHES[kind]):
-        why = "; it depends on the longest row of a batch" if kind == "dynamic" else ""
-        raise UserError(f"{fields.path}: {key}={dict(rope)!r} is not supported, only {', '.join(_STRETCHES)}{why}")
+        raise UserError(f"{fields.path}: {key}={dict(rope)!r} is not supported, only {', '.join(_STRETCHES)}")
     theta = inner.get("rope_theta", float, theta)
-    factor = 1.0 if kind == "default" else inner.get("factor", float)
+    factor = inner.get("factor", float) if "factor" in _STRETCHES[kind] else 1.0
     if theta <= 0 or factor <= 0:
         raise UserError(f"{fields.path}: {key}={dict(rope)!r}: rope_theta and factor must be above 0")
     if kind in ("default", "linear"):
-        return Rotary(theta, factor)
-    first = inner.get("original_max_position_embeddings", int, fields.get("max_position_embeddings", int))
+        return Rotary(theta, factor, part=part)
+    context = fields.get("max_position_embeddings", int)
+    if kind == "dynamic":  # up to this context the frequencies are plain ones, of every row of a batch
+        return Rotary(theta, part=part, longest=context)
+    first = _first_context(model, inner)
     if kind == "yarn":
-        return _yarn(inner, theta, factor, first)
+        return dataclasses.replace(_yarn(inner, theta, factor, first), part=part)
+    if kind == "longrope":
+        return dataclasses.replace(_longrope(model, inner, theta, first), part=part)
     low, high = inner.get("low_freq_factor", float), inner.get("high_freq_factor", float)
     if not 0 < low < high:
         raise UserError(f"{fields.path}: {key}={dict(rope)!r}: high_freq_factor must be above low_freq_factor, above 0")
-    return Rotary(theta, factor, (low, high, first))
+    return Rotary(theta, factor, (low, high, first), part=part, longest=context)
+
+
+def _part(model: _Model, inner: Fields) -> float:
+    """Returns the part of a head that is turned."""
+    name, outer = "partial_rotary_factor", model.fields
+    part: float = inner.get(name, float, outer.get(name, float, 1.0) if model.family.partial_rotary else 1.0)
+    turned = int(model.head_dim * part)
+    if not 0 < part <= 1 or turned % 2 or turned == 0:
+        where = inner if name in inner else outer
+        raise where.refuse(name, f"must turn an even number of head_dim={model.head_dim} dimensions")
+    return part
+
+
+def _first_context(model: _Model, inner: Fields) -> int:
+    """Returns the context before scaling: by transformers' order of places."""
+    name, fields = "original_max_position_embeddings", model.fields
+    if model.family.local_theta is None and (name in fields or model.family.first_context is not None):
+        return int(fields.get(name, int, model.family.first_context))
+    return int(inner.get(name, int, fields.get("max_position_embeddings", int)))
 
 
 def _yarn(inner: Fields, theta: float, factor: float, first: int) -> Rotary:
@@ -82,17 +126,33 @@ def _yarn(inner: Fields, theta: float, factor: float, first: int) -> Rotary:
         raise inner.refuse("beta_fast", f"must be above beta_slow={slow}, and rope_theta={theta} not 1")
     one, all_dims = inner.get("mscale", float, 0.0), inner.get("mscale_all_dim", float, 0.0)
     inferred = _mscale(factor, one) / _mscale(factor, all_dims) if one and all_dims else _mscale(factor, 1.0)
-    scale = inner.above_zero("attention_factor", inferred)
-    return Rotary(theta, factor, yarn=Yarn(fast, slow, first, inner.get("truncate", bool, True)), scale=scale)
+    return Rotary(
+        theta,
+        factor,
+        yarn=Yarn(fast, slow, first, inner.get("truncate", bool, True)),
+        scale=inner.above_zero("attention_factor", inferred),
+        longest=int(first * factor),  # vLLM's table of angles ends here
+    )
 
 
 def _mscale(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
+def _longrope(model: _Model, inner: Fields, theta: float, first: int) -> Rotary:
+    """Chooses the factors by the longest row of the run, as vLLM does by max_model_len: never by a batch."""
+    context = model.fields.get("max_position_embeddings", int)
+    long = model.longest is not None and model.longest > first
+    key, count = "long_factor" if long else "short_factor", int(model.head_dim * _part(model, inner)) // 2
+    divisors = inner.get(key, list)
+    numbers = [x for x in divisors if isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < math.inf]
+    if len(divisors) != count or len(numbers) != count or first < 2:
+        raise inner.refuse(key, f"must have {count} numbers above 0, and the first context {first} be 2 or more")
+    scale = math.sqrt(1 + math.log(context / first) / math.log(first)) if context > first else 1.0
+    return Rotary(theta, divisors=tuple(map(float, divisors)), scale=scale, longest=context if long else first)
+
+
 def context(fields: Fields, rotary: Rotary) -> int:
     """Returns the model's context length."""
     context: int = fields.get("max_position_embeddings", int)
-    if rotary.yarn is not None:  # max_position_embeddings is the scaled one; vLLM's table of angles ends here
-        return min(context, int(rotary.yarn.context * rotary.factor))
-    return context if rotary.llama3 is not None else int(context * rotary.factor)
+    return int(context * rotary.factor) if rotary.longest is None else min(context, rotary.longest)

@@ -66,9 +66,12 @@ class Attention(nn.Module):
         def project(name: str, equation: str, shape: tuple[int, ...], bias: tuple[int, ...] | None) -> Project:
             return Project(equation, shape, bias, cfg.initializer_range, self.param_dtype, name=name)
 
-        q = project("q", "rtd,dha->rtha", (D, H, A), (H, A) if cfg.qkv_bias else None)(x)
-        k = project("k", "rtd,dka->rtka", (D, K, A), (K, A) if cfg.qkv_bias else None)(x)
-        v = project("v", "rtd,dka->rtka", (D, K, A), (K, A) if cfg.qkv_bias else None)(x)
+        if cfg.fused:
+            q, k, v = jnp.split(project("qkv", "rtd,dha->rtha", (D, H + 2 * K, A), None)(x), (H, H + K), axis=2)
+        else:
+            q = project("q", "rtd,dha->rtha", (D, H, A), (H, A) if cfg.qkv_bias else None)(x)
+            k = project("k", "rtd,dka->rtka", (D, K, A), (K, A) if cfg.qkv_bias else None)(x)
+            v = project("v", "rtd,dka->rtka", (D, K, A), (K, A) if cfg.qkv_bias else None)(x)
         if cfg.qk_norm is not None:
             axes = 1 if cfg.qk_norm == "head" else 2
             q = RMSNorm(cfg, self.param_dtype, axes, name="q_norm")(q)

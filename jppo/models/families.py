@@ -22,6 +22,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
     "partial_rotary_factor": (None, 1.0),
     "attention_dropout": (None, 0.0),
+    "resid_pdrop": (None, 0.0),
+    "embd_pdrop": (None, 0.0),
     "use_bidirectional_attention": (None, False),
     "clip_qkv": (None,),
     "router_jitter_noise": (None, 0.0),
@@ -31,11 +33,21 @@ _RELATIVES = {  # models that users try, and their errors
     "gemma3": "it reads pictures too; its text model alone is gemma3_text",
     "gpt_oss": "a mixture of experts with attention sinks",
     "deepseek_v3": "a mixture of experts with latent attention",
+    "gemma3n": "it reads pictures and sound too, and its text model is not supported either",
+    "gemma3n_text": "embeddings in every layer, alternating updates, and layers that share keys and values",
+    "gemma4": "it reads pictures too, and its text model is not supported either",
+    "gemma4_text": "embeddings in every layer, layers that share keys and values, and heads of two widths",
+    "granitemoe": "a mixture of experts with fused kernels",
+    "olmo": "layer norms without weights",
+    "phi": "layer norms, and attention and MLP side by side",
 }
 
 
-def from_hf(config: Mapping[str, Any], *, path: str | os.PathLike[str]) -> ModelConfig:
-    """Reads the model from the parsed `config`; `path` is its file, for the errors."""
+def from_hf(config: Mapping[str, Any], *, path: str | os.PathLike[str], longest: int | None = None) -> ModelConfig:
+    """Reads the model from the parsed `config`; `path` is its file, for the errors.
+
+    `longest` is the largest number of tokens of a row, which chooses the factors of `longrope`; None: short ones.
+    """
     name = config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         why = f" ({_RELATIVES[name]})" if isinstance(name, str) and name in _RELATIVES else ""
@@ -53,7 +65,7 @@ def from_hf(config: Mapping[str, Any], *, path: str | os.PathLike[str]) -> Model
         raise fields.refuse("num_key_value_heads", f"must divide num_attention_heads={num_heads}")
     if head_dim % 2 or not head_dim:
         raise UserError(f"{path}: head_dim={head_dim} must be even and above 0: rotary embedding turns pairs")
-    rotary, local = config_rotary.read(fields, family.theta, family.local_theta)
+    rotary, local = config_rotary.read(fields, family, head_dim, longest)
     windows = _windows(fields, family, num_layers)
     bare = config_rotary.bare_layers(fields, num_layers) if family.bare_layers else [False] * num_layers
     turns = [rotary if window is None or local is None else local for window in windows]
@@ -76,6 +88,7 @@ def from_hf(config: Mapping[str, Any], *, path: str | os.PathLike[str]) -> Model
         qk_norm=family.qk_norm,
         pre_norms=family.pre_norms,
         post_norms=family.post_norms,
+        fused=family.fused,
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         o_bias=attention_bias if family.o_bias is None else family.o_bias,
         mlp_bias=fields.get("mlp_bias", bool, False) if family.mlp_bias is None else family.mlp_bias,
@@ -96,6 +109,8 @@ def from_hf(config: Mapping[str, Any], *, path: str | os.PathLike[str]) -> Model
 
 def _refuse_unsupported(fields: Fields, family: Family) -> None:
     neutral = dict(_NEUTRAL)
+    if family.partial_rotary:
+        del neutral["partial_rotary_factor"]
     if family.attn_softcap is None:
         neutral["attn_logit_softcapping"] = (None,)
     if family.experts is not None or family.bare_layers:

@@ -28,6 +28,9 @@ class Family:
     bare_layers: bool = False  # layers without rotary positions are a field
     attn_softcap: float | None = None
     logit_softcap: float | None = None
+    fused: bool = False  # one tensor holds q, k and v, another gate and up
+    partial_rotary: bool = False  # the field `partial_rotary_factor` counts
+    first_context: int | None = None  # of rope scaling, where original_max_position_embeddings is absent
     local_theta: float | None = None  # sliding layers have their own frequencies
     theta: float = 10000.0
     window: int | None = 4096  # of sliding layers, where the field is absent
@@ -81,5 +84,8 @@ FAMILIES = {
     "olmo3": dataclasses.replace(_OLMO2, slides=_but_every(4), theta=5e5, local_theta=5e5),
     "smollm3": Family(never, mlp_bias=None, tie_word_embeddings=True, theta=2e6, bare_layers=True),
     "granite": Family(never, mlp_bias=None, multipliers=True),
+    "phi3": Family(
+        *(always, False, False), window=None, rms_norm_eps=1e-5, fused=True, partial_rotary=True, first_context=4096
+    ),
     "olmoe": Family(never, qk_norm="all", rms_norm_eps=1e-5, experts=config_experts.OLMOE),
 }

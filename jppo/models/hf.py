@@ -60,8 +60,8 @@ def resolve(path: str | os.PathLike[str], *, weights: bool, further: Sequence[st
         ) from e
 
 
-def read_config(path: str | os.PathLike[str]) -> tuple[dict[str, Any], ModelConfig]:
-    """Reads a model's config.json, parsed, and as ModelConfig."""
+def read_config(path: str | os.PathLike[str], *, longest: int | None = None) -> tuple[dict[str, Any], ModelConfig]:
+    """Reads a model's config.json, parsed, and as ModelConfig for rows of up to `longest` tokens."""
     file = resolve(path, weights=False) / "config.json"
     if not file.is_file():
         raise UserError(f"{file} is missing; a model directory must hold it")
@@ -71,7 +71,7 @@ def read_config(path: str | os.PathLike[str]) -> tuple[dict[str, Any], ModelConf
         raise UserError(f"{file} is no JSON: {e}") from e
     if not isinstance(config, dict):
         raise UserError(f"{file} must hold a JSON object, not {type(config).__name__}")
-    return config, families.from_hf(config, path=file)
+    return config, families.from_hf(config, path=file, longest=longest)
 
 
 def load_params(

@@ -191,7 +191,7 @@ def save_adapter(
     with fetched_by_all(arrays):
         if write:
             with in_place_of(pathlib.Path(out_dir)) as tmp:
-                settings = lora.peft_config(how, head=head, base=base)
+                settings = lora.peft_config(cfg, how, head=head, base=base)
                 (tmp / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n")
                 shapes = {name: e.hf_shape for e in lora.table(cfg, how, head=head) for name in e.hf_names}
                 tensorfile.write(tmp / "adapter_model.safetensors", shapes, np.dtype(np.float32), arrays)

@@ -29,6 +29,8 @@ TARGETS = {
     "gate_proj": ("mlp", "gate"),
     "up_proj": ("mlp", "up"),
     "down_proj": ("mlp", "down"),
+    "qkv_proj": ("attn", "qkv"),
+    "gate_up_proj": ("mlp", "gate_up"),
 }
 
 
@@ -110,7 +112,7 @@ def table(model: ModelConfig, lora: Lora, *, head: Head) -> tuple[Entry, ...]:
     """Lists every learned parameter, under peft's names."""
     kernels = {entry.path: entry for entry in params.table(model, head=head)}
     out = []
-    for name, stack in itertools.product(lora.targets, model.stacks):
+    for name, stack in itertools.product(targets_of(model, lora), model.stacks):
         if model.experts is not None and TARGETS[name][0] == "mlp":
             raise UserError(
                 f"model.target_modules: {name} of a {model.family} model is a part of its experts, which cannot have"
@@ -128,6 +130,21 @@ def table(model: ModelConfig, lora: Lora, *, head: Head) -> tuple[Entry, ...]:
         score = kernels["score", "kernel"]
         out.append(dataclasses.replace(score, hf=f"base_model.model.{score.hf}"))
     return tuple(out)
+
+
+def targets_of(model: ModelConfig, lora: Lora) -> tuple[str, ...]:
+    """Returns the modules of the model that have adapters; UserError for a module that it has not."""
+    other = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj") if model.fused else ("qkv_proj", "gate_up_proj")
+    known = tuple(name for name in TARGETS if name not in other)
+    if lora.targets == tuple(TARGETS):  # all-linear
+        return known
+    absent = [name for name in lora.targets if name in other]
+    if absent:
+        raise UserError(
+            f"model.target_modules: a {model.family} model has no {', '.join(absent)}; use all-linear, or some of"
+            f" {', '.join(known)}"
+        )
+    return lora.targets
 
 
 def _inner(kernel: Entry) -> str:
@@ -191,7 +208,7 @@ def _beside(adapters: Any, path: tuple[str, ...]) -> Any:
     return adapters
 
 
-def peft_config(lora: Lora, *, head: Head, base: str) -> dict[str, Any]:
+def peft_config(model: ModelConfig, lora: Lora, *, head: Head, base: str) -> dict[str, Any]:
     """Returns peft's adapter_config.json."""
     return {
         "peft_type": "LORA",
@@ -204,6 +221,6 @@ def peft_config(lora: Lora, *, head: Head, base: str) -> dict[str, Any]:
         "fan_in_fan_out": False,
         "inference_mode": True,
         "init_lora_weights": True,
-        "target_modules": list(lora.targets),
+        "target_modules": list(targets_of(model, lora)),
         "modules_to_save": ["score"] if head == "value" else None,
     }

@@ -70,10 +70,14 @@ class MLP(nn.Module):
         cfg = self.cfg
         D, F = cfg.hidden_size, self.width
 
-        def project(name: str, equation: str, shape: tuple[int, int]) -> Project:
+        def project(name: str, equation: str, shape: tuple[int, ...]) -> Project:
             bias = shape[1:] if cfg.mlp_bias else None
             return Project(equation, shape, bias, cfg.initializer_range, self.param_dtype, name=name)
 
-        gate = project("gate", "rtd,df->rtf", (D, F))(x)
-        up = project("up", "rtd,df->rtf", (D, F))(x)
+        if cfg.fused:
+            both = project("gate_up", "rtd,dnf->rtnf", (D, 2, F))(x)
+            gate, up = both[:, :, 0], both[:, :, 1]
+        else:
+            gate = project("gate", "rtd,df->rtf", (D, F))(x)
+            up = project("up", "rtd,df->rtf", (D, F))(x)
         return project("down", "rtf,fd->rtd", (F, D))(ACTIVATIONS[cfg.activation](gate) * up)

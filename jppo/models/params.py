@@ -32,6 +32,8 @@ AXES = {
     "M": "mlp",  # of an expert
     "S": "mlp",  # of a shared expert
     "A": None,
+    "Q": None,  # heads of q, k and v: no mesh axis shards all three alike
+    "N": None,  # gate and up
     "B": None,  # outputs of a value head
     "1": None,
 }
@@ -92,6 +94,8 @@ def _make_entry(model: ModelConfig) -> Callable[..., Entry]:
         "F": model.intermediate_size,
         "A": model.head_dim,
         "B": model.value_bins,
+        "Q": model.num_heads + 2 * model.num_kv_heads,
+        "N": 2,
         "1": 1,
     }
     if model.experts is not None:
@@ -129,15 +133,23 @@ def table(model: ModelConfig, *, head: Head) -> tuple[Entry, ...]:
     before_mlp = "pre_feedforward_layernorm.weight" if model.post_norms else "post_attention_layernorm.weight"
     rows = [
         entry("embed/embedding", "model.embed_tokens.weight", "V D", "VD", tied),
-        *layer("attn/q/kernel", "self_attn.q_proj.weight", "HA D", "LDHA"),
-        *layer("attn/k/kernel", "self_attn.k_proj.weight", "KA D", "LDKA"),
-        *layer("attn/v/kernel", "self_attn.v_proj.weight", "KA D", "LDKA"),
         *layer("attn/o/kernel", "self_attn.o_proj.weight", "D HA", "LHAD"),
-        *layer("mlp/gate/kernel", "mlp.gate_proj.weight", "F D", "LDF", sparse=False),
-        *layer("mlp/up/kernel", "mlp.up_proj.weight", "F D", "LDF", sparse=False),
         *layer("mlp/down/kernel", "mlp.down_proj.weight", "D F", "LFD", sparse=False),
         entry("norm/scale", "model.norm.weight", "D", "D"),
     ]
+    if model.fused:
+        rows += [
+            *layer("attn/qkv/kernel", "self_attn.qkv_proj.weight", "QA D", "LDQA"),
+            *layer("mlp/gate_up/kernel", "mlp.gate_up_proj.weight", "NF D", "LDNF", sparse=False),
+        ]
+    else:
+        rows += [
+            *layer("attn/q/kernel", "self_attn.q_proj.weight", "HA D", "LDHA"),
+            *layer("attn/k/kernel", "self_attn.k_proj.weight", "KA D", "LDKA"),
+            *layer("attn/v/kernel", "self_attn.v_proj.weight", "KA D", "LDKA"),
+            *layer("mlp/gate/kernel", "mlp.gate_proj.weight", "F D", "LDF", sparse=False),
+            *layer("mlp/up/kernel", "mlp.up_proj.weight", "F D", "LDF", sparse=False),
+        ]
     if model.pre_norms:
         rows += [
             *layer("attn_norm/scale", "input_layernorm.weight", "D", "LD"),

@@ -22,22 +22,27 @@ class Yarn(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Rotary:
-    """The frequencies theta^(-2i/A), i < A/2, and their scaling to longer contexts."""
+    """The frequencies theta^(-2i/N), i < N/2, and their scaling to longer contexts."""
 
     theta: float
     factor: float = 1.0  # they are divided by it
     llama3: tuple[float, float, int] | None = None  # only slow ones are divided: low and high factor, first context
     yarn: Yarn | None = None  # only slow ones are divided
+    divisors: tuple[float, ...] | None = None  # each frequency has its own
     scale: float = 1.0  # of cos and sin
+    part: float = 1.0  # N / A: the first N dimensions of a head are turned
+    longest: int | None = None  # context that the scaling is for; None: by config.json
 
 
 STILL = Rotary(1.0, math.inf)  # frequencies 0: a layer without positions
 
 
 def frequencies(rotary: Rotary, head_dim: int) -> np.ndarray:
-    """Computes [A/2] f32 exactly as transformers and vLLM do, to the last bit."""
-    f32 = np.float32
-    periods = f32(rotary.theta) ** (np.arange(0, head_dim, 2, dtype=f32) / f32(head_dim))
+    """Computes [N/2] f32 exactly as transformers and vLLM do, to the last bit."""
+    f32, turned = np.float32, int(head_dim * rotary.part)
+    periods = f32(rotary.theta) ** (np.arange(0, turned, 2, dtype=f32) / f32(turned))
+    if rotary.divisors is not None:
+        periods = np.asarray(rotary.divisors, f32) * periods
     plain = f32(1.0) / periods
     if rotary.yarn is not None:
         kept = _kept(rotary.yarn, rotary.theta, len(plain))
@@ -58,7 +63,7 @@ def frequencies(rotary: Rotary, head_dim: int) -> np.ndarray:
 
 
 def _kept(yarn: Yarn, theta: float, count: int) -> np.ndarray:
-    """Computes the share of each frequency that is not divided, [A/2] f32."""
+    """Computes the share of each frequency that is not divided, [N/2] f32."""
 
     def index(turns: float) -> float:
         """Returns the index of the frequency that turns so often within the first context."""
@@ -74,18 +79,19 @@ def _kept(yarn: Yarn, theta: float, count: int) -> np.ndarray:
 
 
 def angles(position: jax.Array, frequency: np.ndarray) -> tuple[jax.Array, jax.Array]:
-    """Computes cos and sin of position times each frequency [A/2]: two of [R, T, A/2] f32."""
+    """Computes cos and sin of position times each frequency [N/2]: two of [R, T, N/2] f32."""
     chex.assert_rank([position, frequency], [2, 1])
-    angle = position[:, :, None].astype(jnp.float32) * frequency[None, None, :]  # [R, T, A/2]
+    angle = position[:, :, None].astype(jnp.float32) * frequency[None, None, :]  # [R, T, N/2]
     return jnp.cos(angle), jnp.sin(angle)
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates the pairs (x_i, x_{i + A/2}) of each head by the position's angles; x [R, T, heads, A]."""
+    """Rotates the pairs (x_i, x_{i + N/2}), i < N/2, of each head by the position's angles; x [R, T, heads, A]."""
     chex.assert_rank([x, cos, sin], [4, 3, 3])
-    cos, sin = cos[:, :, None, :], sin[:, :, None, :]  # [R, T, 1, A/2]
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    half = cos.shape[-1]
+    cos, sin = cos[:, :, None, :], sin[:, :, None, :]  # [R, T, 1, N/2]
+    first, second, rest = jnp.split(x.astype(jnp.float32), (half, 2 * half), axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
     return turned.astype(x.dtype)
 
 
@@ -96,8 +102,8 @@ class Place:
 
     segment: jax.Array | None  # [R, T] i32; None with a cache
     position: jax.Array  # [R, T] i32
-    cos: jax.Array  # [R, T, A/2] f32
-    sin: jax.Array  # [R, T, A/2] f32
+    cos: jax.Array  # [R, T, N/2] f32
+    sin: jax.Array  # [R, T, N/2] f32
     kind: jax.Array | int  # [] i32, which of the model's kinds of layer
 
 
@@ -108,7 +114,7 @@ class Places:
 
     segment: jax.Array | None  # [R, T] i32
     position: jax.Array  # [R, T] i32
-    cos: tuple[jax.Array, ...]  # of each kind, [R, T, A/2] f32
+    cos: tuple[jax.Array, ...]  # of each kind, [R, T, N/2] f32
     sin: tuple[jax.Array, ...]
 
     def of(self, kind: jax.Array | int) -> Place:

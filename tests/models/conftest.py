@@ -269,6 +269,37 @@ SHAPES = {
         rope_theta=1e5,
         rope_local_base_freq=2e3,
     ),
+    # fused projections
+    "phi3-grouped": dict(
+        model_type="phi3",
+        tie_word_embeddings=False,
+        hidden_size=40,
+        intermediate_size=54,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=73,
+        sliding_window=6,
+        rope_theta=2.5e5,
+        rms_norm_eps=1e-5,
+    ),
+    # part of each head is turned
+    "phi3-partial": dict(
+        model_type="phi3",
+        tie_word_embeddings=True,
+        hidden_size=48,
+        intermediate_size=35,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        vocab_size=51,
+        partial_rotary_factor=0.75,
+        original_max_position_embeddings=64,
+        rope_theta=1e4,
+        rope_scaling=dict(
+            type="longrope", short_factor=[1.0, 1.1, 1.5, 2.0, 2.5, 3.0], long_factor=[1.0, 2.0, 4.0, 8.0, 16.0, 32.0]
+        ),
+    ),
     # norms after attention and MLP only; queries and keys are normed over all heads
     "olmo2-grouped": dict(
         model_type="olmo2",

@@ -109,7 +109,7 @@ def test_real_models_equal_transformers(shared, rng, full_compilation, name):
 
 
 PACKED = ("qwen2-tied", "qwen2-moe-mixed", "qwen3-moe-normed", "mixtral-sliding", "olmoe-tied")
-ALSO_PACKED = ("olmo2-grouped", "olmo3-long", "smollm3-tied", "granite-scaled")
+ALSO_PACKED = ("olmo2-grouped", "olmo3-long", "smollm3-tied", "granite-scaled", "phi3-partial")
 
 
 @pytest.mark.parametrize("name", PACKED + ALSO_PACKED)
@@ -225,7 +225,7 @@ def test_init_is_what_it_says():
 
 
 DIFFERING = ("qwen2-sliding", "gemma3-long", "qwen3-moe-stepped", "mixtral-full", "olmoe-grouped")
-ALSO_DIFFERING = ("olmo3-mixed", "smollm3-biased", "granite-biased")
+ALSO_DIFFERING = ("olmo3-mixed", "smollm3-biased", "granite-biased", "phi3-grouped")
 
 
 @pytest.mark.parametrize("name", DIFFERING + ALSO_DIFFERING)
@@ -247,6 +247,7 @@ SLOW = (
     "olmoe-grouped",
     "smollm3-tied",
     "granite-scaled",
+    "phi3-partial",
 )
 
 

@@ -53,6 +53,7 @@ def test_equations():
         ("qwen2-tied", ("v_proj", "down_proj")),
         ("llama-biased", tuple(lora.TARGETS)),
         ("gemma3-long", tuple(lora.TARGETS)),
+        ("phi3-partial", ("qkv_proj", "gate_up_proj")),
         pytest.param("qwen2-tied", tuple(lora.TARGETS), marks=pytest.mark.slow),
         pytest.param("llama-biased", ("v_proj", "down_proj"), marks=pytest.mark.slow),
         pytest.param("gemma3-long", ("v_proj", "down_proj"), marks=pytest.mark.slow),
@@ -69,7 +70,10 @@ def test_merged_weights_are_the_adapters_beside_them(checkpoint, rng, tmp_path, 
     assert np.abs(beside - logits(cfg, model.base.params, tokens)).max() > 0.1 * np.abs(beside).max()
 
 
-@pytest.mark.parametrize("name", ["qwen2-untied", "gemma2-capped", "olmo3-mixed", "smollm3-biased", "granite-scaled"])
+PEFT = ("qwen2-untied", "gemma2-capped", "olmo3-mixed", "smollm3-biased", "granite-scaled", "phi3-grouped")
+
+
+@pytest.mark.parametrize("name", PEFT)
 def test_peft_loads_them_and_says_the_same(checkpoint, rng, tmp_path, name):
     peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
@@ -79,7 +83,7 @@ def test_peft_loads_them_and_says_the_same(checkpoint, rng, tmp_path, name):
     base = transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
     theirs = peft.PeftModel.from_pretrained(base, out)
     found = {k: v for k, v in theirs.state_dict().items() if "lora_" in k}
-    assert len(found) == 2 * 7 * cfg.num_layers
+    assert len(found) == 2 * (4 if cfg.fused else 7) * cfg.num_layers
     tokens = rng.integers(0, cfg.vocab_size, (2, 11)).astype(np.int32)
     with torch.no_grad():
         expected = theirs(torch.from_numpy(tokens).long()).logits.numpy()
@@ -160,3 +164,16 @@ def test_what_peft_reads(tmp_path, checkpoint):
     said = json.loads((out / "adapter_config.json").read_text())
     assert (said["r"], said["lora_alpha"], said["target_modules"]) == (2, 16, ["q_proj"])
     assert said["base_model_name_or_path"] == "some/base" and said["task_type"] == "CAUSAL_LM"
+
+
+@pytest.mark.parametrize(
+    "name, targets, absent",
+    [("phi3-grouped", ("q_proj", "o_proj"), "q_proj"), ("qwen2-tied", ("qkv_proj",), "qkv_proj")],
+)
+def test_modules_that_the_model_lacks_are_refused(checkpoint, name, targets, absent):
+    _, cfg = hf.read_config(checkpoint(name)[0])
+    with pytest.raises(
+        UserError, match=rf"a {cfg.family} model has no {absent}; use all-linear, or some of .*o_proj"
+    ) as e:
+        lora.table(cfg, Lora(2, 16, targets), head="lm")
+    assert "\n" not in str(e.value)

@@ -3,22 +3,28 @@
 import numpy as np
 import pytest
 
-from jppo.models import families
+from jppo.models import decoder, families, heads, hf
 from jppo.models.rotary import frequencies
 from tests.models.conftest import config_of
 
+LONG = dict(
+    rope_type="longrope",
+    original_max_position_embeddings=32,
+    short_factor=list(np.linspace(1.0, 2.0, 32)),
+    long_factor=list(np.linspace(1.0, 9.0, 32)),
+)
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
 
 
-def stretched(scaling, **changes):
-    """A llama's rotary frequencies and their scale by jppo, and by transformers."""
+def stretched(scaling, longest=None, **changes):
+    """A llama's rotary frequencies and their scale by jppo, and by transformers, for rows of `longest` tokens."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     config = config_of("llama-llama3") | dict(head_dim=64, rope_scaling=scaling) | changes
-    cfg = families.from_hf(config, path="config.json")
+    cfg = families.from_hf(config, path="config.json", longest=longest)
     theirs = transformers.LlamaConfig(**{k: v for k, v in config.items() if k != "model_type"})
     of_kind = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[scaling["rope_type"]]
-    expected, scale = of_kind(theirs, torch.device("cpu"))
+    expected, scale = of_kind(theirs, torch.device("cpu"), seq_len=longest)
     rotary = cfg.kinds[0].rotary
     return cfg, (frequencies(rotary, cfg.head_dim), rotary.scale), (expected.numpy(), scale)
 
@@ -35,6 +41,8 @@ def stretched(scaling, **changes):
         YARN | dict(original_max_position_embeddings=8192, factor=40.0),
         YARN | dict(beta_fast=1.02, beta_slow=1.0, truncate=False, original_max_position_embeddings=128),
         dict(rope_type="linear", factor=3.0),
+        dict(rope_type="dynamic", factor=3.0),
+        LONG,
         config_of("llama-llama3")["rope_scaling"],
     ],
 )
@@ -48,3 +56,36 @@ def test_frequencies_and_their_scale_are_those_of_transformers(scaling):
 def test_the_context_of_yarn_is_the_scaled_one_of_the_config(longest, context):
     cfg, _, _ = stretched(YARN, max_position_embeddings=longest)
     assert cfg.max_position_embeddings == context
+
+
+@pytest.mark.parametrize(("longest", "context"), [(None, 32), (7, 32), (32, 32), (33, 128), (500, 128)])
+def test_longrope_is_chosen_by_the_longest_row_of_a_run(longest, context):
+    """Its short factors are for the first context alone, so that no row of a run has others than vLLM's."""
+    cfg, (ours, scale), (theirs, their_scale) = stretched(LONG, longest)
+    np.testing.assert_allclose(ours, theirs, rtol=3e-7, atol=0)
+    assert scale == pytest.approx(their_scale, rel=1e-12) and cfg.max_position_embeddings == context
+
+
+def test_dynamic_scaling_ends_where_it_would_depend_on_the_longest_row():
+    cfg, (ours, _), (theirs, _) = stretched(dict(rope_type="dynamic", factor=3.0), 128)
+    np.testing.assert_allclose(ours, theirs, rtol=3e-7, atol=0)
+    assert cfg.max_position_embeddings == 128
+    _, (same, _), (longer, _) = stretched(dict(rope_type="dynamic", factor=3.0), 129)
+    assert np.array_equal(same, ours) and not np.allclose(longer, ours)
+
+
+def test_rows_beyond_the_first_context_have_the_long_factors_of_transformers(checkpoint, rng, tmp_path):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    directory, model = checkpoint("phi3-partial")
+    theirs = transformers.Phi3ForCausalLM(transformers.Phi3Config(**model.config.to_dict()))
+    theirs.load_state_dict(model.state_dict())
+    tokens = rng.integers(0, 51, (1, 70)).astype(np.int32)
+    with torch.no_grad():
+        expected = theirs.eval()(torch.from_numpy(tokens).long()).logits.numpy()
+    _, cfg = hf.read_config(directory, longest=70)
+    values = hf.load_params(directory, cfg, head="lm", param_dtype=np.float32)
+    place = np.ones_like(tokens), np.arange(70, dtype=np.int32)[None]
+    hidden = decoder.Decoder(cfg).apply({"params": values}, tokens, *place)
+    found = heads.logits_of((hidden, decoder.head_kernel(values, cfg), cfg))
+    assert np.abs(found - expected).max() <= 1e-4 * np.abs(expected).max()

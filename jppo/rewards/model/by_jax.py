@@ -49,7 +49,7 @@ class JaxRewardModel:
     ):
         """Loads the weights; UserError if they are not a reward model's. `attend` is an attention kernel."""
         try:
-            _, cfg = hf.read_config(what.directory)
+            _, cfg = hf.read_config(what.directory, longest=max_length)
             score = _read_score(what, cfg.hidden_size, dtype)
             trunk = hf.load_params(what.directory, cfg, head="trunk", param_dtype=dtype, shardings=shardings)
         except UserError as e:
