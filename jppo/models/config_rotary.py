@@ -10,6 +10,8 @@ from jppo.models.family_table import Family
 from jppo.models.rotary import Rotary, Yarn
 from jppo.settings import UserError
 
+MOST_POSITIONS = 1 << 40  # more than any model has
+
 
 @dataclasses.dataclass(frozen=True)
 class _Model:
@@ -87,7 +89,7 @@ def _stretched(model: _Model, key: str, rope: Mapping[str, Any], theta: float) -
         raise UserError(f"{fields.path}: {key}={dict(rope)!r}: rope_theta and factor must be above 0")
     if kind in ("default", "linear"):
         return Rotary(theta, factor, part=part)
-    context = fields.get("max_position_embeddings", int)
+    context = _context(fields)
     if kind == "dynamic":  # up to this context the frequencies are plain ones, of every row of a batch
         return Rotary(theta, part=part, longest=context)
     first = _first_context(model, inner)
@@ -115,16 +117,29 @@ def _part(model: _Model, inner: Fields) -> float:
 def _first_context(model: _Model, inner: Fields) -> int:
     """Returns the context before scaling: by transformers' order of places."""
     name, fields = "original_max_position_embeddings", model.fields
+    where, default = inner, _context(fields)
     if model.family.local_theta is None and (name in fields or model.family.first_context is not None):
-        return int(fields.get(name, int, model.family.first_context))
-    return int(inner.get(name, int, fields.get("max_position_embeddings", int)))
+        where, default = fields, model.family.first_context or default
+    first: int = where.get(name, int, default)
+    if not 2 <= first <= MOST_POSITIONS:
+        raise where.refuse(name, f"must be from 2 to {MOST_POSITIONS}")
+    return first
+
+
+def _context(fields: Fields) -> int:
+    context: int = fields.get("max_position_embeddings", int)
+    if context > MOST_POSITIONS:
+        raise fields.refuse("max_position_embeddings", f"must be at most {MOST_POSITIONS}")
+    return context
 
 
 def _yarn(inner: Fields, theta: float, factor: float, first: int) -> Rotary:
     fast, slow = inner.above_zero("beta_fast", 32.0), inner.above_zero("beta_slow", 1.0)
-    if fast <= slow or theta == 1.0:
-        raise inner.refuse("beta_fast", f"must be above beta_slow={slow}, and rope_theta={theta} not 1")
+    if not 1e-3 <= slow < fast <= 1e6 or theta == 1.0:
+        raise inner.refuse("beta_fast", f"must be above beta_slow={slow}, within 0.001 and 1e6, and rope_theta not 1")
     one, all_dims = inner.get("mscale", float, 0.0), inner.get("mscale_all_dim", float, 0.0)
+    if one < 0 or all_dims < 0:
+        raise inner.refuse("mscale", f"and mscale_all_dim={all_dims} must not be below 0")
     inferred = _mscale(factor, one) / _mscale(factor, all_dims) if one and all_dims else _mscale(factor, 1.0)
     return Rotary(
         theta,
@@ -141,18 +156,18 @@ def _mscale(factor: float, weight: float) -> float:
 
 def _longrope(model: _Model, inner: Fields, theta: float, first: int) -> Rotary:
     """Chooses the factors by the longest row of the run, as vLLM does by max_model_len: never by a batch."""
-    context = model.fields.get("max_position_embeddings", int)
+    context = _context(model.fields)
     long = model.longest is not None and model.longest > first
     key, count = "long_factor" if long else "short_factor", int(model.head_dim * _part(model, inner)) // 2
     divisors = inner.get(key, list)
-    numbers = [x for x in divisors if isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < math.inf]
-    if len(divisors) != count or len(numbers) != count or first < 2:
-        raise inner.refuse(key, f"must have {count} numbers above 0, and the first context {first} be 2 or more")
+    numbers = [x for x in divisors if isinstance(x, int | float) and not isinstance(x, bool) and 1e-6 < x < 1e6]
+    if len(divisors) != count or len(numbers) != count:
+        raise inner.refuse(key, f"must have {count} numbers, one for each pair of dimensions that is turned")
     scale = math.sqrt(1 + math.log(context / first) / math.log(first)) if context > first else 1.0
     return Rotary(theta, divisors=tuple(map(float, divisors)), scale=scale, longest=context if long else first)
 
 
 def context(fields: Fields, rotary: Rotary) -> int:
     """Returns the model's context length."""
-    context: int = fields.get("max_position_embeddings", int)
+    context = _context(fields)
     return int(context * rotary.factor) if rotary.longest is None else min(context, rotary.longest)

@@ -11,7 +11,7 @@ from jppo.models import config_experts, config_rotary
 from jppo.models.config import Kind, ModelConfig
 from jppo.models.config_fields import Fields
 from jppo.models.family_table import FAMILIES, Family, always, late, never
-from jppo.models.rotary import STILL
+from jppo.models.rotary import STILL, Rotary
 from jppo.settings import UserError
 
 MOST_LAYERS = 10_000  # more than any model has; a loop visits each
@@ -66,10 +66,7 @@ def from_hf(config: Mapping[str, Any], *, path: str | os.PathLike[str], longest:
     if head_dim % 2 or not head_dim:
         raise UserError(f"{path}: head_dim={head_dim} must be even and above 0: rotary embedding turns pairs")
     rotary, local = config_rotary.read(fields, family, head_dim, longest)
-    windows = _windows(fields, family, num_layers)
-    bare = config_rotary.bare_layers(fields, num_layers) if family.bare_layers else [False] * num_layers
-    turns = [rotary if window is None or local is None else local for window in windows]
-    layers = [Kind(window, STILL if one else turn) for window, turn, one in zip(windows, turns, bare, strict=True)]
+    layers = _layers(fields, family, num_layers, rotary, local)
     kinds = tuple(dict.fromkeys(layers))
     vocab_size = fields.get("vocab_size", int)
     return ModelConfig(
@@ -111,6 +108,8 @@ def _refuse_unsupported(fields: Fields, family: Family) -> None:
     neutral = dict(_NEUTRAL)
     if family.partial_rotary:
         del neutral["partial_rotary_factor"]
+    if family.bare_layers:  # SmolLM3's file has a 2, which its class does not read
+        del neutral["pretraining_tp"]
     if family.attn_softcap is None:
         neutral["attn_logit_softcapping"] = (None,)
     if family.experts is not None or family.bare_layers:
@@ -149,6 +148,14 @@ def _softcap(fields: Fields, key: str, default: float | None) -> float | None:
     if cap is not None and cap <= 0:
         raise fields.refuse(key, "must be above 0, or null for none")
     return cap
+
+
+def _layers(fields: Fields, family: Family, num_layers: int, rotary: Rotary, local: Rotary | None) -> list[Kind]:
+    """Returns the kind of each layer."""
+    windows = _windows(fields, family, num_layers)
+    bare = config_rotary.bare_layers(fields, num_layers) if family.bare_layers else [False] * num_layers
+    turns = [rotary if window is None or local is None else local for window in windows]
+    return [Kind(window, STILL if one else turn) for window, turn, one in zip(windows, turns, bare, strict=True)]
 
 
 def _windows(fields: Fields, family: Family, num_layers: int) -> list[int | None]:

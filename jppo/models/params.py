@@ -133,23 +133,9 @@ def table(model: ModelConfig, *, head: Head) -> tuple[Entry, ...]:
     before_mlp = "pre_feedforward_layernorm.weight" if model.post_norms else "post_attention_layernorm.weight"
     rows = [
         entry("embed/embedding", "model.embed_tokens.weight", "V D", "VD", tied),
-        *layer("attn/o/kernel", "self_attn.o_proj.weight", "D HA", "LHAD"),
-        *layer("mlp/down/kernel", "mlp.down_proj.weight", "D F", "LFD", sparse=False),
+        *_projections(model, layer),
         entry("norm/scale", "model.norm.weight", "D", "D"),
     ]
-    if model.fused:
-        rows += [
-            *layer("attn/qkv/kernel", "self_attn.qkv_proj.weight", "QA D", "LDQA"),
-            *layer("mlp/gate_up/kernel", "mlp.gate_up_proj.weight", "NF D", "LDNF", sparse=False),
-        ]
-    else:
-        rows += [
-            *layer("attn/q/kernel", "self_attn.q_proj.weight", "HA D", "LDHA"),
-            *layer("attn/k/kernel", "self_attn.k_proj.weight", "KA D", "LDKA"),
-            *layer("attn/v/kernel", "self_attn.v_proj.weight", "KA D", "LDKA"),
-            *layer("mlp/gate/kernel", "mlp.gate_proj.weight", "F D", "LDF", sparse=False),
-            *layer("mlp/up/kernel", "mlp.up_proj.weight", "F D", "LDF", sparse=False),
-        ]
     if model.pre_norms:
         rows += [
             *layer("attn_norm/scale", "input_layernorm.weight", "D", "LD"),
@@ -166,6 +152,34 @@ def table(model: ModelConfig, *, head: Head) -> tuple[Entry, ...]:
             *layer("attn/q_norm/scale", "self_attn.q_norm.weight", of_q, f"L{of_q}"),
             *layer("attn/k_norm/scale", "self_attn.k_norm.weight", of_k, f"L{of_k}"),
         ]
+    if model.experts is not None:
+        rows += _experts(model.experts, layer)
+    if head == "value":
+        rows += [entry("score/kernel", "score.weight", "B D", "DB")]
+    elif head == "lm" and not model.tie_word_embeddings:
+        rows += [entry("lm_head/kernel", "lm_head.weight", "V D", "VD")]
+    return tuple(rows)
+
+
+def _projections(model: ModelConfig, layer: Callable[..., list[Entry]]) -> list[Entry]:
+    """Lists the kernels and biases of attention and MLP."""
+    rows = [
+        *layer("attn/o/kernel", "self_attn.o_proj.weight", "D HA", "LHAD"),
+        *layer("mlp/down/kernel", "mlp.down_proj.weight", "D F", "LFD", sparse=False),
+    ]
+    if model.fused:
+        rows += [
+            *layer("attn/qkv/kernel", "self_attn.qkv_proj.weight", "QA D", "LDQA"),
+            *layer("mlp/gate_up/kernel", "mlp.gate_up_proj.weight", "NF D", "LDNF", sparse=False),
+        ]
+    else:
+        rows += [
+            *layer("attn/q/kernel", "self_attn.q_proj.weight", "HA D", "LDHA"),
+            *layer("attn/k/kernel", "self_attn.k_proj.weight", "KA D", "LDKA"),
+            *layer("attn/v/kernel", "self_attn.v_proj.weight", "KA D", "LDKA"),
+            *layer("mlp/gate/kernel", "mlp.gate_proj.weight", "F D", "LDF", sparse=False),
+            *layer("mlp/up/kernel", "mlp.up_proj.weight", "F D", "LDF", sparse=False),
+        ]
     if model.qkv_bias:
         rows += [
             *layer("attn/q/bias", "self_attn.q_proj.bias", "HA", "LHA"),
@@ -180,13 +194,7 @@ def table(model: ModelConfig, *, head: Head) -> tuple[Entry, ...]:
             *layer("mlp/up/bias", "mlp.up_proj.bias", "F", "LF", sparse=False),
             *layer("mlp/down/bias", "mlp.down_proj.bias", "D", "LD", sparse=False),
         ]
-    if model.experts is not None:
-        rows += _experts(model.experts, layer)
-    if head == "value":
-        rows += [entry("score/kernel", "score.weight", "B D", "DB")]
-    elif head == "lm" and not model.tie_word_embeddings:
-        rows += [entry("lm_head/kernel", "lm_head.weight", "V D", "VD")]
-    return tuple(rows)
+    return rows
 
 
 def _experts(experts: Experts, layer: Callable[..., list[Entry]]) -> list[Entry]:

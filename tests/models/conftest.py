@@ -370,6 +370,7 @@ SHAPES = {
         num_key_value_heads=2,
         vocab_size=83,
         rope_theta=5e6,
+        pretraining_tp=2,
     ),
     "smollm3-biased": dict(
         model_type="smollm3",

@@ -3,6 +3,10 @@
 import numpy as np
 import pytest
 
+from jppo import settings
+from jppo.build.inputs import read_models
+from jppo.build.rollout import inprocess_settings
+from jppo.learner.sharding import make_mesh
 from jppo.models import decoder, families, heads, hf
 from jppo.models.rotary import frequencies
 from tests.models.conftest import config_of
@@ -64,6 +68,16 @@ def test_longrope_is_chosen_by_the_longest_row_of_a_run(longest, context):
     cfg, (ours, scale), (theirs, their_scale) = stretched(LONG, longest)
     np.testing.assert_allclose(ours, theirs, rtol=3e-7, atol=0)
     assert scale == pytest.approx(their_scale, rel=1e-12) and cfg.max_position_embeddings == context
+
+
+@pytest.mark.parametrize(("response", "context"), [(24, 64), (25, 128)])
+def test_trainer_and_engine_choose_by_the_settings_of_the_run(checkpoint, response, context):
+    c = settings.default()
+    c.model.path, c.model.init = str(checkpoint("phi3-partial")[0]), "random"
+    c.data.max_prompt_length, c.data.max_response_length = 40, response
+    policy, critic, _ = read_models(c)
+    assert policy.max_position_embeddings == critic.max_position_embeddings == context
+    assert inprocess_settings(c, make_mesh((1, 1, 1))).cfg.kinds == policy.kinds
 
 
 def test_dynamic_scaling_ends_where_it_would_depend_on_the_longest_row():

@@ -1,6 +1,8 @@
+import contextlib
 import json
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -84,6 +86,24 @@ def test_experts_have_the_names_and_shapes_of_the_files(tmp_path, family):
     size, *_ = np.frombuffer((data := (tmp_path / "model.safetensors").read_bytes())[:8], "<u8").tolist()
     header = json.loads(data[8 : 8 + size])
     assert _expected(config)[0] == {name: tuple(e["shape"]) for name, e in header.items() if name != "__metadata__"}
+
+
+def test_the_models_class_is_made_with_vllms_config(tmp_path, monkeypatch):
+    """As the classes that vLLM serves by transformers, such as OLMo 2's, need it."""
+    worker, tensors = make(True)
+    worker.vllm_config, made = object(), []
+
+    @contextlib.contextmanager
+    def config_set(config):
+        made.append(config)
+        with monkeypatch.context() as patch:
+            init = transformers.Qwen2Model.__init__
+            patch.setattr(transformers.Qwen2Model, "__init__", lambda *a: made.append("model") or init(*a))
+            yield
+
+    monkeypatch.setitem(sys.modules, "vllm.config", types.SimpleNamespace(set_current_vllm_config=config_set))
+    assert send(worker, tmp_path / "w", tensors.items(), 1)["ok"]
+    assert made == [worker.vllm_config, "model"]
 
 
 def test_experts_that_a_reload_does_not_reach_are_named(tmp_path):

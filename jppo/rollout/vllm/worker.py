@@ -5,7 +5,9 @@ vLLM gets it by `--worker-extension-cls jppo.rollout.vllm.worker.WeightLoader`; 
 refusal is a value (`ok: False` with the reason), never an exception, which would leave vLLM in an undefined state.
 """
 
+import contextlib
 import mmap
+import sys
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -46,7 +48,8 @@ class WeightLoader:
     ) -> dict[str, Any]:
         """Maps the file at `path`, or downloads it from `address`, and compares it with the model."""
         if self._jppo_expected is None:
-            self._jppo_expected = _expected(self.model_config.hf_config)
+            with _config_set(self):
+                self._jppo_expected = _expected(self.model_config.hf_config)
         self._jppo_checked = None  # drops an older one
         unpacked, expected = layout.unpack(entries), self._jppo_expected[0]
         try:
@@ -78,6 +81,12 @@ class WeightLoader:
             return {"ok": False, "error": f"{unloaded[0]} {said} {remedy}"}
         self._jppo_version = version
         return {"ok": True, "error": None}
+
+
+def _config_set(worker: WeightLoader) -> Any:
+    """Sets vLLM's config, which transformers' classes read once vLLM's transformers backend serves them."""
+    vllm = sys.modules.get("vllm.config")
+    return contextlib.nullcontext() if vllm is None else vllm.set_current_vllm_config(worker.vllm_config)
 
 
 def _expected(hf_config: Any) -> tuple[dict[str, tuple[int, ...]], dict[str, list[str]]]:
