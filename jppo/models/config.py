@@ -3,9 +3,10 @@
 import dataclasses
 from typing import Literal
 
-from jppo.models import config_experts
-from jppo.models.config_experts import Experts, Stack
+from jppo.models import stacks
+from jppo.models.config_experts import Experts
 from jppo.models.rotary import Rotary
+from jppo.models.stacks import Group, Sort, Stack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,14 +55,25 @@ class ModelConfig:
     value_bins: int = 1  # outputs of a value head: one value, or the logits of a histogram
 
     @property
+    def sorts(self) -> tuple[Sort, ...]:
+        """Returns the modules of each layer, [L]."""
+        sparse = (False,) * self.num_layers if self.experts is None else self.experts.sparse
+        return tuple(Sort(one) for one in sparse)
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """Returns the scans over the layers."""
+        return stacks.groups(self.sorts)
+
+    @property
     def stacks(self) -> tuple[Stack, ...]:
-        """Returns the runs of layers whose parameters are stacked."""
-        return config_experts.stacks(self.num_layers, self.experts)
+        """Returns the layers whose parameters are stacked."""
+        return sum(self.groups, ())
 
     @property
     def mlp_widths(self) -> tuple[int, ...]:
         """Returns the widths of MLPs and experts."""
-        dense = any(not stack.sparse for stack in self.stacks)
+        dense = any(not stack.sort.sparse for stack in self.stacks)
         own = (self.intermediate_size,) if dense else ()
         return own if self.experts is None else (*own, *self.experts.widths)
 

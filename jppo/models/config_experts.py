@@ -1,7 +1,6 @@
-"""The experts that a config.json asks for, and the runs of layers with and without them."""
+"""The experts that a config.json asks for."""
 
 import dataclasses
-import itertools
 
 from jppo.models.config_fields import Fields
 
@@ -45,29 +44,6 @@ class Experts:
     def widths(self) -> tuple[int, ...]:
         """Returns the widths of the experts."""
         return (self.width, self.shared_width) if self.shared_width else (self.width,)
-
-
-@dataclasses.dataclass(frozen=True)
-class Stack:
-    """Consecutive layers with the same parameters, which are stored stacked and scanned over."""
-
-    name: str
-    first: int  # its first layer
-    count: int
-    sparse: bool  # these layers have experts
-
-    @property
-    def layers(self) -> slice:
-        """Returns the layers' indices."""
-        return slice(self.first, self.first + self.count)
-
-
-def stacks(num_layers: int, experts: Experts | None) -> tuple[Stack, ...]:
-    """Returns the model's runs of layers: one named `layers`, or `layers0`, `layers1`, ... where kinds are mixed."""
-    sparse = (False,) * num_layers if experts is None else experts.sparse
-    runs = [[i for i, _ in run] for _, run in itertools.groupby(enumerate(sparse), key=lambda pair: pair[1])]
-    name = "layers" if len(runs) == 1 else "layers{}"
-    return tuple(Stack(name.format(i), run[0], len(run), sparse[run[0]]) for i, run in enumerate(runs))
 
 
 def read(fields: Fields, names: Names | None, num_layers: int) -> Experts | None:

@@ -49,7 +49,7 @@ def forward(cfg: ModelConfig, lengths: Sequence[int], *, head_tokens: int, how: 
     sparse = 0
     if (e := cfg.experts) is not None:
         sparse = 3 * D * (e.active * e.width + e.shared_width) + D * (e.count + (e.shared_width > 0))
-    inner = sum(stack.count * (sparse if stack.sparse else 3 * D * F) for stack in cfg.stacks)
+    inner = sum(stack.count * (sparse if stack.sort.sparse else 3 * D * F) for stack in cfg.stacks)
     trunk = 2 * sum(lengths) * (cfg.num_layers * matrices + inner) + attention(cfg, lengths)
     beside = 0 if how is None else adapters(cfg, how, lengths)
     return trunk + 2 * head_tokens * D * cfg.vocab_size + beside

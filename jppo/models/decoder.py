@@ -4,6 +4,7 @@ The layers' parameters are stacked, [L, ...], whether the layers are scanned or 
 has the table of them.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ from jppo.models.experts import Mix, Mixture
 from jppo.models.modules import MLP, Project, RMSNorm
 from jppo.models.params import Head
 from jppo.models.rotary import Place, Places, places, rotate
+from jppo.models.stacks import Group, Stack
 from jppo.types import Params
 
 Remat = Literal["none", "dots", "attention", "full"]
@@ -118,6 +120,19 @@ class Layer(nn.Module):
         return self.constrain(x), held
 
 
+class Period(nn.Module):
+    """A layer of each stack of a group. The body of the scan over a group of several."""
+
+    group: Group
+    make: Callable[[Stack], Layer]
+
+    @nn.compact
+    def __call__(self, x: jax.Array, kinds: jax.Array, places: Places) -> tuple[jax.Array, None]:
+        for i, stack in enumerate(self.group):
+            x, _ = self.make(stack)(x, kinds[i], places)
+        return x, None
+
+
 class Embed(nn.Module):
     """The embedding look-up."""
 
@@ -163,18 +178,29 @@ class Decoder(nn.Module):
             layer = nn.remat(layer, policy=_POLICIES[self.remat], prevent_cse=not self.scan_layers)
         attend = make_plain(**attention_settings(cfg)) if self.attend is None else self.attend
         where = places_of(cfg, position, segment)
-        for stack in cfg.stacks:
-            layers = nn.scan(
-                layer,
+
+        def settings(stack: Stack) -> tuple[Any, ...]:
+            return cfg, self.param_dtype, self.constrain, attend, self.mix if stack.sort.sparse else None
+
+        for group in cfg.groups:
+            count = group[0].count
+            scanned = functools.partial(
+                nn.scan,
                 variable_axes={"params": 0, lora.COLLECTION: 0},
                 split_rngs={"params": True},
                 in_axes=(0, nn.broadcast),
-                length=stack.count,
-                unroll=1 if self.scan_layers else stack.count,
+                length=count,
+                unroll=1 if self.scan_layers else count,
             )
-            kinds = jnp.asarray(cfg.layer_kinds[stack.layers], jnp.int32)
-            mix = self.mix if stack.sparse else None
-            x, _ = layers(cfg, self.param_dtype, self.constrain, attend, mix, name=stack.name)(x, kinds, where)
+            kinds = jnp.asarray([cfg.layer_kinds[stack.layers] for stack in group], jnp.int32)
+            if len(group) == 1:
+                layers = scanned(layer)(*settings(group[0]), name=group[0].path[0])
+                x, _ = layers(x, kinds[0], where)
+            else:
+                periods = scanned(Period)(
+                    group, lambda one: layer(*settings(one), name=one.path[1]), name=group[0].path[0]
+                )
+                x, _ = periods(x, kinds.T, where)
         return self.constrain(RMSNorm(cfg, self.param_dtype, name="norm")(x))
 
 
@@ -197,11 +223,17 @@ def embedded(rows: jax.Array, cfg: ModelConfig, dtype: Any) -> jax.Array:
 
 def split_layers(variables: Params, cfg: ModelConfig) -> Params:
     """Splits the stacked layers into a tuple: once before a loop of `forward_cached`."""
-    each: list[Params] = []
+    each: dict[int, Params] = {}
     for stack in cfg.stacks:
-        layers = {name: part[stack.name] for name, part in variables.items() if stack.name in part}
-        each += [jax.tree.map(lambda x, i=i: x[i], layers) for i in range(stack.count)]
-    return {"layers": tuple(each), "embed": variables["params"]["embed"], "norm": variables["params"]["norm"]}
+        found = {name: lora.find(part, stack.path) for name, part in variables.items()}
+        layers = {name: part for name, part in found.items() if part is not None}
+        for i in range(stack.count):
+            each[stack.first + i * stack.step] = jax.tree.map(lambda x, i=i: x[i], layers)
+    return {
+        "layers": tuple(each[i] for i in range(cfg.num_layers)),
+        "embed": variables["params"]["embed"],
+        "norm": variables["params"]["norm"],
+    }
 
 
 def forward_cached(
@@ -224,10 +256,9 @@ def forward_cached(
     x = constrain(embedded(split["embed"]["embedding"][tokens], cfg, dtype))
     where = places_of(cfg, position, None)
     attend = make_plain(**attention_settings(cfg))
-    sparse = [stack.sparse for stack in cfg.stacks for _ in range(stack.count)]
     after: list[LayerCache] = []
-    for variables, kind, held, mixed in zip(split["layers"], cfg.layer_kinds, cache, sparse, strict=True):
-        layer = Layer(cfg, dtype, constrain, attend, mix if mixed else None)
+    for variables, kind, held, sort in zip(split["layers"], cfg.layer_kinds, cache, cfg.sorts, strict=True):
+        layer = Layer(cfg, dtype, constrain, attend, mix if sort.sparse else None)
         applied: Any = layer.apply(variables, x, kind, where, held)
         x, new = applied
         after.append(new)

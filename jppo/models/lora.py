@@ -118,7 +118,7 @@ def table(model: ModelConfig, lora: Lora, *, head: Head) -> tuple[Entry, ...]:
                 f"model.target_modules: {name} of a {model.family} model is a part of its experts, which cannot have"
                 f" adapters; use {','.join(name for name, path in TARGETS.items() if path[0] == 'attn')}"
             )
-        kernel = kernels[stack.name, *TARGETS[name], "kernel"]
+        kernel = kernels[*stack.path, *TARGETS[name], "kernel"]
         into = _inner(kernel)
         ours = kernel.letters[1:]
         outer = "".join(letter for letter in ours if letter not in into)
@@ -164,6 +164,7 @@ def _entry(kernel: Entry, lora: Lora, name: str, theirs: str, hf_letters: tuple[
         axes=tuple(axes[letter] for letter in letters),
         alias=None,
         first=kernel.first,
+        step=kernel.step,
     )
 
 
@@ -175,7 +176,7 @@ def init(model: ModelConfig, lora: Lora, key: jax.Array) -> Params:
             return jnp.zeros(entry.shape, jnp.float32)
         bound = 1 / math.sqrt(math.prod(entry.shape[1:-1]))
         number = [*TARGETS.values()].index((entry.path[-3], entry.path[-2]))
-        number += len(TARGETS) * [stack.name for stack in model.stacks].index(entry.path[1])
+        number += len(TARGETS) * [stack.path for stack in model.stacks].index(entry.path[1:-3])
         return jax.random.uniform(jax.random.fold_in(key, number), entry.shape, jnp.float32, -bound, bound)
 
     return params.tree(table(model, lora, head="lm"), leaf)
@@ -186,7 +187,7 @@ def parts(entry: Entry, model: Weights) -> tuple[jax.Array, dict[str, jax.Array]
     if not isinstance(model, Adapted):
         return offload.to_device(params.get(model, entry.path)), None
     known = model.learned if entry.path[0] in model.learned else model.base.params
-    beside = _beside(model.learned[COLLECTION], entry.path[:-1]) if entry.path[-1] == "kernel" else None
+    beside = find(model.learned[COLLECTION], entry.path[:-1]) if entry.path[-1] == "kernel" else None
     beside = offload.to_device(beside)
     scaled = None if beside is None else {"a": beside["a"], "b": beside["b"] * model.base.scale}
     return offload.to_device(params.get(known, entry.path)), scaled
@@ -201,8 +202,8 @@ def merge(entry: Entry, kernel: jax.Array, beside: dict[str, jax.Array]) -> jax.
     return (kernel.astype(jnp.float32) + low).astype(kernel.dtype)
 
 
-def _beside(adapters: Any, path: tuple[str, ...]) -> Any:
-    """Returns the adapter of a module, or None."""
+def find(adapters: Any, path: tuple[str, ...]) -> Any:
+    """Returns the adapters in a nested dict at `path`, or None."""
     for key in path:
         adapters = adapters.get(key) if adapters is not None else None
     return adapters

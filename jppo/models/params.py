@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jppo.models.config import ModelConfig
-from jppo.models.config_experts import Experts, Stack
+from jppo.models.config_experts import Experts
+from jppo.models.stacks import Stack
 from jppo.types import Params
 
 Head = Literal["lm", "value", "trunk"]  # trunk: none
@@ -52,6 +53,7 @@ class Entry:
     alias: str | None  # another name under which a checkpoint may store the same matrix
     padding: int = 0  # rows on the first axis that the HF tensor lacks
     first: int = 0  # layer of a stacked array
+    step: int = 1  # to its next layer
 
     @property
     def stacked(self) -> bool:
@@ -82,7 +84,7 @@ class Entry:
     def hf_names(self) -> tuple[str, ...]:
         """Returns HF's names, in the order of `np.ndindex(numbered)`."""
         places = (dict(zip(("layer", "expert"), at, strict=False)) for at in np.ndindex(self.numbered))
-        return tuple(self.hf.format(**at | {"layer": self.first + at.get("layer", 0)}) for at in places)
+        return tuple(self.hf.format(**at | {"layer": self.first + self.step * at.get("layer", 0)}) for at in places)
 
 
 def _make_entry(model: ModelConfig) -> Callable[..., Entry]:
@@ -106,7 +108,7 @@ def _make_entry(model: ModelConfig) -> Callable[..., Entry]:
     ) -> Entry:
         vector = letters.lstrip("L") in ("D", "A")  # norms, and biases of the residual stream
         return Entry(
-            path=tuple(path.split("/")) if stack is None else (stack.name, *path.split("/")),
+            path=tuple(path.split("/")) if stack is None else (*stack.path, *path.split("/")),
             hf=hf if stack is None else f"model.layers.{{layer}}.{hf}",
             hf_letters=tuple(hf_letters.split()),
             letters=letters,
@@ -115,6 +117,7 @@ def _make_entry(model: ModelConfig) -> Callable[..., Entry]:
             alias=alias,
             padding=model.padded_vocab_size - model.vocab_size if letters[0] == "V" else 0,
             first=0 if stack is None else stack.first,
+            step=1 if stack is None else stack.step,
         )
 
     return entry
@@ -126,7 +129,7 @@ def table(model: ModelConfig, *, head: Head) -> tuple[Entry, ...]:
 
     def layer(*row: str, sparse: bool | None = None) -> list[Entry]:
         """Makes the entry of every stack; of those with experts or those without if `sparse` is given."""
-        return [entry(*row, stack=stack) for stack in model.stacks if sparse in (None, stack.sparse)]
+        return [entry(*row, stack=stack) for stack in model.stacks if sparse in (None, stack.sort.sparse)]
 
     tied = "lm_head.weight" if model.tie_word_embeddings else None
     # A norm on attention's output has the usual name of the MLP's own norm.

@@ -230,7 +230,7 @@ def test_experts_that_cannot_be_read_are_refused_by_field(name, changes, said):
 
 def test_a_model_without_a_sparse_layer_has_no_experts():
     cfg = families.from_hf(config_of("qwen2-moe-mixed") | dict(decoder_sparse_step=6), path="config.json")
-    assert cfg.experts is None and [stack.name for stack in cfg.stacks] == ["layers"]
+    assert cfg.experts is None and [stack.path for stack in cfg.stacks] == [("layers",)]
 
 
 def test_adapters_of_experts_are_refused():

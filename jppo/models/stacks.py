@@ -1,0 +1,46 @@
+"""Stacks: the layers of a model that have the same parameters, which are stored stacked and scanned over."""
+
+import dataclasses
+import itertools
+from typing import NamedTuple
+
+
+class Sort(NamedTuple):
+    """The modules of a layer."""
+
+    sparse: bool  # it has experts in place of an MLP
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """Layers `first`, `first + step`, ... with the same parameters."""
+
+    path: tuple[str, ...]  # of its parameters
+    first: int
+    step: int
+    count: int
+    sort: Sort
+
+    @property
+    def layers(self) -> slice:
+        """Returns the layers' indices."""
+        return slice(self.first, self.first + self.step * self.count, self.step)
+
+
+Group = tuple[Stack, ...]  # stacks of one scan, whose layers take turns
+
+
+def groups(sorts: tuple[Sort, ...]) -> tuple[Group, ...]:
+    """Returns the scans of a model: one over the periods of a repeated pattern, else one for each run of equal layers.
+
+    The parameters are in `layers` if all layers are alike, in `layers/0`, `layers/1`, ... by their place in the period,
+    or in `layers0`, `layers1`, ... by run.
+    """
+    L = len(sorts)
+    period = next(n for n in range(1, L + 1) if L % n == 0 and sorts == sorts[:n] * (L // n))
+    if period == 1:
+        return ((Stack(("layers",), 0, 1, L, sorts[0]),),)
+    if period < L:
+        return (tuple(Stack(("layers", str(i)), i, period, L // period, sorts[i]) for i in range(period)),)
+    runs = [[i for i, _ in run] for _, run in itertools.groupby(enumerate(sorts), key=lambda pair: pair[1])]
+    return tuple((Stack((f"layers{n}",), run[0], 1, len(run), sorts[run[0]]),) for n, run in enumerate(runs))
