@@ -5,14 +5,11 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from jppo.settings import addresses
-from jppo.settings.addresses import Named
-
 Lookup = Callable[[], list[str]]  # OSError or ValueError while the addresses cannot be known
 
 
-def make_lookup(where: Path | Named) -> Lookup:
-    """Makes the look-up of the present addresses."""
+def make_lookup(where: Path | tuple[str, int]) -> Lookup:
+    """Makes the look-up of the present addresses in a file, or of a DNS name and a port."""
     return functools.partial(_in_file, where) if isinstance(where, Path) else functools.partial(_by_name, *where)
 
 
@@ -20,7 +17,7 @@ def _in_file(path: Path) -> list[str]:
     lines = (line.partition("#")[0].strip().rstrip("/") for line in path.read_text(encoding="utf-8").splitlines())
     urls = list(dict.fromkeys(filter(None, lines)))
     for url in urls:
-        if not addresses.is_address(url) or "@" in url:
+        if not url.startswith(("http://", "https://")) or "@" in url:
             raise ValueError(f"{path}: {url!r} is no address; write it like http://127.0.0.1:8000")
     return urls
 
