@@ -13,6 +13,7 @@ COMMANDS = {
     "jppo.chat": "chats with a model in the terminal",
     "jppo.sweep": "runs several trainings",
     "jppo.plan": "finds the fastest settings for a described machine",
+    "jppo.serve": "runs a vLLM server for a training elsewhere",
     "jppo.report": "writes an HTML report of one run or several",
     "jppo.doctor": "checks the machine or a run before training",
     "jppo.from_verl": "translates a verl script to a jppo command",

@@ -285,8 +285,9 @@ def run(settings: dict[str, Any], folder: pathlib.Path, *more: str) -> str:
 
 def lines(folder: pathlib.Path) -> dict[int, dict[str, Any]]:
     """Returns the metrics of each step without seconds and fault counts."""
+    counts = ("rollout/servers", "rollout/restarts", "rollout/asked_again")
     return {
-        line["step"]: {k: v for k, v in line.items() if k not in ("rollout/restarts", "rollout/asked_again")}
+        line["step"]: {k: v for k, v in line.items() if k not in counts}
         for line in check_faults.outcome(folder)["metrics"]
     }
 

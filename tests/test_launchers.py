@@ -6,6 +6,8 @@ import subprocess
 
 import pytest
 
+from jppo import settings
+
 LAUNCH = pathlib.Path(__file__).resolve().parents[1] / "scripts/launch"
 TOLD = 'echo "$NODE_RANK/$NNODES $MASTER_ADDR:$MASTER_PORT $*"'
 SAY = ["bash", "-c", TOLD, "_", "two words", "$HOME"]
@@ -76,7 +78,36 @@ def test_slurm_takes_the_nodes_of_the_job(stand_ins):
     assert said == [f"{rank}/2 node-a:20007 two words $HOME" for rank in range(2)]
 
 
-@pytest.mark.parametrize("command", [["local.sh"], ["local.sh", "two", "true"], ["ssh.sh", "a"], ["slurm.sbatch"]])
+def test_slurm_starts_a_server_on_each_node(stand_ins, tmp_path):
+    env = {"PATH": f"{stand_ins}:{os.environ['PATH']}", "PYTHON": "echo", "SLURM_JOB_NODELIST": "node-[a-b]"}
+    code, said, _ = run(
+        "bash", LAUNCH / "slurm-servers.sbatch", tmp_path / "urls", "--config=x", SLURM_NNODES="2", **env
+    )
+    assert code == 0 and said == [f"-m jppo.serve --host=0.0.0.0 --listed={tmp_path}/urls --config=x"] * 2
+
+
+def test_kubernetes_finds_its_servers_by_name():
+    yaml = pytest.importorskip("yaml")
+    service, servers, trainer = yaml.safe_load_all((LAUNCH / "kubernetes-servers.yaml").read_text())
+    pod = servers["spec"]["template"]
+    assert service["spec"]["clusterIP"] == "None"  # the name has all addresses
+    assert service["spec"]["selector"] == servers["spec"]["selector"]["matchLabels"] == pod["metadata"]["labels"]
+    [server], [train] = (job["spec"]["template"]["spec"]["containers"] for job in (servers, trainer))
+    port = server["readinessProbe"]["tcpSocket"]["port"]
+    assert f"--config.rollout.port={port}" in server["args"] and "--host=0.0.0.0" in server["args"]
+    assert f"--config.rollout.urls=dns://{service['metadata']['name']}:{port}" in train["args"]
+    tokens = [next(e["valueFrom"] for e in c["env"] if e["name"] == "JPPO_SERVER_TOKEN") for c in (server, train)]
+    assert tokens[0] == tokens[1]
+    for container in (server, train):
+        words = [word for word in container["args"] if word.startswith("--config")]
+        c, _ = settings.parse(words, "", settings.default())
+        settings.check(c)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["local.sh"], ["local.sh", "two", "true"], ["ssh.sh", "a"], ["slurm.sbatch"], ["slurm-servers.sbatch", "x", "y"]],
+)
 def test_a_command_that_is_cut_short_is_one_line(command):
     code, said, error = run("bash", LAUNCH / command[0], *command[1:])
     assert (code, said) == (2, []) and error.startswith("error: ") and error.count("\n") == 1

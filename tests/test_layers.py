@@ -25,7 +25,7 @@ LAYERS = (
     ("run", "supervised"),
     ("check",),  # COMMANDS_BELOW
     ("checks",),
-    ("train", "sft", "reward_model", "evaluate", "sweep", "from_verl", "export", "chat", "plan"),
+    ("train", "sft", "reward_model", "evaluate", "sweep", "from_verl", "export", "chat", "plan", "serve"),
     ("doctor", "__main__"),
 )
 LAYER = {place: i for i, row in enumerate(LAYERS, -2) for place in row}  # those below 0 are everybody's

@@ -24,4 +24,6 @@ def make_logger(c: ConfigDict, run: pathlib.Path, hosts: Hosts = ALONE, **kw: An
     if not hosts.first:
         return Silent()
     about = About(c.trainer.project_name, c.trainer.experiment_name, json.loads(settings.dump(c)))
-    return Logger(run, places=settings.loggers(c.trainer.logger), about=about, **kw)
+    host, port = c.trainer.metrics_host, c.trainer.metrics_port
+    scraped = (host, port) if port else None
+    return Logger(run, places=settings.loggers(c.trainer.logger), about=about, scraped=scraped, **kw)

@@ -21,13 +21,14 @@ from jppo.models.config import pad_vocab
 from jppo.rollout.continuous_batching import InprocessSettings
 from jppo.rollout.inprocess import InprocessEngine, InprocessSampler
 from jppo.rollout.protocol import Served
+from jppo.rollout.servers.discovery import Lookup, make_lookup
 from jppo.rollout.servers.engine import Engine
 from jppo.rollout.servers.member import CONNECTIONS, ServerLimits
 from jppo.rollout.sglang.client import start_sglang
 from jppo.rollout.vllm.arguments import ServerSettings
 from jppo.rollout.vllm.client import start_vllm
 from jppo.rollout.vllm.served_reference import ServedReference
-from jppo.settings import UserError, parts
+from jppo.settings import UserError, addresses, parts
 from jppo.types import Sampling
 
 Source = Served | InprocessSampler  # of samples
@@ -149,7 +150,7 @@ def start_engine(c: ConfigDict, run: pathlib.Path, hosts: Hosts = ALONE) -> Engi
         str(hf.resolve(c.model.path, weights=False)),
         str(run),
         settings=server_settings(c),
-        urls=own_urls(hosts, [url.strip() for url in r.urls.split(",") if url.strip()]),
+        urls=attached(r.urls, hosts),
         limits=ServerLimits(
             request_timeout_s=r.request_timeout_s,
             health_timeout_s=r.health_timeout_s,
@@ -198,6 +199,18 @@ def inprocess_settings(c: ConfigDict, mesh: Mesh) -> InprocessSettings:
         of_cache=sharding.cache_sharding(mesh, cfg.num_kv_heads),
         cut=bool(settings.cuts(r) or settings.cuts(r.val_kwargs)),
     )
+
+
+def attached(urls: str, hosts: Hosts) -> list[str] | Lookup:
+    """Returns the addresses of this host's running servers, or their look-up; [] if servers are started."""
+    place = addresses.place(urls)
+    if place is None:
+        return own_urls(hosts, addresses.listed(urls))
+    if hosts.count > 1:
+        raise UserError(
+            f"rollout.urls={urls!r} is looked up by one host, and this run has {hosts.count}; list the addresses"
+        )
+    return make_lookup(place)
 
 
 def own_urls(hosts: Hosts, urls: list[str]) -> list[str]:

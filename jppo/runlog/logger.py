@@ -23,6 +23,7 @@ from jppo.runlog import atomic_file, to_mlflow, to_wandb
 from jppo.runlog.append_file import Appender, cut_lines, read_lines
 from jppo.runlog.console import PPO_COLUMNS, Columns, Terminal, make_screen
 from jppo.runlog.diagnosis import Alert, Diagnosis
+from jppo.runlog.prometheus import Exporter
 from jppo.runlog.sinks import About, Rows, Sink
 
 
@@ -58,10 +59,11 @@ class Logger:
         places: Sequence[str] = DEFAULT,
         about: About | None = None,
         muted: Sequence[str] = (),
+        scraped: tuple[str, int] | None = None,
     ) -> None:
         """Opens the files of `run_dir`; `resumed_step` is the checkpoint's, None for a new run.
 
-        `muted` names warnings that are never reported.
+        `muted` names warnings that are never reported; `scraped` is the address for Prometheus.
         """
         run_dir.mkdir(parents=True, exist_ok=True)
         self._run_dir = run_dir
@@ -80,6 +82,8 @@ class Logger:
             from jppo.runlog.tensorboard import Board  # tensorboardX imports torch if present, which takes seconds
 
             self._sinks["tensorboard"] = Board(run_dir / "tensorboard", first=done + 1)
+        if scraped is not None:
+            self._sinks["prometheus"] = Exporter(*scraped)
         for name in (name for name in REMOTE if name in places):
             sink = REMOTE[name].make(run_dir, about or About(), resumed=resumed_step is not None)
             self._sinks[name] = sink

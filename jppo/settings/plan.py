@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jppo.errors import UserError
-from jppo.settings import checks, commandline, configfile, shipped, table
+from jppo.settings import addresses, checks, commandline, configfile, shipped, table
 from jppo.settings.table import TABLE, default
 
 FOLDER = "trainer.run_dir"
@@ -129,7 +129,7 @@ def check_apart(runs: Sequence[PlannedRun]) -> None:
 def _claims(values: dict[str, Any]) -> Iterator[str]:
     port = values["rollout.port"]
     yield from (f"port {p}" for p in range(port, port + values["rollout.servers"]) if port)
-    yield from (f"the server {url.strip()}" for url in values["rollout.urls"].split(",") if url.strip())
+    yield from (f"the server {url}" for url in addresses.listed(values["rollout.urls"]))
 
 
 def differing(runs: Sequence[PlannedRun]) -> list[str]:

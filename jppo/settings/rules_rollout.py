@@ -1,11 +1,11 @@
 """Rules between the settings of the rollout: sampling, the engine, publishing, conversations, secrets."""
 
 import re
-import urllib.parse
 
 import ml_collections
 
 from jppo.errors import UserError
+from jppo.settings import addresses
 from jppo.settings.table import PPO
 
 CUTS = ("top_p", "top_k", "min_p")  # settings that remove tokens from the distribution
@@ -129,20 +129,16 @@ def _publish(r: ml_collections.ConfigDict) -> None:
 def _secrets(config: ml_collections.ConfigDict) -> None:
     """Rejects secrets, which would be printed and saved, without showing them."""
     r = config.rollout
-    urls = [("rollout.urls", url) for url in map(str.strip, r.urls.split(",")) if url]
+    place = addresses.place(r.urls)
+    urls = [("rollout.urls", url) for url in addresses.listed(r.urls) if place is None]
     if "ref" in config and config.ref.url:
         urls.append(("ref.url", config.ref.url))
     for name, url in urls:
-        try:
-            at = urllib.parse.urlsplit(url)
-            valid = at.scheme in ("http", "https") and at.hostname is not None and (at.port or 1) > 0
-        except ValueError:
-            at, valid = None, False
-        if "@" in url or (at is not None and (at.query or at.fragment)):
+        if re.search("[@?#]", url):
             token = "the servers' token belongs into JPPO_SERVER_TOKEN in the environment"
             way = token if name == "rollout.urls" else "leave it out"
             raise UserError(f"{name} has a password or a query in it, and settings are printed and saved; {way}")
-        if not valid:
+        if not addresses.is_address(url):
             raise UserError(f"{name}: {url!r} is no address; write it like http://127.0.0.1:8000")
     if found := SECRET.search(r.engine_args):
         raise UserError(

@@ -42,8 +42,8 @@ PPO: Table = {
 _SHARED = {
     "data": "max_prompt_length max_response_length packing row_lengths max_tokens_per_row train_files"
     " train_batch_size shuffle system_prompt custom_cls",
-    "trainer": "run_dir compile_cache logger project_name experiment_name seed total_epochs total_training_steps"
-    " save_freq resume_mode max_ckpt_to_keep stage_timeout_s stop_exit_code stop_timeout_s",
+    "trainer": "run_dir compile_cache logger metrics_port metrics_host project_name experiment_name seed total_epochs"
+    " total_training_steps save_freq resume_mode max_ckpt_to_keep stage_timeout_s stop_exit_code stop_timeout_s",
 }
 SFT: Table = {
     **{name: setting for name, setting in PPO.items() if name.split(".")[0] in ("model", "mesh")},

@@ -41,7 +41,8 @@ ROLLOUT = (
     S("name", "vllm", "Rollout engine. vllm and sglang are servers; inprocess samples on the trainer's devices",
       choices=ENGINES),
     S("python", "", "Python interpreter with vLLM or SGLang. '': the trainer's", only=_SERVERS),
-    S("urls", "", "Addresses of running servers, separated by commas. '': servers are started", only=_SERVERS),
+    S("urls", "", "Addresses of running servers, separated by commas; or file:PATH or dns://NAME:PORT, which is looked"
+      " up again as servers come and go. '': servers are started", only=_SERVERS),
     S("servers", 1, "Number of servers to start", bounds="[1,", only=_SERVERS),
     S("port", 0, "Port of the first server; the others follow. 0: free ports", bounds="[0,", only=_SERVERS),
     S("mode", "sync", "Order of sampling and learning. async: the samples of the next steps are generated while the"

@@ -369,7 +369,7 @@ def test_a_server_that_works_its_queue_off_is_not_late(made, fakes):
     sampler = made(1, timeout_s=3.0)
     one_at_a_time(fakes[0], 0.3)
     assert whole(sampler.generate(PROMPTS, SAMPLING, version=7))
-    assert sampler.metrics() == {"rollout/restarts": 0.0, "rollout/asked_again": 0.0}
+    assert sampler.metrics() == {"rollout/servers": 1.0, "rollout/restarts": 0.0, "rollout/asked_again": 0.0}
 
 
 def test_a_request_that_a_server_forgot_is_asked_again_while_others_are_answered(made, fakes):
@@ -378,7 +378,7 @@ def test_a_request_that_a_server_forgot_is_asked_again_while_others_are_answered
     (_, good), first = fakes[0].answers[GENERATE], []
     fakes[0].answers[GENERATE] = (200, lambda b: good(b) if first else first.append(1) or fakes[0].hang.wait(20))
     assert whole(sampler.generate(PROMPTS, SAMPLING, version=7))
-    assert sampler.metrics() == {"rollout/restarts": 0.0, "rollout/asked_again": 1.0}
+    assert sampler.metrics() == {"rollout/servers": 1.0, "rollout/restarts": 0.0, "rollout/asked_again": 1.0}
 
 
 def test_a_request_whose_turn_has_passed_is_asked_again_though_others_keep_coming(made, fakes):

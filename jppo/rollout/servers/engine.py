@@ -1,9 +1,11 @@
 """The `Sampler` over servers of any kind; the `client.py` of each kind implements their interfaces."""
 
+import functools
 import itertools
 import os
 import pathlib
 import sys
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Protocol
@@ -13,10 +15,12 @@ import numpy as np
 from jppo.rollout import conversations
 from jppo.rollout.protocol import Done, RolloutError, Served, Talk
 from jppo.rollout.servers import guard
+from jppo.rollout.servers.discovery import Lookup
 from jppo.rollout.servers.endpoint import Endpoint
 from jppo.rollout.servers.fleet import Fleet
 from jppo.rollout.servers.kind import Delivery, Dialect
 from jppo.rollout.servers.member import Member, ServerLimits
+from jppo.rollout.servers.membership import LOOKUP_S
 from jppo.rollout.servers.process import Server, stop_all
 from jppo.settings import UserError
 from jppo.types import Prompt, Sampling, Trajectory
@@ -83,7 +87,12 @@ class ServedSampler(Served):
         """Returns counts of restarts and repeated requests since the last call."""
         now, before = (self.fleet.restarts, self.fleet.asked_again), self._told
         self._told = now
-        return {"rollout/restarts": float(now[0] - before[0]), "rollout/asked_again": float(now[1] - before[1])}
+        working = sum(member.up for member in self.fleet.members)
+        return {
+            "rollout/servers": float(working),
+            "rollout/restarts": float(now[0] - before[0]),
+            "rollout/asked_again": float(now[1] - before[1]),
+        }
 
     def close(self) -> None:
         """Stops the servers that were started here and frees the weights' files; may be called twice."""
@@ -105,7 +114,7 @@ class Engine:
     def __init__(
         self,
         servers: Sequence[Server],
-        urls: Sequence[str],
+        urls: Sequence[str] | Lookup,
         publisher: Publisher,
         speak: Callable[[Sequence[int]], Dialect],
         limits: ServerLimits,
@@ -126,33 +135,64 @@ class Engine:
         self, *, eos_token_ids: Sequence[int], decode: Callable[[list[int]], str], talk: Talk | None = None
     ) -> ServedSampler:
         """Waits for the servers, checks each, and returns the sampler; `talk` None means one turn."""
-        limits = self._limits
         for started in self.servers:
             started.wait_ready()
-        dialect = self._speak(eos_token_ids)
-        members = []
-        timeout_s = limits.request_timeout_s
-        own: list[tuple[Server | None, Endpoint]] = [
-            (server, Endpoint(server.url, timeout_s=timeout_s, why=server.why, key=server.key))
-            for server in self.servers
-        ]
-        key = attached_key()
-        attached: list[tuple[Server | None, Endpoint]] = [
-            (None, Endpoint(url, timeout_s=timeout_s, why=str, key=key)) for url in self._urls
-        ]
-        for server, endpoint in own or attached:
-            if server is None:
-                _require_awake(endpoint, dialect)
-                _warn_if_open(endpoint, dialect)
-            try:
-                members.append(Member(endpoint, server, *dialect.inspect(endpoint), limits.connections))
-            except RolloutError as e:
-                raise UserError(f"{e}; {dialect.how}") from e
-        fleet = Fleet(members, dialect, limits, start_timeout_s=self._start_timeout_s, decode=decode)
+        dialect, timeout_s = self._speak(eos_token_ids), self._limits.request_timeout_s
+        attach = functools.partial(self._attach, attached_key(), dialect)
+        lookup = self._urls if callable(self._urls) else None
+        if self.servers:
+            own = [(s, Endpoint(s.url, timeout_s=timeout_s, why=s.why, key=s.key)) for s in self.servers]
+            members = [self._member(server, endpoint, dialect) for server, endpoint in own]
+        elif callable(self._urls):
+            members = self._first(self._urls, attach)
+        else:
+            members = [attach(url) for url in self._urls]
+        fleet = Fleet(
+            members,
+            dialect,
+            self._limits,
+            start_timeout_s=self._start_timeout_s,
+            decode=decode,
+            lookup=lookup,
+            make=attach,
+        )
+        sleep_level = self._limits.sleep_level
         self._sampler = ServedSampler(
-            fleet, talk or conversations.one_turn(decode), self._publisher, sleep_level=limits.sleep_level
+            fleet, talk or conversations.one_turn(decode), self._publisher, sleep_level=sleep_level
         )
         return self._sampler
+
+    def _member(self, server: Server | None, endpoint: Endpoint, dialect: Dialect) -> Member:
+        try:
+            return Member(endpoint, server, *dialect.inspect(endpoint), self._limits.connections)
+        except RolloutError as e:
+            raise UserError(f"{e}; {dialect.how}") from e
+
+    def _attach(self, key: guard.Key, dialect: Dialect, url: str) -> Member:
+        endpoint = Endpoint(url, timeout_s=self._limits.request_timeout_s, why=str, key=key)
+        _require_awake(endpoint, dialect)
+        _warn_if_open(endpoint, dialect)
+        return self._member(None, endpoint, dialect)
+
+    def _first(self, lookup: Lookup, attach: Callable[[str], Member]) -> list[Member]:
+        """Waits for the first servers of a look-up; others join later."""
+        deadline = time.monotonic() + self._start_timeout_s
+        while True:
+            members, why = [], "it names none"
+            try:
+                for url in lookup():
+                    try:
+                        members.append(attach(url))
+                    except UserError as e:
+                        why = str(e)
+            except (OSError, ValueError) as e:
+                why = str(e)
+            if members:
+                return members
+            if time.monotonic() > deadline:
+                waited = f"within rollout.start_timeout_s={self._start_timeout_s:g}"
+                raise UserError(f"no server of rollout.urls answered {waited}; {why}")
+            time.sleep(LOOKUP_S)
 
     def close(self) -> None:
         """Stops the servers that were started here; may be called twice."""

@@ -15,9 +15,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from jppo.rollout.protocol import Answer, RolloutError, sample_seed
+from jppo.rollout.servers.discovery import Lookup
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.servers.kind import Completion, Delivery, Dialect
 from jppo.rollout.servers.member import Cut, Member, ServerLimits
+from jppo.rollout.servers.membership import Membership
 from jppo.rollout.servers.process import stop_all
 from jppo.rollout.servers.repair import Delivered, Repairs
 from jppo.rollout.servers.router import Router
@@ -28,6 +30,7 @@ from jppo.types import Sampling
 T = TypeVar("T")
 TRIES = 5  # of one request, before the run ends
 POLL_S = 0.05
+THREADS = 32  # of calls to servers that come and go
 
 
 class Fleet:
@@ -41,9 +44,13 @@ class Fleet:
         *,
         start_timeout_s: float,
         decode: Callable[[list[int]], str] = str,
+        lookup: Lookup | None = None,
+        make: Callable[[str], Member] | None = None,
     ):
-        """`decode` returns the text of tokens, for stop texts across a weight update."""
-        self.members = members
+        """`decode` returns the text of tokens, for stop texts across a weight update.
+
+        With a `lookup` of addresses servers join and leave; `make` inspects the server at one.
+        """
         self.asked_again = 0
         self._dialect = dialect
         self._decode = decode
@@ -51,12 +58,23 @@ class Fleet:
         self._updates = 0
         self._router = Router(members)
         self._repairs = Repairs(self._router, dialect, self._delivered, limits, start_timeout_s=start_timeout_s)
-        self._pool = ThreadPoolExecutor(2 * len(members) + 1, thread_name_prefix="jppo-fleet")
+        threads = 2 * len(members) + 1 if lookup is None else THREADS
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="jppo-fleet")
+        self._waiting = ThreadPoolExecutor(threads, thread_name_prefix="jppo-repair")  # may wait for a delivery
         self._loop = asyncio.new_event_loop()
-        self._loop.set_default_executor(self._pool)
+        self._loop.set_default_executor(self._waiting)
         self._thread = threading.Thread(target=self._loop.run_forever, name="jppo-fleet", daemon=True)
         self._thread.start()
         self.start(self._repairs.watch())
+        if lookup is not None and make is not None:
+            self._repairs.elastic = True
+            comings = Membership(lookup, make, self._router, self._repairs, start_timeout_s=start_timeout_s)
+            self.start(comings.watch())
+
+    @property
+    def members(self) -> Sequence[Member]:
+        """Returns the present servers."""
+        return self._router.members
 
     @property
     def version(self) -> int | None:
@@ -74,8 +92,9 @@ class Fleet:
 
     async def ask(self, ids: Sequence[int], *, sampling: Sampling, seed: int, near: Hashable) -> Answer:
         """Returns one answer from any server; see `protocol.Ask`."""
-        longest = min(member.max_model_len for member in self.members)
-        if len(ids) + sampling.max_tokens > longest:
+        needed = len(ids) + sampling.max_tokens
+        longest = min((member.max_model_len for member in self.members), default=needed)
+        if needed > longest:
             raise UserError(
                 f"a prompt of {len(ids)} tokens and max_tokens={sampling.max_tokens} must fit the server's"
                 f" max_model_len={longest}; start it with more, or request less"
@@ -160,7 +179,8 @@ class Fleet:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._waiting):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     # Methods on the loop.
 

@@ -36,6 +36,7 @@ class Repairs:
     ):
         self.restarts = 0
         self.closed = False
+        self.elastic = False  # a broken server leaves, and joins when its address is looked up again
         self._router = router
         self._dialect = dialect
         self._delivered = delivered
@@ -58,6 +59,17 @@ class Repairs:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
+    async def admit(self, member: Member) -> None:
+        """Adds a server that has got the current weights; ServerFault if it breaks off."""
+        await asyncio.to_thread(self._add, member)
+        self._router.wake_all()
+
+    async def drop(self, member: Member) -> None:
+        """Removes a server; its requests are asked elsewhere."""
+        member.up = False
+        member.give_up()
+        await asyncio.to_thread(self._remove, member)
+
     async def _probe(self, member: Member) -> None:
         try:
             if member.server is not None and not member.server.alive():
@@ -73,6 +85,10 @@ class Repairs:
             # A second failure, as after a lost reply in an update: this task must repair it.
             if not sure and not await asyncio.to_thread(self._broken, member) and member.up:
                 return
+            if self.elastic:
+                say(f"{fault}; it leaves")
+                await self.drop(member)
+                return
             member.up = False
             member.give_up()
             while not self.closed:
@@ -80,12 +96,12 @@ class Repairs:
                     said = f"it is not restarted: rollout.max_restarts={self._limits.max_restarts}"
                     self._router.fail(RolloutError(f"{fault}; {said}"))
                     return
-                _say(f"{fault}; it is {'waited for' if member.server is None else 'restarted'}")
+                say(f"{fault}; it is {'waited for' if member.server is None else 'restarted'}")
                 self.restarts += 1
                 began = time.monotonic()
                 try:
                     await asyncio.to_thread(self._revive, member)
-                    _say(f"the server at {member.endpoint.url} is back after {time.monotonic() - began:.1f} s")
+                    say(f"the server at {member.endpoint.url} is back after {time.monotonic() - began:.1f} s")
                     return
                 except RolloutError as e:
                     fault = e
@@ -101,7 +117,7 @@ class Repairs:
     def _give_up(self, member: Member, why: RolloutError) -> None:
         """Removes an attached server that does not come back; the others continue."""
         if any(other.up or other.mending for other in self._router.members if other is not member):
-            _say(f"{why}; the other servers continue")
+            say(f"{why}; the other servers continue")
         else:
             self._router.fail(RolloutError(f"{why}; it was the last server"))
 
@@ -128,13 +144,26 @@ class Repairs:
             member.endpoint.move(member.server.url, member.server.key)
             member.model, member.max_model_len = self._dialect.inspect(member.endpoint)
         with self._delivered.lock:
-            member.asleep = False
-            for delivery in self._delivered.deliveries:
-                delivery.offer(member.endpoint)
-                self._dialect.pause(member.endpoint, "abort")
-                delivery.take(member.endpoint)
-                self._dialect.resume(member.endpoint)
-            member.up = True
+            self._catch_up(member)
+
+    def _catch_up(self, member: Member) -> None:
+        """Delivers the current weights; the lock is held."""
+        member.asleep = False
+        for delivery in self._delivered.deliveries:
+            delivery.offer(member.endpoint)
+            self._dialect.pause(member.endpoint, "abort")
+            delivery.take(member.endpoint)
+            self._dialect.resume(member.endpoint)
+        member.up = True
+
+    def _add(self, member: Member) -> None:
+        with self._delivered.lock:
+            self._catch_up(member)
+            self._router.members = (*self._router.members, member)
+
+    def _remove(self, member: Member) -> None:
+        with self._delivered.lock:
+            self._router.members = tuple(other for other in self._router.members if other is not member)
 
     def _wait_for(self, member: Member) -> None:
         deadline = time.monotonic() + self._start_timeout_s
@@ -150,5 +179,6 @@ class Repairs:
             time.sleep(POLL_S)
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
+    """Reports an event of the servers on stderr."""
     print(f"rollout: {line}", file=sys.stderr, flush=True)

@@ -16,7 +16,7 @@ class Router:
     """The servers' places for requests; a request waits for one while all are taken or an update holds them."""
 
     def __init__(self, members: Sequence[Member]):
-        self.members = members
+        self.members = tuple(members)  # replaced as a whole: other threads read it
         self.held = False  # by an update: new requests wait here, not at the servers
         self.fatal: Exception | None = None  # ends all requests
         self._waiting: collections.deque[asyncio.Future[None]] = collections.deque()
@@ -26,10 +26,11 @@ class Router:
         while True:
             if self.fatal is not None:
                 raise self.fatal
-            fit = [member for member in self.members if member.up and not member.mending]
+            members = self.members
+            fit = [member for member in members if member.up and not member.mending]
             if fit and not self.held:
                 least = min(fit, key=lambda member: member.under_way)
-                home = self.members[hash(near) % len(self.members)]
+                home = members[hash(near) % len(members)]
                 chosen = home if home in fit and home.under_way <= least.under_way + SLACK else least
                 if chosen.under_way < chosen.connections:
                     chosen.under_way += 1

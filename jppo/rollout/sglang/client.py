@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jppo.rollout.servers import guard
+from jppo.rollout.servers.discovery import Lookup
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.servers.engine import Engine
 from jppo.rollout.servers.kind import Completion, sampling_params
@@ -140,11 +141,11 @@ def start_sglang(
     run_dir: str,
     *,
     settings: ServerSettings,
-    urls: Sequence[str],
+    urls: Sequence[str] | Lookup,
     limits: ServerLimits,
     publish_dir: str,
 ) -> Engine:
-    """Starts the servers on `model_dir` (config, tokenizer) or attaches to those at `urls`; does not block."""
+    """Starts the servers on `model_dir` (config, tokenizer) or attaches to those at `urls`, if any; does not block."""
     config = pathlib.Path(model_dir) / "config.json"
     if not config.is_file():
         raise UserError(f"no config.json in {model_dir!r}: SGLang needs a folder with the model's config and tokenizer")

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jppo.rollout.servers import guard
+from jppo.rollout.servers.discovery import Lookup
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.servers.engine import Engine
 from jppo.rollout.servers.kind import Completion, sampling_params
@@ -129,13 +130,13 @@ def start_vllm(
     run_dir: str,
     *,
     settings: ServerSettings,
-    urls: Sequence[str],
+    urls: Sequence[str] | Lookup,
     limits: ServerLimits,
     publish_dir: str,
     publish_via: str = "file",
     publish_host: str = "",
 ) -> Engine:
-    """Starts the servers on `model_dir` (config, tokenizer) or attaches to those at `urls`; does not block."""
+    """Starts the servers on `model_dir` (config, tokenizer) or attaches to those at `urls`, if any; does not block."""
     routes = [GENERATE, *([ADAPTER] if settings.lora_rank else [])]
 
     def speak(eos_token_ids: Sequence[int]) -> Vllm:

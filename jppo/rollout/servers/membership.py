@@ -1,0 +1,81 @@
+"""Servers that join and leave a run: a joining one gets the current weights before its first request."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from jppo.rollout.protocol import RolloutError
+from jppo.rollout.servers.discovery import Lookup
+from jppo.rollout.servers.member import Member
+from jppo.rollout.servers.repair import Repairs, say
+from jppo.rollout.servers.router import Router
+from jppo.settings import UserError
+
+LOOKUP_S = 2.0  # between two look-ups
+
+
+class Membership:
+    """The look-ups of a fleet; methods run on its event loop, with its thread pool as the loop's executor."""
+
+    def __init__(
+        self,
+        lookup: Lookup,
+        make: Callable[[str], Member],
+        router: Router,
+        repairs: Repairs,
+        *,
+        start_timeout_s: float,
+    ):
+        """`make` inspects the server at an address."""
+        self._lookup = lookup
+        self._make = make
+        self._router = router
+        self._repairs = repairs
+        self._start_timeout_s = start_timeout_s
+        self._told: dict[str, str] = {}  # faults by address, each reported once
+
+    async def watch(self) -> None:
+        """Follows the look-up until cancelled."""
+        found = time.monotonic()
+        while True:
+            await asyncio.sleep(LOOKUP_S)
+            await self.follow()
+            if any(member.up for member in self._router.members):
+                found = time.monotonic()
+            elif time.monotonic() - found > self._start_timeout_s:
+                why = "; ".join(self._told.values()) or "it names none"
+                said = f"no server of rollout.urls works since rollout.start_timeout_s={self._start_timeout_s:g}"
+                self._router.fail(RolloutError(f"{said}; {why}"))
+
+    async def follow(self) -> None:
+        """Looks up the addresses once; lets servers leave and join."""
+        try:
+            urls = await asyncio.to_thread(self._lookup)
+        except (OSError, ValueError) as e:  # the present servers stay
+            self._tell("", f"rollout.urls cannot be looked up: {e}")
+            return
+        self._told.pop("", None)
+        present = {member.endpoint.url: member for member in self._router.members}
+        for url in present.keys() - set(urls):
+            say(f"the server at {url} leaves")
+            await self._repairs.drop(present[url])
+        await asyncio.gather(*(self._join(url) for url in urls if url not in present))
+
+    async def _join(self, url: str) -> None:
+        began = time.monotonic()
+        try:
+            member = await asyncio.to_thread(self._make, url)
+            await self._repairs.admit(member)
+        except (RolloutError, UserError) as e:
+            self._tell(url, f"{e}; it joins when it answers")
+            return
+        except Exception as e:  # no other task waits for this one
+            self._router.fail(e)
+            return
+        self._told.pop(url, None)
+        say(f"the server at {url} joins after {time.monotonic() - began:.1f} s")
+
+    def _tell(self, about: str, fault: str) -> None:
+        if self._told.get(about) != fault:
+            self._told[about] = fault
+            say(fault)

@@ -1,0 +1,107 @@
+"""Runs one vLLM server for a training elsewhere: python -m jppo.serve --config=FILE --config.rollout.port=8000
+
+    JPPO_SERVER_TOKEN=... python -m jppo.serve --config=FILE --config.rollout.port=8000 --host=0.0.0.0 --listed=PATH
+
+The config and its overrides are the training's, which attaches by rollout.urls; the token is the same on both sides.
+The server has random weights until the training publishes its own. --listed adds its address to a file for
+rollout.urls=file:PATH when it answers, and removes it when it ends; --address is the address if not the host's name.
+SIGTERM ends the server.
+"""
+
+import contextlib
+import fcntl
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+from jppo import interpreter, settings
+from jppo.build.rollout import server_settings
+from jppo.models import hf
+from jppo.rollout.protocol import RolloutError
+from jppo.rollout.servers import guard
+from jppo.rollout.servers.endpoint import Endpoint
+from jppo.rollout.servers.launch import die_with_parent
+from jppo.rollout.servers.process import HOST
+from jppo.rollout.vllm import arguments
+from jppo.runlog import atomic_file
+from jppo.settings import UserError
+
+POLL_S = 0.5
+
+
+@settings.exit_on_user_error
+def main(argv: list[str] | None = None) -> None:
+    """Runs the command line."""
+    parser = settings.Parser("jppo.serve", __doc__)
+    parser.add_argument("--host", default=HOST, help="the address to listen on")
+    parser.add_argument("--listed", type=pathlib.Path, help="the file of addresses")
+    parser.add_argument("--address", default="", help="the server's address in that file")
+    args, rest = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    c, _ = settings.parse(rest, __doc__ or "", settings.default())
+    settings.check(c)
+    if c.rollout.name != "vllm" or not c.rollout.port:
+        wanted = "set rollout.name=vllm and rollout.port"
+        raise UserError(f"rollout.name={c.rollout.name!r}, rollout.port={c.rollout.port}: {wanted}")
+    if not os.environ.get(guard.TOKEN, "").strip():
+        raise UserError(f"{guard.TOKEN} is not set; set it to one random value here and for the training")
+    wanted, port = server_settings(c), c.rollout.port
+    build = arguments.check_vllm(c.rollout.python)
+    model = str(hf.resolve(c.model.path, weights=False))
+    place = ["--host", args.host, "--port", str(port), "--served-model-name", "policy"]
+    command = [interpreter.executable(c.rollout.python), "-m", arguments.MODULE, "--model", model, *place]
+    env = {**os.environ, **arguments.environment(wanted, build)}
+    sys.exit(
+        run(
+            [*command, *arguments.flags(wanted, build)],
+            env,
+            address=args.address or f"http://{socket.gethostname()}:{port}",
+            own=f"http://{HOST if args.host in ('0.0.0.0', '::') else args.host}:{port}",
+            file=args.listed,
+        )
+    )
+
+
+def run(command: list[str], env: dict[str, str], *, address: str, own: str, file: pathlib.Path | None) -> int:
+    """Runs the server until it ends or SIGTERM comes; returns its exit code. It is listed while it answers."""
+    child = subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=die_with_parent)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: os.killpg(child.pid, signal.SIGTERM))
+    endpoint = Endpoint(own, timeout_s=5.0, why=str, key=guard.Key(env[guard.TOKEN].strip()))
+    try:
+        while file is not None and child.poll() is None:
+            with contextlib.suppress(RolloutError):
+                endpoint.see("/health")
+                _change(file, lambda lines: [*(line for line in lines if line != address), address])
+                print(f"{address} is listed in {file}", flush=True)
+                break
+            time.sleep(POLL_S)
+        return child.wait()
+    finally:
+        if file is not None:
+            _change(file, lambda lines: [line for line in lines if line != address])
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+
+
+def _change(file: pathlib.Path, change: Callable[[list[str]], list[str]]) -> None:
+    with _locked(file.with_name(f".{file.name}.lock")):
+        before = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+        after = change(before)
+        if after != before:
+            atomic_file.write_text(file, "".join(f"{line}\n" for line in after))
+
+
+@contextlib.contextmanager
+def _locked(path: pathlib.Path) -> Iterator[None]:
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""Servers that join and leave a run, against fakes; test_real_vllm.py has real ones."""
+
+import socket
+import threading
+
+import pytest
+
+from jppo.build.rollout import attached
+from jppo.distributed.hosts import ALONE, Hosts
+from jppo.rollout.protocol import RolloutError
+from jppo.rollout.servers import engine, membership, repair
+from jppo.rollout.servers.discovery import make_lookup
+from jppo.rollout.servers.member import ServerLimits
+from jppo.rollout.vllm.client import GENERATE, start_vllm
+from jppo.settings import UserError, addresses
+from tests.rollout.conftest import FakeServer
+from tests.rollout.test_fleet import PROMPTS, REVIVED, SAMPLING, TENSORS, asked, serve, until, whole
+
+
+@pytest.fixture
+def servers():
+    made = [serve(FakeServer()) for _ in range(4)]
+    yield made
+    for server in made:
+        server.close()
+
+
+@pytest.fixture
+def run(tmp_path, settings, monkeypatch):
+    """A maker of samplers whose servers are looked up in a file; returns the sampler and the file's writer."""
+    for module, name in ((repair, "POLL_S"), (repair, "PROBE_S"), (membership, "LOOKUP_S"), (engine, "LOOKUP_S")):
+        monkeypatch.setattr(module, name, 0.05)
+    file, engines = tmp_path / "servers.txt", []
+
+    def write(servers):
+        fresh = file.with_suffix(".new")
+        fresh.write_text("# servers\n" + "".join(f"{server.url}/\n" for server in servers))
+        fresh.rename(file)
+
+    def make(servers, start_s=20.0):
+        write(servers)
+        engines.append(
+            start_vllm(
+                "model", "run", settings=settings(start_timeout_s=start_s), urls=attached(f"file:{file}", ALONE),
+                limits=ServerLimits(20.0, 5.0, 0), publish_dir="",
+            )
+        )  # fmt: skip
+        sampler = engines[-1].ready(eos_token_ids=[2], decode=str)
+        sampler.load(TENSORS.items(), version=7)
+        return sampler, write
+
+    make.file = file
+    yield make
+    for started in engines:
+        started.close()
+
+
+def urls(sampler):
+    return [member.endpoint.url for member in sampler.fleet.members if member.up]
+
+
+def test_a_server_that_joins_gets_the_weights_before_it_is_asked(run, servers, capfd):
+    sampler, write = run(servers[:1])
+    write(servers[:3])
+    until(lambda: len(urls(sampler)) == 3)
+    assert whole(sampler.generate(PROMPTS, SAMPLING, version=7))
+    for server in servers[1:3]:
+        assert asked(server, [*REVIVED, GENERATE])[:5] == REVIVED and GENERATE in server.asked
+    assert not servers[3].asked and sampler.metrics()["rollout/servers"] == 3.0
+    sampler.load(TENSORS.items(), version=8)
+    assert [server.version for server in servers] == ["8", "8", "8", "default"]
+    assert f"the server at {servers[1].url} joins after" in capfd.readouterr().err
+
+
+def test_requests_at_a_server_that_leaves_are_asked_elsewhere(run, servers):
+    sampler, write = run(servers[:2])
+    held, (_, good) = threading.Event(), servers[1].answers[GENERATE]
+    servers[1].answers[GENERATE] = (200, lambda body: held.set() or servers[1].hang.wait(20) or good(body))
+    pending = sampler.start(PROMPTS, SAMPLING)
+    assert held.wait(10)
+    write(servers[:1])
+    assert whole(pending.result(10))
+    assert urls(sampler) == [servers[0].url] and sampler.metrics()["rollout/asked_again"] >= 1.0
+    before = len(servers[1].asked)
+    sampler.load(TENSORS.items(), version=8)
+    assert len(servers[1].asked) == before and servers[1].version == "7"
+
+
+def test_a_broken_server_leaves_and_joins_when_it_answers_again(run, servers):
+    sampler, _ = run(servers[:2])
+    servers[1].answers["/health"] = (500, {})
+    servers[1].answers["/is_paused"] = (500, {})
+    until(lambda: urls(sampler) == [servers[0].url])
+    serve(servers[1])  # a new process: it has forgotten the weights
+    servers[1].answers |= {"/health": (200, None), "/is_paused": (200, {"is_paused": False})}
+    until(lambda: len(urls(sampler)) == 2)
+    assert servers[1].version == "7" and whole(sampler.generate(PROMPTS, SAMPLING, version=7))
+
+
+def test_all_servers_are_replaced_during_a_generation(run, servers):
+    sampler, write = run(servers[:2])
+    for server in servers[:2]:
+        server.answers[GENERATE] = (200, lambda _, s=server: s.hang.wait(20))
+    pending = sampler.start(PROMPTS, SAMPLING)
+    write(servers[2:])
+    assert whole(pending.result(10)) and sorted(urls(sampler)) == sorted(server.url for server in servers[2:])
+
+
+def test_a_file_that_cannot_be_read_changes_nothing(run, servers, capfd):
+    sampler, write = run(servers[:1])
+    for bad in ("http://127.0.0.1\nftp://elsewhere\n", "http://me:secret@127.0.0.1:1\n"):
+        run.file.write_text(bad)
+        until(lambda: "is no address" in capfd.readouterr().err)
+    run.file.unlink()
+    until(lambda: "No such file" in capfd.readouterr().err)
+    assert whole(sampler.generate(PROMPTS, SAMPLING, version=7))
+    write(servers[:2])
+    until(lambda: len(urls(sampler)) == 2)
+
+
+def test_a_server_that_is_unsuitable_does_not_join_and_is_named_once(run, servers, capfd):
+    sampler, write = run(servers[:1])
+    servers[1].answers["/is_paused"] = (200, {"is_paused": True})
+    write(servers[:2])
+    until(lambda: servers[1].asked.count("/is_paused") > 3)
+    assert urls(sampler) == [servers[0].url]
+    assert capfd.readouterr().err.count(f"the server at {servers[1].url} is paused") == 1
+    servers[1].answers["/is_paused"] = (200, {"is_paused": False})
+    until(lambda: len(urls(sampler)) == 2)
+
+
+def test_a_run_without_servers_waits_and_then_ends(run, servers):
+    sampler, write = run(servers[:1], start_s=1.0)
+    write([])
+    with pytest.raises(RolloutError, match=r"no server of rollout.urls works since rollout.start_timeout_s=1"):
+        sampler.generate(PROMPTS, SAMPLING, version=7)
+
+
+def test_a_start_waits_for_the_first_server(run, servers, settings):
+    servers[0].answers["/is_paused"] = (500, {})
+    threading.Timer(0.5, lambda: servers[0].answers.update({"/is_paused": (200, {"is_paused": False})})).start()
+    sampler, _ = run(servers[:1])
+    assert whole(sampler.generate(PROMPTS, SAMPLING, version=7))
+    with pytest.raises(UserError, match=r"no server of rollout.urls answered within .*=0.1; it names none"):
+        run([], start_s=0.1)
+
+
+def test_a_name_is_looked_up_in_dns(monkeypatch):
+    answers = [(socket.AF_INET, 1, 6, "", ("10.0.0.2", 8000)), (socket.AF_INET6, 1, 6, "", ("fd00::1", 8000, 0, 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda name, port, **_: answers if name == "vllm.svc" else 1 / 0)
+    find = make_lookup(addresses.place("dns://vllm.svc:8000"))
+    assert find() == ["http://10.0.0.2:8000", "http://[fd00::1]:8000"]
+
+
+def test_where_the_addresses_are():
+    assert addresses.place("http://a:1, http://b:2") is None and addresses.place("") is None
+    assert str(addresses.place("file:/mnt/servers.txt")) == "/mnt/servers.txt"
+    for bad in (
+        "dns://name",
+        "dns://name:8000/path",
+        "dns://:8000",
+        "dns://name:x",
+        "file:",
+        "file://host/x",
+        "dns:a:1",
+    ):
+        with pytest.raises(UserError, match=r"must be file:PATH.* or dns://NAME:PORT"):
+            addresses.place(bad)
+    with pytest.raises(UserError, match=r"looked up by one host, and this run has 2"):
+        attached("dns://name:8000", Hosts(0, 2))

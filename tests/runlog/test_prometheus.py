@@ -1,0 +1,68 @@
+"""The metrics for Prometheus, read by its own parser."""
+
+import math
+import pathlib
+import urllib.error
+import urllib.request
+
+import pytest
+
+from jppo.errors import UserError
+from jppo.runlog.diagnosis import Alert
+from jppo.runlog.logger import Logger
+from jppo.runlog.prometheus import Exporter
+
+parser = pytest.importorskip("prometheus_client.parser", reason="prometheus_client is not installed")
+
+
+@pytest.fixture
+def exporter():
+    made = Exporter("127.0.0.1", 0)
+    yield made
+    made.close(failed=False)
+
+
+def scraped(exporter):
+    with urllib.request.urlopen(f"http://127.0.0.1:{exporter.port}/metrics", timeout=5) as answer:
+        assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        families = parser.text_string_to_metric_families(answer.read().decode())
+        return {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
+
+
+def test_the_last_step_is_shown(exporter):
+    assert scraped(exporter) == {}
+    exporter.log(1, {"actor/entropy": 0.5})
+    exporter.log(2, {"actor/entropy": 1e-30, "timing_s/gen": 3, "odd": math.nan, "far": -math.inf})
+    found = scraped(exporter)
+    assert math.isnan(found.pop(("jppo_odd",)))
+    assert found == {
+        ("jppo_step",): 2.0, ("jppo_actor_entropy",): 1e-30, ("jppo_timing_s_gen",): 3.0, ("jppo_far",): -math.inf
+    }  # fmt: skip
+
+
+def test_warnings_are_counted(exporter):
+    exporter.warn(Alert(3, "slow_stage", "found", "remedy"))
+    exporter.log(4, {})
+    assert scraped(exporter) == {("jppo_step",): 4.0, ("jppo_warnings_total", "slow_stage"): 1.0}
+
+
+def test_other_routes_are_not_found(exporter):
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(f"http://127.0.0.1:{exporter.port}/", timeout=5)
+
+
+def test_a_port_that_is_taken_is_an_error(exporter):
+    with pytest.raises(UserError, match=rf"trainer.metrics_port={exporter.port} cannot be opened"):
+        Exporter("127.0.0.1", exporter.port)
+    with pytest.raises(UserError, match=r"trainer.metrics_host='nowhere.invalid'"):
+        Exporter("nowhere.invalid", 0)
+
+
+def test_a_run_serves_its_metrics_until_it_ends(tmp_path: pathlib.Path):
+    probe = Exporter("127.0.0.1", 0)
+    probe.close(failed=False)
+    with Logger(tmp_path, total_steps=2, places=("jsonl",), scraped=("127.0.0.1", probe.port)) as logger:
+        logger.log(1, {"reward_mean": 0.25})
+        assert scraped(probe)[("jppo_reward_mean",)] == 0.25
+    with pytest.raises(urllib.error.URLError):
+        scraped(probe)

@@ -1,0 +1,80 @@
+"""python -m jppo.serve: the address is in the file while the server answers; a real one is in test_real_vllm.py."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from jppo import serve
+from jppo.rollout.servers import guard
+
+SERVER = textwrap.dedent("""
+    import http.server, os, sys, time
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            key = self.headers["Authorization"] == "Bearer " + os.environ["JPPO_SERVER_TOKEN"]
+            self.send_response(200 if key and self.path == "/health" else 401)
+            self.end_headers()
+    time.sleep(0.5)
+    http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+""")
+RUN = "import os, pathlib, sys; from jppo import serve; sys.exit(serve.run([sys.executable, '-c', *sys.argv[3:]], dict(os.environ), address='http://me:1', own=sys.argv[2], file=pathlib.Path(sys.argv[1])))"  # noqa: E501
+
+
+@pytest.fixture
+def start(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    file, started = tmp_path / "servers.txt", []
+
+    def make(program=SERVER):
+        command = [sys.executable, "-c", RUN, str(file), f"http://127.0.0.1:{port}", program, str(port)]
+        started.append(subprocess.Popen(command, env={**os.environ, guard.TOKEN: "secret"}))
+        return started[-1], file
+
+    yield make
+    for one in started:
+        one.kill()
+
+
+def until(true, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_server_is_listed_while_it_answers(start):
+    process, file = start()
+    file.write_text("http://other:1\n")
+    until(lambda: file.read_text() == "http://other:1\nhttp://me:1\n")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) != 0 and file.read_text() == "http://other:1\n"
+
+
+def test_a_server_that_ends_at_once_is_never_listed(start):
+    process, file = start("raise SystemExit(3)")
+    assert process.wait(20) == 3 and not file.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "token", "said"),
+    [
+        (["--config.rollout.port=8000"], "", "JPPO_SERVER_TOKEN is not set; set it to one random value"),
+        ([], "secret", "rollout.port=0: set rollout.name=vllm and rollout.port"),
+        (["--config.rollout.port=8000", "--config.rollout.name=inprocess"], "secret", "rollout.name='inprocess'"),
+        (["--host"], "secret", "expected one argument"),
+    ],
+)
+def test_bad_input_is_one_line(words, token, said, monkeypatch, capsys):
+    monkeypatch.setenv(guard.TOKEN, token)
+    with pytest.raises(SystemExit) as ended:
+        serve.main(["--config=configs/quickstart.py:x", *words])
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and said in error and error.count("\n") == 1
