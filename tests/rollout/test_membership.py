@@ -132,6 +132,7 @@ def test_a_server_that_is_unsuitable_does_not_join_and_is_named_once(run, server
 def test_a_run_without_servers_waits_and_then_ends(run, servers):
     sampler, write = run(servers[:1], start_s=1.0)
     write([])
+    until(lambda: not urls(sampler))
     with pytest.raises(RolloutError, match=r"no server of rollout.urls works since rollout.start_timeout_s=1"):
         sampler.generate(PROMPTS, SAMPLING, version=7)
 
