@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from jppo.models import product
+from jppo.models import product, router
 from jppo.models.config import ModelConfig
 from jppo.models.grouped import grouped
 from jppo.models.modules import ACTIVATIONS, MLP
@@ -147,9 +147,7 @@ def _local(cfg: ModelConfig, kernels: tuple[jax.Array, ...], x: jax.Array, logit
     """Computes the outputs [R, T, D] of tokens with whole kernels, or with a part of the experts' width."""
     how, (gate, up, down), flat = cfg.experts, kernels, x.reshape(-1, x.shape[-1])
     assert how is not None
-    weight, chosen = jax.lax.top_k(jax.nn.softmax(logits.reshape(-1, how.count)), how.active)  # [N, active]
-    if how.normalized:
-        weight /= jnp.sum(weight, axis=-1, keepdims=True)
+    weight, chosen = router.choose(logits.reshape(-1, how.count), how)  # [N, active]
     order = jnp.argsort(chosen.reshape(-1), stable=True)  # of pairs of a token and an expert
     place = jnp.argsort(order)  # of each pair among the sorted ones
     sizes = jnp.bincount(chosen.reshape(-1), length=how.count).astype(jnp.int32)
