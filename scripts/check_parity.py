@@ -51,7 +51,7 @@ def main() -> int:
 
 
 def write_random(hf_dir: str, folder: str, seed: int) -> None:
-    """A checkpoint of random weights in the shape of hf_dir's config.json, biases not 0 and norms not 1."""
+    """A checkpoint of random weights in the shape of hf_dir's config.json, biases and buffers not 0, norms not 1."""
     file = hf.resolve(hf_dir, weights=False) / "config.json"
     hf.read_config(file.parent)  # rejects unsupported models before the weights are initialised
     shutil.copy(file, folder)
@@ -59,7 +59,7 @@ def write_random(hf_dir: str, folder: str, seed: int) -> None:
     config = transformers.AutoConfig.from_pretrained(folder)
     model = kind_of(folder).from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        for p in model.parameters():
+        for p in model.state_dict().values():  # parameters, and buffers of the file
             if p.ndim == 1:
                 p.add_(0.1 * torch.randn(p.shape))
     model.save_pretrained(folder)

@@ -91,7 +91,7 @@ def attention_kernel(c: ConfigDict, cfg: ModelConfig, mesh: Any) -> tuple[str, s
     """Returns the attention kernel, why `auto` takes a slower one, if so, and the model's requirements."""
     needs = fused.Needs(
         **attention_settings(cfg),
-        head_dim=cfg.head_dim,
+        head_dim=cfg.kernel_dim,
         dtype=c.model.compute_dtype,
         one_segment=packing_kind(c, mesh) in ("buckets", "none"),
         shared=shared_prompts(c, mesh),

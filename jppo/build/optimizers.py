@@ -21,7 +21,7 @@ def make_optimizer(section: ConfigDict, name: str, what: state.Weights) -> Any:
         grad_clip=section.grad_clip,
         moments_dtype=section.moments_dtype,
         master=section.master_dtype == "float32" and narrow,
-        padding=what.spare,
+        still=what.still,
     )
 
 

@@ -124,7 +124,21 @@ def server_settings(c: ConfigDict) -> ServerSettings:
         engine_args=r.engine_args,
         sleeps=r.sleep_level > 0,
         lora_rank=c.model.lora_rank if r.lora_sync == "adapter" else 0,
+        latent=hf.read_config(c.model.path)[1].latent,
     )
+
+
+def require_routing(c: ConfigDict) -> None:
+    """Raises UserError if config.json leaves out fields without which vLLM takes another routing, without an error."""
+    config, cfg = hf.read_config(c.model.path)
+    if cfg.experts is None or not cfg.experts.routing.corrected:
+        return
+    for key, value in {"scoring_func": cfg.experts.routing.scoring, "topk_method": "noaux_tc"}.items():
+        if config.get(key) != value:
+            raise UserError(
+                f"{c.model.path}: config.json has no {key}, and vLLM would choose other experts; add {key}={value!r}"
+                " or set rollout.name=inprocess"
+            )
 
 
 def open_engine(c: ConfigDict, run: pathlib.Path, hosts: Hosts = ALONE) -> Engine | InprocessEngine:
@@ -145,6 +159,7 @@ def start_engine(c: ConfigDict, run: pathlib.Path, hosts: Hosts = ALONE) -> Engi
     run.mkdir(parents=True, exist_ok=True)
     start: Callable[..., Engine] = start_sglang
     if r.name == "vllm":
+        require_routing(c)
         start = functools.partial(start_vllm, publish_via=r.publish_via, publish_host=r.publish_host)
     return start(
         str(hf.resolve(c.model.path, weights=False)),
@@ -196,7 +211,7 @@ def inprocess_settings(c: ConfigDict, mesh: Mesh) -> InprocessSettings:
         max_model_len=longest,
         dtype=r.dtype,
         by_row=sharding.whole_rows_sharding(mesh),
-        of_cache=sharding.cache_sharding(mesh, cfg.num_kv_heads),
+        of_cache=sharding.cache_sharding(mesh, cache.heads(cfg)),
         cut=bool(settings.cuts(r) or settings.cuts(r.val_kwargs)),
     )
 

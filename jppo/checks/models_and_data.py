@@ -27,6 +27,8 @@ def models(c: ConfigDict) -> Iterator[Finding]:
     policy, critic, reference = read_models(c)
     random = ", random weights" if c.model.init == "random" else ""
     said = [f"{c.model.path}: {policy.family}, {memory.served(policy, 'float32') / 4e6:,.0f}M parameters{random}"]
+    if policy.unread is not None:
+        said.append(policy.unread)
     if critic is not None and critic_path(c) != c.model.path:
         said.append(f"critic {critic_path(c)}")
     if reference is not None and c.ref.path != "policy":

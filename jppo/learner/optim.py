@@ -83,17 +83,17 @@ def make_optimizer(
     grad_clip: float,
     moments_dtype: str = "float32",
     master: bool = False,
-    padding: Params | None = None,
+    still: Params | None = None,
 ) -> Transformation:
     """Makes the optimizer for `descend`: clipping by the global norm, then `chain`.
 
-    With `master` the state keeps an f32 copy of narrower parameters. `padding` is the number of padding rows at the end
-    of each parameter.
+    With `master` the state keeps an f32 copy of narrower parameters. `still` is the number of rows at the end of each
+    parameter that no update changes.
     """
 
     def clipped(learning_rate: Any) -> optax.GradientTransformation:
         steps = [clip_by_global_norm(grad_clip), chain(learning_rate)]
-        return optax.chain(*steps, *([zero_padding(padding)] if any(jax.tree.leaves(padding)) else []))
+        return optax.chain(*steps, *([zero_last(still)] if any(jax.tree.leaves(still)) else []))
 
     tx = at_rate(clipped)
     if moments_dtype == "bfloat16":
@@ -198,13 +198,13 @@ def stochastic_rounding(inner: Transformation) -> Transformation:
     return Transformation(init, update)
 
 
-def zero_padding(padding: Params) -> optax.GradientTransformation:
-    """Zeroes the updates of the last `padding` rows of each parameter."""
+def zero_last(still: Params) -> optax.GradientTransformation:
+    """Zeroes the updates of the last `still` rows of each parameter."""
 
     def zero(u: Any, rows: int) -> Any:
         return jnp.where(jax.lax.broadcasted_iota(jnp.int32, u.shape, 0) < len(u) - rows, u, 0) if rows else u
 
-    return optax.stateless(lambda updates, _: jax.tree.map(zero, updates, padding))
+    return optax.stateless(lambda updates, _: jax.tree.map(zero, updates, still))
 
 
 def map_state(f: Callable[..., Any], state: Any, *trees: Params, other: Callable[[Any], Any]) -> Any:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 from typing import Any
 
 import jax
@@ -29,6 +30,7 @@ class Weights:
     shapes: Params
     shardings: Params
     spare: Params  # padding rows of the first axis
+    still: Params  # rows at the end of the first axis that no update changes: padding, or all of a buffer's
     matrices: Params  # MuonDimensionNumbers of the layers' matrices; None: other parameters
 
 
@@ -44,10 +46,11 @@ def adapters(cfg: ModelConfig, mesh: Mesh, how: Lora, *, head: Head) -> Weights:
 
 
 def _weights(cfg: ModelConfig, mesh: Mesh, entries: tuple[params.Entry, ...], *, head: Head, dtype: Any) -> Weights:
-    shapes = params.tree(entries, lambda entry: jax.ShapeDtypeStruct(entry.shape, dtype))
+    shapes = params.tree(entries, lambda entry: jax.ShapeDtypeStruct(entry.shape, entry.dtype(dtype)))
     places = sharding.param_shardings(mesh, params.tree(entries, lambda entry: entry.axes), shapes)
     matrices = params.tree(entries, lambda entry: entry.matrix and MuonDimensionNumbers(*entry.matrix))
-    return Weights(cfg, head, shapes, places, params.tree(entries, lambda entry: entry.padding), matrices)
+    spare, still = (params.tree(entries, operator.attrgetter(name)) for name in ("padding", "still"))
+    return Weights(cfg, head, shapes, places, spare, still, matrices)
 
 
 def abstract(what: Weights) -> Params:

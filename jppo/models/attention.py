@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jppo.models.product import einsum
 
 # (q [R, T, H, A], k and v [R, T, K, A], segment [R, T], kind []) -> [R, T, H, A]; kind: index into the layers' windows
+# v may have another size than q and k: then the result has v's.
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | int], jax.Array]
 
 Windows = tuple[int | None, ...]  # of each kind of layer; None: no window
@@ -237,4 +238,4 @@ def _softmax_mix(
         scores = softcap * jnp.tanh(scores / softcap)
     scores = jnp.where(seen[:, None, None], scores, jnp.finfo(jnp.float32).min)
     weight = jax.nn.softmax(scores, axis=-1).astype(v.dtype)  # [R, K, H/K, T, S]
-    return jnp.einsum("rkgts,rska->rtkga", weight, v).reshape(R, T, H, A)
+    return jnp.einsum("rkgts,rska->rtkga", weight, v).reshape(R, T, H, v.shape[-1])

@@ -5,6 +5,7 @@ from typing import Literal
 
 from jppo.models import stacks
 from jppo.models.config_experts import Experts
+from jppo.models.config_latent import Latent
 from jppo.models.rotary import Rotary
 from jppo.models.stacks import Group, Sort, Stack
 
@@ -52,6 +53,8 @@ class ModelConfig:
     initializer_range: float  # standard deviation of random weights
     padded_vocab_size: int  # rows of the embedding: V, or more so that a mesh divides them; the rest is padding
     experts: Experts | None  # None: every layer has an MLP
+    latent: Latent | None = None  # None: keys and values are computed from the hidden state
+    further_layers: int = 0  # of the checkpoint, after the last: they predict further tokens and are not read
     value_bins: int = 1  # outputs of a value head: one value, or the logits of a histogram
 
     @property
@@ -69,6 +72,17 @@ class ModelConfig:
     def stacks(self) -> tuple[Stack, ...]:
         """Returns the layers whose parameters are stacked."""
         return sum(self.groups, ())
+
+    @property
+    def unread(self) -> str | None:
+        """Names the layers of a checkpoint that are not read."""
+        n = self.further_layers
+        return f"{n} multi-token prediction layer(s) after layer {self.num_layers - 1} are not read" if n else None
+
+    @property
+    def kernel_dim(self) -> int:
+        """Returns the size of heads in attention kernels: queries, keys and values are padded to the largest."""
+        return self.head_dim if self.latent is None else max(self.head_dim, self.latent.value_dim)
 
     @property
     def mlp_widths(self) -> tuple[int, ...]:

@@ -2,7 +2,9 @@
 
 import dataclasses
 
+from jppo.models import config_routing
 from jppo.models.config_fields import Fields
+from jppo.models.config_routing import Routing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,17 +17,21 @@ class Names:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
-    shared: bool = False  # there is an expert that every token uses
+    shared: str = ""  # of the expert that every token uses; "": there is none
+    shared_gate: bool = False  # that expert has a gate
     normalized: bool | None = None  # None: by the field norm_topk_prob
     mixed: bool = True  # config.json may give some layers an MLP in place of experts
+    deepseek: config_routing.Version | None = None  # whose fields it has
 
 
-QWEN2 = Names(shared=True)
+QWEN2 = Names(shared="shared_expert", shared_gate=True)
 QWEN3 = Names()
 OLMOE = Names(width="intermediate_size", mixed=False)
 MIXTRAL = Names(
     "num_local_experts", "intermediate_size", "block_sparse_moe", "w1", "w3", "w2", normalized=True, mixed=False
 )
+DEEPSEEK_V2 = Names("n_routed_experts", shared="shared_experts", deepseek=config_routing.V2)
+DEEPSEEK_V3 = Names("n_routed_experts", shared="shared_experts", deepseek=config_routing.V3)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +45,7 @@ class Experts:
     normalized: bool  # the weights of a token's active experts sum to 1
     sparse: tuple[bool, ...]  # [L], whether a layer has experts
     names: Names
+    routing: Routing
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -50,7 +57,11 @@ def read(fields: Fields, names: Names | None, num_layers: int) -> Experts | None
     """Reads the experts; None if no layer has any."""
     if names is None:
         return None
-    sparse = _sparse(fields, num_layers) if names.mixed else (True,) * num_layers
+    sparse = (True,) * num_layers
+    if names.mixed:
+        sparse = (
+            _sparse(fields, num_layers) if names.deepseek is None else _after_dense(fields, names.deepseek, num_layers)
+        )
     if not any(sparse):
         return None
     # transformers 5 writes num_experts under its other name.
@@ -58,15 +69,32 @@ def read(fields: Fields, names: Names | None, num_layers: int) -> Experts | None
     count, active = fields.get(counted, int), fields.get("num_experts_per_tok", int)
     if active > count:
         raise fields.refuse("num_experts_per_tok", f"must be at most {counted}={count}")
+    width = fields.get(names.width, int)
+    shared_width = fields.get("shared_expert_intermediate_size", int) if names.shared_gate else 0
+    if names.deepseek is not None:
+        shared_width = width * fields.get("n_shared_experts", int)
     return Experts(
         count=count,
         active=active,
-        width=fields.get(names.width, int),
-        shared_width=fields.get("shared_expert_intermediate_size", int) if names.shared else 0,
-        normalized=fields.get("norm_topk_prob", bool, False) if names.normalized is None else names.normalized,
+        width=width,
+        shared_width=shared_width,
+        normalized=_normalized(fields, names),
         sparse=sparse,
         names=names,
+        routing=Routing() if names.deepseek is None else config_routing.read(fields, names.deepseek, count, active),
     )
+
+
+def _normalized(fields: Fields, names: Names) -> bool:
+    if names.normalized is not None:
+        return names.normalized
+    said: bool = fields.get("norm_topk_prob", bool, names.deepseek is not None and names.deepseek.normalized)
+    return said
+
+
+def _after_dense(fields: Fields, version: config_routing.Version, num_layers: int) -> tuple[bool, ...]:
+    dense = fields.from_zero("first_k_dense_replace", version.dense_layers)
+    return tuple(i >= dense for i in range(num_layers))
 
 
 def _sparse(fields: Fields, num_layers: int) -> tuple[bool, ...]:

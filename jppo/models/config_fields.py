@@ -38,6 +38,13 @@ class Fields:
             raise UserError(f"{self.path}: {key}={value} must be positive")
         return result
 
+    def from_zero(self, key: str, default: int) -> int:
+        """Returns the value of a field that is a whole number, 0 or more."""
+        if self.config.get(key) == 0:
+            return 0
+        value: int = self.get(key, int, default)
+        return value
+
     def above_zero(self, key: str, default: float) -> float:
         """Returns the value of a field that is a number above 0."""
         value: float = self.get(key, float, default)

@@ -140,7 +140,7 @@ def _yarn(inner: Fields, theta: float, factor: float, first: int) -> Rotary:
     one, all_dims = inner.get("mscale", float, 0.0), inner.get("mscale_all_dim", float, 0.0)
     if one < 0 or all_dims < 0:
         raise inner.refuse("mscale", f"and mscale_all_dim={all_dims} must not be below 0")
-    inferred = _mscale(factor, one) / _mscale(factor, all_dims) if one and all_dims else _mscale(factor, 1.0)
+    inferred = mscale(factor, one) / mscale(factor, all_dims) if one and all_dims else mscale(factor, 1.0)
     return Rotary(
         theta,
         factor,
@@ -150,7 +150,8 @@ def _yarn(inner: Fields, theta: float, factor: float, first: int) -> Rotary:
     )
 
 
-def _mscale(factor: float, weight: float) -> float:
+def mscale(factor: float, weight: float) -> float:
+    """Returns YaRN's factor of queries and keys for contexts that are `factor` times as long."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 

@@ -21,7 +21,12 @@ SLOWER = 2.5
 def attention(cfg: ModelConfig, lengths: Sequence[int]) -> int:
     """Returns FLOP of the attention products in a forward pass, with earlier keys in the window."""
     pairs = sum(_pairs(n, cfg.kinds[kind].window) for kind in cfg.layer_kinds for n in lengths)
-    return 2 * 2 * pairs * cfg.num_heads * cfg.head_dim  # a pair is a product with k and one with v
+    return 2 * pairs * cfg.num_heads * _pair(cfg)
+
+
+def _pair(cfg: ModelConfig) -> int:
+    """Returns the sizes of a head's k and v, which each pair of a query and a key multiplies."""
+    return cfg.head_dim + (cfg.head_dim if cfg.latent is None else cfg.latent.value_dim)
 
 
 def _pairs(length: int, window: int | None) -> int:
@@ -33,7 +38,7 @@ def _pairs(length: int, window: int | None) -> int:
 def price(cfg: ModelConfig, keys: float) -> float:
     """Returns a token's time with attention by XLA over so many keys, padding included, relative to none."""
     by_token = forward(cfg, [1], head_tokens=1) - attention(cfg, [1])
-    by_key = 2 * 2 * cfg.num_layers * cfg.num_heads * cfg.head_dim
+    by_key = 2 * cfg.num_layers * cfg.num_heads * _pair(cfg)
     return 1.0 + SLOWER * keys * by_key / by_token
 
 
@@ -44,15 +49,24 @@ def adapters(cfg: ModelConfig, how: Lora, lengths: Sequence[int]) -> int:
 
 def forward(cfg: ModelConfig, lengths: Sequence[int], *, head_tokens: int, how: Lora | None = None) -> int:
     """Returns FLOP of a forward pass over sequences of `lengths`, with the language head on `head_tokens` tokens."""
-    D, H, K, A, F = cfg.hidden_size, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.intermediate_size
-    matrices = D * H * A + 2 * D * K * A + H * A * D  # of a layer's attention
+    D, F = cfg.hidden_size, cfg.intermediate_size
+    matrices = _projections(cfg)
     sparse = 0
     if (e := cfg.experts) is not None:
-        sparse = 3 * D * (e.active * e.width + e.shared_width) + D * (e.count + (e.shared_width > 0))
+        sparse = 3 * D * (e.active * e.width + e.shared_width) + D * (e.count + e.names.shared_gate)
     inner = sum(stack.count * (sparse if stack.sort.sparse else 3 * D * F) for stack in cfg.stacks)
     trunk = 2 * sum(lengths) * (cfg.num_layers * matrices + inner) + attention(cfg, lengths)
     beside = 0 if how is None else adapters(cfg, how, lengths)
     return trunk + 2 * head_tokens * D * cfg.vocab_size + beside
+
+
+def _projections(cfg: ModelConfig) -> int:
+    """Returns the elements of the kernels of a layer's attention."""
+    D, H, K, A = cfg.hidden_size, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
+    if (how := cfg.latent) is None:
+        return D * H * A + 2 * D * K * A + H * A * D
+    queries = D * H * A if how.query_rank is None else how.query_rank * (D + H * A)
+    return queries + D * how.cached_dim + how.rank * H * (how.plain_dim + how.value_dim) + H * how.value_dim * D
 
 
 def update(cfg: ModelConfig, lengths: Sequence[int], *, head_tokens: int, how: Lora | None = None) -> int:

@@ -19,6 +19,7 @@ from jppo.models.cache import Cache, LayerCache, extend
 from jppo.models.config import ModelConfig
 from jppo.models.embedding import Lookup
 from jppo.models.experts import Mix, Mixture
+from jppo.models.latent import LatentAttention
 from jppo.models.modules import MLP, Project, RMSNorm
 from jppo.models.params import Head
 from jppo.models.rotary import Place, Places, places, rotate
@@ -109,7 +110,11 @@ class Layer(nn.Module):
         def norm(name: str, y: jax.Array, applied: bool) -> jax.Array:
             return RMSNorm(cfg, self.param_dtype, name=name)(y) if applied else y
 
-        mix = Attention(cfg, self.param_dtype, self.attend, name="attn")
+        attention: Any = Attention
+        if cfg.latent is not None:
+            to_cache = functools.partial(attend_cached, **attention_settings(cfg))
+            attention = functools.partial(LatentAttention, attend_cached=to_cache)
+        mix = attention(cfg, self.param_dtype, self.attend, name="attn")
         y, held = mix(norm("attn_norm", x, cfg.pre_norms), places.of(kind), held)
         x = x + scaled(norm("attn_post_norm", y, cfg.post_norms), cfg.residual_scale)
         mlp: Any = MLP(cfg, self.param_dtype, cfg.intermediate_size, name="mlp")
@@ -212,7 +217,8 @@ def attention_settings(cfg: ModelConfig) -> dict[str, Any]:
 
 def places_of(cfg: ModelConfig, position: jax.Array, segment: jax.Array | None) -> Places:
     """Returns the tokens' places for every kind of layer."""
-    return places([kind.rotary for kind in cfg.kinds], cfg.head_dim, position, segment)
+    turned = cfg.head_dim if cfg.latent is None else cfg.latent.rotary_dim
+    return places([kind.rotary for kind in cfg.kinds], turned, position, segment)
 
 
 def embedded(rows: jax.Array, cfg: ModelConfig, dtype: Any) -> jax.Array:

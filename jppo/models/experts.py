@@ -20,13 +20,13 @@ from jppo.models.grouped import grouped
 from jppo.models.modules import ACTIVATIONS, MLP
 from jppo.models.spread import HEADS, POSITIONS, WHOLE, columns, gathered, in_groups, row_axes, summed
 
-# (kernels, x [R, T, D], the router's logits [R, T, E], model) -> [R, T, D]
+# (kernels, x [R, T, D], the router's logits [R, T, E], their correction [R, T, E] if any, model) -> [R, T, D]
 # The kernels, of gate, up and down, are [E, D, M].
-Mix = Callable[[tuple[jax.Array, ...], jax.Array, jax.Array, ModelConfig], jax.Array]
+Mix = Callable[[tuple[jax.Array, ...], jax.Array, jax.Array, jax.Array | None, ModelConfig], jax.Array]
 
 
 class Mixture(nn.Module):
-    """The sum of a token's active experts by the router's weights; with a shared expert by its own gate."""
+    """The sum of a token's active experts by the router's weights, and of a shared expert, by a gate if it has one."""
 
     cfg: ModelConfig
     param_dtype: Any
@@ -44,23 +44,33 @@ class Mixture(nn.Module):
         D, E = cfg.hidden_size, how.count
         logits = product.product("rtd,de->rte", x, param("router", D, E), jnp.float32)
         kernels = tuple(param(name, E, D, how.width) for name in ("gate", "up", "down"))
-        y = self.mix(kernels, x, logits, cfg)
+        correction = None
+        if how.routing.corrected:
+            one = self.param("correction", nn.initializers.zeros, (E,), jnp.float32)
+            correction = jnp.broadcast_to(jax.lax.stop_gradient(one), logits.shape)
+        y = self.mix(kernels, x, logits, correction, cfg)
         if not how.shared_width:
             return y
-        share = jax.nn.sigmoid(product.product("rtd,dx->rtx", x, param("shared_gate", D, 1)))
-        return y + share * MLP(cfg, self.param_dtype, how.shared_width, name="shared")(x)
+        shared = MLP(cfg, self.param_dtype, how.shared_width, name="shared")(x)
+        if not how.names.shared_gate:
+            return y + shared
+        return y + jax.nn.sigmoid(product.product("rtd,dx->rtx", x, param("shared_gate", D, 1))) * shared
 
 
-def mix(kernels: tuple[jax.Array, ...], x: jax.Array, logits: jax.Array, cfg: ModelConfig) -> jax.Array:
+def mix(
+    kernels: tuple[jax.Array, ...], x: jax.Array, logits: jax.Array, correction: jax.Array | None, cfg: ModelConfig
+) -> jax.Array:
     """Computes the experts' outputs on one device."""
     chex.assert_rank([*kernels, x, logits], [3, 3, 3, 3, 3])
-    return _mix(_Plan(cfg, None, False), kernels, x, logits)
+    return _mix(_Plan(cfg, None, False), kernels, x, logits, correction)
 
 
 def make_mix(mesh: Mesh | AbstractMesh | None, *, whole_rows: bool = False) -> Mix:
     """Makes the same on a mesh, with x sharded as rows and their positions; `whole_rows`: as whole rows."""
     mesh = None if mesh is None or mesh.size == 1 else mesh
-    return lambda kernels, x, logits, cfg: _mix(_Plan(cfg, mesh, whole_rows), kernels, x, logits)
+    return lambda kernels, x, logits, correction, cfg: _mix(
+        _Plan(cfg, mesh, whole_rows), kernels, x, logits, correction
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,8 +106,10 @@ class _Plan:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mix(plan: _Plan, kernels: tuple[jax.Array, ...], x: jax.Array, logits: jax.Array) -> jax.Array:
-    out: jax.Array = plan.on_mesh(_forward, kernels, False)(kernels, x, logits)
+def _mix(
+    plan: _Plan, kernels: tuple[jax.Array, ...], x: jax.Array, logits: jax.Array, correction: jax.Array | None
+) -> jax.Array:
+    out: jax.Array = plan.on_mesh(_forward, kernels, False)(kernels, x, logits, correction)
     return out
 
 
@@ -107,18 +119,24 @@ def _mix_forward(plan: _Plan, *args: Any) -> tuple[jax.Array, Any]:
 
 def _mix_backward(plan: _Plan, args: Any, given: jax.Array) -> tuple[Any, ...]:
     found: tuple[Any, ...] = plan.on_mesh(_backward, args[0], True)(*args, given)
-    return found
+    return *found, None
 
 
 _mix.defvjp(_mix_forward, _mix_backward)
 
 
 def _forward(
-    plan: _Plan, split: str | None, columns: tuple[str, ...], kernels: Any, x: jax.Array, logits: jax.Array
+    plan: _Plan,
+    split: str | None,
+    columns: tuple[str, ...],
+    kernels: Any,
+    x: jax.Array,
+    logits: jax.Array,
+    correction: jax.Array | None,
 ) -> jax.Array:
     """Computes the outputs of a device's tokens [R, T, D]."""
     whole = gathered(kernels, [columns] * len(kernels), x.dtype)
-    out = _local(plan.cfg, tuple(whole), x, logits)
+    out = _local(plan.cfg, correction, tuple(whole), x, logits)
     return out if split is None else jax.lax.psum(out, split)
 
 
@@ -129,13 +147,14 @@ def _backward(
     kernels: Any,
     x: jax.Array,
     logits: jax.Array,
+    correction: jax.Array | None,
     given: jax.Array,
 ) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array]:
     """Computes the gradients of the kernels and of a device's tokens, with the experts' activations recomputed."""
     whole = gathered(kernels, [columns] * len(kernels), x.dtype)
     # Gradients of kernels are summed in f32: the products cast wide kernels to x's dtype.
     wide = tuple(kernel.astype(jnp.promote_types(kernel.dtype, jnp.float32)) for kernel in whole)
-    by_kernels, by_x, by_logits = jax.vjp(functools.partial(_local, plan.cfg), wide, x, logits)[1](given)
+    by_kernels, by_x, by_logits = jax.vjp(functools.partial(_local, plan.cfg, correction), wide, x, logits)[1](given)
     if split is not None:  # each device has a partial sum, from its part of the experts' width
         by_x, by_logits = jax.lax.psum((by_x, by_logits), split)
     if plan.mesh is not None:
@@ -143,11 +162,14 @@ def _backward(
     return tuple(new.astype(old.dtype) for new, old in zip(by_kernels, kernels, strict=True)), by_x, by_logits
 
 
-def _local(cfg: ModelConfig, kernels: tuple[jax.Array, ...], x: jax.Array, logits: jax.Array) -> jax.Array:
+def _local(
+    cfg: ModelConfig, correction: jax.Array | None, kernels: tuple[jax.Array, ...], x: jax.Array, logits: jax.Array
+) -> jax.Array:
     """Computes the outputs [R, T, D] of tokens with whole kernels, or with a part of the experts' width."""
     how, (gate, up, down), flat = cfg.experts, kernels, x.reshape(-1, x.shape[-1])
     assert how is not None
-    weight, chosen = router.choose(logits.reshape(-1, how.count), how)  # [N, active]
+    logits, correction = jax.tree.map(lambda of: of.reshape(-1, how.count), (logits, correction))
+    weight, chosen = router.choose(logits, how, correction)  # [N, active]
     order = jnp.argsort(chosen.reshape(-1), stable=True)  # of pairs of a token and an expert
     place = jnp.argsort(order)  # of each pair among the sorted ones
     sizes = jnp.bincount(chosen.reshape(-1), length=how.count).astype(jnp.int32)

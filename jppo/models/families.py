@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from jppo.models import config_experts, config_rotary
+from jppo.models import config_experts, config_latent, config_rotary
 from jppo.models.config import Kind, ModelConfig
 from jppo.models.config_fields import Fields
 from jppo.models.family_table import FAMILIES, Family, always, late, never
@@ -32,7 +32,6 @@ ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 _RELATIVES = {  # models that users try, and their errors
     "gemma3": "it reads pictures too; its text model alone is gemma3_text",
     "gpt_oss": "a mixture of experts with attention sinks",
-    "deepseek_v3": "a mixture of experts with latent attention",
     "gemma3n": "it reads pictures and sound too, and its text model is not supported either",
     "gemma3n_text": "embeddings in every layer, alternating updates, and layers that share keys and values",
     "gemma4": "it reads pictures too, and its text model is not supported either",
@@ -60,12 +59,11 @@ def from_hf(config: Mapping[str, Any], *, path: str | os.PathLike[str], longest:
     if num_layers > MOST_LAYERS:
         raise fields.refuse("num_hidden_layers", f"must be at most {MOST_LAYERS}")
     num_kv_heads = fields.get("num_key_value_heads", int, num_heads)
-    head_dim = fields.get("head_dim", int, hidden_size // num_heads if family.head_dim is None else family.head_dim)
+    latent = config_latent.read(fields, num_heads) if family.latent else None
+    head_dim = latent.head_dim if latent is not None else _head_dim(fields, family, hidden_size, num_heads)
     if num_heads % num_kv_heads:
         raise fields.refuse("num_key_value_heads", f"must divide num_attention_heads={num_heads}")
-    if head_dim % 2 or not head_dim:
-        raise UserError(f"{path}: head_dim={head_dim} must be even and above 0: rotary embedding turns pairs")
-    rotary, local = config_rotary.read(fields, family, head_dim, longest)
+    rotary, local = config_rotary.read(fields, family, head_dim if latent is None else latent.rotary_dim, longest)
     layers = _layers(fields, family, num_layers, rotary, local)
     kinds = tuple(dict.fromkeys(layers))
     vocab_size = fields.get("vocab_size", int)
@@ -92,7 +90,9 @@ def from_hf(config: Mapping[str, Any], *, path: str | os.PathLike[str], longest:
         activation=_activation(fields, family),
         embed_scale=hidden_size**0.5 if family.gemma else _multiplier(fields, family, "embedding_multiplier"),
         residual_scale=_multiplier(fields, family, "residual_multiplier"),
-        query_scale=_query_scale(fields, family, head_dim),
+        query_scale=_query_scale(fields, family, head_dim)
+        if latent is None
+        else config_latent.query_scale(fields, latent, rotary),
         attn_softcap=_softcap(fields, "attn_logit_softcapping", family.attn_softcap),
         logit_divisor=_multiplier(fields, family, "logits_scaling"),
         logit_softcap=_softcap(fields, "final_logit_softcapping", family.logit_softcap),
@@ -101,7 +101,16 @@ def from_hf(config: Mapping[str, Any], *, path: str | os.PathLike[str], longest:
         initializer_range=fields.above_zero("initializer_range", 0.02),
         padded_vocab_size=vocab_size,
         experts=config_experts.read(fields, family.experts, num_layers),
+        latent=latent,
+        further_layers=fields.from_zero("num_nextn_predict_layers", 0),
     )
+
+
+def _head_dim(fields: Fields, family: Family, hidden_size: int, num_heads: int) -> int:
+    size: int = fields.get("head_dim", int, hidden_size // num_heads if family.head_dim is None else family.head_dim)
+    if size % 2 or not size:
+        raise UserError(f"{fields.path}: head_dim={size} must be even and above 0: rotary embedding turns pairs")
+    return size
 
 
 def _refuse_unsupported(fields: Fields, family: Family) -> None:
@@ -114,6 +123,8 @@ def _refuse_unsupported(fields: Fields, family: Family) -> None:
         neutral["attn_logit_softcapping"] = (None,)
     if family.experts is not None or family.bare_layers:
         neutral["use_sliding_window"] = (None, False)
+    if family.latent:
+        neutral["mlp_bias"] = (None, False)
     if not family.query_pre_attn_scalar:
         neutral["final_logit_softcapping"] = (None,)
     for key, values in neutral.items():

@@ -37,6 +37,7 @@ class Family:
     rms_norm_eps: float = 1e-6
     bias_field: str = "attention_bias"
     experts: config_experts.Names | None = None
+    latent: bool = False  # keys and values are computed from a latent
 
 
 def never(_: Fields, __: int) -> bool:
@@ -88,4 +89,6 @@ FAMILIES = {
         *(always, False, False), window=None, rms_norm_eps=1e-5, fused=True, partial_rotary=True, first_context=4096
     ),
     "olmoe": Family(never, qk_norm="all", rms_norm_eps=1e-5, experts=config_experts.OLMOE),
+    "deepseek_v2": Family(never, latent=True, experts=config_experts.DEEPSEEK_V2),
+    "deepseek_v3": Family(never, latent=True, experts=config_experts.DEEPSEEK_V3),
 }

@@ -114,6 +114,10 @@ def make(
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, kind: jax.Array | int) -> jax.Array:
         chex.assert_rank([q, k, v, segment], [4, 4, 4, 2])
+        A, W = q.shape[3], v.shape[3]
+        if A != W:  # the kernels take heads of one size; zeros change no score
+            q, k, wide = (jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, max(A, W) - x.shape[3]))) for x in (q, k, v))
+            return attend(q, k, wide, segment, kind)[..., :W]
         if len(kernels) == 1:
             return kernels[0](q, k, v, segment)
         out: jax.Array = jax.lax.switch(jnp.asarray(which, jnp.int32)[kind], kernels, q, k, v, segment)

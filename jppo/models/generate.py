@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jppo.models import cache, decoder, experts, heads, lora
-from jppo.models.cache import Cache, LayerCache
+from jppo.models.cache import Cache
 from jppo.models.config import ModelConfig
 from jppo.models.experts import Mix
 from jppo.models.lora import Weights
@@ -65,11 +65,12 @@ def empty(cfg: ModelConfig, *, rows: int, length: int, dtype: Any) -> Slots:
 
 
 def prepare(model: Weights, cfg: ModelConfig, *, dtype: Any) -> Params:
-    """Prepares the model for `fill` and `advance`: layer by layer, in the dtype of its products; norms unchanged."""
+    """Prepares the model for `fill` and `advance`: layer by layer, in the products' dtype; norms, buffers unchanged."""
     variables = lora.variables(model)
     head = {} if cfg.tie_word_embeddings else {"lm_head": variables["params"]["lm_head"]}
     return jax.tree_util.tree_map_with_path(
-        lambda path, x: x if path[-1].key == "scale" else x.astype(dtype), decoder.split_layers(variables, cfg) | head
+        lambda path, x: x if path[-1].key in ("scale", "correction") else x.astype(dtype),
+        decoder.split_layers(variables, cfg) | head,
     )
 
 
@@ -106,7 +107,7 @@ def fill(
         fresh = cache.empty(cfg, rows=N, length=P - 1, dtype=held[0].k.dtype)
         position = jnp.broadcast_to(jnp.arange(P - 1, dtype=jnp.int32)[None], (N, P - 1))
         _, made = decoder.forward_cached(model, cfg, prompts[:, :-1], position, fresh, constrain=constrain, mix=mix)
-        held = tuple(LayerCache(put(a.k, b.k), put(a.v, b.v)) for a, b in zip(held, made, strict=True))
+        held = jax.tree.map(put, held, made)
     return Slots(
         cache=held,
         tokens=put(slots.tokens, prompts),

@@ -90,7 +90,9 @@ def load_params(
     A head of several bins is always drawn. Its unused language head is not read.
     """
     entries, slots = _find(path, cfg, head)
-    out = params.tree(entries, lambda entry: _read(entry, slots, param_dtype, _sharding(shardings, entry.path)))
+    out = params.tree(
+        entries, lambda entry: _read(entry, slots, entry.dtype(param_dtype), _sharding(shardings, entry.path))
+    )
     if head == "value" and "score.weight" not in slots:
         if key is None:
             raise ValueError(f"{path} has no score.weight: a value model needs a key to draw one")
@@ -113,7 +115,9 @@ def _find(
 ) -> tuple[tuple[Entry, ...], dict[str, tensorfile.Slot]]:
     """Finds the parameters that the checkpoint holds (not a score yet to be drawn), and their places."""
     directory = resolve(path, weights=True)
-    slots = {name: slot for name, slot in tensorfile.slots(directory).items() if not _BUFFERS.match(name)}
+    further = tuple(f"model.layers.{cfg.num_layers + i}." for i in range(cfg.further_layers))
+    stored = tensorfile.slots(directory)
+    slots = {name: stored[name] for name in stored if not _BUFFERS.match(name) and not name.startswith(further)}
     entries = params.table(cfg, head=head)
     if cfg.value_bins > 1:  # scores of a classifier, not logits of a histogram
         slots.pop("score.weight", None)

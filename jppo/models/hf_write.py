@@ -67,7 +67,7 @@ def _on_device(model: lora.Weights, cfg: ModelConfig, head: Head, dtype: Any) ->
     """Yields HF's tensors on the device; arrays already in HF's layout are not copied."""
     for entry in params.table(cfg, head=head):
         array, beside = lora.parts(entry, model)
-        cast = array.dtype if dtype is None else np.dtype(dtype)
+        cast = np.dtype(entry.dtype(array.dtype if dtype is None else dtype))
         alike = entry.letters == "".join(entry.hf_letters) and array.shape == entry.hf_shape
         if alike and beside is None and array.dtype == cast:
             yield entry.hf, _apart(array)
@@ -85,6 +85,11 @@ def _apart(array: jax.Array) -> jax.Array:
 def hf_shapes(cfg: ModelConfig, *, head: Head = "lm") -> dict[str, tuple[int, ...]]:
     """Returns the names and shapes that `hf_tensors` yields, in its order."""
     return {name: entry.hf_shape for entry in params.table(cfg, head=head) for name in entry.hf_names}
+
+
+def announced(entries: tuple[Entry, ...], dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns shape and dtype of every tensor of a checkpoint in this dtype."""
+    return {name: jax.ShapeDtypeStruct(e.hf_shape, e.dtype(dtype)) for e in entries for name in e.hf_names}
 
 
 def save(
@@ -156,11 +161,13 @@ def _save(
         stale = {"torch_dtype", "tie_word_embeddings"}  # rewritten
         config = {k: v for k, v in config.items() if k not in stale}
         config |= {"dtype": kind.name, "tie_word_embeddings": cfg.tie_word_embeddings, **changes}
+        if cfg.further_layers:
+            config["num_nextn_predict_layers"] = 0
         (tmp / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         for name in hf.COMPANIONS:
             if (origin / name).is_file():
                 shutil.copyfile(origin / name, tmp / name)
-        _write_shards(tmp, hf_shapes(cfg, head=head), kind, tensors, max_shard_bytes)
+        _write_shards(tmp, announced(params.table(cfg, head=head), kind), tensors, max_shard_bytes)
 
 
 def adapter_tensors(
@@ -193,8 +200,8 @@ def save_adapter(
             with in_place_of(pathlib.Path(out_dir)) as tmp:
                 settings = lora.peft_config(cfg, how, head=head, base=base)
                 (tmp / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-                shapes = {name: e.hf_shape for e in lora.table(cfg, how, head=head) for name in e.hf_names}
-                tensorfile.write(tmp / "adapter_model.safetensors", shapes, np.dtype(np.float32), arrays)
+                of_file = announced(lora.table(cfg, how, head=head), np.float32)
+                tensorfile.write(tmp / "adapter_model.safetensors", of_file, arrays)
     return pathlib.Path(out_dir)
 
 
@@ -224,29 +231,28 @@ def _replace(out: pathlib.Path, new: pathlib.Path) -> None:
 
 def _write_shards(
     directory: pathlib.Path,
-    shapes: dict[str, tuple[int, ...]],
-    dtype: np.dtype,
+    announced: dict[str, jax.ShapeDtypeStruct],
     tensors: Iterator[tuple[str, np.ndarray]],
     max_shard_bytes: int,
 ) -> None:
-    groups: list[dict[str, tuple[int, ...]]] = [{}]
+    groups: list[dict[str, jax.ShapeDtypeStruct]] = [{}]
     total = filled = 0
-    for name, shape in shapes.items():
-        nbytes = dtype.itemsize * int(np.prod(shape))
+    for name, x in announced.items():
+        nbytes = tensorfile.nbytes(x)
         if groups[-1] and filled + nbytes > max_shard_bytes:
             groups.append({})
             filled = 0
-        groups[-1][name] = shape
+        groups[-1][name] = x
         filled, total = filled + nbytes, total + nbytes
     arrays = (array for _, array in tensors)
     if len(groups) == 1:
-        tensorfile.write(directory / tensorfile.SINGLE, shapes, dtype, arrays)
+        tensorfile.write(directory / tensorfile.SINGLE, announced, arrays)
         return
     weight_map: dict[str, str] = {}
     for i, group in enumerate(groups, 1):
         file = f"model-{i:05d}-of-{len(groups):05d}.safetensors"
         # Never takes one tensor too many: the iterator continues in the next shard.
-        tensorfile.write(directory / file, group, dtype, (next(arrays) for _ in group))
+        tensorfile.write(directory / file, group, (next(arrays) for _ in group))
         weight_map |= dict.fromkeys(group, file)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (directory / tensorfile.INDEX).write_text(json.dumps(index, indent=2) + "\n")

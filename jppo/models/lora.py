@@ -31,6 +31,11 @@ TARGETS = {
     "down_proj": ("mlp", "down"),
     "qkv_proj": ("attn", "qkv"),
     "gate_up_proj": ("mlp", "gate_up"),
+    # of latent attention
+    "q_a_proj": ("attn", "q_a"),
+    "q_b_proj": ("attn", "q_b"),
+    "kv_a_proj_with_mqa": ("attn", "kv_a"),
+    "kv_b_proj": ("attn", "kv_b"),
 }
 
 
@@ -113,11 +118,6 @@ def table(model: ModelConfig, lora: Lora, *, head: Head) -> tuple[Entry, ...]:
     kernels = {entry.path: entry for entry in params.table(model, head=head)}
     out = []
     for name, stack in itertools.product(targets_of(model, lora), model.stacks):
-        if model.experts is not None and TARGETS[name][0] == "mlp":
-            raise UserError(
-                f"model.target_modules: {name} of a {model.family} model is a part of its experts, which cannot have"
-                f" adapters; use {','.join(name for name, path in TARGETS.items() if path[0] == 'attn')}"
-            )
         kernel = kernels[*stack.path, *TARGETS[name], "kernel"]
         into = _inner(kernel)
         ours = kernel.letters[1:]
@@ -134,11 +134,17 @@ def table(model: ModelConfig, lora: Lora, *, head: Head) -> tuple[Entry, ...]:
 
 def targets_of(model: ModelConfig, lora: Lora) -> tuple[str, ...]:
     """Returns the modules of the model that have adapters; UserError for a module that it has not."""
-    other = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj") if model.fused else ("qkv_proj", "gate_up_proj")
-    known = tuple(name for name in TARGETS if name not in other)
+    there = {entry.path[-3:-1] for entry in params.table(model, head="trunk") if entry.path[-1] == "kernel"}
+    known = tuple(name for name, path in TARGETS.items() if path in there)
+    of_experts = [name for name in lora.targets if model.experts is not None and TARGETS[name][0] == "mlp"]
+    if of_experts:
+        raise UserError(
+            f"model.target_modules: {of_experts[0]} of a {model.family} model is a part of its experts, which cannot"
+            f" have adapters; use {','.join(name for name in known if TARGETS[name][0] == 'attn')}"
+        )
     if lora.targets == tuple(TARGETS):  # all-linear
         return known
-    absent = [name for name in lora.targets if name in other]
+    absent = [name for name in lora.targets if name not in known]
     if absent:
         raise UserError(
             f"model.target_modules: a {model.family} model has no {', '.join(absent)}; use all-linear, or some of"

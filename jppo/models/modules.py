@@ -23,6 +23,7 @@ class RMSNorm(nn.Module):
     cfg: ModelConfig
     param_dtype: Any
     axes: int = 1
+    eps: float | None = None  # None: the model's
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -30,7 +31,7 @@ class RMSNorm(nn.Module):
         scale = self.param("scale", start, x.shape[-self.axes :], self.param_dtype)
         wide = x.astype(jnp.float32)
         variance = jnp.mean(jnp.square(wide), axis=tuple(range(-self.axes, 0)), keepdims=True)
-        normed = wide * jax.lax.rsqrt(variance + self.cfg.rms_norm_eps)
+        normed = wide * jax.lax.rsqrt(variance + (self.cfg.rms_norm_eps if self.eps is None else self.eps))
         gain = scale.astype(jnp.float32) + self.cfg.norm_offset
         return (normed * gain.reshape((1,) * (x.ndim - self.axes) + gain.shape)).astype(x.dtype)
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jppo.models import params_attention
 from jppo.models.config import ModelConfig
 from jppo.models.config_experts import Experts
 from jppo.models.stacks import Stack
@@ -35,6 +36,12 @@ AXES = {
     "A": None,
     "Q": None,  # heads of q, k and v: no mesh axis shards all three alike
     "N": None,  # gate and up
+    "I": "embed",  # latent attention: of the queries' latent as an input
+    "C": "embed",  # of the latent of keys and values as an input
+    "P": None,  # of the queries' latent as an output
+    "J": None,  # of the other latent and the rotary key as an output
+    "U": None,  # of a head's key without the rotary part, and its value
+    "W": None,  # of a head's value
     "B": None,  # outputs of a value head
     "1": None,
 }
@@ -54,11 +61,21 @@ class Entry:
     padding: int = 0  # rows on the first axis that the HF tensor lacks
     first: int = 0  # layer of a stacked array
     step: int = 1  # to its next layer
+    buffer: bool = False  # not trained, and f32 in a model of any dtype
 
     @property
     def stacked(self) -> bool:
         """Whether the first axis is the layer."""
         return self.letters[0] == "L"
+
+    @property
+    def still(self) -> int:
+        """Returns the number of last rows of the first axis that no update changes."""
+        return self.shape[0] if self.buffer else self.padding
+
+    def dtype(self, of_model: Any) -> Any:
+        """Returns the parameter's dtype in a model of this one."""
+        return jnp.float32 if self.buffer else of_model
 
     @property
     def numbered(self) -> tuple[int, ...]:
@@ -102,22 +119,26 @@ def _make_entry(model: ModelConfig) -> Callable[..., Entry]:
     }
     if model.experts is not None:
         sizes |= {"E": model.experts.count, "M": model.experts.width, "S": model.experts.shared_width}
+    if (how := model.latent) is not None:
+        sizes |= {"C": how.rank, "J": how.cached_dim, "U": how.plain_dim + how.value_dim, "W": how.value_dim}
+        sizes |= {"A": how.head_dim} | dict.fromkeys("IP", how.query_rank or 0)
 
     def entry(
         path: str, hf: str, hf_letters: str, letters: str, alias: str | None = None, stack: Stack | None = None
     ) -> Entry:
-        vector = letters.lstrip("L") in ("D", "A")  # norms, and biases of the residual stream
+        vector = letters.lstrip("L") in ("D", "A", "I", "C")  # norms, and biases of the residual stream
         return Entry(
             path=tuple(path.split("/")) if stack is None else (*stack.path, *path.split("/")),
             hf=hf if stack is None else f"model.layers.{{layer}}.{hf}",
             hf_letters=tuple(hf_letters.split()),
             letters=letters,
             shape=tuple(stack.count if stack and letter == "L" else sizes[letter] for letter in letters),
-            axes=tuple("norm" if vector and letter in "DA" else AXES[letter] for letter in letters),
+            axes=tuple("norm" if vector and letter in "DAIC" else AXES[letter] for letter in letters),
             alias=alias,
             padding=model.padded_vocab_size - model.vocab_size if letters[0] == "V" else 0,
             first=0 if stack is None else stack.first,
             step=1 if stack is None else stack.step,
+            buffer=hf.endswith("e_score_correction_bias"),
         )
 
     return entry
@@ -136,7 +157,8 @@ def table(model: ModelConfig, *, head: Head) -> tuple[Entry, ...]:
     before_mlp = "pre_feedforward_layernorm.weight" if model.post_norms else "post_attention_layernorm.weight"
     rows = [
         entry("embed/embedding", "model.embed_tokens.weight", "V D", "VD", tied),
-        *_projections(model, layer),
+        *params_attention.rows(model, layer),
+        *_mlp(model, layer),
         entry("norm/scale", "model.norm.weight", "D", "D"),
     ]
     if model.pre_norms:
@@ -164,39 +186,17 @@ def table(model: ModelConfig, *, head: Head) -> tuple[Entry, ...]:
     return tuple(rows)
 
 
-def _projections(model: ModelConfig, layer: Callable[..., list[Entry]]) -> list[Entry]:
-    """Lists the kernels and biases of attention and MLP."""
-    rows = [
-        *layer("attn/o/kernel", "self_attn.o_proj.weight", "D HA", "LHAD"),
-        *layer("mlp/down/kernel", "mlp.down_proj.weight", "D F", "LFD", sparse=False),
-    ]
+def _mlp(model: ModelConfig, layer: Callable[..., list[Entry]]) -> list[Entry]:
+    rows = layer("mlp/down/kernel", "mlp.down_proj.weight", "D F", "LFD", sparse=False)
     if model.fused:
-        rows += [
-            *layer("attn/qkv/kernel", "self_attn.qkv_proj.weight", "QA D", "LDQA"),
-            *layer("mlp/gate_up/kernel", "mlp.gate_up_proj.weight", "NF D", "LDNF", sparse=False),
-        ]
+        rows += layer("mlp/gate_up/kernel", "mlp.gate_up_proj.weight", "NF D", "LDNF", sparse=False)
     else:
-        rows += [
-            *layer("attn/q/kernel", "self_attn.q_proj.weight", "HA D", "LDHA"),
-            *layer("attn/k/kernel", "self_attn.k_proj.weight", "KA D", "LDKA"),
-            *layer("attn/v/kernel", "self_attn.v_proj.weight", "KA D", "LDKA"),
-            *layer("mlp/gate/kernel", "mlp.gate_proj.weight", "F D", "LDF", sparse=False),
-            *layer("mlp/up/kernel", "mlp.up_proj.weight", "F D", "LDF", sparse=False),
-        ]
-    if model.qkv_bias:
-        rows += [
-            *layer("attn/q/bias", "self_attn.q_proj.bias", "HA", "LHA"),
-            *layer("attn/k/bias", "self_attn.k_proj.bias", "KA", "LKA"),
-            *layer("attn/v/bias", "self_attn.v_proj.bias", "KA", "LKA"),
-        ]
-    if model.o_bias:
-        rows += [*layer("attn/o/bias", "self_attn.o_proj.bias", "D", "LD")]
+        rows += layer("mlp/gate/kernel", "mlp.gate_proj.weight", "F D", "LDF", sparse=False)
+        rows += layer("mlp/up/kernel", "mlp.up_proj.weight", "F D", "LDF", sparse=False)
     if model.mlp_bias:
-        rows += [
-            *layer("mlp/gate/bias", "mlp.gate_proj.bias", "F", "LF", sparse=False),
-            *layer("mlp/up/bias", "mlp.up_proj.bias", "F", "LF", sparse=False),
-            *layer("mlp/down/bias", "mlp.down_proj.bias", "D", "LD", sparse=False),
-        ]
+        rows += layer("mlp/gate/bias", "mlp.gate_proj.bias", "F", "LF", sparse=False)
+        rows += layer("mlp/up/bias", "mlp.up_proj.bias", "F", "LF", sparse=False)
+        rows += layer("mlp/down/bias", "mlp.down_proj.bias", "D", "LD", sparse=False)
     return rows
 
 
@@ -209,13 +209,17 @@ def _experts(experts: Experts, layer: Callable[..., list[Entry]]) -> list[Entry]
         *layer("experts/up", f"{each}.{names.up}.weight", "M D", "LEDM", sparse=True),
         *layer("experts/down", f"{each}.{names.down}.weight", "D M", "LEDM", sparse=True),
     ]
+    if experts.routing.corrected:
+        rows += layer("experts/correction", f"{names.module}.gate.e_score_correction_bias", "E", "LE", sparse=True)
     if experts.shared_width:
+        shared = f"{names.module}.{names.shared}"
         rows += [
-            *layer("experts/shared/gate/kernel", "mlp.shared_expert.gate_proj.weight", "S D", "LDS", sparse=True),
-            *layer("experts/shared/up/kernel", "mlp.shared_expert.up_proj.weight", "S D", "LDS", sparse=True),
-            *layer("experts/shared/down/kernel", "mlp.shared_expert.down_proj.weight", "D S", "LSD", sparse=True),
-            *layer("experts/shared_gate", "mlp.shared_expert_gate.weight", "1 D", "LD1", sparse=True),
+            *layer("experts/shared/gate/kernel", f"{shared}.gate_proj.weight", "S D", "LDS", sparse=True),
+            *layer("experts/shared/up/kernel", f"{shared}.up_proj.weight", "S D", "LDS", sparse=True),
+            *layer("experts/shared/down/kernel", f"{shared}.down_proj.weight", "D S", "LSD", sparse=True),
         ]
+    if names.shared_gate:
+        rows += layer("experts/shared_gate", f"{names.module}.shared_expert_gate.weight", "1 D", "LD1", sparse=True)
     return rows
 
 
@@ -260,7 +264,7 @@ def get(params: Params, path: tuple[str, ...]) -> Any:
 
 def abstract(model: ModelConfig, *, head: Head, param_dtype: Any) -> dict[str, Any]:
     """Returns `params` as shapes and dtypes: nothing is allocated."""
-    return tree(table(model, head=head), lambda entry: jax.ShapeDtypeStruct(entry.shape, param_dtype))
+    return tree(table(model, head=head), lambda entry: jax.ShapeDtypeStruct(entry.shape, entry.dtype(param_dtype)))
 
 
 def logical_axes(model: ModelConfig, *, head: Head) -> dict[str, Any]:

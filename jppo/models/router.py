@@ -7,10 +7,31 @@ import jax.numpy as jnp
 from jppo.models.config_experts import Experts
 
 
-def choose(logits: jax.Array, how: Experts) -> tuple[jax.Array, jax.Array]:
-    """Chooses the experts of tokens with logits [N, E]; returns their weights, f32, and indices: [N, active] each."""
+def choose(logits: jax.Array, how: Experts, correction: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    """Chooses the experts of tokens with logits [N, E]; returns their weights, f32, and indices: [N, active] each.
+
+    `correction` [N, E] is added to the scores for the choice alone.
+    """
     chex.assert_shape(logits, (None, how.count))
-    weight, chosen = jax.lax.top_k(jax.nn.softmax(logits), how.active)
+    of = how.routing
+    score = jax.nn.sigmoid(logits) if of.scoring == "sigmoid" else jax.nn.softmax(logits)
+    preferred = _of_best_groups(score if correction is None else score + correction, how)
+    weight, chosen = jax.lax.top_k(preferred, how.active)
+    if of.scoring == "sigmoid":
+        weight = jnp.take_along_axis(score, chosen, axis=-1)
     if how.normalized:
-        weight /= jnp.sum(weight, axis=-1, keepdims=True)
-    return weight, chosen
+        weight /= jnp.sum(weight, axis=-1, keepdims=True) + (1e-20 if of.scoring == "sigmoid" else 0.0)
+    return weight if of.scale == 1.0 else weight * of.scale, chosen
+
+
+def _of_best_groups(score: jax.Array, how: Experts) -> jax.Array:
+    """Masks the scores [N, E] of experts outside of each token's best groups."""
+    of = how.routing
+    if of.best_groups == of.groups:
+        return score
+    N, E = score.shape
+    grouped = score.reshape(N, of.groups, E // of.groups)
+    counted, outside = (2, -jnp.inf) if of.scoring == "sigmoid" else (1, 0.0)
+    best = jax.lax.top_k(jnp.sum(jax.lax.top_k(grouped, counted)[0], axis=-1), of.best_groups)[1]  # [N, best]
+    inside = jnp.any(best[:, :, None] == jnp.arange(of.groups, dtype=best.dtype)[None, None], axis=1)
+    return jnp.where(inside[:, :, None], grouped, outside).reshape(N, E)

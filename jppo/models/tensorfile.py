@@ -11,6 +11,7 @@ import pathlib
 import struct
 from collections.abc import Iterable, Mapping
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -103,15 +104,17 @@ def _described(file: pathlib.Path, name: str, item: object) -> tuple[str, tuple[
     )
 
 
-def write(
-    file: pathlib.Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype, tensors: Iterable[np.ndarray]
-) -> None:
-    """Writes `tensors`, in the order of `shapes` and of this dtype, holding one at a time."""
-    sizes = {name: dtype.itemsize * int(np.prod(shape)) for name, shape in shapes.items()}
-    head = tensorheader.head((name, dtype.name, shape, sizes[name]) for name, shape in shapes.items())
+def nbytes(x: jax.ShapeDtypeStruct) -> int:
+    """Returns the size of a tensor."""
+    return int(x.dtype.itemsize * math.prod(x.shape))
+
+
+def write(file: pathlib.Path, announced: Mapping[str, jax.ShapeDtypeStruct], tensors: Iterable[np.ndarray]) -> None:
+    """Writes `tensors` as announced, in that order, holding one at a time."""
+    head = tensorheader.head((name, x.dtype.name, x.shape, nbytes(x)) for name, x in announced.items())
     with file.open("wb") as f:
         f.write(head)
-        for (name, shape), tensor in zip(shapes.items(), tensors, strict=True):
-            if tensor.shape != shape or tensor.dtype != dtype:
-                raise ValueError(f"{name} is {tensor.dtype}{tensor.shape}, announced as {dtype}{shape}")
+        for (name, x), tensor in zip(announced.items(), tensors, strict=True):
+            if tensor.shape != x.shape or tensor.dtype != x.dtype:
+                raise ValueError(f"{name} is {tensor.dtype}{tensor.shape}, announced as {x.dtype}{x.shape}")
             f.write(np.ascontiguousarray(tensor).view(np.uint8).data)

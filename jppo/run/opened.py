@@ -172,6 +172,7 @@ def introduce(run: Run, begun: Begun, kernel: str | None, chosen: str, laps: Lap
         introduce_sandbox(c, inputs.sources, inputs.agent.toolbox if inputs.agent else None),
         *sizes(inputs, mesh, run.learner.plan, begun.step),
         *begun.said,
+        inputs.policy.unread,
         kernel,
         offloading.introduce(c, inputs, mesh.devices.flat[0]),
         introduce_peak(c, mesh),

@@ -12,6 +12,7 @@ import pytest
 from jppo.learner import optim, sharding, state
 from jppo.models import families
 from jppo.models.config import pad_vocab
+from tests.models.conftest import config_of
 
 BETAS = (0.8, 0.95)
 MATRIX = optax.contrib.MuonDimensionNumbers((1,), (2,))
@@ -193,10 +194,24 @@ def test_skipped_steps_are_those_of_apply_if_finite():
 def test_padding_stays_zero_whatever_the_optimizer():
     noisy = lambda rate: optax.chain(optax.add_noise(1.0, 0.0, jax.random.key(0)), optax.sgd(rate))  # noqa: E731
     params = {"w": jnp.zeros((6, 3)), "b": jnp.zeros(3)}
-    tx = optim.make_optimizer(noisy, grad_clip=1.0, padding={"w": 2, "b": 0})
+    tx = optim.make_optimizer(noisy, grad_clip=1.0, still={"w": 2, "b": 0})
     after, _ = optim.descend(tx, params, tx.init(params), jax.tree.map(jnp.ones_like, params), jnp.float32(0.1))
     assert (np.asarray(after["w"][4:]) == 0).all()
     assert (np.asarray(after["w"][:4]) != 0).all() and (np.asarray(after["b"]) != 0).all()
+
+
+def test_weight_decay_leaves_a_buffer_of_the_model_alone():
+    cfg = families.from_hf(config_of("deepseek3-halves"), path="here")
+    what = state.weights(cfg, sharding.make_mesh((1, 1, 1)), head="lm", param_dtype=jnp.bfloat16)
+    params = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), what.shapes)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    tx = optim.make_optimizer(
+        functools.partial(optim.adamw, betas=(0.9, 0.99), weight_decay=0.5), grad_clip=1.0, still=what.still
+    )
+    after, _ = optim.descend(tx, params, tx.init(params), zeros, jnp.float32(0.1))
+    still = {jax.tree_util.keystr(path) for path, x in jax.tree.leaves_with_path(after) if (x == 1).all()}
+    assert still == {"['layers']['experts']['correction']"}
+    assert after["layers"]["experts"]["correction"].dtype == jnp.float32
 
 
 @pytest.mark.parametrize("name", list(optim.OPTIMIZERS))

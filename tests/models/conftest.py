@@ -551,6 +551,125 @@ SHAPES = {
     ),
 }
 
+SHAPES |= {
+    # queries from the hidden state; scores raised for a longer context
+    "deepseek2-lite": dict(
+        model_type="deepseek_v2",
+        tie_word_embeddings=False,
+        hidden_size=36,
+        intermediate_size=50,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        vocab_size=63,
+        q_lora_rank=None,
+        kv_lora_rank=20,
+        qk_nope_head_dim=10,  # transformers' version 2 needs even strides
+        qk_rope_head_dim=6,
+        v_head_dim=11,
+        n_routed_experts=5,
+        num_experts_per_tok=2,
+        moe_intermediate_size=22,
+        n_shared_experts=2,
+        first_k_dense_replace=1,
+        topk_method="greedy",
+        rope_theta=1e4,
+        rope_scaling=dict(
+            rope_type="yarn",
+            factor=8.0,
+            original_max_position_embeddings=16,
+            beta_fast=4.0,
+            beta_slow=0.5,
+            mscale=0.707,
+            mscale_all_dim=0.9,
+        ),
+    ),
+    "deepseek2-grouped": dict(
+        model_type="deepseek_v2",
+        tie_word_embeddings=True,
+        hidden_size=30,
+        intermediate_size=34,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        vocab_size=47,
+        attention_bias=True,
+        q_lora_rank=14,
+        kv_lora_rank=10,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=10,
+        v_head_dim=26,
+        n_routed_experts=12,
+        num_experts_per_tok=3,
+        moe_intermediate_size=14,
+        n_shared_experts=1,
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=2.5,
+        rms_norm_eps=1e-4,
+        rope_theta=1e5,
+    ),
+    # two dense layers, groups, yarn with the scale on the scores
+    "deepseek3-grouped": dict(
+        model_type="deepseek_v3",
+        tie_word_embeddings=False,
+        hidden_size=40,
+        intermediate_size=46,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=83,
+        q_lora_rank=18,
+        kv_lora_rank=22,
+        qk_nope_head_dim=13,
+        qk_rope_head_dim=8,
+        v_head_dim=15,
+        n_routed_experts=15,
+        num_experts_per_tok=4,
+        moe_intermediate_size=18,
+        n_shared_experts=1,
+        first_k_dense_replace=2,
+        n_group=5,
+        topk_group=3,
+        rope_theta=1e4,
+        rope_scaling=dict(
+            rope_type="yarn",
+            factor=16.0,
+            original_max_position_embeddings=8,
+            beta_fast=32.0,
+            beta_slow=1.0,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+        ),
+    ),
+    "deepseek3-halves": dict(
+        model_type="deepseek_v3",
+        tie_word_embeddings=True,
+        hidden_size=28,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=53,
+        attention_bias=True,
+        q_lora_rank=None,
+        kv_lora_rank=16,
+        qk_nope_head_dim=12,
+        qk_rope_head_dim=14,
+        v_head_dim=7,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=26,
+        n_shared_experts=3,
+        first_k_dense_replace=0,
+        n_group=1,
+        topk_group=1,
+        norm_topk_prob=False,
+        routed_scaling_factor=0.6,
+        rope_interleave=False,
+        rope_theta=1e6,
+    ),
+}
+
 
 def config_of(name):
     """The config.json of one of the shapes, as transformers 4 would write it."""
@@ -581,6 +700,9 @@ def torch_model(name, *, kind="AutoModelForCausalLM", seed=0):
             draw = torch.randn(p.shape, generator=generator)
             offset = 0.0 if config.model_type.startswith("gemma") else 1.0  # gemma's norms add it themselves
             p.copy_(offset + 0.3 * draw if "norm" in key else 0.15 * draw)
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
     return model.eval()
 
 

@@ -45,6 +45,23 @@ def test_a_token_costs_its_active_experts_and_the_router():
     assert found == cost.forward(QWEN, [4], head_tokens=1) - saved
 
 
+def test_latent_attention_costs_its_projections_and_pairs_of_two_sizes():
+    config = dict(
+        model_type="deepseek_v3", num_key_value_heads=2, q_lora_rank=3, kv_lora_rank=5, qk_nope_head_dim=4,
+        qk_rope_head_dim=2, v_head_dim=7, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=6,
+        n_shared_experts=1, first_k_dense_replace=2, n_group=1, topk_group=1,
+    )  # fmt: skip
+    latent = families.from_hf(SHAPE | config, path="here")
+    # Queries by 8 to 3 to 2 heads of 6, latents and the rotary key by 8 to 5 + 2, keys and values by 5 to 2 heads of
+    # 4 + 7, the output by 2 heads of 7 to 8; 9 tokens see 45 keys.
+    kernels = 8 * 3 + 3 * 12 + 8 * 7 + 5 * 22 + 14 * 8
+    expected = 2 * (2 * 9 * (kernels + 3 * 8 * 12) + 2 * 45 * 2 * (6 + 7)) + 2 * 10 * 8
+    assert cost.forward(latent, [9], head_tokens=1) == expected
+    sparse = families.from_hf(SHAPE | config | {"first_k_dense_replace": 1, "n_shared_experts": 3}, path="here")
+    saved = 2 * 9 * (3 * 8 * 12 - 3 * 8 * (2 * 6 + 3 * 6) - 8 * 4)
+    assert cost.forward(sparse, [9], head_tokens=1) == expected - saved
+
+
 def test_a_window_saves_and_sequences_add_up():
     assert cost.attention(SLIDING, [9]) < cost.attention(QWEN, [9])
     assert cost.attention(SLIDING, [3]) == cost.attention(QWEN, [3])

@@ -108,7 +108,8 @@ def test_real_models_equal_transformers(shared, rng, full_compilation, name):
     assert_close(jax.nn.log_softmax(ours), torch.log_softmax(torch.from_numpy(theirs), -1).numpy())
 
 
-PACKED = ("qwen2-tied", "qwen2-moe-mixed", "qwen3-moe-normed", "mixtral-sliding", "olmoe-tied")
+DEEPSEEK = ("deepseek2-lite", "deepseek2-grouped", "deepseek3-grouped", "deepseek3-halves")
+PACKED = ("qwen2-tied", "qwen2-moe-mixed", "qwen3-moe-normed", "mixtral-sliding", "olmoe-tied", *DEEPSEEK[1:3])
 ALSO_PACKED = ("olmo2-grouped", "olmo3-long", "smollm3-tied", "granite-scaled", "phi3-partial")
 
 
@@ -224,7 +225,7 @@ def test_init_is_what_it_says():
     assert not np.array_equal(layers[0], layers[1])  # each layer draws its own
 
 
-DIFFERING = ("qwen2-sliding", "gemma3-long", "qwen3-moe-stepped", "mixtral-full", "olmoe-grouped")
+DIFFERING = ("qwen2-sliding", "gemma3-long", "qwen3-moe-stepped", "mixtral-full", "olmoe-grouped", *DEEPSEEK[::3])
 ALSO_DIFFERING = ("olmo3-mixed", "smollm3-biased", "granite-biased", "phi3-grouped")
 
 
@@ -248,10 +249,12 @@ SLOW = (
     "smollm3-tied",
     "granite-scaled",
     "phi3-partial",
+    *DEEPSEEK[:2],
+    DEEPSEEK[3],
 )
 
 
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize("name", [*QUICK, DEEPSEEK[2], *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_a_cache_gives_the_logits_of_the_whole_row(checkpoint, rng, name):
     """Prompts of two lengths in one call, then token by token, against the same rows at once."""
     directory, _ = checkpoint(name)

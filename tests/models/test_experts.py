@@ -110,7 +110,8 @@ def test_the_gradient_is_that_of_transformers_the_routers_included(checkpoint, r
     model.zero_grad()
     if cfg.family == "mixtral":
         theirs = {as_mixtrals(key): grad for key, grad in theirs.items()}
-    assert ours.keys() == theirs.keys()
+    buffers = [ours.pop(key) for key in list(ours) if key.endswith("e_score_correction_bias")]
+    assert ours.keys() == theirs.keys() and all((slope == 0).all() for slope in buffers)
     routers = [key for key in theirs if key.endswith(".gate.weight")]
     assert routers and all(np.abs(theirs[key]).max() > 1e-3 for key in routers)
     for key, grad in theirs.items():
@@ -121,13 +122,19 @@ MESHED = config_of("qwen2-moe-mixed") | dict(
     hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48, moe_intermediate_size=24,
     shared_expert_intermediate_size=16, vocab_size=64, num_hidden_layers=3, mlp_only_layers=[0], initializer_range=0.3,
 )  # fmt: skip
+LATENT = config_of("deepseek3-grouped") | dict(
+    hidden_size=32, intermediate_size=48, moe_intermediate_size=24, vocab_size=64, num_hidden_layers=3,
+    first_k_dense_replace=1, initializer_range=0.3,
+)  # fmt: skip
 
 
-def graded(mesh_shape, tokens, segment, position, **settings):
+def graded(mesh_shape, tokens, segment, position, config=MESHED, **settings):
     """The loss of a model on a mesh, and its gradient."""
-    cfg, mesh = families.from_hf(MESHED, path="config.json"), sharding.make_mesh(mesh_shape)
+    cfg, mesh = families.from_hf(config, path="config.json"), sharding.make_mesh(mesh_shape)
     what = state.weights(cfg, mesh, head="lm", param_dtype=np.float32)
     values = jax.jit(lambda key: decoder.init_params(cfg, key, head="lm", param_dtype=jnp.float32))(jax.random.key(0))
+    if cfg.latent is not None:
+        values["layers1"]["experts"]["correction"] += 0.2 * np.random.default_rng(0).normal(size=(2, 15))
     model = decoder.Decoder(
         cfg,
         constrain=sharding.constrain_to_rows(mesh),
@@ -150,12 +157,12 @@ def graded(mesh_shape, tokens, segment, position, **settings):
 
 
 @functools.cache
-def on_one_device():
+def on_one_device(latent=False):
     rng = np.random.default_rng(3)
     tokens = rng.integers(0, 64, (4, 16)).astype(np.int32)
     segment = (np.arange(16) < np.array([16, 9, 3, 12])[:, None]).astype(np.int32)
     rows = tokens, segment, np.broadcast_to(np.arange(16, dtype=np.int32), tokens.shape)
-    return rows, graded((1, 1, 1, 1), *rows)
+    return rows, graded((1, 1, 1, 1), *rows, config=LATENT if latent else MESHED)
 
 
 @pytest.mark.parametrize(
@@ -168,10 +175,14 @@ def on_one_device():
         ((1, 2, 2, 1), dict(remat="dots")),
         ((1, 2, 1, 2), {}),
         ((1, 4, 1, 1), {}),
+        ((2, 1, 2, 1), dict(config=LATENT)),
+        ((1, 2, 1, 2), dict(config=LATENT, remat="full")),
+        ((1, 2, 2, 2), dict(config=LATENT, remat="dots")),
     ],
 )
 def test_loss_and_gradient_are_those_of_one_device(mesh_shape, settings):
-    rows, (loss, gradient) = on_one_device()
+    latent = "config" in settings
+    rows, (loss, gradient) = on_one_device(latent)
     found = graded(mesh_shape, *rows, **settings)
     np.testing.assert_allclose(found[0], loss, rtol=1e-5)
     jax.tree.map_with_path(
@@ -179,7 +190,8 @@ def test_loss_and_gradient_are_those_of_one_device(mesh_shape, settings):
         found[1],
         gradient,
     )
-    assert min(np.abs(x).max() for x in jax.tree.leaves(gradient)) > 1e-3
+    largest = {jax.tree_util.keystr(path): np.abs(x).max() for path, x in jax.tree.leaves_with_path(gradient)}
+    assert [name for name, size in largest.items() if size < 1e-3] == ["['layers1']['experts']['correction']"] * latent
 
 
 def test_padding_and_neighbours_change_no_token(rng):
@@ -188,8 +200,8 @@ def test_padding_and_neighbours_change_no_token(rng):
     kernels = [jnp.asarray(rng.normal(size=(5, 32, 24)), jnp.float32) for _ in range(3)]
     x, logits = (jnp.asarray(rng.normal(size=(2, 30, n)), jnp.float32) for n in (32, 5))
     logits = logits.at[:, :20].set(jnp.asarray([9.0, 5.0, 0.0, 0.0, 0.0]))  # most tokens go to two experts
-    together = experts.mix(tuple(kernels), x, logits, cfg)
-    apart = [experts.mix(tuple(kernels), x[i : i + 1, 13:], logits[i : i + 1, 13:], cfg) for i in range(2)]
+    together = experts.mix(tuple(kernels), x, logits, None, cfg)
+    apart = [experts.mix(tuple(kernels), x[i : i + 1, 13:], logits[i : i + 1, 13:], None, cfg) for i in range(2)]
     np.testing.assert_allclose(together[:, 13:], np.concatenate(apart), rtol=1e-4, atol=1e-4)
 
 
@@ -200,7 +212,7 @@ def test_no_array_has_tokens_by_experts_by_width():
     x, logits = (jax.ShapeDtypeStruct((4, 512, n), jnp.float32) for n in (32, 64))
 
     def loss(kernels, x, logits):
-        return jnp.sum(experts.mix(kernels, x, logits, cfg) ** 2)
+        return jnp.sum(experts.mix(kernels, x, logits, None, cfg) ** 2)
 
     compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(tuple(shapes), x, logits).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * (4 * 512) * 64 * 64 / 2
@@ -220,6 +232,20 @@ def test_no_array_has_tokens_by_experts_by_width():
         ("mixtral-full", dict(num_local_experts=None), "num_local_experts is missing"),
         ("mixtral-full", dict(quantization_config={"quant_method": "mxfp4"}), "quantization_config=.*mxfp4"),
         ("olmoe-grouped", dict(clip_qkv=8.0), "clip_qkv=8.0 changes the mathematics"),
+        ("deepseek2-lite", dict(norm_topk_prob=True), "norm_topk_prob=True is not supported; only False"),
+        ("deepseek2-lite", dict(topk_method="noaux_tc"), "topk_method='noaux_tc' is not supported; only 'greedy' or"),
+        ("deepseek2-lite", dict(moe_layer_freq=2), "moe_layer_freq=2 is not supported; only 1"),
+        ("deepseek2-lite", dict(mlp_bias=True), "mlp_bias=True changes the mathematics"),
+        ("deepseek2-lite", dict(kv_lora_rank=None), "kv_lora_rank is missing"),
+        ("deepseek2-lite", dict(num_key_value_heads=3), "num_key_value_heads=3 must be num_attention_heads=6"),
+        ("deepseek2-lite", dict(qk_rope_head_dim=5), "qk_rope_head_dim=5 must be even"),
+        ("deepseek2-grouped", dict(n_group=5), "n_group=5 must divide n_routed_experts=12"),
+        ("deepseek2-grouped", dict(topk_group=5), "topk_group=5 must be at most n_group=4"),
+        ("deepseek3-grouped", dict(scoring_func="softmax"), "scoring_func='softmax' is not supported; only 'sigmoid'"),
+        ("deepseek3-grouped", dict(n_group=15), "n_group=15 must divide n_routed_experts=15 into groups of 2 or more"),
+        ("deepseek3-grouped", dict(topk_group=1), "topk_group=1 must be at most n_group=5, with num_experts_per_tok=4"),
+        ("deepseek3-grouped", dict(n_shared_experts=None), "n_shared_experts is missing"),
+        ("deepseek3-grouped", dict(quantization_config={"quant_method": "fp8"}), "quantization_config=.*fp8"),
     ],
 )
 def test_experts_that_cannot_be_read_are_refused_by_field(name, changes, said):

@@ -42,6 +42,45 @@ def test_absent_fields_are_as_transformers_has_them(hf_config):
     assert cfg.qkv_bias == theirs.attention_bias and cfg.mlp_bias == theirs.mlp_bias
 
 
+def test_absent_fields_of_a_deepseek_model_are_as_transformers_has_them(hf_config):
+    transformers = pytest.importorskip("transformers")
+    left_out = ("norm_topk_prob", "routed_scaling_factor", "first_k_dense_replace", "rope_interleave", "rms_norm_eps")
+    for name, theirs in (("2-lite", transformers.DeepseekV2Config()), ("3-halves", transformers.DeepseekV3Config())):
+        config = hf_config(f"deepseek{name}") | {"num_hidden_layers": 5}
+        cfg = families.from_hf({k: v for k, v in config.items() if k not in left_out}, path="config.json")
+        assert cfg.experts.normalized == theirs.norm_topk_prob and cfg.rms_norm_eps == theirs.rms_norm_eps
+        assert cfg.experts.routing.scale == theirs.routed_scaling_factor
+        assert cfg.experts.sparse.count(False) == theirs.first_k_dense_replace
+        assert cfg.latent.interleaved == getattr(theirs, "rope_interleave", True)
+
+
+def test_the_published_deepseek_models_are_read():
+    """The fields of their config.json files that bear on the model."""
+    rope = dict(type="yarn", factor=40, beta_fast=32, beta_slow=1, original_max_position_embeddings=4096)
+    lite = dict(
+        model_type="deepseek_v2", aux_loss_alpha=0.001, ep_size=1, first_k_dense_replace=1, hidden_act="silu",
+        hidden_size=2048, intermediate_size=10944, kv_lora_rank=512, max_position_embeddings=163840,
+        moe_intermediate_size=1408, moe_layer_freq=1, n_group=1, n_routed_experts=64, n_shared_experts=2,
+        norm_topk_prob=False, num_attention_heads=16, num_experts_per_tok=6, num_hidden_layers=27,
+        num_key_value_heads=16, pretraining_tp=1, q_lora_rank=None, qk_nope_head_dim=128, qk_rope_head_dim=64,
+        rms_norm_eps=1e-6, rope_theta=10000, routed_scaling_factor=1.0, scoring_func="softmax", seq_aux=True,
+        tie_word_embeddings=False, topk_group=1, topk_method="greedy", v_head_dim=128, vocab_size=102400,
+        rope_scaling=rope | dict(mscale=0.707, mscale_all_dim=0.707),
+    )  # fmt: skip
+    cfg = families.from_hf(lite, path="config.json")
+    assert (cfg.head_dim, cfg.latent.cached_dim, cfg.kernel_dim) == (192, 576, 192)
+    assert cfg.experts.widths == (1408, 2816) and cfg.unread is None
+    assert cfg.query_scale == pytest.approx(192**-0.5 * (0.1 * 0.707 * math.log(40) + 1) ** 2)
+    large = lite | dict(
+        model_type="deepseek_v3", first_k_dense_replace=3, n_group=8, topk_group=4, n_shared_experts=1,
+        q_lora_rank=1536, n_routed_experts=256, norm_topk_prob=True, num_attention_heads=128, num_key_value_heads=128,
+        num_hidden_layers=61, num_nextn_predict_layers=1, scoring_func="sigmoid", topk_method="noaux_tc",
+    )  # fmt: skip
+    cfg = families.from_hf(large, path="config.json")
+    assert (cfg.experts.routing.groups, cfg.experts.routing.best_groups, cfg.experts.routing.corrected) == (8, 4, True)
+    assert cfg.unread == "1 multi-token prediction layer(s) after layer 60 are not read"
+
+
 @pytest.mark.parametrize(
     "rope",
     [

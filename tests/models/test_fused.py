@@ -21,9 +21,10 @@ def needs(**changes):
     return Needs(**kinds | changes)
 
 
-def batch(rng, asked, *, R=2, T=300, H=4, K=2, longest=130):
-    """q, k, v and segments: shared rows with an empty end, or one trajectory a row."""
-    q, k, v = (rng.normal(size=(R, T, heads, asked.head_dim)) for heads in (H, K, K))
+def batch(rng, asked, *, R=2, T=300, H=4, K=2, longest=130, sizes=None):
+    """q, k, v and segments: shared rows with an empty end, or one trajectory a row. `sizes` are those of q and v."""
+    A, W = (asked.head_dim, asked.head_dim) if sizes is None else sizes
+    q, k, v = (rng.normal(size=(R, T, *head)) for head in ((H, A), (K, A), (K, W)))
     segment = np.zeros((R, T), np.int32)
     for r in range(R):
         if asked.one_segment:
@@ -46,7 +47,7 @@ def gradients(attend, weight, kind):
 
     def run(q, k, v, segment):
         grads, out = both(q, k, v, segment, jnp.int32(kind))
-        assert out.dtype == q.dtype and out.shape == q.shape
+        assert out.dtype == q.dtype and out.shape == (*q.shape[:3], v.shape[3])
         return [np.asarray(x, np.float64) for x in (out, *grads)]
 
     return run
@@ -55,7 +56,7 @@ def gradients(attend, weight, kind):
 def assert_agree(rng, kernel, asked, *, kind=0, mesh=None, exact=None, **shape):
     q, k, v, segment = batch(rng, asked, **shape)
     full = (np.asarray(segment) > 0)[..., None, None]
-    weight = jnp.asarray(full * rng.normal(size=q.shape), jnp.float32)
+    weight = jnp.asarray(full * rng.normal(size=(*q.shape[:3], v.shape[3])), jnp.float32)
     attend = fused.make(kernel, asked, mesh=mesh, interpret=True)
     found = gradients(attend, weight, kind)(q, k, v, segment)
     plain = fused.make("xla", asked if exact is None else exact)
@@ -90,6 +91,11 @@ def test_a_kernel_gives_what_xla_gives(rng, kernel, changes, kind):
 def test_any_number_of_heads_shares_keys(rng, kernel, heads):
     H, K = heads
     assert_agree(rng, kernel, needs(), T=128, H=H, K=K, longest=50)
+
+
+@pytest.mark.parametrize("kernel, sizes", [("pallas", (24, 10)), ("splash", (14, 24))])
+def test_values_may_have_another_size_than_keys(rng, kernel, sizes):
+    assert_agree(rng, kernel, needs(head_dim=24), T=128, longest=50, sizes=sizes)
 
 
 def test_a_window_as_long_as_the_longest_trajectory_is_none(rng):

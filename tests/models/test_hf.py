@@ -70,6 +70,29 @@ def test_saved_model_loads_in_transformers_without_a_complaint(checkpoint, tmp_p
         assert torch.equal(a, b.to(torch.bfloat16)), name
 
 
+def test_prediction_layers_are_left_out_and_a_buffer_stays_in_float32(checkpoint, tmp_path):
+    directory, _ = checkpoint("deepseek3-halves")
+
+    def add(tensors):
+        tensors["model.layers.2.eh_proj.weight"] = np.ones((28, 56), np.float32)
+        tensors["model.layers.2.mlp.gate.weight"] = np.ones((4, 28), np.float32)
+
+    other = rewrite(directory, tmp_path / "other", add)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
+    with pytest.raises(UserError, match=r"holds model\.layers\.2\.eh_proj\.weight, .* config.json has no place for"):
+        load(other)
+    (other / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    cfg, values = load(other, dtype=jnp.bfloat16)
+    out = hf_write.save(tmp_path / "out", values, cfg, source=other, dtype=jnp.bfloat16)
+    assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == 0
+    original, written = stored(directory), stored(out)
+    for name, tensor in original.items():
+        wide = name.endswith("e_score_correction_bias")
+        assert written[name].dtype == (np.float32 if wide else jnp.bfloat16)
+        np.testing.assert_array_equal(written[name], tensor if wide else tensor.astype(jnp.bfloat16))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_files_load_and_come_back(checkpoint, tmp_path, dtype):
     directory, _ = checkpoint("qwen2-untied")

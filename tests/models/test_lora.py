@@ -54,6 +54,7 @@ def test_equations():
         ("llama-biased", tuple(lora.TARGETS)),
         ("gemma3-long", tuple(lora.TARGETS)),
         ("phi3-partial", ("qkv_proj", "gate_up_proj")),
+        ("deepseek2-lite", ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")),
         pytest.param("qwen2-tied", tuple(lora.TARGETS), marks=pytest.mark.slow),
         pytest.param("llama-biased", ("v_proj", "down_proj"), marks=pytest.mark.slow),
         pytest.param("gemma3-long", ("v_proj", "down_proj"), marks=pytest.mark.slow),
@@ -70,20 +71,25 @@ def test_merged_weights_are_the_adapters_beside_them(checkpoint, rng, tmp_path, 
     assert np.abs(beside - logits(cfg, model.base.params, tokens)).max() > 0.1 * np.abs(beside).max()
 
 
+LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 PEFT = ("qwen2-untied", "gemma2-capped", "olmo3-mixed", "smollm3-biased", "granite-scaled", "phi3-grouped")
 
 
-@pytest.mark.parametrize("name", PEFT)
+@pytest.mark.parametrize("name", (*PEFT, "deepseek3-grouped"))
 def test_peft_loads_them_and_says_the_same(checkpoint, rng, tmp_path, name):
     peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     directory, _ = checkpoint(name)
-    cfg, model = adapted(directory, ALL)
-    out = hf_write.save_adapter(tmp_path / "adapter", model.learned, cfg, ALL, base=str(directory))
-    base = transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
+    how = Lora(3, 8, LATENT) if name.startswith("deepseek") else ALL
+    cfg, model = adapted(directory, how)
+    out = hf_write.save_adapter(tmp_path / "adapter", model.learned, cfg, how, base=str(directory))
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, attn_implementation="eager", experts_implementation="eager"
+    )
     theirs = peft.PeftModel.from_pretrained(base, out)
     found = {k: v for k, v in theirs.state_dict().items() if "lora_" in k}
-    assert len(found) == 2 * (4 if cfg.fused else 7) * cfg.num_layers
+    count = len(LATENT) if how is not ALL else 4 if cfg.fused else 7
+    assert len(found) == 2 * count * cfg.num_layers
     tokens = rng.integers(0, cfg.vocab_size, (2, 11)).astype(np.int32)
     with torch.no_grad():
         expected = theirs(torch.from_numpy(tokens).long()).logits.numpy()

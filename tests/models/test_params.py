@@ -10,10 +10,11 @@ import pytest
 from jppo.models import decoder, families, params
 
 NAMES = ("qwen2-tied", "qwen2-untied", "llama-biased", "llama-tied", "qwen2-moe-mixed", "olmoe-grouped")
+LATENT = ("deepseek2-grouped", "deepseek3-grouped")
 
 
 @pytest.mark.parametrize("head", ["lm", "value"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES + LATENT)
 def test_table_is_what_the_module_makes(hf_config, name, head):
     cfg = families.from_hf(hf_config(name), path="config.json")
     made = jax.eval_shape(
@@ -36,7 +37,10 @@ def test_names_are_unique_and_axes_are_the_legends(hf_config):
     assert by_path["layers/mlp_norm/scale"].axes == ("layers", "norm")
     assert by_path["layers/mlp/down/kernel"].axes == ("layers", "mlp", "embed")
     assert by_path["lm_head/kernel"].axes == ("vocab", "embed")
-    for entry in entries:  # a mesh axis may shard one axis of an array only
+    latent = params.table(families.from_hf(hf_config(LATENT[1]), path="config.json"), head="lm")
+    axes = {entry.path[-2:]: entry.axes for entry in latent}
+    assert axes["q_b", "kernel"] == ("layers", "embed", "heads", None) and axes["q_norm", "scale"] == ("layers", "norm")
+    for entry in (*entries, *latent):  # a mesh axis may shard one axis of an array only
         named = [axis for axis in entry.axes if axis is not None]
         assert len(set(named)) == len(named)
 
@@ -51,7 +55,9 @@ def test_heads_are_cut_out_of_hfs_rows(hf_config, rng):
     assert params.from_hf(o, theirs)[2, 3, 7] == theirs[7, 2 * 10 + 3]
 
 
-@pytest.mark.parametrize("name, head", [("llama-biased", "lm"), ("llama-biased", "value"), ("qwen2-moe-mixed", "lm")])
+@pytest.mark.parametrize(
+    "name, head", [("llama-biased", "lm"), ("llama-biased", "value"), ("qwen2-moe-mixed", "lm"), (LATENT[1], "lm")]
+)
 def test_to_hf_inverts_from_hf(hf_config, rng, name, head):
     cfg = families.from_hf(hf_config(name), path="config.json")
     for entry in params.table(cfg, head=head):

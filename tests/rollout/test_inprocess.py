@@ -298,9 +298,16 @@ def test_log_probs_are_the_scorers(name):
     np.testing.assert_allclose(mine, scored(cfg, mesh, values, found, 0.7), atol=1e-5)
 
 
-def test_a_policy_with_adapters_samples_as_it_is_scored():
-    cfg, mesh, values = model_of(NAME)
-    how = lora.Lora(rank=2, alpha=8.0, targets=("q_proj", "down_proj"))
+LATENT = "deepseek3-grouped"
+
+
+@pytest.mark.parametrize(
+    "name, targets",
+    [(NAME, ("q_proj", "down_proj")), pytest.param(LATENT, ("q_b_proj", "kv_b_proj"), marks=pytest.mark.slow)],
+)
+def test_a_policy_with_adapters_samples_as_it_is_scored(name, targets):
+    cfg, mesh, values = model_of(name)
+    how = lora.Lora(rank=2, alpha=8.0, targets=targets)
     entries, rng = lora.table(cfg, how, head="lm"), np.random.default_rng(2)
     learned = params.tree(entries, lambda entry: jnp.asarray(rng.normal(0, 0.3, entry.shape), jnp.float32))
     adapted = lora.join(learned, lora.Base(values, how.scale))
@@ -322,10 +329,11 @@ def test_eight_devices_sample_what_one_does(made, sampling):
     assert max(map(max, found)) < 83
 
 
-def test_experts_on_eight_devices_sample_what_they_do_on_one():
+@pytest.mark.parametrize("name", ["qwen2-moe-mixed", pytest.param(LATENT, marks=pytest.mark.slow)])
+def test_experts_on_eight_devices_sample_what_they_do_on_one(name):
     found = []
     for mesh_shape in ((1, 1, 1), (1, 4, 2)):
-        cfg, mesh, values = model_of("qwen2-moe-mixed", mesh_shape)
+        cfg, mesh, values = model_of(name, mesh_shape)
         sampler = engine_of(cfg, mesh, rows=8)
         sampler.hold(values, version=0)
         found.append(responses(sampler.generate(ask(9), SAMPLING, version=0)))
@@ -414,19 +422,26 @@ EXPERTS = dict(
 )  # fmt: skip
 
 
-def with_experts(c):
-    """The run with a mixture of experts."""
-    file = pathlib.Path(c.model.path) / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | EXPERTS))
+LATENTS = dict(
+    model_type="deepseek_v3", architectures=["DeepseekV3ForCausalLM"], n_routed_experts=4, num_experts_per_tok=2,
+    moe_intermediate_size=16, n_shared_experts=1, n_group=2, topk_group=1, first_k_dense_replace=0, q_lora_rank=12,
+    kv_lora_rank=10, qk_nope_head_dim=8, qk_rope_head_dim=6, v_head_dim=12, head_dim=None, num_key_value_heads=None,
+    tie_word_embeddings=False,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "mesh, experts",
-    [((8, 1, 1, 1), False), ((2, 2, 2, 1), True), pytest.param((1, 2, 2, 2), False, marks=pytest.mark.slow)],
+    "mesh, own",
+    [
+        ((8, 1, 1, 1), {}),
+        ((2, 2, 2, 1), EXPERTS),
+        pytest.param((1, 2, 2, 2), {}, marks=pytest.mark.slow),
+        pytest.param((2, 2, 2, 1), LATENTS, marks=pytest.mark.slow),
+    ],
 )
-def test_a_training_samples_from_what_it_learned(small_run, engine, mesh, experts):
-    if experts:
-        with_experts(small_run)
+def test_a_training_samples_from_what_it_learned(small_run, engine, mesh, own):
+    file = pathlib.Path(small_run.model.path) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | own))
     small_run.rollout.name, small_run.rollout.logp_tolerance = "inprocess", 1e-4  # which train.agree holds it to
     small_run.rollout.temperature, small_run.actor.use_kl_loss, small_run.actor.ppo_mini_batch_size = 0.6, True, 8
     small_run.actor.lr, small_run.rollout.n = 1e-2, 2

@@ -1,4 +1,6 @@
 import contextlib
+import dataclasses
+import json
 import os
 import pathlib
 import socket
@@ -8,13 +10,17 @@ import threading
 import time
 
 import pytest
+from ml_collections import ConfigDict
 
 import jppo
+from jppo.build.rollout import require_routing
+from jppo.models.config_latent import Latent
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers import process
 from jppo.rollout.servers.process import Server, check_ports, telling
-from jppo.rollout.vllm.arguments import LORA_RANKS, check_vllm, environment, flags, program
+from jppo.rollout.vllm.arguments import LORA_RANKS, check_vllm, environment, flags, program, require_latent
 from jppo.settings import UserError, rules_rollout
+from tests.models.conftest import config_of
 
 # What `python -m vllm.entrypoints.openai.api_server` does in an interpreter made for these tests.
 FAKE_VLLM = """
@@ -249,6 +255,34 @@ def test_further_options_reach_the_server_and_ours_do_not_change(settings):
     ]:
         with pytest.raises(UserError, match=said):
             flags(settings(engine_args=wrong), "cpu")
+
+
+def test_latent_attention_on_a_cpu_has_its_kernels_or_is_refused(settings):
+    latent = Latent(query_rank=None, rank=512, plain_dim=32, rotary_dim=64, value_dim=32, interleaved=True)
+    given = flags(settings(latent=latent), "cpu")
+    assert given[given.index("--attention-backend") + 1] == "CPU_MLA"
+    assert "--attention-backend" not in flags(settings(), "cpu") + flags(settings(latent=latent), "gpu")
+    require_latent(settings(latent=latent), "cpu")
+    small = settings(latent=dataclasses.replace(latent, rank=20))
+    require_latent(small, "gpu")
+    with pytest.raises(UserError, match=r"kv_lora_rank=512 and .* this model has 20 and 64; .*inprocess.* GPU$") as e:
+        require_latent(small, "cpu")
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("key, value", [("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")])
+def test_a_config_from_which_vllm_would_route_otherwise_is_refused(tmp_path, key, value):
+    """transformers writes neither field."""
+    whole = config_of("deepseek3-grouped") | dict(scoring_func="sigmoid", topk_method="noaux_tc")
+    c = ConfigDict({"model": {"path": str(tmp_path)}})
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    require_routing(c)
+    del whole[key]
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    with pytest.raises(UserError, match=f"no {key}, and vLLM would choose other experts; add {key}='{value}'"):
+        require_routing(c)
+    (tmp_path / "config.json").write_text(json.dumps(config_of("deepseek2-lite")))
+    require_routing(c)
 
 
 def test_only_a_server_on_a_gpu_can_sleep(settings):

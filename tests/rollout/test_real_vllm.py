@@ -14,6 +14,7 @@ import time
 import numpy as np
 import pytest
 
+from jppo.models import hf
 from jppo.rollout.protocol import RolloutError, greedy
 from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.vllm import publisher
@@ -36,25 +37,35 @@ RNG = np.random.default_rng(0)
 PROMPTS = [Prompt(str(i), "", "", RNG.integers(3, VOCAB, 300).astype(np.int32), "", {}) for i in range(4)]
 
 
-def make_model(folder: pathlib.Path, tied: bool, experts: bool = False):
-    """A random qwen2 or qwen3_moe with heads of 32 as an HF folder without weights, tokenizer included."""
+OWN = {  # of kinds of model
+    "experts": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, head_dim=32),
+    "latent": dict(
+        n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=48, n_shared_experts=1, n_group=4,
+        topk_group=2, first_k_dense_replace=1, q_lora_rank=40, kv_lora_rank=512, qk_rope_head_dim=64,
+        qk_nope_head_dim=32, v_head_dim=32, num_nextn_predict_layers=0, scoring_func="sigmoid", topk_method="noaux_tc",
+    ),
+}  # fmt: skip
+
+
+def make_model(folder: pathlib.Path, kind: str):
+    """A random model of that kind with heads of 32 as an HF folder without weights, tokenizer included."""
     import tokenizers
     import transformers
 
-    own = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 32}
-    make, more = (transformers.Qwen3MoeConfig, own) if experts else (transformers.Qwen2Config, {})
+    name = {"experts": "Qwen3Moe", "latent": "DeepseekV3"}.get(kind, "Qwen2")
+    make, more = getattr(transformers, f"{name}Config"), OWN.get(kind, {})
     config = make(
         vocab_size=VOCAB,
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=2,
         num_attention_heads=2,
-        num_key_value_heads=1,
+        num_key_value_heads=2 if kind == "latent" else 1,
         max_position_embeddings=512,
-        tie_word_embeddings=tied,
+        tie_word_embeddings=kind == "tied",
         eos_token_id=2,
         initializer_range=0.15,
-        architectures=["Qwen3MoeForCausalLM" if experts else "Qwen2ForCausalLM"],
+        architectures=[f"{name}ForCausalLM"],
         **more,
     )
     config.save_pretrained(folder)
@@ -74,9 +85,10 @@ def random_weights(config, seed: int):
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))  # biases and norms are not 0 and 1
-    tensors = revert_weight_conversion(model, dict(model.named_parameters()))
+        for tensor in model.state_dict().values():
+            tensor.add_(0.1 * torch.randn_like(tensor))  # biases and norms are not 0 and 1
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    tensors = revert_weight_conversion(model, {k: x for k, x in model.state_dict().items() if k not in tied})
     return model, {name: p.detach().contiguous().numpy() for name, p in tensors.items()}
 
 
@@ -122,18 +134,19 @@ def wait_for_none(leader: int, seconds: float = 15.0) -> None:
         time.sleep(0.1)
 
 
-SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("untied", "experts")]
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("untied", "experts", "latent")]
 
 
 @pytest.fixture(scope="module", params=["tied", *SLOW])
 def served(request, settings, tmp_path_factory):
     """A server, its sampler, and its model's config; version 1 is published."""
     folder = tmp_path_factory.mktemp(request.param)
-    config = make_model(folder / "model", request.param == "tied", request.param == "experts")
+    config = make_model(folder / "model", request.param)
+    latent = hf.read_config(folder / "model")[1].latent
     engine = start_vllm(
         str(folder / "model"),
         str(folder / "run"),
-        settings=settings(max_model_len=384, max_num_seqs=64, start_timeout_s=180.0),
+        settings=settings(max_model_len=384, max_num_seqs=64, start_timeout_s=180.0, latent=latent),
         urls=[],
         limits=LIMITS,
         publish_dir="" if request.param == "tied" else str(folder),
@@ -402,7 +415,7 @@ time.sleep(1000)
 # test_train.py kills a trainer whose server is ready.
 @pytest.mark.parametrize("ready", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_trainer_that_is_killed_takes_its_server_with_it(tmp_path, settings, ready):
-    make_model(tmp_path / "model", True)
+    make_model(tmp_path / "model", "tied")
     (tmp_path / "run").mkdir()
     given = vars(settings(max_model_len=384, start_timeout_s=180.0))
     argument = json.dumps([str(tmp_path / "model"), str(tmp_path / "run"), given, ready])

