@@ -51,8 +51,8 @@ def read(fields: Fields, num_heads: int) -> Latent:
     )
 
 
-def query_scale(fields: Fields, latent: Latent, rotary: Rotary) -> float:
+def query_scale(fields: Fields, head_dim: int, rotary: Rotary) -> float:
     """Returns the scale of scores; YaRN's `mscale_all_dim` raises it."""
     rope = fields.config.get("rope_scaling") or fields.config.get("rope_parameters") or {}
     stretch = config_rotary.mscale(rotary.factor, Fields(rope, fields.path).get("mscale_all_dim", float, 0.0))
-    return latent.head_dim**-0.5 * stretch**2
+    return float(head_dim**-0.5 * stretch**2)

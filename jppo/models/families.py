@@ -90,9 +90,7 @@ def from_hf(config: Mapping[str, Any], *, path: str | os.PathLike[str], longest:
         activation=_activation(fields, family),
         embed_scale=hidden_size**0.5 if family.gemma else _multiplier(fields, family, "embedding_multiplier"),
         residual_scale=_multiplier(fields, family, "residual_multiplier"),
-        query_scale=_query_scale(fields, family, head_dim)
-        if latent is None
-        else config_latent.query_scale(fields, latent, rotary),
+        query_scale=_query_scale(fields, family, head_dim, rotary),
         attn_softcap=_softcap(fields, "attn_logit_softcapping", family.attn_softcap),
         logit_divisor=_multiplier(fields, family, "logits_scaling"),
         logit_softcap=_softcap(fields, "final_logit_softcapping", family.logit_softcap),
@@ -147,7 +145,9 @@ def _multiplier(fields: Fields, family: Family, key: str) -> float:
     return fields.above_zero(key, 1.0) if family.multipliers else 1.0
 
 
-def _query_scale(fields: Fields, family: Family, head_dim: int) -> float:
+def _query_scale(fields: Fields, family: Family, head_dim: int, rotary: Rotary) -> float:
+    if family.latent:
+        return config_latent.query_scale(fields, head_dim, rotary)
     if family.multipliers:
         return _multiplier(fields, family, "attention_multiplier")
     scalar = fields.above_zero("query_pre_attn_scalar", 256.0) if family.query_pre_attn_scalar else head_dim
