@@ -103,7 +103,7 @@ def by_vllm(
         kv_cache_memory_bytes=1 << 28,
         omp_threads=1,
         start_timeout_s=300.0,
-        latent=cfg.latent,
+        latent=cfg.latent_sizes,
     )
     asked = [Prompt(str(i), "", "", ids, "", {}) for i, ids in enumerate(prompts)]
     with tempfile.TemporaryDirectory() as run_dir:

@@ -137,7 +137,7 @@ def main() -> None:
         kv_cache_memory_bytes=1 << 28,
         omp_threads=1,
         start_timeout_s=300.0,
-        latent=cfg.latent,
+        latent=cfg.latent_sizes,
     )
     with tempfile.TemporaryDirectory() as run_dir:
         limits = ServerLimits(request_timeout_s=120.0, health_timeout_s=60.0, max_restarts=0)

@@ -124,7 +124,7 @@ def server_settings(c: ConfigDict) -> ServerSettings:
         engine_args=r.engine_args,
         sleeps=r.sleep_level > 0,
         lora_rank=c.model.lora_rank if r.lora_sync == "adapter" else 0,
-        latent=hf.read_config(c.model.path)[1].latent,
+        latent=hf.read_config(c.model.path)[1].latent_sizes,
     )
 
 

@@ -80,6 +80,11 @@ class ModelConfig:
         return f"{n} multi-token prediction layer(s) after layer {self.num_layers - 1} are not read" if n else None
 
     @property
+    def latent_sizes(self) -> tuple[int, int] | None:
+        """Returns the sizes of a latent and of a rotary key."""
+        return None if self.latent is None else (self.latent.rank, self.latent.rotary_dim)
+
+    @property
     def kernel_dim(self) -> int:
         """Returns the size of heads in attention kernels: queries, keys and values are padded to the largest."""
         return self.head_dim if self.latent is None else max(self.head_dim, self.latent.value_dim)

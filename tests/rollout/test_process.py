@@ -1,5 +1,4 @@
 import contextlib
-import dataclasses
 import json
 import os
 import pathlib
@@ -14,7 +13,6 @@ from ml_collections import ConfigDict
 
 import jppo
 from jppo.build.rollout import require_routing
-from jppo.models.config_latent import Latent
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers import process
 from jppo.rollout.servers.process import Server, check_ports, telling
@@ -258,12 +256,12 @@ def test_further_options_reach_the_server_and_ours_do_not_change(settings):
 
 
 def test_latent_attention_on_a_cpu_has_its_kernels_or_is_refused(settings):
-    latent = Latent(query_rank=None, rank=512, plain_dim=32, rotary_dim=64, value_dim=32, interleaved=True)
+    latent = (512, 64)
     given = flags(settings(latent=latent), "cpu")
     assert given[given.index("--attention-backend") + 1] == "CPU_MLA"
     assert "--attention-backend" not in flags(settings(), "cpu") + flags(settings(latent=latent), "gpu")
     require_latent(settings(latent=latent), "cpu")
-    small = settings(latent=dataclasses.replace(latent, rank=20))
+    small = settings(latent=(20, 64))
     require_latent(small, "gpu")
     with pytest.raises(UserError, match=r"kv_lora_rank=512 and .* this model has 20 and 64; .*inprocess.* GPU$") as e:
         require_latent(small, "cpu")

@@ -142,7 +142,7 @@ def served(request, settings, tmp_path_factory):
     """A server, its sampler, and its model's config; version 1 is published."""
     folder = tmp_path_factory.mktemp(request.param)
     config = make_model(folder / "model", request.param)
-    latent = hf.read_config(folder / "model")[1].latent
+    latent = hf.read_config(folder / "model")[1].latent_sizes
     engine = start_vllm(
         str(folder / "model"),
         str(folder / "run"),

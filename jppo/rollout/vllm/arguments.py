@@ -10,7 +10,6 @@ import subprocess
 from collections.abc import Mapping, Sequence
 
 from jppo import interpreter
-from jppo.models.config_latent import Latent
 from jppo.rollout.servers import guard
 from jppo.rollout.servers.process import HOST, ServerProgram
 from jppo.settings import UserError
@@ -81,7 +80,7 @@ class ServerSettings:
     engine_args: str = ""  # further options of the engine, as on a command line
     sleeps: bool = False  # frees its GPU memory while the trainer learns
     lora_rank: int = 0  # of the adapters; 0: whole weights only
-    latent: Latent | None = None  # the model's latent attention
+    latent: tuple[int, int] | None = None  # kv_lora_rank and qk_rope_head_dim; None: no latent attention
 
 
 def check_vllm(python: str, setting: str = "rollout.python") -> str:
@@ -109,11 +108,11 @@ def check_vllm(python: str, setting: str = "rollout.python") -> str:
 
 def require_latent(settings: ServerSettings, build: str) -> None:
     """Raises UserError for latent attention that this vLLM cannot compute."""
-    how = settings.latent
-    if build == "cpu" and how is not None and (how.rank, how.rotary_dim) != LATENT_SIZES:
+    sizes = settings.latent
+    if build == "cpu" and sizes is not None and sizes != LATENT_SIZES:
         raise UserError(
             f"vLLM's latent attention on a CPU takes kv_lora_rank={LATENT_SIZES[0]} and qk_rope_head_dim="
-            f"{LATENT_SIZES[1]}, and this model has {how.rank} and {how.rotary_dim}; set rollout.name=inprocess or"
+            f"{LATENT_SIZES[1]}, and this model has {sizes[0]} and {sizes[1]}; set rollout.name=inprocess or"
             " serve it on a GPU"
         )
 
