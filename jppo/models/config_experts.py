@@ -18,6 +18,8 @@ class Names:
     shared: bool = False  # there is an expert that every token uses
     normalized: bool | None = None  # None: by the field norm_topk_prob
     mixed: bool = True  # config.json may give some layers an MLP in place of experts
+    router: str = "gate"
+    fused: bool = False  # a layer's experts are one tensor, gates and ups interleaved; with biases, the router's too
 
 
 QWEN2 = Names(shared=True)
@@ -26,6 +28,7 @@ OLMOE = Names(width="intermediate_size", mixed=False)
 MIXTRAL = Names(
     "num_local_experts", "intermediate_size", "block_sparse_moe", "w1", "w3", "w2", normalized=True, mixed=False
 )
+GPT_OSS = Names("num_local_experts", "intermediate_size", normalized=True, mixed=False, router="router", fused=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +42,7 @@ class Experts:
     normalized: bool  # the weights of a token's active experts sum to 1
     sparse: tuple[bool, ...]  # [L], whether a layer has experts
     names: Names
+    clamp: tuple[float, float] | None = None  # alpha and limit of a clamped gate; None: the model's activation
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -58,6 +62,7 @@ def read(fields: Fields, names: Names | None, num_layers: int) -> Experts | None
     count, active = fields.get(counted, int), fields.get("num_experts_per_tok", int)
     if active > count:
         raise fields.refuse("num_experts_per_tok", f"must be at most {counted}={count}")
+    clamp = fields.above_zero("swiglu_alpha", 1.702), fields.above_zero("swiglu_limit", 7.0)
     return Experts(
         count=count,
         active=active,
@@ -66,6 +71,7 @@ def read(fields: Fields, names: Names | None, num_layers: int) -> Experts | None
         normalized=fields.get("norm_topk_prob", bool, False) if names.normalized is None else names.normalized,
         sparse=sparse,
         names=names,
+        clamp=clamp if names.fused else None,
     )
 
 

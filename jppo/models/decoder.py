@@ -78,13 +78,16 @@ class Attention(nn.Module):
             axes = 1 if cfg.qk_norm == "head" else 2
             q = RMSNorm(cfg, self.param_dtype, axes, name="q_norm")(q)
             k = RMSNorm(cfg, self.param_dtype, axes, name="k_norm")(k)
+        sinks = None
+        if cfg.sinks:
+            sinks = self.param("sinks", nn.initializers.normal(cfg.initializer_range), (H,), self.param_dtype)
         q, k = rotate(q, place.cos, place.sin), rotate(k, place.cos, place.sin)
         if held is None:
             assert place.segment is not None
-            mixed = self.attend(q, k, v, place.segment, place.kind)  # [R, T, H, A]
+            mixed = self.attend(q, k, v, place.segment, place.kind, sinks)  # [R, T, H, A]
         else:
             held = extend(held, k, v, place.position)
-            mixed = attend_cached(q, held.k, held.v, place.position, place.kind, **attention_settings(cfg))
+            mixed = attend_cached(q, held.k, held.v, place.position, place.kind, sinks, **attention_settings(cfg))
         return project("o", "rtha,had->rtd", (H, A, D), (D,) if cfg.o_bias else None)(mixed), held
 
 

@@ -113,7 +113,8 @@ def _find(
 ) -> tuple[tuple[Entry, ...], dict[str, tensorfile.Slot]]:
     """Finds the parameters that the checkpoint holds (not a score yet to be drawn), and their places."""
     directory = resolve(path, weights=True)
-    slots = {name: slot for name, slot in tensorfile.slots(directory).items() if not _BUFFERS.match(name)}
+    stored = tensorfile.unpacked(tensorfile.slots(directory))
+    slots = {name: slot for name, slot in stored.items() if not _BUFFERS.match(name)}
     entries = params.table(cfg, head=head)
     if cfg.value_bins > 1:  # scores of a classifier, not logits of a histogram
         slots.pop("score.weight", None)

@@ -108,7 +108,7 @@ def test_real_models_equal_transformers(shared, rng, full_compilation, name):
     assert_close(jax.nn.log_softmax(ours), torch.log_softmax(torch.from_numpy(theirs), -1).numpy())
 
 
-PACKED = ("qwen2-tied", "qwen2-moe-mixed", "qwen3-moe-normed", "mixtral-sliding", "olmoe-tied")
+PACKED = ("qwen2-tied", "qwen2-moe-mixed", "qwen3-moe-normed", "mixtral-sliding", "olmoe-tied", "gpt-oss-clamped")
 ALSO_PACKED = ("olmo2-grouped", "olmo3-long", "smollm3-tied", "granite-scaled", "phi3-partial")
 
 
@@ -224,7 +224,7 @@ def test_init_is_what_it_says():
     assert not np.array_equal(layers[0], layers[1])  # each layer draws its own
 
 
-DIFFERING = ("qwen2-sliding", "gemma3-long", "qwen3-moe-stepped", "mixtral-full", "olmoe-grouped")
+DIFFERING = ("qwen2-sliding", "gemma3-long", "qwen3-moe-stepped", "mixtral-full", "olmoe-grouped", "gpt-oss-clamped")
 ALSO_DIFFERING = ("olmo3-mixed", "smollm3-biased", "granite-biased", "phi3-grouped")
 
 
@@ -238,8 +238,9 @@ def test_layers_that_differ_may_be_unrolled_and_rematerialised(checkpoint, rng, 
 
 
 # tests/rollout/test_inprocess.py decodes some of the slow ones by a cache, too.
-QUICK = ("qwen2-sliding", "llama-llama3", "mistral-sliding", "qwen2-moe-mixed", "mixtral-sliding", "olmo3-long")
+QUICK = ("qwen2-sliding", "llama-llama3", "mistral-sliding", "qwen2-moe-mixed", "mixtral-sliding", "gpt-oss-clamped")
 SLOW = (
+    "olmo3-long",
     "qwen3-biased",
     "gemma2-capped",
     "gemma3-long",
