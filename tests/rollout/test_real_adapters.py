@@ -29,7 +29,7 @@ def random_adapters(cfg, seed):
 @pytest.mark.slow
 def test_adapters_beside_the_base_are_what_peft_makes_of_both(settings, tmp_path):
     peft = pytest.importorskip("peft")
-    config = make_model(tmp_path / "model", tied=True)
+    config = make_model(tmp_path / "model", "tied")
     cfg = families.from_hf(config.to_dict(), path="config.json")
     base, tensors = random_weights(config, 1)
     engine = start_vllm(

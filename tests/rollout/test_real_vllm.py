@@ -36,14 +36,20 @@ RNG = np.random.default_rng(0)
 PROMPTS = [Prompt(str(i), "", "", RNG.integers(3, VOCAB, 300).astype(np.int32), "", {}) for i in range(4)]
 
 
-def make_model(folder: pathlib.Path, tied: bool, experts: bool = False):
-    """A random qwen2 or qwen3_moe with heads of 32 as an HF folder without weights, tokenizer included."""
+def make_model(folder: pathlib.Path, kind: str):
+    """A random model with heads of 32 as an HF folder without weights, tokenizer included."""
     import tokenizers
     import transformers
 
-    own = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 32}
-    make, more = (transformers.Qwen3MoeConfig, own) if experts else (transformers.Qwen2Config, {})
-    config = make(
+    rope = dict(rope_type="yarn", factor=8.0, beta_fast=32.0, beta_slow=1.0, truncate=False)
+    rope |= dict(rope_theta=150000.0, original_max_position_embeddings=64)
+    own = {
+        "experts": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, head_dim=32),
+        "gpt-oss": dict(num_local_experts=4, num_experts_per_tok=2, head_dim=32, rope_parameters=rope),
+    }
+    makers = {"experts": "Qwen3Moe", "gpt-oss": "GptOss"}
+    name = makers.get(kind, "Qwen2")
+    config = getattr(transformers, f"{name}Config")(
         vocab_size=VOCAB,
         hidden_size=64,
         intermediate_size=96,
@@ -51,11 +57,11 @@ def make_model(folder: pathlib.Path, tied: bool, experts: bool = False):
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=512,
-        tie_word_embeddings=tied,
+        tie_word_embeddings=kind == "tied",
         eos_token_id=2,
         initializer_range=0.15,
-        architectures=["Qwen3MoeForCausalLM" if experts else "Qwen2ForCausalLM"],
-        **more,
+        architectures=[f"{name}ForCausalLM"],
+        **own.get(kind, {}),
     )
     config.save_pretrained(folder)
     words = {f"w{i}": i for i in range(VOCAB)}
@@ -122,14 +128,14 @@ def wait_for_none(leader: int, seconds: float = 15.0) -> None:
         time.sleep(0.1)
 
 
-SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("untied", "experts")]
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("untied", "experts", "gpt-oss")]
 
 
 @pytest.fixture(scope="module", params=["tied", *SLOW])
 def served(request, settings, tmp_path_factory):
     """A server, its sampler, and its model's config; version 1 is published."""
     folder = tmp_path_factory.mktemp(request.param)
-    config = make_model(folder / "model", request.param == "tied", request.param == "experts")
+    config = make_model(folder / "model", request.param)
     engine = start_vllm(
         str(folder / "model"),
         str(folder / "run"),
@@ -402,7 +408,7 @@ time.sleep(1000)
 # test_train.py kills a trainer whose server is ready.
 @pytest.mark.parametrize("ready", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_trainer_that_is_killed_takes_its_server_with_it(tmp_path, settings, ready):
-    make_model(tmp_path / "model", True)
+    make_model(tmp_path / "model", "tied")
     (tmp_path / "run").mkdir()
     given = vars(settings(max_model_len=384, start_timeout_s=180.0))
     argument = json.dumps([str(tmp_path / "model"), str(tmp_path / "run"), given, ready])
