@@ -49,15 +49,15 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"rollout.name={c.rollout.name!r}, rollout.port={c.rollout.port}: {wanted}")
     if not os.environ.get(guard.TOKEN, "").strip():
         raise UserError(f"{guard.TOKEN} is not set; set it to one random value here and for the training")
-    wanted, port = server_settings(c), c.rollout.port
+    server, port = server_settings(c), c.rollout.port
     build = arguments.check_vllm(c.rollout.python)
     model = str(hf.resolve(c.model.path, weights=False))
     place = ["--host", args.host, "--port", str(port), "--served-model-name", "policy"]
     command = [interpreter.executable(c.rollout.python), "-m", arguments.MODULE, "--model", model, *place]
-    env = {**os.environ, **arguments.environment(wanted, build)}
+    env = {**os.environ, **arguments.environment(server, build)}
     sys.exit(
         run(
-            [*command, *arguments.flags(wanted, build)],
+            [*command, *arguments.flags(server, build)],
             env,
             address=args.address or f"http://{socket.gethostname()}:{port}",
             own=f"http://{HOST if args.host in ('0.0.0.0', '::') else args.host}:{port}",

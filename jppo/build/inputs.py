@@ -124,6 +124,13 @@ def read_val(c: ConfigDict, tokenizer: Any, agent: Agent | None = None) -> Promp
     )
 
 
+def describe_decoding(policy: ModelConfig) -> str | None:
+    """Describes how a quantised checkpoint is read; None if it is not quantised."""
+    if policy.quantization is None:
+        return None
+    return f"{policy.quantization} tensors of the checkpoint are read as bfloat16; no publish or export is quantised"
+
+
 def speaking(inputs: Inputs) -> dict[str, Any]:
     """Returns the engine's arguments for responses: end tokens, decoder and turn loop."""
     said = dict(eos_token_ids=inputs.end_tokens, decode=lambda ids: decode(inputs.tokenizer, ids))

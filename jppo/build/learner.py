@@ -96,6 +96,7 @@ def attention_kernel(c: ConfigDict, cfg: ModelConfig, mesh: Any) -> tuple[str, s
         one_segment=packing_kind(c, mesh) in ("buckets", "none"),
         shared=shared_prompts(c, mesh),
         longest=c.data.max_prompt_length + c.data.max_response_length,
+        sinks=cfg.sinks,
     )
     gpu = fused.capability(mesh.devices.flat[0])
     return *fused.choose(c.model.attention, needs, backend=sharding.platform(mesh), gpu=gpu), needs

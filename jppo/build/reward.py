@@ -157,7 +157,12 @@ def _by_jax(c: ConfigDict, what: Classifier, mesh: jax.sharding.Mesh, log: pathl
     m = c.reward.model
     _, cfg = hf.read_config(what.directory, longest=m.max_length)
     needs = fused.Needs(
-        **attention_settings(cfg), head_dim=cfg.kernel_dim, dtype=m.dtype, one_segment=True, longest=m.max_length
+        **attention_settings(cfg),
+        head_dim=cfg.kernel_dim,
+        dtype=m.dtype,
+        one_segment=True,
+        longest=m.max_length,
+        sinks=cfg.sinks,
     )
     gpu = fused.capability(mesh.devices.flat[0])
     kernel, _ = fused.choose("auto", needs, backend=sharding.platform(mesh), gpu=gpu)

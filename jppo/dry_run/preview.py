@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
-from jppo.build.inputs import Inputs, read_inputs
+from jppo.build.inputs import Inputs, describe_decoding, read_inputs
 from jppo.build.learner import make_passes
 from jppo.build.packing import critic_epochs, critic_mini_batch_size, plan_of_run, sequences_of_step
 from jppo.build.rollout import share_gpu
@@ -123,6 +123,7 @@ def sizes(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[list[str], Work]:
             f" {d.epochs * d.mini_batches} optimizer steps a step; up to {d.micro_batches} micro-batches each"
         )
     lines += [
+        *(f"weights          {said}" for said in [describe_decoding(inputs.policy)] if said),
         f"sampling         {describe_sampling(c)}",
         *(f"                 warning: {one.found}; {one.remedy}" for one in forewarn(c)),
         f"rows             {shapes(plan)}",

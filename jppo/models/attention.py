@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import chex
 import jax
@@ -11,9 +11,25 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jppo.models.product import einsum
 
-# (q [R, T, H, A], k and v [R, T, K, A], segment [R, T], kind []) -> [R, T, H, A]; kind: index into the layers' windows
-# v may have another size than q and k: then the result has v's.
-Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | int], jax.Array]
+
+class Attend(Protocol):
+    """Attention of rows, to [R, T, H, A]: q [R, T, H, A], k and v [R, T, K, A], segment [R, T].
+
+    `kind` is an index into the layers' windows. `sinks` [H] are each head's score of a key without a value.
+    v may have another size than q and k: then the result has v's.
+    """
+
+    def __call__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        segment: jax.Array,
+        kind: jax.Array | int,
+        sinks: jax.Array | None = None,
+        /,
+    ) -> jax.Array: ...
+
 
 Windows = tuple[int | None, ...]  # of each kind of layer; None: no window
 
@@ -39,9 +55,16 @@ def make_plain(
     look = functools.partial(_scores, scale=scale, softcap=softcap, windows=windows, shared_prompts=shared is not None)
 
     @jax.custom_vjp
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, kind: jax.Array | int) -> jax.Array:
+    def attend(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        segment: jax.Array,
+        kind: jax.Array | int,
+        sinks: jax.Array | None = None,
+    ) -> jax.Array:
         chex.assert_rank([q, k, v, segment], [4, 4, 4, 2])
-        return _forward(look, shared, q, k, v, segment, kind)[0]
+        return _forward(look, shared, q, k, v, segment, kind, sinks)[0]
 
     attend.defvjp(
         functools.partial(_forward, look, shared),
@@ -85,6 +108,7 @@ def _forward(
     v: jax.Array,
     segment: jax.Array,
     kind: jax.Array | int,
+    sinks: jax.Array | None,
 ) -> tuple[jax.Array, Any]:
     """Computes softmax(scores) v; returns it and, for `_backward`, the arguments and each query's log Σ exp(scores)."""
     queries, keys, vals = _by_head(q, k.shape[2]), _by_head(k)[:, :, 0], _by_head(v)[:, :, 0]
@@ -94,13 +118,18 @@ def _forward(
         R, K, G, B, S = found.shape
         found = jnp.where(seen, found, UNSEEN)
         top = jnp.max(found, axis=-1, keepdims=True)
+        if sinks is not None:
+            sink = _of_heads(sinks, K)
+            top = jnp.maximum(top, sink)
         weight = jnp.exp(found - top)
         total = jnp.sum(weight, axis=-1, keepdims=True)
+        if sinks is not None:
+            total += jnp.exp(sink - top)
         out = _dot("rkqs,rksa->rkqa", weight.astype(v.dtype).reshape(R, K, G * B, S), _take(vals, spans, 2))
         mixed.append(out.reshape(R, K, G, B, -1) / total)
         logs.append(top + jnp.log(total))
     whole = checkpoint_name(_by_token(jnp.concatenate(mixed, axis=3)).astype(q.dtype), NAME)
-    return whole, (q, k, v, segment, kind, checkpoint_name(jnp.concatenate(logs, axis=3), NAME))
+    return whole, (q, k, v, segment, kind, sinks, checkpoint_name(jnp.concatenate(logs, axis=3), NAME))
 
 
 def _backward(
@@ -112,12 +141,15 @@ def _backward(
     scale: float,
     softcap: float | None,
 ) -> tuple[Any, ...]:
-    """Computes the gradients of q, k and v: with w the softmax, a score's is w (given·v - Σ w given·v)."""
-    q, k, v, segment, kind, logs = held
+    """Computes the gradients of q, k and v: with w the softmax, a score's is w (given·v - Σ w given·v).
+
+    A sink's has no v: -w Σ w given·v, summed over queries.
+    """
+    q, k, v, segment, kind, sinks, logs = held
     K = k.shape[2]
     queries, keys, vals = _by_head(q, K), _by_head(k)[:, :, 0], _by_head(v)[:, :, 0]
     each = _by_head(given, K)
-    by_q = []
+    by_q, by_sinks = [], jnp.zeros(queries.shape[1:3], logs.dtype)  # [K, G]
     by_k, by_v = jnp.zeros(keys.shape, logs.dtype), jnp.zeros(vals.shape, logs.dtype)
     for block, spans in blocks(q.shape[1], shared):
         found, seen = look(queries, keys, segment, kind, block, spans)
@@ -125,7 +157,11 @@ def _backward(
         here, flat = (x[:, :, :, block].reshape(R, K, G * B, -1) for x in (queries, each))
         weight = jnp.where(seen, jnp.exp(found - logs[:, :, :, block]), 0.0)
         pull = _dot("rkqa,rksa->rkqs", flat, _take(vals, spans, 2)).reshape(weight.shape)
-        by_score = scale * weight * (pull - jnp.sum(weight * pull, axis=-1, keepdims=True))
+        mean = jnp.sum(weight * pull, axis=-1, keepdims=True)
+        by_score = scale * weight * (pull - mean)
+        if sinks is not None:
+            of_sink = jnp.exp(_of_heads(sinks, K) - logs[:, :, :, block])
+            by_sinks -= jnp.sum(of_sink * mean, axis=(0, 3, 4))
         if softcap is not None:
             by_score *= 1.0 - jnp.square(found / softcap)
         by_score = by_score.astype(q.dtype).reshape(R, K, G * B, S)
@@ -135,7 +171,8 @@ def _backward(
         by_v = _add(by_v, spans, _dot("rkqs,rkqa->rksa", weight, flat))
     of_q = _by_token(jnp.concatenate(by_q, axis=3)).astype(q.dtype)
     of_k, of_v = (_by_token(x[:, :, None]).astype(k.dtype) for x in (by_k, by_v))
-    return of_q, of_k, of_v, None, None
+    of_sinks = None if sinks is None else by_sinks.reshape(-1).astype(sinks.dtype)
+    return of_q, of_k, of_v, None, None, of_sinks
 
 
 def blocks(length: int, shared: tuple[int, int] | None = None) -> list[tuple[slice, Spans]]:
@@ -190,6 +227,11 @@ def _by_token(x: jax.Array) -> jax.Array:
     return x.transpose(0, 3, 1, 2, 4).reshape(R, T, K * G, A)
 
 
+def _of_heads(sinks: jax.Array, kv_heads: int) -> jax.Array:
+    """Reshapes [H] to f32 [1, K, H/K, 1, 1], as scores [R, K, H/K, T, S]."""
+    return sinks.astype(jnp.float32).reshape(1, kv_heads, -1, 1, 1)
+
+
 def _dot(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return einsum(equation, a, b, jnp.promote_types(a.dtype, jnp.float32))
 
@@ -200,6 +242,7 @@ def attend_cached(
     v: jax.Array,
     position: jax.Array,
     kind: jax.Array | int,
+    sinks: jax.Array | None = None,
     *,
     scale: float,
     softcap: float | None,
@@ -209,7 +252,7 @@ def attend_cached(
     chex.assert_rank([q, k, v, position], [4, 4, 4, 2])
     slots = jnp.arange(k.shape[1], dtype=jnp.int32)
     seen = _in_window(position[:, :, None], slots[None, None, :], windows, kind)
-    return _softmax_mix(q, k, v, seen, scale=scale, softcap=softcap)
+    return _softmax_mix(q, k, v, seen, sinks, scale=scale, softcap=softcap)
 
 
 def _in_window(query: jax.Array, key: jax.Array, windows: Windows, kind: jax.Array | int) -> jax.Array:
@@ -223,7 +266,14 @@ def _in_window(query: jax.Array, key: jax.Array, windows: Windows, kind: jax.Arr
 
 
 def _softmax_mix(
-    q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array, *, scale: float, softcap: float | None
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    seen: jax.Array,
+    sinks: jax.Array | None,
+    *,
+    scale: float,
+    softcap: float | None,
 ) -> jax.Array:
     """Computes softmax(cap(q k^T scale)) v over `seen` [R or 1, T, S]; each kv head is shared by H/K query heads.
 
@@ -237,5 +287,8 @@ def _softmax_mix(
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
     scores = jnp.where(seen[:, None, None], scores, jnp.finfo(jnp.float32).min)
-    weight = jax.nn.softmax(scores, axis=-1).astype(v.dtype)  # [R, K, H/K, T, S]
+    if sinks is not None:  # a further key, without a value
+        sink = jnp.broadcast_to(_of_heads(sinks, K), (*scores.shape[:-1], 1))
+        scores = jnp.concatenate([scores, sink], axis=-1)
+    weight = jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]].astype(v.dtype)  # [R, K, H/K, T, S]
     return jnp.einsum("rkgts,rska->rtkga", weight, v).reshape(R, T, H, v.shape[-1])

@@ -45,6 +45,7 @@ class ModelConfig:
     embed_scale: float  # on input embeddings
     residual_scale: float  # on a block's output, before it is added to the residual
     query_scale: float  # on the products of queries and keys
+    sinks: bool  # each head's softmax has a further, learned score, of no key
     attn_softcap: float | None  # c tanh(x / c) on these products
     logit_divisor: float  # of the logits, before their cap
     logit_softcap: float | None  # and on the logits
@@ -53,6 +54,7 @@ class ModelConfig:
     initializer_range: float  # standard deviation of random weights
     padded_vocab_size: int  # rows of the embedding: V, or more so that a mesh divides them; the rest is padding
     experts: Experts | None  # None: every layer has an MLP
+    quantization: str | None  # quant_method of the checkpoint, whose tensors are read as bfloat16
     latent: Latent | None = None  # None: keys and values are computed from the hidden state
     further_layers: int = 0  # of the checkpoint, after the last: they predict further tokens and are not read
     value_bins: int = 1  # outputs of a value head: one value, or the logits of a histogram

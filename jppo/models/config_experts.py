@@ -22,6 +22,8 @@ class Names:
     normalized: bool | None = None  # None: by the field norm_topk_prob
     mixed: bool = True  # config.json may give some layers an MLP in place of experts
     deepseek: config_routing.Version | None = None  # whose fields it has
+    router: str = "gate"
+    fused: bool = False  # a layer's experts are one tensor, gates and ups interleaved; with biases, the router's too
 
 
 QWEN2 = Names(shared="shared_expert", shared_gate=True)
@@ -32,6 +34,7 @@ MIXTRAL = Names(
 )
 DEEPSEEK_V2 = Names("n_routed_experts", shared="shared_experts", deepseek=config_routing.V2)
 DEEPSEEK_V3 = Names("n_routed_experts", shared="shared_experts", deepseek=config_routing.V3)
+GPT_OSS = Names("num_local_experts", "intermediate_size", normalized=True, mixed=False, router="router", fused=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +49,7 @@ class Experts:
     sparse: tuple[bool, ...]  # [L], whether a layer has experts
     names: Names
     routing: Routing
+    clamp: tuple[float, float] | None = None  # alpha and limit of a clamped gate; None: the model's activation
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -73,6 +77,7 @@ def read(fields: Fields, names: Names | None, num_layers: int) -> Experts | None
     shared_width = fields.get("shared_expert_intermediate_size", int) if names.shared_gate else 0
     if names.deepseek is not None:
         shared_width = width * fields.get("n_shared_experts", int)
+    clamp = fields.above_zero("swiglu_alpha", 1.702), fields.above_zero("swiglu_limit", 7.0)
     return Experts(
         count=count,
         active=active,
@@ -82,6 +87,7 @@ def read(fields: Fields, names: Names | None, num_layers: int) -> Experts | None
         sparse=sparse,
         names=names,
         routing=Routing() if names.deepseek is None else config_routing.read(fields, names.deepseek, count, active),
+        clamp=clamp if names.fused else None,
     )
 
 

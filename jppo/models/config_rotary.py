@@ -37,7 +37,7 @@ def read(fields: Fields, family: Family, head_dim: int, longest: int | None) -> 
     theta = fields.get("rope_theta", float, family.theta)
     if family.local_theta is None:
         key = "rope_scaling" if places["rope_scaling"] else "rope_parameters"  # HF's earlier and present place
-        return _stretched(model, key, places[key], theta), None
+        return _stretched(model, key, places[key] or family.rope or {}, theta), None
     local_theta = fields.get("rope_local_base_freq", float, family.local_theta)
     both = dict(places["rope_parameters"])
     full, local = both.pop("full_attention", None) or {}, both.pop("sliding_attention", None) or {}

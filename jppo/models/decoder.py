@@ -20,7 +20,7 @@ from jppo.models.config import ModelConfig
 from jppo.models.embedding import Lookup
 from jppo.models.experts import Mix, Mixture
 from jppo.models.latent import LatentAttention
-from jppo.models.modules import MLP, Project, RMSNorm
+from jppo.models.modules import MLP, Project, RMSNorm, scaled
 from jppo.models.params import Head
 from jppo.models.rotary import Place, Places, places, rotate
 from jppo.models.stacks import Group, Stack
@@ -49,11 +49,6 @@ def identity(x: jax.Array) -> jax.Array:
     return x
 
 
-def scaled(x: jax.Array, factor: float) -> jax.Array:
-    """Multiplies in f32: half precision would round the factor."""
-    return x if factor == 1.0 else (x.astype(jnp.float32) * factor).astype(x.dtype)
-
-
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions; against a cache if there is one."""
 
@@ -79,13 +74,17 @@ class Attention(nn.Module):
             axes = 1 if cfg.qk_norm == "head" else 2
             q = RMSNorm(cfg, self.param_dtype, axes, name="q_norm")(q)
             k = RMSNorm(cfg, self.param_dtype, axes, name="k_norm")(k)
+        sinks = None
+        if cfg.sinks:
+            sinks = self.param("sinks", nn.initializers.normal(cfg.initializer_range), (H,), self.param_dtype)
         q, k = rotate(q, place.cos, place.sin), rotate(k, place.cos, place.sin)
         if held is None:
             assert place.segment is not None
-            mixed = self.attend(q, k, v, place.segment, place.kind)  # [R, T, H, A]
+            mixed = self.attend(q, k, v, place.segment, place.kind, sinks)  # [R, T, H, A]
         else:
             held = extend(held, k, v, place.position)
-            mixed = attend_cached(q, held.k, held.v, place.position, place.kind, **attention_settings(cfg))
+            assert held.v is not None
+            mixed = attend_cached(q, held.k, held.v, place.position, place.kind, sinks, **attention_settings(cfg))
         return project("o", "rtha,had->rtd", (H, A, D), (D,) if cfg.o_bias else None)(mixed), held
 
 

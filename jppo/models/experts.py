@@ -21,7 +21,7 @@ from jppo.models.modules import ACTIVATIONS, MLP
 from jppo.models.spread import HEADS, POSITIONS, WHOLE, columns, gathered, in_groups, row_axes, summed
 
 # (kernels, x [R, T, D], the router's logits [R, T, E], their correction [R, T, E] if any, model) -> [R, T, D]
-# The kernels, of gate, up and down, are [E, D, M].
+# The kernels, of gate, up and down, are [E, D, M]; any biases follow, [E, 1, M] of gate and up, [E, D, 1] of down.
 Mix = Callable[[tuple[jax.Array, ...], jax.Array, jax.Array, jax.Array | None, ModelConfig], jax.Array]
 
 
@@ -38,16 +38,22 @@ class Mixture(nn.Module):
         assert how is not None
 
         def param(name: str, *shape: int) -> jax.Array:
-            out: jax.Array = self.param(name, nn.initializers.normal(cfg.initializer_range), shape, self.param_dtype)
+            init = nn.initializers.zeros if name.endswith("bias") else nn.initializers.normal(cfg.initializer_range)
+            out: jax.Array = self.param(name, init, shape, self.param_dtype)
             return out
 
-        D, E = cfg.hidden_size, how.count
+        D, E, M = cfg.hidden_size, how.count, how.width
         logits = product.product("rtd,de->rte", x, param("router", D, E), jnp.float32)
-        kernels = tuple(param(name, E, D, how.width) for name in ("gate", "up", "down"))
         correction = None
         if how.routing.corrected:
             one = self.param("correction", nn.initializers.zeros, (E,), jnp.float32)
             correction = jnp.broadcast_to(jax.lax.stop_gradient(one), logits.shape)
+        if how.names.fused:
+            logits += param("router_bias", E)[None, None].astype(jnp.float32)
+            biases = *param("gate_up_bias", 2, E, M)[:, :, None], param("down_bias", E, D)[:, :, None]
+            kernels = *param("gate_up", 2, E, D, M), param("down", E, D, M), *biases
+        else:
+            kernels = tuple(param(name, E, D, M) for name in ("gate", "up", "down"))
         y = self.mix(kernels, x, logits, correction, cfg)
         if not how.shared_width:
             return y
@@ -61,7 +67,7 @@ def mix(
     kernels: tuple[jax.Array, ...], x: jax.Array, logits: jax.Array, correction: jax.Array | None, cfg: ModelConfig
 ) -> jax.Array:
     """Computes the experts' outputs on one device."""
-    chex.assert_rank([*kernels, x, logits], [3, 3, 3, 3, 3])
+    chex.assert_rank([*kernels, x, logits], 3)
     return _mix(_Plan(cfg, None, False), kernels, x, logits, correction)
 
 
@@ -83,12 +89,16 @@ class _Plan:
 
     def on_mesh(self, fn: Callable[..., Any], kernels: tuple[jax.Array, ...], gradients: bool) -> Callable[..., Any]:
         """Maps `fn(plan, width's axis, columns, kernels, *arrays of rows)` over devices."""
-        mesh, (_, D, M) = self.mesh, kernels[0].shape
-        split, sharded = HEADS if mesh is not None and M % mesh.shape[HEADS] == 0 else None, columns(mesh, D)
+        mesh, M = self.mesh, kernels[0].shape[2]
+        split = HEADS if mesh is not None and M % mesh.shape[HEADS] == 0 else None
+        sharded = [columns(mesh, kernel.shape[1]) for kernel in kernels]
         fn = functools.partial(fn, self, split, sharded)
         if mesh is None:
             return fn
-        of_kernels = (PartitionSpec(None, sharded or None, split),) * len(kernels)
+        of_kernels = tuple(
+            PartitionSpec(None, axes or None, split if kernel.shape[2] == M else None)
+            for kernel, axes in zip(kernels, sharded, strict=True)
+        )
 
         def spread(fn: Callable[..., Any], *groups: tuple[str, ...]) -> Callable[..., Any]:
             rows = PartitionSpec(*groups, row_axes(), POSITIONS)
@@ -128,22 +138,22 @@ _mix.defvjp(_mix_forward, _mix_backward)
 def _forward(
     plan: _Plan,
     split: str | None,
-    columns: tuple[str, ...],
+    columns: list[tuple[str, ...]],
     kernels: Any,
     x: jax.Array,
     logits: jax.Array,
     correction: jax.Array | None,
 ) -> jax.Array:
     """Computes the outputs of a device's tokens [R, T, D]."""
-    whole = gathered(kernels, [columns] * len(kernels), x.dtype)
-    out = _local(plan.cfg, correction, tuple(whole), x, logits)
+    whole = gathered(kernels, columns, x.dtype)
+    out = _local(plan.cfg, split, correction, tuple(whole), x, logits)
     return out if split is None else jax.lax.psum(out, split)
 
 
 def _backward(
     plan: _Plan,
     split: str | None,
-    columns: tuple[str, ...],
+    columns: list[tuple[str, ...]],
     kernels: Any,
     x: jax.Array,
     logits: jax.Array,
@@ -151,22 +161,30 @@ def _backward(
     given: jax.Array,
 ) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array]:
     """Computes the gradients of the kernels and of a device's tokens, with the experts' activations recomputed."""
-    whole = gathered(kernels, [columns] * len(kernels), x.dtype)
+    whole = gathered(kernels, columns, x.dtype)
     # Gradients of kernels are summed in f32: the products cast wide kernels to x's dtype.
     wide = tuple(kernel.astype(jnp.promote_types(kernel.dtype, jnp.float32)) for kernel in whole)
-    by_kernels, by_x, by_logits = jax.vjp(functools.partial(_local, plan.cfg, correction), wide, x, logits)[1](given)
+    local = functools.partial(_local, plan.cfg, split, correction)
+    by_kernels, by_x, by_logits = jax.vjp(local, wide, x, logits)[1](given)
     if split is not None:  # each device has a partial sum, from its part of the experts' width
         by_x, by_logits = jax.lax.psum((by_x, by_logits), split)
     if plan.mesh is not None:
-        by_kernels = tuple(summed(slope, columns) for slope in by_kernels)
+        by_kernels = [summed(slope, axes) for slope, axes in zip(by_kernels, columns, strict=True)]
+    if split is not None:  # the bias of down has no part of the width
+        by_kernels = [*by_kernels[:5], *(jax.lax.psum(slope, split) for slope in by_kernels[5:])]
     return tuple(new.astype(old.dtype) for new, old in zip(by_kernels, kernels, strict=True)), by_x, by_logits
 
 
 def _local(
-    cfg: ModelConfig, correction: jax.Array | None, kernels: tuple[jax.Array, ...], x: jax.Array, logits: jax.Array
+    cfg: ModelConfig,
+    split: str | None,
+    correction: jax.Array | None,
+    kernels: tuple[jax.Array, ...],
+    x: jax.Array,
+    logits: jax.Array,
 ) -> jax.Array:
     """Computes the outputs [R, T, D] of tokens with whole kernels, or with a part of the experts' width."""
-    how, (gate, up, down), flat = cfg.experts, kernels, x.reshape(-1, x.shape[-1])
+    how, (gate, up, down, *biases), flat = cfg.experts, kernels, x.reshape(-1, x.shape[-1])
     assert how is not None
     logits, correction = jax.tree.map(lambda of: of.reshape(-1, how.count), (logits, correction))
     weight, chosen = router.choose(logits, how, correction)  # [N, active]
@@ -174,10 +192,27 @@ def _local(
     place = jnp.argsort(order)  # of each pair among the sorted ones
     sizes = jnp.bincount(chosen.reshape(-1), length=how.count).astype(jnp.int32)
     rows = _taken(how.active, flat, order, place)
-    inner = ACTIVATIONS[cfg.activation](grouped(rows, gate, sizes)) * grouped(rows, up, sizes)
-    each = _taken(1, grouped(inner, down, sizes, True), place, order).reshape(*chosen.shape, -1)
+    gates, ups = grouped(rows, gate, sizes), grouped(rows, up, sizes)
+    if biases:
+        ones = jnp.ones((len(rows), 1), x.dtype)
+        gates, ups = gates + grouped(ones, biases[0], sizes), ups + grouped(ones, biases[1], sizes)
+    outs = grouped(_gated(cfg, gates, ups), down, sizes, True)
+    if biases:  # once, where several devices have a part of the width
+        share = ones if split is None else ones * (jax.lax.axis_index(split) == 0)
+        outs += grouped(share, biases[2], sizes, True)
+    each = _taken(1, outs, place, order).reshape(*chosen.shape, -1)
     mixed = jnp.sum(weight[:, :, None] * each.astype(weight.dtype), axis=1)
     return mixed.astype(x.dtype).reshape(x.shape)
+
+
+def _gated(cfg: ModelConfig, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Computes an expert's activation: activation(gate) * up, or gate sigmoid(alpha gate) (up + 1) of clamped ones."""
+    assert cfg.experts is not None
+    if cfg.experts.clamp is None:
+        return ACTIVATIONS[cfg.activation](gate) * up
+    alpha, limit = cfg.experts.clamp
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return gate * jax.nn.sigmoid(alpha * gate) * (up + 1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -19,7 +19,6 @@ MOST_LAYERS = 10_000  # more than any model has; a loop visits each
 # Fields that change the mathematics, and the values without effect. An absent field is None.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "pretraining_tp": (None, 1),
-    "quantization_config": (None,),
     "partial_rotary_factor": (None, 1.0),
     "attention_dropout": (None, 0.0),
     "resid_pdrop": (None, 0.0),
@@ -31,7 +30,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 _RELATIVES = {  # models that users try, and their errors
     "gemma3": "it reads pictures too; its text model alone is gemma3_text",
-    "gpt_oss": "a mixture of experts with attention sinks",
     "gemma3n": "it reads pictures and sound too, and its text model is not supported either",
     "gemma3n_text": "embeddings in every layer, alternating updates, and layers that share keys and values",
     "gemma4": "it reads pictures too, and its text model is not supported either",
@@ -53,7 +51,7 @@ def from_hf(config: Mapping[str, Any], *, path: str | os.PathLike[str], longest:
         raise UserError(f"{path}: model_type={name!r} is not supported{why}; use one of {', '.join(FAMILIES)}")
     family, fields = FAMILIES[name], Fields(config, str(path))
     _refuse_unsupported(fields, family)
-    attention_bias = fields.get(family.bias_field, bool, family.bias_field == "qkv_bias")
+    attention_bias = fields.get(family.bias_field, bool, family.biased)
     hidden_size, num_heads = fields.get("hidden_size", int), fields.get("num_attention_heads", int)
     num_layers = fields.get("num_hidden_layers", int)
     if num_layers > MOST_LAYERS:
@@ -91,6 +89,7 @@ def from_hf(config: Mapping[str, Any], *, path: str | os.PathLike[str], longest:
         embed_scale=hidden_size**0.5 if family.gemma else _multiplier(fields, family, "embedding_multiplier"),
         residual_scale=_multiplier(fields, family, "residual_multiplier"),
         query_scale=_query_scale(fields, family, head_dim, rotary),
+        sinks=family.sinks,
         attn_softcap=_softcap(fields, "attn_logit_softcapping", family.attn_softcap),
         logit_divisor=_multiplier(fields, family, "logits_scaling"),
         logit_softcap=_softcap(fields, "final_logit_softcapping", family.logit_softcap),
@@ -99,6 +98,7 @@ def from_hf(config: Mapping[str, Any], *, path: str | os.PathLike[str], longest:
         initializer_range=fields.above_zero("initializer_range", 0.02),
         padded_vocab_size=vocab_size,
         experts=config_experts.read(fields, family.experts, num_layers),
+        quantization=fields.get("quantization_config", dict, {}).get("quant_method"),
         latent=latent,
         further_layers=fields.from_zero("num_nextn_predict_layers", 0),
     )
@@ -112,6 +112,10 @@ def _head_dim(fields: Fields, family: Family, hidden_size: int, num_heads: int) 
 
 
 def _refuse_unsupported(fields: Fields, family: Family) -> None:
+    how = fields.get("quantization_config", dict, {})
+    if how and (family.quantization is None or how.get("quant_method") != family.quantization):
+        only = "absent" if family.quantization is None else f"absent or quant_method={family.quantization}"
+        raise fields.refuse("quantization_config", f"is not supported; only {only}: use a bfloat16 checkpoint")
     neutral = dict(_NEUTRAL)
     if family.partial_rotary:
         del neutral["partial_rotary_factor"]

@@ -1,8 +1,8 @@
 """The table of model families: what a family means where its config.json has no field, or omits it."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 from jppo.models import config_experts
 from jppo.models.config_fields import Fields
@@ -33,9 +33,13 @@ class Family:
     first_context: int | None = None  # of rope scaling, where original_max_position_embeddings is absent
     local_theta: float | None = None  # sliding layers have their own frequencies
     theta: float = 10000.0
+    rope: Mapping[str, Any] | None = None  # rope_parameters, where config.json has none
     window: int | None = 4096  # of sliding layers, where the field is absent
     rms_norm_eps: float = 1e-6
     bias_field: str = "attention_bias"
+    biased: bool = False  # where that field is absent
+    sinks: bool = False  # attention has a learned score of no key for each head
+    quantization: str | None = None  # quant_method whose tensors are read as bfloat16
     experts: config_experts.Names | None = None
     latent: bool = False  # keys and values are computed from a latent
 
@@ -76,7 +80,7 @@ FAMILIES = {
     "gemma": _GEMMA,
     "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA3,
-    "qwen2_moe": Family(never, o_bias=False, bias_field="qkv_bias", experts=config_experts.QWEN2),
+    "qwen2_moe": Family(never, o_bias=False, bias_field="qkv_bias", biased=True, experts=config_experts.QWEN2),
     "qwen3_moe": Family(never, qk_norm="head", experts=config_experts.QWEN3),
     "mixtral": Family(
         always, qkv_bias=False, o_bias=False, theta=1e6, window=None, rms_norm_eps=1e-5, experts=config_experts.MIXTRAL
@@ -91,4 +95,16 @@ FAMILIES = {
     "olmoe": Family(never, qk_norm="all", rms_norm_eps=1e-5, experts=config_experts.OLMOE),
     "deepseek_v2": Family(never, latent=True, experts=config_experts.DEEPSEEK_V2),
     "deepseek_v3": Family(never, latent=True, experts=config_experts.DEEPSEEK_V3),
+    "gpt_oss": Family(
+        _but_every(2),
+        head_dim=64,
+        theta=150000.0,
+        rope=dict(rope_type="yarn", factor=32.0, truncate=False, original_max_position_embeddings=4096),
+        window=128,
+        rms_norm_eps=1e-5,
+        biased=True,
+        sinks=True,
+        quantization="mxfp4",
+        experts=config_experts.GPT_OSS,
+    ),
 }

@@ -5,7 +5,7 @@
     xla     any device        every feature, shared prompts too; it holds the scores
     cudnn   NVIDIA's GPUs     rows of one trajectory, bfloat16 or float16, sliding windows
     pallas  GPUs, by Triton   shared rows, float32 too
-    splash  TPUs              shared rows, float32 too, sliding windows, soft cap
+    splash  TPUs              shared rows, float32 too, sliding windows, soft cap, sinks
 """
 
 import dataclasses
@@ -31,8 +31,8 @@ _AUTO = {"gpu": ("cudnn", "pallas"), "tpu": ("splash",)}  # the first supported 
 
 _TILE = 128  # lengths are padded to multiples of it
 
-# (q, k, v, segment) -> [R, T, H, A], for layers of one window
-_Kernel = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+# (q, k, v, segment, sinks) -> [R, T, H, A], for layers of one window
+_Kernel = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +47,7 @@ class Needs:
     one_segment: bool  # every row holds one trajectory from its first position on, then padding
     longest: int | None = None  # length of the longest trajectory: a window this large has no effect
     shared: tuple[int, int] | None = None  # rows with prompts that several segments see, as in `attention.make_plain`
+    sinks: bool = False  # each head has a learned score of no key
 
     @property
     def reach(self) -> Windows:
@@ -112,15 +113,22 @@ def make(
     kernels = [_spread(_tiled(of_window(window)), mesh, split) for window in windows]
     which = tuple(windows.index(window) for window in needs.reach)  # of each kind
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, kind: jax.Array | int) -> jax.Array:
+    def attend(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        segment: jax.Array,
+        kind: jax.Array | int,
+        sinks: jax.Array | None = None,
+    ) -> jax.Array:
         chex.assert_rank([q, k, v, segment], [4, 4, 4, 2])
         A, W = q.shape[3], v.shape[3]
         if A != W:  # the kernels take heads of one size; zeros change no score
             q, k, wide = (jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, max(A, W) - x.shape[3]))) for x in (q, k, v))
             return attend(q, k, wide, segment, kind)[..., :W]
         if len(kernels) == 1:
-            return kernels[0](q, k, v, segment)
-        out: jax.Array = jax.lax.switch(jnp.asarray(which, jnp.int32)[kind], kernels, q, k, v, segment)
+            return kernels[0](q, k, v, segment, sinks)
+        out: jax.Array = jax.lax.switch(jnp.asarray(which, jnp.int32)[kind], kernels, q, k, v, segment, sinks)
         return out
 
     return attend
@@ -142,6 +150,8 @@ def _lacks(kernel: str, needs: Needs, gpu: tuple[int, int] | None) -> str | None
         return f"it needs a GPU of compute capability 8.0 or more, and this one has {has}"
     if kernel != "splash" and needs.softcap is not None:
         return f"it has no soft cap, and the model caps its scores at {needs.softcap:g}"
+    if kernel != "splash" and needs.sinks:
+        return "it has no attention sinks, and the model has one for each head"
     if kernel == "cudnn":
         widest = 128 if gpu is not None and gpu < (9, 0) else 256
         if not needs.one_segment:
@@ -161,7 +171,7 @@ def _lacks(kernel: str, needs: Needs, gpu: tuple[int, int] | None) -> str | None
 def _cudnn(needs: Needs, window: int | None, *, interpret: bool) -> _Kernel:
     """Masks by causality alone: no token sees the padding after its row's trajectory."""
 
-    def kernel(q: jax.Array, k: jax.Array, v: jax.Array, _: jax.Array) -> jax.Array:
+    def kernel(q: jax.Array, k: jax.Array, v: jax.Array, _: jax.Array, __: jax.Array | None) -> jax.Array:
         return jax.nn.dot_product_attention(
             q,
             k,
@@ -181,7 +191,7 @@ def _pallas(needs: Needs, window: int | None, *, interpret: bool) -> _Kernel:
     assert window is None and needs.softcap is None
     blocks = triton.BlockSizes(**_triton_blocks(needs.head_dim, jnp.dtype(needs.dtype).itemsize))
 
-    def kernel(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array) -> jax.Array:
+    def kernel(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, _: jax.Array | None) -> jax.Array:
         shared = q.shape[2] // k.shape[2]
         k, v = (jnp.repeat(x, shared, axis=2) for x in (k, v))  # it needs as many key/value heads as query heads
         out: jax.Array = triton.mha(q, k, v, segment, needs.scale, causal=True, block_sizes=blocks, interpret=interpret)
@@ -208,7 +218,7 @@ def _splash(needs: Needs, window: int | None, *, interpret: bool) -> _Kernel:
 
     row = jnp.dtype(needs.dtype).itemsize * needs.head_dim
 
-    def kernel(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array) -> jax.Array:
+    def kernel(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, sinks: jax.Array | None) -> jax.Array:
         T, H = q.shape[1:3]
         square = (T, T)
         mask = splash.CausalMask(square) if window is None else splash.LocalMask(square, (window - 1, 0), offset=0)
@@ -221,7 +231,8 @@ def _splash(needs: Needs, window: int | None, *, interpret: bool) -> _Kernel:
         )
         scaled = (needs.scale * q.astype(jnp.float32)).astype(q.dtype)  # the kernel takes no scale
         heads_first = (x.swapaxes(1, 2) for x in (scaled, k, v))
-        out: jax.Array = jax.vmap(mixed)(*heads_first, splash.SegmentIds(segment, segment)).swapaxes(1, 2)
+        by_row = jax.vmap(functools.partial(mixed, sinks=sinks))
+        out: jax.Array = by_row(*heads_first, splash.SegmentIds(segment, segment)).swapaxes(1, 2)
         return out
 
     return kernel
@@ -248,13 +259,13 @@ def _tiled(kernel: _Kernel) -> _Kernel:
     Also for cuDNN, whose gradients at other lengths than multiples of a tile have repeatedly been NaN.
     """
 
-    def tiled(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array) -> jax.Array:
+    def tiled(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, sinks: jax.Array | None) -> jax.Array:
         T = q.shape[1]
         behind = -T % _TILE
         if behind == 0:
-            return kernel(q, k, v, segment)
+            return kernel(q, k, v, segment, sinks)
         q, k, v = (jnp.pad(x, ((0, 0), (0, behind), (0, 0), (0, 0))) for x in (q, k, v))
-        return kernel(q, k, v, jnp.pad(segment, ((0, 0), (0, behind))))[:, :T]
+        return kernel(q, k, v, jnp.pad(segment, ((0, 0), (0, behind))), sinks)[:, :T]
 
     return tiled
 
@@ -265,13 +276,14 @@ def _spread(kernel: _Kernel, mesh: Mesh | None, split: Split) -> _Kernel:
         return kernel
     parts = split.parts(mesh)
 
-    def spread(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array) -> jax.Array:
+    def spread(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, sinks: jax.Array | None) -> jax.Array:
         H = q.shape[2]
         k, v = repeated(k, H, parts), repeated(v, H, parts)
         of_rows = row_axes(split.rows)
-        rows, wide = PartitionSpec(of_rows), PartitionSpec(of_rows, None, None if H % parts else split.heads)
+        heads = None if H % parts else split.heads
+        rows, wide = PartitionSpec(of_rows), PartitionSpec(of_rows, None, heads)
+        ins = wide, wide, wide, rows, PartitionSpec(heads)
         # Kernels do not declare over which axes their results differ, so it cannot be checked.
-        on_each = jax.shard_map(kernel, mesh=mesh, in_specs=(wide, wide, wide, rows), out_specs=wide, check_vma=False)
-        return on_each(q, k, v, segment)
+        return jax.shard_map(kernel, mesh=mesh, in_specs=ins, out_specs=wide, check_vma=False)(q, k, v, segment, sinks)
 
     return spread

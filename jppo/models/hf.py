@@ -116,7 +116,7 @@ def _find(
     """Finds the parameters that the checkpoint holds (not a score yet to be drawn), and their places."""
     directory = resolve(path, weights=True)
     further = tuple(f"model.layers.{cfg.num_layers + i}." for i in range(cfg.further_layers))
-    stored = tensorfile.slots(directory)
+    stored = tensorfile.unpacked(tensorfile.slots(directory))
     slots = {name: stored[name] for name in stored if not _BUFFERS.match(name) and not name.startswith(further)}
     entries = params.table(cfg, head=head)
     if cfg.value_bins > 1:  # scores of a classifier, not logits of a histogram

@@ -158,7 +158,7 @@ def _save(
     origin = hf.resolve(source, weights=False)
     config, _ = hf.read_config(origin)
     with in_place_of(out) as tmp:
-        stale = {"torch_dtype", "tie_word_embeddings"}  # rewritten
+        stale = {"torch_dtype", "tie_word_embeddings", "quantization_config"}  # rewritten, or no longer true
         config = {k: v for k, v in config.items() if k not in stale}
         config |= {"dtype": kind.name, "tie_word_embeddings": cfg.tie_word_embeddings, **changes}
         if cfg.further_layers:

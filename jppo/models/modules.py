@@ -82,3 +82,8 @@ class MLP(nn.Module):
             gate = project("gate", "rtd,df->rtf", (D, F))(x)
             up = project("up", "rtd,df->rtf", (D, F))(x)
         return project("down", "rtf,fd->rtd", (F, D))(ACTIVATIONS[cfg.activation](gate) * up)
+
+
+def scaled(x: jax.Array, factor: float) -> jax.Array:
+    """Multiplies in f32: half precision would round the factor."""
+    return x if factor == 1.0 else (x.astype(jnp.float32) * factor).astype(x.dtype)

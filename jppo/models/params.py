@@ -85,9 +85,12 @@ class Entry:
     @property
     def matrix(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """Returns the input and output axes of a layer's matrix; None for other parameters."""
-        if not self.stacked or len(self.hf_letters) != 2:
+        words = self.hf_letters
+        if words[0] == "E" and len(words) == 3:  # of all experts, inputs first; a gate and an up are a matrix each
+            words = words[2].removesuffix("N"), words[1]
+        if not self.stacked or self.path[-1].endswith("bias") or len(words) != 2:
             return None
-        out, into = (tuple(self.letters.index(letter) for letter in word) for word in self.hf_letters)
+        out, into = (tuple(self.letters.index(letter) for letter in word) for word in words)
         return into, out
 
     @property
@@ -203,8 +206,17 @@ def _mlp(model: ModelConfig, layer: Callable[..., list[Entry]]) -> list[Entry]:
 def _experts(experts: Experts, layer: Callable[..., list[Entry]]) -> list[Entry]:
     names = experts.names
     each = f"{names.module}.experts.{{expert}}"
-    rows = [
-        *layer("experts/router", f"{names.module}.gate.weight", "E D", "LDE", sparse=True),
+    rows = [*layer("experts/router", f"{names.module}.{names.router}.weight", "E D", "LDE", sparse=True)]
+    if names.fused:
+        return [
+            *rows,
+            *layer("experts/router_bias", f"{names.module}.{names.router}.bias", "E", "LE", sparse=True),
+            *layer("experts/gate_up", f"{names.module}.experts.gate_up_proj", "E D MN", "LNEDM", sparse=True),
+            *layer("experts/gate_up_bias", f"{names.module}.experts.gate_up_proj_bias", "E MN", "LNEM", sparse=True),
+            *layer("experts/down", f"{names.module}.experts.down_proj", "E M D", "LEDM", sparse=True),
+            *layer("experts/down_bias", f"{names.module}.experts.down_proj_bias", "E D", "LED", sparse=True),
+        ]
+    rows += [
         *layer("experts/gate", f"{each}.{names.gate}.weight", "M D", "LEDM", sparse=True),
         *layer("experts/up", f"{each}.{names.up}.weight", "M D", "LEDM", sparse=True),
         *layer("experts/down", f"{each}.{names.down}.weight", "D M", "LEDM", sparse=True),

@@ -26,7 +26,7 @@ def _grouped(model: ModelConfig, layer: Layer) -> list[Any]:
         out += layer("attn/q/bias", "self_attn.q_proj.bias", "HA", "LHA")
         out += layer("attn/k/bias", "self_attn.k_proj.bias", "KA", "LKA")
         out += layer("attn/v/bias", "self_attn.v_proj.bias", "KA", "LKA")
-    return out
+    return out + (layer("attn/sinks", "self_attn.sinks", "H", "LH") if model.sinks else [])
 
 
 def _latent(model: ModelConfig, layer: Layer) -> list[Any]:

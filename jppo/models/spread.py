@@ -87,15 +87,22 @@ def exchanged(attend: Attend, mesh: Mesh) -> Attend:
         out: jax.Array = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(row_axes(), *spec)))
         return out
 
-    def over_mesh(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, kind: jax.Array | int) -> jax.Array:
+    def over_mesh(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        segment: jax.Array,
+        kind: jax.Array | int,
+        sinks: jax.Array | None = None,
+    ) -> jax.Array:
         chex.assert_rank([q, k, v, segment], [4, 4, 4, 2])
         H = q.shape[2]
         if H % parts:  # settings checks refuse it
-            return attend(q, k, v, segment, kind)
+            return attend(q, k, v, segment, kind, sinks)
         k, v = repeated(k, H, parts), repeated(v, H, parts)
         # Both ends are constrained: else XLA exchanges projections, or backward scores, which are far larger.
         q, k, v = (keep(keep(x, POSITIONS, HEADS), None, EXCHANGED.heads) for x in (q, k, v))
-        mixed = attend(q, k, v, keep(segment), kind)
+        mixed = attend(q, k, v, keep(segment), kind, sinks)
         return keep(keep(mixed, None, EXCHANGED.heads), POSITIONS, HEADS)
 
     return over_mesh

@@ -16,9 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jppo import tensorheader
+from jppo.models import mxfp4
 from jppo.settings import UserError
 
 DTYPES = {code: jnp.dtype(name) for name, code in tensorheader.CODES.items()}
+_SIZES = {code: dtype.itemsize for code, dtype in DTYPES.items()} | {"U8": 1}
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
@@ -31,10 +33,15 @@ class Slot:
     code: str  # safetensors' name of the dtype
     shape: tuple[int, ...]
     offset: int  # bytes from the file's start
+    scales: "Slot | None" = None  # of an MXFP4 tensor, whose blocks are here
 
 
 def read(slot: Slot, name: str) -> np.ndarray:
-    """Reads the tensor as a read-only memory map."""
+    """Reads the tensor as a read-only memory map; decodes it if it is MXFP4."""
+    if slot.scales is not None:
+        E, I, O = slot.shape
+        parts = (slot, (E, O, I // mxfp4.BLOCK, mxfp4.BLOCK // 2)), (slot.scales, slot.scales.shape)
+        return mxfp4.decode(*(np.memmap(s.file, np.uint8, mode="r", offset=s.offset, shape=n) for s, n in parts))
     if slot.code not in DTYPES:
         raise UserError(f"{slot.file}: {name} has dtype {slot.code}; only {', '.join(DTYPES)} are weights")
     return np.memmap(slot.file, DTYPES[slot.code], mode="r", offset=slot.offset, shape=slot.shape)
@@ -65,6 +72,23 @@ def slots(directory: pathlib.Path) -> dict[str, Slot]:
     return found
 
 
+def unpacked(found: Mapping[str, Slot]) -> dict[str, Slot]:
+    """Replaces each pair X_blocks and X_scales of MXFP4 by X, with the shape that `read` returns."""
+    out = dict(found)
+    for name in [name for name in found if name.endswith("_blocks")]:
+        whole = name.removesuffix("_blocks")
+        blocks, scales = out.pop(name), out.pop(f"{whole}_scales", None)
+        if scales is None:
+            raise UserError(f"{blocks.file}: {name} has no {whole}_scales; fetch the missing file")
+        fit = len(blocks.shape) == 4 and blocks.shape[3] == mxfp4.BLOCK // 2 and blocks.shape[:3] == scales.shape
+        if not fit or (blocks.code, scales.code) != ("U8", "U8"):
+            said = f"{blocks.code}{list(blocks.shape)}, its scales {scales.code}{list(scales.shape)}"
+            raise UserError(f"{blocks.file}: {name} is {said}; MXFP4 is U8 [E, O, I/32, 16] and [E, O, I/32]")
+        E, O, G, _ = blocks.shape
+        out[whole] = dataclasses.replace(blocks, shape=(E, G * mxfp4.BLOCK, O), scales=scales)
+    return out
+
+
 def _file_slots(file: pathlib.Path) -> dict[str, Slot]:
     size = file.stat().st_size
     with file.open("rb") as f:
@@ -84,7 +108,7 @@ def _file_slots(file: pathlib.Path) -> dict[str, Slot]:
         code, shape, first, last = _described(file, name, item)
         if 8 + length + last > size:
             raise UserError(f"{file} is cut: {name} ends at byte {8 + length + last} of {size}; fetch it again")
-        if code in DTYPES and last - first != DTYPES[code].itemsize * math.prod(shape):
+        if code in _SIZES and last - first != _SIZES[code] * math.prod(shape):
             raise UserError(f"{file}: {name} has {last - first} bytes, which is not {code} of shape {list(shape)}")
         found[name] = Slot(file, code, shape, 8 + length + first)
     return found

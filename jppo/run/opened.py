@@ -14,7 +14,7 @@ from jppo.build import offloading, resume
 from jppo.build.agreement import Match, agree
 from jppo.build.dynamic_sampling import DynamicSupply, require_metric
 from jppo.build.hosts import own_folder, require_alike, require_shareable
-from jppo.build.inputs import Inputs, read_inputs, speaking
+from jppo.build.inputs import Inputs, describe_decoding, read_inputs, speaking
 from jppo.build.learner import Learner, attention_kernel, compile_passes, make_learner, make_mesh
 from jppo.build.logger import make_logger, require_loggers
 from jppo.build.mesh_checks import require_models_fit
@@ -174,6 +174,7 @@ def introduce(run: Run, begun: Begun, kernel: str | None, chosen: str, laps: Lap
         *begun.said,
         inputs.policy.unread,
         kernel,
+        describe_decoding(inputs.policy),
         offloading.introduce(c, inputs, mesh.devices.flat[0]),
         introduce_peak(c, mesh),
         chosen,

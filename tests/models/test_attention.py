@@ -8,8 +8,11 @@ import pytest
 from jppo.models import attention, rotary
 
 
-def loop_attend(q, k, v, segment, *, scale, softcap=None, window=None):
-    """One query at a time, f64: softmax over the earlier positions of its segment, those within the window."""
+def loop_attend(q, k, v, segment, sinks=None, *, scale, softcap=None, window=None):
+    """One query at a time, f64: softmax over the earlier positions of its segment, those within the window.
+
+    A head's sink is one score more, of a value of zeros.
+    """
     R, T, H, _ = q.shape
     shared = H // k.shape[2]
     out = np.zeros(q.shape)
@@ -18,8 +21,11 @@ def loop_attend(q, k, v, segment, *, scale, softcap=None, window=None):
         scores = scale * np.array([q[r, t, h] @ k[r, s, h // shared] for s in seen], np.float64)
         if softcap is not None:
             scores = softcap * np.tanh(scores / softcap)
+        values = np.stack([v[r, s, h // shared] for s in seen])
+        if sinks is not None:
+            scores, values = np.append(scores, sinks[h]), np.append(values, np.zeros_like(values[:1]), 0)
         weight = np.exp(scores - scores.max())
-        out[r, t, h] = weight / weight.sum() @ np.stack([v[r, s, h // shared] for s in seen])
+        out[r, t, h] = weight / weight.sum() @ values
     return out
 
 
@@ -51,18 +57,31 @@ def test_attend_is_the_loop(rows, block, window, softcap):
     np.testing.assert_allclose(attend(*inputs, segment, jnp.int32(1)), expected, atol=2e-6)
 
 
-@pytest.mark.parametrize("window,softcap", [(None, None), (3, 0.8)])
-def test_its_gradient_is_the_loops(rng, rows, block, window, softcap):
+@pytest.mark.parametrize("size", [0.5, 30.0])
+def test_sinks_are_scores_of_a_key_without_a_value(rng, rows, block, size):
+    """Also such as no score comes near to, or far below."""
+    inputs, segment = rows
+    sinks = (size * rng.normal(size=6)).astype(np.float32)
+    expected = loop_attend(*inputs, segment, sinks, scale=0.3, window=3)
+    found = jax.jit(plain(scale=0.3, windows=(5, 3)))(*inputs, segment, jnp.int32(1), sinks)
+    np.testing.assert_allclose(found, expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("window,softcap,sinks", [(None, None, False), (3, 0.8, False), (3, 0.8, True)])
+def test_its_gradient_is_the_loops(rng, rows, block, window, softcap, sinks):
     """Along a random direction, against differences of the loop in f64."""
     inputs, segment = rows
+    if sinks:
+        inputs = *inputs, rng.normal(size=6).astype(np.float32)
     given, *along = (rng.normal(size=x.shape) for x in (inputs[0], *inputs))
 
     def near(h):
-        moved = (x + h * d for x, d in zip(inputs, along, strict=True))
-        return np.sum(given * loop_attend(*moved, segment, scale=0.3, softcap=softcap, window=window))
+        q, k, v, *rest = (x + h * d for x, d in zip(inputs, along, strict=True))
+        return np.sum(given * loop_attend(q, k, v, segment, *rest, scale=0.3, softcap=softcap, window=window))
 
     attend = plain(scale=0.3, softcap=softcap, windows=(window,))
-    grads = jax.jit(jax.grad(lambda *qkv: jnp.sum(given * attend(*qkv, segment, 0)), (0, 1, 2)))(*inputs)
+    total = jax.jit(jax.grad(lambda x: jnp.sum(given * attend(*x[:3], segment, 0, *x[3:]))))
+    grads = total(inputs)
     found = sum(np.sum(np.asarray(g, np.float64) * d) for g, d in zip(grads, along, strict=True))
     assert found == pytest.approx((near(1e-5) - near(-1e-5)) / 2e-5, rel=1e-4, abs=1e-4)
 
@@ -131,18 +150,19 @@ def test_backwards_it_holds_the_scores_of_one_block():
     assert kept(512) < 2.5 * kept(256)
 
 
-@pytest.mark.parametrize("window", [None, 3])
-def test_a_cache_gives_what_the_row_gives(rng, window):
+@pytest.mark.parametrize("window, sinks", [(None, False), (3, False), (3, True)])
+def test_a_cache_gives_what_the_row_gives(rng, window, sinks):
     """Queries of the last positions over a cache of all, filled beyond them with anything."""
     q = rng.normal(size=(2, 9, 6, 4)).astype(np.float32)
     k, v = rng.normal(size=(2, 2, 9, 2, 4)).astype(np.float32)
     settings = dict(scale=0.3, softcap=2.0, windows=(window,))
-    whole = plain(**settings)(q, k, v, np.ones((2, 9), np.int32), 0)
+    sunk = rng.normal(size=6).astype(np.float32) if sinks else None
+    whole = plain(**settings)(q, k, v, np.ones((2, 9), np.int32), 0, sunk)
     position = np.array([[3, 4], [6, 7]], np.int32)
     here = np.take_along_axis(q, position[:, :, None, None], 1)
     far = np.full((2, 4, 2, 4), 1e3, np.float32)
     found = attention.attend_cached(
-        here, np.concatenate([k, far], 1), np.concatenate([v, far], 1), position, 0, **settings
+        here, np.concatenate([k, far], 1), np.concatenate([v, far], 1), position, 0, sunk, **settings
     )
     np.testing.assert_allclose(found, np.take_along_axis(whole, position[:, :, None, None], 1), atol=2e-6)
 

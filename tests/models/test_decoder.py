@@ -110,7 +110,7 @@ def test_real_models_equal_transformers(shared, rng, full_compilation, name):
 
 DEEPSEEK = ("deepseek2-lite", "deepseek2-grouped", "deepseek3-grouped", "deepseek3-halves")
 PACKED = ("qwen2-tied", "qwen2-moe-mixed", "qwen3-moe-normed", "mixtral-sliding", "olmoe-tied", *DEEPSEEK[1:3])
-ALSO_PACKED = ("olmo2-grouped", "olmo3-long", "smollm3-tied", "granite-scaled", "phi3-partial")
+ALSO_PACKED = ("gpt-oss-clamped", "olmo2-grouped", "olmo3-long", "smollm3-tied", "granite-scaled", "phi3-partial")
 
 
 @pytest.mark.parametrize("name", PACKED + ALSO_PACKED)
@@ -226,7 +226,7 @@ def test_init_is_what_it_says():
 
 
 DIFFERING = ("qwen2-sliding", "gemma3-long", "qwen3-moe-stepped", "mixtral-full", "olmoe-grouped", *DEEPSEEK[::3])
-ALSO_DIFFERING = ("olmo3-mixed", "smollm3-biased", "granite-biased", "phi3-grouped")
+ALSO_DIFFERING = ("gpt-oss-clamped", "olmo3-mixed", "smollm3-biased", "granite-biased", "phi3-grouped")
 
 
 @pytest.mark.parametrize("name", DIFFERING + ALSO_DIFFERING)
@@ -239,8 +239,9 @@ def test_layers_that_differ_may_be_unrolled_and_rematerialised(checkpoint, rng, 
 
 
 # tests/rollout/test_inprocess.py decodes some of the slow ones by a cache, too.
-QUICK = ("qwen2-sliding", "llama-llama3", "mistral-sliding", "qwen2-moe-mixed", "mixtral-sliding", "olmo3-long")
+QUICK = ("qwen2-sliding", "llama-llama3", "mistral-sliding", "qwen2-moe-mixed", "mixtral-sliding", "gpt-oss-clamped")
 SLOW = (
+    "olmo3-long",
     "qwen3-biased",
     "gemma2-capped",
     "gemma3-long",

@@ -107,12 +107,14 @@ def test_the_gradient_is_that_of_transformers_the_routers_included(checkpoint, r
     chosen = logp.gather(2, torch.from_numpy(targets).long()[:, :, None])[:, :, 0]
     (torch.from_numpy(share) * chosen).sum().backward()
     theirs = fused(model)
-    model.zero_grad()
+    if cfg.family == "gpt_oss":
+        theirs = {key: p.grad.numpy().copy() for key, p in model.named_parameters()}
     if cfg.family == "mixtral":
         theirs = {as_mixtrals(key): grad for key, grad in theirs.items()}
     buffers = [ours.pop(key) for key in list(ours) if key.endswith("e_score_correction_bias")]
     assert ours.keys() == theirs.keys() and all((slope == 0).all() for slope in buffers)
-    routers = [key for key in theirs if key.endswith(".gate.weight")]
+    model.zero_grad()
+    routers = [key for key in theirs if key.endswith((".gate.weight", ".router.weight", ".router.bias", ".sinks"))]
     assert routers and all(np.abs(theirs[key]).max() > 1e-3 for key in routers)
     for key, grad in theirs.items():
         assert np.abs(ours[key] - grad).max() <= 1e-4 * max(np.abs(grad).max(), 1e-2), key
@@ -127,14 +129,20 @@ LATENT = config_of("deepseek3-grouped") | dict(
     first_k_dense_replace=1, initializer_range=0.3,
 )  # fmt: skip
 
+BIASED = config_of("gpt-oss-clamped") | dict(
+    hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=24, vocab_size=64,
+    num_hidden_layers=2, initializer_range=0.3, num_local_experts=8,
+)  # fmt: skip
 
-def graded(mesh_shape, tokens, segment, position, config=MESHED, **settings):
+MIXTURES = {"shared": MESHED, "latent": LATENT, "biased": BIASED}
+
+
+def graded(config, mesh_shape, tokens, segment, position, **settings):
     """The loss of a model on a mesh, and its gradient."""
     cfg, mesh = families.from_hf(config, path="config.json"), sharding.make_mesh(mesh_shape)
     what = state.weights(cfg, mesh, head="lm", param_dtype=np.float32)
     values = jax.jit(lambda key: decoder.init_params(cfg, key, head="lm", param_dtype=jnp.float32))(jax.random.key(0))
-    if cfg.latent is not None:
-        values["layers1"]["experts"]["correction"] += 0.2 * np.random.default_rng(0).normal(size=(2, 15))
+    values = jax.tree.map(lambda x: x + 0.1 * jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape), values)
     model = decoder.Decoder(
         cfg,
         constrain=sharding.constrain_to_rows(mesh),
@@ -157,33 +165,35 @@ def graded(mesh_shape, tokens, segment, position, config=MESHED, **settings):
 
 
 @functools.cache
-def on_one_device(latent=False):
+def on_one_device(kind):
     rng = np.random.default_rng(3)
     tokens = rng.integers(0, 64, (4, 16)).astype(np.int32)
     segment = (np.arange(16) < np.array([16, 9, 3, 12])[:, None]).astype(np.int32)
     rows = tokens, segment, np.broadcast_to(np.arange(16, dtype=np.int32), tokens.shape)
-    return rows, graded((1, 1, 1, 1), *rows, config=LATENT if latent else MESHED)
+    return rows, graded(MIXTURES[kind], (1, 1, 1, 1), *rows)
 
 
 @pytest.mark.parametrize(
-    "mesh_shape, settings",
+    "kind, mesh_shape, settings",
     [
-        ((2, 1, 1, 1), {}),
-        ((1, 2, 1, 1), dict(remat="full")),
-        ((1, 1, 2, 1), dict(scan_layers=False)),
-        ((1, 1, 1, 2), {}),
-        ((1, 2, 2, 1), dict(remat="dots")),
-        ((1, 2, 1, 2), {}),
-        ((1, 4, 1, 1), {}),
-        ((2, 1, 2, 1), dict(config=LATENT)),
-        ((1, 2, 1, 2), dict(config=LATENT, remat="full")),
-        ((1, 2, 2, 2), dict(config=LATENT, remat="dots")),
+        ("shared", (2, 1, 1, 1), {}),
+        ("shared", (1, 2, 1, 1), dict(remat="full")),
+        ("shared", (1, 1, 2, 1), dict(scan_layers=False)),
+        ("shared", (1, 1, 1, 2), {}),
+        ("shared", (1, 2, 2, 1), dict(remat="dots")),
+        ("shared", (1, 2, 1, 2), {}),
+        ("shared", (1, 4, 1, 1), {}),
+        ("latent", (2, 1, 2, 1), {}),
+        ("latent", (1, 2, 1, 2), dict(remat="full")),
+        ("latent", (1, 2, 2, 2), dict(remat="dots")),
+        ("biased", (1, 2, 2, 1), dict(remat="full")),
+        ("biased", (1, 1, 2, 2), {}),
+        ("biased", (2, 1, 1, 2), {}),
     ],
 )
-def test_loss_and_gradient_are_those_of_one_device(mesh_shape, settings):
-    latent = "config" in settings
-    rows, (loss, gradient) = on_one_device(latent)
-    found = graded(mesh_shape, *rows, **settings)
+def test_loss_and_gradient_are_those_of_one_device(kind, mesh_shape, settings):
+    rows, (loss, gradient) = on_one_device(kind)
+    found = graded(MIXTURES[kind], mesh_shape, *rows, **settings)
     np.testing.assert_allclose(found[0], loss, rtol=1e-5)
     jax.tree.map_with_path(
         lambda path, a, b: np.testing.assert_allclose(a, b, atol=1e-5, err_msg=jax.tree_util.keystr(path)),
@@ -191,7 +201,8 @@ def test_loss_and_gradient_are_those_of_one_device(mesh_shape, settings):
         gradient,
     )
     largest = {jax.tree_util.keystr(path): np.abs(x).max() for path, x in jax.tree.leaves_with_path(gradient)}
-    assert [name for name, size in largest.items() if size < 1e-3] == ["['layers1']['experts']['correction']"] * latent
+    unmoved = ["['layers1']['experts']['correction']"] if kind == "latent" else []
+    assert [name for name, size in largest.items() if size < 1e-3] == unmoved
 
 
 def test_padding_and_neighbours_change_no_token(rng):
@@ -246,6 +257,12 @@ def test_no_array_has_tokens_by_experts_by_width():
         ("deepseek3-grouped", dict(topk_group=1), "topk_group=1 must be at most n_group=5, with num_experts_per_tok=4"),
         ("deepseek3-grouped", dict(n_shared_experts=None), "n_shared_experts is missing"),
         ("deepseek3-grouped", dict(quantization_config={"quant_method": "fp8"}), "quantization_config=.*fp8"),
+        (
+            "gpt-oss-clamped",
+            dict(quantization_config={"quant_method": "fp8"}),
+            "quantization_config=.*only absent or .*mxfp4",
+        ),
+        ("gpt-oss-clamped", dict(swiglu_limit=-1.0), "swiglu_limit=-1.0 must be above 0"),
     ],
 )
 def test_experts_that_cannot_be_read_are_refused_by_field(name, changes, said):
@@ -259,8 +276,9 @@ def test_a_model_without_a_sparse_layer_has_no_experts():
     assert cfg.experts is None and [stack.path for stack in cfg.stacks] == [("layers",)]
 
 
-def test_adapters_of_experts_are_refused():
-    cfg = families.from_hf(config_of("mixtral-full"), path="config.json")
-    with pytest.raises(UserError, match=r"down_proj of a mixtral model.*use q_proj,k_proj,v_proj,o_proj$") as e:
+@pytest.mark.parametrize("name", ["mixtral-full", "gpt-oss-clamped"])
+def test_adapters_of_experts_are_refused(name):
+    cfg = families.from_hf(config_of(name), path="config.json")
+    with pytest.raises(UserError, match=rf"down_proj of a {cfg.family} model.*use q_proj,k_proj,v_proj,o_proj$") as e:
         lora.table(cfg, lora.Lora(2, 16, ("q_proj", "down_proj")), head="lm")
     assert "\n" not in str(e.value)

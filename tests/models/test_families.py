@@ -104,7 +104,6 @@ def test_rope_theta_in_every_place_of_it(hf_config, rope):
         ("use_bidirectional_attention", True),
         ("final_logit_softcapping", 30.0),
         ("attn_logit_softcapping", 50.0),
-        ("model_type", "gpt_oss"),
         ("model_type", "gemma3"),
         ("model_type", "gemma4_text"),
         ("model_type", "gemma3n_text"),

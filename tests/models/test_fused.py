@@ -37,17 +37,17 @@ def batch(rng, asked, *, R=2, T=300, H=4, K=2, longest=130, sizes=None):
 
 
 def gradients(attend, weight, kind):
-    """(q, k, v, segment) -> attention of layers of that kind, and the gradients of its weighted sum."""
+    """(q, k, v, any sinks, segment) -> attention of layers of that kind, and the gradients of its weighted sum."""
 
-    def loss(q, k, v, segment, kind):
-        out = attend(q, k, v, segment, kind)
+    def loss(varied, segment, kind):
+        out = attend(*varied[:3], segment, kind, *varied[3:])
         return jnp.sum(weight * out.astype(jnp.float32)), out
 
-    both = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))
+    both = jax.jit(jax.grad(loss, has_aux=True))
 
-    def run(q, k, v, segment):
-        grads, out = both(q, k, v, segment, jnp.int32(kind))
-        assert out.dtype == q.dtype and out.shape == (*q.shape[:3], v.shape[3])
+    def run(*varied, segment):
+        grads, out = both(varied, segment, jnp.int32(kind))
+        assert out.dtype == varied[0].dtype and out.shape == (*varied[0].shape[:3], varied[2].shape[3])
         return [np.asarray(x, np.float64) for x in (out, *grads)]
 
     return run
@@ -58,12 +58,13 @@ def assert_agree(rng, kernel, asked, *, kind=0, mesh=None, exact=None, **shape):
     full = (np.asarray(segment) > 0)[..., None, None]
     weight = jnp.asarray(full * rng.normal(size=(*q.shape[:3], v.shape[3])), jnp.float32)
     attend = fused.make(kernel, asked, mesh=mesh, interpret=True)
-    found = gradients(attend, weight, kind)(q, k, v, segment)
+    sinks = [jnp.asarray(rng.normal(size=q.shape[2]), jnp.float32)] if asked.sinks else []
+    found = gradients(attend, weight, kind)(q, k, v, *sinks, segment=segment)
     plain = fused.make("xla", asked if exact is None else exact)
-    expected = gradients(plain, weight, kind)(*(x.astype(jnp.float32) for x in (q, k, v)), segment)
+    expected = gradients(plain, weight, kind)(*(x.astype(jnp.float32) for x in (q, k, v)), *sinks, segment=segment)
     assert all(np.isfinite(x).all() for x in found)
     found[0], expected[0] = found[0] * full, expected[0] * full  # nobody reads what is in empty positions
-    for name, x, y in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
+    for name, x, y in zip(("out", "dq", "dk", "dv", "dsinks"), found, expected, strict=False):
         error = np.linalg.norm(x - y) / np.linalg.norm(y)
         assert error < CLOSE[asked.dtype], f"{name}: {error}"
 
@@ -78,6 +79,8 @@ def assert_agree(rng, kernel, asked, *, kind=0, mesh=None, exact=None, **shape):
         ("splash", dict(softcap=1.0, windows=(3,)), 0),
         ("splash", dict(windows=(None, 140)), 0),
         ("splash", dict(windows=(140, None, 60)), 2),
+        ("splash", dict(windows=(60, None), sinks=True), 0),
+        ("splash", dict(dtype="bfloat16", sinks=True), 0),
         ("cudnn", dict(dtype="bfloat16", one_segment=True), 0),
         ("cudnn", dict(dtype="bfloat16", one_segment=True, windows=(None, 3)), 0),
         ("cudnn", dict(dtype="bfloat16", one_segment=True, windows=(None, 3)), 1),
@@ -111,6 +114,7 @@ def test_a_window_as_long_as_the_longest_trajectory_is_none(rng):
     [
         ("pallas", (2, 2, 2)),
         ("splash", (1, 4, 2)),
+        ("splash with sinks", (1, 2, 2, 2)),
         ("splash", (2, 1, 4)),
         ("cudnn", (2, 1, 4)),
         ("pallas", (1, 1, 8)),
@@ -123,9 +127,10 @@ def test_a_mesh_changes_nothing(rng, kernel, shape):
     changes = {
         "pallas": dict(),
         "splash": dict(windows=(None, 30)),
+        "splash with sinks": dict(windows=(None, 30), sinks=True),
         "cudnn": dict(dtype="bfloat16", one_segment=True, windows=(None, 30)),
     }
-    assert_agree(rng, kernel, needs(**changes[kernel]), kind=-1, mesh=mesh, R=4, T=128, longest=50)
+    assert_agree(rng, kernel.split()[0], needs(**changes[kernel]), kind=-1, mesh=mesh, R=4, T=128, longest=50)
 
 
 def test_a_whole_model_with_two_kinds_of_layers(hf_config, rng, quick_compilation):
@@ -161,10 +166,11 @@ def program(kernel, asked, platform, *, mesh=None, T=384):
     segment = jax.ShapeDtypeStruct((4, T), jnp.int32)
     attend = fused.make(kernel, asked, mesh=mesh)
 
-    def loss(q, k, v, segment, kind):
-        return jnp.sum(attend(q, k, v, segment, kind).astype(jnp.float32))
+    def loss(varied, segment, kind):
+        return jnp.sum(attend(*varied[:3], segment, kind, *varied[3:]).astype(jnp.float32))
 
-    traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(q, k, k, segment, jax.ShapeDtypeStruct((), jnp.int32))
+    sinks = [jax.ShapeDtypeStruct((4,), jnp.float32)] if asked.sinks else []
+    traced = jax.jit(jax.grad(loss)).trace([q, k, k, *sinks], segment, jax.ShapeDtypeStruct((), jnp.int32))
     text = traced.lower(lowering_platforms=(platform,)).as_text()
     assert f"{T}x{T}x" not in text, "holds the scores of a row"
     return text
@@ -205,10 +211,12 @@ def test_the_pallas_kernels_are_valid_triton(dtype, head_dim):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("head_dim", [64, 80, 256])
-def test_the_splash_kernels_are_valid_mosaic(dtype, head_dim):
+@pytest.mark.parametrize(
+    "head_dim, more", [(64, dict(sinks=True)), (80, dict(softcap=50.0)), (256, dict(softcap=50.0))]
+)
+def test_the_splash_kernels_are_valid_mosaic(dtype, head_dim, more):
     mesh = make_mesh((2, 2, 2))
-    asked = needs(dtype=dtype, head_dim=head_dim, softcap=50.0, windows=(None, 60))
+    asked = needs(dtype=dtype, head_dim=head_dim, windows=(None, 60), **more)
     with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
         text = program("splash", asked, "tpu", mesh=mesh)
     kernels = re.findall(r"custom_call @tpu_custom_call", text)
@@ -227,6 +235,7 @@ def test_blocks_fit_in_shared_memory_and_divide_a_tile(head_dim, itemsize):
 
 MISTRAL = dict(dtype="bfloat16", head_dim=128, windows=(4096,))
 GEMMA2 = dict(dtype="bfloat16", head_dim=256, windows=(4096, None), softcap=50.0)
+GPT_OSS = dict(dtype="bfloat16", head_dim=64, windows=(128, None), sinks=True, one_segment=True)
 ROW = dict(dtype="bfloat16", head_dim=128, one_segment=True)
 SHARED = ROW | dict(one_segment=False, shared=(64, 32))
 
@@ -251,6 +260,8 @@ SHARED = ROW | dict(one_segment=False, shared=(64, 32))
         ("gpu", (9, 0), MISTRAL, "xla"),
         ("gpu", (9, 0), MISTRAL | dict(longest=4096), "pallas"),
         ("gpu", (9, 0), GEMMA2 | dict(one_segment=True), "xla"),
+        ("gpu", (9, 0), GPT_OSS, "xla"),
+        ("tpu", None, GPT_OSS, "splash"),
         ("tpu", None, ROW, "splash"),
         ("tpu", None, MISTRAL, "splash"),
         ("tpu", None, GEMMA2 | dict(dtype="float32"), "splash"),
@@ -290,6 +301,7 @@ def test_auto_says_why_nothing_is_fused():
         ("cudnn", "gpu", (8, 6), ROW | dict(head_dim=192), "up to 128, and the model's head_dim is 192"),
         ("cudnn", "gpu", (9, 0), GEMMA2, "no soft cap, and the model caps its scores at 50"),
         ("pallas", "gpu", (9, 0), GEMMA2, "no soft cap, and the model caps its scores at 50"),
+        ("cudnn", "gpu", (9, 0), GPT_OSS, "no attention sinks, and the model has one for each head"),
         ("pallas", "gpu", (9, 0), MISTRAL, "no sliding window, and the model has one of 4096 tokens"),
         ("pallas", "gpu", (9, 0), ROW | dict(head_dim=8), "heads of 16 to 256, and the model's head_dim is 8"),
     ],
@@ -309,7 +321,7 @@ def test_windows_that_count_a_row_are_none_of_shared_prompts():
 
 
 def test_no_kernel_is_made_that_would_leave_something_out():
-    for kernel, changes in (("pallas", MISTRAL), ("pallas", GEMMA2), ("cudnn", dict(one_segment=True))):
+    for kernel, changes in (("pallas", MISTRAL), ("cudnn", GPT_OSS), ("cudnn", dict(one_segment=True))):
         with pytest.raises(UserError, match=f"attention by {kernel}: .*; use xla"):
             fused.make(kernel, needs(**changes))
 

@@ -12,6 +12,7 @@ from jppo.models.lora import Lora
 from jppo.settings import UserError
 
 ALL = Lora(rank=3, alpha=8, targets=tuple(lora.TARGETS))
+OF_ATTENTION = Lora(rank=3, alpha=8, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
 
 
 def adapted(directory, how, *, head="lm", seed=0):
@@ -53,6 +54,7 @@ def test_equations():
         ("qwen2-tied", ("v_proj", "down_proj")),
         ("llama-biased", tuple(lora.TARGETS)),
         ("gemma3-long", tuple(lora.TARGETS)),
+        ("gpt-oss-clamped", OF_ATTENTION.targets),
         ("phi3-partial", ("qkv_proj", "gate_up_proj")),
         ("deepseek2-lite", ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")),
         pytest.param("qwen2-tied", tuple(lora.TARGETS), marks=pytest.mark.slow),
@@ -75,21 +77,25 @@ LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 PEFT = ("qwen2-untied", "gemma2-capped", "olmo3-mixed", "smollm3-biased", "granite-scaled", "phi3-grouped")
 
 
-@pytest.mark.parametrize("name", (*PEFT, "deepseek3-grouped"))
-def test_peft_loads_them_and_says_the_same(checkpoint, rng, tmp_path, name):
+@pytest.mark.parametrize(
+    "name, how",
+    [
+        *((name, ALL) for name in PEFT),
+        ("gpt-oss-unbiased", OF_ATTENTION),
+        ("deepseek3-grouped", Lora(3, 8, LATENT)),
+    ],
+)
+def test_peft_loads_them_and_says_the_same(checkpoint, rng, tmp_path, name, how):
     peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     directory, _ = checkpoint(name)
-    how = Lora(3, 8, LATENT) if name.startswith("deepseek") else ALL
     cfg, model = adapted(directory, how)
     out = hf_write.save_adapter(tmp_path / "adapter", model.learned, cfg, how, base=str(directory))
-    base = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, attn_implementation="eager", experts_implementation="eager"
-    )
+    eager = dict(attn_implementation="eager", experts_implementation="eager")
+    base = transformers.AutoModelForCausalLM.from_pretrained(directory, **eager)
     theirs = peft.PeftModel.from_pretrained(base, out)
     found = {k: v for k, v in theirs.state_dict().items() if "lora_" in k}
-    count = len(LATENT) if how is not ALL else 4 if cfg.fused else 7
-    assert len(found) == 2 * count * cfg.num_layers
+    assert len(found) == 2 * (4 if cfg.fused else 7 if how is ALL else len(how.targets)) * cfg.num_layers
     tokens = rng.integers(0, cfg.vocab_size, (2, 11)).astype(np.int32)
     with torch.no_grad():
         expected = theirs(torch.from_numpy(tokens).long()).logits.numpy()

@@ -9,7 +9,15 @@ import pytest
 
 from jppo.models import decoder, families, params
 
-NAMES = ("qwen2-tied", "qwen2-untied", "llama-biased", "llama-tied", "qwen2-moe-mixed", "olmoe-grouped")
+NAMES = (
+    "qwen2-tied",
+    "qwen2-untied",
+    "llama-biased",
+    "llama-tied",
+    "qwen2-moe-mixed",
+    "olmoe-grouped",
+    "gpt-oss-clamped",
+)
 LATENT = ("deepseek2-grouped", "deepseek3-grouped")
 
 
@@ -43,6 +51,18 @@ def test_names_are_unique_and_axes_are_the_legends(hf_config):
     for entry in (*entries, *latent):  # a mesh axis may shard one axis of an array only
         named = [axis for axis in entry.axes if axis is not None]
         assert len(set(named)) == len(named)
+
+
+def test_matrices_are_those_of_the_layers(hf_config):
+    """Muon's inputs and outputs: a gate and an up of an expert are matrices of their own, and a bias is none."""
+    cfg = families.from_hf(hf_config("gpt-oss-clamped"), path="config.json")
+    found = {"/".join(e.path[1:]): e.matrix and [[e.letters[i] for i in axes] for axes in e.matrix]
+             for e in params.table(cfg, head="lm") if e.stacked}  # fmt: skip
+    assert {path: axes for path, axes in found.items() if axes} == {
+        "attn/q/kernel": [["D"], ["H", "A"]], "attn/k/kernel": [["D"], ["K", "A"]],
+        "attn/v/kernel": [["D"], ["K", "A"]], "attn/o/kernel": [["H", "A"], ["D"]],
+        "experts/router": [["D"], ["E"]], "experts/gate_up": [["D"], ["M"]], "experts/down": [["M"], ["D"]],
+    }  # fmt: skip
 
 
 def test_heads_are_cut_out_of_hfs_rows(hf_config, rng):

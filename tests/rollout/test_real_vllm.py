@@ -44,6 +44,13 @@ OWN = {  # of kinds of model
         topk_group=2, first_k_dense_replace=1, q_lora_rank=40, kv_lora_rank=512, qk_rope_head_dim=64,
         qk_nope_head_dim=32, v_head_dim=32, num_nextn_predict_layers=0, scoring_func="sigmoid", topk_method="noaux_tc",
     ),
+    "gpt-oss": dict(
+        num_local_experts=4, num_experts_per_tok=2, head_dim=32,
+        rope_parameters=dict(
+            rope_type="yarn", factor=8.0, beta_fast=32.0, beta_slow=1.0, truncate=False, rope_theta=150000.0,
+            original_max_position_embeddings=64,
+        ),
+    ),
 }  # fmt: skip
 
 
@@ -52,7 +59,7 @@ def make_model(folder: pathlib.Path, kind: str):
     import tokenizers
     import transformers
 
-    name = {"experts": "Qwen3Moe", "latent": "DeepseekV3"}.get(kind, "Qwen2")
+    name = {"experts": "Qwen3Moe", "latent": "DeepseekV3", "gpt-oss": "GptOss"}.get(kind, "Qwen2")
     make, more = getattr(transformers, f"{name}Config"), OWN.get(kind, {})
     config = make(
         vocab_size=VOCAB,
@@ -134,7 +141,7 @@ def wait_for_none(leader: int, seconds: float = 15.0) -> None:
         time.sleep(0.1)
 
 
-SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("untied", "experts", "latent")]
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("untied", "experts", "latent", "gpt-oss")]
 
 
 @pytest.fixture(scope="module", params=["tied", *SLOW])

@@ -353,3 +353,9 @@ def test_a_training(small_run, python, quick_compilation):
         if line.startswith(publisher.LOAD)
     ]
     assert [body["weight_version"] for body in loads] == ["0", "1"]
+
+
+def test_a_quantised_model_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "mxfp4"}}))
+    with pytest.raises(UserError, match=r"plain weights only; set rollout\.name=vllm$"):
+        start_sglang(str(tmp_path), "run", settings=None, urls=["u"], limits=None, publish_dir="")

@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+import pathlib
 
 import numpy as np
 import pytest
 
 from jppo.rollout.protocol import RolloutError, greedy, sample_seed
 from jppo.rollout.servers.member import ServerLimits
+from jppo.rollout.vllm import arguments
 from jppo.rollout.vllm.client import GENERATE, start_vllm
 from jppo.settings import UserError
 from jppo.types import Prompt
@@ -184,3 +186,24 @@ def test_no_model_is_refused_before_any_server(settings, tmp_path):
         start_vllm(
             str(tmp_path), str(tmp_path), settings=settings(), urls=[], limits=ServerLimits(1.0, 1.0, 0), publish_dir=""
         )
+
+
+def test_a_quantised_model_is_served_with_plain_weights(tmp_path):
+    config = {"model_type": "gpt_oss", "num_hidden_layers": 1, "quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    option, folder = arguments.model_options(str(tmp_path), str(tmp_path / "run"))
+    assert option == "--hf-config-path"
+    del config["quantization_config"]
+    assert json.loads((pathlib.Path(folder) / "config.json").read_text()) == config
+    assert arguments.model_options(folder, str(tmp_path / "run")) == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [dict(swiglu_alpha=1.5), dict(rms_norm_eps=1e-6), dict(attention_bias=False), dict(layer_types=["full_attention"])],
+)
+def test_a_gpt_oss_model_that_vllm_computes_otherwise_is_refused(tmp_path, change):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_oss", "num_hidden_layers": 1} | change))
+    with pytest.raises(UserError, match=f"{next(iter(change))}=.*; set rollout.name=inprocess$") as e:
+        arguments.model_options(str(tmp_path), str(tmp_path))
+    assert "\n" not in str(e.value)

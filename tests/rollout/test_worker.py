@@ -107,12 +107,46 @@ def test_the_models_class_is_made_with_vllms_config(tmp_path, monkeypatch):
 
 
 def test_experts_that_a_reload_does_not_reach_are_named(tmp_path):
-    """As GPT-OSS on a CPU; test_real_vllm.py has experts that it reaches."""
+    """test_real_vllm.py has experts that it reaches."""
     worker, tensors = make(True)
     worker.get_model().model.layers[1].quant_method = type("Method", (), {"moe_kernel": "packed"})()
     send(worker, tmp_path / "w", tensors.items(), 1)
     answer = worker.jppo_load(version=1)
     assert not answer["ok"] and answer["error"].startswith("model.layers.1 keeps its old values: vLLM cannot reload")
+
+
+def test_gpt_oss_is_loaded_by_expert_and_its_sinks_after_the_rest(tmp_path):
+    """By their own numbers: vLLM keeps the old ones of tensors of all experts, and of sinks, without a word."""
+    from jppo.rollout.vllm.worker import WeightLoader
+
+    config = transformers.GptOssConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, num_local_experts=3, num_experts_per_tok=2,
+    )  # fmt: skip
+    model = transformers.GptOssForCausalLM(config)
+    tensors = {name: np.asarray(p.detach()) for name, p in model.named_parameters()}
+    loaded = []
+
+    class Worker(WeightLoader):
+        model_config = type("ModelConfig", (), {"hf_config": config})
+
+        def get_model(self):
+            model.load_weights = lambda weights: loaded.append(dict(weights))
+            return model
+
+        def reload_weights(self, *, weights_iterator):
+            loaded.append(dict(weights_iterator))
+
+    worker = Worker()
+    assert send(worker, tmp_path / "w", tensors.items(), 1)["ok"] and worker.jppo_load(version=1)["ok"]
+    (reloaded, sinks), experts = loaded, "model.layers.1.mlp.experts"
+    for theirs, ours in (("w13_weight", "gate_up_proj"), ("w2_weight", "down_proj"), ("w13_bias", "gate_up_proj_bias")):
+        for i in range(3):
+            assert np.array_equal(reloaded[f"{experts}.{i}.{theirs}"], tensors[f"{experts}.{ours}"][i])
+    assert not [name for name in reloaded if "proj" in name and ".mlp.experts." in name]
+    assert {"lm_head.weight", "model.layers.0.mlp.router.bias"} <= set(reloaded)
+    assert set(sinks) == {f"model.layers.{i}.self_attn.sinks" for i in range(2)}
+    assert np.array_equal(sinks["model.layers.1.self_attn.sinks"], tensors["model.layers.1.self_attn.sinks"])
 
 
 def test_bfloat16_arrives_as_bfloat16(tmp_path):

@@ -5,6 +5,7 @@ version for all of its tokens, so no update may overlap a request; weights come 
 """
 
 import dataclasses
+import json
 import math
 import pathlib
 from collections.abc import Sequence
@@ -149,6 +150,10 @@ def start_sglang(
     config = pathlib.Path(model_dir) / "config.json"
     if not config.is_file():
         raise UserError(f"no config.json in {model_dir!r}: SGLang needs a folder with the model's config and tokenizer")
+    if json.loads(config.read_text()).get("quantization_config") is not None:
+        raise UserError(
+            f"{config}: quantization_config: the trainer publishes plain weights only; set rollout.name=vllm"
+        )
     if not urls:
         arguments.check_sglang(settings.python)
         arguments.flags(settings)  # may refuse engine_args

@@ -189,11 +189,36 @@ def environment(settings: ServerSettings, build: str) -> dict[str, str]:
     return variables
 
 
+# What vLLM 0.32 computes with in a gpt_oss model, whatever these fields of its config.json say.
+_FIXED = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "rms_norm_eps": 1e-5, "attention_bias": True}
+
+
+def model_options(model_dir: str, run_dir: str) -> list[str]:
+    """Returns the options of a model; UserError if vLLM would compute another one.
+
+    A quantised checkpoint is served with plain weights, as all that are published, by a config.json in `run_dir`.
+    """
+    file = pathlib.Path(model_dir) / "config.json"
+    config = json.loads(file.read_text()) if file.is_file() else {}
+    if config.get("model_type") == "gpt_oss":
+        turns = [("sliding", "full")[i % 2] + "_attention" for i in range(config["num_hidden_layers"])]
+        for key, value in (_FIXED | {"layer_types": turns}).items():
+            if config.get(key) not in (None, value):
+                said = f"{file}: {key}={config[key]!r}: vLLM computes a gpt_oss model with {value!r}"
+                raise UserError(f"{said}; set rollout.name=inprocess")
+    if config.pop("quantization_config", None) is None:
+        return []
+    folder = pathlib.Path(run_dir).absolute() / "served_config"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return ["--hf-config-path", str(folder)]
+
+
 def program(
     index: int, *, model_dir: str, run_dir: str, settings: ServerSettings, build: str, folder: str | None
 ) -> ServerProgram:
     """Returns the vLLM program number `index` of a run."""
-    start = [MODULE, "--model", model_dir]
+    start = [MODULE, "--model", model_dir, *model_options(model_dir, run_dir)]
     env = {**os.environ, **environment(settings, build)}
     env.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override the setting
     env.pop("VLLM_API_KEY", None)  # a second token, unknown to the trainer

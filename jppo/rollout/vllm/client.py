@@ -140,8 +140,10 @@ def start_vllm(
     """Starts the servers on `model_dir` (config, tokenizer) or attaches to those at `urls`, if any; does not block."""
     routes = [GENERATE, *([ADAPTER] if settings.lora_rank else [])]
 
+    model = " ".join([model_dir, *arguments.model_options(model_dir, run_dir)])
+
     def speak(eos_token_ids: Sequence[int]) -> Vllm:
-        return Vllm(eos_token_ids, how_to_start(model_dir, settings), routes, settings.dtype)
+        return Vllm(eos_token_ids, how_to_start(model, settings), routes, settings.dtype)
 
     servers: list[Server] = []
     build = "gpu"

@@ -8,7 +8,7 @@ refusal is a value (`ok: False` with the reason), never an exception, which woul
 import contextlib
 import mmap
 import sys
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,7 +74,12 @@ class WeightLoader:
         model = self.get_model()
         experts = _let_experts_be_packed(model)
         modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
-        self.reload_weights(weights_iterator=_stream(entries, data, self._jppo_expected[1], modules))
+        stream = _stream(entries, data, self._jppo_expected[1], modules)
+        if self.model_config.hf_config.model_type == "gpt_oss":
+            self.reload_weights(weights_iterator=_one_expert_each(stream))
+            model.load_weights(_sinks(entries, data))
+        else:
+            self.reload_weights(weights_iterator=stream)
         if unloaded := [name for name, method in experts.items() if method.moe_kernel is None]:
             said = "keeps its old values: vLLM cannot reload these experts on a CPU; use rollout.name=inprocess, serve"
             remedy = "the model on a GPU or, for adapters, set rollout.lora_sync=merge"
@@ -124,13 +129,41 @@ def _let_experts_be_packed(model: torch.nn.Module) -> dict[str, Any]:
     return found
 
 
+# GPT-OSS' tensors of all experts of a layer, and vLLM's names of one expert's.
+_OF_ONE_EXPERT = {
+    "gate_up_proj": "w13_weight",
+    "gate_up_proj_bias": "w13_bias",
+    "down_proj": "w2_weight",
+    "down_proj_bias": "w2_bias",
+}
+
+
+def _one_expert_each(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Splits GPT-OSS' tensors of all experts: vLLM 0.32 writes whole ones where a reload does not see them."""
+    for name, tensor in tensors:
+        module, _, last = name.rpartition(".")
+        if module.endswith(".mlp.experts"):
+            yield from ((f"{module}.{i}.{_OF_ONE_EXPERT[last]}", part) for i, part in enumerate(tensor))
+        else:
+            yield name, tensor
+
+
+def _sinks(entries: Sequence[layout.TensorEntry], data: mmap.mmap) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields GPT-OSS' attention sinks, which vLLM 0.32 writes past a reload too; nothing packs them."""
+    yield from ((entry.name, _tensor(entry, data)) for entry in entries if entry.name.endswith(".self_attn.sinks"))
+
+
+def _tensor(entry: layout.TensorEntry, data: mmap.mmap) -> torch.Tensor:
+    dtype = getattr(torch, entry.dtype)
+    count = entry.nbytes // dtype.itemsize
+    return torch.frombuffer(data, dtype=dtype, count=count, offset=entry.offset).reshape(entry.shape)
+
+
 def _stream(
     entries: Sequence[layout.TensorEntry], data: mmap.mmap, tied: dict[str, list[str]], modules: Container[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     for entry in entries:
-        dtype = getattr(torch, entry.dtype)
-        count = entry.nbytes // dtype.itemsize
-        tensor = torch.frombuffer(data, dtype=dtype, count=count, offset=entry.offset).reshape(entry.shape)
+        tensor = _tensor(entry, data)
         yield entry.name, tensor
         # vLLM keeps a tied head stale without its own name; some models have no separate head there
         for name in tied.get(entry.name, ()):
