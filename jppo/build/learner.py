@@ -20,6 +20,7 @@ from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.decoder import Decoder, attention_settings
 from jppo.models.lora import Base, Lora, Weights
 from jppo.models.params import Head
+from jppo.settings import UserError
 from jppo.types import Params, TrainState
 
 
@@ -89,6 +90,11 @@ def make_mesh(c: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Any
 
 def attention_kernel(c: ConfigDict, cfg: ModelConfig, mesh: Any) -> tuple[str, str | None, fused.Needs]:
     """Returns the attention kernel, why `auto` takes a slower one, if so, and the model's requirements."""
+    if cfg.delta is not None and shared_prompts(c, mesh) is not None:
+        raise UserError(
+            f"data.packing=prefix: the gated delta nets of a {cfg.family} model have one state per row, and samples"
+            " that share a prompt need one each; use data.packing=buckets"
+        )
     needs = fused.Needs(
         **attention_settings(cfg),
         head_dim=cfg.kernel_dim,

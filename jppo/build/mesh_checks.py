@@ -22,6 +22,11 @@ def require_divisible(cfg: ModelConfig, mesh: Mesh) -> None:
     Padding makes the vocabulary divisible; key/value heads are repeated.
     """
     fsdp, tensor, sequence = (mesh.shape[axis] for axis in ("fsdp", "tensor", "sequence"))
+    if cfg.delta is not None and sequence > 1:
+        raise UserError(
+            f"mesh.sequence={sequence}: the states of a {cfg.family} model's gated delta nets are not passed between"
+            " the devices that share a row; use mesh.sequence=1"
+        )
     H, D = cfg.num_heads, cfg.hidden_size
     model = f"of the {cfg.family} model"
     for F in cfg.mlp_widths:

@@ -1,6 +1,7 @@
-"""The key/value cache of generated rows."""
+"""The cache of generated rows: keys and values, or the states of recurrent layers."""
 
 import dataclasses
+import math
 from typing import Any
 
 import chex
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jppo.models.config import ModelConfig
+from jppo.models.stacks import Sort
 
 
 @jax.tree_util.register_dataclass
@@ -19,7 +21,17 @@ class LayerCache:
     v: jax.Array | None  # [R, S, K, A]; None with latent attention
 
 
-Cache = tuple[LayerCache, ...]  # one buffer per layer, each updated in place
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DeltaCache:
+    """The recurrent state of one layer with a gated delta net."""
+
+    state: jax.Array  # [R, N, G, A, W] f32
+    inputs: jax.Array  # [R, taps - 1, C], the last ones of its convolution
+
+
+Held = LayerCache | DeltaCache
+Cache = tuple[Held, ...]  # one per layer, each updated in place
 
 
 def empty(cfg: ModelConfig, *, rows: int, length: int, dtype: Any) -> Cache:
@@ -29,7 +41,14 @@ def empty(cfg: ModelConfig, *, rows: int, length: int, dtype: Any) -> Cache:
     def zeros() -> jax.Array:
         return jnp.zeros(shape, dtype)
 
-    return tuple(LayerCache(zeros(), zeros() if cfg.latent is None else None) for _ in range(cfg.num_layers))
+    def make(sort: Sort) -> Held:
+        if sort.mixer == "attention":
+            return LayerCache(zeros(), zeros() if cfg.latent is None else None)
+        assert cfg.delta is not None
+        state, inputs = ((rows, *rest) for rest in cfg.delta.state_shapes)
+        return DeltaCache(jnp.zeros(state, jnp.float32), jnp.zeros(inputs, dtype))
+
+    return tuple(make(sort) for sort in cfg.sorts)
 
 
 def heads(cfg: ModelConfig) -> int:
@@ -37,10 +56,16 @@ def heads(cfg: ModelConfig) -> int:
     return cfg.num_kv_heads if cfg.latent is None else 1
 
 
+def dtype_of(cache: Cache) -> Any:
+    """Returns the dtype that the cache was allocated with."""
+    first = cache[0]
+    return first.k.dtype if isinstance(first, LayerCache) else first.inputs.dtype
+
+
 def row_bytes(cfg: ModelConfig, *, length: int, dtype: Any) -> int:
     """Returns the bytes of `length` positions of one row."""
-    of_token = 2 * cfg.num_kv_heads * cfg.head_dim if cfg.latent is None else cfg.latent.cached_dim
-    return cfg.num_layers * length * of_token * int(jnp.dtype(dtype).itemsize)
+    made = jax.eval_shape(lambda: empty(cfg, rows=1, length=length, dtype=dtype))
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(made))
 
 
 def extend(held: LayerCache, k: jax.Array, v: jax.Array | None, position: jax.Array) -> LayerCache:

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Literal
 
 from jppo.models import stacks
+from jppo.models.config_delta import Delta
 from jppo.models.config_experts import Experts
 from jppo.models.config_latent import Latent
 from jppo.models.rotary import Rotary
@@ -57,13 +58,16 @@ class ModelConfig:
     quantization: str | None  # quant_method of the checkpoint, whose tensors are read as bfloat16
     latent: Latent | None = None  # None: keys and values are computed from the hidden state
     further_layers: int = 0  # of the checkpoint, after the last: they predict further tokens and are not read
+    gated: bool = False  # the outputs of attention are multiplied by a gate before their projection
+    delta: Delta | None = None  # None: every layer has attention
     value_bins: int = 1  # outputs of a value head: one value, or the logits of a histogram
 
     @property
     def sorts(self) -> tuple[Sort, ...]:
         """Returns the modules of each layer, [L]."""
         sparse = (False,) * self.num_layers if self.experts is None else self.experts.sparse
-        return tuple(Sort(one) for one in sparse)
+        linear = (False,) * self.num_layers if self.delta is None else self.delta.linear
+        return tuple(Sort(one, "delta" if two else "attention") for one, two in zip(sparse, linear, strict=True))
 
     @property
     def groups(self) -> tuple[Group, ...]:

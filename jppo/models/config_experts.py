@@ -20,6 +20,7 @@ class Names:
     shared: str = ""  # of the expert that every token uses; "": there is none
     shared_gate: bool = False  # that expert has a gate
     normalized: bool | None = None  # None: by the field norm_topk_prob
+    normalized_default: bool = False  # of this field
     mixed: bool = True  # config.json may give some layers an MLP in place of experts
     deepseek: config_routing.Version | None = None  # whose fields it has
     router: str = "gate"
@@ -28,6 +29,8 @@ class Names:
 
 QWEN2 = Names(shared="shared_expert", shared_gate=True)
 QWEN3 = Names()
+QWEN3_NEXT = dataclasses.replace(QWEN2, normalized_default=True)
+QWEN35 = dataclasses.replace(QWEN2, normalized=True, mixed=False)
 OLMOE = Names(width="intermediate_size", mixed=False)
 MIXTRAL = Names(
     "num_local_experts", "intermediate_size", "block_sparse_moe", "w1", "w3", "w2", normalized=True, mixed=False
@@ -94,7 +97,9 @@ def read(fields: Fields, names: Names | None, num_layers: int) -> Experts | None
 def _normalized(fields: Fields, names: Names) -> bool:
     if names.normalized is not None:
         return names.normalized
-    said: bool = fields.get("norm_topk_prob", bool, names.deepseek is not None and names.deepseek.normalized)
+    said: bool = fields.get(
+        "norm_topk_prob", bool, names.normalized_default if names.deepseek is None else names.deepseek.normalized
+    )
     return said
 
 

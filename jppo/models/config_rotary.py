@@ -58,6 +58,7 @@ def bare_layers(fields: Fields, num_layers: int) -> list[bool]:
     return [not one for one in turned[:num_layers]]
 
 
+_OF_PICTURES = ("mrope_section", "mrope_interleaved")  # a text's three positions are equal
 # Fields of each supported rope_type, besides its base.
 _STRETCHES: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -78,7 +79,7 @@ def _stretched(model: _Model, key: str, rope: Mapping[str, Any], theta: float) -
     kind = rope.get("rope_type", rope.get("type", "default"))
     kind = "longrope" if kind == "su" else kind  # its first name
     part = _part(model, inner)
-    said = {k for k, v in rope.items() if v is not None} - {"rope_theta", "rope_type", "type"}
+    said = {k for k, v in rope.items() if v is not None} - {"rope_theta", "rope_type", "type", *_OF_PICTURES}
     if part == 1.0 or model.family.partial_rotary:
         said.discard("partial_rotary_factor")
     if not isinstance(kind, str) or kind not in _STRETCHES or said - set(_STRETCHES[kind]):
@@ -105,8 +106,10 @@ def _stretched(model: _Model, key: str, rope: Mapping[str, Any], theta: float) -
 
 def _part(model: _Model, inner: Fields) -> float:
     """Returns the part of a head that is turned."""
-    name, outer = "partial_rotary_factor", model.fields
-    part: float = inner.get(name, float, outer.get(name, float, 1.0) if model.family.partial_rotary else 1.0)
+    name, outer, default = "partial_rotary_factor", model.fields, model.family.partial_rotary
+    if default is None:  # the outer field does not count
+        outer, default = inner, 1.0
+    part: float = inner.get(name, float, outer.get(name, float, default))
     turned = int(model.head_dim * part)
     if not 0 < part <= 1 or turned % 2 or turned == 0:
         where = inner if name in inner else outer

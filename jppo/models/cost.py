@@ -2,8 +2,8 @@
 
 Counted for whole sequences of real tokens: matrix products, pairs of a query and a key that it sees, and the
 language head where it is read. A multiplication and an addition are two. Not counted: padding, the masked half of
-attention, and recomputation in the backward pass. Nor are norms, activations, embedding look-ups, and the one column
-of a value head.
+attention, and recomputation in the backward pass. Nor are convolutions, norms, activations, embedding look-ups, and
+the one column of a value head.
 """
 
 import math
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from jppo.models import lora
 from jppo.models.config import ModelConfig
 from jppo.models.lora import Lora
+from jppo.models.stacks import Mixer
 
 # Time of a FLOP of attention by XLA relative to one of a product with weights: scores are exponentiated, and
 # written and read between their two products. Roughly, from one run on a busy CPU.
@@ -20,13 +21,20 @@ SLOWER = 2.5
 
 def attention(cfg: ModelConfig, lengths: Sequence[int]) -> int:
     """Returns FLOP of the attention products in a forward pass, with earlier keys in the window."""
-    pairs = sum(_pairs(n, cfg.kinds[kind].window) for kind in cfg.layer_kinds for n in lengths)
+    kinds = [
+        cfg.kinds[kind] for kind, sort in zip(cfg.layer_kinds, cfg.sorts, strict=True) if sort.mixer == "attention"
+    ]
+    pairs = sum(_pairs(n, kind.window) for kind in kinds for n in lengths)
     return 2 * pairs * cfg.num_heads * _pair(cfg)
 
 
 def _pair(cfg: ModelConfig) -> int:
     """Returns the sizes of a head's k and v, which each pair of a query and a key multiplies."""
     return cfg.head_dim + (cfg.head_dim if cfg.latent is None else cfg.latent.value_dim)
+
+
+def _layers(cfg: ModelConfig, mixer: Mixer) -> int:
+    return sum(sort.mixer == mixer for sort in cfg.sorts)
 
 
 def _pairs(length: int, window: int | None) -> int:
@@ -38,7 +46,7 @@ def _pairs(length: int, window: int | None) -> int:
 def price(cfg: ModelConfig, keys: float) -> float:
     """Returns a token's time with attention by XLA over so many keys, padding included, relative to none."""
     by_token = forward(cfg, [1], head_tokens=1) - attention(cfg, [1])
-    by_key = 2 * cfg.num_layers * cfg.num_heads * _pair(cfg)
+    by_key = 2 * _layers(cfg, "attention") * cfg.num_heads * _pair(cfg)
     return 1.0 + SLOWER * keys * by_key / by_token
 
 
@@ -50,12 +58,15 @@ def adapters(cfg: ModelConfig, how: Lora, lengths: Sequence[int]) -> int:
 def forward(cfg: ModelConfig, lengths: Sequence[int], *, head_tokens: int, how: Lora | None = None) -> int:
     """Returns FLOP of a forward pass over sequences of `lengths`, with the language head on `head_tokens` tokens."""
     D, F = cfg.hidden_size, cfg.intermediate_size
-    matrices = _projections(cfg)
+    matrices = _projections(cfg) * _layers(cfg, "attention")
+    if (d := cfg.delta) is not None:  # with a token's three products with each state, one by one
+        values = d.value_heads * d.value_dim
+        matrices += (D * (d.channels + 2 * values + 2 * d.value_heads) + 3 * values * d.key_dim) * _layers(cfg, "delta")
     sparse = 0
     if (e := cfg.experts) is not None:
         sparse = 3 * D * (e.active * e.width + e.shared_width) + D * (e.count + e.names.shared_gate)
     inner = sum(stack.count * (sparse if stack.sort.sparse else 3 * D * F) for stack in cfg.stacks)
-    trunk = 2 * sum(lengths) * (cfg.num_layers * matrices + inner) + attention(cfg, lengths)
+    trunk = 2 * sum(lengths) * (matrices + inner) + attention(cfg, lengths)
     beside = 0 if how is None else adapters(cfg, how, lengths)
     return trunk + 2 * head_tokens * D * cfg.vocab_size + beside
 
@@ -64,7 +75,7 @@ def _projections(cfg: ModelConfig) -> int:
     """Returns the elements of the kernels of a layer's attention."""
     D, H, K, A = cfg.hidden_size, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
     if (how := cfg.latent) is None:
-        return D * H * A + 2 * D * K * A + H * A * D
+        return D * H * A * (1 + cfg.gated) + 2 * D * K * A + H * A * D
     queries = D * H * A if how.query_rank is None else how.query_rank * (D + H * A)
     return queries + D * how.cached_dim + how.rank * H * (how.plain_dim + how.value_dim) + H * how.value_dim * D
 

@@ -6,42 +6,27 @@ has the table of them.
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jppo.models import attention, embedding, experts, lora, product
+from jppo.models import embedding, experts, lora
 from jppo.models.attention import Attend, attend_cached, make_plain
-from jppo.models.cache import Cache, LayerCache, extend
+from jppo.models.cache import Cache, Held, LayerCache, dtype_of, extend
 from jppo.models.config import ModelConfig
+from jppo.models.delta import DeltaNet
 from jppo.models.embedding import Lookup
 from jppo.models.experts import Mix, Mixture
 from jppo.models.latent import LatentAttention
 from jppo.models.modules import MLP, Project, RMSNorm, scaled
 from jppo.models.params import Head
+from jppo.models.remat import POLICIES, Remat
 from jppo.models.rotary import Place, Places, places, rotate
-from jppo.models.stacks import Group, Stack
+from jppo.models.stacks import Group, Mixer, Stack
 from jppo.types import Params
-
-Remat = Literal["none", "dots", "attention", "full"]
-
-
-def _keep(*names: str) -> Callable[..., Any]:
-    """Makes the policy that saves named outputs and the output of cuDNN's attention, which cannot have a name."""
-    named = jax.checkpoint_policies.save_only_these_names(*names)
-    return lambda primitive, *args, **how: primitive.name == _CUDNN or named(primitive, *args, **how)
-
-
-_CUDNN = "dot_product_attention_fwd_wrapper"
-_POLICIES = {
-    # Saves the products with weights, in the activations' dtype, and attention; recomputes the rest.
-    "dots": _keep(product.NAME, attention.NAME),
-    "attention": _keep(attention.NAME),
-    "full": jax.checkpoint_policies.nothing_saveable,
-}
 
 
 def identity(x: jax.Array) -> jax.Array:
@@ -67,9 +52,13 @@ class Attention(nn.Module):
         if cfg.fused:
             q, k, v = jnp.split(project("qkv", "rtd,dha->rtha", (D, H + 2 * K, A), None)(x), (H, H + K), axis=2)
         else:
-            q = project("q", "rtd,dha->rtha", (D, H, A), (H, A) if cfg.qkv_bias else None)(x)
             k = project("k", "rtd,dka->rtka", (D, K, A), (K, A) if cfg.qkv_bias else None)(x)
             v = project("v", "rtd,dka->rtka", (D, K, A), (K, A) if cfg.qkv_bias else None)(x)
+            if cfg.gated:
+                both = project("q", "rtd,dhga->rthga", (D, H, 2, A), (H, 2, A) if cfg.qkv_bias else None)(x)
+                q, gate = both[:, :, :, 0], both[:, :, :, 1]
+            else:
+                q = project("q", "rtd,dha->rtha", (D, H, A), (H, A) if cfg.qkv_bias else None)(x)
         if cfg.qk_norm is not None:
             axes = 1 if cfg.qk_norm == "head" else 2
             q = RMSNorm(cfg, self.param_dtype, axes, name="q_norm")(q)
@@ -85,11 +74,13 @@ class Attention(nn.Module):
             held = extend(held, k, v, place.position)
             assert held.v is not None
             mixed = attend_cached(q, held.k, held.v, place.position, place.kind, sinks, **attention_settings(cfg))
+        if cfg.gated:
+            mixed *= jax.nn.sigmoid(gate)
         return project("o", "rtha,had->rtd", (H, A, D), (D,) if cfg.o_bias else None)(mixed), held
 
 
 class Layer(nn.Module):
-    """A block: x + attention(norm(x)), then x + mlp(norm(x)), or experts. The body of the scan over layers.
+    """A block: x + attention(norm(x)), or a recurrence; then x + mlp(norm(x)), or experts. The body of a scan.
 
     The norms may be on the outputs instead, or on both.
     """
@@ -99,22 +90,26 @@ class Layer(nn.Module):
     constrain: Callable[[jax.Array], jax.Array]
     attend: Attend
     mix: Mix | None  # None: no experts, an MLP
+    mixer: Mixer = "attention"
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, kind: jax.Array | int, places: Places, held: LayerCache | None = None
-    ) -> tuple[jax.Array, LayerCache | None]:
+        self, x: jax.Array, kind: jax.Array | int, places: Places, held: Held | None = None
+    ) -> tuple[jax.Array, Held | None]:
         cfg = self.cfg
 
         def norm(name: str, y: jax.Array, applied: bool) -> jax.Array:
             return RMSNorm(cfg, self.param_dtype, name=name)(y) if applied else y
 
-        attention: Any = Attention
-        if cfg.latent is not None:
-            to_cache = functools.partial(attend_cached, **attention_settings(cfg))
-            attention = functools.partial(LatentAttention, attend_cached=to_cache)
-        mix = attention(cfg, self.param_dtype, self.attend, name="attn")
-        y, held = mix(norm("attn_norm", x, cfg.pre_norms), places.of(kind), held)
+        mixer: Any = Attention
+        if self.mixer == "delta":
+            mixer = DeltaNet(cfg, self.param_dtype, name="delta")
+        else:
+            if cfg.latent is not None:
+                to_cache = functools.partial(attend_cached, **attention_settings(cfg))
+                mixer = functools.partial(LatentAttention, attend_cached=to_cache)
+            mixer = mixer(cfg, self.param_dtype, self.attend, name="attn")
+        y, held = mixer(norm("attn_norm", x, cfg.pre_norms), places.of(kind), held)
         x = x + scaled(norm("attn_post_norm", y, cfg.post_norms), cfg.residual_scale)
         mlp: Any = MLP(cfg, self.param_dtype, cfg.intermediate_size, name="mlp")
         if self.mix is not None:
@@ -179,12 +174,13 @@ class Decoder(nn.Module):
         layer: Any = Layer
         if self.remat != "none":
             # In a real loop XLA cannot merge the recomputation with the first computation; unrolled it could.
-            layer = nn.remat(layer, policy=_POLICIES[self.remat], prevent_cse=not self.scan_layers)
+            layer = nn.remat(layer, policy=POLICIES[self.remat], prevent_cse=not self.scan_layers)
         attend = make_plain(**attention_settings(cfg)) if self.attend is None else self.attend
         where = places_of(cfg, position, segment)
 
         def settings(stack: Stack) -> tuple[Any, ...]:
-            return cfg, self.param_dtype, self.constrain, attend, self.mix if stack.sort.sparse else None
+            mix, mixer = self.mix if stack.sort.sparse else None, stack.sort.mixer
+            return cfg, self.param_dtype, self.constrain, attend, mix, mixer
 
         for group in cfg.groups:
             count = group[0].count
@@ -247,6 +243,7 @@ def forward_cached(
     tokens: jax.Array,
     position: jax.Array,
     cache: Cache,
+    segment: jax.Array | None = None,
     *,
     constrain: Callable[[jax.Array], jax.Array] = identity,
     mix: Mix = experts.mix,
@@ -254,16 +251,17 @@ def forward_cached(
     """Runs tokens [R, P] at `position` after the cache's tokens; returns states [R, P, D] and the next cache.
 
     A prompt takes one call, each further token another. A token sees every entry up to its own position. Shorter
-    prompts are padded with any tokens, which later tokens overwrite before they see them.
+    prompts are padded with any tokens, which later tokens overwrite before they see them. Recurrent layers cannot
+    overwrite: `segment` [R, P] is 0 for padding, which leaves their state unchanged; None: there is none.
     """
     chex.assert_rank([tokens, position], 2)
-    dtype = cache[0].k.dtype
+    dtype = dtype_of(cache)
     x = constrain(embedded(split["embed"]["embedding"][tokens], cfg, dtype))
-    where = places_of(cfg, position, None)
+    where = places_of(cfg, position, segment)
     attend = make_plain(**attention_settings(cfg))
-    after: list[LayerCache] = []
+    after: list[Held] = []
     for variables, kind, held, sort in zip(split["layers"], cfg.layer_kinds, cache, cfg.sorts, strict=True):
-        layer = Layer(cfg, dtype, constrain, attend, mix if sort.sparse else None)
+        layer = Layer(cfg, dtype, constrain, attend, mix if sort.sparse else None, sort.mixer)
         applied: Any = layer.apply(variables, x, kind, where, held)
         x, new = applied
         after.append(new)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from jppo.models import config_experts, config_latent, config_rotary
+from jppo.models import config_delta, config_experts, config_latent, config_rotary
 from jppo.models.config import Kind, ModelConfig
 from jppo.models.config_fields import Fields
 from jppo.models.family_table import FAMILIES, Family, always, late, never
@@ -30,6 +30,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 _RELATIVES = {  # models that users try, and their errors
     "gemma3": "it reads pictures too; its text model alone is gemma3_text",
+    "qwen3_5": "it reads pictures too; its text model alone is qwen3_5_text",
+    "qwen3_5_moe": "it reads pictures too; its text model alone is qwen3_5_moe_text",
     "gemma3n": "it reads pictures and sound too, and its text model is not supported either",
     "gemma3n_text": "embeddings in every layer, alternating updates, and layers that share keys and values",
     "gemma4": "it reads pictures too, and its text model is not supported either",
@@ -62,6 +64,7 @@ def from_hf(config: Mapping[str, Any], *, path: str | os.PathLike[str], longest:
     if num_heads % num_kv_heads:
         raise fields.refuse("num_key_value_heads", f"must divide num_attention_heads={num_heads}")
     rotary, local = config_rotary.read(fields, family, head_dim if latent is None else latent.rotary_dim, longest)
+    delta = None if family.delta is None else config_delta.read(fields, family.delta, num_layers)
     layers = _layers(fields, family, num_layers, rotary, local)
     kinds = tuple(dict.fromkeys(layers))
     vocab_size = fields.get("vocab_size", int)
@@ -69,7 +72,7 @@ def from_hf(config: Mapping[str, Any], *, path: str | os.PathLike[str], longest:
         family=name,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=fields.get("intermediate_size", int),
+        intermediate_size=fields.get(_width_field(family), int),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -77,7 +80,7 @@ def from_hf(config: Mapping[str, Any], *, path: str | os.PathLike[str], longest:
         kinds=kinds,
         layer_kinds=tuple(kinds.index(kind) for kind in layers),
         rms_norm_eps=fields.above_zero("rms_norm_eps", family.rms_norm_eps),
-        norm_offset=1.0 if family.gemma else 0.0,
+        norm_offset=1.0 if family.gemma or family.centred else 0.0,
         qk_norm=family.qk_norm,
         pre_norms=family.pre_norms,
         post_norms=family.post_norms,
@@ -101,6 +104,8 @@ def from_hf(config: Mapping[str, Any], *, path: str | os.PathLike[str], longest:
         quantization=fields.get("quantization_config", dict, {}).get("quant_method"),
         latent=latent,
         further_layers=fields.from_zero("num_nextn_predict_layers", 0),
+        gated=family.gated,
+        delta=delta,
     )
 
 
@@ -135,6 +140,11 @@ def _refuse_unsupported(fields: Fields, family: Family) -> None:
             raise fields.refuse(key, f"changes the mathematics and is not supported; only {allowed}")
 
 
+def _width_field(family: Family) -> str:
+    """Returns the field of the MLP's width; of the experts' where no layer has an MLP."""
+    return "intermediate_size" if family.experts is None or family.experts.mixed else family.experts.width
+
+
 def _activation(fields: Fields, family: Family) -> str:
     key = "hidden_activation" if family.query_pre_attn_scalar else "hidden_act"
     name: str = fields.get(key, str, family.activation)
@@ -167,7 +177,7 @@ def _softcap(fields: Fields, key: str, default: float | None) -> float | None:
 
 def _layers(fields: Fields, family: Family, num_layers: int, rotary: Rotary, local: Rotary | None) -> list[Kind]:
     """Returns the kind of each layer."""
-    windows = _windows(fields, family, num_layers)
+    windows = [None] * num_layers if family.delta is not None else _windows(fields, family, num_layers)
     bare = config_rotary.bare_layers(fields, num_layers) if family.bare_layers else [False] * num_layers
     turns = [rotary if window is None or local is None else local for window in windows]
     return [Kind(window, STILL if one else turn) for window, turn, one in zip(windows, turns, bare, strict=True)]

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from jppo.models import config_experts
+from jppo.models import config_delta, config_experts
 from jppo.models.config_fields import Fields
 
 
@@ -20,6 +20,10 @@ class Family:
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
     activation: str = "silu"
     gemma: bool = False  # norms by 1 + scale, embeddings times sqrt(D)
+    centred: bool = False  # norms by 1 + scale
+    gated: bool = False  # attention has an output gate
+    partial_rotary: float | None = None  # `partial_rotary_factor`, if absent; None: the field does not count
+    delta: config_delta.Layout | None = None
     qk_norm: Literal["head", "all"] | None = None
     pre_norms: bool = True
     post_norms: bool = False
@@ -29,7 +33,6 @@ class Family:
     attn_softcap: float | None = None
     logit_softcap: float | None = None
     fused: bool = False  # one tensor holds q, k and v, another gate and up
-    partial_rotary: bool = False  # the field `partial_rotary_factor` counts
     first_context: int | None = None  # of rope scaling, where original_max_position_embeddings is absent
     local_theta: float | None = None  # sliding layers have their own frequencies
     theta: float = 10000.0
@@ -72,6 +75,7 @@ _GEMMA3 = dataclasses.replace(
     _GEMMA2, slides=_but_every(6), qk_norm="head", attn_softcap=None, logit_softcap=None, theta=1e6, local_theta=1e4
 )
 _OLMO2 = Family(never, qk_norm="all", pre_norms=False, post_norms=True, rms_norm_eps=1e-5)
+_QWEN35 = Family(never, head_dim=256, qk_norm="head", centred=True, gated=True, partial_rotary=0.25, delta="split")
 FAMILIES = {
     "qwen2": Family(late, qkv_bias=True, o_bias=False),
     "qwen3": Family(late, head_dim=128, qk_norm="head"),
@@ -90,8 +94,11 @@ FAMILIES = {
     "smollm3": Family(never, mlp_bias=None, tie_word_embeddings=True, theta=2e6, bare_layers=True),
     "granite": Family(never, mlp_bias=None, multipliers=True),
     "phi3": Family(
-        *(always, False, False), window=None, rms_norm_eps=1e-5, fused=True, partial_rotary=True, first_context=4096
+        *(always, False, False), window=None, rms_norm_eps=1e-5, fused=True, partial_rotary=1.0, first_context=4096
     ),
+    "qwen3_5_text": _QWEN35,
+    "qwen3_5_moe_text": dataclasses.replace(_QWEN35, experts=config_experts.QWEN35),
+    "qwen3_next": dataclasses.replace(_QWEN35, delta="joined", experts=config_experts.QWEN3_NEXT),
     "olmoe": Family(never, qk_norm="all", rms_norm_eps=1e-5, experts=config_experts.OLMOE),
     "deepseek_v2": Family(never, latent=True, experts=config_experts.DEEPSEEK_V2),
     "deepseek_v3": Family(never, latent=True, experts=config_experts.DEEPSEEK_V3),

@@ -23,6 +23,8 @@ from jppo.models.experts import Mix
 from jppo.models.lora import Weights
 from jppo.types import Params
 
+WIDE = ("scale", "correction", "a_log", "dt_bias")  # parameters that are used in f32
+
 Constrain = Callable[[jax.Array], jax.Array]
 
 
@@ -65,12 +67,11 @@ def empty(cfg: ModelConfig, *, rows: int, length: int, dtype: Any) -> Slots:
 
 
 def prepare(model: Weights, cfg: ModelConfig, *, dtype: Any) -> Params:
-    """Prepares the model for `fill` and `advance`: layer by layer, in the products' dtype; norms, buffers unchanged."""
+    """Prepares the model for `fill` and `advance`: layer by layer, in the dtype of its products; `WIDE` unchanged."""
     variables = lora.variables(model)
     head = {} if cfg.tie_word_embeddings else {"lm_head": variables["params"]["lm_head"]}
     return jax.tree_util.tree_map_with_path(
-        lambda path, x: x if path[-1].key in ("scale", "correction") else x.astype(dtype),
-        decoder.split_layers(variables, cfg) | head,
+        lambda path, x: x if path[-1].key in WIDE else x.astype(dtype), decoder.split_layers(variables, cfg) | head
     )
 
 
@@ -102,14 +103,15 @@ def fill(
         here = new.reshape(-1, *[1] * (old.ndim - 1))
         return old.at[:, :width].set(jnp.where(here, made[which].astype(old.dtype), old[:, :width]))
 
-    held = slots.cache
+    made = cache.empty(cfg, rows=N, length=P - 1, dtype=cache.dtype_of(slots.cache))
     if P > 1:
-        fresh = cache.empty(cfg, rows=N, length=P - 1, dtype=held[0].k.dtype)
         position = jnp.broadcast_to(jnp.arange(P - 1, dtype=jnp.int32)[None], (N, P - 1))
-        _, made = decoder.forward_cached(model, cfg, prompts[:, :-1], position, fresh, constrain=constrain, mix=mix)
-        held = jax.tree.map(put, held, made)
+        lengths = jnp.zeros((N,), jnp.int32).at[jnp.where(new, source, N)].set(length, mode="drop")
+        real = (position < lengths[:, None] - 1).astype(jnp.int32)
+        how = dict[str, Any](constrain=constrain, mix=mix)
+        _, made = decoder.forward_cached(model, cfg, prompts[:, :-1], position, made, real, **how)
     return Slots(
-        cache=held,
+        cache=jax.tree.map(put, slots.cache, made),
         tokens=put(slots.tokens, prompts),
         logprob=slots.logprob,
         last=jnp.where(new, length - 1, slots.last),

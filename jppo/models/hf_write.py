@@ -121,7 +121,9 @@ def classifier_changes(path: str | os.PathLike[str], *, pad_token_id: int | None
     transformers scores several texts at once only if it knows their padding token.
     """
     config, _ = hf.read_config(path)
-    named = {"gemma3_text": "Gemma3TextForCausalLM"}.get(config["model_type"])  # whose classifier has the longer name
+    # whose classifiers have longer names
+    longer = {"gemma3_text": "Gemma3TextForCausalLM", "qwen3_5_text": "Qwen3_5TextForCausalLM"}
+    named = longer.get(config["model_type"])
     names = [named] if named else config.get("architectures") or []
     said: dict[str, Any] = {
         "architectures": [

@@ -118,6 +118,8 @@ def table(model: ModelConfig, lora: Lora, *, head: Head) -> tuple[Entry, ...]:
     kernels = {entry.path: entry for entry in params.table(model, head=head)}
     out = []
     for name, stack in itertools.product(targets_of(model, lora), model.stacks):
+        if TARGETS[name][0] == "attn" and stack.sort.mixer != "attention":
+            continue
         kernel = kernels[*stack.path, *TARGETS[name], "kernel"]
         into = _inner(kernel)
         ours = kernel.letters[1:]

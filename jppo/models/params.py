@@ -5,6 +5,7 @@ Parameters of the layers are stored stacked: their first axis is the layer.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -14,9 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jppo.models import params_attention
+from jppo.models import params_attention, params_rows
 from jppo.models.config import ModelConfig
-from jppo.models.config_experts import Experts
 from jppo.models.stacks import Stack
 from jppo.types import Params
 
@@ -44,6 +44,13 @@ AXES = {
     "W": None,  # of a head's value
     "B": None,  # outputs of a value head
     "1": None,
+    "G": None,  # of 2: a query and its gate
+    "O": "heads",  # values of a gated delta net
+    "R": "heads",  # its keys
+    "Z": None,  # channels of its convolution
+    "T": None,
+    "X": None,  # outputs of its joined projections
+    "Y": None,
 }
 
 
@@ -119,12 +126,16 @@ def _make_entry(model: ModelConfig) -> Callable[..., Entry]:
         "Q": model.num_heads + 2 * model.num_kv_heads,
         "N": 2,
         "1": 1,
+        "G": 2,
     }
     if model.experts is not None:
         sizes |= {"E": model.experts.count, "M": model.experts.width, "S": model.experts.shared_width}
     if (how := model.latent) is not None:
         sizes |= {"C": how.rank, "J": how.cached_dim, "U": how.plain_dim + how.value_dim, "W": how.value_dim}
         sizes |= {"A": how.head_dim} | dict.fromkeys("IP", how.query_rank or 0)
+    if (delta := model.delta) is not None:
+        sizes |= {"R": delta.key_heads, "O": delta.value_heads, "W": delta.value_dim, "Z": delta.channels}
+        sizes |= dict(zip("XY", delta.joined_widths, strict=True)) | {"T": delta.taps}
 
     def entry(
         path: str, hf: str, hf_letters: str, letters: str, alias: str | None = None, stack: Stack | None = None
@@ -151,16 +162,20 @@ def table(model: ModelConfig, *, head: Head) -> tuple[Entry, ...]:
     """Lists every parameter of the model with this head, in the order of HF's files' layers."""
     entry = _make_entry(model)
 
-    def layer(*row: str, sparse: bool | None = None) -> list[Entry]:
-        """Makes the entry of every stack; of those with experts or those without if `sparse` is given."""
-        return [entry(*row, stack=stack) for stack in model.stacks if sparse in (None, stack.sort.sparse)]
+    def layer(*row: str, **sort: Any) -> list[Entry]:
+        """Makes the entry of every stack whose layers have these modules."""
+        found = [stack for stack in model.stacks if all(getattr(stack.sort, k) == v for k, v in sort.items())]
+        return [entry(*row, stack=stack) for stack in found]
+
+    def attention(*row: str) -> list[Entry]:
+        return layer(*row, mixer="attention")
 
     tied = "lm_head.weight" if model.tie_word_embeddings else None
     # A norm on attention's output has the usual name of the MLP's own norm.
     before_mlp = "pre_feedforward_layernorm.weight" if model.post_norms else "post_attention_layernorm.weight"
     rows = [
         entry("embed/embedding", "model.embed_tokens.weight", "V D", "VD", tied),
-        *params_attention.rows(model, layer),
+        *params_attention.rows(model, attention),
         *_mlp(model, layer),
         entry("norm/scale", "model.norm.weight", "D", "D"),
     ]
@@ -175,13 +190,15 @@ def table(model: ModelConfig, *, head: Head) -> tuple[Entry, ...]:
             *layer("mlp_post_norm/scale", "post_feedforward_layernorm.weight", "D", "LD"),
         ]
     if model.qk_norm is not None:
-        of_q, of_k = ("A", "A") if model.qk_norm == "head" else ("HA", "KA")
+        normed_q, normed_k = ("A", "A") if model.qk_norm == "head" else ("HA", "KA")
         rows += [
-            *layer("attn/q_norm/scale", "self_attn.q_norm.weight", of_q, f"L{of_q}"),
-            *layer("attn/k_norm/scale", "self_attn.k_norm.weight", of_k, f"L{of_k}"),
+            *attention("attn/q_norm/scale", "self_attn.q_norm.weight", normed_q, f"L{normed_q}"),
+            *attention("attn/k_norm/scale", "self_attn.k_norm.weight", normed_k, f"L{normed_k}"),
         ]
+    if model.delta is not None:
+        rows += params_rows.delta(model.delta, functools.partial(layer, mixer="delta"))
     if model.experts is not None:
-        rows += _experts(model.experts, layer)
+        rows += params_rows.experts(model.experts, layer)
     if head == "value":
         rows += [entry("score/kernel", "score.weight", "B D", "DB")]
     elif head == "lm" and not model.tie_word_embeddings:
@@ -200,38 +217,6 @@ def _mlp(model: ModelConfig, layer: Callable[..., list[Entry]]) -> list[Entry]:
         rows += layer("mlp/gate/bias", "mlp.gate_proj.bias", "F", "LF", sparse=False)
         rows += layer("mlp/up/bias", "mlp.up_proj.bias", "F", "LF", sparse=False)
         rows += layer("mlp/down/bias", "mlp.down_proj.bias", "D", "LD", sparse=False)
-    return rows
-
-
-def _experts(experts: Experts, layer: Callable[..., list[Entry]]) -> list[Entry]:
-    names = experts.names
-    each = f"{names.module}.experts.{{expert}}"
-    rows = [*layer("experts/router", f"{names.module}.{names.router}.weight", "E D", "LDE", sparse=True)]
-    if names.fused:
-        return [
-            *rows,
-            *layer("experts/router_bias", f"{names.module}.{names.router}.bias", "E", "LE", sparse=True),
-            *layer("experts/gate_up", f"{names.module}.experts.gate_up_proj", "E D MN", "LNEDM", sparse=True),
-            *layer("experts/gate_up_bias", f"{names.module}.experts.gate_up_proj_bias", "E MN", "LNEM", sparse=True),
-            *layer("experts/down", f"{names.module}.experts.down_proj", "E M D", "LEDM", sparse=True),
-            *layer("experts/down_bias", f"{names.module}.experts.down_proj_bias", "E D", "LED", sparse=True),
-        ]
-    rows += [
-        *layer("experts/gate", f"{each}.{names.gate}.weight", "M D", "LEDM", sparse=True),
-        *layer("experts/up", f"{each}.{names.up}.weight", "M D", "LEDM", sparse=True),
-        *layer("experts/down", f"{each}.{names.down}.weight", "D M", "LEDM", sparse=True),
-    ]
-    if experts.routing.corrected:
-        rows += layer("experts/correction", f"{names.module}.gate.e_score_correction_bias", "E", "LE", sparse=True)
-    if experts.shared_width:
-        shared = f"{names.module}.{names.shared}"
-        rows += [
-            *layer("experts/shared/gate/kernel", f"{shared}.gate_proj.weight", "S D", "LDS", sparse=True),
-            *layer("experts/shared/up/kernel", f"{shared}.up_proj.weight", "S D", "LDS", sparse=True),
-            *layer("experts/shared/down/kernel", f"{shared}.down_proj.weight", "D S", "LSD", sparse=True),
-        ]
-    if names.shared_gate:
-        rows += layer("experts/shared_gate", f"{names.module}.shared_expert_gate.weight", "1 D", "LD1", sparse=True)
     return rows
 
 

@@ -100,7 +100,7 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 class Place:
     """The tokens' segments, positions and angles in a forward pass, for one layer."""
 
-    segment: jax.Array | None  # [R, T] i32; None with a cache
+    segment: jax.Array | None  # [R, T] i32; with a cache 0 is padding, and None none
     position: jax.Array  # [R, T] i32
     cos: jax.Array  # [R, T, N/2] f32
     sin: jax.Array  # [R, T, N/2] f32

@@ -2,13 +2,16 @@
 
 import dataclasses
 import itertools
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+Mixer = Literal["attention", "delta"]
 
 
 class Sort(NamedTuple):
     """The modules of a layer."""
 
     sparse: bool  # it has experts in place of an MLP
+    mixer: Mixer = "attention"
 
 
 @dataclasses.dataclass(frozen=True)

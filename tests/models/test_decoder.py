@@ -10,6 +10,7 @@ import pytest
 from jppo.models import cache, decoder, families, heads, hf, params
 from tests.models.conftest import SHAPES
 
+RECURRENT = ("qwen3.5-periods", "qwen3.5-runs", "qwen3-next-periods")
 REAL = ("stories260k", "stories260k-hd32", "tinystories-656k", "tinystories-656k-hd64")
 CFG = families.from_hf(
     dict(
@@ -113,7 +114,7 @@ PACKED = ("qwen2-tied", "qwen2-moe-mixed", "qwen3-moe-normed", "mixtral-sliding"
 ALSO_PACKED = ("gpt-oss-clamped", "olmo2-grouped", "olmo3-long", "smollm3-tied", "granite-scaled", "phi3-partial")
 
 
-@pytest.mark.parametrize("name", PACKED + ALSO_PACKED)
+@pytest.mark.parametrize("name", PACKED + ALSO_PACKED + RECURRENT)
 def test_packed_and_padded_rows_equal_separate_ones(checkpoint, rng, name):
     directory, model = checkpoint(name)
     cfg, values = load(directory)
@@ -229,7 +230,7 @@ DIFFERING = ("qwen2-sliding", "gemma3-long", "qwen3-moe-stepped", "mixtral-full"
 ALSO_DIFFERING = ("gpt-oss-clamped", "olmo3-mixed", "smollm3-biased", "granite-biased", "phi3-grouped")
 
 
-@pytest.mark.parametrize("name", DIFFERING + ALSO_DIFFERING)
+@pytest.mark.parametrize("name", DIFFERING + ALSO_DIFFERING + RECURRENT)
 @pytest.mark.parametrize("settings", [dict(scan_layers=False), dict(remat="full")])
 def test_layers_that_differ_may_be_unrolled_and_rematerialised(checkpoint, rng, name, settings):
     directory, model = checkpoint(name)
@@ -240,6 +241,7 @@ def test_layers_that_differ_may_be_unrolled_and_rematerialised(checkpoint, rng, 
 
 # tests/rollout/test_inprocess.py decodes some of the slow ones by a cache, too.
 QUICK = ("qwen2-sliding", "llama-llama3", "mistral-sliding", "qwen2-moe-mixed", "mixtral-sliding", "gpt-oss-clamped")
+QUICK += RECURRENT
 SLOW = (
     "olmo3-long",
     "qwen3-biased",
@@ -266,14 +268,15 @@ def test_a_cache_gives_the_logits_of_the_whole_row(checkpoint, rng, name):
     split = decoder.split_layers({"params": values}, cfg)
 
     @jax.jit
-    def forward(held, tokens, position):
-        hidden, held = decoder.forward_cached(split, cfg, tokens, position, held)
+    def forward(held, tokens, position, segment=None):
+        hidden, held = decoder.forward_cached(split, cfg, tokens, position, held, segment)
         return heads.logits_of((hidden, kernel, cfg)), held
 
     lengths = np.array([11, 6])
-    prompt = np.where(np.arange(11) < lengths[:, None], tokens[:, :11], 0)
+    real = np.arange(11) < lengths[:, None]
+    prompt = np.where(real, tokens[:, :11], 0)
     held = cache.empty(cfg, rows=2, length=19, dtype=jnp.float32)
-    found, held = forward(held, prompt, row(prompt)[1])
+    found, held = forward(held, prompt, row(prompt)[1], real.astype(np.int32))
     for i, n in enumerate(lengths):
         assert_close(np.asarray(found)[i, :n], expected[i, :n])
     for step in range(8):

@@ -15,6 +15,7 @@ from jppo.settings import UserError
 from tests.models.conftest import SHAPES, config_of
 
 SPARSE = tuple(name for name in SHAPES if "num_experts_per_tok" in SHAPES[name])
+RECURRENT = ("qwen3.5-periods", "qwen3.5-runs")
 
 
 def by_group(x, kernel, sizes, transposed):
@@ -79,7 +80,7 @@ def as_mixtrals(name):
     return name.replace(".mlp.", ".block_sparse_moe.")
 
 
-@pytest.mark.parametrize("name", SPARSE[::2])
+@pytest.mark.parametrize("name", [*SPARSE[::2], *RECURRENT])
 def test_the_gradient_is_that_of_transformers_the_routers_included(checkpoint, rng, name):
     torch = pytest.importorskip("torch")
     directory, model = checkpoint(name)
@@ -115,7 +116,7 @@ def test_the_gradient_is_that_of_transformers_the_routers_included(checkpoint, r
     assert ours.keys() == theirs.keys() and all((slope == 0).all() for slope in buffers)
     model.zero_grad()
     routers = [key for key in theirs if key.endswith((".gate.weight", ".router.weight", ".router.bias", ".sinks"))]
-    assert routers and all(np.abs(theirs[key]).max() > 1e-3 for key in routers)
+    assert bool(routers) == (name in SPARSE) and all(np.abs(theirs[key]).max() > 1e-3 for key in routers)
     for key, grad in theirs.items():
         assert np.abs(ours[key] - grad).max() <= 1e-4 * max(np.abs(grad).max(), 1e-2), key
 
@@ -134,7 +135,12 @@ BIASED = config_of("gpt-oss-clamped") | dict(
     num_hidden_layers=2, initializer_range=0.3, num_local_experts=8,
 )  # fmt: skip
 
-MIXTURES = {"shared": MESHED, "latent": LATENT, "biased": BIASED}
+RECURRENT_MESHED = MESHED | dict(
+    model_type="qwen3_next", num_hidden_layers=4, full_attention_interval=2, mlp_only_layers=[], head_dim=8,
+    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=6, linear_value_head_dim=10,
+    rms_norm_eps=0.05,
+)  # fmt: skip
+MIXTURES = {"shared": MESHED, "latent": LATENT, "biased": BIASED, "recurrent": RECURRENT_MESHED}
 
 
 def graded(config, mesh_shape, tokens, segment, position, **settings):
@@ -189,6 +195,9 @@ def on_one_device(kind):
         ("biased", (1, 2, 2, 1), dict(remat="full")),
         ("biased", (1, 1, 2, 2), {}),
         ("biased", (2, 1, 1, 2), {}),
+        ("recurrent", (2, 2, 1, 1), {}),
+        ("recurrent", (1, 1, 2, 1), dict(remat="full")),
+        ("recurrent", (1, 4, 2, 1), {}),
     ],
 )
 def test_loss_and_gradient_are_those_of_one_device(kind, mesh_shape, settings):

@@ -57,6 +57,7 @@ def test_equations():
         ("gpt-oss-clamped", OF_ATTENTION.targets),
         ("phi3-partial", ("qkv_proj", "gate_up_proj")),
         ("deepseek2-lite", ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")),
+        ("qwen3.5-periods", tuple(lora.TARGETS)),
         pytest.param("qwen2-tied", tuple(lora.TARGETS), marks=pytest.mark.slow),
         pytest.param("llama-biased", ("v_proj", "down_proj"), marks=pytest.mark.slow),
         pytest.param("gemma3-long", ("v_proj", "down_proj"), marks=pytest.mark.slow),
@@ -74,7 +75,15 @@ def test_merged_weights_are_the_adapters_beside_them(checkpoint, rng, tmp_path, 
 
 
 LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
-PEFT = ("qwen2-untied", "gemma2-capped", "olmo3-mixed", "smollm3-biased", "granite-scaled", "phi3-grouped")
+PEFT = (
+    "qwen2-untied",
+    "gemma2-capped",
+    "olmo3-mixed",
+    "smollm3-biased",
+    "granite-scaled",
+    "phi3-grouped",
+    "qwen3.5-periods",
+)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +104,8 @@ def test_peft_loads_them_and_says_the_same(checkpoint, rng, tmp_path, name, how)
     base = transformers.AutoModelForCausalLM.from_pretrained(directory, **eager)
     theirs = peft.PeftModel.from_pretrained(base, out)
     found = {k: v for k, v in theirs.state_dict().items() if "lora_" in k}
-    assert len(found) == 2 * (4 if cfg.fused else 7 if how is ALL else len(how.targets)) * cfg.num_layers
+    of_mlp, of_attention = (0, len(how.targets)) if how is not ALL else (2, 2) if cfg.fused else (3, 4)
+    assert len(found) == 2 * sum(of_mlp + (sort.mixer == "attention") * of_attention for sort in cfg.sorts)
     tokens = rng.integers(0, cfg.vocab_size, (2, 11)).astype(np.int32)
     with torch.no_grad():
         expected = theirs(torch.from_numpy(tokens).long()).logits.numpy()

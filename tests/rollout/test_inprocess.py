@@ -283,7 +283,15 @@ def scored(cfg, mesh, weights, trajectories, temperature):
 
 
 # A family with every kind of head, window and cap; tests/models/ compares all of them with and without a cache.
-SCORED = ("qwen2-untied", "qwen3-biased", "gemma2-capped", "gemma3-long", "qwen2-moe-mixed", "gpt-oss-clamped")
+SCORED = (
+    "qwen2-untied",
+    "qwen3-biased",
+    "gemma2-capped",
+    "gemma3-long",
+    "qwen2-moe-mixed",
+    "gpt-oss-clamped",
+    "qwen3.5-periods",
+)
 OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in SHAPES if name not in SCORED]
 
 

@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 
 from jppo import interpreter
+from jppo.models.config import ModelConfig
 from jppo.rollout.servers import guard
 from jppo.rollout.servers.process import HOST, ServerProgram
 from jppo.settings import UserError
@@ -227,6 +228,24 @@ def program(
     elif settings.devices:
         raise UserError("rollout.devices lists GPUs, but this vLLM is for the CPU; leave it empty")
     return make_program(index, start, flags(settings, build), env, run_dir=run_dir, settings=settings, folder=folder)
+
+
+def require_delta_nets(cfg: ModelConfig, settings: ServerSettings) -> None:
+    """Raises UserError where vLLM on a CPU cannot serve the model's gated delta nets."""
+    if cfg.delta is None:
+        return
+    if settings.dtype != "bfloat16":
+        raise UserError(
+            f"rollout.dtype={settings.dtype}: vLLM on a CPU computes the gated delta nets of a {cfg.family} model in"
+            " bfloat16 only; use rollout.dtype=bfloat16 or rollout.name=inprocess"
+        )
+    executable = interpreter.executable(settings.python)
+    sought = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torchvision') is None)"
+    if not cfg.delta.joined and subprocess.run([executable, "-c", sought], check=False, timeout=120).returncode:
+        raise UserError(
+            f"vLLM's module of {cfg.family} models imports torchvision, which {executable} lacks; install that of"
+            " its torch, or use rollout.name=inprocess"
+        )
 
 
 def make_program(

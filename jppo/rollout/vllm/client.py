@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
+from jppo.models import hf
 from jppo.rollout.servers import guard
 from jppo.rollout.servers.discovery import Lookup
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
@@ -154,6 +155,8 @@ def start_vllm(
             )
         build = arguments.check_vllm(settings.python)
         arguments.require_latent(settings, build)
+        if build == "cpu":
+            arguments.require_delta_nets(hf.read_config(model_dir)[1], settings)
         check_ports(settings.port, settings.servers)
     see_our_files = not urls or publish_via == "tcp"
     buffers = make_buffers(

@@ -1,0 +1,188 @@
+"""Gated delta nets (Yang et al., arXiv:2412.06464): layers with a recurrent state in place of attention.
+
+A head's state S maps keys to values. A token with key k, value v, decay a and rate b changes and reads it:
+
+    S <- a S + k (b (v - (a S)^T k))^T,    output S^T q
+
+State and convolution start anew with each segment of a row. Letters: N key heads, G value heads of each, C channels.
+"""
+
+from typing import Any
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jppo.models.cache import DeltaCache
+from jppo.models.config import ModelConfig
+from jppo.models.modules import ACTIVATIONS, Project
+from jppo.models.rotary import Place
+
+CHUNK = 64  # tokens whose changes of the state are computed together
+_EPS = 1e-6  # of the norms of queries and keys
+
+
+class DeltaNet(nn.Module):
+    """A gated delta net; from a recurrent state if there is one."""
+
+    cfg: ModelConfig
+    param_dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array, place: Place, held: DeltaCache | None) -> tuple[jax.Array, DeltaCache | None]:
+        cfg, how = self.cfg, self.cfg.delta
+        assert how is not None
+        D, N, U, W = cfg.hidden_size, how.key_heads, how.value_heads, how.value_dim
+        G, C = U // N, how.channels
+        R, T, _ = x.shape
+
+        def project(name: str, *shape: int) -> Project:
+            out = "hga"[: len(shape)]
+            return Project(
+                f"rtd,d{out}->rt{out}", (D, *shape), None, cfg.initializer_range, self.param_dtype, name=name
+            )
+
+        def param(name: str, init: Any, *shape: int) -> jax.Array:
+            out: jax.Array = self.param(name, init, shape, self.param_dtype)
+            return out
+
+        if how.joined:
+            each, rates = project("qkvz", N, how.joined_widths[0])(x), project("ba", N, how.joined_widths[1])(x)
+            *qkv, z = jnp.split(each, how.joined_at, axis=-1)
+            mixed = jnp.concatenate([part.reshape(R, T, -1) for part in qkv], axis=-1)
+            b, a = jnp.split(rates, 2, axis=-1)
+        else:
+            mixed, z, b, a = project("qkv", C)(x), project("z", U, W)(x), project("b", U)(x), project("a", U)(x)
+        kernel = param("conv", nn.initializers.normal(cfg.initializer_range), C, 1, how.taps)[:, 0]
+        decay = _decays(a.reshape(R, T, U), param("a_log", _log_rates, U), param("dt_bias", nn.initializers.ones, U))
+        rate = jax.nn.sigmoid(b.reshape(R, T, U).astype(jnp.float32))
+        if held is None:
+            assert place.segment is not None
+            run = runs(place.segment)
+            earlier, state = jnp.zeros((R, how.taps - 1, C), mixed.dtype), None
+        else:
+            run, (earlier, state) = jnp.zeros((R, T), jnp.int32), (held.inputs.astype(mixed.dtype), held.state)
+            if place.segment is not None:  # padding leaves the state unchanged
+                real = (place.segment > 0)[:, :, None]
+                decay, rate = jnp.where(real, decay, 0.0), jnp.where(real, rate, 0.0)
+        inputs = jnp.concatenate([earlier, mixed], axis=1)
+        mixed = ACTIVATIONS[cfg.activation](convolved(inputs, kernel, run)).astype(x.dtype)
+        q, k, v = jnp.split(mixed, [N * how.key_dim, 2 * N * how.key_dim], axis=-1)
+        q, k = (_normed(y.reshape(R, T, N, how.key_dim)) for y in (q, k))
+        decay, rate, v = decay.reshape(R, T, N, G), rate.reshape(R, T, N, G), v.reshape(R, T, N, G, W)
+        out, state = recurrence(q * how.key_dim**-0.5, k, v, decay, rate, run, state)
+        if held is not None:
+            held = DeltaCache(state, _last(inputs, place.segment, how.taps - 1).astype(held.inputs.dtype))
+        gain = param("scale", nn.initializers.ones, W)
+        y = _gated_norm(out.reshape(R, T, U, W), z.reshape(R, T, U, W), gain, cfg.rms_norm_eps)
+        o = Project("rtha,had->rtd", (U, W, D), None, cfg.initializer_range, self.param_dtype, name="out")
+        return o(y.astype(x.dtype)), held
+
+
+def _log_rates(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return jnp.log(jax.random.uniform(key, shape, jnp.float32, 0.01, 16.0)).astype(dtype)
+
+
+def _decays(a: jax.Array, log_rate: jax.Array, bias: jax.Array) -> jax.Array:
+    """Computes the log decays of a [R, T, U]: -exp(log_rate) softplus(a + bias), in f32."""
+    a, log_rate, bias = (x.astype(jnp.float32) for x in (a, log_rate, bias))
+    return -jnp.exp(log_rate)[None, None] * jax.nn.softplus(a + bias[None, None])
+
+
+def _gated_norm(x: jax.Array, z: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
+    """Computes x / sqrt(mean(x^2) + eps) * gain * silu(z) over the last axis, in f32."""
+    wide = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
+    return wide * gain.astype(jnp.float32)[None, None, None] * jax.nn.silu(z.astype(jnp.float32))
+
+
+def _normed(x: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    return wide * jax.lax.rsqrt(jnp.sum(jnp.square(wide), axis=-1, keepdims=True) + _EPS)
+
+
+def runs(segment: jax.Array) -> jax.Array:
+    """Numbers the runs of equal segments in each row [R, T], from 1; run 0 is that of a cache."""
+    chex.assert_rank(segment, 2)
+    starts = jnp.concatenate([jnp.ones_like(segment[:, :1]), jnp.diff(segment, axis=1) != 0], axis=1)
+    return jnp.cumsum(starts.astype(jnp.int32), axis=1)
+
+
+def convolved(x: jax.Array, kernel: jax.Array, run: jax.Array) -> jax.Array:
+    """Convolves each channel of x [R, taps - 1 + T, C] with its kernel [C, taps] within runs [R, T]; in f32."""
+    chex.assert_rank([x, kernel, run], [3, 2, 2])
+    T, taps = run.shape[1], kernel.shape[1]
+    total = jnp.zeros((x.shape[0], T, x.shape[2]), jnp.float32)
+    of_inputs = jnp.pad(run, [(0, 0), (taps - 1, 0)])
+    for i in range(taps):
+        seen = of_inputs[:, i : i + T] == run
+        weighed = x[:, i : i + T].astype(jnp.float32) * kernel[None, None, :, i].astype(jnp.float32)
+        total += jnp.where(seen[:, :, None], weighed, 0.0)
+    return total
+
+
+def _last(inputs: jax.Array, segment: jax.Array | None, count: int) -> jax.Array:
+    """Returns the last inputs [R, count, C] before a row's padding."""
+    if segment is None:
+        return inputs[:, inputs.shape[1] - count :]
+    at = jnp.sum(segment > 0, axis=1)[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
+    return jnp.take_along_axis(inputs, at[:, :, None], axis=1)
+
+
+def recurrence(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    decay: jax.Array,
+    rate: jax.Array,
+    run: jax.Array,
+    state: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Runs the gated delta rule over rows; returns the outputs [R, T, N, G, W] and the states after them, in f32.
+
+    q and k are [R, T, N, A], v [R, T, N, G, W], log decay and rate [R, T, N, G], `run` [R, T]. `state` [R, N, G, A, W]
+    is that of earlier tokens of run 0. Chunks of tokens follow each other in a scan. The backward pass keeps only the
+    states between them.
+    """
+    chex.assert_rank([q, k, v, decay, rate, run], [4, 4, 5, 4, 4, 2])
+    R, T, N, A = q.shape
+    if state is None:
+        state = jnp.zeros((R, N, v.shape[3], A, v.shape[4]), jnp.float32)
+    size = min(CHUNK, T)
+    count = -(-T // size)
+
+    def chunks(x: jax.Array, axis: int, mode: Any = "constant") -> jax.Array:
+        """Cuts [R, T, ...] into [chunks, R, ..., tokens, ...], padded by tokens that change nothing."""
+        x = jnp.pad(x, [(0, 0), (0, count * size - T)] + [(0, 0)] * (x.ndim - 2), mode=mode)
+        return jnp.moveaxis(x.reshape(R, count, size, *x.shape[2:]), (1, 2), (0, axis))
+
+    vectors = (chunks(x.astype(jnp.float32), -2) for x in (q, k, v))
+    numbers = (chunks(x.astype(jnp.float32), -1) for x in (decay, rate))
+    first = state, jnp.zeros((R,), jnp.int32)
+    step = jax.checkpoint(_chunk, prevent_cse=False)
+    (last, _), out = jax.lax.scan(step, first, (*vectors, *numbers, chunks(run, -1, "edge")))
+    out = jnp.moveaxis(out, (0, -2), (1, 2))  # [R, chunks, tokens, N, G, W]
+    return out.reshape(R, count * size, *out.shape[3:])[:, :T], last
+
+
+def _chunk(carry: tuple[jax.Array, jax.Array], now: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
+    """Computes a chunk's outputs [R, N, G, t, W] and the state after it. Its changes solve a triangular system."""
+    state, before = carry
+    q, k, v, decay, rate, run = now
+    earlier = jnp.tril(jnp.ones((run.shape[1],) * 2, bool), -1)[None, None, None]
+    # Log decays from token s to t, [R, N, G, t, s]. Differences of sums since the chunk's start would lose digits.
+    between = jnp.cumsum(jnp.where(earlier, decay[..., :, None], 0.0), axis=-2)
+    same = (run[:, :, None] == run[:, None, :])[:, None, None]
+    fade = jnp.exp(jnp.where(same & ~earlier.mT, between, -jnp.inf))
+    kept = (run == before[:, None])[:, None, None]
+    kept = jnp.where(kept, jnp.exp(jnp.cumsum(decay, axis=-1)), 0.0)[..., None]  # of the state before, [R, N, G, t, 1]
+    rate = rate[..., None]
+    wanted = rate * (v - kept * jnp.einsum("rnta,rngaw->rngtw", k, state))
+    overlap = rate * fade * jnp.einsum("rnta,rnsa->rnts", k, k)[:, :, None]
+    change = wanted
+    if run.shape[1] > 1:
+        change = jax.lax.linalg.triangular_solve(overlap, wanted, left_side=True, lower=True, unit_diagonal=True)
+    scores = fade * jnp.einsum("rnta,rnsa->rnts", q, k)[:, :, None]
+    out = kept * jnp.einsum("rnta,rngaw->rngtw", q, state) + jnp.einsum("rngts,rngsw->rngtw", scores, change)
+    added = jnp.einsum("rnsa,rngsw->rngaw", k, fade[..., -1, :, None] * change)
+    return (kept[..., -1:, :] * state + added, run[:, -1]), out
