@@ -104,6 +104,7 @@ def by_vllm(
         omp_threads=1,
         start_timeout_s=300.0,
         latent=cfg.latent_sizes,
+        delta=cfg.delta_kind,
     )
     asked = [Prompt(str(i), "", "", ids, "", {}) for i, ids in enumerate(prompts)]
     with tempfile.TemporaryDirectory() as run_dir:

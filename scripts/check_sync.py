@@ -138,6 +138,7 @@ def main() -> None:
         omp_threads=1,
         start_timeout_s=300.0,
         latent=cfg.latent_sizes,
+        delta=cfg.delta_kind,
     )
     with tempfile.TemporaryDirectory() as run_dir:
         limits = ServerLimits(request_timeout_s=120.0, health_timeout_s=60.0, max_restarts=0)

@@ -106,7 +106,7 @@ def served_reference(c: ConfigDict, inputs: Inputs, hosts: Hosts = ALONE) -> Ser
 
 def server_settings(c: ConfigDict) -> ServerSettings:
     """Makes the settings of each server."""
-    r = c.rollout
+    r, (_, cfg) = c.rollout, hf.read_config(c.model.path)
     return ServerSettings(
         python=r.python,
         servers=r.servers,
@@ -124,7 +124,8 @@ def server_settings(c: ConfigDict) -> ServerSettings:
         engine_args=r.engine_args,
         sleeps=r.sleep_level > 0,
         lora_rank=c.model.lora_rank if r.lora_sync == "adapter" else 0,
-        latent=hf.read_config(c.model.path)[1].latent_sizes,
+        latent=cfg.latent_sizes,
+        delta=cfg.delta_kind,
     )
 
 

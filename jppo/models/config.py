@@ -86,6 +86,11 @@ class ModelConfig:
         return f"{n} multi-token prediction layer(s) after layer {self.num_layers - 1} are not read" if n else None
 
     @property
+    def delta_kind(self) -> tuple[str, bool] | None:
+        """Returns the family of gated delta nets, and whether their projections are one."""
+        return None if self.delta is None else (self.family, self.delta.joined)
+
+    @property
     def latent_sizes(self) -> tuple[int, int] | None:
         """Returns the sizes of a latent and of a rotary key."""
         return None if self.latent is None else (self.latent.rank, self.latent.rotary_dim)

@@ -184,7 +184,8 @@ def test_a_row_on_several_devices_is_refused():
 
 def served(name, dtype, python):
     cfg = families.from_hf(config_of(name), path="config.json")
-    require_delta_nets(cfg, ServerSettings(python, 1, 0, dtype, 20, 2, True, 0.3, 1 << 26, 1, 9.0))
+    server = ServerSettings(python, 1, 0, dtype, 20, 2, True, 0.3, 1 << 26, 1, 9.0, delta=cfg.delta_kind)
+    require_delta_nets(server, "cpu")
 
 
 def test_vllm_on_a_cpu_serves_what_it_can(tmp_path):

@@ -10,7 +10,6 @@ import subprocess
 from collections.abc import Mapping, Sequence
 
 from jppo import interpreter
-from jppo.models.config import ModelConfig
 from jppo.rollout.servers import guard
 from jppo.rollout.servers.process import HOST, ServerProgram
 from jppo.settings import UserError
@@ -81,6 +80,7 @@ class ServerSettings:
     engine_args: str = ""  # further options of the engine, as on a command line
     sleeps: bool = False  # frees its GPU memory while the trainer learns
     lora_rank: int = 0  # of the adapters; 0: whole weights only
+    delta: tuple[str, bool] | None = None  # the family, and whether its projections are one; None: no gated delta nets
     latent: tuple[int, int] | None = None  # kv_lora_rank and qk_rope_head_dim; None: no latent attention
 
 
@@ -230,20 +230,21 @@ def program(
     return make_program(index, start, flags(settings, build), env, run_dir=run_dir, settings=settings, folder=folder)
 
 
-def require_delta_nets(cfg: ModelConfig, settings: ServerSettings) -> None:
+def require_delta_nets(settings: ServerSettings, build: str) -> None:
     """Raises UserError where vLLM on a CPU cannot serve the model's gated delta nets."""
-    if cfg.delta is None:
+    if settings.delta is None or build != "cpu":
         return
+    family, joined = settings.delta
     if settings.dtype != "bfloat16":
         raise UserError(
-            f"rollout.dtype={settings.dtype}: vLLM on a CPU computes the gated delta nets of a {cfg.family} model in"
+            f"rollout.dtype={settings.dtype}: vLLM on a CPU computes the gated delta nets of a {family} model in"
             " bfloat16 only; use rollout.dtype=bfloat16 or rollout.name=inprocess"
         )
     executable = interpreter.executable(settings.python)
     sought = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torchvision') is None)"
-    if not cfg.delta.joined and subprocess.run([executable, "-c", sought], check=False, timeout=120).returncode:
+    if not joined and subprocess.run([executable, "-c", sought], check=False, timeout=120).returncode:
         raise UserError(
-            f"vLLM's module of {cfg.family} models imports torchvision, which {executable} lacks; install that of"
+            f"vLLM's module of {family} models imports torchvision, which {executable} lacks; install that of"
             " its torch, or use rollout.name=inprocess"
         )
 

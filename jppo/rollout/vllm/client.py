@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-from jppo.models import hf
 from jppo.rollout.servers import guard
 from jppo.rollout.servers.discovery import Lookup
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
@@ -155,8 +154,7 @@ def start_vllm(
             )
         build = arguments.check_vllm(settings.python)
         arguments.require_latent(settings, build)
-        if build == "cpu":
-            arguments.require_delta_nets(hf.read_config(model_dir)[1], settings)
+        arguments.require_delta_nets(settings, build)
         check_ports(settings.port, settings.servers)
     see_our_files = not urls or publish_via == "tcp"
     buffers = make_buffers(
