@@ -208,7 +208,7 @@ def test_weight_decay_leaves_a_buffer_of_the_model_alone():
     tx = optim.make_optimizer(
         functools.partial(optim.adamw, betas=(0.9, 0.99), weight_decay=0.5), grad_clip=1.0, still=what.still
     )
-    after, _ = optim.descend(tx, params, tx.init(params), zeros, jnp.float32(0.1))
+    after, _ = optim.descend(tx, params, tx.init(optim.in_f32(params)), zeros, jnp.float32(0.1))
     still = {jax.tree_util.keystr(path) for path, x in jax.tree.leaves_with_path(after) if (x == 1).all()}
     assert still == {"['layers']['experts']['correction']"}
     assert after["layers"]["experts"]["correction"].dtype == jnp.float32
