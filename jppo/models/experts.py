@@ -118,7 +118,9 @@ class _Plan:
         if mesh is None:
             return fn
         of_kernels = tuple(
-            PartitionSpec(shards.experts, axes or None, shards.width if kernel.shape[2] == kernels[0].shape[2] else None)
+            PartitionSpec(
+                shards.experts, axes or None, shards.width if kernel.shape[2] == kernels[0].shape[2] else None
+            )
             for kernel, axes in zip(kernels, shards.columns, strict=True)
         )
 

@@ -232,7 +232,6 @@ def on_one_device(kind):
         ("biased", (1, 2, 2, 1), dict(remat="full")),
         ("biased", (1, 1, 2, 2), {}),
         ("biased", (2, 1, 1, 2), {}),
-        ("shared", (1, 1, 1, 2), {}),
         ("shared", (1, 1, 1, 1, 2), {}),
         ("shared", (1, 2, 1, 1, 2), dict(scan_layers=False)),
         ("shared", (1, 1, 2, 1, 2), dict(remat="full")),
