@@ -164,6 +164,7 @@ class Counts:
 
     tokens: Array  # [] f32, trained on
     sequences: Array  # [] f32, with such a token
+    load: Array | None = None  # [layers, E] f32, tokens of each expert, for the load-balancing loss
 
 
 @jax.tree_util.register_dataclass

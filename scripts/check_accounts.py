@@ -4,8 +4,8 @@
     python scripts/check_accounts.py --platform=tpu --write    renews the kept files
     python scripts/check_accounts.py --platform=gpu --only=fsdp,lora
 
-Cases: every mesh axis, hosts, LoRA, an exact KL and long rows, with few layers of real widths. It fails where bytes of
-a collective, temporaries or the peak grow by more than 3 % or a fused kernel is lost. It also fails where the
+Cases: every mesh axis, hosts, experts, LoRA, an exact KL and long rows, with few layers of real widths. It fails where
+bytes of a collective, temporaries or the peak grow by more than 3 % or a fused kernel is lost. It also fails where the
 partitioner newly gathers an array whole. The files are tests/accounts/PLATFORM/NAME.json.
 """
 
@@ -36,6 +36,10 @@ HALF = dict(hidden_size=896, intermediate_size=4864, num_attention_heads=14, num
 SEVEN = dict(hidden_size=3584, intermediate_size=18944, num_attention_heads=28, num_key_value_heads=4)
 SEVEN |= dict(vocab_size=152064, tie_word_embeddings=False)
 TINY = dict(hidden_size=512, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=4, vocab_size=32768)
+# Of Qwen3-30B-A3B, with heads of 128.
+SPARSE = dict(hidden_size=2048, intermediate_size=6144, num_attention_heads=16, num_key_value_heads=4)
+SPARSE |= dict(model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"], num_experts=128, num_experts_per_tok=8)
+SPARSE |= dict(moe_intermediate_size=768, norm_topk_prob=True, vocab_size=151936, tie_word_embeddings=False)
 
 # name -> machine, model, settings that differ from BASE
 GPU: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -55,6 +59,7 @@ GPU: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "8xH100", HALF, {"mesh.data": 1, "mesh.fsdp": 8, "actor.use_kl_loss": True, "actor.kl_loss_type": "full"},
     ),
     "hosts": ("4x8xH100", SEVEN, {"mesh.data": 4, "mesh.fsdp": 8}),
+    "experts": ("8xH100", SPARSE, {"mesh.data": 1, "mesh.expert": 8, "model.remat": "full"}),
 }  # fmt: skip
 TPU: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "one": ("v5e-1", TINY, {}),

@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import json
 import os
 import pathlib
 import subprocess
@@ -75,7 +76,7 @@ def test_every_mesh_axis_and_kind_of_program_is_among_the_cases():
         axes = {name for _, _, changes in cases.values() for name, size in changes.items() if size not in (1, -1)}
         assert {"mesh.fsdp", "mesh.tensor", "mesh.sequence"} <= axes
     names = set(check_accounts.GPU)
-    assert {"lora", "exact_kl", "long", "hosts"} <= names
+    assert {"lora", "exact_kl", "long", "hosts", "experts"} <= names
 
 
 def run(*arguments):
@@ -133,3 +134,21 @@ def test_a_head_that_is_gathered_in_each_chunk_is_caught():
     assert done.returncode == 1, done.stdout + done.stderr
     for program in ("log-probs", "actor gradient"):
         assert f"  {program}: bytes of all-gather fsdp " in done.stdout, done.stdout
+
+
+def test_experts_receive_what_their_tokens_and_parameters_need_once():
+    """By the kept account of two layers on 8 GPUs, with mesh.expert=8 and remat=full."""
+    programs = json.loads((check_accounts.KEPT / "gpu/experts.json").read_text())["programs"]
+    shape, layers = check_accounts.SPARSE, 2
+    D, N = shape["hidden_size"], check_accounts.BASE["actor.max_tokens_per_device"]
+    row = 2 * N * D  # bytes of a device's tokens
+    pairs = layers * shape["num_experts_per_tok"] * row
+    attention = 2 * D * 64 * (2 * shape["num_attention_heads"] + 2 * shape["num_key_value_heads"])
+    whole = layers * 2 * attention + 2 * D * shape["vocab_size"]  # the experts stay where they are
+    # Forward: rows there, outputs back. Backward: rows and gradients there, gradients back. And the embedding's rows.
+    for name, times, directions in (("log-probs", 2, 1), ("actor gradient", 5, 2)):
+        sent = programs[name]["collectives"]
+        assert sent["all-to-all expert"] <= 1.2 * (times * pairs + directions * row), name
+        assert sent["all-gather expert"] <= 1.2 * directions * whole, name
+        assert sent.get("reduce-scatter expert", 0) <= 1.2 * 2 * whole, name  # in float32
+        assert programs[name]["temporaries"] < 40 * 8 * row  # not one array of rows for each of 128 experts

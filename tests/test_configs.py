@@ -19,6 +19,9 @@ GEMMA = {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "rms_no
 GEMMA |= {"hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 8192, "query_pre_attn_scalar": 256}
 GEMMA |= {"sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 GEMMA |= {"initializer_range": 0.02, "rope_theta": 1e4}
+QWEN3 = QWEN | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "max_position_embeddings": 40960}
+QWEN3 |= {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+QWEN3 |= {"norm_topk_prob": True}
 # Of the published models: width, MLP, layers, heads, key/value heads, vocabulary, tied; and their parameters.
 SHAPES = {
     "Qwen/Qwen2.5-0.5B-Instruct": (QWEN, (896, 4864, 24, 14, 2, 151936, True), 494_032_768),
@@ -27,6 +30,7 @@ SHAPES = {
     "Qwen/Qwen2-7B-Instruct": (QWEN, (3584, 18944, 28, 28, 4, 152064, False), 7_615_616_512),
     "Qwen/Qwen2.5-32B-Instruct": (QWEN, (5120, 27648, 64, 40, 8, 152064, False), 32_763_876_352),
     "Qwen/Qwen2.5-32B": (QWEN, (5120, 27648, 64, 40, 8, 152064, False), 32_763_876_352),
+    "Qwen/Qwen3-30B-A3B": (QWEN3, (2048, 6144, 48, 32, 4, 151936, False), 30_532_122_624),
     "google/gemma-2-2b-it": (GEMMA, (2304, 9216, 26, 8, 4, 256000, True), 2_614_341_888),
 }
 FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -36,6 +40,7 @@ SLOW = (
     "gsm8k_7b",
     "math_grpo",
     "gsm8k_gemma",
+    "gsm8k_moe",
     "judge",
     "async",
     "multi_host",

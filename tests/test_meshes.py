@@ -1,4 +1,4 @@
-"""Meshes that do not suit a model, or a row, are refused with what would; commands know all four axes."""
+"""Meshes that do not suit a model, or a row, are refused with what would; commands know all axes."""
 
 import dataclasses
 import types
@@ -12,14 +12,16 @@ from jppo.build.learner import make_mesh
 from jppo.build.packing import plan_of_run
 from jppo.dry_run.preview import dry_run
 from jppo.models import families
+from jppo.models.config_experts import QWEN3, Experts, Routing
 from jppo.settings import UserError
 from tests.learner.test_state import SHAPE
 
 CFG = families.from_hf(SHAPE, path="here")  # 4 heads, 2 of keys and values, width 128, MLP 256
+SIX = Experts(6, 2, 64, 0, normalized=True, sparse=(True,) * CFG.num_layers, names=QWEN3, routing=Routing())
 
 
-def mesh(fsdp=1, tensor=1, sequence=1):
-    return types.SimpleNamespace(shape=dict(data=1, fsdp=fsdp, tensor=tensor, sequence=sequence))
+def mesh(fsdp=1, tensor=1, sequence=1, expert=1):
+    return types.SimpleNamespace(shape=dict(data=1, fsdp=fsdp, tensor=tensor, sequence=sequence, expert=expert))
 
 
 @pytest.mark.parametrize("sizes", [{}, dict(tensor=4), dict(sequence=4), dict(fsdp=32, tensor=2, sequence=2)])
@@ -39,6 +41,10 @@ def test_what_divides_fits(sizes):
         (dict(fsdp=3), {}, "mesh.fsdp=3 must divide the width of 128 of the qwen2 model; 1, 2, 4, 8, 16, 32, 64 would"),
         (dict(fsdp=2, sequence=4), dict(hidden_size=12), "mesh.fsdp=2 times mesh.sequence=4 must divide the width of 12"
          " of the qwen2 model; 1, 2, 3, 4, 6, 12 would"),
+        (dict(fsdp=2, expert=4), dict(hidden_size=12), "mesh.fsdp=2 times mesh.expert=4 must divide the width of 12"
+         " of the qwen2 model; 1, 2, 3, 4, 6, 12 would"),
+        (dict(expert=4), dict(experts=SIX), "mesh.expert=4 must divide the 6 experts of the qwen2 model; 1, 2, 3, 6"
+         " would"),
     ],
 )  # fmt: skip
 def test_what_does_not_is_refused_with_what_would(sizes, changes, said):

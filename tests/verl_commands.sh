@@ -264,7 +264,7 @@ $PPO "${GRPO[@]}" "${GSM8K[@]}" "${QWEN[@]}" "${MICRO[@]}" trainer.v1.trainer_mo
 $PPO "${GRPO[@]}" "${GSM8K[@]}" "${QWEN[@]}" "${MICRO[@]}" data.image_key=images actor_rollout_ref.actor.freeze_vision_tower=True +actor_rollout_ref.rollout.limit_images=5 "${RUN[@]}"
 
 ### grpo, mixtures of experts by Megatron
-## not supported: actor_rollout_ref.actor.megatron.expert_model_parallel_size actor_rollout_ref.actor.megatron.override_transformer_config.moe_router_dtype
+## not supported: actor_rollout_ref.actor.megatron.override_transformer_config.moe_router_dtype
 $PPO --config-name=ppo_megatron_trainer "${GRPO[@]}" "${GSM8K[@]}" "${QWEN[@]}" "${DYNAMIC[@]}" actor_rollout_ref.actor.megatron.expert_model_parallel_size=8 +actor_rollout_ref.actor.megatron.override_transformer_config.moe_router_dtype=fp32 +actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity=full "${RUN[@]}"
 
 ### dapo

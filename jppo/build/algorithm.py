@@ -88,5 +88,7 @@ def make_recipe(c: ConfigDict) -> ppo.Recipe:
         value_norm_decay=v.value_norm_decay,
         value_range=v.value_range if v.value_bins else None,
         positive_lm_coef=a.positive_lm_coef,
+        router_aux_loss_coef=a.router_aux_loss_coef,
+        router_z_loss_coef=a.router_z_loss_coef,
         earns=bool(c.reward.function or c.reward.model.step_aggregation or talk.enable),
     )

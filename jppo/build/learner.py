@@ -76,9 +76,7 @@ def make_mesh(c: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Any
         devices = jax.devices()
         offloading.require_host(c, devices[0])
         process_setup.keep_programs(c.trainer.compile_cache)
-    shape = sharding.mesh_shape(
-        len(devices), data=c.mesh.data, fsdp=c.mesh.fsdp, tensor=c.mesh.tensor, sequence=c.mesh.sequence
-    )
+    shape = sharding.mesh_shape(len(devices), **{axis: c.mesh[axis] for axis in sharding.AXES})
     mesh = sharding.make_mesh(shape, devices)
     if sharding.platform(mesh) == "cpu":
         process_setup.keep_memory()
@@ -215,6 +213,7 @@ def make_learner(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[Learner, Tra
     policy = load_trained(c, mesh, cfg, path, head="lm", key=keys(0), adapters=inputs.adapters)
     policy = wait(policy, a.param_offload)
     actor, policy_opt = make_descent(a, "actor", passes.actor, policy, inputs.total_steps - c.trainer.critic_warmup)
+    actor = dataclasses.replace(actor, load=passes.router_load)
     value = value_opt = critic = None
     if inputs.critic is not None:
         shared = shares_trunk(c, inputs)

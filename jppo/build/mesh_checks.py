@@ -6,6 +6,7 @@ from jax.sharding import Mesh
 
 from jppo.build.inputs import Inputs
 from jppo.models.config import ModelConfig
+from jppo.models.spread import COLUMNS
 from jppo.settings import UserError
 
 
@@ -17,11 +18,11 @@ def require_models_fit(inputs: Inputs, mesh: Mesh) -> None:
 
 
 def require_divisible(cfg: ModelConfig, mesh: Mesh) -> None:
-    """Raises UserError with the valid sizes where the mesh cannot shard heads, MLP or width.
+    """Raises UserError with the valid sizes where the mesh cannot shard heads, MLP, experts or width.
 
     Padding makes the vocabulary divisible; key/value heads are repeated.
     """
-    fsdp, tensor, sequence = (mesh.shape[axis] for axis in ("fsdp", "tensor", "sequence"))
+    tensor, sequence, expert = (mesh.shape[axis] for axis in ("tensor", "sequence", "expert"))
     if cfg.delta is not None and sequence > 1:
         raise UserError(
             f"mesh.sequence={sequence}: the states of a {cfg.family} model's gated delta nets are not passed between"
@@ -36,9 +37,11 @@ def require_divisible(cfg: ModelConfig, mesh: Mesh) -> None:
     if (H // tensor) % sequence:
         rest = f" that are left by mesh.tensor={tensor}" if tensor > 1 else ""
         _refuse(f"mesh.sequence={sequence}", f"the {H // tensor} attention heads {model}{rest}", H // tensor)
-    if D % (fsdp * sequence):
-        said = f"mesh.fsdp={fsdp}" + (f" times mesh.sequence={sequence}" if sequence > 1 else "")
-        _refuse(said, f"the width of {D} {model}", D)
+    if cfg.experts is not None and cfg.experts.count % expert:
+        _refuse(f"mesh.expert={expert}", f"the {cfg.experts.count} experts {model}", cfg.experts.count)
+    if D % math.prod(mesh.shape[axis] for axis in COLUMNS):
+        named = [f"mesh.{axis}={mesh.shape[axis]}" for axis in COLUMNS if axis == "fsdp" or mesh.shape[axis] > 1]
+        _refuse(" times ".join(named), f"the width of {D} {model}", D)
 
 
 def _refuse(said: str, what: str, size: int) -> None:

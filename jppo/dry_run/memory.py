@@ -22,7 +22,7 @@ from jppo.build.packing import plan_of_run
 from jppo.dry_run.inprocess_engine import own_engine
 from jppo.dry_run.moments import Estimate, Moment, account, global_size, size
 from jppo.learner import packing, ppo, sharding, state, update
-from jppo.models import cost, hf_write
+from jppo.models import cost, hf_write, router_sums
 from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.lora import Base, Lora, join
 from jppo.models.params import Head
@@ -83,11 +83,12 @@ def update_moments(
     brought: int = 0,
     useful: Sequence[int] = (),
     masked: float = 1.0,
+    load: Any = None,
 ) -> tuple[Any, list[Moment]]:
     """Returns a model's optimizer state and its update's moments; `micros` are abstract micro-batches.
 
     `brought` bytes are copied from the host for the whole update; the optimizer comes for its step. `useful` are the
-    model's FLOP for each micro-batch.
+    model's FLOP for each micro-batch. `load` is the abstract load of experts, if the loss needs it.
     """
     tx = make_optimizer(section, name, trained.what)
     opt, places = state.abstract_optimizer(tx, trained.what)
@@ -95,7 +96,7 @@ def update_moments(
     carry = update.abstract_carry(trained.what.shapes, trained.what.shardings)
     gradients, learned, moments = size(carry), trained.learned, []
     for one, flop in itertools.zip_longest(micros, useful, fillvalue=0):
-        given = learned, trained.base, carry, one, Counts(tokens=number, sequences=number), *further
+        given = learned, trained.base, carry, one, Counts(tokens=number, sequences=number, load=load), *further
         how = dict(brought=brought, useful=flop, entries=math.prod(jax.tree.leaves(one)[0].shape))
         moments.append(account(f"{name} gradient", gradients, accumulate, *given, masked=masked, **how))
     if (exchange := update.make_exchange(trained.what.shardings)) is not None:
@@ -132,8 +133,9 @@ def estimate(c: ConfigDict, inputs: Inputs, mesh: Any, *, entries: int) -> Estim
     share = sampled_share(c)
     flop = [useful(c, inputs.policy, shape, inputs.adapters, head=True) for shape in shapes]
     policy_opt, found = update_moments(
-        "actor", passes.actor, c.actor, policy, scored, judge, brought=coming.actor, useful=flop, masked=share
-    )
+        "actor", passes.actor, c.actor, policy, scored, judge, brought=coming.actor, useful=flop, masked=share,
+        load=None if passes.router_load is None else _load(inputs.policy, mesh),
+    )  # fmt: skip
     moments += found
     parts = {"policy": size((policy.learned, policy.base)), "policy's optimizer": size(policy_opt)}
     if critic is not None and inputs.critic is not None:
@@ -186,6 +188,11 @@ def _reference(c: ConfigDict, inputs: Inputs, mesh: Any, policy: Trained) -> tup
         return policy.base.params, False
     cfg = pad_vocab(inputs.reference, mesh.shape["tensor"])
     return sketch(c, mesh, cfg, head="lm", adapters=None).learned, True
+
+
+def _load(cfg: ModelConfig, mesh: Any) -> Any:
+    """Returns the abstract load of the experts of a model."""
+    return jax.ShapeDtypeStruct(router_sums.shape(cfg), jnp.float32, sharding=sharding.replicated(mesh))
 
 
 def _scored(recipe: ppo.Recipe, rows: Rows, with_critic: bool) -> Scored:

@@ -19,6 +19,8 @@ from jppo.dry_run import described_machine, forecast, memory, preview
 from jppo.dry_run.auto import REMATS, arguments, with_changes
 from jppo.dry_run.forecast import Outlook
 from jppo.dry_run.memory import Estimate
+from jppo.learner.sharding import AXES
+from jppo.models.config_experts import Experts
 from jppo.settings import UserError
 from jppo.targets.machines import GIB, Machine
 
@@ -81,7 +83,7 @@ def search(
                     return
 
     attempt({})
-    for mesh in meshes(machine):
+    for mesh in meshes(machine, inputs.policy.experts):
         attempt({} if _mesh_of(c, machine.devices) == mesh else mesh)
     fastest = min(tried.values(), key=lambda one: one.rank[1:])
     if not fastest.fits and fastest.outlook is not None:
@@ -113,22 +115,26 @@ def try_settings(
     return Candidate(changes, found, forecast.look(found, machine, mesh, work.executions(found), rate), room)
 
 
-def meshes(machine: Machine) -> Iterator[dict[str, int]]:
-    """Yields candidate meshes: parameters over all devices or a group, and two, four or eight devices a row."""
+def meshes(machine: Machine, experts: Experts | None) -> Iterator[dict[str, int]]:
+    """Yields candidate meshes: parameters over all devices or a group, and two, four or eight devices a row.
+
+    And as many over which a mixture's experts are sharded.
+    """
     n, each = machine.devices, machine.each
-    shapes = [(1, n, 1, 1)]
-    shapes += [(machine.groups, each, 1, 1)] if machine.groups > 1 else []
-    shapes += [(2, n // 2, 1, 1), (n, 1, 1, 1)] if n > 1 and machine.groups == 1 else []
+    shapes = [(1, n, 1, 1, 1)]
+    shapes += [(machine.groups, each, 1, 1, 1)] if machine.groups > 1 else []
+    shapes += [(2, n // 2, 1, 1, 1), (n, 1, 1, 1, 1)] if n > 1 and machine.groups == 1 else []
     for width in (2, 4, 8):
         if each % width == 0 and n > 1:
-            shapes += [(1, n // width, width, 1), (1, n // width, 1, width)]
-    for data, fsdp, tensor, sequence in dict.fromkeys(shapes):
-        yield {"mesh.data": data, "mesh.fsdp": fsdp, "mesh.tensor": tensor, "mesh.sequence": sequence}
+            shapes += [(1, n // width, width, 1, 1), (1, n // width, 1, width, 1)]
+            shapes += [(1, n // width, 1, 1, width)] if experts and experts.count % width == 0 else []
+    for sizes in dict.fromkeys(shapes):
+        yield {f"mesh.{axis}": size for axis, size in zip(AXES, sizes, strict=True)}
 
 
 def _mesh_of(c: ConfigDict, devices: int) -> dict[str, int]:
     """Returns the config's mesh, without -1; {} if it does not fit."""
-    sizes = {f"mesh.{axis}": int(c.mesh[axis]) for axis in ("data", "fsdp", "tensor", "sequence")}
+    sizes = {f"mesh.{axis}": int(c.mesh[axis]) for axis in AXES}
     known = math.prod(size for size in sizes.values() if size > 0)
     return {name: devices // known if size == -1 else size for name, size in sizes.items()}
 

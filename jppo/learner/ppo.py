@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jppo.algorithms import kl, losses
-from jppo.learner import batch, correct, estimate, packing, score, sharding, update
+from jppo.learner import batch, correct, estimate, metric_sums, packing, score, sharding, update
 from jppo.models import offload, placing
 from jppo.models.config import ModelConfig
 from jppo.models.lora import Base, Weights, join
@@ -48,6 +48,8 @@ class Recipe:
     value_norm_decay: float | None = None  # of the statistics of returns; None: values are not normalised
     value_range: tuple[float, float] | None = None  # of a critic's histogram; None: a scalar head
     positive_lm_coef: float = 0.0  # of the log-probs of positive examples; 0: no such term
+    router_aux_loss_coef: float = 0.0  # of the load-balancing loss; 0: no such term
+    router_z_loss_coef: float = 0.0  # of the routers' z-loss; 0: no such term
     earns: bool = False  # rewards may be earned inside a response
 
     @property
@@ -66,7 +68,7 @@ class Recipe:
 
 @dataclasses.dataclass(frozen=True)
 class Passes:
-    """The compiled functions of a step: five of the models, compiled for every shape of rows, and one of the batch."""
+    """The compiled functions of a step: those of the models, compiled for every shape of rows, and one of the batch."""
 
     logprob: score.LogProb
     reference: Callable[..., tuple[Array | None, Array | None]] | None
@@ -74,6 +76,7 @@ class Passes:
     advantages: Callable[..., tuple[dict[str, Array], dict[str, Array]]]
     actor: Callable[..., tuple[update.Carry, dict[str, Array]]]
     critic: Callable[..., tuple[update.Carry, dict[str, Array]]] | None
+    router_load: Callable[[Weights, Rows], Array] | None = None  # for the load-balancing loss
 
 
 def make_passes(
@@ -95,10 +98,10 @@ def make_passes(
     def compiled(fn: Callable[..., Any] | None) -> Any:
         return None if fn is None else jax.jit(fn, compiler_options=options)
 
-    def exact(kind: str | None) -> score.Exact | None:
+    def exact(kind: str | None, routed: bool = False) -> score.Exact | None:
         if kind is None or kind not in kl.EXACT or models.reference is None:
             return None
-        return score.make_exact(kl.EXACT[kind], models.policy, models.reference, **heads)
+        return score.make_exact(kl.EXACT[kind], models.policy, models.reference, **heads, routed=routed)
 
     reference = None
     if models.reference is not None:
@@ -106,15 +109,18 @@ def make_passes(
         reference = score.make_reference(r.kl_penalty, r.kl_loss_type, by_token, exact(r.kl_penalty))
     # Without a pass for the old log-probs the update computes the entropy.
     with_entropy = r.entropy_coeff != 0.0 or (r.bypass and r.entropy_metric)
-    in_update = logprob(models.policy, with_entropy=with_entropy)
+    routed = models.policy[1] is not None and models.policy[1].experts is not None
+    in_update = score.make_scores(*models.policy, **heads, with_entropy=with_entropy, routed=routed)
     actor = update.make_actor_loss(
-        score.make_logprob_kl(r.kl_loss_type, in_update, exact(r.kl_loss_type)),
+        score.make_logprob_kl(r.kl_loss_type, in_update, exact(r.kl_loss_type, routed)),
         r.policy_loss,
         r.weigh,
         entropy_coeff=r.entropy_coeff,
         entropy_metric=with_entropy,
         kl_loss_coef=r.kl_loss_coef,
         positive_lm_coef=r.positive_lm_coef,
+        router_aux_loss_coef=r.router_aux_loss_coef,
+        router_z_loss_coef=r.router_z_loss_coef,
     )
     value = critic = None
     if models.critic is not None:
@@ -122,6 +128,7 @@ def make_passes(
         loss = update.make_critic_loss(output, r.weigh_value, cliprange_value=clip, value_range=r.value_range)
         critic = update.make_accumulate(loss, mesh=mesh, options=options)
         value = score.make_expected(output, r.value_range)
+    whole = None if mesh is None else sharding.replicated(mesh)
     advantages = estimate.make_advantages(
         r.estimator, kl_penalty=r.kl_penalty, correction=r.correction, bypass=r.bypass, by_sequence=r.by_sequence,
         value_norm_decay=r.value_norm_decay, positive=r.positive_lm_coef > 0,
@@ -130,9 +137,12 @@ def make_passes(
         logprob=compiled(logprob(models.policy, with_entropy=r.entropy_metric)),
         reference=compiled(reference),
         value=compiled(value),
-        advantages=jax.jit(advantages, out_shardings=None if mesh is None else sharding.replicated(mesh)),
+        advantages=jax.jit(advantages, out_shardings=whole),
         actor=update.make_accumulate(actor, mesh=mesh, options=options),
         critic=critic,
+        router_load=jax.jit(score.make_router_load(*models.policy), compiler_options=options, out_shardings=whole)
+        if routed and r.router_aux_loss_coef
+        else None,
     )
 
 
@@ -147,10 +157,18 @@ class Descent:
     name: str  # 'actor' or 'critic', of its metrics
     base: Base | None = None  # frozen weights of a model with adapters
     spare: tuple[Any, Any] = ((), ())  # padding rows of the learned parameters and of the optimizer state
+    load: Callable[[Weights, Rows], Array] | None = None  # tokens by expert, for the load-balancing loss
 
     def model(self, learned: Params) -> Weights:
         """Returns the whole model."""
         return join(learned, self.base)
+
+    def counts(self, model: Weights, counts: Counts, micros: Iterable[Rows]) -> Counts:
+        """Adds the load of the experts over the mini-batch, if the loss needs it."""
+        if self.load is None:
+            return counts
+        load: Any = sum(placing.fetch(self.load(model, rows)) for rows in micros)
+        return dataclasses.replace(counts, load=load)
 
 
 def _over_rows(run: Callable[[Rows], Any], data: Batch, micros: Sequence[batch.Micro]) -> list[Any]:
@@ -248,7 +266,8 @@ def compile_all(
         micro = placing.put(batch.scored(data, one), sharding.rows_sharding(mesh))
         for how, learned, _, further in descents:
             models = offload.to_device((learned, how.base, further))
-            jax.block_until_ready(how.accumulate(*models[:2], how.zeros(), micro, counts, *models[2]))
+            whole_counts = how.counts(join(*models[:2]), counts, [micro.rows])
+            jax.block_until_ready(how.accumulate(*models[:2], how.zeros(), micro, whole_counts, *models[2]))
     for how, learned, opt, _ in descents:
         carry = how.zeros() if how.exchange is None else how.exchange(how.zeros())
         how.apply.lower(*offload.shapes((learned, opt)), carry, now.step, np.True_).compile()
@@ -265,10 +284,11 @@ def descend(
     base, further = offload.to_device((how.base, further))
     params = offload.take(params)
     for mini in minis:
+        counts = how.counts(join(params, base), mini.counts, (placing.put(m.rows, mini.place) for m in mini.micros))
         carry, sums = how.zeros(), list[Any]()
         for micro in mini.micros:
             rows = placing.put(micro, mini.place)
-            carry, part = how.accumulate(params, base, carry, rows, mini.counts, *further)
+            carry, part = how.accumulate(params, base, carry, rows, counts, *further)
             jax.block_until_ready(sums[-1:])  # else the rows of all micro-batches would be on the devices at once
             sums.append(part)
         carry = carry if how.exchange is None else how.exchange(carry)
@@ -277,18 +297,4 @@ def descend(
         history.append((sums, jax.block_until_ready(stats)))
         del carry, stepped  # frees them before the next ones exist
     params = jax.block_until_ready(offload.put_back(params, before))
-    return params, opt, _mean_metrics(jax.device_get(history), how.name)
-
-
-def _mean_metrics(history: list[tuple[list[dict[str, Any]], dict[str, Any]]], name: str) -> dict[str, float]:
-    """Sums metrics over micro-batches, except extremes, and averages them over mini-batches."""
-    minis = []
-    for sums, stats in history:
-        mini = {key: float(sum(part[key] for part in sums)) for key in sums[0] if not key.endswith(("_max", "_min"))}
-        mini |= {key: float(max(part[key] for part in sums)) for key in sums[0] if key.endswith("_max")}
-        mini |= {key: float(min(part[key] for part in sums)) for key in sums[0] if key.endswith("_min")}
-        minis.append(mini | {f"{name}/{key}": float(value) for key, value in stats.items()})
-    out = {key: float(np.mean([mini[key] for mini in minis])) for key in minis[0]}
-    out |= {key: max(mini[key] for mini in minis) for key in out if key.endswith("_max")}
-    out |= {key: min(mini[key] for mini in minis) for key in out if key.endswith("_min")}
-    return out
+    return params, opt, metric_sums.of_update(jax.device_get(history), how.name)

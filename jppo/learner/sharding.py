@@ -13,17 +13,18 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jppo.learner import optim
 from jppo.models import placing
-from jppo.models.spread import COLUMNS, POSITIONS, WHOLE, dividing, row_axes
+from jppo.models.spread import COLUMNS, EXPERT, POSITIONS, WHOLE, dividing, row_axes
 from jppo.models.spread import ROWS as ROW_AXES
 from jppo.settings import UserError
 from jppo.types import Params, Rows
 
-AXES = ("data", "fsdp", "tensor", "sequence")
-_NEAR_LAST = ("data", "fsdp", "sequence", "tensor")  # adjacent devices communicate most
+AXES = ("data", "fsdp", "tensor", "sequence", "expert")
+_NEAR_LAST = ("data", "fsdp", "expert", "sequence", "tensor")  # adjacent devices communicate most
 ROWS = PartitionSpec(ROW_AXES, POSITIONS)  # the batch [R, T, ...]
 WHOLE_ROWS = PartitionSpec(WHOLE.rows)  # rows whose positions stay on one device
 
-# Logical axis of a parameter -> mesh axes. A dimension that the mesh axes do not divide stays whole.
+# Logical axis of a parameter -> mesh axes. A dimension that the mesh axes do not divide stays whole. An axis shards the
+# first dimension that has it.
 RULES: dict[str | None, tuple[str, ...]] = {
     "vocab": ("tensor",),
     "embed": COLUMNS,
@@ -31,15 +32,17 @@ RULES: dict[str | None, tuple[str, ...]] = {
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
     "layers": (),
-    "experts": (),
+    "experts": (EXPERT,),
     "norm": (),
     None: (),
 }
 
 
-def mesh_shape(devices: int, *, data: int, fsdp: int, tensor: int, sequence: int = 1) -> tuple[int, int, int, int]:
-    """Returns the sizes of the axes, one of which may be -1: the remaining devices. UserError if they do not fit."""
-    sizes = [data, fsdp, tensor, sequence]
+def mesh_shape(
+    devices: int, *, data: int, fsdp: int, tensor: int, sequence: int = 1, expert: int = 1
+) -> tuple[int, ...]:
+    """Returns the sizes of AXES, one of which may be -1: the remaining devices. UserError if they do not fit."""
+    sizes = [data, fsdp, tensor, sequence, expert]
     said = " ".join(f"mesh.{axis}={size}" for axis, size in zip(AXES, sizes, strict=True))
     if sizes.count(-1) > 1 or any(s == 0 or s < -1 for s in sizes):
         raise UserError(f"{said}: sizes must be 1 or more, and one of them may be -1; try mesh.data=-1")
@@ -48,7 +51,7 @@ def mesh_shape(devices: int, *, data: int, fsdp: int, tensor: int, sequence: int
     if int(np.prod(filled)) != devices:
         fitting = _fitting(devices, sizes)
         raise UserError(f"{said}: their product must be the {devices} devices there are; try {fitting}")
-    return filled[0], filled[1], filled[2], filled[3]
+    return tuple(filled)
 
 
 def _fitting(devices: int, sizes: list[int]) -> str:
@@ -119,8 +122,11 @@ def param_shardings(mesh: Mesh, axes: Params, shapes: Params) -> Params:
     """Makes a NamedSharding for each parameter, from its logical axes (a tuple of names) by RULES."""
 
     def sharding(names: tuple[str | None, ...], leaf: Any) -> NamedSharding:
-        spec = [dividing(mesh, RULES[name], size) or None for name, size in zip(names, leaf.shape, strict=True)]
-        return NamedSharding(mesh, PartitionSpec(*spec))
+        spec: list[tuple[str, ...]] = []
+        for name, size in zip(names, leaf.shape, strict=True):
+            free = tuple(axis for axis in RULES[name] if not any(axis in axes for axes in spec))
+            spec.append(dividing(mesh, free, size))
+        return NamedSharding(mesh, PartitionSpec(*(axes or None for axes in spec)))
 
     return jax.tree.map(sharding, axes, shapes, is_leaf=lambda x: isinstance(x, tuple))
 
@@ -148,7 +154,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def rows_sharding(mesh: Mesh) -> NamedSharding:
-    """Shards rows [R, T, ...] over data and fsdp, their positions over sequence."""
+    """Shards rows [R, T, ...] over data, fsdp and expert, their positions over sequence."""
     return NamedSharding(mesh, ROWS)
 
 

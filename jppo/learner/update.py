@@ -15,10 +15,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jppo.algorithms import hl_gauss, losses
 from jppo.algorithms.masked import FAR, masked_sum
-from jppo.learner import sharding
+from jppo.learner import metric_sums, sharding
 from jppo.learner.optim import descend
-from jppo.learner.score import LogProb, LogProbKL, Value
+from jppo.learner.score import LogProb, LogProbKL, Scores, Value
+from jppo.models import router_sums
 from jppo.models.lora import Base, Weights, join
+from jppo.models.router_sums import RouterSums
 from jppo.models.spread import POSITIONS, divided, row_axes
 from jppo.types import Array, Counts, Params, Rows, Scored
 
@@ -40,17 +42,21 @@ def make_actor_loss(
     entropy_metric: bool = True,
     kl_loss_coef: float,
     positive_lm_coef: float = 0.0,
+    router_aux_loss_coef: float = 0.0,
+    router_z_loss_coef: float = 0.0,
 ) -> Loss:
     """Policy loss - entropy_coeff H + kl_loss_coef KL(π ‖ reference), each summed with the same weights of tokens.
 
-    Plus positive_lm_coef times the mean of -log π over the positive examples' tokens (VAPO, arXiv:2504.05118, eq. 9).
+    Plus positive_lm_coef times the mean of -log π over the positive examples' tokens (VAPO, arXiv:2504.05118, eq. 9),
+    and the losses of routers.
     """
 
     def loss(
         params: Weights, scored: Scored, counts: Counts, reference: Weights | None
     ) -> tuple[Array, dict[str, Array]]:
         chex.assert_equal_shape([*jax.tree.leaves(scored)])
-        logprob, entropy, penalty = logprob_kl(params, reference, scored.rows, scored.ref_logprob)
+        made = Scores(*logprob_kl(params, reference, scored.rows, scored.ref_logprob))
+        logprob, entropy, penalty, router = made
         mask, segment = scored.rows.mask, scored.rows.segment
         share = weigh(mask, segment, tokens=counts.tokens, sequences=counts.sequences)
 
@@ -83,9 +89,26 @@ def make_actor_loss(
         if scored.positive is not None:
             sums["actor/positive_lm_loss"] = -masked_sum(scored.positive * logprob, mask)
             out += positive_lm_coef * sums["actor/positive_lm_loss"]
+        if router is not None:
+            of_router, found = _of_router(router, counts, router_aux_loss_coef, router_z_loss_coef)
+            out, sums = out + of_router, sums | found
         return out, sums | {"actor/loss": out}
 
     return loss
+
+
+def _of_router(router: RouterSums, counts: Counts, aux_coef: float, z_coef: float) -> tuple[Array, dict[str, Array]]:
+    """Returns the losses of routers, times their coefficients, and their metrics."""
+    sums: dict[str, Array] = router_sums.metrics(router, counts.tokens)
+    out: Array = jnp.zeros(())
+    if z_coef:
+        sums["actor/router_z_loss"] = router_sums.z_loss(router, counts.tokens)
+        out += z_coef * sums["actor/router_z_loss"]
+    if aux_coef:
+        assert counts.load is not None
+        sums["actor/router_aux_loss"] = router_sums.balance(router, counts.load, counts.tokens)
+        out += aux_coef * sums["actor/router_aux_loss"]
+    return out, sums
 
 
 def make_critic_loss(
@@ -168,16 +191,10 @@ def make_accumulate(
             with divided(GROUPS):
                 found = jax.vmap(gradient, spmd_axis_name=GROUPS)(jax.tree.map(by_group, micro))
             (new_loss, sums), new = found
-            new_loss, sums = jnp.sum(new_loss), {name: _of_all(name, each) for name, each in sums.items()}
+            new_loss, sums = jnp.sum(new_loss), {name: metric_sums.of_groups(name, each) for name, each in sums.items()}
         return (jax.tree.map(lambda a, g: a + g.astype(jnp.float32), grads, new), so_far + new_loss), sums
 
     return jax.jit(accumulate, donate_argnums=2, compiler_options=options)
-
-
-def _of_all(name: str, each: Array) -> Array:
-    """Combines a metric of each group: sums, except extremes."""
-    reduce = jnp.max if name.endswith("_max") else jnp.min if name.endswith("_min") else jnp.sum
-    return reduce(each, axis=0)
 
 
 def make_exchange(shardings: Params) -> jax.stages.Wrapped | None:

@@ -4,6 +4,7 @@ The layers' parameters are stacked, [L, ...], whether the layers are scanned or 
 has the table of them.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jppo.models import embedding, experts, lora
+from jppo.models import embedding, experts, lora, router_sums
 from jppo.models.attention import Attend, attend_cached, make_plain
 from jppo.models.cache import Cache, Held, LayerCache, dtype_of, extend
 from jppo.models.config import ModelConfig
@@ -111,10 +112,11 @@ class Layer(nn.Module):
             mixer = mixer(cfg, self.param_dtype, self.attend, name="attn")
         y, held = mixer(norm("attn_norm", x, cfg.pre_norms), places.of(kind), held)
         x = x + scaled(norm("attn_post_norm", y, cfg.post_norms), cfg.residual_scale)
-        mlp: Any = MLP(cfg, self.param_dtype, cfg.intermediate_size, name="mlp")
-        if self.mix is not None:
-            mlp = Mixture(cfg, self.param_dtype, self.mix, name="experts")
-        y = mlp(norm("mlp_norm", x, cfg.pre_norms))
+        y = norm("mlp_norm", x, cfg.pre_norms)
+        if self.mix is None:
+            y = MLP(cfg, self.param_dtype, cfg.intermediate_size, name="mlp")(y)
+        else:
+            y = Mixture(cfg, self.param_dtype, self.mix, name="experts")(y, places.counted)
         x = x + scaled(norm("mlp_post_norm", y, cfg.post_norms), cfg.residual_scale)
         return self.constrain(x), held
 
@@ -151,7 +153,8 @@ class Embed(nn.Module):
 class Decoder(nn.Module):
     """A decoder: `apply({'params': params}, tokens, segment, position)` is the state after the last norm, [R, T, D].
 
-    With a collection `lora` next to `params` (`lora.py`) its adapters are part of the model.
+    With a collection `lora` next to `params` (`lora.py`) its adapters are part of the model. With a mutable collection
+    `router` the layers leave their sums over `counted` tokens there (`router_sums.py`).
     """
 
     cfg: ModelConfig
@@ -165,7 +168,9 @@ class Decoder(nn.Module):
     mix: Mix = experts.mix  # of experts' outputs
 
     @nn.compact
-    def __call__(self, tokens: jax.Array, segment: jax.Array, position: jax.Array) -> jax.Array:
+    def __call__(
+        self, tokens: jax.Array, segment: jax.Array, position: jax.Array, counted: jax.Array | None = None
+    ) -> jax.Array:
         chex.assert_rank([tokens, segment, position], 2)
         chex.assert_equal_shape([tokens, segment, position])
         cfg = self.cfg
@@ -176,7 +181,7 @@ class Decoder(nn.Module):
             # In a real loop XLA cannot merge the recomputation with the first computation; unrolled it could.
             layer = nn.remat(layer, policy=POLICIES[self.remat], prevent_cse=not self.scan_layers)
         attend = make_plain(**attention_settings(cfg)) if self.attend is None else self.attend
-        where = places_of(cfg, position, segment)
+        where = dataclasses.replace(places_of(cfg, position, segment), counted=counted)
 
         def settings(stack: Stack) -> tuple[Any, ...]:
             mix, mixer = self.mix if stack.sort.sparse else None, stack.sort.mixer
@@ -186,7 +191,7 @@ class Decoder(nn.Module):
             count = group[0].count
             scanned = functools.partial(
                 nn.scan,
-                variable_axes={"params": 0, lora.COLLECTION: 0},
+                variable_axes={"params": 0, lora.COLLECTION: 0, router_sums.COLLECTION: 0},
                 split_rngs={"params": True},
                 in_axes=(0, nn.broadcast),
                 length=count,

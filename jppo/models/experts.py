@@ -1,12 +1,13 @@
 """Mixtures of experts: a router sends each token to some of a layer's experts. None is dropped.
 
-Each device sorts its own tokens by expert. It gathers the columns of the experts' kernels once for each direction.
+Each device sorts its own tokens by expert. It gathers the columns of its experts' kernels once for each direction.
+Tokens of experts on other devices travel there and back (`dispatch.py`).
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import chex
 import flax.linen as nn
@@ -14,15 +15,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from jppo.models import product, router
+from jppo.models import dispatch, grouped_chunks, product, router, router_sums
 from jppo.models.config import ModelConfig
 from jppo.models.grouped import grouped
 from jppo.models.modules import ACTIVATIONS, MLP
-from jppo.models.spread import HEADS, POSITIONS, WHOLE, columns, gathered, in_groups, row_axes, summed
+from jppo.models.spread import EXPERT, HEADS, POSITIONS, WHOLE, columns, gathered, in_groups, row_axes, summed
 
-# (kernels, x [R, T, D], the router's logits [R, T, E], their correction [R, T, E] if any, model) -> [R, T, D]
+# (kernels, x [R, T, D], weights and indices of the tokens' experts [R, T, active], model) -> [R, T, D]
 # The kernels, of gate, up and down, are [E, D, M]; any biases follow, [E, 1, M] of gate and up, [E, D, 1] of down.
-Mix = Callable[[tuple[jax.Array, ...], jax.Array, jax.Array, jax.Array | None, ModelConfig], jax.Array]
+Mix = Callable[[tuple[jax.Array, ...], jax.Array, jax.Array, jax.Array, ModelConfig], jax.Array]
+
+
+Of = tuple[ModelConfig, str | None]  # a model, and the mesh axis that shards its experts' width
 
 
 class Mixture(nn.Module):
@@ -33,7 +37,7 @@ class Mixture(nn.Module):
     mix: Mix
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, counted: jax.Array | None = None) -> jax.Array:
         cfg, how = self.cfg, self.cfg.experts
         assert how is not None
 
@@ -44,17 +48,19 @@ class Mixture(nn.Module):
 
         D, E, M = cfg.hidden_size, how.count, how.width
         logits = product.product("rtd,de->rte", x, param("router", D, E), jnp.float32)
-        correction = None
-        if how.routing.corrected:
-            one = self.param("correction", nn.initializers.zeros, (E,), jnp.float32)
-            correction = jnp.broadcast_to(jax.lax.stop_gradient(one), logits.shape)
         if how.names.fused:
             logits += param("router_bias", E)[None, None].astype(jnp.float32)
             biases = *param("gate_up_bias", 2, E, M)[:, :, None], param("down_bias", E, D)[:, :, None]
             kernels = *param("gate_up", 2, E, D, M), param("down", E, D, M), *biases
         else:
             kernels = tuple(param(name, E, D, M) for name in ("gate", "up", "down"))
-        y = self.mix(kernels, x, logits, correction, cfg)
+        correction = None
+        if how.routing.corrected:
+            correction = jax.lax.stop_gradient(self.param("correction", nn.initializers.zeros, (E,), jnp.float32))
+        weight, chosen = router.choose(logits, how, correction)
+        if counted is not None and self.is_mutable_collection(router_sums.COLLECTION):
+            self.put_variable(router_sums.COLLECTION, router_sums.NAME, router_sums.by_row(logits, chosen, counted))
+        y = self.mix(kernels, x, weight, chosen, cfg)
         if not how.shared_width:
             return y
         shared = MLP(cfg, self.param_dtype, how.shared_width, name="shared")(x)
@@ -64,19 +70,25 @@ class Mixture(nn.Module):
 
 
 def mix(
-    kernels: tuple[jax.Array, ...], x: jax.Array, logits: jax.Array, correction: jax.Array | None, cfg: ModelConfig
+    kernels: tuple[jax.Array, ...], x: jax.Array, weight: jax.Array, chosen: jax.Array, cfg: ModelConfig
 ) -> jax.Array:
     """Computes the experts' outputs on one device."""
-    chex.assert_rank([*kernels, x, logits], 3)
-    return _mix(_Plan(cfg, None, False), kernels, x, logits, correction)
+    chex.assert_rank([*kernels, x, weight, chosen], 3)
+    return _mix(_Plan(cfg, None, False), kernels, x, weight, chosen)
 
 
 def make_mix(mesh: Mesh | AbstractMesh | None, *, whole_rows: bool = False) -> Mix:
     """Makes the same on a mesh, with x sharded as rows and their positions; `whole_rows`: as whole rows."""
     mesh = None if mesh is None or mesh.size == 1 else mesh
-    return lambda kernels, x, logits, correction, cfg: _mix(
-        _Plan(cfg, mesh, whole_rows), kernels, x, logits, correction
-    )
+    return lambda kernels, x, weight, chosen, cfg: _mix(_Plan(cfg, mesh, whole_rows), kernels, x, weight, chosen)
+
+
+class _Shards(NamedTuple):
+    """The mesh axes that shard the experts' kernels [E, D, M], and of each the columns."""
+
+    columns: tuple[tuple[str, ...], ...]
+    experts: str | None = None
+    width: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,17 +99,29 @@ class _Plan:
     mesh: Mesh | AbstractMesh | None
     whole_rows: bool
 
+    def shards(self, kernels: tuple[jax.Array, ...]) -> _Shards:
+        """Returns the axes that shard such kernels; as the sharding rules, but only axes that exchange something."""
+        if self.mesh is None:
+            return _Shards(((),) * len(kernels))
+        size, (E, _, M) = self.mesh.shape, kernels[0].shape
+        taken = () if E % size[EXPERT] else (EXPERT,)
+        return _Shards(
+            tuple(columns(self.mesh, kernel.shape[1], taken) for kernel in kernels),
+            EXPERT if taken and size[EXPERT] > 1 else None,
+            None if M % size[HEADS] else HEADS,
+        )
+
     def on_mesh(self, fn: Callable[..., Any], kernels: tuple[jax.Array, ...], gradients: bool) -> Callable[..., Any]:
-        """Maps `fn(plan, width's axis, columns, kernels, *arrays of rows)` over devices."""
-        mesh, M = self.mesh, kernels[0].shape[2]
-        split = HEADS if mesh is not None and M % mesh.shape[HEADS] == 0 else None
-        sharded = [columns(mesh, kernel.shape[1]) for kernel in kernels]
-        fn = functools.partial(fn, self, split, sharded)
+        """Maps `fn(plan, shards, kernels, *arrays of rows)` over devices."""
+        mesh, shards = self.mesh, self.shards(kernels)
+        fn = functools.partial(fn, self, shards)
         if mesh is None:
             return fn
         of_kernels = tuple(
-            PartitionSpec(None, axes or None, split if kernel.shape[2] == M else None)
-            for kernel, axes in zip(kernels, sharded, strict=True)
+            PartitionSpec(
+                shards.experts, axes or None, shards.width if kernel.shape[2] == kernels[0].shape[2] else None
+            )
+            for kernel, axes in zip(kernels, shards.columns, strict=True)
         )
 
         def spread(fn: Callable[..., Any], *groups: tuple[str, ...]) -> Callable[..., Any]:
@@ -114,12 +138,26 @@ class _Plan:
 
         return in_groups(spread, fn)
 
+    def local(
+        self, shards: _Shards, kernels: tuple[jax.Array, ...], x: jax.Array, weight: jax.Array, chosen: jax.Array
+    ) -> jax.Array:
+        """Computes the outputs [R, T, D] of a device's tokens, with its experts or with a part of their width."""
+        how = self.cfg.experts
+        assert how is not None
+        of = self.cfg, shards.width
+        flat, weight, chosen = (array.reshape(-1, array.shape[-1]) for array in (x, weight, chosen))
+        if shards.experts is not None and self.mesh is not None:
+            travel = dispatch.Travel(functools.partial(_each, of, 1), shards.experts, self.mesh, how.count)
+            return dispatch.travelled(travel, kernels, flat, weight, chosen).reshape(x.shape)
+        order = jnp.argsort(chosen.reshape(-1), stable=True)  # of pairs of a token and an expert
+        sizes = jnp.bincount(chosen.reshape(-1), length=how.count).astype(jnp.int32)
+        found = _each(of, how.active, kernels, flat, weight.reshape(-1, 1), sizes, order)
+        return grouped_chunks.summed(found, how.active).reshape(x.shape)
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mix(
-    plan: _Plan, kernels: tuple[jax.Array, ...], x: jax.Array, logits: jax.Array, correction: jax.Array | None
-) -> jax.Array:
-    out: jax.Array = plan.on_mesh(_forward, kernels, False)(kernels, x, logits, correction)
+def _mix(plan: _Plan, kernels: tuple[jax.Array, ...], x: jax.Array, weight: jax.Array, chosen: jax.Array) -> jax.Array:
+    out: jax.Array = plan.on_mesh(_forward, kernels, False)(kernels, x, weight, chosen)
     return out
 
 
@@ -135,74 +173,100 @@ def _mix_backward(plan: _Plan, args: Any, given: jax.Array) -> tuple[Any, ...]:
 _mix.defvjp(_mix_forward, _mix_backward)
 
 
-def _forward(
-    plan: _Plan,
-    split: str | None,
-    columns: list[tuple[str, ...]],
-    kernels: Any,
-    x: jax.Array,
-    logits: jax.Array,
-    correction: jax.Array | None,
-) -> jax.Array:
+def _forward(plan: _Plan, shards: _Shards, kernels: Any, x: jax.Array, weight: jax.Array, chosen: jax.Array) -> Any:
     """Computes the outputs of a device's tokens [R, T, D]."""
-    whole = gathered(kernels, columns, x.dtype)
-    out = _local(plan.cfg, split, correction, tuple(whole), x, logits)
-    return out if split is None else jax.lax.psum(out, split)
+    whole = gathered(kernels, shards.columns, x.dtype)
+    out = plan.local(shards, tuple(whole), x, weight, chosen)
+    return out if shards.width is None else jax.lax.psum(out, shards.width)
 
 
 def _backward(
-    plan: _Plan,
-    split: str | None,
-    columns: list[tuple[str, ...]],
-    kernels: Any,
-    x: jax.Array,
-    logits: jax.Array,
-    correction: jax.Array | None,
-    given: jax.Array,
+    plan: _Plan, shards: _Shards, kernels: Any, x: jax.Array, weight: jax.Array, chosen: jax.Array, given: jax.Array
 ) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array]:
     """Computes the gradients of the kernels and of a device's tokens, with the experts' activations recomputed."""
-    whole = gathered(kernels, columns, x.dtype)
+    whole = gathered(kernels, shards.columns, x.dtype)
     # Gradients of kernels are summed in f32: the products cast wide kernels to x's dtype.
     wide = tuple(kernel.astype(jnp.promote_types(kernel.dtype, jnp.float32)) for kernel in whole)
-    local = functools.partial(_local, plan.cfg, split, correction)
-    by_kernels, by_x, by_logits = jax.vjp(local, wide, x, logits)[1](given)
-    if split is not None:  # each device has a partial sum, from its part of the experts' width
-        by_x, by_logits = jax.lax.psum((by_x, by_logits), split)
+
+    def run(kernels: tuple[jax.Array, ...], x: jax.Array, weight: jax.Array) -> jax.Array:
+        return plan.local(shards, kernels, x, weight, chosen)
+
+    by_kernels, by_x, by_weight = jax.vjp(run, wide, x, weight)[1](given)
+    if shards.width is not None:  # each device has a partial sum, from its part of the experts' width
+        by_x, by_weight = jax.lax.psum((by_x, by_weight), shards.width)
     if plan.mesh is not None:
-        by_kernels = [summed(slope, axes) for slope, axes in zip(by_kernels, columns, strict=True)]
-    if split is not None:  # the bias of down has no part of the width
-        by_kernels = [*by_kernels[:5], *(jax.lax.psum(slope, split) for slope in by_kernels[5:])]
-    return tuple(new.astype(old.dtype) for new, old in zip(by_kernels, kernels, strict=True)), by_x, by_logits
+        pairs = zip(by_kernels, shards.columns, strict=True)
+        by_kernels = [summed(slope, axes, shards.experts) for slope, axes in pairs]
+    if shards.width is not None:  # the bias of down has no part of the width
+        by_kernels = [*by_kernels[:5], *(jax.lax.psum(slope, shards.width) for slope in by_kernels[5:])]
+    return tuple(new.astype(old.dtype) for new, old in zip(by_kernels, kernels, strict=True)), by_x, by_weight
 
 
-def _local(
-    cfg: ModelConfig,
-    split: str | None,
-    correction: jax.Array | None,
-    kernels: tuple[jax.Array, ...],
-    x: jax.Array,
-    logits: jax.Array,
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _each(
+    of: Of, times: int, kernels: Any, rows: jax.Array, weight: jax.Array, sizes: jax.Array, order: jax.Array
 ) -> jax.Array:
-    """Computes the outputs [R, T, D] of tokens with whole kernels, or with a part of the experts' width."""
-    how, (gate, up, down, *biases), flat = cfg.experts, kernels, x.reshape(-1, x.shape[-1])
-    assert how is not None
-    logits, correction = jax.tree.map(lambda of: of.reshape(-1, how.count), (logits, correction))
-    weight, chosen = router.choose(logits, how, correction)  # [N, active]
-    order = jnp.argsort(chosen.reshape(-1), stable=True)  # of pairs of a token and an expert
+    """Computes the outputs [P, D], times weights [P, 1], of pairs of a row and an expert; a row is in so many pairs.
+
+    In this order the first `sizes[0]` pairs are of the first expert, the next ones of the second.
+    """
+    by_groups, by_chunks = (functools.partial(form, of, times) for form in (_by_groups, _by_chunks))
+    out: jax.Array = jax.lax.platform_dependent(kernels, rows, weight, sizes, order, cpu=by_groups, default=by_chunks)
+    return out
+
+
+def _each_forward(of: Of, times: int, *args: Any) -> tuple[jax.Array, Any]:
+    return _each(of, times, *args), args
+
+
+def _each_backward(of: Of, times: int, args: Any, given: jax.Array) -> tuple[Any, ...]:
+    def gradient(form: Callable[..., jax.Array], given: jax.Array, *args: Any) -> tuple[Any, ...]:
+        found: tuple[Any, ...] = jax.vjp(lambda *learned: form(of, times, *learned, *args[3:]), *args[:3])[1](given)
+        return found
+
+    by_groups, by_chunks = (functools.partial(gradient, form) for form in (_by_groups, _by_chunks))
+    return *jax.lax.platform_dependent(given, *args, cpu=by_groups, default=by_chunks), None, None
+
+
+_each.defvjp(_each_forward, _each_backward)
+
+
+def _by_groups(
+    of: Of, times: int, kernels: Any, rows: jax.Array, weight: jax.Array, sizes: jax.Array, order: jax.Array
+) -> jax.Array:
+    def product(x: jax.Array, kernel: jax.Array, transposed: bool = False) -> jax.Array:
+        return grouped(x, kernel, sizes, transposed)
+
     place = jnp.argsort(order)  # of each pair among the sorted ones
-    sizes = jnp.bincount(chosen.reshape(-1), length=how.count).astype(jnp.int32)
-    rows = _taken(how.active, flat, order, place)
-    gates, ups = grouped(rows, gate, sizes), grouped(rows, up, sizes)
+    sorted_ = _taken(times, rows, order, place), _taken(1, weight, order, place)
+    return _taken(1, _of_experts(of, product, kernels, *sorted_), place, order)
+
+
+def _by_chunks(
+    of: Of, times: int, kernels: Any, rows: jax.Array, weight: jax.Array, sizes: jax.Array, order: jax.Array
+) -> jax.Array:
+    def of_blocks(kernels: Any, rows: Any) -> jax.Array:
+        return _of_experts(of, grouped_chunks.product, kernels, *rows)
+
+    how = grouped_chunks.Mapped(of_blocks, (times, 1))
+    return grouped_chunks.mapped(how, kernels, (rows, weight), sizes, order)
+
+
+def _of_experts(
+    of: Of, product: Callable[..., jax.Array], kernels: Any, rows: jax.Array, weight: jax.Array
+) -> jax.Array:
+    """Computes experts' outputs, times weights, by a product of rows with the kernels of their experts."""
+    cfg, split = of
+    gate, up, down, *biases = kernels
+    gates, ups = product(rows, gate), product(rows, up)
     if biases:
-        ones = jnp.ones((len(rows), 1), x.dtype)
-        gates, ups = gates + grouped(ones, biases[0], sizes), ups + grouped(ones, biases[1], sizes)
-    outs = grouped(_gated(cfg, gates, ups), down, sizes, True)
+        ones = jnp.ones((*rows.shape[:-1], 1), rows.dtype)
+        gates, ups = gates + product(ones, biases[0]), ups + product(ones, biases[1])
+    outs = product(_gated(cfg, gates, ups), down, True)
     if biases:  # once, where several devices have a part of the width
         share = ones if split is None else ones * (jax.lax.axis_index(split) == 0)
-        outs += grouped(share, biases[2], sizes, True)
-    each = _taken(1, outs, place, order).reshape(*chosen.shape, -1)
-    mixed = jnp.sum(weight[:, :, None] * each.astype(weight.dtype), axis=1)
-    return mixed.astype(x.dtype).reshape(x.shape)
+        outs += product(share, biases[2], True)
+    return (weight * outs.astype(weight.dtype)).astype(rows.dtype)
 
 
 def _gated(cfg: ModelConfig, gate: jax.Array, up: jax.Array) -> jax.Array:

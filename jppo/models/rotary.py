@@ -116,6 +116,7 @@ class Places:
     position: jax.Array  # [R, T] i32
     cos: tuple[jax.Array, ...]  # of each kind, [R, T, N/2] f32
     sin: tuple[jax.Array, ...]
+    counted: jax.Array | None = None  # [R, T] bool, tokens that routers' sums are over
 
     def of(self, kind: jax.Array | int) -> Place:
         """Returns the view of a layer of this kind."""

@@ -18,8 +18,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jppo.models.attention import Attend
 
-ROWS, POSITIONS, HEADS = ("data", "fsdp"), "sequence", "tensor"  # the axes of the mesh
-COLUMNS = ("fsdp", POSITIONS)  # the axes that shard a parameter's D
+EXPERT, POSITIONS, HEADS = "expert", "sequence", "tensor"  # axes of the mesh
+ROWS = ("data", "fsdp", EXPERT)
+COLUMNS = ("fsdp", EXPERT, POSITIONS)  # the axes that shard a parameter's D
 
 # Axes along which the caller has split the rows: it maps over groups of devices, and traces for one group's rows.
 _DIVIDED: Any = jax.make_user_context(())
@@ -64,9 +65,13 @@ def dividing(mesh: Mesh | AbstractMesh, axes: tuple[str, ...], size: int) -> tup
     return axes
 
 
-def columns(mesh: Mesh | AbstractMesh | None, size: int) -> tuple[str, ...]:
-    """Returns the mesh axes that shard a parameter's D of that size; () without a mesh."""
-    return () if mesh is None or mesh.size == 1 else dividing(mesh, COLUMNS, size)
+def columns(mesh: Mesh | AbstractMesh | None, size: int, taken: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Returns the mesh axes that shard a parameter's D of that size; () without a mesh.
+
+    `taken` axes shard another dimension of the parameter.
+    """
+    axes = tuple(axis for axis in COLUMNS if axis not in taken)
+    return () if mesh is None or mesh.size == 1 else dividing(mesh, axes, size)
 
 
 def repeated(x: jax.Array, heads: int, parts: int) -> jax.Array:
@@ -147,8 +152,9 @@ def gathered(kernels: Sequence[jax.Array], columns: Sequence[tuple[str, ...]], d
     return [jax.lax.all_gather(kernel, axes, axis=1, tiled=True) if axes else kernel for kernel, axes in pairs]
 
 
-def summed(total: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Sums a kernel's gradient over the mesh, in the kernel's shards."""
+def summed(total: jax.Array, axes: tuple[str, ...], apart: str | None = None) -> jax.Array:
+    """Sums a kernel's gradient over the mesh, in the kernel's shards; along `apart` devices have different kernels."""
     total = jax.lax.psum_scatter(total, axes, scatter_dimension=1, tiled=True) if axes else total
-    out: jax.Array = jax.lax.psum(total, tuple(axis for axis in (*row_axes(), POSITIONS) if axis not in axes))
+    rest = tuple(axis for axis in (*row_axes(), POSITIONS) if axis not in (*axes, apart))
+    out: jax.Array = jax.lax.psum(total, rest)
     return out

@@ -148,6 +148,10 @@ ACTOR = (
     S("kl_loss_type", "low_var_kl", "KL estimator of the loss", choices=KL_ESTIMATORS),
     S("positive_lm_coef", 0.0, "Coefficient of the negative log-likelihood of responses with a score above 0",
       bounds="[0,"),
+    S("router_aux_loss_coef", 0.0, "Coefficient of the load-balancing loss of a mixture of experts. Above 0 an update"
+      " takes one more forward pass, which counts each mini-batch's tokens by expert", bounds="[0,"),
+    S("router_z_loss_coef", 0.0, "Coefficient of the z-loss of a mixture's routers, the mean squared log-partition",
+      bounds="[0,"),
     MAX_TOKENS,
     OFFLOAD,
     *OPTIMIZER,
@@ -193,6 +197,8 @@ MESH = (
       off=-1),
     S("tensor", 1, "Devices over which heads, MLP and vocabulary are sharded", bounds="[1,", off=-1),
     S("sequence", 1, "Devices over which the positions of a row are sharded", bounds="[1,", off=-1),
+    S("expert", 1, "Devices over which experts are sharded, to which tokens travel; and rows and the other parameters'"
+      " widths, as over fsdp", bounds="[1,", off=-1),
 )  # fmt: skip
 
 OPTIM = (LR, *OPTIMIZER, MAX_TOKENS)  # of fine-tuning and reward models, in place of actor and critic

@@ -52,9 +52,10 @@ def _engine(model: str, section: str) -> Iterator[Name]:
         yield same(f"{fsdp}.model_dtype", "model.param_dtype", "float32", "train_dtype")
         yield same(f"{fsdp}.dtype", "model.compute_dtype", "bfloat16", "train_dtype")
         yield same(f"{megatron}.tensor_model_parallel_size", "mesh.tensor", 1)
-        axes = "pipeline_model virtual_pipeline_model expert_model expert_tensor"
+        yield same(f"{megatron}.expert_model_parallel_size", "mesh.expert", 1)
+        axes = "pipeline_model virtual_pipeline_model expert_tensor"
         yield from missing(
-            "there is no pipeline and no expert axis; mesh.tensor and mesh.fsdp shard the model",
+            "there is no pipeline, and experts' widths follow mesh.tensor; mesh.fsdp and mesh.expert shard the model",
             within(megatron, " ".join(f"{axis}_parallel_size" for axis in axes.split())),
             off=(1,),
         )

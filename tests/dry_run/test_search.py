@@ -1,6 +1,7 @@
 """The search for the fastest settings: which candidates are tried, in which order, and what becomes of the best."""
 
 import json
+import types
 
 import pytest
 
@@ -8,6 +9,7 @@ from jppo import plan, settings
 from jppo.dry_run import described_machine, search
 from jppo.dry_run.forecast import Executions, Outlook
 from jppo.dry_run.memory import Estimate, Moment
+from jppo.models.config_experts import QWEN3, Experts, Routing
 from jppo.targets import compilers, machines
 from jppo.targets.account import Account
 from jppo.targets.forecast import Forecast
@@ -32,6 +34,9 @@ def candidate(changes, seconds, peak, links=0.0):
     return search.Candidate(changes, Estimate({}, (moment,)), outlook, room=60 * GIB)
 
 
+INPUTS = types.SimpleNamespace(policy=types.SimpleNamespace(experts=None))
+
+
 def searched(config, monkeypatch, cost):
     tried = []
 
@@ -42,7 +47,7 @@ def searched(config, monkeypatch, cost):
     monkeypatch.setattr(search, "try_settings", attempt)
     monkeypatch.setattr(described_machine, "devices_of", lambda machine: [])
     said = []
-    return search.search(config, None, MACHINE, rate=0.0, say=said.append), tried, said
+    return search.search(config, INPUTS, MACHINE, rate=0.0, say=said.append), tried, said
 
 
 def test_each_group_is_tried_on_the_best_so_far(config, monkeypatch):
@@ -51,7 +56,7 @@ def test_each_group_is_tried_on_the_best_so_far(config, monkeypatch):
         return seconds, 90.0 if changes.get("model.remat") == "none" else 50.0  # which does not fit
 
     found, tried, said = searched(config, monkeypatch, cost)
-    assert found[0].changes == {"mesh.data": 1, "mesh.fsdp": 4, "mesh.tensor": 2, "mesh.sequence": 1}
+    assert found[0].changes == {"mesh.data": 1, "mesh.fsdp": 4, "mesh.tensor": 2, "mesh.sequence": 1, "mesh.expert": 1}
     assert tried[0] == {} and len(said) == len(tried) == len({str(one) for one in tried})
     later = tried[next(i for i, one in enumerate(tried) if "model.remat" in one) :]
     assert all(one["mesh.tensor"] == 2 for one in later)
@@ -89,13 +94,20 @@ def test_offload_is_tried_where_nothing_fits(config, monkeypatch):
     assert tried[-1] == found[0].changes  # the first that fits is the last that is tried
 
 
-@pytest.mark.parametrize("machine, count", [("8xH100", 9), ("4x8xH100", 8), ("H100", 1), ("v5e-4", 7)])
-def test_meshes_have_all_devices_and_stay_within_a_host(machine, count):
-    found = list(search.meshes(machines.parse(machine)))
+SIX = Experts(6, 2, 8, 0, normalized=True, sparse=(True,), names=QWEN3, routing=Routing())
+
+
+@pytest.mark.parametrize(
+    "machine, experts, count",
+    [("8xH100", None, 9), ("4x8xH100", None, 8), ("H100", None, 1), ("v5e-4", None, 7), ("8xH100", SIX, 10)],
+)
+def test_meshes_have_all_devices_and_stay_within_a_host(machine, experts, count):
+    found = list(search.meshes(machines.parse(machine), experts))
     sizes = [tuple(one.values()) for one in found]
     assert len(sizes) == len(set(sizes)) == count
     n, each = machines.parse(machine).devices, machines.parse(machine).each
-    assert all(a * b * c * d == n and c * d <= each for a, b, c, d in sizes)
+    assert all(a * b * c * d * e == n and c * d * e <= each for a, b, c, d, e in sizes)
+    assert experts is None or {one["mesh.expert"] for one in found} == {1, 2}, "6 are not divided by 4 or 8"
 
 
 def test_the_command_prints_the_table_and_the_best(config, monkeypatch, capsys, tmp_path):

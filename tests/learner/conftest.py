@@ -41,12 +41,12 @@ def hf_config():
     )
 
 
-def experts_config():
-    """The same width as a mixture of experts, whose first layer is dense."""
+def experts_config(count):
+    """The same width as a mixture of so many experts, whose first layer is dense."""
     return hf_config() | dict(
         model_type="qwen2_moe",
         architectures=["Qwen2MoeForCausalLM"],
-        num_experts=5,
+        num_experts=count,
         num_experts_per_tok=2,
         moe_intermediate_size=16,
         shared_expert_intermediate_size=8,
@@ -149,10 +149,14 @@ class Learner:
     padding: int = 0  # rows of the batch behind them, at least
     remat: str = "none"
     shared: tuple[int, int] | None = None  # prompts: the longest, and the longest response
-    experts: bool = False
+    experts: int = 0  # of a mixture; 0: a dense model
 
     def __post_init__(self):
-        self.hf, self.kl_coef, self.adamw = experts_config() if self.experts else hf_config(), KL_COEF, ADAMW
+        self.hf, self.kl_coef, self.adamw = (
+            experts_config(self.experts) if self.experts else hf_config(),
+            KL_COEF,
+            ADAMW,
+        )
         self.cfg = families.from_hf(self.hf, path="config.json")
         self.mesh = sharding.make_mesh(self.mesh_shape)
         plain = make_plain(**attention_settings(self.cfg), shared=self.shared)
@@ -212,6 +216,7 @@ class Learner:
             zeros=self.zeros[name],
             exchange=self.exchange[name],
             name=name,
+            load=self.passes.router_load if name == "actor" else None,
         )
         return how, opt
 
@@ -276,7 +281,7 @@ def drawn():
     return draw
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def new_learner():
     """The maker of learners that share nothing with other tests."""
     return Learner

@@ -1,5 +1,7 @@
 """Loss, gradient and update do not depend on how the work is cut: packing, micro-batches, order, devices."""
 
+import functools
+
 import jax
 import numpy as np
 import optax
@@ -150,21 +152,46 @@ def test_devices(new_learner, make_recipe, base, mesh_shape, kind, tokens_per_mi
     assert_same(ours.update(*data, kind=kind, tokens_per_micro=tokens_per_micro, **START), expected)
 
 
+@pytest.fixture(scope="module")
+def routed(new_learner, make_recipe, drawn):
+    """An update of mixtures with the losses of routers: data, recipe, number of experts -> the result of one device."""
+    data, made = drawn(16), make_recipe("gae", router_aux_loss_coef=0.5, router_z_loss_coef=0.1)
+    found = functools.cache(lambda count: new_learner((1,), made, experts=count).update(*data, **START))
+    return data, made, found
+
+
 @pytest.mark.parametrize(
     "mesh_shape,kind,tokens_per_micro,remat",
     [
         ((2, 2, 1, 1), "segments", 48, "none"),  # groups of devices sum gradients apart
+        ((1, 2, 1, 1, 2), "buckets", 24, "none"),
         pytest.param((1, 1, 1, 1), "segments", 48, "none", marks=pytest.mark.slow),
         pytest.param((1, 2, 2, 1), "none", 100, "full", marks=pytest.mark.slow),
         pytest.param((1, 1, 1, 2), "buckets", 24, "none", marks=pytest.mark.slow),
         pytest.param((2, 1, 1, 1), "buckets", 10**6, "none", marks=pytest.mark.slow),
+        pytest.param((1, 1, 1, 1, 2), "none", 100, "none", marks=pytest.mark.slow),
+        pytest.param((2, 1, 1, 1, 2), "segments", 48, "full", marks=pytest.mark.slow),
+        pytest.param((1, 1, 2, 1, 4), "buckets", 10**6, "none", marks=pytest.mark.slow),
+        pytest.param((1, 1, 1, 2, 2), "segments", 48, "none", marks=pytest.mark.slow),
+        pytest.param((1, 1, 1, 1, 8), "none", 10**6, "full", marks=pytest.mark.slow),
     ],
 )
-def test_experts(new_learner, make_recipe, drawn, mesh_shape, kind, tokens_per_micro, remat):
-    data, made = drawn(16), make_recipe("gae")
-    expected = new_learner((1, 1, 1, 1), made, experts=True).update(*data, **START)
-    found = new_learner(mesh_shape, made, remat=remat, experts=True)
-    assert_same(found.update(*data, kind=kind, tokens_per_micro=tokens_per_micro, **START), expected)
+def test_experts(new_learner, routed, mesh_shape, kind, tokens_per_micro, remat):
+    data, made, expected = routed
+    count = 8 if len(mesh_shape) == 5 else 5
+    found = new_learner(mesh_shape, made, remat=remat, experts=count)
+    assert_same(found.update(*data, kind=kind, tokens_per_micro=tokens_per_micro, **START), expected(count))
+
+
+def test_the_losses_of_routers_are_in_the_update(new_learner, make_recipe, drawn, routed):
+    data, _, expected = routed
+    params, metrics, _ = expected(5)
+    plain, others, _ = new_learner((1,), make_recipe("gae"), experts=5).update(*data, **START)
+    assert metrics["actor/router_aux_loss"] > 1.9 and metrics["actor/router_z_loss"] > 0.1
+    assert metrics["actor/experts_dropped"] == 0 and metrics["actor/expert_load_max"] > 1
+    assert {"actor/expert_load_min", "actor/router_entropy"} <= others.keys()
+    routers = [tree["actor"]["layers1"]["experts"]["router"] for tree in (params, plain)]
+    assert np.abs(routers[0] - routers[1]).max() > 1e-3
 
 
 @pytest.mark.parametrize("value_range", [None, (-1.0, 1.0)])

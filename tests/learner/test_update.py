@@ -11,7 +11,7 @@ import pytest
 from scipy import special
 
 from jppo.algorithms import losses
-from jppo.learner import optim, ppo, sharding, update
+from jppo.learner import metric_sums, optim, ppo, sharding, update
 from jppo.types import Counts, Rows, Scored
 
 R, T, CLIP, CLIP_C, COEF = 3, 6, 0.1, 1.5, dict(entropy_coeff=0.02, kl_loss_coef=0.3, positive_lm_coef=0.7)
@@ -120,12 +120,12 @@ def test_a_metric_is_summed_over_micro_batches_and_averaged_over_mini_batches():
         ([{"a": 1.0, "a_max": 1.0, "a_min": 1.0}, {"a": 2.0, "a_max": 7.0, "a_min": 3.0}], {"skipped": 1.0}),
         ([{"a": 5.0, "a_max": 2.0, "a_min": -1.0}], {"skipped": 0.0}),
     ]
-    assert ppo._mean_metrics(history, "actor") == {"a": 4.0, "a_max": 7.0, "a_min": -1.0, "actor/skipped": 0.5}
+    assert metric_sums.of_update(history, "actor") == {"a": 4.0, "a_max": 7.0, "a_min": -1.0, "actor/skipped": 0.5}
 
 
 @pytest.mark.parametrize("name, expected", [("x", 6.0), ("x_max", 3.0), ("x_min", 1.0)])
 def test_metrics_of_groups_of_devices_are_combined_by_their_names(name, expected):
-    assert float(update._of_all(name, jnp.array([2.0, 3.0, 1.0]))) == expected
+    assert float(metric_sums.of_groups(name, jnp.array([2.0, 3.0, 1.0]))) == expected
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,8 @@ def test_a_step_that_is_skipped_or_empty_says_so_and_changes_nothing(gradient, l
 )
 def test_the_update_computes_the_entropy_where_nothing_else_does(make_recipe, monkeypatch, changes, expected):
     wanted = []
-    monkeypatch.setattr(ppo.score, "make_logprob", lambda *_, with_entropy, **__: wanted.append(with_entropy))
+    for name in ("make_scores", "make_logprob"):
+        monkeypatch.setattr(ppo.score, name, lambda *_, with_entropy, **__: wanted.append(with_entropy))
     models = ppo.Models((None, None), None, None)
     ppo.make_passes(models, make_recipe("grpo", **changes), temperature=1.0, chunk_tokens=8)
     update_first, own = wanted[0], wanted[1]

@@ -6,9 +6,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from jppo.learner import sharding, state
-from jppo.models import decoder, embedding, experts, families, heads, hf, hf_write, lora, spread
+from jppo.models import (
+    decoder,
+    dispatch,
+    embedding,
+    experts,
+    families,
+    grouped_chunks,
+    heads,
+    hf,
+    hf_write,
+    lora,
+    router,
+    spread,
+)
 from jppo.models.attention import make_plain
 from jppo.models.grouped import grouped
 from jppo.settings import UserError
@@ -39,6 +53,34 @@ def test_every_row_is_multiplied_with_the_kernel_of_its_group(rng, sizes, transp
         here = slice(end - size, end)
         expected = given[here].T @ x[here] if transposed else x[here].T @ given[here]
         np.testing.assert_allclose(by_kernel[g], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("sizes", [(3, 0, 5, 1), (0, 0, 9, 0), (700, 0, 1, 300), (16, 16, 16, 16), (0, 2000, 0, 96)])
+def test_chunks_of_blocks_compute_the_same(rng, sizes):
+    """The form for accelerators, against rows one by one."""
+    kernel, x, weight = (rng.normal(size=n).astype(np.float32) for n in ((4, 6, 5), (sum(sizes), 6), (sum(sizes), 1)))
+    given, group = rng.normal(size=x.shape).astype(np.float32), np.repeat(np.arange(4), sizes)
+    order = rng.permutation(len(x)).astype(np.int32)
+    back = np.argsort(order)
+
+    def of_blocks(kernel, rows):
+        x, weight = rows
+        return weight * grouped_chunks.product(jnp.tanh(grouped_chunks.product(x, kernel)), kernel, True)
+
+    def expected(kernel, x, weight):
+        own = kernel[group]
+        return weight * jnp.einsum("nm,ndm->nd", jnp.tanh(jnp.einsum("nd,ndm->nm", x, own)), own)
+
+    def found(kernel, x, weight):
+        how = grouped_chunks.Mapped(of_blocks, (1, 1))
+        return grouped_chunks.mapped(how, kernel, (x[back], weight[back]), jnp.asarray(sizes), order)[order]
+
+    (out, pull), (same, pull_same) = (
+        jax.vjp(f, *map(jnp.asarray, (kernel, x, weight))) for f in (expected, jax.jit(found))
+    )
+    np.testing.assert_allclose(same, out, rtol=1e-4, atol=1e-5)
+    for a, b in zip(pull_same(jnp.asarray(given)), pull(jnp.asarray(given)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3)
 
 
 def test_a_narrow_product_is_summed_in_f32(rng):
@@ -124,6 +166,7 @@ def test_the_gradient_is_that_of_transformers_the_routers_included(checkpoint, r
 MESHED = config_of("qwen2-moe-mixed") | dict(
     hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48, moe_intermediate_size=24,
     shared_expert_intermediate_size=16, vocab_size=64, num_hidden_layers=3, mlp_only_layers=[0], initializer_range=0.3,
+    num_experts=8, num_experts_per_tok=3,
 )  # fmt: skip
 LATENT = config_of("deepseek3-grouped") | dict(
     hidden_size=32, intermediate_size=48, moe_intermediate_size=24, vocab_size=64, num_hidden_layers=3,
@@ -173,8 +216,8 @@ def graded(config, mesh_shape, tokens, segment, position, **settings):
 @functools.cache
 def on_one_device(kind):
     rng = np.random.default_rng(3)
-    tokens = rng.integers(0, 64, (4, 16)).astype(np.int32)
-    segment = (np.arange(16) < np.array([16, 9, 3, 12])[:, None]).astype(np.int32)
+    tokens = rng.integers(0, 64, (8, 16)).astype(np.int32)
+    segment = (np.arange(16) < np.array([16, 9, 3, 12, 16, 1, 7, 14])[:, None]).astype(np.int32)
     rows = tokens, segment, np.broadcast_to(np.arange(16, dtype=np.int32), tokens.shape)
     return rows, graded(MIXTURES[kind], (1, 1, 1, 1), *rows)
 
@@ -198,6 +241,14 @@ def on_one_device(kind):
         ("recurrent", (2, 2, 1, 1), {}),
         ("recurrent", (1, 1, 2, 1), dict(remat="full")),
         ("recurrent", (1, 4, 2, 1), {}),
+        ("shared", (1, 1, 1, 1, 2), {}),
+        ("shared", (1, 2, 1, 1, 2), dict(scan_layers=False)),
+        ("shared", (1, 1, 2, 1, 2), dict(remat="full")),
+        pytest.param("shared", (1, 1, 1, 1, 4), dict(remat="full"), marks=pytest.mark.slow),
+        pytest.param("shared", (1, 1, 1, 2, 2), {}, marks=pytest.mark.slow),
+        pytest.param("shared", (2, 1, 1, 1, 2), {}, marks=pytest.mark.slow),
+        pytest.param("shared", (1, 2, 1, 1, 4), dict(remat="dots"), marks=pytest.mark.slow),
+        ("biased", (1, 1, 2, 1, 2), {}),
     ],
 )
 def test_loss_and_gradient_are_those_of_one_device(kind, mesh_shape, settings):
@@ -214,14 +265,49 @@ def test_loss_and_gradient_are_those_of_one_device(kind, mesh_shape, settings):
     assert [name for name, size in largest.items() if size < 1e-3] == unmoved
 
 
+@pytest.mark.parametrize("to", [(0,), (7, 0), (1, 2, 3, 4, 5, 6)])
+def test_no_token_is_dropped_however_many_go_to_one_device(rng, to):
+    """Of four devices with two experts each; more rounds follow until all have travelled."""
+    N, mesh = 12, sharding.make_mesh((1, 1, 1, 1, 4))
+    kernel = rng.normal(size=(8, 5, 6)).astype(np.float32)
+    chosen = rng.choice(to, (4, N, 2)).astype(np.int32)
+    x, weight, given = (rng.normal(size=(4, N, n)).astype(np.float32) for n in (5, 2, 5))
+
+    def run(kernel, rows, weight, sizes, order):
+        back = jnp.argsort(order)
+        return (weight[order] * grouped(jnp.tanh(grouped(rows[order], kernel, sizes)), kernel, sizes, True))[back]
+
+    def local(kernel, *rows):
+        out = dispatch.travelled(dispatch.Travel(run, "expert", mesh, 8), kernel, *(row[0] for row in rows))
+        return out[None]
+
+    each = PartitionSpec("expert")
+    spread = jax.shard_map(local, mesh=mesh, in_specs=(each,) * 4, out_specs=each, check_vma=False)
+
+    def expected(kernel, x, weight):
+        own = kernel[chosen]  # [4, N, 2, 5, 6]
+        inner = jnp.tanh(jnp.einsum("bnd,bnkdm->bnkm", x, own))
+        return jnp.einsum("bnk,bnkm,bnkdm->bnd", weight, inner, own)
+
+    args = tuple(map(jnp.asarray, (kernel, x, weight)))
+    found, pull = jax.vjp(jax.jit(lambda *args: spread(*args, jnp.asarray(chosen))), *args)
+    out, pull_expected = jax.vjp(expected, *args)
+    np.testing.assert_allclose(found, out, rtol=1e-4, atol=1e-5)
+    for slope, other in zip(pull(jnp.asarray(given)), pull_expected(jnp.asarray(given)), strict=True):
+        np.testing.assert_allclose(slope, other, rtol=1e-4, atol=1e-4)
+
+
 def test_padding_and_neighbours_change_no_token(rng):
     """Tokens are routed one by one: no expert is ever full."""
     cfg = families.from_hf(MESHED, path="config.json")
-    kernels = [jnp.asarray(rng.normal(size=(5, 32, 24)), jnp.float32) for _ in range(3)]
-    x, logits = (jnp.asarray(rng.normal(size=(2, 30, n)), jnp.float32) for n in (32, 5))
-    logits = logits.at[:, :20].set(jnp.asarray([9.0, 5.0, 0.0, 0.0, 0.0]))  # most tokens go to two experts
-    together = experts.mix(tuple(kernels), x, logits, None, cfg)
-    apart = [experts.mix(tuple(kernels), x[i : i + 1, 13:], logits[i : i + 1, 13:], None, cfg) for i in range(2)]
+    kernels = [jnp.asarray(rng.normal(size=(8, 32, 24)), jnp.float32) for _ in range(3)]
+    x, logits = (jnp.asarray(rng.normal(size=(2, 30, n)), jnp.float32) for n in (32, 8))
+    logits = logits.at[:, :20].set(
+        jnp.asarray([9.0, 5.0, 3.0, 0.0, 0.0, 0.0, 0.0, 0.0])
+    )  # most tokens go to three experts
+    chosen = router.choose(logits, cfg.experts)
+    together = experts.mix(tuple(kernels), x, *chosen, cfg)
+    apart = [experts.mix(tuple(kernels), *(a[i : i + 1, 13:] for a in (x, *chosen)), cfg) for i in range(2)]
     np.testing.assert_allclose(together[:, 13:], np.concatenate(apart), rtol=1e-4, atol=1e-4)
 
 
@@ -232,7 +318,7 @@ def test_no_array_has_tokens_by_experts_by_width():
     x, logits = (jax.ShapeDtypeStruct((4, 512, n), jnp.float32) for n in (32, 64))
 
     def loss(kernels, x, logits):
-        return jnp.sum(experts.mix(kernels, x, logits, None, cfg) ** 2)
+        return jnp.sum(experts.mix(kernels, x, *router.choose(logits, cfg.experts), cfg) ** 2)
 
     compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(tuple(shapes), x, logits).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * (4 * 512) * 64 * 64 / 2
