@@ -6,6 +6,7 @@ that turn, unless it was sampled.
 """
 
 import dataclasses
+import json
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,6 +30,10 @@ class Chat:
     between: Callable[[Sequence[dict[str, str]], int], list[int]]
     # (messages or text of a prompt, its ids, a first observation) -> the ids of both
     opening: Callable[[Messages, list[int], str], list[int]]
+    # messages -> the ids of all of them with the start of the next turn
+    whole: Callable[[Sequence[dict[str, Any]]], list[int]]
+    # (text, whether it begins a conversation) -> its ids
+    text: Callable[[str, bool], list[int]]
 
 
 def templated(
@@ -47,8 +52,8 @@ def templated(
         )
     render = make_renderer(tokenizer, schemas, arguments)
 
-    def encode(text: str) -> list[int]:
-        return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    def encode(text: str, begins: bool = False) -> list[int]:
+        return tokenizer(text, add_special_tokens=begins, verbose=False)["input_ids"]
 
     def between(messages: Sequence[dict[str, str]], last: int) -> list[int]:
         whole = render([*_ANYTHING, {"role": "assistant", "content": _SAID}, *messages], _PLACE)
@@ -68,20 +73,28 @@ def templated(
         _check_prefix(render, role)
     if schemas:
         _check_named(render, schemas)
-    return Chat(between, opening)
+    return Chat(between, opening, lambda messages: encode(render(messages, _PLACE)), encode)
 
 
 def plain(tokenizer: Any) -> Chat:
     """Builds a Chat for models without a template: [[a tool's answer]], and other messages on their own lines."""
 
-    def encode(text: str) -> list[int]:
-        return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    def encode(text: str, begins: bool = False) -> list[int]:
+        return tokenizer(text, add_special_tokens=begins, verbose=False)["input_ids"]
 
-    def between(messages: Sequence[dict[str, str]], last: int) -> list[int]:
-        texts = [f"[[{m['content']}]]" if m["role"] == "tool" else f"\n{m['content']}\n" for m in messages]
-        return encode("".join(texts))
+    def written(message: dict[str, Any]) -> str:
+        if message["role"] == "assistant":
+            calls = [call["function"] for call in message.get("tool_calls", [])]
+            return message["content"] + "".join(f"<<{c['name']} {json.dumps(c['arguments'])}>>" for c in calls)
+        return f"[[{message['content']}]]" if message["role"] == "tool" else f"\n{message['content']}\n"
 
-    return Chat(between, lambda prompt, ids, text: ids + encode(f"{text}\n"))
+    def between(messages: Sequence[dict[str, Any]], last: int) -> list[int]:
+        return encode("".join(map(written, messages)))
+
+    def whole(messages: Sequence[dict[str, Any]]) -> list[int]:
+        return encode(messages[0]["content"] + "".join(map(written, messages[1:])), True)
+
+    return Chat(between, lambda prompt, ids, text: ids + encode(f"{text}\n"), whole, encode)
 
 
 def _check_prefix(render: Any, role: str) -> None:

@@ -88,5 +88,5 @@ def make_recipe(c: ConfigDict) -> ppo.Recipe:
         value_norm_decay=v.value_norm_decay,
         value_range=v.value_range if v.value_bins else None,
         positive_lm_coef=a.positive_lm_coef,
-        earns=bool(c.reward.function or c.reward.model.step_aggregation or talk.enable),
+        earns=bool(c.reward.function or c.reward.model.step_aggregation or talk.enable or c.rollout.agent),
     )

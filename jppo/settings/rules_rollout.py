@@ -28,6 +28,11 @@ def check(config: ml_collections.ConfigDict, *, training: bool) -> None:
     _test(r.val_kwargs)
     _reward(config.reward)
     _conversation(r.multi_turn)
+    if r.agent and r.multi_turn.enable:
+        raise UserError(
+            f"rollout.agent={r.agent!r} and rollout.multi_turn.enable=True would both lead the conversations; set"
+            " rollout.multi_turn.enable=False, or leave rollout.agent empty"
+        )
     _publish(r)
     _secrets(config)
     if training:
