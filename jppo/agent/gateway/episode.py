@@ -71,7 +71,7 @@ class Episode:
         self._calls = self._call_errors = 0
         self._full = False  # a request had no room for an answer
         self._began = time.monotonic()
-        self._waiting, self._waited_s = 0, 0.0  # for the engine
+        self._waiting, self._waits_since, self._waited_s = 0, 0.0, 0.0  # for the engine
 
     def task(self) -> dict[str, Any]:
         """Returns the prompt's row, as the agent gets it."""
@@ -150,14 +150,15 @@ class Episode:
             raise BadRequest(f"the messages cannot be read: {e}") from e
 
     async def _answers(self, asked: list[Awaitable[Answer]]) -> list[Answer]:
+        if not self._waiting:
+            self._waits_since = time.monotonic()
         self._waiting += 1
-        began = time.monotonic()
         try:
             return await asyncio.gather(*asked)
         finally:
             self._waiting -= 1
             if not self._waiting:
-                self._waited_s += time.monotonic() - began
+                self._waited_s += time.monotonic() - self._waits_since
 
     def _choice(self, answer: Answer, request: Request) -> Choice:
         language, tokens = self._language, answer.tokens

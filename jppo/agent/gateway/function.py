@@ -31,12 +31,12 @@ def main() -> None:
     signal.set_wakeup_fd(wake)
     running: dict[int, int] = {}
     while True:
-        ready, _, _ = select.select([channel, wakes], [], [])
+        ready, _, _ = select.select([channel.fileno(), wakes], [], [])
         if wakes in ready:
             os.read(wakes, 2**12)
             for pid, code in _ended(running):
                 channel.send(json.dumps({"id": running.pop(pid), "code": code}).encode())
-        if channel in ready:
+        if channel.fileno() in ready:
             data, files, _, _ = socket.recv_fds(channel, 2**16, 3)
             if not data:
                 break

@@ -9,11 +9,11 @@ import json
 import secrets
 import threading
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jppo.agent.gateway import chat, completions, http, messages, process, responses
 from jppo.agent.gateway.episode import MODEL, Episode, Language, Rules
-from jppo.agent.gateway.request import BadRequest, Request
+from jppo.agent.gateway.request import BadRequest, Reply, Request
 from jppo.rollout.protocol import Answer, Ask, RolloutError
 from jppo.types import Prompt, Sampling, Trajectory
 
@@ -25,6 +25,15 @@ _APIS: dict[str, Any] = {
 }
 
 
+class _Open(NamedTuple):
+    """An episode whose program runs."""
+
+    secret: str
+    episode: Episode
+    failure: "asyncio.Future[None]"  # of the engine
+    answering: "set[asyncio.Future[Reply]]"
+
+
 class Gateway:
     """Runs the episodes of a run; starts with the first one."""
 
@@ -32,7 +41,7 @@ class Gateway:
         """`agent` is a command line or PATH.py:FUNCTION."""
         self._program = process.program_of(agent)
         self._language, self._rules, self._concurrency = language, rules, concurrency
-        self._open: dict[str, tuple[str, Episode, asyncio.Future[None]]] = {}  # secret, episode, failure; by name
+        self._open: dict[str, _Open] = {}  # by name
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()
 
@@ -83,7 +92,7 @@ class Gateway:
         async with self._slots:
             episode, name, secret = Episode(*how), secrets.token_hex(8), secrets.token_urlsafe(32)
             failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._open[name] = (secret, episode, failure)
+            self._open[name] = _Open(secret, episode, failure, set())
             env = process.environment(self._url, f"{name}.{secret}")
             running = asyncio.ensure_future(process.run(self._program, episode.task(), env, self._rules.timeout_s))
             try:
@@ -95,20 +104,21 @@ class Gateway:
             except OSError as e:
                 raise RolloutError(f"an agent cannot be started: {e}; see rollout.agent_concurrency") from e
             finally:
-                del self._open[name]
-                failure.cancel()
-                running.cancel()
+                for task in (*self._open.pop(name).answering, failure, running):
+                    task.cancel()
                 await asyncio.wait({running})
 
-    def _admit(self, key: str) -> tuple[Episode, asyncio.Future[None]]:
+    def _admit(self, key: str) -> "_Open":
         name, _, secret = key.partition(".")
-        known, episode, failure = self._open.get(name, (secrets.token_urlsafe(32), None, None))
-        if not hmac.compare_digest(known.encode(), secret.encode()) or episode is None or failure is None:
+        found = self._open.get(name)
+        known = secrets.token_urlsafe(32) if found is None else found.secret
+        if not hmac.compare_digest(known.encode(), secret.encode()) or found is None:
             raise BadRequest("the key is of no episode that runs; send OPENAI_API_KEY", "authentication_error", 401)
-        return episode, failure
+        return found
 
     async def _answer(self, call: http.Call) -> Any:
-        episode, failure = self._admit(call.key)
+        of = self._admit(call.key)
+        episode = of.episode
         if call.method == "GET" and call.path == "/v1/models":
             return {"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "jppo", "created": 0}]}
         api = _APIS.get(call.path)
@@ -119,14 +129,18 @@ class Gateway:
         if api is None:
             return episode.post(body)
         request: Request = api.read(body, episode.earlier) if api is responses else api.read(body)
+        answering = asyncio.ensure_future(episode.answer(request))
+        of.answering.add(answering)
         try:
-            reply = await episode.answer(request)
+            reply = await answering
         except (BadRequest, asyncio.CancelledError):
             raise
         except Exception as e:  # of the engine: it ends the run
-            if not failure.done():
-                failure.set_exception(e)
+            if not of.failure.done():
+                of.failure.set_exception(e)
             raise BadRequest("the rollout engine failed", "server_error", 500) from e
+        finally:
+            of.answering.discard(answering)
         if api is responses:
             said = request.messages[1:] if body.get("instructions") else request.messages
             episode.earlier[reply.id] = (*said, reply.choices[0].message)

@@ -34,10 +34,12 @@ async def serve(answer: Answering, admit: Admitting) -> asyncio.Server:
     """
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, EOFError, asyncio.LimitOverrunError):  # the client has gone
-            while await _one(reader, writer, answer, admit):
-                pass
-        writer.close()
+        try:
+            with contextlib.suppress(OSError, EOFError, asyncio.CancelledError):  # the client or the episode has gone
+                while await _one(reader, writer, answer, admit):
+                    pass
+        finally:
+            writer.close()
 
     return await asyncio.start_server(handle, HOST, 0, limit=MOST_HEAD, backlog=1024)
 

@@ -15,6 +15,8 @@ import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import IO, Any, NamedTuple
 
+import numpy as np
+
 from jppo import interpreter
 from jppo.errors import expanded
 from jppo.rollout.protocol import RolloutError
@@ -123,7 +125,10 @@ class Forks:
         return ours
 
     def _read(self, channel: socket.socket) -> None:
-        if not (data := channel.recv(2**16)):
+        data = b""
+        with contextlib.suppress(ConnectionError):
+            data = channel.recv(2**16)
+        if not data:
             why = f"the agent {self._spec} cannot be run: {last_line(self._log) or 'its process ended'}"
             for futures in self._waiting.values():
                 next(future for future in futures if not future.done()).set_exception(RolloutError(why))
@@ -141,7 +146,7 @@ async def run(program: Command | Forks, task: Mapping[str, Any], env: Mapping[st
     """Runs a program with the task as JSON on its input; afterwards none of its process group is left."""
     with contextlib.ExitStack() as stack:
         given, output, error = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(3))
-        given.write(json.dumps(task).encode() + b"\n")
+        given.write(json.dumps(task, default=_plain).encode() + b"\n")
         given.seek(0)
         starting = asyncio.ensure_future(program.start(env, (given, output, error)))
         code: int | None = None
@@ -155,6 +160,10 @@ async def run(program: Command | Forks, task: Mapping[str, Any], env: Mapping[st
                 os.killpg(pid, signal.SIGKILL)
             await asyncio.wait({ended})
         return Ended(code, last_line(output), last_line(error))
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.generic | np.ndarray) else str(value)
 
 
 def last_line(file: IO[bytes]) -> str:
