@@ -104,7 +104,8 @@ class Gateway:
             except OSError as e:
                 raise RolloutError(f"an agent cannot be started: {e}; see rollout.agent_concurrency") from e
             finally:
-                for task in (*self._open.pop(name).answering, failure, running):
+                ending: list[asyncio.Future[Any]] = [*self._open.pop(name).answering, failure, running]
+                for task in ending:
                     task.cancel()
                 await asyncio.wait({running})
 
