@@ -43,12 +43,16 @@ def templated(
     roles: Sequence[str],
     name: str,
     arguments: Mapping[str, Any] = types.MappingProxyType({}),
+    setting: str = "rollout.multi_turn.format",
 ) -> Chat:
-    """Builds a Chat from the chat template, after checking that it keeps earlier messages of these roles."""
+    """Builds a Chat from the chat template, after checking that it keeps earlier messages of these roles.
+
+    `setting` is where the run has `name`, the format of calls.
+    """
     if tokenizer.chat_template is None:
         raise UserError(
-            f"rollout.multi_turn.format={name!r} needs a chat template, and the tokenizer has none; give one in"
-            " tokenizer_config.json or chat_template.jinja, or set rollout.multi_turn.format=plain"
+            f"{setting}={name!r} needs a chat template, and the tokenizer has none; give one in"
+            f" tokenizer_config.json or chat_template.jinja, or set {setting}=plain"
         )
     render = make_renderer(tokenizer, schemas, arguments)
 
@@ -70,9 +74,9 @@ def templated(
         return encode(render([*before, {"role": "user", "content": text}], _PLACE))
 
     for role in roles:
-        _check_prefix(render, role)
+        _check_prefix(render, role, setting)
     if schemas:
-        _check_named(render, schemas)
+        _check_named(render, schemas, setting)
     return Chat(between, opening, lambda messages: encode(render(messages, _PLACE)), encode)
 
 
@@ -97,7 +101,7 @@ def plain(tokenizer: Any) -> Chat:
     return Chat(between, lambda prompt, ids, text: ids + encode(f"{text}\n"), whole, encode)
 
 
-def _check_prefix(render: Any, role: str) -> None:
+def _check_prefix(render: Any, role: str, setting: str) -> None:
     """UserError if rendering a longer conversation changes its beginning."""
     turns = [
         *_ANYTHING,
@@ -113,17 +117,17 @@ def _check_prefix(render: Any, role: str) -> None:
     )
     if short.count(_SAID) != 1 or not opened.startswith(short) or not long.startswith(short) or _AGAIN not in long:
         raise UserError(
-            "rollout.multi_turn.enable=True: the tokenizer's chat template changes the beginning of a conversation"
+            "the tokenizer's chat template changes the beginning of a conversation"
             f" when messages of the role {role!r} follow, so tokens cannot be appended; use a template"
-            " that keeps it, or rollout.multi_turn.format=plain"
+            f" that keeps it, or {setting}=plain"
         )
 
 
-def _check_named(render: Any, schemas: Sequence[Schema]) -> None:
+def _check_named(render: Any, schemas: Sequence[Schema], setting: str) -> None:
     rendered = render(_ANYTHING, _PLACE)
     lacking = [name for name in (schema["function"]["name"] for schema in schemas) if name not in rendered]
     if lacking:
         raise UserError(
             f"the tokenizer's chat template does not show the tools to the model: {', '.join(lacking)} is missing in"
-            " its output; use a template that reads `tools`, or rollout.multi_turn.format=plain"
+            f" its output; use a template that reads `tools`, or {setting}=plain"
         )

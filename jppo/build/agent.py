@@ -91,7 +91,8 @@ def make_gateway(c: ConfigDict, tokenizer: Any, ends: tuple[int, ...]) -> Gatewa
             return turn_tokens.plain(tokenizer)
         found = json.loads(schemas)
         roles = ["user", *(["tool"] if found else [])]
-        return turn_tokens.templated(tokenizer, found, roles=roles, name=name, arguments=arguments)
+        how: dict[str, Any] = dict(name=name, arguments=arguments, setting="rollout.agent_format")
+        return turn_tokens.templated(tokenizer, found, roles=roles, **how)
 
     chat("[]")  # checks the template
     language = Language(

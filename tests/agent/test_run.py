@@ -170,8 +170,8 @@ def test_a_model_is_tested_with_an_agent_program(program_run, tiny_multiplier, t
 )
 def test_agent_programs_that_cannot_be_are_one_line(program_run, changes, said):
     c = program_run
-    for name in ("agent_reward", "agent_branches", "agent_format"):
-        c.rollout[name] = settings.default().rollout[name]
+    if not changes["agent"]:
+        c.rollout.agent_branches, c.rollout.agent_format = 4, "hermes"
     for name, value in changes.items():
         c.rollout.update_from_flattened_dict({name: value})
     with pytest.raises(UserError) as e:
