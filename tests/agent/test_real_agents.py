@@ -62,12 +62,8 @@ def test_an_example_agent_learns_its_tool_through_vllm(imitator, agent, tmp_path
     c.data.max_prompt_length, c.data.max_response_length = 6, LONGEST
     c.data.train_batch_size, c.actor.ppo_mini_batch_size, c.data.val_max_samples = 64, 32, 64
     c.actor.lr, c.critic.lr, c.actor.lr_warmup_steps = 1e-3, 1e-3, 0
-    c.trainer.run_dir, c.trainer.total_training_steps, c.trainer.test_freq, c.trainer.save_freq = (
-        str(tmp_path),
-        20,
-        20,
-        -1,
-    )
+    c.trainer.run_dir, c.trainer.save_freq = str(tmp_path), -1
+    c.trainer.total_training_steps = c.trainer.test_freq = 12
     settings.check(c)
     train.train(c)
     steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
