@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import json
 import pathlib
+import shutil
 import sys
 import textwrap
 
@@ -372,3 +373,21 @@ def test_a_full_conversation_counts_as_truncated(hermes, run):
     t = run(hermes, program, ask, room=40)
     assert t.finish == "length" and t.exchange.fault is None and t.exchange.score == 0.0 and t.turns > 1
     assert len(t.tokens) <= len(ask.asked[0]) + 40
+
+
+@pytest.mark.parametrize(
+    "agent,reward,score",
+    [
+        ("bash examples/calculator_curl.sh", "graders", 0.0),  # the graders add theirs
+        ("examples/calculator_openai.py:multiply", "reported", 1.0),
+        ("examples/calculator_anthropic.py:multiply", "exit", 1.0),
+    ],
+)
+def test_the_examples_use_their_calculator(plain, run, agent, reward, score, monkeypatch):
+    if agent.startswith("bash") and not (shutil.which("jq") and shutil.which("curl")):
+        pytest.skip("the example needs jq and curl")
+    monkeypatch.chdir(pathlib.Path(__file__).parents[2])
+    ask = plain.policy("<<12*34>>", "408")
+    t = run(plain, agent, ask, prompt=plain.prompt("12*34="), reward=reward)
+    assert t.exchange.fault is None and t.exchange.score == score and t.text == "<<12*34>>[[408]]408"
+    assert spans(t) == ask.answers and t.tokens[: int(np.argmax(t.sampled))].tolist() == ask.asked[0]
