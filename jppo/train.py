@@ -70,6 +70,8 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
     metrics |= drawn.metrics | describe(trajectories, graded) | source_means(graded, [p.data_source for p in asked])
     metrics |= turn_metrics.metrics(trajectories) | summed(run.hosts, run.panel.metrics() | run.sampler.metrics())
     how = dict(earns=recipe.earns, filter_truncated=c.algorithm.filter_truncated)
+    weights = [run.panel.weights.of(prompt.data_source).get("agent_score", 0.0) for prompt in asked]
+    trajectories, rewards, group, greedy = batch.with_branches(trajectories, rewards, group, greedy, weights)
     data = batch.flatten(trajectories, rewards, group, greedy, shape=learner.shape, **how)
     micros = batch.micros(data, trajectories, plan=learner.plan, mesh=learner.mesh)
     with timer("old_log_prob"):
@@ -80,7 +82,7 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
             data = ppo.with_values(passes, data, micros, learner.value(now))
     with timer("adv"):
         data, found = ppo.with_advantages(passes, data, now.kl_coef, learner.mesh, now.value_norm)
-    record_tokens(run, version + 1, data, trajectories, now.value_norm)
+    record_tokens(run, version + 1, data, drawn.trajectories, now.value_norm)
     metrics |= found | counted | {"actor/reward_kl_penalty_coeff": float(now.kl_coef)}
     run.match.require(metrics, data, micros, trajectories)
     now, found = update_models(c, learner, now, data, trajectories, timer, run.handover.begin)

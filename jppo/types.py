@@ -61,6 +61,8 @@ class Exchange:
     fault: str | None  # the failure's reason: such a response has no reward
     earned: tuple[tuple[int, float], ...] = ()  # the scores, as in Reward: each at the last token of its turn
     tool_earned: tuple[tuple[int, float], ...] = ()  # the rewards from tools, in the same form
+    program_s: float | None = None  # seconds of an agent program outside the engine; None: no program
+    branches_left_out: int = 0  # of an agent's episode, beyond the limit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +81,7 @@ class Trajectory:
     turns: int  # of the policy
     exchange: Exchange | None = None  # None: no tools or environment
     server: str = ""  # server of the last turn; '': the trainer's own engine
+    branches: tuple["Trajectory", ...] = ()  # other ones of the same episode and reward
 
 
 def given_text(tokens: np.ndarray, sampled: np.ndarray, uid: str = "") -> Trajectory:

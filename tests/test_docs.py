@@ -279,7 +279,8 @@ def test_monitoring_names_every_logger():
 
 def test_every_setting_and_tool_of_agents_is_explained():
     said = {word for part in quoted("docs/agents.md") for word in re.findall(r"[\w.]+\w", part)}
-    of_agents = {name for name in table.values(settings.default()) if ".multi_turn." in name}
+    kinds = (".multi_turn.", "rollout.agent")
+    of_agents = {name for name in table.values(settings.default()) if any(kind in name for kind in kinds)}
     assert len(of_agents) > 10 and not of_agents - said
     assert set(tools.TOOLS) | set(TABLE["rollout.multi_turn.format"].choices) <= said
 

@@ -102,6 +102,11 @@ def plain(text: str, schemas: Sequence[Schema]) -> list[Found]:
     return [one(body) if end else Fault("the call has no end") for body, end in _ANGLED.findall(text)]
 
 
+def without_calls(text: str, format: str) -> str:
+    """Returns the text without its calls and the spaces around it."""
+    return (_ANGLED if format == "plain" else _TAGGED).sub("", text).strip()
+
+
 def _tagged(text: str, one: Callable[[str], Found]) -> list[Found]:
     return [one(body) if end else Fault("the call has no </tool_call>") for body, end in _TAGGED.findall(text)]
 

@@ -15,7 +15,18 @@ def metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     turns = [t.turns for t, _ in held]
     calls = sum(e.calls for _, e in held)
     given = [int((~t.sampled[np.argmax(t.sampled) :]).sum()) for t, _ in held]
-    return {
+    programs = [(e.program_s, 1 + len(t.branches), e.branches_left_out) for t, e in held if e.program_s is not None]
+    seconds, branches, left_out = zip(*programs, strict=True) if programs else ((), (), ())
+    of_programs = (
+        {
+            "agent/program_s/mean": float(np.mean(seconds)),
+            "agent/branches/mean": float(np.mean(branches)),
+            "agent/branches_left_out": float(sum(left_out)),
+        }
+        if programs
+        else {}
+    )
+    return of_programs | {
         "agent/turns/mean": float(np.mean(turns)),
         "agent/turns/max": float(max(turns)),
         "agent/tool_calls": float(calls),

@@ -6,6 +6,7 @@ that turn, unless it was sampled.
 """
 
 import dataclasses
+import json
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,6 +30,10 @@ class Chat:
     between: Callable[[Sequence[dict[str, str]], int], list[int]]
     # (messages or text of a prompt, its ids, a first observation) -> the ids of both
     opening: Callable[[Messages, list[int], str], list[int]]
+    # messages -> the ids of all of them with the start of the next turn
+    whole: Callable[[Sequence[dict[str, Any]]], list[int]]
+    # (text, whether it begins a conversation) -> its ids
+    text: Callable[[str, bool], list[int]]
 
 
 def templated(
@@ -38,17 +43,21 @@ def templated(
     roles: Sequence[str],
     name: str,
     arguments: Mapping[str, Any] = types.MappingProxyType({}),
+    setting: str = "rollout.multi_turn.format",
 ) -> Chat:
-    """Builds a Chat from the chat template, after checking that it keeps earlier messages of these roles."""
+    """Builds a Chat from the chat template, after checking that it keeps earlier messages of these roles.
+
+    `setting` is where the run has `name`, the format of calls.
+    """
     if tokenizer.chat_template is None:
         raise UserError(
-            f"rollout.multi_turn.format={name!r} needs a chat template, and the tokenizer has none; give one in"
-            " tokenizer_config.json or chat_template.jinja, or set rollout.multi_turn.format=plain"
+            f"{setting}={name!r} needs a chat template, and the tokenizer has none; give one in"
+            f" tokenizer_config.json or chat_template.jinja, or set {setting}=plain"
         )
     render = make_renderer(tokenizer, schemas, arguments)
 
-    def encode(text: str) -> list[int]:
-        return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    def encode(text: str, begins: bool = False) -> list[int]:
+        return tokenizer(text, add_special_tokens=begins, verbose=False)["input_ids"]
 
     def between(messages: Sequence[dict[str, str]], last: int) -> list[int]:
         whole = render([*_ANYTHING, {"role": "assistant", "content": _SAID}, *messages], _PLACE)
@@ -65,26 +74,34 @@ def templated(
         return encode(render([*before, {"role": "user", "content": text}], _PLACE))
 
     for role in roles:
-        _check_prefix(render, role)
+        _check_prefix(render, role, setting)
     if schemas:
-        _check_named(render, schemas)
-    return Chat(between, opening)
+        _check_named(render, schemas, setting)
+    return Chat(between, opening, lambda messages: encode(render(messages, _PLACE)), encode)
 
 
 def plain(tokenizer: Any) -> Chat:
     """Builds a Chat for models without a template: [[a tool's answer]], and other messages on their own lines."""
 
-    def encode(text: str) -> list[int]:
-        return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    def encode(text: str, begins: bool = False) -> list[int]:
+        return tokenizer(text, add_special_tokens=begins, verbose=False)["input_ids"]
 
-    def between(messages: Sequence[dict[str, str]], last: int) -> list[int]:
-        texts = [f"[[{m['content']}]]" if m["role"] == "tool" else f"\n{m['content']}\n" for m in messages]
-        return encode("".join(texts))
+    def written(message: dict[str, Any]) -> str:
+        if message["role"] == "assistant":
+            calls = [call["function"] for call in message.get("tool_calls", [])]
+            return message["content"] + "".join(f"<<{c['name']} {json.dumps(c['arguments'])}>>" for c in calls)
+        return f"[[{message['content']}]]" if message["role"] == "tool" else f"\n{message['content']}\n"
 
-    return Chat(between, lambda prompt, ids, text: ids + encode(f"{text}\n"))
+    def between(messages: Sequence[dict[str, Any]], last: int) -> list[int]:
+        return encode("".join(map(written, messages)))
+
+    def whole(messages: Sequence[dict[str, Any]]) -> list[int]:
+        return encode(messages[0]["content"] + "".join(map(written, messages[1:])), True)
+
+    return Chat(between, lambda prompt, ids, text: ids + encode(f"{text}\n"), whole, encode)
 
 
-def _check_prefix(render: Any, role: str) -> None:
+def _check_prefix(render: Any, role: str, setting: str) -> None:
     """UserError if rendering a longer conversation changes its beginning."""
     turns = [
         *_ANYTHING,
@@ -100,17 +117,17 @@ def _check_prefix(render: Any, role: str) -> None:
     )
     if short.count(_SAID) != 1 or not opened.startswith(short) or not long.startswith(short) or _AGAIN not in long:
         raise UserError(
-            "rollout.multi_turn.enable=True: the tokenizer's chat template changes the beginning of a conversation"
+            "the tokenizer's chat template changes the beginning of a conversation"
             f" when messages of the role {role!r} follow, so tokens cannot be appended; use a template"
-            " that keeps it, or rollout.multi_turn.format=plain"
+            f" that keeps it, or {setting}=plain"
         )
 
 
-def _check_named(render: Any, schemas: Sequence[Schema]) -> None:
+def _check_named(render: Any, schemas: Sequence[Schema], setting: str) -> None:
     rendered = render(_ANYTHING, _PLACE)
     lacking = [name for name in (schema["function"]["name"] for schema in schemas) if name not in rendered]
     if lacking:
         raise UserError(
             f"the tokenizer's chat template does not show the tools to the model: {', '.join(lacking)} is missing in"
-            " its output; use a template that reads `tools`, or rollout.multi_turn.format=plain"
+            f" its output; use a template that reads `tools`, or {setting}=plain"
         )

@@ -1,6 +1,8 @@
-"""Multi-turn rollouts from `rollout.multi_turn`: tools, interaction partner, chat template and turn loop."""
+"""Multi-turn rollouts: the turn loop of `rollout.multi_turn` with its tools, or the gateway of `rollout.agent`."""
 
 import dataclasses
+import functools
+import json
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -8,10 +10,12 @@ from ml_collections import ConfigDict
 from jppo.agent import partners, turn_tokens
 from jppo.agent.calls import PARSERS, Schema
 from jppo.agent.conversation import Turns, make_talk
+from jppo.agent.gateway.episode import Language, Rules
+from jppo.agent.gateway.gateway import Gateway
 from jppo.agent.tools import Limits, Toolbox, read_tools
 from jppo.agent.user_code import UserCodeRunner
 from jppo.build.sandbox import sandbox_of
-from jppo.data.tokenizer import decode, spell
+from jppo.data.tokenizer import decode, enough, pieces, spell
 from jppo.rollout.protocol import Talk
 from jppo.settings import template_arguments
 
@@ -24,9 +28,12 @@ class Agent:
     schemas: list[Schema]  # rendered by the chat template
     toolbox: Toolbox
     user_code: UserCodeRunner
+    gateway: Gateway | None = None  # of an agent program
 
     def close(self) -> None:
-        """Stops tools and partners; idempotent."""
+        """Stops agent programs, tools and partners; idempotent."""
+        if self.gateway is not None:
+            self.gateway.close()
         self.toolbox.close()
         self.user_code.close()
 
@@ -34,7 +41,7 @@ class Agent:
 def make_agent(c: ConfigDict, tokenizer: Any, ends: tuple[int, ...]) -> Agent | None:
     """Makes and checks the agent of a run; None for single-turn rollouts."""
     m = c.rollout.multi_turn
-    if not m.enable:
+    if not (m.enable or c.rollout.agent):
         return None
     user_code = UserCodeRunner()
     limits = Limits(
@@ -44,6 +51,9 @@ def make_agent(c: ConfigDict, tokenizer: Any, ends: tuple[int, ...]) -> Agent | 
         timeout_s=m.tool_timeout_s,
     )
     toolbox = Toolbox(read_tools(m.tool_config_path, allow_code=m.allow_code, sandbox=sandbox_of(c)), limits, user_code)
+    if c.rollout.agent:
+        gateway = make_gateway(c, tokenizer, ends)
+        return Agent(gateway.talk, [], toolbox, user_code, gateway)
     begin = None
     if m.interaction:
         begin = partners.make_interaction(m.interaction, user_code=user_code, timeout_s=m.tool_timeout_s)
@@ -68,3 +78,37 @@ def make_agent(c: ConfigDict, tokenizer: Any, ends: tuple[int, ...]) -> Agent | 
         ends=ends,
     )
     return Agent(talk, told, toolbox, user_code)
+
+
+def make_gateway(c: ConfigDict, tokenizer: Any, ends: tuple[int, ...]) -> Gateway:
+    """Makes and checks the gateway of `rollout.agent`; starts nothing."""
+    r, name = c.rollout, c.rollout.agent_format
+    arguments = template_arguments(c.data.apply_chat_template_kwargs)
+
+    @functools.lru_cache(maxsize=64)
+    def chat(schemas: str) -> turn_tokens.Chat:
+        if name == "plain":
+            return turn_tokens.plain(tokenizer)
+        found = json.loads(schemas)
+        roles = ["user", *(["tool"] if found else [])]
+        how: dict[str, Any] = dict(name=name, arguments=arguments, setting="rollout.agent_format")
+        return turn_tokens.templated(tokenizer, found, roles=roles, **how)
+
+    chat("[]")  # checks the template
+    language = Language(
+        chat=chat,
+        parse=PARSERS[name],
+        format=name,
+        decode=lambda ids: decode(tokenizer, ids),
+        spell=lambda ids: spell(tokenizer, ids),
+        pieces=lambda ids: pieces(tokenizer, ids),
+        ends=ends,
+        longest=enough(tokenizer, c.data.max_prompt_length + c.data.max_response_length),
+    )
+    rules = Rules(
+        max_prompt_length=c.data.max_prompt_length,
+        branches=r.agent_branches,
+        reward=r.agent_reward,
+        timeout_s=r.agent_timeout_s,
+    )
+    return Gateway(r.agent, language, rules, concurrency=r.agent_concurrency)

@@ -85,6 +85,7 @@ def sequences_of_step(c: ConfigDict) -> int:
 
 
 def batch_shape(c: ConfigDict, mesh: Any) -> tuple[int, int]:
-    """Returns a step's flat batch [B, L]: trajectories, padded for the mesh, by the longest response."""
+    """Returns a step's flat batch [B, L]: trajectories with branches, padded for the mesh, by the longest response."""
     devices = sharding.whole_row_multiple(mesh)
-    return -(-sequences_of_step(c) // devices) * devices, c.data.max_response_length
+    rows = sequences_of_step(c) * (c.rollout.agent_branches if c.rollout.agent else 1)
+    return -(-rows // devices) * devices, c.data.max_response_length

@@ -46,16 +46,18 @@ def make_panel(c: ConfigDict, inputs: Inputs, mesh: jax.sharding.Mesh, hosts: Ho
     Each host grades its own samples on its own part of the mesh.
     """
     mesh = sharding.own_part(mesh)
-    r, talk = c.reward, c.rollout.multi_turn
+    r, talk, agent = c.reward, c.rollout.multi_turn, c.rollout.agent
     log = own_folder(hosts, expanded(c.trainer.run_dir))
+    own = talk.environment or (agent and c.rollout.agent_reward != "graders")
     asked = {
-        RULES: not r.function and (bool(r.grader) or not talk.environment),  # these replace the rules
+        RULES: not r.function and (bool(r.grader) or not own),  # these replace the rules
         "function_score": bool(r.function),
         "judge_score": bool(r.judge.api_type),
         "rm_score": bool(r.model.path),
         "length_score": r.overlong_buffer_tokens > 0,
         "format_score": bool(r.format_regex),
         "environment_score": bool(talk.environment),
+        "agent_score": bool(agent),
         "interaction_score": bool(talk.interaction),
         "tool_score": inputs.agent is not None and inputs.agent.toolbox.rewards,
     }
@@ -84,6 +86,7 @@ def make_panel(c: ConfigDict, inputs: Inputs, mesh: jax.sharding.Mesh, hosts: Ho
         ),
         "format_score": lambda: FormatPart(r.format_regex, pool=pool()),
         "environment_score": ConversationPart,
+        "agent_score": ConversationPart,
         "interaction_score": ConversationPart,
         "tool_score": lambda: ConversationPart(tools=True),
     }

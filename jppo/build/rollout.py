@@ -208,7 +208,7 @@ def inprocess_settings(c: ConfigDict, mesh: Mesh) -> InprocessSettings:
         cfg=pad_vocab(cfg, width),
         rows=rows // share * share,
         row_multiple=share,
-        max_prompt_length=longest - 1 if r.multi_turn.enable else c.data.max_prompt_length,  # of a prefill
+        max_prompt_length=longest - 1 if r.multi_turn.enable or r.agent else c.data.max_prompt_length,  # of a prefill
         max_model_len=longest,
         dtype=r.dtype,
         by_row=sharding.whole_rows_sharding(mesh),

@@ -92,7 +92,12 @@ def data(c: ConfigDict, inputs: Inputs) -> Iterator[Finding]:
 
 def _graded_anyway(c: ConfigDict) -> bool:
     r, talk = c.reward, c.rollout.multi_turn
-    return bool(r.function or r.grader or r.judge.api_type or r.model.path or talk.environment)
+    own = talk.environment or _by_agent(c)
+    return bool(r.function or r.grader or r.judge.api_type or r.model.path or own)
+
+
+def _by_agent(c: ConfigDict) -> bool:
+    return bool(c.rollout.agent and c.rollout.agent_reward != "graders")
 
 
 def _remedy(about: str) -> str:
@@ -118,8 +123,9 @@ def scorers(c: ConfigDict) -> Iterator[Finding]:
 
 def reward(c: ConfigDict, inputs: Inputs, mesh: Mesh) -> Iterator[Finding]:
     """Checks with the run's own reward that right answers earn more than wrong ones."""
-    if c.rollout.multi_turn.environment:
-        yield Finding("reward", "OK", "from an environment: the data has no right answers to test")
+    if c.rollout.multi_turn.environment or _by_agent(c):
+        source = "an agent" if c.rollout.agent else "an environment"
+        yield Finding("reward", "OK", f"from {source}: the data has no right answers to test")
         return
     with contextlib.ExitStack() as stack:
         panel = make_panel(c, inputs, mesh)

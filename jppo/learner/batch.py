@@ -66,6 +66,28 @@ def flatten(
     return out
 
 
+def with_branches(
+    episodes: Sequence[Trajectory],
+    rewards: Sequence[Reward],
+    group: np.ndarray,
+    greedy: np.ndarray | None,
+    weights: Sequence[float],
+) -> tuple[list[Trajectory], list[Reward], np.ndarray, np.ndarray | None]:
+    """Appends the other branches of agents' episodes, each with its episode's reward, group and greedy score.
+
+    `weights` scale the amounts that a branch earned at its turns.
+    """
+    others = [(i, t) for i, episode in enumerate(episodes) for t in episode.branches]
+    if not others:
+        return list(episodes), list(rewards), group, greedy
+    index = np.array([*range(len(episodes)), *(i for i, _ in others)])
+    graded = list(rewards)
+    for i, t in others:
+        amounts = () if t.exchange is None else t.exchange.earned
+        graded.append(dataclasses.replace(rewards[i], earned=tuple((k, weights[i] * x) for k, x in amounts)))
+    return [*episodes, *(t for _, t in others)], graded, group[index], None if greedy is None else greedy[index]
+
+
 def with_reference(batch: Batch, logprobs: Sequence[np.ndarray]) -> Batch:
     """Adds the reference's log-probs from those of all tokens of each trajectory."""
     out = np.zeros(batch.mask.shape, np.float32)

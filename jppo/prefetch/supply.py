@@ -267,4 +267,5 @@ class Supply:
 
 def ages(found: Sequence[Trajectory], step: int) -> np.ndarray:
     """Returns the age in updates of the oldest sampled token of each, relative to the weights `step`, [B] i64."""
-    return np.array([step - t.version[t.sampled].min() if t.sampled.any() else 0 for t in found], np.int64)
+    every = [[other for other in (t, *t.branches) if other.sampled.any()] for t in found]
+    return np.array([max((step - t.version[t.sampled].min() for t in some), default=0) for some in every], np.int64)

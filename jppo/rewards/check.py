@@ -117,6 +117,11 @@ def run(c: ConfigDict) -> bool:
             f"rollout.multi_turn.environment={world!r} rewards the turns of a conversation, and the data has no right"
             " answers to test it with; read the samples of a short run"
         )
+    if c.rollout.agent and c.rollout.agent_reward != "graders":
+        raise UserError(
+            f"rollout.agent_reward={c.rollout.agent_reward!r} rewards what an agent program does, and the data has no"
+            " right answers to test it with; read the samples of a short run"
+        )
     inputs = read_inputs(c)
     panel = make_panel(c, inputs, make_mesh(c))
     try:

@@ -30,7 +30,7 @@ def sample_of(prompt: Prompt, t: Trajectory) -> Sample:
     return Sample(
         prompt,
         t.text,
-        len(t.tokens) - len(prompt.ids),
+        len(t.tokens) - (len(prompt.ids) if np.array_equal(t.tokens[: len(prompt.ids)], prompt.ids) else first),
         t.finish,
         t.exchange,
         tokens=t.tokens[first:],

@@ -177,10 +177,11 @@ class Batcher:
             slots = advance(self._model, slots, choice_of(sampling), np.int32(enough))
             looked_at = (slots.tokens, slots.logprob, slots.last, slots.until)
             tokens, logprob, last, until = await asyncio.to_thread(jax.device_get, looked_at)
-            until = until.copy()
+            until, stopping = until.copy(), list(under_way.values())
             for row, request in list(under_way.items()):
                 begin, end = len(request.ids), int(last[row]) + 1
-                length = cut_at(tokens[row, begin:end].tolist(), self._decode, sampling.stop, new=TURNS)
+                stop = request.sampling.stop
+                length = cut_at(tokens[row, begin:end].tolist(), self._decode, stop, new=TURNS)
                 if length is None and end <= until[row]:
                     continue
                 here = slice(begin, end if length is None else begin + length)
@@ -190,7 +191,7 @@ class Batcher:
                     request.answer.set_result(self._answer(tokens[row, here], logprob[row, here], finish))
                 del under_way[row]
                 until[row] = last[row]
-            if sampling.stop:  # the device does not know about stop texts
+            if any(request.sampling.stop for request in stopping):  # the device does not know about stop texts
                 slots = dataclasses.replace(slots, until=jax.device_put(until, s.by_row))
 
     def _fill(self, slots: Slots, waiting: Sequence[Waiting], free: Sequence[int]) -> tuple[Slots, Sequence[Waiting]]:

@@ -13,7 +13,7 @@ from jppo.types import Array, Batch, Trajectory
 
 def record_tokens(run: Run, step: int, data: Batch, trajectories: Sequence[Trajectory], value_norm: Any) -> None:
     """Writes samples/tokens_STEP.jsonl of `trainer.token_samples` responses; `value_norm` is from before the step."""
-    chosen = choose(np.asarray(data.mask), run.c.trainer.token_samples)
+    chosen = choose(np.asarray(data.mask)[: len(trajectories)], run.c.trainer.token_samples)
     if run.hosts.first and chosen:
         known = quantities(data, chosen, value_norm, bypass=run.learner.recipe.bypass)
         rows = records(data, trajectories, chosen, known, lambda ids: pieces(run.inputs.tokenizer, ids))

@@ -133,7 +133,7 @@ def _young(one: Step, oldest: int) -> Step:
     """Returns the step without responses that have a token from weights older than `oldest`."""
 
     def fit(t: Trajectory) -> bool:
-        return not t.sampled.any() or bool(t.version[t.sampled].min() >= oldest)
+        return all(bool((other.version[other.sampled] >= oldest).all()) for other in (t, *t.branches))
 
     return one.each(lambda way: way.only([n for n, t in way.responses.items() if fit(t)]))
 

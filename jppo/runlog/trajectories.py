@@ -15,9 +15,13 @@ from jppo.types import Exchange, Reward, Trajectory
 ARRAYS = ("tokens", "sampled", "logprob", "version")
 
 
-def pack(trajectories: Sequence[Trajectory]) -> str:
-    """Serialises trajectories, bit for bit."""
-    rest = [{name: value for name, value in dataclasses.asdict(t).items() if name not in ARRAYS} for t in trajectories]
+def pack(episodes: Sequence[Trajectory]) -> str:
+    """Serialises trajectories, bit for bit; the branches of each follow it."""
+    trajectories = [t for episode in episodes for t in (episode, *episode.branches)]
+    flat = [dataclasses.asdict(dataclasses.replace(t, branches=())) for t in trajectories]
+    rest = [{name: value for name, value in one.items() if name not in ARRAYS} for one in flat]
+    for one, t in zip(rest, trajectories, strict=True):
+        one["branches"] = len(t.branches)
     arrays = {
         name: np.concatenate([np.zeros(0, _empty(name)), *(getattr(t, name) for t in trajectories)]).astype(
             _empty(name)
@@ -38,7 +42,14 @@ def unpack(text: str) -> list[Trajectory]:
         arrays = {name: np.split(file[name], borders) for name in ARRAYS}
     for one in rest:
         one["exchange"] = None if one["exchange"] is None else Exchange(**_with_tuples(one["exchange"]))
-    return [Trajectory(**one, **{name: arrays[name][i] for name in ARRAYS}) for i, one in enumerate(rest)]  # type: ignore[arg-type]
+    counts = [one.pop("branches", 0) for one in rest]  # checkpoints of earlier versions lack it
+    flat = [Trajectory(**one, **{name: arrays[name][i] for name in ARRAYS}) for i, one in enumerate(rest)]  # type: ignore[arg-type]
+    episodes, i = list[Trajectory](), 0
+    while i < len(flat):
+        following = flat[i + 1 : i + 1 + counts[i]]
+        episodes.append(dataclasses.replace(flat[i], branches=tuple(following)))
+        i += 1 + len(following)
+    return episodes
 
 
 def of_all(hosts: Hosts, own: list[Trajectory]) -> list[Trajectory]:

@@ -27,6 +27,11 @@ def check(config: ml_collections.ConfigDict, *, training: bool) -> None:
     _temperature(r, training)
     _test(r.val_kwargs)
     _reward(config.reward)
+    if r.agent and r.multi_turn.enable:
+        raise UserError(
+            f"rollout.agent={r.agent!r} and rollout.multi_turn.enable=True would both lead the conversations; set"
+            " rollout.multi_turn.enable=False, or leave rollout.agent empty"
+        )
     _conversation(r.multi_turn)
     _publish(r)
     _secrets(config)

@@ -40,7 +40,7 @@ def _estimator(config: ml_collections.ConfigDict) -> None:
             " 0, or take gae"
         )
     if config.algorithm.gamma_by == "turn":
-        if not config.rollout.multi_turn.enable:
+        if not (config.rollout.multi_turn.enable or config.rollout.agent):
             raise UserError(
                 "algorithm.gamma_by='turn' discounts between the turns of a conversation, and"
                 " rollout.multi_turn.enable is False; set it to True, or algorithm.gamma_by to token"

@@ -6,6 +6,7 @@ from jppo.settings.setting import Setting as S
 
 _SERVERS, _ASYNC, _TCP = "rollout.name!=inprocess", "rollout.mode=async", "rollout.publish_via=tcp"
 _TURNS, _TOOLS = "rollout.multi_turn.enable", "rollout.multi_turn.tool_config_path"
+_AGENT, _FORMATS = "rollout.agent", ("hermes", "openai", "qwen3", "qwen3_coder", "plain")
 
 MULTI_TURN = (
     S("enable", False, "Conversations of several turns, with tools, a simulated user or an environment"),
@@ -22,7 +23,7 @@ MULTI_TURN = (
       unit="seconds", bounds="(0,", only=_TURNS),
     S("format", "hermes", "Syntax of tool calls. openai and qwen3: as hermes; plain: for models without a chat"
       " template",
-      choices=("hermes", "openai", "qwen3", "qwen3_coder", "plain"), only=_TURNS),
+      choices=_FORMATS, only=_TURNS),
     S("interaction", "", "User-defined simulated user, PATH.py:CLASS or MODULE:CLASS", only=_TURNS),
     S("environment", "", "User-defined environment, PATH.py:CLASS or MODULE:CLASS; its reward is the response's",
       only=_TURNS),
@@ -89,6 +90,17 @@ ROLLOUT = (
       only=_SERVERS),
     S("logp_tolerance", 1e-3, "Largest log-prob mismatch between trainer and rollout: of a token before step 1. The"
       " mean of a server's tokens after each publish may be a quarter of it", unit="nats", bounds="[0,"),
+    S("agent", "", "Agent program that asks the policy through OpenAI's or Anthropic's API, one process per sample: a"
+      " command line, or PATH.py:FUNCTION. '': none"),
+    S("agent_reward", "graders", "Reward of an agent's episode. graders: as without one; exit: 1 for exit code 0, 0 for"
+      " 1; reported: by the agent", choices=("graders", "exit", "reported"), only=_AGENT),
+    S("agent_format", "hermes", "Syntax of the policy's tool calls, as rollout.multi_turn.format", choices=_FORMATS,
+      only=_AGENT),
+    S("agent_timeout_s", 600.0, "Time limit of an episode; its processes are then killed and its sample is left out",
+      unit="seconds", bounds="(0,", only=_AGENT),
+    S("agent_concurrency", 256, "Agent programs that run at once on a host", bounds="[1,", only=_AGENT),
+    S("agent_branches", 4, "Trajectories of an episode that are trained on; an agent that rewrites its history begins"
+      " a new one", bounds="[1,", only=_AGENT),
     S("max_kl_jump", 1.0, "Largest rise of rollout_corr/kl in a step; a larger one stops the run. 0.0: no limit",
       unit="nats", bounds="[0,"),
 )  # fmt: skip

@@ -8,6 +8,7 @@ import pytest
 
 from examples import arithmetic, multiplication
 from jppo import evaluate, settings, train
+from jppo.build.inputs import read_inputs
 from jppo.models import decoder, hf, hf_write
 from jppo.settings import UserError
 
@@ -92,6 +93,91 @@ def test_a_model_is_tested_with_its_tools(agent_run, tiny_multiplier, tmp_path, 
     ]  # fmt: skip
     evaluate.main(argv)
     assert json.loads((tmp_path / "out/summary.json").read_text())["metrics"]["val/score"] == 0.0
+
+
+BRANCHES = """
+import json, os, urllib.request
+
+def say(text):
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    body = json.dumps({"prompt": text, "max_tokens": 6}).encode()
+    asked = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/completions", body, headers)
+    return json.load(urllib.request.urlopen(asked))["choices"][0]["text"]
+
+def agent(task):
+    if task["uid"].endswith("3"):
+        raise ValueError("I give up")
+    text = task["prompt"]
+    text += say(text) + "12"
+    say(text)
+    say("1*1=")
+    return {"reward": 0.5}
+"""
+
+
+@pytest.fixture
+def program_run(agent_run, tmp_path):
+    """Such a run with an agent program that needs two branches, and gives up on one prompt."""
+    c = agent_run
+    c.rollout.multi_turn.update(settings.default().rollout.multi_turn)
+    (tmp_path / "program.py").write_text(BRANCHES)
+    c.rollout.agent, c.rollout.agent_format = f"{tmp_path / 'program.py'}:agent", "plain"
+    c.rollout.agent_reward, c.rollout.agent_branches, c.data.train_batch_size = "reported", 2, 8
+    return c
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_an_agent_program_trains_the_policy(program_run, quick_compilation, mode):
+    c = program_run
+    c.rollout.mode = mode
+    settings.check(c)
+    train.train(c)
+    for step in metrics_of(c):
+        assert step["agent/branches/mean"] == 15 / 8 and step["agent/branches_left_out"] == 0  # one has none
+        assert step["agent/faults"] == step["reward/errors"] == 1 and step["reward/agent_score/mean"] == 0.5
+        assert "reward/rule_score/mean" not in step and step["rollout/logp_gap_max"] < 1e-3
+        assert step["agent/turns/mean"] == 7 / 8  # of the last branch
+    rows = [
+        json.loads(line) for line in (pathlib.Path(c.trainer.run_dir) / "samples/step_1.jsonl").read_text().splitlines()
+    ]
+    (failed,) = [row["error"] for row in rows if row["error"]]
+    assert failed == "agent_score: the agent exited with 1: ValueError: I give up"
+
+
+def test_a_model_is_tested_with_an_agent_program(program_run, tiny_multiplier, tmp_path):
+    c = program_run
+    argv = [
+        f"--model={tiny_multiplier}", f"--data={c.data.val_files}", f"--out={tmp_path / 'out'}",
+        "--max_prompt_length=10", "--max_response_length=40", "--config.rollout.name=inprocess",
+        f"--config.rollout.agent={c.rollout.agent}", "--config.rollout.agent_format=plain",
+        "--config.rollout.agent_reward=reported",
+    ]  # fmt: skip
+    evaluate.main(argv)
+    found = json.loads((tmp_path / "out/summary.json").read_text())["metrics"]
+    assert found["val/score"] == 0.5 and found["val/reward_errors"] == 1
+
+
+@pytest.mark.parametrize(
+    "changes,said",
+    [
+        ({"agent": "bash x.sh", "multi_turn.enable": True}, "would both lead the conversations"),
+        ({"agent": "", "agent_reward": "exit"}, "is read only with rollout.agent set"),
+        ({"agent": "bash x.sh", "agent_reward": "luck"}, "agent_reward='luck' is not known"),
+        ({"agent": "no-such-program --x"}, "'no-such-program' is no program"),
+        ({"agent": "bash 'x"}, "is no command line"),
+        ({"agent": "missing.py:agent"}, "there is no file missing.py"),
+    ],
+)
+def test_agent_programs_that_cannot_be_are_one_line(program_run, changes, said):
+    c = program_run
+    if not changes["agent"]:
+        c.rollout.agent_branches, c.rollout.agent_format = 4, "hermes"
+    for name, value in changes.items():
+        c.rollout.update_from_flattened_dict({name: value})
+    with pytest.raises(UserError) as e:
+        settings.check(c)
+        read_inputs(c)
+    assert said in str(e.value) and "\n" not in str(e.value)
 
 
 @pytest.fixture

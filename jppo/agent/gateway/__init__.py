@@ -1,0 +1,1 @@
+"""A gateway that runs the user's own agent programs against the policy, through OpenAI's and Anthropic's APIs."""

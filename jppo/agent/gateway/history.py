@@ -1,0 +1,121 @@
+"""Matches requests to the turns that the policy sampled before, so that no sampled token is encoded again. Pure.
+
+The turns of an episode are a tree: a turn's parent is the last earlier turn that its request repeats. Messages after
+the parent are appended as tokens. A request that repeats no turn begins anew. Every leaf of the tree is a branch, and
+every branch a trajectory. A turn that several branches contain is trained on in one of them, the latest.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jppo.agent.calls import Schema
+from jppo.agent.gateway.request import Message, Request
+from jppo.agent.turn_tokens import Chat
+from jppo.rollout.protocol import Answer
+from jppo.types import Exchange, Trajectory
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Turn:
+    """An answer of the policy with all tokens before it."""
+
+    parent: "Turn | None"
+    ids: list[int]  # up to the end of the answer
+    answer: Answer
+    key: bytes  # of the conversation up to the answer, as the agent has it
+    text: str | None  # the same of a text without messages
+    room: int  # most tokens of the branch
+    reply: str  # id of the reply that has it
+
+    @property
+    def begin(self) -> int:
+        """Returns the index of the first sampled token."""
+        return len(self.ids) - len(self.answer.tokens)
+
+
+def keys(messages: Sequence[Message], tools: Sequence[Schema]) -> list[bytes]:
+    """Returns the key of the conversation after each message, without ids of calls and outer spaces of answers."""
+    state, found = hashlib.sha256(json.dumps(tools, sort_keys=True).encode()), []
+    for message in messages:
+        content = message["content"]
+        calls = [call["function"] for call in message.get("tool_calls", [])]
+        said = [message["role"], content.strip() if message["role"] == "assistant" else content, calls]
+        state.update(json.dumps(said, sort_keys=True).encode() + b"\n")
+        found.append(state.digest())
+    return found
+
+
+def context(turns: Sequence[Turn], request: Request, chat: Chat) -> tuple[list[int], Turn | None]:
+    """Returns the tokens to answer, and the turn that they continue."""
+    if request.text is not None:
+        text = request.text
+        before = [turn for turn in turns if turn.text is not None and text.startswith(turn.text)]
+        parent = max(reversed(before), key=lambda turn: len(turn.text or ""), default=None)
+        if parent is None:
+            return chat.text(text, True), None
+        return parent.ids + chat.text(text[len(parent.text or "") :], False), parent
+    by_key = {turn.key: turn for turn in turns}
+    found = keys(request.messages, request.tools)
+    for i in range(len(found) - 1, 0, -1):
+        if request.messages[i - 1]["role"] == "assistant" and found[i - 1] in by_key:
+            parent = by_key[found[i - 1]]
+            return parent.ids + chat.between(request.messages[i:], parent.ids[-1]), parent
+    return chat.whole(request.messages), None
+
+
+def branches(turns: Sequence[Turn]) -> list[list[Turn]]:
+    """Returns the path from the root to each leaf, the latest leaf first."""
+    inner = {id(turn.parent) for turn in turns}
+    paths = []
+    for leaf in (turn for turn in reversed(turns) if id(turn) not in inner):
+        path = [leaf]
+        while path[0].parent is not None:
+            path.insert(0, path[0].parent)
+        paths.append(path)
+    return paths
+
+
+def trajectory(
+    uid: str, path: Sequence[Turn], trained: set[int], decode: Callable[[list[int]], str], **fields: Any
+) -> Trajectory:
+    """Returns a branch as a trajectory. `trained` has the ids of turns in earlier ones, and gets those of this one."""
+    leaf = path[-1]
+    n = len(leaf.ids)
+    sampled, logprob, version = np.zeros(n, np.bool_), np.zeros(n, np.float32), np.full(n, -1, np.int32)
+    own = [turn for turn in path if id(turn) not in trained]
+    for turn in own:
+        here = slice(turn.begin, len(turn.ids))
+        sampled[here], logprob[here], version[here] = True, turn.answer.logprob, turn.answer.version
+    trained |= {id(turn) for turn in own}
+    return Trajectory(
+        uid=uid,
+        tokens=np.asarray(leaf.ids, np.int32),
+        sampled=sampled,
+        logprob=logprob,
+        version=version,
+        text=decode(leaf.ids[path[0].begin :]),
+        turns=len(own),
+        server=leaf.answer.server,
+        **{"finish": leaf.answer.finish, **fields},
+    )
+
+
+def earned(path: Sequence[Turn], t: Trajectory, amounts: Sequence[tuple[Turn, float]]) -> tuple[tuple[int, float], ...]:
+    """Returns the amounts of the branch's trained turns, each at its turn's last token in the response."""
+    first = int(np.argmax(t.sampled))
+    there = {id(turn) for turn in path if t.sampled[turn.begin]}
+    return tuple((len(turn.ids) - 1 - first, amount) for turn, amount in amounts if id(turn) in there)
+
+
+def nothing_said(uid: str, ids: np.ndarray, exchange: Exchange) -> Trajectory:
+    """Returns the trajectory of an episode without a turn: its prompt, nothing sampled."""
+    n = len(ids)
+    nothing = np.zeros(n, np.float32)
+    return Trajectory(
+        uid, ids.astype(np.int32), np.zeros(n, np.bool_), nothing, np.full(n, -1, np.int32), "", "abort", 0, exchange
+    )

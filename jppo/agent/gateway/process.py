@@ -1,0 +1,173 @@
+"""Runs an agent's program for one episode: its environment, time limit, output, and the end of all its processes."""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+
+from jppo import interpreter
+from jppo.errors import expanded
+from jppo.rollout.protocol import RolloutError
+from jppo.settings import UserError
+
+MOST_OUTPUT = 2**16  # bytes of the output's end that are read
+_NOT_PASSED = ("JPPO_SERVER_TOKEN", "ANTHROPIC_AUTH_TOKEN")  # of the servers; in place of the episode's key
+_FUNCTION = re.compile(r"[^\s:]+:[A-Za-z_]\w*")
+
+Files = Sequence[IO[bytes]]  # input, output, error output
+Start = Callable[[Mapping[str, str], Files], Awaitable[tuple[int, "asyncio.Future[int]"]]]  # its process, its exit code
+
+
+class Ended(NamedTuple):
+    """How a program ended."""
+
+    code: int | None  # None: it exceeded its time
+    last: str  # line of its output
+    error: str  # the last line of its error output
+
+
+def program_of(agent: str) -> "Command | Forks":
+    """Returns the program of `rollout.agent`: a command line, or PATH.py:FUNCTION; starts nothing."""
+    if _FUNCTION.fullmatch(agent):
+        file = agent.rpartition(":")[0]
+        if file.endswith(".py") and not expanded(file).is_file():
+            raise UserError(f"rollout.agent={agent!r}: there is no file {file}; write its path")
+        return Forks(agent)
+    try:
+        command = shlex.split(agent)
+    except ValueError as e:
+        raise UserError(f"rollout.agent={agent!r} is no command line: {e}; mend its quotes") from e
+    if not command or shutil.which(command[0]) is None:
+        what = repr(command[0]) if command else "it"
+        raise UserError(f"rollout.agent={agent!r}: {what} is no program; write a command line, or PATH.py:FUNCTION")
+    return Command(command)
+
+
+def environment(url: str, key: str) -> dict[str, str]:
+    """Returns the variables of an episode: the gateway's addresses and the key."""
+    own = {"OPENAI_BASE_URL": f"{url}/v1", "ANTHROPIC_BASE_URL": url, "OPENAI_API_KEY": key, "ANTHROPIC_API_KEY": key}
+    return own | dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost")
+
+
+def _inherited() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in _NOT_PASSED}
+    return kept | {"PYTHONPATH": interpreter.python_path()}
+
+
+class Command:
+    """A command line, started anew for every episode."""
+
+    def __init__(self, command: Sequence[str]):
+        self._command = command
+
+    async def start(self, env: Mapping[str, str], files: Files) -> "tuple[int, asyncio.Future[int]]":
+        """Starts it in a process group of its own."""
+        streams = dict(zip(("stdin", "stdout", "stderr"), files, strict=True))
+        own: dict[str, Any] = dict(env=_inherited() | dict(env), start_new_session=True, **streams)
+        process = await asyncio.create_subprocess_exec(*self._command, **own)
+        return process.pid, asyncio.ensure_future(process.wait())
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
+class Forks:
+    """A function in a process that forks for every episode (`function.py`), so that its imports are paid for once."""
+
+    def __init__(self, spec: str):
+        self._spec = spec
+        self._channel: socket.socket | None = None
+        self._numbers = itertools.count()
+        self._waiting: dict[int, list[asyncio.Future[int]]] = {}  # its process, its exit code
+        self._starting = asyncio.Lock()
+
+    async def start(self, env: Mapping[str, str], files: Files) -> "tuple[int, asyncio.Future[int]]":
+        """Starts the function in a process group of its own."""
+        loop, number = asyncio.get_running_loop(), next(self._numbers)
+        async with self._starting:
+            if self._channel is None:
+                self._channel = await self._open(loop)
+            self._waiting[number] = futures = [loop.create_future(), loop.create_future()]
+            said = json.dumps({"id": number, "env": dict(env)}).encode()
+            socket.send_fds(self._channel, [said], [file.fileno() for file in files])
+            return await futures[0], futures[1]
+
+    def close(self) -> None:
+        """Ends the process and its forks."""
+        if self._channel is not None:
+            asyncio.get_running_loop().remove_reader(self._channel)
+            self._channel.close()
+            self._log.close()
+            self._channel = None
+
+    async def _open(self, loop: asyncio.AbstractEventLoop) -> socket.socket:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
+        with theirs:
+            await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "jppo.agent.gateway.function", self._spec, str(theirs.fileno())),
+                stdin=asyncio.subprocess.DEVNULL, stdout=self._log, stderr=self._log, env=_inherited(),
+                pass_fds=[theirs.fileno()], start_new_session=True,
+            )  # fmt: skip
+        loop.add_reader(ours, self._read, ours)
+        return ours
+
+    def _read(self, channel: socket.socket) -> None:
+        data = b""
+        with contextlib.suppress(ConnectionError):
+            data = channel.recv(2**16)
+        if not data:
+            why = f"the agent {self._spec} cannot be run: {last_line(self._log) or 'its process ended'}"
+            for futures in self._waiting.values():
+                next(future for future in futures if not future.done()).set_exception(RolloutError(why))
+            self._waiting.clear()
+            self.close()
+            return
+        said = json.loads(data)
+        which = 0 if "pid" in said else 1
+        futures = self._waiting[said["id"]] if which == 0 else self._waiting.pop(said["id"])
+        if not futures[which].done():
+            futures[which].set_result(said["pid"] if which == 0 else said["code"])
+
+
+async def run(program: Command | Forks, task: Mapping[str, Any], env: Mapping[str, str], timeout_s: float) -> Ended:
+    """Runs a program with the task as JSON on its input; afterwards none of its process group is left."""
+    with contextlib.ExitStack() as stack:
+        given, output, error = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(3))
+        given.write(json.dumps(task, default=_plain).encode() + b"\n")
+        given.seek(0)
+        starting = asyncio.ensure_future(program.start(env, (given, output, error)))
+        code: int | None = None
+        try:
+            _, ended = await asyncio.shield(starting)
+            with contextlib.suppress(TimeoutError):
+                code = await asyncio.wait_for(asyncio.shield(ended), timeout_s)
+        finally:
+            pid, ended = await starting
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+            await asyncio.wait({ended})
+        return Ended(code, last_line(output), last_line(error))
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.generic | np.ndarray) else str(value)
+
+
+def last_line(file: IO[bytes]) -> str:
+    """Returns the last line that is not empty, of the end of a file."""
+    file.seek(max(0, file.seek(0, os.SEEK_END) - MOST_OUTPUT))
+    lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    return lines[-1].strip() if lines else ""

@@ -1,0 +1,182 @@
+"""A request and its reply in one form for all APIs, and checks of their fields. Pure.
+
+Messages are OpenAI's, with text as content and with parsed arguments of tool calls.
+"""
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jppo.agent.calls import Schema
+
+Message = dict[str, Any]
+Body = Mapping[str, Any]
+MOST_CHOICES = 128
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+
+
+class BadRequest(Exception):
+    """The gateway cannot answer a request; the message says why, and `code` is the API's name of the reason."""
+
+    def __init__(self, why: str, code: str = "invalid_request_error", status: int = 400):
+        super().__init__(why)
+        self.code, self.status = code, status
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """Messages or a text to continue. The run's own sampling settings apply, so a request has none."""
+
+    messages: tuple[Message, ...] = ()
+    text: str | None = None  # in place of messages
+    tools: tuple[Schema, ...] = ()
+    n: int = 1
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+    usage: bool = False  # the stream ends with the usage
+    logprobs: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolCall:
+    """A tool call of the policy."""
+
+    id: str
+    name: str
+    arguments: dict[str, Any]
+
+    @property
+    def text(self) -> str:
+        """Returns the arguments as JSON."""
+        return json.dumps(self.arguments)
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """One answer of the policy, as the agent gets it."""
+
+    text: str  # without tool calls, end token and stop text
+    calls: tuple[ToolCall, ...]
+    finish: str  # 'stop', 'length' or 'tool_calls'
+    stopped_by: str | None  # a stop text of the request
+    tokens: tuple[tuple[str, float], ...]  # text and log-prob of each sampled token
+
+    @property
+    def message(self) -> Message:
+        """Returns the answer as a message."""
+        said: Message = {"role": "assistant", "content": self.text}
+        if self.calls:
+            said["tool_calls"] = [call_of(call.id, call.name, call.arguments) for call in self.calls]
+        return said
+
+
+@dataclasses.dataclass(frozen=True)
+class Reply:
+    """All answers to a request."""
+
+    id: str
+    created: int  # Unix time
+    model: str
+    prompt_tokens: int
+    choices: tuple[Choice, ...]
+
+    @property
+    def completion_tokens(self) -> int:
+        """Returns the number of sampled tokens."""
+        return sum(len(choice.tokens) for choice in self.choices)
+
+
+def call_of(id: str, name: str, arguments: Any) -> Message:
+    """Returns a tool call as an entry of a message; JSON text of arguments is parsed where it is valid."""
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments)
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def get(body: Any, name: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
+    """Returns a field; `default` if it is absent or null; BadRequest if it has another type."""
+    if not isinstance(body, Mapping):
+        raise BadRequest(f"{short(body)} must be a JSON object")
+    value = body.get(name)
+    if value is None:
+        return default
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        raise BadRequest(f"{name}={short(value)} must be of type {' or '.join(k.__name__ for k in kinds)}")
+    return value
+
+
+def need(body: Any, name: str, kind: type | tuple[type, ...]) -> Any:
+    """Returns a required field."""
+    value = get(body, name, kind)
+    if value is None:
+        raise BadRequest(f"{short(body)} lacks {name!r}")
+    return value
+
+
+def whole(body: Body, name: str, least: int = 1, most: int | None = None) -> int | None:
+    """Returns an optional integer within bounds."""
+    value: int | None = get(body, name, int)
+    if value is not None and not (least <= value and (most is None or value <= most)):
+        upper = "" if most is None else f" and at most {most}"
+        raise BadRequest(f"{name}={value} must be at least {least}{upper}")
+    return value
+
+
+def texts(body: Body, name: str) -> tuple[str, ...]:
+    """Returns an optional text or list of texts, none of them empty."""
+    value = get(body, name, (str, list), [])
+    found = [value] if isinstance(value, str) else value
+    if not all(isinstance(one, str) and one for one in found):
+        raise BadRequest(f"{name}={short(value)} must be texts that are not empty")
+    return tuple(found)
+
+
+def text_of(content: Any, kinds: Sequence[str]) -> str:
+    """Returns the text of a message's content: a text, or parts of these kinds."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise BadRequest(f"content={short(content)} must be a text or a list of parts")
+    return "".join(need(part, "text", str) for part in content if require_kind(part, kinds))
+
+
+def require_kind(part: Any, kinds: Sequence[str]) -> bool:
+    """Returns True for a part of one of these kinds; else BadRequest."""
+    if need(part, "type", str) not in kinds:
+        raise BadRequest(f"a content part has type={short(part['type'])}; the policy reads {', '.join(kinds)}")
+    return True
+
+
+def schema(function: Any, parameters: str = "parameters") -> Schema:
+    """Returns the schema of a tool in OpenAI's chat form."""
+    said = {"name": need(function, "name", str), "description": get(function, "description", str, "")}
+    return {"type": "function", "function": {**said, "parameters": get(function, parameters, dict, {})}}
+
+
+def refuse(body: Body, field: str, allowed: Sequence[Any], why: str) -> None:
+    """BadRequest if a field asks for what the policy cannot be held to."""
+    value = body.get(field)
+    kind = value.get("type") if isinstance(value, Mapping) else value
+    if kind is not None and kind not in allowed:
+        raise BadRequest(f"{field}={short(kind)}: {why}; leave it out, or use {', '.join(map(repr, allowed))}")
+
+
+def check(request: Request) -> Request:
+    """Returns a request that has something to answer."""
+    if request.text is None and (not request.messages or request.messages[-1]["role"] == "assistant"):
+        raise BadRequest("the messages must not be empty and must end with another role than 'assistant'")
+    return request
+
+
+def short(value: Any) -> str:
+    """Returns a value for an error message."""
+    said = ascii(value)
+    return said if len(said) <= 80 else f"{said[:77]}..."
+
+
+FREE = "the policy's sampling is not constrained in training"

@@ -1,0 +1,171 @@
+"""The gateway without processes: 1,000 random episodes against a recording engine, hostile bodies, many at once."""
+
+import asyncio
+import json
+import random
+import string
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jppo.agent.gateway import chat, completions, http, messages, responses
+from jppo.agent.gateway.episode import Episode
+from jppo.agent.gateway.process import Ended
+from jppo.agent.gateway.request import BadRequest
+from jppo.learner import batch
+from jppo.rollout.protocol import Answer, greedy
+from jppo.runlog import trajectories
+from jppo.types import Exchange, Reward
+from tests.agent.test_gateway import CALCULATOR, RULES, language
+
+
+class Recording:
+    """An engine that answers with random tokens, most of which no tokenizer would make of their text."""
+
+    def __init__(self, hall, rng):
+        self.rng, self.vocab, self.end = rng, len(hall.tokenizer), hall.tokenizer.eos_token_id
+        self.call = hall.encode('<tool_call>{"name": "calculator", "arguments": {"x": 1}}</tool_call>')
+        self.gave = []  # (prompt, answer)
+
+    async def __call__(self, ids, *, sampling, seed):
+        await asyncio.sleep(0)
+        tokens = [self.rng.randrange(self.vocab) for _ in range(self.rng.randint(1, 12))]
+        tokens += self.call if self.rng.random() < 0.3 else []
+        tokens = [t for t in tokens if t != self.end] + [self.end]
+        answer = tokens[: sampling.max_tokens]
+        self.gave.append((list(ids), answer))
+        logprob = [float(-len(self.gave) - i / 100) for i in range(len(answer))]
+        return Answer(answer, logprob, [seed % 5] * len(answer), "stop" if answer == tokens else "length")
+
+
+async def an_episode(hall, seed, spoken=None):
+    """An agent that goes on, goes back, rewrites, asks several times at once, and over any of the protocols."""
+    rng = random.Random(seed)
+    engine = Recording(hall, rng)
+    episode = Episode(spoken or language(hall), RULES, engine, hall.prompt(), greedy(400), seed)
+    histories = [[{"role": "user", "content": "What is 12*34?"}]]
+    for _ in range(rng.randint(1, 6)):
+        history = rng.choice(histories)
+        body = {"messages": history, "n": rng.choice([1, 1, 2]), "tools": [CALCULATOR] if seed % 2 else None}
+        try:
+            reply = await episode.answer(request := chat.read(body))
+        except BadRequest as e:
+            assert e.code == "context_length_exceeded"
+            break
+        for choice in json.loads(json.dumps(chat.write(reply, request)))["choices"]:  # as it goes over the wire
+            said = choice["message"]
+            calls = [{"role": "tool", "tool_call_id": c["id"], "content": "1"} for c in said.get("tool_calls", [])]
+            text = "".join(rng.choices(string.printable, k=5))
+            if rng.random() < 0.2:
+                said = {"role": "assistant", "content": "something else"}
+            histories.append([*history, said, *(calls or [{"role": "user", "content": text}])])
+    return engine, episode.trajectory(Ended(0, '{"reward": 1}', ""))
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_no_trained_token_differs_from_the_sampled_one(hermes, part):
+    """Of 250 episodes each: every trained stretch is an answer in full, with its log-probs, after its own prompt."""
+    spoken = language(hermes)
+    for seed in range(250 * part, 250 * part + 250):
+        engine, t = asyncio.run(an_episode(hermes, seed, spoken))
+        left = list(engine.gave)
+        for branch in (t, *t.branches):
+            tokens, at = branch.tokens.tolist(), 0
+            while at < len(tokens):
+                if not branch.sampled[at]:
+                    at += 1
+                    continue
+                found = next((g for g in left if g[0] == tokens[:at] and g[1] == tokens[at : at + len(g[1])]), None)
+                assert found is not None, (seed, at)
+                number, here = engine.gave.index(found) + 1, slice(at, at + len(found[1]))
+                expected = np.float32([-number - i / 100 for i in range(len(found[1]))])
+                assert branch.sampled[here].all() and (branch.logprob[here] == expected).all()
+                left.remove(found)
+                at += len(found[1])
+            assert (branch.version[~branch.sampled] == -1).all() and (branch.logprob[~branch.sampled] == 0).all()
+        if t.exchange.branches_left_out == 0:
+            assert left == []  # each answer is trained on exactly once
+
+
+NAMES = "messages role content type text tools function name prompt input output id tool_calls arguments n stop"
+NAMES += " max_tokens stream stop_sequences system tool_choice call_id tool_use_id user assistant tool message auto"
+NAMES += " function_call function_call_output tool_use tool_result instructions previous_response_id logprobs"
+name = st.sampled_from(NAMES.split())
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just("\ud800") | name
+OBJECTS = st.dictionaries(name, PLAIN | st.dictionaries(name, PLAIN, max_size=3), max_size=5)
+JSON = PLAIN | OBJECTS | st.lists(PLAIN | OBJECTS, max_size=3)
+ITEMS = st.lists(st.dictionaries(name, name | JSON, max_size=5), max_size=3)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from([chat, completions, messages, responses]), st.dictionaries(name, JSON), ITEMS)
+def test_any_body_is_read_or_refused_with_a_line(api, body, said):
+    body = body | ({"messages": said, "input": said} if said else {})
+    try:
+        request = api.read(body, {}) if api is responses else api.read(body)
+    except BadRequest as e:
+        assert "\n" not in str(e) and len(str(e)) < 400
+    else:
+        assert request.n >= 1 and all(isinstance(m["content"], str) for m in request.messages)
+
+
+@pytest.mark.parametrize(
+    "sent,status,said",
+    [
+        (b"nonsense\r\n\r\n", 400, "must be HTTP/1.1"),
+        (b"POST / HTTP/1.1\r\nContent-Length: x\r\n\r\n", 400, "Content-Length"),
+        (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n", 400, "Content-Length"),
+        (b"POST / HTTP/1.1\r\nContent-Length: 99999999\r\n\r\n", 413, "at most 16777216"),
+        (b"POST / HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}", 401, "no key"),
+        (b"POST / HTTP/1.1\r\nAuthorization: Bearer right\r\nContent-Length: 2\r\n\r\n{}", 404, "no path"),
+        (b"A" * 2**17 + b"\r\n\r\n", 400, "at most 65536 bytes"),
+    ],
+)
+def test_what_is_no_request_is_refused(sent, status, said):
+    def admit(key):
+        if key != "right":
+            raise BadRequest("no key", status=401)
+
+    async def answer(call):
+        raise BadRequest("no path", status=404)
+
+    async def exchange():
+        server = await http.serve(answer, admit)
+        async with server:
+            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname()[:2])
+            writer.write(sent)
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            body = await reader.readexactly(int(head.lower().partition("content-length: ")[2].split()[0]))
+            writer.close()
+        return head, json.loads(body)
+
+    head, body = asyncio.run(exchange())
+    assert head.startswith(f"HTTP/1.1 {status} ") and said in body["error"]["message"]
+
+
+def test_a_message_that_the_template_or_the_tokenizer_cannot_take_is_refused(hermes):
+    episode = Episode(language(hermes), RULES, Recording(hermes, random.Random(0)), hermes.prompt(), greedy(50), 0)
+    for content, why in (("\ud800", "cannot be read"), ("a " * 600, "room for"), ("x" * 2 * 10**6, "characters")):
+        with pytest.raises(BadRequest, match=why):
+            asyncio.run(episode.answer(chat.read({"messages": [{"role": "user", "content": content}]})))
+
+
+def test_branches_are_packed_and_trained_with_their_episode(hermes):
+    found = [asyncio.run(an_episode(hermes, seed))[1] for seed in range(40)]
+    assert any(t.branches for t in found)
+    for before, after in zip(found, trajectories.unpack(trajectories.pack(found)), strict=True):
+        assert len(before.branches) == len(after.branches) and before.exchange == after.exchange
+        for a, b in zip((before, *before.branches), (after, *after.branches), strict=True):
+            assert all(np.array_equal(getattr(a, name), getattr(b, name)) for name in trajectories.ARRAYS)
+    several = [t for t in found if t.branches][:2]
+    rewards = [Reward(1.0, {}, None, earned=((0, 9.0),)), Reward(2.0, {}, None, unusable="too late")]
+    some = several[1].branches[0]
+    branch = type(some)(**{**vars(some), "exchange": Exchange(0, 0, 0.0, 0.0, None, earned=((3, 0.5),))})
+    several[1] = type(some)(**{**vars(several[1]), "branches": (branch,)})
+    rows, graded, group, best = batch.with_branches(several, rewards, np.array([0, 1]), np.float32([5, 6]), [1.0, 2.0])
+    counts = [len(t.branches) for t in several]
+    assert len(rows) == len(graded) == 2 + sum(counts) and rows[-1] is branch
+    assert group.tolist() == [0, 1, *[0] * counts[0], 1] and best.tolist() == [5, 6, *[5] * counts[0], 6]
+    assert graded[2].score == 1.0 and graded[-1].unusable == "too late" and graded[-1].earned == ((3, 1.0),)
