@@ -8,8 +8,9 @@ POST with all prompts, by vLLM's engine in a process of its own without any serv
 The share that jppo's client and server cost is the ratio to the engine without one, whose tokens must be the same.
 
 Publishing: the seconds of each part of a publish. Copy is the device's part and the way to the host, write the
-checksum and the file, both is what a publish does of these at a time; verify and load are the server's. Each figure is
-the median of --repeats, after one round that compiles and takes memory. Writes OUT/<date>-<machine>-rollout.json and
+checksum and the file, both is what a publish does of these at a time; verify and load are the server's. A whole publish
+from a file and one over TCP alternate, with the rise of the trainer's resident memory over a mere copy's. Each figure
+is the median of --repeats, after one round that compiles and takes memory. Writes OUT/<date>-<machine>-rollout.json and
 prints tables.
 """
 
@@ -42,15 +43,19 @@ from jppo.build.publish import published_dtype
 from jppo.build.rollout import open_engine, server_settings, share_gpu
 from jppo.models import decoder, families, hf_write
 from jppo.models.config import ModelConfig
+from jppo.rollout.protocol import Repeatable
 from jppo.rollout.servers.engine import ServedSampler
 from jppo.rollout.vllm import layout
 from jppo.rollout.vllm.arguments import check_vllm, environment, flags
-from jppo.rollout.vllm.buffers import Buffers, Parcel, make_buffers
+from jppo.rollout.vllm.buckets import BUCKET, StreamPublisher, Tcp
+from jppo.rollout.vllm.buffers import Buffers, Parcel
+from jppo.rollout.vllm.publisher import Publisher
 from jppo.settings import UserError
 from jppo.types import Params, Prompt
 
 PROMPTS, SAMPLES = 64, 4  # of each prompt
 TIMEOUT_S = 600.0
+Tensors = Iterator[tuple[str, np.ndarray]]
 
 
 @contextlib.contextmanager
@@ -180,21 +185,38 @@ def sampling(
     }
 
 
+def deliver(sampler: ServedSampler, way: Publisher, tensors: Callable[[], Tensors], number: int) -> None:
+    sampler.fleet.deliver(way.whole(Repeatable(tensors), number))
+
+
+def rise(what: Callable[[], Any]) -> int:
+    """Returns by how much resident memory, without shared memory, rises at most during a call."""
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = resident("VmRSS")
+    what()
+    return resident("VmHWM") - before
+
+
+def resident(name: str) -> int:
+    status = pathlib.Path("/proc/self/status").read_text()
+    return 1024 * int(status.split(f"{name}:")[1].split()[0])
+
+
 def publishing(c: ConfigDict, cfg: ModelConfig, params: Params, sampler: ServedSampler, repeats: int) -> dict[str, Any]:
     """Measures the seconds of each part of a publish, from a file and over a socket."""
-    how = dict(named=False, spare=[], publish_host="", timeout_s=TIMEOUT_S)
     seconds: dict[str, list[float]] = {}
 
-    def tensors() -> Iterator[tuple[str, np.ndarray]]:
+    def tensors() -> Tensors:
         return hf_write.hf_tensors(params, cfg, dtype=published_dtype(c))
 
     def note(name: str, took: float) -> None:
         seconds.setdefault(name, []).append(took)
 
-    with (
-        contextlib.closing(make_buffers("", publish_via="file", **how)) as file,
-        contextlib.closing(make_buffers("", publish_via="tcp", **how)) as socket,
-    ):
+    memory: dict[str, list[int]] = {}
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(contextlib.closing(Buffers("")))
+        ways: dict[str, Publisher] = {"file": Publisher(file), "TCP": StreamPublisher(file, Tcp("", TIMEOUT_S))}
+        stack.callback(ways["TCP"].close)
         for number in range(1, 2 + repeats):
             note("copy", timed(lambda: [None for _ in tensors()])[0])
             note("write", timed(functools.partial(file.write, list(tensors())))[0])
@@ -203,12 +225,18 @@ def publishing(c: ConfigDict, cfg: ModelConfig, params: Params, sampler: ServedS
             for name, took in publish(sampler, parcel, number).items():
                 note(name, took)
         for number in range(2 + repeats, 3 + 2 * repeats):
-            parcel = socket.write(tensors())
-            note("verify over TCP", publish(sampler, parcel, number)["verify"])
+            memory.setdefault("copy", []).append(rise(lambda: [tensor.nbytes for _, tensor in tensors()]))
+            for name, way in ways.items():
+                whole = functools.partial(deliver, sampler, way, tensors, number)
+                took, most = timed(functools.partial(rise, whole))
+                note(f"whole publish, {name}", took)
+                memory.setdefault(name, []).append(most)
     size = layout.size(parcel.entries)
     return {
         "bytes": size,
         "dtype": published_dtype(c),
+        "bucket": max(BUCKET + hf_write.AHEAD, *(tensor.nbytes for _, tensor in tensors())),
+        "memory": {name: statistics.median(rises[1:]) for name, rises in memory.items()},
         "parts": {
             name: {"seconds": took[1:], "s_per_gb": statistics.median(took[1:]) / (size / 1e9)}
             for name, took in seconds.items()
@@ -222,6 +250,7 @@ def measure(model: str, args: argparse.Namespace) -> dict[str, Any]:
     cfg = families.from_hf(described, path=f"model {model}")
     with tempfile.TemporaryDirectory() as folder:
         c = base_config(folder, args.dtype)
+        c.rollout.publish_via = "tcp"  # its servers take files too
         share_gpu(c)
         write_model(pathlib.Path(folder), described)
         engine = open_engine(c, pathlib.Path(folder))
@@ -265,6 +294,11 @@ def table(result: dict[str, Any]) -> str:
         for name, x in at["parts"].items():
             took = statistics.median(x["seconds"])
             lines.append(f"| {model} | {at['bytes'] / 1e9:.3f} | {name} | {took:.4f} | {x['s_per_gb']:.3f} |")
+    lines += ["", "| model | bucket, MiB | resident memory | peak over the start, MiB |", "|---|---:|---|---:|"]
+    for model, found in result["models"].items():
+        at = found["publishing"]
+        for name, rises in at["memory"].items():
+            lines.append(f"| {model} | {at['bucket'] / 2**20:.0f} | {name} | {rises / 2**20:.0f} |")
     return "\n".join(lines)
 
 

@@ -9,6 +9,7 @@ SIGTERM ends the server.
 """
 
 import contextlib
+import dataclasses
 import fcntl
 import os
 import pathlib
@@ -49,7 +50,7 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"rollout.name={c.rollout.name!r}, rollout.port={c.rollout.port}: {wanted}")
     if not os.environ.get(guard.TOKEN, "").strip():
         raise UserError(f"{guard.TOKEN} is not set; set it to one random value here and for the training")
-    server, port = server_settings(c), c.rollout.port
+    server, port = dataclasses.replace(server_settings(c), publish_via="tcp"), c.rollout.port  # it takes files, too
     build = arguments.check_vllm(c.rollout.python)
     model = str(hf.resolve(c.model.path, weights=False))
     place = ["--host", args.host, "--port", str(port), "--served-model-name", "policy"]

@@ -1,11 +1,12 @@
 """Checks that a vLLM server samples from the published weights.
 
-    python scripts/check_sync.py HF_DIR
+    python scripts/check_sync.py HF_DIR [--via file|tcp|nccl]
 
 Starts vLLM on HF_DIR (config and tokenizer; random weights where it has none), publishes two random changes
 of the weights, and compares the log-probs of what the server generates with jppo's own, on prompts so long
 that a stale prefix cache would show. Then publishes three broken sets of weights: each must be refused by
 name, and the server must go on with the old ones. Exits with 1 above --tolerance.
+--via nccl needs two GPUs: the trainer takes the first, the server the second.
 """
 
 import argparse
@@ -75,9 +76,10 @@ def gap(params: Params, cfg: ModelConfig, trajectories: Sequence[Trajectory]) ->
     return float(np.abs(np.asarray(logp) - served)[sampled].max())
 
 
-def check(sampler: ServedSampler, base: Params, cfg: ModelConfig) -> float:
+def check(sampler: ServedSampler, base: Params, cfg: ModelConfig, via: str) -> float:
     """Publishes, generates, compares, injects faults; returns the largest gap. RolloutError if a fault passes."""
     rng = np.random.default_rng(0)
+    export = hf_write.device_tensors if via == "nccl" else hf_write.hf_tensors
     prompts = [
         Prompt(str(i), "", "", rng.integers(3, cfg.vocab_size, PROMPT_TOKENS).astype(np.int32), "", {})
         for i in range(4)
@@ -87,20 +89,25 @@ def check(sampler: ServedSampler, base: Params, cfg: ModelConfig) -> float:
     for version in (1, 2):
         before = params
         params = changed(base, jax.random.key(version))
-        sampler.load(hf_write.hf_tensors(params, cfg), version=version)
+        sampler.load(export(params, cfg), version=version)
         trajectories = sampler.generate(prompts, SAMPLING, version=version)
         found, stale = gap(params, cfg, trajectories), gap(before, cfg, trajectories)
         largest = max(largest, found)
         print(f"version {version}: largest gap {found:.2e}, to the weights before {stale:.2e}")
 
-    tensors = dict(hf_write.hf_tensors(changed(base, jax.random.key(3)), cfg))
+    tensors = dict(export(changed(base, jax.random.key(3)), cfg))
     name = list(tensors)[-1]
     cut = CutBuffers("")
     faults = {
         "a tensor missing": lambda: sampler.load([t for t in tensors.items() if t[0] != name], version=3),
         "a wrong shape": lambda: sampler.load((tensors | {name: tensors[name][:-1]}).items(), version=3),
-        "a cut file": lambda: sampler.fleet.deliver(publisher.Publisher(cut).whole(tensors.items(), 3)),
     }
+    if via == "file":
+        faults["a cut file"] = lambda: sampler.fleet.deliver(publisher.Publisher(cut).whole(tensors.items(), 3))
+    else:
+        faults["another dtype"] = lambda: sampler.load(
+            (tensors | {name: tensors[name].astype("int32")}).items(), version=3
+        )
     for fault, publish in faults.items():
         try:
             publish()
@@ -122,6 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("hf_dir")
     parser.add_argument("--tolerance", type=float, default=1e-3)
+    parser.add_argument("--via", choices=("file", "tcp", "nccl"), default="file", help="rollout.publish_via")
     parser.add_argument("--python", default="", help="the interpreter that has vLLM")
     args = parser.parse_args()
     _, cfg = hf.read_config(args.hf_dir, longest=PROMPT_TOKENS + SAMPLING.max_tokens)
@@ -139,6 +147,8 @@ def main() -> None:
         start_timeout_s=300.0,
         latent=cfg.latent_sizes,
         delta=cfg.delta_kind,
+        publish_via=args.via,
+        devices=("1",) if args.via == "nccl" else (),
     )
     with tempfile.TemporaryDirectory() as run_dir:
         limits = ServerLimits(request_timeout_s=120.0, health_timeout_s=60.0, max_restarts=0)
@@ -148,7 +158,7 @@ def main() -> None:
                 base = hf.load_params(args.hf_dir, cfg, head="lm", param_dtype=jnp.float32)
             else:
                 base = decoder.init_params(cfg, jax.random.key(0), head="lm", param_dtype=jnp.float32)
-            largest = check(engine.ready(eos_token_ids=[], decode=lambda _: ""), base, cfg)
+            largest = check(engine.ready(eos_token_ids=[], decode=lambda _: ""), base, cfg, args.via)
         finally:
             engine.close()
     print(f"largest difference: {largest:.2e} (tolerance {args.tolerance:.0e})")

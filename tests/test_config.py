@@ -330,11 +330,20 @@ def test_what_is_none_unless_given_may_be_given(config):
                            "--ssl-keyfile-password p4ss", "--x.client-secret=p4ss")
         ),
         ({"rollout.max_kl_jump": -1.0}, ["rollout.max_kl_jump=-1.0", "at least 0.0"]),
-        ({"rollout.publish_host": "10.0.0.1"}, ["rollout.publish_host='10.0.0.1'", "rollout.publish_via='tcp'"]),
+        ({"rollout.publish_host": "10.0.0.1"}, ["rollout.publish_host='10.0.0.1'", "other than 'file'"]),
         (
             {"rollout.publish_via": "tcp", "rollout.publish_host": "0.0.0.0"},
             ["rollout.publish_host='0.0.0.0'", "the trainer's own"],
         ),
+        (
+            {"rollout.publish_via": "nccl", "rollout.sleep_level": 1},
+            ["rollout.publish_via='nccl'", "rollout.sleep_level=1", "use file"],
+        ),
+        (
+            {"rollout.publish_via": "nccl", "rollout.name": "sglang"},
+            ["rollout.publish_via='nccl' is for vLLM", "rollout.publish_dir"],
+        ),
+        ({"rollout.publish_via": "ipc"}, ["rollout.publish_via='ipc'", "nccl"]),
         (
             {"rollout.publish_via": "tcp", "rollout.lora_sync": "adapter", "model.lora_rank": 2},
             ["rollout.publish_via='tcp'", "rollout.publish_dir", "take merge"],

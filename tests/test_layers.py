@@ -35,9 +35,10 @@ COMMANDS_BELOW = ("jppo.data.check", "jppo.data.math", "jppo.rewards.check")
 COMMANDS = (*(f"jppo.{place}" for row in LAYERS[7:] for place in row), *COMMANDS_BELOW)
 # Packages that few may import: a module, or all modules below a package.
 ONLY_IN = {
-    "vllm": ("jppo.rollout.vllm.worker",),
+    "vllm": ("jppo.rollout.vllm.weight_engine",),
     "torch": (
         "jppo.rollout.vllm.worker",
+        "jppo.rollout.vllm.weight_engine",
         "jppo.rewards.model.torch_worker",
         "jppo.checks.parity_worker",
         "jppo.rewards.model.convert_worker",
@@ -60,6 +61,7 @@ ONLY_IN = {
     "tensorboardX": ("jppo.runlog.tensorboard",),
     "ml_collections": ("configs", "jppo.settings", *COMMANDS),
 }
+BY_VLLM = ("jppo.rollout.vllm.weight_engine",)  # imported only by vLLM itself
 # TensorFlow can take the GPU when it is imported; vLLM and transformers cost seconds.
 ONLY_IN_FUNCTIONS = {
     "vllm",
@@ -79,7 +81,9 @@ NO_MORE_THAN = {
     "jppo.statistics": PURE - {"jax", "chex"},
     "configs": {"ml_collections"},
     # what runs in vLLM's process, whose environment may have no more of jppo's dependencies
-    "jppo.rollout.vllm.worker": {*sys.stdlib_module_names, "numpy", "torch", "transformers", "vllm"},
+    "jppo.rollout.vllm.weight_engine": {*sys.stdlib_module_names, "torch", "vllm"},
+    "jppo.rollout.vllm.worker": {*sys.stdlib_module_names, "numpy", "torch", "transformers"},
+    "jppo.rollout.vllm.staging": {*sys.stdlib_module_names},
     "jppo.rollout.vllm.layout": {*sys.stdlib_module_names, "numpy"},
     "jppo.rollout.vllm.transfer": {*sys.stdlib_module_names},
     "jppo.rewards.model.torch_worker": {*sys.stdlib_module_names, "torch", "transformers"},
@@ -106,7 +110,14 @@ OF_JPPO = {
     "jppo.algorithms": ("jppo.types", "jppo.algorithms"),
     "jppo.statistics": (),
     "configs": ("jppo.settings",),
-    "jppo.rollout.vllm.worker": ("jppo.rollout.vllm.layout", "jppo.rollout.vllm.transfer"),
+    "jppo.rollout.vllm.weight_engine": (
+        "jppo.rollout.vllm.layout",
+        "jppo.rollout.vllm.staging",
+        "jppo.rollout.vllm.transfer",
+        "jppo.rollout.vllm.worker",
+    ),
+    "jppo.rollout.vllm.worker": ("jppo.rollout.vllm.layout", "jppo.rollout.vllm.staging"),
+    "jppo.rollout.vllm.staging": ("jppo.rollout.vllm.layout",),
     "jppo.rollout.vllm.transfer": ("jppo.rollout.vllm.layout",),
     "jppo.rollout.vllm.layout": (),
     "jppo.rewards.model.torch_worker": (),
@@ -215,7 +226,7 @@ def against_others(module: str, found: Import) -> Iterator[str]:
         yield f"{module} must import nothing"
     if top in ONLY_IN and not any(within(module, a) for a in ONLY_IN[top]):
         yield f"only {', '.join(ONLY_IN[top])} may"
-    if top in ONLY_IN_FUNCTIONS and not found.in_function:
+    if top in ONLY_IN_FUNCTIONS and not found.in_function and module not in BY_VLLM:
         yield "only inside the function that needs it"
     for which, allowed in NO_MORE_THAN.items():
         if within(module, which) and top not in allowed:
@@ -294,9 +305,9 @@ def test_the_walk_sees_the_project():
         ("jppo.algorithms.kl", "import pathlib", "may import nothing of the kind"),
         ("jppo.algorithms.kl", "from jppo.settings import UserError", "only jppo.types, jppo.algorithms"),
         ("jppo.algorithms.kl", "import jax.numpy as jnp", None),
-        ("jppo.rollout.servers.process", "def f():\n    import vllm", "only jppo.rollout.vllm.worker may"),
+        ("jppo.rollout.servers.process", "def f():\n    import vllm", "only jppo.rollout.vllm.weight_engine may"),
         ("jppo.rollout.vllm.worker", "import vllm", "only inside the function"),
-        ("jppo.rollout.vllm.worker", "def f():\n    from vllm import LLM", None),
+        ("jppo.rollout.vllm.weight_engine", "from vllm import LLM", None),
         ("jppo.rollout.vllm.worker", "import jax", "jppo.rollout.vllm.worker may import nothing"),
         ("jppo.rollout.vllm.worker", "from jppo.types import Prompt", "only jppo.rollout.vllm.layout"),
         ("jppo.rollout.vllm.layout", "import httpx", "jppo.rollout.vllm.layout may import nothing"),

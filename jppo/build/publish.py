@@ -8,7 +8,6 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from ml_collections import ConfigDict
 
 from jppo.build.learner import Learner, make_mesh
@@ -17,9 +16,9 @@ from jppo.distributed.hosts import ALONE, Hosts
 from jppo.learner import sharding, state
 from jppo.models import hf, hf_write, placing
 from jppo.models.config import ModelConfig, pad_vocab
-from jppo.models.lora import Lora
+from jppo.models.lora import Lora, Weights
 from jppo.rollout.inprocess import InprocessSampler
-from jppo.rollout.protocol import Served
+from jppo.rollout.protocol import Repeatable, Served
 from jppo.types import TrainState
 
 
@@ -81,8 +80,7 @@ def publish_policy(
         sampler.hold(policy if own is learner.mesh else placing.local(policy, own), version=version)
         return
     if adapters is None or c.rollout.lora_sync == "merge":
-        tensors = hf_write.hf_tensors(learner.policy(now), learner.cfg, dtype=published_dtype(c))
-        _load(sampler, tensors, hosts, version=version, mode=mode)
+        _load(c, sampler, learner.policy(now), learner.cfg, hosts, version=version, mode=mode)
         return
     save = functools.partial(
         hf_write.save_adapter, learned=now.policy, cfg=learner.cfg, how=adapters, base=c.model.path
@@ -94,14 +92,20 @@ def publish_base(c: ConfigDict, learner: Learner, sampler: Source, version: int,
     """Publishes the policy's frozen base, where later only the adapters are published."""
     base = learner.actor.base
     if base is not None and not isinstance(sampler, InprocessSampler) and c.rollout.lora_sync == "adapter":
-        _load(sampler, hf_write.hf_tensors(base.params, learner.cfg, dtype=published_dtype(c)), hosts, version=version)
+        _load(c, sampler, base.params, learner.cfg, hosts, version=version)
 
 
-def _load(sampler: Served, tensors: Iterator[tuple[str, np.ndarray]], hosts: Hosts, **how: Any) -> None:
+def _load(c: ConfigDict, sampler: Served, model: Weights, cfg: ModelConfig, hosts: Hosts, **how: Any) -> None:
     """Loads all weights into each host's servers; a host that fails still joins the others' gathers."""
+    on_device = c.rollout.publish_via == "nccl"
+    export: Callable[..., Iterator[tuple[str, Any]]] = hf_write.device_tensors if on_device else hf_write.hf_tensors
+    make = functools.partial(export, model, cfg, dtype=published_dtype(c))
 
     def load() -> None:
-        with hf_write.fetched_by_all(tensors):
+        if hosts.count == 1:
+            sampler.load(Repeatable(make), **how)
+            return
+        with hf_write.fetched_by_all(make()) as tensors:
             sampler.load(tensors, **how)
 
     hosts.together(load)
@@ -116,4 +120,4 @@ def publish_stored(c: ConfigDict, sampler: Source, cfg: ModelConfig) -> None:
         values = state.load(what, c.model.path, init="pretrained", key=jax.random.key(c.trainer.seed))
         sampler.hold(values, version=0)
     else:
-        sampler.load(hf.stored_tensors(c.model.path, cfg), version=0)
+        sampler.load(Repeatable(functools.partial(hf.stored_tensors, c.model.path, cfg)), version=0)

@@ -3,6 +3,8 @@
 import functools
 import os
 import pathlib
+import sys
+import urllib.parse
 from collections.abc import Callable
 from typing import cast
 
@@ -35,6 +37,7 @@ Source = Served | InprocessSampler  # of samples
 
 # Shares of a GPU's memory: JAX's default, and the total of a trainer and its servers.
 DEFAULT_SHARE, SHARED_BY_BOTH = 0.75, 0.92
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def sampling(c: ConfigDict, version: int, gen_batch: int = 0) -> Sampling:
@@ -126,6 +129,7 @@ def server_settings(c: ConfigDict) -> ServerSettings:
         lora_rank=c.model.lora_rank if r.lora_sync == "adapter" else 0,
         latent=cfg.latent_sizes,
         delta=cfg.delta_kind,
+        publish_via=publish_via(c),
     )
 
 
@@ -140,6 +144,15 @@ def require_routing(c: ConfigDict) -> None:
                 f"{c.model.path}: config.json has no {key}, and vLLM would choose other experts; add {key}={value!r}"
                 " or set rollout.name=inprocess"
             )
+
+
+def publish_via(c: ConfigDict) -> str:
+    """Returns the transport of weights; `auto` is the file's unless a server is at another address."""
+    r = c.rollout
+    if r.publish_via != "auto":
+        return str(r.publish_via)
+    hosts = [urllib.parse.urlsplit(url).hostname for url in addresses.listed(r.urls)]
+    return "tcp" if r.name == "vllm" and any(host not in LOOPBACK for host in hosts) else "file"
 
 
 def open_engine(c: ConfigDict, run: pathlib.Path, hosts: Hosts = ALONE) -> Engine | InprocessEngine:
@@ -159,9 +172,11 @@ def start_engine(c: ConfigDict, run: pathlib.Path, hosts: Hosts = ALONE) -> Engi
     r = c.rollout
     run.mkdir(parents=True, exist_ok=True)
     start: Callable[..., Engine] = start_sglang
+    if r.publish_via == "auto":
+        print(f"rollout: weights go by {publish_via(c)}", file=sys.stderr, flush=True)
     if r.name == "vllm":
         require_routing(c)
-        start = functools.partial(start_vllm, publish_via=r.publish_via, publish_host=r.publish_host)
+        start = functools.partial(start_vllm, publish_host=r.publish_host)
     return start(
         str(hf.resolve(c.model.path, weights=False)),
         str(run),

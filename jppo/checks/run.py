@@ -15,7 +15,7 @@ from jppo.build import agreement
 from jppo.build.inputs import Inputs, read_inputs, speaking
 from jppo.build.learner import Learner, make_learner, make_mesh
 from jppo.build.publish import publish_base, publish_policy, published_dtype
-from jppo.build.rollout import open_engine, share_gpu
+from jppo.build.rollout import open_engine, publish_via, share_gpu
 from jppo.checks import machine, models_and_data, parity, resources
 from jppo.checks.finding import Check, Finding, examine
 from jppo.dry_run import memory, preview, rooms
@@ -154,7 +154,7 @@ def checks(read: Read, stack: contextlib.ExitStack, *, ask: bool) -> list[Check]
     def teacher() -> Iterator[Finding]:
         return models_and_data.reference_server(c, read.inputs)
 
-    served = c.rollout.name != "inprocess"  # by a server with a port, which reads weights from a file
+    served = c.rollout.name != "inprocess"  # by a server with a port
     return [
         *of_folder(c),
         *([Check("server ports", lambda: resources.ports(c))] if served else []),
@@ -165,7 +165,7 @@ def checks(read: Read, stack: contextlib.ExitStack, *, ask: bool) -> list[Check]
         Check("reward", reward, needs=("data",), limit_s=READ_S),
         *([Check("teacher", teacher, needs=("data",))] if ask and c.ref.url else []),
         Check("memory", lambda: resources.rooms(read.estimate[2]), needs=("data",), limit_s=COMPILE_S),
-        *([Check("publish room", publish_room, needs=("data",))] if served else []),
+        *([Check("publish room", publish_room, needs=("data",))] if served and publish_via(c) == "file" else []),
         Check("disk", disk, needs=("data",)),
     ]
 

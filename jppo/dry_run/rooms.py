@@ -9,6 +9,7 @@ from ml_collections import ConfigDict
 
 from jppo.build.inputs import Inputs
 from jppo.build.publish import published_dtype
+from jppo.build.rollout import publish_via
 from jppo.dry_run import described_machine, memory
 from jppo.dry_run.memory import Estimate
 from jppo.learner import devices, sharding
@@ -79,7 +80,10 @@ def host_parts(c: ConfigDict, inputs: Inputs, mesh: Any) -> dict[str, int]:
     r, parts = c.rollout, dict[str, int]()
     if r.name == "inprocess":
         return parts
-    if not r.publish_dir:  # two files in shared memory, written in turn
+    if publish_via(c) != "file":  # staged by servers on this machine until they load it
+        staged = 0 if r.urls else r.servers * r.tensor_model_parallel_size
+        parts["published weights"] = staged * memory.served(inputs.policy, published_dtype(c))
+    elif not r.publish_dir:  # two files in shared memory, written in turn
         parts["published weights"] = 2 * memory.served(inputs.policy, published_dtype(c))
     if r.name == "vllm" and not r.urls and sharding.platform(mesh) == "cpu":  # SGLang's are on a GPU
         parts |= {

@@ -48,8 +48,7 @@ def hf_tensors(
     are used. `AHEAD` bytes, or the largest tensor and one more, are in flight.
     """
     coming: deque[tuple[str, jax.Array]] = deque()
-    for name, tensor in _on_device(model, cfg, head, dtype):
-        tensor = placing.whole(tensor)
+    for name, tensor in device_tensors(model, cfg, head=head, dtype=dtype):
         tensor.copy_to_host_async()
         coming.append((name, tensor))
         del tensor  # else it would be kept until the next one is made
@@ -57,6 +56,16 @@ def hf_tensors(
             yield _fetched(*coming.popleft())
     while coming:
         yield _fetched(*coming.popleft())
+
+
+def device_tensors(
+    model: lora.Weights, cfg: ModelConfig, *, head: Head = "lm", dtype: Any = None
+) -> Iterator[tuple[str, jax.Array]]:
+    """Yields what `hf_tensors` does, still on the devices."""
+    for name, tensor in _on_device(model, cfg, head, dtype):
+        tensor = placing.whole(tensor)
+        yield name, tensor
+        del tensor
 
 
 def _fetched(name: str, tensor: jax.Array) -> tuple[str, np.ndarray]:

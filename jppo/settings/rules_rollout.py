@@ -115,19 +115,25 @@ def _conversation(m: ml_collections.ConfigDict) -> None:
 
 
 def _publish(r: ml_collections.ConfigDict) -> None:
-    if r.publish_via == "tcp" and r.name == "sglang":
+    via = f"rollout.publish_via={r.publish_via!r}"
+    if r.publish_via in ("tcp", "nccl") and r.name == "sglang":
         raise UserError(
-            "rollout.publish_via='tcp' is for vLLM, and rollout.name='sglang' reads directories; use file and a"
-            " rollout.publish_dir that trainer and servers share"
+            f"{via} is for vLLM, and rollout.name='sglang' reads directories; use file and a rollout.publish_dir that"
+            " trainer and servers share"
+        )
+    if r.publish_via == "nccl" and r.sleep_level:
+        raise UserError(
+            f"{via} needs servers on other GPUs than the trainer's, and rollout.sleep_level={r.sleep_level} is for"
+            " servers on the same; use file, or give them rollout.devices and set sleep_level to 0"
         )
     if r.publish_host in ("0.0.0.0", "::"):
         raise UserError(
             f"rollout.publish_host={r.publish_host!r} is no address that a server can reach; give the trainer's own"
         )
-    if r.publish_via == "tcp" and r.lora_sync == "adapter" and not r.publish_dir:
+    if r.publish_via in ("tcp", "nccl") and r.lora_sync == "adapter" and not r.publish_dir:
         raise UserError(
-            "rollout.publish_via='tcp' sends whole weights, and rollout.lora_sync='adapter' a folder of adapters; name"
-            " one that trainer and servers share by rollout.publish_dir, or take merge"
+            f"{via} sends whole weights, and rollout.lora_sync='adapter' a folder of adapters; name one that trainer"
+            " and servers share by rollout.publish_dir, or take merge"
         )
 
 

@@ -4,7 +4,7 @@ from jppo.settings import texts
 from jppo.settings.parts import ENGINES
 from jppo.settings.setting import Setting as S
 
-_SERVERS, _ASYNC, _TCP = "rollout.name!=inprocess", "rollout.mode=async", "rollout.publish_via=tcp"
+_SERVERS, _ASYNC, _SENT = "rollout.name!=inprocess", "rollout.mode=async", "rollout.publish_via!=file"
 _TURNS, _TOOLS = "rollout.multi_turn.enable", "rollout.multi_turn.tool_config_path"
 _AGENT, _FORMATS = "rollout.agent", ("hermes", "openai", "qwen3", "qwen3_coder", "plain")
 
@@ -83,9 +83,10 @@ ROLLOUT = (
       only=_SERVERS),
     S("lora_sync", "merge", "Publish of adapters. merge: merged into whole weights; adapter: adapters alone (vLLM)",
       choices=("merge", "adapter")),
-    S("publish_via", "file", "Transport of the weights. file: on this machine; tcp: servers on other machines pull"
-      " them from the trainer", choices=("file", "tcp"), only=_SERVERS),
-    S("publish_host", "", "Address of the trainer as the servers see it. '': 127.0.0.1", only=_TCP),
+    S("publish_via", "file", "Transport of the weights. file: on this machine; tcp: buckets over a socket, to any"
+      " machine; nccl: from GPU to GPU (not yet run on hardware); auto: file or tcp, by the servers' addresses",
+      choices=("file", "tcp", "nccl", "auto"), only=_SERVERS),
+    S("publish_host", "", "Address of the trainer as the servers see it. '': they are on this machine", only=_SENT),
     S("publish_dir", "", "Folder of published weights, for servers in a container. '': nameless shared memory",
       only=_SERVERS),
     S("logp_tolerance", 1e-3, "Largest log-prob mismatch between trainer and rollout: of a token before step 1. The"

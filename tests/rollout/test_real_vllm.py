@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from jppo.models import hf
-from jppo.rollout.protocol import RolloutError, greedy
+from jppo.rollout.protocol import Repeatable, RolloutError, greedy
 from jppo.rollout.servers.member import ServerLimits
-from jppo.rollout.vllm import publisher
+from jppo.rollout.vllm import buckets, publisher
 from jppo.rollout.vllm.buffers import Buffers
 from jppo.rollout.vllm.client import start_vllm
 from jppo.types import Prompt
@@ -146,14 +146,20 @@ SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("untied", "exper
 
 @pytest.fixture(scope="module", params=["tied", *SLOW])
 def served(request, settings, tmp_path_factory):
-    """A server, its sampler, and its model's config; version 1 is published."""
+    """A server, its sampler, and its model's config; version 1 is published, by a file where nothing is tied."""
     folder = tmp_path_factory.mktemp(request.param)
     config = make_model(folder / "model", request.param)
     latent = hf.read_config(folder / "model")[1].latent_sizes
     engine = start_vllm(
         str(folder / "model"),
         str(folder / "run"),
-        settings=settings(max_model_len=384, max_num_seqs=64, start_timeout_s=180.0, latent=latent),
+        settings=settings(
+            max_model_len=384,
+            max_num_seqs=64,
+            start_timeout_s=180.0,
+            publish_via="file" if request.param == "untied" else "tcp",
+            latent=latent,
+        ),
         urls=[],
         limits=LIMITS,
         publish_dir="" if request.param == "tied" else str(folder),
@@ -339,10 +345,13 @@ def test_attaching_by_url(served, settings, monkeypatch):
 
 def test_a_server_on_another_machine_pulls_its_weights(served, settings, monkeypatch):
     first, config, old, _ = served
+    if not config.tie_word_embeddings:
+        pytest.skip("this one takes files")
+    monkeypatch.setattr(buckets, "BUCKET", 1 << 14)
     monkeypatch.setenv("JPPO_SERVER_TOKEN", first.fleet.members[0].server.key.token)
     attached = start_vllm(
-        "model", "run", settings=settings(), urls=[first.fleet.members[0].endpoint.url], limits=LIMITS, publish_dir="",
-        publish_via="tcp",
+        "model", "run", settings=settings(publish_via="tcp"), urls=[first.fleet.members[0].endpoint.url],
+        limits=LIMITS, publish_dir="",
     ).ready(eos_token_ids=[2], decode=str)  # fmt: skip
     try:
         new, tensors = random_weights(config, 4)
@@ -350,15 +359,13 @@ def test_a_server_on_another_machine_pulls_its_weights(served, settings, monkeyp
         found = attached.generate(PROMPTS, SAMPLING, version=4)
         assert gap(new, found) < 1e-3 and gap(old, found) > 0.1
         attached.load(random_weights(config, 1)[1].items(), version=1)
-        write = Buffers.write
+        describe = buckets.describe
 
-        def write_and_break(self, sent):
-            parcel = write(self, sent)
-            with open(parcel.path, "r+b") as file:
-                file.write(b"broken")
-            return parcel
+        def describe_and_break(bucket):
+            entries, views = describe(bucket)
+            return entries, [memoryview(b"broken" + bytes(views[0])[6:]), *views[1:]]
 
-        monkeypatch.setattr(Buffers, "write", write_and_break)
+        monkeypatch.setattr(buckets, "describe", describe_and_break)
         with pytest.raises(RolloutError, match=r"refused version 5 .* \S+\.weight has a different checksum"):
             attached.load(tensors.items(), version=5)
     finally:
@@ -401,6 +408,79 @@ def test_a_broken_server_is_started_again_and_nothing_is_lost(served):
         sampler.generate(PROMPTS, SAMPLING, version=1)
     sampler.close()
     wait_for_none(leader)
+
+
+@pytest.mark.slow
+def test_two_servers_get_a_publish_wholly_or_not_at_all(tmp_path, settings, monkeypatch):
+    """One refuses a bucket; one is killed between two; the trainer is killed between two."""
+    monkeypatch.setattr(buckets, "BUCKET", 1 << 14)
+    config = make_model(tmp_path / "model", "tied")
+    models = [random_weights(config, seed) for seed in (1, 2, 3)]
+    how = settings(servers=2, max_model_len=384, start_timeout_s=240.0, publish_via="tcp")
+    engine = start_vllm(
+        str(tmp_path / "model"), str(tmp_path / "run"), settings=how, urls=[], limits=LIMITS, publish_dir=""
+    )
+    try:
+        sampler = engine.ready(eos_token_ids=[2], decode=str)
+        sampler.load(models[0][1].items(), version=1)
+
+        def after(count, do, tensors):
+            for i, item in enumerate(tensors.items()):
+                if i == count:
+                    do()
+                yield item
+
+        def served_by(model):
+            found = sampler.probe(PROMPTS, SAMPLING)
+            assert len({t.server for t in found}) == 2
+            return gap(model, found) < 1e-3
+
+        second = sampler.fleet.members[1]
+        bogus = {"update_info": {"version": 2, "entries": [["w", "float32", [1], 0, 4, 0]]}}
+        with pytest.raises(RolloutError, match=rf"{second.endpoint.url} refused version 2 .*w not in the served model"):
+            sampler.load(after(5, lambda: second.endpoint.post("/update_weights", bogus), models[1][1]), version=2)
+        assert served_by(models[0][0])
+
+        def kill():
+            for pid in session_of(second.server.pid):
+                os.kill(pid, signal.SIGKILL)
+
+        sampler.load(Repeatable(lambda: after(5, kill if sampler.version == 1 else int, models[1][1])), version=2)
+        deadline = time.monotonic() + 120
+        while not second.up:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        assert sampler.metrics()["rollout/restarts"] == 1 and served_by(models[1][0])
+
+        told = json.dumps([second.endpoint.url, dataclasses.asdict(how), list(models[2][1])[:3]])
+        env = os.environ | {"JPPO_SERVER_TOKEN": second.server.key.token}
+        killed = subprocess.run([sys.executable, "-c", KILLED, told], env=env, timeout=120, check=False)
+        assert killed.returncode == -signal.SIGKILL and served_by(models[1][0])
+        sampler.load(models[2][1].items(), version=3)
+        assert served_by(models[2][0])
+    finally:
+        engine.close()
+
+
+KILLED = """
+import json, os, signal, sys
+import numpy as np
+from jppo.rollout.servers.member import ServerLimits
+from jppo.rollout.vllm import buckets
+from jppo.rollout.vllm.arguments import ServerSettings
+from jppo.rollout.vllm.client import start_vllm
+url, settings, names = json.loads(sys.argv[1])
+buckets.BUCKET = 1
+settings = ServerSettings(**settings)
+engine = start_vllm("model", "run", settings=settings, urls=[url], limits=ServerLimits(60.0, 60.0, 0), publish_dir="")
+sampler = engine.ready(eos_token_ids=[2], decode=str)
+def tensors():
+    yield names[0], np.zeros((96, 64), np.float32)
+    yield names[1], np.zeros((64, 64), np.float32)
+    assert "refused" not in str(sampler.fleet.members[0].endpoint.call("jppo_transfer"))
+    os.kill(os.getpid(), signal.SIGKILL)
+sampler.load(tensors(), version=3)
+"""
 
 
 TRAINER = """

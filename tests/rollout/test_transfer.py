@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import os
 import socket
@@ -8,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from jppo.rollout.vllm import layout, transfer
+from jppo.rollout.vllm import buckets, layout, transfer
 from jppo.rollout.vllm.transfer import Address, Sender
 
 TENSORS = {
@@ -20,15 +21,14 @@ TENSORS = {
 
 
 @pytest.fixture
-def written():
-    fd = os.memfd_create("test")
-    yield fd, layout.write(fd, TENSORS.items())
-    os.close(fd)
+def bucket():
+    """The entries and the bytes of TENSORS."""
+    return buckets.describe(list(TENSORS.items()))
 
 
-@pytest.fixture
-def sender():
-    made = Sender("127.0.0.1", timeout_s=5.0)
+@pytest.fixture(params=["", "127.0.0.1"])
+def sender(request):
+    made = Sender(request.param, timeout_s=5.0)
     yield made
     made.close()
 
@@ -46,12 +46,12 @@ def refusal(address, entries) -> str:
     return str(caught.value)
 
 
-def test_every_byte_arrives(sender, written):
-    address = sender.offer(*written)
-    assert arrived(transfer.receive(address, written[1]), written[1]) == SENT
+def test_every_byte_arrives(sender, bucket):
+    with sender.offer(*bucket) as address:
+        assert arrived(transfer.receive(address, bucket[0]), bucket[0]) == SENT
 
 
-def test_several_pull_at_the_same_time(sender, written, monkeypatch):
+def test_several_pull_at_the_same_time(sender, bucket, monkeypatch):
     """Each waits until all of them are in the middle: nothing may serve one after the other."""
     together, real = threading.Barrier(4), transfer._receive_one
 
@@ -61,69 +61,65 @@ def test_several_pull_at_the_same_time(sender, written, monkeypatch):
         real(connection, entry, view, deadline)
 
     monkeypatch.setattr(transfer, "_receive_one", one)
-    address = sender.offer(*written)
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: arrived(transfer.receive(address, written[1]), written[1]), range(4)))
+    with sender.offer(*bucket) as address, ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: arrived(transfer.receive(address, bucket[0]), bucket[0]), range(4)))
     assert found == [SENT] * 4
 
 
-def test_a_wrong_token_gets_no_byte_of_them(sender, written):
-    address = sender.offer(*written)
-    wrong = dataclasses.replace(address, token="0" * 32)
-    assert "rejects the token" in refusal(wrong, written[1])
-    with socket.create_connection((address.host, address.port), timeout=5) as connection:
-        connection.sendall(b"0" * 32)
-        assert connection.makefile("rb").read() == transfer.NO
-    assert transfer.receive(address, written[1])
+def test_a_wrong_token_gets_no_byte_of_them(sender, bucket):
+    with sender.offer(*bucket) as address:
+        wrong = dataclasses.replace(address, token="0" * 32)
+        assert "rejects the token" in refusal(wrong, bucket[0])
+        with transfer._connected(address) as connection:
+            connection.sendall(b"0" * 32)
+            assert connection.makefile("rb").read() == transfer.NO
+        assert transfer.receive(address, bucket[0])
 
 
-def test_a_token_is_of_one_publish(sender, written):
-    fd, entries = written
-    first = sender.offer(fd, entries)
-    sender.withdraw(fd)
-    second = sender.offer(fd, entries)
-    assert first.token != second.token and len(first.token) == transfer.TOKEN_BYTES
-    assert "rejects the token" in refusal(first, entries)
-    assert transfer.receive(second, entries)
+def test_a_token_is_of_one_offer(sender, bucket):
+    with sender.offer(*bucket) as first:
+        pass
+    with sender.offer(*bucket) as second:
+        assert first.token != second.token and len(first.token) == transfer.TOKEN_BYTES
+        assert "rejects the token" in refusal(first, bucket[0])
+        assert transfer.receive(second, bucket[0])
 
 
-def test_the_last_one_can_still_be_had_beside_the_next(sender, written):
-    """A server that was started again gets what the others have, while the next one is offered to them."""
-    fd = os.memfd_create("next")
-    entries = layout.write(fd, [("a", TENSORS["a"] + 1)])
-    first, second = sender.offer(*written), sender.offer(fd, entries)
-    assert arrived(transfer.receive(first, written[1]), written[1]) == SENT
-    assert arrived(transfer.receive(second, entries), entries) == {"a": (TENSORS["a"] + 1).tobytes()}
-    sender.withdraw(fd)
-    os.close(fd)
-    assert arrived(transfer.receive(first, written[1]), written[1]) == SENT
+def test_two_buckets_are_offered_at_the_same_time(sender, bucket):
+    """A restarted server gets its weights while the next ones go to the others."""
+    entries, views = buckets.describe([("a", TENSORS["a"] + 1)])
+    with sender.offer(*bucket) as first:
+        with sender.offer(entries, views) as second:
+            assert arrived(transfer.receive(first, bucket[0]), bucket[0]) == SENT
+            assert arrived(transfer.receive(second, entries), entries) == {"a": (TENSORS["a"] + 1).tobytes()}
+        assert arrived(transfer.receive(first, bucket[0]), bucket[0]) == SENT
 
 
-def test_bytes_that_are_not_what_was_written_are_refused(sender, written):
-    fd, entries = written
-    address = sender.offer(fd, entries)
-    os.pwrite(fd, b"x", entries[3].offset + 1_000_001)
-    assert "c has a different checksum" in refusal(address, entries)
+def test_bytes_that_changed_after_the_checksum_are_refused(sender, bucket):
+    entries, views = bucket
+    changed = bytearray(views[3])
+    changed[1_000_001] ^= 1
+    with sender.offer(entries, [*views[:3], memoryview(changed)]) as address:
+        assert "c has a different checksum" in refusal(address, entries)
 
 
-def test_a_tensor_of_another_publish_is_refused(sender, written):
-    fd, entries = written
-    address = sender.offer(fd, entries)
+def test_a_tensor_of_another_bucket_is_refused(sender, bucket):
+    entries, views = bucket
     other = [*entries[:2], dataclasses.replace(entries[2], crc32=1), entries[3]]
-    assert "b has a header with another length or checksum" in refusal(address, other)
+    with sender.offer(entries, views) as address:
+        assert "b has a header with another length or checksum" in refusal(address, other)
 
 
-def test_a_file_that_is_cut_is_refused(sender, written):
-    fd, entries = written
-    address = sender.offer(fd, entries)
-    os.truncate(fd, entries[3].offset + 5)
-    assert "broke off in c: the connection was closed" in refusal(address, entries)
+def test_a_tensor_that_is_cut_is_refused(sender, bucket):
+    entries, views = bucket
+    with sender.offer(entries, [*views[:3], views[3][:5]]) as address:
+        assert "broke off in c: the connection was closed" in refusal(address, entries)
 
 
-def test_nobody_there_says_what_to_set(sender, written):
-    address = sender.offer(*written)
-    sender.close()
-    assert "set rollout.publish_host to its address" in refusal(address, written[1])
+def test_nobody_there_says_what_to_set(sender, bucket):
+    with sender.offer(*bucket) as address:
+        sender.close()
+        assert "set rollout.publish_host to its address" in refusal(address, bucket[0])
 
 
 def fake(behave):
@@ -139,8 +135,8 @@ def fake(behave):
     return Address("127.0.0.1", listening.getsockname()[1], "0" * 32, timeout_s=0.5)
 
 
-def test_a_connection_that_ends_in_a_tensor_is_refused(written):
-    _, entries = written
+def test_a_connection_that_ends_in_a_tensor_is_refused(bucket):
+    entries, _ = bucket
 
     def cut(connection):
         header = transfer.HEADER.pack(entries[0].nbytes, entries[0].crc32)
@@ -150,8 +146,8 @@ def test_a_connection_that_ends_in_a_tensor_is_refused(written):
     assert "broke off before the first tensor" in refusal(fake(lambda connection: None), entries)
 
 
-def test_a_trainer_that_drips_is_refused_in_time(written):
-    _, entries = written
+def test_a_trainer_that_drips_is_refused_in_time(bucket):
+    entries, _ = bucket
     over = threading.Event()
 
     def drip(connection):
@@ -166,23 +162,24 @@ def test_a_trainer_that_drips_is_refused_in_time(written):
     over.set()
 
 
-def test_a_file_that_is_about_to_be_written_again_is_given_no_longer(sender, written):
-    address = sender.offer(*written)
-    with socket.create_connection((address.host, address.port), timeout=5) as slow:
-        slow.sendall(address.token.encode())
-        assert slow.recv(1) == transfer.YES
-        sender.withdraw(written[0])
+def test_a_bucket_whose_offer_has_ended_is_sent_no_longer(sender, bucket):
+    with contextlib.ExitStack() as stack:
+        with sender.offer(*bucket) as address:
+            slow = stack.enter_context(transfer._connected(address))
+            slow.sendall(address.token.encode())
+            assert slow.recv(1) == transfer.YES
         rest = 0
         while more := slow.recv(1 << 16):
             rest += len(more)
     assert rest < sum(map(len, SENT.values()))
 
 
-def test_nothing_is_left_open(written):
+def test_nothing_is_left_open(bucket):
     before = set(os.listdir("/proc/self/fd"))
     sender = Sender("127.0.0.1", timeout_s=5.0)
     for _ in range(3):
-        transfer.receive(sender.offer(*written), written[1]).close()
+        with sender.offer(*bucket) as address:
+            transfer.receive(address, bucket[0]).close()
     sender.close()
     sender.close()
     deadline = time.monotonic() + 5

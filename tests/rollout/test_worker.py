@@ -1,5 +1,6 @@
 import contextlib
 import json
+import mmap
 import subprocess
 import sys
 import types
@@ -8,10 +9,15 @@ import numpy as np
 import pytest
 
 from jppo.rollout.vllm import layout
-from jppo.rollout.vllm.buffers import make_buffers
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+
+
+@pytest.fixture(autouse=True)
+def without_vllm(monkeypatch):
+    """Its config, which test_nccl.py imports, cannot be set for a stand-in."""
+    monkeypatch.delitem(sys.modules, "vllm.config", raising=False)
 
 
 def test_the_servers_interpreter_needs_no_jax():
@@ -77,7 +83,7 @@ def test_a_tied_head_that_the_server_has_not_is_not_loaded(tmp_path):
 
 @pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral", "GptOss", "DeepseekV3"])
 def test_experts_have_the_names_and_shapes_of_the_files(tmp_path, family):
-    from jppo.rollout.vllm.worker import _expected
+    from jppo.rollout.vllm.worker import expected
 
     sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2)
     many = {"num_local_experts": 4, "num_experts": 4, "n_routed_experts": 8, "num_experts_per_tok": 2}
@@ -85,7 +91,7 @@ def test_experts_have_the_names_and_shapes_of_the_files(tmp_path, family):
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     size, *_ = np.frombuffer((data := (tmp_path / "model.safetensors").read_bytes())[:8], "<u8").tolist()
     header = json.loads(data[8 : 8 + size])
-    assert _expected(config)[0] == {name: tuple(e["shape"]) for name, e in header.items() if name != "__metadata__"}
+    assert expected(config)[0] == {name: tuple(e["shape"]) for name, e in header.items() if name != "__metadata__"}
 
 
 def test_the_models_class_is_made_with_vllms_config(tmp_path, monkeypatch):
@@ -183,19 +189,16 @@ def test_only_what_was_checked_is_loaded_and_only_once(tmp_path):
     assert not worker.jppo_load(version=1)["ok"]
 
 
-def test_weights_from_another_machine_are_pulled_and_loaded(tmp_path):
-    worker, tensors = make(True)
-    buffers = make_buffers("", named=False, spare=[], publish_via="tcp", publish_host="", timeout_s=20.0)
-    told = json.loads(json.dumps(buffers.write(tensors.items()).check_args()))
-    assert worker.jppo_check(version=4, **told) == {"ok": True, "error": None}
-    assert worker.jppo_load(version=4)["ok"]
-    loaded = dict(worker.loaded[0])
-    assert all(np.array_equal(loaded[name].numpy(), tensor) for name, tensor in tensors.items())
-    told["address"]["token"] = "0" * 32
-    answer = worker.jppo_check(version=5, **told)
-    assert not answer["ok"] and "rejects the token" in answer["error"]
-    assert "was not checked" in worker.jppo_load(version=5)["error"] and len(worker.loaded) == 1
-    buffers.close()
+def test_memory_in_which_a_tensor_lies_is_not_used_again():
+    from jppo.rollout.vllm import worker
+
+    first, second = mmap.mmap(-1, 64), mmap.mmap(-1, 64)
+    memory = [first, second]
+    tensor = torch.frombuffer(first, dtype=torch.float32)
+    del first, second
+    assert worker.unused(memory) is None and len(memory) == 2
+    del tensor
+    assert len(worker.unused(memory)) == 64 and len(memory) == 1
 
 
 def test_a_refused_publish_takes_the_one_before_it_away(tmp_path):

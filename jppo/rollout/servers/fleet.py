@@ -6,6 +6,7 @@ is restarted while the trainer learns.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import threading
@@ -139,8 +140,12 @@ class Fleet:
         """
         self._require_one()
         with self._delivered.lock:
-            taking = [member for member in self.members if member.up]
-            taking = self._each(taking, delivery.offer)
+            taking = [member for member in self.members if member.up or member.blank]
+            with contextlib.closing(delivery.offers()) as offers:
+                for offer in offers:
+                    taking = self._each(taking, offer)
+                    if not taking:  # all are being repaired
+                        break
             self._router.held = True
             try:
                 taking = self._wake_up(taking, "weights")
@@ -149,7 +154,7 @@ class Fleet:
                 taking = self._each(taking, lambda endpoint: self._dialect.pause(endpoint, mode))
                 taking = self._wake_up(self._each(taking, delivery.take), "kv_cache")
                 for member in taking:
-                    member.asleep = False
+                    member.asleep, member.blank, member.up = False, False, True
                 before = () if delivery.whole else self._delivered.deliveries[:1]
                 self._delivered.deliveries, self._delivered.version = (*before, delivery), delivery.version
                 self._updates += 1
@@ -233,7 +238,7 @@ class Fleet:
 
     def _require_one(self) -> None:
         """Returns when a server works."""
-        while not any(member.up for member in self.members):
+        while not any(member.up or member.blank for member in self.members):
             if self._router.fatal is not None:
                 raise self._router.fatal
             time.sleep(POLL_S)
@@ -250,17 +255,17 @@ class Fleet:
 
         A member that was replaced in between was not called: it gets the weights when it is repaired.
         """
-        futures = {self._pool.submit(do, member.endpoint): member for member in members if member.up}
+        futures = {self._pool.submit(do, member.endpoint): member for member in members if member.up or member.blank}
         good, refused = [], []
         for future, member in futures.items():
             try:
                 future.result()
                 good.append(member)
             except ServerFault as e:
-                member.up = False
+                member.up = member.blank = False
                 self._loop.call_soon_threadsafe(functools.partial(self._repairs.suspect, member, e, sure=True))
             except RolloutError as e:
-                if member.up:
+                if member.up or member.blank:
                     refused.append(e)
         if refused:
             raise refused[0]

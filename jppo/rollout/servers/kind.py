@@ -1,11 +1,14 @@
 """Protocols that `fleet.py` needs for a kind of server: its requests, and the delivery of weights."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol
 
+from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers.endpoint import Endpoint
 from jppo.types import Sampling
+
+Offers = Generator[Callable[[Endpoint], None], None, None]  # steps of a delivery; closed where it ends early
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +79,17 @@ def sampling_params(sampling: Sampling, eos_token_ids: Sequence[int]) -> dict[st
     }
 
 
+class WeightsGone(RolloutError):
+    """The trainer no longer has the delivered weights.
+
+    `another_comes`: it is changing them, and delivers the next ones before it waits for samples.
+    """
+
+    def __init__(self, why: str, *, another_comes: bool):
+        super().__init__(why)
+        self.another_comes = another_comes
+
+
 class Delivery(Protocol):
     """Weights for the servers; can be delivered as often as needed."""
 
@@ -91,8 +105,11 @@ class Delivery(Protocol):
     def whole(self) -> bool:
         """Whether they are the whole model; otherwise an addition to the previous delivery."""
 
-    def offer(self, endpoint: Endpoint) -> None:
-        """Lets a server check them without a change; RolloutError if it refuses."""
+    def offers(self) -> Offers:
+        """Yields the steps in which servers get and check them without a change; RolloutError if one refuses.
+
+        Each step is made on all servers before the next. WeightsGone if they cannot be delivered any more.
+        """
 
     def take(self, endpoint: Endpoint) -> None:
         """Makes a server sample from them."""

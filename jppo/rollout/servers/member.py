@@ -42,6 +42,7 @@ class Member:
     up: bool = True
     mending: bool = False
     asleep: bool = False
+    blank: bool = False  # works, but has no weights before the next delivery; not `up`
     under_way: int = 0
     requests: set[asyncio.Task[Any]] = dataclasses.field(default_factory=set)
     answers: int = 0

@@ -40,7 +40,7 @@ class Membership:
         while True:
             await asyncio.sleep(LOOKUP_S)
             await self.follow()
-            if any(member.up for member in self._router.members):
+            if any(member.up or member.blank for member in self._router.members):
                 found = time.monotonic()
             elif time.monotonic() - found > self._start_timeout_s:
                 why = "; ".join(self._told.values()) or "it names none"

@@ -4,14 +4,15 @@ An attached server is waited for instead. The other servers continue.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import sys
 import threading
 import time
 
 from jppo.rollout.protocol import RolloutError
-from jppo.rollout.servers.endpoint import ServerFault
-from jppo.rollout.servers.kind import Delivery, Dialect
+from jppo.rollout.servers.endpoint import Endpoint, ServerFault
+from jppo.rollout.servers.kind import Delivery, Dialect, WeightsGone
 from jppo.rollout.servers.member import Member, ServerLimits
 from jppo.rollout.servers.router import Router
 
@@ -66,7 +67,7 @@ class Repairs:
 
     async def drop(self, member: Member) -> None:
         """Removes a server; its requests are asked elsewhere."""
-        member.up = False
+        member.up = member.blank = False
         member.give_up()
         await asyncio.to_thread(self._remove, member)
 
@@ -89,7 +90,7 @@ class Repairs:
                 say(f"{fault}; it leaves")
                 await self.drop(member)
                 return
-            member.up = False
+            member.up = member.blank = False
             member.give_up()
             while not self.closed:
                 if self.restarts >= self._limits.max_restarts:
@@ -102,6 +103,9 @@ class Repairs:
                 try:
                     await asyncio.to_thread(self._revive, member)
                     say(f"the server at {member.endpoint.url} is back after {time.monotonic() - began:.1f} s")
+                    return
+                except WeightsGone as e:
+                    self._wait_blank(member, e)
                     return
                 except RolloutError as e:
                     fault = e
@@ -116,10 +120,20 @@ class Repairs:
 
     def _give_up(self, member: Member, why: RolloutError) -> None:
         """Removes an attached server that does not come back; the others continue."""
-        if any(other.up or other.mending for other in self._router.members if other is not member):
+        if self._others(member):
             say(f"{why}; the other servers continue")
         else:
             self._router.fail(RolloutError(f"{why}; it was the last server"))
+
+    def _wait_blank(self, member: Member, why: WeightsGone) -> None:
+        """Leaves a restarted server without weights until the next publish."""
+        if why.another_comes or self._others(member):
+            say(f"the server at {member.endpoint.url} waits for the next publish: {why}")
+        else:
+            self._router.fail(RolloutError(f"{why}; {member.endpoint.url} was this host's last server"))
+
+    def _others(self, member: Member) -> bool:
+        return any(other.up or other.mending for other in self._router.members if other is not member)
 
     # In the pool's threads.
 
@@ -149,16 +163,29 @@ class Repairs:
     def _catch_up(self, member: Member) -> None:
         """Delivers the current weights; the lock is held."""
         member.asleep = False
-        for delivery in self._delivered.deliveries:
-            delivery.offer(member.endpoint)
-            self._dialect.pause(member.endpoint, "abort")
-            delivery.take(member.endpoint)
-            self._dialect.resume(member.endpoint)
-        member.up = True
+        try:
+            for delivery in self._delivered.deliveries:
+                self._deliver(member.endpoint, delivery)
+            member.up = True
+        except WeightsGone:
+            member.blank = True
+            raise
+
+    def _deliver(self, endpoint: Endpoint, delivery: Delivery) -> None:
+        with contextlib.closing(delivery.offers()) as offers:
+            for offer in offers:
+                offer(endpoint)
+        self._dialect.pause(endpoint, "abort")
+        delivery.take(endpoint)
+        self._dialect.resume(endpoint)
 
     def _add(self, member: Member) -> None:
         with self._delivered.lock:
-            self._catch_up(member)
+            try:
+                self._catch_up(member)
+            except WeightsGone as e:  # it joins without weights if the next ones are on their way
+                if not e.another_comes:
+                    raise
             self._router.members = (*self._router.members, member)
 
     def _remove(self, member: Member) -> None:

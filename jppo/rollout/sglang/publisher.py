@@ -18,6 +18,7 @@ import numpy as np
 from jppo import tensorheader
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
+from jppo.rollout.servers.kind import Offers
 from jppo.rollout.vllm import buffers, layout
 from jppo.settings import UserError
 
@@ -36,8 +37,9 @@ class Directory:
     model: None = None
     whole: bool = True
 
-    def offer(self, endpoint: Endpoint) -> None:
-        """Does nothing: no route checks without loading."""
+    def offers(self) -> Offers:
+        """Yields nothing: no route checks without loading."""
+        yield from ()
 
     def take(self, endpoint: Endpoint) -> None:
         """Loads it on the server and checks the version name."""

@@ -16,12 +16,14 @@ from jppo.settings import UserError
 
 MODULE = "vllm.entrypoints.openai.api_server"
 EXTENSION = "jppo.rollout.vllm.worker.WeightLoader"
+RECEIVER = "jppo.rollout.vllm.weight_engine.Receiver"  # an extension with an engine for vLLM's weight transfer
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # supported by vLLM
 
 # Options that engine_args may not set, and the settings that do.
 OURS = {
     **dict.fromkeys(("--model", "--served-model-name", "--host", "--uds", "--load-format"), "jppo"),
     **dict.fromkeys(("--worker-extension-cls", "--logprobs-mode", "--generation-config", "--enable-scale-out"), "jppo"),
+    "--weight-transfer-config": "rollout.publish_via",
     **dict.fromkeys(("--enable-chunked-prefill", "--no-enable-chunked-prefill"), "jppo"),
     "--port": "rollout.port",
     "--enable-sleep-mode": "rollout.sleep_level",
@@ -82,6 +84,7 @@ class ServerSettings:
     lora_rank: int = 0  # of the adapters; 0: whole weights only
     delta: tuple[str, bool] | None = None  # the family, and whether its projections are one; None: no gated delta nets
     latent: tuple[int, int] | None = None  # kv_lora_rank and qk_rope_head_dim; None: no latent attention
+    publish_via: str = "file"  # otherwise by vLLM's routes of weight transfer
 
 
 def check_vllm(python: str, setting: str = "rollout.python") -> str:
@@ -121,7 +124,7 @@ def require_latent(settings: ServerSettings, build: str) -> None:
 def flags(settings: ServerSettings, build: str) -> list[str]:
     """Returns the options that make its tokens, log-probs and weights match the trainer's."""
     always = [
-        *("--worker-extension-cls", EXTENSION),
+        *("--worker-extension-cls", EXTENSION if settings.publish_via == "file" else RECEIVER),
         *("--middleware", guard.MIDDLEWARE),  # no route without the token
         "--enable-scale-out",  # the route for token ids
         *("--logprobs-mode", "processed_logprobs"),  # of the sampled distribution
@@ -133,6 +136,8 @@ def flags(settings: ServerSettings, build: str) -> list[str]:
         "--disable-uvicorn-access-log",
         "--disable-log-stats",
     ]
+    if settings.publish_via != "file":
+        always += ["--weight-transfer-config", '{"backend":"jppo"}']
     if settings.enforce_eager:
         always.append("--enforce-eager")
     if settings.lora_rank:

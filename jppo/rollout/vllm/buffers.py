@@ -13,12 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from jppo.rollout.vllm import layout, transfer
+from jppo.rollout.vllm import layout
 from jppo.settings import UserError
 
 SHARED_MEMORY = "/dev/shm"
-LOCAL = "127.0.0.1"
-IN_TIME = 0.8  # fraction of the request timeout: a longer transfer is refused, with the reason
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,12 +25,10 @@ class Parcel:
 
     entries: list[layout.TensorEntry]
     path: str  # of the file, as seen by other processes of this machine
-    address: transfer.Address | None  # for servers on other machines
 
     def check_args(self) -> dict[str, Any]:
         """Returns the arguments of `jppo_check` besides the version, as JSON."""
-        where = {"path": self.path} if self.address is None else {"address": dataclasses.asdict(self.address)}
-        return {"entries": layout.pack(self.entries), **where}
+        return {"entries": layout.pack(self.entries), "path": self.path}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,43 +47,18 @@ def make_folder(publish_dir: str) -> str:
         raise UserError(f"rollout.publish_dir={publish_dir!r}: {e}; use a writable folder") from e
 
 
-def make_buffers(
-    publish_dir: str, *, named: bool, spare: Sequence[str], publish_via: str, publish_host: str, timeout_s: float
-) -> "Buffers":
-    """Creates the buffers for the settings of `rollout`; a server request may take `timeout_s`."""
-    sender = None
-    if publish_via == "tcp":
-        host = publish_host if publish_host else LOCAL
-        try:
-            sender = transfer.Sender(host, timeout_s=IN_TIME * timeout_s)
-        except OSError as e:
-            raise UserError(
-                f"rollout.publish_host={publish_host!r}: the trainer cannot listen at {host} ({e}); use an address of"
-                " this machine that the servers reach"
-            ) from e
-    return Buffers(publish_dir, named=named, spare=spare, sender=sender)
-
-
 class Buffers:
     """The two files, unnamed in shared memory, so the kernel frees them however the trainer ends.
 
     With a `publish_dir` they have names there, for servers that cannot see the trainer's open files, as in a container.
     Adapters, which vLLM reads by path, need a folder, too (`named`). The surviving process removes `folder`. If there
     is no room, an unnamed file in one of the `spare` folders replaces one; only servers that can read the trainer's
-    open files, or download from `sender`, can use it.
+    open files can use it.
     """
 
-    def __init__(
-        self,
-        publish_dir: str,
-        *,
-        named: bool = False,
-        spare: Sequence[str] = (),
-        sender: transfer.Sender | None = None,
-    ):
+    def __init__(self, publish_dir: str, *, named: bool = False, spare: Sequence[str] = ()):
         self._in_folder = bool(publish_dir) or not hasattr(os, "memfd_create")
         self._spare = [] if not hasattr(os, "memfd_create") else list(spare)
-        self._sender = sender
         self._files: list[_File] = []  # the last written one is first
         self.folder: str | None = None
         if named and not publish_dir and os.path.isdir(SHARED_MEMORY):
@@ -99,8 +70,6 @@ class Buffers:
         """Writes a whole model into the file that was not written last."""
         file = self._files.pop() if len(self._files) == 2 else self._open()
         self._files.insert(0, file)
-        if self._sender is not None:
-            self._sender.withdraw(file.fd)
         try:
             entries = layout.write(file.fd, tensors, elsewhere=self._elsewhere)
         except OSError as e:
@@ -112,8 +81,7 @@ class Buffers:
         if now is not file:
             said = f"no room for the weights in {file.place}: {now.place} is used from now on"
             print(said, file=sys.stderr, flush=True)
-        address = None if self._sender is None else self._sender.offer(now.fd, entries)
-        return Parcel(entries, now.path, address)
+        return Parcel(entries, now.path)
 
     def renew(self) -> None:
         """Replaces the last written file, which a server may still read."""
@@ -121,8 +89,6 @@ class Buffers:
 
     def close(self) -> None:
         """Frees all files; may be called twice."""
-        if self._sender is not None:
-            self._sender.close()
         while self._files:
             self._put_away(self._files.pop())
         if self.folder is not None:
@@ -135,8 +101,6 @@ class Buffers:
         return _nameless(os.memfd_create("jppo-weights"), "shared memory")
 
     def _put_away(self, file: _File) -> None:
-        if self._sender is not None:
-            self._sender.withdraw(file.fd)
         os.close(file.fd)
         if file.named:
             os.unlink(file.path)

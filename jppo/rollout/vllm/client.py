@@ -22,9 +22,9 @@ from jppo.rollout.servers.engine import Engine
 from jppo.rollout.servers.kind import Completion, sampling_params
 from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.servers.process import Server, check_ports
-from jppo.rollout.vllm import arguments, publisher
+from jppo.rollout.vllm import arguments, buckets, nccl_carrier, publisher
 from jppo.rollout.vllm.arguments import ServerSettings
-from jppo.rollout.vllm.buffers import make_buffers
+from jppo.rollout.vllm.buffers import Buffers
 from jppo.settings import UserError
 from jppo.types import Sampling
 
@@ -40,6 +40,7 @@ class Vllm:
     how: str  # command that starts a suitable server
     needed: Sequence[str]  # routes
     dtype: str  # compute dtype, and the dtype of published weights
+    publish_via: str = "file"
     resume_route: str = "/resume"
 
     def request(self, ids: Sequence[int], sampling: Sampling, seed: int, model: str) -> tuple[str, dict[str, Any]]:
@@ -93,6 +94,10 @@ class Vllm:
             *((route in routes, f"has no {route}") for route in self.needed),
             (dtype == self.dtype, f"computes in {dtype}, rollout.dtype is {self.dtype}"),
             (mode == "processed_logprobs", f"gives {mode}"),
+            (
+                self.publish_via == "file" or info.get("buckets"),
+                f"takes files, rollout.publish_via is {self.publish_via}",
+            ),
             (not (device == "cpu" and chunked), "prefills in chunks on a CPU"),
         ):
             if not fit:
@@ -134,7 +139,6 @@ def start_vllm(
     urls: Sequence[str] | Lookup,
     limits: ServerLimits,
     publish_dir: str,
-    publish_via: str = "file",
     publish_host: str = "",
 ) -> Engine:
     """Starts the servers on `model_dir` (config, tokenizer) or attaches to those at `urls`, if any; does not block."""
@@ -143,7 +147,7 @@ def start_vllm(
     model = " ".join([model_dir, *arguments.model_options(model_dir, run_dir)])
 
     def speak(eos_token_ids: Sequence[int]) -> Vllm:
-        return Vllm(eos_token_ids, how_to_start(model, settings), routes, settings.dtype)
+        return Vllm(eos_token_ids, how_to_start(model, settings), routes, settings.dtype, settings.publish_via)
 
     servers: list[Server] = []
     build = "gpu"
@@ -156,21 +160,19 @@ def start_vllm(
         arguments.require_latent(settings, build)
         arguments.require_delta_nets(settings, build)
         check_ports(settings.port, settings.servers)
-    see_our_files = not urls or publish_via == "tcp"
-    buffers = make_buffers(
-        publish_dir,
-        named=settings.lora_rank > 0,
-        spare=[run_dir, tempfile.gettempdir()] if see_our_files else [],
-        publish_via=publish_via,
-        publish_host=publish_host,
-        timeout_s=limits.request_timeout_s,
-    )
+    spare = [] if urls else [run_dir, tempfile.gettempdir()]  # other machines do not see them
+    buffers = Buffers(publish_dir, named=settings.lora_rank > 0, spare=spare)
+    publish = publisher.Publisher(buffers)
+    if settings.publish_via == "tcp":
+        publish = buckets.StreamPublisher(buffers, buckets.Tcp(publish_host, limits.request_timeout_s))
+    elif settings.publish_via == "nccl":
+        publish = buckets.StreamPublisher(buffers, nccl_carrier.on_first_gpu())
     for i in range(0 if urls else settings.servers):
         program = arguments.program(
             i, model_dir=model_dir, run_dir=run_dir, settings=settings, build=build, folder=buffers.folder
         )
         servers.append(Server(program))
-    return Engine(servers, urls, publisher.Publisher(buffers), speak, limits, start_timeout_s=settings.start_timeout_s)
+    return Engine(servers, urls, publish, speak, limits, start_timeout_s=settings.start_timeout_s)
 
 
 def how_to_start(model_dir: str, settings: ServerSettings) -> str:

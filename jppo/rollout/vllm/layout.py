@@ -6,6 +6,7 @@ server's interpreter, so it needs only the standard library and numpy.
 
 import dataclasses
 import errno
+import json
 import mmap
 import os
 import zlib
@@ -129,10 +130,26 @@ def unpack(packed: Sequence[Sequence[Any]]) -> list[TensorEntry]:
     return [TensorEntry(name, dtype, tuple(shape), *rest) for name, dtype, shape, *rest in packed]
 
 
-def check_names(entries: Sequence[TensorEntry], expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises WeightsRefused if the entries do not have the `expected` names and shapes."""
+def in_order(tensors: Iterable[tuple[str, str, tuple[int, ...], int, int]]) -> list[TensorEntry]:
+    """Returns the entries of consecutive tensors, given name, dtype, shape, bytes and checksum of each."""
+    entries, offset = [], 0
+    for name, dtype, shape, nbytes, crc32 in tensors:
+        entries.append(TensorEntry(name, dtype, tuple(shape), offset, nbytes, crc32))
+        offset += -(-nbytes // ALIGN) * ALIGN
+    return entries
+
+
+def digest(entries: Sequence[TensorEntry]) -> str:
+    """Returns a checksum of the tensors: their names, dtypes, shapes and contents, in order."""
+    said = [[entry.name, entry.dtype, list(entry.shape), entry.crc32] for entry in entries]
+    return f"{zlib.crc32(json.dumps(said).encode()):08x}"
+
+
+def check_names(entries: Sequence[TensorEntry], expected: Mapping[str, tuple[int, ...]], *, whole: bool = True) -> None:
+    """Raises WeightsRefused if the entries do not have the `expected` names and shapes; all of them, if `whole`."""
     names = [entry.name for entry in entries]
-    if missing := [name for name in expected if name not in set(names)]:
+    have = set(names)
+    if missing := [name for name in expected if whole and name not in have]:
         raise WeightsRefused(f"{_some(missing)} missing: every publish must have every tensor of the model")
     if unknown := [name for name in names if name not in expected]:
         raise WeightsRefused(f"{_some(unknown)} not in the served model")

@@ -16,6 +16,7 @@ import numpy as np
 
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
+from jppo.rollout.servers.kind import Delivery, Offers
 from jppo.rollout.vllm.buffers import Buffers
 from jppo.settings import UserError
 
@@ -29,13 +30,13 @@ class Whole:
     model: None = None
     whole: bool = True
 
-    def offer(self, endpoint: Endpoint) -> None:
-        """Lets the server compare the file with its model; its weights stay."""
-        _accept(endpoint, "jppo_check", version=self.version, **self.where)
+    def offers(self) -> Offers:
+        """Yields one step: the server compares the file with its model; its weights stay."""
+        yield lambda endpoint: accept(endpoint, self.version, "jppo_check", version=self.version, **self.where)
 
     def take(self, endpoint: Endpoint) -> None:
         """Loads the file on the server."""
-        _accept(endpoint, "jppo_load", version=self.version)
+        accept(endpoint, self.version, "jppo_load", version=self.version)
         endpoint.post("/update_weight_version", {"new_version": str(self.version)})
 
 
@@ -56,9 +57,10 @@ class Adapter:
         """Returns the model name for requests."""
         return self.path.name
 
-    def offer(self, endpoint: Endpoint) -> None:
-        """Loads the adapters on the server; no request uses them yet."""
-        endpoint.tell("/v1/load_lora_adapter", {"lora_name": self.model, "lora_path": str(self.path)})
+    def offers(self) -> Offers:
+        """Yields one step: the server loads the adapters; no request uses them yet."""
+        adapter = {"lora_name": self.model, "lora_path": str(self.path)}
+        yield lambda endpoint: endpoint.tell("/v1/load_lora_adapter", adapter)
 
     def take(self, endpoint: Endpoint) -> None:
         """Removes the previous adapters from the server."""
@@ -75,7 +77,7 @@ class Publisher:
         self._run = uuid.uuid4().hex[:8]  # an attached server may still have another run's adapters
         self._adapters: list[pathlib.Path] = []  # the last ones, for the last written model
 
-    def whole(self, tensors: Iterable[tuple[str, np.ndarray]], version: int) -> Whole:
+    def whole(self, tensors: Iterable[tuple[str, np.ndarray]], version: int) -> Delivery:
         """Writes a whole policy."""
         self._forget(0)  # they belonged to another model
         return Whole(self._buffers.write(tensors).check_args(), version)
@@ -115,12 +117,12 @@ def _served(endpoint: Endpoint) -> list[str]:
         raise ServerFault(f"the server at {endpoint.url} answered /v1/models with no list of models") from e
 
 
-def _accept(endpoint: Endpoint, method: str, **kwargs: Any) -> None:
+def accept(endpoint: Endpoint, version: int, method: str, /, **kwargs: Any) -> None:
+    """Calls a method of the worker extension; RolloutError if a worker refuses these weights."""
     for result in endpoint.call(method, **kwargs):
         if not isinstance(result, dict) or "ok" not in result:
             raise ServerFault(f"the server at {endpoint.url} answered {method} with {str(result)[:300]}")
         if not result["ok"]:
             raise RolloutError(
-                f"the vLLM server at {endpoint.url} refused version {kwargs['version']} of the weights:"
-                f" {result['error']}"
+                f"the vLLM server at {endpoint.url} refused version {version} of the weights: {result['error']}"
             )

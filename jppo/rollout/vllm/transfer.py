@@ -1,29 +1,30 @@
-"""Weights over a socket for servers on other machines: `buffers.py` offers them, `worker.py` downloads them.
+"""Buckets of weights over a socket: `buckets.py` offers them, `weight_engine.py` downloads them.
 
     receiver: the token               trainer: one byte, yes or no
                                       for each tensor: its length and checksum, its bytes
 
-As for a file, the list of `TensorEntry` is in the request to load; a tensor with another header is from another
-publish. The token protects the weights on the network; nothing is encrypted. Also imported in the server's interpreter,
-so it needs only the standard library.
+The list of `TensorEntry` is in the request to download; a tensor with another header is from another bucket. The token
+protects the weights on the network; nothing is encrypted. Also imported in the server's interpreter, so it needs only
+the standard library.
 """
 
 import contextlib
 import dataclasses
 import hmac
 import mmap
-import os
 import secrets
 import socket
 import struct
+import sys
 import threading
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from jppo.rollout.vllm import layout
 from jppo.rollout.vllm.layout import TensorEntry, WeightsRefused
 
+LOCAL = "127.0.0.1"
 TOKEN_BYTES = 32  # as sent, hexadecimal
 YES, NO = b"+", b"-"
 HEADER = struct.Struct(">QI")  # bytes of a tensor, its checksum
@@ -35,46 +36,55 @@ CONNECTIONS = 256  # concurrent ones; further ones are refused
 
 @dataclasses.dataclass(frozen=True)
 class Address:
-    """The address of the weights of one publish."""
+    """The address of one bucket."""
 
-    host: str
-    port: int
+    host: str  # or the name of a socket of this machine
+    port: int  # or 0
     token: str
-    timeout_s: float  # for all weights
+    timeout_s: float  # for all of it
 
 
 @dataclasses.dataclass(frozen=True)
 class _Offer:
     token: str
-    fd: int
     entries: Sequence[TensorEntry]
+    tensors: Sequence[memoryview]
     under_way: set[socket.socket]
 
 
 class Sender:
-    """Listens at `host` and sends an offered file to clients with its token, concurrently."""
+    """Listens at `host` and sends an offered bucket to clients with its token, concurrently.
+
+    '': for this machine alone, at a Unix socket without a file, which costs half of TCP's time.
+    """
 
     def __init__(self, host: str, *, timeout_s: float):
-        family, _, _, _, at = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        self._listening = socket.create_server(at[:2], family=family, backlog=BACKLOG)
-        self._host, self._port = host, self._listening.getsockname()[1]
+        if host or sys.platform != "linux":
+            self._host = host or LOCAL
+            family, _, _, _, at = socket.getaddrinfo(self._host, 0, type=socket.SOCK_STREAM)[0]
+            self._listening = socket.create_server(at[:2], family=family, backlog=BACKLOG)
+            self._port = self._listening.getsockname()[1]
+        else:
+            self._host, self._port = f"jppo-{secrets.token_hex(8)}", 0
+            self._listening = socket.socket(socket.AF_UNIX)
+            self._listening.bind(f"\0{self._host}")
+            self._listening.listen(BACKLOG)
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._offers: list[_Offer] = []
         self._room = threading.BoundedSemaphore(CONNECTIONS)
         threading.Thread(target=self._listen, name="weights", daemon=True).start()
 
-    def offer(self, fd: int, entries: Sequence[TensorEntry]) -> Address:
-        """Offers this file until it is withdrawn."""
-        offer = _Offer(secrets.token_hex(TOKEN_BYTES // 2), fd, entries, set())
+    @contextlib.contextmanager
+    def offer(self, entries: Sequence[TensorEntry], tensors: Sequence[memoryview]) -> Iterator[Address]:
+        """Offers this bucket within the block; then ends its transfers, since the memory may be used again."""
+        offer = _Offer(secrets.token_hex(TOKEN_BYTES // 2), entries, tensors, set())
         with self._lock:
             self._offers.append(offer)
-        return Address(self._host, self._port, offer.token, self._timeout_s)
-
-    def withdraw(self, fd: int) -> None:
-        """Ends transfers of this file before it is rewritten or closed."""
-        with self._lock:
-            for offer in [offer for offer in self._offers if offer.fd == fd]:
+        try:
+            yield Address(self._host, self._port, offer.token, self._timeout_s)
+        finally:
+            with self._lock:
                 self._end(offer)
 
     def close(self) -> None:
@@ -87,7 +97,7 @@ class Sender:
                 self._end(offer)
 
     def _end(self, offer: _Offer) -> None:
-        self._offers.remove(offer)
+        self._offers = [other for other in self._offers if other is not offer]
         for connection in offer.under_way:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -112,37 +122,38 @@ class Sender:
     def _give(self, connection: socket.socket) -> None:
         # the receiver reports any broken connection
         with connection, contextlib.suppress(OSError, WeightsRefused):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._port:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.settimeout(HELLO_S)
             token = bytearray(TOKEN_BYTES)
             _fill(connection, memoryview(token), time.monotonic() + HELLO_S)
             with self._lock:
                 known = [offer for offer in self._offers if hmac.compare_digest(bytes(token), offer.token.encode())]
                 if known:
-                    fd = os.dup(known[0].fd)  # it may be closed meanwhile
                     known[0].under_way.add(connection)
             if not known:
                 connection.sendall(NO)
                 return
             try:
-                with open(fd, "rb") as file:
-                    connection.settimeout(self._timeout_s)
-                    connection.sendall(YES)
-                    for entry in known[0].entries:
-                        connection.sendall(HEADER.pack(entry.nbytes, entry.crc32))
-                        if entry.nbytes:
-                            connection.sendfile(file, entry.offset, entry.nbytes)
+                connection.settimeout(self._timeout_s)
+                connection.sendall(YES)
+                for entry, tensor in zip(known[0].entries, known[0].tensors, strict=True):
+                    connection.sendall(HEADER.pack(entry.nbytes, entry.crc32))
+                    connection.sendall(tensor)
             finally:
                 with self._lock:
                     known[0].under_way.discard(connection)
 
 
-def receive(address: Address, entries: Sequence[TensorEntry]) -> mmap.mmap:
-    """Downloads the weights into own memory and verifies checksums; WeightsRefused if any is missing."""
+def receive(address: Address, entries: Sequence[TensorEntry], memory: mmap.mmap | None = None) -> mmap.mmap:
+    """Downloads a bucket into own memory and verifies checksums; WeightsRefused if any is missing.
+
+    `memory` is used if there is some and it is large enough: pages of new memory cost more than the download.
+    """
     deadline = time.monotonic() + address.timeout_s
-    where = f"{address.host}:{address.port}"
+    where = f"{address.host}:{address.port}" if address.port else address.host
     try:
-        connection = socket.create_connection((address.host, address.port), timeout=address.timeout_s)
+        connection = _connected(address)
     except OSError as e:
         raise WeightsRefused(
             f"the trainer does not answer at {where} ({e}); set rollout.publish_host to its address as seen"
@@ -156,7 +167,8 @@ def receive(address: Address, entries: Sequence[TensorEntry]) -> mmap.mmap:
             _fill(connection, memoryview(answer), deadline)
             if answer != YES:
                 raise WeightsRefused(f"the trainer at {where} rejects the token: it has published again, or ended")
-            data = _memory(layout.size(entries))
+            size = layout.size(entries)
+            data = memory if memory is not None and len(memory) >= size else _memory(size)
             with memoryview(data) as view:
                 for entry in entries:
                     at = f"in {entry.name}"
@@ -166,6 +178,15 @@ def receive(address: Address, entries: Sequence[TensorEntry]) -> mmap.mmap:
             raise WeightsRefused(f"the weights did not arrive within {address.timeout_s:g} s: {at} from {where}") from e
         except OSError as e:
             raise WeightsRefused(f"the transfer from {where} broke off {at}: {e}") from e
+
+
+def _connected(address: Address) -> socket.socket:
+    if address.port:
+        return socket.create_connection((address.host, address.port), timeout=address.timeout_s)
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(address.timeout_s)
+    connection.connect(f"\0{address.host}")
+    return connection
 
 
 def _receive_one(connection: socket.socket, entry: TensorEntry, view: memoryview, deadline: float) -> None:

@@ -8,12 +8,13 @@ refusal is a value (`ok: False` with the reason), never an exception, which woul
 import contextlib
 import mmap
 import sys
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from jppo.rollout.vllm import layout, transfer
+from jppo.rollout.vllm import layout
+from jppo.rollout.vllm.staging import Bucket
 
 
 class WeightLoader:
@@ -24,7 +25,7 @@ class WeightLoader:
     reload_weights: Any
     get_model: Any
     _jppo_expected: tuple[dict[str, tuple[int, ...]], dict[str, list[str]]] | None = None
-    _jppo_checked: tuple[int, list[layout.TensorEntry], mmap.mmap] | None = None
+    _jppo_checked: tuple[int, Bucket] | None = None
     _jppo_version: int | None = None
 
     def jppo_info(self) -> dict[str, Any]:
@@ -38,63 +39,64 @@ class WeightLoader:
             "dtype": str(self.model_config.dtype).removeprefix("torch."),
         }
 
-    def jppo_check(
-        self,
-        *,
-        version: int,
-        entries: Sequence[Sequence[Any]],
-        path: str | None = None,
-        address: Mapping[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """Maps the file at `path`, or downloads it from `address`, and compares it with the model."""
+    def jppo_check(self, *, version: int, entries: Sequence[Sequence[Any]], path: str) -> dict[str, Any]:
+        """Maps the file at `path` and compares it with the model."""
         if self._jppo_expected is None:
-            with _config_set(self):
-                self._jppo_expected = _expected(self.model_config.hf_config)
+            with config_set(self):
+                self._jppo_expected = expected(self.model_config.hf_config)
         self._jppo_checked = None  # drops an older one
-        unpacked, expected = layout.unpack(entries), self._jppo_expected[0]
+        unpacked = layout.unpack(entries)
         try:
-            if path is not None:
-                data = layout.check(path, unpacked, expected)
-            else:
-                assert address is not None  # a publish has one of the two
-                layout.check_names(unpacked, expected)
-                data = transfer.receive(transfer.Address(**address), unpacked)
+            self._jppo_checked = (version, (unpacked, layout.check(path, unpacked, self._jppo_expected[0])))
         except layout.WeightsRefused as e:
             return {"ok": False, "error": str(e)}
-        self._jppo_checked = (version, unpacked, data)
         return {"ok": True, "error": None}
 
     def jppo_load(self, *, version: int) -> dict[str, Any]:
         """Loads the file of the last successful `jppo_check`."""
         if self._jppo_checked is None or self._jppo_checked[0] != version:
             return {"ok": False, "error": f"version {version} was not checked before the load"}
-        _, entries, data = self._jppo_checked
+        _, bucket = self._jppo_checked
         assert self._jppo_expected is not None  # jppo_check came first
         self._jppo_checked = None
-        model = self.get_model()
-        experts = _let_experts_be_packed(model)
-        modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
-        stream = _stream(entries, data, self._jppo_expected[1], modules)
-        if self.model_config.hf_config.model_type == "gpt_oss":
-            self.reload_weights(weights_iterator=_one_expert_each(stream))
-            model.load_weights(_sinks(entries, data))
-        else:
-            self.reload_weights(weights_iterator=stream)
-        if unloaded := [name for name, method in experts.items() if method.moe_kernel is None]:
-            said = "keeps its old values: vLLM cannot reload these experts on a CPU; use rollout.name=inprocess, serve"
-            remedy = "the model on a GPU or, for adapters, set rollout.lora_sync=merge"
-            return {"ok": False, "error": f"{unloaded[0]} {said} {remedy}"}
-        self._jppo_version = version
-        return {"ok": True, "error": None}
+        kind = self.model_config.hf_config.model_type
+        error = load(self.get_model(), kind, [bucket], self._jppo_expected[1], self.reload_weights)
+        self._jppo_version = version if error is None else self._jppo_version
+        return {"ok": error is None, "error": error}
 
 
-def _config_set(worker: WeightLoader) -> Any:
+def config_set(owner: Any) -> Any:
     """Sets vLLM's config, which transformers' classes read once vLLM's transformers backend serves them."""
     vllm = sys.modules.get("vllm.config")
-    return contextlib.nullcontext() if vllm is None else vllm.set_current_vllm_config(worker.vllm_config)
+    return contextlib.nullcontext() if vllm is None else vllm.set_current_vllm_config(owner.vllm_config)
 
 
-def _expected(hf_config: Any) -> tuple[dict[str, tuple[int, ...]], dict[str, list[str]]]:
+def unused(memory: list[mmap.mmap]) -> mmap.mmap | None:
+    """Takes the first of these memories, if no tensor of a model still lies in it."""
+    if not memory or sys.getrefcount(memory[0]) > 2:  # the list's and the argument's
+        return None
+    return memory.pop(0)
+
+
+def load(
+    model: Any, model_type: str, buckets: list[Bucket], tied: Mapping[str, list[str]], reload: Callable[..., None]
+) -> str | None:
+    """Loads the tensors into vLLM's model by its `reload`, and empties `buckets`; returns why it is not whole."""
+    experts = _let_experts_be_packed(model)
+    modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    if model_type == "gpt_oss":
+        sinks = list(_sinks(buckets))
+        reload(weights_iterator=_one_expert_each(_stream(buckets, tied, modules)))
+        model.load_weights(sinks)
+    else:
+        reload(weights_iterator=_stream(buckets, tied, modules))
+    if unloaded := [name for name, method in experts.items() if method.moe_kernel is None]:
+        said = "keeps its old values: vLLM cannot reload these experts on a CPU; use rollout.name=inprocess, serve"
+        return f"{unloaded[0]} {said} the model on a GPU or, for adapters, set rollout.lora_sync=merge"
+    return None
+
+
+def expected(hf_config: Any) -> tuple[dict[str, tuple[int, ...]], dict[str, list[str]]]:
     """Returns names and shapes in the HF files of the model in `config.json`, and the other names of tied tensors."""
     from transformers import AutoModelForCausalLM
     from transformers.core_model_loading import revert_weight_conversion
@@ -148,24 +150,30 @@ def _one_expert_each(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tu
             yield name, tensor
 
 
-def _sinks(entries: Sequence[layout.TensorEntry], data: mmap.mmap) -> Iterator[tuple[str, torch.Tensor]]:
+def _sinks(buckets: list[Bucket]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields GPT-OSS' attention sinks, which vLLM 0.32 writes past a reload too; nothing packs them."""
-    yield from ((entry.name, _tensor(entry, data)) for entry in entries if entry.name.endswith(".self_attn.sinks"))
+    for entries, data in buckets:
+        yield from ((entry.name, _tensor(entry, data)) for entry in entries if entry.name.endswith(".self_attn.sinks"))
 
 
-def _tensor(entry: layout.TensorEntry, data: mmap.mmap) -> torch.Tensor:
+def _tensor(entry: layout.TensorEntry, data: Any) -> torch.Tensor:
     dtype = getattr(torch, entry.dtype)
+    if isinstance(data, torch.Tensor):  # bytes that came by NCCL
+        return data[entry.offset : entry.offset + entry.nbytes].view(dtype).reshape(entry.shape)
     count = entry.nbytes // dtype.itemsize
     return torch.frombuffer(data, dtype=dtype, count=count, offset=entry.offset).reshape(entry.shape)
 
 
 def _stream(
-    entries: Sequence[layout.TensorEntry], data: mmap.mmap, tied: dict[str, list[str]], modules: Container[str]
+    buckets: list[Bucket], tied: Mapping[str, list[str]], modules: Container[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    for entry in entries:
-        tensor = _tensor(entry, data)
-        yield entry.name, tensor
-        # vLLM keeps a tied head stale without its own name; some models have no separate head there
-        for name in tied.get(entry.name, ()):
-            if name.rpartition(".")[0] in modules:
-                yield name, tensor
+    """Yields the tensors; empties `buckets`, so that each is freed with its last tensor."""
+    while buckets:
+        entries, data = buckets.pop(0)
+        for entry in entries:
+            tensor = _tensor(entry, data)
+            yield entry.name, tensor
+            # vLLM keeps a tied head stale without its own name; some models have no separate head there
+            for name in tied.get(entry.name, ()):
+                if name.rpartition(".")[0] in modules:
+                    yield name, tensor

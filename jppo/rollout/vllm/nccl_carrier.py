@@ -1,0 +1,97 @@
+"""Buckets by NCCL: from the trainer's GPU to the servers', on other GPUs of this machine or of others."""
+
+import base64
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jppo.rollout.servers.endpoint import Endpoint
+from jppo.rollout.vllm import buckets, layout, nccl
+from jppo.rollout.vllm.layout import TensorEntry
+from jppo.settings import UserError
+
+WAIT_S = 10.0  # after the servers have answered, until the trainer's calls must have ended too
+
+
+class Nccl:
+    """Broadcasts each tensor of a bucket from the first device of this process; all servers are in one communicator.
+
+    Servers that were started or left out since the last publish need a new communicator.
+    """
+
+    def __init__(self, communicator: nccl.Communicator, device: jax.Device):
+        self._communicator, self._device = communicator, device
+        self._joined: dict[str, int] = {}  # the servers, and their numbers of workers
+        self._id = ""
+
+    def joins(self) -> Iterator[buckets.Step]:
+        """Yields: ask who is there and, if these are others than before, join them."""
+        found: dict[str, tuple[int, set[str]]] = {}
+
+        def ask(endpoint: Endpoint) -> None:
+            workers = endpoint.call("jppo_transfer")
+            found[endpoint.url] = (len(workers), {worker["group"] for worker in workers})
+
+        yield ask
+        workers = {url: count for url, (count, _) in sorted(found.items())}
+        if workers == self._joined and all(groups == {self._id} for _, groups in found.values()):
+            return
+        self.close()
+        made, ranks = self._communicator.unique_id(), 1 + sum(workers.values())
+        unique_id = base64.b64encode(made).decode()
+        first = {url: 1 + sum(list(workers.values())[:i]) for i, url in enumerate(workers)}
+        one = jax.block_until_ready(jax.device_put(jnp.zeros(1, jnp.float32), self._device))
+
+        def join(endpoint: Endpoint) -> None:
+            about = {"nccl_unique_id_b64": unique_id, "rank_offset": first[endpoint.url], "world_size": ranks}
+            endpoint.post("/init_weight_transfer_engine", {"init_info": about})
+
+        def enter() -> None:
+            self._communicator.join(made, ranks, one.unsafe_buffer_pointer())
+
+        with nccl.alongside(enter, timeout_s=WAIT_S, give_up=self.close):
+            yield join
+        self._joined, self._id = workers, unique_id
+
+    @contextlib.contextmanager
+    def offer(self, bucket: buckets.Tensors) -> Iterator[tuple[list[TensorEntry], Mapping[str, Any]]]:
+        """Gathers the tensors on the device and broadcasts them during the block."""
+        arrays = jax.block_until_ready([jax.device_put(tensor, self._device) for _, tensor in bucket])
+        sums = [int(_checksum(array)) if array.nbytes else 0 for array in arrays]
+        known = zip(bucket, arrays, sums, strict=True)
+        entries = layout.in_order((name, a.dtype.name, a.shape, a.nbytes, crc32) for (name, _), a, crc32 in known)
+
+        def send() -> None:
+            for array in arrays:
+                if array.nbytes:
+                    self._communicator.broadcast(array.unsafe_buffer_pointer(), array.nbytes)
+            self._communicator.wait()
+
+        with nccl.alongside(send, timeout_s=WAIT_S, give_up=self.close):
+            yield entries, {}
+
+    def close(self) -> None:
+        """Leaves the communicator; may be called twice."""
+        self._joined, self._id = {}, ""
+        self._communicator.abort()
+
+
+def on_first_gpu() -> Nccl:
+    """Makes the carrier of this process's first device; UserError if it is no GPU."""
+    device = jax.local_devices()[0]
+    if device.platform != "gpu":
+        raise UserError(f"rollout.publish_via='nccl' sends from a GPU, and JAX runs on a {device.platform}; use tcp")
+    return Nccl(nccl.Communicator(device.local_hardware_id), device)
+
+
+@jax.jit
+def _checksum(array: jax.Array) -> jax.Array:
+    """Returns the sum of the array's words, each times an odd number of its place, modulo 2^32; `crc32` by NCCL."""
+    kind = {2: jnp.uint16, 4: jnp.uint32}[array.dtype.itemsize]
+    words = jax.lax.bitcast_convert_type(array, kind).reshape(-1).astype(jnp.uint32)
+    place = jax.lax.iota(np.uint32, words.size) * np.uint32(2) + np.uint32(1)
+    return jnp.sum(words * place, dtype=jnp.uint32)

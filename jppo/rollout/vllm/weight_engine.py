@@ -1,0 +1,149 @@
+"""jppo's engine for vLLM's weight transfer routes: it stages a publish, and loads it once it is complete and checked.
+
+    /init_weight_transfer_engine   joins the trainer's NCCL communicator, where there is one
+    /start_weight_update           begins an empty publish
+    /update_weights                receives a bucket; the last call has the digest of all
+    /finish_weight_update          loads a complete publish into the model
+
+A refusal is kept for `jppo_transfer`, never raised, which would leave vLLM in an undefined state. vLLM gets this module
+by `--worker-extension-cls`; it imports it before it makes the engine.
+"""
+
+import dataclasses
+import itertools
+import mmap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer import base, factory, nccl_common
+from vllm.model_executor.model_loader.reload.inplace import reload_weights
+
+from jppo.rollout.vllm import layout, transfer, worker
+from jppo.rollout.vllm.staging import Staging
+
+WORDS = {2: torch.int16, 4: torch.int32}
+PIECE = 1 << 22  # words that are checksummed together, in 64 bits
+
+
+@dataclasses.dataclass
+class Init(base.WeightTransferInitInfo):
+    """The communicator of NCCL to join; over sockets there is none."""
+
+    nccl_unique_id_b64: str
+    rank_offset: int
+    world_size: int
+
+
+@dataclasses.dataclass
+class Update(base.WeightTransferUpdateInfo):
+    """A bucket, or the end of a publish: its digest."""
+
+    version: int
+    entries: Sequence[Sequence[Any]] = ()
+    address: Mapping[str, Any] | None = None
+    digest: str | None = None
+
+
+class StagedEngine(base.WeightTransferEngine[Init, Update]):
+    """Holds the publish that is under way."""
+
+    init_info_cls = Init
+    update_info_cls = Update
+    supports_draft_weight_update = False
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        with worker.config_set(self):
+            self._expected, self._tied = worker.expected(self.model_config.hf_config)
+        self.staging = Staging(self._expected)
+        self.group = ""  # the id of the communicator
+        self._communicator: Any = None
+        self._memory: list[mmap.mmap] = []  # of the last publish, for the next one
+
+    def init_transfer_engine(self, init_info: Init) -> None:
+        """Joins the trainer and the other workers."""
+        self._leave()
+        about = nccl_common.NCCLWeightTransferInitInfo(**dataclasses.asdict(init_info))
+        self._communicator = nccl_common.worker_init_process_group(about, self.parallel_config)
+        self.group = init_info.nccl_unique_id_b64
+
+    def start_weight_update(self) -> None:
+        """Drops an unfinished publish and begins an empty one."""
+        self.staging = Staging(self._expected)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Like vLLM's, which would also synchronise an accelerator."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: Update) -> None:
+        """Receives a bucket, or checks the whole."""
+        if update_info.digest is not None:
+            self.staging.finish(update_info.version, update_info.digest)
+            return
+        entries = layout.unpack(update_info.entries)
+        self.staging.add(update_info.version, entries, lambda: self._fetch(update_info, entries))
+
+    def finish_weight_update(self) -> None:
+        """Loads a complete publish."""
+        if buckets := self.staging.take():
+            self._memory = [data for _, data in buckets if isinstance(data, mmap.mmap)]
+            self.staging.error = worker.load(
+                self.model, self.model_config.hf_config.model_type, buckets, self._tied, self._reload
+            )
+
+    def shutdown(self) -> None:
+        """Drops an unfinished publish and leaves the communicator."""
+        self.start_weight_update()
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._communicator is not None:
+            self._communicator.destroy()
+        self._communicator, self.group = None, ""
+
+    def _fetch(self, update_info: Update, entries: Sequence[layout.TensorEntry]) -> Any:
+        if update_info.address is not None:
+            return transfer.receive(transfer.Address(**update_info.address), entries, worker.unused(self._memory))
+        if self._communicator is None:
+            raise layout.WeightsRefused("a bucket has no address, and no communicator of NCCL was joined")
+        data = torch.empty(layout.size(entries), dtype=torch.uint8, device=self.device)
+        for part, _ in (parts := [(data[e.offset : e.offset + e.nbytes], e) for e in entries if e.nbytes]):
+            self._communicator.broadcast(part, src=0)
+        torch.accelerator.synchronize()
+        for part, entry in parts:
+            layout.check_sum(entry, checksum(part, getattr(torch, entry.dtype).itemsize))
+        return data if torch.accelerator.get_memory_info()[0] > 2 * len(data) else data.cpu()
+
+    def _reload(self, *, weights_iterator: Any) -> None:
+        reload_weights(self.vllm_config, self.model, weights_iterator, weights_path=None, is_checkpoint_format=True)
+
+
+def checksum(data: torch.Tensor, itemsize: int) -> int:
+    """Returns the sum of the words of `itemsize` bytes, each times an odd number of its place, modulo 2^32."""
+    total = 0
+    for start, piece in zip(itertools.count(0, PIECE), data.view(WORDS[itemsize]).split(PIECE), strict=False):
+        place = torch.arange(start, start + len(piece), device=data.device) * 2 + 1
+        total += int(((piece.long() & ((1 << 8 * itemsize) - 1)) * place % (1 << 32)).sum())
+    return total % (1 << 32)
+
+
+factory.WeightTransferEngineFactory.register_engine("jppo", StagedEngine)
+
+
+class Receiver(worker.WeightLoader):
+    """The worker extension of servers with this engine."""
+
+    weight_transfer_engine: StagedEngine
+
+    def jppo_info(self) -> dict[str, Any]:
+        """Returns also that buckets are understood."""
+        return {**super().jppo_info(), "buckets": True}
+
+    def jppo_transfer(self, *, abandon: bool = False) -> dict[str, Any]:
+        """Returns the first refusal of the publish under way; `abandon` ends one that its trainer left."""
+        if abandon:
+            self._weight_update_active = False
+            self.weight_transfer_engine.start_weight_update()
+        error = self.weight_transfer_engine.staging.error
+        return {"ok": error is None, "error": error, "group": self.weight_transfer_engine.group}

@@ -1,0 +1,237 @@
+"""Weights by NCCL against vLLM's own worker code, both over a library whose ranks check each other (fake_nccl.c)."""
+
+import contextlib
+import ctypes
+import shutil
+import subprocess
+import threading
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from jppo.rollout.protocol import Repeatable, RolloutError
+from jppo.rollout.servers.member import ServerLimits
+from jppo.rollout.vllm import buckets, nccl, nccl_carrier
+from jppo.rollout.vllm.client import start_vllm
+from jppo.settings import UserError
+from tests.rollout.conftest import INFO
+from tests.rollout.test_fleet import PROMPTS, SAMPLING, asked, serve, until, whole
+
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+JOIN, UPDATE = "/init_weight_transfer_engine", "/update_weights"
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory):
+    made = tmp_path_factory.mktemp("nccl") / "libnccl.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", made, "tests/rollout/fake_nccl.c", "-lpthread"], check=True)
+    return str(made)
+
+
+@pytest.fixture
+def engine(library, monkeypatch):
+    """A maker of `weight_engine.StagedEngine`s, whose workers join by vLLM's communicator on the CPU."""
+    pytest.importorskip("vllm")
+    import torch
+    import transformers
+    from vllm.distributed.device_communicators import pynccl
+    from vllm.distributed.weight_transfer import nccl_common
+
+    from jppo.rollout.vllm import weight_engine
+
+    stream = types.SimpleNamespace(cuda_stream=None, synchronize=lambda: None)
+    join, cpu = pynccl.PyNcclCommunicator.from_unique_id_bytes, torch.device("cpu")
+    monkeypatch.setattr(weight_engine.worker, "config_set", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(pynccl, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.accelerator, "device_index", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (1 << 40, 1 << 40))
+    monkeypatch.setattr(
+        nccl_common,
+        "uid_init_process_group",
+        lambda unique_id, rank, ranks, _: join(unique_id, rank, ranks, cpu, library_path=library),
+    )
+    config = transformers.Qwen2Config(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = transformers.Qwen2ForCausalLM(config)
+
+    def make(rank=0):
+        class Engine(weight_engine.StagedEngine):
+            def _reload(self, *, weights_iterator):
+                self.loaded = {name: tensor.clone() for name, tensor in weights_iterator}
+
+        parallel = types.SimpleNamespace(data_parallel_index=0, world_size=2, rank=rank)
+        about = types.SimpleNamespace(parallel_config=parallel, model_config=types.SimpleNamespace(hf_config=config))
+        made = Engine(None, about, cpu, model)
+        made.loaded = {}
+        return made
+
+    make.tensors = {name: p.detach().numpy() for name, p in model.named_parameters()}
+    return make
+
+
+def works(fake, engines):
+    """Lets a fake server have these workers, as vLLM calls them: all at the same time."""
+    fake.engines = engines
+
+    def on_all(do):
+        failed = []
+
+        def one(engine):
+            try:
+                do(engine)
+            except BaseException as e:
+                failed.append(e)
+
+        threads = [threading.Thread(target=one, args=(engine,)) for engine in fake.engines]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failed:
+            raise ConnectionAbortedError from failed[0]
+        return {}
+
+    def state(body):
+        if body["kwargs"].get("abandon"):
+            on_all(lambda engine: engine.start_weight_update())
+        errors = [engine.staging.error for engine in fake.engines]
+        groups = [engine.group for engine in fake.engines]
+        return {"results": [{"ok": not e, "error": e, "group": g} for e, g in zip(errors, groups, strict=True)]}
+
+    fake.answers |= {
+        "/start_weight_update": (200, lambda _: on_all(lambda engine: engine.start_weight_update())),
+        JOIN: (200, lambda body: on_all(lambda e: e.init_transfer_engine(e.parse_init_info(body["init_info"])))),
+        UPDATE: (200, lambda body: on_all(lambda engine: engine.update_weights(body["update_info"]))),
+        "/finish_weight_update": (200, lambda _: on_all(lambda engine: engine.finish_weight_update())),
+        "jppo_transfer": (200, state),
+        "jppo_info": (200, {"results": [INFO | {"buckets": True}]}),
+    }
+
+
+@pytest.fixture
+def made(fakes, settings, monkeypatch, engine, library):
+    """A sampler over two fakes, of two workers and of one; version 7 was published."""
+    monkeypatch.setattr(buckets, "BUCKET", 4000)
+    monkeypatch.setattr(nccl_carrier, "WAIT_S", 3.0)
+    for fake, count in zip(fakes, (2, 1), strict=True):
+        serve(fake)
+        works(fake, [engine(rank) for rank in range(count)])
+    monkeypatch.setattr(buckets, "Tcp", lambda *_: nccl_carrier.Nccl(communicator(library), jax.devices()[0]))
+    started = start_vllm(
+        "model", "run", settings=settings(publish_via="tcp"), urls=[fake.url for fake in fakes],
+        limits=ServerLimits(8.0, 5.0, 3), publish_dir="",
+    )  # fmt: skip
+    sampler = started.ready(eos_token_ids=[2], decode=str)
+    sampler.load(source(engine, 0), version=7)
+    for fake in fakes:
+        fake.asked.clear()
+    yield sampler
+    started.close()
+
+
+def communicator(library):
+    return nccl.Communicator(0, nccl=library, cuda=library)
+
+
+def source(engine, by, dtype=np.float32):
+    values = {name: (tensor + by).astype(dtype) for name, tensor in engine.tensors.items()}
+    return Repeatable(lambda: ((name, jax.device_put(value)) for name, value in values.items()))
+
+
+def has(engine, by, tensors):
+    loaded = {name: tensor.float().numpy() for name, tensor in engine.loaded.items()}
+    return set(loaded) == set(tensors) and all(np.array_equal(loaded[n], tensors[n] + by) for n in tensors)
+
+
+@pytest.mark.vllm
+def test_every_worker_gets_every_byte_and_joins_once(made, fakes, engine):
+    made.load(source(engine, 1), version=8)
+    assert all(has(worker, 1, engine.tensors) for fake in fakes for worker in fake.engines)
+    assert not asked(fakes[0], [JOIN]) and len(asked(fakes[0], [UPDATE])) > 3
+    assert whole(made.generate(PROMPTS, SAMPLING, version=8))
+
+
+@pytest.mark.vllm
+def test_bfloat16_has_a_checksum_too(made, fakes, engine):
+    import ml_dtypes
+
+    made.load(source(engine, 0, ml_dtypes.bfloat16), version=8)
+    name, tensor = next(iter(fakes[0].engines[1].loaded.items()))
+    assert np.array_equal(tensor.float().numpy(), engine.tensors[name].astype(ml_dtypes.bfloat16).astype(np.float32))
+
+
+@pytest.mark.vllm
+def test_a_restarted_server_makes_all_join_again(made, fakes, engine):
+    works(fakes[0], [engine(0), engine(1)])
+    made.load(source(engine, 2), version=8)
+    assert [len(asked(fake, [JOIN])) for fake in fakes] == [1, 1]
+    assert all(has(worker, 2, engine.tensors) for fake in fakes for worker in fake.engines)
+
+
+@pytest.mark.vllm
+def test_a_refused_bucket_hangs_nobody_and_touches_no_model(made, fakes, engine):
+    tensors = dict(source(engine, 1))
+    name = list(tensors)[2]
+    with pytest.raises(RolloutError, match=f"{name} has shape"):
+        made.load((tensors | {name: tensors[name][:-1]}).items(), version=8)
+    assert all(has(worker, 0, engine.tensors) for fake in fakes for worker in fake.engines)
+    made.load(source(engine, 3), version=8)
+    assert all(has(worker, 3, engine.tensors) for fake in fakes for worker in fake.engines)
+
+
+@pytest.mark.vllm
+def test_memory_that_changes_on_the_way_is_refused(made, engine, monkeypatch):
+    monkeypatch.setattr(nccl_carrier, "_checksum", lambda array: 17)
+    with pytest.raises(RolloutError, match="different checksum"):
+        made.load(source(engine, 1), version=8)
+
+
+@pytest.mark.vllm
+def test_a_server_that_dies_in_a_broadcast_takes_the_others_along_and_all_get_it_afterwards(made, fakes, engine):
+    good = fakes[1].answers[UPDATE]
+
+    def dead(_):
+        fakes[1].answers[UPDATE] = good
+        raise ConnectionAbortedError
+
+    fakes[1].answers[UPDATE] = (200, dead)
+    made.load(source(engine, 1), version=8)
+    assert whole(made.generate(PROMPTS, SAMPLING, version=8))
+    until(lambda: all(member.up for member in made.fleet.members))
+    assert all(has(worker, 1, engine.tensors) for fake in fakes for worker in fake.engines)
+    assert made.metrics()["rollout/restarts"] == 2
+
+
+@pytest.mark.parametrize("fault", ["no warm-up", "another count", "another root", "another rank", ""])
+def test_the_library_of_these_tests_sees_a_wrong_order(library, fault):
+    """Otherwise the tests above would prove nothing."""
+    trainer = communicator(library)
+    unique_id, data, failed = trainer.unique_id(), np.zeros(64, np.uint8), []
+    address = data.ctypes.data
+
+    def calls(one, rank, *, warm=True, count=64, root=0):
+        comm = nccl._P()
+        try:
+            one._call("ncclCommInitRank", ctypes.byref(comm), 2, nccl.UniqueId.from_buffer_copy(unique_id), rank)
+            if warm:
+                one._call("ncclAllReduce", address, address, 1, nccl.FLOAT32, nccl.SUM, comm, None)
+            one._call("ncclBroadcast", address, address, count, nccl.UINT8, root, comm, None)
+        except RolloutError as e:
+            failed.append(str(e))
+
+    thread = threading.Thread(target=calls, args=(communicator(library), 0 if fault == "another rank" else 1))
+    thread.start()
+    calls(trainer, 0, warm=fault != "no warm-up", count=32 if "count" in fault else 64, root=int("root" in fault))
+    thread.join()
+    assert bool(failed) is bool(fault) and all("differ" in e or "missing" in e for e in failed)
+
+
+def test_without_the_library_the_setting_is_refused():
+    with pytest.raises(UserError, match=r"publish_via='nccl': .*; install JAX for CUDA"):
+        nccl.Communicator(0, nccl="/nowhere/libnccl.so.2")
