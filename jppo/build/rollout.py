@@ -1,5 +1,6 @@
 """The rollout engine from the settings: kind, start, sampling, weight updates."""
 
+import dataclasses
 import functools
 import os
 import pathlib
@@ -39,7 +40,8 @@ DEFAULT_SHARE, SHARED_BY_BOTH = 0.75, 0.92
 
 def sampling(c: ConfigDict, version: int, gen_batch: int = 0) -> Sampling:
     """Makes the sampling parameters of a step's gen batch; seeds differ by step and gen batch."""
-    return _sampling(c, c.rollout, [c.trainer.seed, version, gen_batch])
+    found = _sampling(c, c.rollout, [c.trainer.seed, version, gen_batch])
+    return dataclasses.replace(found, experts=c.rollout.routing_replay)
 
 
 def val_sampling(c: ConfigDict) -> Sampling:
@@ -125,6 +127,7 @@ def server_settings(c: ConfigDict) -> ServerSettings:
         sleeps=r.sleep_level > 0,
         lora_rank=c.model.lora_rank if r.lora_sync == "adapter" else 0,
         latent=hf.read_config(c.model.path)[1].latent_sizes,
+        experts=r.routing_replay,
     )
 
 
@@ -213,6 +216,7 @@ def inprocess_settings(c: ConfigDict, mesh: Mesh) -> InprocessSettings:
         by_row=sharding.whole_rows_sharding(mesh),
         of_cache=sharding.cache_sharding(mesh, cache.heads(cfg)),
         cut=bool(settings.cuts(r) or settings.cuts(r.val_kwargs)),
+        experts=r.routing_replay,
     )
 
 

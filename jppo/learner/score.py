@@ -1,33 +1,59 @@
 """Passes over rows: log-probs, values, the reference and its KL. Policy and critic passes are differentiable."""
 
+import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jppo.algorithms import hl_gauss, kl
-from jppo.models import decoder, heads, lora
+from jppo.models import decoder, heads, lora, routing
 from jppo.models.config import ModelConfig
 from jppo.models.lora import Weights
 from jppo.models.vocabulary import Vocabulary
 from jppo.types import Array, Rows
 
-LogProb = Callable[[Weights, Rows], tuple[Array, Array]]  # -> log-probs, entropy: [R, T] f32
+
+class Scores(NamedTuple):
+    """A policy's scores of rows, [R, T] f32; None: not requested."""
+
+    logprob: Array
+    entropy: Array
+    penalty: Array | None = None  # of the KL to the reference
+    routing_differs: Array | None = None  # share of the rows' experts that the policy would not choose
+
+
+LogProb = Callable[[Weights, Rows], Scores]
 Value = Callable[[Weights, Rows], Array]  # -> [R, T] f32; of a head of B bins the logits, [R, T, B] f32
-# (policy, reference, rows) -> log-probs, entropy, the reference's log-probs, KL: [R, T] f32
-Exact = Callable[[Weights, Weights, Rows], tuple[Array, Array, Array, Array]]
-# (policy, reference, rows, ref_logprob) -> log-probs, entropy, KL (None if not requested): [R, T] f32
-Scores = tuple[Array, Array, Array | None]  # log-probs, entropy, KL
+# (policy, reference, rows) -> the policy's scores, the reference's log-probs [R, T] f32
+Exact = Callable[[Weights, Weights, Rows], tuple[Scores, Array]]
+# (policy, reference, rows, ref_logprob) -> scores
 LogProbKL = Callable[[Weights, Weights | None, Rows, Array | None], Scores]
 
 
-def _state(model: tuple[Any, ModelConfig], params: Weights, rows: Rows) -> heads.State:
-    """Computes hidden states of the rows; returns them with the inputs of the logits."""
-    variables = lora.variables(params)
-    hidden = model[0].apply(variables, rows.inputs, rows.segment, rows.position)
-    return hidden, decoder.head_kernel(variables["params"], model[1]), model[1]
+def _state(
+    model: tuple[Any, ModelConfig], params: Weights, rows: Rows, *, compare: bool = False
+) -> tuple[heads.State, Array | None]:
+    """Computes hidden states of the rows; returns them with the inputs of the logits.
+
+    With `compare`, it also returns the share of the rows' experts that the routers would not choose.
+    """
+    variables, differs = lora.variables(params), None
+    apply = functools.partial(model[0].apply, variables, rows.inputs, rows.segment, rows.position, given=rows.experts)
+    if compare and rows.experts is not None:
+        hidden, left = apply(mutable=[routing.COLLECTION])
+        differs = routing.differing(left, jnp.asarray(rows.experts), model[1])
+    else:
+        hidden = apply()
+    return (hidden, decoder.head_kernel(variables["params"], model[1]), model[1]), differs
+
+
+def _alone(rows: Rows) -> Rows:
+    """Returns the rows for another model than the sampled one, which chooses its own experts."""
+    return dataclasses.replace(rows, experts=None)
 
 
 def make_logprob(
@@ -37,16 +63,18 @@ def make_logprob(
     temperature: float,
     chunk_tokens: int,
     with_entropy: bool,
+    compare: bool = False,
     mesh: Mesh | None = None,
 ) -> LogProb:
     """Makes log π(target) and the entropy of π at each entry of the mask, 0 elsewhere, at the sampling temperature.
 
-    Differentiable.
+    With `compare`, also the share of replayed experts that the policy would not choose. Differentiable.
     """
 
-    def logprob(params: Weights, rows: Rows) -> tuple[Array, Array]:
-        return heads.logprob_entropy(
-            _state((model, cfg), params, rows),
+    def logprob(params: Weights, rows: Rows) -> Scores:
+        state, differs = _state((model, cfg), params, rows, compare=compare)
+        found = heads.logprob_entropy(
+            state,
             jnp.asarray(rows.targets),
             temperature=temperature,
             chunk_tokens=chunk_tokens,
@@ -54,6 +82,7 @@ def make_logprob(
             mask=jnp.asarray(rows.mask),
             mesh=mesh,
         )
+        return Scores(*found, routing_differs=differs)
 
     return logprob
 
@@ -81,11 +110,12 @@ def make_exact(
     *,
     temperature: float,
     chunk_tokens: int,
+    compare: bool = False,
     mesh: Mesh | None = None,
 ) -> Exact:
     """Makes one pass of both models with a divergence over the whole vocabulary, one of `kl.EXACT`, in token chunks."""
 
-    def exact(params: Weights, ref_params: Weights, rows: Rows) -> tuple[Array, Array, Array, Array]:
+    def exact(params: Weights, ref_params: Weights, rows: Rows) -> tuple[Scores, Array]:
         def body(
             vocabulary: Vocabulary, targets: jax.Array, logits: jax.Array, ref_logits: jax.Array
         ) -> tuple[jax.Array, ...]:
@@ -94,12 +124,13 @@ def make_exact(
             penalty = divergence(logits, ref_logits, log_softmax=vocabulary.log_softmax, total=vocabulary.total)
             return logprobs, heads.entropy_of(logits, vocabulary), ref_logprob, penalty
 
-        states = [_state(policy, params, rows), _state(reference, jax.lax.stop_gradient(ref_params), rows)]
+        own, differs = _state(policy, params, rows, compare=compare)
+        states = [own, _state(reference, jax.lax.stop_gradient(ref_params), _alone(rows))[0]]
         targets, mask = jnp.asarray(rows.targets), jnp.asarray(rows.mask)
         logprobs, entropy, ref_logprob, penalty = heads.by_logits(
             body, states, targets, temperature=temperature, chunk_tokens=chunk_tokens, mask=mask, mesh=mesh
         )
-        return logprobs, entropy, ref_logprob, penalty
+        return Scores(logprobs, entropy, penalty, differs), ref_logprob
 
     return exact
 
@@ -108,20 +139,20 @@ def make_logprob_kl(kind: str | None, logprob: LogProb, exact: Exact | None) -> 
     """Makes log-probs and entropy with the KL to the reference that `kind` names. Differentiable in the policy."""
 
     def sampled(params: Weights, reference: Weights | None, rows: Rows, ref_logprob: Array | None) -> Scores:
-        logprobs, entropy = logprob(params, rows)
+        found = logprob(params, rows)
         if kind is None:
-            return logprobs, entropy, None
+            return found
         assert ref_logprob is not None
-        here = (jnp.where(rows.mask, x, 0.0) for x in (logprobs, ref_logprob))  # no infinity from masked entries
-        return logprobs, entropy, kl.ESTIMATORS[kind](*here)
+        here = (jnp.where(rows.mask, x, 0.0) for x in (found.logprob, ref_logprob))  # no infinity from masked entries
+        return found._replace(penalty=kl.ESTIMATORS[kind](*here))
 
     def whole(params: Weights, reference: Weights | None, rows: Rows, ref_logprob: Array | None) -> Scores:
         assert exact is not None and reference is not None
-        logprobs, entropy, ref_logprob, found = exact(params, reference, rows)
-        if kind == "full+":
-            here = (jnp.where(rows.mask, x, 0.0) for x in (logprobs, ref_logprob))
-            found = kl.with_gradient_of_k2(found, *here)
-        return logprobs, entropy, found
+        found, ref_logprob = exact(params, reference, rows)
+        if kind == "full+" and found.penalty is not None:
+            here = (jnp.where(rows.mask, x, 0.0) for x in (found.logprob, ref_logprob))
+            found = found._replace(penalty=kl.with_gradient_of_k2(found.penalty, *here))
+        return found
 
     return whole if kind in kl.EXACT else sampled
 
@@ -133,10 +164,10 @@ def make_reference(
     sampled = any(kind is not None and kind not in kl.EXACT for kind in (penalty_kind, loss_kind))
 
     def passed(ref_params: Weights, params: Weights | None, rows: Rows) -> tuple[Array | None, Array | None]:
-        ref_logprob = reference(ref_params, rows)[0] if sampled else None
+        ref_logprob = reference(ref_params, _alone(rows)).logprob if sampled else None
         if penalty_kind not in kl.EXACT:
             return ref_logprob, None
         assert exact is not None and params is not None
-        return ref_logprob, exact(params, ref_params, rows)[3]
+        return ref_logprob, exact(params, ref_params, rows)[0].penalty
 
     return passed

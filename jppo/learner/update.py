@@ -49,8 +49,8 @@ def make_actor_loss(
     def loss(
         params: Weights, scored: Scored, counts: Counts, reference: Weights | None
     ) -> tuple[Array, dict[str, Array]]:
-        chex.assert_equal_shape([*jax.tree.leaves(scored)])
-        logprob, entropy, penalty = logprob_kl(params, reference, scored.rows, scored.ref_logprob)
+        chex.assert_equal_shape_prefix([*jax.tree.leaves(scored)], 2)
+        logprob, entropy, penalty, differs = logprob_kl(params, reference, scored.rows, scored.ref_logprob)
         mask, segment = scored.rows.mask, scored.rows.segment
         share = weigh(mask, segment, tokens=counts.tokens, sequences=counts.sequences)
 
@@ -77,6 +77,8 @@ def make_actor_loss(
         }
         if entropy_metric:
             sums["actor/entropy"] = mean(entropy)
+        if differs is not None:
+            sums["rollout/routing_differs"] = mean(differs)
         if penalty is not None:
             sums["actor/kl_loss"] = total(penalty)
             out += kl_loss_coef * sums["actor/kl_loss"]
@@ -94,7 +96,7 @@ def make_critic_loss(
     """Makes the clipped value loss, or with `value_range` the histogram's, summed with the weights of tokens."""
 
     def loss(params: Weights, scored: Scored, counts: Counts) -> tuple[Array, dict[str, Array]]:
-        chex.assert_equal_shape([*jax.tree.leaves(scored)])
+        chex.assert_equal_shape_prefix([*jax.tree.leaves(scored)], 2)
         mask, segment = scored.rows.mask, scored.rows.segment
         assert scored.value is not None and scored.returns is not None
         new = value(params, scored.rows)
@@ -119,8 +121,7 @@ def make_imitation_loss(logprob: LogProb) -> Loss:
 
     def loss(params: Weights, rows: Rows, counts: Counts) -> tuple[Array, dict[str, Array]]:
         chex.assert_rank(rows.mask, 2)
-        logprobs, _ = logprob(params, rows)
-        out = -masked_sum(logprobs, rows.mask) / counts.tokens
+        out = -masked_sum(logprob(params, rows).logprob, rows.mask) / counts.tokens
         return out, {"sft/loss": out}
 
     return loss

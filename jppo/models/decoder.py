@@ -13,7 +13,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jppo.models import attention, embedding, experts, lora, product
+from jppo.models import attention, embedding, experts, lora, product, routing
 from jppo.models.attention import Attend, attend_cached, make_plain
 from jppo.models.cache import Cache, LayerCache, extend
 from jppo.models.config import ModelConfig
@@ -102,7 +102,12 @@ class Layer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, kind: jax.Array | int, places: Places, held: LayerCache | None = None
+        self,
+        x: jax.Array,
+        kind: jax.Array | int,
+        places: Places,
+        given: jax.Array | None = None,
+        held: LayerCache | None = None,
     ) -> tuple[jax.Array, LayerCache | None]:
         cfg = self.cfg
 
@@ -116,10 +121,11 @@ class Layer(nn.Module):
         mix = attention(cfg, self.param_dtype, self.attend, name="attn")
         y, held = mix(norm("attn_norm", x, cfg.pre_norms), places.of(kind), held)
         x = x + scaled(norm("attn_post_norm", y, cfg.post_norms), cfg.residual_scale)
-        mlp: Any = MLP(cfg, self.param_dtype, cfg.intermediate_size, name="mlp")
-        if self.mix is not None:
-            mlp = Mixture(cfg, self.param_dtype, self.mix, name="experts")
-        y = mlp(norm("mlp_norm", x, cfg.pre_norms))
+        y = norm("mlp_norm", x, cfg.pre_norms)
+        if self.mix is None:
+            y = MLP(cfg, self.param_dtype, cfg.intermediate_size, name="mlp")(y)
+        else:
+            y = Mixture(cfg, self.param_dtype, self.mix, name="experts")(y, given)
         x = x + scaled(norm("mlp_post_norm", y, cfg.post_norms), cfg.residual_scale)
         return self.constrain(x), held
 
@@ -131,9 +137,11 @@ class Period(nn.Module):
     make: Callable[[Stack], Layer]
 
     @nn.compact
-    def __call__(self, x: jax.Array, kinds: jax.Array, places: Places) -> tuple[jax.Array, None]:
+    def __call__(
+        self, x: jax.Array, kinds: jax.Array, places: Places, given: tuple[jax.Array | None, ...]
+    ) -> tuple[jax.Array, None]:
         for i, stack in enumerate(self.group):
-            x, _ = self.make(stack)(x, kinds[i], places)
+            x, _ = self.make(stack)(x, kinds[i], places, given[i])
         return x, None
 
 
@@ -170,7 +178,10 @@ class Decoder(nn.Module):
     mix: Mix = experts.mix  # of experts' outputs
 
     @nn.compact
-    def __call__(self, tokens: jax.Array, segment: jax.Array, position: jax.Array) -> jax.Array:
+    def __call__(
+        self, tokens: jax.Array, segment: jax.Array, position: jax.Array, given: jax.Array | None = None
+    ) -> jax.Array:
+        """Computes the states; `given` [R, T, L, active] are experts in place of the routers' choices, -1 for none."""
         chex.assert_rank([tokens, segment, position], 2)
         chex.assert_equal_shape([tokens, segment, position])
         cfg = self.cfg
@@ -190,21 +201,22 @@ class Decoder(nn.Module):
             count = group[0].count
             scanned = functools.partial(
                 nn.scan,
-                variable_axes={"params": 0, lora.COLLECTION: 0},
+                variable_axes={"params": 0, lora.COLLECTION: 0, routing.COLLECTION: 0},
                 split_rngs={"params": True},
-                in_axes=(0, nn.broadcast),
+                in_axes=(0, nn.broadcast, 0),
                 length=count,
                 unroll=1 if self.scan_layers else count,
             )
             kinds = jnp.asarray([cfg.layer_kinds[stack.layers] for stack in group], jnp.int32)
+            own = routing.by_layer(given, group)
             if len(group) == 1:
                 layers = scanned(layer)(*settings(group[0]), name=group[0].path[0])
-                x, _ = layers(x, kinds[0], where)
+                x, _ = layers(x, kinds[0], where, own[0])
             else:
                 periods = scanned(Period)(
                     group, lambda one: layer(*settings(one), name=one.path[1]), name=group[0].path[0]
                 )
-                x, _ = periods(x, kinds.T, where)
+                x, _ = periods(x, kinds.T, where, own)
         return self.constrain(RMSNorm(cfg, self.param_dtype, name="norm")(x))
 
 
@@ -250,9 +262,10 @@ def forward_cached(
     *,
     constrain: Callable[[jax.Array], jax.Array] = identity,
     mix: Mix = experts.mix,
-) -> tuple[jax.Array, Cache]:
+) -> tuple[jax.Array, Cache, jax.Array | None]:
     """Runs tokens [R, P] at `position` after the cache's tokens; returns states [R, P, D] and the next cache.
 
+    Also returns the tokens' experts, [R, P, L, active] i16, 0 in layers without; None for a model without any.
     A prompt takes one call, each further token another. A token sees every entry up to its own position. Shorter
     prompts are padded with any tokens, which later tokens overwrite before they see them.
     """
@@ -261,14 +274,14 @@ def forward_cached(
     x = constrain(embedded(split["embed"]["embedding"][tokens], cfg, dtype))
     where = places_of(cfg, position, None)
     attend = make_plain(**attention_settings(cfg))
-    after: list[LayerCache] = []
+    after, chosen = list[LayerCache](), list[jax.Array | None]()
     for variables, kind, held, sort in zip(split["layers"], cfg.layer_kinds, cache, cfg.sorts, strict=True):
         layer = Layer(cfg, dtype, constrain, attend, mix if sort.sparse else None)
-        applied: Any = layer.apply(variables, x, kind, where, held)
-        x, new = applied
+        (x, new), found = layer.apply(variables, x, kind, where, None, held, mutable=[routing.COLLECTION])
         after.append(new)
+        chosen.append(routing.of_layer(found))
     last: Any = RMSNorm(cfg, dtype).apply({"params": split["norm"]}, x)
-    return last, tuple(after)
+    return last, tuple(after), routing.stacked(chosen)
 
 
 def init_params(cfg: ModelConfig, key: jax.Array, *, head: Head, param_dtype: Any) -> Params:

@@ -14,15 +14,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from jppo.models import product, router
+from jppo.models import product, router, routing
 from jppo.models.config import ModelConfig
 from jppo.models.grouped import grouped
 from jppo.models.modules import ACTIVATIONS, MLP
 from jppo.models.spread import HEADS, POSITIONS, WHOLE, columns, gathered, in_groups, row_axes, summed
 
-# (kernels, x [R, T, D], the router's logits [R, T, E], their correction [R, T, E] if any, model) -> [R, T, D]
+# (kernels, x [R, T, D], weights and indices of the tokens' experts [R, T, active], model) -> [R, T, D]
 # The kernels, of gate, up and down, are [E, D, M]; any biases follow, [E, 1, M] of gate and up, [E, D, 1] of down.
-Mix = Callable[[tuple[jax.Array, ...], jax.Array, jax.Array, jax.Array | None, ModelConfig], jax.Array]
+Mix = Callable[[tuple[jax.Array, ...], jax.Array, jax.Array, jax.Array, ModelConfig], jax.Array]
 
 
 class Mixture(nn.Module):
@@ -33,7 +33,8 @@ class Mixture(nn.Module):
     mix: Mix
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, given: jax.Array | None = None) -> jax.Array:
+        """Computes the mixture; experts that are `given` [R, T, active] replace the router's choice."""
         cfg, how = self.cfg, self.cfg.experts
         assert how is not None
 
@@ -54,7 +55,10 @@ class Mixture(nn.Module):
             kernels = *param("gate_up", 2, E, D, M), param("down", E, D, M), *biases
         else:
             kernels = tuple(param(name, E, D, M) for name in ("gate", "up", "down"))
-        y = self.mix(kernels, x, logits, correction, cfg)
+        if self.is_mutable_collection(routing.COLLECTION) and not self.is_initializing():
+            own = router.choose(logits, how, correction)[1]
+            self.put_variable(routing.COLLECTION, routing.NAME, own.astype(jnp.int16))
+        y = self.mix(kernels, x, *router.choose(logits, how, correction, given), cfg)
         if not how.shared_width:
             return y
         shared = MLP(cfg, self.param_dtype, how.shared_width, name="shared")(x)
@@ -64,19 +68,17 @@ class Mixture(nn.Module):
 
 
 def mix(
-    kernels: tuple[jax.Array, ...], x: jax.Array, logits: jax.Array, correction: jax.Array | None, cfg: ModelConfig
+    kernels: tuple[jax.Array, ...], x: jax.Array, weight: jax.Array, chosen: jax.Array, cfg: ModelConfig
 ) -> jax.Array:
     """Computes the experts' outputs on one device."""
-    chex.assert_rank([*kernels, x, logits], 3)
-    return _mix(_Plan(cfg, None, False), kernels, x, logits, correction)
+    chex.assert_rank([*kernels, x, weight, chosen], 3)
+    return _mix(_Plan(cfg, None, False), kernels, x, weight, chosen)
 
 
 def make_mix(mesh: Mesh | AbstractMesh | None, *, whole_rows: bool = False) -> Mix:
     """Makes the same on a mesh, with x sharded as rows and their positions; `whole_rows`: as whole rows."""
     mesh = None if mesh is None or mesh.size == 1 else mesh
-    return lambda kernels, x, logits, correction, cfg: _mix(
-        _Plan(cfg, mesh, whole_rows), kernels, x, logits, correction
-    )
+    return lambda kernels, x, weight, chosen, cfg: _mix(_Plan(cfg, mesh, whole_rows), kernels, x, weight, chosen)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,10 +118,8 @@ class _Plan:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mix(
-    plan: _Plan, kernels: tuple[jax.Array, ...], x: jax.Array, logits: jax.Array, correction: jax.Array | None
-) -> jax.Array:
-    out: jax.Array = plan.on_mesh(_forward, kernels, False)(kernels, x, logits, correction)
+def _mix(plan: _Plan, kernels: tuple[jax.Array, ...], x: jax.Array, weight: jax.Array, chosen: jax.Array) -> jax.Array:
+    out: jax.Array = plan.on_mesh(_forward, kernels, False)(kernels, x, weight, chosen)
     return out
 
 
@@ -141,12 +141,12 @@ def _forward(
     columns: list[tuple[str, ...]],
     kernels: Any,
     x: jax.Array,
-    logits: jax.Array,
-    correction: jax.Array | None,
+    weight: jax.Array,
+    chosen: jax.Array,
 ) -> jax.Array:
     """Computes the outputs of a device's tokens [R, T, D]."""
     whole = gathered(kernels, columns, x.dtype)
-    out = _local(plan.cfg, split, correction, tuple(whole), x, logits)
+    out = _local(plan.cfg, split, chosen, tuple(whole), x, weight)
     return out if split is None else jax.lax.psum(out, split)
 
 
@@ -156,38 +156,37 @@ def _backward(
     columns: list[tuple[str, ...]],
     kernels: Any,
     x: jax.Array,
-    logits: jax.Array,
-    correction: jax.Array | None,
+    weight: jax.Array,
+    chosen: jax.Array,
     given: jax.Array,
 ) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array]:
     """Computes the gradients of the kernels and of a device's tokens, with the experts' activations recomputed."""
     whole = gathered(kernels, columns, x.dtype)
     # Gradients of kernels are summed in f32: the products cast wide kernels to x's dtype.
     wide = tuple(kernel.astype(jnp.promote_types(kernel.dtype, jnp.float32)) for kernel in whole)
-    local = functools.partial(_local, plan.cfg, split, correction)
-    by_kernels, by_x, by_logits = jax.vjp(local, wide, x, logits)[1](given)
+    local = functools.partial(_local, plan.cfg, split, chosen)
+    by_kernels, by_x, by_weight = jax.vjp(local, wide, x, weight)[1](given)
     if split is not None:  # each device has a partial sum, from its part of the experts' width
-        by_x, by_logits = jax.lax.psum((by_x, by_logits), split)
+        by_x, by_weight = jax.lax.psum((by_x, by_weight), split)
     if plan.mesh is not None:
         by_kernels = [summed(slope, axes) for slope, axes in zip(by_kernels, columns, strict=True)]
     if split is not None:  # the bias of down has no part of the width
         by_kernels = [*by_kernels[:5], *(jax.lax.psum(slope, split) for slope in by_kernels[5:])]
-    return tuple(new.astype(old.dtype) for new, old in zip(by_kernels, kernels, strict=True)), by_x, by_logits
+    return tuple(new.astype(old.dtype) for new, old in zip(by_kernels, kernels, strict=True)), by_x, by_weight
 
 
 def _local(
     cfg: ModelConfig,
     split: str | None,
-    correction: jax.Array | None,
+    chosen: jax.Array,
     kernels: tuple[jax.Array, ...],
     x: jax.Array,
-    logits: jax.Array,
+    weight: jax.Array,
 ) -> jax.Array:
     """Computes the outputs [R, T, D] of tokens with whole kernels, or with a part of the experts' width."""
     how, (gate, up, down, *biases), flat = cfg.experts, kernels, x.reshape(-1, x.shape[-1])
     assert how is not None
-    logits, correction = jax.tree.map(lambda of: of.reshape(-1, how.count), (logits, correction))
-    weight, chosen = router.choose(logits, how, correction)  # [N, active]
+    weight, chosen = weight.reshape(-1, how.active), chosen.reshape(-1, how.active)
     order = jnp.argsort(chosen.reshape(-1), stable=True)  # of pairs of a token and an expert
     place = jnp.argsort(order)  # of each pair among the sorted ones
     sizes = jnp.bincount(chosen.reshape(-1), length=how.count).astype(jnp.int32)

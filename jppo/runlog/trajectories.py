@@ -13,11 +13,12 @@ from jppo.distributed.hosts import Hosts
 from jppo.types import Exchange, Reward, Trajectory
 
 ARRAYS = ("tokens", "sampled", "logprob", "version")
+APART = (*ARRAYS, "experts")  # the fields that are not JSON
 
 
 def pack(trajectories: Sequence[Trajectory]) -> str:
     """Serialises trajectories, bit for bit."""
-    rest = [{name: value for name, value in dataclasses.asdict(t).items() if name not in ARRAYS} for t in trajectories]
+    rest = [{name: value for name, value in dataclasses.asdict(t).items() if name not in APART} for t in trajectories]
     arrays = {
         name: np.concatenate([np.zeros(0, _empty(name)), *(getattr(t, name) for t in trajectories)]).astype(
             _empty(name)
@@ -25,6 +26,9 @@ def pack(trajectories: Sequence[Trajectory]) -> str:
         for name in ARRAYS
     }
     lengths = np.array([len(t.tokens) for t in trajectories], np.int64)
+    if known := [t.experts for t in trajectories if t.experts is not None]:
+        there = np.array([t.experts is not None for t in trajectories])
+        arrays |= {"experts": np.concatenate(known), "with_experts": there}
     file = io.BytesIO()
     np.savez_compressed(file, rest=np.frombuffer(json.dumps(rest).encode(), np.uint8), lengths=lengths, **arrays)
     return base64.b64encode(file.getvalue()).decode()
@@ -35,10 +39,14 @@ def unpack(text: str) -> list[Trajectory]:
     with np.load(io.BytesIO(base64.b64decode(text))) as file:
         rest = json.loads(file["rest"].tobytes())
         borders = np.cumsum(file["lengths"])[:-1]
-        arrays = {name: np.split(file[name], borders) for name in ARRAYS}
+        arrays: dict[str, Sequence[np.ndarray | None]] = {name: np.split(file[name], borders) for name in ARRAYS}
+        if "experts" in file:
+            there = file["with_experts"]
+            parts = iter(np.split(file["experts"], np.cumsum(file["lengths"][there])[:-1]))
+            arrays["experts"] = [next(parts) if one else None for one in there]
     for one in rest:
         one["exchange"] = None if one["exchange"] is None else Exchange(**_with_tuples(one["exchange"]))
-    return [Trajectory(**one, **{name: arrays[name][i] for name in ARRAYS}) for i, one in enumerate(rest)]  # type: ignore[arg-type]
+    return [Trajectory(**one, **{name: each[i] for name, each in arrays.items()}) for i, one in enumerate(rest)]  # type: ignore[arg-type]
 
 
 def of_all(hosts: Hosts, own: list[Trajectory]) -> list[Trajectory]:

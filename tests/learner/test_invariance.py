@@ -1,5 +1,7 @@
 """Loss, gradient and update do not depend on how the work is cut: packing, micro-batches, order, devices."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import optax
@@ -150,6 +152,7 @@ def test_devices(new_learner, make_recipe, base, mesh_shape, kind, tokens_per_mi
     assert_same(ours.update(*data, kind=kind, tokens_per_micro=tokens_per_micro, **START), expected)
 
 
+@pytest.mark.parametrize("replay", [False, True])
 @pytest.mark.parametrize(
     "mesh_shape,kind,tokens_per_micro,remat",
     [
@@ -160,11 +163,14 @@ def test_devices(new_learner, make_recipe, base, mesh_shape, kind, tokens_per_mi
         pytest.param((2, 1, 1, 1), "buckets", 10**6, "none", marks=pytest.mark.slow),
     ],
 )
-def test_experts(new_learner, make_recipe, drawn, mesh_shape, kind, tokens_per_micro, remat):
-    data, made = drawn(16), make_recipe("gae")
-    expected = new_learner((1, 1, 1, 1), made, experts=True).update(*data, **START)
-    found = new_learner(mesh_shape, made, remat=remat, experts=True)
+def test_experts(new_learner, make_recipe, drawn, drawn_experts, mesh_shape, kind, tokens_per_micro, remat, replay):
+    (trajectories, scores), made = drawn(16), make_recipe("gae")
+    trajectories = [dataclasses.replace(t, experts=drawn_experts(t.tokens, t.sampled)) for t in trajectories]
+    how, data = dict(experts=True, replay=replay), (trajectories, scores)
+    expected = new_learner((1, 1, 1, 1), made, **how).update(*data, **START)
+    found = new_learner(mesh_shape, made, remat=remat, **how)
     assert_same(found.update(*data, kind=kind, tokens_per_micro=tokens_per_micro, **START), expected)
+    assert not replay or 0.4 < expected[1]["rollout/routing_differs"] < 0.75, "two of five, at random"
 
 
 @pytest.mark.parametrize("value_range", [None, (-1.0, 1.0)])

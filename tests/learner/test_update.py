@@ -12,6 +12,7 @@ from scipy import special
 
 from jppo.algorithms import losses
 from jppo.learner import optim, ppo, sharding, update
+from jppo.learner.score import Scores
 from jppo.types import Counts, Rows, Scored
 
 R, T, CLIP, CLIP_C, COEF = 3, 6, 0.1, 1.5, dict(entropy_coeff=0.02, kl_loss_coef=0.3, positive_lm_coef=0.7)
@@ -39,7 +40,7 @@ def scored():
 
 def actor_loss(new, weigh):
     clipped = functools.partial(losses.clipped, clip_low=CLIP, clip_high=CLIP, clip_c=CLIP_C)
-    return update.make_actor_loss(lambda *_: (new.logprob, new.entropy, new.penalty), clipped, weigh, **COEF)
+    return update.make_actor_loss(lambda *_: Scores(new.logprob, new.entropy, new.penalty), clipped, weigh, **COEF)
 
 
 def counts_of(rows):

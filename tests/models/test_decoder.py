@@ -267,7 +267,7 @@ def test_a_cache_gives_the_logits_of_the_whole_row(checkpoint, rng, name):
 
     @jax.jit
     def forward(held, tokens, position):
-        hidden, held = decoder.forward_cached(split, cfg, tokens, position, held)
+        hidden, held, _ = decoder.forward_cached(split, cfg, tokens, position, held)
         return heads.logits_of((hidden, kernel, cfg)), held
 
     lengths = np.array([11, 6])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jppo.learner import sharding, state
-from jppo.models import decoder, embedding, experts, families, heads, hf, hf_write, lora, spread
+from jppo.models import decoder, embedding, experts, families, heads, hf, hf_write, lora, router, spread
 from jppo.models.attention import make_plain
 from jppo.models.grouped import grouped
 from jppo.settings import UserError
@@ -211,8 +211,9 @@ def test_padding_and_neighbours_change_no_token(rng):
     kernels = [jnp.asarray(rng.normal(size=(5, 32, 24)), jnp.float32) for _ in range(3)]
     x, logits = (jnp.asarray(rng.normal(size=(2, 30, n)), jnp.float32) for n in (32, 5))
     logits = logits.at[:, :20].set(jnp.asarray([9.0, 5.0, 0.0, 0.0, 0.0]))  # most tokens go to two experts
-    together = experts.mix(tuple(kernels), x, logits, None, cfg)
-    apart = [experts.mix(tuple(kernels), x[i : i + 1, 13:], logits[i : i + 1, 13:], None, cfg) for i in range(2)]
+    chosen = router.choose(logits, cfg.experts)
+    together = experts.mix(tuple(kernels), x, *chosen, cfg)
+    apart = [experts.mix(tuple(kernels), *(a[i : i + 1, 13:] for a in (x, *chosen)), cfg) for i in range(2)]
     np.testing.assert_allclose(together[:, 13:], np.concatenate(apart), rtol=1e-4, atol=1e-4)
 
 
@@ -223,7 +224,7 @@ def test_no_array_has_tokens_by_experts_by_width():
     x, logits = (jax.ShapeDtypeStruct((4, 512, n), jnp.float32) for n in (32, 64))
 
     def loss(kernels, x, logits):
-        return jnp.sum(experts.mix(kernels, x, logits, None, cfg) ** 2)
+        return jnp.sum(experts.mix(kernels, x, *router.choose(logits, cfg.experts), cfg) ** 2)
 
     compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(tuple(shapes), x, logits).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * (4 * 512) * 64 * 64 / 2

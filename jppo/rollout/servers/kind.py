@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
 from jppo.rollout.servers.endpoint import Endpoint
 from jppo.types import Sampling
 
@@ -17,6 +19,7 @@ class Completion:
     version: list[str]  # per token, as the server names the weights
     finish: str
     server: str = ""
+    experts: np.ndarray | None = None  # as in Answer
 
 
 class Dialect(Protocol):

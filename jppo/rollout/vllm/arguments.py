@@ -16,6 +16,7 @@ from jppo.settings import UserError
 
 MODULE = "vllm.entrypoints.openai.api_server"
 EXTENSION = "jppo.rollout.vllm.worker.WeightLoader"
+ROUTING = "jppo.rollout.vllm.routing"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # supported by vLLM
 
 # Options that engine_args may not set, and the settings that do.
@@ -23,6 +24,7 @@ OURS = {
     **dict.fromkeys(("--model", "--served-model-name", "--host", "--uds", "--load-format"), "jppo"),
     **dict.fromkeys(("--worker-extension-cls", "--logprobs-mode", "--generation-config", "--enable-scale-out"), "jppo"),
     **dict.fromkeys(("--enable-chunked-prefill", "--no-enable-chunked-prefill"), "jppo"),
+    "--enable-return-routed-experts": "rollout.routing_replay",
     "--port": "rollout.port",
     "--enable-sleep-mode": "rollout.sleep_level",
     "--dtype": "rollout.dtype",
@@ -81,6 +83,7 @@ class ServerSettings:
     sleeps: bool = False  # frees its GPU memory while the trainer learns
     lora_rank: int = 0  # of the adapters; 0: whole weights only
     latent: tuple[int, int] | None = None  # kv_lora_rank and qk_rope_head_dim; None: no latent attention
+    experts: bool = False  # answers have the experts of each token
 
 
 def check_vllm(python: str, setting: str = "rollout.python") -> str:
@@ -145,9 +148,12 @@ def flags(settings: ServerSettings, build: str) -> list[str]:
     if settings.sleeps:
         always.append("--enable-sleep-mode")
     if build == "gpu":
+        always += ["--enable-return-routed-experts"] if settings.experts else []
         return [*always, "--gpu-memory-utilization", str(settings.gpu_memory_utilization), *more]
+    experts = ("--worker-cls", f"{ROUTING}.RoutingWorker", "--scheduler-cls", f"{ROUTING}.RoutingScheduler")
     return [
         *always,
+        *(experts if settings.experts else ()),
         "--no-enable-chunked-prefill",  # with it, a seeded request ends the server on a CPU
         *("--max-num-batched-tokens", str(max(settings.max_model_len, 4096))),
         *("--kv-cache-memory-bytes", str(settings.kv_cache_memory_bytes)),
