@@ -23,6 +23,7 @@ from jppo.models.latent import LatentAttention
 from jppo.models.modules import MLP, Project, RMSNorm, scaled
 from jppo.models.params import Head
 from jppo.models.rotary import Place, Places, places, rotate
+from jppo.models.routing import Given, Givens
 from jppo.models.stacks import Group, Stack
 from jppo.types import Params
 
@@ -102,12 +103,7 @@ class Layer(nn.Module):
 
     @nn.compact
     def __call__(
-        self,
-        x: jax.Array,
-        kind: jax.Array | int,
-        places: Places,
-        given: jax.Array | None = None,
-        held: LayerCache | None = None,
+        self, x: jax.Array, kind: jax.Array | int, places: Places, given: Given = None, held: LayerCache | None = None
     ) -> tuple[jax.Array, LayerCache | None]:
         cfg = self.cfg
 
@@ -137,9 +133,7 @@ class Period(nn.Module):
     make: Callable[[Stack], Layer]
 
     @nn.compact
-    def __call__(
-        self, x: jax.Array, kinds: jax.Array, places: Places, given: tuple[jax.Array | None, ...]
-    ) -> tuple[jax.Array, None]:
+    def __call__(self, x: jax.Array, kinds: jax.Array, places: Places, given: Givens) -> tuple[jax.Array, None]:
         for i, stack in enumerate(self.group):
             x, _ = self.make(stack)(x, kinds[i], places, given[i])
         return x, None
@@ -178,10 +172,7 @@ class Decoder(nn.Module):
     mix: Mix = experts.mix  # of experts' outputs
 
     @nn.compact
-    def __call__(
-        self, tokens: jax.Array, segment: jax.Array, position: jax.Array, given: jax.Array | None = None
-    ) -> jax.Array:
-        """Computes the states; `given` [R, T, L, active] are experts in place of the routers' choices, -1 for none."""
+    def __call__(self, tokens: jax.Array, segment: jax.Array, position: jax.Array, given: Given = None) -> jax.Array:
         chex.assert_rank([tokens, segment, position], 2)
         chex.assert_equal_shape([tokens, segment, position])
         cfg = self.cfg
@@ -263,9 +254,8 @@ def forward_cached(
     constrain: Callable[[jax.Array], jax.Array] = identity,
     mix: Mix = experts.mix,
 ) -> tuple[jax.Array, Cache, jax.Array | None]:
-    """Runs tokens [R, P] at `position` after the cache's tokens; returns states [R, P, D] and the next cache.
+    """Runs tokens [R, P] at `position` after the cache's tokens; returns states [R, P, D], next cache, experts.
 
-    Also returns the tokens' experts, [R, P, L, active] i16, 0 in layers without; None for a model without any.
     A prompt takes one call, each further token another. A token sees every entry up to its own position. Shorter
     prompts are padded with any tokens, which later tokens overwrite before they see them.
     """

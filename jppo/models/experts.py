@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from jppo.models import product, router, routing
+from jppo.models import lora, product, router, routing
 from jppo.models.config import ModelConfig
 from jppo.models.grouped import grouped
 from jppo.models.modules import ACTIVATIONS, MLP
@@ -33,7 +33,7 @@ class Mixture(nn.Module):
     mix: Mix
 
     @nn.compact
-    def __call__(self, x: jax.Array, given: jax.Array | None = None) -> jax.Array:
+    def __call__(self, x: jax.Array, given: routing.Given = None) -> jax.Array:
         """Computes the mixture; experts that are `given` [R, T, active] replace the router's choice."""
         cfg, how = self.cfg, self.cfg.experts
         assert how is not None
@@ -54,7 +54,8 @@ class Mixture(nn.Module):
             biases = *param("gate_up_bias", 2, E, M)[:, :, None], param("down_bias", E, D)[:, :, None]
             kernels = *param("gate_up", 2, E, D, M), param("down", E, D, M), *biases
         else:
-            kernels = tuple(param(name, E, D, M) for name in ("gate", "up", "down"))
+            shapes = {"gate": "edr,erm->edm", "up": "edr,erm->edm", "down": "emr,erd->edm"}
+            kernels = tuple(self._adapted(name, param(name, E, D, M), of) for name, of in shapes.items())
         if self.is_mutable_collection(routing.COLLECTION) and not self.is_initializing():
             own = router.choose(logits, how, correction)[1]
             self.put_variable(routing.COLLECTION, routing.NAME, own.astype(jnp.int16))
@@ -65,6 +66,13 @@ class Mixture(nn.Module):
         if not how.names.shared_gate:
             return y + shared
         return y + jax.nn.sigmoid(product.product("rtd,dx->rtx", x, param("shared_gate", D, 1))) * shared
+
+    def _adapted(self, name: str, kernel: jax.Array, equation: str) -> jax.Array:
+        """Merges the adapters of all experts into their kernels."""
+        if not self.has_variable(lora.COLLECTION, name):
+            return kernel
+        beside: dict[str, jax.Array] = self.get_variable(lora.COLLECTION, name)
+        return kernel.astype(jnp.float32) + jnp.einsum(equation, beside["a"], beside["b"])
 
 
 def mix(

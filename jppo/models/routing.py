@@ -10,11 +10,13 @@ from jppo.models.config import ModelConfig
 from jppo.models.params import get
 from jppo.models.stacks import Group
 
+Given = jax.Array | None  # experts in place of the routers' choices, -1 for none
+Givens = tuple[Given, ...]
 COLLECTION = "routing"  # of flax variables: `apply(..., mutable=[COLLECTION])` returns the routers' own choices
 NAME = "chosen"  # [R, T, active] i16, of a layer
 
 
-def by_layer(given: jax.Array | None, group: Group) -> tuple[jax.Array | None, ...]:
+def by_layer(given: Given, group: Group) -> Givens:
     """Splits given experts [R, T, L, active] by the stacks of a scan: [layers, R, T, active] of those with experts."""
     if given is None:
         return (None,) * len(group)
