@@ -194,6 +194,7 @@ def read_settings(argv: list[str]) -> tuple[ConfigDict, bool]:
     with c.unlocked():
         c.trainer.run_dir = given.out  # not the config's run_dir, which holds a training run
         c.rollout.lora_sync = "merge"  # the weights of a directory are whole
+        c.rollout.routing_replay = False  # nothing learns
     for name in ("model", "data"):
         setting = SHORT[name][0]
         section, _, leaf = setting.partition(".")

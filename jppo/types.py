@@ -48,6 +48,7 @@ class Sampling:
     stop: tuple[str, ...]  # texts that end a response, which includes them
     ignore_eos: bool  # end tokens do not end a response
     seed: int  # sample j of prompt i has a seed made of (seed, i, j)
+    experts: bool = False  # answers have the experts of each token
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +83,7 @@ class Trajectory:
     exchange: Exchange | None = None  # None: no tools or environment
     server: str = ""  # server of the last turn; '': the trainer's own engine
     branches: tuple["Trajectory", ...] = ()  # other ones of the same episode and reward
+    experts: np.ndarray | None = None  # [n, L, active] i16, by which each token was read; -1: not known
 
 
 def given_text(tokens: np.ndarray, sampled: np.ndarray, uid: str = "") -> Trajectory:
@@ -115,6 +117,7 @@ class Rows:
     position: Array  # [R, T] i32, of the token in its trajectory
     mask: Array  # [R, T] bool, the policy sampled the target
     sequence: Array  # [R, T] i32, index of the trajectory in the step's batch; -1 = empty, or a shared prompt
+    experts: Array | None = None  # [R, T, L, active] i16, of the inputs in place of the routers' choice; -1 = none
 
 
 @jax.tree_util.register_dataclass
@@ -134,6 +137,7 @@ class Batch:
     earned: Array | None = None  # [B, L] f32, parts of the score that are earned at a token
     old_logprob: Array | None = None  # [B, L] f32, of the old policy: the trainer's before this step, or the engine's
     entropy: Array | None = None  # [B, L] f32, of the old policy
+    routing_differs: Array | None = None  # [B, L] f32, share of replayed experts that the old policy would not choose
     ref_logprob: Array | None = None  # [B, L] f32, of the frozen reference
     exact_kl: Array | None = None  # [B, L] f32, old policy to reference, over the whole vocabulary
     value: Array | None = None  # [B, L] f32, the critic's output

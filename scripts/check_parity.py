@@ -154,7 +154,7 @@ def agreement(model, values, cfg, dtype: str, prompt: np.ndarray, count: int) ->
 
     def step(state, _):
         held, tokens, position = state
-        hidden, held = decoder.forward_cached(split, cfg, tokens, position, held)
+        hidden, held, _ = decoder.forward_cached(split, cfg, tokens, position, held)
         last = hidden[:, -1:], decoder.head_kernel(values, cfg), cfg
         token = jnp.argmax(heads.logits_of(last), axis=-1).astype(jnp.int32)  # [1, 1]
         return (held, token, position[:, -1:] + 1), token[0, 0]

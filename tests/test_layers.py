@@ -35,7 +35,7 @@ COMMANDS_BELOW = ("jppo.data.check", "jppo.data.math", "jppo.rewards.check")
 COMMANDS = (*(f"jppo.{place}" for row in LAYERS[7:] for place in row), *COMMANDS_BELOW)
 # Packages that few may import: a module, or all modules below a package.
 ONLY_IN = {
-    "vllm": ("jppo.rollout.vllm.weight_engine",),
+    "vllm": ("jppo.rollout.vllm.weight_engine", "jppo.rollout.vllm.routing"),
     "torch": (
         "jppo.rollout.vllm.worker",
         "jppo.rollout.vllm.weight_engine",
@@ -61,7 +61,7 @@ ONLY_IN = {
     "tensorboardX": ("jppo.runlog.tensorboard",),
     "ml_collections": ("configs", "jppo.settings", *COMMANDS),
 }
-BY_VLLM = ("jppo.rollout.vllm.weight_engine",)  # imported only by vLLM itself
+BY_VLLM = ("jppo.rollout.vllm.weight_engine", "jppo.rollout.vllm.routing")  # imported only by vLLM itself
 # TensorFlow can take the GPU when it is imported; vLLM and transformers cost seconds.
 ONLY_IN_FUNCTIONS = {
     "vllm",
@@ -84,6 +84,7 @@ NO_MORE_THAN = {
     "jppo.rollout.vllm.weight_engine": {*sys.stdlib_module_names, "torch", "vllm"},
     "jppo.rollout.vllm.worker": {*sys.stdlib_module_names, "numpy", "torch", "transformers"},
     "jppo.rollout.vllm.staging": {*sys.stdlib_module_names},
+    "jppo.rollout.vllm.routing": {*sys.stdlib_module_names, "numpy", "vllm"},
     "jppo.rollout.vllm.layout": {*sys.stdlib_module_names, "numpy"},
     "jppo.rollout.vllm.transfer": {*sys.stdlib_module_names},
     "jppo.rewards.model.torch_worker": {*sys.stdlib_module_names, "torch", "transformers"},
@@ -119,6 +120,7 @@ OF_JPPO = {
     "jppo.rollout.vllm.worker": ("jppo.rollout.vllm.layout", "jppo.rollout.vllm.staging"),
     "jppo.rollout.vllm.staging": ("jppo.rollout.vllm.layout",),
     "jppo.rollout.vllm.transfer": ("jppo.rollout.vllm.layout",),
+    "jppo.rollout.vllm.routing": (),
     "jppo.rollout.vllm.layout": (),
     "jppo.rewards.model.torch_worker": (),
     "jppo.rewards.model.convert_worker": (),
@@ -305,7 +307,7 @@ def test_the_walk_sees_the_project():
         ("jppo.algorithms.kl", "import pathlib", "may import nothing of the kind"),
         ("jppo.algorithms.kl", "from jppo.settings import UserError", "only jppo.types, jppo.algorithms"),
         ("jppo.algorithms.kl", "import jax.numpy as jnp", None),
-        ("jppo.rollout.servers.process", "def f():\n    import vllm", "only jppo.rollout.vllm.weight_engine may"),
+        ("jppo.rollout.servers.process", "def f():\n    import vllm", "jppo.rollout.vllm.routing may"),
         ("jppo.rollout.vllm.worker", "import vllm", "only inside the function"),
         ("jppo.rollout.vllm.weight_engine", "from vllm import LLM", None),
         ("jppo.rollout.vllm.worker", "import jax", "jppo.rollout.vllm.worker may import nothing"),

@@ -16,7 +16,7 @@ from jppo.agent.calls import Parser
 from jppo.agent.partners import Begin, PartnerError, Respond
 from jppo.agent.tools import Context, Toolbox, ToolReplies
 from jppo.agent.turn_tokens import Chat
-from jppo.rollout.protocol import Answer, Ask, Talk, sample_seed
+from jppo.rollout.protocol import Answer, Ask, Talk, joined, of_tokens, sample_seed
 from jppo.settings import UserError
 from jppo.types import Exchange, Prompt, Sampling, Trajectory
 
@@ -37,12 +37,14 @@ class _Record:
         self.sampled = [False] * len(prompt)
         self.logprob = [0.0] * len(prompt)
         self.version = [-1] * len(prompt)
+        self.experts: np.ndarray | None = None  # of the tokens that the policy has read
 
     def say(self, answer: Answer) -> None:
         self.ids = self.ids + answer.tokens  # a new list: an engine may still hold the old one
         self.sampled += [True] * len(answer.tokens)
         self.logprob += answer.logprob
         self.version += answer.version
+        self.experts = joined(self.experts, answer.experts)
 
     def hear(self, ids: list[int]) -> None:
         self.ids = self.ids + ids
@@ -108,6 +110,7 @@ class _State:
                 tuple(self.earned),
                 tuple(self.tool_earned),
             ),
+            experts=of_tokens(record.experts, len(record.ids)),
         )
 
 

@@ -1,5 +1,6 @@
 """Packing of a run's rows: the kind and the row shapes."""
 
+import dataclasses
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -7,6 +8,7 @@ from ml_collections import ConfigDict
 from jppo.learner import packing, prefix, sharding
 from jppo.models import attention, cost
 from jppo.models.config import ModelConfig
+from jppo.settings import UserError
 
 
 def packing_kind(c: ConfigDict, mesh: Any) -> str:
@@ -62,7 +64,19 @@ def make_plan(
 def plan_of_run(c: ConfigDict, mesh: Any, policy: ModelConfig) -> packing.Plan:
     """Plans the row shapes of a PPO run."""
     sequences = max(c.actor.ppo_mini_batch_size, critic_mini_batch_size(c))
-    return make_plan(c, mesh, tokens_per_device=c.actor.max_tokens_per_device, sequences=sequences, policy=policy)
+    plan = make_plan(c, mesh, tokens_per_device=c.actor.max_tokens_per_device, sequences=sequences, policy=policy)
+    return dataclasses.replace(plan, experts=replayed(c, policy))
+
+
+def replayed(c: ConfigDict, policy: ModelConfig) -> tuple[int, int] | None:
+    """Returns the layers and the active experts of each token if experts are replayed; UserError without any."""
+    if not c.rollout.routing_replay:
+        return None
+    if policy.experts is None:
+        raise UserError(
+            f"rollout.routing_replay=True: the {policy.family} model of model.path has no experts; set it to False"
+        )
+    return policy.num_layers, policy.experts.active
 
 
 def critic_mini_batch_size(c: ConfigDict) -> int:

@@ -1,5 +1,6 @@
 """The rollout engine from the settings: kind, start, sampling, weight updates."""
 
+import dataclasses
 import functools
 import os
 import pathlib
@@ -42,7 +43,8 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 def sampling(c: ConfigDict, version: int, gen_batch: int = 0) -> Sampling:
     """Makes the sampling parameters of a step's gen batch; seeds differ by step and gen batch."""
-    return _sampling(c, c.rollout, [c.trainer.seed, version, gen_batch])
+    found = _sampling(c, c.rollout, [c.trainer.seed, version, gen_batch])
+    return dataclasses.replace(found, experts=c.rollout.routing_replay)
 
 
 def val_sampling(c: ConfigDict) -> Sampling:
@@ -130,6 +132,7 @@ def server_settings(c: ConfigDict) -> ServerSettings:
         latent=cfg.latent_sizes,
         delta=cfg.delta_kind,
         publish_via=publish_via(c),
+        experts=r.routing_replay,
     )
 
 
@@ -229,6 +232,7 @@ def inprocess_settings(c: ConfigDict, mesh: Mesh) -> InprocessSettings:
         by_row=sharding.whole_rows_sharding(mesh),
         of_cache=sharding.cache_sharding(mesh, cache.heads(cfg)),
         cut=bool(settings.cuts(r) or settings.cuts(r.val_kwargs)),
+        experts=r.routing_replay,
     )
 
 

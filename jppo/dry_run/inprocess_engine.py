@@ -1,6 +1,5 @@
 """Programs of the in-process rollout engine (rollout.name=inprocess) on shapes: prefill and decode."""
 
-import functools
 from typing import Any
 
 import jax
@@ -9,8 +8,7 @@ from ml_collections import ConfigDict
 from jppo.build.rollout import inprocess_settings
 from jppo.dry_run.moments import Moment, account, size
 from jppo.learner import sharding, state
-from jppo.models import generate
-from jppo.rollout.continuous_batching import TURNS, InprocessSettings, choice_of, filling, make_programs
+from jppo.rollout.continuous_batching import TURNS, InprocessSettings, choice_of, filling, make_empty, make_programs
 from jppo.rollout.protocol import greedy
 
 
@@ -38,11 +36,10 @@ def _shape(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _slots(s: InprocessSettings) -> Any:
-    """Returns the active rows' shapes: keys and values have four axes."""
-    empty = functools.partial(generate.empty, s.cfg, rows=s.rows, length=s.max_model_len, dtype=s.dtype)
+    """Returns the active rows' shapes."""
+    empty, places = make_empty(s)
     return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s.of_cache if x.ndim == 4 else s.by_row),
-        jax.eval_shape(empty),
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), jax.eval_shape(empty), places
     )
 
 

@@ -57,11 +57,12 @@ def sketch(c: ConfigDict, mesh: Any, cfg: ModelConfig, *, head: Head, adapters: 
     return Trained(what, state.abstract(what), Base(stays, adapters.scale))
 
 
-def rows_of(shape: tuple[int, ...], mesh: Any) -> Rows:
-    """Makes abstract rows of that shape."""
+def rows_of(shape: tuple[int, ...], mesh: Any, experts: tuple[int, int] | None = None) -> Rows:
+    """Makes abstract rows of that shape; `experts` as in `packing.Plan`."""
     place = sharding.rows_sharding(mesh)
     found: Rows = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), packing.empty_rows((shape[0], shape[1]))
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        packing.empty_rows((shape[0], shape[1]), experts),
     )
     return found
 
@@ -120,8 +121,9 @@ def estimate(c: ConfigDict, inputs: Inputs, mesh: Any, *, entries: int) -> Estim
     if inputs.critic is not None:
         critic = sketch(c, mesh, fit(inputs.critic), head="value", adapters=inputs.critic_adapters)
     reference, own_reference = _reference(c, inputs, mesh, policy)
-    shapes = largest(plan_of_run(c, mesh, inputs.policy))
-    rows = [rows_of(shape, mesh) for shape in shapes]
+    plan = plan_of_run(c, mesh, inputs.policy)
+    shapes = largest(plan)
+    rows = [rows_of(shape, mesh, plan.experts) for shape in shapes]
     scored = [_scored(recipe, one, critic is not None) for one in rows]
     models: dict[str, Any] = dict(policy=policy, critic=critic, reference=reference)
     own = dict(shared_trunk=shares_trunk(c, inputs), own_reference=own_reference)

@@ -86,6 +86,9 @@ def make_advantages(
         turns = (masked.ends(batch.mask),) if estimator.by_turn else ()  # before tokens are rejected
         if batch.entropy is not None:
             metrics["actor/entropy"] = masked.masked_sum(batch.entropy, batch.mask) / correct.tokens(batch.mask)
+        if batch.routing_differs is not None:
+            differs = masked.masked_sum(batch.routing_differs, batch.mask)
+            metrics["rollout/routing_differs"] = differs / correct.tokens(batch.mask)
         if correction is not None:
             batch, found = correct.corrected(correction, batch)
             metrics |= found

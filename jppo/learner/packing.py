@@ -30,6 +30,7 @@ class Plan:
     # Cost of a token in a row of each length, where a row may have a prompt once for several of its samples.
     prices: tuple[float, ...] | None = None
     shared: tuple[int, int] = (0, 0)  # the most entries of a shared prompt, and of a sample after it
+    experts: tuple[int, int] | None = None  # L and active, if the engine's experts are replayed
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
@@ -102,7 +103,7 @@ def pack(trajectories: Sequence[Trajectory], sequence: Sequence[int], plan: Plan
         rows, shapes = _whole(order, entries, plan)
     micros, start = [], 0
     for shape in shapes:
-        micros.append(_fill(rows[start : start + shape[0]], shape, trajectories, sequence))
+        micros.append(_fill(rows[start : start + shape[0]], shape, trajectories, sequence, plan.experts))
         start += shape[0]
     return micros
 
@@ -182,7 +183,11 @@ def _evened(rows: list[list[int]], count: int, entries: Sequence[int], length: i
 
 
 def _fill(
-    rows: list[list[Part]], shape: tuple[int, int], trajectories: Sequence[Trajectory], sequence: Sequence[int]
+    rows: list[list[Part]],
+    shape: tuple[int, int],
+    trajectories: Sequence[Trajectory],
+    sequence: Sequence[int],
+    experts: tuple[int, int] | None,
 ) -> Rows:
     out = Rows(
         inputs=np.zeros(shape, np.int32),
@@ -191,7 +196,13 @@ def _fill(
         position=np.zeros(shape, np.int32),
         mask=np.zeros(shape, np.bool_),
         sequence=np.full(shape, -1, np.int32),
+        experts=None if experts is None else np.full((*shape, *experts), -1, np.int16),
     )
+
+    def replay(here: tuple[int, slice], t: Trajectory, entries: slice) -> None:
+        if out.experts is not None and t.experts is not None:
+            out.experts[here] = t.experts[entries]
+
     for r, row in enumerate(rows):
         start, segment = 0, 0
         for part in row:
@@ -200,6 +211,7 @@ def _fill(
                 tokens, here = trajectories[part.members[0]].tokens, (r, slice(start, start + a))
                 out.inputs[here], out.targets[here] = tokens[:a], tokens[1 : a + 1]
                 out.segment[here], out.position[here] = -1, np.arange(a)
+                replay(here, trajectories[part.members[0]], slice(0, a))
                 start += a
             for i in part.members:
                 t, segment = trajectories[i], segment + 1
@@ -211,10 +223,11 @@ def _fill(
                 out.position[here] = np.arange(a, n)
                 out.mask[here] = t.sampled[a + 1 :]
                 out.sequence[here] = sequence[i]
+                replay(here, t, slice(a, n))
                 start += n - a
     return out
 
 
-def empty_rows(shape: tuple[int, int]) -> Rows:
+def empty_rows(shape: tuple[int, int], experts: tuple[int, int] | None = None) -> Rows:
     """Returns rows without data, on which every pass is compiled before there is data."""
-    return _fill([], shape, (), ())
+    return _fill([], shape, (), (), experts)

@@ -92,8 +92,8 @@ def make_passes(
     r = recipe
     heads = dict[str, Any](temperature=temperature, chunk_tokens=chunk_tokens, mesh=mesh)
 
-    def logprob(model: Model, with_entropy: bool) -> score.LogProb:
-        return score.make_logprob(*model, **heads, with_entropy=with_entropy)
+    def logprob(model: Model, with_entropy: bool, compare: bool = False, routed: bool = False) -> score.LogProb:
+        return score.make_logprob(*model, **heads, with_entropy=with_entropy, compare=compare, routed=routed)
 
     def compiled(fn: Callable[..., Any] | None) -> Any:
         return None if fn is None else jax.jit(fn, compiler_options=options)
@@ -101,16 +101,17 @@ def make_passes(
     def exact(kind: str | None, routed: bool = False) -> score.Exact | None:
         if kind is None or kind not in kl.EXACT or models.reference is None:
             return None
-        return score.make_exact(kl.EXACT[kind], models.policy, models.reference, **heads, routed=routed)
+        how = dict(heads, compare=r.bypass, routed=routed)
+        return score.make_exact(kl.EXACT[kind], models.policy, models.reference, **how)
 
     reference = None
     if models.reference is not None:
         by_token = logprob(models.reference, False)
         reference = score.make_reference(r.kl_penalty, r.kl_loss_type, by_token, exact(r.kl_penalty))
-    # Without a pass for the old log-probs the update computes the entropy.
+    # Without a pass for the old log-probs the update computes the entropy, and compares replayed experts.
     with_entropy = r.entropy_coeff != 0.0 or (r.bypass and r.entropy_metric)
     routed = models.policy[1] is not None and models.policy[1].experts is not None
-    in_update = score.make_scores(*models.policy, **heads, with_entropy=with_entropy, routed=routed)
+    in_update = logprob(models.policy, with_entropy, compare=r.bypass, routed=routed)
     actor = update.make_actor_loss(
         score.make_logprob_kl(r.kl_loss_type, in_update, exact(r.kl_loss_type, routed)),
         r.policy_loss,
@@ -134,7 +135,7 @@ def make_passes(
         value_norm_decay=r.value_norm_decay, positive=r.positive_lm_coef > 0,
     )  # fmt: skip
     return Passes(
-        logprob=compiled(logprob(models.policy, with_entropy=r.entropy_metric)),
+        logprob=compiled(logprob(models.policy, with_entropy=r.entropy_metric, compare=True)),
         reference=compiled(reference),
         value=compiled(value),
         advantages=jax.jit(advantages, out_shardings=whole),
@@ -187,8 +188,13 @@ def with_old_logprob(
     if recipe.bypass:
         return dataclasses.replace(data, old_logprob=data.rollout_logprob)
     policy = offload.to_device(policy)
-    old, entropy = _over_rows(lambda rows: passes.logprob(policy, rows), data, micros)
-    return dataclasses.replace(data, old_logprob=old, entropy=entropy if recipe.entropy_metric else None)
+    old = score.Scores(*_over_rows(lambda rows: passes.logprob(policy, rows), data, micros))
+    return dataclasses.replace(
+        data,
+        old_logprob=old.logprob,
+        entropy=old.entropy if recipe.entropy_metric else None,
+        routing_differs=old.routing_differs,
+    )
 
 
 def with_reference(
@@ -250,7 +256,7 @@ def compile_all(
         descents.append((critic, now.value, now.value_opt, ()))
     greedy = np.zeros(0, np.float32) if recipe.estimator.greedy else None
     data = batch.flatten([], [], np.zeros(0, np.int32), greedy, shape=shape, earns=recipe.earns)
-    rows = [packing.empty_rows(of_rows) for of_rows in plan.shapes]
+    rows = [packing.empty_rows(of_rows, plan.experts) for of_rows in plan.shapes]
     for one in rows:
         micros = [batch.Micro(one, sharding.put_rows(one, mesh))]
         passes.logprob(offload.to_device(whole), micros[0].device)  # for the check before the first step, in any recipe

@@ -44,13 +44,16 @@ def groups(trajectories: Sequence[Trajectory], entries: Sequence[int], most: tup
 
 
 def shared_entries(samples: Sequence[Trajectory]) -> int:
-    """Counts the entries that trajectories share: the equal tokens before the first sampled one.
+    """Counts the entries that trajectories share: the equal tokens, with equal experts, before the first sampled one.
 
     Each keeps at least one of its own.
     """
     most = min(min(_before_sampled(t), len(t.tokens) - 1) for t in samples)
     tokens = np.stack([t.tokens[:most] for t in samples])
     same = (tokens == tokens[:1]).all(axis=0)
+    known = [t.experts[:most] for t in samples if t.experts is not None]
+    if len(known) == len(samples):
+        same &= (np.stack(known) == known[0][None]).all(axis=(0, 2, 3))
     return max(0, (most if same.all() else int(np.argmin(same))) - 1)
 
 

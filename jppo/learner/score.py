@@ -1,5 +1,6 @@
 """Passes over rows: log-probs, values, the reference and its KL. Policy and critic passes are differentiable."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -8,55 +9,73 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jppo.algorithms import hl_gauss, kl
-from jppo.models import decoder, heads, lora, router_sums
+from jppo.models import decoder, heads, lora, router_sums, routing
 from jppo.models.config import ModelConfig
 from jppo.models.lora import Weights
 from jppo.models.router_sums import RouterSums
 from jppo.models.vocabulary import Vocabulary
 from jppo.types import Array, Rows
 
-LogProb = Callable[[Weights, Rows], tuple[Array, Array]]  # -> log-probs, entropy: [R, T] f32
-Value = Callable[[Weights, Rows], Array]  # -> [R, T] f32; of a head of B bins the logits, [R, T, B] f32
-# (policy, reference, rows) -> log-probs, entropy, the reference's log-probs, KL: [R, T] f32; routers' sums if asked
-Exact = Callable[[Weights, Weights, Rows], tuple[Any, ...]]
-
 
 class Scores(NamedTuple):
-    """The policy's outputs that its loss is made of."""
+    """A policy's scores of rows, [R, T] f32; None: not requested."""
 
-    logprob: Array  # [R, T] f32
-    entropy: Array  # [R, T] f32
-    penalty: Array | None = None  # [R, T] f32, of the KL to the reference; None if not requested
-    router: RouterSums | None = None  # over the mask; None without experts
-
-
-LogProbKL = Callable[[Weights, Weights | None, Rows, Array | None], Scores]  # (policy, reference, rows, ref_logprob)
+    logprob: Array
+    entropy: Array
+    penalty: Array | None = None  # of the KL to the reference
+    router: RouterSums | None = None  # over the mask
+    routing_differs: Array | None = None  # share of the rows' experts that the policy would not choose
 
 
-def _state(model: tuple[Any, ModelConfig], params: Weights, rows: Rows) -> heads.State:
-    """Computes hidden states of the rows; returns them with the inputs of the logits."""
-    return _state_and_router(model, params, rows, False)[0]
+LogProb = Callable[[Weights, Rows], Scores]
+Value = Callable[[Weights, Rows], Array]  # -> [R, T] f32; of a head of B bins the logits, [R, T, B] f32
+# (policy, reference, rows) -> the policy's scores, the reference's log-probs [R, T] f32
+Exact = Callable[[Weights, Weights, Rows], tuple[Scores, Array]]
+# (policy, reference, rows, ref_logprob) -> scores
+LogProbKL = Callable[[Weights, Weights | None, Rows, Array | None], Scores]
 
 
-def _state_and_router(
-    model: tuple[Any, ModelConfig], params: Weights, rows: Rows, routed: bool
-) -> tuple[heads.State, RouterSums | None]:
-    """Computes the same, and the routers' sums over the mask if the model is `routed`."""
-    variables, router = lora.variables(params), None
-    inputs = rows.inputs, rows.segment, rows.position
-    if routed:
-        hidden, left = model[0].apply(variables, *inputs, jnp.asarray(rows.mask), mutable=[router_sums.COLLECTION])
-        router = router_sums.collected(left, model[1])
+class _Left(NamedTuple):
+    """What routers leave in a pass; None: not requested, or no experts."""
+
+    router: RouterSums | None = None
+    routing_differs: Array | None = None
+
+
+def _state(
+    model: tuple[Any, ModelConfig], params: Weights, rows: Rows, *, compare: bool = False, routed: bool = False
+) -> tuple[heads.State, _Left]:
+    """Computes hidden states of the rows; returns them with the inputs of the logits.
+
+    If `routed`, it also returns the routers' sums over the mask; with `compare`, the share of the rows' experts that
+    the routers would not choose.
+    """
+    variables, left = lora.variables(params), _Left()
+    compare = compare and rows.experts is not None
+    wanted = [name for name, asked in ((router_sums.COLLECTION, routed), (routing.COLLECTION, compare)) if asked]
+    counted = jnp.asarray(rows.mask) if routed else None
+    how = dict[str, Any](counted=counted, given=rows.experts)
+    if wanted:
+        hidden, found = model[0].apply(variables, rows.inputs, rows.segment, rows.position, **how, mutable=wanted)
+        left = _Left(
+            router_sums.collected(found, model[1]) if routed else None,
+            routing.differing(found, jnp.asarray(rows.experts), model[1]) if compare else None,
+        )
     else:
-        hidden = model[0].apply(variables, *inputs)
-    return (hidden, decoder.head_kernel(variables["params"], model[1]), model[1]), router
+        hidden = model[0].apply(variables, rows.inputs, rows.segment, rows.position, **how)
+    return (hidden, decoder.head_kernel(variables["params"], model[1]), model[1]), left
+
+
+def _alone(rows: Rows) -> Rows:
+    """Returns the rows for another model than the sampled one, which chooses its own experts."""
+    return dataclasses.replace(rows, experts=None)
 
 
 def make_router_load(model: Any, cfg: ModelConfig) -> Callable[[Weights, Rows], Array]:
     """Makes (policy, rows) -> tokens of the mask by layer and expert, [layers, E] f32."""
 
     def load(params: Weights, rows: Rows) -> Array:
-        router = _state_and_router((model, cfg), params, rows, True)[1]
+        router = _state((model, cfg), params, rows, routed=True)[1].router
         assert router is not None
         return router.load
 
@@ -70,38 +89,19 @@ def make_logprob(
     temperature: float,
     chunk_tokens: int,
     with_entropy: bool,
+    compare: bool = False,
+    routed: bool = False,
     mesh: Mesh | None = None,
 ) -> LogProb:
     """Makes log π(target) and the entropy of π at each entry of the mask, 0 elsewhere, at the sampling temperature.
 
+    With `compare`, also the share of replayed experts that the policy would not choose; if `routed`, the routers' sums.
     Differentiable.
     """
-    scores = make_scores(
-        model, cfg, temperature=temperature, chunk_tokens=chunk_tokens, with_entropy=with_entropy, mesh=mesh
-    )
 
-    def logprob(params: Weights, rows: Rows) -> tuple[Array, Array]:
-        found = scores(params, rows)
-        return found.logprob, found.entropy
-
-    return logprob
-
-
-def make_scores(
-    model: Any,
-    cfg: ModelConfig,
-    *,
-    temperature: float,
-    chunk_tokens: int,
-    with_entropy: bool,
-    routed: bool = False,
-    mesh: Mesh | None = None,
-) -> Callable[[Weights, Rows], Scores]:
-    """Makes the same, with the sums of routers if `routed`, for `make_logprob_kl`."""
-
-    def scores(params: Weights, rows: Rows) -> Scores:
-        state, router = _state_and_router((model, cfg), params, rows, routed)
-        logprob, entropy = heads.logprob_entropy(
+    def logprob(params: Weights, rows: Rows) -> Scores:
+        state, left = _state((model, cfg), params, rows, compare=compare, routed=routed)
+        found = heads.logprob_entropy(
             state,
             jnp.asarray(rows.targets),
             temperature=temperature,
@@ -110,9 +110,9 @@ def make_scores(
             mask=jnp.asarray(rows.mask),
             mesh=mesh,
         )
-        return Scores(logprob, entropy, router=router)
+        return Scores(*found, **left._asdict())
 
-    return scores
+    return logprob
 
 
 def make_value(model: Any) -> Value:
@@ -138,12 +138,13 @@ def make_exact(
     *,
     temperature: float,
     chunk_tokens: int,
+    compare: bool = False,
     routed: bool = False,
     mesh: Mesh | None = None,
 ) -> Exact:
     """Makes one pass of both models with a divergence over the whole vocabulary, one of `kl.EXACT`, in token chunks."""
 
-    def exact(params: Weights, ref_params: Weights, rows: Rows) -> tuple[Any, ...]:
+    def exact(params: Weights, ref_params: Weights, rows: Rows) -> tuple[Scores, Array]:
         def body(
             vocabulary: Vocabulary, targets: jax.Array, logits: jax.Array, ref_logits: jax.Array
         ) -> tuple[jax.Array, ...]:
@@ -152,22 +153,22 @@ def make_exact(
             penalty = divergence(logits, ref_logits, log_softmax=vocabulary.log_softmax, total=vocabulary.total)
             return logprobs, heads.entropy_of(logits, vocabulary), ref_logprob, penalty
 
-        state, router = _state_and_router(policy, params, rows, routed)
-        states = [state, _state(reference, jax.lax.stop_gradient(ref_params), rows)]
+        own, left = _state(policy, params, rows, compare=compare, routed=routed)
+        states = [own, _state(reference, jax.lax.stop_gradient(ref_params), _alone(rows))[0]]
         targets, mask = jnp.asarray(rows.targets), jnp.asarray(rows.mask)
-        found = heads.by_logits(
+        logprobs, entropy, ref_logprob, penalty = heads.by_logits(
             body, states, targets, temperature=temperature, chunk_tokens=chunk_tokens, mask=mask, mesh=mesh
         )
-        return (*found, router) if routed else found
+        return Scores(logprobs, entropy, penalty, **left._asdict()), ref_logprob
 
     return exact
 
 
-def make_logprob_kl(kind: str | None, scores: Callable[..., tuple[Any, ...]], exact: Exact | None) -> LogProbKL:
+def make_logprob_kl(kind: str | None, logprob: LogProb, exact: Exact | None) -> LogProbKL:
     """Makes log-probs and entropy with the KL to the reference that `kind` names. Differentiable in the policy."""
 
     def sampled(params: Weights, reference: Weights | None, rows: Rows, ref_logprob: Array | None) -> Scores:
-        found = Scores(*scores(params, rows))
+        found = logprob(params, rows)
         if kind is None:
             return found
         assert ref_logprob is not None
@@ -176,11 +177,11 @@ def make_logprob_kl(kind: str | None, scores: Callable[..., tuple[Any, ...]], ex
 
     def whole(params: Weights, reference: Weights | None, rows: Rows, ref_logprob: Array | None) -> Scores:
         assert exact is not None and reference is not None
-        logprobs, entropy, ref_logprob, found, *router = exact(params, reference, rows)
-        if kind == "full+":
-            here = (jnp.where(rows.mask, x, 0.0) for x in (logprobs, ref_logprob))
-            found = kl.with_gradient_of_k2(found, *here)
-        return Scores(logprobs, entropy, found, *router)
+        found, ref_logprob = exact(params, reference, rows)
+        if kind == "full+" and found.penalty is not None:
+            here = (jnp.where(rows.mask, x, 0.0) for x in (found.logprob, ref_logprob))
+            found = found._replace(penalty=kl.with_gradient_of_k2(found.penalty, *here))
+        return found
 
     return whole if kind in kl.EXACT else sampled
 
@@ -192,10 +193,10 @@ def make_reference(
     sampled = any(kind is not None and kind not in kl.EXACT for kind in (penalty_kind, loss_kind))
 
     def passed(ref_params: Weights, params: Weights | None, rows: Rows) -> tuple[Array | None, Array | None]:
-        ref_logprob = reference(ref_params, rows)[0] if sampled else None
+        ref_logprob = reference(ref_params, _alone(rows)).logprob if sampled else None
         if penalty_kind not in kl.EXACT:
             return ref_logprob, None
         assert exact is not None and params is not None
-        return ref_logprob, exact(params, ref_params, rows)[3]
+        return ref_logprob, exact(params, ref_params, rows)[0].penalty
 
     return passed

@@ -17,7 +17,7 @@ from jppo.algorithms import hl_gauss, losses
 from jppo.algorithms.masked import FAR, masked_sum
 from jppo.learner import metric_sums, sharding
 from jppo.learner.optim import descend
-from jppo.learner.score import LogProb, LogProbKL, Scores, Value
+from jppo.learner.score import LogProb, LogProbKL, Value
 from jppo.models import router_sums
 from jppo.models.lora import Base, Weights, join
 from jppo.models.router_sums import RouterSums
@@ -54,9 +54,9 @@ def make_actor_loss(
     def loss(
         params: Weights, scored: Scored, counts: Counts, reference: Weights | None
     ) -> tuple[Array, dict[str, Array]]:
-        chex.assert_equal_shape([*jax.tree.leaves(scored)])
-        made = Scores(*logprob_kl(params, reference, scored.rows, scored.ref_logprob))
-        logprob, entropy, penalty, router = made
+        chex.assert_equal_shape_prefix([*jax.tree.leaves(scored)], 2)
+        made = logprob_kl(params, reference, scored.rows, scored.ref_logprob)
+        logprob, entropy, penalty, router, differs = made
         mask, segment = scored.rows.mask, scored.rows.segment
         share = weigh(mask, segment, tokens=counts.tokens, sequences=counts.sequences)
 
@@ -83,6 +83,8 @@ def make_actor_loss(
         }
         if entropy_metric:
             sums["actor/entropy"] = mean(entropy)
+        if differs is not None:
+            sums["rollout/routing_differs"] = mean(differs)
         if penalty is not None:
             sums["actor/kl_loss"] = total(penalty)
             out += kl_loss_coef * sums["actor/kl_loss"]
@@ -117,7 +119,7 @@ def make_critic_loss(
     """Makes the clipped value loss, or with `value_range` the histogram's, summed with the weights of tokens."""
 
     def loss(params: Weights, scored: Scored, counts: Counts) -> tuple[Array, dict[str, Array]]:
-        chex.assert_equal_shape([*jax.tree.leaves(scored)])
+        chex.assert_equal_shape_prefix([*jax.tree.leaves(scored)], 2)
         mask, segment = scored.rows.mask, scored.rows.segment
         assert scored.value is not None and scored.returns is not None
         new = value(params, scored.rows)
@@ -142,8 +144,7 @@ def make_imitation_loss(logprob: LogProb) -> Loss:
 
     def loss(params: Weights, rows: Rows, counts: Counts) -> tuple[Array, dict[str, Array]]:
         chex.assert_rank(rows.mask, 2)
-        logprobs, _ = logprob(params, rows)
-        out = -masked_sum(logprobs, rows.mask) / counts.tokens
+        out = -masked_sum(logprob(params, rows).logprob, rows.mask) / counts.tokens
         return out, {"sft/loss": out}
 
     return loss

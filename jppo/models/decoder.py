@@ -14,20 +14,23 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jppo.models import embedding, experts, lora, router_sums
+from jppo.models import embedding, experts, lora, router_sums, routing
 from jppo.models.attention import Attend, attend_cached, make_plain
 from jppo.models.cache import Cache, Held, LayerCache, dtype_of, extend
 from jppo.models.config import ModelConfig
 from jppo.models.delta import DeltaNet
-from jppo.models.embedding import Lookup
+from jppo.models.embedding import Embed, Lookup
 from jppo.models.experts import Mix, Mixture
 from jppo.models.latent import LatentAttention
 from jppo.models.modules import MLP, Project, RMSNorm, scaled
 from jppo.models.params import Head
 from jppo.models.remat import POLICIES, Remat
 from jppo.models.rotary import Place, Places, places, rotate
+from jppo.models.routing import Given, Givens
 from jppo.models.stacks import Group, Mixer, Stack
 from jppo.types import Params
+
+_BESIDE = (lora.COLLECTION, router_sums.COLLECTION, routing.COLLECTION)  # of a layer, beside its parameters
 
 
 def identity(x: jax.Array) -> jax.Array:
@@ -95,7 +98,7 @@ class Layer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, kind: jax.Array | int, places: Places, held: Held | None = None
+        self, x: jax.Array, kind: jax.Array | int, places: Places, given: Given = None, held: Held | None = None
     ) -> tuple[jax.Array, Held | None]:
         cfg = self.cfg
 
@@ -116,7 +119,7 @@ class Layer(nn.Module):
         if self.mix is None:
             y = MLP(cfg, self.param_dtype, cfg.intermediate_size, name="mlp")(y)
         else:
-            y = Mixture(cfg, self.param_dtype, self.mix, name="experts")(y, places.counted)
+            y = Mixture(cfg, self.param_dtype, self.mix, name="experts")(y, given, places.counted)
         x = x + scaled(norm("mlp_post_norm", y, cfg.post_norms), cfg.residual_scale)
         return self.constrain(x), held
 
@@ -128,26 +131,10 @@ class Period(nn.Module):
     make: Callable[[Stack], Layer]
 
     @nn.compact
-    def __call__(self, x: jax.Array, kinds: jax.Array, places: Places) -> tuple[jax.Array, None]:
+    def __call__(self, x: jax.Array, kinds: jax.Array, places: Places, given: Givens) -> tuple[jax.Array, None]:
         for i, stack in enumerate(self.group):
-            x, _ = self.make(stack)(x, kinds[i], places)
+            x, _ = self.make(stack)(x, kinds[i], places, given[i])
         return x, None
-
-
-class Embed(nn.Module):
-    """The embedding look-up."""
-
-    cfg: ModelConfig
-    param_dtype: Any
-    dtype: Any
-    lookup: Lookup
-
-    @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        shape = (self.cfg.padded_vocab_size, self.cfg.hidden_size)
-        init = nn.initializers.normal(self.cfg.initializer_range)
-        table = self.param("embedding", init, shape, self.param_dtype)
-        return self.lookup(table, tokens, self.dtype)  # [R, T, D]
 
 
 class Decoder(nn.Module):
@@ -169,7 +156,12 @@ class Decoder(nn.Module):
 
     @nn.compact
     def __call__(
-        self, tokens: jax.Array, segment: jax.Array, position: jax.Array, counted: jax.Array | None = None
+        self,
+        tokens: jax.Array,
+        segment: jax.Array,
+        position: jax.Array,
+        counted: jax.Array | None = None,
+        given: Given = None,
     ) -> jax.Array:
         chex.assert_rank([tokens, segment, position], 2)
         chex.assert_equal_shape([tokens, segment, position])
@@ -191,21 +183,22 @@ class Decoder(nn.Module):
             count = group[0].count
             scanned = functools.partial(
                 nn.scan,
-                variable_axes={"params": 0, lora.COLLECTION: 0, router_sums.COLLECTION: 0},
+                variable_axes={"params": 0, **dict.fromkeys(_BESIDE, 0)},
                 split_rngs={"params": True},
-                in_axes=(0, nn.broadcast),
+                in_axes=(0, nn.broadcast, 0),
                 length=count,
                 unroll=1 if self.scan_layers else count,
             )
             kinds = jnp.asarray([cfg.layer_kinds[stack.layers] for stack in group], jnp.int32)
+            own = routing.by_layer(given, group)
             if len(group) == 1:
                 layers = scanned(layer)(*settings(group[0]), name=group[0].path[0])
-                x, _ = layers(x, kinds[0], where)
+                x, _ = layers(x, kinds[0], where, own[0])
             else:
                 periods = scanned(Period)(
                     group, lambda one: layer(*settings(one), name=one.path[1]), name=group[0].path[0]
                 )
-                x, _ = periods(x, kinds.T, where)
+                x, _ = periods(x, kinds.T, where, own)
         return self.constrain(RMSNorm(cfg, self.param_dtype, name="norm")(x))
 
 
@@ -252,8 +245,8 @@ def forward_cached(
     *,
     constrain: Callable[[jax.Array], jax.Array] = identity,
     mix: Mix = experts.mix,
-) -> tuple[jax.Array, Cache]:
-    """Runs tokens [R, P] at `position` after the cache's tokens; returns states [R, P, D] and the next cache.
+) -> tuple[jax.Array, Cache, jax.Array | None]:
+    """Runs tokens [R, P] at `position` after the cache's tokens; returns states [R, P, D], next cache, experts.
 
     A prompt takes one call, each further token another. A token sees every entry up to its own position. Shorter
     prompts are padded with any tokens, which later tokens overwrite before they see them. Recurrent layers cannot
@@ -264,14 +257,14 @@ def forward_cached(
     x = constrain(embedded(split["embed"]["embedding"][tokens], cfg, dtype))
     where = places_of(cfg, position, segment)
     attend = make_plain(**attention_settings(cfg))
-    after: list[Held] = []
+    after, chosen = list[Held](), list[jax.Array | None]()
     for variables, kind, held, sort in zip(split["layers"], cfg.layer_kinds, cache, cfg.sorts, strict=True):
         layer = Layer(cfg, dtype, constrain, attend, mix if sort.sparse else None, sort.mixer)
-        applied: Any = layer.apply(variables, x, kind, where, held)
-        x, new = applied
+        (x, new), found = layer.apply(variables, x, kind, where, None, held, mutable=[routing.COLLECTION])
         after.append(new)
+        chosen.append(routing.of_layer(found))
     last: Any = RMSNorm(cfg, dtype).apply({"params": split["norm"]}, x)
-    return last, tuple(after)
+    return last, tuple(after), routing.stacked(chosen)
 
 
 def init_params(cfg: ModelConfig, key: jax.Array, *, head: Head, param_dtype: Any) -> Params:

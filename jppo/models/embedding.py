@@ -7,10 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import chex
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from jppo.models.config import ModelConfig
 from jppo.models.spread import HEADS, POSITIONS, columns, row_axes
 
 # (table [V, D], tokens [R, T], dtype) -> [R, T, D]
@@ -90,3 +92,19 @@ def _backward(held: tuple[jax.Array, jax.Array], given: jax.Array) -> tuple[jax.
 
 
 _narrow.defvjp(_forward, _backward)
+
+
+class Embed(nn.Module):
+    """The embedding look-up."""
+
+    cfg: ModelConfig
+    param_dtype: Any
+    dtype: Any
+    lookup: Lookup
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        shape = (self.cfg.padded_vocab_size, self.cfg.hidden_size)
+        init = nn.initializers.normal(self.cfg.initializer_range)
+        table = self.param("embedding", init, shape, self.param_dtype)
+        return self.lookup(table, tokens, self.dtype)  # [R, T, D]

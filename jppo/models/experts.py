@@ -15,18 +15,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from jppo.models import dispatch, grouped_chunks, product, router, router_sums
+from jppo.models import dispatch, grouped_chunks, lora, product, router, router_sums, routing
 from jppo.models.config import ModelConfig
-from jppo.models.grouped import grouped
-from jppo.models.modules import ACTIVATIONS, MLP
+from jppo.models.expert_products import each
+from jppo.models.modules import MLP
 from jppo.models.spread import EXPERT, HEADS, POSITIONS, WHOLE, columns, gathered, in_groups, row_axes, summed
 
 # (kernels, x [R, T, D], weights and indices of the tokens' experts [R, T, active], model) -> [R, T, D]
 # The kernels, of gate, up and down, are [E, D, M]; any biases follow, [E, 1, M] of gate and up, [E, D, 1] of down.
 Mix = Callable[[tuple[jax.Array, ...], jax.Array, jax.Array, jax.Array, ModelConfig], jax.Array]
-
-
-Of = tuple[ModelConfig, str | None]  # a model, and the mesh axis that shards its experts' width
 
 
 class Mixture(nn.Module):
@@ -37,7 +34,8 @@ class Mixture(nn.Module):
     mix: Mix
 
     @nn.compact
-    def __call__(self, x: jax.Array, counted: jax.Array | None = None) -> jax.Array:
+    def __call__(self, x: jax.Array, given: routing.Given = None, counted: jax.Array | None = None) -> jax.Array:
+        """Computes the mixture; experts that are `given` [R, T, active] replace the router's choice."""
         cfg, how = self.cfg, self.cfg.experts
         assert how is not None
 
@@ -53,11 +51,15 @@ class Mixture(nn.Module):
             biases = *param("gate_up_bias", 2, E, M)[:, :, None], param("down_bias", E, D)[:, :, None]
             kernels = *param("gate_up", 2, E, D, M), param("down", E, D, M), *biases
         else:
-            kernels = tuple(param(name, E, D, M) for name in ("gate", "up", "down"))
+            shapes = {"gate": "edr,erm->edm", "up": "edr,erm->edm", "down": "emr,erd->edm"}
+            kernels = tuple(self._adapted(name, param(name, E, D, M), of) for name, of in shapes.items())
         correction = None
         if how.routing.corrected:
             correction = jax.lax.stop_gradient(self.param("correction", nn.initializers.zeros, (E,), jnp.float32))
-        weight, chosen = router.choose(logits, how, correction)
+        weight, chosen = router.choose(logits, how, correction, given)
+        if self.is_mutable_collection(routing.COLLECTION) and not self.is_initializing():
+            own = router.choose(logits, how, correction)[1]
+            self.put_variable(routing.COLLECTION, routing.NAME, own.astype(jnp.int16))
         if counted is not None and self.is_mutable_collection(router_sums.COLLECTION):
             self.put_variable(router_sums.COLLECTION, router_sums.NAME, router_sums.by_row(logits, chosen, counted))
         y = self.mix(kernels, x, weight, chosen, cfg)
@@ -67,6 +69,13 @@ class Mixture(nn.Module):
         if not how.names.shared_gate:
             return y + shared
         return y + jax.nn.sigmoid(product.product("rtd,dx->rtx", x, param("shared_gate", D, 1))) * shared
+
+    def _adapted(self, name: str, kernel: jax.Array, equation: str) -> jax.Array:
+        """Merges the adapters of all experts into their kernels."""
+        if not self.has_variable(lora.COLLECTION, name):
+            return kernel
+        beside: dict[str, jax.Array] = self.get_variable(lora.COLLECTION, name)
+        return kernel.astype(jnp.float32) + jnp.einsum(equation, beside["a"], beside["b"])
 
 
 def mix(
@@ -147,11 +156,11 @@ class _Plan:
         of = self.cfg, shards.width
         flat, weight, chosen = (array.reshape(-1, array.shape[-1]) for array in (x, weight, chosen))
         if shards.experts is not None and self.mesh is not None:
-            travel = dispatch.Travel(functools.partial(_each, of, 1), shards.experts, self.mesh, how.count)
+            travel = dispatch.Travel(functools.partial(each, of, 1), shards.experts, self.mesh, how.count)
             return dispatch.travelled(travel, kernels, flat, weight, chosen).reshape(x.shape)
         order = jnp.argsort(chosen.reshape(-1), stable=True)  # of pairs of a token and an expert
         sizes = jnp.bincount(chosen.reshape(-1), length=how.count).astype(jnp.int32)
-        found = _each(of, how.active, kernels, flat, weight.reshape(-1, 1), sizes, order)
+        found = each(of, how.active, kernels, flat, weight.reshape(-1, 1), sizes, order)
         return grouped_chunks.summed(found, how.active).reshape(x.shape)
 
 
@@ -200,98 +209,3 @@ def _backward(
     if shards.width is not None:  # the bias of down has no part of the width
         by_kernels = [*by_kernels[:5], *(jax.lax.psum(slope, shards.width) for slope in by_kernels[5:])]
     return tuple(new.astype(old.dtype) for new, old in zip(by_kernels, kernels, strict=True)), by_x, by_weight
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _each(
-    of: Of, times: int, kernels: Any, rows: jax.Array, weight: jax.Array, sizes: jax.Array, order: jax.Array
-) -> jax.Array:
-    """Computes the outputs [P, D], times weights [P, 1], of pairs of a row and an expert; a row is in so many pairs.
-
-    In this order the first `sizes[0]` pairs are of the first expert, the next ones of the second.
-    """
-    by_groups, by_chunks = (functools.partial(form, of, times) for form in (_by_groups, _by_chunks))
-    out: jax.Array = jax.lax.platform_dependent(kernels, rows, weight, sizes, order, cpu=by_groups, default=by_chunks)
-    return out
-
-
-def _each_forward(of: Of, times: int, *args: Any) -> tuple[jax.Array, Any]:
-    return _each(of, times, *args), args
-
-
-def _each_backward(of: Of, times: int, args: Any, given: jax.Array) -> tuple[Any, ...]:
-    def gradient(form: Callable[..., jax.Array], given: jax.Array, *args: Any) -> tuple[Any, ...]:
-        found: tuple[Any, ...] = jax.vjp(lambda *learned: form(of, times, *learned, *args[3:]), *args[:3])[1](given)
-        return found
-
-    by_groups, by_chunks = (functools.partial(gradient, form) for form in (_by_groups, _by_chunks))
-    return *jax.lax.platform_dependent(given, *args, cpu=by_groups, default=by_chunks), None, None
-
-
-_each.defvjp(_each_forward, _each_backward)
-
-
-def _by_groups(
-    of: Of, times: int, kernels: Any, rows: jax.Array, weight: jax.Array, sizes: jax.Array, order: jax.Array
-) -> jax.Array:
-    def product(x: jax.Array, kernel: jax.Array, transposed: bool = False) -> jax.Array:
-        return grouped(x, kernel, sizes, transposed)
-
-    place = jnp.argsort(order)  # of each pair among the sorted ones
-    sorted_ = _taken(times, rows, order, place), _taken(1, weight, order, place)
-    return _taken(1, _of_experts(of, product, kernels, *sorted_), place, order)
-
-
-def _by_chunks(
-    of: Of, times: int, kernels: Any, rows: jax.Array, weight: jax.Array, sizes: jax.Array, order: jax.Array
-) -> jax.Array:
-    def of_blocks(kernels: Any, rows: Any) -> jax.Array:
-        return _of_experts(of, grouped_chunks.product, kernels, *rows)
-
-    how = grouped_chunks.Mapped(of_blocks, (times, 1))
-    return grouped_chunks.mapped(how, kernels, (rows, weight), sizes, order)
-
-
-def _of_experts(
-    of: Of, product: Callable[..., jax.Array], kernels: Any, rows: jax.Array, weight: jax.Array
-) -> jax.Array:
-    """Computes experts' outputs, times weights, by a product of rows with the kernels of their experts."""
-    cfg, split = of
-    gate, up, down, *biases = kernels
-    gates, ups = product(rows, gate), product(rows, up)
-    if biases:
-        ones = jnp.ones((*rows.shape[:-1], 1), rows.dtype)
-        gates, ups = gates + product(ones, biases[0]), ups + product(ones, biases[1])
-    outs = product(_gated(cfg, gates, ups), down, True)
-    if biases:  # once, where several devices have a part of the width
-        share = ones if split is None else ones * (jax.lax.axis_index(split) == 0)
-        outs += product(share, biases[2], True)
-    return (weight * outs.astype(weight.dtype)).astype(rows.dtype)
-
-
-def _gated(cfg: ModelConfig, gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Computes an expert's activation: activation(gate) * up, or gate sigmoid(alpha gate) (up + 1) of clamped ones."""
-    assert cfg.experts is not None
-    if cfg.experts.clamp is None:
-        return ACTIVATIONS[cfg.activation](gate) * up
-    alpha, limit = cfg.experts.clamp
-    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
-    return gate * jax.nn.sigmoid(alpha * gate) * (up + 1)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _taken(times: int, x: jax.Array, order: jax.Array, place: jax.Array) -> jax.Array:
-    """Returns x's rows, each repeated so many times, in this order; `place` inverts it. No gradient is a scatter."""
-    return x[order // times]
-
-
-def _taken_forward(times: int, x: jax.Array, order: jax.Array, place: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return _taken(times, x, order, place), place
-
-
-def _taken_backward(times: int, place: jax.Array, given: jax.Array) -> tuple[jax.Array, None, None]:
-    each = given[place].reshape(-1, times, given.shape[-1])
-    return jnp.sum(each, axis=1, dtype=jnp.promote_types(given.dtype, jnp.float32)).astype(given.dtype), None, None
-
-
-_taken.defvjp(_taken_forward, _taken_backward)

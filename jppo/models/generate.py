@@ -39,6 +39,7 @@ class Slots:
     last: jax.Array  # [R] i32, the position of the last token so far
     until: jax.Array  # [R] i32, the largest allowed position
     seed: jax.Array  # [R] u32
+    experts: jax.Array | None = None  # [R, T - 1, L, active] i16, by which each token was read; None: not kept
 
 
 @jax.tree_util.register_dataclass
@@ -53,9 +54,9 @@ class Choice:
     ignore_eos: jax.Array  # [] bool
 
 
-def empty(cfg: ModelConfig, *, rows: int, length: int, dtype: Any) -> Slots:
-    """Allocates free rows of `length` tokens each."""
-    counts = jnp.zeros((rows,), jnp.int32)
+def empty(cfg: ModelConfig, *, rows: int, length: int, dtype: Any, experts: bool = False) -> Slots:
+    """Allocates free rows of `length` tokens each; `experts` keeps those of every token."""
+    counts, how = jnp.zeros((rows,), jnp.int32), cfg.experts if experts else None
     return Slots(
         cache=cache.empty(cfg, rows=rows, length=max(1, length - 1), dtype=dtype),
         tokens=jnp.zeros((rows, length), jnp.int32),
@@ -63,6 +64,7 @@ def empty(cfg: ModelConfig, *, rows: int, length: int, dtype: Any) -> Slots:
         last=counts,
         until=counts,
         seed=counts.astype(jnp.uint32),
+        experts=None if how is None else jnp.zeros((rows, max(1, length - 1), cfg.num_layers, how.active), jnp.int16),
     )
 
 
@@ -103,13 +105,14 @@ def fill(
         here = new.reshape(-1, *[1] * (old.ndim - 1))
         return old.at[:, :width].set(jnp.where(here, made[which].astype(old.dtype), old[:, :width]))
 
-    made = cache.empty(cfg, rows=N, length=P - 1, dtype=cache.dtype_of(slots.cache))
+    made, read = cache.empty(cfg, rows=N, length=P - 1, dtype=cache.dtype_of(slots.cache)), slots.experts
     if P > 1:
         position = jnp.broadcast_to(jnp.arange(P - 1, dtype=jnp.int32)[None], (N, P - 1))
         lengths = jnp.zeros((N,), jnp.int32).at[jnp.where(new, source, N)].set(length, mode="drop")
         real = (position < lengths[:, None] - 1).astype(jnp.int32)
         how = dict[str, Any](constrain=constrain, mix=mix)
-        _, made = decoder.forward_cached(model, cfg, prompts[:, :-1], position, made, real, **how)
+        _, made, chosen = decoder.forward_cached(model, cfg, prompts[:, :-1], position, made, real, **how)
+        read = None if read is None or chosen is None else put(read, chosen)
     return Slots(
         cache=jax.tree.map(put, slots.cache, made),
         tokens=put(slots.tokens, prompts),
@@ -117,6 +120,7 @@ def fill(
         last=jnp.where(new, length - 1, slots.last),
         until=jnp.where(new, until, slots.until),
         seed=jnp.where(new, seed, slots.seed),
+        experts=read,
     )
 
 
@@ -151,7 +155,10 @@ def advance(
         turn, now = state
         live = now.last < now.until
         token = jnp.take_along_axis(now.tokens, now.last[:, None], axis=1)
-        hidden, held = forward(token, now.last[:, None], now.cache)
+        hidden, held, chosen = forward(token, now.last[:, None], now.cache)
+        read = now.experts
+        if read is not None and chosen is not None:
+            read = read.at[row, jnp.where(live, now.last, read.shape[1])].set(chosen[:, 0], mode="drop")
         logits = heads.logits_of((hidden, kernel, cfg))[:, 0]
         new, logp = choose(logits, now.seed, now.last + 1, choice, cut=cut)
         last = jnp.where(live, now.last + 1, now.last)
@@ -165,6 +172,7 @@ def advance(
             last=last,
             until=jnp.where(ended, last, now.until),
             seed=now.seed,
+            experts=read,
         )
 
     return jax.lax.while_loop(going, take, (jnp.int32(0), slots))[1]

@@ -29,7 +29,7 @@ def _export(
     array: jax.Array, beside: dict[str, jax.Array] | None, at: tuple[int, ...], *, entry: Entry, dtype: np.dtype
 ) -> jax.Array:
     """Converts one layer and expert (of an unstacked parameter: all of it) to HF's tensor, its adapter merged."""
-    for axis, i in enumerate(at):  # a parameter of experts has no adapter
+    for axis, i in enumerate(at):
         array, beside = jax.tree.map(
             lambda x, i=i, axis=axis: jax.lax.dynamic_slice_in_dim(x, i, 1, axis), (array, beside)
         )

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jppo.models import offload, params
 from jppo.models.config import ModelConfig
 from jppo.models.params import Entry, Head
+from jppo.models.stacks import Stack
 from jppo.settings import UserError
 from jppo.types import Params
 
@@ -26,7 +27,7 @@ TARGETS = {
     "k_proj": ("attn", "k"),
     "v_proj": ("attn", "v"),
     "o_proj": ("attn", "o"),
-    "gate_proj": ("mlp", "gate"),
+    "gate_proj": ("mlp", "gate"),  # of every expert, too
     "up_proj": ("mlp", "up"),
     "down_proj": ("mlp", "down"),
     "qkv_proj": ("attn", "qkv"),
@@ -118,16 +119,12 @@ def table(model: ModelConfig, lora: Lora, *, head: Head) -> tuple[Entry, ...]:
     kernels = {entry.path: entry for entry in params.table(model, head=head)}
     out = []
     for name, stack in itertools.product(targets_of(model, lora), model.stacks):
-        if TARGETS[name][0] == "attn" and stack.sort.mixer != "attention":
-            continue
-        kernel = kernels[*stack.path, *TARGETS[name], "kernel"]
-        into = _inner(kernel)
-        ours = kernel.letters[1:]
-        outer = "".join(letter for letter in ours if letter not in into)
-        out += [
-            _entry(kernel, lora, "a", "lora_A", ("r", into), f"L{into}r"),
-            _entry(kernel, lora, "b", "lora_B", (outer, "r"), f"Lr{outer}"),
-        ]
+        for kernel in (kernels[path] for path in _adapted(stack, *TARGETS[name]) if path in kernels):
+            lead, into, outer = _letters(kernel)
+            out += [
+                _entry(kernel, lora, "a", "lora_A", ("r", into), f"{lead}{into}r"),
+                _entry(kernel, lora, "b", "lora_B", (outer, "r"), f"{lead}r{outer}"),
+            ]
     if head == "value":
         score = kernels["score", "kernel"]
         out.append(dataclasses.replace(score, hf=f"base_model.model.{score.hf}"))
@@ -136,14 +133,13 @@ def table(model: ModelConfig, lora: Lora, *, head: Head) -> tuple[Entry, ...]:
 
 def targets_of(model: ModelConfig, lora: Lora) -> tuple[str, ...]:
     """Returns the modules of the model that have adapters; UserError for a module that it has not."""
-    there = {entry.path[-3:-1] for entry in params.table(model, head="trunk") if entry.path[-1] == "kernel"}
-    known = tuple(name for name, path in TARGETS.items() if path in there)
-    of_experts = [name for name in lora.targets if model.experts is not None and TARGETS[name][0] == "mlp"]
-    if of_experts:
-        raise UserError(
-            f"model.target_modules: {of_experts[0]} of a {model.family} model is a part of its experts, which cannot"
-            f" have adapters; use {','.join(name for name in known if TARGETS[name][0] == 'attn')}"
-        )
+    there = {entry.path for entry in params.table(model, head="trunk")}
+    paths = {name: [p for stack in model.stacks for p in _adapted(stack, *path)] for name, path in TARGETS.items()}
+    fused = model.experts is not None and model.experts.names.fused  # whose experts have no adapters
+    known = tuple(
+        name for name, of_name in paths.items()
+        if not there.isdisjoint(of_name) and not (fused and TARGETS[name][0] == "mlp")
+    )  # fmt: skip
     if lora.targets == tuple(TARGETS):  # all-linear
         return known
     absent = [name for name in lora.targets if name not in known]
@@ -155,16 +151,29 @@ def targets_of(model: ModelConfig, lora: Lora) -> tuple[str, ...]:
     return lora.targets
 
 
-def _inner(kernel: Entry) -> str:
-    """Returns a kernel's letters that its input has: the second axis of HF's."""
-    return kernel.hf_letters[1]
+def _adapted(stack: Stack, module: str, name: str) -> list[tuple[str, ...]]:
+    """Returns the paths of the kernels that a target names in a stack: of every expert, and of one that all use."""
+    if module == "mlp" and stack.sort.sparse:
+        return [(*stack.path, "experts", name), (*stack.path, "experts", "shared", name, "kernel")]
+    return [(*stack.path, module, name, "kernel")]
+
+
+def _letters(kernel: Entry) -> tuple[str, str, str]:
+    """Returns a kernel's letters: of layers and experts, of its input (the second axis of HF's), and of its output."""
+    lead, into = kernel.letters[: len(kernel.numbered)], kernel.hf_letters[1]
+    return lead, into, "".join(letter for letter in kernel.letters if letter not in lead + into)
+
+
+def _module(path: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the place of a parameter's adapter; the kernels of experts have no module of their own."""
+    return path[:-1] if path[-1] == "kernel" else path
 
 
 def _entry(kernel: Entry, lora: Lora, name: str, theirs: str, hf_letters: tuple[str, ...], letters: str) -> Entry:
     sizes = dict(zip(kernel.letters, kernel.shape, strict=True)) | {"r": lora.rank}
     axes = dict(zip(kernel.letters, kernel.axes, strict=True)) | {"r": None}
     return Entry(
-        path=(COLLECTION, *kernel.path[:-1], name),
+        path=(COLLECTION, *_module(kernel.path), name),
         hf=f"base_model.model.{kernel.hf.removesuffix('.weight')}.{theirs}.weight",
         hf_letters=hf_letters,
         letters=letters,
@@ -182,9 +191,10 @@ def init(model: ModelConfig, lora: Lora, key: jax.Array) -> Params:
     def leaf(entry: Entry) -> jax.Array:
         if entry.path[-1] == "b":
             return jnp.zeros(entry.shape, jnp.float32)
-        bound = 1 / math.sqrt(math.prod(entry.shape[1:-1]))
-        number = [*TARGETS.values()].index((entry.path[-3], entry.path[-2]))
-        number += len(TARGETS) * [stack.path for stack in model.stacks].index(entry.path[1:-3])
+        bound = 1 / math.sqrt(math.prod(entry.shape[len(entry.numbered) : -1]))
+        stacks, number = len(model.stacks), [name for _, name in TARGETS.values()].index(entry.path[-2])
+        stack = next(i for i, one in enumerate(model.stacks) if entry.path[1:][: len(one.path)] == one.path)
+        number += len(TARGETS) * (stack + stacks * ("shared" in entry.path))
         return jax.random.uniform(jax.random.fold_in(key, number), entry.shape, jnp.float32, -bound, bound)
 
     return params.tree(table(model, lora, head="lm"), leaf)
@@ -195,8 +205,7 @@ def parts(entry: Entry, model: Weights) -> tuple[jax.Array, dict[str, jax.Array]
     if not isinstance(model, Adapted):
         return offload.to_device(params.get(model, entry.path)), None
     known = model.learned if entry.path[0] in model.learned else model.base.params
-    beside = find(model.learned[COLLECTION], entry.path[:-1]) if entry.path[-1] == "kernel" else None
-    beside = offload.to_device(beside)
+    beside = offload.to_device(find(model.learned[COLLECTION], _module(entry.path)))
     scaled = None if beside is None else {"a": beside["a"], "b": beside["b"] * model.base.scale}
     return offload.to_device(params.get(known, entry.path)), scaled
 
@@ -204,9 +213,8 @@ def parts(entry: Entry, model: Weights) -> tuple[jax.Array, dict[str, jax.Array]
 def merge(entry: Entry, kernel: jax.Array, beside: dict[str, jax.Array]) -> jax.Array:
     """Computes W + B A, in W's dtype: both of `entry`, all layers of it or some."""
     chex.assert_rank(kernel, len(entry.letters))
-    inner = _inner(entry)
-    outer = "".join(letter for letter in entry.letters[1:] if letter not in inner)
-    low = jnp.einsum(f"L{inner}r,Lr{outer}->{entry.letters}", beside["a"], beside["b"])
+    lead, into, outer = _letters(entry)
+    low = jnp.einsum(f"{lead}{into}r,{lead}r{outer}->{entry.letters}", beside["a"], beside["b"])
     return (kernel.astype(jnp.float32) + low).astype(kernel.dtype)
 
 
@@ -219,6 +227,7 @@ def find(adapters: Any, path: tuple[str, ...]) -> Any:
 
 def peft_config(model: ModelConfig, lora: Lora, *, head: Head, base: str) -> dict[str, Any]:
     """Returns peft's adapter_config.json."""
+    names = [entry.hf.split(".")[-3] for entry in table(model, lora, head="lm")]  # the family's own
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if head == "lm" else "SEQ_CLS",
@@ -230,6 +239,6 @@ def peft_config(model: ModelConfig, lora: Lora, *, head: Head, base: str) -> dic
         "fan_in_fan_out": False,
         "inference_mode": True,
         "init_lora_weights": True,
-        "target_modules": list(targets_of(model, lora)),
+        "target_modules": list(dict.fromkeys(names)),
         "modules_to_save": ["score"] if head == "value" else None,
     }

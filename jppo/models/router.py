@@ -7,17 +7,23 @@ import jax.numpy as jnp
 from jppo.models.config_experts import Experts
 
 
-def choose(logits: jax.Array, how: Experts, correction: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-    """Chooses the experts of tokens with logits [..., E]; returns their weights, f32, and indices: [..., active].
+def choose(
+    logits: jax.Array, how: Experts, correction: jax.Array | None = None, given: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Chooses the experts of tokens with logits [..., E]; returns their weights, f32, and indices: [..., active] each.
 
-    `correction` [E] is added to the scores for the choice alone.
+    `correction` [E] is added to the scores for the choice alone. Experts that are `given` [..., active] replace
+    the choice, but not where they are -1.
     """
     chex.assert_shape(logits, (..., how.count))
     of = how.routing
     score = jax.nn.sigmoid(logits) if of.scoring == "sigmoid" else jax.nn.softmax(logits)
     preferred = _of_best_groups(score if correction is None else score + jnp.broadcast_to(correction, score.shape), how)
     weight, chosen = jax.lax.top_k(preferred, how.active)
-    if of.scoring == "sigmoid":
+    if given is not None:
+        chex.assert_equal_shape([given, chosen])
+        chosen = jnp.where(given < 0, chosen, given)
+    if of.scoring == "sigmoid" or given is not None:
         weight = jnp.take_along_axis(score, chosen, axis=-1)
     if how.normalized:
         weight /= jnp.sum(weight, axis=-1, keepdims=True) + (1e-20 if of.scoring == "sigmoid" else 0.0)

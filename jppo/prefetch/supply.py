@@ -167,6 +167,8 @@ class Supply:
         """Returns the settings on which kept samples depend."""
         how = self._how
         drawn = {name: value for name, value in dataclasses.asdict(how.draw(0)).items() if name not in ("n", "seed")}
+        if not drawn["experts"]:  # as in checkpoints of earlier versions
+            del drawn["experts"]
         return {
             "data.train_batch_size": how.batch_size,
             "rollout.n": how.n,

@@ -42,6 +42,7 @@ class InprocessSettings:
     by_row: NamedSharding  # sharding of arrays [R, ...]
     of_cache: NamedSharding  # sharding of keys and values [R, T, K, A]
     cut: bool  # compile the top_p, top_k or min_p variant at the start, too
+    experts: bool = False  # answers have the experts of each token
 
     @property
     def prompt_shapes(self) -> list[tuple[int, int]]:
@@ -70,11 +71,17 @@ class Programs:
         return self.advance_cut if cut else self.advance
 
 
+def make_empty(s: InprocessSettings) -> tuple[Callable[[], Slots], Any]:
+    """Makes the function that allocates free rows; returns also the shardings of its result."""
+    shape = dict[str, Any](rows=s.rows, length=s.max_model_len, dtype=s.dtype, experts=s.experts)
+    empty = functools.partial(generate.empty, s.cfg, **shape)
+    places: Any = jax.tree.map(lambda _: s.by_row, jax.eval_shape(empty))
+    return empty, dataclasses.replace(places, cache=jax.tree.map(lambda _: s.of_cache, places.cache))
+
+
 def make_programs(s: InprocessSettings, ends: Sequence[int], *, turns: int) -> Programs:
     """Closes the pure functions over model and shapes; `turns` is the number of tokens per row and call."""
-    empty = functools.partial(generate.empty, s.cfg, rows=s.rows, length=s.max_model_len, dtype=s.dtype)
-    # Keys and values have four axes. Rows keep their sharding across programs; otherwise XLA would recompile.
-    places = jax.tree.map(lambda x: s.of_cache if x.ndim == 4 else s.by_row, jax.eval_shape(empty))
+    empty, places = make_empty(s)  # rows keep their sharding across programs; otherwise XLA would recompile
 
     def constrain(x: jax.Array) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, s.by_row)
@@ -175,8 +182,8 @@ class Batcher:
             enough = max(1, s.rows // FREE) if waiting else s.rows
             advance = self._programs.advancing(sampling, s.cfg.vocab_size)
             slots = advance(self._model, slots, choice_of(sampling), np.int32(enough))
-            looked_at = (slots.tokens, slots.logprob, slots.last, slots.until)
-            tokens, logprob, last, until = await asyncio.to_thread(jax.device_get, looked_at)
+            looked_at = (slots.tokens, slots.logprob, slots.last, slots.until, slots.experts)
+            tokens, logprob, last, until, experts = await asyncio.to_thread(jax.device_get, looked_at)
             until, stopping = until.copy(), list(under_way.values())
             for row, request in list(under_way.items()):
                 begin, end = len(request.ids), int(last[row]) + 1
@@ -188,7 +195,8 @@ class Batcher:
                 by_id = not sampling.ignore_eos and int(tokens[row, here.stop - 1]) in self._ends
                 finish = "stop" if by_id or length is not None else "length"
                 if not request.answer.done():  # the caller may have gone
-                    request.answer.set_result(self._answer(tokens[row, here], logprob[row, here], finish))
+                    read = None if experts is None else experts[row, : here.stop - 1]
+                    request.answer.set_result(self._answer(tokens[row, here], logprob[row, here], finish, read))
                 del under_way[row]
                 until[row] = last[row]
             if any(request.sampling.stop for request in stopping):  # the device does not know about stop texts
@@ -215,13 +223,15 @@ class Batcher:
             until[row] = len(ids) - 1 + request.sampling.max_tokens
         return prompts, source, length, until, seed
 
-    def _answer(self, tokens: np.ndarray, logprob: np.ndarray, finish: str) -> Answer:
+    def _answer(
+        self, tokens: np.ndarray, logprob: np.ndarray, finish: str, experts: np.ndarray | None = None
+    ) -> Answer:
         if not np.isfinite(logprob).all():
             raise RolloutError(
                 f"an answer has tokens with the log-probs {logprob[:8]}...: the weights of version {self._version} give"
                 " no finite numbers"
             )
-        return Answer(tokens.tolist(), logprob.tolist(), [self._version] * len(tokens), finish)
+        return Answer(tokens.tolist(), logprob.tolist(), [self._version] * len(tokens), finish, experts=experts)
 
 
 def filling(rows: int, shape: tuple[int, int]) -> tuple[np.ndarray, ...]:

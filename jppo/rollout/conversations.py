@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from jppo.rollout.protocol import Answer, Ask, Done, Talk, sample_seed
+from jppo.rollout.protocol import Answer, Ask, Done, Talk, of_tokens, sample_seed
 from jppo.types import Prompt, Sampling, Trajectory
 
 T = TypeVar("T")
@@ -36,6 +36,7 @@ def respond(prompt: Prompt, answer: Answer, *, text: str) -> Trajectory:
         finish=answer.finish,
         turns=1,
         server=answer.server,
+        experts=of_tokens(answer.experts, before + after),
     )
 
 

@@ -30,6 +30,7 @@ class Answer:
     version: list[int]  # of the weights, per token
     finish: str  # 'stop' (an end token or text was sampled; it is kept) or 'length'
     server: str = ""  # that sampled the last token; '': the in-process engine
+    experts: np.ndarray | None = None  # [n - 1, L, active] i16, of the request's tokens and these but the last
 
 
 class Ask(Protocol):
@@ -126,6 +127,18 @@ class Served(Sampler, Protocol):
 
     def load_adapter(self, save: Callable[[pathlib.Path], object], *, version: int, mode: str = "wait") -> None:
         """Adds adapters to the last loaded model and sets `version` for both; `save` writes peft's files."""
+
+
+def joined(experts: np.ndarray | None, later: np.ndarray | None) -> np.ndarray | None:
+    """Returns the experts of tokens by the answer that read them first; `later` begins with the same tokens."""
+    return later if experts is None or later is None else np.concatenate([experts, later[len(experts) :]])
+
+
+def of_tokens(experts: np.ndarray | None, count: int) -> np.ndarray | None:
+    """Returns the experts of `count` tokens, -1 for those that no answer has read."""
+    if experts is None:
+        return None
+    return np.pad(experts, ((0, count - len(experts)), (0, 0), (0, 0)), constant_values=-1)
 
 
 def greedy(max_tokens: int, *, stop: tuple[str, ...] = (), ignore_eos: bool = False) -> Sampling:

@@ -18,6 +18,7 @@ from jppo.build.inputs import Inputs, describe_decoding, read_inputs, speaking
 from jppo.build.learner import Learner, attention_kernel, compile_passes, make_learner, make_mesh
 from jppo.build.logger import make_logger, require_loggers
 from jppo.build.mesh_checks import require_models_fit
+from jppo.build.packing import replayed
 from jppo.build.prefetch import make_supply
 from jppo.build.publish import Handover, may_overlap, publish_base, publish_policy
 from jppo.build.resume import Begun, finished
@@ -110,6 +111,7 @@ def read(c: ConfigDict) -> Inputs:
     require_loggers(c)
     share_gpu(c)
     inputs = read_inputs(c)
+    replayed(c, inputs.policy)  # raises before a server starts
     resume.require_resumable(c)
     return inputs
 

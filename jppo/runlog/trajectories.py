@@ -13,13 +13,14 @@ from jppo.distributed.hosts import Hosts
 from jppo.types import Exchange, Reward, Trajectory
 
 ARRAYS = ("tokens", "sampled", "logprob", "version")
+APART = (*ARRAYS, "experts")  # the fields that are not JSON
 
 
 def pack(episodes: Sequence[Trajectory]) -> str:
     """Serialises trajectories, bit for bit; the branches of each follow it."""
     trajectories = [t for episode in episodes for t in (episode, *episode.branches)]
     flat = [dataclasses.asdict(dataclasses.replace(t, branches=())) for t in trajectories]
-    rest = [{name: value for name, value in one.items() if name not in ARRAYS} for one in flat]
+    rest = [{name: value for name, value in one.items() if name not in APART} for one in flat]
     for one, t in zip(rest, trajectories, strict=True):
         one["branches"] = len(t.branches)
     arrays = {
@@ -29,6 +30,9 @@ def pack(episodes: Sequence[Trajectory]) -> str:
         for name in ARRAYS
     }
     lengths = np.array([len(t.tokens) for t in trajectories], np.int64)
+    if known := [t.experts for t in trajectories if t.experts is not None]:
+        there = np.array([t.experts is not None for t in trajectories])
+        arrays |= {"experts": np.concatenate(known), "with_experts": there}
     file = io.BytesIO()
     np.savez_compressed(file, rest=np.frombuffer(json.dumps(rest).encode(), np.uint8), lengths=lengths, **arrays)
     return base64.b64encode(file.getvalue()).decode()
@@ -39,11 +43,15 @@ def unpack(text: str) -> list[Trajectory]:
     with np.load(io.BytesIO(base64.b64decode(text))) as file:
         rest = json.loads(file["rest"].tobytes())
         borders = np.cumsum(file["lengths"])[:-1]
-        arrays = {name: np.split(file[name], borders) for name in ARRAYS}
+        arrays: dict[str, Sequence[np.ndarray | None]] = {name: np.split(file[name], borders) for name in ARRAYS}
+        if "experts" in file:
+            there = file["with_experts"]
+            parts = iter(np.split(file["experts"], np.cumsum(file["lengths"][there])[:-1]))
+            arrays["experts"] = [next(parts) if one else None for one in there]
     for one in rest:
         one["exchange"] = None if one["exchange"] is None else Exchange(**_with_tuples(one["exchange"]))
     counts = [one.pop("branches", 0) for one in rest]  # checkpoints of earlier versions lack it
-    flat = [Trajectory(**one, **{name: arrays[name][i] for name in ARRAYS}) for i, one in enumerate(rest)]  # type: ignore[arg-type]
+    flat = [Trajectory(**one, **{name: each[i] for name, each in arrays.items()}) for i, one in enumerate(rest)]  # type: ignore[arg-type]
     episodes, i = list[Trajectory](), 0
     while i < len(flat):
         following = flat[i + 1 : i + 1 + counts[i]]

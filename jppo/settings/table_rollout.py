@@ -61,6 +61,7 @@ ROLLOUT = (
     S("stop", "", r"Texts that end a response, separated by commas; \n, \t, \r, \, and \\ are escapes",
       form=texts.stop_texts),
     S("ignore_eos", False, "End of a response by stop texts and length alone"),
+    S("routing_replay", False, "Replay of the engine's experts by the trainer, in log-probs and updates"),
     S("dtype", "float32", "Dtype of the engine's weights and products", choices=("float32", "bfloat16", "float16")),
     S("enforce_eager", True, "vLLM without CUDA graphs: starts sooner and samples more slowly on a GPU"),
     S("sleep_level", 0, "Sleep of servers on the trainer's GPU while it learns. 0: none; 1 and 2: vLLM's levels",

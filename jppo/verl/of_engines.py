@@ -8,7 +8,7 @@ _OTHERS = "it is of another engine of verl; jppo has one"
 _MOMENTS = "actor.moments_dtype and critic.moments_dtype set the optimizer's precision"
 _PROFILER = "trainer.profile_steps writes traces of JAX's profiler"
 _ONE_MESH = "one mesh shards everything"
-_NO_REPLAY = "routing replay is not in jppo"
+_NO_REPLAY = "the policy alone replays experts, and those of the rollout engine"
 
 
 def _optimizer(optim: str, section: str, lr: float) -> Iterator[Name]:
@@ -87,8 +87,9 @@ def _engine(model: str, section: str) -> Iterator[Name]:
     yield from needless("model.attention chooses", f"{megatron}.override_transformer_config.attention_backend")
     yield from missing("the model is as its config.json describes it", f"{megatron}.override_*", off=({},))
     yield from missing("training is not quantized", f"{megatron}.qat.*", only=f"{megatron}.qat.enable")
-    yield from missing(_NO_REPLAY, f"{megatron}.router_replay.*", off=("disabled",))
-    yield from missing(_NO_REPLAY, f"{model}.router_replay.*", off=("disabled",))
+    replay = ("disabled", "R3") if section == "actor" else ("disabled",)  # R3 needs R.enable_rollout_routing_replay
+    yield from missing(_NO_REPLAY, f"{megatron}.router_replay.*", off=replay)
+    yield from missing(_NO_REPLAY, f"{model}.router_replay.*", off=replay)
     yield from needless(_OTHERS, f"{megatron}.*")
     yield from needless(_PROFILER, f"{model}.profiler.*")
 

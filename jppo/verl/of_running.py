@@ -123,7 +123,8 @@ ROLLOUT = (
     *missing("metrics go to trainer.logger", "R.prometheus.*", only="R.prometheus.enable"),
     *missing("a step waits for all of its samples; rollout.partial continues long ones later", "R.over_sample_rate",
       off=(0,)),
-    *missing("routing replay is not in jppo", "R.enable_rollout_routing_replay R.moe_*", off=(0,)),
+    same("R.enable_rollout_routing_replay", "rollout.routing_replay", False),
+    *missing("rollout.engine_args has vLLM's options", "R.moe_*", off=(0,)),
     *missing("every run samples anew", "R.skip_*"),
     *missing("jppo balances the servers itself", "R.router_config_path"),
 )  # fmt: skip

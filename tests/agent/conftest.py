@@ -35,7 +35,9 @@ class Scripted:
         await asyncio.sleep(0)
         tokens, turn = said[: sampling.max_tokens], len(self.asked)
         logprob = [-turn - i / 100 for i in range(len(tokens))]
-        return Answer(tokens, logprob, [7] * len(tokens), self.finish if tokens == said else "length")
+        experts = np.full((len(ids) + len(tokens) - 1, 2, 1), turn, np.int16) if sampling.experts else None
+        finish = self.finish if tokens == said else "length"
+        return Answer(tokens, logprob, [7] * len(tokens), finish, experts=experts)
 
 
 class Hall:
@@ -80,10 +82,10 @@ class Hall:
         end = [self.tokenizer.eos_token_id]
         return Scripted([self.encode(s) + end if isinstance(s, str) else s for s in said], finish)
 
-    def hold(self, *said, room=400, prompt=None, finish="stop"):
+    def hold(self, *said, room=400, prompt=None, finish="stop", **sampled):
         """One conversation with such a policy."""
         ask = self.policy(*said, finish=finish)
-        sampling = dataclasses.replace(greedy(room), temperature=1.0)
+        sampling = dataclasses.replace(greedy(room), temperature=1.0, **sampled)
         prompt = self.prompt() if prompt is None else prompt
         return asyncio.run(self.talk()(ask, prompt, sampling=sampling, seed=5, near=0)), ask
 

@@ -57,6 +57,12 @@ def test_every_token_has_its_log_prob_and_version_and_what_was_given_has_none(pl
     assert ask.room == [400, 400 - 17] and ask.seeds[0] == 5 != ask.seeds[1]
 
 
+def test_a_token_has_the_experts_of_the_first_turn_that_read_it(plain):
+    t, _ = plain.hold("<<12*34>>", "408", prompt=plain.prompt("12*34="), experts=True)
+    read = np.repeat([1, 2, -1], [6 + 10 - 1, 1 + 7 + 3, 1])  # a turn reads all but its own last token
+    np.testing.assert_array_equal(t.experts, np.broadcast_to(read[:, None, None], (27, 2, 1)))
+
+
 def test_tokens_that_no_text_encodes_to_stay_as_they_were_sampled(hermes):
     letters = [hermes.tokenizer.convert_tokens_to_ids(c) for c in "It is".replace(" ", "Ġ")]
     first = [*letters, *hermes.encode(CALL), hermes.tokenizer.eos_token_id]

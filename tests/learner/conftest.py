@@ -55,6 +55,18 @@ def experts_config(count):
     )
 
 
+REPLAYED = (2, 2)  # layers and active experts of `experts_config`
+
+
+def draw_experts(tokens, sampled):
+    """Experts of a response whose tool output was not read, as from an engine: two of five in every layer."""
+    rng = np.random.default_rng(tokens)
+    out = np.argsort(rng.random((len(tokens), REPLAYED[0], 5)))[:, :, : REPLAYED[1]].astype(np.int16)
+    out[np.flatnonzero(~sampled & (np.arange(len(tokens)) > sampled.argmax()))] = -1
+    out[-1] = -1
+    return out
+
+
 def draw(count, seed=0):
     """Ragged trajectories, a prompt and sampled tokens with tool output between some; and scores [B]."""
     rng = np.random.default_rng(seed)
@@ -150,6 +162,7 @@ class Learner:
     remat: str = "none"
     shared: tuple[int, int] | None = None  # prompts: the longest, and the longest response
     experts: int = 0  # of a mixture; 0: a dense model
+    replay: bool = False
 
     def __post_init__(self):
         self.hf, self.kl_coef, self.adamw = (
@@ -192,7 +205,7 @@ class Learner:
         return -(-(self.sequences + self.padding) // devices) * devices, LONGEST
 
     def plan(self, kind, tokens_per_micro, sequences):
-        return packing.make_plan(
+        plan = packing.make_plan(
             kind,
             max_length=LONGEST,
             row_lengths=2,
@@ -203,6 +216,7 @@ class Learner:
             length_multiple=sharding.length_multiple(self.mesh),
             shared=(0, 0) if self.shared is None else self.shared,
         )
+        return dataclasses.replace(plan, experts=REPLAYED) if self.replay else plan
 
     def descent(self, name, params, *, lr, tx):
         what = self.what[name]
@@ -279,6 +293,12 @@ def learner():
 def drawn():
     """count, seed -> trajectories and their scores."""
     return draw
+
+
+@pytest.fixture(scope="session")
+def drawn_experts():
+    """tokens, sampled -> experts."""
+    return draw_experts
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """Loss, gradient and update do not depend on how the work is cut: packing, micro-batches, order, devices."""
 
+import dataclasses
 import functools
 
 import jax
@@ -153,13 +154,18 @@ def test_devices(new_learner, make_recipe, base, mesh_shape, kind, tokens_per_mi
 
 
 @pytest.fixture(scope="module")
-def routed(new_learner, make_recipe, drawn):
-    """An update of mixtures with the losses of routers: data, recipe, number of experts -> the result of one device."""
-    data, made = drawn(16), make_recipe("gae", router_aux_loss_coef=0.5, router_z_loss_coef=0.1)
-    found = functools.cache(lambda count: new_learner((1,), made, experts=count).update(*data, **START))
-    return data, made, found
+def routed(new_learner, make_recipe, drawn, drawn_experts):
+    """An update of mixtures with the losses of routers: data, recipe, experts, replay -> the result of one device."""
+    (trajectories, scores), made = drawn(16), make_recipe("gae", router_aux_loss_coef=0.5, router_z_loss_coef=0.1)
+    data = [dataclasses.replace(t, experts=drawn_experts(t.tokens, t.sampled)) for t in trajectories], scores
+
+    def one_device(count, replay):
+        return new_learner((1,), made, experts=count, replay=replay).update(*data, **START)
+
+    return data, made, functools.cache(one_device)
 
 
+@pytest.mark.parametrize("replay", [False, True])
 @pytest.mark.parametrize(
     "mesh_shape,kind,tokens_per_micro,remat",
     [
@@ -176,16 +182,18 @@ def routed(new_learner, make_recipe, drawn):
         pytest.param((1, 1, 1, 1, 8), "none", 10**6, "full", marks=pytest.mark.slow),
     ],
 )
-def test_experts(new_learner, routed, mesh_shape, kind, tokens_per_micro, remat):
-    data, made, expected = routed
+def test_experts(new_learner, routed, mesh_shape, kind, tokens_per_micro, remat, replay):
+    data, made, of_one = routed
     count = 8 if len(mesh_shape) == 5 else 5
-    found = new_learner(mesh_shape, made, remat=remat, experts=count)
-    assert_same(found.update(*data, kind=kind, tokens_per_micro=tokens_per_micro, **START), expected(count))
+    expected = of_one(count, replay)
+    found = new_learner(mesh_shape, made, remat=remat, experts=count, replay=replay)
+    assert_same(found.update(*data, kind=kind, tokens_per_micro=tokens_per_micro, **START), expected)
+    assert not replay or count != 5 or 0.4 < expected[1]["rollout/routing_differs"] < 0.75, "two of five, at random"
 
 
-def test_the_losses_of_routers_are_in_the_update(new_learner, make_recipe, drawn, routed):
-    data, _, expected = routed
-    params, metrics, _ = expected(5)
+def test_the_losses_of_routers_are_in_the_update(new_learner, make_recipe, routed):
+    data, _, of_one = routed
+    params, metrics, _ = of_one(5, False)
     plain, others, _ = new_learner((1,), make_recipe("gae"), experts=5).update(*data, **START)
     assert metrics["actor/router_aux_loss"] > 1.9 and metrics["actor/router_z_loss"] > 0.1
     assert metrics["actor/experts_dropped"] == 0 and metrics["actor/expert_load_max"] > 1

@@ -55,7 +55,7 @@ def trajectory(i, tools=()):
 def look_up(table, rows):
     """What the table says of each entry, and no entropy."""
     found = table[jnp.maximum(rows.sequence, 0), rows.targets]
-    return found, jnp.zeros_like(found)
+    return score.Scores(found, jnp.zeros_like(found))
 
 
 def recipe(**changes):

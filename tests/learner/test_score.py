@@ -39,7 +39,7 @@ def log_softmax(model, params, rows):
 def test_exact_kl_is_the_sum_over_the_vocabulary(setting, chunk_tokens):
     model, policy, reference, rows = setting
     exact = score.make_exact(kl.full, model, model, temperature=TEMPERATURE, chunk_tokens=chunk_tokens)
-    logp, entropy, ref_logp, found = jax.jit(exact)(policy, reference, rows)
+    (logp, entropy, found, *_), ref_logp = jax.jit(exact)(policy, reference, rows)
     p, q = (log_softmax(model, params, rows) for params in (policy, reference))
     mask = np.asarray(rows.mask)
     expected = (np.exp(p) * (p - q)).sum(-1)
@@ -49,7 +49,7 @@ def test_exact_kl_is_the_sum_over_the_vocabulary(setting, chunk_tokens):
     for logs, values in ((p, logp), (q, ref_logp)):
         chosen = np.take_along_axis(logs, np.asarray(rows.targets)[..., None], 2)[..., 0]
         np.testing.assert_allclose(np.asarray(values)[mask], chosen[mask], rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(jax.jit(exact)(policy, policy, rows)[3], 0, atol=1e-6)
+    np.testing.assert_allclose(jax.jit(exact)(policy, policy, rows)[0].penalty, 0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["full", "full_forward"])
@@ -71,12 +71,12 @@ def test_exact_kl_both_ways_with_gradients(setting, name):
         p, q = (p, q) if name == "full" else (q, p)
         return mean(jnp.sum(jnp.exp(p) * (p - q), -1))
 
-    value, found = jax.jit(jax.value_and_grad(lambda params: mean(exact(params, reference, rows)[3])))(policy)
+    value, found = jax.jit(jax.value_and_grad(lambda params: mean(exact(params, reference, rows)[0].penalty)))(policy)
     expected_value, expected = jax.jit(jax.value_and_grad(plain))(policy)
     np.testing.assert_allclose(value, expected_value, rtol=1e-5)
     largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(expected))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4 * largest), found, expected)
-    frozen = jax.grad(lambda ref: mean(exact(policy, ref, rows)[3]))(reference)
+    frozen = jax.grad(lambda ref: mean(exact(policy, ref, rows)[0].penalty))(reference)
     assert all((np.asarray(leaf) == 0).all() for leaf in jax.tree.leaves(frozen)), "the reference does not learn"
 
 
@@ -105,10 +105,10 @@ def test_the_exact_kl_with_a_plus_has_the_gradient_of_k2():
     mask, w = np.bool_([[1, 0, 1]]), jnp.float32([[0.5, jnp.nan, -1.0]])
     ref, kl_of = np.float32([[0.2, np.inf, 0.3]]), np.float32([[7.0, 8.0, 9.0]])
     make = functools.partial(score.make_logprob_kl, "full+", None)
-    found = make(lambda params, *_: (params, params, ref, kl_of))
+    found = make(lambda params, *_: (score.Scores(params, params, kl_of), ref))
 
     def total(params):
-        return jnp.sum(jnp.where(mask, found(params, params, types.SimpleNamespace(mask=mask), None)[2], 0.0))
+        return jnp.sum(jnp.where(mask, found(params, params, types.SimpleNamespace(mask=mask), None).penalty, 0.0))
 
     value, slope = jax.value_and_grad(total)(w)
     assert float(value) == 16.0

@@ -12,6 +12,7 @@ from scipy import special
 
 from jppo.algorithms import losses
 from jppo.learner import metric_sums, optim, ppo, sharding, update
+from jppo.learner.score import Scores
 from jppo.types import Counts, Rows, Scored
 
 R, T, CLIP, CLIP_C, COEF = 3, 6, 0.1, 1.5, dict(entropy_coeff=0.02, kl_loss_coef=0.3, positive_lm_coef=0.7)
@@ -39,7 +40,7 @@ def scored():
 
 def actor_loss(new, weigh):
     clipped = functools.partial(losses.clipped, clip_low=CLIP, clip_high=CLIP, clip_c=CLIP_C)
-    return update.make_actor_loss(lambda *_: (new.logprob, new.entropy, new.penalty), clipped, weigh, **COEF)
+    return update.make_actor_loss(lambda *_: Scores(new.logprob, new.entropy, new.penalty), clipped, weigh, **COEF)
 
 
 def counts_of(rows):
@@ -160,8 +161,7 @@ def test_a_step_that_is_skipped_or_empty_says_so_and_changes_nothing(gradient, l
 )
 def test_the_update_computes_the_entropy_where_nothing_else_does(make_recipe, monkeypatch, changes, expected):
     wanted = []
-    for name in ("make_scores", "make_logprob"):
-        monkeypatch.setattr(ppo.score, name, lambda *_, with_entropy, **__: wanted.append(with_entropy))
+    monkeypatch.setattr(ppo.score, "make_logprob", lambda *_, with_entropy, **__: wanted.append(with_entropy))
     models = ppo.Models((None, None), None, None)
     ppo.make_passes(models, make_recipe("grpo", **changes), temperature=1.0, chunk_tokens=8)
     update_first, own = wanted[0], wanted[1]

@@ -269,7 +269,7 @@ def test_a_cache_gives_the_logits_of_the_whole_row(checkpoint, rng, name):
 
     @jax.jit
     def forward(held, tokens, position, segment=None):
-        hidden, held = decoder.forward_cached(split, cfg, tokens, position, held, segment)
+        hidden, held, _ = decoder.forward_cached(split, cfg, tokens, position, held, segment)
         return heads.logits_of((hidden, kernel, cfg)), held
 
     lengths = np.array([11, 6])

@@ -10,7 +10,8 @@ import pytest
 from jppo.build.mesh_checks import require_divisible
 from jppo.learner import sharding
 from jppo.models import cache, cost, decoder, delta, families, hf_write, lora
-from jppo.rollout.vllm.arguments import ServerSettings, require_delta_nets
+from jppo.rollout.vllm.arguments import ServerSettings
+from jppo.rollout.vllm.unserved import require_delta_nets
 from jppo.settings import UserError
 from tests.models.conftest import config_of
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors
 
 from jppo.models import decoder, heads, hf, hf_write, lora, params
 from jppo.models.lora import Lora
@@ -58,6 +59,8 @@ def test_equations():
         ("phi3-partial", ("qkv_proj", "gate_up_proj")),
         ("deepseek2-lite", ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")),
         ("qwen3.5-periods", tuple(lora.TARGETS)),
+        ("qwen2-moe-mixed", tuple(lora.TARGETS)),
+        pytest.param("mixtral-full", tuple(lora.TARGETS), marks=pytest.mark.slow),
         pytest.param("qwen2-tied", tuple(lora.TARGETS), marks=pytest.mark.slow),
         pytest.param("llama-biased", ("v_proj", "down_proj"), marks=pytest.mark.slow),
         pytest.param("gemma3-long", ("v_proj", "down_proj"), marks=pytest.mark.slow),
@@ -74,24 +77,20 @@ def test_merged_weights_are_the_adapters_beside_them(checkpoint, rng, tmp_path, 
     assert np.abs(beside - logits(cfg, model.base.params, tokens)).max() > 0.1 * np.abs(beside).max()
 
 
-LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
-PEFT = (
-    "qwen2-untied",
-    "gemma2-capped",
-    "olmo3-mixed",
-    "smollm3-biased",
-    "granite-scaled",
-    "phi3-grouped",
-    "qwen3.5-periods",
-)
+LATENT = Lora(3, 8, ("o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"))
+DENSE = ("qwen2-untied", "gemma2-capped", "olmo3-mixed", "smollm3-biased", "granite-scaled", "phi3-grouped")
+DENSE += ("qwen3.5-periods",)
 
 
 @pytest.mark.parametrize(
     "name, how",
     [
-        *((name, ALL) for name in PEFT),
+        *((name, ALL) for name in DENSE),
+        ("olmoe-grouped", OF_ATTENTION),
         ("gpt-oss-unbiased", OF_ATTENTION),
-        ("deepseek3-grouped", Lora(3, 8, LATENT)),
+        ("deepseek3-grouped", LATENT),
+        pytest.param("mixtral-full", OF_ATTENTION, marks=pytest.mark.slow),
+        pytest.param("qwen2-moe-mixed", OF_ATTENTION, marks=pytest.mark.slow),
     ],
 )
 def test_peft_loads_them_and_says_the_same(checkpoint, rng, tmp_path, name, how):
@@ -104,8 +103,10 @@ def test_peft_loads_them_and_says_the_same(checkpoint, rng, tmp_path, name, how)
     base = transformers.AutoModelForCausalLM.from_pretrained(directory, **eager)
     theirs = peft.PeftModel.from_pretrained(base, out)
     found = {k: v for k, v in theirs.state_dict().items() if "lora_" in k}
-    of_mlp, of_attention = (0, len(how.targets)) if how is not ALL else (2, 2) if cfg.fused else (3, 4)
-    assert len(found) == 2 * sum(of_mlp + (sort.mixer == "attention") * of_attention for sort in cfg.sorts)
+    modules = [lora.TARGETS[name][0] for name in lora.targets_of(cfg, how)]
+    assert len(found) == 2 * sum(
+        module == "mlp" or sort.mixer == "attention" for module in modules for sort in cfg.sorts
+    )
     tokens = rng.integers(0, cfg.vocab_size, (2, 11)).astype(np.int32)
     with torch.no_grad():
         expected = theirs(torch.from_numpy(tokens).long()).logits.numpy()
@@ -165,6 +166,49 @@ def test_the_gradient_is_by_what_is_learned(checkpoint, rng):
     b = params.get(model.learned, ("lora", *at, "b"))
     expected = ALL.scale * np.einsum("ldha,lrha->ldr", params.get(full, (*at, "kernel")), b)
     assert_close(np.asarray(params.get(grad, ("lora", *at, "a"))), expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("name, module", [("mixtral-full", "block_sparse_moe"), ("qwen2-moe-mixed", "mlp")])
+def test_adapters_of_experts_have_the_names_and_shapes_of_linear_layers(checkpoint, tmp_path, name, module):
+    """As vLLM reads them, and peft did while transformers had a module for each expert."""
+    directory, _ = checkpoint(name)
+    how = Lora(3, 6, ("gate_proj", "down_proj"))
+    cfg, model = adapted(directory, how)
+    out = hf_write.save_adapter(tmp_path / "adapter", model.learned, cfg, how, base=str(directory))
+    with safetensors.safe_open(out / "adapter_model.safetensors", "np") as file:
+        shapes = {key: tuple(file.get_tensor(key).shape) for key in file.keys()}  # noqa: SIM118
+    gate, down = ("w1", "w2") if name == "mixtral-full" else ("gate_proj", "down_proj")
+    layer = [i for i, sparse in enumerate(cfg.experts.sparse) if sparse][-1]
+    at = f"base_model.model.model.layers.{layer}.{module}.experts.{cfg.experts.count - 1}"
+    D, M = cfg.hidden_size, cfg.experts.width
+    assert shapes[f"{at}.{gate}.lora_A.weight"] == (3, D) and shapes[f"{at}.{gate}.lora_B.weight"] == (M, 3)
+    assert shapes[f"{at}.{down}.lora_A.weight"] == (3, M) and shapes[f"{at}.{down}.lora_B.weight"] == (D, 3)
+    shared = sum("shared_expert" in key for key in shapes)
+    assert shared == (4 * sum(cfg.experts.sparse) if cfg.experts.shared_width else 0)
+    said = json.loads((out / "adapter_config.json").read_text())["target_modules"]
+    assert set(said) == {gate, down}
+
+
+def test_the_gradient_of_an_experts_adapter_is_that_of_the_merged_model(checkpoint, rng):
+    directory, _ = checkpoint("olmoe-grouped")
+    cfg, model = adapted(directory, ALL)
+    tokens = rng.integers(0, cfg.vocab_size, (1, 9)).astype(np.int32)
+    place = jnp.ones_like(tokens), jnp.arange(9, dtype=jnp.int32)[None]
+
+    def loss(variables):
+        return jnp.sum(decoder.Decoder(cfg).apply(variables, tokens, *place) ** 2)
+
+    grad = jax.jit(jax.grad(lambda learned: loss(lora.variables(lora.join(learned, model.base)))))(model.learned)
+    merged = {entry.path: lora.parts(entry, model) for entry in params.table(cfg, head="lm")}
+    whole = params.tree(
+        params.table(cfg, head="lm"),
+        lambda e: merged[e.path][0] if merged[e.path][1] is None else lora.merge(e, *merged[e.path]),
+    )
+    full = params.get(jax.jit(jax.grad(lambda values: loss({"params": values})))(whole), ("layers", "experts", "down"))
+    a, b = (params.get(model.learned, ("lora", "layers", "experts", "down", x)) for x in "ab")
+    found = params.get(grad, ("lora", "layers", "experts", "down"))
+    assert_close(np.asarray(found["a"]), ALL.scale * np.einsum("ledm,lerd->lemr", full, b))
+    assert_close(np.asarray(found["b"]), ALL.scale * np.einsum("ledm,lemr->lerd", full, a))
 
 
 @pytest.mark.parametrize("text", ["", "q_proj,x_proj", "lm_head", "all", "q,v"])

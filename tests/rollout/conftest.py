@@ -78,6 +78,7 @@ INFO = {
     "chunked_prefill": False,
     "device": "cpu",
     "dtype": "float32",
+    "experts": False,
 }
 
 

@@ -53,7 +53,7 @@ def model_of(name, mesh_shape=(1, 1, 1)):
     return cfg, mesh, jax.device_put(values, what.shardings)
 
 
-def engine_of(cfg, mesh, rows, ends=ENDS, cut=False):
+def engine_of(cfg, mesh, rows, ends=ENDS, cut=False, dtype="float32", experts=False):
     """A sampler without weights."""
     settings = InprocessSettings(
         cfg=cfg,
@@ -61,10 +61,11 @@ def engine_of(cfg, mesh, rows, ends=ENDS, cut=False):
         row_multiple=sharding.whole_row_multiple(mesh),
         max_prompt_length=PROMPT,
         max_model_len=LONGEST,
-        dtype="float32",
+        dtype=dtype,
         by_row=sharding.whole_rows_sharding(mesh),
         of_cache=sharding.cache_sharding(mesh, cfg.num_kv_heads),
         cut=cut,
+        experts=experts,
     )
     return InprocessEngine(settings).ready(eos_token_ids=ends, decode=spell)
 
@@ -266,17 +267,20 @@ def test_stop_texts_end_a_response_where_the_text_first_holds_one(monkeypatch, t
             assert any(set(t.tokens[t.sampled].tolist()) & set(ENDS) for t in found)
 
 
-def scored(cfg, mesh, weights, trajectories, temperature):
+def scored(cfg, mesh, weights, trajectories, temperature, field="logprob"):
     """The trainer's log-probs of the sampled tokens, end to end in the trajectories' order."""
     plan = packing.make_plan(
         "none", max_length=LONGEST, row_lengths=1, max_tokens_per_row=-1, tokens_per_micro=10**6,
         sequences=len(trajectories), row_multiple=sharding.row_multiple(mesh),
     )  # fmt: skip
-    logprob = score.make_logprob(Decoder(cfg), cfg, temperature=temperature, chunk_tokens=64, with_entropy=False)
+    if any(t.experts is not None for t in trajectories):
+        plan = dataclasses.replace(plan, experts=(cfg.num_layers, cfg.experts.active))
+    how = dict(temperature=temperature, chunk_tokens=64, with_entropy=False, compare=True)
+    logprob = score.make_logprob(Decoder(cfg), cfg, **how)
     found = {}
     for packed in packing.pack(trajectories, range(len(trajectories)), plan):
         rows = sharding.put_rows(packed, mesh)
-        logp = np.asarray(jax.jit(logprob)(weights, rows)[0])
+        logp = np.asarray(getattr(jax.jit(logprob)(weights, rows), field))
         mask, sequence = np.asarray(rows.mask), np.asarray(rows.sequence)
         found |= {b: logp[(sequence == b) & mask] for b in range(len(trajectories)) if (sequence == b).any()}
     return np.concatenate([found[b] for b in range(len(trajectories))])
@@ -347,6 +351,41 @@ def test_experts_on_eight_devices_sample_what_they_do_on_one(name):
         sampler.hold(values, version=0)
         found.append(responses(sampler.generate(ask(9), SAMPLING, version=0)))
     assert found[0] == found[1]
+
+
+def replayed(name, dtype="float32", mesh_shape=(1, 1, 1), tied=0.0):
+    """Samples of a mixture with their experts, for the functions above; `tied`: its routers nearly are."""
+    cfg, mesh, values = model_of(name, mesh_shape)
+    for stack in cfg.stacks:
+        if stack.sort.sparse and tied:
+            of_layers = params.get(values, (*stack.path, "experts"))
+            of_layers["router"] = of_layers["router"][..., :1] + tied * of_layers["router"]
+    sampler = engine_of(cfg, mesh, rows=8, dtype=dtype, experts=True)
+    sampler.hold(values, version=0)
+    how = dataclasses.replace(SAMPLING, n=4, experts=True, ignore_eos=True)
+    return cfg, mesh, values, sampler.generate(ask(8), how, version=0)
+
+
+@pytest.mark.parametrize("name, mesh_shape", [("qwen2-moe-mixed", (1, 1, 1)), ("olmoe-grouped", (1, 4, 2))])
+def test_every_token_that_was_read_has_the_experts_that_the_trainer_would_choose(name, mesh_shape):
+    cfg, mesh, values, found = replayed(name, mesh_shape=mesh_shape)
+    for t in found:
+        assert t.experts.shape == (len(t.tokens), cfg.num_layers, cfg.experts.active)
+        assert (t.experts[:-1] >= 0).all() and (t.experts[-1] == -1).all()
+        assert (t.experts < cfg.experts.count).all()
+    assert len({t.experts[-2].tobytes() for t in found}) > 1
+    assert not scored(cfg, mesh, values, found, 0.8, "routing_differs").any()
+
+
+def test_with_replay_ties_of_the_router_leave_only_the_rounding_of_bfloat16():
+    cfg, mesh, values, found = replayed("olmoe-grouped", "bfloat16", tied=1e-3)
+    differs = scored(cfg, mesh, values, found, 0.8, "routing_differs")
+    assert 0.05 < differs.mean() < 0.8
+    theirs = np.concatenate([t.logprob[t.sampled] for t in found])
+    alone = scored(cfg, mesh, values, [dataclasses.replace(t, experts=None) for t in found], 0.8)
+    mismatch, without = (np.abs(theirs - x).mean() for x in (scored(cfg, mesh, values, found, 0.8), alone))
+    print(differs.mean(), mismatch, without)
+    assert mismatch < without / 5
 
 
 def test_rows_and_parameters_lie_in_their_shards(made):

@@ -16,7 +16,8 @@ from jppo.build.rollout import require_routing
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers import process
 from jppo.rollout.servers.process import Server, check_ports, telling
-from jppo.rollout.vllm.arguments import LORA_RANKS, check_vllm, environment, flags, program, require_latent
+from jppo.rollout.vllm.arguments import LORA_RANKS, check_vllm, environment, flags, program
+from jppo.rollout.vllm.unserved import require_latent
 from jppo.settings import UserError, rules_rollout
 from tests.models.conftest import config_of
 

@@ -141,6 +141,15 @@ def wait_for_none(leader: int, seconds: float = 15.0) -> None:
         time.sleep(0.1)
 
 
+def chosen(model, t) -> np.ndarray:
+    """The experts that transformers' routers choose for all tokens but the last, [n - 1, L, active] in order."""
+    import torch
+
+    with torch.no_grad():
+        logits = model(torch.from_numpy(t.tokens[None].astype(np.int64)), output_router_logits=True).router_logits
+    return np.stack([np.sort(x.topk(2, -1).indices.numpy())[:-1] for x in logits], axis=1)
+
+
 SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("untied", "experts", "latent", "gpt-oss")]
 
 
@@ -159,6 +168,7 @@ def served(request, settings, tmp_path_factory):
             start_timeout_s=180.0,
             publish_via="file" if request.param == "untied" else "tcp",
             latent=latent,
+            experts=request.param == "experts",
         ),
         urls=[],
         limits=LIMITS,
@@ -186,6 +196,15 @@ def test_generated_logprobs_are_those_of_the_published_weights(served):
         ended = t.tokens[-1] == 2
         assert (t.finish == "stop") == ended and (ended or len(t.tokens) == 312)
         assert 2 not in t.tokens[300:-1]
+
+
+def test_the_experts_of_every_token_are_returned_from_the_cache_too(served):
+    sampler, config, model, _ = served
+    if config.model_type != "qwen3_moe":
+        pytest.skip("a dense model")
+    for _ in range(2):  # the second time, prompts are in the prefix cache
+        for t in sampler.generate(PROMPTS, dataclasses.replace(SAMPLING, experts=True), version=1):
+            np.testing.assert_array_equal(np.sort(t.experts[:-1]), chosen(model, t))
 
 
 def test_an_end_token_is_kept_and_ends_the_response(served):

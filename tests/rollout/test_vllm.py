@@ -1,6 +1,8 @@
 """The client against fake servers: what it sends, how it reads answers, and how every fault is said."""
 
+import base64
 import dataclasses
+import io
 import json
 import pathlib
 
@@ -135,6 +137,58 @@ def test_an_answer_that_cannot_be_trained_on(attach, fakes, answer, said):
     fakes[0].answers[GENERATE] = (200, {"choices": [answer]})
     with pytest.raises(RolloutError, match=said):
         sampler.generate(PROMPTS[:1], SAMPLING, version=7)
+
+
+def with_experts(tokens, read, layers=2):
+    """An answer with the experts of `read` tokens, as vLLM sends them: the number of the token, and the layer."""
+    file = io.BytesIO()
+    at = np.stack(np.broadcast_arrays(np.arange(read)[:, None], np.arange(layers)[None]), axis=-1)
+    np.save(file, at.astype(np.uint8))
+    answer = choice(tokens, [-1.0] * len(tokens), finish="abort" if read == 4 else "stop")
+    return answer | {"routed_experts": base64.b64encode(file.getvalue()).decode()}
+
+
+def test_the_experts_of_an_answer_in_two_parts_are_those_of_the_first_that_read_a_token(attach, fakes):
+    sampler = attach(1)
+    held = []
+
+    def answer(body):
+        if len(body["token_ids"]) > 3:  # the rest after an update
+            later = with_experts([7], len(body["token_ids"]))
+            return {"choices": [later]}
+        held.append(body)
+        sampler.fleet._updates += 1
+        return {"choices": [with_experts([5, 6], 4)]}
+
+    fakes[0].answers[GENERATE] = (200, answer)
+    [t] = sampler.generate(PROMPTS[:1], dataclasses.replace(SAMPLING, n=1, experts=True), version=7)
+    assert held and t.tokens.tolist() == [10, 3, 4, 5, 6, 7] and t.experts.dtype == np.int16
+    np.testing.assert_array_equal(t.experts[:5, 0, 0], range(5))
+    assert (t.experts[5] == -1).all()
+
+
+@pytest.mark.parametrize(
+    "answer, said",
+    [
+        (choice([5, 2], [-1.0, -2.0]), "experts of none tokens in place of 4"),
+        (with_experts([5, 2], 5), "experts of 5 tokens in place of 4"),
+        (choice([5, 2], [-1.0, -2.0]) | {"routed_experts": "AAAA"}, "experts cannot be read"),
+    ],
+)
+def test_an_answer_without_the_experts_of_every_token(attach, fakes, answer, said):
+    sampler = attach(1)
+    fakes[0].answers[GENERATE] = (200, {"choices": [answer]})
+    with pytest.raises(RolloutError, match=said):
+        sampler.generate(PROMPTS[:1], dataclasses.replace(SAMPLING, experts=True), version=7)
+
+
+def test_a_server_without_experts_is_refused_for_replay(fakes, settings):
+    limits = ServerLimits(5.0, 5.0, 2)
+    how = settings(experts=True)
+    engine = start_vllm("model", "run", settings=how, urls=[fakes[0].url], limits=limits, publish_dir="")
+    with pytest.raises(UserError, match=r"returns no experts.*--worker-cls jppo.rollout.vllm.routing.RoutingWorker"):
+        engine.ready(eos_token_ids=[2], decode=str)
+    engine.close()
 
 
 def test_finish_length(attach, fakes):

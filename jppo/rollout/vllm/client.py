@@ -7,13 +7,17 @@ Token ids go in and token ids come out. Every sample is a request with its own s
 batch is split nor on repeated requests. `fleet.py` routes the requests.
 """
 
+import base64
 import dataclasses
+import io
 import math
 import pathlib
 import shlex
 import tempfile
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from jppo.rollout.servers import guard
 from jppo.rollout.servers.discovery import Lookup
@@ -22,7 +26,7 @@ from jppo.rollout.servers.engine import Engine
 from jppo.rollout.servers.kind import Completion, sampling_params
 from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.servers.process import Server, check_ports
-from jppo.rollout.vllm import arguments, buckets, nccl_carrier, publisher
+from jppo.rollout.vllm import arguments, buckets, nccl_carrier, publisher, unserved
 from jppo.rollout.vllm.arguments import ServerSettings
 from jppo.rollout.vllm.buffers import Buffers
 from jppo.settings import UserError
@@ -41,6 +45,7 @@ class Vllm:
     needed: Sequence[str]  # routes
     dtype: str  # compute dtype, and the dtype of published weights
     publish_via: str = "file"
+    experts: bool = False  # answers must have the experts of each token
     resume_route: str = "/resume"
 
     def request(self, ids: Sequence[int], sampling: Sampling, seed: int, model: str) -> tuple[str, dict[str, Any]]:
@@ -72,13 +77,14 @@ class Vllm:
         except (KeyError, IndexError, TypeError, ValueError) as e:
             raise ServerFault(f"vLLM's answer has no {e}: {str(reply)[:200]}") from e
         cut = finish == "abort"
+        experts = _experts(choice.get("routed_experts")) if sampling.experts else None
         if finish not in ("stop", "length", "abort") or not (tokens or cut):
             raise ServerFault(f"vLLM ended a response of {len(tokens)} tokens with {finish!r}")
         if not (len(tokens) == len(logprob) == len(version)) or not all(map(math.isfinite, logprob)):
             raise ServerFault(
                 f"vLLM gave {len(tokens)} tokens with {len(version)} versions and the log-probs {logprob[:8]}..."
             )
-        return Completion(tokens, logprob, version, finish)
+        return Completion(tokens, logprob, version, finish, experts=experts)
 
     def inspect(self, endpoint: Endpoint) -> tuple[str, int]:
         """Checks the routes, the worker and the settings that training needs."""
@@ -86,10 +92,13 @@ class Vllm:
             model = endpoint.get("/v1/models")["data"][0]["id"]
             info = endpoint.call("jppo_info")[0]
             routes = endpoint.get("/openapi.json")["paths"]
-            found = [info[name] for name in ("logprobs_mode", "device", "chunked_prefill", "max_model_len", "dtype")]
+            found = [
+                info[name]
+                for name in ("logprobs_mode", "device", "chunked_prefill", "max_model_len", "dtype", "experts")
+            ]
         except (KeyError, IndexError, TypeError) as e:
             raise ServerFault(f"the server at {endpoint.url} does not answer as vLLM would: no {e}") from e
-        mode, device, chunked, length, dtype = found
+        mode, device, chunked, length, dtype, experts = found
         for fit, fault in (
             *((route in routes, f"has no {route}") for route in self.needed),
             (dtype == self.dtype, f"computes in {dtype}, rollout.dtype is {self.dtype}"),
@@ -99,6 +108,7 @@ class Vllm:
                 f"takes files, rollout.publish_via is {self.publish_via}",
             ),
             (not (device == "cpu" and chunked), "prefills in chunks on a CPU"),
+            (experts or not self.experts, "returns no experts, which rollout.routing_replay needs"),
         ):
             if not fit:
                 raise UserError(f"the server at {endpoint.url} {fault}; {self.how}")
@@ -131,6 +141,19 @@ class Vllm:
         endpoint.post(f"/wake_up?tags={what}")
 
 
+def _experts(encoded: str | None) -> np.ndarray | None:
+    """Decodes the experts in an answer."""
+    if encoded is None:
+        return None
+    try:
+        found: np.ndarray = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
+    except (ValueError, EOFError, TypeError) as e:
+        raise ServerFault(f"vLLM's experts cannot be read: {e}") from e
+    if found.ndim != 3:
+        raise ServerFault(f"vLLM's experts have the shape {found.shape}, not one of tokens, layers and experts")
+    return found.astype(np.int16)
+
+
 def start_vllm(
     model_dir: str,
     run_dir: str,
@@ -147,7 +170,8 @@ def start_vllm(
     model = " ".join([model_dir, *arguments.model_options(model_dir, run_dir)])
 
     def speak(eos_token_ids: Sequence[int]) -> Vllm:
-        return Vllm(eos_token_ids, how_to_start(model, settings), routes, settings.dtype, settings.publish_via)
+        how = how_to_start(model, settings)
+        return Vllm(eos_token_ids, how, routes, settings.dtype, settings.publish_via, settings.experts)
 
     servers: list[Server] = []
     build = "gpu"
@@ -157,8 +181,8 @@ def start_vllm(
                 f"no config.json in {model_dir!r}: vLLM needs a folder with the model's config and tokenizer"
             )
         build = arguments.check_vllm(settings.python)
-        arguments.require_latent(settings, build)
-        arguments.require_delta_nets(settings, build)
+        unserved.require_latent(settings, build)
+        unserved.require_delta_nets(settings, build)
         check_ports(settings.port, settings.servers)
     spare = [] if urls else [run_dir, tempfile.gettempdir()]  # other machines do not see them
     buffers = Buffers(publish_dir, named=settings.lora_rank > 0, spare=spare)

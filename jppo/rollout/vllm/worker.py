@@ -37,6 +37,7 @@ class WeightLoader:
             "chunked_prefill": bool(self.vllm_config.scheduler_config.enable_chunked_prefill),
             "device": str(self.vllm_config.device_config.device_type),
             "dtype": str(self.model_config.dtype).removeprefix("torch."),
+            "experts": hasattr(self, "returns_experts") or bool(self.vllm_config.aux_output_config.enabled),
         }
 
     def jppo_check(self, *, version: int, entries: Sequence[Sequence[Any]], path: str) -> dict[str, Any]:
