@@ -181,7 +181,7 @@ BIASED = config_of("gpt-oss-clamped") | dict(
 RECURRENT_MESHED = MESHED | dict(
     model_type="qwen3_next", num_hidden_layers=4, full_attention_interval=2, mlp_only_layers=[], head_dim=8,
     linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=6, linear_value_head_dim=10,
-    rms_norm_eps=0.05,
+    rms_norm_eps=0.5,
 )  # fmt: skip
 MIXTURES = {"shared": MESHED, "latent": LATENT, "biased": BIASED, "recurrent": RECURRENT_MESHED}
 
