@@ -14,7 +14,7 @@ from jppo.build.inputs import Inputs, critic_path
 from jppo.build.mesh_checks import require_divisible
 from jppo.build.optimizers import make_optimizer
 from jppo.build.packing import batch_shape, packing_kind, plan_of_run, sequences_of_step, shared_prompts
-from jppo.learner import compiler, optim, packing, ppo, sharding, state, step, update
+from jppo.learner import compiler, optim, packing, ppo, sharding, state, step, update, warmup
 from jppo.models import embedding, experts, fused, offload, spread
 from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.decoder import Decoder, attention_settings
@@ -243,7 +243,7 @@ def make_learner(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[Learner, Tra
 
 def compile_passes(c: ConfigDict, learner: Learner, begin: TrainState) -> None:
     """Compiles every program of a step ahead of time."""
-    ppo.compile_all(
+    warmup.compile_all(
         learner.passes, learner.recipe, learner.plan, learner.mesh,
         now=begin, reference=learner.reference, actor=learner.actor, critic=learner.critic, shape=learner.shape,
     )  # fmt: skip

@@ -9,11 +9,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jppo.algorithms import kl, losses
-from jppo.learner import batch, correct, estimate, metric_sums, packing, score, sharding, update
+from jppo.learner import batch, correct, estimate, metric_sums, score, sharding, update
 from jppo.models import offload, placing
 from jppo.models.config import ModelConfig
 from jppo.models.lora import Base, Weights, join
-from jppo.types import Array, Batch, Counts, Params, Rows, TrainState
+from jppo.types import Array, Batch, Counts, Params, Rows
 
 Model = tuple[Any, ModelConfig]  # the flax module, and its config
 
@@ -229,54 +229,6 @@ def with_advantages(
     rows = placing.put(data, sharding.whole_rows_sharding(mesh))
     known, metrics = jax.device_get(passes.advantages(rows, kl_coef, value_norm))
     return dataclasses.replace(data, **known), {name: float(x) for name, x in metrics.items()}
-
-
-def compile_all(
-    passes: Passes,
-    recipe: Recipe,
-    plan: packing.Plan,
-    mesh: Mesh,
-    *,
-    now: TrainState,
-    reference: Weights | None,
-    actor: Descent,
-    critic: Descent | None,
-    shape: tuple[int, int],
-) -> None:
-    """Runs every pass once on empty rows of every shape, so that no later step compiles; nothing is learned.
-
-    `shape` is the batch's, [B, L].
-    """
-    whole = actor.model(now.policy)
-    judge = None if critic is None else critic.model(now.value)
-    descents: list[tuple[Descent, Params, Any, tuple[Any, ...]]] = [
-        (actor, now.policy, now.policy_opt, (recipe.in_loss(reference),))
-    ]
-    if critic is not None:
-        descents.append((critic, now.value, now.value_opt, ()))
-    greedy = np.zeros(0, np.float32) if recipe.estimator.greedy else None
-    data = batch.flatten([], [], np.zeros(0, np.int32), greedy, shape=shape, earns=recipe.earns)
-    rows = [packing.empty_rows(of_rows, plan.experts) for of_rows in plan.shapes]
-    for one in rows:
-        micros = [batch.Micro(one, sharding.put_rows(one, mesh))]
-        passes.logprob(offload.to_device(whole), micros[0].device)  # for the check before the first step, in any recipe
-        data = with_old_logprob(passes, recipe, data, micros, whole)
-        data = with_reference(passes, recipe, data, micros, whole, reference)
-        data = with_values(passes, data, micros, judge)
-    if passes.reference is None and (recipe.kl_penalty or recipe.kl_loss_type):  # by a server
-        data = batch.with_reference(data, [])
-    kl_coef = placing.put(np.float32(0), sharding.replicated(mesh))  # placed as the state's is
-    data, _ = with_advantages(passes, data, kl_coef, mesh, now.value_norm)
-    counts = Counts(tokens=np.ones((), np.float32), sequences=np.ones((), np.float32))
-    for one in rows:
-        micro = placing.put(batch.scored(data, one), sharding.rows_sharding(mesh))
-        for how, learned, _, further in descents:
-            models = offload.to_device((learned, how.base, further))
-            whole_counts = how.counts(join(*models[:2]), counts, [micro.rows])
-            jax.block_until_ready(how.accumulate(*models[:2], how.zeros(), micro, whole_counts, *models[2]))
-    for how, learned, opt, _ in descents:
-        carry = how.zeros() if how.exchange is None else how.exchange(how.zeros())
-        how.apply.lower(*offload.shapes((learned, opt)), carry, now.step, np.True_).compile()
 
 
 def descend(

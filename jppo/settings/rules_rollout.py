@@ -38,7 +38,7 @@ def check(config: ml_collections.ConfigDict, *, training: bool) -> None:
     if training:
         if r.routing_replay and r.agent:
             raise UserError(
-                f"rollout.routing_replay=True: the answers to rollout.agent={r.agent!r} carry no experts; set it to False"
+                f"rollout.routing_replay=True: answers to rollout.agent={r.agent!r} carry no experts; set it to False"
             )
         if r.routing_replay and r.name not in ("vllm", "inprocess"):
             raise UserError(

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jppo.learner import correct, ppo, sharding, state
+from jppo.learner import correct, ppo, sharding, state, warmup
 
 CORRECTED = dict(
     correction=correct.Correction("sequence", 0.5, 2.0, normalize=True, rules=(("token_k1", 0.5, 2.0),)),
@@ -59,7 +59,7 @@ def test_no_step_after_the_first_compiles(new_learner, make_recipe, drawn, mesh_
     now = state.begin(
         policy, policy_opt, value, value_opt, kl_coef=0.0, seed=0, value_norm="value_norm_decay" in changes
     )
-    ppo.compile_all(
+    warmup.compile_all(
         ours.passes, ours.recipe, plan, ours.mesh,
         now=now, reference=reference, actor=how["actor"], critic=how["critic"], shape=ours.shape,
     )  # fmt: skip

@@ -1,0 +1,60 @@
+"""Compiles every pass and update of a run before its first step."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jppo.learner import batch, packing, ppo, sharding
+from jppo.models import offload, placing
+from jppo.models.lora import Weights, join
+from jppo.types import Counts, Params, TrainState
+
+
+def compile_all(
+    passes: ppo.Passes,
+    recipe: ppo.Recipe,
+    plan: packing.Plan,
+    mesh: Mesh,
+    *,
+    now: TrainState,
+    reference: Weights | None,
+    actor: ppo.Descent,
+    critic: ppo.Descent | None,
+    shape: tuple[int, int],
+) -> None:
+    """Runs every pass once on empty rows of every shape, so that no later step compiles; nothing is learned.
+
+    `shape` is the batch's, [B, L].
+    """
+    whole = actor.model(now.policy)
+    judge = None if critic is None else critic.model(now.value)
+    descents: list[tuple[ppo.Descent, Params, Any, tuple[Any, ...]]] = [
+        (actor, now.policy, now.policy_opt, (recipe.in_loss(reference),))
+    ]
+    if critic is not None:
+        descents.append((critic, now.value, now.value_opt, ()))
+    greedy = np.zeros(0, np.float32) if recipe.estimator.greedy else None
+    data = batch.flatten([], [], np.zeros(0, np.int32), greedy, shape=shape, earns=recipe.earns)
+    rows = [packing.empty_rows(of_rows, plan.experts) for of_rows in plan.shapes]
+    for one in rows:
+        micros = [batch.Micro(one, sharding.put_rows(one, mesh))]
+        passes.logprob(offload.to_device(whole), micros[0].device)  # for the check before the first step, in any recipe
+        data = ppo.with_old_logprob(passes, recipe, data, micros, whole)
+        data = ppo.with_reference(passes, recipe, data, micros, whole, reference)
+        data = ppo.with_values(passes, data, micros, judge)
+    if passes.reference is None and (recipe.kl_penalty or recipe.kl_loss_type):  # by a server
+        data = batch.with_reference(data, [])
+    kl_coef = placing.put(np.float32(0), sharding.replicated(mesh))  # placed as the state's is
+    data, _ = ppo.with_advantages(passes, data, kl_coef, mesh, now.value_norm)
+    counts = Counts(tokens=np.ones((), np.float32), sequences=np.ones((), np.float32))
+    for one in rows:
+        micro = placing.put(batch.scored(data, one), sharding.rows_sharding(mesh))
+        for how, learned, _, further in descents:
+            models = offload.to_device((learned, how.base, further))
+            whole_counts = how.counts(join(*models[:2]), counts, [micro.rows])
+            jax.block_until_ready(how.accumulate(*models[:2], how.zeros(), micro, whole_counts, *models[2]))
+    for how, learned, opt, _ in descents:
+        carry = how.zeros() if how.exchange is None else how.exchange(how.zeros())
+        how.apply.lower(*offload.shapes((learned, opt)), carry, now.step, np.True_).compile()
