@@ -28,7 +28,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from machine import ROOT, begin, title, write
 from ml_collections import ConfigDict
@@ -206,7 +205,7 @@ def make_accumulate(s: Subject) -> Callable[..., Any]:
         entropy_coeff=0.0,
         kl_loss_coef=0.0,
     )
-    return update.make_accumulate(loss)
+    return update.make_accumulate(loss, mesh=s.mesh)
 
 
 def forward(s: Subject) -> dict[str, Any]:
@@ -244,11 +243,7 @@ def updated(s: Subject, how: Lora | None) -> dict[str, Any]:
         key = jax.random.key(s.c.trainer.seed)
         trained = Trained(what, *state.adapt(what, s.trained.learned, how, key=key))
         flops = lora_update_flops(s.cfg, how, s.responses, prompt=s.prompt)
-    wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), trained.what.shapes)
-    carry = (
-        abstract(wide, trained.what.shardings),
-        jax.ShapeDtypeStruct((), jnp.float32, sharding=sharding.replicated(s.mesh)),
-    )
+    carry = update.abstract_carry(trained.what.shapes, trained.what.shardings)
     gradients = size(carry)
     programs = [
         account("gradient", accumulate, trained.learned, trained.base, carry, micro, minis[0].counts, None)

@@ -1,6 +1,6 @@
-"""Runs one vLLM server for a training elsewhere: python -m jppo.serve --config=FILE --config.rollout.port=8000
+"""Runs one vLLM server for a training elsewhere: python -m jppo.serve --config=configs/gsm8k.py
 
-    JPPO_SERVER_TOKEN=... python -m jppo.serve --config=FILE --config.rollout.port=8000 --host=0.0.0.0 --listed=PATH
+    JPPO_SERVER_TOKEN=... python -m jppo.serve --config=configs/gsm8k.py --config.rollout.port=8000 --host=0.0.0.0
 
 The config and its overrides are the training's, which attaches by rollout.urls; the token is the same on both sides.
 The server has random weights until the training publishes its own. --listed adds its address to a file for

@@ -427,12 +427,13 @@ def test_the_rollout_benchmark_says_what_was_asked_and_what_differs(rollout):
             (("vLLM's engine", 1), ("jppo", 2))}  # fmt: skip
     measured = {
         "sampling": {"requests": 4, "tokens": 1000, "same_tokens": False, "ways": ways},
-        "publishing": {"bytes": 2 * 10**9, "dtype": "float32", "parts": {"load": {"seconds": [3.0], "s_per_gb": 1.5}}},
-    }
+        "publishing": {"bytes": 2 * 10**9, "dtype": "float32", "parts": {"load": {"seconds": [3.0], "s_per_gb": 1.5}},
+                       "bucket": 64 * 2**20, "memory": {"tcp": 65 * 2**20}},
+    }  # fmt: skip
     at = {"machine": script("machine").machine(), "jax": "0", "vllm": "0", "commit": "c", "dtype": "float32"}
     said = rollout.table(at | {"load_average": 0.1, "load_after": 0.2, "models": {"S": measured}})
     assert "| jppo | 250 | 4.000 | 2.000 |" in said and "**other tokens** without a server" in said
-    assert "| S | 2.000 | load | 3.0000 | 1.500 |" in said
+    assert "| S | 2.000 | load | 3.0000 | 1.500 |" in said and "| S | 64 | tcp | 65 |" in said
 
 
 def test_a_wrong_command_of_the_rollout_benchmark_is_one_line(rollout, capsys):

@@ -17,7 +17,7 @@ import pytest
 
 from jppo import settings, train
 from jppo.build import agent, reward
-from jppo.build.packing import critic_epochs
+from jppo.build.packing import batch_shape, critic_epochs
 from jppo.build.rollout import connections
 from jppo.data import gsm8k
 from jppo.learner import sharding
@@ -674,6 +674,10 @@ def read_by_parts(config, seen, monkeypatch):
     talks = config.rollout.multi_turn
     talks.enable, talks.format, talks.tool_config_path = True, "plain", str(ROOT / "configs/agent_calculator.yaml")
     agent.make_agent(recorder, None, ()).close()
+    monkeypatch.setattr(agent, "enough", lambda *_: 1)
+    config.rollout.agent, config.rollout.agent_format = "true", "plain"
+    agent.make_gateway(recorder, None, ())
+    assert batch_shape(recorder, mesh)[0] >= config.rollout.agent_branches
 
 
 def test_every_setting_is_read(small_run, quick_compilation, monkeypatch):

@@ -95,8 +95,8 @@ def make_passes(
     def logprob(model: Model, with_entropy: bool, compare: bool = False, routed: bool = False) -> score.LogProb:
         return score.make_logprob(*model, **heads, with_entropy=with_entropy, compare=compare, routed=routed)
 
-    def compiled(fn: Callable[..., Any] | None) -> Any:
-        return None if fn is None else jax.jit(fn, compiler_options=options)
+    def compiled(fn: Callable[..., Any] | None, **how: Any) -> Any:
+        return None if fn is None else jax.jit(fn, compiler_options=options, **how)
 
     def exact(kind: str | None, routed: bool = False) -> score.Exact | None:
         if kind is None or kind not in kl.EXACT or models.reference is None:
@@ -130,21 +130,23 @@ def make_passes(
         critic = update.make_accumulate(loss, mesh=mesh, options=options)
         value = score.make_expected(output, r.value_range)
     whole = None if mesh is None else sharding.replicated(mesh)
-    advantages = estimate.make_advantages(
-        r.estimator, kl_penalty=r.kl_penalty, correction=r.correction, bypass=r.bypass, by_sequence=r.by_sequence,
-        value_norm_decay=r.value_norm_decay, positive=r.positive_lm_coef > 0,
-    )  # fmt: skip
+    balanced = routed and r.router_aux_loss_coef
     return Passes(
         logprob=compiled(logprob(models.policy, with_entropy=r.entropy_metric, compare=True)),
         reference=compiled(reference),
         value=compiled(value),
-        advantages=jax.jit(advantages, out_shardings=whole),
+        advantages=jax.jit(_advantages(r), out_shardings=whole),
         actor=update.make_accumulate(actor, mesh=mesh, options=options),
         critic=critic,
-        router_load=jax.jit(score.make_router_load(*models.policy), compiler_options=options, out_shardings=whole)
-        if routed and r.router_aux_loss_coef
-        else None,
+        router_load=compiled(score.make_router_load(*models.policy), out_shardings=whole) if balanced else None,
     )
+
+
+def _advantages(r: Recipe) -> Callable[..., Any]:
+    return estimate.make_advantages(
+        r.estimator, kl_penalty=r.kl_penalty, correction=r.correction, bypass=r.bypass, by_sequence=r.by_sequence,
+        value_norm_decay=r.value_norm_decay, positive=r.positive_lm_coef > 0,
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -71,15 +71,11 @@ def make_actor_loss(
             each *= scored.weight
         surrogate = total(each)
         out = surrogate - entropy_coeff * total(entropy)
-        delta = jnp.clip(jnp.where(mask, logprob - scored.old_logprob, 0.0), -FAR, FAR)
         sums = {
             "actor/pg_loss": surrogate,
             "actor/pg_clipfrac": mean(held),
             "actor/pg_clipfrac_lower": mean(held_lower),
-            "actor/ppo_kl": mean(-delta),
-            "actor/ratio_mean": mean(jnp.exp(delta)),
-            "actor/ratio_max": jnp.exp(jnp.max(delta)),
-            "actor/ratio_min": jnp.exp(jnp.min(delta)),
+            **_of_ratio(jnp.clip(jnp.where(mask, logprob - scored.old_logprob, 0.0), -FAR, FAR), mean),
         }
         if entropy_metric:
             sums["actor/entropy"] = mean(entropy)
@@ -97,6 +93,16 @@ def make_actor_loss(
         return out, sums | {"actor/loss": out}
 
     return loss
+
+
+def _of_ratio(delta: Array, mean: Callable[[Array], Array]) -> dict[str, Array]:
+    """Returns metrics of the ratio, exp(delta); delta is 0 outside of the mask."""
+    return {
+        "actor/ppo_kl": mean(-delta),
+        "actor/ratio_mean": mean(jnp.exp(delta)),
+        "actor/ratio_max": jnp.exp(jnp.max(delta)),
+        "actor/ratio_min": jnp.exp(jnp.min(delta)),
+    }
 
 
 def _of_router(router: RouterSums, counts: Counts, aux_coef: float, z_coef: float) -> tuple[Array, dict[str, Array]]:

@@ -47,11 +47,8 @@ def from_hf(config: Mapping[str, Any], *, path: str | os.PathLike[str], longest:
 
     `longest` is the largest number of tokens of a row, which chooses the factors of `longrope`; None: short ones.
     """
-    name = config.get("model_type")
-    if not isinstance(name, str) or name not in FAMILIES:
-        why = f" ({_RELATIVES[name]})" if isinstance(name, str) and name in _RELATIVES else ""
-        raise UserError(f"{path}: model_type={name!r} is not supported{why}; use one of {', '.join(FAMILIES)}")
-    family, fields = FAMILIES[name], Fields(config, str(path))
+    fields = Fields(config, str(path))
+    name, family = _family(fields)
     _refuse_unsupported(fields, family)
     attention_bias = fields.get(family.bias_field, bool, family.biased)
     hidden_size, num_heads = fields.get("hidden_size", int), fields.get("num_attention_heads", int)
@@ -107,6 +104,14 @@ def from_hf(config: Mapping[str, Any], *, path: str | os.PathLike[str], longest:
         gated=family.gated,
         delta=delta,
     )
+
+
+def _family(fields: Fields) -> tuple[str, Family]:
+    name = fields.config.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        why = f" ({_RELATIVES[name]})" if isinstance(name, str) and name in _RELATIVES else ""
+        raise UserError(f"{fields.path}: model_type={name!r} is not supported{why}; use one of {', '.join(FAMILIES)}")
+    return name, FAMILIES[name]
 
 
 def _head_dim(fields: Fields, family: Family, hidden_size: int, num_heads: int) -> int:

@@ -13,7 +13,7 @@ from jppo.types import Array
 
 COLLECTION = "router"  # of flax variables: `apply(..., mutable=[COLLECTION])` returns the sums
 NAME = "sums"
-LOAD = "actor/expert_load"  # the metric, [layers, E]
+LOAD = "expert_load"  # the sum, [layers, E], of which metrics are made
 
 
 class RouterSums(NamedTuple):
@@ -83,8 +83,11 @@ def of_load(load: np.ndarray) -> dict[str, float]:
     And the share of dropped tokens, which is 0 by construction (`dispatch.py`).
     """
     relative = load / np.maximum(np.mean(load, axis=1, keepdims=True), 1e-30)
-    extremes = {f"{LOAD}_max": float(np.max(relative)), f"{LOAD}_min": float(np.min(relative))}
-    return extremes | {"actor/experts_dropped": 0.0}
+    return {
+        "actor/expert_load_max": float(np.max(relative)),
+        "actor/expert_load_min": float(np.min(relative)),
+        "actor/experts_dropped": 0.0,
+    }
 
 
 def shape(cfg: ModelConfig) -> tuple[int, int]:

@@ -165,7 +165,7 @@ def routed(new_learner, make_recipe, drawn, drawn_experts):
     return data, made, functools.cache(one_device)
 
 
-@pytest.mark.parametrize("replay", [False, True])
+@pytest.mark.parametrize("replay", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "mesh_shape,kind,tokens_per_micro,remat",
     [

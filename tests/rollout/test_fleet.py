@@ -373,7 +373,7 @@ def test_a_server_that_works_its_queue_off_is_not_late(made, fakes):
 
 
 def test_a_request_that_a_server_forgot_is_asked_again_while_others_are_answered(made, fakes):
-    sampler = made(1, timeout_s=0.6)
+    sampler = made(1, timeout_s=1.2)
     one_at_a_time(fakes[0], 0.2)
     (_, good), first = fakes[0].answers[GENERATE], []
     fakes[0].answers[GENERATE] = (200, lambda b: good(b) if first else first.append(1) or fakes[0].hang.wait(20))
