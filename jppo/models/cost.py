@@ -51,8 +51,9 @@ def price(cfg: ModelConfig, keys: float) -> float:
 
 
 def adapters(cfg: ModelConfig, how: Lora, lengths: Sequence[int]) -> int:
-    """Returns FLOP of the adapters in a forward pass."""
-    return 2 * sum(lengths) * sum(math.prod(entry.shape) for entry in lora.table(cfg, how, head="lm"))
+    """Returns FLOP of the adapters in a forward pass. Those of experts are merged, which is not counted."""
+    entries = lora.table(cfg, how, head="lm")
+    return 2 * sum(lengths) * sum(math.prod(entry.shape) for entry in entries if "{expert}" not in entry.hf)
 
 
 def forward(cfg: ModelConfig, lengths: Sequence[int], *, head_tokens: int, how: Lora | None = None) -> int:
@@ -84,9 +85,19 @@ def update(cfg: ModelConfig, lengths: Sequence[int], *, head_tokens: int, how: L
     """Returns FLOP of an update: a forward pass, and a backward one that costs two.
 
     With adapters, frozen kernels have a gradient of their input but none of their own, which saves one forward pass of
-    them. Attention, whose factors all have gradients, and the adapters cost the same.
+    them. Attention, whose factors all have gradients, experts into which adapters are merged, and the adapters cost
+    the same.
     """
     whole = forward(cfg, lengths, head_tokens=head_tokens)
     if how is None:
         return 3 * whole
-    return 2 * whole + attention(cfg, lengths) + 3 * adapters(cfg, how, lengths)
+    return 2 * whole + attention(cfg, lengths) + _merged(cfg, how, lengths) + 3 * adapters(cfg, how, lengths)
+
+
+def _merged(cfg: ModelConfig, how: Lora, lengths: Sequence[int]) -> int:
+    """Returns FLOP of the experts' kernels with adapters in a forward pass."""
+    if (e := cfg.experts) is None:
+        return 0
+    halves = (entry for entry in lora.table(cfg, how, head="lm") if "{expert}" in entry.hf)
+    layers = sum(entry.shape[0] for entry in halves) // 2  # an adapter has two matrices
+    return 2 * sum(lengths) * layers * cfg.hidden_size * e.active * e.width

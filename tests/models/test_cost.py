@@ -79,3 +79,16 @@ def test_an_update_of_all_weights_is_three_forward_passes_and_one_of_adapters_le
     assert cost.update(QWEN, [4], head_tokens=3) == 3 * plain
     kernels = plain - cost.attention(QWEN, [4])
     assert cost.update(QWEN, [4], head_tokens=3, how=how) == 2 * kernels + 3 * cost.attention(QWEN, [4]) + 3 * beside
+
+
+def test_adapters_of_experts_are_merged_so_that_their_kernels_have_gradients():
+    config = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=7, norm_topk_prob=True, head_dim=4)
+    mixture = families.from_hf(SHAPE | config | {"model_type": "qwen3_moe", "mlp_only_layers": [1]}, path="here")
+    how = lora.Lora(2, 16.0, ("q_proj", "down_proj"))
+    # Beside the kernels: A and B of q in both layers, 8*2 + 2*8, and of the dense layer's down, 12*2 + 2*8.
+    beside = 2 * 4 * (2 * 32 + 40)
+    plain = cost.forward(mixture, [4], head_tokens=3)
+    assert cost.forward(mixture, [4], head_tokens=3, how=how) == plain + beside
+    merged = 2 * 4 * 2 * 7 * 8  # the active experts' down in one layer
+    expected = 2 * plain + cost.attention(mixture, [4]) + merged + 3 * beside
+    assert cost.update(mixture, [4], head_tokens=3, how=how) == expected
