@@ -125,7 +125,7 @@ def make(
         A, W = q.shape[3], v.shape[3]
         if A != W:  # the kernels take heads of one size; zeros change no score
             q, k, wide = (jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, max(A, W) - x.shape[3]))) for x in (q, k, v))
-            return attend(q, k, wide, segment, kind)[..., :W]
+            return attend(q, k, wide, segment, kind, sinks)[..., :W]
         if len(kernels) == 1:
             return kernels[0](q, k, v, segment, sinks)
         out: jax.Array = jax.lax.switch(jnp.asarray(which, jnp.int32)[kind], kernels, q, k, v, segment, sinks)
