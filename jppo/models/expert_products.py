@@ -19,7 +19,7 @@ Of = tuple[ModelConfig, str | None]  # a model, and the mesh axis that shards it
 def each(
     of: Of, times: int, kernels: Any, rows: jax.Array, weight: jax.Array, sizes: jax.Array, order: jax.Array
 ) -> jax.Array:
-    """Computes the outputs [P, D], times weights [P, 1], of pairs of a row and an expert; a row is in so many pairs.
+    """Computes outputs [P, D], times weights [P, 1], of pairs of a row and an expert; each row is in `times` pairs.
 
     In this order the first `sizes[0]` pairs are of the first expert, the next ones of the second.
     """
@@ -103,8 +103,7 @@ def _taken_forward(times: int, x: jax.Array, order: jax.Array, place: jax.Array)
 
 
 def _taken_backward(times: int, place: jax.Array, given: jax.Array) -> tuple[jax.Array, None, None]:
-    each = given[place].reshape(-1, times, given.shape[-1])
-    return jnp.sum(each, axis=1, dtype=jnp.promote_types(given.dtype, jnp.float32)).astype(given.dtype), None, None
+    return grouped_chunks.summed(given[place], times), None, None
 
 
 _taken.defvjp(_taken_forward, _taken_backward)

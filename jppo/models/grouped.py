@@ -1,4 +1,8 @@
-"""Products of sorted rows with one kernel for each group of rows: `grouped`, without an array of rows by groups."""
+"""Products of sorted rows with one kernel for each group of rows, for CPUs: `grouped`, by blocks of one group each.
+
+XLA's CPU backend lowers `ragged_dot` to a product of every row with every kernel. Accelerators use
+`grouped_chunks.py`.
+"""
 
 import functools
 from typing import Any, NamedTuple
@@ -6,12 +10,6 @@ from typing import Any, NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
-
-# Dimension numbers of the products below, the ragged axis of rows first.
-_ROWS = functools.partial(jax.lax.RaggedDotDimensionNumbers, lhs_ragged_dimensions=[0])
-_FORWARD = _ROWS(dot_dimension_numbers=(([1], [1]), ([], [])), rhs_group_dimensions=[0])
-_TRANSPOSED = _ROWS(dot_dimension_numbers=(([1], [2]), ([], [])), rhs_group_dimensions=[0])
-_KERNEL = _ROWS(dot_dimension_numbers=(([0], [0]), ([], [])), rhs_group_dimensions=[])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -22,15 +20,7 @@ def grouped(x: jax.Array, kernel: jax.Array, sizes: jax.Array, transposed: bool 
     kernel's dtype.
     """
     chex.assert_rank([x, kernel, sizes], [2, 3, 1])
-    kernel = kernel.astype(x.dtype)
-
-    def ragged(x: jax.Array, kernel: jax.Array, sizes: jax.Array) -> jax.Array:
-        numbers = _TRANSPOSED if transposed else _FORWARD
-        return jax.lax.ragged_dot_general(x, kernel, sizes, numbers, preferred_element_type=x.dtype)
-
-    blocks = functools.partial(_by_blocks, transposed=transposed)
-    out: jax.Array = jax.lax.platform_dependent(x, kernel, sizes, cpu=blocks, default=ragged)
-    return out
+    return _by_blocks(x, kernel.astype(x.dtype), sizes, transposed=transposed)
 
 
 def _forward(x: jax.Array, kernel: jax.Array, sizes: jax.Array, transposed: bool) -> tuple[jax.Array, Any]:
@@ -40,14 +30,8 @@ def _forward(x: jax.Array, kernel: jax.Array, sizes: jax.Array, transposed: bool
 def _backward(transposed: bool, held: Any, given: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     x, kernel, sizes = held
     given = given.astype(x.dtype)
-    rows = (given, x) if transposed else (x, given)
-
-    def ragged(a: jax.Array, b: jax.Array, sizes: jax.Array) -> jax.Array:
-        wide = jnp.promote_types(kernel.dtype, jnp.float32)
-        return jax.lax.ragged_dot_general(a, b, sizes, _KERNEL, preferred_element_type=wide).astype(kernel.dtype)
-
-    by_kernel = functools.partial(_kernel_by_blocks, dtype=kernel.dtype)
-    slope = jax.lax.platform_dependent(*rows, sizes, cpu=by_kernel, default=ragged)
+    left, right = (given, x) if transposed else (x, given)
+    slope = _kernel_by_blocks(left, right, sizes, dtype=kernel.dtype)
     return grouped(given, kernel, sizes, not transposed), slope, None
 
 
@@ -55,7 +39,7 @@ grouped.defvjp(_forward, _backward)
 
 
 class _Blocks(NamedTuple):
-    """Blocks of consecutive rows of one group each. XLA's CPU backend would multiply every row with every kernel."""
+    """Blocks of consecutive rows of one group each."""
 
     size: int  # rows of a block, 8 to 256
     needed: jax.Array  # [] i32, blocks that have rows
@@ -75,13 +59,20 @@ class _Blocks(NamedTuple):
 def _blocks(rows: int, sizes: jax.Array) -> _Blocks:
     groups = len(sizes)
     size = 1 << min(8, max(3, (rows // groups).bit_length() - 1))
-    count = -(-sizes // size)
-    last = jnp.cumsum(count)
-    number = jnp.arange(rows // size + groups)
-    group = jnp.minimum(jnp.searchsorted(last, number, side="right", method="compare_all"), groups - 1)
+    return _Blocks(size, *cut(sizes, size, rows // size + groups))
+
+
+def cut(sizes: jax.Array, size: int, count: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Cuts sorted rows into `count` blocks of one group each, the last ones without rows.
+
+    Returns the number of blocks that have rows, and of each its group, its first row, and the end of its group.
+    """
+    each = -(-sizes // size)
+    last = jnp.cumsum(each)
+    number = jnp.arange(count)
+    group = jnp.minimum(jnp.searchsorted(last, number, side="right", method="compare_all"), len(sizes) - 1)
     end = jnp.cumsum(sizes)[group]
-    start = end - sizes[group] + size * (number - (last - count)[group])
-    return _Blocks(size, last[-1], group, start, end)
+    return last[-1], group, end - sizes[group] + size * (number - (last - each)[group]), end
 
 
 def _by_blocks(x: jax.Array, kernel: jax.Array, sizes: jax.Array, *, transposed: bool) -> jax.Array:

@@ -1,8 +1,8 @@
 """Grouped products as batched ones, for accelerators: blocks of rows, as many at a time as there are groups.
 
-XLA's compilers for GPUs write `ragged_dot` as a dense product of every row with every kernel, and those for TPUs write
-its kernel's gradient so: with 128 experts 128 times the FLOP, and on GPUs an array of all rows for each expert. Here
-the blocks of a group may be partly empty: at most one block of each.
+XLA lowers `ragged_dot` on GPUs to dense products of every row with every kernel, and on TPUs its kernel's gradient:
+with 128 experts 128 times the FLOP, and on GPUs an array of all rows for each expert. Here at most one block of each
+group is partly empty.
 """
 
 import functools
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jppo.models import product as products
+from jppo.models.grouped import cut
 
 
 class _Chunks(NamedTuple):
@@ -36,12 +37,7 @@ def _chunks(order: jax.Array, sizes: jax.Array) -> _Chunks:
     P, groups = len(order), len(sizes)
     size = 1 << max(3, (512 * P // groups).bit_length() // 2)
     chunks = -(-(P // size + groups) // groups)
-    count = -(-sizes // size)
-    last = jnp.cumsum(count)
-    number = jnp.arange(chunks * groups)
-    group = jnp.minimum(jnp.searchsorted(last, number, side="right", method="compare_all"), groups - 1)
-    end = jnp.cumsum(sizes)[group]
-    start = end - sizes[group] + size * (number - (last - count)[group])
+    _, group, start, end = cut(sizes, size, chunks * groups)
     row = start[:, None] + jnp.arange(size)[None]
     pair = order.at[jnp.where(row < end[:, None], row, P)].get(mode="fill", fill_value=P)
     place = jnp.zeros(P, jnp.int32).at[pair].set(jnp.arange(pair.size).reshape(pair.shape), mode="drop")
