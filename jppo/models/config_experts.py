@@ -80,7 +80,9 @@ def read(fields: Fields, names: Names | None, num_layers: int) -> Experts | None
     shared_width = fields.get("shared_expert_intermediate_size", int) if names.shared_gate else 0
     if names.deepseek is not None:
         shared_width = width * fields.get("n_shared_experts", int)
-    clamp = fields.above_zero("swiglu_alpha", 1.702), fields.above_zero("swiglu_limit", 7.0)
+    clamp = None
+    if names.fused:
+        clamp = fields.above_zero("swiglu_alpha", 1.702), fields.above_zero("swiglu_limit", 7.0)
     return Experts(
         count=count,
         active=active,
@@ -90,7 +92,7 @@ def read(fields: Fields, names: Names | None, num_layers: int) -> Experts | None
         sparse=sparse,
         names=names,
         routing=Routing() if names.deepseek is None else config_routing.read(fields, names.deepseek, count, active),
-        clamp=clamp if names.fused else None,
+        clamp=clamp,
     )
 
 

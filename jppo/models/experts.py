@@ -58,7 +58,7 @@ class Mixture(nn.Module):
             correction = jax.lax.stop_gradient(self.param("correction", nn.initializers.zeros, (E,), jnp.float32))
         weight, chosen = router.choose(logits, how, correction, given)
         if self.is_mutable_collection(routing.COLLECTION) and not self.is_initializing():
-            own = router.choose(logits, how, correction)[1]
+            own = chosen if given is None else router.choose(logits, how, correction)[1]
             self.put_variable(routing.COLLECTION, routing.NAME, own.astype(jnp.int16))
         if counted is not None and self.is_mutable_collection(router_sums.COLLECTION):
             self.put_variable(router_sums.COLLECTION, router_sums.NAME, router_sums.by_row(logits, chosen, counted))
