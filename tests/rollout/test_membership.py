@@ -103,7 +103,8 @@ def test_all_servers_are_replaced_during_a_generation(run, servers):
         server.answers[GENERATE] = (200, lambda _, s=server: s.hang.wait(20))
     pending = sampler.start(PROMPTS, SAMPLING)
     write(servers[2:])
-    assert whole(pending.result(10)) and sorted(urls(sampler)) == sorted(server.url for server in servers[2:])
+    assert whole(pending.result(10))
+    until(lambda: sorted(urls(sampler)) == sorted(server.url for server in servers[2:]))
 
 
 def test_a_file_that_cannot_be_read_changes_nothing(run, servers, capfd):
