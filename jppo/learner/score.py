@@ -35,8 +35,8 @@ Exact = Callable[[Weights, Weights, Rows], tuple[Scores, Array]]
 LogProbKL = Callable[[Weights, Weights | None, Rows, Array | None], Scores]
 
 
-class _Left(NamedTuple):
-    """What routers leave in a pass; None: not requested, or no experts."""
+class RouterOutputs(NamedTuple):
+    """Outputs of the routers in a pass; None: not requested, or no experts."""
 
     router: RouterSums | None = None
     routing_differs: Array | None = None
@@ -44,20 +44,20 @@ class _Left(NamedTuple):
 
 def _state(
     model: tuple[Any, ModelConfig], params: Weights, rows: Rows, *, compare: bool = False, routed: bool = False
-) -> tuple[heads.State, _Left]:
+) -> tuple[heads.State, RouterOutputs]:
     """Computes hidden states of the rows; returns them with the inputs of the logits.
 
     If `routed`, it also returns the routers' sums over the mask; with `compare`, the share of the rows' experts that
     the routers would not choose.
     """
-    variables, left = lora.variables(params), _Left()
+    variables, left = lora.variables(params), RouterOutputs()
     compare = compare and rows.experts is not None
     wanted = [name for name, asked in ((router_sums.COLLECTION, routed), (routing.COLLECTION, compare)) if asked]
     counted = jnp.asarray(rows.mask) if routed else None
     how = dict[str, Any](counted=counted, given=rows.experts)
     if wanted:
         hidden, found = model[0].apply(variables, rows.inputs, rows.segment, rows.position, **how, mutable=wanted)
-        left = _Left(
+        left = RouterOutputs(
             router_sums.collected(found, model[1]) if routed else None,
             routing.differing(found, jnp.asarray(rows.experts), model[1]) if compare else None,
         )

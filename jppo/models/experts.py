@@ -61,7 +61,8 @@ class Mixture(nn.Module):
             own = chosen if given is None else router.choose(logits, how, correction)[1]
             self.put_variable(routing.COLLECTION, routing.NAME, own.astype(jnp.int16))
         if counted is not None and self.is_mutable_collection(router_sums.COLLECTION):
-            self.put_variable(router_sums.COLLECTION, router_sums.NAME, router_sums.by_row(logits, chosen, counted))
+            sums = router_sums.by_row(logits, how, chosen, counted)
+            self.put_variable(router_sums.COLLECTION, router_sums.NAME, sums)
         y = self.mix(kernels, x, weight, chosen, cfg)
         if not how.shared_width:
             return y

@@ -1,4 +1,4 @@
-"""Sums over tokens that a mixture's routers leave for losses and metrics."""
+"""Losses and metrics of routers, from sums over tokens."""
 
 from typing import Any, NamedTuple
 
@@ -9,6 +9,7 @@ import numpy as np
 
 from jppo.models import params
 from jppo.models.config import ModelConfig
+from jppo.models.config_experts import Experts
 from jppo.types import Array
 
 COLLECTION = "router"  # of flax variables: `apply(..., mutable=[COLLECTION])` returns the sums
@@ -25,11 +26,14 @@ class RouterSums(NamedTuple):
     entropy: jax.Array  # [...]
 
 
-def by_row(logits: jax.Array, chosen: jax.Array, counted: jax.Array) -> RouterSums:
-    """Sums over the counted tokens of each row, from logits [R, T, E], experts [R, T, active], counted [R, T]."""
+def by_row(logits: jax.Array, how: Experts, chosen: jax.Array, counted: jax.Array) -> RouterSums:
+    """Sums over the counted tokens of each row, from logits [R, T, E], experts [R, T, active], counted [R, T].
+
+    An expert's probability is its share of the token's scores, which for a softmax is the score.
+    """
     chex.assert_rank([logits, chosen, counted], [3, 3, 2])
     E = logits.shape[-1]
-    log_prob = jax.nn.log_softmax(logits)
+    log_prob = jax.nn.log_softmax(jax.nn.log_sigmoid(logits) if how.routing.scoring == "sigmoid" else logits)
     prob, counts = jnp.exp(log_prob), counted.astype(logits.dtype)
 
     def total(x: jax.Array) -> jax.Array:

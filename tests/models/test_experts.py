@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +14,7 @@ from jppo.models import (
     decoder,
     dispatch,
     embedding,
+    expert_products,
     experts,
     families,
     grouped_chunks,
@@ -81,6 +83,30 @@ def test_chunks_of_blocks_compute_the_same(rng, sizes):
     np.testing.assert_allclose(same, out, rtol=1e-4, atol=1e-5)
     for a, b in zip(pull_same(jnp.asarray(given)), pull(jnp.asarray(given)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["qwen2-moe-mixed", "gpt-oss-clamped"])
+@pytest.mark.parametrize("chosen", [5, 2], ids=["all", "two"])
+def test_the_form_for_accelerators_is_that_for_cpus(rng, name, chosen):
+    """Each row in three pairs; experts without biases and with them, and such as no row has chosen."""
+    cfg = families.from_hf(config_of(name), path="config.json")
+    E, N, D, M = 5, 14, 6, 4
+    shapes = [(E, D, M)] * 3 + ([(E, 1, M), (E, 1, M), (E, D, 1)] if cfg.experts.names.fused else [])
+    kernels = tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
+    rows, weight, given = (jnp.asarray(rng.normal(size=n), jnp.float32) for n in ((N, D), (3 * N, 1), (3 * N, D)))
+    expert = rng.integers(0, chosen, 3 * N)
+    sizes, order = np.bincount(expert, minlength=E), np.argsort(expert, kind="stable")
+
+    def run(form):
+        def outputs(*learned):
+            return form((cfg, None), 3, *learned, jnp.asarray(sizes), jnp.asarray(order))
+
+        out, pull = jax.vjp(outputs, kernels, rows, weight)
+        return out, pull(given)
+
+    found, expected = run(expert_products._by_chunks), run(expert_products._by_groups)
+    chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert all(np.abs(x).max() > 0.1 for x in jax.tree.leaves(expected))
 
 
 def test_a_narrow_product_is_summed_in_f32(rng):
@@ -170,7 +196,7 @@ MESHED = config_of("qwen2-moe-mixed") | dict(
 )  # fmt: skip
 LATENT = config_of("deepseek3-grouped") | dict(
     hidden_size=32, intermediate_size=48, moe_intermediate_size=24, vocab_size=64, num_hidden_layers=3,
-    first_k_dense_replace=1, initializer_range=0.3,
+    first_k_dense_replace=1, initializer_range=0.3, n_routed_experts=20,
 )  # fmt: skip
 
 BIASED = config_of("gpt-oss-clamped") | dict(
@@ -226,12 +252,10 @@ def on_one_device(kind):
     "kind, mesh_shape, settings",
     [
         ("shared", (1, 2, 2, 1), dict(remat="dots")),
-        ("shared", (1, 2, 1, 2), {}),
-        ("latent", (1, 2, 1, 2), dict(remat="full")),
         ("biased", (1, 1, 2, 2), {}),
         ("recurrent", (1, 4, 2, 1), {}),
         ("shared", (1, 2, 1, 1, 2), dict(scan_layers=False)),
-        ("biased", (1, 1, 2, 1, 2), {}),
+        ("latent", (1, 2, 1, 1, 2), dict(remat="full")),
         *(
             pytest.param(kind, mesh_shape, settings, marks=pytest.mark.slow)
             for kind, mesh_shape, settings in (
@@ -252,6 +276,10 @@ def on_one_device(kind):
                 ("shared", (1, 1, 1, 2, 2), {}),
                 ("shared", (2, 1, 1, 1, 2), {}),
                 ("shared", (1, 2, 1, 1, 4), dict(remat="dots")),
+                ("shared", (1, 2, 1, 2), {}),
+                ("latent", (1, 2, 1, 2), dict(remat="full")),
+                ("biased", (1, 1, 2, 1, 2), {}),
+                ("recurrent", (1, 1, 2, 1, 2), {}),
             )
         ),
     ],

@@ -1,5 +1,7 @@
 """Routers' sums and the losses of them against transformers' functions, and against a decoder's own layers."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,9 +21,9 @@ def routed(rng):
     return rng.normal(size=(2, 3, 7, 6), scale=2).astype(np.float32), rng.random((3, 7)) < 0.6
 
 
-def sums_of(logits, counted):
+def sums_of(logits, counted, how=HOW):
     """The sums of both layers."""
-    rows = [router_sums.by_row(x, router.choose(x, HOW)[1], counted) for x in logits]
+    rows = [router_sums.by_row(x, how, router.choose(x, how)[1], counted) for x in logits]
     return jax.tree.map(lambda *parts: jnp.stack([jnp.sum(x, axis=0) for x in parts]), *rows)
 
 
@@ -67,7 +69,18 @@ def test_metrics_are_relative_to_an_even_load(routed):
     }
 
 
-@pytest.mark.parametrize("how", [{}, dict(scan_layers=False), dict(remat="full")])
+def test_the_probability_of_a_sigmoid_router_is_an_experts_share_of_the_scores(routed):
+    logits, counted = routed
+    sums = sums_of(logits, counted, dataclasses.replace(HOW, routing=Routing(scoring="sigmoid")))
+    score = 1 / (1 + np.exp(-logits.astype(np.float64)))
+    p = (score / score.sum(-1, keepdims=True))[:, counted]
+    np.testing.assert_allclose(sums.prob, p.sum(1), rtol=1e-5)
+    np.testing.assert_allclose(sums.entropy, -np.sum(p * np.log(p), (1, 2)), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "how", [dict(remat="full"), *(pytest.param(x, marks=pytest.mark.slow) for x in ({}, dict(scan_layers=False)))]
+)
 def test_every_sparse_layer_of_a_decoder_leaves_its_sums_and_the_output_is_the_same(rng, how):
     cfg = families.from_hf(config_of("qwen2-moe-mixed"), path="config.json")
     tokens = rng.integers(0, cfg.vocab_size, (2, 9)).astype(np.int32)
