@@ -89,7 +89,7 @@ def longest_row(c: ConfigDict) -> int:
 
 
 def total_steps(c: ConfigDict, examples: int) -> int:
-    """Returns the steps of a run: `trainer.total_training_steps`, or those of all epochs."""
+    """Returns the steps of a run: `trainer.total_training_steps`, or all epochs' steps."""
     steps = c.trainer.total_training_steps
     return steps if steps != -1 else steps_per_epoch(examples, c.data.train_batch_size) * c.trainer.total_epochs
 

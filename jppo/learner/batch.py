@@ -89,7 +89,7 @@ def with_branches(
 
 
 def with_reference(batch: Batch, logprobs: Sequence[np.ndarray]) -> Batch:
-    """Adds the reference's log-probs from those of all tokens of each trajectory."""
+    """Adds the reference's log-probs, given for all tokens of each trajectory."""
     out = np.zeros(batch.mask.shape, np.float32)
     for b, logprob in enumerate(logprobs):
         response = logprob[batch.first[b] + 1 :][: out.shape[1]]

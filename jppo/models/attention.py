@@ -15,8 +15,8 @@ from jppo.models.product import einsum
 class Attend(Protocol):
     """Attention of rows, to [R, T, H, A]: q [R, T, H, A], k and v [R, T, K, A], segment [R, T].
 
-    `kind` is an index into the layers' windows. `sinks` [H] are each head's score of a key without a value.
-    v may have another size than q and k: then the result has v's.
+    `kind` is an index into the layers' windows. `sinks` [H] are learned scores in the softmax's denominator, without a
+    value. v may have another head size than q and k; the result has v's.
     """
 
     def __call__(

@@ -46,10 +46,10 @@ class ModelConfig:
     embed_scale: float  # on input embeddings
     residual_scale: float  # on a block's output, before it is added to the residual
     query_scale: float  # on the products of queries and keys
-    sinks: bool  # each head's softmax has a further, learned score, of no key
-    attn_softcap: float | None  # c tanh(x / c) on these products
-    logit_divisor: float  # of the logits, before their cap
-    logit_softcap: float | None  # and on the logits
+    sinks: bool  # attention sinks: each head's softmax has a learned score without a key
+    attn_softcap: float | None  # c: scores become c tanh(x / c)
+    logit_divisor: float  # logits are divided by it, before their soft cap
+    logit_softcap: float | None  # c: logits become c tanh(x / c)
     tie_word_embeddings: bool
     max_position_embeddings: int
     initializer_range: float  # standard deviation of random weights
@@ -57,7 +57,7 @@ class ModelConfig:
     experts: Experts | None  # None: every layer has an MLP
     quantization: str | None  # quant_method of the checkpoint, whose tensors are read as bfloat16
     latent: Latent | None = None  # None: keys and values are computed from the hidden state
-    further_layers: int = 0  # of the checkpoint, after the last: they predict further tokens and are not read
+    further_layers: int = 0  # multi-token prediction layers of the checkpoint, which are not read
     gated: bool = False  # the outputs of attention are multiplied by a gate before their projection
     delta: Delta | None = None  # None: every layer has attention
     value_bins: int = 1  # outputs of a value head: one value, or the logits of a histogram

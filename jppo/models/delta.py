@@ -102,7 +102,7 @@ def _normed(x: jax.Array) -> jax.Array:
 
 
 def runs(segment: jax.Array) -> jax.Array:
-    """Numbers the runs of equal segments in each row [R, T], from 1; run 0 is that of a cache."""
+    """Numbers the runs of equal segments in each row [R, T], from 1; run 0 continues a cache."""
     chex.assert_rank(segment, 2)
     starts = jnp.concatenate([jnp.ones_like(segment[:, :1]), jnp.diff(segment, axis=1) != 0], axis=1)
     return jnp.cumsum(starts.astype(jnp.int32), axis=1)
@@ -141,8 +141,8 @@ def recurrence(
     """Runs the gated delta rule over rows; returns the outputs [R, T, N, G, W] and the states after them, in f32.
 
     q and k are [R, T, N, A], v [R, T, N, G, W], log decay and rate [R, T, N, G], `run` [R, T]. `state` [R, N, G, A, W]
-    is that of earlier tokens of run 0. Chunks of tokens follow each other in a scan. The backward pass keeps only the
-    states between them.
+    is the state after earlier tokens, which run 0 continues. A scan runs over chunks of tokens; the backward pass keeps
+    only the states between chunks.
     """
     chex.assert_rank([q, k, v, decay, rate, run], [4, 4, 5, 4, 4, 2])
     R, T, N, A = q.shape

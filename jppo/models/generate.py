@@ -55,7 +55,7 @@ class Choice:
 
 
 def empty(cfg: ModelConfig, *, rows: int, length: int, dtype: Any, experts: bool = False) -> Slots:
-    """Allocates free rows of `length` tokens each; `experts` keeps those of every token."""
+    """Allocates free rows of `length` tokens each; `experts` keeps the experts of every token."""
     counts, how = jnp.zeros((rows,), jnp.int32), cfg.experts if experts else None
     return Slots(
         cache=cache.empty(cfg, rows=rows, length=max(1, length - 1), dtype=dtype),

@@ -12,12 +12,12 @@ import numpy as np
 
 
 class Yarn(NamedTuple):
-    """YaRN's ramp (Peng et al., arXiv:2309.00071) from frequencies that are kept to those that are divided."""
+    """YaRN's ramp between kept and interpolated frequencies (Peng et al., arXiv:2309.00071)."""
 
-    fast: float  # turns within the first context: those that turn at least so often are kept
-    slow: float  # and those that turn at most so often are divided
-    context: int  # the first one
-    truncate: bool  # the ramp's ends are rounded to whole indices of frequencies
+    fast: float  # beta_fast: frequencies with at least so many turns in the original context are kept
+    slow: float  # beta_slow: frequencies with at most so many turns are divided by the factor
+    context: int  # original_max_position_embeddings
+    truncate: bool  # the ramp begins and ends at whole indices
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The experts that routers choose: out of a pass of the decoder, and compared with those that are replayed."""
+"""Experts chosen by routers: read from a pass of the decoder, and compared with replayed ones."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -61,7 +61,7 @@ def told(files: Sequence[SampleFile], entries: Sequence[Mapping[str, Any]]) -> s
 def fit(rows: Sequence[Mapping[str, Any]], budget: int, ratio: float = RATIO) -> tuple[int, str, float]:
     """Returns the number of kept rows, their packed text of at most `budget` characters, and the compression.
 
-    Keeps all rows, or those of evenly spaced prompts, first of prompts with token records. `ratio` is the initial
+    Keeps all rows, or the rows of evenly spaced prompts; prompts with token records come first. `ratio` is the initial
     guess of the compression.
     """
     groups: list[list[str]] = []

@@ -29,8 +29,8 @@ def choose(mask: np.ndarray, count: int) -> list[int]:  # [B, L] bool
 def quantities(data: Batch, chosen: Sequence[int], value_norm: Any, *, bypass: bool) -> dict[str, np.ndarray]:
     """Returns the recorded quantities of the chosen responses, each [chosen, L], by name.
 
-    Values are on the scale of the rewards. A log-ratio is the old policy's log-prob minus that of the engine or of the
-    reference. With `bypass` the engine's log-prob is the old policy's, so there is none.
+    Values are on the scale of the rewards. A log-ratio is the old policy's log-prob minus the engine's or the
+    reference's. With `bypass` the engine's log-prob is the old policy's, so there is none.
     """
 
     def of(x: Array | None) -> Any:

@@ -42,8 +42,8 @@ ROLLOUT = (
     S("name", "vllm", "Rollout engine. vllm and sglang are servers; inprocess samples on the trainer's devices",
       choices=ENGINES),
     S("python", "", "Python interpreter with vLLM or SGLang. '': the trainer's", only=_SERVERS),
-    S("urls", "", "Addresses of running servers, separated by commas; or file:PATH or dns://NAME:PORT, which is looked"
-      " up again as servers come and go. '': servers are started", only=_SERVERS),
+    S("urls", "", "Addresses of running servers, separated by commas. file:PATH or dns://NAME:PORT: looked up again"
+      " during the run, as servers join and leave. '': servers are started", only=_SERVERS),
     S("servers", 1, "Number of servers to start", bounds="[1,", only=_SERVERS),
     S("port", 0, "Port of the first server; the others follow. 0: free ports", bounds="[0,", only=_SERVERS),
     S("mode", "sync", "Order of sampling and learning. async: the samples of the next steps are generated while the"
@@ -61,7 +61,7 @@ ROLLOUT = (
     S("stop", "", r"Texts that end a response, separated by commas; \n, \t, \r, \, and \\ are escapes",
       form=texts.stop_texts),
     S("ignore_eos", False, "End of a response by stop texts and length alone"),
-    S("routing_replay", False, "Replay of the engine's experts by the trainer, in log-probs and updates"),
+    S("routing_replay", False, "Routing replay: log-probs and updates use the experts that the rollout engine chose"),
     S("dtype", "float32", "Dtype of the engine's weights and products", choices=("float32", "bfloat16", "float16")),
     S("enforce_eager", True, "vLLM without CUDA graphs: starts sooner and samples more slowly on a GPU"),
     S("sleep_level", 0, "Sleep of servers on the trainer's GPU while it learns. 0: none; 1 and 2: vLLM's levels",

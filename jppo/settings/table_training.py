@@ -88,8 +88,8 @@ ALGORITHM = (
       bounds="[0,", only="algorithm.filter_groups"),
     S("filter_truncated", False, "Over-long filtering: truncated responses are not learned; their scores still count in"
       " their groups"),
-    S("old_logprob", "decoupled", "Old log-probs of the loss. decoupled: recomputed by the trainer; bypass: those of"
-      " the rollout engine; correction: recomputed, with the log-prob mismatch corrected",
+    S("old_logprob", "decoupled", "Old log-probs of the loss. decoupled: recomputed by the trainer; bypass: the"
+      " rollout engine's; correction: recomputed, with the log-prob mismatch corrected",
       choices=("decoupled", "bypass", "correction")),
     S("rollout_is", "none", "Importance weights of the correction, per token or per sequence",
       choices=("none", "token", "sequence")),
@@ -197,8 +197,8 @@ MESH = (
       off=-1),
     S("tensor", 1, "Devices over which heads, MLP and vocabulary are sharded", bounds="[1,", off=-1),
     S("sequence", 1, "Devices over which the positions of a row are sharded", bounds="[1,", off=-1),
-    S("expert", 1, "Devices over which experts are sharded, to which tokens travel; and rows and the other parameters'"
-      " widths, as over fsdp", bounds="[1,", off=-1),
+    S("expert", 1, "Devices over which experts are sharded; tokens are sent to them by all-to-all. Rows and other"
+      " parameters' widths are sharded over it as over fsdp", bounds="[1,", off=-1),
 )  # fmt: skip
 
 OPTIM = (LR, *OPTIMIZER, MAX_TOKENS)  # of fine-tuning and reward models, in place of actor and critic

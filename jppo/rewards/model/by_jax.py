@@ -30,7 +30,7 @@ def row_lengths(max_length: int) -> list[int]:
 
 
 class JaxRewardModel:
-    """Scores by the logit of the last token, like transformers' sequence classifiers, or by those of chosen tokens.
+    """Scores by the last token's score logit, like transformers' sequence classifiers, or by chosen tokens' logits.
 
     Every batch has `batch_size` rows (more if `rows` does not divide it), so there is one compilation per length.
     `shardings` places the parameters and `rows` the rows; without them everything is on one device.
