@@ -49,6 +49,18 @@ MODEL: dict[str, Any] = {
     "eos_token_id": EOS,
     "pad_token_id": PAD,
 }
+# With --experts: of each token's MLP, two experts. With 8 experts the model has 3M parameters.
+MIXTURE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "head_dim": 32,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 224,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+    "attention_bias": False,
+}
 
 
 def problems() -> list[tuple[int, int]]:
@@ -88,8 +100,11 @@ def make(*, seed: int, test: int, sloppy: float, demonstrations: int) -> dict[st
     return {"train": [_row(a, b) for a, b in rest], "test": [_row(a, b) for a, b in held_out], "sft": sft}
 
 
-def write_model(directory: pathlib.Path, characters: str = CHARACTERS) -> None:
-    """Writes the starting model's config, generation config and character tokenizer; no weights."""
+def write_model(directory: pathlib.Path, characters: str = CHARACTERS, *, experts: int = 0) -> None:
+    """Writes the starting model's config, generation config and character tokenizer; no weights.
+
+    With `experts` it is a mixture of so many, two for each token.
+    """
     make_directory(directory)
     vocabulary = {token: i for i, token in enumerate([*SPECIAL, *characters])}
     # transformers builds a qwen2 tokenizer as byte-level BPE and ignores tokenizer.json;
@@ -110,17 +125,24 @@ def write_model(directory: pathlib.Path, characters: str = CHARACTERS) -> None:
         "padding_side": "left",
     }
     _write_json(directory / "tokenizer_config.json", described)
-    _write_json(directory / "config.json", MODEL)
+    mixture = MIXTURE | {"num_experts": experts} if experts else {}
+    _write_json(directory / "config.json", MODEL | mixture)
     _write_json(directory / "generation_config.json", {"eos_token_id": EOS, "pad_token_id": PAD})
 
 
-def write(out: pathlib.Path, made: Mapping[str, Sequence[Mapping[str, Any]]], characters: str = CHARACTERS) -> None:
+def write(
+    out: pathlib.Path,
+    made: Mapping[str, Sequence[Mapping[str, Any]]],
+    characters: str = CHARACTERS,
+    *,
+    experts: int = 0,
+) -> None:
     """Writes the rows of each set and the starting model, and prints the paths."""
     make_directory(out)
     for name, rows in made.items():
         write_jsonl(out / f"{name}.jsonl", rows)
         print(escaped(f"{out / f'{name}.jsonl'}: {len(rows)} rows"))
-    write_model(out / "model", characters)
+    write_model(out / "model", characters, experts=experts)
     print(escaped(f"{out / 'model'}: config and tokenizer"))
 
 
@@ -133,9 +155,12 @@ def main() -> None:
     parser.add_argument("--test", type=int, default=1000, help="problems to hold out")
     parser.add_argument("--sloppy", type=float, default=0.65, help="how often the teacher forgets a carry")
     parser.add_argument("--demonstrations", type=int, default=8, help="per training problem")
+    parser.add_argument("--experts", type=natural, default=0, help="of the model, two for each token; 0: an MLP")
     args = parser.parse_args()
+    if args.experts == 1:
+        raise UserError("--experts=1: each token has two experts; use 2 or more, or 0 for an MLP")
     made = make(seed=args.seed, test=args.test, sloppy=args.sloppy, demonstrations=args.demonstrations)
-    write(args.out, made)
+    write(args.out, made, experts=args.experts)
 
 
 def _row(a: int, b: int) -> dict[str, str]:
