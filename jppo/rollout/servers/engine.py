@@ -170,7 +170,7 @@ class Engine:
 
     def _attach(self, key: guard.Key, dialect: Dialect, url: str) -> Member:
         endpoint = Endpoint(url, timeout_s=self._limits.request_timeout_s, why=str, key=key)
-        _require_awake(endpoint, dialect)
+        _require_awake(endpoint.within(self._limits.health_timeout_s), dialect)
         _warn_if_open(endpoint, dialect)
         return self._member(None, endpoint, dialect)
 
