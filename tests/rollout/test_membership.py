@@ -42,8 +42,8 @@ def run(tmp_path, settings, monkeypatch):
         write(servers)
         engines.append(
             start_vllm(
-                "model", "run", settings=settings(start_timeout_s=start_s, **changes), urls=attached(f"file:{file}", ALONE),
-                limits=ServerLimits(20.0, health_s, 0), publish_dir="",
+                "model", "run", settings=settings(start_timeout_s=start_s, **changes), publish_dir="",
+                urls=attached(f"file:{file}", ALONE), limits=ServerLimits(20.0, health_s, 0),
             )
         )  # fmt: skip
         sampler = engines[-1].ready(eos_token_ids=[2], decode=str)
