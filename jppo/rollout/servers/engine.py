@@ -122,7 +122,12 @@ class Engine:
         start_timeout_s: float,
     ):
         self.servers = servers
-        self._urls = urls
+        self._lookup: Lookup | None = None
+        self._urls: Sequence[str] = ()
+        if callable(urls):
+            self._lookup = urls
+        else:
+            self._urls = urls
         self._publisher = publisher
         self._speak = speak
         self._limits = limits
@@ -139,7 +144,7 @@ class Engine:
             started.wait_ready()
         dialect, timeout_s = self._speak(eos_token_ids), self._limits.request_timeout_s
         attach = functools.partial(self._attach, attached_key(), dialect)
-        joining = (self._urls, attach) if callable(self._urls) else None
+        joining = None if self._lookup is None else (self._lookup, attach)
         if self.servers:
             own = [(s, Endpoint(s.url, timeout_s=timeout_s, why=s.why, key=s.key)) for s in self.servers]
             members = [self._member(server, endpoint, dialect) for server, endpoint in own]

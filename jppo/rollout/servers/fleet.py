@@ -207,7 +207,8 @@ class Fleet:
                 raise ServerFault(f"{member.endpoint.url} returned the experts of {count} tokens in place of {read}")
             return dataclasses.replace(part, server=member.endpoint.url)
         except ServerFault as e:
-            self._repairs.suspect(member, e, sure=sure)
+            if not isinstance(e, Cut):
+                self._repairs.suspect(member, e, sure=sure)
             raise
         finally:
             self._router.release(member)

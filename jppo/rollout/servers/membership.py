@@ -62,7 +62,6 @@ class Membership:
             await self._repairs.drop(present[url])
         for url in set(urls) - present.keys() - self._joining.keys():
             self._joining[url] = asyncio.get_running_loop().create_task(self._join(url))
-            self._joining[url].add_done_callback(lambda _, url=url: self._joining.pop(url))
 
     async def _join(self, url: str) -> None:
         began = time.monotonic()
@@ -70,11 +69,13 @@ class Membership:
             member = await asyncio.to_thread(self._make, url)
             await self._repairs.admit(member)
         except (RolloutError, UserError) as e:
-            self._tell(url, f"{e}; it joins when it answers")
+            self._tell(url, f"{e.__cause__ or e}; it joins when it answers")  # without the command that starts one
             return
         except Exception as e:  # no other task waits for this one
             self._router.fail(e)
             return
+        finally:
+            self._joining.pop(url)
         self._told.pop(url, None)
         say(f"the server at {url} joins after {time.monotonic() - began:.1f} s")
 
