@@ -28,7 +28,7 @@ from jppo.rollout.servers import guard
 from jppo.rollout.servers.endpoint import Endpoint
 from jppo.rollout.servers.launch import die_with_parent
 from jppo.rollout.servers.process import HOST
-from jppo.rollout.vllm import arguments
+from jppo.rollout.vllm import arguments, unserved
 from jppo.runlog import atomic_file
 from jppo.settings import UserError
 
@@ -52,9 +52,12 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"{guard.TOKEN} is not set; set it to one random value here and for the training")
     server, port = dataclasses.replace(server_settings(c), publish_via="tcp"), c.rollout.port  # it takes files, too
     build = arguments.check_vllm(c.rollout.python)
-    model = str(hf.resolve(c.model.path, weights=False))
+    unserved.require_latent(server, build)
+    unserved.require_delta_nets(server, build)
+    path = str(hf.resolve(c.model.path, weights=False))
+    model = ["--model", path, *arguments.model_options(path, c.trainer.run_dir)]
     place = ["--host", args.host, "--port", str(port), "--served-model-name", "policy"]
-    command = [interpreter.executable(c.rollout.python), "-m", arguments.MODULE, "--model", model, *place]
+    command = [interpreter.executable(c.rollout.python), "-m", arguments.MODULE, *model, *place]
     env = {**os.environ, **arguments.environment(server, build)}
     sys.exit(
         run(
@@ -69,9 +72,14 @@ def main(argv: list[str] | None = None) -> None:
 
 def run(command: list[str], env: dict[str, str], *, address: str, own: str, file: pathlib.Path | None) -> int:
     """Runs the server until it ends or SIGTERM comes; returns its exit code. It is listed while it answers."""
+    if file is not None:
+        try:
+            _remove(file, address)  # of a server that was killed
+        except (OSError, UnicodeDecodeError) as e:
+            raise UserError(f"--listed={file}: {e}; name a text file in a folder that can be written") from e
     child = subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=die_with_parent)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: os.killpg(child.pid, signal.SIGTERM))
+        signal.signal(number, lambda *_: _kill(child.pid, signal.SIGTERM))
     endpoint = Endpoint(own, timeout_s=5.0, why=str, key=guard.Key(env[guard.TOKEN].strip()))
     try:
         while file is not None and child.poll() is None:
@@ -83,10 +91,18 @@ def run(command: list[str], env: dict[str, str], *, address: str, own: str, file
             time.sleep(POLL_S)
         return child.wait()
     finally:
+        _kill(child.pid, signal.SIGKILL)
         if file is not None:
-            _change(file, lambda lines: [line for line in lines if line != address])
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
+            _remove(file, address)
+
+
+def _kill(group: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, number)
+
+
+def _remove(file: pathlib.Path, address: str) -> None:
+    _change(file, lambda lines: [line for line in lines if line != address])
 
 
 def _change(file: pathlib.Path, change: Callable[[list[str]], list[str]]) -> None:

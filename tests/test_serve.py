@@ -1,6 +1,8 @@
 """python -m jppo.serve: the address is in the file while the server answers; a real one is in test_real_vllm.py."""
 
+import fcntl
 import os
+import pathlib
 import signal
 import socket
 import subprocess
@@ -12,6 +14,7 @@ import pytest
 
 from jppo import serve
 from jppo.rollout.servers import guard
+from jppo.settings import UserError
 
 SERVER = textwrap.dedent("""
     import http.server, os, sys, time
@@ -61,6 +64,36 @@ def test_a_server_is_listed_while_it_answers(start):
 def test_a_server_that_ends_at_once_is_never_listed(start):
     process, file = start("raise SystemExit(3)")
     assert process.wait(20) == 3 and not file.exists()
+
+
+STUBBORN = """
+import subprocess, sys, time
+subprocess.Popen(["sh", "-c", "trap '' TERM; echo $$ > id.new; mv id.new id; exec sleep 60"])
+time.sleep(60)
+"""
+
+
+def test_no_process_is_left_while_another_holds_the_file(start, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    process, file = start(STUBBORN)
+    until((tmp_path / "id").exists)
+    ignores_signals = pathlib.Path("/proc", (tmp_path / "id").read_text().strip(), "cmdline")
+    file.write_text("http://other:1\nhttp://me:1\n")
+    with file.with_name(".servers.txt.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        process.send_signal(signal.SIGTERM)
+        until(lambda: not ignores_signals.exists() or not ignores_signals.read_text())  # ended, or a zombie
+        process.send_signal(signal.SIGTERM)  # once more, when there is nothing left to end
+        assert "me" in file.read_text()
+    assert process.wait(20) == 256 - signal.SIGTERM and file.read_text() == "http://other:1\n"
+
+
+@pytest.mark.parametrize("name", ["nowhere/servers.txt", "folder", "binary"])
+def test_a_list_that_cannot_be_written_is_refused_before_the_start(tmp_path, name):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match=f"--listed={tmp_path / name}: .*; name a text file in a folder"):
+        serve.run(["/no/program"], {guard.TOKEN: "x"}, address="http://me:1", own="http://me:1", file=tmp_path / name)
 
 
 @pytest.mark.parametrize(

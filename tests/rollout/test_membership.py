@@ -7,13 +7,14 @@ import pytest
 
 from jppo.build.rollout import attached
 from jppo.distributed.hosts import ALONE, Hosts
-from jppo.rollout.protocol import RolloutError
+from jppo.rollout.protocol import Repeatable, RolloutError
 from jppo.rollout.servers import engine, membership, repair
 from jppo.rollout.servers.discovery import make_lookup
 from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.vllm.client import GENERATE, start_vllm
 from jppo.settings import UserError, addresses
-from tests.rollout.conftest import FakeServer
+from tests.rollout import test_buckets
+from tests.rollout.conftest import INFO, FakeServer
 from tests.rollout.test_fleet import PROMPTS, REVIVED, SAMPLING, SWAP, TENSORS, asked, serve, until, whole
 
 
@@ -37,16 +38,16 @@ def run(tmp_path, settings, monkeypatch):
         fresh.write_text("# servers\n" + "".join(f"{server.url}/\n" for server in servers))
         fresh.rename(file)
 
-    def make(servers, start_s=20.0):
+    def make(servers, start_s=20.0, health_s=5.0, tensors=TENSORS, **changes):
         write(servers)
         engines.append(
             start_vllm(
-                "model", "run", settings=settings(start_timeout_s=start_s), urls=attached(f"file:{file}", ALONE),
-                limits=ServerLimits(20.0, 5.0, 0), publish_dir="",
+                "model", "run", settings=settings(start_timeout_s=start_s, **changes), publish_dir="",
+                urls=attached(f"file:{file}", ALONE), limits=ServerLimits(20.0, health_s, 0),
             )
         )  # fmt: skip
         sampler = engines[-1].ready(eos_token_ids=[2], decode=str)
-        sampler.load(TENSORS.items(), version=7)
+        sampler.load(tensors.items(), version=7)
         return sampler, write
 
     make.file = file
@@ -128,6 +129,38 @@ def test_a_server_that_is_unsuitable_does_not_join_and_is_named_once(run, server
     assert capfd.readouterr().err.count(f"the server at {servers[1].url} is paused") == 1
     servers[1].answers["/is_paused"] = (200, {"is_paused": False})
     until(lambda: len(urls(sampler)) == 2)
+
+
+def test_a_server_that_hangs_does_not_delay_the_others(run, servers, capfd):
+    sampler, write = run(servers[:1], health_s=0.5)
+    fine = servers[1].answers.pop("/is_paused")  # it hangs from now on
+    write(servers[:2])
+    until(lambda: "/is_paused" in servers[1].asked)
+    write(servers)
+    until(lambda: len(urls(sampler)) == 3, 2.0)
+    write(servers[1:])
+    until(lambda: servers[0].url not in urls(sampler), 2.0)
+    until(lambda: f"the server at {servers[1].url} did not answer /is_paused within 0.5 s" in capfd.readouterr().err)
+    servers[1].answers["/is_paused"] = fine
+    until(lambda: len(urls(sampler)) == 3)
+    assert whole(sampler.generate(PROMPTS, SAMPLING, version=7))
+
+
+def test_a_server_that_joins_during_the_update_is_asked_after_the_next_publish(run, servers):
+    for server in servers[:2]:
+        test_buckets.stages(server)
+        server.answers["jppo_info"] = (200, {"results": [INFO | {"buckets": True}]})
+    tensors = test_buckets.TENSORS
+    sampler, write = run(servers[:1], tensors=tensors, publish_via="tcp")
+    source = [lambda: iter(tensors.items())]
+    sampler.load(Repeatable(lambda: source[0]()), version=8)
+    source[0] = test_buckets.overwritten
+    write(servers[:2])
+    until(lambda: len(sampler.fleet.members) == 2)
+    assert urls(sampler) == [servers[0].url] and whole(sampler.generate(PROMPTS, SAMPLING, version=8))
+    assert GENERATE not in servers[1].asked
+    sampler.load(tensors.items(), version=9)
+    assert len(urls(sampler)) == 2 and servers[1].version == "9"
 
 
 def test_a_run_without_servers_waits_and_then_ends(run, servers):

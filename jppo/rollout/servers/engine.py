@@ -84,7 +84,7 @@ class ServedSampler(Served):
             self.fleet.sleep(self._sleep_level)
 
     def metrics(self) -> dict[str, float]:
-        """Returns counts of restarts and repeated requests since the last call."""
+        """Returns the number of working servers, and of restarts and repeated requests since the last call."""
         now, before = (self.fleet.restarts, self.fleet.asked_again), self._told
         self._told = now
         working = sum(member.up for member in self.fleet.members)
@@ -122,7 +122,12 @@ class Engine:
         start_timeout_s: float,
     ):
         self.servers = servers
-        self._urls = urls
+        self._lookup: Lookup | None = None
+        self._urls: Sequence[str] = ()
+        if callable(urls):
+            self._lookup = urls
+        else:
+            self._urls = urls
         self._publisher = publisher
         self._speak = speak
         self._limits = limits
@@ -139,12 +144,12 @@ class Engine:
             started.wait_ready()
         dialect, timeout_s = self._speak(eos_token_ids), self._limits.request_timeout_s
         attach = functools.partial(self._attach, attached_key(), dialect)
-        lookup = self._urls if callable(self._urls) else None
+        joining = None if self._lookup is None else (self._lookup, attach)
         if self.servers:
             own = [(s, Endpoint(s.url, timeout_s=timeout_s, why=s.why, key=s.key)) for s in self.servers]
             members = [self._member(server, endpoint, dialect) for server, endpoint in own]
-        elif callable(self._urls):
-            members = self._first(self._urls, attach)
+        elif joining:
+            members = self._first(*joining)
         else:
             members = [attach(url) for url in self._urls]
         fleet = Fleet(
@@ -153,8 +158,7 @@ class Engine:
             self._limits,
             start_timeout_s=self._start_timeout_s,
             decode=decode,
-            lookup=lookup,
-            make=attach,
+            joining=joining,
         )
         sleep_level = self._limits.sleep_level
         self._sampler = ServedSampler(
@@ -170,7 +174,7 @@ class Engine:
 
     def _attach(self, key: guard.Key, dialect: Dialect, url: str) -> Member:
         endpoint = Endpoint(url, timeout_s=self._limits.request_timeout_s, why=str, key=key)
-        _require_awake(endpoint, dialect)
+        _require_awake(endpoint.within(self._limits.health_timeout_s), dialect)
         _warn_if_open(endpoint, dialect)
         return self._member(None, endpoint, dialect)
 

@@ -47,12 +47,11 @@ class Fleet:
         *,
         start_timeout_s: float,
         decode: Callable[[list[int]], str] = str,
-        lookup: Lookup | None = None,
-        make: Callable[[str], Member] | None = None,
+        joining: tuple[Lookup, Callable[[str], Member]] | None = None,
     ):
         """`decode` returns the text of tokens, for stop texts across a weight update.
 
-        With a `lookup` of addresses servers join and leave; `make` inspects the server at one.
+        `joining` looks up the addresses of servers that come and go, and inspects the server at one.
         """
         self.asked_again = 0
         self._dialect = dialect
@@ -61,7 +60,7 @@ class Fleet:
         self._updates = 0
         self._router = Router(members)
         self._repairs = Repairs(self._router, dialect, self._delivered, limits, start_timeout_s=start_timeout_s)
-        threads = 2 * len(members) + 1 if lookup is None else THREADS
+        threads = 2 * len(members) + 1 if joining is None else THREADS
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="jppo-fleet")
         self._waiting = ThreadPoolExecutor(threads, thread_name_prefix="jppo-repair")  # may wait for a delivery
         self._loop = asyncio.new_event_loop()
@@ -69,10 +68,9 @@ class Fleet:
         self._thread = threading.Thread(target=self._loop.run_forever, name="jppo-fleet", daemon=True)
         self._thread.start()
         self.start(self._repairs.watch())
-        if lookup is not None and make is not None:
+        if joining is not None:
             self._repairs.elastic = True
-            comings = Membership(lookup, make, self._router, self._repairs, start_timeout_s=start_timeout_s)
-            self.start(comings.watch())
+            self.start(Membership(*joining, self._router, self._repairs, start_timeout_s=start_timeout_s).watch())
 
     @property
     def members(self) -> Sequence[Member]:
@@ -209,7 +207,8 @@ class Fleet:
                 raise ServerFault(f"{member.endpoint.url} returned the experts of {count} tokens in place of {read}")
             return dataclasses.replace(part, server=member.endpoint.url)
         except ServerFault as e:
-            self._repairs.suspect(member, e, sure=sure)
+            if not isinstance(e, Cut):
+                self._repairs.suspect(member, e, sure=sure)
             raise
         finally:
             self._router.release(member)

@@ -33,6 +33,7 @@ class Membership:
         self._repairs = repairs
         self._start_timeout_s = start_timeout_s
         self._told: dict[str, str] = {}  # faults by address, each reported once
+        self._joining: dict[str, asyncio.Task[None]] = {}  # by address
 
     async def watch(self) -> None:
         """Follows the look-up until cancelled."""
@@ -48,7 +49,7 @@ class Membership:
                 self._router.fail(RolloutError(f"{said}; {why}"))
 
     async def follow(self) -> None:
-        """Looks up the addresses once; lets servers leave and join."""
+        """Looks up the addresses once; lets servers leave, and lets new ones begin to join."""
         try:
             urls = await asyncio.to_thread(self._lookup)
         except (OSError, ValueError) as e:  # the present servers stay
@@ -59,7 +60,8 @@ class Membership:
         for url in present.keys() - set(urls):
             say(f"the server at {url} leaves")
             await self._repairs.drop(present[url])
-        await asyncio.gather(*(self._join(url) for url in urls if url not in present))
+        for url in set(urls) - present.keys() - self._joining.keys():
+            self._joining[url] = asyncio.get_running_loop().create_task(self._join(url))
 
     async def _join(self, url: str) -> None:
         began = time.monotonic()
@@ -67,11 +69,13 @@ class Membership:
             member = await asyncio.to_thread(self._make, url)
             await self._repairs.admit(member)
         except (RolloutError, UserError) as e:
-            self._tell(url, f"{e}; it joins when it answers")
+            self._tell(url, f"{e.__cause__ or e}; it joins when it answers")  # without the command that starts one
             return
         except Exception as e:  # no other task waits for this one
             self._router.fail(e)
             return
+        finally:
+            self._joining.pop(url)
         self._told.pop(url, None)
         say(f"the server at {url} joins after {time.monotonic() - began:.1f} s")
 

@@ -168,7 +168,7 @@ class Repairs:
                 self._deliver(member.endpoint, delivery)
             member.up = True
         except WeightsGone:
-            member.blank = True
+            member.up, member.blank = False, True
             raise
 
     def _deliver(self, endpoint: Endpoint, delivery: Delivery) -> None:

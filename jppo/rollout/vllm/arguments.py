@@ -216,10 +216,10 @@ def model_options(model_dir: str, run_dir: str) -> list[str]:
 
 
 def program(
-    index: int, *, model_dir: str, run_dir: str, settings: ServerSettings, build: str, folder: str | None
+    index: int, *, model: Sequence[str], run_dir: str, settings: ServerSettings, build: str, folder: str | None
 ) -> ServerProgram:
-    """Returns the vLLM program number `index` of a run."""
-    start = [MODULE, "--model", model_dir, *model_options(model_dir, run_dir)]
+    """Returns the vLLM program number `index` of a run; `model` is its option with those of `model_options`."""
+    start = [MODULE, *model]
     env = {**os.environ, **environment(settings, build)}
     env.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override the setting
     env.pop("VLLM_API_KEY", None)  # a second token, unknown to the trainer

@@ -166,8 +166,7 @@ def start_vllm(
 ) -> Engine:
     """Starts the servers on `model_dir` (config, tokenizer) or attaches to those at `urls`, if any; does not block."""
     routes = [GENERATE, *([ADAPTER] if settings.lora_rank else [])]
-
-    model = " ".join([model_dir, *arguments.model_options(model_dir, run_dir)])
+    model = ["--model", model_dir, *arguments.model_options(model_dir, run_dir)]
 
     def speak(eos_token_ids: Sequence[int]) -> Vllm:
         how = how_to_start(model, settings)
@@ -193,19 +192,19 @@ def start_vllm(
         publish = buckets.StreamPublisher(buffers, nccl_carrier.on_first_gpu())
     for i in range(0 if urls else settings.servers):
         program = arguments.program(
-            i, model_dir=model_dir, run_dir=run_dir, settings=settings, build=build, folder=buffers.folder
+            i, model=model, run_dir=run_dir, settings=settings, build=build, folder=buffers.folder
         )
         servers.append(Server(program))
     return Engine(servers, urls, publish, speak, limits, start_timeout_s=settings.start_timeout_s)
 
 
-def how_to_start(model_dir: str, settings: ServerSettings) -> str:
+def how_to_start(model: Sequence[str], settings: ServerSettings) -> str:
     """Returns the start command of a server for `rollout.urls`."""
 
     def command(build: str) -> str:
         variables = " ".join(f"{name}={value}" for name, value in arguments.environment(settings, build).items())
-        options = shlex.join(arguments.flags(settings, build))
-        return f"{guard.TOKEN}=... {variables} python -m {arguments.MODULE} --model {model_dir} {options}"
+        options = shlex.join([*model, *arguments.flags(settings, build)])
+        return f"{guard.TOKEN}=... {variables} python -m {arguments.MODULE} {options}"
 
     return (
         f"start it on a GPU with `{command('gpu')}`, on a CPU with `{command('cpu')}`, and set {guard.TOKEN} alike here"
