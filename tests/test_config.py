@@ -336,6 +336,23 @@ def test_what_is_none_unless_given_may_be_given(config):
             ["rollout.publish_host='0.0.0.0'", "the trainer's own"],
         ),
         (
+            {"rollout.publish_via": "tcp", "rollout.urls": "http://localhost:1,http://10.0.0.2:8000"},
+            ["rollout.publish_via='tcp' needs", "the server at http://10.0.0.2:8000", "set rollout.publish_host"],
+        ),
+        (
+            {"rollout.publish_via": "auto", "rollout.urls": "dns://vllm.svc:8000"},
+            ["rollout.publish_via='auto' (here tcp)", "dns://vllm.svc:8000", "set rollout.publish_host"],
+        ),
+        (
+            {
+                "rollout.publish_via": "auto",
+                "rollout.urls": "file:servers",
+                "rollout.lora_sync": "adapter",
+                "model.lora_rank": 2,
+            },
+            ["rollout.publish_via='auto' (here tcp) sends whole weights", "rollout.publish_dir", "take merge"],
+        ),
+        (
             {"rollout.publish_via": "nccl", "rollout.sleep_level": 1},
             ["rollout.publish_via='nccl'", "rollout.sleep_level=1", "use file"],
         ),
@@ -375,6 +392,16 @@ def test_settings_that_contradict_each_other(config, changes, said):
     assert "\n" not in str(e.value)
     for part in said:
         assert part in str(e.value)
+
+
+@pytest.mark.parametrize("via", ["tcp", "auto"])
+@pytest.mark.parametrize(
+    "urls, host",
+    [("", ""), ("http://localhost:1", ""), ("file:servers", ""), ("http://10.0.0.2:8000", "10.0.0.1")],
+)
+def test_weights_over_a_socket_need_the_trainers_address_only_for_other_machines(config, via, urls, host):
+    config.rollout.publish_via, config.rollout.urls, config.rollout.publish_host = via, urls, host
+    settings.check(config)
 
 
 def test_a_test_alone_needs_no_training_set_and_no_batch_that_divides(config):

@@ -97,6 +97,7 @@ def total_steps(c: ConfigDict, examples: int) -> int:
 def read_test(c: ConfigDict) -> Inputs:
     """Reads the inputs of an evaluation: the policy, with weights, and the test set; no training data."""
     _, policy = hf.read_config(c.model.path, longest=longest_row(c))
+    _require_publishable(c, policy)
     hf.check_weights(c.model.path, policy, head="lm")
     tokenizer = read_tokenizer(c, policy)
     check_stop_texts(tokenizer, stop_texts(c.rollout.stop))
@@ -169,6 +170,7 @@ def read_models(c: ConfigDict) -> tuple[ModelConfig, ModelConfig | None, ModelCo
         return cfg
 
     policy = read(c.model.path, "lm")
+    _require_publishable(c, policy)
     critic = read(critic_path(c), "value") if wants_critic(c) else None
     if not wants_reference(c) or c.ref.url:
         return policy, critic, None
@@ -179,6 +181,17 @@ def read_models(c: ConfigDict) -> tuple[ModelConfig, ModelConfig | None, ModelCo
             f" has {reference.vocab_size}; use a model with that vocab_size"
         )
     return policy, critic, reference
+
+
+def _require_publishable(c: ConfigDict, policy: ModelConfig) -> None:
+    """Raises UserError for layers that no SGLang was tried with: its load keeps the old values of tensors silently."""
+    parts = {"experts": policy.experts, "latent attention": policy.latent_sizes, "gated delta nets": policy.delta_kind}
+    untried = [part for part, found in parts.items() if found is not None]
+    if c.rollout.name == "sglang" and untried:
+        raise UserError(
+            f"rollout.name='sglang': publishing {' and '.join(untried)} of a {policy.family} model to SGLang is"
+            " untested, and its load reports no tensor that it left out; set rollout.name to vllm or inprocess"
+        )
 
 
 def critic_path(c: ConfigDict) -> str:

@@ -5,7 +5,6 @@ import functools
 import os
 import pathlib
 import sys
-import urllib.parse
 from collections.abc import Callable
 from typing import cast
 
@@ -32,13 +31,13 @@ from jppo.rollout.vllm.arguments import ServerSettings
 from jppo.rollout.vllm.client import start_vllm
 from jppo.rollout.vllm.served_reference import ServedReference
 from jppo.settings import UserError, addresses, parts
+from jppo.settings.rules_rollout import publish_via
 from jppo.types import Sampling
 
 Source = Served | InprocessSampler  # of samples
 
 # Shares of a GPU's memory: JAX's default, and the total of a trainer and its servers.
 DEFAULT_SHARE, SHARED_BY_BOTH = 0.75, 0.92
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def sampling(c: ConfigDict, version: int, gen_batch: int = 0) -> Sampling:
@@ -131,7 +130,7 @@ def server_settings(c: ConfigDict) -> ServerSettings:
         lora_rank=c.model.lora_rank if r.lora_sync == "adapter" else 0,
         latent=cfg.latent_sizes,
         delta=cfg.delta_kind,
-        publish_via=publish_via(c),
+        publish_via=publish_via(r),
         experts=r.routing_replay,
     )
 
@@ -147,15 +146,6 @@ def require_routing(c: ConfigDict) -> None:
                 f"{c.model.path}: config.json has no {key}, and vLLM would choose other experts; add {key}={value!r}"
                 " or set rollout.name=inprocess"
             )
-
-
-def publish_via(c: ConfigDict) -> str:
-    """Returns the transport of weights; `auto` is the file's unless a server is at another address."""
-    r = c.rollout
-    if r.publish_via != "auto":
-        return str(r.publish_via)
-    hosts = [urllib.parse.urlsplit(url).hostname for url in addresses.listed(r.urls)]
-    return "tcp" if r.name == "vllm" and any(host not in LOOPBACK for host in hosts) else "file"
 
 
 def open_engine(c: ConfigDict, run: pathlib.Path, hosts: Hosts = ALONE) -> Engine | InprocessEngine:
@@ -176,7 +166,7 @@ def start_engine(c: ConfigDict, run: pathlib.Path, hosts: Hosts = ALONE) -> Engi
     run.mkdir(parents=True, exist_ok=True)
     start: Callable[..., Engine] = start_sglang
     if r.publish_via == "auto":
-        print(f"rollout: weights go by {publish_via(c)}", file=sys.stderr, flush=True)
+        print(f"rollout: weights go by {publish_via(r)}", file=sys.stderr, flush=True)
     if r.name == "vllm":
         require_routing(c)
         start = functools.partial(start_vllm, publish_host=r.publish_host)

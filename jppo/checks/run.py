@@ -15,7 +15,7 @@ from jppo.build import agreement
 from jppo.build.inputs import Inputs, read_inputs, speaking
 from jppo.build.learner import Learner, make_learner, make_mesh
 from jppo.build.publish import publish_base, publish_policy, published_dtype
-from jppo.build.rollout import open_engine, publish_via, share_gpu
+from jppo.build.rollout import open_engine, share_gpu
 from jppo.checks import machine, models_and_data, parity, resources
 from jppo.checks.finding import Check, Finding, examine
 from jppo.dry_run import memory, preview, rooms
@@ -23,6 +23,7 @@ from jppo.dry_run.described_machine import Request
 from jppo.dry_run.forecast import Executions
 from jppo.errors import expanded
 from jppo.models.params import Head
+from jppo.settings.rules_rollout import publish_via
 from jppo.supervised import Task
 from jppo.types import TrainState
 
@@ -155,6 +156,7 @@ def checks(read: Read, stack: contextlib.ExitStack, *, ask: bool) -> list[Check]
         return models_and_data.reference_server(c, read.inputs)
 
     served = c.rollout.name != "inprocess"  # by a server with a port
+    by_file = served and publish_via(c.rollout) == "file"
     return [
         *of_folder(c),
         *([Check("server ports", lambda: resources.ports(c))] if served else []),
@@ -165,7 +167,7 @@ def checks(read: Read, stack: contextlib.ExitStack, *, ask: bool) -> list[Check]
         Check("reward", reward, needs=("data",), limit_s=READ_S),
         *([Check("teacher", teacher, needs=("data",))] if ask and c.ref.url else []),
         Check("memory", lambda: resources.rooms(read.estimate[2]), needs=("data",), limit_s=COMPILE_S),
-        *([Check("publish room", publish_room, needs=("data",))] if served and publish_via(c) == "file" else []),
+        *([Check("publish room", publish_room, needs=("data",))] if by_file else []),
         Check("disk", disk, needs=("data",)),
     ]
 

@@ -9,10 +9,10 @@ from ml_collections import ConfigDict
 
 from jppo.build.inputs import Inputs
 from jppo.build.publish import published_dtype
-from jppo.build.rollout import publish_via
 from jppo.dry_run import described_machine, memory
 from jppo.dry_run.memory import Estimate
 from jppo.learner import devices, sharding
+from jppo.settings.rules_rollout import publish_via
 from jppo.targets.machines import Machine
 
 MIB = 2**20
@@ -80,7 +80,7 @@ def host_parts(c: ConfigDict, inputs: Inputs, mesh: Any) -> dict[str, int]:
     r, parts = c.rollout, dict[str, int]()
     if r.name == "inprocess":
         return parts
-    if publish_via(c) != "file":  # staged by servers on this machine until they load it
+    if publish_via(r) != "file":  # staged by servers on this machine until they load it
         staged = 0 if r.urls else r.servers * r.tensor_model_parallel_size
         parts["published weights"] = staged * memory.served(inputs.policy, published_dtype(c))
     elif not r.publish_dir:  # two files in shared memory, written in turn

@@ -131,7 +131,9 @@ class Served(Sampler, Protocol):
 
 def joined(experts: np.ndarray | None, later: np.ndarray | None) -> np.ndarray | None:
     """Returns the experts of tokens by the answer that read them first; `later` begins with the same tokens."""
-    return later if experts is None or later is None else np.concatenate([experts, later[len(experts) :]])
+    if experts is None or later is None:  # an aborted answer without tokens has none
+        return later if experts is None else experts
+    return np.concatenate([experts, later[len(experts) :]])
 
 
 def of_tokens(experts: np.ndarray | None, count: int) -> np.ndarray | None:

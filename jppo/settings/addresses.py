@@ -5,6 +5,7 @@ import urllib.parse
 
 from jppo.errors import UserError
 
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 Named = tuple[str, int]  # a DNS name and a port
 
 
@@ -26,6 +27,11 @@ def place(urls: str) -> pathlib.Path | Named | None:
     if urls.strip().startswith(("file:", "dns:")):
         raise UserError(f"rollout.urls={urls!r} must be file:PATH, with an address on each line, or dns://NAME:PORT")
     return None
+
+
+def remote(urls: str) -> list[str]:
+    """Returns the addresses that are not this machine's; also `file:PATH`, whose addresses are not read."""
+    return [url for url in listed(urls) if urllib.parse.urlsplit(url).hostname not in LOOPBACK]
 
 
 def is_address(url: str) -> bool:

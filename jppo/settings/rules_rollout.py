@@ -33,8 +33,8 @@ def check(config: ml_collections.ConfigDict, *, training: bool) -> None:
             " rollout.multi_turn.enable=False, or leave rollout.agent empty"
         )
     _conversation(r.multi_turn)
-    _publish(r)
     _secrets(config)
+    _publish(r)
     if training:
         if r.routing_replay and r.agent:
             raise UserError(
@@ -123,8 +123,16 @@ def _conversation(m: ml_collections.ConfigDict) -> None:
         )
 
 
+def publish_via(r: ml_collections.ConfigDict) -> str:
+    """Returns the transport of weights; `auto` is the file's unless a server is at another address."""
+    if r.publish_via != "auto":
+        return str(r.publish_via)
+    return "tcp" if r.name == "vllm" and addresses.remote(r.urls) else "file"
+
+
 def _publish(r: ml_collections.ConfigDict) -> None:
-    via = f"rollout.publish_via={r.publish_via!r}"
+    resolved = publish_via(r)
+    via = f"rollout.publish_via={r.publish_via!r}" + (f" (here {resolved})" if r.publish_via == "auto" else "")
     if r.publish_via in ("tcp", "nccl") and r.name == "sglang":
         raise UserError(
             f"{via} is for vLLM, and rollout.name='sglang' reads directories; use file and a rollout.publish_dir that"
@@ -139,7 +147,13 @@ def _publish(r: ml_collections.ConfigDict) -> None:
         raise UserError(
             f"rollout.publish_host={r.publish_host!r} is no address that a server can reach; give the trainer's own"
         )
-    if r.publish_via in ("tcp", "nccl") and r.lora_sync == "adapter" and not r.publish_dir:
+    away = [url for url in addresses.remote(r.urls) if not url.startswith("file:")]
+    if resolved == "tcp" and away and not r.publish_host:
+        raise UserError(
+            f"{via} needs the trainer's address for the server at {away[0]}; set rollout.publish_host to the address of"
+            " this machine as seen from there"
+        )
+    if resolved in ("tcp", "nccl") and r.lora_sync == "adapter" and not r.publish_dir:
         raise UserError(
             f"{via} sends whole weights, and rollout.lora_sync='adapter' a folder of adapters; name one that trainer"
             " and servers share by rollout.publish_dir, or take merge"

@@ -8,7 +8,6 @@ import sys
 import numpy as np
 import pytest
 
-from jppo.build.rollout import publish_via
 from jppo.rollout.protocol import Repeatable, RolloutError
 from jppo.rollout.servers import repair
 from jppo.rollout.servers.member import ServerLimits
@@ -16,6 +15,7 @@ from jppo.rollout.vllm import buckets, layout, transfer
 from jppo.rollout.vllm.client import start_vllm
 from jppo.rollout.vllm.staging import Staging
 from jppo.settings import UserError, default
+from jppo.settings.rules_rollout import publish_via
 from tests.rollout.conftest import INFO
 from tests.rollout.test_fleet import PROMPTS, SAMPLING, asked, serve, until, whole
 
@@ -279,9 +279,9 @@ def test_a_host_that_is_not_this_machine_is_the_users_fault():
 def test_auto_takes_the_way_that_the_addresses_allow(urls, via):
     c = default()
     c.rollout.publish_via, c.rollout.urls = "auto", urls
-    assert publish_via(c) == via
+    assert publish_via(c.rollout) == via
     c.rollout.name = "sglang"
-    assert publish_via(c) == "file"
+    assert publish_via(c.rollout) == "file"
 
 
 class TestStaging:

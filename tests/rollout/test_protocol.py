@@ -1,4 +1,6 @@
-from jppo.rollout.protocol import sample_seed
+import numpy as np
+
+from jppo.rollout.protocol import joined, sample_seed
 
 
 def test_a_seed_depends_on_all_three_and_fits_31_bits():
@@ -10,3 +12,10 @@ def test_a_seed_depends_on_all_three_and_fits_31_bits():
 def test_a_seed_is_the_same_in_every_run():
     # A resumed run must draw the same samples, so this number may not change between versions.
     assert sample_seed(7, 1, 2) == 867361342
+
+
+def test_an_empty_continuation_keeps_the_experts_of_the_first_answer_that_read_a_token():
+    first, whole = np.zeros((4, 2, 1), np.int16), np.ones((6, 2, 1), np.int16)
+    kept = joined(joined(joined(None, first), None), whole)
+    assert kept[:, 0, 0].tolist() == [0, 0, 0, 0, 1, 1]
+    assert joined(None, None) is None

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from jppo import train
+from jppo.build.inputs import read_models
 from jppo.rollout.protocol import RolloutError, greedy
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.servers.member import ServerLimits
@@ -23,6 +24,7 @@ from jppo.rollout.sglang.arguments import OURS, check_sglang, flags
 from jppo.rollout.sglang.client import GENERATE, Sglang, start_sglang
 from jppo.settings import UserError, check
 from jppo.types import Prompt
+from tests.models.conftest import config_of
 from tests.rollout import fake_sglang
 from tests.rollout.fake_sglang import EMBED, HEAD
 
@@ -336,6 +338,28 @@ def test_what_sglang_cannot_do_is_refused(config, name, value, said):
     config.rollout[name] = value
     with pytest.raises(UserError, match=said):
         check(config)
+
+
+UNTRIED = {
+    "mixtral-full": "experts of a mixtral",
+    "gpt-oss-clamped": "experts of a gpt_oss",
+    "qwen3-next-periods": "experts and gated delta nets of a qwen3_next",
+    "deepseek2-lite": "experts and latent attention of a deepseek_v2",
+    "olmo2-grouped": None,
+}
+
+
+@pytest.mark.parametrize("name", UNTRIED)
+def test_models_that_sglang_was_not_tried_with_are_refused_before_anything_starts(config, tmp_path, name):
+    (tmp_path / "config.json").write_text(json.dumps(config_of(name)))
+    config.model.path, config.model.init, config.rollout.name = str(tmp_path), "random", "sglang"
+    if UNTRIED[name] is None:
+        read_models(config)
+        return
+    with pytest.raises(UserError, match=f"publishing {UNTRIED[name]} model to SGLang is untested.*vllm or inprocess$"):
+        read_models(config)
+    config.rollout.name = "vllm"
+    read_models(config)
 
 
 def test_a_training(small_run, python, quick_compilation):

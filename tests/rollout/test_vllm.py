@@ -139,31 +139,34 @@ def test_an_answer_that_cannot_be_trained_on(attach, fakes, answer, said):
         sampler.generate(PROMPTS[:1], SAMPLING, version=7)
 
 
-def with_experts(tokens, read, layers=2):
+def with_experts(tokens, read, layers=2, first=0):
     """An answer with the experts of `read` tokens, as vLLM sends them: the number of the token, and the layer."""
     file = io.BytesIO()
-    at = np.stack(np.broadcast_arrays(np.arange(read)[:, None], np.arange(layers)[None]), axis=-1)
+    at = np.stack(np.broadcast_arrays(first + np.arange(read)[:, None], np.arange(layers)[None]), axis=-1)
     np.save(file, at.astype(np.uint8))
     answer = choice(tokens, [-1.0] * len(tokens), finish="abort" if read == 4 else "stop")
     return answer | {"routed_experts": base64.b64encode(file.getvalue()).decode()}
 
 
-def test_the_experts_of_an_answer_in_two_parts_are_those_of_the_first_that_read_a_token(attach, fakes):
+@pytest.mark.parametrize("empty", [False, True])
+def test_the_experts_of_an_answer_in_parts_are_those_of_the_first_that_read_a_token(attach, fakes, empty):
+    """`empty`: a second update aborts the rest before its first token."""
     sampler = attach(1)
     held = []
 
     def answer(body):
-        if len(body["token_ids"]) > 3:  # the rest after an update
-            later = with_experts([7], len(body["token_ids"]))
-            return {"choices": [later]}
-        held.append(body)
-        sampler.fleet._updates += 1
-        return {"choices": [with_experts([5, 6], 4)]}
+        if len(body["token_ids"]) == 3 or (empty and len(held) == 1):
+            held.append(body)
+            sampler.fleet._updates += 1
+            return {"choices": [choice([], [], finish="abort") if len(held) == 2 else with_experts([5, 6], 4)]}
+        later = with_experts([7], len(body["token_ids"]), first=100)
+        return {"choices": [later]}
 
     fakes[0].answers[GENERATE] = (200, answer)
     [t] = sampler.generate(PROMPTS[:1], dataclasses.replace(SAMPLING, n=1, experts=True), version=7)
-    assert held and t.tokens.tolist() == [10, 3, 4, 5, 6, 7] and t.experts.dtype == np.int16
-    np.testing.assert_array_equal(t.experts[:5, 0, 0], range(5))
+    assert t.tokens.tolist() == [10, 3, 4, 5, 6, 7] and t.experts.dtype == np.int16
+    assert len(held) == 1 + empty
+    np.testing.assert_array_equal(t.experts[:5, 0, 0], [0, 1, 2, 3, 104])
     assert (t.experts[5] == -1).all()
 
 
