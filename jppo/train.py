@@ -151,7 +151,7 @@ def learn(run: Run, begun: Begun) -> TrainState:
     try:
         while pending is not None or step < run.inputs.total_steps:
             if pending is None:  # else the last step is not yet tested and logged
-                with run.profile(step + 1), timer("step"):
+                with run.profile(step + 1), timer("step", number=step + 1):
                     now, cursor, pending = ppo_step(run, now)
                     run.supply.forget(step)
                     step, place = step + 1, kept(cursor, run.panel)

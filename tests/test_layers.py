@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 # A place may import the places of the rows above its own.
 LAYERS = (
     ("errors",),
-    ("registry",),
+    ("registry", "traces"),
     ("types", "settings", "tensorheader", "interpreter"),
     ("algorithms", "models", "statistics"),
     ("distributed",),
@@ -57,6 +57,7 @@ ONLY_IN = {
     "tensorflow_datasets": ("jppo.data",),
     "wandb": ("jppo.runlog.to_wandb",),
     "mlflow": ("jppo.runlog.to_mlflow",),
+    "opentelemetry": ("jppo.traces",),
     "orbax": ("jppo.runlog.checkpoint", "jppo.runlog.restore"),
     "tensorboardX": ("jppo.runlog.tensorboard",),
     "ml_collections": ("configs", "jppo.settings", *COMMANDS),
@@ -72,6 +73,7 @@ ONLY_IN_FUNCTIONS = {
     "math_verify",
     "wandb",
     "mlflow",
+    "opentelemetry",
 }
 
 # All that a module may import of what is not jppo.

@@ -6,7 +6,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from jppo import settings
+from jppo import settings, traces
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.runlog.logger import REMOTE, Logger, Silent
 from jppo.runlog.sinks import About
@@ -17,6 +17,8 @@ def require_loggers(c: ConfigDict) -> None:
     for name in settings.loggers(c.trainer.logger):
         if name in REMOTE:
             REMOTE[name].require()
+    if c.trainer.get("traces"):
+        traces.require()
 
 
 def make_logger(c: ConfigDict, run: pathlib.Path, hosts: Hosts = ALONE, **kw: Any) -> Logger | Silent:

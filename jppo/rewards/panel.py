@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from jppo import traces
 from jppo.rewards.parts import Part, Sample
 from jppo.settings import UserError
 from jppo.types import Reward
@@ -147,6 +148,8 @@ class Grading:
         """Submits a sample to every part that scores its source."""
         weights = self._panel.weights.of(sample.prompt.data_source)
         futures = {name: (weight, self._panel.parts[name].submit(sample)) for name, weight in weights.items()}
+        for name, (_, future) in futures.items():
+            traces.until_done(name, future)
         with self._lock:
             if number in self._waiting:
                 raise ValueError(f"sample {number} was submitted twice")

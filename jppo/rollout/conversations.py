@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from jppo import traces
 from jppo.rollout.protocol import Answer, Ask, Done, Talk, of_tokens, sample_seed
 from jppo.types import Prompt, Sampling, Trajectory
 
@@ -57,10 +58,13 @@ async def converse(
     async def hold(number: int) -> Trajectory:
         i, j = divmod(number, sampling.n)
         seed = sample_seed(sampling.seed, i, j)
-        trajectory = await talk(ask, prompts[i], sampling=sampling, seed=seed, near=i)
-        if done is not None:
-            done(number, trajectory)
-        return trajectory
+        with traces.span("sample", prompt=prompts[i].uid, number=j) as note:
+            t = await talk(ask, prompts[i], sampling=sampling, seed=seed, near=i)
+            versions = np.unique(t.version[t.sampled]).tolist()
+            note(versions=versions, server=t.server, turns=t.turns, tokens=int(t.sampled.sum()), finish=t.finish)
+            if done is not None:
+                done(number, t)
+        return t
 
     try:
         async with asyncio.TaskGroup() as group:

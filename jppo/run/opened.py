@@ -9,7 +9,7 @@ from typing import Any
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from jppo import settings
+from jppo import settings, traces
 from jppo.build import offloading, resume
 from jppo.build.agreement import Match, agree
 from jppo.build.dynamic_sampling import DynamicSupply, require_metric
@@ -100,6 +100,8 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: ConfigDict) -> tuple[
     kernel = attention_kernel(c, inputs.policy, mesh)[1]  # raises before a server starts
     parts = dict[str, Any](c=c, folder=written, hosts=hosts, inputs=inputs, panel=panel, checkpoints=checkpoints)
     parts["reference"] = served_reference(c, inputs, hosts)
+    if c.trainer.traces:
+        stack.enter_context(traces.exporting())
     with timer("start"):
         run, begun, laps = start(stack, parts | dict(timer=timer, profile=profile, watch=watch), mesh, logs)
     introduce(run, begun, kernel, chosen, laps)

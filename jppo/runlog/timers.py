@@ -3,8 +3,11 @@
 import contextlib
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import jax
+
+from jppo import traces
 
 STAGES = (
     "start",  # servers, loading and compiling
@@ -35,14 +38,14 @@ class Timers:
         self._since = time.perf_counter()  # start or end of the last stage
 
     @contextlib.contextmanager
-    def __call__(self, stage: str) -> Iterator[None]:
-        """Adds the block's time to `stage`, also if it raises."""
+    def __call__(self, stage: str, **attributes: Any) -> Iterator[None]:
+        """Adds the block's time to `stage`, also if it raises; `attributes` are those of its span."""
         if stage not in STAGES:
             raise ValueError(f"stage {stage!r} is not one of {', '.join(STAGES)}")
         start = self._since = time.perf_counter()
         self._running.append(stage)
         try:
-            with jax.profiler.TraceAnnotation(stage):
+            with jax.profiler.TraceAnnotation(stage), traces.span(stage, **attributes):
                 yield
         finally:
             self._since = time.perf_counter()

@@ -70,6 +70,7 @@ TRAINER = (
       " wandb, mlflow", form=texts.loggers),
     S("metrics_port", 0, "Port of the last step's metrics for Prometheus, at /metrics. 0: none", bounds="[0,65535]"),
     S("metrics_host", "127.0.0.1", "Address that metrics_port listens on"),
+    S("traces", False, "OpenTelemetry spans of stages, samples and rewards, by OTLP as the variables OTEL_* say"),
     S("project_name", "jppo", "Project in wandb and mlflow"),
     S("experiment_name", "", "Name of the run in wandb and mlflow. '': the name of run_dir"),
     S("seed", 1, "Seed of everything that is sampled", bounds="[0,4294967295]"),

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from jppo import traces
 from jppo.rollout.protocol import Answer, RolloutError, joined, sample_seed
 from jppo.rollout.servers.discovery import Lookup
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
@@ -195,11 +196,13 @@ class Fleet:
     async def _ask_one(
         self, ids: Sequence[int], sampling: Sampling, seed: int, near: Hashable, *, sure: bool
     ) -> Completion:
-        member = await self._router.take(near)
+        with traces.span("queue"):
+            member = await self._router.take(near)
         try:
             oldest = self.version
             route, body = self._dialect.request(ids, sampling, seed, self._model(member))
-            part = self._dialect.part(await member.ask(route, body), sampling)
+            with traces.span("generate", server=member.endpoint.url):
+                part = self._dialect.part(await member.ask(route, body), sampling)
             self._require_versions(part, oldest, member)
             read = len(ids) + len(part.tokens) - 1
             if sampling.experts and part.tokens and (part.experts is None or len(part.experts) != read):
