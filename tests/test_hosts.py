@@ -178,6 +178,10 @@ def test_hosts_must_agree_on_what_cannot_be_shared(config):
     config.rollout.mode, config.rollout.partial = "async", True
     with pytest.raises(UserError, match=r"rollout.partial=True takes .* trainer.nnodes=2"):
         require_shareable(config, Hosts(0, 2))
+    config.rollout.partial, config.rollout.publish_via = False, "nccl"
+    with pytest.raises(UserError, match=r"publish_via='nccl' is for one host, and this run has 2; set it to tcp"):
+        require_shareable(config, Hosts(0, 2))
+    require_shareable(config, Hosts(0, 1))
 
 
 def test_servers_that_are_named_are_shared_out():

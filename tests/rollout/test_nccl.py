@@ -5,6 +5,7 @@ import ctypes
 import shutil
 import subprocess
 import threading
+import time
 import types
 
 import jax
@@ -122,7 +123,7 @@ def made(fakes, settings, monkeypatch, engine, library):
     for fake, count in zip(fakes, (2, 1), strict=True):
         serve(fake)
         works(fake, [engine(rank) for rank in range(count)])
-    monkeypatch.setattr(buckets, "Tcp", lambda *_: nccl_carrier.Nccl(communicator(library), jax.devices()[0]))
+    monkeypatch.setattr(buckets, "Tcp", lambda *_: nccl_carrier.Nccl(lambda: communicator(library), jax.devices()[0]))
     started = start_vllm(
         "model", "run", settings=settings(publish_via="tcp"), urls=[fake.url for fake in fakes],
         limits=ServerLimits(8.0, 5.0, 3), publish_dir="",
@@ -193,6 +194,23 @@ def test_memory_that_changes_on_the_way_is_refused(made, engine, monkeypatch):
 
 
 @pytest.mark.vllm
+def test_a_gpu_without_room_names_the_bucket_and_the_remedy(made, fakes, engine, monkeypatch):
+    import torch
+
+    real, name = torch.empty, next(iter(engine.tensors))
+
+    def full(*size, dtype=None, **how):
+        if dtype == torch.uint8:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(*size, dtype=dtype, **how)
+
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(RolloutError, match=rf"no room for a bucket of \d+ bytes, {name} to .*lower rollout.gpu_memory"):
+        made.load(source(engine, 1), version=8)
+    assert all(has(worker, 0, engine.tensors) for fake in fakes for worker in fake.engines)
+
+
+@pytest.mark.vllm
 def test_a_server_that_dies_in_a_broadcast_takes_the_others_along_and_all_get_it_afterwards(made, fakes, engine):
     good = fakes[1].answers[UPDATE]
 
@@ -230,6 +248,46 @@ def test_the_library_of_these_tests_sees_a_wrong_order(library, fault):
     calls(trainer, 0, warm=fault != "no warm-up", count=32 if "count" in fault else 64, root=int("root" in fault))
     thread.join()
     assert bool(failed) is bool(fault) and all("differ" in e or "missing" in e for e in failed)
+
+
+def test_a_join_that_ends_after_the_trainer_gave_up_leaves_its_communicator(library):
+    """Otherwise the next publish would use it."""
+    trainer, other, one, failed = communicator(library), communicator(library), np.ones(1, np.float32), []
+    unique_id = trainer.unique_id()
+
+    def join():
+        try:
+            trainer.join(unique_id, 2, one.ctypes.data)
+        except RolloutError as e:
+            failed.append(str(e))
+
+    thread = threading.Thread(target=join)
+    thread.start()
+    time.sleep(0.1)
+    trainer.abort()
+    comm = nccl._P()
+    other._call("ncclCommInitRank", ctypes.byref(comm), 2, nccl.UniqueId.from_buffer_copy(unique_id), 1)
+    thread.join()
+    assert failed == ["rollout.publish_via='nccl': the servers joined after the trainer had given up"]
+    with pytest.raises(RolloutError, match="ncclBroadcast failed"):
+        trainer.broadcast(one.ctypes.data, 4)
+
+
+def test_a_failure_beside_a_refusal_gives_the_communicator_up_too():
+    """The refusal is what the run reports; another publish must not use a communicator that failed."""
+    gave_up = []
+
+    def fail():
+        raise RolloutError("the broadcast failed")
+
+    def beside(number):
+        return nccl.alongside(fail, timeout_s=5.0, give_up=lambda: gave_up.append(number))
+
+    with pytest.raises(RolloutError, match="refused"), beside(1):
+        raise RolloutError("refused")
+    with pytest.raises(RolloutError, match="the broadcast failed"), beside(2):
+        pass
+    assert gave_up == [1, 2]
 
 
 def test_without_the_library_the_setting_is_refused():

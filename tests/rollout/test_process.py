@@ -256,6 +256,13 @@ def test_further_options_reach_the_server_and_ours_do_not_change(settings):
             flags(settings(engine_args=wrong), "cpu")
 
 
+def test_gated_delta_nets_on_a_cpu_cache_no_prefixes(settings):
+    """vLLM's cache of them needs chunked prefill, which a CPU has not."""
+    delta = settings(delta=("qwen3_next", True))
+    assert "--no-enable-prefix-caching" in flags(delta, "cpu")
+    assert "--no-enable-prefix-caching" not in flags(settings(), "cpu") + flags(delta, "gpu")
+
+
 def test_latent_attention_on_a_cpu_has_its_kernels_or_is_refused(settings):
     latent = (512, 64)
     given = flags(settings(latent=latent), "cpu")

@@ -153,6 +153,8 @@ def flags(settings: ServerSettings, build: str) -> list[str]:
         *("--max-num-batched-tokens", str(max(settings.max_model_len, 4096))),
         *("--kv-cache-memory-bytes", str(settings.kv_cache_memory_bytes)),
         *(() if settings.latent is None else LATENT),
+        # a cache of prefixes of gated delta nets needs chunked prefill
+        *(() if settings.delta is None else ("--no-enable-prefix-caching",)),
         *more,
     ]
 

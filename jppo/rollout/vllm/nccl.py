@@ -47,7 +47,10 @@ def find(pattern: str) -> str:
 
 
 class Communicator:
-    """The trainer's rank, 0, in a communicator with the servers' workers; every call is on CUDA's default stream."""
+    """The trainer's rank, 0, in one communicator with the servers' workers; every call is on CUDA's default stream.
+
+    It is joined once: a thread that is late uses the communicator that it began with, never the next one.
+    """
 
     def __init__(self, device: int, *, nccl: str = "", cuda: str = ""):
         """`device` is the GPU's number; no rank is joined yet."""
@@ -64,6 +67,7 @@ class Communicator:
                 function.argtypes, function.restype = arguments, ctypes.c_int
         self._lib.ncclGetErrorString.restype = ctypes.c_char_p
         self._device, self._comm = device, _P()
+        self._left, self._lock = False, threading.Lock()
 
     def unique_id(self) -> bytes:
         """Returns the id of a new communicator, for all its ranks."""
@@ -76,7 +80,11 @@ class Communicator:
         self._cuda.cudaSetDevice(self._device)
         comm = _P()
         self._call("ncclCommInitRank", ctypes.byref(comm), ranks, UniqueId.from_buffer_copy(unique_id), ROOT)
-        self._comm = comm
+        with self._lock:
+            self._comm, left = comm, self._left
+        if left:
+            self.abort()
+            raise RolloutError("rollout.publish_via='nccl': the servers joined after the trainer had given up")
         self._call("ncclAllReduce", one, one, 1, FLOAT32, SUM, comm, None)
         self.wait()
 
@@ -91,7 +99,8 @@ class Communicator:
 
     def abort(self) -> None:
         """Leaves the communicator, which ends calls that wait for others; may be called twice."""
-        comm, self._comm = self._comm, _P()
+        with self._lock:
+            comm, self._comm, self._left = self._comm, _P(), True
         if comm:
             self._lib.ncclCommAbort(comm)
 
@@ -104,7 +113,7 @@ class Communicator:
 
 @contextlib.contextmanager
 def alongside(work: Callable[[], None], *, timeout_s: float, give_up: Callable[[], None]) -> Any:
-    """Runs `work` in a thread during the block; its error, or its lateness after `give_up`, is the block's."""
+    """Runs `work` in a thread during the block; if it fails or is late, gives up, and raises if the block does not."""
     failed: list[BaseException] = []
 
     def run() -> None:
@@ -120,9 +129,9 @@ def alongside(work: Callable[[], None], *, timeout_s: float, give_up: Callable[[
     finally:
         thread.join(timeout_s)
         if thread.is_alive():
+            failed.append(RolloutError(f"rollout.publish_via='nccl': servers did not take part within {timeout_s:g} s"))
+        if failed:
             give_up()
             thread.join(timeout_s)
-            failed.append(RolloutError(f"rollout.publish_via='nccl': servers did not take part within {timeout_s:g} s"))
     if failed:
-        give_up()
         raise failed[0]

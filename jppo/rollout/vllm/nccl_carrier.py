@@ -2,7 +2,8 @@
 
 import base64
 import contextlib
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -20,11 +21,11 @@ WAIT_S = 10.0  # after the servers have answered, until the trainer's calls must
 class Nccl:
     """Broadcasts each tensor of a bucket from the first device of this process; all servers are in one communicator.
 
-    Servers that were started or left out since the last publish need a new communicator.
+    Servers that were started or left out since the last publish need a new communicator, by `make`.
     """
 
-    def __init__(self, communicator: nccl.Communicator, device: jax.Device):
-        self._communicator, self._device = communicator, device
+    def __init__(self, make: Callable[[], nccl.Communicator], device: jax.Device):
+        self._make, self._communicator, self._device = make, make(), device
         self._joined: dict[str, int] = {}  # the servers, and their numbers of workers
         self._id = ""
 
@@ -41,7 +42,8 @@ class Nccl:
         if workers == self._joined and all(groups == {self._id} for _, groups in found.values()):
             return
         self.close()
-        made, ranks = self._communicator.unique_id(), 1 + sum(workers.values())
+        self._communicator = communicator = self._make()
+        made, ranks = communicator.unique_id(), 1 + sum(workers.values())
         unique_id = base64.b64encode(made).decode()
         first = {url: 1 + sum(list(workers.values())[:i]) for i, url in enumerate(workers)}
         one = jax.block_until_ready(jax.device_put(jnp.zeros(1, jnp.float32), self._device))
@@ -51,7 +53,7 @@ class Nccl:
             endpoint.post("/init_weight_transfer_engine", {"init_info": about})
 
         def enter() -> None:
-            self._communicator.join(made, ranks, one.unsafe_buffer_pointer())
+            communicator.join(made, ranks, one.unsafe_buffer_pointer())
 
         with nccl.alongside(enter, timeout_s=WAIT_S, give_up=self.close):
             yield join
@@ -62,14 +64,14 @@ class Nccl:
         """Gathers the tensors on the device and broadcasts them during the block."""
         arrays = jax.block_until_ready([jax.device_put(tensor, self._device) for _, tensor in bucket])
         sums = [int(_checksum(array)) if array.nbytes else 0 for array in arrays]
-        known = zip(bucket, arrays, sums, strict=True)
+        known, communicator = zip(bucket, arrays, sums, strict=True), self._communicator
         entries = layout.in_order((name, a.dtype.name, a.shape, a.nbytes, crc32) for (name, _), a, crc32 in known)
 
         def send() -> None:
             for array in arrays:
                 if array.nbytes:
-                    self._communicator.broadcast(array.unsafe_buffer_pointer(), array.nbytes)
-            self._communicator.wait()
+                    communicator.broadcast(array.unsafe_buffer_pointer(), array.nbytes)
+            communicator.wait()
 
         with nccl.alongside(send, timeout_s=WAIT_S, give_up=self.close):
             yield entries, {}
@@ -85,7 +87,7 @@ def on_first_gpu() -> Nccl:
     device = jax.local_devices()[0]
     if device.platform != "gpu":
         raise UserError(f"rollout.publish_via='nccl' sends from a GPU, and JAX runs on a {device.platform}; use tcp")
-    return Nccl(nccl.Communicator(device.local_hardware_id), device)
+    return Nccl(functools.partial(nccl.Communicator, device.local_hardware_id), device)
 
 
 @jax.jit

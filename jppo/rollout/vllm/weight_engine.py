@@ -107,6 +107,15 @@ class StagedEngine(base.WeightTransferEngine[Init, Update]):
             return transfer.receive(transfer.Address(**update_info.address), entries, worker.unused(self._memory))
         if self._communicator is None:
             raise layout.WeightsRefused("a bucket has no address, and no communicator of NCCL was joined")
+        try:
+            return self._broadcast(entries)
+        except torch.OutOfMemoryError as e:
+            raise layout.WeightsRefused(
+                f"the GPU has no room for a bucket of {layout.size(entries)} bytes, {entries[0].name} to"
+                f" {entries[-1].name} ({e}); lower rollout.gpu_memory_utilization or set rollout.publish_via to tcp"
+            ) from e
+
+    def _broadcast(self, entries: Sequence[layout.TensorEntry]) -> torch.Tensor:
         data = torch.empty(layout.size(entries), dtype=torch.uint8, device=self.device)
         for part, _ in (parts := [(data[e.offset : e.offset + e.nbytes], e) for e in entries if e.nbytes]):
             self._communicator.broadcast(part, src=0)
