@@ -23,7 +23,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 WORKERS = {
     "jppo.rollout.servers.launch",
     "jppo.rollout.sglang.guarded",
-    "jppo.agent.gateway.function",
+    "jppo.agent.gateway.forks",
     "jppo.rewards.pool_worker",
     "jppo.rewards.model.convert_worker",
     "jppo.rewards.model.torch_worker",

@@ -36,10 +36,6 @@ def check(config: ml_collections.ConfigDict, *, training: bool) -> None:
     _secrets(config)
     _publish(r)
     if training:
-        if r.routing_replay and r.agent:
-            raise UserError(
-                f"rollout.routing_replay=True: answers to rollout.agent={r.agent!r} carry no experts; set it to False"
-            )
         if r.routing_replay and r.name not in ("vllm", "inprocess"):
             raise UserError(
                 f"rollout.routing_replay=True needs the experts of each token, and rollout.name={r.name!r} does not"

@@ -6,8 +6,10 @@ import functools
 import json
 import pathlib
 import shutil
+import subprocess
 import sys
 import textwrap
+import time
 
 import numpy as np
 import pytest
@@ -55,14 +57,14 @@ RULES = Rules(max_prompt_length=500, branches=4, reward="reported", timeout_s=20
 def run(tmp_path):
     """Runs episodes of a Python program, or of a command, against an engine."""
 
-    def go(hall, program, ask, *, room=2000, count=1, concurrency=64, prompt=None, **rules):
+    def go(hall, program, ask, *, room=2000, count=1, concurrency=64, prompt=None, experts=False, **rules):
         if "\n" in program:
             path = tmp_path / "agent.py"
             path.write_text(textwrap.dedent(program))
             program = f"{sys.executable} {path}" if "def agent" not in program else f"{path}:agent"
         limits = dataclasses.replace(RULES, **rules)
         gateway = Gateway(program, language(hall), limits, concurrency=concurrency)
-        sampling = dataclasses.replace(greedy(room), temperature=1.0)
+        sampling = dataclasses.replace(greedy(room), temperature=1.0, experts=experts)
 
         async def all_of_them():
             asked = hall.prompt() if prompt is None else prompt
@@ -247,6 +249,21 @@ def test_texts_are_continued_without_encoding_them_again(plain, run):
     assert ask.asked[1] == ask.asked[0] + ask.answers[0] + plain.encode("[[408]]")
 
 
+def test_a_token_has_the_experts_of_the_first_answer_that_read_it(plain, run):
+    program = """
+    import openai
+    client = openai.OpenAI()
+    text = "12*34="
+    for more in ("[[408]]", ""):
+        text += client.completions.create(model="policy", prompt=text).choices[0].text + more
+    """
+    ask = plain.policy("<<12*34>>", "408")
+    t = run(plain, program, ask, prompt=plain.prompt("12*34="), reward="graders", experts=True)
+    first = len(ask.asked[0]) + len(ask.answers[0]) - 1
+    read = np.repeat([1, 2, -1], [first, len(t.tokens) - first - 1, 1])  # nobody read the last token
+    np.testing.assert_array_equal(t.experts, np.broadcast_to(read[:, None, None], (len(t.tokens), 2, 1)))
+
+
 REWRITES = """
 import json, sys, openai
 client = openai.OpenAI()
@@ -306,6 +323,7 @@ SAY = """
 import openai
 openai.OpenAI().chat.completions.create(model="policy", messages=[{"role": "user", "content": "hi"}])
 """
+SAY_IN = "; ".join(SAY.split("\n")[1:-1])
 
 
 @pytest.mark.parametrize(
@@ -320,6 +338,8 @@ openai.OpenAI().chat.completions.create(model="policy", messages=[{"role": "user
         (f"{SAY}print('[' * 10**5)", {}, "reported no reward", 0.0),
         (f"{SAY}print('{{\"reward\": true}}\\n')", {}, None, 1.0),
         (f"{SAY}import sys\nsys.exit(1)", {"reward": "exit"}, None, 0.0),
+        (f"def agent(task):\n {SAY_IN}\n exit(1)", {"reward": "exit"}, None, 0.0),
+        (f"def agent(task):\n {SAY_IN}\n raise ValueError('odd')", {"reward": "exit"}, "with 70: ValueError: odd", 0.0),
         (SAY, {"reward": "exit"}, None, 1.0),
         (f"{SAY}import sys\nsys.exit(2)", {"reward": "exit"}, "the agent exited with 2", 0.0),
         (SAY, {"reward": "graders"}, None, 0.0),
@@ -344,8 +364,7 @@ def test_no_process_of_an_episode_is_left(hermes, run, form, tmp_path):
         program = "\ndef agent(task):\n" + textwrap.indent(program, "    ")
     t = run(hermes, program, hermes.policy(), timeout_s=3.0)
     assert "took longer" in t.exchange.fault
-    child = pathlib.Path("/proc", (tmp_path / "child").read_text())
-    assert not child.exists() or "Z" in (child / "stat").read_text().split()[2]
+    assert not running((tmp_path / "child").read_text())
 
 
 def test_an_error_of_the_engine_ends_the_run(hermes, run):
@@ -361,18 +380,57 @@ def test_a_file_that_cannot_be_imported_ends_the_run(hermes, run):
         run(hermes, "\nimport no_such_module\ndef agent(task): pass\n", hermes.policy())
 
 
-def test_a_full_conversation_counts_as_truncated(hermes, run):
-    program = """
+def test_an_import_that_takes_too_long_ends_the_run(hermes, run):
+    with pytest.raises(RolloutError, match=r"cannot be run: its import exceeds rollout.agent_timeout_s=1"):
+        run(hermes, "\nimport time\ntime.sleep(60)\ndef agent(task): pass\n", hermes.policy(), timeout_s=1.0)
+
+
+@pytest.mark.parametrize("form", ["command", "function"])
+def test_agents_end_with_a_killed_trainer(form, tmp_path):
+    agent, pids = tmp_path / "agent.sh", tmp_path / "pids"
+    agent.write_text(f"sleep 63 & echo $$ $! > {pids}; wait")
+    if form == "function":
+        (tmp_path / "agent.py").write_text(f"import os\ndef agent(task): os.system('bash {agent}')")
+    spec = f"bash {agent}" if form == "command" else f"{tmp_path / 'agent.py'}:agent"
+    work = f"process.run(process.program_of({spec!r}), {{}}, {{}}, 60.0)"
+    program = f"import asyncio; from jppo.agent.gateway import process; asyncio.run({work})"
+    with subprocess.Popen([sys.executable, "-c", program]) as trainer:
+        wait_for(lambda: pids.is_file() and pids.read_text().endswith("\n"))
+        trainer.kill()
+    wait_for(lambda: not any(running(pid) for pid in pids.read_text().split()))
+
+
+def running(pid):
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_for(condition, seconds=30):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("code", [3, 0])
+def test_an_agent_that_fails_in_a_full_conversation_is_truncated(hermes, run, code):
+    program = f"""
     import json, openai
-    client, messages = openai.OpenAI(), [{"role": "user", "content": "hi"}]
+    client, messages = openai.OpenAI(), [{{"role": "user", "content": "hi"}}]
     while True:
-        messages.append(client.chat.completions.create(model="policy", messages=messages).choices[0].message)
-        messages.append({"role": "user", "content": "more"})
+        try:
+            messages.append(client.chat.completions.create(model="policy", messages=messages).choices[0].message)
+        except openai.BadRequestError as e:
+            assert e.code == "context_length_exceeded"
+            raise SystemExit({code})
+        messages.append({{"role": "user", "content": "more"}})
     """
     ask = hermes.policy(*["one two three"] * 20)
     t = run(hermes, program, ask, room=40)
-    assert t.finish == "length" and t.exchange.fault is None and t.exchange.score == 0.0 and t.turns > 1
-    assert len(t.tokens) <= len(ask.asked[0]) + 40
+    assert (t.finish == "length") == (t.exchange.fault is None) == (code == 3)  # else it could report a reward
+    assert t.exchange.score == 0.0 and t.turns > 1 and len(t.tokens) <= len(ask.asked[0]) + 40
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ def test_an_agent_program_trains_the_policy(program_run, quick_compilation, mode
         json.loads(line) for line in (pathlib.Path(c.trainer.run_dir) / "samples/step_1.jsonl").read_text().splitlines()
     ]
     (failed,) = [row["error"] for row in rows if row["error"]]
-    assert failed == "agent_score: the agent exited with 1: ValueError: I give up"
+    assert failed == "agent_score: the agent exited with 70: ValueError: I give up"
 
 
 def test_a_model_is_tested_with_an_agent_program(program_run, tiny_multiplier, tmp_path):

@@ -5,6 +5,7 @@ from typing import Any
 
 from jppo.agent.gateway import request as r
 from jppo.agent.gateway.request import BadRequest, Body, Choice, Message, Reply, Request
+from jppo.rewards.earned import short
 
 
 def read(body: Body) -> Request:
@@ -33,7 +34,7 @@ def message(said: Any) -> Message:
     """Normalises a message."""
     role = r.need(said, "role", str)
     if role not in r.ROLES:
-        raise BadRequest(f"role={r.short(role)} must be one of {', '.join(r.ROLES)}")
+        raise BadRequest(f"role={short(role)} must be one of {', '.join(r.ROLES)}")
     found: Message = {"role": r.ROLES[role], "content": r.text_of(said.get("content"), ["text"])}
     if role == "tool":
         found["tool_call_id"] = r.get(said, "tool_call_id", str, "")
@@ -57,22 +58,22 @@ def write(reply: Reply, request: Request) -> dict[str, Any]:
         }
         for i, choice in enumerate(reply.choices)
     ]
-    return _head(reply, "chat.completion") | {"choices": choices, "usage": usage(reply)}
+    return head(reply, "chat.completion") | {"choices": choices, "usage": usage(reply)}
 
 
 def events(reply: Reply, request: Request) -> Iterator[tuple[str, Any]]:
     """Yields the events of a stream: a role, a text, calls and an end per choice."""
-    head = _head(reply, "chat.completion.chunk")
+    begin = head(reply, "chat.completion.chunk")
     for i, choice in enumerate(reply.choices):
         calls = [{"index": k, **call} for k, call in enumerate(_calls(choice).get("tool_calls", []))]
         text = [{"content": choice.text}] if choice.text else []
         for delta in ({"role": "assistant", "content": ""}, *text, *([{"tool_calls": calls}] if calls else [])):
-            yield "", head | {"choices": [{"index": i, "delta": delta, "logprobs": None, "finish_reason": None}]}
+            yield "", begin | {"choices": [{"index": i, "delta": delta, "logprobs": None, "finish_reason": None}]}
         logprobs = _logprobs(choice) if request.logprobs else None
         end = {"index": i, "delta": {}, "logprobs": logprobs, "finish_reason": choice.finish}
-        yield "", head | {"choices": [end]}
+        yield "", begin | {"choices": [end]}
     if request.usage:
-        yield "", head | {"choices": [], "usage": usage(reply)}
+        yield "", begin | {"choices": [], "usage": usage(reply)}
 
 
 def usage(reply: Reply) -> dict[str, int]:
@@ -81,8 +82,9 @@ def usage(reply: Reply) -> dict[str, int]:
     return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
 
 
-def _head(reply: Reply, kind: str) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{reply.id}", "object": kind, "created": reply.created, "model": reply.model}
+def head(reply: Reply, kind: str, prefix: str = "chatcmpl-") -> dict[str, Any]:
+    """Returns the fields that every object of OpenAI's completions begins with."""
+    return {"id": prefix + reply.id, "object": kind, "created": reply.created, "model": reply.model}
 
 
 def _content(choice: Choice) -> str | None:

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from jppo.agent.gateway import request as r
-from jppo.agent.gateway.chat import usage
+from jppo.agent.gateway.chat import head, usage
 from jppo.agent.gateway.request import BadRequest, Body, Choice, Reply, Request
+from jppo.rewards.earned import short
 
 
 def read(body: Body) -> Request:
@@ -13,7 +14,7 @@ def read(body: Body) -> Request:
     prompt = r.need(body, "prompt", (str, list))
     if isinstance(prompt, list):
         if len(prompt) != 1 or not isinstance(prompt[0], str):
-            raise BadRequest(f"prompt={r.short(prompt)} must be one text; send one request for each")
+            raise BadRequest(f"prompt={short(prompt)} must be one text; send one request for each")
         prompt = prompt[0]
     if r.get(body, "echo", bool, False) or r.get(body, "suffix", str, ""):
         raise BadRequest("echo and suffix are not supported; leave them out")
@@ -45,7 +46,7 @@ def events(reply: Reply, request: Request) -> Iterator[tuple[str, Any]]:
 
 
 def _head(reply: Reply) -> dict[str, Any]:
-    return {"id": f"cmpl-{reply.id}", "object": "text_completion", "created": reply.created, "model": reply.model}
+    return head(reply, "text_completion", "cmpl-")
 
 
 def _choice(index: int, choice: Choice, request: Request) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from jppo.agent.calls import Call, Parser, without_calls
@@ -17,7 +17,7 @@ from jppo.agent.gateway.history import Turn
 from jppo.agent.gateway.process import Ended
 from jppo.agent.gateway.request import BadRequest, Body, Choice, Message, Reply, Request, ToolCall
 from jppo.agent.turn_tokens import Chat
-from jppo.rewards.earned import finite
+from jppo.rewards.earned import finite, short
 from jppo.rollout.protocol import Answer, sample_seed
 from jppo.settings import UserError
 from jppo.types import Exchange, Prompt, Sampling, Trajectory
@@ -81,7 +81,8 @@ class Episode:
 
     async def answer(self, request: Request) -> Reply:
         """Samples the answers to a request and remembers them as turns."""
-        ids, parent = self._context(request)
+        states = history.states(request.messages, request.tools)
+        ids, parent = self._context(request, states)
         limit = self._rules.max_prompt_length
         room = min(len(ids), limit) + self._sampling.max_tokens if parent is None else parent.room
         if room - len(ids) < 1:
@@ -97,7 +98,7 @@ class Episode:
         choices = tuple(self._choice(answer, request) for answer in answers)
         reply = Reply(uuid.uuid4().hex, int(time.time()), MODEL, len(ids), choices)
         for answer, choice in zip(answers, choices, strict=True):
-            key = history.keys([*request.messages, choice.message], request.tools)[-1]
+            key = history.extended(states[-1], choice.message).digest()
             text = None if request.text is None else request.text + choice.text
             self._turns.append(Turn(parent, ids + answer.tokens, answer, key, text, room, reply.id))
         return reply
@@ -106,7 +107,7 @@ class Episode:
         """Records a reward for a turn: that of the reply `id`, or the last one."""
         amount, of = finite(body.get("reward")), r.get(body, "id", str)
         if amount is None:
-            raise BadRequest(f"reward={r.short(body.get('reward'))} must be a finite number")
+            raise BadRequest(f"reward={short(body.get('reward'))} must be a finite number")
         name = None if of is None else re.split("[-_]", of)[-1]
         turn = next((turn for turn in reversed(self._turns) if name in (None, turn.reply)), None)
         if turn is None:
@@ -118,7 +119,7 @@ class Episode:
         """Returns the latest branch with the episode's reward and the other branches."""
         posted = sum(amount for _, amount in self._posted)
         said, fault = self._outcome(ended)
-        truncated = self._full and fault is not None
+        truncated = self._full and bool(self._turns) and ended.code not in (None, 0)
         fault = None if truncated else fault
         about: dict[str, Any] = dict(calls=self._calls, call_errors=self._call_errors, call_s=0.0, fault=fault)
         about |= dict(score=posted + said, program_s=max(0.0, time.monotonic() - self._began - self._waited_s))
@@ -134,10 +135,10 @@ class Episode:
         finish = "length" if truncated else found[0].finish
         return dataclasses.replace(found[0], finish=finish, branches=tuple(found[1:]))
 
-    def _context(self, request: Request) -> tuple[list[int], Turn | None]:
-        said = request.text if request.text is not None else json.dumps(request.messages)
-        if len(said) > self._language.longest:
-            raise BadRequest(f"the request has {len(said)} characters, more than fit", code="context_length_exceeded")
+    def _context(self, request: Request, states: Sequence[Any]) -> tuple[list[int], Turn | None]:
+        characters = len(request.text or "") + sum(len(message["content"]) for message in request.messages)
+        if characters > self._language.longest:
+            raise BadRequest(f"the request has {characters} characters, more than fit", code="context_length_exceeded")
         try:
             chat = self._language.chat(json.dumps(request.tools))
             only = request.text
@@ -145,7 +146,7 @@ class Episode:
                 only = request.messages[0]["content"]
             if only is not None and only == self._prompt.messages:
                 return self._prompt.ids.tolist(), None
-            return history.context(self._turns, request, chat)
+            return history.context(self._turns, request, chat, states)
         except (UserError, UnicodeError, TypeError, ValueError, LookupError) as e:  # of the template or the tokenizer
             raise BadRequest(f"the messages cannot be read: {e}") from e
 
@@ -199,5 +200,5 @@ class Episode:
             said = None
         amount = finite(said.get("reward")) if isinstance(said, dict) and "reward" in said else None
         if amount is None and not self._posted:
-            return 0.0, f"the agent reported no reward; its last line is {r.short(ended.last)}"
+            return 0.0, f"the agent reported no reward; its last line is {short(ended.last)}"
         return amount or 0.0, None

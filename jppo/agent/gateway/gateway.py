@@ -64,13 +64,16 @@ class Gateway:
         if loop is not None:
             asyncio.run_coroutine_threadsafe(self._end(), loop).result()
             loop.call_soon_threadsafe(loop.stop)
+            self._thread.join()
+            loop.close()
 
     def _running(self) -> asyncio.AbstractEventLoop:
         """Returns the gateway's loop after starting the server on it."""
         with self._lock:
             if self._loop is None:
                 loop = asyncio.new_event_loop()
-                threading.Thread(target=loop.run_forever, name="jppo-gateway", daemon=True).start()
+                self._thread = threading.Thread(target=loop.run_forever, name="jppo-gateway", daemon=True)
+                self._thread.start()
                 asyncio.run_coroutine_threadsafe(self._start(), loop).result()
                 self._loop = loop
             return self._loop
@@ -86,7 +89,7 @@ class Gateway:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._program.close()
+        await self._program.close()
 
     async def _hold(self, *how: Any) -> Trajectory:
         async with self._slots:

@@ -6,6 +6,7 @@ every branch a trajectory. A turn that several branches contain is trained on in
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ import numpy as np
 from jppo.agent.calls import Schema
 from jppo.agent.gateway.request import Message, Request
 from jppo.agent.turn_tokens import Chat
-from jppo.rollout.protocol import Answer
+from jppo.rollout.protocol import Answer, joined, of_tokens
 from jppo.types import Exchange, Trajectory
 
 
@@ -38,32 +39,40 @@ class Turn:
         return len(self.ids) - len(self.answer.tokens)
 
 
-def keys(messages: Sequence[Message], tools: Sequence[Schema]) -> list[bytes]:
-    """Returns the key of the conversation after each message, without ids of calls and outer spaces of answers."""
-    state, found = hashlib.sha256(json.dumps(tools, sort_keys=True).encode()), []
+def states(messages: Sequence[Message], tools: Sequence[Schema]) -> list[Any]:
+    """Returns the hash of the conversation before each message, and of all of it."""
+    found = [hashlib.sha256(json.dumps(tools, sort_keys=True).encode())]
     for message in messages:
-        content = message["content"]
-        calls = [call["function"] for call in message.get("tool_calls", [])]
-        said = [message["role"], content.strip() if message["role"] == "assistant" else content, calls]
-        state.update(json.dumps(said, sort_keys=True).encode() + b"\n")
-        found.append(state.digest())
+        found.append(extended(found[-1], message))
     return found
 
 
-def context(turns: Sequence[Turn], request: Request, chat: Chat) -> tuple[list[int], Turn | None]:
-    """Returns the tokens to answer, and the turn that they continue."""
+def extended(state: Any, message: Message) -> Any:
+    """Returns the hash with one more message, without ids of calls and outer spaces of answers."""
+    content = message["content"].strip() if message["role"] == "assistant" else message["content"]
+    text = content.encode("utf-8", "surrogatepass")
+    calls = [call["function"] for call in message.get("tool_calls", [])]
+    state = state.copy()
+    state.update(f"\n{message['role']} {json.dumps(calls, sort_keys=True)} {len(text)} ".encode())
+    state.update(text)
+    return state
+
+
+def context(
+    turns: Sequence[Turn], request: Request, chat: Chat, before: Sequence[Any]
+) -> tuple[list[int], Turn | None]:
+    """Returns the tokens to answer, and the turn that they continue; `before` are the request's `states`."""
     if request.text is not None:
         text = request.text
-        before = [turn for turn in turns if turn.text is not None and text.startswith(turn.text)]
-        parent = max(reversed(before), key=lambda turn: len(turn.text or ""), default=None)
+        earlier = [turn for turn in turns if turn.text is not None and text.startswith(turn.text)]
+        parent = max(reversed(earlier), key=lambda turn: len(turn.text or ""), default=None)
         if parent is None:
             return chat.text(text, True), None
         return parent.ids + chat.text(text[len(parent.text or "") :], False), parent
     by_key = {turn.key: turn for turn in turns}
-    found = keys(request.messages, request.tools)
-    for i in range(len(found) - 1, 0, -1):
-        if request.messages[i - 1]["role"] == "assistant" and found[i - 1] in by_key:
-            parent = by_key[found[i - 1]]
+    for i in range(len(request.messages) - 1, 0, -1):
+        if request.messages[i - 1]["role"] == "assistant" and (key := before[i].digest()) in by_key:
+            parent = by_key[key]
             return parent.ids + chat.between(request.messages[i:], parent.ids[-1]), parent
     return chat.whole(request.messages), None
 
@@ -80,9 +89,7 @@ def branches(turns: Sequence[Turn]) -> list[list[Turn]]:
     return paths
 
 
-def trajectory(
-    uid: str, path: Sequence[Turn], trained: set[int], decode: Callable[[list[int]], str], **fields: Any
-) -> Trajectory:
+def trajectory(uid: str, path: Sequence[Turn], trained: set[int], decode: Callable[[list[int]], str]) -> Trajectory:
     """Returns a branch as a trajectory. `trained` has the ids of turns in earlier ones, and gets those of this one."""
     leaf = path[-1]
     n = len(leaf.ids)
@@ -101,7 +108,8 @@ def trajectory(
         text=decode(leaf.ids[path[0].begin :]),
         turns=len(own),
         server=leaf.answer.server,
-        **{"finish": leaf.answer.finish, **fields},
+        finish=leaf.answer.finish,
+        experts=of_tokens(functools.reduce(joined, (turn.answer.experts for turn in path)), n),
     )
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from jppo.agent.gateway import request as r
 from jppo.agent.gateway.request import BadRequest, Body, Choice, Message, Reply, Request
+from jppo.rewards.earned import short
 
 _REASON = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -30,7 +31,7 @@ def _messages(said: Any) -> Iterator[Message]:
     """Yields the messages of one: results of tools first, then the text with the calls."""
     role, content = r.need(said, "role", str), said.get("content")
     if role not in ("user", "assistant"):
-        raise BadRequest(f"role={r.short(role)} must be 'user' or 'assistant'")
+        raise BadRequest(f"role={short(role)} must be 'user' or 'assistant'")
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else r.need(said, "content", list)
     text, calls = "", []
     for part in parts:

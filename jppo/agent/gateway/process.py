@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import IO, Any, NamedTuple
 
 import numpy as np
@@ -23,11 +23,11 @@ from jppo.rollout.protocol import RolloutError
 from jppo.settings import UserError
 
 MOST_OUTPUT = 2**16  # bytes of the output's end that are read
+CLOSE_S = 10.0  # for the process to kill its forks
 _NOT_PASSED = ("JPPO_SERVER_TOKEN", "ANTHROPIC_AUTH_TOKEN")  # of the servers; in place of the episode's key
 _FUNCTION = re.compile(r"[^\s:]+:[A-Za-z_]\w*")
 
 Files = Sequence[IO[bytes]]  # input, output, error output
-Start = Callable[[Mapping[str, str], Files], Awaitable[tuple[int, "asyncio.Future[int]"]]]  # its process, its exit code
 
 
 class Ended(NamedTuple):
@@ -38,13 +38,13 @@ class Ended(NamedTuple):
     error: str  # the last line of its error output
 
 
-def program_of(agent: str) -> "Command | Forks":
+def program_of(agent: str) -> "Program":
     """Returns the program of `rollout.agent`: a command line, or PATH.py:FUNCTION; starts nothing."""
     if _FUNCTION.fullmatch(agent):
         file = agent.rpartition(":")[0]
         if file.endswith(".py") and not expanded(file).is_file():
             raise UserError(f"rollout.agent={agent!r}: there is no file {file}; write its path")
-        return Forks(agent)
+        return Program(agent, ("function", agent))
     try:
         command = shlex.split(agent)
     except ValueError as e:
@@ -52,7 +52,7 @@ def program_of(agent: str) -> "Command | Forks":
     if not command or shutil.which(command[0]) is None:
         what = repr(command[0]) if command else "it"
         raise UserError(f"rollout.agent={agent!r}: {what} is no program; write a command line, or PATH.py:FUNCTION")
-    return Command(command)
+    return Program(agent, ("command", *command))
 
 
 def environment(url: str, key: str) -> dict[str, str]:
@@ -66,89 +66,96 @@ def _inherited() -> dict[str, str]:
     return kept | {"PYTHONPATH": interpreter.python_path()}
 
 
-class Command:
-    """A command line, started anew for every episode."""
+class Program:
+    """A process that forks for every episode (`forks.py`): a function's imports are paid for once, all end with it."""
 
-    def __init__(self, command: Sequence[str]):
-        self._command = command
-
-    async def start(self, env: Mapping[str, str], files: Files) -> "tuple[int, asyncio.Future[int]]":
-        """Starts it in a process group of its own."""
-        streams = dict(zip(("stdin", "stdout", "stderr"), files, strict=True))
-        own: dict[str, Any] = dict(env=_inherited() | dict(env), start_new_session=True, **streams)
-        process = await asyncio.create_subprocess_exec(*self._command, **own)
-        return process.pid, asyncio.ensure_future(process.wait())
-
-    def close(self) -> None:
-        """Does nothing."""
-
-
-class Forks:
-    """A function in a process that forks for every episode (`function.py`), so that its imports are paid for once."""
-
-    def __init__(self, spec: str):
-        self._spec = spec
-        self._channel: socket.socket | None = None
+    def __init__(self, agent: str, work: Sequence[str]):
+        """`work` has the arguments of `forks.py`."""
+        self._agent, self._work = agent, work
+        self._process: asyncio.subprocess.Process | None = None
+        self._failed: RolloutError | None = None
         self._numbers = itertools.count()
         self._waiting: dict[int, list[asyncio.Future[int]]] = {}  # its process, its exit code
         self._starting = asyncio.Lock()
 
-    async def start(self, env: Mapping[str, str], files: Files) -> "tuple[int, asyncio.Future[int]]":
-        """Starts the function in a process group of its own."""
+    async def start(self, env: Mapping[str, str], files: Files, timeout_s: float) -> "tuple[int, asyncio.Future[int]]":
+        """Starts an episode in a process group of its own; the first one also imports the function, in `timeout_s`."""
         loop, number = asyncio.get_running_loop(), next(self._numbers)
         async with self._starting:
-            if self._channel is None:
-                self._channel = await self._open(loop)
-            self._waiting[number] = futures = [loop.create_future(), loop.create_future()]
-            said = json.dumps({"id": number, "env": dict(env)}).encode()
-            socket.send_fds(self._channel, [said], [file.fileno() for file in files])
-            return await futures[0], futures[1]
+            if self._failed is not None:
+                raise self._failed
+            if self._process is None:
+                await self._open(loop, timeout_s)
+        self._waiting[number] = futures = [loop.create_future(), loop.create_future()]
+        said = json.dumps({"id": number, "env": dict(env)}).encode()
+        socket.send_fds(self._channel, [said], [file.fileno() for file in files])
+        return await futures[0], futures[1]
 
-    def close(self) -> None:
-        """Ends the process and its forks."""
-        if self._channel is not None:
-            asyncio.get_running_loop().remove_reader(self._channel)
-            self._channel.close()
-            self._log.close()
-            self._channel = None
+    async def close(self) -> None:
+        """Ends the process and its forks; may be called twice."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        asyncio.get_running_loop().remove_reader(self._channel)
+        self._channel.close()  # it kills its forks then, and ends
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), CLOSE_S if self._ready.done() else 0)  # else it still imports
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+        self._log.close()
 
-    async def _open(self, loop: asyncio.AbstractEventLoop) -> socket.socket:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    async def _open(self, loop: asyncio.AbstractEventLoop, timeout_s: float) -> None:
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
+        self._ready = loop.create_future()
         with theirs:
-            await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "jppo.agent.gateway.function", self._spec, str(theirs.fileno())),
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "jppo.agent.gateway.forks", str(theirs.fileno()), *self._work),
                 stdin=asyncio.subprocess.DEVNULL, stdout=self._log, stderr=self._log, env=_inherited(),
                 pass_fds=[theirs.fileno()], start_new_session=True,
             )  # fmt: skip
-        loop.add_reader(ours, self._read, ours)
-        return ours
+        loop.add_reader(self._channel, self._read)
+        late = loop.call_later(timeout_s, self._fail, f"its import exceeds rollout.agent_timeout_s={timeout_s:g}")
+        try:
+            await self._ready
+        finally:
+            late.cancel()
 
-    def _read(self, channel: socket.socket) -> None:
+    def _read(self) -> None:
         data = b""
         with contextlib.suppress(ConnectionError):
-            data = channel.recv(2**16)
+            data = self._channel.recv(2**16)
         if not data:
-            why = f"the agent {self._spec} cannot be run: {last_line(self._log) or 'its process ended'}"
-            for futures in self._waiting.values():
-                next(future for future in futures if not future.done()).set_exception(RolloutError(why))
-            self._waiting.clear()
-            self.close()
+            self._fail(last_line(self._log) or "its process ended")
             return
         said = json.loads(data)
+        if "ready" in said:
+            self._ready.set_result(None)
+            return
         which = 0 if "pid" in said else 1
         futures = self._waiting[said["id"]] if which == 0 else self._waiting.pop(said["id"])
         if not futures[which].done():
             futures[which].set_result(said["pid"] if which == 0 else said["code"])
 
+    def _fail(self, why: str) -> None:
+        """Fails all episodes, also later ones."""
+        asyncio.get_running_loop().remove_reader(self._channel)
+        self._failed = RolloutError(f"the agent {self._agent} cannot be run: {why}")
+        for future in (self._ready, *(future for futures in self._waiting.values() for future in futures)):
+            if not future.done():
+                future.set_exception(self._failed)
+                future.exception()  # some are awaited by no one
+        self._waiting.clear()
 
-async def run(program: Command | Forks, task: Mapping[str, Any], env: Mapping[str, str], timeout_s: float) -> Ended:
+
+async def run(program: Program, task: Mapping[str, Any], env: Mapping[str, str], timeout_s: float) -> Ended:
     """Runs a program with the task as JSON on its input; afterwards none of its process group is left."""
     with contextlib.ExitStack() as stack:
         given, output, error = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(3))
         given.write(json.dumps(task, default=_plain).encode() + b"\n")
         given.seek(0)
-        starting = asyncio.ensure_future(program.start(env, (given, output, error)))
+        starting = asyncio.ensure_future(program.start(env, (given, output, error), timeout_s))
         code: int | None = None
         try:
             _, ended = await asyncio.shield(starting)

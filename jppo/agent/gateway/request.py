@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jppo.agent.calls import Schema
+from jppo.rewards.earned import short
 
 Message = dict[str, Any]
 Body = Mapping[str, Any]
@@ -171,12 +172,6 @@ def check(request: Request) -> Request:
     if request.text is None and (not request.messages or request.messages[-1]["role"] == "assistant"):
         raise BadRequest("the messages must not be empty and must end with another role than 'assistant'")
     return request
-
-
-def short(value: Any) -> str:
-    """Returns a value for an error message."""
-    said = ascii(value)
-    return said if len(said) <= 80 else f"{said[:77]}..."
 
 
 FREE = "the policy's sampling is not constrained in training"

@@ -5,6 +5,7 @@ from typing import Any
 
 from jppo.agent.gateway import request as r
 from jppo.agent.gateway.request import BadRequest, Body, Message, Reply, Request
+from jppo.rewards.earned import short
 
 _TEXT = ["input_text", "output_text", "text"]
 PREFIX = "resp_"
@@ -16,7 +17,7 @@ def read(body: Body, earlier: Mapping[str, tuple[Message, ...]]) -> Request:
     r.refuse(body, "tool_choice", ["auto", "none"], r.FREE)
     before = r.get(body, "previous_response_id", str)
     if before is not None and before.removeprefix(PREFIX) not in earlier:
-        raise BadRequest(f"previous_response_id={r.short(before)} is no response of this episode")
+        raise BadRequest(f"previous_response_id={short(before)} is no response of this episode")
     said = r.need(body, "input", (str, list))
     items = [{"role": "user", "content": said}] if isinstance(said, str) else said
     instructions = r.get(body, "instructions", str, "")
@@ -41,7 +42,7 @@ def _add(messages: list[Message], item: Any) -> None:
     if kind == "message":
         role = r.need(item, "role", str)
         if role not in r.ROLES or role == "tool":
-            raise BadRequest(f"role={r.short(role)} must be system, developer, user or assistant")
+            raise BadRequest(f"role={short(role)} must be system, developer, user or assistant")
         messages.append({"role": r.ROLES[role], "content": r.text_of(item.get("content"), _TEXT)})
     elif kind == "function_call":
         if not messages or messages[-1]["role"] != "assistant":
@@ -52,7 +53,7 @@ def _add(messages: list[Message], item: Any) -> None:
         output = r.text_of(item.get("output"), _TEXT)
         messages.append({"role": "tool", "content": output, "tool_call_id": r.need(item, "call_id", str)})
     elif kind != "reasoning":
-        raise BadRequest(f"an input item has type={r.short(kind)}, which is not supported")
+        raise BadRequest(f"an input item has type={short(kind)}, which is not supported")
 
 
 def write(reply: Reply, request: Request) -> dict[str, Any]:
