@@ -27,7 +27,7 @@ import jax
 import numpy as np
 import scipy.stats
 from learning_tasks import ALGORITHMS, COMMON, TASKS
-from machine import ROOT, begin, machine, slug, title
+from machine import ROOT, begin, lines_of, machine, newest, title
 from ml_collections import ConfigDict
 
 from jppo import settings, train
@@ -130,21 +130,10 @@ def checksum(folder: pathlib.Path) -> int:
     return found
 
 
-def place(out: pathlib.Path, date: str) -> pathlib.Path:
-    """The newest results of this machine, or a new file of today."""
-    name = f"{slug(machine())}-learning.jsonl"
-    return max(out.glob(f"*-{name}"), default=out / f"{date}-{name}")
-
-
-def read(path: pathlib.Path) -> list[Row]:
-    """The finished runs of a file."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
-
-
 def run_missing(args: argparse.Namespace, path: pathlib.Path) -> None:
     """Runs what the file lacks, seed by seed, and adds each run to it."""
     changes = {CHANGES[option]: vars(args)[option] for option in CHANGES if vars(args)[option] is not None}
-    done = {identity(row) for row in read(path)}
+    done = {identity(row) for row in lines_of(path)}
     for task in args.tasks:
         folder = args.work / task
         if not (folder / "ready").exists():
@@ -260,11 +249,11 @@ def main(argv: list[str] | None = None) -> None:
     if args.seeds < 1:
         raise UserError(f"--seeds={args.seeds} must be 1 or more; an interval needs 2")
     args.work = args.work.resolve()
-    path = place(args.out, begin()["date"])
+    path = newest(args.out, begin()["date"], "learning")
     if not args.tables:
         path.parent.mkdir(parents=True, exist_ok=True)
         run_missing(args, path)
-    rows = read(path)
+    rows = lines_of(path)
     if rows:
         print(f"{title(rows[-1]['machine'])}; commit {rows[-1]['commit']}\n")
     print(tables(rows, args.tasks, args.seeds))

@@ -75,6 +75,17 @@ def write(result: dict[str, Any], table: Callable[[dict[str, Any]], str], folder
     print(f"\n{table(result)}\n\n{out}")
 
 
+def newest(folder: pathlib.Path, date: str, name: str) -> pathlib.Path:
+    """Returns the newest file of this machine's results that grows line by line, or a new one of today."""
+    kind = f"{slug(machine())}-{name}.jsonl"
+    return max(folder.glob(f"*-{kind}"), default=folder / f"{date}-{kind}")
+
+
+def lines_of(path: pathlib.Path) -> list[dict[str, Any]]:
+    """Returns the finished runs of such a file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
 def version(package: str) -> str | None:
     """Returns the installed version, or None."""
     try:

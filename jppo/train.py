@@ -67,7 +67,9 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
     asked = [prompt for prompt in drawn.prompts for _ in range(c.rollout.n)]
     run.logger.samples(f"step_{version + 1}", samples(asked, trajectories, rewards))
     require_graded(rewards)
-    metrics |= drawn.metrics | describe(trajectories, graded) | source_means(graded, [p.data_source for p in asked])
+    metrics |= (
+        drawn.metrics | describe(trajectories, graded, baseline) | source_means(graded, [p.data_source for p in asked])
+    )
     metrics |= turn_metrics.metrics(trajectories) | summed(run.hosts, run.panel.metrics() | run.sampler.metrics())
     how = dict(earns=recipe.earns, filter_truncated=c.algorithm.filter_truncated)
     weights = [run.panel.weights.of(prompt.data_source).get("agent_score", 0.0) for prompt in asked]

@@ -335,6 +335,9 @@ def test_samples_that_are_too_old_are_dropped_or_corrected(small_run):
     assert [r.unusable is None for r in found] == [False, True, False] and metrics["rollout/stale_dropped"] == 1
     assert "2 updates old" in found[0].unusable and found[2].unusable == "not graded"
     assert (metrics["rollout/staleness_mean"], metrics["rollout/hidden"]) == (1.0, 0.75)
+    assert metrics["rollout/mixed_versions"] == 0.0
+    old[1].version[old[1].sampled] = [2, 3]
+    assert fresh(small_run, drawn(old, 4.0, 1.0), 3, graded)[1]["rollout/mixed_versions"] == pytest.approx(1 / 3)
     small_run.algorithm.old_logprob = "correction"
     assert fresh(small_run, drawn(old, 4.0, 1.0), 3, graded)[0] == graded
     small_run.rollout.mode = "sync"

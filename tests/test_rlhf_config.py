@@ -1,6 +1,8 @@
 """configs/rlhf.py and its reward model's, on small stand-ins for the model and the data: every setting is read."""
 
+import importlib.util
 import json
+import pathlib
 
 import jax
 import pytest
@@ -13,6 +15,7 @@ from jppo.build.reward import make_panel
 from jppo.dry_run.preview import dry_run
 from jppo.models import decoder, hf, hf_write
 
+BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
 TEMPLATE = (
     "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}={% endif %}"
@@ -85,3 +88,31 @@ def test_the_stages_of_the_example_find_each_other(name, defaults):
     assert c.trainer.run_dir == {"tinystories_sft": "here/sft", "tinystories_reward_model": "here/rm"}.get(
         name, "here/ppo"
     )
+
+
+@pytest.fixture
+def page(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    spec = importlib.util.spec_from_file_location("page", BENCHMARKS / "page.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_commands_of_the_example_page_are_found(page):
+    lines = page.commands(page.PAGE.read_text())
+    modules = ["examples.stories", "jppo.evaluate", "examples.stories", "jppo.sft"]
+    modules += ["jppo.evaluate", "jppo.data.pairs", "jppo.reward_model", "jppo.train"]
+    assert [line.split()[:3] for line in lines] == [["python", "-m", module] for module in modules]
+    assert all("\\" not in line for line in lines)
+    assert sum(page.changed(line, page.SMALL) != line for line in lines) == len(page.SMALL)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup")
+def test_the_example_page_trains_from_an_empty_folder(page, shared, tmp_path):
+    found = page.measure(shared / "models/tinystories-656k-hd64", tmp_path, page.SMALL)["outcome"]
+    assert found["ranked right"] > 0.8
+    assert found["reward after"] > found["reward before"] + 1.0
+    assert found["with a cat after"] > found["with a cat before"] + 0.2

@@ -176,6 +176,14 @@ def test_describe_counts_responses_and_errors():
     assert found["prompt_length/mean"] == 3.0 and found["perf/total_num_tokens"] == 12.0
 
 
+def test_describe_has_the_mean_score_of_greedy_responses():
+    rewards = [Reward(1.0, {}, None)]
+    failed = Reward(0.0, {}, "no grade", unusable="not graded")
+    greedy = [Reward(score, {}, None) for score in (1.0, 0.0, 0.5)] + [failed]
+    assert describe([trajectory(2)], rewards, greedy)["critic/greedy/mean"] == 0.5
+    assert "critic/greedy/mean" not in describe([trajectory(2)], rewards) | describe([trajectory(2)], rewards, [failed])
+
+
 def test_scores_by_data_source():
     rewards = [Reward(score, {}, None) for score in (1.0, 0.0, 1.0, 1.0)]
     assert source_means([*rewards, FAILED], [*"aabb", "a"]) == {"train/a/score": 0.5, "train/b/score": 1.0}

@@ -105,6 +105,9 @@ def fresh(c: ConfigDict, drawn: Drawn, step: int, rewards: list[Reward]) -> tupl
         "rollout/staleness_mean": float(age.mean()),
         "rollout/staleness_max": float(age.max()),
         "rollout/stale_dropped": float(len(dropped)),
+        "rollout/mixed_versions": float(
+            np.mean([len(np.unique(t.version[t.sampled])) > 1 for t in drawn.trajectories])
+        ),
         "rollout/sampling_s": drawn.sampling_s,
         "rollout/hidden": max(0.0, 1.0 - drawn.waited_s / drawn.sampling_s) if drawn.sampling_s > 0 else 0.0,
     }

@@ -7,8 +7,11 @@ import numpy as np
 from jppo.types import Reward, Trajectory
 
 
-def describe(trajectories: Sequence[Trajectory], rewards: Sequence[Reward]) -> dict[str, float]:
-    """Returns lengths and scores of samples; at least one must be graded."""
+def describe(
+    trajectories: Sequence[Trajectory], rewards: Sequence[Reward], greedy: Sequence[Reward] | None = None
+) -> dict[str, float]:
+    """Returns lengths and scores of samples and of remax's greedy responses; at least one sample must be graded."""
+    best = [r.score for r in greedy or () if r.unusable is None]
     scores = np.array([r.score for r in rewards if r.unusable is None])
     lengths = np.array([t.sampled.sum() for t in trajectories])
     whole = np.array([len(t.tokens) for t in trajectories])
@@ -27,6 +30,7 @@ def describe(trajectories: Sequence[Trajectory], rewards: Sequence[Reward]) -> d
         "prompt_length/max": float(prompts.max()),
         "prompt_length/min": float(prompts.min()),
         "perf/total_num_tokens": float(whole.sum()),
+        **({"critic/greedy/mean": float(np.mean(best))} if best else {}),
     } | part_means(rewards)
 
 

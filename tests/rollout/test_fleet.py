@@ -279,6 +279,20 @@ def test_no_more_are_under_way_than_a_server_has_room_for(made, fakes):
     assert most[0] <= 3
 
 
+def test_a_probe_does_not_wait_for_the_samples_of_later_steps(made, fakes):
+    sampler = made(1, connections=3)
+    held, (_, good) = threading.Event(), fakes[0].answers[GENERATE]
+    fakes[0].answers[GENERATE] = (200, lambda body: (body["token_ids"][0] >= 15 or held.wait(20)) and good(body))
+    samples = sampler.start(PROMPTS[:5], SAMPLING)
+    until(lambda: len(asked(fakes[0], [GENERATE])) == 3)  # seven others wait for a place
+    probes = threading.Thread(target=sampler.probe, args=(PROMPTS[5:], SAMPLING), daemon=True)
+    probes.start()
+    probes.join(10)
+    assert not probes.is_alive() and not samples.done()
+    held.set()
+    assert len(samples.result(20)) == 10
+
+
 def test_a_response_that_an_update_cuts_goes_on_by_the_new_weights(made, fakes):
     sampler = made(1)
     cut, (_, good) = threading.Event(), fakes[0].answers[GENERATE]

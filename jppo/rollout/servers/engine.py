@@ -65,10 +65,14 @@ class ServedSampler(Served):
         return self.fleet.start(conversations.converse(self.fleet.ask, self._talk, prompts, sampling, done, only))
 
     def probe(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Trajectory]:
-        """Samples one answer per prompt, and at least one on every server, without tools or environments."""
+        """Samples one answer per prompt, and at least one on every server, without tools or environments.
+
+        Samples of the next steps that wait for a server do not delay it.
+        """
+        ask = functools.partial(self.fleet.ask, urgent=True)
         count, one_turn = max(len(prompts), len(self.fleet.members)), conversations.one_turn(lambda _: "")
         asked = list(itertools.islice(itertools.cycle(prompts), count))  # an idle fleet takes turns
-        return self.fleet.start(conversations.converse(self.fleet.ask, one_turn, asked, sampling, None)).result()
+        return self.fleet.start(conversations.converse(ask, one_turn, asked, sampling, None)).result()
 
     def load(self, tensors: Iterable[tuple[str, np.ndarray]], *, version: int, mode: str = "wait") -> None:
         """Replaces the whole model by `tensors` (HF names, a tied embedding once) and sets `version`."""

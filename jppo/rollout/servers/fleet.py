@@ -92,8 +92,10 @@ class Fleet:
         """Runs `work`, which may call `ask`, on the fleet's loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    async def ask(self, ids: Sequence[int], *, sampling: Sampling, seed: int, near: Hashable) -> Answer:
-        """Returns one answer from any server; see `protocol.Ask`."""
+    async def ask(
+        self, ids: Sequence[int], *, sampling: Sampling, seed: int, near: Hashable, urgent: bool = False
+    ) -> Answer:
+        """Returns one answer from any server; see `protocol.Ask`. Urgent requests do not wait for others to end."""
         needed = len(ids) + sampling.max_tokens
         longest = min((member.max_model_len for member in self.members), default=needed)
         if needed > longest:
@@ -114,7 +116,7 @@ class Fleet:
             own = seed if not tokens else sample_seed(seed, 0, len(tokens))
             updates = self._updates
             try:
-                part = await self._ask_one([*ids, *tokens], rest, own, near, sure=failures > 0)
+                part = await self._ask_one([*ids, *tokens], rest, own, near, sure=failures > 0, urgent=urgent)
                 cut = bool(tokens)
                 tokens, logprob = tokens + part.tokens, logprob + part.logprob
                 version += map(int, part.version)
@@ -194,10 +196,10 @@ class Fleet:
     # Methods on the loop.
 
     async def _ask_one(
-        self, ids: Sequence[int], sampling: Sampling, seed: int, near: Hashable, *, sure: bool
+        self, ids: Sequence[int], sampling: Sampling, seed: int, near: Hashable, *, sure: bool, urgent: bool
     ) -> Completion:
         with traces.span("queue"):
-            member = await self._router.take(near)
+            member = await self._router.take(near, urgent=urgent)
         try:
             oldest = self.version
             route, body = self._dialect.request(ids, sampling, seed, self._model(member))

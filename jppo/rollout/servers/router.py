@@ -21,8 +21,8 @@ class Router:
         self.fatal: Exception | None = None  # ends all requests
         self._waiting: collections.deque[asyncio.Future[None]] = collections.deque()
 
-    async def take(self, near: Hashable) -> Member:
-        """Returns a server with room; counts the request."""
+    async def take(self, near: Hashable, *, urgent: bool = False) -> Member:
+        """Returns a server with room, or any working server for an urgent request; counts the request."""
         while True:
             if self.fatal is not None:
                 raise self.fatal
@@ -32,7 +32,7 @@ class Router:
                 least = min(fit, key=lambda member: member.under_way)
                 home = members[hash(near) % len(members)]
                 chosen = home if home in fit and home.under_way <= least.under_way + SLACK else least
-                if chosen.under_way < chosen.connections:
+                if urgent or chosen.under_way < chosen.connections:
                     chosen.under_way += 1
                     return chosen
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
