@@ -1,6 +1,6 @@
 """Checks that a vLLM server samples from the published weights.
 
-    python scripts/check_sync.py HF_DIR [--via file|tcp|nccl] [--dtype bfloat16]
+    python scripts/check_sync.py HF_DIR [--via file|tcp|nccl|ipc] [--dtype bfloat16]
 
 Starts vLLM on HF_DIR (config and tokenizer; random weights where it has none), publishes two random changes
 of the weights, and compares the log-probs of what the server generates with jppo's own, on prompts so long
@@ -8,7 +8,7 @@ that a stale prefix cache would show. Then publishes three broken sets of weight
 name, and the server must go on with the old ones. Exits with 1 above --tolerance.
 jppo computes in float32 in any case; with --dtype bfloat16 the weights are rounded as a training's are, and the
 server's own rounding is part of the gap.
---via nccl needs two GPUs: the trainer takes the first, the server the second.
+--via nccl needs two GPUs: the trainer takes the first, the server the second. --via ipc needs one, for both.
 """
 
 import argparse
@@ -89,7 +89,7 @@ def gap(params: Params, cfg: ModelConfig, trajectories: Sequence[Trajectory]) ->
 def check(sampler: ServedSampler, base: Params, cfg: ModelConfig, via: str, dtype: str) -> dict[str, float]:
     """Publishes, generates, compares, injects faults; returns gaps and seconds. RolloutError if a fault passes."""
     rng = np.random.default_rng(0)
-    export = functools.partial(hf_write.device_tensors if via == "nccl" else hf_write.hf_tensors, dtype=dtype)
+    export = functools.partial(hf_write.device_tensors if via in ("nccl", "ipc") else hf_write.hf_tensors, dtype=dtype)
     prompts = [
         Prompt(str(i), "", "", rng.integers(3, cfg.vocab_size, PROMPT_TOKENS).astype(np.int32), "", {})
         for i in range(4)
@@ -150,11 +150,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("hf_dir")
     parser.add_argument("--tolerance", type=float, default=1e-3)
-    parser.add_argument("--via", choices=("file", "tcp", "nccl"), default="file", help="rollout.publish_via")
+    parser.add_argument("--via", choices=("file", "tcp", "nccl", "ipc"), default="file", help="rollout.publish_via")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the server")
     parser.add_argument("--record", type=pathlib.Path, help="a JSONL file that the result is added to")
     parser.add_argument("--python", default="", help="the interpreter that has vLLM")
     args = parser.parse_args()
+    if args.via != "nccl":  # server and trainer share a GPU
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
     _, cfg = hf.read_config(args.hf_dir, longest=PROMPT_TOKENS + SAMPLING.max_tokens)
     settings = ServerSettings(
         python=args.python,

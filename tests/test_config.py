@@ -360,7 +360,12 @@ def test_what_is_none_unless_given_may_be_given(config):
             {"rollout.publish_via": "nccl", "rollout.name": "sglang"},
             ["rollout.publish_via='nccl' is for vLLM", "rollout.publish_dir"],
         ),
-        ({"rollout.publish_via": "ipc"}, ["rollout.publish_via='ipc'", "nccl"]),
+        ({"rollout.publish_via": "rdma"}, ["rollout.publish_via='rdma'", "nccl"]),
+        (
+            {"rollout.publish_via": "ipc", "rollout.urls": "http://127.0.0.1:8000"},
+            ["rollout.publish_via='ipc' is for servers that are started here", "rollout.urls", "tcp"],
+        ),
+        ({"rollout.publish_via": "ipc", "rollout.name": "sglang"}, ["rollout.publish_via='ipc' is for vLLM"]),
         (
             {"rollout.publish_via": "tcp", "rollout.lora_sync": "adapter", "model.lora_rank": 2},
             ["rollout.publish_via='tcp'", "rollout.publish_dir", "take merge"],

@@ -85,6 +85,7 @@ NO_MORE_THAN = {
     # what runs in vLLM's process, whose environment may have no more of jppo's dependencies
     "jppo.rollout.vllm.weight_engine": {*sys.stdlib_module_names, "torch", "vllm"},
     "jppo.rollout.vllm.worker": {*sys.stdlib_module_names, "numpy", "torch", "transformers"},
+    "jppo.rollout.vllm.cuda_ipc": {*sys.stdlib_module_names},
     "jppo.rollout.vllm.staging": {*sys.stdlib_module_names},
     "jppo.rollout.vllm.routing": {*sys.stdlib_module_names, "numpy", "vllm"},
     "jppo.rollout.vllm.layout": {*sys.stdlib_module_names, "numpy"},
@@ -114,12 +115,14 @@ OF_JPPO = {
     "jppo.statistics": (),
     "configs": ("jppo.settings",),
     "jppo.rollout.vllm.weight_engine": (
+        "jppo.rollout.vllm.cuda_ipc",
         "jppo.rollout.vllm.layout",
         "jppo.rollout.vllm.staging",
         "jppo.rollout.vllm.transfer",
         "jppo.rollout.vllm.worker",
     ),
     "jppo.rollout.vllm.worker": ("jppo.rollout.vllm.layout", "jppo.rollout.vllm.staging"),
+    "jppo.rollout.vllm.cuda_ipc": (),
     "jppo.rollout.vllm.staging": ("jppo.rollout.vllm.layout",),
     "jppo.rollout.vllm.transfer": ("jppo.rollout.vllm.layout",),
     "jppo.rollout.vllm.routing": (),

@@ -46,8 +46,8 @@ def require_shareable(c: ConfigDict, hosts: Hosts) -> None:
     for name, why in NOT_SHARED.items():
         if mine[name]:
             raise UserError(f"{name}=True {why}; leave it at False with trainer.nnodes={hosts.count}")
-    if mine["rollout.publish_via"] == "nccl":
-        raise UserError(f"rollout.publish_via='nccl' is for one host, and this run has {hosts.count}; set it to tcp")
+    if (via := mine["rollout.publish_via"]) in ("nccl", "ipc"):
+        raise UserError(f"rollout.publish_via={via!r} is for one host, and this run has {hosts.count}; set it to tcp")
     alike = {name: repr(value) for name, value in mine.items() if name not in OWN}
     for rank, other in enumerate(hosts.gather(lambda: alike)):
         for name, value in alike.items():

@@ -97,7 +97,7 @@ def publish_base(c: ConfigDict, learner: Learner, sampler: Source, version: int,
 
 def _load(c: ConfigDict, sampler: Served, model: Weights, cfg: ModelConfig, hosts: Hosts, **how: Any) -> None:
     """Loads all weights into each host's servers; a host that fails still joins the others' gathers."""
-    on_device = c.rollout.publish_via == "nccl"
+    on_device = c.rollout.publish_via in ("nccl", "ipc")
     export: Callable[..., Iterator[tuple[str, Any]]] = hf_write.device_tensors if on_device else hf_write.hf_tensors
     make = functools.partial(export, model, cfg, dtype=published_dtype(c))
 

@@ -52,14 +52,9 @@ def from_hf(config: Mapping[str, Any], *, path: str | os.PathLike[str], longest:
     _refuse_unsupported(fields, family)
     attention_bias = fields.get(family.bias_field, bool, family.biased)
     hidden_size, num_heads = fields.get("hidden_size", int), fields.get("num_attention_heads", int)
-    num_layers = fields.get("num_hidden_layers", int)
-    if num_layers > MOST_LAYERS:
-        raise fields.refuse("num_hidden_layers", f"must be at most {MOST_LAYERS}")
-    num_kv_heads = fields.get("num_key_value_heads", int, num_heads)
+    num_layers, num_kv_heads = _num_layers(fields), _num_kv_heads(fields, num_heads)
     latent = config_latent.read(fields, num_heads) if family.latent else None
     head_dim = latent.head_dim if latent is not None else _head_dim(fields, family, hidden_size, num_heads)
-    if num_heads % num_kv_heads:
-        raise fields.refuse("num_key_value_heads", f"must divide num_attention_heads={num_heads}")
     rotary, local = config_rotary.read(fields, family, head_dim if latent is None else latent.rotary_dim, longest)
     delta = None if family.delta is None else config_delta.read(fields, family.delta, num_layers)
     layers = _layers(fields, family, num_layers, rotary, local)
@@ -104,6 +99,20 @@ def from_hf(config: Mapping[str, Any], *, path: str | os.PathLike[str], longest:
         gated=family.gated,
         delta=delta,
     )
+
+
+def _num_layers(fields: Fields) -> int:
+    found: int = fields.get("num_hidden_layers", int)
+    if found > MOST_LAYERS:
+        raise fields.refuse("num_hidden_layers", f"must be at most {MOST_LAYERS}")
+    return found
+
+
+def _num_kv_heads(fields: Fields, num_heads: int) -> int:
+    found: int = fields.get("num_key_value_heads", int, num_heads)
+    if num_heads % found:
+        raise fields.refuse("num_key_value_heads", f"must divide num_attention_heads={num_heads}")
+    return found
 
 
 def _family(fields: Fields) -> tuple[str, Family]:

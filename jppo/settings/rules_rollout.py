@@ -129,7 +129,7 @@ def publish_via(r: ml_collections.ConfigDict) -> str:
 def _publish(r: ml_collections.ConfigDict) -> None:
     resolved = publish_via(r)
     via = f"rollout.publish_via={r.publish_via!r}" + (f" (here {resolved})" if r.publish_via == "auto" else "")
-    if r.publish_via in ("tcp", "nccl") and r.name == "sglang":
+    if r.publish_via in ("tcp", "nccl", "ipc") and r.name == "sglang":
         raise UserError(
             f"{via} is for vLLM, and rollout.name='sglang' reads directories; use file and a rollout.publish_dir that"
             " trainer and servers share"
@@ -138,6 +138,10 @@ def _publish(r: ml_collections.ConfigDict) -> None:
         raise UserError(
             f"{via} needs servers on other GPUs than the trainer's, and rollout.sleep_level={r.sleep_level} is for"
             " servers on the same; use file, or give them rollout.devices and set sleep_level to 0"
+        )
+    if r.publish_via == "ipc" and r.urls:
+        raise UserError(
+            f"{via} is for servers that are started here, on the trainer's GPUs; leave rollout.urls empty, or take tcp"
         )
     if r.publish_host in ("0.0.0.0", "::"):
         raise UserError(
@@ -149,7 +153,7 @@ def _publish(r: ml_collections.ConfigDict) -> None:
             f"{via} needs the trainer's address for the server at {away[0]}; set rollout.publish_host to the address of"
             " this machine as seen from there"
         )
-    if resolved in ("tcp", "nccl") and r.lora_sync == "adapter" and not r.publish_dir:
+    if resolved != "file" and r.lora_sync == "adapter" and not r.publish_dir:
         raise UserError(
             f"{via} sends whole weights, and rollout.lora_sync='adapter' a folder of adapters; name one that trainer"
             " and servers share by rollout.publish_dir, or take merge"

@@ -85,8 +85,9 @@ ROLLOUT = (
     S("lora_sync", "merge", "Publish of adapters. merge: merged into whole weights; adapter: adapters alone (vLLM)",
       choices=("merge", "adapter")),
     S("publish_via", "file", "Transport of the weights. file: on this machine; tcp: buckets over a socket, to any"
-      " machine; nccl: from GPU to GPU (not yet run on hardware); auto: file or tcp, by the servers' addresses",
-      choices=("file", "tcp", "nccl", "auto"), only=_SERVERS),
+      " machine; nccl: to other GPUs; ipc: to servers on the trainer's GPUs (both not yet run on hardware); auto: file"
+      " or tcp, by the servers' addresses",
+      choices=("file", "tcp", "nccl", "ipc", "auto"), only=_SERVERS),
     S("publish_host", "", "Address of the trainer as the servers see it. '': they are on this machine", only=_SENT),
     S("publish_dir", "", "Folder of published weights, for servers in a container. '': nameless shared memory",
       only=_SERVERS),

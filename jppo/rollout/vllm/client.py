@@ -26,7 +26,7 @@ from jppo.rollout.servers.engine import Engine
 from jppo.rollout.servers.kind import Completion, sampling_params
 from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.servers.process import Server, check_ports
-from jppo.rollout.vllm import arguments, buckets, nccl_carrier, publisher, unserved
+from jppo.rollout.vllm import arguments, buckets, ipc_carrier, nccl_carrier, publisher, unserved
 from jppo.rollout.vllm.arguments import ServerSettings
 from jppo.rollout.vllm.buffers import Buffers
 from jppo.settings import UserError
@@ -190,6 +190,8 @@ def start_vllm(
         publish = buckets.StreamPublisher(buffers, buckets.Tcp(publish_host, limits.request_timeout_s))
     elif settings.publish_via == "nccl":
         publish = buckets.StreamPublisher(buffers, nccl_carrier.on_first_gpu())
+    elif settings.publish_via == "ipc":
+        publish = buckets.StreamPublisher(buffers, ipc_carrier.on_gpus())
     for i in range(0 if urls else settings.servers):
         program = arguments.program(
             i, model=model, run_dir=run_dir, settings=settings, build=build, folder=buffers.folder

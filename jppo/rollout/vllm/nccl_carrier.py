@@ -62,10 +62,7 @@ class Nccl:
     @contextlib.contextmanager
     def offer(self, bucket: buckets.Tensors) -> Iterator[tuple[list[TensorEntry], Mapping[str, Any]]]:
         """Gathers the tensors on the device and broadcasts them during the block."""
-        arrays = jax.block_until_ready([jax.device_put(tensor, self._device) for _, tensor in bucket])
-        sums = [int(_checksum(array)) if array.nbytes else 0 for array in arrays]
-        known, communicator = zip(bucket, arrays, sums, strict=True), self._communicator
-        entries = layout.in_order((name, a.dtype.name, a.shape, a.nbytes, crc32) for (name, _), a, crc32 in known)
+        (entries, arrays), communicator = gathered(bucket, self._device), self._communicator
 
         def send() -> None:
             for array in arrays:
@@ -80,6 +77,14 @@ class Nccl:
         """Leaves the communicator; may be called twice."""
         self._joined, self._id = {}, ""
         self._communicator.abort()
+
+
+def gathered(bucket: buckets.Tensors, device: jax.Device) -> tuple[list[TensorEntry], list[jax.Array]]:
+    """Returns the entries of a bucket, and its tensors on one device."""
+    arrays: list[jax.Array] = jax.block_until_ready([jax.device_put(tensor, device) for _, tensor in bucket])
+    sums = [int(_checksum(array)) if array.nbytes else 0 for array in arrays]
+    known = zip(bucket, arrays, sums, strict=True)
+    return layout.in_order((name, a.dtype.name, a.shape, a.nbytes, crc32) for (name, _), a, crc32 in known), arrays
 
 
 def on_first_gpu() -> Nccl:

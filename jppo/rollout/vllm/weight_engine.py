@@ -19,7 +19,7 @@ import torch
 from vllm.distributed.weight_transfer import base, factory, nccl_common
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
-from jppo.rollout.vllm import layout, transfer, worker
+from jppo.rollout.vllm import cuda_ipc, layout, transfer, worker
 from jppo.rollout.vllm.staging import Staging
 
 WORDS = {2: torch.int16, 4: torch.int32}
@@ -41,7 +41,8 @@ class Update(base.WeightTransferUpdateInfo):
 
     version: int
     entries: Sequence[Sequence[Any]] = ()
-    address: Mapping[str, Any] | None = None
+    address: Mapping[str, Any] | None = None  # over a socket
+    handles: Mapping[str, str] | None = None  # by CUDA IPC: of each GPU of the trainer, by its UUID
     digest: str | None = None
 
 
@@ -59,6 +60,7 @@ class StagedEngine(base.WeightTransferEngine[Init, Update]):
         self.staging = Staging(self._expected)
         self.group = ""  # the id of the communicator
         self._communicator: Any = None
+        self._gpu: cuda_ipc.Gpu | None = None
         self._memory: list[mmap.mmap] = []  # of the last publish, for the next one
 
     def init_transfer_engine(self, init_info: Init) -> None:
@@ -105,24 +107,38 @@ class StagedEngine(base.WeightTransferEngine[Init, Update]):
     def _fetch(self, update_info: Update, entries: Sequence[layout.TensorEntry]) -> Any:
         if update_info.address is not None:
             return transfer.receive(transfer.Address(**update_info.address), entries, worker.unused(self._memory))
-        if self._communicator is None:
+        if update_info.handles is None and self._communicator is None:
             raise layout.WeightsRefused("a bucket has no address, and no communicator of NCCL was joined")
         try:
-            return self._broadcast(entries)
+            data = torch.empty(layout.size(entries), dtype=torch.uint8, device=self.device)
+            parts = [(data[e.offset : e.offset + e.nbytes], e) for e in entries if e.nbytes]
+            if update_info.handles is not None:
+                self._copy(update_info.handles, data)
+            else:
+                for part, _ in parts:
+                    self._communicator.broadcast(part, src=0)
+            torch.accelerator.synchronize()
+            for part, entry in parts:
+                layout.check_sum(entry, checksum(part, getattr(torch, entry.dtype).itemsize))
+            return data if torch.accelerator.get_memory_info()[0] > 2 * len(data) else data.cpu()
         except torch.OutOfMemoryError as e:
             raise layout.WeightsRefused(
                 f"the GPU has no room for a bucket of {layout.size(entries)} bytes, {entries[0].name} to"
                 f" {entries[-1].name} ({e}); lower rollout.gpu_memory_utilization or set rollout.publish_via to tcp"
             ) from e
 
-    def _broadcast(self, entries: Sequence[layout.TensorEntry]) -> torch.Tensor:
-        data = torch.empty(layout.size(entries), dtype=torch.uint8, device=self.device)
-        for part, _ in (parts := [(data[e.offset : e.offset + e.nbytes], e) for e in entries if e.nbytes]):
-            self._communicator.broadcast(part, src=0)
-        torch.accelerator.synchronize()
-        for part, entry in parts:
-            layout.check_sum(entry, checksum(part, getattr(torch, entry.dtype).itemsize))
-        return data if torch.accelerator.get_memory_info()[0] > 2 * len(data) else data.cpu()
+    def _copy(self, handles: Mapping[str, str], data: torch.Tensor) -> None:
+        """Copies the trainer's buffer on this GPU."""
+        try:
+            gpu = self._gpu = self._gpu or cuda_ipc.Gpu(self.device.index or 0)
+            if gpu.uuid not in handles:
+                raise cuda_ipc.CudaError(f"the server is on GPU {gpu.uuid}, the trainer on {', '.join(handles)}")
+            torch.accelerator.synchronize()  # memory that torch uses again
+            with gpu.opened(handles[gpu.uuid]) as address:
+                gpu.copy(data.data_ptr(), address, len(data))
+                gpu.wait()
+        except cuda_ipc.CudaError as e:
+            raise layout.WeightsRefused(f"a bucket by CUDA IPC: {e}; set rollout.publish_via to file or tcp") from e
 
     def _reload(self, *, weights_iterator: Any) -> None:
         reload_weights(self.vllm_config, self.model, weights_iterator, weights_path=None, is_checkpoint_format=True)
