@@ -299,7 +299,7 @@ MODES: dict[str, Mode] = {
         SAME_WEIGHTS | {"errors": Must(total("reward/errors"), 0, 0)},
         to_the_end,
     ),
-}  # fmt: skip
+}
 
 
 def command(*words: Any) -> None:
@@ -320,13 +320,15 @@ def prepare(work: pathlib.Path) -> None:
 
 
 def prepare_reward_model(work: pathlib.Path) -> None:
-    """Trains a reward model on the sums of problems with a carry, the right one preferred."""
+    """Trains a reward model to prefer right sums to those with a ten too few or too many."""
     if (work / "rm/hf/config.json").is_file():
         return
-    pairs = []
-    for a, b in arithmetic.problems():
-        wrong = arithmetic.sloppy_sum(a, b) if arithmetic.carries(a, b) else a + b + 10
-        pairs.append({"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(wrong)})
+    problems = [(f"{a}+{b}=", a + b) for a, b in arithmetic.problems()]
+    pairs = [
+        {"prompt": prompt, "chosen": str(total), "rejected": str(total + wrong)}
+        for wrong in (-10, 10)
+        for prompt, total in problems
+    ]
     (work / "pairs").mkdir(exist_ok=True)
     for name, rows in (("train", pairs[TEST:]), ("test", pairs[:TEST])):
         write_jsonl(work / "pairs" / f"{name}.jsonl", rows)
