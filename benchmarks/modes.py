@@ -115,16 +115,29 @@ def found(pattern: str) -> Callable[[Ran], float]:
     return lambda ran: float(match[1]) if (match := re.search(pattern, ran.said)) else 0.0
 
 
+def prompts(ran: Ran) -> tuple[list[str], list[list[str]]]:
+    """The prompts that the run should train on, in order, and those of each step's samples."""
+    size = int(ran.settings["data.train_batch_size"])
+    rows = (ran.folder.parent / "data/train.jsonl").read_text().splitlines()[: STEPS * size]
+    files = [ran.folder / f"samples/step_{step}.jsonl" for step in range(1, STEPS + 1)]
+    trained = [[json.loads(line)["prompt"] for line in file.read_text().splitlines()] for file in files]
+    return [json.loads(row)["prompt"] for row in rows], trained
+
+
 def trained_otherwise(ran: Ran) -> float:
     """The prompts that were not trained on exactly `rollout.n` times: lost or doubled ones."""
-    count, n = STEPS * int(ran.settings["data.train_batch_size"]), int(ran.settings.get("rollout.n", 1))
-    rows = (ran.folder.parent / "data/train.jsonl").read_text().splitlines()[:count]
-    times: collections.Counter[str] = collections.Counter()
-    for step in range(1, STEPS + 1):
-        for line in (ran.folder / f"samples/step_{step}.jsonl").read_text().splitlines():
-            times[json.loads(line)["prompt"]] += 1
-    prompts = {json.loads(row)["prompt"] for row in rows}
-    return float(sum(times[prompt] != n for prompt in prompts | times.keys()))
+    due, trained = prompts(ran)
+    times = collections.Counter(prompt for step in trained for prompt in step)
+    expected = dict.fromkeys(due, int(ran.settings.get("rollout.n", 1)))
+    return float(sum(times[prompt] != expected.get(prompt, 0) for prompt in times.keys() | expected.keys()))
+
+
+def out_of_turn(ran: Ran) -> float:
+    """The fraction of prompts that were trained on in another step than their place in the data gives."""
+    due, trained = prompts(ran)
+    size = len(due) // STEPS
+    turns = {prompt: i // size for i, prompt in enumerate(due)}
+    return float(np.mean([turns.get(prompt) != i for i, step in enumerate(trained) for prompt in step]))
 
 
 def accuracy(ran: Ran, step: int) -> float:
@@ -245,11 +258,11 @@ MIXED = {"mixed": Must(mean("rollout/mixed_versions"), 1e-3)}
 UNMIXED = {"mixed": Must(mean("rollout/mixed_versions"), 0.0, 0.0)}
 
 
-def stale(k: int) -> dict[str, Must]:
-    """Samples as old as allowed, and none older."""
+def stale(k: int, least: int) -> dict[str, Must]:
+    """Old samples, and none older than allowed."""
     dropped = {"dropped": Must(total("rollout/stale_dropped"), 0, 0)}
     return {
-        "oldest": Must(largest("rollout/staleness_max"), k, k),
+        "oldest": Must(largest("rollout/staleness_max"), least, k),
         "mean age": Must(mean("rollout/staleness_mean"), 0.01),
     } | dropped
 
@@ -257,7 +270,9 @@ def stale(k: int) -> dict[str, Must]:
 def asynchronous(on_update: str, k: int, must: Mapping[str, Must], give: Give = to_the_end, **more: Any) -> Mode:
     """A mode of asynchronous training."""
     how = ASYNC | {"rollout.on_update": on_update, "rollout.max_staleness": k} | more
-    return Mode(how, stale(k) | dict(must), give)
+    partial = how.get("rollout.partial", False)
+    turns = {"out of turn": Must(out_of_turn, 1e-4) if partial else Must(out_of_turn, 0.0, 0.0)}
+    return Mode(how, stale(k, 1 if partial else k) | dict(must) | turns, give)
 
 
 CONTINUED = {"kept by a checkpoint": Must(found(r"(\d+) samples that the checkpoint has"), 1)}

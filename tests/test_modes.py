@@ -1,0 +1,76 @@
+"""benchmarks/modes.py: its modes trained through a real vLLM, its rules, and the table of docs/rollout.md."""
+
+import importlib.util
+import json
+import pathlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+spec = importlib.util.spec_from_file_location("modes", ROOT / "benchmarks/modes.py")
+modes = importlib.util.module_from_spec(spec)
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(ROOT / "benchmarks")
+    spec.loader.exec_module(modes)
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("modes")
+    modes.prepare(folder)
+    return folder
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup")
+@pytest.mark.parametrize("name", modes.MODES)
+def test_a_mode_learns_and_shows_its_work(work, name):
+    row = modes.run(name, work)
+    assert modes.lacks(row) == [], row
+    assert 0.35 < row["before"] < 0.6
+
+
+def recorded():
+    [path] = (ROOT / "benchmarks/results").glob("*-modes.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_table_of_the_docs_is_that_of_the_results():
+    rows = recorded()
+    assert {row["mode"] for row in rows} <= set(modes.MODES)
+    assert all(row["settings"] == modes.MODES[row["mode"]].settings for row in rows)
+    assert modes.table(rows) in (ROOT / "docs/rollout.md").read_text()
+
+
+def test_every_figure_that_a_mode_lacks_is_named():
+    row = {"mode": "abort-1", "before": 0.45, "after": 0.9, "steps": modes.STEPS}
+    seen = {"oldest": 1, "mean age": 0.2, "dropped": 0, "mixed": 0.02, "out of turn": 0, "lost or doubled": 0}
+    assert modes.lacks(row | {"seen": seen}) == []
+    for figure, bad in zip(seen, (0, 0.0, 3, 0.0, 0.5, 1), strict=True):
+        assert modes.lacks(row | {"seen": seen | {figure: bad}}) == [f"{figure} {bad:g}"]
+    assert modes.lacks(row | {"seen": seen, "after": 0.6}) == ["accuracy 0.450 -> 0.600"]
+    assert modes.lacks(row | {"seen": seen, "steps": 12}) == ["12 steps"]
+
+
+@pytest.mark.parametrize("change, count", [(None, 0), ("doubled", 2), ("lost", 1), ("another", 2)])
+def test_prompts_that_were_lost_or_doubled_are_counted(tmp_path, change, count):
+    size, n = 2, 3
+    prompts = [f"{i}+1=" for i in range(modes.STEPS * size + 5)]
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/train.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
+    drawn = [p for p in prompts[: modes.STEPS * size] for _ in range(n)]
+    if change == "doubled":  # in another's place
+        drawn[:n] = drawn[-n:]
+    elif change == "lost":
+        drawn[-1:] = []
+    elif change == "another":
+        drawn[:n] = [prompts[-1]] * n
+    (tmp_path / "run/samples").mkdir(parents=True)
+    for step in range(modes.STEPS):
+        lines = drawn[step * size * n : (step + 1) * size * n]
+        text = "".join(json.dumps({"prompt": p}) + "\n" for p in lines)
+        (tmp_path / f"run/samples/step_{step + 1}.jsonl").write_text(text)
+    ran = modes.Ran({"data.train_batch_size": size, "rollout.n": n}, tmp_path / "run", "", [])
+    assert modes.trained_otherwise(ran) == count
+    assert (modes.out_of_turn(ran) > 0) == (change in ("doubled", "another"))
