@@ -98,11 +98,10 @@ def make_passes(
     def compiled(fn: Callable[..., Any] | None, **how: Any) -> Any:
         return None if fn is None else jax.jit(fn, compiler_options=options, **how)
 
-    def exact(kind: str | None, routed: bool = False) -> score.Exact | None:
+    def exact(kind: str | None, **how: bool) -> score.Exact | None:
         if kind is None or kind not in kl.EXACT or models.reference is None:
             return None
-        how = dict(heads, compare=r.bypass, routed=routed)
-        return score.make_exact(kl.EXACT[kind], models.policy, models.reference, **how)
+        return score.make_exact(kl.EXACT[kind], models.policy, models.reference, **heads, **how)
 
     reference = None
     if models.reference is not None:
@@ -113,7 +112,7 @@ def make_passes(
     routed = models.policy[1] is not None and models.policy[1].experts is not None
     in_update = logprob(models.policy, with_entropy, compare=r.bypass, routed=routed)
     actor = update.make_actor_loss(
-        score.make_logprob_kl(r.kl_loss_type, in_update, exact(r.kl_loss_type, routed)),
+        score.make_logprob_kl(r.kl_loss_type, in_update, exact(r.kl_loss_type, compare=r.bypass, routed=routed)),
         r.policy_loss,
         r.weigh,
         entropy_coeff=r.entropy_coeff,
@@ -125,10 +124,8 @@ def make_passes(
     )
     value = critic = None
     if models.critic is not None:
-        output, clip = score.make_value(models.critic[0]), r.cliprange_value
-        loss = update.make_critic_loss(output, r.weigh_value, cliprange_value=clip, value_range=r.value_range)
+        value, loss = _critic(models.critic, r)
         critic = update.make_accumulate(loss, mesh=mesh, options=options)
-        value = score.make_expected(output, r.value_range)
     whole = None if mesh is None else sharding.replicated(mesh)
     balanced = routed and r.router_aux_loss_coef
     return Passes(
@@ -140,6 +137,13 @@ def make_passes(
         critic=critic,
         router_load=compiled(score.make_router_load(*models.policy), out_shardings=whole) if balanced else None,
     )
+
+
+def _critic(model: Model, r: Recipe) -> tuple[score.Value, Any]:
+    """Returns the values and the loss of a critic."""
+    output, clip = score.make_value(model[0]), r.cliprange_value
+    loss = update.make_critic_loss(output, r.weigh_value, cliprange_value=clip, value_range=r.value_range)
+    return score.make_expected(output, r.value_range), loss
 
 
 def _advantages(r: Recipe) -> Callable[..., Any]:
