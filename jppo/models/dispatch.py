@@ -14,8 +14,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from jppo.models.grouped_chunks import summed
-
 SMALLER = 8  # a further round has this part of the first one's room
 
 
@@ -40,12 +38,13 @@ def travelled(travel: Travel, kernels: Any, x: jax.Array, weight: jax.Array, cho
     chex.assert_rank([x, weight, chosen], [2, 2, 2])
     route = _Route.of(travel, chosen)
 
-    def one(begin: jax.Array | int, room: int, out: jax.Array) -> jax.Array:
+    def one(begin: jax.Array | int, room: int, so_far: jax.Array) -> jax.Array:
         pair, (order, here) = route.pairs(begin, room), route.by_expert(begin, room)
         found = travel.run(kernels, route.sent(x, pair), route.sent(weight.reshape(-1, 1), pair), here, order)
-        return route.put_back(out, found, pair)
+        return so_far + route.of_tokens(route.returned(found, begin, room), len(x))
 
-    return summed(route.rounds(one, jnp.zeros((weight.size, x.shape[1]), x.dtype)), chosen.shape[1])
+    out: jax.Array = route.rounds(one, jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)))
+    return out.astype(x.dtype)
 
 
 def _forward(travel: Travel, *args: Any) -> tuple[jax.Array, Any]:
@@ -61,12 +60,13 @@ def _backward(travel: Travel, args: Any, given: jax.Array) -> tuple[Any, jax.Arr
         pair, by_expert = route.pairs(begin, room), route.by_expert(begin, room)[::-1]
         rows, share, slope = (route.sent(array, pair) for array in (x, each, given))
         new, *slopes = jax.vjp(lambda *args: travel.run(*args, *by_expert), kernels, rows, share)[1](slope)
-        back = (route.put_back(out, found, pair) for out, found in zip(so_far[1:], slopes, strict=True))
-        return jax.tree.map(jnp.add, so_far[0], new), *back
+        by_x, by_weight = (route.returned(slope, begin, room) for slope in slopes)
+        return jax.tree.map(jnp.add, so_far, (new, route.of_tokens(by_x, len(x)), by_weight))
 
-    zeros = jax.tree.map(jnp.zeros_like, kernels), jnp.zeros((weight.size, x.shape[1]), x.dtype), jnp.zeros_like(each)
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    zeros = jax.tree.map(jnp.zeros_like, kernels), jnp.zeros(x.shape, wide), jnp.zeros_like(each)
     by_kernels, by_x, by_weight = route.rounds(one, zeros)
-    return by_kernels, summed(by_x, chosen.shape[1]), by_weight.reshape(weight.shape), None
+    return by_kernels, by_x.astype(x.dtype), by_weight.reshape(weight.shape), None
 
 
 travelled.defvjp(_forward, _backward)
@@ -81,6 +81,8 @@ class _Route(NamedTuple):
     counts: jax.Array  # [devices] i32, pairs for each device
     ends: jax.Array  # [devices, experts here] i32: of each device's pairs for here, the last ones by expert, plus one
     most: jax.Array  # [] i32, of any device of the mesh for another
+    device: jax.Array  # [P] i32, to which a pair travels
+    number: jax.Array  # [P] i32, of a pair among those for its device
 
     @classmethod
     def of(cls, travel: Travel, chosen: jax.Array) -> "_Route":
@@ -91,7 +93,9 @@ class _Route(NamedTuple):
         # All devices of the mesh run as many rounds, so that none waits for another group's collective.
         most = jax.lax.pmax(jnp.max(counts), travel.mesh.axis_names)
         order = jnp.argsort(chosen.reshape(-1), stable=True).astype(jnp.int32)
-        return cls(travel, order, jnp.cumsum(counts) - counts, counts, jnp.cumsum(theirs, axis=1), most)
+        start, device = jnp.cumsum(counts) - counts, chosen.reshape(-1) // mine.shape[1]
+        number = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)), unique_indices=True) - start[device]
+        return cls(travel, order, start, counts, jnp.cumsum(theirs, axis=1), most, device, number)
 
     def rounds(self, one: Callable[[jax.Array | int, int, Any], Any], start: Any) -> Any:
         """Runs `one(first pair, room, so far)` until the pairs of every device for every other have travelled."""
@@ -113,10 +117,17 @@ class _Route(NamedTuple):
         came: jax.Array = jax.lax.all_to_all(rows, self.travel.axis, 0, 0, tiled=True)
         return came.reshape(-1, x.shape[-1])
 
-    def put_back(self, out: jax.Array, found: jax.Array, pair: jax.Array) -> jax.Array:
-        """Returns results to their senders, who put them in the places of their pairs."""
-        back = jax.lax.all_to_all(found.reshape(*pair.shape, -1), self.travel.axis, 0, 0, tiled=True)
-        return out.at[pair].set(back, mode="drop")
+    def returned(self, found: jax.Array, begin: jax.Array | int, room: int) -> jax.Array:
+        """Returns results to their senders, [P, ...] by pair; 0 for pairs that another round sends."""
+        back = jax.lax.all_to_all(found.reshape(-1, room, found.shape[-1]), self.travel.axis, 0, 0, tiled=True)
+        number = self.number - begin
+        at = jnp.where((number >= 0) & (number < room), self.device * room + number, len(found))
+        out: jax.Array = back.reshape(found.shape).at[at].get(mode="fill", fill_value=0)
+        return out
+
+    def of_tokens(self, x: jax.Array, tokens: int) -> jax.Array:
+        """Sums pairs [P, D] over each token's experts, in f32."""
+        return jnp.sum(x.reshape(tokens, -1, x.shape[1]), axis=1, dtype=jnp.promote_types(x.dtype, jnp.float32))
 
     def by_expert(self, begin: jax.Array | int, room: int) -> tuple[jax.Array, jax.Array]:
         """Returns the order of a round's slots by expert, and the slots of each expert.

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from jppo.models import dispatch, grouped_chunks, lora, product, router, router_sums, routing
+from jppo.models import dispatch, grouped, lora, product, router, router_sums, routing
 from jppo.models.config import ModelConfig
-from jppo.models.expert_products import each
+from jppo.models.expert_products import each, joined
 from jppo.models.modules import MLP
 from jppo.models.spread import EXPERT, HEADS, POSITIONS, WHOLE, columns, gathered, in_groups, row_axes, summed
 
@@ -154,7 +154,7 @@ class _Plan:
         """Computes the outputs [R, T, D] of a device's tokens, with its experts or with a part of their width."""
         how = self.cfg.experts
         assert how is not None
-        of = self.cfg, shards.width
+        of, kernels = (self.cfg, shards.width), joined(kernels)
         flat, weight, chosen = (array.reshape(-1, array.shape[-1]) for array in (x, weight, chosen))
         if shards.experts is not None and self.mesh is not None:
             travel = dispatch.Travel(functools.partial(each, of, 1), shards.experts, self.mesh, how.count)
@@ -162,7 +162,7 @@ class _Plan:
         order = jnp.argsort(chosen.reshape(-1), stable=True)  # of pairs of a token and an expert
         sizes = jnp.bincount(chosen.reshape(-1), length=how.count).astype(jnp.int32)
         found = each(of, how.active, kernels, flat, weight.reshape(-1, 1), sizes, order)
-        return grouped_chunks.summed(found, how.active).reshape(x.shape)
+        return grouped.summed(found, how.active).reshape(x.shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

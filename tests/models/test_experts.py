@@ -17,7 +17,7 @@ from jppo.models import (
     expert_products,
     experts,
     families,
-    grouped_chunks,
+    grouped,
     heads,
     hf,
     hf_write,
@@ -26,7 +26,6 @@ from jppo.models import (
     spread,
 )
 from jppo.models.attention import make_plain
-from jppo.models.grouped import grouped
 from jppo.settings import UserError
 from tests.models.conftest import SHAPES, config_of
 
@@ -34,32 +33,19 @@ SPARSE = tuple(name for name in SHAPES if "num_experts_per_tok" in SHAPES[name])
 RECURRENT = ("qwen3.5-periods", "qwen3.5-runs")
 
 
-def by_group(x, kernel, sizes, transposed):
-    """The same row by row."""
-    groups = np.repeat(np.arange(len(sizes)), sizes)
-    return np.stack([row @ (kernel[g].T if transposed else kernel[g]) for row, g in zip(x, groups, strict=True)])
+FORMS = {"cpu": dict(cpu=True), "accelerator": dict(cpu=False), "accelerator, in chunks": dict(cpu=False)}
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("sizes", [(3, 0, 5, 1), (0, 0, 9, 0), (70, 0, 1, 300), (0, 0, 0, 1), (16, 16, 16, 16)])
-def test_every_row_is_multiplied_with_the_kernel_of_its_group(rng, sizes, transposed):
-    kernel = rng.normal(size=(4, 6, 5)).astype(np.float32)
-    x = rng.normal(size=(sum(sizes), 5 if transposed else 6)).astype(np.float32)
-    given = rng.normal(size=(sum(sizes), 6 if transposed else 5)).astype(np.float32)
-    found, pull = jax.vjp(lambda *args: grouped(*args, jnp.asarray(sizes), transposed), *map(jnp.asarray, (x, kernel)))
-    np.testing.assert_allclose(found, by_group(x, kernel, sizes, transposed), rtol=1e-4, atol=1e-5)
-    by_x, by_kernel = pull(jnp.asarray(given))
-    np.testing.assert_allclose(by_x, by_group(given, kernel, sizes, not transposed), rtol=1e-4, atol=1e-5)
-    ends = np.cumsum(sizes)
-    for g, (end, size) in enumerate(zip(ends, sizes, strict=True)):
-        here = slice(end - size, end)
-        expected = given[here].T @ x[here] if transposed else x[here].T @ given[here]
-        np.testing.assert_allclose(by_kernel[g], expected, rtol=1e-4, atol=1e-4)
+@pytest.fixture(params=FORMS)
+def form(request, monkeypatch):
+    """The forms for CPUs and accelerators; the last has copies of two groups' small kernels at a time."""
+    if request.param.endswith("chunks"):
+        monkeypatch.setattr(grouped, "COPIES", 300)
+    return FORMS[request.param]
 
 
 @pytest.mark.parametrize("sizes", [(3, 0, 5, 1), (0, 0, 9, 0), (700, 0, 1, 300), (16, 16, 16, 16), (0, 2000, 0, 96)])
-def test_chunks_of_blocks_compute_the_same(rng, sizes):
-    """The form for accelerators, against rows one by one."""
+def test_blocks_compute_what_rows_one_by_one_do(rng, form, sizes):
     kernel, x, weight = (rng.normal(size=n).astype(np.float32) for n in ((4, 6, 5), (sum(sizes), 6), (sum(sizes), 1)))
     given, group = rng.normal(size=x.shape).astype(np.float32), np.repeat(np.arange(4), sizes)
     order = rng.permutation(len(x)).astype(np.int32)
@@ -67,22 +53,27 @@ def test_chunks_of_blocks_compute_the_same(rng, sizes):
 
     def of_blocks(kernel, rows):
         x, weight = rows
-        return weight * grouped_chunks.product(jnp.tanh(grouped_chunks.product(x, kernel)), kernel, True)
+        return weight * grouped.product(jnp.tanh(grouped.product(x, kernel)), kernel, True)
 
     def expected(kernel, x, weight):
         own = kernel[group]
         return weight * jnp.einsum("nm,ndm->nd", jnp.tanh(jnp.einsum("nd,ndm->nm", x, own)), own)
 
-    def found(kernel, x, weight):
-        how = grouped_chunks.Mapped(of_blocks, (1, 1))
-        return grouped_chunks.mapped(how, kernel, (x[back], weight[back]), jnp.asarray(sizes), order)[order]
+    out, pull = jax.vjp(expected, *map(jnp.asarray, (kernel, x, weight)))
+    by_kernel, *by_rows = pull(jnp.asarray(given))
+    rows = jnp.asarray(x[back]), jnp.asarray(weight[back])
+    args = jnp.asarray(kernel), rows, jnp.asarray(sizes), jnp.asarray(order)
 
-    (out, pull), (same, pull_same) = (
-        jax.vjp(f, *map(jnp.asarray, (kernel, x, weight))) for f in (expected, jax.jit(found))
-    )
-    np.testing.assert_allclose(same, out, rtol=1e-4, atol=1e-5)
-    for a, b in zip(pull_same(jnp.asarray(given)), pull(jnp.asarray(given)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3)
+    @jax.jit
+    def found(given, *args):
+        how = grouped.Mapped(of_blocks, (1, 1))
+        return grouped.outputs(how, *args, **form), grouped.gradients(how, *args, given, **form)
+
+    same, (slope, slopes) = found(jnp.asarray(given[back]), *args)
+    np.testing.assert_allclose(same[order], out, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(slope, by_kernel, rtol=1e-4, atol=1e-3)
+    for a, b in zip(slopes, by_rows, strict=True):
+        np.testing.assert_allclose(a[order], b, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["qwen2-moe-mixed", "gpt-oss-clamped"])
@@ -97,14 +88,13 @@ def test_the_form_for_accelerators_is_that_for_cpus(rng, name, chosen):
     expert = rng.integers(0, chosen, 3 * N)
     sizes, order = np.bincount(expert, minlength=E), np.argsort(expert, kind="stable")
 
-    def run(form):
-        def outputs(*learned):
-            return form((cfg, None), 3, *learned, jnp.asarray(sizes), jnp.asarray(order))
+    args = expert_products.joined(kernels), (rows, weight), jnp.asarray(sizes), jnp.asarray(order)
+    how = expert_products.mapped((cfg, None), 3)
 
-        out, pull = jax.vjp(outputs, kernels, rows, weight)
-        return out, pull(given)
+    def run(cpu, *args):
+        return grouped.outputs(how, *args, cpu=cpu), *grouped.gradients(how, *args, given, cpu=cpu)
 
-    found, expected = run(expert_products._by_chunks), run(expert_products._by_groups)
+    found, expected = (jax.jit(functools.partial(run, cpu))(*args) for cpu in (False, True))
     chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-4)
     assert all(np.abs(x).max() > 0.1 for x in jax.tree.leaves(expected))
 
@@ -112,9 +102,14 @@ def test_the_form_for_accelerators_is_that_for_cpus(rng, name, chosen):
 def test_a_narrow_product_is_summed_in_f32(rng):
     x = jnp.asarray(rng.normal(size=(40, 64)), jnp.bfloat16)
     kernel = jnp.asarray(rng.normal(size=(3, 64, 8)), jnp.float32)
-    sizes = jnp.asarray([11, 9, 20])
-    found, pull = jax.vjp(lambda kernel: grouped(x, kernel, sizes), kernel)
-    exact = by_group(np.asarray(x, np.float32), np.asarray(kernel.astype(jnp.bfloat16), np.float32), [11, 9, 20], False)
+    how = grouped.Mapped(lambda kernel, rows: grouped.product(rows[0], kernel), (1,))
+
+    def run(kernel):
+        return grouped.mapped(how, kernel, (x,), jnp.asarray([11, 9, 20]), jnp.arange(40))
+
+    found, pull = jax.vjp(run, kernel)
+    narrow = np.asarray(kernel.astype(jnp.bfloat16), np.float32)
+    exact = np.einsum("nd,ndm->nm", np.asarray(x, np.float32), np.repeat(narrow, [11, 9, 20], axis=0))
     assert found.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(found, np.float32), exact, rtol=2**-8, atol=1e-3)
     slope = pull(jnp.ones((40, 8), jnp.bfloat16))[0]
@@ -307,8 +302,8 @@ def test_no_token_is_dropped_however_many_go_to_one_device(rng, to):
     x, weight, given = (rng.normal(size=(4, N, n)).astype(np.float32) for n in (5, 2, 5))
 
     def run(kernel, rows, weight, sizes, order):
-        back = jnp.argsort(order)
-        return (weight[order] * grouped(jnp.tanh(grouped(rows[order], kernel, sizes)), kernel, sizes, True))[back]
+        own = kernel[jnp.repeat(jnp.arange(2), sizes, total_repeat_length=len(rows))[jnp.argsort(order)]]
+        return weight * jnp.einsum("nm,ndm->nd", jnp.tanh(jnp.einsum("nd,ndm->nm", rows, own)), own)
 
     def local(kernel, *rows):
         out = dispatch.travelled(dispatch.Travel(run, "expert", mesh, 8), kernel, *(row[0] for row in rows))
