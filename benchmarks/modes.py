@@ -384,14 +384,15 @@ def lacks(row: Mapping[str, Any]) -> list[str]:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The last run of each mode as markdown."""
+    """The last run of each mode as markdown, and the modes without one."""
     last = {row["mode"]: row for row in rows}
     out = ["| mode | accuracy | s | figures |", "|---|---|---:|---|"]
     for name in (name for name in MODES if name in last):
         row = last[name]
         figures = ", ".join(f"{title} {value:.3g}" for title, value in row["seen"].items() if title not in ALL_ONCE)
         out.append(f"| `{name}` | {row['before']:.3f} → {row['after']:.3f} | {row['seconds']} | {figures} |")
-    return "\n".join(out)
+    missing = [f"`{name}`" for name in MODES if name not in last]
+    return "\n".join([*out, "", f"No recorded run yet: {', '.join(missing)}."] if missing else out)
 
 
 @settings.exit_on_user_error

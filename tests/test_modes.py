@@ -43,6 +43,11 @@ def test_the_table_of_the_docs_is_that_of_the_results():
     assert modes.table(rows) in (ROOT / "docs/rollout.md").read_text()
 
 
+def test_a_mode_without_a_run_is_named_below_the_table():
+    rows = recorded()
+    assert modes.table(rows[1:]).splitlines()[-1].startswith(f"No recorded run yet: `{rows[0]['mode']}`")
+
+
 def test_every_figure_that_a_mode_lacks_is_named():
     row = {"mode": "abort-1", "before": 0.45, "after": 0.9, "steps": modes.STEPS}
     seen = {"oldest": 1, "mean age": 0.2, "dropped": 0, "mixed": 0.02, "out of turn": 0, "lost or doubled": 0}
