@@ -98,7 +98,7 @@ def make_passes(
     def compiled(fn: Callable[..., Any] | None, **how: Any) -> Any:
         return None if fn is None else jax.jit(fn, compiler_options=options, **how)
 
-    def exact(kind: str | None, **how: bool) -> score.Exact | None:
+    def exact(kind: str | None, **how: Any) -> score.Exact | None:
         if kind is None or kind not in kl.EXACT or models.reference is None:
             return None
         return score.make_exact(kl.EXACT[kind], models.policy, models.reference, **heads, **how)

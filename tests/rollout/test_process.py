@@ -147,7 +147,7 @@ def fake_vllm(site, settings, tmp_path, monkeypatch):
             Server(
                 program(
                     len(made),
-                    model_dir="model",
+                    model=("--model", "model"),
                     run_dir=str(tmp_path / "run"),
                     settings=settings(python=python_of(site), **changes),
                     build="cpu",
@@ -236,7 +236,7 @@ def test_servers_share_out_the_gpus(settings, tmp_path, monkeypatch, servers, ea
     devices = tuple(named.split(",")) if named else ()
     many = settings(servers=servers, tensor_model_parallel_size=each, devices=devices)
     found = [
-        program(i, model_dir="m", run_dir=str(tmp_path), settings=many, build="gpu", folder=None)
+        program(i, model=("--model", "m"), run_dir=str(tmp_path), settings=many, build="gpu", folder=None)
         for i in range(servers)
     ]
     assert [p.env["CUDA_VISIBLE_DEVICES"] for p in found] == expected
@@ -300,13 +300,20 @@ def test_only_a_server_on_a_gpu_can_sleep(settings):
 
 def test_a_vllm_for_the_cpu_has_no_use_for_gpus(settings, tmp_path):
     with pytest.raises(UserError, match=r"rollout\.devices lists GPUs"):
-        program(0, model_dir="m", run_dir=str(tmp_path), settings=settings(devices=("0",)), build="cpu", folder=None)
+        program(
+            0,
+            model=("--model", "m"),
+            run_dir=str(tmp_path),
+            settings=settings(devices=("0",)),
+            build="cpu",
+            folder=None,
+        )
 
 
 def test_a_cache_setting_of_the_environment_does_not_override(settings, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
     monkeypatch.setenv("VLLM_API_KEY", "secret")  # vLLM would refuse the trainer's requests
-    env = program(0, model_dir="m", run_dir=str(tmp_path), settings=settings(), build="cpu", folder=None).env
+    env = program(0, model=("--model", "m"), run_dir=str(tmp_path), settings=settings(), build="cpu", folder=None).env
     assert "VLLM_CPU_KVCACHE_SPACE" not in env and "VLLM_API_KEY" not in env
     assert env["PYTHONPATH"].split(os.pathsep)[0] == str(pathlib.Path(jppo.__file__).parents[1])
 
