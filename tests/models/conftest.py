@@ -831,6 +831,17 @@ SHAPES |= {
 }
 
 
+def _by_family():
+    """All shapes; after the first of a model type they are slow."""
+    seen = set()
+    for name, shape in SHAPES.items():
+        yield pytest.param(name, marks=pytest.mark.slow) if shape["model_type"] in seen else name
+        seen.add(shape["model_type"])
+
+
+BY_FAMILY = tuple(_by_family())
+
+
 def config_of(name):
     """The config.json of one of the shapes, as transformers 4 would write it."""
     return dict(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jppo.models import cache, decoder, families, heads, hf, params
-from tests.models.conftest import SHAPES
+from tests.models.conftest import BY_FAMILY
 
 RECURRENT = ("qwen3.5-periods", "qwen3.5-runs", "qwen3-next-periods")
 REAL = ("stories260k", "stories260k-hd32", "tinystories-656k", "tinystories-656k-hd64")
@@ -65,7 +65,7 @@ def assert_close(ours, theirs, rel=1e-4):
     assert np.abs(ours - theirs).max() <= rel * np.abs(theirs).max()
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", BY_FAMILY)
 def test_logits_and_logprobs_equal_transformers(checkpoint, rng, name):
     torch = pytest.importorskip("torch")
     directory, model = checkpoint(name)
@@ -231,7 +231,9 @@ ALSO_DIFFERING = ("gpt-oss-clamped", "olmo3-mixed", "smollm3-biased", "granite-b
 
 
 @pytest.mark.parametrize("name", DIFFERING + ALSO_DIFFERING + RECURRENT)
-@pytest.mark.parametrize("settings", [dict(scan_layers=False), dict(remat="full")])
+@pytest.mark.parametrize(
+    "settings", [dict(scan_layers=False), pytest.param(dict(remat="full"), marks=pytest.mark.slow)]
+)
 def test_layers_that_differ_may_be_unrolled_and_rematerialised(checkpoint, rng, name, settings):
     directory, model = checkpoint(name)
     cfg, values = load(directory)
@@ -240,9 +242,12 @@ def test_layers_that_differ_may_be_unrolled_and_rematerialised(checkpoint, rng, 
 
 
 # tests/rollout/test_inprocess.py decodes some of the slow ones by a cache, too.
-QUICK = ("qwen2-sliding", "llama-llama3", "mistral-sliding", "qwen2-moe-mixed", "mixtral-sliding", "gpt-oss-clamped")
+QUICK = ("qwen2-sliding", "qwen2-moe-mixed", "gpt-oss-clamped")
 QUICK += RECURRENT
 SLOW = (
+    "llama-llama3",
+    "mistral-sliding",
+    "mixtral-sliding",
     "olmo3-long",
     "qwen3-biased",
     "gemma2-capped",

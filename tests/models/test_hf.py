@@ -15,7 +15,7 @@ from jppo.learner import sharding, state
 from jppo.models import decoder, heads, hf, hf_write, params, tensorfile
 from jppo.models.config import pad_vocab
 from jppo.settings import UserError
-from tests.models.conftest import SHAPES
+from tests.models.conftest import BY_FAMILY
 
 
 def load(directory, head="lm", dtype=jnp.float32, key=None):
@@ -46,7 +46,7 @@ def assert_same_bits(a, b):
         assert x.dtype == b[name].dtype and x.tobytes() == b[name].tobytes(), name
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", BY_FAMILY)
 def test_export_of_an_import_is_the_identity(checkpoint, tmp_path, name):
     directory, _ = checkpoint(name)
     cfg, values = load(directory)

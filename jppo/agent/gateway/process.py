@@ -99,7 +99,8 @@ class Program:
         asyncio.get_running_loop().remove_reader(self._channel)
         self._channel.close()  # it kills its forks then, and ends
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), CLOSE_S if self._ready.done() else 0)  # else it still imports
+            runs = self._ready.done() and self._failed is None  # else it may still import
+            await asyncio.wait_for(process.wait(), CLOSE_S if runs else 0)
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
