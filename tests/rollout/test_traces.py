@@ -92,9 +92,9 @@ def test_a_run_has_its_steps_and_stages(recorded, small_run):
     steps = named(recorded(), "step")
     assert [step.attributes["jppo.number"] for step in steps] == [1, 2]
     for version, step in enumerate(steps):
-        stages = {span.name: span for span in children(recorded(), step)}
-        assert {"gen", "reward", "update_actor", "update_critic", "update_weights"} <= set(stages)
-        samples = children(recorded(), stages["gen"])
+        stages = children(recorded(), step)
+        assert {"gen", "reward", "update_actor", "update_critic", "update_weights"} <= {span.name for span in stages}
+        samples = [span for gen in named(stages, "gen") for span in children(recorded(), gen)]
         assert [span.attributes["jppo.versions"] for span in samples] == [(version,)] * 4
         rewards = [span for sample in samples for span in children(recorded(), sample)]
         assert [span.name for span in rewards] == ["rule_score"] * 4

@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import contextvars
 import hmac
 import json
 import secrets
@@ -47,11 +48,11 @@ class Gateway:
 
     async def talk(self, ask: Ask, prompt: Prompt, *, sampling: Sampling, seed: int, near: Hashable) -> Trajectory:
         """Runs an episode; `Talk`."""
-        engine = asyncio.get_running_loop()
+        engine, context = asyncio.get_running_loop(), contextvars.copy_context()  # with the sample's span
 
         async def on_engine(ids: Sequence[int], *, sampling: Sampling, seed: int) -> Answer:
             asked = ask(ids, sampling=sampling, seed=seed, near=near)
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_whole(asked), engine))
+            return await asyncio.wrap_future(context.run(asyncio.run_coroutine_threadsafe, _whole(asked), engine))
 
         how = (self._language, self._rules, on_engine, prompt, sampling, seed)
         future = asyncio.run_coroutine_threadsafe(self._hold(*how), self._running())
