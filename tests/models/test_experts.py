@@ -30,7 +30,8 @@ from jppo.settings import UserError
 from tests.models.conftest import SHAPES, config_of
 
 SPARSE = tuple(name for name in SHAPES if "num_experts_per_tok" in SHAPES[name])
-RECURRENT = ("qwen3.5-periods", "qwen3.5-runs")
+GRADED = ("qwen2-moe-mixed", "gpt-oss-clamped", "deepseek3-grouped", "qwen3.5-periods")
+ALSO_GRADED = tuple(name for name in (*SPARSE[::2], "qwen3.5-runs") if name not in GRADED)
 
 
 FORMS = {"cpu": dict(cpu=True), "accelerator": dict(cpu=False), "accelerator, in chunks": dict(cpu=False)}
@@ -143,7 +144,7 @@ def as_mixtrals(name):
     return name.replace(".mlp.", ".block_sparse_moe.")
 
 
-@pytest.mark.parametrize("name", [*SPARSE[::2], *RECURRENT])
+@pytest.mark.parametrize("name", [*GRADED, *(pytest.param(name, marks=pytest.mark.slow) for name in ALSO_GRADED)])
 def test_the_gradient_is_that_of_transformers_the_routers_included(checkpoint, rng, name):
     torch = pytest.importorskip("torch")
     directory, model = checkpoint(name)

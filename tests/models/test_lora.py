@@ -53,10 +53,10 @@ def test_equations():
     "name, targets",
     [
         ("qwen2-tied", ("v_proj", "down_proj")),
-        ("llama-biased", tuple(lora.TARGETS)),
-        ("gemma3-long", tuple(lora.TARGETS)),
+        pytest.param("llama-biased", tuple(lora.TARGETS), marks=pytest.mark.slow),
+        pytest.param("gemma3-long", tuple(lora.TARGETS), marks=pytest.mark.slow),
         ("gpt-oss-clamped", OF_ATTENTION.targets),
-        ("phi3-partial", ("qkv_proj", "gate_up_proj")),
+        pytest.param("phi3-partial", ("qkv_proj", "gate_up_proj"), marks=pytest.mark.slow),
         ("deepseek2-lite", ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")),
         ("qwen3.5-periods", tuple(lora.TARGETS)),
         ("qwen2-moe-mixed", tuple(lora.TARGETS)),
@@ -85,7 +85,8 @@ DENSE += ("qwen3.5-periods",)
 @pytest.mark.parametrize(
     "name, how",
     [
-        *((name, ALL) for name in DENSE),
+        *((name, ALL) for name in DENSE[::3]),
+        *(pytest.param(name, ALL, marks=pytest.mark.slow) for name in sorted({*DENSE} - {*DENSE[::3]})),
         ("olmoe-grouped", OF_ATTENTION),
         ("gpt-oss-unbiased", OF_ATTENTION),
         ("deepseek3-grouped", LATENT),
