@@ -152,7 +152,7 @@ def test_a_jump_of_the_mismatch_stops_the_run_before_it_learns(small_run, engine
     [
         {},
         {"algorithm.old_logprob": "bypass", "rollout.top_p": 0.9},
-        {"rollout.mode": "async", "rollout.max_staleness": 1},
+        pytest.param({"rollout.mode": "async", "rollout.max_staleness": 1}, marks=pytest.mark.slow),
     ],
 )
 def test_a_publish_of_wrong_weights_ends_the_run_before_it_learns_from_them(

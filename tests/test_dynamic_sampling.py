@@ -212,7 +212,7 @@ class backwards:
 """
 
 
-@pytest.mark.parametrize("mine", [BACKWARDS, SEEN])
+@pytest.mark.parametrize("mine", [pytest.param(BACKWARDS, marks=pytest.mark.slow), SEEN])
 def test_a_custom_order_is_resumed_with_its_own_alone(dynamic, quick_compilation, monkeypatch, tmp_path, mine):
     (tmp_path / "mine.py").write_text(mine)
     dynamic.data.sampler = f"{tmp_path}/mine.py:backwards"

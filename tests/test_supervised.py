@@ -140,6 +140,7 @@ def broken_off(lab, run, monkeypatch, *, at, error=None, **changes):
         lab.train(run, **changes)
 
 
+@pytest.mark.slow
 def test_killed_at_a_random_moment_it_resumes_to_the_bit(lab, undisturbed):
     rng = random.Random(f"a moment of {lab.name}")
     process = lab.start("killed", trainer__total_training_steps=LONG)

@@ -59,7 +59,7 @@ def test_equations():
         pytest.param("phi3-partial", ("qkv_proj", "gate_up_proj"), marks=pytest.mark.slow),
         ("deepseek2-lite", ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")),
         ("qwen3.5-periods", tuple(lora.TARGETS)),
-        ("qwen2-moe-mixed", tuple(lora.TARGETS)),
+        pytest.param("qwen2-moe-mixed", tuple(lora.TARGETS), marks=pytest.mark.slow),
         pytest.param("mixtral-full", tuple(lora.TARGETS), marks=pytest.mark.slow),
         pytest.param("qwen2-tied", tuple(lora.TARGETS), marks=pytest.mark.slow),
         pytest.param("llama-biased", ("v_proj", "down_proj"), marks=pytest.mark.slow),

@@ -482,7 +482,7 @@ LATENTS = dict(
     "mesh, own",
     [
         ((8, 1, 1, 1), {}),
-        ((2, 2, 2, 1), EXPERTS),
+        pytest.param((2, 2, 2, 1), EXPERTS, marks=pytest.mark.slow),
         pytest.param((1, 2, 2, 2), {}, marks=pytest.mark.slow),
         pytest.param((2, 2, 2, 1), LATENTS, marks=pytest.mark.slow),
     ],
