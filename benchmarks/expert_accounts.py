@@ -52,7 +52,7 @@ CASES = (
     "qwen3-235b-a22b@16x8xH100", "qwen3-235b-a22b@v5p-256",
 )  # fmt: skip
 ROWS, LENGTH, EXPERT = 16, 1536, 8  # rows of a device, their tokens, and mesh.expert
-SENDS = {"forward": 2, "backward": 3}  # times that a pair's row travels
+SENDS = {"forward": 2, "backward": 3}  # times that a pair's row is sent
 
 
 def compiled(case: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@
     sbatch --nodes=4 scripts/launch/slurm.sbatch .venv/bin/python -m jppo.train --config=configs/gsm8k_moe.py:all
 
 The second trains all weights on four machines. Experts are sharded over the eight GPUs of a machine, to which tokens
-travel (`mesh.expert`); everything else is sharded as in configs/gsm8k_7b.py. Adapters are on attention.
+are sent (`mesh.expert`); everything else is sharded as in configs/gsm8k_7b.py. Adapters are on attention.
 
 Hardware: eight GPUs of 80 GB, or four such machines. Memory: the trainer takes 17 GiB of each H100 by --dry_run
 --machine=8xH100, and 29 GiB with all weights on 4x8xH100, forecast by the compiler, not measured; plus vLLM.

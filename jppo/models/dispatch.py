@@ -1,7 +1,7 @@
-"""Travel of tokens to the devices of their experts and back, by all-to-all: no token is dropped.
+"""Expert parallelism: tokens are exchanged with the devices of their experts by all-to-all. No token is dropped.
 
-A pair of a token and an expert takes one row of the exchange. Shapes are fixed, so pairs travel in rounds: a first one
-with room for an even load, and smaller ones for as long as any device has pairs left.
+A pair of a token and an expert takes one row of the exchange. Shapes are fixed, so pairs are sent in rounds: a first
+one with room for an even load, and smaller ones for as long as any device has pairs left.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ SMALLER = 8  # a further round has this part of the first one's room
 
 
 @dataclasses.dataclass(frozen=True)
-class Travel:
+class Exchange:
     """A position-wise function of experts, and the mesh axis over which they are sharded."""
 
     # (kernels, rows [N, D], weights [N, 1], rows by expert [E], their order by expert [N]) -> [N, D]
@@ -29,37 +29,37 @@ class Travel:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def travelled(travel: Travel, kernels: Any, x: jax.Array, weight: jax.Array, chosen: jax.Array) -> jax.Array:
+def run_experts(exchange: Exchange, kernels: Any, x: jax.Array, weight: jax.Array, chosen: jax.Array) -> jax.Array:
     """Sums `run`'s outputs of tokens x [N, D] over their experts, [N, active] weights and indices.
 
     Called on each device of the mesh, which has the kernels of its experts. The experts' devices apply the weights, so
-    that the weights' gradient needs no outputs to travel again.
+    that the weights' gradient needs no outputs to be sent again.
     """
     chex.assert_rank([x, weight, chosen], [2, 2, 2])
-    route = _Route.of(travel, chosen)
+    route = _Route.of(exchange, chosen)
 
     def one(begin: jax.Array | int, room: int, so_far: jax.Array) -> jax.Array:
         pair, (order, here) = route.pairs(begin, room), route.by_expert(begin, room)
-        found = travel.run(kernels, route.sent(x, pair), route.sent(weight.reshape(-1, 1), pair), here, order)
+        found = exchange.run(kernels, route.sent(x, pair), route.sent(weight.reshape(-1, 1), pair), here, order)
         return so_far + route.of_tokens(route.returned(found, begin, room), len(x))
 
     out: jax.Array = route.rounds(one, jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)))
     return out.astype(x.dtype)
 
 
-def _forward(travel: Travel, *args: Any) -> tuple[jax.Array, Any]:
-    return travelled(travel, *args), args
+def _forward(exchange: Exchange, *args: Any) -> tuple[jax.Array, Any]:
+    return run_experts(exchange, *args), args
 
 
-def _backward(travel: Travel, args: Any, given: jax.Array) -> tuple[Any, jax.Array, jax.Array, None]:
+def _backward(exchange: Exchange, args: Any, given: jax.Array) -> tuple[Any, jax.Array, jax.Array, None]:
     """Sends rows and gradients of outputs; returns gradients of rows. Those of kernels are summed over rounds."""
     kernels, x, weight, chosen = args
-    route, each = _Route.of(travel, chosen), weight.reshape(-1, 1)
+    route, each = _Route.of(exchange, chosen), weight.reshape(-1, 1)
 
     def one(begin: jax.Array | int, room: int, so_far: Any) -> Any:
         pair, by_expert = route.pairs(begin, room), route.by_expert(begin, room)[::-1]
         rows, share, slope = (route.sent(array, pair) for array in (x, each, given))
-        new, *slopes = jax.vjp(lambda *args: travel.run(*args, *by_expert), kernels, rows, share)[1](slope)
+        new, *slopes = jax.vjp(lambda *args: exchange.run(*args, *by_expert), kernels, rows, share)[1](slope)
         by_x, by_weight = (route.returned(slope, begin, room) for slope in slopes)
         return jax.tree.map(jnp.add, so_far, (new, route.of_tokens(by_x, len(x)), by_weight))
 
@@ -69,36 +69,36 @@ def _backward(travel: Travel, args: Any, given: jax.Array) -> tuple[Any, jax.Arr
     return by_kernels, by_x.astype(x.dtype), by_weight.reshape(weight.shape), None
 
 
-travelled.defvjp(_forward, _backward)
+run_experts.defvjp(_forward, _backward)
 
 
 class _Route(NamedTuple):
     """The pairs of a token and an expert that a device sends and gets, by device: consecutive ones by expert."""
 
-    travel: Travel
+    exchange: Exchange
     order: jax.Array  # [P] i32, of the device's pairs by expert
     start: jax.Array  # [devices] i32, the first pair for each device, in this order
     counts: jax.Array  # [devices] i32, pairs for each device
     ends: jax.Array  # [devices, experts here] i32: of each device's pairs for here, the last ones by expert, plus one
     most: jax.Array  # [] i32, of any device of the mesh for another
-    device: jax.Array  # [P] i32, to which a pair travels
+    device: jax.Array  # [P] i32, to which a pair is sent
     number: jax.Array  # [P] i32, of a pair among those for its device
 
     @classmethod
-    def of(cls, travel: Travel, chosen: jax.Array) -> "_Route":
-        mine = jnp.bincount(chosen.reshape(-1), length=travel.experts).astype(jnp.int32)
-        mine = mine.reshape(travel.mesh.shape[travel.axis], -1)
+    def of(cls, exchange: Exchange, chosen: jax.Array) -> "_Route":
+        mine = jnp.bincount(chosen.reshape(-1), length=exchange.experts).astype(jnp.int32)
+        mine = mine.reshape(exchange.mesh.shape[exchange.axis], -1)
         counts = jnp.sum(mine, axis=1)
-        theirs = jax.lax.all_to_all(mine, travel.axis, 0, 0, tiled=True)
+        theirs = jax.lax.all_to_all(mine, exchange.axis, 0, 0, tiled=True)
         # All devices of the mesh run as many rounds, so that none waits for another group's collective.
-        most = jax.lax.pmax(jnp.max(counts), travel.mesh.axis_names)
+        most = jax.lax.pmax(jnp.max(counts), exchange.mesh.axis_names)
         order = jnp.argsort(chosen.reshape(-1), stable=True).astype(jnp.int32)
         start, device = jnp.cumsum(counts) - counts, chosen.reshape(-1) // mine.shape[1]
         number = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)), unique_indices=True) - start[device]
-        return cls(travel, order, start, counts, jnp.cumsum(theirs, axis=1), most, device, number)
+        return cls(exchange, order, start, counts, jnp.cumsum(theirs, axis=1), most, device, number)
 
     def rounds(self, one: Callable[[jax.Array | int, int, Any], Any], start: Any) -> Any:
-        """Runs `one(first pair, room, so far)` until the pairs of every device for every other have travelled."""
+        """Runs `one(first pair, room, so far)` until the pairs of every device for every other were sent."""
         room = -(-len(self.order) // len(self.counts))
         small = -(-room // SMALLER)
         so_far = one(0, room, start)
@@ -114,12 +114,12 @@ class _Route(NamedTuple):
     def sent(self, x: jax.Array, pair: jax.Array) -> jax.Array:
         """Sends the rows of x [P or tokens, D] for pairs; returns those that came [devices * room, D], 0 if empty."""
         rows = x.at[pair // (len(self.order) // len(x))].get(mode="fill", fill_value=0)
-        came: jax.Array = jax.lax.all_to_all(rows, self.travel.axis, 0, 0, tiled=True)
+        came: jax.Array = jax.lax.all_to_all(rows, self.exchange.axis, 0, 0, tiled=True)
         return came.reshape(-1, x.shape[-1])
 
     def returned(self, found: jax.Array, begin: jax.Array | int, room: int) -> jax.Array:
         """Returns results to their senders, [P, ...] by pair; 0 for pairs that another round sends."""
-        back = jax.lax.all_to_all(found.reshape(-1, room, found.shape[-1]), self.travel.axis, 0, 0, tiled=True)
+        back = jax.lax.all_to_all(found.reshape(-1, room, found.shape[-1]), self.exchange.axis, 0, 0, tiled=True)
         number = self.number - begin
         at = jnp.where((number >= 0) & (number < room), self.device * room + number, len(found))
         out: jax.Array = back.reshape(found.shape).at[at].get(mode="fill", fill_value=0)

@@ -1,7 +1,7 @@
 """Mixtures of experts: a router sends each token to some of a layer's experts. None is dropped.
 
 Each device sorts its own tokens by expert. It gathers the columns of its experts' kernels once for each direction.
-Tokens of experts on other devices travel there and back (`dispatch.py`).
+Tokens of experts on other devices are sent there, and the outputs back (`dispatch.py`).
 """
 
 import dataclasses
@@ -157,8 +157,8 @@ class _Plan:
         of, kernels = (self.cfg, shards.width), joined(kernels)
         flat, weight, chosen = (array.reshape(-1, array.shape[-1]) for array in (x, weight, chosen))
         if shards.experts is not None and self.mesh is not None:
-            travel = dispatch.Travel(functools.partial(each, of, 1), shards.experts, self.mesh, how.count)
-            return dispatch.travelled(travel, kernels, flat, weight, chosen).reshape(x.shape)
+            exchange = dispatch.Exchange(functools.partial(each, of, 1), shards.experts, self.mesh, how.count)
+            return dispatch.run_experts(exchange, kernels, flat, weight, chosen).reshape(x.shape)
         order = jnp.argsort(chosen.reshape(-1), stable=True)  # of pairs of a token and an expert
         sizes = jnp.bincount(chosen.reshape(-1), length=how.count).astype(jnp.int32)
         found = each(of, how.active, kernels, flat, weight.reshape(-1, 1), sizes, order)

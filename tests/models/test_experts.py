@@ -296,7 +296,7 @@ def test_loss_and_gradient_are_those_of_one_device(kind, mesh_shape, settings):
 
 @pytest.mark.parametrize("to", [(0,), (7, 0), (1, 2, 3, 4, 5, 6)])
 def test_no_token_is_dropped_however_many_go_to_one_device(rng, to):
-    """Of four devices with two experts each; more rounds follow until all have travelled."""
+    """Of four devices with two experts each; more rounds follow until all were sent."""
     N, mesh = 12, sharding.make_mesh((1, 1, 1, 1, 4))
     kernel = rng.normal(size=(8, 5, 6)).astype(np.float32)
     chosen = rng.choice(to, (4, N, 2)).astype(np.int32)
@@ -307,7 +307,7 @@ def test_no_token_is_dropped_however_many_go_to_one_device(rng, to):
         return weight * jnp.einsum("nm,ndm->nd", jnp.tanh(jnp.einsum("nd,ndm->nm", rows, own)), own)
 
     def local(kernel, *rows):
-        out = dispatch.travelled(dispatch.Travel(run, "expert", mesh, 8), kernel, *(row[0] for row in rows))
+        out = dispatch.run_experts(dispatch.Exchange(run, "expert", mesh, 8), kernel, *(row[0] for row in rows))
         return out[None]
 
     each = PartitionSpec("expert")
