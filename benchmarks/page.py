@@ -33,7 +33,7 @@ SMALL = {
     "--n=16": "--n=5",
     "--n=40": "--n=16",
     "configs/tinystories_reward_model.py": "--config.trainer.total_training_steps=80",
-    "configs/tinystories_ppo.py": "--config.trainer.total_training_steps=16 --config.trainer.test_freq=16",
+    "configs/tinystories_ppo.py": "--config.trainer.total_training_steps=24 --config.trainer.test_freq=24",
 }
 
 

@@ -114,5 +114,5 @@ def test_the_commands_of_the_example_page_are_found(page):
 def test_the_example_page_trains_from_an_empty_folder(page, shared, tmp_path):
     found = page.measure(shared / "models/tinystories-656k-hd64", tmp_path, page.SMALL)["outcome"]
     assert found["ranked right"] > 0.8
-    assert found["reward after"] > found["reward before"] + 1.0
-    assert found["with a cat after"] > found["with a cat before"] + 0.2
+    assert found["reward after"] > found["reward before"] + 0.6
+    assert found["with a cat after"] > found["with a cat before"] + 0.1
