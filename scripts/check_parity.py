@@ -86,7 +86,7 @@ def compare(hf_dir: str, dtype: str, lengths: list[int], temperature: float, see
         dtype=getattr(torch, dtype),
         attn_implementation="eager",
         experts_implementation="eager",
-    )
+    ).to(getattr(torch, dtype))  # transformers reads MXFP4 as bfloat16
     rng = np.random.default_rng(seed)
     parts = [rng.integers(0, cfg.vocab_size, n).astype(np.int32) for n in lengths]
     goals = [rng.integers(0, cfg.vocab_size, n).astype(np.int32) for n in lengths]

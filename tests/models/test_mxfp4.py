@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from jppo.checks import parity
 from jppo.models import hf, hf_write, mxfp4, tensorfile
 from jppo.settings import UserError
 from tests.models.conftest import config_of
@@ -72,6 +73,14 @@ def test_it_is_read_as_bfloat16_and_exported_without_its_packing(packed, tmp_pat
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     for name, p in again.state_dict().items():
         assert torch.equal(p, torch.from_numpy(plain[name].copy()).to(torch.bfloat16)), name
+
+
+@pytest.mark.slow
+def test_the_doctor_compares_it_with_transformers(packed):
+    folder, _, _ = packed
+    ids = np.arange(3, 15)
+    found = parity.reference("", str(folder), ids)
+    np.testing.assert_allclose(found, parity.ours(str(folder), hf.read_config(folder)[1], ids), atol=1e-4)
 
 
 @pytest.mark.parametrize(
