@@ -6,6 +6,7 @@ that turn, unless it was sampled.
 """
 
 import dataclasses
+import functools
 import json
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from jppo.agent.calls import Schema
 from jppo.data.prompts import Messages
 from jppo.data.rows import Row
 from jppo.data.template import make_renderer
+from jppo.data.tokenizer import tokenize
 from jppo.settings import UserError
 
 _SAID, _AGAIN = "said-by-the-assistant", "said-by-it-again"
@@ -54,10 +56,7 @@ def templated(
             f"{setting}={name!r} needs a chat template, and the tokenizer has none; give one in"
             f" tokenizer_config.json or chat_template.jinja, or set {setting}=plain"
         )
-    render = make_renderer(tokenizer, schemas, arguments)
-
-    def encode(text: str, begins: bool = False) -> list[int]:
-        return tokenizer(text, add_special_tokens=begins, verbose=False)["input_ids"]
+    render, encode = make_renderer(tokenizer, schemas, arguments), functools.partial(tokenize, tokenizer)
 
     def between(messages: Sequence[dict[str, str]], last: int) -> list[int]:
         whole = render([*_ANYTHING, {"role": "assistant", "content": _SAID}, *messages], _PLACE)
@@ -77,14 +76,13 @@ def templated(
         _check_prefix(render, role, setting)
     if schemas:
         _check_named(render, schemas, setting)
-    return Chat(between, opening, lambda messages: encode(render(messages, _PLACE)), encode)
+    begin = functools.lru_cache(maxsize=64)(encode)  # samples of a prompt begin with the same messages
+    return Chat(between, opening, lambda messages: [*begin(render(messages, _PLACE))], encode)
 
 
 def plain(tokenizer: Any) -> Chat:
     """Builds a Chat for models without a template: [[a tool's answer]], and other messages on their own lines."""
-
-    def encode(text: str, begins: bool = False) -> list[int]:
-        return tokenizer(text, add_special_tokens=begins, verbose=False)["input_ids"]
+    encode = functools.partial(tokenize, tokenizer)
 
     def written(message: dict[str, Any]) -> str:
         if message["role"] == "assistant":

@@ -15,7 +15,7 @@ from jppo.agent.gateway.gateway import Gateway
 from jppo.agent.tools import Limits, Toolbox, read_tools
 from jppo.agent.user_code import UserCodeRunner
 from jppo.build.sandbox import sandbox_of
-from jppo.data.tokenizer import decode, enough, pieces, spell
+from jppo.data.tokenizer import enough, make_decoders, pieces
 from jppo.rollout.protocol import Talk
 from jppo.settings import template_arguments
 
@@ -67,14 +67,15 @@ def make_agent(c: ConfigDict, tokenizer: Any, ends: tuple[int, ...]) -> Agent | 
         between = turn_tokens.templated(tokenizer, toolbox.schemas, roles=roles, name=m.format, arguments=arguments)
         told = toolbox.schemas
 
+    decode, spell = make_decoders(tokenizer)
     talk = make_talk(
         between,
         PARSERS[m.format],
         toolbox,
         begin,
         turns=Turns(assistant=m.max_assistant_turns, user=m.max_user_turns),
-        decode=lambda ids: decode(tokenizer, ids),
-        spell=lambda ids: spell(tokenizer, ids),
+        decode=decode,
+        spell=spell,
         ends=ends,
     )
     return Agent(talk, told, toolbox, user_code)
@@ -95,12 +96,13 @@ def make_gateway(c: ConfigDict, tokenizer: Any, ends: tuple[int, ...]) -> Gatewa
         return turn_tokens.templated(tokenizer, found, roles=roles, **how)
 
     chat("[]")  # checks the template
+    decode, spell = make_decoders(tokenizer)
     language = Language(
         chat=chat,
         parse=PARSERS[name],
         format=name,
-        decode=lambda ids: decode(tokenizer, ids),
-        spell=lambda ids: spell(tokenizer, ids),
+        decode=decode,
+        spell=spell,
         pieces=lambda ids: pieces(tokenizer, ids),
         ends=ends,
         longest=enough(tokenizer, c.data.max_prompt_length + c.data.max_response_length),

@@ -1,10 +1,11 @@
 """The tokenizer of an HF directory, the end tokens of a response, and decoding."""
 
 import contextlib
+import functools
 import json
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import httpx
@@ -86,6 +87,15 @@ def encode_all(tokenizer: Any, texts: Sequence[str], *, max_length: int | None =
     return ids
 
 
+def tokenize(tokenizer: Any, text: str, special: bool = False) -> list[int]:
+    """Token ids of a text, with the special tokens around it if `special`."""
+    if (
+        backend := getattr(tokenizer, "backend_tokenizer", None)
+    ) is not None:  # a call of `tokenizer` takes twice as long
+        return backend.encode(text, add_special_tokens=special).ids
+    return tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+
+
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:
     """Decodes token ids without special tokens."""
     return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -94,6 +104,31 @@ def decode(tokenizer: Any, ids: Sequence[int]) -> str:
 def spell(tokenizer: Any, ids: Sequence[int]) -> str:
     """Decodes token ids with special tokens."""
     return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def make_decoders(tokenizer: Any) -> tuple[Callable[[Sequence[int]], str], Callable[[Sequence[int]], str]]:
+    """Returns `decode` and `spell`; those of a byte-level tokenizer are faster, from a table of its tokens' bytes."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if type(getattr(backend, "decoder", None)).__name__ != "ByteLevel":
+        return functools.partial(decode, tokenizer), functools.partial(spell, tokenizer)
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    bytes_of = {character: byte for byte, character in bytes_to_unicode().items()}
+    special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+    count = 1 + max(tokenizer.get_vocab().values())
+
+    def one(token: str) -> bytes:
+        try:
+            return bytes(map(bytes_of.__getitem__, token))
+        except KeyError:  # an added token in characters of its own
+            return token.encode()
+
+    def joined(table: list[bytes], ids: Sequence[int]) -> str:
+        return b"".join([table[i] for i in ids if i < count]).decode(errors="replace")
+
+    spelled = [one(backend.id_to_token(i) or "") for i in range(count)]
+    decoded = [b"" if i in special else text for i, text in enumerate(spelled)]
+    return functools.partial(joined, decoded), functools.partial(joined, spelled)
 
 
 def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:

@@ -81,8 +81,9 @@ class Episode:
 
     async def answer(self, request: Request) -> Reply:
         """Samples the answers to a request and remembers them as turns."""
-        states = history.states(request.messages, request.tools)
-        ids, parent = self._context(request, states)
+        schemas = json.dumps(request.tools)
+        states = history.states(request.messages, schemas)
+        ids, parent = self._context(request, schemas, states)
         limit = self._rules.max_prompt_length
         room = min(len(ids), limit) + self._sampling.max_tokens if parent is None else parent.room
         if room - len(ids) < 1:
@@ -135,12 +136,12 @@ class Episode:
         finish = "length" if truncated else found[0].finish
         return dataclasses.replace(found[0], finish=finish, branches=tuple(found[1:]))
 
-    def _context(self, request: Request, states: Sequence[Any]) -> tuple[list[int], Turn | None]:
+    def _context(self, request: Request, schemas: str, states: Sequence[Any]) -> tuple[list[int], Turn | None]:
         characters = len(request.text or "") + sum(len(message["content"]) for message in request.messages)
         if characters > self._language.longest:
             raise BadRequest(f"the request has {characters} characters, more than fit", code="context_length_exceeded")
         try:
-            chat = self._language.chat(json.dumps(request.tools))
+            chat = self._language.chat(schemas)
             only = request.text
             if self._language.format == "plain" and [m["role"] for m in request.messages] == ["user"]:
                 only = request.messages[0]["content"]
@@ -155,7 +156,7 @@ class Episode:
             self._waits_since = time.monotonic()
         self._waiting += 1
         try:
-            return await asyncio.gather(*asked)
+            return await asyncio.gather(*asked) if len(asked) > 1 else [await asked[0]]
         finally:
             self._waiting -= 1
             if not self._waiting:
@@ -174,13 +175,13 @@ class Episode:
         self._call_errors += len(found) - len(calls)
         if len(calls) < len(found):  # the agent gets an invalid call as text
             calls = ()
-        pieces = language.pieces(tokens) if request.logprobs else [""] * len(tokens)
         return Choice(
             text=without_calls(text, language.format) if calls else text,
             calls=calls,
             finish="tool_calls" if calls else answer.finish,
             stopped_by=stopped_by,
-            tokens=tuple(zip(pieces, answer.logprob, strict=True)),
+            length=len(tokens),
+            tokens=tuple(zip(language.pieces(tokens), answer.logprob, strict=True)) if request.logprobs else (),
         )
 
     def _outcome(self, ended: Ended) -> tuple[float, str | None]:

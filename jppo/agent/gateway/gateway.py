@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from jppo.agent.gateway import chat, completions, http, messages, process, responses
 from jppo.agent.gateway.episode import MODEL, Episode, Language, Rules
-from jppo.agent.gateway.request import BadRequest, Reply, Request
+from jppo.agent.gateway.request import BadRequest, Request
 from jppo.rollout.protocol import Answer, Ask, RolloutError
 from jppo.types import Prompt, Sampling, Trajectory
 
@@ -32,7 +32,7 @@ class _Open(NamedTuple):
     secret: str
     episode: Episode
     failure: "asyncio.Future[None]"  # of the engine
-    answering: "set[asyncio.Future[Reply]]"
+    answering: "set[asyncio.Task[Any]]"
 
 
 class Gateway:
@@ -134,10 +134,9 @@ class Gateway:
         if api is None:
             return episode.post(body)
         request: Request = api.read(body, episode.earlier) if api is responses else api.read(body)
-        answering = asyncio.ensure_future(episode.answer(request))
-        of.answering.add(answering)
+        of.answering.add(answering := asyncio.current_task())
         try:
-            reply = await answering
+            reply = await episode.answer(request)
         except (BadRequest, asyncio.CancelledError):
             raise
         except Exception as e:  # of the engine: it ends the run

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from jppo.agent.calls import Schema
 from jppo.agent.gateway.request import Message, Request
 from jppo.agent.turn_tokens import Chat
 from jppo.rollout.protocol import Answer, joined, of_tokens
@@ -39,9 +38,14 @@ class Turn:
         return len(self.ids) - len(self.answer.tokens)
 
 
-def states(messages: Sequence[Message], tools: Sequence[Schema]) -> list[Any]:
-    """Returns the hash of the conversation before each message, and of all of it."""
-    found = [hashlib.sha256(json.dumps(tools, sort_keys=True).encode())]
+@functools.lru_cache(maxsize=64)
+def _of_tools(schemas: str) -> Any:
+    return hashlib.sha256(json.dumps(json.loads(schemas), sort_keys=True).encode())
+
+
+def states(messages: Sequence[Message], schemas: str) -> list[Any]:
+    """Returns the hash of the conversation before each message, and of all of it; `schemas` of the tools is JSON."""
+    found = [_of_tools(schemas)]
     for message in messages:
         found.append(extended(found[-1], message))
     return found
@@ -52,8 +56,9 @@ def extended(state: Any, message: Message) -> Any:
     content = message["content"].strip() if message["role"] == "assistant" else message["content"]
     text = content.encode("utf-8", "surrogatepass")
     calls = [call["function"] for call in message.get("tool_calls", [])]
+    said = json.dumps(calls, sort_keys=True) if calls else "[]"
     state = state.copy()
-    state.update(f"\n{message['role']} {json.dumps(calls, sort_keys=True)} {len(text)} ".encode())
+    state.update(f"\n{message['role']} {said} {len(text)} ".encode())
     state.update(text)
     return state
 

@@ -63,7 +63,8 @@ class Choice:
     calls: tuple[ToolCall, ...]
     finish: str  # 'stop', 'length' or 'tool_calls'
     stopped_by: str | None  # a stop text of the request
-    tokens: tuple[tuple[str, float], ...]  # text and log-prob of each sampled token
+    length: int  # sampled tokens
+    tokens: tuple[tuple[str, float], ...]  # text and log-prob of each, if the request asks for them
 
     @property
     def message(self) -> Message:
@@ -87,7 +88,7 @@ class Reply:
     @property
     def completion_tokens(self) -> int:
         """Returns the number of sampled tokens."""
-        return sum(len(choice.tokens) for choice in self.choices)
+        return sum(choice.length for choice in self.choices)
 
 
 def call_of(id: str, name: str, arguments: Any) -> Message:
