@@ -72,12 +72,15 @@ def templated(
             before = list(prompt)
         return encode(render([*before, {"role": "user", "content": text}], _PLACE))
 
+    @functools.lru_cache(maxsize=64)  # the samples of a prompt begin with the same messages
+    def begun(messages: str) -> list[int]:
+        return encode(render(json.loads(messages), _PLACE))
+
     for role in roles:
         _check_prefix(render, role, setting)
     if schemas:
         _check_named(render, schemas, setting)
-    begin = functools.lru_cache(maxsize=64)(encode)  # samples of a prompt begin with the same messages
-    return Chat(between, opening, lambda messages: [*begin(render(messages, _PLACE))], encode)
+    return Chat(between, opening, lambda messages: [*begun(json.dumps(messages))], encode)
 
 
 def plain(tokenizer: Any) -> Chat:

@@ -1,9 +1,10 @@
 import json
+import random
 import shutil
 
 import pytest
 
-from jppo.data.tokenizer import announce_long, decode, encode_all, end_token_ids, load_tokenizer
+from jppo.data.tokenizer import announce_long, decode, encode_all, end_token_ids, load_tokenizer, make_decoders
 from jppo.settings import UserError
 
 
@@ -26,6 +27,20 @@ def test_no_end_token_is_an_error(tmp_path, characters):
 
 def test_decode_leaves_special_tokens_out(characters):
     assert decode(characters, [3, 5, 4, 1, 0]) == "132"
+
+
+def test_the_fast_decoders_return_the_text_of_the_tokenizer(shared, characters):
+    rng, byte_level = random.Random(0), load_tokenizer(str(shared / "tokenizers/qwen2.5"))
+    byte_level.add_tokens(["two words", "\N{SNOWMAN}"])
+    vocab = byte_level.get_vocab()
+    # bytes of incomplete characters, special and added tokens, and ids without a token
+    odd = [vocab[c] for c in "\u00e2\u013a\u0125\u00f0\u0141"] + list(byte_level.get_added_vocab().values()) + [10**6]
+    for tokenizer, some in ((byte_level, odd), (characters, [0, 1, 3, 4, 5])):
+        decoders = make_decoders(tokenizer)
+        for _ in range(2000):
+            ids = [rng.choice(some) if rng.random() < 0.5 else rng.randrange(len(tokenizer)) for _ in range(9)]
+            expected = [tokenizer.decode(ids, skip_special_tokens=skip) for skip in (True, False)]
+            assert [decoder(ids) for decoder in decoders] == expected
 
 
 @pytest.mark.parametrize(
