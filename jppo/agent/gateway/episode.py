@@ -5,8 +5,8 @@ import dataclasses
 import itertools
 import json
 import re
+import secrets
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -97,7 +97,7 @@ class Episode:
         seeds = [self._seed if i == 0 else sample_seed(self._seed, i, 0) for i in numbers]
         answers = await self._answers([self._ask(ids, sampling=how, seed=seed) for seed in seeds])
         choices = tuple(self._choice(answer, request) for answer in answers)
-        reply = Reply(uuid.uuid4().hex, int(time.time()), MODEL, len(ids), choices)
+        reply = Reply(secrets.token_hex(16), int(time.time()), MODEL, len(ids), choices)
         for answer, choice in zip(answers, choices, strict=True):
             key = history.extended(states[-1], choice.message).digest()
             text = None if request.text is None else request.text + choice.text
@@ -170,7 +170,7 @@ class Episode:
         text = text[:at]
         found = language.parse(text, request.tools) if request.tools else []
         valid = [one for one in found if isinstance(one, Call)]
-        calls = tuple(ToolCall(f"call_{uuid.uuid4().hex[:24]}", one.name, one.arguments) for one in valid)
+        calls = tuple(ToolCall(f"call_{secrets.token_hex(12)}", one.name, one.arguments) for one in valid)
         self._calls += len(found)
         self._call_errors += len(found) - len(calls)
         if len(calls) < len(found):  # the agent gets an invalid call as text

@@ -101,7 +101,7 @@ def call_of(id: str, name: str, arguments: Any) -> Message:
 
 def get(body: Any, name: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
     """Returns a field; `default` if it is absent or null; BadRequest if it has another type."""
-    if not isinstance(body, Mapping):
+    if not isinstance(body, dict):
         raise BadRequest(f"{short(body)} must be a JSON object")
     value = body.get(name)
     if value is None:
