@@ -109,7 +109,7 @@ def spell(tokenizer: Any, ids: Sequence[int]) -> str:
 def make_decoders(tokenizer: Any) -> tuple[Callable[[Sequence[int]], str], Callable[[Sequence[int]], str]]:
     """Returns `decode` and `spell`; those of a byte-level tokenizer are faster, from a table of its tokens' bytes."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if type(getattr(backend, "decoder", None)).__name__ != "ByteLevel":
+    if backend is None or type(backend.decoder).__name__ != "ByteLevel":
         return functools.partial(decode, tokenizer), functools.partial(spell, tokenizer)
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 

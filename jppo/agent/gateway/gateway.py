@@ -134,7 +134,9 @@ class Gateway:
         if api is None:
             return episode.post(body)
         request: Request = api.read(body, episode.earlier) if api is responses else api.read(body)
-        of.answering.add(answering := asyncio.current_task())
+        answering = asyncio.current_task()
+        assert answering is not None
+        of.answering.add(answering)
         try:
             reply = await episode.answer(request)
         except (BadRequest, asyncio.CancelledError):
