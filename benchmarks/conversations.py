@@ -191,8 +191,9 @@ LATE = PROGRAM | {
     "rollout.mode": "async",
     "algorithm.old_logprob": "correction",
     "algorithm.rollout_is": "token",
-    "trainer.total_training_steps": 16,
-    "trainer.test_freq": 16,
+    "actor.lr": 5e-4,
+    "trainer.total_training_steps": 24,
+    "trainer.test_freq": 24,
 }
 TEMPLATED = TOOL | {
     "data.max_prompt_length": 340,
