@@ -16,9 +16,13 @@ with pytest.MonkeyPatch.context() as patch:
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory, shared):
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("tasks")
+
+
+@pytest.fixture
+def task(folder, shared):
     """Returns the folder of a task, prepared once."""
-    folder = tmp_path_factory.mktemp("tasks")
 
     def prepared(make):
         if not (folder / make.__name__).is_dir():
@@ -30,6 +34,7 @@ def task(tmp_path_factory, shared):
 
 @pytest.mark.vllm
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup")
 @pytest.mark.parametrize("name", conversations.MODES)
 def test_it_learns_and_trains_on_the_tokens_of_the_server(task, name, tmp_path):
