@@ -88,7 +88,7 @@ def templated(folder: pathlib.Path, tokenizer: pathlib.Path) -> None:
             response = turns if rng.random() < 0.4 else [{"text": "55", "learn": True}]
             shown.append({"prompt": render(row["prompt"], None), "response": response})
     write_jsonl(folder / "data/sft.jsonl", shown)
-    _imitate(folder, lengths=(340, 120), steps=450, batch=32)
+    _imitate(folder, lengths=(340, 120), steps=200, batch=32)
 
 
 def successors(folder: pathlib.Path, tokenizer: pathlib.Path) -> None:
