@@ -106,12 +106,14 @@ def write_model(directory: pathlib.Path, characters: str = CHARACTERS, *, expert
     With `experts` it is a mixture of so many, two for each token.
     """
     make_directory(directory)
-    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *characters])}
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    spelled = [byte_level.pre_tokenize_str(character)[0][0] for character in characters]  # a space is "Ġ"
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *spelled])}
     # transformers builds a qwen2 tokenizer as byte-level BPE and ignores tokenizer.json;
     # without merges that is one token per character.
     tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, merges=[]))
     tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = byte_level
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(SPECIAL))
     tokenizer.save(str(directory / "tokenizer.json"))

@@ -15,14 +15,14 @@ with pytest.MonkeyPatch.context() as patch:
     spec.loader.exec_module(conversations)
 
 
-# Runs with a chat template have not reached the bar yet.
-LEARN = [name for name, mode in conversations.MODES.items() if mode.task is not conversations.templated]
-
-
 @pytest.fixture(scope="module")
-def task(tmp_path_factory, shared):
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("tasks")
+
+
+@pytest.fixture
+def task(folder, shared):
     """Returns the folder of a task, prepared once."""
-    folder = tmp_path_factory.mktemp("tasks")
 
     def prepared(make):
         if not (folder / make.__name__).is_dir():
@@ -34,8 +34,9 @@ def task(tmp_path_factory, shared):
 
 @pytest.mark.vllm
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup")
-@pytest.mark.parametrize("name", LEARN)
+@pytest.mark.parametrize("name", conversations.MODES)
 def test_it_learns_and_trains_on_the_tokens_of_the_server(task, name, tmp_path):
     row = conversations.run(name, task(conversations.MODES[name].task), tmp_path / "run")
     assert conversations.lacks(row) == [], row

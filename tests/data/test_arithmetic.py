@@ -70,6 +70,13 @@ def test_the_tokenizer_gives_one_token_a_character(character_model, made):
         assert len(ids) == len(text) and file.encode(text).ids == ids and tokenizer.decode(ids) == text
 
 
+def test_the_tokenizer_keeps_spaces_and_newlines(tmp_path):
+    arithmetic.write_model(tmp_path, "ab \n")
+    tokenizer = AutoTokenizer.from_pretrained(str(tmp_path))
+    ids = tokenizer.encode("a b\n")
+    assert ids == [2, 4, 3, 5] and tokenizer.decode(ids) == "a b\n"
+
+
 def test_the_model_is_a_small_qwen2(character_model):
     config = AutoConfig.from_pretrained(str(character_model))
     model = Qwen2ForCausalLM(config)
