@@ -168,9 +168,10 @@ def kill_agent(_: list[Member], __: "Tools") -> None:
     threading.Thread(target=watch).start()
 
 
+APART = ("kill -9 of the API process", "kill -9 of the engine process")  # else both are one process on a CPU
 FAULTS: dict[str, tuple[Callable[[list[Member], "Tools"], None], tuple[str, ...]]] = {
-    "kill -9 of the API process": (kill_api, MOMENTS),
-    "kill -9 of the engine process": (kill_engine, MOMENTS),
+    APART[0]: (kill_api, MOMENTS),
+    APART[1]: (kill_engine, MOMENTS),
     "kill -9 of one of two servers": (kill_one, MOMENTS),
     "kill -9 of both servers": (kill_both, MOMENTS),
     "SIGSTOP of a server": (stop, MOMENTS),
@@ -306,7 +307,8 @@ def run(settings: dict[str, Any], folder: pathlib.Path, *more: str) -> str:
     """Runs one training in a separate process; returns its output."""
     given = [f"--config.{name}={value}" for name, value in (settings | {"trainer.run_dir": folder}).items()]
     config = f"--config={check_faults.ROOT / 'configs/quickstart.py'}:{folder}"
-    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # an engine process to kill
+    apart = any(fault in "".join(more) for fault in APART)
+    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(apart))}
     command = [sys.executable, __file__, "--inside", json.dumps(more), config, *given]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     (folder / "said.txt").write_text(done.stdout)
@@ -351,8 +353,8 @@ def table(file: pathlib.Path) -> Iterator[str]:
             ways.setdefault(one["way"], {})[fault, moment] = f"{restarts}, {again:.0f}" if kept else "**lost**"
     yield f"| fault | when | {' | '.join(ways)} |"
     yield f"|---|---|{'---:|' * len(ways)}"
-    for fault, moment in PLAN:
-        yield f"| {fault} | {moment} | {' | '.join(way.get((fault, moment), '') for way in ways.values())} |"
+    for pair in [pair for pair in PLAN if any(pair in way for way in ways.values())]:
+        yield f"| {' | '.join([*pair, *(way.get(pair, '') for way in ways.values())])} |"
 
 
 def main() -> None:
