@@ -168,10 +168,9 @@ def kill_agent(_: list[Member], __: "Tools") -> None:
     threading.Thread(target=watch).start()
 
 
-APART = ("kill -9 of the API process", "kill -9 of the engine process")  # else both are one process on a CPU
 FAULTS: dict[str, tuple[Callable[[list[Member], "Tools"], None], tuple[str, ...]]] = {
-    APART[0]: (kill_api, MOMENTS),
-    APART[1]: (kill_engine, MOMENTS),
+    "kill -9 of the API process": (kill_api, MOMENTS),
+    "kill -9 of the engine process": (kill_engine, MOMENTS),
     "kill -9 of one of two servers": (kill_one, MOMENTS),
     "kill -9 of both servers": (kill_both, MOMENTS),
     "SIGSTOP of a server": (stop, MOMENTS),
@@ -304,13 +303,13 @@ def small_disk(folder: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def run(settings: dict[str, Any], folder: pathlib.Path, *more: str) -> str:
-    """Runs one training in a separate process; returns its output."""
+    """Runs one training in a separate process, unless it is there already; returns its output."""
+    if (folder / "hf").is_dir():
+        return (folder / "said.txt").read_text()
     given = [f"--config.{name}={value}" for name, value in (settings | {"trainer.run_dir": folder}).items()]
     config = f"--config={check_faults.ROOT / 'configs/quickstart.py'}:{folder}"
-    apart = any(fault in "".join(more) for fault in APART)
-    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(apart))}
     command = [sys.executable, __file__, "--inside", json.dumps(more), config, *given]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     (folder / "said.txt").write_text(done.stdout)
     if done.returncode:
         raise SystemExit(f"the run ended with code {done.returncode}; its last lines:\n{done.stdout[-4000:]}")
@@ -362,6 +361,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, help="where the runs are kept")
     parser.add_argument("--only", nargs="*", default=list(FAULTS), choices=list(FAULTS), metavar="FAULT")
+    parser.add_argument("--when", nargs="*", default=MOMENTS, choices=MOMENTS)
     parser.add_argument("--on_update", choices=("wait", "abort", "keep"), help="asynchronous, with this setting")
     parser.add_argument("--agent", action="store_true", help="each sample is drawn by a program")
     parser.add_argument("--record", type=pathlib.Path, help="a JSONL file that the result is added to")
@@ -370,7 +370,8 @@ def main() -> None:
     if args.table:
         print("\n".join(table(args.table)))
         return
-    plan = [pair for pair in PLAN if pair[0] in args.only and (args.agent or pair[0] != KILLED_AGENT)]
+    faults = set(args.only) - (set() if args.agent else {KILLED_AGENT})
+    plan = [(fault, moment) for fault, moment in PLAN if fault in faults and moment in args.when]
     later = int(args.on_update is not None)  # the samples that a fault meets are those of the next step
     exact = args.on_update in (None, "wait")
     with contextlib.ExitStack() as stack:
@@ -392,7 +393,7 @@ def main() -> None:
             kept &= sum(left_out(broken, one) for one in span) == killed and (not killed or CHILD_ENDED in said)
             told, again = happened.count("is restarted"), counted[step]["rollout/asked_again"]
             rows.append((fault, moment, told, again, kept))
-        exact &= KILLED_AGENT not in args.only or not args.agent
+        exact &= KILLED_AGENT not in faults
         same_files = not exact or check_faults.outcome(calm)["files"] == check_faults.outcome(broken)["files"]
     way = (args.on_update or "synchronous") + (", agents" if args.agent else "")
     if args.record:
