@@ -346,14 +346,17 @@ def same(calm: pathlib.Path, broken: pathlib.Path, step: int, *, exact: bool) ->
 
 def table(file: pathlib.Path) -> Iterator[str]:
     """Yields the recorded runs in Markdown."""
-    ways: dict[str, dict[tuple[str, str], str]] = {}
+    ways: dict[str, dict[tuple[str, str], list[Any]]] = {}
     for one in map(json.loads, file.read_text().splitlines()):
-        for fault, moment, restarts, again, kept in one["rows"]:
-            ways.setdefault(one["way"], {})[fault, moment] = f"{restarts}, {again:.0f}" if kept else "**lost**"
+        ways.setdefault(one["way"], {}).update({(row[0], row[1]): row[2:] for row in one["rows"]})
     yield f"| fault | when | {' | '.join(ways)} |"
-    yield f"|---|---|{'---:|' * len(ways)}"
+    yield f"|---|---|{'---|' * len(ways)}"
     for pair in [pair for pair in PLAN if any(pair in way for way in ways.values())]:
-        yield f"| {' | '.join([*pair, *(way.get(pair, '') for way in ways.values())])} |"
+        cells = ["" if pair not in way else "yes" if way[pair][-1] else "**no**" for way in ways.values()]
+        yield f"| {' | '.join([*pair, *cells])} |"
+    for i, name in enumerate(("restarts", "repeated requests")):
+        sums = [f"{sum(row[i] for row in way.values()):.0f}" for way in ways.values()]
+        yield f"| {' | '.join([name, 'in all', *sums])} |"
 
 
 def main() -> None:
