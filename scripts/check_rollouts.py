@@ -372,7 +372,7 @@ def table(file: pathlib.Path) -> Iterator[str]:
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=pathlib.Path, help="where the runs are kept")
+    parser.add_argument("--out", type=pathlib.Path, help="keeps the runs; a finished one is used again")
     parser.add_argument("--only", nargs="*", default=list(FAULTS), choices=list(FAULTS), metavar="FAULT")
     parser.add_argument("--when", nargs="*", default=MOMENTS, choices=MOMENTS)
     parser.add_argument("--on_update", choices=("wait", "abort", "keep"), help="asynchronous, with this setting")
