@@ -1,7 +1,11 @@
-"""Parts of conversations.py: an agent, an environment, a reward function. Standard library only: workers import it."""
+"""Parts of conversations.py and check_rollouts.py: agents, an environment, a reward function.
+
+Standard library only: workers import it.
+"""
 
 import json
 import os
+import subprocess
 import urllib.request
 
 TURNS = 4
@@ -13,10 +17,7 @@ def multiply(task):
     """Runs an episode with a calculator; starts in milliseconds, so that weight updates meet requests in flight."""
     messages = [{"role": "user", "content": task["prompt"]}]
     for _ in range(2):
-        body = json.dumps({"messages": messages, "tools": [TOOL]}).encode()
-        key = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
-        asked = urllib.request.Request(f"{os.environ['OPENAI_BASE_URL']}/chat/completions", body, key)
-        said = json.load(urllib.request.urlopen(asked))["choices"][0]["message"]
+        said = ask("chat/completions", {"messages": messages, "tools": [TOOL]})["message"]
         messages.append(said)
         for call in said.get("tool_calls", []):
             a, _, b = json.loads(call["function"]["arguments"])["expression"].partition("*")
@@ -25,6 +26,21 @@ def multiply(task):
         if messages[-1] is said:
             break
     return {"reward": float((said["content"] or "").strip() == task["ground_truth"])}
+
+
+def continue_sum(task):
+    """Asks twice, the second time with the first answer plus one, and leaves a child behind."""
+    subprocess.Popen(["sleep", "600"])
+    text = task["prompt"]
+    for _ in range(2):
+        text += ask("completions", {"prompt": text, "max_tokens": 4})["text"] + "+1="
+
+
+def ask(route, body):
+    """Returns the policy's answer to a request."""
+    key = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
+    asked = urllib.request.Request(f"{os.environ['OPENAI_BASE_URL']}/{route}", json.dumps(body).encode(), key)
+    return json.load(urllib.request.urlopen(asked))["choices"][0]
 
 
 class Successors:

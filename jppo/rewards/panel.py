@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from jppo import traces
+from jppo.rewards.conversation import ConversationPart
 from jppo.rewards.parts import Part, Sample
 from jppo.settings import UserError
 from jppo.types import Reward
@@ -146,8 +147,10 @@ class Grading:
 
     def submit(self, number: int, sample: Sample) -> None:
         """Submits a sample to every part that scores its source."""
-        weights = self._panel.weights.of(sample.prompt.data_source)
-        futures = {name: (weight, self._panel.parts[name].submit(sample)) for name, weight in weights.items()}
+        weights, parts = self._panel.weights.of(sample.prompt.data_source), self._panel.parts
+        if sample.exchange is not None and sample.exchange.fault is not None:  # an error, whatever other parts say
+            weights = {name: x for name, x in weights.items() if isinstance(parts[name], ConversationPart)} or weights
+        futures = {name: (weight, parts[name].submit(sample)) for name, weight in weights.items()}
         for name, (_, future) in futures.items():
             traces.until_done(name, future)
         with self._lock:

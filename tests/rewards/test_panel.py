@@ -1,5 +1,6 @@
 """Several parts to one reward: weights by part and source, errors, and samples that come in any order."""
 
+import dataclasses
 import math
 import threading
 import time
@@ -8,10 +9,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from jppo.rewards.conversation import ConversationPart
 from jppo.rewards.panel import Panel, parse_weights
 from jppo.rewards.parts import Part, Sample, failed
 from jppo.settings import UserError
-from jppo.types import Prompt, Reward
+from jppo.types import Exchange, Prompt, Reward
 
 
 def sample(text, source="a"):
@@ -61,6 +63,16 @@ def test_sources_have_weights_of_their_own_and_may_leave_a_part_out():
     )
     assert [r.score for r in found] == [2.0, 3.0]
     assert judge.asked == ["x"] and found[1].parts == {"rule": 1.0, "rule/raw": 10.0}
+
+
+def test_an_episode_that_failed_is_scored_by_no_other_part():
+    judge, fault = Table({"x": 0.5, "y": 0.5}), Exchange(0, 0, 0.0, 0.0, "killed")
+    both = panel({"judge": judge, "agent_score": ConversationPart()})
+    failed, found = both.grade([dataclasses.replace(sample("x"), exchange=fault), sample("y")])
+    assert judge.asked == ["y"] and found.score == 0.5
+    assert failed.error == "agent_score: killed" and math.isnan(failed.score)
+    panel({"judge": judge}).grade([dataclasses.replace(sample("x"), exchange=fault)])  # no part reads the failure
+    assert judge.asked == ["y", "x"]
 
 
 def test_the_answer_is_that_of_the_part_that_looks_for_one():
