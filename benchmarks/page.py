@@ -1,7 +1,7 @@
 """The commands of docs/examples/tinystories.md, from an empty folder to a policy, as the page gives them.
 
     python benchmarks/page.py --model=MODEL                 # the page's sizes, half an hour on two free cores
-    python benchmarks/page.py --model=MODEL --small         # fewer stories and steps, ten minutes
+    python benchmarks/page.py --model=MODEL --small         # fewer stories and steps, half the time
 
 Runs every command of the section "Commands" up to the first PPO run, in order, in a folder with nothing but links to
 the checkout's `configs` and `examples`. Prints a table and writes OUT/<date>-<machine>-page.json. Exits with code 2 if

@@ -23,7 +23,7 @@ def main(directory: str, ids: list[int]) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager", local_files_only=True
     )
-    model = model.to(torch.float32)  # MXFP4 is read as bfloat16
+    torch.nn.Module.to(model, torch.float32)  # MXFP4 is read as bfloat16
     tokens = torch.tensor([ids])
     with torch.inference_mode():
         logp = torch.log_softmax(model.eval()(tokens).logits[0, :-1].float(), -1)
