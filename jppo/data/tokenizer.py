@@ -88,12 +88,11 @@ def encode_all(tokenizer: Any, texts: Sequence[str], *, max_length: int | None =
 
 
 def tokenize(tokenizer: Any, text: str, special: bool = False) -> list[int]:
-    """Token ids of a text, with the special tokens around it if `special`."""
-    if (
-        backend := getattr(tokenizer, "backend_tokenizer", None)
-    ) is not None:  # a call of `tokenizer` takes twice as long
-        return backend.encode(text, add_special_tokens=special).ids
-    return tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+    """Returns the token ids of a text, never truncated, with the special tokens around it if `special`."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or backend.truncation is not None or backend.padding is not None:
+        return tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+    return backend.encode(text, add_special_tokens=special).ids  # in half the time
 
 
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:

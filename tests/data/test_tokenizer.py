@@ -4,7 +4,15 @@ import shutil
 
 import pytest
 
-from jppo.data.tokenizer import announce_long, decode, encode_all, end_token_ids, load_tokenizer, make_decoders
+from jppo.data.tokenizer import (
+    announce_long,
+    decode,
+    encode_all,
+    end_token_ids,
+    load_tokenizer,
+    make_decoders,
+    tokenize,
+)
 from jppo.settings import UserError
 
 
@@ -27,6 +35,16 @@ def test_no_end_token_is_an_error(tmp_path, characters):
 
 def test_decode_leaves_special_tokens_out(characters):
     assert decode(characters, [3, 5, 4, 1, 0]) == "132"
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_truncation_of_the_tokenizers_file_cuts_no_text(characters, wide):
+    whole = tokenize(characters, "12+34=408")
+    assert len(whole) == 9 and characters.decode(whole) == "12+34=408"
+    backend = characters.backend_tokenizer
+    backend.enable_padding(length=20) if wide else backend.enable_truncation(3)
+    assert tokenize(characters, "12+34=408") == whole
+    assert backend.truncation is None and backend.padding is None
 
 
 def test_the_fast_decoders_return_the_text_of_the_tokenizer(shared, characters):

@@ -153,8 +153,7 @@ class Program:
 async def run(program: Program, task: Mapping[str, Any], env: Mapping[str, str], timeout_s: float) -> Ended:
     """Runs a program with the task as JSON on its input; afterwards none of its process group is left."""
     with contextlib.ExitStack() as stack:
-        output, error = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
-        given = stack.enter_context(open(os.memfd_create("task"), "w+b"))
+        given, output, error = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(3))
         given.write(json.dumps(task, default=_plain).encode() + b"\n")
         given.seek(0)
         starting = asyncio.ensure_future(program.start(env, (given, output, error), timeout_s))
