@@ -395,7 +395,7 @@ class Told(parts.Part):
 def test_finished_rewards_are_those_whose_parts_are_all_there_without_error():
     a, b = Told(), Told()
     grading = Grading(Parts({"a": a, "b": b}, PartWeights({"a": 1.0, "b": 2.0}, {}), score_on_error=0.0))
-    sample = dataclasses.make_dataclass("Sample", ["prompt"])(TRAIN.prompts[0])
+    sample = dataclasses.make_dataclass("Sample", ["prompt", "exchange"])(TRAIN.prompts[0], None)
     for number in range(3):
         grading.submit(number, sample)
     for future in a.futures:
