@@ -151,7 +151,7 @@ def test_a_jump_of_the_mismatch_stops_the_run_before_it_learns(small_run, engine
     "changes",
     [
         {},
-        {"algorithm.old_logprob": "bypass", "rollout.top_p": 0.9},
+        pytest.param({"algorithm.old_logprob": "bypass", "rollout.top_p": 0.9}, marks=pytest.mark.slow),
         pytest.param({"rollout.mode": "async", "rollout.max_staleness": 1}, marks=pytest.mark.slow),
     ],
 )

@@ -173,7 +173,7 @@ def test_a_stopped_command_leaves_a_checkpoint_and_its_exit_code(lab, undisturbe
     "lab, changes",
     [
         ("sft", {"model__lora_rank": 2}),
-        ("reward_model", {"mesh__tensor": 2, "model__param_dtype": "bfloat16"}),
+        pytest.param("reward_model", {"mesh__tensor": 2, "model__param_dtype": "bfloat16"}, marks=pytest.mark.slow),
         pytest.param("sft", {}, marks=pytest.mark.slow),
         pytest.param("sft", {"mesh__tensor": 2, "model__param_dtype": "bfloat16"}, marks=pytest.mark.slow),
         pytest.param("reward_model", {}, marks=pytest.mark.slow),

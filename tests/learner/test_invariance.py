@@ -204,7 +204,7 @@ def test_the_losses_of_routers_are_in_the_update(new_learner, make_recipe, route
     assert np.abs(routers[0] - routers[1]).max() > 1e-3
 
 
-@pytest.mark.parametrize("value_range", [None, (-1.0, 1.0)])
+@pytest.mark.parametrize("value_range", [pytest.param(None, marks=pytest.mark.slow), (-1.0, 1.0)])
 def test_normalised_values_and_two_lambdas(new_learner, make_recipe, drawn, value_range):
     data, made = drawn(16), make_recipe("decoupled", value_norm_decay=0.8, value_range=value_range)
     expected = new_learner((1, 1, 1, 1), made).update(*data, **START)

@@ -11,7 +11,7 @@ from jppo.models import decoder, families, heads, params
 RULES = {"vocab": "tensor", "embed": "fsdp", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor"}
 
 
-@pytest.fixture(params=["qwen2-tied", "phi3-grouped"])
+@pytest.fixture(params=["qwen2-tied", pytest.param("phi3-grouped", marks=pytest.mark.slow)])
 def cfg(hf_config, request):
     shape = dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=4096)
     return families.from_hf(hf_config(request.param) | shape, path="config.json")

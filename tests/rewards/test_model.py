@@ -527,7 +527,7 @@ def to_v_head(folder, model, head, root):
 @pytest.mark.parametrize(
     "head, root, file",
     [
-        ("v_head.weight", "transformer", "pytorch_model.bin"),  # Starling
+        pytest.param("v_head.weight", "transformer", "pytorch_model.bin", marks=pytest.mark.slow),  # Starling
         ("v_head.summary.weight", "model", "model.safetensors"),  # TRL
     ],
 )
