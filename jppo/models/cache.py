@@ -31,19 +31,19 @@ class DeltaCache:
 
 
 Held = LayerCache | DeltaCache
-Cache = tuple[Held, ...]  # one per layer, each updated in place
+Cache = tuple[Held | None, ...]  # one per layer, each updated in place; None: it takes an earlier layer's
 
 
 def empty(cfg: ModelConfig, *, rows: int, length: int, dtype: Any) -> Cache:
     """Allocates a cache of `length` positions for so many rows."""
-    shape = (rows, length, heads(cfg), cfg.head_dim if cfg.latent is None else cfg.latent.cached_dim)
 
-    def zeros() -> jax.Array:
-        return jnp.zeros(shape, dtype)
-
-    def make(sort: Sort) -> Held:
+    def make(sort: Sort) -> Held | None:
+        if not sort.keyed:
+            return None
         if sort.mixer == "attention":
-            return LayerCache(zeros(), zeros() if cfg.latent is None else None)
+            K, A = cfg.heads_of(sort) if cfg.latent is None else (1, cfg.latent.cached_dim)
+            k, v = (jnp.zeros((rows, length, K, A), dtype) for _ in range(2))
+            return LayerCache(k, v if cfg.latent is None else None)
         assert cfg.delta is not None
         state, inputs = ((rows, *rest) for rest in cfg.delta.state_shapes)
         return DeltaCache(jnp.zeros(state, jnp.float32), jnp.zeros(inputs, dtype))
@@ -52,8 +52,8 @@ def empty(cfg: ModelConfig, *, rows: int, length: int, dtype: Any) -> Cache:
 
 
 def heads(cfg: ModelConfig) -> int:
-    """Returns the heads of the cache."""
-    return cfg.num_kv_heads if cfg.latent is None else 1
+    """Returns a number that divides the heads of every layer's cache."""
+    return math.gcd(*(cfg.heads_of(sort).num_kv_heads for sort in cfg.sorts)) if cfg.latent is None else 1
 
 
 def dtype_of(cache: Cache) -> Any:

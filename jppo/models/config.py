@@ -1,14 +1,22 @@
 """A model's shape and mathematics as one frozen dataclass: what the decoder and the parameter table read."""
 
 import dataclasses
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from jppo.models import stacks
 from jppo.models.config_delta import Delta
 from jppo.models.config_experts import Experts
+from jppo.models.config_gemma4 import Gemma4
 from jppo.models.config_latent import Latent
 from jppo.models.rotary import Rotary
 from jppo.models.stacks import Group, Sort, Stack
+
+
+class Heads(NamedTuple):
+    """The sizes of keys and values."""
+
+    num_kv_heads: int  # K
+    head_dim: int  # A
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,6 +25,7 @@ class Kind:
 
     window: int | None  # a token sees itself and the window - 1 tokens before it; None: all earlier ones
     rotary: Rotary
+    heads: Heads | None = None  # None: the model's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +69,7 @@ class ModelConfig:
     further_layers: int = 0  # multi-token prediction layers of the checkpoint, which are not read
     gated: bool = False  # the outputs of attention are multiplied by a gate before their projection
     delta: Delta | None = None  # None: every layer has attention
+    gemma4: Gemma4 | None = None  # what only Gemma 4 has
     value_bins: int = 1  # outputs of a value head: one value, or the logits of a histogram
 
     @property
@@ -67,7 +77,11 @@ class ModelConfig:
         """Returns the modules of each layer, [L]."""
         sparse = (False,) * self.num_layers if self.experts is None else self.experts.sparse
         linear = (False,) * self.num_layers if self.delta is None else self.delta.linear
-        return tuple(Sort(one, "delta" if two else "attention") for one, two in zip(sparse, linear, strict=True))
+        found = tuple(Sort(one, "delta" if two else "attention") for one, two in zip(sparse, linear, strict=True))
+        if self.gemma4 is None:
+            return found
+        windows = tuple(self.kinds[kind].window is not None for kind in self.layer_kinds)
+        return self.gemma4.sorts(found, self.layer_kinds, windows)
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -97,15 +111,25 @@ class ModelConfig:
 
     @property
     def kernel_dim(self) -> int:
-        """Returns the size of heads in attention kernels: queries, keys and values are padded to the largest."""
-        return self.head_dim if self.latent is None else max(self.head_dim, self.latent.value_dim)
+        """Returns the largest size of heads in attention kernels; a head's query, key and value are padded alike."""
+        own = max(self.heads_of(sort).head_dim for sort in self.sorts)
+        return own if self.latent is None else max(own, self.latent.value_dim)
 
     @property
     def mlp_widths(self) -> tuple[int, ...]:
         """Returns the widths of MLPs and experts."""
-        dense = any(not stack.sort.sparse for stack in self.stacks)
-        own = (self.intermediate_size,) if dense else ()
+        own = tuple(dict.fromkeys(self.mlp_width(stack.sort) for stack in self.stacks if stack.sort.dense))
         return own if self.experts is None else (*own, *self.experts.widths)
+
+    def heads_of(self, sort: Sort) -> Heads:
+        """Returns the sizes of keys and values in a layer."""
+        own = None if sort.kind is None else self.kinds[sort.kind].heads
+        return Heads(self.num_kv_heads, self.head_dim) if own is None else own
+
+    def mlp_width(self, sort: Sort) -> int:
+        """Returns the width of a layer's MLP."""
+        double = self.gemma4 is not None and self.gemma4.double_shared and not sort.keyed
+        return self.intermediate_size * (1 + double)
 
 
 def pad_vocab(cfg: ModelConfig, multiple: int) -> ModelConfig:

@@ -24,7 +24,11 @@ class Names:
     mixed: bool = True  # config.json may give some layers an MLP in place of experts
     deepseek: config_routing.Version | None = None  # whose fields it has
     router: str = "gate"
-    fused: bool = False  # a layer's experts are one tensor, gates and ups interleaved; with biases, the router's too
+    fused: tuple[str, str] | None = None  # a layer's experts are one tensor: axes of gates and ups, and of downs
+    biased: bool = False  # experts and router have biases, and the gate is clamped
+    active: str = "num_experts_per_tok"
+    switch: str = ""  # a field that is true if the model has experts; "": it always does
+    beside: bool = False  # experts are beside an MLP; the router's input is normed, and its weights have factors
 
 
 QWEN2 = Names(shared="shared_expert", shared_gate=True)
@@ -37,7 +41,25 @@ MIXTRAL = Names(
 )
 DEEPSEEK_V2 = Names("n_routed_experts", shared="shared_experts", deepseek=config_routing.V2)
 DEEPSEEK_V3 = Names("n_routed_experts", shared="shared_experts", deepseek=config_routing.V3)
-GPT_OSS = Names("num_local_experts", "intermediate_size", normalized=True, mixed=False, router="router", fused=True)
+GPT_OSS = Names(
+    "num_local_experts",
+    "intermediate_size",
+    normalized=True,
+    mixed=False,
+    router="router",
+    fused=("E D MN", "E M D"),
+    biased=True,
+)
+GEMMA4 = Names(
+    module="",
+    normalized=True,
+    mixed=False,
+    router="router.proj",
+    fused=("E NM D", "E D M"),
+    active="top_k_experts",
+    switch="enable_moe_block",
+    beside=True,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +84,7 @@ class Experts:
 
 def read(fields: Fields, names: Names | None, num_layers: int) -> Experts | None:
     """Reads the experts; None if no layer has any."""
-    if names is None:
+    if names is None or (names.switch and not fields.get(names.switch, bool, False)):
         return None
     sparse = (True,) * num_layers
     if names.mixed:
@@ -73,15 +95,15 @@ def read(fields: Fields, names: Names | None, num_layers: int) -> Experts | None
         return None
     # transformers 5 writes num_experts under its other name.
     counted = "num_local_experts" if "num_local_experts" in fields else names.count
-    count, active = fields.get(counted, int), fields.get("num_experts_per_tok", int)
+    count, active = fields.get(counted, int), fields.get(names.active, int)
     if active > count:
-        raise fields.refuse("num_experts_per_tok", f"must be at most {counted}={count}")
+        raise fields.refuse(names.active, f"must be at most {counted}={count}")
     width = fields.get(names.width, int)
     shared_width = fields.get("shared_expert_intermediate_size", int) if names.shared_gate else 0
     if names.deepseek is not None:
         shared_width = width * fields.get("n_shared_experts", int)
     clamp = None
-    if names.fused:
+    if names.biased:
         clamp = fields.above_zero("swiglu_alpha", 1.702), fields.above_zero("swiglu_limit", 7.0)
     return Experts(
         count=count,

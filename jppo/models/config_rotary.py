@@ -23,10 +23,13 @@ class _Model:
     longest: int | None  # tokens of a row
 
 
-def read(fields: Fields, family: Family, head_dim: int, longest: int | None) -> tuple[Rotary, Rotary | None]:
+def read(
+    fields: Fields, family: Family, head_dim: int, longest: int | None, whole_dim: int | None = None
+) -> tuple[Rotary, Rotary | None]:
     """Returns the frequencies of full layers, and of sliding ones if they have their own.
 
-    `longest` is the largest number of tokens of a row, by which `longrope` chooses; None: the first context.
+    `longest` is the largest number of tokens of a row, by which `longrope` chooses; None: the first context. The heads
+    of full layers may have a size of their own, `whole_dim`.
     """
     places = {}
     for key in ("rope_scaling", "rope_parameters"):
@@ -39,12 +42,13 @@ def read(fields: Fields, family: Family, head_dim: int, longest: int | None) -> 
         key = "rope_scaling" if places["rope_scaling"] else "rope_parameters"  # HF's earlier and present place
         return _stretched(model, key, places[key] or family.rope or {}, theta), None
     local_theta = fields.get("rope_local_base_freq", float, family.local_theta)
-    both = dict(places["rope_parameters"])
+    both = dict(places["rope_parameters"] or family.rope or {})
     full, local = both.pop("full_attention", None) or {}, both.pop("sliding_attention", None) or {}
     if both:
         raise fields.refuse("rope_parameters", "may hold full_attention and sliding_attention only")
+    whole = model if whole_dim is None else dataclasses.replace(model, head_dim=whole_dim)
     return (
-        _stretched(model, "rope_scaling", {**full, **places["rope_scaling"]}, theta),
+        _stretched(whole, "rope_scaling", {**full, **places["rope_scaling"]}, theta),
         _stretched(model, "rope_parameters", local, local_theta),
     )
 
@@ -69,6 +73,7 @@ _STRETCHES: dict[str, tuple[str, ...]] = {
         *("factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
         "original_max_position_embeddings",
     ),
+    "proportional": ("factor", "partial_rotary_factor"),  # of Gemma 4
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
 }
 
@@ -78,16 +83,25 @@ def _stretched(model: _Model, key: str, rope: Mapping[str, Any], theta: float) -
     inner = Fields(rope, f"{fields.path}: {key}={dict(rope)!r}")
     kind = rope.get("rope_type", rope.get("type", "default"))
     kind = "longrope" if kind == "su" else kind  # its first name
-    part = _part(model, inner)
+    proportional = kind == "proportional" and model.family.gemma4
+    part = 1.0 if proportional else _part(model, inner)
     said = {k for k, v in rope.items() if v is not None} - {"rope_theta", "rope_type", "type", *_OF_PICTURES}
     if part == 1.0 or model.family.partial_rotary:
         said.discard("partial_rotary_factor")
-    if not isinstance(kind, str) or kind not in _STRETCHES or said - set(_STRETCHES[kind]):
-        raise UserError(f"{fields.path}: {key}={dict(rope)!r} is not supported, only {', '.join(_STRETCHES)}")
+    known = [name for name in _STRETCHES if name != "proportional" or model.family.gemma4]
+    if not isinstance(kind, str) or kind not in known or said - set(_STRETCHES[kind]):
+        raise UserError(f"{fields.path}: {key}={dict(rope)!r} is not supported, only {', '.join(known)}")
     theta = inner.get("rope_theta", float, theta)
-    factor = inner.get("factor", float) if "factor" in _STRETCHES[kind] else 1.0
+    factor = 1.0
+    if "factor" in _STRETCHES[kind]:
+        factor = inner.get("factor", float, 1.0) if proportional else inner.get("factor", float)
     if theta <= 0 or factor <= 0:
         raise UserError(f"{fields.path}: {key}={dict(rope)!r}: rope_theta and factor must be above 0")
+    if proportional:
+        share = inner.get("partial_rotary_factor", float, 1.0)
+        if not 0 <= share <= 1:
+            raise inner.refuse("partial_rotary_factor", "must be from 0 to 1")
+        return Rotary(theta, factor, share=share, longest=_context(fields))
     if kind in ("default", "linear"):
         return Rotary(theta, factor, part=part)
     context = _context(fields)

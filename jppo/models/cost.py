@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from jppo.models import lora
 from jppo.models.config import ModelConfig
 from jppo.models.lora import Lora
-from jppo.models.stacks import Mixer
+from jppo.models.stacks import Mixer, Sort
 
 # Time of a FLOP of attention by XLA relative to one of a product with weights: scores are exponentiated, and
 # written and read between their two products. Roughly, from one run on a busy CPU.
@@ -21,16 +21,17 @@ SLOWER = 2.5
 
 def attention(cfg: ModelConfig, lengths: Sequence[int]) -> int:
     """Returns FLOP of the attention products in a forward pass, with earlier keys in the window."""
-    kinds = [
-        cfg.kinds[kind] for kind, sort in zip(cfg.layer_kinds, cfg.sorts, strict=True) if sort.mixer == "attention"
-    ]
-    pairs = sum(_pairs(n, kind.window) for kind in kinds for n in lengths)
-    return 2 * pairs * cfg.num_heads * _pair(cfg)
+    total = 0
+    for kind, sort in zip(cfg.layer_kinds, cfg.sorts, strict=True):
+        if sort.mixer == "attention":
+            total += _pair(cfg, sort) * sum(_pairs(n, cfg.kinds[kind].window) for n in lengths)
+    return 2 * total * cfg.num_heads
 
 
-def _pair(cfg: ModelConfig) -> int:
+def _pair(cfg: ModelConfig, sort: Sort) -> int:
     """Returns the sizes of a head's k and v, which each pair of a query and a key multiplies."""
-    return cfg.head_dim + (cfg.head_dim if cfg.latent is None else cfg.latent.value_dim)
+    A = cfg.heads_of(sort).head_dim
+    return A + (A if cfg.latent is None else cfg.latent.value_dim)
 
 
 def _layers(cfg: ModelConfig, mixer: Mixer) -> int:
@@ -46,7 +47,7 @@ def _pairs(length: int, window: int | None) -> int:
 def price(cfg: ModelConfig, keys: float) -> float:
     """Returns a token's time with attention by XLA over so many keys, padding included, relative to none."""
     by_token = forward(cfg, [1], head_tokens=1) - attention(cfg, [1])
-    by_key = 2 * _layers(cfg, "attention") * cfg.num_heads * _pair(cfg)
+    by_key = 2 * cfg.num_heads * sum(_pair(cfg, sort) for sort in cfg.sorts if sort.mixer == "attention")
     return 1.0 + SLOWER * keys * by_key / by_token
 
 
@@ -58,25 +59,27 @@ def adapters(cfg: ModelConfig, how: Lora, lengths: Sequence[int]) -> int:
 
 def forward(cfg: ModelConfig, lengths: Sequence[int], *, head_tokens: int, how: Lora | None = None) -> int:
     """Returns FLOP of a forward pass over sequences of `lengths`, with the language head on `head_tokens` tokens."""
-    D, F = cfg.hidden_size, cfg.intermediate_size
-    matrices = _projections(cfg) * _layers(cfg, "attention")
+    D = cfg.hidden_size
+    matrices = sum(_projections(cfg, sort) for sort in cfg.sorts if sort.mixer == "attention")
     if (d := cfg.delta) is not None:  # with a token's three products with each state, one by one
         values = d.value_heads * d.value_dim
         matrices += (D * (d.channels + 2 * values + 2 * d.value_heads) + 3 * values * d.key_dim) * _layers(cfg, "delta")
     sparse = 0
     if (e := cfg.experts) is not None:
         sparse = 3 * D * (e.active * e.width + e.shared_width) + D * (e.count + e.names.shared_gate)
-    inner = sum(stack.count * (sparse if stack.sort.sparse else 3 * D * F) for stack in cfg.stacks)
+    inner = sum(sparse * sort.sparse + 3 * D * cfg.mlp_width(sort) * sort.dense for sort in cfg.sorts)
+    if cfg.gemma4 is not None:  # in each layer a part of one projection, a gate, and its output
+        inner += 3 * D * cfg.gemma4.per_layer * cfg.num_layers
     trunk = 2 * sum(lengths) * (matrices + inner) + attention(cfg, lengths)
     beside = 0 if how is None else adapters(cfg, how, lengths)
     return trunk + 2 * head_tokens * D * cfg.vocab_size + beside
 
 
-def _projections(cfg: ModelConfig) -> int:
+def _projections(cfg: ModelConfig, sort: Sort) -> int:
     """Returns the elements of the kernels of a layer's attention."""
-    D, H, K, A = cfg.hidden_size, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
+    D, H, (K, A) = cfg.hidden_size, cfg.num_heads, cfg.heads_of(sort)
     if (how := cfg.latent) is None:
-        return D * H * A * (1 + cfg.gated) + 2 * D * K * A + H * A * D
+        return D * H * A * (1 + cfg.gated) + (sort.keyed + sort.valued) * D * K * A + H * A * D
     queries = D * H * A if how.query_rank is None else how.query_rank * (D + H * A)
     return queries + D * how.cached_dim + how.rank * H * (how.plain_dim + how.value_dim) + H * how.value_dim * D
 

@@ -14,20 +14,22 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jppo.models import embedding, experts, lora, router_sums, routing
+from jppo.models import embedding, experts, lora, per_layer, router_sums, routing
 from jppo.models.attention import Attend, attend_cached, make_plain
 from jppo.models.cache import Cache, Held, LayerCache, dtype_of, extend
-from jppo.models.config import ModelConfig
+from jppo.models.config import Kind, ModelConfig
+from jppo.models.config_gemma4 import Gemma4
 from jppo.models.delta import DeltaNet
 from jppo.models.embedding import Embed, Lookup
 from jppo.models.experts import Mix, Mixture
 from jppo.models.latent import LatentAttention
-from jppo.models.modules import MLP, Project, RMSNorm, scaled
+from jppo.models.modules import ACTIVATIONS, MLP, Project, RMSNorm, scaled
 from jppo.models.params import Head
+from jppo.models.per_layer import PerLayer
 from jppo.models.remat import POLICIES, Remat
 from jppo.models.rotary import Place, Places, places, rotate
 from jppo.models.routing import Given, Givens
-from jppo.models.stacks import Group, Mixer, Stack
+from jppo.models.stacks import Group, Sort, Stack
 from jppo.types import Params
 
 _BESIDE = (lora.COLLECTION, router_sums.COLLECTION, routing.COLLECTION)  # of a layer, beside its parameters
@@ -44,11 +46,12 @@ class Attention(nn.Module):
     cfg: ModelConfig
     param_dtype: Any
     attend: Attend
+    sort: Sort
 
     @nn.compact
     def __call__(self, x: jax.Array, place: Place, held: LayerCache | None) -> tuple[jax.Array, LayerCache | None]:
-        cfg = self.cfg
-        D, H, K, A = cfg.hidden_size, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
+        cfg, sort = self.cfg, self.sort
+        D, H, (K, A) = cfg.hidden_size, cfg.num_heads, cfg.heads_of(sort)
 
         def project(name: str, equation: str, shape: tuple[int, ...], bias: tuple[int, ...] | None) -> Project:
             return Project(equation, shape, bias, cfg.initializer_range, self.param_dtype, name=name)
@@ -56,8 +59,10 @@ class Attention(nn.Module):
         if cfg.fused:
             q, k, v = jnp.split(project("qkv", "rtd,dha->rtha", (D, H + 2 * K, A), None)(x), (H, H + K), axis=2)
         else:
-            k = project("k", "rtd,dka->rtka", (D, K, A), (K, A) if cfg.qkv_bias else None)(x)
-            v = project("v", "rtd,dka->rtka", (D, K, A), (K, A) if cfg.qkv_bias else None)(x)
+            if sort.keyed:
+                k = v = project("k", "rtd,dka->rtka", (D, K, A), (K, A) if cfg.qkv_bias else None)(x)
+            if sort.valued:
+                v = project("v", "rtd,dka->rtka", (D, K, A), (K, A) if cfg.qkv_bias else None)(x)
             if cfg.gated:
                 both = project("q", "rtd,dhga->rthga", (D, H, 2, A), (H, 2, A) if cfg.qkv_bias else None)(x)
                 q, gate = both[:, :, :, 0], both[:, :, :, 1]
@@ -66,16 +71,25 @@ class Attention(nn.Module):
         if cfg.qk_norm is not None:
             axes = 1 if cfg.qk_norm == "head" else 2
             q = RMSNorm(cfg, self.param_dtype, axes, name="q_norm")(q)
-            k = RMSNorm(cfg, self.param_dtype, axes, name="k_norm")(k)
+            if sort.keyed:
+                k = RMSNorm(cfg, self.param_dtype, axes, name="k_norm")(k)
+        if cfg.gemma4 is not None and sort.keyed:
+            v = RMSNorm(cfg, self.param_dtype, scaled=False)(v)
         sinks = None
         if cfg.sinks:
             sinks = self.param("sinks", nn.initializers.normal(cfg.initializer_range), (H,), self.param_dtype)
-        q, k = rotate(q, place.cos, place.sin), rotate(k, place.cos, place.sin)
+        q = rotate(q, place.cos, place.sin)
+        if sort.keyed:
+            k = rotate(k, place.cos, place.sin)
+        elif held is None:
+            k, v = place.shared
         if held is None:
             assert place.segment is not None
             mixed = self.attend(q, k, v, place.segment, place.kind, sinks)  # [R, T, H, A]
+            if sort.keys == "kept":
+                held = LayerCache(k, v)
         else:
-            held = extend(held, k, v, place.position)
+            held = extend(held, k, v, place.position) if sort.keyed else held
             assert held.v is not None
             mixed = attend_cached(q, held.k, held.v, place.position, place.kind, sinks, **attention_settings(cfg))
         if cfg.gated:
@@ -93,35 +107,62 @@ class Layer(nn.Module):
     param_dtype: Any
     constrain: Callable[[jax.Array], jax.Array]
     attend: Attend
-    mix: Mix | None  # None: no experts, an MLP
-    mixer: Mixer = "attention"
+    mix: Mix
+    sort: Sort
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, kind: jax.Array | int, places: Places, given: Given = None, held: Held | None = None
+        self,
+        x: jax.Array,
+        kind: jax.Array | int,
+        places: Places,
+        given: Given = None,
+        embedded: jax.Array | None = None,
+        held: Held | None = None,
     ) -> tuple[jax.Array, Held | None]:
-        cfg = self.cfg
+        cfg, sort = self.cfg, self.sort
 
         def norm(name: str, y: jax.Array, applied: bool) -> jax.Array:
             return RMSNorm(cfg, self.param_dtype, name=name)(y) if applied else y
 
-        mixer: Any = Attention
-        if self.mixer == "delta":
+        mixer: Any = functools.partial(Attention, sort=sort)
+        if sort.mixer == "delta":
             mixer = DeltaNet(cfg, self.param_dtype, name="delta")
         else:
             if cfg.latent is not None:
                 to_cache = functools.partial(attend_cached, **attention_settings(cfg))
                 mixer = functools.partial(LatentAttention, attend_cached=to_cache)
             mixer = mixer(cfg, self.param_dtype, self.attend, name="attn")
-        y, held = mixer(norm("attn_norm", x, cfg.pre_norms), places.of(kind), held)
+        y, held = mixer(norm("attn_norm", x, cfg.pre_norms), places.of(kind, sort.kind), held)
         x = x + scaled(norm("attn_post_norm", y, cfg.post_norms), cfg.residual_scale)
         y = norm("mlp_norm", x, cfg.pre_norms)
-        if self.mix is None:
-            y = MLP(cfg, self.param_dtype, cfg.intermediate_size, name="mlp")(y)
-        else:
-            y = Mixture(cfg, self.param_dtype, self.mix, name="experts")(y, given, places.counted)
+        if sort.dense:
+            y = MLP(cfg, self.param_dtype, cfg.mlp_width(sort), name="mlp")(y)
+        if sort.sparse:
+            mixture = Mixture(cfg, self.param_dtype, self.mix, name="experts")
+            if sort.beside:
+                other = mixture(norm("experts_norm", x, True), given, places.counted, x)
+                y = norm("mlp_own_norm", y, True) + norm("experts_post_norm", other, True)
+            else:
+                y = mixture(y, given, places.counted)
         x = x + scaled(norm("mlp_post_norm", y, cfg.post_norms), cfg.residual_scale)
+        if cfg.gemma4 is not None:
+            x = self._with_gemma4s(cfg.gemma4, x, embedded)
         return self.constrain(x), held
+
+    def _with_gemma4s(self, how: Gemma4, x: jax.Array, embedded: jax.Array | None) -> jax.Array:
+        """Adds the layer's own embedding, gated by the state, and multiplies by the layer's factor."""
+        cfg, D, P = self.cfg, self.cfg.hidden_size, how.per_layer
+
+        def project(name: str, equation: str, *shape: int) -> Project:
+            return Project(equation, shape, None, cfg.initializer_range, self.param_dtype, name=name)
+
+        if embedded is not None:
+            gate = ACTIVATIONS[cfg.activation](project("per_layer_gate", "rtd,dp->rtp", D, P)(x))
+            y = project("per_layer_out", "rtp,pd->rtd", P, D)(gate * embedded)
+            x = x + RMSNorm(cfg, self.param_dtype, name="per_layer_norm")(y)
+        factor = self.param("scalar", nn.initializers.ones, (1,), self.param_dtype)
+        return x * jax.lax.stop_gradient(factor).astype(x.dtype)[None, None]
 
 
 class Period(nn.Module):
@@ -131,9 +172,11 @@ class Period(nn.Module):
     make: Callable[[Stack], Layer]
 
     @nn.compact
-    def __call__(self, x: jax.Array, kinds: jax.Array, places: Places, given: Givens) -> tuple[jax.Array, None]:
+    def __call__(
+        self, x: jax.Array, kinds: jax.Array, places: Places, given: Givens, embedded: tuple[jax.Array | None, ...]
+    ) -> tuple[jax.Array, None]:
         for i, stack in enumerate(self.group):
-            x, _ = self.make(stack)(x, kinds[i], places, given[i])
+            x, _ = self.make(stack)(x, kinds[i], places, given[i], embedded[i])
         return x, None
 
 
@@ -166,8 +209,11 @@ class Decoder(nn.Module):
         chex.assert_rank([tokens, segment, position], 2)
         chex.assert_equal_shape([tokens, segment, position])
         cfg = self.cfg
-        embed = Embed(cfg, self.param_dtype, self.dtype, self.lookup, name="embed")
+        embed = Embed(cfg, self.param_dtype, self.dtype, self.lookup, cfg.hidden_size, name="embed")
         x = self.constrain(embedded(embed(tokens), cfg, self.dtype))
+        each = None
+        if cfg.gemma4 is not None and cfg.gemma4.per_layer:
+            each = PerLayer(cfg, self.param_dtype, self.lookup, name="per_layer")(tokens, x)
         layer: Any = Layer
         if self.remat != "none":
             # In a real loop XLA cannot merge the recomputation with the first computation; unrolled it could.
@@ -176,8 +222,7 @@ class Decoder(nn.Module):
         where = dataclasses.replace(places_of(cfg, position, segment), counted=counted)
 
         def settings(stack: Stack) -> tuple[Any, ...]:
-            mix, mixer = self.mix if stack.sort.sparse else None, stack.sort.mixer
-            return cfg, self.param_dtype, self.constrain, attend, mix, mixer
+            return cfg, self.param_dtype, self.constrain, attend, self.mix, stack.sort
 
         for group in cfg.groups:
             count = group[0].count
@@ -185,20 +230,22 @@ class Decoder(nn.Module):
                 nn.scan,
                 variable_axes={"params": 0, **dict.fromkeys(_BESIDE, 0)},
                 split_rngs={"params": True},
-                in_axes=(0, nn.broadcast, 0),
+                in_axes=(0, nn.broadcast, 0, 0),
                 length=count,
                 unroll=1 if self.scan_layers else count,
             )
             kinds = jnp.asarray([cfg.layer_kinds[stack.layers] for stack in group], jnp.int32)
-            own = routing.by_layer(given, group)
+            own, of_layers = routing.by_layer(given, group), per_layer.by_stack(each, group)
             if len(group) == 1:
                 layers = scanned(layer)(*settings(group[0]), name=group[0].path[0])
-                x, _ = layers(x, kinds[0], where, own[0])
+                x, kept = layers(x, kinds[0], where, own[0], of_layers[0])
+                if kept is not None:
+                    where = sharing(where, group[0].sort, jax.tree.map(lambda y: y[0], kept))
             else:
                 periods = scanned(Period)(
                     group, lambda one: layer(*settings(one), name=one.path[1]), name=group[0].path[0]
                 )
-                x, _ = periods(x, kinds.T, where, own)
+                x, _ = periods(x, kinds.T, where, own, of_layers)
         return self.constrain(RMSNorm(cfg, self.param_dtype, name="norm")(x))
 
 
@@ -210,8 +257,19 @@ def attention_settings(cfg: ModelConfig) -> dict[str, Any]:
 
 def places_of(cfg: ModelConfig, position: jax.Array, segment: jax.Array | None) -> Places:
     """Returns the tokens' places for every kind of layer."""
-    turned = cfg.head_dim if cfg.latent is None else cfg.latent.rotary_dim
-    return places([kind.rotary for kind in cfg.kinds], turned, position, segment)
+
+    def turned(kind: Kind) -> int:
+        if kind.heads is not None:
+            return kind.heads.head_dim
+        return cfg.head_dim if cfg.latent is None else cfg.latent.rotary_dim
+
+    return places([(kind.rotary, turned(kind)) for kind in cfg.kinds], position, segment)
+
+
+def sharing(where: Places, sort: Sort, kept: LayerCache) -> Places:
+    """Adds the keys and values that later layers of this kind share."""
+    assert sort.kind is not None
+    return dataclasses.replace(where, shared=(where.shared or {}) | {sort.kind: (kept.k, kept.v)})
 
 
 def embedded(rows: jax.Array, cfg: ModelConfig, dtype: Any) -> jax.Array:
@@ -230,8 +288,7 @@ def split_layers(variables: Params, cfg: ModelConfig) -> Params:
             each[stack.first + i * stack.step] = jax.tree.map(lambda x, i=i: x[i], layers)
     return {
         "layers": tuple(each[i] for i in range(cfg.num_layers)),
-        "embed": variables["params"]["embed"],
-        "norm": variables["params"]["norm"],
+        **{name: variables["params"][name] for name in ("embed", "norm", "per_layer") if name in variables["params"]},
     }
 
 
@@ -257,11 +314,19 @@ def forward_cached(
     x = constrain(embedded(split["embed"]["embedding"][tokens], cfg, dtype))
     where = places_of(cfg, position, segment)
     attend = make_plain(**attention_settings(cfg))
-    after, chosen = list[Held](), list[jax.Array | None]()
-    for variables, kind, held, sort in zip(split["layers"], cfg.layer_kinds, cache, cfg.sorts, strict=True):
-        layer = Layer(cfg, dtype, constrain, attend, mix if sort.sparse else None, sort.mixer)
-        (x, new), found = layer.apply(variables, x, kind, where, None, held, mutable=[routing.COLLECTION])
-        after.append(new)
+    each = [None] * cfg.num_layers
+    if "per_layer" in split:
+        made: Any = PerLayer(cfg, dtype, embedding.lookup).apply({"params": split["per_layer"]}, tokens, x)
+        each = list(jnp.moveaxis(made, 2, 0))
+    after, chosen, kept = list[Held | None](), list[jax.Array | None](), dict[int | None, Held]()
+    layers = zip(split["layers"], cfg.layer_kinds, cache, cfg.sorts, each, strict=True)
+    for variables, kind, held, sort, own in layers:
+        layer = Layer(cfg, dtype, constrain, attend, mix, sort)
+        held = held if sort.keyed else kept[sort.kind]
+        (x, new), found = layer.apply(variables, x, kind, where, None, own, held, mutable=[routing.COLLECTION])
+        after.append(new if sort.keyed else None)
+        if sort.keys == "kept":
+            kept[sort.kind] = new
         chosen.append(routing.of_layer(found))
     last: Any = RMSNorm(cfg, dtype).apply({"params": split["norm"]}, x)
     return last, tuple(after), routing.stacked(chosen)

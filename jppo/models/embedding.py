@@ -101,10 +101,11 @@ class Embed(nn.Module):
     param_dtype: Any
     dtype: Any
     lookup: Lookup
+    width: int
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        shape = (self.cfg.padded_vocab_size, self.cfg.hidden_size)
+        shape = (self.cfg.padded_vocab_size, self.width)
         init = nn.initializers.normal(self.cfg.initializer_range)
         table = self.param("embedding", init, shape, self.param_dtype)
         return self.lookup(table, tokens, self.dtype)  # [R, T, D]

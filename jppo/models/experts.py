@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jppo.models import dispatch, grouped, lora, product, router, router_sums, routing
 from jppo.models.config import ModelConfig
 from jppo.models.expert_products import each, joined
-from jppo.models.modules import MLP
+from jppo.models.modules import MLP, RMSNorm
 from jppo.models.spread import EXPERT, HEADS, POSITIONS, WHOLE, columns, gathered, in_groups, row_axes, summed
 
 # (kernels, x [R, T, D], weights and indices of the tokens' experts [R, T, active], model) -> [R, T, D]
@@ -34,22 +34,37 @@ class Mixture(nn.Module):
     mix: Mix
 
     @nn.compact
-    def __call__(self, x: jax.Array, given: routing.Given = None, counted: jax.Array | None = None) -> jax.Array:
-        """Computes the mixture; experts that are `given` [R, T, active] replace the router's choice."""
+    def __call__(
+        self,
+        x: jax.Array,
+        given: routing.Given = None,
+        counted: jax.Array | None = None,
+        seen: jax.Array | None = None,
+    ) -> jax.Array:
+        """Computes the mixture; experts that are `given` [R, T, active] replace the router's choice.
+
+        The router reads x, or what it has `seen` [R, T, D].
+        """
         cfg, how = self.cfg, self.cfg.experts
         assert how is not None
 
         def param(name: str, *shape: int) -> jax.Array:
-            init = nn.initializers.zeros if name.endswith("bias") else nn.initializers.normal(cfg.initializer_range)
+            fixed = {"bias": nn.initializers.zeros, "scale": nn.initializers.ones}
+            init = fixed.get(name.rpartition("_")[2], nn.initializers.normal(cfg.initializer_range))
             out: jax.Array = self.param(name, init, shape, self.param_dtype)
             return out
 
         D, E, M = cfg.hidden_size, how.count, how.width
-        logits = product.product("rtd,de->rte", x, param("router", D, E), jnp.float32)
-        if how.names.fused:
+        seen = x if seen is None else seen
+        if how.names.beside:
+            seen = RMSNorm(cfg, self.param_dtype, name="router_norm")(seen) * D**-0.5
+        logits = product.product("rtd,de->rte", seen, param("router", D, E), jnp.float32)
+        if how.names.biased:
             logits += param("router_bias", E)[None, None].astype(jnp.float32)
             biases = *param("gate_up_bias", 2, E, M)[:, :, None], param("down_bias", E, D)[:, :, None]
             kernels = *param("gate_up", 2, E, D, M), param("down", E, D, M), *biases
+        elif how.names.fused:
+            kernels = *param("gate_up", 2, E, D, M), param("down", E, D, M)
         else:
             shapes = {"gate": "edr,erm->edm", "up": "edr,erm->edm", "down": "emr,erd->edm"}
             kernels = tuple(self._adapted(name, param(name, E, D, M), of) for name, of in shapes.items())
@@ -57,6 +72,8 @@ class Mixture(nn.Module):
         if how.routing.corrected:
             correction = jax.lax.stop_gradient(self.param("correction", nn.initializers.zeros, (E,), jnp.float32))
         weight, chosen = router.choose(logits, how, correction, given)
+        if how.names.beside:
+            weight *= param("expert_scale", E).astype(weight.dtype)[chosen]
         if self.is_mutable_collection(routing.COLLECTION) and not self.is_initializing():
             own = chosen if given is None else router.choose(logits, how, correction)[1]
             self.put_variable(routing.COLLECTION, routing.NAME, own.astype(jnp.int16))

@@ -7,8 +7,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from jppo.models import config_delta, config_experts, config_latent, config_rotary
-from jppo.models.config import Kind, ModelConfig
+from jppo.models import config_delta, config_experts, config_gemma4, config_latent, config_rotary
+from jppo.models.config import Heads, Kind, ModelConfig
 from jppo.models.config_fields import Fields
 from jppo.models.family_table import FAMILIES, Family, always, late, never
 from jppo.models.rotary import STILL, Rotary
@@ -34,8 +34,7 @@ _RELATIVES = {  # models that users try, and their errors
     "qwen3_5_moe": "it reads pictures too; its text model alone is qwen3_5_moe_text",
     "gemma3n": "it reads pictures and sound too, and its text model is not supported either",
     "gemma3n_text": "embeddings in every layer, alternating updates, and layers that share keys and values",
-    "gemma4": "it reads pictures too, and its text model is not supported either",
-    "gemma4_text": "embeddings in every layer, layers that share keys and values, and heads of two widths",
+    "gemma4": "it reads pictures too; its text model alone is gemma4_text",
     "granitemoe": "a mixture of experts with fused kernels",
     "olmo": "layer norms without weights",
     "phi": "layer norms, and attention and MLP side by side",
@@ -55,9 +54,14 @@ def from_hf(config: Mapping[str, Any], *, path: str | os.PathLike[str], longest:
     num_layers, num_kv_heads = _num_layers(fields), _num_kv_heads(fields, num_heads)
     latent = config_latent.read(fields, num_heads) if family.latent else None
     head_dim = latent.head_dim if latent is not None else _head_dim(fields, family, hidden_size, num_heads)
-    rotary, local = config_rotary.read(fields, family, head_dim if latent is None else latent.rotary_dim, longest)
+    windows = [None] * num_layers if family.delta is not None else _windows(fields, family, num_layers)
+    whole = None
+    if family.gemma4:
+        whole = Heads(*config_gemma4.whole_heads(fields, windows, num_heads, num_kv_heads, head_dim))
+    turned = head_dim if latent is None else latent.rotary_dim
+    rotary, local = config_rotary.read(fields, family, turned, longest, None if whole is None else whole.head_dim)
     delta = None if family.delta is None else config_delta.read(fields, family.delta, num_layers)
-    layers = _layers(fields, family, num_layers, rotary, local)
+    layers = _layers(fields, family, windows, rotary, local, whole)
     kinds = tuple(dict.fromkeys(layers))
     vocab_size = fields.get("vocab_size", int)
     return ModelConfig(
@@ -81,7 +85,7 @@ def from_hf(config: Mapping[str, Any], *, path: str | os.PathLike[str], longest:
         o_bias=attention_bias if family.o_bias is None else family.o_bias,
         mlp_bias=fields.get("mlp_bias", bool, False) if family.mlp_bias is None else family.mlp_bias,
         activation=_activation(fields, family),
-        embed_scale=hidden_size**0.5 if family.gemma else _multiplier(fields, family, "embedding_multiplier"),
+        embed_scale=hidden_size**0.5 if family.gemma or family.gemma4 else _multiplier(fields, family, "embedding_multiplier"),
         residual_scale=_multiplier(fields, family, "residual_multiplier"),
         query_scale=_query_scale(fields, family, head_dim, rotary),
         sinks=family.sinks,
@@ -98,6 +102,7 @@ def from_hf(config: Mapping[str, Any], *, path: str | os.PathLike[str], longest:
         further_layers=fields.from_zero("num_nextn_predict_layers", 0),
         gated=family.gated,
         delta=delta,
+        gemma4=config_gemma4.read(fields, windows, vocab_size) if family.gemma4 else None,
     )
 
 
@@ -138,6 +143,8 @@ def _refuse_unsupported(fields: Fields, family: Family) -> None:
     neutral = dict(_NEUTRAL)
     if family.partial_rotary:
         del neutral["partial_rotary_factor"]
+    if family.gemma4:  # texts are causal with "vision"
+        neutral["use_bidirectional_attention"] = (None, False, "vision")
     if family.bare_layers:  # SmolLM3's file has a 2, which its class does not read
         del neutral["pretraining_tp"]
     if family.attn_softcap is None:
@@ -146,7 +153,7 @@ def _refuse_unsupported(fields: Fields, family: Family) -> None:
         neutral["use_sliding_window"] = (None, False)
     if family.latent:
         neutral["mlp_bias"] = (None, False)
-    if not family.query_pre_attn_scalar:
+    if not (family.query_pre_attn_scalar or family.gemma4):
         neutral["final_logit_softcapping"] = (None,)
     for key, values in neutral.items():
         if fields.config.get(key) not in values:
@@ -156,11 +163,12 @@ def _refuse_unsupported(fields: Fields, family: Family) -> None:
 
 def _width_field(family: Family) -> str:
     """Returns the field of the MLP's width; of the experts' where no layer has an MLP."""
-    return "intermediate_size" if family.experts is None or family.experts.mixed else family.experts.width
+    how = family.experts
+    return "intermediate_size" if how is None or how.mixed or how.beside else how.width
 
 
 def _activation(fields: Fields, family: Family) -> str:
-    key = "hidden_activation" if family.query_pre_attn_scalar else "hidden_act"
+    key = "hidden_activation" if family.query_pre_attn_scalar or family.gemma4 else "hidden_act"
     name: str = fields.get(key, str, family.activation)
     if family.gemma and name == "gelu":  # old files say gelu and mean the approximation
         name = family.activation
@@ -174,6 +182,8 @@ def _multiplier(fields: Fields, family: Family, key: str) -> float:
 
 
 def _query_scale(fields: Fields, family: Family, head_dim: int, rotary: Rotary) -> float:
+    if family.gemma4:
+        return 1.0
     if family.latent:
         return config_latent.query_scale(fields, head_dim, rotary)
     if family.multipliers:
@@ -189,12 +199,16 @@ def _softcap(fields: Fields, key: str, default: float | None) -> float | None:
     return cap
 
 
-def _layers(fields: Fields, family: Family, num_layers: int, rotary: Rotary, local: Rotary | None) -> list[Kind]:
+def _layers(
+    fields: Fields, family: Family, windows: list[int | None], rotary: Rotary, local: Rotary | None, whole: Heads | None
+) -> list[Kind]:
     """Returns the kind of each layer."""
-    windows = [None] * num_layers if family.delta is not None else _windows(fields, family, num_layers)
-    bare = config_rotary.bare_layers(fields, num_layers) if family.bare_layers else [False] * num_layers
+    bare = config_rotary.bare_layers(fields, len(windows)) if family.bare_layers else [False] * len(windows)
     turns = [rotary if window is None or local is None else local for window in windows]
-    return [Kind(window, STILL if one else turn) for window, turn, one in zip(windows, turns, bare, strict=True)]
+    return [
+        Kind(window, STILL if one else turn, whole if window is None else None)
+        for window, turn, one in zip(windows, turns, bare, strict=True)
+    ]
 
 
 def _windows(fields: Fields, family: Family, num_layers: int) -> list[int | None]:
@@ -217,4 +231,6 @@ def _windows(fields: Fields, family: Family, num_layers: int) -> list[int | None
         raise fields.refuse("layer_types", f"must have one entry for each of num_hidden_layers={num_layers}")
     if any(slides) and (window is None or family.slides is never):
         raise fields.refuse("layer_types", f"is not supported with sliding_window={window}: no layer can slide")
+    if family.gemma4:  # transformers lets the last layer see all
+        slides[-1] = False
     return [window if one else None for one in slides]

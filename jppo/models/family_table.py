@@ -45,6 +45,7 @@ class Family:
     quantization: str | None = None  # quant_method whose tensors are read as bfloat16
     experts: config_experts.Names | None = None
     latent: bool = False  # keys and values are computed from a latent
+    gemma4: bool = False  # embeddings times sqrt(D), norms of values, and the parts of `config_gemma4.py`
 
 
 def never(_: Fields, __: int) -> bool:
@@ -74,6 +75,20 @@ _GEMMA2 = dataclasses.replace(
 _GEMMA3 = dataclasses.replace(
     _GEMMA2, slides=_but_every(6), qk_norm="head", attn_softcap=None, logit_softcap=None, theta=1e6, local_theta=1e4
 )
+_GEMMA4 = Family(
+    _but_every(6),
+    tie_word_embeddings=True,
+    head_dim=256,
+    activation="gelu_pytorch_tanh",
+    qk_norm="head",
+    post_norms=True,
+    theta=1e6,
+    local_theta=1e4,
+    rope=dict(full_attention=dict(rope_type="proportional", partial_rotary_factor=0.25)),
+    window=512,
+    experts=config_experts.GEMMA4,
+    gemma4=True,
+)
 _OLMO2 = Family(never, qk_norm="all", pre_norms=False, post_norms=True, rms_norm_eps=1e-5)
 _QWEN35 = Family(never, head_dim=256, qk_norm="head", centred=True, gated=True, partial_rotary=0.25, delta="split")
 FAMILIES = {
@@ -84,6 +99,7 @@ FAMILIES = {
     "gemma": _GEMMA,
     "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA3,
+    "gemma4_text": _GEMMA4,
     "qwen2_moe": Family(never, o_bias=False, bias_field="qkv_bias", biased=True, experts=config_experts.QWEN2),
     "qwen3_moe": Family(never, qk_norm="head", experts=config_experts.QWEN3),
     "mixtral": Family(

@@ -119,7 +119,7 @@ def table(model: ModelConfig, lora: Lora, *, head: Head) -> tuple[Entry, ...]:
     kernels = {entry.path: entry for entry in params.table(model, head=head)}
     out = []
     for name, stack in itertools.product(targets_of(model, lora), model.stacks):
-        for kernel in (kernels[path] for path in _adapted(stack, *TARGETS[name]) if path in kernels):
+        for kernel in (kernels[path] for path in _adapted(model, stack, *TARGETS[name]) if path in kernels):
             lead, into, outer = _letters(kernel)
             out += [
                 _entry(kernel, lora, "a", "lora_A", ("r", into), f"{lead}{into}r"),
@@ -134,12 +134,10 @@ def table(model: ModelConfig, lora: Lora, *, head: Head) -> tuple[Entry, ...]:
 def targets_of(model: ModelConfig, lora: Lora) -> tuple[str, ...]:
     """Returns the modules of the model that have adapters; UserError for a module that it has not."""
     there = {entry.path for entry in params.table(model, head="trunk")}
-    paths = {name: [p for stack in model.stacks for p in _adapted(stack, *path)] for name, path in TARGETS.items()}
-    fused = model.experts is not None and model.experts.names.fused  # whose experts have no adapters
-    known = tuple(
-        name for name, of_name in paths.items()
-        if not there.isdisjoint(of_name) and not (fused and TARGETS[name][0] == "mlp")
-    )  # fmt: skip
+    paths = {
+        name: [p for stack in model.stacks for p in _adapted(model, stack, *path)] for name, path in TARGETS.items()
+    }
+    known = tuple(name for name, of_name in paths.items() if not there.isdisjoint(of_name))
     if lora.targets == tuple(TARGETS):  # all-linear
         return known
     absent = [name for name in lora.targets if name not in known]
@@ -151,11 +149,15 @@ def targets_of(model: ModelConfig, lora: Lora) -> tuple[str, ...]:
     return lora.targets
 
 
-def _adapted(stack: Stack, module: str, name: str) -> list[tuple[str, ...]]:
-    """Returns the paths of the kernels that a target names in a stack: of every expert, and of one that all use."""
-    if module == "mlp" and stack.sort.sparse:
-        return [(*stack.path, "experts", name), (*stack.path, "experts", "shared", name, "kernel")]
-    return [(*stack.path, module, name, "kernel")]
+def _adapted(model: ModelConfig, stack: Stack, module: str, name: str) -> list[tuple[str, ...]]:
+    """Returns the paths of the kernels that a target names in a stack: of every expert, and of one that all use.
+
+    Experts that are one tensor have no adapters.
+    """
+    found = [] if module == "mlp" and not stack.sort.dense else [(*stack.path, module, name, "kernel")]
+    if module == "mlp" and stack.sort.sparse and model.experts is not None and model.experts.names.fused is None:
+        found += [(*stack.path, "experts", name), (*stack.path, "experts", "shared", name, "kernel")]
+    return found
 
 
 def _letters(kernel: Entry) -> tuple[str, str, str]:

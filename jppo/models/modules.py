@@ -24,14 +24,17 @@ class RMSNorm(nn.Module):
     param_dtype: Any
     axes: int = 1
     eps: float | None = None  # None: the model's
+    scaled: bool = True  # False: there is no scale
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        start = nn.initializers.constant(1.0 - self.cfg.norm_offset)
-        scale = self.param("scale", start, x.shape[-self.axes :], self.param_dtype)
         wide = x.astype(jnp.float32)
         variance = jnp.mean(jnp.square(wide), axis=tuple(range(-self.axes, 0)), keepdims=True)
         normed = wide * jax.lax.rsqrt(variance + (self.cfg.rms_norm_eps if self.eps is None else self.eps))
+        if not self.scaled:
+            return normed.astype(x.dtype)
+        start = nn.initializers.constant(1.0 - self.cfg.norm_offset)
+        scale = self.param("scale", start, x.shape[-self.axes :], self.param_dtype)
         gain = scale.astype(jnp.float32) + self.cfg.norm_offset
         return (normed * gain.reshape((1,) * (x.ndim - self.axes) + gain.shape)).astype(x.dtype)
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from jppo.models import params_attention, params_rows
 from jppo.models.config import ModelConfig
-from jppo.models.stacks import Stack
+from jppo.models.stacks import Sort, Stack
 from jppo.types import Params
 
 Head = Literal["lm", "value", "trunk"]  # trunk: none
@@ -51,6 +51,9 @@ AXES = {
     "T": None,
     "X": None,  # outputs of its joined projections
     "Y": None,
+    "p": None,  # of an embedding in every layer
+    "l": "embed",  # of all layers' embeddings
+    "m": None,  # the same as outputs of a projection
 }
 
 
@@ -68,7 +71,7 @@ class Entry:
     padding: int = 0  # rows on the first axis that the HF tensor lacks
     first: int = 0  # layer of a stacked array
     step: int = 1  # to its next layer
-    buffer: bool = False  # not trained, and f32 in a model of any dtype
+    buffer: bool = False  # not trained
 
     @property
     def stacked(self) -> bool:
@@ -82,7 +85,7 @@ class Entry:
 
     def dtype(self, of_model: Any) -> Any:
         """Returns the parameter's dtype in a model of this one."""
-        return jnp.float32 if self.buffer else of_model
+        return jnp.float32 if self.path[-1] == "correction" else of_model
 
     @property
     def numbered(self) -> tuple[int, ...]:
@@ -93,8 +96,8 @@ class Entry:
     def matrix(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """Returns the input and output axes of a layer's matrix; None for other parameters."""
         words = self.hf_letters
-        if words[0] == "E" and len(words) == 3:  # of all experts, inputs first; a gate and an up are a matrix each
-            words = words[2].removesuffix("N"), words[1]
+        if words[0] == "E" and len(words) == 3:  # of all experts; a gate and an up are a matrix each
+            words = ("D", "M") if self.path[-1] == "down" else ("M", "D")
         if not self.stacked or self.path[-1].endswith("bias") or len(words) != 2:
             return None
         out, into = (tuple(self.letters.index(letter) for letter in word) for word in words)
@@ -136,23 +139,29 @@ def _make_entry(model: ModelConfig) -> Callable[..., Entry]:
     if (delta := model.delta) is not None:
         sizes |= {"R": delta.key_heads, "O": delta.value_heads, "W": delta.value_dim, "Z": delta.channels}
         sizes |= dict(zip("XY", delta.joined_widths, strict=True)) | {"T": delta.taps}
+    if (gemma4 := model.gemma4) is not None:
+        sizes |= {"p": gemma4.per_layer} | dict.fromkeys("lm", gemma4.per_layer * model.num_layers)
+
+    def of_layer(sort: Sort) -> dict[str, int]:
+        return dict(zip("KA", model.heads_of(sort), strict=True)) | {"F": model.mlp_width(sort)}
 
     def entry(
         path: str, hf: str, hf_letters: str, letters: str, alias: str | None = None, stack: Stack | None = None
     ) -> Entry:
         vector = letters.lstrip("L") in ("D", "A", "I", "C")  # norms, and biases of the residual stream
+        own = sizes if stack is None or model.gemma4 is None else sizes | of_layer(stack.sort)
         return Entry(
             path=tuple(path.split("/")) if stack is None else (*stack.path, *path.split("/")),
             hf=hf if stack is None else f"model.layers.{{layer}}.{hf}",
             hf_letters=tuple(hf_letters.split()),
             letters=letters,
-            shape=tuple(stack.count if stack and letter == "L" else sizes[letter] for letter in letters),
+            shape=tuple(stack.count if stack and letter == "L" else own[letter] for letter in letters),
             axes=tuple("norm" if vector and letter in "DAIC" else AXES[letter] for letter in letters),
             alias=alias,
             padding=model.padded_vocab_size - model.vocab_size if letters[0] == "V" else 0,
             first=0 if stack is None else stack.first,
             step=1 if stack is None else stack.step,
-            buffer=hf.endswith("e_score_correction_bias"),
+            buffer=hf.endswith(("e_score_correction_bias", "layer_scalar")),
         )
 
     return entry
@@ -167,8 +176,8 @@ def table(model: ModelConfig, *, head: Head) -> tuple[Entry, ...]:
         found = [stack for stack in model.stacks if all(getattr(stack.sort, k) == v for k, v in sort.items())]
         return [entry(*row, stack=stack) for stack in found]
 
-    def attention(*row: str) -> list[Entry]:
-        return layer(*row, mixer="attention")
+    def attention(*row: str, **sort: Any) -> list[Entry]:
+        return layer(*row, mixer="attention", **sort)
 
     tied = "lm_head.weight" if model.tie_word_embeddings else None
     # A norm on attention's output has the usual name of the MLP's own norm.
@@ -193,12 +202,20 @@ def table(model: ModelConfig, *, head: Head) -> tuple[Entry, ...]:
         normed_q, normed_k = ("A", "A") if model.qk_norm == "head" else ("HA", "KA")
         rows += [
             *attention("attn/q_norm/scale", "self_attn.q_norm.weight", normed_q, f"L{normed_q}"),
-            *attention("attn/k_norm/scale", "self_attn.k_norm.weight", normed_k, f"L{normed_k}"),
+            *attention("attn/k_norm/scale", "self_attn.k_norm.weight", normed_k, f"L{normed_k}", keyed=True),
         ]
     if model.delta is not None:
         rows += params_rows.delta(model.delta, functools.partial(layer, mixer="delta"))
     if model.experts is not None:
         rows += params_rows.experts(model.experts, layer)
+    if model.gemma4 is not None:
+        rows += params_rows.gemma4(model.gemma4, layer)
+        if model.gemma4.per_layer:
+            rows += [
+                entry("per_layer/embed/embedding", "model.embed_tokens_per_layer.weight", "V l", "Vl"),
+                entry("per_layer/project/kernel", "model.per_layer_model_projection.weight", "m D", "Dm"),
+                entry("per_layer/norm/scale", "model.per_layer_projection_norm.weight", "p", "p"),
+            ]
     if head == "value":
         rows += [entry("score/kernel", "score.weight", "B D", "DB")]
     elif head == "lm" and not model.tie_word_embeddings:
@@ -207,16 +224,16 @@ def table(model: ModelConfig, *, head: Head) -> tuple[Entry, ...]:
 
 
 def _mlp(model: ModelConfig, layer: Callable[..., list[Entry]]) -> list[Entry]:
-    rows = layer("mlp/down/kernel", "mlp.down_proj.weight", "D F", "LFD", sparse=False)
+    rows = layer("mlp/down/kernel", "mlp.down_proj.weight", "D F", "LFD", dense=True)
     if model.fused:
-        rows += layer("mlp/gate_up/kernel", "mlp.gate_up_proj.weight", "NF D", "LDNF", sparse=False)
+        rows += layer("mlp/gate_up/kernel", "mlp.gate_up_proj.weight", "NF D", "LDNF", dense=True)
     else:
-        rows += layer("mlp/gate/kernel", "mlp.gate_proj.weight", "F D", "LDF", sparse=False)
-        rows += layer("mlp/up/kernel", "mlp.up_proj.weight", "F D", "LDF", sparse=False)
+        rows += layer("mlp/gate/kernel", "mlp.gate_proj.weight", "F D", "LDF", dense=True)
+        rows += layer("mlp/up/kernel", "mlp.up_proj.weight", "F D", "LDF", dense=True)
     if model.mlp_bias:
-        rows += layer("mlp/gate/bias", "mlp.gate_proj.bias", "F", "LF", sparse=False)
-        rows += layer("mlp/up/bias", "mlp.up_proj.bias", "F", "LF", sparse=False)
-        rows += layer("mlp/down/bias", "mlp.down_proj.bias", "D", "LD", sparse=False)
+        rows += layer("mlp/gate/bias", "mlp.gate_proj.bias", "F", "LF", dense=True)
+        rows += layer("mlp/up/bias", "mlp.up_proj.bias", "F", "LF", dense=True)
+        rows += layer("mlp/down/bias", "mlp.down_proj.bias", "D", "LD", dense=True)
     return rows
 
 

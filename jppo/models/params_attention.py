@@ -21,12 +21,12 @@ def _grouped(model: ModelConfig, layer: Layer) -> list[Any]:
         out += layer("attn/qkv/kernel", "self_attn.qkv_proj.weight", "QA D", "LDQA")
     else:
         out += layer("attn/q/kernel", "self_attn.q_proj.weight", f"{of_q} D", f"LD{of_q}")
-        out += layer("attn/k/kernel", "self_attn.k_proj.weight", "KA D", "LDKA")
-        out += layer("attn/v/kernel", "self_attn.v_proj.weight", "KA D", "LDKA")
+        out += layer("attn/k/kernel", "self_attn.k_proj.weight", "KA D", "LDKA", keyed=True)
+        out += layer("attn/v/kernel", "self_attn.v_proj.weight", "KA D", "LDKA", valued=True)
     if model.qkv_bias:
         out += layer("attn/q/bias", "self_attn.q_proj.bias", of_q, f"L{of_q}")
-        out += layer("attn/k/bias", "self_attn.k_proj.bias", "KA", "LKA")
-        out += layer("attn/v/bias", "self_attn.v_proj.bias", "KA", "LKA")
+        out += layer("attn/k/bias", "self_attn.k_proj.bias", "KA", "LKA", keyed=True)
+        out += layer("attn/v/bias", "self_attn.v_proj.bias", "KA", "LKA", valued=True)
     return out + (layer("attn/sinks", "self_attn.sinks", "H", "LH") if model.sinks else [])
 
 

@@ -5,6 +5,7 @@ from typing import TypeVar
 
 from jppo.models.config_delta import Delta
 from jppo.models.config_experts import Experts
+from jppo.models.config_gemma4 import Gemma4
 
 T = TypeVar("T")
 
@@ -33,34 +34,59 @@ def delta(how: Delta, layer: Callable[..., list[T]]) -> list[T]:
     ]
 
 
+def gemma4(how: Gemma4, layer: Callable[..., list[T]]) -> list[T]:
+    """Lists the parameters of a layer that only Gemma 4 has."""
+    rows = layer("scalar", "layer_scalar", "1", "L1")
+    if how.per_layer:
+        rows += [
+            *layer("per_layer_gate/kernel", "per_layer_input_gate.weight", "p D", "LDp"),
+            *layer("per_layer_out/kernel", "per_layer_projection.weight", "D p", "LpD"),
+            *layer("per_layer_norm/scale", "post_per_layer_input_norm.weight", "D", "LD"),
+        ]
+    return rows
+
+
 def experts(how: Experts, layer: Callable[..., list[T]]) -> list[T]:
     """Lists the parameters of experts."""
     names = how.names
-    each = f"{names.module}.experts.{{expert}}"
-    rows = [*layer("experts/router", f"{names.module}.{names.router}.weight", "E D", "LDE", sparse=True)]
-    if names.fused:
-        return [
-            *rows,
-            *layer("experts/router_bias", f"{names.module}.{names.router}.bias", "E", "LE", sparse=True),
-            *layer("experts/gate_up", f"{names.module}.experts.gate_up_proj", "E D MN", "LNEDM", sparse=True),
-            *layer("experts/gate_up_bias", f"{names.module}.experts.gate_up_proj_bias", "E MN", "LNEM", sparse=True),
-            *layer("experts/down", f"{names.module}.experts.down_proj", "E M D", "LEDM", sparse=True),
-            *layer("experts/down_bias", f"{names.module}.experts.down_proj_bias", "E D", "LED", sparse=True),
+    module = f"{module}" if names.module else ""
+    each = f"{module}experts.{{expert}}"
+    rows = [*layer("experts/router", f"{module}{names.router}.weight", "E D", "LDE", sparse=True)]
+    if names.fused is not None:
+        gate_up, down = names.fused
+        rows += [
+            *layer("experts/gate_up", f"{module}experts.gate_up_proj", gate_up, "LNEDM", sparse=True),
+            *layer("experts/down", f"{module}experts.down_proj", down, "LEDM", sparse=True),
         ]
+        if names.beside:
+            rows += [
+                *layer("experts/router_norm/scale", "router.scale", "D", "LD", sparse=True),
+                *layer("experts/expert_scale", "router.per_expert_scale", "E", "LE", sparse=True),
+                *layer("mlp_own_norm/scale", "post_feedforward_layernorm_1.weight", "D", "LD", sparse=True),
+                *layer("experts_norm/scale", "pre_feedforward_layernorm_2.weight", "D", "LD", sparse=True),
+                *layer("experts_post_norm/scale", "post_feedforward_layernorm_2.weight", "D", "LD", sparse=True),
+            ]
+        if names.biased:
+            rows += [
+                *layer("experts/router_bias", f"{module}{names.router}.bias", "E", "LE", sparse=True),
+                *layer("experts/gate_up_bias", f"{module}experts.gate_up_proj_bias", "E MN", "LNEM", sparse=True),
+                *layer("experts/down_bias", f"{module}experts.down_proj_bias", "E D", "LED", sparse=True),
+            ]
+        return rows
     rows += [
         *layer("experts/gate", f"{each}.{names.gate}.weight", "M D", "LEDM", sparse=True),
         *layer("experts/up", f"{each}.{names.up}.weight", "M D", "LEDM", sparse=True),
         *layer("experts/down", f"{each}.{names.down}.weight", "D M", "LEDM", sparse=True),
     ]
     if how.routing.corrected:
-        rows += layer("experts/correction", f"{names.module}.gate.e_score_correction_bias", "E", "LE", sparse=True)
+        rows += layer("experts/correction", f"{module}gate.e_score_correction_bias", "E", "LE", sparse=True)
     if how.shared_width:
-        shared = f"{names.module}.{names.shared}"
+        shared = f"{module}{names.shared}"
         rows += [
             *layer("experts/shared/gate/kernel", f"{shared}.gate_proj.weight", "S D", "LDS", sparse=True),
             *layer("experts/shared/up/kernel", f"{shared}.up_proj.weight", "S D", "LDS", sparse=True),
             *layer("experts/shared/down/kernel", f"{shared}.down_proj.weight", "D S", "LSD", sparse=True),
         ]
     if names.shared_gate:
-        rows += layer("experts/shared_gate", f"{names.module}.shared_expert_gate.weight", "1 D", "LD1", sparse=True)
+        rows += layer("experts/shared_gate", f"{module}shared_expert_gate.weight", "1 D", "LD1", sparse=True)
     return rows

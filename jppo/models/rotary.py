@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -31,6 +31,7 @@ class Rotary:
     divisors: tuple[float, ...] | None = None  # each frequency has its own
     scale: float = 1.0  # of cos and sin
     part: float = 1.0  # N / A: the first N dimensions of a head are turned
+    share: float = 1.0  # of the frequencies that are not 0, the first ones
     longest: int | None = None  # context that the scaling is for; None: by config.json
 
 
@@ -49,6 +50,7 @@ def frequencies(rotary: Rotary, head_dim: int) -> np.ndarray:
         divided = f32(1.0) / (f32(rotary.factor) * periods)
         ramp: np.ndarray = divided * (f32(1.0) - kept) + plain * kept
         return ramp
+    plain[int(rotary.share * turned // 2) :] = 0.0
     slow = plain / f32(rotary.factor)
     if rotary.llama3 is None:
         return slow
@@ -105,6 +107,7 @@ class Place:
     cos: jax.Array  # [R, T, N/2] f32
     sin: jax.Array  # [R, T, N/2] f32
     kind: jax.Array | int  # [] i32, which of the model's kinds of layer
+    shared: Any = None  # keys and values of an earlier layer of this kind, if there is one that shares them
 
 
 @jax.tree_util.register_dataclass
@@ -117,17 +120,21 @@ class Places:
     cos: tuple[jax.Array, ...]  # of each kind, [R, T, N/2] f32
     sin: tuple[jax.Array, ...]
     counted: jax.Array | None = None  # [R, T] bool, tokens that routers' sums are over
+    shared: Any = None  # by kind, keys and values that later layers share
 
-    def of(self, kind: jax.Array | int) -> Place:
-        """Returns the view of a layer of this kind."""
+    def of(self, kind: jax.Array | int, only: int | None = None) -> Place:
+        """Returns the view of a layer of this kind; `only` this one, if kinds have heads of their own size."""
+        if only is not None:
+            shared = None if self.shared is None else self.shared.get(only)
+            return Place(self.segment, self.position, self.cos[only], self.sin[only], only, shared)
         if len(self.cos) == 1:
             return Place(self.segment, self.position, self.cos[0], self.sin[0], 0)
         cos, sin = jnp.stack(self.cos), jnp.stack(self.sin)
         return Place(self.segment, self.position, cos[kind], sin[kind], kind)
 
 
-def places(rotaries: Sequence[Rotary], head_dim: int, position: jax.Array, segment: jax.Array | None) -> Places:
-    """Computes the angles of every position, for every kind of layer."""
-    turns = [(angles(position, frequencies(rotary, head_dim)), rotary.scale) for rotary in rotaries]
+def places(rotaries: Sequence[tuple[Rotary, int]], position: jax.Array, segment: jax.Array | None) -> Places:
+    """Computes the angles of every position, for the frequencies and the turned size of every kind of layer."""
+    turns = [(angles(position, frequencies(rotary, size)), rotary.scale) for rotary, size in rotaries]
     cos, sin = (tuple(turn[i] if scale == 1.0 else turn[i] * scale for turn, scale in turns) for i in (0, 1))
     return Places(segment, position, cos, sin)

@@ -7,11 +7,33 @@ from typing import Literal, NamedTuple
 Mixer = Literal["attention", "delta"]
 
 
+Keys = Literal["own", "kept", "shared"]
+
+
 class Sort(NamedTuple):
     """The modules of a layer."""
 
-    sparse: bool  # it has experts in place of an MLP
+    sparse: bool  # it has experts
     mixer: Mixer = "attention"
+    beside: bool = False  # it has an MLP, too
+    kind: int | None = None  # index of its kind, where kinds have heads of their own size
+    keys: Keys = "own"  # kept: later layers share its keys and values; shared: it takes those of a kept one
+    joined: bool = False  # keys and values are one projection
+
+    @property
+    def dense(self) -> bool:
+        """Whether it has an MLP."""
+        return self.beside or not self.sparse
+
+    @property
+    def keyed(self) -> bool:
+        """Whether it has a projection to keys."""
+        return self.keys != "shared"
+
+    @property
+    def valued(self) -> bool:
+        """Whether it has a projection to values."""
+        return self.keyed and not self.joined
 
 
 @dataclasses.dataclass(frozen=True)

@@ -830,6 +830,59 @@ SHAPES |= {
     ),
 }
 
+SHAPES |= {
+    # embeddings in every layer; the last three layers share keys and values, and have wide MLPs
+    "gemma4-shared": dict(
+        model_type="gemma4_text",
+        tie_word_embeddings=True,
+        hidden_size=28,
+        intermediate_size=22,
+        num_hidden_layers=7,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=10,
+        global_head_dim=18,
+        vocab_size=59,
+        vocab_size_per_layer_input=59,
+        hidden_size_per_layer_input=6,
+        num_kv_shared_layers=3,
+        use_double_wide_mlp=True,
+        sliding_window=5,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+        + ["sliding_attention", "sliding_attention", "full_attention"],
+        final_logit_softcapping=20.0,
+        hidden_activation="gelu_pytorch_tanh",
+        rms_norm_eps=1e-5,
+    ),
+    # keys that are values, fewer in layers without a window; experts beside an MLP
+    "gemma4-experts": dict(
+        model_type="gemma4_text",
+        tie_word_embeddings=False,
+        hidden_size=30,
+        intermediate_size=26,
+        num_hidden_layers=6,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=12,
+        global_head_dim=20,
+        num_global_key_value_heads=2,
+        attention_k_eq_v=True,
+        attention_bias=True,
+        vocab_size=47,
+        hidden_size_per_layer_input=0,
+        enable_moe_block=True,
+        num_experts=7,
+        top_k_experts=3,
+        moe_intermediate_size=18,
+        sliding_window=4,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        rope_parameters=dict(
+            full_attention=dict(rope_type="proportional", partial_rotary_factor=0.5, rope_theta=5e4, factor=2.0),
+            sliding_attention=dict(rope_type="default", rope_theta=2e3),
+        ),
+    ),
+}
+
 
 def _by_family():
     """All shapes; after the first of a model type they are slow."""
@@ -871,9 +924,12 @@ def torch_model(name, *, kind="AutoModelForCausalLM", seed=0):
             draw = torch.randn(p.shape, generator=generator)
             # Norms of some families add it themselves.
             centred = config.model_type.startswith(("gemma", "qwen3_5", "qwen3_next")) and "linear_attn" not in key
+            centred &= config.model_type != "gemma4_text"
             offset = 0.0 if centred else 1.0
             p.copy_(offset + 0.3 * draw if "norm" in key else 0.15 * draw)
         for key, buffer in model.named_buffers():
+            if key.endswith("layer_scalar"):
+                buffer.copy_(1.0 + 0.2 * torch.randn(buffer.shape, generator=generator))
             if key.endswith("e_score_correction_bias"):
                 buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
     return model.eval()

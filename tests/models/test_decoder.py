@@ -110,9 +110,10 @@ def test_real_models_equal_transformers(shared, rng, full_compilation, name):
 
 
 DEEPSEEK = ("deepseek2-lite", "deepseek2-grouped", "deepseek3-grouped", "deepseek3-halves")
+GEMMA4 = ("gemma4-shared", "gemma4-experts")
 PACKED = ("qwen2-tied", "qwen2-moe-mixed", "gpt-oss-clamped", "olmo3-long", DEEPSEEK[2])
 ALSO_PACKED = ("qwen3-moe-normed", "mixtral-sliding", "olmoe-tied", "olmo2-grouped", "smollm3-tied", "granite-scaled")
-ALSO_PACKED += ("phi3-partial", DEEPSEEK[1])
+ALSO_PACKED += ("phi3-partial", DEEPSEEK[1], *GEMMA4)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +231,7 @@ def test_init_is_what_it_says():
 
 
 DIFFERING = ("qwen2-sliding", "gemma3-long", "qwen3-moe-stepped", "mixtral-full", "olmoe-grouped", *DEEPSEEK[::3])
-ALSO_DIFFERING = ("gpt-oss-clamped", "olmo3-mixed", "smollm3-biased", "granite-biased", "phi3-grouped")
+ALSO_DIFFERING = ("gpt-oss-clamped", "olmo3-mixed", "smollm3-biased", "granite-biased", "phi3-grouped", *GEMMA4)
 
 
 @pytest.mark.parametrize("name", DIFFERING + ALSO_DIFFERING + RECURRENT)
@@ -246,7 +247,7 @@ def test_layers_that_differ_may_be_unrolled_and_rematerialised(checkpoint, rng, 
 
 # tests/rollout/test_inprocess.py decodes some of the slow ones by a cache, too.
 QUICK = ("qwen2-sliding", "qwen2-moe-mixed", "gpt-oss-clamped")
-QUICK += RECURRENT[1:]
+QUICK += (*RECURRENT[1:], GEMMA4[0])
 SLOW = (
     RECURRENT[0],
     "llama-llama3",
@@ -263,6 +264,7 @@ SLOW = (
     "phi3-partial",
     *DEEPSEEK[:2],
     DEEPSEEK[3],
+    GEMMA4[1],
 )
 
 

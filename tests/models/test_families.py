@@ -105,7 +105,7 @@ def test_rope_theta_in_every_place_of_it(hf_config, rope):
         ("final_logit_softcapping", 30.0),
         ("attn_logit_softcapping", 50.0),
         ("model_type", "gemma3"),
-        ("model_type", "gemma4_text"),
+        ("model_type", "gemma4"),
         ("model_type", "gemma3n_text"),
         ("pretraining_tp", 2),
         ("quantization_config", {"bits": 4}),
