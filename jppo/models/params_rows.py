@@ -49,7 +49,7 @@ def gemma4(how: Gemma4, layer: Callable[..., list[T]]) -> list[T]:
 def experts(how: Experts, layer: Callable[..., list[T]]) -> list[T]:
     """Lists the parameters of experts."""
     names = how.names
-    module = f"{module}" if names.module else ""
+    module = f"{names.module}." if names.module else ""
     each = f"{module}experts.{{expert}}"
     rows = [*layer("experts/router", f"{module}{names.router}.weight", "E D", "LDE", sparse=True)]
     if names.fused is not None:
