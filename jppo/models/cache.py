@@ -58,7 +58,7 @@ def heads(cfg: ModelConfig) -> int:
 
 def dtype_of(cache: Cache) -> Any:
     """Returns the dtype that the cache was allocated with."""
-    first = cache[0]
+    first = next(held for held in cache if held is not None)
     return first.k.dtype if isinstance(first, LayerCache) else first.inputs.dtype
 
 

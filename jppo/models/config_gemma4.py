@@ -1,7 +1,6 @@
 """What only Gemma 4 has: embeddings in every layer, and layers that share keys and values."""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from jppo.models.config_fields import Fields
@@ -57,7 +56,7 @@ def whole_heads(
     fields: Fields, windows: list[int | None], num_heads: int, num_kv_heads: int, head_dim: int
 ) -> tuple[int, int]:
     """Returns the key/value heads of layers without a window, and their size."""
-    own: Mapping[str, Any] = {"head_dim": fields.get("global_head_dim", int, GLOBAL_HEAD_DIM)}
+    own: Any = {"head_dim": fields.get("global_head_dim", int, GLOBAL_HEAD_DIM)}
     if fields.get("attention_k_eq_v", bool, False):
         own |= {"num_key_value_heads": fields.get("num_global_key_value_heads", int, num_kv_heads)}
     if "per_layer_config" in fields.config:  # as transformers 5 writes it
@@ -65,7 +64,7 @@ def whole_heads(
         whole = {str(i) for i, window in enumerate(windows) if window is None}
         own = next(iter(given.values()), {})
         alike = all(one == own for one in given.values()) and set(map(str, given)) == (whole if given else set())
-        if not alike or not isinstance(own, Mapping) or not set(own) <= {"head_dim", "num_key_value_heads"}:
+        if not alike or not isinstance(own, dict) or not set(own) <= {"head_dim", "num_key_value_heads"}:
             raise fields.refuse(
                 "per_layer_config", "must give all layers without a window, and no others, the same head sizes"
             )

@@ -54,7 +54,7 @@ def from_hf(config: Mapping[str, Any], *, path: str | os.PathLike[str], longest:
     num_layers, num_kv_heads = _num_layers(fields), _num_kv_heads(fields, num_heads)
     latent = config_latent.read(fields, num_heads) if family.latent else None
     head_dim = latent.head_dim if latent is not None else _head_dim(fields, family, hidden_size, num_heads)
-    windows = [None] * num_layers if family.delta is not None else _windows(fields, family, num_layers)
+    windows = _windows(fields, family, num_layers)
     whole = None
     if family.gemma4:
         whole = Heads(*config_gemma4.whole_heads(fields, windows, num_heads, num_kv_heads, head_dim))
@@ -85,7 +85,7 @@ def from_hf(config: Mapping[str, Any], *, path: str | os.PathLike[str], longest:
         o_bias=attention_bias if family.o_bias is None else family.o_bias,
         mlp_bias=fields.get("mlp_bias", bool, False) if family.mlp_bias is None else family.mlp_bias,
         activation=_activation(fields, family),
-        embed_scale=hidden_size**0.5 if family.gemma or family.gemma4 else _multiplier(fields, family, "embedding_multiplier"),
+        embed_scale=_embed_scale(fields, family, hidden_size),
         residual_scale=_multiplier(fields, family, "residual_multiplier"),
         query_scale=_query_scale(fields, family, head_dim, rotary),
         sinks=family.sinks,
@@ -181,6 +181,12 @@ def _multiplier(fields: Fields, family: Family, key: str) -> float:
     return fields.above_zero(key, 1.0) if family.multipliers else 1.0
 
 
+def _embed_scale(fields: Fields, family: Family, hidden_size: int) -> float:
+    if family.gemma or family.gemma4:
+        return float(hidden_size**0.5)
+    return _multiplier(fields, family, "embedding_multiplier")
+
+
 def _query_scale(fields: Fields, family: Family, head_dim: int, rotary: Rotary) -> float:
     if family.gemma4:
         return 1.0
@@ -213,6 +219,8 @@ def _layers(
 
 def _windows(fields: Fields, family: Family, num_layers: int) -> list[int | None]:
     """Returns the window of each layer, or None."""
+    if family.delta is not None:
+        return [None] * num_layers
     # transformers writes 0 for a mixture without windows.
     window = None if family.slides is never else fields.or_null("sliding_window", int, family.window)
     switch = family.slides is late  # qwen's, whose window counts only if switched on
