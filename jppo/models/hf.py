@@ -115,9 +115,8 @@ def _find(
 ) -> tuple[tuple[Entry, ...], dict[str, tensorfile.Slot]]:
     """Finds the parameters that the checkpoint holds (not a score yet to be drawn), and their places."""
     directory = resolve(path, weights=True)
-    further = tuple(f"model.layers.{cfg.num_layers + i}." for i in range(cfg.further_layers))
     stored = tensorfile.unpacked(tensorfile.slots(directory))
-    slots = {name: stored[name] for name in stored if not _BUFFERS.match(name) and not name.startswith(further)}
+    slots = {name: stored[name] for name in stored if not _BUFFERS.match(name) and not name.startswith(cfg.unread_names)}
     entries = params.table(cfg, head=head)
     if cfg.value_bins > 1:  # scores of a classifier, not logits of a histogram
         slots.pop("score.weight", None)

@@ -93,6 +93,16 @@ def test_prediction_layers_are_left_out_and_a_buffer_stays_in_float32(checkpoint
         np.testing.assert_array_equal(written[name], tensor if wide else tensor.astype(jnp.bfloat16))
 
 
+def test_prediction_layers_of_a_delta_net_are_not_read(checkpoint, tmp_path):
+    """Published checkpoints of Qwen3-Next have them."""
+    directory, _ = checkpoint("qwen3-next-periods")
+    original = stored(directory)
+    other = rewrite(directory, tmp_path / "other", lambda tensors: tensors.update({"mtp.fc.weight": np.ones((3, 2))}))
+    cfg, values = load(other)
+    assert_same_bits(dict(hf_write.hf_tensors(values, cfg)), original)
+    assert cfg.unread == "any multi-token prediction layers (mtp.*) are not read"
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_files_load_and_come_back(checkpoint, tmp_path, dtype):
     directory, _ = checkpoint("qwen2-untied")
