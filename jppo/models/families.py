@@ -24,6 +24,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "resid_pdrop": (None, 0.0),
     "embd_pdrop": (None, 0.0),
     "use_bidirectional_attention": (None, False),
+    "is_causal": (None, True),
+    "per_layer_config": (None,),
     "clip_qkv": (None,),
     "router_jitter_noise": (None, 0.0),
 }
@@ -146,6 +148,8 @@ def _refuse_unsupported(fields: Fields, family: Family) -> None:
         neutral["use_sliding_window"] = (None, False)
     if family.latent:
         neutral["mlp_bias"] = (None, False)
+    if family.experts is config_experts.DEEPSEEK_V2:
+        neutral["rope_interleave"] = (None, True)
     if not family.query_pre_attn_scalar:
         neutral["final_logit_softcapping"] = (None,)
     for key, values in neutral.items():
@@ -162,7 +166,7 @@ def _width_field(family: Family) -> str:
 def _activation(fields: Fields, family: Family) -> str:
     key = "hidden_activation" if family.query_pre_attn_scalar else "hidden_act"
     name: str = fields.get(key, str, family.activation)
-    if family.gemma and name == "gelu":  # old files say gelu and mean the approximation
+    if family.gemma and key == "hidden_act" and name == "gelu":  # Gemma 1's old files mean the approximation
         name = family.activation
     if name not in ACTIVATIONS:
         raise fields.refuse(key, f"changes the mathematics and is not supported; only {' or '.join(ACTIVATIONS)}")

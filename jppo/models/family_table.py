@@ -64,7 +64,12 @@ def late(fields: Fields, layer: int) -> bool:
 
 def _but_every(count: int) -> Callable[[Fields, int], bool]:
     """Returns all but the last of each `count` layers."""
-    return lambda fields, layer: (layer + 1) % fields.get("sliding_window_pattern", int, count) != 0
+    return lambda _, layer: (layer + 1) % count != 0
+
+
+def _by_pattern(fields: Fields, layer: int) -> bool:
+    every: int = fields.get("sliding_window_pattern", int, 6)  # Gemma 3 alone has this field
+    return (layer + 1) % every != 0
 
 
 _GEMMA = Family(never, tie_word_embeddings=True, head_dim=256, activation="gelu_pytorch_tanh", gemma=True)
@@ -72,7 +77,7 @@ _GEMMA2 = dataclasses.replace(
     _GEMMA, slides=_but_every(2), post_norms=True, query_pre_attn_scalar=True, attn_softcap=50.0, logit_softcap=30.0
 )
 _GEMMA3 = dataclasses.replace(
-    _GEMMA2, slides=_but_every(6), qk_norm="head", attn_softcap=None, logit_softcap=None, theta=1e6, local_theta=1e4
+    _GEMMA2, slides=_by_pattern, qk_norm="head", attn_softcap=None, logit_softcap=None, theta=1e6, local_theta=1e4
 )
 _OLMO2 = Family(never, qk_norm="all", pre_norms=False, post_norms=True, rms_norm_eps=1e-5)
 _QWEN35 = Family(never, head_dim=256, qk_norm="head", centred=True, gated=True, partial_rotary=0.25, delta="split")

@@ -102,6 +102,8 @@ def test_rope_theta_in_every_place_of_it(hf_config, rope):
         ("model_type", None),
         ("hidden_act", "gelu"),
         ("use_bidirectional_attention", True),
+        ("is_causal", False),
+        ("per_layer_config", {"1": {"num_experts_per_tok": 1}}),
         ("final_logit_softcapping", 30.0),
         ("attn_logit_softcapping", 50.0),
         ("model_type", "gemma3"),
@@ -150,6 +152,7 @@ def test_unsupported_is_refused_by_file_field_and_value(hf_config, field, value)
         *(("initializer_range", value) for value in (math.inf, -0.02)),
         ("rope_scaling", {"rope_type": "linear", "factor": math.inf}),
         ("max_position_embeddings", 10**400),
+        ("head_dim", 10**400),
         ("rope_scaling", {"rope_type": ["linear"], "factor": 2.0}),
         ("model_type", ["llama"]),
         ("num_hidden_layers", 2**31),
@@ -174,6 +177,9 @@ def test_numbers_that_no_model_has_are_refused_by_name(hf_config, field, value):
         ("olmo2-grouped", "final_logit_softcapping", 3.0),
         ("olmo3-long", "layer_types", ["chunked_attention"] * 5),
         ("olmo3-long", "rope_parameters", {"rope_theta": 1e4}),
+        ("gemma3-long", "rope_parameters", {"full_attention": 3}),
+        ("gemma2-capped", "hidden_activation", "gelu"),
+        ("deepseek2-lite", "rope_interleave", False),
         ("granite-scaled", "residual_multiplier", 0.0),
         ("granite-scaled", "logits_scaling", "8"),
         ("phi3-grouped", "partial_rotary_factor", 0.7),
@@ -185,3 +191,16 @@ def test_a_familys_own_fields_are_refused_by_name(hf_config, name, field, value)
     with pytest.raises(UserError, match=rf"^config\.json: {field}") as e:
         families.from_hf(hf_config(name) | {field: value}, path="config.json")
     assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("name", ["gemma2-capped", "gemma3-long", "olmo3-long", "gpt-oss-clamped"])
+def test_fields_of_gemma_3_count_only_there(hf_config, name):
+    transformers = pytest.importorskip("transformers")
+    config = hf_config(name) | dict(sliding_window_pattern=3, rope_local_base_freq=2e3)
+    theirs = transformers.AutoConfig.for_model(**config)
+    cfg = families.from_hf(config, path="config.json")
+    slides = [cfg.kinds[kind].window is not None for kind in cfg.layer_kinds]
+    assert slides == [kind == "sliding_attention" for kind in theirs.layer_types]
+    if name in ("gemma3-long", "olmo3-long"):
+        theta = theirs.rope_parameters["sliding_attention"]["rope_theta"]
+        assert cfg.kinds[cfg.layer_kinds[0]].rotary.theta == theta
