@@ -52,6 +52,9 @@ def test_absent_fields_of_a_deepseek_model_are_as_transformers_has_them(hf_confi
         assert cfg.experts.routing.scale == theirs.routed_scaling_factor
         assert cfg.experts.sparse.count(False) == theirs.first_k_dense_replace
         assert cfg.latent.interleaved == getattr(theirs, "rope_interleave", True)
+    null = hf_config("deepseek3-grouped") | dict(norm_topk_prob=None, rope_interleave=None)  # false in transformers
+    cfg = families.from_hf(null, path="config.json")
+    assert (cfg.experts.normalized, cfg.latent.interleaved) == (False, False)
 
 
 def test_the_published_deepseek_models_are_read():
