@@ -54,7 +54,7 @@ def from_hf(config: Mapping[str, Any], *, path: str | os.PathLike[str], longest:
     _refuse_unsupported(fields, family)
     attention_bias = fields.get(family.bias_field, bool, family.biased)
     hidden_size, num_heads = fields.get("hidden_size", int), fields.get("num_attention_heads", int)
-    num_layers, num_kv_heads = _num_layers(fields), _num_kv_heads(fields, num_heads)
+    num_layers, num_kv_heads = _num_layers(fields), _num_kv_heads(fields, family, num_heads)
     latent = config_latent.read(fields, num_heads) if family.latent else None
     head_dim = latent.head_dim if latent is not None else _head_dim(fields, family, hidden_size, num_heads)
     rotary, local = config_rotary.read(fields, family, head_dim if latent is None else latent.rotary_dim, longest)
@@ -110,8 +110,9 @@ def _num_layers(fields: Fields) -> int:
     return found
 
 
-def _num_kv_heads(fields: Fields, num_heads: int) -> int:
-    found: int = fields.get("num_key_value_heads", int, num_heads)
+def _num_kv_heads(fields: Fields, family: Family, num_heads: int) -> int:
+    given = family.all_kv_heads or "num_key_value_heads" in fields.config
+    found: int = fields.get("num_key_value_heads", int, num_heads) if given else fields.get("num_key_value_heads", int)
     if num_heads % found:
         raise fields.refuse("num_key_value_heads", f"must divide num_attention_heads={num_heads}")
     return found

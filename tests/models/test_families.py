@@ -42,6 +42,17 @@ def test_absent_fields_are_as_transformers_has_them(hf_config):
     assert cfg.qkv_bias == theirs.attention_bias and cfg.mlp_bias == theirs.mlp_bias
 
 
+@pytest.mark.parametrize("name", ["llama-tied", "qwen2-untied", "mistral-full", "gemma-even", "deepseek3-halves"])
+def test_absent_kv_heads_are_as_transformers_has_them_or_refused(hf_config, name):
+    transformers = pytest.importorskip("transformers")
+    config = {k: v for k, v in hf_config(name).items() if k != "num_key_value_heads"}
+    if transformers.AutoConfig.for_model(**config).num_key_value_heads == config["num_attention_heads"]:
+        assert families.from_hf(config, path="config.json").num_kv_heads == config["num_attention_heads"]
+    else:
+        with pytest.raises(UserError, match=r"^config\.json: num_key_value_heads is missing"):
+            families.from_hf(config, path="config.json")
+
+
 def test_absent_fields_of_a_deepseek_model_are_as_transformers_has_them(hf_config):
     transformers = pytest.importorskip("transformers")
     left_out = ("norm_topk_prob", "routed_scaling_factor", "first_k_dense_replace", "rope_interleave", "rms_norm_eps")
