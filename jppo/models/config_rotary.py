@@ -84,8 +84,9 @@ def _stretched(model: _Model, key: str, rope: Mapping[str, Any], theta: float) -
         raise UserError(f"{fields.path}: {key}={dict(rope)!r} is not supported, only {', '.join(_STRETCHES)}")
     theta = inner.get("rope_theta", float, theta)
     factor = inner.get("factor", float) if "factor" in _STRETCHES[kind] else 1.0
-    if theta <= 0 or factor <= 0:
-        raise UserError(f"{fields.path}: {key}={dict(rope)!r}: rope_theta and factor must be above 0")
+    if not (1e-6 <= theta <= 1e30 and 1e-3 <= factor <= 1e6):  # within float32
+        rule = "rope_theta must be from 1e-6 to 1e30, and factor from 0.001 to 1e6"
+        raise UserError(f"{fields.path}: {key}={dict(rope)!r}: {rule}")
     if kind in ("default", "linear"):
         return Rotary(theta, factor, part=part)
     context = _context(fields)
@@ -108,8 +109,8 @@ def _part(model: _Model, inner: Fields) -> float:
     if default is None:  # the outer field does not count
         outer, default = inner, 1.0
     part: float = inner.get(name, float, outer.get(name, float, default))
-    turned = int(model.head_dim * part)
-    if not 0 < part <= 1 or turned % 2 or turned == 0:
+    turned = int(model.head_dim * part) if 0 < part <= 1 else 0
+    if turned % 2 or turned == 0:
         where = inner if name in inner else outer
         raise where.refuse(name, f"must turn an even number of head_dim={model.head_dim} dimensions")
     return part
