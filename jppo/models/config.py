@@ -97,7 +97,15 @@ class ModelConfig:
     def unread(self) -> str | None:
         """Names the layers of a checkpoint that are not read."""
         n = self.further_layers
+        if self.gated:
+            return "any multi-token prediction layers (mtp.*) are not read"
         return f"{n} multi-token prediction layer(s) after layer {self.num_layers - 1} are not read" if n else None
+
+    @property
+    def unread_names(self) -> tuple[str, ...]:
+        """Returns the first parts of these layers' names."""
+        further = tuple(f"model.layers.{self.num_layers + i}." for i in range(self.further_layers))
+        return (*further, "mtp.") if self.gated else further
 
     @property
     def delta_kind(self) -> tuple[str, bool] | None:

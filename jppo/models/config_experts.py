@@ -121,10 +121,8 @@ def read(fields: Fields, names: Names | None, num_layers: int) -> Experts | None
 def _normalized(fields: Fields, names: Names) -> bool:
     if names.normalized is not None:
         return names.normalized
-    said: bool = fields.get(
-        "norm_topk_prob", bool, names.normalized_default if names.deepseek is None else names.deepseek.normalized
-    )
-    return said
+    default = names.normalized_default if names.deepseek is None else names.deepseek.normalized
+    return bool(fields.or_null("norm_topk_prob", bool, default))  # null is false, as in transformers
 
 
 def _after_dense(fields: Fields, version: config_routing.Version, num_layers: int) -> tuple[bool, ...]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from jppo.settings import UserError
 
+LARGEST = 1 << 40  # of a whole number: more than any model has
 _REQUIRED = object()
 
 
@@ -19,7 +20,7 @@ class Fields:
         return self.config.get(key) is not None  # HF writes null for "the class's default"
 
     def get(self, key: str, kind: type, default: Any = _REQUIRED) -> Any:
-        """Returns the field's value, positive if it is a whole number."""
+        """Returns the field's value, from 1 to `LARGEST` if it is a whole number."""
         value = self.config.get(key)
         if value is None:
             if default is _REQUIRED:
@@ -36,6 +37,8 @@ class Fields:
             raise UserError(f"{self.path}: {key}={value!r} must be a finite number")
         if kind is int and result < 1:
             raise UserError(f"{self.path}: {key}={value} must be positive")
+        if kind is int and result > LARGEST:
+            raise UserError(f"{self.path}: {key}={value} must be at most {LARGEST}")
         return result
 
     def from_zero(self, key: str, default: int) -> int:

@@ -47,7 +47,7 @@ def read(fields: Fields, num_heads: int) -> Latent:
         plain_dim=fields.get("qk_nope_head_dim", int),
         rotary_dim=rotary_dim,
         value_dim=fields.get("v_head_dim", int),
-        interleaved=fields.get("rope_interleave", bool, True),
+        interleaved=bool(fields.or_null("rope_interleave", bool, True)),
     )
 
 

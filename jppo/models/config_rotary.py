@@ -10,8 +10,6 @@ from jppo.models.family_table import Family
 from jppo.models.rotary import Rotary, Yarn
 from jppo.settings import UserError
 
-MOST_POSITIONS = 1 << 40  # more than any model has
-
 
 @dataclasses.dataclass(frozen=True)
 class _Model:
@@ -41,10 +39,10 @@ def read(
     if family.local_theta is None:
         key = "rope_scaling" if places["rope_scaling"] else "rope_parameters"  # HF's earlier and present place
         return _stretched(model, key, places[key] or family.rope or {}, theta), None
-    local_theta = fields.get("rope_local_base_freq", float, family.local_theta)
-    both = dict(places["rope_parameters"] or family.rope or {})
-    full, local = both.pop("full_attention", None) or {}, both.pop("sliding_attention", None) or {}
-    if both:
+    local_theta = fields.get("rope_local_base_freq", float, family.local_theta) if family.gemma else family.local_theta
+    both = Fields(places["rope_parameters"] or family.rope or {}, f"{fields.path}: rope_parameters")
+    full, local = both.get("full_attention", dict, {}), both.get("sliding_attention", dict, {})
+    if set(both.config) - {"full_attention", "sliding_attention"}:
         raise fields.refuse("rope_parameters", "may hold full_attention and sliding_attention only")
     whole = model if whole_dim is None else dataclasses.replace(model, head_dim=whole_dim)
     return (
@@ -95,8 +93,9 @@ def _stretched(model: _Model, key: str, rope: Mapping[str, Any], theta: float) -
     factor = 1.0
     if "factor" in _STRETCHES[kind]:
         factor = inner.get("factor", float, 1.0) if proportional else inner.get("factor", float)
-    if theta <= 0 or factor <= 0:
-        raise UserError(f"{fields.path}: {key}={dict(rope)!r}: rope_theta and factor must be above 0")
+    if not (1e-6 <= theta <= 1e30 and 1e-3 <= factor <= 1e6):  # within float32
+        rule = "rope_theta must be from 1e-6 to 1e30, and factor from 0.001 to 1e6"
+        raise UserError(f"{fields.path}: {key}={dict(rope)!r}: {rule}")
     if proportional:
         share = inner.get("partial_rotary_factor", float, 1.0)
         if not 0 <= share <= 1:
@@ -124,8 +123,8 @@ def _part(model: _Model, inner: Fields) -> float:
     if default is None:  # the outer field does not count
         outer, default = inner, 1.0
     part: float = inner.get(name, float, outer.get(name, float, default))
-    turned = int(model.head_dim * part)
-    if not 0 < part <= 1 or turned % 2 or turned == 0:
+    turned = int(model.head_dim * part) if 0 < part <= 1 else 0
+    if turned % 2 or turned == 0:
         where = inner if name in inner else outer
         raise where.refuse(name, f"must turn an even number of head_dim={model.head_dim} dimensions")
     return part
@@ -138,15 +137,13 @@ def _first_context(model: _Model, inner: Fields) -> int:
     if model.family.local_theta is None and (name in fields or model.family.first_context is not None):
         where, default = fields, model.family.first_context or default
     first: int = where.get(name, int, default)
-    if not 2 <= first <= MOST_POSITIONS:
-        raise where.refuse(name, f"must be from 2 to {MOST_POSITIONS}")
+    if first < 2:
+        raise where.refuse(name, "must be at least 2")
     return first
 
 
 def _context(fields: Fields) -> int:
     context: int = fields.get("max_position_embeddings", int)
-    if context > MOST_POSITIONS:
-        raise fields.refuse("max_position_embeddings", f"must be at most {MOST_POSITIONS}")
     return context
 
 

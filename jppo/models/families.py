@@ -24,6 +24,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "resid_pdrop": (None, 0.0),
     "embd_pdrop": (None, 0.0),
     "use_bidirectional_attention": (None, False),
+    "is_causal": (None, True),
+    "per_layer_config": (None,),
     "clip_qkv": (None,),
     "router_jitter_noise": (None, 0.0),
 }
@@ -51,7 +53,7 @@ def from_hf(config: Mapping[str, Any], *, path: str | os.PathLike[str], longest:
     _refuse_unsupported(fields, family)
     attention_bias = fields.get(family.bias_field, bool, family.biased)
     hidden_size, num_heads = fields.get("hidden_size", int), fields.get("num_attention_heads", int)
-    num_layers, num_kv_heads = _num_layers(fields), _num_kv_heads(fields, num_heads)
+    num_layers, num_kv_heads = _num_layers(fields), _num_kv_heads(fields, family, num_heads)
     latent = config_latent.read(fields, num_heads) if family.latent else None
     head_dim = latent.head_dim if latent is not None else _head_dim(fields, family, hidden_size, num_heads)
     windows = _windows(fields, family, num_layers)
@@ -113,8 +115,9 @@ def _num_layers(fields: Fields) -> int:
     return found
 
 
-def _num_kv_heads(fields: Fields, num_heads: int) -> int:
-    found: int = fields.get("num_key_value_heads", int, num_heads)
+def _num_kv_heads(fields: Fields, family: Family, num_heads: int) -> int:
+    given = family.all_kv_heads or "num_key_value_heads" in fields.config
+    found: int = fields.get("num_key_value_heads", int, num_heads) if given else fields.get("num_key_value_heads", int)
     if num_heads % found:
         raise fields.refuse("num_key_value_heads", f"must divide num_attention_heads={num_heads}")
     return found
@@ -143,8 +146,9 @@ def _refuse_unsupported(fields: Fields, family: Family) -> None:
     neutral = dict(_NEUTRAL)
     if family.partial_rotary:
         del neutral["partial_rotary_factor"]
-    if family.gemma4:  # texts are causal with "vision"
-        neutral["use_bidirectional_attention"] = (None, False, "vision")
+    if family.gemma4:
+        neutral["use_bidirectional_attention"] = (None, False, "vision")  # texts are causal
+        del neutral["per_layer_config"]
     if family.bare_layers:  # SmolLM3's file has a 2, which its class does not read
         del neutral["pretraining_tp"]
     if family.attn_softcap is None:
@@ -153,6 +157,8 @@ def _refuse_unsupported(fields: Fields, family: Family) -> None:
         neutral["use_sliding_window"] = (None, False)
     if family.latent:
         neutral["mlp_bias"] = (None, False)
+    if family.experts is config_experts.DEEPSEEK_V2:
+        neutral["rope_interleave"] = (None, True)
     if not (family.query_pre_attn_scalar or family.gemma4):
         neutral["final_logit_softcapping"] = (None,)
     for key, values in neutral.items():
@@ -170,7 +176,7 @@ def _width_field(family: Family) -> str:
 def _activation(fields: Fields, family: Family) -> str:
     key = "hidden_activation" if family.query_pre_attn_scalar or family.gemma4 else "hidden_act"
     name: str = fields.get(key, str, family.activation)
-    if family.gemma and name == "gelu":  # old files say gelu and mean the approximation
+    if family.gemma and key == "hidden_act" and name == "gelu":  # Gemma 1's old files mean the approximation
         name = family.activation
     if name not in ACTIVATIONS:
         raise fields.refuse(key, f"changes the mathematics and is not supported; only {' or '.join(ACTIVATIONS)}")

@@ -17,6 +17,7 @@ class Family:
     o_bias: bool | None = None
     mlp_bias: bool | None = False  # None: by the field `mlp_bias`
     tie_word_embeddings: bool = False
+    all_kv_heads: bool = False  # num_key_value_heads is num_attention_heads where absent; else its default is a number
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
     activation: str = "silu"
     gemma: bool = False  # norms by 1 + scale, embeddings times sqrt(D)
@@ -65,7 +66,12 @@ def late(fields: Fields, layer: int) -> bool:
 
 def _but_every(count: int) -> Callable[[Fields, int], bool]:
     """Returns all but the last of each `count` layers."""
-    return lambda fields, layer: (layer + 1) % fields.get("sliding_window_pattern", int, count) != 0
+    return lambda _, layer: (layer + 1) % count != 0
+
+
+def _by_pattern(fields: Fields, layer: int) -> bool:
+    every: int = fields.get("sliding_window_pattern", int, 6)  # Gemma 3 alone has this field
+    return (layer + 1) % every != 0
 
 
 _GEMMA = Family(never, tie_word_embeddings=True, head_dim=256, activation="gelu_pytorch_tanh", gemma=True)
@@ -73,7 +79,7 @@ _GEMMA2 = dataclasses.replace(
     _GEMMA, slides=_but_every(2), post_norms=True, query_pre_attn_scalar=True, attn_softcap=50.0, logit_softcap=30.0
 )
 _GEMMA3 = dataclasses.replace(
-    _GEMMA2, slides=_but_every(6), qk_norm="head", attn_softcap=None, logit_softcap=None, theta=1e6, local_theta=1e4
+    _GEMMA2, slides=_by_pattern, qk_norm="head", attn_softcap=None, logit_softcap=None, theta=1e6, local_theta=1e4
 )
 _GEMMA4 = Family(
     _but_every(6),
@@ -89,12 +95,12 @@ _GEMMA4 = Family(
     experts=config_experts.GEMMA4,
     gemma4=True,
 )
-_OLMO2 = Family(never, qk_norm="all", pre_norms=False, post_norms=True, rms_norm_eps=1e-5)
+_OLMO2 = Family(never, all_kv_heads=True, qk_norm="all", pre_norms=False, post_norms=True, rms_norm_eps=1e-5)
 _QWEN35 = Family(never, head_dim=256, qk_norm="head", centred=True, gated=True, partial_rotary=0.25, delta="split")
 FAMILIES = {
     "qwen2": Family(late, qkv_bias=True, o_bias=False),
     "qwen3": Family(late, head_dim=128, qk_norm="head"),
-    "llama": Family(never, mlp_bias=None),
+    "llama": Family(never, mlp_bias=None, all_kv_heads=True),
     "mistral": Family(always, qkv_bias=False, o_bias=False),
     "gemma": _GEMMA,
     "gemma2": _GEMMA2,
@@ -108,15 +114,21 @@ FAMILIES = {
     "olmo2": _OLMO2,
     "olmo3": dataclasses.replace(_OLMO2, slides=_but_every(4), theta=5e5, local_theta=5e5),
     "smollm3": Family(never, mlp_bias=None, tie_word_embeddings=True, theta=2e6, bare_layers=True),
-    "granite": Family(never, mlp_bias=None, multipliers=True),
+    "granite": Family(never, mlp_bias=None, all_kv_heads=True, multipliers=True),
     "phi3": Family(
-        *(always, False, False), window=None, rms_norm_eps=1e-5, fused=True, partial_rotary=1.0, first_context=4096
+        *(always, False, False),
+        all_kv_heads=True,
+        window=None,
+        rms_norm_eps=1e-5,
+        fused=True,
+        partial_rotary=1.0,
+        first_context=4096,
     ),
     "qwen3_5_text": _QWEN35,
     "qwen3_5_moe_text": dataclasses.replace(_QWEN35, experts=config_experts.QWEN35),
     "qwen3_next": dataclasses.replace(_QWEN35, delta="joined", experts=config_experts.QWEN3_NEXT),
-    "olmoe": Family(never, qk_norm="all", rms_norm_eps=1e-5, experts=config_experts.OLMOE),
-    "deepseek_v2": Family(never, latent=True, experts=config_experts.DEEPSEEK_V2),
+    "olmoe": Family(never, all_kv_heads=True, qk_norm="all", rms_norm_eps=1e-5, experts=config_experts.OLMOE),
+    "deepseek_v2": Family(never, all_kv_heads=True, latent=True, experts=config_experts.DEEPSEEK_V2),
     "deepseek_v3": Family(never, latent=True, experts=config_experts.DEEPSEEK_V3),
     "gpt_oss": Family(
         _but_every(2),

@@ -36,6 +36,7 @@ COMPANIONS = (
     "chat_template.json",
 )
 _BUFFERS = re.compile(r".*\.(rotary_emb\.inv_freq|masked_bias)$")  # stored by old versions of transformers
+_PREFIX = re.compile(r"^model\.language_model\.")  # in Qwen3.5's text models, saved from one that reads pictures
 
 
 def resolve(path: str | os.PathLike[str], *, weights: bool, further: Sequence[str] = ()) -> pathlib.Path:
@@ -115,9 +116,9 @@ def _find(
 ) -> tuple[tuple[Entry, ...], dict[str, tensorfile.Slot]]:
     """Finds the parameters that the checkpoint holds (not a score yet to be drawn), and their places."""
     directory = resolve(path, weights=True)
-    further = tuple(f"model.layers.{cfg.num_layers + i}." for i in range(cfg.further_layers))
-    stored = tensorfile.unpacked(tensorfile.slots(directory))
-    slots = {name: stored[name] for name in stored if not _BUFFERS.match(name) and not name.startswith(further)}
+    stored = _renamed(cfg, tensorfile.unpacked(tensorfile.slots(directory)))
+    unread = {name for name in stored if _BUFFERS.match(name) or name.startswith(cfg.unread_names)}
+    slots = {name: slot for name, slot in stored.items() if name not in unread}
     entries = params.table(cfg, head=head)
     if cfg.value_bins > 1:  # scores of a classifier, not logits of a histogram
         slots.pop("score.weight", None)
@@ -130,6 +131,14 @@ def _find(
     slots = _one_name_each(entries, slots)
     _check_names(directory, entries, slots)
     return entries, slots
+
+
+def _renamed(cfg: ModelConfig, stored: dict[str, tensorfile.Slot]) -> dict[str, tensorfile.Slot]:
+    """Returns the tensors by the names of the table: text models may be saved with a prefix, experts in two tensors."""
+    if cfg.gated:
+        stored = {_PREFIX.sub("model.", name): slot for name, slot in stored.items()}
+    fused = cfg.experts is not None and cfg.experts.names.fused
+    return stored if fused else tensorfile.split_experts(stored)
 
 
 def _one_name_each(entries: tuple[Entry, ...], slots: dict[str, tensorfile.Slot]) -> dict[str, tensorfile.Slot]:

@@ -5,6 +5,7 @@ reader, unlike the safetensors package, gives bfloat16 without torch and errors 
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import pathlib
@@ -70,6 +71,23 @@ def slots(directory: pathlib.Path) -> dict[str, Slot]:
     if absent:
         raise UserError(f"{directory / weight_map[absent[0]]} lacks {absent[0]}, which {index.name} puts there")
     return found
+
+
+def split_experts(found: Mapping[str, Slot]) -> dict[str, Slot]:
+    """Replaces a layer's experts in two tensors, gate_up_proj [E, 2M, D] and down_proj [E, D, M], by each one's own."""
+    out = dict(found)
+    for name, slot in found.items():
+        module, _, last = name.rpartition(".experts.")
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last, ())
+        if not parts or len(slot.shape) != 3 or slot.shape[1] % len(parts):
+            continue
+        del out[name]
+        shape = slot.shape[1] // len(parts), slot.shape[2]
+        size = math.prod(shape) * _SIZES.get(slot.code, 0)  # an unknown dtype is rejected by `read`
+        for i, (expert, part) in enumerate(itertools.product(range(slot.shape[0]), parts)):
+            own = dataclasses.replace(slot, shape=shape, offset=slot.offset + i * size)
+            out[f"{module}.experts.{expert}.{part}.weight"] = own
+    return out
 
 
 def unpacked(found: Mapping[str, Slot]) -> dict[str, Slot]:

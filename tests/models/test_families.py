@@ -42,6 +42,17 @@ def test_absent_fields_are_as_transformers_has_them(hf_config):
     assert cfg.qkv_bias == theirs.attention_bias and cfg.mlp_bias == theirs.mlp_bias
 
 
+@pytest.mark.parametrize("name", ["llama-tied", "qwen2-untied", "mistral-full", "gemma-even", "deepseek3-halves"])
+def test_absent_kv_heads_are_as_transformers_has_them_or_refused(hf_config, name):
+    transformers = pytest.importorskip("transformers")
+    config = {k: v for k, v in hf_config(name).items() if k != "num_key_value_heads"}
+    if transformers.AutoConfig.for_model(**config).num_key_value_heads == config["num_attention_heads"]:
+        assert families.from_hf(config, path="config.json").num_kv_heads == config["num_attention_heads"]
+    else:
+        with pytest.raises(UserError, match=r"^config\.json: num_key_value_heads is missing"):
+            families.from_hf(config, path="config.json")
+
+
 def test_absent_fields_of_a_deepseek_model_are_as_transformers_has_them(hf_config):
     transformers = pytest.importorskip("transformers")
     left_out = ("norm_topk_prob", "routed_scaling_factor", "first_k_dense_replace", "rope_interleave", "rms_norm_eps")
@@ -52,6 +63,9 @@ def test_absent_fields_of_a_deepseek_model_are_as_transformers_has_them(hf_confi
         assert cfg.experts.routing.scale == theirs.routed_scaling_factor
         assert cfg.experts.sparse.count(False) == theirs.first_k_dense_replace
         assert cfg.latent.interleaved == getattr(theirs, "rope_interleave", True)
+    null = hf_config("deepseek3-grouped") | dict(norm_topk_prob=None, rope_interleave=None)  # false in transformers
+    cfg = families.from_hf(null, path="config.json")
+    assert (cfg.experts.normalized, cfg.latent.interleaved) == (False, False)
 
 
 def test_the_published_deepseek_models_are_read():
@@ -102,6 +116,8 @@ def test_rope_theta_in_every_place_of_it(hf_config, rope):
         ("model_type", None),
         ("hidden_act", "gelu"),
         ("use_bidirectional_attention", True),
+        ("is_causal", False),
+        ("per_layer_config", {"1": {"num_experts_per_tok": 1}}),
         ("final_logit_softcapping", 30.0),
         ("attn_logit_softcapping", 50.0),
         ("model_type", "gemma3"),
@@ -149,7 +165,9 @@ def test_unsupported_is_refused_by_file_field_and_value(hf_config, field, value)
         *(("rope_theta", value) for value in (math.nan, math.inf, -1.0)),
         *(("initializer_range", value) for value in (math.inf, -0.02)),
         ("rope_scaling", {"rope_type": "linear", "factor": math.inf}),
+        ("rope_scaling", {"rope_type": "linear", "factor": 1e308}),
         ("max_position_embeddings", 10**400),
+        ("head_dim", 10**400),
         ("rope_scaling", {"rope_type": ["linear"], "factor": 2.0}),
         ("model_type", ["llama"]),
         ("num_hidden_layers", 2**31),
@@ -174,9 +192,13 @@ def test_numbers_that_no_model_has_are_refused_by_name(hf_config, field, value):
         ("olmo2-grouped", "final_logit_softcapping", 3.0),
         ("olmo3-long", "layer_types", ["chunked_attention"] * 5),
         ("olmo3-long", "rope_parameters", {"rope_theta": 1e4}),
+        ("gemma3-long", "rope_parameters", {"full_attention": 3}),
+        ("gemma2-capped", "hidden_activation", "gelu"),
+        ("deepseek2-lite", "rope_interleave", False),
         ("granite-scaled", "residual_multiplier", 0.0),
         ("granite-scaled", "logits_scaling", "8"),
         ("phi3-grouped", "partial_rotary_factor", 0.7),
+        ("phi3-grouped", "partial_rotary_factor", 1e308),
         ("phi3-grouped", "resid_pdrop", 0.1),
         ("phi3-grouped", "rope_scaling", {"type": "yarn", "short_factor": [1.0] * 5, "long_factor": [1.0] * 5}),
     ],
@@ -185,3 +207,16 @@ def test_a_familys_own_fields_are_refused_by_name(hf_config, name, field, value)
     with pytest.raises(UserError, match=rf"^config\.json: {field}") as e:
         families.from_hf(hf_config(name) | {field: value}, path="config.json")
     assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("name", ["gemma2-capped", "gemma3-long", "olmo3-long", "gpt-oss-clamped"])
+def test_fields_of_gemma_3_count_only_there(hf_config, name):
+    transformers = pytest.importorskip("transformers")
+    config = hf_config(name) | dict(sliding_window_pattern=3, rope_local_base_freq=2e3)
+    theirs = transformers.AutoConfig.for_model(**config)
+    cfg = families.from_hf(config, path="config.json")
+    slides = [cfg.kinds[kind].window is not None for kind in cfg.layer_kinds]
+    assert slides == [kind == "sliding_attention" for kind in theirs.layer_types]
+    if name in ("gemma3-long", "olmo3-long"):
+        theta = theirs.rope_parameters["sliding_attention"]["rope_theta"]
+        assert cfg.kinds[cfg.layer_kinds[0]].rotary.theta == theta

@@ -93,6 +93,32 @@ def test_prediction_layers_are_left_out_and_a_buffer_stays_in_float32(checkpoint
         np.testing.assert_array_equal(written[name], tensor if wide else tensor.astype(jnp.bfloat16))
 
 
+@pytest.mark.parametrize("name", ["qwen3.5-moe", "qwen2-moe-mixed"])
+def test_fused_experts_and_a_prefix_are_read(checkpoint, tmp_path, name):
+    """transformers keeps the names of published Qwen3.5 models, whose experts are two tensors of a layer."""
+    directory, model = checkpoint(name)
+    model.save_pretrained(tmp_path / "fused", save_original_format=False)
+
+    def rename(tensors):
+        assert not any(".experts.0." in key for key in tensors)
+        if name.startswith("qwen3.5"):
+            for key in [key for key in tensors if key.startswith("model.")]:
+                tensors[key.replace("model.", "model.language_model.", 1)] = tensors.pop(key)
+
+    cfg, values = load(rewrite(tmp_path / "fused", tmp_path / "renamed", rename))
+    assert_same_bits(dict(hf_write.hf_tensors(values, cfg)), stored(directory))
+
+
+def test_prediction_layers_of_a_delta_net_are_not_read(checkpoint, tmp_path):
+    """Published checkpoints of Qwen3-Next have them."""
+    directory, _ = checkpoint("qwen3-next-periods")
+    original = stored(directory)
+    other = rewrite(directory, tmp_path / "other", lambda tensors: tensors.update({"mtp.fc.weight": np.ones((3, 2))}))
+    cfg, values = load(other)
+    assert_same_bits(dict(hf_write.hf_tensors(values, cfg)), original)
+    assert cfg.unread == "any multi-token prediction layers (mtp.*) are not read"
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_files_load_and_come_back(checkpoint, tmp_path, dtype):
     directory, _ = checkpoint("qwen2-untied")
