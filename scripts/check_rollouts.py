@@ -401,7 +401,10 @@ def main() -> None:
         rows = []
         for step, (fault, moment) in enumerate(plan, 1):
             happened = said.partition(f"fault in step {step}:")[2].partition("fault in step")[0]
-            span, killed = range(step, step + later + 1), fault == KILLED_AGENT
+            killed, end = fault == KILLED_AGENT, step + later + 1
+            if not killed and KILLED_AGENT in faults:  # the sample of a killed agent may be of the step that it strikes
+                end = min(end, len(plan))
+            span = range(step, end)
             kept = "struck in" in happened and all(same(calm, broken, one, exact=exact) for one in span)
             kept &= sum(left_out(broken, one) for one in span) == killed and (not killed or CHILD_ENDED in said)
             told, again = happened.count("is restarted"), counted[step]["rollout/asked_again"]
