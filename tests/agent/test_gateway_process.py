@@ -1,0 +1,55 @@
+"""The programs of agents: their environment, output and end."""
+
+import asyncio
+import io
+import textwrap
+
+import pytest
+
+from jppo.agent.gateway import process
+
+
+@pytest.mark.parametrize(
+    "output,last",
+    [
+        ("a\n{'\u2028\x85\x0c'}\n \n", "{'\u2028\x85\x0c'}"),  # valid in JSON
+        ("50%\r100%\rdone\r\n", "done"),
+        ("", "\ufffd"),
+    ],
+)
+def test_the_last_line_of_an_output(output, last):
+    assert process.last_line(io.BytesIO(b"\xff\n" + output.encode())) == last
+
+
+def test_the_users_own_hosts_without_a_proxy_stay(monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "corp.example")
+    monkeypatch.delenv("no_proxy", raising=False)
+    env = process.environment("http://127.0.0.1:1", "key")
+    assert env["NO_PROXY"] == env["no_proxy"] == "127.0.0.1,localhost,corp.example"
+    monkeypatch.delenv("NO_PROXY")
+    assert process.environment("http://127.0.0.1:1", "key")["no_proxy"] == "127.0.0.1,localhost"
+
+
+def test_a_function_that_closes_its_output_ends_no_other(tmp_path):
+    (tmp_path / "agent.py").write_text(
+        textwrap.dedent("""
+        import sys, time
+        def agent(task):
+            if task["closes"]:
+                sys.stdout.close()
+            else:
+                time.sleep(0.4)
+                print("no end of line", end="")
+            return {"reward": 1}
+        """)
+    )
+
+    async def all_of_them():
+        program = process.program_of(f"{tmp_path / 'agent.py'}:agent")
+        try:
+            return await asyncio.gather(*(process.run(program, {"closes": i == 2}, {}, 20.0) for i in range(3)))
+        finally:
+            await program.close()
+
+    first, second, closes = asyncio.run(all_of_them())
+    assert first == second == (0, '{"reward": 1}', "") and closes.code == 70
