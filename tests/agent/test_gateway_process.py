@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import json
 import textwrap
 
 import pytest
@@ -30,26 +31,41 @@ def test_the_users_own_hosts_without_a_proxy_stay(monkeypatch):
     assert process.environment("http://127.0.0.1:1", "key")["no_proxy"] == "127.0.0.1,localhost"
 
 
-def test_a_function_that_closes_its_output_ends_no_other(tmp_path):
-    (tmp_path / "agent.py").write_text(
-        textwrap.dedent("""
-        import sys, time
-        def agent(task):
-            if task["closes"]:
-                sys.stdout.close()
-            else:
-                time.sleep(0.4)
-                print("no end of line", end="")
-            return {"reward": 1}
-        """)
-    )
+def ends(tmp_path, program, tasks):
+    """How a function ends with each of these tasks, concurrently."""
+    (tmp_path / "agent.py").write_text(textwrap.dedent(program))
 
     async def all_of_them():
         program = process.program_of(f"{tmp_path / 'agent.py'}:agent")
         try:
-            return await asyncio.gather(*(process.run(program, {"closes": i == 2}, {}, 20.0) for i in range(3)))
+            return await asyncio.gather(*(process.run(program, task, {}, 20.0) for task in tasks))
         finally:
             await program.close()
 
-    first, second, closes = asyncio.run(all_of_them())
+    return asyncio.run(all_of_them())
+
+
+def test_a_function_that_closes_its_output_ends_no_other(tmp_path):
+    program = """
+    import sys, time
+    def agent(task):
+        if task["closes"]:
+            sys.stdout.close()
+        else:
+            time.sleep(0.4)
+            print("no end of line", end="")
+        return {"reward": 1}
+    """
+    first, second, closes = ends(tmp_path, program, [{"closes": i == 2} for i in range(3)])
     assert first == second == (0, '{"reward": 1}', "") and closes.code == 70
+
+
+def test_a_function_may_return_numbers_of_numpy_and_any_object(tmp_path):
+    program = """
+    import numpy as np
+    def agent(task):
+        number = [np.float32(0.5), np.int64(2), np.bool_(True)][task["number"]]
+        return {"reward": number, "graph": {"messages": [agent]}}
+    """
+    found = ends(tmp_path, program, [{"number": i} for i in range(3)])
+    assert [json.loads(one.last)["reward"] for one in found] == [0.5, 2, True]

@@ -97,8 +97,13 @@ def call(function: Callable[..., Any]) -> int:
     found = function(json.loads(sys.stdin.readline()))
     found = asyncio.run(found) if inspect.iscoroutine(found) else found
     if found is not None:
-        print(f"\n{json.dumps(found)}")  # on a line of its own
+        print(f"\n{json.dumps(found, default=_plain)}")  # on a line of its own
     return 0
+
+
+def _plain(value: Any) -> Any:
+    """Returns a number of numpy or torch as Python's, and any other object as text."""
+    return value.item() if hasattr(value, "item") else str(value)
 
 
 def execute(command: list[str]) -> int:
