@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import socket
 import textwrap
 
 import pytest
@@ -69,3 +70,21 @@ def test_a_function_may_return_numbers_of_numpy_and_any_object(tmp_path):
     """
     found = ends(tmp_path, program, [{"number": i} for i in range(3)])
     assert [json.loads(one.last)["reward"] for one in found] == [0.5, 2, True]
+
+
+def test_programs_start_one_after_the_other(tmp_path, monkeypatch):
+    """Hundreds of unanswered starts would fill the sockets of both sides, which would then wait for each other."""
+    sending, waits, unanswered = socket.send_fds, [], []
+
+    def send(*sent):
+        waits.append(next(reversed(programs[0]._waiting.values()))[0])
+        unanswered.append(sum(not pid.done() for pid in waits))
+        return sending(*sent)
+
+    programs = []
+    monkeypatch.setattr(process.socket, "send_fds", send)
+    monkeypatch.setattr(
+        process, "program_of", lambda spec, of=process.program_of: programs.append(of(spec)) or programs[0]
+    )
+    found = ends(tmp_path, "def agent(task): return task", [{"reward": i} for i in range(10)])
+    assert [json.loads(one.last)["reward"] for one in found] == list(range(10)) and unanswered == [1] * 10

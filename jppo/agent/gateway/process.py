@@ -83,15 +83,15 @@ class Program:
     async def start(self, env: Mapping[str, str], files: Files, timeout_s: float) -> "tuple[int, asyncio.Future[int]]":
         """Starts an episode in a process group of its own; the first one also imports the function, in `timeout_s`."""
         loop, number = asyncio.get_running_loop(), next(self._numbers)
-        async with self._starting:
+        async with self._starting:  # one at a time: with hundreds unanswered, both sides would block in sending
             if self._failed is not None:
                 raise self._failed
             if self._process is None:
                 await self._open(loop, timeout_s)
-        self._waiting[number] = futures = [loop.create_future(), loop.create_future()]
-        said = json.dumps({"id": number, "env": dict(env)}).encode()
-        socket.send_fds(self._channel, [said], [file.fileno() for file in files])
-        return await futures[0], futures[1]
+            self._waiting[number] = futures = [loop.create_future(), loop.create_future()]
+            said = json.dumps({"id": number, "env": dict(env)}).encode()
+            socket.send_fds(self._channel, [said], [file.fileno() for file in files])
+            return await futures[0], futures[1]
 
     async def close(self) -> None:
         """Ends the process and its forks; may be called twice."""
