@@ -99,7 +99,7 @@ class Episode:
         numbers = itertools.islice(self._asked, request.n)
         seeds = [self._seed if i == 0 else sample_seed(self._seed, i, 0) for i in numbers]
         answers = await self._answers([self._ask(ids, sampling=how, seed=seed) for seed in seeds])
-        if gone():  # its answers had no effect on the episode
+        if gone():  # the agent never saw the answers
             raise BadRequest("the client closed the connection before its answer")
         choices = tuple(self._choice(answer, request) for answer in answers)
         reply = Reply(secrets.token_hex(16), int(time.time()), MODEL, len(ids), choices)
@@ -179,7 +179,7 @@ class Episode:
         calls = tuple(ToolCall(f"call_{secrets.token_hex(12)}", one.name, one.arguments) for one in valid)
         self._calls += len(found)
         self._call_errors += len(found) - len(calls)
-        if len(calls) < len(found) or (len(calls) > 1 and not request.parallel):  # the agent gets them as text
+        if len(calls) < len(found) or (len(calls) > 1 and not request.parallel):  # they are sent as text
             calls = ()
         return Choice(
             text=without_calls(text, language.format) if calls else text,

@@ -86,7 +86,8 @@ def context(
         parent = max(reversed(earlier), key=lambda turn: len(turn.text or ""), default=None)
         if parent is None:
             return chat.text(text, True), None
-        rest, choice = text[len(parent.text or "") :], parent.choice  # the ids have the stop text, its agent adds it
+        rest, choice = text[len(parent.text or "") :], parent.choice
+        # the ids end with the stop text, which the agent may repeat
         rest = rest.removeprefix(choice.tail if rest.startswith(choice.tail) else choice.stopped_by or "")
         return parent.ids + chat.text(rest, False), parent
     by_key = {turn.key: turn for turn in turns}

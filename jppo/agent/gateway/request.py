@@ -39,7 +39,7 @@ class Request:
     stream: bool = False
     usage: bool = False  # the stream ends with the usage
     logprobs: bool = False
-    parallel: bool = True  # several tool calls in an answer
+    parallel: bool = True  # an answer may have several tool calls
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +159,7 @@ def require_kind(part: Any, kinds: Sequence[str]) -> bool:
 
 
 def tools_of(body: Body, kind: str) -> list[Any]:
-    """Returns the tools, all of this kind; none if `tool_choice` is."""
+    """Returns the tools, all of this kind, or no tools if `tool_choice` is 'none'."""
     choice = body.get("tool_choice")
     found = get(body, "tools", list, [])
     for tool in found:
