@@ -115,6 +115,15 @@ def test_where_there_is_no_room_another_folder_takes_all_of_it(little_room, fold
     assert list(publish.iterdir()) == []
 
 
+def test_a_full_file_that_ends_before_the_next_tensors_place_is_copied(little_room, tmp_path):
+    little_room.append(str(tmp_path))
+    tensors = {"w0": np.arange(1249, dtype=np.float32), "w1": np.arange(500, dtype=np.float32)}  # 4,996 bytes
+    buffers = Buffers("", spare=[str(tmp_path)])
+    parcel = buffers.write(tensors.items())
+    layout.check(parcel.path, parcel.entries, {name: tensor.shape for name, tensor in tensors.items()})
+    buffers.close()
+
+
 def test_no_room_anywhere_is_the_users_fault(little_room, tmp_path):
     buffers = Buffers("", spare=[str(tmp_path)])
     with pytest.raises(UserError, match=r"shared memory: .*No space left.*rollout\.publish_dir"):

@@ -128,5 +128,5 @@ def _nameless(fd: int, place: str) -> _File:
 
 def _copy(source: int, target: int, count: int) -> None:
     at = 0
-    while at < count:
-        at += os.sendfile(target, source, at, count - at)
+    while at < count and (sent := os.sendfile(target, source, at, count - at)):  # the source may end in padding
+        at += sent
