@@ -131,6 +131,15 @@ def test_a_server_that_is_unsuitable_does_not_join_and_is_named_once(run, server
     until(lambda: len(urls(sampler)) == 2)
 
 
+def test_an_address_that_no_server_can_have_is_told_and_the_others_continue(run, servers, capfd):
+    sampler, _ = run(servers[:1])
+    strange = ("http://[::1", "http://h:x", "http://127.0.0.1:80000", "http://a..b:80", "http://xn--:80")
+    run.file.write_text("\n".join([servers[0].url, *strange]))
+    told = []
+    until(lambda: told.append(capfd.readouterr().err) or "".join(told).count("it joins when it answers") == 5)
+    assert whole(sampler.generate(PROMPTS, SAMPLING, version=7))
+
+
 def test_a_server_that_hangs_does_not_delay_the_others(run, servers, capfd):
     sampler, write = run(servers[:1], health_s=0.5)
     fine = servers[1].answers.pop("/is_paused")  # it hangs from now on
@@ -172,8 +181,12 @@ def test_a_run_without_servers_waits_and_then_ends(run, servers):
 
 
 def test_a_start_waits_for_the_first_server(run, servers, settings):
-    servers[0].answers["/is_paused"] = (500, {})
-    threading.Timer(0.5, lambda: servers[0].answers.update({"/is_paused": (200, {"is_paused": False})})).start()
+    def broken(_):
+        raise ConnectionAbortedError
+
+    servers[0].answers |= {"/is_paused": (500, {}), "/health": (200, broken)}
+    threading.Timer(0.2, lambda: servers[0].answers.update({"/is_paused": (200, {"is_paused": False})})).start()
+    threading.Timer(0.4, lambda: servers[0].answers.update({"/health": (200, None)})).start()
     sampler, _ = run(servers[:1])
     assert whole(sampler.generate(PROMPTS, SAMPLING, version=7))
     with pytest.raises(UserError, match=r"no server of rollout.urls answered within .*=0.1; it names none"):

@@ -191,7 +191,7 @@ class Engine:
                 for url in lookup():
                     try:
                         members.append(attach(url))
-                    except UserError as e:
+                    except (RolloutError, UserError) as e:
                         why = str(e)
             except (OSError, ValueError) as e:
                 why = str(e)
