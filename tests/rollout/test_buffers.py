@@ -65,6 +65,15 @@ def test_files_in_a_folder_have_names_and_go(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_files_that_were_removed_are_put_away_without_an_error(tmp_path):
+    """A server has refused them; that is what the run reports."""
+    buffers = Buffers(str(tmp_path))
+    for _ in range(2):
+        pathlib.Path(buffers.write(TENSORS.items()).path).unlink()
+    buffers.renew()
+    buffers.close()
+
+
 def test_a_folder_that_is_none_is_the_users_fault(tmp_path):
     with pytest.raises(UserError, match="publish_dir"):
         Buffers(str(tmp_path / "none"))
