@@ -140,6 +140,16 @@ def test_an_address_that_no_server_can_have_is_told_and_the_others_continue(run,
     assert whole(sampler.generate(PROMPTS, SAMPLING, version=7))
 
 
+def test_a_server_that_takes_shorter_requests_does_not_join(run, servers, capfd):
+    sampler, write = run(servers[:1])
+    servers[1].answers["jppo_info"] = (200, {"results": [INFO | {"max_model_len": 8}]})
+    write(servers[:2])
+    until(lambda: "has max_model_len=8, and the others 64 or more; it joins" in capfd.readouterr().err)
+    assert whole(sampler.generate(PROMPTS, SAMPLING, version=7))
+    servers[1].answers["jppo_info"] = (200, {"results": [INFO]})
+    until(lambda: len(urls(sampler)) == 2)
+
+
 def test_a_server_that_hangs_does_not_delay_the_others(run, servers, capfd):
     sampler, write = run(servers[:1], health_s=0.5)
     fine = servers[1].answers.pop("/is_paused")  # it hangs from now on

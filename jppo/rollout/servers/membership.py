@@ -67,6 +67,10 @@ class Membership:
         began = time.monotonic()
         try:
             member = await asyncio.to_thread(self._make, url)
+            shortest = min((other.max_model_len for other in self._router.members), default=0)
+            if member.max_model_len < shortest:  # the fleet refuses longer requests than its shortest server takes
+                said = f"has max_model_len={member.max_model_len}, and the others {shortest} or more"
+                raise RolloutError(f"the server at {url} {said}")
             await self._repairs.admit(member)
         except (RolloutError, UserError) as e:
             self._tell(url, f"{e.__cause__ or e}; it joins when it answers")  # without the command that starts one
