@@ -481,6 +481,26 @@ def test_a_server_that_is_another_process_by_the_time_of_the_load_does_not_end_t
     assert whole(sampler.generate(PROMPTS, SAMPLING, version=8))
 
 
+def test_a_server_that_breaks_as_soon_as_it_is_back_is_repaired_again(made, fakes, monkeypatch):
+    """The publish that waited for it reports the fault before its repair has ended."""
+    sampler = made()
+    repairs, member, revived = sampler.fleet._repairs, sampler.fleet.members[1], []
+    real = repairs._revive
+
+    def revive(of):
+        real(of)
+        revived.append(of)
+        if len(revived) == 1:
+            of.up = False
+
+    monkeypatch.setattr(repairs, "_revive", revive)
+    fakes[1].answers["/health"] = (503, None)
+    until(lambda: not member.up)
+    fakes[1].answers["/health"] = (200, None)
+    until(lambda: len(revived) == 2 and member.up)
+    assert whole(sampler.generate(PROMPTS, SAMPLING, version=7))
+
+
 def test_a_server_whose_answer_to_resume_is_lost_while_it_is_looked_at_comes_back(made, fakes):
     sampler = made()
     member, let_go = sampler.fleet.members[1], threading.Event()
