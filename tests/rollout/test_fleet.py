@@ -262,6 +262,17 @@ def test_what_begins_alike_goes_to_one_server_unless_it_is_busy(made, fakes, mon
     assert len(future.result()) == 24
 
 
+def test_a_request_does_not_wait_for_one_server_while_another_has_room(made, fakes):
+    sampler, held = made(2, connections=2), threading.Event()
+    for fake in fakes:
+        _, good = fake.answers[GENERATE]
+        fake.answers[GENERATE] = (200, lambda body, good=good: held.wait(20) and good(body))
+    future = sampler.start(PROMPTS[:1], dataclasses.replace(SAMPLING, n=6))
+    until(lambda: [len(asked(fake, [GENERATE])) for fake in fakes] == [2, 2], 2.0)
+    held.set()
+    assert len(future.result(20)) == 6
+
+
 def test_no_more_are_under_way_than_a_server_has_room_for(made, fakes):
     sampler = made(1, connections=3)
     now, most, lock, (_, good) = [0], [0], threading.Lock(), fakes[0].answers[GENERATE]
