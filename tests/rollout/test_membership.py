@@ -98,6 +98,22 @@ def test_a_broken_server_leaves_and_joins_when_it_answers_again(run, servers):
     assert servers[1].version == "7" and whole(sampler.generate(PROMPTS, SAMPLING, version=7))
 
 
+@pytest.mark.parametrize("route", ["jppo_load", "/resume"])
+def test_a_server_that_breaks_while_a_publish_pauses_it_joins_again(run, servers, route):
+    sampler, _ = run(servers[:2])
+    good, paused = servers[1].answers[route], []
+
+    def once(body):
+        servers[1].answers |= {route: good, "/is_paused": (200, lambda _: {"is_paused": "/resume" not in paused})}
+        servers[1].answers["/resume"] = (200, lambda _: paused.append("/resume") or {})
+        raise ConnectionAbortedError
+
+    servers[1].answers[route] = (200, once)
+    sampler.load(TENSORS.items(), version=8)
+    until(lambda: servers[1].asked.count("jppo_info") == 2 and len(urls(sampler)) == 2)
+    assert servers[1].version == "8" and paused and whole(sampler.generate(PROMPTS, SAMPLING, version=8))
+
+
 def test_all_servers_are_replaced_during_a_generation(run, servers):
     sampler, write = run(servers[:2])
     for server in servers[:2]:

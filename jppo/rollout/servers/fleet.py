@@ -50,7 +50,7 @@ class Fleet:
         *,
         start_timeout_s: float,
         decode: Callable[[list[int]], str] = str,
-        joining: tuple[Lookup, Callable[[str], Member]] | None = None,
+        joining: tuple[Lookup, Callable[[str, bool], Member]] | None = None,
     ):
         """`decode` returns the text of tokens, for stop texts across a weight update.
 
