@@ -241,6 +241,17 @@ def test_the_last_server_that_is_gone_ends_the_run(made, fakes):
         sampler.load(TENSORS.items(), version=8)
 
 
+def test_a_server_that_comes_back_after_the_end_gets_nothing(made, fakes):
+    """Another run may use it by then."""
+    sampler = made(1)
+    fakes[0].answers["/health"] = (503, None)
+    until(lambda: not sampler.fleet.members[0].up)
+    sampler.close()
+    fakes[0].answers["/health"] = (200, None)
+    time.sleep(4 * repair.POLL_S)
+    assert not asked(fakes[0], REVIVED)
+
+
 def test_no_restart_is_allowed(made, fakes):
     sampler = made(1, restarts=0)
     failing(fakes[0], 10**6)

@@ -205,6 +205,7 @@ class Repairs:
                     said = f"did not come back within rollout.start_timeout_s={self._start_timeout_s:g}"
                     raise RolloutError(f"the server at {member.endpoint.url} {said}; {e}") from e
             time.sleep(POLL_S)
+        raise RolloutError(f"the server at {member.endpoint.url} is not waited for: the run has ended")
 
 
 def say(line: str) -> None:
