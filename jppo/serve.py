@@ -64,10 +64,16 @@ def main(argv: list[str] | None = None) -> None:
             [*command, *arguments.flags(server, build)],
             env,
             address=args.address or f"http://{socket.gethostname()}:{port}",
-            own=f"http://{HOST if args.host in ('0.0.0.0', '::') else args.host}:{port}",
+            own=own_address(args.host, port),
             file=args.listed,
         )
     )
+
+
+def own_address(host: str, port: int) -> str:
+    """Returns the address at which this machine reaches a server that listens on `host`."""
+    host = HOST if host in ("0.0.0.0", "::") else host
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def run(command: list[str], env: dict[str, str], *, address: str, own: str, file: pathlib.Path | None) -> int:

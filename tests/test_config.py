@@ -324,6 +324,7 @@ def test_what_is_none_unless_given_may_be_given(config):
             ({"rollout.urls": url}, ["is no address", "http://127.0.0.1:8000"])
             for url in ("h:8000", "ftp://h", "http://", "http://h:x", "http://[h", "http://h:99999")
         ),
+        ({"rollout.urls": "http://h:1,http://i:1,http://h:1/"}, ["a server is given twice", "name it once"]),
         *(
             ({"rollout.engine_args": f"--seed 1 {option}"}, ["settings are printed and saved", "leave it out"])
             for option in ("--api-key p4ss", "--api_key=p4ss", "--hf-token p4ss", "--admin-api-key p4ss", "--hf_token",

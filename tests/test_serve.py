@@ -96,6 +96,11 @@ def test_a_list_that_cannot_be_written_is_refused_before_the_start(tmp_path, nam
         serve.run(["/no/program"], {guard.TOKEN: "x"}, address="http://me:1", own="http://me:1", file=tmp_path / name)
 
 
+def test_the_server_is_asked_where_it_listens():
+    for host, at in (("0.0.0.0", "127.0.0.1"), ("::", "127.0.0.1"), ("10.0.0.2", "10.0.0.2"), ("::1", "[::1]")):
+        assert serve.own_address(host, 8000) == f"http://{at}:8000"
+
+
 @pytest.mark.parametrize(
     ("words", "token", "said"),
     [

@@ -10,6 +10,7 @@ An invalid call becomes a `Fault`, whose message is the answer to the model.
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -45,7 +46,7 @@ def hermes(text: str, schemas: Sequence[Schema]) -> list[Found]:
 
     def one(body: str) -> Found:
         try:
-            said = json.loads(body)
+            said = _loads(body)
         except (ValueError, RecursionError) as e:
             return Fault(f"the call is not valid JSON: {e}")
         if not isinstance(said, dict) or not isinstance(said.get("name"), str):
@@ -113,7 +114,7 @@ def _tagged(text: str, one: Callable[[str], Found]) -> list[Found]:
 
 def _from_json(name: str, text: str) -> Found:
     try:
-        arguments = json.loads(text)
+        arguments = _loads(text)
     except (ValueError, RecursionError) as e:
         return Fault(f"the arguments of {name} are not valid JSON: {e}")
     return Call(name, arguments) if isinstance(arguments, dict) else Fault(f"the arguments of {name} are not an object")
@@ -126,18 +127,31 @@ def _known(found: Found, schemas: Sequence[Schema]) -> Found:
     of_name = {schema["function"]["name"]: schema["function"] for schema in schemas}
     if found.name not in of_name:
         return Fault(f"there is no tool {found.name!r}; there are {', '.join(of_name)}")
-    required = of_name[found.name].get("parameters", {}).get("required", [])
+    required = of_name[found.name].get("parameters", {}).get("required") or []
     lacking = [key for key in required if key not in found.arguments]
     return Fault(f"{found.name} needs {', '.join(map(repr, lacking))}") if lacking else found
 
 
 def _parameters(name: str, schemas: Sequence[Schema]) -> Mapping[str, Any]:
     of_name = {schema["function"]["name"]: schema["function"] for schema in schemas}
-    return of_name.get(name, {}).get("parameters", {}).get("properties", {})
+    return of_name.get(name, {}).get("parameters", {}).get("properties") or {}
 
 
 def _typed(value: str, kind: Any) -> Any:
-    return value if kind in (None, "string") else json.loads(value.strip())
+    text = kind in (None, "string") or (isinstance(kind, list) and "string" in kind)
+    return value if text else _loads(value.strip())
+
+
+def _loads(text: str) -> Any:
+    """Parses JSON without NaN and infinities, which other parsers of the call refuse."""
+    return json.loads(text, parse_constant=_finite, parse_float=_finite)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not finite")
+    return value
 
 
 PARSERS: dict[str, Parser] = {

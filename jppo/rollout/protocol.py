@@ -116,7 +116,7 @@ class Served(Sampler, Protocol):
         """Replaces the whole model by `tensors` (HF names, a tied embedding once) and sets `version`.
 
         `mode` is what happens to responses in flight: wait for their end, abort them and continue with the new weights,
-        or keep them, which continues without a new prefill.
+        or keep them in the engine, which continues them with the new weights.
         """
 
     def probe(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Trajectory]:

@@ -174,6 +174,8 @@ def _secrets(config: ml_collections.ConfigDict) -> None:
             raise UserError(f"{name} has a password or a query in it, and settings are printed and saved; {way}")
         if not addresses.is_address(url):
             raise UserError(f"{name}: {url!r} is no address; write it like http://127.0.0.1:8000")
+    if len({url.rstrip("/") for url in addresses.listed(r.urls)}) < len(addresses.listed(r.urls)):
+        raise UserError(f"rollout.urls={r.urls!r}: a server is given twice; name it once")
     if found := SECRET.search(r.engine_args):
         raise UserError(
             f"rollout.engine_args has {found[0]}, and settings are printed and saved; leave it out: a server that is"

@@ -77,3 +77,23 @@ def test_qwen3_coder_takes_types_from_the_schema():
 )
 def test_plain(text, schemas, found):
     assert plain(text, schemas) == found
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e400"])
+def test_non_finite_arguments_are_invalid_because_json_has_none(number):
+    text = f'<tool_call>{{"name": "add", "arguments": {{"a": {number}}}}}</tool_call>'
+    [found] = hermes(text, BOTH)
+    assert isinstance(found, Fault) and f"{number} is not finite" in found.why
+    text = f"<tool_call><function=add><parameter=a>{number}</parameter></function></tool_call>"
+    assert isinstance(qwen3_coder(text, BOTH)[0], Fault)
+    assert isinstance(plain(f'<<add {{"a": {number}}}>>', BOTH)[0], Fault)
+
+
+def test_a_schema_may_have_nulls_and_lists_of_types():
+    empty = {"type": "function", "function": {"name": "f", "parameters": {"properties": None, "required": None}}}
+    assert hermes('<tool_call>{"name": "f"}</tool_call>', [empty]) == [Call("f", {})]
+    assert plain("<<f>>", [empty]) == [Call("f", {})]
+    text = "<tool_call><function=f><parameter=x>a</parameter></function></tool_call>"
+    assert (
+        qwen3_coder(text, [empty]) == qwen3_coder(text, [schema("f", x=["string", "null"])]) == [Call("f", {"x": "a"})]
+    )

@@ -201,6 +201,24 @@ def test_a_server_restarted_during_the_update_waits_for_the_next_publish(made, f
     assert all(has(fake, changed(2)) for fake in fakes)
 
 
+def test_a_tensor_that_is_overwritten_before_it_is_sent_waits_too(made, fakes, monkeypatch):
+    """As one that is sent from the device."""
+    sampler = made(1)
+    sampler.load(Repeatable(lambda: iter(changed(1).items())), version=8)
+
+    def describe(_):
+        raise RuntimeError("Array has been deleted with shape=float32[250].")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(buckets, "describe", describe)
+        fakes[0].answers["/health"] = (503, None)
+        until(lambda: not sampler.fleet.members[0].up)
+        fakes[0].answers["/health"] = (200, None)
+        until(lambda: sampler.fleet.members[0].blank)
+    sampler.load(changed(2).items(), version=9)
+    assert has(fakes[0], changed(2))
+
+
 def test_the_only_server_may_wait_for_the_next_publish_too(made, fakes):
     sampler, source = made(1), [lambda: iter(changed(1).items())]
     sampler.load(Repeatable(lambda: source[0]()), version=8)

@@ -65,6 +65,15 @@ def test_files_in_a_folder_have_names_and_go(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_files_that_were_removed_are_put_away_without_an_error(tmp_path):
+    """A server has refused them; that is what the run reports."""
+    buffers = Buffers(str(tmp_path))
+    for _ in range(2):
+        pathlib.Path(buffers.write(TENSORS.items()).path).unlink()
+    buffers.renew()
+    buffers.close()
+
+
 def test_a_folder_that_is_none_is_the_users_fault(tmp_path):
     with pytest.raises(UserError, match="publish_dir"):
         Buffers(str(tmp_path / "none"))
@@ -113,6 +122,15 @@ def test_where_there_is_no_room_another_folder_takes_all_of_it(little_room, fold
     assert all(list(path.rglob("*")) == [] for path in (full, spare))
     buffers.close()
     assert list(publish.iterdir()) == []
+
+
+def test_a_full_file_that_ends_before_the_next_tensors_place_is_copied(little_room, tmp_path):
+    little_room.append(str(tmp_path))
+    tensors = {"w0": np.arange(1249, dtype=np.float32), "w1": np.arange(500, dtype=np.float32)}  # 4,996 bytes
+    buffers = Buffers("", spare=[str(tmp_path)])
+    parcel = buffers.write(tensors.items())
+    layout.check(parcel.path, parcel.entries, {name: tensor.shape for name, tensor in tensors.items()})
+    buffers.close()
 
 
 def test_no_room_anywhere_is_the_users_fault(little_room, tmp_path):

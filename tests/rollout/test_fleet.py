@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import resource
 import threading
 import time
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from jppo.rollout.protocol import RolloutError, greedy, sample_seed
-from jppo.rollout.servers import repair, router
+from jppo.rollout.servers import fleet, repair, router
 from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.vllm.client import GENERATE, start_vllm
 from jppo.types import Prompt
@@ -240,6 +241,17 @@ def test_the_last_server_that_is_gone_ends_the_run(made, fakes):
         sampler.load(TENSORS.items(), version=8)
 
 
+def test_a_server_that_comes_back_after_the_end_gets_nothing(made, fakes):
+    """Another run may use it by then."""
+    sampler = made(1)
+    fakes[0].answers["/health"] = (503, None)
+    until(lambda: not sampler.fleet.members[0].up)
+    sampler.close()
+    fakes[0].answers["/health"] = (200, None)
+    time.sleep(4 * repair.POLL_S)
+    assert not asked(fakes[0], REVIVED)
+
+
 def test_no_restart_is_allowed(made, fakes):
     sampler = made(1, restarts=0)
     failing(fakes[0], 10**6)
@@ -259,6 +271,17 @@ def test_what_begins_alike_goes_to_one_server_unless_it_is_busy(made, fakes, mon
     until(lambda: len(asked(fakes[1], [GENERATE])) > 12)
     held.set()
     assert len(future.result()) == 24
+
+
+def test_a_request_does_not_wait_for_one_server_while_another_has_room(made, fakes):
+    sampler, held = made(2, connections=2), threading.Event()
+    for fake in fakes:
+        _, good = fake.answers[GENERATE]
+        fake.answers[GENERATE] = (200, lambda body, good=good: held.wait(20) and good(body))
+    future = sampler.start(PROMPTS[:1], dataclasses.replace(SAMPLING, n=6))
+    until(lambda: [len(asked(fake, [GENERATE])) for fake in fakes] == [2, 2], 2.0)
+    held.set()
+    assert len(future.result(20)) == 6
 
 
 def test_no_more_are_under_way_than_a_server_has_room_for(made, fakes):
@@ -291,6 +314,44 @@ def test_a_probe_does_not_wait_for_the_samples_of_later_steps(made, fakes):
     assert not probes.is_alive() and not samples.done()
     held.set()
     assert len(samples.result(20)) == 10
+
+
+def test_a_probe_reaches_a_server_that_has_far_more_to_do(made, fakes, monkeypatch):
+    monkeypatch.setattr(router, "SLACK", 1)
+    sampler = made()
+    for member, busy in zip(sampler.fleet.members, (10, 0), strict=True):
+        member.under_way += busy
+    probes = sampler.probe(PROMPTS[:2], dataclasses.replace(SAMPLING, n=1))
+    assert {t.server for t in probes} == {fake.url for fake in fakes}
+
+
+def test_more_files_are_allowed_than_a_shell_usually_does(made):
+    """Of 1,024 connections, those of four servers, the last would fail, and its server would count as broken."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = before[1] if 0 <= before[1] < fleet.FILES else fleet.FILES
+    try:
+        for soft, later in ((256, wanted), (wanted, wanted)):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, before[1]))
+            made(1)
+            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (later, before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_server_that_is_given_up_in_a_load_is_not_asked_before_it_is_repaired(made, fakes):
+    sampler = made()
+    member = sampler.fleet.members[1]
+
+    def load(_):
+        fakes[1].answers["/health"] = (500, {})
+        until(lambda: not member.up)
+        return {"results": [{"ok": True, "error": None}]}
+
+    fakes[1].answers["jppo_load"] = (200, load)
+    sampler.load(TENSORS.items(), version=8)
+    assert not member.up and sampler.fleet.members[0].up
+    fakes[1].answers |= {"/health": (200, None), "jppo_load": fakes[0].answers["jppo_load"]}
+    until(lambda: member.up)
 
 
 def test_a_response_that_an_update_cuts_goes_on_by_the_new_weights(made, fakes):
@@ -442,6 +503,26 @@ def test_a_server_that_is_another_process_by_the_time_of_the_load_does_not_end_t
     assert whole(sampler.generate(PROMPTS, SAMPLING, version=8))
 
 
+def test_a_server_that_breaks_as_soon_as_it_is_back_is_repaired_again(made, fakes, monkeypatch):
+    """The publish that waited for it reports the fault before its repair has ended."""
+    sampler = made()
+    repairs, member, revived = sampler.fleet._repairs, sampler.fleet.members[1], []
+    real = repairs._revive
+
+    def revive(of):
+        real(of)
+        revived.append(of)
+        if len(revived) == 1:
+            of.up = False
+
+    monkeypatch.setattr(repairs, "_revive", revive)
+    fakes[1].answers["/health"] = (503, None)
+    until(lambda: not member.up)
+    fakes[1].answers["/health"] = (200, None)
+    until(lambda: len(revived) == 2 and member.up)
+    assert whole(sampler.generate(PROMPTS, SAMPLING, version=7))
+
+
 def test_a_server_whose_answer_to_resume_is_lost_while_it_is_looked_at_comes_back(made, fakes):
     sampler = made()
     member, let_go = sampler.fleet.members[1], threading.Event()
@@ -513,6 +594,29 @@ def test_adapters_are_delivered_under_their_own_names_and_again_to_one_that_brok
     sampler.load(TENSORS.items(), version=11)
     sampler.generate(PROMPTS[:1], SAMPLING, version=11)
     assert [b["model"] for b in fakes[0].bodies if b and "token_ids" in b][-1] == "policy"
+
+
+def test_adapters_that_a_server_still_has_are_replaced(made, fakes):
+    """An attached server that was only slow is no new process; vLLM refuses a name that it has."""
+    sampler = made(1, lora_rank=2)
+    names = []
+
+    def load(body):
+        assert body["lora_name"] not in names
+        names.append(body["lora_name"])
+        return {}
+
+    fakes[0].answers |= {
+        "/v1/models": (200, lambda _: {"data": [{"id": name} for name in ["policy", *names]]}),
+        LORA[0]: (200, load),
+        LORA[1]: (200, lambda body: names.remove(body["lora_name"])),
+    }
+    sampler.load_adapter(write_adapter, version=8)
+    fakes[0].answers["/health"] = (503, None)
+    until(lambda: not sampler.fleet.members[0].up)
+    fakes[0].answers["/health"] = (200, None)
+    until(lambda: sampler.fleet.members[0].up)
+    assert len(names) == 1 and whole(sampler.generate(PROMPTS, SAMPLING, version=8))
 
 
 def test_adapters_that_a_server_refuses_are_not_asked_for(made, fakes):

@@ -98,6 +98,22 @@ def test_a_broken_server_leaves_and_joins_when_it_answers_again(run, servers):
     assert servers[1].version == "7" and whole(sampler.generate(PROMPTS, SAMPLING, version=7))
 
 
+@pytest.mark.parametrize("route", ["jppo_load", "/resume"])
+def test_a_server_that_breaks_while_a_publish_pauses_it_joins_again(run, servers, route):
+    sampler, _ = run(servers[:2])
+    good, paused = servers[1].answers[route], []
+
+    def once(body):
+        servers[1].answers |= {route: good, "/is_paused": (200, lambda _: {"is_paused": "/resume" not in paused})}
+        servers[1].answers["/resume"] = (200, lambda _: paused.append("/resume") or {})
+        raise ConnectionAbortedError
+
+    servers[1].answers[route] = (200, once)
+    sampler.load(TENSORS.items(), version=8)
+    until(lambda: servers[1].asked.count("jppo_info") == 2 and len(urls(sampler)) == 2)
+    assert servers[1].version == "8" and paused and whole(sampler.generate(PROMPTS, SAMPLING, version=8))
+
+
 def test_all_servers_are_replaced_during_a_generation(run, servers):
     sampler, write = run(servers[:2])
     for server in servers[:2]:
@@ -128,6 +144,25 @@ def test_a_server_that_is_unsuitable_does_not_join_and_is_named_once(run, server
     assert urls(sampler) == [servers[0].url]
     assert capfd.readouterr().err.count(f"the server at {servers[1].url} is paused") == 1
     servers[1].answers["/is_paused"] = (200, {"is_paused": False})
+    until(lambda: len(urls(sampler)) == 2)
+
+
+def test_an_address_that_no_server_can_have_is_told_and_the_others_continue(run, servers, capfd):
+    sampler, _ = run(servers[:1])
+    strange = ("http://[::1", "http://h:x", "http://127.0.0.1:80000", "http://a..b:80", "http://xn--:80")
+    run.file.write_text("\n".join([servers[0].url, *strange]))
+    told = []
+    until(lambda: told.append(capfd.readouterr().err) or "".join(told).count("it joins when it answers") == 5)
+    assert whole(sampler.generate(PROMPTS, SAMPLING, version=7))
+
+
+def test_a_server_that_takes_shorter_requests_does_not_join(run, servers, capfd):
+    sampler, write = run(servers[:1])
+    servers[1].answers["jppo_info"] = (200, {"results": [INFO | {"max_model_len": 8}]})
+    write(servers[:2])
+    until(lambda: "has max_model_len=8, and the others 64 or more; it joins" in capfd.readouterr().err)
+    assert whole(sampler.generate(PROMPTS, SAMPLING, version=7))
+    servers[1].answers["jppo_info"] = (200, {"results": [INFO]})
     until(lambda: len(urls(sampler)) == 2)
 
 
@@ -172,8 +207,12 @@ def test_a_run_without_servers_waits_and_then_ends(run, servers):
 
 
 def test_a_start_waits_for_the_first_server(run, servers, settings):
-    servers[0].answers["/is_paused"] = (500, {})
-    threading.Timer(0.5, lambda: servers[0].answers.update({"/is_paused": (200, {"is_paused": False})})).start()
+    def broken(_):
+        raise ConnectionAbortedError
+
+    servers[0].answers |= {"/is_paused": (500, {}), "/health": (200, broken)}
+    threading.Timer(0.2, lambda: servers[0].answers.update({"/is_paused": (200, {"is_paused": False})})).start()
+    threading.Timer(0.4, lambda: servers[0].answers.update({"/health": (200, None)})).start()
     sampler, _ = run(servers[:1])
     assert whole(sampler.generate(PROMPTS, SAMPLING, version=7))
     with pytest.raises(UserError, match=r"no server of rollout.urls answered within .*=0.1; it names none"):

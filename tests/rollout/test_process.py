@@ -222,6 +222,14 @@ def test_the_log_of_an_earlier_run_stays_and_is_not_quoted(fake_vllm, tmp_path):
     assert "yesterday" not in str(caught.value) and "yesterday" in server.log.read_text()
 
 
+def test_a_log_that_was_removed_hides_no_fault(fake_vllm):
+    server = fake_vllm("dies")
+    with pytest.raises(RolloutError):
+        server.wait_ready()
+    server.log.unlink()
+    assert "No such file" in server.why()
+
+
 @pytest.mark.parametrize(
     "servers, each, named, expected",
     [

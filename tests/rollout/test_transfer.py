@@ -1,5 +1,6 @@
 import contextlib
 import dataclasses
+import errno
 import os
 import socket
 import threading
@@ -172,6 +173,22 @@ def test_a_bucket_whose_offer_has_ended_is_sent_no_longer(sender, bucket):
         while more := slow.recv(1 << 16):
             rest += len(more)
     assert rest < sum(map(len, SENT.values()))
+
+
+def test_a_connection_that_cannot_be_accepted_for_a_moment_ends_nothing(sender, bucket, monkeypatch):
+    left, real = [2], socket.socket.accept
+
+    def accept(listening):
+        left[0] -= 1
+        if left[0] >= 0:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real(listening)
+
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    with sender.offer(*bucket) as address:
+        for _ in range(2):  # the first is of the call before
+            assert arrived(transfer.receive(address, bucket[0]), bucket[0]) == SENT
+    assert left[0] < 0
 
 
 def test_nothing_is_left_open(bucket):

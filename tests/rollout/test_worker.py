@@ -189,6 +189,17 @@ def test_only_what_was_checked_is_loaded_and_only_once(tmp_path):
     assert not worker.jppo_load(version=1)["ok"]
 
 
+def test_a_scalar_and_an_empty_tensor_arrive(tmp_path):
+    from jppo.rollout.vllm import buckets, worker
+
+    tensors = {"scale": np.array(2.5, np.float32), "none": np.zeros((0, 3), np.float32)}
+    entries, views = buckets.describe(list(tensors.items()))
+    (tmp_path / "w").write_bytes(bytes(views[0]).ljust(layout.ALIGN, b"\0"))
+    data = layout.check(str(tmp_path / "w"), entries, {name: tensor.shape for name, tensor in tensors.items()})
+    found = {name: tensor.numpy() for name, tensor in worker._stream([(entries, data)], {}, ())}
+    assert all(np.array_equal(found[name], tensors[name]) for name in tensors)
+
+
 def test_memory_in_which_a_tensor_lies_is_not_used_again():
     from jppo.rollout.vllm import worker
 

@@ -12,20 +12,23 @@ def read(body: Body) -> Request:
     """Parses a request."""
     r.refuse(body, "response_format", ["text"], r.FREE)
     r.refuse(body, "tool_choice", ["auto", "none"], r.FREE)
+    r.unsupported_sampling(body)
+    r.unsupported(body, functions=[], function_call="auto", modalities=["text"], web_search_options=None)
+    r.unsupported(body, continue_final_message=False, add_generation_prompt=True, chat_template_kwargs={})
     if r.get(body, "top_logprobs", int, 0):
         raise BadRequest("top_logprobs must be 0: only the sampled tokens' log-probs are there; leave it out")
-    tools = () if body.get("tool_choice") == "none" else r.get(body, "tools", list, [])
     limits = [r.whole(body, name) for name in ("max_completion_tokens", "max_tokens")]
     return r.check(
         Request(
             messages=tuple(message(one) for one in r.need(body, "messages", list)),
-            tools=tuple(r.schema(r.need(tool, "function", dict)) for tool in tools),
+            tools=tuple(r.schema(r.need(tool, "function", dict)) for tool in r.tools_of(body, "function")),
             n=r.whole(body, "n", 1, r.MOST_CHOICES) or 1,
             max_tokens=min((limit for limit in limits if limit is not None), default=None),
             stop=r.texts(body, "stop"),
             stream=r.get(body, "stream", bool, False),
             usage=r.get(r.get(body, "stream_options", dict, {}), "include_usage", bool, False),
             logprobs=r.get(body, "logprobs", bool, False),
+            parallel=r.get(body, "parallel_tool_calls", bool, True),
         )
     )
 
@@ -33,6 +36,7 @@ def read(body: Body) -> Request:
 def message(said: Any) -> Message:
     """Normalises a message."""
     role = r.need(said, "role", str)
+    r.unsupported(said, function_call=None, audio=None)
     if role not in r.ROLES:
         raise BadRequest(f"role={short(role)} must be one of {', '.join(r.ROLES)}")
     found: Message = {"role": r.ROLES[role], "content": r.text_of(said.get("content"), ["text"])}

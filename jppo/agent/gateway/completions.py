@@ -1,5 +1,6 @@
 """OpenAI's /v1/completions: a text to continue. Pure."""
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,9 +21,12 @@ def read(body: Body) -> Request:
         raise BadRequest("echo and suffix are not supported; leave them out")
     if (r.whole(body, "logprobs", 0) or 0) > 1:
         raise BadRequest("logprobs must be 0 or 1: only the sampled tokens' log-probs are there")
+    n = r.whole(body, "n", 1, r.MOST_CHOICES) or 1
+    r.unsupported_sampling(body)
+    r.unsupported(body, best_of=n)
     return Request(
         text=prompt,
-        n=r.whole(body, "n", 1, r.MOST_CHOICES) or 1,
+        n=n,
         max_tokens=r.whole(body, "max_tokens"),
         stop=r.texts(body, "stop"),
         stream=r.get(body, "stream", bool, False),
@@ -53,5 +57,6 @@ def _choice(index: int, choice: Choice, request: Request) -> dict[str, Any]:
     logprobs = None
     if request.logprobs:
         tokens, numbers = [text for text, _ in choice.tokens], [number for _, number in choice.tokens]
-        logprobs = {"tokens": tokens, "token_logprobs": numbers, "top_logprobs": None, "text_offset": []}
+        offsets = list(itertools.accumulate(map(len, tokens), initial=0))[:-1]
+        logprobs = {"tokens": tokens, "token_logprobs": numbers, "top_logprobs": None, "text_offset": offsets}
     return {"index": index, "text": choice.text, "logprobs": logprobs, "finish_reason": choice.finish}

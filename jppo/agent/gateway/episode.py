@@ -79,29 +79,34 @@ class Episode:
         said = {"uid": p.uid, "prompt": p.messages, "data_source": p.data_source, "ground_truth": p.ground_truth}
         return said | {"extra": p.extra}
 
-    async def answer(self, request: Request) -> Reply:
-        """Samples the answers to a request and remembers them as turns."""
-        schemas = json.dumps(request.tools)
-        states = history.states(request.messages, schemas)
-        ids, parent = self._context(request, schemas, states)
+    async def answer(self, request: Request, gone: Callable[[], bool] = lambda: False) -> Reply:
+        """Samples the answers to a request and remembers them as turns, unless the client is `gone` by then."""
+        try:
+            schemas = json.dumps(request.tools, ensure_ascii=False)
+            states = history.states(request.messages, schemas)
+            ids, parent = self._context(request, schemas, states)
+        except (UserError, UnicodeError, TypeError, ValueError, LookupError, RecursionError) as e:
+            raise BadRequest(f"the messages cannot be read: {e}") from e  # of the template or the tokenizer
+        if not ids:
+            raise BadRequest("the prompt has no tokens; send some text")
         limit = self._rules.max_prompt_length
         room = min(len(ids), limit) + self._sampling.max_tokens if parent is None else parent.room
         if room - len(ids) < 1:
-            self._full = True
-            why = f"the request has {len(ids)} tokens, and the conversation has room for {room} with an answer"
-            raise BadRequest(why, code="context_length_exceeded")
+            raise self._too_long(f"{len(ids)} tokens, and the conversation has room for {room} with an answer")
         asked = room - len(ids) if request.max_tokens is None else min(room - len(ids), request.max_tokens)
         stop = tuple(dict.fromkeys((*self._sampling.stop, *request.stop)))
         how = dataclasses.replace(self._sampling, max_tokens=asked, stop=stop)
         numbers = itertools.islice(self._asked, request.n)
         seeds = [self._seed if i == 0 else sample_seed(self._seed, i, 0) for i in numbers]
         answers = await self._answers([self._ask(ids, sampling=how, seed=seed) for seed in seeds])
+        if gone():  # the agent never saw the answers
+            raise BadRequest("the client closed the connection before its answer")
         choices = tuple(self._choice(answer, request) for answer in answers)
         reply = Reply(secrets.token_hex(16), int(time.time()), MODEL, len(ids), choices)
         for answer, choice in zip(answers, choices, strict=True):
             key = history.extended(states[-1], choice.message).digest()
-            text = None if request.text is None else request.text + choice.text
-            self._turns.append(Turn(parent, ids + answer.tokens, answer, key, text, room, reply.id))
+            text = request.text + choice.text if request.text is not None and choice.text else None
+            self._turns.append(Turn(parent, ids + answer.tokens, answer, key, text, room, choice, reply.id))
         return reply
 
     def post(self, body: Body) -> dict[str, Any]:
@@ -137,19 +142,20 @@ class Episode:
         return dataclasses.replace(found[0], finish=finish, branches=tuple(found[1:]))
 
     def _context(self, request: Request, schemas: str, states: Sequence[Any]) -> tuple[list[int], Turn | None]:
-        characters = len(request.text or "") + sum(len(message["content"]) for message in request.messages)
+        characters = len(schemas) + len(request.text or "") + sum(map(history.length, request.messages))
         if characters > self._language.longest:
-            raise BadRequest(f"the request has {characters} characters, more than fit", code="context_length_exceeded")
-        try:
-            chat = self._language.chat(schemas)
-            only = request.text
-            if self._language.format == "plain" and [m["role"] for m in request.messages] == ["user"]:
-                only = request.messages[0]["content"]
-            if only is not None and only == self._prompt.messages:
-                return self._prompt.ids.tolist(), None
-            return history.context(self._turns, request, chat, states)
-        except (UserError, UnicodeError, TypeError, ValueError, LookupError) as e:  # of the template or the tokenizer
-            raise BadRequest(f"the messages cannot be read: {e}") from e
+            raise self._too_long(f"{characters} characters, more than fit")
+        chat = self._language.chat(schemas)
+        only = request.text
+        if self._language.format == "plain" and [m["role"] for m in request.messages] == ["user"]:
+            only = request.messages[0]["content"]
+        if only is not None and only == self._prompt.messages:
+            return self._prompt.ids.tolist(), None
+        return history.context(self._turns, request, chat, states)
+
+    def _too_long(self, what: str) -> BadRequest:
+        self._full = True
+        return BadRequest(f"the request has {what}", code="context_length_exceeded")
 
     async def _answers(self, asked: list[Awaitable[Answer]]) -> list[Answer]:
         if not self._waiting:
@@ -167,16 +173,17 @@ class Episode:
         text = language.spell(tokens[:-1] if tokens[-1] in language.ends else tokens)
         stops = [(text.index(one), one) for one in request.stop if one in text]
         at, stopped_by = min(stops, default=(len(text), None))
-        text = text[:at]
+        text, tail = text[:at], text[at:]
         found = language.parse(text, request.tools) if request.tools else []
         valid = [one for one in found if isinstance(one, Call)]
         calls = tuple(ToolCall(f"call_{secrets.token_hex(12)}", one.name, one.arguments) for one in valid)
         self._calls += len(found)
         self._call_errors += len(found) - len(calls)
-        if len(calls) < len(found):  # the agent gets an invalid call as text
+        if len(calls) < len(found) or (len(calls) > 1 and not request.parallel):  # they are sent as text
             calls = ()
         return Choice(
             text=without_calls(text, language.format) if calls else text,
+            tail=tail,
             calls=calls,
             finish="tool_calls" if calls else answer.finish,
             stopped_by=stopped_by,
@@ -192,14 +199,15 @@ class Episode:
         if code != 0 and not (kind == "exit" and code == 1):
             return 0.0, f"the agent exited with {code}: {ended.error[:200] or 'no error output'}"
         if not self._turns:
-            return 0.0, "the agent sent no request"
+            return 0.0, "the agent received no answer: it sent no valid request"
         if kind != "reported":
             return float(kind == "exit" and code == 0), None
         try:
             said = json.loads(ended.last or "null")
         except (ValueError, RecursionError):
             said = None
-        amount = finite(said.get("reward")) if isinstance(said, dict) and "reward" in said else None
-        if amount is None and not self._posted:
+        given = said.get("reward") if isinstance(said, dict) else None
+        amount = finite(given)
+        if amount is None and (given is not None or not self._posted):
             return 0.0, f"the agent reported no reward; its last line is {short(ended.last)}"
         return amount or 0.0, None

@@ -84,9 +84,12 @@ def _become(work: Callable[[], int], env: dict[str, str], files: list[int], chan
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code & 255)
+        try:
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(Exception):  # the function may have closed it
+                    stream.flush()
+        finally:  # else the fork would return to `main`, which kills the other forks
+            os._exit(code & 255)
 
 
 def call(function: Callable[..., Any]) -> int:
@@ -94,8 +97,13 @@ def call(function: Callable[..., Any]) -> int:
     found = function(json.loads(sys.stdin.readline()))
     found = asyncio.run(found) if inspect.iscoroutine(found) else found
     if found is not None:
-        print(json.dumps(found))
+        print(f"\n{json.dumps(found, default=_plain)}")  # on a line of its own
     return 0
+
+
+def _plain(value: Any) -> Any:
+    """Returns a number of numpy or torch as Python's, and any other object as text."""
+    return value.item() if hasattr(value, "item") else str(value)
 
 
 def execute(command: list[str]) -> int:

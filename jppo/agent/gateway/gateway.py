@@ -138,7 +138,7 @@ class Gateway:
         assert answering is not None
         of.answering.add(answering)
         try:
-            reply = await episode.answer(request)
+            reply = await episode.answer(request, call.gone)
         except (BadRequest, asyncio.CancelledError):
             raise
         except Exception as e:  # of the engine: it ends the run

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jppo.agent.gateway.request import Message, Request
+from jppo.agent.gateway.request import Choice, Message, Request
 from jppo.agent.turn_tokens import Chat
 from jppo.rollout.protocol import Answer, joined, of_tokens
 from jppo.types import Exchange, Trajectory
@@ -28,8 +28,9 @@ class Turn:
     ids: list[int]  # up to the end of the answer
     answer: Answer
     key: bytes  # of the conversation up to the answer, as the agent has it
-    text: str | None  # the same of a text without messages
+    text: str | None  # the same of a text without messages; None without text in the answer
     room: int  # most tokens of the branch
+    choice: Choice  # the answer as the agent has it
     reply: str  # id of the reply that has it
 
     @property
@@ -41,6 +42,12 @@ class Turn:
 @functools.lru_cache(maxsize=64)
 def _of_tools(schemas: str) -> Any:
     return hashlib.sha256(json.dumps(json.loads(schemas), sort_keys=True).encode())
+
+
+def length(message: Message) -> int:
+    """Returns the number of characters of a message, with its tool calls."""
+    calls = [call["function"] for call in message.get("tool_calls", [])]
+    return len(message["content"]) + (len(json.dumps(calls, ensure_ascii=False)) if calls else 0)
 
 
 def states(messages: Sequence[Message], schemas: str) -> list[Any]:
@@ -56,11 +63,17 @@ def extended(state: Any, message: Message) -> Any:
     content = message["content"].strip() if message["role"] == "assistant" else message["content"]
     text = content.encode("utf-8", "surrogatepass")
     calls = [call["function"] for call in message.get("tool_calls", [])]
-    said = json.dumps(calls, sort_keys=True) if calls else "[]"
+    said = json.dumps(json.loads(json.dumps(calls), parse_float=_number), sort_keys=True) if calls else "[]"
     state = state.copy()
     state.update(f"\n{message['role']} {said} {len(text)} ".encode())
     state.update(text)
     return state
+
+
+def _number(text: str) -> float:
+    """Returns a whole number as int: JavaScript writes 1.0 as 1."""
+    value = float(text)
+    return int(value) if value.is_integer() else value
 
 
 def context(
@@ -73,7 +86,10 @@ def context(
         parent = max(reversed(earlier), key=lambda turn: len(turn.text or ""), default=None)
         if parent is None:
             return chat.text(text, True), None
-        return parent.ids + chat.text(text[len(parent.text or "") :], False), parent
+        rest, choice = text[len(parent.text or "") :], parent.choice
+        # the ids end with the stop text, which the agent may repeat
+        rest = rest.removeprefix(choice.tail if rest.startswith(choice.tail) else choice.stopped_by or "")
+        return parent.ids + chat.text(rest, False), parent
     by_key = {turn.key: turn for turn in turns}
     for i in range(len(request.messages) - 1, 0, -1):
         if request.messages[i - 1]["role"] == "assistant" and (key := before[i].digest()) in by_key:

@@ -20,6 +20,7 @@ class Call(NamedTuple):
     path: str
     key: str  # the bearer's, or Anthropic's
     body: bytes
+    gone: Callable[[], bool]  # whether the client has closed the connection
 
 
 Events = Iterable[tuple[str, Any]]  # (name or '', JSON)
@@ -77,13 +78,18 @@ async def _read(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, admi
         raise BadRequest(f"Content-Length={length[:40]!r} must be a number")
     if int(length) > MOST_BODY:
         raise BadRequest(f"the body has {length} bytes; it must have at most {MOST_BODY}", status=413)
-    key = fields.get("x-api-key") or fields.get("authorization", "").removeprefix("Bearer ").strip()
+    key = fields.get("x-api-key") or fields.get("authorization", "").split(" ")[-1]
     admit(key)
     if fields.get("expect", "").lower() == "100-continue":
         writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     body = await reader.readexactly(int(length))
     stays = fields.get("connection", "keep-alive").lower() != "close" and parts[2] == "HTTP/1.1"
-    return Call(parts[0], parts[1].partition("?")[0], key, body), stays
+    stays &= parts[0] != "HEAD"  # its client expects no body
+
+    def gone() -> bool:
+        return reader.at_eof() or reader.exception() is not None
+
+    return Call(parts[0], parts[1].partition("?")[0], key, body, gone), stays
 
 
 def _head(status: int, kind: str, stays: bool, body: bytes) -> bytes:

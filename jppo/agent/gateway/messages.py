@@ -13,16 +13,19 @@ _REASON = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 def read(body: Body) -> Request:
     """Parses a request."""
     r.refuse(body, "tool_choice", ["auto", "none"], r.FREE)
-    none = r.get(body, "tool_choice", dict, {}).get("type") == "none"
+    choice = r.get(body, "tool_choice", dict, {})
+    r.unsupported(body, output_format=None, mcp_servers=[], container=None)
+    r.unsupported(r.get(body, "output_config", dict, {}), format=None)
     system = r.text_of(body.get("system"), ["text"])
     said = [one for message in r.need(body, "messages", list) for one in _messages(message)]
     return r.check(
         Request(
             messages=({"role": "system", "content": system}, *said) if system else tuple(said),
-            tools=() if none else tuple(r.schema(tool, "input_schema") for tool in r.get(body, "tools", list, [])),
+            tools=tuple(r.schema(tool, "input_schema") for tool in r.tools_of(body, "custom")),
             max_tokens=r.whole(body, "max_tokens"),
             stop=r.texts(body, "stop_sequences"),
             stream=r.get(body, "stream", bool, False),
+            parallel=not r.get(choice, "disable_parallel_tool_use", bool, False),
         )
     )
 

@@ -58,7 +58,9 @@ def program_of(agent: str) -> "Program":
 def environment(url: str, key: str) -> dict[str, str]:
     """Returns the variables of an episode: the gateway's addresses and the key."""
     own = {"OPENAI_BASE_URL": f"{url}/v1", "ANTHROPIC_BASE_URL": url, "OPENAI_API_KEY": key, "ANTHROPIC_API_KEY": key}
-    return own | dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost")
+    direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+    hosts = "127.0.0.1,localhost" + (f",{direct}" if direct else "")
+    return own | dict.fromkeys(("NO_PROXY", "no_proxy"), hosts)
 
 
 def _inherited() -> dict[str, str]:
@@ -81,15 +83,15 @@ class Program:
     async def start(self, env: Mapping[str, str], files: Files, timeout_s: float) -> "tuple[int, asyncio.Future[int]]":
         """Starts an episode in a process group of its own; the first one also imports the function, in `timeout_s`."""
         loop, number = asyncio.get_running_loop(), next(self._numbers)
-        async with self._starting:
+        async with self._starting:  # one at a time: with hundreds unanswered, both sides would block in sending
             if self._failed is not None:
                 raise self._failed
             if self._process is None:
                 await self._open(loop, timeout_s)
-        self._waiting[number] = futures = [loop.create_future(), loop.create_future()]
-        said = json.dumps({"id": number, "env": dict(env)}).encode()
-        socket.send_fds(self._channel, [said], [file.fileno() for file in files])
-        return await futures[0], futures[1]
+            self._waiting[number] = futures = [loop.create_future(), loop.create_future()]
+            said = json.dumps({"id": number, "env": dict(env)}).encode()
+            socket.send_fds(self._channel, [said], [file.fileno() for file in files])
+            return await futures[0], futures[1]
 
     async def close(self) -> None:
         """Ends the process and its forks; may be called twice."""
@@ -177,5 +179,6 @@ def _plain(value: Any) -> Any:
 def last_line(file: IO[bytes]) -> str:
     """Returns the last line that is not empty, of the end of a file."""
     file.seek(max(0, file.seek(0, os.SEEK_END) - MOST_OUTPUT))
-    lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    text = file.read().decode(errors="replace")
+    lines = [line for line in re.split(r"[\r\n]", text) if line.strip()]  # JSON may contain other separators
     return lines[-1].strip() if lines else ""

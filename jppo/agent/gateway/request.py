@@ -22,7 +22,7 @@ class BadRequest(Exception):
     """The gateway cannot answer a request; the message says why, and `code` is the API's name of the reason."""
 
     def __init__(self, why: str, code: str = "invalid_request_error", status: int = 400):
-        super().__init__(why)
+        super().__init__(" ".join(why.split()))
         self.code, self.status = code, status
 
 
@@ -39,6 +39,7 @@ class Request:
     stream: bool = False
     usage: bool = False  # the stream ends with the usage
     logprobs: bool = False
+    parallel: bool = True  # an answer may have several tool calls
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Choice:
     """One answer of the policy, as the agent gets it."""
 
     text: str  # without tool calls, end token and stop text
+    tail: str  # the stop text, with the rest of its last token
     calls: tuple[ToolCall, ...]
     finish: str  # 'stop', 'length' or 'tool_calls'
     stopped_by: str | None  # a stop text of the request
@@ -95,7 +97,7 @@ def call_of(id: str, name: str, arguments: Any) -> Message:
     """Returns a tool call as an entry of a message; JSON text of arguments is parsed where it is valid."""
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments)
+            arguments = json.loads(arguments or "{}")
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -125,7 +127,7 @@ def whole(body: Body, name: str, least: int = 1, most: int | None = None) -> int
     value: int | None = get(body, name, int)
     if value is not None and not (least <= value and (most is None or value <= most)):
         upper = "" if most is None else f" and at most {most}"
-        raise BadRequest(f"{name}={value} must be at least {least}{upper}")
+        raise BadRequest(f"{name}={short(value)} must be at least {least}{upper}")
     return value
 
 
@@ -135,6 +137,8 @@ def texts(body: Body, name: str) -> tuple[str, ...]:
     found = [value] if isinstance(value, str) else value
     if not all(isinstance(one, str) and one for one in found):
         raise BadRequest(f"{name}={short(value)} must be texts that are not empty")
+    if any("\ud800" <= character <= "\udfff" for one in found for character in one):
+        raise BadRequest(f"{name}={short(value)} has half a character; send valid Unicode")
     return tuple(found)
 
 
@@ -154,10 +158,24 @@ def require_kind(part: Any, kinds: Sequence[str]) -> bool:
     return True
 
 
+def tools_of(body: Body, kind: str) -> list[Any]:
+    """Returns the tools, all of this kind, or no tools if `tool_choice` is 'none'."""
+    choice = body.get("tool_choice")
+    found = get(body, "tools", list, [])
+    for tool in found:
+        if (own := get(tool, "type", str, kind)) != kind:
+            raise BadRequest(f"a tool has type={short(own)}; the policy calls tools of type={kind!r} only")
+    return [] if (choice.get("type") if isinstance(choice, dict) else choice) == "none" else found
+
+
 def schema(function: Any, parameters: str = "parameters") -> Schema:
     """Returns the schema of a tool in OpenAI's chat form."""
     said = {"name": need(function, "name", str), "description": get(function, "description", str, "")}
-    return {"type": "function", "function": {**said, "parameters": get(function, parameters, dict, {})}}
+    given = get(function, parameters, dict, {})
+    if not all(isinstance(name, str) for name in get(given, "required", list, [])):
+        raise BadRequest(f"required={short(given['required'])} of the tool {short(said['name'])} must be names")
+    get(given, "properties", dict)
+    return {"type": "function", "function": {**said, "parameters": given}}
 
 
 def refuse(body: Body, field: str, allowed: Sequence[Any], why: str) -> None:
@@ -166,6 +184,20 @@ def refuse(body: Body, field: str, allowed: Sequence[Any], why: str) -> None:
     kind = value.get("type") if isinstance(value, Mapping) else value
     if kind is not None and kind not in allowed:
         raise BadRequest(f"{field}={short(kind)}: {why}; leave it out, or use {', '.join(map(repr, allowed))}")
+
+
+def unsupported(body: Body, **neutral: Any) -> None:
+    """BadRequest for a field with another value than the one that changes nothing."""
+    for name, value in neutral.items():
+        if body.get(name) not in (None, value):
+            raise BadRequest(f"{name}={short(body[name])} is not supported for agent programs; leave it out")
+
+
+def unsupported_sampling(body: Body) -> None:
+    """BadRequest for parameters that change the distribution, and are no settings of the run."""
+    unsupported(body, frequency_penalty=0, presence_penalty=0, repetition_penalty=1, logit_bias={})
+    unsupported(body, min_tokens=0, ignore_eos=False, stop_token_ids=[], use_beam_search=False)
+    unsupported(body, structured_outputs={}, guided_json=None, guided_regex=None, guided_choice=None)
 
 
 def check(request: Request) -> Request:

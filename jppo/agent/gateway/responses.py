@@ -15,13 +15,14 @@ def read(body: Body, earlier: Mapping[str, tuple[Message, ...]]) -> Request:
     """Parses a request; `earlier` has the conversation up to each earlier response, without instructions."""
     r.refuse(r.get(body, "text", dict, {}), "format", ["text"], r.FREE)
     r.refuse(body, "tool_choice", ["auto", "none"], r.FREE)
+    r.unsupported_sampling(body)
+    r.unsupported(body, conversation=None, background=False, prompt=None, top_logprobs=0)
     before = r.get(body, "previous_response_id", str)
     if before is not None and before.removeprefix(PREFIX) not in earlier:
         raise BadRequest(f"previous_response_id={short(before)} is no response of this episode")
     said = r.need(body, "input", (str, list))
     items = [{"role": "user", "content": said}] if isinstance(said, str) else said
     instructions = r.get(body, "instructions", str, "")
-    tools = () if body.get("tool_choice") == "none" else r.get(body, "tools", list, [])
     found: list[Message] = [] if before is None else list(earlier[before.removeprefix(PREFIX)])
     for item in items:
         _add(found, item)
@@ -29,9 +30,10 @@ def read(body: Body, earlier: Mapping[str, tuple[Message, ...]]) -> Request:
     return r.check(
         Request(
             messages=(*head, *found),
-            tools=tuple(r.schema(tool) for tool in tools if r.require_kind(tool, ["function"])),
+            tools=tuple(r.schema(tool) for tool in r.tools_of(body, "function")),
             max_tokens=r.whole(body, "max_output_tokens"),
             stream=r.get(body, "stream", bool, False),
+            parallel=r.get(body, "parallel_tool_calls", bool, True),
         )
     )
 
@@ -64,6 +66,7 @@ def write(reply: Reply, request: Request) -> dict[str, Any]:
     read, made = reply.prompt_tokens, reply.completion_tokens
     return _head(reply) | {
         "status": "incomplete" if cut else "completed",
+        "parallel_tool_calls": request.parallel,
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
         "output": _items(reply),
         "usage": {"input_tokens": read, "output_tokens": made, "total_tokens": read + made} | details,
@@ -100,7 +103,7 @@ def events(reply: Reply, request: Request) -> Iterator[tuple[str, Any]]:
 
 
 def _head(reply: Reply) -> dict[str, Any]:
-    fixed: dict[str, Any] = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "error": None}
+    fixed: dict[str, Any] = {"tool_choice": "auto", "tools": [], "error": None}
     named = {"id": PREFIX + reply.id, "object": "response", "created_at": reply.created, "model": reply.model}
     return named | fixed | {"instructions": None, "metadata": {}, "temperature": None, "top_p": None}
 
@@ -110,7 +113,8 @@ def _items(reply: Reply) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     if choice.text or not choice.calls:
         part = {"type": "output_text", "text": choice.text, "annotations": [], "logprobs": []}
-        said = {"type": "message", "role": "assistant", "status": "completed", "content": [part]}
+        status = "incomplete" if choice.finish == "length" else "completed"
+        said = {"type": "message", "role": "assistant", "status": status, "content": [part]}
         found.append({"id": f"msg_{reply.id}"} | said)
     for call in choice.calls:
         made = {"call_id": call.id, "name": call.name, "arguments": call.text, "status": "completed"}

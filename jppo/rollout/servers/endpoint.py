@@ -121,7 +121,7 @@ class Endpoint:
             yield
         except (httpx.TimeoutException, TimeoutError) as e:
             raise self.late(route) from e
-        except (httpx.HTTPError, OSError, http.Broken) as e:
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError, OSError, http.Broken) as e:
             raise self._failed(f"broke off {route} ({type(e).__name__} {e})") from e
 
     def _json(self, reply: httpx.Response) -> Any:

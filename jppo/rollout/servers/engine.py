@@ -176,9 +176,9 @@ class Engine:
         except RolloutError as e:
             raise UserError(f"{e}; {dialect.how}") from e
 
-    def _attach(self, key: guard.Key, dialect: Dialect, url: str) -> Member:
+    def _attach(self, key: guard.Key, dialect: Dialect, url: str, ours: bool = False) -> Member:
         endpoint = Endpoint(url, timeout_s=self._limits.request_timeout_s, why=str, key=key)
-        _require_awake(endpoint.within(self._limits.health_timeout_s), dialect)
+        _require_awake(endpoint.within(self._limits.health_timeout_s), dialect, ours=ours)
         _warn_if_open(endpoint, dialect)
         return self._member(None, endpoint, dialect)
 
@@ -191,7 +191,7 @@ class Engine:
                 for url in lookup():
                     try:
                         members.append(attach(url))
-                    except UserError as e:
+                    except (RolloutError, UserError) as e:
                         why = str(e)
             except (OSError, ValueError) as e:
                 why = str(e)
@@ -225,12 +225,12 @@ def _warn_if_open(endpoint: Endpoint, dialect: Dialect) -> None:
         print(f"rollout: warning: the server at {endpoint.url} {said}; {dialect.how}", file=sys.stderr, flush=True)
 
 
-def _require_awake(endpoint: Endpoint, dialect: Dialect) -> None:
+def _require_awake(endpoint: Endpoint, dialect: Dialect, *, ours: bool) -> None:
     try:
         paused = dialect.paused(endpoint)
     except RolloutError as e:
         raise UserError(f"{e}; {dialect.how}") from e
-    if paused:
+    if paused and not ours:
         raise UserError(
             f"the server at {endpoint.url} is paused: requests would wait for ever; if no other trainer"
             f' uses it, resume it with `curl -X POST -H "Authorization: Bearer ${guard.TOKEN}"'

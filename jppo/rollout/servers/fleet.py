@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import resource
 import threading
 import time
 from collections.abc import Callable, Coroutine, Hashable, Sequence
@@ -35,6 +36,7 @@ T = TypeVar("T")
 TRIES = 5  # of one request, before the run ends
 POLL_S = 0.05
 THREADS = 32  # of calls to servers that come and go
+FILES = 1 << 16  # open ones that are allowed at most: each request in flight has a connection
 
 
 class Fleet:
@@ -48,12 +50,13 @@ class Fleet:
         *,
         start_timeout_s: float,
         decode: Callable[[list[int]], str] = str,
-        joining: tuple[Lookup, Callable[[str], Member]] | None = None,
+        joining: tuple[Lookup, Callable[[str, bool], Member]] | None = None,
     ):
         """`decode` returns the text of tokens, for stop texts across a weight update.
 
         `joining` looks up the addresses of servers that come and go, and inspects the server at one.
         """
+        _allow_files()
         self.asked_again = 0
         self._dialect = dialect
         self._decode = decode
@@ -160,7 +163,8 @@ class Fleet:
                 taking = self._each(taking, lambda endpoint: self._dialect.pause(endpoint, mode))
                 taking = self._wake_up(self._each(taking, delivery.take), "kv_cache")
                 for member in taking:
-                    member.asleep, member.blank, member.up = False, False, True
+                    if member.up or member.blank:  # not given up meanwhile
+                        member.asleep, member.blank, member.up = False, False, True
                 before = () if delivery.whole else self._delivered.deliveries[:1]
                 self._delivered.deliveries, self._delivered.version = (*before, delivery), delivery.version
                 self._updates += 1
@@ -283,3 +287,12 @@ class Fleet:
         if refused:
             raise refused[0]
         return good
+
+
+def _allow_files() -> None:
+    """Raises the process' limit of open files, often 1024, as far as the system allows and up to `FILES`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

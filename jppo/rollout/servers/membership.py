@@ -20,18 +20,19 @@ class Membership:
     def __init__(
         self,
         lookup: Lookup,
-        make: Callable[[str], Member],
+        make: Callable[[str, bool], Member],
         router: Router,
         repairs: Repairs,
         *,
         start_timeout_s: float,
     ):
-        """`make` inspects the server at an address."""
+        """`make` inspects the server at an address; a server of this run may be paused."""
         self._lookup = lookup
         self._make = make
         self._router = router
         self._repairs = repairs
         self._start_timeout_s = start_timeout_s
+        self._ours = {member.endpoint.url for member in router.members}  # a publish that broke off may have paused them
         self._told: dict[str, str] = {}  # faults by address, each reported once
         self._joining: dict[str, asyncio.Task[None]] = {}  # by address
 
@@ -66,7 +67,12 @@ class Membership:
     async def _join(self, url: str) -> None:
         began = time.monotonic()
         try:
-            member = await asyncio.to_thread(self._make, url)
+            member = await asyncio.to_thread(self._make, url, url in self._ours)
+            shortest = min((other.max_model_len for other in self._router.members), default=0)
+            if member.max_model_len < shortest:  # the fleet refuses longer requests than its shortest server takes
+                said = f"has max_model_len={member.max_model_len}, and the others {shortest} or more"
+                raise RolloutError(f"the server at {url} {said}")
+            self._ours.add(url)
             await self._repairs.admit(member)
         except (RolloutError, UserError) as e:
             self._tell(url, f"{e.__cause__ or e}; it joins when it answers")  # without the command that starts one

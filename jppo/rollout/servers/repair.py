@@ -103,7 +103,8 @@ class Repairs:
                 try:
                     await asyncio.to_thread(self._revive, member)
                     say(f"the server at {member.endpoint.url} is back after {time.monotonic() - began:.1f} s")
-                    return
+                    if member.up:  # otherwise a publish has failed at it since: nobody else repairs it now
+                        return
                 except WeightsGone as e:
                     self._wait_blank(member, e)
                     return
@@ -204,6 +205,7 @@ class Repairs:
                     said = f"did not come back within rollout.start_timeout_s={self._start_timeout_s:g}"
                     raise RolloutError(f"the server at {member.endpoint.url} {said}; {e}") from e
             time.sleep(POLL_S)
+        raise RolloutError(f"the server at {member.endpoint.url} is not waited for: the run has ended")
 
 
 def say(line: str) -> None:

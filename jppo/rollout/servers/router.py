@@ -31,7 +31,8 @@ class Router:
             if fit and not self.held:
                 least = min(fit, key=lambda member: member.under_way)
                 home = members[hash(near) % len(members)]
-                chosen = home if home in fit and home.under_way <= least.under_way + SLACK else least
+                most = min(least.under_way + SLACK, home.connections - 1)
+                chosen = home if home in fit and (urgent or home.under_way <= most) else least
                 if urgent or chosen.under_way < chosen.connections:
                     chosen.under_way += 1
                     return chosen

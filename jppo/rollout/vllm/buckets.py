@@ -93,11 +93,16 @@ class Streamed:
         yield _begin
         yield from self.carrier.joins()
         sent: list[TensorEntry] = []
-        for bucket in _buckets(source):
-            with self.carrier.offer(bucket) as (entries, where):
-                yield self._update({"entries": layout.pack(entries), **where})
-            sent += entries
-            del bucket  # before the next one is gathered
+        try:
+            for bucket in _buckets(source):
+                with self.carrier.offer(bucket) as (entries, where):
+                    yield self._update({"entries": layout.pack(entries), **where})
+                sent += entries
+                del bucket  # before the next one is gathered
+        except (RuntimeError, ValueError) as e:  # of JAX, for an array that the trainer's update has overwritten
+            if "deleted" not in str(e):
+                raise
+            raise WeightsGone("the trainer is updating the published weights", another_comes=True) from e
         yield self._update({"digest": layout.digest(sent)})
 
     def take(self, endpoint: Endpoint) -> None:
@@ -141,26 +146,21 @@ def _begin(endpoint: Endpoint) -> None:
 
 
 def _buckets(tensors: Iterator[tuple[str, Any]]) -> Iterator[Tensors]:
-    """Yields the tensors by `BUCKET` bytes; WeightsGone where the trainer's update has overwritten them."""
+    """Yields the tensors by `BUCKET` bytes."""
     bucket: list[tuple[str, Any]] = []
-    try:
-        for name, tensor in tensors:
-            if bucket and sum(other.nbytes for _, other in bucket) + tensor.nbytes > BUCKET:
-                yield bucket
-                bucket = []
-            bucket.append((name, tensor))
-            del tensor
-    except (RuntimeError, ValueError) as e:
-        if "deleted" not in str(e):
-            raise
-        raise WeightsGone("the trainer is updating the published weights", another_comes=True) from e
+    for name, tensor in tensors:
+        if bucket and sum(other.nbytes for _, other in bucket) + tensor.nbytes > BUCKET:
+            yield bucket
+            bucket = []
+        bucket.append((name, tensor))
+        del tensor
     if bucket:
         yield bucket
 
 
 def describe(bucket: Sequence[tuple[str, np.ndarray]]) -> tuple[list[TensorEntry], list[memoryview]]:
     """Returns the entries of a bucket, checksums included, and the tensors' bytes."""
-    arrays = [np.ascontiguousarray(tensor) for _, tensor in bucket]
+    arrays = [np.asarray(tensor, order="C") for _, tensor in bucket]
     views = [array.reshape(-1).view(np.uint8).data for array in arrays]
     with ThreadPoolExecutor(layout.THREADS) as pool:
         sums = list(pool.map(zlib.crc32, views))

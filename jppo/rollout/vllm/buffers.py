@@ -5,6 +5,7 @@ Two files are written alternately, so the trainer never writes one that a server
 
 import dataclasses
 import os
+import pathlib
 import shutil
 import sys
 import tempfile
@@ -103,7 +104,7 @@ class Buffers:
     def _put_away(self, file: _File) -> None:
         os.close(file.fd)
         if file.named:
-            os.unlink(file.path)
+            pathlib.Path(file.path).unlink(missing_ok=True)
 
     def _elsewhere(self, done: int, why: OSError) -> int:
         """Opens a file in the next spare folder, copies the first `done` bytes to it, and replaces the current one."""
@@ -128,5 +129,5 @@ def _nameless(fd: int, place: str) -> _File:
 
 def _copy(source: int, target: int, count: int) -> None:
     at = 0
-    while at < count:
-        at += os.sendfile(target, source, at, count - at)
+    while at < count and (sent := os.sendfile(target, source, at, count - at)):  # the source may end in padding
+        at += sent

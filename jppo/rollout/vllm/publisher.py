@@ -59,14 +59,17 @@ class Adapter:
 
     def offers(self) -> Offers:
         """Yields one step: the server loads the adapters; no request uses them yet."""
-        adapter = {"lora_name": self.model, "lora_path": str(self.path)}
-        yield lambda endpoint: endpoint.tell("/v1/load_lora_adapter", adapter)
+        yield self._load
 
     def take(self, endpoint: Endpoint) -> None:
         """Removes the previous adapters from the server."""
         endpoint.post("/update_weight_version", {"new_version": str(self.version)})
-        if self.before is not None and self.before in _served(endpoint):  # a restarted server has none
-            endpoint.tell("/v1/unload_lora_adapter", {"lora_name": self.before})
+        if self.before is not None:  # a restarted server has none
+            _unload(endpoint, self.before)
+
+    def _load(self, endpoint: Endpoint) -> None:
+        _unload(endpoint, self.model)  # an attached server that broke off has them, and vLLM refuses them then
+        endpoint.tell("/v1/load_lora_adapter", {"lora_name": self.model, "lora_path": str(self.path)})
 
 
 class Publisher:
@@ -110,11 +113,14 @@ class Publisher:
             shutil.rmtree(self._adapters.pop(0), ignore_errors=True)
 
 
-def _served(endpoint: Endpoint) -> list[str]:
+def _unload(endpoint: Endpoint, adapter: str) -> None:
+    """Removes adapters if the server has them."""
     try:
-        return [model["id"] for model in endpoint.get("/v1/models")["data"]]
+        served = [model["id"] for model in endpoint.get("/v1/models")["data"]]
     except (KeyError, TypeError) as e:
         raise ServerFault(f"the server at {endpoint.url} answered /v1/models with no list of models") from e
+    if adapter in served:
+        endpoint.tell("/v1/unload_lora_adapter", {"lora_name": adapter})
 
 
 def accept(endpoint: Endpoint, version: int, method: str, /, **kwargs: Any) -> None:

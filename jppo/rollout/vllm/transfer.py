@@ -29,6 +29,7 @@ TOKEN_BYTES = 32  # as sent, hexadecimal
 YES, NO = b"+", b"-"
 HEADER = struct.Struct(">QI")  # bytes of a tensor, its checksum
 HELLO_S = 10.0  # until the token must have arrived
+AGAIN_S = 0.1  # after a connection that could not be accepted
 PIECE = 1 << 20  # bytes that are checksummed while in the processor's cache
 BACKLOG = 128
 CONNECTIONS = 256  # concurrent ones; further ones are refused
@@ -71,6 +72,7 @@ class Sender:
             self._listening.listen(BACKLOG)
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
+        self._closed = threading.Event()
         self._offers: list[_Offer] = []
         self._room = threading.BoundedSemaphore(CONNECTIONS)
         threading.Thread(target=self._listen, name="weights", daemon=True).start()
@@ -89,6 +91,7 @@ class Sender:
 
     def close(self) -> None:
         """Stops sending; may be called twice."""
+        self._closed.set()
         with contextlib.suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
         self._listening.close()
@@ -103,11 +106,12 @@ class Sender:
                 connection.shutdown(socket.SHUT_RDWR)
 
     def _listen(self) -> None:
-        while True:
+        while not self._closed.is_set():
             try:
                 connection, _ = self._listening.accept()
-            except OSError:  # closed
-                return
+            except OSError:  # closed, or the process has no more files for a moment
+                self._closed.wait(AGAIN_S)
+                continue
             if not self._room.acquire(blocking=False):
                 connection.close()
                 continue

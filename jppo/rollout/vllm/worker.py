@@ -158,11 +158,9 @@ def _sinks(buckets: list[Bucket]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _tensor(entry: layout.TensorEntry, data: Any) -> torch.Tensor:
-    dtype = getattr(torch, entry.dtype)
-    if isinstance(data, torch.Tensor):  # bytes that came by NCCL
-        return data[entry.offset : entry.offset + entry.nbytes].view(dtype).reshape(entry.shape)
-    count = entry.nbytes // dtype.itemsize
-    return torch.frombuffer(data, dtype=dtype, count=count, offset=entry.offset).reshape(entry.shape)
+    held = data if isinstance(data, torch.Tensor) else torch.frombuffer(data, dtype=torch.uint8)
+    part = held[entry.offset : entry.offset + entry.nbytes]
+    return part.view(getattr(torch, entry.dtype)).reshape(entry.shape)
 
 
 def _stream(
