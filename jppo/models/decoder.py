@@ -117,7 +117,7 @@ class Layer(nn.Module):
         kind: jax.Array | int,
         places: Places,
         given: Given = None,
-        embedded: jax.Array | None = None,
+        beside: jax.Array | None = None,
         held: Held | None = None,
     ) -> tuple[jax.Array, Held | None]:
         cfg, sort = self.cfg, self.sort
@@ -147,19 +147,19 @@ class Layer(nn.Module):
                 y = mixture(y, given, places.counted)
         x = x + scaled(norm("mlp_post_norm", y, cfg.post_norms), cfg.residual_scale)
         if cfg.gemma4 is not None:
-            x = self._with_gemma4s(cfg.gemma4, x, embedded)
+            x = self._with_gemma4s(cfg.gemma4, x, beside)
         return self.constrain(x), held
 
-    def _with_gemma4s(self, how: Gemma4, x: jax.Array, embedded: jax.Array | None) -> jax.Array:
-        """Adds the layer's own embedding, gated by the state, and multiplies by the layer's factor."""
+    def _with_gemma4s(self, how: Gemma4, x: jax.Array, beside: jax.Array | None) -> jax.Array:
+        """Adds the layer's own embedding of the token, gated by the state, and multiplies by the layer's factor."""
         cfg, D, P = self.cfg, self.cfg.hidden_size, how.per_layer
 
         def project(name: str, equation: str, *shape: int) -> Project:
             return Project(equation, shape, None, cfg.initializer_range, self.param_dtype, name=name)
 
-        if embedded is not None:
+        if beside is not None:
             gate = ACTIVATIONS[cfg.activation](project("per_layer_gate", "rtd,dp->rtp", D, P)(x))
-            y = project("per_layer_out", "rtp,pd->rtd", P, D)(gate * embedded)
+            y = project("per_layer_out", "rtp,pd->rtd", P, D)(gate * beside)
             x = x + RMSNorm(cfg, self.param_dtype, name="per_layer_norm")(y)
         factor = self.param("scalar", nn.initializers.ones, (1,), self.param_dtype)
         return x * jax.lax.stop_gradient(factor).astype(x.dtype)[None, None]
@@ -173,10 +173,10 @@ class Period(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, kinds: jax.Array, places: Places, given: Givens, embedded: tuple[jax.Array | None, ...]
+        self, x: jax.Array, kinds: jax.Array, places: Places, given: Givens, beside: tuple[jax.Array | None, ...]
     ) -> tuple[jax.Array, None]:
         for i, stack in enumerate(self.group):
-            x, _ = self.make(stack)(x, kinds[i], places, given[i], embedded[i])
+            x, _ = self.make(stack)(x, kinds[i], places, given[i], beside[i])
         return x, None
 
 
