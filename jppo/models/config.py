@@ -1,7 +1,7 @@
 """A model's shape and mathematics as one frozen dataclass: what the decoder and the parameter table read."""
 
 import dataclasses
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from jppo.models import stacks
 from jppo.models.config_delta import Delta
@@ -9,14 +9,7 @@ from jppo.models.config_experts import Experts
 from jppo.models.config_gemma4 import Gemma4
 from jppo.models.config_latent import Latent
 from jppo.models.rotary import Rotary
-from jppo.models.stacks import Group, Sort, Stack
-
-
-class Heads(NamedTuple):
-    """The sizes of keys and values."""
-
-    num_kv_heads: int  # K
-    head_dim: int  # A
+from jppo.models.stacks import Group, Heads, Sort, Stack
 
 
 @dataclasses.dataclass(frozen=True)

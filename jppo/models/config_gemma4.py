@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from jppo.models.config_fields import Fields
-from jppo.models.stacks import Keys, Sort
+from jppo.models.stacks import Heads, Keys, Sort
 from jppo.settings import UserError
 
 GLOBAL_HEAD_DIM = 512  # of layers without a window, where config.json has none
@@ -52,10 +52,8 @@ def read(fields: Fields, windows: list[int | None], vocab_size: int) -> Gemma4:
     )
 
 
-def whole_heads(
-    fields: Fields, windows: list[int | None], num_heads: int, num_kv_heads: int, head_dim: int
-) -> tuple[int, int]:
-    """Returns the key/value heads of layers without a window, and their size."""
+def whole_heads(fields: Fields, windows: list[int | None], num_heads: int, num_kv_heads: int, head_dim: int) -> Heads:
+    """Returns the sizes of layers without a window."""
     own: Any = {"head_dim": fields.get("global_head_dim", int, GLOBAL_HEAD_DIM)}
     if fields.get("attention_k_eq_v", bool, False):
         own |= {"num_key_value_heads": fields.get("num_global_key_value_heads", int, num_kv_heads)}
@@ -75,4 +73,4 @@ def whole_heads(
             f"{fields.path}: layers without a window have num_key_value_heads={heads}, which must divide"
             f" num_attention_heads={num_heads}, and head_dim={size}, which must be even"
         )
-    return heads, size
+    return Heads(heads, size)

@@ -8,6 +8,7 @@ from typing import Any
 from jppo.models.config_fields import Fields
 from jppo.models.family_table import Family
 from jppo.models.rotary import Rotary, Yarn
+from jppo.models.stacks import Heads
 from jppo.settings import UserError
 
 
@@ -22,12 +23,12 @@ class _Model:
 
 
 def read(
-    fields: Fields, family: Family, head_dim: int, longest: int | None, whole_dim: int | None = None
+    fields: Fields, family: Family, head_dim: int, longest: int | None, whole: Heads | None = None
 ) -> tuple[Rotary, Rotary | None]:
     """Returns the frequencies of full layers, and of sliding ones if they have their own.
 
     `longest` is the largest number of tokens of a row, by which `longrope` chooses; None: the first context. The heads
-    of full layers may have a size of their own, `whole_dim`.
+    of full layers may have sizes of their own, `whole`.
     """
     places = {}
     for key in ("rope_scaling", "rope_parameters"):
@@ -44,9 +45,9 @@ def read(
     full, local = both.get("full_attention", dict, {}), both.get("sliding_attention", dict, {})
     if set(both.config) - {"full_attention", "sliding_attention"}:
         raise fields.refuse("rope_parameters", "may hold full_attention and sliding_attention only")
-    whole = model if whole_dim is None else dataclasses.replace(model, head_dim=whole_dim)
+    of_whole = model if whole is None else dataclasses.replace(model, head_dim=whole.head_dim)
     return (
-        _stretched(whole, "rope_scaling", {**full, **places["rope_scaling"]}, theta),
+        _stretched(of_whole, "rope_scaling", {**full, **places["rope_scaling"]}, theta),
         _stretched(model, "rope_parameters", local, local_theta),
     )
 

@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from jppo.models import config_delta, config_experts, config_gemma4, config_latent, config_rotary
-from jppo.models.config import Heads, Kind, ModelConfig
+from jppo.models.config import Kind, ModelConfig
 from jppo.models.config_fields import Fields
 from jppo.models.family_table import FAMILIES, Family, always, late, never
 from jppo.models.rotary import STILL, Rotary
+from jppo.models.stacks import Heads
 from jppo.settings import UserError
 
 MOST_LAYERS = 10_000  # more than any model has; a loop visits each
@@ -57,12 +58,9 @@ def from_hf(config: Mapping[str, Any], *, path: str | os.PathLike[str], longest:
     latent = config_latent.read(fields, num_heads) if family.latent else None
     head_dim = latent.head_dim if latent is not None else _head_dim(fields, family, hidden_size, num_heads)
     windows = _windows(fields, family, num_layers)
-    whole = None
-    if family.gemma4:
-        whole = Heads(*config_gemma4.whole_heads(fields, windows, num_heads, num_kv_heads, head_dim))
+    whole = config_gemma4.whole_heads(fields, windows, num_heads, num_kv_heads, head_dim) if family.gemma4 else None
     turned = head_dim if latent is None else latent.rotary_dim
-    rotary, local = config_rotary.read(fields, family, turned, longest, None if whole is None else whole.head_dim)
-    delta = None if family.delta is None else config_delta.read(fields, family.delta, num_layers)
+    rotary, local = config_rotary.read(fields, family, turned, longest, whole)
     layers = _layers(fields, family, windows, rotary, local, whole)
     kinds = tuple(dict.fromkeys(layers))
     vocab_size = fields.get("vocab_size", int)
@@ -103,7 +101,7 @@ def from_hf(config: Mapping[str, Any], *, path: str | os.PathLike[str], longest:
         latent=latent,
         further_layers=fields.from_zero("num_nextn_predict_layers", 0),
         gated=family.gated,
-        delta=delta,
+        delta=None if family.delta is None else config_delta.read(fields, family.delta, num_layers),
         gemma4=config_gemma4.read(fields, windows, vocab_size) if family.gemma4 else None,
     )
 

@@ -10,6 +10,13 @@ Mixer = Literal["attention", "delta"]
 Keys = Literal["own", "kept", "shared"]
 
 
+class Heads(NamedTuple):
+    """The sizes of a layer's keys and values."""
+
+    num_kv_heads: int  # K
+    head_dim: int  # A
+
+
 class Sort(NamedTuple):
     """The modules of a layer."""
 

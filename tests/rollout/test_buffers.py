@@ -72,6 +72,7 @@ def test_files_that_were_removed_are_put_away_without_an_error(tmp_path):
         pathlib.Path(buffers.write(TENSORS.items()).path).unlink()
     buffers.renew()
     buffers.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_is_none_is_the_users_fault(tmp_path):
@@ -130,6 +131,7 @@ def test_a_full_file_that_ends_before_the_next_tensors_place_is_copied(little_ro
     buffers = Buffers("", spare=[str(tmp_path)])
     parcel = buffers.write(tensors.items())
     layout.check(parcel.path, parcel.entries, {name: tensor.shape for name, tensor in tensors.items()})
+    assert pathlib.Path(parcel.path).stat().st_size == layout.size(parcel.entries)
     buffers.close()
 
 
