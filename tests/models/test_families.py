@@ -195,6 +195,15 @@ def test_numbers_that_no_model_has_are_refused_by_name(hf_config, field, value):
         ("gemma3-long", "rope_parameters", {"full_attention": 3}),
         ("gemma2-capped", "hidden_activation", "gelu"),
         ("deepseek2-lite", "rope_interleave", False),
+        ("gemma4-shared", "num_kv_shared_layers", 7),
+        ("gemma4-shared", "num_kv_shared_layers", 5),  # no full layer before them
+        ("gemma4-shared", "vocab_size_per_layer_input", 60),
+        ("gemma4-shared", "use_bidirectional_attention", "all"),
+        ("gemma4-shared", "per_layer_config", {"0": {"head_dim": 4}}),
+        ("gemma4-shared", "per_layer_config", {"2": {"head_dim": 4}, "6": {"head_dim": 8}}),
+        ("gemma4-shared", "per_layer_config", {"2": {"sliding_window": 3}, "6": {"sliding_window": 3}}),
+        ("gemma4-shared", "per_layer_config", {"2": 3, "6": 3}),
+        ("gemma4-experts", "top_k_experts", 9),
         ("granite-scaled", "residual_multiplier", 0.0),
         ("granite-scaled", "logits_scaling", "8"),
         ("phi3-grouped", "partial_rotary_factor", 0.7),
@@ -207,6 +216,21 @@ def test_a_familys_own_fields_are_refused_by_name(hf_config, name, field, value)
     with pytest.raises(UserError, match=rf"^config\.json: {field}") as e:
         families.from_hf(hf_config(name) | {field: value}, path="config.json")
     assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, dict(global_head_dim=None), dict(per_layer_config={}), dict(layer_types=None, num_hidden_layers=8)],
+)
+def test_layers_of_gemma_4_have_the_sizes_of_transformers(hf_config, changes):
+    transformers = pytest.importorskip("transformers")
+    config = {k: v for k, v in (hf_config("gemma4-experts") | changes).items() if v is not None}
+    theirs = transformers.AutoConfig.for_model(**config)
+    cfg = families.from_hf(config, path="config.json")
+    each = [theirs.per_layer_config[i] for i in range(cfg.num_layers)]
+    assert [cfg.heads_of(sort) for sort in cfg.sorts] == [(one.num_key_value_heads, one.head_dim) for one in each]
+    slides = [cfg.kinds[kind].window is not None for kind in cfg.layer_kinds]
+    assert slides == [kind == "sliding_attention" for kind in theirs.layer_types]
 
 
 @pytest.mark.parametrize("name", ["gemma2-capped", "gemma3-long", "olmo3-long", "gpt-oss-clamped"])
