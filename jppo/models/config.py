@@ -88,17 +88,21 @@ class ModelConfig:
 
     @property
     def unread(self) -> str | None:
-        """Names the layers of a checkpoint that are not read."""
+        """Names the parts of a checkpoint that are not read."""
         n = self.further_layers
         if self.gated:
             return "any multi-token prediction layers (mtp.*) are not read"
+        if any(not sort.keyed for sort in self.sorts):
+            return "any keys and values of layers that take an earlier layer's are not read"
         return f"{n} multi-token prediction layer(s) after layer {self.num_layers - 1} are not read" if n else None
 
     @property
     def unread_names(self) -> tuple[str, ...]:
-        """Returns the first parts of these layers' names."""
+        """Returns the first parts of their names."""
         further = tuple(f"model.layers.{self.num_layers + i}." for i in range(self.further_layers))
-        return (*further, "mtp.") if self.gated else further
+        shared = (f"model.layers.{i}.self_attn." for i, sort in enumerate(self.sorts) if not sort.keyed)
+        own = tuple(start + name for start in shared for name in ("k_proj.", "v_proj.", "k_norm."))
+        return (*further, "mtp.") if self.gated else further + own
 
     @property
     def delta_kind(self) -> tuple[str, bool] | None:

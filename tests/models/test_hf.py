@@ -109,14 +109,25 @@ def test_fused_experts_and_a_prefix_are_read(checkpoint, tmp_path, name):
     assert_same_bits(dict(hf_write.hf_tensors(values, cfg)), stored(directory))
 
 
-def test_prediction_layers_of_a_delta_net_are_not_read(checkpoint, tmp_path):
-    """Published checkpoints of Qwen3-Next have them."""
-    directory, _ = checkpoint("qwen3-next-periods")
+@pytest.mark.parametrize(
+    ("name", "extra", "unread"),
+    [
+        ("qwen3-next-periods", "mtp.fc.weight", "any multi-token prediction layers (mtp.*) are not read"),
+        (
+            "gemma4-shared",
+            "model.layers.5.self_attn.k_proj.weight",
+            "any keys and values of layers that take an earlier layer's are not read",
+        ),
+    ],
+)
+def test_tensors_that_transformers_ignores_are_not_read(checkpoint, tmp_path, name, extra, unread):
+    """Published checkpoints have them."""
+    directory, _ = checkpoint(name)
     original = stored(directory)
-    other = rewrite(directory, tmp_path / "other", lambda tensors: tensors.update({"mtp.fc.weight": np.ones((3, 2))}))
+    other = rewrite(directory, tmp_path / "other", lambda tensors: tensors.update({extra: np.ones((3, 2))}))
     cfg, values = load(other)
     assert_same_bits(dict(hf_write.hf_tensors(values, cfg)), original)
-    assert cfg.unread == "any multi-token prediction layers (mtp.*) are not read"
+    assert cfg.unread == unread
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
